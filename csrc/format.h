@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// What crosses the border between Python and the kernels: plain structs, no tensors.
+//
+// zero8/op/kernel.py builds the same structs with numpy; binding.cpp checks their sizes.  All
+// strides and counts are in elements, 64 bits wide: a flat ZeRO partition can exceed 2^31.
+#pragma once
+
+#include <cstdint>
+
+namespace zero8 {
+
+enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kCompanded = 2 };
+enum DType : int32_t { kFP32 = 0, kBF16 = 1 };
+enum Rounding : int32_t { kNearest = 0, kDither = 1, kHash = 2 };
+
+constexpr int kMaxBlockSize = 4096;
+
+// One step's scalars: zero8/scalars.py.
+struct StepScalars {
+  float beta1, beta2, sqrt_beta2;
+  float one_minus_beta1, sqrt_one_minus_beta2;
+  float inverse_sqrt_correction2, eps, max_ratio;
+  float step_size, decay, l2, grad_sign;
+};
+static_assert(sizeof(StepScalars) == 48, "numpy's STEP_SCALARS must change with it");
+
+// Elements first .. first + numel - 1 of one parameter: zero8/segment.py.
+// No __restrict__ on the pointers: two moments may be views of one buffer.
+struct Segment {
+  void* param;              // float or bfloat16, updated in place
+  const void* grad;         // float or bfloat16, any element alignment
+  void* exp_avg;            // uint8_t codes, or float for kFloat32
+  void* exp_avg_sq;         // likewise
+  float* exp_avg_scale;     // one per block touched; null for kFloat32
+  float* exp_avg_sq_scale;  // likewise
+  int64_t numel;
+  int64_t first;
+  int64_t row_length;
+  int64_t nonfinite_blocks;  // out: blocks left as they were
+  int32_t block_size;
+  int32_t codec;
+  int32_t param_dtype;
+  int32_t grad_dtype;
+  int32_t rounding;
+  int32_t scalars;  // index into the array of StepScalars
+  uint32_t moment_phase;
+  uint32_t param_phase;
+};
+static_assert(sizeof(Segment) == 112, "numpy's SEGMENT must change with it");
+
+// The dynamic maps, ascending, and what finds the nearest entry: zero8/op/kernel.py.
+struct DynamicMap {
+  float levels[256];
+  float thresholds[256];  // smallest value whose nearest entry is i + 1; the last is +inf
+  uint8_t bucket[65536];  // smallest code among values whose upper 16 bits are the index
+};
+struct DynamicMaps {
+  DynamicMap exp_avg, exp_avg_sq;
+};
+
+// A block of a segment: elements begin .. begin + count - 1 of the segment.
+struct Block {
+  int64_t begin;
+  int64_t local;  // number of its scale, counted from the segment's first block
+  int32_t count;
+};
+
+// Takes one step on one block; returns false, having written nothing, if it is not finite.
+using StepBlock = bool (*)(const Segment&, const StepScalars&, const DynamicMaps&, Block);
+
+bool step_block_baseline(const Segment&, const StepScalars&, const DynamicMaps&, Block);
+bool step_block_avx2(const Segment&, const StepScalars&, const DynamicMaps&, Block);
+bool step_block_avx512(const Segment&, const StepScalars&, const DynamicMaps&, Block);
+
+// Steps over all segments with `num_threads` threads; `isa` is one of isa_names().
+void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
+          const DynamicMaps& maps, int num_threads, int isa);
+
+constexpr int kNumIsas = 3;
+constexpr const char* kIsaNames[kNumIsas] = {"baseline", "avx2", "avx512"};
+bool isa_supported(int isa);
+
+}  // namespace zero8

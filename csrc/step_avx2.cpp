@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// The step for x86-64 processors with AVX2 and FMA.
+#include "format.h"
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,bmi2"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,bmi2")
+#endif
+#define ZERO8_TARGET avx2
+#include "step_block.h"
+
+bool zero8::step_block_avx2(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
+                          Block b) {
+  return avx2::step_block(seg, s, maps, b);
+}
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

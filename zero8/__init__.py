@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""zero8: Adam with 8-bit block-wise states for DeepSpeed ZeRO-offload and plain PyTorch.
+
+Importing it registers the DeepSpeed optimizer type "Adam8bitBlockwise".
+"""
+
+from zero8 import autoload
+
+__version__ = "0.1.0"
+__all__ = ["Adam8bitBlockwise", "__version__"]
+
+autoload.install()
+
+
+def __getattr__(name: str):
+    if name == "Adam8bitBlockwise":
+        from zero8.zero.optimizer import Adam8bitBlockwise
+
+        return Adam8bitBlockwise
+    raise AttributeError(f"module 'zero8' has no attribute {name!r}")

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Randomness as a function: rounding thresholds from (seed, step, parameter identity, element).
+
+    r(i, t) = i * A + key + t * PHI   modulo 2^32                                            (D1)
+
+A and PHI are 2^32 divided by the plastic number (Roberts' R2 sequence) and by the golden ratio.
+Over the elements of a parameter r is equidistributed, so each step's rounding is unbiased; over
+the steps of one element it is the golden-ratio sequence, the one of lowest discrepancy, so the
+accumulated rounding error stays near one cell instead of growing like a random walk.
+
+`hashed` stochastic rounding passes (D1) through a 32-bit mixer instead (Wellons' lowbias32): every
+element and step independent.  Nothing is drawn and no generator state exists: the same numbers
+come out for any thread count, world size, device and restart.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+ELEMENT_STEP = 0xC13FA9A9
+GOLDEN_STEP = 0x9E3779B9
+_MASK = 0xFFFFFFFF
+
+
+def identity_of(name_or_index: str | int) -> int:
+    """Return the 64-bit identity of a parameter: a hash of its name, else of its index."""
+    kind = "name" if isinstance(name_or_index, str) else "index"
+    digest = hashlib.blake2b(f"{kind}:{name_or_index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def stream_key(seed: int, identity: int, stream: str) -> int:
+    """Return the 32-bit key of one stream of thresholds (`exp_avg_sq` or `param`)."""
+    digest = hashlib.blake2b(f"{seed}:{identity}:{stream}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+def phase_of(key: int, step: int) -> int:
+    """Return key + t * PHI modulo 2^32, what a kernel needs to know of seed, identity and step."""
+    return (key + step * GOLDEN_STEP) & _MASK
+
+
+def dithered(phase: int, first: int, numel: int) -> Tensor:
+    """Return r(i, t) of equation (D1) for elements first .. first + numel - 1.
+
+    Shape (numel,), int64 holding unsigned 32-bit values.
+    """
+    index = torch.arange(first, first + numel, dtype=torch.int64) & _MASK
+    return (index * ELEMENT_STEP + phase) & _MASK
+
+
+def hashed(phase: int, first: int, numel: int) -> Tensor:
+    """Return lowbias32(r(i, t)); shape (numel,), int64 holding unsigned 32-bit values."""
+    x = dithered(phase, first, numel)
+    # int64 products wrap modulo 2^64, which keeps their low 32 bits right.
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled step: how it is built, and how it is called."""

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the CPU op through DeepSpeed's JIT op builder.  The only file that knows compilers."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
+from torch.utils import cpp_extension
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def source_folder() -> Path:
+    """Return the folder of the C++ sources: beside the package, or inside it in a wheel."""
+    for folder in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
+        if (folder / "binding.cpp").is_file():
+            return folder
+    raise FileNotFoundError(
+        f"the C++ sources of zero8 are neither in {_PACKAGE / 'csrc'} nor in "
+        f"{_PACKAGE.parent / 'csrc'}; reinstall zero8"
+    )
+
+
+class Zero8AdamBuilder(CPUOpBuilder):
+    """The `zero8_adam` row of ds_report: the fused 8-bit step on the CPU.
+
+    One binary holds the code for several instruction sets and chooses when it runs, so a home
+    directory that machines with different processors share is safe (no -march=native).
+    """
+
+    NAME = "zero8_adam"
+    BUILD_VAR = "DS_BUILD_ZERO8_ADAM"
+
+    def __init__(self):
+        """Register under `NAME`, the name of the build folder too."""
+        super().__init__(name=self.NAME)
+
+    def absolute_name(self) -> str:
+        """Return where a prebuilt module would be imported from."""
+        return f"zero8.op.{self.NAME}"
+
+    def sources(self) -> list[str]:
+        """Return the absolute paths of the C++ sources."""
+        names = ("binding", "dispatch", "step_baseline", "step_avx2", "step_avx512")
+        return [str(source_folder() / f"{name}.cpp") for name in names]
+
+    def include_paths(self) -> list[str]:
+        """Return the absolute path of the headers."""
+        return [str(source_folder())]
+
+    def cxx_args(self) -> list[str]:
+        """Return the flags: none of them lets the compiler change a floating-point result."""
+        return [
+            "-O3",
+            "-g0",
+            "-fopenmp",
+            "-ffp-contract=off",
+            "-fno-math-errno",
+            "-fno-trapping-math",
+        ]
+
+    def extra_ldflags(self) -> list[str]:
+        """Return the linker flags."""
+        return ["-fopenmp"]
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return whether a C++ compiler is there; if not, say what to install."""
+        compiler = cpp_extension.get_cxx_compiler()
+        if shutil.which(compiler.split()[0]) is None:
+            self.error_log = (
+                f"no C++ compiler: {compiler!r} is not on PATH; install one (Debian and Ubuntu: "
+                "apt-get install g++) or set CXX"
+            )
+            if verbose:
+                self.warning(self.error_log)
+            return False
+        return super().is_compatible(verbose)
+
+    def load(self, verbose: bool = False):
+        """Build the op if its sources changed, and return the module.
+
+        Processes that start together build once: the first takes a file lock, which the operating
+        system releases however the process ends, and the others wait for it.
+        """
+        if self.name in self._loaded_ops:
+            return self._loaded_ops[self.name]
+        with _build_lock(self.name):
+            return super().load(verbose)
+
+
+@contextmanager
+def _build_lock(name: str) -> Iterator[None]:
+    build_folder = Path(cpp_extension._get_build_directory(name, verbose=False))
+    with open(build_folder.with_name(f"{name}.flock"), "w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
+        # torch's own lock is a file that a killed build leaves behind and the next one waits for
+        # without end.  Whoever holds ours may remove it: nobody else is building.
+        try:
+            os.remove(build_folder / "lock")
+        except FileNotFoundError:
+            pass
+        yield

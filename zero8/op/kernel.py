@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls the compiled step on a list of segments."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero8.codec import CODECS, DynamicCode
+from zero8.scalars import StepScalars
+from zero8.segment import Segment
+
+# The structs of csrc/format.h, field by field; the binding compares the sizes.
+STEP_SCALARS = np.dtype([(field.name, "f4") for field in dataclasses.fields(StepScalars)])
+SEGMENT = np.dtype(
+    [
+        ("param", "u8"),
+        ("grad", "u8"),
+        ("exp_avg", "u8"),
+        ("exp_avg_sq", "u8"),
+        ("exp_avg_scale", "u8"),
+        ("exp_avg_sq_scale", "u8"),
+        ("numel", "i8"),
+        ("first", "i8"),
+        ("row_length", "i8"),
+        ("nonfinite_blocks", "i8"),
+        ("block_size", "i4"),
+        ("codec", "i4"),
+        ("param_dtype", "i4"),
+        ("grad_dtype", "i4"),
+        ("rounding", "i4"),
+        ("scalars", "i4"),
+        ("moment_phase", "u4"),
+        ("param_phase", "u4"),
+    ]
+)
+DYNAMIC_MAP = np.dtype([("levels", "f4", 256), ("thresholds", "f4", 256), ("bucket", "u1", 65536)])
+DYNAMIC_MAPS = np.dtype([("exp_avg", DYNAMIC_MAP), ("exp_avg_sq", DYNAMIC_MAP)])
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+@lru_cache(maxsize=1)
+def module():
+    """Return the compiled module, built on first use."""
+    # deepspeed takes a while to import; whoever only imports zero8 does not pay for it.
+    from zero8.op.builder import Zero8AdamBuilder
+
+    return Zero8AdamBuilder().load()
+
+
+def isas() -> dict[str, int]:
+    """Return the instruction sets that this processor can run: name -> number, slowest first."""
+    return module().isas()
+
+
+def step(
+    segments: Sequence[Segment], num_threads: int | None = None, isa: str | None = None
+) -> list[int]:
+    """Take one optimizer step on every segment, in place, in one parallel region.
+
+    Args:
+        segments: pieces of parameters; see `zero8.segment`.
+        num_threads: threads to use; torch's number by default.  The result does not depend on it.
+        isa: instruction set, one of `isas()`; the fastest by default.
+
+    Returns:
+        For each segment the number of blocks left as they were because a new second moment was
+        not finite.
+
+    Raises:
+        ValueError: if a tensor has the wrong dtype, device, layout or size, or if the processor
+            lacks the instruction set.
+    """
+    supported = isas()
+    if isa is None:
+        isa = list(supported)[-1]
+    if isa not in supported:
+        raise ValueError(f"isa: got {isa!r}, this processor has {list(supported)}")
+    threads = torch.get_num_threads() if num_threads is None else num_threads
+    scalars = {segment.scalars: None for segment in segments}
+    for number, key in enumerate(scalars):
+        scalars[key] = number
+    records = np.zeros(len(segments), SEGMENT)
+    for record, segment in zip(records, segments, strict=True):
+        _fill(record, segment, scalars[segment.scalars])
+    table = np.array([dataclasses.astuple(key) for key in scalars], STEP_SCALARS)
+    module().step(records, table, _maps(), threads, supported[isa])
+    return records["nonfinite_blocks"].tolist()
+
+
+def _fill(record: np.void, segment: Segment, scalars: int) -> None:
+    numel = segment.param.numel()
+    quantized = segment.codec is not None
+    _check("param", segment.param, numel, tuple(DTYPES))
+    _check("grad", segment.grad, numel, tuple(DTYPES))
+    record["param"], record["grad"] = segment.param.data_ptr(), segment.grad.data_ptr()
+    for name in ("exp_avg", "exp_avg_sq"):
+        moment = getattr(segment, name)
+        _check(name, moment.values, numel, (torch.uint8 if quantized else torch.float32,))
+        record[name] = moment.values.data_ptr()
+        if quantized:
+            num_blocks = segment.grid.num_blocks_touched(segment.first, numel)
+            _check(f"{name}_scale", moment.scales, num_blocks, (torch.float32,))
+            record[f"{name}_scale"] = moment.scales.data_ptr()
+    record["numel"], record["first"] = numel, segment.first
+    record["row_length"] = segment.grid.row_length
+    record["block_size"] = segment.grid.block_size
+    record["codec"] = segment.codec.number if quantized else 0
+    record["param_dtype"] = DTYPES[segment.param.dtype]
+    record["grad_dtype"] = DTYPES[segment.grad.dtype]
+    record["rounding"], record["scalars"] = segment.rounding, scalars
+    record["moment_phase"], record["param_phase"] = segment.moment_phase, segment.param_phase
+
+
+def _check(name: str, tensor: Tensor, numel: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name}: got dtype {tensor.dtype}, expected one of {list(dtypes)}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, this op works on the CPU")
+    if tensor.numel() != numel:
+        raise ValueError(f"{name}: got {tensor.numel()} elements, expected {numel}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: got strides {tensor.stride()}, expected a contiguous tensor")
+
+
+@lru_cache(maxsize=1)
+def _maps() -> np.ndarray:
+    maps = np.zeros(1, DYNAMIC_MAPS)
+    for name in ("exp_avg", "exp_avg_sq"):
+        _fill_map(maps[name], getattr(CODECS["dynamic"], name))
+    return maps
+
+
+def _fill_map(record: np.ndarray, code: DynamicCode) -> None:
+    thresholds = code.thresholds.numpy()
+    record["levels"] = code.levels.numpy()
+    record["thresholds"] = np.append(thresholds, np.float32(np.inf))
+    # The codes at both ends of each bucket of equal upper 16 bits; NaN patterns never occur.
+    ends = (np.arange(65536, dtype=np.uint32)[:, None] << 16) + np.array([0, 0xFFFF], np.uint32)
+    values = np.nan_to_num(ends.view(np.float32), nan=0.0)
+    codes = np.searchsorted(thresholds, values, side="right")
+    record["bucket"] = codes.min(axis=1)

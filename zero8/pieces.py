@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The segment table of a shard, and the storage of one moment over it.
+
+A shard is a flat run of elements that one rank holds; a piece is the part of it that belongs to
+one parameter.  Elements outside every piece are padding and have no moments.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from zero8.codec import Codec, MomentCode, dequantize, quantize
+from zero8.grid import BlockGrid
+from zero8.segment import Moment
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements of one parameter inside a shard.
+
+    Attributes:
+        start: index in the shard of the first element.
+        numel: number of elements.
+        first: index in the parameter of the first element.
+        shape: the parameter's global shape.
+        identity: the parameter's 64-bit identity (`zero8.dither.identity_of`).
+        block_size: elements per block, 0 where the moments stay float32.
+        name: the parameter's name, or its index in constructor order; for people.
+    """
+
+    start: int
+    numel: int
+    first: int
+    shape: tuple[int, ...]
+    identity: int
+    block_size: int
+    name: str
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the moments are 8-bit."""
+        return self.block_size > 0
+
+    @cached_property
+    def grid(self) -> BlockGrid:
+        """The parameter's block grid; for float32 moments one row in blocks of 256."""
+        if self.is_quantized:
+            return BlockGrid.of(self.shape, self.block_size)
+        return BlockGrid(1, max(1, torch.Size(self.shape).numel()), 256)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that the piece touches."""
+        return self.grid.num_blocks_touched(self.first, self.numel)
+
+
+@dataclass(frozen=True)
+class PieceTable:
+    """The pieces of a shard, in order of `start`, and how long the shard is in elements."""
+
+    pieces: tuple[Piece, ...]
+    numel: int
+
+    @cached_property
+    def value_offsets(self) -> tuple[int, ...]:
+        """Where each piece starts in the code buffer (8-bit) or in the float32 buffer."""
+        counts = {True: 0, False: 0}
+        offsets = []
+        for piece in self.pieces:
+            offsets.append(counts[piece.is_quantized])
+            counts[piece.is_quantized] += piece.numel
+        return tuple(offsets)
+
+    @cached_property
+    def scale_offsets(self) -> tuple[int, ...]:
+        """Where the scales of each piece start; float32 pieces have none."""
+        counts = [piece.num_blocks if piece.is_quantized else 0 for piece in self.pieces]
+        return tuple(itertools.accumulate(counts, initial=0))[:-1]
+
+    def size(self, *, quantized: bool) -> int:
+        """Return the number of elements in 8-bit (or in float32) pieces."""
+        return sum(p.numel for p in self.pieces if p.is_quantized == quantized)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of scales of one moment."""
+        return sum(p.num_blocks for p in self.pieces if p.is_quantized)
+
+    def overlapping(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (piece number, begin, end) in the shard for pieces that touch the given range."""
+        for number, piece in enumerate(self.pieces):
+            begin, end = max(start, piece.start), min(start + numel, piece.start + piece.numel)
+            if begin < end:
+                yield number, begin, end
+
+
+@dataclass
+class MomentStore:
+    """One moment of a shard: 8-bit codes and scales, and float32 values where policy says so.
+
+    Attributes:
+        codec: the codec's pair of codes.
+        which: `exp_avg` or `exp_avg_sq`.
+        table: the shard's pieces.
+        codes: (elements in 8-bit pieces,) uint8.
+        scales: (blocks touched,) float32.
+        dense: (elements in float32 pieces,) float32.
+    """
+
+    codec: Codec
+    which: str
+    table: PieceTable
+    codes: Tensor
+    scales: Tensor
+    dense: Tensor
+
+    @classmethod
+    def zeros(
+        cls, codec: Codec, which: str, table: PieceTable, device: torch.device | str = "cpu"
+    ) -> "MomentStore":
+        """Return a store that decodes to zeros."""
+        zero_code = getattr(codec, which).zero_code
+        return cls(
+            codec,
+            which,
+            table,
+            torch.full((table.size(quantized=True),), zero_code, dtype=torch.uint8, device=device),
+            torch.zeros(table.num_blocks, device=device),
+            torch.zeros(table.size(quantized=False), device=device),
+        )
+
+    @property
+    def code(self) -> MomentCode:
+        """The code of this moment."""
+        return getattr(self.codec, self.which)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and float32 values."""
+        return self.codes.nbytes + self.scales.nbytes + self.dense.nbytes
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "MomentStore":
+        """Return the store on another device, itself if it is there already."""
+        if self.codes.device == torch.device(device):
+            return self
+        moved = (
+            t.to(device, non_blocking=non_blocking) for t in (self.codes, self.scales, self.dense)
+        )
+        return MomentStore(self.codec, self.which, self.table, *moved)
+
+    def pinned(self) -> "MomentStore":
+        """Return a copy in page-locked host memory."""
+        copies = (t.pin_memory() for t in (self.codes, self.scales, self.dense))
+        return MomentStore(self.codec, self.which, self.table, *copies)
+
+    def clone(self) -> "MomentStore":
+        """Return a store with copies of the buffers."""
+        copies = (t.clone() for t in (self.codes, self.scales, self.dense))
+        return MomentStore(self.codec, self.which, self.table, *copies)
+
+    def moment(self, number: int) -> Moment:
+        """Return the live codes and scales, or values, of one piece."""
+        piece = self.table.pieces[number]
+        offset = self.table.value_offsets[number]
+        if not piece.is_quantized:
+            return Moment(self.dense.narrow(0, offset, piece.numel))
+        scale_offset = self.table.scale_offsets[number]
+        return Moment(
+            self.codes.narrow(0, offset, piece.numel),
+            self.scales.narrow(0, scale_offset, piece.num_blocks),
+        )
+
+    def read(self, start: int, numel: int) -> Tensor:
+        """Return elements of the shard as float32, zeros in padding; shape (numel,)."""
+        out = torch.zeros(numel, device=self.codes.device)
+        for number, begin, end in self.table.overlapping(start, numel):
+            piece = self.table.pieces[number]
+            values = self._decoded(number, begin - piece.start, end - piece.start)
+            out[begin - start : end - start] = values
+        return out
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Write float32 values over elements of the shard; padding ignores what is written.
+
+        A block that is written in part is decoded, changed and encoded again as a whole: its other
+        elements move by at most half a code, and not at all if its scale stays.
+        """
+        for number, begin, end in self.table.overlapping(start, values.numel()):
+            piece = self.table.pieces[number]
+            new = values[begin - start : end - start].to(self.codes.device, torch.float32)
+            self._encode(number, begin - piece.start, new)
+
+    def _blocks(self, number: int, begin: int, end: int) -> tuple[int, int, int, int]:
+        """Return (begin, end) widened to whole blocks, and those blocks' (first, count)."""
+        piece = self.table.pieces[number]
+        grid = piece.grid
+        base = grid.block_of(piece.first) if piece.numel else 0
+        lowest = grid.block_of(piece.first + begin)
+        highest = grid.block_of(piece.first + end - 1)
+
+        def start_of(block: int) -> int:
+            row, in_row = divmod(block, grid.blocks_per_row)
+            return row * grid.row_length + in_row * grid.block_size
+
+        wide_begin = max(start_of(lowest) - piece.first, 0)
+        wide_end = min(start_of(highest + 1) - piece.first, piece.numel)
+        return wide_begin, wide_end, lowest - base, highest - lowest + 1
+
+    def _decoded(self, number: int, begin: int, end: int) -> Tensor:
+        moment = self.moment(number)
+        if moment.scales is None:
+            return moment.values[begin:end]
+        piece = self.table.pieces[number]
+        wide_begin, wide_end, first_block, count = self._blocks(number, begin, end)
+        block, _ = piece.grid.block_numbers(piece.first + wide_begin, wide_end - wide_begin)
+        scales = moment.scales.narrow(0, first_block, count)
+        x = dequantize(self.code, moment.values[wide_begin:wide_end], scales, block)
+        return x[begin - wide_begin : end - wide_begin]
+
+    def _encode(self, number: int, begin: int, new: Tensor) -> None:
+        moment = self.moment(number)
+        end = begin + new.numel()
+        if moment.scales is None:
+            moment.values[begin:end] = new
+            return
+        piece = self.table.pieces[number]
+        wide_begin, wide_end, first_block, count = self._blocks(number, begin, end)
+        x = self._decoded(number, wide_begin, wide_end)
+        x[begin - wide_begin : end - wide_begin] = new
+        block, _ = piece.grid.block_numbers(piece.first + wide_begin, x.numel())
+        codes, scales = quantize(self.code, x, block, count)
+        moment.values[wide_begin:wide_end] = codes
+        moment.scales.narrow(0, first_block, count).copy_(scales)

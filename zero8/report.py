@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the optimizer stores for each parameter, and why, for people and for programs."""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """The moments of one parameter, as far as this process holds them.
+
+    Attributes:
+        name: the parameter's name, or its index in constructor order.
+        shape: its global shape.
+        numel: elements that this process holds.
+        bits: bits per moment, 8 or 32.
+        reason: why.
+        state_bytes: bytes of both moments with all their scales.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    bits: int
+    reason: str
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The rows of all parameters that have moments; prints as a table."""
+
+    rows: tuple[MemoryRow, ...]
+
+    def state_bytes_per_param(self, bits: int | None = None) -> float:
+        """Return bytes of moments per element, over rows of these bits (all rows for None)."""
+        rows = [row for row in self.rows if bits in (None, row.bits)]
+        return sum(row.state_bytes for row in rows) / max(1, sum(row.numel for row in rows))
+
+    def to_dicts(self) -> list[dict]:
+        """Return the rows as dictionaries, for JSON."""
+        return [asdict(row) for row in self.rows]
+
+    def __str__(self) -> str:
+        """Return a table with a line per parameter and the totals."""
+        width = max([len(row.name) for row in self.rows] + [9])
+        lines = [f"{'parameter':{width}}  bits  elements here  state bytes  why"]
+        for row in self.rows:
+            lines.append(
+                f"{row.name:{width}}  {row.bits:4}  {row.numel:13,}  {row.state_bytes:11,}  "
+                f"{row.reason}"
+            )
+        for bits in (8, 32):
+            numel = sum(row.numel for row in self.rows if row.bits == bits)
+            if numel:
+                lines.append(
+                    f"{bits}-bit: {numel:,} elements, "
+                    f"{self.state_bytes_per_param(bits):.3f} state bytes per element"
+                )
+        return "\n".join(lines)

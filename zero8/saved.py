@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one whole parameter, as it lives in `optimizer.state[p]` and in checkpoints.
+
+Entries (plain tensors and numbers, so that every checkpoint writer can carry them):
+
+    step              int, steps taken
+    history           float, bound on m^2/v (equation (S1) of zero8.scalars)
+    format            int64 tensor: format version, codec number (0: float32 moments), block size,
+                      identity, global shape
+    exp_avg_q8, exp_avg_sq_q8          uint8 codes, shaped as the parameter
+    exp_avg_scale, exp_avg_sq_scale    float32, shape[:k] + (blocks per row,)
+    exp_avg, exp_avg_sq                float32 moments, in place of the four above
+
+The names differ from fp32 Adam's where the contents do: a reader that expects float32 moments
+finds them missing instead of taking codes for numbers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero8.codec import Codec, codec_numbered
+from zero8.pieces import MomentStore, Piece, PieceTable
+from zero8.scalars import UNKNOWN_HISTORY
+
+FORMAT_VERSION = 1
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class PlainState:
+    """The entries of one whole parameter's state."""
+
+    entries: dict
+
+    @classmethod
+    def zeros(cls, codec: Codec, piece: Piece, device: torch.device | str) -> "PlainState":
+        """Return the state of a parameter that has taken no step."""
+        table = PieceTable((piece,), piece.numel)
+        stores = [MomentStore.zeros(codec, which, table, device) for which in MOMENTS]
+        return cls.of(stores, step=0, history=0.0)
+
+    @classmethod
+    def of(cls, stores: list[MomentStore], step: int, history: float) -> "PlainState":
+        """Return the state whose moments are the (live) buffers of two one-piece stores."""
+        codec, (piece,) = stores[0].codec, stores[0].table.pieces
+        number = codec.number if piece.is_quantized else 0
+        described = [FORMAT_VERSION, number, piece.block_size, piece.identity, *piece.shape]
+        entries = {"step": step, "history": history, "format": torch.tensor(described)}
+        for store in stores:
+            if piece.is_quantized:
+                entries[f"{store.which}_q8"] = store.codes.view(piece.shape)
+                scale_shape = piece.grid.scale_shape(piece.shape)
+                entries[f"{store.which}_scale"] = store.scales.view(scale_shape)
+            else:
+                entries[store.which] = store.dense.view(piece.shape)
+        return cls(entries)
+
+    def stores(self, name: str) -> tuple[PieceTable, list[MomentStore]]:
+        """Return the segment table, its one piece called `name`, and the two live moments.
+
+        Raises:
+            ValueError: if the entries do not describe a state that this version reads.
+        """
+        version, number, block_size, identity, *shape = self.entries["format"].tolist()
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"state of {name}: got format version {version}, this zero8 reads {FORMAT_VERSION}"
+            )
+        numel = torch.Size(shape).numel()
+        piece = Piece(0, numel, 0, tuple(shape), identity, block_size, name)
+        table = PieceTable((piece,), numel)
+        codec = codec_numbered(number) if piece.is_quantized else None
+        return table, [self._store(codec, which, table) for which in MOMENTS]
+
+    def _store(self, codec: Codec | None, which: str, table: PieceTable) -> MomentStore:
+        if codec is None:
+            dense = _entry(self.entries, which, torch.float32, table.numel)
+            return MomentStore(codec, which, table, dense[:0].byte(), dense[:0], dense)
+        codes = _entry(self.entries, f"{which}_q8", torch.uint8, table.numel)
+        scales = _entry(self.entries, f"{which}_scale", torch.float32, table.num_blocks)
+        return MomentStore(codec, which, table, codes, scales, scales[:0])
+
+    @classmethod
+    def adopted(
+        cls, saved: dict, codec: Codec, target: Callable[[int | None], Piece], device: torch.device
+    ) -> "PlainState":
+        """Return a loaded state in tensors of its own, in the form that the optimizer keeps.
+
+        Codes are taken verbatim where codec, block size and policy agree with what was saved, and
+        otherwise requantized; float32 moments of another Adam are quantized.
+
+        Args:
+            saved: the entries as loaded.
+            codec: the optimizer's codec.
+            target: returns the parameter's piece under the optimizer's policy, with the identity
+                given, or its own for None.
+            device: where the parameter is.
+        """
+        if "format" not in saved:
+            return cls._from_adam(saved, codec, target(None), device)
+        name = target(None).name
+        table, stores = cls(saved).stores(name)
+        wanted = target(table.pieces[0].identity)
+        _check_shape(name, table.pieces[0].shape, wanted.shape)
+        if (table.pieces[0], stores[0].codec) == (wanted, codec if wanted.block_size else None):
+            kept = [
+                store.to(device) if store.codes.device != device else store.clone()
+                for store in stores
+            ]
+            return cls.of(kept, int(saved["step"]), float(saved["history"]))
+        new = cls.zeros(codec, wanted, device)
+        new._write([store.read(0, table.numel) for store in stores])
+        return cls({**new.entries, "step": int(saved["step"]), "history": float(saved["history"])})
+
+    @classmethod
+    def _from_adam(
+        cls, saved: dict, codec: Codec, wanted: Piece, device: torch.device
+    ) -> "PlainState":
+        if missing := [key for key in ("step", *MOMENTS) if key not in saved]:
+            raise ValueError(
+                f"state of {wanted.name}: got entries {sorted(saved)}, without {missing}; expected "
+                "a state of Adam8bitBlockwise or of an fp32 Adam"
+            )
+        new = cls.zeros(codec, wanted, device)
+        for which in MOMENTS:
+            _check_shape(wanted.name, tuple(saved[which].shape), wanted.shape)
+        new._write([saved[which].reshape(-1) for which in MOMENTS])
+        return cls({**new.entries, "step": int(saved["step"]), "history": UNKNOWN_HISTORY})
+
+    def _write(self, moments: list[Tensor]) -> None:
+        _, stores = self.stores("")
+        for store, values in zip(stores, moments, strict=True):
+            store.write(0, values)
+
+
+def _entry(entries: dict, key: str, dtype: torch.dtype, numel: int) -> Tensor:
+    if key not in entries:
+        raise ValueError(f"state entry {key}: missing; got {sorted(entries)}")
+    tensor = entries[key]
+    if tensor.dtype != dtype or tensor.numel() != numel:
+        raise ValueError(
+            f"state entry {key}: got {tensor.numel()} elements of {tensor.dtype}, expected "
+            f"{numel} of {dtype}"
+        )
+    return tensor.reshape(-1)
+
+
+def _check_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if got != expected:
+        raise ValueError(
+            f"state of {name}: got moments of shape {got}, the parameter has {expected}; was the "
+            "checkpoint made by another model?"
+        )

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The moments of a ZeRO shard as DeepSpeed sees them: tensors that decode when they are read.
+
+DeepSpeed expects `state[p]["exp_avg"]` and `["exp_avg_sq"]` to be float tensors as long as the
+flat partition: it takes `narrow` views once and keeps them, reads them with `clone` or `copy_`,
+writes them with `copy_`, moves and pickles them.  A MomentTensor is such a tensor without float
+storage: a live view of a `MomentStore`, whose 8-bit codes the optimizer updates in place.
+
+Reading decodes.  Writing encodes, to within half a code.  Other in-place operations are refused:
+they would change a decoded copy and be lost.
+"""
+
+import torch
+from torch import Tensor
+
+from zero8.codec import codec_numbered
+from zero8.pieces import MomentStore, Piece, PieceTable
+from zero8.saved import FORMAT_VERSION
+
+aten = torch.ops.aten
+
+
+class MomentTensor(torch.Tensor):
+    """Elements `start .. start + numel - 1` of a moment, float32 to look at, 8-bit in memory.
+
+    Attributes:
+        store: the moment of the whole shard; views share it.
+        start: index in the shard of the first element.
+    """
+
+    store: MomentStore
+    start: int
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls,
+        store: MomentStore,
+        start: int = 0,
+        numel: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        """Make a view; `dtype` is only what it claims to be and what reading returns."""
+        numel = store.table.numel if numel is None else numel
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, (numel,), dtype=dtype, device=store.codes.device
+        )
+        self.store, self.start = store, start
+        return self
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the moment of the whole shard."""
+        return self.start == 0 and self.numel() == self.store.table.numel
+
+    def dense(self) -> Tensor:
+        """Return the decoded elements as a plain tensor."""
+        return self.store.read(self.start, self.numel()).to(self.dtype)
+
+    def __repr__(self) -> str:
+        """Return what it is, without decoding it."""
+        return (
+            f"MomentTensor({self.store.which}, {self.numel()} elements from {self.start} of "
+            f"{self.store.table.numel}, codec={self.store.codec.name})"
+        )
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        """Copy the codes; of a view, the decoded elements."""
+        copy = MomentTensor(self.store.clone(), dtype=self.dtype) if self.is_whole else self.dense()
+        return memo.setdefault(id(self), copy)
+
+    def __reduce_ex__(self, protocol):
+        """Pickle codes, scales and a description in plain numbers; of a view, its elements."""
+        if not self.is_whole:
+            return self.dense().__reduce_ex__(protocol)
+        store = self.store
+        tensors = (store.codes, store.scales, store.dense)
+        return rebuild_moment, (described(store), *tensors)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        """Serve what views and moves need; decode for anything else that only reads."""
+        kwargs = kwargs or {}
+        if func in _SERVED:
+            return _SERVED[func](*args, **kwargs)
+        if func._schema.is_mutable and isinstance(args[0], MomentTensor):
+            raise NotImplementedError(
+                f"{func} on an 8-bit moment: it would change a decoded copy; use "
+                "moment.copy_(values) to write it"
+            )
+        tree = torch.utils._pytree.tree_map_only(MomentTensor, MomentTensor.dense, (args, kwargs))
+        return func(*tree[0], **tree[1])
+
+
+def described(store: MomentStore) -> dict:
+    """Return the description that makes a saved moment readable without a model: plain data."""
+    return {
+        "version": FORMAT_VERSION,
+        "codec": store.codec.number,
+        "which": store.which,
+        "numel": store.table.numel,
+        "pieces": [
+            {
+                "name": piece.name,
+                "identity": piece.identity,
+                "shape": list(piece.shape),
+                "first": piece.first,
+                "start": piece.start,
+                "numel": piece.numel,
+                "block_size": piece.block_size,
+            }
+            for piece in store.table.pieces
+        ],
+    }
+
+
+def rebuild_moment(
+    description: dict, codes: Tensor, scales: Tensor, dense: Tensor
+) -> "MomentTensor":
+    """Return a moment from what `MomentTensor` pickles.
+
+    Raises:
+        ValueError: if the format is of an unknown version, or sizes contradict the description.
+    """
+    if description["version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"8-bit moment: got format version {description['version']}, this zero8 reads "
+            f"{FORMAT_VERSION}"
+        )
+    pieces = tuple(
+        Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in description["pieces"]
+    )
+    table = PieceTable(pieces, description["numel"])
+    sizes = (codes.numel(), scales.numel(), dense.numel())
+    expected = (table.size(quantized=True), table.num_blocks, table.size(quantized=False))
+    if sizes != expected:
+        raise ValueError(
+            f"8-bit moment: got {sizes} codes, scales and float32 values, its segment table "
+            f"describes {expected}; the file is damaged"
+        )
+    codec = codec_numbered(description["codec"])
+    return MomentTensor(MomentStore(codec, description["which"], table, codes, scales, dense))
+
+
+# --- The operations ------------------------------------------------------------------------------
+
+
+def _same(x: MomentTensor, *_) -> MomentTensor:
+    return MomentTensor(x.store, x.start, x.numel(), x.dtype)
+
+
+def _view(x: MomentTensor, shape) -> Tensor:
+    flat = list(shape) in ([-1], [x.numel()])
+    return _same(x) if flat else aten.view.default(x.dense(), shape)
+
+
+def _slice(x: MomentTensor, dim=0, start=None, end=None, step=1) -> Tensor:
+    if step != 1:
+        return aten.slice.Tensor(x.dense(), dim, start, end, step)
+    begin, stop, _ = slice(start, end).indices(x.numel())
+    return MomentTensor(x.store, x.start + begin, max(0, stop - begin), x.dtype)
+
+
+def _clone(x: MomentTensor, **_) -> Tensor:
+    return x.dense()
+
+
+def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(x, MomentTensor):
+        return aten.copy_.default(x, source.dense(), non_blocking)
+    if isinstance(source, MomentTensor) and x.is_whole and source.is_whole:
+        ours, theirs = x.store, source.store
+        if (ours.table, ours.codec) == (theirs.table, theirs.codec):
+            for name in ("codes", "scales", "dense"):
+                getattr(ours, name).copy_(getattr(theirs, name), non_blocking)
+            return x
+    values = source.dense() if isinstance(source, MomentTensor) else source
+    x.store.write(x.start, values.expand(x.shape).reshape(-1))
+    return x
+
+
+def _fill(x: MomentTensor, value) -> MomentTensor:
+    x.store.write(x.start, torch.full((x.numel(),), float(value), device=x.device))
+    return x
+
+
+def _zero(x: MomentTensor) -> MomentTensor:
+    return _fill(x, 0.0)
+
+
+def _to_copy(x: MomentTensor, *, dtype=None, device=None, non_blocking=False, **_) -> Tensor:
+    dtype = x.dtype if dtype is None else dtype
+    device = x.device if device is None else torch.device(device)
+    if not x.is_whole:
+        return x.dense().to(device, dtype, non_blocking=non_blocking)
+    moved = x.store.to(device, non_blocking)
+    return MomentTensor(moved.clone() if moved is x.store else moved, dtype=dtype)
+
+
+def _like(x: MomentTensor, *, dtype=None, device=None, pin_memory=None, **_) -> Tensor:
+    dtype = x.dtype if dtype is None else dtype
+    device = x.device if device is None else device
+    if not x.is_whole:
+        return torch.zeros(x.shape, dtype=dtype, device=device, pin_memory=bool(pin_memory))
+    store = MomentStore.zeros(x.store.codec, x.store.which, x.store.table, device)
+    return MomentTensor(store.pinned() if pin_memory else store, dtype=dtype)
+
+
+def _is_pinned(x: MomentTensor, device=None) -> bool:
+    return x.store.codes.is_pinned()
+
+
+def _pin(x: MomentTensor, device=None) -> MomentTensor:
+    return MomentTensor(x.store.pinned(), dtype=x.dtype)
+
+
+_SERVED = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.slice.Tensor: _slice,
+    aten.clone.default: _clone,
+    aten.copy_.default: _copy,
+    aten.fill_.Scalar: _fill,
+    aten.fill_.Tensor: _fill,
+    aten.zero_.default: _zero,
+    aten._to_copy.default: _to_copy,
+    aten.empty_like.default: _like,
+    aten.zeros_like.default: _like,
+    aten.is_pinned.default: _is_pinned,
+    aten._pin_memory.default: _pin,
+}

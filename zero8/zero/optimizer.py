@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer that users name: plain tensors, and flat partitions of DeepSpeed's ZeRO."""
+
+import logging
+import sys
+import weakref
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zero8.optimizer import BlockwiseAdam, ParamInfo
+from zero8.pieces import MomentStore, Piece, PieceTable
+from zero8.saved import MOMENTS
+from zero8.scalars import UNKNOWN_HISTORY
+from zero8.zero.moment_tensor import MomentTensor
+from zero8.zero.partition import table_of
+
+logger = logging.getLogger("zero8")
+
+
+class Adam8bitBlockwise(BlockwiseAdam):
+    r"""AdamW whose two moments are kept as 8-bit codes with one float32 scale per block.
+
+    The step is AdamW's (Loshchilov and Hutter, arXiv:1711.05101) with the moments decoded before
+    and encoded after it, block by block (Dettmers et al., arXiv:2110.02861); `zero8.reference` has
+    the equations, `zero8.codec` the codes and their error bounds.  State: 2 + 8/block_size bytes
+    per element of an 8-bit parameter instead of 8.
+
+    In a DeepSpeed config: `"optimizer": {"type": "Adam8bitBlockwise", "params": {...}}`.
+
+    Args:
+        params: parameters, groups, or `model.named_parameters()`; float32 or bfloat16, on the CPU.
+        lr: learning rate, a number or a one-element tensor.
+        betas: decay rates of the moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled (`adam_w_mode`) or added to the gradient.
+        adam_w_mode: AdamW (default) or Adam with L2 regularisation.
+        bias_correction: divide the moments by 1 - beta^t.
+        maximize: ascend.
+        block_size: elements per scale, a power of two in 64..4096.
+        codec: "companded" or "dynamic"; see `zero8.codec`.
+        min_8bit_size: parameters with fewer elements keep float32 moments.
+        fp32_params: glob patterns of parameter names that keep float32 moments.
+        stochastic_rounding: of bfloat16 parameters: "auto" or "dither" (golden-ratio sequence),
+            "hash" (independent), or False (nearest).
+        seed: of the dither; no generator state exists.
+        **others: keys of DeepSpeed's and torch's Adam that select an implementation have no
+            effect; `amsgrad=True` and the like are refused.
+
+    Raises:
+        ValueError: for an unknown key or a bad value.
+    """
+
+    def __init__(self, params, *args, **kwargs):
+        """See the class."""
+        self._originals: dict[int, tuple[weakref.ref, ParamInfo]] = {}
+        super().__init__(params, *args, **kwargs)
+        if "deepspeed" in sys.modules:
+            # DeepSpeed constructs us before ZeRO: the last moment to fit the two together.
+            from zero8.zero import seams
+
+            seams.install(type(self))
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group, and remember what its parameters were before ZeRO replaces them."""
+        super().add_param_group(param_group)
+        for p, info in super()._infos().items():
+            if id(p) not in self._originals:
+                name = info.name or _deepspeed_name(p)
+                shape = tuple(getattr(p, "ds_shape", p.shape))
+                self._originals[id(p)] = (weakref.ref(p), replace(info, name=name, shape=shape))
+
+    def __getstate__(self) -> dict:
+        """Return what pickle and deepcopy keep."""
+        return {**super().__getstate__(), "_originals": {}}
+
+    def _infos(self) -> dict[Tensor, ParamInfo]:
+        known = {id(p): info for p, info in self._known_params()}
+        infos: dict[Tensor, ParamInfo] = {}
+        for group in self.param_groups:
+            names = group.get("param_names") or []
+            for number, p in enumerate(group["params"]):
+                name = names[number] if len(names) == len(group["params"]) else None
+                default = ParamInfo(name, len(infos), tuple(p.shape))
+                infos[p] = known.get(id(p), default)
+        return infos
+
+    def _known_params(self) -> list[tuple[Tensor, ParamInfo]]:
+        pairs = [(ref(), info) for ref, info in self._originals.values()]
+        return [(p, info) for p, info in pairs if p is not None]
+
+    # --- ZeRO partitions ------------------------------------------------------------------------
+
+    def _table(self, p: Tensor) -> PieceTable | None:
+        """Return the segment table of a ZeRO partition, None for an ordinary parameter."""
+        known = {id(q): info for q, info in self._known_params()}
+        if id(p) in known:
+            return None
+
+        def make(q: Tensor, start: int, numel: int, first: int) -> Piece:
+            return self._piece(known[id(q)], start, numel, first)
+
+        return table_of(p, [q for q, _ in self._known_params()], make)
+
+    def _new_state(self, p: Tensor, infos: dict[Tensor, ParamInfo]) -> dict:
+        table = self._table(p)
+        if table is None:
+            return super()._new_state(p, infos)
+        stores = [MomentStore.zeros(self.codec, which, table, p.device) for which in MOMENTS]
+        return _zero_state(stores, step=0, history=0.0)
+
+    def _moments(self, p: Tensor, infos: dict[Tensor, ParamInfo]) -> tuple[PieceTable, list]:
+        state = self.state[p]
+        if "format" in state:
+            return super()._moments(p, infos)
+        for which in MOMENTS:
+            if not isinstance(state[which], MomentTensor):
+                # Universal checkpoints and fp32 Adam's arrive as dense float32 moments.
+                state[which] = self._absorbed(p, which, state[which])
+                state.setdefault("history", UNKNOWN_HISTORY)
+        stores = [state[which].store for which in MOMENTS]
+        return stores[0].table, stores
+
+    def _absorbed(self, p: Tensor, which: str, values: Tensor) -> MomentTensor:
+        store = MomentStore.zeros(self.codec, which, self._table(p), p.device)
+        store.write(0, values.reshape(-1))
+        return MomentTensor(store)
+
+    def _adopted(self, p: Tensor, saved: dict, infos: dict[Tensor, ParamInfo]) -> dict:
+        table = self._table(p)
+        if table is None:
+            return super()._adopted(p, saved, infos)
+        moments = [saved[which] for which in MOMENTS]
+        if not all(isinstance(moment, MomentTensor) for moment in moments):
+            return {**saved, "step": int(saved["step"]), "history": UNKNOWN_HISTORY}
+        stores = [self._fitted(moment.store, table).to(p.device) for moment in moments]
+        return _zero_state(stores, int(saved["step"]), float(saved["history"]))
+
+    def _fitted(self, saved: MomentStore, table: PieceTable) -> MomentStore:
+        """Return a saved moment over this partition's table: verbatim where the two agree."""
+        places = [
+            [(q.start, q.numel, q.first, q.shape) for q in t.pieces] for t in (saved.table, table)
+        ]
+        if places[0] != places[1] or saved.table.numel != table.numel:
+            raise ValueError(
+                "the checkpoint's partition holds other ranges of parameters than this one: got "
+                f"{places[0][:3]}..., expected {places[1][:3]}...; was it saved by another model, "
+                "world size or ZeRO stage? Convert it to a universal checkpoint first"
+            )
+        # The dither goes on where it was: identities come from the checkpoint.
+        pairs = zip(table.pieces, saved.table.pieces, strict=True)
+        pieces = tuple(replace(ours, identity=theirs.identity) for ours, theirs in pairs)
+        wanted = PieceTable(pieces, table.numel)
+        if wanted == saved.table and saved.codec == self.codec:
+            return saved.clone()
+        store = MomentStore.zeros(self.codec, saved.which, wanted)
+        store.write(0, saved.read(0, table.numel))
+        return store
+
+    def _handle_nonfinite(self, skipped: dict[str, int]) -> None:
+        if not any("format" not in state for state in self.state.values()):
+            super()._handle_nonfinite(skipped)
+            return
+        # One rank must not raise while the others wait in a collective: count, log, go on.
+        self.nonfinite_blocks += sum(skipped.values())
+        for label, count in skipped.items():
+            logger.warning("non-finite gradient: %s: %d blocks left as they were", label, count)
+
+    def check_finite(self, process_group=None) -> None:
+        """Raise FloatingPointError on every rank if any rank has met a non-finite gradient.
+
+        One all_reduce of 4 bytes; all ranks of the group must call it.
+        """
+        count = torch.tensor([self.nonfinite_blocks], dtype=torch.int32)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(count, group=process_group)
+        if count.item():
+            raise FloatingPointError(
+                f"{count.item()} blocks met a non-finite gradient so far (all ranks); they were "
+                "left as they were"
+            )
+
+
+def _zero_state(stores: list[MomentStore], step: int, history: float) -> dict:
+    exp_avg, exp_avg_sq = (MomentTensor(store) for store in stores)
+    return {"step": step, "history": history, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+
+def _deepspeed_name(p: Tensor) -> str | None:
+    """Return the name that a DeepSpeed engine under construction knows a parameter by."""
+    debug = sys.modules.get("deepspeed.utils.debug")
+    names = getattr(debug, "param_names", {})
+    return names[p] if p in names else None

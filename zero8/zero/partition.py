@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds out which ranges of which parameters a flat ZeRO partition holds.
+
+ZeRO hands the optimizer one flat tensor per parameter group (stages 1 and 2, BF16_Optimizer) or
+per sub-group (stage 3).  What it knows of the parameters hangs on the parameters themselves:
+`_hp_mapping` and `_dp_group`, or `_z3_optimizer`.  They are set while the ZeRO optimizer is
+built, after ours, so the table is made by the first step.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from zero8.pieces import Piece, PieceTable
+
+logger = logging.getLogger("zero8")
+
+MakePiece = Callable[[Tensor, int, int, int], Piece]
+"""(parameter, start in the shard, numel, first element in the parameter) -> Piece."""
+
+
+def table_of(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> PieceTable | None:
+    """Return the segment table of a flat partition, or None if `flat` is not one of ZeRO's.
+
+    Args:
+        flat: the tensor that ZeRO gave the optimizer to step over.
+        params: the parameters that the optimizer was constructed with.
+        make: makes a piece of one of them.
+    """
+    if any(hasattr(p, "_z3_optimizer") for p in params):
+        pieces = _stage3_pieces(flat, params, make)
+    elif any(hasattr(p, "_hp_mapping") for p in params):
+        pieces = _stage12_pieces(flat, params, make)
+    else:
+        return None
+    return PieceTable(tuple(sorted(pieces, key=lambda piece: piece.start)), flat.numel())
+
+
+def _stage12_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> list[Piece]:
+    """Pieces of a group's partition, from where its parameters lie in the group's flat buffer.
+
+    `_hp_mapping` says which parameters touch the partition; its offsets are not used, because
+    DeepSpeed computes them in the wrong order under `round_robin_gradients`.
+    """
+    storage = flat.untyped_storage().data_ptr()
+    touching = [
+        p
+        for p in params
+        if getattr(p, "_hp_mapping", None) is not None
+        and p._hp_mapping.hp_fragment.untyped_storage().data_ptr() == storage
+    ]
+    if not touching:
+        return []  # a rank that holds nothing but the group's padding
+    group_storage = touching[0].untyped_storage().data_ptr()
+    partition_start = _rank_in(touching[0]._dp_group) * flat.numel()
+    pieces = []
+    for p in params:
+        if p.numel() == 0 or p.untyped_storage().data_ptr() != group_storage:
+            continue
+        offset = p.storage_offset() - partition_start
+        begin, end = max(offset, 0), min(offset + p.numel(), flat.numel())
+        if begin < end:
+            pieces.append(make(p, begin, end - begin, begin - offset))
+    return pieces
+
+
+def _stage3_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> list[Piece]:
+    """Pieces of a sub-group's partition: every parameter is cut into world-size equal parts."""
+    pieces = []
+    for p in params:
+        zero = getattr(p, "_z3_optimizer", None)
+        if zero is None or zero.get_param_id(p) not in zero.grad_position:
+            continue
+        sub_group, start, _ = zero.grad_position[zero.get_param_id(p)]
+        if zero.fp32_partitioned_groups_flat[sub_group] is not flat:
+            continue
+        first = _rank_in(p.ds_process_group) * p.partition_numel()
+        numel = min(p.partition_numel(), p.ds_numel - first)
+        if numel > 0:
+            pieces.append(make(p, start, numel, first))
+    return pieces
+
+
+def _rank_in(process_group) -> int:
+    from deepspeed import comm
+
+    return comm.get_rank(group=process_group)

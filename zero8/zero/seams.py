@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where zero8 fits into DeepSpeed: every seam is checked before it is used.
+
+* `ZERO_SUPPORTED_OPTIMIZERS`: ZeRO takes optimizers by exact type.
+* `DeepSpeedEngine._do_optimizer_sanity_check`: refuses, for our optimizer only, modes that bring
+  an optimizer of their own.
+* `ZeROOptimizer._configure_master_weights`: lifts, for our optimizer only, the demand that bf16
+  master weights in host memory be stepped by DeepSpeedCPUAdam.
+* `ALL_OPS`: the row of ds_report.
+
+All of them leave every other optimizer as it was.
+"""
+
+import functools
+import inspect
+import warnings
+from importlib.metadata import version
+
+from packaging.version import Version
+
+TESTED = ("0.19.7", "0.20")
+"""DeepSpeed versions that were tested: from the first, below the second."""
+
+
+def install(optimizer_class: type) -> None:
+    """Fit `optimizer_class` into the DeepSpeed that is loaded; calling it again changes nothing.
+
+    Raises:
+        RuntimeError: if this DeepSpeed lacks one of the seams.
+    """
+    from deepspeed.runtime import base_optimizer, engine
+    from deepspeed.runtime.zero import utils
+
+    if optimizer_class in getattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", ()):
+        return
+    _warn_if_untested()
+    engine_class = getattr(engine, "DeepSpeedEngine", None)
+    zero_class = getattr(base_optimizer, "ZeROOptimizer", None)
+    _require(
+        isinstance(getattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", None), list),
+        "the list deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS",
+    )
+    _require_method(engine_class, "_do_optimizer_sanity_check", {"basic_optimizer"})
+    _require_method(
+        zero_class,
+        "_configure_master_weights",
+        {"bf16_offload_validator", "fp16_offload_validator"},
+    )
+    _guard_modes(engine_class, optimizer_class)
+    _allow_bf16_masters(zero_class, optimizer_class)
+    utils.ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
+
+
+def add_op(all_ops) -> None:
+    """Add the op to `deepspeed.ops.op_builder.all_ops`, for ds_report and ds_build."""
+    from deepspeed.ops import op_builder
+
+    from zero8.op.builder import Zero8AdamBuilder
+
+    all_ops.ALL_OPS[Zero8AdamBuilder.NAME] = Zero8AdamBuilder()
+    op_builder.Zero8AdamBuilder = Zero8AdamBuilder
+
+
+def _warn_if_untested() -> None:
+    installed = version("deepspeed")
+    if not Version(TESTED[0]) <= Version(installed) < Version(TESTED[1]):
+        warnings.warn(
+            f"zero8 was tested with DeepSpeed from {TESTED[0]} to below {TESTED[1]}, this is "
+            f"{installed}: it may fail; `pip install 'deepspeed>={TESTED[0]},<{TESTED[1]}'`",
+            stacklevel=4,
+        )
+
+
+def _require(found: bool, what: str) -> None:
+    if not found:
+        raise RuntimeError(
+            f"zero8 does not fit this DeepSpeed ({version('deepspeed')}): {what} is missing or "
+            f"different; use one from {TESTED[0]} to below {TESTED[1]}"
+        )
+
+
+def _require_method(owner: type | None, name: str, parameters: set[str]) -> None:
+    method = getattr(owner, name, None)
+    found = method is not None and parameters <= set(inspect.signature(method).parameters)
+    _require(found, f"{getattr(owner, '__qualname__', 'the owner of')}.{name}{sorted(parameters)}")
+
+
+def _guard_modes(engine_class: type, optimizer_class: type) -> None:
+    original = engine_class._do_optimizer_sanity_check
+
+    @functools.wraps(original)
+    def checked(self, basic_optimizer):
+        if isinstance(basic_optimizer, optimizer_class):
+            refuse_unsupported_modes(self._config.zero_config)
+        return original(self, basic_optimizer)
+
+    engine_class._do_optimizer_sanity_check = checked
+
+
+def refuse_unsupported_modes(zero_config) -> None:
+    """Raise ValueError for ZeRO modes that cannot work with Adam8bitBlockwise, with the reason."""
+    reason = None
+    offload = zero_config.offload_optimizer
+    if getattr(zero_config, "zenflow", None) is not None:
+        reason = 'zenflow: it steps with an optimizer process of its own; remove "zenflow"'
+    elif offload is not None and offload.super_offload:
+        reason = (
+            "offload_optimizer.super_offload: it steps with DeepSpeedCPUAdam in a process of its "
+            "own and undoes steps, which 8-bit states do not allow; set it to false"
+        )
+    elif offload is not None and offload.ratio < 1.0:
+        reason = (
+            f"offload_optimizer.ratio {offload.ratio}: DeepSpeed steps the other part with "
+            "another optimizer; set it to 1.0"
+        )
+    elif offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme":
+        reason = 'offload_optimizer.device "nvme": not supported yet; use "cpu"'
+    if reason:
+        raise ValueError(f"Adam8bitBlockwise does not work with {reason}")
+
+
+def _allow_bf16_masters(zero_class: type, optimizer_class: type) -> None:
+    original = zero_class._configure_master_weights
+
+    @functools.wraps(original)
+    def configured(self, *args, **kwargs):
+        if isinstance(self.optimizer, optimizer_class):
+            kwargs["bf16_offload_validator"] = kwargs["fp16_offload_validator"] = None
+        return original(self, *args, **kwargs)
+
+    zero_class._configure_master_weights = configured
