@@ -2,6 +2,8 @@
 // Chooses the instruction set at run time and shares the blocks out among threads.
 #include <omp.h>
 
+#define ZERO8_TARGET dispatch
+#include "blocks.h"
 #include "format.h"
 
 namespace zero8 {
@@ -31,54 +33,25 @@ class FlushToZero {
 #endif
 };
 
-int64_t blocks_per_row(const Segment& seg) {
-  return (seg.row_length + seg.block_size - 1) / seg.block_size;
-}
-
-// Number of the block that holds element `element` of the parameter: BlockGrid.block_of.
-int64_t block_of(const Segment& seg, int64_t element) {
-  return element / seg.row_length * blocks_per_row(seg) +
-         element % seg.row_length / seg.block_size;
-}
-
-int64_t num_blocks(const Segment& seg) {
-  if (seg.numel == 0) return 0;
-  return block_of(seg, seg.first + seg.numel - 1) - block_of(seg, seg.first) + 1;
-}
-
-// The segment's part of its block number `local`.
-Block block_at(const Segment& seg, int64_t local) {
-  const int64_t number = block_of(seg, seg.first) + local;
-  const int64_t per_row = blocks_per_row(seg);
-  const int64_t row_begin = number / per_row * seg.row_length;
-  const int64_t row_end = row_begin + seg.row_length;
-  int64_t begin = row_begin + number % per_row * seg.block_size;
-  int64_t end = begin + seg.block_size < row_end ? begin + seg.block_size : row_end;
-  if (begin < seg.first) begin = seg.first;
-  if (end > seg.first + seg.numel) end = seg.first + seg.numel;
-  return {begin - seg.first, local, static_cast<int32_t>(end - begin)};
-}
-
-StepBlock step_block_for(int isa) {
+StepBlocks step_blocks_for(int isa) {
 #if defined(__x86_64__)
-  if (isa == 1) return step_block_avx2;
-  if (isa == 2) return step_block_avx512;
+  if (isa == 1) return step_blocks_avx2;
+  if (isa == 2) return step_blocks_avx512;
 #endif
-  return step_block_baseline;
+  return step_blocks_baseline;
 }
 
 // Steps over blocks begin .. end - 1 of the segments, counted through all of them.
 void step_range(Segment* segments, const StepScalars* scalars, const DynamicMaps& maps,
-                StepBlock step_block, int64_t begin, int64_t end) {
+                StepBlocks step_blocks, int64_t begin, int64_t end) {
   const FlushToZero mode;
   for (Segment* seg = segments; begin < end; ++seg) {
-    const int64_t count = num_blocks(*seg);
+    const int64_t count = dispatch::num_blocks(*seg);
     const int64_t stop = end < count ? end : count;
-    int64_t skipped = 0;
-    for (int64_t local = begin; local < stop; ++local) {
-      skipped += !step_block(*seg, scalars[seg->scalars], maps, block_at(*seg, local));
+    if (begin < stop) {
+      const int64_t skipped = step_blocks(*seg, scalars[seg->scalars], maps, begin, stop);
+      if (skipped) __atomic_fetch_add(&seg->nonfinite_blocks, skipped, __ATOMIC_RELAXED);
     }
-    if (skipped) __atomic_fetch_add(&seg->nonfinite_blocks, skipped, __ATOMIC_RELAXED);
     begin = begin > count ? begin - count : 0;
     end -= count;
   }
@@ -100,20 +73,20 @@ bool isa_supported(int isa) {
 
 void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
           const DynamicMaps& maps, int num_threads, int isa) {
-  const StepBlock step_block = step_block_for(isa);
+  const StepBlocks step_blocks = step_blocks_for(isa);
   int64_t total = 0;
-  for (int64_t i = 0; i < num_segments; ++i) total += num_blocks(segments[i]);
+  for (int64_t i = 0; i < num_segments; ++i) total += dispatch::num_blocks(segments[i]);
   // A static partition in whole blocks: every block is done by one thread, in any case alike.
   if (num_threads > total) num_threads = static_cast<int>(total);
   if (num_threads <= 1) {
-    step_range(segments, scalars, maps, step_block, 0, total);
+    step_range(segments, scalars, maps, step_blocks, 0, total);
     return;
   }
 #pragma omp parallel num_threads(num_threads)
   {
     // The runtime may grant fewer threads than asked for.
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    step_range(segments, scalars, maps, step_block, total * thread / threads,
+    step_range(segments, scalars, maps, step_blocks, total * thread / threads,
                total * (thread + 1) / threads);
   }
 }

@@ -9,7 +9,7 @@
 
 namespace zero8 {
 
-enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kCompanded = 2 };
+enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kCompanded = 2, kLog = 3 };
 enum DType : int32_t { kFP32 = 0, kBF16 = 1 };
 enum Rounding : int32_t { kNearest = 0, kDither = 1, kHash = 2 };
 
@@ -31,7 +31,7 @@ struct Segment {
   const void* grad;         // float or bfloat16, any element alignment
   void* exp_avg;            // uint8_t codes, or float for kFloat32
   void* exp_avg_sq;         // likewise
-  float* exp_avg_scale;     // one per block touched; null for kFloat32
+  float* exp_avg_scale;     // per block touched as many as the code has; null for kFloat32
   float* exp_avg_sq_scale;  // likewise
   int64_t numel;
   int64_t first;
@@ -52,27 +52,25 @@ static_assert(sizeof(Segment) == 112, "numpy's SEGMENT must change with it");
 struct DynamicMap {
   float levels[256];
   float thresholds[256];  // smallest value whose nearest entry is i + 1; the last is +inf
-  uint8_t bucket[65536];  // smallest code among values whose upper 16 bits are the index
+  // Smallest code among values whose upper 16 bits are the index; 4 more for 32-bit look-ups.
+  uint8_t bucket[65536 + 4];
 };
 struct DynamicMaps {
   DynamicMap exp_avg, exp_avg_sq;
 };
 
-// A block of a segment: elements begin .. begin + count - 1 of the segment.
-struct Block {
-  int64_t begin;
-  int64_t local;  // number of its scale, counted from the segment's first block
-  int32_t count;
-};
+// Steps over blocks begin .. end - 1 of one segment and returns how many of them it left as they
+// were because a gradient was not finite.
+using StepBlocks = int64_t (*)(const Segment&, const StepScalars&, const DynamicMaps&,
+                               int64_t begin, int64_t end);
 
-// Takes one step on one block; returns false, having written nothing, if it is not finite.
-using StepBlock = bool (*)(const Segment&, const StepScalars&, const DynamicMaps&, Block);
+int64_t step_blocks_baseline(const Segment&, const StepScalars&, const DynamicMaps&, int64_t,
+                             int64_t);
+int64_t step_blocks_avx2(const Segment&, const StepScalars&, const DynamicMaps&, int64_t, int64_t);
+int64_t step_blocks_avx512(const Segment&, const StepScalars&, const DynamicMaps&, int64_t,
+                           int64_t);
 
-bool step_block_baseline(const Segment&, const StepScalars&, const DynamicMaps&, Block);
-bool step_block_avx2(const Segment&, const StepScalars&, const DynamicMaps&, Block);
-bool step_block_avx512(const Segment&, const StepScalars&, const DynamicMaps&, Block);
-
-// Steps over all segments with `num_threads` threads; `isa` is one of isa_names().
+// Steps over all segments with `num_threads` threads; `isa` counts kIsaNames.
 void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
           const DynamicMaps& maps, int num_threads, int isa);
 

@@ -9,11 +9,13 @@
 #pragma GCC target("avx2,fma,bmi2")
 #endif
 #define ZERO8_TARGET avx2
-#include "step_block.h"
+#include "vec_avx2.h"
+// In terms of that vocabulary:
+#include "step_blocks.h"
 
-bool zero8::step_block_avx2(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
-                          Block b) {
-  return avx2::step_block(seg, s, maps, b);
+int64_t zero8::step_blocks_avx2(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
+                                int64_t begin, int64_t end) {
+  return avx2::step_blocks(seg, s, maps, begin, end);
 }
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -4,16 +4,25 @@
 
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,bmi2"))), apply_to = function)
+#pragma clang attribute push(                                                    \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,bmi2"))), \
+    apply_to = function)
 #else
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,bmi2,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,bmi2")
 #endif
 #define ZERO8_TARGET avx512
-#include "step_block.h"
+#if !defined(__clang__)
+// GCC warns about the undefined operands of its own intrinsics (its bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#include "vec_avx512.h"
+// In terms of that vocabulary:
+#include "step_blocks.h"
 
-bool zero8::step_block_avx512(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
-                          Block b) {
-  return avx512::step_block(seg, s, maps, b);
+int64_t zero8::step_blocks_avx512(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
+                                  int64_t begin, int64_t end) {
+  return avx512::step_blocks(seg, s, maps, begin, end);
 }
 #if defined(__clang__)
 #pragma clang attribute pop

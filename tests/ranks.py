@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -15,59 +16,98 @@ import torch
 TESTS = Path(__file__).resolve().parent
 
 
-def run_ranks(function, world_size: int, tmp_path: Path, timeout_s: float = 180, **kwargs) -> list:
-    """Return what `function(**kwargs)` returned on each rank.
+def run_ranks(
+    function, world_size: int, tmp_path: Path, timeout_s: float = 180, kill=False, **kwargs
+) -> list:
+    """Return what `function(**kwargs)` returned, or passed to `report`, on each rank.
 
     The function is one of a module in tests/; arguments and results cross by torch.save.
+
+    Args:
+        function: what to run.
+        world_size: number of ranks.
+        tmp_path: a folder to work in.
+        timeout_s: seconds for all ranks together.
+        kill: whether the function goes on after `report`, until it is killed with SIGKILL; it is,
+            as soon as every rank has reported.
+        **kwargs: passed to the function.
 
     Raises:
         AssertionError: with the rank's output if a rank failed or the time ran out; all processes
             that were started are gone then.
     """
+    _build_ops()
     folder = tmp_path / f"ranks-{time.monotonic_ns()}"
     folder.mkdir(parents=True)
     torch.save(kwargs, folder / "kwargs.pt")
-    port = _free_port()
-    processes = []
-    for rank in range(world_size):
-        env = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "PYTHONPATH": str(TESTS),
-        }
-        command = [sys.executable, str(Path(__file__)), function.__module__, function.__name__]
-        with open(folder / f"rank{rank}.log", "w") as log:
-            processes.append(
-                subprocess.Popen(
-                    [*command, str(folder)],
-                    env=env,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
+    results = [folder / f"rank{rank}.pt" for rank in range(world_size)]
+    port, processes = _free_port(), []
     try:
-        _wait(processes, folder, timeout_s)
+        for rank in range(world_size):
+            processes.append(_start(function, folder, rank, world_size, port))
+        _wait(processes, folder, timeout_s, results if kill else None)
     finally:
         for process in processes:
             _kill(process)
-    return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(world_size)]
+    if kill:
+        ended = [process.returncode for process in processes]
+        assert ended == [-signal.SIGKILL] * world_size, f"ended before they were killed: {ended}"
+    return [torch.load(path, weights_only=False) for path in results]
 
 
-def _wait(processes: list, folder: Path, timeout_s: float) -> None:
+def report(result) -> None:
+    """Hand a rank's result over, once; a function that just returns need not call it."""
+    path = Path(sys.argv[-1]) / f"rank{os.environ['RANK']}.pt"
+    torch.save(result, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
+
+
+@lru_cache(maxsize=1)
+def _build_ops() -> None:
+    # Here, because ranks may be killed, and a killed build leaves a lock that DeepSpeed waits for.
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    from zero8.op import kernel
+
+    kernel.module()
+    ShareMemCommBuilder().load(verbose=False)
+
+
+def _start(function, folder: Path, rank: int, world_size: int, port: int) -> subprocess.Popen:
+    env = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))),
+    }
+    command = [sys.executable, str(Path(__file__)), function.__module__, function.__name__]
+    with open(folder / f"rank{rank}.log", "w") as log:
+        return subprocess.Popen(
+            [*command, str(folder)],
+            env=env,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _wait(processes: list, folder: Path, timeout_s: float, results: list[Path] | None) -> None:
+    """Wait until all processes have ended, or, given their results' paths, until these exist."""
     deadline = time.monotonic() + timeout_s
-    while any(process.poll() is None for process in processes):
-        failed = [r for r, process in enumerate(processes) if process.poll() not in (None, 0)]
-        if failed or time.monotonic() > deadline:
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        if any(codes) or (results is None and codes == [0] * len(codes)):
             break
+        if results is not None and all(path.exists() for path in results):
+            return
         time.sleep(0.05)
-    for rank, process in enumerate(processes):
+    # A rank that died takes the others along: blame the first that ended by itself.
+    for rank, process in sorted(enumerate(processes), key=lambda pair: pair[1].poll() is None):
         if process.poll() != 0:
             reason = f"exit status {process.poll()}" if process.poll() else "time limit"
             log = (folder / f"rank{rank}.log").read_text()[-6000:]
@@ -91,8 +131,7 @@ def _free_port() -> int:
 def _main() -> None:
     module, name, folder = sys.argv[1:]
     kwargs = torch.load(Path(folder) / "kwargs.pt", weights_only=False)
-    result = getattr(importlib.import_module(module), name)(**kwargs)
-    torch.save(result, Path(folder) / f"rank{os.environ['RANK']}.pt")
+    report(getattr(importlib.import_module(module), name)(**kwargs))
     # Interpreter shutdown with live gloo threads can hang; the result is on disk.
     sys.stdout.flush()
     os._exit(0)

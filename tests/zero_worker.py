@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of the ZeRO tests run."""
+"""Models, configs and helpers for what runs on the ranks of the ZeRO tests."""
 
+import math
 import os
+import zlib
 
 import deepspeed
 import torch
 
 import zero8  # noqa: F401  registers the optimizer type
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Model(torch.nn.Module):
@@ -25,11 +29,65 @@ class Model(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+class Bag(torch.nn.Module):
+    """Parameters of many shapes; the gradients depend on name and step, on nothing else.
+
+    All values are bfloat16 numbers, so that the gradients are the same in every ZeRO layout and
+    precision: averages over ranks, sums and casts are exact.
+    """
+
+    SHAPES = {
+        "embed": (67, 96),  # rows of one block of 96
+        "wide": (20, 300),  # 256 + 44
+        "conv": (6, 10, 9, 13),  # rows of 117: two dimensions kept
+        "long": (2, 2500),  # ten blocks to a row
+        "thin": (3000, 2),  # rows too short for blocks: float32
+        "bias": (131,),
+        "single": (1,),
+        "unused": (60, 70),  # never gets a gradient
+        "frozen": (50, 90),  # does not want one
+    }
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in self.SHAPES.items():
+            parameter = torch.nn.Parameter(pattern(f"init {name}", shape))
+            self.register_parameter(name, parameter.requires_grad_(name != "frozen"))
+        self.tied = self.embed
+
+    def forward(self, step, poison=None):
+        """Return a loss whose gradient by `name` is pattern(name step); a NaN in `poison`'s."""
+        total = 0.0
+        for name in (*self.SHAPES, "tied"):
+            if name in ("unused", "frozen"):
+                continue
+            parameter = getattr(self, name)
+            # The two uses of the tied one have the same gradient: their sum is exact.
+            seed = "embed" if name == "tied" else name
+            grad = pattern(f"{seed} {step}", self.SHAPES[seed])
+            if name == poison:
+                grad.view(-1)[-1] = math.nan
+            total = total + (parameter * grad.to(parameter.dtype)).sum()
+        return total
+
+
+def pattern(name, shape):
+    """Return bfloat16 numbers in float32, of sizes that differ by row, some of them zero."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(shape, generator=generator)
+    if len(shape) > 1:
+        size = torch.randint(-12, 2, shape[:1], generator=generator)
+        values *= torch.exp2(size.float()).view(-1, *[1] * (len(shape) - 1))
+        values[torch.rand(shape, generator=generator) < 0.1] = 0.0
+        values[shape[0] // 2] = 0.0
+    return values.bfloat16().float()
+
+
 def config(stage=2, offload="cpu", dtype=None, optimizer="Adam8bitBlockwise", zero=None, **params):
-    """Return a DeepSpeed config."""
+    """Return a DeepSpeed config; `dtype` is the section that switches bf16 on."""
     made = {
         "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": optimizer, "params": {"lr": 1e-2, "weight_decay": 0.01, **params}},
         "zero_optimization": {"stage": stage, **(zero or {})},
         "steps_per_print": 1000000,
@@ -37,16 +95,19 @@ def config(stage=2, offload="cpu", dtype=None, optimizer="Adam8bitBlockwise", ze
     if offload:
         made["zero_optimization"]["offload_optimizer"] = {"device": offload, "pin_memory": False}
     if dtype:
-        made[dtype] = {"enabled": True}
+        made["bf16"] = {"enabled": True, **dtype}
     return made
 
 
-def make_engine(ds_config):
+def make_engine(ds_config, model=None, groups=None):
     """Return an engine over a freshly seeded model."""
-    torch.manual_seed(7)
-    model = Model()
+    if model is None:
+        torch.manual_seed(7)
+        model = Model()
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=ds_config
+        model=model,
+        model_parameters=list(model.parameters()) if groups is None else groups,
+        config=ds_config,
     )
     return engine
 
@@ -60,47 +121,74 @@ def batch(step, micro=4):
 
 
 def train(engine, steps, first=0):
-    """Train and return the losses."""
-    losses = []
-    for step in range(first, first + steps):
-        loss = engine(*batch(step))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    """Train a `Model` and return the losses."""
+    return [take_step(engine, *batch(step)) for step in range(first, first + steps)]
 
 
-def weights(engine):
-    """Return copies of the model's parameters."""
-    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+def take_step(engine, *inputs):
+    """Take one step and return the loss."""
+    loss = engine(*inputs)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
 
 
-def states(engine):
-    """Return what the base optimizer holds, codes and scales as plain tensors."""
-    held = []
-    for state in engine.optimizer.optimizer.state.values():
-        entry = {"step": state["step"], "history": state["history"]}
-        for which in ("exp_avg", "exp_avg_sq"):
-            store = state[which].store
-            entry[which] = (store.codes.clone(), store.scales.clone(), store.dense.clone())
-        entry["pieces"] = state["exp_avg"].store.table.pieces
-        held.append(entry)
-    return held
+def base_optimizer(engine):
+    """Return zero8's optimizer inside the engine."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def train_and_report(ds_config, steps=5):
-    """Train a few steps; return losses, weights, states and the memory report."""
-    engine = make_engine(ds_config)
-    losses = train(engine, steps)
-    report = engine.optimizer.optimizer.memory_report().to_dicts()
-    return {
-        "losses": losses,
-        "weights": weights(engine),
-        "states": states(engine),
-        "report": report,
-    }
+def held(engine):
+    """Return copies of the parameters, and of what this rank steps over with its state.
+
+    Padding, which is uninitialized memory in ZeRO-3, is set to zero.
+    """
+    parameters = {}
+    for name, p in engine.module.named_parameters():
+        gathered = [p] if hasattr(p, "ds_id") else []
+        with deepspeed.zero.GatheredParameters(gathered):
+            parameters[name] = p.detach().clone()
+    states = []
+    for p, state in base_optimizer(engine).state.items():
+        entry = {key: plain(value) for key, value in state.items()}
+        entry["master"] = p.detach().clone()
+        if hasattr(state.get("exp_avg"), "store"):
+            entry["pieces"] = state["exp_avg"].store.table.pieces
+            held_here = torch.zeros(p.shape, dtype=torch.bool)
+            for piece in entry["pieces"]:
+                held_here[piece.start : piece.start + piece.numel] = True
+            entry["master"][~held_here] = 0.0
+        states.append(entry)
+    return {"parameters": parameters, "states": states}
 
 
-def losses_only(ds_config, steps=5):
-    """Train a few steps with any optimizer; return the losses."""
-    return train(make_engine(ds_config), steps)
+def plain(value):
+    """Return a copy: of an 8-bit moment its codes, scales and float32 values."""
+    if hasattr(value, "store"):
+        store = value.store
+        return tuple(t.clone() for t in (store.codes, store.scales, store.dense))
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def difference(a, b, path="") -> str:
+    """Return where two nests of containers, tensors and values differ in any bit, "" if nowhere."""
+    if type(a) is not type(b):
+        return f"{path}: {type(a)} and {type(b)}"
+    if isinstance(a, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return f"{path}: {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
+        ours, theirs = (t.detach().reshape(-1).view(torch.uint8) for t in (a, b))
+        count = (ours != theirs).sum().item()
+        return f"{path}: {count} of {ours.numel()} bytes differ" if count else ""
+    if isinstance(a, dict):
+        if a.keys() != b.keys():
+            return f"{path}: keys {sorted(a)} and {sorted(b)}"
+        pairs = [(f"{path}.{key}", a[key], b[key]) for key in a]
+    elif isinstance(a, list | tuple):
+        if len(a) != len(b):
+            return f"{path}: lengths {len(a)} and {len(b)}"
+        pairs = [(f"{path}[{i}]", x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
+    else:
+        return "" if a == b else f"{path}: {a!r} and {b!r}"
+    found = [difference(x, y, where) for where, x, y in pairs]
+    return "; ".join(filter(None, found))

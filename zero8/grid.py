@@ -88,8 +88,5 @@ class BlockGrid:
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of a whole parameter: `shape[:k] + (blocks_per_row,)`."""
-        kept, rows = 0, 1
-        while rows != self.num_rows or math.prod(shape[kept:]) != self.row_length:
-            rows *= shape[kept]
-            kept += 1
+        kept = max(k for k in range(1, len(shape)) if math.prod(shape[k:]) == self.row_length)
         return (*shape[:kept], self.blocks_per_row)

@@ -17,8 +17,9 @@ from zero8.pieces import MomentStore, Piece, PieceTable
 from zero8.policy import Policy
 from zero8.report import MemoryReport, MemoryRow
 from zero8.saved import PlainState
-from zero8.scalars import StepScalars, next_history
+from zero8.scalars import UNKNOWN_HISTORY, StepScalars, next_history
 from zero8.segment import Segment
+from zero8.versions import warn_if_untested
 
 logger = logging.getLogger("zero8")
 
@@ -87,6 +88,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
         **others,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
+        warn_if_untested("torch")
         adamw_mode = settings.check_other_keys(others)
         adam_w_mode = settings.check_flag("adam_w_mode", adam_w_mode)
         if adamw_mode is not None:
@@ -120,9 +122,13 @@ class BlockwiseAdam(torch.optim.Optimizer):
         if isinstance(param_group, dict):
             settings.check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        if self._settings["policy"].fp32_params:
-            for info in self._infos().values():
-                self._settings["policy"].decide(info.name, info.shape)
+        self._remember_params()
+        # Patterns without names must fail here, not at the first step.
+        for info in self._infos().values():
+            self._settings["policy"].decide(info.name, info.shape)
+
+    def _remember_params(self) -> None:
+        """Note what a subclass needs of parameters that something may replace later."""
 
     def __setstate__(self, state: dict) -> None:
         """Restore what `__getstate__` kept; groups of other Adams get the keys they lack."""
@@ -172,6 +178,8 @@ class BlockwiseAdam(torch.optim.Optimizer):
         skipped = self._run(work)
         for item in work:
             item.state["step"], item.state["history"] = item.step, item.history
+            for store in item.stores:
+                store.written = False
         self._handle_nonfinite(skipped)
         return loss
 
@@ -182,13 +190,15 @@ class BlockwiseAdam(torch.optim.Optimizer):
         return chain.from_iterable(self._ready(group) for group in self.param_groups)
 
     def _work(self, group: dict, p: Tensor, infos: dict[Tensor, ParamInfo]) -> Work:
-        if p not in self.state:
+        if not self.state.get(p):  # DeepSpeed looks at states early, which makes empty ones
             self.state[p] = self._new_state(p, infos)
         state = self.state[p]
         table, stores = self._moments(p, infos)
         step = int(state["step"]) + 1
         beta1, beta2 = (float(beta) for beta in group["betas"])
-        history = next_history(float(state["history"]), beta1, beta2)
+        written = any(store.written for store in stores)
+        history = UNKNOWN_HISTORY if written else float(state["history"])
+        history = next_history(history, beta1, beta2)
         scalars = StepScalars.at(
             step,
             history,
@@ -314,7 +324,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
     def memory_report(self) -> MemoryReport:
         """Return, per parameter, whether its moments are 8-bit or float32, why, and their bytes."""
         rows, infos = [], self._infos()
-        for p in self.state:
+        for p in (p for p, state in self.state.items() if state):
             table, stores = self._moments(p, infos)
             for number, piece in enumerate(table.pieces):
                 moments = [store.moment(number) for store in stores]
@@ -323,8 +333,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
         return MemoryReport(tuple(rows))
 
     def _memory_row(self, piece: Piece, state_bytes: int) -> MemoryRow:
-        name = None if piece.name.isdecimal() else piece.name
-        reason = self._settings["policy"].decide(name, piece.shape).reason
+        reason = self._settings["policy"].decide(piece.name, piece.shape).reason
         bits = 8 if piece.is_quantized else 32
         return MemoryRow(piece.name, piece.shape, piece.numel, bits, reason, state_bytes)
 
@@ -344,7 +353,8 @@ def _wrap_states(optimizer: BlockwiseAdam, state_dict: dict) -> dict:
 def _adopt_states(optimizer: BlockwiseAdam) -> None:
     infos = optimizer._infos()
     for p, wrapped in optimizer.state.items():
-        optimizer.state[p] = optimizer._adopted(p, wrapped.state, infos)
+        saved = wrapped.state
+        optimizer.state[p] = optimizer._adopted(p, saved, infos) if saved else {}
 
 
 def check_tensors(p: Tensor) -> None:

@@ -87,7 +87,7 @@ class PieceTable:
 
     @property
     def num_blocks(self) -> int:
-        """Number of scales of one moment."""
+        """Number of blocks of the 8-bit pieces."""
         return sum(p.num_blocks for p in self.pieces if p.is_quantized)
 
     def overlapping(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
@@ -107,8 +107,9 @@ class MomentStore:
         which: `exp_avg` or `exp_avg_sq`.
         table: the shard's pieces.
         codes: (elements in 8-bit pieces,) uint8.
-        scales: (blocks touched,) float32.
+        scales: (blocks touched, *code.scale_shape) float32.
         dense: (elements in float32 pieces,) float32.
+        written: whether something other than a step has changed the moment since the last step.
     """
 
     codec: Codec
@@ -117,19 +118,22 @@ class MomentStore:
     codes: Tensor
     scales: Tensor
     dense: Tensor
+    written: bool = False
 
     @classmethod
     def zeros(
         cls, codec: Codec, which: str, table: PieceTable, device: torch.device | str = "cpu"
     ) -> "MomentStore":
         """Return a store that decodes to zeros."""
-        zero_code = getattr(codec, which).zero_code
+        code = getattr(codec, which)
         return cls(
             codec,
             which,
             table,
-            torch.full((table.size(quantized=True),), zero_code, dtype=torch.uint8, device=device),
-            torch.zeros(table.num_blocks, device=device),
+            torch.full(
+                (table.size(quantized=True),), code.zero_code, dtype=torch.uint8, device=device
+            ),
+            torch.zeros(table.num_blocks, *code.scale_shape, device=device),
             torch.zeros(table.size(quantized=False), device=device),
         )
 
@@ -189,6 +193,7 @@ class MomentStore:
         A block that is written in part is decoded, changed and encoded again as a whole: its other
         elements move by at most half a code, and not at all if its scale stays.
         """
+        self.written = True
         for number, begin, end in self.table.overlapping(start, values.numel()):
             piece = self.table.pieces[number]
             new = values[begin - start : end - start].to(self.codes.device, torch.float32)

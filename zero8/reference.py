@@ -15,8 +15,8 @@ g the gradient, m and v the moments, and every operation rounded once as `zero8.
     p  rounded to bfloat16 where the parameter is          equation (D1) of zero8.dither     (R7)
     m, v = quantize(m'), quantize(v')                      (C1)-(C6) of zero8.codec          (R8)
 
-A block in which any v' is not finite (a NaN or infinite gradient, or one whose square overflows)
-is left exactly as it was, parameter and moments, and counted.
+A block in which any g (after (R1)) is NaN, infinite, or at least 2^63 in magnitude, so that its
+square could overflow, is left exactly as it was, parameter and moments, and counted.
 """
 
 import torch
@@ -26,6 +26,9 @@ from zero8 import arithmetic as ieee
 from zero8 import dither
 from zero8.codec import dequantize, quantize
 from zero8.segment import Moment, Rounding, Segment
+
+GRADIENT_LIMIT = 2.0**63
+"""Gradients of at least this magnitude count as not finite."""
 
 _BF16_INFINITY = 0x7F80
 
@@ -43,7 +46,7 @@ def step(segment: Segment) -> int:
     v = ieee.fma(h, h, _decayed_exp_avg_sq(segment, block))
 
     bad_blocks = torch.zeros(num_blocks, dtype=torch.bool)
-    bad_blocks[block[~v.isfinite()]] = True
+    bad_blocks[block[~(g.abs() < GRADIENT_LIMIT)]] = True
     good = ~bad_blocks[block]
 
     denominator = ieee.fma(ieee.sqrt(v), s.inverse_sqrt_correction2, s.eps)
@@ -97,7 +100,9 @@ def _rounded(p: Tensor, segment: Segment) -> Tensor:
     if segment.param.dtype == torch.float32:
         return p
     if segment.rounding == Rounding.NEAREST:
-        return p.to(torch.bfloat16)
+        nearest = p.to(torch.bfloat16)
+        nearest[p.isnan()] = torch.nan  # torch's vector code writes another pattern
+        return nearest
     numbers = dither.hashed if segment.rounding == Rounding.HASH else dither.dithered
     threshold = numbers(segment.param_phase, segment.first, p.numel()) >> 16
     return stochastic_bfloat16(p, threshold)

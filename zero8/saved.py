@@ -8,13 +8,14 @@ Entries (plain tensors and numbers, so that every checkpoint writer can carry th
     format            int64 tensor: format version, codec number (0: float32 moments), block size,
                       identity, global shape
     exp_avg_q8, exp_avg_sq_q8          uint8 codes, shaped as the parameter
-    exp_avg_scale, exp_avg_sq_scale    float32, shape[:k] + (blocks per row,)
+    exp_avg_scale, exp_avg_sq_scale    float32, shape[:k] + (blocks per row,) + what one block has
     exp_avg, exp_avg_sq                float32 moments, in place of the four above
 
 The names differ from fp32 Adam's where the contents do: a reader that expects float32 moments
 finds them missing instead of taking codes for numbers.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,15 +46,14 @@ class PlainState:
     @classmethod
     def of(cls, stores: list[MomentStore], step: int, history: float) -> "PlainState":
         """Return the state whose moments are the (live) buffers of two one-piece stores."""
-        codec, (piece,) = stores[0].codec, stores[0].table.pieces
-        number = codec.number if piece.is_quantized else 0
-        described = [FORMAT_VERSION, number, piece.block_size, piece.identity, *piece.shape]
-        entries = {"step": step, "history": history, "format": torch.tensor(described)}
+        (piece,) = stores[0].table.pieces
+        entries = described(stores[0].codec, piece, step, history)
         for store in stores:
             if piece.is_quantized:
                 entries[f"{store.which}_q8"] = store.codes.view(piece.shape)
                 scale_shape = piece.grid.scale_shape(piece.shape)
-                entries[f"{store.which}_scale"] = store.scales.view(scale_shape)
+                per_block = store.scales.shape[1:]
+                entries[f"{store.which}_scale"] = store.scales.view(*scale_shape, *per_block)
             else:
                 entries[store.which] = store.dense.view(piece.shape)
         return cls(entries)
@@ -71,6 +71,10 @@ class PlainState:
             )
         numel = torch.Size(shape).numel()
         piece = Piece(0, numel, 0, tuple(shape), identity, block_size, name)
+        if piece.is_quantized and piece.grid is None:
+            raise ValueError(
+                f"state of {name}: got 8-bit moments of shape {piece.shape}, expected longer rows"
+            )
         table = PieceTable((piece,), numel)
         codec = codec_numbered(number) if piece.is_quantized else None
         return table, [self._store(codec, which, table) for which in MOMENTS]
@@ -79,9 +83,11 @@ class PlainState:
         if codec is None:
             dense = _entry(self.entries, which, torch.float32, table.numel)
             return MomentStore(codec, which, table, dense[:0].byte(), dense[:0], dense)
+        per_block = getattr(codec, which).scale_shape
+        num_scales = table.num_blocks * math.prod(per_block)
         codes = _entry(self.entries, f"{which}_q8", torch.uint8, table.numel)
-        scales = _entry(self.entries, f"{which}_scale", torch.float32, table.num_blocks)
-        return MomentStore(codec, which, table, codes, scales, scales[:0])
+        scales = _entry(self.entries, f"{which}_scale", torch.float32, num_scales)
+        return MomentStore(codec, which, table, codes, scales.view(-1, *per_block), scales[:0])
 
     @classmethod
     def adopted(
@@ -102,6 +108,8 @@ class PlainState:
         if "format" not in saved:
             return cls._from_adam(saved, codec, target(None), device)
         name = target(None).name
+        if missing := [key for key in ("step", "history") if key not in saved]:
+            raise ValueError(f"state of {name}: got entries {sorted(saved)}, without {missing}")
         table, stores = cls(saved).stores(name)
         wanted = target(table.pieces[0].identity)
         _check_shape(name, table.pieces[0].shape, wanted.shape)
@@ -134,6 +142,13 @@ class PlainState:
         _, stores = self.stores("")
         for store, values in zip(stores, moments, strict=True):
             store.write(0, values)
+
+
+def described(codec: Codec, piece: Piece, step: int, history: float = UNKNOWN_HISTORY) -> dict:
+    """Return the entries of a state besides its moments."""
+    number = codec.number if piece.is_quantized else 0
+    header = [FORMAT_VERSION, number, piece.block_size, piece.identity, *piece.shape]
+    return {"step": step, "history": history, "format": torch.tensor(header)}
 
 
 def _entry(entries: dict, key: str, dtype: torch.dtype, numel: int) -> Tensor:

@@ -80,9 +80,10 @@ class StepScalars:
         beta1, beta2 = betas
         correction1 = 1 - beta1**step if bias_correction else 1.0
         correction2 = 1 - beta2**step if bias_correction else 1.0
-        # max_ratio bounds |m| / (sqrt(v)/sqrt(correction2) + eps) for exact moments; the slack
-        # covers the rounding of the step itself, so that it never binds without quantization.
-        slack = 1 + 2.0**-20
+        # max_ratio bounds |m| / (sqrt(v)/sqrt(correction2) + eps) for exact moments.  The slack
+        # covers the rounding of float32 moments, which the recurrences accumulate to at most
+        # 2^-24/(1-beta) of their value: 2^-11 is enough for betas up to 0.9999.
+        slack = 1 + 2.0**-11
         values = {
             "beta1": beta1,
             "beta2": beta2,

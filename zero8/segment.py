@@ -25,7 +25,7 @@ class Moment:
 
     Attributes:
         values: (numel,) uint8 codes or float32 values, contiguous.
-        scales: (blocks touched,) float32, contiguous; None for float32 values.
+        scales: (blocks touched, *code.scale_shape) float32, contiguous; None for float32 values.
     """
 
     values: Tensor

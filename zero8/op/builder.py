@@ -4,6 +4,8 @@
 import fcntl
 import os
 import shutil
+import sysconfig
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,11 +71,10 @@ class Zero8AdamBuilder(CPUOpBuilder):
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Return whether a C++ compiler is there; if not, say what to install."""
-        compiler = cpp_extension.get_cxx_compiler()
-        if shutil.which(compiler.split()[0]) is None:
+        if compiler() is None:
             self.error_log = (
-                f"no C++ compiler: {compiler!r} is not on PATH; install one (Debian and Ubuntu: "
-                "apt-get install g++) or set CXX"
+                f"no C++ compiler: {cpp_extension.get_cxx_compiler()!r} is not on PATH; install "
+                "one (Debian and Ubuntu: apt-get install g++) or set CXX"
             )
             if verbose:
                 self.warning(self.error_log)
@@ -88,8 +89,31 @@ class Zero8AdamBuilder(CPUOpBuilder):
         """
         if self.name in self._loaded_ops:
             return self._loaded_ops[self.name]
-        with _build_lock(self.name):
+        with _build_lock(self.name), _own_ninja_first():
             return super().load(verbose)
+
+
+def compiler() -> str | None:
+    """Return the path of the C++ compiler that builds the op, None if there is none."""
+    # CXX may hold a launcher and options too: "ccache g++".
+    return shutil.which(cpp_extension.get_cxx_compiler().partition(" ")[0])
+
+
+def ninja() -> str | None:
+    """Return the path of ninja: where pip puts it, or on PATH; None if there is none."""
+    return shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
+
+
+@contextmanager
+def _own_ninja_first() -> Iterator[None]:
+    # pip puts ninja beside the interpreter, which only an activated environment has on PATH.
+    # Always the same ninja: another version does not trust the log of this one and builds anew.
+    path = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join((sysconfig.get_path("scripts"), path))
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = path
 
 
 @contextmanager
@@ -98,9 +122,9 @@ def _build_lock(name: str) -> Iterator[None]:
     with open(build_folder.with_name(f"{name}.flock"), "w") as lock_file:
         fcntl.flock(lock_file, fcntl.LOCK_EX)
         # torch's own lock is a file that a killed build leaves behind and the next one waits for
-        # without end.  Whoever holds ours may remove it: nobody else is building.
-        try:
-            os.remove(build_folder / "lock")
-        except FileNotFoundError:
-            pass
+        # without end.  The compilers of that build may still be writing: they take their folder
+        # with them.
+        if (build_folder / "lock").exists():
+            grave = tempfile.mkdtemp(prefix=f"{name}.killed.", dir=build_folder.parent)
+            shutil.rmtree(build_folder.rename(grave), ignore_errors=True)
         yield

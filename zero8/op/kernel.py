@@ -2,6 +2,7 @@
 """Calls the compiled step on a list of segments."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -37,7 +38,11 @@ SEGMENT = np.dtype(
         ("param_phase", "u4"),
     ]
 )
-DYNAMIC_MAP = np.dtype([("levels", "f4", 256), ("thresholds", "f4", 256), ("bucket", "u1", 65536)])
+_NUM_BUCKETS = 1 << 16
+DYNAMIC_MAP = np.dtype(
+    # 4 bytes more than there are buckets: vector code looks up 32 bits at a time.
+    [("levels", "f4", 256), ("thresholds", "f4", 256), ("bucket", "u1", _NUM_BUCKETS + 4)]
+)
 DYNAMIC_MAPS = np.dtype([("exp_avg", DYNAMIC_MAP), ("exp_avg_sq", DYNAMIC_MAP)])
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -68,8 +73,7 @@ def step(
         isa: instruction set, one of `isas()`; the fastest by default.
 
     Returns:
-        For each segment the number of blocks left as they were because a new second moment was
-        not finite.
+        For each segment the number of blocks left as they were because a gradient was not finite.
 
     Raises:
         ValueError: if a tensor has the wrong dtype, device, layout or size, or if the processor
@@ -103,8 +107,9 @@ def _fill(record: np.void, segment: Segment, scalars: int) -> None:
         _check(name, moment.values, numel, (torch.uint8 if quantized else torch.float32,))
         record[name] = moment.values.data_ptr()
         if quantized:
-            num_blocks = segment.grid.num_blocks_touched(segment.first, numel)
-            _check(f"{name}_scale", moment.scales, num_blocks, (torch.float32,))
+            num_scales = segment.grid.num_blocks_touched(segment.first, numel)
+            num_scales *= math.prod(getattr(segment.codec, name).scale_shape)
+            _check(f"{name}_scale", moment.scales, num_scales, (torch.float32,))
             record[f"{name}_scale"] = moment.scales.data_ptr()
     record["numel"], record["first"] = numel, segment.first
     record["row_length"] = segment.grid.row_length
@@ -140,7 +145,9 @@ def _fill_map(record: np.ndarray, code: DynamicCode) -> None:
     record["levels"] = code.levels.numpy()
     record["thresholds"] = np.append(thresholds, np.float32(np.inf))
     # The codes at both ends of each bucket of equal upper 16 bits; NaN patterns never occur.
-    ends = (np.arange(65536, dtype=np.uint32)[:, None] << 16) + np.array([0, 0xFFFF], np.uint32)
+    ends = (np.arange(_NUM_BUCKETS, dtype=np.uint32)[:, None] << 16) + np.array(
+        [0, 0xFFFF], np.uint32
+    )
     values = np.nan_to_num(ends.view(np.float32), nan=0.0)
     codes = np.searchsorted(thresholds, values, side="right")
-    record["bucket"] = codes.min(axis=1)
+    record["bucket"][..., :_NUM_BUCKETS] = codes.min(axis=1)

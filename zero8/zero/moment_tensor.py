@@ -84,13 +84,21 @@ class MomentTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func in _SERVED:
             return _SERVED[func](*args, **kwargs)
-        if func._schema.is_mutable and isinstance(args[0], MomentTensor):
+        if any(isinstance(x, MomentTensor) for x in _written(func, args, kwargs)):
             raise NotImplementedError(
                 f"{func} on an 8-bit moment: it would change a decoded copy; use "
                 "moment.copy_(values) to write it"
             )
         tree = torch.utils._pytree.tree_map_only(MomentTensor, MomentTensor.dense, (args, kwargs))
         return func(*tree[0], **tree[1])
+
+
+def _written(func, args: tuple, kwargs: dict) -> list:
+    """Return what `func` writes to: its own tensor, each of a list, or the one given as `out`."""
+    arguments = {argument.name: argument.alias_info for argument in func._schema.arguments}
+    given = dict(zip(arguments, args, strict=False)) | kwargs
+    written = [x for name, x in given.items() if arguments[name] and arguments[name].is_write]
+    return torch.utils._pytree.tree_leaves(written)
 
 
 def described(store: MomentStore) -> dict:
@@ -121,26 +129,33 @@ def rebuild_moment(
     """Return a moment from what `MomentTensor` pickles.
 
     Raises:
-        ValueError: if the format is of an unknown version, or sizes contradict the description.
+        ValueError: if the format is of an unknown version, or the description is damaged or
+            contradicts the tensors.
     """
-    if description["version"] != FORMAT_VERSION:
+    if description.get("version") != FORMAT_VERSION:
         raise ValueError(
-            f"8-bit moment: got format version {description['version']}, this zero8 reads "
+            f"8-bit moment: got format version {description.get('version')}, this zero8 reads "
             f"{FORMAT_VERSION}"
         )
-    pieces = tuple(
-        Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in description["pieces"]
+    try:
+        codec, which = codec_numbered(description["codec"]), description["which"]
+        pieces = tuple(
+            Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in description["pieces"]
+        )
+        table = PieceTable(pieces, description["numel"])
+        like = MomentStore.zeros(codec, which, table, device="meta")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"8-bit moment: its description is damaged: {error!r}") from error
+    got, expected = (
+        [(t.dtype, tuple(t.shape)) for t in tensors]
+        for tensors in ((codes, scales, dense), (like.codes, like.scales, like.dense))
     )
-    table = PieceTable(pieces, description["numel"])
-    sizes = (codes.numel(), scales.numel(), dense.numel())
-    expected = (table.size(quantized=True), table.num_blocks, table.size(quantized=False))
-    if sizes != expected:
+    if got != expected:
         raise ValueError(
-            f"8-bit moment: got {sizes} codes, scales and float32 values, its segment table "
+            f"8-bit moment: got codes, scales and float32 values of {got}, its segment table "
             f"describes {expected}; the file is damaged"
         )
-    codec = codec_numbered(description["codec"])
-    return MomentTensor(MomentStore(codec, description["which"], table, codes, scales, dense))
+    return MomentTensor(MomentStore(codec, which, table, codes, scales, dense))
 
 
 # --- The operations ------------------------------------------------------------------------------

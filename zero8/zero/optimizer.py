@@ -24,7 +24,7 @@ class Adam8bitBlockwise(BlockwiseAdam):
 
     The step is AdamW's (Loshchilov and Hutter, arXiv:1711.05101) with the moments decoded before
     and encoded after it, block by block (Dettmers et al., arXiv:2110.02861); `zero8.reference` has
-    the equations, `zero8.codec` the codes and their error bounds.  State: 2 + 8/block_size bytes
+    the equations, `zero8.codec` the codes and their error bounds.  State: 2 + 12/block_size bytes
     per element of an 8-bit parameter instead of 8.
 
     In a DeepSpeed config: `"optimizer": {"type": "Adam8bitBlockwise", "params": {...}}`.
@@ -39,7 +39,7 @@ class Adam8bitBlockwise(BlockwiseAdam):
         bias_correction: divide the moments by 1 - beta^t.
         maximize: ascend.
         block_size: elements per scale, a power of two in 64..4096.
-        codec: "companded" or "dynamic"; see `zero8.codec`.
+        codec: "log" (default), "companded" or "dynamic"; see `zero8.codec`.
         min_8bit_size: parameters with fewer elements keep float32 moments.
         fp32_params: glob patterns of parameter names that keep float32 moments.
         stochastic_rounding: of bfloat16 parameters: "auto" or "dither" (golden-ratio sequence),
@@ -62,9 +62,8 @@ class Adam8bitBlockwise(BlockwiseAdam):
 
             seams.install(type(self))
 
-    def add_param_group(self, param_group: dict) -> None:
-        """Add a group, and remember what its parameters were before ZeRO replaces them."""
-        super().add_param_group(param_group)
+    def _remember_params(self) -> None:
+        # ZeRO will replace them in the groups by flat partitions.
         for p, info in super()._infos().items():
             if id(p) not in self._originals:
                 name = info.name or _deepspeed_name(p)
@@ -131,6 +130,11 @@ class Adam8bitBlockwise(BlockwiseAdam):
         table = self._table(p)
         if table is None:
             return super()._adopted(p, saved, infos)
+        if missing := [key for key in ("step", *MOMENTS) if key not in saved]:
+            raise ValueError(
+                f"state of a ZeRO partition: got entries {sorted(saved)}, without {missing}; was "
+                "the checkpoint saved without ZeRO?"
+            )
         moments = [saved[which] for which in MOMENTS]
         if not all(isinstance(moment, MomentTensor) for moment in moments):
             return {**saved, "step": int(saved["step"]), "history": UNKNOWN_HISTORY}

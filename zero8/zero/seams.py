@@ -13,13 +13,9 @@ All of them leave every other optimizer as it was.
 
 import functools
 import inspect
-import warnings
 from importlib.metadata import version
 
-from packaging.version import Version
-
-TESTED = ("0.19.7", "0.20")
-"""DeepSpeed versions that were tested: from the first, below the second."""
+from zero8.versions import TESTED, warn_if_untested
 
 
 def install(optimizer_class: type) -> None:
@@ -33,7 +29,7 @@ def install(optimizer_class: type) -> None:
 
     if optimizer_class in getattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", ()):
         return
-    _warn_if_untested()
+    warn_if_untested("deepspeed")
     engine_class = getattr(engine, "DeepSpeedEngine", None)
     zero_class = getattr(base_optimizer, "ZeROOptimizer", None)
     _require(
@@ -61,21 +57,11 @@ def add_op(all_ops) -> None:
     op_builder.Zero8AdamBuilder = Zero8AdamBuilder
 
 
-def _warn_if_untested() -> None:
-    installed = version("deepspeed")
-    if not Version(TESTED[0]) <= Version(installed) < Version(TESTED[1]):
-        warnings.warn(
-            f"zero8 was tested with DeepSpeed from {TESTED[0]} to below {TESTED[1]}, this is "
-            f"{installed}: it may fail; `pip install 'deepspeed>={TESTED[0]},<{TESTED[1]}'`",
-            stacklevel=4,
-        )
-
-
 def _require(found: bool, what: str) -> None:
     if not found:
         raise RuntimeError(
             f"zero8 does not fit this DeepSpeed ({version('deepspeed')}): {what} is missing or "
-            f"different; use one from {TESTED[0]} to below {TESTED[1]}"
+            "different; use one from {} to below {}".format(*TESTED["deepspeed"])
         )
 
 

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the blocks of a segment lie: BlockGrid of zero8/grid.py, in 64-bit integers.
+//
+// Compiled for every target, so in the target's namespace: the linker merges what has one name.
+#include <cstdint>
+
+#include "format.h"
+
+namespace zero8 {
+namespace ZERO8_TARGET {
+
+// Elements begin .. begin + count - 1 of a segment; `local` counts the segment's blocks from 0.
+struct Block {
+  int64_t begin;
+  int64_t local;
+  int count;
+};
+
+inline int64_t blocks_per_row(const Segment& seg) {
+  return (seg.row_length + seg.block_size - 1) / seg.block_size;
+}
+
+// Number of the block that holds element `element` of the parameter: BlockGrid.block_of.
+inline int64_t block_of(const Segment& seg, int64_t element) {
+  return element / seg.row_length * blocks_per_row(seg) + element % seg.row_length / seg.block_size;
+}
+
+inline int64_t num_blocks(const Segment& seg) {
+  if (seg.numel == 0) return 0;
+  return block_of(seg, seg.first + seg.numel - 1) - block_of(seg, seg.first) + 1;
+}
+
+// The segment's part of its block number `local`: the segment's ends may cut a block.
+inline Block block_at(const Segment& seg, int64_t local) {
+  const int64_t number = block_of(seg, seg.first) + local;
+  const int64_t per_row = blocks_per_row(seg);
+  const int64_t row_begin = number / per_row * seg.row_length;
+  const int64_t row_end = row_begin + seg.row_length;
+  int64_t begin = row_begin + number % per_row * seg.block_size;
+  int64_t end = begin + seg.block_size < row_end ? begin + seg.block_size : row_end;
+  if (begin < seg.first) begin = seg.first;
+  if (end > seg.first + seg.numel) end = seg.first + seg.numel;
+  return {begin - seg.first, local, static_cast<int>(end - begin)};
+}
+
+}  // namespace ZERO8_TARGET
+}  // namespace zero8

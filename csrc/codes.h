@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+// The 8-bit codes of the moments in terms of Vec: zero8/codec.py, equation by equation.
+//
+// Every code has the same four parts, so that the step can interleave them as it likes:
+//   Decoder(stored, gain, map)   codes -> values times gain, for one block
+//   Range                        what the block's new scales depend on, fed while values are made
+//   Encoder(range, map, ...)     makes the scales, stores them, then values -> codes, in order
+//   kScales, kZeroCode           floats stored per block; what decodes to exact 0
+#include <cstdint>
+
+#include "format.h"
+
+namespace zero8 {
+namespace ZERO8_TARGET {
+
+constexpr uint32_t kOneBits = 0x3F800000;
+constexpr uint32_t kSignBit = 0x80000000;
+constexpr float kSaturation = 0x1p126f;
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline float float_of(uint32_t bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// (D1) for consecutive elements: r(i, t) = i * A + phase modulo 2^32.
+struct Dither {
+  static constexpr uint32_t kElementStep = 0xC13FA9A9u;
+  Vec::I r;
+
+  Dither() : r(Vec::seti(0)) {}
+  Dither(uint32_t phase, uint32_t index)
+      : r(Vec::ramp(index * kElementStep + phase, kElementStep)) {}
+  Vec::I next() {
+    const Vec::I now = r;
+    r = Vec::addi(r, Vec::seti(kElementStep * Vec::kLanes));
+    return now;
+  }
+};
+
+inline Vec::I magnitude_bits(Vec::F x) { return Vec::andi(Vec::as_int(x), Vec::seti(~kSignBit)); }
+
+// Largest |x|.  Over bit patterns, so that neither order nor vector width matters.
+struct Absmax {
+  Vec::I largest;
+
+  Absmax() : largest(Vec::seti(0)) {}
+
+  void add(Vec::F x) { largest = Vec::maxu(largest, magnitude_bits(x)); }
+  float value() const {
+    const float x = float_of(Vec::reduce_maxu(largest));
+    return x < kSaturation ? x : kSaturation;
+  }
+};
+
+// (C2)-(C4)
+template <bool kSigned, int kOctaves, int kMantissaBits, bool kSquareRoot>
+struct Companded {
+  static constexpr bool kStoresRoot = kSquareRoot;
+  static constexpr int kScales = 1;
+  static constexpr uint32_t kZeroCode = 0;
+  static constexpr int kShift = 23 - kMantissaBits;
+  static constexpr uint32_t kMaxCode = kOctaves * (1u << kMantissaBits) - 1u;
+  // (C3) of the largest code: 2^(octaves-1) * (2 - 2^-mantissa_bits) - 1.
+  static constexpr float kTop =
+      static_cast<float>(1 << kOctaves) -
+      static_cast<float>(1 << (kOctaves - 1)) / static_cast<float>(1 << kMantissaBits) - 1.0f;
+  static constexpr float kMinScale =
+      (kSquareRoot ? 0x1p-63f : 0x1p-126f) * static_cast<float>(1 << kMantissaBits);
+
+  struct Decoder {
+    Vec::F scale;
+
+    Decoder(const float* stored, float gain, const DynamicMap&) : scale(Vec::set(*stored * gain)) {}
+    Vec::F operator()(Vec::I code) const {
+      const Vec::I magnitude = kSigned ? Vec::andi(code, Vec::seti(kMaxCode)) : code;
+      const Vec::I y = Vec::addi(Vec::shl<kShift>(magnitude), Vec::seti(kOneBits));
+      Vec::F level = Vec::sub(Vec::as_float(y), Vec::set(1.0f));
+      if constexpr (kSigned) {
+        const Vec::I sign = Vec::andi(Vec::shl<24>(code), Vec::seti(kSignBit));
+        level = Vec::as_float(Vec::ori(Vec::as_int(level), sign));
+      }
+      return Vec::mul(level, scale);
+    }
+  };
+
+  using Range = Absmax;
+
+  struct Encoder {
+    Vec::F inverse;
+    Dither dither;
+
+    Encoder() : inverse(Vec::set(0.0f)) {}
+    Encoder(const Range& range, const DynamicMap&, uint32_t phase, uint32_t index, float* stored)
+        : dither(phase, index) {
+      const float absmax = range.value();
+      float scale = absmax / kTop * kTop / kTop;
+      if (scale < kMinScale) scale = kMinScale;
+      *stored = absmax == 0.0f ? 0.0f : scale;
+      inverse = Vec::set(absmax == 0.0f ? 0.0f : 1.0f / scale);
+    }
+    Vec::I operator()(Vec::F x) {
+      const Vec::F magnitude = Vec::as_float(magnitude_bits(x));
+      const Vec::I y = Vec::as_int(Vec::fma(magnitude, inverse, Vec::set(1.0f)));
+      if constexpr (kSigned) {
+        constexpr uint32_t kHalf = 1u << (kShift - 1);
+        const Vec::I rounded = Vec::shr<kShift>(Vec::addi(y, Vec::seti(kHalf - kOneBits)));
+        const Vec::I code = Vec::minu(rounded, Vec::seti(kMaxCode));
+        const Vec::I sign = Vec::andi(Vec::shr<24>(Vec::as_int(x)), Vec::seti(128));
+        return Vec::choose(Vec::equal(code, Vec::seti(0)), code, Vec::ori(code, sign));
+      } else {
+        Vec::I threshold = Vec::shr<32 - kShift>(dither.next());
+        threshold = Vec::ori(Vec::andi(threshold, Vec::seti(~15u)), Vec::seti(8));
+        const Vec::I offset = Vec::addi(y, Vec::seti(0u - kOneBits));
+        const Vec::I rounded = Vec::shr<kShift>(Vec::addi(offset, threshold));
+        const Vec::I code = Vec::minu(rounded, Vec::seti(kMaxCode));
+        // x > 0 is never coded 0.
+        return Vec::choose(Vec::positive(x), Vec::maxu(code, Vec::seti(1)), code);
+      }
+    }
+  };
+};
+
+// (C7), (C8)
+struct LogRoot {
+  static constexpr bool kStoresRoot = true;
+  static constexpr int kScales = 2;
+  static constexpr uint32_t kZeroCode = 255;
+  static constexpr int32_t kMinSpan = 1 << 23, kMaxSpan = 24 << 23;
+  static constexpr uint32_t kMinBits = (127 - 63) << 23;
+
+  struct Decoder {
+    Vec::I high;
+    Vec::F step, gain;
+
+    Decoder(const float* stored, float factor, const DynamicMap&)
+        : high(Vec::seti(bits_of(stored[0]))), step(Vec::set(stored[1])), gain(Vec::set(factor)) {}
+    Vec::F operator()(Vec::I code) const {
+      const Vec::I offset = Vec::round(Vec::mul(Vec::to_float(code), step));
+      const Vec::I bits = Vec::maxs(Vec::subi(high, offset), Vec::seti(kMinBits));
+      const Vec::I root = Vec::choose(Vec::equal(code, Vec::seti(kZeroCode)), Vec::seti(0), bits);
+      return Vec::mul(Vec::as_float(root), gain);
+    }
+  };
+
+  // Roots are not negative, so their patterns order like the values; minus 1, zero is the largest.
+  struct Range {
+    Vec::I high, below_low;
+
+    Range() : high(Vec::seti(0)), below_low(Vec::seti(~0u)) {}
+
+    void add(Vec::F x) {
+      high = Vec::maxu(high, Vec::as_int(x));
+      below_low = Vec::minu(below_low, Vec::addi(Vec::as_int(x), Vec::seti(~0u)));
+    }
+  };
+
+  struct Encoder {
+    Vec::I high, last;
+    Vec::F inverse;
+    Dither dither;
+
+    Encoder() : high(Vec::seti(0)), last(Vec::seti(0)), inverse(Vec::set(0.0f)) {}
+    Encoder(const Range& range, const DynamicMap&, uint32_t phase, uint32_t index, float* stored)
+        : dither(phase, index) {
+      const uint32_t top = Vec::reduce_maxu(range.high);
+      const uint32_t low = Vec::reduce_minu(range.below_low) + 1u;
+      int32_t span = static_cast<int32_t>(top - low);
+      span = span < kMinSpan ? kMinSpan : span > kMaxSpan ? kMaxSpan : span;
+      const float step = __builtin_rintf(static_cast<float>(span) / 254.0f * 254.0f) / 254.0f;
+      stored[0] = float_of(top);
+      stored[1] = top == 0 ? 0.0f : step;
+      high = Vec::seti(top);
+      inverse = Vec::set(65536.0f / step);
+      // The last code that decodes to 2^-63 or more.
+      int32_t room = static_cast<int32_t>(top) - static_cast<int32_t>(kMinBits);
+      room = room < 0 ? 0 : room > kMaxSpan ? kMaxSpan : room;
+      const float position = static_cast<float>(room) * (65536.0f / step);
+      const uint32_t fits = (static_cast<uint32_t>(position) + 8u) >> 16;
+      last = Vec::seti(fits < 254u ? fits : 254u);
+    }
+    Vec::I operator()(Vec::F x) {
+      const Vec::F distance = Vec::to_float(Vec::subi(high, Vec::as_int(x)));
+      const Vec::I position = Vec::truncate(Vec::mul(distance, inverse));
+      Vec::I threshold = Vec::shr<16>(dither.next());
+      threshold = Vec::ori(Vec::andi(threshold, Vec::seti(~31u)), Vec::seti(16));
+      const Vec::I rounded = Vec::shr<16>(Vec::addi(position, threshold));
+      const Vec::I code = Vec::minu(rounded, last);
+      return Vec::choose(Vec::positive(x), code, Vec::seti(kZeroCode));
+    }
+  };
+};
+
+// (C5), (C6)
+template <bool kSigned>
+struct Dynamic {
+  static constexpr bool kStoresRoot = false;
+  static constexpr int kScales = 1;
+  static constexpr uint32_t kZeroCode = kSigned ? 127 : 0;
+  static constexpr float kMinScale = kSigned ? 0x1p-105f : 0x1p-104f;
+
+  struct Decoder {
+    const float* levels;
+    Vec::F scale;
+
+    Decoder(const float* stored, float gain, const DynamicMap& map)
+        : levels(map.levels), scale(Vec::set(*stored * gain)) {}
+    Vec::F operator()(Vec::I code) const { return Vec::mul(Vec::look_up(levels, code), scale); }
+  };
+
+  struct Range {
+    Absmax absmax;
+    Vec::I largest;  // of the elements that are not negative
+
+    Range() : largest(Vec::seti(0)) {}
+
+    void add(Vec::F x) {
+      absmax.add(x);
+      if constexpr (kSigned) largest = Vec::maxs(largest, Vec::as_int(x));
+    }
+  };
+
+  struct Encoder {
+    const DynamicMap* map;
+    Vec::F inverse;
+
+    Encoder() : map(nullptr), inverse(Vec::set(0.0f)) {}
+    Encoder(const Range& range, const DynamicMap& dynamic_map, uint32_t, uint32_t, float* stored)
+        : map(&dynamic_map) {
+      const float absmax = range.absmax.value();
+      const bool positive = !kSigned || float_of(Vec::reduce_maxu(range.largest)) >= absmax;
+      float scale = positive ? absmax : -absmax;
+      if (absmax < kMinScale) scale = kMinScale;
+      *stored = absmax == 0.0f ? 0.0f : scale;
+      inverse = Vec::set(absmax == 0.0f ? 0.0f : 1.0f / scale);
+    }
+    Vec::I operator()(Vec::F x) const {
+      // A bucket of equal upper 16 bits holds at most one threshold, so one comparison decides.
+      const Vec::F normalized = Vec::mul(x, inverse);
+      const Vec::I bucket = Vec::shr<16>(Vec::as_int(normalized));
+      const Vec::I low = Vec::look_up8(map->bucket, bucket);
+      const Vec::Mask up = Vec::not_below(normalized, Vec::look_up(map->thresholds, low));
+      const Vec::I code = Vec::choose(up, Vec::addi(low, Vec::seti(1)), low);
+      if constexpr (kSigned) return code;
+      return Vec::choose(Vec::positive(x), Vec::maxu(code, Vec::seti(1)), code);
+    }
+  };
+};
+
+}  // namespace ZERO8_TARGET
+}  // namespace zero8

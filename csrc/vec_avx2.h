@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// The vector vocabulary of vec_scalar.h in 8 lanes of AVX2 and FMA.
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace zero8 {
+namespace ZERO8_TARGET {
+
+struct Vec {
+  static constexpr int kLanes = 8;
+  using F = __m256;
+  using I = __m256i;
+  using Mask = __m256i;  // all bits of a lane, or none
+
+  static F set(float x) { return _mm256_set1_ps(x); }
+  static I seti(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+  static I ramp(uint32_t start, uint32_t step) {
+    return addi(seti(start), muli(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), seti(step)));
+  }
+  static Mask first(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), ramp(0, 1)); }
+
+  static F load(const float* p) { return _mm256_loadu_ps(p); }
+  static F load_n(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }
+  static F load(const uint16_t* p) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return as_float(shl<16>(_mm256_cvtepu16_epi32(x)));
+  }
+  static F load_n(const uint16_t* p, int n) {
+    uint16_t padded[kLanes] = {};
+    for (int i = 0; i < n; ++i) padded[i] = p[i];
+    return load(padded);
+  }
+  static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+  static void store_n(float* p, F x, int n) { _mm256_maskstore_ps(p, first(n), x); }
+  static void store16(uint16_t* p, I x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow16(x));
+  }
+  static void store16_n(uint16_t* p, I x, int n) {
+    uint16_t whole[kLanes];
+    store16(whole, x);
+    for (int i = 0; i < n; ++i) p[i] = whole[i];
+  }
+  // Lanes must be below 2^16: the pack saturates.
+  static __m128i narrow16(I x) {
+    return _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  }
+  static I load8(const uint8_t* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I load8_n(const uint8_t* p, int n, uint32_t fill) {
+    uint8_t padded[kLanes];
+    for (int i = 0; i < kLanes; ++i) padded[i] = i < n ? p[i] : static_cast<uint8_t>(fill);
+    return load8(padded);
+  }
+  static void store8(uint8_t* p, I x) {
+    const __m128i words = narrow16(x);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+  }
+  static void store8_n(uint8_t* p, I x, int n) {
+    uint8_t whole[kLanes];
+    store8(whole, x);
+    for (int i = 0; i < n; ++i) p[i] = whole[i];
+  }
+  static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F div(F a, F b) { return _mm256_div_ps(a, b); }
+  static F sqrt(F a) { return _mm256_sqrt_ps(a); }
+  static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static F min(F a, F b) { return _mm256_min_ps(a, b); }
+  static Mask positive(F a) { return as_int(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GT_OQ)); }
+
+  static I as_int(F x) { return _mm256_castps_si256(x); }
+  static F as_float(I bits) { return _mm256_castsi256_ps(bits); }
+  static F to_float(I x) { return _mm256_cvtepi32_ps(x); }
+  static I round(F x) { return _mm256_cvtps_epi32(x); }
+  static I truncate(F x) { return _mm256_cvttps_epi32(x); }
+
+  static I addi(I a, I b) { return _mm256_add_epi32(a, b); }
+  static I subi(I a, I b) { return _mm256_sub_epi32(a, b); }
+  static I muli(I a, I b) { return _mm256_mullo_epi32(a, b); }
+  static I andi(I a, I b) { return _mm256_and_si256(a, b); }
+  static I ori(I a, I b) { return _mm256_or_si256(a, b); }
+  static I xori(I a, I b) { return _mm256_xor_si256(a, b); }
+  template <int kBits>
+  static I shl(I a) {
+    return _mm256_slli_epi32(a, kBits);
+  }
+  template <int kBits>
+  static I shr(I a) {
+    return _mm256_srli_epi32(a, kBits);
+  }
+  static I maxu(I a, I b) { return _mm256_max_epu32(a, b); }
+  static I minu(I a, I b) { return _mm256_min_epu32(a, b); }
+  static I maxs(I a, I b) { return _mm256_max_epi32(a, b); }
+  static Mask equal(I a, I b) { return _mm256_cmpeq_epi32(a, b); }
+  static Mask above(I a, I b) {
+    return xori(equal(minu(a, b), a), seti(~0u));  // not a <= b
+  }
+  static I choose(Mask m, I yes, I no) { return _mm256_blendv_epi8(no, yes, m); }
+
+  static Mask not_below(F a, F b) { return as_int(_mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
+  static F look_up(const float* table, I index) { return _mm256_i32gather_ps(table, index, 4); }
+  static I look_up8(const uint8_t* table, I index) {
+    const I words = _mm256_i32gather_epi32(reinterpret_cast<const int*>(table), index, 1);
+    return andi(words, seti(0xFF));
+  }
+
+  static uint32_t reduce_maxu(I a) {
+    uint32_t lanes[kLanes];
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), a);
+    uint32_t largest = lanes[0];
+    for (int i = 1; i < kLanes; ++i) largest = lanes[i] > largest ? lanes[i] : largest;
+    return largest;
+  }
+  static uint32_t reduce_minu(I a) { return ~reduce_maxu(xori(a, seti(~0u))); }
+};
+
+}  // namespace ZERO8_TARGET
+}  // namespace zero8

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// The vector vocabulary of vec_scalar.h in 16 lanes of AVX-512 (F, BW, VL, DQ).
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace zero8 {
+namespace ZERO8_TARGET {
+
+struct Vec {
+  static constexpr int kLanes = 16;
+  using F = __m512;
+  using I = __m512i;
+  using Mask = __mmask16;
+
+  static Mask first(int n) { return static_cast<Mask>((1u << n) - 1u); }
+
+  static F set(float x) { return _mm512_set1_ps(x); }
+  static I seti(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+  static I ramp(uint32_t start, uint32_t step) {
+    const I lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return addi(seti(start), muli(lane, seti(step)));
+  }
+
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static F load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+  static F load(const uint16_t* p) {
+    return widen16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static F load_n(const uint16_t* p, int n) {
+    return widen16(_mm256_maskz_loadu_epi16(first(n), p));
+  }
+  static F widen16(__m256i x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+  }
+  static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+  static void store_n(float* p, F x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
+  static void store16(uint16_t* p, I x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
+  }
+  static void store16_n(uint16_t* p, I x, int n) {
+    _mm512_mask_cvtepi32_storeu_epi16(p, first(n), x);
+  }
+  static I load8(const uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I load8_n(const uint8_t* p, int n, uint32_t fill) {
+    const __m128i filled = _mm_set1_epi8(static_cast<char>(fill));
+    return _mm512_cvtepu8_epi32(_mm_mask_loadu_epi8(filled, first(n), p));
+  }
+  static void store8(uint8_t* p, I x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+  }
+  static void store8_n(uint8_t* p, I x, int n) { _mm512_mask_cvtepi32_storeu_epi8(p, first(n), x); }
+  static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F sqrt(F a) { return _mm512_sqrt_ps(a); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static Mask positive(F a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GT_OQ); }
+
+  static I as_int(F x) { return _mm512_castps_si512(x); }
+  static F as_float(I bits) { return _mm512_castsi512_ps(bits); }
+  static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+  static I round(F x) { return _mm512_cvtps_epi32(x); }
+  static I truncate(F x) { return _mm512_cvttps_epi32(x); }
+
+  static I addi(I a, I b) { return _mm512_add_epi32(a, b); }
+  static I subi(I a, I b) { return _mm512_sub_epi32(a, b); }
+  static I muli(I a, I b) { return _mm512_mullo_epi32(a, b); }
+  static I andi(I a, I b) { return _mm512_and_si512(a, b); }
+  static I ori(I a, I b) { return _mm512_or_si512(a, b); }
+  static I xori(I a, I b) { return _mm512_xor_si512(a, b); }
+  template <int kBits>
+  static I shl(I a) {
+    return _mm512_slli_epi32(a, kBits);
+  }
+  template <int kBits>
+  static I shr(I a) {
+    return _mm512_srli_epi32(a, kBits);
+  }
+  static I maxu(I a, I b) { return _mm512_max_epu32(a, b); }
+  static I minu(I a, I b) { return _mm512_min_epu32(a, b); }
+  static I maxs(I a, I b) { return _mm512_max_epi32(a, b); }
+  static Mask equal(I a, I b) { return _mm512_cmpeq_epi32_mask(a, b); }
+  static Mask above(I a, I b) { return _mm512_cmpgt_epu32_mask(a, b); }
+  static I choose(Mask m, I yes, I no) { return _mm512_mask_blend_epi32(m, no, yes); }
+
+  static Mask not_below(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+  static F look_up(const float* table, I index) { return _mm512_i32gather_ps(index, table, 4); }
+  static I look_up8(const uint8_t* table, I index) {
+    return andi(_mm512_i32gather_epi32(index, table, 1), seti(0xFF));
+  }
+
+  static uint32_t reduce_maxu(I a) { return _mm512_reduce_max_epu32(a); }
+  static uint32_t reduce_minu(I a) { return _mm512_reduce_min_epu32(a); }
+};
+
+}  // namespace ZERO8_TARGET
+}  // namespace zero8

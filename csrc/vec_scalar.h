@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// The vector vocabulary in one lane of plain C++: the definition of what each name means.
+//
+// F is a vector of floats, I of unsigned 32-bit integers, Mask of truth values.  Functions that
+// end in _n take the first n lanes only, n <= kLanes; lanes beyond are `fill` (0 for floats).
+#include <cstdint>
+
+namespace zero8 {
+namespace ZERO8_TARGET {
+
+struct Vec {
+  static constexpr int kLanes = 1;
+  using F = float;
+  using I = uint32_t;
+  using Mask = bool;
+
+  static F set(float x) { return x; }
+  static I seti(uint32_t x) { return x; }
+  // start, start + step, start + 2 * step, ...
+  static I ramp(uint32_t start, uint32_t) { return start; }
+
+  static F load(const float* p) { return *p; }
+  static F load_n(const float* p, int) { return *p; }
+  static F load(const uint16_t* p) { return as_float(static_cast<uint32_t>(*p) << 16); }
+  static F load_n(const uint16_t* p, int) { return load(p); }
+  static void store(float* p, F x) { *p = x; }
+  static void store_n(float* p, F x, int) { *p = x; }
+  // The low 16 bits of each lane.
+  static void store16(uint16_t* p, I x) { *p = static_cast<uint16_t>(x); }
+  static void store16_n(uint16_t* p, I x, int) { store16(p, x); }
+  // Codes widened to 32 bits, and the low 8 bits of each lane.
+  static I load8(const uint8_t* p) { return *p; }
+  static I load8_n(const uint8_t* p, int, uint32_t) { return *p; }
+  static void store8(uint8_t* p, I x) { *p = static_cast<uint8_t>(x); }
+  static void store8_n(uint8_t* p, I x, int) { store8(p, x); }
+  static void prefetch(const void*) {}
+
+  static F mul(F a, F b) { return a * b; }
+  static F sub(F a, F b) { return a - b; }
+  static F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
+  static F div(F a, F b) { return a / b; }
+  static F sqrt(F a) { return __builtin_sqrtf(a); }
+  // A NaN in b comes through, as with MAXPS and MINPS.
+  static F max(F a, F b) { return a > b ? a : b; }
+  static F min(F a, F b) { return a < b ? a : b; }
+  static Mask positive(F a) { return a > 0.0f; }
+
+  static I as_int(F x) {
+    I bits;
+    __builtin_memcpy(&bits, &x, sizeof bits);
+    return bits;
+  }
+  static F as_float(I bits) {
+    F x;
+    __builtin_memcpy(&x, &bits, sizeof x);
+    return x;
+  }
+  // Between signed integers and floats; round is half to even.
+  static F to_float(I x) { return static_cast<float>(static_cast<int32_t>(x)); }
+  static I round(F x) { return static_cast<uint32_t>(static_cast<int32_t>(__builtin_rintf(x))); }
+  // Beyond 2^31 the smallest integer, as in the vector instructions.
+  static I truncate(F x) {
+    return x < 0x1p31f ? static_cast<uint32_t>(static_cast<int32_t>(x)) : 0x80000000u;
+  }
+
+  static I addi(I a, I b) { return a + b; }
+  static I subi(I a, I b) { return a - b; }
+  static I muli(I a, I b) { return a * b; }
+  static I andi(I a, I b) { return a & b; }
+  static I ori(I a, I b) { return a | b; }
+  static I xori(I a, I b) { return a ^ b; }
+  template <int kBits>
+  static I shl(I a) {
+    return a << kBits;
+  }
+  template <int kBits>
+  static I shr(I a) {
+    return a >> kBits;
+  }
+  static I maxu(I a, I b) { return a > b ? a : b; }
+  static I minu(I a, I b) { return a < b ? a : b; }
+  static I maxs(I a, I b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }
+  static Mask equal(I a, I b) { return a == b; }
+  static Mask above(I a, I b) { return a > b; }  // unsigned
+  static I choose(Mask m, I yes, I no) { return m ? yes : no; }
+
+  static Mask not_below(F a, F b) { return a >= b; }
+  static F look_up(const float* table, I index) { return table[index]; }
+  // Bytes of a table that goes on for at least 3 bytes beyond the largest index.
+  static I look_up8(const uint8_t* table, I index) { return table[index]; }
+
+  static uint32_t reduce_maxu(I a) { return a; }
+  static uint32_t reduce_minu(I a) { return a; }
+};
+
+}  // namespace ZERO8_TARGET
+}  // namespace zero8

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: hypothesis draws the same examples on every run and every machine."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("zero8", derandomize=True, database=None, deadline=None)
+settings.load_profile("zero8")
+
+
+@pytest.fixture
+def one_torch_thread():
+    """Many small tensor operations are faster on one thread, on a busy machine above all."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// Steps over segments of many kinds in memory of exactly their size, for the sanitizers to watch.
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+
+#include "format.h"
+
+namespace {
+
+struct Shape {
+  int64_t numel, first, row_length;
+  int32_t block_size;
+  int64_t num_blocks;
+};
+constexpr Shape kShapes[] = {
+    {1237, 501, 700, 256, 2 + 3 + 2},  // the end of a row, a row, the beginning of a row
+    {9001, 0, 9001, zero8::kMaxBlockSize, 3},
+};
+
+// Ascending entries -1 .. 1 or 0 .. 1, as zero8/op/kernel.py fills a map.
+void fill(zero8::DynamicMap& map, bool is_signed) {
+  const auto level = [=](float i) { return is_signed ? i / 127.5f - 1.0f : i / 255.0f; };
+  for (int i = 0; i < 256; ++i) {
+    map.levels[i] = level(static_cast<float>(i));
+    map.thresholds[i] = i < 255 ? level(static_cast<float>(i) + 0.5f) : INFINITY;
+  }
+  for (uint32_t high = 0; high < 65536; ++high) {
+    const bool negative = high & 0x8000;
+    const uint32_t bits = high << 16 | (negative ? 0xFFFF : 0);
+    float value;
+    __builtin_memcpy(&value, &bits, sizeof value);
+    int code = 0;
+    while (code < 255 && map.thresholds[code] <= value) ++code;
+    map.bucket[high] = static_cast<uint8_t>(code);
+  }
+}
+
+// Elements that end where an inaccessible page begins: the address sanitizer does not see masked
+// loads and stores, the processor does.
+template <class T>
+class Array {
+ public:
+  Array(int64_t size, T value) {
+    const size_t bytes = size * sizeof(T), used = (bytes + kPage - 1) / kPage * kPage;
+    length_ = used + kPage;
+    map_ = mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    char* const guard = static_cast<char*>(map_) + used;
+    if (map_ == MAP_FAILED || mprotect(guard, kPage, PROT_NONE)) std::abort();
+    data_ = reinterpret_cast<T*>(guard - bytes);
+    for (int64_t i = 0; i < size; ++i) data_[i] = value;
+  }
+  ~Array() { munmap(map_, length_); }
+  Array(const Array&) = delete;
+  T* get() { return data_; }
+  T& operator[](int64_t i) { return data_[i]; }
+
+ private:
+  static constexpr size_t kPage = 65536;  // a multiple of every processor's
+  void* map_;
+  size_t length_;
+  T* data_;
+};
+
+void step(const zero8::DynamicMaps& maps, const Shape& shape, int isa, int codec, int types,
+          int rounding) {
+  const zero8::StepScalars scalars = {0.9f,  0.999f, 0.9995f, 0.1f,  0.0316f, 1.0f,
+                                      1e-8f, 10.0f,  1e-3f,   0.99f, 0.01f,   1.0f};
+  const int64_t numel = shape.numel, num_blocks = shape.num_blocks;
+  Array<float> wide_param(numel, 1.0f), wide_grad(numel, 0.5f);
+  Array<uint16_t> narrow_param(numel, 0x3F80), narrow_grad(numel, 0x3F00);
+  Array<uint8_t> m_code(numel, 0), v_code(numel, 0);
+  Array<float> m(numel, 0.0f), v(numel, 0.0f), m_scale(num_blocks, 0.0f);
+  Array<float> v_scale(codec == zero8::kLog ? 2 * num_blocks : num_blocks, 0.0f);
+  zero8::Segment segment{};
+  const bool is_wide_param = types & 1, is_wide_grad = types & 2, is_plain = codec == 0;
+  segment.param = is_wide_param ? static_cast<void*>(wide_param.get()) : narrow_param.get();
+  segment.grad = is_wide_grad ? static_cast<void*>(wide_grad.get()) : narrow_grad.get();
+  segment.exp_avg = is_plain ? static_cast<void*>(m.get()) : m_code.get();
+  segment.exp_avg_sq = is_plain ? static_cast<void*>(v.get()) : v_code.get();
+  segment.exp_avg_scale = m_scale.get();
+  segment.exp_avg_sq_scale = v_scale.get();
+  segment.numel = numel;
+  segment.first = shape.first;
+  segment.row_length = shape.row_length;
+  segment.block_size = shape.block_size;
+  segment.codec = codec;
+  segment.param_dtype = is_wide_param ? zero8::kFP32 : zero8::kBF16;
+  segment.grad_dtype = is_wide_grad ? zero8::kFP32 : zero8::kBF16;
+  segment.rounding = rounding;
+  for (int threads = 1; threads <= 3; ++threads) {
+    zero8::step(&segment, 1, &scalars, maps, threads, isa);
+  }
+  wide_grad[7] = NAN;
+  narrow_grad[7] = 0x7F80;
+  zero8::step(&segment, 1, &scalars, maps, 2, isa);
+  if (segment.nonfinite_blocks != 1) __builtin_trap();
+}
+
+}  // namespace
+
+int main() {
+  auto maps = std::make_unique<zero8::DynamicMaps>();
+  fill(maps->exp_avg, true);
+  fill(maps->exp_avg_sq, false);
+  for (int isa = 0; isa < zero8::kNumIsas; ++isa) {
+    if (!zero8::isa_supported(isa)) continue;
+    for (int kind = 0; kind < 4 * 4 * 3; ++kind) {
+      for (const Shape& shape : kShapes) step(*maps, shape, isa, kind / 12, kind / 3 % 4, kind % 3);
+    }
+    std::printf("%s\n", zero8::kIsaNames[isa]);
+  }
+}

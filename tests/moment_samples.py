@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moments of a partition with pieces of both kinds, for the tests of MomentTensor."""
+
+import torch
+
+from zero8.codec import codec_named
+from zero8.pieces import MomentStore, Piece, PieceTable
+from zero8.zero.moment_tensor import MomentTensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+NUMEL = 1424
+# A partition of both kinds, cut in the middle of blocks, with padding between and after.
+PIECES = (
+    Piece(2, 600, 150, (3, 300), 11, 256, "layers.0.weight"),
+    Piece(602, 9, 0, (9,), -12, 0, "layers.0.bias"),
+    Piece(620, 800, 4000, (80, 64), 2**62, 64, "embed.weight"),
+)
+
+
+def values_for(which, seed, numel=NUMEL):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator)
+    x[torch.rand(numel, generator=generator) < 0.1] = 0.0
+    return x.square() if which == "exp_avg_sq" else x
+
+
+def moment(codec="companded", which="exp_avg", seed=1):
+    """Return a moment of the whole partition, filled."""
+    store = MomentStore.zeros(codec_named(codec), which, PieceTable(PIECES, NUMEL))
+    store.write(0, values_for(which, seed))
+    return MomentTensor(store)
+
+
+def buffers(x):
+    return x.store.codes, x.store.scales, x.store.dense
+
+
+def copies(x):
+    return [tensor.clone() for tensor in buffers(x)]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def is_plain(x):
+    return type(x) is torch.Tensor

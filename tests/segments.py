@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segments for tests of the compiled step and of the reference."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from zero8.codec import CODECS
+from zero8.grid import BlockGrid
+from zero8.scalars import StepScalars, next_history
+from zero8.segment import Moment, Rounding, Segment
+
+CODEC_NAMES = [None, *CODECS]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a segment lies: elements first .. first + numel - 1 of a parameter of this shape."""
+
+    shape: tuple[int, ...]
+    block_size: int
+    first: int
+    numel: int
+    offset: int = 0  # of every buffer from its allocation, in elements
+
+    def grid(self, codec: str | None) -> BlockGrid:
+        if codec is None:
+            return BlockGrid(1, max(1, math.prod(self.shape)), self.block_size)
+        return BlockGrid.of(self.shape, self.block_size)
+
+
+def shifted(x: torch.Tensor, offset: int) -> torch.Tensor:
+    """Return a copy that starts `offset` elements after the start of an allocation."""
+    buffer = torch.empty(x.numel() + offset, dtype=x.dtype)
+    buffer[offset:] = x.flatten()
+    return buffer[offset:].view(x.shape)
+
+
+def zero_moment(codec: str | None, which: str, grid: BlockGrid, place: Place) -> Moment:
+    if codec is None:
+        return Moment(shifted(torch.zeros(place.numel), place.offset))
+    code = getattr(CODECS[codec], which)
+    values = torch.full((place.numel,), code.zero_code, dtype=torch.uint8)
+    scales = torch.zeros(grid.num_blocks_touched(place.first, place.numel), *code.scale_shape)
+    return Moment(shifted(values, place.offset), shifted(scales, place.offset))
+
+
+def make(
+    codec,
+    place,
+    scalars,
+    param_dtype=torch.float32,
+    grad_dtype=torch.float32,
+    rounding=Rounding.NEAREST,
+):
+    """Return a segment with random parameters, zero moments and zero gradients."""
+    generator = torch.Generator().manual_seed(place.numel)
+    grid = place.grid(codec)
+    param = torch.randn(place.numel, generator=generator).to(param_dtype)
+    return Segment(
+        param=shifted(param, place.offset),
+        grad=shifted(torch.zeros(place.numel, dtype=grad_dtype), place.offset),
+        exp_avg=zero_moment(codec, "exp_avg", grid, place),
+        exp_avg_sq=zero_moment(codec, "exp_avg_sq", grid, place),
+        codec=None if codec is None else CODECS[codec],
+        grid=grid,
+        first=place.first,
+        scalars=scalars,
+        moment_phase=0x9E3779B9,
+        param_phase=0x7F4A7C15,
+        rounding=rounding,
+    )
+
+
+def tensors(segment: Segment) -> dict[str, torch.Tensor]:
+    """Return everything that a step may change."""
+    found = {"param": segment.param}
+    for name in ("exp_avg", "exp_avg_sq"):
+        moment = getattr(segment, name)
+        found[name] = moment.values
+        if moment.scales is not None:
+            found[f"{name}_scale"] = moment.scales
+    return found
+
+
+def copied(segment: Segment) -> Segment:
+    def copy(x):
+        return None if x is None else shifted(x, x.storage_offset())
+
+    moments = {
+        name: Moment(copy(getattr(segment, name).values), copy(getattr(segment, name).scales))
+        for name in ("exp_avg", "exp_avg_sq")
+    }
+    return replace(segment, param=copy(segment.param), grad=copy(segment.grad), **moments)
+
+
+def integers(x: torch.Tensor) -> torch.Tensor:
+    return x.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[x.element_size()])
+
+
+def assert_same(got: Segment, wanted: Segment, label: str) -> None:
+    for name, value in tensors(wanted).items():
+        other = integers(tensors(got)[name])
+        if not torch.equal(other, integers(value)):
+            where = (other != integers(value)).flatten().nonzero().flatten()
+            raise AssertionError(
+                f"{label}: {name} differs at {where[:5].tolist()} of {value.numel()}: got "
+                f"{tensors(got)[name].flatten()[where[:5]].tolist()}, expected "
+                f"{value.flatten()[where[:5]].tolist()}"
+            )
+
+
+KINDS = 7
+EXPONENTS = {4: (-149, 60), 5: (-128, -98), 6: (-66, -48)}
+
+
+def gradient(kind: int, numel: int, seed: int) -> torch.Tensor:
+    """Return one of seven kinds of gradients, one in ten elements a zero of either sign.
+
+    Gaussian; exact ties; Gaussian with squares that underflow; large; exponents from subnormals to
+    2^60, around the smallest scales of m, and around those of v.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator) * {2: 1e-18, 3: 1e15}.get(kind, 1.0)
+    if kind == 1:
+        x = torch.randint(-8, 9, (numel,), generator=generator) / 8.0
+    elif kind in EXPONENTS:
+        exponent = torch.randint(*EXPONENTS[kind], (numel,), generator=generator)
+        x = torch.ldexp(x.double(), exponent).float()
+    zero = torch.rand(numel, generator=generator)
+    return torch.where(zero < 0.05, 0.0, torch.where(zero > 0.95, -0.0, x))
+
+
+def scalars_at(step: int, hyper: dict) -> StepScalars:
+    history = 0.0
+    for _ in range(step):
+        history = next_history(history, *hyper["betas"])
+    return StepScalars.at(step, history, **hyper)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero8.grid import BlockGrid, check_block_size
+
+# Global shape -> (rows, row length, shape of the scales) with blocks of 256.
+GRIDS = {
+    "linear": ((33, 200), (33, 200, (33, 1))),
+    "linear with a ragged second block": ((33, 300), (33, 300, (33, 2))),
+    "experts": ((5, 12, 300), (60, 300, (5, 12, 2))),
+    "experts with narrow rows": ((8, 16, 4), (8, 64, (8, 1))),
+    "conv": ((10, 16, 3, 3), (10, 144, (10, 1))),
+    "row of exactly 64": ((7, 64), (7, 64, (7, 1))),
+    "one row": ((1, 5000), (1, 5000, (1, 20))),
+    "leading ones": ((1, 1, 200), (1, 200, (1, 1, 1))),
+    "one in the middle": ((4, 1, 200), (4, 200, (4, 1, 1))),
+    "one at the end": ((4, 200, 1), (4, 200, (4, 1))),
+    "no rows": ((0, 100), (0, 100, (0, 1))),
+    "no rows in the middle": ((3, 0, 100), (0, 100, (3, 0, 1))),
+}
+NO_GRID = {
+    "scalar": (),
+    "vector": (100_000,),
+    "depthwise conv": (40, 1, 3, 3),
+    "narrow side of LoRA": (4096, 8),
+    "row of 63": (4096, 63),
+    "empty rows": (5, 0),
+}
+
+
+@pytest.mark.parametrize(("shape", "expected"), GRIDS.values(), ids=GRIDS)
+def test_grid_of_shape_keeps_most_leading_dimensions(shape, expected):
+    num_rows, row_length, scale_shape = expected
+    grid = BlockGrid.of(shape, 256)
+    assert grid == BlockGrid(num_rows, row_length, 256)
+    assert grid.scale_shape(shape) == scale_shape
+    assert math.prod(grid.scale_shape(shape)) == grid.num_blocks
+
+
+@pytest.mark.parametrize("shape", NO_GRID.values(), ids=NO_GRID)
+def test_grid_of_shape_without_long_rows_is_none(shape):
+    assert BlockGrid.of(shape, 256) is None
+
+
+@given(st.lists(st.integers(1, 90), min_size=2, max_size=5))
+def test_grid_of_any_shape_follows_the_rule(shape):
+    """k >= 1 leading dimensions, the largest k whose row has at least 64 elements."""
+    kept = [k for k in range(1, len(shape)) if math.prod(shape[k:]) >= 64]
+    grid = BlockGrid.of(tuple(shape), 64)
+    if not kept:
+        assert grid is None
+        return
+    k = max(kept)
+    assert (grid.num_rows, grid.row_length) == (math.prod(shape[:k]), math.prod(shape[k:]))
+    assert grid.scale_shape(tuple(shape)) == (*shape[:k], math.ceil(grid.row_length / 64))
+
+
+@given(st.data())
+def test_grid_blocks_of_a_range_match_a_loop_over_elements(data):
+    num_rows = data.draw(st.integers(1, 4))
+    row_length = data.draw(st.integers(64, 700))
+    block_size = data.draw(st.sampled_from([64, 128, 256]))
+    block_of, blocks = [], -1
+    for _ in range(num_rows):
+        for column in range(row_length):
+            blocks += column % block_size == 0
+            block_of.append(blocks)
+    first = data.draw(st.integers(0, len(block_of) - 1))
+    numel = data.draw(st.integers(0, len(block_of) - first))
+
+    grid = BlockGrid(num_rows, row_length, block_size)
+    assert grid.num_blocks == blocks + 1
+    assert [grid.block_of(e) for e in range(first, first + numel)] == block_of[first:][:numel]
+    touched = len(set(block_of[first : first + numel]))
+    assert grid.num_blocks_touched(first, numel) == touched
+    numbers, count = grid.block_numbers(first, numel)
+    assert count == touched and numbers.dtype == torch.int64
+    assert numbers.tolist() == [b - block_of[first] for b in block_of[first : first + numel]]
+
+
+def test_grid_element_beyond_32_bits_has_its_block():
+    # 5e9 = 1220703 * 4096 + 512, and 16 blocks of 256 per row.
+    grid = BlockGrid.of((2**21, 4096), 256)
+    assert grid.block_of(5_000_000_000) == 1_220_703 * 16 + 2
+    assert grid.block_numbers(5_000_000_000 - 1, 2)[0].tolist() == [0, 1]
+    assert grid.num_blocks == 2**25
+
+
+@pytest.mark.parametrize("size", [64, 128, 256, 512, 1024, 2048, 4096])
+def test_block_size_power_of_two_in_range_is_returned(size):
+    assert check_block_size(size) == size
+
+
+@pytest.mark.parametrize(
+    "size", [0, -256, 32, 63, 65, 96, 4097, 8192, 256.0, True, "256", None], ids=repr
+)
+def test_block_size_out_of_range_raises(size):
+    with pytest.raises(ValueError) as error:
+        check_block_size(size)
+    assert f"got {size!r}" in str(error.value)
+    assert "power of two from 64 to 4096" in str(error.value)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled step against `zero8.reference.step`, bit for bit."""
+
+import math
+
+import pytest
+import torch
+from segments import CODEC_NAMES, KINDS, Place, assert_same, copied, gradient, make, scalars_at
+
+from zero8 import reference
+from zero8.op import kernel
+from zero8.segment import Rounding, Segment
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+FP32, BF16 = torch.float32, torch.bfloat16
+codec_names = pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")
+
+PLACES = [
+    Place((4, 64), 64, 0, 1),
+    Place((4, 64), 64, 63, 15),
+    Place((4, 64), 64, 3, 17, offset=1),
+    Place((4, 100), 64, 37, 255, offset=2),
+    Place((3, 300), 256, 299, 257, offset=3),
+    Place((3, 257), 256, 1, 255),
+    Place((3, 257), 256, 0, 3 * 257),
+    Place((2, 5000), 4096, 4095, 3001),
+    Place((9, 64), 256, 0, 9 * 64),
+    Place((3, 300), 256, 50, 0),
+    Place((2**21, 4096), 256, 5_000_000_000 - 700, 1000),
+    Place((2**20, 4100), 4096, 2**32 - 9, 40, offset=1),
+]
+
+
+HYPERS = {
+    "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},
+    # Exact betas: moments fall on the middle between two codes.
+    "exact betas": {"lr": 0.25, "betas": (0.5, 0.25), "eps": 0.0, "weight_decay": 0.0},
+    "l2": {
+        "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.3, "decoupled": False
+    },
+    "maximize": {
+        "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": True
+    },
+    "no bias correction": {
+        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "bias_correction": False
+    },
+    "no memory": {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.1},
+    "large eps": {"lr": 1.0, "betas": (0.95, 0.9), "eps": 1.0, "weight_decay": 0.5},
+}  # fmt: skip
+
+
+def steps(segments: list[Segment], hyper: dict, count: int):
+    """Set gradients, scalars and phases of each step in turn; segments see different kinds."""
+    for step in range(1, count + 1):
+        scalars = scalars_at(step, hyper)
+        for number, segment in enumerate(segments):
+            kind = (number + step) % KINDS
+            segment.grad.copy_(gradient(kind, segment.grad.numel(), 100 * step + number))
+            if hyper["eps"] == 0.0:  # 0/0 is NaN in Adam too
+                segment.grad[segment.grad == 0] = 1.0
+            segment.scalars = scalars
+            segment.moment_phase = (segment.moment_phase + 0x9E3779B9) % 2**32
+            segment.param_phase = (segment.param_phase + 0x9E3779B9) % 2**32
+        yield step
+
+
+def follow(mine: Segment, theirs: Segment) -> None:
+    """Take over gradient, scalars and phases."""
+    mine.grad.copy_(theirs.grad)
+    mine.scalars = theirs.scalars
+    mine.moment_phase, mine.param_phase = theirs.moment_phase, theirs.param_phase
+
+
+def assert_follows_reference(segments: list[Segment], hyper: dict, count: int, **options) -> None:
+    """Step each instruction set's copy and the reference, and compare after every step."""
+    followers = {isa: [copied(segment) for segment in segments] for isa in kernel.isas()}
+    assert followers
+    for step in steps(segments, hyper, count):
+        wanted = [reference.step(segment) for segment in segments]
+        for isa, follower in followers.items():
+            for mine, theirs in zip(follower, segments, strict=True):
+                follow(mine, theirs)
+            counts = kernel.step(follower, isa=isa, **options)
+            for number, (mine, theirs) in enumerate(zip(follower, segments, strict=True)):
+                assert_same(mine, theirs, f"{isa}, step {step}, segment {number}")
+            assert counts == wanted
+
+
+DTYPES = {
+    "fp32 from fp32": (FP32, FP32, Rounding.DITHER),
+    "fp32 from bf16": (FP32, BF16, Rounding.DITHER),
+    "bf16 from fp32, nearest": (BF16, FP32, Rounding.NEAREST),
+    "bf16 from fp32, dither": (BF16, FP32, Rounding.DITHER),
+    "bf16 from fp32, hash": (BF16, FP32, Rounding.HASH),
+    "bf16 from bf16, nearest": (BF16, BF16, Rounding.NEAREST),
+    "bf16 from bf16, dither": (BF16, BF16, Rounding.DITHER),
+    "bf16 from bf16, hash": (BF16, BF16, Rounding.HASH),
+}
+
+
+@codec_names
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+def test_kernel_step_any_dtype_place_and_gradient_equals_reference(codec, dtypes):
+    hyper = HYPERS["adamw"]
+    segments = [make(codec, place, scalars_at(1, hyper), *dtypes) for place in PLACES]
+    assert_follows_reference(segments, hyper, count=3, num_threads=2)
+
+
+@codec_names
+@pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS)
+def test_kernel_step_any_hyperparameters_equal_reference(codec, hyper):
+    segments = [
+        make(codec, place, scalars_at(1, hyper), dtype, FP32, Rounding.DITHER)
+        for place, dtype in zip(PLACES[3:8], (FP32, FP32, BF16, FP32, BF16), strict=True)
+    ]
+    assert_follows_reference(segments, hyper, count=3)
+
+
+def test_kernel_step_many_segments_any_threads_give_the_same_bits():
+    """One call over segments of all codecs, block sizes and dtypes."""
+    hyper = HYPERS["adamw"]
+    segments = [
+        make(codec, place, scalars_at(1, hyper), *list(DTYPES.values())[number % len(DTYPES)])
+        for codec in CODEC_NAMES
+        for number, place in enumerate(PLACES)
+    ]
+    alone = [copied(segment) for segment in segments]
+    together = {threads: [copied(segment) for segment in segments] for threads in (2, 5, None)}
+    for step in steps(segments, hyper, KINDS):
+        for mine, theirs in zip(alone, segments, strict=True):
+            follow(mine, theirs)
+            kernel.step([mine], num_threads=1)
+        for threads, follower in together.items():
+            for mine, theirs in zip(follower, segments, strict=True):
+                follow(mine, theirs)
+            kernel.step(follower, num_threads=threads)
+            for number, pair in enumerate(zip(follower, alone, strict=True)):
+                assert_same(*pair, f"{threads} threads, step {step}, segment {number}")
+
+
+def test_kernel_step_segments_with_different_scalars_equal_reference():
+    place = PLACES[4]
+    segments = [make("companded", place, scalars_at(3, hyper)) for hyper in HYPERS.values()]
+    for number, segment in enumerate(segments):
+        segment.grad.copy_(gradient(number % 2, place.numel, number) + 1 / 64)
+    mine = [copied(segment) for segment in segments]
+    for segment in segments:
+        reference.step(segment)
+    kernel.step(mine)
+    for number, pair in enumerate(zip(mine, segments, strict=True)):
+        assert_same(*pair, f"segment {number}")
+
+
+@pytest.mark.parametrize("num_threads", [1, 5])
+def test_kernel_step_nothing_to_do_does_nothing(num_threads):
+    empty = make("companded", PLACES[9], scalars_at(1, HYPERS["adamw"]))
+    assert kernel.step([], num_threads) == []
+    assert kernel.step([empty], num_threads) == [0]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+def test_kernel_step_special_parameters_equal_reference(dtypes):
+    """NaN, infinite, subnormal and largest parameters under finite gradients."""
+    values = [math.nan, -math.nan, math.inf, -math.inf, 2.0**-130, -(2.0**-149), 3.38e38, -3.4e38]
+    segment = make("companded", PLACES[5], scalars_at(1, HYPERS["adamw"]), *dtypes)
+    segment.param[7 : 7 + len(values)] = torch.tensor(values)
+    assert_follows_reference([segment], HYPERS["adamw"], count=2)
+    assert segment.param[7:9].isnan().all() and segment.param[9:11].isinf().all()
+
+
+@pytest.mark.parametrize("rounding", [Rounding.DITHER, Rounding.HASH], ids=lambda r: r.name)
+def test_kernel_step_stochastic_rounding_never_makes_infinity(rounding):
+    """Half a bfloat16 ulp, 2^119, beyond the largest number: up is infinite, so it is truncated."""
+    hyper = {"lr": 2.0**119, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
+    segment = make("companded", PLACES[6], scalars_at(1, hyper), BF16, FP32, rounding)
+    largest = torch.tensor(0x7F7F, dtype=torch.int16).view(BF16)
+    segment.param.fill_(largest)
+    segment.param[1::2] *= -1
+    segment.grad.copy_(-segment.param.sign())
+    mine, before = copied(segment), segment.param.clone()
+    reference.step(segment)
+    kernel.step([mine])
+    assert_same(mine, segment, rounding.name)
+    assert torch.equal(mine.param, before)
+    # To nearest it is infinite: the update is what it should be.
+    mine.rounding = Rounding.NEAREST
+    kernel.step([mine])
+    assert mine.param.isinf().all()
+
+
+@pytest.mark.parametrize("low_bits", [0, 1, 2, 0x7FFF, 0x8000, 0xFFFF], ids=hex)
+@pytest.mark.parametrize("high_bits", [0x3F80, 0xBF81, 0x0080, 0x7F7E, 0xFF7E], ids=hex)
+def test_stochastic_bfloat16_mean_over_all_thresholds_is_exact(high_bits, low_bits):
+    """Of the 65536 thresholds as many round up, away from zero, as the dropped bits say."""
+    pattern = torch.tensor(high_bits << 16 | low_bits).to(torch.int32)
+    x = pattern.view(FP32).expand(65536).contiguous()
+    rounded = reference.stochastic_bfloat16(x, torch.arange(65536))
+    got = rounded.view(torch.int16).to(torch.int64) & 0xFFFF
+    assert int((got == high_bits + 1).sum()) == low_bits
+    assert int((got == high_bits).sum()) == 65536 - low_bits

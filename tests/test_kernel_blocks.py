@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiled step promises about blocks: shards, non-finite gradients, bounds, refusals."""
+
+import itertools
+import math
+import random
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from segments import CODEC_NAMES, Place, assert_same, copied, gradient, make, scalars_at, tensors
+
+from zero8 import reference
+from zero8.codec import CODECS, quantize
+from zero8.op import kernel
+from zero8.scalars import UNKNOWN_HISTORY, StepScalars, next_history
+from zero8.segment import Moment, Rounding, Segment
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+FP32, BF16 = torch.float32, torch.bfloat16
+codec_names = pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")
+ADAMW = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+WHOLE = Place((7, 700), 256, 0, 7 * 700)
+
+# --- Shards --------------------------------------------------------------------------------------
+
+CUTS = {
+    "2 halves": [2450],
+    "4 pieces": [1, 1433, 3500],
+    "at block ends": [256, 700, 1400 + 512],
+    "inside one block": [300, 310, 420],
+    "1 element": [2000, 2001],
+}
+
+
+def stepped_pieces(codec: str, cuts: list[int], dtype: torch.dtype) -> list[tuple[int, Segment]]:
+    """Return (first, segment) of each piece after 4 steps on the same gradients."""
+    whole = make(codec, WHOLE, scalars_at(1, ADAMW), dtype, FP32, Rounding.DITHER)
+    bounds = [0, *cuts, WHOLE.numel]
+    pieces = []
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        place = replace(WHOLE, first=begin, numel=end - begin)
+        piece = make(codec, place, whole.scalars, dtype, FP32, Rounding.DITHER)
+        piece.param.copy_(whole.param[begin:end])
+        pieces.append((begin, piece))
+    for step in range(1, 5):
+        grad = gradient(0, WHOLE.numel, seed=step)
+        for begin, piece in pieces:
+            piece.scalars = scalars_at(step, ADAMW)
+            piece.moment_phase, piece.param_phase = 1000 * step, 2000 * step
+            piece.grad.copy_(grad[begin : begin + piece.grad.numel()])
+        kernel.step([piece for _, piece in pieces])
+    return pieces
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_kernel_step_uncut_blocks_do_not_depend_on_shards(codec, cuts, dtype):
+    """Codes, scales and parameters of every block that no boundary cuts, bit for bit."""
+    grid = WHOLE.grid(codec)
+    ((_, whole),) = stepped_pieces(codec, [], dtype)
+    block, _ = grid.block_numbers(0, WHOLE.numel)
+    cut_blocks = {grid.block_of(c) for c in cuts if grid.block_of(c) == grid.block_of(c - 1)}
+    assert len(cut_blocks) < grid.num_blocks
+    assert bool(cut_blocks) == (cuts != CUTS["at block ends"])
+    for begin, piece in stepped_pieces(codec, cuts, dtype):
+        here = block[begin : begin + piece.param.numel()]
+        uncut = torch.tensor([int(b) not in cut_blocks for b in here])
+        blocks = [b for b in here.unique().tolist() if b not in cut_blocks]
+        for name, value in tensors(piece).items():
+            of_whole = tensors(whole)[name]
+            if name.endswith("scale"):
+                local = torch.tensor(blocks, dtype=torch.int64)
+                assert torch.equal(value[local - int(here[0])], of_whole[local]), name
+            else:
+                of_whole = of_whole[begin : begin + piece.param.numel()]
+                assert torch.equal(value[uncut], of_whole[uncut]), name
+
+
+@codec_names
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_kernel_step_writes_nothing_beside_its_segment(codec, dtype):
+    """Neighbours in the same buffers belong to other threads: 100 elements on both sides."""
+    for isa, numel in itertools.product(kernel.isas(), (1, 15, 17, 63, 255)):
+        place = Place((3, 300), 256, 299, numel)
+        segment = make(codec, place, scalars_at(1, ADAMW), dtype)
+        framed, frames = copied(segment), {}
+        for name, value in tensors(segment).items():
+            rows = value.numel()
+            frames[name] = torch.full((rows + 200,), 77, dtype=value.dtype)
+            inner = frames[name][100 : 100 + rows].view(value.shape).copy_(value)
+            if name == "param":
+                framed.param = inner
+            elif name.endswith("_scale"):
+                getattr(framed, name.removesuffix("_scale")).scales = inner
+            else:
+                getattr(framed, name).values = inner
+        for one in (segment, framed):
+            one.grad.copy_(gradient(0, numel, seed=numel))
+            kernel.step([one], isa=isa)
+        assert_same(framed, segment, f"{isa}, {numel} elements")
+        for name, frame in frames.items():
+            assert (frame[:100] == 77).all() and (frame[-100:] == 77).all(), name
+
+
+# --- Non-finite gradients ------------------------------------------------------------------------
+
+POISON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "1e30": 1e30, "-2^63": -(2.0**63)}
+
+
+@codec_names
+@pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
+@pytest.mark.parametrize("grad_dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("isa", ["baseline", "fastest"])
+def test_kernel_step_nonfinite_gradient_leaves_its_block_as_it_was(codec, poison, grad_dtype, isa):
+    """Blocks without it step as if it were not there; the reference does the same."""
+    isa = list(kernel.isas())[{"baseline": 0, "fastest": -1}[isa]]
+    place = Place((5, 300), 256, 20, 1400)
+    clean = make(codec, place, scalars_at(2, ADAMW), FP32, grad_dtype)
+    clean.grad.copy_(gradient(0, place.numel, seed=1))
+    kernel.step([clean])
+    poisoned, before = copied(clean), copied(clean)
+    # Elements of two blocks, one of them at its last element, of different rows with a codec.
+    bad = [399, 1000, 1001]
+    for element in bad:
+        poisoned.grad[element] = poison
+    following = copied(poisoned)
+    block, _ = clean.grid.block_numbers(place.first, place.numel)
+    bad_blocks = block[bad].unique()
+    assert bad_blocks.numel() == 2
+
+    assert kernel.step([clean, poisoned], isa=isa) == [0, 2]
+    good = ~torch.isin(block, bad_blocks)
+    good_blocks = ~torch.isin(block.unique(), bad_blocks)
+    for name, value in tensors(poisoned).items():
+        mask = good_blocks if name.endswith("scale") else good
+        assert torch.equal(value[mask], tensors(clean)[name][mask]), name
+        assert torch.equal(value[~mask], tensors(before)[name][~mask]), name
+    assert not torch.equal(poisoned.param[good], before.param[good])
+    assert reference.step(following) == 2
+    assert_same(poisoned, following, isa)
+
+
+@codec_names
+def test_kernel_step_gradient_just_below_the_limit_is_stepped_over(codec):
+    segment = make(codec, Place((2, 64), 64, 0, 128), scalars_at(1, ADAMW))
+    segment.grad[5] = 2.0**63 * (1 - 2.0**-24)
+    before = segment.param.clone()
+    assert kernel.step([segment]) == [0]
+    assert (segment.param != before).all() and segment.param.isfinite().all()
+
+
+def test_kernel_step_nonfinite_counts_are_exact_over_threads():
+    place = Place((40, 64), 64, 0, 40 * 64)
+    segments = [make("companded", place, scalars_at(1, ADAMW)) for _ in range(4)]
+    for number, segment in enumerate(segments):
+        segment.grad.view(40, 64)[: 10 * number, number] = math.nan
+    assert kernel.step(segments, num_threads=5) == [0, 10, 20, 30]
+
+
+# --- Flush to zero -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("flush", [False, True], ids=["kept", "flushed"])
+def test_kernel_step_restores_the_threads_treatment_of_subnormals(flush, num_threads):
+    segment = make("companded", WHOLE, scalars_at(1, ADAMW))
+    segment.grad.fill_(1.0)
+    smallest = torch.full((4,), 2.0**-126)
+    torch.set_flush_denormal(flush)
+    try:
+        kernel.step([segment], num_threads=num_threads)
+        flushed_after = bool((smallest * 0.5 == 0).all())
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushed_after == flush
+
+
+@pytest.mark.parametrize("isa", ["baseline", "fastest"])
+def test_kernel_step_subnormal_numbers_count_as_zeros(isa):
+    """A subnormal gradient leaves no first moment, a subnormal parameter becomes zero."""
+    segment = make(None, Place((64,), 256, 0, 64), scalars_at(1, ADAMW))
+    segment.grad.fill_(2.0**-127)
+    segment.param.fill_(-(2.0**-127))
+    kernel.step([segment], isa=list(kernel.isas())[{"baseline": 0, "fastest": -1}[isa]])
+    assert not segment.exp_avg.values.any() and not segment.param.any()
+
+
+# --- The bound on the update ---------------------------------------------------------------------
+
+
+def test_next_history_varying_betas_is_the_cauchy_schwarz_bound():
+    """K = sum a_i^2/b_i, where m = sum a_i g_i and v = sum b_i g_i^2, in exact numbers.
+
+    All terms are positive and a step of the recurrence rounds at most 8 times, so t steps are
+    within 8 t roundings of 2^-53.
+    """
+    rng = random.Random(4)
+    a, b, history = [], [], 0.0
+    for t in range(1, 60):
+        betas = rng.uniform(0, 0.99), rng.uniform(0.5, 0.9999)
+        beta1, beta2 = map(Fraction, betas)
+        a = [beta1 * x for x in a] + [1 - beta1]
+        b = [beta2 * x for x in b] + [1 - beta2]
+        exact = sum(x * x / y for x, y in zip(a, b, strict=True))
+        history = next_history(history, *betas)
+        assert abs(Fraction(history) - exact) <= exact * 8 * t / 2**53
+        # Attained by g_i = a_i/b_i, so no smaller bound would do.
+        g = [x / y for x, y in zip(a, b, strict=True)]
+        m = sum(x * y for x, y in zip(a, g, strict=True))
+        v = sum(x * y * y for x, y in zip(b, g, strict=True))
+        assert m * m == exact * v
+
+
+def test_next_history_without_memory_of_v_is_unknown_unless_m_has_none():
+    assert next_history(5.0, 0.0, 0.0) == 1.0
+    assert next_history(5.0, 0.9, 0.0) == UNKNOWN_HISTORY
+    assert next_history(UNKNOWN_HISTORY, 0.99, 0.5) == UNKNOWN_HISTORY
+
+
+@pytest.mark.parametrize(
+    ("betas", "step", "bound"),
+    [
+        ((0.9, 0.999), 1, 1 - 0.9),  # m = (1-b1) g over sqrt(v/(1-b2)) = |g|
+        ((0.9, 0.999), 100_000, 7.2702),  # (1-b1)/sqrt((1-b2)(1-b1^2/b2)) for t without end
+        ((0.9, 0.95), 100_000, 1.1650),
+        ((0.0, 0.5), 7, (0.5**-1 * (1 - 0.5**7)) ** 0.5),
+    ],
+)
+def test_max_ratio_is_the_bound_and_a_little(betas, step, bound):
+    """The closed forms are given to four digits; the slack for rounding is 2^-11."""
+    scalars = scalars_at(step, {**ADAMW, "betas": betas})
+    assert bound * (1 - 1e-4) <= scalars.max_ratio <= bound * (1 + 1e-4) * (1 + 2.0**-11)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_kernel_step_ratio_beyond_its_bound_is_clipped_to_it(codec):
+    """Large first moments over second moments that decode to almost nothing.
+
+    Without weight decay and from p = 0 the update is exactly -step_size * (+-max_ratio).
+    """
+    scalars = scalars_at(10, {**ADAMW, "weight_decay": 0.0})
+    place = Place((2, 64), 64, 0, 128)
+    segment = make(codec, place, scalars)
+    grid, ones = segment.grid, torch.ones(2)
+    block, _ = grid.block_numbers(0, 128)
+    m = torch.where(torch.arange(128) % 2 == 0, 1.0, -1.0)
+    for name, values in (("exp_avg", m), ("exp_avg_sq", torch.full((128,), 1e-20))):
+        store(segment, name, values, block)
+    segment.param.zero_()
+    kernel.step([segment])
+    expected = (-torch.tensor(scalars.step_size) * scalars.max_ratio) * m
+    assert torch.equal(segment.param, expected)
+    # Where v fits m, nothing is clipped.
+    store(segment, "exp_avg_sq", ones.repeat(64), block)
+    segment.param.zero_()
+    kernel.step([segment])
+    assert (segment.param.abs() < expected.abs()).all() and segment.param.all()
+
+
+def store(segment: Segment, name: str, values: torch.Tensor, block: torch.Tensor) -> None:
+    code = getattr(segment.codec, name)
+    codes, scales = quantize(code, values, block, int(block.max()) + 1)
+    moment: Moment = getattr(segment, name)
+    moment.values.copy_(codes)
+    moment.scales.copy_(scales)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.95, 0.9), (0.0, 0.5)], ids=str)
+@pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "not corrected"])
+def test_kernel_step_float32_moments_are_never_clipped(betas, bias_correction):
+    """Random and constant gradients, and growing ones (the worst case, g_t = (b2/b1)^t)."""
+    hyper = {"lr": 1e-2, "betas": betas, "eps": 0.0, "weight_decay": 0.0}
+    hyper["bias_correction"] = bias_correction
+    place = Place((64, 64), 256, 0, 64 * 64)
+    clipped = make(None, place, scalars_at(1, hyper))
+    free = copied(clipped)
+    growth = torch.linspace(0.9, 1.2, 1024)
+    growth[0] = betas[1] / betas[0] if betas[0] else 1.0
+    for step in range(1, 101):
+        grad = gradient(0, place.numel, seed=step)
+        grad[grad == 0] = 1.0  # 0/0 without eps
+        grad[:1024] = growth**step
+        grad[1024:1100] = -3.0
+        clipped.scalars = scalars_at(step, hyper)
+        free.scalars = replace(clipped.scalars, max_ratio=3e38)
+        for segment in (clipped, free):
+            segment.grad.copy_(grad)
+        kernel.step([clipped, free])
+        assert_same(clipped, free, f"step {step}")
+
+
+# --- Refusals ------------------------------------------------------------------------------------
+
+
+def with_moment(segment: Segment, name: str, **changes) -> Segment:
+    return replace(segment, **{name: replace(getattr(segment, name), **changes)})
+
+
+REFUSED = {
+    "parameter of dtype float16": (
+        lambda s: replace(s, param=s.param.half()),
+        "param: got dtype torch.float16, expected one of .*float32.*bfloat16",
+    ),
+    "gradient of dtype float64": (
+        lambda s: replace(s, grad=s.grad.double()),
+        "grad: got dtype torch.float64",
+    ),
+    "codes of dtype float32": (
+        lambda s: with_moment(s, "exp_avg", values=s.param.clone()),
+        "exp_avg: got dtype torch.float32, expected one of .*uint8",
+    ),
+    "scales of dtype float64": (
+        lambda s: with_moment(s, "exp_avg_sq", scales=s.exp_avg_sq.scales.double()),
+        "exp_avg_sq_scale: got dtype torch.float64",
+    ),
+    "too few gradients": (
+        lambda s: replace(s, grad=s.grad[:-1]),
+        "grad: got 127 elements, expected 128",
+    ),
+    "too few codes": (
+        lambda s: with_moment(s, "exp_avg_sq", values=s.exp_avg_sq.values[1:]),
+        "exp_avg_sq: got 127 elements, expected 128",
+    ),
+    "too few scales": (
+        lambda s: with_moment(s, "exp_avg", scales=s.exp_avg.scales[:-1]),
+        "exp_avg_scale: got 1 elements, expected 2",
+    ),
+    "scales of a segment that starts elsewhere": (
+        lambda s: replace(s, first=1),
+        "exp_avg_scale: got 2 elements, expected 3",
+    ),
+    "strided parameter": (
+        lambda s: replace(s, param=torch.zeros(256)[::2]),
+        r"param: got strides \(2,\), expected a contiguous tensor",
+    ),
+    "strided codes": (
+        lambda s: with_moment(s, "exp_avg", values=torch.zeros(256, dtype=torch.uint8)[::2]),
+        r"exp_avg: got strides \(2,\)",
+    ),
+    "meta gradient": (
+        lambda s: replace(s, grad=torch.zeros(128, device="meta")),
+        "grad: got a tensor on meta, this op works on the CPU",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_kernel_step_bad_tensor_raises_before_any_change(change, message):
+    good = make("companded", Place((2, 64), 64, 0, 128), scalars_at(1, ADAMW))
+    good.grad.fill_(1.0)
+    before = copied(good)
+    with pytest.raises(ValueError, match=message):
+        kernel.step([good, change(good)])
+    assert_same(good, before, "unchanged")
+
+
+def test_kernel_step_unknown_isa_raises():
+    segment = make("companded", Place((2, 64), 64, 0, 128), scalars_at(1, ADAMW))
+    with pytest.raises(ValueError, match="isa: got 'mmx', this processor has .*'baseline'"):
+        kernel.step([segment], isa="mmx")
+
+
+def test_kernel_isas_start_with_the_baseline():
+    assert list(kernel.isas())[0] == "baseline"
+    assert list(kernel.isas().values()) == sorted(kernel.isas().values())
+
+
+def test_step_scalars_are_float32_values():
+    """Kernels get float32, the reference Python floats: they have to be the same numbers."""
+    scalars = StepScalars.at(7, 3.3, **{**ADAMW, "lr": 1 / 3, "betas": (0.87, 0.9993)})
+    for name, value in vars(scalars).items():
+        assert float(torch.tensor(value, dtype=FP32)) == value, name

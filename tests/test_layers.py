@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of zero8 may import which: read off the sources, and off a fresh process."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "zero8"
+
+# Parts import from their own layer and from those above it in this list.  A new module or folder
+# of zero8 has to be given its place here.
+LAYERS = [
+    {"arithmetic", "codec", "dither", "grid", "policy", "scalars", "segment"},
+    {"reference"},
+    {"op"},
+    {"pieces", "report", "saved", "settings", "versions"},
+    {"optimizer"},
+    {"zero", "fsdp", "checkpoint"},
+    {"", "__init__", "autoload"},
+    {"train", "bench", "cli", "doctor", "__main__"},
+]
+DEEPSPEED_ONLY_IN = ("zero/", "op/builder.py", "train/", "bench/", "doctor.py")
+SOURCES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported(path: Path) -> set[str]:
+    """Return the full names of all modules, and names in modules, that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def layer_of(part: str) -> int:
+    places = [number for number, layer in enumerate(LAYERS) if part in layer]
+    assert len(places) == 1, f"zero8 part {part!r} has no place in LAYERS"
+    return places[0]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_layers_imports_point_to_lower_layers(name):
+    part = name.split("/")[0].removesuffix(".py")
+    for target in imported(SOURCES[name]):
+        package, _, rest = target.partition(".")
+        if package == "zero8":
+            # `from zero8 import x` imports the module x, or a name of the package itself.
+            below = rest.split(".")[0]
+            below = below if (PACKAGE / below).exists() or f"{below}.py" in SOURCES else ""
+            assert layer_of(below) <= layer_of(part), f"{name} imports {target}"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_layers_deepspeed_is_imported_in_its_places_only(name):
+    imports = any(target.partition(".")[0] == "deepspeed" for target in imported(SOURCES[name]))
+    assert not imports or name.startswith(DEEPSPEED_ONLY_IN)
+
+
+def test_layers_scan_finds_the_imports_it_should():
+    """Guards the two tests above: deepspeed is found where it is known to be."""
+    found = {
+        name
+        for name, path in SOURCES.items()
+        if any(target.partition(".")[0] == "deepspeed" for target in imported(path))
+    }
+    assert {"op/builder.py", "zero/seams.py"} <= found
+    assert "zero8.reference" not in imported(SOURCES["codec.py"])
+    assert "zero8.arithmetic" in imported(SOURCES["codec.py"])
+
+
+def test_layers_torch_is_not_included_by_kernel_sources():
+    """They compile in seconds because they need neither torch's headers nor Python's."""
+    for path in sorted((ROOT / "csrc").iterdir()):
+        includes = [line for line in path.read_text().splitlines() if line.startswith("#include")]
+        allowed = path.name == "binding.cpp"
+        assert not [i for i in includes if "pybind11" in i or "Python.h" in i] or allowed
+        assert not [i for i in includes if "torch" in i or "ATen" in i], path.name
+
+
+@pytest.mark.parametrize("code", ["import zero8", "import zero8; zero8.Adam8bitBlockwise"])
+def test_import_zero8_in_a_fresh_process_loads_neither_deepspeed_nor_cuda(code):
+    check = (
+        "import sys, torch; "
+        "assert not torch.cuda.is_initialized(), 'cuda'; "
+        "assert 'deepspeed' not in sys.modules, 'deepspeed'; "
+        "assert 'zero8.op.builder' not in sys.modules, 'builder'; "
+        "assert torch.optim.Adam8bitBlockwise is zero8.Adam8bitBlockwise"
+    )
+    subprocess.run(
+        [sys.executable, "-c", f"{code}; {check}"],
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        timeout=120,
+    )

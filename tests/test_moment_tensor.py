@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A moment that DeepSpeed may narrow, read, write and move as if it were a float32 tensor."""
+
+import pytest
+import torch
+from moment_samples import (
+    MOMENTS,
+    NUMEL,
+    PIECES,
+    buffers,
+    copies,
+    is_plain,
+    moment,
+    same,
+    values_for,
+)
+
+from zero8.codec import CODECS
+from zero8.pieces import MomentStore
+from zero8.zero.moment_tensor import MomentTensor
+
+# --- Looking and reading -------------------------------------------------------------------------
+
+
+def test_moment_looks_like_the_float32_partition_and_holds_bytes():
+    x = moment()
+    assert (x.shape, x.dtype, x.device.type, x.is_contiguous()) == (
+        (NUMEL,),
+        torch.float32,
+        "cpu",
+        True,
+    )
+    codes, scales, dense = buffers(x)
+    # Blocks: 256 of the first row's rest, its 44, 256 + 44, and 150 - 150 = 0 of the third; rows
+    # of 64 from 4000 = 62.5 rows to 4800 = 75 rows.
+    assert (codes.dtype, len(codes), len(scales), len(dense)) == (torch.uint8, 1400, 5 + 13, 9)
+    assert x.data_ptr() == 0  # no float32 memory behind it
+
+
+READS = {
+    "add": lambda x: x + 1.0,
+    "from a plain tensor": lambda x: torch.ones(NUMEL) - x,
+    "norm": lambda x: x.norm(),
+    "cat": lambda x: torch.cat([x, x]),
+    "one element": lambda x: x[700],
+    "stride": lambda x: x[::3],
+    "two dimensions": lambda x: x.view(2, -1),
+    "unsqueeze": lambda x: x.unsqueeze(0),
+    "mask": lambda x: x[torch.arange(NUMEL) % 2 == 0],
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "split": lambda x: x.split(712)[1],
+    "out": lambda x: torch.mul(x, 2.0, out=torch.empty(NUMEL)),
+    "added to": lambda x: torch.ones(NUMEL).add_(x),
+    "foreach": lambda x: torch._foreach_add([x], 1.0)[0],
+    "clone": lambda x: x.clone(),
+    "clone of a view": lambda x: x.narrow(0, 100, 700).clone(),
+    "copied from": lambda x: torch.empty(NUMEL).copy_(x),
+    "view copied from": lambda x: torch.empty(7).copy_(x[600:607]),
+}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("which", MOMENTS)
+def test_read_any_operation_equals_that_on_the_decoded_tensor(codec, which):
+    x = moment(codec, which)
+    dense = x.store.read(0, NUMEL)
+    for name, read in READS.items():
+        got, expected = read(x), read(dense)
+        assert is_plain(got), name
+        assert torch.equal(got, expected), name
+
+
+def test_dense_copies_do_not_follow_the_moment():
+    x = moment()
+    for read in (lambda: x.clone(), lambda: x.narrow(0, 2, 900).clone(), lambda: x.dense()):
+        before = read()
+        kept = before.clone()
+        x.zero_()
+        assert torch.equal(before, kept)
+        x.copy_(values_for("exp_avg", 1))
+
+
+def test_numpy_and_tolist_are_refused_instead_of_reading_memory_that_is_not_there():
+    for read in (lambda x: x.numpy(), lambda x: x.tolist()):
+        with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
+            read(moment())
+
+
+# --- Live views ----------------------------------------------------------------------------------
+
+VIEWS = {
+    "detach": (lambda x: x.detach(), 0, NUMEL),
+    "data": (lambda x: x.data, 0, NUMEL),
+    "alias": (lambda x: torch.ops.aten.alias.default(x), 0, NUMEL),
+    "view(-1)": (lambda x: x.view(-1), 0, NUMEL),
+    "view(n)": (lambda x: x.view(NUMEL), 0, NUMEL),
+    "flatten": (lambda x: x.flatten(), 0, NUMEL),
+    "narrow": (lambda x: x.narrow(0, 100, 700), 100, 700),
+    "narrow of narrow": (lambda x: x.narrow(0, 100, 700).narrow(0, 30, 40), 130, 40),
+    "slice": (lambda x: x[580:], 580, NUMEL - 580),
+    "slice from the end": (lambda x: x[-50:-20], NUMEL - 50, 30),
+    "slice past the end": (lambda x: x[1400:9999], 1400, NUMEL - 1400),
+    "empty": (lambda x: x.narrow(0, 700, 0), 700, 0),
+    "data of narrow": (lambda x: x.narrow(0, 100, 700).data, 100, 700),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_view_is_live_in_both_directions(name):
+    make, start, numel = VIEWS[name]
+    x = moment()
+    view = make(x)
+    assert isinstance(view, MomentTensor)
+    assert (view.shape, view.start) == ((numel,), start)
+    # The optimizer changes codes in place: views taken before must show it.
+    x.store.codes.copy_(moment(seed=2).store.codes)
+    assert torch.equal(view.dense(), x.dense()[start : start + numel])
+    # DeepSpeed writes through them.
+    view.data.copy_(torch.zeros(numel))
+    assert x.dense()[start : start + numel].eq(0).all()
+    assert view.store is x.store
+
+
+# --- Writing -------------------------------------------------------------------------------------
+
+
+def levels_around(x, piece_number, element):
+    """Return, in the codec's own coordinate, all levels of the block that holds an element."""
+    store, piece = x.store, x.store.table.pieces[piece_number]
+    block = piece.grid.block_of(piece.first + element) - piece.grid.block_of(piece.first)
+    scales = store.moment(piece_number).scales[block : block + 1]
+    codes = torch.arange(256)
+    levels = store.code.decode(codes, scales.expand(256, *scales.shape[1:]), 1.0)
+    return coordinate(store, levels).unique()
+
+
+def coordinate(store, values):
+    """Return where rounding to the nearest code is plain rounding; log: the float's bits."""
+    if store.codec.name == "log" and store.which == "exp_avg_sq":
+        return values.abs().view(torch.int32).double()
+    return values.double()
+
+
+def assert_within_half_a_code(x, piece_number, written, got):
+    """Check that no level of the block is nearer than the one that was chosen.
+
+    Slack: positions are computed in float32, to 5/65536 of a code (log) or 5 ulps of the position
+    (at most 2^-18 of a code); 2^-12 of a code covers both.  A second moment above zero is never
+    stored as zero, so zero is no choice for it.
+    """
+    root = torch.sqrt if x.store.code.square_root else torch.clone
+    for element in range(0, len(written), 7):
+        if written[element] == 0:
+            assert got[element] == 0
+            continue
+        levels = levels_around(x, piece_number, element)
+        if x.store.which == "exp_avg_sq":
+            levels = levels[levels > 0]
+        value, decoded = (coordinate(x.store, root(t[element])) for t in (written, got))
+        distances, near = (levels - value).abs(), (levels - decoded).abs().argsort()[:2]
+        slack = (levels[near[0]] - levels[near[1]]).abs() * 2**-12
+        assert (decoded - value).abs() <= distances.min() + slack, element
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("which", MOMENTS)
+def test_copy_into_whole_is_within_half_a_code_and_exact_where_float32(codec, which):
+    x, values = moment(codec, which), values_for(which, 5)
+    assert x.copy_(values) is x
+    got = x.dense()
+    for number, piece in enumerate(PIECES):
+        here = slice(piece.start, piece.start + piece.numel)
+        if piece.is_quantized:
+            assert_within_half_a_code(x, number, values[here], got[here])
+        else:
+            assert torch.equal(got[here], values[here])
+    assert got[:2].eq(0).all() and got[611:620].eq(0).all()  # padding
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("which", MOMENTS)
+def test_copy_of_decoded_values_changes_nothing(codec, which):
+    x = moment(codec, which)
+    before = copies(x)
+    x.copy_(x.clone())
+    for start in range(0, NUMEL, 97):
+        view = x.narrow(0, start, min(97, NUMEL - start))
+        view.copy_(view.clone())
+    assert same(buffers(x), before)
+
+
+def test_copy_between_moments_takes_codes_and_scales_verbatim():
+    """A codes/scales pair that no quantization makes must arrive as it is."""
+    source, target = moment(seed=3), moment(seed=4)
+    source.store.codes.copy_(torch.arange(1400) % 251)
+    target.copy_(source)
+    assert same(buffers(target), buffers(source))
+    source.zero_()
+    assert target.dense().abs().max() > 0
+
+
+def test_copy_between_moments_of_other_codec_or_range_goes_by_value():
+    source, target = moment("companded"), moment("dynamic")
+    expected = moment("dynamic")
+    expected.copy_(source.clone())
+    target.copy_(source)
+    assert same(buffers(target), buffers(expected))
+    target[620:720].copy_(source[700:800])
+    expected[620:720].copy_(source[700:800].clone())
+    assert same(buffers(target), buffers(expected))
+
+
+def test_copy_from_bfloat16_and_from_one_element_converts_and_expands():
+    x = moment()
+    x.copy_(values_for("exp_avg", 6).bfloat16())
+    expected = moment()
+    expected.copy_(values_for("exp_avg", 6).bfloat16().float())
+    assert same(buffers(x), buffers(expected))
+    x.copy_(torch.full((1,), 2.0))
+    assert x[602:611].clone().eq(2).all()
+    with pytest.raises(RuntimeError):
+        x.copy_(torch.ones(5))
+
+
+@pytest.mark.parametrize("zero", [lambda x: x.zero_(), lambda x: x.fill_(0.0)])
+def test_zero_in_place_gives_exact_zeros(zero):
+    x = moment("log", "exp_avg_sq")
+    zero(x[0:900])
+    assert x.dense()[:900].eq(0).all()
+    assert x.dense()[964:].abs().max() > 0  # the block that the range ends in ends there at most
+    zero(x)
+    fresh = MomentStore.zeros(x.store.codec, x.store.which, x.store.table)
+    assert same(buffers(x), (fresh.codes, fresh.scales, fresh.dense))
+
+
+def test_fill_in_place_with_number_or_tensor_writes_it():
+    x, y = moment(), moment()
+    x.fill_(0.5)
+    y.fill_(torch.tensor(0.5))
+    assert same(buffers(x), buffers(y))
+    assert x.dense()[PIECES[0].start : 611].eq(0.5).all()  # each block's extreme is exact
+
+
+WRITES_REFUSED = {
+    "add_": lambda x: x.add_(1.0),
+    "mul_": lambda x: x.mul_(0.5),
+    "lerp_": lambda x: x.lerp_(torch.ones(NUMEL), 0.5),
+    "+=": lambda x: x.__iadd__(1.0),
+    "data.mul_": lambda x: x.data.mul_(0.5),
+    "view.mul_": lambda x: x.narrow(0, 3, 9).mul_(0.5),
+    "addcmul_": lambda x: x.addcmul_(torch.ones(NUMEL), torch.ones(NUMEL)),
+    "mask": lambda x: x.__setitem__(torch.arange(NUMEL) % 2 == 0, 1.0),
+    "index_copy_": lambda x: x.index_copy_(0, torch.tensor([3]), torch.ones(1)),
+    "clamp_": lambda x: x.clamp_(max=0.5),
+    "set_": lambda x: x.set_(torch.ones(NUMEL)),
+    "resize_": lambda x: x.resize_(5),
+    "out": lambda x: torch.add(torch.ones(NUMEL), 1.0, out=x),
+    "foreach mul": lambda x: torch._foreach_mul_([x], 0.5),
+    "foreach zero": lambda x: torch._foreach_zero_([torch.ones(3), x]),
+    "foreach copy": lambda x: torch._foreach_copy_([x], [torch.ones(NUMEL)]),
+}
+
+
+@pytest.mark.parametrize("name", WRITES_REFUSED)
+def test_write_other_than_copy_is_refused_and_changes_nothing(name):
+    """Such a write would change a decoded copy and be lost."""
+    x = moment()
+    before = copies(x)
+    with pytest.raises(NotImplementedError, match=r"moment\.copy_\(values\)"):
+        WRITES_REFUSED[name](x)
+    assert same(buffers(x), before)
+
+
+# --- Moving and making alike ---------------------------------------------------------------------
+
+
+def test_to_dtype_of_whole_changes_the_appearance_only():
+    """torch's load_state_dict casts states to the parameter's dtype."""
+    x = moment()
+    y = x.to(torch.bfloat16)
+    assert isinstance(y, MomentTensor) and y.dtype == torch.bfloat16
+    assert same(buffers(y), buffers(x))
+    assert torch.equal(y.clone(), x.dense().bfloat16())
+    back = y.to(torch.float32)
+    assert torch.equal(back.clone(), x.dense())
+    back.zero_()  # a copy, as `to` makes it
+    assert x.dense().abs().max() > 0 and y.dense().abs().max() > 0
+
+
+def test_to_dtype_of_a_view_is_dense():
+    view = moment()[100:800]
+    assert is_plain(view.to(torch.float64))
+    assert torch.equal(view.to(torch.float64), view.dense().double())
+
+
+def test_to_copy_makes_another_moment_with_buffers_of_its_own():
+    x = moment()
+    y = x.to("cpu", copy=True)
+    assert isinstance(y, MomentTensor) and same(buffers(y), buffers(x))
+    y.zero_()
+    assert x.dense().abs().max() > 0
+
+
+@pytest.mark.parametrize("like", [torch.empty_like, torch.zeros_like])
+def test_like_of_whole_is_an_8bit_moment_of_zeros(like):
+    x = moment("log", "exp_avg_sq")
+    y = like(x)
+    assert isinstance(y, MomentTensor) and y.store is not x.store
+    assert y.store.table == x.store.table and y.store.codes.dtype == torch.uint8
+    assert y.dense().eq(0).all()
+    y.copy_(x)
+    assert same(buffers(y), buffers(x))
+    assert like(x, dtype=torch.bfloat16).dtype == torch.bfloat16
+    view = like(x[5:9])
+    assert is_plain(view) and view.shape == (4,)
+
+
+def test_is_pinned_of_ordinary_memory_is_false():
+    assert moment().is_pinned() is False
+    assert moment()[3:5].is_pinned() is False

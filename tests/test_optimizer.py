@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from zero8 import Adam8bitBlockwise
+from zero8.codec import CODECS
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+FP32, BF16 = torch.float32, torch.bfloat16
+codecs = pytest.mark.parametrize("codec", CODECS)
+
+
+def param(*shape: int, seed: int = 0, dtype: torch.dtype = FP32) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(seed)
+    return nn.Parameter(torch.randn(*shape, generator=generator).to(dtype))
+
+
+def set_grads(params, step: int) -> None:
+    for number, p in enumerate(params):
+        generator = torch.Generator().manual_seed(1000 * step + number)
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def run(optimizer, params, steps: int, start: int = 0) -> None:
+    for step in range(start, start + steps):
+        set_grads(params, step)
+        optimizer.step()
+
+
+def assert_equal(params, others) -> None:
+    for number, (p, q) in enumerate(zip(params, others, strict=True)):
+        assert torch.equal(p, q), f"parameter {number}"
+
+
+def small_model(dtype: torch.dtype = FP32) -> nn.Sequential:
+    """Two 8-bit matrices, of which one has ragged rows, and two float32 biases."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(300, 64), nn.Linear(64, 100)).to(dtype)
+
+
+# --- torch's interface ---------------------------------------------------------------------------
+
+
+def test_optimizer_lr_as_tensor_and_scheduler_equal_numbers():
+    models = [small_model() for _ in range(2)]
+    tensor = Adam8bitBlockwise(models[0].parameters(), lr=torch.tensor(0.5))
+    number = Adam8bitBlockwise(models[1].parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(tensor, gamma=0.5)
+    for step in range(4):
+        run(tensor, list(models[0].parameters()), 1, step)
+        number.param_groups[0]["lr"] = 0.5 ** (step + 1)
+        run(number, list(models[1].parameters()), 1, step)
+        schedule.step()
+    assert_equal(models[0].parameters(), models[1].parameters())
+
+
+def test_optimizer_closure_is_called_with_gradients_and_its_loss_returned():
+    model = small_model()
+    optimizer = Adam8bitBlockwise(model.parameters())
+
+    def closure():
+        loss = model(torch.ones(2, 300)).square().mean()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(3)]
+    expected = small_model()(torch.ones(2, 300)).square().mean().item()
+    assert losses[2] < losses[0] == expected
+
+
+LAYOUTS = {
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "every second element": lambda x: torch.stack([x, x], -1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("gradient_too", [True, False], ids=["gradient too", "parameter only"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_optimizer_any_strides_give_the_bits_of_contiguous(layout, gradient_too, dtype):
+    plain = param(20, 30, 3, 5, dtype=dtype)
+    strided = nn.Parameter(layout(plain.detach()))
+    assert not strided.is_contiguous()
+    optimizers = [Adam8bitBlockwise([p], lr=0.1) for p in (plain, strided)]
+    for step in range(4):
+        set_grads([plain], step)
+        strided.grad = layout(plain.grad) if gradient_too else plain.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(strided, plain)
+    states = [optimizers[0].state[plain], optimizers[1].state[strided]]
+    for key in ("exp_avg_q8", "exp_avg_scale", "exp_avg_sq_q8", "exp_avg_sq_scale"):
+        assert torch.equal(states[0][key], states[1][key])
+    assert strided.stride() == layout(plain.detach()).stride()
+
+
+def test_optimizer_contiguous_parameter_takes_a_strided_gradient():
+    plain, other = param(64, 100), param(64, 100)
+    set_grads([plain], 0)
+    other.grad = plain.grad.t().contiguous().t()
+    for p in (plain, other):
+        Adam8bitBlockwise([p]).step()
+    assert_equal([plain], [other])
+
+
+def test_optimizer_state_appears_with_the_first_gradient():
+    used, unused = param(64, 100), param(64, 100)
+    optimizer = Adam8bitBlockwise([used, unused], weight_decay=0.1)
+    assert not optimizer.state and optimizer.memory_report().rows == ()
+    before = unused.detach().clone()
+    run(optimizer, [used], 2)
+    assert list(optimizer.state) == [used]
+    assert torch.equal(unused, before)
+    run(optimizer, [unused], 1)
+    assert optimizer.state[unused]["step"] == 1 and optimizer.state[used]["step"] == 3
+    used.grad = None
+    before = used.detach().clone()
+    run(optimizer, [unused], 1)
+    assert torch.equal(used, before) and optimizer.state[used]["step"] == 3
+
+
+def test_optimizer_states_that_were_looked_at_early_do_no_harm():
+    """`optimizer.state` makes an empty entry for whoever looks; DeepSpeed does."""
+    p, q = param(64, 100), param(64, 100)
+    optimizer, other = Adam8bitBlockwise([p]), Adam8bitBlockwise([q])
+    assert optimizer.state[p] == {}
+    assert optimizer.memory_report().rows == ()
+    optimizer.load_state_dict(optimizer.state_dict())
+    run(optimizer, [p], 2)
+    run(other, [q], 2)
+    assert_equal([p], [q])
+
+
+def test_optimizer_groups_have_their_own_hyperparameters():
+    """As if each group had an optimizer of its own; names make the dither the same."""
+    keywords = [
+        {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.2},
+        {"lr": 0.01, "eps": 1e-3, "maximize": True},
+    ]
+    together = [param(64, 100, seed=n, dtype=BF16) for n in range(2)]
+    apart = [param(64, 100, seed=n, dtype=BF16) for n in range(2)]
+    joint = Adam8bitBlockwise([{"params": [("p0", together[0])], **keywords[0]}])
+    joint.add_param_group({"params": [("p1", together[1])], **keywords[1]})
+    single = [Adam8bitBlockwise([(f"p{n}", apart[n])], **keywords[n]) for n in range(2)]
+    for step in range(4):
+        set_grads(together, step)
+        joint.step()
+        for p, q, optimizer in zip(together, apart, single, strict=True):
+            q.grad = p.grad
+            optimizer.step()
+    assert_equal(together, apart)
+
+
+def test_optimizer_named_parameters_dither_by_name_and_not_by_order():
+    models = [small_model(BF16) for _ in range(3)]
+    named = [list(model.named_parameters()) for model in models]
+    for model, names in zip(models, (named[0], named[1][::-1], None), strict=True):
+        run(Adam8bitBlockwise(names or model.parameters(), lr=0.1), list(model.parameters()), 3)
+    assert_equal(models[0].parameters(), models[1].parameters())
+    # Indices are other identities.
+    assert not torch.equal(models[0][0].weight, models[2][0].weight)
+
+
+def test_optimizer_seed_changes_the_dither():
+    models = [small_model(BF16) for _ in range(3)]
+    for model, seed in zip(models, (0, 0, 1), strict=True):
+        run(Adam8bitBlockwise(model.parameters(), lr=0.1, seed=seed), list(model.parameters()), 3)
+    assert_equal(models[0].parameters(), models[1].parameters())
+    assert not torch.equal(models[0][0].weight, models[2][0].weight)
+
+
+def test_optimizer_fp32_params_keep_float32_moments():
+    model = small_model()
+    optimizer = Adam8bitBlockwise(model.named_parameters(), fp32_params=["0.*"])
+    run(optimizer, list(model.parameters()), 1)
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype == FP32
+    assert optimizer.state[model[1].weight]["exp_avg_q8"].dtype == torch.uint8
+    with pytest.raises(ValueError, match="pass model.named_parameters"):
+        Adam8bitBlockwise(model.parameters(), fp32_params=["0.*"])
+
+
+# --- Refusals ------------------------------------------------------------------------------------
+
+
+def sparse() -> nn.Parameter:
+    embedding = nn.Embedding(100, 64, sparse=True)
+    embedding(torch.tensor([3, 5])).sum().backward()
+    return embedding.weight
+
+
+def with_grad(p: nn.Parameter) -> nn.Parameter:
+    p.grad = torch.ones_like(p)
+    return p
+
+
+def wrapped() -> nn.Parameter:
+    """A tensor subclass without storage of its own, as FSDP2's parameters are."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    return with_grad(nn.Parameter(TwoTensor(torch.ones(64, 64), torch.ones(64, 64))))
+
+
+BAD = {
+    "sparse": (sparse, "sparse gradient; set sparse=False"),
+    "complex": (lambda: with_grad(param(64, 64, dtype=torch.complex64)), "dtype torch.complex64"),
+    "float16": (lambda: with_grad(param(64, 64, dtype=torch.float16)), "dtype torch.float16"),
+    "float64": (lambda: with_grad(param(64, 64, dtype=torch.float64)), "dtype torch.float64"),
+    "meta": (lambda: with_grad(nn.Parameter(torch.ones(9, device="meta"))), "expected a plain"),
+    "wrapper": (wrapped, "got a parameter of type TwoTensor without storage of its own"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), BAD.values(), ids=BAD)
+def test_optimizer_unserved_gradient_raises_before_any_change(make, message):
+    good = with_grad(param(64, 100))
+    before = good.detach().clone()
+    optimizer = Adam8bitBlockwise([good, make()])
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(good, before) and not optimizer.state
+
+
+def test_optimizer_nonfinite_gradient_raises_with_names_and_steps_the_rest():
+    model, clean = small_model(), small_model()
+    optimizers = [Adam8bitBlockwise(m.named_parameters()) for m in (model, clean)]
+    for m, optimizer in zip((model, clean), optimizers, strict=True):
+        run(optimizer, list(m.parameters()), 1)
+        set_grads(m.parameters(), 1)
+    before = model[0].weight.detach().clone()
+    model[0].weight.grad[3, 290] = math.nan
+    model[0].weight.grad[5, :] = -math.inf
+    with pytest.raises(FloatingPointError, match=r"in 1 parameter\(s\): 0.weight \(3 blocks\)"):
+        optimizers[0].step()
+    optimizers[1].step()
+    assert optimizers[0].nonfinite_blocks == 3
+    left = torch.zeros(64, 300, dtype=torch.bool)
+    left[3, 256:] = left[5] = True
+    assert torch.equal(model[0].weight[left], before[left])
+    assert torch.equal(model[0].weight[~left], clean[0].weight[~left])
+    assert_equal(list(model.parameters())[1:], list(clean.parameters())[1:])
+    # The step counts, and the state can be saved, loaded and stepped on.
+    assert {state["step"] for state in optimizers[0].state.values()} == {2}
+    optimizers[0].load_state_dict(optimizers[0].state_dict())
+    run(optimizers[0], list(model.parameters()), 1, start=2)
+
+
+# --- The report, and empty parameters ------------------------------------------------------------
+
+
+@codecs
+def test_optimizer_memory_report_counts_the_bytes_of_state(codec):
+    model = nn.ParameterList([param(64, 300), param(64, 100), param(50)])
+    optimizer = Adam8bitBlockwise(model.named_parameters(), codec=codec, fp32_params=["1"])
+    run(optimizer, list(model), 1)
+    report = optimizer.memory_report()
+    per_block = {"dynamic": 2, "companded": 2, "log": 3}[codec]
+    expected = [
+        ("0", (64, 300), 19200, 8, "64 rows x 2 blocks", 2 * 19200 + 128 * per_block * 4),
+        ("1", (64, 100), 6400, 32, "matches fp32_params pattern '1'", 8 * 6400),
+        ("2", (50,), 50, 32, "1-dimensional", 400),
+    ]
+    assert [tuple(row.values()) for row in report.to_dicts()] == expected
+    for row, state in zip(report.rows, optimizer.state.values(), strict=True):
+        tensors = [t for key, t in state.items() if key.startswith("exp_avg")]
+        assert row.state_bytes == sum(t.nbytes for t in tensors)
+    assert report.state_bytes_per_param(8) == expected[0][-1] / 19200
+    assert report.state_bytes_per_param() == sum(e[-1] for e in expected) / 25650
+    assert "8-bit: 19,200 elements" in str(report) and "32-bit: 6,450 elements" in str(report)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 300), (5, 0), (3, 0, 100)], ids=str)
+def test_optimizer_empty_parameter_is_stepped_and_saved(shape):
+    p, other = nn.Parameter(torch.zeros(shape)), param(64, 100)
+    optimizer = Adam8bitBlockwise([p, other], min_8bit_size=0)
+    run(optimizer, [p, other], 2)
+    assert optimizer.state[p]["step"] == 2
+    optimizer.load_state_dict(optimizer.state_dict())
+    run(optimizer, [p, other], 1, start=2)

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The segment table and the storage of one moment, against a mirror that keeps every element."""
+
+import math
+from itertools import groupby
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero8.codec import CODECS, codec_named, dequantize, quantize
+from zero8.pieces import MomentStore, Piece, PieceTable
+
+# Shape, and how many elements a row has: the shortest row of 64 or more, cut at the block size.
+SHAPES_8BIT = (((3, 70), 70), ((2, 300), 300), ((4, 5, 13), 65), ((1, 64), 64), ((2, 9, 8), 72))
+SHAPES_DENSE = ((7,), (3, 5), (0,))
+SCALES = {("log", "exp_avg_sq"): 2}  # per block; all others one
+
+
+def row_of(piece):
+    return dict(SHAPES_8BIT)[piece.shape]
+
+
+def block_key(piece, element):
+    """Return what tells an element's block from the other blocks of the shard."""
+    row, column = divmod(element, row_of(piece))
+    return piece.start, row, column // piece.block_size
+
+
+@st.composite
+def tables(draw):
+    """Draw shards: 8-bit and float32 pieces, cut anywhere, and padding between and after them."""
+    pieces, position = [], 0
+    for number in range(draw(st.integers(1, 4))):
+        position += draw(st.sampled_from((0, 0, 1, 5)))
+        block_size = draw(st.sampled_from((0, 64, 256)))
+        shapes = [shape for shape, _ in SHAPES_8BIT] if block_size else SHAPES_DENSE
+        shape = draw(st.sampled_from(shapes))
+        total = math.prod(shape)
+        first = draw(st.integers(0, max(0, total - 1)))
+        numel = draw(st.integers(min(1, total), total - first))
+        pieces.append(Piece(position, numel, first, shape, number, block_size, f"p{number}"))
+        position += numel
+    return PieceTable(tuple(pieces), position + draw(st.integers(0, 5)))
+
+
+def values_for(which, numel, seed):
+    """Return values over many binades, some zero; second moments are not negative."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator)
+    x *= torch.exp2(torch.randint(-20, 5, (numel,), generator=generator).float())
+    x[torch.rand(numel, generator=generator) < 0.2] = 0.0
+    return x.square() if which == "exp_avg_sq" else x
+
+
+class Mirror:
+    """What a store must decode to, element by element; blocks are found one element at a time."""
+
+    def __init__(self, code, table):
+        self.code = code
+        self.values = torch.zeros(table.numel)
+        self.dense, self.blocks = [], {}
+        for piece in table.pieces:
+            for i in range(piece.numel):
+                if piece.block_size:
+                    key = block_key(piece, piece.first + i)
+                    self.blocks.setdefault(key, []).append(piece.start + i)
+                else:
+                    self.dense.append(piece.start + i)
+
+    def write(self, start, values):
+        inside = range(start, start + len(values))
+        for i in self.dense:
+            if i in inside:
+                self.values[i] = values[i - start]
+        for elements in self.blocks.values():
+            if not any(i in inside for i in elements):
+                continue
+            x = self.values[elements]
+            for place, i in enumerate(elements):
+                if i in inside:
+                    x[place] = values[i - start]
+            one_block = torch.zeros(len(elements), dtype=torch.int64)
+            codes, scales = quantize(self.code, x, one_block, 1)
+            self.values[elements] = dequantize(self.code, codes, scales, one_block)
+
+
+@settings(max_examples=60)
+@given(
+    tables(),
+    st.sampled_from(sorted(CODECS)),
+    st.sampled_from(("exp_avg", "exp_avg_sq")),
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(0, 999)), min_size=1),
+)
+def test_store_any_writes_reads_what_the_mirror_holds(table, codec, which, writes):
+    """Bit equality: a block written in part is encoded again, and encoding keeps decoded values."""
+    store = MomentStore.zeros(codec_named(codec), which, table)
+    mirror = Mirror(store.code, table)
+    for from_, to, seed in writes[:4]:
+        start = round(from_ * table.numel)
+        values = values_for(which, round(to * (table.numel - start)), seed)
+        store.write(start, values)
+        mirror.write(start, values)
+        assert torch.equal(store.read(0, table.numel), mirror.values)
+        # Any range reads the same as the whole.
+        assert torch.equal(store.read(start, len(values)), mirror.values[start:][: len(values)])
+
+
+@settings(max_examples=60)
+@given(tables(), st.sampled_from(sorted(CODECS)), st.sampled_from(("exp_avg", "exp_avg_sq")))
+def test_store_sizes_equal_elements_and_blocks_counted_one_by_one(table, codec, which):
+    store = MomentStore.zeros(codec_named(codec), which, table)
+    elements = [(p, p.first + i) for p in table.pieces if p.block_size for i in range(p.numel)]
+    blocks = [key for key, _ in groupby(block_key(p, element) for p, element in elements)]
+    dense = sum(p.numel for p in table.pieces if not p.block_size)
+    per_block = SCALES.get((codec, which), 1)
+    assert (store.codes.numel(), store.dense.numel()) == (len(elements), dense)
+    assert (store.codes.dtype, store.scales.dtype) == (torch.uint8, torch.float32)
+    assert store.scales.numel() == len(blocks) * per_block
+    assert store.nbytes == len(elements) + 4 * per_block * len(blocks) + 4 * dense
+    for number, piece in enumerate(table.pieces):
+        own = [key for key in blocks if key[0] == piece.start] if piece.block_size else []
+        before = [p.numel for p in table.pieces[:number] if p.is_quantized == piece.is_quantized]
+        assert table.value_offsets[number] == sum(before)
+        assert piece.num_blocks == len(own) or not piece.block_size
+        if own:
+            assert table.scale_offsets[number] == blocks.index(own[0])
+
+
+@settings(max_examples=60)
+@given(tables(), st.floats(0, 1), st.floats(0, 1))
+def test_overlapping_any_range_yields_each_held_element_once(table, from_, to):
+    start = round(from_ * table.numel)
+    numel = round(to * (table.numel - start))
+    got = [(n, i) for n, begin, end in table.overlapping(start, numel) for i in range(begin, end)]
+    expected = [
+        (number, i)
+        for number, piece in enumerate(table.pieces)
+        for i in range(piece.start, piece.start + piece.numel)
+        if start <= i < start + numel
+    ]
+    assert got == expected
+
+
+def mixed_store(codec="companded", which="exp_avg"):
+    """Return a store of one piece of each kind, cut at both ends, with padding."""
+    pieces = (
+        Piece(2, 400, 150, (2, 300), 1, 256, "cut"),
+        Piece(402, 7, 0, (7,), 2, 0, "dense"),
+        Piece(411, 192, 0, (3, 64), 3, 64, "whole"),
+    )
+    store = MomentStore.zeros(codec_named(codec), which, PieceTable(pieces, 605))
+    store.write(0, values_for(which, 605, seed=1))
+    return store
+
+
+def buffers(store):
+    return store.codes, store.scales, store.dense
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
+def test_write_part_of_a_block_leaves_other_blocks_untouched(codec, which):
+    """The range lies in the second of the cut piece's blocks: 256..299 of row 0."""
+    store = mixed_store(codec, which)
+    before = [tensor.clone() for tensor in buffers(store)]
+    touched = slice(256 - 150, 300 - 150)
+    store.write(2 + 260 - 150, values_for(which, 20, seed=2) + 100.0)
+    same = torch.ones(len(store.codes), dtype=torch.bool)
+    same[touched] = False
+    assert torch.equal(store.codes[same], before[0][same])
+    assert not torch.equal(store.codes[~same], before[0][~same])
+    other_scales = torch.arange(len(store.scales)) != 1
+    assert torch.equal(store.scales[other_scales], before[1][other_scales])
+    assert torch.equal(store.dense, before[2])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
+def test_write_that_keeps_the_scale_keeps_the_rest_of_the_block(codec, which):
+    """The block's third largest element gets 0.9 of the largest: neither end of its range moves."""
+    store = mixed_store(codec, which)
+    row = store.read(411, 64)
+    largest, third = row.abs().sort(descending=True).indices[[0, 2]].tolist()
+    before = [tensor.clone() for tensor in buffers(store)]
+    store.write(411 + third, row[largest : largest + 1] * 0.9)
+    assert (store.codes != before[0]).nonzero().flatten().tolist() == [400 + third]
+    assert torch.equal(store.scales, before[1])
+
+
+def test_write_to_padding_is_ignored_and_padding_reads_zero():
+    store = mixed_store()
+    before = [tensor.clone() for tensor in buffers(store)]
+    for start, numel in ((0, 2), (409, 2), (603, 2)):
+        store.write(start, torch.full((numel,), 7.0))
+        assert store.read(start, numel).eq(0).all()
+    assert all(torch.equal(a, b) for a, b in zip(buffers(store), before, strict=True))
+
+
+def test_moment_of_a_piece_is_live():
+    store = mixed_store()
+    dense, whole = store.moment(1), store.moment(2)
+    dense.values.fill_(3.0)
+    assert dense.scales is None
+    assert store.read(402, 7).eq(3).all()
+    whole.scales.mul_(2.0)
+    expected = store.read(411, 192)
+    whole.scales.div_(2.0)
+    assert torch.equal(store.read(411, 192) * 2, expected)
+    assert whole.values.untyped_storage().data_ptr() == store.codes.untyped_storage().data_ptr()
+
+
+def test_clone_has_buffers_of_its_own_and_to_same_device_is_itself():
+    store = mixed_store()
+    copy = store.clone()
+    copy.write(0, torch.zeros(605))
+    assert store.read(0, 605).abs().max() > 0
+    assert copy.read(0, 605).eq(0).all()
+    assert store.to("cpu") is store
+
+
+def test_state_with_rows_of_256_takes_two_bytes_and_the_scales():
+    """Two codes and, per 256 elements, one scale for m and one (log: two) for v."""
+    table = PieceTable((Piece(0, 64 * 256, 0, (64, 256), 1, 256, "p"),), 64 * 256)
+    for name, codec in CODECS.items():
+        stores = [MomentStore.zeros(codec, which, table) for which in ("exp_avg", "exp_avg_sq")]
+        scales = 1 + SCALES.get((name, "exp_avg_sq"), 1)
+        assert sum(store.nbytes for store in stores) / table.numel == 2 + 4 * scales / 256 <= 2.08

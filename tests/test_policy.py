@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from zero8.grid import BlockGrid
+from zero8.policy import Policy
+
+DECISIONS = {
+    "linear": ((33, 200), True, "33 rows x 1 blocks"),
+    "wide linear": ((64, 700), True, "64 rows x 3 blocks"),
+    "experts": ((5, 12, 300), True, "60 rows x 2 blocks"),
+    "conv": ((10, 16, 3, 3), False, "1440 elements, fewer than min_8bit_size"),
+    "large conv": ((64, 16, 3, 3), True, "64 rows x 1 blocks"),
+    "exactly 4096 elements": ((64, 64), True, "64 rows x 1 blocks"),
+    "4095 elements": ((63, 65), False, "4095 elements, fewer than min_8bit_size"),
+    "scalar": ((), False, "0-dimensional"),
+    "vector": ((50_000,), False, "1-dimensional"),
+    "empty": ((0, 5000), False, "0 elements, fewer than min_8bit_size"),
+    "depthwise conv": ((4000, 1, 3, 3), False, "a row has 9 elements, fewer than 64"),
+    "narrow side of LoRA": ((4096, 8), False, "a row has 8 elements, fewer than 64"),
+}
+
+
+@pytest.mark.parametrize(("shape", "is_8bit", "reason"), DECISIONS.values(), ids=DECISIONS)
+def test_policy_shape_decides_and_says_why(shape, is_8bit, reason):
+    decision = Policy().decide("any", shape)
+    assert decision.grid == (BlockGrid.of(shape, 256) if is_8bit else None)
+    assert decision.reason == reason
+    assert Policy().decide(None, shape) == decision
+
+
+def test_policy_block_size_and_smallest_size_are_those_given():
+    policy = Policy(block_size=64, min_8bit_size=1)
+    assert policy.decide(None, (1, 300)).grid == BlockGrid(1, 300, 64)
+    assert Policy(min_8bit_size=0).decide(None, (0, 300)).grid == BlockGrid(0, 300, 256)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("model.embed_tokens.weight", "*embed*"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("layers.3.weight", "layers.[23].*"),
+        ("0", "0"),
+    ],
+)
+def test_policy_name_that_matches_stays_float32(name, pattern):
+    decision = Policy(fp32_params=["nothing", pattern]).decide(name, (64, 256))
+    assert decision.grid is None
+    assert decision.reason == f"matches fp32_params pattern {pattern!r}"
+
+
+@pytest.mark.parametrize("name", ["model.Embed.weight", "embed", "xlm_head.weight"])
+def test_policy_name_that_matches_in_part_or_other_case_is_8bit(name):
+    policy = Policy(fp32_params=("*embed.*", "lm_head.weight"))
+    assert policy.decide(name, (64, 256)).grid is not None
+
+
+def test_policy_patterns_without_a_name_raise():
+    with pytest.raises(ValueError, match="pass model.named_parameters\\(\\) instead"):
+        Policy(fp32_params=("*",)).decide(None, (3,))
+
+
+BAD = {
+    "block size": ({"block_size": 100}, "block_size: got 100"),
+    "block size as text": ({"block_size": "256"}, "block_size: got '256'"),
+    "negative size": ({"min_8bit_size": -1}, "min_8bit_size: got -1, expected an integer >= 0"),
+    "fractional size": ({"min_8bit_size": 4096.0}, "min_8bit_size: got 4096.0"),
+    "boolean size": ({"min_8bit_size": True}, "min_8bit_size: got True"),
+    "one pattern": ({"fp32_params": "*embed*"}, r"fp32_params: got '\*embed\*', expected a list"),
+    "no list": ({"fp32_params": 3}, "fp32_params: got 3, expected a list of glob patterns"),
+    "number in the list": ({"fp32_params": ["a", 3]}, "fp32_params: got 3 in the list"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), BAD.values(), ids=BAD)
+def test_policy_bad_value_raises(values, message):
+    with pytest.raises(ValueError, match=message):
+        Policy(**values)

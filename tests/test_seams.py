@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How zero8 fits into DeepSpeed: what is changed, for whom, and what is refused."""
+
+import inspect
+import warnings
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime import base_optimizer as zero_base
+from deepspeed.runtime import engine as engine_module
+from deepspeed.runtime.zero import utils
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from ranks import run_ranks
+from zero_worker import Bag, base_optimizer, config, difference, held, make_engine, take_step
+
+import zero8
+from zero8 import versions
+from zero8.settings import SERVED_KEYS
+from zero8.versions import TESTED
+from zero8.zero import seams
+
+BF16_MASTERS = {"bf16_master_weights_and_grads": True}
+
+
+def offload(**options):
+    return {"offload_optimizer": {"device": "cpu", "pin_memory": False, **options}}
+
+
+REFUSED = {
+    "zenflow": (
+        config(stage=2, zero={"zenflow": {"topk_ratio": 0.1}}),
+        ["zenflow", "process of its own", "remove"],
+    ),
+    "super_offload": (
+        config(stage=3, offload=None, zero=offload(super_offload=True)),
+        ["offload_optimizer.super_offload", "DeepSpeedCPUAdam", "set it to false"],
+    ),
+    "ratio": (
+        config(stage=3, offload=None, zero=offload(ratio=0.5)),
+        ["offload_optimizer.ratio 0.5", "another optimizer", "set it to 1.0"],
+    ),
+    "nvme": (
+        config(stage=3, offload=None, zero=offload(device="nvme", nvme_path="/nonexistent")),
+        ['offload_optimizer.device "nvme"', "not supported yet", 'use "cpu"'],
+    ),
+    "unknown key": (config(beta1=0.9), ["unknown parameter 'beta1'", *SERVED_KEYS]),
+    "amsgrad": (config(amsgrad=True), ["amsgrad: got True", "third moment"]),
+    "bad value": (config(block_size=100), ["block_size: got 100", "power of two"]),
+    "fp32_params as a string": (config(fp32_params="*embed*"), ["fp32_params", "list"]),
+}
+# Every key of DeepSpeed's Adam and AdamW, as their documentation has them.
+ALL_KEYS = {
+    "betas": [0.8, 0.99],
+    "eps": 1e-6,
+    "torch_adam": True,
+    "adam_w_mode": True,
+    "bias_correction": True,
+    "set_grad_none": True,
+    "amsgrad": False,
+}
+
+
+def adamw():
+    """Train torch's AdamW in DeepSpeed for two steps."""
+    engine = make_engine(config(optimizer="AdamW", torch_adam=True), Bag())
+    losses = [take_step(engine, step) for step in range(2)]
+    return {"losses": losses, **held(engine)}
+
+
+def error_of(ds_config):
+    try:
+        make_engine(ds_config, Bag())
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def try_everything(refused):
+    """Return what engines do before and after zero8 has been fitted in."""
+    result = {"fitted at first": zero8.Adam8bitBlockwise in utils.ZERO_SUPPORTED_OPTIMIZERS}
+    result["adamw before"] = adamw()
+    result["errors"] = {name: error_of(ds_config) for name, ds_config in refused.items()}
+    for _ in range(2):
+        engine = make_engine(config(**ALL_KEYS), Bag())
+        take_step(engine, 0)
+    group = base_optimizer(engine).param_groups[0]
+    result["group"] = {key: value for key, value in group.items() if key != "params"}
+    result["fitted"] = utils.ZERO_SUPPORTED_OPTIMIZERS.count(zero8.Adam8bitBlockwise)
+    result["adamw after"] = adamw()
+    result["adamw bf16 masters"] = error_of(
+        config(optimizer="AdamW", torch_adam=True, dtype=BF16_MASTERS)
+    )
+    result["ours bf16 masters"] = error_of(config(dtype=BF16_MASTERS))
+    return result
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    refused = {name: ds_config for name, (ds_config, _) in REFUSED.items()}
+    return run_ranks(try_everything, 1, tmp_path_factory.mktemp("seams"), refused=refused)[0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_initialize_with_what_cannot_work_is_refused_with_reason_and_remedy(run, name):
+    kind, message = run["errors"][name]
+    assert kind == "ValueError"
+    for part in REFUSED[name][1]:
+        assert part in message
+
+
+def test_initialize_fits_zero8_in_once_and_not_before_it_is_needed(run):
+    assert run["fitted at first"] is False
+    assert run["fitted"] == 1
+
+
+def test_adamw_is_the_same_after_zero8_was_fitted_in(run):
+    assert difference(run["adamw before"], run["adamw after"]) == ""
+
+
+def test_bf16_masters_with_offload_stay_refused_for_other_optimizers_only(run):
+    kind, message = run["adamw bf16 masters"]
+    assert kind == "AssertionError"
+    assert "DeepSpeedCPUAdam" in message
+    assert run["ours bf16 masters"] is None
+
+
+def test_initialize_with_every_key_of_deepspeeds_adamw_uses_their_values(run):
+    assert run["group"]["betas"] == [0.8, 0.99]
+    assert run["group"]["eps"] == 1e-6
+    assert run["group"]["decoupled_weight_decay"] is True
+
+
+@pytest.mark.parametrize("adam", [DeepSpeedCPUAdam, FusedAdam, torch.optim.AdamW])
+def test_each_key_of_other_adams_is_served_or_refused_with_its_reason(adam):
+    for key, parameter in inspect.signature(adam).parameters.items():
+        if parameter.default is parameter.empty:
+            continue
+        weight = torch.nn.Parameter(torch.zeros(2))
+        try:
+            zero8.Adam8bitBlockwise([weight], **{key: parameter.default})
+        except ValueError as error:
+            assert str(error).startswith(f"{key}: ")
+            assert (adam, key) == (DeepSpeedCPUAdam, "fp32_optimizer_states")
+
+
+# --- install, on stand-ins for DeepSpeed's classes -----------------------------------------------
+
+
+class Ours:
+    """Stands for the optimizer class that is fitted in."""
+
+
+class Engine:
+    def __init__(self, **zero_options):
+        self._config = SimpleNamespace(zero_config=DeepSpeedZeroConfig(**zero_options))
+
+    def _do_optimizer_sanity_check(self, basic_optimizer):
+        return "checked by DeepSpeed"
+
+
+class Zero:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def _configure_master_weights(
+        self, flag, bf16_offload_validator=None, fp16_offload_validator=None
+    ):
+        return flag, bf16_offload_validator, fp16_offload_validator
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Put fresh stand-ins where DeepSpeed's own are, and return them."""
+    engine = type("Engine", (Engine,), dict(vars(Engine)))
+    zero = type("Zero", (Zero,), dict(vars(Zero)))
+    monkeypatch.setattr(engine_module, "DeepSpeedEngine", engine)
+    monkeypatch.setattr(zero_base, "ZeROOptimizer", zero)
+    monkeypatch.setattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", [torch.optim.Adam])
+    return SimpleNamespace(engine=engine, zero=zero)
+
+
+def seam_objects(stand_ins):
+    return (
+        getattr(stand_ins.engine, "_do_optimizer_sanity_check", None),
+        getattr(stand_ins.zero, "_configure_master_weights", None),
+    )
+
+
+def test_install_twice_equals_once(stand_ins):
+    original = seam_objects(stand_ins)
+    seams.install(Ours)
+    once = seam_objects(stand_ins)
+    seams.install(Ours)
+    assert seam_objects(stand_ins) == once != original
+    assert utils.ZERO_SUPPORTED_OPTIMIZERS == [torch.optim.Adam, Ours]
+
+
+def test_installed_mode_check_refuses_for_ours_only_and_still_asks_deepspeed(stand_ins):
+    seams.install(Ours)
+    refused = stand_ins.engine(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.5})
+    with pytest.raises(ValueError, match="ratio"):
+        refused._do_optimizer_sanity_check(Ours())
+    assert refused._do_optimizer_sanity_check(object()) == "checked by DeepSpeed"
+    for served in ({"stage": 3}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}):
+        engine = stand_ins.engine(**served)
+        assert engine._do_optimizer_sanity_check(Ours()) == "checked by DeepSpeed"
+
+
+def test_installed_master_weights_drop_the_validators_for_ours_only(stand_ins):
+    seams.install(Ours)
+    options = {"bf16_offload_validator": "b", "fp16_offload_validator": "f"}
+    ours, other = stand_ins.zero(Ours()), stand_ins.zero(object())
+    assert ours._configure_master_weights("flag", **options) == ("flag", None, None)
+    assert other._configure_master_weights("flag", **options) == ("flag", "b", "f")
+
+
+def renamed(self, optimizer):
+    """A method whose parameters have other names than zero8 knows."""
+
+
+MISSING = {
+    "ZERO_SUPPORTED_OPTIMIZERS gone": (utils, "ZERO_SUPPORTED_OPTIMIZERS", None),
+    "ZERO_SUPPORTED_OPTIMIZERS no list": (utils, "ZERO_SUPPORTED_OPTIMIZERS", (torch.optim.Adam,)),
+    "DeepSpeedEngine gone": (engine_module, "DeepSpeedEngine", None),
+    "_do_optimizer_sanity_check gone": ("engine", "_do_optimizer_sanity_check", None),
+    "_do_optimizer_sanity_check differs": ("engine", "_do_optimizer_sanity_check", renamed),
+    "ZeROOptimizer gone": (zero_base, "ZeROOptimizer", None),
+    "_configure_master_weights gone": ("zero", "_configure_master_weights", None),
+    "_configure_master_weights differs": ("zero", "_configure_master_weights", renamed),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_install_without_a_seam_is_one_clear_error_and_changes_nothing(
+    stand_ins, monkeypatch, name
+):
+    owner, attribute, value = MISSING[name]
+    owner = getattr(stand_ins, owner) if isinstance(owner, str) else owner
+    if value is None and inspect.ismodule(owner):
+        monkeypatch.delattr(owner, attribute)
+    else:
+        monkeypatch.setattr(owner, attribute, value)
+    before, supported = seam_objects(stand_ins), getattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", ())
+    supported_before = list(supported)
+    with pytest.raises(RuntimeError) as caught:
+        seams.install(Ours)
+    message = str(caught.value)
+    assert message.startswith(f"zero8 does not fit this DeepSpeed ({deepspeed.__version__}): ")
+    assert all(tested in message for tested in TESTED["deepspeed"])
+    sought = {"DeepSpeedEngine": "_do_optimizer", "ZeROOptimizer": "_configure_master"}
+    assert sought.get(attribute, attribute) in message
+    assert seam_objects(stand_ins) == before
+    assert list(supported) == supported_before
+
+
+LOWEST, BEYOND = TESTED["deepspeed"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "warned"),
+    [("0.1", 1), (LOWEST, 0), (f"{LOWEST}+cpu", 0), (f"{LOWEST}.post1", 0), (BEYOND, 1), ("99", 1)],
+)
+def test_install_into_an_untested_version_warns_once(stand_ins, monkeypatch, installed, warned):
+    monkeypatch.setattr(versions, "version", lambda name: installed)
+    versions.warn_if_untested.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seams.install(Ours)
+        seams.install(Ours)
+        seams.install(type("Another", (), {}))
+    versions.warn_if_untested.cache_clear()
+    assert len(caught) == warned
+    for warning in caught:
+        assert all(known in str(warning.message) for known in (installed, LOWEST, BEYOND))

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from zero8 import Adam8bitBlockwise, settings
+from zero8.segment import Rounding
+
+
+def make(**keywords) -> Adam8bitBlockwise:
+    return Adam8bitBlockwise([nn.Parameter(torch.zeros(64, 64))], **keywords)
+
+
+# What DeepSpeed's JSON can carry for Adam and AdamW, and torch's AdamW keywords.
+UNDERSTOOD = {
+    "DeepSpeed Adam": {
+        "lr": 1e-3,
+        "betas": [0.8, 0.99],
+        "eps": 1e-6,
+        "weight_decay": 0.01,
+        "bias_correction": False,
+        "amsgrad": False,
+        "adam_w_mode": True,
+        "torch_adam": False,
+        "fp32_optimizer_states": False,
+        "set_grad_none": True,
+    },
+    "adamw_mode": {"adamw_mode": False},
+    "torch_adam": {"torch_adam": True},
+    "whole numbers": {"lr": 1, "betas": [0, 0], "eps": 0, "weight_decay": 0},
+    "torch AdamW": {
+        "lr": torch.tensor(1e-3),
+        "betas": (0.9, 0.95),
+        "amsgrad": False,
+        "maximize": True,
+        "foreach": True,
+        "fused": None,
+        "capturable": False,
+        "differentiable": False,
+    },
+    "own": {
+        "block_size": 64,
+        "codec": "dynamic",
+        "min_8bit_size": 0,
+        "fp32_params": [],
+        "stochastic_rounding": "hash",
+        "seed": -3,
+    },
+}
+
+
+@pytest.mark.parametrize("keywords", UNDERSTOOD.values(), ids=UNDERSTOOD)
+def test_settings_keys_of_other_adams_are_understood(keywords):
+    group = make(**keywords).param_groups[0]
+    for key in ("lr", "betas", "eps", "weight_decay", "maximize"):
+        if key in keywords:
+            assert group[key] == keywords[key]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_settings_adamw_mode_is_adam_w_mode(first):
+    decoupled = make(adam_w_mode=first).param_groups[0]["decoupled_weight_decay"]
+    assert decoupled is make(adamw_mode=first).param_groups[0]["decoupled_weight_decay"] is first
+
+
+REFUSED = {
+    "amsgrad": ({"amsgrad": True}, "amsgrad: got True, .* supports False only: .*third moment"),
+    "fp32_optimizer_states": ({"fp32_optimizer_states": True}, "list parameters in fp32_params"),
+    "capturable": ({"capturable": True}, "capturable: got True.*CUDA graphs"),
+    "differentiable": ({"differentiable": True}, "differentiable: got True"),
+    "negative lr": ({"lr": -1.0}, "lr: got -1.0, expected at least 0"),
+    "lr as text": ({"lr": "1e-3"}, "lr: got '1e-3', expected a finite number"),
+    "NaN lr": ({"lr": math.nan}, "lr: got nan, expected a finite number"),
+    "lr of two": ({"lr": torch.ones(2)}, r"lr: got a tensor of shape \(2,\), expected one element"),
+    "boolean lr": ({"lr": True}, "lr: got True"),
+    "one beta": ({"betas": [0.9]}, r"betas: got \[0.9\], expected two numbers"),
+    "betas as number": ({"betas": 0.9}, "betas: got 0.9, expected two numbers"),
+    "betas as text": ({"betas": "ab"}, "betas: got 'ab', expected two numbers"),
+    "beta of 1": ({"betas": (0.9, 1.0)}, "betas: got 1.0, expected numbers below 1"),
+    "negative beta": ({"betas": (-0.1, 0.9)}, "betas: got -0.1, expected at least 0"),
+    "infinite eps": ({"eps": math.inf}, "eps: got inf, expected a finite number"),
+    "negative eps": ({"eps": -1e-8}, "eps: got -1e-08, expected at least 0"),
+    "negative decay": ({"weight_decay": -0.1}, "weight_decay: got -0.1, expected at least 0"),
+    "no decay": ({"weight_decay": None}, "weight_decay: got None, expected a finite number"),
+    "adam_w_mode": ({"adam_w_mode": 1}, "adam_w_mode: got 1, expected true or false"),
+    "adamw_mode": ({"adamw_mode": "yes"}, "adamw_mode: got 'yes', expected true or false"),
+    "bias_correction": ({"bias_correction": 0}, "bias_correction: got 0, expected true or false"),
+    "maximize": ({"maximize": 1}, "maximize: got 1, expected true or false"),
+    "block_size": ({"block_size": 255}, "block_size: got 255, expected a power of two"),
+    "codec": ({"codec": "fp8"}, "codec: got 'fp8', expected one of .*'companded'"),
+    "min_8bit_size": ({"min_8bit_size": -1}, "min_8bit_size: got -1, expected an integer >= 0"),
+    "fp32_params": ({"fp32_params": "*embed*"}, "fp32_params: got .*expected a list"),
+    "patterns without names": ({"fp32_params": ["*"]}, "pass model.named_parameters"),
+    "rounding": ({"stochastic_rounding": "up"}, "stochastic_rounding: got 'up', expected one of"),
+    "rounding as number": ({"stochastic_rounding": 1}, "stochastic_rounding: got 1, expected one"),
+    "seed": ({"seed": 1.5}, "seed: got 1.5, expected an integer"),
+    "boolean seed": ({"seed": True}, "seed: got True, expected an integer"),
+}
+
+
+@pytest.mark.parametrize(("keywords", "message"), REFUSED.values(), ids=REFUSED)
+def test_settings_bad_value_raises_with_what_was_expected(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        make(**keywords)
+
+
+def test_settings_unknown_key_raises_with_the_valid_ones():
+    with pytest.raises(ValueError, match="unknown parameter 'learning_rate'") as error:
+        make(learning_rate=1e-3)
+    for key in (*settings.SERVED_KEYS, *settings.NO_EFFECT_KEYS):
+        assert key in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["lr", "betas", "eps", "weight_decay"])
+def test_settings_bad_value_in_a_group_raises(key):
+    optimizer = make()
+    with pytest.raises(ValueError, match=f"{key}: got "):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], key: "x"})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "rounding"),
+    [
+        ("auto", Rounding.DITHER),
+        (True, Rounding.DITHER),
+        ("dither", Rounding.DITHER),
+        ("hash", Rounding.HASH),
+        (False, Rounding.NEAREST),
+    ],
+)
+def test_settings_stochastic_rounding_values_are_known(value, rounding):
+    assert settings.check_rounding(value) == rounding
+
+
+def test_settings_defaults_are_those_of_adam_in_deepspeed():
+    group = make().param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"]) == (1e-3, (0.9, 0.999), 1e-8)
+    assert group["weight_decay"] == 0.0 and group["decoupled_weight_decay"]

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Given the same gradients, every ZeRO layout steps as the plain optimizer does, bit for bit.
+
+The gradients of `Bag` are functions of name and step.  What a rank holds is put together again by
+parameter and compared with a single process that knows nothing of ZeRO; only blocks that a
+partition boundary cuts may differ, as each side has a scale of its own.
+"""
+
+import math
+
+import deepspeed
+import pytest
+import torch
+from ranks import run_ranks
+from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
+
+import zero8
+
+STEPS = 4
+TRAINED = tuple(name for name in Bag.SHAPES if name != "frozen")
+FLOAT32 = ("thin", "bias", "single")  # too narrow, and fewer than two dimensions
+
+LAYOUTS = {
+    "zero1": config(stage=1, offload=None),
+    "zero1 bf16, fp32 gradients": config(stage=1, offload=None, dtype={})
+    | {"data_types": {"grad_accum_dtype": "fp32"}},
+    "zero2 offload": config(stage=2),
+    "zero2 offload, round robin": config(stage=2, zero={"round_robin_gradients": True}),
+    "zero2 offload, bf16": config(stage=2, dtype={}),
+    "zero2 offload, dynamic": config(stage=2, codec="dynamic", block_size=128),
+    "zero2 offload, companded": config(stage=2, codec="companded"),
+    "zero2 offload, groups": config(stage=2),
+    "zero2 offload, fp32 embedding": config(stage=2, fp32_params=["*embed*"]),
+    "zero2 offload, bf16 masters": config(stage=2, dtype={"bf16_master_weights_and_grads": True}),
+    "zero3 offload": config(stage=3),
+    "zero3 offload, groups": config(stage=3),
+    "zero3 offload, small sub-groups": config(stage=3, zero={"sub_group_size": 5000}),
+    "zero3, under zero.Init": config(stage=3, offload=None),
+    "zero3 offload, bf16 masters": config(stage=3, dtype={"bf16_master_weights_and_grads": True}),
+}
+GROUPS = (
+    {"names": ("embed", "long"), "lr": 2e-2, "weight_decay": 0.0, "betas": [0.8, 0.99]},
+    {"names": ("wide", "bias", "thin", "frozen"), "weight_decay": 0.25, "eps": 1e-3},
+    {"names": ("conv", "single", "unused"), "lr": 1e-3},
+)
+
+
+def groups_of(bag, named):
+    """Return GROUPS over a bag's parameters, with their names or without."""
+    groups = []
+    for group in GROUPS:
+        options = {key: value for key, value in group.items() if key != "names"}
+        members = [(name, getattr(bag, name)) for name in group["names"]]
+        groups.append({**options, "params": members if named else [p for _, p in members]})
+    return groups
+
+
+def halve_lr(optimizer):
+    """Do what a learning-rate schedule does between steps."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def step_layouts(layouts):
+    """Step a bag in every layout; return what this rank holds, by layout."""
+    result = {}
+    for name, ds_config in layouts.items():
+        if "zero.Init" in name:
+            with deepspeed.zero.Init(config_dict_or_path=ds_config):
+                bag = Bag()
+        else:
+            bag = Bag()
+        groups = groups_of(bag, named=False) if "groups" in name else None
+        engine = make_engine(ds_config, bag, groups)
+        for step in range(STEPS):
+            take_step(engine, step)
+            halve_lr(engine.optimizer)
+        result[name] = held(engine)
+        result[name]["report"] = base_optimizer(engine).memory_report().to_dicts()
+    return result
+
+
+def step_tiny(folder):
+    """Train two elements on two ranks, save, load, go on; return what this rank holds."""
+    result = {}
+    for stage in (1, 2, 3):
+        engine = make_engine(config(stage=stage), tiny())
+        for _ in range(2):
+            take_step(engine, torch.ones(4, 1))
+        engine.save_checkpoint(folder, tag=f"{stage}")
+        loaded = make_engine(config(stage=stage), tiny())
+        loaded.load_checkpoint(folder, tag=f"{stage}")
+        for which in (engine, loaded):
+            take_step(which, torch.ones(4, 1))
+            result.setdefault(stage, []).append(held(which))
+    return result
+
+
+def tiny():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(1, 1), Mean())
+
+
+class Mean(torch.nn.Module):
+    def forward(self, x):
+        return x.mean()
+
+
+def step_everything(layouts, folder):
+    """Run all of this file's scenarios in one process."""
+    return step_layouts(layouts), step_tiny(folder)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    return run_ranks(step_everything, 2, folder, layouts=LAYOUTS, folder=str(folder))
+
+
+def reference(name, ds_config):
+    """Return {parameter: (weights, its state)} of the plain optimizer."""
+    bag = Bag().to(torch.bfloat16 if "bf16 masters" in name else torch.float32)
+    params = groups_of(bag, named=True) if "groups" in name else list(bag.named_parameters())
+    optimizer = zero8.Adam8bitBlockwise(params, **ds_config["optimizer"]["params"])
+    for step in range(STEPS):
+        bag(step).backward()
+        bag.unused.grad = torch.zeros_like(bag.unused)  # as in ZeRO's flat gradients
+        optimizer.step()
+        optimizer.zero_grad()
+        halve_lr(optimizer)
+    return {n: (getattr(bag, n).detach(), optimizer.state[getattr(bag, n)]) for n in TRAINED}
+
+
+def block_of_elements(shape, block_size):
+    """Return the block of each element: rows as short as they may be, cut at block_size."""
+    kept = max(k for k in range(1, len(shape)) if math.prod(shape[k:]) >= 64)
+    row_length = math.prod(shape[kept:])
+    index = torch.arange(math.prod(shape))
+    per_row = math.ceil(row_length / block_size)
+    return index // row_length * per_row + index % row_length // block_size
+
+
+def put_together(ranks, block_size):
+    """Return, by parameter, its weights and moments per element, from what all ranks hold.
+
+    Moments are codes and scales, or float32 values and None.  `whole` tells where a block is not
+    cut, `holders` how many ranks hold an element.
+    """
+    made = {}
+    for state in (state for rank in ranks for state in rank["states"]):
+        offsets = {True: 0, False: 0, "scales": 0}
+        for piece in state["pieces"]:
+            entry = made.setdefault(piece.name, empty_entry(piece, state))
+            here = slice(piece.first, piece.first + piece.numel)
+            quantized = "exp_avg_scale" in entry
+            entry["holders"][here] += 1
+            entry["weights"][here] = state["master"][piece.start : piece.start + piece.numel]
+            there = slice(offsets[quantized], offsets[quantized] + piece.numel)
+            offsets[quantized] += piece.numel
+            if quantized:
+                block = block_of_elements(piece.shape, block_size)
+                touched, local, count = block[here].unique(return_inverse=True, return_counts=True)
+                whole = count == block.bincount()[touched]
+                entry["whole"][here] = whole[local]
+                first_scale = offsets["scales"]
+                offsets["scales"] += len(touched)
+            for which in MOMENTS:
+                codes, scales, dense = state[which]
+                entry[which][here] = (codes if quantized else dense)[there]
+                if quantized:
+                    entry[f"{which}_scale"][here] = scales[first_scale:][local]
+        for which in MOMENTS:
+            sizes = [len(tensor) for tensor in state[which]]
+            assert sizes == [offsets[True], offsets["scales"], offsets[False]]
+    return made
+
+
+def empty_entry(piece, state):
+    numel = math.prod(piece.shape)
+    entry = {
+        "holders": torch.zeros(numel, dtype=torch.int32),
+        "whole": torch.ones(numel, dtype=torch.bool),
+        "weights": torch.full((numel,), math.nan, dtype=state["master"].dtype),
+    }
+    for which in MOMENTS:
+        entry[which] = torch.zeros(numel, dtype=torch.uint8 if piece.block_size else torch.float32)
+        if piece.block_size:
+            per_block = state[which][1].shape[1:]
+            entry[f"{which}_scale"] = torch.full((numel, *per_block), math.nan)
+    return entry
+
+
+def assert_equals_reference(ranks, name, ds_config, cut_per_param):
+    """Compare what the ranks hold with the plain optimizer, where blocks are whole."""
+    block_size = ds_config["optimizer"]["params"].get("block_size", 256)
+    made = put_together(ranks, block_size)
+    assert sorted(made) == sorted(TRAINED)
+    for parameter, (weights, state) in reference(name, ds_config).items():
+        entry, where = made[parameter], f"{name}: {parameter}"
+        whole = entry["whole"]
+        assert entry["holders"].eq(1).all(), where
+        assert entry["weights"].dtype == weights.dtype
+        assert torch.equal(entry["weights"][whole], weights.flatten()[whole]), where
+        if "exp_avg_q8" in state:
+            block = block_of_elements(weights.shape, block_size)
+            assert block[~whole].unique().numel() <= cut_per_param, where
+        for which in MOMENTS if "exp_avg_q8" in state else ():
+            codes, scales = state[f"{which}_q8"].flatten(), entry[f"{which}_scale"]
+            assert torch.equal(entry[which][whole], codes[whole]), where
+            expected = state[f"{which}_scale"].reshape(-1, *scales.shape[1:])
+            assert torch.equal(scales[whole], expected[block][whole]), where
+        for which in () if "exp_avg_q8" in state else MOMENTS:
+            assert torch.equal(entry[which], state[which].flatten()), where
+    return made
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_on_two_ranks_equals_plain_optimizer_in_uncut_blocks(two_ranks, name):
+    """Two ranks make one boundary within a flat group or a parameter: one cut block at most."""
+    ranks = [layouts[name] for layouts, _ in two_ranks]
+    made = assert_equals_reference(ranks, name, LAYOUTS[name], cut_per_param=1)
+    expected = [*FLOAT32, "embed"] if "fp32 embedding" in name else FLOAT32
+    assert sorted(p for p in made if "exp_avg_scale" not in made[p]) == sorted(expected)
+
+
+def test_layout_on_one_rank_equals_plain_optimizer_in_all_blocks(tmp_path):
+    names = ("zero2 offload", "zero2 offload, bf16 masters", "zero3 offload, groups")
+    layouts = {name: LAYOUTS[name] for name in names}
+    (held_here,) = run_ranks(step_layouts, 1, tmp_path, layouts=layouts)
+    for name in names:
+        assert_equals_reference([held_here[name]], name, LAYOUTS[name], cut_per_param=0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parameter_without_gradient_keeps_zero_moments(two_ranks, name):
+    made = put_together(
+        [layouts[name] for layouts, _ in two_ranks],
+        LAYOUTS[name]["optimizer"]["params"].get("block_size", 256),
+    )
+    for which in MOMENTS:
+        assert made["unused"][f"{which}_scale"].eq(0).all()
+        assert made["unused"][which].unique().numel() == 1  # the code of zero
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_memory_report_lists_what_the_rank_holds(two_ranks, name):
+    for rank, (layouts, _) in enumerate(two_ranks):
+        states, rows = layouts[name]["states"], layouts[name]["report"]
+        pieces = [piece for state in states for piece in state["pieces"]]
+        got = [(row["name"], row["numel"], row["bits"]) for row in rows]
+        assert got == [(p.name, p.numel, 8 if p.block_size else 32) for p in pieces], rank
+        held_bytes = sum(t.nbytes for s in states for which in MOMENTS for t in s[which])
+        assert sum(row["state_bytes"] for row in rows) == held_bytes
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_rank_that_holds_only_padding_steps_saves_and_loads(two_ranks, stage):
+    """Two elements: ZeRO 1 and 2 pad a group to 4, so rank 1 gets padding; so does it in ZeRO 3,
+    where each parameter of one element is cut in two."""
+    model = tiny()
+    optimizer = zero8.Adam8bitBlockwise(model.parameters(), lr=1e-2, weight_decay=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 1)).backward()
+        optimizer.step()
+    expected = {f"{n}": p.detach() for n, p in model.named_parameters()}
+    went_on, loaded = two_ranks[0][1][stage]
+    for held_here in (went_on, loaded):
+        (state,) = held_here["states"]
+        assert state["step"] == 3
+        for piece in state["pieces"]:
+            assert state["master"][piece.start] == expected[piece.name].item()
+    assert [len(entry["states"][0]["pieces"]) for entry in two_ranks[0][1][stage]] == [2, 2]
+    assert [len(entry["states"][0]["pieces"]) for entry in two_ranks[1][1][stage]] == [0, 0]

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A NaN that reaches one rank stops the blocks it touches, and neither the rank nor the others."""
+
+import logging
+import math
+import os
+
+import pytest
+import torch
+from ranks import run_ranks
+from zero_worker import (
+    MOMENTS,
+    Bag,
+    base_optimizer,
+    config,
+    difference,
+    held,
+    make_engine,
+    take_step,
+)
+
+# fp32: DeepSpeed finds the NaN and skips the step.  bf16 without its check: the step is taken.
+LAYOUTS = {
+    "skipped by DeepSpeed": config(stage=2),
+    "from the loss": config(stage=2, dtype={"check_grad_overflow": False}),
+    "in the flat gradient": config(stage=2),
+    "in ZeRO-3's flat gradient": config(stage=3),
+}
+
+
+class Messages(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def poison_flat_gradient(optimizer, args, kwargs):
+    """Put NaN and infinities into the gradients of two parameters, on rank 1 only."""
+    if os.environ["RANK"] != "1":
+        return
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            for piece in optimizer.state[p]["exp_avg"].store.table.pieces:
+                here = p.grad[piece.start : piece.start + piece.numel]
+                if piece.name == "long":
+                    here[0] = math.nan
+                if piece.name == "thin":
+                    here[-2:] = torch.tensor([math.inf, -math.inf])
+
+
+def step_poisoned(layouts):
+    """Take two steps, one with a NaN on rank 1, one without; return what is held in between."""
+    result, messages = {}, Messages()
+    logging.getLogger("zero8").addHandler(messages)
+    for name, ds_config in layouts.items():
+        clean, poisoned = make_engine(ds_config, Bag()), make_engine(ds_config, Bag())
+        base = base_optimizer(poisoned)
+        for step in range(2):
+            take_step(clean, step)
+            take_step(poisoned, step)
+        before = held(poisoned)
+        take_step(clean, 2)
+        messages.texts.clear()
+        if "flat" in name:
+            hook = base.register_step_pre_hook(poison_flat_gradient)
+            take_step(poisoned, 2)
+            hook.remove()
+        else:
+            take_step(poisoned, 2, "wide" if os.environ["RANK"] == "1" else None)
+        result[name] = {
+            "before": before,
+            "clean": held(clean),
+            "poisoned": held(poisoned),
+            "counted": base.nonfinite_blocks,
+            "messages": list(messages.texts),
+            "clean check": checked(base_optimizer(clean)),
+        }
+        take_step(poisoned, 3)
+        result[name] |= {"after": held(poisoned), "check": checked(base)}
+    return result
+
+
+def checked(optimizer):
+    try:
+        optimizer.check_finite()
+    except FloatingPointError as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_ranks(step_poisoned, 2, tmp_path_factory.mktemp("nonfinite"), layouts=LAYOUTS)
+
+
+STEPPED = [name for name in LAYOUTS if "skipped" not in name]
+
+
+def places(name, rank):
+    """Return {parameter: elements of the rank's part of it} that the NaN must have stopped.
+
+    "wide": the second block of the last row of 300.  "long": ten blocks to a row of 2500; ZeRO-2
+    has all of it on rank 1, ZeRO-3 the second row; either way a row's first block, of row 0 or 1.
+    "thin": float32 moments, in runs of 256 elements; the NaNs are in the last.
+    """
+    if name == "from the loss":
+        return {"wide": range(5956, 6000)} if rank == 0 else {}
+    if rank == 0:
+        return {}
+    first = 2500 if "ZeRO-3" in name else 0
+    return {"long": range(first, first + 256), "thin": range(5888, 6000)}
+
+
+def elements(states, name):
+    """Return {(parameter, element): master, or code, or float32 moment} of a rank's states."""
+    found = {}
+    for state in states:
+        offsets = {True: 0, False: 0}
+        for piece in state["pieces"]:
+            quantized = piece.block_size > 0
+            there = slice(offsets[quantized], offsets[quantized] + piece.numel)
+            offsets[quantized] += piece.numel
+            here = slice(piece.start, piece.start + piece.numel)
+            columns = [state["master"][here].tolist()]
+            columns += [state[w][0 if quantized else 2][there].tolist() for w in MOMENTS]
+            for i, row in enumerate(zip(*columns, strict=True)):
+                found[piece.name, piece.first + i] = row
+    return found
+
+
+@pytest.mark.parametrize("name", STEPPED)
+def test_nan_on_one_rank_leaves_its_blocks_and_steps_all_others(ranks, name):
+    for rank, result in enumerate(ranks):
+        before, clean, poisoned = (
+            elements(result[name][when]["states"], name) for when in ("before", "clean", "poisoned")
+        )
+        stopped = {(p, i) for p, where in places(name, rank).items() for i in where}
+        assert stopped <= before.keys()
+        for key, row in poisoned.items():
+            assert row == (before if key in stopped else clean)[key], key
+
+
+@pytest.mark.parametrize("name", STEPPED)
+def test_nan_on_one_rank_is_counted_and_logged_there_only(ranks, name):
+    for rank, result in enumerate(ranks):
+        expected = places(name, rank)
+        assert result[name]["counted"] == len(expected)
+        assert len(result[name]["messages"]) == len(expected)
+        for parameter in expected:
+            assert any(f"{parameter}: 1 blocks" in text for text in result[name]["messages"])
+
+
+@pytest.mark.parametrize("name", STEPPED)
+def test_check_finite_raises_on_all_ranks_with_the_total(ranks, name):
+    total = sum(result[name]["counted"] for result in ranks)
+    for result in ranks:
+        assert result[name]["check"].startswith(f"{total} blocks met a non-finite gradient")
+        assert result[name]["clean check"] is None
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_training_goes_on_after_a_nan(ranks, name):
+    for result in ranks:
+        steps = 3 if "skipped" in name else 4
+        for state in result[name]["after"]["states"]:
+            assert state["step"] == steps
+            assert state["master"].isfinite().all()
+        after, poisoned = (
+            elements(result[name][when]["states"], name) for when in ("after", "poisoned")
+        )
+        moved = sum(after[key] != poisoned[key] for key in after)
+        assert moved > len(after) // 2
+
+
+def test_step_that_deepspeed_skips_changes_and_counts_nothing(ranks):
+    for result in ranks:
+        skipped = result["skipped by DeepSpeed"]
+        assert difference(skipped["before"], skipped["poisoned"]) == ""
+        assert (skipped["counted"], skipped["check"]) == (0, None)

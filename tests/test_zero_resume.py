@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save, be killed, load in fresh processes, go on: bit for bit as if nothing had happened."""
+
+import itertools
+
+import pytest
+import torch
+from ranks import report, run_ranks
+from zero_worker import config, difference, held, make_engine, train
+
+BF16_MASTERS = {"bf16_master_weights_and_grads": True}
+LAYOUTS = {
+    "zero2 offload": config(stage=2),
+    "zero2 offload, bf16": config(stage=2, dtype={}),
+    "zero2 offload, bf16 masters": config(stage=2, dtype=BF16_MASTERS),
+    "zero3 offload": config(stage=3),
+    "zero3 offload, bf16 masters": config(stage=3, dtype=BF16_MASTERS, stochastic_rounding="hash"),
+    "zero1": config(stage=1, offload=None),
+    "zero1 bf16, fp32 gradients": config(stage=1, offload=None, dtype={})
+    | {"data_types": {"grad_accum_dtype": "fp32"}},
+    "no zero": config(stage=0, offload=None),
+}
+BEFORE, AFTER = 3, 3
+
+
+def train_through_and_save(layouts, folder):
+    """Train without a break; train again, save after `BEFORE` steps; go on until killed."""
+    result = {}
+    for name, ds_config in layouts.items():
+        ds_config = ds_config | {"gradient_clipping": 1.0}
+        engine = make_engine(ds_config)
+        losses = train(engine, BEFORE + AFTER)
+        result[name] = {"losses": losses[BEFORE:], **held(engine)}
+        engine = make_engine(ds_config)
+        train(engine, BEFORE)
+        engine.save_checkpoint(folder, tag=name)
+    report(result)
+    for step in itertools.count(BEFORE):
+        train(engine, 1, first=step)
+
+
+def load_and_train(layouts, folder):
+    """Load each checkpoint and train on."""
+    result = {}
+    for name, ds_config in layouts.items():
+        engine = make_engine(ds_config | {"gradient_clipping": 1.0})
+        path, _ = engine.load_checkpoint(folder, tag=name)
+        assert path is not None
+        losses = train(engine, AFTER, first=BEFORE)
+        result[name] = {"losses": losses, **held(engine)}
+    return result
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    kwargs = {"layouts": LAYOUTS, "folder": str(folder / "checkpoints")}
+    through = run_ranks(train_through_and_save, 2, folder, kill=True, **kwargs)
+    return through, run_ranks(load_and_train, 2, folder, **kwargs)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_resume_in_fresh_processes_is_bit_identical(runs, name):
+    for through, resumed in zip(*runs, strict=True):
+        assert difference(through[name], resumed[name]) == ""
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_resumed_run_has_moved_and_its_state_is_8bit(runs, name):
+    """What the test above compares is not empty."""
+    for rank, resumed in enumerate(runs[1]):
+        losses, states = resumed[name]["losses"], resumed[name]["states"]
+        assert len(set(losses)) == AFTER
+        assert {state["step"] for state in states} == {BEFORE + AFTER}
+        codes = [s["exp_avg"][0] if "pieces" in s else s.get("exp_avg_q8") for s in states]
+        codes = [c for c in codes if c is not None]
+        assert all(c.dtype == torch.uint8 for c in codes), rank
+        assert sum(c.unique().numel() for c in codes) > 100
+    master = runs[1][0][name]["states"][0]["master"]
+    assert master.dtype == (torch.bfloat16 if "bf16 masters" in name else torch.float32)
