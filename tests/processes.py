@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs commands with a time limit for them and all their children."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
+
+import psutil
+
+STEP = """
+import torch, zero8
+from zero8.op import kernel
+p = torch.nn.Parameter(torch.ones(8192))
+p.grad = torch.ones(8192)
+zero8.Adam8bitBlockwise([p], lr=0.1).step()
+assert (p < 1).all()
+print("stepped with", kernel.module().__file__)
+"""
+
+
+@contextmanager
+def started(command, **env):
+    """Start a command in a session of its own, all of which is gone at the end of the block.
+
+    A variable given as None is taken out of the environment.
+    """
+    merged = {k: v for k, v in (os.environ | env).items() if v is not None}
+    process = subprocess.Popen(
+        command,
+        env=merged,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        for pid in session(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def session(leader):
+    """Return the processes of a session; ninja puts every compiler into a group of its own."""
+    pids = []
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError):
+            if os.getsid(pid) == leader:
+                pids.append(pid)
+    return pids
+
+
+def run(command, seconds=120, **env):
+    """Run a command to its end; return its status, stdout and stderr as CompletedProcess."""
+    with started(command, **env) as process:
+        out, err = process.communicate(timeout=seconds)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def python(code, seconds=120, **env):
+    """Run Python code in a fresh process; see `run`."""
+    return run([sys.executable, "-c", code], seconds, **env)

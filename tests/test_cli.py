@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import sys
+
+import processes
+import pytest
+
+from zero8 import cli, doctor
+
+
+def zero8(*arguments, **env):
+    return processes.run([sys.executable, "-m", "zero8.cli", *arguments], **env)
+
+
+def test_build_json_prints_one_object_with_the_path():
+    done = zero8("build", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["path"].endswith("zero8_adam.so")
+
+
+def test_build_prints_path_and_seconds():
+    done = zero8("build")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert "zero8_adam.so (" in line
+
+
+def test_build_without_compiler_exits_1_and_says_what_to_install(tmp_path):
+    done = zero8("build", PATH=str(tmp_path), CXX=None, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "apt-get install g++" in done.stderr.splitlines()[-1]
+
+
+def test_doctor_json_on_a_good_machine_prints_one_object_and_exits_0():
+    done = zero8("doctor", "--json", CXX=None, TORCH_DEVICE_BACKEND_AUTOLOAD=None)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["usable"] is True
+    assert report["problems"] == []
+    assert report["versions"]["deepspeed"]["fits"] is True
+    assert report["op"]["used"] == report["op"]["instruction_sets"][-1]
+    assert report["op"]["threads"] >= 1
+    assert set(report["seams"].values()) == {True}
+    assert report["autoload"] == {"active": True, "reason": None}
+    assert report["build_tools"]["compiler"].endswith("c++")
+
+
+def test_doctor_without_compiler_exits_1_with_the_reason(tmp_path):
+    done = zero8("doctor", PATH=str(tmp_path), CXX=None, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert done.returncode == 1
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert lines["usable"] == "no"
+    assert "apt-get install g++" in lines["problem"]
+    assert lines["compiler"] == "not found"
+
+
+def test_doctor_autoload_switched_off_says_so(monkeypatch):
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    report = doctor.examine()
+    assert report["usable"] is True
+    assert report["autoload"]["active"] is False
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in doctor.as_text(report)
+
+
+def test_doctor_seam_missing_is_a_problem(monkeypatch):
+    monkeypatch.delattr("deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check")
+    report = doctor.examine()
+    assert report["usable"] is False
+    assert report["seams"]["DeepSpeedEngine._do_optimizer_sanity_check"] is False
+    assert report["seams"]["ALL_OPS"] is True
+    assert any("_do_optimizer_sanity_check" in problem for problem in report["problems"])
+
+
+def test_doctor_untested_version_is_a_warning(monkeypatch):
+    real = doctor.metadata.version
+    monkeypatch.setattr(
+        doctor.metadata, "version", lambda name: "0.21.0" if name == "deepspeed" else real(name)
+    )
+    report = doctor.examine()
+    assert report["usable"] is True
+    assert report["versions"]["deepspeed"]["fits"] is False
+    assert "0.21.0" in report["warnings"][0]
+    assert "UNTESTED" in doctor.as_text(report)
+
+
+def test_doctor_part_that_fails_leaves_the_others(monkeypatch):
+    def fail(report):
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(doctor, "_op", fail)
+    report = doctor.examine()
+    assert report["problems"] == ["op: OSError: no such thing"]
+    assert report["accelerator"] is not None
+    assert "cannot be loaded" in doctor.as_text(report)
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"]])
+def test_command_unknown_or_missing_exits_2(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert "usage: zero8" in capsys.readouterr().err

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `zero8 build` compiles the op, `zero8 doctor` says whether all is well."""
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    arguments = _parser().parse_args(argv)
+    # DeepSpeed logs to stdout from its import on; our stdout carries the result and nothing else.
+    with contextlib.redirect_stdout(sys.stderr):
+        status, result, text = arguments.run()
+    print(json.dumps(result, indent=2) if arguments.json else text)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zero8", description="8-bit Adam states: tools.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, help_text in (
+        ("build", _build, "compile the CPU op now rather than at the first step"),
+        ("doctor", _doctor, "report versions, op, instruction sets and the fit to DeepSpeed"),
+    ):
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+        command.set_defaults(run=run)
+    return parser
+
+
+def _build() -> tuple[int, dict, str]:
+    from zero8.op import kernel
+
+    began = time.perf_counter()
+    try:
+        path = kernel.module().__file__
+    except (RuntimeError, ImportError, OSError) as error:
+        raise SystemExit(f"zero8 build: {error}") from error
+    seconds = time.perf_counter() - began
+    return 0, {"path": path, "seconds": round(seconds, 3)}, f"{path} ({seconds:.1f} s)"
+
+
+def _doctor() -> tuple[int, dict, str]:
+    from zero8 import doctor
+
+    report = doctor.examine()
+    return (0 if report["usable"] else 1), report, doctor.as_text(report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds out whether zero8 works on this machine, and if not, why not."""
+
+import importlib
+import importlib.metadata as metadata
+import os
+import platform
+import time
+from operator import attrgetter
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+from zero8.versions import TESTED
+
+SEAMS = {
+    "ZERO_SUPPORTED_OPTIMIZERS": "deepspeed.runtime.zero.utils",
+    "DeepSpeedEngine._do_optimizer_sanity_check": "deepspeed.runtime.engine",
+    "ZeROOptimizer._configure_master_weights": "deepspeed.runtime.base_optimizer",
+    "ALL_OPS": "deepspeed.ops.op_builder.all_ops",
+}
+"""What `zero8.zero.seams` uses of DeepSpeed, and the module that holds it."""
+
+
+def examine() -> dict:
+    """Return what was found, as plain data; builds the op if it is not built.
+
+    "problems" keep zero8 from working, and "usable" says that there are none; "warnings" do not.
+    """
+    report: dict = {"problems": [], "warnings": []}
+    for name, part in (
+        ("versions", _versions),
+        ("build_tools", _build_tools),
+        ("op", _op),
+        ("accelerator", _accelerator),
+        ("seams", _seams),
+        ("autoload", _autoload),
+    ):
+        try:
+            report[name] = part(report)
+        except Exception as error:  # the other parts still tell something
+            report[name] = None
+            report["problems"].append(f"{name}: {type(error).__name__}: {error}")
+    report["usable"] = not report["problems"]
+    return report
+
+
+def _versions(report: dict) -> dict:
+    """Return each version and whether it is in the tested range."""
+    versions: dict = {"python": {"installed": platform.python_version()}}
+    try:
+        versions["zero8"] = {"installed": metadata.version("zero8")}
+    except metadata.PackageNotFoundError:
+        report["warnings"].append("zero8 is importable but not installed: `pip install` it")
+    for name, (lowest, beyond) in TESTED.items():
+        installed, tested = metadata.version(name), f">={lowest},<{beyond}"
+        fits = SpecifierSet(tested).contains(installed, prereleases=True)
+        versions[name] = {"installed": installed, "tested": tested, "fits": fits}
+        if not fits:
+            report["warnings"].append(f"{name} {installed} is untested: expected {tested}")
+    return versions
+
+
+def _build_tools(report: dict) -> dict:
+    from zero8.op import builder
+
+    return {"compiler": builder.compiler(), "ninja": builder.ninja()}
+
+
+def _op(report: dict) -> dict:
+    import torch
+
+    from zero8.op import kernel
+
+    began = time.perf_counter()
+    path = kernel.module().__file__
+    seconds = time.perf_counter() - began
+    isas = list(kernel.isas())
+    return {
+        "path": path,
+        "load_seconds": round(seconds, 3),
+        "instruction_sets": isas,
+        "used": isas[-1],
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _accelerator(report: dict) -> str:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator().device_name()
+
+
+def _seams(report: dict) -> dict[str, bool]:
+    from zero8.zero import seams
+    from zero8.zero.optimizer import Adam8bitBlockwise
+
+    found = {name: _has(module, name) for name, module in SEAMS.items()}
+    missing = [f"{SEAMS[name]}.{name}" for name in found if not found[name]]
+    if missing:
+        report["problems"].append(f"this DeepSpeed lacks {', '.join(missing)}")
+    else:
+        try:
+            seams.install(Adam8bitBlockwise)
+        except RuntimeError as error:
+            report["problems"].append(str(error))
+    return found
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _autoload(report: dict) -> dict:
+    """Return whether `import torch` alone registers the optimizer; `import zero8` always does."""
+    reason = None
+    if not metadata.entry_points(group="torch.backends", name="zero8"):
+        reason = "zero8 is not installed"
+    elif os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        reason = "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1"
+    return {"active": reason is None, "reason": reason}
+
+
+def as_text(report: dict) -> str:
+    """Return the report of `examine` as lines for people."""
+    lines = [("package", str(Path(__file__).parent))]
+    for name, version in (report["versions"] or {}).items():
+        fit = {True: "tested", False: "UNTESTED, tested are"}.get(version.get("fits"))
+        expected = f" ({fit} {version['tested']})" if fit else ""
+        lines.append((name, version["installed"] + expected))
+    lines += [(k, v or "not found") for k, v in (report["build_tools"] or {}).items()]
+    op = report["op"]
+    if op:
+        lines.append(("op", f"{op['path']} (loaded in {op['load_seconds']:.1f} s)"))
+        lines.append(("instruction sets", ", ".join(op["instruction_sets"])))
+        lines.append(("used", f"{op['used']}, {op['threads']} threads"))
+    else:
+        lines.append(("op", "cannot be loaded"))
+    lines.append(("accelerator", report["accelerator"] or "unknown"))
+    lines += [
+        ("seam", f"{name}: {'present' if found else 'MISSING'}")
+        for name, found in (report["seams"] or {}).items()
+    ]
+    autoload = report["autoload"] or {"active": False, "reason": "unknown"}
+    why = "active" if autoload["active"] else f"inactive: {autoload['reason']}; import zero8"
+    lines.append(("autoload", why))
+    lines += [("warning", text) for text in report["warnings"]]
+    lines += [("problem", text) for text in report["problems"]]
+    lines.append(("usable", "yes" if report["usable"] else "no"))
+    return "\n".join(f"{key:<18}{value}" for key, value in lines)
