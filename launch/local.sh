@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Train the same small GPT twice from the same seed on this machine, under ZeRO-2 with the optimizer
+# offloaded to the host: once with DeepSpeed's fp32 AdamW, once with Adam8bitBlockwise. Then write
+# OUT/summary.json and OUT/loss.png and print a table.
+#
+# usage: launch/local.sh, with these environment variables (defaults in brackets):
+# Relative paths count from the repository's root.
+#   STEPS   optimizer steps of each run [400]
+#   RANKS   processes [2; with CUDA the number of GPUs]
+#   CONFIG  DeepSpeed config; the AdamW run replaces only its optimizer type
+#           [configs/zero2_offload.json]
+#   DATA    text to train on, a file or folder [the Python standard library's own sources]
+#   OUT     folder for the results [runs/demo]
+#   SEED    of initialization and batches [0]
+#   PYTHON  interpreter [.venv/bin/python, else python3]
+#   OMP_NUM_THREADS  threads of each rank [cores / RANKS, at least 1]
+#   DS_ACCELERATOR   set to cpu to leave a GPU alone [cpu where there is no GPU]
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-.venv/bin/python}
+[[ -n ${PYTHON:-} || -x $python ]] || python=python3
+
+# DeepSpeed builds its ops with the ninja of this Python, also when no environment is activated.
+export PATH="$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
+
+gpus=0
+if [[ ${DS_ACCELERATOR:-cuda} == cuda ]]; then
+  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+fi
+((gpus > 0)) || export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
+
+# NCCL takes one rank per GPU.
+ranks=${RANKS:-$((gpus > 0 ? gpus : 2))}
+steps=${STEPS:-400}
+config=${CONFIG:-configs/zero2_offload.json}
+out=${OUT:-runs/demo}
+seed=${SEED:-0}
+
+# Ranks share the cores; more threads than cores make every rank wait.
+threads=$(($(nproc) / ranks))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+
+# A signal must reach torchrun, which then ends its ranks: they are in sessions of their own.
+child=
+stop() {
+  trap - INT TERM HUP
+  if [[ -n $child ]]; then
+    kill -TERM "$child" 2>/dev/null || true
+    wait "$child" || true
+  fi
+  exit 130
+}
+trap stop INT TERM HUP
+
+train() {
+  "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m zero8.train \
+    --optimizer "$1" --config "$config" --steps "$steps" --seed "$seed" --out "$out" \
+    ${DATA:+--data "$DATA"} &
+  child=$!
+  wait "$child"
+}
+
+train AdamW
+train Adam8bitBlockwise
+
+"$python" -m zero8.train.report "$out" --command \
+  "STEPS=$steps RANKS=$ranks CONFIG=$config${DATA:+ DATA=$DATA} SEED=$seed launch/local.sh"

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import pytest
+import torch
+
+from zero8.train import data
+
+
+def write_files(folder, count):
+    for i in range(count):
+        (folder / f"{i:02}.txt").write_text(f"file {i} ".ljust(200, "."))
+    return folder
+
+
+def test_split_files_same_list_is_deterministic_disjoint_and_5_percent():
+    files = [f"{i}.py" for i in range(100)]
+    train, validation = data.split_files(files)
+    assert (train, validation) == data.split_files(list(files))
+    assert len(validation) == 5
+    assert sorted(train + validation) == sorted(files)
+
+
+def test_split_files_two_files_gives_one_each():
+    train, validation = data.split_files(["a", "b"])
+    assert len(train) == len(validation) == 1
+
+
+def test_load_text_folder_splits_whole_files(tmp_path):
+    text = data.load_text(str(write_files(tmp_path, 20)))
+    assert text.split == "by file"
+    assert (text.train_files, text.validation_files) == (19, 1)
+    assert text.train.numel() == 19 * 200
+    held_out = bytes(text.validation.tolist())
+    assert held_out in {path.read_bytes() for path in tmp_path.iterdir()}
+    assert held_out not in bytes(text.train.tolist())
+
+
+def test_load_text_folder_skips_binary_empty_and_hidden_files(tmp_path):
+    write_files(tmp_path, 3)
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "HEAD").write_text("ref: refs/heads/main")
+    assert data.load_text(str(tmp_path)).describe()["files"] == 3
+
+
+def test_load_text_single_file_splits_by_position(tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_bytes(bytes(range(200)))
+    text = data.load_text(str(path))
+    assert text.split == "by position (one file)"
+    assert text.train.tolist() == list(range(190))
+    assert text.validation.tolist() == list(range(190, 200))
+
+
+def test_load_text_empty_folder_raises(tmp_path):
+    with pytest.raises(ValueError, match="found no text files"):
+        data.load_text(str(tmp_path))
+
+
+def test_load_text_missing_path_raises(tmp_path):
+    with pytest.raises(ValueError, match="expected an existing file or folder"):
+        data.load_text(str(tmp_path / "missing"))
+
+
+def test_load_text_folder_with_one_file_raises(tmp_path):
+    with pytest.raises(ValueError, match="expected at least 2"):
+        data.load_text(str(write_files(tmp_path, 1)))
+
+
+def test_stdlib_files_default_leaves_out_installed_packages_and_tests():
+    root, files = data.stdlib_files()
+    folders = {part for path in files for part in path.relative_to(root).parts[:-1]}
+    assert root / "argparse.py" in files
+    assert not folders & data.STDLIB_EXCLUDED
+
+
+def test_unigram_entropy_known_frequencies_matches_hand_computation():
+    # Frequencies 1/2, 1/4, 1/4: 1/2 ln 2 + 2 * 1/4 ln 4 = 3/2 ln 2.
+    text = torch.tensor(list(b"aabcaabc"), dtype=torch.uint8)
+    assert data.unigram_entropy(text) == pytest.approx(1.5 * math.log(2), abs=1e-12)
+
+
+def batch(text, *, seed=0, step=0, rank=0):
+    return data.train_batch(text, 4, 16, seed=seed, step=step, rank=rank)
+
+
+def test_train_batch_same_seed_step_rank_is_equal():
+    text = torch.randint(0, 256, (1000,), dtype=torch.uint8)
+    first = batch(text, seed=3, step=5, rank=1)
+    assert first.shape == (4, 17)
+    assert first.dtype == torch.int64
+    assert torch.equal(first, batch(text, seed=3, step=5, rank=1))
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"step": 1}, {"rank": 1}])
+def test_train_batch_other_seed_step_or_rank_differs(other):
+    text = torch.randint(0, 256, (1000,), dtype=torch.uint8)
+    assert not torch.equal(batch(text), batch(text, **other))
+
+
+def test_train_batch_shortest_text_returns_its_only_window():
+    text = torch.arange(17, dtype=torch.uint8)
+    assert torch.equal(batch(text), text.long().expand(4, 17))
+
+
+def test_train_batch_text_below_one_window_raises():
+    with pytest.raises(ValueError, match="got 16 bytes of train text, expected at least 17"):
+        batch(torch.zeros(16, dtype=torch.uint8))
+
+
+def test_validation_windows_cover_first_and_last_byte():
+    text = torch.arange(100, dtype=torch.uint8)
+    windows = data.validation_windows(text, 5, 16)
+    assert windows.shape == (5, 17)
+    assert windows[0, 0] == 0
+    assert windows[-1, -1] == 99

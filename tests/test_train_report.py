@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+
+import pytest
+
+from zero8.train.report import report
+
+SUMMARY_KEYS = {
+    "unigram_entropy",
+    "seed",
+    "command",
+    "versions",
+    "ranks",
+    "config",
+    "data",
+    "runs",
+}
+ROW_KEYS = {
+    "optimizer",
+    "steps",
+    "val_loss",
+    "train_loss",
+    "state_bytes_per_param",
+    "state_bytes_per_param_all",
+    "state_bytes",
+    "host_peak_gib",
+    "step_ms",
+    "iteration_ms",
+}
+
+
+def write_run(out, optimizer, **changes):
+    run = {
+        "optimizer": optimizer,
+        "steps": 3,
+        "seed": 0,
+        "config": "configs/zero2_offload.json",
+        "val_loss": 2.5,
+        "train_loss": 2.4,
+        "state_bytes_per_param": 8.0,
+        "state_bytes_per_param_all": 8.0,
+        "state_bytes": 8000,
+        "state_numel": 1000,
+        "host_peak_gib": 1.0,
+        "step_ms": 0.5,
+        "iteration_ms": 100.0,
+        "tokens_per_step": 64,
+        "parameters": 1000,
+        "device": "cpu",
+        "ranks": 2,
+        "unigram_entropy": 3.1,
+        "data": {"path": "text", "files": 20, "bytes": 4000},
+        "train_curve": [5.0, 3.0, 2.4],
+        "val_curve": [[3, 2.5]],
+    }
+    (out / f"{optimizer}.json").write_text(json.dumps({**run, **changes}))
+
+
+def test_report_two_runs_writes_summary_and_plot(tmp_path, capsys):
+    write_run(tmp_path, "Adam8bitBlockwise", val_loss=2.55, state_bytes_per_param=2.03)
+    write_run(tmp_path, "AdamW")
+    report(tmp_path, "launch/local.sh")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY_KEYS
+    assert summary["versions"].keys() >= {"python", "torch", "deepspeed", "zero8", "platform"}
+    assert [run["optimizer"] for run in summary["runs"]] == ["AdamW", "Adam8bitBlockwise"]
+    assert all(run.keys() >= ROW_KEYS for run in summary["runs"])
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "2.030" in printed
+    assert "+2.00 %" in printed
+
+
+def test_report_no_8bit_parameter_prints_a_dash(tmp_path, capsys):
+    write_run(tmp_path, "AdamW")
+    write_run(tmp_path, "Adam8bitBlockwise", state_bytes_per_param=None)
+    report(tmp_path, "")
+    row = next(x for x in capsys.readouterr().out.splitlines() if "Adam8bitBlockwise  " in x)
+    assert row.split()[1] == "-"
+
+
+def test_report_missing_run_raises(tmp_path):
+    write_run(tmp_path, "AdamW")
+    with pytest.raises(ValueError, match=r"found no .*Adam8bitBlockwise\.json"):
+        report(tmp_path, "")
+
+
+def test_report_runs_of_different_seeds_raises(tmp_path):
+    write_run(tmp_path, "AdamW")
+    write_run(tmp_path, "Adam8bitBlockwise", seed=1)
+    with pytest.raises(ValueError, match="different seed: 0 and 1"):
+        report(tmp_path, "")

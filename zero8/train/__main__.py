@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line of one training run; launch/local.sh starts it under torchrun."""
+
+import argparse
+import os
+from pathlib import Path
+
+from zero8.train.config import BASELINE, EIGHT_BIT
+from zero8.train.run import train
+
+
+def main() -> None:
+    """Parse the arguments and train."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torch.distributed.run --standalone -m zero8.train", description=main.__doc__
+    )
+    parser.add_argument("--optimizer", choices=(BASELINE, EIGHT_BIT), default=EIGHT_BIT)
+    parser.add_argument("--config", type=Path, default=Path("configs/zero2_offload.json"))
+    parser.add_argument("--data", help="file or folder; default: Python's standard library")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the result")
+    arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error(f"got --steps {arguments.steps}, expected at least 1")
+    if arguments.data and arguments.out.resolve().is_relative_to(Path(arguments.data).resolve()):
+        parser.error(
+            f"got --out {arguments.out} inside --data {arguments.data}, expected it elsewhere: the "
+            "second run would train on the first one's result"
+        )
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("no LOCAL_RANK in the environment: start it with torchrun (see the usage)")
+    train(**vars(arguments))
+
+
+if __name__ == "__main__":
+    main()

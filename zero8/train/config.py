@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The DeepSpeed JSON config of a run: one file for both optimizers, one word apart."""
+
+import json
+from pathlib import Path
+
+BASELINE = "AdamW"
+EIGHT_BIT = "Adam8bitBlockwise"
+# DeepSpeed hands every key of "params" to the optimizer, and AdamW does not know these.
+EIGHT_BIT_ONLY = (
+    "block_size",
+    "codec",
+    "min_8bit_size",
+    "fp32_params",
+    "stochastic_rounding",
+    "seed",
+)
+
+
+def load_config(path: Path, optimizer: str, steps: int) -> dict:
+    """Return the config at `path` with the optimizer's `type` and "auto" total steps filled in."""
+    config = json.loads(path.read_text())
+    section = config.get("optimizer", {})
+    if section.get("type") != EIGHT_BIT:
+        raise ValueError(
+            f"got optimizer type {section.get('type')!r} in {str(path)!r}, expected "
+            f'{EIGHT_BIT!r}; write "optimizer": {{"type": "{EIGHT_BIT}", "params": ...}}'
+        )
+    section["type"] = optimizer
+    if optimizer != EIGHT_BIT:
+        for key in EIGHT_BIT_ONLY:
+            section.get("params", {}).pop(key, None)
+    schedule = config.get("scheduler", {}).get("params", {})
+    if schedule.get("total_num_steps") == "auto":
+        schedule["total_num_steps"] = steps
+    return config

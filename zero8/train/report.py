@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the two runs of launch/local.sh: a table, OUT/summary.json and OUT/loss.png."""
+
+import argparse
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import cpuinfo
+from matplotlib.figure import Figure
+
+import zero8
+from zero8.train.config import BASELINE, EIGHT_BIT
+
+CURVES = ("train_curve", "val_curve")
+# True of both runs, or they are not comparable.
+SHARED = ("steps", "seed", "ranks", "config", "data", "unigram_entropy", "parameters", "device")
+# One row per column of the table: header, key, format.
+COLUMNS = (
+    ("optimizer", "optimizer", "{}"),
+    ("state bytes/param", "state_bytes_per_param", "{:.3f}"),
+    ("state MiB", "state_mib", "{:.2f}"),
+    ("host peak GiB", "host_peak_gib", "{:.2f}"),
+    ("train loss", "train_loss", "{:.4f}"),
+    ("val loss", "val_loss", "{:.4f}"),
+    ("optimizer step ms", "step_ms", "{:.2f}"),
+    ("iteration ms", "iteration_ms", "{:.1f}"),
+)
+
+
+def read_runs(out: Path) -> list[dict]:
+    """Return the AdamW and the Adam8bitBlockwise result in `out`, in this order."""
+    runs = []
+    for optimizer in (BASELINE, EIGHT_BIT):
+        path = out / f"{optimizer}.json"
+        if not path.is_file():
+            raise ValueError(f"found no {path}, expected a finished run; run launch/local.sh")
+        runs.append(json.loads(path.read_text()))
+    for key in SHARED:
+        if runs[0][key] != runs[1][key]:
+            raise ValueError(
+                f"got runs with different {key}: {runs[0][key]!r} and {runs[1][key]!r}, expected "
+                "the same; run launch/local.sh again"
+            )
+    return runs
+
+
+def versions() -> dict:
+    """Return the versions of the software and the names of platform and CPU."""
+    return {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "deepspeed": version("deepspeed"),
+        "zero8": zero8.__version__,
+        "platform": platform.platform(),
+        "cpu": cpuinfo.get_cpu_info().get("brand_raw", platform.processor()),
+    }
+
+
+def summarize(runs: list[dict], command: str) -> dict:
+    """Return the content of summary.json: what the runs share, then one row each."""
+    shared = {key: runs[0][key] for key in SHARED}
+    rows = [{k: v for k, v in run.items() if k not in CURVES} for run in runs]
+    return {**shared, "command": command, "versions": versions(), "runs": rows}
+
+
+def table(summary: dict) -> str:
+    """Return the comparison as aligned text."""
+    lines = [[header for header, _, _ in COLUMNS]]
+    for run in summary["runs"]:
+        row = {**run, "state_mib": run["state_bytes"] / 2**20}
+        cells = ((row[key], form) for _, key, form in COLUMNS)
+        lines.append(["-" if value is None else form.format(value) for value, form in cells])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
+
+
+def plot(runs: list[dict], path: Path) -> None:
+    """Draw both runs' train and validation losses over the steps."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for run, color, dash in zip(runs, ("tab:blue", "tab:orange"), ("-", "--"), strict=True):
+        name = run["optimizer"]
+        steps = range(1, len(run["train_curve"]) + 1)
+        axes.plot(steps, run["train_curve"], color=color, alpha=0.3, linewidth=1)
+        axes.plot(
+            *zip(*run["val_curve"], strict=True),
+            color=color,
+            linestyle=dash,
+            marker="o",
+            markersize=4,
+            label=f"{name}, validation ({run['val_loss']:.4f} at the end)",
+        )
+        axes.plot([], [], color=color, alpha=0.3, label=f"{name}, train")
+    entropy = runs[0]["unigram_entropy"]
+    axes.axhline(
+        entropy, color="gray", linestyle=":", label=f"unigram entropy of validation ({entropy:.3f})"
+    )
+    axes.set(
+        xlabel="optimizer step",
+        ylabel="loss (nats per byte)",
+        title=f"Byte-level GPT, {runs[0]['parameters'] / 1e6:.2f} M parameters, ZeRO-2 offload",
+    )
+    axes.grid(alpha=0.25)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def report(out: Path, command: str) -> dict:
+    """Write OUT/summary.json and OUT/loss.png, print the table, and return the summary."""
+    runs = read_runs(out)
+    summary = summarize(runs, command)
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    plot(runs, out / "loss.png")
+    gap = runs[1]["val_loss"] / runs[0]["val_loss"] - 1
+    print(table(summary))
+    print(f"unigram entropy of the validation text: {summary['unigram_entropy']:.4f} nats/byte")
+    print(f"validation loss of {EIGHT_BIT} against {BASELINE}: {100 * gap:+.2f} %")
+    print(f"wrote {out / 'summary.json'} and {out / 'loss.png'}")
+    return summary
+
+
+def main() -> None:
+    """Compare the runs in a folder."""
+    parser = argparse.ArgumentParser(prog="python -m zero8.train.report", description=main.__doc__)
+    parser.add_argument("out", type=Path, help="folder with AdamW.json and Adam8bitBlockwise.json")
+    parser.add_argument("--command", default="", help="command that made the runs, for the record")
+    arguments = parser.parse_args()
+    report(arguments.out, arguments.command)
+
+
+if __name__ == "__main__":
+    main()
