@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of bitsandbytes, made here in its layout: flat blocks of 256, positive scales."""
+
+import pytest
+import torch
+
+from zero8 import Adam8bitBlockwise
+from zero8.checkpoint.bitsandbytes import BLOCK_SIZE, from_bitsandbytes, to_bitsandbytes
+from zero8.codec import CODECS
+
+DYNAMIC = CODECS["dynamic"]
+SHAPES = {"rows of blocks": (24, 512), "rows across blocks": (50, 300), "small": (7, 9)}
+
+
+def their_state(shape, seed=0):
+    """Return a state as bitsandbytes keeps it, and its moments."""
+    generator = torch.Generator().manual_seed(seed)
+    numel = torch.Size(shape).numel()
+    block = torch.arange(numel) // BLOCK_SIZE
+    state, moments = {"step": 17}, {}
+    for number, which in enumerate(("exp_avg", "exp_avg_sq"), 1):
+        code = getattr(DYNAMIC, which)
+        codes = torch.randint(0, 256, (numel,), generator=generator, dtype=torch.uint8)
+        absmax = torch.rand(int(block[-1]) + 1, generator=generator) + 0.01
+        moments[which] = (code.levels[codes.long()] * absmax[block]).view(shape)
+        state |= {
+            f"state{number}": codes.view(shape),
+            f"absmax{number}": absmax,
+            f"qmap{number}": code.levels.clone(),
+        }
+    return state, moments
+
+
+def state_dict_of(states):
+    return {
+        "state": dict(enumerate(states)),
+        "param_groups": [{"params": list(range(len(states))), "lr": 1e-3, "betas": (0.9, 0.99)}],
+    }
+
+
+def loaded(state_dict, *shapes):
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    optimizer = Adam8bitBlockwise(params, codec="dynamic", min_8bit_size=4096)
+    optimizer.load_state_dict(from_bitsandbytes(state_dict))
+    return optimizer, params
+
+
+def dense(optimizer, p, which):
+    _, stores = optimizer._moments(p, optimizer._infos())
+    return {store.which: store for store in stores}[which].read(0, p.numel()).view(p.shape)
+
+
+def test_import_where_blocks_coincide_is_verbatim():
+    shape = SHAPES["rows of blocks"]
+    state, moments = their_state(shape)
+    optimizer, (p,) = loaded(state_dict_of([state]), shape)
+    ours = optimizer.state[p]
+    assert ours["step"] == 17
+    for number, which in enumerate(("exp_avg", "exp_avg_sq"), 1):
+        assert torch.equal(ours[f"{which}_q8"], state[f"state{number}"])
+        assert torch.equal(ours[f"{which}_scale"].flatten(), state[f"absmax{number}"])
+        assert torch.equal(dense(optimizer, p, which), moments[which])
+
+
+def test_import_where_blocks_differ_is_within_half_a_code():
+    """Half the largest gap of the map, of the block's extreme, and a rounding to each side of it.
+
+    The distance from -1 to the smallest entry of m's map, 0.00703, is half its largest gap too.
+    """
+    shape = SHAPES["rows across blocks"]
+    state, moments = their_state(shape)
+    optimizer, (p,) = loaded(state_dict_of([state]), shape)
+    for which in ("exp_avg", "exp_avg_sq"):
+        levels = getattr(DYNAMIC, which).levels
+        half_gap = levels.diff().max() / 2
+        rows = moments[which].split(BLOCK_SIZE, dim=1)
+        got = dense(optimizer, p, which).split(BLOCK_SIZE, dim=1)
+        for theirs, ours in zip(rows, got, strict=True):
+            extreme = theirs.abs().amax(dim=1, keepdim=True)
+            assert bool(((theirs - ours).abs() <= (half_gap + 2**-23) * extreme).all())
+
+
+def test_import_of_float32_states_keeps_them():
+    shape = SHAPES["small"]
+    m, v = torch.randn(shape), torch.rand(shape)
+    optimizer, (p,) = loaded(state_dict_of([{"step": 3, "state1": m, "state2": v}]), shape)
+    assert torch.equal(optimizer.state[p]["exp_avg"], m)
+    assert torch.equal(optimizer.state[p]["exp_avg_sq"], v)
+
+
+def test_import_of_another_map_is_refused():
+    state, _ = their_state(SHAPES["rows of blocks"])
+    state["qmap1"] = torch.linspace(-1, 1, 256)
+    with pytest.raises(ValueError, match="qmap1"):
+        from_bitsandbytes(state_dict_of([state]))
+
+
+def test_import_of_tensorwise_scales_is_refused():
+    state, _ = their_state(SHAPES["rows of blocks"])
+    state["absmax1"] = state["absmax1"][:1]
+    with pytest.raises(ValueError, match="absmax1"):
+        from_bitsandbytes(state_dict_of([state]))
+
+
+def test_export_after_import_returns_the_same_states():
+    shapes = [SHAPES["rows of blocks"], SHAPES["small"]]
+    eight_bit, _ = their_state(shapes[0])
+    full = {"step": 3, "state1": torch.randn(shapes[1]), "state2": torch.rand(shapes[1])}
+    optimizer, _ = loaded(state_dict_of([eight_bit, full]), *shapes)
+    exported = to_bitsandbytes(optimizer.state_dict())["state"]
+    for theirs, ours in zip((eight_bit, full), exported.values(), strict=True):
+        assert theirs.keys() == ours.keys()
+        for key in theirs:
+            assert torch.equal(torch.as_tensor(theirs[key]), torch.as_tensor(ours[key])), key
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("shape", [SHAPES["rows of blocks"], SHAPES["rows across blocks"]], ids=str)
+def test_export_of_trained_states_is_within_half_a_code(codec, shape):
+    """Half the largest gap of the map, of the flat block's extreme, and roundings: as above."""
+    torch.manual_seed(1)
+    p = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = Adam8bitBlockwise([p], codec=codec)
+    for _ in range(3):
+        p.grad = torch.randn(shape)
+        optimizer.step()
+    (exported,) = to_bitsandbytes(optimizer.state_dict())["state"].values()
+    block = torch.arange(p.numel()) // BLOCK_SIZE
+    for number, which in enumerate(("exp_avg", "exp_avg_sq"), 1):
+        absmax = exported[f"absmax{number}"]
+        assert bool((absmax >= 0).all())
+        theirs = exported[f"qmap{number}"][exported[f"state{number}"].flatten().long()]
+        theirs = theirs * absmax[block]
+        ours = dense(optimizer, p, which).flatten()
+        half_gap = exported[f"qmap{number}"].diff().max() / 2
+        assert bool(((theirs - ours).abs() <= (half_gap + 2**-23) * absmax[block]).all())

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries 8-bit AdamW states of bitsandbytes to zero8's `dynamic` codec and back.
+
+Both use the same maps (arXiv:2110.02861) and keep per parameter `step`, 8-bit codes, and one
+float32 scale per block.  They differ in two things:
+
+* bitsandbytes cuts the flattened parameter into blocks of 256, zero8 cuts rows: the blocks coincide
+  where a row is a multiple of 256 elements long;
+* the scale of a block of m is bitsandbytes' largest magnitude, and zero8's extreme element with its
+  sign, so that the extreme decodes exactly.
+
+Where the blocks coincide, codes and scales are taken verbatim on import.  On export a block of m
+whose extreme is negative is coded anew, within half a code; all others are verbatim.  Elsewhere the
+moments pass through float32 and are quantized by the optimizer that loads them.
+"""
+
+import torch
+from torch import Tensor
+
+from zero8 import dither
+from zero8.codec import CODECS, DynamicCode, codec_numbered, dequantize, quantize
+from zero8.grid import BlockGrid
+from zero8.pieces import Piece
+from zero8.saved import MOMENTS, PlainState, described
+
+BLOCK_SIZE = 256
+_KEYS = {"exp_avg": ("state1", "absmax1", "qmap1"), "exp_avg_sq": ("state2", "absmax2", "qmap2")}
+
+
+def from_bitsandbytes(state_dict: dict) -> dict:
+    """Return a state dict for `Adam8bitBlockwise(codec="dynamic").load_state_dict`.
+
+    Args:
+        state_dict: what `bitsandbytes.optim.AdamW8bit.state_dict()` returned: per parameter `step`,
+            `state1`, `state2` (shaped as the parameter), and for 8-bit ones `absmax1`, `absmax2`
+            (numel/256,), `qmap1`, `qmap2` (256,).
+
+    Raises:
+        ValueError: if the maps are not the dynamic maps, or sizes do not fit.
+    """
+    states = {index: _imported(index, s) for index, s in state_dict["state"].items()}
+    groups = [
+        {k: g[k] for k in ("params", "lr", "betas", "eps", "weight_decay") if k in g}
+        for g in state_dict["param_groups"]
+    ]
+    return {"state": states, "param_groups": groups}
+
+
+def to_bitsandbytes(state_dict: dict) -> dict:
+    """Return a state dict for `bitsandbytes.optim.AdamW8bit.load_state_dict`.
+
+    Args:
+        state_dict: what `Adam8bitBlockwise.state_dict()` returned; any codec and block size.
+    """
+    states = {index: _exported(state) for index, state in state_dict["state"].items()}
+    return {"state": states, "param_groups": state_dict["param_groups"]}
+
+
+def _imported(index: int, state: dict) -> dict:
+    shape = tuple(state["state1"].shape)
+    if "absmax1" not in state:
+        dense = {which: state[_KEYS[which][0]] for which in MOMENTS}
+        return {"step": int(state["step"]), **dense}
+    if not _blocks_coincide(shape, BLOCK_SIZE):
+        dense = {which: _decoded(state, which) for which in MOMENTS}
+        return {"step": int(state["step"]), **dense}
+    numel = torch.Size(shape).numel()
+    piece = Piece(0, numel, 0, shape, dither.identity_of(index), BLOCK_SIZE, str(index))
+    entries = described(CODECS["dynamic"], piece, int(state["step"]))
+    for which in MOMENTS:
+        codes, scales = _checked(state, which)
+        entries[f"{which}_q8"] = codes
+        entries[f"{which}_scale"] = scales.view(piece.grid.scale_shape(shape))
+    return entries
+
+
+def _checked(state: dict, which: str) -> tuple[Tensor, Tensor]:
+    codes, scales, levels = (state[key] for key in _KEYS[which])
+    if not torch.equal(levels.float().cpu(), getattr(CODECS["dynamic"], which).levels):
+        raise ValueError(
+            f"{_KEYS[which][2]}: not the dynamic map of {which}; zero8 reads states of "
+            "bitsandbytes' 8-bit Adam and AdamW only"
+        )
+    expected = -(-codes.numel() // BLOCK_SIZE)
+    if scales.numel() != expected:
+        raise ValueError(
+            f"{_KEYS[which][1]}: got {scales.numel()} scales, expected {expected}, one per "
+            f"{BLOCK_SIZE} elements; block-wise states only"
+        )
+    return codes, scales.float()
+
+
+def _decoded(state: dict, which: str) -> Tensor:
+    codes, scales = _checked(state, which)
+    block = torch.arange(codes.numel()) // BLOCK_SIZE
+    code = getattr(CODECS["dynamic"], which)
+    return dequantize(code, codes.reshape(-1), scales, block).view(codes.shape)
+
+
+def _exported(state: dict) -> dict:
+    shape = tuple(state["format"][4:].tolist())
+    number, block_size = state["format"][1:3].tolist()
+    exported: dict = {"step": int(state["step"])}
+    if block_size == 0:
+        return exported | {_KEYS[which][0]: state[which] for which in MOMENTS}
+    verbatim = codec_numbered(number).name == "dynamic" and _blocks_coincide(shape, block_size)
+    _, stores = PlainState(state).stores("")
+    for store in stores:
+        code = getattr(CODECS["dynamic"], store.which)
+        if verbatim:
+            codes, scales = store.codes.clone(), store.scales
+        else:
+            codes, scales = _flat_codes(code, store.read(0, store.table.numel))
+        _make_positive(code, codes, scales)
+        keys = _KEYS[store.which]
+        values = (codes.view(shape), scales.abs(), code.levels.clone())
+        exported |= dict(zip(keys, values, strict=True))
+    return exported
+
+
+def _flat_codes(code: DynamicCode, x: Tensor) -> tuple[Tensor, Tensor]:
+    block = torch.arange(x.numel()) // BLOCK_SIZE
+    return quantize(code, x, block, int(block[-1]) + 1)
+
+
+def _make_positive(code: DynamicCode, codes: Tensor, scales: Tensor) -> None:
+    """Code anew, in place, the blocks whose scale is negative; the scale's magnitude stays."""
+    negative = (scales < 0)[torch.arange(codes.numel()) // BLOCK_SIZE]
+    mirrored = -code.levels[codes[negative].to(torch.int64)]
+    codes[negative] = torch.searchsorted(code.thresholds, mirrored, right=True).to(torch.uint8)
+
+
+def _blocks_coincide(shape: tuple[int, ...], block_size: int) -> bool:
+    grid = BlockGrid.of(shape, block_size)
+    return grid is not None and block_size == BLOCK_SIZE and grid.row_length % BLOCK_SIZE == 0
