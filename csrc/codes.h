@@ -99,7 +99,7 @@ struct Companded {
     Encoder(const Range& range, const DynamicMap&, uint32_t phase, uint32_t index, float* stored)
         : dither(phase, index) {
       const float absmax = range.value();
-      float scale = absmax / kTop * kTop / kTop;
+      float scale = absmax / kTop;
       if (scale < kMinScale) scale = kMinScale;
       *stored = absmax == 0.0f ? 0.0f : scale;
       inverse = Vec::set(absmax == 0.0f ? 0.0f : 1.0f / scale);
@@ -172,7 +172,7 @@ struct LogRoot {
       const uint32_t low = Vec::reduce_minu(range.below_low) + 1u;
       int32_t span = static_cast<int32_t>(top - low);
       span = span < kMinSpan ? kMinSpan : span > kMaxSpan ? kMaxSpan : span;
-      const float step = __builtin_rintf(static_cast<float>(span) / 254.0f * 254.0f) / 254.0f;
+      const float step = static_cast<float>(span) / 254.0f;
       stored[0] = float_of(top);
       stored[1] = top == 0 ? 0.0f : step;
       high = Vec::seti(top);

@@ -33,6 +33,7 @@ struct Segment {
   void* exp_avg_sq;         // likewise
   float* exp_avg_scale;     // per block touched as many as the code has; null for kFloat32
   float* exp_avg_sq_scale;  // likewise
+  void* correction;         // int8_t, 8 more bits of a bfloat16 parameter; null without
   int64_t numel;
   int64_t first;
   int64_t row_length;
@@ -46,7 +47,7 @@ struct Segment {
   uint32_t moment_phase;
   uint32_t param_phase;
 };
-static_assert(sizeof(Segment) == 112, "numpy's SEGMENT must change with it");
+static_assert(sizeof(Segment) == 120, "numpy's SEGMENT must change with it");
 
 // The dynamic maps, ascending, and what finds the nearest entry: zero8/op/kernel.py.
 struct DynamicMap {

@@ -28,56 +28,87 @@ constexpr uint32_t kGradientLimitBits = (127 + 63) << 23;
 
 constexpr int64_t kPrefetchDistance = 512;  // elements
 
-// --- Parameters and gradients ------------------------------------------------------------------
+// --- Whole vectors and tails -------------------------------------------------------------------
 
-struct Float32 {
-  using Type = float;
-
-  static void store(float* p, Vec::F x, int n) {
-    n == Vec::kLanes ? Vec::store(p, x) : Vec::store_n(p, x, n);
-  }
+// Which lanes of a vector count: all, known to the compiler, or the first n of a block's tail.
+struct All {};
+struct First {
+  int n;
 };
 
-struct BFloat16 {
-  using Type = uint16_t;
-
-  static void store(uint16_t* p, Vec::I x, int n) {
-    n == Vec::kLanes ? Vec::store16(p, x) : Vec::store16_n(p, x, n);
-  }
-};
-
-template <class T>
-Vec::F load(const T* x, int n) {
-  return n == Vec::kLanes ? Vec::load(x) : Vec::load_n(x, n);
+// Calls body(i, lanes) for the vectors of elements begin .. count - 1, the tail last.
+template <class Body>
+void for_vectors(int begin, int count, Body&& body) {
+  int i = begin;
+  for (; i + Vec::kLanes <= count; i += Vec::kLanes) body(i, All());
+  if (i < count) body(i, First{count - i});
 }
 
-// Rounds an fp32 result to the parameter's type and stores it: (R7).
-template <class P>
-class ParamWriter;
+template <class T>
+Vec::F load(const T* x, All) {
+  return Vec::load(x);
+}
+template <class T>
+Vec::F load(const T* x, First tail) {
+  return Vec::load_n(x, tail.n);
+}
+inline Vec::I load8(const uint8_t* x, uint32_t, All) { return Vec::load8(x); }
+inline Vec::I load8(const uint8_t* x, uint32_t fill, First tail) {
+  return Vec::load8_n(x, tail.n, fill);
+}
+inline void store(float* p, Vec::F x, All) { Vec::store(p, x); }
+inline void store(float* p, Vec::F x, First tail) { Vec::store_n(p, x, tail.n); }
+inline void store16(uint16_t* p, Vec::I x, All) { Vec::store16(p, x); }
+inline void store16(uint16_t* p, Vec::I x, First tail) { Vec::store16_n(p, x, tail.n); }
+inline void store8(uint8_t* p, Vec::I x, All) { Vec::store8(p, x); }
+inline void store8(uint8_t* p, Vec::I x, First tail) { Vec::store8_n(p, x, tail.n); }
 
-template <>
-class ParamWriter<Float32> {
+// --- Parameters and gradients ------------------------------------------------------------------
+
+inline Vec::Mask is_nan(Vec::F x) { return Vec::above(magnitude_bits(x), Vec::seti(0x7F800000)); }
+
+// Whether the upper 16 bits of a float, here in the lower half, are those of infinity or NaN.
+inline Vec::Mask is_beyond(Vec::I high) {
+  const Vec::I exponent = Vec::seti(0x7F80);
+  return Vec::equal(Vec::andi(high, exponent), exponent);
+}
+
+// The parameters of one block: how they are read as float32, and rounded and written (R7).
+class Float32 {
  public:
-  ParamWriter(const Segment&, uint32_t) {}
-  void operator()(float* p, Vec::F x, int n) { Float32::store(p, x, n); }
+  float* p;
+
+  Float32(const Segment& seg, const Block& b, uint32_t)
+      : p(static_cast<float*>(seg.param) + b.begin) {}
+  template <class Lanes>
+  Vec::F read(int i, Lanes lanes) const {
+    return load(p + i, lanes);
+  }
+  template <class Lanes>
+  void write(int i, Vec::F x, Lanes lanes) {
+    store(p + i, x, lanes);
+  }
 };
 
-template <>
-class ParamWriter<BFloat16> {
+class BFloat16 {
  public:
-  ParamWriter(const Segment& seg, uint32_t index)
-      : rounding_(seg.rounding), dither_(seg.param_phase, index) {}
+  uint16_t* p;
 
-  void operator()(uint16_t* p, Vec::F x, int n) {
+  BFloat16(const Segment& seg, const Block& b, uint32_t index)
+      : p(static_cast<uint16_t*>(seg.param) + b.begin),
+        rounding_(seg.rounding),
+        dither_(seg.param_phase, index) {}
+  template <class Lanes>
+  Vec::F read(int i, Lanes lanes) const {
+    return load(p + i, lanes);
+  }
+  template <class Lanes>
+  void write(int i, Vec::F x, Lanes lanes) {
     const Vec::I bits = Vec::as_int(x);
-    const Vec::I rounded = Vec::shr<16>(Vec::addi(bits, threshold(bits)));
+    Vec::I high = Vec::shr<16>(Vec::addi(bits, threshold(bits)));
     // A finite value that would become infinite is truncated, except when rounding to nearest.
-    const Vec::I exponent = Vec::seti(0x7F80);
-    const bool stochastic = rounding_ != kNearest;
-    const Vec::Mask overflow = Vec::equal(Vec::andi(rounded, exponent), exponent);
-    Vec::I high = stochastic ? Vec::choose(overflow, Vec::shr<16>(bits), rounded) : rounded;
-    const Vec::Mask nan = Vec::above(magnitude_bits(x), Vec::seti(0x7F800000));
-    BFloat16::store(p, Vec::choose(nan, Vec::seti(0x7FC0), high), n);
+    if (rounding_ != kNearest) high = Vec::choose(is_beyond(high), Vec::shr<16>(bits), high);
+    store16(p + i, Vec::choose(is_nan(x), Vec::seti(0x7FC0), high), lanes);
   }
 
  private:
@@ -98,6 +129,39 @@ class ParamWriter<BFloat16> {
   Dither dither_;
 };
 
+// A bfloat16 and the 8 bits below it as a signed remainder: a 24-bit weight, without noise.
+class CorrectedBFloat16 {
+ public:
+  uint16_t* p;
+
+  CorrectedBFloat16(const Segment& seg, const Block& b, uint32_t)
+      : p(static_cast<uint16_t*>(seg.param) + b.begin),
+        correction_(static_cast<uint8_t*>(seg.correction) + b.begin) {}
+  template <class Lanes>
+  Vec::F read(int i, Lanes lanes) const {
+    const Vec::I c = load8(correction_ + i, 0, lanes);
+    const Vec::I sign = Vec::shl<9>(Vec::andi(c, Vec::seti(128)));
+    const Vec::I bits = Vec::addi(Vec::as_int(load(p + i, lanes)), Vec::shl<8>(c));
+    return Vec::as_float(Vec::subi(bits, sign));
+  }
+  template <class Lanes>
+  void write(int i, Vec::F x, Lanes lanes) {
+    // 24 bits, rounded half up in magnitude; the bfloat16 is the nearest one to them.
+    const Vec::I wide = Vec::shr<8>(Vec::addi(Vec::as_int(x), Vec::seti(128)));
+    const Vec::I nearest = Vec::shr<8>(Vec::addi(wide, Vec::seti(128)));
+    const Vec::I remainder = Vec::andi(wide, Vec::seti(255));
+    // Where the nearest is infinite: the largest finite one and the largest remainder.
+    const Vec::Mask beyond = is_beyond(nearest);
+    const Vec::I high = Vec::choose(beyond, Vec::shr<16>(Vec::as_int(x)), nearest);
+    const Vec::I low = Vec::choose(beyond, Vec::minu(remainder, Vec::seti(127)), remainder);
+    store16(p + i, Vec::choose(is_nan(x), Vec::seti(0x7FC0), high), lanes);
+    store8(correction_ + i, Vec::choose(is_nan(x), Vec::seti(0), low), lanes);
+  }
+
+ private:
+  uint8_t* correction_;
+};
+
 // The step's scalars in every lane.
 struct Scalars {
   Vec::F one_minus_beta1, sqrt_one_minus_beta2, inverse_sqrt_correction2, eps;
@@ -105,7 +169,8 @@ struct Scalars {
   bool has_l2;
 
   explicit Scalars(const StepScalars& s)
-      : one_minus_beta1(Vec::set(s.one_minus_beta1)),
+      : one_minus_beta1(
+            Vec::set(s.l2 == 0.0f ? s.grad_sign * s.one_minus_beta1 : s.one_minus_beta1)),
         sqrt_one_minus_beta2(Vec::set(s.sqrt_one_minus_beta2)),
         inverse_sqrt_correction2(Vec::set(s.inverse_sqrt_correction2)),
         eps(Vec::set(s.eps)),
@@ -117,10 +182,9 @@ struct Scalars {
         grad_sign(Vec::set(s.grad_sign)),
         has_l2(s.l2 != 0.0f) {}
 
-  // (R1)
+  // (R1).  Without L2 the sign matters to m only: one_minus_beta1 carries it.
   Vec::F gradient(Vec::F p, Vec::F g) const {
-    const Vec::F signed_g = Vec::mul(grad_sign, g);
-    return has_l2 ? Vec::fma(l2, p, signed_g) : signed_g;
+    return has_l2 ? Vec::fma(l2, p, Vec::mul(grad_sign, g)) : g;
   }
 };
 
@@ -146,11 +210,13 @@ struct Quantized {
           decode_v(seg.exp_avg_sq_scale + b.local * V::kScales, kRoot ? s.sqrt_beta2 : s.beta2,
                    maps.exp_avg_sq) {}
 
-    Vec::F exp_avg(int i, int n) const {
-      return decode_m(n == Vec::kLanes ? Vec::load8(m + i) : Vec::load8_n(m + i, n, M::kZeroCode));
+    template <class Lanes>
+    Vec::F exp_avg(int i, Lanes lanes) const {
+      return decode_m(load8(m + i, M::kZeroCode, lanes));
     }
-    Vec::F exp_avg_sq(int i, int n) const {
-      return decode_v(n == Vec::kLanes ? Vec::load8(v + i) : Vec::load8_n(v + i, n, V::kZeroCode));
+    template <class Lanes>
+    Vec::F exp_avg_sq(int i, Lanes lanes) const {
+      return decode_v(load8(v + i, V::kZeroCode, lanes));
     }
     void prefetch(int i) const {
       Vec::prefetch(m + i + kPrefetchDistance);
@@ -178,12 +244,10 @@ struct Quantized {
           encode_v(v_range, maps.exp_avg_sq, seg.moment_phase, index,
                    seg.exp_avg_sq_scale + b.local * V::kScales) {}
 
-    void encode(int i) {
-      const int n = count - i < Vec::kLanes ? count - i : Vec::kLanes;
-      const Vec::I m_code = encode_m(Vec::load(m_values + i));
-      const Vec::I v_code = encode_v(Vec::load(v_values + i));
-      n == Vec::kLanes ? Vec::store8(m + i, m_code) : Vec::store8_n(m + i, m_code, n);
-      n == Vec::kLanes ? Vec::store8(v + i, v_code) : Vec::store8_n(v + i, v_code, n);
+    template <class Lanes>
+    void encode(int i, Lanes lanes) {
+      store8(m + i, encode_m(Vec::load(m_values + i)), lanes);
+      store8(v + i, encode_v(Vec::load(v_values + i)), lanes);
     }
   };
 };
@@ -203,62 +267,65 @@ struct Plain {
           beta1(Vec::set(s.beta1)),
           beta2(Vec::set(s.beta2)) {}
 
-    Vec::F exp_avg(int i, int n) const { return Vec::mul(load(m + i, n), beta1); }
-    Vec::F exp_avg_sq(int i, int n) const { return Vec::mul(load(v + i, n), beta2); }
+    template <class Lanes>
+    Vec::F exp_avg(int i, Lanes lanes) const {
+      return Vec::mul(load(m + i, lanes), beta1);
+    }
+    template <class Lanes>
+    Vec::F exp_avg_sq(int i, Lanes lanes) const {
+      return Vec::mul(load(v + i, lanes), beta2);
+    }
     void prefetch(int) const {}
   };
 };
 
 // --- The step ------------------------------------------------------------------------------------
 
-// Whether every gradient of a block is finite and small enough to be squared.
-template <class P, class G>
-bool gradients_finite(const P* p, const G* g, int count, const Scalars& s) {
-  Vec::I largest = Vec::seti(0);
-  for (int i = 0; i < count; i += Vec::kLanes) {
-    const int n = count - i < Vec::kLanes ? count - i : Vec::kLanes;
-    const Vec::F grad = s.has_l2 ? s.gradient(load(p + i, n), load(g + i, n)) : load(g + i, n);
-    largest = Vec::maxu(largest, magnitude_bits(grad));  // orders NaN above infinity
-  }
-  return Vec::reduce_maxu(largest) < kGradientLimitBits;
-}
-
-// One block of the update; `vector(i)` does elements i .. i + kLanes - 1.
+// One block of the update; `vector(i, lanes)` does the elements of one vector.
 template <class Moments, class P, class G>
 struct Update {
   const Scalars& s;
   typename Moments::Source source;
-  typename P::Type* p;
-  const typename G::Type* g;
+  P param;
+  const G* g;
   int count;
-  ParamWriter<P> write;
 
   Update(const Segment& seg, const Scalars& scalars, const StepScalars& raw,
          const DynamicMaps& maps, const Block& b, uint32_t index)
       : s(scalars),
         source(seg, raw, maps, b),
-        p(static_cast<typename P::Type*>(seg.param) + b.begin),
-        g(static_cast<const typename G::Type*>(seg.grad) + b.begin),
-        count(b.count),
-        write(seg, index) {}
+        param(seg, b, index),
+        g(static_cast<const G*>(seg.grad) + b.begin),
+        count(b.count) {}
 
-  // m' and v' (its root where the code stores roots) of elements i ..; p is updated in memory.
-  void vector(int i, Vec::F& m, Vec::F& v) {
-    const int n = count - i < Vec::kLanes ? count - i : Vec::kLanes;
-    Vec::prefetch(p + i + kPrefetchDistance);
+  // Whether every gradient is finite and small enough to be squared.
+  bool finite() const {
+    Vec::I largest = Vec::seti(0);
+    for_vectors(0, count, [&](int i, auto lanes) {
+      Vec::F grad = load(g + i, lanes);
+      if (s.has_l2) grad = s.gradient(param.read(i, lanes), grad);
+      largest = Vec::maxu(largest, magnitude_bits(grad));  // orders NaN above infinity
+    });
+    return Vec::reduce_maxu(largest) < kGradientLimitBits;
+  }
+
+  // m' and v' (its root where the code stores roots); the parameter is updated in memory.
+  template <class Lanes>
+  void vector(int i, Lanes lanes, Vec::F& m, Vec::F& v) {
+    Vec::prefetch(param.p + i + kPrefetchDistance);
     Vec::prefetch(g + i + kPrefetchDistance);
     source.prefetch(i);
-    const Vec::F param = load(p + i, n);
-    const Vec::F grad = s.gradient(param, load(g + i, n));
-    m = Vec::fma(s.one_minus_beta1, grad, source.exp_avg(i, n));  // (R2)
+    const Vec::F p = param.read(i, lanes);
+    const Vec::F grad = s.gradient(p, load(g + i, lanes));
+    m = Vec::fma(s.one_minus_beta1, grad, source.exp_avg(i, lanes));  // (R2)
     const Vec::F h = Vec::mul(s.sqrt_one_minus_beta2, grad);
-    const Vec::F decayed = source.exp_avg_sq(i, n);
+    const Vec::F decayed = source.exp_avg_sq(i, lanes);
     v = Vec::fma(h, h, Moments::kRoot ? Vec::mul(decayed, decayed) : decayed);  // (R3)
     const Vec::F root = Vec::sqrt(v);
     const Vec::F denominator = Vec::fma(root, s.inverse_sqrt_correction2, s.eps);  // (R4)
     const Vec::F ratio = Vec::div(m, denominator);
-    const Vec::F clipped = Vec::min(s.max_ratio, Vec::max(s.min_ratio, ratio));       // (R5)
-    write(p + i, Vec::fma(s.minus_step_size, clipped, Vec::mul(s.decay, param)), n);  // (R6)
+    const Vec::F clipped = Vec::min(s.max_ratio, Vec::max(s.min_ratio, ratio));         // (R5)
+    param.write(i, Vec::fma(s.minus_step_size, clipped, Vec::mul(s.decay, p)), lanes);  // (R6)
     if (Moments::kRoot) v = root;
   }
 };
@@ -275,17 +342,16 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, const DynamicMaps
   for (int64_t local = begin; local < end; ++local) {
     const Block b = block_at(seg, local);
     Update<Plain, P, G> update(seg, s, raw, maps, b, dither_index(seg, b));
-    if (!gradients_finite(update.p, update.g, b.count, s)) {
+    if (!update.finite()) {
       ++skipped;
       continue;
     }
-    for (int i = 0; i < b.count; i += Vec::kLanes) {
-      const int n = b.count - i < Vec::kLanes ? b.count - i : Vec::kLanes;
+    for_vectors(0, b.count, [&](int i, auto lanes) {
       Vec::F m, v;
-      update.vector(i, m, v);
-      Float32::store(update.source.m + i, m, n);
-      Float32::store(update.source.v + i, v, n);
-    }
+      update.vector(i, lanes, m, v);
+      store(update.source.m + i, m, lanes);
+      store(update.source.v + i, v, lanes);
+    });
   }
   return skipped;
 }
@@ -305,7 +371,7 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const Dynamic
     const Block b = block_at(seg, local);
     const uint32_t index = dither_index(seg, b);
     Update<Moments, P, G> update(seg, s, raw, maps, b, index);
-    if (!gradients_finite(update.p, update.g, b.count, s)) {
+    if (!update.finite()) {
       ++skipped;
       continue;
     }
@@ -313,26 +379,27 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const Dynamic
     float* v_values = m_values + stride;
     typename Moments::MRange m_range;
     typename Moments::VRange v_range;
-    const auto update_vector = [&](int i) {
+    const auto update_vector = [&](int i, auto lanes) {
       Vec::F m, v;
-      update.vector(i, m, v);
+      update.vector(i, lanes, m, v);
       Vec::store(m_values + i, m);
       Vec::store(v_values + i, v);
       m_range.add(m);
       v_range.add(v);
     };
+    const auto encode_vector = [&](int i, auto lanes) { sink.encode(i, lanes); };
     const int both = b.count < sink.count ? b.count : sink.count;
     int i = 0;
-    for (; i < both; i += Vec::kLanes) {
-      update_vector(i);
-      sink.encode(i);
+    for (; i + Vec::kLanes <= both; i += Vec::kLanes) {
+      update_vector(i, All());
+      encode_vector(i, All());
     }
-    for (int j = i; j < sink.count; j += Vec::kLanes) sink.encode(j);
-    for (; i < b.count; i += Vec::kLanes) update_vector(i);
+    for_vectors(i, sink.count, encode_vector);
+    for_vectors(i, b.count, update_vector);
     sink = Sink(seg, maps, b, index, m_values, v_values, m_range, v_range);
     half = 1 - half;
   }
-  for (int i = 0; i < sink.count; i += Vec::kLanes) sink.encode(i);
+  for_vectors(0, sink.count, [&](int i, auto lanes) { sink.encode(i, lanes); });
   return skipped;
 }
 
@@ -350,13 +417,18 @@ int64_t step_typed(const Segment& seg, const StepScalars& s, const DynamicMaps& 
   return step_plain<P, G>(seg, s, maps, begin, end);
 }
 
+template <class P>
+int64_t step_param(const Segment& seg, const StepScalars& s, const DynamicMaps& maps, int64_t begin,
+                   int64_t end) {
+  if (seg.grad_dtype == kFP32) return step_typed<P, float>(seg, s, maps, begin, end);
+  return step_typed<P, uint16_t>(seg, s, maps, begin, end);
+}
+
 inline int64_t step_blocks(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
                            int64_t begin, int64_t end) {
-  const bool wide_param = seg.param_dtype == kFP32, wide_grad = seg.grad_dtype == kFP32;
-  if (wide_param && wide_grad) return step_typed<Float32, Float32>(seg, s, maps, begin, end);
-  if (wide_param) return step_typed<Float32, BFloat16>(seg, s, maps, begin, end);
-  if (wide_grad) return step_typed<BFloat16, Float32>(seg, s, maps, begin, end);
-  return step_typed<BFloat16, BFloat16>(seg, s, maps, begin, end);
+  if (seg.param_dtype == kFP32) return step_param<Float32>(seg, s, maps, begin, end);
+  if (seg.correction) return step_param<CorrectedBFloat16>(seg, s, maps, begin, end);
+  return step_param<BFloat16>(seg, s, maps, begin, end);
 }
 
 }  // namespace ZERO8_TARGET

@@ -139,6 +139,16 @@ def test_quantize_every_code_under_many_scales_is_idempotent(code):
         assert torch.equal(codes2, codes), name
 
 
+def test_quantize_log_blocks_at_the_smallest_root_are_idempotent():
+    """Lowest roots within 40 ulps of 2^-63, below which nothing may decode; any span above."""
+    code, num_blocks = LogCode(), 20_000
+    generator = torch.Generator().manual_seed(8)
+    low = ((127 - 63) << 23) + torch.randint(0, 40, (num_blocks,), generator=generator)
+    high = low + torch.randint(0, 25 << 23, (num_blocks,), generator=generator)
+    roots = torch.stack([low, high], dim=1).to(torch.int32).view(torch.float32).flatten()
+    assert_fixed(code, ieee.mul(roots, roots), blocks_of(2, num_blocks), num_blocks)
+
+
 # --- Zero ----------------------------------------------------------------------------------------
 
 

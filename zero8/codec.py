@@ -53,13 +53,13 @@ class CompandedCode:
 
     code = (bits(fma(|x|, 1/scale, 1)) - bits(1) + threshold) >> (23 - mantissa_bits)        (C2)
     level(code) = float_from_bits(bits(1) + (code << (23 - mantissa_bits))) - 1              (C3)
-    scale = absmax / top, moved by at most one ulp so that the block's largest element decodes to
-    a value that gives the same scale again                                                  (C4)
+    scale = absmax / top                                                                     (C4)
 
-    `threshold` is half a cell (nearest) or the dither.  Error: at most half a cell (nearest) or
-    one cell (dithered), a cell being 2^-mantissa_bits of |x| + scale.  Thresholds stay 8 units
-    clear of both ends of the cell; y of a decoded value is within 5 ulps of its code, so decoded
-    values never move, whatever the dither.
+    The block's largest element decodes to top * scale, which gives the same scale again: a test
+    goes through all mantissas.  `threshold` is half a cell (nearest) or the dither.  Error: at
+    most half a cell (nearest) or one cell (dithered), a cell being 2^-mantissa_bits of |x| + scale.
+    Thresholds stay 8 units clear of both ends of the cell; y of a decoded value is within 5 ulps of
+    its code, so decoded values never move, whatever the dither.
     """
 
     signed: bool
@@ -109,7 +109,6 @@ class CompandedCode:
         """Return the scale of each block, equation (C4); 0 for a block of zeros."""
         absmax = block_absmax(x, block, num_blocks)
         scale = ieee.div(absmax, self.top)
-        scale = ieee.div(ieee.mul(scale, self.top), self.top)
         return torch.where(absmax == 0, 0.0, scale.clamp(min=self.min_scale))
 
     def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
@@ -146,7 +145,7 @@ class DynamicCode:
     scale = the block's element of largest magnitude, with its sign                          (C6)
 
     Error: at most half the gap around n, times |scale|; the largest gap is 0.0141 (m) or 0.0070
-    (v), relative gaps are at most 1/3 above the smallest entry.
+    (v).
     """
 
     signed: bool
@@ -220,14 +219,14 @@ class LogCode:
     code = (position + threshold) >> 16,  position = trunc((bits(high) - bits(x)) * 65536/step)
     step = span/254,  span = bits(high) - bits(smallest non-zero), from 1 to 24 octaves      (C8)
 
-    for codes 0..254, but none that decodes below 2^-63, and 255 for exact zero.  `step` is moved
-    by at most one ulp so that the decoded span gives the same step again.  Thresholds stay
-    16/65536 of a cell clear of both ends; decoded values, and the smallest element, are within
-    5/65536 of their code, so they never move.
+    for codes 0..254, but none that decodes below 2^-63, and 255 for exact zero.  The decoded
+    span gives the same step again: a test goes through all spans.  Thresholds stay 16/65536 of a
+    cell clear of both ends; decoded values, and the smallest element, are within 5/65536 of their
+    code, so they never move.
 
-    Error: one cell (dithered) or half a cell (nearest), a cell being 2^(span in octaves/254) - 1
-    of the value at most 1.09 times that: 0.3 % for 1 octave, 2.4 % for 8, 7 % for 24.  Elements
-    more than 24 octaves below `high` are raised to there.
+    Error: one cell (dithered) or half a cell (nearest).  A cell is `step` in units of the last
+    place, so at most step * 2^-23 of the value: 0.39 % where the block spans 1 octave, 3.1 % for 8,
+    9.4 % for 24.  Elements more than 24 octaves below `high` are raised to there.
     """
 
     square_root = True
@@ -251,7 +250,6 @@ class LogCode:
         low = low.scatter_reduce(0, block, nonzero, "amin")
         span = (high - low).clamp(self.MIN_SPAN, self.MAX_SPAN)
         step = ieee.div(span.to(torch.float32), 254.0)
-        step = ieee.div(ieee.mul(step, 254.0).round(), 254.0)
         scales = torch.stack([high.view(torch.float32), step], dim=1)
         return torch.where((high == 0)[:, None], 0.0, scales)
 

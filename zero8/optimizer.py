@@ -56,6 +56,11 @@ class Work:
     table: PieceTable
     stores: tuple[MomentStore, MomentStore]
 
+    def correction_of(self, piece: Piece) -> Tensor | None:
+        """Return the live correction of one piece of a bfloat16 parameter, if it has one."""
+        correction = self.state.get("param_correction")
+        return None if correction is None else correction.view(-1)[piece.start :][: piece.numel]
+
 
 @lru_cache(maxsize=65536)
 def _stream_keys(seed: int, identity: int) -> tuple[int, int]:
@@ -84,6 +89,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
         min_8bit_size: int = 4096,
         fp32_params: Iterable[str] = (),
         stochastic_rounding: bool | str = "auto",
+        weight_correction_bits: int = 0,
         seed: int = 0,
         **others,
     ):
@@ -97,6 +103,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
             "policy": Policy(block_size, min_8bit_size, fp32_params),
             "codec": codec_named(codec).name,
             "rounding": settings.check_rounding(stochastic_rounding),
+            "correction_bits": settings.check_correction_bits(weight_correction_bits),
             "seed": settings.check_seed(seed),
             "bias_correction": settings.check_flag("bias_correction", bias_correction),
         }
@@ -193,6 +200,8 @@ class BlockwiseAdam(torch.optim.Optimizer):
         if not self.state.get(p):  # DeepSpeed looks at states early, which makes empty ones
             self.state[p] = self._new_state(p, infos)
         state = self.state[p]
+        if self._is_corrected(p) and "param_correction" not in state:
+            state["param_correction"] = torch.zeros(p.shape, dtype=torch.int8, device=p.device)
         table, stores = self._moments(p, infos)
         step = int(state["step"]) + 1
         beta1, beta2 = (float(beta) for beta in group["betas"])
@@ -251,6 +260,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
             moment_phase=dither.phase_of(moment_key, item.step),
             param_phase=dither.phase_of(param_key, item.step),
             rounding=self._settings["rounding"],
+            correction=item.correction_of(piece),
         )
 
     def _handle_nonfinite(self, skipped: dict[str, int]) -> None:
@@ -280,6 +290,24 @@ class BlockwiseAdam(torch.optim.Optimizer):
         decision = self._settings["policy"].decide(info.name, info.shape)
         block_size = decision.grid.block_size if decision.grid else 0
         return Piece(start, numel, first, info.shape, info.identity, block_size, info.label)
+
+    def _is_corrected(self, p: Tensor) -> bool:
+        return self._settings["correction_bits"] == 8 and p.dtype == torch.bfloat16
+
+    def _correction_from(self, p: Tensor, saved: dict) -> dict:
+        """Return the correction entry of a loaded state, as far as this optimizer keeps one."""
+        correction = saved.get("param_correction")
+        if correction is None:
+            return {}
+        if not self._is_corrected(p):
+            logger.warning("weight_correction_bits is 0: the corrections of a checkpoint are lost")
+            return {}
+        if correction.shape != p.shape or correction.dtype != torch.int8:
+            raise ValueError(
+                f"param_correction: got {tuple(correction.shape)} of {correction.dtype}, expected "
+                f"{tuple(p.shape)} of torch.int8"
+            )
+        return {"param_correction": correction.to(p.device, copy=True).contiguous()}
 
     def _new_state(self, p: Tensor, infos: dict[Tensor, ParamInfo]) -> dict:
         """Return the state of a parameter that has taken no step."""
@@ -328,14 +356,17 @@ class BlockwiseAdam(torch.optim.Optimizer):
             table, stores = self._moments(p, infos)
             for number, piece in enumerate(table.pieces):
                 moments = [store.moment(number) for store in stores]
-                tensors = [t for m in moments for t in (m.values, m.scales) if t is not None]
-                rows.append(self._memory_row(piece, sum(t.nbytes for t in tensors)))
+                tensors = [t for m in moments for t in (m.values, m.scales)]
+                state_bytes = sum(t.nbytes for t in tensors if t is not None)
+                correction_bytes = piece.numel if "param_correction" in self.state[p] else 0
+                rows.append(self._memory_row(piece, state_bytes, correction_bytes))
         return MemoryReport(tuple(rows))
 
-    def _memory_row(self, piece: Piece, state_bytes: int) -> MemoryRow:
+    def _memory_row(self, piece: Piece, state_bytes: int, correction_bytes: int) -> MemoryRow:
         reason = self._settings["policy"].decide(piece.name, piece.shape).reason
         bits = 8 if piece.is_quantized else 32
-        return MemoryRow(piece.name, piece.shape, piece.numel, bits, reason, state_bytes)
+        sizes = (piece.numel, bits, reason, state_bytes, correction_bytes)
+        return MemoryRow(piece.name, piece.shape, *sizes)
 
 
 @dataclass
@@ -354,7 +385,10 @@ def _adopt_states(optimizer: BlockwiseAdam) -> None:
     infos = optimizer._infos()
     for p, wrapped in optimizer.state.items():
         saved = wrapped.state
-        optimizer.state[p] = optimizer._adopted(p, saved, infos) if saved else {}
+        if saved:
+            adopted = optimizer._adopted(p, saved, infos)
+            saved = {**adopted, **optimizer._correction_from(p, saved)}
+        optimizer.state[p] = saved
 
 
 def check_tensors(p: Tensor) -> None:

@@ -37,7 +37,7 @@ def step(segment: Segment) -> int:
     """Take one step on a segment, in place; return the number of blocks left out as non-finite."""
     s = segment.scalars
     block, num_blocks = segment.grid.block_numbers(segment.first, segment.param.numel())
-    p = ieee.flush(segment.param.float())
+    p = ieee.flush(_wide_param(segment))
     g = ieee.mul(s.grad_sign, segment.grad.float())
     if s.l2 != 0.0:
         g = ieee.fma(s.l2, p, g)
@@ -52,7 +52,7 @@ def step(segment: Segment) -> int:
     denominator = ieee.fma(ieee.sqrt(v), s.inverse_sqrt_correction2, s.eps)
     ratio = ieee.div(m, denominator).clamp(-s.max_ratio, s.max_ratio)
     p = ieee.fma(-s.step_size, ratio, ieee.mul(s.decay, p))
-    segment.param[good] = _rounded(p, segment)[good]
+    _store_param(segment, p, good)
 
     _store(segment.exp_avg, segment, m, good, block, bad_blocks, dithered=False)
     _store(segment.exp_avg_sq, segment, v, good, block, bad_blocks, dithered=True)
@@ -96,6 +96,21 @@ def _store(
     moment.scales[~bad_blocks] = scales[~bad_blocks]
 
 
+def _wide_param(segment: Segment) -> Tensor:
+    if segment.correction is None:
+        return segment.param.float()
+    bits = segment.param.view(torch.int16).to(torch.int32) << 16
+    return (bits + (segment.correction.to(torch.int32) << 8)).view(torch.float32)
+
+
+def _store_param(segment: Segment, p: Tensor, good: Tensor) -> None:
+    if segment.correction is None:
+        segment.param[good] = _rounded(p, segment)[good]
+        return
+    param, correction = corrected_bfloat16(p)
+    segment.param[good], segment.correction[good] = param[good], correction[good]
+
+
 def _rounded(p: Tensor, segment: Segment) -> Tensor:
     if segment.param.dtype == torch.float32:
         return p
@@ -124,3 +139,28 @@ def stochastic_bfloat16(x: Tensor, threshold: Tensor) -> Tensor:
     high = torch.where(overflow, bits >> 16, rounded)
     high = torch.where(x.isnan(), _BF16_INFINITY | 0x40, high)
     return high.to(torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def corrected_bfloat16(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round to 24 bits, half up in magnitude, as the nearest bfloat16 and a signed remainder.
+
+    x = float_from_bits((param << 16) + (correction << 8)), within 2^-17 of its magnitude.  Where
+    the nearest bfloat16 of a finite x is infinite, both parts are the largest finite ones.
+
+    Args:
+        x: (numel,) float32.
+
+    Returns:
+        param: (numel,) bfloat16.  correction: (numel,) int8.
+    """
+    bits = x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    wide = (bits + 128) >> 8
+    nearest, remainder = (wide + 128) >> 8, wide & 0xFF
+    beyond = (nearest & _BF16_INFINITY) == _BF16_INFINITY
+    high = torch.where(beyond, bits >> 16, nearest)
+    low = torch.where(beyond, remainder.clamp(max=127), remainder)
+    high = torch.where(x.isnan(), _BF16_INFINITY | 0x40, high)
+    low = torch.where(x.isnan(), 0, low)
+    # Narrowing keeps the low bits, which are the two's complement of what they stand for.
+    param = high.to(torch.int32).to(torch.int16).view(torch.bfloat16)
+    return param, low.to(torch.int32).to(torch.int8)

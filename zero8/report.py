@@ -15,6 +15,7 @@ class MemoryRow:
         bits: bits per moment, 8 or 32.
         reason: why.
         state_bytes: bytes of both moments with all their scales.
+        correction_bytes: bytes of the corrections of bfloat16 weights, where they are kept.
     """
 
     name: str
@@ -23,6 +24,7 @@ class MemoryRow:
     bits: int
     reason: str
     state_bytes: int
+    correction_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ class Segment:
         moment_phase: dither phase of the second moment (`zero8.dither`).
         param_phase: phase of the parameter's rounding.
         rounding: how a bfloat16 parameter is rounded; float32 parameters ignore it.
+        correction: (numel,) int8, contiguous, updated in place: the 8 bits below those of a
+            bfloat16 parameter, or None.  With it the parameter is rounded to 24 bits, to nearest.
     """
 
     param: Tensor
@@ -62,3 +64,4 @@ class Segment:
     moment_phase: int
     param_phase: int
     rounding: Rounding
+    correction: Tensor | None = None

@@ -25,6 +25,7 @@ SERVED_KEYS = (
     "min_8bit_size",
     "fp32_params",
     "stochastic_rounding",
+    "weight_correction_bits",
     "seed",
 )
 
@@ -79,6 +80,13 @@ def check_rounding(value: object) -> Rounding:
         if type(value) is type(name) and value == name:
             return rounding
     raise ValueError(f"stochastic_rounding: got {value!r}, expected one of {list(ROUNDINGS)}")
+
+
+def check_correction_bits(bits: object) -> int:
+    """Return 0 or 8, the bits kept beside each bfloat16 weight, or raise ValueError."""
+    if isinstance(bits, bool) or bits not in (0, 8):
+        raise ValueError(f"weight_correction_bits: got {bits!r}, expected 0 or 8")
+    return bits
 
 
 def check_flag(name: str, value: object) -> bool:

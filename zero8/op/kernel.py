@@ -24,6 +24,7 @@ SEGMENT = np.dtype(
         ("exp_avg_sq", "u8"),
         ("exp_avg_scale", "u8"),
         ("exp_avg_sq_scale", "u8"),
+        ("correction", "u8"),
         ("numel", "i8"),
         ("first", "i8"),
         ("row_length", "i8"),
@@ -111,6 +112,10 @@ def _fill(record: np.void, segment: Segment, scalars: int) -> None:
             num_scales *= math.prod(getattr(segment.codec, name).scale_shape)
             _check(f"{name}_scale", moment.scales, num_scales, (torch.float32,))
             record[f"{name}_scale"] = moment.scales.data_ptr()
+    if segment.correction is not None:
+        _check("param with a correction", segment.param, numel, (torch.bfloat16,))
+        _check("correction", segment.correction, numel, (torch.int8,))
+        record["correction"] = segment.correction.data_ptr()
     record["numel"], record["first"] = numel, segment.first
     record["row_length"] = segment.grid.row_length
     record["block_size"] = segment.grid.block_size

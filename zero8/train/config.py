@@ -13,6 +13,7 @@ EIGHT_BIT_ONLY = (
     "min_8bit_size",
     "fp32_params",
     "stochastic_rounding",
+    "weight_correction_bits",
     "seed",
 )
 

@@ -44,6 +44,8 @@ class Adam8bitBlockwise(BlockwiseAdam):
         fp32_params: glob patterns of parameter names that keep float32 moments.
         stochastic_rounding: of bfloat16 parameters: "auto" or "dither" (golden-ratio sequence),
             "hash" (independent), or False (nearest).
+        weight_correction_bits: 8 keeps the 8 bits below those of each bfloat16 weight beside the
+            states and rounds to the nearest of these 24-bit weights, without noise; 0 does not.
         seed: of the dither; no generator state exists.
         **others: keys of DeepSpeed's and torch's Adam that select an implementation have no
             effect; `amsgrad=True` and the like are refused.

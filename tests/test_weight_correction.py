@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bfloat16 weights without float32 masters: dithered, hashed, and with 8 more bits beside them."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from zero8 import Adam8bitBlockwise
+from zero8.op import kernel
+from zero8.reference import corrected_bfloat16
+from zero8.segment import Rounding
+
+SHAPE = (24, 300)
+
+
+def every_bfloat16():
+    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def joined(p, correction):
+    bits = (p.view(torch.int16).to(torch.int32) << 16) + (correction.to(torch.int32) << 8)
+    return bits.view(torch.float32)
+
+
+def optimizer_of(p, **settings):
+    return Adam8bitBlockwise([p], lr=1e-3, seed=3, **settings)
+
+
+def train(optimizer, p, steps, first=0):
+    for step in range(first, first + steps):
+        p.grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(step)).to(p.dtype)
+        optimizer.step()
+
+
+def test_corrected_bfloat16_of_every_bfloat16_is_itself_with_correction_0():
+    x = every_bfloat16()
+    numbers = ~x.isnan()
+    p, correction = corrected_bfloat16(x.float())
+    assert torch.equal(p[numbers].view(torch.int16), x[numbers].view(torch.int16))
+    assert bool((correction == 0).all())
+    assert bool(p[~numbers].isnan().all())
+
+
+def test_corrected_bfloat16_is_the_nearest_24_bits_and_the_nearest_bfloat16():
+    """24 bits of which 16 are mantissa: half a unit is 2^-16 of the power of two, so 2^-16 of x.
+
+    The bfloat16 keeps 8 of them: 2^-8.  2^-24 more for the sum's rounding to 24 bits first.
+    """
+    bits = torch.randint(0, 0x7F000000, (1 << 20,), generator=torch.Generator().manual_seed(1))
+    edges = torch.tensor([0, 127, 128, 129, 255, 256, 0x7FFF, 0x8000, 0x8080, 0xFF7F, 0xFF80])
+    bits = torch.cat([bits, 0x3F800000 + edges]).to(torch.int32)
+    x = bits.view(torch.float32)
+    x = torch.cat([x, -x])
+    p, correction = corrected_bfloat16(x)
+    whole = x.abs() >= 2.0**-126
+    assert bool(((joined(p, correction) - x).abs() <= 2.0**-16 * x.abs())[whole].all())
+    assert bool(((p.float() - x).abs() <= (2.0**-8 + 2.0**-16) * x.abs())[whole].all())
+
+
+@pytest.mark.parametrize("x", [3.4e38, -3.4e38, 3.3961e38, (2 - 2**-8) * 2.0**127])
+def test_corrected_bfloat16_of_a_finite_number_is_finite(x):
+    p, correction = corrected_bfloat16(torch.tensor([x]))
+    assert bool(p.isfinite().all())
+    assert bool(joined(p, correction).isfinite().all())
+
+
+@pytest.mark.parametrize("codec", ["log", "companded", "dynamic"])
+def test_corrected_weights_stay_within_rounding_of_float32_weights(codec):
+    """Each step rounds to 24 bits, by at most 2^-16 of the weight, and steps are the same.
+
+    The moments do not depend on the weights, so only the roundings differ: after 200 steps at most
+    200 * 2^-16 * max|w|, and as float32 rounds as well, 2^-24 more each.
+    """
+    torch.manual_seed(0)
+    start = torch.randn(SHAPE).bfloat16()
+    p, wide = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    optimizer = optimizer_of(p, weight_correction_bits=8, codec=codec)
+    exact = optimizer_of(wide, codec=codec)
+    largest = wide.abs().max().item()
+    for step in range(200):
+        grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(step)).bfloat16()
+        p.grad, wide.grad = grad, grad.float()
+        optimizer.step()
+        exact.step()
+        largest = max(largest, wide.abs().max().item())
+    got = joined(p.detach(), optimizer.state[p]["param_correction"])
+    assert (got - wide).abs().max().item() <= 200 * (2.0**-16 + 2.0**-24) * largest
+
+
+def test_corrected_weights_are_bit_equal_on_every_instruction_set(monkeypatch):
+    results = []
+    step = kernel.step
+    for isa in kernel.isas():
+        monkeypatch.setattr(kernel, "step", lambda segments, isa=isa: step(segments, isa=isa))
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(SHAPE).bfloat16())
+        optimizer = optimizer_of(p, weight_correction_bits=8, weight_decay=0.1)
+        train(optimizer, p, 5)
+        results.append((p.detach(), optimizer.state[p]["param_correction"]))
+    for p, correction in results[1:]:
+        assert torch.equal(p, results[0][0])
+        assert torch.equal(correction, results[0][1])
+
+
+def test_correction_is_saved_loaded_and_counted():
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(SHAPE).bfloat16())
+    optimizer = optimizer_of(p, weight_correction_bits=8)
+    train(optimizer, p, 3)
+    (row,) = optimizer.memory_report().rows
+    assert row.correction_bytes == p.numel()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = nn.Parameter(p.detach().clone())
+    resumed = optimizer_of(other, weight_correction_bits=8)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    train(optimizer, p, 3, first=3)
+    train(resumed, other, 3, first=3)
+    assert torch.equal(p, other)
+    ours, theirs = (o.state[q]["param_correction"] for o, q in ((optimizer, p), (resumed, other)))
+    assert torch.equal(ours, theirs)
+    assert ours.data_ptr() != theirs.data_ptr()
+
+
+def test_correction_of_a_checkpoint_is_dropped_with_a_warning_where_none_is_kept(caplog):
+    p = nn.Parameter(torch.randn(SHAPE).bfloat16())
+    optimizer = optimizer_of(p, weight_correction_bits=8)
+    train(optimizer, p, 1)
+    other = optimizer_of(nn.Parameter(p.detach().clone()))
+    with caplog.at_level("WARNING", logger="zero8"):
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert "weight_correction_bits" in caplog.text
+    assert "param_correction" not in next(iter(other.state.values()))
+
+
+def test_correction_of_another_shape_is_refused():
+    p = nn.Parameter(torch.randn(SHAPE).bfloat16())
+    optimizer = optimizer_of(p, weight_correction_bits=8)
+    train(optimizer, p, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["param_correction"] = torch.zeros(7, dtype=torch.int8)
+    with pytest.raises(ValueError, match="param_correction"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("bits", [4, -8, True, "8", 8.5])
+def test_correction_bits_other_than_0_and_8_are_refused(bits):
+    with pytest.raises(ValueError, match="weight_correction_bits"):
+        optimizer_of(nn.Parameter(torch.zeros(SHAPE)), weight_correction_bits=bits)
+
+
+def test_float32_weights_have_no_correction():
+    p = nn.Parameter(torch.randn(SHAPE))
+    optimizer = optimizer_of(p, weight_correction_bits=8)
+    train(optimizer, p, 1)
+    assert "param_correction" not in optimizer.state[p]
+
+
+@pytest.mark.parametrize("rounding", [Rounding.DITHER, Rounding.HASH, Rounding.NEAREST])
+def test_bfloat16_weight_of_1_under_updates_of_1e_4(rounding):
+    """Nearest rounding never moves the weight, stochastic rounding follows within 1 %.
+
+    With a constant gradient u is 1, so an update is 1e-4, below half a unit of bfloat16 just under
+    1 (2^-9): nearest is stuck.  2000 steps lead from 1 to 0.8.  One hashed rounding has a variance
+    of at most 2^-8 * 1e-4, so the mean of 7200 weights after 2000 steps a standard deviation below
+    sqrt(2000 * 2^-8 * 1e-4 / 7200) = 3.3e-4: four of them are 0.17 % of 0.8.
+    """
+    names = {Rounding.DITHER: "dither", Rounding.HASH: "hash", Rounding.NEAREST: False}
+    p = nn.Parameter(torch.ones(SHAPE, dtype=torch.bfloat16))
+    optimizer = Adam8bitBlockwise([p], lr=1e-4, stochastic_rounding=names[rounding])
+    for _ in range(2000):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    if rounding == Rounding.NEAREST:
+        assert bool((p == 1).all())
+    else:
+        assert p.float().mean().item() == pytest.approx(0.8, rel=0.01)
