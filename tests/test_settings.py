@@ -139,3 +139,22 @@ def test_settings_defaults_are_those_of_adam_in_deepspeed():
     group = make().param_groups[0]
     assert (group["lr"], group["betas"], group["eps"]) == (1e-3, (0.9, 0.999), 1e-8)
     assert group["weight_decay"] == 0.0 and group["decoupled_weight_decay"]
+
+
+@pytest.mark.parametrize("key", settings.WHOLE_OPTIMIZER_KEYS)
+def test_group_with_a_setting_of_the_whole_optimizer_is_refused(key):
+    with pytest.raises(ValueError, match=f"{key}: got it in a parameter group"):
+        Adam8bitBlockwise([{"params": [nn.Parameter(torch.zeros(2))], key: 64}])
+
+
+@pytest.mark.parametrize(("key", "value"), [("amsgrad", True), ("maximize", 3)])
+def test_group_that_asks_for_what_is_not_done_is_refused(key, value):
+    with pytest.raises(ValueError, match=f"{key}: got {value}"):
+        Adam8bitBlockwise([{"params": [nn.Parameter(torch.zeros(2))], key: value}])
+
+
+def test_group_refused_for_lack_of_names_is_not_added():
+    optimizer = Adam8bitBlockwise([("w", nn.Parameter(torch.zeros(2)))], fp32_params=["w"])
+    with pytest.raises(ValueError):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert len(optimizer.param_groups) == 1

@@ -8,6 +8,9 @@ import psutil
 import pytest
 from ranks import run_ranks
 
+# A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
+pytestmark = pytest.mark.timeout(600)
+
 
 def fail_on_rank_1(folder):
     """Write this rank's process number; then rank 1 fails, and rank 0 waits for it for ever."""

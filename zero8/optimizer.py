@@ -130,9 +130,13 @@ class BlockwiseAdam(torch.optim.Optimizer):
             settings.check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         self._remember_params()
-        # Patterns without names must fail here, not at the first step.
-        for info in self._infos().values():
-            self._settings["policy"].decide(info.name, info.shape)
+        try:
+            # Patterns without names must fail here, not at the first step.
+            for info in self._infos().values():
+                self._settings["policy"].decide(info.name, info.shape)
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def _remember_params(self) -> None:
         """Note what a subclass needs of parameters that something may replace later."""

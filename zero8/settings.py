@@ -29,6 +29,20 @@ SERVED_KEYS = (
     "seed",
 )
 
+# Keys that hold for the whole optimizer and have no meaning in one parameter group.
+WHOLE_OPTIMIZER_KEYS = (
+    "adam_w_mode",
+    "adamw_mode",
+    "bias_correction",
+    "block_size",
+    "codec",
+    "min_8bit_size",
+    "fp32_params",
+    "stochastic_rounding",
+    "weight_correction_bits",
+    "seed",
+)
+
 # Keys of DeepSpeed's and torch's Adam that select an implementation: there is only one here.
 NO_EFFECT_KEYS = ("torch_adam", "set_grad_none", "foreach", "fused")
 
@@ -57,21 +71,26 @@ def check_other_keys(others: dict) -> bool | None:
             optimizer does not do.
     """
     adamw_mode = others.pop("adamw_mode", None)
+    _check_refused_keys(others)
     for key, value in others.items():
         if key in REFUSED_KEYS:
-            harmless, reason = REFUSED_KEYS[key]
-            if value not in (harmless, None):
-                raise ValueError(
-                    f"{key}: got {value!r}, Adam8bitBlockwise supports {harmless} only: {reason}"
-                )
-        elif key not in NO_EFFECT_KEYS:
+            continue
+        if key not in NO_EFFECT_KEYS:
             raise ValueError(
                 f"unknown parameter {key!r} for Adam8bitBlockwise; valid ones are "
                 f"{', '.join(SERVED_KEYS)}; accepted without effect: {', '.join(NO_EFFECT_KEYS)}"
             )
-        elif value:
+        if value:
             logger.info("%s=%r has no effect: Adam8bitBlockwise has one implementation", key, value)
     return adamw_mode
+
+
+def _check_refused_keys(values: dict) -> None:
+    for key, (harmless, reason) in REFUSED_KEYS.items():
+        if values.get(key) not in (harmless, None):
+            raise ValueError(
+                f"{key}: got {values[key]!r}, Adam8bitBlockwise supports {harmless} only: {reason}"
+            )
 
 
 def check_rounding(value: object) -> Rounding:
@@ -104,7 +123,15 @@ def check_seed(seed: object) -> int:
 
 
 def check_group(group: dict) -> None:
-    """Check lr, betas, eps and weight_decay of a parameter group, or raise ValueError."""
+    """Check the settings of a parameter group, or raise ValueError."""
+    for key in WHOLE_OPTIMIZER_KEYS:
+        if key in group:
+            raise ValueError(
+                f"{key}: got it in a parameter group, but it holds for the whole optimizer; pass "
+                "it to Adam8bitBlockwise itself"
+            )
+    _check_refused_keys(group)
+    check_flag("maximize", group["maximize"])
     lr = group["lr"]
     if isinstance(lr, torch.Tensor):
         if lr.numel() != 1:
