@@ -63,6 +63,8 @@ train() {
   wait "$child"
 }
 
+echo "building the ops (minutes the first time, then seconds)"
+"$python" -m zero8.train.build
 train AdamW
 train Adam8bitBlockwise
 

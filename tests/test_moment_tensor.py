@@ -42,13 +42,8 @@ READS = {
     "from a plain tensor": lambda x: torch.ones(NUMEL) - x,
     "norm": lambda x: x.norm(),
     "cat": lambda x: torch.cat([x, x]),
-    "one element": lambda x: x[700],
-    "stride": lambda x: x[::3],
-    "two dimensions": lambda x: x.view(2, -1),
-    "unsqueeze": lambda x: x.unsqueeze(0),
     "mask": lambda x: x[torch.arange(NUMEL) % 2 == 0],
     "where": lambda x: torch.where(x > 0, x, 0.0),
-    "split": lambda x: x.split(712)[1],
     "out": lambda x: torch.mul(x, 2.0, out=torch.empty(NUMEL)),
     "added to": lambda x: torch.ones(NUMEL).add_(x),
     "foreach": lambda x: torch._foreach_add([x], 1.0)[0],
@@ -68,6 +63,22 @@ def test_read_any_operation_equals_that_on_the_decoded_tensor(codec, which):
         got, expected = read(x), read(dense)
         assert is_plain(got), name
         assert torch.equal(got, expected), name
+
+
+REFUSED_VIEWS = {
+    "one element": lambda x: x[700],
+    "stride": lambda x: x[::3],
+    "two dimensions": lambda x: x.view(2, -1),
+    "unsqueeze": lambda x: x.unsqueeze(0),
+    "split": lambda x: x.split(712)[1],
+    "as_strided": lambda x: x.as_strided((2, 2), (2, 1)),
+}
+
+
+@pytest.mark.parametrize("view", REFUSED_VIEWS.values(), ids=REFUSED_VIEWS)
+def test_view_other_than_a_range_is_refused_as_writes_to_it_would_be_lost(view):
+    with pytest.raises(NotImplementedError, match="clone"):
+        view(moment())
 
 
 def test_dense_copies_do_not_follow_the_moment():

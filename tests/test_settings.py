@@ -24,7 +24,7 @@ UNDERSTOOD = {
         "amsgrad": False,
         "adam_w_mode": True,
         "torch_adam": False,
-        "fp32_optimizer_states": False,
+        "fp32_optimizer_states": True,
         "set_grad_none": True,
     },
     "adamw_mode": {"adamw_mode": False},
@@ -67,7 +67,6 @@ def test_settings_adamw_mode_is_adam_w_mode(first):
 
 REFUSED = {
     "amsgrad": ({"amsgrad": True}, "amsgrad: got True, .* supports False only: .*third moment"),
-    "fp32_optimizer_states": ({"fp32_optimizer_states": True}, "list parameters in fp32_params"),
     "capturable": ({"capturable": True}, "capturable: got True.*CUDA graphs"),
     "differentiable": ({"differentiable": True}, "differentiable: got True"),
     "negative lr": ({"lr": -1.0}, "lr: got -1.0, expected at least 0"),

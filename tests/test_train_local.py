@@ -9,10 +9,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from zero8.train.build import build_ops
+
 ROOT = Path(__file__).parents[1]
-# Seconds: a first run also builds DeepSpeed's CPU ops, about two minutes.
+# Seconds.
 TIME_LIMIT = 280
 STOP_LIMIT = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ops():
+    """Build the ops here: a test that stops the script must not stop a build with it."""
+    build_ops()
 
 
 def stop(process):

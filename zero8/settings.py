@@ -43,13 +43,13 @@ WHOLE_OPTIMIZER_KEYS = (
     "seed",
 )
 
-# Keys of DeepSpeed's and torch's Adam that select an implementation: there is only one here.
-NO_EFFECT_KEYS = ("torch_adam", "set_grad_none", "foreach", "fused")
+# Keys of DeepSpeed's and torch's Adam that select an implementation: there is only one here, and
+# whoever names it has asked for 8-bit states.
+NO_EFFECT_KEYS = ("torch_adam", "set_grad_none", "foreach", "fused", "fp32_optimizer_states")
 
 # Keys that ask for something this optimizer does not do, and the value that is harmless.
 REFUSED_KEYS = {
     "amsgrad": (False, "the maximum of past second moments would need a third moment"),
-    "fp32_optimizer_states": (False, "the states are 8-bit; list parameters in fp32_params"),
     "capturable": (False, "CUDA graphs are not supported"),
     "differentiable": (False, "the step is not differentiable"),
 }
@@ -81,7 +81,7 @@ def check_other_keys(others: dict) -> bool | None:
                 f"{', '.join(SERVED_KEYS)}; accepted without effect: {', '.join(NO_EFFECT_KEYS)}"
             )
         if value:
-            logger.info("%s=%r has no effect: Adam8bitBlockwise has one implementation", key, value)
+            logger.warning("%s=%r has no effect on Adam8bitBlockwise", key, value)
     return adamw_mode
 
 

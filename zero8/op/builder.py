@@ -89,7 +89,7 @@ class Zero8AdamBuilder(CPUOpBuilder):
         """
         if self.name in self._loaded_ops:
             return self._loaded_ops[self.name]
-        with _build_lock(self.name), _own_ninja_first():
+        with build_lock(self.name):
             return super().load(verbose)
 
 
@@ -117,7 +117,11 @@ def _own_ninja_first() -> Iterator[None]:
 
 
 @contextmanager
-def _build_lock(name: str) -> Iterator[None]:
+def build_lock(name: str) -> Iterator[None]:
+    """Be the only process that builds the op `name`, whatever killed builds have left behind.
+
+    Works for DeepSpeed's own ops too, among processes that use it.
+    """
     build_folder = Path(cpp_extension._get_build_directory(name, verbose=False))
     with open(build_folder.with_name(f"{name}.flock"), "w") as lock_file:
         fcntl.flock(lock_file, fcntl.LOCK_EX)
@@ -127,4 +131,5 @@ def _build_lock(name: str) -> Iterator[None]:
         if (build_folder / "lock").exists():
             grave = tempfile.mkdtemp(prefix=f"{name}.killed.", dir=build_folder.parent)
             shutil.rmtree(build_folder.rename(grave), ignore_errors=True)
-        yield
+        with _own_ninja_first():
+            yield

@@ -6,8 +6,8 @@ flat partition: it takes `narrow` views once and keeps them, reads them with `cl
 writes them with `copy_`, moves and pickles them.  A MomentTensor is such a tensor without float
 storage: a live view of a `MomentStore`, whose 8-bit codes the optimizer updates in place.
 
-Reading decodes.  Writing encodes, to within half a code.  Other in-place operations are refused:
-they would change a decoded copy and be lost.
+Reading decodes.  Writing encodes, to within half a code.  Other in-place operations are refused,
+and so are views other than contiguous ranges: writes would change a decoded copy and be lost.
 """
 
 import torch
@@ -89,6 +89,11 @@ class MomentTensor(torch.Tensor):
                 f"{func} on an 8-bit moment: it would change a decoded copy; use "
                 "moment.copy_(values) to write it"
             )
+        if func.is_view:
+            raise NotImplementedError(
+                f"{func} on an 8-bit moment: only contiguous ranges are views of it; use "
+                "moment.clone() to read it decoded, or narrow and copy_ to write a range"
+            )
         tree = torch.utils._pytree.tree_map_only(MomentTensor, MomentTensor.dense, (args, kwargs))
         return func(*tree[0], **tree[1])
 
@@ -166,13 +171,20 @@ def _same(x: MomentTensor, *_) -> MomentTensor:
 
 
 def _view(x: MomentTensor, shape) -> Tensor:
-    flat = list(shape) in ([-1], [x.numel()])
-    return _same(x) if flat else aten.view.default(x.dense(), shape)
+    if list(shape) not in ([-1], [x.numel()]):
+        raise NotImplementedError(
+            f"view{tuple(shape)} of an 8-bit moment of {x.numel()} elements: it is flat; use "
+            "moment.clone().view(...) to read it decoded"
+        )
+    return _same(x)
 
 
 def _slice(x: MomentTensor, dim=0, start=None, end=None, step=1) -> Tensor:
     if step != 1:
-        return aten.slice.Tensor(x.dense(), dim, start, end, step)
+        raise NotImplementedError(
+            f"a slice of an 8-bit moment with step {step}: only contiguous ranges are views of it; "
+            "use moment.clone() to read it decoded"
+        )
     begin, stop, _ = slice(start, end).indices(x.numel())
     return MomentTensor(x.store, x.start + begin, max(0, stop - begin), x.dtype)
 
