@@ -101,3 +101,12 @@ def test_command_unknown_or_missing_exits_2(arguments, capsys):
         cli.main(arguments)
     assert caught.value.code == 2
     assert "usage: zero8" in capsys.readouterr().err
+
+
+def test_bench_fidelity_help_names_its_options(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "fidelity", "--help"])
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert "--quick" in printed
+    assert "--json OUT" in printed

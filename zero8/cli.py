@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `zero8 build` compiles the op, `zero8 doctor` says whether all is well."""
+"""The command line: `zero8 build`, `zero8 doctor`, `zero8 bench`."""
 
 import argparse
 import contextlib
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     arguments = _parser().parse_args(argv)
+    if arguments.run is _bench:
+        return _bench(arguments.arguments)
     # DeepSpeed logs to stdout from its import on; our stdout carries the result and nothing else.
     with contextlib.redirect_stdout(sys.stderr):
         status, result, text = arguments.run()
@@ -29,7 +31,24 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.set_defaults(run=run)
+    bench = commands.add_parser("bench", add_help=False, help="measure; see zero8 bench --help")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER)
+    bench.set_defaults(run=_bench)
     return parser
+
+
+def _bench(argv: Sequence[str]) -> int:
+    # Its options come from the measurements, whose imports only they should pay for.
+    from zero8.bench import fidelity
+
+    parser = argparse.ArgumentParser(prog="zero8 bench")
+    measurements = parser.add_subparsers(required=True, metavar="MEASUREMENT")
+    help_text = "update errors of every codec and peer on recorded gradients, and final losses"
+    command = measurements.add_parser("fidelity", help=help_text, description=help_text)
+    fidelity.add_arguments(command)
+    command.set_defaults(run=fidelity.run)
+    arguments = parser.parse_args(argv)
+    return arguments.run(arguments)
 
 
 def _build() -> tuple[int, dict, str]:

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fidelity measurement: its trick, its metrics, and that nothing is left out in silence."""
+
+import json
+import sys
+from itertools import islice
+
+import pytest
+import torch
+
+from zero8.bench import fidelity, schemes
+from zero8.bench.fidelity_codes import FlashCode, FourBitCode, RatioCode
+from zero8.bench.fidelity_metrics import Tally, update_bounds
+from zero8.bench.fidelity_runs import final_loss, replay
+from zero8.bench.fidelity_training import Gradients, Layout, Recipe, TrainingRun
+from zero8.train.model import GPTConfig
+
+LAYOUT = Layout(("a", "b"), ((64, 128), (128, 64)))
+BETAS = (0.9, 0.95)
+TINY = Recipe(
+    steps=4,
+    beta2=0.95,
+    model=GPTConfig(context=64, width=64, layers=1, heads=2),
+    window=16,
+    batch=2,
+)
+ROW_KEYS = {
+    "scheme",
+    "block_size",
+    "beta2",
+    "bytes_per_param",
+    "rms_update_error",
+    "p999_update_error",
+    "max_abs_u",
+    "max_abs_u_bound",
+    "drift",
+    "zero_grad_moved",
+    "sqrt_v_bias",
+    "v_zero_share",
+    "implementation",
+    "note",
+}
+RESULT_KEYS = {
+    "default",
+    "rows",
+    "closed_loop",
+    "skipped",
+    "versions",
+    "command",
+    "cpu",
+    "steps",
+    "seconds",
+    "cpu_seconds",
+}
+
+
+def gradients(steps):
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.logspace(-5, 0, LAYOUT.numel)
+    return [torch.randn(LAYOUT.numel, generator=generator) * scale for _ in range(steps)]
+
+
+def adam_updates(grads, betas, eps=1e-8):
+    m = v = torch.zeros(LAYOUT.numel, dtype=torch.float64)
+    for step, grad in enumerate(grads, 1):
+        m = betas[0] * m + (1 - betas[0]) * grad.double()
+        v = betas[1] * v + (1 - betas[1]) * grad.double() ** 2
+        yield m / (1 - betas[0] ** step) / ((v / (1 - betas[1] ** step)).sqrt() + eps)
+
+
+# --- Shadow parameters ---------------------------------------------------------------------------
+
+
+class Exact:
+    """A code without loss."""
+
+    block_size = 64
+
+    def encode(self, m, v, step):
+        return {"m": m, "v": v}
+
+    def decode(self, state):
+        return state["m"].clone(), state["v"].clone()
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        schemes.torch_adamw(torch.float32),
+        schemes.zero8_fp32(),
+        schemes.reimplemented("exact", Exact(), ""),
+    ],
+    ids=lambda scheme: scheme.name,
+)
+def test_shadow_update_is_adams_u(scheme):
+    shadow = schemes.Shadow(scheme, LAYOUT, BETAS)
+    grads = gradients(20)
+    for grad, expected in zip(grads, adam_updates(grads, BETAS), strict=True):
+        torch.testing.assert_close(shadow.update(grad).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_shadow_reads_second_moments_and_bytes():
+    exact = schemes.Shadow(schemes.torch_adamw(torch.float32), LAYOUT, BETAS)
+    ours = schemes.Shadow(schemes.zero8_scheme("log"), LAYOUT, BETAS)
+    for grad in gradients(10):
+        exact.update(grad)
+        ours.update(grad)
+    ratio = ours.second_moments() / exact.second_moments()
+    assert ratio.log().abs().max() < 0.3
+    assert exact.bytes_per_param() == pytest.approx(8, abs=0.001)
+    # Rows of 128 and 64: 12 bytes of scales for each.
+    assert ours.bytes_per_param() == pytest.approx(2 + 12 * (1 / 128 + 1 / 64) / 2, abs=0.01)
+
+
+def test_flat_scheme_has_blocks_across_rows():
+    scheme = schemes.zero8_scheme("dynamic", 2048)
+    assert scheme.flat and "end to end" in scheme.note
+    shadow = schemes.Shadow(scheme, LAYOUT, BETAS)
+    shadow.update(gradients(1)[0])
+    assert shadow.bytes_per_param() == pytest.approx(2 + 8 / 2048, abs=0.01)
+
+
+# --- Metrics -------------------------------------------------------------------------------------
+
+
+def test_tally_on_made_up_updates():
+    reference = torch.ones(1000)
+    update = torch.full((1000,), 1.125)
+    update[:2] = 5.0
+    tally = Tally(1000, torch.tensor([0, 5]))
+    for u in (reference, update):
+        tally.watch(u, bound=2.0)
+        tally.compare(u, reference)
+    tally.compare_second_moments(torch.tensor([4.0, 0.0, 0.0]), torch.tensor([1.0, 1.0, 0.0]))
+    result = tally.result()
+    squares = 998 * 0.125**2 + 2 * 4.0**2
+    assert result["rms_update_error"] == pytest.approx((squares / 2000) ** 0.5)
+    assert result["p999_update_error"] == pytest.approx(0.125, rel=0.02)
+    assert result["drift"] == pytest.approx((squares / 4000) ** 0.5)
+    assert result["max_abs_u"] == 5.0
+    assert result["max_abs_u_bound"] == 2.0
+    assert result["max_u_over_bound"] == 2.5
+    assert (result["zero_grad_moved"], result["zero_grad_count"]) == (2, 2)
+    assert result["sqrt_v_bias"] == pytest.approx(2.0)
+    assert result["v_zero_share"] == 0.5
+
+
+def test_percentile_counts_the_tail():
+    tally = Tally(10000, torch.tensor([0]))
+    update = torch.ones(10000)
+    update[:20] = 3.0
+    tally.watch(update, bound=1.0)
+    tally.compare(update, torch.ones(10000))
+    tally.compare_second_moments(torch.ones(1), torch.ones(1))
+    assert tally.result()["p999_update_error"] == pytest.approx(2.0, rel=0.02)
+
+
+@pytest.mark.parametrize(("beta2", "limit"), [(0.999, 7.270), (0.95, 1.165)])
+def test_update_bounds_are_reached_and_converge(beta2, limit):
+    bounds = list(islice(update_bounds((0.9, beta2)), 20000))
+    assert bounds[0] == pytest.approx(1.0)
+    assert bounds[-1] == pytest.approx(limit, abs=1e-3)
+    # Cauchy-Schwarz holds with equality for g_i proportional to a_i/b_i = (beta1/beta2)^(t-i).
+    t = 30
+    ages = torch.arange(t - 1, -1, -1, dtype=torch.float64)
+    g = (0.9 / beta2) ** ages
+    m = (0.1 * 0.9**ages * g).sum() / (1 - 0.9**t)
+    v = ((1 - beta2) * beta2**ages * g**2).sum() / (1 - beta2**t)
+    assert bounds[t - 1] == pytest.approx((m / v.sqrt()).item())
+
+
+# --- Re-implemented codes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "m_error", "v_error"),
+    # Half the largest cell in units of the block's largest m or sqrt(v), and rounding; the 4-bit
+    # map of m ends at -0.8875, where -1 goes.
+    [(FlashCode(), 1 / 127 + 1e-3, 0.5 / 255 + 1e-3), (FourBitCode(), 0.1126, None)],
+    ids=["flashoptim", "4bit"],
+)
+def test_code_error_bounds_and_zero(code, m_error, v_error):
+    generator = torch.Generator().manual_seed(1)
+    m = torch.randn(8, code.block_size, generator=generator)
+    v = torch.randn(8, code.block_size, generator=generator).square()
+    m[0], v[0] = 0.0, 0.0
+    m[1, 0] = 0.0
+    decoded_m, decoded_v = code.decode(code.encode(m, v, 1))
+    error = (decoded_m - m).abs().amax(1) / m.abs().amax(1).clamp(min=1e-9)
+    assert error.max() <= m_error
+    assert (decoded_m[m == 0] == 0).all() and (decoded_v[0] == 0).all()
+    if v_error:
+        error = (decoded_v.sqrt() - v.sqrt()).abs().amax(1) / v.sqrt().amax(1).clamp(min=1e-9)
+        assert error.max() <= v_error
+    else:
+        error = (decoded_v - v).abs().amax(1) / v.amax(1).clamp(min=1e-9)
+        assert error.max() <= 1 / 16
+        assert (decoded_v[1:] > 0).all()
+
+
+def test_ratio_code_error_bounds_and_zero():
+    generator = torch.Generator().manual_seed(2)
+    m = torch.randn(4, 256, generator=generator)
+    v = torch.randn(4, 256, generator=generator).square() + 0.01
+    m[0], v[0] = 0.0, 0.0
+    decoded_m, decoded_v = RatioCode().decode(RatioCode().encode(m, v, 1))
+    assert (decoded_m[0] == 0).all() and (decoded_v[0] == 0).all()
+    assert (decoded_v[1:] / v[1:]).log().abs().max() < 0.1
+    ratio, decoded_ratio = m[1:] / decoded_v[1:].sqrt(), decoded_m[1:] / decoded_v[1:].sqrt()
+    step = ratio.abs().amax(1, keepdim=True) / 127
+    assert ((decoded_ratio - ratio).abs() <= 0.501 * step).all()
+
+
+# --- Runs ----------------------------------------------------------------------------------------
+
+
+def test_missing_package_is_skipped_with_its_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    kept, skipped = schemes.usable([schemes.zero8_scheme("log"), schemes.torchao()], BETAS)
+    assert [scheme.name for scheme in kept] == ["log"]
+    assert [entry["scheme"] for entry in skipped] == ["torchao"]
+    assert "ModuleNotFoundError" in skipped[0]["reason"]
+
+
+def test_gradients_are_the_models_and_zero_where_untrained():
+    run, plain = TrainingRun(TINY), TrainingRun(TINY)
+    gradients = Gradients(run)
+    plain.backward(3)
+    plain.model.blocks[0].mlp[0].weight.grad[:, ::16] = 0.0
+    torch.nn.utils.clip_grad_norm_(plain.model.parameters(), TINY.max_norm)
+    expected = dict(plain.model.named_parameters())
+    gradients.next(2)
+    for name, grad in zip(
+        gradients.layout.names, gradients.layout.views(gradients.next(3)), strict=True
+    ):
+        assert torch.equal(grad, expected[name].grad), name
+    zeros = gradients.flat[gradients.untrained]
+    assert zeros.numel() == 48 * 64 + 256 * 4 and not zeros.any()
+
+
+def test_replay_returns_rows_and_skipped_schemes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    ticks = []
+    chosen = [schemes.zero8_fp32(), schemes.zero8_scheme("log"), schemes.bitsandbytes()]
+    rows, skipped = replay(TINY, chosen, lambda: ticks.append(1))
+    assert len(ticks) == TINY.steps
+    assert [(s["scheme"], s["beta2"]) for s in skipped] == [("bitsandbytes", 0.95)]
+    fp32, log = rows
+    assert log.keys() >= ROW_KEYS
+    assert fp32["rms_update_error"] < 1e-6
+    assert 1e-6 < log["rms_update_error"] < 0.1
+    assert log["zero_grad_moved"] == 0 and log["zero_grad_count"] > 0
+    assert log["max_abs_u"] <= log["max_abs_u_bound"] * (1 + 2.0**-10)
+    json.dumps(rows, allow_nan=False)
+
+
+def test_final_loss_depends_on_the_optimizer_only():
+    names = ("fp32", "fp32", "fp32_zero8", "log")
+    fp32, again, control, log = (final_loss(TINY, name, lambda: None) for name in names)
+    assert fp32 == again
+    assert control == pytest.approx(fp32, rel=1e-5)
+    assert log != control and log == pytest.approx(fp32, rel=0.01)
+
+
+def test_quick_replay_says_where_torchao_is_left_out(monkeypatch):
+    monkeypatch.setattr(fidelity, "replay", lambda recipe, chosen, on_step: (chosen, []))
+    chosen, skipped = fidelity.replay_plan(True, Recipe(4, 0.999), None)
+    assert "torchao" in [scheme.name for scheme in chosen] and not skipped
+    chosen, skipped = fidelity.replay_plan(True, Recipe(4, 0.95), None)
+    assert "torchao" not in [scheme.name for scheme in chosen]
+    assert [(entry["scheme"], entry["beta2"]) for entry in skipped] == [("torchao", 0.95)]
+    chosen, skipped = fidelity.replay_plan(False, Recipe(4, 0.95), None)
+    assert {"torchao", "bitsandbytes", "flashoptim", "4bit"} <= {s.name for s in chosen}
+
+
+def made_up_row(scheme, beta2, block_size=256, **changes):
+    row = dict.fromkeys(ROW_KEYS, 0.5) | {"max_u_over_bound": 1.0, "zero_grad_count": 7}
+    row |= {"scheme": scheme, "beta2": beta2, "block_size": block_size, "zero_grad_moved": 0}
+    return row | {"implementation": "zero8", "note": ""} | changes
+
+
+def test_run_writes_json_table_and_figure(tmp_path, monkeypatch, capsys):
+    def run_jobs(jobs, *, total_steps, workers, label):
+        assert total_steps == 6 * len(jobs)
+        results = []
+        for function, arguments in jobs:
+            if function is final_loss:
+                recipe, scheme = arguments
+                results.append(2.0 + 0.01 * recipe.seed + 0.001 * (scheme == "log"))
+            else:
+                beta2 = arguments[1].beta2
+                rows = [
+                    made_up_row("log", beta2, rms_update_error=0.02),
+                    made_up_row("dynamic", beta2, rms_update_error=0.1),
+                    made_up_row("deepspeed_bf16", beta2, None, rms_update_error=0.01),
+                ]
+                results.append((rows, [{"scheme": "torchao", "reason": "gone", "beta2": beta2}]))
+        return results
+
+    monkeypatch.setattr(fidelity, "run_jobs", run_jobs)
+    out = tmp_path / "new" / "fidelity.json"
+    assert fidelity.main(["--quick", "--steps", "6", "--workers", "1", "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert result.keys() >= RESULT_KEYS
+    assert result["default"] == "log"
+    assert len(result["rows"]) == 6 and len(result["skipped"]) == 2
+    closed = {row["scheme"]: row for row in result["closed_loop"]}
+    assert closed["fp32"]["val_loss_mean"] == pytest.approx(2.02)
+    assert closed["fp32"]["val_loss_std"] == pytest.approx(0.01)
+    assert closed["log"]["difference_mean"] == pytest.approx(0.001)
+    met = {check["target"]: check["met"] for check in result["checks"]}
+    assert met["RMS error over that of `dynamic`, beta2 0.999"]
+    assert not met["RMS error over that of DeepSpeed's bf16 states, beta2 0.999"]
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    table = out.with_suffix(".md").read_text()
+    assert "| log (zero8) | 256 |" in table and "torchao, beta2 = 0.95: gone" in table
+    assert "MISSED" in capsys.readouterr().out
+
+
+def test_bad_arguments_say_what_is_expected(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        fidelity.main(["--steps", "1", "--json", str(tmp_path / "x.json")])
+    assert "--steps: got 1, expected at least 2" in capsys.readouterr().err

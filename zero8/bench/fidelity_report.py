@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fidelity result as markdown tables."""
+
+COLUMNS = (
+    ("scheme", lambda row: f"{row['scheme']} ({row['implementation']})"),
+    ("block", lambda row: str(row["block_size"] or "-")),
+    ("bytes/param", lambda row: f"{row['bytes_per_param']:.3f}"),
+    ("RMS error", lambda row: number(row["rms_update_error"])),
+    ("99.9 % error", lambda row: number(row["p999_update_error"])),
+    ("max \\|u\\|", lambda row: f"{row['max_abs_u']:.4g}"),
+    ("its bound", lambda row: f"{row['max_abs_u_bound']:.4g}"),
+    ("drift", lambda row: number(row["drift"])),
+    ("bias of sqrt(v)", lambda row: f"{row['sqrt_v_bias']:.4f}"),
+    ("v lost", lambda row: f"{100 * row['v_zero_share']:.3g} %"),
+    ("moved at g = 0", lambda row: f"{row['zero_grad_moved']} of {row['zero_grad_count']}"),
+)
+
+
+def number(value: float) -> str:
+    """Return a number of any size in three significant digits."""
+    return f"{value:.3g}"
+
+
+def _lines(headers: list[str], rows: list[list[str]]) -> list[str]:
+    rule = ["---"] + ["---:"] * (len(headers) - 1)  # names to the left, numbers to the right
+    return ["| " + " | ".join(cells) + " |" for cells in (headers, rule, *rows)]
+
+
+def markdown(result: dict) -> str:
+    """Return the tables of a result."""
+    lines = [
+        f"# Fidelity of the optimizer states, {result['steps']} steps",
+        "",
+        f"`{result['command']}`, {result['seconds']:.0f} s (CPU: {result['cpu_seconds']:.0f} s) "
+        f"on {result['workers']} cores of {result['cpu']}; default codec `{result['default']}`; "
+        + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        + ".",
+        "",
+        "Errors are of u = mhat/(sqrt(vhat) + eps) against fp32 Adam on the same gradients, second "
+        "half of the run, in units of RMS(u). zero8 clips |u| at its bound, plus 2^-11 of it for "
+        "rounding.",
+    ]
+    for beta2 in betas_of(result):
+        rows = rows_at(result, beta2)
+        cells = [[cell(row) for _, cell in COLUMNS] for row in rows]
+        lines += ["", f"## beta2 = {beta2}", "", *_lines([h for h, _ in COLUMNS], cells)]
+        notes = [(row["scheme"], row["block_size"], row["note"]) for row in rows if row["note"]]
+        lines += ["", *(f"- {name}, {size or 'no'} blocks: {note}" for name, size, note in notes)]
+    lines += ["", "## Closed loop", "", *_closed_loop_lines(result["closed_loop"])]
+    lines += ["", "## Targets", "", *_check_lines(result["checks"])]
+    if result["skipped"]:
+        lines += ["", "## Skipped", ""]
+        lines += [
+            f"- {s['scheme']}, beta2 = {s['beta2']}: {s['reason']}" for s in result["skipped"]
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def betas_of(result: dict) -> list[float]:
+    """Return the values of beta2 that were measured, largest first."""
+    return sorted({row["beta2"] for row in result["rows"]}, reverse=True)
+
+
+def rows_at(result: dict, beta2: float) -> list[dict]:
+    """Return the rows of one beta2."""
+    return [row for row in result["rows"] if row["beta2"] == beta2]
+
+
+def _closed_loop_lines(rows: list[dict]) -> list[str]:
+    headers = ["scheme", "beta2", "seeds", "steps", "validation loss", "std", "minus fp32", "std"]
+    cells = [
+        [
+            row["scheme"],
+            str(row["beta2"]),
+            str(len(row["seeds"])),
+            str(row["steps"]),
+            f"{row['val_loss_mean']:.4f}",
+            f"{row['val_loss_std']:.4f}",
+            f"{row['difference_mean']:+.4f}",
+            f"{row['difference_std']:.4f}",
+        ]
+        for row in rows
+    ]
+    return _lines(headers, cells)
+
+
+def _check_lines(checks: list[dict]) -> list[str]:
+    cells = [
+        [
+            c["target"].replace("|", "\\|"),
+            f"{c['value']:.4g}",
+            f"{c['limit']:.4g}",
+            "yes" if c["met"] else "**no**",
+        ]
+        for c in checks
+    ]
+    return _lines(["target", "value", "limit", "met"], cells)

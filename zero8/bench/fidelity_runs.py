@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two experiments: many optimizers on one run's gradients, and one run per optimizer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from zero8.bench.fidelity_metrics import Tally, update_bounds
+from zero8.bench.fidelity_training import Gradients, Recipe, TrainingRun
+from zero8.bench.schemes import FP32_CONTROL, Scheme, Shadow, torch_adamw, usable
+from zero8.zero.optimizer import Adam8bitBlockwise
+
+BETA1 = 0.9
+FP32 = "fp32"
+# The stored v is looked at this often in the second half of a run.
+SECOND_MOMENT_SAMPLES = 10
+
+
+def adamw(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """Return the fp32 AdamW that a run is trained with."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        betas=(BETA1, recipe.beta2),
+        weight_decay=recipe.weight_decay,
+        fused=True,
+    )
+
+
+@dataclass
+class Entrant:
+    """A scheme under measurement: its optimizer on shadow parameters, and what was seen of it."""
+
+    scheme: Scheme
+    shadow: Shadow
+    tally: Tally
+
+    def row(self, beta2: float) -> dict:
+        """Return the scheme's row of the result."""
+        return {
+            "scheme": self.scheme.name,
+            "block_size": self.scheme.block_size,
+            "beta2": beta2,
+            "bytes_per_param": self.shadow.bytes_per_param(),
+            **self.tally.result(),
+            "implementation": self.scheme.implementation,
+            "note": self.scheme.note,
+        }
+
+
+def replay(
+    recipe: Recipe, schemes: list[Scheme], on_step: Callable[[], None]
+) -> tuple[list[dict], list[dict]]:
+    """Feed the gradients of one fp32 run to all schemes at every step, and compare their updates.
+
+    Every scheme keeps its states quantized for the whole run.  Errors and drift are those of the
+    second half, the extremes those of the whole run.
+
+    Returns:
+        A row per scheme, and the schemes that cannot run here with the reason.
+    """
+    betas = (BETA1, recipe.beta2)
+    schemes, skipped = usable(schemes, betas)
+    run = TrainingRun(recipe)
+    trainer = adamw(run.model, recipe)
+    gradients = Gradients(run)
+    layout = gradients.layout
+    reference = Shadow(torch_adamw(torch.float32), layout, betas)
+    entrants = [
+        Entrant(s, Shadow(s, layout, betas), Tally(layout.numel, gradients.untrained))
+        for s in schemes
+    ]
+    half = recipe.steps // 2
+    sample_every = max(1, half // SECOND_MOMENT_SAMPLES)
+    for step, bound in zip(range(recipe.steps), update_bounds(betas), strict=False):
+        grad = gradients.next(step)
+        expected = reference.update(grad)
+        sampled = step >= half and (recipe.steps - 1 - step) % sample_every == 0
+        for entrant in entrants:
+            update = entrant.shadow.update(grad)
+            entrant.tally.watch(update, bound)
+            if step >= half:
+                entrant.tally.compare(update, expected)
+            if sampled:
+                stored = entrant.shadow.second_moments()
+                entrant.tally.compare_second_moments(stored, reference.second_moments())
+        run.update(trainer, step)
+        on_step()
+    rows = [entrant.row(recipe.beta2) for entrant in entrants]
+    return rows, [{**entry, "beta2": recipe.beta2} for entry in skipped]
+
+
+def final_loss(recipe: Recipe, scheme: str, on_step: Callable[[], None]) -> float:
+    """Train with one optimizer and return the validation loss.
+
+    Args:
+        recipe: the run.
+        scheme: `fp32` (torch's AdamW), a codec of zero8, or `fp32_zero8`, whose difference to
+            `fp32` is what rounding alone does to the loss of a run.
+        on_step: called after every step.
+    """
+    run = TrainingRun(recipe)
+    if scheme == FP32:
+        optimizer = adamw(run.model, recipe)
+    else:
+        states = {"fp32_params": ["*"]} if scheme == FP32_CONTROL else {"codec": scheme}
+        optimizer = Adam8bitBlockwise(
+            run.model.named_parameters(),
+            betas=(BETA1, recipe.beta2),
+            weight_decay=recipe.weight_decay,
+            **states,
+        )
+    for step in range(recipe.steps):
+        run.model.zero_grad()
+        run.backward(step)
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), recipe.max_norm)
+        run.update(optimizer, step)
+        on_step()
+    return run.validation_loss()
