@@ -262,17 +262,6 @@ def test_final_loss_depends_on_the_optimizer_only():
     assert log != control and log == pytest.approx(fp32, rel=0.01)
 
 
-def test_quick_replay_says_where_torchao_is_left_out(monkeypatch):
-    monkeypatch.setattr(fidelity, "replay", lambda recipe, chosen, on_step: (chosen, []))
-    chosen, skipped = fidelity.replay_plan(True, Recipe(4, 0.999), None)
-    assert "torchao" in [scheme.name for scheme in chosen] and not skipped
-    chosen, skipped = fidelity.replay_plan(True, Recipe(4, 0.95), None)
-    assert "torchao" not in [scheme.name for scheme in chosen]
-    assert [(entry["scheme"], entry["beta2"]) for entry in skipped] == [("torchao", 0.95)]
-    chosen, skipped = fidelity.replay_plan(False, Recipe(4, 0.95), None)
-    assert {"torchao", "bitsandbytes", "flashoptim", "4bit"} <= {s.name for s in chosen}
-
-
 def made_up_row(scheme, beta2, block_size=256, **changes):
     row = dict.fromkeys(ROW_KEYS, 0.5) | {"max_u_over_bound": 1.0, "zero_grad_count": 7}
     row |= {"scheme": scheme, "beta2": beta2, "block_size": block_size, "zero_grad_moved": 0}

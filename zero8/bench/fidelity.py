@@ -27,15 +27,12 @@ from zero8.bench.fidelity_runs import FP32, final_loss, replay
 from zero8.bench.fidelity_targets import checks
 from zero8.bench.fidelity_training import Recipe
 from zero8.bench.pool import run_jobs
-from zero8.bench.schemes import FP32_CONTROL, full_schemes, quick_schemes, torchao
+from zero8.bench.schemes import FP32_CONTROL, full_schemes, quick_schemes
 from zero8.codec import DEFAULT_CODEC
 from zero8.op import kernel
 
 STEPS = 1200
 BETA2S = (0.999, 0.95)
-CLOSED_LOOP_SCHEMES = (FP32, FP32_CONTROL, DEFAULT_CODEC, "dynamic")
-# It is compiled anew for every beta2, which takes half a minute.
-TORCHAO_QUICK_BETA2 = 0.999
 PACKAGES = ("torch", "deepspeed", "torchao", "bitsandbytes")
 
 
@@ -50,6 +47,11 @@ class Plan:
     def seeds(self) -> range:
         """Seeds of the closed loop."""
         return range(1, 4) if self.quick else range(1, 6)
+
+    @property
+    def closed_loop_schemes(self) -> tuple[str, ...]:
+        """Optimizers of the closed loop."""
+        return (FP32, DEFAULT_CODEC, "dynamic") + (FP32_CONTROL,) * (not self.quick)
 
     @property
     def closed_loop_beta2s(self) -> tuple[float, ...]:
@@ -123,7 +125,7 @@ def measure(plan: Plan, workers: int) -> dict:
     trainings = [
         (Recipe(plan.steps, beta2, seed=seed), scheme)
         for beta2 in plan.closed_loop_beta2s
-        for scheme in CLOSED_LOOP_SCHEMES
+        for scheme in plan.closed_loop_schemes
         for seed in plan.seeds
     ]
     jobs = [(replay_plan, (plan.quick, recipe)) for recipe in replays]
@@ -146,13 +148,7 @@ def measure(plan: Plan, workers: int) -> dict:
 
 def replay_plan(quick: bool, recipe: Recipe, on_step) -> tuple[list[dict], list[dict]]:
     """Run the replay with the schemes of the quick or the full measurement."""
-    if not quick:
-        return replay(recipe, full_schemes(), on_step)
-    if recipe.beta2 == TORCHAO_QUICK_BETA2:
-        return replay(recipe, [*quick_schemes(), torchao()], on_step)
-    rows, skipped = replay(recipe, quick_schemes(), on_step)
-    reason = f"the quick run measures it at beta2 {TORCHAO_QUICK_BETA2} only"
-    return rows, [*skipped, {"scheme": "torchao", "reason": reason, "beta2": recipe.beta2}]
+    return replay(recipe, quick_schemes() if quick else full_schemes(), on_step)
 
 
 def closed_loop(plan: Plan, losses: dict[tuple[Recipe, str], float]) -> list[dict]:
@@ -163,7 +159,7 @@ def closed_loop(plan: Plan, losses: dict[tuple[Recipe, str], float]) -> list[dic
     rows = []
     for beta2 in plan.closed_loop_beta2s:
         recipes = [Recipe(plan.steps, beta2, seed=seed) for seed in plan.seeds]
-        for scheme in CLOSED_LOOP_SCHEMES:
+        for scheme in plan.closed_loop_schemes:
             values = [losses[recipe, scheme] for recipe in recipes]
             differences = [losses[r, scheme] - losses[r, FP32] for r in recipes]
             rows.append(

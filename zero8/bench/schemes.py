@@ -228,9 +228,9 @@ def reimplemented(name: str, code, note: str) -> Scheme:
 
 
 def quick_schemes() -> list[Scheme]:
-    """Return zero8's codecs and what DeepSpeed has."""
+    """Return what the quick run compares."""
     codecs = [zero8_scheme(codec) for codec in ("log", "companded", "dynamic")]
-    return [zero8_fp32(), *codecs, deepspeed_bf16()]
+    return [zero8_fp32(), *codecs, deepspeed_bf16(), torchao()]
 
 
 def full_schemes() -> list[Scheme]:
@@ -239,7 +239,6 @@ def full_schemes() -> list[Scheme]:
         *quick_schemes(),
         *(zero8_scheme(codec, 2048) for codec in CODECS),
         torch_adamw(torch.bfloat16),
-        torchao(),
         bitsandbytes(),
         reimplemented("flashoptim", FlashCode(), "from arXiv:2602.23349"),
         reimplemented("ratio", RatioCode(), "v as in `log`, m as linear 8-bit m/sqrt(v)"),
