@@ -80,10 +80,10 @@ class StepScalars:
         beta1, beta2 = betas
         correction1 = 1 - beta1**step if bias_correction else 1.0
         correction2 = 1 - beta2**step if bias_correction else 1.0
-        # max_ratio bounds |m| / (sqrt(v)/sqrt(correction2) + eps) for exact moments.  The slack
-        # covers the rounding of float32 moments, which the recurrences accumulate to at most
-        # 2^-24/(1-beta) of their value: 2^-11 is enough for betas up to 0.9999.
-        slack = 1 + 2.0**-11
+        # max_ratio bounds |m| / (sqrt(v)/sqrt(correction2) + eps) for exact moments, so clipping
+        # there only takes rounding errors away.  Three roundings to float32 follow, 2^-24 each: of
+        # max_ratio, of step_size and of their product.  2^-22 less keeps |u| under its bound.
+        below = 1 - 2.0**-22
         values = {
             "beta1": beta1,
             "beta2": beta2,
@@ -92,7 +92,7 @@ class StepScalars:
             "sqrt_one_minus_beta2": math.sqrt(1 - beta2),
             "inverse_sqrt_correction2": 1 / math.sqrt(correction2),
             "eps": eps,
-            "max_ratio": math.sqrt(history * correction2) * slack,
+            "max_ratio": math.sqrt(history * correction2) * below,
             "step_size": lr / correction1,
             "decay": 1 - lr * weight_decay if decoupled else 1.0,
             "l2": 0.0 if decoupled else weight_decay,

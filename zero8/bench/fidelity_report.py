@@ -37,8 +37,7 @@ def markdown(result: dict) -> str:
         + ".",
         "",
         "Errors are of u = mhat/(sqrt(vhat) + eps) against fp32 Adam on the same gradients, second "
-        "half of the run, in units of RMS(u). zero8 clips |u| at its bound, plus 2^-11 of it for "
-        "rounding.",
+        "half of the run, in units of RMS(u). zero8 clips |u| at its bound.",
     ]
     for beta2 in betas_of(result):
         rows = rows_at(result, beta2)
