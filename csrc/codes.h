@@ -45,13 +45,22 @@ struct Dither {
 
 inline Vec::I magnitude_bits(Vec::F x) { return Vec::andi(Vec::as_int(x), Vec::seti(~kSignBit)); }
 
-// Largest |x|.  Over bit patterns, so that neither order nor vector width matters.
+// Codes of which x > 0 never has 0; x is not negative.
+inline Vec::I at_least_one(Vec::F x, Vec::I code) {
+  return Vec::maxu(code, Vec::minu(Vec::as_int(x), Vec::seti(1)));
+}
+
+// Largest |x|, of values that are never negative if not kSigned.  Over bit patterns, so that
+// neither order nor vector width matters.
+template <bool kSigned>
 struct Absmax {
   Vec::I largest;
 
   Absmax() : largest(Vec::seti(0)) {}
 
-  void add(Vec::F x) { largest = Vec::maxu(largest, magnitude_bits(x)); }
+  ZERO8_INLINE void add(Vec::F x) {
+    largest = Vec::maxu(largest, kSigned ? magnitude_bits(x) : Vec::as_int(x));
+  }
   float value() const {
     const float x = float_of(Vec::reduce_maxu(largest));
     return x < kSaturation ? x : kSaturation;
@@ -74,22 +83,22 @@ struct Companded {
       (kSquareRoot ? 0x1p-63f : 0x1p-126f) * static_cast<float>(1 << kMantissaBits);
 
   struct Decoder {
-    Vec::F scale;
+    Vec::F scale, minus_scale;
 
-    Decoder(const float* stored, float gain, const DynamicMap&) : scale(Vec::set(*stored * gain)) {}
+    Decoder(const float* stored, float gain, const DynamicMap&)
+        : scale(Vec::set(*stored * gain)), minus_scale(Vec::set(-(*stored * gain))) {}
     Vec::F operator()(Vec::I code) const {
       const Vec::I magnitude = kSigned ? Vec::andi(code, Vec::seti(kMaxCode)) : code;
       const Vec::I y = Vec::addi(Vec::shl<kShift>(magnitude), Vec::seti(kOneBits));
-      Vec::F level = Vec::sub(Vec::as_float(y), Vec::set(1.0f));
-      if constexpr (kSigned) {
-        const Vec::I sign = Vec::andi(Vec::shl<24>(code), Vec::seti(kSignBit));
-        level = Vec::as_float(Vec::ori(Vec::as_int(level), sign));
-      }
-      return Vec::mul(level, scale);
+      // (y - 1) * scale: the level y - 1 is exact, so this rounds once, as the product does.
+      const Vec::F x = Vec::fma(Vec::as_float(y), scale, minus_scale);
+      if constexpr (!kSigned) return x;
+      const Vec::I sign = Vec::andi(Vec::shl<24>(code), Vec::seti(kSignBit));
+      return Vec::as_float(Vec::ori(Vec::as_int(x), sign));
     }
   };
 
-  using Range = Absmax;
+  using Range = Absmax<kSigned>;
 
   struct Encoder {
     Vec::F inverse;
@@ -105,7 +114,7 @@ struct Companded {
       inverse = Vec::set(absmax == 0.0f ? 0.0f : 1.0f / scale);
     }
     Vec::I operator()(Vec::F x) {
-      const Vec::F magnitude = Vec::as_float(magnitude_bits(x));
+      const Vec::F magnitude = kSigned ? Vec::as_float(magnitude_bits(x)) : x;
       const Vec::I y = Vec::as_int(Vec::fma(magnitude, inverse, Vec::set(1.0f)));
       if constexpr (kSigned) {
         constexpr uint32_t kHalf = 1u << (kShift - 1);
@@ -114,13 +123,11 @@ struct Companded {
         const Vec::I sign = Vec::andi(Vec::shr<24>(Vec::as_int(x)), Vec::seti(128));
         return Vec::choose(Vec::equal(code, Vec::seti(0)), code, Vec::ori(code, sign));
       } else {
-        Vec::I threshold = Vec::shr<32 - kShift>(dither.next());
-        threshold = Vec::ori(Vec::andi(threshold, Vec::seti(~15u)), Vec::seti(8));
-        const Vec::I offset = Vec::addi(y, Vec::seti(0u - kOneBits));
-        const Vec::I rounded = Vec::shr<kShift>(Vec::addi(offset, threshold));
-        const Vec::I code = Vec::minu(rounded, Vec::seti(kMaxCode));
-        // x > 0 is never coded 0.
-        return Vec::choose(Vec::positive(x), Vec::maxu(code, Vec::seti(1)), code);
+        // The threshold is r's upper bits with the last four replaced by 8.
+        const Vec::I r = Vec::andi(Vec::shr<32 - kShift>(dither.next()), Vec::seti(~15u));
+        const Vec::I offset = Vec::addi(y, Vec::seti(8u - kOneBits));
+        const Vec::I rounded = Vec::shr<kShift>(Vec::addi(offset, r));
+        return at_least_one(x, Vec::minu(rounded, Vec::seti(kMaxCode)));
       }
     }
   };
@@ -154,7 +161,7 @@ struct LogRoot {
 
     Range() : high(Vec::seti(0)), below_low(Vec::seti(~0u)) {}
 
-    void add(Vec::F x) {
+    ZERO8_INLINE void add(Vec::F x) {
       high = Vec::maxu(high, Vec::as_int(x));
       below_low = Vec::minu(below_low, Vec::addi(Vec::as_int(x), Vec::seti(~0u)));
     }
@@ -187,6 +194,7 @@ struct LogRoot {
     Vec::I operator()(Vec::F x) {
       const Vec::F distance = Vec::to_float(Vec::subi(high, Vec::as_int(x)));
       const Vec::I position = Vec::truncate(Vec::mul(distance, inverse));
+      // The threshold is r's upper bits with the last five replaced by 16.
       Vec::I threshold = Vec::shr<16>(dither.next());
       threshold = Vec::ori(Vec::andi(threshold, Vec::seti(~31u)), Vec::seti(16));
       const Vec::I rounded = Vec::shr<16>(Vec::addi(position, threshold));
@@ -214,12 +222,12 @@ struct Dynamic {
   };
 
   struct Range {
-    Absmax absmax;
+    Absmax<kSigned> absmax;
     Vec::I largest;  // of the elements that are not negative
 
     Range() : largest(Vec::seti(0)) {}
 
-    void add(Vec::F x) {
+    ZERO8_INLINE void add(Vec::F x) {
       absmax.add(x);
       if constexpr (kSigned) largest = Vec::maxs(largest, Vec::as_int(x));
     }
@@ -246,8 +254,7 @@ struct Dynamic {
       const Vec::I low = Vec::look_up8(map->bucket, bucket);
       const Vec::Mask up = Vec::not_below(normalized, Vec::look_up(map->thresholds, low));
       const Vec::I code = Vec::choose(up, Vec::addi(low, Vec::seti(1)), low);
-      if constexpr (kSigned) return code;
-      return Vec::choose(Vec::positive(x), Vec::maxu(code, Vec::seti(1)), code);
+      return kSigned ? code : at_least_one(x, code);
     }
   };
 };

@@ -7,6 +7,9 @@
 
 #include <cstdint>
 
+// For what runs once per vector: a call there would force accumulators and scalars into memory.
+#define ZERO8_INLINE __attribute__((always_inline))
+
 namespace zero8 {
 
 enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kCompanded = 2, kLog = 3 };

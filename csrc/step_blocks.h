@@ -5,9 +5,10 @@
 //     block b:    scan g | decode m, v -> (R1)-(R7), store p -> m', v' to a buffer
 //     block b-1:                          encode from the other buffer, store codes
 //
-// The two lines run interleaved, vector by vector: the update waits for the divider (one square
-// root and one division per element), the encoding is integer work that fits into the gaps.  The
-// buffers of two blocks (16 bytes per element of a block) stay in the first-level cache.  Memory
+// The two lines run interleaved, four vectors at a time: the update waits for the divider (one
+// square root and one division per element), the encoding is integer work that fits into the gaps.
+// Four vectors, because their codes fill one vector of bytes.  The buffers of two blocks (16 bytes
+// per element of a block) stay in the first-level cache.  Memory
 // sees, per fp32 parameter, 16 bytes: p, g and two codes read, p and two codes written.
 //
 // Bit equality across targets rests on: one rounding per operation, fused operations written as
@@ -27,6 +28,7 @@ namespace ZERO8_TARGET {
 constexpr uint32_t kGradientLimitBits = (127 + 63) << 23;
 
 constexpr int64_t kPrefetchDistance = 512;  // elements
+constexpr int kChunk = 4 * Vec::kLanes;
 
 // --- Whole vectors and tails -------------------------------------------------------------------
 
@@ -38,7 +40,7 @@ struct First {
 
 // Calls body(i, lanes) for the vectors of elements begin .. count - 1, the tail last.
 template <class Body>
-void for_vectors(int begin, int count, Body&& body) {
+ZERO8_INLINE inline void for_vectors(int begin, int count, Body&& body) {
   int i = begin;
   for (; i + Vec::kLanes <= count; i += Vec::kLanes) body(i, All());
   if (i < count) body(i, First{count - i});
@@ -63,9 +65,21 @@ inline void store16(uint16_t* p, Vec::I x, First tail) { Vec::store16_n(p, x, ta
 inline void store8(uint8_t* p, Vec::I x, All) { Vec::store8(p, x); }
 inline void store8(uint8_t* p, Vec::I x, First tail) { Vec::store8_n(p, x, tail.n); }
 
+// The lines of one chunk that will be needed a little later.
+template <class T>
+ZERO8_INLINE inline void prefetch_chunk(const T* x) {
+  constexpr int kLine = 64 / sizeof(T);
+  for (int i = 0; i < kChunk; i += kLine) Vec::prefetch(x + kPrefetchDistance + i);
+}
+
 // --- Parameters and gradients ------------------------------------------------------------------
 
 inline Vec::Mask is_nan(Vec::F x) { return Vec::above(magnitude_bits(x), Vec::seti(0x7F800000)); }
+
+// Whether any rounding to bfloat16 could overflow, or the value is not finite.
+inline bool any_extreme(Vec::I bits) {
+  return Vec::any(Vec::above(Vec::andi(bits, Vec::seti(~kSignBit)), Vec::seti(0x7F7EFFFF)));
+}
 
 // Whether the upper 16 bits of a float, here in the lower half, are those of infinity or NaN.
 inline Vec::Mask is_beyond(Vec::I high) {
@@ -106,9 +120,12 @@ class BFloat16 {
   void write(int i, Vec::F x, Lanes lanes) {
     const Vec::I bits = Vec::as_int(x);
     Vec::I high = Vec::shr<16>(Vec::addi(bits, threshold(bits)));
-    // A finite value that would become infinite is truncated, except when rounding to nearest.
-    if (rounding_ != kNearest) high = Vec::choose(is_beyond(high), Vec::shr<16>(bits), high);
-    store16(p + i, Vec::choose(is_nan(x), Vec::seti(0x7FC0), high), lanes);
+    if (any_extreme(bits)) {
+      // A finite value that would become infinite is truncated, except when rounding to nearest.
+      if (rounding_ != kNearest) high = Vec::choose(is_beyond(high), Vec::shr<16>(bits), high);
+      high = Vec::choose(is_nan(x), Vec::seti(0x7FC0), high);
+    }
+    store16(p + i, high, lanes);
   }
 
  private:
@@ -147,15 +164,20 @@ class CorrectedBFloat16 {
   template <class Lanes>
   void write(int i, Vec::F x, Lanes lanes) {
     // 24 bits, rounded half up in magnitude; the bfloat16 is the nearest one to them.
-    const Vec::I wide = Vec::shr<8>(Vec::addi(Vec::as_int(x), Vec::seti(128)));
-    const Vec::I nearest = Vec::shr<8>(Vec::addi(wide, Vec::seti(128)));
-    const Vec::I remainder = Vec::andi(wide, Vec::seti(255));
-    // Where the nearest is infinite: the largest finite one and the largest remainder.
-    const Vec::Mask beyond = is_beyond(nearest);
-    const Vec::I high = Vec::choose(beyond, Vec::shr<16>(Vec::as_int(x)), nearest);
-    const Vec::I low = Vec::choose(beyond, Vec::minu(remainder, Vec::seti(127)), remainder);
-    store16(p + i, Vec::choose(is_nan(x), Vec::seti(0x7FC0), high), lanes);
-    store8(correction_ + i, Vec::choose(is_nan(x), Vec::seti(0), low), lanes);
+    const Vec::I bits = Vec::as_int(x);
+    const Vec::I wide = Vec::shr<8>(Vec::addi(bits, Vec::seti(128)));
+    Vec::I high = Vec::shr<8>(Vec::addi(wide, Vec::seti(128)));
+    Vec::I low = Vec::andi(wide, Vec::seti(255));
+    if (any_extreme(bits)) {
+      // Where the nearest is infinite: the largest finite one and the largest remainder.
+      const Vec::Mask beyond = is_beyond(high);
+      high = Vec::choose(beyond, Vec::shr<16>(bits), high);
+      low = Vec::choose(beyond, Vec::minu(low, Vec::seti(127)), low);
+      high = Vec::choose(is_nan(x), Vec::seti(0x7FC0), high);
+      low = Vec::choose(is_nan(x), Vec::seti(0), low);
+    }
+    store16(p + i, high, lanes);
+    store8(correction_ + i, low, lanes);
   }
 
  private:
@@ -190,6 +212,15 @@ struct Scalars {
 
 // --- The moments ---------------------------------------------------------------------------------
 
+template <class Encoder>
+ZERO8_INLINE inline void encode_four(Encoder& encode, const float* values, uint8_t* codes) {
+  const Vec::I a = encode(Vec::load(values));
+  const Vec::I b = encode(Vec::load(values + Vec::kLanes));
+  const Vec::I c = encode(Vec::load(values + 2 * Vec::kLanes));
+  const Vec::I d = encode(Vec::load(values + 3 * Vec::kLanes));
+  Vec::store8x4(codes, a, b, c, d);
+}
+
 // Both moments in 8 bits.
 template <class M, class V>
 struct Quantized {
@@ -219,8 +250,8 @@ struct Quantized {
       return decode_v(load8(v + i, V::kZeroCode, lanes));
     }
     void prefetch(int i) const {
-      Vec::prefetch(m + i + kPrefetchDistance);
-      Vec::prefetch(v + i + kPrefetchDistance);
+      prefetch_chunk(m + i);
+      prefetch_chunk(v + i);
     }
   };
 
@@ -245,9 +276,13 @@ struct Quantized {
                    seg.exp_avg_sq_scale + b.local * V::kScales) {}
 
     template <class Lanes>
-    void encode(int i, Lanes lanes) {
+    ZERO8_INLINE void encode(int i, Lanes lanes) {
       store8(m + i, encode_m(Vec::load(m_values + i)), lanes);
       store8(v + i, encode_v(Vec::load(v_values + i)), lanes);
+    }
+    ZERO8_INLINE void encode_chunk(int i) {
+      encode_four(encode_m, m_values + i, m + i);
+      encode_four(encode_v, v_values + i, v + i);
     }
   };
 };
@@ -275,6 +310,7 @@ struct Plain {
     Vec::F exp_avg_sq(int i, Lanes lanes) const {
       return Vec::mul(load(v + i, lanes), beta2);
     }
+    // The processor's own prefetching does for four plain streams.
     void prefetch(int) const {}
   };
 };
@@ -284,7 +320,7 @@ struct Plain {
 // One block of the update; `vector(i, lanes)` does the elements of one vector.
 template <class Moments, class P, class G>
 struct Update {
-  const Scalars& s;
+  const Scalars s;
   typename Moments::Source source;
   P param;
   const G* g;
@@ -301,7 +337,7 @@ struct Update {
   // Whether every gradient is finite and small enough to be squared.
   bool finite() const {
     Vec::I largest = Vec::seti(0);
-    for_vectors(0, count, [&](int i, auto lanes) {
+    for_vectors(0, count, [&](int i, auto lanes) ZERO8_INLINE {
       Vec::F grad = load(g + i, lanes);
       if (s.has_l2) grad = s.gradient(param.read(i, lanes), grad);
       largest = Vec::maxu(largest, magnitude_bits(grad));  // orders NaN above infinity
@@ -309,12 +345,15 @@ struct Update {
     return Vec::reduce_maxu(largest) < kGradientLimitBits;
   }
 
+  void prefetch(int i) const {
+    prefetch_chunk(param.p + i);
+    prefetch_chunk(g + i);
+    source.prefetch(i);
+  }
+
   // m' and v' (its root where the code stores roots); the parameter is updated in memory.
   template <class Lanes>
-  void vector(int i, Lanes lanes, Vec::F& m, Vec::F& v) {
-    Vec::prefetch(param.p + i + kPrefetchDistance);
-    Vec::prefetch(g + i + kPrefetchDistance);
-    source.prefetch(i);
+  ZERO8_INLINE void vector(int i, Lanes lanes, Vec::F& m, Vec::F& v) {
     const Vec::F p = param.read(i, lanes);
     const Vec::F grad = s.gradient(p, load(g + i, lanes));
     m = Vec::fma(s.one_minus_beta1, grad, source.exp_avg(i, lanes));  // (R2)
@@ -346,8 +385,9 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, const DynamicMaps
       ++skipped;
       continue;
     }
-    for_vectors(0, b.count, [&](int i, auto lanes) {
+    for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
       Vec::F m, v;
+      if (i % kChunk == 0) update.prefetch(i);
       update.vector(i, lanes, m, v);
       store(update.source.m + i, m, lanes);
       store(update.source.v + i, v, lanes);
@@ -379,7 +419,7 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const Dynamic
     float* v_values = m_values + stride;
     typename Moments::MRange m_range;
     typename Moments::VRange v_range;
-    const auto update_vector = [&](int i, auto lanes) {
+    const auto update_vector = [&](int i, auto lanes) ZERO8_INLINE {
       Vec::F m, v;
       update.vector(i, lanes, m, v);
       Vec::store(m_values + i, m);
@@ -387,19 +427,20 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const Dynamic
       m_range.add(m);
       v_range.add(v);
     };
-    const auto encode_vector = [&](int i, auto lanes) { sink.encode(i, lanes); };
+    const auto encode_vector = [&](int i, auto lanes) ZERO8_INLINE { sink.encode(i, lanes); };
     const int both = b.count < sink.count ? b.count : sink.count;
     int i = 0;
-    for (; i + Vec::kLanes <= both; i += Vec::kLanes) {
-      update_vector(i, All());
-      encode_vector(i, All());
+    for (; i + kChunk <= both; i += kChunk) {
+      update.prefetch(i);
+      for (int k = 0; k < kChunk; k += Vec::kLanes) update_vector(i + k, All());
+      sink.encode_chunk(i);
     }
     for_vectors(i, sink.count, encode_vector);
     for_vectors(i, b.count, update_vector);
     sink = Sink(seg, maps, b, index, m_values, v_values, m_range, v_range);
     half = 1 - half;
   }
-  for_vectors(0, sink.count, [&](int i, auto lanes) { sink.encode(i, lanes); });
+  for_vectors(0, sink.count, [&](int i, auto lanes) ZERO8_INLINE { sink.encode(i, lanes); });
   return skipped;
 }
 

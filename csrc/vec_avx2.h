@@ -62,6 +62,13 @@ struct Vec {
     store8(whole, x);
     for (int i = 0; i < n; ++i) p[i] = whole[i];
   }
+  static void store8x4(uint8_t* p, I a, I b, I c, I d) {
+    const I words_ab = _mm256_packus_epi32(a, b), words_cd = _mm256_packus_epi32(c, d);
+    // Packing works on each half by itself: bytes a0 b0 c0 d0 a1 b1 c1 d1, in units of four.
+    const I halves = _mm256_packus_epi16(words_ab, words_cd);
+    const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(halves, order));
+  }
   static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
@@ -100,6 +107,7 @@ struct Vec {
   static Mask above(I a, I b) {
     return xori(equal(minu(a, b), a), seti(~0u));  // not a <= b
   }
+  static bool any(Mask m) { return _mm256_movemask_ps(as_float(m)) != 0; }
   static I choose(Mask m, I yes, I no) { return _mm256_blendv_epi8(no, yes, m); }
 
   static Mask not_below(F a, F b) { return as_int(_mm256_cmp_ps(a, b, _CMP_GE_OQ)); }

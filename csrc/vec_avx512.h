@@ -52,6 +52,13 @@ struct Vec {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
   }
   static void store8_n(uint8_t* p, I x, int n) { _mm512_mask_cvtepi32_storeu_epi8(p, first(n), x); }
+  static void store8x4(uint8_t* p, I a, I b, I c, I d) {
+    const I words_ab = _mm512_packus_epi32(a, b), words_cd = _mm512_packus_epi32(c, d);
+    // Packing works on each quarter by itself: bytes a0 b0 c0 d0 a1 ... d3, in units of four.
+    const I quarters = _mm512_packus_epi16(words_ab, words_cd);
+    const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, quarters));
+  }
   static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
@@ -88,6 +95,7 @@ struct Vec {
   static I maxs(I a, I b) { return _mm512_max_epi32(a, b); }
   static Mask equal(I a, I b) { return _mm512_cmpeq_epi32_mask(a, b); }
   static Mask above(I a, I b) { return _mm512_cmpgt_epu32_mask(a, b); }
+  static bool any(Mask m) { return m != 0; }
   static I choose(Mask m, I yes, I no) { return _mm512_mask_blend_epi32(m, no, yes); }
 
   static Mask not_below(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }

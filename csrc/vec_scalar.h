@@ -33,6 +33,13 @@ struct Vec {
   static I load8_n(const uint8_t* p, int, uint32_t) { return *p; }
   static void store8(uint8_t* p, I x) { *p = static_cast<uint8_t>(x); }
   static void store8_n(uint8_t* p, I x, int) { store8(p, x); }
+  // Four vectors of codes, in order; lanes must be below 256.
+  static void store8x4(uint8_t* p, I a, I b, I c, I d) {
+    store8(p, a);
+    store8(p + 1, b);
+    store8(p + 2, c);
+    store8(p + 3, d);
+  }
   static void prefetch(const void*) {}
 
   static F mul(F a, F b) { return a * b; }
@@ -82,6 +89,7 @@ struct Vec {
   static I maxs(I a, I b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }
   static Mask equal(I a, I b) { return a == b; }
   static Mask above(I a, I b) { return a > b; }  // unsigned
+  static bool any(Mask m) { return m; }
   static I choose(Mask m, I yes, I no) { return m ? yes : no; }
 
   static Mask not_below(F a, F b) { return a >= b; }
