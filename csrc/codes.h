@@ -2,7 +2,8 @@
 // The 8-bit codes of the moments in terms of Vec: zero8/codec.py, equation by equation.
 //
 // Every code has the same four parts, so that the step can interleave them as it likes:
-//   Decoder(stored, gain, map)   codes -> values times gain, for one block
+//   Decoder(stored, gain, map)   codes -> values times gain, for one block: one vector, or the
+//                                k-th of the four that chunk(codes) stands for
 //   Range                        what the block's new scales depend on, fed while values are made
 //   Encoder(range, map, ...)     makes the scales, stores them, then values -> codes, in order
 //   kScales, kZeroCode           floats stored per block; what decodes to exact 0
@@ -67,6 +68,15 @@ struct Absmax {
   }
 };
 
+// Four vectors of codes that are decoded one by one.
+template <class Decoder>
+struct ChunkOf {
+  const Decoder& decode;
+  const uint8_t* codes;
+
+  Vec::F operator()(int k) const { return decode(Vec::load8(codes + k * Vec::kLanes)); }
+};
+
 // (C2)-(C4)
 template <bool kSigned, int kOctaves, int kMantissaBits, bool kSquareRoot>
 struct Companded {
@@ -96,6 +106,7 @@ struct Companded {
       const Vec::I sign = Vec::andi(Vec::shl<24>(code), Vec::seti(kSignBit));
       return Vec::as_float(Vec::ori(Vec::as_int(x), sign));
     }
+    ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
   };
 
   using Range = Absmax<kSigned>;
@@ -153,6 +164,7 @@ struct LogRoot {
       const Vec::I root = Vec::choose(Vec::equal(code, Vec::seti(kZeroCode)), Vec::seti(0), bits);
       return Vec::mul(Vec::as_float(root), gain);
     }
+    ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
   };
 
   // Roots are not negative, so their patterns order like the values; minus 1, zero is the largest.
@@ -213,12 +225,26 @@ struct Dynamic {
   static constexpr float kMinScale = kSigned ? 0x1p-105f : 0x1p-104f;
 
   struct Decoder {
-    const float* levels;
+    const DynamicMap* map;
     Vec::F scale;
 
-    Decoder(const float* stored, float gain, const DynamicMap& map)
-        : levels(map.levels), scale(Vec::set(*stored * gain)) {}
-    Vec::F operator()(Vec::I code) const { return Vec::mul(Vec::look_up(levels, code), scale); }
+    struct Chunk {
+      Vec::F x[4];
+
+      Vec::F operator()(int k) const { return x[k]; }
+    };
+
+    Decoder(const float* stored, float gain, const DynamicMap& dynamic_map)
+        : map(&dynamic_map), scale(Vec::set(*stored * gain)) {}
+    Vec::F operator()(Vec::I code) const {
+      return Vec::mul(Vec::look_up(map->levels, code), scale);
+    }
+    Chunk chunk(const uint8_t* codes) const {
+      Chunk four;
+      Vec::look_up_codes(map->levels, map->level_bytes, codes, four.x);
+      for (Vec::F& x : four.x) x = Vec::mul(x, scale);
+      return four;
+    }
   };
 
   struct Range {
@@ -248,13 +274,51 @@ struct Dynamic {
       inverse = Vec::set(absmax == 0.0f ? 0.0f : 1.0f / scale);
     }
     Vec::I operator()(Vec::F x) const {
-      // A bucket of equal upper 16 bits holds at most one threshold, so one comparison decides.
-      const Vec::F normalized = Vec::mul(x, inverse);
-      const Vec::I bucket = Vec::shr<16>(Vec::as_int(normalized));
-      const Vec::I low = Vec::look_up8(map->bucket, bucket);
-      const Vec::Mask up = Vec::not_below(normalized, Vec::look_up(map->thresholds, low));
-      const Vec::I code = Vec::choose(up, Vec::addi(low, Vec::seti(1)), low);
+      const Vec::F n = Vec::mul(x, inverse);
+      Vec::I bits = kSigned ? magnitude_bits(n) : Vec::as_int(n);
+      bits = Vec::maxu(Vec::minu(bits, Vec::seti(kOneBits)), Vec::seti(kOneBits - (31u << 23)));
+      const Vec::I octave = Vec::shr<23>(bits);  // modulo 32
+      Vec::I piece = Vec::look_up32(map->octave_piece, octave);
+      const Vec::Mask next = Vec::above(bits, Vec::look_up32(map->octave_joint, octave));
+      piece = Vec::choose(next, Vec::addi(piece, Vec::seti(1)), piece);
+      const Vec::F slope = Vec::look_up16(map->slope, piece);
+      const Vec::F offset = Vec::look_up16(map->offset, piece);
+      const Vec::I last = Vec::look_up16(map->last, piece);
+      // The distance from 0 in entries, with 16 fractional bits of which the last few are wrong.
+      const Vec::I distance = Vec::truncate(Vec::fma(Vec::as_float(bits), slope, offset));
+      const Vec::Mask unsure = is_near_integer(distance);
+      const Vec::Mask negative = Vec::above(Vec::seti(0), Vec::as_int(n));
+      const Vec::I steps = Vec::minu(Vec::shr<16>(distance), last);
+      Vec::I code = kSigned ? from_zero(steps, negative) : steps;
+      if (Vec::any(unsure)) {
+        const Vec::I nearest = Vec::shr<16>(Vec::addi(distance, Vec::seti(1u << 15)));
+        const Vec::I below = Vec::minu(Vec::subi(nearest, Vec::seti(1)), last);
+        code = Vec::choose(unsure, compared(n, below, negative), code);
+      }
       return kSigned ? code : at_least_one(x, code);
+    }
+
+   private:
+    // Within 2^-12.  The estimate is wrong by less: two roundings of up to 255 to 24 bits, those of
+    // the tables, and 2^-21 of the distance near a joint.
+    static Vec::Mask is_near_integer(Vec::I distance) {
+      const Vec::I shifted = Vec::addi(distance, Vec::seti(16));
+      return Vec::equal(Vec::andi(shifted, Vec::seti(0xFFE0)), Vec::seti(0));
+    }
+    static Vec::I from_zero(Vec::I steps, Vec::Mask negative) {
+      const Vec::I zero = Vec::seti(kZeroCode);
+      const Vec::I down = Vec::maxs(Vec::subi(zero, steps), Vec::seti(0));
+      return Vec::choose(negative, down, Vec::addi(zero, steps));
+    }
+    // The code of what lies `below` or one more steps from 0.
+    Vec::I compared(Vec::F n, Vec::I below, Vec::Mask negative) const {
+      Vec::I low = below;
+      if constexpr (kSigned) {
+        const Vec::I farther = Vec::addi(below, Vec::seti(1));
+        low = Vec::choose(negative, from_zero(farther, negative), from_zero(below, negative));
+      }
+      const Vec::Mask up = Vec::not_below(n, Vec::look_up(map->thresholds, low));
+      return Vec::choose(up, Vec::addi(low, Vec::seti(1)), low);
     }
   };
 };

@@ -37,6 +37,7 @@ StepBlocks step_blocks_for(int isa) {
 #if defined(__x86_64__)
   if (isa == 1) return step_blocks_avx2;
   if (isa == 2) return step_blocks_avx512;
+  if (isa == 3) return step_blocks_avx512vbmi;
 #endif
   return step_blocks_baseline;
 }
@@ -67,6 +68,7 @@ bool isa_supported(int isa) {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            isa_supported(1);
   }
+  if (isa == 3) return __builtin_cpu_supports("avx512vbmi") && isa_supported(2);
 #endif
   return isa == 0;
 }

@@ -52,12 +52,18 @@ struct Segment {
 };
 static_assert(sizeof(Segment) == 120, "numpy's SEGMENT must change with it");
 
-// The dynamic maps, ascending, and what finds the nearest entry: zero8/op/kernel.py.
+// A dynamic map, ascending, and what finds the nearest entry: zero8/op/dynamic_tables.py.
 struct DynamicMap {
   float levels[256];
-  float thresholds[256];  // smallest value whose nearest entry is i + 1; the last is +inf
-  // Smallest code among values whose upper 16 bits are the index; 4 more for 32-bit look-ups.
-  uint8_t bucket[65536 + 4];
+  float thresholds[256];        // smallest value whose nearest entry is i + 1; the last is +inf
+  uint8_t level_bytes[4][256];  // byte 0 .. 3 of every level
+  // The entry's distance from 0, counted in entries, is piecewise linear in |x|.  The piece of x is
+  // octave_piece[octave] below octave_joint[octave], else the next one.
+  uint32_t octave_piece[32];  // of the octaves 2^-31 .. 2^0
+  uint32_t octave_joint[32];  // pattern of the float below the joint
+  float slope[16];            // of the pieces; 16 fractional bits
+  float offset[16];
+  uint32_t last[16];  // largest distance in the piece
 };
 struct DynamicMaps {
   DynamicMap exp_avg, exp_avg_sq;
@@ -73,13 +79,15 @@ int64_t step_blocks_baseline(const Segment&, const StepScalars&, const DynamicMa
 int64_t step_blocks_avx2(const Segment&, const StepScalars&, const DynamicMaps&, int64_t, int64_t);
 int64_t step_blocks_avx512(const Segment&, const StepScalars&, const DynamicMaps&, int64_t,
                            int64_t);
+int64_t step_blocks_avx512vbmi(const Segment&, const StepScalars&, const DynamicMaps&, int64_t,
+                               int64_t);
 
 // Steps over all segments with `num_threads` threads; `isa` counts kIsaNames.
 void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
           const DynamicMaps& maps, int num_threads, int isa);
 
-constexpr int kNumIsas = 3;
-constexpr const char* kIsaNames[kNumIsas] = {"baseline", "avx2", "avx512"};
+constexpr int kNumIsas = 4;
+constexpr const char* kIsaNames[kNumIsas] = {"baseline", "avx2", "avx512", "avx512vbmi"};
 bool isa_supported(int isa);
 
 }  // namespace zero8

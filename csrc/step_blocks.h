@@ -249,6 +249,8 @@ struct Quantized {
     Vec::F exp_avg_sq(int i, Lanes lanes) const {
       return decode_v(load8(v + i, V::kZeroCode, lanes));
     }
+    ZERO8_INLINE auto exp_avg_chunk(int i) const { return decode_m.chunk(m + i); }
+    ZERO8_INLINE auto exp_avg_sq_chunk(int i) const { return decode_v.chunk(v + i); }
     void prefetch(int i) const {
       prefetch_chunk(m + i);
       prefetch_chunk(v + i);
@@ -351,14 +353,15 @@ struct Update {
     source.prefetch(i);
   }
 
-  // m' and v' (its root where the code stores roots); the parameter is updated in memory.
+  // Turns the decayed moments into m' and v' (its root where the code stores roots); the parameter
+  // is updated in memory.
   template <class Lanes>
   ZERO8_INLINE void vector(int i, Lanes lanes, Vec::F& m, Vec::F& v) {
     const Vec::F p = param.read(i, lanes);
     const Vec::F grad = s.gradient(p, load(g + i, lanes));
-    m = Vec::fma(s.one_minus_beta1, grad, source.exp_avg(i, lanes));  // (R2)
+    m = Vec::fma(s.one_minus_beta1, grad, m);  // (R2)
     const Vec::F h = Vec::mul(s.sqrt_one_minus_beta2, grad);
-    const Vec::F decayed = source.exp_avg_sq(i, lanes);
+    const Vec::F decayed = v;
     v = Vec::fma(h, h, Moments::kRoot ? Vec::mul(decayed, decayed) : decayed);  // (R3)
     const Vec::F root = Vec::sqrt(v);
     const Vec::F denominator = Vec::fma(root, s.inverse_sqrt_correction2, s.eps);  // (R4)
@@ -386,7 +389,7 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, const DynamicMaps
       continue;
     }
     for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
-      Vec::F m, v;
+      Vec::F m = update.source.exp_avg(i, lanes), v = update.source.exp_avg_sq(i, lanes);
       if (i % kChunk == 0) update.prefetch(i);
       update.vector(i, lanes, m, v);
       store(update.source.m + i, m, lanes);
@@ -419,20 +422,24 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const Dynamic
     float* v_values = m_values + stride;
     typename Moments::MRange m_range;
     typename Moments::VRange v_range;
-    const auto update_vector = [&](int i, auto lanes) ZERO8_INLINE {
-      Vec::F m, v;
+    const auto update_decoded = [&](int i, auto lanes, Vec::F m, Vec::F v) ZERO8_INLINE {
       update.vector(i, lanes, m, v);
       Vec::store(m_values + i, m);
       Vec::store(v_values + i, v);
       m_range.add(m);
       v_range.add(v);
     };
+    const auto update_vector = [&](int i, auto lanes) ZERO8_INLINE {
+      update_decoded(i, lanes, update.source.exp_avg(i, lanes), update.source.exp_avg_sq(i, lanes));
+    };
     const auto encode_vector = [&](int i, auto lanes) ZERO8_INLINE { sink.encode(i, lanes); };
     const int both = b.count < sink.count ? b.count : sink.count;
     int i = 0;
     for (; i + kChunk <= both; i += kChunk) {
       update.prefetch(i);
-      for (int k = 0; k < kChunk; k += Vec::kLanes) update_vector(i + k, All());
+      const auto m = update.source.exp_avg_chunk(i);
+      const auto v = update.source.exp_avg_sq_chunk(i);
+      for (int k = 0; k < 4; ++k) update_decoded(i + k * Vec::kLanes, All(), m(k), v(k));
       sink.encode_chunk(i);
     }
     for_vectors(i, sink.count, encode_vector);

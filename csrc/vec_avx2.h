@@ -104,17 +104,33 @@ struct Vec {
   static I minu(I a, I b) { return _mm256_min_epu32(a, b); }
   static I maxs(I a, I b) { return _mm256_max_epi32(a, b); }
   static Mask equal(I a, I b) { return _mm256_cmpeq_epi32(a, b); }
-  static Mask above(I a, I b) {
-    return xori(equal(minu(a, b), a), seti(~0u));  // not a <= b
-  }
+  static Mask above(I a, I b) { return _mm256_cmpgt_epi32(a, b); }
   static bool any(Mask m) { return _mm256_movemask_ps(as_float(m)) != 0; }
   static I choose(Mask m, I yes, I no) { return _mm256_blendv_epi8(no, yes, m); }
 
   static Mask not_below(F a, F b) { return as_int(_mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
   static F look_up(const float* table, I index) { return _mm256_i32gather_ps(table, index, 4); }
-  static I look_up8(const uint8_t* table, I index) {
-    const I words = _mm256_i32gather_epi32(reinterpret_cast<const int*>(table), index, 1);
-    return andi(words, seti(0xFF));
+  static I look_up8(const uint32_t* table, I index) {
+    const I* const entries = reinterpret_cast<const I*>(table);
+    return _mm256_permutevar8x32_epi32(_mm256_loadu_si256(entries), index);
+  }
+  // Blends look at the top bit of a lane, here that bit of the index.
+  template <int kBit>
+  static I select(I index, I set, I clear) {
+    return as_int(
+        _mm256_blendv_ps(as_float(clear), as_float(set), as_float(shl<31 - kBit>(index))));
+  }
+  static I look_up16(const uint32_t* table, I index) {
+    return select<3>(index, look_up8(table + 8, index), look_up8(table, index));
+  }
+  static F look_up16(const float* table, I index) {
+    return as_float(look_up16(reinterpret_cast<const uint32_t*>(table), index));
+  }
+  static I look_up32(const uint32_t* table, I index) {
+    return select<4>(index, look_up16(table + 16, index), look_up16(table, index));
+  }
+  static void look_up_codes(const float* levels, const uint8_t (*)[256], const uint8_t* p, F* x) {
+    for (int k = 0; k < 4; ++k) x[k] = look_up(levels, load8(p + k * kLanes));
   }
 
   static uint32_t reduce_maxu(I a) {

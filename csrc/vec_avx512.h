@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vector vocabulary of vec_scalar.h in 16 lanes of AVX-512 (F, BW, VL, DQ).
+// The vector vocabulary of vec_scalar.h in 16 lanes of AVX-512 (F, BW, VL, DQ), and VBMI if
+// ZERO8_VBMI is defined.
 #include <immintrin.h>
 
 #include <cstdint>
@@ -55,9 +56,12 @@ struct Vec {
   static void store8x4(uint8_t* p, I a, I b, I c, I d) {
     const I words_ab = _mm512_packus_epi32(a, b), words_cd = _mm512_packus_epi32(c, d);
     // Packing works on each quarter by itself: bytes a0 b0 c0 d0 a1 ... d3, in units of four.
-    const I quarters = _mm512_packus_epi16(words_ab, words_cd);
+    _mm512_storeu_si512(p, transpose(_mm512_packus_epi16(words_ab, words_cd)));
+  }
+  // Of lanes in four rows of four.
+  static I transpose(I x) {
     const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, quarters));
+    return _mm512_permutexvar_epi32(order, x);
   }
   static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
@@ -94,15 +98,48 @@ struct Vec {
   static I minu(I a, I b) { return _mm512_min_epu32(a, b); }
   static I maxs(I a, I b) { return _mm512_max_epi32(a, b); }
   static Mask equal(I a, I b) { return _mm512_cmpeq_epi32_mask(a, b); }
-  static Mask above(I a, I b) { return _mm512_cmpgt_epu32_mask(a, b); }
+  static Mask above(I a, I b) { return _mm512_cmpgt_epi32_mask(a, b); }
   static bool any(Mask m) { return m != 0; }
   static I choose(Mask m, I yes, I no) { return _mm512_mask_blend_epi32(m, no, yes); }
 
   static Mask not_below(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
   static F look_up(const float* table, I index) { return _mm512_i32gather_ps(index, table, 4); }
-  static I look_up8(const uint8_t* table, I index) {
-    return andi(_mm512_i32gather_epi32(index, table, 1), seti(0xFF));
+  static I look_up16(const uint32_t* table, I index) {
+    return _mm512_permutexvar_epi32(index, _mm512_loadu_si512(table));
   }
+  static F look_up16(const float* table, I index) {
+    return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
+  }
+  static I look_up32(const uint32_t* table, I index) {
+    return _mm512_permutex2var_epi32(_mm512_loadu_si512(table), index,
+                                     _mm512_loadu_si512(table + 16));
+  }
+#if defined(ZERO8_VBMI)
+  static I look_up_bytes(const uint8_t* table, I index) {
+    const I low =
+        _mm512_permutex2var_epi8(_mm512_loadu_si512(table), index, _mm512_loadu_si512(table + 64));
+    const I high = _mm512_permutex2var_epi8(_mm512_loadu_si512(table + 128), index,
+                                            _mm512_loadu_si512(table + 192));
+    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), low, high);
+  }
+  static void look_up_codes(const float*, const uint8_t (*bytes)[256], const uint8_t* p, F* x) {
+    // Unpacking works on each quarter by itself, hence the transposition.
+    const I codes = transpose(_mm512_loadu_si512(p));
+    const I byte0 = look_up_bytes(bytes[0], codes), byte1 = look_up_bytes(bytes[1], codes);
+    const I byte2 = look_up_bytes(bytes[2], codes), byte3 = look_up_bytes(bytes[3], codes);
+    const I low01 = _mm512_unpacklo_epi8(byte0, byte1), low23 = _mm512_unpacklo_epi8(byte2, byte3);
+    const I high01 = _mm512_unpackhi_epi8(byte0, byte1),
+            high23 = _mm512_unpackhi_epi8(byte2, byte3);
+    x[0] = as_float(_mm512_unpacklo_epi16(low01, low23));
+    x[1] = as_float(_mm512_unpackhi_epi16(low01, low23));
+    x[2] = as_float(_mm512_unpacklo_epi16(high01, high23));
+    x[3] = as_float(_mm512_unpackhi_epi16(high01, high23));
+  }
+#else
+  static void look_up_codes(const float* levels, const uint8_t (*)[256], const uint8_t* p, F* x) {
+    for (int k = 0; k < 4; ++k) x[k] = look_up(levels, load8(p + k * kLanes));
+  }
+#endif
 
   static uint32_t reduce_maxu(I a) { return _mm512_reduce_max_epu32(a); }
   static uint32_t reduce_minu(I a) { return _mm512_reduce_min_epu32(a); }

@@ -88,14 +88,20 @@ struct Vec {
   static I minu(I a, I b) { return a < b ? a : b; }
   static I maxs(I a, I b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }
   static Mask equal(I a, I b) { return a == b; }
-  static Mask above(I a, I b) { return a > b; }  // unsigned
+  static Mask above(I a, I b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b); }
   static bool any(Mask m) { return m; }
   static I choose(Mask m, I yes, I no) { return m ? yes : no; }
 
   static Mask not_below(F a, F b) { return a >= b; }
   static F look_up(const float* table, I index) { return table[index]; }
-  // Bytes of a table that goes on for at least 3 bytes beyond the largest index.
-  static I look_up8(const uint8_t* table, I index) { return table[index]; }
+  // Tables of 16 and of 32 numbers; only the low 4 or 5 bits of the index count.
+  static I look_up16(const uint32_t* table, I index) { return table[index & 15]; }
+  static F look_up16(const float* table, I index) { return table[index & 15]; }
+  static I look_up32(const uint32_t* table, I index) { return table[index & 31]; }
+  // The levels of four vectors of codes; bytes[k] holds byte k of every level.
+  static void look_up_codes(const float* levels, const uint8_t (*)[256], const uint8_t* p, F* x) {
+    for (int k = 0; k < 4; ++k) x[k] = levels[p[k]];
+  }
 
   static uint32_t reduce_maxu(I a) { return a; }
   static uint32_t reduce_minu(I a) { return a; }

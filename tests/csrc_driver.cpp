@@ -21,22 +21,20 @@ constexpr Shape kShapes[] = {
     {9001, 0, 9001, zero8::kMaxBlockSize, 3},
 };
 
-// Ascending entries -1 .. 1 or 0 .. 1, as zero8/op/kernel.py fills a map.
+// Ascending entries -1 .. 1 or 0 .. 1 at equal distances: a map of a single piece.
 void fill(zero8::DynamicMap& map, bool is_signed) {
-  const auto level = [=](float i) { return is_signed ? i / 127.5f - 1.0f : i / 255.0f; };
+  const auto level = [=](float i) { return is_signed ? (i - 127.0f) / 128.0f : i / 255.0f; };
   for (int i = 0; i < 256; ++i) {
     map.levels[i] = level(static_cast<float>(i));
     map.thresholds[i] = i < 255 ? level(static_cast<float>(i) + 0.5f) : INFINITY;
+    for (int k = 0; k < 4; ++k) {
+      map.level_bytes[k][i] = reinterpret_cast<const uint8_t*>(&map.levels[i])[k];
+    }
   }
-  for (uint32_t high = 0; high < 65536; ++high) {
-    const bool negative = high & 0x8000;
-    const uint32_t bits = high << 16 | (negative ? 0xFFFF : 0);
-    float value;
-    __builtin_memcpy(&value, &bits, sizeof value);
-    int code = 0;
-    while (code < 255 && map.thresholds[code] <= value) ++code;
-    map.bucket[high] = static_cast<uint8_t>(code);
-  }
+  for (uint32_t& joint : map.octave_joint) joint = 0x7F800000;
+  map.slope[0] = (is_signed ? 128.0f : 255.0f) * 65536.0f;
+  map.offset[0] = 32768.0f;
+  map.last[0] = is_signed ? 128 : 255;
 }
 
 // Elements that end where an inaccessible page begins: the address sanitizer does not see masked

@@ -15,7 +15,7 @@ from zero8.op.builder import Zero8AdamBuilder
 
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
-TARGETS = ("baseline", "avx2", "avx512")
+TARGETS = ("baseline", "avx2", "avx512", "avx512vbmi")
 # torch 2.6, the oldest that zero8 allows, builds extensions as C++17.
 COMPILER = [*cpp_extension.get_cxx_compiler().split(), "-std=c++17", f"-I{CSRC}"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero8.codec import CODECS, DynamicCode
+from zero8.op.dynamic_tables import dynamic_maps
 from zero8.scalars import StepScalars
 from zero8.segment import Segment
 
@@ -39,13 +39,6 @@ SEGMENT = np.dtype(
         ("param_phase", "u4"),
     ]
 )
-_NUM_BUCKETS = 1 << 16
-DYNAMIC_MAP = np.dtype(
-    # 4 bytes more than there are buckets: vector code looks up 32 bits at a time.
-    [("levels", "f4", 256), ("thresholds", "f4", 256), ("bucket", "u1", _NUM_BUCKETS + 4)]
-)
-DYNAMIC_MAPS = np.dtype([("exp_avg", DYNAMIC_MAP), ("exp_avg_sq", DYNAMIC_MAP)])
-
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -93,7 +86,7 @@ def step(
     for record, segment in zip(records, segments, strict=True):
         _fill(record, segment, scalars[segment.scalars])
     table = np.array([dataclasses.astuple(key) for key in scalars], STEP_SCALARS)
-    module().step(records, table, _maps(), threads, supported[isa])
+    module().step(records, table, dynamic_maps(), threads, supported[isa])
     return records["nonfinite_blocks"].tolist()
 
 
@@ -135,24 +128,3 @@ def _check(name: str, tensor: Tensor, numel: int, dtypes: tuple[torch.dtype, ...
         raise ValueError(f"{name}: got {tensor.numel()} elements, expected {numel}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: got strides {tensor.stride()}, expected a contiguous tensor")
-
-
-@lru_cache(maxsize=1)
-def _maps() -> np.ndarray:
-    maps = np.zeros(1, DYNAMIC_MAPS)
-    for name in ("exp_avg", "exp_avg_sq"):
-        _fill_map(maps[name], getattr(CODECS["dynamic"], name))
-    return maps
-
-
-def _fill_map(record: np.ndarray, code: DynamicCode) -> None:
-    thresholds = code.thresholds.numpy()
-    record["levels"] = code.levels.numpy()
-    record["thresholds"] = np.append(thresholds, np.float32(np.inf))
-    # The codes at both ends of each bucket of equal upper 16 bits; NaN patterns never occur.
-    ends = (np.arange(_NUM_BUCKETS, dtype=np.uint32)[:, None] << 16) + np.array(
-        [0, 0xFFFF], np.uint32
-    )
-    values = np.nan_to_num(ends.view(np.float32), nan=0.0)
-    codes = np.searchsorted(thresholds, values, side="right")
-    record["bucket"][..., :_NUM_BUCKETS] = codes.min(axis=1)

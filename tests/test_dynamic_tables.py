@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels' estimate of the nearest entry of a dynamic map, where it could be wrong."""
+
+import pytest
+import torch
+from segments import Place, assert_same, copied, make, scalars_at
+
+from zero8 import reference
+from zero8.codec import CODECS
+from zero8.op import kernel
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+MAPS = CODECS["dynamic"]
+# Both moments are those of the last gradient: m' = g and v' = g^2.
+NO_MEMORY = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.0}
+
+
+def neighbours(x: torch.Tensor, ulps: int) -> torch.Tensor:
+    """Return all floats within so many units in the last place, except beyond 1."""
+    bits = x.view(torch.int32)[:, None] + torch.arange(-ulps, ulps + 1, dtype=torch.int32)
+    # Patterns below that of 0 are NaN.
+    return bits.view(torch.float32).flatten().nan_to_num(0.0).clamp(-1.0, 1.0)
+
+
+def edges() -> torch.Tensor:
+    """Return the ends of the pieces: decades, and octaves, where the tables change."""
+    decades = torch.tensor([10.0**-k for k in range(8)])
+    octaves = torch.tensor([2.0**-k for k in range(34)])
+    return torch.cat([decades, octaves])
+
+
+CASES = {
+    "m at thresholds": lambda: neighbours(MAPS.exp_avg.thresholds, 600),
+    "m at mirrored thresholds": lambda: neighbours(-MAPS.exp_avg.thresholds, 600),
+    "v at thresholds": lambda: neighbours(MAPS.exp_avg_sq.thresholds.sqrt(), 600),
+    "at the ends of pieces": lambda: neighbours(torch.cat([edges(), -edges()]), 600),
+    "at levels": lambda: neighbours(torch.cat([MAPS.exp_avg.levels, MAPS.exp_avg_sq.levels]), 600),
+    "anywhere": lambda: 2 * torch.rand(1_000_000, generator=torch.Generator().manual_seed(1)) - 1,
+    "any magnitude": lambda: (
+        torch.rand(1_000_000, generator=torch.Generator().manual_seed(2)).mul(-24).exp()
+        * torch.randn(1_000_000, generator=torch.Generator().manual_seed(3)).sign()
+    ),
+}
+
+
+@pytest.mark.parametrize("values", CASES.values(), ids=CASES)
+def test_dynamic_codes_equal_the_exact_nearest_entry(values):
+    """Every block of 256 begins with 1, so that its scale is 1 and values are what they are."""
+    values = values()
+    blocks = -(-values.numel() // 255)
+    grad = torch.zeros(blocks, 256)
+    grad[:, 0] = 1.0
+    grad[:, 1:] = torch.nn.functional.pad(values, (0, blocks * 255 - values.numel())).view(-1, 255)
+    place = Place((blocks, 256), 256, 0, grad.numel())
+    wanted = make("dynamic", place, scalars_at(1, NO_MEMORY))
+    wanted.grad.copy_(grad.flatten())
+    start = copied(wanted)
+    reference.step(wanted)
+    assert wanted.exp_avg.scales.unique().tolist() == [1.0]
+    for isa in kernel.isas():
+        segment = copied(start)
+        kernel.step([segment], isa=isa)
+        assert_same(segment, wanted, isa)
+
+
+def test_dynamic_codes_decode_to_their_levels():
+    """All 256 codes at all places of a chunk: a step that forgets nothing leaves them as they were.
+
+    Both betas are the float32 below 1, which moves no value out of its code.
+    """
+    place = Place((64, 257), 512, 0, 64 * 257)
+    keep = {"lr": 0.0, "betas": (1.0 - 2**-24, 1.0 - 2**-24), "eps": 1e-8, "weight_decay": 0.0}
+    segment = make("dynamic", place, scalars_at(1, keep))
+    codes = torch.arange(place.numel, dtype=torch.int64).mul(7) % 256
+    for moment, code in ((segment.exp_avg, MAPS.exp_avg), (segment.exp_avg_sq, MAPS.exp_avg_sq)):
+        kept = codes.clone()
+        kept.view(64, 257)[:, 5] = 255  # the entry 1.0, for which the scale stands
+        if not code.signed:
+            kept.clamp_(min=1)
+        moment.values.copy_(kept)
+        moment.scales.fill_(1.0)
+    for isa in kernel.isas():
+        after = copied(segment)
+        kernel.step([after], isa=isa)
+        assert torch.equal(after.exp_avg.values, segment.exp_avg.values), isa
+        assert torch.equal(after.exp_avg_sq.values, segment.exp_avg_sq.values), isa
