@@ -47,7 +47,7 @@ class Zero8AdamBuilder(CPUOpBuilder):
 
     def sources(self) -> list[str]:
         """Return the absolute paths of the C++ sources."""
-        names = ("binding", "dispatch", "step_baseline", "step_avx2", "step_avx512")
+        names = ("binding", "dispatch", "step_baseline", "step_avx2", "step_avx512", "stream")
         return [str(source_folder() / f"{name}.cpp") for name in names]
 
     def include_paths(self) -> list[str]:
