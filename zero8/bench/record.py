@@ -3,6 +3,7 @@
 
 import json
 import platform
+import subprocess
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +29,19 @@ def versions() -> dict[str, str]:
 def cpu() -> str:
     """Return the name of the processor."""
     return cpuinfo.get_cpu_info().get("brand_raw", platform.processor())
+
+
+def commit() -> str | None:
+    """Return the git commit of the checkout that runs, None outside of one."""
+    root = Path(zero8.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # no git, or another user's checkout
+        return None
+    return done.stdout.strip()
 
 
 def write(
