@@ -18,11 +18,13 @@ MISSING = command -v $(PYTHON) >/dev/null || echo python3; \
     2>/dev/null || echo python3-dev; \
   command -v $${CXX:-c++} >/dev/null || echo g++
 
-.PHONY: help setup train test test-full lint missing-packages
+.PHONY: help setup train bench test test-full lint missing-packages
 
 help:
 	@echo "make train      train a small GPT with fp32 AdamW and with Adam8bitBlockwise, and compare;"
 	@echo "                takes STEPS, RANKS, CONFIG, DATA, OUT, SEED: see launch/local.sh"
+	@echo "make bench      time the step against other optimizers; writes OUT (runs/bench_step.json)"
+	@echo "                and a table and a figure beside it"
 	@echo "make test       run the tests"
 	@echo "make test-full  run the slow tests"
 	@echo "make lint       check style, without changing anything"
@@ -32,6 +34,9 @@ setup: $(INSTALLED)
 
 train: $(INSTALLED)
 	PYTHON=$(VENV_PYTHON) launch/local.sh
+
+bench: $(INSTALLED)
+	$(RUN) -m zero8.cli bench step --json $(or $(OUT),runs/bench_step.json)
 
 test: $(INSTALLED)
 	$(RUN) -m pytest -m "not slow"

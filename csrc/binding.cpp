@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The Python binding: unpacks numpy buffers.  The only file that knows Python.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <string>
+#include <vector>
 
 #include "format.h"
+#include "stream.h"
 
 namespace py = pybind11;
 
@@ -35,6 +38,39 @@ void step(const py::buffer& segments, const py::buffer& scalars, const py::buffe
   zero8::step(segment, segment_info.size, scalar, *map, num_threads, isa);
 }
 
+// The bytes of a contiguous numpy array of uint8.
+py::buffer_info bytes_of(const py::buffer& array, bool writable) {
+  py::buffer_info info = array.request(writable);
+  if (info.ndim != 1 || info.itemsize != 1 || info.strides[0] != 1) {
+    throw py::value_error("zero8: got an array that is not one of contiguous bytes");
+  }
+  return info;
+}
+
+void copy(const py::buffer& param, const py::buffer& grad, const std::vector<py::buffer>& states,
+          int64_t numel, int num_threads) {
+  const py::buffer_info param_info = bytes_of(param, true), grad_info = bytes_of(grad, false);
+  if (numel < 1) throw py::value_error("zero8: got no elements to copy");
+  bool whole = param_info.size % numel == 0 && grad_info.size == param_info.size;
+  std::vector<py::buffer_info> state_infos;  // holds the buffers
+  std::vector<zero8::State> items;
+  for (const py::buffer& state : states) {
+    state_infos.push_back(bytes_of(state, true));
+    const py::buffer_info& info = state_infos.back();
+    items.push_back({static_cast<uint8_t*>(info.ptr), info.size / numel});
+    whole = whole && info.size % numel == 0;
+  }
+  if (!whole) throw py::value_error("zero8: got arrays of different numbers of elements");
+  const zero8::Streams streams{static_cast<uint8_t*>(param_info.ptr),
+                               static_cast<const uint8_t*>(grad_info.ptr),
+                               param_info.size / numel,
+                               items.data(),
+                               static_cast<int64_t>(items.size()),
+                               numel};
+  const py::gil_scoped_release release;
+  zero8::copy(streams, num_threads);
+}
+
 py::dict isas() {
   py::dict supported;
   for (int isa = 0; isa < zero8::kNumIsas; ++isa) {
@@ -47,5 +83,6 @@ py::dict isas() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("step", &step, "Take one optimizer step on every segment, in place.");
+  module.def("copy", &copy, "Move the memory of a step, and change nothing: stream.h.");
   module.def("isas", &isas, "Instruction sets this processor has, slowest first: name -> number.");
 }

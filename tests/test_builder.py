@@ -11,7 +11,7 @@ import pytest
 
 from zero8.op.builder import Zero8AdamBuilder
 
-SOURCES = 5
+SOURCES = 6
 
 
 @pytest.fixture

@@ -103,10 +103,13 @@ def test_command_unknown_or_missing_exits_2(arguments, capsys):
     assert "usage: zero8" in capsys.readouterr().err
 
 
-def test_bench_fidelity_help_names_its_options(capsys):
+@pytest.mark.parametrize(
+    ("measurement", "option"), [("fidelity", "--quick"), ("step", "--against NAME,...")]
+)
+def test_bench_help_names_the_options_of_a_measurement(capsys, measurement, option):
     with pytest.raises(SystemExit) as end:
-        cli.main(["bench", "fidelity", "--help"])
+        cli.main(["bench", measurement, "--help"])
     assert end.value.code == 0
     printed = capsys.readouterr().out
-    assert "--quick" in printed
+    assert option in printed
     assert "--json OUT" in printed

@@ -387,6 +387,18 @@ def test_kernel_step_unknown_isa_raises():
         kernel.step([segment], isa="mmx")
 
 
+def test_kernel_step_isa_of_the_environment_is_used_or_refused(monkeypatch):
+    segment = make("companded", Place((2, 64), 64, 0, 128), scalars_at(1, ADAMW))
+    monkeypatch.setenv("ZERO8_ISA", "")
+    assert kernel.default_isa() == list(kernel.isas())[-1]
+    monkeypatch.setenv("ZERO8_ISA", "baseline")
+    assert kernel.default_isa() == "baseline"
+    monkeypatch.setenv("ZERO8_ISA", "mmx")
+    with pytest.raises(ValueError, match="ZERO8_ISA: got 'mmx', this processor has .*'baseline'"):
+        kernel.step([segment])
+    assert kernel.step([segment], isa="baseline") == [0]
+
+
 def test_kernel_isas_start_with_the_baseline():
     assert list(kernel.isas())[0] == "baseline"
     assert list(kernel.isas().values()) == sorted(kernel.isas().values())

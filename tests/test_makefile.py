@@ -45,6 +45,7 @@ def fake_python(folder, refused):
     ("target", "expected"),
     [
         ("train", "launch/local.sh"),
+        ("bench", "bench step --json runs/bench_step.json"),
         ("test", '-m pytest -m "not slow"'),
         ("test-full", "-m pytest -m slow"),
         ("lint", "ruff check"),
@@ -56,6 +57,10 @@ def test_target_dry_run_names_its_command(target, expected):
     done = make("-n", target)
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
+
+
+def test_bench_writes_where_out_says():
+    assert "--json there.json" in make("-n", "bench", OUT="there.json").stdout
 
 
 def test_target_in_a_fresh_checkout_installs_first(checkout):

@@ -39,16 +39,26 @@ def _parser() -> argparse.ArgumentParser:
 
 def _bench(argv: Sequence[str]) -> int:
     # Its options come from the measurements, whose imports only they should pay for.
-    from zero8.bench import fidelity
+    from zero8.bench import fidelity, step
 
     parser = argparse.ArgumentParser(prog="zero8 bench")
     measurements = parser.add_subparsers(required=True, metavar="MEASUREMENT")
-    help_text = "update errors of every codec and peer on recorded gradients, and final losses"
-    command = measurements.add_parser("fidelity", help=help_text, description=help_text)
-    fidelity.add_arguments(command)
-    command.set_defaults(run=fidelity.run)
+    for name, measurement, help_text in (
+        (
+            "fidelity",
+            fidelity,
+            "update errors of every codec and peer on recorded gradients, and final losses",
+        ),
+        ("step", step, "time and memory of a step, of every codec, of peers, and of a bare copy"),
+    ):
+        command = measurements.add_parser(name, help=help_text, description=help_text)
+        measurement.add_arguments(command)
+        command.set_defaults(run=measurement.run)
     arguments = parser.parse_args(argv)
-    return arguments.run(arguments)
+    try:
+        return arguments.run(arguments)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _build() -> tuple[int, dict, str]:

@@ -80,7 +80,7 @@ def _op(report: dict) -> dict:
         "path": path,
         "load_seconds": round(seconds, 3),
         "instruction_sets": isas,
-        "used": isas[-1],
+        "used": kernel.default_isa(),
         "threads": torch.get_num_threads(),
     }
 

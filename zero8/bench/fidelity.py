@@ -5,9 +5,7 @@ Writes OUT (JSON), and a table (.md) and a figure (.png) beside it.
 """
 
 import argparse
-import json
 import os
-import platform
 import resource
 import shlex
 import statistics
@@ -15,12 +13,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
-import cpuinfo
-
-import zero8
+from zero8.bench import record
 from zero8.bench.fidelity_figure import plot
 from zero8.bench.fidelity_report import markdown
 from zero8.bench.fidelity_runs import FP32, final_loss, replay
@@ -33,7 +28,6 @@ from zero8.op import kernel
 
 STEPS = 1200
 BETA2S = (0.999, 0.95)
-PACKAGES = ("torch", "deepspeed", "torchao", "bitsandbytes")
 
 
 @dataclass(frozen=True)
@@ -86,24 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
         "cpu_seconds": _cpu_seconds(),
         "command": _command(arguments),
     }
-    files = write(result, arguments.json)
-    for check in result["checks"]:
-        verdict = "met" if check["met"] else "MISSED"
-        print(f"{verdict:6}  {check['target']}: {check['value']:.4g} (limit {check['limit']:.4g})")
+    files = record.write(result, arguments.json, markdown, plot)
+    record.print_checks(result["checks"])
     for entry in result["skipped"]:
         print(f"skipped {entry['scheme']} at beta2 {entry['beta2']}: {entry['reason']}")
     print("wrote", *files)
     return 0
-
-
-def write(result: dict, out: Path) -> tuple[Path, Path, Path]:
-    """Write a result as JSON to `out`, and its table and figure beside it; return the paths."""
-    table, figure = out.with_suffix(".md"), out.with_suffix(".png")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    table.write_text(markdown(result))
-    plot(result, figure)
-    return out, table, figure
 
 
 def _cpu_seconds() -> float:
@@ -137,8 +119,8 @@ def measure(plan: Plan, workers: int) -> dict:
         "rows": [row for rows, _ in results[: len(replays)] for row in rows],
         "closed_loop": closed_loop(plan, losses),
         "skipped": [entry for _, skipped in results[: len(replays)] for entry in skipped],
-        "versions": versions(),
-        "cpu": cpuinfo.get_cpu_info().get("brand_raw", platform.processor()),
+        "versions": record.versions(),
+        "cpu": record.cpu(),
         "workers": workers,
         "steps": plan.steps,
         "recipe": asdict(replays[0]),
@@ -176,17 +158,6 @@ def closed_loop(plan: Plan, losses: dict[tuple[Recipe, str], float]) -> list[dic
                 }
             )
     return rows
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python, zero8 and of the packages that are installed."""
-    found = {"python": platform.python_version(), "zero8": zero8.__version__}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

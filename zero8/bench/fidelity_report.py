@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fidelity result as markdown tables."""
 
+from zero8.bench.record import check_lines, table_lines
+
 COLUMNS = (
     ("scheme", lambda row: f"{row['scheme']} ({row['implementation']})"),
     ("block", lambda row: str(row["block_size"] or "-")),
@@ -21,11 +23,6 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _lines(headers: list[str], rows: list[list[str]]) -> list[str]:
-    rule = ["---"] + ["---:"] * (len(headers) - 1)  # names to the left, numbers to the right
-    return ["| " + " | ".join(cells) + " |" for cells in (headers, rule, *rows)]
-
-
 def markdown(result: dict) -> str:
     """Return the tables of a result."""
     lines = [
@@ -42,11 +39,11 @@ def markdown(result: dict) -> str:
     for beta2 in betas_of(result):
         rows = rows_at(result, beta2)
         cells = [[cell(row) for _, cell in COLUMNS] for row in rows]
-        lines += ["", f"## beta2 = {beta2}", "", *_lines([h for h, _ in COLUMNS], cells)]
+        lines += ["", f"## beta2 = {beta2}", "", *table_lines([h for h, _ in COLUMNS], cells)]
         notes = [(row["scheme"], row["block_size"], row["note"]) for row in rows if row["note"]]
         lines += ["", *(f"- {name}, {size or 'no'} blocks: {note}" for name, size, note in notes)]
     lines += ["", "## Closed loop", "", *_closed_loop_lines(result["closed_loop"])]
-    lines += ["", "## Targets", "", *_check_lines(result["checks"])]
+    lines += ["", "## Targets", "", *check_lines(result["checks"])]
     if result["skipped"]:
         lines += ["", "## Skipped", ""]
         lines += [
@@ -80,17 +77,4 @@ def _closed_loop_lines(rows: list[dict]) -> list[str]:
         ]
         for row in rows
     ]
-    return _lines(headers, cells)
-
-
-def _check_lines(checks: list[dict]) -> list[str]:
-    cells = [
-        [
-            c["target"].replace("|", "\\|"),
-            f"{c['value']:.4g}",
-            f"{c['limit']:.4g}",
-            "yes" if c["met"] else "**no**",
-        ]
-        for c in checks
-    ]
-    return _lines(["target", "value", "limit", "met"], cells)
+    return table_lines(headers, cells)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizers whose states are compared, zero8's codecs and others', behind one interface."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from zero8.bench.fidelity_codes import CodedAdam, FlashCode, FourBitCode, RatioCode
 from zero8.bench.fidelity_training import Layout
+from zero8.bench.states import state_bytes
 from zero8.codec import CODECS
 from zero8.saved import PlainState
 from zero8.zero.optimizer import Adam8bitBlockwise
@@ -79,23 +80,6 @@ class Shadow:
     def bytes_per_param(self) -> float:
         """Return the bytes of all live state tensors, over the number of parameters."""
         return state_bytes(self.optimizer) / self._values.numel()
-
-
-def state_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of the storage behind an optimizer's state; what is shared counts once."""
-    storages = (t.untyped_storage() for t in _tensors(list(optimizer.state.values())))
-    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    """Yield the plain tensors inside containers and wrapper subclasses."""
-    if hasattr(value, "__tensor_flatten__"):
-        yield from _tensors([getattr(value, name) for name in value.__tensor_flatten__()[0]])
-    elif isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
 
 
 def usable(schemes: list[Scheme], betas: tuple[float, float]) -> tuple[list[Scheme], list[dict]]:

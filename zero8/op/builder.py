@@ -47,8 +47,8 @@ class Zero8AdamBuilder(CPUOpBuilder):
 
     def sources(self) -> list[str]:
         """Return the absolute paths of the C++ sources."""
-        names = ("binding", "dispatch", "step_baseline", "step_avx2", "step_avx512")
-        names += ("step_avx512vbmi",)
+        targets = ("baseline", "avx2", "avx512", "avx512vbmi")
+        names = ["binding", "dispatch", "stream", *(f"step_{target}" for target in targets)]
         return [str(source_folder() / f"{name}.cpp") for name in names]
 
     def include_paths(self) -> list[str]:

@@ -3,6 +3,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -56,6 +57,18 @@ def isas() -> dict[str, int]:
     return module().isas()
 
 
+def default_isa() -> str:
+    """Return the instruction set of steps: ZERO8_ISA of the environment, else the fastest.
+
+    Raises:
+        ValueError: if the processor lacks what ZERO8_ISA names.
+    """
+    chosen, supported = os.environ.get("ZERO8_ISA"), list(isas())
+    if chosen and chosen not in supported:
+        raise ValueError(f"ZERO8_ISA: got {chosen!r}, this processor has {supported}")
+    return chosen or supported[-1]
+
+
 def step(
     segments: Sequence[Segment], num_threads: int | None = None, isa: str | None = None
 ) -> list[int]:
@@ -64,7 +77,7 @@ def step(
     Args:
         segments: pieces of parameters; see `zero8.segment`.
         num_threads: threads to use; torch's number by default.  The result does not depend on it.
-        isa: instruction set, one of `isas()`; the fastest by default.
+        isa: instruction set, one of `isas()`; `default_isa()` by default.
 
     Returns:
         For each segment the number of blocks left as they were because a gradient was not finite.
@@ -73,21 +86,49 @@ def step(
         ValueError: if a tensor has the wrong dtype, device, layout or size, or if the processor
             lacks the instruction set.
     """
-    supported = isas()
-    if isa is None:
-        isa = list(supported)[-1]
-    if isa not in supported:
-        raise ValueError(f"isa: got {isa!r}, this processor has {list(supported)}")
-    threads = torch.get_num_threads() if num_threads is None else num_threads
+    isa = default_isa() if isa is None else isa
+    if isa not in isas():
+        raise ValueError(f"isa: got {isa!r}, this processor has {list(isas())}")
+    records, scalars = packed(segments)
+    run(records, scalars, torch.get_num_threads() if num_threads is None else num_threads, isa)
+    return records["nonfinite_blocks"].tolist()
+
+
+def packed(segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the kernel's structs for segments, and for the scalars that they refer to."""
     scalars = {segment.scalars: None for segment in segments}
     for number, key in enumerate(scalars):
         scalars[key] = number
     records = np.zeros(len(segments), SEGMENT)
     for record, segment in zip(records, segments, strict=True):
         _fill(record, segment, scalars[segment.scalars])
-    table = np.array([dataclasses.astuple(key) for key in scalars], STEP_SCALARS)
-    module().step(records, table, dynamic_maps(), threads, supported[isa])
-    return records["nonfinite_blocks"].tolist()
+    return records, np.array([dataclasses.astuple(key) for key in scalars], STEP_SCALARS)
+
+
+def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) -> None:
+    """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive."""
+    module().step(records, scalars, dynamic_maps(), num_threads, isas()[isa])
+
+
+def copy(
+    param: Tensor, grad: Tensor, states: Sequence[Tensor], num_threads: int | None = None
+) -> None:
+    """Move the memory of a step and compute nothing: the time is a bound for steps.
+
+    Reads the gradient, reads and writes back the parameter and the states, all unchanged.
+
+    Args:
+        param: contiguous, any shape.
+        grad: contiguous, as many bytes as `param`.
+        states: contiguous, as many elements as `param`.
+        num_threads: threads to use; torch's number by default.
+
+    Raises:
+        ValueError: if the numbers of elements differ.
+    """
+    arrays = [t.detach().view(-1).view(torch.uint8).numpy() for t in (param, grad, *states)]
+    threads = torch.get_num_threads() if num_threads is None else num_threads
+    module().copy(arrays[0], arrays[1], arrays[2:], param.numel(), threads)
 
 
 def _fill(record: np.void, segment: Segment, scalars: int) -> None:

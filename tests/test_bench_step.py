@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step measurement: what it times is right and whole, whatever the times are."""
+
+import ctypes
+import json
+import math
+import os
+import sys
+from argparse import ArgumentParser
+
+import pytest
+import torch
+
+from zero8 import cli, reference
+from zero8.bench import step, step_contenders, step_kernel, step_targets
+from zero8.bench.step_contenders import flat_params, peer_contenders, zero8_contenders
+from zero8.bench.step_tensors import flat_shape, model_shapes
+from zero8.bench.step_timing import Timed, interleaved, peak_extra_bytes, spread
+from zero8.bench.step_variants import BF16_CORRECTED, FP32, VARIANTS
+from zero8.codec import CODECS, DEFAULT_CODEC
+from zero8.op import kernel
+
+NUMEL = 2**16
+ROW_KEYS = {
+    "name",
+    "variant",
+    "codec",
+    "isa",
+    "threads",
+    "numel",
+    "repeats",
+    "disturbed",
+    "bytes_per_param",
+    "ns_per_param",
+    "ns_per_param_min",
+    "ns_per_param_p10",
+    "ns_per_param_p90",
+    "gb_per_s",
+    "ceiling",
+    "fraction_of_stream",
+    "ratio_vs_deepspeed_fp32",
+    "extra_bytes",
+}
+RESULT_KEYS = {
+    "default",
+    "numel",
+    "threads",
+    "repeats",
+    "rows",
+    "in_cache",
+    "tensor_list",
+    "skipped",
+    "checks",
+    "versions",
+    "commit",
+    "cpu",
+    "machine",
+    "command",
+    "seconds",
+}
+
+
+def parsed(out, *words):
+    parser = ArgumentParser()
+    step.add_arguments(parser)
+    return parser.parse_args(["--json", str(out), "--numel", str(NUMEL), *words])
+
+
+@pytest.fixture
+def few_rounds(monkeypatch):
+    monkeypatch.setattr(step, "ROUNDS", 2)
+    monkeypatch.setattr(step_kernel, "CACHED_REPEATS", 2)
+
+
+# --- The whole -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The paths of one small run through the command line, of every codec."""
+    out = tmp_path_factory.mktemp("bench") / "new" / "step.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "ROUNDS", 2)
+        patch.setattr(step_kernel, "CACHED_REPEATS", 2)
+        words = ["--json", out, "--numel", NUMEL, "--threads", 2, "--against", "deepspeed,torch"]
+        assert cli.main(["bench", "step", *map(str, words)]) == 0
+    return out
+
+
+def test_run_writes_the_promised_keys(tiny):
+    result = json.loads(tiny.read_text())
+    assert result.keys() == RESULT_KEYS
+    assert result["skipped"] == []
+    for row in result["rows"]:
+        assert row.keys() == ROW_KEYS
+        assert row["gb_per_s"] == pytest.approx(row["bytes_per_param"] / row["ns_per_param"])
+        assert row["ns_per_param_p10"] <= row["ns_per_param"] <= row["ns_per_param_p90"]
+    assert "--threads 2" in result["command"]
+
+
+def test_run_has_a_row_for_every_step_and_a_copy_of_its_streams(tiny):
+    rows = json.loads(tiny.read_text())["rows"]
+    kinds = {(row["name"], row["variant"], row["codec"]): row for row in rows}
+    assert len(kinds) == len(rows)
+    ours = {("zero8", v.name, codec) for v in VARIANTS for codec in CODECS}
+    others = {("deepspeed", "fp32", None), ("deepspeed", "bf16", None), ("torch", "fp32", None)}
+    streams = {"fp32": 16, "bf16": 10, "bf16_corrected": 12, "fp32_states": 28, "bf16_states": 14}
+    assert kinds.keys() == ours | others | {("copy", variant, None) for variant in streams}
+    for (name, variant, _), row in kinds.items():
+        assert row["ceiling"] == variant if name in ("zero8", "copy") else f"{variant}_states"
+        ceiling = kinds["copy", row["ceiling"], None]
+        assert row["bytes_per_param"] == ceiling["bytes_per_param"] == streams[row["ceiling"]]
+        ratio = ceiling["ns_per_param"] / row["ns_per_param"]
+        assert row["fraction_of_stream"] == pytest.approx(ratio)
+        deepspeed = kinds["deepspeed", "fp32", None]["ns_per_param"]
+        assert row["ratio_vs_deepspeed_fp32"] == pytest.approx(deepspeed / row["ns_per_param"])
+
+
+def test_run_times_every_instruction_set_in_the_cache(tiny):
+    rows = json.loads(tiny.read_text())["in_cache"]
+    cases = {(row["codec"], row["variant"], row["isa"]) for row in rows}
+    assert cases == {(c, v.name, isa) for c in CODECS for v in VARIANTS for isa in kernel.isas()}
+
+
+def test_run_draws_and_tabulates_every_row(tiny):
+    assert tiny.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    table = tiny.with_suffix(".md").read_text()
+    assert f"| zero8 fp32 `{DEFAULT_CODEC}` |" in table
+    assert "| deepspeed bf16 |" in table and "| copy fp32_states |" in table
+    assert "400 tensors, 65,536 elements together" in table
+
+
+def test_run_missing_peer_is_listed_with_its_reason(tmp_path, monkeypatch, few_rounds, capsys):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    out = tmp_path / "step.json"
+    assert step.run(parsed(out, "--codec", "companded", "--against", "torchao")) == 0
+    result = json.loads(out.read_text())
+    (entry,) = result["skipped"]
+    assert entry["name"] == "torchao" and "ModuleNotFoundError" in entry["reason"]
+    assert "skipped torchao: ModuleNotFoundError" in capsys.readouterr().out
+    assert "- torchao: ModuleNotFoundError" in out.with_suffix(".md").read_text()
+    assert {row["name"] for row in result["rows"]} == {"zero8", "copy"}
+    assert {row["ratio_vs_deepspeed_fp32"] for row in result["rows"]} == {None}
+    assert result["tensor_list"]["codec"] == "companded"
+
+
+def test_run_isa_is_that_of_every_step_and_restored(tmp_path, monkeypatch, few_rounds):
+    monkeypatch.setenv("ZERO8_ISA", "")
+    threads = torch.get_num_threads()
+    seen, real = [], kernel.run
+
+    def run(records, scalars, num_threads, isa):
+        seen.append(isa)
+        real(records, scalars, num_threads, isa)
+
+    monkeypatch.setattr(kernel, "run", run)
+    out = tmp_path / "step.json"
+    words = ["--codec", "log", "--isa", "baseline", "--threads", "1", "--against", "torch"]
+    step.run(parsed(out, *words))
+    assert set(seen) == {"baseline"}
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["isa"] for row in rows if row["name"] == "zero8"} == {"baseline"}
+    assert {row["threads"] for row in rows} == {1}
+    assert os.environ["ZERO8_ISA"] == "" and torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--numel", "70000"], "--numel: got 70000, expected a multiple of 4096, at least 65536"),
+        (["--numel", "4096"], "--numel: got 4096, expected a multiple of 4096, at least 65536"),
+        (["--threads", "0"], "--threads: got 0, expected at least 1"),
+        (["--codec", "gzip"], r"--codec: got 'gzip', expected one of \['dynamic', .*'log'\]"),
+        (["--isa", "mmx"], r"--isa: got 'mmx', expected one of \['baseline'"),
+        (["--against", "torch,lion"], r"--against: got 'lion', expected one of \['deepspeed'"),
+    ],
+)
+def test_run_bad_argument_says_what_is_expected(tmp_path, words, message):
+    with pytest.raises(ValueError, match=message):
+        step.run(parsed(tmp_path / "x.json", *words))
+
+
+def test_command_bad_argument_is_a_usage_error(tmp_path, capsys):
+    words = ["bench", "step", "--json", str(tmp_path / "x.json"), "--threads", "0"]
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    assert "--threads: got 0, expected at least 1" in capsys.readouterr().err
+
+
+# --- The check of the bits -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["param", "correction"])
+def test_check_other_bits_stop_the_run_before_it_times(tmp_path, monkeypatch, name):
+    def wrong(segment):
+        skipped = real(segment)
+        tensor = getattr(segment, name)
+        if tensor is not None:
+            tensor.view(torch.uint8)[-1] ^= 1
+        return skipped
+
+    real = reference.step
+    monkeypatch.setattr(reference, "step", wrong)
+    monkeypatch.setattr(step, "_time_out_of_cache", lambda plan: pytest.fail("has timed"))
+    monkeypatch.setattr(step_kernel, "time_in_cache", lambda *_: pytest.fail("has timed"))
+    with pytest.raises(RuntimeError, match=f"{name} of codec .*other bits than zero8.reference"):
+        step.run(parsed(tmp_path / "x.json"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_check_looks_at_everything_that_a_step_changes():
+    changed = step_kernel._results(step_kernel.sample("log", BF16_CORRECTED, (5, 300)))
+    moments = {f"exp_avg{kind}" for kind in ("", "_sq", "_scale", "_sq_scale")}
+    assert changed.keys() == moments | {"param", "param_correction"}
+
+
+# --- The tensors ---------------------------------------------------------------------------------
+
+
+def test_model_shapes_at_the_default_size_are_400_of_1_to_10_million_elements():
+    sizes = list(map(math.prod, model_shapes(step.NUMEL)))
+    assert len(sizes) == 400
+    assert min(sizes) == 1 and 9_900_000 < max(sizes) <= 10_000_000
+    decades = [sum(10**k <= size < 10 ** (k + 1) for size in sizes) for k in range(6)]
+    assert min(decades) > 40  # log-spaced
+
+
+@pytest.mark.parametrize("total", [step.LEAST_NUMEL, 999 * 4096, step.NUMEL, 10 * step.NUMEL])
+def test_model_shapes_have_their_total_as_vectors_and_matrices(total):
+    shapes = model_shapes(total)
+    assert len(shapes) == 400
+    assert sum(map(math.prod, shapes)) == total
+    assert {len(shape) for shape in shapes} == {1, 2}
+    assert all(shape[1] >= 64 and shape[1] & (shape[1] - 1) == 0 for shape in shapes if shape[1:])
+
+
+def test_flat_shape_has_its_total():
+    assert flat_shape(NUMEL) == (16, 4096)
+
+
+# --- The contenders ------------------------------------------------------------------------------
+
+
+def test_contenders_share_tensors_and_step_on_all_of_them():
+    params = flat_params(NUMEL)
+    ours = zero8_contenders(["log"], params)
+    assert [c.param for c in ours] == [params[v.dtype] for v in VARIANTS]
+    for contender in ours:
+        before = [t.clone() for t in contender.states]
+        contender.step()
+        assert [t.numel() for t in contender.states] == [NUMEL] * len(before)
+        assert not all(map(torch.equal, contender.states, before))
+
+
+def test_copies_leave_the_tensors_of_their_contenders_alone():
+    ours = zero8_contenders(["log"], flat_params(NUMEL))
+    copies = step_contenders.copies(ours)
+    assert [copy.variant for copy in copies.values()] == [v.name for v in VARIANTS]
+    for contender, copy in zip(ours, copies.values(), strict=True):
+        assert copy.param is contender.param and copy.states is contender.states
+        before = [t.clone() for t in (copy.param, *copy.states)]
+        copy.step()
+        assert all(map(torch.equal, (copy.param, *copy.states), before))
+
+
+def test_deepspeed_has_the_threads_of_torch():
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            (fp32, _), skipped = peer_contenders(["deepspeed"], flat_params(NUMEL))
+            assert skipped == []
+            library = ctypes.CDLL(fp32.step.__self__.ds_opt_adam.__file__)
+            assert library.omp_get_max_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_peer_whose_step_fails_is_skipped(monkeypatch):
+    def fail(params):
+        raise OSError("no such thing\nas a second line")
+
+    monkeypatch.setitem(step_contenders.PEERS, "torchao", fail)
+    found, skipped = peer_contenders(["torchao", "torch"], flat_params(NUMEL))
+    assert [c.name for c in found] == ["torch"]
+    assert skipped == [{"name": "torchao", "reason": "OSError: no such thing"}]
+
+
+# --- Timing --------------------------------------------------------------------------------------
+
+
+def test_interleaved_calls_take_turns():
+    calls = []
+    timed = [Timed(lambda: calls.append("a")), Timed(lambda: calls.append("b"), every=5)]
+    usual, rare = interleaved(timed, rounds=10)
+    assert (len(usual.times), len(rare.times)) == (10, 2)
+    assert calls.count("a") == 13 and calls.count("b") == 2  # 3 rounds of warming up
+    assert 0 <= usual.disturbed <= 10
+    assert all(time > 0 for time in usual.times + rare.times)
+
+
+def test_spread_is_per_element():
+    values = spread([1000.0 * k for k in range(1, 12)], numel=1000)
+    assert list(values.values()) == [6.0, 1.0, 2.0, 10.0]
+
+
+def test_peak_extra_bytes_sees_memory_that_comes_and_goes():
+    assert peak_extra_bytes(lambda: torch.ones(2**22)) == pytest.approx(2**24, rel=0.1)
+    assert peak_extra_bytes(lambda: None) < 2**20
+
+
+# --- Targets -------------------------------------------------------------------------------------
+
+
+def made_up_row(name, variant, codec, ns):
+    ratio, extra = 0.36 / ns, 4096
+    return {
+        "name": name,
+        "variant": variant,
+        "codec": codec,
+        "ns_per_param": ns,
+        "ratio_vs_deepspeed_fp32": ratio,
+        "fraction_of_stream": 0.95,
+        "extra_bytes": extra,
+    }
+
+
+def made_up_result(**changes):
+    times = {"companded": 0.30, "log": 0.35, "dynamic": 0.45}
+    rows = [
+        made_up_row("zero8", v.name, codec, ns) for v in VARIANTS for codec, ns in times.items()
+    ]
+    slow = {"deepspeed": 0.36, "torch": 0.60, "torchao": 16.0, "bitsandbytes": 34.0}
+    rows += [made_up_row(name, FP32.name, None, ns) for name, ns in slow.items()]
+    return {
+        "default": "log",
+        "threads": 2,
+        "rows": rows,
+        "in_cache": [{"variant": "fp32", "isa": "avx2", "ns_per_param": 0.57}],
+        "tensor_list": {"tensors": 400, "ratio": 1.1},
+        "machine": {"page_bytes": 4096},
+    } | changes
+
+
+def test_checks_hold_each_target_against_its_row():
+    met = {check["target"]: check["met"] for check in step_targets.checks(made_up_result())}
+    assert len(met) == 12
+    assert [target for target, good in met.items() if not good] == [
+        "zero8 bf16 `companded` (fastest), speed over DeepSpeed's fp32, at least",
+        "zero8 bf16 `log` (default), speed over DeepSpeed's fp32, at least",
+    ]
+    assert [name for name in met if "(fastest), fraction" in name]
+
+
+def test_checks_of_what_was_not_measured_are_left_out():
+    rows = [
+        row | {"ratio_vs_deepspeed_fp32": None, "extra_bytes": None}
+        for row in made_up_result()["rows"]
+        if row["codec"] == "companded"
+    ]
+    checks = step_targets.checks(made_up_result(rows=rows, in_cache=[]))
+    assert [check["target"].split(",")[0] for check in checks] == [
+        "zero8 fp32 `companded` (fastest)",
+        "400 tensors",
+    ]

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the records of all measurements share: where they were made, and how they are written."""
+
+import json
+import platform
+import subprocess
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import cpuinfo
+
+import zero8
+
+PACKAGES = ("torch", "deepspeed", "torchao", "bitsandbytes")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, zero8 and of the packages that are installed."""
+    found = {"python": platform.python_version(), "zero8": zero8.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def cpu() -> str:
+    """Return the name of the processor."""
+    return cpuinfo.get_cpu_info().get("brand_raw", platform.processor())
+
+
+def commit() -> str | None:
+    """Return the git commit of the checkout that runs, None outside of one."""
+    root = Path(zero8.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # no git, or another user's checkout
+        return None
+    return done.stdout.strip()
+
+
+def write(
+    result: dict,
+    out: Path,
+    markdown: Callable[[dict], str],
+    plot: Callable[[dict, Path], None],
+) -> tuple[Path, Path, Path]:
+    """Write a result as JSON to `out`, and its table and figure beside it; return the paths."""
+    table, figure = out.with_suffix(".md"), out.with_suffix(".png")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    table.write_text(markdown(result))
+    plot(result, figure)
+    return out, table, figure
+
+
+def print_checks(checks: list[dict]) -> None:
+    """Print a line per target."""
+    for check in checks:
+        verdict = "met" if check["met"] else "MISSED"
+        print(f"{verdict:6}  {check['target']}: {check['value']:.4g} (limit {check['limit']:.4g})")
+
+
+def table_lines(headers: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a markdown table."""
+    rule = ["---"] + ["---:"] * (len(headers) - 1)  # names to the left, numbers to the right
+    return ["| " + " | ".join(cells) + " |" for cells in (headers, rule, *rows)]
+
+
+def check_lines(checks: list[dict]) -> list[str]:
+    """Return the lines of a markdown table of targets."""
+    cells = [
+        [
+            c["target"].replace("|", "\\|"),
+            f"{c['value']:.4g}",
+            f"{c['limit']:.4g}",
+            "yes" if c["met"] else "**no**",
+        ]
+        for c in checks
+    ]
+    return table_lines(["target", "value", "limit", "met"], cells)

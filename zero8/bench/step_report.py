@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step result as markdown tables."""
+
+from zero8.bench.record import check_lines, table_lines
+
+# Of the repeats; above it waits for other processes may be most of what was measured.
+MOST_DISTURBED = 0.2
+
+COLUMNS = (
+    ("step", lambda row: label(row)),
+    ("ns/param", lambda row: f"{row['ns_per_param']:.3f}"),
+    ("10 to 90 %", lambda row: f"{row['ns_per_param_p10']:.3f} to {row['ns_per_param_p90']:.3f}"),
+    ("bytes/param", lambda row: str(row["bytes_per_param"])),
+    ("GB/s", lambda row: f"{row['gb_per_s']:.1f}"),
+    ("of its stream", lambda row: f"{row['fraction_of_stream']:.2f}"),
+    ("speed over DeepSpeed fp32", lambda row: optional(row["ratio_vs_deepspeed_fp32"], "{:.2f}")),
+    ("extra KiB", lambda row: optional(row["extra_bytes"], "{:.0f}", 2**10)),
+    ("disturbed", lambda row: f"{row['disturbed']} of {row['repeats']}"),
+)
+
+
+def label(row: dict) -> str:
+    """Return what the row of a step is called."""
+    return " ".join([row["name"], row["variant"]] + [f"`{row['codec']}`"] * bool(row["codec"]))
+
+
+def optional(value: float | None, form: str, unit: float = 1) -> str:
+    """Return a number in its unit, or a dash for what was not measured."""
+    return "-" if value is None else form.format(value / unit)
+
+
+def markdown(result: dict) -> str:
+    """Return the tables of a result."""
+    cells = [[cell(row) for _, cell in COLUMNS] for row in result["rows"]]
+    size = f"{result['numel']:,} parameters, {result['threads']} threads"
+    lines = [
+        f"# Optimizer steps on the CPU, {size}",
+        "",
+        *_header(result),
+        "",
+        *table_lines([header for header, _ in COLUMNS], cells),
+        "",
+        "Medians of wall time through `step()`, all in turns in one process. A copy reads and "
+        "writes the arrays of a step and computes nothing; `of its stream` is its time over the "
+        "step's. A repeat is disturbed if another process took a core away meanwhile.",
+        *_smaller(result["rows"], result["numel"]),
+        "",
+        "## In the cache, one thread, ns/param of CPU time",
+        "",
+        *_cached_lines(result["in_cache"]),
+        "",
+        "## Tensors of a model",
+        "",
+        _list_line(result["tensor_list"]),
+        "",
+        "## Targets",
+        "",
+        *check_lines(result["checks"]),
+    ]
+    if result["skipped"]:
+        lines += ["", "## Skipped", ""]
+        lines += [f"- {entry['name']}: {entry['reason']}" for entry in result["skipped"]]
+    return "\n".join(lines) + "\n"
+
+
+def _header(result: dict) -> list[str]:
+    machine = result["machine"]
+    parts = [
+        f"`{result['command']}`, {result['seconds']:.0f} s, commit {result['commit'] or 'unknown'}",
+        f"{result['cpu']}, last-level cache of {_mib(machine['last_level_cache_bytes'])}",
+        f"load average before it {machine['load_average']:.2f}",
+        f"pages of {machine['page_bytes']} bytes, {_mib(machine['anonymous_huge_bytes'])} in huge "
+        f"pages (`{machine['transparent_huge_pages'] or 'unknown'}`)",
+        ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
+    ]
+    return ["; ".join(parts) + ".", *(f"\n**{line}**" for line in busy_lines(result))]
+
+
+def _mib(value: int | None) -> str:
+    return optional(value, "{:.0f} MiB", 2**20)
+
+
+def busy_lines(result: dict) -> list[str]:
+    """Return a warning if others used the cores meanwhile."""
+    share = sum(row["disturbed"] for row in result["rows"])
+    share /= sum(row["repeats"] for row in result["rows"])
+    if share <= MOST_DISTURBED:
+        return []
+    return [
+        f"The machine was busy: others took a core away in {share:.0%} of all repeats, and waits "
+        "for them are no part of a step. Measure again when it is idle."
+    ]
+
+
+def _smaller(rows: list[dict], numel: int) -> list[str]:
+    smaller = {row["name"]: row["numel"] for row in rows if row["numel"] < numel}
+    return [f"{name} is timed on {size:,} parameters." for name, size in smaller.items()]
+
+
+def _cached_lines(rows: list[dict]) -> list[str]:
+    isas = list(dict.fromkeys(row["isa"] for row in rows))
+    times = {(row["variant"], row["codec"], row["isa"]): row["ns_per_param"] for row in rows}
+    cases = dict.fromkeys((row["variant"], row["codec"]) for row in rows)
+    cells = [
+        [f"{variant} `{codec}`", *(f"{times[variant, codec, isa]:.3f}" for isa in isas)]
+        for variant, codec in cases
+    ]
+    return table_lines(["step", *isas], cells)
+
+
+def _list_line(listed: dict) -> str:
+    return (
+        f"{listed['tensors']} tensors, {listed['numel']:,} elements together, `{listed['codec']}`, "
+        f"fp32: {listed['ns_per_param']:.3f} ns/param, {listed['ratio']:.2f} times the time of one "
+        "tensor of as many elements."
+    )

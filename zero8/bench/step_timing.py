@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How calls are timed against each other, and how much memory they take while they run."""
+
+import ctypes
+import gc
+import random
+import re
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+WARM_UP_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What is timed: a call, in every round or in every `every`-th one."""
+
+    call: Callable[[], object]
+    every: int = 1
+
+
+@dataclass
+class Samples:
+    """What was measured of one call.
+
+    Attributes:
+        times: wall times in ns.
+        disturbed: during how many calls another process took a core away from a thread of ours.
+    """
+
+    times: list[int] = field(default_factory=list)
+    disturbed: int = 0
+
+
+def interleaved(timed: Sequence[Timed], rounds: int) -> list[Samples]:
+    """Time all calls, which take turns in one process.
+
+    The speed of a shared machine's memory drifts by tens of percent within minutes: calls of the
+    same rounds meet the same machine.  Every round has an order of its own, so that no call always
+    finds what the same other one has left in the cache.
+    """
+    samples = [Samples() for _ in timed]
+    order, shuffle = list(range(len(timed))), random.Random(0).shuffle
+    gc.collect()
+    gc.disable()
+    try:
+        for number in tqdm(range(-WARM_UP_ROUNDS, rounds), desc="step", unit="round"):
+            shuffle(order)
+            for k in order:
+                if number % timed[k].every == 0:
+                    _time(timed[k].call, samples[k] if number >= 0 else Samples())
+    finally:
+        gc.enable()
+    return samples
+
+
+def _time(call: Callable[[], object], samples: Samples) -> None:
+    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    began = time.perf_counter_ns()
+    call()
+    samples.times.append(time.perf_counter_ns() - began)
+    samples.disturbed += resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw > switches
+
+
+def spread(times: Sequence[float], numel: int) -> dict[str, float]:
+    """Return median, smallest, and 10th and 90th percentile of times, in ns per element."""
+    tenths = statistics.quantiles(times, n=10, method="inclusive")
+    values = {
+        "ns_per_param": statistics.median(times),
+        "ns_per_param_min": min(times),
+        "ns_per_param_p10": tenths[0],
+        "ns_per_param_p90": tenths[-1],
+    }
+    return {name: value / numel for name, value in values.items()}
+
+
+def peak_extra_bytes(call: Callable[[], object]) -> int | None:
+    """Return by how much resident memory rises above what it was while a call runs.
+
+    None where the system does not count it.  Linux counts in steps of up to 64 pages a processor.
+    """
+    try:
+        # What the allocator keeps from earlier calls must not hide what this one takes.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        before = _status_bytes("VmRSS")
+        call()
+        return max(0, _status_bytes("VmHWM") - before)
+    except (OSError, AttributeError):
+        return None
+
+
+def _status_bytes(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"^{field}:\s*(\d+) kB$", status, re.MULTILINE)[1])
