@@ -11,7 +11,7 @@ import pytest
 
 from zero8.op.builder import Zero8AdamBuilder
 
-SOURCES = 6
+SOURCES = len(Zero8AdamBuilder().sources())
 
 
 @pytest.fixture

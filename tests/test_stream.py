@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop that moves the memory of a step: it reaches every byte, and changes none."""
 
-import numpy as np
-import psutil
+import signal
+import sys
+
+import processes
 import pytest
 import torch
 
@@ -37,14 +39,29 @@ def test_copy_odd_sizes_and_threads_changes_no_byte(dtype, states, numel, thread
     assert all(map(torch.equal, framed, before))
 
 
-def test_copy_writes_every_page_of_param_and_states_and_none_of_grad():
-    # Pages of these have no memory of their own before something writes to them.
-    numel = 2**23
-    param, grad, *states = (torch.from_numpy(np.zeros(numel, np.uint8)) for _ in range(4))
-    resident = psutil.Process().memory_info().rss
-    kernel.copy(param, grad, states, 2)
-    written = psutil.Process().memory_info().rss - resident
-    assert written == pytest.approx(3 * numel, abs=2**20)
+PROTECTED = """
+import ctypes, mmap, sys
+import torch
+from zero8.op import kernel
+
+PAGES = 8
+protected, page = map(int, sys.argv[1:])
+maps = [mmap.mmap(-1, PAGES * mmap.PAGESIZE) for _ in range(4)]
+tensors = [torch.frombuffer(m, dtype=torch.uint8) for m in maps]
+address = tensors[protected].data_ptr() + page * mmap.PAGESIZE
+mprotect = ctypes.CDLL(None).mprotect
+assert mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ) == 0
+kernel.copy(tensors[0], tensors[1], tensors[2:], 2)
+"""
+
+
+@pytest.mark.parametrize("page", [0, 7])
+@pytest.mark.parametrize("array", ["param", "grad", "exp_avg", "exp_avg_sq"])
+def test_copy_writes_every_array_but_the_gradient(array, page):
+    """A process that writes to a page it may only read is killed."""
+    number = ["param", "grad", "exp_avg", "exp_avg_sq"].index(array)
+    done = processes.run([sys.executable, "-c", PROTECTED, str(number), str(page)])
+    assert done.returncode == (0 if array == "grad" else -signal.SIGSEGV), done.stderr
 
 
 @pytest.mark.parametrize(
