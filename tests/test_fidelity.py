@@ -10,8 +10,10 @@ import torch
 
 from zero8.bench import fidelity, schemes
 from zero8.bench.fidelity_codes import FlashCode, FourBitCode, RatioCode
+from zero8.bench.fidelity_losses import final_loss
 from zero8.bench.fidelity_metrics import Tally, update_bounds
-from zero8.bench.fidelity_runs import final_loss, replay
+from zero8.bench.fidelity_replay import replay
+from zero8.bench.fidelity_text import TextTask
 from zero8.bench.fidelity_training import Gradients, Layout, Recipe, TrainingRun
 from zero8.train.model import GPTConfig
 
@@ -20,9 +22,7 @@ BETAS = (0.9, 0.95)
 TINY = Recipe(
     steps=4,
     beta2=0.95,
-    model=GPTConfig(context=64, width=64, layers=1, heads=2),
-    window=16,
-    batch=2,
+    task=TextTask(GPTConfig(context=64, width=64, layers=1, heads=2), window=16, batch_size=2),
 )
 ROW_KEYS = {
     "scheme",
@@ -269,21 +269,22 @@ def made_up_row(scheme, beta2, block_size=256, **changes):
 
 
 def test_run_writes_json_table_and_figure(tmp_path, monkeypatch, capsys):
-    def run_jobs(jobs, *, total_steps, workers, label):
-        assert total_steps == 6 * len(jobs)
-        results = []
-        for function, arguments in jobs:
-            if function is final_loss:
-                recipe, scheme = arguments
-                results.append(2.0 + 0.01 * recipe.seed + 0.001 * (scheme == "log"))
+    def run_jobs(jobs, *, workers, label):
+        results = {}
+        for job in jobs:
+            assert job.steps == 6
+            recipe = job.arguments[0]
+            if job.function is final_loss:
+                bonus = 0.001 * (job.arguments[1] == "log")
+                results[job] = 2.0 + 0.01 * recipe.seed + bonus
             else:
-                beta2 = arguments[1].beta2
                 rows = [
-                    made_up_row("log", beta2, rms_update_error=0.02),
-                    made_up_row("dynamic", beta2, rms_update_error=0.1),
-                    made_up_row("deepspeed_bf16", beta2, None, rms_update_error=0.01),
+                    made_up_row("log", recipe.beta2, rms_update_error=0.02),
+                    made_up_row("dynamic", recipe.beta2, rms_update_error=0.1),
+                    made_up_row("deepspeed_bf16", recipe.beta2, None, rms_update_error=0.01),
                 ]
-                results.append((rows, [{"scheme": "torchao", "reason": "gone", "beta2": beta2}]))
+                skipped = {"scheme": "torchao", "reason": "gone", "beta2": recipe.beta2}
+                results[job] = (rows, [skipped])
         return results
 
     monkeypatch.setattr(fidelity, "run_jobs", run_jobs)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fidelity result as markdown tables."""
 
+from zero8.bench.fidelity_tables import LOSS_HEADERS, loss_cells, number, table
+
 COLUMNS = (
     ("scheme", lambda row: f"{row['scheme']} ({row['implementation']})"),
     ("block", lambda row: str(row["block_size"] or "-")),
@@ -14,16 +16,6 @@ COLUMNS = (
     ("v lost", lambda row: f"{100 * row['v_zero_share']:.3g} %"),
     ("moved at g = 0", lambda row: f"{row['zero_grad_moved']} of {row['zero_grad_count']}"),
 )
-
-
-def number(value: float) -> str:
-    """Return a number of any size in three significant digits."""
-    return f"{value:.3g}"
-
-
-def _lines(headers: list[str], rows: list[list[str]]) -> list[str]:
-    rule = ["---"] + ["---:"] * (len(headers) - 1)  # names to the left, numbers to the right
-    return ["| " + " | ".join(cells) + " |" for cells in (headers, rule, *rows)]
 
 
 def markdown(result: dict) -> str:
@@ -43,16 +35,14 @@ def markdown(result: dict) -> str:
     for beta2 in betas_of(result):
         rows = rows_at(result, beta2)
         cells = [[cell(row) for _, cell in COLUMNS] for row in rows]
-        lines += ["", f"## beta2 = {beta2}", "", *_lines([h for h, _ in COLUMNS], cells)]
+        lines += ["", f"## beta2 = {beta2}", "", *table([h for h, _ in COLUMNS], cells)]
         notes = [(row["scheme"], row["block_size"], row["note"]) for row in rows if row["note"]]
         lines += ["", *(f"- {name}, {size or 'no'} blocks: {note}" for name, size, note in notes)]
     lines += ["", "## Closed loop", "", *_closed_loop_lines(result["closed_loop"])]
     lines += ["", "## Targets", "", *_check_lines(result["checks"])]
     if result["skipped"]:
         lines += ["", "## Skipped", ""]
-        lines += [
-            f"- {s['scheme']}, beta2 = {s['beta2']}: {s['reason']}" for s in result["skipped"]
-        ]
+        lines += [f"- {skipped_label(entry)}: {entry['reason']}" for entry in result["skipped"]]
     return "\n".join(lines) + "\n"
 
 
@@ -66,22 +56,17 @@ def rows_at(result: dict, beta2: float) -> list[dict]:
     return [row for row in result["rows"] if row["beta2"] == beta2]
 
 
+def skipped_label(entry: dict) -> str:
+    """Return which scheme was skipped, and where."""
+    setting = f", {entry['setting']}" if "setting" in entry else ""
+    return f"{entry['scheme']}, beta2 = {entry['beta2']}{setting}"
+
+
 def _closed_loop_lines(rows: list[dict]) -> list[str]:
-    headers = ["scheme", "beta2", "seeds", "steps", "validation loss", "std", "minus fp32", "std"]
-    cells = [
-        [
-            row["scheme"],
-            str(row["beta2"]),
-            str(len(row["seeds"])),
-            str(row["steps"]),
-            f"{row['val_loss_mean']:.4f}",
-            f"{row['val_loss_std']:.4f}",
-            f"{row['difference_mean']:+.4f}",
-            f"{row['difference_std']:.4f}",
-        ]
-        for row in rows
-    ]
-    return _lines(headers, cells)
+    return table(
+        ["scheme", "beta2", *LOSS_HEADERS],
+        [[row["scheme"], str(row["beta2"]), *loss_cells(row)] for row in rows],
+    )
 
 
 def _check_lines(checks: list[dict]) -> list[str]:
@@ -94,4 +79,4 @@ def _check_lines(checks: list[dict]) -> list[str]:
         ]
         for c in checks
     ]
-    return _lines(["target", "value", "limit", "met"], cells)
+    return table(["target", "value", "limit", "met"], cells)
