@@ -3,10 +3,17 @@
 
 Writes OUT (JSON), and a table (.md) and a figure (.png) beside it.
 
-Keys of the JSON object:
+Keys of the JSON object; what only the full measurement has is marked (full):
     default, versions, cpu, workers, steps, recipe, command, seconds, cpu_seconds: what was run.
     rows: update errors, a row per scheme and beta2; see `fidelity_metrics.Tally`.
     closed_loop: final validation losses, a row per scheme and beta2.
+    bf16_weights (full): bfloat16 weights without float32 masters. `replay`: how far they end from
+        float32 weights that took the same updates, in ulps and as a share of the way that those
+        went; `closed_loop`: final validation losses. A row per way to round them.
+    robustness (full): update errors in other settings, a row per setting, beta2 and scheme.
+    resonance (full): errors on periodic gradients, a row per beta2, period and pattern: with the
+        dither and with hashed thresholds, the ratio of the two RMS errors over all row lengths,
+        and the row length where it is worst.
     skipped: what could not run, and why.
     checks: the targets, and whether they are met.
 """
@@ -27,8 +34,11 @@ from typing import Any, Protocol
 import cpuinfo
 
 import zero8
+from zero8.bench.fidelity_bf16 import Bf16Weights
 from zero8.bench.fidelity_figure import plot
 from zero8.bench.fidelity_report import markdown, skipped_label
+from zero8.bench.fidelity_resonance import Resonance
+from zero8.bench.fidelity_robustness import Robustness
 from zero8.bench.fidelity_states import ClosedLoop, Updates
 from zero8.bench.fidelity_targets import checks
 from zero8.bench.pool import Job, run_jobs
@@ -52,7 +62,11 @@ class Experiment(Protocol):
 def experiments(quick: bool, steps: int) -> list[Experiment]:
     """Return the parts of the quick or of the full measurement, those of the longest jobs first."""
     seeds = (1, 2, 3) if quick else (1, 2, 3, 4, 5)
-    return [Updates(quick, steps), ClosedLoop(quick, steps, seeds)]
+    updates, closed_loop = Updates(quick, steps), ClosedLoop(quick, steps, seeds)
+    if quick:
+        return [updates, closed_loop]
+    others = [Resonance(longest=5 * steps), Robustness(steps // 2), Bf16Weights(steps, seeds)]
+    return [updates, *others, closed_loop]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fidelity result as markdown tables."""
 
+from zero8.bench.fidelity_sections import bf16_lines, resonance_lines, robustness_lines
 from zero8.bench.fidelity_tables import LOSS_HEADERS, loss_cells, number, table
 
 COLUMNS = (
@@ -16,6 +17,13 @@ COLUMNS = (
     ("v lost", lambda row: f"{100 * row['v_zero_share']:.3g} %"),
     ("moved at g = 0", lambda row: f"{row['zero_grad_moved']} of {row['zero_grad_count']}"),
 )
+
+
+SECTIONS = {
+    "bf16_weights": bf16_lines,
+    "robustness": robustness_lines,
+    "resonance": resonance_lines,
+}
 
 
 def markdown(result: dict) -> str:
@@ -39,6 +47,9 @@ def markdown(result: dict) -> str:
         notes = [(row["scheme"], row["block_size"], row["note"]) for row in rows if row["note"]]
         lines += ["", *(f"- {name}, {size or 'no'} blocks: {note}" for name, size, note in notes)]
     lines += ["", "## Closed loop", "", *_closed_loop_lines(result["closed_loop"])]
+    for key, section in SECTIONS.items():
+        if key in result:
+            lines += ["", *section(result[key])]
     lines += ["", "## Targets", "", *_check_lines(result["checks"])]
     if result["skipped"]:
         lines += ["", "## Skipped", ""]
