@@ -17,6 +17,7 @@ from zero8.bench.fidelity_metrics import Tally, update_bounds
 from zero8.bench.fidelity_replay import replay
 from zero8.bench.fidelity_resonance import resonance
 from zero8.bench.fidelity_robustness import SETTINGS
+from zero8.bench.fidelity_silence import silence
 from zero8.bench.fidelity_states import ClosedLoop, Updates
 from zero8.bench.fidelity_targets import _robustness_checks
 from zero8.bench.fidelity_text import TextTask
@@ -332,6 +333,8 @@ def full_results(jobs, *, workers, label):
             results[job] = 2.0 + 0.01 * recipe.seed + worse
         elif job.function is weight_distances:
             results[job] = weight_distances(replace(TINY, beta2=0.999), lambda: None)
+        elif job.function is silence:
+            results[job] = silence(*job.arguments, lambda: None)
         elif job.function is resonance:
             members, beta2, _ = job.arguments
             results[job] = resonance(members[::25], beta2, 6, lambda: None)
@@ -359,8 +362,12 @@ def test_full_run_has_all_parts_in_json_table_and_targets(tmp_path, monkeypatch)
     assert met["bf16 weights, nearest (to be worse): mean loss above fp32's against fp32's std"]
     assert met["moved though g = 0, all settings, beta2 0.95"]
     assert sum("periodic gradients" in target for target in met) == 2
+    assert sum("gradient has ended" in target for target in met) == 2
     table = out.with_suffix(".md").read_text()
-    headings = ("## bfloat16 weights", "## Other settings", "## Periodic gradients")
+    headings = (
+        *("## bfloat16 weights", "## Other settings"),
+        *("## Gradients that end", "## Periodic gradients"),
+    )
     assert all(heading in table for heading in headings)
     assert "| nearest | 5 | 8 | 2.5300 |" in table
 

@@ -11,6 +11,8 @@ Keys of the JSON object; what only the full measurement has is marked (full):
         float32 weights that took the same updates, in ulps and as a share of the way that those
         went; `closed_loop`: final validation losses. A row per way to round them.
     robustness (full): update errors in other settings, a row per setting, beta2 and scheme.
+    silence (full): how far weights go on whose gradient has ended beside others, per scheme and
+        beta2, in units of lr: `way`, its ratio to fp32's, and the mean |u| of the last step.
     resonance (full): errors on periodic gradients, a row per beta2, period and pattern: with the
         dither and with hashed thresholds, the ratio of the two RMS errors over all row lengths,
         and the row length where it is worst.
@@ -39,6 +41,7 @@ from zero8.bench.fidelity_figure import plot
 from zero8.bench.fidelity_report import markdown, skipped_label
 from zero8.bench.fidelity_resonance import Resonance
 from zero8.bench.fidelity_robustness import Robustness
+from zero8.bench.fidelity_silence import Silence
 from zero8.bench.fidelity_states import ClosedLoop, Updates
 from zero8.bench.fidelity_targets import checks
 from zero8.bench.pool import Job, run_jobs
@@ -65,8 +68,14 @@ def experiments(quick: bool, steps: int) -> list[Experiment]:
     updates, closed_loop = Updates(quick, steps), ClosedLoop(quick, steps, seeds)
     if quick:
         return [updates, closed_loop]
-    others = [Resonance(longest=5 * steps), Robustness(steps // 2), Bf16Weights(steps, seeds)]
-    return [updates, *others, closed_loop]
+    return [
+        updates,
+        Resonance(longest=5 * steps),
+        Robustness(steps // 2),
+        Bf16Weights(steps, seeds),
+        closed_loop,
+        Silence(steps),
+    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fidelity result as markdown tables."""
 
-from zero8.bench.fidelity_sections import bf16_lines, resonance_lines, robustness_lines
+from zero8.bench.fidelity_sections import (
+    bf16_lines,
+    resonance_lines,
+    robustness_lines,
+    silence_lines,
+)
 from zero8.bench.fidelity_tables import LOSS_HEADERS, loss_cells, number, table
 
 COLUMNS = (
@@ -22,6 +27,7 @@ COLUMNS = (
 SECTIONS = {
     "bf16_weights": bf16_lines,
     "robustness": robustness_lines,
+    "silence": silence_lines,
     "resonance": resonance_lines,
 }
 

@@ -57,6 +57,28 @@ def robustness_lines(rows: list[dict]) -> list[str]:
     ]
 
 
+def silence_lines(rows: list[dict]) -> list[str]:
+    """Return the section on gradients that end."""
+    headers = ["scheme", "beta2", "silent steps", "way / lr", "over fp32's", "last \\|u\\|"]
+    cells = [
+        [
+            row["scheme"],
+            str(row["beta2"]),
+            str(row["silent_steps"]),
+            *(number(row[key]) for key in ("way", "way_over_fp32", "last_abs_u")),
+        ]
+        for row in rows
+    ]
+    return [
+        "## Gradients that end",
+        "",
+        "Half of the elements of every block have no gradient any more: how far their weights go "
+        "from then on, mean over elements. In fp32 they come to rest.",
+        "",
+        *table(headers, cells),
+    ]
+
+
 def resonance_lines(rows: list[dict]) -> list[str]:
     """Return the section on periodic gradients: for every beta2 and period the worse pattern."""
     worst: dict[tuple, dict] = {}

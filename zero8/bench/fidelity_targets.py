@@ -15,6 +15,8 @@ MOST_OF_BOUND = 1 + BOUND_SLACK + 2.0**-20
 LARGEST_BIAS = 0.01
 # Of the dither's RMS update error over that of hashed thresholds, on periodic gradients.
 LARGEST_RESONANCE = 1.25
+# Of the way that weights go after their gradient has ended, over fp32's.
+LARGEST_WAY = 1.25
 
 
 def checks(result: dict) -> list[dict]:
@@ -25,6 +27,8 @@ def checks(result: dict) -> list[dict]:
         found += _bf16_checks(result["bf16_weights"]["closed_loop"])
     if "robustness" in result:
         found += [c for b in LARGEST_ERROR_RATIO for c in _robustness_checks(b, result)]
+    if "silence" in result:
+        found += _silence_checks(result)
     if "resonance" in result:
         found += _resonance_checks(result["resonance"])
     return found
@@ -108,6 +112,18 @@ def _robustness_checks(beta2: float, result: dict) -> list[dict]:
         _check(f"RMS error over that of `dynamic`, {at}; worst: {worst}", ratios[worst], 1.0),
         _check(f"max |u| over its bound, {at}", largest, MOST_OF_BOUND),
         _check(f"moved though g = 0, {at}", moved, 0),
+    ]
+
+
+def _silence_checks(result: dict) -> list[dict]:
+    return [
+        _check(
+            f"way of weights whose gradient has ended over fp32's, beta2 {row['beta2']}",
+            row["way_over_fp32"],
+            LARGEST_WAY,
+        )
+        for row in result["silence"]
+        if row["scheme"] == result["default"]
     ]
 
 
