@@ -3,15 +3,24 @@
 
 import json
 import sys
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
 
 from zero8.bench import fidelity, schemes
+from zero8.bench.fidelity_bf16 import Bf16Weights, final_loss_bf16, weight_distances
 from zero8.bench.fidelity_codes import FlashCode, FourBitCode, RatioCode
+from zero8.bench.fidelity_losses import final_loss
 from zero8.bench.fidelity_metrics import Tally, update_bounds
-from zero8.bench.fidelity_runs import final_loss, replay
+from zero8.bench.fidelity_replay import replay
+from zero8.bench.fidelity_resonance import resonance
+from zero8.bench.fidelity_robustness import SETTINGS
+from zero8.bench.fidelity_silence import silence
+from zero8.bench.fidelity_states import ClosedLoop, Updates
+from zero8.bench.fidelity_targets import _robustness_checks
+from zero8.bench.fidelity_text import TextTask
 from zero8.bench.fidelity_training import Gradients, Layout, Recipe, TrainingRun
 from zero8.train.model import GPTConfig
 
@@ -20,9 +29,7 @@ BETAS = (0.9, 0.95)
 TINY = Recipe(
     steps=4,
     beta2=0.95,
-    model=GPTConfig(context=64, width=64, layers=1, heads=2),
-    window=16,
-    batch=2,
+    task=TextTask(GPTConfig(context=64, width=64, layers=1, heads=2), window=16, batch_size=2),
 )
 ROW_KEYS = {
     "scheme",
@@ -269,21 +276,22 @@ def made_up_row(scheme, beta2, block_size=256, **changes):
 
 
 def test_run_writes_json_table_and_figure(tmp_path, monkeypatch, capsys):
-    def run_jobs(jobs, *, total_steps, workers, label):
-        assert total_steps == 6 * len(jobs)
-        results = []
-        for function, arguments in jobs:
-            if function is final_loss:
-                recipe, scheme = arguments
-                results.append(2.0 + 0.01 * recipe.seed + 0.001 * (scheme == "log"))
+    def run_jobs(jobs, *, workers, label):
+        results = {}
+        for job in jobs:
+            assert job.steps == 6
+            recipe = job.arguments[0]
+            if job.function is final_loss:
+                bonus = 0.001 * (job.arguments[1] == "log")
+                results[job] = 2.0 + 0.01 * recipe.seed + bonus
             else:
-                beta2 = arguments[1].beta2
                 rows = [
-                    made_up_row("log", beta2, rms_update_error=0.02),
-                    made_up_row("dynamic", beta2, rms_update_error=0.1),
-                    made_up_row("deepspeed_bf16", beta2, None, rms_update_error=0.01),
+                    made_up_row("log", recipe.beta2, rms_update_error=0.02),
+                    made_up_row("dynamic", recipe.beta2, rms_update_error=0.1),
+                    made_up_row("deepspeed_bf16", recipe.beta2, None, rms_update_error=0.01),
                 ]
-                results.append((rows, [{"scheme": "torchao", "reason": "gone", "beta2": beta2}]))
+                skipped = {"scheme": "torchao", "reason": "gone", "beta2": recipe.beta2}
+                results[job] = (rows, [skipped])
         return results
 
     monkeypatch.setattr(fidelity, "run_jobs", run_jobs)
@@ -310,3 +318,83 @@ def test_bad_arguments_say_what_is_expected(tmp_path, capsys):
     with pytest.raises(SystemExit):
         fidelity.main(["--steps", "1", "--json", str(tmp_path / "x.json")])
     assert "--steps: got 1, expected at least 2" in capsys.readouterr().err
+
+
+# --- The full measurement ------------------------------------------------------------------------
+
+
+def full_results(jobs, *, workers, label):
+    """Stands for run_jobs: a small run's rows where that is quick, made-up ones elsewhere."""
+    results = {}
+    for job in jobs:
+        recipe = job.arguments[0]
+        if job.function in (final_loss, final_loss_bf16):
+            worse = {"nearest": 0.5, "dither": -0.001}.get(job.arguments[1], 0.0)
+            results[job] = 2.0 + 0.01 * recipe.seed + worse
+        elif job.function is weight_distances:
+            results[job] = weight_distances(replace(TINY, beta2=0.999), lambda: None)
+        elif job.function is silence:
+            results[job] = silence(*job.arguments, lambda: None)
+        elif job.function is resonance:
+            members, beta2, _ = job.arguments
+            results[job] = resonance(members[::25], beta2, 6, lambda: None)
+        else:
+            rows = [
+                made_up_row("log", recipe.beta2, rms_update_error=0.02),
+                made_up_row("dynamic", recipe.beta2, rms_update_error=0.1),
+            ]
+            results[job] = (rows, [])
+    return results
+
+
+def test_full_run_has_all_parts_in_json_table_and_targets(tmp_path, monkeypatch):
+    monkeypatch.setattr(fidelity, "run_jobs", full_results)
+    out = tmp_path / "full.json"
+    assert fidelity.main(["--steps", "8", "--workers", "1", "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert [row["weights"] for row in result["bf16_weights"]["closed_loop"]] == [
+        *("fp32", "nearest", "hash", "dither", "corrected")
+    ]
+    assert {row["setting"] for row in result["robustness"]} == set(SETTINGS)
+    assert {row["beta2"] for row in result["resonance"]} == {0.9, 0.95, 0.99, 0.999, 0.9999}
+    met = {check["target"]: check["met"] for check in result["checks"]}
+    assert met["bf16 weights, dither: mean loss above fp32's against fp32's std"]
+    assert met["bf16 weights, nearest (to be worse): mean loss above fp32's against fp32's std"]
+    assert met["moved though g = 0, all settings, beta2 0.95"]
+    assert sum("periodic gradients" in target for target in met) == 2
+    assert sum("gradient has ended" in target for target in met) == 2
+    table = out.with_suffix(".md").read_text()
+    headings = (
+        *("## bfloat16 weights", "## Other settings"),
+        *("## Gradients that end", "## Periodic gradients"),
+    )
+    assert all(heading in table for heading in headings)
+    assert "| nearest | 5 | 8 | 2.5300 |" in table
+
+
+def test_robustness_check_names_the_worst_setting():
+    good, bad = (
+        [
+            {"setting": name, **made_up_row("log", 0.95, rms_update_error=ours)},
+            {"setting": name, **made_up_row("dynamic", 0.95, rms_update_error=0.1)},
+        ]
+        for name, ours in (("calm", 0.02), ("wild", 0.2))
+    )
+    found = _robustness_checks(0.95, {"default": "log", "robustness": [*good, *bad]})
+    assert not found[0]["met"] and "worst: wild" in found[0]["target"]
+    assert found[0]["value"] == pytest.approx(2.0)
+    assert found[1]["met"] and found[2]["met"]
+
+
+def test_experiments_that_need_the_same_runs_share_them():
+    closed, bf16 = (
+        set(part.jobs())
+        for part in fidelity.experiments(quick=False, steps=8)
+        if isinstance(part, (ClosedLoop, Bf16Weights))
+    )
+    assert len(closed & bf16) == 5
+
+
+def test_quick_run_has_the_main_parts_only():
+    kinds = [type(part) for part in fidelity.experiments(quick=True, steps=8)]
+    assert kinds == [Updates, ClosedLoop]

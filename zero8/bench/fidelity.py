@@ -2,55 +2,74 @@
 """Measure what 8-bit states cost: update errors on recorded gradients, and final losses.
 
 Writes OUT (JSON), and a table (.md) and a figure (.png) beside it.
+
+Keys of the JSON object; what only the full measurement has is marked (full):
+    default, versions, cpu, workers, steps, recipe, command, seconds, cpu_seconds: what was run.
+    rows: update errors, a row per scheme and beta2; see `fidelity_metrics.Tally`.
+    closed_loop: final validation losses, a row per scheme and beta2.
+    bf16_weights (full): bfloat16 weights without float32 masters. `replay`: how far they end from
+        float32 weights that took the same updates, in ulps and as a share of the way that those
+        went; `closed_loop`: final validation losses. A row per way to round them.
+    robustness (full): update errors in other settings, a row per setting, beta2 and scheme.
+    silence (full): how far weights go on whose gradient has ended beside others, per scheme and
+        beta2, in units of lr: `way`, its ratio to fp32's, and the mean |u| of the last step.
+    resonance (full): errors on periodic gradients, a row per beta2, period and pattern: with the
+        dither and with hashed thresholds, the ratio of the two RMS errors over all row lengths,
+        and the row length where it is worst.
+    skipped: what could not run, and why.
+    checks: the targets, and whether they are met.
 """
 
 import argparse
 import os
 import resource
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from zero8.bench import record
+from zero8.bench.fidelity_bf16 import Bf16Weights
 from zero8.bench.fidelity_figure import plot
-from zero8.bench.fidelity_report import markdown
-from zero8.bench.fidelity_runs import FP32, final_loss, replay
+from zero8.bench.fidelity_report import markdown, skipped_label
+from zero8.bench.fidelity_resonance import Resonance
+from zero8.bench.fidelity_robustness import Robustness
+from zero8.bench.fidelity_silence import Silence
+from zero8.bench.fidelity_states import ClosedLoop, Updates
 from zero8.bench.fidelity_targets import checks
-from zero8.bench.fidelity_training import Recipe
-from zero8.bench.pool import run_jobs
-from zero8.bench.schemes import FP32_CONTROL, full_schemes, quick_schemes
+from zero8.bench.pool import Job, run_jobs
 from zero8.codec import DEFAULT_CODEC
 from zero8.op import kernel
 
 STEPS = 1200
-BETA2S = (0.999, 0.95)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is run: the replay for every beta2, the closed loop for some, with these seeds."""
+class Experiment(Protocol):
+    """A part of the measurement."""
 
-    quick: bool
-    steps: int
+    def jobs(self) -> list[Job]:
+        """Return what is to be run; a job that several parts need is run once."""
 
-    @property
-    def seeds(self) -> range:
-        """Seeds of the closed loop."""
-        return range(1, 4) if self.quick else range(1, 6)
+    def result(self, results: dict[Job, Any]) -> dict:
+        """Return entries of the JSON object, from the results of all jobs of all parts."""
 
-    @property
-    def closed_loop_schemes(self) -> tuple[str, ...]:
-        """Optimizers of the closed loop."""
-        return (FP32, DEFAULT_CODEC, "dynamic") + (FP32_CONTROL,) * (not self.quick)
 
-    @property
-    def closed_loop_beta2s(self) -> tuple[float, ...]:
-        """Values of beta2 in the closed loop."""
-        return BETA2S[:1] if self.quick else BETA2S
+def experiments(quick: bool, steps: int) -> list[Experiment]:
+    """Return the parts of the quick or of the full measurement, those of the longest jobs first."""
+    seeds = (1, 2, 3) if quick else (1, 2, 3, 4, 5)
+    updates, closed_loop = Updates(quick, steps), ClosedLoop(quick, steps, seeds)
+    if quick:
+        return [updates, closed_loop]
+    return [
+        updates,
+        Resonance(longest=5 * steps),
+        Robustness(steps // 2),
+        Bf16Weights(steps, seeds),
+        closed_loop,
+        Silence(steps),
+    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,9 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name, least in (("steps", 2), ("workers", 1)):
         if getattr(arguments, name) < least:
             raise ValueError(f"--{name}: got {getattr(arguments, name)}, expected at least {least}")
-    plan = Plan(arguments.quick, arguments.steps)
     began = time.perf_counter()
-    result = measure(plan, arguments.workers)
+    result = measure(arguments.quick, arguments.steps, arguments.workers)
     result |= {
         "seconds": time.perf_counter() - began,
         "cpu_seconds": _cpu_seconds(),
@@ -83,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     files = record.write(result, arguments.json, markdown, plot)
     record.print_checks(result["checks"])
     for entry in result["skipped"]:
-        print(f"skipped {entry['scheme']} at beta2 {entry['beta2']}: {entry['reason']}")
+        print(f"skipped {skipped_label(entry)}: {entry['reason']}")
     print("wrote", *files)
     return 0
 
@@ -100,64 +118,24 @@ def _command(arguments: argparse.Namespace) -> str:
     return shlex.join(["python", "-m", "zero8.bench.fidelity", *flags])
 
 
-def measure(plan: Plan, workers: int) -> dict:
-    """Run all jobs of a plan and return the result, all but the time and the command."""
+def measure(quick: bool, steps: int, workers: int) -> dict:
+    """Run all experiments and return the result, all but the time and the command."""
     kernel.module()  # compiled here, rather than by two workers at a time
-    replays = [Recipe(plan.steps, beta2) for beta2 in BETA2S]
-    trainings = [
-        (Recipe(plan.steps, beta2, seed=seed), scheme)
-        for beta2 in plan.closed_loop_beta2s
-        for scheme in plan.closed_loop_schemes
-        for seed in plan.seeds
-    ]
-    jobs = [(replay_plan, (plan.quick, recipe)) for recipe in replays]
-    jobs += [(final_loss, training) for training in trainings]
-    results = run_jobs(jobs, total_steps=len(jobs) * plan.steps, workers=workers, label="fidelity")
-    losses = dict(zip(trainings, results[len(replays) :], strict=True))
+    parts = experiments(quick, steps)
+    results = run_jobs(
+        (job for part in parts for job in part.jobs()), workers=workers, label="fidelity"
+    )
+    found = [part.result(results) for part in parts]
     result = {
         "default": DEFAULT_CODEC,
-        "rows": [row for rows, _ in results[: len(replays)] for row in rows],
-        "closed_loop": closed_loop(plan, losses),
-        "skipped": [entry for _, skipped in results[: len(replays)] for entry in skipped],
+        **{key: value for entries in found for key, value in entries.items()},
+        "skipped": [entry for entries in found for entry in entries.get("skipped", [])],
         "versions": record.versions(),
         "cpu": record.cpu(),
         "workers": workers,
-        "steps": plan.steps,
-        "recipe": asdict(replays[0]),
+        "steps": steps,
     }
     return {**result, "checks": checks(result)}
-
-
-def replay_plan(quick: bool, recipe: Recipe, on_step) -> tuple[list[dict], list[dict]]:
-    """Run the replay with the schemes of the quick or the full measurement."""
-    return replay(recipe, quick_schemes() if quick else full_schemes(), on_step)
-
-
-def closed_loop(plan: Plan, losses: dict[tuple[Recipe, str], float]) -> list[dict]:
-    """Return a row per scheme and beta2: the final losses, and their differences to fp32's.
-
-    Differences are between runs of the same seed.
-    """
-    rows = []
-    for beta2 in plan.closed_loop_beta2s:
-        recipes = [Recipe(plan.steps, beta2, seed=seed) for seed in plan.seeds]
-        for scheme in plan.closed_loop_schemes:
-            values = [losses[recipe, scheme] for recipe in recipes]
-            differences = [losses[r, scheme] - losses[r, FP32] for r in recipes]
-            rows.append(
-                {
-                    "scheme": scheme,
-                    "beta2": beta2,
-                    "seeds": list(plan.seeds),
-                    "steps": plan.steps,
-                    "val_losses": values,
-                    "val_loss_mean": statistics.mean(values),
-                    "val_loss_std": statistics.stdev(values),
-                    "difference_mean": statistics.mean(differences),
-                    "difference_std": statistics.stdev(differences),
-                }
-            )
-    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:

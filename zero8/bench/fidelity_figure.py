@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from zero8.bench.fidelity_report import betas_of, number, rows_at
+from zero8.bench.fidelity_report import betas_of, rows_at
+from zero8.bench.fidelity_tables import number
 from zero8.bench.schemes import FP32_CONTROL
 
 COLORS = {"zero8": "tab:blue", "package": "tab:orange", "reimplemented": "tab:green"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the updates of a quantized Adam are from those of fp32 Adam on the same gradients."""
+"""How far updates and weights are from those of fp32 Adam on the same gradients."""
 
 import math
 from collections.abc import Iterator
@@ -97,3 +97,24 @@ class Tally:
             "sqrt_v_bias": math.exp(self._log_ratio / self._nonzero),
             "v_zero_share": self._lost / self._positive,
         }
+
+
+def bf16_ulp(x: Tensor) -> Tensor:
+    """Return the distance from |x| to the next larger bfloat16, 2^-133 at least; float64."""
+    _, exponent = torch.frexp(x.double().abs().clamp(min=2.0**-126))
+    return torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - 8)
+
+
+def weight_distance(weights: Tensor, reference: Tensor) -> dict:
+    """Return how far weights are from a reference in bfloat16 ulps of the larger of the two.
+
+    (Of the smaller, weights that cross zero would decide everything.)
+    """
+    ulp = bf16_ulp(torch.maximum(weights.abs(), reference.abs()))
+    distance = (weights.double() - reference.double()).abs() / ulp
+    return {
+        "median_ulps": distance.median().item(),
+        "rms_ulps": distance.square().mean().sqrt().item(),
+        "p999_ulps": distance.kthvalue(math.ceil(0.999 * distance.numel())).values.item(),
+        "max_ulps": distance.max().item(),
+    }

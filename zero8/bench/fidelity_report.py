@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fidelity result as markdown tables."""
 
+from zero8.bench.fidelity_sections import (
+    bf16_lines,
+    resonance_lines,
+    robustness_lines,
+    silence_lines,
+)
+from zero8.bench.fidelity_tables import LOSS_HEADERS, loss_cells, number
 from zero8.bench.record import check_lines, table_lines
 
 COLUMNS = (
@@ -18,9 +25,12 @@ COLUMNS = (
 )
 
 
-def number(value: float) -> str:
-    """Return a number of any size in three significant digits."""
-    return f"{value:.3g}"
+SECTIONS = {
+    "bf16_weights": bf16_lines,
+    "robustness": robustness_lines,
+    "silence": silence_lines,
+    "resonance": resonance_lines,
+}
 
 
 def markdown(result: dict) -> str:
@@ -43,12 +53,13 @@ def markdown(result: dict) -> str:
         notes = [(row["scheme"], row["block_size"], row["note"]) for row in rows if row["note"]]
         lines += ["", *(f"- {name}, {size or 'no'} blocks: {note}" for name, size, note in notes)]
     lines += ["", "## Closed loop", "", *_closed_loop_lines(result["closed_loop"])]
+    for key, section in SECTIONS.items():
+        if key in result:
+            lines += ["", *section(result[key])]
     lines += ["", "## Targets", "", *check_lines(result["checks"])]
     if result["skipped"]:
         lines += ["", "## Skipped", ""]
-        lines += [
-            f"- {s['scheme']}, beta2 = {s['beta2']}: {s['reason']}" for s in result["skipped"]
-        ]
+        lines += [f"- {skipped_label(entry)}: {entry['reason']}" for entry in result["skipped"]]
     return "\n".join(lines) + "\n"
 
 
@@ -62,19 +73,14 @@ def rows_at(result: dict, beta2: float) -> list[dict]:
     return [row for row in result["rows"] if row["beta2"] == beta2]
 
 
+def skipped_label(entry: dict) -> str:
+    """Return which scheme was skipped, and where."""
+    setting = f", {entry['setting']}" if "setting" in entry else ""
+    return f"{entry['scheme']}, beta2 = {entry['beta2']}{setting}"
+
+
 def _closed_loop_lines(rows: list[dict]) -> list[str]:
-    headers = ["scheme", "beta2", "seeds", "steps", "validation loss", "std", "minus fp32", "std"]
-    cells = [
-        [
-            row["scheme"],
-            str(row["beta2"]),
-            str(len(row["seeds"])),
-            str(row["steps"]),
-            f"{row['val_loss_mean']:.4f}",
-            f"{row['val_loss_std']:.4f}",
-            f"{row['difference_mean']:+.4f}",
-            f"{row['difference_std']:.4f}",
-        ]
-        for row in rows
-    ]
-    return table_lines(headers, cells)
+    return table_lines(
+        ["scheme", "beta2", *LOSS_HEADERS],
+        [[row["scheme"], str(row["beta2"]), *loss_cells(row)] for row in rows],
+    )

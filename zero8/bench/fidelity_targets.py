@@ -7,12 +7,27 @@ import math
 LARGEST_ERROR_RATIO = {0.999: 0.25, 0.95: 0.60}
 # Of the RMS update error of `dynamic` over that of torchao, which implements the same maps.
 PEER_TOLERANCE = 0.10
+# Of the geometric mean of sqrt(v) over what it should be, on periodic gradients: a third of a cell.
+LARGEST_BIAS = 0.01
+# Of the dither's RMS update error over that of hashed thresholds, on periodic gradients.
+LARGEST_RESONANCE = 1.25
+# Of the way that weights go after their gradient has ended, over fp32's.
+LARGEST_WAY = 1.25
 
 
 def checks(result: dict) -> list[dict]:
     """Return, for every target whose rows were measured: value, limit, and whether it is met."""
     found = [check for beta2 in LARGEST_ERROR_RATIO for check in _checks_at(beta2, result)]
-    return found + _closed_loop_checks(result)
+    found += _closed_loop_checks(result)
+    if "bf16_weights" in result:
+        found += _bf16_checks(result["bf16_weights"]["closed_loop"])
+    if "robustness" in result:
+        found += [c for b in LARGEST_ERROR_RATIO for c in _robustness_checks(b, result)]
+    if "silence" in result:
+        found += _silence_checks(result)
+    if "resonance" in result:
+        found += _resonance_checks(result["resonance"])
+    return found
 
 
 def _check(target: str, value: float, limit: float, least: float = 0.0) -> dict:
@@ -58,4 +73,67 @@ def _closed_loop_checks(result: dict) -> list[dict]:
         )
         for (scheme, beta2), row in rows.items()
         if scheme == result["default"]
+    ]
+
+
+def _bf16_checks(closed_loop: list[dict]) -> list[dict]:
+    rows = {row["weights"]: row for row in closed_loop}
+    spread = rows["fp32"]["val_loss_std"]
+    target = "bf16 weights, {}: mean loss above fp32's against fp32's std"
+    found = [
+        _check(target.format(name), rows[name]["difference_mean"], spread, least=-math.inf)
+        for name in ("dither", "corrected")
+    ]
+    # Otherwise the closed loop could not have told good rounding from bad.
+    loss = rows["nearest"]["difference_mean"]
+    target = target.format("nearest (to be worse)")
+    return [*found, {"target": target, "value": loss, "limit": spread, "met": loss > spread}]
+
+
+def _robustness_checks(beta2: float, result: dict) -> list[dict]:
+    rows = {
+        (row["setting"], row["scheme"]): row
+        for row in result["robustness"]
+        if row["beta2"] == beta2
+    }
+    ours = {setting: row for (setting, name), row in rows.items() if name == result["default"]}
+    ratios = {
+        setting: row["rms_update_error"] / rows[setting, "dynamic"]["rms_update_error"]
+        for setting, row in ours.items()
+    }
+    worst, at = max(ratios, key=ratios.get), f"all settings, beta2 {beta2}"
+    largest = max(row["max_u_over_bound"] for row in ours.values())
+    moved = sum(row["zero_grad_moved"] for row in ours.values())
+    return [
+        _check(f"RMS error over that of `dynamic`, {at}; worst: {worst}", ratios[worst], 1.0),
+        _check(f"max |u| over its bound, {at}", largest, 1.0),
+        _check(f"moved though g = 0, {at}", moved, 0),
+    ]
+
+
+def _silence_checks(result: dict) -> list[dict]:
+    return [
+        _check(
+            f"way of weights whose gradient has ended over fp32's, beta2 {row['beta2']}",
+            row["way_over_fp32"],
+            LARGEST_WAY,
+        )
+        for row in result["silence"]
+        if row["scheme"] == result["default"]
+    ]
+
+
+def _resonance_checks(rows: list[dict]) -> list[dict]:
+    def place(row: dict) -> str:
+        return f"worst: beta2 {row['beta2']}, period {row['period']}, {row['pattern']}"
+
+    def bias(row: dict) -> float:
+        return abs(row["dithered"]["sqrt_v_bias"] - 1)
+
+    biased, resonant = max(rows, key=bias), max(rows, key=lambda row: row["ratio"])
+    target = "periodic gradients, |bias of sqrt(v)|"
+    ratio_target = "periodic gradients, RMS error over that of hashed thresholds"
+    return [
+        _check(f"{target}; {place(biased)}", bias(biased), LARGEST_BIAS),
+        _check(f"{ratio_target}; {place(resonant)}", resonant["ratio"], LARGEST_RESONANCE),
     ]

@@ -1,42 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run of the small GPT, a step at a time: the source of gradients and of losses."""
+"""One training run of a small model, a step at a time: the source of gradients and of losses."""
 
 import math
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from zero8.train.data import Text, load_text, train_batch, validation_windows
-from zero8.train.model import GPT, GPTConfig
+from zero8.bench.fidelity_text import TextTask
 
-VALIDATION_WINDOWS = 512
-PRUNED_MATRIX = "blocks.0.mlp.0.weight"
-PRUNED_EVERY = 16
+BETA1 = 0.9
 
 
-@cache
-def _corpus() -> Text:
-    return load_text(None)
+class Task(Protocol):
+    """A model and its data."""
+
+    def make_model(self) -> nn.Module:
+        """Return a new model, initialised by torch's generator; its forward returns the loss."""
+
+    def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
+        """Return the model's inputs at a step."""
+
+    def mark_untrained(self, marks: dict[str, Tensor]) -> None:
+        """Set True, in masks like the matrices, what shall never have a gradient."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training run: AdamW, linear warm-up, cosine to 10 %, gradients clipped to a norm of 1.
-
-    The windows are shorter than the model's context, so that the last position rows never get a
-    gradient.
-    """
+    """A training run: AdamW, linear warm-up, cosine to 10 %, gradients clipped to a norm of 1."""
 
     steps: int
     beta2: float
     seed: int = 0
-    model: GPTConfig = field(
-        default_factory=lambda: GPTConfig(context=64, width=256, layers=2, heads=4)
-    )
-    window: int = 48
-    batch: int = 6
+    task: Task = TextTask()
     peak_lr: float = 1e-3
     weight_decay: float = 0.01
     max_norm: float = 1.0
@@ -60,17 +57,12 @@ class TrainingRun:
     def __init__(self, recipe: Recipe):
         """Initialise the model from the recipe's seed."""
         self.recipe = recipe
-        self.text = _corpus()
         torch.manual_seed(recipe.seed)
-        self.model = GPT(recipe.model)
+        self.model = recipe.task.make_model()
 
     def backward(self, step: int) -> None:
         """Add the gradients of one batch to the parameters' `grad`."""
-        recipe = self.recipe
-        batch = train_batch(
-            self.text.train, recipe.batch, recipe.window, seed=recipe.seed, step=step, rank=0
-        )
-        self.model(batch).backward()
+        self.model(*self.recipe.task.batch(self.recipe.seed, step)).backward()
 
     def update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Step an optimizer of the model at the learning rate of this step."""
@@ -78,12 +70,15 @@ class TrainingRun:
             group["lr"] = self.recipe.lr(step)
         optimizer.step()
 
-    @torch.no_grad()
-    def validation_loss(self) -> float:
-        """Return the mean loss on windows spread over the validation text, nats per byte."""
-        windows = validation_windows(self.text.validation, VALIDATION_WINDOWS, self.recipe.window)
-        total = sum(self.model(batch).item() * len(batch) for batch in windows.split(64))
-        return total / len(windows)
+
+def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """Return the fp32 AdamW that a run is trained with."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        betas=(BETA1, recipe.beta2),
+        weight_decay=recipe.weight_decay,
+        fused=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -114,15 +109,13 @@ class Gradients:
     Attributes:
         layout: the matrices that every 8-bit scheme quantizes: at least 4096 elements.
         flat: (layout.numel,) float32, the gradients.
-        untrained: indices into `flat` of the elements whose gradient is always zero: position rows
-            beyond the window, and every 16th column of one matrix, which is treated as pruned.
+        untrained: indices into `flat` of the elements whose gradient is always zero.
     """
 
     def __init__(self, run: TrainingRun):
         """Make the buffer and let the model's parameters use it as their `grad`."""
-        model, window = run.model, run.recipe.window
         matrices = [
-            (n, p) for n, p in model.named_parameters() if p.dim() > 1 and p.numel() >= 4096
+            (n, p) for n, p in run.model.named_parameters() if p.dim() > 1 and p.numel() >= 4096
         ]
         self.layout = Layout(
             tuple(name for name, _ in matrices), tuple(tuple(p.shape) for _, p in matrices)
@@ -132,8 +125,7 @@ class Gradients:
             p.grad = view
         untrained = torch.zeros(self.layout.numel, dtype=torch.bool)
         marks = dict(zip(self.layout.names, self.layout.views(untrained), strict=True))
-        marks["position_embedding.weight"][window:] = True
-        marks[PRUNED_MATRIX][:, ::PRUNED_EVERY] = True
+        run.recipe.task.mark_untrained(marks)
         self.untrained = untrained.nonzero().flatten()
         self._run = run
 

@@ -3,14 +3,29 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-Job = tuple[Callable[..., Any], tuple]
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker runs: `function(*arguments, on_step)`; jobs that are equal are one job.
+
+    Attributes:
+        function: of an importable module.
+        arguments: hashable.
+        steps: how often the function calls `on_step`.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple
+    steps: int
+
 
 # Set in workers only: counts the steps that all of them have finished.
 _finished = None
@@ -30,27 +45,28 @@ def on_step() -> None:
         _finished.value += 1
 
 
-def _call(function: Callable, arguments: tuple) -> Any:
-    return function(*arguments, on_step)
+def _call(job: Job) -> Any:
+    return job.function(*job.arguments, on_step)
 
 
-def run_jobs(jobs: list[Job], *, total_steps: int, workers: int, label: str) -> list:
-    """Return the results of `function(*arguments, on_step)` for all jobs, in order.
+def run_jobs(jobs: Iterable[Job], *, workers: int, label: str) -> dict[Job, Any]:
+    """Run all jobs, each once, and return their results.
 
     Args:
-        jobs: functions of importable modules and their arguments, longest first.
-        total_steps: how often all of them together call `on_step`.
+        jobs: longest first.
         workers: number of processes.
         label: of the progress bar.
     """
+    jobs = list(dict.fromkeys(jobs))
+    total = sum(job.steps for job in jobs)
     context = multiprocessing.get_context("spawn")  # forking a process that has threads may hang
     finished = context.Value("q", 0)
     pool = ProcessPoolExecutor(workers, context, _start_worker, (finished,))
-    with pool, tqdm(total=total_steps, desc=label, unit="step") as bar:
-        pending = futures = [pool.submit(_call, *job) for job in jobs]
+    with pool, tqdm(total=total, desc=label, unit="step") as bar:
+        pending = futures = [pool.submit(_call, job) for job in jobs]
         while pending:
             done, pending = wait(pending, timeout=0.5, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()  # raises at once what the job raised
             bar.update(finished.value - bar.n)
-    return [future.result() for future in futures]
+    return {job: future.result() for job, future in zip(jobs, futures, strict=True)}

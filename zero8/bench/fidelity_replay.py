@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two experiments: many optimizers on one run's gradients, and one run per optimizer."""
+"""Replay: many optimizers on the gradients of one run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,24 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from zero8.bench.fidelity_metrics import Tally, update_bounds
-from zero8.bench.fidelity_training import Gradients, Recipe, TrainingRun
-from zero8.bench.schemes import FP32_CONTROL, Scheme, Shadow, torch_adamw, usable
-from zero8.zero.optimizer import Adam8bitBlockwise
+from zero8.bench.fidelity_training import BETA1, Gradients, Recipe, TrainingRun, adamw
+from zero8.bench.schemes import Scheme, Shadow, torch_adamw, usable
 
-BETA1 = 0.9
-FP32 = "fp32"
 # The stored v is looked at this often in the second half of a run.
 SECOND_MOMENT_SAMPLES = 10
-
-
-def adamw(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """Return the fp32 AdamW that a run is trained with."""
-    return torch.optim.AdamW(
-        model.parameters(),
-        betas=(BETA1, recipe.beta2),
-        weight_decay=recipe.weight_decay,
-        fused=True,
-    )
 
 
 @dataclass
@@ -88,32 +75,3 @@ def replay(
         on_step()
     rows = [entrant.row(recipe.beta2) for entrant in entrants]
     return rows, [{**entry, "beta2": recipe.beta2} for entry in skipped]
-
-
-def final_loss(recipe: Recipe, scheme: str, on_step: Callable[[], None]) -> float:
-    """Train with one optimizer and return the validation loss.
-
-    Args:
-        recipe: the run.
-        scheme: `fp32` (torch's AdamW), a codec of zero8, or `fp32_zero8`, whose difference to
-            `fp32` is what rounding alone does to the loss of a run.
-        on_step: called after every step.
-    """
-    run = TrainingRun(recipe)
-    if scheme == FP32:
-        optimizer = adamw(run.model, recipe)
-    else:
-        states = {"fp32_params": ["*"]} if scheme == FP32_CONTROL else {"codec": scheme}
-        optimizer = Adam8bitBlockwise(
-            run.model.named_parameters(),
-            betas=(BETA1, recipe.beta2),
-            weight_decay=recipe.weight_decay,
-            **states,
-        )
-    for step in range(recipe.steps):
-        run.model.zero_grad()
-        run.backward(step)
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), recipe.max_norm)
-        run.update(optimizer, step)
-        on_step()
-    return run.validation_loss()

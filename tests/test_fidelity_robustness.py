@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replay in other settings, in a few steps, and the jobs of the whole measurement."""
+
+import json
+import pickle
+
+import pytest
+
+from zero8.bench.fidelity import experiments
+from zero8.bench.fidelity_bf16 import weight_distances
+from zero8.bench.fidelity_images import ImageTask
+from zero8.bench.fidelity_robustness import SETTINGS, Robustness, replay_codecs
+from zero8.bench.fidelity_text import TextTask
+from zero8.bench.fidelity_training import Recipe
+from zero8.bench.fidelity_zipf import ZipfTask
+from zero8.bench.pool import Job, run_jobs
+from zero8.train.model import GPTConfig
+
+TINY_GPT = TextTask(GPTConfig(context=64, width=64, layers=1, heads=2), window=16, batch_size=2)
+
+
+@pytest.mark.parametrize("beta2", [0.999, 0.95])
+@pytest.mark.parametrize("task", [ZipfTask(batch_size=8), ImageTask(batch_size=4)])
+def test_replay_of_a_task_keeps_bounds_and_moves_nothing_untrained(task, beta2):
+    rows, skipped = replay_codecs(Recipe(steps=4, beta2=beta2, task=task), lambda: None)
+    assert not skipped
+    assert [row["scheme"] for row in rows] == ["dynamic", "companded", "log", "deepspeed_bf16"]
+    for row in rows[:3]:
+        assert 0 < row["rms_update_error"] < 0.3
+        assert row["max_u_over_bound"] < 1.001
+        assert row["zero_grad_moved"] == 0 and row["zero_grad_count"] > 1000
+    json.dumps(rows, allow_nan=False)
+
+
+def test_robustness_result_names_settings_of_rows_and_of_what_was_skipped():
+    part = Robustness(steps=3)
+    results = {job: ([{"beta2": job.arguments[0].beta2}], [{"reason": "x"}]) for job in part.jobs()}
+    found = part.result(results)
+    assert [row["setting"] for row in found["robustness"]] == [s for s in SETTINGS for _ in "12"]
+    assert [row["beta2"] for row in found["robustness"]] == [0.999, 0.95] * len(SETTINGS)
+    assert found["skipped"][0] == {"setting": "seed 1", "reason": "x"}
+
+
+def test_settings_differ_from_the_main_measurement_and_each_other():
+    recipes = {Recipe(600, 0.95, **changes) for changes in SETTINGS.values()}
+    assert len(recipes - {Recipe(600, 0.95)}) == len(SETTINGS)
+
+
+def test_jobs_of_all_parts_survive_pickle_and_count_their_steps():
+    for part in experiments(quick=False, steps=8):
+        for job in part.jobs():
+            assert pickle.loads(pickle.dumps(job)) == job
+            assert job.steps > 0
+
+
+def test_run_jobs_with_equal_jobs_runs_them_once():
+    job = Job(weight_distances, (Recipe(2, 0.999, task=TINY_GPT),), 2)
+    results = run_jobs([job, job], workers=1, label="test")
+    assert list(results) == [job]
+    assert results[job][0]["weights"] == "nearest"
