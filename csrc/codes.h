@@ -128,8 +128,10 @@ struct Companded {
       const Vec::F magnitude = kSigned ? Vec::as_float(magnitude_bits(x)) : x;
       const Vec::I y = Vec::as_int(Vec::fma(magnitude, inverse, Vec::set(1.0f)));
       if constexpr (kSigned) {
-        constexpr uint32_t kHalf = 1u << (kShift - 1);
-        const Vec::I rounded = Vec::shr<kShift>(Vec::addi(y, Vec::seti(kHalf - kOneBits)));
+        // (C2'): to nearest, but the smallest codes down, so that they can decay.
+        const Vec::I offset = Vec::addi(y, Vec::seti(0u - kOneBits));
+        const Vec::I threshold = Vec::minu(Vec::shr<6>(offset), Vec::seti(1u << (kShift - 1)));
+        const Vec::I rounded = Vec::shr<kShift>(Vec::addi(offset, threshold));
         const Vec::I code = Vec::minu(rounded, Vec::seti(kMaxCode));
         const Vec::I sign = Vec::andi(Vec::shr<24>(Vec::as_int(x)), Vec::seti(128));
         return Vec::choose(Vec::equal(code, Vec::seti(0)), code, Vec::ori(code, sign));

@@ -20,8 +20,8 @@ Codecs:
   scale of m is the block's extreme element with its sign, so that the extreme decodes exactly
   (the signed map ends at -0.993 and +1).
 * `companded`: codes read off the bit pattern of y = 1 + |x|/scale, which is linear near 0 and
-  logarithmic above: m is a sign and 8 octaves of 16 levels, nearest; sqrt(v) is 8 octaves of 32
-  levels, rounded by the dither of `zero8.dither`.
+  logarithmic above: m is a sign and 8 octaves of 16 levels, nearest (but see (C2')); sqrt(v) is 8
+  octaves of 32 levels, rounded by the dither of `zero8.dither`.
 * `log`: m as in `companded`, but 4 octaves of 32 levels; sqrt(v) on a logarithmic scale between
   the block's largest and smallest non-zero element, dithered, with a code of its own for 0.
 """
@@ -41,6 +41,10 @@ HALF_BITS = 0x3F800000
 """Bit pattern of 1.0, where the companded codes start to count."""
 
 
+DECAY_SHIFT = 6
+"""First moments of less than half of 2^6 codes are rounded down by steps, in part: (C2')."""
+
+
 def block_absmax(x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
     """Return the largest |x| of each block, at most 2^126; shape (num_blocks,) float32."""
     magnitude = ieee.flush(x).abs().clamp(max=SATURATION)
@@ -58,6 +62,14 @@ class CompandedCode:
     The block's largest element decodes to top * scale, which gives the same scale again: a test
     goes through all mantissas.  `threshold` is half a cell (nearest) or the dither.  Error: at
     most half a cell (nearest) or one cell (dithered), a cell being 2^-mantissa_bits of |x| + scale.
+
+    Steps round a first moment to nearest, but the smallest codes down:
+
+    threshold = min(half a cell, (bits(y) - bits(1)) >> 6)                                  (C2')
+
+    Nearest rounding would hold a code c below 0.5/(1 - beta1) where it is, beta1 * c being nearest
+    to c: a first moment whose gradient has ended would never reach 0 while v decays, and its
+    updates would grow up to their bound.  With (C2') every code decays for beta1 up to 0.95.
     Thresholds stay 8 units clear of both ends of the cell; y of a decoded value is within 5 ulps of
     its code, so decoded values never move, whatever the dither.
     """
@@ -115,19 +127,25 @@ class CompandedCode:
         """Return what codes stand for, times `gain`, equation (C1); float32."""
         return ieee.mul(self.levels[codes.to(torch.int64)], ieee.mul(scale, gain))
 
-    def encode(self, x: Tensor, scale: Tensor, dither: Tensor | None) -> Tensor:
+    def encode(
+        self, x: Tensor, scale: Tensor, dither: Tensor | None, decaying: bool = False
+    ) -> Tensor:
         """Return the code of each element, equation (C2); uint8.
 
         Args:
             x: float32, already flushed; the root of v where the code stores roots.
             scale: float32, the scale of each element's block.
             dither: unsigned 32-bit values of `zero8.dither` in int64, or None for nearest.
+            decaying: whether to use (C2') instead of nearest.
         """
         inverse = torch.where(scale == 0, 0.0, ieee.div(1.0, scale))
         y = ieee.fma(x.abs(), inverse, 1.0)
         offset = y.view(torch.int32).to(torch.int64) - HALF_BITS
-        if dither is None:
-            threshold = torch.tensor(1 << (self.shift - 1))
+        half = torch.tensor(1 << (self.shift - 1))
+        if decaying:
+            threshold = half.minimum(offset >> DECAY_SHIFT)
+        elif dither is None:
+            threshold = half
         else:
             threshold = (dither >> (32 - self.shift)) & ~15 | 8
         code = ((offset + threshold) >> self.shift).clamp(max=self.max_code)
@@ -199,8 +217,10 @@ class DynamicCode:
         """Return what codes stand for, times `gain`, equation (C1); float32."""
         return ieee.mul(self.levels[codes.to(torch.int64)], ieee.mul(scale, gain))
 
-    def encode(self, x: Tensor, scale: Tensor, dither: Tensor | None) -> Tensor:
-        """Return the code of each element, equation (C5); uint8.  `dither` is not used."""
+    def encode(
+        self, x: Tensor, scale: Tensor, dither: Tensor | None, decaying: bool = False
+    ) -> Tensor:
+        """Return the code of each element, equation (C5); uint8.  The last two are not used."""
         inverse = torch.where(scale == 0, 0.0, ieee.div(1.0, scale))
         normalized = ieee.mul(x, inverse)
         code = torch.searchsorted(self.thresholds, normalized, right=True)
@@ -261,13 +281,16 @@ class LogCode:
         root = torch.where(codes == self.zero_code, 0.0, bits.view(torch.float32))
         return ieee.mul(root, gain)
 
-    def encode(self, x: Tensor, scale: Tensor, dither: Tensor | None) -> Tensor:
+    def encode(
+        self, x: Tensor, scale: Tensor, dither: Tensor | None, decaying: bool = False
+    ) -> Tensor:
         """Return the code of each element, equation (C8); uint8.
 
         Args:
             x: float32, roots of v, already flushed.
             scale: (numel, 2) float32, the scales of each element's block.
             dither: unsigned 32-bit values of `zero8.dither` in int64, or None for nearest.
+            decaying: not used.
         """
         high, step = scale[..., 0].contiguous(), scale[..., 1]
         inverse = torch.where(step == 0, 0.0, ieee.div(65536.0, step))
@@ -323,7 +346,12 @@ def codec_numbered(number: int) -> Codec:
 
 
 def quantize(
-    code: MomentCode, x: Tensor, block: Tensor, num_blocks: int, dither: Tensor | None = None
+    code: MomentCode,
+    x: Tensor,
+    block: Tensor,
+    num_blocks: int,
+    dither: Tensor | None = None,
+    decaying: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Quantize a moment block by block to 8-bit codes.
 
@@ -333,6 +361,7 @@ def quantize(
         block: (numel,) int64, the block of each element, from 0.
         num_blocks: number of blocks.
         dither: (numel,) int64 of `zero8.dither.dithered`, or None to round to nearest.
+        decaying: whether this is a step's first moment, which has to be able to decay to 0.
 
     Returns:
         codes: (numel,) uint8.  scales: (num_blocks, *code.scale_shape) float32.
@@ -341,7 +370,7 @@ def quantize(
     if code.square_root:
         x = ieee.sqrt(x)
     scales = code.scales(x, block, num_blocks)
-    return code.encode(x, scales[block], dither), scales
+    return code.encode(x, scales[block], dither, decaying), scales
 
 
 def dequantize(

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Randomness as a function: rounding thresholds from (seed, step, parameter identity, element).
 
-    r(i, t) = i * A + key + t * PHI   modulo 2^32                                            (D1)
+    r(i, t) = i * A + key + t * PHI + h(key, t div 32)   modulo 2^32                         (D1)
 
-A and PHI are 2^32 divided by the plastic number (Roberts' R2 sequence) and by the golden ratio.
-Over the elements of a parameter r is equidistributed, so each step's rounding is unbiased; over
-the steps of one element it is the golden-ratio sequence, the one of lowest discrepancy, so the
-accumulated rounding error stays near one cell instead of growing like a random walk.
+A and PHI are 2^32 divided by the plastic number (Roberts' R2 sequence) and by the golden ratio; h
+is a hash.  Over the elements of a parameter r is equidistributed, so each step's rounding is
+unbiased.  Over 32 steps of one element it is the golden-ratio sequence, the one of lowest
+discrepancy, so the accumulated rounding error stays near one cell instead of growing like a random
+walk.  Then h starts it elsewhere: without that, gradients that repeat with a period of 34, 55 or 89
+steps (t * PHI comes close to itself after a Fibonacci number of steps) would meet nearly the same
+thresholds in every period, and more than double the error that independent thresholds give.
 
 `hashed` stochastic rounding passes (D1) through a 32-bit mixer instead (Wellons' lowbias32): every
 element and step independent.  Nothing is drawn and no generator state exists: the same numbers
@@ -20,6 +23,7 @@ from torch import Tensor
 
 ELEMENT_STEP = 0xC13FA9A9
 GOLDEN_STEP = 0x9E3779B9
+RUN_STEPS = 32
 _MASK = 0xFFFFFFFF
 
 
@@ -37,8 +41,9 @@ def stream_key(seed: int, identity: int, stream: str) -> int:
 
 
 def phase_of(key: int, step: int) -> int:
-    """Return key + t * PHI modulo 2^32, what a kernel needs to know of seed, identity and step."""
-    return (key + step * GOLDEN_STEP) & _MASK
+    """Return r(0, t) of equation (D1), what a kernel needs to know of seed, identity and step."""
+    start = _mixed((key + step // RUN_STEPS * ELEMENT_STEP) & _MASK)
+    return (key + step * GOLDEN_STEP + start) & _MASK
 
 
 def dithered(phase: int, first: int, numel: int) -> Tensor:
@@ -52,7 +57,11 @@ def dithered(phase: int, first: int, numel: int) -> Tensor:
 
 def hashed(phase: int, first: int, numel: int) -> Tensor:
     """Return lowbias32(r(i, t)); shape (numel,), int64 holding unsigned 32-bit values."""
-    x = dithered(phase, first, numel)
+    return _mixed(dithered(phase, first, numel))
+
+
+def _mixed(x):
+    """Return lowbias32 of an unsigned 32-bit number, or of those in an int64 tensor."""
     # int64 products wrap modulo 2^64, which keeps their low 32 bits right.
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK

@@ -91,7 +91,8 @@ def _store(
     thresholds = None
     if dithered:
         thresholds = dither.dithered(segment.moment_phase, segment.first, x.numel())
-    codes, scales = quantize(code, torch.where(good, x, 0.0), block, bad_blocks.numel(), thresholds)
+    kept = torch.where(good, x, 0.0)
+    codes, scales = quantize(code, kept, block, bad_blocks.numel(), thresholds, not dithered)
     moment.values[good] = codes[good]
     moment.scales[~bad_blocks] = scales[~bad_blocks]
 
