@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether gradients that repeat resonate with the dither, whose steps are the golden ratio's.
 
-v is rounded with r(i, t) = frac(a*i + phi*t + key), equation (D1) of `zero8.dither`.  Multiples of
-a Fibonacci number move phi*t by little, so gradients that repeat after so many steps meet nearly
-the same threshold again and again.  Whether errors add up is measured against the same code with
-hashed, independent thresholds.
+v is rounded with r(i, t) of equation (D1) of `zero8.dither`, which moves by the golden ratio from
+step to step.  Multiples of a Fibonacci number move that by little, so gradients that repeat after
+so many steps could meet nearly the same threshold again and again, were the sequence not shifted
+every 32 steps.  Whether errors add up is measured against the same code with hashed, independent
+thresholds.
 
 m is exact and v is that of the default codec, in plain PyTorch: errors are of v's rounding alone.
 """

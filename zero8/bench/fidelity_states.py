@@ -9,7 +9,7 @@ from zero8.bench.fidelity_losses import FP32, loss_job, loss_statistics
 from zero8.bench.fidelity_replay import replay
 from zero8.bench.fidelity_training import Recipe
 from zero8.bench.pool import Job
-from zero8.bench.schemes import FP32_CONTROL, full_schemes, quick_schemes
+from zero8.bench.schemes import full_schemes, quick_schemes
 from zero8.codec import DEFAULT_CODEC
 
 BETA2S = (0.999, 0.95)
@@ -53,7 +53,7 @@ class ClosedLoop:
     seeds: tuple[int, ...]
 
     def _cases(self) -> list[tuple[str, float]]:
-        schemes = (FP32, DEFAULT_CODEC, "dynamic") + (FP32_CONTROL,) * (not self.quick)
+        schemes = (FP32, DEFAULT_CODEC, "dynamic")
         beta2s = BETA2S[:1] if self.quick else BETA2S
         return [(scheme, beta2) for beta2 in beta2s for scheme in schemes]
 
