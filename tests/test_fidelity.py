@@ -353,7 +353,7 @@ def test_full_run_has_all_parts_in_json_table_and_targets(tmp_path, monkeypatch)
     assert fidelity.main(["--steps", "8", "--workers", "1", "--json", str(out)]) == 0
     result = json.loads(out.read_text())
     assert [row["weights"] for row in result["bf16_weights"]["closed_loop"]] == [
-        *("fp32", "nearest", "hash", "dither", "corrected")
+        *("fp32", "nearest", "dither", "corrected")
     ]
     assert {row["setting"] for row in result["robustness"]} == set(SETTINGS)
     assert {row["beta2"] for row in result["resonance"]} == {0.9, 0.95, 0.99, 0.999, 0.9999}
