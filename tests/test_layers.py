@@ -18,7 +18,7 @@ LAYERS = [
     {"arithmetic", "codec", "dither", "grid", "policy", "scalars", "segment"},
     {"reference"},
     {"op"},
-    {"pieces", "report", "saved", "settings", "versions"},
+    {"pieces", "prepared", "report", "saved", "settings", "versions"},
     {"optimizer"},
     {"zero", "fsdp", "checkpoint"},
     {"", "__init__", "autoload"},

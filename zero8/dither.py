@@ -40,8 +40,11 @@ def stream_key(seed: int, identity: int, stream: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def phase_of(key: int, step: int) -> int:
-    """Return r(0, t) of equation (D1), what a kernel needs to know of seed, identity and step."""
+def phase_of(key, step):
+    """Return r(0, t) of equation (D1), what a kernel needs to know of seed, identity and step.
+
+    Key and step are integers, or int64 arrays.
+    """
     start = _mixed((key + step // RUN_STEPS * ELEMENT_STEP) & _MASK)
     return (key + step * GOLDEN_STEP + start) & _MASK
 

@@ -2,10 +2,9 @@
 """The optimizer for plain PyTorch: AdamW whose moments live as 8-bit codes and block scales."""
 
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from zero8.codec import DEFAULT_CODEC, Codec, codec_named
 from zero8.op import kernel
 from zero8.pieces import MomentStore, Piece, PieceTable
 from zero8.policy import Policy
+from zero8.prepared import Prepared, Turn, places_of, run_turns
 from zero8.report import MemoryReport, MemoryRow
 from zero8.saved import PlainState
 from zero8.scalars import UNKNOWN_HISTORY, StepScalars, next_history
@@ -22,6 +22,9 @@ from zero8.segment import Segment
 from zero8.versions import warn_if_untested
 
 logger = logging.getLogger("zero8")
+
+# Stands in records of parameters until a step puts its own in.
+NO_SCALARS = StepScalars(**dict.fromkeys((field.name for field in fields(StepScalars)), 0.0))
 
 
 @dataclass(frozen=True)
@@ -43,23 +46,8 @@ class ParamInfo:
         return dither.identity_of(self.index if self.name is None else self.name)
 
 
-@dataclass
-class Work:
-    """One tensor of a step: what to step over, and what to remember once it has been done."""
-
-    param: Tensor
-    grad: Tensor
-    state: dict
-    step: int
-    history: float
-    scalars: StepScalars
-    table: PieceTable
-    stores: tuple[MomentStore, MomentStore]
-
-    def correction_of(self, piece: Piece) -> Tensor | None:
-        """Return the live correction of one piece of a bfloat16 parameter, if it has one."""
-        correction = self.state.get("param_correction")
-        return None if correction is None else correction.view(-1)[piece.start :][: piece.numel]
+def _contiguous_grad(turn: Turn) -> Turn:
+    return turn if turn.grad.is_contiguous() else turn._replace(grad=turn.grad.contiguous())
 
 
 @lru_cache(maxsize=65536)
@@ -108,6 +96,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
             "bias_correction": settings.check_flag("bias_correction", bias_correction),
         }
         self.nonfinite_blocks = 0
+        self._prepared: dict[Tensor, Prepared] = {}
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -144,6 +133,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
     def __setstate__(self, state: dict) -> None:
         """Restore what `__getstate__` kept; groups of other Adams get the keys they lack."""
         super().__setstate__(state)
+        self._prepared = {}
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -178,80 +168,87 @@ class BlockwiseAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for p in self._params_with_grad():
+        ready = [(group, p) for group in self.param_groups for p in group["params"]]
+        ready = [(group, p) for group, p in ready if p.grad is not None]
+        for _, p in ready:
             check_tensors(p)
         # Compiles on first use: a failure must come before anything has been changed.
-        kernel.module()
-        infos = self._infos()
-        work = [
-            self._work(group, p, infos) for group in self.param_groups for p in self._ready(group)
-        ]
-        skipped = self._run(work)
-        for item in work:
-            item.state["step"], item.state["history"] = item.step, item.history
-            for store in item.stores:
-                store.written = False
+        isa = kernel.default_isa()
+        turns = self._turns(ready)
+        skipped = self._run(turns, isa)
         self._handle_nonfinite(skipped)
         return loss
 
-    def _ready(self, group: dict) -> Iterator[Tensor]:
-        return (p for p in group["params"] if p.grad is not None)
+    def _turns(self, ready: list[tuple[dict, Tensor]]) -> list[tuple[Turn, dict, float]]:
+        """Return, for each parameter, its part of the step, its state, and its new history."""
+        turns = []
+        scalars: dict[tuple, tuple[float, StepScalars]] = {}
+        for group, p in ready:
+            prepared = self._prepared_for(p)
+            state = self.state[p]
+            step = int(state["step"]) + 1
+            history = UNKNOWN_HISTORY if self._was_written(state) else float(state["history"])
+            key = id(group), step, history
+            if key not in scalars:
+                scalars[key] = self._scalars(group, step, history)
+            new_history, shared = scalars[key]
+            turns.append((Turn(prepared, p, p.grad, step, shared), state, new_history))
+        return turns
 
-    def _params_with_grad(self) -> Iterator[Tensor]:
-        return chain.from_iterable(self._ready(group) for group in self.param_groups)
-
-    def _work(self, group: dict, p: Tensor, infos: dict[Tensor, ParamInfo]) -> Work:
-        if not self.state.get(p):  # DeepSpeed looks at states early, which makes empty ones
-            self.state[p] = self._new_state(p, infos)
-        state = self.state[p]
-        if self._is_corrected(p) and "param_correction" not in state:
-            state["param_correction"] = torch.zeros(p.shape, dtype=torch.int8, device=p.device)
-        table, stores = self._moments(p, infos)
-        step = int(state["step"]) + 1
-        beta1, beta2 = (float(beta) for beta in group["betas"])
-        written = any(store.written for store in stores)
-        history = UNKNOWN_HISTORY if written else float(state["history"])
-        history = next_history(history, beta1, beta2)
+    def _scalars(self, group: dict, step: int, history: float) -> tuple[float, StepScalars]:
+        """Return the bound on m^2/v after a step, and the step's scalars."""
+        betas = float(group["betas"][0]), float(group["betas"][1])
+        history = next_history(history, *betas)
         scalars = StepScalars.at(
             step,
             history,
             lr=float(group["lr"]),
-            betas=(beta1, beta2),
+            betas=betas,
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             decoupled=group["decoupled_weight_decay"],
             bias_correction=self._settings["bias_correction"],
             maximize=group["maximize"],
         )
-        return Work(p, p.grad, state, step, history, scalars, table, stores)
+        return history, scalars
 
-    def _run(self, work: list[Work]) -> dict[str, int]:
-        """Step over all tensors in one call; return the non-finite blocks by parameter label."""
-        batch = [item for item in work if item.param.is_contiguous()]
-        skipped = self._run_batch([(item, item.param) for item in batch])
-        for item in work:
-            if not item.param.is_contiguous():
-                # The format is defined by the logical order of the elements: other layouts, such
-                # as channels_last, step on a copy, one parameter at a time.
-                copy = item.param.contiguous()
-                skipped |= self._run_batch([(item, copy)])
-                item.param.copy_(copy)
-        return skipped
+    def _prepared_for(self, p: Tensor) -> Prepared:
+        state = self.state.get(p)
+        prepared = self._prepared.get(p)
+        if prepared is None or not state or prepared.places != places_of(p, self._live(state)):
+            prepared = self._prepared[p] = self._prepare(p)
+        return prepared
 
-    def _run_batch(self, batch: list[tuple[Work, Tensor]]) -> dict[str, int]:
-        segments, labels = [], []
-        for item, param in batch:
-            flat_param, flat_grad = param.view(-1), item.grad.contiguous().view(-1)
-            for number, piece in enumerate(item.table.pieces):
-                segments.append(self._segment(item, number, flat_param, flat_grad))
-                labels.append(piece.name)
-        counts = kernel.step(segments)
-        return {label: count for label, count in zip(labels, counts, strict=True) if count}
+    def _prepare(self, p: Tensor) -> Prepared:
+        infos = self._infos()
+        if not self.state.get(p):  # DeepSpeed looks at states early, which makes empty ones
+            self.state[p] = self._new_state(p, infos)
+        state = self.state[p]
+        if self._is_corrected(p) and "param_correction" not in state:
+            state["param_correction"] = torch.zeros(p.shape, dtype=torch.int8, device=p.device)
+        table, stores = self._moments(p, infos)
+        # Of the same sizes and dtypes as the tensors that will be stepped over, but contiguous.
+        param = torch.empty(p.numel(), dtype=p.dtype)
+        grad = torch.empty(p.numel(), dtype=p.grad.dtype)
+        numbers = range(len(table.pieces))
+        segments = [self._segment(number, stores, state, param, grad) for number in numbers]
+        seed = self._settings["seed"]
+        return Prepared.of(
+            p,
+            self._live(state),
+            segments,
+            keys=[_stream_keys(seed, piece.identity) for piece in table.pieces],
+            labels=[piece.name for piece in table.pieces],
+        )
 
-    def _segment(self, item: Work, number: int, param: Tensor, grad: Tensor) -> Segment:
-        piece = item.table.pieces[number]
-        exp_avg, exp_avg_sq = item.stores
-        moment_key, param_key = _stream_keys(self._settings["seed"], piece.identity)
+    def _segment(
+        self, number: int, stores: list[MomentStore], state: dict, param: Tensor, grad: Tensor
+    ) -> Segment:
+        exp_avg, exp_avg_sq = stores
+        piece = exp_avg.table.pieces[number]
+        correction = state.get("param_correction")
+        if correction is not None:
+            correction = correction.view(-1).narrow(0, piece.start, piece.numel)
         return Segment(
             param=param.narrow(0, piece.start, piece.numel),
             grad=grad.narrow(0, piece.start, piece.numel),
@@ -260,12 +257,39 @@ class BlockwiseAdam(torch.optim.Optimizer):
             codec=exp_avg.codec if piece.is_quantized else None,
             grid=piece.grid,
             first=piece.first,
-            scalars=item.scalars,
-            moment_phase=dither.phase_of(moment_key, item.step),
-            param_phase=dither.phase_of(param_key, item.step),
+            scalars=NO_SCALARS,
+            moment_phase=0,
+            param_phase=0,
             rounding=self._settings["rounding"],
-            correction=item.correction_of(piece),
+            correction=correction,
         )
+
+    def _live(self, state: dict) -> list[Tensor]:
+        """Return the tensors that hold a state."""
+        return [value for value in state.values() if isinstance(value, Tensor)]
+
+    def _was_written(self, state: dict) -> bool:
+        """Return whether something other than a step has changed the moments."""
+        return False
+
+    def _run(self, turns: list[tuple[Turn, dict, float]], isa: str) -> dict[str, int]:
+        """Step over all tensors, note it in their states; return non-finite blocks by label."""
+        threads = torch.get_num_threads()
+        batch = [_contiguous_grad(turn) for turn, _, _ in turns if turn.param.is_contiguous()]
+        skipped = run_turns(batch, threads, isa)
+        for turn, state, history in turns:
+            if not turn.param.is_contiguous():
+                # The format is defined by the logical order of the elements: other layouts, such
+                # as channels_last, step on a copy, one parameter at a time.
+                copy = turn.param.contiguous()
+                skipped |= run_turns([_contiguous_grad(turn._replace(param=copy))], threads, isa)
+                turn.param.copy_(copy)
+            state["step"], state["history"] = turn.step, history
+            self._forget_writes(state)
+        return skipped
+
+    def _forget_writes(self, state: dict) -> None:
+        """Take note that a step has used the moments as they are."""
 
     def _handle_nonfinite(self, skipped: dict[str, int]) -> None:
         if not skipped:

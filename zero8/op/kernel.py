@@ -4,7 +4,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -102,7 +102,13 @@ def packed(segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
     records = np.zeros(len(segments), SEGMENT)
     for record, segment in zip(records, segments, strict=True):
         _fill(record, segment, scalars[segment.scalars])
-    return records, np.array([dataclasses.astuple(key) for key in scalars], STEP_SCALARS)
+    return records, packed_scalars(scalars)
+
+
+def packed_scalars(scalars: Iterable[StepScalars]) -> np.ndarray:
+    """Return the kernel's structs for scalars, in order."""
+    # Not dataclasses.astuple, which copies every number deeply.
+    return np.array([tuple(vars(one).values()) for one in scalars], STEP_SCALARS)
 
 
 def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) -> None:

@@ -123,6 +123,25 @@ class Adam8bitBlockwise(BlockwiseAdam):
         stores = [state[which].store for which in MOMENTS]
         return stores[0].table, stores
 
+    def _live(self, state: dict) -> list[Tensor]:
+        if "format" in state:
+            return super()._live(state)
+        tensors = []
+        for value in super()._live(state):
+            if isinstance(value, MomentTensor):
+                tensors += [value.store.codes, value.store.scales, value.store.dense]
+            else:
+                tensors.append(value)
+        return tensors
+
+    def _was_written(self, state: dict) -> bool:
+        return "format" not in state and any(state[which].store.written for which in MOMENTS)
+
+    def _forget_writes(self, state: dict) -> None:
+        if "format" not in state:
+            for which in MOMENTS:
+                state[which].store.written = False
+
     def _absorbed(self, p: Tensor, which: str, values: Tensor) -> MomentTensor:
         store = MomentStore.zeros(self.codec, which, self._table(p), p.device)
         store.write(0, values.reshape(-1))

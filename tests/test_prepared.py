@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the optimizer keeps of a parameter from step to step, when tensors move or change."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+
+import zero8
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+SHAPES = {"a": (64, 100), "b": (33,), "c": (70, 300)}
+
+
+def made(**settings):
+    generator = torch.Generator().manual_seed(1)
+    named = [
+        (name, torch.nn.Parameter(torch.randn(shape, generator=generator)))
+        for name, shape in SHAPES.items()
+    ]
+    return dict(named), zero8.Adam8bitBlockwise(named, lr=1e-2, **settings)
+
+
+def step(params, optimizer, number, skip=()):
+    generator = torch.Generator().manual_seed(100 + number)
+    for name, p in params.items():
+        grad = torch.randn(p.shape, generator=generator, dtype=torch.float32)
+        p.grad = None if name in skip else grad.to(p.dtype)
+    optimizer.step()
+
+
+def moved_param(params, optimizer):
+    params["a"].data = params["a"].data.clone()
+
+
+def moved_state(params, optimizer):
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[key] = value.clone()
+
+
+def state_moved_in_place(params, optimizer):
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.data = value.data.clone()
+
+
+def reloaded(params, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def strided_param(params, optimizer):
+    params["c"].data = params["c"].data.t().contiguous().t()
+
+
+CHANGES = [moved_param, moved_state, state_moved_in_place, reloaded, strided_param]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_steps_after_tensors_have_moved_are_those_of_tensors_that_stayed(change):
+    (params, optimizer), (moving, other) = made(), made()
+    for number in range(4):
+        step(params, optimizer, number)
+        step(moving, other, number)
+        change(moving, other)
+        gc.collect()
+    for name, p in params.items():
+        assert torch.equal(p, moving[name]), name
+
+
+def test_steps_with_gradients_of_changing_parameters_and_dtypes_equal_fresh_optimizers():
+    """What is kept of one step must not show in the next: a deepcopy has kept nothing."""
+    params, optimizer = made()
+    for number, skip in enumerate([(), ("a",), ("b", "c"), (), ("c",)]):
+        fresh, other = copy.deepcopy((params, optimizer))
+        step(params, optimizer, number, skip)
+        step(fresh, other, number, skip)
+        for name, p in params.items():
+            assert torch.equal(p, fresh[name]), (number, name)
+
+
+def test_parameter_that_becomes_bfloat16_is_stepped_as_such():
+    params, optimizer = made()
+    step(params, optimizer, 0)
+    params["c"].data = params["c"].data.bfloat16()
+    before = params["c"].detach().clone()
+    step(params, optimizer, 1)
+    assert params["c"].dtype == torch.bfloat16
+    change = (params["c"].float() - before.float()).abs()
+    assert 0 < change.max() < 0.05
+
+
+def test_states_that_are_dropped_are_freed_although_steps_have_seen_them():
+    params, optimizer = made()
+    step(params, optimizer, 0)
+    codes = weakref.ref(optimizer.state[params["a"]]["exp_avg_q8"])
+    optimizer.state.clear()
+    gc.collect()
+    assert codes() is None
+    step(params, optimizer, 1)
+    assert optimizer.state[params["a"]]["step"] == 1
