@@ -135,3 +135,14 @@ def test_kernels_under_the_sanitizers_find_nothing(tmp_path):
     output_of([*COMPILER, *flags, *made, "-o", program])
     # Looking for leaks needs ptrace, which containers may forbid.
     assert "baseline" in output_of([program], ASAN_OPTIONS="detect_leaks=0")
+
+
+@on_x86
+def test_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_others(objects, tmp_path):
+    """In 34 GiB of address space, of which the last two rows are written to."""
+    made = compile_all([ROOT / "tests" / "csrc_large.cpp"], ["-O1"], tmp_path)
+    names = ("dispatch", *(f"step_{target}" for target in TARGETS))
+    program = tmp_path / "large"
+    kernels = [objects / f"{name}.o" for name in names]
+    output_of([*COMPILER, "-fopenmp", *made, *kernels, "-o", program])
+    assert "baseline" in output_of([program])

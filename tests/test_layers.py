@@ -15,7 +15,7 @@ PACKAGE = ROOT / "zero8"
 # Parts import from their own layer and from those above it in this list.  A new module or folder
 # of zero8 has to be given its place here.
 LAYERS = [
-    {"arithmetic", "codec", "dither", "grid", "policy", "scalars", "segment"},
+    {"arithmetic", "codec", "dither", "grid", "pages", "policy", "scalars", "segment"},
     {"reference"},
     {"op"},
     {"pieces", "prepared", "report", "saved", "settings", "versions"},

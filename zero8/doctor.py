@@ -68,9 +68,8 @@ def _build_tools(report: dict) -> dict:
 
 
 def _op(report: dict) -> dict:
-    import torch
-
     from zero8.op import kernel
+    from zero8.op.threads import step_threads
 
     began = time.perf_counter()
     path = kernel.module().__file__
@@ -81,7 +80,7 @@ def _op(report: dict) -> dict:
         "load_seconds": round(seconds, 3),
         "instruction_sets": isas,
         "used": kernel.default_isa(),
-        "threads": torch.get_num_threads(),
+        "threads": step_threads(),
     }
 
 

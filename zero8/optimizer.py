@@ -12,6 +12,8 @@ from torch import Tensor
 from zero8 import dither, settings
 from zero8.codec import DEFAULT_CODEC, Codec, codec_named
 from zero8.op import kernel
+from zero8.op.threads import step_threads
+from zero8.pages import collapse
 from zero8.pieces import MomentStore, Piece, PieceTable
 from zero8.policy import Policy
 from zero8.prepared import Prepared, Turn, places_of, run_turns
@@ -79,6 +81,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
         stochastic_rounding: bool | str = "auto",
         weight_correction_bits: int = 0,
         seed: int = 0,
+        huge_pages: bool = False,
         **others,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
@@ -93,6 +96,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
             "rounding": settings.check_rounding(stochastic_rounding),
             "correction_bits": settings.check_correction_bits(weight_correction_bits),
             "seed": settings.check_seed(seed),
+            "huge_pages": settings.check_flag("huge_pages", huge_pages),
             "bias_correction": settings.check_flag("bias_correction", bias_correction),
         }
         self.nonfinite_blocks = 0
@@ -226,6 +230,9 @@ class BlockwiseAdam(torch.optim.Optimizer):
         state = self.state[p]
         if self._is_corrected(p) and "param_correction" not in state:
             state["param_correction"] = torch.zeros(p.shape, dtype=torch.int8, device=p.device)
+        if self._settings["huge_pages"]:
+            collapse(p.data)
+            collapse(p.grad)
         table, stores = self._moments(p, infos)
         # Of the same sizes and dtypes as the tensors that will be stepped over, but contiguous.
         param = torch.empty(p.numel(), dtype=p.dtype)
@@ -274,7 +281,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
 
     def _run(self, turns: list[tuple[Turn, dict, float]], isa: str) -> dict[str, int]:
         """Step over all tensors, note it in their states; return non-finite blocks by label."""
-        threads = torch.get_num_threads()
+        threads = step_threads()
         batch = [_contiguous_grad(turn) for turn, _, _ in turns if turn.param.is_contiguous()]
         skipped = run_turns(batch, threads, isa)
         for turn, state, history in turns:

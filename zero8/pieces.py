@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zero8.codec import Codec, MomentCode, dequantize, quantize
 from zero8.grid import BlockGrid
+from zero8.pages import advise_huge
 from zero8.segment import Moment
 
 
@@ -130,11 +131,9 @@ class MomentStore:
             codec,
             which,
             table,
-            torch.full(
-                (table.size(quantized=True),), code.zero_code, dtype=torch.uint8, device=device
-            ),
-            torch.zeros(table.num_blocks, *code.scale_shape, device=device),
-            torch.zeros(table.size(quantized=False), device=device),
+            _filled(code.zero_code, table.size(quantized=True), dtype=torch.uint8, device=device),
+            _filled(0.0, table.num_blocks, *code.scale_shape, device=device),
+            _filled(0.0, table.size(quantized=False), device=device),
         )
 
     @property
@@ -240,3 +239,9 @@ class MomentStore:
         codes, scales = quantize(self.code, x, block, count)
         moment.values[wide_begin:wide_end] = codes
         moment.scales.narrow(0, first_block, count).copy_(scales)
+
+
+def _filled(value: float, *shape: int, device, dtype: torch.dtype = torch.float32) -> Tensor:
+    # torch fills with the threads, and in the contiguous shares, that a step uses: pages come to
+    # lie with the processor that will work on them.
+    return advise_huge(torch.empty(shape, dtype=dtype, device=device)).fill_(value)

@@ -27,6 +27,7 @@ SERVED_KEYS = (
     "stochastic_rounding",
     "weight_correction_bits",
     "seed",
+    "huge_pages",
 )
 
 # Keys that hold for the whole optimizer and have no meaning in one parameter group.
@@ -41,6 +42,7 @@ WHOLE_OPTIMIZER_KEYS = (
     "stochastic_rounding",
     "weight_correction_bits",
     "seed",
+    "huge_pages",
 )
 
 # Keys of DeepSpeed's and torch's Adam that select an implementation: there is only one here, and

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zero8.op.dynamic_tables import dynamic_maps
+from zero8.op.threads import step_threads
 from zero8.scalars import StepScalars
 from zero8.segment import Segment
 
@@ -76,7 +77,7 @@ def step(
 
     Args:
         segments: pieces of parameters; see `zero8.segment`.
-        num_threads: threads to use; torch's number by default.  The result does not depend on it.
+        num_threads: threads to use; `step_threads()` by default.  The result does not depend on it.
         isa: instruction set, one of `isas()`; `default_isa()` by default.
 
     Returns:
@@ -90,7 +91,7 @@ def step(
     if isa not in isas():
         raise ValueError(f"isa: got {isa!r}, this processor has {list(isas())}")
     records, scalars = packed(segments)
-    run(records, scalars, torch.get_num_threads() if num_threads is None else num_threads, isa)
+    run(records, scalars, step_threads() if num_threads is None else num_threads, isa)
     return records["nonfinite_blocks"].tolist()
 
 
@@ -127,13 +128,13 @@ def copy(
         param: contiguous, any shape.
         grad: contiguous, as many bytes as `param`.
         states: contiguous, as many elements as `param`.
-        num_threads: threads to use; torch's number by default.
+        num_threads: threads to use; `step_threads()` by default.
 
     Raises:
         ValueError: if the numbers of elements differ.
     """
     arrays = [t.detach().view(-1).view(torch.uint8).numpy() for t in (param, grad, *states)]
-    threads = torch.get_num_threads() if num_threads is None else num_threads
+    threads = step_threads() if num_threads is None else num_threads
     module().copy(arrays[0], arrays[1], arrays[2:], param.numel(), threads)
 
 

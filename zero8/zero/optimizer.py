@@ -47,6 +47,8 @@ class Adam8bitBlockwise(BlockwiseAdam):
         weight_correction_bits: 8 keeps the 8 bits below those of each bfloat16 weight beside the
             states and rounds to the nearest of these 24-bit weights, without noise; 0 does not.
         seed: of the dither; no generator state exists.
+        huge_pages: move parameters and gradients to huge pages before their first step (Linux 6.1;
+            states are made there anyway): faster steps where memory is the limit.
         **others: keys of DeepSpeed's and torch's Adam that select an implementation have no
             effect; `amsgrad=True` and the like are refused.
 

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// Steps over the last blocks of a segment of more than 2^32 elements, and over a segment that holds
+// only these: both must write the same bytes.
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "format.h"
+
+namespace {
+
+constexpr int64_t kRow = 4100, kBlockSize = 256, kBlocksPerRow = 17;
+constexpr int64_t kRows = (int64_t{1} << 32) / kRow + 2;
+constexpr int64_t kFirstRow = kRows - 2;  // of those that are stepped over
+constexpr int64_t kNumel = kRows * kRow, kFirst = kFirstRow * kRow, kRest = kNumel - kFirst;
+constexpr int64_t kBlocks = kRows * kBlocksPerRow, kFirstBlock = kFirstRow * kBlocksPerRow;
+static_assert(kFirst < int64_t{1} << 32 && kNumel > int64_t{1} << 32, "rows on either side");
+
+// Address space whose pages get memory when they are written to.
+template <class T>
+T* reserve(int64_t size) {
+  void* const data = mmap(nullptr, size * sizeof(T), PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (data == MAP_FAILED) std::abort();
+  return static_cast<T*>(data);
+}
+
+zero8::Segment segment(int64_t numel, int64_t first, int64_t blocks) {
+  zero8::Segment s{};
+  float* const param = reserve<float>(numel);
+  float* const grad = reserve<float>(numel);
+  uint8_t* const m = reserve<uint8_t>(numel);
+  uint8_t* const v = reserve<uint8_t>(numel);
+  for (int64_t i = 0; i < kRest; ++i) {
+    const int64_t at = numel - kRest + i;
+    param[at] = 1.0f;
+    grad[at] = static_cast<float>(i % 97 - 40) / 16.0f;
+    v[at] = 255;  // the log code's zero
+  }
+  s.param = param;
+  s.grad = grad;
+  s.exp_avg = m;
+  s.exp_avg_sq = v;
+  s.exp_avg_scale = reserve<float>(blocks);
+  s.exp_avg_sq_scale = reserve<float>(2 * blocks);
+  s.numel = numel;
+  s.first = first;
+  s.row_length = kRow;
+  s.block_size = kBlockSize;
+  s.codec = zero8::kLog;
+  s.moment_phase = 12345;
+  return s;
+}
+
+template <class T>
+void compare(const void* large, const void* small, int64_t offset, int64_t size, const char* name) {
+  if (std::memcmp(static_cast<const T*>(large) + offset, small, size * sizeof(T)) == 0) return;
+  std::printf("%s differs\n", name);
+  std::exit(1);
+}
+
+}  // namespace
+
+int main() {
+  const zero8::StepScalars scalars = {0.9f,  0.999f, 0.9995f, 0.1f,  0.0316f, 31.6f,
+                                      1e-8f, 10.0f,  1e-3f,   0.99f, 0.0f,    1.0f};
+  const auto maps = reserve<zero8::DynamicMaps>(1);
+  zero8::Segment large = segment(kNumel, 0, kBlocks);
+  zero8::Segment small = segment(kRest, kFirst, kBlocks - kFirstBlock);
+  const zero8::StepBlocks targets[] = {zero8::step_blocks_baseline, zero8::step_blocks_avx2,
+                                       zero8::step_blocks_avx512, zero8::step_blocks_avx512vbmi};
+  for (int isa = 0; isa < zero8::kNumIsas; ++isa) {
+    if (!zero8::isa_supported(isa)) continue;
+    targets[isa](large, scalars, *maps, kFirstBlock, kBlocks);
+    targets[isa](small, scalars, *maps, 0, kBlocks - kFirstBlock);
+    compare<float>(large.param, small.param, kFirst, kRest, "param");
+    compare<uint8_t>(large.exp_avg, small.exp_avg, kFirst, kRest, "exp_avg");
+    compare<uint8_t>(large.exp_avg_sq, small.exp_avg_sq, kFirst, kRest, "exp_avg_sq");
+    compare<float>(large.exp_avg_scale, small.exp_avg_scale, kFirstBlock, kBlocks - kFirstBlock,
+                   "exp_avg_scale");
+    compare<float>(large.exp_avg_sq_scale, small.exp_avg_sq_scale, 2 * kFirstBlock,
+                   2 * (kBlocks - kFirstBlock), "exp_avg_sq_scale");
+    if (static_cast<float*>(small.param)[0] == 1.0f) std::abort();
+    std::printf("%s\n", zero8::kIsaNames[isa]);
+  }
+}
