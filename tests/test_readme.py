@@ -35,7 +35,7 @@ def test_readme_json_example_is_a_config_of_our_optimizer():
 def test_readme_table_of_settings_names_the_defaults():
     rows = re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", README, re.MULTILINE)
     parameters = inspect.signature(BlockwiseAdam.__init__).parameters
-    assert len(rows) == 7
+    assert len(rows) == 8
     for name, default in rows:
         expected = parameters[name].default
         assert json.loads(default) == (list(expected) if expected == () else expected), name
