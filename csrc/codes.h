@@ -124,6 +124,9 @@ struct Companded {
       *stored = absmax == 0.0f ? 0.0f : scale;
       inverse = Vec::set(absmax == 0.0f ? 0.0f : 1.0f / scale);
     }
+    // No code can exceed the largest: a moment that a step makes of finite gradients is less than
+    // kSaturation, so the block's largest element comes within 5 ulps of kMaxCode, too few to
+    // carry.
     Vec::I operator()(Vec::F x) {
       const Vec::F magnitude = kSigned ? Vec::as_float(magnitude_bits(x)) : x;
       const Vec::I y = Vec::as_int(Vec::fma(magnitude, inverse, Vec::set(1.0f)));
@@ -131,16 +134,14 @@ struct Companded {
         // (C2'): to nearest, but the smallest codes down, so that they can decay.
         const Vec::I offset = Vec::addi(y, Vec::seti(0u - kOneBits));
         const Vec::I threshold = Vec::minu(Vec::shr<6>(offset), Vec::seti(1u << (kShift - 1)));
-        const Vec::I rounded = Vec::shr<kShift>(Vec::addi(offset, threshold));
-        const Vec::I code = Vec::minu(rounded, Vec::seti(kMaxCode));
+        const Vec::I code = Vec::shr<kShift>(Vec::addi(offset, threshold));
         const Vec::I sign = Vec::andi(Vec::shr<24>(Vec::as_int(x)), Vec::seti(128));
         return Vec::choose(Vec::equal(code, Vec::seti(0)), code, Vec::ori(code, sign));
       } else {
         // The threshold is r's upper bits with the last four replaced by 8.
         const Vec::I r = Vec::andi(Vec::shr<32 - kShift>(dither.next()), Vec::seti(~15u));
         const Vec::I offset = Vec::addi(y, Vec::seti(8u - kOneBits));
-        const Vec::I rounded = Vec::shr<kShift>(Vec::addi(offset, r));
-        return at_least_one(x, Vec::minu(rounded, Vec::seti(kMaxCode)));
+        return at_least_one(x, Vec::shr<kShift>(Vec::addi(offset, r)));
       }
     }
   };

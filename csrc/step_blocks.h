@@ -72,6 +72,23 @@ ZERO8_INLINE inline void prefetch_chunk(const T* x) {
   for (int i = 0; i < kChunk; i += kLine) Vec::prefetch(x + kPrefetchDistance + i);
 }
 
+// The largest magnitudes, as patterns, of the floats in a chunk.
+inline Vec::I largest_of_chunk(const float* x) {
+  const Vec::I ab =
+      Vec::maxu(magnitude_bits(Vec::load(x)), magnitude_bits(Vec::load(x + Vec::kLanes)));
+  x += 2 * Vec::kLanes;
+  const Vec::I cd =
+      Vec::maxu(magnitude_bits(Vec::load(x)), magnitude_bits(Vec::load(x + Vec::kLanes)));
+  return Vec::maxu(ab, cd);
+}
+inline Vec::I largest_of_chunk(const uint16_t* x) {
+  const Vec::I magnitude = Vec::seti(0x7FFF7FFF);
+  const Vec::I ab = Vec::andi(Vec::load_pairs(x), magnitude);
+  const Vec::I cd = Vec::andi(Vec::load_pairs(x + 2 * Vec::kLanes), magnitude);
+  const Vec::I pairs = Vec::maxu16(ab, cd);
+  return Vec::maxu(Vec::shl<16>(pairs), Vec::andi(pairs, Vec::seti(0xFFFF0000)));
+}
+
 // --- Parameters and gradients ------------------------------------------------------------------
 
 inline Vec::Mask is_nan(Vec::F x) { return Vec::above(magnitude_bits(x), Vec::seti(0x7F800000)); }
@@ -251,7 +268,7 @@ struct Quantized {
     }
     ZERO8_INLINE auto exp_avg_chunk(int i) const { return decode_m.chunk(m + i); }
     ZERO8_INLINE auto exp_avg_sq_chunk(int i) const { return decode_v.chunk(v + i); }
-    void prefetch(int i) const {
+    ZERO8_INLINE void prefetch(int i) const {
       prefetch_chunk(m + i);
       prefetch_chunk(v + i);
     }
@@ -313,7 +330,7 @@ struct Plain {
       return Vec::mul(load(v + i, lanes), beta2);
     }
     // The processor's own prefetching does for four plain streams.
-    void prefetch(int) const {}
+    ZERO8_INLINE void prefetch(int) const {}
   };
 };
 
@@ -339,15 +356,21 @@ struct Update {
   // Whether every gradient is finite and small enough to be squared.
   bool finite() const {
     Vec::I largest = Vec::seti(0);
-    for_vectors(0, count, [&](int i, auto lanes) ZERO8_INLINE {
-      Vec::F grad = load(g + i, lanes);
-      if (s.has_l2) grad = s.gradient(param.read(i, lanes), grad);
+    int i = 0;
+    if (!s.has_l2) {
+      for (; i + kChunk <= count; i += kChunk)
+        largest = Vec::maxu(largest, largest_of_chunk(g + i));
+    }
+    for_vectors(i, count, [&](int k, auto lanes) ZERO8_INLINE {
+      Vec::F grad = load(g + k, lanes);
+      if (s.has_l2) grad = s.gradient(param.read(k, lanes), grad);
       largest = Vec::maxu(largest, magnitude_bits(grad));  // orders NaN above infinity
     });
     return Vec::reduce_maxu(largest) < kGradientLimitBits;
   }
 
-  void prefetch(int i) const {
+  // Inlined before GCC looks for functions without effects, whose calls it removes.
+  ZERO8_INLINE void prefetch(int i) const {
     prefetch_chunk(param.p + i);
     prefetch_chunk(g + i);
     source.prefetch(i);

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "format.h"
+
 namespace zero8 {
 namespace ZERO8_TARGET {
 
@@ -30,6 +32,9 @@ struct Vec {
     uint16_t padded[kLanes] = {};
     for (int i = 0; i < n; ++i) padded[i] = p[i];
     return load(padded);
+  }
+  static I load_pairs(const uint16_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   }
   static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
   static void store_n(float* p, F x, int n) { _mm256_maskstore_ps(p, first(n), x); }
@@ -69,7 +74,9 @@ struct Vec {
     const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(halves, order));
   }
-  static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+  ZERO8_INLINE static void prefetch(const void* p) {
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+  }
 
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
@@ -102,6 +109,7 @@ struct Vec {
   }
   static I maxu(I a, I b) { return _mm256_max_epu32(a, b); }
   static I minu(I a, I b) { return _mm256_min_epu32(a, b); }
+  static I maxu16(I a, I b) { return _mm256_max_epu16(a, b); }
   static I maxs(I a, I b) { return _mm256_max_epi32(a, b); }
   static Mask equal(I a, I b) { return _mm256_cmpeq_epi32(a, b); }
   static Mask above(I a, I b) { return _mm256_cmpgt_epi32(a, b); }

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "format.h"
+
 namespace zero8 {
 namespace ZERO8_TARGET {
 
@@ -34,6 +36,7 @@ struct Vec {
   static F widen16(__m256i x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
   }
+  static I load_pairs(const uint16_t* p) { return _mm512_loadu_si512(p); }
   static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
   static void store_n(float* p, F x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
   static void store16(uint16_t* p, I x) {
@@ -63,7 +66,9 @@ struct Vec {
     const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, x);
   }
-  static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+  ZERO8_INLINE static void prefetch(const void* p) {
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+  }
 
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
@@ -96,6 +101,7 @@ struct Vec {
   }
   static I maxu(I a, I b) { return _mm512_max_epu32(a, b); }
   static I minu(I a, I b) { return _mm512_min_epu32(a, b); }
+  static I maxu16(I a, I b) { return _mm512_max_epu16(a, b); }
   static I maxs(I a, I b) { return _mm512_max_epi32(a, b); }
   static Mask equal(I a, I b) { return _mm512_cmpeq_epi32_mask(a, b); }
   static Mask above(I a, I b) { return _mm512_cmpgt_epi32_mask(a, b); }

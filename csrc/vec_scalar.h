@@ -5,6 +5,8 @@
 // end in _n take the first n lanes only, n <= kLanes; lanes beyond are `fill` (0 for floats).
 #include <cstdint>
 
+#include "format.h"
+
 namespace zero8 {
 namespace ZERO8_TARGET {
 
@@ -23,6 +25,8 @@ struct Vec {
   static F load_n(const float* p, int) { return *p; }
   static F load(const uint16_t* p) { return as_float(static_cast<uint32_t>(*p) << 16); }
   static F load_n(const uint16_t* p, int) { return load(p); }
+  // Two 16-bit numbers in each lane.
+  static I load_pairs(const uint16_t* p) { return p[0] | static_cast<uint32_t>(p[1]) << 16; }
   static void store(float* p, F x) { *p = x; }
   static void store_n(float* p, F x, int) { *p = x; }
   // The low 16 bits of each lane.
@@ -40,7 +44,7 @@ struct Vec {
     store8(p + 2, c);
     store8(p + 3, d);
   }
-  static void prefetch(const void*) {}
+  ZERO8_INLINE static void prefetch(const void*) {}
 
   static F mul(F a, F b) { return a * b; }
   static F sub(F a, F b) { return a - b; }
@@ -86,6 +90,10 @@ struct Vec {
   }
   static I maxu(I a, I b) { return a > b ? a : b; }
   static I minu(I a, I b) { return a < b ? a : b; }
+  // Of the 16-bit numbers in each lane.
+  static I maxu16(I a, I b) {
+    return maxu(a & 0xFFFF, b & 0xFFFF) | maxu(a & 0xFFFF0000, b & 0xFFFF0000);
+  }
   static I maxs(I a, I b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }
   static Mask equal(I a, I b) { return a == b; }
   static Mask above(I a, I b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b); }
