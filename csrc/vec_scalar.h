@@ -47,7 +47,6 @@ struct Vec {
   ZERO8_INLINE static void prefetch(const void*) {}
 
   static F mul(F a, F b) { return a * b; }
-  static F sub(F a, F b) { return a - b; }
   static F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
   static F div(F a, F b) { return a / b; }
   static F sqrt(F a) { return __builtin_sqrtf(a); }

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A moment that DeepSpeed may narrow, read, write and move as if it were a float32 tensor."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from moment_samples import (
@@ -329,3 +332,21 @@ def test_like_of_whole_is_an_8bit_moment_of_zeros(like):
 def test_is_pinned_of_ordinary_memory_is_false():
     assert moment().is_pinned() is False
     assert moment()[3:5].is_pinned() is False
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "to": lambda x: x.to(torch.bfloat16),
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "copy_": lambda x: moment(seed=5).copy_(x),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_copy_of_a_written_moment_counts_as_written(copied):
+    """Its bound on m^2/v is not that of the steps that have been counted."""
+    x = moment(seed=3)
+    x.store.written = False
+    assert not copied(x).store.written or copied is COPIES["copy_"]
+    x.fill_(2.0)
+    assert copied(x).store.written

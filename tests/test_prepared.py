@@ -103,3 +103,70 @@ def test_states_that_are_dropped_are_freed_although_steps_have_seen_them():
     assert codes() is None
     step(params, optimizer, 1)
     assert optimizer.state[params["a"]]["step"] == 1
+
+
+def test_parameters_that_leave_the_optimizer_are_freed_although_steps_have_seen_them():
+    params, optimizer = made()
+    step(params, optimizer, 0)
+    p = weakref.ref(params["a"])
+    optimizer.state.clear()
+    optimizer.param_groups.clear()
+    params.clear()
+    gc.collect()
+    assert p() is None
+
+
+def test_states_of_another_layout_are_stepped_in_their_logical_order():
+    (params, optimizer), (strided, other) = made(), made()
+    for number in range(3):
+        step(params, optimizer, number)
+        step(strided, other, number)
+        state = other.state[strided["c"]]
+        for key in ("exp_avg_q8", "exp_avg_sq_q8", "exp_avg_scale"):
+            state[key] = state[key].transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(params["c"], strided["c"])
+
+
+def test_state_restored_in_place_continues_its_own_dither():
+    """The identity in `format` decides the thresholds; copying into the tensors moves nothing."""
+    params, optimizer = made()
+    step(params, optimizer, 0)
+    optimizer.state[params["c"]]["format"][3] += 12345
+    fresh, other = copy.deepcopy((params, optimizer))
+    for number in (1, 2):
+        step(params, optimizer, number)
+        step(fresh, other, number)
+    assert torch.equal(params["c"], fresh["c"])
+    for which in ("exp_avg_q8", "exp_avg_sq_q8"):
+        mine, theirs = (o.state[ps["c"]][which] for o, ps in ((optimizer, params), (other, fresh)))
+        assert torch.equal(mine, theirs)
+
+
+def test_gradient_of_another_shape_raises_and_changes_nothing():
+    params, optimizer = made()
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    params["a"].data = torch.zeros(128, 100)
+    before = params["c"].detach().clone()
+    with pytest.raises(ValueError, match=r"gradient of shape \(64, 100\), the parameter has \(128"):
+        optimizer.step()
+    assert torch.equal(params["c"], before) and not optimizer.state
+
+
+@pytest.mark.parametrize("rows", [32, 128])
+def test_parameter_that_changes_its_size_raises(rows):
+    params, optimizer = made()
+    step(params, optimizer, 0)
+    params["a"].data = torch.zeros(rows, 100)
+    with pytest.raises(ValueError, match=f"a: got a parameter of {100 * rows} elements, its state"):
+        step(params, optimizer, 1)
+
+
+def test_first_step_asks_for_the_names_of_all_parameters_once(monkeypatch):
+    params, optimizer = made()
+    calls = []
+    infos = optimizer._infos
+    monkeypatch.setattr(optimizer, "_infos", lambda: calls.append(1) or infos())
+    step(params, optimizer, 0)
+    step(params, optimizer, 1)
+    assert len(calls) == 1

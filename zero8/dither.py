@@ -18,6 +18,7 @@ come out for any thread count, world size, device and restart.
 
 import hashlib
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,7 +41,7 @@ def stream_key(seed: int, identity: int, stream: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def phase_of(key, step):
+def phase_of(key: int | np.ndarray, step: int | np.ndarray) -> int | np.ndarray:
     """Return r(0, t) of equation (D1), what a kernel needs to know of seed, identity and step.
 
     Key and step are integers, or int64 arrays.
@@ -63,7 +64,7 @@ def hashed(phase: int, first: int, numel: int) -> Tensor:
     return _mixed(dithered(phase, first, numel))
 
 
-def _mixed(x):
+def _mixed(x: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
     """Return lowbias32 of an unsigned 32-bit number, or of those in an int64 tensor."""
     # int64 products wrap modulo 2^64, which keeps their low 32 bits right.
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK

@@ -2,9 +2,10 @@
 """The optimizer for plain PyTorch: AdamW whose moments live as 8-bit codes and block scales."""
 
 import logging
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from zero8.op.threads import step_threads
 from zero8.pages import collapse
 from zero8.pieces import MomentStore, Piece, PieceTable
 from zero8.policy import Policy
-from zero8.prepared import Prepared, Turn, places_of, run_turns
+from zero8.prepared import Places, Prepared, Turn, places_of, run_turns
 from zero8.report import MemoryReport, MemoryRow
 from zero8.saved import PlainState
 from zero8.scalars import UNKNOWN_HISTORY, StepScalars, next_history
@@ -100,7 +101,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
             "bias_correction": settings.check_flag("bias_correction", bias_correction),
         }
         self.nonfinite_blocks = 0
-        self._prepared: dict[Tensor, Prepared] = {}
+        self._prepared: dict[int, tuple[weakref.ref, Prepared]] = {}
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -186,9 +187,10 @@ class BlockwiseAdam(torch.optim.Optimizer):
     def _turns(self, ready: list[tuple[dict, Tensor]]) -> list[tuple[Turn, dict, float]]:
         """Return, for each parameter, its part of the step, its state, and its new history."""
         turns = []
+        infos = cache(self._infos)
         scalars: dict[tuple, tuple[float, StepScalars]] = {}
         for group, p in ready:
-            prepared = self._prepared_for(p)
+            prepared = self._prepared_for(p, infos)
             state = self.state[p]
             step = int(state["step"]) + 1
             history = UNKNOWN_HISTORY if self._was_written(state) else float(state["history"])
@@ -216,15 +218,19 @@ class BlockwiseAdam(torch.optim.Optimizer):
         )
         return history, scalars
 
-    def _prepared_for(self, p: Tensor) -> Prepared:
+    def _prepared_for(self, p: Tensor, infos: Callable[[], dict]) -> Prepared:
+        ref, prepared = self._prepared.get(id(p), (None, None))
         state = self.state.get(p)
-        prepared = self._prepared.get(p)
-        if prepared is None or not state or prepared.places != places_of(p, self._live(state)):
-            prepared = self._prepared[p] = self._prepare(p)
+        if ref is None or ref() is not p or not state or prepared.places != self._places(p):
+            prepared = self._prepare(p, infos())
+            self._prepared[id(p)] = weakref.ref(p), prepared
         return prepared
 
-    def _prepare(self, p: Tensor) -> Prepared:
-        infos = self._infos()
+    def _places(self, p: Tensor) -> Places:
+        state = self.state[p]
+        return places_of(p, self._live(state), self._description(state))
+
+    def _prepare(self, p: Tensor, infos: dict[Tensor, ParamInfo]) -> Prepared:
         if not self.state.get(p):  # DeepSpeed looks at states early, which makes empty ones
             self.state[p] = self._new_state(p, infos)
         state = self.state[p]
@@ -233,16 +239,24 @@ class BlockwiseAdam(torch.optim.Optimizer):
         if self._settings["huge_pages"]:
             collapse(p.data)
             collapse(p.grad)
+        for key, value in state.items():
+            # The kernel works on the state itself, in the order that it has when it is contiguous.
+            if isinstance(value, Tensor) and not value.is_contiguous():
+                state[key] = value.contiguous()
         table, stores = self._moments(p, infos)
-        # Of the same sizes and dtypes as the tensors that will be stepped over, but contiguous.
-        param = torch.empty(p.numel(), dtype=p.dtype)
-        grad = torch.empty(p.numel(), dtype=p.grad.dtype)
+        if table.numel != p.numel():
+            raise ValueError(
+                f"{infos[p].label}: got a parameter of {p.numel()} elements, its state has "
+                f"{table.numel}; a parameter that changes its size needs a new optimizer"
+            )
+        param, grad = p.contiguous().view(-1), p.grad.contiguous().view(-1)
         numbers = range(len(table.pieces))
         segments = [self._segment(number, stores, state, param, grad) for number in numbers]
         seed = self._settings["seed"]
         return Prepared.of(
-            p,
-            self._live(state),
+            self._places(p),
+            param,
+            grad,
             segments,
             keys=[_stream_keys(seed, piece.identity) for piece in table.pieces],
             labels=[piece.name for piece in table.pieces],
@@ -274,6 +288,10 @@ class BlockwiseAdam(torch.optim.Optimizer):
     def _live(self, state: dict) -> list[Tensor]:
         """Return the tensors that hold a state."""
         return [value for value in state.values() if isinstance(value, Tensor)]
+
+    def _description(self, state: dict) -> object:
+        """Return what says how to read the tensors of a state; equal if they are read alike."""
+        return state["format"].tolist()
 
     def _was_written(self, state: dict) -> bool:
         """Return whether something other than a step has changed the moments."""
@@ -428,6 +446,10 @@ def _adopt_states(optimizer: BlockwiseAdam) -> None:
 
 def check_tensors(p: Tensor) -> None:
     """Raise ValueError if a parameter or its gradient is not served."""
+    if p.grad.shape != p.shape:
+        raise ValueError(
+            f"got a gradient of shape {tuple(p.grad.shape)}, the parameter has {tuple(p.shape)}"
+        )
     if p.grad.is_sparse:
         raise ValueError("got a sparse gradient; set sparse=False on the embedding")
     for kind, tensor in (("parameter", p), ("gradient", p.grad)):

@@ -32,7 +32,7 @@ def collapse(x: Tensor) -> bool:
 
 
 def _advise(x: Tensor, advice: int) -> bool:
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or not x.is_contiguous():
         return False
     # Whole huge pages only: their neighbours belong to somebody else.
     begin = -(-x.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES

@@ -153,17 +153,17 @@ class MomentStore:
         moved = (
             t.to(device, non_blocking=non_blocking) for t in (self.codes, self.scales, self.dense)
         )
-        return MomentStore(self.codec, self.which, self.table, *moved)
+        return MomentStore(self.codec, self.which, self.table, *moved, self.written)
 
     def pinned(self) -> "MomentStore":
         """Return a copy in page-locked host memory."""
         copies = (t.pin_memory() for t in (self.codes, self.scales, self.dense))
-        return MomentStore(self.codec, self.which, self.table, *copies)
+        return MomentStore(self.codec, self.which, self.table, *copies, self.written)
 
     def clone(self) -> "MomentStore":
         """Return a store with copies of the buffers."""
         copies = (t.clone() for t in (self.codes, self.scales, self.dense))
-        return MomentStore(self.codec, self.which, self.table, *copies)
+        return MomentStore(self.codec, self.which, self.table, *copies, self.written)
 
     def moment(self, number: int) -> Moment:
         """Return the live codes and scales, or values, of one piece."""

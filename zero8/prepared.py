@@ -2,7 +2,7 @@
 """What one step leaves for the next: the kernel's records of a parameter, as long as they fit.
 
 Making them takes about 100 microseconds a parameter, which lists of small tensors would feel.  No
-tensor is kept, only where tensors were: whoever moves or frees states is not held up.
+tensor is kept, only where tensors were: whoever moves or frees parameters or states is not held up.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,13 +18,19 @@ from zero8.scalars import StepScalars
 from zero8.segment import Segment
 
 Places = tuple
-"""Dtypes, sizes and addresses; see `places_of`."""
+"""Types, sizes and addresses; see `places_of`."""
 
 
-def places_of(p: Tensor, states: Sequence[Tensor]) -> Places:
-    """Return what the records of a parameter depend on besides their own description."""
-    addresses = [(t.data_ptr(), t.numel()) for t in states]
-    return p.dtype, p.grad.dtype, p.numel(), *addresses
+def places_of(p: Tensor, states: Sequence[Tensor], description: object) -> Places:
+    """Return what the records of a parameter depend on.
+
+    Args:
+        p: the parameter, with its gradient.
+        states: the tensors that hold its state; records of others than contiguous ones never fit.
+        description: what says how to read the state.
+    """
+    addresses = [(t.data_ptr(), t.numel(), t.is_contiguous()) for t in states]
+    return p.dtype, p.grad.dtype, p.numel(), description, *addresses
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Prepared:
     """The records of one parameter.
 
     Attributes:
-        places: where its states were when the records were made.
+        places: what they depend on, as it was when they were made.
         records: the bytes of one `kernel.SEGMENT` per piece; in place of the addresses of parameter
             and gradient they have offsets in bytes.
         keys: (pieces, 2) int64, keys of the second moment's dither and of the parameter's.
@@ -47,19 +53,19 @@ class Prepared:
     @classmethod
     def of(
         cls,
-        p: Tensor,
-        states: Sequence[Tensor],
+        places: Places,
+        param: Tensor,
+        grad: Tensor,
         segments: Sequence[Segment],
         keys: Sequence[tuple[int, int]],
         labels: Sequence[str],
     ) -> "Prepared":
-        """Return the records of segments that lie in p, its gradient and its states."""
+        """Return the records of segments of a parameter and its gradient."""
         records, _ = kernel.packed(segments)
-        starts = [segment.param.storage_offset() for segment in segments]
-        for name, tensor in (("param", p), ("grad", p.grad)):
-            records[name] = np.array(starts, np.uint64) * np.uint64(tensor.element_size())
+        for name, tensor in (("param", param), ("grad", grad)):
+            records[name] -= np.uint64(tensor.data_ptr())
         keys = np.array(keys, np.int64).reshape(-1, 2)
-        return cls(places_of(p, states), records.tobytes(), keys, tuple(labels))
+        return cls(places, records.tobytes(), keys, tuple(labels))
 
 
 class Turn(NamedTuple):

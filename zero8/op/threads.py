@@ -17,7 +17,7 @@ def step_threads() -> int:
     if os.environ.get("OMP_NUM_THREADS") or not hasattr(os, "sched_getaffinity"):
         return threads
     processors = len(os.sched_getaffinity(0))
-    if processors < (os.cpu_count() or 1):  # bound: these are this rank's own
-        return threads
+    if processors < len(os.sched_getaffinity(os.getppid())):
+        return threads  # bound: these are this rank's own, not what the launcher shares out
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-    return max(1, min(threads, processors // ranks))
+    return max(1, min(threads, processors // max(1, ranks)))

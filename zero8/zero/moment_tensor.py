@@ -113,6 +113,7 @@ def described(store: MomentStore) -> dict:
         "codec": store.codec.number,
         "which": store.which,
         "numel": store.table.numel,
+        "written": store.written,
         "pieces": [
             {
                 "name": piece.name,
@@ -160,7 +161,9 @@ def rebuild_moment(
             f"8-bit moment: got codes, scales and float32 values of {got}, its segment table "
             f"describes {expected}; the file is damaged"
         )
-    return MomentTensor(MomentStore(codec, which, table, codes, scales, dense))
+    # Files from before it was saved do not have it.
+    written = description.get("written", False)
+    return MomentTensor(MomentStore(codec, which, table, codes, scales, dense, written))
 
 
 # --- The operations ------------------------------------------------------------------------------
@@ -201,6 +204,7 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if (ours.table, ours.codec) == (theirs.table, theirs.codec):
             for name in ("codes", "scales", "dense"):
                 getattr(ours, name).copy_(getattr(theirs, name), non_blocking)
+            ours.written |= theirs.written
             return x
     values = source.dense() if isinstance(source, MomentTensor) else source
     x.store.write(x.start, values.expand(x.shape).reshape(-1))

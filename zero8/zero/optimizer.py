@@ -136,6 +136,14 @@ class Adam8bitBlockwise(BlockwiseAdam):
                 tensors.append(value)
         return tensors
 
+    def _description(self, state: dict) -> object:
+        if "format" in state:
+            return super()._description(state)
+        moments = [state[which] for which in MOMENTS]
+        return [
+            (m.store.table, m.store.codec.number) for m in moments if isinstance(m, MomentTensor)
+        ]
+
     def _was_written(self, state: dict) -> bool:
         return "format" not in state and any(state[which].store.written for which in MOMENTS)
 
