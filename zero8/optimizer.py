@@ -2,8 +2,7 @@
 """The optimizer for plain PyTorch: AdamW whose moments live as 8-bit codes and block scales."""
 
 import logging
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 
@@ -17,10 +16,10 @@ from zero8.op.threads import step_threads
 from zero8.pages import collapse
 from zero8.pieces import MomentStore, Piece, PieceTable
 from zero8.policy import Policy
-from zero8.prepared import Places, Prepared, Turn, places_of, run_turns
+from zero8.prepared import Contents, Prepared, Turn, run_turns
 from zero8.report import MemoryReport, MemoryRow
 from zero8.saved import PlainState
-from zero8.scalars import UNKNOWN_HISTORY, StepScalars, next_history
+from zero8.scalars import StepScalars, next_history
 from zero8.segment import Segment
 from zero8.versions import warn_if_untested
 
@@ -101,7 +100,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
             "bias_correction": settings.check_flag("bias_correction", bias_correction),
         }
         self.nonfinite_blocks = 0
-        self._prepared: dict[int, tuple[weakref.ref, Prepared]] = {}
+        self._prepared: dict[int, Prepared] = {}
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -173,27 +172,41 @@ class BlockwiseAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        ready = [(group, p) for group in self.param_groups for p in group["params"]]
-        ready = [(group, p) for group, p in ready if p.grad is not None]
-        for _, p in ready:
-            check_tensors(p)
+        ready = self._ready()
         # Compiles on first use: a failure must come before anything has been changed.
         isa = kernel.default_isa()
-        turns = self._turns(ready)
-        skipped = self._run(turns, isa)
+        skipped = self._run(self._turns(ready), isa)
         self._handle_nonfinite(skipped)
         return loss
 
-    def _turns(self, ready: list[tuple[dict, Tensor]]) -> list[tuple[Turn, dict, float]]:
+    def _ready(self) -> list[tuple[dict, Tensor, Prepared | None]]:
+        """Return the parameters that have gradients, with their groups, and records that fit."""
+        ready = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                prepared, state = self._prepared.get(id(p)), self.state.get(p)
+                if not (prepared and state and prepared.fits(p, self._contents(state))):
+                    check_tensors(p)
+                    prepared = None
+                ready.append((group, p, prepared))
+        return ready
+
+    def _turns(
+        self, ready: list[tuple[dict, Tensor, Prepared | None]]
+    ) -> list[tuple[Turn, dict, float]]:
         """Return, for each parameter, its part of the step, its state, and its new history."""
         turns = []
         infos = cache(self._infos)
         scalars: dict[tuple, tuple[float, StepScalars]] = {}
-        for group, p in ready:
-            prepared = self._prepared_for(p, infos)
+        for group, p, prepared in ready:
+            if prepared is None:
+                prepared = self._prepared[id(p)] = self._prepare(p, infos())
             state = self.state[p]
             step = int(state["step"]) + 1
-            history = UNKNOWN_HISTORY if self._was_written(state) else float(state["history"])
+            self._note_writes(state)
+            history = float(state["history"])
             key = id(group), step, history
             if key not in scalars:
                 scalars[key] = self._scalars(group, step, history)
@@ -218,18 +231,6 @@ class BlockwiseAdam(torch.optim.Optimizer):
         )
         return history, scalars
 
-    def _prepared_for(self, p: Tensor, infos: Callable[[], dict]) -> Prepared:
-        ref, prepared = self._prepared.get(id(p), (None, None))
-        state = self.state.get(p)
-        if ref is None or ref() is not p or not state or prepared.places != self._places(p):
-            prepared = self._prepare(p, infos())
-            self._prepared[id(p)] = weakref.ref(p), prepared
-        return prepared
-
-    def _places(self, p: Tensor) -> Places:
-        state = self.state[p]
-        return places_of(p, self._live(state), self._description(state))
-
     def _prepare(self, p: Tensor, infos: dict[Tensor, ParamInfo]) -> Prepared:
         if not self.state.get(p):  # DeepSpeed looks at states early, which makes empty ones
             self.state[p] = self._new_state(p, infos)
@@ -249,15 +250,13 @@ class BlockwiseAdam(torch.optim.Optimizer):
                 f"{infos[p].label}: got a parameter of {p.numel()} elements, its state has "
                 f"{table.numel}; a parameter that changes its size needs a new optimizer"
             )
-        param, grad = p.contiguous().view(-1), p.grad.contiguous().view(-1)
-        numbers = range(len(table.pieces))
-        segments = [self._segment(number, stores, state, param, grad) for number in numbers]
-        seed = self._settings["seed"]
+        flat = p.contiguous().view(-1), p.grad.contiguous().view(-1)
+        numbers, seed = range(len(table.pieces)), self._settings["seed"]
         return Prepared.of(
-            self._places(p),
-            param,
-            grad,
-            segments,
+            p,
+            self._contents(state),
+            flat,
+            segments=[self._segment(number, stores, state, *flat) for number in numbers],
             keys=[_stream_keys(seed, piece.identity) for piece in table.pieces],
             labels=[piece.name for piece in table.pieces],
         )
@@ -285,17 +284,13 @@ class BlockwiseAdam(torch.optim.Optimizer):
             correction=correction,
         )
 
-    def _live(self, state: dict) -> list[Tensor]:
-        """Return the tensors that hold a state."""
-        return [value for value in state.values() if isinstance(value, Tensor)]
+    def _contents(self, state: dict) -> Contents:
+        """Return what says how to read a state, and the tensors that hold it."""
+        tensors = [value for value in state.values() if isinstance(value, Tensor)]
+        return state["format"].tolist(), tensors
 
-    def _description(self, state: dict) -> object:
-        """Return what says how to read the tensors of a state; equal if they are read alike."""
-        return state["format"].tolist()
-
-    def _was_written(self, state: dict) -> bool:
-        """Return whether something other than a step has changed the moments."""
-        return False
+    def _note_writes(self, state: dict) -> None:
+        """Forget the bound on m^2/v if something other than a step has changed the moments."""
 
     def _run(self, turns: list[tuple[Turn, dict, float]], isa: str) -> dict[str, int]:
         """Step over all tensors, note it in their states; return non-finite blocks by label."""
@@ -310,11 +305,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
                 skipped |= run_turns([_contiguous_grad(turn._replace(param=copy))], threads, isa)
                 turn.param.copy_(copy)
             state["step"], state["history"] = turn.step, history
-            self._forget_writes(state)
         return skipped
-
-    def _forget_writes(self, state: dict) -> None:
-        """Take note that a step has used the moments as they are."""
 
     def _handle_nonfinite(self, skipped: dict[str, int]) -> None:
         if not skipped:

@@ -5,11 +5,13 @@ Making them takes about 100 microseconds a parameter, which lists of small tenso
 tensor is kept, only where tensors were: whoever moves or frees parameters or states is not held up.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from zero8 import dither
@@ -17,35 +19,33 @@ from zero8.op import kernel
 from zero8.scalars import StepScalars
 from zero8.segment import Segment
 
-Places = tuple
-"""Types, sizes and addresses; see `places_of`."""
-
-
-def places_of(p: Tensor, states: Sequence[Tensor], description: object) -> Places:
-    """Return what the records of a parameter depend on.
-
-    Args:
-        p: the parameter, with its gradient.
-        states: the tensors that hold its state; records of others than contiguous ones never fit.
-        description: what says how to read the state.
-    """
-    addresses = [(t.data_ptr(), t.numel(), t.is_contiguous()) for t in states]
-    return p.dtype, p.grad.dtype, p.numel(), description, *addresses
+Contents = tuple[object, Sequence[Tensor]]
+"""What says how to read a state (equal where states are read alike), and the tensors of it."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The records of one parameter.
+    """The records of one parameter, and what they depend on.
 
     Attributes:
-        places: what they depend on, as it was when they were made.
+        ref: the parameter, as long as it lives.
+        param_dtype: of the parameter.
+        grad_dtype: of its gradient.
+        numel: of both.
+        description: what says how to read the state.
+        addresses: of the tensors that hold the state.
         records: the bytes of one `kernel.SEGMENT` per piece; in place of the addresses of parameter
             and gradient they have offsets in bytes.
         keys: (pieces, 2) int64, keys of the second moment's dither and of the parameter's.
         labels: the names of the pieces.
     """
 
-    places: Places
+    ref: weakref.ref
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    numel: int
+    description: object
+    addresses: list[int | None]
     records: bytes
     keys: np.ndarray
     labels: tuple[str, ...]
@@ -53,19 +53,58 @@ class Prepared:
     @classmethod
     def of(
         cls,
-        places: Places,
-        param: Tensor,
-        grad: Tensor,
+        p: Tensor,
+        contents: Contents,
+        flat: tuple[Tensor, Tensor],
         segments: Sequence[Segment],
         keys: Sequence[tuple[int, int]],
         labels: Sequence[str],
     ) -> "Prepared":
-        """Return the records of segments of a parameter and its gradient."""
+        """Return the records of a parameter that has a gradient.
+
+        Args:
+            p: the parameter.
+            contents: of its state, whose tensors are contiguous.
+            flat: the parameter and its gradient, or copies, in one dimension.
+            segments: which lie in these two and in the live state.
+            keys: of the two dithers, for each segment.
+            labels: names of the segments.
+        """
+        description, states = contents
         records, _ = kernel.packed(segments)
-        for name, tensor in (("param", param), ("grad", grad)):
+        for name, tensor in zip(("param", "grad"), flat, strict=True):
             records[name] -= np.uint64(tensor.data_ptr())
-        keys = np.array(keys, np.int64).reshape(-1, 2)
-        return cls(places, records.tobytes(), keys, tuple(labels))
+        return cls(
+            weakref.ref(p),
+            p.dtype,
+            p.grad.dtype,
+            p.numel(),
+            description,
+            _addresses(states),
+            records.tobytes(),
+            np.array(keys, np.int64).reshape(-1, 2),
+            tuple(labels),
+        )
+
+    def fits(self, p: Tensor, contents: Contents) -> bool:
+        """Return whether the records are those of a parameter, its gradient and its state now."""
+        grad, (description, states) = p.grad, contents
+        return (
+            self.ref() is p
+            and p.dtype is self.param_dtype
+            and grad.dtype is self.grad_dtype
+            and p.numel() == self.numel == grad.numel()
+            and p.is_cpu
+            and grad.is_cpu
+            and not grad.is_sparse
+            and description == self.description
+            and _addresses(states) == self.addresses
+        )
+
+
+def _addresses(states: Sequence[Tensor]) -> list[int | None]:
+    # A tensor that is not contiguous is never where a record could say.
+    return [t.data_ptr() if t.is_contiguous() else None for t in states]
 
 
 class Turn(NamedTuple):

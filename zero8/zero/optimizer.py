@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zero8.optimizer import BlockwiseAdam, ParamInfo
 from zero8.pieces import MomentStore, Piece, PieceTable
+from zero8.prepared import Contents
 from zero8.saved import MOMENTS
 from zero8.scalars import UNKNOWN_HISTORY
 from zero8.zero.moment_tensor import MomentTensor
@@ -125,32 +126,25 @@ class Adam8bitBlockwise(BlockwiseAdam):
         stores = [state[which].store for which in MOMENTS]
         return stores[0].table, stores
 
-    def _live(self, state: dict) -> list[Tensor]:
+    def _contents(self, state: dict) -> Contents:
         if "format" in state:
-            return super()._live(state)
-        tensors = []
-        for value in super()._live(state):
+            return super()._contents(state)
+        descriptions, tensors = [], []
+        for value in state.values():
             if isinstance(value, MomentTensor):
-                tensors += [value.store.codes, value.store.scales, value.store.dense]
-            else:
+                store = value.store
+                descriptions.append((store.table, store.codec.number))
+                tensors += [store.codes, store.scales, store.dense]
+            elif isinstance(value, Tensor):
                 tensors.append(value)
-        return tensors
+        return descriptions, tensors
 
-    def _description(self, state: dict) -> object:
+    def _note_writes(self, state: dict) -> None:
         if "format" in state:
-            return super()._description(state)
-        moments = [state[which] for which in MOMENTS]
-        return [
-            (m.store.table, m.store.codec.number) for m in moments if isinstance(m, MomentTensor)
-        ]
-
-    def _was_written(self, state: dict) -> bool:
-        return "format" not in state and any(state[which].store.written for which in MOMENTS)
-
-    def _forget_writes(self, state: dict) -> None:
-        if "format" not in state:
-            for which in MOMENTS:
-                state[which].store.written = False
+            return
+        for which in MOMENTS:
+            if state[which].store.written:
+                state["history"], state[which].store.written = UNKNOWN_HISTORY, False
 
     def _absorbed(self, p: Tensor, which: str, values: Tensor) -> MomentTensor:
         store = MomentStore.zeros(self.codec, which, self._table(p), p.device)
