@@ -46,6 +46,12 @@ struct Dither {
 
 inline Vec::I magnitude_bits(Vec::F x) { return Vec::andi(Vec::as_int(x), Vec::seti(~kSignBit)); }
 
+// What the rounding to codes depends on besides the values.
+struct Rounding8 {
+  uint32_t phase, index;  // of the dither
+  float decay_of_m;       // of (C2')
+};
+
 // Codes of which x > 0 never has 0; x is not negative.
 inline Vec::I at_least_one(Vec::F x, Vec::I code) {
   return Vec::maxu(code, Vec::minu(Vec::as_int(x), Vec::seti(1)));
@@ -89,6 +95,7 @@ struct Companded {
   static constexpr float kTop =
       static_cast<float>(1 << kOctaves) -
       static_cast<float>(1 << (kOctaves - 1)) / static_cast<float>(1 << kMantissaBits) - 1.0f;
+  static constexpr float kSettling = kMantissaBits >= 5 ? 0.97f : 0.47f;
   static constexpr float kMinScale =
       (kSquareRoot ? 0x1p-63f : 0x1p-126f) * static_cast<float>(1 << kMantissaBits);
 
@@ -112,17 +119,20 @@ struct Companded {
   using Range = Absmax<kSigned>;
 
   struct Encoder {
-    Vec::F inverse;
+    Vec::F inverse, slope;
     Dither dither;
 
-    Encoder() : inverse(Vec::set(0.0f)) {}
-    Encoder(const Range& range, const DynamicMap&, uint32_t phase, uint32_t index, float* stored)
-        : dither(phase, index) {
+    Encoder() : inverse(Vec::set(0.0f)), slope(Vec::set(0.0f)) {}
+    Encoder(const Range& range, const DynamicMap&, const Rounding8& rounding, float* stored)
+        : dither(rounding.phase, rounding.index) {
       const float absmax = range.value();
       float scale = absmax / kTop;
       if (scale < kMinScale) scale = kMinScale;
       *stored = absmax == 0.0f ? 0.0f : scale;
-      inverse = Vec::set(absmax == 0.0f ? 0.0f : 1.0f / scale);
+      const float reciprocal = absmax == 0.0f ? 0.0f : 1.0f / scale;
+      inverse = Vec::set(reciprocal);
+      const float steep = reciprocal * (kSettling * rounding.decay_of_m);
+      slope = Vec::set(steep < 0x1p127f ? steep : 0x1p127f);
     }
     // No code can exceed the largest: a moment that a step makes of finite gradients is less than
     // kSaturation, so the block's largest element comes within 5 ulps of kMaxCode, too few to
@@ -133,7 +143,8 @@ struct Companded {
       if constexpr (kSigned) {
         // (C2'): to nearest, but the smallest codes down, so that they can decay.
         const Vec::I offset = Vec::addi(y, Vec::seti(0u - kOneBits));
-        const Vec::I threshold = Vec::minu(Vec::shr<6>(offset), Vec::seti(1u << (kShift - 1)));
+        const Vec::F half = Vec::set(static_cast<float>(1 << (kShift - 1)));
+        const Vec::I threshold = Vec::truncate(Vec::min(half, Vec::mul(magnitude, slope)));
         const Vec::I code = Vec::shr<kShift>(Vec::addi(offset, threshold));
         const Vec::I sign = Vec::andi(Vec::shr<24>(Vec::as_int(x)), Vec::seti(128));
         return Vec::choose(Vec::equal(code, Vec::seti(0)), code, Vec::ori(code, sign));
@@ -188,8 +199,8 @@ struct LogRoot {
     Dither dither;
 
     Encoder() : high(Vec::seti(0)), last(Vec::seti(0)), inverse(Vec::set(0.0f)) {}
-    Encoder(const Range& range, const DynamicMap&, uint32_t phase, uint32_t index, float* stored)
-        : dither(phase, index) {
+    Encoder(const Range& range, const DynamicMap&, const Rounding8& rounding, float* stored)
+        : dither(rounding.phase, rounding.index) {
       const uint32_t top = Vec::reduce_maxu(range.high);
       const uint32_t low = Vec::reduce_minu(range.below_low) + 1u;
       int32_t span = static_cast<int32_t>(top - low);
@@ -267,7 +278,7 @@ struct Dynamic {
     Vec::F inverse;
 
     Encoder() : map(nullptr), inverse(Vec::set(0.0f)) {}
-    Encoder(const Range& range, const DynamicMap& dynamic_map, uint32_t, uint32_t, float* stored)
+    Encoder(const Range& range, const DynamicMap& dynamic_map, const Rounding8&, float* stored)
         : map(&dynamic_map) {
       const float absmax = range.absmax.value();
       const bool positive = !kSigned || float_of(Vec::reduce_maxu(range.largest)) >= absmax;

@@ -24,8 +24,9 @@ struct StepScalars {
   float one_minus_beta1, sqrt_one_minus_beta2;
   float inverse_sqrt_correction2, eps, max_ratio;
   float step_size, decay, l2, grad_sign;
+  float decay_of_m;
 };
-static_assert(sizeof(StepScalars) == 48, "numpy's STEP_SCALARS must change with it");
+static_assert(sizeof(StepScalars) == 52, "numpy's STEP_SCALARS must change with it");
 
 // Elements first .. first + numel - 1 of one parameter: zero8/segment.py.
 // No __restrict__ on the pointers: two moments may be views of one buffer.

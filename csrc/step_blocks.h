@@ -283,15 +283,17 @@ struct Quantized {
     typename V::Encoder encode_v;
 
     Sink() : m(nullptr), v(nullptr), m_values(nullptr), v_values(nullptr), count(0) {}
-    Sink(const Segment& seg, const DynamicMaps& maps, const Block& b, uint32_t index,
-         const float* m_buffer, const float* v_buffer, const MRange& m_range, const VRange& v_range)
+    Sink(const Segment& seg, const StepScalars& s, const DynamicMaps& maps, const Block& b,
+         uint32_t index, const float* m_buffer, const float* v_buffer, const MRange& m_range,
+         const VRange& v_range)
         : m(static_cast<uint8_t*>(seg.exp_avg) + b.begin),
           v(static_cast<uint8_t*>(seg.exp_avg_sq) + b.begin),
           m_values(m_buffer),
           v_values(v_buffer),
           count(b.count),
-          encode_m(m_range, maps.exp_avg, 0, 0, seg.exp_avg_scale + b.local * M::kScales),
-          encode_v(v_range, maps.exp_avg_sq, seg.moment_phase, index,
+          encode_m(m_range, maps.exp_avg, {0, 0, s.decay_of_m},
+                   seg.exp_avg_scale + b.local * M::kScales),
+          encode_v(v_range, maps.exp_avg_sq, {seg.moment_phase, index, 0.0f},
                    seg.exp_avg_sq_scale + b.local * V::kScales) {}
 
     template <class Lanes>
@@ -467,7 +469,7 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const Dynamic
     }
     for_vectors(i, sink.count, encode_vector);
     for_vectors(i, b.count, update_vector);
-    sink = Sink(seg, maps, b, index, m_values, v_values, m_range, v_range);
+    sink = Sink(seg, raw, maps, b, index, m_values, v_values, m_range, v_range);
     half = 1 - half;
   }
   for_vectors(0, sink.count, [&](int i, auto lanes) ZERO8_INLINE { sink.encode(i, lanes); });

@@ -41,10 +41,6 @@ HALF_BITS = 0x3F800000
 """Bit pattern of 1.0, where the companded codes start to count."""
 
 
-DECAY_SHIFT = 6
-"""First moments of less than half of 2^6 codes are rounded down by steps, in part: (C2')."""
-
-
 def block_absmax(x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
     """Return the largest |x| of each block, at most 2^126; shape (num_blocks,) float32."""
     magnitude = ieee.flush(x).abs().clamp(max=SATURATION)
@@ -65,11 +61,14 @@ class CompandedCode:
 
     Steps round a first moment to nearest, but the smallest codes down:
 
-    threshold = min(half a cell, (bits(y) - bits(1)) >> 6)                                  (C2')
+    threshold = trunc(min(half a cell, |x| * min(1/scale * (settling * decay), 2^127)))     (C2')
+    decay = 2^23 (1/beta1 - 1), at most 2^23
 
     Nearest rounding would hold a code c below 0.5/(1 - beta1) where it is, beta1 * c being nearest
     to c: a first moment whose gradient has ended would never reach 0 while v decays, and its
-    updates would grow up to their bound.  With (C2') every code decays for beta1 up to 0.95.
+    updates would grow up to their bound.  Near 0 codes are |x|/scale * 2^mantissa_bits, so with
+    settling < 1 what is added is less than what the decay took away, and every code decays.  Where
+    cells grow, from code 2^mantissa_bits on, that holds for beta1 up to 0.95.
     Thresholds stay 8 units clear of both ends of the cell; y of a decoded value is within 5 ulps of
     its code, so decoded values never move, whatever the dither.
     """
@@ -85,6 +84,11 @@ class CompandedCode:
     def shift(self) -> int:
         """Number of bits of y below the code."""
         return 23 - self.mantissa_bits
+
+    @property
+    def settling(self) -> float:
+        """The factor of (C2'): half as much where the cells grow from code 16 on, not 32."""
+        return 0.97 if self.mantissa_bits >= 5 else 0.47
 
     @property
     def max_code(self) -> int:
@@ -128,7 +132,7 @@ class CompandedCode:
         return ieee.mul(self.levels[codes.to(torch.int64)], ieee.mul(scale, gain))
 
     def encode(
-        self, x: Tensor, scale: Tensor, dither: Tensor | None, decaying: bool = False
+        self, x: Tensor, scale: Tensor, dither: Tensor | None, decay: float | None = None
     ) -> Tensor:
         """Return the code of each element, equation (C2); uint8.
 
@@ -136,14 +140,15 @@ class CompandedCode:
             x: float32, already flushed; the root of v where the code stores roots.
             scale: float32, the scale of each element's block.
             dither: unsigned 32-bit values of `zero8.dither` in int64, or None for nearest.
-            decaying: whether to use (C2') instead of nearest.
+            decay: that of (C2'), or None for nearest.
         """
         inverse = torch.where(scale == 0, 0.0, ieee.div(1.0, scale))
         y = ieee.fma(x.abs(), inverse, 1.0)
         offset = y.view(torch.int32).to(torch.int64) - HALF_BITS
         half = torch.tensor(1 << (self.shift - 1))
-        if decaying:
-            threshold = half.minimum(offset >> DECAY_SHIFT)
+        if decay is not None:
+            slope = ieee.mul(inverse, ieee.mul(self.settling, decay)).clamp(max=2.0**127)
+            threshold = ieee.mul(x.abs(), slope).clamp(max=float(half)).to(torch.int64)
         elif dither is None:
             threshold = half
         else:
@@ -218,7 +223,7 @@ class DynamicCode:
         return ieee.mul(self.levels[codes.to(torch.int64)], ieee.mul(scale, gain))
 
     def encode(
-        self, x: Tensor, scale: Tensor, dither: Tensor | None, decaying: bool = False
+        self, x: Tensor, scale: Tensor, dither: Tensor | None, decay: float | None = None
     ) -> Tensor:
         """Return the code of each element, equation (C5); uint8.  The last two are not used."""
         inverse = torch.where(scale == 0, 0.0, ieee.div(1.0, scale))
@@ -282,7 +287,7 @@ class LogCode:
         return ieee.mul(root, gain)
 
     def encode(
-        self, x: Tensor, scale: Tensor, dither: Tensor | None, decaying: bool = False
+        self, x: Tensor, scale: Tensor, dither: Tensor | None, decay: float | None = None
     ) -> Tensor:
         """Return the code of each element, equation (C8); uint8.
 
@@ -290,7 +295,7 @@ class LogCode:
             x: float32, roots of v, already flushed.
             scale: (numel, 2) float32, the scales of each element's block.
             dither: unsigned 32-bit values of `zero8.dither` in int64, or None for nearest.
-            decaying: not used.
+            decay: not used.
         """
         high, step = scale[..., 0].contiguous(), scale[..., 1]
         inverse = torch.where(step == 0, 0.0, ieee.div(65536.0, step))
@@ -351,7 +356,7 @@ def quantize(
     block: Tensor,
     num_blocks: int,
     dither: Tensor | None = None,
-    decaying: bool = False,
+    decay: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize a moment block by block to 8-bit codes.
 
@@ -361,7 +366,7 @@ def quantize(
         block: (numel,) int64, the block of each element, from 0.
         num_blocks: number of blocks.
         dither: (numel,) int64 of `zero8.dither.dithered`, or None to round to nearest.
-        decaying: whether this is a step's first moment, which has to be able to decay to 0.
+        decay: of a step's first moment, which has to be able to decay to 0: see (C2').
 
     Returns:
         codes: (numel,) uint8.  scales: (num_blocks, *code.scale_shape) float32.
@@ -370,7 +375,7 @@ def quantize(
     if code.square_root:
         x = ieee.sqrt(x)
     scales = code.scales(x, block, num_blocks)
-    return code.encode(x, scales[block], dither, decaying), scales
+    return code.encode(x, scales[block], dither, decay), scales
 
 
 def dequantize(
