@@ -117,7 +117,7 @@ def measure(plan: Plan) -> dict:
         step_kernel.check(plan.codecs, isas, plan.threads)
         machine = _machine()  # before it is us who keep it busy
         in_cache = step_kernel.time_in_cache(plan.codecs, isas)
-        timed = _time_out_of_cache(plan)
+        timed, huge_bytes = _time_out_of_cache(plan)
         result = {
             "default": DEFAULT_CODEC,
             "numel": plan.numel,
@@ -128,7 +128,7 @@ def measure(plan: Plan) -> dict:
             "versions": record.versions(),
             "commit": record.commit(),
             "cpu": record.cpu(),
-            "machine": machine | {"anonymous_huge_bytes": _anonymous_huge_bytes()},
+            "machine": machine | {"anonymous_huge_bytes": huge_bytes},
         }
     return {**result, "checks": checks(result)}
 
@@ -153,7 +153,8 @@ def _isa(name: str | None) -> Iterator[None]:
         os.environ["ZERO8_ISA"] = before
 
 
-def _time_out_of_cache(plan: Plan) -> dict:
+def _time_out_of_cache(plan: Plan) -> tuple[dict, int | None]:
+    """Return the rows, the list and what was skipped, and the bytes that lay in huge pages."""
     params = step_contenders.flat_params(plan.numel)
     ours = step_contenders.zero8_contenders(plan.codecs, params)
     peers, skipped = step_contenders.peer_contenders(plan.against, params)
@@ -167,7 +168,8 @@ def _time_out_of_cache(plan: Plan) -> dict:
     tensor_list = {"codec": plan.list_codec, "tensors": NUM_TENSORS, "numel": plan.numel}
     tensor_list |= spread(list_samples.times, plan.numel)
     tensor_list["ratio"] = tensor_list["ns_per_param"] / flat["ns_per_param"]
-    return {"rows": rows, "tensor_list": tensor_list, "skipped": skipped}
+    result = {"rows": rows, "tensor_list": tensor_list, "skipped": skipped}
+    return result, _anonymous_huge_bytes()
 
 
 def _key(row: dict) -> tuple[str, str, str | None]:
