@@ -49,7 +49,7 @@ inline Vec::I magnitude_bits(Vec::F x) { return Vec::andi(Vec::as_int(x), Vec::s
 // What the rounding to codes depends on besides the values.
 struct Rounding8 {
   uint32_t phase, index;  // of the dither
-  float decay_of_m;       // of (C2')
+  float settling;         // of (C2')
 };
 
 // Codes of which x > 0 never has 0; x is not negative.
@@ -95,7 +95,6 @@ struct Companded {
   static constexpr float kTop =
       static_cast<float>(1 << kOctaves) -
       static_cast<float>(1 << (kOctaves - 1)) / static_cast<float>(1 << kMantissaBits) - 1.0f;
-  static constexpr float kSettling = kMantissaBits >= 5 ? 0.97f : 0.47f;
   static constexpr float kMinScale =
       (kSquareRoot ? 0x1p-63f : 0x1p-126f) * static_cast<float>(1 << kMantissaBits);
 
@@ -119,10 +118,10 @@ struct Companded {
   using Range = Absmax<kSigned>;
 
   struct Encoder {
-    Vec::F inverse, slope;
+    Vec::F inverse, settled_inverse;
     Dither dither;
 
-    Encoder() : inverse(Vec::set(0.0f)), slope(Vec::set(0.0f)) {}
+    Encoder() : inverse(Vec::set(0.0f)), settled_inverse(Vec::set(0.0f)) {}
     Encoder(const Range& range, const DynamicMap&, const Rounding8& rounding, float* stored)
         : dither(rounding.phase, rounding.index) {
       const float absmax = range.value();
@@ -131,8 +130,7 @@ struct Companded {
       *stored = absmax == 0.0f ? 0.0f : scale;
       const float reciprocal = absmax == 0.0f ? 0.0f : 1.0f / scale;
       inverse = Vec::set(reciprocal);
-      const float steep = reciprocal * (kSettling * rounding.decay_of_m);
-      slope = Vec::set(steep < 0x1p127f ? steep : 0x1p127f);
+      settled_inverse = Vec::set(reciprocal * rounding.settling);
     }
     // No code can exceed the largest: a moment that a step makes of finite gradients is less than
     // kSaturation, so the block's largest element comes within 5 ulps of kMaxCode, too few to
@@ -141,11 +139,11 @@ struct Companded {
       const Vec::F magnitude = kSigned ? Vec::as_float(magnitude_bits(x)) : x;
       const Vec::I y = Vec::as_int(Vec::fma(magnitude, inverse, Vec::set(1.0f)));
       if constexpr (kSigned) {
-        // (C2'): to nearest, but the smallest codes down, so that they can decay.
-        const Vec::I offset = Vec::addi(y, Vec::seti(0u - kOneBits));
-        const Vec::F half = Vec::set(static_cast<float>(1 << (kShift - 1)));
-        const Vec::I threshold = Vec::truncate(Vec::min(half, Vec::mul(magnitude, slope)));
-        const Vec::I code = Vec::shr<kShift>(Vec::addi(offset, threshold));
+        // (C2'): to nearest, but down where that would undo the decay.
+        const Vec::I settled = Vec::as_int(Vec::fma(magnitude, settled_inverse, Vec::set(1.0f)));
+        const Vec::I nearest = Vec::addi(y, Vec::seti(1u << (kShift - 1)));
+        const Vec::I offset = Vec::addi(Vec::minu(nearest, settled), Vec::seti(0u - kOneBits));
+        const Vec::I code = Vec::shr<kShift>(offset);
         const Vec::I sign = Vec::andi(Vec::shr<24>(Vec::as_int(x)), Vec::seti(128));
         return Vec::choose(Vec::equal(code, Vec::seti(0)), code, Vec::ori(code, sign));
       } else {

@@ -24,7 +24,7 @@ struct StepScalars {
   float one_minus_beta1, sqrt_one_minus_beta2;
   float inverse_sqrt_correction2, eps, max_ratio;
   float step_size, decay, l2, grad_sign;
-  float decay_of_m;
+  float settling;
 };
 static_assert(sizeof(StepScalars) == 52, "numpy's STEP_SCALARS must change with it");
 

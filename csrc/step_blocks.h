@@ -291,7 +291,7 @@ struct Quantized {
           m_values(m_buffer),
           v_values(v_buffer),
           count(b.count),
-          encode_m(m_range, maps.exp_avg, {0, 0, s.decay_of_m},
+          encode_m(m_range, maps.exp_avg, {0, 0, s.settling},
                    seg.exp_avg_scale + b.local * M::kScales),
           encode_v(v_range, maps.exp_avg_sq, {seg.moment_phase, index, 0.0f},
                    seg.exp_avg_sq_scale + b.local * V::kScales) {}

@@ -65,8 +65,8 @@ class Array {
 
 void step(const zero8::DynamicMaps& maps, const Shape& shape, int isa, int codec, int types,
           int rounding) {
-  const zero8::StepScalars scalars = {0.9f,  0.999f, 0.9995f, 0.1f,  0.0316f, 1.0f,   1e-8f,
-                                      10.0f, 1e-3f,  0.99f,   0.01f, 1.0f,    0x1p20f};
+  const zero8::StepScalars scalars = {0.9f,  0.999f, 0.9995f, 0.1f,  0.0316f, 1.0f, 1e-8f,
+                                      10.0f, 1e-3f,  0.99f,   0.01f, 1.0f,    1.1f};
   const int64_t numel = shape.numel, num_blocks = shape.num_blocks;
   Array<float> wide_param(numel, 1.0f), wide_grad(numel, 0.5f);
   Array<uint16_t> narrow_param(numel, 0x3F80), narrow_grad(numel, 0x3F00);

@@ -59,18 +59,15 @@ class CompandedCode:
     goes through all mantissas.  `threshold` is half a cell (nearest) or the dither.  Error: at
     most half a cell (nearest) or one cell (dithered), a cell being 2^-mantissa_bits of |x| + scale.
 
-    Steps round a first moment to nearest, but the smallest codes down:
+    Steps round a first moment to nearest, but down where nearest would undo its decay:
 
-    threshold = trunc(min(half a cell, |x| * min(1/scale * (settling * decay), 2^127)))     (C2')
-    decay = 2^23 (1/beta1 - 1), at most 2^23
+    code = (min(bits(y) + half a cell, bits(y')) - bits(1)) >> (23 - mantissa_bits)         (C2')
+    y' = fma(|x|, 1/scale * settling, 1),  settling = 1 + 0.97 (1/beta1 - 1), at most 2
 
-    Nearest rounding would hold a code c below 0.5/(1 - beta1) where it is, beta1 * c being nearest
-    to c: a first moment whose gradient has ended would never reach 0 while v decays, and its
-    updates would grow up to their bound.  Near 0 codes are |x|/scale * 2^mantissa_bits, so with
-    settling < 1 what is added is less than what the decay took away, and every code decays.  Where
-    cells grow, from code 2^mantissa_bits on, that holds for beta1 up to 0.95.
-    Thresholds stay 8 units clear of both ends of the cell; y of a decoded value is within 5 ulps of
-    its code, so decoded values never move, whatever the dither.
+    Nearest rounding holds codes that the decay by beta1 moves by less than half a cell, such as all
+    below 0.5/(1 - beta1): a first moment whose gradient has ended would never reach 0 while v
+    decays, and its updates would grow up to their bound.  Decayed from a code's level l * scale, y'
+    is 1 + l (0.97 + 0.03 beta1) < 1 + l, so every code decays.
     """
 
     signed: bool
@@ -84,11 +81,6 @@ class CompandedCode:
     def shift(self) -> int:
         """Number of bits of y below the code."""
         return 23 - self.mantissa_bits
-
-    @property
-    def settling(self) -> float:
-        """The factor of (C2'): half as much where the cells grow from code 16 on, not 32."""
-        return 0.97 if self.mantissa_bits >= 5 else 0.47
 
     @property
     def max_code(self) -> int:
@@ -132,7 +124,7 @@ class CompandedCode:
         return ieee.mul(self.levels[codes.to(torch.int64)], ieee.mul(scale, gain))
 
     def encode(
-        self, x: Tensor, scale: Tensor, dither: Tensor | None, decay: float | None = None
+        self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
     ) -> Tensor:
         """Return the code of each element, equation (C2); uint8.
 
@@ -140,20 +132,19 @@ class CompandedCode:
             x: float32, already flushed; the root of v where the code stores roots.
             scale: float32, the scale of each element's block.
             dither: unsigned 32-bit values of `zero8.dither` in int64, or None for nearest.
-            decay: that of (C2'), or None for nearest.
+            settling: that of (C2'), None for a moment that is not a step's.
         """
         inverse = torch.where(scale == 0, 0.0, ieee.div(1.0, scale))
         y = ieee.fma(x.abs(), inverse, 1.0)
         offset = y.view(torch.int32).to(torch.int64) - HALF_BITS
-        half = torch.tensor(1 << (self.shift - 1))
-        if decay is not None:
-            slope = ieee.mul(inverse, ieee.mul(self.settling, decay)).clamp(max=2.0**127)
-            threshold = ieee.mul(x.abs(), slope).clamp(max=float(half)).to(torch.int64)
-        elif dither is None:
-            threshold = half
+        if dither is None:
+            offset = offset + (1 << (self.shift - 1))
         else:
-            threshold = (dither >> (32 - self.shift)) & ~15 | 8
-        code = ((offset + threshold) >> self.shift).clamp(max=self.max_code)
+            offset = offset + ((dither >> (32 - self.shift)) & ~15 | 8)
+        if settling is not None:
+            settled = ieee.fma(x.abs(), ieee.mul(inverse, settling), 1.0)
+            offset = offset.minimum(settled.view(torch.int32).to(torch.int64) - HALF_BITS)
+        code = (offset >> self.shift).clamp(max=self.max_code)
         if not self.signed:
             return torch.where(x > 0, code.clamp(min=1), 0).to(torch.uint8)
         negative = (x < 0) & (code > 0)
@@ -223,7 +214,7 @@ class DynamicCode:
         return ieee.mul(self.levels[codes.to(torch.int64)], ieee.mul(scale, gain))
 
     def encode(
-        self, x: Tensor, scale: Tensor, dither: Tensor | None, decay: float | None = None
+        self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
     ) -> Tensor:
         """Return the code of each element, equation (C5); uint8.  The last two are not used."""
         inverse = torch.where(scale == 0, 0.0, ieee.div(1.0, scale))
@@ -287,7 +278,7 @@ class LogCode:
         return ieee.mul(root, gain)
 
     def encode(
-        self, x: Tensor, scale: Tensor, dither: Tensor | None, decay: float | None = None
+        self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
     ) -> Tensor:
         """Return the code of each element, equation (C8); uint8.
 
@@ -295,7 +286,7 @@ class LogCode:
             x: float32, roots of v, already flushed.
             scale: (numel, 2) float32, the scales of each element's block.
             dither: unsigned 32-bit values of `zero8.dither` in int64, or None for nearest.
-            decay: not used.
+            settling: not used.
         """
         high, step = scale[..., 0].contiguous(), scale[..., 1]
         inverse = torch.where(step == 0, 0.0, ieee.div(65536.0, step))
@@ -356,7 +347,7 @@ def quantize(
     block: Tensor,
     num_blocks: int,
     dither: Tensor | None = None,
-    decay: float | None = None,
+    settling: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize a moment block by block to 8-bit codes.
 
@@ -366,7 +357,7 @@ def quantize(
         block: (numel,) int64, the block of each element, from 0.
         num_blocks: number of blocks.
         dither: (numel,) int64 of `zero8.dither.dithered`, or None to round to nearest.
-        decay: of a step's first moment, which has to be able to decay to 0: see (C2').
+        settling: of a step's first moment, which has to be able to decay to 0: see (C2').
 
     Returns:
         codes: (numel,) uint8.  scales: (num_blocks, *code.scale_shape) float32.
@@ -375,7 +366,7 @@ def quantize(
     if code.square_root:
         x = ieee.sqrt(x)
     scales = code.scales(x, block, num_blocks)
-    return code.encode(x, scales[block], dither, decay), scales
+    return code.encode(x, scales[block], dither, settling), scales
 
 
 def dequantize(

@@ -92,8 +92,8 @@ def _store(
     if dithered:
         thresholds = dither.dithered(segment.moment_phase, segment.first, x.numel())
     kept = torch.where(good, x, 0.0)
-    decay = None if dithered else segment.scalars.decay_of_m
-    codes, scales = quantize(code, kept, block, bad_blocks.numel(), thresholds, decay)
+    settling = None if dithered else segment.scalars.settling
+    codes, scales = quantize(code, kept, block, bad_blocks.numel(), thresholds, settling)
     moment.values[good] = codes[good]
     moment.scales[~bad_blocks] = scales[~bad_blocks]
 

@@ -49,7 +49,7 @@ class StepScalars:
     decay: float
     l2: float
     grad_sign: float
-    decay_of_m: float
+    settling: float
 
     @classmethod
     def at(
@@ -99,6 +99,6 @@ class StepScalars:
             "l2": 0.0 if decoupled else weight_decay,
             "grad_sign": -1.0 if maximize else 1.0,
             # (C2') of zero8.codec
-            "decay_of_m": 2.0**23 * min(1.0, 1 / beta1 - 1 if beta1 else 1.0),
+            "settling": 1 + 0.97 * min(1.0, 1 / beta1 - 1 if beta1 else 1.0),
         }
         return cls(**{name: float(np.float32(value)) for name, value in values.items()})
