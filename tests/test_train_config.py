@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from zero8.train.config import BASELINE, EIGHT_BIT, EIGHT_BIT_ONLY, load_config
+from zero8.settings import OWN_KEYS
+from zero8.train.config import BASELINE, EIGHT_BIT, load_config
 
 DEFAULT = Path(__file__).parents[1] / "configs" / "zero2_offload.json"
 
@@ -19,7 +20,7 @@ def test_load_config_default_file_differs_in_the_type_word_only():
 
 def test_load_config_8bit_only_keys_are_dropped_for_adamw(tmp_path):
     path = tmp_path / "config.json"
-    params = {"lr": 1e-3, **dict.fromkeys(EIGHT_BIT_ONLY, 1)}
+    params = {"lr": 1e-3, **dict.fromkeys(OWN_KEYS, 1)}
     path.write_text(json.dumps({"optimizer": {"type": EIGHT_BIT, "params": params}}))
     assert load_config(path, BASELINE, 1)["optimizer"]["params"] == {"lr": 1e-3}
     assert load_config(path, EIGHT_BIT, 1)["optimizer"]["params"] == params

@@ -12,14 +12,8 @@ from zero8.segment import Rounding
 
 logger = logging.getLogger("zero8")
 
-SERVED_KEYS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "adam_w_mode",
-    "bias_correction",
-    "maximize",
+# Keys that no other Adam has.
+OWN_KEYS = (
     "block_size",
     "codec",
     "min_8bit_size",
@@ -30,20 +24,19 @@ SERVED_KEYS = (
     "huge_pages",
 )
 
-# Keys that hold for the whole optimizer and have no meaning in one parameter group.
-WHOLE_OPTIMIZER_KEYS = (
+SERVED_KEYS = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
     "adam_w_mode",
-    "adamw_mode",
     "bias_correction",
-    "block_size",
-    "codec",
-    "min_8bit_size",
-    "fp32_params",
-    "stochastic_rounding",
-    "weight_correction_bits",
-    "seed",
-    "huge_pages",
+    "maximize",
+    *OWN_KEYS,
 )
+
+# Keys that hold for the whole optimizer and have no meaning in one parameter group.
+WHOLE_OPTIMIZER_KEYS = ("adam_w_mode", "adamw_mode", "bias_correction", *OWN_KEYS)
 
 # Keys of DeepSpeed's and torch's Adam that select an implementation: there is only one here, and
 # whoever names it has asked for 8-bit states.

@@ -4,18 +4,10 @@
 import json
 from pathlib import Path
 
+from zero8.settings import OWN_KEYS
+
 BASELINE = "AdamW"
 EIGHT_BIT = "Adam8bitBlockwise"
-# DeepSpeed hands every key of "params" to the optimizer, and AdamW does not know these.
-EIGHT_BIT_ONLY = (
-    "block_size",
-    "codec",
-    "min_8bit_size",
-    "fp32_params",
-    "stochastic_rounding",
-    "weight_correction_bits",
-    "seed",
-)
 
 
 def load_config(path: Path, optimizer: str, steps: int) -> dict:
@@ -29,7 +21,8 @@ def load_config(path: Path, optimizer: str, steps: int) -> dict:
         )
     section["type"] = optimizer
     if optimizer != EIGHT_BIT:
-        for key in EIGHT_BIT_ONLY:
+        # DeepSpeed hands every key of "params" to the optimizer, and AdamW does not know these.
+        for key in OWN_KEYS:
             section.get("params", {}).pop(key, None)
     schedule = config.get("scheduler", {}).get("params", {})
     if schedule.get("total_num_steps") == "auto":
