@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small parameters, and steps on gradients that are a function of the step, for optimizer tests."""
+
+import torch
+from torch import nn
+
+FP32 = torch.float32
+
+
+def param(*shape: int, seed: int = 0, dtype: torch.dtype = FP32) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(seed)
+    return nn.Parameter(torch.randn(*shape, generator=generator).to(dtype))
+
+
+def set_grads(params, step: int) -> None:
+    for number, p in enumerate(params):
+        generator = torch.Generator().manual_seed(1000 * step + number)
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def run(optimizer, params, steps: int, start: int = 0) -> None:
+    for step in range(start, start + steps):
+        set_grads(params, step)
+        optimizer.step()
+
+
+def assert_equal(params, others) -> None:
+    for number, (p, q) in enumerate(zip(params, others, strict=True)):
+        assert torch.equal(p, q), f"parameter {number}"
+
+
+def small_model(dtype: torch.dtype = FP32) -> nn.Sequential:
+    """Two 8-bit matrices, of which one has ragged rows, and two float32 biases."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(300, 64), nn.Linear(64, 100)).to(dtype)
