@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Huge pages under states, parameters and gradients: asked for, and harmless."""
 
+import mmap
 import re
 from pathlib import Path
 
@@ -26,8 +27,17 @@ def advised(x: torch.Tensor) -> bool:
     raise AssertionError("no mapping")
 
 
+def fresh() -> torch.Tensor:
+    """Return a tensor in a mapping of its own.
+
+    torch may reuse memory of a tensor that was freed, for which huge pages were asked already.
+    """
+    private = mmap.mmap(-1, NUMEL, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(private, dtype=torch.uint8)
+
+
 def test_advise_huge_marks_the_mapping_of_a_large_tensor():
-    plain, marked = torch.empty(NUMEL, dtype=torch.uint8), torch.empty(NUMEL, dtype=torch.uint8)
+    plain, marked = fresh(), fresh()
     assert pages.advise_huge(marked) is marked
     assert advised(marked) and not advised(plain)
 
