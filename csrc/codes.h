@@ -46,8 +46,10 @@ struct Dither {
 
 inline Vec::I magnitude_bits(Vec::F x) { return Vec::andi(Vec::as_int(x), Vec::seti(~kSignBit)); }
 
-// What the rounding to codes depends on besides the values.
-struct Rounding8 {
+// What the codes of a block depend on besides their range.
+struct BlockValues {
+  const float* x;  // up to a whole number of vectors, zeros at the end
+  int count;
   uint32_t phase, index;  // of the dither
   float settling;         // of (C2')
 };
@@ -83,6 +85,24 @@ struct ChunkOf {
   Vec::F operator()(int k) const { return decode(Vec::load8(codes + k * Vec::kLanes)); }
 };
 
+// The sign of a first moment is the top bit of its code, but 0 has none.
+inline Vec::F signed_as(Vec::I code, Vec::F magnitude) {
+  const Vec::I sign = Vec::andi(Vec::shl<24>(code), Vec::seti(kSignBit));
+  return Vec::as_float(Vec::ori(Vec::as_int(magnitude), sign));
+}
+inline Vec::I with_sign(Vec::I magnitude, Vec::F x) {
+  const Vec::I sign = Vec::andi(Vec::shr<24>(Vec::as_int(x)), Vec::seti(128));
+  return Vec::choose(Vec::equal(magnitude, Vec::seti(0)), magnitude, Vec::ori(magnitude, sign));
+}
+
+// (C2') before the shift: to nearest, but down where that would undo the decay.
+inline Vec::I settled_offset(Vec::F x, Vec::F inverse, Vec::F settled_inverse, Vec::I half) {
+  const Vec::F magnitude = Vec::as_float(magnitude_bits(x));
+  const Vec::I y = Vec::as_int(Vec::fma(magnitude, inverse, Vec::set(1.0f)));
+  const Vec::I settled = Vec::as_int(Vec::fma(magnitude, settled_inverse, Vec::set(1.0f)));
+  return Vec::addi(Vec::minu(Vec::addi(y, half), settled), Vec::seti(0u - kOneBits));
+}
+
 // (C2)-(C4)
 template <bool kSigned, int kOctaves, int kMantissaBits, bool kSquareRoot>
 struct Companded {
@@ -90,6 +110,7 @@ struct Companded {
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = 0;
   static constexpr int kShift = 23 - kMantissaBits;
+  static constexpr uint32_t kHalf = 1u << (kShift - 1);  // half a cell
   static constexpr uint32_t kMaxCode = kOctaves * (1u << kMantissaBits) - 1u;
   // (C3) of the largest code: 2^(octaves-1) * (2 - 2^-mantissa_bits) - 1.
   static constexpr float kTop =
@@ -108,9 +129,7 @@ struct Companded {
       const Vec::I y = Vec::addi(Vec::shl<kShift>(magnitude), Vec::seti(kOneBits));
       // (y - 1) * scale: the level y - 1 is exact, so this rounds once, as the product does.
       const Vec::F x = Vec::fma(Vec::as_float(y), scale, minus_scale);
-      if constexpr (!kSigned) return x;
-      const Vec::I sign = Vec::andi(Vec::shl<24>(code), Vec::seti(kSignBit));
-      return Vec::as_float(Vec::ori(Vec::as_int(x), sign));
+      return kSigned ? signed_as(code, x) : x;
     }
     ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
   };
@@ -122,36 +141,99 @@ struct Companded {
     Dither dither;
 
     Encoder() : inverse(Vec::set(0.0f)), settled_inverse(Vec::set(0.0f)) {}
-    Encoder(const Range& range, const DynamicMap&, const Rounding8& rounding, float* stored)
-        : dither(rounding.phase, rounding.index) {
+    Encoder(const Range& range, const DynamicMap&, const BlockValues& block, float* stored)
+        : dither(block.phase, block.index) {
       const float absmax = range.value();
       float scale = absmax / kTop;
       if (scale < kMinScale) scale = kMinScale;
       *stored = absmax == 0.0f ? 0.0f : scale;
       const float reciprocal = absmax == 0.0f ? 0.0f : 1.0f / scale;
       inverse = Vec::set(reciprocal);
-      settled_inverse = Vec::set(reciprocal * rounding.settling);
+      settled_inverse = Vec::set(reciprocal * block.settling);
     }
     // No code can exceed the largest: a moment that a step makes of finite gradients is less than
     // kSaturation, so the block's largest element comes within 5 ulps of kMaxCode, too few to
     // carry.
     Vec::I operator()(Vec::F x) {
-      const Vec::F magnitude = kSigned ? Vec::as_float(magnitude_bits(x)) : x;
-      const Vec::I y = Vec::as_int(Vec::fma(magnitude, inverse, Vec::set(1.0f)));
       if constexpr (kSigned) {
-        // (C2'): to nearest, but down where that would undo the decay.
-        const Vec::I settled = Vec::as_int(Vec::fma(magnitude, settled_inverse, Vec::set(1.0f)));
-        const Vec::I nearest = Vec::addi(y, Vec::seti(1u << (kShift - 1)));
-        const Vec::I offset = Vec::addi(Vec::minu(nearest, settled), Vec::seti(0u - kOneBits));
-        const Vec::I code = Vec::shr<kShift>(offset);
-        const Vec::I sign = Vec::andi(Vec::shr<24>(Vec::as_int(x)), Vec::seti(128));
-        return Vec::choose(Vec::equal(code, Vec::seti(0)), code, Vec::ori(code, sign));
+        return with_sign(
+            Vec::shr<kShift>(settled_offset(x, inverse, settled_inverse, Vec::seti(kHalf))), x);
       } else {
         // The threshold is r's upper bits with the last four replaced by 8.
+        const Vec::I y = Vec::as_int(Vec::fma(x, inverse, Vec::set(1.0f)));
         const Vec::I r = Vec::andi(Vec::shr<32 - kShift>(dither.next()), Vec::seti(~15u));
         const Vec::I offset = Vec::addi(y, Vec::seti(8u - kOneBits));
         return at_least_one(x, Vec::shr<kShift>(Vec::addi(offset, r)));
       }
+    }
+  };
+};
+
+// (C9)
+struct Adaptive {
+  static constexpr bool kStoresRoot = false;
+  static constexpr int kScales = 1;
+  static constexpr uint32_t kZeroCode = 0;
+  using Narrow = Companded<true, 4, 5, false>;
+  using Wide = Companded<true, 8, 4, false>;
+  static constexpr float kJoint = 0.75f;  // (C3) of code 24
+  static constexpr float kMinScale = 0x1p-100f;
+
+  struct Decoder {
+    Vec::F scale, minus_scale;
+    Vec::I shift;
+
+    Decoder(const float* stored, float gain, const DynamicMap&) {
+      const float positive = float_of(bits_of(*stored) & ~kSignBit) * gain;
+      scale = Vec::set(positive);
+      minus_scale = Vec::set(-positive);
+      shift = Vec::seti(*stored < 0.0f ? Wide::kShift : Narrow::kShift);
+    }
+    Vec::F operator()(Vec::I code) const {
+      const Vec::I magnitude = Vec::andi(code, Vec::seti(127));
+      const Vec::I y = Vec::addi(Vec::shlv(magnitude, shift), Vec::seti(kOneBits));
+      return signed_as(code, Vec::fma(Vec::as_float(y), scale, minus_scale));
+    }
+    ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
+  };
+
+  using Range = Absmax<true>;
+
+  struct Encoder {
+    Vec::F inverse, settled_inverse;
+    Vec::I shift, half;
+
+    Encoder()
+        : inverse(Vec::set(0.0f)), settled_inverse(inverse), shift(Vec::seti(0)), half(shift) {}
+    Encoder(const Range& range, const DynamicMap& map, const BlockValues& block, float* stored) {
+      const Narrow::Encoder narrow(range, map, block, stored);
+      const bool is_wide =
+          *stored >= kMinScale && 4 * large(block, kJoint * *stored) < 3 * block.count;
+      if (is_wide) {
+        const Wide::Encoder wide(range, map, block, stored);
+        *stored = -*stored;
+        inverse = wide.inverse;
+        settled_inverse = wide.settled_inverse;
+      } else {
+        inverse = narrow.inverse;
+        settled_inverse = narrow.settled_inverse;
+      }
+      shift = Vec::seti(is_wide ? Wide::kShift : Narrow::kShift);
+      half = Vec::seti(is_wide ? Wide::kHalf : Narrow::kHalf);
+    }
+    Vec::I operator()(Vec::F x) const {
+      return with_sign(Vec::shrv(settled_offset(x, inverse, settled_inverse, half), shift), x);
+    }
+
+   private:
+    // How many |x| are at least `joint`, which is positive.
+    static int large(const BlockValues& block, float joint) {
+      int count = 0;
+      for (int i = 0; i < block.count; i += Vec::kLanes) {
+        const Vec::I magnitude = magnitude_bits(Vec::load(block.x + i));
+        count += Vec::count(Vec::above(magnitude, Vec::seti(bits_of(joint) - 1u)));
+      }
+      return count;
     }
   };
 };
@@ -161,7 +243,7 @@ struct LogRoot {
   static constexpr bool kStoresRoot = true;
   static constexpr int kScales = 2;
   static constexpr uint32_t kZeroCode = 255;
-  static constexpr int32_t kMinSpan = 1 << 23, kMaxSpan = 24 << 23;
+  static constexpr int32_t kMinSpan = 1 << 23, kMaxSpan = 14 << 23;
   static constexpr uint32_t kMinBits = (127 - 63) << 23;
 
   struct Decoder {
@@ -197,8 +279,8 @@ struct LogRoot {
     Dither dither;
 
     Encoder() : high(Vec::seti(0)), last(Vec::seti(0)), inverse(Vec::set(0.0f)) {}
-    Encoder(const Range& range, const DynamicMap&, const Rounding8& rounding, float* stored)
-        : dither(rounding.phase, rounding.index) {
+    Encoder(const Range& range, const DynamicMap&, const BlockValues& block, float* stored)
+        : dither(block.phase, block.index) {
       const uint32_t top = Vec::reduce_maxu(range.high);
       const uint32_t low = Vec::reduce_minu(range.below_low) + 1u;
       int32_t span = static_cast<int32_t>(top - low);
@@ -276,7 +358,7 @@ struct Dynamic {
     Vec::F inverse;
 
     Encoder() : map(nullptr), inverse(Vec::set(0.0f)) {}
-    Encoder(const Range& range, const DynamicMap& dynamic_map, const Rounding8&, float* stored)
+    Encoder(const Range& range, const DynamicMap& dynamic_map, const BlockValues&, float* stored)
         : map(&dynamic_map) {
       const float absmax = range.absmax.value();
       const bool positive = !kSigned || float_of(Vec::reduce_maxu(range.largest)) >= absmax;

@@ -291,9 +291,9 @@ struct Quantized {
           m_values(m_buffer),
           v_values(v_buffer),
           count(b.count),
-          encode_m(m_range, maps.exp_avg, {0, 0, s.settling},
+          encode_m(m_range, maps.exp_avg, {m_buffer, b.count, 0, 0, s.settling},
                    seg.exp_avg_scale + b.local * M::kScales),
-          encode_v(v_range, maps.exp_avg_sq, {seg.moment_phase, index, 0.0f},
+          encode_v(v_range, maps.exp_avg_sq, {v_buffer, b.count, seg.moment_phase, index, 0.0f},
                    seg.exp_avg_sq_scale + b.local * V::kScales) {}
 
     template <class Lanes>
@@ -481,7 +481,7 @@ int64_t step_typed(const Segment& seg, const StepScalars& s, const DynamicMaps& 
                    int64_t end) {
   using DynamicPair = Quantized<Dynamic<true>, Dynamic<false>>;
   using CompandedPair = Quantized<Companded<true, 8, 4, false>, Companded<false, 8, 5, true>>;
-  using LogPair = Quantized<Companded<true, 4, 5, false>, LogRoot>;
+  using LogPair = Quantized<Adaptive, LogRoot>;
   if (seg.codec == kLog) return step_quantized<LogPair, P, G>(seg, s, maps, begin, end);
   if (seg.codec == kCompanded) {
     return step_quantized<CompandedPair, P, G>(seg, s, maps, begin, end);

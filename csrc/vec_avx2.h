@@ -106,12 +106,15 @@ struct Vec {
   static I shr(I a) {
     return _mm256_srli_epi32(a, kBits);
   }
+  static I shlv(I a, I bits) { return _mm256_sllv_epi32(a, bits); }
+  static I shrv(I a, I bits) { return _mm256_srlv_epi32(a, bits); }
   static I maxu(I a, I b) { return _mm256_max_epu32(a, b); }
   static I minu(I a, I b) { return _mm256_min_epu32(a, b); }
   static I maxu16(I a, I b) { return _mm256_max_epu16(a, b); }
   static I maxs(I a, I b) { return _mm256_max_epi32(a, b); }
   static Mask equal(I a, I b) { return _mm256_cmpeq_epi32(a, b); }
   static Mask above(I a, I b) { return _mm256_cmpgt_epi32(a, b); }
+  static int count(Mask m) { return __builtin_popcount(_mm256_movemask_ps(as_float(m))); }
   static bool any(Mask m) { return _mm256_movemask_ps(as_float(m)) != 0; }
   static I choose(Mask m, I yes, I no) { return _mm256_blendv_epi8(no, yes, m); }
 

@@ -98,12 +98,15 @@ struct Vec {
   static I shr(I a) {
     return _mm512_srli_epi32(a, kBits);
   }
+  static I shlv(I a, I bits) { return _mm512_sllv_epi32(a, bits); }
+  static I shrv(I a, I bits) { return _mm512_srlv_epi32(a, bits); }
   static I maxu(I a, I b) { return _mm512_max_epu32(a, b); }
   static I minu(I a, I b) { return _mm512_min_epu32(a, b); }
   static I maxu16(I a, I b) { return _mm512_max_epu16(a, b); }
   static I maxs(I a, I b) { return _mm512_max_epi32(a, b); }
   static Mask equal(I a, I b) { return _mm512_cmpeq_epi32_mask(a, b); }
   static Mask above(I a, I b) { return _mm512_cmpgt_epi32_mask(a, b); }
+  static int count(Mask m) { return __builtin_popcount(m); }
   static bool any(Mask m) { return m != 0; }
   static I choose(Mask m, I yes, I no) { return _mm512_mask_blend_epi32(m, no, yes); }
 

@@ -87,6 +87,9 @@ struct Vec {
   static I shr(I a) {
     return a >> kBits;
   }
+  // By as many bits as each lane of the other says, less than 32.
+  static I shlv(I a, I bits) { return a << bits; }
+  static I shrv(I a, I bits) { return a >> bits; }
   static I maxu(I a, I b) { return a > b ? a : b; }
   static I minu(I a, I b) { return a < b ? a : b; }
   // Of the 16-bit numbers in each lane.
@@ -96,6 +99,7 @@ struct Vec {
   static I maxs(I a, I b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }
   static Mask equal(I a, I b) { return a == b; }
   static Mask above(I a, I b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b); }
+  static int count(Mask m) { return m; }
   static bool any(Mask m) { return m; }
   static I choose(Mask m, I yes, I no) { return m ? yes : no; }
 

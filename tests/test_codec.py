@@ -9,18 +9,17 @@ import torch
 
 from zero8 import arithmetic as ieee
 from zero8 import dither
-from zero8.codec import CODECS, CompandedCode, LogCode, codec_named, codec_numbered
+from zero8.codec import CODECS, LogCode, codec_named, codec_numbered
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 DYNAMIC = {which: getattr(CODECS["dynamic"], which) for which in ("exp_avg", "exp_avg_sq")}
 COMPANDED = {
-    f"{name} {which}": code
-    for name, codec in CODECS.items()
-    for which, code in (("exp_avg", codec.exp_avg), ("exp_avg_sq", codec.exp_avg_sq))
-    if isinstance(code, CompandedCode)
+    "companded exp_avg": CODECS["companded"].exp_avg,
+    "companded exp_avg_sq": CODECS["companded"].exp_avg_sq,
+    "log exp_avg, narrow": CODECS["log"].exp_avg.narrow,
 }
-TOPS = {"companded exp_avg": 247.0, "companded exp_avg_sq": 251.0, "log exp_avg": 14.75}
-LEVELS = {"companded exp_avg": (8, 16), "companded exp_avg_sq": (8, 32), "log exp_avg": (4, 32)}
+TOPS = dict(zip(COMPANDED, (247.0, 251.0, 14.75), strict=True))
+LEVELS = dict(zip(COMPANDED, ((8, 16), (8, 32), (4, 32)), strict=True))
 every_companded = pytest.mark.parametrize("name", COMPANDED)
 HALF = 0x3F800000  # bits of 1.0
 
@@ -216,12 +215,12 @@ def test_encode_companded_dithered_mean_is_the_exact_position(cell, fraction):
 
 
 @pytest.mark.parametrize("beta1", [0.5, 0.8, 0.9, 0.95, 0.99, 0.9999])
-@pytest.mark.parametrize("name", ["companded", "log"])
-def test_encode_companded_decaying_first_moment_reaches_zero(name, beta1):
+@pytest.mark.parametrize(("name", "scale"), [("companded", 1.0), ("log", 1.0), ("log", -1.0)])
+def test_encode_decaying_first_moment_reaches_zero(name, scale, beta1):
     """Every code, of either sign, in a block whose largest element stays where it is."""
     code = CODECS[name].exp_avg
     codes = torch.tensor([c for c in range(256) if c & 127], dtype=torch.uint8)
-    scale = torch.ones(codes.numel())
+    scale = torch.full((codes.numel(),), scale)
     settling = 1 + 0.97 * min(1, 1 / beta1 - 1)
     decayed = code.encode(code.decode(codes, scale, beta1), scale, None, settling)
     assert ((decayed & 127) < (codes & 127)).all()
@@ -241,9 +240,48 @@ def mean_code(code, x: torch.Tensor, scale: torch.Tensor) -> float:
     return total / 1e6
 
 
+# --- The code that is narrow or wide -------------------------------------------------------------
+
+ADAPTIVE = CODECS["log"].exp_avg
+# The largest element 1, so that the joint is 0.75/14.75 of it.
+JOINT = float(ieee.mul(0.75, ieee.div(torch.tensor(1.0), 14.75)))
+
+
+@pytest.mark.parametrize("numel", [1, 2, 3, 4, 5, 63, 64, 256])
+def test_adaptive_code_is_wide_where_fewer_than_three_quarters_are_large(numel):
+    """Blocks that hold every possible number of elements just at the joint, the others below."""
+    below = float(torch.tensor(JOINT).nextafter(torch.tensor(0.0)))
+    for large in range(1, numel + 1):
+        x = torch.full((numel,), -below)
+        x[:large] = JOINT
+        x[0] = 1.0
+        scale = ADAPTIVE.scales(x, torch.zeros(numel, dtype=torch.int64), 1)
+        assert bool(scale < 0) == (large < 3 * numel / 4), large
+
+
+def test_adaptive_code_decodes_and_encodes_as_the_code_that_was_chosen():
+    codes = torch.tensor([c for c in range(256) if c != 128], dtype=torch.uint8)
+    for code, scale in ((ADAPTIVE.narrow, 0.37), (ADAPTIVE.wide, -0.37)):
+        x = code.decode(codes, torch.full((255,), 0.37), 0.9)
+        assert torch.equal(ADAPTIVE.decode(codes, torch.full((255,), scale), 0.9), x)
+        expected = code.encode(x, torch.full((255,), 0.37), None, 1.1)
+        assert torch.equal(ADAPTIVE.encode(x, torch.full((255,), scale), None, 1.1), expected)
+
+
+def test_adaptive_joint_in_the_wide_code_is_in_the_lower_half_of_a_cell():
+    """Nothing below the joint may round up to it or above, whatever the block's largest element."""
+    k = torch.linspace(1, 2, 10_001).clamp(max=2 - 2.0**-23)
+    blocks = torch.arange(k.numel())
+    joint = ieee.mul(0.75, ADAPTIVE.narrow.scales(k, blocks, k.numel()))
+    scale = ADAPTIVE.wide.scales(k, blocks, k.numel())
+    rounded = ADAPTIVE.wide.decode(ADAPTIVE.wide.encode(joint, scale, None), scale, 1.0)
+    assert (rounded < joint).all()
+    assert torch.equal(rounded, ieee.mul(12.5, scale))
+
+
 # --- The logarithmic code ------------------------------------------------------------------------
 
-SPANS = {"one octave": 1.0, "8.3 octaves": 8.3, "24 octaves": 24.0}
+SPANS = {"one octave": 1.0, "8.3 octaves": 8.3, "14 octaves": 14.0}
 
 
 def log_scale(octaves: float, high: float = 1.7) -> torch.Tensor:
@@ -284,9 +322,9 @@ def test_encode_log_any_element_is_within_half_a_cell(octaves):
 def test_log_step_of_every_span_is_a_fixpoint():
     """A block's smallest decodes to a span of round(254 step), which gives the step again, (C8).
 
-    Exhaustive over the float32 values of spans from 1 to 24 octaves, 2^23 to 24 * 2^23 units.
+    Exhaustive over the float32 values of spans from 1 to 14 octaves, 2^23 to 14 * 2^23 units.
     """
-    low, high = (int(torch.tensor(x * 2.0**23).view(torch.int32)) for x in (1.0, 24.0))
+    low, high = (int(torch.tensor(x * 2.0**23).view(torch.int32)) for x in (1.0, 14.0))
     for start in range(low, high + 1, 2**22):
         span = torch.arange(start, min(start + 2**22, high + 1), dtype=torch.int32)
         span = span.view(torch.float32)

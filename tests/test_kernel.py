@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from adaptive_samples import near_joint
 from segments import CODEC_NAMES, KINDS, Place, assert_same, copied, gradient, make, scalars_at
 
 from zero8 import reference
@@ -104,6 +105,22 @@ def test_kernel_step_any_dtype_place_and_gradient_equals_reference(codec, dtypes
     hyper = HYPERS["adamw"]
     segments = [make(codec, place, scalars_at(1, hyper), *dtypes) for place in PLACES]
     assert_follows_reference(segments, hyper, count=3, num_threads=2)
+
+
+def test_kernel_step_log_blocks_between_narrow_and_wide_equal_reference():
+    """Without beta1 the first moment is the gradient; whole blocks, and a tail in every row."""
+    place = Place((40, 300), 256, 0, 40 * 300)
+    scalars = scalars_at(1, HYPERS["no memory"])
+    segment = make("log", place, scalars)
+    largest = torch.exp2(torch.linspace(0.0, 1.0, 80))
+    blocks = near_joint(largest, 256, seed=2).view(40, 2, 256)
+    segment.grad.copy_(torch.cat([blocks[:, 0], blocks[:, 1, :44]], dim=1).flatten())
+    followers = {isa: copied(segment) for isa in kernel.isas()}
+    reference.step(segment)
+    assert 0.2 < (segment.exp_avg.scales < 0).float().mean() < 0.8
+    for isa, follower in followers.items():
+        kernel.step([follower], isa=isa)
+        assert_same(follower, segment, isa)
 
 
 @codec_names

@@ -22,8 +22,9 @@ Codecs:
 * `companded`: codes read off the bit pattern of y = 1 + |x|/scale, which is linear near 0 and
   logarithmic above: m is a sign and 8 octaves of 16 levels, nearest (but see (C2')); sqrt(v) is 8
   octaves of 32 levels, rounded by the dither of `zero8.dither`.
-* `log`: m as in `companded`, but 4 octaves of 32 levels; sqrt(v) on a logarithmic scale between
-  the block's largest and smallest non-zero element, dithered, with a code of its own for 0.
+* `log`: m as in `companded`, but 4 octaves of 32 levels in blocks whose elements are of like
+  size; sqrt(v) on a logarithmic scale between the block's largest and smallest non-zero element,
+  dithered, with a code of its own for 0.
 """
 
 from dataclasses import dataclass
@@ -152,6 +153,60 @@ class CompandedCode:
 
 
 @dataclass(frozen=True)
+class AdaptiveCode:
+    """One of two signed companded codes, block by block; a negative scale says that it is `wide`.
+
+    wide:  fewer than 3/4 of the block's elements have |x| >= t,  t = narrow.decode(24, s)    (C9)
+
+    s is the scale of the narrow code, and at least 2^-100: below, where smallest scales are near,
+    blocks are narrow.  t is 1/20 of the block's largest |x|: where many are smaller, fine steps
+    near 0 count for more than those near the top.
+
+    Quantized values choose the same code again.  t is a level of the narrow code, so what is not
+    below it rounds to it or above, and decodes to t or more, with the same s; steps settle down
+    (C2') to levels only, and no decay rate lets settling - 1 be lost in rounding.  In the wide code
+    t is 12.56, or 0.12 cells above the level 12.5: what is below t rounds to that level or lower.
+
+    Error: that of the code that was chosen.
+    """
+
+    narrow: CompandedCode
+    wide: CompandedCode
+
+    signed = True
+    square_root = False
+    scale_shape = ()
+    zero_code = 0
+
+    JOINT = 24
+    MIN_SCALE = 2.0**-100
+
+    def scales(self, x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
+        """Return the scale of each block, equations (C4) and (C9); 0 for a block of zeros."""
+        narrow = self.narrow.scales(x, block, num_blocks)
+        joint = ieee.mul(self.narrow.levels[self.JOINT], narrow)
+        large = torch.bincount(block[x.abs() >= joint[block]], minlength=num_blocks)
+        numel = torch.bincount(block, minlength=num_blocks)
+        is_wide = (4 * large < 3 * numel) & (narrow >= self.MIN_SCALE)
+        return torch.where(is_wide, -self.wide.scales(x, block, num_blocks), narrow)
+
+    def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
+        """Return what codes stand for, times `gain`, equation (C1); float32."""
+        narrow = self.narrow.decode(codes, scale, gain)
+        return torch.where(scale < 0, self.wide.decode(codes, -scale, gain), narrow)
+
+    def encode(
+        self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
+    ) -> Tensor:
+        """Return the code of each element, equation (C2), see `CompandedCode.encode`; uint8.
+
+        First moments are not dithered, and the choice of the code counts on that.
+        """
+        narrow = self.narrow.encode(x, scale, None, settling)
+        return torch.where(scale < 0, self.wide.encode(x, -scale, None, settling), narrow)
+
+
+@dataclass(frozen=True)
 class DynamicCode:
     """The nearest entry of the paper's dynamic tree map; a tie goes to the larger entry.
 
@@ -233,7 +288,7 @@ class LogCode:
 
     x(code) = float_from_bits(max(bits(high) - round(code * step), bits(2^-63)))             (C7)
     code = (position + threshold) >> 16,  position = trunc((bits(high) - bits(x)) * 65536/step)
-    step = span/254,  span = bits(high) - bits(smallest non-zero), from 1 to 24 octaves      (C8)
+    step = span/254,  span = bits(high) - bits(smallest non-zero), from 1 to 14 octaves      (C8)
 
     for codes 0..254, but none that decodes below 2^-63, and 255 for exact zero.  The decoded
     span gives the same step again: a test goes through all spans.  Thresholds stay 16/65536 of a
@@ -242,7 +297,8 @@ class LogCode:
 
     Error: one cell (dithered) or half a cell (nearest).  A cell is `step` in units of the last
     place, so at most step * 2^-23 of the value: 0.39 % where the block spans 1 octave, 3.1 % for 8,
-    9.4 % for 24.  Elements more than 24 octaves below `high` are raised to there.
+    5.5 % for 14.  Elements more than 14 octaves below `high` are raised to there: 8 bits of first
+    moment reach 13 octaves down, and weights whose gradient has ended would take codes from others.
     """
 
     square_root = True
@@ -251,7 +307,7 @@ class LogCode:
     zero_code = 255
 
     MIN_SPAN = 1 << 23
-    MAX_SPAN = 24 << 23
+    MAX_SPAN = 14 << 23
     MIN_BITS = (127 - 63) << 23  # of 2^-63, whose square is the smallest normal float
 
     def scales(self, x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
@@ -299,7 +355,7 @@ class LogCode:
         return torch.where(x > 0, code, self.zero_code).to(torch.uint8)
 
 
-MomentCode = CompandedCode | DynamicCode | LogCode
+MomentCode = CompandedCode | AdaptiveCode | DynamicCode | LogCode
 
 
 @dataclass(frozen=True)
@@ -312,12 +368,13 @@ class Codec:
     exp_avg_sq: MomentCode
 
 
+WIDE = CompandedCode(True, 8, 4, False)
 CODECS = {
     codec.name: codec
     for codec in (
         Codec("dynamic", 1, DynamicCode(signed=True), DynamicCode(signed=False)),
-        Codec("companded", 2, CompandedCode(True, 8, 4, False), CompandedCode(False, 8, 5, True)),
-        Codec("log", 3, CompandedCode(True, 4, 5, False), LogCode()),
+        Codec("companded", 2, WIDE, CompandedCode(False, 8, 5, True)),
+        Codec("log", 3, AdaptiveCode(CompandedCode(True, 4, 5, False), WIDE), LogCode()),
     )
 }
 DEFAULT_CODEC = "log"

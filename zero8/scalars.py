@@ -98,7 +98,7 @@ class StepScalars:
             "decay": 1 - lr * weight_decay if decoupled else 1.0,
             "l2": 0.0 if decoupled else weight_decay,
             "grad_sign": -1.0 if maximize else 1.0,
-            # (C2') of zero8.codec
-            "settling": 1 + 0.97 * min(1.0, 1 / beta1 - 1 if beta1 else 1.0),
+            # (C2') of zero8.codec; float32 tells it from 1.
+            "settling": 1 + max(2.0**-20, 0.97 * min(1.0, 1 / beta1 - 1 if beta1 else 1.0)),
         }
         return cls(**{name: float(np.float32(value)) for name, value in values.items()})
