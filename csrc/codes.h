@@ -5,7 +5,9 @@
 //   Decoder(stored, gain, map)   codes -> values times gain, for one block: one vector, or the
 //                                k-th of the four that chunk(codes) stands for
 //   Range                        what the block's new scales depend on, fed while values are made
-//   Encoder(range, map, ...)     makes the scales, stores them, then values -> codes, in order
+//   Encoder(range, map, ...)     makes the scales, stores them, then values -> codes, in order;
+//   what
+//                                is left to do to the codes (kLeft) is cheaper on packed bytes
 //   kScales, kZeroCode           floats stored per block; what decodes to exact 0
 #include <cstdint>
 
@@ -54,9 +56,20 @@ struct BlockValues {
   float settling;         // of (C2')
 };
 
-// Codes of which x > 0 never has 0; x is not negative.
-inline Vec::I at_least_one(Vec::F x, Vec::I code) {
-  return Vec::maxu(code, Vec::minu(Vec::as_int(x), Vec::seti(1)));
+// What is left to do to a code: nothing; put in the sign of x where it is not 0; raise it to 1
+// where x, never negative, is not 0.
+enum class Left { kNothing, kSign, kRaise };
+
+template <Left kLeft>
+inline Vec::I completed(Vec::I code, Vec::F x) {
+  if constexpr (kLeft == Left::kSign) {
+    const Vec::I sign = Vec::andi(Vec::shr<24>(Vec::as_int(x)), Vec::seti(128));
+    return Vec::choose(Vec::equal(code, Vec::seti(0)), code, Vec::ori(code, sign));
+  }
+  if constexpr (kLeft == Left::kRaise) {
+    return Vec::maxu(code, Vec::minu(Vec::as_int(x), Vec::seti(1)));
+  }
+  return code;
 }
 
 // Largest |x|, of values that are never negative if not kSigned.  Over bit patterns, so that
@@ -89,10 +102,6 @@ struct ChunkOf {
 inline Vec::F signed_as(Vec::I code, Vec::F magnitude) {
   const Vec::I sign = Vec::andi(Vec::shl<24>(code), Vec::seti(kSignBit));
   return Vec::as_float(Vec::ori(Vec::as_int(magnitude), sign));
-}
-inline Vec::I with_sign(Vec::I magnitude, Vec::F x) {
-  const Vec::I sign = Vec::andi(Vec::shr<24>(Vec::as_int(x)), Vec::seti(128));
-  return Vec::choose(Vec::equal(magnitude, Vec::seti(0)), magnitude, Vec::ori(magnitude, sign));
 }
 
 // (C2') before the shift: to nearest, but down where that would undo the decay.
@@ -137,6 +146,7 @@ struct Companded {
   using Range = Absmax<kSigned>;
 
   struct Encoder {
+    static constexpr Left kLeft = kSigned ? Left::kSign : Left::kRaise;
     Vec::F inverse, settled_inverse;
     Dither dither;
 
@@ -156,14 +166,13 @@ struct Companded {
     // carry.
     Vec::I operator()(Vec::F x) {
       if constexpr (kSigned) {
-        return with_sign(
-            Vec::shr<kShift>(settled_offset(x, inverse, settled_inverse, Vec::seti(kHalf))), x);
+        return Vec::shr<kShift>(settled_offset(x, inverse, settled_inverse, Vec::seti(kHalf)));
       } else {
         // The threshold is r's upper bits with the last four replaced by 8.
         const Vec::I y = Vec::as_int(Vec::fma(x, inverse, Vec::set(1.0f)));
         const Vec::I r = Vec::andi(Vec::shr<32 - kShift>(dither.next()), Vec::seti(~15u));
         const Vec::I offset = Vec::addi(y, Vec::seti(8u - kOneBits));
-        return at_least_one(x, Vec::shr<kShift>(Vec::addi(offset, r)));
+        return Vec::shr<kShift>(Vec::addi(offset, r));
       }
     }
   };
@@ -200,6 +209,7 @@ struct Adaptive {
   using Range = Absmax<true>;
 
   struct Encoder {
+    static constexpr Left kLeft = Left::kSign;
     Vec::F inverse, settled_inverse;
     Vec::I shift, half;
 
@@ -222,7 +232,7 @@ struct Adaptive {
       half = Vec::seti(is_wide ? Wide::kHalf : Narrow::kHalf);
     }
     Vec::I operator()(Vec::F x) const {
-      return with_sign(Vec::shrv(settled_offset(x, inverse, settled_inverse, half), shift), x);
+      return Vec::shrv(settled_offset(x, inverse, settled_inverse, half), shift);
     }
 
    private:
@@ -274,6 +284,7 @@ struct LogRoot {
   };
 
   struct Encoder {
+    static constexpr Left kLeft = Left::kNothing;
     Vec::I high, last;
     Vec::F inverse;
     Dither dither;
@@ -354,6 +365,7 @@ struct Dynamic {
   };
 
   struct Encoder {
+    static constexpr Left kLeft = kSigned ? Left::kNothing : Left::kRaise;
     const DynamicMap* map;
     Vec::F inverse;
 
@@ -389,7 +401,7 @@ struct Dynamic {
         const Vec::I below = Vec::minu(Vec::subi(nearest, Vec::seti(1)), last);
         code = Vec::choose(unsure, compared(n, below, negative), code);
       }
-      return kSigned ? code : at_least_one(x, code);
+      return code;
     }
 
    private:

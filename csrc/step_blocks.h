@@ -231,11 +231,22 @@ struct Scalars {
 
 template <class Encoder>
 ZERO8_INLINE inline void encode_four(Encoder& encode, const float* values, uint8_t* codes) {
-  const Vec::I a = encode(Vec::load(values));
-  const Vec::I b = encode(Vec::load(values + Vec::kLanes));
-  const Vec::I c = encode(Vec::load(values + 2 * Vec::kLanes));
-  const Vec::I d = encode(Vec::load(values + 3 * Vec::kLanes));
-  Vec::store8x4(codes, a, b, c, d);
+  const Vec::F x[4] = {Vec::load(values), Vec::load(values + Vec::kLanes),
+                       Vec::load(values + 2 * Vec::kLanes), Vec::load(values + 3 * Vec::kLanes)};
+  const Vec::I a = encode(x[0]), b = encode(x[1]), c = encode(x[2]), d = encode(x[3]);
+  if constexpr (Encoder::kLeft == Left::kSign) {
+    Vec::store8x4_signed(codes, a, b, c, d, x);
+  } else if constexpr (Encoder::kLeft == Left::kRaise) {
+    Vec::store8x4_raised(codes, a, b, c, d, x);
+  } else {
+    Vec::store8x4(codes, a, b, c, d);
+  }
+}
+
+template <class Encoder>
+ZERO8_INLINE inline Vec::I encode_one(Encoder& encode, const float* values) {
+  const Vec::F x = Vec::load(values);
+  return completed<Encoder::kLeft>(encode(x), x);
 }
 
 // Both moments in 8 bits.
@@ -298,8 +309,8 @@ struct Quantized {
 
     template <class Lanes>
     ZERO8_INLINE void encode(int i, Lanes lanes) {
-      store8(m + i, encode_m(Vec::load(m_values + i)), lanes);
-      store8(v + i, encode_v(Vec::load(v_values + i)), lanes);
+      store8(m + i, encode_one(encode_m, m_values + i), lanes);
+      store8(v + i, encode_one(encode_v, v_values + i), lanes);
     }
     ZERO8_INLINE void encode_chunk(int i) {
       encode_four(encode_m, m_values + i, m + i);

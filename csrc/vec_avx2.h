@@ -67,12 +67,29 @@ struct Vec {
     store8(whole, x);
     for (int i = 0; i < n; ++i) p[i] = whole[i];
   }
-  static void store8x4(uint8_t* p, I a, I b, I c, I d) {
-    const I words_ab = _mm256_packus_epi32(a, b), words_cd = _mm256_packus_epi32(c, d);
-    // Packing works on each half by itself: bytes a0 b0 c0 d0 a1 b1 c1 d1, in units of four.
-    const I halves = _mm256_packus_epi16(words_ab, words_cd);
+  static void store8x4(uint8_t* p, I a, I b, I c, I d) { store_packed(p, packed(a, b, c, d)); }
+  static void store8x4_signed(uint8_t* p, I a, I b, I c, I d, const F* x) {
+    const I codes = packed(a, b, c, d);
+    const I zero = _mm256_cmpeq_epi8(codes, _mm256_setzero_si256());
+    const I sign = andi(packed_ordered(x), seti(0x80808080));
+    store_packed(p, ori(codes, _mm256_andnot_si256(zero, sign)));
+  }
+  static void store8x4_raised(uint8_t* p, I a, I b, I c, I d, const F* x) {
+    const I least = _mm256_min_epu8(packed_ordered(x), seti(0x01010101));
+    store_packed(p, _mm256_max_epu8(packed(a, b, c, d), least));
+  }
+  // Packing works on each half by itself: bytes a0 b0 c0 d0 a1 b1 c1 d1, in units of four.
+  static I packed(I a, I b, I c, I d) {
+    return _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
+  }
+  // Bytes that saturate: of the signs of floats, and 0 only where these are.
+  static I packed_ordered(const F* x) {
+    return _mm256_packs_epi16(_mm256_packs_epi32(as_int(x[0]), as_int(x[1])),
+                              _mm256_packs_epi32(as_int(x[2]), as_int(x[3])));
+  }
+  static void store_packed(uint8_t* p, I bytes) {
     const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(halves, order));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(bytes, order));
   }
   ZERO8_INLINE static void prefetch(const void* p) {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);

@@ -56,11 +56,27 @@ struct Vec {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
   }
   static void store8_n(uint8_t* p, I x, int n) { _mm512_mask_cvtepi32_storeu_epi8(p, first(n), x); }
-  static void store8x4(uint8_t* p, I a, I b, I c, I d) {
-    const I words_ab = _mm512_packus_epi32(a, b), words_cd = _mm512_packus_epi32(c, d);
-    // Packing works on each quarter by itself: bytes a0 b0 c0 d0 a1 ... d3, in units of four.
-    _mm512_storeu_si512(p, transpose(_mm512_packus_epi16(words_ab, words_cd)));
+  static void store8x4(uint8_t* p, I a, I b, I c, I d) { store_packed(p, packed(a, b, c, d)); }
+  static void store8x4_signed(uint8_t* p, I a, I b, I c, I d, const F* x) {
+    const I codes = packed(a, b, c, d);
+    const __mmask64 nonzero = _mm512_test_epi8_mask(codes, codes);
+    const I ordered = _mm512_maskz_mov_epi8(nonzero, packed_ordered(x));
+    store_packed(p, ori(codes, andi(ordered, seti(0x80808080))));
   }
+  static void store8x4_raised(uint8_t* p, I a, I b, I c, I d, const F* x) {
+    const I least = _mm512_min_epu8(packed_ordered(x), seti(0x01010101));
+    store_packed(p, _mm512_max_epu8(packed(a, b, c, d), least));
+  }
+  // Packing works on each quarter by itself: bytes a0 b0 c0 d0 a1 ... d3, in units of four.
+  static I packed(I a, I b, I c, I d) {
+    return _mm512_packus_epi16(_mm512_packus_epi32(a, b), _mm512_packus_epi32(c, d));
+  }
+  // Bytes that saturate: of the signs of floats, and 0 only where these are.
+  static I packed_ordered(const F* x) {
+    return _mm512_packs_epi16(_mm512_packs_epi32(as_int(x[0]), as_int(x[1])),
+                              _mm512_packs_epi32(as_int(x[2]), as_int(x[3])));
+  }
+  static void store_packed(uint8_t* p, I bytes) { _mm512_storeu_si512(p, transpose(bytes)); }
   // Of lanes in four rows of four.
   static I transpose(I x) {
     const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);

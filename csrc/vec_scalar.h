@@ -44,6 +44,20 @@ struct Vec {
     store8(p + 2, c);
     store8(p + 3, d);
   }
+  // The same, of floats x: where a code is not 0, with the sign of x in the top bit, which is
+  // clear; or at least 1 where x, which is not negative and not subnormal, is not 0.
+  static void store8x4_signed(uint8_t* p, I a, I b, I c, I d, const F* x) {
+    store8x4(p, a, b, c, d);
+    for (int k = 0; k < 4; ++k) {
+      if (p[k]) p[k] |= as_int(x[k]) >> 24 & 128;
+    }
+  }
+  static void store8x4_raised(uint8_t* p, I a, I b, I c, I d, const F* x) {
+    store8x4(p, a, b, c, d);
+    for (int k = 0; k < 4; ++k) {
+      if (!p[k]) p[k] = x[k] > 0.0f;
+    }
+  }
   ZERO8_INLINE static void prefetch(const void*) {}
 
   static F mul(F a, F b) { return a * b; }
