@@ -6,6 +6,7 @@ import processes
 import pytest
 
 from zero8 import cli, doctor
+from zero8.bench import step
 
 
 def zero8(*arguments, **env):
@@ -113,3 +114,18 @@ def test_bench_help_names_the_options_of_a_measurement(capsys, measurement, opti
     printed = capsys.readouterr().out
     assert option in printed
     assert "--json OUT" in printed
+
+
+def test_bench_error_of_the_measurement_is_not_called_a_usage_error(monkeypatch):
+    def fail(arguments):
+        raise ValueError("shapes do not match")
+
+    monkeypatch.setattr(step, "run", fail)
+    with pytest.raises(ValueError, match="shapes do not match"):
+        cli.main(["bench", "step", "--json", "unused.json"])
+
+
+def test_bench_bad_option_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", "step", "--json", "unused.json", "--numel", "3"])
+    assert "--numel: got 3, expected a multiple of" in capsys.readouterr().err

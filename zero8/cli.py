@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 def _bench(argv: Sequence[str]) -> int:
     # Its options come from the measurements, whose imports only they should pay for.
     from zero8.bench import fidelity, step
+    from zero8.bench.usage import UsageError
 
     parser = argparse.ArgumentParser(prog="zero8 bench")
     measurements = parser.add_subparsers(required=True, metavar="MEASUREMENT")
@@ -57,7 +58,7 @@ def _bench(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
-    except ValueError as error:
+    except UsageError as error:
         parser.error(str(error))
 
 

@@ -40,6 +40,7 @@ from zero8.bench.fidelity_silence import Silence
 from zero8.bench.fidelity_states import ClosedLoop, Updates
 from zero8.bench.fidelity_targets import checks
 from zero8.bench.pool import Job, run_jobs
+from zero8.bench.usage import UsageError
 from zero8.codec import DEFAULT_CODEC
 from zero8.op import kernel
 
@@ -90,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, write the three files, print the targets; return the exit status."""
     for name, least in (("steps", 2), ("workers", 1)):
         if getattr(arguments, name) < least:
-            raise ValueError(f"--{name}: got {getattr(arguments, name)}, expected at least {least}")
+            raise UsageError(f"--{name}: got {getattr(arguments, name)}, expected at least {least}")
     began = time.perf_counter()
     result = measure(arguments.quick, arguments.steps, arguments.workers)
     result |= {
@@ -145,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return run(arguments)
-    except ValueError as error:
+    except UsageError as error:
         parser.error(str(error))
 
 

@@ -25,6 +25,7 @@ from zero8.bench.step_targets import checks
 from zero8.bench.step_tensors import NUM_TENSORS, ROW
 from zero8.bench.step_timing import Samples, interleaved, peak_extra_bytes, spread
 from zero8.bench.step_variants import FP32
+from zero8.bench.usage import UsageError
 from zero8.codec import CODECS, DEFAULT_CODEC
 from zero8.op import kernel
 
@@ -44,20 +45,20 @@ class Plan:
     against: tuple[str, ...]
 
     def __post_init__(self):
-        """Raise ValueError for what cannot be measured."""
+        """Raise UsageError for what cannot be measured."""
         if self.numel < LEAST_NUMEL or self.numel % ROW:
-            raise ValueError(
+            raise UsageError(
                 f"--numel: got {self.numel}, expected a multiple of {ROW}, at least {LEAST_NUMEL}"
             )
         if self.threads < 1:
-            raise ValueError(f"--threads: got {self.threads}, expected at least 1")
+            raise UsageError(f"--threads: got {self.threads}, expected at least 1")
         for option, names, valid in (
             ("--codec", self.codecs, CODECS),
             ("--isa", () if self.isa is None else (self.isa,), kernel.isas()),
             ("--against", self.against, step_contenders.PEERS),
         ):
             if unknown := [name for name in names if name not in valid]:
-                raise ValueError(f"{option}: got {unknown[0]!r}, expected one of {list(valid)}")
+                raise UsageError(f"{option}: got {unknown[0]!r}, expected one of {list(valid)}")
 
     @property
     def list_codec(self) -> str:
