@@ -218,7 +218,7 @@ struct Adaptive {
     Encoder(const Range& range, const DynamicMap& map, const BlockValues& block, float* stored) {
       const Narrow::Encoder narrow(range, map, block, stored);
       const bool is_wide =
-          *stored >= kMinScale && 4 * large(block, kJoint * *stored) < 3 * block.count;
+          *stored >= kMinScale && 16 * large(block, kJoint * *stored) < 11 * block.count;
       if (is_wide) {
         const Wide::Encoder wide(range, map, block, stored);
         *stored = -*stored;

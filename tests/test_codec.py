@@ -248,7 +248,7 @@ JOINT = float(ieee.mul(0.75, ieee.div(torch.tensor(1.0), 14.75)))
 
 
 @pytest.mark.parametrize("numel", [1, 2, 3, 4, 5, 63, 64, 256])
-def test_adaptive_code_is_wide_where_fewer_than_three_quarters_are_large(numel):
+def test_adaptive_code_is_wide_where_fewer_than_11_of_16_are_large(numel):
     """Blocks that hold every possible number of elements just at the joint, the others below."""
     below = float(torch.tensor(JOINT).nextafter(torch.tensor(0.0)))
     for large in range(1, numel + 1):
@@ -256,7 +256,7 @@ def test_adaptive_code_is_wide_where_fewer_than_three_quarters_are_large(numel):
         x[:large] = JOINT
         x[0] = 1.0
         scale = ADAPTIVE.scales(x, torch.zeros(numel, dtype=torch.int64), 1)
-        assert bool(scale < 0) == (large < 3 * numel / 4), large
+        assert bool(scale < 0) == (large < 11 * numel / 16), large
 
 
 def test_adaptive_code_decodes_and_encodes_as_the_code_that_was_chosen():

@@ -156,7 +156,7 @@ class CompandedCode:
 class AdaptiveCode:
     """One of two signed companded codes, block by block; a negative scale says that it is `wide`.
 
-    wide:  fewer than 3/4 of the block's elements have |x| >= t,  t = narrow.decode(24, s)    (C9)
+    wide:  fewer than 11/16 of the block's elements have |x| >= t,  t = narrow.decode(24, s)  (C9)
 
     s is the scale of the narrow code, and at least 2^-100: below, where smallest scales are near,
     blocks are narrow.  t is 1/20 of the block's largest |x|: where many are smaller, fine steps
@@ -187,7 +187,7 @@ class AdaptiveCode:
         joint = ieee.mul(self.narrow.levels[self.JOINT], narrow)
         large = torch.bincount(block[x.abs() >= joint[block]], minlength=num_blocks)
         numel = torch.bincount(block, minlength=num_blocks)
-        is_wide = (4 * large < 3 * numel) & (narrow >= self.MIN_SCALE)
+        is_wide = (16 * large < 11 * numel) & (narrow >= self.MIN_SCALE)
         return torch.where(is_wide, -self.wide.scales(x, block, num_blocks), narrow)
 
     def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
