@@ -170,3 +170,24 @@ def test_first_step_asks_for_the_names_of_all_parameters_once(monkeypatch):
     step(params, optimizer, 0)
     step(params, optimizer, 1)
     assert len(calls) == 1
+
+
+def test_only_parameters_whose_tensors_have_changed_are_prepared_again(monkeypatch):
+    params, optimizer = made()
+    prepared = []
+    prepare = optimizer._prepare
+
+    def counted(batch, infos):
+        prepared.append(infos[batch.params[0]].name)
+        return prepare(batch, infos)
+
+    monkeypatch.setattr(optimizer, "_prepare", counted)
+    step(params, optimizer, 0)
+    step(params, optimizer, 1, skip=("b",))
+    step(params, optimizer, 2, skip=("a", "c"))
+    step(params, optimizer, 3)
+    state = optimizer.state[params["c"]]
+    state["exp_avg_scale"].data = state["exp_avg_scale"].data.clone()
+    step(params, optimizer, 4)
+    step(params, optimizer, 5)
+    assert prepared == ["a", "b", "c", "c"]

@@ -4,7 +4,7 @@
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from zero8.op.threads import step_threads
 from zero8.pages import collapse
 from zero8.pieces import MomentStore, Piece, PieceTable
 from zero8.policy import Policy
-from zero8.prepared import Contents, Prepared, Turn, run_turns
+from zero8.prepared import Batch, Contents, Moved, Prepared, premises_of, run
 from zero8.report import MemoryReport, MemoryRow
 from zero8.saved import PlainState
 from zero8.scalars import StepScalars, next_history
@@ -46,10 +46,6 @@ class ParamInfo:
     def identity(self) -> int:
         """The 64-bit identity that the dither depends on."""
         return dither.identity_of(self.index if self.name is None else self.name)
-
-
-def _contiguous_grad(turn: Turn) -> Turn:
-    return turn if turn.grad.is_contiguous() else turn._replace(grad=turn.grad.contiguous())
 
 
 @lru_cache(maxsize=65536)
@@ -100,7 +96,9 @@ class BlockwiseAdam(torch.optim.Optimizer):
             "bias_correction": settings.check_flag("bias_correction", bias_correction),
         }
         self.nonfinite_blocks = 0
-        self._prepared: dict[int, Prepared] = {}
+        # What steps keep: of parameters by their id, and of the last step's parameters together.
+        self._single: dict[int, Prepared] = {}
+        self._joined: Prepared | None = None
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -137,7 +135,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
     def __setstate__(self, state: dict) -> None:
         """Restore what `__getstate__` kept; groups of other Adams get the keys they lack."""
         super().__setstate__(state)
-        self._prepared = {}
+        self._single, self._joined = {}, None
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -172,52 +170,84 @@ class BlockwiseAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        ready = self._ready()
         # Compiles on first use: a failure must come before anything has been changed.
         isa = kernel.default_isa()
-        skipped = self._run(self._turns(ready), isa)
+        batches = self._batches()
+        skipped: dict[str, int] = {}
+        for batch, prepared in zip(batches, self._prepared(batches), strict=True):
+            skipped |= self._run(batch, prepared, isa)
         self._handle_nonfinite(skipped)
         return loss
 
-    def _ready(self) -> list[tuple[dict, Tensor, Prepared | None]]:
-        """Return the parameters that have gradients, with their groups, and records that fit."""
-        ready = []
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                prepared, state = self._prepared.get(id(p)), self.state.get(p)
-                if not (prepared and state and prepared.fits(p, self._contents(state))):
-                    check_tensors(p)
-                    prepared = None
-                ready.append((group, p, prepared))
-        return ready
+    def _batches(self) -> list[Batch]:
+        """Return the parameters that have gradients."""
+        turns = [
+            (group, p, grad)
+            for group in self.param_groups
+            for p in group["params"]
+            if (grad := p.grad) is not None
+        ]
+        # The format is defined by the logical order of the elements: other layouts, such as
+        # channels_last, step on a copy, one parameter at a time.
+        together = [turn for turn in turns if turn[1].is_contiguous()]
+        apart = [[turn] for turn in turns if not turn[1].is_contiguous()]
+        return [Batch(*zip(*batch, strict=True)) for batch in (together, *apart) if batch]
 
-    def _turns(
-        self, ready: list[tuple[dict, Tensor, Prepared | None]]
-    ) -> list[tuple[Turn, dict, float]]:
-        """Return, for each parameter, its part of the step, its state, and its new history."""
-        turns = []
-        infos = cache(self._infos)
-        scalars: dict[tuple, tuple[float, StepScalars]] = {}
-        for group, p, prepared in ready:
-            if prepared is None:
-                prepared = self._prepared[id(p)] = self._prepare(p, infos())
-            state = self.state[p]
-            step = int(state["step"]) + 1
-            self._note_writes(state)
-            history = float(state["history"])
-            key = id(group), step, history
-            if key not in scalars:
-                scalars[key] = self._scalars(group, step, history)
-            new_history, shared = scalars[key]
-            turns.append((Turn(prepared, p, p.grad, step, shared), state, new_history))
-        return turns
+    def _prepared(self, batches: list[Batch]) -> list[Prepared]:
+        """Return the records of batches, and make those that do not fit anew.
 
-    def _scalars(self, group: dict, step: int, history: float) -> tuple[float, StepScalars]:
-        """Return the bound on m^2/v after a step, and the step's scalars."""
+        Raises:
+            ValueError: if a parameter or a gradient is not served; nothing has been changed then.
+        """
+        kept = [self._fitting(batch) for batch in batches]
+        unfit = [
+            single
+            for batch, prepared in zip(batches, kept, strict=True)
+            if prepared is None
+            for single in (Batch(*([one] for one in turn)) for turn in zip(*batch, strict=True))
+            if self._fitting(single) is None
+        ]
+        for single in unfit:
+            check_tensors(*single.params)
+        infos = self._infos() if unfit else {}
+        for single in unfit:
+            self._single[id(single.params[0])] = self._prepare(single, infos)
+        pairs = zip(batches, kept, strict=True)
+        return [prepared or self._join(batch) for batch, prepared in pairs]
+
+    def _fitting(self, batch: Batch) -> Prepared | None:
+        """Return what earlier steps have kept of a batch, if it still fits."""
+        single = len(batch.params) == 1
+        kept = self._single.get(id(batch.params[0])) if single else self._joined
+        return kept if kept and kept.premises == self._premises(batch) else None
+
+    def _premises(self, batch: Batch) -> tuple | None:
+        """Return what the records of a batch depend on; None if a parameter has no state yet."""
+        states = [self.state.get(p) for p in batch.params]
+        return premises_of(batch, self._contents(states)) if all(states) else None
+
+    def _join(self, batch: Batch) -> Prepared:
+        parts = [self._single[id(p)] for p in batch.params]
+        if len(parts) == 1:
+            return parts[0]
+        self._joined = Prepared.joined(self._premises(batch), parts)
+        return self._joined
+
+    def _moved(self, batch: Batch, states: list[dict]) -> list[Moved]:
+        """Return where this step takes the moments of each parameter."""
+        self._note_writes(states)
+        known: dict[tuple, Moved] = {}
+        moved = []
+        for group, state in zip(batch.groups, states, strict=True):
+            key = id(group), int(state["step"]), float(state["history"])
+            if key not in known:
+                known[key] = self._moved_from(group, *key[1:])
+            moved.append(known[key])
+        return moved
+
+    def _moved_from(self, group: dict, step: int, history: float) -> Moved:
         betas = float(group["betas"][0]), float(group["betas"][1])
-        history = next_history(history, *betas)
+        step, history = step + 1, next_history(history, *betas)
         scalars = StepScalars.at(
             step,
             history,
@@ -229,9 +259,10 @@ class BlockwiseAdam(torch.optim.Optimizer):
             bias_correction=self._settings["bias_correction"],
             maximize=group["maximize"],
         )
-        return history, scalars
+        return Moved(step, history, scalars)
 
-    def _prepare(self, p: Tensor, infos: dict[Tensor, ParamInfo]) -> Prepared:
+    def _prepare(self, single: Batch, infos: dict[Tensor, ParamInfo]) -> Prepared:
+        (p,) = single.params
         if not self.state.get(p):  # DeepSpeed looks at states early, which makes empty ones
             self.state[p] = self._new_state(p, infos)
         state = self.state[p]
@@ -251,15 +282,9 @@ class BlockwiseAdam(torch.optim.Optimizer):
                 f"{table.numel}; a parameter that changes its size needs a new optimizer"
             )
         flat = p.contiguous().view(-1), p.grad.contiguous().view(-1)
-        numbers, seed = range(len(table.pieces)), self._settings["seed"]
-        return Prepared.of(
-            p,
-            self._contents(state),
-            flat,
-            segments=[self._segment(number, stores, state, *flat) for number in numbers],
-            keys=[_stream_keys(seed, piece.identity) for piece in table.pieces],
-            labels=[piece.name for piece in table.pieces],
-        )
+        numbers = range(len(table.pieces))
+        segments = [self._segment(number, stores, state, *flat) for number in numbers]
+        return Prepared.of(self._premises(single), flat, segments)
 
     def _segment(
         self, number: int, stores: list[MomentStore], state: dict, param: Tensor, grad: Tensor
@@ -269,6 +294,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
         correction = state.get("param_correction")
         if correction is not None:
             correction = correction.view(-1).narrow(0, piece.start, piece.numel)
+        moment_key, param_key = _stream_keys(self._settings["seed"], piece.identity)
         return Segment(
             param=param.narrow(0, piece.start, piece.numel),
             grad=grad.narrow(0, piece.start, piece.numel),
@@ -278,34 +304,38 @@ class BlockwiseAdam(torch.optim.Optimizer):
             grid=piece.grid,
             first=piece.first,
             scalars=NO_SCALARS,
-            moment_phase=0,
-            param_phase=0,
+            moment_phase=moment_key,
+            param_phase=param_key,
             rounding=self._settings["rounding"],
             correction=correction,
         )
 
-    def _contents(self, state: dict) -> Contents:
-        """Return what says how to read a state, and the tensors that hold it."""
-        tensors = [value for value in state.values() if isinstance(value, Tensor)]
-        return state["format"].tolist(), tensors
+    def _contents(self, states: list[dict]) -> Contents:
+        """Return what says how to read each state, and the tensors that hold them all."""
+        tensors = [t for state in states for t in state.values() if isinstance(t, Tensor)]
+        # How many entries says which tensors are whose.
+        return [(len(state), state["format"].tolist()) for state in states], tensors
 
-    def _note_writes(self, state: dict) -> None:
-        """Forget the bound on m^2/v if something other than a step has changed the moments."""
+    def _note_writes(self, states: list[dict]) -> None:
+        """Forget the bound on m^2/v where something other than a step has changed the moments."""
 
-    def _run(self, turns: list[tuple[Turn, dict, float]], isa: str) -> dict[str, int]:
-        """Step over all tensors, note it in their states; return non-finite blocks by label."""
-        threads = step_threads()
-        batch = [_contiguous_grad(turn) for turn, _, _ in turns if turn.param.is_contiguous()]
-        skipped = run_turns(batch, threads, isa)
-        for turn, state, history in turns:
-            if not turn.param.is_contiguous():
-                # The format is defined by the logical order of the elements: other layouts, such
-                # as channels_last, step on a copy, one parameter at a time.
-                copy = turn.param.contiguous()
-                skipped |= run_turns([_contiguous_grad(turn._replace(param=copy))], threads, isa)
-                turn.param.copy_(copy)
-            state["step"], state["history"] = turn.step, history
-        return skipped
+    def _run(self, batch: Batch, prepared: Prepared, isa: str) -> dict[str, int]:
+        """Step over a batch, note it in the states; return non-finite blocks by label."""
+        strided = not batch.params[0].is_contiguous()  # then it is alone
+        params = [batch.params[0].contiguous()] if strided else batch.params
+        states = [self.state[p] for p in batch.params]
+        moved = self._moved(batch, states)
+        nonfinite = run(prepared, params, batch.grads, moved, step_threads(), isa)
+        if strided:
+            batch.params[0].copy_(params[0])
+        for state, one in zip(states, moved, strict=True):
+            state["step"], state["history"] = one.step, one.history
+        if not nonfinite.any():
+            return {}
+        infos = self._infos()
+        tables = [self._moments(p, infos)[0] for p in batch.params]
+        labels = [piece.name for table in tables for piece in table.pieces]
+        return {label: int(n) for label, n in zip(labels, nonfinite, strict=True) if n}
 
     def _handle_nonfinite(self, skipped: dict[str, int]) -> None:
         if not skipped:

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one step leaves for the next: the kernel's records of a parameter, as long as they fit.
+"""What one step leaves for the next: the kernel's records of parameters, as long as they fit.
 
-Making them takes about 100 microseconds a parameter, which lists of small tensors would feel.  No
-tensor is kept, only where tensors were: whoever moves or frees parameters or states is not held up.
+Making them takes about 100 microseconds a parameter, which lists of small tensors would feel; so
+would checks that look at one parameter after the other.  No tensor is kept, only where tensors
+were: whoever moves or frees parameters or states is not held up.
 """
 
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from zero8 import dither
@@ -19,132 +18,132 @@ from zero8.op import kernel
 from zero8.scalars import StepScalars
 from zero8.segment import Segment
 
-Contents = tuple[object, Sequence[Tensor]]
-"""What says how to read a state (equal where states are read alike), and the tensors of it."""
+Contents = tuple[Sequence[object], Sequence[Tensor]]
+"""What says how to read each of some states (equal where read alike), and all their tensors."""
+
+
+class Batch(NamedTuple):
+    """Parameters that one call of the kernel steps over: their groups, themselves, gradients."""
+
+    groups: Sequence[dict]
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+
+
+def premises_of(batch: Batch, contents: Contents) -> tuple:
+    """Return all that the records of parameters depend on: equal for equal records."""
+    _, params, grads = batch
+    descriptions, states = contents
+    return (
+        [p.dtype for p in params],
+        [grad.dtype for grad in grads],
+        [p.numel() for p in params],
+        [grad.numel() for grad in grads],
+        [p.is_cpu for p in params],
+        [grad.is_cpu for grad in grads],
+        [grad.is_sparse for grad in grads],
+        descriptions,
+        # A tensor that is not contiguous is never where a record could say.
+        [t.data_ptr() if t.is_contiguous() else None for t in states],
+    )
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The records of one parameter, and what they depend on.
+    """The records of one or more parameters.
 
     Attributes:
-        ref: the parameter, as long as it lives.
-        param_dtype: of the parameter.
-        grad_dtype: of its gradient.
-        numel: of both.
-        description: what says how to read the state.
-        addresses: of the tensors that hold the state.
-        records: the bytes of one `kernel.SEGMENT` per piece; in place of the addresses of parameter
-            and gradient they have offsets in bytes.
-        keys: (pieces, 2) int64, keys of the second moment's dither and of the parameter's.
-        labels: the names of the pieces.
+        premises: what `premises_of` gave when they were made.
+        records: (pieces,) `kernel.SEGMENT`, in the order of the parameters.  In place of the
+            addresses of parameter and gradient they have offsets in bytes, in place of the phases
+            of the two dithers their keys.
+        owner: (pieces,) which of the parameters each belongs to.
     """
 
-    ref: weakref.ref
-    param_dtype: torch.dtype
-    grad_dtype: torch.dtype
-    numel: int
-    description: object
-    addresses: list[int | None]
-    records: bytes
-    keys: np.ndarray
-    labels: tuple[str, ...]
+    premises: tuple
+    records: np.ndarray
+    owner: np.ndarray
 
     @classmethod
     def of(
-        cls,
-        p: Tensor,
-        contents: Contents,
-        flat: tuple[Tensor, Tensor],
-        segments: Sequence[Segment],
-        keys: Sequence[tuple[int, int]],
-        labels: Sequence[str],
+        cls, premises: tuple, flat: tuple[Tensor, Tensor], segments: Sequence[Segment]
     ) -> "Prepared":
-        """Return the records of a parameter that has a gradient.
+        """Return the records of one parameter.
 
         Args:
-            p: the parameter.
-            contents: of its state, whose tensors are contiguous.
+            premises: its own.
             flat: the parameter and its gradient, or copies, in one dimension.
-            segments: which lie in these two and in the live state.
-            keys: of the two dithers, for each segment.
-            labels: names of the segments.
+            segments: which lie in these two and in the live state; keys stand for their phases.
         """
-        description, states = contents
         records, _ = kernel.packed(segments)
         for name, tensor in zip(("param", "grad"), flat, strict=True):
             records[name] -= np.uint64(tensor.data_ptr())
-        return cls(
-            weakref.ref(p),
-            p.dtype,
-            p.grad.dtype,
-            p.numel(),
-            description,
-            _addresses(states),
-            records.tobytes(),
-            np.array(keys, np.int64).reshape(-1, 2),
-            tuple(labels),
-        )
+        return cls(premises, records, np.zeros(len(records), np.intp))
 
-    def fits(self, p: Tensor, contents: Contents) -> bool:
-        """Return whether the records are those of a parameter, its gradient and its state now."""
-        grad, (description, states) = p.grad, contents
-        return (
-            self.ref() is p
-            and p.dtype is self.param_dtype
-            and grad.dtype is self.grad_dtype
-            and p.numel() == self.numel == grad.numel()
-            and p.is_cpu
-            and grad.is_cpu
-            and not grad.is_sparse
-            and description == self.description
-            and _addresses(states) == self.addresses
-        )
+    @classmethod
+    def joined(cls, premises: tuple, parts: Sequence["Prepared"]) -> "Prepared":
+        """Return the records of parameters that are prepared one by one.
+
+        Args:
+            premises: of all of them.
+            parts: one each, in order.
+        """
+        records = np.concatenate([part.records for part in parts])
+        owner = np.repeat(np.arange(len(parts)), [len(part.records) for part in parts])
+        return cls(premises, records, owner)
 
 
-def _addresses(states: Sequence[Tensor]) -> list[int | None]:
-    # A tensor that is not contiguous is never where a record could say.
-    return [t.data_ptr() if t.is_contiguous() else None for t in states]
+class Moved(NamedTuple):
+    """Where a step takes the moments of the parameters that come from the same place.
 
+    Attributes:
+        step: the number of the step, from 1.
+        history: bound on m^2/v after it.
+        scalars: of the step.
+    """
 
-class Turn(NamedTuple):
-    """One parameter in one step: its records, contiguous tensors, the number of the step from 1."""
-
-    prepared: Prepared
-    param: Tensor
-    grad: Tensor
     step: int
+    history: float
     scalars: StepScalars
 
 
-def run_turns(turns: Sequence[Turn], num_threads: int, isa: str) -> dict[str, int]:
+def run(
+    prepared: Prepared,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    moved: Sequence[Moved],
+    num_threads: int,
+    isa: str,
+) -> np.ndarray:
     """Step over parameters, in place, in one call of the kernel.
 
+    Args:
+        prepared: their records.
+        params: contiguous.
+        grads: of the parameters, of any layout.
+        moved: of the parameters; few distinct ones.
+        num_threads: threads to use.
+        isa: instruction set, one of `kernel.isas()`.
+
     Returns:
-        The non-finite blocks by label, of the pieces that have any.
+        For each piece the number of blocks left as they were because a gradient was not finite.
     """
-    if not turns:
-        return {}
-    counts = [len(turn.prepared.labels) for turn in turns]
-    joined = bytearray().join([turn.prepared.records for turn in turns])
-    records = np.frombuffer(joined, kernel.SEGMENT)
-    records["param"] += np.repeat(_unsigned(turn.param.data_ptr() for turn in turns), counts)
-    records["grad"] += np.repeat(_unsigned(turn.grad.data_ptr() for turn in turns), counts)
-    # Scalars are shared by many parameters, so their identity is enough.
-    scalars = {id(turn.scalars): turn.scalars for turn in turns}
-    numbers = {key: number for number, key in enumerate(scalars)}
-    records["scalars"] = np.repeat([numbers[id(turn.scalars)] for turn in turns], counts)
-    steps = np.repeat([turn.step for turn in turns], counts)
-    keys = np.concatenate([turn.prepared.keys for turn in turns])
-    records["moment_phase"] = dither.phase_of(keys[:, 0], steps)
-    records["param_phase"] = dither.phase_of(keys[:, 1], steps)
-    kernel.run(records, kernel.packed_scalars(scalars.values()), num_threads, isa)
-    nonfinite = records["nonfinite_blocks"]
-    if not nonfinite.any():
-        return {}
-    labels = [label for turn in turns for label in turn.prepared.labels]
-    return {label: int(n) for label, n in zip(labels, nonfinite, strict=True) if n}
+    grads = [grad if grad.is_contiguous() else grad.contiguous() for grad in grads]
+    records, owner = prepared.records.copy(), prepared.owner
+    records["param"] += _addresses(params)[owner]
+    records["grad"] += _addresses(grads)[owner]
+    # Their identity is enough: comparing them all would take longer.
+    distinct = {id(one): one for one in moved}
+    numbers = {key: number for number, key in enumerate(distinct)}
+    number = np.fromiter([numbers[id(one)] for one in moved], np.intp, len(moved))[owner]
+    steps = np.array([one.step for one in distinct.values()], np.int64)[number]
+    for name in ("moment_phase", "param_phase"):
+        records[name] = dither.phase_of(records[name].astype(np.int64), steps)
+    records["scalars"] = number
+    scalars = kernel.packed_scalars(one.scalars for one in distinct.values())
+    kernel.run(records, scalars, num_threads, isa)
+    return records["nonfinite_blocks"]
 
 
-def _unsigned(numbers: Iterable[int]) -> np.ndarray:
-    return np.fromiter(numbers, np.uint64)
+def _addresses(tensors: Sequence[Tensor]) -> np.ndarray:
+    return np.fromiter([t.data_ptr() for t in tensors], np.uint64, len(tensors))

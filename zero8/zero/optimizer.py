@@ -126,25 +126,25 @@ class Adam8bitBlockwise(BlockwiseAdam):
         stores = [state[which].store for which in MOMENTS]
         return stores[0].table, stores
 
-    def _contents(self, state: dict) -> Contents:
-        if "format" in state:
-            return super()._contents(state)
-        descriptions, tensors = [], []
-        for value in state.values():
-            if isinstance(value, MomentTensor):
-                store = value.store
-                descriptions.append((store.table, store.codec.number))
-                tensors += [store.codes, store.scales, store.dense]
-            elif isinstance(value, Tensor):
-                tensors.append(value)
+    def _contents(self, states: list[dict]) -> Contents:
+        descriptions, tensors = super()._contents([s for s in states if "format" in s])
+        for state in (s for s in states if "format" not in s):
+            described = []
+            for value in state.values():
+                if isinstance(value, MomentTensor):
+                    store = value.store
+                    described.append((store.table, store.codec.number))
+                    tensors += [store.codes, store.scales, store.dense]
+                elif isinstance(value, Tensor):
+                    tensors.append(value)
+            descriptions.append((len(state), described))
         return descriptions, tensors
 
-    def _note_writes(self, state: dict) -> None:
-        if "format" in state:
-            return
-        for which in MOMENTS:
-            if state[which].store.written:
-                state["history"], state[which].store.written = UNKNOWN_HISTORY, False
+    def _note_writes(self, states: list[dict]) -> None:
+        for state in states:
+            for which in MOMENTS if "format" not in state else ():
+                if state[which].store.written:
+                    state["history"], state[which].store.written = UNKNOWN_HISTORY, False
 
     def _absorbed(self, p: Tensor, which: str, values: Tensor) -> MomentTensor:
         store = MomentStore.zeros(self.codec, which, self._table(p), p.device)
