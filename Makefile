@@ -16,7 +16,8 @@ MISSING = command -v $(PYTHON) >/dev/null || echo python3; \
   $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv; \
   $(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' \
     2>/dev/null || echo python3-dev; \
-  command -v $${CXX:-c++} >/dev/null || echo g++
+  command -v $${CXX:-c++} >/dev/null || echo g++; \
+  test -e /usr/include/libaio.h || echo libaio-dev
 
 .PHONY: help setup train bench test test-full lint missing-packages
 

@@ -11,7 +11,9 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime import base_optimizer as zero_base
 from deepspeed.runtime import engine as engine_module
-from deepspeed.runtime.zero import utils
+from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
+from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
+from deepspeed.runtime.zero import stage3, utils
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from ranks import run_ranks
 from zero_worker import Bag, base_optimizer, config, difference, held, make_engine, take_step
@@ -20,7 +22,7 @@ import zero8
 from zero8 import versions
 from zero8.settings import SERVED_KEYS
 from zero8.versions import TESTED
-from zero8.zero import seams
+from zero8.zero import seams, swapper
 
 # A first run also builds the ops; a build that is interrupted leaves a lock behind.
 pytestmark = pytest.mark.timeout(600)
@@ -45,9 +47,13 @@ REFUSED = {
         config(stage=3, offload=None, zero=offload(ratio=0.5)),
         ["offload_optimizer.ratio 0.5", "another optimizer", "set it to 1.0"],
     ),
-    "nvme": (
-        config(stage=3, offload=None, zero=offload(device="nvme", nvme_path="/nonexistent")),
-        ['offload_optimizer.device "nvme"', "not supported yet", 'use "cpu"'],
+    "nvme in stage 2": (
+        config(stage=2, offload=None, zero=offload(device="nvme", nvme_path="/nonexistent")),
+        ['offload_optimizer.device "nvme" in ZeRO stage 2', "use stage 3", '"cpu"'],
+    ),
+    "nvme without a path": (
+        config(stage=3, offload=None, zero=offload(device="nvme")),
+        ['offload_optimizer.device "nvme" without "nvme_path"', "set it to a folder"],
     ),
     "unknown key": (config(beta1=0.9), ["unknown parameter 'beta1'", *SERVED_KEYS]),
     "amsgrad": (config(amsgrad=True), ["amsgrad: got True", "third moment"]),
@@ -163,6 +169,19 @@ class Engine:
     def _do_optimizer_sanity_check(self, basic_optimizer):
         return "checked by DeepSpeed"
 
+    def _configure_zero_optimizer(self, optimizer):
+        return SimpleNamespace(optimizer_swapper=object())
+
+    def _load_checkpoint(self, load_dir, tag, load_optimizer_states=True, load_module_only=False):
+        return load_dir, tag, load_optimizer_states, load_module_only
+
+
+class Swapper:
+    """Stands for DeepSpeed's swappers."""
+
+    def __init__(self, **kwargs):
+        self.kwargs = kwargs
+
 
 class Zero:
     def __init__(self, optimizer):
@@ -182,6 +201,8 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(engine_module, "DeepSpeedEngine", engine)
     monkeypatch.setattr(zero_base, "ZeROOptimizer", zero)
     monkeypatch.setattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", [torch.optim.Adam])
+    for name in seams.SWAPPERS:
+        monkeypatch.setattr(stage3, name, type(name, (Swapper,), {}))
     return SimpleNamespace(engine=engine, zero=zero)
 
 
@@ -189,6 +210,9 @@ def seam_objects(stand_ins):
     return (
         getattr(stand_ins.engine, "_do_optimizer_sanity_check", None),
         getattr(stand_ins.zero, "_configure_master_weights", None),
+        getattr(stand_ins.engine, "_configure_zero_optimizer", None),
+        getattr(stand_ins.engine, "_load_checkpoint", None),
+        *(getattr(stage3, name, None) for name in seams.SWAPPERS),
     )
 
 
@@ -220,6 +244,25 @@ def test_installed_master_weights_drop_the_validators_for_ours_only(stand_ins):
     assert other._configure_master_weights("flag", **options) == ("flag", "b", "f")
 
 
+@pytest.mark.parametrize("name", seams.SWAPPERS)
+def test_installed_swappers_are_ours_for_ours_only(stand_ins, monkeypatch, name):
+    theirs, ours = getattr(stage3, name), type("Ours", (Swapper,), {})
+    monkeypatch.setattr(swapper, seams.SWAPPERS[name], ours)
+    seams.install(Ours)
+    optimizers = Ours(), object()
+    made = [getattr(stage3, name)(optimizer=optimizer, timers=1) for optimizer in optimizers]
+    assert [type(swapper) for swapper in made] == [ours, theirs]
+    assert [swapper.kwargs["optimizer"] for swapper in made] == list(optimizers)
+
+
+def test_installed_zero_and_load_leave_engines_of_others_as_they_are(stand_ins):
+    seams.install(Ours)
+    engine = stand_ins.engine()
+    engine.optimizer = engine._configure_zero_optimizer(optimizer=None)
+    loaded = engine._load_checkpoint("folder", "tag", False, load_module_only=True)
+    assert loaded == ("folder", "tag", False, True)
+
+
 def renamed(self, optimizer):
     """A method whose parameters have other names than zero8 knows."""
 
@@ -233,6 +276,12 @@ MISSING = {
     "ZeROOptimizer gone": (zero_base, "ZeROOptimizer", None),
     "_configure_master_weights gone": ("zero", "_configure_master_weights", None),
     "_configure_master_weights differs": ("zero", "_configure_master_weights", renamed),
+    "_configure_zero_optimizer gone": ("engine", "_configure_zero_optimizer", None),
+    "_load_checkpoint gone": ("engine", "_load_checkpoint", None),
+    "_load_checkpoint differs": ("engine", "_load_checkpoint", renamed),
+    "swapper gone": (stage3, "PartitionedOptimizerSwapper", None),
+    "swapper's method gone": (PipelinedOptimizerSwapper, "_complete_swap_out", None),
+    "swapper's method differs": (OptimizerSwapper, "_get_state_tensors", renamed),
 }
 
 

@@ -17,6 +17,10 @@ SEAMS = {
     "ZERO_SUPPORTED_OPTIMIZERS": "deepspeed.runtime.zero.utils",
     "DeepSpeedEngine._do_optimizer_sanity_check": "deepspeed.runtime.engine",
     "ZeROOptimizer._configure_master_weights": "deepspeed.runtime.base_optimizer",
+    "PartitionedOptimizerSwapper": "deepspeed.runtime.zero.stage3",
+    "PipelinedOptimizerSwapper": "deepspeed.runtime.zero.stage3",
+    "DeepSpeedEngine._configure_zero_optimizer": "deepspeed.runtime.engine",
+    "DeepSpeedEngine._load_checkpoint": "deepspeed.runtime.engine",
     "ALL_OPS": "deepspeed.ops.op_builder.all_ops",
 }
 """What `zero8.zero.seams` uses of DeepSpeed, and the module that holds it."""

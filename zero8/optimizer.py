@@ -427,14 +427,20 @@ class BlockwiseAdam(torch.optim.Optimizer):
         """Return, per parameter, whether its moments are 8-bit or float32, why, and their bytes."""
         rows, infos = [], self._infos()
         for p in (p for p, state in self.state.items() if state):
-            table, stores = self._moments(p, infos)
-            for number, piece in enumerate(table.pieces):
-                moments = [store.moment(number) for store in stores]
-                tensors = [t for m in moments for t in (m.values, m.scales)]
-                state_bytes = sum(t.nbytes for t in tensors if t is not None)
-                correction_bytes = piece.numel if "param_correction" in self.state[p] else 0
-                rows.append(self._memory_row(piece, state_bytes, correction_bytes))
+            corrected = "param_correction" in self.state[p]
+            rows += self._memory_rows(*self._moments(p, infos), corrected)
         return MemoryReport(tuple(rows))
+
+    def _memory_rows(
+        self, table: PieceTable, stores: Iterable[MomentStore], corrected: bool
+    ) -> list[MemoryRow]:
+        rows = []
+        for number, piece in enumerate(table.pieces):
+            moments = [store.moment(number) for store in stores]
+            tensors = [t for m in moments for t in (m.values, m.scales)]
+            state_bytes = sum(t.nbytes for t in tensors if t is not None)
+            rows.append(self._memory_row(piece, state_bytes, piece.numel * corrected))
+        return rows
 
     def _memory_row(self, piece: Piece, state_bytes: int, correction_bytes: int) -> MemoryRow:
         reason = self._settings["policy"].decide(piece.name, piece.shape).reason

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the ops of both runs before they start: `python -m zero8.train.build`.
+"""Builds the ops of both runs before they start: `python -m zero8.train.build [CONFIG]`.
 
 Ranks that compile may be killed, and DeepSpeed waits without end for a build that was.
 """
 
+import json
+import sys
+from pathlib import Path
+
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 
 from zero8.op.builder import Zero8AdamBuilder, build_lock
@@ -16,10 +21,27 @@ def build_ops() -> None:
     theirs = [CPUAdamBuilder()]
     if get_accelerator().device_name() == "cpu":
         theirs.append(ShareMemCommBuilder())
-    for builder in theirs:
+    _build(theirs)
+
+
+def build_aio() -> None:
+    """Build what DeepSpeed swaps to a disk with; it needs libaio and its headers."""
+    _build([PinMemoryBuilder(), AsyncIOBuilder()])
+
+
+def swaps(config: dict) -> bool:
+    """Return whether a DeepSpeed config offloads to a disk."""
+    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
+    return offload.get("device") == "nvme"
+
+
+def _build(builders: list) -> None:
+    for builder in builders:
         with build_lock(builder.name):
             builder.load(verbose=False)
 
 
 if __name__ == "__main__":
     build_ops()
+    if sys.argv[1:] and swaps(json.loads(Path(sys.argv[1]).read_text())):
+        build_aio()

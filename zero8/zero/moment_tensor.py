@@ -138,6 +138,27 @@ def rebuild_moment(
         ValueError: if the format is of an unknown version, or the description is damaged or
             contradicts the tensors.
     """
+    like, tensors = store_like(description), (codes, scales, dense)
+    got, expected = (
+        [(t.dtype, tuple(t.shape)) for t in buffers]
+        for buffers in (tensors, (like.codes, like.scales, like.dense))
+    )
+    if got != expected:
+        raise ValueError(
+            f"8-bit moment: got codes, scales and float32 values of {got}, its segment table "
+            f"describes {expected}; the file is damaged"
+        )
+    # Files from before it was saved do not have it.
+    written = description.get("written", False)
+    return MomentTensor(MomentStore(like.codec, like.which, like.table, *tensors, written))
+
+
+def store_like(description: dict) -> MomentStore:
+    """Return a moment on the meta device, without values, from what `described` returns.
+
+    Raises:
+        ValueError: if the format is of an unknown version, or the description is damaged.
+    """
     if description.get("version") != FORMAT_VERSION:
         raise ValueError(
             f"8-bit moment: got format version {description.get('version')}, this zero8 reads "
@@ -149,21 +170,9 @@ def rebuild_moment(
             Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in description["pieces"]
         )
         table = PieceTable(pieces, description["numel"])
-        like = MomentStore.zeros(codec, which, table, device="meta")
+        return MomentStore.zeros(codec, which, table, device="meta")
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"8-bit moment: its description is damaged: {error!r}") from error
-    got, expected = (
-        [(t.dtype, tuple(t.shape)) for t in tensors]
-        for tensors in ((codes, scales, dense), (like.codes, like.scales, like.dense))
-    )
-    if got != expected:
-        raise ValueError(
-            f"8-bit moment: got codes, scales and float32 values of {got}, its segment table "
-            f"describes {expected}; the file is damaged"
-        )
-    # Files from before it was saved do not have it.
-    written = description.get("written", False)
-    return MomentTensor(MomentStore(codec, which, table, codes, scales, dense, written))
 
 
 # --- The operations ------------------------------------------------------------------------------

@@ -12,10 +12,12 @@ from torch import Tensor
 from zero8.optimizer import BlockwiseAdam, ParamInfo
 from zero8.pieces import MomentStore, Piece, PieceTable
 from zero8.prepared import Contents
+from zero8.report import MemoryReport
 from zero8.saved import MOMENTS
 from zero8.scalars import UNKNOWN_HISTORY
 from zero8.zero.moment_tensor import MomentTensor
 from zero8.zero.partition import table_of
+from zero8.zero.swap_file import Layout
 
 logger = logging.getLogger("zero8")
 
@@ -60,6 +62,7 @@ class Adam8bitBlockwise(BlockwiseAdam):
     def __init__(self, params, *args, **kwargs):
         """See the class."""
         self._originals: dict[int, tuple[weakref.ref, ParamInfo]] = {}
+        self.on_disk: dict[Tensor, Layout] = {}  # states that are swapped out
         super().__init__(params, *args, **kwargs)
         if "deepspeed" in sys.modules:
             # DeepSpeed constructs us before ZeRO: the last moment to fit the two together.
@@ -77,7 +80,7 @@ class Adam8bitBlockwise(BlockwiseAdam):
 
     def __getstate__(self) -> dict:
         """Return what pickle and deepcopy keep."""
-        return {**super().__getstate__(), "_originals": {}}
+        return {**super().__getstate__(), "_originals": {}, "on_disk": {}}
 
     def _infos(self) -> dict[Tensor, ParamInfo]:
         known = {id(p): info for p, info in self._known_params()}
@@ -168,15 +171,7 @@ class Adam8bitBlockwise(BlockwiseAdam):
 
     def _fitted(self, saved: MomentStore, table: PieceTable) -> MomentStore:
         """Return a saved moment over this partition's table: verbatim where the two agree."""
-        places = [
-            [(q.start, q.numel, q.first, q.shape) for q in t.pieces] for t in (saved.table, table)
-        ]
-        if places[0] != places[1] or saved.table.numel != table.numel:
-            raise ValueError(
-                "the checkpoint's partition holds other ranges of parameters than this one: got "
-                f"{places[0][:3]}..., expected {places[1][:3]}...; was it saved by another model, "
-                "world size or ZeRO stage? Convert it to a universal checkpoint first"
-            )
+        check_places(saved.table, table)
         # The dither goes on where it was: identities come from the checkpoint.
         pairs = zip(table.pieces, saved.table.pieces, strict=True)
         pieces = tuple(replace(ours, identity=theirs.identity) for ours, theirs in pairs)
@@ -186,6 +181,13 @@ class Adam8bitBlockwise(BlockwiseAdam):
         store = MomentStore.zeros(self.codec, saved.which, wanted)
         store.write(0, saved.read(0, table.numel))
         return store
+
+    def memory_report(self) -> MemoryReport:
+        """Return the rows of all states, those on a disk included."""
+        rows = list(super().memory_report().rows)
+        for layout in self.on_disk.values():
+            rows += self._memory_rows(layout.table, layout.like, layout.correction_numel > 0)
+        return MemoryReport(tuple(rows))
 
     def _handle_nonfinite(self, skipped: dict[str, int]) -> None:
         if not any("format" not in state for state in self.state.values()):
@@ -209,6 +211,17 @@ class Adam8bitBlockwise(BlockwiseAdam):
                 f"{count.item()} blocks met a non-finite gradient so far (all ranks); they were "
                 "left as they were"
             )
+
+
+def check_places(saved: PieceTable, table: PieceTable) -> None:
+    """Raise ValueError if a saved segment table has other ranges of parameters than this one."""
+    places = [[(q.start, q.numel, q.first, q.shape) for q in t.pieces] for t in (saved, table)]
+    if places[0] != places[1] or saved.numel != table.numel:
+        raise ValueError(
+            "the checkpoint's partition holds other ranges of parameters than this one: got "
+            f"{places[0][:3]}..., expected {places[1][:3]}...; was it saved by another model, "
+            "world size or ZeRO stage? Convert it to a universal checkpoint first"
+        )
 
 
 def _zero_state(stores: list[MomentStore], step: int, history: float) -> dict:

@@ -6,6 +6,9 @@
   an optimizer of their own.
 * `ZeROOptimizer._configure_master_weights`: lifts, for our optimizer only, the demand that bf16
   master weights in host memory be stepped by DeepSpeedCPUAdam.
+* `stage3.PartitionedOptimizerSwapper` and `PipelinedOptimizerSwapper`: for our optimizer only,
+  swappers that can carry 8-bit states; `DeepSpeedEngine._configure_zero_optimizer` and
+  `_load_checkpoint`: space for them on the disk, and a complete resume.
 * `ALL_OPS`: the row of ds_report.
 
 All of them leave every other optimizer as it was.
@@ -17,6 +20,12 @@ from importlib.metadata import version
 
 from zero8.versions import TESTED, warn_if_untested
 
+SWAPPERS = {
+    "PartitionedOptimizerSwapper": "PartitionedSwapper",
+    "PipelinedOptimizerSwapper": "PipelinedSwapper",
+}
+"""Names in deepspeed.runtime.zero.stage3, and in `zero8.zero.swapper` what takes their place."""
+
 
 def install(optimizer_class: type) -> None:
     """Fit `optimizer_class` into the DeepSpeed that is loaded; calling it again changes nothing.
@@ -25,7 +34,7 @@ def install(optimizer_class: type) -> None:
         RuntimeError: if this DeepSpeed lacks one of the seams.
     """
     from deepspeed.runtime import base_optimizer, engine
-    from deepspeed.runtime.zero import utils
+    from deepspeed.runtime.zero import stage3, utils
 
     if optimizer_class in getattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", ()):
         return
@@ -42,8 +51,11 @@ def install(optimizer_class: type) -> None:
         "_configure_master_weights",
         {"bf16_offload_validator", "fp16_offload_validator"},
     )
+    _require_swapping(engine_class, stage3)
     _guard_modes(engine_class, optimizer_class)
     _allow_bf16_masters(zero_class, optimizer_class)
+    _swap_states(stage3, optimizer_class)
+    _resume_swapped(engine_class)
     utils.ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
 
 
@@ -99,8 +111,15 @@ def refuse_unsupported_modes(zero_config) -> None:
             f"offload_optimizer.ratio {offload.ratio}: DeepSpeed steps the other part with "
             "another optimizer; set it to 1.0"
         )
-    elif offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme":
-        reason = 'offload_optimizer.device "nvme": not supported yet; use "cpu"'
+    elif offload is not None and offload.device == "nvme" and zero_config.stage < 3:
+        reason = (
+            f'offload_optimizer.device "nvme" in ZeRO stage {zero_config.stage}: DeepSpeed would '
+            'keep the states in memory without a word; use stage 3, or "cpu"'
+        )
+    elif offload is not None and offload.device == "nvme" and offload.nvme_path is None:
+        reason = (
+            'offload_optimizer.device "nvme" without "nvme_path": set it to a folder on the disk'
+        )
     if reason:
         raise ValueError(f"Adam8bitBlockwise does not work with {reason}")
 
@@ -115,3 +134,63 @@ def _allow_bf16_masters(zero_class: type, optimizer_class: type) -> None:
         return original(self, *args, **kwargs)
 
     zero_class._configure_master_weights = configured
+
+
+def _require_swapping(engine_class: type, stage3) -> None:
+    try:
+        from zero8.zero import swapper
+    except ImportError as error:
+        _require(False, f"what zero8.zero.swapper is made of ({error})")
+    _require_method(engine_class, "_configure_zero_optimizer", {"optimizer"})
+    _require_method(
+        engine_class,
+        "_load_checkpoint",
+        {"load_dir", "tag", "load_optimizer_states", "load_module_only"},
+    )
+    for owner, methods in swapper.USED.items():
+        for name, parameters in methods.items():
+            _require_method(owner, name, parameters)
+    for name in SWAPPERS:
+        _require(hasattr(stage3, name), f"deepspeed.runtime.zero.stage3.{name}")
+
+
+def _swap_states(stage3, optimizer_class: type) -> None:
+    from zero8.zero import swapper
+
+    def choice(theirs: type, ours: type):
+        @functools.wraps(theirs, updated=())
+        def make(*args, **kwargs):
+            swapper_class = ours if isinstance(kwargs.get("optimizer"), optimizer_class) else theirs
+            return swapper_class(*args, **kwargs)
+
+        return make
+
+    for name, ours in SWAPPERS.items():
+        setattr(stage3, name, choice(getattr(stage3, name), getattr(swapper, ours)))
+
+
+def _resume_swapped(engine_class: type) -> None:
+    from zero8.zero import swap_checkpoint
+
+    configure, load = engine_class._configure_zero_optimizer, engine_class._load_checkpoint
+    load_signature = inspect.signature(load)
+
+    @functools.wraps(configure)
+    def configured(self, optimizer):
+        zero = configure(self, optimizer)
+        if swap_checkpoint.is_swapping(zero):
+            swap_checkpoint.prepare(zero)
+        return zero
+
+    @functools.wraps(load)
+    def loaded(self, *args, **kwargs):
+        if not swap_checkpoint.is_swapping(self.optimizer):
+            return load(self, *args, **kwargs)
+        options = load_signature.bind(self, *args, **kwargs).arguments
+        swap_checkpoint.check(self, options["load_dir"], options["tag"], options)
+        result = load(self, *args, **kwargs)
+        swap_checkpoint.restore(self, options["load_dir"], options["tag"])
+        return result
+
+    engine_class._configure_zero_optimizer = configured
+    engine_class._load_checkpoint = loaded

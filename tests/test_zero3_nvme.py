@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO-3 with optimizer states on a local disk, on two ranks, from the JSON config alone."""
+
+import gc
+import itertools
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from nvme_worker import (
+    BF16_MASTERS,
+    SUB_GROUPS,
+    SWAPPED,
+    Tower,
+    count_bytes,
+    held_everywhere,
+    make_tower,
+    nvme_config,
+    swapped_elements,
+    swapper_of,
+)
+from ranks import report, run_ranks
+from zero_worker import MOMENTS, base_optimizer, difference, train
+
+from zero8.train.build import build_aio
+
+# DeepSpeed's aio is built by a first run; a build that is interrupted leaves a lock behind.
+pytestmark = pytest.mark.timeout(1800)
+
+PRECISIONS = {
+    "fp32": {},
+    "bf16": {"dtype": {"enabled": True}},
+    "bf16 masters": {"dtype": BF16_MASTERS, "weight_correction_bits": 8},
+}
+CELLS = [
+    pytest.param(
+        (precision, pipelined),
+        id=f"{precision}{', pipelined' if pipelined else ''}",
+        marks=[] if (precision, pipelined) == ("bf16", True) else pytest.mark.slow,
+    )
+    for precision in PRECISIONS
+    for pipelined in (False, True)
+]
+BEFORE, AFTER = 2, 3
+CHANGED_LR, CHANGED_SCALE = 4e-3, 0.5
+
+
+def train_and_save(folder, pipelined, options):
+    """Train, save half way with another learning rate, train on; the same without a disk."""
+    result = {}
+    for name, where in (("nvme", f"{folder}/swap"), ("cpu", None)):
+        engine = make_tower(nvme_config(where, pipelined=pipelined, **options))
+        losses = train(engine, BEFORE)
+        for group in base_optimizer(engine).param_groups:
+            group["lr"] = CHANGED_LR
+        engine.optimizer.loss_scaler.cur_scale = CHANGED_SCALE
+        if where is not None:
+            engine.save_checkpoint(f"{folder}/checkpoints", tag="half")
+            result["memory"] = memory_of(engine)
+            files = Path(folder, "checkpoints", "half").glob("*_optim_states.pt")
+            result["zero files"] = [path.stat().st_size for path in files]
+            counts = count_bytes(engine)
+        losses += train(engine, AFTER, first=BEFORE)
+        if where is not None:
+            result["bytes"] = dict(counts)
+        rows = base_optimizer(engine).memory_report().to_dicts()
+        rows = sorted(rows, key=lambda row: row["name"])
+        result[name] = {"losses": losses, "report": rows, **held_everywhere(engine)}
+    report(result)
+    for step in itertools.count():  # killed somewhere in here
+        train(engine, 1, first=step)
+
+
+def load_and_train(folder, pipelined, options):
+    """Load in fresh processes and train on, over files that an earlier run left."""
+    engine = make_tower(nvme_config(f"{folder}/swap", pipelined=pipelined, **options))
+    engine.load_checkpoint(f"{folder}/checkpoints", tag="half")
+    rates = {group["lr"] for group in base_optimizer(engine).param_groups}
+    result = {"rates": rates, "scale": engine.optimizer.loss_scaler.cur_scale}
+    losses = train(engine, AFTER, first=BEFORE)
+    return result | {"losses": losses, **held_everywhere(engine)}
+
+
+def memory_of(engine):
+    """Return the bytes of states in memory after a step: named, and in any uint8 storage at all."""
+    gc.collect()
+    storages = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+        for x in gc.get_objects()
+        if type(x) is torch.Tensor and x.dtype == torch.uint8 and x.device.type == "cpu"
+    }
+    files = swapper_of(engine).swap_folder
+    sizes = [os.path.getsize(f"{files}/{n}") for n in os.listdir(files) if n.startswith("zero8-")]
+    return {
+        "states": len(base_optimizer(engine).state),
+        "uint8": [n for n in storages.values() if n > 2**18],
+        "files": sizes,
+    }
+
+
+@pytest.fixture(scope="module", params=CELLS)
+def cell(request, tmp_path_factory):
+    build_aio()
+    precision, pipelined = request.param
+    folder = tmp_path_factory.mktemp("nvme")
+    kwargs = {"folder": str(folder), "pipelined": pipelined, "options": PRECISIONS[precision]}
+    through = run_ranks(train_and_save, 2, folder, timeout_s=600, kill=True, **kwargs)
+    resumed = run_ranks(load_and_train, 2, folder, timeout_s=600, **kwargs)
+    return SimpleNamespace(ranks=list(zip(through, resumed, strict=True)), pipelined=pipelined)
+
+
+def test_zero3_nvme_training_equals_cpu_offload_bit_for_bit(cell):
+    for through, _ in cell.ranks:
+        assert difference(through["nvme"], through["cpu"]) == ""
+
+
+def test_zero3_nvme_memory_report_has_the_states_on_the_disk(cell):
+    """It is the same as without a disk: the test above; here, that it is complete."""
+    names = sorted(name for name, _ in Tower().named_parameters())
+    for through, _ in cell.ranks:
+        assert [row["name"] for row in through["nvme"]["report"]] == names
+
+
+def test_zero3_nvme_training_has_8bit_states_that_moved(cell):
+    """What the test above compares is not empty."""
+    for through, _ in cell.ranks:
+        assert len(set(through["nvme"]["losses"])) == BEFORE + AFTER
+        states = through["nvme"]["states"]
+        assert len(states) == SUB_GROUPS
+        assert [state["step"] for state in states] == [BEFORE + AFTER] * SUB_GROUPS
+        for state in states[:SWAPPED]:
+            for which in MOMENTS:
+                codes, scales, _ = state[which]
+                assert codes.dtype == torch.uint8 and codes.unique().numel() > 100
+                assert scales.dtype == torch.float32 and scales.abs().max() > 0
+
+
+def test_zero3_nvme_resume_in_fresh_processes_is_bit_identical(cell):
+    """The tail, which is too small to be swapped, included."""
+    for through, resumed in cell.ranks:
+        expected = through["nvme"] | {"losses": through["nvme"]["losses"][BEFORE:]}
+        del expected["report"]
+        got = {key: resumed[key] for key in expected}
+        assert difference(expected, got) == ""
+
+
+def test_zero3_nvme_resume_restores_learning_rate_and_loss_scale(cell):
+    for _, resumed in cell.ranks:
+        assert resumed["rates"] == {CHANGED_LR}
+        assert resumed["scale"] == CHANGED_SCALE
+
+
+def test_zero3_nvme_traffic_of_states_is_a_quarter_of_float32(cell):
+    """Of the 8 bytes per element of two float32 moments; 1 byte more for weight corrections."""
+    for through, _ in cell.ranks:
+        corrected = "param_correction" in through["nvme"]["states"][0]
+        for way in ("read", "written"):
+            per_element = through["bytes"]["state", way] / AFTER / swapped_elements()
+            assert 2 <= per_element - corrected <= 2.1
+
+
+def test_zero3_nvme_checkpoint_has_what_is_swapped_only_once(cell):
+    """In its swap files: less than one matrix of weights, in two bytes each, is beside them."""
+    for through, _ in cell.ranks:
+        assert len(through["zero files"]) == 2
+        assert max(through["zero files"]) < 2 * swapped_elements() / SWAPPED
+
+
+def test_zero3_nvme_swapped_out_states_are_in_no_memory_but_shared_buffers(cell):
+    """Of what three sub-groups have, one buffer remains; pipelined, one on each way in addition."""
+    for through, _ in cell.ranks:
+        memory = through["memory"]
+        assert memory["states"] == SUB_GROUPS - SWAPPED
+        assert len(memory["files"]) == SWAPPED
+        assert all(n == max(memory["files"]) for n in memory["uint8"])
+        assert len(memory["uint8"]) == (3 if cell.pipelined else 1)

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of a swapped state, and what guards its way to the disk; no ranks, no disk bypass."""
+
+import errno
+import os
+import resource
+import struct
+
+import pytest
+import torch
+from moment_samples import MOMENTS, NUMEL, moment
+from zero_worker import difference, plain
+
+from zero8.codec import CODECS
+from zero8.pieces import MomentStore
+from zero8.zero import swap_file
+from zero8.zero.moment_tensor import MomentTensor
+from zero8.zero.swap_file import BLOCK_BYTES, HEADER_BYTES, Layout
+from zero8.zero.swapper import Buffer, BufferPool, CheckedHandle
+
+
+def state_of(codec="log", correction=False):
+    """Return a state with 8-bit and float32 pieces."""
+    state = {"step": 7, "history": 0.25}
+    for which in MOMENTS:
+        state[which] = moment(codec, which)
+    if correction:
+        state["param_correction"] = torch.arange(NUMEL).to(torch.int8)
+    return state
+
+
+def packed(state):
+    """Return the bytes of the state's file in a tensor."""
+    layout = Layout.of_state(state)
+    # Room for leftovers: what a buffer held before is in the gaps between tensors.
+    buffer = torch.full((layout.file_bytes(BLOCK_BYTES),), 77, dtype=torch.uint8)
+    swap_file.pack(state, layout, buffer)
+    return buffer
+
+
+def written(path, buffer):
+    path.write_bytes(bytes(buffer.numpy()))
+    return str(path)
+
+
+def contents(state):
+    return {key: plain(value) for key, value in state.items()}
+
+
+@pytest.mark.parametrize("correction", [False, True])
+@pytest.mark.parametrize("codec", CODECS)
+def test_zero3_nvme_file_restores_every_bit_of_a_state(tmp_path, codec, correction):
+    state = state_of(codec, correction)
+    path = written(tmp_path / "file", packed(state))
+    found, layout = swap_file.read_whole(path)
+    assert difference(contents(found), contents(state)) == ""
+    assert layout.fits(state) and layout.fits(found)
+    for which in MOMENTS:
+        assert found[which].store.table == state[which].store.table
+        assert found[which].store.codec == state[which].store.codec
+
+
+def test_zero3_nvme_file_is_as_long_as_codes_scales_and_a_header():
+    state = state_of(correction=True)
+    tensors = NUMEL + sum(state[which].store.nbytes for which in MOMENTS)
+    assert tensors <= Layout.of_state(state).offsets[-1]
+    header = HEADER_BYTES + len(Layout.of_state(state).description)
+    assert Layout.of_state(state).offsets[-1] <= header + tensors + 8 * 64
+    assert packed(state).numel() % BLOCK_BYTES == 0
+
+
+def test_zero3_nvme_file_unpacked_shares_its_buffer_and_packs_without_a_copy():
+    buffer = packed(state_of())
+    state, layout = swap_file.unpack(buffer, "file")
+    begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
+    for which in MOMENTS:
+        store = state[which].store
+        assert all(begin <= t.data_ptr() < end for t in (store.codes, store.scales))
+        store.codes.fill_(3)
+    state["step"] = 8
+    swap_file.pack(state, layout, buffer)
+    again, same = swap_file.unpack(buffer, "file", layout)
+    assert same is layout
+    assert again["step"] == 8
+    assert all((again[which].store.codes == 3).all() for which in MOMENTS)
+
+
+def test_zero3_nvme_file_that_is_empty_has_no_state(tmp_path):
+    path = str(tmp_path / "file")
+    written(tmp_path / "file", packed(state_of()))
+    swap_file.write_empty(path, 2 * BLOCK_BYTES)
+    assert os.stat(path).st_size == 2 * BLOCK_BYTES
+    assert swap_file.read_whole(path) is None
+
+
+def flip(position):
+    def damage(buffer):
+        buffer[position] ^= 1
+
+    return damage
+
+
+def set_version(buffer):
+    buffer[16:20] = torch.frombuffer(bytearray(struct.pack("<I", 2)), dtype=torch.uint8)
+
+
+DAMAGES = {
+    "magic": (flip(0), "not a file of 8-bit optimizer states"),
+    "checksum": (flip(8), "checksum is wrong"),
+    "version": (set_version, "format version 2, this zero8 reads 1"),
+    "step": (flip(24), "checksum is wrong"),
+    "history": (flip(33), "checksum is wrong"),
+    "numbers of bytes": (flip(40), "cut short"),
+    "description": (flip(HEADER_BYTES), "description is damaged"),
+    "first code": (flip(HEADER_BYTES + 4000), "checksum is wrong"),
+    "last byte": (flip(-1), "checksum is wrong"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_zero3_nvme_file_with_a_wrong_bit_is_an_error_that_names_it(tmp_path, name):
+    damage, message = DAMAGES[name]
+    buffer = packed(state_of())
+    damage(buffer)
+    path = written(tmp_path / "file", buffer)
+    with pytest.raises(ValueError, match=message) as caught:
+        swap_file.read_whole(path)
+    assert str(caught.value).startswith(path)
+
+
+@pytest.mark.parametrize("keep", [0, 8, HEADER_BYTES, BLOCK_BYTES, -BLOCK_BYTES, -1])
+def test_zero3_nvme_file_cut_short_is_an_error_that_names_it(tmp_path, keep):
+    path = written(tmp_path / "file", packed(state_of())[:keep])
+    with pytest.raises(ValueError, match="cut short|description is damaged") as caught:
+        swap_file.read_whole(path)
+    assert str(caught.value).startswith(path)
+
+
+# --- The way to the disk -------------------------------------------------------------------------
+
+
+def test_zero3_nvme_reserve_makes_a_file_longer_and_never_shorter(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"kept")
+    swap_file.reserve(str(path), 10_000)
+    swap_file.reserve(str(path), 5_000)
+    assert path.stat().st_size == 10_000
+    assert path.stat().st_blocks * 512 >= 10_000
+    assert path.read_bytes().startswith(b"kept")
+
+
+def test_zero3_nvme_reserve_without_room_is_an_error_that_names_the_file(tmp_path):
+    path = str(tmp_path / "file")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="10000 bytes are needed") as caught:
+            swap_file.reserve(path, 10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.filename == path
+    assert caught.value.errno == errno.EFBIG
+
+
+class Handle:
+    """Stands for DeepSpeed's aio handle, which does what it is told and checks nothing."""
+
+    def __init__(self):
+        self.pending = self.waits = self.result = 0
+
+    def async_pread(self, buffer, path, offset):
+        self.pending += not self.result
+        return self.result
+
+    async_pwrite = async_pread
+
+    def wait(self):
+        assert self.pending
+        self.waits += 1
+        pending, self.pending = self.pending, 0
+        return pending
+
+    def new_cpu_locked_tensor(self, numel, like):
+        return torch.empty(numel, dtype=like.dtype)
+
+    def free_cpu_locked_tensor(self, tensor):
+        pass
+
+
+@pytest.fixture
+def aligned():
+    """512 bytes at an address that a disk can transfer to."""
+    memory = torch.zeros(1024, dtype=torch.uint8)
+    begin = -memory.data_ptr() % 512
+    return memory[begin : begin + 512]
+
+
+@pytest.fixture
+def handle(tmp_path, aligned):
+    """A checked handle with a write under way."""
+    handle = CheckedHandle(Handle())
+    handle.async_pwrite(aligned, str(tmp_path / "first"), 0)
+    return handle
+
+
+def test_zero3_nvme_handle_passes_on_what_is_right(tmp_path, handle, aligned):
+    assert os.stat(tmp_path / "first").st_size == 512
+    assert handle.async_pread(aligned, str(tmp_path / "first"), 0) == 0
+    assert handle.wait() == 2
+
+
+def test_zero3_nvme_handle_refuses_to_read_more_than_there_is(tmp_path, handle, aligned):
+    os.truncate(tmp_path / "first", 511)
+    with pytest.raises(ValueError, match="first: got 511 bytes, expected 512"):
+        handle.async_pread(aligned, str(tmp_path / "first"), 0)
+    assert handle._handle.waits == 1  # a handle must not die with a transfer under way
+
+
+def test_zero3_nvme_handle_refuses_to_read_what_is_not_there(tmp_path, handle, aligned):
+    with pytest.raises(FileNotFoundError, match="second"):
+        handle.async_pread(aligned, str(tmp_path / "second"), 0)
+    assert handle._handle.waits == 1
+
+
+@pytest.mark.parametrize("way", ["async_pread", "async_pwrite"])
+def test_zero3_nvme_handle_refuses_memory_that_the_disk_cannot_use(tmp_path, handle, aligned, way):
+    with pytest.raises(ValueError, match="first: got a buffer at 0x.*, misaligned"):
+        getattr(handle, way)(aligned[1:], str(tmp_path / "first"), 0)
+    assert handle._handle.waits == 1
+
+
+@pytest.mark.parametrize("way", ["async_pread", "async_pwrite"])
+def test_zero3_nvme_handle_that_is_refused_says_for_which_file(tmp_path, handle, aligned, way):
+    handle._handle.result = -1
+    with pytest.raises(OSError, match="refused the transfer.*first"):
+        getattr(handle, way)(aligned, str(tmp_path / "first"), 0)
+    assert handle._handle.waits == 1
+
+
+def test_zero3_nvme_buffers_are_shared_and_grow():
+    pool = BufferPool(Handle())
+    first, second = pool.take(100), pool.take(50)
+    assert first is not second
+    assert second.memory.numel() == 100  # as large as any that was asked for
+    pool.give_back(first)
+    assert pool.take(80) is first
+    pool.give_back(first)
+    assert pool.take(200).memory.numel() == 200
+
+
+def test_zero3_nvme_buffer_leaves_moments_that_are_still_in_use_a_copy():
+    buffer = Buffer(packed(state_of()))
+    state, _ = swap_file.unpack(buffer.memory, "file")
+    stores = [state[which].store for which in MOMENTS]
+    before = [plain(MomentTensor(store)) for store in stores]
+    buffer.lend(stores)
+    view = state["exp_avg"][10:90]
+    dense = view.clone()
+    buffer.evict()
+    buffer.memory.zero_()
+    assert difference([plain(MomentTensor(store)) for store in stores], before) == ""
+    assert torch.equal(view.clone(), dense)
+
+
+def test_zero3_nvme_buffer_does_not_keep_moments_alive():
+    buffer = Buffer(packed(state_of()))
+    state, _ = swap_file.unpack(buffer.memory, "file")
+    buffer.lend([state[which].store for which in MOMENTS])
+    del state
+    assert [ref() for ref in buffer.users] == [None, None]
+    buffer.evict()
+    assert buffer.users == []
+
+
+def test_zero3_nvme_layout_fits_only_states_of_its_kind():
+    layout = Layout.of_state(state_of())
+    assert layout.fits(state_of())
+    assert not layout.fits(state_of(codec="companded"))
+    assert not layout.fits(state_of(correction=True))
+    other = state_of()
+    table = other["exp_avg"].store.table
+    shorter = MomentStore.zeros(other["exp_avg"].store.codec, "exp_avg", type(table)((), NUMEL))
+    assert not layout.fits(other | {"exp_avg": MomentTensor(shorter)})

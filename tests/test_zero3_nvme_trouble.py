@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Swapped states in trouble: full disks, damaged files, checkpoints that do not fit; and in use.
+
+What goes wrong on one rank is an error on both, and nothing that was saved or trained is lost.
+"""
+
+import copy
+import os
+import resource
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_get_local_optimizer_state,
+    safe_set_full_optimizer_state,
+)
+from nvme_worker import (
+    BF16_MASTERS,
+    count_bytes,
+    held_everywhere,
+    make_tower,
+    nvme_config,
+    swapped_elements,
+    swapped_in,
+    swapper_of,
+)
+from ranks import run_ranks
+from zero_worker import MOMENTS, base_optimizer, difference, train
+
+from zero8.codec import codec_named
+from zero8.pieces import MomentStore, PieceTable
+from zero8.train.build import build_aio
+
+# DeepSpeed's aio is built by a first run; a build that is interrupted leaves a lock behind.
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
+
+RANK = int(os.environ.get("RANK", 0))
+BEFORE, AFTER = 2, 2
+
+
+def error_of(function, *args, **kwargs):
+    """Return the type and the text of what a call raises, None for nothing."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@contextmanager
+def file_size_limit(num_bytes):
+    """Let no file of this process grow beyond a size: to a program, a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def first_state_file(folder):
+    return min(Path(folder).glob("zero8-*"))
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size - 4096)
+
+
+def zero_a_block(path):
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(bytes(4096))
+
+
+DAMAGES = {"cut": cut, "cut to nothing": lambda path: os.truncate(path, 0), "gone": os.remove}
+DAMAGES |= {"zeroed": zero_a_block, "of something else": lambda path: path.write_bytes(b"?" * 4096)}
+
+
+# --- One pair of ranks that meets everything -----------------------------------------------------
+
+
+def read_damaged(engine):
+    """Return what reading damaged state files raises; the files are whole again afterwards."""
+    errors, path = {}, first_state_file(swapper_of(engine).swap_folder)
+    whole = path.read_bytes()
+    number = next(
+        number
+        for number, p in enumerate(engine.optimizer.fp32_partitioned_groups_flat)
+        if swapper_of(engine).state_path(p) == str(path)
+    )
+    for name, damage in DAMAGES.items():
+        damage(path)
+        errors[name] = error_of(swapped_in(engine.optimizer, number).__enter__)
+        engine.optimizer._release_swap_buffers(number)
+        path.write_bytes(whole)
+    return str(path), errors
+
+
+def load_damaged(engine, folder):
+    """Return what loading raises when files of rank 1 are damaged."""
+    errors = {}
+    damages = {f"state {name}": ("zero8-*", damage) for name, damage in DAMAGES.items()}
+    damages["weights cut"] = ("[0-9]*", cut)
+    for name, (pattern, damage) in damages.items():
+        if RANK == 1:
+            shutil.copytree(f"{folder}/good", f"{folder}/bad")
+            files = Path(folder, "bad", "offloaded_tensors").glob(f"rank*1/{pattern}")
+            damage(min(files))
+        torch.distributed.barrier()
+        errors[name] = error_of(engine.load_checkpoint, folder, tag="bad")
+        torch.distributed.barrier()
+        if RANK == 1:
+            shutil.rmtree(f"{folder}/bad")
+    errors["no such tag"] = error_of(engine.load_checkpoint, folder, tag="none")
+    for options in ({"load_module_only": True}, {"load_optimizer_states": False}):
+        errors[str(options)] = error_of(engine.load_checkpoint, folder, tag="good", **options)
+    return errors
+
+
+def give_newer(engine):
+    """Put a state where DeepSpeed's `load_state_dict` would; return the steps before and after."""
+    zero, states, steps = engine.optimizer, base_optimizer(engine).state, []
+    for added in (100, -100):
+        with swapped_in(zero, 0) as p:
+            state = copy.deepcopy(states[p])
+        steps.append(state["step"])
+        states[p] = state | {"step": state["step"] + added}
+        zero._optimizer_states_and_gradient_swap_in(0)
+        zero._optimizer_states_and_gradient_swap_out(0)
+    return steps
+
+
+def use(engine):
+    """Read and write moments and weights through DeepSpeed; train on in between."""
+    p = engine.module.inner.weight
+    result = {}
+    local = safe_get_local_optimizer_state(p, "exp_avg")
+    result["local"] = [local.clone()]
+    result["full"] = {which: safe_get_full_optimizer_state(p, which).clone() for which in MOMENTS}
+    train(engine, 1, first=BEFORE)
+    result["local"].append(local.clone())
+    for which in MOMENTS:
+        safe_set_full_optimizer_state(p, 2 * result["full"][which], which)
+        operations = getattr(getattr(engine.optimizer, "optimizer_swapper", None), "swap_ops", {})
+        result["under way"] = [kind for kind, operation in operations.items() if operation]
+    result["set"] = {which: safe_get_full_optimizer_state(p, which).clone() for which in MOMENTS}
+    result["weight"] = safe_get_full_fp32_param(p).clone()
+    train(engine, 1, first=BEFORE + 1)
+    return result | held_everywhere(engine)
+
+
+def meet_everything(folder, pipelined):
+    """Train, save, meet trouble, train on; then a disk without room for another engine."""
+    checkpoints = f"{folder}/checkpoints"
+    engine = make_tower(nvme_config(f"{folder}/swap", pipelined=pipelined))
+    result = {"losses": train(engine, BEFORE)}
+    engine.save_checkpoint(checkpoints, tag="good")
+    result["saved"] = held_everywhere(engine)
+    result["read"] = read_damaged(engine)
+    result["load"] = load_damaged(engine, checkpoints)
+    result["newer"] = give_newer(engine)
+    result["after trouble"] = held_everywhere(engine)
+    result["used"] = use(engine)
+    # More weight corrections than weights' bytes: 1.5 MB are enough for files of weights only.
+    ds_config = nvme_config(f"{folder}/more", dtype=BF16_MASTERS, weight_correction_bits=8)
+    with file_size_limit(1_500_000 if RANK == 1 else resource.RLIM_INFINITY):
+        result["full disk"] = error_of(make_tower, ds_config)
+    in_memory = make_tower(nvme_config(None))
+    train(in_memory, BEFORE)
+    result["used in memory"] = use(in_memory)
+    return result
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "pipelined"])
+def met(request, tmp_path_factory):
+    build_aio()
+    folder = tmp_path_factory.mktemp("trouble")
+    kwargs = {"folder": str(folder), "pipelined": request.param}
+    return run_ranks(meet_everything, 2, folder, timeout_s=900, **kwargs)
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_zero3_nvme_damaged_state_file_is_an_error_that_names_it(met, name):
+    for rank in met:
+        path, errors = rank["read"]
+        kind, message = errors[name]
+        assert kind == ("FileNotFoundError" if name == "gone" else "ValueError")
+        assert path in message
+
+
+@pytest.mark.parametrize("name", [*(f"state {name}" for name in DAMAGES), "weights cut"])
+def test_zero3_nvme_checkpoint_damaged_on_one_rank_is_an_error_on_both(met, name):
+    kind, message = met[1]["load"][name]
+    assert kind == ("FileNotFoundError" if name == "state gone" else "ValueError")
+    assert "offloaded_tensors" in message and ".tensor.swp" in message
+    kind, message = met[0]["load"][name]
+    assert kind == "OSError"
+    assert message.startswith("1 other rank(s) could not load the checkpoint")
+
+
+def test_zero3_nvme_checkpoint_that_is_not_there_is_an_error_that_names_it(met):
+    for rank in met:
+        kind, message = rank["load"]["no such tag"]
+        assert kind == "FileNotFoundError"
+        assert "checkpoints/none/" in message
+
+
+def test_zero3_nvme_load_of_a_part_is_refused_with_the_reason(met):
+    for rank in met:
+        for option in ("{'load_module_only': True}", "{'load_optimizer_states': False}"):
+            kind, message = rank["load"][option]
+            assert kind == "ValueError"
+            assert "in whole" in message
+
+
+def test_zero3_nvme_state_loaded_by_hand_is_newer_than_its_file(met):
+    for rank in met:
+        assert rank["newer"] == [BEFORE, BEFORE + 100]
+
+
+def test_zero3_nvme_trouble_changes_nothing(met):
+    for rank in met:
+        assert difference(rank["saved"], rank["after trouble"]) == ""
+
+
+def test_zero3_nvme_full_disk_is_an_error_at_the_start_on_all_ranks(met):
+    first, second = (rank["full disk"] for rank in met)
+    assert first[0] == second[0] == "OSError"
+    assert first[1].startswith("1 other rank(s) could not take the disk space")
+    assert "/rank1/zero8-" in second[1] and "bytes are needed" in second[1]
+
+
+def test_zero3_nvme_access_to_moments_equals_that_in_memory(met):
+    for rank in met:
+        used, in_memory = rank["used"], rank["used in memory"] | {"local": rank["used"]["local"]}
+        assert difference(used, in_memory) == ""
+        assert difference(used["set"], used["full"]) != ""
+
+
+def test_zero3_nvme_moment_that_was_set_is_in_its_file_at_once(met):
+    """A save may follow, which copies the file."""
+    for rank in met:
+        assert rank["used"]["under way"] == []
+
+
+def test_zero3_nvme_moment_read_before_a_step_stays_what_it_was(met):
+    """Its memory is a buffer that other sub-groups use in the step.  Without a disk it is live."""
+    for rank in met:
+        assert difference(*rank["used"]["local"]) == ""
+        assert rank["used"]["local"][0].abs().max() > 0
+
+
+# --- Fresh processes over what the first ones left -----------------------------------------------
+
+
+def start_over_and_load(folder):
+    """Train over stale files, load, train on."""
+    checkpoints = f"{folder}/checkpoints"
+    engine = make_tower(nvme_config(f"{folder}/swap"))
+    result = {"fresh": train(engine, BEFORE)}
+    engine.load_checkpoint(checkpoints, tag="good")
+    result["loaded"] = held_everywhere(engine)
+    result["losses"] = train(engine, AFTER, first=BEFORE)
+    return result
+
+
+def load_into(folder, options):
+    """Load into an optimizer with other settings, and train on."""
+    engine = make_tower(nvme_config(f"{folder}/swap", **options))
+    engine.load_checkpoint(f"{folder}/checkpoints", tag="good")
+    loaded = held_everywhere(engine)
+    losses = train(engine, AFTER, first=BEFORE)
+    return {"loaded": loaded, "losses": losses}
+
+
+def save_and_train_on(folder):
+    """Train, save, train on."""
+    engine = make_tower(nvme_config(f"{folder}/swap"))
+    losses = train(engine, BEFORE)
+    engine.save_checkpoint(f"{folder}/checkpoints", tag="good")
+    saved = held_everywhere(engine)
+    return {"losses": losses + train(engine, AFTER, first=BEFORE), "saved": saved}
+
+
+OTHER = {"codec": "companded", "block_size": 128}
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    build_aio()
+    folder = tmp_path_factory.mktemp("fresh")
+    kwargs = {"timeout_s": 900, "folder": str(folder)}
+    saved = run_ranks(save_and_train_on, 2, folder, **kwargs)
+    loaded = run_ranks(start_over_and_load, 2, folder, **kwargs)
+    other = run_ranks(load_into, 2, folder, options=OTHER, **kwargs)
+    return list(zip(saved, loaded, other, strict=True))
+
+
+def test_zero3_nvme_files_of_an_earlier_run_are_not_read(fresh):
+    for saved, loaded, _ in fresh:
+        assert loaded["fresh"] == saved["losses"][:BEFORE]
+
+
+def test_zero3_nvme_load_into_an_engine_that_has_trained_is_complete(fresh):
+    for saved, loaded, _ in fresh:
+        assert difference(saved["saved"], loaded["loaded"]) == ""
+        assert loaded["losses"] == saved["losses"][BEFORE:]
+
+
+def test_zero3_nvme_load_with_another_codec_encodes_anew(fresh):
+    for saved, _, other in fresh:
+        for ours, theirs in zip(other["loaded"]["states"], saved["saved"]["states"], strict=True):
+            assert ours["step"] == theirs["step"] == BEFORE
+            tables = [PieceTable(state["pieces"], len(state["master"])) for state in (ours, theirs)]
+            # What stays float32 has no blocks: it comes over as it is.
+            assert (tables[0] == tables[1]) == (not tables[0].size(quantized=True))
+            for which in MOMENTS:
+                source = MomentStore(codec_named("log"), which, tables[1], *theirs[which])
+                target = MomentStore.zeros(codec_named(OTHER["codec"]), which, tables[0])
+                target.write(0, source.read(0, tables[1].numel))
+                expected = target.codes, target.scales, target.dense
+                assert difference(ours[which], expected) == ""
+        assert len(set(other["losses"])) == AFTER
+
+
+# --- Other optimizers ----------------------------------------------------------------------------
+
+
+def train_adamw(folder):
+    """Train DeepSpeed's AdamW on a disk, in a process where zero8 is fitted in."""
+    make_tower(nvme_config(None))
+    engine = make_tower(nvme_config(f"{folder}/swap", optimizer="AdamW"))
+    train(engine, 1)
+    counts = count_bytes(engine)
+    train(engine, 1, first=1)
+    swapper = type(swapper_of(engine))
+    files = os.listdir(swapper_of(engine).swap_folder)
+    return {"class": f"{swapper.__module__}.{swapper.__name__}", "bytes": counts, "files": files}
+
+
+def test_zero3_nvme_adamw_keeps_deepspeeds_swapper_and_its_traffic(tmp_path):
+    build_aio()
+    for rank in run_ranks(train_adamw, 2, tmp_path, timeout_s=600, folder=str(tmp_path)):
+        assert rank["class"].startswith("deepspeed.runtime.swap_tensor.")
+        assert not any(name.startswith("zero8-") for name in rank["files"])
+        for way in ("read", "written"):
+            assert 8 <= rank["bytes"]["state", way] / swapped_elements() <= 8.1

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What DeepSpeed leaves out around swapped states: space at the start, and a complete resume.
+
+DeepSpeed saves the swap files with a checkpoint and copies them back.  It looks at nothing before
+it does, and restores neither learning rate and loss scale nor sub-groups too small to be swapped.
+Whatever one rank cannot do is an error on all of them, before anything has been changed.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero8.zero import swap_file
+from zero8.zero.optimizer import check_places
+from zero8.zero.swapper import SwapsStates
+
+
+def is_swapping(zero) -> bool:
+    """Return whether a ZeRO optimizer keeps 8-bit states on a disk."""
+    return isinstance(getattr(zero, "optimizer_swapper", None), SwapsStates)
+
+
+def prepare(zero) -> None:
+    """Take the disk space for all states, and so find out before the first step if there is none.
+
+    Raises:
+        OSError: on all ranks, if one has no room; it names the file.
+    """
+    error = None
+    try:
+        for parameter in _swapped(zero):
+            zero.optimizer_swapper.reserve(parameter)
+    except OSError as caught:
+        error = caught
+    raise_on_all(error, "take the disk space for its optimizer states")
+
+
+def check(engine, load_dir: str, tag: str, options: dict) -> None:
+    """Look at all that this rank will load; a checkpoint is loaded by all ranks or by none.
+
+    Args:
+        engine: the engine.
+        load_dir: folder of checkpoints.
+        tag: name of one.
+        options: of the engine's `load_checkpoint`.
+
+    Raises:
+        OSError: on all ranks, if one misses a file; it names the file.
+        ValueError: on all ranks, if a file of one is damaged, or of another model or world size;
+            if only a part of the checkpoint is wanted.
+    """
+    if options.get("load_module_only") or not options.get("load_optimizer_states", True):
+        raise ValueError(
+            "load_checkpoint: got load_module_only=True or load_optimizer_states=False; DeepSpeed "
+            "loads a checkpoint with states on NVMe in whole; load it in whole, or save weights "
+            "apart with save_16bit_model"
+        )
+    error = None
+    try:
+        _zero_file(engine, load_dir, tag)
+        folder = _swap_folder(engine, load_dir, tag)
+        for parameter in _swapped(engine.optimizer):
+            _check_files(engine.optimizer.optimizer_swapper, parameter, folder)
+    except (OSError, ValueError) as caught:
+        error = caught
+    raise_on_all(error, f"load the checkpoint {Path(load_dir, tag)}")
+
+
+def restore(engine, load_dir: str, tag: str) -> None:
+    """Load what is not in swap files; DeepSpeed copies and reads those next."""
+    zero = engine.optimizer
+    path = str(_zero_file(engine, load_dir, tag))
+    saved = engine.checkpoint_engine.load(path, map_location="cpu")["optimizer_state_dict"]
+    zero.loss_scaler = saved["loss_scaler"]
+    zero.dynamic_loss_scale = saved["dynamic_loss_scale"]
+    zero.overflow = saved["overflow"]
+    zero._set_fp32_optimizer_param_groups()
+    zero.optimizer.load_state_dict(saved["optimizer_state_dict"])
+    zero._clear_fp32_optimizer_param_groups()
+    for number, weights in enumerate(zero.fp32_partitioned_groups_flat):
+        if not zero._swappable_optimizer_subgroup(number):
+            weights.data.copy_(saved["fp32_flat_groups"][number].data)
+
+
+def raise_on_all(error: Exception | None, what: str) -> None:
+    """Raise `error` if there is one, OSError if another rank has one.  All ranks must call it."""
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator().current_device_name()
+    count = torch.tensor([error is not None], dtype=torch.int32, device=device)
+    comm.all_reduce(count)
+    if error is not None:
+        raise error
+    if count.item():
+        raise OSError(f"{count.item()} other rank(s) could not {what}; see their messages")
+
+
+def _swapped(zero) -> Iterator[Tensor]:
+    for number, parameter in enumerate(zero.fp32_partitioned_groups_flat):
+        if zero._swappable_optimizer_subgroup(number):
+            yield parameter
+
+
+def _swap_folder(engine, load_dir: str, tag: str) -> str:
+    from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
+
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    return str(Path(load_dir, tag, "offloaded_tensors", "rank" + dp_index_to_str(rank)))
+
+
+def _zero_file(engine, load_dir: str, tag: str) -> Path:
+    """Return the file of what ZeRO saves of this rank, of a run with or without bfloat16."""
+    rank = torch.distributed.get_rank(engine.optimizer.dp_process_group)
+    paths = [
+        Path(engine._get_rank_zero_ckpt_name(load_dir, tag, engine.checkpoint_mp_rank, rank, bf16))
+        for bf16 in (engine.bfloat16_enabled(), not engine.bfloat16_enabled())
+    ]
+    found = [path for path in paths if path.exists()]
+    if not found:
+        raise FileNotFoundError(
+            f"{paths[0]}: not found; was the checkpoint saved by as many ranks, with ZeRO?"
+        )
+    return found[0]
+
+
+def _check_files(swapper: SwapsStates, parameter: Tensor, folder: str) -> None:
+    """Raise OSError or ValueError if the files of a sub-group do not fit or are damaged."""
+    weights, expected = swapper.weights_path(parameter, folder), swapper.weights_bytes(parameter)
+    path = swapper.state_path(parameter, folder)
+    for needed in (weights, path):
+        if not Path(needed).exists():
+            raise FileNotFoundError(
+                f"{needed}: not found; a checkpoint of 8-bit states on NVMe is loaded by the same "
+                "model, world size and sub_group_size, in a process that made no engine before"
+            )
+    if Path(weights).stat().st_size != expected:
+        raise ValueError(
+            f"{weights}: got {Path(weights).stat().st_size} bytes of master weights, expected "
+            f"{expected}; was it cut short, or saved by another model, world size or precision?"
+        )
+    found = swap_file.read_whole(path)
+    if found is not None:
+        _, layout = found
+        try:
+            check_places(layout.table, swapper.planned_layout(parameter).table)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error

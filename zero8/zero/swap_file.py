@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file that holds the optimizer state of one ZeRO-3 sub-group on a local disk.
+
+    header         HEADER: magic, checksum, format version, step, history, numbers of bytes
+    description    JSON: what the moments are, as in a saved `MomentTensor`; from HEADER_BYTES on
+    tensors        codes, scales and float32 values of exp_avg, the same of exp_avg_sq, corrections
+                   of bfloat16 weights; raw, each from a multiple of TENSOR_ALIGNMENT_BYTES on
+
+All numbers are little-endian.  A header whose description has no bytes stands for "no state yet".
+The checksum is the sum, modulo 2^64, of the whole file as 64-bit words with 0 in its own place: it
+finds blocks that were never written, because DeepSpeed's aio does not report failed transfers.
+"""
+
+import errno
+import itertools
+import json
+import os
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero8.pieces import MomentStore, PieceTable
+from zero8.saved import MOMENTS
+from zero8.zero.moment_tensor import MomentTensor, described, store_like
+
+MAGIC = b"zero8swp"
+FORMAT_VERSION = 1
+HEADER = struct.Struct("<8sqIIqd7Q")
+HEADER_BYTES = 512
+TENSOR_ALIGNMENT_BYTES = 64
+BLOCK_BYTES = 4096
+"""What transfers that bypass the page cache are multiples of."""
+
+
+class Header(NamedTuple):
+    """The numbers at the start of a file."""
+
+    checksum: int
+    version: int
+    description_bytes: int
+    step: int
+    history: float
+    num_bytes: tuple[int, ...]
+
+    @classmethod
+    def parsed(cls, data: bytes, path: str) -> "Header":
+        """Return the header in the first bytes of a file.
+
+        Raises:
+            ValueError: if there is none, or one of another format version.
+        """
+        if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
+            raise ValueError(f"{path}: not a file of 8-bit optimizer states, or damaged")
+        _, checksum, version, description_bytes, step, history, *num_bytes = HEADER.unpack_from(
+            data
+        )
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"{path}: got format version {version}, this zero8 reads {FORMAT_VERSION}"
+            )
+        return cls(checksum, version, description_bytes, step, history, tuple(num_bytes))
+
+    def packed(self) -> bytes:
+        """Return the bytes of the header, padded to HEADER_BYTES."""
+        data = HEADER.pack(MAGIC, *self[:-1], *self.num_bytes)
+        return data.ljust(HEADER_BYTES, b"\0")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the file of a state holds, and where.
+
+    Attributes:
+        like: both moments, on the meta device.
+        correction_numel: number of weight corrections, one byte each.
+    """
+
+    like: tuple[MomentStore, MomentStore]
+    correction_numel: int
+
+    @classmethod
+    def of_state(cls, state: dict) -> "Layout":
+        """Return the layout for a ZeRO partition's state."""
+        stores = [state[which].store for which in MOMENTS]
+        like = tuple(
+            MomentStore.zeros(store.codec, store.which, store.table, "meta") for store in stores
+        )
+        correction = state.get("param_correction")
+        return cls(like, 0 if correction is None else correction.numel())
+
+    @classmethod
+    def described(cls, text: bytes, path: str) -> "Layout":
+        """Return the layout that a file's description stands for.
+
+        Raises:
+            ValueError: if the description is damaged.
+        """
+        try:
+            found = json.loads(text)
+            like = tuple(store_like(found[which]) for which in MOMENTS)
+            return cls(like, int(found["correction_numel"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: its description is damaged: {error!r}") from error
+
+    @property
+    def table(self) -> PieceTable:
+        """The segment table of both moments."""
+        return self.like[0].table
+
+    def fits(self, state: dict) -> bool:
+        """Return whether a state has this layout."""
+        stores = [state[which].store for which in MOMENTS]
+        found = [(store.table, store.codec) for store in stores]
+        correction = state.get("param_correction")
+        return (
+            found == [(like.table, like.codec) for like in self.like]
+            and (0 if correction is None else correction.numel()) == self.correction_numel
+        )
+
+    @cached_property
+    def description(self) -> bytes:
+        """The JSON text that `described` reads."""
+        parts = {store.which: {**described(store), "written": False} for store in self.like}
+        return json.dumps(parts | {"correction_numel": self.correction_numel}).encode()
+
+    @cached_property
+    def num_bytes(self) -> tuple[int, ...]:
+        """Bytes of each tensor."""
+        tensors = [t for s in self.like for t in (s.codes, s.scales, s.dense)]
+        return (*[t.numel() * t.element_size() for t in tensors], self.correction_numel)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each tensor begins, and where the last one ends."""
+        ends = [aligned(n, TENSOR_ALIGNMENT_BYTES) for n in self.num_bytes]
+        first = aligned(HEADER_BYTES + len(self.description), TENSOR_ALIGNMENT_BYTES)
+        return tuple(itertools.accumulate(ends, initial=first))
+
+    def file_bytes(self, alignment_bytes: int) -> int:
+        """Return the size of the file, a multiple of the given alignment."""
+        return aligned(self.offsets[-1], alignment_bytes)
+
+    def state_in(self, buffer: Tensor, step: int, history: float) -> dict:
+        """Return the state whose tensors are views of a file's bytes, shape (bytes,)."""
+        views = [
+            buffer[offset : offset + count]
+            for offset, count in zip(self.offsets, self.num_bytes, strict=False)
+        ]
+        state: dict = {"step": step, "history": history}
+        for like, (codes, scales, dense) in zip(self.like, (views[:3], views[3:6]), strict=True):
+            scales = scales.view(torch.float32).view(like.scales.shape)
+            buffers = codes, scales, dense.view(torch.float32)
+            state[like.which] = MomentTensor(
+                MomentStore(like.codec, like.which, like.table, *buffers)
+            )
+        if self.correction_numel:
+            state["param_correction"] = views[6].view(torch.int8)
+        return state
+
+
+def aligned(num_bytes: int, alignment_bytes: int) -> int:
+    """Return the next multiple of an alignment."""
+    return -(-num_bytes // alignment_bytes) * alignment_bytes
+
+
+def pack(state: dict, layout: Layout, buffer: Tensor) -> None:
+    """Write the bytes of a file into a buffer, shape (file bytes,) uint8.
+
+    Tensors that are in their places already, as `unpack` leaves them, are not copied.
+    """
+    step, history = int(state["step"]), float(state["history"])
+    for target, source in zip(
+        _tensors(layout.state_in(buffer, step, history)), _tensors(state), strict=True
+    ):
+        if target.data_ptr() != source.data_ptr():
+            target.copy_(source.view(target.shape))
+    header = Header(0, FORMAT_VERSION, len(layout.description), step, history, layout.num_bytes)
+    _put(buffer, 0, header.packed())
+    _put(buffer, HEADER_BYTES, layout.description)
+    _put(buffer, 0, header._replace(checksum=_sum(buffer)).packed())
+
+
+def unpack(buffer: Tensor, path: str, known: Layout | None = None) -> tuple[dict, Layout] | None:
+    """Return the state in the bytes of a file, as views of them, and its layout, or None.
+
+    Args:
+        buffer: (file bytes,) uint8.
+        path: the file's name, for messages.
+        known: the layout that the file may well have.
+
+    Raises:
+        ValueError: if the bytes are not what was written.
+    """
+    header = Header.parsed(bytes(buffer[:HEADER_BYTES].numpy()), path)
+    if not header.description_bytes:
+        return None
+    text = bytes(buffer[HEADER_BYTES : HEADER_BYTES + header.description_bytes].numpy())
+    fits = known is not None and text == known.description
+    layout = known if fits else Layout.described(text, path)
+    if header.num_bytes != layout.num_bytes or layout.offsets[-1] > buffer.numel():
+        raise ValueError(
+            f"{path}: got {buffer.numel()} bytes with tensors of {header.num_bytes}, expected "
+            f"{layout.offsets[-1]} with {layout.num_bytes}; the file is damaged or cut short"
+        )
+    if (_sum(buffer) - 2 * header.checksum) % 2**64:
+        raise ValueError(
+            f"{path}: its checksum is wrong: a write or a read of it failed, or it was changed"
+        )
+    return layout.state_in(buffer, header.step, header.history), layout
+
+
+def read_whole(path: str) -> tuple[dict, Layout] | None:
+    """Return what `unpack` returns for a file that is mapped into memory.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not what was written.
+    """
+    size = Path(path).stat().st_size
+    if size < HEADER_BYTES or size % 8:
+        raise ValueError(f"{path}: got {size} bytes; the file is damaged or cut short")
+    return unpack(torch.from_file(path, size=size, dtype=torch.uint8), path)
+
+
+def write_empty(path: str, num_bytes: int) -> None:
+    """Replace a file, whatever it holds, by one of this size that stands for "no state yet"."""
+    header = Header(0, FORMAT_VERSION, 0, 0, 0.0, (0,) * 7)
+    Path(path).write_bytes(header.packed().ljust(num_bytes, b"\0"))
+
+
+def reserve(path: str, num_bytes: int) -> None:
+    """Make a file at least this long, on disk blocks that are its own from now on.
+
+    Writing over them can no longer fail because a disk is full.
+
+    Raises:
+        OSError: naming the file, if there is no room.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        if os.fstat(descriptor).st_size < num_bytes:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        free = os.statvfs(path)
+        raise OSError(
+            error.errno or errno.EIO,
+            f"{error.strerror}: {num_bytes} bytes are needed, {free.f_bavail * free.f_frsize} free",
+            str(path),
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def _tensors(state: dict) -> list[Tensor]:
+    stores = [state[which].store for which in MOMENTS]
+    tensors = [t for store in stores for t in (store.codes, store.scales, store.dense)]
+    return tensors + [state[key] for key in ("param_correction",) if key in state]
+
+
+def _put(buffer: Tensor, offset: int, data: bytes) -> None:
+    buffer.numpy()[offset : offset + len(data)] = memoryview(data)
+
+
+def _sum(buffer: Tensor) -> int:
+    return int(buffer.view(torch.int64).sum())

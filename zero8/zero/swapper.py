@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer states of ZeRO-3 on a local disk: DeepSpeed's swappers, for 8-bit states.
+
+DeepSpeed's own take every state tensor for one of the master weights' dtype and length, so they
+cannot carry codes.  These leave master weights and gradients to DeepSpeed and keep the whole state
+of a sub-group in one file (`zero8.zero.swap_file`), which moves with the same handles, in the same
+two rhythms.  Between a swap-out and the next swap-in `optimizer.state` has no entry: the state's
+memory is a page-locked buffer that the next sub-group uses.
+
+DeepSpeed's aio reports no failed transfer.  So files get their disk blocks before they are written,
+their sizes are compared before they are read, buffers that the disk cannot read into are refused,
+gradients (which DeepSpeed reads to where they belong in the partition) are cut at places that it
+can, and states carry a checksum.
+"""
+
+import errno
+import os
+import weakref
+from dataclasses import dataclass, field, replace
+
+import torch
+from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
+from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import PartitionedOptimizerSwapper
+from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
+from torch import Tensor
+
+from zero8.pieces import MomentStore
+from zero8.saved import MOMENTS
+from zero8.zero import swap_file
+from zero8.zero.swap_file import BLOCK_BYTES, Layout
+
+# What is overridden or called here, and the parameters that it has in DeepSpeed.
+USED = {
+    PartitionedOptimizerSwapper: {
+        "swap_in_optimizer_state": {"parameter", "async_parameter"},
+        "_swap_in_parameter": {"aio_handle", "parameter", "dest_buffers"},
+        "_swap_out_optimizer_state": {"swap_info"},
+        "release_swap_buffers": {"parameter"},
+    },
+    PipelinedOptimizerSwapper: {
+        "swap_in_optimizer_state": {"parameter", "async_parameter"},
+        "swap_out_optimizer_state": {"parameter", "async_swap"},
+        "release_swap_buffers": {"parameter"},
+        "writeback_optimizer_state_and_gradients": {
+            "parameter",
+            "write_opt_state",
+            "write_gradients",
+        },
+        "_swap_in_optimizer_state": {"aio_handle", "parameter"},
+        "_swap_out_optimizer_state": {"aio_handle", "parameter", "swap_in_op"},
+        "_complete_swap_out": {"swap_out_type"},
+    },
+    OptimizerSwapper: {
+        "_create_param_swap_info": {"parameter", "numel"},
+        "_get_state_tensors": {"parameter"},
+        "_adjust_for_misaligned_lengths": {"tensors", "offsets"},
+    },
+}
+
+
+SECTOR_BYTES = 512
+"""What addresses of buffers must be multiples of.  Some disks want more; DeepSpeed gives 1024."""
+
+
+class CheckedHandle:
+    """DeepSpeed's aio handle, with the checks that it leaves out; see the module."""
+
+    def __init__(self, handle):
+        """Take over a handle that has nothing under way."""
+        self._handle = handle
+        self._pending = 0
+
+    def __getattr__(self, name: str):
+        """Return what else the handle has."""
+        return getattr(self._handle, name)
+
+    def async_pread(self, buffer: Tensor, path: str, offset: int) -> int:
+        """Begin to read; raise OSError or ValueError if the file is missing or too short."""
+        try:
+            size = os.stat(path).st_size
+            if size < offset + buffer.nbytes:
+                raise ValueError(
+                    f"{path}: got {size} bytes, expected {offset + buffer.nbytes}; it was cut short"
+                )
+            return self._begun(self._handle.async_pread, buffer, path, offset)
+        except (OSError, ValueError):
+            self._settle()
+            raise
+
+    def async_pwrite(self, buffer: Tensor, path: str, offset: int) -> int:
+        """Begin to write; raise OSError if the disk is full."""
+        try:
+            swap_file.reserve(path, offset + buffer.nbytes)
+            return self._begun(self._handle.async_pwrite, buffer, path, offset)
+        except (OSError, ValueError):
+            self._settle()
+            raise
+
+    def wait(self) -> int:
+        """Wait for all that was begun, and return how many these were."""
+        self._pending = 0
+        return self._handle.wait()
+
+    def _begun(self, begin, buffer: Tensor, path: str, offset: int) -> int:
+        if buffer.data_ptr() % SECTOR_BYTES:
+            raise ValueError(f"{path}: got a buffer at {buffer.data_ptr():#x}, misaligned")
+        if begin(buffer, path, offset):
+            raise OSError(errno.EIO, "DeepSpeed's aio refused the transfer", path)
+        self._pending += 1
+        return 0
+
+    def _settle(self) -> None:
+        # A handle that dies with transfers under way takes the process along.
+        if self._pending:
+            self.wait()
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Page-locked memory that the state of one sub-group at a time lives in.
+
+    Attributes:
+        memory: (bytes,) uint8.
+        users: the moments that were made on it; whoever reads a moment after its swap-out, as
+            `safe_get_local_optimizer_state` lets one do, still holds it.
+    """
+
+    memory: Tensor
+    users: list[weakref.ref] = field(default_factory=list)
+
+    def evict(self) -> None:
+        """Give moments that are still in use memory of their own."""
+        for store in filter(None, (ref() for ref in self.users)):
+            for name in ("codes", "scales", "dense"):
+                setattr(store, name, getattr(store, name).clone())
+        self.users.clear()
+
+    def lend(self, stores: list[MomentStore]) -> None:
+        """Remember moments that live here."""
+        self.users += [weakref.ref(store) for store in stores]
+
+
+class BufferPool:
+    """Buffers, each as large as the largest file, made when one is needed and none is free."""
+
+    def __init__(self, handle):
+        """Make an empty pool whose memory comes from an aio handle."""
+        self._handle = handle
+        self._all: list[Buffer] = []
+        self._free: list[Buffer] = []
+        self.size_bytes = 0
+
+    def take(self, num_bytes: int) -> Buffer:
+        """Return a buffer of at least this many bytes, that nothing else uses."""
+        self.size_bytes = max(self.size_bytes, num_bytes)
+        for number, buffer in enumerate(self._free):
+            if buffer.memory.numel() >= num_bytes:
+                del self._free[number]
+                buffer.evict()
+                return buffer
+        memory = self._handle.new_cpu_locked_tensor(self.size_bytes, torch.empty(0).byte())
+        self._all.append(Buffer(memory))
+        return self._all[-1]
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Let others use a buffer."""
+        self._free.append(buffer)
+
+    def __del__(self):
+        """Return the memory, which belongs to the process, as DeepSpeed does with its own."""
+        for buffer in self._all:
+            buffer.evict()
+            self._handle.free_cpu_locked_tensor(buffer.memory)
+
+
+class SwapsStates(OptimizerSwapper):
+    """What both swappers share: where the state of each sub-group is.
+
+    A state is in its file; or on its way in, in a buffer (`_arriving`); or in `optimizer.state`, in
+    a buffer (`_resident`) or, before its first swap-out, in memory of its own.
+    """
+
+    def _begin(self) -> None:
+        """Finish the constructor."""
+        parallelism = self.aio_config["intra_op_parallelism"]
+        self._alignment_bytes = BLOCK_BYTES * parallelism
+        self._pool = BufferPool(self.aio_handle)
+        self._layouts: dict[str, Layout] = {}
+        self._arriving: dict[str, tuple[Buffer, Tensor]] = {}
+        self._resident: dict[str, Buffer] = {}
+        self.print_exclude_list += ["_pool", "_layouts", "_arriving", "_resident"]
+
+    def state_path(self, parameter: Tensor, folder: str | None = None) -> str:
+        """Return the name of the file of a sub-group's state."""
+        return os.path.join(folder or self.swap_folder, f"zero8-{parameter.ds_id}.tensor.swp")
+
+    def weights_path(self, parameter: Tensor, folder: str) -> str:
+        """Return the name of DeepSpeed's file of a sub-group's master weights in a folder."""
+        (weights, *_) = self.swap_params_info[parameter.ds_id].get_swap_paths()
+        return os.path.join(folder, os.path.basename(weights))
+
+    def weights_bytes(self, parameter: Tensor) -> int:
+        """Return the size of DeepSpeed's file of a sub-group's master weights."""
+        numel = self.swap_params_info[parameter.ds_id].numel()
+        return self._io_aligned_numel(numel) * self.swap_element_size
+
+    def planned_layout(self, parameter: Tensor) -> Layout:
+        """Return the layout that the file of a sub-group's state will have."""
+        self._set_dtype(parameter)
+        numel = self.swap_params_info[parameter.ds_id].numel()
+        table = replace(self.optimizer._table(parameter), numel=numel)
+        codec = self.optimizer.codec
+        like = tuple(MomentStore.zeros(codec, which, table, "meta") for which in MOMENTS)
+        return Layout(like, numel if self.optimizer._is_corrected(parameter) else 0)
+
+    def reserve(self, parameter: Tensor) -> None:
+        """Take the disk space for a sub-group's state, and note the memory that it will need."""
+        num_bytes = self.planned_layout(parameter).file_bytes(self._alignment_bytes)
+        swap_file.reserve(self.state_path(parameter), num_bytes)
+        self._pool.size_bytes = max(self._pool.size_bytes, num_bytes)
+
+    def _create_param_swap_info(self, parameter, numel):
+        # A file of this name is of an earlier run.
+        swap_file.write_empty(self.state_path(parameter), self._alignment_bytes)
+        return super()._create_param_swap_info(parameter, numel)
+
+    def _get_state_tensors(self, parameter):
+        return []  # none for DeepSpeed's own files
+
+    def _adjust_for_misaligned_lengths(self, tensors, offsets):
+        # DeepSpeed cuts off the end that is no whole sector, but not the beginning.
+        parts: list[tuple[Tensor, int]] = []
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            head = min(-offset % self.numel_alignment, tensor.numel())
+            if head:
+                parts.append((tensor[:head], offset))
+            if head < tensor.numel():
+                parts.append((tensor[head:], offset + head))
+        return super()._adjust_for_misaligned_lengths(
+            [tensor for tensor, _ in parts], [offset for _, offset in parts]
+        )
+
+    def _is_swapped(self, parameter: Tensor) -> bool:
+        return parameter.ds_id in self.swap_params_info
+
+    def _set_dtype(self, parameter: Tensor) -> None:
+        # DeepSpeed releases weights to an empty float32 tensor, and then asks for their dtype.
+        if parameter.dtype != self.dtype:
+            parameter.data = torch.empty(0, dtype=self.dtype)
+
+    # --- In --------------------------------------------------------------------------------------
+
+    def _begin_read(self, handle, parameter: Tensor) -> int:
+        """Begin to read a state, and return the number of transfers begun."""
+        path = self.state_path(parameter)
+        if self.optimizer.state.get(parameter):
+            return 0  # it was loaded by hand, and is newer
+        size = os.stat(path).st_size
+        if not size or size % self._alignment_bytes:
+            raise ValueError(
+                f"{path}: got {size} bytes, expected a multiple of {self._alignment_bytes}; it was "
+                'cut short, or written with another "intra_op_parallelism"'
+            )
+        buffer = self._pool.take(size)
+        self._arriving[parameter.ds_id] = buffer, buffer.memory[:size]
+        handle.async_pread(buffer.memory[:size], path, 0)
+        return 1
+
+    def _install(self, parameter: Tensor) -> None:
+        """Give the optimizer the state that was read."""
+        key, path = parameter.ds_id, self.state_path(parameter)
+        if key not in self._arriving:
+            return
+        buffer, memory = self._arriving.pop(key)
+        known = self._layouts.get(key)
+        found = None
+        try:
+            found = swap_file.unpack(memory, path, known)
+        finally:
+            if found is None:
+                self._pool.give_back(buffer)
+        if found is None:
+            return
+        state, layout = found
+        buffer.lend([state[which].store for which in MOMENTS])
+        if layout is known:
+            self._resident[key] = buffer
+            self._hand_over(parameter, state)
+            return
+        # It was loaded: codec, block size or policy may not be ours.
+        adopted = self.optimizer._adopted(parameter, state, {})
+        state = {**adopted, **self.optimizer._correction_from(parameter, state)}
+        self._layouts[key] = Layout.of_state(state)
+        self._hand_over(parameter, state)
+        self._pool.give_back(buffer)
+
+    def _hand_over(self, parameter: Tensor, state: dict) -> None:
+        self.optimizer.state[parameter] = state
+        self.optimizer.on_disk.pop(parameter, None)
+
+    # --- Out -------------------------------------------------------------------------------------
+
+    def _begin_write(self, handle, parameter: Tensor) -> int:
+        """Begin to write a state from its buffer, and return the number of transfers begun."""
+        key, path = parameter.ds_id, self.state_path(parameter)
+        state = self.optimizer.state.get(parameter)
+        if not state:
+            swap_file.write_empty(path, self._alignment_bytes)
+            self.optimizer.on_disk.pop(parameter, None)
+            return 0
+        self.optimizer._moments(parameter, {})  # encodes moments that were loaded as float32
+        self.optimizer._note_writes([state])
+        layout, left = self._layouts.get(key), None
+        if layout is None or not layout.fits(state):
+            layout = self._layouts[key] = Layout.of_state(state)
+            left = self._resident.pop(key, None)
+        size = layout.file_bytes(self._alignment_bytes)
+        if key not in self._resident:
+            self._resident[key] = self._pool.take(size)
+        memory = self._resident[key].memory[:size]
+        swap_file.pack(state, layout, memory)
+        if left is not None:
+            self._pool.give_back(left)
+        if os.stat(path).st_size > size:
+            os.truncate(path, size)
+        handle.async_pwrite(memory, path, 0)
+        return 1
+
+    def _forget(self, parameter: Tensor) -> Buffer | None:
+        """Take a state out of memory; return its buffer, which a write may still be using."""
+        if self.optimizer.state.pop(parameter, None):
+            self.optimizer.on_disk[parameter] = self._layouts[parameter.ds_id]
+        return self._resident.pop(parameter.ds_id, None)
+
+    def _release(self, parameter: Tensor) -> None:
+        buffer = self._forget(parameter)
+        if buffer is not None:
+            self._pool.give_back(buffer)
+
+
+class PartitionedSwapper(SwapsStates, PartitionedOptimizerSwapper):
+    """Swaps one sub-group at a time: in, step, out."""
+
+    def __init__(self, **kwargs):
+        """Take what DeepSpeed's takes."""
+        super().__init__(**kwargs)
+        self.aio_handle = CheckedHandle(self.aio_handle)
+        self.gradient_swapper.aio_handle = self.aio_handle
+        self._begin()
+
+    def swap_in_optimizer_state(self, parameter, async_parameter=None):
+        """Read weights, gradients and state of a sub-group."""
+        if self._is_swapped(parameter):
+            self._set_dtype(parameter)
+        super().swap_in_optimizer_state(parameter, async_parameter)
+
+    def _swap_in_parameter(self, aio_handle, parameter, dest_buffers):
+        self._begin_read(aio_handle, parameter)
+        super()._swap_in_parameter(aio_handle, parameter, dest_buffers)  # waits for both
+        self._install(parameter)
+
+    def _swap_out_optimizer_state(self, swap_info):
+        super()._swap_out_optimizer_state(swap_info)
+        if self._begin_write(self.aio_handle, swap_info.tensors[0].compute_tensor):
+            self.aio_handle.wait()
+
+    def release_swap_buffers(self, parameter):
+        """Release a sub-group's memory; what has changed since the last swap-out is lost."""
+        super().release_swap_buffers(parameter)
+        if self._is_swapped(parameter):
+            self._release(parameter)
+
+
+class PipelinedSwapper(SwapsStates, PipelinedOptimizerSwapper):
+    """Reads the next sub-group and writes the last one while the optimizer steps over one."""
+
+    def __init__(self, **kwargs):
+        """Take what DeepSpeed's takes."""
+        super().__init__(**kwargs)
+        self.read_aio_handle = CheckedHandle(self.read_aio_handle)
+        self.write_aio_handle = CheckedHandle(self.write_aio_handle)
+        self.aio_handle = self.gradient_swapper.aio_handle = self.write_aio_handle
+        self._departing: dict[str, Buffer] = {}  # by kind of swap-out
+        self._in_step = False
+        self._begin()
+        self.print_exclude_list += ["_departing"]
+
+    def swap_in_optimizer_state(self, parameter, async_parameter):
+        """Read weights, gradients and state of a sub-group, and begin to read another's."""
+        super().swap_in_optimizer_state(parameter, async_parameter)
+        if self._is_swapped(parameter):
+            self._install(parameter)
+        self._in_step = async_parameter is not None
+
+    def swap_out_optimizer_state(self, parameter, async_swap):
+        """Write a sub-group's weights and state; in a step, go on before they are written."""
+        # DeepSpeed would leave the write of a changed state under way, for others to read the file.
+        super().swap_out_optimizer_state(parameter, async_swap and self._in_step)
+
+    def release_swap_buffers(self, parameter):
+        """Release a sub-group's memory; what has changed since the last swap-out is lost."""
+        super().release_swap_buffers(parameter)
+        if self._is_swapped(parameter):
+            self._release(parameter)
+
+    def writeback_optimizer_state_and_gradients(self, parameter, write_opt_state, write_gradients):
+        """Write what is asked for, and release a sub-group's memory."""
+        super().writeback_optimizer_state_and_gradients(parameter, write_opt_state, write_gradients)
+        self._release(parameter)
+
+    def _swap_in_optimizer_state(self, aio_handle, parameter):
+        if not self._is_swapped(parameter):
+            return None
+        self._set_dtype(parameter)
+        count = self._begin_read(aio_handle, parameter)
+        op = super()._swap_in_optimizer_state(aio_handle, parameter)
+        op.num_ops += count
+        return op
+
+    def _swap_out_optimizer_state(self, aio_handle, parameter, swap_in_op):
+        op = super()._swap_out_optimizer_state(aio_handle, parameter, swap_in_op)
+        op.num_ops += self._begin_write(aio_handle, parameter)
+        op.state_buffer = self._forget(parameter)
+        op.param_info.release_memory()
+        return op
+
+    def _complete_swap_out(self, swap_out_type):
+        buffer = self.swap_ops[swap_out_type].state_buffer
+        super()._complete_swap_out(swap_out_type)
+        if buffer is not None:
+            self._pool.give_back(buffer)
