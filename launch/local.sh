@@ -64,7 +64,7 @@ train() {
 }
 
 echo "building the ops (minutes the first time, then seconds)"
-"$python" -m zero8.train.build
+"$python" -m zero8.train.build "$config"
 train AdamW
 train Adam8bitBlockwise
 
