@@ -117,10 +117,13 @@ def load_states():
     renamed = copy.deepcopy(saved)
     (state,) = renamed["state"].values()
     for which in MOMENTS:
-        set_first_piece(state[which].store, identity=12345)
+        set_first_piece(state[which].store, identity=12345, name="before")
     fresh = make_engine(config(), Bag())
     base_optimizer(fresh).load_state_dict(renamed)
     result["renamed"] = held(fresh)
+    take_step(fresh, 1)
+    (state,) = base_optimizer(fresh).state.values()
+    result["renamed, a step on"] = state["history"]
 
     for name in ("another range", "another parameter", "no moments"):
         broken = copy.deepcopy(saved)
@@ -264,12 +267,13 @@ def test_state_dict_that_was_loaded_does_not_follow_the_optimizer(ranks):
 
 
 def test_state_dict_keeps_the_identity_that_the_dither_depends_on(ranks):
-    """A parameter that was renamed goes on with the dither that it had."""
+    """A parameter that was renamed goes on with the dither that it had, and with its history."""
     for rank in ranks:
         (got,), (saved,) = rank["load"]["renamed"]["states"], rank["load"]["saved"]["states"]
-        assert got["pieces"][0].identity == 12345
+        assert got["pieces"][0] == replace(saved["pieces"][0], identity=12345)
         assert got["pieces"][1:] == saved["pieces"][1:]
         assert difference(got["exp_avg"], saved["exp_avg"]) == ""
+        assert rank["load"]["renamed, a step on"] < 53
 
 
 def test_state_dict_of_another_codec_is_encoded_again(ranks):

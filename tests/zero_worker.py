@@ -7,6 +7,7 @@ import zlib
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 
 import zero8  # noqa: F401  registers the optimizer type
 
@@ -25,8 +26,12 @@ class Model(torch.nn.Module):
 
     def forward(self, tokens, targets):
         hidden = torch.tanh(self.inner(self.embed(tokens)))
-        logits = self.head(self.norm(hidden))
+        logits = self.logits(self.norm(hidden))
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def logits(self, hidden):
+        """Return what other nets compute in another way."""
+        return self.head(hidden)
 
 
 class Bag(torch.nn.Module):
@@ -99,8 +104,10 @@ def config(stage=2, offload="cpu", dtype=None, optimizer="Adam8bitBlockwise", ze
     return made
 
 
-def make_engine(ds_config, model=None, groups=None):
-    """Return an engine over a freshly seeded model."""
+def make_engine(ds_config, model=None, groups=None, **options):
+    """Return an engine over a freshly seeded model; options are those of `initialize`."""
+    # DeepSpeed asks for the processor's own fp16 instructions; torch computes without them.
+    get_accelerator().is_fp16_supported = lambda: True
     if model is None:
         torch.manual_seed(7)
         model = Model()
@@ -108,6 +115,7 @@ def make_engine(ds_config, model=None, groups=None):
         model=model,
         model_parameters=list(model.parameters()) if groups is None else groups,
         config=ds_config,
+        **options,
     )
     return engine
 

@@ -354,7 +354,10 @@ class BlockwiseAdam(torch.optim.Optimizer):
         """Return the name, place and shape of every parameter, in constructor order."""
         infos: dict[Tensor, ParamInfo] = {}
         for group in self.param_groups:
-            names = group.get("param_names") or [None] * len(group["params"])
+            names = group.get("param_names") or []
+            # Others may have put flat or fewer tensors in the place of the named parameters.
+            if len(names) != len(group["params"]):
+                names = [None] * len(group["params"])
             for name, p in zip(names, group["params"], strict=True):
                 infos[p] = ParamInfo(name, len(infos), tuple(p.shape))
         return infos

@@ -71,10 +71,11 @@ class Adam8bitBlockwise(BlockwiseAdam):
             seams.install(type(self))
 
     def _remember_params(self) -> None:
-        # ZeRO will replace them in the groups by flat partitions.
+        # DeepSpeed will replace them in the groups by flat partitions or float32 copies.
+        names = _names_in_engine()
         for p, info in super()._infos().items():
             if id(p) not in self._originals:
-                name = info.name or _deepspeed_name(p)
+                name = info.name or names.get(p)
                 shape = tuple(getattr(p, "ds_shape", p.shape))
                 self._originals[id(p)] = (weakref.ref(p), replace(info, name=name, shape=shape))
 
@@ -84,14 +85,13 @@ class Adam8bitBlockwise(BlockwiseAdam):
 
     def _infos(self) -> dict[Tensor, ParamInfo]:
         known = {id(p): info for p, info in self._known_params()}
-        infos: dict[Tensor, ParamInfo] = {}
-        for group in self.param_groups:
-            names = group.get("param_names") or []
-            for number, p in enumerate(group["params"]):
-                name = names[number] if len(names) == len(group["params"]) else None
-                default = ParamInfo(name, len(infos), tuple(p.shape))
-                infos[p] = known.get(id(p), default)
-        return infos
+        infos = super()._infos()
+        copies = [p for p in infos if id(p) not in known]
+        # Without ZeRO, DeepSpeed steps over float32 copies of what is trained, in the same order.
+        trained = [info for p, info in self._known_params() if p not in infos and p.requires_grad]
+        if [tuple(p.shape) for p in copies] == [info.shape for info in trained]:
+            known |= {id(p): info for p, info in zip(copies, trained, strict=True)}
+        return {p: known.get(id(p), info) for p, info in infos.items()}
 
     def _known_params(self) -> list[tuple[Tensor, ParamInfo]]:
         pairs = [(ref(), info) for ref, info in self._originals.values()]
@@ -173,11 +173,12 @@ class Adam8bitBlockwise(BlockwiseAdam):
         """Return a saved moment over this partition's table: verbatim where the two agree."""
         check_places(saved.table, table)
         # The dither goes on where it was: identities come from the checkpoint.
-        pairs = zip(table.pieces, saved.table.pieces, strict=True)
+        pairs = list(zip(table.pieces, saved.table.pieces, strict=True))
         pieces = tuple(replace(ours, identity=theirs.identity) for ours, theirs in pairs)
         wanted = PieceTable(pieces, table.numel)
-        if wanted == saved.table and saved.codec == self.codec:
-            return saved.clone()
+        same_blocks = all(ours.block_size == theirs.block_size for ours, theirs in pairs)
+        if same_blocks and saved.codec == self.codec:
+            return replace(saved.clone(), table=wanted)
         store = MomentStore.zeros(self.codec, saved.which, wanted)
         store.write(0, saved.read(0, table.numel))
         return store
@@ -229,8 +230,17 @@ def _zero_state(stores: list[MomentStore], step: int, history: float) -> dict:
     return {"step": step, "history": history, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
-def _deepspeed_name(p: Tensor) -> str | None:
-    """Return the name that a DeepSpeed engine under construction knows a parameter by."""
-    debug = sys.modules.get("deepspeed.utils.debug")
-    names = getattr(debug, "param_names", {})
-    return names[p] if p in names else None
+def _names_in_engine() -> dict[Tensor, str]:
+    """Return the names of parameters in the DeepSpeed engine that is constructing an optimizer.
+
+    It is found among the callers.  DeepSpeed's map for debugging, which would be at hand, belongs
+    to the process: an older engine empties it when it is collected, on this rank perhaps only.
+    """
+    engines = sys.modules.get("deepspeed.runtime.engine")
+    frame = sys._getframe() if engines else None
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, engines.DeepSpeedEngine):
+            return caller.param_names
+        frame = frame.f_back
+    return {}

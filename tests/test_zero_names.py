@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters keep their names in every DeepSpeed engine: policy, dither and reports need them."""
+
+import pytest
+from deepspeed.utils.debug import debug_clear_module_and_param_names
+from ranks import run_ranks
+from zero_worker import Bag, base_optimizer, config, make_engine, take_step
+
+import zero8
+
+# A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
+pytestmark = pytest.mark.timeout(600)
+
+FLOAT32 = ["embed", "conv"]
+EXPECTED_BITS = {name: 32 for name in Bag.SHAPES if name != "frozen"}
+EXPECTED_BITS |= {"wide": 8, "long": 8, "unused": 8}
+WITHOUT_ZERO = {
+    "zero0": config(stage=0, offload=None),
+    "zero0 bf16": config(stage=0, offload=None, dtype={}),
+    "zero0 fp16": config(stage=0, offload=None) | {"fp16": {"enabled": True}},
+}
+
+
+def while_another_engine_is_collected(params):
+    """Construct the optimizer; before, DeepSpeed forgets its map of names."""
+    debug_clear_module_and_param_names()
+    return zero8.Adam8bitBlockwise(params, fp32_params=FLOAT32)
+
+
+def collect_names():
+    """Return what memory reports say, after a step, by engine."""
+    ds_config = config(offload=None)
+    del ds_config["optimizer"]
+    engines = {
+        "collected": make_engine(ds_config, Bag(), optimizer=while_another_engine_is_collected)
+    }
+    for name, ds_config in WITHOUT_ZERO.items():
+        ds_config["optimizer"]["params"]["fp32_params"] = FLOAT32
+        engines[name] = make_engine(ds_config, Bag())
+    reports = {}
+    for name, engine in engines.items():
+        take_step(engine, 0)
+        reports[name] = base_optimizer(engine).memory_report().to_dicts()
+    return reports
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    return run_ranks(collect_names, 1, tmp_path_factory.mktemp("names"))[0]
+
+
+def bits(report):
+    return {row["name"]: row["bits"] for row in report}
+
+
+def test_names_are_known_though_another_engine_is_collected_meanwhile(reports):
+    """Its collection empties DeepSpeed's map, and happens on one rank only."""
+    assert bits(reports["collected"]) == EXPECTED_BITS
+
+
+@pytest.mark.parametrize("name", WITHOUT_ZERO)
+def test_names_are_known_without_zero_where_float32_copies_are_stepped(reports, name):
+    assert bits(reports[name]) == EXPECTED_BITS
