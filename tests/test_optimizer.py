@@ -180,7 +180,10 @@ def wrapped() -> nn.Parameter:
 BAD = {
     "sparse": (sparse, "sparse gradient; set sparse=False"),
     "complex": (lambda: with_grad(param(64, 64, dtype=torch.complex64)), "dtype torch.complex64"),
-    "float16": (lambda: with_grad(param(64, 64, dtype=torch.float16)), "dtype torch.float16"),
+    "float16": (
+        lambda: with_grad(param(64, 64, dtype=torch.float16)),
+        "dtype torch.float16.*keep float32 weights: use torch.autocast",
+    ),
     "float64": (lambda: with_grad(param(64, 64, dtype=torch.float64)), "dtype torch.float64"),
     "meta": (lambda: with_grad(nn.Parameter(torch.ones(9, device="meta"))), "expected a plain"),
     "wrapper": (wrapped, "got a parameter of type TwoTensor without storage of its own"),

@@ -55,6 +55,10 @@ REFUSED = {
         config(stage=3, offload=None, zero=offload(device="nvme")),
         ['offload_optimizer.device "nvme" without "nvme_path"', "set it to a folder"],
     ),
+    "fp16 masters": (
+        config(stage=2) | {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+        ["fp16_master_weights_and_grads", "leave it out", "bf16_master_weights_and_grads"],
+    ),
     "unknown key": (config(beta1=0.9), ["unknown parameter 'beta1'", *SERVED_KEYS]),
     "amsgrad": (config(amsgrad=True), ["amsgrad: got True", "third moment"]),
     "bad value": (config(block_size=100), ["block_size: got 100", "power of two"]),
@@ -188,8 +192,12 @@ class Zero:
         self.optimizer = optimizer
 
     def _configure_master_weights(
-        self, flag, bf16_offload_validator=None, fp16_offload_validator=None
+        self,
+        fp16_master_weights_and_gradients=False,
+        bf16_offload_validator=None,
+        fp16_offload_validator=None,
     ):
+        flag = fp16_master_weights_and_gradients
         return flag, bf16_offload_validator, fp16_offload_validator
 
 
@@ -236,12 +244,20 @@ def test_installed_mode_check_refuses_for_ours_only_and_still_asks_deepspeed(sta
         assert engine._do_optimizer_sanity_check(Ours()) == "checked by DeepSpeed"
 
 
-def test_installed_master_weights_drop_the_validators_for_ours_only(stand_ins):
+def test_installed_master_weights_drop_the_bf16_validator_for_ours_only(stand_ins):
     seams.install(Ours)
     options = {"bf16_offload_validator": "b", "fp16_offload_validator": "f"}
     ours, other = stand_ins.zero(Ours()), stand_ins.zero(object())
-    assert ours._configure_master_weights("flag", **options) == ("flag", None, None)
-    assert other._configure_master_weights("flag", **options) == ("flag", "b", "f")
+    assert ours._configure_master_weights(**options) == (False, None, "f")
+    assert other._configure_master_weights(**options) == (False, "b", "f")
+
+
+def test_installed_master_weights_refuse_fp16_for_ours_only(stand_ins):
+    seams.install(Ours)
+    fp16 = {"fp16_master_weights_and_gradients": True}
+    with pytest.raises(ValueError, match="float16 weights cannot hold its updates"):
+        stand_ins.zero(Ours())._configure_master_weights(**fp16)
+    assert stand_ins.zero(object())._configure_master_weights(**fp16) == (True, None, None)
 
 
 @pytest.mark.parametrize("name", seams.SWAPPERS)

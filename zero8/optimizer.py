@@ -28,6 +28,12 @@ logger = logging.getLogger("zero8")
 # Stands in records of parameters until a step puts its own in.
 NO_SCALARS = StepScalars(**dict.fromkeys((field.name for field in fields(StepScalars)), 0.0))
 
+# What to set, by dtype that is not served.
+REMEDIES = {
+    torch.float16: "; to compute in float16 keep float32 weights: use torch.autocast, or "
+    "DeepSpeed's fp16 without fp16_master_weights_and_grads"
+}
+
 
 @dataclass(frozen=True)
 class ParamInfo:
@@ -484,9 +490,8 @@ def check_tensors(p: Tensor) -> None:
         raise ValueError("got a sparse gradient; set sparse=False on the embedding")
     for kind, tensor in (("parameter", p), ("gradient", p.grad)):
         if tensor.dtype not in kernel.DTYPES:
-            raise ValueError(
-                f"got a {kind} of dtype {tensor.dtype}, expected one of {list(kernel.DTYPES)}"
-            )
+            message = f"got a {kind} of dtype {tensor.dtype}, expected one of {list(kernel.DTYPES)}"
+            raise ValueError(message + REMEDIES.get(tensor.dtype, ""))
         if tensor.numel() and tensor.data_ptr() == 0:
             raise ValueError(
                 f"got a {kind} of type {type(tensor).__name__} without storage of its own, "

@@ -49,7 +49,7 @@ def install(optimizer_class: type) -> None:
     _require_method(
         zero_class,
         "_configure_master_weights",
-        {"bf16_offload_validator", "fp16_offload_validator"},
+        {"fp16_master_weights_and_gradients", "bf16_offload_validator"},
     )
     _require_swapping(engine_class, stage3)
     _guard_modes(engine_class, optimizer_class)
@@ -130,7 +130,13 @@ def _allow_bf16_masters(zero_class: type, optimizer_class: type) -> None:
     @functools.wraps(original)
     def configured(self, *args, **kwargs):
         if isinstance(self.optimizer, optimizer_class):
-            kwargs["bf16_offload_validator"] = kwargs["fp16_offload_validator"] = None
+            if kwargs.get("fp16_master_weights_and_gradients"):
+                raise ValueError(
+                    "Adam8bitBlockwise does not work with fp16_master_weights_and_grads: float16 "
+                    "weights cannot hold its updates; leave it out, for float32 masters, or use "
+                    '"bf16" with "bf16_master_weights_and_grads"'
+                )
+            kwargs["bf16_offload_validator"] = None
         return original(self, *args, **kwargs)
 
     zero_class._configure_master_weights = configured
