@@ -37,14 +37,13 @@ def run_ranks(
             that were started are gone then.
     """
     _build_ops()
-    folder = tmp_path / f"ranks-{time.monotonic_ns()}"
-    folder.mkdir(parents=True)
-    torch.save(kwargs, folder / "kwargs.pt")
+    folder = _make_folder(tmp_path, kwargs)
     results = [folder / f"rank{rank}.pt" for rank in range(world_size)]
     port, processes = _free_port(), []
     try:
         for rank in range(world_size):
-            processes.append(_start(function, folder, rank, world_size, port))
+            job = [function.__module__, function.__name__, str(folder)]
+            processes.append(_start(job, folder, rank, world_size, port))
         _wait(processes, folder, timeout_s, results if kill else None)
     finally:
         for process in processes:
@@ -55,11 +54,70 @@ def run_ranks(
     return [torch.load(path, weights_only=False) for path in results]
 
 
+class StandingRanks:
+    """Ranks that stay and run one function after another: they start, and import, only once.
+
+    Args:
+        world_size: number of ranks.
+        tmp_path: a folder to work in.
+    """
+
+    def __init__(self, world_size: int, tmp_path: Path):
+        self._world_size, self._tmp_path = world_size, tmp_path
+        self._processes: list[subprocess.Popen] = []
+
+    def run(self, function, timeout_s: float = 180, **kwargs) -> list:
+        """Return what `function(**kwargs)` returned on each rank; see `run_ranks`.
+
+        Raises:
+            AssertionError: as `run_ranks`; the next call starts with fresh processes then.
+        """
+        if not self._processes:
+            self._start()
+        folder = _make_folder(self._tmp_path, kwargs)
+        results = [folder / f"rank{rank}.pt" for rank in range(self._world_size)]
+        try:
+            for process in self._processes:
+                process.stdin.write(
+                    f"{function.__module__} {function.__name__} {folder}\n".encode()
+                )
+                process.stdin.flush()
+            _wait(self._processes, self._logs, timeout_s, results)
+        except BaseException:
+            self.close()
+            raise
+        return [torch.load(path, weights_only=False) for path in results]
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            _kill(process)
+            process.stdin.close()
+        self._processes = []
+
+    def _start(self) -> None:
+        _build_ops()
+        self._logs, port = _make_folder(self._tmp_path, {}), _free_port()
+        for rank in range(self._world_size):
+            self._processes.append(_start([], self._logs, rank, self._world_size, port))
+
+
 def report(result) -> None:
     """Hand a rank's result over, once; a function that just returns need not call it."""
-    path = Path(sys.argv[-1]) / f"rank{os.environ['RANK']}.pt"
+    _save(result, Path(sys.argv[-1]))
+
+
+def _save(result, folder: Path) -> None:
+    path = folder / f"rank{os.environ['RANK']}.pt"
     torch.save(result, path.with_suffix(".part"))
     path.with_suffix(".part").replace(path)
+
+
+def _make_folder(tmp_path: Path, kwargs: dict) -> Path:
+    folder = tmp_path / f"ranks-{time.monotonic_ns()}"
+    folder.mkdir(parents=True)
+    torch.save(kwargs, folder / "kwargs.pt")
+    return folder
 
 
 @lru_cache(maxsize=1)
@@ -70,7 +128,8 @@ def _build_ops() -> None:
     build_ops()
 
 
-def _start(function, folder: Path, rank: int, world_size: int, port: int) -> subprocess.Popen:
+def _start(job: list[str], logs: Path, rank: int, world_size: int, port: int) -> subprocess.Popen:
+    """Start a rank on one job (module, function, folder), or on those that its stdin will name."""
     # Without LOCAL_SIZE DeepSpeed's all_reduce over shared memory stays off: it would leave 66 MiB
     # per rank and run in /dev/shm, which is memory.
     env = {name: value for name, value in os.environ.items() if name != "LOCAL_SIZE"} | {
@@ -83,11 +142,11 @@ def _start(function, folder: Path, rank: int, world_size: int, port: int) -> sub
         "DS_ACCELERATOR": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))),
     }
-    command = [sys.executable, str(Path(__file__)), function.__module__, function.__name__]
-    with open(folder / f"rank{rank}.log", "w") as log:
+    with open(logs / f"rank{rank}.log", "w") as log:
         return subprocess.Popen(
-            [*command, str(folder)],
+            [sys.executable, str(Path(__file__)), *job],
             env=env,
+            stdin=subprocess.DEVNULL if job else subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -127,9 +186,11 @@ def _free_port() -> int:
 
 
 def _main() -> None:
-    module, name, folder = sys.argv[1:]
-    kwargs = torch.load(Path(folder) / "kwargs.pt", weights_only=False)
-    report(getattr(importlib.import_module(module), name)(**kwargs))
+    named = (line.rstrip("\n").split(" ", 2) for line in sys.stdin)
+    jobs = [sys.argv[1:]] if sys.argv[1:] else named
+    for module, name, folder in jobs:
+        kwargs = torch.load(Path(folder) / "kwargs.pt", weights_only=False)
+        _save(getattr(importlib.import_module(module), name)(**kwargs), Path(folder))
     # Interpreter shutdown with live gloo threads can hang; the result is on disk.
     sys.stdout.flush()
     os._exit(0)

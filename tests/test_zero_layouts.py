@@ -12,7 +12,16 @@ import deepspeed
 import pytest
 import torch
 from ranks import run_ranks
-from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
+from zero_worker import (
+    MOMENTS,
+    Bag,
+    base_optimizer,
+    block_of_elements,
+    config,
+    held,
+    make_engine,
+    take_step,
+)
 
 import zero8
 
@@ -132,15 +141,6 @@ def reference(name, ds_config):
         optimizer.zero_grad()
         halve_lr(optimizer)
     return {n: (getattr(bag, n).detach(), optimizer.state[getattr(bag, n)]) for n in TRAINED}
-
-
-def block_of_elements(shape, block_size):
-    """Return the block of each element: rows as short as they may be, cut at block_size."""
-    kept = max(k for k in range(1, len(shape)) if math.prod(shape[k:]) >= 64)
-    row_length = math.prod(shape[kept:])
-    index = torch.arange(math.prod(shape))
-    per_row = math.ceil(row_length / block_size)
-    return index // row_length * per_row + index % row_length // block_size
 
 
 def put_together(ranks, block_size):

@@ -6,7 +6,7 @@ import time
 
 import psutil
 import pytest
-from ranks import run_ranks
+from ranks import StandingRanks, run_ranks
 
 # A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
 pytestmark = pytest.mark.timeout(600)
@@ -36,3 +36,34 @@ def test_run_ranks_past_its_time_limit_says_so_and_ends_all(tmp_path):
         run_ranks(fail_on_rank_1, 1, tmp_path, timeout_s=4, folder=str(tmp_path))
     if (tmp_path / "pid0").exists():
         assert not psutil.pid_exists(int((tmp_path / "pid0").read_text()))
+
+
+def own_process(wrong_rank=None):
+    """Return this process's number, unless this rank is wrong."""
+    if os.environ["RANK"] == wrong_rank:
+        raise RuntimeError("the reason")
+    return os.getpid()
+
+
+@pytest.fixture
+def standing(tmp_path):
+    ranks = StandingRanks(2, tmp_path)
+    yield ranks
+    ranks.close()
+
+
+def test_standing_ranks_run_in_the_same_processes_until_closed(standing):
+    pids = standing.run(own_process)
+    assert len(set(pids)) == 2
+    assert standing.run(own_process) == pids
+    standing.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_standing_ranks_after_a_failure_have_shown_its_output_and_start_afresh(standing):
+    pids = standing.run(own_process)
+    with pytest.raises(AssertionError, match="rank 1: exit status 1") as caught:
+        standing.run(own_process, wrong_rank="1")
+    assert "RuntimeError: the reason" in str(caught.value)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not set(standing.run(own_process)) & set(pids)

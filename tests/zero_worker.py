@@ -178,6 +178,15 @@ def plain(value):
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
+def block_of_elements(shape, block_size):
+    """Return the block of each element: rows as short as they may be, cut at block_size."""
+    kept = max(k for k in range(1, len(shape)) if math.prod(shape[k:]) >= 64)
+    row_length = math.prod(shape[kept:])
+    index = torch.arange(math.prod(shape))
+    per_row = math.ceil(row_length / block_size)
+    return index // row_length * per_row + index % row_length // block_size
+
+
 def difference(a, b, path="") -> str:
     """Return where two nests of containers, tensors and values differ in any bit, "" if nowhere."""
     if type(a) is not type(b):

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of ZeRO modes, and what the ranks do in one cell of it."""
+
+import gc
+import math
+import os
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from deepspeed.moe.layer import MoE
+from zero_worker import Model, base_optimizer, config, held, make_engine
+
+BF16 = {"enabled": True}
+MASTERS = BF16 | {"bf16_master_weights_and_grads": True}
+# Starts so high that the first steps overflow, and rises again during the training.
+FP16 = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 4, "hysteresis": 1}
+PRECISIONS = {
+    "fp32": {},
+    "bf16": {"bf16": BF16},
+    "accum32": {"bf16": BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+    "masters": {"bf16": MASTERS},
+    "states": {"bf16": MASTERS | {"bf16_optimizer_states": True}},
+    "fp16": {"fp16": FP16},
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One mode of ZeRO and what is varied with it.
+
+    Attributes:
+        stage: of ZeRO.
+        offload: device of the optimizer, None without offload.
+        precision: one of PRECISIONS.
+        model: one of MODELS.
+        zero: more of the section `zero_optimization`.
+        options: more sections.
+        poisoned: the step in which the second rank has an infinite loss, if any.
+        client_scheduler: whether the program brings a learning-rate scheduler of its own.
+        quick: whether `make test` runs it; `make test-full` runs all others.
+    """
+
+    stage: int
+    offload: str | None
+    precision: str
+    model: str = "net"
+    zero: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
+    poisoned: int | None = None
+    client_scheduler: bool = False
+    quick: bool = False
+
+    @property
+    def accumulated(self) -> int:
+        """Number of micro-batches to a step."""
+        return self.options.get("gradient_accumulation_steps", 1)
+
+    def config(self, world_size: int, optimizer: str) -> dict:
+        """Return the DeepSpeed config; a single rank gets the batches of all."""
+        made = config(self.stage, self.offload, optimizer=optimizer, zero=self.zero)
+        made["optimizer"]["params"]["lr"] = LR
+        made["train_micro_batch_size_per_gpu"] = MICRO * RANKS // world_size
+        precision = self.precision
+        if optimizer == "AdamW":
+            made["optimizer"]["params"]["torch_adam"] = True
+            # torch's AdamW would keep its moments in bfloat16, too.
+            precision = {"masters": "bf16", "states": "bf16"}.get(precision, precision)
+        return made | PRECISIONS[precision] | self.options
+
+
+RANKS, MICRO, LR = 2, 4, 5e-3
+STEPS, SAVED_AFTER = 10, 6
+
+GAS = {"gradient_accumulation_steps": 2}
+CLIP = {"gradient_clipping": 0.5}
+TIMERS = {"wall_clock_breakdown": True}
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": LR, "warmup_num_steps": 4}}}
+ONE_CYCLE = {
+    "scheduler": {
+        "type": "OneCycle",
+        "params": {
+            "cycle_min_lr": LR / 5,
+            "cycle_max_lr": LR,
+            "cycle_first_step_size": 4,
+            "cycle_min_mom": 0.8,
+            "cycle_max_mom": 0.9,
+        },
+    }
+}
+SMALL_SUB_GROUPS = {"sub_group_size": 5000}
+ROUND_ROBIN = {"round_robin_gradients": True}
+NO_SCATTER = {"reduce_scatter": False}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+# BF16_Optimizer serves zero1_accum32 only; FP16_UnfusedOptimizer serves stage 0 in bf16 and fp16.
+CELLS = {
+    "zero0_fp32": Cell(0, None, "fp32", "odd", options=GAS | CLIP | WARMUP, quick=True),
+    "zero0_bf16": Cell(0, None, "bf16", "groups", options=CLIP | ONE_CYCLE, poisoned=3),
+    "zero0_fp16": Cell(0, None, "fp16", "odd", options=CLIP, poisoned=3),
+    "zero1_fp32": Cell(1, None, "fp32", "odd", zero=ROUND_ROBIN, options=GAS),
+    "zero1_bf16": Cell(
+        1,
+        None,
+        "bf16",
+        "groups",
+        options=CLIP | TIMERS,
+        poisoned=3,
+        client_scheduler=True,
+        quick=True,
+    ),
+    "zero1_accum32": Cell(
+        1, None, "accum32", "odd", options=GAS | CLIP | WARMUP, poisoned=3, quick=True
+    ),
+    "zero1_masters": Cell(1, None, "masters", zero=NO_SCATTER),
+    "zero1_states": Cell(1, None, "states", "groups", options=GAS),
+    "zero1_fp16": Cell(1, None, "fp16", options=CLIP | ONE_CYCLE),
+    "zero1_cpu_fp32": Cell(1, "cpu", "fp32", "groups", options=CLIP, poisoned=3, quick=True),
+    "zero1_cpu_bf16": Cell(1, "cpu", "bf16", "odd", options=GAS),
+    "zero1_cpu_masters": Cell(1, "cpu", "masters", options=CLIP | WARMUP, poisoned=3),
+    "zero1_cpu_states": Cell(1, "cpu", "states", "odd", zero=ROUND_ROBIN),
+    "zero1_cpu_fp16": Cell(1, "cpu", "fp16", "odd", options=GAS),
+    "zero2_fp32": Cell(2, None, "fp32", "groups", zero=NO_SCATTER, options=CLIP | ONE_CYCLE),
+    "zero2_bf16": Cell(2, None, "bf16", "odd", options=GAS | CLIP, poisoned=3, quick=True),
+    "zero2_accum32": Cell(2, None, "accum32", "groups", options=GAS),
+    "zero2_masters": Cell(
+        2, None, "masters", "odd", zero=ROUND_ROBIN, options=CLIP, client_scheduler=True
+    ),
+    "zero2_states": Cell(2, None, "states", options=GAS | WARMUP),
+    "zero2_fp16": Cell(2, None, "fp16", "groups", zero=ROUND_ROBIN, options=GAS),
+    "zero2_cpu_fp32": Cell(2, "cpu", "fp32", "odd", zero=ROUND_ROBIN, options=GAS | TIMERS),
+    "zero2_cpu_bf16": Cell(2, "cpu", "bf16", "groups", options=GAS | ONE_CYCLE, quick=True),
+    "zero2_cpu_masters": Cell(2, "cpu", "masters", "odd", options=GAS, poisoned=3),
+    "zero2_cpu_states": Cell(2, "cpu", "states", zero=NO_SCATTER, options=CLIP),
+    "zero2_cpu_fp16": Cell(2, "cpu", "fp16", "odd", options=CLIP | WARMUP),
+    "zero3_fp32": Cell(3, None, "fp32", "odd", options=GAS | CLIP, quick=True),
+    "zero3_bf16": Cell(3, None, "bf16", "groups", zero=SMALL_SUB_GROUPS, poisoned=3),
+    "zero3_accum32": Cell(3, None, "accum32", "odd", options=GAS),
+    "zero3_masters": Cell(3, None, "masters", options=CLIP | WARMUP),
+    "zero3_states": Cell(3, None, "states", "groups", zero=NO_SCATTER, options=GAS),
+    "zero3_fp16": Cell(3, None, "fp16", "odd", zero=SMALL_SUB_GROUPS),
+    "zero3_cpu_fp32": Cell(3, "cpu", "fp32", "groups", zero=NO_SCATTER, options=CLIP | TIMERS),
+    "zero3_cpu_bf16": Cell(
+        3, "cpu", "bf16", "odd", zero=SMALL_SUB_GROUPS, options=GAS | CLIP, poisoned=3, quick=True
+    ),
+    "zero3_cpu_masters": Cell(3, "cpu", "masters", "odd", zero=SMALL_SUB_GROUPS, poisoned=3),
+    "zero3_cpu_states": Cell(3, "cpu", "states", options=GAS | ONE_CYCLE),
+    "zero3_cpu_fp16": Cell(3, "cpu", "fp16", "groups", options=GAS | CLIP, client_scheduler=True),
+    "zero0_moe": Cell(0, None, "fp32", "experts"),
+    "zero1_moe": Cell(1, None, "fp32", "local experts", zero=ROUND_ROBIN, options=GAS),
+    "zero1_accum32_moe": Cell(1, None, "accum32", "experts", options=CLIP),
+    "zero1_cpu_moe": Cell(1, "cpu", "bf16", "experts", options=CLIP),
+    "zero2_moe": Cell(2, None, "bf16", "experts", options=GAS),
+    "zero2_moe_fp16": Cell(2, None, "fp16", "local experts", options=CLIP),
+    "zero2_cpu_moe": Cell(2, "cpu", "bf16", "local experts", options=CLIP),
+    "zero2_cpu_moe_states": Cell(2, "cpu", "states", "experts", options=GAS),
+    "zero1_aligned": Cell(1, None, "bf16", "odd", zero={"parameter_alignment": True}),
+    "zero2_overlap": Cell(2, None, "bf16", "odd", zero={"overlap_comm": True}, options=GAS),
+    "zero2_autocast": Cell(2, None, "fp32", options=AUTOCAST),
+    "zero3_cpu_autocast": Cell(3, "cpu", "fp32", options=AUTOCAST | GAS),
+    "zero3_cpu_params": Cell(3, "cpu", "bf16", "odd", zero={"offload_param": {"device": "cpu"}}),
+    "zero3_hpz": Cell(3, None, "bf16", "odd", zero={"zero_hpz_partition_size": 2}, options=GAS),
+}
+
+# What DeepSpeed refuses, or fails at, with every optimizer: (cell, what it says).
+REFUSED = {
+    "zero0_accum32": (Cell(0, None, "accum32"), "unsupported mix of model_dtype"),
+    "zero2_moe_no_scatter": (
+        Cell(2, None, "fp32", "experts", zero=NO_SCATTER),
+        "Reduce Scatter in ZeRO Stage 2 must be set to True for MoE",
+    ),
+    "zero3_moe": (Cell(3, None, "fp32", "experts"), "MoE is not supported with ZeRO Stage 3"),
+    "zero1_frozen_group": (Cell(1, None, "fp32", "frozen group"), "list index out of range"),
+    "zero2_frozen_group": (Cell(2, "cpu", "fp32", "frozen group"), "list index out of range"),
+    "zero1_accum32_frozen_group": (
+        Cell(1, None, "accum32", "frozen group"),
+        "expected a non-empty list of Tensors",
+    ),
+}
+
+
+class Odd(Model):
+    """Tied, frozen and unused parameters, and one that is shorter than the ranks are many."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = torch.nn.Linear(131, 96)
+        self.head = torch.nn.Linear(96, 67, bias=False)
+        torch.nn.init.normal_(self.embed.weight, std=0.2)
+        self.head.weight = self.embed.weight
+        self.gain = torch.nn.Parameter(torch.ones(1))
+        self.unused = torch.nn.Parameter(torch.full((50, 100), 0.5))
+        self.frozen = torch.nn.Parameter(torch.full((50, 100), 0.25), requires_grad=False)
+
+    def logits(self, hidden):
+        return self.head(self.down(hidden) * self.gain) * (4 * self.frozen[0, 0])
+
+
+class Experts(Model):
+    """Two experts in the middle, both on every rank or one on each."""
+
+    def __init__(self, ep_size):
+        super().__init__()
+        expert = torch.nn.Sequential(torch.nn.Linear(131, 64), torch.nn.Linear(64, 131))
+        # All tokens count, so that the result does not depend on a random choice of them.
+        self.moe = MoE(
+            131, expert, num_experts=2, ep_size=ep_size, drop_tokens=False, use_rts=False
+        )
+
+    def logits(self, hidden):
+        mixed, *_ = self.moe(hidden)
+        return self.head(hidden + mixed)
+
+
+MODELS = {
+    "net": Model,
+    "groups": Model,
+    "frozen group": Model,
+    "odd": Odd,
+    "experts": lambda: Experts(ep_size=1),
+    "local experts": lambda: Experts(ep_size=2),
+}
+
+
+def groups_of(model, kind):
+    """Return two groups: with their own learning rates and weight decays, or one all frozen."""
+    parameters = list(model.parameters())
+    if kind == "frozen group":
+        parameters[0].requires_grad_(False)
+        return [{"params": parameters[:1]}, {"params": parameters[1:]}]
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0, "lr": 2 * LR},
+    ]
+
+
+def make(cell, optimizer, seed=7):
+    """Return a cell's engine over a freshly seeded model."""
+    torch.manual_seed(seed)
+    model = MODELS[cell.model]()
+    return make_engine(
+        cell.config(int(os.environ["WORLD_SIZE"]), optimizer),
+        model,
+        groups_of(model, cell.model) if "group" in cell.model else None,
+        lr_scheduler=decay if cell.client_scheduler else None,
+    )
+
+
+def decay(optimizer):
+    """Return torch's own kind of learning-rate scheduler."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+
+
+def micro_batch(number, seed):
+    """Return tokens and targets of a micro-batch; a single rank has those of all."""
+    ranks = [int(os.environ["RANK"])] if os.environ["WORLD_SIZE"] != "1" else range(RANKS)
+    tokens = []
+    for rank in ranks:
+        generator = torch.Generator().manual_seed(1000 * (1000 * seed + number) + rank)
+        tokens.append(torch.randint(0, 60, (MICRO, 12), generator=generator))
+    tokens = torch.cat(tokens)
+    return tokens, (tokens * 7 + 3) % 67
+
+
+def train(engine, cell, steps, seed=7):
+    """Train and return of each step its loss, learning rate, betas, and whether it was skipped."""
+    log = []
+    last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    for step in steps:
+        total, skipped = 0.0, engine.skipped_steps
+        for number in range(cell.accumulated):
+            factor = math.inf if step == cell.poisoned and last else 1.0
+            inputs = micro_batch(step * cell.accumulated + number, seed)
+            loss = engine(*inputs)
+            engine.backward(loss * factor)
+            engine.step()
+            total += loss.item() / cell.accumulated
+        group = base_optimizer(engine).param_groups[0]
+        log.append(
+            {
+                "loss": total,
+                "lr": float(group["lr"]),
+                "betas": tuple(group["betas"]),
+                "skipped": engine.skipped_steps - skipped,
+            }
+        )
+    return log
+
+
+def run_cell(name, folder):
+    """Train, save and go on; load into a fresh engine and go on; train fp32 AdamW."""
+    cell = CELLS[name]
+    engine = make(cell, "Adam8bitBlockwise")
+    log = train(engine, cell, range(SAVED_AFTER))
+    result = {"wrapper": type(engine.optimizer).__name__, "before": held(engine)}
+    engine.save_checkpoint(folder, tag=name)
+    result["log"] = log + train(engine, cell, range(SAVED_AFTER, STEPS))
+    result["after"] = held(engine)
+    ours = weakref.ref(base_optimizer(engine))
+    engine.destroy()
+    engine = make(cell, "Adam8bitBlockwise")
+    path, _ = engine.load_checkpoint(folder, tag=name)
+    assert path is not None
+    result["loaded"] = held(engine)
+    result["resumed log"] = train(engine, cell, range(SAVED_AFTER, STEPS))
+    result["resumed"] = held(engine)
+    engine.destroy()
+    engine = make(cell, "AdamW")
+    result["AdamW log"] = train(engine, cell, range(STEPS))
+    theirs = weakref.ref(base_optimizer(engine))
+    engine.destroy()
+    del engine
+    gc.collect()
+    result["kept"], result["AdamW kept"] = (ref() is not None for ref in (ours, theirs))
+    return result
+
+
+def errors(name):
+    """Return the error in a refused cell, by optimizer."""
+    found = {}
+    for optimizer in ("Adam8bitBlockwise", "AdamW"):
+        try:
+            make(REFUSED[name][0], optimizer)
+        except Exception as error:
+            found[optimizer] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def losses_of_seeds(name):
+    """Return the losses of trainings in a cell, by optimizer and seed of data and weights."""
+    cell, losses = CELLS[name], {}
+    for optimizer in ("Adam8bitBlockwise", "AdamW"):
+        for seed in range(5):
+            engine = make(cell, optimizer, seed)
+            log = train(engine, cell, range(STEPS), seed)
+            losses[optimizer, seed] = [entry["loss"] for entry in log]
+            engine.destroy()
+    return losses
