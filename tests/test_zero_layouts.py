@@ -6,18 +6,18 @@ parameter and compared with a single process that knows nothing of ZeRO; only bl
 partition boundary cuts may differ, as each side has a scale of its own.
 """
 
-import math
-
 import deepspeed
 import pytest
 import torch
 from ranks import run_ranks
+from zero_experts import EXPERT_LAYOUTS, expert_reference, step_experts
+from zero_shards import assert_equals_plain, put_together
 from zero_worker import (
     MOMENTS,
     Bag,
     base_optimizer,
-    block_of_elements,
     config,
+    difference,
     held,
     make_engine,
     take_step,
@@ -31,6 +31,10 @@ pytestmark = pytest.mark.timeout(600)
 STEPS = 4
 TRAINED = tuple(name for name in Bag.SHAPES if name != "frozen")
 FLOAT32 = ("thin", "bias", "single")  # too narrow, and fewer than two dimensions
+
+# A scale under which all gradients here are exact, and none overflows.
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+BF16_STATES = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 LAYOUTS = {
     "zero1": config(stage=1, offload=None),
@@ -49,6 +53,29 @@ LAYOUTS = {
     "zero3 offload, small sub-groups": config(stage=3, zero={"sub_group_size": 5000}),
     "zero3, under zero.Init": config(stage=3, offload=None),
     "zero3 offload, bf16 masters": config(stage=3, dtype={"bf16_master_weights_and_grads": True}),
+    "zero1 aligned": config(stage=1, offload=None, zero={"parameter_alignment": True}),
+    "zero1 fp16": config(stage=1, offload=None) | FP16,
+    "zero2 all-reduce": config(stage=2, offload=None, zero={"reduce_scatter": False}),
+    "zero2 offload, fp16": config(stage=2) | FP16,
+    "zero2 offload, accumulated": config(stage=2) | {"gradient_accumulation_steps": 2},
+    "zero3 offload, fp16": config(stage=3) | FP16,
+    "zero3, bf16 states": config(stage=3, offload=None, dtype=BF16_STATES),
+    "zero3 accumulated, all-reduce": config(stage=3, offload=None, zero={"reduce_scatter": False})
+    | {"gradient_accumulation_steps": 2},
+}
+WITHOUT_ZERO = {
+    "zero0": config(stage=0, offload=None),
+    "zero0 bf16": config(stage=0, offload=None, dtype={}),
+    "zero0 fp16": config(stage=0, offload=None) | FP16,
+}
+ON_FOUR_RANKS = {
+    "zero1": LAYOUTS["zero1"],
+    "zero1 bf16, fp32 gradients": LAYOUTS["zero1 bf16, fp32 gradients"],
+    "zero2 offload, bf16": LAYOUTS["zero2 offload, bf16"],
+    "zero2 offload, round robin": LAYOUTS["zero2 offload, round robin"],
+    "zero3 offload, groups": LAYOUTS["zero3 offload, groups"],
+    "zero3 offload, bf16 masters": LAYOUTS["zero3 offload, bf16 masters"],
+    "zero3 hpz": config(stage=3, offload=None, dtype={}, zero={"zero_hpz_partition_size": 2}),
 }
 GROUPS = (
     {"names": ("embed", "long"), "lr": 2e-2, "weight_decay": 0.0, "betas": [0.8, 0.99]},
@@ -85,7 +112,8 @@ def step_layouts(layouts):
         groups = groups_of(bag, named=False) if "groups" in name else None
         engine = make_engine(ds_config, bag, groups)
         for step in range(STEPS):
-            take_step(engine, step)
+            for _ in range(engine.gradient_accumulation_steps()):
+                take_step(engine, step)
             halve_lr(engine.optimizer)
         result[name] = held(engine)
         result[name]["report"] = base_optimizer(engine).memory_report().to_dicts()
@@ -120,110 +148,101 @@ class Mean(torch.nn.Module):
 
 def step_everything(layouts, folder):
     """Run all of this file's scenarios in one process."""
-    return step_layouts(layouts), step_tiny(folder)
+    return step_layouts(layouts), step_tiny(folder), step_experts(STEPS)
+
+
+def step_on_four(layouts):
+    """Run what four ranks are for."""
+    return step_layouts(layouts), step_experts(STEPS)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
-    return run_ranks(step_everything, 2, folder, layouts=LAYOUTS, folder=str(folder))
+    layouts = LAYOUTS | WITHOUT_ZERO
+    return run_ranks(step_everything, 2, folder, layouts=layouts, folder=str(folder))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    return run_ranks(step_on_four, 4, tmp_path_factory.mktemp("four"), layouts=ON_FOUR_RANKS)
 
 
 def reference(name, ds_config):
     """Return {parameter: (weights, its state)} of the plain optimizer."""
-    bag = Bag().to(torch.bfloat16 if "bf16 masters" in name else torch.float32)
+    # Gradients are computed in the model's precision and stepped in the masters'.
+    low, bag = Bag(), Bag()
+    if "fp16" in ds_config:
+        low, bag = low.half(), bag.half().float()
+    if ds_config.get("bf16", {}).get("bf16_master_weights_and_grads"):
+        low, bag = low.bfloat16(), bag.bfloat16()
     params = groups_of(bag, named=True) if "groups" in name else list(bag.named_parameters())
     optimizer = zero8.Adam8bitBlockwise(params, **ds_config["optimizer"]["params"])
-    for step in range(STEPS):
-        bag(step).backward()
-        bag.unused.grad = torch.zeros_like(bag.unused)  # as in ZeRO's flat gradients
+    if name in ("zero0 bf16", "zero0 fp16"):
+        # DeepSpeed's wrapper takes a step with zero gradients when it is made.
+        for n in TRAINED:
+            getattr(bag, n).grad = torch.zeros_like(getattr(bag, n))
         optimizer.step()
-        optimizer.zero_grad()
+    for step in range(STEPS):
+        low(step).backward()
+        for n in TRAINED:
+            p, grad = getattr(bag, n), getattr(low, n).grad
+            # An unused one has zeros in ZeRO's flat gradients.
+            p.grad = torch.zeros_like(p) if grad is None else grad.to(p.dtype)
+            if name == "zero0 fp16":
+                # DeepSpeed 0.19.8 divides by the loss scale, but has not multiplied by it.
+                p.grad /= 2**8
+        low.zero_grad()
+        optimizer.step()
         halve_lr(optimizer)
     return {n: (getattr(bag, n).detach(), optimizer.state[getattr(bag, n)]) for n in TRAINED}
-
-
-def put_together(ranks, block_size):
-    """Return, by parameter, its weights and moments per element, from what all ranks hold.
-
-    Moments are codes and scales, or float32 values and None.  `whole` tells where a block is not
-    cut, `holders` how many ranks hold an element.
-    """
-    made = {}
-    for state in (state for rank in ranks for state in rank["states"]):
-        offsets = {True: 0, False: 0, "scales": 0}
-        for piece in state["pieces"]:
-            entry = made.setdefault(piece.name, empty_entry(piece, state))
-            here = slice(piece.first, piece.first + piece.numel)
-            quantized = "exp_avg_scale" in entry
-            entry["holders"][here] += 1
-            entry["weights"][here] = state["master"][piece.start : piece.start + piece.numel]
-            there = slice(offsets[quantized], offsets[quantized] + piece.numel)
-            offsets[quantized] += piece.numel
-            if quantized:
-                block = block_of_elements(piece.shape, block_size)
-                touched, local, count = block[here].unique(return_inverse=True, return_counts=True)
-                whole = count == block.bincount()[touched]
-                entry["whole"][here] = whole[local]
-                first_scale = offsets["scales"]
-                offsets["scales"] += len(touched)
-            for which in MOMENTS:
-                codes, scales, dense = state[which]
-                entry[which][here] = (codes if quantized else dense)[there]
-                if quantized:
-                    entry[f"{which}_scale"][here] = scales[first_scale:][local]
-        for which in MOMENTS:
-            sizes = [len(tensor) for tensor in state[which]]
-            assert sizes == [offsets[True], offsets["scales"], offsets[False]]
-    return made
-
-
-def empty_entry(piece, state):
-    numel = math.prod(piece.shape)
-    entry = {
-        "holders": torch.zeros(numel, dtype=torch.int32),
-        "whole": torch.ones(numel, dtype=torch.bool),
-        "weights": torch.full((numel,), math.nan, dtype=state["master"].dtype),
-    }
-    for which in MOMENTS:
-        entry[which] = torch.zeros(numel, dtype=torch.uint8 if piece.block_size else torch.float32)
-        if piece.block_size:
-            per_block = state[which][1].shape[1:]
-            entry[f"{which}_scale"] = torch.full((numel, *per_block), math.nan)
-    return entry
 
 
 def assert_equals_reference(ranks, name, ds_config, cut_per_param):
     """Compare what the ranks hold with the plain optimizer, where blocks are whole."""
     block_size = ds_config["optimizer"]["params"].get("block_size", 256)
     made = put_together(ranks, block_size)
-    assert sorted(made) == sorted(TRAINED)
-    for parameter, (weights, state) in reference(name, ds_config).items():
-        entry, where = made[parameter], f"{name}: {parameter}"
-        whole = entry["whole"]
-        assert entry["holders"].eq(1).all(), where
-        assert entry["weights"].dtype == weights.dtype
-        assert torch.equal(entry["weights"][whole], weights.flatten()[whole]), where
-        if "exp_avg_q8" in state:
-            block = block_of_elements(weights.shape, block_size)
-            assert block[~whole].unique().numel() <= cut_per_param, where
-        for which in MOMENTS if "exp_avg_q8" in state else ():
-            codes, scales = state[f"{which}_q8"].flatten(), entry[f"{which}_scale"]
-            assert torch.equal(entry[which][whole], codes[whole]), where
-            expected = state[f"{which}_scale"].reshape(-1, *scales.shape[1:])
-            assert torch.equal(scales[whole], expected[block][whole]), where
-        for which in () if "exp_avg_q8" in state else MOMENTS:
-            assert torch.equal(entry[which], state[which].flatten()), where
+    assert_equals_plain(made, reference(name, ds_config), block_size, cut_per_param)
     return made
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_on_two_ranks_equals_plain_optimizer_in_uncut_blocks(two_ranks, name):
     """Two ranks make one boundary within a flat group or a parameter: one cut block at most."""
-    ranks = [layouts[name] for layouts, _ in two_ranks]
+    ranks = [layouts[name] for layouts, *_ in two_ranks]
     made = assert_equals_reference(ranks, name, LAYOUTS[name], cut_per_param=1)
     expected = [*FLOAT32, "embed"] if "fp32 embedding" in name else FLOAT32
     assert sorted(p for p in made if "exp_avg_scale" not in made[p]) == sorted(expected)
+
+
+@pytest.mark.parametrize("name", ON_FOUR_RANKS)
+def test_layout_on_four_ranks_equals_plain_optimizer_in_uncut_blocks(four_ranks, name):
+    ranks = [layouts[name] for layouts, _ in four_ranks]
+    assert_equals_reference(ranks, name, ON_FOUR_RANKS[name], cut_per_param=3)
+
+
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_experts_on_any_ranks_equal_plain_optimizer_in_uncut_blocks(
+    two_ranks, four_ranks, name, world_size
+):
+    """Experts are cut among the ranks that have the same ones: on four, every second of them."""
+    ranks = [results[-1][name] for results in {2: two_ranks, 4: four_ranks}[world_size]]
+    made = put_together(ranks, block_size=256)
+    assert_equals_plain(made, expert_reference(name, STEPS), 256, cut_per_param=world_size - 1)
+    for rank in ranks:
+        assert any("moe" in keys and "name" in keys for keys in rank["group keys"])
+
+
+@pytest.mark.parametrize("name", WITHOUT_ZERO)
+def test_layout_without_zero_equals_plain_optimizer_on_each_rank(two_ranks, name):
+    expected = reference(name, WITHOUT_ZERO[name])
+    for layouts, *_ in two_ranks:
+        states = layouts[name]["states"]
+        assert len(states) == len(expected)
+        for state, (weights, plain_state) in zip(states, expected.values(), strict=True):
+            assert difference(state.pop("master"), weights) == ""
+            assert difference(state, plain_state) == ""
 
 
 def test_layout_on_one_rank_equals_plain_optimizer_in_all_blocks(tmp_path):
@@ -237,7 +256,7 @@ def test_layout_on_one_rank_equals_plain_optimizer_in_all_blocks(tmp_path):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_parameter_without_gradient_keeps_zero_moments(two_ranks, name):
     made = put_together(
-        [layouts[name] for layouts, _ in two_ranks],
+        [layouts[name] for layouts, *_ in two_ranks],
         LAYOUTS[name]["optimizer"]["params"].get("block_size", 256),
     )
     for which in MOMENTS:
@@ -247,7 +266,7 @@ def test_parameter_without_gradient_keeps_zero_moments(two_ranks, name):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_memory_report_lists_what_the_rank_holds(two_ranks, name):
-    for rank, (layouts, _) in enumerate(two_ranks):
+    for rank, (layouts, *_) in enumerate(two_ranks):
         states, rows = layouts[name]["states"], layouts[name]["report"]
         pieces = [piece for state in states for piece in state["pieces"]]
         got = [(row["name"], row["numel"], row["bits"]) for row in rows]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from ranks import StandingRanks
 from zero_matrix import CELLS, RANKS, REFUSED, SAVED_AFTER, STEPS, errors, losses_of_seeds, run_cell
-from zero_worker import MOMENTS, block_of_elements, difference
+from zero_shards import block_of_elements
+from zero_worker import MOMENTS, difference
 
 # A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
 pytestmark = pytest.mark.timeout(600)

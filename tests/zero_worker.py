@@ -99,7 +99,7 @@ def config(stage=2, offload="cpu", dtype=None, optimizer="Adam8bitBlockwise", ze
     }
     if offload:
         made["zero_optimization"]["offload_optimizer"] = {"device": offload, "pin_memory": False}
-    if dtype:
+    if dtype is not None:
         made["bf16"] = {"enabled": True, **dtype}
     return made
 
@@ -176,15 +176,6 @@ def plain(value):
         store = value.store
         return tuple(t.clone() for t in (store.codes, store.scales, store.dense))
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def block_of_elements(shape, block_size):
-    """Return the block of each element: rows as short as they may be, cut at block_size."""
-    kept = max(k for k in range(1, len(shape)) if math.prod(shape[k:]) >= 64)
-    row_length = math.prod(shape[kept:])
-    index = torch.arange(math.prod(shape))
-    per_row = math.ceil(row_length / block_size)
-    return index // row_length * per_row + index % row_length // block_size
 
 
 def difference(a, b, path="") -> str:
