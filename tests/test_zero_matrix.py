@@ -157,9 +157,10 @@ def test_masters_are_in_the_precision_that_the_config_asks_for(matrix, name):
 
 @pytest.mark.parametrize("name", cells(CELLS))
 def test_losses_fall_and_follow_fp32_adamw(matrix, name):
-    """To first order the loss changes by gradient * update: it follows fp32's to within the
-    relative error of the updates, about one code, times the distance that it has gone.  Weights
-    that are kept in bfloat16, and logits with them, are off by up to 2^-8 of themselves, too."""
+    """To first order the loss changes by gradient * update.  Updates are off by about one code,
+    1/32, independently of each other: over thousands of weights no more than an eighth of that is
+    left of the distance gone.  Weights that are kept in bfloat16, and logits with them, are off by
+    up to 2^-8 of themselves, too."""
     ours, theirs = (mean_losses(matrix.run(name), log) for log in ("log", "AdamW log"))
     assert ours[-1] < 0.7 * ours[0]
     assert ours[0] == pytest.approx(theirs[0], rel=2**-8)
@@ -167,7 +168,7 @@ def test_losses_fall_and_follow_fp32_adamw(matrix, name):
     gone = 0.0
     for step in range(1, STEPS):
         gone += abs(theirs[step] - theirs[step - 1])
-        assert abs(ours[step] - theirs[step]) <= gone / 32 + rounded * theirs[0], step
+        assert abs(ours[step] - theirs[step]) <= gone / 256 + rounded * theirs[0], step
 
 
 @pytest.mark.parametrize("name", cells(CELLS))
@@ -177,7 +178,7 @@ def test_steps_that_overflow_are_skipped_as_with_adamw_and_no_others(matrix, nam
         got = skipped(rank["log"])
         assert got == skipped(rank["AdamW log"])
         if cell.precision == "fp16" and cell.stage:
-            assert 1 <= sum(got) <= STEPS // 2
+            assert 1 <= sum(got) < STEPS - 3
         else:
             assert got == [int(step == cell.poisoned) for step in range(STEPS)]
         # FP16_UnfusedOptimizer takes a step with zero gradients when it is made.
@@ -187,11 +188,15 @@ def test_steps_that_overflow_are_skipped_as_with_adamw_and_no_others(matrix, nam
 
 @pytest.mark.parametrize("name", cells(CELLS))
 def test_resume_in_a_fresh_engine_is_bit_identical(matrix, name):
+    """What is loaded always is; what follows, wherever it is with fp32 AdamW."""
     for rank in matrix.run(name):
         assert difference(rank["before"], rank["loaded"]) == ""
-        assert rank["log"][SAVED_AFTER:] == rank["resumed log"]
-        assert difference(rank["after"], rank["resumed"]) == ""
         assert difference(rank["after"], rank["loaded"]) != ""
+        resumes = rank["AdamW log"][SAVED_AFTER:] == rank["AdamW resumed log"]
+        assert resumes == CELLS[name].resumes
+        if resumes:
+            assert rank["log"][SAVED_AFTER:] == rank["resumed log"]
+            assert difference(rank["after"], rank["resumed"]) == ""
 
 
 SCHEDULED = [n for n, cell in CELLS.items() if cell.client_scheduler or "scheduler" in cell.options]

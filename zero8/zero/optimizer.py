@@ -88,7 +88,8 @@ class Adam8bitBlockwise(BlockwiseAdam):
         infos = super()._infos()
         copies = [p for p in infos if id(p) not in known]
         # Without ZeRO, DeepSpeed steps over float32 copies of what is trained, in the same order.
-        trained = [info for p, info in self._known_params() if p not in infos and p.requires_grad]
+        replaced = [(p, info) for p, info in self._known_params() if p not in infos]
+        trained = [info for p, info in replaced if p.requires_grad and p.numel()]
         if [tuple(p.shape) for p in copies] == [info.shape for info in trained]:
             known |= {id(p): info for p, info in zip(copies, trained, strict=True)}
         return {p: known.get(id(p), info) for p, info in infos.items()}
