@@ -93,6 +93,7 @@ ONE_CYCLE = {
 SMALL_SUB_GROUPS = {"sub_group_size": 5000}
 ROUND_ROBIN = {"round_robin_gradients": True}
 NO_SCATTER = {"reduce_scatter": False}
+AUTOCAST_FP16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 # BF16_Optimizer serves zero1_accum32 only; FP16_UnfusedOptimizer serves stage 0 in bf16 and fp16.
@@ -164,7 +165,10 @@ CELLS = {
     "zero2_cpu_moe_states": Cell(2, "cpu", "states", "experts", options=GAS),
     "zero1_aligned": Cell(1, None, "bf16", "odd", zero={"parameter_alignment": True}),
     "zero2_overlap": Cell(2, None, "bf16", "odd", zero={"overlap_comm": True}, options=GAS),
+    "zero2_not_contiguous": Cell(2, None, "fp32", "odd", zero={"contiguous_gradients": False}),
+    "zero0_autocast_fp16": Cell(0, None, "fp32", options=AUTOCAST_FP16),
     "zero2_autocast": Cell(2, None, "fp32", options=AUTOCAST),
+    "zero2_cpu_autocast_fp16": Cell(2, "cpu", "fp32", options=AUTOCAST_FP16, poisoned=3),
     "zero3_cpu_autocast": Cell(3, "cpu", "fp32", options=AUTOCAST | GAS, resumes=False),
     "zero3_cpu_params": Cell(3, "cpu", "bf16", "odd", zero={"offload_param": {"device": "cpu"}}),
     "zero3_hpz": Cell(3, None, "bf16", "odd", zero={"zero_hpz_partition_size": 2}, options=GAS),
@@ -177,6 +181,8 @@ REFUSED = {
         Cell(2, None, "fp32", "experts", zero=NO_SCATTER),
         "Reduce Scatter in ZeRO Stage 2 must be set to True for MoE",
     ),
+    # It looks for "step" in the parameter groups; says nothing.
+    "zero2_elastic": (Cell(2, "cpu", "bf16", zero={"elastic_checkpoint": True}), "AssertionError"),
     "zero3_moe": (Cell(3, None, "fp32", "experts"), "MoE is not supported with ZeRO Stage 3"),
     "zero1_frozen_group": (Cell(1, None, "fp32", "frozen group"), "list index out of range"),
     "zero2_frozen_group": (Cell(2, "cpu", "fp32", "frozen group"), "list index out of range"),
@@ -329,12 +335,15 @@ def run_cell(name, folder):
     return result
 
 
-def errors(name):
-    """Return the error in a refused cell, by optimizer."""
-    found = {}
+def errors(name, folder):
+    """Return the error that a step, saving and loading end with, by optimizer."""
+    cell, found = REFUSED[name][0], {}
     for optimizer in ("Adam8bitBlockwise", "AdamW"):
         try:
-            make(REFUSED[name][0], optimizer)
+            engine = make(cell, optimizer)
+            train(engine, cell, range(1))
+            engine.save_checkpoint(folder, tag=f"{name} {optimizer}")
+            engine.load_checkpoint(folder, tag=f"{name} {optimizer}")
         except Exception as error:
             found[optimizer] = f"{type(error).__name__}: {error}"
     return found
