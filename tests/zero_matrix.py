@@ -98,7 +98,9 @@ AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 # BF16_Optimizer serves zero1_accum32 only; FP16_UnfusedOptimizer serves stage 0 in bf16 and fp16.
 # What the optimizer sees: float32 masters and gradients everywhere, bfloat16 ones in the precisions
-# "masters" and "states"; never float16.  DeepSpeed 0.19.8 treats every optimizer alike here:
+# "masters" and "states"; never float16.  Other optimizers than ours and DeepSpeed's on the CPU get
+# bfloat16 masters in "states" without offload only.
+# DeepSpeed 0.19.8 treats every optimizer alike here:
 # * Stage 0 in bf16 and fp16 takes a step with zero gradients before the first.
 # * Stage 0 in fp16 divides gradients by the loss scale, but never multiplies the loss by it.
 # * Stage 3 under autocast resumes in a fresh engine with other gradients (last digits) than before.
