@@ -160,12 +160,14 @@ def step_on_four(layouts):
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     layouts = LAYOUTS | WITHOUT_ZERO
-    return run_ranks(step_everything, 2, folder, layouts=layouts, folder=str(folder))
+    arguments = {"layouts": layouts, "folder": str(folder)}
+    return run_ranks(step_everything, 2, folder, timeout_s=500, **arguments)
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory):
-    return run_ranks(step_on_four, 4, tmp_path_factory.mktemp("four"), layouts=ON_FOUR_RANKS)
+    folder = tmp_path_factory.mktemp("four")
+    return run_ranks(step_on_four, 4, folder, timeout_s=500, layouts=ON_FOUR_RANKS)
 
 
 def reference(name, ds_config):
