@@ -350,3 +350,24 @@ def test_copy_of_a_written_moment_counts_as_written(copied):
     assert not copied(x).store.written or copied is COPIES["copy_"]
     x.fill_(2.0)
     assert copied(x).store.written
+
+
+# --- Other processes -----------------------------------------------------------------------------
+
+
+def write_elsewhere(x):
+    x[100:900].fill_(0.0)
+
+
+def test_share_memory_lets_another_process_write_the_codes():
+    x = moment()
+    before = copies(x)
+    assert not x.is_shared()
+    assert x.share_memory_() is x and x.is_shared()
+    assert same(buffers(x), before)
+    child = torch.multiprocessing.get_context("spawn").Process(target=write_elsewhere, args=(x,))
+    child.start()
+    child.join(120)
+    assert child.exitcode == 0
+    assert x.dense()[100:900].abs().max() == 0
+    assert x.dense()[2:100].abs().max() > 0

@@ -259,3 +259,23 @@ def test_optimizer_empty_parameter_is_stepped_and_saved(shape):
     assert optimizer.state[p]["step"] == 2
     optimizer.load_state_dict(optimizer.state_dict())
     run(optimizer, [p, other], 1, start=2)
+
+
+def test_step_with_a_damaged_state_changes_nothing_and_makes_no_states():
+    """A parameter whose turn comes before the damaged one's must not be left with zero state."""
+    params = [param(64, 80, seed=seed) for seed in range(3)]
+    optimizer = Adam8bitBlockwise(params)
+    set_grads(params[1:], step=0)
+    optimizer.step()
+    good = optimizer.state[params[1]]["format"].clone()
+    optimizer.state[params[1]]["format"][0] = 99
+    weights = [p.detach().clone() for p in params]
+    set_grads(params, step=1)
+    with pytest.raises(ValueError, match="format version 99"):
+        optimizer.step()
+    assert list(optimizer.state) == params[1:]
+    assert [optimizer.state[p]["step"] for p in params[1:]] == [1, 1]
+    assert_equal(params, weights)
+    optimizer.state[params[1]]["format"].copy_(good)
+    optimizer.step()
+    assert [optimizer.state[p]["step"] for p in params] == [1, 2, 2]

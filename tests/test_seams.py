@@ -10,11 +10,13 @@ import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime import base_optimizer as zero_base
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
 from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
-from deepspeed.runtime.zero import stage3, utils
+from deepspeed.runtime.zero import stage3, stage_1_and_2, utils
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from ranks import run_ranks
 from zero_worker import Bag, base_optimizer, config, difference, held, make_engine, take_step
 
@@ -167,7 +169,8 @@ class Ours:
 
 
 class Engine:
-    def __init__(self, **zero_options):
+    def __init__(self, force=True, **zero_options):
+        self.force = force
         self._config = SimpleNamespace(zero_config=DeepSpeedZeroConfig(**zero_options))
 
     def _do_optimizer_sanity_check(self, basic_optimizer):
@@ -178,6 +181,15 @@ class Engine:
 
     def _load_checkpoint(self, load_dir, tag, load_optimizer_states=True, load_module_only=False):
         return load_dir, tag, load_optimizer_states, load_module_only
+
+    def _configure_optimizer(self, client_optimizer, model_parameters):
+        return "configured by DeepSpeed"
+
+    def zero_use_cpu_optimizer(self):
+        return self._config.zero_config.offload_optimizer is not None
+
+    def zero_force_ds_cpu_optimizer(self):
+        return self.force
 
 
 class Swapper:
@@ -201,6 +213,22 @@ class Zero:
         return flag, bf16_offload_validator, fp16_offload_validator
 
 
+class Views:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def _lazy_init_hp_params_optimizer_state(self):
+        return "looked at"
+
+    def load_state_dict(self):
+        return "loaded"
+
+
+class Zero3(Zero):
+    def offload_states(self, include=None, device="cpu"):
+        return include, device
+
+
 @pytest.fixture
 def stand_ins(monkeypatch):
     """Put fresh stand-ins where DeepSpeed's own are, and return them."""
@@ -211,16 +239,24 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", [torch.optim.Adam])
     for name in seams.SWAPPERS:
         monkeypatch.setattr(stage3, name, type(name, (Swapper,), {}))
-    return SimpleNamespace(engine=engine, zero=zero)
+    views = type("Views", (Views,), dict(vars(Views)))
+    zero3 = type("Zero3", (Zero3,), dict(vars(Zero3)))
+    monkeypatch.setattr(stage_1_and_2, "DeepSpeedZeroOptimizer", views)
+    monkeypatch.setattr(bf16_optimizer, "BF16_Optimizer", type("BF16", (Views,), dict(vars(Views))))
+    monkeypatch.setattr(stage3, "DeepSpeedZeroOptimizer_Stage3", zero3)
+    return SimpleNamespace(engine=engine, zero=zero, views=views, zero3=zero3)
 
 
 def seam_objects(stand_ins):
     return (
         getattr(stand_ins.engine, "_do_optimizer_sanity_check", None),
+        getattr(stand_ins.engine, "_configure_optimizer", None),
         getattr(stand_ins.zero, "_configure_master_weights", None),
         getattr(stand_ins.engine, "_configure_zero_optimizer", None),
         getattr(stand_ins.engine, "_load_checkpoint", None),
         *(getattr(stage3, name, None) for name in seams.SWAPPERS),
+        getattr(stand_ins.views, "_lazy_init_hp_params_optimizer_state", None),
+        getattr(stand_ins.zero3, "offload_states", None),
     )
 
 
@@ -242,6 +278,41 @@ def test_installed_mode_check_refuses_for_ours_only_and_still_asks_deepspeed(sta
     for served in ({"stage": 3}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}):
         engine = stand_ins.engine(**served)
         assert engine._do_optimizer_sanity_check(Ours()) == "checked by DeepSpeed"
+
+
+def test_installed_refusal_of_objects_under_offload_names_the_setting_for_ours_only(stand_ins):
+    seams.install(Ours)
+    on_cpu = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    with pytest.raises(ValueError, match='"zero_force_ds_cpu_optimizer": false'):
+        stand_ins.engine(**on_cpu)._configure_optimizer(Ours(), [])
+    for engine, client in (
+        (stand_ins.engine(**on_cpu), object()),
+        (stand_ins.engine(**on_cpu), None),
+        (stand_ins.engine(force=False, **on_cpu), Ours()),
+        (stand_ins.engine(stage=2), Ours()),
+    ):
+        assert engine._configure_optimizer(client, []) == "configured by DeepSpeed"
+
+
+def test_installed_offload_states_of_zero3_refuses_ours_what_deepspeed_cannot_move(stand_ins):
+    seams.install(Ours)
+    ours, other = stand_ins.zero3(Ours()), stand_ins.zero3(object())
+    for include in (None, [Kind.optim_states], [Kind.lp_params, Kind.hp_params]):
+        with pytest.raises(ValueError, match="FusedAdam only.*use stage 1 or 2"):
+            ours.offload_states(include)
+        assert other.offload_states(include, "device") == (include, "device")
+    movable = [Kind.lp_params, Kind.lp_grads]
+    assert ours.offload_states(include=movable, device="x") == (movable, "x")
+
+
+def test_installed_views_of_other_optimizers_are_left_alone(stand_ins):
+    """The stand-in has no groups to look at: touching it would fail."""
+    seams.install(Ours)
+    other = stand_ins.views(object())
+    assert other._lazy_init_hp_params_optimizer_state() == "looked at"
+    assert other.load_state_dict() == "loaded"
+    with pytest.raises(AttributeError, match="bit16_groups"):
+        stand_ins.views(Ours()).load_state_dict()
 
 
 def test_installed_master_weights_drop_the_bf16_validator_for_ours_only(stand_ins):
@@ -289,6 +360,9 @@ MISSING = {
     "DeepSpeedEngine gone": (engine_module, "DeepSpeedEngine", None),
     "_do_optimizer_sanity_check gone": ("engine", "_do_optimizer_sanity_check", None),
     "_do_optimizer_sanity_check differs": ("engine", "_do_optimizer_sanity_check", renamed),
+    "_configure_optimizer gone": ("engine", "_configure_optimizer", None),
+    "views gone": ("views", "_lazy_init_hp_params_optimizer_state", None),
+    "offload_states differs": ("zero3", "offload_states", renamed),
     "ZeROOptimizer gone": (zero_base, "ZeROOptimizer", None),
     "_configure_master_weights gone": ("zero", "_configure_master_weights", None),
     "_configure_master_weights differs": ("zero", "_configure_master_weights", renamed),

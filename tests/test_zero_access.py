@@ -90,6 +90,38 @@ def absorb(stage):
     return {"dense": all(dense), "given": held(engines[0]), "written": held(engines[1])}
 
 
+def absorb_damaged():
+    """Put dense moments into the state, one of another size; return what a step leaves of them."""
+    engine = make_engine(config(), Bag())
+    take_step(engine, 0)
+    base = base_optimizer(engine)
+    ((flat, state),) = base.state.items()
+    dense = state["exp_avg"].clone()
+    state |= {"exp_avg": dense, "exp_avg_sq": torch.ones(len(dense) - 1)}
+    flat.grad = torch.zeros_like(flat)
+    before = flat.detach().clone()
+    try:
+        base.step()
+    except ValueError as error:
+        message = str(error)
+    same = state["exp_avg"] is dense and torch.equal(flat, before) and state["step"] == 1
+    return {"message": message, "same": same}
+
+
+def share():
+    """Step two engines, the moments of one in shared memory."""
+    engines = [make_engine(config(), Bag()) for _ in range(2)]
+    for engine in engines:
+        take_step(engine, 0)
+    (state,) = base_optimizer(engines[0]).state.values()
+    for which in MOMENTS:
+        state[which].share_memory_()
+    for engine in engines:
+        take_step(engine, 1)
+    shared = all(state[which].is_shared() for which in MOMENTS)
+    return {"shared": shared, "one": held(engines[0]), "other": held(engines[1])}
+
+
 def set_first_piece(store, **change):
     first, *others = store.table.pieces
     store.table = PieceTable((replace(first, **change), *others), store.table.numel)
@@ -160,6 +192,8 @@ def access_all():
         "absorb": {stage: absorb(stage) for stage in STAGES},
         "load": load_states(),
         "offload": move_away_and_back(),
+        "damaged": absorb_damaged(),
+        "share": share(),
     }
 
 
@@ -301,3 +335,17 @@ def test_state_dict_of_another_partition_is_refused_and_changes_nothing(ranks):
 def test_offload_and_reload_of_states_changes_nothing(ranks):
     for rank in ranks:
         assert difference(rank["offload"]["moved"], rank["offload"]["stayed"]) == ""
+
+
+def test_dense_moments_of_another_size_are_refused_and_kept_as_they_were(ranks):
+    for rank in ranks:
+        numel = len(rank["load"]["saved"]["states"][0]["master"])
+        message = rank["damaged"]["message"]
+        assert f"of {numel} elements: got exp_avg_sq of {numel - 1}" in message
+        assert rank["damaged"]["same"]
+
+
+def test_moments_in_shared_memory_step_the_same_and_stay_there(ranks):
+    for rank in ranks:
+        assert rank["share"]["shared"]
+        assert difference(rank["share"]["one"], rank["share"]["other"]) == ""

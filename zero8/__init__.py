@@ -7,7 +7,7 @@ Importing it registers the DeepSpeed optimizer type "Adam8bitBlockwise".
 from zero8 import autoload
 
 __version__ = "0.1.0"
-__all__ = ["Adam8bitBlockwise", "__version__"]
+__all__ = ["Adam8bitBlockwise", "__version__", "assert_active"]
 
 autoload.install()
 
@@ -17,4 +17,8 @@ def __getattr__(name: str):
         from zero8.zero.optimizer import Adam8bitBlockwise
 
         return Adam8bitBlockwise
+    if name == "assert_active":
+        from zero8.zero.active import assert_active
+
+        return assert_active
     raise AttributeError(f"module 'zero8' has no attribute {name!r}")

@@ -166,8 +166,8 @@ class BlockwiseAdam(torch.optim.Optimizer):
         """Take one optimizer step; see `zero8.reference` for the equations.
 
         Raises:
-            ValueError: if a gradient is sparse, complex or of a dtype that is not served; nothing
-                has been changed then.
+            ValueError: if a gradient is sparse, complex or of a dtype that is not served, or a
+                state does not fit its parameter; nothing has been changed then.
             FloatingPointError: if a gradient is NaN or infinite.  The blocks that it touches, and
                 only they, are left as they were; the step counts, and the state can be saved and
                 stepped on.
@@ -203,7 +203,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
         """Return the records of batches, and make those that do not fit anew.
 
         Raises:
-            ValueError: if a parameter or a gradient is not served; nothing has been changed then.
+            ValueError: if a parameter, a gradient or a state is not served; nothing has changed.
         """
         kept = [self._fitting(batch) for batch in batches]
         unfit = [
@@ -216,8 +216,14 @@ class BlockwiseAdam(torch.optim.Optimizer):
         for single in unfit:
             check_tensors(*single.params)
         infos = self._infos() if unfit else {}
-        for single in unfit:
-            self._single[id(single.params[0])] = self._prepare(single, infos)
+        without_state = [p for single in unfit for p in single.params if not self.state.get(p)]
+        try:
+            for single in unfit:
+                self._single[id(single.params[0])] = self._prepare(single, infos)
+        except Exception:
+            for p in without_state:
+                self.state.pop(p, None)
+            raise
         pairs = zip(batches, kept, strict=True)
         return [prepared or self._join(batch) for batch, prepared in pairs]
 

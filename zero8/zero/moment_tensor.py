@@ -58,6 +58,16 @@ class MomentTensor(torch.Tensor):
         """Return the decoded elements as a plain tensor."""
         return self.store.read(self.start, self.numel()).to(self.dtype)
 
+    def share_memory_(self) -> "MomentTensor":
+        """Move the moment of the whole shard to memory that other processes can map."""
+        for tensor in (self.store.codes, self.store.scales, self.store.dense):
+            tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Return whether other processes can map it."""
+        return self.store.codes.is_shared()
+
     def __repr__(self) -> str:
         """Return what it is, without decoding it."""
         return (

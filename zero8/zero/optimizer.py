@@ -3,6 +3,7 @@
 
 import logging
 import sys
+import warnings
 import weakref
 from dataclasses import replace
 
@@ -15,9 +16,11 @@ from zero8.prepared import Contents
 from zero8.report import MemoryReport
 from zero8.saved import MOMENTS
 from zero8.scalars import UNKNOWN_HISTORY
+from zero8.zero import accelerate, seams
 from zero8.zero.moment_tensor import MomentTensor
 from zero8.zero.partition import table_of
 from zero8.zero.swap_file import Layout
+from zero8.zero.when_imported import when_imported
 
 logger = logging.getLogger("zero8")
 
@@ -64,11 +67,24 @@ class Adam8bitBlockwise(BlockwiseAdam):
         self._originals: dict[int, tuple[weakref.ref, ParamInfo]] = {}
         self.on_disk: dict[Tensor, Layout] = {}  # states that are swapped out
         super().__init__(params, *args, **kwargs)
+        # DeepSpeed constructs us before ZeRO: the last moment to fit the two together.  One that is
+        # given an object may be imported later.
         if "deepspeed" in sys.modules:
-            # DeepSpeed constructs us before ZeRO: the last moment to fit the two together.
-            from zero8.zero import seams
-
             seams.install(type(self))
+        else:
+            when_imported("deepspeed.runtime.engine", type(self)._fit_into_late_deepspeed)
+        when_imported("accelerate.accelerator", type(self)._guard_from_accelerate)
+
+    @classmethod
+    def _fit_into_late_deepspeed(cls, _) -> None:
+        try:
+            seams.install(cls)
+        except RuntimeError as error:  # `import deepspeed` must not fail; engines will say more
+            warnings.warn(str(error), stacklevel=2)
+
+    @classmethod
+    def _guard_from_accelerate(cls, accelerator) -> None:
+        accelerate.guard(accelerator, cls)
 
     def _remember_params(self) -> None:
         # DeepSpeed will replace them in the groups by flat partitions or float32 copies.
@@ -122,11 +138,11 @@ class Adam8bitBlockwise(BlockwiseAdam):
         state = self.state[p]
         if "format" in state:
             return super()._moments(p, infos)
-        for which in MOMENTS:
-            if not isinstance(state[which], MomentTensor):
-                # Universal checkpoints and fp32 Adam's arrive as dense float32 moments.
-                state[which] = self._absorbed(p, which, state[which])
-                state.setdefault("history", UNKNOWN_HISTORY)
+        # Universal checkpoints and fp32 Adam's arrive as dense float32 moments.
+        dense = [which for which in MOMENTS if not isinstance(state[which], MomentTensor)]
+        if dense:
+            absorbed = {which: self._absorbed(p, which, state[which]) for which in dense}
+            state |= absorbed | {"history": state.get("history", UNKNOWN_HISTORY)}
         stores = [state[which].store for which in MOMENTS]
         return stores[0].table, stores
 
@@ -151,6 +167,11 @@ class Adam8bitBlockwise(BlockwiseAdam):
                     state["history"], state[which].store.written = UNKNOWN_HISTORY, False
 
     def _absorbed(self, p: Tensor, which: str, values: Tensor) -> MomentTensor:
+        if values.numel() != p.numel():
+            raise ValueError(
+                f"state of a ZeRO partition of {p.numel()} elements: got {which} of "
+                f"{values.numel()}; was the checkpoint saved by another model or world size?"
+            )
         store = MomentStore.zeros(self.codec, which, self._table(p), p.device)
         store.write(0, values.reshape(-1))
         return MomentTensor(store)

@@ -9,6 +9,9 @@
 * `stage3.PartitionedOptimizerSwapper` and `PipelinedOptimizerSwapper`: for our optimizer only,
   swappers that can carry 8-bit states; `DeepSpeedEngine._configure_zero_optimizer` and
   `_load_checkpoint`: space for them on the disk, and a complete resume.
+* `DeepSpeedEngine._configure_optimizer`: says, when it refuses our optimizer as an object under
+  offload, what to set.
+* `zero8.zero.access`: views of states that are taken again, `offload_states` of ZeRO 3.
 * `ALL_OPS`: the row of ds_report.
 
 All of them leave every other optimizer as it was.
@@ -19,6 +22,8 @@ import inspect
 from importlib.metadata import version
 
 from zero8.versions import TESTED, warn_if_untested
+from zero8.zero import access
+from zero8.zero.accelerate import REMEDY
 
 SWAPPERS = {
     "PartitionedOptimizerSwapper": "PartitionedSwapper",
@@ -33,27 +38,41 @@ def install(optimizer_class: type) -> None:
     Raises:
         RuntimeError: if this DeepSpeed lacks one of the seams.
     """
-    from deepspeed.runtime import base_optimizer, engine
-    from deepspeed.runtime.zero import stage3, utils
+    from deepspeed.runtime import base_optimizer, bf16_optimizer, engine
+    from deepspeed.runtime.zero import stage3, stage_1_and_2, utils
 
     if optimizer_class in getattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", ()):
         return
     warn_if_untested("deepspeed")
     engine_class = getattr(engine, "DeepSpeedEngine", None)
     zero_class = getattr(base_optimizer, "ZeROOptimizer", None)
+    zero12_class = getattr(stage_1_and_2, "DeepSpeedZeroOptimizer", None)
+    zero3_class = getattr(stage3, "DeepSpeedZeroOptimizer_Stage3", None)
+    bf16_class = getattr(bf16_optimizer, "BF16_Optimizer", None)
     _require(
         isinstance(getattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", None), list),
         "the list deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS",
     )
     _require_method(engine_class, "_do_optimizer_sanity_check", {"basic_optimizer"})
+    _require_method(engine_class, "_configure_optimizer", {"client_optimizer"})
     _require_method(
         zero_class,
         "_configure_master_weights",
-        {"fp16_master_weights_and_gradients", "bf16_offload_validator"},
+        {"fp16_master_weights_and_gradients", "fp16_offload_validator"},
     )
+    for views_class in (zero12_class, bf16_class):
+        _require_method(views_class, "_lazy_init_hp_params_optimizer_state", set())
+        _require_method(views_class, "load_state_dict", set())
+    _require_method(zero3_class, "offload_states", {"include"})
     _require_swapping(engine_class, stage3)
     _guard_modes(engine_class, optimizer_class)
+    _explain_refusal(engine_class, optimizer_class)
     _allow_bf16_masters(zero_class, optimizer_class)
+    zero12 = ("bit16_groups", "single_partition_of_fp32_groups")
+    access.keep_views_fresh(zero12_class, *zero12, optimizer_class)
+    bf16 = ("bf16_groups", "fp32_groups_flat_partition")
+    access.keep_views_fresh(bf16_class, *bf16, optimizer_class)
+    access.refuse_to_move_states(zero3_class, optimizer_class)
     _swap_states(stage3, optimizer_class)
     _resume_swapped(engine_class)
     utils.ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
@@ -89,14 +108,31 @@ def _guard_modes(engine_class: type, optimizer_class: type) -> None:
     @functools.wraps(original)
     def checked(self, basic_optimizer):
         if isinstance(basic_optimizer, optimizer_class):
-            refuse_unsupported_modes(self._config.zero_config)
+            if reason := unsupported_mode(self._config.zero_config):
+                raise ValueError(f"Adam8bitBlockwise does not work with {reason}")
         return original(self, basic_optimizer)
 
     engine_class._do_optimizer_sanity_check = checked
 
 
-def refuse_unsupported_modes(zero_config) -> None:
-    """Raise ValueError for ZeRO modes that cannot work with Adam8bitBlockwise, with the reason."""
+def _explain_refusal(engine_class: type, optimizer_class: type) -> None:
+    original = engine_class._configure_optimizer
+
+    @functools.wraps(original)
+    def configured(self, client_optimizer, *args, **kwargs):
+        refused = self.zero_use_cpu_optimizer() and self.zero_force_ds_cpu_optimizer()
+        if refused and isinstance(client_optimizer, optimizer_class):
+            raise ValueError(
+                "DeepSpeed takes no optimizer object other than its own under offload unless it is "
+                f"told to; {REMEDY}"
+            )
+        return original(self, client_optimizer, *args, **kwargs)
+
+    engine_class._configure_optimizer = configured
+
+
+def unsupported_mode(zero_config) -> str | None:
+    """Return why a ZeRO mode cannot work with Adam8bitBlockwise and what to do, None if it can."""
     reason = None
     offload = zero_config.offload_optimizer
     if getattr(zero_config, "zenflow", None) is not None:
@@ -120,12 +156,14 @@ def refuse_unsupported_modes(zero_config) -> None:
         reason = (
             'offload_optimizer.device "nvme" without "nvme_path": set it to a folder on the disk'
         )
-    if reason:
-        raise ValueError(f"Adam8bitBlockwise does not work with {reason}")
+    return reason
 
 
 def _allow_bf16_masters(zero_class: type, optimizer_class: type) -> None:
     original = zero_class._configure_master_weights
+    # Of bf16, which has had two names; fp16's stays.
+    validators = {n for n in inspect.signature(original).parameters if n.endswith("_validator")}
+    names = validators - {"fp16_offload_validator"}
 
     @functools.wraps(original)
     def configured(self, *args, **kwargs):
@@ -136,7 +174,7 @@ def _allow_bf16_masters(zero_class: type, optimizer_class: type) -> None:
                     "weights cannot hold its updates; leave it out, for float32 masters, or use "
                     '"bf16" with "bf16_master_weights_and_grads"'
                 )
-            kwargs["bf16_offload_validator"] = None
+            kwargs |= dict.fromkeys(names)
         return original(self, *args, **kwargs)
 
     zero_class._configure_master_weights = configured

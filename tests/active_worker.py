@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs on the ranks of test_active.py; deepspeed must not be imported at the top."""
+
+import os
+import sys
+import warnings
+
+import torch
+
+import zero8
+
+
+def message_of(call, *args):
+    """Return the type and text of what a call raises, None if it returns."""
+    try:
+        call(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def new_optimizer():
+    torch.manual_seed(7)
+    model = torch.nn.Linear(64, 70)
+    return model, zero8.Adam8bitBlockwise(model.parameters(), lr=1e-2)
+
+
+def try_everything(base):
+    """Make engines in all the ways in which they get, or do not get, our optimizer."""
+    early, refused = new_optimizer(), new_optimizer()
+    result = {"deepspeed is late": "deepspeed" not in sys.modules}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        import deepspeed
+
+    def engine_of(ds_config, model, optimizer=None):
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            optimizer=optimizer,
+            config=base | ds_config,
+        )
+        return engine
+
+    def stepped(engine):
+        loss = engine(torch.ones(4, 64)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        return zero8.assert_active(engine)
+
+    def model():
+        return torch.nn.Linear(64, 70)
+
+    unforced = {"zero_force_ds_cpu_optimizer": False}
+    ours = {"optimizer": {"type": "Adam8bitBlockwise", "params": {"lr": 1e-2}}}
+    adamw = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+    result["object, forced"] = message_of(engine_of, {}, *refused)
+    result["factory, forced"] = message_of(
+        engine_of, {}, model(), lambda params: zero8.Adam8bitBlockwise(params)
+    )
+    result["early object"] = message_of(stepped, engine_of(unforced, *early))
+    good = engine_of(ours, model())
+    result["config"] = message_of(stepped, good)
+    other = engine_of(adamw, model())
+    result["other type"] = message_of(zero8.assert_active, other)
+    net = model()
+    given = engine_of(unforced | {"zero_allow_untested_optimizer": True}, net, sgd(net))
+    result["other object"] = message_of(zero8.assert_active, given)
+    on_rank_1 = other if os.environ["RANK"] == "1" else good
+    result["one rank"] = message_of(zero8.assert_active, on_rank_1)
+    result["no optimizer"] = message_of(
+        zero8.assert_active, engine_of({"zero_optimization": {"stage": 0}}, model())
+    )
+    result["no engine"] = message_of(zero8.assert_active, model())
+    good._config.zero_config.offload_optimizer.super_offload = True
+    result["other mode"] = message_of(zero8.assert_active, good)
+    return result
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-2)

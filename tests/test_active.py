@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nobody trains with another optimizer than they asked for without being told."""
+
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+from active_worker import try_everything
+from ranks import run_ranks
+
+import zero8
+from zero8.zero import accelerate
+from zero8.zero.when_imported import when_imported
+
+# A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
+pytestmark = pytest.mark.timeout(600)
+
+SETTING = '"zero_force_ds_cpu_optimizer": false'
+BASE = {
+    "train_micro_batch_size_per_gpu": 4,
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "steps_per_print": 1000000,
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("active")
+    return run_ranks(try_everything, 2, folder, timeout_s=400, base=BASE)
+
+
+def test_initialize_with_our_object_under_offload_names_the_setting(ranks):
+    for rank in ranks:
+        kind, message = rank["object, forced"]
+        assert kind == "ValueError"
+        assert SETTING in message and '"type": "Adam8bitBlockwise"' in message
+        assert SETTING in rank["factory, forced"][1]  # DeepSpeed's own words
+
+
+def test_initialize_with_an_object_from_before_deepspeed_was_imported_works(ranks):
+    for rank in ranks:
+        assert rank["deepspeed is late"] is True
+        assert rank["early object"] is None
+
+
+def test_assert_active_with_our_optimizer_returns(ranks):
+    for rank in ranks:
+        assert rank["config"] is None
+
+
+WRONG = {
+    "other type": ["steps with AdamW, not", 'says "type": "adamw"', '"type": "Adam8bitBlockwise"'],
+    "other object": ["steps with SGD, not", "given to deepspeed.initialize", SETTING],
+    "one rank": ["steps with AdamW, not", "(ranks [1] of 2)"],
+    "no optimizer": ["steps with no optimizer, not", '"type": "Adam8bitBlockwise"'],
+    "no engine": ["got a Linear, expected a DeepSpeed engine"],
+    "other mode": ["super_offload", "set it to false"],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_assert_active_with_another_raises_alike_on_all_ranks(ranks, name):
+    assert ranks[0][name] == ranks[1][name]
+    kind, message = ranks[0][name]
+    assert kind == "RuntimeError"
+    for part in WRONG[name]:
+        assert part in message
+
+
+class Ours:
+    """Stands for our optimizer."""
+
+
+def test_guard_twice_equals_once_and_leaves_others_to_accelerate():
+    module = types.ModuleType("accelerate.accelerator")
+    module.map_pytorch_optim_to_deepspeed = lambda optimizer: "replaced"
+    accelerate.guard(module, Ours)
+    once = module.map_pytorch_optim_to_deepspeed
+    accelerate.guard(module, Ours)
+    assert module.map_pytorch_optim_to_deepspeed is once
+    assert once(object()) == "replaced"
+    with pytest.raises(ValueError, match="zero_force_ds_cpu_optimizer"):
+        once(Ours())
+
+
+def test_guard_of_an_accelerate_that_differs_points_to_assert_active(caplog):
+    accelerate.guard(types.ModuleType("accelerate.accelerator"), Ours)
+    assert "zero8.assert_active" in caplog.text
+
+
+@pytest.fixture
+def module_file(tmp_path, monkeypatch):
+    (tmp_path / "imported_by_test.py").write_text("value = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield "imported_by_test"
+    sys.modules.pop("imported_by_test", None)
+
+
+def test_when_imported_calls_once_after_the_module_has_run(module_file):
+    seen = []
+
+    def look(module):
+        seen.append(module.value)
+
+    finders = len(sys.meta_path)
+    for _ in range(2):
+        when_imported(module_file, look)
+    assert seen == []
+    module = importlib.import_module(module_file)
+    assert module.__loader__ is module.__spec__.loader
+    assert type(module.__loader__).__module__ != "zero8.zero.when_imported"
+    importlib.reload(module)  # by a loader that others may share: not ours to change
+    assert (seen, len(sys.meta_path)) == ([3], finders)
+    when_imported(module_file, look)
+    assert seen == [3, 3]
+
+
+ACCELERATE = """
+def map_pytorch_optim_to_deepspeed(optimizer):
+    return f"replaced {type(optimizer).__name__}"
+
+
+class Accelerator:
+    def prepare(self, optimizer):
+        return map_pytorch_optim_to_deepspeed(optimizer)
+"""
+
+
+@pytest.fixture
+def accelerate_package(tmp_path, monkeypatch):
+    """Put a package in Accelerate's place, which needs another 130 MB of packages to run."""
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "__init__.py").touch()
+    (tmp_path / "accelerate" / "accelerator.py").write_text(ACCELERATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in ("accelerate", "accelerate.accelerator"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_accelerate_that_would_replace_our_optimizer_is_refused(accelerate_package, imported):
+    if imported == "before":
+        importlib.import_module("accelerate.accelerator")
+    weight = torch.nn.Parameter(torch.zeros(2))
+    ours = zero8.Adam8bitBlockwise([weight])
+    accelerator = importlib.import_module("accelerate.accelerator").Accelerator()
+    with pytest.raises(ValueError, match="DeepSpeedCPUAdam in place of Adam8bit") as caught:
+        accelerator.prepare(ours)
+    assert SETTING in str(caught.value)
+    assert accelerator.prepare(torch.optim.SGD([weight])) == "replaced SGD"

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells whether an engine really steps with the optimizer that was asked for."""
+
+import torch
+
+from zero8.zero import seams
+from zero8.zero.accelerate import SETTING
+from zero8.zero.optimizer import Adam8bitBlockwise
+
+IN_CONFIG = 'set "optimizer": {"type": "Adam8bitBlockwise", "params": {...}}'
+
+
+def assert_active(engine) -> None:
+    """Raise on all ranks alike if a DeepSpeed engine does not step with Adam8bitBlockwise.
+
+    All ranks must call it: they exchange what they found.
+
+    Args:
+        engine: what `deepspeed.initialize` or Accelerate's `prepare` made of the model.
+
+    Raises:
+        RuntimeError: naming what the engine steps with, and the setting to change.
+    """
+    found = [_problem(engine)]
+    if torch.distributed.is_initialized():
+        found *= torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, _problem(engine))
+    if any(found):
+        problem = next(filter(None, found))
+        ranks = [rank for rank, text in enumerate(found) if text == problem]
+        where = "" if len(ranks) == len(found) else f" (ranks {ranks} of {len(found)})"
+        raise RuntimeError(f"{problem}{where}")
+
+
+def _problem(engine) -> str | None:
+    """Return what keeps the engine from stepping with ours, None if nothing does."""
+    if not hasattr(engine, "client_optimizer"):
+        return f"assert_active: got a {type(engine).__name__}, expected a DeepSpeed engine"
+    optimizer = _innermost(engine.optimizer)
+    if isinstance(optimizer, Adam8bitBlockwise):
+        reason = seams.unsupported_mode(engine._config.zero_config)
+        return reason and f"Adam8bitBlockwise does not take the steps of this engine: {reason}"
+    name, config_type = type(optimizer).__name__, engine._config.optimizer_name
+    if engine.client_optimizer is not None:
+        why = (
+            "it was given to deepspeed.initialize, by your script or by a trainer: under offload "
+            f"Accelerate replaces optimizer objects unless the DeepSpeed config says {SETTING}"
+        )
+    elif config_type is not None:
+        why = f'the DeepSpeed config says "type": "{config_type}"; {IN_CONFIG}'
+    else:
+        name, why = "no optimizer", f"the DeepSpeed config has none; {IN_CONFIG}"
+    return f"the engine steps with {name}, not with Adam8bitBlockwise: {why}"
+
+
+def _innermost(optimizer):
+    """Return the optimizer inside ZeRO's wrapper."""
+    while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
