@@ -4,6 +4,7 @@ import sys
 
 import processes
 import pytest
+import torch
 
 from zero8 import cli, doctor
 from zero8.bench import step
@@ -42,7 +43,8 @@ def test_doctor_json_on_a_good_machine_prints_one_object_and_exits_0():
     assert report["versions"]["deepspeed"]["fits"] is True
     assert report["op"]["used"] == report["op"]["instruction_sets"][-1]
     assert report["op"]["threads"] >= 1
-    assert set(report["seams"].values()) == {True}
+    assert list(report["seams"]) == list(doctor.SEAMS)
+    assert set(report["seams"].values()) == {"installed"}
     assert report["autoload"] == {"active": True, "reason": None}
     assert report["build_tools"]["compiler"].endswith("c++")
 
@@ -64,13 +66,18 @@ def test_doctor_autoload_switched_off_says_so(monkeypatch):
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in doctor.as_text(report)
 
 
-def test_doctor_seam_missing_is_a_problem(monkeypatch):
+def test_doctor_seam_missing_is_a_problem_and_the_others_are_left_alone(monkeypatch):
+    supported = [torch.optim.Adam]
+    monkeypatch.setattr("deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS", supported)
     monkeypatch.delattr("deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check")
     report = doctor.examine()
     assert report["usable"] is False
-    assert report["seams"]["DeepSpeedEngine._do_optimizer_sanity_check"] is False
-    assert report["seams"]["ALL_OPS"] is True
+    assert report["seams"]["DeepSpeedEngine._do_optimizer_sanity_check"] == "missing"
+    assert report["seams"]["ZERO_SUPPORTED_OPTIMIZERS"] == "present"
+    assert report["seams"]["ALL_OPS"] == "installed"  # by the import of deepspeed
     assert any("_do_optimizer_sanity_check" in problem for problem in report["problems"])
+    (line,) = [x for x in doctor.as_text(report).splitlines() if "sanity_check: missing" in x]
+    assert line.endswith(f"(DeepSpeed {report['versions']['deepspeed']['installed']})")
 
 
 def test_doctor_untested_version_is_a_warning(monkeypatch):

@@ -16,11 +16,17 @@ from zero8.versions import TESTED
 SEAMS = {
     "ZERO_SUPPORTED_OPTIMIZERS": "deepspeed.runtime.zero.utils",
     "DeepSpeedEngine._do_optimizer_sanity_check": "deepspeed.runtime.engine",
+    "DeepSpeedEngine._configure_optimizer": "deepspeed.runtime.engine",
     "ZeROOptimizer._configure_master_weights": "deepspeed.runtime.base_optimizer",
     "PartitionedOptimizerSwapper": "deepspeed.runtime.zero.stage3",
     "PipelinedOptimizerSwapper": "deepspeed.runtime.zero.stage3",
     "DeepSpeedEngine._configure_zero_optimizer": "deepspeed.runtime.engine",
     "DeepSpeedEngine._load_checkpoint": "deepspeed.runtime.engine",
+    "DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": (
+        "deepspeed.runtime.zero.stage_1_and_2"
+    ),
+    "BF16_Optimizer._lazy_init_hp_params_optimizer_state": "deepspeed.runtime.bf16_optimizer",
+    "DeepSpeedZeroOptimizer_Stage3.offload_states": "deepspeed.runtime.zero.stage3",
     "ALL_OPS": "deepspeed.ops.op_builder.all_ops",
 }
 """What `zero8.zero.seams` uses of DeepSpeed, and the module that holds it."""
@@ -94,12 +100,12 @@ def _accelerator(report: dict) -> str:
     return get_accelerator().device_name()
 
 
-def _seams(report: dict) -> dict[str, bool]:
+def _seams(report: dict) -> dict[str, str]:
+    """Return of each seam "missing", "present", or, if it is present and in use, "installed"."""
     from zero8.zero import seams
     from zero8.zero.optimizer import Adam8bitBlockwise
 
-    found = {name: _has(module, name) for name, module in SEAMS.items()}
-    missing = [f"{SEAMS[name]}.{name}" for name in found if not found[name]]
+    missing = [f"{module}.{name}" for name, module in SEAMS.items() if _found(name) is None]
     if missing:
         report["problems"].append(f"this DeepSpeed lacks {', '.join(missing)}")
     else:
@@ -107,15 +113,24 @@ def _seams(report: dict) -> dict[str, bool]:
             seams.install(Adam8bitBlockwise)
         except RuntimeError as error:
             report["problems"].append(str(error))
-    return found
+    return {name: _state_of(_found(name)) for name in SEAMS}
 
 
-def _has(module: str, name: str) -> bool:
+def _found(name: str):
     try:
-        attrgetter(name)(importlib.import_module(module))
+        return attrgetter(name)(importlib.import_module(SEAMS[name]))
     except (ImportError, AttributeError):
-        return False
-    return True
+        return None
+
+
+def _state_of(seam) -> str:
+    if seam is None:
+        return "missing"
+    if isinstance(seam, list | dict):  # a list of classes, a table of builders
+        ours = any("zero8" in repr(entry) for entry in seam)
+    else:
+        ours = getattr(seam, "__globals__", {}).get("__name__", "").startswith("zero8.")
+    return "installed" if ours else "present"
 
 
 def _autoload(report: dict) -> dict:
@@ -144,9 +159,10 @@ def as_text(report: dict) -> str:
     else:
         lines.append(("op", "cannot be loaded"))
     lines.append(("accelerator", report["accelerator"] or "unknown"))
+    deepspeed = (report["versions"] or {}).get("deepspeed", {}).get("installed", "unknown")
     lines += [
-        ("seam", f"{name}: {'present' if found else 'MISSING'}")
-        for name, found in (report["seams"] or {}).items()
+        ("seam", f"{name}: {state} (DeepSpeed {deepspeed})")
+        for name, state in (report["seams"] or {}).items()
     ]
     autoload = report["autoload"] or {"active": False, "reason": "unknown"}
     why = "active" if autoload["active"] else f"inactive: {autoload['reason']}; import zero8"
