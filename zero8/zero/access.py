@@ -57,7 +57,7 @@ def _take_views(params: list, flat, state: dict | None) -> None:
 def _is_fresh(mapping, state: dict) -> bool:
     views = [(mapping.optim_fragment or {}).get(which) for which in MOMENTS]
     return all(
-        isinstance(view, MomentTensor) and view.store is getattr(state[which], "store", None)
+        isinstance(view, MomentTensor) and view.store is getattr(state.get(which), "store", None)
         for view, which in zip(views, MOMENTS, strict=True)
     )
 
