@@ -66,11 +66,12 @@ LIMITS = {
         )
         for layout in ("zero1", "zero2 offload")
     },
+    ("zero1", "to_fp32_frozen"): Limit("frozen weights are saved from stage 2 on only", "'frozen'"),
     **{
-        (layout, "to_fp32_frozen"): Limit(
-            "frozen weights are saved from stage 2 on only", "'frozen'"
+        ("bf16 optimizer", name): Limit(
+            "zero_to_fp32 does not know the files of BF16_Optimizer", "is not a zero checkpoint"
         )
-        for layout in ("zero1", "bf16 optimizer")
+        for name in ("to_fp32", "to_fp32_frozen")
     },
     **{
         (layout, "to_fp32_tied"): Limit(
