@@ -182,21 +182,23 @@ class BlockwiseAdam(torch.optim.Optimizer):
         skipped: dict[str, int] = {}
         for batch, prepared in zip(batches, self._prepared(batches), strict=True):
             skipped |= self._run(batch, prepared, isa)
-        self._handle_nonfinite(skipped)
+        if skipped:
+            self._handle_nonfinite(skipped)
         return loss
 
     def _batches(self) -> list[Batch]:
         """Return the parameters that have gradients."""
-        turns = [
-            (group, p, grad)
-            for group in self.param_groups
-            for p in group["params"]
-            if (grad := p.grad) is not None
-        ]
-        # The format is defined by the logical order of the elements: other layouts, such as
-        # channels_last, step on a copy, one parameter at a time.
-        together = [turn for turn in turns if turn[1].is_contiguous()]
-        apart = [[turn] for turn in turns if not turn[1].is_contiguous()]
+        together, apart = [], []
+        for group in self.param_groups:
+            for p in group["params"]:
+                if (grad := p.grad) is None:
+                    continue
+                if p.is_contiguous():
+                    together.append((group, p, grad))
+                else:
+                    # The format is defined by the logical order of the elements: other layouts,
+                    # such as channels_last, step on a copy, one parameter at a time.
+                    apart.append([(group, p, grad)])
         return [Batch(*zip(*batch, strict=True)) for batch in (together, *apart) if batch]
 
     def _prepared(self, batches: list[Batch]) -> list[Prepared]:
@@ -220,7 +222,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
         try:
             for single in unfit:
                 self._single[id(single.params[0])] = self._prepare(single, infos)
-        except Exception:
+        except Exception:  # whatever it is: what was made so far must not stay
             for p in without_state:
                 self.state.pop(p, None)
             raise
@@ -350,8 +352,6 @@ class BlockwiseAdam(torch.optim.Optimizer):
         return {label: int(n) for label, n in zip(labels, nonfinite, strict=True) if n}
 
     def _handle_nonfinite(self, skipped: dict[str, int]) -> None:
-        if not skipped:
-            return
         self.nonfinite_blocks += sum(skipped.values())
         worst = sorted(skipped.items(), key=lambda item: -item[1])[:10]
         raise FloatingPointError(

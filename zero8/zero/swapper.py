@@ -332,6 +332,12 @@ class SwapsStates(OptimizerSwapper):
             self.optimizer.on_disk[parameter] = self._layouts[parameter.ds_id]
         return self._resident.pop(parameter.ds_id, None)
 
+    def release_swap_buffers(self, parameter):
+        """Release a sub-group's memory; what has changed since the last swap-out is lost."""
+        super().release_swap_buffers(parameter)
+        if self._is_swapped(parameter):
+            self._release(parameter)
+
     def _release(self, parameter: Tensor) -> None:
         buffer = self._forget(parameter)
         if buffer is not None:
@@ -364,12 +370,6 @@ class PartitionedSwapper(SwapsStates, PartitionedOptimizerSwapper):
         if self._begin_write(self.aio_handle, swap_info.tensors[0].compute_tensor):
             self.aio_handle.wait()
 
-    def release_swap_buffers(self, parameter):
-        """Release a sub-group's memory; what has changed since the last swap-out is lost."""
-        super().release_swap_buffers(parameter)
-        if self._is_swapped(parameter):
-            self._release(parameter)
-
 
 class PipelinedSwapper(SwapsStates, PipelinedOptimizerSwapper):
     """Reads the next sub-group and writes the last one while the optimizer steps over one."""
@@ -396,12 +396,6 @@ class PipelinedSwapper(SwapsStates, PipelinedOptimizerSwapper):
         """Write a sub-group's weights and state; in a step, go on before they are written."""
         # DeepSpeed would leave the write of a changed state under way, for others to read the file.
         super().swap_out_optimizer_state(parameter, async_swap and self._in_step)
-
-    def release_swap_buffers(self, parameter):
-        """Release a sub-group's memory; what has changed since the last swap-out is lost."""
-        super().release_swap_buffers(parameter)
-        if self._is_swapped(parameter):
-            self._release(parameter)
 
     def writeback_optimizer_state_and_gradients(self, parameter, write_opt_state, write_gradients):
         """Write what is asked for, and release a sub-group's memory."""
