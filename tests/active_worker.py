@@ -6,17 +6,9 @@ import sys
 import warnings
 
 import torch
+from ranks import error_of
 
 import zero8
-
-
-def message_of(call, *args):
-    """Return the type and text of what a call raises, None if it returns."""
-    try:
-        call(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None
 
 
 def new_optimizer():
@@ -54,26 +46,26 @@ def try_everything(base):
     unforced = {"zero_force_ds_cpu_optimizer": False}
     ours = {"optimizer": {"type": "Adam8bitBlockwise", "params": {"lr": 1e-2}}}
     adamw = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
-    result["object, forced"] = message_of(engine_of, {}, *refused)
-    result["factory, forced"] = message_of(
+    result["object, forced"] = error_of(engine_of, {}, *refused)
+    result["factory, forced"] = error_of(
         engine_of, {}, model(), lambda params: zero8.Adam8bitBlockwise(params)
     )
-    result["early object"] = message_of(stepped, engine_of(unforced, *early))
+    result["early object"] = error_of(stepped, engine_of(unforced, *early))
     good = engine_of(ours, model())
-    result["config"] = message_of(stepped, good)
+    result["config"] = error_of(stepped, good)
     other = engine_of(adamw, model())
-    result["other type"] = message_of(zero8.assert_active, other)
+    result["other type"] = error_of(zero8.assert_active, other)
     net = model()
     given = engine_of(unforced | {"zero_allow_untested_optimizer": True}, net, sgd(net))
-    result["other object"] = message_of(zero8.assert_active, given)
+    result["other object"] = error_of(zero8.assert_active, given)
     on_rank_1 = other if os.environ["RANK"] == "1" else good
-    result["one rank"] = message_of(zero8.assert_active, on_rank_1)
-    result["no optimizer"] = message_of(
+    result["one rank"] = error_of(zero8.assert_active, on_rank_1)
+    result["no optimizer"] = error_of(
         zero8.assert_active, engine_of({"zero_optimization": {"stage": 0}}, model())
     )
-    result["no engine"] = message_of(zero8.assert_active, model())
+    result["no engine"] = error_of(zero8.assert_active, model())
     good._config.zero_config.offload_optimizer.super_offload = True
-    result["other mode"] = message_of(zero8.assert_active, good)
+    result["other mode"] = error_of(zero8.assert_active, good)
     return result
 
 

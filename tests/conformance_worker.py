@@ -34,6 +34,7 @@ from deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from ranks import error_of
 from zero_worker import MOMENTS, Bag, base_optimizer, config, make_engine, take_step
 
 OPTIMIZERS = {"ours": {"optimizer": "Adam8bitBlockwise"}, "AdamW": {"optimizer": "AdamW"}}
@@ -165,11 +166,8 @@ def constant(param, value):
 
 def together(call):
     """Call; raise on both ranks if it fails on one of them."""
-    try:
-        call()
-        error = None
-    except Exception as caught:
-        error = f"{type(caught).__name__}: {caught}"
+    caught = error_of(call)
+    error = caught and ": ".join(caught)
     if failed := everywhere(error):
         raise AssertionError(failed)
 
@@ -811,7 +809,7 @@ def run_cases(cases, folder):
         try:
             BEHAVIOURS[name].check(lab)
             error = None
-        except Exception as caught:
+        except Exception as caught:  # a failure is a result, and the next case must still run
             traceback.print_exc()
             error = f"{type(caught).__name__}: {caught}"
         results[optimizer, layout, name] = everywhere(error)

@@ -83,7 +83,7 @@ class StandingRanks:
                 )
                 process.stdin.flush()
             _wait(self._processes, self._logs, timeout_s, results)
-        except BaseException:
+        except BaseException:  # an interrupt too must leave no process behind
             self.close()
             raise
         return [torch.load(path, weights_only=False) for path in results]
@@ -151,6 +151,18 @@ def _start(job: list[str], logs: Path, rank: int, world_size: int, port: int) ->
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def error_of(function, *args, **kwargs) -> tuple[str, str] | None:
+    """Return the type and text of what a call raises, None if it returns.
+
+    Any exception: one that ended this rank would leave the others waiting for it.
+    """
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
 
 
 def _wait(processes: list, folder: Path, timeout_s: float, results: list[Path] | None) -> None:

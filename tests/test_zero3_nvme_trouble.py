@@ -29,7 +29,7 @@ from nvme_worker import (
     swapped_in,
     swapper_of,
 )
-from ranks import run_ranks
+from ranks import error_of, run_ranks
 from zero_worker import MOMENTS, base_optimizer, difference, train
 
 from zero8.codec import codec_named
@@ -41,15 +41,6 @@ pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 RANK = int(os.environ.get("RANK", 0))
 BEFORE, AFTER = 2, 2
-
-
-def error_of(function, *args, **kwargs):
-    """Return the type and the text of what a call raises, None for nothing."""
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None
 
 
 @contextmanager
