@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "dlpack.h"
 #include "format.h"
 #include "stream.h"
 
@@ -71,6 +72,50 @@ void copy(const py::buffer& param, const py::buffer& grad, const std::vector<py:
   zero8::copy(streams, num_threads);
 }
 
+// What a step asks of a tensor: zero8/op/tensors.py.
+struct TensorRecord {
+  uint64_t data;
+  int64_t numel;
+  int64_t kind;  // one number for dtype and device; -1: the tensor has no memory of its own
+  int64_t contiguous;
+};
+
+TensorRecord described(const zero8::dlpack::ExchangeApi& api, PyObject* tensor) {
+  zero8::dlpack::Tensor t;
+  if (api.from_py_object(tensor, &t) != 0) {
+    PyErr_Clear();
+    return {0, 0, -1, 0};
+  }
+  const int64_t dtype = t.dtype_code << 24 | t.dtype_bits << 16 | t.dtype_lanes;
+  const int64_t device = static_cast<int64_t>(t.device_type) << 16 | t.device_id;
+  return {reinterpret_cast<uint64_t>(t.data) + t.byte_offset, zero8::dlpack::numel(t),
+          device << 32 | dtype, zero8::dlpack::is_contiguous(t)};
+}
+
+// Returns whether torch's interface is one that this knows; if not, nothing has been written.
+bool describe(const py::capsule& exchange_api, const py::list& tensors, const py::buffer& out) {
+  const auto* api = static_cast<const zero8::dlpack::ExchangeApi*>(
+      PyCapsule_GetPointer(exchange_api.ptr(), zero8::dlpack::kCapsuleName));
+  if (api == nullptr) throw py::error_already_set();
+  if (api->major_version != zero8::dlpack::kMajorVersion || !api->from_py_object) return false;
+  const py::buffer_info info = out.request(true);
+  auto* record = records<TensorRecord>(info, "tensor");
+  if (info.size != static_cast<py::ssize_t>(tensors.size())) {
+    throw py::value_error("zero8: got another number of records than of tensors");
+  }
+  for (const py::handle& tensor : tensors) *record++ = described(*api, tensor.ptr());
+  return true;
+}
+
+// Asks the processor for memory that is about to be read: a hint, which no address can make fail.
+void prefetch(const py::buffer& lines) {
+  const py::buffer_info info = lines.request();
+  const auto* line = records<const uint64_t>(info, "cache line");
+  for (py::ssize_t i = 0; i < info.size; ++i) {
+    __builtin_prefetch(reinterpret_cast<const void*>(line[i] * 64));
+  }
+}
+
 py::dict isas() {
   py::dict supported;
   for (int isa = 0; isa < zero8::kNumIsas; ++isa) {
@@ -84,5 +129,7 @@ py::dict isas() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("step", &step, "Take one optimizer step on every segment, in place.");
   module.def("copy", &copy, "Move the memory of a step, and change nothing: stream.h.");
+  module.def("describe", &describe, "Write down where tensors are, and of what kind.");
+  module.def("prefetch", &prefetch, "Ask for cache lines, numbered by their address over 64.");
   module.def("isas", &isas, "Instruction sets this processor has, slowest first: name -> number.");
 }

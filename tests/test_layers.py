@@ -18,7 +18,7 @@ LAYERS = [
     {"arithmetic", "codec", "dither", "grid", "pages", "policy", "scalars", "segment"},
     {"reference"},
     {"op"},
-    {"pieces", "prepared", "report", "saved", "settings", "versions"},
+    {"params", "pieces", "prepared", "report", "saved", "settings", "versions"},
     {"optimizer"},
     {"zero", "fsdp", "checkpoint"},
     {"", "__init__", "autoload"},

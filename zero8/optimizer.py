@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from torch import Tensor
 from zero8 import dither, settings
 from zero8.codec import DEFAULT_CODEC, Codec, codec_named
 from zero8.op import kernel
+from zero8.op.tensors import object_lines, prefetch
 from zero8.op.threads import step_threads
 from zero8.pages import collapse
+from zero8.params import ParamInfo, check_tensors
 from zero8.pieces import MomentStore, Piece, PieceTable
 from zero8.policy import Policy
 from zero8.prepared import Batch, Contents, Moved, Prepared, premises_of, run
@@ -27,31 +30,6 @@ logger = logging.getLogger("zero8")
 
 # Stands in records of parameters until a step puts its own in.
 NO_SCALARS = StepScalars(**dict.fromkeys((field.name for field in fields(StepScalars)), 0.0))
-
-# What to set, by dtype that is not served.
-REMEDIES = {
-    torch.float16: "; to compute in float16 keep float32 weights: use torch.autocast, or "
-    "DeepSpeed's fp16 without fp16_master_weights_and_grads"
-}
-
-
-@dataclass(frozen=True)
-class ParamInfo:
-    """What policy and dither know of a parameter: its name if it has one, its place, its shape."""
-
-    name: str | None
-    index: int
-    shape: tuple[int, ...]
-
-    @property
-    def label(self) -> str:
-        """The name, or the index in constructor order."""
-        return str(self.index) if self.name is None else self.name
-
-    @property
-    def identity(self) -> int:
-        """The 64-bit identity that the dither depends on."""
-        return dither.identity_of(self.index if self.name is None else self.name)
 
 
 @lru_cache(maxsize=65536)
@@ -178,6 +156,8 @@ class BlockwiseAdam(torch.optim.Optimizer):
                 loss = closure()
         # Compiles on first use: a failure must come before anything has been changed.
         isa = kernel.default_isa()
+        if self._joined:
+            prefetch(self._joined.lines)
         batches = self._batches()
         skipped: dict[str, int] = {}
         for batch, prepared in zip(batches, self._prepared(batches), strict=True):
@@ -188,18 +168,21 @@ class BlockwiseAdam(torch.optim.Optimizer):
 
     def _batches(self) -> list[Batch]:
         """Return the parameters that have gradients."""
-        together, apart = [], []
+        groups: list[dict] = []
+        params: list[Tensor] = []
         for group in self.param_groups:
-            for p in group["params"]:
-                if (grad := p.grad) is None:
-                    continue
-                if p.is_contiguous():
-                    together.append((group, p, grad))
-                else:
-                    # The format is defined by the logical order of the elements: other layouts,
-                    # such as channels_last, step on a copy, one parameter at a time.
-                    apart.append([(group, p, grad)])
-        return [Batch(*zip(*batch, strict=True)) for batch in (together, *apart) if batch]
+            params += (stepping := [p for p in group["params"] if p.grad is not None])
+            groups += [group] * len(stepping)
+        # Those that take their first step get an empty state here.
+        batch = Batch(groups, params, [p.grad for p in params], [self.state[p] for p in params])
+        # The format is defined by the logical order of the elements: other layouts, such as
+        # channels_last, step on a copy, one parameter at a time.
+        contiguous = batch.tensors[0]["contiguous"]
+        if contiguous.all():
+            return [batch] if params else []
+        together = [place for place, is_so in enumerate(contiguous) if is_so]
+        apart = [[place] for place, is_so in enumerate(contiguous) if not is_so]
+        return [batch.at(places) for places in (together, *apart) if places]
 
     def _prepared(self, batches: list[Batch]) -> list[Prepared]:
         """Return the records of batches, and make those that do not fit anew.
@@ -212,19 +195,19 @@ class BlockwiseAdam(torch.optim.Optimizer):
             single
             for batch, prepared in zip(batches, kept, strict=True)
             if prepared is None
-            for single in (Batch(*([one] for one in turn)) for turn in zip(*batch, strict=True))
+            for single in batch.singles()
             if self._fitting(single) is None
         ]
-        for single in unfit:
-            check_tensors(*single.params)
         infos = self._infos() if unfit else {}
-        without_state = [p for single in unfit for p in single.params if not self.state.get(p)]
+        without_state = [single for single in unfit if not single.states[0]]
         try:
             for single in unfit:
+                check_tensors(*single.params)
+            for single in unfit:
                 self._single[id(single.params[0])] = self._prepare(single, infos)
-        except Exception:  # whatever it is: what was made so far must not stay
-            for p in without_state:
-                self.state.pop(p, None)
+        except Exception:  # whatever it is, states of no step must not stay
+            for single in without_state:
+                del self.state[single.params[0]]
             raise
         pairs = zip(batches, kept, strict=True)
         return [prepared or self._join(batch) for batch, prepared in pairs]
@@ -233,12 +216,13 @@ class BlockwiseAdam(torch.optim.Optimizer):
         """Return what earlier steps have kept of a batch, if it still fits."""
         single = len(batch.params) == 1
         kept = self._single.get(id(batch.params[0])) if single else self._joined
-        return kept if kept and kept.premises == self._premises(batch) else None
+        if kept is None or kept.premises is None:
+            return None
+        return kept if kept.premises == self._premises(batch) else None
 
     def _premises(self, batch: Batch) -> tuple | None:
         """Return what the records of a batch depend on; None if a parameter has no state yet."""
-        states = [self.state.get(p) for p in batch.params]
-        return premises_of(batch, self._contents(states)) if all(states) else None
+        return premises_of(batch, self._contents(batch.states)) if all(batch.states) else None
 
     def _join(self, batch: Batch) -> Prepared:
         parts = [self._single[id(p)] for p in batch.params]
@@ -247,17 +231,17 @@ class BlockwiseAdam(torch.optim.Optimizer):
         self._joined = Prepared.joined(self._premises(batch), parts)
         return self._joined
 
-    def _moved(self, batch: Batch, states: list[dict]) -> list[Moved]:
-        """Return where this step takes the moments of each parameter."""
-        self._note_writes(states)
-        known: dict[tuple, Moved] = {}
-        moved = []
-        for group, state in zip(batch.groups, states, strict=True):
-            key = id(group), int(state["step"]), float(state["history"])
-            if key not in known:
-                known[key] = self._moved_from(group, *key[1:])
-            moved.append(known[key])
-        return moved
+    def _moved(self, batch: Batch) -> tuple[list[Moved], list[int]]:
+        """Return where this step takes the moments, and which of these is each parameter's."""
+        self._note_writes(batch.states)
+        number: dict[tuple, int] = {}
+        which = [
+            number.setdefault((id(group), state["step"], state["history"]), len(number))
+            for group, state in zip(batch.groups, batch.states, strict=True)
+        ]
+        groups = {id(group): group for group in self.param_groups}
+        moved = [self._moved_from(groups[at], int(t), float(bound)) for at, t, bound in number]
+        return moved, which
 
     def _moved_from(self, group: dict, step: int, history: float) -> Moved:
         betas = float(group["betas"][0]), float(group["betas"][1])
@@ -276,10 +260,9 @@ class BlockwiseAdam(torch.optim.Optimizer):
         return Moved(step, history, scalars)
 
     def _prepare(self, single: Batch, infos: dict[Tensor, ParamInfo]) -> Prepared:
-        (p,) = single.params
-        if not self.state.get(p):  # DeepSpeed looks at states early, which makes empty ones
-            self.state[p] = self._new_state(p, infos)
-        state = self.state[p]
+        (p,), (state,) = single.params, single.states
+        if not state:
+            state |= self._new_state(p, infos)
         if self._is_corrected(p) and "param_correction" not in state:
             state["param_correction"] = torch.zeros(p.shape, dtype=torch.int8, device=p.device)
         if self._settings["huge_pages"]:
@@ -298,7 +281,9 @@ class BlockwiseAdam(torch.optim.Optimizer):
         flat = p.contiguous().view(-1), p.grad.contiguous().view(-1)
         numbers = range(len(table.pieces))
         segments = [self._segment(number, stores, state, *flat) for number in numbers]
-        return Prepared.of(self._premises(single), flat, segments)
+        tensors = [value for value in state.values() if isinstance(value, Tensor)]
+        lines = object_lines([p, p.grad, state, *tensors])
+        return Prepared.of(self._premises(single), lines, flat, segments)
 
     def _segment(
         self, number: int, stores: list[MomentStore], state: dict, param: Tensor, grad: Tensor
@@ -326,24 +311,26 @@ class BlockwiseAdam(torch.optim.Optimizer):
 
     def _contents(self, states: list[dict]) -> Contents:
         """Return what says how to read each state, and the tensors that hold them all."""
-        tensors = [t for state in states for t in state.values() if isinstance(t, Tensor)]
+        formats = torch.cat([state["format"] for state in states])
+        values = chain.from_iterable(map(dict.values, states))
+        tensors = [value for value in values if isinstance(value, Tensor)]
         # How many entries says which tensors are whose.
-        return [(len(state), state["format"].tolist()) for state in states], tensors
+        return (list(map(len, states)), formats.numpy().tobytes()), tensors
 
     def _note_writes(self, states: list[dict]) -> None:
         """Forget the bound on m^2/v where something other than a step has changed the moments."""
 
     def _run(self, batch: Batch, prepared: Prepared, isa: str) -> dict[str, int]:
         """Step over a batch, note it in the states; return non-finite blocks by label."""
-        strided = not batch.params[0].is_contiguous()  # then it is alone
-        params = [batch.params[0].contiguous()] if strided else batch.params
-        states = [self.state[p] for p in batch.params]
-        moved = self._moved(batch, states)
-        nonfinite = run(prepared, params, batch.grads, moved, step_threads(), isa)
-        if strided:
-            batch.params[0].copy_(params[0])
-        for state, one in zip(states, moved, strict=True):
-            state["step"], state["history"] = one.step, one.history
+        moved, which = self._moved(batch)
+        contiguous = batch.contiguous()
+        nonfinite = run(prepared, contiguous, moved, which, step_threads(), isa)
+        if contiguous is not batch:
+            for p, stepped in zip(batch.params, contiguous.params, strict=True):
+                if p is not stepped:
+                    p.copy_(stepped)
+        for state, number in zip(batch.states, which, strict=True):
+            state["step"], state["history"], _ = moved[number]
         if not nonfinite.any():
             return {}
         infos = self._infos()
@@ -484,27 +471,3 @@ def _adopt_states(optimizer: BlockwiseAdam) -> None:
             adopted = optimizer._adopted(p, saved, infos)
             saved = {**adopted, **optimizer._correction_from(p, saved)}
         optimizer.state[p] = saved
-
-
-def check_tensors(p: Tensor) -> None:
-    """Raise ValueError if a parameter or its gradient is not served."""
-    if p.grad.shape != p.shape:
-        raise ValueError(
-            f"got a gradient of shape {tuple(p.grad.shape)}, the parameter has {tuple(p.shape)}"
-        )
-    if p.grad.is_sparse:
-        raise ValueError("got a sparse gradient; set sparse=False on the embedding")
-    for kind, tensor in (("parameter", p), ("gradient", p.grad)):
-        if tensor.dtype not in kernel.DTYPES:
-            message = f"got a {kind} of dtype {tensor.dtype}, expected one of {list(kernel.DTYPES)}"
-            raise ValueError(message + REMEDIES.get(tensor.dtype, ""))
-        if tensor.numel() and tensor.data_ptr() == 0:
-            raise ValueError(
-                f"got a {kind} of type {type(tensor).__name__} without storage of its own, "
-                "expected a plain tensor; FSDP2 parameters are not supported yet"
-            )
-    if p.device.type != "cpu":
-        raise ValueError(
-            f"got a parameter on {p.device}; this version steps on the CPU: use DeepSpeed's "
-            '"offload_optimizer": {"device": "cpu"}'
-        )

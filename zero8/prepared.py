@@ -8,6 +8,7 @@ were: whoever moves or frees parameters or states is not held up.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -15,37 +16,56 @@ from torch import Tensor
 
 from zero8 import dither
 from zero8.op import kernel
+from zero8.op.tensors import described
 from zero8.scalars import StepScalars
 from zero8.segment import Segment
 
-Contents = tuple[Sequence[object], Sequence[Tensor]]
-"""What says how to read each of some states (equal where read alike), and all their tensors."""
+Contents = tuple[object, list[Tensor]]
+"""What says how to read some states (equal where read alike), and all their tensors."""
 
 
-class Batch(NamedTuple):
-    """Parameters that one call of the kernel steps over: their groups, themselves, gradients."""
+@dataclass(frozen=True)
+class Batch:
+    """Parameters that one call of the kernel steps over: their groups, themselves, and so on."""
 
-    groups: Sequence[dict]
-    params: Sequence[Tensor]
-    grads: Sequence[Tensor]
+    groups: list[dict]
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict]
+
+    @cached_property
+    def tensors(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where parameters and gradients are, and of what kind: `described`."""
+        return described(self.params), described(self.grads)
+
+    def at(self, places: Sequence[int]) -> "Batch":
+        """Return a batch of some of the parameters."""
+        columns = self.groups, self.params, self.grads, self.states
+        return Batch(*([column[place] for place in places] for column in columns))
+
+    def singles(self) -> list["Batch"]:
+        """Return a batch for each of the parameters."""
+        return [self.at([place]) for place in range(len(self.params))]
+
+    def contiguous(self) -> "Batch":
+        """Return this batch, with copies of the tensors whose elements lie in another order."""
+        if all(tensors["contiguous"].all() for tensors in self.tensors):
+            return self
+        copies = [[t.contiguous() for t in tensors] for tensors in (self.params, self.grads)]
+        return Batch(self.groups, *copies, self.states)
 
 
-def premises_of(batch: Batch, contents: Contents) -> tuple:
-    """Return all that the records of parameters depend on: equal for equal records."""
-    _, params, grads = batch
-    descriptions, states = contents
-    return (
-        [p.dtype for p in params],
-        [grad.dtype for grad in grads],
-        [p.numel() for p in params],
-        [grad.numel() for grad in grads],
-        [p.is_cpu for p in params],
-        [grad.is_cpu for grad in grads],
-        [grad.is_sparse for grad in grads],
-        descriptions,
-        # A tensor that is not contiguous is never where a record could say.
-        [t.data_ptr() if t.is_contiguous() else None for t in states],
-    )
+def premises_of(batch: Batch, contents: Contents) -> tuple | None:
+    """Return all that the records of parameters depend on, equal for equal records.
+
+    None if a state is not contiguous: no record can say where its elements are.
+    """
+    descriptions, tensors = contents
+    states = described(tensors)
+    if not states["contiguous"].all():
+        return None
+    kinds = [seen[name].tobytes() for seen in batch.tensors for name in ("numel", "kind")]
+    return descriptions, states["data"].tobytes(), *kinds
 
 
 @dataclass(frozen=True)
@@ -53,35 +73,43 @@ class Prepared:
     """The records of one or more parameters.
 
     Attributes:
-        premises: what `premises_of` gave when they were made.
+        premises: what `premises_of` gave when they were made; they fit where it gives the same,
+            and nowhere if it is None.
         records: (pieces,) `kernel.SEGMENT`, in the order of the parameters.  In place of the
             addresses of parameter and gradient they have offsets in bytes, in place of the phases
             of the two dithers their keys.
         owner: (pieces,) which of the parameters each belongs to.
+        lines: cache lines of parameters, gradients and states: `object_lines`.
     """
 
-    premises: tuple
+    premises: tuple | None
     records: np.ndarray
     owner: np.ndarray
+    lines: np.ndarray
 
     @classmethod
     def of(
-        cls, premises: tuple, flat: tuple[Tensor, Tensor], segments: Sequence[Segment]
+        cls,
+        premises: tuple | None,
+        lines: np.ndarray,
+        flat: tuple[Tensor, Tensor],
+        segments: Sequence[Segment],
     ) -> "Prepared":
         """Return the records of one parameter.
 
         Args:
             premises: its own.
+            lines: its own.
             flat: the parameter and its gradient, or copies, in one dimension.
             segments: which lie in these two and in the live state; keys stand for their phases.
         """
         records, _ = kernel.packed(segments)
         for name, tensor in zip(("param", "grad"), flat, strict=True):
             records[name] -= np.uint64(tensor.data_ptr())
-        return cls(premises, records, np.zeros(len(records), np.intp))
+        return cls(premises, records, np.zeros(len(records), np.intp), lines)
 
     @classmethod
-    def joined(cls, premises: tuple, parts: Sequence["Prepared"]) -> "Prepared":
+    def joined(cls, premises: tuple | None, parts: Sequence["Prepared"]) -> "Prepared":
         """Return the records of parameters that are prepared one by one.
 
         Args:
@@ -90,11 +118,11 @@ class Prepared:
         """
         records = np.concatenate([part.records for part in parts])
         owner = np.repeat(np.arange(len(parts)), [len(part.records) for part in parts])
-        return cls(premises, records, owner)
+        return cls(premises, records, owner, np.concatenate([part.lines for part in parts]))
 
 
 class Moved(NamedTuple):
-    """Where a step takes the moments of the parameters that come from the same place.
+    """Where a step takes the moments of parameters that come from the same place.
 
     Attributes:
         step: the number of the step, from 1.
@@ -109,9 +137,9 @@ class Moved(NamedTuple):
 
 def run(
     prepared: Prepared,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
+    batch: Batch,
     moved: Sequence[Moved],
+    which: Sequence[int],
     num_threads: int,
     isa: str,
 ) -> np.ndarray:
@@ -119,31 +147,24 @@ def run(
 
     Args:
         prepared: their records.
-        params: contiguous.
-        grads: of the parameters, of any layout.
-        moved: of the parameters; few distinct ones.
+        batch: them and their gradients, all contiguous.
+        moved: where the step takes their moments, without repetitions.
+        which: of these, one number for each parameter.
         num_threads: threads to use.
         isa: instruction set, one of `kernel.isas()`.
 
     Returns:
         For each piece the number of blocks left as they were because a gradient was not finite.
     """
-    grads = [grad if grad.is_contiguous() else grad.contiguous() for grad in grads]
     records, owner = prepared.records.copy(), prepared.owner
-    records["param"] += _addresses(params)[owner]
-    records["grad"] += _addresses(grads)[owner]
-    # Their identity is enough: comparing them all would take longer.
-    distinct = {id(one): one for one in moved}
-    numbers = {key: number for number, key in enumerate(distinct)}
-    number = np.fromiter([numbers[id(one)] for one in moved], np.intp, len(moved))[owner]
-    steps = np.array([one.step for one in distinct.values()], np.int64)[number]
+    for name, tensors in zip(("param", "grad"), batch.tensors, strict=True):
+        assert tensors["contiguous"].all()
+        records[name] += tensors["data"][owner]
+    number = np.fromiter(which, np.intp, len(which))[owner]
+    steps = np.array([one.step for one in moved], np.int64)[number]
     for name in ("moment_phase", "param_phase"):
         records[name] = dither.phase_of(records[name].astype(np.int64), steps)
     records["scalars"] = number
-    scalars = kernel.packed_scalars(one.scalars for one in distinct.values())
+    scalars = kernel.packed_scalars(one.scalars for one in moved)
     kernel.run(records, scalars, num_threads, isa)
     return records["nonfinite_blocks"]
-
-
-def _addresses(tensors: Sequence[Tensor]) -> np.ndarray:
-    return np.fromiter([t.data_ptr() for t in tensors], np.uint64, len(tensors))

@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zero8.optimizer import BlockwiseAdam, ParamInfo
+from zero8.optimizer import BlockwiseAdam
+from zero8.params import ParamInfo
 from zero8.pieces import MomentStore, Piece, PieceTable
 from zero8.prepared import Contents
 from zero8.report import MemoryReport
@@ -147,8 +148,13 @@ class Adam8bitBlockwise(BlockwiseAdam):
         return stores[0].table, stores
 
     def _contents(self, states: list[dict]) -> Contents:
-        descriptions, tensors = super()._contents([s for s in states if "format" in s])
-        for state in (s for s in states if "format" not in s):
+        flat = [state for state in states if "format" not in state]
+        if not flat:
+            return super()._contents(states)
+        whole = [state for state in states if "format" in state]
+        description, tensors = super()._contents(whole) if whole else (None, [])
+        descriptions = [description]
+        for state in flat:
             described = []
             for value in state.values():
                 if isinstance(value, MomentTensor):
@@ -161,8 +167,8 @@ class Adam8bitBlockwise(BlockwiseAdam):
         return descriptions, tensors
 
     def _note_writes(self, states: list[dict]) -> None:
-        for state in states:
-            for which in MOMENTS if "format" not in state else ():
+        for state in (state for state in states if "format" not in state):
+            for which in MOMENTS:
                 if state[which].store.written:
                     state["history"], state[which].store.written = UNKNOWN_HISTORY, False
 

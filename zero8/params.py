@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the optimizer knows of a parameter, and what it asks of it and of its gradient."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero8 import dither
+from zero8.op import kernel
+
+# What to set, by dtype that is not served.
+REMEDIES = {
+    torch.float16: "; to compute in float16 keep float32 weights: use torch.autocast, or "
+    "DeepSpeed's fp16 without fp16_master_weights_and_grads"
+}
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """What policy and dither know of a parameter: its name if it has one, its place, its shape."""
+
+    name: str | None
+    index: int
+    shape: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        """The name, or the index in constructor order."""
+        return str(self.index) if self.name is None else self.name
+
+    @property
+    def identity(self) -> int:
+        """The 64-bit identity that the dither depends on."""
+        return dither.identity_of(self.index if self.name is None else self.name)
+
+
+def check_tensors(p: Tensor) -> None:
+    """Raise ValueError if a parameter or its gradient is not served."""
+    if p.grad.shape != p.shape:
+        raise ValueError(
+            f"got a gradient of shape {tuple(p.grad.shape)}, the parameter has {tuple(p.shape)}"
+        )
+    if p.grad.is_sparse:
+        raise ValueError("got a sparse gradient; set sparse=False on the embedding")
+    for kind, tensor in (("parameter", p), ("gradient", p.grad)):
+        if tensor.dtype not in kernel.DTYPES:
+            message = f"got a {kind} of dtype {tensor.dtype}, expected one of {list(kernel.DTYPES)}"
+            raise ValueError(message + REMEDIES.get(tensor.dtype, ""))
+        if tensor.numel() and tensor.data_ptr() == 0:
+            raise ValueError(
+                f"got a {kind} of type {type(tensor).__name__} without storage of its own, "
+                "expected a plain tensor; FSDP2 parameters are not supported yet"
+            )
+    if p.device.type != "cpu":
+        raise ValueError(
+            f"got a parameter on {p.device}; this version steps on the CPU: use DeepSpeed's "
+            '"offload_optimizer": {"device": "cpu"}'
+        )
