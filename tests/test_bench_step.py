@@ -5,6 +5,7 @@ import ctypes
 import json
 import math
 import os
+import subprocess
 import sys
 from argparse import ArgumentParser
 
@@ -14,6 +15,7 @@ import torch
 from zero8 import cli, reference
 from zero8.bench import step, step_contenders, step_kernel, step_targets
 from zero8.bench.step_contenders import flat_params, peer_contenders, zero8_contenders
+from zero8.bench.step_report import busy_lines
 from zero8.bench.step_tensors import flat_shape, model_shapes
 from zero8.bench.step_timing import Timed, interleaved, peak_extra_bytes, spread
 from zero8.bench.step_variants import BF16_CORRECTED, FP32, VARIANTS
@@ -29,7 +31,7 @@ ROW_KEYS = {
     "threads",
     "numel",
     "repeats",
-    "disturbed",
+    "waited_share",
     "bytes_per_param",
     "ns_per_param",
     "ns_per_param_min",
@@ -296,8 +298,40 @@ def test_interleaved_calls_take_turns():
     usual, rare = interleaved(timed, rounds=10)
     assert (len(usual.times), len(rare.times)) == (10, 2)
     assert calls.count("a") == 13 and calls.count("b") == 2  # 3 rounds of warming up
-    assert 0 <= usual.disturbed <= 10
     assert all(time > 0 for time in usual.times + rare.times)
+
+
+def test_waits_for_a_core_are_counted():
+    """Beside an endless loop on the same core a call gets a part of it."""
+    script = """if True:
+        import os, time
+        from zero8.bench.step_timing import Timed, interleaved
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        def busy():
+            until = time.thread_time() + 0.1
+            while time.thread_time() < until:
+                sum(range(10000))
+        other = os.fork()
+        if not other:
+            until = time.monotonic() + 60  # whatever becomes of the first process
+            while time.monotonic() < until:
+                pass
+            os._exit(0)
+        shared, = interleaved([Timed(busy)], rounds=1)
+        os.kill(other, 9)
+        print(shared.waited_ns / sum(shared.times))
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert 0.1 < float(done.stdout) < 1
+
+
+@pytest.mark.parametrize(("shares", "is_busy"), [((0, 0.01, 0.5), False), ((0.5, 0, 0.03), True)])
+def test_report_says_when_threads_waited_for_cores(shares, is_busy):
+    """In the median of the rows: one may have been unlucky."""
+    lines = busy_lines({"rows": [{"waited_share": share} for share in shares]})
+    assert any("for 3.0% of their time" in line for line in lines) == bool(lines) == is_busy
 
 
 def test_spread_is_per_element():

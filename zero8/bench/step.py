@@ -188,7 +188,7 @@ def _row(contender: Contender, samples: Samples, threads: int) -> dict:
         "threads": threads,
         "numel": numel,
         "repeats": len(samples.times),
-        "disturbed": samples.disturbed,
+        "waited_share": samples.waited_ns / (threads * sum(samples.times)),
         "bytes_per_param": contender.bytes_per_param,
         **times,
         "gb_per_s": contender.bytes_per_param / times["ns_per_param"],

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step result as markdown tables."""
 
+import statistics
+
 from zero8.bench.record import check_lines, table_lines
 
-# Of the repeats; above it waits for other processes may be most of what was measured.
-MOST_DISTURBED = 0.2
+# Of the threads' time; above it waits for other processes show in what was measured.
+MOST_WAITED = 0.02
 
 COLUMNS = (
     ("step", lambda row: label(row)),
@@ -15,7 +17,7 @@ COLUMNS = (
     ("of its stream", lambda row: f"{row['fraction_of_stream']:.2f}"),
     ("speed over DeepSpeed fp32", lambda row: optional(row["ratio_vs_deepspeed_fp32"], "{:.2f}")),
     ("extra KiB", lambda row: optional(row["extra_bytes"], "{:.0f}", 2**10)),
-    ("disturbed", lambda row: f"{row['disturbed']} of {row['repeats']}"),
+    ("waited", lambda row: f"{row['waited_share']:.1%}"),
 )
 
 
@@ -42,7 +44,7 @@ def markdown(result: dict) -> str:
         "",
         "Medians of wall time through `step()`, all in turns in one process. A copy reads and "
         "writes the arrays of a step and computes nothing; `of its stream` is its time over the "
-        "step's. A repeat is disturbed if another process took a core away meanwhile.",
+        "step's. `waited` is the share of the threads' time for which others had their core.",
         *_smaller(result["rows"], result["numel"]),
         "",
         "## In the cache, one thread, ns/param of CPU time",
@@ -82,13 +84,12 @@ def _mib(value: int | None) -> str:
 
 def busy_lines(result: dict) -> list[str]:
     """Return a warning if others used the cores meanwhile."""
-    share = sum(row["disturbed"] for row in result["rows"])
-    share /= sum(row["repeats"] for row in result["rows"])
-    if share <= MOST_DISTURBED:
+    share = statistics.median(row["waited_share"] for row in result["rows"])
+    if share <= MOST_WAITED:
         return []
     return [
-        f"The machine was busy: others took a core away in {share:.0%} of all repeats, and waits "
-        "for them are no part of a step. Measure again when it is idle."
+        f"The machine was busy: for {share:.1%} of their time threads waited for a core. Measure "
+        "again when it is idle."
     ]
 
 

@@ -5,7 +5,6 @@ import ctypes
 import gc
 import random
 import re
-import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -31,11 +30,11 @@ class Samples:
 
     Attributes:
         times: wall times in ns.
-        disturbed: during how many calls another process took a core away from a thread of ours.
+        waited_ns: how long threads of ours were ready to run but had no core, in all calls.
     """
 
     times: list[int] = field(default_factory=list)
-    disturbed: int = 0
+    waited_ns: int = 0
 
 
 def interleaved(timed: Sequence[Timed], rounds: int) -> list[Samples]:
@@ -61,11 +60,18 @@ def interleaved(timed: Sequence[Timed], rounds: int) -> list[Samples]:
 
 
 def _time(call: Callable[[], object], samples: Samples) -> None:
-    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    waited_ns = _waited_ns()
     began = time.perf_counter_ns()
     call()
     samples.times.append(time.perf_counter_ns() - began)
-    samples.disturbed += resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw > switches
+    samples.waited_ns += _waited_ns() - waited_ns
+
+
+def _waited_ns() -> int:
+    """Return how long threads of this process have waited for a core so far; 0 if nobody counts."""
+    # The second number of three: Linux, Documentation/scheduler/sched-stats.rst.
+    stats = Path("/proc/self/task").glob("*/schedstat")
+    return sum(int(stat.read_text().split()[1]) for stat in stats)
 
 
 def spread(times: Sequence[float], numel: int) -> dict[str, float]:
