@@ -222,6 +222,12 @@ class Zero3(Zero):
     def offload_states(self, include=None, device="cpu"):
         return include, device
 
+    def step(self):
+        return self._post_step()
+
+    def _post_step(self):
+        return "stepped"
+
 
 @pytest.fixture
 def stand_ins(monkeypatch):
@@ -251,6 +257,8 @@ def seam_objects(stand_ins):
         *(getattr(stage3, name, None) for name in seams.SWAPPERS),
         getattr(stand_ins.views, "_lazy_init_hp_params_optimizer_state", None),
         getattr(stand_ins.zero3, "offload_states", None),
+        getattr(stand_ins.zero3, "step", None),
+        getattr(stand_ins.zero3, "_post_step", None),
     )
 
 
@@ -357,6 +365,7 @@ MISSING = {
     "_configure_optimizer gone": ("engine", "_configure_optimizer", None),
     "views gone": ("views", "_lazy_init_hp_params_optimizer_state", None),
     "offload_states differs": ("zero3", "offload_states", renamed),
+    "no _post_step": ("zero3", "_post_step", None),
     "ZeROOptimizer gone": (zero_base, "ZeROOptimizer", None),
     "_configure_master_weights gone": ("zero", "_configure_master_weights", None),
     "_configure_master_weights differs": ("zero", "_configure_master_weights", renamed),

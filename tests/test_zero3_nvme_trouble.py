@@ -164,6 +164,9 @@ def meet_everything(folder, pipelined):
     in_memory = make_tower(nvme_config(None))
     train(in_memory, BEFORE)
     result["used in memory"] = use(in_memory)
+    if RANK == 1:
+        cut(first_state_file(swapper_of(engine).swap_folder))
+    result["step"] = error_of(train, engine, 1)
     return result
 
 
@@ -217,6 +220,14 @@ def test_zero3_nvme_state_loaded_by_hand_is_newer_than_its_file(met):
 def test_zero3_nvme_trouble_changes_nothing(met):
     for rank in met:
         assert difference(rank["saved"], rank["after trouble"]) == ""
+
+
+def test_zero3_nvme_step_that_one_rank_cannot_take_is_an_error_on_both(met):
+    """Rank 0 has nothing to complain of, and would wait for weights that rank 1 does not send."""
+    first, second = (rank["step"] for rank in met)
+    assert first[0] == "OSError"
+    assert first[1].startswith("1 other rank(s) could not swap its optimizer states during a step")
+    assert second[0] == "ValueError" and "rank1/zero8-" in second[1] and "cut short" in second[1]
 
 
 def test_zero3_nvme_full_disk_is_an_error_at_the_start_on_all_ranks(met):

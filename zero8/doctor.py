@@ -27,6 +27,8 @@ SEAMS = {
     ),
     "BF16_Optimizer._lazy_init_hp_params_optimizer_state": "deepspeed.runtime.bf16_optimizer",
     "DeepSpeedZeroOptimizer_Stage3.offload_states": "deepspeed.runtime.zero.stage3",
+    "DeepSpeedZeroOptimizer_Stage3.step": "deepspeed.runtime.zero.stage3",
+    "DeepSpeedZeroOptimizer_Stage3._post_step": "deepspeed.runtime.zero.stage3",
     "ALL_OPS": "deepspeed.ops.op_builder.all_ops",
 }
 """What `zero8.zero.seams` uses of DeepSpeed, and the module that holds it."""

@@ -7,8 +7,9 @@
 * `ZeROOptimizer._configure_master_weights`: lifts, for our optimizer only, the demand that bf16
   master weights in host memory be stepped by DeepSpeedCPUAdam.
 * `stage3.PartitionedOptimizerSwapper` and `PipelinedOptimizerSwapper`: for our optimizer only,
-  swappers that can carry 8-bit states; `DeepSpeedEngine._configure_zero_optimizer` and
-  `_load_checkpoint`: space for them on the disk, and a complete resume.
+  swappers that can carry 8-bit states; `DeepSpeedZeroOptimizer_Stage3.step` and `_post_step`,
+  `DeepSpeedEngine._configure_zero_optimizer` and `_load_checkpoint`: errors on all ranks, space on
+  the disk, and a complete resume.
 * `DeepSpeedEngine._configure_optimizer`: says, when it refuses our optimizer as an object under
   offload, what to set.
 * `zero8.zero.access`: views of states that are taken again, `offload_states` of ZeRO 3.
@@ -64,6 +65,8 @@ def install(optimizer_class: type) -> None:
         _require_method(views_class, "_lazy_init_hp_params_optimizer_state", set())
         _require_method(views_class, "load_state_dict", set())
     _require_method(zero3_class, "offload_states", {"include"})
+    _require_method(zero3_class, "step", set())
+    _require_method(zero3_class, "_post_step", set())
     _require_swapping(engine_class, stage3)
     _guard_modes(engine_class, optimizer_class)
     _explain_refusal(engine_class, optimizer_class)
@@ -74,7 +77,7 @@ def install(optimizer_class: type) -> None:
     access.keep_views_fresh(bf16_class, *bf16, optimizer_class)
     access.refuse_to_move_states(zero3_class, optimizer_class)
     _swap_states(stage3, optimizer_class)
-    _resume_swapped(engine_class)
+    _agree_on_swapped(engine_class, zero3_class)
     utils.ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
 
 
@@ -213,9 +216,10 @@ def _swap_states(stage3, optimizer_class: type) -> None:
         setattr(stage3, name, choice(getattr(stage3, name), getattr(swapper, ours)))
 
 
-def _resume_swapped(engine_class: type) -> None:
+def _agree_on_swapped(engine_class: type, zero3_class: type) -> None:
     from zero8.zero import swap_checkpoint
 
+    swap_checkpoint.step_together(zero3_class)
     configure, load = engine_class._configure_zero_optimizer, engine_class._load_checkpoint
     load_signature = inspect.signature(load)
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed leaves out around swapped states: space at the start, and a complete resume.
+"""What DeepSpeed leaves out around swapped states: space at the start, errors, a complete resume.
 
 DeepSpeed saves the swap files with a checkpoint and copies them back.  It looks at nothing before
 it does, and restores neither learning rate and loss scale nor sub-groups too small to be swapped.
 Whatever one rank cannot do is an error on all of them, before anything has been changed.
 """
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +97,36 @@ def raise_on_all(error: Exception | None, what: str) -> None:
         raise error
     if count.item():
         raise OSError(f"{count.item()} other rank(s) could not {what}; see their messages")
+
+
+def step_together(zero3_class: type) -> None:
+    """Wrap `step`: what one rank cannot swap in or out is an error on all, none waits for it.
+
+    The ranks agree when their sub-groups have stepped, before what they do together.
+    """
+    step, post_step = zero3_class.step, zero3_class._post_step
+    what = "swap its optimizer states during a step"
+
+    @functools.wraps(step)
+    def stepped(self, *args, **kwargs):
+        if not is_swapping(self):
+            return step(self, *args, **kwargs)
+        self.optimizer_swapper.has_agreed = False
+        try:
+            return step(self, *args, **kwargs)
+        except (OSError, ValueError) as error:
+            if not self.optimizer_swapper.has_agreed:
+                raise_on_all(error, what)
+            raise
+
+    @functools.wraps(post_step)
+    def post_stepped(self, *args, **kwargs):
+        if is_swapping(self):
+            self.optimizer_swapper.has_agreed = True
+            raise_on_all(None, what)
+        return post_step(self, *args, **kwargs)
+
+    zero3_class.step, zero3_class._post_step = stepped, post_stepped
 
 
 def _swapped(zero) -> Iterator[Tensor]:
