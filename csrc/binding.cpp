@@ -93,17 +93,23 @@ TensorRecord described(const zero8::dlpack::ExchangeApi& api, PyObject* tensor) 
 }
 
 // Returns whether torch's interface is one that this knows; if not, nothing has been written.
-bool describe(const py::capsule& exchange_api, const py::list& tensors, const py::buffer& out) {
+// Objects of other types than `tensor_type` are numbers that lie between a state's tensors.
+bool describe(const py::capsule& exchange_api, const py::type& tensor_type, const py::list& objects,
+              const py::buffer& out) {
   const auto* api = static_cast<const zero8::dlpack::ExchangeApi*>(
       PyCapsule_GetPointer(exchange_api.ptr(), zero8::dlpack::kCapsuleName));
   if (api == nullptr) throw py::error_already_set();
   if (api->major_version != zero8::dlpack::kMajorVersion || !api->from_py_object) return false;
   const py::buffer_info info = out.request(true);
   auto* record = records<TensorRecord>(info, "tensor");
-  if (info.size != static_cast<py::ssize_t>(tensors.size())) {
-    throw py::value_error("zero8: got another number of records than of tensors");
+  if (info.size != static_cast<py::ssize_t>(objects.size())) {
+    throw py::value_error("zero8: got another number of records than of objects");
   }
-  for (const py::handle& tensor : tensors) *record++ = described(*api, tensor.ptr());
+  auto* type = reinterpret_cast<PyTypeObject*>(tensor_type.ptr());
+  for (const py::handle& object : objects) {
+    *record++ = PyObject_TypeCheck(object.ptr(), type) ? described(*api, object.ptr())
+                                                       : TensorRecord{0, 0, 0, 1};
+  }
   return true;
 }
 

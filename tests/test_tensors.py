@@ -65,6 +65,14 @@ def test_described_sparse_tensor_is_without_memory_and_others_are_not_affected(d
     assert records["data"][0] == records["data"][2] == dense.data_ptr()
 
 
+@pytest.mark.parametrize("describe", [described, without_dlpack])
+def test_described_numbers_among_tensors_are_zeros(describe):
+    tensor = torch.ones(3)
+    records = describe([17, tensor, 0.5, True])
+    assert [record.tolist() for record in records[[0, 2, 3]]] == [(0, 0, 0, 1)] * 3
+    assert records["data"][1] == tensor.data_ptr()
+
+
 def test_described_of_nothing_is_empty():
     assert len(described([])) == 0
 
@@ -84,8 +92,8 @@ def test_described_with_an_unknown_version_of_dlpack_asks_torch(monkeypatch):
 
 
 def test_describe_with_too_few_records_raises():
-    with pytest.raises(ValueError, match="another number of records than of tensors"):
-        kernel.module().describe(getattr(Tensor, API), [torch.ones(1)], np.empty(0, "V32"))
+    with pytest.raises(ValueError, match="another number of records than of objects"):
+        kernel.module().describe(getattr(Tensor, API), Tensor, [torch.ones(1)], np.empty(0, "V32"))
 
 
 def test_steps_without_dlpack_have_the_same_bits(monkeypatch):

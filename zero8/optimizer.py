@@ -310,12 +310,11 @@ class BlockwiseAdam(torch.optim.Optimizer):
         )
 
     def _contents(self, states: list[dict]) -> Contents:
-        """Return what says how to read each state, and the tensors that hold them all."""
+        """Return what says how to read each state, and the entries that hold them all."""
         formats = torch.cat([state["format"] for state in states])
-        values = chain.from_iterable(map(dict.values, states))
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        # How many entries says which tensors are whose.
-        return (list(map(len, states)), formats.numpy().tobytes()), tensors
+        entries = list(chain.from_iterable(map(dict.values, states)))
+        # How many there are says which are whose.
+        return (list(map(len, states)), formats.numpy().tobytes()), entries
 
     def _note_writes(self, states: list[dict]) -> None:
         """Forget the bound on m^2/v where something other than a step has changed the moments."""

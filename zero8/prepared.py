@@ -20,8 +20,8 @@ from zero8.op.tensors import described
 from zero8.scalars import StepScalars
 from zero8.segment import Segment
 
-Contents = tuple[object, list[Tensor]]
-"""What says how to read some states (equal where read alike), and all their tensors."""
+Contents = tuple[object, list[Tensor | float]]
+"""What says how to read some states (equal where read alike), and all their entries."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def premises_of(batch: Batch, contents: Contents) -> tuple | None:
 
     None if a state is not contiguous: no record can say where its elements are.
     """
-    descriptions, tensors = contents
-    states = described(tensors)
+    descriptions, entries = contents
+    states = described(entries)
     if not states["contiguous"].all():
         return None
     kinds = [seen[name].tobytes() for seen in batch.tensors for name in ("numel", "kind")]

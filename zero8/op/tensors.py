@@ -22,29 +22,33 @@ CACHE_LINE = 64
 _PYTHON_BYTES, _TENSOR_BYTES = 96, 208
 
 
-def described(tensors: list[Tensor]) -> np.ndarray:
+def described(objects: list[Tensor | float]) -> np.ndarray:
     """Return address, number of elements, kind and contiguity of tensors.
 
+    Numbers may be among them, as they are in states: asking which is what would take longer.
+
     Returns:
-        (len(tensors),) `TENSOR`.  `kind` is equal for equal dtype and device, and `WITHOUT_MEMORY`
-        for tensors that have none of their own, such as sparse ones.
+        (len(objects),) `TENSOR`.  `kind` is equal for equal dtype and device, and `WITHOUT_MEMORY`
+        for tensors that have none of their own, such as sparse ones.  A number is contiguous, and
+        otherwise 0.
     """
-    records = np.empty(len(tensors), TENSOR)
-    exchange_api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange_api is None or not kernel.module().describe(exchange_api, tensors, records):
-        for number, tensor in enumerate(tensors):
-            records[number] = _described(tensor)
+    records = np.empty(len(objects), TENSOR)
+    api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if api is None or not kernel.module().describe(api, Tensor, objects, records):
+        for number, one in enumerate(objects):
+            records[number] = _described(one)
     return records
 
 
-def _described(tensor: Tensor) -> tuple[int, int, int, bool]:
+def _described(one: Tensor | float) -> tuple[int, int, int, bool]:
     """Return one record, as torch before 2.10 can tell it."""
+    if not isinstance(one, Tensor):
+        return 0, 0, 0, True
     try:
-        data = tensor.data_ptr()
+        data = one.data_ptr()
     except RuntimeError:
         return 0, 0, WITHOUT_MEMORY, False
-    kind = abs(hash((tensor.dtype, tensor.device)))
-    return data, tensor.numel(), kind, tensor.is_contiguous()
+    return data, one.numel(), abs(hash((one.dtype, one.device))), one.is_contiguous()
 
 
 def object_lines(objects: Iterable[Tensor | dict]) -> np.ndarray:
