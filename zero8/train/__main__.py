@@ -3,6 +3,7 @@
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from zero8.train.config import BASELINE, EIGHT_BIT
@@ -31,6 +32,13 @@ def main() -> None:
     if "LOCAL_RANK" not in os.environ:
         parser.error("no LOCAL_RANK in the environment: start it with torchrun (see the usage)")
     train(**vars(arguments))
+    # Not through the interpreter's shutdown: a thread of gloo may drop the tensor of the last
+    # collective only then, which ends it within a destructor, and so aborts the process (PyTorch
+    # 2.13, ProcessGroupGloo::runLoop).  DeepSpeed keeps the groups, so destroying them, which would
+    # join the threads, does not end them.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

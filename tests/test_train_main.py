@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the process of a rank ends."""
+
+import processes
+
+RANK = """
+import atexit, sys
+import zero8.train.__main__ as command
+def train(**arguments):
+    # As what a thread of gloo still holds when the interpreter shuts down.
+    atexit.register(print, "shutdown")
+    print("trained", end="")
+    {action}
+command.train = train
+sys.argv = ["zero8.train", "--steps", "1"]
+command.main()
+"""
+
+
+def test_rank_that_has_trained_ends_with_its_output_and_without_shutdown():
+    done = processes.python(RANK.format(action="pass"), LOCAL_RANK="0")
+    assert (done.returncode, done.stdout) == (0, "trained"), done.stderr
+
+
+def test_rank_that_fails_ends_with_the_error():
+    done = processes.python(RANK.format(action="raise OSError('disk full')"), LOCAL_RANK="0")
+    assert done.returncode == 1
+    assert "OSError: disk full" in done.stderr
