@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Train the same small GPT twice from the same seed on this machine, under ZeRO-2 with the optimizer
-# offloaded to the host: once with DeepSpeed's fp32 AdamW, once with Adam8bitBlockwise. Then write
-# OUT/summary.json and OUT/loss.png and print a table.
+# Train the same small GPT twice from the same seed on this machine, with one of configs/ (by default
+# under ZeRO-2 with the optimizer offloaded to the host): once with DeepSpeed's fp32 AdamW, once with
+# Adam8bitBlockwise. Then write OUT/summary.json and OUT/loss.png and print a table.
 #
 # usage: launch/local.sh, with these environment variables (defaults in brackets):
 # Relative paths count from the repository's root.

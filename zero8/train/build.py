@@ -29,10 +29,14 @@ def build_aio() -> None:
     _build([PinMemoryBuilder(), AsyncIOBuilder()])
 
 
-def swaps(config: dict) -> bool:
-    """Return whether a DeepSpeed config offloads to a disk."""
+def build_for(config: dict) -> None:
+    """Build what a DeepSpeed config needs beside `build_ops`: aio, or AdamW without offload."""
     offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
-    return offload.get("device") == "nvme"
+    device = offload.get("device", "none")
+    if device == "nvme":
+        build_aio()
+    elif device == "none":
+        _build([get_accelerator().create_op_builder("FusedAdamBuilder")])
 
 
 def _build(builders: list) -> None:
@@ -43,5 +47,5 @@ def _build(builders: list) -> None:
 
 if __name__ == "__main__":
     build_ops()
-    if sys.argv[1:] and swaps(json.loads(Path(sys.argv[1]).read_text())):
-        build_aio()
+    if sys.argv[1:]:
+        build_for(json.loads(Path(sys.argv[1]).read_text()))

@@ -96,14 +96,14 @@ def plot(runs: list[dict], path: Path) -> None:
             label=f"{name}, validation ({run['val_loss']:.4f} at the end)",
         )
         axes.plot([], [], color=color, alpha=0.3, label=f"{name}, train")
-    entropy = runs[0]["unigram_entropy"]
+    entropy, config = runs[0]["unigram_entropy"], Path(runs[0]["config"])
     axes.axhline(
         entropy, color="gray", linestyle=":", label=f"unigram entropy of validation ({entropy:.3f})"
     )
     axes.set(
         xlabel="optimizer step",
         ylabel="loss (nats per byte)",
-        title=f"Byte-level GPT, {runs[0]['parameters'] / 1e6:.2f} M parameters, ZeRO-2 offload",
+        title=f"Byte-level GPT, {runs[0]['parameters'] / 1e6:.2f} M parameters, {config.name}",
     )
     axes.grid(alpha=0.25)
     axes.legend()
