@@ -374,6 +374,7 @@ MISSING = {
     "_load_checkpoint differs": ("engine", "_load_checkpoint", renamed),
     "swapper gone": (stage3, "PartitionedOptimizerSwapper", None),
     "swapper's method gone": (PipelinedOptimizerSwapper, "_complete_swap_out", None),
+    "as in DeepSpeed 0.19.7": (PipelinedOptimizerSwapper, "release_swap_buffers", None),
     "swapper's method differs": (OptimizerSwapper, "_get_state_tensors", renamed),
 }
 
