@@ -583,6 +583,37 @@ def convert(source, target):
     )
 
 
+def save_universal(pairs, folder):
+    """Of (optimizer, layout) pairs: save, convert, step once more; return the masters of both."""
+    deepspeed.init_distributed(timeout=timedelta(seconds=TIMEOUT_S), verbose=False)
+    results = {}
+    for optimizer, layout in pairs:
+        lab = Lab(optimizer, layout, Path(folder))
+        engine = lab.engine(steps=2)
+        engine.save_checkpoint(lab.path("resharded"), tag="saved")
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            convert(f"{lab.path('resharded')}/saved", f"{lab.path('resharded')}/universal")
+            Path(f"{lab.path('resharded')}/latest_universal").write_text("universal")
+        saved = snapshot(engine).masters
+        take_step(engine, 2)
+        results[optimizer, layout] = saved, snapshot(engine).masters
+    return results
+
+
+def load_universal(pairs, folder):
+    """Load what `save_universal` saved, at another world size, and step; return the same."""
+    results = {}
+    for optimizer, layout in pairs:
+        lab = Lab(optimizer, layout, Path(folder))
+        engine = lab.engine(checkpoint={"load_universal": True})
+        engine.load_checkpoint(lab.path("resharded"), tag="universal")
+        loaded = snapshot(engine).masters
+        take_step(engine, 2)
+        results[optimizer, layout] = loaded, snapshot(engine).masters
+    return results
+
+
 # --- CPU Adam (test_cpu_adam.py) -----------------------------------------------------------------
 
 

@@ -8,7 +8,15 @@ listed here with its reason, and expected, so that a repair of DeepSpeed is noti
 from dataclasses import dataclass
 
 import pytest
-from conformance_worker import BEHAVIOURS, OPTIMIZERS, run_cases
+import torch
+from conformance_worker import (
+    ALL,
+    BEHAVIOURS,
+    OPTIMIZERS,
+    load_universal,
+    run_cases,
+    save_universal,
+)
 from ranks import run_ranks
 
 # A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
@@ -152,6 +160,31 @@ def test_conformance_of_representative_behaviours(quick_results, case):
 @named(SLOW)
 def test_conformance(slow_results, case):
     check(case, slow_results(case[0])[case])
+
+
+PAIRS = [(optimizer, layout) for optimizer in OPTIMIZERS for layout in ALL]
+
+
+@pytest.fixture(scope="module")
+def resharded(tmp_path_factory):
+    """Return the masters before and after a step, of each pair: on 2 ranks, then on 1."""
+    folder = tmp_path_factory.mktemp("universal")
+    arguments = dict(pairs=PAIRS, folder=str(folder), timeout_s=900)
+    saved = run_ranks(save_universal, 2, folder, **arguments)[0]
+    return saved, run_ranks(load_universal, 1, folder, **arguments)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_universal_checkpoint_of_two_ranks_goes_on_on_one(resharded, pair):
+    (before, after), (loaded, stepped) = (masters[pair] for masters in resharded)
+    for name in before:
+        assert torch.equal(loaded[name], before[name]), name
+        assert not torch.equal(after[name], before[name]), name
+        # Codes are new only of the one block of a parameter that the ranks had cut.
+        difference = (stepped[name] - after[name]).abs()
+        assert difference.max() <= 1e-2 / 16, name
+        assert (difference > 1e-6).sum() <= (256 if pair[0] == "ours" else 0), name
 
 
 def test_conformance_limits_name_behaviours_of_the_table():
