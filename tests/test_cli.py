@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import sys
+import types
 
 import processes
 import pytest
@@ -78,6 +79,34 @@ def test_doctor_seam_missing_is_a_problem_and_the_others_are_left_alone(monkeypa
     assert any("_do_optimizer_sanity_check" in problem for problem in report["problems"])
     (line,) = [x for x in doctor.as_text(report).splitlines() if "sanity_check: missing" in x]
     assert line.endswith(f"(DeepSpeed {report['versions']['deepspeed']['installed']})")
+
+
+def put_in_accelerates_place(monkeypatch, **attributes):
+    accelerator = types.ModuleType("accelerate.accelerator")
+    vars(accelerator).update(attributes)
+    monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
+    monkeypatch.setitem(sys.modules, "accelerate.accelerator", accelerator)
+
+
+def test_doctor_guard_of_accelerate_has_a_row(monkeypatch):
+    put_in_accelerates_place(monkeypatch, map_pytorch_optim_to_deepspeed=lambda optimizer: None)
+    report = doctor.examine()
+    assert report["accelerate"] == "installed"
+    assert "map_pytorch_optim_to_deepspeed: installed" in doctor.as_text(report)
+
+
+def test_doctor_accelerate_that_cannot_be_guarded_is_a_warning(monkeypatch):
+    put_in_accelerates_place(monkeypatch)
+    report = doctor.examine()
+    assert (report["usable"], report["accelerate"]) == (True, "missing")
+    assert any("zero8.assert_active" in warning for warning in report["warnings"])
+
+
+def test_doctor_without_accelerate_has_no_row(monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    report = doctor.examine()
+    assert (report["usable"], report["accelerate"]) == (True, None)
+    assert "map_pytorch" not in doctor.as_text(report)
 
 
 def test_doctor_untested_version_is_a_warning(monkeypatch):

@@ -12,6 +12,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 from zero8.versions import TESTED
+from zero8.zero import accelerate
 
 SEAMS = {
     "ZERO_SUPPORTED_OPTIMIZERS": "deepspeed.runtime.zero.utils",
@@ -46,6 +47,7 @@ def examine() -> dict:
         ("op", _op),
         ("accelerator", _accelerator),
         ("seams", _seams),
+        ("accelerate", _accelerate),
         ("autoload", _autoload),
     ):
         try:
@@ -118,6 +120,21 @@ def _seams(report: dict) -> dict[str, str]:
     return {name: _state_of(_found(name)) for name in SEAMS}
 
 
+def _accelerate(report: dict) -> str | None:
+    """Return the state of what keeps Accelerate from replacing the optimizer, None without it."""
+    from zero8.zero.optimizer import Adam8bitBlockwise
+
+    try:
+        accelerator = importlib.import_module("accelerate.accelerator")
+    except ImportError:
+        return None
+    accelerate.guard(accelerator, Adam8bitBlockwise)
+    state = _state_of(getattr(accelerator, accelerate.REPLACES, None))
+    if state == "missing":
+        report["warnings"].append(accelerate.UNKNOWN)
+    return state
+
+
 def _found(name: str):
     try:
         return attrgetter(name)(importlib.import_module(SEAMS[name]))
@@ -166,6 +183,8 @@ def as_text(report: dict) -> str:
         ("seam", f"{name}: {state} (DeepSpeed {deepspeed})")
         for name, state in (report["seams"] or {}).items()
     ]
+    if report["accelerate"]:
+        lines.append(("seam", f"{accelerate.REPLACES}: {report['accelerate']} (Accelerate)"))
     autoload = report["autoload"] or {"active": False, "reason": "unknown"}
     why = "active" if autoload["active"] else f"inactive: {autoload['reason']}; import zero8"
     lines.append(("autoload", why))

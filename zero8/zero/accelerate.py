@@ -11,6 +11,13 @@ from types import ModuleType
 
 logger = logging.getLogger("zero8")
 
+REPLACES = "map_pytorch_optim_to_deepspeed"
+"""Of accelerate.accelerator: what exchanges optimizers."""
+
+UNKNOWN = (
+    "cannot tell whether this Accelerate replaces optimizers under offload: "
+    "call zero8.assert_active(engine)"
+)
 SETTING = '"zero_force_ds_cpu_optimizer": false'
 REMEDY = (
     f"set {SETTING} at the top level of the DeepSpeed config, or name the optimizer there: "
@@ -20,12 +27,9 @@ REMEDY = (
 
 def guard(accelerator: ModuleType, optimizer_class: type) -> None:
     """Have `accelerate.accelerator` refuse, with the remedy, to replace our optimizer."""
-    original = getattr(accelerator, "map_pytorch_optim_to_deepspeed", None)
+    original = getattr(accelerator, REPLACES, None)
     if original is None:
-        logger.warning(
-            "cannot tell whether this Accelerate replaces optimizers under offload: "
-            "call zero8.assert_active(engine)"
-        )
+        logger.warning(UNKNOWN)
         return
     if optimizer_class in getattr(original, "zero8_guards", ()):
         return
@@ -40,4 +44,4 @@ def guard(accelerator: ModuleType, optimizer_class: type) -> None:
         return original(optimizer)
 
     mapped.zero8_guards = (*getattr(original, "zero8_guards", ()), optimizer_class)
-    accelerator.map_pytorch_optim_to_deepspeed = mapped
+    setattr(accelerator, REPLACES, mapped)
