@@ -14,24 +14,25 @@ struct Block {
   int64_t begin;
   int64_t local;
   int count;
+  int size;  // more than `count` where threads share a block
 };
 
-inline int64_t blocks_per_row(const Segment& seg) {
+ZERO8_DEVICE inline int64_t blocks_per_row(const Segment& seg) {
   return (seg.row_length + seg.block_size - 1) / seg.block_size;
 }
 
 // Number of the block that holds element `element` of the parameter: BlockGrid.block_of.
-inline int64_t block_of(const Segment& seg, int64_t element) {
+ZERO8_DEVICE inline int64_t block_of(const Segment& seg, int64_t element) {
   return element / seg.row_length * blocks_per_row(seg) + element % seg.row_length / seg.block_size;
 }
 
-inline int64_t num_blocks(const Segment& seg) {
+ZERO8_DEVICE inline int64_t num_blocks(const Segment& seg) {
   if (seg.numel == 0) return 0;
   return block_of(seg, seg.first + seg.numel - 1) - block_of(seg, seg.first) + 1;
 }
 
 // The segment's part of its block number `local`: the segment's ends may cut a block.
-inline Block block_at(const Segment& seg, int64_t local) {
+ZERO8_DEVICE inline Block block_at(const Segment& seg, int64_t local) {
   const int64_t number = block_of(seg, seg.first) + local;
   const int64_t per_row = blocks_per_row(seg);
   const int64_t row_begin = number / per_row * seg.row_length;
@@ -40,7 +41,8 @@ inline Block block_at(const Segment& seg, int64_t local) {
   int64_t end = begin + seg.block_size < row_end ? begin + seg.block_size : row_end;
   if (begin < seg.first) begin = seg.first;
   if (end > seg.first + seg.numel) end = seg.first + seg.numel;
-  return {begin - seg.first, local, static_cast<int>(end - begin)};
+  const int count = static_cast<int>(end - begin);
+  return {begin - seg.first, local, count, count};
 }
 
 }  // namespace ZERO8_TARGET

@@ -20,12 +20,12 @@ constexpr uint32_t kOneBits = 0x3F800000;
 constexpr uint32_t kSignBit = 0x80000000;
 constexpr float kSaturation = 0x1p126f;
 
-inline uint32_t bits_of(float x) {
+ZERO8_DEVICE inline uint32_t bits_of(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);
   return bits;
 }
-inline float float_of(uint32_t bits) {
+ZERO8_DEVICE inline float float_of(uint32_t bits) {
   float x;
   __builtin_memcpy(&x, &bits, sizeof x);
   return x;
@@ -36,22 +36,25 @@ struct Dither {
   static constexpr uint32_t kElementStep = 0xC13FA9A9u;
   Vec::I r;
 
-  Dither() : r(Vec::seti(0)) {}
-  Dither(uint32_t phase, uint32_t index)
+  ZERO8_DEVICE Dither() : r(Vec::seti(0)) {}
+  ZERO8_DEVICE Dither(uint32_t phase, uint32_t index)
       : r(Vec::ramp(index * kElementStep + phase, kElementStep)) {}
-  Vec::I next() {
+  ZERO8_DEVICE Vec::I next() {
     const Vec::I now = r;
     r = Vec::addi(r, Vec::seti(kElementStep * Vec::kLanes));
     return now;
   }
 };
 
-inline Vec::I magnitude_bits(Vec::F x) { return Vec::andi(Vec::as_int(x), Vec::seti(~kSignBit)); }
+ZERO8_DEVICE inline Vec::I magnitude_bits(Vec::F x) {
+  return Vec::andi(Vec::as_int(x), Vec::seti(~kSignBit));
+}
 
 // What the codes of a block depend on besides their range.
 struct BlockValues {
-  const float* x;  // up to a whole number of vectors, zeros at the end
-  int count;
+  const float* x;         // up to a whole number of vectors, zeros at the end
+  int count;              // of them
+  int size;               // of the block, more than `count` where others hold the rest of it
   uint32_t phase, index;  // of the dither
   float settling;         // of (C2')
 };
@@ -61,7 +64,7 @@ struct BlockValues {
 enum class Left { kNothing, kSign, kRaise };
 
 template <Left kLeft>
-inline Vec::I completed(Vec::I code, Vec::F x) {
+ZERO8_DEVICE inline Vec::I completed(Vec::I code, Vec::F x) {
   if constexpr (kLeft == Left::kSign) {
     const Vec::I sign = Vec::andi(Vec::shr<24>(Vec::as_int(x)), Vec::seti(128));
     return Vec::choose(Vec::equal(code, Vec::seti(0)), code, Vec::ori(code, sign));
@@ -78,12 +81,12 @@ template <bool kSigned>
 struct Absmax {
   Vec::I largest;
 
-  Absmax() : largest(Vec::seti(0)) {}
+  ZERO8_DEVICE Absmax() : largest(Vec::seti(0)) {}
 
-  ZERO8_INLINE void add(Vec::F x) {
+  ZERO8_DEVICE ZERO8_INLINE void add(Vec::F x) {
     largest = Vec::maxu(largest, kSigned ? magnitude_bits(x) : Vec::as_int(x));
   }
-  float value() const {
+  ZERO8_DEVICE float value() const {
     const float x = float_of(Vec::reduce_maxu(largest));
     return x < kSaturation ? x : kSaturation;
   }
@@ -95,17 +98,20 @@ struct ChunkOf {
   const Decoder& decode;
   const uint8_t* codes;
 
-  Vec::F operator()(int k) const { return decode(Vec::load8(codes + k * Vec::kLanes)); }
+  ZERO8_DEVICE Vec::F operator()(int k) const {
+    return decode(Vec::load8(codes + k * Vec::kLanes));
+  }
 };
 
 // The sign of a first moment is the top bit of its code, but 0 has none.
-inline Vec::F signed_as(Vec::I code, Vec::F magnitude) {
+ZERO8_DEVICE inline Vec::F signed_as(Vec::I code, Vec::F magnitude) {
   const Vec::I sign = Vec::andi(Vec::shl<24>(code), Vec::seti(kSignBit));
   return Vec::as_float(Vec::ori(Vec::as_int(magnitude), sign));
 }
 
 // (C2') before the shift: to nearest, but down where that would undo the decay.
-inline Vec::I settled_offset(Vec::F x, Vec::F inverse, Vec::F settled_inverse, Vec::I half) {
+ZERO8_DEVICE inline Vec::I settled_offset(Vec::F x, Vec::F inverse, Vec::F settled_inverse,
+                                          Vec::I half) {
   const Vec::F magnitude = Vec::as_float(magnitude_bits(x));
   const Vec::I y = Vec::as_int(Vec::fma(magnitude, inverse, Vec::set(1.0f)));
   const Vec::I settled = Vec::as_int(Vec::fma(magnitude, settled_inverse, Vec::set(1.0f)));
@@ -131,16 +137,17 @@ struct Companded {
   struct Decoder {
     Vec::F scale, minus_scale;
 
-    Decoder(const float* stored, float gain, const DynamicMap&)
-        : scale(Vec::set(*stored * gain)), minus_scale(Vec::set(-(*stored * gain))) {}
-    Vec::F operator()(Vec::I code) const {
+    ZERO8_DEVICE Decoder(const float* stored, float gain, const DynamicMap&)
+        : scale(Vec::mul(Vec::set(*stored), Vec::set(gain))),
+          minus_scale(Vec::mul(Vec::set(*stored), Vec::set(-gain))) {}
+    ZERO8_DEVICE Vec::F operator()(Vec::I code) const {
       const Vec::I magnitude = kSigned ? Vec::andi(code, Vec::seti(kMaxCode)) : code;
       const Vec::I y = Vec::addi(Vec::shl<kShift>(magnitude), Vec::seti(kOneBits));
       // (y - 1) * scale: the level y - 1 is exact, so this rounds once, as the product does.
       const Vec::F x = Vec::fma(Vec::as_float(y), scale, minus_scale);
       return kSigned ? signed_as(code, x) : x;
     }
-    ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
+    ZERO8_DEVICE ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
   };
 
   using Range = Absmax<kSigned>;
@@ -150,8 +157,9 @@ struct Companded {
     Vec::F inverse, settled_inverse;
     Dither dither;
 
-    Encoder() : inverse(Vec::set(0.0f)), settled_inverse(Vec::set(0.0f)) {}
-    Encoder(const Range& range, const DynamicMap&, const BlockValues& block, float* stored)
+    ZERO8_DEVICE Encoder() : inverse(Vec::set(0.0f)), settled_inverse(Vec::set(0.0f)) {}
+    ZERO8_DEVICE Encoder(const Range& range, const DynamicMap&, const BlockValues& block,
+                         float* stored)
         : dither(block.phase, block.index) {
       const float absmax = range.value();
       float scale = absmax / kTop;
@@ -164,7 +172,7 @@ struct Companded {
     // No code can exceed the largest: a moment that a step makes of finite gradients is less than
     // kSaturation, so the block's largest element comes within 5 ulps of kMaxCode, too few to
     // carry.
-    Vec::I operator()(Vec::F x) {
+    ZERO8_DEVICE Vec::I operator()(Vec::F x) {
       if constexpr (kSigned) {
         return Vec::shr<kShift>(settled_offset(x, inverse, settled_inverse, Vec::seti(kHalf)));
       } else {
@@ -192,18 +200,18 @@ struct Adaptive {
     Vec::F scale, minus_scale;
     Vec::I shift;
 
-    Decoder(const float* stored, float gain, const DynamicMap&) {
-      const float positive = float_of(bits_of(*stored) & ~kSignBit) * gain;
-      scale = Vec::set(positive);
-      minus_scale = Vec::set(-positive);
+    ZERO8_DEVICE Decoder(const float* stored, float gain, const DynamicMap&) {
+      const Vec::F positive = Vec::set(float_of(bits_of(*stored) & ~kSignBit));
+      scale = Vec::mul(positive, Vec::set(gain));
+      minus_scale = Vec::mul(positive, Vec::set(-gain));
       shift = Vec::seti(*stored < 0.0f ? Wide::kShift : Narrow::kShift);
     }
-    Vec::F operator()(Vec::I code) const {
+    ZERO8_DEVICE Vec::F operator()(Vec::I code) const {
       const Vec::I magnitude = Vec::andi(code, Vec::seti(127));
       const Vec::I y = Vec::addi(Vec::shlv(magnitude, shift), Vec::seti(kOneBits));
       return signed_as(code, Vec::fma(Vec::as_float(y), scale, minus_scale));
     }
-    ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
+    ZERO8_DEVICE ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
   };
 
   using Range = Absmax<true>;
@@ -213,12 +221,13 @@ struct Adaptive {
     Vec::F inverse, settled_inverse;
     Vec::I shift, half;
 
-    Encoder()
+    ZERO8_DEVICE Encoder()
         : inverse(Vec::set(0.0f)), settled_inverse(inverse), shift(Vec::seti(0)), half(shift) {}
-    Encoder(const Range& range, const DynamicMap& map, const BlockValues& block, float* stored) {
+    ZERO8_DEVICE Encoder(const Range& range, const DynamicMap& map, const BlockValues& block,
+                         float* stored) {
       const Narrow::Encoder narrow(range, map, block, stored);
       const bool is_wide =
-          *stored >= kMinScale && 16 * large(block, kJoint * *stored) < 11 * block.count;
+          *stored >= kMinScale && 16 * large(block, kJoint * *stored) < 11 * block.size;
       if (is_wide) {
         const Wide::Encoder wide(range, map, block, stored);
         *stored = -*stored;
@@ -231,19 +240,19 @@ struct Adaptive {
       shift = Vec::seti(is_wide ? Wide::kShift : Narrow::kShift);
       half = Vec::seti(is_wide ? Wide::kHalf : Narrow::kHalf);
     }
-    Vec::I operator()(Vec::F x) const {
+    ZERO8_DEVICE Vec::I operator()(Vec::F x) const {
       return Vec::shrv(settled_offset(x, inverse, settled_inverse, half), shift);
     }
 
    private:
-    // How many |x| are at least `joint`, which is positive.
-    static int large(const BlockValues& block, float joint) {
+    // How many |x| of the block are at least `joint`, which is positive.
+    ZERO8_DEVICE static int large(const BlockValues& block, float joint) {
       int count = 0;
       for (int i = 0; i < block.count; i += Vec::kLanes) {
         const Vec::I magnitude = magnitude_bits(Vec::load(block.x + i));
         count += Vec::count(Vec::above(magnitude, Vec::seti(bits_of(joint) - 1u)));
       }
-      return count;
+      return Vec::reduce_sum(count);
     }
   };
 };
@@ -260,24 +269,24 @@ struct LogRoot {
     Vec::I high;
     Vec::F step, gain;
 
-    Decoder(const float* stored, float factor, const DynamicMap&)
+    ZERO8_DEVICE Decoder(const float* stored, float factor, const DynamicMap&)
         : high(Vec::seti(bits_of(stored[0]))), step(Vec::set(stored[1])), gain(Vec::set(factor)) {}
-    Vec::F operator()(Vec::I code) const {
+    ZERO8_DEVICE Vec::F operator()(Vec::I code) const {
       const Vec::I offset = Vec::round(Vec::mul(Vec::to_float(code), step));
       const Vec::I bits = Vec::maxs(Vec::subi(high, offset), Vec::seti(kMinBits));
       const Vec::I root = Vec::choose(Vec::equal(code, Vec::seti(kZeroCode)), Vec::seti(0), bits);
       return Vec::mul(Vec::as_float(root), gain);
     }
-    ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
+    ZERO8_DEVICE ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
   };
 
   // Roots are not negative, so their patterns order like the values; minus 1, zero is the largest.
   struct Range {
     Vec::I high, below_low;
 
-    Range() : high(Vec::seti(0)), below_low(Vec::seti(~0u)) {}
+    ZERO8_DEVICE Range() : high(Vec::seti(0)), below_low(Vec::seti(~0u)) {}
 
-    ZERO8_INLINE void add(Vec::F x) {
+    ZERO8_DEVICE ZERO8_INLINE void add(Vec::F x) {
       high = Vec::maxu(high, Vec::as_int(x));
       below_low = Vec::minu(below_low, Vec::addi(Vec::as_int(x), Vec::seti(~0u)));
     }
@@ -289,8 +298,9 @@ struct LogRoot {
     Vec::F inverse;
     Dither dither;
 
-    Encoder() : high(Vec::seti(0)), last(Vec::seti(0)), inverse(Vec::set(0.0f)) {}
-    Encoder(const Range& range, const DynamicMap&, const BlockValues& block, float* stored)
+    ZERO8_DEVICE Encoder() : high(Vec::seti(0)), last(Vec::seti(0)), inverse(Vec::set(0.0f)) {}
+    ZERO8_DEVICE Encoder(const Range& range, const DynamicMap&, const BlockValues& block,
+                         float* stored)
         : dither(block.phase, block.index) {
       const uint32_t top = Vec::reduce_maxu(range.high);
       const uint32_t low = Vec::reduce_minu(range.below_low) + 1u;
@@ -308,7 +318,7 @@ struct LogRoot {
       const uint32_t fits = (static_cast<uint32_t>(position) + 8u) >> 16;
       last = Vec::seti(fits < 254u ? fits : 254u);
     }
-    Vec::I operator()(Vec::F x) {
+    ZERO8_DEVICE Vec::I operator()(Vec::F x) {
       const Vec::F distance = Vec::to_float(Vec::subi(high, Vec::as_int(x)));
       const Vec::I position = Vec::truncate(Vec::mul(distance, inverse));
       // The threshold is r's upper bits with the last five replaced by 16.
@@ -336,15 +346,15 @@ struct Dynamic {
     struct Chunk {
       Vec::F x[4];
 
-      Vec::F operator()(int k) const { return x[k]; }
+      ZERO8_DEVICE Vec::F operator()(int k) const { return x[k]; }
     };
 
-    Decoder(const float* stored, float gain, const DynamicMap& dynamic_map)
-        : map(&dynamic_map), scale(Vec::set(*stored * gain)) {}
-    Vec::F operator()(Vec::I code) const {
+    ZERO8_DEVICE Decoder(const float* stored, float gain, const DynamicMap& dynamic_map)
+        : map(&dynamic_map), scale(Vec::mul(Vec::set(*stored), Vec::set(gain))) {}
+    ZERO8_DEVICE Vec::F operator()(Vec::I code) const {
       return Vec::mul(Vec::look_up(map->levels, code), scale);
     }
-    Chunk chunk(const uint8_t* codes) const {
+    ZERO8_DEVICE Chunk chunk(const uint8_t* codes) const {
       Chunk four;
       Vec::look_up_codes(map->levels, map->level_bytes, codes, four.x);
       for (Vec::F& x : four.x) x = Vec::mul(x, scale);
@@ -356,9 +366,9 @@ struct Dynamic {
     Absmax<kSigned> absmax;
     Vec::I largest;  // of the elements that are not negative
 
-    Range() : largest(Vec::seti(0)) {}
+    ZERO8_DEVICE Range() : largest(Vec::seti(0)) {}
 
-    ZERO8_INLINE void add(Vec::F x) {
+    ZERO8_DEVICE ZERO8_INLINE void add(Vec::F x) {
       absmax.add(x);
       if constexpr (kSigned) largest = Vec::maxs(largest, Vec::as_int(x));
     }
@@ -369,8 +379,9 @@ struct Dynamic {
     const DynamicMap* map;
     Vec::F inverse;
 
-    Encoder() : map(nullptr), inverse(Vec::set(0.0f)) {}
-    Encoder(const Range& range, const DynamicMap& dynamic_map, const BlockValues&, float* stored)
+    ZERO8_DEVICE Encoder() : map(nullptr), inverse(Vec::set(0.0f)) {}
+    ZERO8_DEVICE Encoder(const Range& range, const DynamicMap& dynamic_map, const BlockValues&,
+                         float* stored)
         : map(&dynamic_map) {
       const float absmax = range.absmax.value();
       const bool positive = !kSigned || float_of(Vec::reduce_maxu(range.largest)) >= absmax;
@@ -379,7 +390,7 @@ struct Dynamic {
       *stored = absmax == 0.0f ? 0.0f : scale;
       inverse = Vec::set(absmax == 0.0f ? 0.0f : 1.0f / scale);
     }
-    Vec::I operator()(Vec::F x) const {
+    ZERO8_DEVICE Vec::I operator()(Vec::F x) const {
       const Vec::F n = Vec::mul(x, inverse);
       Vec::I bits = kSigned ? magnitude_bits(n) : Vec::as_int(n);
       bits = Vec::maxu(Vec::minu(bits, Vec::seti(kOneBits)), Vec::seti(kOneBits - (31u << 23)));
@@ -407,17 +418,17 @@ struct Dynamic {
    private:
     // Within 2^-12.  The estimate is wrong by less: two roundings of up to 255 to 24 bits, those of
     // the tables, and 2^-21 of the distance near a joint.
-    static Vec::Mask is_near_integer(Vec::I distance) {
+    ZERO8_DEVICE static Vec::Mask is_near_integer(Vec::I distance) {
       const Vec::I shifted = Vec::addi(distance, Vec::seti(16));
       return Vec::equal(Vec::andi(shifted, Vec::seti(0xFFE0)), Vec::seti(0));
     }
-    static Vec::I from_zero(Vec::I steps, Vec::Mask negative) {
+    ZERO8_DEVICE static Vec::I from_zero(Vec::I steps, Vec::Mask negative) {
       const Vec::I zero = Vec::seti(kZeroCode);
       const Vec::I down = Vec::maxs(Vec::subi(zero, steps), Vec::seti(0));
       return Vec::choose(negative, down, Vec::addi(zero, steps));
     }
     // The code of what lies `below` or one more steps from 0.
-    Vec::I compared(Vec::F n, Vec::I below, Vec::Mask negative) const {
+    ZERO8_DEVICE Vec::I compared(Vec::F n, Vec::I below, Vec::Mask negative) const {
       Vec::I low = below;
       if constexpr (kSigned) {
         const Vec::I farther = Vec::addi(below, Vec::seti(1));

@@ -10,6 +10,13 @@
 // For what runs once per vector: a call there would force accumulators and scalars into memory.
 #define ZERO8_INLINE __attribute__((always_inline))
 
+// For functions that CUDA compiles too, for the GPU.
+#if defined(__CUDACC__)
+#define ZERO8_DEVICE __device__
+#else
+#define ZERO8_DEVICE
+#endif
+
 namespace zero8 {
 
 enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kCompanded = 2, kLog = 3 };
@@ -70,6 +77,8 @@ struct DynamicMaps {
   DynamicMap exp_avg, exp_avg_sq;
 };
 
+#if !defined(__CUDACC__)
+
 // Steps over blocks begin .. end - 1 of one segment and returns how many of them it left as they
 // were because a gradient was not finite.
 using StepBlocks = int64_t (*)(const Segment&, const StepScalars&, const DynamicMaps&,
@@ -90,5 +99,7 @@ void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
 constexpr int kNumIsas = 4;
 constexpr const char* kIsaNames[kNumIsas] = {"baseline", "avx2", "avx512", "avx512vbmi"};
 bool isa_supported(int isa);
+
+#endif
 
 }  // namespace zero8

@@ -95,6 +95,7 @@ struct Vec {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
   }
 
+  static F flushed(F x) { return x; }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F div(F a, F b) { return _mm256_div_ps(a, b); }
@@ -168,6 +169,7 @@ struct Vec {
     return largest;
   }
   static uint32_t reduce_minu(I a) { return ~reduce_maxu(xori(a, seti(~0u))); }
+  static int reduce_sum(int count) { return count; }
 };
 
 }  // namespace ZERO8_TARGET

@@ -86,6 +86,7 @@ struct Vec {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
   }
 
+  static F flushed(F x) { return x; }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
@@ -167,6 +168,7 @@ struct Vec {
 
   static uint32_t reduce_maxu(I a) { return _mm512_reduce_max_epu32(a); }
   static uint32_t reduce_minu(I a) { return _mm512_reduce_min_epu32(a); }
+  static int reduce_sum(int count) { return count; }
 };
 
 }  // namespace ZERO8_TARGET

@@ -3,6 +3,7 @@
 //
 // F is a vector of floats, I of unsigned 32-bit integers, Mask of truth values.  Functions that
 // end in _n take the first n lanes only, n <= kLanes; lanes beyond are `fill` (0 for floats).
+// Arithmetic reads subnormals as zeros and writes zeros for them.
 #include <cstdint>
 
 #include "format.h"
@@ -60,6 +61,8 @@ struct Vec {
   }
   ZERO8_INLINE static void prefetch(const void*) {}
 
+  // For numbers that come from outside: CPU threads read subnormals as zero anyway.
+  static F flushed(F x) { return x; }
   static F mul(F a, F b) { return a * b; }
   static F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
   static F div(F a, F b) { return a / b; }
@@ -130,6 +133,8 @@ struct Vec {
 
   static uint32_t reduce_maxu(I a) { return a; }
   static uint32_t reduce_minu(I a) { return a; }
+  // Of counts in all parts of a block: a CPU thread has the whole.
+  static int reduce_sum(int count) { return count; }
 };
 
 }  // namespace ZERO8_TARGET
