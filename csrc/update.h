@@ -190,8 +190,8 @@ struct Quantized {
   static constexpr bool kRoot = V::kStoresRoot;
   static constexpr bool kQuantized = true;
   using Stored = uint8_t;
-  static constexpr Stored kZeroM = M::kZeroCode, kZeroV = V::kZeroCode;
-  static constexpr int kMScales = M::kScales, kVScales = V::kScales;
+  using MCode = M;
+  using VCode = V;
   using MRange = typename M::Range;
   using VRange = typename V::Range;
 
@@ -258,8 +258,6 @@ struct Plain {
   static constexpr bool kRoot = false;
   static constexpr bool kQuantized = false;
   using Stored = float;
-  static constexpr Stored kZeroM = 0.0f, kZeroV = 0.0f;
-  static constexpr int kMScales = 0, kVScales = 0;
 
   struct Source {
     float *m, *v;
@@ -288,6 +286,19 @@ struct Plain {
 // Whether patterns of |g| in all parts of a block say that its gradients are finite.
 ZERO8_DEVICE inline bool below_limit(Vec::I magnitudes) {
   return Vec::reduce_maxu(magnitudes) < kGradientLimitBits;
+}
+
+// Turns beta1 m and beta2 v into m' and v', and returns p', not rounded yet; root is that of v'.
+ZERO8_DEVICE ZERO8_INLINE inline Vec::F advanced(const Scalars& s, Vec::F p, Vec::F g, Vec::F& m,
+                                                 Vec::F& v, Vec::F& root) {
+  m = Vec::fma(s.one_minus_beta1, g, m);  // (R2)
+  const Vec::F h = Vec::mul(s.sqrt_one_minus_beta2, g);
+  v = Vec::fma(h, h, v);  // (R3)
+  root = Vec::sqrt(v);
+  const Vec::F denominator = Vec::fma(root, s.inverse_sqrt_correction2, s.eps);  // (R4)
+  const Vec::F ratio = Vec::div(m, denominator);
+  const Vec::F clipped = Vec::min(s.max_ratio, Vec::max(s.min_ratio, ratio));  // (R5)
+  return Vec::fma(s.minus_step_size, clipped, Vec::mul(s.decay, p));           // (R6)
 }
 
 // One block of the update; `vector(i, lanes)` does the elements of one vector.
@@ -319,21 +330,15 @@ struct Update {
     return magnitude_bits(s.has_l2 ? s.gradient(param.read(i, lanes), x) : x);
   }
 
-  // Turns the decayed moments into m' and v' (its root where the code stores roots); the parameter
-  // is updated in memory.
+  // Turns the decayed moments, as decoded, into m' and v' as they will be encoded; the parameter is
+  // updated in memory.
   template <class Lanes>
   ZERO8_DEVICE ZERO8_INLINE void vector(int i, Lanes lanes, Vec::F& m, Vec::F& v) {
     const Vec::F p = param.read(i, lanes);
     const Vec::F x = s.gradient(p, grad(i, lanes));
-    m = Vec::fma(s.one_minus_beta1, x, m);  // (R2)
-    const Vec::F h = Vec::mul(s.sqrt_one_minus_beta2, x);
-    const Vec::F decayed = v;
-    v = Vec::fma(h, h, Moments::kRoot ? Vec::mul(decayed, decayed) : decayed);  // (R3)
-    const Vec::F root = Vec::sqrt(v);
-    const Vec::F denominator = Vec::fma(root, s.inverse_sqrt_correction2, s.eps);  // (R4)
-    const Vec::F ratio = Vec::div(m, denominator);
-    const Vec::F clipped = Vec::min(s.max_ratio, Vec::max(s.min_ratio, ratio));         // (R5)
-    param.write(i, Vec::fma(s.minus_step_size, clipped, Vec::mul(s.decay, p)), lanes);  // (R6)
+    if (Moments::kRoot) v = Vec::mul(v, v);
+    Vec::F root;
+    param.write(i, advanced(s, p, x, m, v, root), lanes);
     if (Moments::kRoot) v = root;
   }
 };

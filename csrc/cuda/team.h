@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// A team: the threads that share a block of the parameter, 8 elements each.  It is a row of the
+// thread block (all threadIdx.x of one threadIdx.y), a part of a warp, a warp, or several warps.
+//
+// Teams go their own ways: masks within a warp, and named barriers across warps, hold up the
+// threads of one team only.
+#pragma once
+
+#include <cstdint>
+
+#include "format.h"
+
+namespace zero8 {
+namespace ZERO8_TARGET {
+
+constexpr int kPerThread = 8;  // elements
+constexpr int kMaxThreads = kMaxBlockSize / kPerThread;
+
+// Waits until as many threads have come to the barrier of this number.
+#if defined(__CUDACC__)
+__device__ inline void named_barrier(uint32_t number, uint32_t num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(num_threads) : "memory");
+}
+#else
+void named_barrier(uint32_t number, uint32_t num_threads);
+#endif
+
+// The team's threads in this thread's warp.
+__device__ inline uint32_t team_mask() {
+  if (blockDim.x >= 32) return ~0u;
+  return ((1u << blockDim.x) - 1u) << (threadIdx.y * blockDim.x % 32);
+}
+
+// Combines x over the team: `in_warp` over the threads of a mask, `of_two` two numbers.  All
+// threads of the team call it together and get the same.
+template <class InWarp, class OfTwo>
+__device__ uint32_t reduced(uint32_t x, InWarp in_warp, OfTwo of_two) {
+  x = in_warp(team_mask(), x);
+  if (blockDim.x <= 32) return x;
+  __shared__ uint32_t of_warp[kMaxThreads / 32];
+  const uint32_t begin = threadIdx.y * blockDim.x / 32, end = begin + blockDim.x / 32;
+  of_warp[begin + threadIdx.x / 32] = x;
+  named_barrier(1 + threadIdx.y, blockDim.x);  // number 0 is __syncthreads
+  x = of_warp[begin];
+  for (uint32_t warp = begin + 1; warp < end; ++warp) x = of_two(x, of_warp[warp]);
+  named_barrier(1 + threadIdx.y, blockDim.x);  // before any of them writes again
+  return x;
+}
+
+}  // namespace ZERO8_TARGET
+}  // namespace zero8

@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA kernel on the host: its very source, every thread a fiber.
+//
+// Fibers run one at a time and stop where CUDA's threads meet (reductions over a warp, barriers),
+// until all that have to be there are.  Threads that would wait forever on a GPU, or meet at
+// different places, end the launch with an error.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __shared__ static
+#define __maxnreg__(count)
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct uint3 {
+  uint32_t x, y, z;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return __builtin_sqrtf(a); }
+inline float __int2float_rn(int32_t x) { return static_cast<float>(x); }
+inline int32_t __float2int_rn(float x) { return static_cast<int32_t>(__builtin_rintf(x)); }
+inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long x) {
+  return (*p += x) - x;
+}
+
+namespace {
+
+enum class Op { kNone, kMax, kMin, kAdd, kNamedBarrier, kAllThreads };
+
+// What a stopped fiber waits for: threads of its warp, or as many as come to the same barrier.
+struct Meeting {
+  Op op = Op::kNone;
+  uint32_t mask_or_number = 0;
+  uint32_t num_threads = 0;
+  uint32_t value = 0;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  uint3 index;
+  Meeting meeting;
+  bool done;
+};
+
+constexpr size_t kStackBytes = 128 << 10;
+constexpr int kWarp = 32;
+constexpr int kMaxThreads = 1024;
+ucontext_t scheduler;
+std::vector<Fiber> fibers;
+int num_fibers, running;
+uint32_t at_barrier[16], in_warp[kMaxThreads / kWarp];  // fibers that wait there
+void (*body)();
+
+bool same(const Meeting& a, const Meeting& b) {
+  return a.op == b.op && a.mask_or_number == b.mask_or_number && a.num_threads == b.num_threads;
+}
+
+// The fibers that meet where `self` does, those that are there already.
+std::vector<int> present(int self) {
+  const Meeting& meeting = fibers[self].meeting;
+  const bool in_warp = meeting.op < Op::kNamedBarrier;
+  const int begin = in_warp ? self / kWarp * kWarp : 0;
+  const int end = in_warp ? begin + kWarp : num_fibers;
+  std::vector<int> found;
+  for (int i = begin; i < end && i < num_fibers; ++i) {
+    const bool asked_for = !in_warp || meeting.mask_or_number >> (i - begin) & 1;
+    if (asked_for && same(fibers[i].meeting, meeting)) found.push_back(i);
+  }
+  return found;
+}
+
+uint32_t combined(Op op, uint32_t a, uint32_t b) {
+  if (op == Op::kMax) return a > b ? a : b;
+  if (op == Op::kMin) return a < b ? a : b;
+  return a + b;
+}
+
+uint32_t meet(Meeting meeting) {
+  const int self = running;
+  fibers[self].meeting = meeting;
+  // Only the last one to come looks who is there.
+  uint32_t& come = meeting.op == Op::kAllThreads     ? at_barrier[0]
+                   : meeting.op == Op::kNamedBarrier ? at_barrier[meeting.mask_or_number]
+                                                     : in_warp[self / kWarp];
+  ++come;
+  std::vector<int> members;
+  if (come >= meeting.num_threads) members = present(self);
+  if (members.size() == meeting.num_threads && meeting.num_threads > 0) {
+    come -= meeting.num_threads;
+    uint32_t value = fibers[members[0]].meeting.value;
+    for (size_t i = 1; i < members.size(); ++i) {
+      value = combined(meeting.op, value, fibers[members[i]].meeting.value);
+    }
+    for (int i : members) fibers[i].meeting = {Op::kNone, 0, 0, value};
+  } else {
+    swapcontext(&fibers[self].context, &scheduler);
+  }
+  return fibers[self].meeting.value;
+}
+
+uint32_t meet_in_warp(Op op, uint32_t mask, uint32_t value) {
+  if (!(mask >> (running % kWarp) & 1)) {
+    std::fprintf(stderr, "thread %d is not in its mask %08x\n", running, mask);
+    std::abort();
+  }
+  return meet({op, mask, static_cast<uint32_t>(__builtin_popcount(mask)), value});
+}
+
+void start() {
+  body();
+  fibers[running].done = true;
+  swapcontext(&fibers[running].context, &scheduler);
+}
+
+}  // namespace
+
+uint3 threadIdx, blockIdx, blockDim, gridDim;
+
+inline uint32_t __reduce_max_sync(uint32_t mask, uint32_t x) {
+  return meet_in_warp(Op::kMax, mask, x);
+}
+inline uint32_t __reduce_min_sync(uint32_t mask, uint32_t x) {
+  return meet_in_warp(Op::kMin, mask, x);
+}
+inline uint32_t __reduce_add_sync(uint32_t mask, uint32_t x) {
+  return meet_in_warp(Op::kAdd, mask, x);
+}
+inline void __syncthreads() { meet({Op::kAllThreads, 0, static_cast<uint32_t>(num_fibers), 0}); }
+
+#include "cuda/step_kernel.h"
+
+void zero8::cuda::named_barrier(uint32_t number, uint32_t num_threads) {
+  meet({Op::kNamedBarrier, number, num_threads, 0});
+}
+
+namespace {
+
+// Runs one thread block; false if its threads wait for each other in vain.
+bool run_block(bool backwards) {
+  for (int left = num_fibers; left > 0;) {
+    bool moved = false;
+    for (int k = 0; k < num_fibers; ++k) {
+      running = backwards ? num_fibers - 1 - k : k;
+      Fiber& fiber = fibers[running];
+      if (fiber.done || fiber.meeting.op != Op::kNone) continue;
+      threadIdx = fiber.index;
+      swapcontext(&scheduler, &fiber.context);
+      moved = true;
+      left -= fiber.done;
+    }
+    if (!moved) return false;
+  }
+  return true;
+}
+
+struct Arguments {
+  const zero8::Segment* segments;
+  const int64_t* first_blocks;
+  int64_t num_segments;
+  const zero8::StepScalars* scalars;
+  const zero8::DynamicMaps* maps;
+  unsigned long long* nonfinite_blocks;
+} arguments;
+
+void kernel_body() {
+  const Arguments& a = arguments;
+  zero8_step(a.segments, a.first_blocks, a.num_segments, a.scalars, a.maps, a.nonfinite_blocks);
+}
+
+}  // namespace
+
+// As csrc/cuda/launch.cu; the stream stands for the order in which threads run.  Returns 1 if they
+// wait for each other in vain.
+extern "C" int zero8_step_launch(const zero8::Segment* segments, const int64_t* first_blocks,
+                                 int64_t num_segments, const zero8::StepScalars* scalars,
+                                 const zero8::DynamicMaps* maps,
+                                 unsigned long long* nonfinite_blocks, int team_threads, int teams,
+                                 int grid, void* stream) {
+  arguments = {segments, first_blocks, num_segments, scalars, maps, nonfinite_blocks};
+  body = kernel_body;
+  num_fibers = team_threads * teams;
+  blockDim = {static_cast<uint32_t>(team_threads), static_cast<uint32_t>(teams), 1};
+  gridDim = {static_cast<uint32_t>(grid), 1, 1};
+  if (fibers.size() < static_cast<size_t>(num_fibers)) fibers.resize(num_fibers);
+  for (int block = 0; block < grid; ++block) {
+    blockIdx = {static_cast<uint32_t>(block), 0, 0};
+    std::fill(std::begin(at_barrier), std::end(at_barrier), 0);
+    std::fill(std::begin(in_warp), std::end(in_warp), 0);
+    for (int i = 0; i < num_fibers; ++i) {
+      Fiber& fiber = fibers[i];
+      if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.get();
+      fiber.context.uc_stack.ss_size = kStackBytes;
+      fiber.index = {static_cast<uint32_t>(i % team_threads),
+                     static_cast<uint32_t>(i / team_threads), 0};
+      fiber.meeting = {};
+      fiber.done = false;
+      makecontext(&fiber.context, start, 0);
+    }
+    if (!run_block(stream != nullptr)) return 1;
+  }
+  return 0;
+}
+
+// --- Single operations ---------------------------------------------------------------------------
+
+// Of each of `count` triples the product, the quotient, a * b + c and a, as the kernel makes them.
+extern "C" void zero8_operations(const float* a, const float* b, const float* c, int64_t count,
+                                 float* product, float* quotient, float* sum, float* flushed) {
+  using Vec = zero8::cuda::Vec;
+  for (int64_t i = 0; i + Vec::kLanes <= count; i += Vec::kLanes) {
+    const Vec::F x = Vec::flushed(Vec::load(a + i)), y = Vec::flushed(Vec::load(b + i)),
+                 z = Vec::flushed(Vec::load(c + i));
+    Vec::store(product + i, Vec::mul(x, y));
+    Vec::store(quotient + i, Vec::div(x, y));
+    Vec::store(sum + i, Vec::fma(x, y, z));
+    Vec::store(flushed + i, x);
+  }
+}

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch of the CUDA kernel is given: one table in memory and the shape of the launch.
+
+Everything that changes from step to step is in the table, so a CUDA graph that reads the table from
+where it lies can be replayed with another step in it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from zero8.codec import CODECS
+
+# csrc/cuda/team.h
+PER_THREAD = 8
+WARP = 32
+# Smaller thread blocks leave fewer threads without registers; larger ones only for large blocks.
+MIN_THREADS = 128
+
+_SMALLEST_NORMAL = np.float32(2.0**-126)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The arguments of `zero8_step`, but for the dynamic maps and the counters.
+
+    Attributes:
+        table: (bytes,) uint8: the segments, their first blocks, and the scalars.
+        first_blocks_at: where in the table the running sums of numbers of blocks begin, in bytes.
+        scalars_at: where the scalars begin, in bytes.
+        num_segments: number of segments, and of counters.
+        num_blocks: number of blocks of all segments.
+        team_threads: threads that share a block.
+        teams: blocks that a thread block works on at once.
+        uses_maps: whether any segment has the codec `dynamic`.
+    """
+
+    table: np.ndarray
+    first_blocks_at: int
+    scalars_at: int
+    num_segments: int
+    num_blocks: int
+    team_threads: int
+    teams: int
+    uses_maps: bool
+
+    @classmethod
+    def of(cls, records: np.ndarray, scalars: np.ndarray) -> "Launch":
+        """Return the launch for packed segments and scalars of `zero8.op.kernel`."""
+        first_blocks = np.zeros(len(records) + 1, np.int64)
+        np.cumsum(_num_blocks(records), out=first_blocks[1:])
+        parts = [part.view(np.uint8) for part in (records, first_blocks, _flushed(scalars))]
+        # Of 8 bytes each, so that everything is aligned.
+        assert all(part.nbytes % 8 == 0 for part in parts[:2])
+        block_size = int(records["block_size"].max(initial=PER_THREAD * WARP))
+        team_threads = block_size // PER_THREAD
+        return cls(
+            table=np.concatenate(parts),
+            first_blocks_at=parts[0].nbytes,
+            scalars_at=parts[0].nbytes + parts[1].nbytes,
+            num_segments=len(records),
+            num_blocks=int(first_blocks[-1]),
+            team_threads=team_threads,
+            teams=max(1, MIN_THREADS // team_threads),
+            uses_maps=bool((records["codec"] == CODECS["dynamic"].number).any()),
+        )
+
+    def grid(self, resident: int) -> int:
+        """Return how many thread blocks to launch where `resident` of them run at a time."""
+        return max(1, min(resident, -(-self.num_blocks // self.teams)))
+
+
+def _num_blocks(records: np.ndarray) -> np.ndarray:
+    """Return the number of blocks that each segment touches, as `BlockGrid.num_blocks_touched`."""
+    row, size = records["row_length"], records["block_size"]
+    last = records["first"] + np.maximum(records["numel"], 1) - 1
+
+    def block_of(element: np.ndarray) -> np.ndarray:
+        return element // row * -(-row // size) + element % row // size
+
+    return np.where(records["numel"] == 0, 0, block_of(last) - block_of(records["first"]) + 1)
+
+
+def _flushed(scalars: np.ndarray) -> np.ndarray:
+    """Return scalars with subnormal numbers replaced by zeros, which is what they count as."""
+    numbers = scalars.view(np.float32)
+    tiny = np.abs(numbers) < _SMALLEST_NORMAL
+    return np.where(tiny, np.copysign(np.float32(0), numbers), numbers)
