@@ -253,7 +253,8 @@ using DynamicPair = Quantized<Dynamic<true>, Dynamic<false>>;
 using CompandedPair = Quantized<Companded<true, 8, 4, false>, Companded<false, 8, 5, true>>;
 using LogPair = Quantized<Adaptive, LogRoot>;
 
-// Both moments in float32: parameters that are too small or were asked to stay so.
+// Both moments in float32: parameters that are too small or were asked to stay so.  The product
+// flushes what is subnormal in memory, as no beta is above 1.
 struct Plain {
   static constexpr bool kRoot = false;
   static constexpr bool kQuantized = false;
@@ -272,11 +273,11 @@ struct Plain {
 
     template <class Lanes>
     ZERO8_DEVICE Vec::F exp_avg(int i, Lanes lanes) const {
-      return Vec::mul(Vec::flushed(load(m + i, lanes)), beta1);
+      return Vec::mul(load(m + i, lanes), beta1);
     }
     template <class Lanes>
     ZERO8_DEVICE Vec::F exp_avg_sq(int i, Lanes lanes) const {
-      return Vec::mul(Vec::flushed(load(v + i, lanes)), beta2);
+      return Vec::mul(load(v + i, lanes), beta2);
     }
   };
 };

@@ -73,11 +73,11 @@ struct Fiber {
 
 constexpr size_t kStackBytes = 128 << 10;
 constexpr int kWarp = 32;
-constexpr int kMaxThreads = 1024;
+constexpr int kMaxFibers = 1024;
 ucontext_t scheduler;
 std::vector<Fiber> fibers;
 int num_fibers, running;
-uint32_t at_barrier[16], in_warp[kMaxThreads / kWarp];  // fibers that wait there
+uint32_t at_barrier[16], in_warp[kMaxFibers / kWarp];  // fibers that wait there
 void (*body)();
 
 bool same(const Meeting& a, const Meeting& b) {
