@@ -6,7 +6,7 @@
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 VENV_PYTHON := .venv/bin/python
-CXX_FILES := csrc/*.cpp csrc/*.h tests/*.cpp
+CXX_FILES := csrc/*.cpp csrc/*.h csrc/cuda/*.cu csrc/cuda/*.h tests/*.cpp
 
 # DeepSpeed builds its ops with the ninja on PATH, and pip puts it into .venv/bin.
 RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(VENV_PYTHON)

@@ -78,7 +78,7 @@ def test_layers_scan_finds_the_imports_it_should():
 
 def test_layers_torch_is_not_included_by_kernel_sources():
     """They compile in seconds because they need neither torch's headers nor Python's."""
-    for path in sorted((ROOT / "csrc").iterdir()):
+    for path in sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file()):
         includes = [line for line in path.read_text().splitlines() if line.startswith("#include")]
         allowed = path.name == "binding.cpp"
         assert not [i for i in includes if "pybind11" in i or "Python.h" in i] or allowed

@@ -27,8 +27,8 @@ def wheel(tmp_path_factory):
 
 def test_wheel_holds_the_package_and_every_source_file(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for path in (ROOT / "csrc").glob("*.[ch]*"):
-        assert f"zero8/csrc/{path.name}" in names
+    for path in (path for path in (ROOT / "csrc").rglob("[a-z]*") if path.is_file()):
+        assert f"zero8/{path.relative_to(ROOT).as_posix()}" in names
     for path in (ROOT / "zero8").rglob("*.py"):
         assert path.relative_to(ROOT).as_posix() in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"zero8"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the CPU op through DeepSpeed's JIT op builder.  The only file that knows compilers."""
+"""Builds the CPU op through DeepSpeed's JIT op builder."""
 
 import fcntl
 import os
@@ -13,18 +13,7 @@ from pathlib import Path
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 from torch.utils import cpp_extension
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-
-
-def source_folder() -> Path:
-    """Return the folder of the C++ sources: beside the package, or inside it in a wheel."""
-    for folder in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
-        if (folder / "binding.cpp").is_file():
-            return folder
-    raise FileNotFoundError(
-        f"the C++ sources of zero8 are neither in {_PACKAGE / 'csrc'} nor in "
-        f"{_PACKAGE.parent / 'csrc'}; reinstall zero8"
-    )
+from zero8.op.sources import source_folder
 
 
 class Zero8AdamBuilder(CPUOpBuilder):

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the CUDA kernel: with nvcc, or with NVRTC through CuPy where there is no nvcc.
+
+Both make machine code of one architecture, which is kept beside the compiled ops.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from torch.utils import cpp_extension
+
+from zero8.op.sources import source_folder
+
+BACKENDS = ("auto", "nvcc", "nvrtc")
+LOWEST_ARCHITECTURE = 80
+"""Compute capability 8.0, the first whose warps reduce integers in one instruction."""
+
+# IEEE arithmetic, operation by operation.
+FLAGS = ["-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
+_NVCC_FLAGS = ["-O3", "-Werror", "all-warnings"]
+_PROGRAM = '#include "cuda/step_kernel.h"\n'
+
+
+class CudaCompiler(NamedTuple):
+    """A way to compile the kernel.
+
+    Attributes:
+        name: "nvcc" or "nvrtc".
+        version: tells machine code of different compilers apart.
+        compile: from a compute capability, such as 90, to machine code.
+    """
+
+    name: str
+    version: str
+    compile: Callable[[int], bytes]
+
+
+def nvcc() -> str | None:
+    """Return the path of nvcc, of CUDA_HOME, PATH or pip's packages; None if there is none."""
+    folders = [os.path.join(os.environ["CUDA_HOME"], "bin")] if os.environ.get("CUDA_HOME") else []
+    folders += os.environ.get("PATH", os.defpath).split(os.pathsep)
+    packages = Path(sysconfig.get_path("purelib")) / "nvidia"
+    folders += map(str, sorted(packages.glob("cu*/bin"), reverse=True))
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+def compiler(backend: str = "auto") -> CudaCompiler:
+    """Return the compiler of a backend; "auto" is nvcc if there is one, else NVRTC.
+
+    Raises:
+        ValueError: if the backend is unknown.
+        RuntimeError: if there is no such compiler; it says what to install.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, expected one of {list(BACKENDS)}")
+    path = None if backend == "nvrtc" else nvcc()
+    if path is not None:
+        return _nvcc(path)
+    if backend == "nvcc":
+        raise RuntimeError("nvcc is neither in CUDA_HOME nor on PATH: pip install nvidia-cuda-nvcc")
+    return _nvrtc()
+
+
+@lru_cache(maxsize=4)
+def machine_code(architecture: int, backend: str = "auto") -> bytes:
+    """Return the compiled kernel for a compute capability, such as 90, from the cache if there.
+
+    Raises:
+        ValueError: if the backend is unknown, or the architecture too old.
+        RuntimeError: if there is no compiler, or it fails.
+    """
+    if architecture < LOWEST_ARCHITECTURE:
+        raise ValueError(
+            f"got a GPU of compute capability {architecture / 10}, expected at least "
+            f"{LOWEST_ARCHITECTURE / 10}"
+        )
+    chosen = compiler(backend)
+    path = _cache_folder() / f"{_key(chosen, architecture)}.cubin"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        code = chosen.compile(architecture)
+        # Processes that do this at the same time write the same.
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(code)
+        os.replace(file.name, path)
+    return path.read_bytes()
+
+
+def include_folders() -> list[Path]:
+    """Return where the kernel's headers are."""
+    return [source_folder()]
+
+
+def nvcc_command(path: str, architectures: list[int]) -> list[str]:
+    """Return the beginning of a command line that compiles for some architectures."""
+    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
+    include = [f"-I{folder}" for folder in include_folders()]
+    return [path, *FLAGS, *_NVCC_FLAGS, *include, *targets]
+
+
+def _nvcc(path: str) -> CudaCompiler:
+    def compile(architecture: int) -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            program, result = Path(folder) / "zero8_step.cu", Path(folder) / "zero8_step.cubin"
+            program.write_text(_PROGRAM)
+            command = [*nvcc_command(path, [architecture]), "-cubin", program, "-o", result]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise RuntimeError(f"{path} failed:\n{done.stderr or done.stdout}")
+            return result.read_bytes()
+
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+    return CudaCompiler("nvcc", version.stdout.strip().splitlines()[-1], compile)
+
+
+def _nvrtc() -> CudaCompiler:
+    try:
+        from cupy.cuda import nvrtc
+
+        version = ".".join(map(str, nvrtc.getVersion()))
+    except Exception as error:  # CuPy's own, and those of what it looks for NVRTC with
+        raise RuntimeError(
+            "there is no nvcc, and NVRTC cannot be used through CuPy: pip install 'zero8[cuda]'"
+        ) from error
+
+    def compile(architecture: int) -> bytes:
+        folders = [*include_folders(), source_folder() / "cuda" / "nvrtc"]
+        options = [*FLAGS, f"-arch=sm_{architecture}", *(f"-I{folder}" for folder in folders)]
+        program = nvrtc.createProgram(_PROGRAM, "zero8_step.cu", (), ())
+        try:
+            nvrtc.compileProgram(program, options)
+            return nvrtc.getCUBIN(program)
+        except nvrtc.NVRTCError as error:
+            raise RuntimeError(f"NVRTC failed:\n{nvrtc.getProgramLog(program)}") from error
+        finally:
+            nvrtc.destroyProgram(program)
+
+    return CudaCompiler("nvrtc", version, compile)
+
+
+def _key(chosen: CudaCompiler, architecture: int) -> str:
+    digest = hashlib.sha256(f"{chosen.name} {chosen.version} {architecture} {FLAGS}".encode())
+    folder = source_folder()
+    for path in sorted([*folder.glob("*.h"), *folder.glob("cuda/**/*")]):
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return f"step_sm_{architecture}_{chosen.name}_{digest.hexdigest()[:16]}"
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    return Path(root) / "zero8_cuda"
