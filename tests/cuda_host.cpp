@@ -232,6 +232,45 @@ extern "C" int zero8_step_launch(const zero8::Segment* segments, const int64_t* 
   return 0;
 }
 
+// --- The driver ----------------------------------------------------------------------------------
+//
+// The calls of zero8/op/cuda.py.  A module is anything that begins like machine code.
+
+extern "C" int cuModuleLoadData(void** module, const char* code) {
+  if (__builtin_memcmp(code, "\177ELF", 4) != 0) return 200;
+  *module = &arguments;
+  return 0;
+}
+extern "C" int cuModuleGetFunction(void** function, void* module, const char* name) {
+  if (module != &arguments || __builtin_strcmp(name, "zero8_step") != 0) return 500;
+  *function = &body;
+  return 0;
+}
+extern "C" int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* count, void* function, int threads,
+                                                           size_t shared_bytes) {
+  if (function != &body || shared_bytes != 0) return 1;
+  *count = 640 / threads;
+  return 0;
+}
+extern "C" int cuLaunchKernel(void* function, uint32_t grid, uint32_t grid_y, uint32_t grid_z,
+                              uint32_t team_threads, uint32_t teams, uint32_t block_z,
+                              uint32_t shared_bytes, void* stream, void** values, void** extra) {
+  const bool flat = grid_y == 1 && grid_z == 1 && block_z == 1;
+  if (function != &body || !flat || shared_bytes != 0 || extra) return 1;
+  if (grid == 0 || team_threads * teams > 512) return 1;
+  const auto argument = [=](int i) { return *static_cast<uint64_t*>(values[i]); };
+  return zero8_step_launch(
+      reinterpret_cast<zero8::Segment*>(argument(0)), reinterpret_cast<int64_t*>(argument(1)),
+      static_cast<int64_t>(argument(2)), reinterpret_cast<zero8::StepScalars*>(argument(3)),
+      reinterpret_cast<zero8::DynamicMaps*>(argument(4)),
+      reinterpret_cast<unsigned long long*>(argument(5)), static_cast<int>(team_threads),
+      static_cast<int>(teams), static_cast<int>(grid), stream);
+}
+extern "C" int cuGetErrorString(int status, const char** text) {
+  *text = status == 200 ? "no machine code" : "invalid";
+  return 0;
+}
+
 // --- Single operations ---------------------------------------------------------------------------
 
 // Of each of `count` triples the product, the quotient, a * b + c and a, as the kernel makes them.

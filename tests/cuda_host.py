@@ -25,7 +25,7 @@ class Host:
     """The kernel, and its single operations."""
 
     def __init__(self, folder: Path):
-        path = folder / "cuda_host.so"
+        self.path = path = folder / "cuda_host.so"
         command = [*cpp_extension.get_cxx_compiler().split(), *FLAGS, *WARNINGS]
         command += [f"-I{ROOT / 'csrc'}", ROOT / "tests" / "cuda_host.cpp", "-o", path]
         done = subprocess.run(command, capture_output=True, text=True, timeout=150)

@@ -42,6 +42,7 @@ SEGMENT = np.dtype(
     ]
 )
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+CPU = torch.device("cpu")
 
 
 @lru_cache(maxsize=1)
@@ -95,14 +96,16 @@ def step(
     return records["nonfinite_blocks"].tolist()
 
 
-def packed(segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the kernel's structs for segments, and for the scalars that they refer to."""
+def packed(
+    segments: Sequence[Segment], device: torch.device = CPU
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the kernel's structs for segments on a device, and for the scalars they refer to."""
     scalars = {segment.scalars: None for segment in segments}
     for number, key in enumerate(scalars):
         scalars[key] = number
     records = np.zeros(len(segments), SEGMENT)
     for record, segment in zip(records, segments, strict=True):
-        _fill(record, segment, scalars[segment.scalars])
+        _fill(record, segment, scalars[segment.scalars], device)
     return records, packed_scalars(scalars)
 
 
@@ -138,24 +141,27 @@ def copy(
     module().copy(arrays[0], arrays[1], arrays[2:], param.numel(), threads)
 
 
-def _fill(record: np.void, segment: Segment, scalars: int) -> None:
+def _fill(record: np.void, segment: Segment, scalars: int, device: torch.device) -> None:
+    def check(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> None:
+        _check(name, tensor, numel, dtypes, device)
+
     numel = segment.param.numel()
     quantized = segment.codec is not None
-    _check("param", segment.param, numel, tuple(DTYPES))
-    _check("grad", segment.grad, numel, tuple(DTYPES))
+    check("param", segment.param, numel, *DTYPES)
+    check("grad", segment.grad, numel, *DTYPES)
     record["param"], record["grad"] = segment.param.data_ptr(), segment.grad.data_ptr()
     for name in ("exp_avg", "exp_avg_sq"):
         moment = getattr(segment, name)
-        _check(name, moment.values, numel, (torch.uint8 if quantized else torch.float32,))
+        check(name, moment.values, numel, torch.uint8 if quantized else torch.float32)
         record[name] = moment.values.data_ptr()
         if quantized:
             num_scales = segment.grid.num_blocks_touched(segment.first, numel)
             num_scales *= math.prod(getattr(segment.codec, name).scale_shape)
-            _check(f"{name}_scale", moment.scales, num_scales, (torch.float32,))
+            check(f"{name}_scale", moment.scales, num_scales, torch.float32)
             record[f"{name}_scale"] = moment.scales.data_ptr()
     if segment.correction is not None:
-        _check("param with a correction", segment.param, numel, (torch.bfloat16,))
-        _check("correction", segment.correction, numel, (torch.int8,))
+        check("param with a correction", segment.param, numel, torch.bfloat16)
+        check("correction", segment.correction, numel, torch.int8)
         record["correction"] = segment.correction.data_ptr()
     record["numel"], record["first"] = numel, segment.first
     record["row_length"] = segment.grid.row_length
@@ -167,11 +173,17 @@ def _fill(record: np.void, segment: Segment, scalars: int) -> None:
     record["moment_phase"], record["param_phase"] = segment.moment_phase, segment.param_phase
 
 
-def _check(name: str, tensor: Tensor, numel: int, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check(
+    name: str,
+    tensor: Tensor,
+    numel: int,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name}: got dtype {tensor.dtype}, expected one of {list(dtypes)}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name}: got a tensor on {tensor.device}, this op works on the CPU")
+    if tensor.device != device:
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, expected one on {device}")
     if tensor.numel() != numel:
         raise ValueError(f"{name}: got {tensor.numel()} elements, expected {numel}")
     if not tensor.is_contiguous():
