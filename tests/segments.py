@@ -132,6 +132,15 @@ def gradient(kind: int, numel: int, seed: int) -> torch.Tensor:
     return torch.where(zero < 0.05, 0.0, torch.where(zero > 0.95, -0.0, x))
 
 
+def factors(count: int, low: int, high: int, seed: int) -> torch.Tensor:
+    """Return random floats of both signs, 2^low to 2^high in magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    significand = torch.randint(2**23, 2**24, (count,), generator=generator).double()
+    sign = torch.randint(0, 2, (count,), generator=generator) * 2 - 1
+    exponent = torch.randint(low, high, (count,), generator=generator)
+    return torch.ldexp(sign * significand, exponent - 23).float()
+
+
 def scalars_at(step: int, hyper: dict) -> StepScalars:
     history = 0.0
     for _ in range(step):

@@ -9,6 +9,7 @@ import torch
 
 from zero8 import cli, doctor
 from zero8.bench import step
+from zero8.op import cuda_compile
 
 
 def zero8(*arguments, **env):
@@ -119,6 +120,20 @@ def test_doctor_untested_version_is_a_warning(monkeypatch):
     assert report["versions"]["deepspeed"]["fits"] is False
     assert "0.21.0" in report["warnings"][0]
     assert "UNTESTED" in doctor.as_text(report)
+
+
+def test_doctor_says_what_the_cuda_kernel_is_compiled_with_and_why(monkeypatch):
+    def line():
+        text = doctor.as_text(doctor.examine())
+        (found,) = [x for x in text.splitlines() if x.startswith("cuda kernel")]
+        return found
+
+    assert "nvcc Build" in line() and "it comes first" in line()
+    monkeypatch.setattr(cuda_compile, "nvcc", lambda: None)
+    assert "nvrtc 13." in line() and "there is no nvcc" in line()
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    assert "cannot be compiled" in line() and "pip install 'zero8[cuda]'" in line()
+    assert doctor.examine()["usable"] is True
 
 
 def test_doctor_part_that_fails_leaves_the_others(monkeypatch):

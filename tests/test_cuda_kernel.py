@@ -20,6 +20,7 @@ from segments import (
     Place,
     assert_same,
     copied,
+    factors,
     gradient,
     make,
     scalars_at,
@@ -313,14 +314,6 @@ def assert_equal_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
     """NaN is NaN, whatever its sign."""
     same = (got.view(torch.int32) == wanted.view(torch.int32)) | (got.isnan() & wanted.isnan())
     assert same.all(), (got[~same][:5].tolist(), wanted[~same][:5].tolist())
-
-
-def factors(count: int, low: int, high: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    significand = torch.randint(2**23, 2**24, (count,), generator=generator).double()
-    sign = torch.randint(0, 2, (count,), generator=generator) * 2 - 1
-    exponent = torch.randint(low, high, (count,), generator=generator)
-    return torch.ldexp(sign * significand, exponent - 23).float()
 
 
 def test_cuda_arithmetic_any_exponents_equal_the_definition(host):

@@ -45,6 +45,7 @@ def examine() -> dict:
         ("versions", _versions),
         ("build_tools", _build_tools),
         ("op", _op),
+        ("cuda_kernel", _cuda_kernel),
         ("accelerator", _accelerator),
         ("seams", _seams),
         ("accelerate", _accelerate),
@@ -96,6 +97,18 @@ def _op(report: dict) -> dict:
         "used": kernel.default_isa(),
         "threads": step_threads(),
     }
+
+
+def _cuda_kernel(report: dict) -> dict:
+    """Return what the CUDA kernel would be compiled with, or None and the reason."""
+    from zero8.op import cuda_compile
+
+    try:
+        compiler = cuda_compile.compiler()
+    except RuntimeError as error:
+        return {"backend": None, "version": None, "reason": str(error)}
+    reason = "it comes first" if compiler.name == "nvcc" else "there is no nvcc"
+    return {"backend": compiler.name, "version": compiler.version, "reason": reason}
 
 
 def _accelerator(report: dict) -> str:
@@ -162,6 +175,15 @@ def _autoload(report: dict) -> dict:
     return {"active": reason is None, "reason": reason}
 
 
+def _cuda_line(found: dict | None) -> str:
+    if not found:
+        return "unknown"
+    if not found["backend"]:
+        return f"cannot be compiled: {found['reason']}"
+    compiler = f"{found['backend']} {found['version']} ({found['reason']})"
+    return f"{compiler}; experimental, not run on a GPU yet: optimizers step on the CPU"
+
+
 def as_text(report: dict) -> str:
     """Return the report of `examine` as lines for people."""
     lines = [("package", str(Path(__file__).parent))]
@@ -177,6 +199,7 @@ def as_text(report: dict) -> str:
         lines.append(("used", f"{op['used']}, {op['threads']} threads"))
     else:
         lines.append(("op", "cannot be loaded"))
+    lines.append(("cuda kernel", _cuda_line(report["cuda_kernel"])))
     lines.append(("accelerator", report["accelerator"] or "unknown"))
     deepspeed = (report["versions"] or {}).get("deepspeed", {}).get("installed", "unknown")
     lines += [

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step on a GPU against the CPU's, bit for bit; with both ways to compile it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from segments import (
+    CODEC_NAMES,
+    Place,
+    assert_same,
+    copied,
+    factors,
+    gradient,
+    make,
+    scalars_at,
+)
+from test_cuda_kernel import BLOCK_SIZES, DTYPES, HYPERS, advance, places
+
+from zero8.op import cuda, kernel
+from zero8.segment import Segment
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+ADAMW = HYPERS["adamw"]
+
+
+def moved(segment: Segment, device: str) -> Segment:
+    """Return a copy on a device, as far from the start of an allocation as the original."""
+
+    def move(x):
+        if x is None:
+            return None
+        buffer = torch.empty(x.storage_offset() + x.numel(), dtype=x.dtype, device=device)
+        buffer[x.storage_offset() :] = x.flatten()
+        return buffer[x.storage_offset() :].view(x.shape)
+
+    moments = {
+        name: replace(moment, values=move(moment.values), scales=move(moment.scales))
+        for name in ("exp_avg", "exp_avg_sq")
+        if (moment := getattr(segment, name))
+    }
+    return replace(
+        segment,
+        param=move(segment.param),
+        grad=move(segment.grad),
+        correction=move(segment.correction),
+        **moments,
+    )
+
+
+def assert_same_numbers(got: Segment, wanted: Segment, label: str) -> None:
+    """Bit for bit, but NaN is NaN: processors differ in its sign and in the bits below."""
+    got, wanted = moved(got, "cpu"), copied(wanted)
+    for segment in (got, wanted):
+        segment.param[segment.param.isnan()] = torch.nan
+    assert_same(got, wanted, label)
+
+
+def assert_follows_cpu(segments: list[Segment], hyper: dict, count=3, backend="auto") -> None:
+    mine = [moved(segment, "cuda") for segment in segments]
+    for step in advance(segments, mine, hyper, count):
+        wanted = kernel.step(segments)
+        counts = cuda.step(mine, backend)
+        for number, (ours, theirs) in enumerate(zip(mine, segments, strict=True)):
+            assert_same_numbers(ours, theirs, f"step {step}, segment {number}")
+        assert counts.tolist() == wanted
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("backend", ["nvcc", "nvrtc"])
+def test_gpu_step_any_dtype_and_place_equals_the_cpu(codec, block_size, backend):
+    segments = [
+        make(codec, place, scalars_at(1, ADAMW), *dtypes)
+        for place in places(block_size)
+        for dtypes in DTYPES.values()
+    ]
+    assert_follows_cpu(segments, ADAMW, backend=backend)
+
+
+@pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS)
+def test_gpu_step_any_hyperparameters_equal_the_cpu(hyper):
+    segments = [
+        make(codec, place, scalars_at(1, hyper), dtype)
+        for codec in CODEC_NAMES
+        for place in places(256)[:3]
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert_follows_cpu(segments, hyper)
+
+
+def test_gpu_step_large_segments_equal_the_cpu_and_repeat():
+    """Thread blocks on all multiprocessors; ten launches give the same bits."""
+    place = Place((4096, 4096), 256, 0, 2**24)
+    segments = [
+        make("log", place, scalars_at(1, ADAMW), dtype, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    start = [moved(segment, "cuda") for segment in segments]
+    assert_follows_cpu(segments, ADAMW, count=2)
+    for segment in start:
+        segment.grad.copy_(gradient(0, place.numel, seed=1))
+    results = []
+    for _ in range(10):
+        again = [moved(segment, "cuda") for segment in start]
+        cuda.step(again)
+        results.append([moved(segment, "cpu") for segment in again])
+    for result in results[1:]:
+        for number, pair in enumerate(zip(result, results[0], strict=True)):
+            assert_same(*pair, f"segment {number}")
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")
+def test_gpu_step_nonfinite_gradient_leaves_its_block_as_it_was(codec):
+    segments = [make(codec, place, scalars_at(1, ADAMW)) for place in places(256)]
+    for number, segment in enumerate(segments):
+        segment.grad.copy_(gradient(0, segment.grad.numel(), seed=number))
+        segment.grad[number :: 3 * 256 + 1] = torch.nan
+    before = copied(segments[0])
+    mine = [moved(segment, "cuda") for segment in segments]
+    wanted = kernel.step(segments)
+    assert cuda.step(mine).tolist() == wanted and wanted[0] > 1
+    assert (segments[0].param == before.param).any()
+    for number, (ours, theirs) in enumerate(zip(mine, segments, strict=True)):
+        assert_same(moved(ours, "cpu"), theirs, f"segment {number}")
+
+
+def test_gpu_step_runs_on_the_current_stream():
+    """Behind work that the default stream does not wait for."""
+    segment = make("log", Place((512, 4096), 256, 0, 2**21), scalars_at(1, ADAMW))
+    mine = moved(segment, "cuda")
+    grad = gradient(0, 2**21, seed=1)
+    segment.grad.copy_(grad)
+    kernel.step([segment])
+    cuda.step([moved(segment, "cuda")])  # compiled and loaded
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        mine.grad.copy_(grad.pin_memory(), non_blocking=True)
+        cuda.step([mine])
+    stream.synchronize()
+    assert_same(moved(mine, "cpu"), segment, "after the stream's work")
+
+
+def test_gpu_step_results_around_the_smallest_normal_number_equal_the_cpu():
+    """p' = decay * p lies within 2^-22 of 2^-126 on both sides: its rounding decides."""
+    scalars = replace(scalars_at(1, ADAMW), decay=2.0**-60 * (1 + 2.0**-23))
+    place = Place((64, 4096), 256, 0, 2**18)
+    segment = make(None, place, scalars)
+    target = 1 - 2.0**-22 + factors(place.numel, 0, 1, seed=1).abs().double() * 2.0**-23
+    segment.param.copy_((target * 2.0**-126 / scalars.decay).float())
+    mine = moved(segment, "cuda")
+    kernel.step([segment])
+    cuda.step([mine])
+    assert (segment.param == 2.0**-126).sum() > 100 and (segment.param == 0).sum() > 100
+    assert_same(moved(mine, "cpu"), segment, "smallest numbers")
+
+
+def test_gpu_step_of_memory_on_the_cpu_is_refused():
+    segment = make("log", places(256)[0], scalars_at(1, ADAMW))
+    mine = moved(segment, "cuda")
+    with pytest.raises(ValueError, match="grad: got a tensor on cpu, expected one on cuda:0"):
+        cuda.step([replace(mine, grad=segment.grad)])
+    assert_same(moved(mine, "cpu"), segment, "unchanged")
