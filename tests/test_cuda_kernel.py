@@ -5,11 +5,15 @@ It is the whole kernel: thread blocks, tails, alignment, the search for segments
 the host cannot show is how a GPU rounds; the instructions are looked at in test_cuda_compile.py.
 """
 
+import ctypes
 import math
 import mmap
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 import torch
 from adaptive_samples import near_joint
@@ -259,6 +263,51 @@ def test_cuda_step_writes_nothing_beside_its_segment(host, codec, dtype):
         assert_same(framed, segment, f"{numel} elements")
         for name, frame in frames.items():
             assert (frame[:100] == 77).all() and (frame[-100:] == 77).all(), name
+
+
+def at_the_end(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of x behind which memory ends."""
+    page = 65536
+    used = -(-x.nbytes // page) * page
+    memory = mmap.mmap(-1, used + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + used), page, 0) == 0
+    offset = used - x.nbytes
+    copy = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=offset)
+    return copy.view(x.shape).copy_(x)
+
+
+def step_at_the_end_of_memory(folder: str) -> None:
+    """Of segments that end at each of a thread's elements."""
+    host = Host(Path(folder))
+    for codec in CODEC_NAMES:
+        for dtypes in DTYPES.values():
+            for numel in (1, 7, 8, 9, 15, 31, 255, 256, 300):
+                place = Place((3, 300), 256, 0, numel)
+                segment = make(codec, place, scalars_at(1, ADAMW), *dtypes)
+                segment.grad.copy_(gradient(0, numel, seed=numel))
+                moments = {
+                    name: Moment(
+                        at_the_end(moment.values),
+                        None if codec is None else at_the_end(moment.scales),
+                    )
+                    for name in ("exp_avg", "exp_avg_sq")
+                    for moment in [getattr(segment, name)]
+                }
+                ends = {name: at_the_end(getattr(segment, name)) for name in ("param", "grad")}
+                mine = replace(segment, **ends, **moments)
+                kernel.step([segment])
+                host.step([mine])
+                assert_same(mine, segment, f"{codec}, {dtypes}, {numel} elements")
+    print("stepped")
+
+
+def test_cuda_step_reads_nothing_beyond_its_segment(tmp_path):
+    """In a process of its own, which ends if it does."""
+    code = f"import test_cuda_kernel; test_cuda_kernel.step_at_the_end_of_memory({str(tmp_path)!r})"
+    path = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
+    done = processes.python(code, PYTHONPATH=path)
+    assert done.returncode == 0 and "stepped" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("offset", range(1, 9))
