@@ -19,7 +19,7 @@ constexpr int kMaxThreads = kMaxBlockSize / kPerThread;
 // Waits until as many threads have come to the barrier of this number.
 #if defined(__CUDACC__)
 __device__ inline void named_barrier(uint32_t number, uint32_t num_threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(num_threads) : "memory");
+  asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(num_threads) : "memory");
 }
 #else
 void named_barrier(uint32_t number, uint32_t num_threads);
