@@ -158,7 +158,7 @@ struct Scalars {
 
   ZERO8_DEVICE explicit Scalars(const StepScalars& s)
       : one_minus_beta1(
-            Vec::set(s.l2 == 0.0f ? s.grad_sign * s.one_minus_beta1 : s.one_minus_beta1)),
+            Vec::set(has_bits(s.l2) ? s.one_minus_beta1 : s.grad_sign * s.one_minus_beta1)),
         sqrt_one_minus_beta2(Vec::set(s.sqrt_one_minus_beta2)),
         inverse_sqrt_correction2(Vec::set(s.inverse_sqrt_correction2)),
         eps(Vec::set(s.eps)),
@@ -168,7 +168,10 @@ struct Scalars {
         decay(Vec::set(s.decay)),
         l2(Vec::set(s.l2)),
         grad_sign(Vec::set(s.grad_sign)),
-        has_l2((bits_of(s.l2) & ~kSignBit) != 0) {}  // an integer test is cheaper in the loop
+        has_l2(has_bits(s.l2)) {}
+
+  // An integer test is cheaper in the loop, and does not depend on whether subnormals are flushed.
+  ZERO8_DEVICE static bool has_bits(float x) { return (bits_of(x) & ~kSignBit) != 0; }
 
   // (R1).  Without L2 the sign matters to m only: one_minus_beta1 carries it.
   ZERO8_DEVICE Vec::F gradient(Vec::F p, Vec::F g) const {

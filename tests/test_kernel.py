@@ -45,6 +45,10 @@ HYPERS = {
     "no bias correction": {
         "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "bias_correction": False
     },
+    "subnormal l2, maximize": {
+        "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 1e-40, "decoupled": False,
+        "maximize": True,
+    },
     "no memory": {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.1},
     "large eps": {"lr": 1.0, "betas": (0.95, 0.9), "eps": 1.0, "weight_decay": 0.5},
 }  # fmt: skip
