@@ -42,19 +42,31 @@ StepBlocks step_blocks_for(int isa) {
   return step_blocks_baseline;
 }
 
-// Steps over blocks begin .. end - 1 of the segments, counted through all of them.
-void step_range(Segment* segments, const StepScalars* scalars, const DynamicMaps& maps,
-                StepBlocks step_blocks, int64_t begin, int64_t end) {
+// A block of a list of segments; one past the last block is {number of segments, 0}.
+struct Place {
+  int64_t segment, block;
+};
+
+// The block of element number `element` of all segments together.
+Place place_of(const Segment* segments, int64_t num_segments, int64_t element) {
+  int64_t i = 0;
+  while (i < num_segments && element >= segments[i].numel) element -= segments[i++].numel;
+  if (i == num_segments) return {i, 0};
+  const Segment& seg = segments[i];
+  return {i, dispatch::block_of(seg, seg.first + element) - dispatch::block_of(seg, seg.first)};
+}
+
+// Steps over the blocks from `begin` to just before `end`.
+void step_range(Segment* segments, int64_t num_segments, const StepScalars* scalars,
+                const DynamicMaps& maps, StepBlocks step_blocks, Place begin, Place end) {
   const FlushToZero mode;
-  for (Segment* seg = segments; begin < end; ++seg) {
-    const int64_t count = dispatch::num_blocks(*seg);
-    const int64_t stop = end < count ? end : count;
-    if (begin < stop) {
-      const int64_t skipped = step_blocks(*seg, scalars[seg->scalars], maps, begin, stop);
-      if (skipped) __atomic_fetch_add(&seg->nonfinite_blocks, skipped, __ATOMIC_RELAXED);
-    }
-    begin = begin > count ? begin - count : 0;
-    end -= count;
+  for (int64_t i = begin.segment; i < num_segments && i <= end.segment; ++i) {
+    Segment& seg = segments[i];
+    const int64_t first = i == begin.segment ? begin.block : 0;
+    const int64_t stop = i == end.segment ? end.block : dispatch::num_blocks(seg);
+    if (first >= stop) continue;
+    const int64_t skipped = step_blocks(seg, scalars[seg.scalars], maps, first, stop);
+    if (skipped) __atomic_fetch_add(&seg.nonfinite_blocks, skipped, __ATOMIC_RELAXED);
   }
 }
 
@@ -76,21 +88,26 @@ bool isa_supported(int isa) {
 void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
           const DynamicMaps& maps, int num_threads, int isa) {
   const StepBlocks step_blocks = step_blocks_for(isa);
-  int64_t total = 0;
-  for (int64_t i = 0; i < num_segments; ++i) total += dispatch::num_blocks(segments[i]);
-  // A static partition in whole blocks: every block is done by one thread, in any case alike.
-  if (num_threads > total) num_threads = static_cast<int>(total);
+  int64_t blocks = 0, numel = 0;
+  for (int64_t i = 0; i < num_segments; ++i) {
+    blocks += dispatch::num_blocks(segments[i]);
+    numel += segments[i].numel;
+  }
+  if (num_threads > blocks) num_threads = static_cast<int>(blocks);
+  // A static partition into equal parts, but in whole blocks: every block is done by one thread, in
+  // any case alike.
+  const auto step_part = [&](int64_t part, int64_t parts) {
+    step_range(segments, num_segments, scalars, maps, step_blocks,
+               place_of(segments, num_segments, numel * part / parts),
+               place_of(segments, num_segments, numel * (part + 1) / parts));
+  };
   if (num_threads <= 1) {
-    step_range(segments, scalars, maps, step_blocks, 0, total);
+    step_part(0, 1);
     return;
   }
 #pragma omp parallel num_threads(num_threads)
-  {
-    // The runtime may grant fewer threads than asked for.
-    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    step_range(segments, scalars, maps, step_blocks, total * thread / threads,
-               total * (thread + 1) / threads);
-  }
+  // The runtime may grant fewer threads than asked for.
+  step_part(omp_get_thread_num(), omp_get_num_threads());
 }
 
 }  // namespace zero8
