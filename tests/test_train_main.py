@@ -19,7 +19,9 @@ command.main()
 
 def test_rank_that_has_trained_ends_with_its_output_and_without_shutdown():
     done = processes.python(RANK.format(action="pass"), LOCAL_RANK="0")
-    assert (done.returncode, done.stdout) == (0, "trained"), done.stderr
+    assert done.returncode == 0, done.stderr
+    # DeepSpeed may have said something before.
+    assert done.stdout.endswith("trained") and "shutdown" not in done.stdout
 
 
 def test_rank_that_fails_ends_with_the_error():
