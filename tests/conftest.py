@@ -3,6 +3,8 @@
 
 import pytest
 import torch
+from cuda_host import Host
+from gpu_standin import StandInGpu
 from hypothesis import settings
 
 settings.register_profile("zero8", derandomize=True, database=None, deadline=None)
@@ -16,3 +18,16 @@ def one_torch_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def cuda_host(tmp_path_factory):
+    """The CUDA kernel, compiled for the host."""
+    return Host(tmp_path_factory.mktemp("cuda_host"))
+
+
+@pytest.fixture
+def gpu(cuda_host, monkeypatch):
+    """The CPU in the place of a GPU."""
+    with StandInGpu(cuda_host.path, monkeypatch) as standin:
+        yield standin

@@ -198,8 +198,8 @@ void kernel_body() {
 
 }  // namespace
 
-// As csrc/cuda/launch.cu; the stream stands for the order in which threads run.  Returns 1 if they
-// wait for each other in vain.
+// Runs the kernel; the stream stands for the order in which threads run.  Returns 1 if they wait for
+// each other in vain.
 extern "C" int zero8_step_launch(const zero8::Segment* segments, const int64_t* first_blocks,
                                  int64_t num_segments, const zero8::StepScalars* scalars,
                                  const zero8::DynamicMaps* maps,

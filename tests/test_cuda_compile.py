@@ -27,13 +27,13 @@ CONVERSIONS |= {"cvt.rzi.u32.f32"}
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Folder of what nvcc made of the launcher for all architectures, and its report."""
+    """Folder of what nvcc made of the program for all architectures, and its report."""
     folder = tmp_path_factory.mktemp("nvcc")
     path = cuda_compile.nvcc()
     assert path, "no nvcc: pip install -e '.[dev]'"
     command = cuda_compile.nvcc_command(path, ARCHITECTURES)
     command += ["-Xptxas=-v", "--keep", f"--keep-dir={folder}", "--threads=2"]
-    command += ["-c", ROOT / "csrc" / "cuda" / "launch.cu", "-o", folder / "launch.o"]
+    command += ["-c", cuda_compile.program(), "-o", folder / "step.o"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout + done.stderr
@@ -138,7 +138,9 @@ def test_cuda_both_backends_compile_the_same_source_for_the_device(cache, backen
 def test_cuda_code_of_the_cache_is_used_until_sources_change(cache, monkeypatch, tmp_path):
     code = cuda_compile.machine_code(90, "nvrtc")
     cuda_compile.machine_code.cache_clear()
-    monkeypatch.setattr(cuda_compile, "_PROGRAM", "#error not compiled again")
+    wrong = tmp_path / "step.cu"
+    wrong.write_text("#error not compiled again")
+    monkeypatch.setattr(cuda_compile, "program", lambda: wrong)
     assert cuda_compile.machine_code(90, "nvrtc") == code
     for path in sorted((ROOT / "csrc").rglob("*.h")):
         copy = tmp_path / path.relative_to(ROOT / "csrc")
@@ -156,7 +158,7 @@ def test_cuda_nvrtc_ptx_has_ieee_arithmetic_only():
     from cupy.cuda import nvrtc
 
     folders = [*cuda_compile.include_folders(), ROOT / "csrc" / "cuda" / "nvrtc"]
-    program = nvrtc.createProgram('#include "cuda/step_kernel.h"\n', "step.cu", (), ())
+    program = nvrtc.createProgram(cuda_compile.program().read_text(), "step.cu", (), ())
     options = [*cuda_compile.FLAGS, "-arch=compute_90", *(f"-I{folder}" for folder in folders)]
     nvrtc.compileProgram(program, options)
     ptx = nvrtc.getPTX(program)

@@ -73,9 +73,9 @@ HYPERS = {
 HEAVY_L2 = {**ADAMW, "weight_decay": 2.0**40, "decoupled": False}
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory):
-    return Host(tmp_path_factory.mktemp("cuda_host"))
+@pytest.fixture
+def host(cuda_host):
+    return cuda_host
 
 
 def places(block_size: int) -> list[Place]:

@@ -1,46 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the CUDA kernel is called, with a driver that runs it on the host (tests/cuda_host.cpp)."""
+"""How the CUDA kernel is called, with a driver that runs it on the host (tests/gpu_standin.py)."""
 
-import contextlib
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from cuda_host import Host
 from segments import CODEC_NAMES, Place, assert_same, copied, gradient, make, scalars_at
 
 from zero8.op import cuda, cuda_compile, kernel
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return Host(tmp_path_factory.mktemp("cuda_driver")).path
-
-
-@pytest.fixture
-def gpu(library, monkeypatch):
-    """The CPU in the place of a GPU of 3 multiprocessors; notes what is compiled for it."""
-    compiled = []
-
-    def machine_code(architecture, backend):
-        compiled.append((architecture, backend))
-        return b"\x7fELF"
-
-    processor = SimpleNamespace(major=9, minor=0, multi_processor_count=3)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processor)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    stream = SimpleNamespace(cuda_stream=0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(cuda, "DRIVER", str(library))
-    monkeypatch.setattr(cuda_compile, "machine_code", machine_code)
-    cuda.cuda_kernel.cache_clear()
-    yield compiled
-    cuda.cuda_kernel.cache_clear()
 
 
 def segments_of(block_size: int) -> list:
@@ -64,14 +34,20 @@ def test_cuda_op_step_equals_the_cpu(gpu, block_size):
     assert counts.dtype == torch.int64 and counts.tolist() == wanted and sum(wanted) == 2
     for number, pair in enumerate(zip(mine, segments, strict=True)):
         assert_same(*pair, f"segment {number}")
-    assert gpu == [(90, "nvrtc")]
+    assert gpu.compiled == [(90, "nvrtc")]
 
 
 def test_cuda_op_is_compiled_and_loaded_once_for_a_device(gpu):
     segments = segments_of(256)
     for _ in range(3):
         cuda.step(segments)
-    assert gpu == [(90, "auto")]
+    assert gpu.compiled == [(90, "auto")]
+
+
+def test_cuda_op_backend_of_the_environment_is_the_default(gpu, monkeypatch):
+    monkeypatch.setenv("ZERO8_CUDA_BACKEND", "nvrtc")
+    cuda.step(segments_of(256))
+    assert gpu.compiled == [(90, "nvrtc")]
 
 
 def test_cuda_op_tensor_on_another_device_raises_before_any_change(gpu):

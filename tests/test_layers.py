@@ -18,7 +18,8 @@ LAYERS = [
     {"arithmetic", "codec", "dither", "grid", "pages", "policy", "scalars", "segment"},
     {"reference"},
     {"op"},
-    {"params", "pieces", "prepared", "report", "saved", "settings", "versions"},
+    {"nonfinite", "params", "pieces", "prepared", "replay", "report", "saved", "settings"}
+    | {"versions"},
     {"optimizer"},
     {"zero", "fsdp", "checkpoint"},
     {"", "__init__", "autoload"},

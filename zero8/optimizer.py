@@ -7,19 +7,22 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from zero8 import dither, settings
 from zero8.codec import DEFAULT_CODEC, Codec, codec_named
+from zero8.nonfinite import Ledger
 from zero8.op import kernel
+from zero8.op.runners import Runner, is_capturing, runner_on
 from zero8.op.tensors import object_lines, prefetch
-from zero8.op.threads import step_threads
 from zero8.pages import collapse
 from zero8.params import ParamInfo, check_tensors
 from zero8.pieces import MomentStore, Piece, PieceTable
 from zero8.policy import Policy
-from zero8.prepared import Batch, Contents, Moved, Prepared, premises_of, run
+from zero8.prepared import Batch, Contents, Moved, Prepared, packed, premises_of
+from zero8.replay import CapturedStep
 from zero8.report import MemoryReport, MemoryRow
 from zero8.saved import PlainState
 from zero8.scalars import StepScalars, next_history
@@ -27,6 +30,11 @@ from zero8.segment import Segment
 from zero8.versions import warn_if_untested
 
 logger = logging.getLogger("zero8")
+
+CAPTURE_TOO_EARLY = (
+    "a step that is captured in a CUDA graph: got parameters that have taken no step like it, "
+    "expected an ordinary one before the capture: it makes the states and compiles the kernel"
+)
 
 # Stands in records of parameters until a step puts its own in.
 NO_SCALARS = StepScalars(**dict.fromkeys((field.name for field in fields(StepScalars)), 0.0))
@@ -82,7 +90,9 @@ class BlockwiseAdam(torch.optim.Optimizer):
         self.nonfinite_blocks = 0
         # What steps keep: of parameters by their id, and of the last step's parameters together.
         self._single: dict[int, Prepared] = {}
-        self._joined: Prepared | None = None
+        self._joined: dict[torch.device, Prepared] = {}
+        self._counts = Ledger()
+        self._captured: list[CapturedStep] = []
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -119,7 +129,9 @@ class BlockwiseAdam(torch.optim.Optimizer):
     def __setstate__(self, state: dict) -> None:
         """Restore what `__getstate__` kept; groups of other Adams get the keys they lack."""
         super().__setstate__(state)
-        self._single, self._joined = {}, None
+        self._single, self._joined = {}, {}
+        self.__dict__.setdefault("_counts", Ledger())  # loading into this optimizer keeps them
+        self.__dict__.setdefault("_captured", [])
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -143,26 +155,32 @@ class BlockwiseAdam(torch.optim.Optimizer):
     def step(self, closure=None):
         """Take one optimizer step; see `zero8.reference` for the equations.
 
+        The host does not wait for a GPU.  A step that is captured in a CUDA graph changes nothing
+        yet; see `before_replay`.
+
         Raises:
             ValueError: if a gradient is sparse, complex or of a dtype that is not served, or a
                 state does not fit its parameter; nothing has been changed then.
             FloatingPointError: if a gradient is NaN or infinite.  The blocks that it touches, and
                 only they, are left as they were; the step counts, and the state can be saved and
-                stepped on.
+                stepped on.  On a GPU it is raised by a later step, or by `check_finite`.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         # Compiles on first use: a failure must come before anything has been changed.
-        isa = kernel.default_isa()
-        if self._joined:
-            prefetch(self._joined.lines)
+        kernel.module()
+        for joined in self._joined.values():
+            prefetch(joined.lines)
         batches = self._batches()
-        skipped: dict[str, int] = {}
-        for batch, prepared in zip(batches, self._prepared(batches), strict=True):
-            skipped |= self._run(batch, prepared, isa)
-        if skipped:
+        todo = self._prepared(batches)
+        if any(is_capturing(batch.device) for batch in batches):
+            self._capture(batches, todo)
+            return loss
+        for batch, (prepared, runner) in zip(batches, todo, strict=True):
+            self._run(batch, prepared, runner)
+        if skipped := self._counts.take():
             self._handle_nonfinite(skipped)
         return loss
 
@@ -177,15 +195,15 @@ class BlockwiseAdam(torch.optim.Optimizer):
         batch = Batch(groups, params, [p.grad for p in params], [self.state[p] for p in params])
         # The format is defined by the logical order of the elements: other layouts, such as
         # channels_last, step on a copy, one parameter at a time.
-        contiguous = batch.tensors[0]["contiguous"]
-        if contiguous.all():
+        contiguous, device = batch.tensors[0]["contiguous"].astype(bool), batch.devices
+        if contiguous.all() and (device == device[:1]).all():
             return [batch] if params else []
-        together = [place for place, is_so in enumerate(contiguous) if is_so]
-        apart = [[place] for place, is_so in enumerate(contiguous) if not is_so]
-        return [batch.at(places) for places in (together, *apart) if places]
+        together = [np.flatnonzero(contiguous & (device == one)) for one in np.unique(device)]
+        apart = [[place] for place in np.flatnonzero(~contiguous)]
+        return [batch.at(places) for places in (*together, *apart) if len(places)]
 
-    def _prepared(self, batches: list[Batch]) -> list[Prepared]:
-        """Return the records of batches, and make those that do not fit anew.
+    def _prepared(self, batches: list[Batch]) -> list[tuple[Prepared, Runner]]:
+        """Return the records of batches, made anew where they do not fit, and who steps.
 
         Raises:
             ValueError: if a parameter, a gradient or a state is not served; nothing has changed.
@@ -203,6 +221,9 @@ class BlockwiseAdam(torch.optim.Optimizer):
         try:
             for single in unfit:
                 check_tensors(*single.params)
+            if unfit and any(is_capturing(batch.device) for batch in batches):
+                raise RuntimeError(CAPTURE_TOO_EARLY)
+            runners = [runner_on(batch.device) for batch in batches]
             for single in unfit:
                 self._single[id(single.params[0])] = self._prepare(single, infos)
         except Exception:  # whatever it is, states of no step must not stay
@@ -210,12 +231,15 @@ class BlockwiseAdam(torch.optim.Optimizer):
                 del self.state[single.params[0]]
             raise
         pairs = zip(batches, kept, strict=True)
-        return [prepared or self._join(batch) for batch, prepared in pairs]
+        prepared = [prepared or self._join(batch) for batch, prepared in pairs]
+        return list(zip(prepared, runners, strict=True))
 
     def _fitting(self, batch: Batch) -> Prepared | None:
         """Return what earlier steps have kept of a batch, if it still fits."""
-        single = len(batch.params) == 1
-        kept = self._single.get(id(batch.params[0])) if single else self._joined
+        if len(batch.params) == 1:
+            kept = self._single.get(id(batch.params[0]))
+        else:
+            kept = self._joined.get(batch.device)
         if kept is None or kept.premises is None:
             return None
         return kept if kept.premises == self._premises(batch) else None
@@ -228,8 +252,9 @@ class BlockwiseAdam(torch.optim.Optimizer):
         parts = [self._single[id(p)] for p in batch.params]
         if len(parts) == 1:
             return parts[0]
-        self._joined = Prepared.joined(self._premises(batch), parts)
-        return self._joined
+        joined = Prepared.joined(self._premises(batch), parts)
+        self._joined[batch.device] = joined
+        return joined
 
     def _moved(self, batch: Batch) -> tuple[list[Moved], list[int]]:
         """Return where this step takes the moments, and which of these is each parameter's."""
@@ -283,7 +308,8 @@ class BlockwiseAdam(torch.optim.Optimizer):
         segments = [self._segment(number, stores, state, *flat) for number in numbers]
         tensors = [value for value in state.values() if isinstance(value, Tensor)]
         lines = object_lines([p, p.grad, state, *tensors])
-        return Prepared.of(self._premises(single), lines, flat, segments)
+        labels = tuple(piece.name for piece in table.pieces)
+        return Prepared.of(self._premises(single), lines, labels, flat, segments)
 
     def _segment(
         self, number: int, stores: list[MomentStore], state: dict, param: Tensor, grad: Tensor
@@ -319,23 +345,79 @@ class BlockwiseAdam(torch.optim.Optimizer):
     def _note_writes(self, states: list[dict]) -> None:
         """Forget the bound on m^2/v where something other than a step has changed the moments."""
 
-    def _run(self, batch: Batch, prepared: Prepared, isa: str) -> dict[str, int]:
-        """Step over a batch, note it in the states; return non-finite blocks by label."""
+    def _run(self, batch: Batch, prepared: Prepared, runner: Runner) -> None:
+        """Step over a batch, and note it in the states."""
         moved, which = self._moved(batch)
         contiguous = batch.contiguous()
-        nonfinite = run(prepared, contiguous, moved, which, step_threads(), isa)
-        if contiguous is not batch:
-            for p, stepped in zip(batch.params, contiguous.params, strict=True):
-                if p is not stepped:
-                    p.copy_(stepped)
-        for state, number in zip(batch.states, which, strict=True):
-            state["step"], state["history"], _ = moved[number]
-        if not nonfinite.any():
-            return {}
-        infos = self._infos()
-        tables = [self._moments(p, infos)[0] for p in batch.params]
-        labels = [piece.name for table in tables for piece in table.pieces]
-        return {label: int(n) for label, n in zip(labels, nonfinite, strict=True) if n}
+        prepared.last = runner.run(*packed(prepared, contiguous, moved, which))
+        self._counts.add(prepared.labels, prepared.last.counts())
+        contiguous.copy_to(batch)
+        _note_step(batch, moved, which)
+
+    def _capture(self, batches: list[Batch], todo: list[tuple[Prepared, Runner]]) -> None:
+        """Make a step a part of the CUDA graph that is being captured."""
+        if not all(is_capturing(batch.device) for batch in batches):
+            raise RuntimeError(
+                "a step that is captured in a CUDA graph: got parameters that are not on the GPU, "
+                "expected an optimizer of their own for them"
+            )
+        if any(prepared.last is None for prepared, _ in todo):
+            raise RuntimeError(CAPTURE_TOO_EARLY)
+        self._captured = [
+            CapturedStep.of(batch, prepared, runner, *self._moved(batch))
+            for batch, (prepared, runner) in zip(batches, todo, strict=True)
+        ]
+
+    def before_replay(self) -> None:
+        """Make the next replay of the CUDA graph with `step` in it take the next step.
+
+        Counts the step, and gives the graph what depends on it: lr and the other settings of the
+        groups, bias corrections, dither phases.  Call it before every replay, on the same stream;
+        the host does not wait.
+
+            optimizer.step()  # once before: makes the states, compiles the kernel
+            with torch.cuda.graph(graph):
+                loss = loss_of(model(inputs))
+                loss.backward()
+                optimizer.step()
+            for batch in batches:
+                inputs.copy_(batch)
+                optimizer.before_replay()
+                graph.replay()
+
+        One graph at a time: a new capture takes the place of the one before.
+
+        Raises:
+            RuntimeError: if no step has been captured, or parameters or states have moved since.
+            FloatingPointError: as `step`, of an earlier replay; the next can follow nevertheless.
+        """
+        if not self._captured:
+            raise RuntimeError("before_replay: got no captured step, expected one in a CUDA graph")
+        batches = [self._as_it_is(captured.batch) for captured in self._captured]
+        for captured, batch in zip(self._captured, batches, strict=True):
+            if captured.has_moved(batch, self._premises(batch)):
+                raise RuntimeError(
+                    "before_replay: parameters or states are not where the CUDA graph has them "
+                    "(was a checkpoint loaded since?); capture it again"
+                )
+        self._count_replays()
+        for captured, batch in zip(self._captured, batches, strict=True):
+            moved, which = self._moved(batch)
+            captured.refresh(moved, which)
+            _note_step(batch, moved, which)
+        if skipped := self._counts.take():
+            self._handle_nonfinite(skipped)
+
+    def _as_it_is(self, batch: Batch) -> Batch:
+        """Return a batch of the same parameters, with their groups and states of today."""
+        group_of = {p: group for group in self.param_groups for p in group["params"]}
+        states = [self.state[p] for p in batch.params]
+        return Batch([group_of[p] for p in batch.params], batch.params, batch.grads, states)
+
+    def _count_replays(self) -> None:
+        for captured in self._captured:
+            if counts := captured.take_counts():
+                self._counts.add(captured.prepared.labels, counts)
 
     def _handle_nonfinite(self, skipped: dict[str, int]) -> None:
         self.nonfinite_blocks += sum(skipped.values())
@@ -448,6 +530,11 @@ class BlockwiseAdam(torch.optim.Optimizer):
         bits = 8 if piece.is_quantized else 32
         sizes = (piece.numel, bits, reason, state_bytes, correction_bytes)
         return MemoryRow(piece.name, piece.shape, *sizes)
+
+
+def _note_step(batch: Batch, moved: list[Moved], which: list[int]) -> None:
+    for state, number in zip(batch.states, which, strict=True):
+        state["step"], state["history"], _ = moved[number]
 
 
 @dataclass

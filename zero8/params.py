@@ -8,6 +8,7 @@ from torch import Tensor
 
 from zero8 import dither
 from zero8.op import kernel
+from zero8.op.runners import DEVICES
 
 # What to set, by dtype that is not served.
 REMEDIES = {
@@ -37,6 +38,13 @@ class ParamInfo:
 
 def check_tensors(p: Tensor) -> None:
     """Raise ValueError if a parameter or its gradient is not served."""
+    if p.device.type not in DEVICES or (p.device.type == "cuda" and torch.version.hip):
+        raise ValueError(
+            f"got a parameter on {p.device}{' of ROCm' * bool(torch.version.hip)}, expected one on "
+            'the CPU or a CUDA GPU: use DeepSpeed\'s "offload_optimizer": {"device": "cpu"}'
+        )
+    if p.grad.device != p.device:
+        raise ValueError(f"got a gradient on {p.grad.device}, the parameter is on {p.device}")
     if p.grad.shape != p.shape:
         raise ValueError(
             f"got a gradient of shape {tuple(p.grad.shape)}, the parameter has {tuple(p.shape)}"
@@ -52,8 +60,3 @@ def check_tensors(p: Tensor) -> None:
                 f"got a {kind} of type {type(tensor).__name__} without storage of its own, "
                 "expected a plain tensor; FSDP2 parameters are not supported yet"
             )
-    if p.device.type != "cpu":
-        raise ValueError(
-            f"got a parameter on {p.device}; this version steps on the CPU: use DeepSpeed's "
-            '"offload_optimizer": {"device": "cpu"}'
-        )

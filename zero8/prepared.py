@@ -9,13 +9,16 @@ were: whoever moves or frees parameters or states is not held up.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from zero8 import dither
 from zero8.op import kernel
+from zero8.op.runners import Run
 from zero8.op.tensors import described
 from zero8.scalars import StepScalars
 from zero8.segment import Segment
@@ -38,6 +41,16 @@ class Batch:
         """Where parameters and gradients are, and of what kind: `described`."""
         return described(self.params), described(self.grads)
 
+    @property
+    def devices(self) -> np.ndarray:
+        """Of each parameter a number, equal for equal devices."""
+        return self.tensors[0]["kind"] >> 32
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are, if all are in one place."""
+        return self.params[0].device
+
     def at(self, places: Sequence[int]) -> "Batch":
         """Return a batch of some of the parameters."""
         columns = self.groups, self.params, self.grads, self.states
@@ -54,6 +67,12 @@ class Batch:
         copies = [[t.contiguous() for t in tensors] for tensors in (self.params, self.grads)]
         return Batch(self.groups, *copies, self.states)
 
+    def copy_to(self, batch: "Batch") -> None:
+        """Write parameters that are copies of another batch's back to it."""
+        for p, ours in zip(batch.params, self.params, strict=True):
+            if p is not ours:
+                p.copy_(ours)
+
 
 def premises_of(batch: Batch, contents: Contents) -> tuple | None:
     """Return all that the records of parameters depend on, equal for equal records.
@@ -68,7 +87,7 @@ def premises_of(batch: Batch, contents: Contents) -> tuple | None:
     return descriptions, states["data"].tobytes(), *kinds
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Prepared:
     """The records of one or more parameters.
 
@@ -79,19 +98,24 @@ class Prepared:
             addresses of parameter and gradient they have offsets in bytes, in place of the phases
             of the two dithers their keys.
         owner: (pieces,) which of the parameters each belongs to.
+        labels: what the parameter of each piece is called.
         lines: cache lines of parameters, gradients and states: `object_lines`.
+        last: the last step that was taken with these records, None if none was.
     """
 
     premises: tuple | None
     records: np.ndarray
     owner: np.ndarray
+    labels: tuple[str, ...]
     lines: np.ndarray
+    last: Run | None = None
 
     @classmethod
     def of(
         cls,
         premises: tuple | None,
         lines: np.ndarray,
+        labels: tuple[str, ...],
         flat: tuple[Tensor, Tensor],
         segments: Sequence[Segment],
     ) -> "Prepared":
@@ -100,13 +124,14 @@ class Prepared:
         Args:
             premises: its own.
             lines: its own.
+            labels: of its pieces.
             flat: the parameter and its gradient, or copies, in one dimension.
             segments: which lie in these two and in the live state; keys stand for their phases.
         """
-        records, _ = kernel.packed(segments)
+        records, _ = kernel.packed(segments, flat[0].device)
         for name, tensor in zip(("param", "grad"), flat, strict=True):
             records[name] -= np.uint64(tensor.data_ptr())
-        return cls(premises, records, np.zeros(len(records), np.intp), lines)
+        return cls(premises, records, np.zeros(len(records), np.intp), labels, lines)
 
     @classmethod
     def joined(cls, premises: tuple | None, parts: Sequence["Prepared"]) -> "Prepared":
@@ -118,7 +143,9 @@ class Prepared:
         """
         records = np.concatenate([part.records for part in parts])
         owner = np.repeat(np.arange(len(parts)), [len(part.records) for part in parts])
-        return cls(premises, records, owner, np.concatenate([part.lines for part in parts]))
+        labels = tuple(chain.from_iterable(part.labels for part in parts))
+        lines = np.concatenate([part.lines for part in parts])
+        return cls(premises, records, owner, labels, lines)
 
 
 class Moved(NamedTuple):
@@ -135,26 +162,16 @@ class Moved(NamedTuple):
     scalars: StepScalars
 
 
-def run(
-    prepared: Prepared,
-    batch: Batch,
-    moved: Sequence[Moved],
-    which: Sequence[int],
-    num_threads: int,
-    isa: str,
-) -> np.ndarray:
-    """Step over parameters, in place, in one call of the kernel.
+def packed(
+    prepared: Prepared, batch: Batch, moved: Sequence[Moved], which: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the kernel's structs of a step: as `kernel.packed`, in little time.
 
     Args:
-        prepared: their records.
-        batch: them and their gradients, all contiguous.
+        prepared: the parameters' records.
+        batch: the parameters and their gradients, all contiguous.
         moved: where the step takes their moments, without repetitions.
         which: of these, one number for each parameter.
-        num_threads: threads to use.
-        isa: instruction set, one of `kernel.isas()`.
-
-    Returns:
-        For each piece the number of blocks left as they were because a gradient was not finite.
     """
     records, owner = prepared.records.copy(), prepared.owner
     for name, tensors in zip(("param", "grad"), batch.tensors, strict=True):
@@ -165,6 +182,4 @@ def run(
     for name in ("moment_phase", "param_phase"):
         records[name] = dither.phase_of(records[name].astype(np.int64), steps)
     records["scalars"] = number
-    scalars = kernel.packed_scalars(one.scalars for one in moved)
-    kernel.run(records, scalars, num_threads, isa)
-    return records["nonfinite_blocks"]
+    return records, kernel.packed_scalars(one.scalars for one in moved)

@@ -5,7 +5,7 @@
 // and the headers of the CPU do the rest; only reductions see the whole block.  Memory sees every
 // byte once: 16 per fp32 parameter, as on the CPU.
 //
-// Compiled by nvcc (launch.cu), by NVRTC, and by tests for the host.
+// Compiled by nvcc and by NVRTC (step.cu), and by tests for the host.
 #pragma once
 
 #include <cstdint>

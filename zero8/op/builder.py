@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the CPU op through DeepSpeed's JIT op builder."""
+"""Builds the op through DeepSpeed's JIT op builder: the CPU's code, and the CUDA kernel."""
 
 import fcntl
 import os
@@ -10,17 +10,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
+from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 from torch.utils import cpp_extension
 
+from zero8.op import cuda_compile
 from zero8.op.sources import source_folder
 
 
-class Zero8AdamBuilder(CPUOpBuilder):
-    """The `zero8_adam` row of ds_report: the fused 8-bit step on the CPU.
+class Zero8AdamBuilder(CUDAOpBuilder):
+    """The `zero8_adam` row of ds_report: the fused 8-bit step, on the CPU and on GPUs.
 
     One binary holds the code for several instruction sets and chooses when it runs, so a home
     directory that machines with different processors share is safe (no -march=native).
+
+    The CUDA kernel is compiled apart from it, once a GPU is to step: whoever offloads needs no
+    nvcc, and as it needs neither torch's headers nor its libraries, an nvcc of another version than
+    torch's CUDA will do.
     """
 
     NAME = "zero8_adam"
@@ -29,6 +34,15 @@ class Zero8AdamBuilder(CPUOpBuilder):
     def __init__(self):
         """Register under `NAME`, the name of the build folder too."""
         super().__init__(name=self.NAME)
+
+    @property
+    def build_for_cpu(self) -> bool:
+        """Whether the extension of torch has no CUDA in it: always."""
+        return True
+
+    @build_for_cpu.setter
+    def build_for_cpu(self, _: bool) -> None:
+        """Leave it so: DeepSpeed sets it to whether there is no GPU."""
 
     def absolute_name(self) -> str:
         """Return where a prebuilt module would be imported from."""
@@ -81,6 +95,22 @@ class Zero8AdamBuilder(CPUOpBuilder):
             return self._loaded_ops[self.name]
         with build_lock(self.name):
             return super().load(verbose)
+
+    def cuda_code(self, architecture: int, backend: str = "auto") -> bytes:
+        """Return the CUDA kernel's machine code, compiled now unless that has been done before.
+
+        Processes that start together compile once.
+
+        Args:
+            architecture: compute capability of the GPU, such as 90.
+            backend: "nvcc", "nvrtc" (through CuPy), or "auto": nvcc where there is one.
+
+        Raises:
+            ValueError: if the backend is unknown, or the architecture too old.
+            RuntimeError: if there is no compiler, or it fails.
+        """
+        with build_lock(f"{self.name}_cuda"):
+            return cuda_compile.machine_code(architecture, backend)
 
 
 def compiler() -> str | None:

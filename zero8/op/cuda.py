@@ -1,72 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the CUDA kernel on a list of segments, through the driver that every GPU machine has."""
+"""Calls the CUDA kernel: at once, or as a part of a CUDA graph.  The host waits for nothing."""
 
-import ctypes
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from zero8.op import cuda_compile, kernel
+from zero8.op import kernel
+from zero8.op.cuda_driver import Driver
 from zero8.op.dynamic_tables import dynamic_maps
 from zero8.op.launch import Launch
 from zero8.segment import Segment
 
-DRIVER = "libcuda.so.1"
+
+class Counts:
+    """Numbers that a GPU will have written, on their way to the host."""
+
+    def __init__(self, counts: Tensor):
+        """Ask for a copy, behind the work of torch's current stream."""
+        with torch.cuda.device(counts.device):
+            self._host = torch.empty(counts.shape, dtype=counts.dtype).pin_memory()
+            self._host.copy_(counts, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def have_arrived(self) -> bool:
+        """Return whether `read` need not wait."""
+        return self._copied.query()
+
+    def read(self) -> np.ndarray:
+        """Wait for the numbers and return them."""
+        self._copied.synchronize()
+        return self._host.numpy()
 
 
-class Driver:
-    """The calls of the CUDA driver that a launch takes; torch has made the context."""
+@dataclass(frozen=True)
+class Launched:
+    """What a launch left on the GPU.
 
-    def __init__(self):
-        """Load the driver's library; raises OSError where there is none."""
-        self._library = ctypes.CDLL(DRIVER)
+    Attributes:
+        table: the launch's table, `Launch.table`.
+        counts: (num_segments,) int64, blocks left as they were.
+    """
 
-    def function(self, code: bytes, name: str) -> ctypes.c_void_p:
-        """Load machine code into the current context and return a kernel of it, for good."""
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(code))
-        self._call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
-        return function
-
-    def resident_blocks(self, function: ctypes.c_void_p, threads: int) -> int:
-        """Return how many thread blocks of a kernel a multiprocessor works on at a time."""
-        count = ctypes.c_int()
-        name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
-        self._call(name, ctypes.byref(count), function, threads, ctypes.c_size_t(0))
-        return count.value
-
-    def launch(
-        self,
-        function: ctypes.c_void_p,
-        grid: int,
-        block: tuple[int, int],
-        arguments: Sequence[int],
-        stream: int,
-    ) -> None:
-        """Launch a kernel whose arguments are 64-bit numbers and addresses."""
-        values = [ctypes.c_uint64(argument) for argument in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        shape = (grid, 1, 1, *block, 1)
-        self._call("cuLaunchKernel", function, *shape, 0, ctypes.c_void_p(stream), pointers, None)
-
-    def _call(self, name: str, *arguments) -> None:
-        status = getattr(self._library, name)(*arguments)
-        if status != 0:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorString(status, ctypes.byref(text))
-            raise RuntimeError(f"{name} failed: {(text.value or b'unknown error').decode()}")
+    table: Tensor
+    counts: Tensor
 
 
 class CudaKernel:
     """The kernel on one GPU."""
 
     def __init__(self, device: torch.device, backend: str):
-        """Compile and load the kernel; raises as `cuda_compile.machine_code` does."""
+        """Compile and load the kernel; raises as `Zero8AdamBuilder.cuda_code` does."""
+        # deepspeed takes a while to import; whoever only imports zero8 does not pay for it.
+        from zero8.op.builder import Zero8AdamBuilder
+
         properties = torch.cuda.get_device_properties(device)
-        code = cuda_compile.machine_code(10 * properties.major + properties.minor, backend)
+        architecture = 10 * properties.major + properties.minor
+        code = Zero8AdamBuilder().cuda_code(architecture, backend)
         self._device = device
         self._processors = properties.multi_processor_count
         self._driver = Driver()
@@ -74,48 +69,71 @@ class CudaKernel:
             self._function = self._driver.function(code, "zero8_step")
         self._maps: Tensor | None = None
 
-    def run(self, launch: Launch) -> Tensor:
-        """Launch on torch's current stream; return the counts of non-finite blocks, on the GPU."""
+    def launch(self, launch: Launch) -> Launched:
+        """Launch on torch's current stream."""
         with torch.cuda.device(self._device):
-            table = self._uploaded(launch.table)
-            counts = torch.zeros(launch.num_segments, dtype=torch.int64, device=self._device)
             if launch.uses_maps and self._maps is None:
-                self._maps = self._uploaded(dynamic_maps().view(np.uint8))
-            base = table.data_ptr()
-            arguments = [
-                base,
-                base + launch.first_blocks_at,
-                launch.num_segments,
-                base + launch.scalars_at,
-                self._maps.data_ptr() if launch.uses_maps else 0,
-                counts.data_ptr(),
-            ]
-            block = launch.team_threads, launch.teams
-            resident = self._driver.resident_blocks(self._function, block[0] * block[1])
-            grid = launch.grid(resident * self._processors)
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-            self._driver.launch(self._function, grid, block, arguments, stream)
-        return counts
+                self._maps = self._pinned(dynamic_maps().view(np.uint8)).to(self._device)
+            table = self._pinned(launch.table).to(self._device, non_blocking=True)
+            return self._launched(launch, table)
 
-    def _uploaded(self, array: np.ndarray) -> Tensor:
-        # From pinned memory the host does not wait for it; torch keeps the memory until it is done.
-        return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
+    def capture(self, launch: Launch, table: Tensor) -> Launched:
+        """Launch as a part of the graph that is being captured.
+
+        Replays do what `table` says by then, that of an earlier launch over the same segments;
+        nothing is allocated here but the counts, which the graph sets to zero first.
+        """
+        with torch.cuda.device(self._device):
+            return self._launched(launch, table)
+
+    def refresh(self, launch: Launch, table: Tensor) -> None:
+        """Overwrite the table of a captured launch, on torch's current stream."""
+        table.copy_(self._pinned(launch.table), non_blocking=True)
+
+    def _launched(self, launch: Launch, table: Tensor) -> Launched:
+        counts = torch.zeros(launch.num_segments, dtype=torch.int64, device=self._device)
+        base = table.data_ptr()
+        arguments = [
+            base,
+            base + launch.first_blocks_at,
+            launch.num_segments,
+            base + launch.scalars_at,
+            self._maps.data_ptr() if launch.uses_maps else 0,
+            counts.data_ptr(),
+        ]
+        block = launch.team_threads, launch.teams
+        resident = self._driver.resident_blocks(self._function, block[0] * block[1])
+        grid = launch.grid(resident * self._processors)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        self._driver.launch(self._function, grid, block, arguments, stream)
+        return Launched(table, counts)
+
+    @staticmethod
+    def _pinned(array: np.ndarray) -> Tensor:
+        # Of pinned memory the host need not wait for a copy; torch keeps it until that is done.
+        return torch.from_numpy(array).pin_memory()
 
 
 @lru_cache(maxsize=64)
-def cuda_kernel(device: torch.device, backend: str = "auto") -> CudaKernel:
-    """Return the kernel on a GPU, compiled and loaded on first use."""
-    return CudaKernel(device, backend)
+def cuda_kernel(device: torch.device, backend: str | None = None) -> CudaKernel:
+    """Return the kernel on a GPU, compiled and loaded on first use.
+
+    Args:
+        device: with its number.
+        backend: one of `cuda_compile.BACKENDS`; ZERO8_CUDA_BACKEND of the environment by default,
+            else "auto".
+    """
+    return CudaKernel(device, backend or os.environ.get("ZERO8_CUDA_BACKEND") or "auto")
 
 
-def step(segments: Sequence[Segment], backend: str = "auto") -> Tensor:
+def step(segments: Sequence[Segment], backend: str | None = None) -> Tensor:
     """Take one optimizer step on every segment, in place, in one launch on the current stream.
 
     The host does not wait for the GPU.
 
     Args:
         segments: pieces of parameters, all on one GPU; at least one.  See `zero8.segment`.
-        backend: "auto", "nvcc" or "nvrtc": how the kernel is compiled on first use.
+        backend: how the kernel is compiled on first use; see `cuda_kernel`.
 
     Returns:
         For each segment the number of blocks left as they were because a gradient was not finite;
@@ -127,4 +145,4 @@ def step(segments: Sequence[Segment], backend: str = "auto") -> Tensor:
     """
     device = segments[0].param.device
     launch = Launch.of(*kernel.packed(segments, device))
-    return cuda_kernel(device, backend).run(launch)
+    return cuda_kernel(device, backend).launch(launch).counts

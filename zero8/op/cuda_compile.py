@@ -26,7 +26,6 @@ LOWEST_ARCHITECTURE = 80
 # IEEE arithmetic, operation by operation.
 FLAGS = ["-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
 _NVCC_FLAGS = ["-O3", "-Werror", "all-warnings"]
-_PROGRAM = '#include "cuda/step_kernel.h"\n'
 
 
 class CudaCompiler(NamedTuple):
@@ -94,6 +93,11 @@ def machine_code(architecture: int, backend: str = "auto") -> bytes:
     return path.read_bytes()
 
 
+def program() -> Path:
+    """Return the path of what is compiled."""
+    return source_folder() / "cuda" / "step.cu"
+
+
 def include_folders() -> list[Path]:
     """Return where the kernel's headers are."""
     return [source_folder()]
@@ -109,12 +113,14 @@ def nvcc_command(path: str, architectures: list[int]) -> list[str]:
 def _nvcc(path: str) -> CudaCompiler:
     def compile(architecture: int) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
-            program, result = Path(folder) / "zero8_step.cu", Path(folder) / "zero8_step.cubin"
-            program.write_text(_PROGRAM)
-            command = [*nvcc_command(path, [architecture]), "-cubin", program, "-o", result]
+            result = Path(folder) / "step.cubin"
+            command = [*nvcc_command(path, [architecture]), "-cubin", program(), "-o", result]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode != 0:
-                raise RuntimeError(f"{path} failed:\n{done.stderr or done.stdout}")
+                raise RuntimeError(
+                    f"{path} failed; ZERO8_CUDA_BACKEND=nvrtc takes CuPy's NVRTC instead:\n"
+                    f"{done.stderr or done.stdout}"
+                )
             return result.read_bytes()
 
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
@@ -134,14 +140,14 @@ def _nvrtc() -> CudaCompiler:
     def compile(architecture: int) -> bytes:
         folders = [*include_folders(), source_folder() / "cuda" / "nvrtc"]
         options = [*FLAGS, f"-arch=sm_{architecture}", *(f"-I{folder}" for folder in folders)]
-        program = nvrtc.createProgram(_PROGRAM, "zero8_step.cu", (), ())
+        compiled = nvrtc.createProgram(program().read_text(), program().name, (), ())
         try:
-            nvrtc.compileProgram(program, options)
-            return nvrtc.getCUBIN(program)
+            nvrtc.compileProgram(compiled, options)
+            return nvrtc.getCUBIN(compiled)
         except nvrtc.NVRTCError as error:
-            raise RuntimeError(f"NVRTC failed:\n{nvrtc.getProgramLog(program)}") from error
+            raise RuntimeError(f"NVRTC failed:\n{nvrtc.getProgramLog(compiled)}") from error
         finally:
-            nvrtc.destroyProgram(program)
+            nvrtc.destroyProgram(compiled)
 
     return CudaCompiler("nvrtc", version, compile)
 

@@ -28,9 +28,9 @@ def described(objects: list[Tensor | float]) -> np.ndarray:
     Numbers may be among them, as they are in states: asking which is what would take longer.
 
     Returns:
-        (len(objects),) `TENSOR`.  `kind` is equal for equal dtype and device, and `WITHOUT_MEMORY`
-        for tensors that have none of their own, such as sparse ones.  A number is contiguous, and
-        otherwise 0.
+        (len(objects),) `TENSOR`.  `kind` is equal for equal dtype and device, its upper 32 bits for
+        equal device; it is `WITHOUT_MEMORY` for tensors that have none of their own, such as sparse
+        ones.  A number is contiguous, and otherwise 0.
     """
     records = np.empty(len(objects), TENSOR)
     api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
@@ -48,7 +48,8 @@ def _described(one: Tensor | float) -> tuple[int, int, int, bool]:
         data = one.data_ptr()
     except RuntimeError:
         return 0, 0, WITHOUT_MEMORY, False
-    return data, one.numel(), abs(hash((one.dtype, one.device))), one.is_contiguous()
+    kind = (hash(one.device) & 0x7FFFFFFF) << 32 | hash(one.dtype) & 0xFFFFFFFF
+    return data, one.numel(), kind, one.is_contiguous()
 
 
 def object_lines(objects: Iterable[Tensor | dict]) -> np.ndarray:

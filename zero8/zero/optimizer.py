@@ -223,6 +223,9 @@ class Adam8bitBlockwise(BlockwiseAdam):
             super()._handle_nonfinite(skipped)
             return
         # One rank must not raise while the others wait in a collective: count, log, go on.
+        self._note_nonfinite(skipped)
+
+    def _note_nonfinite(self, skipped: dict[str, int]) -> None:
         self.nonfinite_blocks += sum(skipped.values())
         for label, count in skipped.items():
             logger.warning("non-finite gradient: %s: %d blocks left as they were", label, count)
@@ -230,8 +233,11 @@ class Adam8bitBlockwise(BlockwiseAdam):
     def check_finite(self, process_group=None) -> None:
         """Raise FloatingPointError on every rank if any rank has met a non-finite gradient.
 
-        One all_reduce of 4 bytes; all ranks of the group must call it.
+        One all_reduce of 4 bytes; all ranks of the group must call it.  Waits until a GPU has
+        finished the steps so far.
         """
+        self._count_replays()
+        self._note_nonfinite(self._counts.take(wait=True))
         count = torch.tensor([self.nonfinite_blocks], dtype=torch.int32)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(count, group=process_group)

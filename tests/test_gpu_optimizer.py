@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer over parameters on a GPU, against itself on the CPU."""
+
+import copy
+
+import pytest
+import torch
+from test_cuda_optimizer import HYPER, assert_same, made, set_grads, states_of
+from torch import nn
+
+import zero8
+from zero8.codec import CODECS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def on_gpu(dtype=FP32, **settings):
+    """Return what `made` does, with the parameters on the GPU."""
+    named = [("a", 0), ("b", 1), ("c", 2)]
+    params, _ = made(dtype)
+    params = [nn.Parameter(p.detach().cuda()) for p in params]
+    named = [(name, params[place]) for name, place in named]
+    return params, zero8.Adam8bitBlockwise(named, **(HYPER | settings))
+
+
+def set_gpu_grads(params, number) -> None:
+    like = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in params]
+    set_grads(like, number)
+    for p, q in zip(params, like, strict=True):
+        p.grad = q.grad.cuda() if p.grad is None else p.grad.copy_(q.grad)
+
+
+def assert_same_as_cpu(ours, theirs) -> None:
+    params = [p.detach().cpu() for p in ours[0]]
+    for p, q in zip(params, theirs[0], strict=True):
+        assert torch.equal(p, q)
+    for x, y in zip(states_of(ours[1]), states_of(theirs[1]), strict=True):
+        assert torch.equal(x.cpu(), y)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_gpu_optimizer_steps_equal_those_on_the_cpu_and_never_wait(codec, dtype):
+    mine, theirs = on_gpu(dtype, codec=codec), made(dtype, codec=codec)
+    for number in range(4):
+        set_gpu_grads(mine[0], number)
+        set_grads(theirs[0], number)
+        theirs[1].step()
+        torch.cuda.set_sync_debug_mode("default" if number == 0 else "error")
+        try:
+            mine[1].step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert_same_as_cpu(mine, theirs)
+    assert {p.device.type for p in mine[0]} == {"cuda"}
+
+
+def test_gpu_optimizer_host_runs_ahead_of_the_gpu():
+    """The GPU sleeps; the host has taken its step and been told nothing of the NaN in it."""
+    params, optimizer = on_gpu()
+    set_gpu_grads(params, 0)
+    optimizer.step()
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    params[2].grad[3, 5] = torch.nan
+    torch.cuda._sleep(500_000_000)
+    optimizer.step()
+    done.record()
+    assert not done.query()
+    assert optimizer.nonfinite_blocks == 0
+    params[2].grad.zero_()
+    torch.cuda.synchronize()
+    with pytest.raises(FloatingPointError, match=r"c \(1 blocks\)"):
+        optimizer.step()
+    optimizer.step()
+    with pytest.raises(FloatingPointError, match="1 blocks met a non-finite gradient"):
+        optimizer.check_finite()
+
+
+def test_gpu_optimizer_parameters_on_both_devices_step():
+    mine, theirs = on_gpu(), made()
+    mine[0][0].data = mine[0][0].data.cpu()
+    for number in range(3):
+        for params, optimizer in (mine, theirs):
+            like = [nn.Parameter(torch.empty(p.shape)) for p in params]
+            set_grads(like, number)
+            for p, q in zip(params, like, strict=True):
+                p.grad = q.grad.to(p.device)
+            optimizer.step()
+    assert_same_as_cpu(mine, theirs)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_gpu_graph_replays_are_the_steps_that_follow(codec):
+    """The whole step in a graph, as torch's notes on CUDA graphs have it: gradients are its own."""
+    mine, theirs = (on_gpu(BF16, codec=codec) for _ in range(2))
+    inputs = [torch.zeros_like(p) for p in mine[0]]
+
+    def backward(params, coefficients):
+        products = [(p * x).sum() for p, x in zip(params, coefficients, strict=True)]
+        torch.stack(products).sum().backward()
+
+    def step(params, optimizer, coefficients):
+        optimizer.zero_grad(set_to_none=True)
+        backward(params, coefficients)
+        optimizer.step()
+
+    def set_inputs(number):
+        like = [nn.Parameter(torch.empty_like(x)) for x in inputs]
+        set_gpu_grads(like, number)
+        for x, q in zip(inputs, like, strict=True):
+            x.copy_(q.grad)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        set_inputs(0)
+        for params, optimizer in (mine, theirs):
+            step(params, optimizer, inputs)
+        mine[1].zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            backward(mine[0], inputs)
+            mine[1].step()
+        assert_same(mine, theirs)
+        for number in range(1, 5):
+            set_inputs(number)
+            for _, optimizer in (mine, theirs):
+                optimizer.param_groups[0]["lr"] = 1e-2 / number
+            mine[1].before_replay()
+            graph.replay()
+            step(*theirs, inputs)
+            torch.cuda.synchronize()
+            assert_same(mine, theirs)
+
+
+def test_gpu_optimizer_checkpoint_resumes_on_the_cpu_and_back():
+    mine, theirs = on_gpu(), made()
+    for number in range(2):
+        set_gpu_grads(mine[0], number)
+        set_grads(theirs[0], number)
+        mine[1].step()
+        theirs[1].step()
+    params, optimizer = made()
+    for p, q in zip(params, mine[0], strict=True):
+        p.data.copy_(q)
+    optimizer.load_state_dict(copy.deepcopy(mine[1].state_dict()))
+    set_grads(params, 2)
+    set_grads(theirs[0], 2)
+    optimizer.step()
+    theirs[1].step()
+    assert_same((params, optimizer), theirs)
+    mine[1].load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, q in zip(mine[0], params, strict=True):
+        p.data.copy_(q)
+    set_gpu_grads(mine[0], 3)
+    set_grads(theirs[0], 3)
+    mine[1].step()
+    theirs[1].step()
+    assert_same_as_cpu(mine, theirs)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who takes a step over packed segments: the CPU, or the GPU that they are on."""
+
+import numpy as np
+import torch
+
+from zero8.op import kernel
+from zero8.op.cuda import Counts, Launched, cuda_kernel
+from zero8.op.launch import Launch
+from zero8.op.threads import step_threads
+
+DEVICES = ("cpu", "cuda")
+
+
+class CpuRun:
+    """A step that the CPU has taken."""
+
+    def __init__(self, nonfinite_blocks: np.ndarray):
+        """Take what the kernel has counted: (segments,) blocks left as they were."""
+        self._nonfinite_blocks = nonfinite_blocks
+
+    def counts(self) -> "CpuRun":
+        """Return the counts, which are here: as `Counts` of a GPU."""
+        return self
+
+    def have_arrived(self) -> bool:
+        """Return True."""
+        return True
+
+    def read(self) -> np.ndarray:
+        """Return the numbers."""
+        return self._nonfinite_blocks
+
+
+class CpuRunner:
+    """Steps on the CPU, on `step_threads` threads."""
+
+    def __init__(self):
+        """Build the op if need be; raises ValueError if this processor lacks ZERO8_ISA."""
+        self._isa = kernel.default_isa()
+
+    def run(self, records: np.ndarray, scalars: np.ndarray) -> CpuRun:
+        """Take a step."""
+        kernel.run(records, scalars, step_threads(), self._isa)
+        return CpuRun(records["nonfinite_blocks"])
+
+
+class CudaRun:
+    """A step that a GPU takes."""
+
+    def __init__(self, launched: Launched):
+        """Take what the launch has left."""
+        self.launched = launched
+
+    def counts(self) -> Counts:
+        """Return the counts as they will be where torch's current stream is now."""
+        return Counts(self.launched.counts)
+
+
+class CudaRunner:
+    """Steps on a GPU, behind the work of torch's current stream; the host does not wait for it."""
+
+    def __init__(self, device: torch.device):
+        """Compile the kernel if need be; raises as `cuda_kernel` does."""
+        self._kernel = cuda_kernel(device)
+
+    def run(self, records: np.ndarray, scalars: np.ndarray) -> CudaRun:
+        """Take a step."""
+        return CudaRun(self._kernel.launch(Launch.of(records, scalars)))
+
+    def capture(self, records: np.ndarray, scalars: np.ndarray, before: CudaRun) -> CudaRun:
+        """Make a step a part of the graph that is being captured.
+
+        Args:
+            records: what its replays will step over.
+            scalars: of the step; replays take those that `refresh` gave last.
+            before: the last step over these segments, whose table in memory the replays will read.
+        """
+        launch = Launch.of(records, scalars)
+        return CudaRun(self._kernel.capture(launch, before.launched.table))
+
+    def refresh(self, records: np.ndarray, scalars: np.ndarray, captured: CudaRun) -> None:
+        """Give a captured step other records and scalars, behind the current stream's work."""
+        self._kernel.refresh(Launch.of(records, scalars), captured.launched.table)
+
+
+Run = CpuRun | CudaRun
+Runner = CpuRunner | CudaRunner
+BlockCounts = CpuRun | Counts
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether what is done on a device now becomes a part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def runner_on(device: torch.device) -> Runner:
+    """Return who steps on a device, one of `DEVICES`; compiles what is not compiled yet.
+
+    Raises:
+        ValueError: if ZERO8_ISA or ZERO8_CUDA_BACKEND is not served, or the GPU is too old.
+        RuntimeError: if there is no compiler, or it fails.
+    """
+    return CpuRunner() if device.type == "cpu" else CudaRunner(device)
