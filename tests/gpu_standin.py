@@ -31,7 +31,7 @@ class StandInGpu:
         self.is_behind = self.is_capturing = False
         self.waits = self.launches = 0
         self._graph: list[tuple] = []
-        processor = SimpleNamespace(major=9, minor=0, multi_processor_count=3)
+        processor = SimpleNamespace(name="stand-in", major=9, minor=0, multi_processor_count=3)
         patch = monkeypatch.setattr
         patch(torch.cuda, "get_device_properties", lambda device: processor)
         patch(torch.cuda, "device", lambda device: contextlib.nullcontext())

@@ -136,6 +136,50 @@ def test_doctor_says_what_the_cuda_kernel_is_compiled_with_and_why(monkeypatch):
     assert doctor.examine()["usable"] is True
 
 
+def test_doctor_names_the_backend_that_the_environment_asks_for(monkeypatch):
+    monkeypatch.setenv("ZERO8_CUDA_BACKEND", "nvrtc")
+    assert doctor.examine()["cuda_kernel"]["reason"] == "ZERO8_CUDA_BACKEND asks for it"
+    monkeypatch.setenv("ZERO8_CUDA_BACKEND", "hip")
+    found = doctor.examine()["cuda_kernel"]
+    assert found["backend"] is None and "got 'hip', expected one of" in found["reason"]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A GPU that the kernel serves, and one that is too old."""
+    found = [SimpleNamespace(name=f"GPU {k}", major=k, minor=0) for k in (9, 7)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
+
+
+def test_doctor_lists_gpus_and_warns_where_they_cannot_step(monkeypatch, two_gpus):
+    lines = doctor.as_text(doctor.examine()).splitlines()
+    assert [" ".join(line.split()) for line in lines if line.startswith("gpu")] == [
+        "gpu GPU 9, compute capability 9.0",
+        "gpu GPU 7, compute capability 7.0: NOT SERVED, keep parameters on the CPU",
+    ]
+    monkeypatch.setattr(cuda_compile, "nvcc", lambda: None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    report = doctor.examine()
+    assert report["usable"] is True
+    assert any("parameters on a GPU cannot step" in text for text in report["warnings"])
+
+
+def test_build_compiles_the_cuda_kernel_for_the_gpus_that_are_there(
+    monkeypatch, two_gpus, capsys, tmp_path
+):
+    monkeypatch.setattr(cuda_compile, "machine_code", lambda architecture, backend: b"\x7fELF")
+    assert cli.main(["build", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cuda_kernels"] == {"sm_90": "4 bytes"}
+
+    def fail(architecture, backend):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(cuda_compile, "machine_code", fail)
+    assert cli.main(["build"]) == 0  # offloading does not need it
+    assert "CUDA kernel, sm_90: not compiled: no compiler" in capsys.readouterr().out
+
+
 def test_doctor_part_that_fails_leaves_the_others(monkeypatch):
     def fail(report):
         raise OSError("no such thing")

@@ -25,7 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zero8", description="8-bit Adam states: tools.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, help_text in (
-        ("build", _build, "compile the CPU op now rather than at the first step"),
+        ("build", _build, "compile the op now, for GPUs too, rather than at the first step"),
         ("doctor", _doctor, "report versions, op, instruction sets and the fit to DeepSpeed"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
@@ -70,8 +70,26 @@ def _build() -> tuple[int, dict, str]:
         path = kernel.module().__file__
     except (RuntimeError, ImportError, OSError) as error:
         raise SystemExit(f"zero8 build: {error}") from error
+    kernels = _cuda_kernels()
     seconds = time.perf_counter() - began
-    return 0, {"path": path, "seconds": round(seconds, 3)}, f"{path} ({seconds:.1f} s)"
+    lines = [f"{path} ({seconds:.1f} s)", *(f"CUDA kernel, {k}: {v}" for k, v in kernels.items())]
+    result = {"path": path, "cuda_kernels": kernels, "seconds": round(seconds, 3)}
+    return 0, result, "\n".join(lines)
+
+
+def _cuda_kernels() -> dict[str, str]:
+    """Compile the CUDA kernel for this machine's GPUs; return by architecture what came of it."""
+    from zero8.op import cuda, cuda_compile
+    from zero8.op.builder import Zero8AdamBuilder
+
+    made = {}
+    for architecture in sorted({gpu.architecture for gpu in cuda.gpus() if gpu.is_served}):
+        try:
+            code = Zero8AdamBuilder().cuda_code(architecture, cuda_compile.default_backend())
+            made[f"sm_{architecture}"] = f"{len(code)} bytes"
+        except (RuntimeError, ValueError) as error:  # which offloading does not need
+            made[f"sm_{architecture}"] = f"not compiled: {error}"
+    return made
 
 
 def _doctor() -> tuple[int, dict, str]:

@@ -100,15 +100,22 @@ def _op(report: dict) -> dict:
 
 
 def _cuda_kernel(report: dict) -> dict:
-    """Return what the CUDA kernel would be compiled with, or None and the reason."""
-    from zero8.op import cuda_compile
+    """Return what the CUDA kernel is compiled with, or None and the reason, and for which GPUs."""
+    from zero8.op import cuda, cuda_compile
 
+    gpus = [gpu._asdict() for gpu in cuda.gpus()]
+    asked = cuda_compile.default_backend()
     try:
-        compiler = cuda_compile.compiler()
-    except RuntimeError as error:
-        return {"backend": None, "version": None, "reason": str(error)}
+        compiler = cuda_compile.compiler(asked)
+    except (RuntimeError, ValueError) as error:
+        if gpus:
+            report["warnings"].append(f"parameters on a GPU cannot step: {error}")
+        return {"backend": None, "version": None, "reason": str(error), "gpus": gpus}
     reason = "it comes first" if compiler.name == "nvcc" else "there is no nvcc"
-    return {"backend": compiler.name, "version": compiler.version, "reason": reason}
+    if asked != "auto":
+        reason = "ZERO8_CUDA_BACKEND asks for it"
+    found = {"backend": compiler.name, "version": compiler.version, "reason": reason}
+    return {**found, "gpus": gpus}
 
 
 def _accelerator(report: dict) -> str:
@@ -181,7 +188,19 @@ def _cuda_line(found: dict | None) -> str:
     if not found["backend"]:
         return f"cannot be compiled: {found['reason']}"
     compiler = f"{found['backend']} {found['version']} ({found['reason']})"
-    return f"{compiler}; experimental, not run on a GPU yet: optimizers step on the CPU"
+    return f"{compiler}; experimental, has not been run on a GPU yet"
+
+
+def _gpu_lines(found: dict | None) -> list[tuple[str, str]]:
+    gpus = found["gpus"] if found else []
+    return [
+        (
+            "gpu",
+            f"{gpu['name']}, compute capability {gpu['architecture'] / 10}"
+            + ("" if gpu["is_served"] else ": NOT SERVED, keep parameters on the CPU"),
+        )
+        for gpu in gpus
+    ]
 
 
 def as_text(report: dict) -> str:
@@ -200,6 +219,7 @@ def as_text(report: dict) -> str:
     else:
         lines.append(("op", "cannot be loaded"))
     lines.append(("cuda kernel", _cuda_line(report["cuda_kernel"])))
+    lines += _gpu_lines(report["cuda_kernel"])
     lines.append(("accelerator", report["accelerator"] or "unknown"))
     deepspeed = (report["versions"] or {}).get("deepspeed", {}).get("installed", "unknown")
     lines += [

@@ -96,7 +96,7 @@ class Zero8AdamBuilder(CUDAOpBuilder):
         with build_lock(self.name):
             return super().load(verbose)
 
-    def cuda_code(self, architecture: int, backend: str = "auto") -> bytes:
+    def cuda_code(self, architecture: int, backend: str) -> bytes:
         """Return the CUDA kernel's machine code, compiled now unless that has been done before.
 
         Processes that start together compile once.

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls the CUDA kernel: at once, or as a part of a CUDA graph.  The host waits for nothing."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from zero8.op import kernel
+from zero8.op import cuda_compile, kernel
 from zero8.op.cuda_driver import Driver
 from zero8.op.dynamic_tables import dynamic_maps
 from zero8.op.launch import Launch
@@ -59,11 +59,9 @@ class CudaKernel:
         # deepspeed takes a while to import; whoever only imports zero8 does not pay for it.
         from zero8.op.builder import Zero8AdamBuilder
 
-        properties = torch.cuda.get_device_properties(device)
-        architecture = 10 * properties.major + properties.minor
-        code = Zero8AdamBuilder().cuda_code(architecture, backend)
+        code = Zero8AdamBuilder().cuda_code(Gpu.of(device).architecture, backend)
         self._device = device
-        self._processors = properties.multi_processor_count
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._driver = Driver()
         with torch.cuda.device(device):
             self._function = self._driver.function(code, "zero8_step")
@@ -114,16 +112,36 @@ class CudaKernel:
         return torch.from_numpy(array).pin_memory()
 
 
+class Gpu(NamedTuple):
+    """A GPU: its name, its compute capability as one number, such as 90, and whether it can step."""
+
+    name: str
+    architecture: int
+    is_served: bool
+
+    @classmethod
+    def of(cls, device: torch.device | int) -> "Gpu":
+        """Return the GPU of a device."""
+        properties = torch.cuda.get_device_properties(device)
+        architecture = 10 * properties.major + properties.minor
+        served = architecture >= cuda_compile.LOWEST_ARCHITECTURE and torch.version.hip is None
+        return cls(properties.name, architecture, served)
+
+
+def gpus() -> list[Gpu]:
+    """Return the GPUs that torch sees."""
+    return [Gpu.of(number) for number in range(torch.cuda.device_count())]
+
+
 @lru_cache(maxsize=64)
 def cuda_kernel(device: torch.device, backend: str | None = None) -> CudaKernel:
     """Return the kernel on a GPU, compiled and loaded on first use.
 
     Args:
         device: with its number.
-        backend: one of `cuda_compile.BACKENDS`; ZERO8_CUDA_BACKEND of the environment by default,
-            else "auto".
+        backend: one of `cuda_compile.BACKENDS`; `cuda_compile.default_backend()` if None.
     """
-    return CudaKernel(device, backend or os.environ.get("ZERO8_CUDA_BACKEND") or "auto")
+    return CudaKernel(device, backend or cuda_compile.default_backend())
 
 
 def step(segments: Sequence[Segment], backend: str | None = None) -> Tensor:

@@ -51,6 +51,11 @@ def nvcc() -> str | None:
     return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
+def default_backend() -> str:
+    """Return ZERO8_CUDA_BACKEND of the environment, else "auto"."""
+    return os.environ.get("ZERO8_CUDA_BACKEND") or "auto"
+
+
 def compiler(backend: str = "auto") -> CudaCompiler:
     """Return the compiler of a backend; "auto" is nvcc if there is one, else NVRTC.
 
@@ -69,7 +74,7 @@ def compiler(backend: str = "auto") -> CudaCompiler:
 
 
 @lru_cache(maxsize=4)
-def machine_code(architecture: int, backend: str = "auto") -> bytes:
+def machine_code(architecture: int, backend: str) -> bytes:
     """Return the compiled kernel for a compute capability, such as 90, from the cache if there.
 
     Raises:
