@@ -45,7 +45,7 @@ HALF_BITS = 0x3F800000
 def block_absmax(x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
     """Return the largest |x| of each block, at most 2^126; shape (num_blocks,) float32."""
     magnitude = ieee.flush(x).abs().clamp(max=SATURATION)
-    return torch.zeros(num_blocks).scatter_reduce(0, block, magnitude, "amax")
+    return magnitude.new_zeros(num_blocks).scatter_reduce(0, block, magnitude, "amax")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class CompandedCode:
     @cached_property
     def levels(self) -> Tensor:
         """(256,) float32: what each code decodes to at scale 1, equation (C3)."""
-        codes = torch.arange(256, dtype=torch.int32)
+        codes = torch.arange(256, dtype=torch.int32, device="cpu")
         magnitude = codes & self.max_code
         level = ((magnitude << self.shift) + HALF_BITS).view(torch.float32) - 1.0
         return torch.where(codes > self.max_code, -level, level)
@@ -122,7 +122,7 @@ class CompandedCode:
 
     def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
         """Return what codes stand for, times `gain`, equation (C1); float32."""
-        return ieee.mul(self.levels[codes.to(torch.int64)], ieee.mul(scale, gain))
+        return ieee.mul(self.levels.to(codes.device)[codes.to(torch.int64)], ieee.mul(scale, gain))
 
     def encode(
         self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
@@ -235,9 +235,10 @@ class DynamicCode:
         """(256,) float32, ascending: the map, equal to bitsandbytes' `create_dynamic_map`."""
         # Seven decades; decade i is divided into 2^i (signed) or 2^(i+1) cells whose midpoints
         # are the entries.  0 and 1 complete the 256.
-        entries = [torch.tensor([0.0, 1.0])]
+        f32 = {"dtype": torch.float32, "device": "cpu"}
+        entries = [torch.tensor([0.0, 1.0], **f32)]
         for decade in range(7):
-            edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not self.signed)) + 1)
+            edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not self.signed)) + 1, **f32)
             midpoints = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0)
             entries += [midpoints, -midpoints] if self.signed else [midpoints]
         return torch.cat(entries).sort().values
@@ -248,13 +249,13 @@ class DynamicCode:
         wide = self.levels.to(torch.float64)
         middle = (wide[:-1] + wide[1:]) / 2
         rounded = middle.to(torch.float32)
-        above = torch.nextafter(rounded, torch.tensor(float("inf")))
+        above = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
         return torch.where(rounded.to(torch.float64) >= middle, rounded, above)
 
     @property
     def zero_code(self) -> int:
         """The code of exact zero: 127 (m) or 0 (v)."""
-        return int((self.levels == 0).nonzero())
+        return int((self.levels == 0).int().argmax())
 
     def scales(self, x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
         """Return the scale of each block, equation (C6); 0 for a block of zeros."""
@@ -266,7 +267,7 @@ class DynamicCode:
 
     def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
         """Return what codes stand for, times `gain`, equation (C1); float32."""
-        return ieee.mul(self.levels[codes.to(torch.int64)], ieee.mul(scale, gain))
+        return ieee.mul(self.levels.to(codes.device)[codes.to(torch.int64)], ieee.mul(scale, gain))
 
     def encode(
         self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
@@ -274,7 +275,7 @@ class DynamicCode:
         """Return the code of each element, equation (C5); uint8.  The last two are not used."""
         inverse = torch.where(scale == 0, 0.0, ieee.div(1.0, scale))
         normalized = ieee.mul(x, inverse)
-        code = torch.searchsorted(self.thresholds, normalized, right=True)
+        code = torch.searchsorted(self.thresholds.to(x.device), normalized, right=True)
         if not self.signed:
             code = torch.where(x > 0, code.clamp(min=1), code)
         return code.to(torch.uint8)
@@ -316,7 +317,7 @@ class LogCode:
         Shape (num_blocks, 2) float32.
         """
         bits = x.view(torch.int32)
-        high = torch.zeros(num_blocks, dtype=torch.int32).scatter_reduce(0, block, bits, "amax")
+        high = bits.new_zeros(num_blocks).scatter_reduce(0, block, bits, "amax")
         nonzero = torch.where(x > 0, bits, torch.iinfo(torch.int32).max)
         low = torch.full_like(high, torch.iinfo(torch.int32).max)
         low = low.scatter_reduce(0, block, nonzero, "amin")
@@ -348,7 +349,7 @@ class LogCode:
         inverse = torch.where(step == 0, 0.0, ieee.div(65536.0, step))
         distance = (high.view(torch.int32) - x.view(torch.int32)).to(torch.float32)
         position = ieee.mul(distance, inverse).to(torch.int64)
-        threshold = torch.tensor(1 << 15) if dither is None else (dither >> 16) & ~31 | 16
+        threshold = 1 << 15 if dither is None else (dither >> 16) & ~31 | 16
         room = (high.view(torch.int32) - self.MIN_BITS).clamp(max=self.MAX_SPAN)
         last = (ieee.mul(room.to(torch.float32), inverse).to(torch.int64) + 8) >> 16
         code = ((position + threshold) >> 16).minimum(last.clamp(max=254))

@@ -76,12 +76,12 @@ class BlockGrid:
             return 0
         return self.block_of(first + numel - 1) - self.block_of(first) + 1
 
-    def block_numbers(self, first: int, numel: int) -> tuple[Tensor, int]:
+    def block_numbers(self, first: int, numel: int, device="cpu") -> tuple[Tensor, int]:
         """Return the block of each element `first .. first + numel - 1`, and how many there are.
 
         Blocks are counted from the one that holds `first`; shape (numel,), int64.
         """
-        index = torch.arange(first, first + numel, dtype=torch.int64)
+        index = torch.arange(first, first + numel, dtype=torch.int64, device=device)
         row, column = index // self.row_length, index % self.row_length
         block = row * self.blocks_per_row + column // self.block_size
         return block - self.block_of(first), self.num_blocks_touched(first, numel)

@@ -179,7 +179,7 @@ class MomentStore:
 
     def read(self, start: int, numel: int) -> Tensor:
         """Return elements of the shard as float32, zeros in padding; shape (numel,)."""
-        out = torch.zeros(numel, device=self.codes.device)
+        out = torch.zeros(numel, dtype=torch.float32, device=self.codes.device)
         for number, begin, end in self.table.overlapping(start, numel):
             piece = self.table.pieces[number]
             values = self._decoded(number, begin - piece.start, end - piece.start)
@@ -220,7 +220,9 @@ class MomentStore:
             return moment.values[begin:end]
         piece = self.table.pieces[number]
         wide_begin, wide_end, first_block, count = self._blocks(number, begin, end)
-        block, _ = piece.grid.block_numbers(piece.first + wide_begin, wide_end - wide_begin)
+        block, _ = piece.grid.block_numbers(
+            piece.first + wide_begin, wide_end - wide_begin, self.codes.device
+        )
         scales = moment.scales.narrow(0, first_block, count)
         x = dequantize(self.code, moment.values[wide_begin:wide_end], scales, block)
         return x[begin - wide_begin : end - wide_begin]
@@ -235,7 +237,7 @@ class MomentStore:
         wide_begin, wide_end, first_block, count = self._blocks(number, begin, end)
         x = self._decoded(number, wide_begin, wide_end)
         x[begin - wide_begin : end - wide_begin] = new
-        block, _ = piece.grid.block_numbers(piece.first + wide_begin, x.numel())
+        block, _ = piece.grid.block_numbers(piece.first + wide_begin, x.numel(), x.device)
         codes, scales = quantize(self.code, x, block, count)
         moment.values[wide_begin:wide_end] = codes
         moment.scales.narrow(0, first_block, count).copy_(scales)

@@ -148,7 +148,7 @@ def described(codec: Codec, piece: Piece, step: int, history: float = UNKNOWN_HI
     """Return the entries of a state besides its moments."""
     number = codec.number if piece.is_quantized else 0
     header = [FORMAT_VERSION, number, piece.block_size, piece.identity, *piece.shape]
-    return {"step": step, "history": history, "format": torch.tensor(header)}
+    return {"step": step, "history": history, "format": torch.tensor(header, device="cpu")}
 
 
 def _entry(entries: dict, key: str, dtype: torch.dtype, numel: int) -> Tensor:
