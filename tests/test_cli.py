@@ -147,7 +147,7 @@ def test_doctor_names_the_backend_that_the_environment_asks_for(monkeypatch):
 @pytest.fixture
 def two_gpus(monkeypatch):
     """A GPU that the kernel serves, and one that is too old."""
-    found = [SimpleNamespace(name=f"GPU {k}", major=k, minor=0) for k in (9, 7)]
+    found = [types.SimpleNamespace(name=f"GPU {k}", major=k, minor=0) for k in (9, 7)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
     monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
 

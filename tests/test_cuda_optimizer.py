@@ -11,9 +11,11 @@ from small_optimizers import assert_equal
 from torch import nn
 
 import zero8
+import zero8.zero.optimizer
 from zero8.codec import CODECS
 from zero8.params import check_tensors
 from zero8.prepared import Batch
+from zero8.zero.optimizer import _device_of
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -147,6 +149,30 @@ def test_cuda_optimizer_steps_of_one_parameter_are_added_up(gpu):
     set_grads(params, 3)
     with pytest.raises(FloatingPointError, match=r"c \(6 blocks\)"):
         optimizer.step()
+
+
+def test_cuda_optimizer_of_several_ranks_logs_instead_of_raising(gpu, monkeypatch, caplog):
+    """GPUs of ranks are not equally far: one would raise, the others wait in a collective."""
+    params, optimizer = made()
+    monkeypatch.setattr(zero8.zero.optimizer, "_num_ranks", lambda: 2)
+    monkeypatch.setattr(optimizer, "_has_params_on_gpus", lambda: True)
+    step_with_nan(params, optimizer)
+    assert optimizer.nonfinite_blocks == 2
+    assert "non-finite gradient: c: 2 blocks" in caplog.text
+    monkeypatch.setattr(optimizer, "_has_params_on_gpus", lambda: False)
+    with pytest.raises(FloatingPointError):
+        step_with_nan(params, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu"), ("cuda:gloo,cpu:gloo", "cpu")],
+)
+def test_cuda_optimizer_check_finite_counts_where_the_ranks_can_reduce(
+    monkeypatch, backends, device
+):
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
+    assert _device_of(None) == device
 
 
 # --- Graphs --------------------------------------------------------------------------------------

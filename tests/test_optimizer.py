@@ -185,7 +185,7 @@ BAD = {
         "dtype torch.float16.*keep float32 weights: use torch.autocast",
     ),
     "float64": (lambda: with_grad(param(64, 64, dtype=torch.float64)), "dtype torch.float64"),
-    "meta": (lambda: with_grad(nn.Parameter(torch.ones(9, device="meta"))), "expected a plain"),
+    "meta": (lambda: with_grad(nn.Parameter(torch.ones(9, device="meta"))), "parameter on meta"),
     "wrapper": (wrapped, "got a parameter of type TwoTensor without storage of its own"),
 }
 
@@ -279,3 +279,41 @@ def test_step_with_a_damaged_state_changes_nothing_and_makes_no_states():
     optimizer.state[params[1]]["format"].copy_(good)
     optimizer.step()
     assert [optimizer.state[p]["step"] for p in params] == [1, 2, 2]
+
+
+# --- What others do with it ----------------------------------------------------------------------
+
+
+def test_optimizer_step_in_a_compiled_function_is_the_step():
+    """Run as it is: records of addresses are nothing that torch.compile could trace."""
+    (mine, first), (theirs, second) = (
+        (p, Adam8bitBlockwise([p])) for p in (param(64, 100) for _ in range(2))
+    )
+    compiled = torch.compile(lambda: first.step(), backend="eager")
+    for number in range(3):
+        set_grads([mine], number)
+        set_grads([theirs], number)
+        compiled()
+        second.step()
+    assert_equal([mine], [theirs])
+    assert first.state[mine]["step"] == 3
+
+
+def test_optimizer_states_moved_as_a_whole_elsewhere_still_say_what_they_are():
+    """As by `for k, v in state.items(): state[k] = v.to(device)`: the description comes back."""
+    p = param(64, 100)
+    optimizer = Adam8bitBlockwise([p])
+    run(optimizer, [p], 2)
+    state, moves = optimizer.state[p], []
+
+    class Elsewhere(torch.Tensor):
+        def numpy(self):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+        def cpu(self):
+            moves.append(self)
+            return self.as_subclass(torch.Tensor)
+
+    state["format"] = state["format"].as_subclass(Elsewhere)
+    run(optimizer, [p], 2)
+    assert len(moves) == 1 and state["step"] == 4

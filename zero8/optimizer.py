@@ -151,6 +151,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
 
     # --- The step -------------------------------------------------------------------------------
 
+    @torch._disable_dynamo  # as torch's own load_state_dict: addresses mean nothing to it
     @torch.no_grad()
     def step(self, closure=None):
         """Take one optimizer step; see `zero8.reference` for the equations.
@@ -337,10 +338,15 @@ class BlockwiseAdam(torch.optim.Optimizer):
 
     def _contents(self, states: list[dict]) -> Contents:
         """Return what says how to read each state, and the entries that hold them all."""
-        formats = torch.cat([state["format"] for state in states])
+        try:
+            formats = torch.cat([state["format"] for state in states]).numpy()
+        except (RuntimeError, TypeError):  # somebody has moved whole states to another device
+            for state in states:
+                state["format"] = state["format"].cpu()
+            formats = torch.cat([state["format"] for state in states]).numpy()
         entries = list(chain.from_iterable(map(dict.values, states)))
         # How many there are says which are whose.
-        return (list(map(len, states)), formats.numpy().tobytes()), entries
+        return (list(map(len, states)), formats.tobytes()), entries
 
     def _note_writes(self, states: list[dict]) -> None:
         """Forget the bound on m^2/v where something other than a step has changed the moments."""

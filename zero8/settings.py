@@ -45,7 +45,7 @@ NO_EFFECT_KEYS = ("torch_adam", "set_grad_none", "foreach", "fused", "fp32_optim
 # Keys that ask for something this optimizer does not do, and the value that is harmless.
 REFUSED_KEYS = {
     "amsgrad": (False, "the maximum of past second moments would need a third moment"),
-    "capturable": (False, "CUDA graphs are not supported"),
+    "capturable": (False, "CUDA graphs take any step: leave it out, see before_replay()"),
     "differentiable": (False, "the step is not differentiable"),
 }
 

@@ -113,7 +113,7 @@ class CudaKernel:
 
 
 class Gpu(NamedTuple):
-    """A GPU: its name, its compute capability as one number, such as 90, and whether it can step."""
+    """A GPU: name, compute capability as one number (9.0 is 90), whether the kernel serves it."""
 
     name: str
     architecture: int

@@ -37,8 +37,10 @@ class Adam8bitBlockwise(BlockwiseAdam):
     In a DeepSpeed config: `"optimizer": {"type": "Adam8bitBlockwise", "params": {...}}`.
 
     Args:
-        params: parameters, groups, or `model.named_parameters()`; float32 or bfloat16, on the CPU.
-        lr: learning rate, a number or a one-element tensor.
+        params: parameters, groups, or `model.named_parameters()`; float32 or bfloat16, on the CPU
+            or on CUDA GPUs.
+        lr: learning rate, a number or a one-element tensor; for one that is on a GPU every step
+            waits.
         betas: decay rates of the moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled (`adam_w_mode`) or added to the gradient.
@@ -219,11 +221,16 @@ class Adam8bitBlockwise(BlockwiseAdam):
         return MemoryReport(tuple(rows))
 
     def _handle_nonfinite(self, skipped: dict[str, int]) -> None:
-        if not any("format" not in state for state in self.state.values()):
+        # One rank must not raise while the others wait in a collective: count, log, go on.  Without
+        # ZeRO all ranks have the same gradients, but not GPUs that are equally far.
+        is_sharded = any("format" not in state for state in self.state.values())
+        if is_sharded or (_num_ranks() > 1 and self._has_params_on_gpus()):
+            self._note_nonfinite(skipped)
+        else:
             super()._handle_nonfinite(skipped)
-            return
-        # One rank must not raise while the others wait in a collective: count, log, go on.
-        self._note_nonfinite(skipped)
+
+    def _has_params_on_gpus(self) -> bool:
+        return any(p.is_cuda for group in self.param_groups for p in group["params"])
 
     def _note_nonfinite(self, skipped: dict[str, int]) -> None:
         self.nonfinite_blocks += sum(skipped.values())
@@ -233,19 +240,33 @@ class Adam8bitBlockwise(BlockwiseAdam):
     def check_finite(self, process_group=None) -> None:
         """Raise FloatingPointError on every rank if any rank has met a non-finite gradient.
 
-        One all_reduce of 4 bytes; all ranks of the group must call it.  Waits until a GPU has
+        One all_reduce of 8 bytes; all ranks of the group must call it.  Waits until a GPU has
         finished the steps so far.
         """
         self._count_replays()
         self._note_nonfinite(self._counts.take(wait=True))
-        count = torch.tensor([self.nonfinite_blocks], dtype=torch.int32)
+        count = torch.tensor([self.nonfinite_blocks], dtype=torch.int64, device="cpu")
         if torch.distributed.is_available() and torch.distributed.is_initialized():
+            count = count.to(_device_of(process_group))
             torch.distributed.all_reduce(count, group=process_group)
         if count.item():
             raise FloatingPointError(
                 f"{count.item()} blocks met a non-finite gradient so far (all ranks); they were "
                 "left as they were"
             )
+
+
+def _num_ranks() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return 1
+
+
+def _device_of(process_group) -> str:
+    """Return the type of device whose tensors a group can reduce: of NCCL alone, "cuda"."""
+    pairs = torch.distributed.get_backend_config(process_group).split(",")  # "cpu:gloo,cuda:nccl"
+    devices = [pair.partition(":")[0] for pair in pairs]
+    return "cpu" if "cpu" in devices else devices[0]
 
 
 def check_places(saved: PieceTable, table: PieceTable) -> None:
