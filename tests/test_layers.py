@@ -19,7 +19,7 @@ LAYERS = [
     {"reference"},
     {"op"},
     {"nonfinite", "params", "pieces", "prepared", "replay", "report", "saved", "settings"}
-    | {"versions"},
+    | {"states", "versions"},
     {"optimizer"},
     {"zero", "fsdp", "checkpoint"},
     {"", "__init__", "autoload"},
