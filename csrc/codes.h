@@ -113,8 +113,8 @@ ZERO8_DEVICE inline Vec::F signed_as(Vec::I code, Vec::F magnitude) {
 ZERO8_DEVICE inline Vec::I settled_offset(Vec::F x, Vec::F inverse, Vec::F settled_inverse,
                                           Vec::I half) {
   const Vec::F magnitude = Vec::as_float(magnitude_bits(x));
-  const Vec::I y = Vec::as_int(Vec::fma(magnitude, inverse, Vec::set(1.0f)));
-  const Vec::I settled = Vec::as_int(Vec::fma(magnitude, settled_inverse, Vec::set(1.0f)));
+  const Vec::I y = Vec::as_int(Vec::fma_far(magnitude, inverse, Vec::set(1.0f)));
+  const Vec::I settled = Vec::as_int(Vec::fma_far(magnitude, settled_inverse, Vec::set(1.0f)));
   return Vec::addi(Vec::minu(Vec::addi(y, half), settled), Vec::seti(0u - kOneBits));
 }
 
@@ -177,7 +177,7 @@ struct Companded {
         return Vec::shr<kShift>(settled_offset(x, inverse, settled_inverse, Vec::seti(kHalf)));
       } else {
         // The threshold is r's upper bits with the last four replaced by 8.
-        const Vec::I y = Vec::as_int(Vec::fma(x, inverse, Vec::set(1.0f)));
+        const Vec::I y = Vec::as_int(Vec::fma_far(x, inverse, Vec::set(1.0f)));
         const Vec::I r = Vec::andi(Vec::shr<32 - kShift>(dither.next()), Vec::seti(~15u));
         const Vec::I offset = Vec::addi(y, Vec::seti(8u - kOneBits));
         return Vec::shr<kShift>(Vec::addi(offset, r));
@@ -272,10 +272,11 @@ struct LogRoot {
     ZERO8_DEVICE Decoder(const float* stored, float factor, const DynamicMap&)
         : high(Vec::seti(bits_of(stored[0]))), step(Vec::set(stored[1])), gain(Vec::set(factor)) {}
     ZERO8_DEVICE Vec::F operator()(Vec::I code) const {
-      const Vec::I offset = Vec::round(Vec::mul(Vec::to_float(code), step));
+      const Vec::I offset = Vec::round(Vec::mul_far(Vec::to_float(code), step));
       const Vec::I bits = Vec::maxs(Vec::subi(high, offset), Vec::seti(kMinBits));
       const Vec::I root = Vec::choose(Vec::equal(code, Vec::seti(kZeroCode)), Vec::seti(0), bits);
-      return Vec::mul(Vec::as_float(root), gain);
+      // The root is 0 or at least 2^-63, and so is a gain, the root of a normal number.
+      return Vec::mul_far(Vec::as_float(root), gain);
     }
     ZERO8_DEVICE ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
   };
@@ -320,7 +321,7 @@ struct LogRoot {
     }
     ZERO8_DEVICE Vec::I operator()(Vec::F x) {
       const Vec::F distance = Vec::to_float(Vec::subi(high, Vec::as_int(x)));
-      const Vec::I position = Vec::truncate(Vec::mul(distance, inverse));
+      const Vec::I position = Vec::truncate(Vec::mul_far(distance, inverse));
       // The threshold is r's upper bits with the last five replaced by 16.
       Vec::I threshold = Vec::shr<16>(dither.next());
       threshold = Vec::ori(Vec::andi(threshold, Vec::seti(~31u)), Vec::seti(16));
@@ -402,7 +403,7 @@ struct Dynamic {
       const Vec::F offset = Vec::look_up16(map->offset, piece);
       const Vec::I last = Vec::look_up16(map->last, piece);
       // The distance from 0 in entries, with 16 fractional bits of which the last few are wrong.
-      const Vec::I distance = Vec::truncate(Vec::fma(Vec::as_float(bits), slope, offset));
+      const Vec::I distance = Vec::truncate(Vec::fma_far(Vec::as_float(bits), slope, offset));
       const Vec::Mask unsure = is_near_integer(distance);
       const Vec::Mask negative = Vec::above(Vec::seti(0), Vec::as_int(n));
       const Vec::I steps = Vec::minu(Vec::shr<16>(distance), last);

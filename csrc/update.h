@@ -3,6 +3,9 @@
 // arithmetic of the step is written, for the CPU and for CUDA; equation numbers are those of
 // zero8/reference.py.
 //
+// Vec::mul_far and Vec::fma_far are for results that are 0 or at least 2^-126 by what they are made
+// of: a target that has to look for tiny results need not.
+//
 // Bit equality across targets rests on: one rounding per operation, fused operations written as
 // Vec::fma, no contraction by the compiler, reductions over integers only, and flush to zero.
 // Included once per target, so in the target's namespace.
@@ -47,7 +50,8 @@ ZERO8_DEVICE inline Vec::Mask is_beyond(Vec::I high) {
   return Vec::equal(Vec::andi(high, exponent), exponent);
 }
 
-// The parameters of one block: how they are read as float32, and rounded and written (R7).
+// The parameters of one block: how they are read as float32, by a Vec or what does the same, and
+// rounded and written (R7).
 class Float32 {
  public:
   using Stored = float;
@@ -56,9 +60,9 @@ class Float32 {
 
   ZERO8_DEVICE Float32(const Segment& seg, const Block& b, uint32_t)
       : p(static_cast<float*>(seg.param) + b.begin) {}
-  template <class Lanes>
-  ZERO8_DEVICE Vec::F read(int i, Lanes lanes) const {
-    return Vec::flushed(load(p + i, lanes));
+  template <class AnyVec, class Lanes>
+  ZERO8_DEVICE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
+    return vec.flushed(load(p + i, lanes));
   }
   template <class Lanes>
   ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes) {
@@ -76,9 +80,9 @@ class BFloat16 {
       : p(static_cast<uint16_t*>(seg.param) + b.begin),
         rounding_(seg.rounding),
         dither_(seg.param_phase, index) {}
-  template <class Lanes>
-  ZERO8_DEVICE Vec::F read(int i, Lanes lanes) const {
-    return Vec::flushed(load(p + i, lanes));
+  template <class AnyVec, class Lanes>
+  ZERO8_DEVICE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
+    return vec.flushed(load(p + i, lanes));
   }
   template <class Lanes>
   ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes) {
@@ -120,12 +124,12 @@ class CorrectedBFloat16 {
   ZERO8_DEVICE CorrectedBFloat16(const Segment& seg, const Block& b, uint32_t)
       : p(static_cast<uint16_t*>(seg.param) + b.begin),
         correction_(static_cast<uint8_t*>(seg.correction) + b.begin) {}
-  template <class Lanes>
-  ZERO8_DEVICE Vec::F read(int i, Lanes lanes) const {
+  template <class AnyVec, class Lanes>
+  ZERO8_DEVICE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
     const Vec::I c = load8(correction_ + i, 0, lanes);
     const Vec::I sign = Vec::shl<9>(Vec::andi(c, Vec::seti(128)));
     const Vec::I bits = Vec::addi(Vec::as_int(load(p + i, lanes)), Vec::shl<8>(c));
-    return Vec::flushed(Vec::as_float(Vec::subi(bits, sign)));
+    return vec.flushed(Vec::as_float(Vec::subi(bits, sign)));
   }
   template <class Lanes>
   ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes) {
@@ -292,17 +296,24 @@ ZERO8_DEVICE inline bool below_limit(Vec::I magnitudes) {
   return Vec::reduce_maxu(magnitudes) < kGradientLimitBits;
 }
 
-// Turns beta1 m and beta2 v into m' and v', and returns p', not rounded yet; root is that of v'.
-ZERO8_DEVICE ZERO8_INLINE inline Vec::F advanced(const Scalars& s, Vec::F p, Vec::F g, Vec::F& m,
-                                                 Vec::F& v, Vec::F& root) {
-  m = Vec::fma(s.one_minus_beta1, g, m);  // (R2)
-  const Vec::F h = Vec::mul(s.sqrt_one_minus_beta2, g);
-  v = Vec::fma(h, h, v);  // (R3)
-  root = Vec::sqrt(v);
-  const Vec::F denominator = Vec::fma(root, s.inverse_sqrt_correction2, s.eps);  // (R4)
-  const Vec::F ratio = Vec::div(m, denominator);
-  const Vec::F clipped = Vec::min(s.max_ratio, Vec::max(s.min_ratio, ratio));  // (R5)
-  return Vec::fma(s.minus_step_size, clipped, Vec::mul(s.decay, p));           // (R6)
+// Turns beta1 m and beta2 v into m' and v', or, if kRoot, their roots, and returns p', not rounded
+// yet.  `vec` is a Vec, or what does the same.
+//
+// Far from the smallest numbers are: h, as what is below 2^-126 has a square of 0 beside any v; the
+// denominator, as roots of normal numbers are at least 2^-63 and the correction at least 1.
+template <bool kRoot, class AnyVec>
+ZERO8_DEVICE ZERO8_INLINE inline Vec::F advanced(AnyVec& vec, const Scalars& s, Vec::F p, Vec::F g,
+                                                 Vec::F& m, Vec::F& v) {
+  if (kRoot) v = vec.mul(v, v);
+  m = vec.fma(s.one_minus_beta1, g, m);  // (R2)
+  const Vec::F h = vec.mul_far(s.sqrt_one_minus_beta2, g);
+  v = vec.fma(h, h, v);  // (R3)
+  const Vec::F root = vec.sqrt(v);
+  const Vec::F denominator = vec.fma_far(root, s.inverse_sqrt_correction2, s.eps);  // (R4)
+  const Vec::F ratio = vec.div(m, denominator);
+  const Vec::F clipped = vec.min(s.max_ratio, vec.max(s.min_ratio, ratio));  // (R5)
+  if (kRoot) v = root;
+  return vec.fma(s.minus_step_size, clipped, vec.mul(s.decay, p));  // (R6)
 }
 
 // One block of the update; `vector(i, lanes)` does the elements of one vector.
@@ -331,19 +342,18 @@ struct Update {
   template <class Lanes>
   ZERO8_DEVICE ZERO8_INLINE Vec::I magnitude(int i, Lanes lanes) const {
     const Vec::F x = grad(i, lanes);
-    return magnitude_bits(s.has_l2 ? s.gradient(param.read(i, lanes), x) : x);
+    Vec vec;
+    return magnitude_bits(s.has_l2 ? s.gradient(param.read(vec, i, lanes), x) : x);
   }
 
   // Turns the decayed moments, as decoded, into m' and v' as they will be encoded; the parameter is
   // updated in memory.
   template <class Lanes>
   ZERO8_DEVICE ZERO8_INLINE void vector(int i, Lanes lanes, Vec::F& m, Vec::F& v) {
-    const Vec::F p = param.read(i, lanes);
+    Vec vec;
+    const Vec::F p = param.read(vec, i, lanes);
     const Vec::F x = s.gradient(p, grad(i, lanes));
-    if (Moments::kRoot) v = Vec::mul(v, v);
-    Vec::F root;
-    param.write(i, advanced(s, p, x, m, v, root), lanes);
-    if (Moments::kRoot) v = root;
+    param.write(i, advanced<Moments::kRoot>(vec, s, p, x, m, v), lanes);
   }
 };
 

@@ -89,6 +89,8 @@ struct Vec {
   static F flushed(F x) { return x; }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F mul_far(F a, F b) { return mul(a, b); }
+  static F fma_far(F a, F b, F c) { return fma(a, b, c); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
   static F sqrt(F a) { return _mm512_sqrt_ps(a); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }

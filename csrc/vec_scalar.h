@@ -65,6 +65,8 @@ struct Vec {
   static F flushed(F x) { return x; }
   static F mul(F a, F b) { return a * b; }
   static F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
+  static F mul_far(F a, F b) { return mul(a, b); }
+  static F fma_far(F a, F b, F c) { return fma(a, b, c); }
   static F div(F a, F b) { return a / b; }
   static F sqrt(F a) { return __builtin_sqrtf(a); }
   // A NaN in b comes through, as with MAXPS and MINPS.

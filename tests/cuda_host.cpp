@@ -47,6 +47,7 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return __builtin_sqrtf(a); }
 inline float __int2float_rn(int32_t x) { return static_cast<float>(x); }
 inline int32_t __float2int_rn(float x) { return static_cast<int32_t>(__builtin_rintf(x)); }
+inline int32_t __float2int_rz(float x) { return x < 0x1p31f ? static_cast<int32_t>(x) : INT32_MAX; }
 inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long x) {
   return (*p += x) - x;
 }
@@ -198,8 +199,8 @@ void kernel_body() {
 
 }  // namespace
 
-// Runs the kernel; the stream stands for the order in which threads run.  Returns 1 if they wait for
-// each other in vain.
+// Runs the kernel; the stream stands for the order in which threads run.  Returns 1 if they wait
+// for each other in vain.
 extern "C" int zero8_step_launch(const zero8::Segment* segments, const int64_t* first_blocks,
                                  int64_t num_segments, const zero8::StepScalars* scalars,
                                  const zero8::DynamicMaps* maps,

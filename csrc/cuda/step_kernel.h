@@ -108,15 +108,26 @@ __device__ void for_vectors(Body body) {
 
 // --- Parameters and gradients --------------------------------------------------------------------
 
+// Calls body(vec, i) for each vector of a thread's elements: with a QuickVec, and if that has seen
+// tiny results, again for all with a Vec.
+template <class Body>
+__device__ void for_vectors_quickly(Body body) {
+  QuickVec quick;
+  for_vectors([&](int i) { body(quick, i); });
+  if (quick.saw_tiny()) {
+    Vec slow;
+    for_vectors([&](int i) { body(slow, i); });
+  }
+}
+
 __device__ inline Values grad_of(const Segment& seg, const Stored& stored) {
-  Values g;
+  Values wide, g;
   uint16_t narrow[kPerThread];
   unpack(stored.grad, narrow);
-  unpack(stored.grad, g.x);
+  unpack(stored.grad, wide.x);
   const bool is_wide = seg.grad_dtype == kFP32;
-  for_vectors([&](int i) {
-    const Vec::F x = is_wide ? Vec::load(g.x + i) : Vec::load(narrow + i);
-    Vec::store(g.x + i, Vec::flushed(x));
+  for_vectors_quickly([&](auto& vec, int i) {
+    Vec::store(g.x + i, vec.flushed(is_wide ? Vec::load(wide.x + i) : Vec::load(narrow + i)));
   });
   return g;
 }
@@ -153,7 +164,7 @@ __device__ inline Values param_of(const Segment& seg, const Stored& stored, cons
     unpack(stored.param, own.p);
     unpack(stored.correction, own.correction);
     const auto param = own.param(seg, place);
-    for_vectors([&](int i) { Vec::store(p.x + i, param.read(i, All())); });
+    for_vectors_quickly([&](auto& vec, int i) { Vec::store(p.x + i, param.read(vec, i, All())); });
   });
   return p;
 }
@@ -202,12 +213,19 @@ __device__ inline void update(const Segment& seg, const Stored& stored, const St
     const typename Moments::Source source(own.segment(seg), raw, maps, {0, 0, kPerThread, 0});
     const Scalars s(raw);
     for_vectors([&](int i) {
-      Vec::F first = source.exp_avg(i, All()), second = source.exp_avg_sq(i, All()), root;
-      if (Moments::kRoot) second = Vec::mul(second, second);
-      const Vec::F x = advanced(s, Vec::load(p.x + i), Vec::load(g.x + i), first, second, root);
+      Vec::F x, first, second;
+      const auto advance = [&](auto& vec) {
+        first = source.exp_avg(i, All());
+        second = source.exp_avg_sq(i, All());
+        x = advanced<Moments::kRoot>(vec, s, Vec::load(p.x + i), Vec::load(g.x + i), first, second);
+      };
+      QuickVec quick;
+      advance(quick);
+      Vec slow;
+      if (quick.saw_tiny()) advance(slow);
       Vec::store(p.x + i, x);
       Vec::store(m.x + i, first);
-      Vec::store(v.x + i, Moments::kRoot ? root : second);
+      Vec::store(v.x + i, second);
     });
   });
 }
@@ -314,10 +332,16 @@ extern "C" __global__ void __maxnreg__(96)
       reinterpret_cast<uint32_t*>(&shared_maps)[i] = reinterpret_cast<const uint32_t*>(maps)[i];
     }
   }
-  // A thread block takes neighbouring blocks, which lie together in memory.
-  const int64_t total = first_blocks[num_segments];
-  const int64_t begin = total * blockIdx.x / gridDim.x;
-  const int size = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x - begin);
+  // A thread block takes neighbouring blocks, which lie together in memory.  In shared memory this
+  // takes no registers of the loop.
+  __shared__ int64_t begin;
+  __shared__ int size;
+  if (thread == 0) {
+    const int64_t total = first_blocks[num_segments];
+    begin = total * blockIdx.x / gridDim.x;
+    size = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x - begin);
+  }
+  __syncthreads();
   for (int done = 0; done < size; done += threads) {
     const int count = size - done < threads ? size - done : threads;
     __syncthreads();  // the tasks before are done

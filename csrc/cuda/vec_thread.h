@@ -18,6 +18,21 @@
 namespace zero8 {
 namespace ZERO8_TARGET {
 
+// One instruction each, as there is none for a > b ? a : b.
+#if defined(__CUDACC__)
+__device__ inline float max_or_nan(float a, float b) {
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(a) : "f"(a), "f"(b));
+  return a;
+}
+__device__ inline float min_or_nan(float a, float b) {
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(a) : "f"(a), "f"(b));
+  return a;
+}
+#else
+inline float max_or_nan(float a, float b) { return a > b ? a : b; }
+inline float min_or_nan(float a, float b) { return a < b ? a : b; }
+#endif
+
 struct Vec {
   static constexpr int kLanes = 2;
   struct F {
@@ -100,17 +115,26 @@ struct Vec {
   __device__ static F flushed(F a) {
     return settled(a, [=](int k) { return __fmul_rn(a.x[k], kLarge); });
   }
+  __device__ static F mul_far(F a, F b) {
+    return each<F>([=](int k) { return __fmul_rn(a.x[k], b.x[k]); });
+  }
+  __device__ static F fma_far(F a, F b, F c) {
+    return each<F>([=](int k) { return __fmaf_rn(a.x[k], b.x[k], c.x[k]); });
+  }
+  __device__ static F div_far(F a, F b) {
+    return each<F>([=](int k) { return __fdiv_rn(a.x[k], b.x[k]); });
+  }
   __device__ static F mul(F a, F b) {
-    return settled(each<F>([=](int k) { return __fmul_rn(a.x[k], b.x[k]); }),
+    return settled(mul_far(a, b),
                    [=](int k) { return __fmul_rn(__fmul_rn(a.x[k], kLarge), b.x[k]); });
   }
   __device__ static F fma(F a, F b, F c) {
-    return settled(each<F>([=](int k) { return __fmaf_rn(a.x[k], b.x[k], c.x[k]); }), [=](int k) {
+    return settled(fma_far(a, b, c), [=](int k) {
       return __fmaf_rn(__fmul_rn(a.x[k], kLarge), b.x[k], __fmul_rn(c.x[k], kLarge));
     });
   }
   __device__ static F div(F a, F b) {
-    return settled(each<F>([=](int k) { return __fdiv_rn(a.x[k], b.x[k]); }),
+    return settled(div_far(a, b),
                    [=](int k) { return __fdiv_rn(__fmul_rn(a.x[k], kLarge), b.x[k]); });
   }
   // Of no normal number the root is tiny.
@@ -121,10 +145,10 @@ struct Vec {
   // --- All else is exact -------------------------------------------------------------------------
 
   __device__ static F max(F a, F b) {
-    return each<F>([=](int k) { return a.x[k] > b.x[k] ? a.x[k] : b.x[k]; });
+    return each<F>([=](int k) { return max_or_nan(a.x[k], b.x[k]); });
   }
   __device__ static F min(F a, F b) {
-    return each<F>([=](int k) { return a.x[k] < b.x[k] ? a.x[k] : b.x[k]; });
+    return each<F>([=](int k) { return min_or_nan(a.x[k], b.x[k]); });
   }
   __device__ static Mask positive(F a) {
     return each<Mask>([=](int k) { return a.x[k] > 0.0f; });
@@ -145,10 +169,9 @@ struct Vec {
   __device__ static I round(F a) {
     return each<I>([=](int k) { return static_cast<uint32_t>(__float2int_rn(a.x[k])); });
   }
+  // Beyond 2^31 something else than on the CPU: so large are only positions that are not used.
   __device__ static I truncate(F a) {
-    return each<I>([=](int k) {
-      return a.x[k] < 0x1p31f ? static_cast<uint32_t>(static_cast<int32_t>(a.x[k])) : 0x80000000u;
-    });
+    return each<I>([=](int k) { return static_cast<uint32_t>(__float2int_rz(a.x[k])); });
   }
 
   __device__ static I addi(I a, I b) {
@@ -250,6 +273,29 @@ struct Vec {
         [](uint32_t mask, uint32_t x) { return __reduce_add_sync(mask, x); },
         [](uint32_t x, uint32_t y) { return x + y; }));
   }
+};
+
+// The same, but results are looked at together: where any was tiny, all are to be made again with
+// Vec.  A look at every result by itself would be a third of the step's instructions.
+class QuickVec : public Vec {
+ public:
+  __device__ F flushed(F a) { return noted(a); }
+  __device__ F mul(F a, F b) { return noted(mul_far(a, b)); }
+  __device__ F fma(F a, F b, F c) { return noted(fma_far(a, b, c)); }
+  __device__ F div(F a, F b) { return noted(div_far(a, b)); }
+  __device__ bool saw_tiny() const { return smallest_ < 0x01000000u; }  // as is_tiny
+
+ private:
+  __device__ F noted(F r) {
+#pragma unroll
+    for (int k = 0; k < kLanes; ++k) {
+      const uint32_t size = 2u * __float_as_uint(r.x[k]) - 1u;
+      smallest_ = size < smallest_ ? size : smallest_;
+    }
+    return r;
+  }
+
+  uint32_t smallest_ = ~0u;
 };
 
 }  // namespace ZERO8_TARGET
