@@ -182,7 +182,7 @@ def test_cuda_unknown_backend_and_old_device_are_refused():
     with pytest.raises(ValueError, match="backend: got 'hip', expected one of .*'nvrtc'"):
         cuda_compile.machine_code(90, "hip")
     with pytest.raises(ValueError, match="compute capability 7.5, expected at least 8.0"):
-        cuda_compile.machine_code(75)
+        cuda_compile.machine_code(75, "auto")
 
 
 def test_cuda_nvcc_is_found_in_cuda_home_on_path_and_where_pip_puts_it(monkeypatch, tmp_path):
