@@ -12,7 +12,7 @@ import cpuinfo
 
 import zero8
 
-PACKAGES = ("torch", "deepspeed", "torchao", "bitsandbytes")
+PACKAGES = ("torch", "deepspeed", "torchao", "bitsandbytes", "flashoptim")
 
 
 def versions() -> dict[str, str]:
@@ -64,6 +64,18 @@ def print_checks(checks: list[dict]) -> None:
     for check in checks:
         verdict = "met" if check["met"] else "MISSED"
         print(f"{verdict:6}  {check['target']}: {check['value']:.4g} (limit {check['limit']:.4g})")
+
+
+def print_skipped(skipped: list[dict]) -> None:
+    """Print a line for what could not be measured."""
+    for entry in skipped:
+        print(f"skipped {entry['name']}: {entry['reason']}")
+
+
+def skipped_lines(skipped: list[dict]) -> list[str]:
+    """Return the lines of a markdown section on what could not be measured, if there is any."""
+    lines = [f"- {entry['name']}: {entry['reason']}" for entry in skipped]
+    return ["", "## Skipped", "", *lines] if lines else []
 
 
 def table_lines(headers: list[str], rows: list[list[str]]) -> list[str]:

@@ -22,3 +22,5 @@ def plain_tensors(value: object) -> Iterator[Tensor]:
     elif isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from plain_tensors(item)
+    elif hasattr(value, "quantized"):  # FlashOptim's, which are no tensors
+        yield from plain_tensors([value.quantized, value.scales])

@@ -17,20 +17,19 @@ from pathlib import Path
 
 import torch
 
-from zero8.bench import record, step_contenders, step_kernel
+from zero8.bench import record, step_contenders, step_cuda, step_kernel
 from zero8.bench.step_contenders import Contender
 from zero8.bench.step_figure import plot
 from zero8.bench.step_report import busy_lines, markdown
 from zero8.bench.step_targets import checks
-from zero8.bench.step_tensors import NUM_TENSORS, ROW
+from zero8.bench.step_tensors import LEAST_NUMEL, NUM_TENSORS, ROW
 from zero8.bench.step_timing import Samples, interleaved, peak_extra_bytes, spread
 from zero8.bench.step_variants import FP32
-from zero8.bench.usage import UsageError
+from zero8.bench.usage import UsageError, check_multiple, check_names, chosen
 from zero8.codec import CODECS, DEFAULT_CODEC
 from zero8.op import kernel
 
 NUMEL = 2**25
-LEAST_NUMEL = 2**16
 ROUNDS = 30
 
 
@@ -46,19 +45,23 @@ class Plan:
 
     def __post_init__(self):
         """Raise UsageError for what cannot be measured."""
-        if self.numel < LEAST_NUMEL or self.numel % ROW:
-            raise UsageError(
-                f"--numel: got {self.numel}, expected a multiple of {ROW}, at least {LEAST_NUMEL}"
-            )
+        check_multiple("--numel", self.numel, ROW, LEAST_NUMEL)
         if self.threads < 1:
             raise UsageError(f"--threads: got {self.threads}, expected at least 1")
-        for option, names, valid in (
-            ("--codec", self.codecs, CODECS),
-            ("--isa", () if self.isa is None else (self.isa,), kernel.isas()),
-            ("--against", self.against, step_contenders.PEERS),
-        ):
-            if unknown := [name for name in names if name not in valid]:
-                raise UsageError(f"{option}: got {unknown[0]!r}, expected one of {list(valid)}")
+        check_names("--codec", self.codecs, CODECS)
+        check_names("--isa", () if self.isa is None else (self.isa,), kernel.isas())
+        check_names("--against", self.against, step_contenders.PEERS)
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> "Plan":
+        """Return what options ask for; raises as the constructor does."""
+        return cls(
+            numel=NUMEL if arguments.numel is None else arguments.numel,
+            threads=torch.get_num_threads() if arguments.threads is None else arguments.threads,
+            codecs=tuple(CODECS) if arguments.codec is None else (arguments.codec,),
+            isa=arguments.isa,
+            against=chosen(arguments.against, step_contenders.PEERS),
+        )
 
     @property
     def list_codec(self) -> str:
@@ -69,30 +72,27 @@ class Plan:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the measurement to a parser."""
     parser.add_argument("--json", type=Path, required=True, metavar="OUT", help="result file")
-    parser.add_argument("--numel", type=int, default=NUMEL, help=f"parameters, default {NUMEL}")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
+    sizes = f"{step_cuda.SIZES[0]} to {step_cuda.SIZES[-1]} on a GPU"
+    parser.add_argument("--numel", type=int, help=f"parameters, default {NUMEL}; {sizes}")
+    parser.add_argument("--threads", type=int, help="of all, on the CPU")
     parser.add_argument("--codec", help="one of zero8's codecs instead of all")
-    parser.add_argument("--isa", help="instruction set of zero8 instead of the fastest")
-    names = ",".join(step_contenders.PEERS)
-    parser.add_argument("--against", metavar="NAME,...", default=names, help=f"default {names}")
+    parser.add_argument("--isa", help="instruction set of zero8, on the CPU, not the fastest")
+    names, on_gpu = ",".join(step_contenders.PEERS), ",".join(step_cuda.PEERS)
+    parser.add_argument("--against", metavar="NAME,...", help=f"default {names}; {on_gpu} on a GPU")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the three files, print the targets; return the exit status."""
-    plan = Plan(
-        numel=arguments.numel,
-        threads=arguments.threads,
-        codecs=tuple(CODECS) if arguments.codec is None else (arguments.codec,),
-        isa=arguments.isa,
-        against=tuple(filter(None, arguments.against.split(","))),
-    )
+    if arguments.device == "cuda":
+        return step_cuda.run(arguments)
+    plan = Plan.of(arguments)
     began = time.perf_counter()
     result = measure(plan)
     result |= {"seconds": time.perf_counter() - began, "command": _command(plan, arguments.json)}
     files = record.write(result, arguments.json, markdown, plot)
     record.print_checks(result["checks"])
-    for entry in result["skipped"]:
-        print(f"skipped {entry['name']}: {entry['reason']}")
+    record.print_skipped(result["skipped"])
     for line in busy_lines(result):
         print(line)
     print("wrote", *files)

@@ -47,7 +47,7 @@ class Contender:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """Bytes per element of the parameter, which are the gradient's too, and of the states."""
+        """Bytes per element of the parameter and of the states."""
         return tuple(t.element_size() for t in (self.param, *self.states))
 
     @property
@@ -56,7 +56,7 @@ class Contender:
 
         Scales of blocks are left out: 0.1 bytes.
         """
-        return self.param.element_size() + 2 * sum(self.streams)
+        return self.param.grad.element_size() + 2 * sum(self.streams)
 
     @property
     def timed(self) -> Timed:

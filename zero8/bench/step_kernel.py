@@ -2,7 +2,9 @@
 """The compiled step by itself: that its bits are the reference's, and its time in the cache."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -10,13 +12,13 @@ import torch
 
 from zero8 import dither, reference
 from zero8.bench.step_timing import spread
-from zero8.bench.step_variants import VARIANTS, Variant
+from zero8.bench.step_variants import CUDA_VARIANTS, VARIANTS, Variant
 from zero8.codec import CODECS
 from zero8.op import kernel
 from zero8.pieces import MomentStore, Piece, PieceTable
 from zero8.saved import MOMENTS
 from zero8.scalars import StepScalars, next_history
-from zero8.segment import Rounding, Segment
+from zero8.segment import Moment, Rounding, Segment
 
 HYPER = {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 BLOCK_SIZE = 256
@@ -24,6 +26,9 @@ BLOCK_SIZE = 256
 # A row of a whole block and a short one; one thread's share ends inside a row.
 CHECK_SHAPE = (5, 300)
 CHECK_STEPS = 3
+
+# More thread blocks than a GPU works on at a time; whole blocks and short ones.
+CUDA_CHECK_SHAPE = (1001, 2100)
 
 # With fp32 parameters 160 KiB: more than a first-level cache, less than a second-level one.
 CACHED_SHAPE = (64, 256)
@@ -41,7 +46,7 @@ def sample(codec: str, variant: Variant, shape: tuple[int, int]) -> Segment:
     correction = torch.zeros(numel, dtype=torch.int8) if variant.correction_bits else None
     segment = Segment(
         param=param,
-        grad=torch.empty_like(param),
+        grad=torch.empty_like(param, dtype=variant.grad_dtype),
         exp_avg=moments[0],
         exp_avg_sq=moments[1],
         codec=CODECS[codec],
@@ -74,15 +79,58 @@ def check(codecs: Iterable[str], isas: Iterable[str], num_threads: int) -> None:
     """Raise RuntimeError unless the kernel's bits are those of `zero8.reference`."""
     for codec, variant, isa in product(codecs, VARIANTS, isas):
         ours, wanted = (sample(codec, variant, CHECK_SHAPE) for _ in range(2))
-        for step in range(1, CHECK_STEPS + 1):
-            kernel.step([prepared(ours, step)], num_threads, isa)
-            reference.step(prepared(wanted, step))
-            for name, tensor in _results(ours).items():
-                if not torch.equal(tensor, _results(wanted)[name]):
-                    raise RuntimeError(
-                        f"{name} of codec {codec}, {variant.name}, on {isa}: got other bits than "
-                        f"zero8.reference after step {step}; nothing has been timed"
-                    )
+        step = partial(_step_on_cpu, num_threads=num_threads, isa=isa)
+        case = f"codec {codec}, {variant.name}, on {isa}"
+        _compare(case, (step, ours), (reference.step, wanted), "zero8.reference")
+
+
+def check_on(
+    device: torch.device,
+    step: Callable[[list[Segment]], object],
+    codecs: Iterable[str],
+    shapes: Iterable[tuple[int, int]] = (CHECK_SHAPE, CUDA_CHECK_SHAPE),
+) -> None:
+    """Raise RuntimeError unless a step on a device gives the bits of the CPU's."""
+    for codec, variant, shape in product(codecs, CUDA_VARIANTS, shapes):
+        ours, wanted = moved(sample(codec, variant, shape), device), sample(codec, variant, shape)
+        case = f"codec {codec}, {variant.name}, on {device}"
+        _compare(case, (lambda one: step([one]), ours), (_step_on_cpu, wanted), "the CPU")
+
+
+def moved(segment: Segment, device: torch.device) -> Segment:
+    """Return a copy of a segment on a device."""
+
+    def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.to(device, copy=True)
+
+    moments = {name: getattr(segment, name) for name in MOMENTS}
+    return replace(
+        segment,
+        param=copied(segment.param),
+        grad=copied(segment.grad),
+        correction=copied(segment.correction),
+        **{n: Moment(copied(m.values), copied(m.scales)) for n, m in moments.items()},
+    )
+
+
+def _step_on_cpu(segment: Segment, num_threads: int | None = None, isa: str | None = None) -> None:
+    kernel.step([segment], num_threads, isa)
+
+
+Stepping = tuple[Callable[[Segment], object], Segment]
+
+
+def _compare(case: str, ours: Stepping, wanted: Stepping, whose: str) -> None:
+    for number in range(1, CHECK_STEPS + 1):
+        for step, segment in (ours, wanted):
+            step(prepared(segment, number))
+        expected = _results(wanted[1])
+        for name, tensor in _results(ours[1]).items():
+            if not torch.equal(tensor, expected[name]):
+                raise RuntimeError(
+                    f"{name} of {case}: got other bits than {whose} after step {number}; nothing "
+                    "has been timed"
+                )
 
 
 def _results(segment: Segment) -> dict[str, torch.Tensor]:
@@ -91,7 +139,8 @@ def _results(segment: Segment) -> dict[str, torch.Tensor]:
     for name in MOMENTS:
         moment = getattr(segment, name)
         tensors |= {name: moment.values, f"{name}_scale": moment.scales}
-    return {name: t.view(-1).view(torch.uint8) for name, t in tensors.items() if t is not None}
+    found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return {name: tensor.cpu().view(-1).view(torch.uint8) for name, tensor in found.items()}
 
 
 def time_in_cache(codecs: Iterable[str], isas: Iterable[str]) -> list[dict]:

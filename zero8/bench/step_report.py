@@ -3,7 +3,7 @@
 
 import statistics
 
-from zero8.bench.record import check_lines, table_lines
+from zero8.bench.record import check_lines, skipped_lines, table_lines
 
 # Of the threads' time; above it waits for other processes show in what was measured.
 MOST_WAITED = 0.02
@@ -58,10 +58,8 @@ def markdown(result: dict) -> str:
         "## Targets",
         "",
         *check_lines(result["checks"]),
+        *skipped_lines(result["skipped"]),
     ]
-    if result["skipped"]:
-        lines += ["", "## Skipped", ""]
-        lines += [f"- {entry['name']}: {entry['reason']}" for entry in result["skipped"]]
     return "\n".join(lines) + "\n"
 
 

@@ -28,19 +28,20 @@ def checks(result: dict) -> list[dict]:
     found += _peer_checks(result["rows"], result["default"])
     fastest = _fastest(result["rows"], FP32.name)
     stream = f"zero8 fp32 `{fastest['codec']}` (fastest), fraction of its own stream"
-    found.append(_at_least(stream, fastest["fraction_of_stream"], FRACTION_OF_STREAM))
+    found.append(at_least(stream, fastest["fraction_of_stream"], FRACTION_OF_STREAM))
     cached = [
         row for row in result["in_cache"] if (row["variant"], row["isa"]) == (FP32.name, "avx2")
     ]
     if cached:
         ns = min(row["ns_per_param"] for row in cached)
-        found.append(_at_most("fastest fp32 on AVX2 in the cache, ns", ns, AVX2_NS_IN_CACHE))
+        found.append(at_most("fastest fp32 on AVX2 in the cache, ns", ns, AVX2_NS_IN_CACHE))
     listed = result["tensor_list"]
     target = f"{listed['tensors']} tensors, time over that of one"
-    return [*found, _at_most(target, listed["ratio"], LIST_OVER_FLAT), *_memory_checks(result)]
+    return [*found, at_most(target, listed["ratio"], LIST_OVER_FLAT), *_memory_checks(result)]
 
 
-def _at_least(target: str, value: float, limit: float) -> dict:
+def at_least(target: str, value: float, limit: float) -> dict:
+    """Return a check of a value that must not be under its limit."""
     return {
         "target": f"{target}, at least",
         "value": value,
@@ -49,7 +50,8 @@ def _at_least(target: str, value: float, limit: float) -> dict:
     }
 
 
-def _at_most(target: str, value: float, limit: float) -> dict:
+def at_most(target: str, value: float, limit: float) -> dict:
+    """Return a check of a value that must not be over its limit."""
     return {"target": f"{target}, at most", "value": value, "limit": limit, "met": value <= limit}
 
 
@@ -67,7 +69,7 @@ def _speed_checks(rows: list[dict], default: str) -> list[dict]:
     cases += [(_ours(rows, v).get(default), "default", at) for v, at in SPEED_OF_DEFAULT.items()]
     cases.append((_ours(rows, FP32.name).get("dynamic"), "the paper's maps", SPEED_OF_DYNAMIC))
     return [
-        _at_least(
+        at_least(
             f"zero8 {row['variant']} `{row['codec']}` ({which}), speed over DeepSpeed's fp32",
             row["ratio_vs_deepspeed_fp32"],
             limit,
@@ -81,7 +83,7 @@ def _peer_checks(rows: list[dict], default: str) -> list[dict]:
     ours = _ours(rows, FP32.name).get(default)
     peers = {row["name"]: row for row in rows if row["variant"] == FP32.name}
     return [
-        _at_least(
+        at_least(
             f"zero8 fp32 `{default}` (default), speed over {name}'s",
             peers[name]["ns_per_param"] / ours["ns_per_param"],
             limit,
@@ -97,4 +99,4 @@ def _memory_checks(result: dict) -> list[dict]:
         return []
     pages = PAGES_UNCOUNTED * result["machine"]["page_bytes"]
     limit = result["threads"] * (EXTRA_BYTES_PER_THREAD + pages)
-    return [_at_most("zero8, bytes of memory that a step takes and returns", max(extra), limit)]
+    return [at_most("zero8, bytes of memory that a step takes and returns", max(extra), limit)]

@@ -29,15 +29,33 @@ class Samples:
     """What was measured of one call.
 
     Attributes:
-        times: wall times in ns.
+        times: times in ns, wall times unless the calls say theirs themselves.
         waited_ns: how long threads of ours were ready to run but had no core, in all calls.
     """
 
-    times: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
     waited_ns: int = 0
 
 
-def interleaved(timed: Sequence[Timed], rounds: int) -> list[Samples]:
+def time_by_the_wall(call: Callable[[], object], samples: Samples) -> None:
+    """Add the wall time of a call."""
+    waited_ns = _waited_ns()
+    began = time.perf_counter_ns()
+    call()
+    samples.times.append(time.perf_counter_ns() - began)
+    samples.waited_ns += _waited_ns() - waited_ns
+
+
+def time_by_itself(call: Callable[[], float], samples: Samples) -> None:
+    """Add the time in ns that a call returns."""
+    samples.times.append(call())
+
+
+def interleaved(
+    timed: Sequence[Timed],
+    rounds: int,
+    time_call: Callable[[Callable[[], object], Samples], None] = time_by_the_wall,
+) -> list[Samples]:
     """Time all calls, which take turns in one process.
 
     The speed of a shared machine's memory drifts by tens of percent within minutes: calls of the
@@ -53,18 +71,10 @@ def interleaved(timed: Sequence[Timed], rounds: int) -> list[Samples]:
             shuffle(order)
             for k in order:
                 if number % timed[k].every == 0:
-                    _time(timed[k].call, samples[k] if number >= 0 else Samples())
+                    time_call(timed[k].call, samples[k] if number >= 0 else Samples())
     finally:
         gc.enable()
     return samples
-
-
-def _time(call: Callable[[], object], samples: Samples) -> None:
-    waited_ns = _waited_ns()
-    began = time.perf_counter_ns()
-    call()
-    samples.times.append(time.perf_counter_ns() - began)
-    samples.waited_ns += _waited_ns() - waited_ns
 
 
 def _waited_ns() -> int:
