@@ -19,13 +19,15 @@ MISSING = command -v $(PYTHON) >/dev/null || echo python3; \
   command -v $${CXX:-c++} >/dev/null || echo g++; \
   test -e /usr/include/libaio.h || echo libaio-dev
 
-.PHONY: help setup train bench test test-full lint missing-packages
+.PHONY: help setup train bench gpu-check test test-full lint missing-packages
 
 help:
 	@echo "make train      train a small GPT with fp32 AdamW and with Adam8bitBlockwise, and compare;"
 	@echo "                takes STEPS, RANKS, CONFIG, DATA, OUT, SEED: see launch/local.sh"
 	@echo "make bench      time the step against other optimizers; writes OUT (runs/bench_step.json)"
 	@echo "                and a table and a figure beside it"
+	@echo "make gpu-check  on a machine with a GPU: tests, training, times, compute-sanitizer; under 10"
+	@echo "                minutes; with GPU_PYTHON=python3 by that Python, and nothing is installed"
 	@echo "make test       run the tests"
 	@echo "make test-full  run the slow tests"
 	@echo "make lint       check style, without changing anything"
@@ -38,6 +40,10 @@ train: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(RUN) -m zero8.cli bench step --json $(or $(OUT),runs/bench_step.json)
+
+# Of a machine without a network: a Python that has torch with CUDA, and all else, already.
+gpu-check: $(if $(GPU_PYTHON),,$(INSTALLED))
+	$(or $(GPU_PYTHON),$(RUN)) -m zero8.bench.gpu_check
 
 test: $(INSTALLED)
 	$(RUN) -m pytest -m "not slow"

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what a step costs on a GPU: zero8's, those of other optimizers, a copy's.
 
-Checks the kernel's bits against the CPU's first.
+Checks the kernel's bits against the CPU's first.  Writes OUT (JSON), and a table (.md) and a figure
+(.png) beside it, after each size anew.
 """
 
 import argparse
 import gc
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,13 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--device cuda: {absence}")
     plan = Plan.of(arguments)
     began = time.perf_counter()
-    result = measure(plan, torch.device(DEVICE), CudaClock(), cuda.step)
-    result |= {
-        "machine": gpu.machine(),
-        "seconds": time.perf_counter() - began,
-        "command": _command(plan, arguments.json),
-    }
-    files = record.write(result, arguments.json, markdown, plot)
+    made = {"machine": gpu.machine(), "command": _command(plan, arguments.json)}
+    for measured in measure(plan, torch.device(DEVICE), CudaClock(), cuda.step):
+        result = measured | made | {"seconds": time.perf_counter() - began}
+        files = record.write(result, arguments.json, markdown, plot)
     record.print_checks(result["checks"])
     record.print_skipped(result["skipped"])
     for error in result["errors"]:
@@ -104,8 +102,8 @@ def _command(plan: Plan, out: Path) -> str:
     return shlex.join(map(str, words))
 
 
-def measure(plan: Plan, device: torch.device, clock: CudaClock, step: Callable) -> dict:
-    """Return the result of a plan, all but the machine, the time it took and the command.
+def measure(plan: Plan, device: torch.device, clock: CudaClock, step: Callable) -> Iterator[dict]:
+    """Yield, after each size, the result so far, all but the machine, the time and the command.
 
     Args:
         plan: what is measured.
@@ -131,24 +129,21 @@ def measure(plan: Plan, device: torch.device, clock: CudaClock, step: Callable) 
             errors.append(f"{place}: {error}".splitlines()[0])
         return []
 
-    tensor_list = attempt("list", partial(_listed, plan, device, clock, skipped))
-    for numel in plan.sizes:
-        part = partial(_rows, plan, numel, device, clock, skipped)
-        rows += attempt(size_name(numel), part)
-    result = {
+    common = {
         "device": device.type,
         "default": DEFAULT_CODEC,
         "sizes": plan.sizes,
         "repeats": ROUNDS,
-        "rows": rows,
-        "tensor_list": tensor_list,
-        "skipped": skipped.entries,
-        "errors": errors,
+        "tensor_list": attempt("list", partial(_listed, plan, device, clock, skipped)),
         "versions": record.versions(),
         "commit": record.commit(),
         "cpu": record.cpu(),
     }
-    return {**result, "checks": checks(result)}
+    for numel in plan.sizes:
+        part = partial(_rows, plan, numel, device, clock, skipped)
+        rows += attempt(size_name(numel), part)
+        result = common | {"rows": rows, "skipped": skipped.entries, "errors": errors}
+        yield {**result, "checks": checks(result)}
 
 
 def _timed(steps: Sequence[Timeable], numel: int, clock: CudaClock) -> list[dict]:
