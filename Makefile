@@ -5,6 +5,7 @@
 
 PYTHON ?= python3
 INSTALLED := .venv/.installed
+PEERS := .venv/.peers
 VENV_PYTHON := .venv/bin/python
 CXX_FILES := csrc/*.cpp csrc/*.h csrc/cuda/*.cu csrc/cuda/*.h tests/*.cpp
 
@@ -42,7 +43,7 @@ bench: $(INSTALLED)
 	$(RUN) -m zero8.cli bench step --json $(or $(OUT),runs/bench_step.json)
 
 # Of a machine without a network: a Python that has torch with CUDA, and all else, already.
-gpu-check: $(if $(GPU_PYTHON),,$(INSTALLED))
+gpu-check: $(if $(GPU_PYTHON),,$(PEERS))
 	$(or $(GPU_PYTHON),$(RUN)) -m zero8.bench.gpu_check
 
 test: $(INSTALLED)
@@ -71,4 +72,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  "link extensions there; move the checkout" >&2; exit 1;; esac
 	$(VENV_PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
 	$(VENV_PYTHON) -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# The optimizers that `zero8 bench step` compares with.
+$(PEERS): $(INSTALLED)
+	$(VENV_PYTHON) -m pip install -c constraints.txt -e '.[peers]'
 	@touch $@

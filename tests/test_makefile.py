@@ -46,6 +46,7 @@ def fake_python(folder, refused):
     [
         ("train", "launch/local.sh"),
         ("bench", "bench step --json runs/bench_step.json"),
+        ("gpu-check", "-m zero8.bench.gpu_check"),
         ("test", '-m pytest -m "not slow"'),
         ("test-full", "-m pytest -m slow"),
         ("lint", "ruff check"),
@@ -61,6 +62,12 @@ def test_target_dry_run_names_its_command(target, expected):
 
 def test_bench_writes_where_out_says():
     assert "--json there.json" in make("-n", "bench", OUT="there.json").stdout
+
+
+def test_gpu_check_installs_the_peers_or_with_a_python_that_has_all_nothing(checkout):
+    assert ".[peers]" in make("-n", "gpu-check", folder=checkout).stdout
+    done = make("-n", "gpu-check", "GPU_PYTHON=python3", folder=checkout)
+    assert done.stdout == "python3 -m zero8.bench.gpu_check\n"
 
 
 def test_target_in_a_fresh_checkout_installs_first(checkout):

@@ -64,16 +64,19 @@ def check(parts: Sequence[Part], runs: Path, base: Path, machine: dict) -> int:
     runs.mkdir(parents=True, exist_ok=True)
     base.parent.mkdir(parents=True, exist_ok=True)
     began, rows = time.monotonic(), []
+    common = {
+        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "commit": record.commit(),
+        "machine": machine,
+        "cpu": record.cpu(),
+        "versions": record.versions(),
+    }
     for part in parts:
         rows.append(row_of(part, runs, TOTAL_SECONDS - (time.monotonic() - began)))
         result = {
             "status": overall([row["status"] for row in rows], len(parts)),
             "seconds": round(time.monotonic() - began, 1),
-            "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
-            "commit": record.commit(),
-            "machine": machine,
-            "cpu": record.cpu(),
-            "versions": record.versions(),
+            **common,
             "parts": rows,
         }
         base.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
