@@ -178,7 +178,6 @@ def test_bench_cuda_sizes_are_powers_of_4_up_to_2_to_the_30():
 
 
 def test_bench_cuda_without_a_gpu_is_a_usage_error_that_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.undo()
     monkeypatch.setattr(gpu, "absence", ABSENCE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as caught:
