@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chooses the instruction set at run time and shares the blocks out among threads.
 #include <omp.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #define ZERO8_TARGET dispatch
 #include "blocks.h"
@@ -70,11 +73,25 @@ void step_range(Segment* segments, int64_t num_segments, const StepScalars* scal
   }
 }
 
+#if defined(__x86_64__)
+// GCC before 11 does not know it by name.  Asked once: to a virtual machine CPUID is a call of its
+// host, tens of microseconds.
+bool has_f16c() {
+  static const bool found = [] {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+  }();
+  return found;
+}
+#endif
+
 }  // namespace
 
 bool isa_supported(int isa) {
 #if defined(__x86_64__)
-  if (isa == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (isa == 1) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+  }
   if (isa == 2) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&

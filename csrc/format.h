@@ -20,10 +20,16 @@
 namespace zero8 {
 
 enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kCompanded = 2, kLog = 3 };
-enum DType : int32_t { kFP32 = 0, kBF16 = 1 };
+enum DType : int32_t { kFP32 = 0, kBF16 = 1, kFP16 = 2 };
 enum Rounding : int32_t { kNearest = 0, kDither = 1, kHash = 2 };
 
 constexpr int kMaxBlockSize = 4096;
+
+// A float16 in memory, as a type of its own: uint16_t is a bfloat16.
+struct Half {
+  uint16_t bits;
+};
+constexpr uint32_t kHalfInfinityBits = 0x7C00;
 
 // One step's scalars: zero8/scalars.py.
 struct StepScalars {
@@ -39,7 +45,7 @@ static_assert(sizeof(StepScalars) == 52, "numpy's STEP_SCALARS must change with 
 // No __restrict__ on the pointers: two moments may be views of one buffer.
 struct Segment {
   void* param;              // float or bfloat16, updated in place
-  const void* grad;         // float or bfloat16, any element alignment
+  const void* grad;         // float, bfloat16, or Half if param is float; any element alignment
   void* exp_avg;            // uint8_t codes, or float for kFloat32
   void* exp_avg_sq;         // likewise
   float* exp_avg_scale;     // per block touched as many as the code has; null for kFloat32

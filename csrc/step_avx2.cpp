@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The step for x86-64 processors with AVX2 and FMA.
+// The step for x86-64 processors with AVX2, FMA and F16C.
 #include "format.h"
 
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,bmi2"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,bmi2,f16c"))), apply_to = function)
 #else
-#pragma GCC target("avx2,fma,bmi2")
+#pragma GCC target("avx2,fma,bmi2,f16c")
 #endif
 #define ZERO8_TARGET avx2
 #include "vec_avx2.h"

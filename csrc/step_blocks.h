@@ -68,12 +68,24 @@ inline Vec::I largest_of_chunk(const float* x) {
       Vec::maxu(magnitude_bits(Vec::load(x)), magnitude_bits(Vec::load(x + Vec::kLanes)));
   return Vec::maxu(ab, cd);
 }
-inline Vec::I largest_of_chunk(const uint16_t* x) {
+// The same of 16-bit numbers, two in each lane; and the larger of these two, in the upper half.
+template <class T>
+ZERO8_INLINE inline Vec::I largest_pairs(const T* x) {
   const Vec::I magnitude = Vec::seti(0x7FFF7FFF);
   const Vec::I ab = Vec::andi(Vec::load_pairs(x), magnitude);
   const Vec::I cd = Vec::andi(Vec::load_pairs(x + 2 * Vec::kLanes), magnitude);
-  const Vec::I pairs = Vec::maxu16(ab, cd);
+  return Vec::maxu16(ab, cd);
+}
+inline Vec::I larger_of_pairs(Vec::I pairs) {
   return Vec::maxu(Vec::shl<16>(pairs), Vec::andi(pairs, Vec::seti(0xFFFF0000)));
+}
+inline Vec::I largest_of_chunk(const uint16_t* x) { return larger_of_pairs(largest_pairs(x)); }
+// All finite halves can be squared.  So not the float's pattern, but the half's, moved to where
+// infinity is the limit; the smallest ones become 0.
+inline Vec::I largest_of_chunk(const Half* x) {
+  const uint32_t distance = kHalfInfinityBits - (kGradientLimitBits >> 16);
+  const Vec::I distances = Vec::seti(distance << 16 | distance);
+  return larger_of_pairs(Vec::subi(Vec::maxu16(largest_pairs(x), distances), distances));
 }
 
 template <class Encoder>
@@ -220,7 +232,10 @@ int64_t step_param(const Segment& seg, const StepScalars& s, const DynamicMaps& 
 
 inline int64_t step_blocks(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
                            int64_t begin, int64_t end) {
-  if (seg.param_dtype == kFP32) return step_param<Float32>(seg, s, maps, begin, end);
+  if (seg.param_dtype == kFP32) {
+    if (seg.grad_dtype == kFP16) return step_typed<Float32, Half>(seg, s, maps, begin, end);
+    return step_param<Float32>(seg, s, maps, begin, end);
+  }
   if (seg.correction) return step_param<CorrectedBFloat16>(seg, s, maps, begin, end);
   return step_param<BFloat16>(seg, s, maps, begin, end);
 }

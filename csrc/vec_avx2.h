@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vector vocabulary of vec_scalar.h in 8 lanes of AVX2 and FMA.
+// The vector vocabulary of vec_scalar.h in 8 lanes of AVX2, FMA and F16C.
 #include <immintrin.h>
 
 #include <cstdint>
@@ -33,9 +33,15 @@ struct Vec {
     for (int i = 0; i < n; ++i) padded[i] = p[i];
     return load(padded);
   }
-  static I load_pairs(const uint16_t* p) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  static F load(const Half* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
+  static F load_n(const Half* p, int n) {
+    Half padded[kLanes] = {};
+    for (int i = 0; i < n; ++i) padded[i] = p[i];
+    return load(padded);
+  }
+  static I load_pairs(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
   static void store_n(float* p, F x, int n) { _mm256_maskstore_ps(p, first(n), x); }
   static void store16(uint16_t* p, I x) {

@@ -36,7 +36,13 @@ struct Vec {
   static F widen16(__m256i x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
   }
-  static I load_pairs(const uint16_t* p) { return _mm512_loadu_si512(p); }
+  static F load(const Half* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static F load_n(const Half* p, int n) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
+  }
+  static I load_pairs(const void* p) { return _mm512_loadu_si512(p); }
   static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
   static void store_n(float* p, F x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
   static void store16(uint16_t* p, I x) {

@@ -3,10 +3,11 @@
 //
 // F is a vector of floats, I of unsigned 32-bit integers, Mask of truth values.  Functions that
 // end in _n take the first n lanes only, n <= kLanes; lanes beyond are `fill` (0 for floats).
-// Arithmetic reads subnormals as zeros and writes zeros for them.
+// Arithmetic reads subnormals as zeros and writes zeros for them; loads are exact.
 #include <cstdint>
 
 #include "format.h"
+#include "half.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
@@ -26,8 +27,14 @@ struct Vec {
   static F load_n(const float* p, int) { return *p; }
   static F load(const uint16_t* p) { return as_float(static_cast<uint32_t>(*p) << 16); }
   static F load_n(const uint16_t* p, int) { return load(p); }
+  static F load(const Half* p) { return as_float(float_pattern(*p)); }
+  static F load_n(const Half* p, int) { return load(p); }
   // Two 16-bit numbers in each lane.
-  static I load_pairs(const uint16_t* p) { return p[0] | static_cast<uint32_t>(p[1]) << 16; }
+  static I load_pairs(const void* p) {
+    I pairs;
+    __builtin_memcpy(&pairs, p, sizeof pairs);
+    return pairs;
+  }
   static void store(float* p, F x) { *p = x; }
   static void store_n(float* p, F x, int) { *p = x; }
   // The low 16 bits of each lane.

@@ -63,20 +63,30 @@ class Array {
   T* data_;
 };
 
-void step(const zero8::DynamicMaps& maps, const Shape& shape, int isa, int codec, int types,
+struct Types {
+  zero8::DType param, grad;
+};
+constexpr Types kTypes[] = {
+    {zero8::kFP32, zero8::kFP32}, {zero8::kFP32, zero8::kBF16}, {zero8::kFP32, zero8::kFP16},
+    {zero8::kBF16, zero8::kFP32}, {zero8::kBF16, zero8::kBF16},
+};
+
+void step(const zero8::DynamicMaps& maps, const Shape& shape, int isa, int codec, Types types,
           int rounding) {
   const zero8::StepScalars scalars = {0.9f,  0.999f, 0.9995f, 0.1f,  0.0316f, 1.0f, 1e-8f,
                                       10.0f, 1e-3f,  0.99f,   0.01f, 1.0f,    1.1f};
   const int64_t numel = shape.numel, num_blocks = shape.num_blocks;
   Array<float> wide_param(numel, 1.0f), wide_grad(numel, 0.5f);
-  Array<uint16_t> narrow_param(numel, 0x3F80), narrow_grad(numel, 0x3F00);
+  const bool is_half = types.grad == zero8::kFP16;
+  Array<uint16_t> narrow_param(numel, 0x3F80), narrow_grad(numel, is_half ? 0x3800 : 0x3F00);
   Array<uint8_t> m_code(numel, 0), v_code(numel, 0);
   Array<float> m(numel, 0.0f), v(numel, 0.0f), m_scale(num_blocks, 0.0f);
   Array<float> v_scale(codec == zero8::kLog ? 2 * num_blocks : num_blocks, 0.0f);
   zero8::Segment segment{};
-  const bool is_wide_param = types & 1, is_wide_grad = types & 2, is_plain = codec == 0;
-  segment.param = is_wide_param ? static_cast<void*>(wide_param.get()) : narrow_param.get();
-  segment.grad = is_wide_grad ? static_cast<void*>(wide_grad.get()) : narrow_grad.get();
+  const bool is_wide = types.param == zero8::kFP32, is_plain = codec == 0;
+  segment.param = is_wide ? static_cast<void*>(wide_param.get()) : narrow_param.get();
+  segment.grad =
+      types.grad == zero8::kFP32 ? static_cast<void*>(wide_grad.get()) : narrow_grad.get();
   segment.exp_avg = is_plain ? static_cast<void*>(m.get()) : m_code.get();
   segment.exp_avg_sq = is_plain ? static_cast<void*>(v.get()) : v_code.get();
   segment.exp_avg_scale = m_scale.get();
@@ -86,14 +96,14 @@ void step(const zero8::DynamicMaps& maps, const Shape& shape, int isa, int codec
   segment.row_length = shape.row_length;
   segment.block_size = shape.block_size;
   segment.codec = codec;
-  segment.param_dtype = is_wide_param ? zero8::kFP32 : zero8::kBF16;
-  segment.grad_dtype = is_wide_grad ? zero8::kFP32 : zero8::kBF16;
+  segment.param_dtype = types.param;
+  segment.grad_dtype = types.grad;
   segment.rounding = rounding;
   for (int threads = 1; threads <= 3; ++threads) {
     zero8::step(&segment, 1, &scalars, maps, threads, isa);
   }
   wide_grad[7] = NAN;
-  narrow_grad[7] = 0x7F80;
+  narrow_grad[7] = is_half ? 0x7C00 : 0x7F80;
   zero8::step(&segment, 1, &scalars, maps, 2, isa);
   if (segment.nonfinite_blocks != 1) __builtin_trap();
 }
@@ -106,8 +116,10 @@ int main() {
   fill(maps->exp_avg_sq, false);
   for (int isa = 0; isa < zero8::kNumIsas; ++isa) {
     if (!zero8::isa_supported(isa)) continue;
-    for (int kind = 0; kind < 4 * 4 * 3; ++kind) {
-      for (const Shape& shape : kShapes) step(*maps, shape, isa, kind / 12, kind / 3 % 4, kind % 3);
+    for (int kind = 0; kind < 4 * 3; ++kind) {
+      for (const Types types : kTypes) {
+        for (const Shape& shape : kShapes) step(*maps, shape, isa, kind / 3, types, kind % 3);
+      }
     }
     std::printf("%s\n", zero8::kIsaNames[isa]);
   }

@@ -120,16 +120,21 @@ __device__ void for_vectors_quickly(Body body) {
   }
 }
 
-__device__ inline Values grad_of(const Segment& seg, const Stored& stored) {
-  Values wide, g;
-  uint16_t narrow[kPerThread];
+// The gradients, which are of type T in memory.
+template <class T>
+__device__ Values widened(const Stored& stored) {
+  T narrow[kPerThread];
   unpack(stored.grad, narrow);
-  unpack(stored.grad, wide.x);
-  const bool is_wide = seg.grad_dtype == kFP32;
-  for_vectors_quickly([&](auto& vec, int i) {
-    Vec::store(g.x + i, vec.flushed(is_wide ? Vec::load(wide.x + i) : Vec::load(narrow + i)));
-  });
+  Values g;
+  for_vectors_quickly(
+      [&](auto& vec, int i) { Vec::store(g.x + i, vec.flushed(Vec::load(narrow + i))); });
   return g;
+}
+
+__device__ inline Values grad_of(const Segment& seg, const Stored& stored) {
+  if (seg.grad_dtype == kFP32) return widened<float>(stored);
+  if (seg.grad_dtype == kFP16) return widened<Half>(stored);
+  return widened<uint16_t>(stored);
 }
 
 // The thread's parameters as a segment of kind P of their own.

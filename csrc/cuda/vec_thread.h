@@ -14,6 +14,7 @@
 
 #include "cuda/team.h"
 #include "format.h"
+#include "half.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
@@ -68,6 +69,9 @@ struct Vec {
   }
   __device__ static F load(const uint16_t* p) {
     return each<F>([=](int k) { return __uint_as_float(static_cast<uint32_t>(p[k]) << 16); });
+  }
+  __device__ static F load(const Half* p) {
+    return each<F>([=](int k) { return __uint_as_float(float_pattern(p[k])); });
   }
   __device__ static void store(float* p, F a) {
 #pragma unroll

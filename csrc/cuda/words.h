@@ -27,6 +27,12 @@ __device__ inline void unpack(const Words& words, float (&x)[kPerThread]) {
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) x[k] = __uint_as_float(words.word[k]);
 }
+__device__ inline void unpack(const Words& words, Half (&x)[kPerThread]) {
+  uint16_t bits[kPerThread];
+  unpack(words, bits);
+#pragma unroll
+  for (int k = 0; k < kPerThread; ++k) x[k].bits = bits[k];
+}
 
 template <class T>
 __device__ Words packed(const T (&x)[kPerThread]) {
