@@ -115,11 +115,12 @@ KINDS = 7
 EXPONENTS = {4: (-149, 60), 5: (-128, -98), 6: (-66, -48)}
 
 
-def gradient(kind: int, numel: int, seed: int) -> torch.Tensor:
+def gradient(kind: int, numel: int, seed: int, dtype=torch.float32) -> torch.Tensor:
     """Return one of seven kinds of gradients, one in ten elements a zero of either sign.
 
     Gaussian; exact ties; Gaussian with squares that underflow; large; exponents from subnormals to
-    2^60, around the smallest scales of m, and around those of v.
+    2^60, around the smallest scales of m, and around those of v.  What is too large for the dtype
+    becomes its largest number.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(numel, generator=generator) * {2: 1e-18, 3: 1e15}.get(kind, 1.0)
@@ -129,7 +130,9 @@ def gradient(kind: int, numel: int, seed: int) -> torch.Tensor:
         exponent = torch.randint(*EXPONENTS[kind], (numel,), generator=generator)
         x = torch.ldexp(x.double(), exponent).float()
     zero = torch.rand(numel, generator=generator)
-    return torch.where(zero < 0.05, 0.0, torch.where(zero > 0.95, -0.0, x))
+    x = torch.where(zero < 0.05, 0.0, torch.where(zero > 0.95, -0.0, x))
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)
 
 
 def factors(count: int, low: int, high: int, seed: int) -> torch.Tensor:

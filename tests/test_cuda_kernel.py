@@ -12,6 +12,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import halves
 import numpy as np
 import processes
 import pytest
@@ -38,7 +39,7 @@ from zero8.op.launch import Launch
 from zero8.segment import Moment, Rounding, Segment
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 codec_names = pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")
 
 # Memory that is not there until it is written to; the last flag is MAP_NORESERVE.
@@ -50,6 +51,7 @@ BLOCK_SIZES = [64, 128, 256, 512, 4096]
 DTYPES = {
     "fp32 from fp32": (FP32, FP32, Rounding.DITHER),
     "fp32 from bf16": (FP32, BF16, Rounding.DITHER),
+    "fp32 from fp16": (FP32, FP16, Rounding.DITHER),
     "bf16 from fp32, hash": (BF16, FP32, Rounding.HASH),
     "bf16 from bf16, nearest": (BF16, BF16, Rounding.NEAREST),
     "bf16 from bf16, dither": (BF16, BF16, Rounding.DITHER),
@@ -96,7 +98,7 @@ def advance(segments: list[Segment], mine: list[Segment], hyper: dict, count: in
     for step in range(1, count + 1):
         for number, (theirs, ours) in enumerate(zip(segments, mine, strict=True)):
             numel, kind = theirs.grad.numel(), (number + step) % KINDS
-            grad = gradient(kind, numel, 100 * step + number).to(theirs.grad.dtype)
+            grad = gradient(kind, numel, 100 * step + number, theirs.grad.dtype)
             if hyper["eps"] == 0.0:  # 0/0 is NaN in Adam too
                 grad[grad == 0] = 1.0
             for one in (theirs, ours):
@@ -236,6 +238,16 @@ def test_cuda_step_nonfinite_gradient_leaves_its_block_as_it_was(host, codec, po
         assert (segments[0].param != before.param).any()
         for number, pair in enumerate(zip(mine, segments, strict=True)):
             assert_same(*pair, f"segment {number}")
+
+
+@pytest.mark.parametrize("row_length", halves.ROW_LENGTHS)
+def test_cuda_step_every_half_steps_as_the_same_number_in_float32_on_the_cpu(host, row_length):
+    """NaN and infinity leave their blocks as they were, as the CPU's tests say."""
+    beyond = halves.among_finite(halves.BEYOND, row_length).flatten()
+    for grad, nonfinite in ((halves.FINITE, 0), (beyond, 2 * 2048)):
+        half, wide = halves.segments_of(None, grad, row_length, ADAMW)
+        assert host.step([half]) == kernel.step([wide]) == [nonfinite]
+        assert_same(half, wide, f"rows of {row_length}")
 
 
 @codec_names

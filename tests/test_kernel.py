@@ -13,7 +13,7 @@ from zero8.op import kernel
 from zero8.segment import Rounding, Segment
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 codec_names = pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")
 
 PLACES = [
@@ -60,9 +60,10 @@ def steps(segments: list[Segment], hyper: dict, count: int):
         scalars = scalars_at(step, hyper)
         for number, segment in enumerate(segments):
             kind = (number + step) % KINDS
-            segment.grad.copy_(gradient(kind, segment.grad.numel(), 100 * step + number))
+            grad = segment.grad
+            grad.copy_(gradient(kind, grad.numel(), 100 * step + number, grad.dtype))
             if hyper["eps"] == 0.0:  # 0/0 is NaN in Adam too
-                segment.grad[segment.grad == 0] = 1.0
+                grad[grad == 0] = 1.0
             segment.scalars = scalars
             segment.moment_phase = (segment.moment_phase + 0x9E3779B9) % 2**32
             segment.param_phase = (segment.param_phase + 0x9E3779B9) % 2**32
@@ -94,6 +95,7 @@ def assert_follows_reference(segments: list[Segment], hyper: dict, count: int, *
 DTYPES = {
     "fp32 from fp32": (FP32, FP32, Rounding.DITHER),
     "fp32 from bf16": (FP32, BF16, Rounding.DITHER),
+    "fp32 from fp16": (FP32, FP16, Rounding.DITHER),
     "bf16 from fp32, nearest": (BF16, FP32, Rounding.NEAREST),
     "bf16 from fp32, dither": (BF16, FP32, Rounding.DITHER),
     "bf16 from fp32, hash": (BF16, FP32, Rounding.HASH),

@@ -332,6 +332,10 @@ REFUSED = {
         lambda s: replace(s, grad=s.grad.double()),
         "grad: got dtype torch.float64",
     ),
+    "gradient of dtype float16 of a parameter of dtype bfloat16": (
+        lambda s: replace(s, param=s.param.bfloat16(), grad=s.grad.half()),
+        r"grad: got dtype torch.float16, expected one of \[torch.float32, torch.bfloat16\]",
+    ),
     "codes of dtype float32": (
         lambda s: with_moment(s, "exp_avg", values=s.param.clone()),
         "exp_avg: got dtype torch.float32, expected one of .*uint8",

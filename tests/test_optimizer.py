@@ -156,6 +156,19 @@ def test_optimizer_fp32_params_keep_float32_moments():
         Adam8bitBlockwise(model.parameters(), fp32_params=["0.*"])
 
 
+def test_optimizer_float16_gradients_of_float32_parameters_step_as_in_float32():
+    half, wide = (with_half_grad(param(64, 100), FP32) for _ in range(2))
+    grad, wide.grad = wide.grad, None
+    wide.grad = grad.float()
+    optimizers = [Adam8bitBlockwise([p]) for p in (half, wide)]
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(half, wide)
+    assert half.grad.dtype == torch.float16 and half.dtype == FP32
+    assert not torch.equal(half, param(64, 100))
+
+
 # --- Refusals ------------------------------------------------------------------------------------
 
 
@@ -167,6 +180,14 @@ def sparse() -> nn.Parameter:
 
 def with_grad(p: nn.Parameter) -> nn.Parameter:
     p.grad = torch.ones_like(p)
+    return p
+
+
+def with_half_grad(p: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """Give a parameter of another dtype a float16 gradient, which autograd would not do."""
+    values, p.data = p.data.to(dtype), p.data.half()
+    p.grad = torch.linspace(-2.0, 2.0, p.numel()).half().view(p.shape)
+    p.data = values
     return p
 
 
@@ -183,6 +204,10 @@ BAD = {
     "float16": (
         lambda: with_grad(param(64, 64, dtype=torch.float16)),
         "dtype torch.float16.*keep float32 weights: use torch.autocast",
+    ),
+    "float16 gradient of bfloat16": (
+        lambda: with_half_grad(param(64, 64), torch.bfloat16),
+        "gradient of a torch.bfloat16 parameter of dtype torch.float16.*keep float32 weights",
     ),
     "float64": (lambda: with_grad(param(64, 64, dtype=torch.float64)), "dtype torch.float64"),
     "meta": (lambda: with_grad(nn.Parameter(torch.ones(9, device="meta"))), "parameter on meta"),

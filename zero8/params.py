@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the optimizer knows of a parameter, and what it asks of it and of its gradient."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -51,12 +52,17 @@ def check_tensors(p: Tensor) -> None:
         )
     if p.grad.is_sparse:
         raise ValueError("got a sparse gradient; set sparse=False on the embedding")
+    _check_dtype("a parameter", p, kernel.DTYPES)
+    _check_dtype(f"a gradient of a {p.dtype} parameter", p.grad, kernel.DTYPES[p.dtype])
     for kind, tensor in (("parameter", p), ("gradient", p.grad)):
-        if tensor.dtype not in kernel.DTYPES:
-            message = f"got a {kind} of dtype {tensor.dtype}, expected one of {list(kernel.DTYPES)}"
-            raise ValueError(message + REMEDIES.get(tensor.dtype, ""))
         if tensor.numel() and tensor.data_ptr() == 0:
             raise ValueError(
                 f"got a {kind} of type {type(tensor).__name__} without storage of its own, "
                 "expected a plain tensor; FSDP2 parameters are not supported yet"
             )
+
+
+def _check_dtype(name: str, tensor: Tensor, dtypes: Collection[torch.dtype]) -> None:
+    if tensor.dtype not in dtypes:
+        message = f"got {name} of dtype {tensor.dtype}, expected one of {list(dtypes)}"
+        raise ValueError(message + REMEDIES.get(tensor.dtype, ""))

@@ -38,7 +38,7 @@ class Segment:
 
     Attributes:
         param: (numel,) float32 or bfloat16, contiguous, updated in place.
-        grad: (numel,) float32 or bfloat16, contiguous.
+        grad: (numel,) float32 or bfloat16, or float16 if the parameter is float32, contiguous.
         exp_avg: first moment.
         exp_avg_sq: second moment.
         codec: how the moments are coded; None keeps them in float32.

@@ -41,7 +41,12 @@ SEGMENT = np.dtype(
         ("param_phase", "u4"),
     ]
 )
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Of parameters, and of the gradients of each.
+DTYPES = {
+    torch.float32: (torch.float32, torch.bfloat16, torch.float16),
+    torch.bfloat16: (torch.float32, torch.bfloat16),
+}
 CPU = torch.device("cpu")
 
 
@@ -148,7 +153,7 @@ def _fill(record: np.void, segment: Segment, scalars: int, device: torch.device)
     numel = segment.param.numel()
     quantized = segment.codec is not None
     check("param", segment.param, numel, *DTYPES)
-    check("grad", segment.grad, numel, *DTYPES)
+    check("grad", segment.grad, numel, *DTYPES[segment.param.dtype])
     record["param"], record["grad"] = segment.param.data_ptr(), segment.grad.data_ptr()
     for name in ("exp_avg", "exp_avg_sq"):
         moment = getattr(segment, name)
@@ -167,8 +172,8 @@ def _fill(record: np.void, segment: Segment, scalars: int, device: torch.device)
     record["row_length"] = segment.grid.row_length
     record["block_size"] = segment.grid.block_size
     record["codec"] = segment.codec.number if quantized else 0
-    record["param_dtype"] = DTYPES[segment.param.dtype]
-    record["grad_dtype"] = DTYPES[segment.grad.dtype]
+    record["param_dtype"] = _DTYPE_NUMBERS[segment.param.dtype]
+    record["grad_dtype"] = _DTYPE_NUMBERS[segment.grad.dtype]
     record["rounding"], record["scalars"] = segment.rounding, scalars
     record["moment_phase"], record["param_phase"] = segment.moment_phase, segment.param_phase
 

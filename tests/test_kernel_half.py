@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""float16 gradients of float32 parameters: every one of them, on every instruction set."""
+
+import pytest
+import torch
+from halves import BEYOND, FINITE, HYPERS, ROW_LENGTHS, among_finite, segments_of
+from segments import CODEC_NAMES, assert_same, copied, tensors
+
+from zero8 import reference
+from zero8.op import kernel
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+codec_names = pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")
+row_lengths = pytest.mark.parametrize("row_length", ROW_LENGTHS)
+hypers = pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS)
+
+
+@codec_names
+@row_lengths
+@hypers
+def test_kernel_step_every_finite_half_steps_as_the_same_number_in_float32(
+    codec, row_length, hyper
+):
+    assert FINITE.numel() == 65536 - 2048
+    for isa in kernel.isas():
+        half, wide = segments_of(codec, FINITE, row_length, hyper)
+        before = half.param.clone()
+        assert kernel.step([half, wide], isa=isa) == [0, 0]
+        assert_same(half, wide, isa)
+        assert (half.param != before).all()
+
+
+@row_lengths
+def test_kernel_step_without_memory_every_finite_half_becomes_the_first_moment(row_length):
+    """m' = g where beta1 is 0: what the kernel has read."""
+    hyper = {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.0}
+    for isa in kernel.isas():
+        half, _ = segments_of(None, FINITE, row_length, hyper)
+        kernel.step([half], isa=isa)
+        assert torch.equal(half.exp_avg.values, FINITE.float()), isa
+
+
+@codec_names
+@row_lengths
+@hypers
+def test_kernel_step_every_infinite_or_nan_half_leaves_its_block_as_it_was(
+    codec, row_length, hyper
+):
+    assert BEYOND.numel() == 2048
+    grad = among_finite(BEYOND, row_length)
+    left = torch.tensor([True, True, False]).repeat(BEYOND.numel())
+    for isa in kernel.isas():
+        half, wide = segments_of(codec, grad.flatten(), row_length, hyper)
+        before = copied(half)
+        assert kernel.step([half, wide], isa=isa) == [2 * 2048, 2 * 2048]
+        assert_same(half, wide, isa)
+        for name, value in tensors(half).items():
+            rows, rows_before = (x.view(len(left), -1) for x in (value, tensors(before)[name]))
+            assert torch.equal(rows[left], rows_before[left]), name
+        assert (half.param != before.param).view(-1, row_length)[~left].all()
+
+
+@row_lengths
+def test_reference_step_every_half_steps_as_the_same_number_in_float32(row_length):
+    for grad, nonfinite in ((FINITE, 0), (among_finite(BEYOND, row_length).flatten(), 2 * 2048)):
+        half, wide = segments_of("log", grad, row_length, HYPERS["adamw"])
+        assert reference.step(half) == reference.step(wide) == nonfinite
+        assert_same(half, wide, "reference")
