@@ -38,7 +38,7 @@ class Adam8bitBlockwise(BlockwiseAdam):
 
     Args:
         params: parameters, groups, or `model.named_parameters()`; float32 or bfloat16, on the CPU
-            or on CUDA GPUs.
+            or on CUDA GPUs.  Gradients are either, of float32 parameters float16 too.
         lr: learning rate, a number or a one-element tensor; for one that is on a GPU every step
             waits.
         betas: decay rates of the moments.
