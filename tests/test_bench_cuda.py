@@ -15,23 +15,15 @@ from zero8.bench import (
     step_cuda,
     step_cuda_clock,
     step_cuda_contenders,
-    step_cuda_figure,
     step_cuda_targets,
     step_kernel,
-    step_variants,
 )
 from zero8.bench.step_cuda_contenders import Skipped, Weights, list_timeables, timeables
 from zero8.bench.step_kernel import HYPER
-from zero8.bench.step_variants import BF16_CORRECTED, FP32, VARIANTS
+from zero8.bench.step_variants import BF16_CORRECTED, CUDA_VARIANTS, FP32, VARIANTS
 from zero8.codec import CODECS
 from zero8.op import kernel
 
-# Not what the kernel does not serve yet: float16 gradients.
-CUDA_VARIANTS = tuple(
-    v
-    for v in step_variants.CUDA_VARIANTS
-    if v.grad_dtype in kernel.DTYPES or isinstance(kernel.DTYPES[v.dtype], tuple)
-)
 NUMEL = 2**16
 CPU = torch.device("cpu")
 MACHINE = {
@@ -71,8 +63,6 @@ def on_the_cpu():
         patch.setattr(step_cuda.cuda, "step", kernel.step)
         patch.setattr(step_cuda, "ROUNDS", 2)
         patch.setattr(step_kernel, "CUDA_CHECK_SHAPE", (2, 300))
-        for module in (step_kernel, step_cuda_contenders, step_cuda_targets, step_cuda_figure):
-            patch.setattr(module, "CUDA_VARIANTS", CUDA_VARIANTS)
         yield
 
 
