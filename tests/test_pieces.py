@@ -211,12 +211,18 @@ def test_moment_of_a_piece_is_live():
     assert whole.values.untyped_storage().data_ptr() == store.codes.untyped_storage().data_ptr()
 
 
-def test_clone_has_buffers_of_its_own_and_to_same_device_is_itself():
+@pytest.mark.parametrize("name", ["clone", "to with copy"])
+def test_copy_has_buffers_of_its_own(name):
     store = mixed_store()
-    copy = store.clone()
+    copy = store.clone() if name == "clone" else store.to("cpu", copy=True)
+    assert all(torch.equal(a, b) for a, b in zip(buffers(copy), buffers(store), strict=True))
     copy.write(0, torch.zeros(605))
     assert store.read(0, 605).abs().max() > 0
     assert copy.read(0, 605).eq(0).all()
+
+
+def test_to_where_it_is_returns_the_store_itself():
+    store = mixed_store()
     assert store.to("cpu") is store
 
 

@@ -144,25 +144,31 @@ class MomentStore:
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and float32 values."""
-        return self.codes.nbytes + self.scales.nbytes + self.dense.nbytes
+        return sum(t.nbytes for t in self.buffers)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "MomentStore":
-        """Return the store on another device, itself if it is there already."""
-        if self.codes.device == torch.device(device):
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scales and float32 values."""
+        return self.codes, self.scales, self.dense
+
+    def to(
+        self, device: torch.device | str, non_blocking: bool = False, *, copy: bool = False
+    ) -> "MomentStore":
+        """Return the store on another device; itself if it is there already, unless `copy` is."""
+        # Whether it is there torch knows: "cuda" is one of "cuda:0", "cuda:1", ...
+        moved = [t.to(device, non_blocking=non_blocking, copy=copy) for t in self.buffers]
+        if moved[0] is self.codes:
             return self
-        moved = (
-            t.to(device, non_blocking=non_blocking) for t in (self.codes, self.scales, self.dense)
-        )
         return MomentStore(self.codec, self.which, self.table, *moved, self.written)
 
     def pinned(self) -> "MomentStore":
         """Return a copy in page-locked host memory."""
-        copies = (t.pin_memory() for t in (self.codes, self.scales, self.dense))
+        copies = (t.pin_memory() for t in self.buffers)
         return MomentStore(self.codec, self.which, self.table, *copies, self.written)
 
     def clone(self) -> "MomentStore":
         """Return a store with copies of the buffers."""
-        copies = (t.clone() for t in (self.codes, self.scales, self.dense))
+        copies = (t.clone() for t in self.buffers)
         return MomentStore(self.codec, self.which, self.table, *copies, self.written)
 
     def moment(self, number: int) -> Moment:

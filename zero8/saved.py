@@ -114,10 +114,7 @@ class PlainState:
         wanted = target(table.pieces[0].identity)
         _check_shape(name, table.pieces[0].shape, wanted.shape)
         if (table.pieces[0], stores[0].codec) == (wanted, codec if wanted.block_size else None):
-            kept = [
-                store.to(device) if store.codes.device != device else store.clone()
-                for store in stores
-            ]
+            kept = [store.to(device, copy=True) for store in stores]
             return cls.of(kept, int(saved["step"]), float(saved["history"]))
         new = cls.zeros(codec, wanted, device)
         new._write([store.read(0, table.numel) for store in stores])

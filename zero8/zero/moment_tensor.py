@@ -60,7 +60,7 @@ class MomentTensor(torch.Tensor):
 
     def share_memory_(self) -> "MomentTensor":
         """Move the moment of the whole shard to memory that other processes can map."""
-        for tensor in (self.store.codes, self.store.scales, self.store.dense):
+        for tensor in self.store.buffers:
             tensor.share_memory_()
         return self
 
@@ -84,9 +84,7 @@ class MomentTensor(torch.Tensor):
         """Pickle codes, scales and a description in plain numbers; of a view, its elements."""
         if not self.is_whole:
             return self.dense().__reduce_ex__(protocol)
-        store = self.store
-        tensors = (store.codes, store.scales, store.dense)
-        return rebuild_moment, (described(store), *tensors)
+        return rebuild_moment, (described(self.store), *self.store.buffers)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -150,8 +148,7 @@ def rebuild_moment(
     """
     like, tensors = store_like(description), (codes, scales, dense)
     got, expected = (
-        [(t.dtype, tuple(t.shape)) for t in buffers]
-        for buffers in (tensors, (like.codes, like.scales, like.dense))
+        [(t.dtype, tuple(t.shape)) for t in buffers] for buffers in (tensors, like.buffers)
     )
     if got != expected:
         raise ValueError(
@@ -221,8 +218,8 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if isinstance(source, MomentTensor) and x.is_whole and source.is_whole:
         ours, theirs = x.store, source.store
         if (ours.table, ours.codec) == (theirs.table, theirs.codec):
-            for name in ("codes", "scales", "dense"):
-                getattr(ours, name).copy_(getattr(theirs, name), non_blocking)
+            for target, buffer in zip(ours.buffers, theirs.buffers, strict=True):
+                target.copy_(buffer, non_blocking)
             ours.written |= theirs.written
             return x
     values = source.dense() if isinstance(source, MomentTensor) else source
@@ -244,8 +241,7 @@ def _to_copy(x: MomentTensor, *, dtype=None, device=None, non_blocking=False, **
     device = x.device if device is None else torch.device(device)
     if not x.is_whole:
         return x.dense().to(device, dtype, non_blocking=non_blocking)
-    moved = x.store.to(device, non_blocking)
-    return MomentTensor(moved.clone() if moved is x.store else moved, dtype=dtype)
+    return MomentTensor(x.store.to(device, non_blocking, copy=True), dtype=dtype)
 
 
 def _like(x: MomentTensor, *, dtype=None, device=None, pin_memory=None, **_) -> Tensor:

@@ -131,7 +131,7 @@ class Layout:
     @cached_property
     def num_bytes(self) -> tuple[int, ...]:
         """Bytes of each tensor."""
-        tensors = [t for s in self.like for t in (s.codes, s.scales, s.dense)]
+        tensors = [t for s in self.like for t in s.buffers]
         return (*[t.numel() * t.element_size() for t in tensors], self.correction_numel)
 
     @cached_property
@@ -258,7 +258,7 @@ def reserve(path: str, num_bytes: int) -> None:
 
 def _tensors(state: dict) -> list[Tensor]:
     stores = [state[which].store for which in MOMENTS]
-    tensors = [t for store in stores for t in (store.codes, store.scales, store.dense)]
+    tensors = [t for store in stores for t in store.buffers]
     return tensors + [state[key] for key in ("param_correction",) if key in state]
 
 
