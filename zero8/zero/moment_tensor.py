@@ -253,6 +253,11 @@ def _like(x: MomentTensor, *, dtype=None, device=None, pin_memory=None, **_) -> 
     return MomentTensor(store.pinned() if pin_memory else store, dtype=dtype)
 
 
+def _record_stream(x: MomentTensor, stream) -> None:
+    for buffer in x.store.buffers:
+        buffer.record_stream(stream)
+
+
 def _is_pinned(x: MomentTensor, device=None) -> bool:
     return x.store.codes.is_pinned()
 
@@ -275,6 +280,7 @@ _SERVED = {
     aten._to_copy.default: _to_copy,
     aten.empty_like.default: _like,
     aten.zeros_like.default: _like,
+    aten.record_stream.default: _record_stream,
     aten.is_pinned.default: _is_pinned,
     aten._pin_memory.default: _pin,
 }
