@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States on a GPU, pretended: the bits of the CPU, devices do not mix, and moments stay there."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from processes import run
+
+from zero8.codec import CODECS
+
+TESTS = Path(__file__).resolve().parent
+
+CHECKS = (
+    "quantize_and_dequantize",
+    "zeros",
+    "read_and_write",
+    "write_of_values_on_the_cpu",
+    "clone_and_to",
+    "moment_of_a_piece",
+    "moment_tensor",
+    "record_stream",
+    "adopted",
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """The pretended GPU is for a whole process, so this one must not have it."""
+    done = run([sys.executable, str(TESTS / "device_worker.py")], seconds=240)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("check", CHECKS)
+def test_state_on_a_gpu_has_the_bits_of_the_cpu_and_stays_there(outcomes, check, codec):
+    error = outcomes[f"{check} {codec}"]
+    assert error is None, error
+
+
+def test_worker_has_these_checks_and_no_others(outcomes):
+    assert set(outcomes) == {f"{check} {codec}" for check in CHECKS for codec in CODECS}
