@@ -27,8 +27,10 @@ _TINY = 2.0**-126 - 2.0**-151
 
 
 def _wide(x: Tensor | float) -> Tensor:
-    x = torch.as_tensor(x, dtype=torch.float32)
-    return flush(x).to(torch.float64)
+    if not isinstance(x, Tensor):
+        # One number on the CPU goes with tensors on any device.
+        x = torch.tensor(x, dtype=torch.float32, device="cpu")
+    return flush(x.to(torch.float32)).to(torch.float64)
 
 
 def _narrow(x: Tensor) -> Tensor:

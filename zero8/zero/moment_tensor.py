@@ -228,7 +228,8 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _fill(x: MomentTensor, value) -> MomentTensor:
-    x.store.write(x.start, torch.full((x.numel(),), float(value), device=x.device))
+    values = torch.full((1,), float(value), dtype=torch.float32, device=x.device)
+    x.store.write(x.start, values.expand(x.numel()))
     return x
 
 

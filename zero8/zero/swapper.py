@@ -158,7 +158,8 @@ class BufferPool:
                 del self._free[number]
                 buffer.evict()
                 return buffer
-        memory = self._handle.new_cpu_locked_tensor(self.size_bytes, torch.empty(0).byte())
+        example = torch.empty(0, dtype=torch.uint8, device="cpu")
+        memory = self._handle.new_cpu_locked_tensor(self.size_bytes, example)
         self._all.append(Buffer(memory))
         return self._all[-1]
 
@@ -246,7 +247,7 @@ class SwapsStates(OptimizerSwapper):
     def _set_dtype(self, parameter: Tensor) -> None:
         # DeepSpeed releases weights to an empty float32 tensor, and then asks for their dtype.
         if parameter.dtype != self.dtype:
-            parameter.data = torch.empty(0, dtype=self.dtype)
+            parameter.data = torch.empty(0, dtype=self.dtype, device=parameter.device)
 
     # --- In --------------------------------------------------------------------------------------
 

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.set_default_device and set_default_dtype change nothing of what a step does."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from moment_samples import MOMENTS, buffers, moment, same, values_for
+
+from zero8 import Adam8bitBlockwise
+from zero8 import arithmetic as ieee
+from zero8.codec import CODECS
+from zero8.pieces import MomentStore
+from zero8.zero.swapper import BufferPool, SwapsStates
+
+SHAPES = {"weight": (64, 256), "bias": (300,), "half": (40, 128)}
+
+
+@pytest.fixture(params=["device", "dtype"])
+def other_default(request):
+    """Return a function that sets torch's default device or dtype, which is undone at the end."""
+
+    def set_it():
+        forget_tables()
+        if request.param == "device":
+            torch.set_default_device("meta")
+        else:
+            torch.set_default_dtype(torch.bfloat16)
+
+    yield set_it
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+    forget_tables()
+
+
+def forget_tables():
+    """Have codecs make their tables anew."""
+    for codec in CODECS.values():
+        for code in (codec.exp_avg, codec.exp_avg_sq):
+            for part in (code, getattr(code, "narrow", code), getattr(code, "wide", code)):
+                for table in ("levels", "thresholds"):
+                    vars(part).pop(table, None)
+
+
+def train(codec):
+    """Step, load the state into optimizers of this codec and of another, step on."""
+    generator = torch.Generator("cpu").manual_seed(3)
+    options = {"generator": generator, "device": "cpu", "dtype": torch.float32}
+    params = [torch.randn(shape, **options) for shape in SHAPES.values()]
+    params[2] = params[2].bfloat16()
+    params = [torch.nn.Parameter(p) for p in params]
+    grads = [torch.randn(p.shape, **options).to(p.dtype) for p in params]
+    other = "dynamic" if codec == "companded" else "companded"
+    results, state = [], None
+    for name in (codec, codec, other, codec):
+        optimizer = Adam8bitBlockwise(
+            params, lr=0.01, codec=name, weight_decay=0.1, weight_correction_bits=8
+        )
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad.clone()
+        optimizer.step()
+        state = optimizer.state_dict()
+        results.append(copy.deepcopy([state, [p.detach() for p in params]]))
+    return results
+
+
+def assert_same(got, expected):
+    leaves, structure = torch.utils._pytree.tree_flatten(got)
+    others, other_structure = torch.utils._pytree.tree_flatten(expected)
+    assert structure == other_structure
+    for ours, theirs in zip(leaves, others, strict=True):
+        if isinstance(theirs, torch.Tensor):
+            assert (ours.dtype, ours.device) == (theirs.dtype, theirs.device)
+            assert torch.equal(ours, theirs)
+        else:
+            assert ours == theirs
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_step_and_load_under_another_default_give_the_same_bits(other_default, codec):
+    expected = train(codec)
+    other_default()
+    assert_same(train(codec), expected)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("which", MOMENTS)
+def test_moment_under_another_default_reads_and_writes_the_same_bits(other_default, codec, which):
+    def used(x, values):
+        x[100:900].copy_(values)
+        x[1000:].fill_(0.3)
+        made = MomentStore.zeros(x.store.codec, which, x.store.table)
+        return [*buffers(x), x.clone(), made.codes, made.scales, made.dense]
+
+    values, (ours, theirs) = values_for(which, 8, 800), (moment(codec, which) for _ in range(2))
+    expected = used(theirs, values)
+    other_default()
+    assert same(used(ours, values), expected)
+
+
+def test_arithmetic_under_another_default_takes_numbers_as_float32(other_default):
+    x = torch.tensor([0.3, -7.0])
+    expected = [ieee.mul(x, 0.3), ieee.div(x, 0.3), ieee.fma(x, 0.3, 0.7)]
+    other_default()
+    assert same([ieee.mul(x, 0.3), ieee.div(x, 0.3), ieee.fma(x, 0.3, 0.7)], expected)
+
+
+def test_swapper_under_another_default_asks_for_bytes_in_host_memory(other_default):
+    """DeepSpeed's handle allocates what the example is like."""
+    asked = []
+
+    class Handle:
+        def new_cpu_locked_tensor(self, numel, example):
+            asked.append((example.dtype, example.device))
+            return torch.empty(numel, dtype=torch.uint8, device="cpu")
+
+        def free_cpu_locked_tensor(self, tensor):
+            pass
+
+    other_default()
+    BufferPool(Handle()).take(64)
+    assert asked == [(torch.uint8, torch.device("cpu"))]
+
+
+def test_swapped_out_weights_stay_in_host_memory_under_another_default(other_default):
+    released = torch.nn.Parameter(torch.empty(0))
+    other_default()
+    SwapsStates._set_dtype(SimpleNamespace(dtype=torch.bfloat16), released)
+    assert (released.dtype, released.device) == (torch.bfloat16, torch.device("cpu"))
