@@ -277,7 +277,11 @@ def test_installed_mode_check_refuses_for_ours_only_and_still_asks_deepspeed(sta
     with pytest.raises(ValueError, match="ratio"):
         refused._do_optimizer_sanity_check(Ours())
     assert refused._do_optimizer_sanity_check(object()) == "checked by DeepSpeed"
-    for served in ({"stage": 3}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}):
+    for served in (
+        {"stage": 3},
+        {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        {"stage": 3, "offload_optimizer": {"device": "none", "ratio": 0.5}},
+    ):
         engine = stand_ins.engine(**served)
         assert engine._do_optimizer_sanity_check(Ours()) == "checked by DeepSpeed"
 

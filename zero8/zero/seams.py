@@ -145,7 +145,7 @@ def unsupported_mode(zero_config) -> str | None:
             "offload_optimizer.super_offload: it steps with DeepSpeedCPUAdam in a process of its "
             "own and undoes steps, which 8-bit states do not allow; set it to false"
         )
-    elif offload is not None and offload.ratio < 1.0:
+    elif offload is not None and offload.ratio < 1.0 and offload.device != "none":
         reason = (
             f"offload_optimizer.ratio {offload.ratio}: DeepSpeed steps the other part with "
             "another optimizer; set it to 1.0"
