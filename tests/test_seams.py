@@ -217,6 +217,16 @@ class Views:
     def load_state_dict(self):
         return "loaded"
 
+    def offload_states(self, include=None):
+        return include
+
+    def reload_states(self):
+        return "reloaded"
+
+
+def offload(optimizer, device, pin_memory=False, non_blocking=False):
+    return "moved", device, pin_memory, non_blocking
+
 
 class Zero3(Zero):
     def offload_states(self, include=None, device="cpu"):
@@ -242,6 +252,7 @@ def stand_ins(monkeypatch):
     views = type("Views", (Views,), dict(vars(Views)))
     zero3 = type("Zero3", (Zero3,), dict(vars(Zero3)))
     monkeypatch.setattr(stage_1_and_2, "DeepSpeedZeroOptimizer", views)
+    monkeypatch.setattr(stage_1_and_2, "offload_optimizer_states", offload)
     monkeypatch.setattr(bf16_optimizer, "BF16_Optimizer", type("BF16", (Views,), dict(vars(Views))))
     monkeypatch.setattr(stage3, "DeepSpeedZeroOptimizer_Stage3", zero3)
     return SimpleNamespace(engine=engine, zero=zero, views=views, zero3=zero3)
@@ -256,6 +267,8 @@ def seam_objects(stand_ins):
         getattr(stand_ins.engine, "_load_checkpoint", None),
         *(getattr(stage3, name, None) for name in seams.SWAPPERS),
         getattr(stand_ins.views, "_lazy_init_hp_params_optimizer_state", None),
+        getattr(stand_ins.views, "offload_states", None),
+        getattr(stage_1_and_2, "offload_optimizer_states", None),
         getattr(stand_ins.zero3, "offload_states", None),
         getattr(stand_ins.zero3, "step", None),
         getattr(stand_ins.zero3, "_post_step", None),
@@ -317,6 +330,7 @@ def test_installed_views_of_other_optimizers_are_left_alone(stand_ins):
     other = stand_ins.views(object())
     assert other._lazy_init_hp_params_optimizer_state() == "looked at"
     assert other.load_state_dict() == "loaded"
+    assert (other.offload_states("x"), other.reload_states()) == ("x", "reloaded")
     with pytest.raises(AttributeError, match="bit16_groups"):
         stand_ins.views(Ours()).load_state_dict()
 
@@ -367,6 +381,10 @@ MISSING = {
     "_do_optimizer_sanity_check gone": ("engine", "_do_optimizer_sanity_check", None),
     "_do_optimizer_sanity_check differs": ("engine", "_do_optimizer_sanity_check", renamed),
     "_configure_optimizer gone": ("engine", "_configure_optimizer", None),
+    "offload_states of ZeRO 2 gone": ("views", "offload_states", None),
+    "reload_states of ZeRO 2 gone": ("views", "reload_states", None),
+    "offload of states gone": (stage_1_and_2, "offload_optimizer_states", None),
+    "offload of states differs": (stage_1_and_2, "offload_optimizer_states", renamed),
     "views gone": ("views", "_lazy_init_hp_params_optimizer_state", None),
     "offload_states differs": ("zero3", "offload_states", renamed),
     "no _post_step": ("zero3", "_post_step", None),

@@ -26,6 +26,8 @@ SEAMS = {
     "DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": (
         "deepspeed.runtime.zero.stage_1_and_2"
     ),
+    "DeepSpeedZeroOptimizer.offload_states": "deepspeed.runtime.zero.stage_1_and_2",
+    "offload_optimizer_states": "deepspeed.runtime.zero.stage_1_and_2",
     "BF16_Optimizer._lazy_init_hp_params_optimizer_state": "deepspeed.runtime.bf16_optimizer",
     "DeepSpeedZeroOptimizer_Stage3.offload_states": "deepspeed.runtime.zero.stage3",
     "DeepSpeedZeroOptimizer_Stage3.step": "deepspeed.runtime.zero.stage3",

@@ -6,16 +6,26 @@ parameter group: states of other groups do not exist then, and later ones (loade
 reloaded) are others.  The views are stale or missing from then on, with any optimizer, and a rank
 that misses one raises while the others wait.  For our optimizer they are taken again.
 
-ZeRO 3 takes no views, but moves the states of FusedAdam only.
+`offload_states` of ZeRO 1 and 2 asks for page-locked memory for floats, as many as a state has: for
+our optimizer it gets the codes and scales in such memory instead.  ZeRO 3 takes no views, but moves
+the states of FusedAdam only.
 """
 
 import functools
+from types import ModuleType
 
+from torch import Tensor
+
+from zero8.pieces import MomentStore
 from zero8.saved import MOMENTS
 from zero8.zero.moment_tensor import MomentTensor
 
-RELINKING = ("_lazy_init_hp_params_optimizer_state", "load_state_dict", "reload_states")
-"""Methods after which views may be missing: a step's, a load's, and that of `offload_states`."""
+MOVING = ("offload_states", "reload_states")
+RELINKING = ("_lazy_init_hp_params_optimizer_state", "load_state_dict", *MOVING)
+"""Methods after which views may be missing: a step's, a load's, and those that move states."""
+
+OFFLOADS = "offload_optimizer_states"
+"""The function of DeepSpeed's that moves the states for `offload_states` of ZeRO 1 and 2."""
 
 
 def keep_views_fresh(zero_class: type, groups: str, partitions: str, optimizer_class: type) -> None:
@@ -28,26 +38,41 @@ def keep_views_fresh(zero_class: type, groups: str, partitions: str, optimizer_c
         optimizer_class: whose states are meant.
     """
 
-    def refreshing(original):
+    def refreshing(name: str):
+        original = getattr(zero_class, name)
+
         @functools.wraps(original)
         def method(self, *args, **kwargs):
+            if not isinstance(self.optimizer, optimizer_class):
+                return original(self, *args, **kwargs)
+            if name in MOVING:
+                # They would keep what is moved alive where it was.
+                for params in getattr(self, groups):
+                    _drop_views(params)
             result = original(self, *args, **kwargs)
-            if isinstance(self.optimizer, optimizer_class):
-                for params, flat in zip(
-                    getattr(self, groups), getattr(self, partitions), strict=True
-                ):
-                    _take_views(params, flat, self.optimizer.state.get(flat))
+            for params, flat in zip(getattr(self, groups), getattr(self, partitions), strict=True):
+                _take_views(params, flat, self.optimizer.state.get(flat))
             return result
 
         return method
 
     for name in RELINKING:
         if hasattr(zero_class, name):
-            setattr(zero_class, name, refreshing(getattr(zero_class, name)))
+            setattr(zero_class, name, refreshing(name))
+
+
+def _mappings(params: list) -> list:
+    return [p._hp_mapping for p in params if getattr(p, "_hp_mapping", None) is not None]
+
+
+def _drop_views(params: list) -> None:
+    for mapping in _mappings(params):
+        if mapping.optim_fragment is not None:
+            mapping.optim_fragment.clear()
 
 
 def _take_views(params: list, flat, state: dict | None) -> None:
-    mappings = [p._hp_mapping for p in params if getattr(p, "_hp_mapping", None) is not None]
+    mappings = _mappings(params)
     if not state or all(_is_fresh(mapping, state) for mapping in mappings[:1]):
         return  # the views of a group are all taken at once
     for mapping in mappings:
@@ -60,6 +85,44 @@ def _is_fresh(mapping, state: dict) -> bool:
         isinstance(view, MomentTensor) and view.store is getattr(state.get(which), "store", None)
         for view, which in zip(views, MOMENTS, strict=True)
     )
+
+
+def offload_codes(module: ModuleType, optimizer_class: type) -> None:
+    """Have the offload of states to page-locked memory keep 8-bit moments as they are.
+
+    Args:
+        module: the one that calls `offload_optimizer_states`.
+        optimizer_class: whose states are meant.
+    """
+    original = getattr(module, OFFLOADS)
+
+    @functools.wraps(original)
+    def offload(optimizer, device, pin_memory=False, non_blocking=False):
+        if pin_memory and isinstance(optimizer, optimizer_class):
+            for state in optimizer.state.values():
+                for which in MOMENTS:
+                    if isinstance(state.get(which), MomentTensor):
+                        state[which] = _page_locked(state[which], non_blocking)
+        # What is on the host already stays.
+        return original(optimizer, device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    setattr(module, OFFLOADS, offload)
+
+
+def _page_locked(moment: MomentTensor, non_blocking: bool) -> MomentTensor:
+    """Return a moment in page-locked memory of DeepSpeed's kind; itself if it is on the host."""
+    if moment.device.type == "cpu":
+        return moment
+    from deepspeed.accelerator import get_accelerator
+
+    def copied(buffer: Tensor) -> Tensor:
+        target = get_accelerator().pin_empty_like(buffer, device="cpu")
+        return target.copy_(buffer, non_blocking=non_blocking)
+
+    store = moment.store
+    copies = (copied(buffer) for buffer in store.buffers)
+    store = MomentStore(store.codec, store.which, store.table, *copies, store.written)
+    return MomentTensor(store, dtype=moment.dtype)
 
 
 def refuse_to_move_states(zero3_class: type, optimizer_class: type) -> None:

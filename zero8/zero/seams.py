@@ -12,7 +12,7 @@
   the disk, and a complete resume.
 * `DeepSpeedEngine._configure_optimizer`: says, when it refuses our optimizer as an object under
   offload, what to set.
-* `zero8.zero.access`: views of states that are taken again, `offload_states` of ZeRO 3.
+* `zero8.zero.access`: views of states that are taken again, `offload_states` of ZeRO 1, 2 and 3.
 * `ALL_OPS`: the row of ds_report.
 
 All of them leave every other optimizer as it was.
@@ -21,6 +21,7 @@ All of them leave every other optimizer as it was.
 import functools
 import inspect
 from importlib.metadata import version
+from types import ModuleType
 
 from zero8.versions import TESTED, warn_if_untested
 from zero8.zero import access
@@ -64,6 +65,10 @@ def install(optimizer_class: type) -> None:
     for views_class in (zero12_class, bf16_class):
         _require_method(views_class, "_lazy_init_hp_params_optimizer_state", set())
         _require_method(views_class, "load_state_dict", set())
+    for name in access.MOVING:
+        _require_method(zero12_class, name, set())
+    moved = {"optimizer", "device", "pin_memory", "non_blocking"}
+    _require_method(stage_1_and_2, access.OFFLOADS, moved)
     _require_method(zero3_class, "offload_states", {"include"})
     _require_method(zero3_class, "step", set())
     _require_method(zero3_class, "_post_step", set())
@@ -75,6 +80,7 @@ def install(optimizer_class: type) -> None:
     access.keep_views_fresh(zero12_class, *zero12, optimizer_class)
     bf16 = ("bf16_groups", "fp32_groups_flat_partition")
     access.keep_views_fresh(bf16_class, *bf16, optimizer_class)
+    access.offload_codes(stage_1_and_2, optimizer_class)
     access.refuse_to_move_states(zero3_class, optimizer_class)
     _swap_states(stage3, optimizer_class)
     _agree_on_swapped(engine_class, zero3_class)
@@ -99,10 +105,10 @@ def _require(found: bool, what: str) -> None:
         )
 
 
-def _require_method(owner: type | None, name: str, parameters: set[str]) -> None:
+def _require_method(owner: type | ModuleType | None, name: str, parameters: set[str]) -> None:
     method = getattr(owner, name, None)
     found = method is not None and parameters <= set(inspect.signature(method).parameters)
-    _require(found, f"{getattr(owner, '__qualname__', 'the owner of')}.{name}{sorted(parameters)}")
+    _require(found, f"{getattr(owner, '__name__', 'the owner of')}.{name}{sorted(parameters)}")
 
 
 def _guard_modes(engine_class: type, optimizer_class: type) -> None:

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`offload_states` of ZeRO 1 and 2: 8-bit moments stay 8-bit, and leave the GPU for good."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from processes import run
+
+from zero8.codec import CODECS
+
+TESTS = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    done = run(
+        [sys.executable, str(TESTS / "offload_worker.py")], seconds=240, DS_ACCELERATOR="cpu"
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    "check",
+    [
+        "offload_and_reload",
+        "memory_on_the_gpu_is_free_before_its_cache_is_emptied",
+        "states_of_others",
+    ],
+)
+def test_offload_states_on_a_gpu_keeps_moments_8bit_and_frees_the_gpu(outcomes, check, codec):
+    error = outcomes[f"{check} {codec}"]
+    assert error is None, error
