@@ -3,12 +3,15 @@
 
 import math
 from itertools import groupby
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_bytes import LiveBytes
 
+from zero8 import pieces
 from zero8.codec import CODECS, codec_named, dequantize, quantize
 from zero8.pieces import MomentStore, Piece, PieceTable
 
@@ -31,7 +34,7 @@ def block_key(piece, element):
 @st.composite
 def tables(draw):
     """Draw shards: 8-bit and float32 pieces, cut anywhere, and padding between and after them."""
-    pieces, position = [], 0
+    parts, position = [], 0
     for number in range(draw(st.integers(1, 4))):
         position += draw(st.sampled_from((0, 0, 1, 5)))
         block_size = draw(st.sampled_from((0, 64, 256)))
@@ -40,9 +43,9 @@ def tables(draw):
         total = math.prod(shape)
         first = draw(st.integers(0, max(0, total - 1)))
         numel = draw(st.integers(min(1, total), total - first))
-        pieces.append(Piece(position, numel, first, shape, number, block_size, f"p{number}"))
+        parts.append(Piece(position, numel, first, shape, number, block_size, f"p{number}"))
         position += numel
-    return PieceTable(tuple(pieces), position + draw(st.integers(0, 5)))
+    return PieceTable(tuple(parts), position + draw(st.integers(0, 5)))
 
 
 def values_for(which, numel, seed):
@@ -92,9 +95,15 @@ class Mirror:
     st.sampled_from(sorted(CODECS)),
     st.sampled_from(("exp_avg", "exp_avg_sq")),
     st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(0, 999)), min_size=1),
+    st.sampled_from((1, 100, pieces.CHUNK_NUMEL)),
 )
-def test_store_any_writes_reads_what_the_mirror_holds(table, codec, which, writes):
+def test_store_any_writes_reads_what_the_mirror_holds(table, codec, which, writes, chunk_numel):
     """Bit equality: a block written in part is encoded again, and encoding keeps decoded values."""
+    with patch.object(pieces, "CHUNK_NUMEL", chunk_numel):
+        check_against_mirror(table, codec, which, writes)
+
+
+def check_against_mirror(table, codec, which, writes):
     store = MomentStore.zeros(codec_named(codec), which, table)
     mirror = Mirror(store.code, table)
     for from_, to, seed in writes[:4]:
@@ -145,12 +154,12 @@ def test_overlapping_any_range_yields_each_held_element_once(table, from_, to):
 
 def mixed_store(codec="companded", which="exp_avg"):
     """Return a store of one piece of each kind, cut at both ends, with padding."""
-    pieces = (
+    parts = (
         Piece(2, 400, 150, (2, 300), 1, 256, "cut"),
         Piece(402, 7, 0, (7,), 2, 0, "dense"),
         Piece(411, 192, 0, (3, 64), 3, 64, "whole"),
     )
-    store = MomentStore.zeros(codec_named(codec), which, PieceTable(pieces, 605))
+    store = MomentStore.zeros(codec_named(codec), which, PieceTable(parts, 605))
     store.write(0, values_for(which, 605, seed=1))
     return store
 
@@ -233,3 +242,42 @@ def test_state_with_rows_of_256_takes_two_bytes_and_the_scales():
         stores = [MomentStore.zeros(codec, which, table) for which in ("exp_avg", "exp_avg_sq")]
         scales = 1 + SCALES.get((name, "exp_avg_sq"), 1)
         assert sum(store.nbytes for store in stores) / table.numel == 2 + 4 * scales / 256 <= 2.08
+
+
+# --- Chunks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
+def test_write_in_chunks_gives_the_codes_and_scales_of_one_write(codec, which, monkeypatch):
+    whole = mixed_store(codec, which)
+    whole.write(100, values_for(which, 350, seed=4))
+    for chunk_numel in (1, 64, 100):
+        monkeypatch.setattr(pieces, "CHUNK_NUMEL", chunk_numel)
+        parts = mixed_store(codec, which)
+        parts.write(100, values_for(which, 350, seed=4))
+        for ours, expected in zip(parts.buffers, whole.buffers, strict=True):
+            assert torch.equal(ours, expected)
+        assert torch.equal(parts.read(3, 600), whole.read(3, 600))
+
+
+def peaks(codec, which, numel):
+    """Return the bytes that a read and a write of a whole moment take besides its result."""
+    table = PieceTable((Piece(0, numel, 30, (numel // 64, 128), 1, 64, "p"),), numel)
+    store, values = MomentStore.zeros(codec_named(codec), which, table), values_for(which, numel, 1)
+    with LiveBytes() as writing:
+        store.write(0, values)
+    with LiveBytes() as reading:
+        store.read(0, numel)
+    return reading.peak - 4 * numel, writing.peak
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
+def test_read_and_write_of_longer_moments_need_no_more_temporary_memory(codec, which, monkeypatch):
+    """A chunk may be longer by a block at either end; each element takes 110 bytes at most."""
+    monkeypatch.setattr(pieces, "CHUNK_NUMEL", 1024)
+    short, long = (peaks(codec, which, numel) for numel in (1 << 14, 1 << 16))
+    assert max(short + long) <= 110 * (1024 + 2 * 64)
+    # The numbers say that they measured something: 8-bit codes become float32 at least.
+    assert min(short + long) >= 4 * 1024

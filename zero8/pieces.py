@@ -18,6 +18,9 @@ from zero8.grid import BlockGrid
 from zero8.pages import advise_huge
 from zero8.segment import Moment
 
+CHUNK_NUMEL = 1 << 22
+"""About how many elements are encoded or decoded at once: up to 110 bytes each for a while."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -186,10 +189,9 @@ class MomentStore:
     def read(self, start: int, numel: int) -> Tensor:
         """Return elements of the shard as float32, zeros in padding; shape (numel,)."""
         out = torch.zeros(numel, dtype=torch.float32, device=self.codes.device)
-        for number, begin, end in self.table.overlapping(start, numel):
-            piece = self.table.pieces[number]
-            values = self._decoded(number, begin - piece.start, end - piece.start)
-            out[begin - start : end - start] = values
+        for number, begin, end in self._chunks(start, numel):
+            offset = self.table.pieces[number].start
+            out[offset + begin - start : offset + end - start] = self._decoded(number, begin, end)
         return out
 
     def write(self, start: int, values: Tensor) -> None:
@@ -199,10 +201,23 @@ class MomentStore:
         elements move by at most half a code, and not at all if its scale stays.
         """
         self.written = True
-        for number, begin, end in self.table.overlapping(start, values.numel()):
-            piece = self.table.pieces[number]
-            new = values[begin - start : end - start].to(self.codes.device, torch.float32)
-            self._encode(number, begin - piece.start, new)
+        for number, begin, end in self._chunks(start, values.numel()):
+            offset = self.table.pieces[number].start
+            new = values[offset + begin - start : offset + end - start]
+            self._encode(number, begin, new.to(self.codes.device, torch.float32))
+
+    def _chunks(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (piece number, begin, end) in the piece for the parts of a range of the shard.
+
+        A part ends where a block does, so that each block is encoded once, or where the range does.
+        """
+        for number, *place in self.table.overlapping(start, numel):
+            begin, last = (at - self.table.pieces[number].start for at in place)
+            while begin < last:
+                _, block_end, _, _ = self._blocks(number, begin, min(begin + CHUNK_NUMEL, last))
+                end = min(block_end, last)
+                yield number, begin, end
+                begin = end
 
     def _blocks(self, number: int, begin: int, end: int) -> tuple[int, int, int, int]:
         """Return (begin, end) widened to whole blocks, and those blocks' (first, count)."""
