@@ -12,6 +12,7 @@ from moment_samples import MOMENTS, NUMEL, PIECES, moment, values_for
 from pretended_gpu import DEVICE, Gpu, crossings, streams
 
 from zero8 import dither
+from zero8.checkpoint.bitsandbytes import from_bitsandbytes, to_bitsandbytes
 from zero8.codec import CODECS, dequantize, quantize
 from zero8.pieces import MomentStore, Piece, PieceTable
 from zero8.saved import PlainState
@@ -205,6 +206,28 @@ def adopted(codec):
             assert k not in moments or value.raw.data_ptr() not in {
                 v.raw.data_ptr() for v in there.values() if isinstance(v, Gpu)
             }
+
+
+@check
+def bitsandbytes_and_back(codec):
+    """Rows that their blocks coincide with, and rows that they run across."""
+    states = {}
+    for number, shape in enumerate(((24, 512), (50, 300))):
+        piece = Piece(0, shape[0] * shape[1], 0, shape, number, 256, str(number))
+        dense = {w: values_for(w, 7, piece.numel).view(shape) for w in MOMENTS}
+        adopted = PlainState.adopted(
+            {"step": 3, **dense}, CODECS[codec], lambda _, piece=piece: piece, "cpu"
+        )
+        states[number] = adopted.entries
+    there = {number: on(DEVICE, entries) for number, entries in states.items()}
+    expected = to_bitsandbytes({"state": states, "param_groups": []})
+    with staying():
+        got = to_bitsandbytes({"state": there, "param_groups": []})
+        back = from_bitsandbytes(got)
+    for ours, theirs in ((got, expected), (back, from_bitsandbytes(expected))):
+        for number, entries in theirs["state"].items():
+            names = [k for k, v in entries.items() if isinstance(v, torch.Tensor) and k != "format"]
+            assert_same([ours["state"][number][k] for k in names], [entries[k] for k in names])
 
 
 def outcome(function, *args):

@@ -22,6 +22,7 @@ CHECKS = (
     "moment_tensor",
     "record_stream",
     "adopted",
+    "bitsandbytes_and_back",
 )
 
 

@@ -92,9 +92,8 @@ def _checked(state: dict, which: str) -> tuple[Tensor, Tensor]:
 
 def _decoded(state: dict, which: str) -> Tensor:
     codes, scales = _checked(state, which)
-    block = torch.arange(codes.numel()) // BLOCK_SIZE
     code = getattr(CODECS["dynamic"], which)
-    return dequantize(code, codes.reshape(-1), scales, block).view(codes.shape)
+    return dequantize(code, codes.reshape(-1), scales, _block_numbers(codes)).view(codes.shape)
 
 
 def _exported(state: dict) -> dict:
@@ -113,21 +112,26 @@ def _exported(state: dict) -> dict:
             codes, scales = _flat_codes(code, store.read(0, store.table.numel))
         _make_positive(code, codes, scales)
         keys = _KEYS[store.which]
-        values = (codes.view(shape), scales.abs(), code.levels.clone())
+        values = (codes.view(shape), scales.abs(), code.levels.to(codes.device, copy=True))
         exported |= dict(zip(keys, values, strict=True))
     return exported
 
 
 def _flat_codes(code: DynamicCode, x: Tensor) -> tuple[Tensor, Tensor]:
-    block = torch.arange(x.numel()) // BLOCK_SIZE
+    block = _block_numbers(x)
     return quantize(code, x, block, int(block[-1]) + 1)
 
 
 def _make_positive(code: DynamicCode, codes: Tensor, scales: Tensor) -> None:
     """Code anew, in place, the blocks whose scale is negative; the scale's magnitude stays."""
-    negative = (scales < 0)[torch.arange(codes.numel()) // BLOCK_SIZE]
-    mirrored = -code.levels[codes[negative].to(torch.int64)]
-    codes[negative] = torch.searchsorted(code.thresholds, mirrored, right=True).to(torch.uint8)
+    levels, thresholds = code.levels.to(codes.device), code.thresholds.to(codes.device)
+    negative = (scales < 0)[_block_numbers(codes)]
+    mirrored = -levels[codes[negative].to(torch.int64)]
+    codes[negative] = torch.searchsorted(thresholds, mirrored, right=True).to(torch.uint8)
+
+
+def _block_numbers(x: Tensor) -> Tensor:
+    return torch.arange(x.numel(), dtype=torch.int64, device=x.device) // BLOCK_SIZE
 
 
 def _blocks_coincide(shape: tuple[int, ...], block_size: int) -> bool:
