@@ -23,7 +23,7 @@ class Counts:
     def __init__(self, counts: Tensor):
         """Ask for a copy, behind the work of torch's current stream."""
         with torch.cuda.device(counts.device):
-            self._host = torch.empty(counts.shape, dtype=counts.dtype).pin_memory()
+            self._host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu").pin_memory()
             self._host.copy_(counts, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
