@@ -286,6 +286,33 @@ def test_cuda_graph_of_memory_that_has_moved_is_refused(gpu, change):
     assert optimizer.state[params[0]]["step"] == 2
 
 
+def test_cuda_graph_of_parameters_that_come_to_take_the_same_step_goes_on(gpu):
+    """Fewer scalars than were captured: they lie at the front of the table."""
+    mine, theirs = made(), made()
+    for params, optimizer in (mine, theirs):
+        set_grads(params[:1], 0)
+        optimizer.step()
+        set_grads(params, 1)
+        optimizer.step()
+        if optimizer is mine[1]:
+            with gpu.graph():
+                optimizer.step()
+        for key in ("step", "history"):
+            optimizer.state[params[0]][key] = optimizer.state[params[1]][key]
+        set_grads(params, 2)
+    mine[1].before_replay()
+    gpu.replay()
+    theirs[1].step()
+    assert_same(mine, theirs)
+
+
+def test_cuda_graph_of_parameters_that_come_to_take_other_steps_is_refused(gpu):
+    params, optimizer = captured(gpu)
+    optimizer.state[params[0]]["step"] = 7
+    with pytest.raises(RuntimeError, match="no longer take the same step as each other"):
+        optimizer.before_replay()
+
+
 def test_cuda_graph_outlives_gradients_that_are_set_to_none(gpu):
     params, optimizer = captured(gpu)
     optimizer.zero_grad()

@@ -85,8 +85,18 @@ class CudaKernel:
             return self._launched(launch, table)
 
     def refresh(self, launch: Launch, table: Tensor) -> None:
-        """Overwrite the table of a captured launch, on torch's current stream."""
-        table.copy_(self._pinned(launch.table), non_blocking=True)
+        """Overwrite the table of a captured launch, on torch's current stream.
+
+        Raises:
+            RuntimeError: if there are more scalars than there were.
+        """
+        size = launch.table.size
+        if size > table.numel():
+            raise RuntimeError(
+                "a captured step: got parameters that no longer take the same step as each other; "
+                "capture it again"
+            )
+        table[:size].copy_(self._pinned(launch.table), non_blocking=True)
 
     def _launched(self, launch: Launch, table: Tensor) -> Launched:
         counts = torch.zeros(launch.num_segments, dtype=torch.int64, device=self._device)
