@@ -37,6 +37,7 @@ class StandInGpu:
         patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
         patch(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
         patch(torch.cuda, "Event", lambda: Event(self))
+        patch(torch.cuda, "synchronize", lambda: None)
         patch(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
         patch(cuda_driver, "LIBRARY", str(library))
         patch(cuda_compile, "machine_code", self._machine_code)
