@@ -64,7 +64,7 @@ class CudaKernel:
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._driver = Driver()
         with torch.cuda.device(device):
-            # The driver takes its context from the thread, which has one after a call of the runtime.
+            # The driver works in the context of the thread: a call of the runtime gives it one.
             torch.cuda.synchronize()
             self._function = self._driver.function(code, "zero8_step")
         self._maps: Tensor | None = None
