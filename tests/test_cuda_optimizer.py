@@ -2,6 +2,7 @@
 """The optimizer over parameters on a GPU, for which the CPU stands in (tests/gpu_standin.py)."""
 
 import copy
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 import zero8
 import zero8.zero.optimizer
 from zero8.codec import CODECS
+from zero8.op import runners
 from zero8.params import check_tensors
 from zero8.prepared import Batch
 from zero8.zero.optimizer import _device_of
@@ -230,6 +232,41 @@ def test_cuda_graph_nonfinite_gradients_of_a_replay_are_told_before_the_next(gpu
     assert optimizer.state[params[0]]["step"] == 4
 
 
+def test_cuda_graph_nonfinite_gradients_of_the_last_replay_are_told_by_ordinary_steps(gpu):
+    params, optimizer = captured(gpu)
+    optimizer.before_replay()
+    params[0].grad[0, 0] = torch.nan
+    gpu.replay()
+    params[0].grad.zero_()
+    with pytest.raises(FloatingPointError, match=r"a \(1 blocks\)"):
+        optimizer.step()
+    optimizer.step()
+
+
+def test_cuda_graph_captured_anew_keeps_the_counts_of_the_one_before(gpu):
+    params, optimizer = captured(gpu)
+    optimizer.before_replay()
+    params[0].grad[0, 0] = torch.nan
+    gpu.replay()
+    params[0].grad.zero_()
+    with gpu.graph():
+        optimizer.step()
+    with pytest.raises(FloatingPointError, match=r"a \(1 blocks\)"):
+        optimizer.before_replay()
+    gpu.replay()
+    optimizer.before_replay()
+    assert optimizer.nonfinite_blocks == 1 and optimizer.state[params[0]]["step"] == 4
+
+
+def test_cuda_graph_capture_asks_the_device_of_the_parameters(monkeypatch):
+    """The current stream of another GPU may be one that is being captured."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(asked.append(device)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert runners.is_capturing(torch.device("cuda:1")) and asked == [torch.device("cuda:1")]
+    assert not runners.is_capturing(torch.device("cpu"))
+
+
 def test_cuda_graph_capture_before_any_step_is_refused_and_changes_nothing(gpu):
     params, optimizer = made()
     set_grads(params, 0)
@@ -307,10 +344,16 @@ def test_cuda_graph_of_parameters_that_come_to_take_the_same_step_goes_on(gpu):
 
 
 def test_cuda_graph_of_parameters_that_come_to_take_other_steps_is_refused(gpu):
-    params, optimizer = captured(gpu)
+    params, optimizer = made()
+    params[2].data = params[2].data.t().contiguous().t()  # in a launch of its own
+    set_grads(params, 0)
+    optimizer.step()
+    with gpu.graph():
+        optimizer.step()
     optimizer.state[params[0]]["step"] = 7
     with pytest.raises(RuntimeError, match="no longer take the same step as each other"):
         optimizer.before_replay()
+    assert optimizer.state[params[1]]["step"] == optimizer.state[params[2]]["step"] == 1
 
 
 def test_cuda_graph_outlives_gradients_that_are_set_to_none(gpu):

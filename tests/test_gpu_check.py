@@ -283,7 +283,7 @@ def test_gpu_check_parts_are_these_and_their_files_lie_beside_the_record(tmp_pat
     monkeypatch.setattr(gpu_check_parts, "sanitizer", lambda: "/cuda/bin/compute-sanitizer")
     parts = {p.name: p for p in gpu_check_parts.parts(tmp_path, tmp_path / "gpu_x_202611")}
     assert list(parts) == [
-        "build", "tests", "train_offload", "train_on_gpu", "bench", "memcheck", "racecheck",
+        "build", "tests", "memcheck", "train_offload", "train_on_gpu", "bench", "racecheck",
     ]  # fmt: skip
     assert f"{tmp_path}/gpu_x_202611_step.json" in parts["bench"].text
     assert "-m gpu" in parts["tests"].text

@@ -63,8 +63,9 @@ def test_gpu_optimizer_host_runs_ahead_of_the_gpu():
     """The GPU sleeps; the host has taken its step and been told nothing of the NaN in it."""
     params, optimizer = on_gpu()
     set_gpu_grads(params, 0)
-    optimizer.step()
-    torch.cuda.synchronize()
+    for _ in range(2):  # all pinned memory has been allocated then, which may wait for the GPU
+        optimizer.step()
+        torch.cuda.synchronize()
     done = torch.cuda.Event()
     params[2].grad[3, 5] = torch.nan
     torch.cuda._sleep(500_000_000)
@@ -116,6 +117,7 @@ def test_gpu_graph_replays_are_the_steps_that_follow(codec):
             x.copy_(q.grad)
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         set_inputs(0)
         for params, optimizer in (mine, theirs):

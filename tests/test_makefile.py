@@ -67,7 +67,9 @@ def test_bench_writes_where_out_says():
 def test_gpu_check_installs_the_peers_or_with_a_python_that_has_all_nothing(checkout):
     assert ".[peers]" in make("-n", "gpu-check", folder=checkout).stdout
     done = make("-n", "gpu-check", "GPU_PYTHON=python3", folder=checkout)
-    assert done.stdout == "python3 -m zero8.bench.gpu_check\n"
+    # Under another make there are lines on folders around it.
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("make")]
+    assert lines == ["python3 -m zero8.bench.gpu_check"]
 
 
 def test_target_in_a_fresh_checkout_installs_first(checkout):

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from zero8.settings import OWN_KEYS
+from zero8.train import config
 from zero8.train.config import BASELINE, EIGHT_BIT, load_config
 
 DEFAULT = Path(__file__).parents[1] / "configs" / "zero2_offload.json"
@@ -37,3 +39,16 @@ def test_load_config_other_type_raises(tmp_path, content):
     path.write_text(content)
     with pytest.raises(ValueError, match="expected 'Adam8bitBlockwise'"):
         load_config(path, BASELINE, 1)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_load_config_adamw_on_a_gpu_without_offload_is_torchs(monkeypatch, tmp_path, device):
+    """DeepSpeed's needs a CUDA toolkit; whatever stays the same is left alone."""
+    accelerator = SimpleNamespace(device_name=lambda: device)
+    monkeypatch.setattr(config, "get_accelerator", lambda: accelerator)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"optimizer": {"type": EIGHT_BIT}}))
+    params = load_config(path, BASELINE, 1)["optimizer"].get("params", {})
+    assert params == ({"torch_adam": True} if device == "cuda" else {})
+    assert "params" not in load_config(path, EIGHT_BIT, 1)["optimizer"]
+    assert "torch_adam" not in load_config(DEFAULT, BASELINE, 1)["optimizer"]["params"]

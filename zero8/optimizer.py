@@ -48,7 +48,9 @@ class BlockwiseAdam(BlockwiseStates):
         self._single: dict[int, Prepared] = {}
         self._joined: dict[torch.device, Prepared] = {}
         self._counts = Ledger()
+        # Steps in the graph that was captured last, and in earlier ones whose counts are awaited.
         self._captured: list[CapturedStep] = []
+        self._replaced: list[CapturedStep] = []
         super().__init__(params, *args, **kwargs)
 
     def __setstate__(self, state: dict) -> None:
@@ -57,14 +59,15 @@ class BlockwiseAdam(BlockwiseStates):
         self._single, self._joined = {}, {}
         self.__dict__.setdefault("_counts", Ledger())
         self.__dict__.setdefault("_captured", [])
+        self.__dict__.setdefault("_replaced", [])
 
     @torch._disable_dynamo  # as torch's own load_state_dict: addresses mean nothing to it
     @torch.no_grad()
     def step(self, closure=None):
         """Take one optimizer step; see `zero8.reference` for the equations.
 
-        The host does not wait for a GPU.  A step that is captured in a CUDA graph changes nothing
-        yet; see `before_replay`.
+        After the first step the host does not wait for a GPU.  A step that is captured in a CUDA
+        graph changes nothing yet; see `before_replay`.
 
         Raises:
             ValueError: if a gradient is sparse, complex or of a dtype that is not served, or a
@@ -86,6 +89,7 @@ class BlockwiseAdam(BlockwiseStates):
         if any(is_capturing(batch.device) for batch in batches):
             self._capture(batches, todo)
             return loss
+        self._count_replays()
         for batch, (prepared, runner) in zip(batches, todo, strict=True):
             self._run(batch, prepared, runner)
         if skipped := self._counts.take():
@@ -276,8 +280,10 @@ class BlockwiseAdam(BlockwiseStates):
             )
         if any(prepared.last is None for prepared, _ in todo):
             raise RuntimeError(CAPTURE_TOO_EARLY)
+        # While a graph is captured counts of an earlier one cannot be asked for.
+        self._replaced += [captured for captured in self._captured if captured.is_refreshed]
         self._captured = [
-            CapturedStep.of(batch, prepared, runner, *self._moved(batch))
+            CapturedStep.of(batch, prepared, runner)
             for batch, (prepared, runner) in zip(batches, todo, strict=True)
         ]
 
@@ -285,8 +291,9 @@ class BlockwiseAdam(BlockwiseStates):
         """Make the next replay of the CUDA graph with `step` in it take the next step.
 
         Counts the step, and gives the graph what depends on it: lr and the other settings of the
-        groups, bias corrections, dither phases.  Call it before every replay, on the same stream;
-        the host does not wait.
+        groups, bias corrections, dither phases.  Call it before every replay, the first one too (it
+        would read gradients that are gone), on the same stream.  The host waits only for an lr that
+        is on a GPU.
 
             optimizer.step()  # once before: makes the states, compiles the kernel
             with torch.cuda.graph(graph):
@@ -313,11 +320,14 @@ class BlockwiseAdam(BlockwiseStates):
                     "before_replay: parameters or states are not where the CUDA graph has them "
                     "(was a checkpoint loaded since?); capture it again"
                 )
+        steps = [self._moved(batch) for batch in batches]
+        pairs = zip(self._captured, steps, strict=True)
+        launches = [captured.next_launch(*step) for captured, step in pairs]
         self._count_replays()
-        for captured, batch in zip(self._captured, batches, strict=True):
-            moved, which = self._moved(batch)
-            captured.refresh(moved, which)
-            _note_step(batch, moved, which)
+        for captured, launch in zip(self._captured, launches, strict=True):
+            captured.refresh(launch)
+        for batch, step in zip(batches, steps, strict=True):
+            _note_step(batch, *step)
         if skipped := self._counts.take():
             self._handle_nonfinite(skipped)
 
@@ -328,9 +338,10 @@ class BlockwiseAdam(BlockwiseStates):
         return Batch([group_of[p] for p in batch.params], batch.params, batch.grads, states)
 
     def _count_replays(self) -> None:
-        for captured in self._captured:
+        for captured in (*self._replaced, *self._captured):
             if counts := captured.take_counts():
                 self._counts.add(captured.prepared.labels, counts)
+        self._replaced = []
 
     def _handle_nonfinite(self, skipped: dict[str, int]) -> None:
         self.nonfinite_blocks += sum(skipped.values())

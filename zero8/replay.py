@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from zero8.op.launch import Launch
 from zero8.op.runners import BlockCounts, CudaRun, CudaRunner
 from zero8.prepared import Batch, Moved, Prepared, packed
 
@@ -31,18 +32,10 @@ class CapturedStep:
     is_refreshed: bool = False
 
     @classmethod
-    def of(
-        cls,
-        batch: Batch,
-        prepared: Prepared,
-        runner: CudaRunner,
-        moved: Sequence[Moved],
-        which: Sequence[int],
-    ) -> "CapturedStep":
-        """Capture a step; see `zero8.prepared.packed` for the arguments."""
+    def of(cls, batch: Batch, prepared: Prepared, runner: CudaRunner) -> "CapturedStep":
+        """Capture a step over a batch, for whose records an ordinary step has been taken."""
         contiguous = batch.contiguous()
-        records = packed(prepared, contiguous, moved, which)
-        run = runner.capture(*records, before=prepared.last)
+        run = runner.capture(prepared.last)
         contiguous.copy_to(batch)
         return cls(batch, contiguous, prepared, runner, run)
 
@@ -51,10 +44,23 @@ class CapturedStep:
         was, now = (b.tensors[0]["data"] for b in (self.batch, batch))
         return premises != self.prepared.premises or not np.array_equal(was, now)
 
-    def refresh(self, moved: Sequence[Moved], which: Sequence[int]) -> None:
-        """Make the next replay take this step, behind the work of torch's current stream."""
-        records = packed(self.prepared, self.contiguous, moved, which)
-        self.runner.refresh(*records, captured=self.run)
+    def next_launch(self, moved: Sequence[Moved], which: Sequence[int]) -> Launch:
+        """Return the launch that takes a step; see `zero8.prepared.packed` for the arguments.
+
+        Raises:
+            RuntimeError: if it has more scalars than the step that was captured.
+        """
+        launch = Launch.of(*packed(self.prepared, self.contiguous, moved, which))
+        if launch.table.size > self.run.launched.table.numel():
+            raise RuntimeError(
+                "a captured step: got parameters that no longer take the same step as each other; "
+                "take an ordinary one and capture it again"
+            )
+        return launch
+
+    def refresh(self, launch: Launch) -> None:
+        """Make the next replay do this, behind the work of torch's current stream."""
+        self.runner.refresh(launch, self.run)
         self.is_refreshed = True
 
     def take_counts(self) -> BlockCounts | None:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // What nvcc and NVRTC compile: the kernel `zero8_step`, with C linkage, for the CUDA driver to
-// launch. There is no launcher in C++: it would need the headers and the runtime library of one
-// CUDA version, the driver's own call serves code of both compilers and of any version.
+// launch. There is no launcher in C++: it would need CUDA's headers and runtime library, while the
+// driver's own call serves code of both compilers.
 #include "cuda/step_kernel.h"

@@ -253,6 +253,7 @@ __device__ inline void encode(const Segment& seg, const Block& block, const Plac
       typename Moments::Sink sink(own.segment(seg), raw, maps, {0, 0, kPerThread, block.size},
                                   place.index, m.x, v.x, m_range, v_range);
       for_vectors([&](int i) { sink.encode(i, All()); });
+      // All threads have read the old scales: reductions that made the new ones waited for them.
       if (threadIdx.x == 0) {
         constexpr int kM = Moments::MCode::kScales, kV = Moments::VCode::kScales;
         Stored::copy<kM>(seg.exp_avg_scale + block.local * kM, own.m_scale);

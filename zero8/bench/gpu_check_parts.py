@@ -84,11 +84,11 @@ def parts(runs: Path, base: Path) -> list[Part]:
     return [
         Part("build", [python, "-m", "zero8.train.build", ON_GPU], 240, judge_status),
         Part("tests", pytest, 180, partial(judge_tests, tests)),
+        _sanitizer("memcheck", 90),
         _training("train_offload", OFFLOAD, runs),
         _training("train_on_gpu", ON_GPU, runs),
         Part("bench", step, 240, partial(judge_bench, bench)),
-        _sanitizer("memcheck", 90),
-        _sanitizer("racecheck", 60),
+        _sanitizer("racecheck", 90),
     ]
 
 

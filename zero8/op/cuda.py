@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the CUDA kernel: at once, or as a part of a CUDA graph.  The host waits for nothing."""
+"""Calls the CUDA kernel: at once, or as a part of a CUDA graph.
+
+The host waits for the GPU when a kernel is loaded, and then no more.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,10 +46,12 @@ class Launched:
     """What a launch left on the GPU.
 
     Attributes:
-        table: the launch's table, `Launch.table`.
+        launch: what was launched.
+        table: its table, `Launch.table`, on the GPU.
         counts: (num_segments,) int64, blocks left as they were.
     """
 
+    launch: Launch
     table: Tensor
     counts: Tensor
 
@@ -77,28 +82,25 @@ class CudaKernel:
             table = self._pinned(launch.table).to(self._device, non_blocking=True)
             return self._launched(launch, table)
 
-    def capture(self, launch: Launch, table: Tensor) -> Launched:
+    def capture(self, before: Launched) -> Launched:
         """Launch as a part of the graph that is being captured.
 
-        Replays do what `table` says by then, that of an earlier launch over the same segments;
-        nothing is allocated here but the counts, which the graph sets to zero first.
+        Replays do what the table of an earlier launch says by then; nothing is allocated here but
+        the counts, which the graph sets to zero first.
         """
         with torch.cuda.device(self._device):
-            return self._launched(launch, table)
+            return self._launched(before.launch, before.table)
 
-    def refresh(self, launch: Launch, table: Tensor) -> None:
+    def refresh(self, launch: Launch, captured: Launched) -> None:
         """Overwrite the table of a captured launch, on torch's current stream.
 
-        Raises:
-            RuntimeError: if there are more scalars than there were.
+        Args:
+            launch: of the same segments, with at most as many scalars.
+            captured: what `capture` returned.
         """
-        size = launch.table.size
-        if size > table.numel():
-            raise RuntimeError(
-                "a captured step: got parameters that no longer take the same step as each other; "
-                "capture it again"
-            )
-        table[:size].copy_(self._pinned(launch.table), non_blocking=True)
+        captured.table.record_stream(torch.cuda.current_stream(self._device))
+        begin = captured.table[: launch.table.size]
+        begin.copy_(self._pinned(launch.table), non_blocking=True)
 
     def _launched(self, launch: Launch, table: Tensor) -> Launched:
         counts = torch.zeros(launch.num_segments, dtype=torch.int64, device=self._device)
@@ -116,7 +118,7 @@ class CudaKernel:
         grid = launch.grid(resident * self._processors)
         stream = torch.cuda.current_stream(self._device).cuda_stream
         self._driver.launch(self._function, grid, block, arguments, stream)
-        return Launched(table, counts)
+        return Launched(launch, table, counts)
 
     @staticmethod
     def _pinned(array: np.ndarray) -> Tensor:

@@ -128,7 +128,9 @@ def _nvcc(path: str) -> CudaCompiler:
                 )
             return result.read_bytes()
 
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+    version = subprocess.run([path, "--version"], capture_output=True, text=True)
+    if version.returncode != 0:
+        raise RuntimeError(f"{path} --version failed: {version.stderr or version.stdout}")
     return CudaCompiler("nvcc", version.stdout.strip().splitlines()[-1], compile)
 
 

@@ -51,10 +51,12 @@ class CudaRun:
     def __init__(self, launched: Launched):
         """Take what the launch has left."""
         self.launched = launched
+        self.stream: torch.cuda.Stream | None = None
 
     def counts(self) -> Counts:
-        """Return the counts as they will be where torch's current stream is now."""
-        return Counts(self.launched.counts)
+        """Return the counts as they will be where `stream`, or torch's current one, is now."""
+        with torch.cuda.stream(self.stream):
+            return Counts(self.launched.counts)
 
 
 class CudaRunner:
@@ -63,25 +65,23 @@ class CudaRunner:
     def __init__(self, device: torch.device):
         """Compile the kernel if need be; raises as `cuda_kernel` does."""
         self._kernel = cuda_kernel(device)
+        self._device = device
 
     def run(self, records: np.ndarray, scalars: np.ndarray) -> CudaRun:
         """Take a step."""
         return CudaRun(self._kernel.launch(Launch.of(records, scalars)))
 
-    def capture(self, records: np.ndarray, scalars: np.ndarray, before: CudaRun) -> CudaRun:
-        """Make a step a part of the graph that is being captured.
+    def capture(self, before: CudaRun) -> CudaRun:
+        """Make a step like an earlier one a part of the graph that is being captured.
 
-        Args:
-            records: what its replays will step over.
-            scalars: of the step; replays take those that `refresh` gave last.
-            before: the last step over these segments, whose table in memory the replays will read.
+        Its replays do nothing before `refresh` has told them what to step over.
         """
-        launch = Launch.of(records, scalars)
-        return CudaRun(self._kernel.capture(launch, before.launched.table))
+        return CudaRun(self._kernel.capture(before.launched))
 
-    def refresh(self, records: np.ndarray, scalars: np.ndarray, captured: CudaRun) -> None:
-        """Give a captured step other records and scalars, behind the current stream's work."""
-        self._kernel.refresh(Launch.of(records, scalars), captured.launched.table)
+    def refresh(self, launch: Launch, captured: CudaRun) -> None:
+        """Have the next replay, on torch's current stream, take this step; `CudaKernel.refresh`."""
+        self._kernel.refresh(launch, captured.launched)
+        captured.stream = torch.cuda.current_stream(self._device)
 
 
 Run = CpuRun | CudaRun
@@ -91,7 +91,10 @@ BlockCounts = CpuRun | Counts
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether what is done on a device now becomes a part of a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):  # each has a current stream of its own
+        return torch.cuda.is_current_stream_capturing()
 
 
 def runner_on(device: torch.device) -> Runner:

@@ -13,6 +13,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 
 from zero8.op.builder import Zero8AdamBuilder, build_lock
+from zero8.train.config import is_stepped_by_torch
 
 
 def build_ops() -> None:
@@ -35,7 +36,7 @@ def build_for(config: dict) -> None:
     device = offload.get("device", "none")
     if device == "nvme":
         build_aio()
-    elif device == "none":
+    elif device == "none" and not is_stepped_by_torch(config):
         _build([get_accelerator().create_op_builder("FusedAdamBuilder")])
 
 

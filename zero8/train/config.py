@@ -4,10 +4,21 @@
 import json
 from pathlib import Path
 
+from deepspeed.accelerator import get_accelerator
+
 from zero8.settings import OWN_KEYS
 
 BASELINE = "AdamW"
 EIGHT_BIT = "Adam8bitBlockwise"
+
+
+def is_stepped_by_torch(config: dict) -> bool:
+    """Return whether the AdamW of a run is torch's: on a GPU, without offload.
+
+    DeepSpeed's FusedAdam would need the CUDA toolkit that torch was built with.
+    """
+    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
+    return get_accelerator().device_name() == "cuda" and offload.get("device", "none") == "none"
 
 
 def load_config(path: Path, optimizer: str, steps: int) -> dict:
@@ -24,6 +35,8 @@ def load_config(path: Path, optimizer: str, steps: int) -> dict:
         # DeepSpeed hands every key of "params" to the optimizer, and AdamW does not know these.
         for key in OWN_KEYS:
             section.get("params", {}).pop(key, None)
+        if is_stepped_by_torch(config):
+            section.setdefault("params", {})["torch_adam"] = True
     schedule = config.get("scheduler", {}).get("params", {})
     if schedule.get("total_num_steps") == "auto":
         schedule["total_num_steps"] = steps
