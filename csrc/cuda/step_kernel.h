@@ -108,16 +108,21 @@ __device__ void for_vectors(Body body) {
 
 // --- Parameters and gradients --------------------------------------------------------------------
 
-// Calls body(vec, i) for each vector of a thread's elements: with a QuickVec, and if that has seen
-// tiny results, again for all with a Vec.
+// Calls body(vec) with a QuickVec, and if that has seen tiny results, again with a Vec.
 template <class Body>
-__device__ void for_vectors_quickly(Body body) {
+__device__ void quickly(Body body) {
   QuickVec quick;
-  for_vectors([&](int i) { body(quick, i); });
+  body(quick);
   if (quick.saw_tiny()) {
     Vec slow;
-    for_vectors([&](int i) { body(slow, i); });
+    body(slow);
   }
+}
+
+// Calls body(vec, i) for each vector of a thread's elements, all of them quickly or none.
+template <class Body>
+__device__ void for_vectors_quickly(Body body) {
+  quickly([&](auto& vec) { for_vectors([&](int i) { body(vec, i); }); });
 }
 
 // The gradients, which are of type T in memory.
@@ -219,15 +224,11 @@ __device__ inline void update(const Segment& seg, const Stored& stored, const St
     const Scalars s(raw);
     for_vectors([&](int i) {
       Vec::F x, first, second;
-      const auto advance = [&](auto& vec) {
+      quickly([&](auto& vec) {
         first = source.exp_avg(i, All());
         second = source.exp_avg_sq(i, All());
         x = advanced<Moments::kRoot>(vec, s, Vec::load(p.x + i), Vec::load(g.x + i), first, second);
-      };
-      QuickVec quick;
-      advance(quick);
-      Vec slow;
-      if (quick.saw_tiny()) advance(slow);
+      });
       Vec::store(p.x + i, x);
       Vec::store(m.x + i, first);
       Vec::store(v.x + i, second);
