@@ -214,18 +214,20 @@ def captured(gpu, **settings):
     return params, optimizer
 
 
-def test_cuda_graph_nonfinite_gradients_of_a_replay_are_told_before_the_next(gpu):
-    params, optimizer = captured(gpu)
+def replay_with_nan(gpu, params, optimizer) -> None:
     optimizer.before_replay()
     params[0].grad[0, 0] = torch.nan
     gpu.replay()
     params[0].grad.zero_()
+
+
+def test_cuda_graph_nonfinite_gradients_of_a_replay_are_told_before_the_next(gpu):
+    params, optimizer = captured(gpu)
+    replay_with_nan(gpu, params, optimizer)
     with pytest.raises(FloatingPointError, match=r"a \(1 blocks\)"):
         optimizer.before_replay()
     gpu.replay()  # which has been prepared nevertheless
-    optimizer.before_replay()
-    params[0].grad[0, 0] = torch.nan
-    gpu.replay()
+    replay_with_nan(gpu, params, optimizer)
     with pytest.raises(FloatingPointError, match="2 blocks met a non-finite gradient"):
         optimizer.check_finite()
     assert optimizer.nonfinite_blocks == 2
@@ -234,10 +236,7 @@ def test_cuda_graph_nonfinite_gradients_of_a_replay_are_told_before_the_next(gpu
 
 def test_cuda_graph_nonfinite_gradients_of_the_last_replay_are_told_by_ordinary_steps(gpu):
     params, optimizer = captured(gpu)
-    optimizer.before_replay()
-    params[0].grad[0, 0] = torch.nan
-    gpu.replay()
-    params[0].grad.zero_()
+    replay_with_nan(gpu, params, optimizer)
     with pytest.raises(FloatingPointError, match=r"a \(1 blocks\)"):
         optimizer.step()
     optimizer.step()
@@ -245,10 +244,7 @@ def test_cuda_graph_nonfinite_gradients_of_the_last_replay_are_told_by_ordinary_
 
 def test_cuda_graph_captured_anew_keeps_the_counts_of_the_one_before(gpu):
     params, optimizer = captured(gpu)
-    optimizer.before_replay()
-    params[0].grad[0, 0] = torch.nan
-    gpu.replay()
-    params[0].grad.zero_()
+    replay_with_nan(gpu, params, optimizer)
     with gpu.graph():
         optimizer.step()
     with pytest.raises(FloatingPointError, match=r"a \(1 blocks\)"):
