@@ -3,15 +3,9 @@
 
 from zero8.bench.record import check_lines, skipped_lines, table_lines
 from zero8.bench.step_cuda_contenders import size_name
-from zero8.bench.step_report import label
+from zero8.bench.step_report import time_columns
 
-TIMES = (
-    ("step", lambda row: label(row)),
-    ("ns/param", lambda row: f"{row['ns_per_param']:.4f}"),
-    ("10 to 90 %", lambda row: f"{row['ns_per_param_p10']:.4f} to {row['ns_per_param_p90']:.4f}"),
-    ("bytes/param", lambda row: str(row["bytes_per_param"])),
-    ("GB/s", lambda row: f"{row['gb_per_s']:.0f}"),
-)
+TIMES = time_columns(".4f", ".0f")
 HOST = ("host us", lambda row: f"{row['host_us']:.0f}")
 COLUMNS = (*TIMES, ("of its copy", lambda row: f"{row['fraction_of_copy']:.2f}"), HOST)
 LIST_COLUMNS = (*TIMES, ("over one tensor", lambda row: f"{row['ratio']:.2f}"), HOST)

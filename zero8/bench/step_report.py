@@ -2,23 +2,26 @@
 """The step result as markdown tables."""
 
 import statistics
+from collections.abc import Callable
 
 from zero8.bench.record import check_lines, skipped_lines, table_lines
 
 # Of the threads' time; above it waits for other processes show in what was measured.
 MOST_WAITED = 0.02
 
-COLUMNS = (
-    ("step", lambda row: label(row)),
-    ("ns/param", lambda row: f"{row['ns_per_param']:.3f}"),
-    ("10 to 90 %", lambda row: f"{row['ns_per_param_p10']:.3f} to {row['ns_per_param_p90']:.3f}"),
-    ("bytes/param", lambda row: str(row["bytes_per_param"])),
-    ("GB/s", lambda row: f"{row['gb_per_s']:.1f}"),
-    ("of its stream", lambda row: f"{row['fraction_of_stream']:.2f}"),
-    ("speed over DeepSpeed fp32", lambda row: optional(row["ratio_vs_deepspeed_fp32"], "{:.2f}")),
-    ("extra KiB", lambda row: optional(row["extra_bytes"], "{:.0f}", 2**10)),
-    ("waited", lambda row: f"{row['waited_share']:.1%}"),
-)
+Column = tuple[str, Callable[[dict], str]]
+
+
+def time_columns(ns: str, rate: str) -> tuple[Column, ...]:
+    """Return the columns of a step and its time; times and rates have these formats."""
+    spread = f"{{ns_per_param_p10:{ns}}} to {{ns_per_param_p90:{ns}}}"
+    return (
+        ("step", label),
+        ("ns/param", f"{{ns_per_param:{ns}}}".format_map),
+        ("10 to 90 %", spread.format_map),
+        ("bytes/param", "{bytes_per_param}".format_map),
+        ("GB/s", f"{{gb_per_s:{rate}}}".format_map),
+    )
 
 
 def label(row: dict) -> str:
@@ -29,6 +32,15 @@ def label(row: dict) -> str:
 def optional(value: float | None, form: str, unit: float = 1) -> str:
     """Return a number in its unit, or a dash for what was not measured."""
     return "-" if value is None else form.format(value / unit)
+
+
+COLUMNS = (
+    *time_columns(".3f", ".1f"),
+    ("of its stream", lambda row: f"{row['fraction_of_stream']:.2f}"),
+    ("speed over DeepSpeed fp32", lambda row: optional(row["ratio_vs_deepspeed_fp32"], "{:.2f}")),
+    ("extra KiB", lambda row: optional(row["extra_bytes"], "{:.0f}", 2**10)),
+    ("waited", lambda row: f"{row['waited_share']:.1%}"),
+)
 
 
 def markdown(result: dict) -> str:
