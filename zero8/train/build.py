@@ -13,7 +13,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 
 from zero8.op.builder import Zero8AdamBuilder, build_lock
-from zero8.train.config import is_stepped_by_torch
+from zero8.train.config import is_stepped_by_torch, offload_device
 
 
 def build_ops() -> None:
@@ -32,8 +32,7 @@ def build_aio() -> None:
 
 def build_for(config: dict) -> None:
     """Build what a DeepSpeed config needs beside `build_ops`: aio, or AdamW without offload."""
-    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
-    device = offload.get("device", "none")
+    device = offload_device(config)
     if device == "nvme":
         build_aio()
     elif device == "none" and not is_stepped_by_torch(config):

@@ -12,13 +12,18 @@ BASELINE = "AdamW"
 EIGHT_BIT = "Adam8bitBlockwise"
 
 
+def offload_device(config: dict) -> str:
+    """Return where a DeepSpeed config keeps optimizer states: "cpu", "nvme" or "none"."""
+    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
+    return offload.get("device", "none")
+
+
 def is_stepped_by_torch(config: dict) -> bool:
     """Return whether the AdamW of a run is torch's: on a GPU, without offload.
 
     DeepSpeed's FusedAdam would need the CUDA toolkit that torch was built with.
     """
-    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
-    return get_accelerator().device_name() == "cuda" and offload.get("device", "none") == "none"
+    return get_accelerator().device_name() == "cuda" and offload_device(config) == "none"
 
 
 def load_config(path: Path, optimizer: str, steps: int) -> dict:
