@@ -74,7 +74,7 @@ class CudaRunner:
     def capture(self, before: CudaRun) -> CudaRun:
         """Make a step like an earlier one a part of the graph that is being captured.
 
-        Its replays do nothing before `refresh` has told them what to step over.
+        Its replays step over what the earlier one did until `refresh` has said something else.
         """
         return CudaRun(self._kernel.capture(before.launched))
 
