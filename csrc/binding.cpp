@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "dlpack.h"
 #include "format.h"
 #include "stream.h"
@@ -17,12 +18,24 @@ namespace {
 // The records of a one-dimensional numpy array whose items have the size of T.
 template <class T>
 T* records(const py::buffer_info& info, const char* name) {
-  if (info.ndim != 1 || info.itemsize != static_cast<py::ssize_t>(sizeof(T))) {
+  if (info.ndim != 1 || info.itemsize != static_cast<py::ssize_t>(sizeof(T)) ||
+      (info.size > 1 && info.strides[0] != info.itemsize)) {
     throw py::value_error(std::string("zero8: ") + name + " records of " +
-                          std::to_string(info.itemsize) + " bytes, the kernel expects " +
+                          std::to_string(info.itemsize) + " bytes, the kernel expects a row of " +
                           std::to_string(sizeof(T)) + "; rebuild the op with `zero8 build`");
   }
   return static_cast<T*>(info.ptr);
+}
+
+void check(const zero8::Segment* segments, int64_t num_segments, int64_t num_scalars) {
+  const std::string found = zero8::violation(segments, num_segments, num_scalars);
+  if (!found.empty()) throw py::value_error("zero8: " + found);
+}
+
+// What `step` checks, for a kernel that is launched from Python.
+void check_records(const py::buffer& segments, int64_t num_scalars) {
+  const py::buffer_info info = segments.request();
+  check(records<const zero8::Segment>(info, "segment"), info.size, num_scalars);
 }
 
 void step(const py::buffer& segments, const py::buffer& scalars, const py::buffer& maps,
@@ -35,6 +48,8 @@ void step(const py::buffer& segments, const py::buffer& scalars, const py::buffe
   auto* segment = records<zero8::Segment>(segment_info, "segment");
   const auto* scalar = records<zero8::StepScalars>(scalar_info, "scalar");
   const auto* map = records<zero8::DynamicMaps>(map_info, "map");
+  if (map_info.size != 1) throw py::value_error("zero8: expected one record of maps");
+  check(segment, segment_info.size, scalar_info.size);
   const py::gil_scoped_release release;
   zero8::step(segment, segment_info.size, scalar, *map, num_threads, isa);
 }
@@ -134,6 +149,7 @@ py::dict isas() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("step", &step, "Take one optimizer step on every segment, in place.");
+  module.def("check", &check_records, "Raise ValueError if a segment is not what kernels rely on.");
   module.def("copy", &copy, "Move the memory of a step, and change nothing: stream.h.");
   module.def("describe", &describe, "Write down where tensors are, and of what kind.");
   module.def("prefetch", &prefetch, "Ask for cache lines, numbered by their address over 64.");

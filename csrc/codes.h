@@ -313,7 +313,7 @@ struct LogRoot {
       high = Vec::seti(top);
       inverse = Vec::set(65536.0f / step);
       // The last code that decodes to 2^-63 or more.
-      int32_t room = static_cast<int32_t>(top) - static_cast<int32_t>(kMinBits);
+      int32_t room = static_cast<int32_t>(top - kMinBits);
       room = room < 0 ? 0 : room > kMaxSpan ? kMaxSpan : room;
       const float position = static_cast<float>(room) * (65536.0f / step);
       const uint32_t fits = (static_cast<uint32_t>(position) + 8u) >> 16;

@@ -23,7 +23,14 @@ enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kCompanded = 2, kLog = 3 };
 enum DType : int32_t { kFP32 = 0, kBF16 = 1, kFP16 = 2 };
 enum Rounding : int32_t { kNearest = 0, kDither = 1, kHash = 2 };
 
+constexpr int kMinBlockSize = 64;
 constexpr int kMaxBlockSize = 4096;
+
+// How many floats each block stores, by Codec; update.h compares it with the codes'.
+struct ScalesPerBlock {
+  int exp_avg, exp_avg_sq;
+};
+constexpr ScalesPerBlock kScalesPerBlock[] = {{0, 0}, {1, 1}, {1, 1}, {1, 2}};
 
 // A float16 in memory, as a type of its own: uint16_t is a bfloat16.
 struct Half {
@@ -54,7 +61,9 @@ struct Segment {
   int64_t numel;
   int64_t first;
   int64_t row_length;
-  int64_t nonfinite_blocks;  // out: blocks left as they were
+  int64_t num_exp_avg_scales;     // floats at exp_avg_scale
+  int64_t num_exp_avg_sq_scales;  // likewise
+  int64_t nonfinite_blocks;       // out: blocks left as they were
   int32_t block_size;
   int32_t codec;
   int32_t param_dtype;
@@ -64,7 +73,7 @@ struct Segment {
   uint32_t moment_phase;
   uint32_t param_phase;
 };
-static_assert(sizeof(Segment) == 120, "numpy's SEGMENT must change with it");
+static_assert(sizeof(Segment) == 136, "numpy's SEGMENT must change with it");
 
 // A dynamic map, ascending, and what finds the nearest entry: zero8/op/dynamic_tables.py.
 struct DynamicMap {

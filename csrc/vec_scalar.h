@@ -93,10 +93,11 @@ struct Vec {
   }
   // Between signed integers and floats; round is half to even.
   static F to_float(I x) { return static_cast<float>(static_cast<int32_t>(x)); }
-  static I round(F x) { return static_cast<uint32_t>(static_cast<int32_t>(__builtin_rintf(x))); }
-  // Beyond 2^31 the smallest integer, as in the vector instructions.
+  static I round(F x) { return truncate(__builtin_rintf(x)); }
+  // Of NaN and of what no integer is, the smallest integer, as in the vector instructions.
   static I truncate(F x) {
-    return x < 0x1p31f ? static_cast<uint32_t>(static_cast<int32_t>(x)) : 0x80000000u;
+    const bool fits = x >= -0x1p31f && x < 0x1p31f;
+    return fits ? static_cast<uint32_t>(static_cast<int32_t>(x)) : 0x80000000u;
   }
 
   static I addi(I a, I b) { return a + b; }

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "zero8"
 # Parts import from their own layer and from those above it in this list.  A new module or folder
 # of zero8 has to be given its place here.
 LAYERS = [
-    {"arithmetic", "codec", "dither", "grid", "pages", "policy", "scalars", "segment"},
+    {"arithmetic", "buffers", "codec", "dither", "grid", "pages", "policy", "scalars", "segment"},
     {"reference"},
     {"op"},
     {"nonfinite", "params", "pieces", "prepared", "replay", "report", "saved", "settings"}

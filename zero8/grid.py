@@ -17,6 +17,9 @@ MIN_ROW_LENGTH = 64
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
 
+MAX_NUMEL = 2**48
+"""More elements than any memory holds; sums and products of sizes below it fit 64 bits."""
+
 
 def check_block_size(block_size: int) -> int:
     """Return `block_size` if it is a power of two in 64..4096, else raise ValueError."""

@@ -51,7 +51,13 @@ class Zero8AdamBuilder(CUDAOpBuilder):
     def sources(self) -> list[str]:
         """Return the absolute paths of the C++ sources."""
         targets = ("baseline", "avx2", "avx512", "avx512vbmi")
-        names = ["binding", "dispatch", "stream", *(f"step_{target}" for target in targets)]
+        names = [
+            "binding",
+            "check",
+            "dispatch",
+            "stream",
+            *(f"step_{target}" for target in targets),
+        ]
         return [str(source_folder() / f"{name}.cpp") for name in names]
 
     def include_paths(self) -> list[str]:

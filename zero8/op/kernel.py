@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero8.buffers import check_buffer
+from zero8.grid import check_block_size
 from zero8.op.dynamic_tables import dynamic_maps
 from zero8.op.threads import step_threads
 from zero8.scalars import StepScalars
@@ -30,6 +32,8 @@ SEGMENT = np.dtype(
         ("numel", "i8"),
         ("first", "i8"),
         ("row_length", "i8"),
+        ("num_exp_avg_scales", "i8"),
+        ("num_exp_avg_sq_scales", "i8"),
         ("nonfinite_blocks", "i8"),
         ("block_size", "i4"),
         ("codec", "i4"),
@@ -125,6 +129,18 @@ def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) ->
     module().step(records, scalars, dynamic_maps(), num_threads, isas()[isa])
 
 
+def check(records: np.ndarray, num_scalars: int) -> None:
+    """Raise ValueError, naming the field, unless kernels can rely on packed segments.
+
+    `run` does so by itself; a kernel that is launched in another way must be told.
+
+    Args:
+        records: (segments,) `SEGMENT`.
+        num_scalars: how many scalars the segments can refer to.
+    """
+    module().check(records, num_scalars)
+
+
 def copy(
     param: Tensor, grad: Tensor, states: Sequence[Tensor], num_threads: int | None = None
 ) -> None:
@@ -148,9 +164,10 @@ def copy(
 
 def _fill(record: np.void, segment: Segment, scalars: int, device: torch.device) -> None:
     def check(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> None:
-        _check(name, tensor, numel, dtypes, device)
+        check_buffer(name, tensor, numel, dtypes, device)
 
     numel = segment.param.numel()
+    check_block_size(segment.grid.block_size)
     quantized = segment.codec is not None
     check("param", segment.param, numel, *DTYPES)
     check("grad", segment.grad, numel, *DTYPES[segment.param.dtype])
@@ -164,6 +181,7 @@ def _fill(record: np.void, segment: Segment, scalars: int, device: torch.device)
             num_scales *= math.prod(getattr(segment.codec, name).scale_shape)
             check(f"{name}_scale", moment.scales, num_scales, torch.float32)
             record[f"{name}_scale"] = moment.scales.data_ptr()
+            record[f"num_{name}_scales"] = num_scales
     if segment.correction is not None:
         check("param with a correction", segment.param, numel, torch.bfloat16)
         check("correction", segment.correction, numel, torch.int8)
@@ -176,20 +194,3 @@ def _fill(record: np.void, segment: Segment, scalars: int, device: torch.device)
     record["grad_dtype"] = _DTYPE_NUMBERS[segment.grad.dtype]
     record["rounding"], record["scalars"] = segment.rounding, scalars
     record["moment_phase"], record["param_phase"] = segment.moment_phase, segment.param_phase
-
-
-def _check(
-    name: str,
-    tensor: Tensor,
-    numel: int,
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-) -> None:
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name}: got dtype {tensor.dtype}, expected one of {list(dtypes)}")
-    if tensor.device != device:
-        raise ValueError(f"{name}: got a tensor on {tensor.device}, expected one on {device}")
-    if tensor.numel() != numel:
-        raise ValueError(f"{name}: got {tensor.numel()} elements, expected {numel}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: got strides {tensor.stride()}, expected a contiguous tensor")

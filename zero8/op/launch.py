@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zero8.codec import CODECS
+from zero8.op import kernel
 
 # csrc/cuda/team.h
 PER_THREAD = 8
@@ -46,7 +47,12 @@ class Launch:
 
     @classmethod
     def of(cls, records: np.ndarray, scalars: np.ndarray) -> "Launch":
-        """Return the launch for packed segments and scalars of `zero8.op.kernel`."""
+        """Return the launch for packed segments and scalars of `zero8.op.kernel`.
+
+        Raises:
+            ValueError: if the kernel could not rely on a segment; it names the field.
+        """
+        kernel.check(records, len(scalars))
         first_blocks = np.zeros(len(records) + 1, np.int64)
         np.cumsum(_num_blocks(records), out=first_blocks[1:])
         parts = [part.view(np.uint8) for part in (records, first_blocks, _flushed(scalars))]

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels rely on, checked before one of them runs.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "format.h"
+
+namespace zero8 {
+
+// Returns what is wrong with the first bad segment, such as "segment 3: block_size: got 65536,
+// expected a power of two from 64 to 4096", or an empty string.
+//
+// No kernel checks again: block numbers, the sizes of its buffers and the places of its scales
+// follow from these fields.  Addresses are not followed, so the segments may lie on a GPU.
+std::string violation(const Segment* segments, int64_t num_segments, int64_t num_scalars);
+
+}  // namespace zero8

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every call of a kernel checks of its records, whoever made them: csrc/check.cpp."""
+
+import numpy as np
+import pytest
+import torch
+from segments import Place, assert_same, copied, make, scalars_at
+
+from zero8.op import kernel
+from zero8.op.launch import Launch
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+# Two rows of 256 + 44 elements: four blocks, of which the segment touches three.
+PLACE = Place((2, 300), 256, 200, 300)
+FP32, BF16, FP16 = range(3)
+
+OUTSIDE_INT32 = [-(2**31), -1, 2**31 - 1]
+BAD = {
+    "block_size": [*OUTSIDE_INT32, 0, 1, 32, 63, 65, 255, 300, 4097, 8192, 65536],
+    "row_length": [-(2**63), -1, 0, 2**48 + 1, 2**62, 2**63 - 1],
+    "numel": [-(2**63), -1, 2**48 + 1, 2**63 - 1],
+    "first": [-(2**63), -1, 2**48 - 299, 2**63 - 1],
+    "codec": [*OUTSIDE_INT32, 4],
+    "param_dtype": [*OUTSIDE_INT32, FP16, 3],
+    "grad_dtype": [*OUTSIDE_INT32, 3],
+    "rounding": [*OUTSIDE_INT32, 3],
+    "scalars": [*OUTSIDE_INT32, 1],
+    "num_exp_avg_scales": [-1, 0, 2, 4, 2**63 - 1],
+    "num_exp_avg_sq_scales": [-1, 0, 3, 5, 7, 2**63 - 1],
+    "param": [0, 2, 3],
+    "grad": [0, 2, 3],
+    "exp_avg": [0],
+    "exp_avg_sq": [0],
+    "exp_avg_scale": [0, 2],
+    "exp_avg_sq_scale": [0, 2],
+}
+# What a message calls a field that users never see.
+NAMED = {"num_exp_avg_scales": "exp_avg_scale", "num_exp_avg_sq_scales": "exp_avg_sq_scale"}
+
+
+def segment(codec="log", dtype=torch.float32):
+    made = make(codec, PLACE, scalars_at(1, ADAMW), dtype)
+    made.grad.fill_(0.5)
+    return made
+
+
+def step_on_the_cpu(records, scalars):
+    kernel.run(records, scalars, 1, kernel.default_isa())
+
+
+RUNS = {"cpu": step_on_the_cpu, "cuda": Launch.of}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, vs in BAD.items() for v in vs])
+def test_record_with_a_bad_field_is_refused_by_its_name_and_changes_nothing(run, field, value):
+    good, bad = segment(), segment()
+    before = [copied(one) for one in (good, bad)]
+    records, scalars = kernel.packed([good, bad])
+    if field in ("param", "grad", "exp_avg_scale", "exp_avg_sq_scale") and value:
+        value += records[field][1]  # an address that is no multiple of the element's size
+    records[field][1] = value
+    with pytest.raises(ValueError, match=f"^zero8: segment 1: {NAMED.get(field, field)}: got"):
+        run(records, scalars)
+    for one, was in zip((good, bad), before, strict=True):
+        assert_same(one, was, "unchanged")
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_record_of_a_bfloat16_parameter_with_a_float16_gradient_is_refused(run):
+    records, scalars = kernel.packed([segment(dtype=torch.bfloat16)])
+    records["grad_dtype"] = FP16
+    with pytest.raises(ValueError, match="grad_dtype: got 2"):
+        run(records, scalars)
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_record_of_a_float32_parameter_with_a_correction_is_refused(run):
+    records, scalars = kernel.packed([segment()])
+    records["correction"] = records["exp_avg"]
+    with pytest.raises(ValueError, match="param_dtype: got 0, expected 1"):
+        run(records, scalars)
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("codec", [None, "log", "dynamic"])
+def test_record_of_an_empty_segment_needs_no_memory(run, codec):
+    made = make(codec, Place((2, 300), 256, 50, 0), scalars_at(1, ADAMW))
+    records, scalars = kernel.packed([made])
+    for field in ("param", "grad", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
+        records[field] = 0
+    run(records, scalars)
+
+
+@pytest.mark.parametrize("name", ["segments", "scalars"])
+def test_records_that_do_not_lie_in_a_row_are_refused(name):
+    records, scalars = kernel.packed([segment(), segment()])
+    given = {"segments": records, "scalars": np.concatenate([scalars, scalars])}
+    given[name] = np.repeat(given[name], 2)[::2]
+    with pytest.raises(ValueError, match="records"):
+        step_on_the_cpu(*given.values())
+
+
+@pytest.mark.parametrize("block_size", [0, 63, 8192, 2**31, 2**62])
+def test_segment_with_a_grid_that_no_kernel_serves_is_refused(block_size):
+    made = segment()
+    made.grid = type(made.grid)(made.grid.num_rows, made.grid.row_length, block_size)
+    with pytest.raises(ValueError, match=f"block_size: got {block_size}"):
+        kernel.step([made])
+
+
+@pytest.mark.parametrize("name", ["param", "grad", "exp_avg", "exp_avg_scale"])
+def test_segment_with_less_memory_than_elements_is_refused(name):
+    """A storage can shrink under a tensor, which goes on saying how many elements it had."""
+    made = segment()
+    tensor = {
+        "param": made.param,
+        "grad": made.grad,
+        "exp_avg": made.exp_avg.values,
+        "exp_avg_scale": made.exp_avg.scales,
+    }[name]
+    numel = tensor.numel()
+    tensor.untyped_storage().resize_(3)
+    assert tensor.numel() == numel
+    with pytest.raises(ValueError, match=f"^{name}: got a storage of 3 bytes, expected at least"):
+        kernel.step([made])
