@@ -36,10 +36,10 @@ def run_ranks(
         AssertionError: with the rank's output if a rank failed or the time ran out; all processes
             that were started are gone then.
     """
-    _build_ops()
+    build_ops()
     folder = _make_folder(tmp_path, kwargs)
     results = [folder / f"rank{rank}.pt" for rank in range(world_size)]
-    port, processes = _free_port(), []
+    port, processes = free_port(), []
     try:
         for rank in range(world_size):
             job = [function.__module__, function.__name__, str(folder)]
@@ -96,8 +96,8 @@ class StandingRanks:
         self._processes = []
 
     def _start(self) -> None:
-        _build_ops()
-        self._logs, port = _make_folder(self._tmp_path, {}), _free_port()
+        build_ops()
+        self._logs, port = _make_folder(self._tmp_path, {}), free_port()
         for rank in range(self._world_size):
             self._processes.append(_start([], self._logs, rank, self._world_size, port))
 
@@ -121,7 +121,7 @@ def _make_folder(tmp_path: Path, kwargs: dict) -> Path:
 
 
 @lru_cache(maxsize=1)
-def _build_ops() -> None:
+def build_ops() -> None:
     # Here, because ranks may be killed, and a killed build leaves a lock that DeepSpeed waits for.
     from zero8.train.build import build_ops
 
@@ -191,7 +191,7 @@ def _kill(process) -> None:
     process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -51,13 +51,18 @@ def compile_all(sources, flags, folder):
     return objects
 
 
+def python_headers():
+    """Return the flags with which the binding finds pybind11's headers and Python's."""
+    include = [Path(torch.__file__).parent / "include", sysconfig.get_path("include")]
+    return [word for path in include for word in ("-isystem", path)]
+
+
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
     """Folder of the objects, compiled as the builder does, warnings being errors."""
     folder = tmp_path_factory.mktemp("objects")
-    include = [Path(torch.__file__).parent / "include", sysconfig.get_path("include")]
-    system = [word for path in include for word in ("-isystem", path)]
-    flags = [*Zero8AdamBuilder().cxx_args(), "-fPIC", "-DTORCH_EXTENSION_NAME=zero8_adam", *system]
+    name = "-DTORCH_EXTENSION_NAME=zero8_adam"
+    flags = [*Zero8AdamBuilder().cxx_args(), "-fPIC", name, *python_headers()]
     compile_all([Path(name) for name in Zero8AdamBuilder().sources()], WARNINGS + flags, folder)
     return folder
 

@@ -2,6 +2,7 @@
 """DeepSpeed's access to single moments, and states that arrive from elsewhere."""
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -163,8 +164,14 @@ def load_states():
         if name == "no moments":
             del state["exp_avg"]
         else:
-            change = {"first": 96} if name == "another range" else {"shape": (134, 48)}
-            set_first_piece(state["exp_avg"].store, **change)
+            # Of as many blocks, so that only the places differ.
+            store = state["exp_avg"].store
+            first, (rows, *row) = store.table.pieces[0].first, store.table.pieces[0].shape
+            changes = {
+                "another range": {"first": first + math.prod(row), "shape": (rows + 1, *row)},
+                "another parameter": {"shape": (rows, *row, 1)},
+            }
+            set_first_piece(store, **changes[name])
         try:
             base_optimizer(engine).load_state_dict(broken)
         except ValueError as error:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zero8 import dither
+from zero8.buffers import check_apart, check_buffer
 from zero8.nonfinite import Ledger
 from zero8.op import kernel
 from zero8.op.runners import Runner, is_capturing, runner_on
@@ -207,7 +208,9 @@ class BlockwiseAdam(BlockwiseStates):
             collapse(p.grad)
         for key, value in state.items():
             # The kernel works on the state itself, in the order that it has when it is contiguous.
-            if isinstance(value, Tensor) and not value.is_contiguous():
+            if not isinstance(value, Tensor) or value.layout != torch.strided:
+                continue
+            if not value.is_contiguous():
                 state[key] = value.contiguous()
         table, stores = self._moments(p, infos)
         if table.numel != p.numel():
@@ -215,6 +218,11 @@ class BlockwiseAdam(BlockwiseStates):
                 f"{infos[p].label}: got a parameter of {p.numel()} elements, its state has "
                 f"{table.numel}; a parameter that changes its size needs a new optimizer"
             )
+        correction = state.get("param_correction")
+        if correction is not None:
+            check_buffer("param_correction", correction, p.numel(), [torch.int8])
+        written = {"the parameter": p} | _written(stores, state)
+        check_apart({f"{name} of {infos[p].label}": t for name, t in written.items()})
         flat = p.contiguous().view(-1), p.grad.contiguous().view(-1)
         numbers = range(len(table.pieces))
         segments = [self._segment(number, stores, state, *flat) for number in numbers]
@@ -249,15 +257,11 @@ class BlockwiseAdam(BlockwiseStates):
 
     def _contents(self, states: list[dict]) -> Contents:
         """Return what says how to read each state, and the entries that hold them all."""
-        try:
-            formats = torch.cat([state["format"] for state in states]).numpy()
-        except (RuntimeError, TypeError):  # somebody has moved whole states to another device
-            for state in states:
-                state["format"] = state["format"].cpu()
-            formats = torch.cat([state["format"] for state in states]).numpy()
         entries = list(chain.from_iterable(map(dict.values, states)))
-        # How many there are says which are whose.
-        return (list(map(len, states)), formats.tobytes()), entries
+        if (formats := _formats(states)) is None:
+            return None, entries
+        # The keys say which entries are whose.
+        return (list(map(tuple, states)), formats), entries
 
     def _note_writes(self, states: list[dict]) -> None:
         """Forget the bound on m^2/v where something other than a step has changed the moments."""
@@ -351,6 +355,33 @@ class BlockwiseAdam(BlockwiseStates):
             + ", ".join(f"{label} ({count} blocks)" for label, count in worst)
             + "; these blocks were left as they were, all others have stepped"
         )
+
+
+def _formats(states: list[dict]) -> bytes | None:
+    """Return what the states say about themselves; None if one says it in another form."""
+    for attempt in range(2):
+        try:
+            return torch.cat([state["format"] for state in states]).numpy().tobytes()
+        except (RuntimeError, TypeError):
+            if attempt == 0:  # somebody has moved whole states to another device, perhaps
+                _bring_to_host(states)
+    return None
+
+
+def _bring_to_host(states: list[dict]) -> None:
+    for state in states:
+        header = state["format"]
+        if isinstance(header, Tensor) and not header.is_meta:
+            state["format"] = header.cpu()
+
+
+def _written(stores: list[MomentStore], state: dict) -> dict[str, Tensor]:
+    """Return by name the tensors of a state that a step writes to."""
+    found: dict[str, Tensor] = {}
+    for store in stores:
+        found |= store.named_buffers
+    correction = state.get("param_correction")
+    return found if correction is None else found | {"param_correction": correction}
 
 
 def _note_step(batch: Batch, moved: list[Moved], which: list[int]) -> None:

@@ -6,6 +6,7 @@ one parameter.  Elements outside every piece are padding and have no moments.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from zero8.buffers import check_buffer
 from zero8.codec import Codec, MomentCode, dequantize, quantize
-from zero8.grid import BlockGrid
+from zero8.grid import MAX_NUMEL, BlockGrid, check_block_size
 from zero8.pages import advise_huge
 from zero8.segment import Moment
 
@@ -34,6 +36,9 @@ class Piece:
         identity: the parameter's 64-bit identity (`zero8.dither.identity_of`).
         block_size: elements per block, 0 where the moments stay float32.
         name: the parameter's name, or its index in constructor order; for people.
+
+    Raises:
+        ValueError: if it is not a run of elements of such a parameter.
     """
 
     start: int
@@ -43,6 +48,26 @@ class Piece:
     identity: int
     block_size: int
     name: str
+
+    def __post_init__(self):
+        """Check it: descriptions of pieces come from files."""
+        _check_int(f"{self.name}: identity", self.identity, -(2**63), 2**63 - 1)
+        if not isinstance(self.shape, tuple):
+            raise ValueError(f"{self.name}: got shape {self.shape!r}, expected a tuple")
+        for size in self.shape:
+            _check_int(f"{self.name}: a size of shape", size, 0, MAX_NUMEL)
+        whole = math.prod(self.shape)
+        _check_int(f"{self.name}: number of elements", whole, 0, MAX_NUMEL)
+        _check_int(f"{self.name}: start", self.start, 0, MAX_NUMEL)
+        _check_int(f"{self.name}: first", self.first, 0, whole)
+        _check_int(f"{self.name}: numel", self.numel, 0, whole - self.first)
+        if self.block_size == 0 and type(self.block_size) is int:
+            return
+        check_block_size(self.block_size)
+        if self.grid is None:
+            raise ValueError(
+                f"{self.name}: got 8-bit moments of shape {self.shape}, expected longer rows"
+            )
 
     @property
     def is_quantized(self) -> bool:
@@ -54,7 +79,7 @@ class Piece:
         """The parameter's block grid; for float32 moments one row in blocks of 256."""
         if self.is_quantized:
             return BlockGrid.of(self.shape, self.block_size)
-        return BlockGrid(1, max(1, torch.Size(self.shape).numel()), 256)
+        return BlockGrid(1, max(1, math.prod(self.shape)), 256)
 
     @property
     def num_blocks(self) -> int:
@@ -64,10 +89,27 @@ class Piece:
 
 @dataclass(frozen=True)
 class PieceTable:
-    """The pieces of a shard, in order of `start`, and how long the shard is in elements."""
+    """The pieces of a shard, in order of `start`, and how long the shard is in elements.
+
+    Raises:
+        ValueError: if pieces overlap, or one reaches beyond the shard.
+    """
 
     pieces: tuple[Piece, ...]
     numel: int
+
+    def __post_init__(self):
+        """Check that every piece has a place of its own."""
+        _check_int("number of elements of a shard", self.numel, 0, MAX_NUMEL)
+        end = 0
+        for piece in self.pieces:
+            _check_int(f"{piece.name}: start", piece.start, end, self.numel - piece.numel)
+            end = piece.start + piece.numel
+
+    @property
+    def places(self) -> list[tuple]:
+        """What the buffers and blocks depend on: all of the pieces but names and identities."""
+        return [(q.start, q.numel, q.first, q.shape, q.block_size) for q in self.pieces]
 
     @cached_property
     def value_offsets(self) -> tuple[int, ...]:
@@ -139,6 +181,27 @@ class MomentStore:
             _filled(0.0, table.size(quantized=False), device=device),
         )
 
+    def check(self) -> None:
+        """Raise ValueError unless the buffers are what the segment table says.
+
+        Whoever steps over a moment that came from outside calls this first: the kernels take
+        addresses and sizes for granted.
+        """
+        like = (
+            (torch.uint8, (self.table.size(quantized=True),)),
+            (torch.float32, (self.table.num_blocks, *self.code.scale_shape)),
+            (torch.float32, (self.table.size(quantized=False),)),
+        )
+        for (name, buffer), (dtype, shape) in zip(self.named_buffers.items(), like, strict=True):
+            check_buffer(name, buffer, math.prod(shape), [dtype])
+            if tuple(buffer.shape) != shape:
+                raise ValueError(f"{name}: got shape {tuple(buffer.shape)}, expected {shape}")
+        if len({buffer.device for buffer in self.buffers}) > 1:
+            raise ValueError(
+                f"{self.which}: got buffers on {[str(b.device) for b in self.buffers]}, expected "
+                "one device"
+            )
+
     @property
     def code(self) -> MomentCode:
         """The code of this moment."""
@@ -153,6 +216,12 @@ class MomentStore:
     def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         """Codes, scales and float32 values."""
         return self.codes, self.scales, self.dense
+
+    @property
+    def named_buffers(self) -> dict[str, Tensor]:
+        """The same by what messages call them."""
+        names = ("codes", "scales", "float32 values")
+        return {f"{self.which} {n}": t for n, t in zip(names, self.buffers, strict=True)}
 
     def to(
         self, device: torch.device | str, non_blocking: bool = False, *, copy: bool = False
@@ -262,6 +331,11 @@ class MomentStore:
         codes, scales = quantize(self.code, x, block, count)
         moment.values[wide_begin:wide_end] = codes
         moment.scales.narrow(0, first_block, count).copy_(scales)
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name}: got {value!r}, expected an integer from {low} to {high}")
 
 
 def _filled(value: float, *shape: int, device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -77,14 +77,17 @@ class Batch:
 def premises_of(batch: Batch, contents: Contents) -> tuple | None:
     """Return all that the records of parameters depend on, equal for equal records.
 
-    None if a state is not contiguous: no record can say where its elements are.
+    None where no record can be: what says how to read a state is damaged, a state is not
+    contiguous, or a parameter or a gradient has no memory.
     """
     descriptions, entries = contents
     states = described(entries)
-    if not states["contiguous"].all():
+    if descriptions is None or not states["contiguous"].all():
+        return None
+    if any(((seen["data"] == 0) & (seen["numel"] > 0)).any() for seen in batch.tensors):
         return None
     kinds = [seen[name].tobytes() for seen in batch.tensors for name in ("numel", "kind")]
-    return descriptions, states["data"].tobytes(), *kinds
+    return descriptions, states.tobytes(), *kinds
 
 
 @dataclass(eq=False)

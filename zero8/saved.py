@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero8.buffers import check_entry
 from zero8.codec import Codec, codec_numbered
 from zero8.pieces import MomentStore, Piece, PieceTable
 from zero8.scalars import UNKNOWN_HISTORY
@@ -64,18 +65,8 @@ class PlainState:
         Raises:
             ValueError: if the entries do not describe a state that this version reads.
         """
-        version, number, block_size, identity, *shape = self.entries["format"].tolist()
-        if version != FORMAT_VERSION:
-            raise ValueError(
-                f"state of {name}: got format version {version}, this zero8 reads {FORMAT_VERSION}"
-            )
-        numel = torch.Size(shape).numel()
-        piece = Piece(0, numel, 0, tuple(shape), identity, block_size, name)
-        if piece.is_quantized and piece.grid is None:
-            raise ValueError(
-                f"state of {name}: got 8-bit moments of shape {piece.shape}, expected longer rows"
-            )
-        table = PieceTable((piece,), numel)
+        number, piece = _described_piece(self.entries, name)
+        table = PieceTable((piece,), piece.numel)
         codec = codec_numbered(number) if piece.is_quantized else None
         return table, [self._store(codec, which, table) for which in MOMENTS]
 
@@ -111,14 +102,15 @@ class PlainState:
         if missing := [key for key in ("step", "history") if key not in saved]:
             raise ValueError(f"state of {name}: got entries {sorted(saved)}, without {missing}")
         table, stores = cls(saved).stores(name)
+        step, history = checked_step(saved), checked_history(saved)
         wanted = target(table.pieces[0].identity)
         _check_shape(name, table.pieces[0].shape, wanted.shape)
         if (table.pieces[0], stores[0].codec) == (wanted, codec if wanted.block_size else None):
             kept = [store.to(device, copy=True) for store in stores]
-            return cls.of(kept, int(saved["step"]), float(saved["history"]))
+            return cls.of(kept, step, history)
         new = cls.zeros(codec, wanted, device)
         new._write([store.read(0, table.numel) for store in stores])
-        return cls({**new.entries, "step": int(saved["step"]), "history": float(saved["history"])})
+        return cls({**new.entries, "step": step, "history": history})
 
     @classmethod
     def _from_adam(
@@ -131,9 +123,11 @@ class PlainState:
             )
         new = cls.zeros(codec, wanted, device)
         for which in MOMENTS:
+            check_dense(f"{which} of {wanted.name}", saved[which])
             _check_shape(wanted.name, tuple(saved[which].shape), wanted.shape)
+        step = checked_step(saved)
         new._write([saved[which].reshape(-1) for which in MOMENTS])
-        return cls({**new.entries, "step": int(saved["step"]), "history": UNKNOWN_HISTORY})
+        return cls({**new.entries, "step": step, "history": UNKNOWN_HISTORY})
 
     def _write(self, moments: list[Tensor]) -> None:
         _, stores = self.stores("")
@@ -148,16 +142,67 @@ def described(codec: Codec, piece: Piece, step: int, history: float = UNKNOWN_HI
     return {"step": step, "history": history, "format": torch.tensor(header, device="cpu")}
 
 
+def checked_step(saved: dict) -> int:
+    """Return the number of steps that a saved state has taken.
+
+    Raises:
+        ValueError: if it is not a whole number.
+    """
+    step = saved["step"]
+    try:
+        number = int(step)
+        valid = 0 <= number < 2**62 and bool(number == step)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # what tensors and others raise
+        valid = False
+    if not valid:
+        raise ValueError(f"state entry step: got {step!r}, expected a whole number of steps")
+    return number
+
+
+def checked_history(saved: dict) -> float:
+    """Return the bound on m^2/v of a saved state.
+
+    Raises:
+        ValueError: if it is not a number.
+    """
+    history = saved["history"]
+    if type(history) not in (int, float) or not 0.0 <= history <= UNKNOWN_HISTORY:
+        raise ValueError(f"state entry history: got {history!r}, expected a number of at least 0")
+    return float(history)
+
+
+def check_dense(name: str, values: object) -> None:
+    """Raise ValueError unless an fp32 Adam's moment is a tensor of real numbers in memory."""
+    if isinstance(values, Tensor) and not values.is_floating_point():
+        raise ValueError(f"{name}: got dtype {values.dtype}, expected float32 values")
+    numel, dtype = (values.numel(), values.dtype) if isinstance(values, Tensor) else (0, None)
+    check_entry(name, values, numel, [dtype])
+
+
+def _described_piece(entries: dict, name: str) -> tuple[int, Piece]:
+    """Return the codec's number (0: float32 moments) and the parameter that entries describe."""
+    if "format" not in entries:
+        raise ValueError(
+            f"state of {name}: got entries {sorted(entries)}, without format; expected a state of "
+            "Adam8bitBlockwise (load_state_dict reads those of an fp32 Adam too)"
+        )
+    header = entries["format"]
+    if not isinstance(header, Tensor) or header.dtype != torch.int64 or header.ndim != 1:
+        raise ValueError(f"state of {name}: got a format that is no row of int64: {header!r}")
+    check_entry(f"state entry format of {name}", header, max(header.numel(), 4), [torch.int64])
+    version, number, block_size, identity, *shape = header.tolist()
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"state of {name}: got format version {version}, this zero8 reads {FORMAT_VERSION}"
+        )
+    return number, Piece(0, math.prod(shape), 0, tuple(shape), identity, block_size, name)
+
+
 def _entry(entries: dict, key: str, dtype: torch.dtype, numel: int) -> Tensor:
     if key not in entries:
         raise ValueError(f"state entry {key}: missing; got {sorted(entries)}")
-    tensor = entries[key]
-    if tensor.dtype != dtype or tensor.numel() != numel:
-        raise ValueError(
-            f"state entry {key}: got {tensor.numel()} elements of {tensor.dtype}, expected "
-            f"{numel} of {dtype}"
-        )
-    return tensor.reshape(-1)
+    check_entry(f"state entry {key}", entries[key], numel, [dtype])
+    return entries[key].reshape(-1)
 
 
 def _check_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:

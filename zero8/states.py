@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zero8 import settings
+from zero8.buffers import check_entry
 from zero8.codec import DEFAULT_CODEC, Codec, codec_named
 from zero8.params import ParamInfo
 from zero8.pieces import MomentStore, Piece, PieceTable
@@ -146,10 +147,10 @@ class BlockwiseStates(torch.optim.Optimizer):
         if not self._is_corrected(p):
             logger.warning("weight_correction_bits is 0: the corrections of a checkpoint are lost")
             return {}
-        if correction.shape != p.shape or correction.dtype != torch.int8:
+        check_entry("param_correction", correction, p.numel(), [torch.int8])
+        if correction.shape != p.shape:
             raise ValueError(
-                f"param_correction: got {tuple(correction.shape)} of {correction.dtype}, expected "
-                f"{tuple(p.shape)} of torch.int8"
+                f"param_correction: got {tuple(correction.shape)}, expected {tuple(p.shape)}"
             )
         return {"param_correction": correction.to(p.device, copy=True).contiguous()}
 
@@ -160,7 +161,14 @@ class BlockwiseStates(torch.optim.Optimizer):
 
     def _moments(self, p: Tensor, infos: dict[Tensor, ParamInfo]) -> tuple[PieceTable, list]:
         """Return the segment table and the two live moments of a parameter that has state."""
-        return PlainState(self.state[p]).stores(infos[p].label)
+        label, shape = infos[p].label, infos[p].shape
+        table, stores = PlainState(self.state[p]).stores(label)
+        if table.numel == p.numel() and table.pieces[0].shape != shape:
+            raise ValueError(
+                f"state of {label}: got moments of shape {table.pieces[0].shape}, the parameter "
+                f"has {shape}"
+            )
+        return table, stores
 
     def _adopted(self, p: Tensor, saved: dict, infos: dict[Tensor, ParamInfo]) -> dict:
         """Return a loaded state as this optimizer keeps it, in tensors of its own."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zero8.codec import codec_numbered
 from zero8.pieces import MomentStore, Piece, PieceTable
-from zero8.saved import FORMAT_VERSION
+from zero8.saved import FORMAT_VERSION, MOMENTS
 
 aten = torch.ops.aten
 
@@ -148,7 +148,8 @@ def rebuild_moment(
     """
     like, tensors = store_like(description), (codes, scales, dense)
     got, expected = (
-        [(t.dtype, tuple(t.shape)) for t in buffers] for buffers in (tensors, like.buffers)
+        [(getattr(t, "dtype", None), tuple(getattr(t, "shape", ()))) for t in buffers]
+        for buffers in (tensors, like.buffers)
     )
     if got != expected:
         raise ValueError(
@@ -156,7 +157,7 @@ def rebuild_moment(
             f"describes {expected}; the file is damaged"
         )
     # Files from before it was saved do not have it.
-    written = description.get("written", False)
+    written = bool(description.get("written", False))
     return MomentTensor(MomentStore(like.codec, like.which, like.table, *tensors, written))
 
 
@@ -173,12 +174,14 @@ def store_like(description: dict) -> MomentStore:
         )
     try:
         codec, which = codec_numbered(description["codec"]), description["which"]
+        if which not in MOMENTS:
+            raise ValueError(f"got {which!r}, expected one of {list(MOMENTS)}")
         pieces = tuple(
             Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in description["pieces"]
         )
         table = PieceTable(pieces, description["numel"])
         return MomentStore.zeros(codec, which, table, device="meta")
-    except (KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"8-bit moment: its description is damaged: {error!r}") from error
 
 

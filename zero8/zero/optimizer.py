@@ -10,12 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from zero8.codec import Codec
 from zero8.optimizer import BlockwiseAdam
 from zero8.params import ParamInfo
 from zero8.pieces import MomentStore, Piece, PieceTable
 from zero8.prepared import Contents
 from zero8.report import MemoryReport
-from zero8.saved import MOMENTS
+from zero8.saved import MOMENTS, check_dense, checked_history, checked_step
 from zero8.scalars import UNKNOWN_HISTORY
 from zero8.zero import accelerate, seams
 from zero8.zero.moment_tensor import MomentTensor
@@ -113,22 +114,33 @@ class Adam8bitBlockwise(BlockwiseAdam):
             known |= {id(p): info for p, info in zip(copies, trained, strict=True)}
         return {p: known.get(id(p), info) for p, info in infos.items()}
 
+    def _is_original(self, p: Tensor) -> bool:
+        """Return whether the optimizer was constructed with this parameter."""
+        ref, _ = self._originals.get(id(p), (None, None))
+        return ref is not None and ref() is p
+
     def _known_params(self) -> list[tuple[Tensor, ParamInfo]]:
         pairs = [(ref(), info) for ref, info in self._originals.values()]
         return [(p, info) for p, info in pairs if p is not None]
 
     # --- ZeRO partitions ------------------------------------------------------------------------
 
-    def _table(self, p: Tensor) -> PieceTable | None:
-        """Return the segment table of a ZeRO partition, None for an ordinary parameter."""
-        known = {id(q): info for q, info in self._known_params()}
-        if id(p) in known:
+    def _table(self, p: Tensor, numel: int | None = None) -> PieceTable | None:
+        """Return the segment table of a ZeRO partition, None for an ordinary parameter.
+
+        Args:
+            p: the parameter or partition.
+            numel: the partition's number of elements if it is swapped out, and so has none.
+        """
+        if self._is_original(p):
             return None
+        known = {id(q): info for q, info in self._known_params()}
 
         def make(q: Tensor, start: int, numel: int, first: int) -> Piece:
             return self._piece(known[id(q)], start, numel, first)
 
-        return table_of(p, [q for q, _ in self._known_params()], make)
+        numel = p.numel() if numel is None else numel
+        return table_of(p, numel, [q for q, _ in self._known_params()], make)
 
     def _new_state(self, p: Tensor, infos: dict[Tensor, ParamInfo]) -> dict:
         table = self._table(p)
@@ -138,15 +150,29 @@ class Adam8bitBlockwise(BlockwiseAdam):
         return _zero_state(stores, step=0, history=0.0)
 
     def _moments(self, p: Tensor, infos: dict[Tensor, ParamInfo]) -> tuple[PieceTable, list]:
-        state = self.state[p]
-        if "format" in state:
+        state, table = self.state[p], self._table(p)
+        if self._is_original(p) or (table is None and "format" in state):
             return super()._moments(p, infos)
+        if "format" in state:
+            raise ValueError(
+                "got the state of a whole parameter for a ZeRO partition of "
+                f"{p.numel()} elements; was the checkpoint saved without ZeRO?"
+            )
+        _check_has_moments(state)
+        quantized = [which for which in MOMENTS if isinstance(state[which], MomentTensor)]
+        # A copied optimizer does not know its partitions, so that its own states have to say.
+        like = None if table is None else (self.codec, table)
+        for which in quantized:
+            store = _store_of(which, state[which])
+            _check_fits(p, which, store.table, table)
+            like = store.codec, store.table
         # Universal checkpoints and fp32 Adam's arrive as dense float32 moments.
-        dense = [which for which in MOMENTS if not isinstance(state[which], MomentTensor)]
+        dense = [which for which in MOMENTS if which not in quantized]
+        absorbed = {which: self._absorbed(p, which, state[which], like) for which in dense}
+        stores = [{**state, **absorbed}[which].store for which in MOMENTS]
+        _check_alike(*stores)
         if dense:
-            absorbed = {which: self._absorbed(p, which, state[which]) for which in dense}
             state |= absorbed | {"history": state.get("history", UNKNOWN_HISTORY)}
-        stores = [state[which].store for which in MOMENTS]
         return stores[0].table, stores
 
     def _contents(self, states: list[dict]) -> Contents:
@@ -157,7 +183,7 @@ class Adam8bitBlockwise(BlockwiseAdam):
         description, tensors = super()._contents(whole) if whole else (None, [])
         descriptions = [description]
         for state in flat:
-            described = []
+            described: list[object] = list(state)
             for value in state.values():
                 if isinstance(value, MomentTensor):
                     store = value.store
@@ -165,7 +191,7 @@ class Adam8bitBlockwise(BlockwiseAdam):
                     tensors += [store.codes, store.scales, store.dense]
                 elif isinstance(value, Tensor):
                     tensors.append(value)
-            descriptions.append((len(state), described))
+            descriptions.append(described)
         return descriptions, tensors
 
     def _note_writes(self, states: list[dict]) -> None:
@@ -174,13 +200,24 @@ class Adam8bitBlockwise(BlockwiseAdam):
                 if state[which].store.written:
                     state["history"], state[which].store.written = UNKNOWN_HISTORY, False
 
-    def _absorbed(self, p: Tensor, which: str, values: Tensor) -> MomentTensor:
+    def _absorbed(
+        self, p: Tensor, which: str, values: Tensor, like: tuple[Codec, PieceTable] | None
+    ) -> MomentTensor:
+        """Return a moment that arrived in float32, encoded by a codec over a segment table."""
+        check_dense(f"{which} of a ZeRO partition", values)
+        if like is None:
+            raise ValueError(
+                f"state of a parameter of {p.numel()} elements: got {which} without format, "
+                "expected a state of Adam8bitBlockwise (load_state_dict reads those of an fp32 "
+                "Adam too)"
+            )
         if values.numel() != p.numel():
             raise ValueError(
                 f"state of a ZeRO partition of {p.numel()} elements: got {which} of "
                 f"{values.numel()}; was the checkpoint saved by another model or world size?"
             )
-        store = MomentStore.zeros(self.codec, which, self._table(p), p.device)
+        codec, table = like
+        store = MomentStore.zeros(codec, which, table, p.device)
         store.write(0, values.reshape(-1))
         return MomentTensor(store)
 
@@ -188,19 +225,23 @@ class Adam8bitBlockwise(BlockwiseAdam):
         table = self._table(p)
         if table is None:
             return super()._adopted(p, saved, infos)
-        if missing := [key for key in ("step", *MOMENTS) if key not in saved]:
-            raise ValueError(
-                f"state of a ZeRO partition: got entries {sorted(saved)}, without {missing}; was "
-                "the checkpoint saved without ZeRO?"
-            )
-        moments = [saved[which] for which in MOMENTS]
-        if not all(isinstance(moment, MomentTensor) for moment in moments):
-            return {**saved, "step": int(saved["step"]), "history": UNKNOWN_HISTORY}
-        stores = [self._fitted(moment.store, table).to(p.device) for moment in moments]
-        return _zero_state(stores, int(saved["step"]), float(saved["history"]))
+        _check_has_moments(saved, "step")
+        quantized = [which for which in MOMENTS if isinstance(saved[which], MomentTensor)]
+        step, history = checked_step(saved), UNKNOWN_HISTORY
+        if len(quantized) == len(MOMENTS):
+            _check_has_moments(saved, "history")
+            history = checked_history(saved)
+        stores = [
+            self._fitted(which, saved[which], table).to(p.device)
+            if which in quantized
+            else self._absorbed(p, which, saved[which], (self.codec, table)).store
+            for which in MOMENTS
+        ]
+        return _zero_state(stores, step, history)
 
-    def _fitted(self, saved: MomentStore, table: PieceTable) -> MomentStore:
+    def _fitted(self, which: str, moment: MomentTensor, table: PieceTable) -> MomentStore:
         """Return a saved moment over this partition's table: verbatim where the two agree."""
+        saved = _store_of(which, moment)
         check_places(saved.table, table)
         # The dither goes on where it was: identities come from the checkpoint.
         pairs = list(zip(table.pieces, saved.table.pieces, strict=True))
@@ -267,6 +308,43 @@ def _device_of(process_group) -> str:
     pairs = torch.distributed.get_backend_config(process_group).split(",")  # "cpu:gloo,cuda:nccl"
     devices = [pair.partition(":")[0] for pair in pairs]
     return "cpu" if "cpu" in devices else devices[0]
+
+
+def _check_has_moments(state: dict, *others: str) -> None:
+    if missing := [key for key in (*others, *MOMENTS) if key not in state]:
+        raise ValueError(
+            f"state of a ZeRO partition: got entries {sorted(state)}, without {missing}; was "
+            "the checkpoint saved without ZeRO?"
+        )
+
+
+def _store_of(which: str, moment: MomentTensor) -> MomentStore:
+    """Return the store of a moment that came from outside; raises ValueError if it is not whole."""
+    if moment.store.which != which or not moment.is_whole:
+        raise ValueError(f"{which} of a ZeRO partition: got {moment!r}, expected the whole {which}")
+    moment.store.check()
+    return moment.store
+
+
+def _check_fits(p: Tensor, which: str, table: PieceTable, wanted: PieceTable | None) -> None:
+    """Raise ValueError unless a moment's table is one for this partition, as far as is known."""
+    if table.numel != p.numel():
+        raise ValueError(
+            f"{which} of a ZeRO partition: got a moment of {table.numel} elements, expected "
+            f"{p.numel()}"
+        )
+    if wanted is not None:
+        check_places(table, wanted)
+
+
+def _check_alike(exp_avg: MomentStore, exp_avg_sq: MomentStore) -> None:
+    """Raise ValueError unless one description of blocks and codes holds for both moments."""
+    got, expected = ((store.codec.name, store.table.places) for store in (exp_avg_sq, exp_avg))
+    if got != expected:
+        raise ValueError(
+            f"exp_avg_sq of a ZeRO partition: got codec {got[0]} over {got[1][:3]}..., expected "
+            f"{expected[0]} over {expected[1][:3]}..., as exp_avg has"
+        )
 
 
 def check_places(saved: PieceTable, table: PieceTable) -> None:

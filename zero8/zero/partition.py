@@ -20,11 +20,14 @@ MakePiece = Callable[[Tensor, int, int, int], Piece]
 """(parameter, start in the shard, numel, first element in the parameter) -> Piece."""
 
 
-def table_of(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> PieceTable | None:
+def table_of(
+    flat: Tensor, numel: int, params: Sequence[Tensor], make: MakePiece
+) -> PieceTable | None:
     """Return the segment table of a flat partition, or None if `flat` is not one of ZeRO's.
 
     Args:
         flat: the tensor that ZeRO gave the optimizer to step over.
+        numel: its number of elements, which it does not have while it is swapped out.
         params: the parameters that the optimizer was constructed with.
         make: makes a piece of one of them.
     """
@@ -34,7 +37,7 @@ def table_of(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> PieceTa
         pieces = _stage12_pieces(flat, params, make)
     else:
         return None
-    return PieceTable(tuple(sorted(pieces, key=lambda piece: piece.start)), flat.numel())
+    return PieceTable(tuple(sorted(pieces, key=lambda piece: piece.start)), numel)
 
 
 def _stage12_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> list[Piece]:

@@ -103,7 +103,10 @@ class Layout:
         try:
             found = json.loads(text)
             like = tuple(store_like(found[which]) for which in MOMENTS)
-            return cls(like, int(found["correction_numel"]))
+            correction_numel = found["correction_numel"]
+            if correction_numel not in (0, like[0].table.numel):
+                raise ValueError(f"got {correction_numel!r} corrections")
+            return cls(like, correction_numel)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: its description is damaged: {error!r}") from error
 

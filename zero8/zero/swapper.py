@@ -16,7 +16,7 @@ can, and states carry a checksum.
 import errno
 import os
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
@@ -209,7 +209,7 @@ class SwapsStates(OptimizerSwapper):
         """Return the layout that the file of a sub-group's state will have."""
         self._set_dtype(parameter)
         numel = self.swap_params_info[parameter.ds_id].numel()
-        table = replace(self.optimizer._table(parameter), numel=numel)
+        table = self.optimizer._table(parameter, numel)
         codec = self.optimizer.codec
         like = tuple(MomentStore.zeros(codec, which, table, "meta") for which in MOMENTS)
         return Layout(like, numel if self.optimizer._is_corrected(parameter) else 0)
