@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import re
 import sys
 import types
 
@@ -19,14 +20,14 @@ def zero8(*arguments, **env):
 def test_build_json_prints_one_object_with_the_path():
     done = zero8("build", "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["path"].endswith("zero8_adam.so")
+    assert json.loads(done.stdout)["path"].endswith(".so")
 
 
 def test_build_prints_path_and_seconds():
     done = zero8("build")
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
-    assert "zero8_adam.so (" in line
+    assert re.search(r"/zero8_adam_\w+\.so \(", line)
 
 
 def test_build_without_compiler_exits_1_and_says_what_to_install(tmp_path):
