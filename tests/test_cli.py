@@ -7,6 +7,7 @@ import types
 import processes
 import pytest
 import torch
+from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from zero8 import cli, doctor
 from zero8.bench import step
@@ -109,6 +110,31 @@ def test_doctor_without_accelerate_has_no_row(monkeypatch):
     report = doctor.examine()
     assert (report["usable"], report["accelerate"]) == (True, None)
     assert "map_pytorch" not in doctor.as_text(report)
+
+
+def test_doctor_broken_deepspeed_is_a_problem_and_not_called_absent(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # the import names deepspeed: absent
+    assert doctor.examine()["problems"] == []
+    real = doctor.importlib.import_module
+
+    def fail(name):
+        if name == "deepspeed":
+            raise ModuleNotFoundError("No module named 'hjson'", name="hjson")
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", fail)
+    report = doctor.examine()
+    assert report["problems"] == ["deepspeed: ModuleNotFoundError: No module named 'hjson'"]
+    assert "not installed" not in doctor.as_text(report)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_doctor_has_a_line_about_libaio_where_it_is_missing(monkeypatch, found):
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose: found)
+    report = doctor.examine()
+    assert (report["usable"], report["libaio"]) == (True, found)
+    lines = [line for line in doctor.as_text(report).splitlines() if "libaio" in line]
+    assert [line.split()[0] for line in lines] == ([] if found else ["nvme"])
 
 
 def test_doctor_untested_version_is_a_warning(monkeypatch):

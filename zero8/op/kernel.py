@@ -67,7 +67,7 @@ def _module_for(isa: str):
 def prepare() -> None:
     """Build the op now rather than in the first step; what fails here, that step will raise."""
     with contextlib.suppress(Exception):
-        module()
+        _module_for(default_isa())
 
 
 def isas() -> dict[str, int]:
