@@ -15,7 +15,8 @@ from zero8.op import cuda_compile
 
 
 def zero8(*arguments, **env):
-    return processes.run([sys.executable, "-m", "zero8.cli", *arguments], **env)
+    # Builds may compile for all instruction sets.
+    return processes.run([sys.executable, "-m", "zero8.cli", *arguments], seconds=280, **env)
 
 
 def test_build_json_prints_one_object_with_the_path():

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def check(command, **env):
-    done = processes.run([str(word) for word in command], PYTHONPATH=None, **env)
+    done = processes.run([str(word) for word in command], seconds=280, PYTHONPATH=None, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -148,12 +148,10 @@ def op_for_steps() -> Extension:
 
 
 def target_of_steps() -> str:
-    """Return ZERO8_ISA of the environment, else the fastest of `TARGETS` on this processor."""
-    asked = os.environ.get("ZERO8_ISA")
-    if asked in TARGETS:
-        return asked
-    flags = _processor_flags()
-    return [target for target, needed in TARGETS.items() if needed <= flags][-1]
+    """Return ZERO8_ISA of the environment if it is served here, else the fastest of `TARGETS`."""
+    flags, asked = _processor_flags(), os.environ.get("ZERO8_ISA")
+    served = [target for target, needed in TARGETS.items() if needed <= flags]
+    return asked if asked in served else served[-1]
 
 
 def _processor_flags() -> set[str]:
