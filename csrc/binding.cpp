@@ -43,6 +43,9 @@ void step(const py::buffer& segments, const py::buffer& scalars, const py::buffe
   if (isa < 0 || isa >= zero8::kNumIsas || !zero8::isa_supported(isa)) {
     throw py::value_error("zero8: this processor does not have the instruction set asked for");
   }
+  if (!zero8::isa_compiled(isa)) {
+    throw py::value_error("zero8: this op was built without the instruction set asked for");
+  }
   const py::buffer_info segment_info = segments.request(true), scalar_info = scalars.request(),
                         map_info = maps.request();
   auto* segment = records<zero8::Segment>(segment_info, "segment");
@@ -137,6 +140,14 @@ void prefetch(const py::buffer& lines) {
   }
 }
 
+py::list targets() {
+  py::list compiled;
+  for (int isa = 0; isa < zero8::kNumIsas; ++isa) {
+    if (zero8::isa_compiled(isa)) compiled.append(zero8::kIsaNames[isa]);
+  }
+  return compiled;
+}
+
 py::dict isas() {
   py::dict supported;
   for (int isa = 0; isa < zero8::kNumIsas; ++isa) {
@@ -153,5 +164,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("copy", &copy, "Move the memory of a step, and change nothing: stream.h.");
   module.def("describe", &describe, "Write down where tensors are, and of what kind.");
   module.def("prefetch", &prefetch, "Ask for cache lines, numbered by their address over 64.");
+  module.def("targets", &targets, "Names of the instruction sets that were compiled in.");
   module.def("isas", &isas, "Instruction sets this processor has, slowest first: name -> number.");
 }

@@ -10,6 +10,13 @@
 #include "format.h"
 
 namespace zero8 {
+
+// Null in an op that was built without them (zero8/op/build.py).
+__attribute__((weak)) decltype(step_blocks_baseline) step_blocks_baseline;
+__attribute__((weak)) decltype(step_blocks_avx2) step_blocks_avx2;
+__attribute__((weak)) decltype(step_blocks_avx512) step_blocks_avx512;
+__attribute__((weak)) decltype(step_blocks_avx512vbmi) step_blocks_avx512vbmi;
+
 namespace {
 
 // Subnormals read and written as zero while it lives, as the arithmetic is defined; the thread's
@@ -37,11 +44,9 @@ class FlushToZero {
 };
 
 StepBlocks step_blocks_for(int isa) {
-#if defined(__x86_64__)
   if (isa == 1) return step_blocks_avx2;
   if (isa == 2) return step_blocks_avx512;
   if (isa == 3) return step_blocks_avx512vbmi;
-#endif
   return step_blocks_baseline;
 }
 
@@ -86,6 +91,8 @@ bool has_f16c() {
 #endif
 
 }  // namespace
+
+bool isa_compiled(int isa) { return step_blocks_for(isa) != nullptr; }
 
 bool isa_supported(int isa) {
 #if defined(__x86_64__)

@@ -113,7 +113,8 @@ void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
 
 constexpr int kNumIsas = 4;
 constexpr const char* kIsaNames[kNumIsas] = {"baseline", "avx2", "avx512", "avx512vbmi"};
-bool isa_supported(int isa);
+bool isa_compiled(int isa);   // into this op
+bool isa_supported(int isa);  // by this processor
 
 #endif
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import re
 import sys
 import types
 
 import processes
 import pytest
 import torch
+from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from zero8 import cli, doctor
 from zero8.bench import step
@@ -13,20 +15,21 @@ from zero8.op import cuda_compile
 
 
 def zero8(*arguments, **env):
-    return processes.run([sys.executable, "-m", "zero8.cli", *arguments], **env)
+    # Builds may compile for all instruction sets.
+    return processes.run([sys.executable, "-m", "zero8.cli", *arguments], seconds=280, **env)
 
 
 def test_build_json_prints_one_object_with_the_path():
     done = zero8("build", "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["path"].endswith("zero8_adam.so")
+    assert json.loads(done.stdout)["path"].endswith(".so")
 
 
 def test_build_prints_path_and_seconds():
     done = zero8("build")
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
-    assert "zero8_adam.so (" in line
+    assert re.search(r"/zero8_adam_\w+\.so \(", line)
 
 
 def test_build_without_compiler_exits_1_and_says_what_to_install(tmp_path):
@@ -108,6 +111,31 @@ def test_doctor_without_accelerate_has_no_row(monkeypatch):
     report = doctor.examine()
     assert (report["usable"], report["accelerate"]) == (True, None)
     assert "map_pytorch" not in doctor.as_text(report)
+
+
+def test_doctor_broken_deepspeed_is_a_problem_and_not_called_absent(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # the import names deepspeed: absent
+    assert doctor.examine()["problems"] == []
+    real = doctor.importlib.import_module
+
+    def fail(name):
+        if name == "deepspeed":
+            raise ModuleNotFoundError("No module named 'hjson'", name="hjson")
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", fail)
+    report = doctor.examine()
+    assert report["problems"] == ["deepspeed: ModuleNotFoundError: No module named 'hjson'"]
+    assert "not installed" not in doctor.as_text(report)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_doctor_has_a_line_about_libaio_where_it_is_missing(monkeypatch, found):
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose: found)
+    report = doctor.examine()
+    assert (report["usable"], report["libaio"]) == (True, found)
+    lines = [line for line in doctor.as_text(report).splitlines() if "libaio" in line]
+    assert [line.split()[0] for line in lines] == ([] if found else ["nvme"])
 
 
 def test_doctor_untested_version_is_a_warning(monkeypatch):

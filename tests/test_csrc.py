@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from zero8.op.builder import Zero8AdamBuilder
+from zero8.op import build
 
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
-TARGETS = ("baseline", "avx2", "avx512", "avx512vbmi")
 # torch 2.6, the oldest that zero8 allows, builds extensions as C++17.
 COMPILER = [*cpp_extension.get_cxx_compiler().split(), "-std=c++17", f"-I{CSRC}"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
@@ -62,13 +61,15 @@ def objects(tmp_path_factory):
     """Folder of the objects, compiled as the builder does, warnings being errors."""
     folder = tmp_path_factory.mktemp("objects")
     name = "-DTORCH_EXTENSION_NAME=zero8_adam"
-    flags = [*Zero8AdamBuilder().cxx_args(), "-fPIC", name, *python_headers()]
-    compile_all([Path(name) for name in Zero8AdamBuilder().sources()], WARNINGS + flags, folder)
+    flags = [*build.FLAGS, "-fPIC", name, *python_headers()]
+    compile_all(build.op().sources, WARNINGS + flags, folder)
     return folder
 
 
-def test_sources_of_the_builder_are_all_there_are(objects):
-    assert {path.stem for path in objects.glob("*.o")} == {path.stem for path in CSRC.glob("*.cpp")}
+def test_targets_of_the_build_are_all_that_there_are():
+    assert {f"step_{name}" for name in build.TARGETS} == {p.stem for p in CSRC.glob("step_*.cpp")}
+    names = re.search(r"kIsaNames.*= \{(.*)\};", (CSRC / "format.h").read_text())[1]
+    assert list(build.TARGETS) == re.findall(r'"(\w+)"', names)
 
 
 def test_headers_compile_alone_and_twice_where_two_files_include_them(tmp_path):
@@ -83,7 +84,7 @@ def test_headers_compile_alone_and_twice_where_two_files_include_them(tmp_path):
     output_of([*COMPILER, "-fopenmp", "-fsyntax-only", "-Wall", "-Wextra", source])
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", build.TARGETS)
 def test_object_of_a_target_defines_symbols_of_its_own_only(objects, target):
     # Of equal weak symbols the linker keeps one: AVX-512 code for processors without, perhaps.
     path = objects / f"step_{target}.o"
@@ -133,7 +134,7 @@ def test_object_stays_within_its_instruction_set(objects, name, too_wide):
 
 
 def test_kernels_under_the_sanitizers_find_nothing(tmp_path):
-    sources = [CSRC / f"{name}.cpp" for name in ("dispatch", *(f"step_{t}" for t in TARGETS))]
+    sources = [CSRC / f"{name}.cpp" for name in ("dispatch", *(f"step_{t}" for t in build.TARGETS))]
     flags = [*SANITIZERS, "-fopenmp", "-ffp-contract=off"]
     made = compile_all([*sources, ROOT / "tests" / "csrc_driver.cpp"], flags, tmp_path)
     program = tmp_path / "driver"
@@ -146,7 +147,7 @@ def test_kernels_under_the_sanitizers_find_nothing(tmp_path):
 def test_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_others(objects, tmp_path):
     """In 34 GiB of address space, of which the last two rows are written to."""
     made = compile_all([ROOT / "tests" / "csrc_large.cpp"], ["-O1"], tmp_path)
-    names = ("dispatch", *(f"step_{target}" for target in TARGETS))
+    names = ("dispatch", *(f"step_{target}" for target in build.TARGETS))
     program = tmp_path / "large"
     kernels = [objects / f"{name}.o" for name in names]
     output_of([*COMPILER, "-fopenmp", *made, *kernels, "-o", program])

@@ -25,7 +25,7 @@ LAYERS = [
     {"", "__init__", "autoload"},
     {"train", "bench", "cli", "doctor", "__main__"},
 ]
-DEEPSPEED_ONLY_IN = ("zero/", "op/builder.py", "train/", "bench/", "doctor.py")
+DEEPSPEED_ONLY_IN = ("zero/", "train/", "bench/", "doctor.py")
 SOURCES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
@@ -72,7 +72,7 @@ def test_layers_scan_finds_the_imports_it_should():
         for name, path in SOURCES.items()
         if any(target.partition(".")[0] == "deepspeed" for target in imported(path))
     }
-    assert {"op/builder.py", "zero/seams.py"} <= found
+    assert {"zero/op_builder.py", "zero/seams.py"} <= found
     assert "zero8.reference" not in imported(SOURCES["codec.py"])
     assert "zero8.arithmetic" in imported(SOURCES["codec.py"])
 
@@ -92,7 +92,7 @@ def test_import_zero8_in_a_fresh_process_loads_neither_deepspeed_nor_cuda(code):
         "import sys, torch; "
         "assert not torch.cuda.is_initialized(), 'cuda'; "
         "assert 'deepspeed' not in sys.modules, 'deepspeed'; "
-        "assert 'zero8.op.builder' not in sys.modules, 'builder'; "
+        "assert 'torch.utils.cpp_extension' not in sys.modules, 'slow'; "
         "assert torch.optim.Adam8bitBlockwise is zero8.Adam8bitBlockwise"
     )
     subprocess.run(

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def check(command, **env):
-    done = processes.run([str(word) for word in command], PYTHONPATH=None, **env)
+    done = processes.run([str(word) for word in command], seconds=280, PYTHONPATH=None, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -54,7 +54,7 @@ def test_wheel_in_an_empty_environment_builds_the_op_and_steps(venv, tmp_path):
     built = check([venv / "bin" / "zero8", "build"], **env)
     assert built.startswith(str(tmp_path))
     # -I keeps the current folder, which holds a zero8 too, off sys.path.
-    where = "\nfrom zero8.op import builder; print(zero8.__file__, builder.source_folder())"
+    where = "\nfrom zero8.op import build; print(zero8.__file__, build.source_folder())"
     printed = check([venv / "bin" / "python", "-I", "-c", processes.STEP + where], **env)
     assert "stepped" in printed
     places = printed.splitlines()[-1].split()

@@ -4,6 +4,7 @@
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _bench(arguments.arguments)
     # DeepSpeed logs to stdout from its import on; our stdout carries the result and nothing else.
     with contextlib.redirect_stdout(sys.stderr):
-        status, result, text = arguments.run()
+        status, result, text = arguments.run(arguments)
     print(json.dumps(result, indent=2) if arguments.json else text)
     return status
 
@@ -25,12 +26,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zero8", description="8-bit Adam states: tools.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, help_text in (
-        ("build", _build, "compile the op now, for GPUs too, rather than at the first step"),
+        ("build", _build, "compile now, for all instruction sets and GPUs, not at the first step"),
         ("doctor", _doctor, "report versions, op, instruction sets and the fit to DeepSpeed"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.set_defaults(run=run)
+        if run is _build:
+            command.add_argument(
+                "--into",
+                metavar="FOLDER",
+                help="build there; a copy of it serves where TORCH_EXTENSIONS_DIR names the copy",
+            )
     bench = commands.add_parser("bench", add_help=False, help="measure; see zero8 bench --help")
     bench.add_argument("arguments", nargs=argparse.REMAINDER)
     bench.set_defaults(run=_bench)
@@ -62,13 +69,15 @@ def _bench(argv: Sequence[str]) -> int:
         parser.error(str(error))
 
 
-def _build() -> tuple[int, dict, str]:
-    from zero8.op import kernel
+def _build(arguments: argparse.Namespace) -> tuple[int, dict, str]:
+    from zero8.op import build
 
+    if arguments.into is not None:
+        os.environ["TORCH_EXTENSIONS_DIR"] = arguments.into
     began = time.perf_counter()
     try:
-        path = kernel.module().__file__
-    except (RuntimeError, ImportError, OSError) as error:
+        path = build.op().load().__file__
+    except (RuntimeError, ImportError) as error:
         raise SystemExit(f"zero8 build: {error}") from error
     kernels = _cuda_kernels()
     seconds = time.perf_counter() - began
@@ -80,19 +89,18 @@ def _build() -> tuple[int, dict, str]:
 def _cuda_kernels() -> dict[str, str]:
     """Compile the CUDA kernel for this machine's GPUs; return by architecture what came of it."""
     from zero8.op import cuda, cuda_compile
-    from zero8.op.builder import Zero8AdamBuilder
 
     made = {}
     for architecture in sorted({gpu.architecture for gpu in cuda.gpus() if gpu.is_served}):
         try:
-            code = Zero8AdamBuilder().cuda_code(architecture, cuda_compile.default_backend())
+            code = cuda_compile.machine_code(architecture, cuda_compile.default_backend())
             made[f"sm_{architecture}"] = f"{len(code)} bytes"
         except (RuntimeError, ValueError) as error:  # which offloading does not need
             made[f"sm_{architecture}"] = f"not compiled: {error}"
     return made
 
 
-def _doctor() -> tuple[int, dict, str]:
+def _doctor(_: argparse.Namespace) -> tuple[int, dict, str]:
     from zero8 import doctor
 
     report = doctor.examine()

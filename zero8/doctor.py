@@ -44,15 +44,20 @@ def examine() -> dict:
     """
     report: dict = {"problems": [], "warnings": []}
     for name, part in (
+        ("deepspeed", _deepspeed),
         ("versions", _versions),
         ("build_tools", _build_tools),
         ("op", _op),
         ("cuda_kernel", _cuda_kernel),
         ("accelerator", _accelerator),
+        ("libaio", _libaio),
         ("seams", _seams),
         ("accelerate", _accelerate),
         ("autoload", _autoload),
     ):
+        if part in (_accelerator, _libaio, _seams) and not report["deepspeed"]:
+            report[name] = None
+            continue
         try:
             report[name] = part(report)
         except Exception as error:  # the other parts still tell something
@@ -60,6 +65,17 @@ def examine() -> dict:
             report["problems"].append(f"{name}: {type(error).__name__}: {error}")
     report["usable"] = not report["problems"]
     return report
+
+
+def _deepspeed(report: dict) -> bool:
+    """Return whether DeepSpeed is installed; plain PyTorch needs none."""
+    try:
+        importlib.import_module("deepspeed")
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise
+        return False
+    return True
 
 
 def _versions(report: dict) -> dict:
@@ -70,6 +86,8 @@ def _versions(report: dict) -> dict:
     except metadata.PackageNotFoundError:
         report["warnings"].append("zero8 is importable but not installed: `pip install` it")
     for name, (lowest, beyond) in TESTED.items():
+        if name == "deepspeed" and not report["deepspeed"]:
+            continue
         installed, tested = metadata.version(name), f">={lowest},<{beyond}"
         fits = SpecifierSet(tested).contains(installed, prereleases=True)
         versions[name] = {"installed": installed, "tested": tested, "fits": fits}
@@ -79,9 +97,9 @@ def _versions(report: dict) -> dict:
 
 
 def _build_tools(report: dict) -> dict:
-    from zero8.op import builder
+    from zero8.op import build
 
-    return {"compiler": builder.compiler(), "ninja": builder.ninja()}
+    return {"compiler": build.compiler(), "ninja": build.ninja()}
 
 
 def _op(report: dict) -> dict:
@@ -124,6 +142,13 @@ def _accelerator(report: dict) -> str:
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator().device_name()
+
+
+def _libaio(report: dict) -> bool:
+    """Return whether DeepSpeed finds what its swapping to NVMe is compiled with."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().is_compatible(verbose=False)
 
 
 def _seams(report: dict) -> dict[str, str]:
@@ -205,6 +230,22 @@ def _gpu_lines(found: dict | None) -> list[tuple[str, str]]:
     ]
 
 
+def _deepspeed_lines(report: dict) -> list[tuple[str, str]]:
+    if report["deepspeed"] is False:
+        adds = "adds ZeRO, with states in CPU memory or on NVMe"
+        return [("deepspeed", f"not installed; pip install 'zero8[deepspeed]' {adds}")]
+    lines = [("accelerator", report["accelerator"] or "unknown")]
+    if report["libaio"] is False:
+        lines.append(
+            ("nvme", "no libaio, needed for NVMe offload only: apt-get install libaio-dev")
+        )
+    version = (report["versions"] or {}).get("deepspeed", {}).get("installed", "unknown")
+    return lines + [
+        ("seam", f"{name}: {state} (DeepSpeed {version})")
+        for name, state in (report["seams"] or {}).items()
+    ]
+
+
 def as_text(report: dict) -> str:
     """Return the report of `examine` as lines for people."""
     lines = [("package", str(Path(__file__).parent))]
@@ -222,12 +263,7 @@ def as_text(report: dict) -> str:
         lines.append(("op", "cannot be loaded"))
     lines.append(("cuda kernel", _cuda_line(report["cuda_kernel"])))
     lines += _gpu_lines(report["cuda_kernel"])
-    lines.append(("accelerator", report["accelerator"] or "unknown"))
-    deepspeed = (report["versions"] or {}).get("deepspeed", {}).get("installed", "unknown")
-    lines += [
-        ("seam", f"{name}: {state} (DeepSpeed {deepspeed})")
-        for name, state in (report["seams"] or {}).items()
-    ]
+    lines += _deepspeed_lines(report)
     if report["accelerate"]:
         lines.append(("seam", f"{accelerate.REPLACES}: {report['accelerate']} (Accelerate)"))
     autoload = report["autoload"] or {"active": False, "reason": "unknown"}

@@ -129,7 +129,7 @@ def copies(contenders: list[Contender]) -> dict[tuple[int, ...], Contender]:
 def _deepspeed(params: Params) -> list[Contender]:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from zero8.op.builder import build_lock
+    from zero8.op.build import build_lock
 
     found = []
     for variant in (FP32, BF16):

@@ -60,11 +60,8 @@ class CudaKernel:
     """The kernel on one GPU."""
 
     def __init__(self, device: torch.device, backend: str):
-        """Compile and load the kernel; raises as `Zero8AdamBuilder.cuda_code` does."""
-        # deepspeed takes a while to import; whoever only imports zero8 does not pay for it.
-        from zero8.op.builder import Zero8AdamBuilder
-
-        code = Zero8AdamBuilder().cuda_code(Gpu.of(device).architecture, backend)
+        """Compile and load the kernel; raises as `cuda_compile.machine_code` does."""
+        code = cuda_compile.machine_code(Gpu.of(device).architecture, backend)
         self._device = device
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._driver = Driver()

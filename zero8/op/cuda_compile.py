@@ -15,8 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from torch.utils import cpp_extension
-
+from zero8.op import build
 from zero8.op.sources import source_folder
 
 BACKENDS = ("auto", "nvcc", "nvrtc")
@@ -77,9 +76,11 @@ def compiler(backend: str = "auto") -> CudaCompiler:
 def machine_code(architecture: int, backend: str) -> bytes:
     """Return the compiled kernel for a compute capability, such as 90, from the cache if there.
 
+    Processes that start together compile once.
+
     Raises:
         ValueError: if the backend is unknown, or the architecture too old.
-        RuntimeError: if there is no compiler, or it fails.
+        RuntimeError: if there is no compiler, it fails, or the cache cannot be written to.
     """
     if architecture < LOWEST_ARCHITECTURE:
         raise ValueError(
@@ -87,14 +88,15 @@ def machine_code(architecture: int, backend: str) -> bytes:
             f"{LOWEST_ARCHITECTURE / 10}"
         )
     chosen = compiler(backend)
-    path = _cache_folder() / f"{_key(chosen, architecture)}.cubin"
+    path = build.cache_root() / "zero8_cuda" / f"{_key(chosen, architecture)}.cubin"
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        code = chosen.compile(architecture)
-        # Processes that do this at the same time write the same.
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
+        with build.locked(path.parent.with_suffix(".flock")):
+            if not path.is_file():
+                path.parent.mkdir(exist_ok=True)
+                code = chosen.compile(architecture)
+                with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                    file.write(code)
+                os.replace(file.name, path)
     return path.read_bytes()
 
 
@@ -166,8 +168,3 @@ def _key(chosen: CudaCompiler, architecture: int) -> str:
         if path.is_file():
             digest.update(path.read_bytes())
     return f"step_sm_{architecture}_{chosen.name}_{digest.hexdigest()[:16]}"
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
-    return Path(root) / "zero8_cuda"

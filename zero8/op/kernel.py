@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls the compiled step on a list of segments."""
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from zero8.buffers import check_buffer
 from zero8.grid import check_block_size
+from zero8.op import build
 from zero8.op.dynamic_tables import dynamic_maps
 from zero8.op.threads import step_threads
 from zero8.scalars import StepScalars
@@ -56,11 +58,20 @@ CPU = torch.device("cpu")
 
 @lru_cache(maxsize=1)
 def module():
-    """Return the compiled module, built on first use."""
-    # deepspeed takes a while to import; whoever only imports zero8 does not pay for it.
-    from zero8.op.builder import Zero8AdamBuilder
+    """Return the compiled module, built on first use; perhaps for one instruction set only."""
+    return build.op_for_steps().load()
 
-    return Zero8AdamBuilder().load()
+
+@lru_cache(maxsize=8)
+def _module_for(isa: str):
+    """Return a compiled module for an instruction set; one for all if `module` is for another."""
+    return module() if isa in module().targets() else build.op().load()
+
+
+def prepare() -> None:
+    """Build the op now rather than in the first step; what fails here, that step will raise."""
+    with contextlib.suppress(Exception):
+        _module_for(default_isa())
 
 
 def isas() -> dict[str, int]:
@@ -126,7 +137,7 @@ def packed_scalars(scalars: Iterable[StepScalars]) -> np.ndarray:
 
 def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) -> None:
     """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive."""
-    module().step(records, scalars, dynamic_maps(), num_threads, isas()[isa])
+    _module_for(isa).step(records, scalars, dynamic_maps(), num_threads, isas()[isa])
 
 
 def check(records: np.ndarray, num_scalars: int) -> None:

@@ -12,8 +12,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 
-from zero8.op.builder import Zero8AdamBuilder, build_lock
+from zero8.op.build import build_lock
 from zero8.train.config import is_stepped_by_torch, offload_device
+from zero8.zero.op_builder import Zero8AdamBuilder
 
 
 def build_ops() -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from zero8.codec import Codec
+from zero8.op import kernel
+from zero8.op.runners import DEVICES
 from zero8.optimizer import BlockwiseAdam
 from zero8.params import ParamInfo
 from zero8.pieces import MomentStore, Piece, PieceTable
@@ -78,6 +80,8 @@ class Adam8bitBlockwise(BlockwiseAdam):
         else:
             when_imported("deepspeed.runtime.engine", type(self)._fit_into_late_deepspeed)
         when_imported("accelerate.accelerator", type(self)._guard_from_accelerate)
+        if any(p.device.type in DEVICES for group in self.param_groups for p in group["params"]):
+            kernel.prepare()  # while an engine is made, where a wait is expected
 
     @classmethod
     def _fit_into_late_deepspeed(cls, _) -> None:

@@ -91,7 +91,7 @@ def add_op(all_ops) -> None:
     """Add the op to `deepspeed.ops.op_builder.all_ops`, for ds_report and ds_build."""
     from deepspeed.ops import op_builder
 
-    from zero8.op.builder import Zero8AdamBuilder
+    from zero8.zero.op_builder import Zero8AdamBuilder
 
     all_ops.ALL_OPS[Zero8AdamBuilder.NAME] = Zero8AdamBuilder()
     op_builder.Zero8AdamBuilder = Zero8AdamBuilder

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the op with torch's cpp_extension, and loads what has been built.
+
+Every build has a folder of its own in the cache.  The folder's name holds a digest of all that the
+build depends on except the compiler, and a mark in it says that the build is complete.  A complete
+build never changes, so loading it needs no compiler, no ninja and no lock: the cache may be
+read-only, shared between machines, or copied into an image.
+"""
+
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TextIO
+
+import torch
+
+from zero8.op.sources import source_folder
+
+NAME = "zero8_adam"
+
+# None of them lets the compiler change a floating-point result.
+FLAGS = ("-O3", "-g0", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+LINK_FLAGS = ("-fopenmp",)
+
+_AVX2 = {"avx2", "fma", "f16c"}
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+TARGETS = {
+    "baseline": set(),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512vbmi": _AVX512 | {"avx512vbmi"},
+}
+"""The instruction sets of csrc/step_*.cpp, slowest first, and the processor flags they need."""
+
+_COMPLETE = "complete"
+_ANOTHER_PLACE = "TORCH_EXTENSIONS_DIR chooses another place"
+
+logger = logging.getLogger("zero8")
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A Python module in C++: what it is made of, and its place in the cache.
+
+    Attributes:
+        name: begins the name of its folder.
+        sources: .cpp files; every .h beside the first one counts as included.
+        seconds: about how long two processors take to compile it.
+    """
+
+    name: str
+    sources: tuple[Path, ...]
+    seconds: int
+
+    def folder(self) -> Path:
+        """Return where a build of these very sources is, or would be."""
+        # The suffix names the Python and the kind of processor.
+        parts = [torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"), *FLAGS, *LINK_FLAGS]
+        digest = hashlib.sha256(" ".join(parts).encode())
+        for path in sorted({*self.sources, *self.sources[0].parent.glob("*.h")}):
+            content = path.read_bytes()
+            digest.update(f"\n{path.name} {len(content)}\n".encode() + content)
+        return cache_root() / f"{self.name}_{digest.hexdigest()[:16]}"
+
+    def is_built(self) -> bool:
+        """Return whether `load` has nothing to compile."""
+        return (self.folder() / _COMPLETE).is_file()
+
+    def load(self) -> ModuleType:
+        """Return the module, compiled now unless it is built.
+
+        Processes that start together compile once.
+
+        Raises:
+            RuntimeError: if there is no compiler, it fails, or the cache cannot be written to.
+            ImportError: if a build cannot be loaded on this machine.
+        """
+        folder = self.folder()
+        if self.is_built():
+            return _imported(folder)
+        self.check_loadable()
+        with locked(folder.with_name(f"{self.name}.flock")), _own_ninja_first():
+            return _imported(folder) if self.is_built() else self._compiled(folder)
+
+    def check_loadable(self) -> None:
+        """Raise RuntimeError, which says what to install, if it is not built and cannot be."""
+        if not self.is_built() and compiler() is None:
+            raise RuntimeError(
+                f"no C++ compiler ({_cxx()!r} is not on PATH), and {self.folder()} is not built "
+                "(TORCH_EXTENSIONS_DIR chooses the place): install a compiler (Debian and Ubuntu: "
+                "apt-get install g++), set CXX, or copy a folder that `zero8 build --into` has made"
+            )
+
+    def _compiled(self, folder: Path) -> ModuleType:
+        from torch.utils import cpp_extension
+
+        if folder.exists():
+            _discard(folder)
+        folder.mkdir()
+        # A warning, because lower levels are not shown unless logging has been set up.
+        logger.warning(
+            "zero8: compiling its CPU kernel once, about %d s; `zero8 build` does it ahead",
+            self.seconds,
+        )
+        # torch numbers what a process builds again, and does not retry a build that has failed.
+        cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(folder.name, None)
+        try:
+            module = cpp_extension.load(
+                folder.name,
+                [str(path) for path in self.sources],
+                extra_cflags=list(FLAGS),
+                extra_ldflags=list(LINK_FLAGS),  # which torch adds to
+                extra_include_paths=[str(self.sources[0].parent)],
+                build_directory=str(folder),
+            )
+        except (RuntimeError, subprocess.SubprocessError) as error:  # the disk may be full
+            raise RuntimeError(f"{folder} ({_ANOTHER_PLACE}): {error}") from error
+        (folder / _COMPLETE).touch()
+        return module
+
+
+def op(target: str | None = None) -> Extension:
+    """Return the op for one of `TARGETS`, or, if None, for all of them."""
+    paths = sorted(source_folder().glob("*.cpp"))
+    if target is None:
+        return Extension(NAME, tuple(paths), seconds=25)
+    others = {f"step_{name}" for name in TARGETS} - {f"step_{target}"}
+    needed = tuple(path for path in paths if path.stem not in others)
+    return Extension(f"{NAME}_{target}", needed, seconds=10)
+
+
+def op_for_steps() -> Extension:
+    """Return the op for all targets if it is built, else for the one that steps will use."""
+    whole = op()
+    return whole if whole.is_built() else op(target_of_steps())
+
+
+def target_of_steps() -> str:
+    """Return ZERO8_ISA of the environment if it is served here, else the fastest of `TARGETS`."""
+    flags, asked = _processor_flags(), os.environ.get("ZERO8_ISA")
+    served = [target for target, needed in TARGETS.items() if needed <= flags]
+    return asked if asked in served else served[-1]
+
+
+def _processor_flags() -> set[str]:
+    """Return what Linux says that the processor has; nothing elsewhere.
+
+    A guess of what to compile: what runs is decided by the op, which asks the processor.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def cache_root() -> Path:
+    """Return the folder of all builds: TORCH_EXTENSIONS_DIR of the environment, else torch's."""
+    if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(chosen).absolute()
+    from torch.utils import cpp_extension  # imports setuptools, which takes a while
+
+    return Path(cpp_extension.get_default_build_root())
+
+
+def compiler() -> str | None:
+    """Return the path of the C++ compiler that builds the op, None if there is none."""
+    # CXX may hold a launcher and options too: "ccache g++".
+    return shutil.which(_cxx().partition(" ")[0])
+
+
+def _cxx() -> str:
+    from torch.utils import cpp_extension
+
+    return cpp_extension.get_cxx_compiler()
+
+
+def ninja() -> str | None:
+    """Return the path of ninja: where pip puts it, or on PATH; None if there is none."""
+    return shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
+
+
+@contextmanager
+def build_lock(name: str) -> Iterator[None]:
+    """Be the only process that builds the op `name` of DeepSpeed, among those that ask for this.
+
+    A build that was killed does not block the next one.
+    """
+    from torch.utils import cpp_extension
+
+    folder = Path(cpp_extension._get_build_directory(name, verbose=False))
+    with locked(folder.with_name(f"{name}.flock")), _own_ninja_first():
+        # torch's own lock is a file that a killed build leaves behind, and the next one would wait
+        # for it without end.
+        if (folder / "lock").exists():
+            _discard(folder)
+        yield
+
+
+def _imported(folder: Path) -> ModuleType:
+    path = folder / f"{folder.name}.so"
+    try:
+        spec = importlib.util.spec_from_file_location(folder.name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise ImportError(f"{error}; remove {folder} to have it built again") from error
+    return module
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file lock, which the operating system releases however the process ends.
+
+    Raises:
+        RuntimeError: if files cannot be written, the lock's or within the block.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a+") as file:
+            _acquire(file)
+            yield
+    except OSError as error:
+        raise RuntimeError(f"{path.parent} ({_ANOTHER_PLACE}): {error}") from error
+
+
+def _acquire(file: TextIO) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read() or "another process"
+        logger.warning("zero8: waiting for %s, which has locked %s", holder, file.name)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    file.seek(0)
+    file.truncate()
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+
+
+def _discard(folder: Path) -> None:
+    """Move what a killed build left away, and remove it.
+
+    Its compilers may still be writing: they take their folder with them.
+    """
+    grave = tempfile.mkdtemp(prefix=f"{folder.name}.killed.", dir=folder.parent)
+    shutil.rmtree(folder.rename(grave), ignore_errors=True)
+
+
+@contextmanager
+def _own_ninja_first() -> Iterator[None]:
+    # pip puts ninja beside the interpreter, which only an activated environment has on PATH.
+    path = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join((sysconfig.get_path("scripts"), path))
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = path

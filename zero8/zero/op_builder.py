@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The op as DeepSpeed's op builders are: the row of ds_report."""
+
+from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+from zero8.op import build, kernel
+from zero8.op.sources import source_folder
+
+
+class Zero8AdamBuilder(CUDAOpBuilder):
+    """The `zero8_adam` row of ds_report: the fused 8-bit step.
+
+    The op is the same as without DeepSpeed, in the same cache: `zero8.op.build` builds and loads
+    it.  DS_BUILD_* do not apply: they choose ops that are compiled into DeepSpeed's own package.
+    `zero8 build --into` builds ahead.
+
+    The CUDA kernel is no part of it and is compiled when a GPU is to step: training with offload
+    needs no nvcc, and an nvcc of another version than torch's CUDA will do.
+    """
+
+    NAME = build.NAME
+    BUILD_VAR = "DS_BUILD_ZERO8_ADAM"
+
+    def __init__(self):
+        """Register under `NAME`."""
+        super().__init__(name=self.NAME)
+
+    @property
+    def build_for_cpu(self) -> bool:
+        """Whether the extension of torch has no CUDA in it: always."""
+        return True
+
+    @build_for_cpu.setter
+    def build_for_cpu(self, _: bool) -> None:
+        """Leave it so: DeepSpeed sets it to whether there is no GPU."""
+
+    def absolute_name(self) -> str:
+        """Return the name that DeepSpeed would import a prebuilt module by; there is none."""
+        return f"zero8.op.{self.NAME}"
+
+    def sources(self) -> list[str]:
+        """Return the absolute paths of the C++ sources."""
+        return [str(path) for path in build.op().sources]
+
+    def include_paths(self) -> list[str]:
+        """Return the absolute path of the headers."""
+        return [str(source_folder())]
+
+    def cxx_args(self) -> list[str]:
+        """Return the compiler's flags."""
+        return list(build.FLAGS)
+
+    def extra_ldflags(self) -> list[str]:
+        """Return the linker's flags."""
+        return list(build.LINK_FLAGS)
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return whether the op is built or can be; if not, say what to install."""
+        try:
+            build.op_for_steps().check_loadable()
+        except RuntimeError as error:
+            self.error_log = str(error)
+            if verbose:
+                self.warning(self.error_log)
+            return False
+        return super().is_compatible(verbose)
+
+    def load(self, verbose: bool = False):
+        """Return the op's module, built on first use; raises as `zero8.op.build.Extension.load`."""
+        return kernel.module()
