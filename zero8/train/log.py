@@ -4,8 +4,8 @@
 import logging
 from pathlib import Path
 
-# Python's warnings, once captured, and what DeepSpeed and torch say of themselves.
-NAMES = ("py.warnings", "DeepSpeed", "torch")
+# Warnings of Python code, torch among it, once they are captured; and DeepSpeed's own messages.
+NAMES = ("py.warnings", "DeepSpeed")
 
 
 def log_warnings(path: Path) -> None:
