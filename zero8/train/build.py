@@ -70,7 +70,8 @@ def _build(builders: list) -> None:
 
 def _load(builder) -> None:
     """Load an op, which compiles it unless that has been done, and say how long it took."""
-    usual = f" ({SECONDS[builder.name]} s if it has to be compiled)" * (builder.name in SECONDS)
+    seconds = SECONDS.get(builder.name)
+    usual = f" ({seconds} s if it has to be compiled)" if seconds else ""
     print(f"op {builder.name}{usual} ...", end=" ", flush=True)
     began = time.perf_counter()
     builder.load(verbose=False)
