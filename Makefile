@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Every target works in a fresh checkout with nothing but python3 and a C++ compiler: the first one
-# makes .venv, and later ones install again only when pyproject.toml or constraints.txt changed.
+# Every target works as the first command in a fresh checkout: it installs the Debian packages that
+# are missing, makes .venv and installs into it what the target needs.  Later calls install again
+# only when pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
-INSTALLED := .venv/.installed
-PEERS := .venv/.peers
 VENV_PYTHON := .venv/bin/python
 CXX_FILES := csrc/*.cpp csrc/*.h csrc/cuda/*.cu csrc/cuda/*.h tests/*.cpp
+
+# .venv/.NAME says that the extra NAME of pyproject.toml is installed; `test` and `dev` have others
+# in them.
+IN_test := train bench
+IN_dev := test $(IN_test)
 
 # DeepSpeed builds its ops with the ninja on PATH, and pip puts it into .venv/bin.
 RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(VENV_PYTHON)
@@ -17,10 +21,22 @@ MISSING = command -v $(PYTHON) >/dev/null || echo python3; \
   $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv; \
   $(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' \
     2>/dev/null || echo python3-dev; \
-  command -v $${CXX:-c++} >/dev/null || echo g++; \
-  test -e /usr/include/libaio.h || echo libaio-dev
+  command -v $${CXX:-c++} >/dev/null || echo g++
 
-.PHONY: help setup train bench gpu-check test test-full lint missing-packages
+# Installs them for root, and for whoever needs no password for sudo; tells others what is missing.
+INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
+  as_root=$$(test "$$(id -u)" = 0 || echo sudo -n); \
+  if test -n "$$missing" && command -v apt-get >/dev/null && $$as_root true 2>/dev/null; then \
+    echo "zero8: missing on this machine, now installed: $$missing"; \
+    $$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive \
+      apt-get install -qq -y --no-install-recommends $$missing; \
+    missing=$$({ $(MISSING); } | xargs); \
+  fi; \
+  test -z "$$missing" || { \
+    echo "zero8: missing on this machine; as root: apt-get install $$missing" >&2; exit 1; }
+
+.PHONY: help setup train bench gpu-check test test-full lint
+.NOTPARALLEL:
 
 help:
 	@echo "make train      train a small GPT with fp32 AdamW and with Adam8bitBlockwise, and compare;"
@@ -32,49 +48,45 @@ help:
 	@echo "make test       run the tests"
 	@echo "make test-full  run the slow tests"
 	@echo "make lint       check style, without changing anything"
-	@echo "make setup      only make .venv"
+	@echo "make setup      only install what CI needs"
 
-setup: $(INSTALLED)
+setup: .venv/.dev
 
-train: $(INSTALLED)
+train: .venv/.train
 	PYTHON=$(VENV_PYTHON) launch/local.sh
 
-bench: $(INSTALLED)
+bench: .venv/.bench
 	$(RUN) -m zero8.cli bench step --json $(or $(OUT),runs/bench_step.json)
 
-# Of a machine without a network: a Python that has torch with CUDA, and all else, already.
-gpu-check: $(if $(GPU_PYTHON),,$(PEERS))
+# On a machine without a network: with a Python that has torch with CUDA, and all else, already.
+gpu-check: $(if $(GPU_PYTHON),,.venv/.dev .venv/.peers)
 	$(or $(GPU_PYTHON),$(RUN)) -m zero8.bench.gpu_check
 
-test: $(INSTALLED)
+test: .venv/.test
 	$(RUN) -m pytest -m "not slow"
 
 # Status 5 of pytest: there is no such test.
-test-full: $(INSTALLED)
+test-full: .venv/.test
 	$(RUN) -m pytest -m slow || test $$? -eq 5
 
-lint: $(INSTALLED)
+lint: .venv/.dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	.venv/bin/clang-format --style=file:csrc/.clang-format --dry-run --Werror $(CXX_FILES)
 
-missing-packages:
-	@$(MISSING)
+# Compiling every module to bytecode would double the time; Python does it at first import.
+PIP_INSTALL := $(VENV_PYTHON) -m pip install --no-compile -c constraints.txt
 
-# torch is pinned in constraints.txt: pip takes its CPU build where a folder or index offers one.
-$(INSTALLED): pyproject.toml constraints.txt
-	@missing=$$({ $(MISSING); } | xargs); test -z "$$missing" || { \
-	  echo "zero8: missing on this machine; as root: apt-get install $$missing" >&2; exit 1; }
+.venv/.%: pyproject.toml constraints.txt .venv/.made
+	$(PIP_INSTALL) -e '.[$*]'
+	@touch $@ $(IN_$*:%=.venv/.%)
+
+.venv/.made:
+	@$(INSTALL_MISSING)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "zero8: expected Python 3.10 or newer, got $$($(PYTHON) --version);" \
 	    "set one: make PYTHON=python3.11" >&2; exit 1; }
 	@case "$(CURDIR)" in *" "*) echo "zero8: got a path with a space, '$(CURDIR)': torch cannot" \
 	  "link extensions there; move the checkout" >&2; exit 1;; esac
 	$(VENV_PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
-	$(VENV_PYTHON) -m pip install -c constraints.txt -e '.[dev]'
-	@touch $@
-
-# The optimizers that `zero8 bench step` compares with.
-$(PEERS): $(INSTALLED)
-	$(VENV_PYTHON) -m pip install -c constraints.txt -e '.[peers]'
 	@touch $@

@@ -3,7 +3,8 @@
 #
 # Train the same small GPT twice from the same seed on this machine, with one of configs/ (by default
 # under ZeRO-2 with the optimizer offloaded to the host): once with DeepSpeed's fp32 AdamW, once with
-# Adam8bitBlockwise. Then write OUT/summary.json and OUT/loss.png and print a table.
+# Adam8bitBlockwise. Then time steps of both over 2^25 parameters, with all cores, write
+# OUT/summary.json and OUT/loss.png and print tables. Warnings of each rank are in OUT/*.log.
 #
 # usage: launch/local.sh, with these environment variables (defaults in brackets):
 # Relative paths count from the repository's root.
@@ -40,7 +41,9 @@ out=${OUT:-runs/demo}
 seed=${SEED:-0}
 
 # Ranks share the cores; more threads than cores make every rank wait.
-threads=$(($(nproc) / ranks))
+# nproc would take OMP_NUM_THREADS for the number of cores.
+cores=$(env -u OMP_NUM_THREADS nproc)
+threads=$((cores / ranks))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 # A signal must reach torchrun, which then ends its ranks: they are in sessions of their own.
@@ -63,10 +66,11 @@ train() {
   wait "$child"
 }
 
-echo "building the ops (minutes the first time, then seconds)"
+echo "loading the ops; what was not compiled before is compiled now"
 "$python" -m zero8.train.build "$config"
 train AdamW
 train Adam8bitBlockwise
 
-"$python" -m zero8.train.report "$out" --command \
+echo "timing steps over 2^25 parameters"
+OMP_NUM_THREADS=$cores "$python" -m zero8.train.report "$out" --command \
   "STEPS=$steps RANKS=$ranks CONFIG=$config${DATA:+ DATA=$DATA} SEED=$seed launch/local.sh"

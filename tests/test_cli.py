@@ -8,6 +8,7 @@ import processes
 import pytest
 import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
+from needs import need_nvcc, need_nvrtc
 
 from zero8 import cli, doctor
 from zero8.bench import step
@@ -151,6 +152,9 @@ def test_doctor_untested_version_is_a_warning(monkeypatch):
 
 
 def test_doctor_says_what_the_cuda_kernel_is_compiled_with_and_why(monkeypatch):
+    need_nvcc()
+    need_nvrtc()
+
     def line():
         text = doctor.as_text(doctor.examine())
         (found,) = [x for x in text.splitlines() if x.startswith("cuda kernel")]
@@ -165,6 +169,7 @@ def test_doctor_says_what_the_cuda_kernel_is_compiled_with_and_why(monkeypatch):
 
 
 def test_doctor_names_the_backend_that_the_environment_asks_for(monkeypatch):
+    need_nvrtc()
     monkeypatch.setenv("ZERO8_CUDA_BACKEND", "nvrtc")
     assert doctor.examine()["cuda_kernel"]["reason"] == "ZERO8_CUDA_BACKEND asks for it"
     monkeypatch.setenv("ZERO8_CUDA_BACKEND", "hip")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import processes
 import pytest
+from needs import need_nvme
 
 from zero8.train.build import build_for, build_ops
 
@@ -68,10 +69,11 @@ def test_recipe_trains_both_optimizers_with_the_state_bytes_of_its_row(tmp_path,
     row = ROWS[name]
     config = json.loads((ROOT / row["config"]).read_text())
     build_ops()
-    build_for(config)
     offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
     if offload.get("device") == "nvme":
+        need_nvme()
         offload["nvme_path"] = str(tmp_path / "swap")
+    build_for(config)
     (tmp_path / name).write_text(json.dumps(config))
     fp32, quantized = launch(tmp_path / name, tmp_path)
     assert (fp32["optimizer"], quantized["optimizer"]) == ("AdamW", "Adam8bitBlockwise")

@@ -86,6 +86,16 @@ def test_local_sh_four_steps_writes_summary_of_both_runs(tmp_path, start_local):
     # Same seed, same batches: the first two steps have learning rate 0.
     assert baseline["val_loss"] == pytest.approx(eight_bit["val_loss"], rel=1e-3)
     assert (tmp_path / "out" / "loss.png").exists()
+    fp32, quantized = summary["at_scale"]["rows"]
+    assert fp32["state_bytes"] == 8 * summary["at_scale"]["numel"] > 3.8 * quantized["state_bytes"]
+    # The screen has progress and results; warnings are where it says.
+    assert "Adam8bitBlockwise: 100%" in output and "optimizer step ms" in output
+    assert "WARNING" not in output and "Warning" not in output
+    assert f"{tmp_path}/out/AdamW.rank*.log" in output
+    for run in ("AdamW", "Adam8bitBlockwise"):
+        for rank in range(2):
+            log = (tmp_path / "out" / f"{run}.rank{rank}.log").read_text()
+            assert "total_num_steps 4 is less than warmup_num_steps" in log
 
 
 @pytest.mark.timeout(TIME_LIMIT + 2 * STOP_LIMIT)
@@ -95,6 +105,8 @@ def test_local_sh_failing_run_exits_nonzero(tmp_path, start_local):
     process = start_local(CONFIG=str(config), RANKS="1")
     output = process.communicate(timeout=TIME_LIMIT)[0]
     assert process.returncode != 0
+    assert "Traceback (most recent call last)" in output
+    assert "ValueError: got optimizer type 'SGD'" in output
     assert "expected 'Adam8bitBlockwise'" in output
     assert not (tmp_path / "out").exists()
 

@@ -14,6 +14,7 @@ SUMMARY_KEYS = {
     "config",
     "data",
     "runs",
+    "at_scale",
 }
 ROW_KEYS = {
     "optimizer",
@@ -26,6 +27,18 @@ ROW_KEYS = {
     "host_peak_gib",
     "step_ms",
     "iteration_ms",
+}
+
+
+AT_SCALE = {
+    "numel": 4096,
+    "threads": 2,
+    "rounds": 1,
+    "rows": [
+        {"optimizer": "AdamW", "state_bytes": 2**25, "host_bytes": 2**26, "step_ms": 30.0},
+        {"optimizer": "Adam8bitBlockwise", "state_bytes": 2**23, "host_bytes": 5 * 2**23}
+        | {"step_ms": 10.25},
+    ],
 }
 
 
@@ -59,7 +72,7 @@ def write_run(out, optimizer, **changes):
 def test_report_two_runs_writes_summary_and_plot(tmp_path, capsys):
     write_run(tmp_path, "Adam8bitBlockwise", val_loss=2.55, state_bytes_per_param=2.03)
     write_run(tmp_path, "AdamW")
-    report(tmp_path, "launch/local.sh")
+    report(tmp_path, AT_SCALE, "launch/local.sh")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["versions"].keys() >= {"python", "torch", "deepspeed", "zero8", "platform"}
@@ -69,12 +82,17 @@ def test_report_two_runs_writes_summary_and_plot(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "2.030" in printed
     assert "+2.00 %" in printed
+    assert summary["at_scale"] == AT_SCALE
+    assert "4,096 float32 parameters" in printed and "2 threads" in printed
+    lines = [line.split() for line in printed.splitlines()]
+    assert ["AdamW", "32.0", "0.062", "30.0"] in lines
+    assert ["Adam8bitBlockwise", "8.0", "0.039", "10.2"] in lines
 
 
 def test_report_no_8bit_parameter_prints_a_dash(tmp_path, capsys):
     write_run(tmp_path, "AdamW")
     write_run(tmp_path, "Adam8bitBlockwise", state_bytes_per_param=None)
-    report(tmp_path, "")
+    report(tmp_path, AT_SCALE, "")
     row = next(x for x in capsys.readouterr().out.splitlines() if "Adam8bitBlockwise  " in x)
     assert row.split()[1] == "-"
 
@@ -82,11 +100,11 @@ def test_report_no_8bit_parameter_prints_a_dash(tmp_path, capsys):
 def test_report_missing_run_raises(tmp_path):
     write_run(tmp_path, "AdamW")
     with pytest.raises(ValueError, match=r"found no .*Adam8bitBlockwise\.json"):
-        report(tmp_path, "")
+        report(tmp_path, AT_SCALE, "")
 
 
 def test_report_runs_of_different_seeds_raises(tmp_path):
     write_run(tmp_path, "AdamW")
     write_run(tmp_path, "Adam8bitBlockwise", seed=1)
     with pytest.raises(ValueError, match="different seed: 0 and 1"):
-        report(tmp_path, "")
+        report(tmp_path, AT_SCALE, "")

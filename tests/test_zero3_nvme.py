@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from needs import need_nvme
 from nvme_worker import (
     BF16_MASTERS,
     SUB_GROUPS,
@@ -23,8 +24,6 @@ from nvme_worker import (
 )
 from ranks import report, run_ranks
 from zero_worker import MOMENTS, base_optimizer, difference, train
-
-from zero8.train.build import build_aio
 
 # DeepSpeed's aio is built by a first run; a build that is interrupted leaves a lock behind.
 pytestmark = pytest.mark.timeout(1800)
@@ -102,7 +101,7 @@ def memory_of(engine):
 
 @pytest.fixture(scope="module", params=CELLS)
 def cell(request, tmp_path_factory):
-    build_aio()
+    need_nvme()
     precision, pipelined = request.param
     folder = tmp_path_factory.mktemp("nvme")
     kwargs = {"folder": str(folder), "pipelined": pipelined, "options": PRECISIONS[precision]}

@@ -19,6 +19,7 @@ from deepspeed.utils import (
     safe_get_local_optimizer_state,
     safe_set_full_optimizer_state,
 )
+from needs import need_nvme
 from nvme_worker import (
     BF16_MASTERS,
     count_bytes,
@@ -34,7 +35,6 @@ from zero_worker import MOMENTS, base_optimizer, difference, train
 
 from zero8.codec import codec_named
 from zero8.pieces import MomentStore, PieceTable
-from zero8.train.build import build_aio
 
 # DeepSpeed's aio is built by a first run; a build that is interrupted leaves a lock behind.
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
@@ -172,7 +172,7 @@ def meet_everything(folder, pipelined):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "pipelined"])
 def met(request, tmp_path_factory):
-    build_aio()
+    need_nvme()
     folder = tmp_path_factory.mktemp("trouble")
     kwargs = {"folder": str(folder), "pipelined": request.param}
     return run_ranks(meet_everything, 2, folder, timeout_s=900, **kwargs)
@@ -294,7 +294,7 @@ OTHER = {"codec": "companded", "block_size": 128}
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory):
-    build_aio()
+    need_nvme()
     folder = tmp_path_factory.mktemp("fresh")
     kwargs = {"timeout_s": 900, "folder": str(folder)}
     saved = run_ranks(save_and_train_on, 2, folder, **kwargs)
@@ -346,7 +346,7 @@ def train_adamw(folder):
 
 
 def test_zero3_nvme_adamw_keeps_deepspeeds_swapper_and_its_traffic(tmp_path):
-    build_aio()
+    need_nvme()
     for rank in run_ranks(train_adamw, 2, tmp_path, timeout_s=600, folder=str(tmp_path)):
         assert rank["class"].startswith("deepspeed.runtime.swap_tensor.")
         assert not any(name.startswith("zero8-") for name in rank["files"])

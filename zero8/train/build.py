@@ -6,6 +6,7 @@ Ranks that compile may be killed, and DeepSpeed waits without end for a build th
 
 import json
 import sys
+import time
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
@@ -16,19 +17,41 @@ from zero8.op.build import build_lock
 from zero8.train.config import is_stepped_by_torch, offload_device
 from zero8.zero.op_builder import Zero8AdamBuilder
 
+# About how long two cores take to compile an op.
+SECONDS = {
+    Zero8AdamBuilder.NAME: 25,
+    CPUAdamBuilder.NAME: 45,
+    PinMemoryBuilder.NAME: 45,
+    AsyncIOBuilder.NAME: 120,
+}
+
 
 def build_ops() -> None:
-    """Build ours, DeepSpeed's AdamW on the CPU, and, without a GPU, what its comm loads."""
-    Zero8AdamBuilder().load(verbose=False)
-    theirs = [CPUAdamBuilder()]
+    """Build ours and DeepSpeed's AdamW on the CPU."""
+    _load(Zero8AdamBuilder())
+    _build([CPUAdamBuilder()])
+
+
+def build_shared_memory() -> None:
+    """Build what DeepSpeed's comm loads without a GPU; `zero8.train` leaves it out."""
     if get_accelerator().device_name() == "cpu":
-        theirs.append(ShareMemCommBuilder())
-    _build(theirs)
+        _build([ShareMemCommBuilder()])
 
 
 def build_aio() -> None:
-    """Build what DeepSpeed swaps to a disk with; it needs libaio and its headers."""
+    """Build what DeepSpeed swaps to a disk with; see `missing_for_nvme`."""
     _build([PinMemoryBuilder(), AsyncIOBuilder()])
+
+
+def missing_for_nvme() -> str | None:
+    """Return what optimizer states on a disk lack on this machine, None if it is nothing."""
+    # DeepSpeed's own test.  AsyncIOBuilder.is_compatible would print advice, too.
+    if AsyncIOBuilder().has_function("io_submit", ("aio",)):
+        return None
+    return (
+        'offload_optimizer.device "nvme" needs libaio and its headers; Debian and Ubuntu: '
+        "apt-get install libaio-dev"
+    )
 
 
 def build_for(config: dict) -> None:
@@ -43,10 +66,28 @@ def build_for(config: dict) -> None:
 def _build(builders: list) -> None:
     for builder in builders:
         with build_lock(builder.name):
-            builder.load(verbose=False)
+            _load(builder)
+
+
+def _load(builder) -> None:
+    """Load an op, which compiles it unless that has been done, and say how long it took."""
+    seconds = SECONDS.get(builder.name)
+    usual = f" ({seconds} s if it has to be compiled)" if seconds else ""
+    print(f"op {builder.name}{usual} ...", end=" ", flush=True)
+    began = time.perf_counter()
+    builder.load(verbose=False)
+    print(f"{time.perf_counter() - began:.0f} s", flush=True)
+
+
+def main() -> None:
+    """Build what a run with the config needs, or end with what this machine lacks."""
+    config = json.loads(Path(sys.argv[1]).read_text()) if sys.argv[1:] else {}
+    if offload_device(config) == "nvme" and (missing := missing_for_nvme()):
+        sys.exit(f"zero8: {missing}")
+    build_ops()
+    if config:
+        build_for(config)
 
 
 if __name__ == "__main__":
-    build_ops()
-    if sys.argv[1:]:
-        build_for(json.loads(Path(sys.argv[1]).read_text()))
+    main()

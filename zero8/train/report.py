@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the two runs of launch/local.sh: a table, OUT/summary.json and OUT/loss.png."""
+"""Compare the two runs of launch/local.sh: tables, OUT/summary.json and OUT/loss.png."""
 
 import argparse
 import json
@@ -11,12 +11,13 @@ import cpuinfo
 from matplotlib.figure import Figure
 
 import zero8
+from zero8.train import at_scale
 from zero8.train.config import BASELINE, EIGHT_BIT
 
 CURVES = ("train_curve", "val_curve")
 # True of both runs, or they are not comparable.
 SHARED = ("steps", "seed", "ranks", "config", "data", "unigram_entropy", "parameters", "device")
-# One row per column of the table: header, key, format.
+# One row per column of a table: header, key, format.
 COLUMNS = (
     ("optimizer", "optimizer", "{}"),
     ("state bytes/param", "state_bytes_per_param", "{:.3f}"),
@@ -26,6 +27,12 @@ COLUMNS = (
     ("val loss", "val_loss", "{:.4f}"),
     ("optimizer step ms", "step_ms", "{:.2f}"),
     ("iteration ms", "iteration_ms", "{:.1f}"),
+)
+AT_SCALE_COLUMNS = (
+    ("optimizer", "optimizer", "{}"),
+    ("state MiB", "state_mib", "{:.1f}"),
+    ("parameters, gradients and states GiB", "host_gib", "{:.3f}"),
+    ("optimizer step ms", "step_ms", "{:.1f}"),
 )
 
 
@@ -58,24 +65,46 @@ def versions() -> dict:
     }
 
 
-def summarize(runs: list[dict], command: str) -> dict:
-    """Return the content of summary.json: what the runs share, then one row each."""
+def summarize(runs: list[dict], scale: dict, command: str) -> dict:
+    """Return the content of summary.json: what the runs share, one row each, steps at scale."""
     shared = {key: runs[0][key] for key in SHARED}
     rows = [{k: v for k, v in run.items() if k not in CURVES} for run in runs]
-    return {**shared, "command": command, "versions": versions(), "runs": rows}
+    return {**shared, "command": command, "versions": versions(), "runs": rows, "at_scale": scale}
 
 
-def table(summary: dict) -> str:
-    """Return the comparison as aligned text."""
-    lines = [[header for header, _, _ in COLUMNS]]
-    for run in summary["runs"]:
-        row = {**run, "state_mib": run["state_bytes"] / 2**20}
-        cells = ((row[key], form) for _, key, form in COLUMNS)
+def table(columns: tuple, rows: list[dict]) -> str:
+    """Return rows as aligned text."""
+    lines = [[header for header, _, _ in columns]]
+    for row in rows:
+        cells = ((row[key], form) for _, key, form in columns)
         lines.append(["-" if value is None else form.format(value) for value, form in cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in lines
+    )
+
+
+def text(summary: dict) -> str:
+    """Return the summary as people read it."""
+    baseline, eight_bit = summary["runs"]
+    runs = [run | {"state_mib": run["state_bytes"] / 2**20} for run in summary["runs"]]
+    gap = eight_bit["val_loss"] / baseline["val_loss"] - 1
+    scale = summary["at_scale"]
+    rows = [
+        row | {"state_mib": row["state_bytes"] / 2**20, "host_gib": row["host_bytes"] / 2**30}
+        for row in scale["rows"]
+    ]
+    return "\n".join(
+        [
+            table(COLUMNS, runs),
+            f"unigram entropy of the validation text: {summary['unigram_entropy']:.4f} nats/byte",
+            f"validation loss of {EIGHT_BIT} against {BASELINE}: {100 * gap:+.2f} %",
+            "",
+            f"{scale['numel']:,} float32 parameters, stepped on the CPU by one process with "
+            f"{scale['threads']} threads:",
+            table(AT_SCALE_COLUMNS, rows),
+        ]
     )
 
 
@@ -110,27 +139,30 @@ def plot(runs: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def report(out: Path, command: str) -> dict:
-    """Write OUT/summary.json and OUT/loss.png, print the table, and return the summary."""
+def report(out: Path, scale: dict, command: str) -> dict:
+    """Write OUT/summary.json and OUT/loss.png, print the tables, and return the summary.
+
+    Args:
+        out: the folder of both runs.
+        scale: what `at_scale.measure` returned.
+        command: what made the runs, for the record.
+    """
     runs = read_runs(out)
-    summary = summarize(runs, command)
+    summary = summarize(runs, scale, command)
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     plot(runs, out / "loss.png")
-    gap = runs[1]["val_loss"] / runs[0]["val_loss"] - 1
-    print(table(summary))
-    print(f"unigram entropy of the validation text: {summary['unigram_entropy']:.4f} nats/byte")
-    print(f"validation loss of {EIGHT_BIT} against {BASELINE}: {100 * gap:+.2f} %")
+    print(text(summary))
     print(f"wrote {out / 'summary.json'} and {out / 'loss.png'}")
     return summary
 
 
 def main() -> None:
-    """Compare the runs in a folder."""
+    """Compare the runs in a folder, and step both optimizers once more at scale."""
     parser = argparse.ArgumentParser(prog="python -m zero8.train.report", description=main.__doc__)
     parser.add_argument("out", type=Path, help="folder with AdamW.json and Adam8bitBlockwise.json")
     parser.add_argument("--command", default="", help="command that made the runs, for the record")
     arguments = parser.parse_args()
-    report(arguments.out, arguments.command)
+    report(arguments.out, at_scale.measure(), arguments.command)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 """One training run under DeepSpeed with the optimizer that the config names."""
 
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import deepspeed
 import deepspeed.comm as dist
 import torch
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from tqdm import trange
 
 import zero8  # noqa: F401 - registers the optimizer type "Adam8bitBlockwise"
@@ -20,6 +22,7 @@ from zero8.train.data import (
     unigram_entropy,
     validation_windows,
 )
+from zero8.train.log import log_warnings
 from zero8.train.measure import (
     StepTimer,
     host_peak_gib,
@@ -43,6 +46,14 @@ class Curves:
     validation: list[tuple[int, float]] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     iteration_ms: list[float] = field(default_factory=list)
+
+
+def leave_out_shared_memory() -> None:
+    """Keep DeepSpeed from compiling an all_reduce that is never called here.
+
+    It is for ranks that DeepSpeed's own launcher started, whose environment has LOCAL_SIZE.
+    """
+    deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
 
 
 def mean_over_ranks(total: float, count: int) -> float:
@@ -141,15 +152,17 @@ def result(engine, text: Text, curves: Curves) -> dict:
 def train(*, optimizer: str, config: Path, data: str | None, seed: int, steps: int, out: Path):
     """Train once from `seed` and write OUT/<optimizer>.json from rank 0."""
     text = load_text(data)
+    settings = load_config(config, optimizer, steps)
+    log_warnings(out / f"{optimizer}.rank{os.environ['RANK']}.log")
+    leave_out_shared_memory()
     torch.manual_seed(seed)
     model = GPT(GPTConfig())
     engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=model.parameters(),
-        config=load_config(config, optimizer, steps),
+        model=model, model_parameters=model.parameters(), config=settings
     )
     if dist.get_rank() == 0:
-        print(describe(text), flush=True)
+        print(describe(text))
+        print(f"warnings of DeepSpeed and PyTorch: {out / optimizer}.rank*.log", flush=True)
     windows = validation_windows(text.validation, VALIDATION_WINDOWS, model.config.context)
     curves = fit(engine, text, windows, seed=seed, steps=steps, name=optimizer)
     arguments = {"optimizer": optimizer, "steps": steps, "seed": seed, "config": str(config)}

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+
+import pytest
+
+from zero8.train import at_scale
+from zero8.train.build import build_ops
+
+NUMEL = 2**16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ops():
+    build_ops()
+
+
+def test_at_scale_counts_the_memory_of_both_optimizers_and_times_them():
+    result = at_scale.measure(numel=NUMEL, rounds=2)
+    assert json.loads(json.dumps(result)) == result
+    assert (result["numel"], result["rounds"]) == (NUMEL, 2)
+    fp32, quantized = result["rows"]
+    assert (fp32["optimizer"], quantized["optimizer"]) == ("AdamW", "Adam8bitBlockwise")
+    assert fp32["state_bytes"] == 8 * NUMEL
+    # Two codes of a byte, scales per block of 256.
+    assert 2 * NUMEL < quantized["state_bytes"] < 2.1 * NUMEL
+    for row in result["rows"]:
+        assert row["host_bytes"] == 8 * NUMEL + row["state_bytes"]
+        assert row["step_ms"] > 0
+
+
+def test_at_scale_default_is_a_partition_that_no_cache_holds():
+    assert 16 * at_scale.NUMEL == 2**29

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank says: warnings in a file, errors on the screen too."""
+
+import processes
+import pytest
+
+SPEAK = """
+import logging, sys, warnings
+from pathlib import Path
+from deepspeed.utils import logger
+from zero8.train.log import log_warnings
+log_warnings(Path(sys.argv[1]))
+warnings.warn("a captured warning", FutureWarning)
+logger.warning("a warning of DeepSpeed")
+logger.error("an error of DeepSpeed")
+{action}
+"""
+SAID = ["a captured warning", "a warning of DeepSpeed"]
+SAID = ["a captured warning", "a warning of DeepSpeed"]
+ERROR = "an error of DeepSpeed"
+
+
+@pytest.mark.parametrize("action", ["pass", "raise OSError('disk full')"])
+def test_warnings_are_in_the_file_and_errors_on_the_screen(tmp_path, action):
+    path = tmp_path / "new" / "rank0.log"
+    code = SPEAK.format(action=action).replace("sys.argv[1]", repr(str(path)))
+    done = processes.python(code)
+    screen, file = done.stdout + done.stderr, path.read_text()
+    for line in SAID:
+        assert line in file and line not in screen
+    assert ERROR in file and ERROR in screen
+    # A traceback is not a log entry.
+    assert ("OSError: disk full" in done.stderr) == (done.returncode != 0) == ("raise" in action)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of both optimizers over a partition of real size, on the CPU.
+
+The demonstration's model is so small that its states stay in the cache and that Python takes most
+of the host memory.  Here neither is so.
+"""
+
+import statistics
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from torch import nn
+
+import zero8
+from zero8.bench.states import state_bytes
+from zero8.bench.step_kernel import HYPER
+from zero8.bench.step_tensors import flat_shape
+from zero8.bench.step_timing import Timed, interleaved
+from zero8.train.config import BASELINE, EIGHT_BIT
+
+NUMEL = 2**25
+ROUNDS = 30
+OPTIMIZERS = {BASELINE: DeepSpeedCPUAdam, EIGHT_BIT: zero8.Adam8bitBlockwise}
+
+
+def measure(numel: int = NUMEL, rounds: int = ROUNDS) -> dict:
+    """Return the memory of each optimizer and the median time of its step, ready for JSON.
+
+    Args:
+        numel: float32 parameters, a multiple of 4096; all optimizers step over the same ones.
+        rounds: timed steps of each optimizer; they take turns.
+    """
+    param = nn.Parameter(torch.randn(flat_shape(numel)))
+    param.grad = torch.randn_like(param).mul_(1e-3)
+    optimizers = {name: make([param], **HYPER) for name, make in OPTIMIZERS.items()}
+    for optimizer in optimizers.values():
+        optimizer.step()  # makes the states
+    samples = interleaved([Timed(optimizer.step) for optimizer in optimizers.values()], rounds)
+    rows = []
+    for (name, optimizer), of_one in zip(optimizers.items(), samples, strict=True):
+        states = state_bytes(optimizer)
+        row = {"optimizer": name, "state_bytes": states}
+        row["host_bytes"] = param.nbytes + param.grad.nbytes + states
+        rows.append(row | {"step_ms": statistics.median(of_one.times) / 1e6})
+    return {"numel": numel, "threads": torch.get_num_threads(), "rounds": rounds, "rows": rows}
