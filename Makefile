@@ -20,7 +20,7 @@ MISSING = command -v $(PYTHON) >/dev/null || echo python3; \
   command -v $${CXX:-c++} >/dev/null || echo g++; \
   test -e /usr/include/libaio.h || echo libaio-dev
 
-.PHONY: help setup train bench gpu-check test test-full lint missing-packages
+.PHONY: help setup train bench gpu-check test test-slow test-full lint missing-packages
 
 help:
 	@echo "make train      train a small GPT with fp32 AdamW and with Adam8bitBlockwise, and compare;"
@@ -29,8 +29,9 @@ help:
 	@echo "                and a table and a figure beside it"
 	@echo "make gpu-check  on a machine with a GPU: tests, training, times, compute-sanitizer; under 10"
 	@echo "                minutes; with GPU_PYTHON=python3 by that Python, and nothing is installed"
-	@echo "make test       run the tests"
-	@echo "make test-full  run the slow tests"
+	@echo "make test       run the quick tests: minutes"
+	@echo "make test-slow  run the others: trainings, measurements, every mode of ZeRO"
+	@echo "make test-full  run both"
 	@echo "make lint       check style, without changing anything"
 	@echo "make setup      only make .venv"
 
@@ -46,12 +47,17 @@ bench: $(INSTALLED)
 gpu-check: $(if $(GPU_PYTHON),,$(PEERS))
 	$(or $(GPU_PYTHON),$(RUN)) -m zero8.bench.gpu_check
 
-test: $(INSTALLED)
-	$(RUN) -m pytest -m "not slow"
+# Two files at a time: most tests use one core.  Threads that wait do not keep a core from others.
+PYTEST := OMP_WAIT_POLICY=passive $(RUN) -m pytest
+TWO_FILES := -n 2 --dist loadfile
 
-# Status 5 of pytest: there is no such test.
-test-full: $(INSTALLED)
-	$(RUN) -m pytest -m slow || test $$? -eq 5
+test: $(INSTALLED)
+	$(PYTEST) -m "not slow" $(TWO_FILES)
+
+test-slow: $(INSTALLED)
+	$(PYTEST) -m slow $(TWO_FILES)
+
+test-full: test test-slow
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -6,6 +6,7 @@ import torch
 from cuda_host import Host
 from gpu_standin import StandInGpu
 from hypothesis import settings
+from ranks import StandingRanks
 
 settings.register_profile("zero8", derandomize=True, database=None, deadline=None)
 settings.load_profile("zero8")
@@ -18,6 +19,24 @@ def one_torch_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def standing_ranks(tmp_path_factory):
+    """Return a function: of a world size, the ranks of that size that all files share.
+
+    They start when they are first asked for, and again after a failure.
+    """
+    sets = {}
+
+    def of(world_size):
+        if world_size not in sets:
+            sets[world_size] = StandingRanks(world_size, tmp_path_factory.mktemp("ranks"))
+        return sets[world_size]
+
+    yield of
+    for ranks in sets.values():
+        ranks.close()
 
 
 @pytest.fixture(scope="session")

@@ -171,11 +171,10 @@ def meet_everything(folder, pipelined):
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "pipelined"])
-def met(request, tmp_path_factory):
+def met(request, standing_ranks, tmp_path_factory):
     build_aio()
-    folder = tmp_path_factory.mktemp("trouble")
-    kwargs = {"folder": str(folder), "pipelined": request.param}
-    return run_ranks(meet_everything, 2, folder, timeout_s=900, **kwargs)
+    kwargs = {"folder": str(tmp_path_factory.mktemp("trouble")), "pipelined": request.param}
+    return standing_ranks(2).run(meet_everything, timeout_s=900, **kwargs)
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -293,13 +292,13 @@ OTHER = {"codec": "companded", "block_size": 128}
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory):
+def fresh(standing_ranks, tmp_path_factory):
     build_aio()
     folder = tmp_path_factory.mktemp("fresh")
     kwargs = {"timeout_s": 900, "folder": str(folder)}
     saved = run_ranks(save_and_train_on, 2, folder, **kwargs)
-    loaded = run_ranks(start_over_and_load, 2, folder, **kwargs)
-    other = run_ranks(load_into, 2, folder, options=OTHER, **kwargs)
+    loaded = standing_ranks(2).run(start_over_and_load, **kwargs)
+    other = standing_ranks(2).run(load_into, options=OTHER, **kwargs)
     return list(zip(saved, loaded, other, strict=True))
 
 
@@ -345,9 +344,9 @@ def train_adamw(folder):
     return {"class": f"{swapper.__module__}.{swapper.__name__}", "bytes": counts, "files": files}
 
 
-def test_zero3_nvme_adamw_keeps_deepspeeds_swapper_and_its_traffic(tmp_path):
+def test_zero3_nvme_adamw_keeps_deepspeeds_swapper_and_its_traffic(standing_ranks, tmp_path):
     build_aio()
-    for rank in run_ranks(train_adamw, 2, tmp_path, timeout_s=600, folder=str(tmp_path)):
+    for rank in standing_ranks(2).run(train_adamw, timeout_s=600, folder=str(tmp_path)):
         assert rank["class"].startswith("deepspeed.runtime.swap_tensor.")
         assert not any(name.startswith("zero8-") for name in rank["files"])
         for way in ("read", "written"):

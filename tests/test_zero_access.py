@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
-from ranks import run_ranks
 from zero_worker import (
     MOMENTS,
     Bag,
@@ -198,8 +197,8 @@ def access_all():
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks(access_all, 2, tmp_path_factory.mktemp("access"))
+def ranks(standing_ranks):
+    return standing_ranks(2).run(access_all)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -3,7 +3,6 @@
 
 import pytest
 from deepspeed.utils.debug import debug_clear_module_and_param_names
-from ranks import run_ranks
 from zero_worker import Bag, base_optimizer, config, make_engine, take_step
 
 import zero8
@@ -45,8 +44,8 @@ def collect_names():
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    return run_ranks(collect_names, 1, tmp_path_factory.mktemp("names"))[0]
+def reports(standing_ranks):
+    return standing_ranks(1).run(collect_names)[0]
 
 
 def bits(report):

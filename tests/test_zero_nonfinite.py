@@ -7,7 +7,6 @@ import os
 
 import pytest
 import torch
-from ranks import run_ranks
 from zero_worker import (
     MOMENTS,
     Bag,
@@ -83,6 +82,7 @@ def step_poisoned(layouts):
         }
         take_step(poisoned, 3)
         result[name] |= {"after": held(poisoned), "check": checked(base)}
+    logging.getLogger("zero8").removeHandler(messages)
     return result
 
 
@@ -95,8 +95,8 @@ def checked(optimizer):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks(step_poisoned, 2, tmp_path_factory.mktemp("nonfinite"), layouts=LAYOUTS)
+def ranks(standing_ranks):
+    return standing_ranks(2).run(step_poisoned, layouts=LAYOUTS)
 
 
 STEPPED = [name for name in LAYOUTS if "skipped" not in name]
