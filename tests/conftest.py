@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: hypothesis draws the same examples on every run and every machine."""
 
+import fcntl
+import os
+
 import pytest
 import torch
 from cuda_host import Host
@@ -41,8 +44,13 @@ def standing_ranks(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cuda_host(tmp_path_factory):
-    """The CUDA kernel, compiled for the host."""
-    return Host(tmp_path_factory.mktemp("cuda_host"))
+    """The CUDA kernel, compiled for the host, once for all processes of the test run."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with open(folder / "cuda_host.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return Host(folder)
 
 
 @pytest.fixture

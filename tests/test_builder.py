@@ -82,6 +82,7 @@ def test_build_ahead_of_time_leaves_nothing_to_compile(built, compiler):
     assert compiled(compiler) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_build_lock_left_by_a_killed_build_does_not_hang(tmp_path):
     folder = tmp_path / "extensions"
@@ -92,6 +93,7 @@ def test_build_lock_left_by_a_killed_build_does_not_hang(tmp_path):
     assert sorted(os.listdir(folder)) == ["zero8_adam", "zero8_adam.flock"]
 
 
+@pytest.mark.slow
 def test_build_killed_half_way_the_next_build_succeeds_in_a_new_folder(tmp_path, compiler):
     folder = tmp_path / "extensions"
     env = {"TORCH_EXTENSIONS_DIR": str(folder)}

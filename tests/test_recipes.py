@@ -29,7 +29,7 @@ ROW = re.compile(
 ROWS = {row["file"]: row.groupdict() for row in ROW.finditer(README)}
 
 # tests/test_train_local.py runs the default in `make test`.
-QUICK = ("zero2_bf16_offload.json", "zero3_bf16_offload.json")
+QUICK = ("zero3_bf16_offload.json",)
 
 
 def recipes():
