@@ -62,6 +62,7 @@ def objects(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_sources_of_the_builder_are_all_there_are(objects):
     assert {path.stem for path in objects.glob("*.o")} == {path.stem for path in CSRC.glob("*.cpp")}
 
@@ -78,6 +79,7 @@ def test_headers_compile_alone_and_twice_where_two_files_include_them(tmp_path):
     output_of([*COMPILER, "-fopenmp", "-fsyntax-only", "-Wall", "-Wextra", source])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_object_of_a_target_defines_symbols_of_its_own_only(objects, target):
     # Of equal weak symbols the linker keeps one: AVX-512 code for processors without, perhaps.
@@ -99,6 +101,7 @@ def instructions(path):
     return found
 
 
+@pytest.mark.slow
 @on_x86
 @pytest.mark.parametrize("mnemonic", ["vfmadd", "vsqrtps", "vdivps"])
 @pytest.mark.parametrize(("target", "register"), [("avx2", "%ymm"), ("avx512", "%zmm")])
@@ -112,6 +115,7 @@ def test_vector_target_uses_full_width_arithmetic(objects, target, register, mne
     )
 
 
+@pytest.mark.slow
 @on_x86
 @pytest.mark.parametrize(
     ("name", "too_wide"),
@@ -138,6 +142,7 @@ def test_kernels_under_the_sanitizers_find_nothing(tmp_path):
     assert "baseline" in output_of([program], ASAN_OPTIONS="detect_leaks=0")
 
 
+@pytest.mark.slow
 @on_x86
 def test_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_others(objects, tmp_path):
     """In 34 GiB of address space, of which the last two rows are written to."""
