@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs commands with a time limit for them and all their children."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
@@ -69,6 +71,13 @@ def unoptimized_compiler(folder):
     script.write_text(f'#!/bin/sh\nexec {shutil.which("c++")} "$@" -O0\n')
     script.chmod(0o755)
     return folder
+
+
+def outcomes_of(worker, **env):
+    """Run a worker of tests/ and return {check: what went wrong, None if nothing}."""
+    done = run([sys.executable, str(Path(__file__).with_name(worker))], seconds=240, **env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def python(code, seconds=120, **env):

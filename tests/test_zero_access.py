@@ -23,9 +23,6 @@ from zero_worker import (
 from zero8.codec import DEFAULT_CODEC, codec_named
 from zero8.pieces import MomentStore, PieceTable
 
-# A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
-pytestmark = pytest.mark.timeout(600)
-
 STAGES = (2, 3)
 SET = "conv"  # lies on both ranks
 TRAINED = [name for name in Bag.SHAPES if name != "frozen"]

@@ -9,9 +9,6 @@ import torch
 from ranks import report, run_ranks
 from zero_worker import config, difference, held, make_engine, train
 
-# A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
-pytestmark = pytest.mark.timeout(600)
-
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 LAYOUTS = {
     "zero2 offload": config(stage=2),
