@@ -72,6 +72,7 @@ def test_build_two_processes_on_an_empty_folder_compile_once_and_step(tmp_path, 
     assert len(compiled(compiler)) == SOURCES
 
 
+@pytest.mark.slow
 def test_build_ahead_of_time_leaves_nothing_to_compile(built, compiler):
     folder, printed = built
     assert Path(printed["path"]).is_file()
@@ -143,6 +144,7 @@ def test_is_compatible_depends_on_the_compiler(monkeypatch, cxx, expected):
     assert (builder.error_log is None) is expected
 
 
+@pytest.mark.slow
 def test_build_ninja_only_beside_the_interpreter_is_found(built, tmp_path):
     (tmp_path / "c++").symlink_to(shutil.which("c++"))
     env = {"TORCH_EXTENSIONS_DIR": str(built[0]), "PATH": str(tmp_path), "CXX": None}
