@@ -98,13 +98,14 @@ def memory_of(engine):
 
 
 @pytest.fixture(scope="module", params=CELLS)
-def cell(request, standing_ranks, tmp_path_factory):
+def cell(request, tmp_path_factory):
+    """In fresh processes: a checkpoint of swapped states loads in no others."""
     build_aio()
     precision, pipelined = request.param
     folder = tmp_path_factory.mktemp("nvme")
     kwargs = {"folder": str(folder), "pipelined": pipelined, "options": PRECISIONS[precision]}
     through = run_ranks(train_and_save, 2, folder, timeout_s=600, kill=True, **kwargs)
-    resumed = standing_ranks(2).run(load_and_train, timeout_s=600, **kwargs)
+    resumed = run_ranks(load_and_train, 2, folder, timeout_s=600, **kwargs)
     return SimpleNamespace(ranks=list(zip(through, resumed, strict=True)), pipelined=pipelined)
 
 

@@ -171,10 +171,12 @@ def meet_everything(folder, pipelined):
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "pipelined"])
-def met(request, standing_ranks, tmp_path_factory):
+def met(request, tmp_path_factory):
+    """Not in standing ranks: no one knows what is left of processes that have met all this."""
     build_aio()
-    kwargs = {"folder": str(tmp_path_factory.mktemp("trouble")), "pipelined": request.param}
-    return standing_ranks(2).run(meet_everything, timeout_s=900, **kwargs)
+    folder = tmp_path_factory.mktemp("trouble")
+    kwargs = {"folder": str(folder), "pipelined": request.param}
+    return run_ranks(meet_everything, 2, folder, timeout_s=900, **kwargs)
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -292,13 +294,14 @@ OTHER = {"codec": "companded", "block_size": 128}
 
 
 @pytest.fixture(scope="module")
-def fresh(standing_ranks, tmp_path_factory):
+def fresh(tmp_path_factory):
+    """In fresh processes: a checkpoint of swapped states loads in no others."""
     build_aio()
     folder = tmp_path_factory.mktemp("fresh")
     kwargs = {"timeout_s": 900, "folder": str(folder)}
     saved = run_ranks(save_and_train_on, 2, folder, **kwargs)
-    loaded = standing_ranks(2).run(start_over_and_load, **kwargs)
-    other = standing_ranks(2).run(load_into, options=OTHER, **kwargs)
+    loaded = run_ranks(start_over_and_load, 2, folder, **kwargs)
+    other = run_ranks(load_into, 2, folder, options=OTHER, **kwargs)
     return list(zip(saved, loaded, other, strict=True))
 
 
