@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: hypothesis draws the same examples on every run and every machine."""
 
+import fcntl
+import os
+
 import pytest
 import torch
 from cuda_host import Host
 from gpu_standin import StandInGpu
 from hypothesis import settings
+from ranks import StandingRanks
 
 settings.register_profile("zero8", derandomize=True, database=None, deadline=None)
 settings.load_profile("zero8")
@@ -21,9 +25,32 @@ def one_torch_thread():
 
 
 @pytest.fixture(scope="session")
+def standing_ranks(tmp_path_factory):
+    """Return a function: of a world size, the ranks of that size that all files share.
+
+    They start when they are first asked for, and again after a failure.
+    """
+    sets = {}
+
+    def of(world_size):
+        if world_size not in sets:
+            sets[world_size] = StandingRanks(world_size, tmp_path_factory.mktemp("ranks"))
+        return sets[world_size]
+
+    yield of
+    for ranks in sets.values():
+        ranks.close()
+
+
+@pytest.fixture(scope="session")
 def cuda_host(tmp_path_factory):
-    """The CUDA kernel, compiled for the host."""
-    return Host(tmp_path_factory.mktemp("cuda_host"))
+    """The CUDA kernel, compiled for the host, once for all processes of the test run."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with open(folder / "cuda_host.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return Host(folder)
 
 
 @pytest.fixture

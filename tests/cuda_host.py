@@ -25,12 +25,18 @@ class Host:
     """The kernel, and its single operations."""
 
     def __init__(self, folder: Path):
+        """Load the kernel from a folder, and compile it first if it is not there."""
         self.path = path = folder / "cuda_host.so"
+        if not path.exists():
+            self._compile(path)
+        self.library = ctypes.CDLL(str(path))
+
+    @staticmethod
+    def _compile(path: Path) -> None:
         command = [*cpp_extension.get_cxx_compiler().split(), *FLAGS, *WARNINGS]
         command += [f"-I{ROOT / 'csrc'}", ROOT / "tests" / "cuda_host.cpp", "-o", path]
         done = subprocess.run(command, capture_output=True, text=True, timeout=150)
         assert done.returncode == 0, done.stderr
-        self.library = ctypes.CDLL(str(path))
 
     def launch(self, launch: Launch, first_blocks=None, grid=3, backwards=False) -> list[int]:
         """Run a launch; return for each segment the blocks that were left as they were."""

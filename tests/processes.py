@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs commands with a time limit for them and all their children."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
@@ -59,6 +62,22 @@ def run(command, seconds=120, **env):
     with started(command, **env) as process:
         out, err = process.communicate(timeout=seconds)
         return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def unoptimized_compiler(folder):
+    """Put a c++ into a new folder that does not optimize, which saves time; return the folder."""
+    folder.mkdir()
+    script = folder / "c++"
+    script.write_text(f'#!/bin/sh\nexec {shutil.which("c++")} "$@" -O0\n')
+    script.chmod(0o755)
+    return folder
+
+
+def outcomes_of(worker, **env):
+    """Run a worker of tests/ and return {check: what went wrong, None if nothing}."""
+    done = run([sys.executable, str(Path(__file__).with_name(worker))], seconds=240, **env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def python(code, seconds=120, **env):

@@ -1,57 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a function on several ranks, each a fresh process, with a time limit for all of them."""
+"""Runs functions on several ranks, each a process, with a time limit for all of them."""
 
+import gc
 import importlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 TESTS = Path(__file__).resolve().parent
-
-
-def run_ranks(
-    function, world_size: int, tmp_path: Path, timeout_s: float = 180, kill=False, **kwargs
-) -> list:
-    """Return what `function(**kwargs)` returned, or passed to `report`, on each rank.
-
-    The function is one of a module in tests/; arguments and results cross by torch.save.
-
-    Args:
-        function: what to run.
-        world_size: number of ranks.
-        tmp_path: a folder to work in.
-        timeout_s: seconds for all ranks together.
-        kill: whether the function goes on after `report`, until it is killed with SIGKILL; it is,
-            as soon as every rank has reported.
-        **kwargs: passed to the function.
-
-    Raises:
-        AssertionError: with the rank's output if a rank failed or the time ran out; all processes
-            that were started are gone then.
-    """
-    build_ops()
-    folder = _make_folder(tmp_path, kwargs)
-    results = [folder / f"rank{rank}.pt" for rank in range(world_size)]
-    port, processes = free_port(), []
-    try:
-        for rank in range(world_size):
-            job = [function.__module__, function.__name__, str(folder)]
-            processes.append(_start(job, folder, rank, world_size, port))
-        _wait(processes, folder, timeout_s, results if kill else None)
-    finally:
-        for process in processes:
-            _kill(process)
-    if kill:
-        ended = [process.returncode for process in processes]
-        assert ended == [-signal.SIGKILL] * world_size, f"ended before they were killed: {ended}"
-    return [torch.load(path, weights_only=False) for path in results]
 
 
 class StandingRanks:
@@ -66,11 +31,21 @@ class StandingRanks:
         self._world_size, self._tmp_path = world_size, tmp_path
         self._processes: list[subprocess.Popen] = []
 
-    def run(self, function, timeout_s: float = 180, **kwargs) -> list:
-        """Return what `function(**kwargs)` returned on each rank; see `run_ranks`.
+    def run(self, function, timeout_s: float = 180, kill: bool = False, **kwargs) -> list:
+        """Return what `function(**kwargs)` returned, or passed to `report`, on each rank.
+
+        The function is one of a module in tests/; arguments and results cross by torch.save.
+
+        Args:
+            function: what to run.
+            timeout_s: seconds for all ranks together.
+            kill: whether the function goes on after `report`, until it is killed with SIGKILL; it
+                is, as soon as every rank has reported.
+            **kwargs: passed to the function.
 
         Raises:
-            AssertionError: as `run_ranks`; the next call starts with fresh processes then.
+            AssertionError: with the rank's output if a rank failed or the time ran out.  All
+                processes are gone then, as they are after `kill`; the next call starts new ones.
         """
         if not self._processes:
             self._start()
@@ -78,33 +53,58 @@ class StandingRanks:
         results = [folder / f"rank{rank}.pt" for rank in range(self._world_size)]
         try:
             for process in self._processes:
-                process.stdin.write(
-                    f"{function.__module__} {function.__name__} {folder}\n".encode()
-                )
-                process.stdin.flush()
+                with suppress(BrokenPipeError):  # it has died: _wait says of what
+                    process.stdin.write(
+                        f"{function.__module__} {function.__name__} {folder}\n".encode()
+                    )
+                    process.stdin.flush()
             _wait(self._processes, self._logs, timeout_s, results)
         except BaseException:  # an interrupt too must leave no process behind
             self.close()
             raise
-        return [torch.load(path, weights_only=False) for path in results]
+        if kill:
+            ended = self.close()
+            expected = [-signal.SIGKILL] * self._world_size
+            assert ended == expected, f"ended before they were killed: {ended}"
+        loaded = [torch.load(path, weights_only=False) for path in results]
+        shutil.rmtree(folder)
+        return loaded
 
-    def close(self) -> None:
-        """End all processes."""
-        for process in self._processes:
+    def close(self) -> list[int]:
+        """End all processes and return their statuses."""
+        processes, self._processes = self._processes, []
+        for process in processes:
             _kill(process)
-            process.stdin.close()
-        self._processes = []
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+        return [process.returncode for process in processes]
 
     def _start(self) -> None:
         build_ops()
         self._logs, port = _make_folder(self._tmp_path, {}), free_port()
         for rank in range(self._world_size):
-            self._processes.append(_start([], self._logs, rank, self._world_size, port))
+            self._processes.append(_start(self._logs, rank, self._world_size, port))
+
+
+def run_ranks(function, world_size: int, tmp_path: Path, **arguments) -> list:
+    """Run a function on ranks of its own, which are gone afterwards; see `StandingRanks.run`.
+
+    For what needs processes that have done nothing before; most tests take the fixture
+    `standing_ranks`.
+    """
+    ranks = StandingRanks(world_size, tmp_path)
+    try:
+        return ranks.run(function, **arguments)
+    finally:
+        ranks.close()
+
+
+_job: Path | None = None  # the folder of the function that this rank runs
 
 
 def report(result) -> None:
     """Hand a rank's result over, once; a function that just returns need not call it."""
-    _save(result, Path(sys.argv[-1]))
+    _save(result, _job)
 
 
 def _save(result, folder: Path) -> None:
@@ -129,8 +129,8 @@ def build_ops() -> None:
     build_shared_memory()
 
 
-def _start(job: list[str], logs: Path, rank: int, world_size: int, port: int) -> subprocess.Popen:
-    """Start a rank on one job (module, function, folder), or on those that its stdin will name."""
+def _start(logs: Path, rank: int, world_size: int, port: int) -> subprocess.Popen:
+    """Start a rank on the jobs (module, function, folder) that its stdin will name."""
     # Without LOCAL_SIZE DeepSpeed's all_reduce over shared memory stays off: it would leave 66 MiB
     # per rank and run in /dev/shm, which is memory.
     env = {name: value for name, value in os.environ.items() if name != "LOCAL_SIZE"} | {
@@ -145,9 +145,9 @@ def _start(job: list[str], logs: Path, rank: int, world_size: int, port: int) ->
     }
     with open(logs / f"rank{rank}.log", "w") as log:
         return subprocess.Popen(
-            [sys.executable, str(Path(__file__)), *job],
+            [sys.executable, "-c", "import ranks; ranks.serve()"],
             env=env,
-            stdin=subprocess.DEVNULL if job else subprocess.PIPE,
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -166,22 +166,20 @@ def error_of(function, *args, **kwargs) -> tuple[str, str] | None:
     return None
 
 
-def _wait(processes: list, folder: Path, timeout_s: float, results: list[Path] | None) -> None:
-    """Wait until all processes have ended, or, given their results' paths, until these exist."""
+def _wait(processes: list, logs: Path, timeout_s: float, results: list[Path]) -> None:
+    """Wait until the results of all processes are there."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        if any(codes) or (results is None and codes == [0] * len(codes)):
+        if any(process.poll() is not None for process in processes):
             break
-        if results is not None and all(path.exists() for path in results):
+        if all(path.exists() for path in results):
             return
         time.sleep(0.05)
     # A rank that died takes the others along: blame the first that ended by itself.
     for rank, process in sorted(enumerate(processes), key=lambda pair: pair[1].poll() is None):
-        if process.poll() != 0:
-            reason = f"exit status {process.poll()}" if process.poll() else "time limit"
-            log = (folder / f"rank{rank}.log").read_text()[-6000:]
-            raise AssertionError(f"rank {rank}: {reason}\n{log}")
+        reason = "time limit" if process.poll() is None else f"exit status {process.poll()}"
+        log = (logs / f"rank{rank}.log").read_text()[-6000:]
+        raise AssertionError(f"rank {rank}: {reason}\n{log}")
 
 
 def _kill(process) -> None:
@@ -198,16 +196,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _main() -> None:
-    named = (line.rstrip("\n").split(" ", 2) for line in sys.stdin)
-    jobs = [sys.argv[1:]] if sys.argv[1:] else named
-    for module, name, folder in jobs:
-        kwargs = torch.load(Path(folder) / "kwargs.pt", weights_only=False)
-        _save(getattr(importlib.import_module(module), name)(**kwargs), Path(folder))
-    # Interpreter shutdown with live gloo threads can hang; the result is on disk.
+def serve() -> None:
+    """Be a rank: run the functions that stdin names, a line each."""
+    global _job
+    for line in sys.stdin:
+        module, name, folder = line.rstrip("\n").split(" ", 2)
+        _job = Path(folder)
+        kwargs = torch.load(_job / "kwargs.pt", weights_only=False)
+        _save(getattr(importlib.import_module(module), name)(**kwargs), _job)
+        gc.collect()  # the engines of this function, which are in cycles
+    # Interpreter shutdown with live gloo threads can hang; the results are on disk.
     sys.stdout.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    _main()

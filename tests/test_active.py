@@ -14,9 +14,6 @@ import zero8
 from zero8.zero import accelerate
 from zero8.zero.when_imported import when_imported
 
-# A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
-pytestmark = pytest.mark.timeout(600)
-
 SETTING = '"zero_force_ds_cpu_optimizer": false'
 BASE = {
     "train_micro_batch_size_per_gpu": 4,

@@ -113,6 +113,7 @@ def tiny(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_bench_cuda_run_has_a_row_for_every_step_and_a_copy_of_its_bytes(tiny):
     result = json.loads(tiny.read_text())
     rows = {(row["name"], row["variant"], row["codec"]): row for row in result["rows"]}
@@ -129,6 +130,7 @@ def test_bench_cuda_run_has_a_row_for_every_step_and_a_copy_of_its_bytes(tiny):
         assert (row["numel"], row["host_us"]) == (NUMEL, 5.0)
 
 
+@pytest.mark.slow
 def test_bench_cuda_run_says_where_and_by_what_it_was_made(tiny):
     result = json.loads(tiny.read_text())
     assert result["machine"] == MACHINE
@@ -137,6 +139,7 @@ def test_bench_cuda_run_says_where_and_by_what_it_was_made(tiny):
     assert {"versions", "commit", "cpu", "seconds", "default", "device"} <= result.keys()
 
 
+@pytest.mark.slow
 def test_bench_cuda_run_times_a_list_of_tensors(tiny):
     rows = json.loads(tiny.read_text())["tensor_list"]
     assert [(row["name"], row["codec"]) for row in rows] == [("zero8", "log"), ("torch", None)]
@@ -144,6 +147,7 @@ def test_bench_cuda_run_times_a_list_of_tensors(tiny):
     assert all(row["ratio"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_bench_cuda_run_draws_and_tabulates(tiny):
     assert tiny.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     table = tiny.with_suffix(".md").read_text()
@@ -152,6 +156,7 @@ def test_bench_cuda_run_draws_and_tabulates(tiny):
     assert "## 400 tensors of a model, 2^16 parameters together" in table
 
 
+@pytest.mark.slow
 def test_bench_cuda_run_lists_what_is_skipped_with_the_reason(tiny):
     skipped = {e["name"]: e["reason"] for e in json.loads(tiny.read_text())["skipped"]}
     assert skipped.keys() == {"torchao fp32 (2^16)", "torchao (400 tensors)"}
@@ -362,6 +367,7 @@ def test_bench_cuda_zero8_without_memory_is_skipped_and_with_an_error_is_not(mon
             call()
 
 
+@pytest.mark.slow
 def test_bench_cuda_size_that_fails_leaves_the_others_and_a_failed_run(
     tmp_path, monkeypatch, capsys
 ):

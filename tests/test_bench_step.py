@@ -132,6 +132,7 @@ def test_run_draws_and_tabulates_every_row(tiny):
     assert "400 tensors, 65,536 elements together" in table
 
 
+@pytest.mark.slow
 def test_run_missing_peer_is_listed_with_its_reason(tmp_path, monkeypatch, few_rounds, capsys):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     out = tmp_path / "step.json"
@@ -301,6 +302,7 @@ def test_interleaved_calls_take_turns():
     assert all(time > 0 for time in usual.times + rare.times)
 
 
+@pytest.mark.slow
 def test_waits_for_a_core_are_counted():
     """Beside an endless loop on the same core a call gets a part of it."""
     script = """if True:

@@ -115,9 +115,9 @@ SLOW = [case for case in CASES if case not in QUICK]
 
 
 @pytest.fixture(scope="module")
-def quick_results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("conformance")
-    return run_ranks(run_cases, 2, folder, timeout_s=900, cases=QUICK, folder=str(folder))[0]
+def quick_results(standing_ranks, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("conformance"))
+    return standing_ranks(2).run(run_cases, timeout_s=900, cases=QUICK, folder=folder)[0]
 
 
 @pytest.fixture(scope="module")

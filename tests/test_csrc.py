@@ -84,6 +84,7 @@ def test_headers_compile_alone_and_twice_where_two_files_include_them(tmp_path):
     output_of([*COMPILER, "-fopenmp", "-fsyntax-only", "-Wall", "-Wextra", source])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", build.TARGETS)
 def test_object_of_a_target_defines_symbols_of_its_own_only(objects, target):
     # Of equal weak symbols the linker keeps one: AVX-512 code for processors without, perhaps.
@@ -105,6 +106,7 @@ def instructions(path):
     return found
 
 
+@pytest.mark.slow
 @on_x86
 @pytest.mark.parametrize("mnemonic", ["vfmadd", "vsqrtps", "vdivps"])
 @pytest.mark.parametrize(("target", "register"), [("avx2", "%ymm"), ("avx512", "%zmm")])
@@ -118,6 +120,7 @@ def test_vector_target_uses_full_width_arithmetic(objects, target, register, mne
     )
 
 
+@pytest.mark.slow
 @on_x86
 @pytest.mark.parametrize(
     ("name", "too_wide"),
@@ -133,6 +136,7 @@ def test_object_stays_within_its_instruction_set(objects, name, too_wide):
         assert not any(re.search(too_wide, operands) for operands in uses), mnemonic
 
 
+@pytest.mark.slow
 def test_kernels_under_the_sanitizers_find_nothing(tmp_path):
     sources = [CSRC / f"{name}.cpp" for name in ("dispatch", *(f"step_{t}" for t in build.TARGETS))]
     flags = [*SANITIZERS, "-fopenmp", "-ffp-contract=off"]
@@ -143,6 +147,7 @@ def test_kernels_under_the_sanitizers_find_nothing(tmp_path):
     assert "baseline" in output_of([program], ASAN_OPTIONS="detect_leaks=0")
 
 
+@pytest.mark.slow
 @on_x86
 def test_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_others(objects, tmp_path):
     """In 34 GiB of address space, of which the last two rows are written to."""

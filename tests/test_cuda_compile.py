@@ -7,6 +7,7 @@ Those that need nvcc or NVRTC are skipped without it, but not in CI: the dev ext
 import re
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from needs import need_nvcc, need_nvrtc
 from zero8.op import cuda_compile
 
 ROOT = Path(__file__).parents[1]
-ARCHITECTURES = [80, 90, 100]
+# Each takes seconds to compile for: `make test` does one, `make test-slow` the others.
+QUICK, SLOW = (90,), (80, 100)
+ARCHITECTURES = [*QUICK, *(pytest.param(number, marks=pytest.mark.slow) for number in SLOW)]
 # Three thread blocks of 256 threads, or five of 128, have place on a multiprocessor.
 MOST_REGISTERS = 96
 
@@ -29,21 +32,33 @@ CONVERSIONS |= {"cvt.rzi.u32.f32", "cvt.rn.f32.u16"}
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Folder of what nvcc made of the program for all architectures, and its report."""
-    folder = tmp_path_factory.mktemp("nvcc")
-    need_nvcc()
-    command = cuda_compile.nvcc_command(cuda_compile.nvcc(), ARCHITECTURES)
-    command += ["-Xptxas=-v", "--keep", f"--keep-dir={folder}", "--threads=2"]
-    command += ["-c", cuda_compile.program(), "-o", folder / "step.o"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    return folder, done.stdout + done.stderr
+    """Return a function: of an architecture, the PTX that nvcc made for it, and nvcc's report."""
+
+    @lru_cache
+    def compile_for(architectures):
+        folder = tmp_path_factory.mktemp("nvcc")
+        need_nvcc()
+        command = cuda_compile.nvcc_command(cuda_compile.nvcc(), architectures)
+        command += ["-Xptxas=-v", "--keep", f"--keep-dir={folder}", "--threads=2"]
+        command += ["-c", cuda_compile.program(), "-o", folder / "step.o"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
+        return folder, done.stdout + done.stderr
+
+    def of(architecture):
+        together = QUICK if architecture in QUICK else SLOW
+        folder, report = compile_for(together)
+        # nvcc does not name the architecture where there is only one.
+        (ptx,) = folder.glob(f"*compute_{architecture}.ptx" if len(together) > 1 else "*.ptx")
+        return ptx.read_text(), report
+
+    return of
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_cuda_kernel_needs_registers_only(compiled, architecture):
     """Neither spills nor arrays that went to memory; few enough registers for 20 warps."""
-    _, report = compiled
+    _, report = compiled(architecture)
     (entry,) = re.findall(
         rf"Compiling entry function 'zero8_step' for 'sm_{architecture}'\n.*\n"
         r"\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
@@ -73,16 +88,14 @@ def assert_ieee_only(ptx: str) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_cuda_ptx_has_ieee_arithmetic_only(compiled, architecture):
-    folder, _ = compiled
-    (ptx,) = folder.glob(f"*compute_{architecture}.ptx")
-    assert_ieee_only(ptx.read_text())
+    ptx, _ = compiled(architecture)
+    assert_ieee_only(ptx)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_cuda_ptx_moves_16_bytes_at_once(compiled, architecture):
-    folder, _ = compiled
-    (ptx,) = folder.glob(f"*compute_{architecture}.ptx")
-    found = instructions(ptx.read_text())
+    ptx, _ = compiled(architecture)
+    found = instructions(ptx)
     for kind in ("ld", "st"):
         assert [n for n in found if n.startswith(kind) and ".v4." in n and n.endswith("32")], kind
 
@@ -102,9 +115,7 @@ def test_cuda_ptx_moves_16_bytes_at_once(compiled, architecture):
 )
 def test_cuda_instructions_of_a_wrong_build_are_noticed(compiled, right, wrong):
     """Guards the tests above."""
-    folder, _ = compiled
-    (ptx,) = folder.glob("*compute_90.ptx")
-    text = ptx.read_text()
+    text, _ = compiled(90)
     assert_ieee_only(text)
     assert right in text
     with pytest.raises(AssertionError):
@@ -127,7 +138,10 @@ def names_in(code: bytes) -> set[bytes]:
     return set(re.findall(rb"\0(\w+_step)\0", code))
 
 
-@pytest.mark.parametrize(("backend", "need"), [("nvcc", need_nvcc), ("nvrtc", need_nvrtc)])
+@pytest.mark.parametrize(
+    ("backend", "need"),
+    [pytest.param("nvcc", need_nvcc, marks=pytest.mark.slow), ("nvrtc", need_nvrtc)],
+)
 def test_cuda_both_backends_compile_the_same_source_for_the_device(cache, backend, need):
     need()
     code = cuda_compile.machine_code(90, backend)
@@ -157,6 +171,7 @@ def test_cuda_code_of_the_cache_is_used_until_sources_change(cache, monkeypatch,
     cuda_compile.machine_code.cache_clear()
 
 
+@pytest.mark.slow
 def test_cuda_nvrtc_ptx_has_ieee_arithmetic_only():
     need_nvrtc()
     from cupy.cuda import nvrtc

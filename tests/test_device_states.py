@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """States on a GPU, pretended: the bits of the CPU, devices do not mix, and moments stay there."""
 
-import json
-import sys
-from pathlib import Path
-
 import pytest
-from processes import run
+from processes import outcomes_of
 
 from zero8.codec import CODECS
-
-TESTS = Path(__file__).resolve().parent
 
 CHECKS = (
     "quantize_and_dequantize",
@@ -29,9 +23,7 @@ CHECKS = (
 @pytest.fixture(scope="module")
 def outcomes():
     """The pretended GPU is for a whole process, so this one must not have it."""
-    done = run([sys.executable, str(TESTS / "device_worker.py")], seconds=240)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return outcomes_of("device_worker.py")
 
 
 @pytest.mark.parametrize("codec", CODECS)

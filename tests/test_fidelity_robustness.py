@@ -19,8 +19,18 @@ from zero8.train.model import GPTConfig
 TINY_GPT = TextTask(GPTConfig(context=64, width=64, layers=1, heads=2), window=16, batch_size=2)
 
 
-@pytest.mark.parametrize("beta2", [0.999, 0.95])
-@pytest.mark.parametrize("task", [ZipfTask(batch_size=8), ImageTask(batch_size=4)])
+ZIPF, IMAGES = ZipfTask(batch_size=8), ImageTask(batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("task", "beta2"),
+    [
+        (ZIPF, 0.999),
+        (IMAGES, 0.95),
+        pytest.param(ZIPF, 0.95, marks=pytest.mark.slow),
+        pytest.param(IMAGES, 0.999, marks=pytest.mark.slow),
+    ],
+)
 def test_replay_of_a_task_keeps_bounds_and_moves_nothing_untrained(task, beta2):
     rows, skipped = replay_codecs(Recipe(steps=4, beta2=beta2, task=task), lambda: None)
     assert not skipped

@@ -29,15 +29,6 @@ ROW = re.compile(
 )
 ROWS = {row["file"]: row.groupdict() for row in ROW.finditer(README)}
 
-# tests/test_train_local.py runs the default in `make test`.
-QUICK = ("zero2_bf16_offload.json", "zero3_bf16_offload.json")
-
-
-def recipes():
-    """Return parameters of a test: recipes that `make test` does not run are marked as slow."""
-    slow = pytest.mark.slow
-    return [pytest.param(name, marks=[] if name in QUICK else [slow]) for name in FILES]
-
 
 def launch(config, folder):
     """Run launch/local.sh for a few steps and return both runs of its summary."""
@@ -64,7 +55,9 @@ def test_readme_has_a_row_for_each_recipe_and_each_says_what_it_is_for():
         assert comment and all(isinstance(line, str) and line for line in comment)
 
 
-@pytest.mark.parametrize("name", recipes())
+# The first of them, the default, test_train_local.py runs in `make test`.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
 def test_recipe_trains_both_optimizers_with_the_state_bytes_of_its_row(tmp_path, name):
     row = ROWS[name]
     config = json.loads((ROOT / row["config"]).read_text())

@@ -26,9 +26,6 @@ from zero8.settings import SERVED_KEYS
 from zero8.versions import TESTED
 from zero8.zero import seams, swapper
 
-# A first run also builds the ops; a build that is interrupted leaves a lock behind.
-pytestmark = pytest.mark.timeout(600)
-
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 
 

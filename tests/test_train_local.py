@@ -98,6 +98,7 @@ def test_local_sh_four_steps_writes_summary_of_both_runs(tmp_path, start_local):
             assert "total_num_steps 4 is less than warmup_num_steps" in log
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIME_LIMIT + 2 * STOP_LIMIT)
 def test_local_sh_failing_run_exits_nonzero(tmp_path, start_local):
     config = tmp_path / "config.json"

@@ -49,8 +49,9 @@ def venv(wheel, tmp_path_factory):
 
 
 def test_wheel_in_an_empty_environment_builds_the_op_and_steps(venv, tmp_path):
-    path = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
-    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": path}
+    compiler = processes.unoptimized_compiler(tmp_path / "bin")
+    path = f"{compiler}:{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
+    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": path, "CXX": None}
     built = check([venv / "bin" / "zero8", "build"], **env)
     assert built.startswith(str(tmp_path))
     # -I keeps the current folder, which holds a zero8 too, off sys.path.

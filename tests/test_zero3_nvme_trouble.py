@@ -172,6 +172,7 @@ def meet_everything(folder, pipelined):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "pipelined"])
 def met(request, tmp_path_factory):
+    """Not in standing ranks: no one knows what is left of processes that have met all this."""
     need_nvme()
     folder = tmp_path_factory.mktemp("trouble")
     kwargs = {"folder": str(folder), "pipelined": request.param}
@@ -294,6 +295,7 @@ OTHER = {"codec": "companded", "block_size": 128}
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory):
+    """In fresh processes: a checkpoint of swapped states loads in no others."""
     need_nvme()
     folder = tmp_path_factory.mktemp("fresh")
     kwargs = {"timeout_s": 900, "folder": str(folder)}
@@ -345,9 +347,9 @@ def train_adamw(folder):
     return {"class": f"{swapper.__module__}.{swapper.__name__}", "bytes": counts, "files": files}
 
 
-def test_zero3_nvme_adamw_keeps_deepspeeds_swapper_and_its_traffic(tmp_path):
+def test_zero3_nvme_adamw_keeps_deepspeeds_swapper_and_its_traffic(standing_ranks, tmp_path):
     need_nvme()
-    for rank in run_ranks(train_adamw, 2, tmp_path, timeout_s=600, folder=str(tmp_path)):
+    for rank in standing_ranks(2).run(train_adamw, timeout_s=600, folder=str(tmp_path)):
         assert rank["class"].startswith("deepspeed.runtime.swap_tensor.")
         assert not any(name.startswith("zero8-") for name in rank["files"])
         for way in ("read", "written"):

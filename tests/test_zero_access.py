@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
-from ranks import run_ranks
 from zero_worker import (
     MOMENTS,
     Bag,
@@ -24,9 +23,6 @@ from zero_worker import (
 
 from zero8.codec import DEFAULT_CODEC, codec_named
 from zero8.pieces import MomentStore, PieceTable
-
-# A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
-pytestmark = pytest.mark.timeout(600)
 
 STAGES = (2, 3)
 SET = "conv"  # lies on both ranks
@@ -205,8 +201,8 @@ def access_all():
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks(access_all, 2, tmp_path_factory.mktemp("access"))
+def ranks(standing_ranks):
+    return standing_ranks(2).run(access_all)
 
 
 @pytest.mark.parametrize("stage", STAGES)

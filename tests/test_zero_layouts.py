@@ -9,7 +9,6 @@ partition boundary cuts may differ, as each side has a scale of its own.
 import deepspeed
 import pytest
 import torch
-from ranks import run_ranks
 from zero_experts import EXPERT_LAYOUTS, expert_reference, step_experts
 from zero_shards import assert_equals_plain, put_together
 from zero_worker import (
@@ -24,9 +23,6 @@ from zero_worker import (
 )
 
 import zero8
-
-# A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
-pytestmark = pytest.mark.timeout(600)
 
 STEPS = 4
 TRAINED = tuple(name for name in Bag.SHAPES if name != "frozen")
@@ -157,17 +153,15 @@ def step_on_four(layouts):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("layouts")
+def two_ranks(standing_ranks, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("layouts"))
     layouts = LAYOUTS | WITHOUT_ZERO
-    arguments = {"layouts": layouts, "folder": str(folder)}
-    return run_ranks(step_everything, 2, folder, timeout_s=500, **arguments)
+    return standing_ranks(2).run(step_everything, timeout_s=500, layouts=layouts, folder=folder)
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("four")
-    return run_ranks(step_on_four, 4, folder, timeout_s=500, layouts=ON_FOUR_RANKS)
+def four_ranks(standing_ranks):
+    return standing_ranks(4).run(step_on_four, timeout_s=500, layouts=ON_FOUR_RANKS)
 
 
 def reference(name, ds_config):
@@ -254,10 +248,10 @@ def test_layout_without_zero_equals_plain_optimizer_on_each_rank(two_ranks, name
             assert difference(state, plain_state) == ""
 
 
-def test_layout_on_one_rank_equals_plain_optimizer_in_all_blocks(tmp_path):
+def test_layout_on_one_rank_equals_plain_optimizer_in_all_blocks(standing_ranks):
     names = ("zero2 offload", "zero2 offload, bf16 masters", "zero3 offload, groups")
     layouts = {name: LAYOUTS[name] for name in names}
-    (held_here,) = run_ranks(step_layouts, 1, tmp_path, layouts=layouts)
+    (held_here,) = standing_ranks(1).run(step_layouts, layouts=layouts)
     for name in names:
         assert_equals_reference([held_here[name]], name, LAYOUTS[name], cut_per_param=0)
 

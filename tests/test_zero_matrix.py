@@ -7,13 +7,9 @@ The cells, and what is varied with each, are in `zero_matrix.CELLS`; to run one:
 
 import pytest
 import torch
-from ranks import StandingRanks
 from zero_matrix import CELLS, RANKS, REFUSED, SAVED_AFTER, STEPS, errors, losses_of_seeds, run_cell
 from zero_shards import block_of_elements
 from zero_worker import MOMENTS, difference
-
-# A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
-pytestmark = pytest.mark.timeout(600)
 
 # The other parameters have less than 4096 elements or less than two dimensions.
 QUANTIZED = {"embed.weight", "inner.weight", "head.weight", "down.weight", "unused"}
@@ -34,9 +30,8 @@ def cells(names, quick=True):
 class Matrix:
     """Runs each cell when its first test asks for it, all in the same processes."""
 
-    def __init__(self, folder):
-        self.folder = folder
-        self.ranks = {size: StandingRanks(size, folder) for size in (1, RANKS)}
+    def __init__(self, folder, ranks):
+        self.folder, self.ranks = folder, ranks
         self._results = {}
 
     def run(self, name):
@@ -44,7 +39,7 @@ class Matrix:
         if name not in self._results:
             try:
                 checkpoints = str(self.folder / "checkpoints")
-                result = self.ranks[RANKS].run(run_cell, name=name, folder=checkpoints)
+                result = self.ranks(RANKS).run(run_cell, name=name, folder=checkpoints)
             except AssertionError as error:
                 result = error
             self._results[name] = result
@@ -54,11 +49,8 @@ class Matrix:
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory):
-    matrix = Matrix(tmp_path_factory.mktemp("matrix"))
-    yield matrix
-    for ranks in matrix.ranks.values():
-        ranks.close()
+def matrix(standing_ranks, tmp_path_factory):
+    return Matrix(tmp_path_factory.mktemp("matrix"), standing_ranks)
 
 
 def mean_losses(ranks, log="log"):
@@ -231,7 +223,7 @@ def test_destroyed_engine_keeps_states_alive_only_where_it_keeps_adamws(matrix, 
 def test_what_deepspeed_refuses_or_fails_at_is_the_same_for_adamw(matrix, name):
     """The day that DeepSpeed serves one of these, it becomes a cell."""
     folder = str(matrix.folder / "refused")
-    for rank in matrix.ranks[RANKS].run(errors, name=name, folder=folder):
+    for rank in matrix.ranks(RANKS).run(errors, name=name, folder=folder):
         assert rank["Adam8bitBlockwise"] == rank["AdamW"]
         assert REFUSED[name][1] in rank["AdamW"]
 
@@ -244,8 +236,8 @@ GAPS = [n for n, c in CELLS.items() if c.precision in ("bf16", "accum32") and "m
 @pytest.mark.parametrize("name", cells(GAPS, quick=False))
 def test_loss_gap_of_one_and_two_ranks_is_at_most_twice_fp32_adamws(matrix, name):
     """The mean over steps and five seeds: a single loss differs by chance."""
-    (alone,) = matrix.ranks[1].run(losses_of_seeds, timeout_s=280, name=name)
-    first, second = matrix.ranks[RANKS].run(losses_of_seeds, timeout_s=280, name=name)
+    (alone,) = matrix.ranks(1).run(losses_of_seeds, timeout_s=280, name=name)
+    first, second = matrix.ranks(RANKS).run(losses_of_seeds, timeout_s=280, name=name)
     gaps = {}
     for (optimizer, seed), losses_alone in alone.items():
         pairs = zip(first[optimizer, seed], second[optimizer, seed], strict=True)

@@ -3,13 +3,9 @@
 
 import pytest
 from deepspeed.utils.debug import debug_clear_module_and_param_names
-from ranks import run_ranks
 from zero_worker import Bag, base_optimizer, config, make_engine, take_step
 
 import zero8
-
-# A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
-pytestmark = pytest.mark.timeout(600)
 
 FLOAT32 = ["embed", "conv"]
 EXPECTED_BITS = {name: 32 for name in Bag.SHAPES if name != "frozen"}
@@ -45,8 +41,8 @@ def collect_names():
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    return run_ranks(collect_names, 1, tmp_path_factory.mktemp("names"))[0]
+def reports(standing_ranks):
+    return standing_ranks(1).run(collect_names)[0]
 
 
 def bits(report):

@@ -1,25 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`offload_states` of ZeRO 1 and 2: 8-bit moments stay 8-bit, and leave the GPU for good."""
 
-import json
-import sys
-from pathlib import Path
-
 import pytest
-from processes import run
+from processes import outcomes_of
 
 from zero8.codec import CODECS
-
-TESTS = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    done = run(
-        [sys.executable, str(TESTS / "offload_worker.py")], seconds=240, DS_ACCELERATOR="cpu"
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return outcomes_of("offload_worker.py", DS_ACCELERATOR="cpu")
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -8,62 +8,43 @@ import psutil
 import pytest
 from ranks import StandingRanks, run_ranks
 
-# A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
-pytestmark = pytest.mark.timeout(600)
 
-
-def fail_on_rank_1(folder):
-    """Write this rank's process number; then rank 1 fails, and rank 0 waits for it for ever."""
-    rank = os.environ["RANK"]
-    with open(f"{folder}/pid{rank}", "w") as file:
+def hang(folder):
+    """Write this rank's process number and wait for ever."""
+    with open(f"{folder}/pid{os.environ['RANK']}", "w") as file:
         file.write(str(os.getpid()))
-    if rank == "1":
-        while not os.path.exists(f"{folder}/pid0"):
-            time.sleep(0.01)
-        raise RuntimeError("the reason")
     time.sleep(600)
 
 
-def test_run_ranks_when_one_rank_fails_shows_its_output_and_ends_the_other(tmp_path):
-    with pytest.raises(AssertionError, match="rank 1: exit status 1") as caught:
-        run_ranks(fail_on_rank_1, 2, tmp_path, timeout_s=120, folder=str(tmp_path))
-    assert "RuntimeError: the reason" in str(caught.value)
-    assert not any(psutil.pid_exists(int((tmp_path / f"pid{r}").read_text())) for r in range(2))
-
-
-def test_run_ranks_past_its_time_limit_says_so_and_ends_all(tmp_path):
+def test_ranks_past_their_time_limit_say_so_and_are_gone(tmp_path):
     with pytest.raises(AssertionError, match="rank 0: time limit"):
-        run_ranks(fail_on_rank_1, 1, tmp_path, timeout_s=4, folder=str(tmp_path))
+        run_ranks(hang, 1, tmp_path, timeout_s=4, folder=str(tmp_path))
     if (tmp_path / "pid0").exists():
         assert not psutil.pid_exists(int((tmp_path / "pid0").read_text()))
 
 
 def own_process(wrong_rank=None):
-    """Return this process's number, unless this rank is wrong."""
+    """Return this process's number; if one rank is wrong, it fails and the others wait for it."""
     if os.environ["RANK"] == wrong_rank:
         raise RuntimeError("the reason")
+    if wrong_rank is not None:
+        time.sleep(600)
     return os.getpid()
 
 
-@pytest.fixture
-def standing(tmp_path):
+def test_standing_ranks_stay_until_one_fails_or_they_are_closed(tmp_path):
+    """A failure shows the rank's output and ends the others, which would wait for it for ever."""
     ranks = StandingRanks(2, tmp_path)
-    yield ranks
-    ranks.close()
-
-
-def test_standing_ranks_run_in_the_same_processes_until_closed(standing):
-    pids = standing.run(own_process)
-    assert len(set(pids)) == 2
-    assert standing.run(own_process) == pids
-    standing.close()
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-
-
-def test_standing_ranks_after_a_failure_have_shown_its_output_and_start_afresh(standing):
-    pids = standing.run(own_process)
-    with pytest.raises(AssertionError, match="rank 1: exit status 1") as caught:
-        standing.run(own_process, wrong_rank="1")
-    assert "RuntimeError: the reason" in str(caught.value)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert not set(standing.run(own_process)) & set(pids)
+    try:
+        pids = ranks.run(own_process)
+        assert len(set(pids)) == 2
+        assert ranks.run(own_process) == pids
+        with pytest.raises(AssertionError, match="rank 1: exit status 1") as caught:
+            ranks.run(own_process, timeout_s=120, wrong_rank="1")
+        assert "RuntimeError: the reason" in str(caught.value)
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+        others = ranks.run(own_process)
+        assert not set(others) & set(pids)
+    finally:
+        ranks.close()
+    assert not any(psutil.pid_exists(pid) for pid in others)

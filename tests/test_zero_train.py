@@ -6,17 +6,12 @@ import math
 
 import pytest
 import torch
-from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
-from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_worker import MOMENTS, Model, base_optimizer, config, difference, held, make_engine, train
 
 from zero8.codec import DEFAULT_CODEC, codec_named
 from zero8.pieces import MomentStore, PieceTable
 from zero8.zero.moment_tensor import MomentTensor
-
-# A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
-pytestmark = pytest.mark.timeout(600)
 
 STEPS = 6
 CLIPPED = {"gradient_clipping": 1.0}
@@ -108,10 +103,8 @@ def train_all(folder):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    CPUAdamBuilder().load(verbose=False)  # DeepSpeed's AdamW: here, as ranks may be killed
-    folder = tmp_path_factory.mktemp("train")
-    return run_ranks(train_all, 2, folder, folder=str(folder))
+def ranks(standing_ranks, tmp_path_factory):
+    return standing_ranks(2).run(train_all, folder=str(tmp_path_factory.mktemp("train")))
 
 
 def test_training_lowers_the_loss_and_is_deterministic(ranks):

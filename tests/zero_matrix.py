@@ -39,7 +39,7 @@ class Cell:
         poisoned: the step in which the second rank has an infinite loss, if any.
         client_scheduler: whether the program brings a learning-rate scheduler of its own.
         resumes: whether fp32 AdamW resumes exactly in a fresh engine, and we must.
-        quick: whether `make test` runs it; `make test-full` runs all others.
+        quick: whether `make test` runs it; `make test-slow` runs all others.
     """
 
     stage: int
