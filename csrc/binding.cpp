@@ -90,7 +90,7 @@ void copy(const py::buffer& param, const py::buffer& grad, const std::vector<py:
   zero8::copy(streams, num_threads);
 }
 
-// What a step asks of a tensor: zero8/op/tensors.py.
+// What a step asks of a tensor: zero8/op/describe.py.
 struct TensorRecord {
   uint64_t data;
   int64_t numel;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the blocks of a segment lie: BlockGrid of zero8/grid.py, in 64-bit integers.
+// Where the blocks of a segment lie: BlockGrid of zero8/spec/grid.py, in 64-bit integers.
 //
 // Compiled for every target, so in the target's namespace: the linker merges what has one name.
 #include <cstdint>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 8-bit codes of the moments in terms of Vec: zero8/codec.py, equation by equation.
+// The 8-bit codes of the moments in terms of Vec: zero8/spec/codec.py, equation by equation.
 //
 // Every code has the same four parts, so that the step can interleave them as it likes:
 //   Decoder(stored, gain, map)   codes -> values times gain, for one block: one vector, or the

@@ -38,7 +38,7 @@ struct Half {
 };
 constexpr uint32_t kHalfInfinityBits = 0x7C00;
 
-// One step's scalars: zero8/scalars.py.
+// One step's scalars: zero8/spec/scalars.py.
 struct StepScalars {
   float beta1, beta2, sqrt_beta2;
   float one_minus_beta1, sqrt_one_minus_beta2;
@@ -48,7 +48,7 @@ struct StepScalars {
 };
 static_assert(sizeof(StepScalars) == 52, "numpy's STEP_SCALARS must change with it");
 
-// Elements first .. first + numel - 1 of one parameter: zero8/segment.py.
+// Elements first .. first + numel - 1 of one parameter: zero8/spec/segment.py.
 // No __restrict__ on the pointers: two moments may be views of one buffer.
 struct Segment {
   void* param;              // float or bfloat16, updated in place

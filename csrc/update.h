@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The update of AdamW in terms of Vec, between decoding and encoding.  The only place where the
 // arithmetic of the step is written, for the CPU and for CUDA; equation numbers are those of
-// zero8/reference.py.
+// zero8/spec/reference.py.
 //
 // Vec::mul_far and Vec::fma_far are for results that are 0 or at least 2^-126 by what they are made
 // of: a target that has to look for tiny results need not.

@@ -13,7 +13,7 @@ from torch.utils import cpp_extension
 from zero8.op import kernel
 from zero8.op.dynamic_tables import dynamic_maps
 from zero8.op.launch import Launch
-from zero8.segment import Segment
+from zero8.spec.segment import Segment
 
 ROOT = Path(__file__).parents[1]
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared"]

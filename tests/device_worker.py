@@ -11,11 +11,11 @@ import torch
 from moment_samples import MOMENTS, NUMEL, PIECES, moment, values_for
 from pretended_gpu import DEVICE, Gpu, crossings, streams
 
-from zero8 import dither
 from zero8.checkpoint.bitsandbytes import from_bitsandbytes, to_bitsandbytes
-from zero8.codec import CODECS, dequantize, quantize
-from zero8.pieces import MomentStore, Piece, PieceTable
-from zero8.saved import PlainState
+from zero8.spec import dither
+from zero8.spec.codec import CODECS, dequantize, quantize
+from zero8.state.plain import PlainState
+from zero8.state.shard import MomentStore, Piece, PieceTable
 from zero8.zero.moment_tensor import MomentTensor
 
 CHECKS = {}

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import torch
 
 from zero8 import optimizer
-from zero8.op import cuda, cuda_compile, cuda_driver, runners
+from zero8.op import cuda, cuda_compile, cuda_driver
+from zero8.step import runners
 
 
 class StandInGpu:

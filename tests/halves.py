@@ -7,9 +7,9 @@ import torch
 from segments import Place, copied, make, scalars_at, zero_moment
 from torch import Tensor
 
-from zero8.codec import CODECS
-from zero8.grid import BlockGrid
-from zero8.segment import Segment
+from zero8.spec.codec import CODECS
+from zero8.spec.grid import BlockGrid
+from zero8.spec.segment import Segment
 
 # Chunks of four vectors; nothing but a block's tail.
 ROW_LENGTHS = [64, 7]

@@ -18,7 +18,7 @@ from moment_samples import MOMENTS, NUMEL, moment
 from pretended_gpu import DEVICE
 
 import zero8
-from zero8.codec import CODECS
+from zero8.spec.codec import CODECS
 from zero8.zero import seams
 from zero8.zero.moment_tensor import MomentTensor
 

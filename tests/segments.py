@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zero8.codec import CODECS
-from zero8.grid import BlockGrid
-from zero8.scalars import StepScalars, next_history
-from zero8.segment import Moment, Rounding, Segment
+from zero8.spec.codec import CODECS
+from zero8.spec.grid import BlockGrid
+from zero8.spec.scalars import StepScalars, next_history
+from zero8.spec.segment import Moment, Rounding, Segment
 
 CODEC_NAMES = [None, *CODECS]
 

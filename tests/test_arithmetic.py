@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from zero8 import arithmetic as ieee
+from zero8.spec import arithmetic as ieee
 
 TINY = 2.0**-126  # the smallest normal number
 STEP = 2.0**-149  # the smallest subnormal one

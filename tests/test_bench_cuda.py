@@ -10,19 +10,17 @@ import pytest
 import torch
 
 from zero8 import cli
-from zero8.bench import (
-    gpu,
-    step_cuda,
-    step_cuda_clock,
-    step_cuda_contenders,
-    step_cuda_targets,
-    step_kernel,
-)
-from zero8.bench.step_cuda_contenders import Skipped, Weights, list_timeables, timeables
-from zero8.bench.step_kernel import HYPER
-from zero8.bench.step_variants import BF16_CORRECTED, CUDA_VARIANTS, FP32, VARIANTS
-from zero8.codec import CODECS
+from zero8.bench import gpu
+from zero8.bench.step import cuda as step_cuda
+from zero8.bench.step import cuda_clock as step_cuda_clock
+from zero8.bench.step import cuda_contenders as step_cuda_contenders
+from zero8.bench.step import cuda_targets as step_cuda_targets
+from zero8.bench.step import kernel as step_kernel
+from zero8.bench.step.cuda_contenders import Skipped, Weights, list_timeables, timeables
+from zero8.bench.step.kernel import HYPER
+from zero8.bench.step.variants import BF16_CORRECTED, CUDA_VARIANTS, FP32, VARIANTS
 from zero8.op import kernel
+from zero8.spec.codec import CODECS
 
 NUMEL = 2**16
 CPU = torch.device("cpu")

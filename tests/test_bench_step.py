@@ -12,15 +12,19 @@ from argparse import ArgumentParser
 import pytest
 import torch
 
-from zero8 import cli, reference
-from zero8.bench import step, step_contenders, step_kernel, step_targets
-from zero8.bench.step_contenders import flat_params, peer_contenders, zero8_contenders
-from zero8.bench.step_report import busy_lines
-from zero8.bench.step_tensors import flat_shape, model_shapes
-from zero8.bench.step_timing import Timed, interleaved, peak_extra_bytes, spread
-from zero8.bench.step_variants import BF16_CORRECTED, FP32, VARIANTS
-from zero8.codec import CODECS, DEFAULT_CODEC
+from zero8 import cli
+from zero8.bench.step import command as step
+from zero8.bench.step import contenders as step_contenders
+from zero8.bench.step import kernel as step_kernel
+from zero8.bench.step import targets as step_targets
+from zero8.bench.step.contenders import flat_params, peer_contenders, zero8_contenders
+from zero8.bench.step.report import busy_lines
+from zero8.bench.step.tensors import flat_shape, model_shapes
+from zero8.bench.step.timing import Timed, interleaved, peak_extra_bytes, spread
+from zero8.bench.step.variants import BF16_CORRECTED, FP32, VARIANTS
 from zero8.op import kernel
+from zero8.spec import reference
+from zero8.spec.codec import CODECS, DEFAULT_CODEC
 
 NUMEL = 2**16
 ROW_KEYS = {
@@ -207,7 +211,9 @@ def test_check_other_bits_stop_the_run_before_it_times(tmp_path, monkeypatch, na
     monkeypatch.setattr(reference, "step", wrong)
     monkeypatch.setattr(step, "_time_out_of_cache", lambda plan: pytest.fail("has timed"))
     monkeypatch.setattr(step_kernel, "time_in_cache", lambda *_: pytest.fail("has timed"))
-    with pytest.raises(RuntimeError, match=f"{name} of codec .*other bits than zero8.reference"):
+    with pytest.raises(
+        RuntimeError, match=f"{name} of codec .*other bits than zero8.spec.reference"
+    ):
         step.run(parsed(tmp_path / "x.json"))
     assert not list(tmp_path.iterdir())
 
@@ -307,7 +313,7 @@ def test_waits_for_a_core_are_counted():
     """Beside an endless loop on the same core a call gets a part of it."""
     script = """if True:
         import os, time
-        from zero8.bench.step_timing import Timed, interleaved
+        from zero8.bench.step.timing import Timed, interleaved
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         def busy():
             until = time.thread_time() + 0.1

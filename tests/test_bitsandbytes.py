@@ -6,7 +6,7 @@ import torch
 
 from zero8 import Adam8bitBlockwise
 from zero8.checkpoint.bitsandbytes import BLOCK_SIZE, from_bitsandbytes, to_bitsandbytes
-from zero8.codec import CODECS
+from zero8.spec.codec import CODECS
 
 DYNAMIC = CODECS["dynamic"]
 SHAPES = {"rows of blocks": (24, 512), "rows across blocks": (50, 300), "small": (7, 9)}

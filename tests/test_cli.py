@@ -11,7 +11,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from needs import need_nvcc, need_nvrtc
 
 from zero8 import cli, doctor
-from zero8.bench import step
+from zero8.bench.step import command as step
 from zero8.op import cuda_compile
 
 

@@ -7,9 +7,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from zero8 import arithmetic as ieee
-from zero8 import dither
-from zero8.codec import CODECS, LogCode, codec_named, codec_numbered
+from zero8.spec import arithmetic as ieee
+from zero8.spec import dither
+from zero8.spec.codec import CODECS, LogCode, codec_named, codec_numbered
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 DYNAMIC = {which: getattr(CODECS["dynamic"], which) for which in ("exp_avg", "exp_avg_sq")}

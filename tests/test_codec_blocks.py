@@ -7,10 +7,10 @@ from adaptive_samples import near_joint
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zero8 import arithmetic as ieee
-from zero8 import dither
-from zero8.codec import CODECS, AdaptiveCode, DynamicCode, LogCode, dequantize, quantize
-from zero8.scalars import StepScalars
+from zero8.spec import arithmetic as ieee
+from zero8.spec import dither
+from zero8.spec.codec import CODECS, AdaptiveCode, DynamicCode, LogCode, dequantize, quantize
+from zero8.spec.scalars import StepScalars
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 UNIT = 2.0**-24  # largest relative error of one rounding

@@ -32,11 +32,11 @@ from segments import (
     tensors,
 )
 
-from zero8 import arithmetic as ieee
-from zero8.codec import CODECS
 from zero8.op import kernel
 from zero8.op.launch import Launch
-from zero8.segment import Moment, Rounding, Segment
+from zero8.spec import arithmetic as ieee
+from zero8.spec.codec import CODECS
+from zero8.spec.segment import Moment, Rounding, Segment
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

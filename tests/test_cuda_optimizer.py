@@ -13,10 +13,10 @@ from torch import nn
 
 import zero8
 import zero8.zero.optimizer
-from zero8.codec import CODECS
-from zero8.op import runners
-from zero8.params import check_tensors
-from zero8.prepared import Batch
+from zero8.spec.codec import CODECS
+from zero8.step import runners
+from zero8.step.cache import Batch
+from zero8.step.check import check_tensors
 from zero8.zero.optimizer import _device_of
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

@@ -5,7 +5,7 @@ import pytest
 from segments import CODEC_NAMES, assert_same, copied, make, scalars_at
 from test_cuda_kernel import DTYPES, HYPERS, advance, places
 
-from zero8 import reference
+from zero8.spec import reference
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -4,7 +4,7 @@
 import pytest
 from processes import outcomes_of
 
-from zero8.codec import CODECS
+from zero8.spec.codec import CODECS
 
 CHECKS = (
     "quantize_and_dequantize",

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from zero8 import dither
+from zero8.spec import dither
 
 A = 0xC13FA9A9  # 2^32 / plastic number
 PHI = 0x9E3779B9  # 2^32 / golden ratio

@@ -5,9 +5,9 @@ import pytest
 import torch
 from segments import Place, assert_same, copied, make, scalars_at
 
-from zero8 import reference
-from zero8.codec import CODECS
 from zero8.op import kernel
+from zero8.spec import reference
+from zero8.spec.codec import CODECS
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 MAPS = CODECS["dynamic"]

@@ -9,19 +9,20 @@ from itertools import islice
 import pytest
 import torch
 
-from zero8.bench import fidelity, schemes
-from zero8.bench.fidelity_bf16 import Bf16Weights, final_loss_bf16, weight_distances
-from zero8.bench.fidelity_codes import FlashCode, FourBitCode, RatioCode
-from zero8.bench.fidelity_losses import final_loss
-from zero8.bench.fidelity_metrics import Tally, update_bounds
-from zero8.bench.fidelity_replay import replay
-from zero8.bench.fidelity_resonance import resonance
-from zero8.bench.fidelity_robustness import SETTINGS
-from zero8.bench.fidelity_silence import silence
-from zero8.bench.fidelity_states import ClosedLoop, Updates
-from zero8.bench.fidelity_targets import _robustness_checks
-from zero8.bench.fidelity_text import TextTask
-from zero8.bench.fidelity_training import Gradients, Layout, Recipe, TrainingRun
+from zero8.bench.fidelity import command as fidelity
+from zero8.bench.fidelity import schemes
+from zero8.bench.fidelity.bf16 import Bf16Weights, final_loss_bf16, weight_distances
+from zero8.bench.fidelity.codes import FlashCode, FourBitCode, RatioCode
+from zero8.bench.fidelity.losses import final_loss
+from zero8.bench.fidelity.metrics import Tally, update_bounds
+from zero8.bench.fidelity.replay import replay
+from zero8.bench.fidelity.resonance import resonance
+from zero8.bench.fidelity.robustness import SETTINGS
+from zero8.bench.fidelity.silence import silence
+from zero8.bench.fidelity.states import ClosedLoop, Updates
+from zero8.bench.fidelity.targets import _robustness_checks
+from zero8.bench.fidelity.text import TextTask
+from zero8.bench.fidelity.training import Gradients, Layout, Recipe, TrainingRun
 from zero8.train.model import GPTConfig
 
 LAYOUT = Layout(("a", "b"), ((64, 128), (128, 64)))

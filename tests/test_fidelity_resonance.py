@@ -6,12 +6,12 @@ import json
 import pytest
 import torch
 
-from zero8 import dither
-from zero8.bench import fidelity_resonance as harness
-from zero8.bench.fidelity_resonance import MEMBERS, Member, RoundedSecondMoment
-from zero8.bench.fidelity_training import Layout
-from zero8.bench.schemes import Shadow, zero8_scheme
-from zero8.codec import CODECS, DEFAULT_CODEC, dequantize, quantize
+from zero8.bench.fidelity import resonance as harness
+from zero8.bench.fidelity.resonance import MEMBERS, Member, RoundedSecondMoment
+from zero8.bench.fidelity.schemes import Shadow, zero8_scheme
+from zero8.bench.fidelity.training import Layout
+from zero8.spec import dither
+from zero8.spec.codec import CODECS, DEFAULT_CODEC, dequantize, quantize
 
 TWO = (Member(3, 64), Member(3, 1000), Member(5, 65))
 

@@ -6,14 +6,14 @@ import pickle
 
 import pytest
 
-from zero8.bench.fidelity import experiments
-from zero8.bench.fidelity_bf16 import weight_distances
-from zero8.bench.fidelity_images import ImageTask
-from zero8.bench.fidelity_robustness import SETTINGS, Robustness, replay_codecs
-from zero8.bench.fidelity_text import TextTask
-from zero8.bench.fidelity_training import Recipe
-from zero8.bench.fidelity_zipf import ZipfTask
-from zero8.bench.pool import Job, run_jobs
+from zero8.bench.fidelity.bf16 import weight_distances
+from zero8.bench.fidelity.command import experiments
+from zero8.bench.fidelity.images import ImageTask
+from zero8.bench.fidelity.pool import Job, run_jobs
+from zero8.bench.fidelity.robustness import SETTINGS, Robustness, replay_codecs
+from zero8.bench.fidelity.text import TextTask
+from zero8.bench.fidelity.training import Recipe
+from zero8.bench.fidelity.zipf import ZipfTask
 from zero8.train.model import GPTConfig
 
 TINY_GPT = TextTask(GPTConfig(context=64, width=64, layers=1, heads=2), window=16, batch_size=2)

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from zero8.bench import fidelity_images as images
-from zero8.bench import fidelity_zipf as zipf
-from zero8.bench.fidelity_training import Gradients, Recipe, TrainingRun, adamw
-from zero8.grid import BlockGrid
+from zero8.bench.fidelity import images as images
+from zero8.bench.fidelity import zipf as zipf
+from zero8.bench.fidelity.training import Gradients, Recipe, TrainingRun, adamw
+from zero8.spec.grid import BlockGrid
 
 ZIPF, IMAGES = zipf.ZipfTask(batch_size=64), images.ImageTask(batch_size=8)
 TASKS = pytest.mark.parametrize("task", [ZIPF, IMAGES], ids=["zipf", "images"])

@@ -12,8 +12,11 @@ import psutil
 import pytest
 import torch
 
-from zero8.bench import gpu, gpu_check, gpu_check_parts, gpu_check_run, step_kernel
-from zero8.bench.gpu_check_parts import (
+from zero8.bench import gpu
+from zero8.bench.gpu_check import command as gpu_check
+from zero8.bench.gpu_check import parts as gpu_check_parts
+from zero8.bench.gpu_check import run as gpu_check_run
+from zero8.bench.gpu_check.parts import (
     FAILED,
     NOT_RUN,
     PASSED,
@@ -25,9 +28,10 @@ from zero8.bench.gpu_check_parts import (
     judge_tests,
     judge_training,
 )
-from zero8.bench.step_variants import VARIANTS
-from zero8.codec import CODECS
+from zero8.bench.step import kernel as step_kernel
+from zero8.bench.step.variants import VARIANTS
 from zero8.op import cuda, kernel
+from zero8.spec.codec import CODECS
 
 MACHINE = {"gpu": "NVIDIA Made Up", "driver": "580.1", "cuda": "13.0"}
 
@@ -165,7 +169,8 @@ def test_gpu_check_that_is_terminated_stops_its_part(tmp_path):
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import test_gpu_check as t
-from zero8.bench import gpu, gpu_check
+from zero8.bench import gpu
+from zero8.bench.gpu_check import command as gpu_check
 from pathlib import Path
 gpu.absence, gpu.machine = lambda: None, lambda: t.MACHINE
 code = t.HANGING.replace("MARK", {repr(mark)!r})

@@ -9,7 +9,7 @@ from test_cuda_optimizer import HYPER, assert_same, made, set_grads, states_of
 from torch import nn
 
 import zero8
-from zero8.codec import CODECS
+from zero8.spec.codec import CODECS
 
 pytestmark = [
     pytest.mark.gpu,

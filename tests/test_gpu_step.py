@@ -19,7 +19,7 @@ from segments import (
 from test_cuda_kernel import BLOCK_SIZES, DTYPES, HYPERS, advance, places
 
 from zero8.op import cuda, cuda_compile, kernel
-from zero8.segment import Segment
+from zero8.spec.segment import Segment
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero8.grid import BlockGrid, check_block_size
+from zero8.spec.grid import BlockGrid, check_block_size
 
 # Global shape -> (rows, row length, shape of the scales) with blocks of 256.
 GRIDS = {

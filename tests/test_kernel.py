@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled step against `zero8.reference.step`, bit for bit."""
+"""The compiled step against `zero8.spec.reference.step`, bit for bit."""
 
 import math
 
@@ -8,9 +8,9 @@ import torch
 from adaptive_samples import near_joint
 from segments import CODEC_NAMES, KINDS, Place, assert_same, copied, gradient, make, scalars_at
 
-from zero8 import reference
 from zero8.op import kernel
-from zero8.segment import Rounding, Segment
+from zero8.spec import reference
+from zero8.spec.segment import Rounding, Segment
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

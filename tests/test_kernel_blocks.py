@@ -12,11 +12,11 @@ import pytest
 import torch
 from segments import CODEC_NAMES, Place, assert_same, copied, gradient, make, scalars_at, tensors
 
-from zero8 import reference
-from zero8.codec import CODECS, quantize
 from zero8.op import kernel
-from zero8.scalars import UNKNOWN_HISTORY, StepScalars, next_history
-from zero8.segment import Moment, Rounding, Segment
+from zero8.spec import reference
+from zero8.spec.codec import CODECS, quantize
+from zero8.spec.scalars import UNKNOWN_HISTORY, StepScalars, next_history
+from zero8.spec.segment import Moment, Rounding, Segment
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16

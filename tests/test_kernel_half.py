@@ -6,8 +6,8 @@ import torch
 from halves import BEYOND, FINITE, HYPERS, ROW_LENGTHS, among_finite, segments_of
 from segments import CODEC_NAMES, assert_same, copied, tensors
 
-from zero8 import reference
 from zero8.op import kernel
+from zero8.spec import reference
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 codec_names = pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")

@@ -18,8 +18,8 @@ from moment_samples import (
     values_for,
 )
 
-from zero8.codec import CODECS
-from zero8.pieces import MomentStore
+from zero8.spec.codec import CODECS
+from zero8.state.shard import MomentStore
 from zero8.zero.moment_tensor import MomentTensor
 
 # --- Looking and reading -------------------------------------------------------------------------

@@ -6,11 +6,12 @@ import torch
 from small_optimizers import assert_equal, param, run, set_grads, small_model
 from torch import nn
 
-from zero8 import Adam8bitBlockwise, dither, reference
-from zero8.codec import CODECS
-from zero8.grid import BlockGrid
-from zero8.scalars import StepScalars, next_history
-from zero8.segment import Moment, Rounding, Segment
+from zero8 import Adam8bitBlockwise
+from zero8.spec import dither, reference
+from zero8.spec.codec import CODECS
+from zero8.spec.grid import BlockGrid
+from zero8.spec.scalars import StepScalars, next_history
+from zero8.spec.segment import Moment, Rounding, Segment
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16

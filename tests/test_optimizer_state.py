@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from zero8 import Adam8bitBlockwise
-from zero8.codec import CODECS, codec_numbered, dequantize
-from zero8.grid import BlockGrid
+from zero8.spec.codec import CODECS, codec_numbered, dequantize
+from zero8.spec.grid import BlockGrid
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 GOLDEN = Path(__file__).parent / "golden" / "plain_state_v1.pt"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zero8
-from zero8 import pages
+from zero8.state import huge_pages as pages
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 NUMEL = 8 * pages.HUGE_PAGE_BYTES

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_bytes import LiveBytes
 
-from zero8 import pieces
-from zero8.codec import CODECS, codec_named, dequantize, quantize
-from zero8.pieces import MomentStore, Piece, PieceTable
+from zero8.spec.codec import CODECS, codec_named, dequantize, quantize
+from zero8.state import shard as pieces
+from zero8.state.shard import MomentStore, Piece, PieceTable
 
 # Shape, and how many elements a row has: the shortest row of 64 or more, cut at the block size.
 SHAPES_8BIT = (((3, 70), 70), ((2, 300), 300), ((4, 5, 13), 65), ((1, 64), 64), ((2, 9, 8), 72))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from zero8.grid import BlockGrid
-from zero8.policy import Policy
+from zero8.spec.grid import BlockGrid
+from zero8.state.policy import Policy
 
 DECISIONS = {
     "linear": ((33, 200), True, "33 rows x 1 blocks"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import zero8
-from zero8.states import BlockwiseStates
+from zero8.state.base import BlockwiseStates
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

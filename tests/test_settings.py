@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from zero8 import Adam8bitBlockwise, settings
-from zero8.segment import Rounding
+from zero8 import Adam8bitBlockwise
+from zero8.spec.segment import Rounding
+from zero8.state import settings
 
 
 def make(**keywords) -> Adam8bitBlockwise:

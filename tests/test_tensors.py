@@ -10,7 +10,7 @@ from torch import Tensor
 
 import zero8
 from zero8.op import kernel
-from zero8.op.tensors import CACHE_LINE, WITHOUT_MEMORY, described, object_lines, prefetch
+from zero8.op.describe import CACHE_LINE, WITHOUT_MEMORY, described, object_lines, prefetch
 
 API = "__dlpack_c_exchange_api__"
 KINDS = {

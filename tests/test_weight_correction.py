@@ -10,8 +10,8 @@ from torch import nn
 
 from zero8 import Adam8bitBlockwise
 from zero8.op import kernel
-from zero8.reference import corrected_bfloat16
-from zero8.segment import Rounding
+from zero8.spec.reference import corrected_bfloat16
+from zero8.spec.segment import Rounding
 
 SHAPE = (24, 300)
 

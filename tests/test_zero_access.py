@@ -21,8 +21,8 @@ from zero_worker import (
     take_step,
 )
 
-from zero8.codec import DEFAULT_CODEC, codec_named
-from zero8.pieces import MomentStore, PieceTable
+from zero8.spec.codec import DEFAULT_CODEC, codec_named
+from zero8.state.shard import MomentStore, PieceTable
 
 STAGES = (2, 3)
 SET = "conv"  # lies on both ranks

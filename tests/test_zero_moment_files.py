@@ -15,8 +15,8 @@ import torch
 from moment_samples import MOMENTS, NUMEL, PIECES, buffers, is_plain, moment, same
 
 import zero8  # noqa: F401  allows the pickles
-from zero8.codec import CODECS, codec_named
-from zero8.pieces import MomentStore, Piece, PieceTable
+from zero8.spec.codec import CODECS, codec_named
+from zero8.state.shard import MomentStore, Piece, PieceTable
 from zero8.zero.moment_tensor import MomentTensor, described, rebuild_moment
 
 GOLDEN = Path(__file__).parent / "golden" / "zero_moment_v1.pt"

@@ -46,7 +46,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _bench(argv: Sequence[str]) -> int:
     # Its options come from the measurements, whose imports only they should pay for.
-    from zero8.bench import fidelity, step
+    from zero8.bench.fidelity import command as fidelity
+    from zero8.bench.step import command as step
     from zero8.bench.usage import UsageError
 
     parser = argparse.ArgumentParser(prog="zero8 bench")

@@ -10,20 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero8 import dither
-from zero8.buffers import check_apart, check_buffer
-from zero8.nonfinite import Ledger
 from zero8.op import kernel
-from zero8.op.runners import Runner, is_capturing, runner_on
-from zero8.op.tensors import object_lines, prefetch
-from zero8.pages import collapse
-from zero8.params import ParamInfo, check_tensors
-from zero8.pieces import MomentStore
-from zero8.prepared import Batch, Contents, Moved, Prepared, packed, premises_of
-from zero8.replay import CapturedStep
-from zero8.scalars import StepScalars, next_history
-from zero8.segment import Segment
-from zero8.states import BlockwiseStates
+from zero8.op.describe import object_lines, prefetch
+from zero8.spec import dither
+from zero8.spec.buffers import check_apart, check_buffer
+from zero8.spec.scalars import StepScalars, next_history
+from zero8.spec.segment import Segment
+from zero8.state.base import BlockwiseStates
+from zero8.state.huge_pages import collapse
+from zero8.state.param_info import ParamInfo
+from zero8.state.shard import MomentStore
+from zero8.step.cache import Batch, Contents, Moved, Prepared, packed, premises_of
+from zero8.step.check import check_tensors
+from zero8.step.cuda_graph import CapturedStep
+from zero8.step.nonfinite import Ledger
+from zero8.step.runners import Runner, is_capturing, runner_on
 
 CAPTURE_TOO_EARLY = (
     "a step that is captured in a CUDA graph: got parameters that have taken no step like it, "
@@ -65,7 +66,7 @@ class BlockwiseAdam(BlockwiseStates):
     @torch._disable_dynamo  # as torch's own load_state_dict: addresses mean nothing to it
     @torch.no_grad()
     def step(self, closure=None):
-        """Take one optimizer step; see `zero8.reference` for the equations.
+        """Take one optimizer step; see `zero8.spec.reference` for the equations.
 
         After the first step the host does not wait for a GPU.  A step that is captured in a CUDA
         graph changes nothing yet; see `before_replay`.

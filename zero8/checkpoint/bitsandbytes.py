@@ -17,11 +17,11 @@ moments pass through float32 and are quantized by the optimizer that loads them.
 import torch
 from torch import Tensor
 
-from zero8 import dither
-from zero8.codec import CODECS, DynamicCode, codec_numbered, dequantize, quantize
-from zero8.grid import BlockGrid
-from zero8.pieces import Piece
-from zero8.saved import MOMENTS, PlainState, described
+from zero8.spec import dither
+from zero8.spec.codec import CODECS, DynamicCode, codec_numbered, dequantize, quantize
+from zero8.spec.grid import BlockGrid
+from zero8.state.plain import MOMENTS, PlainState, described
+from zero8.state.shard import Piece
 
 BLOCK_SIZE = 256
 _KEYS = {"exp_avg": ("state1", "absmax1", "qmap1"), "exp_avg_sq": ("state2", "absmax2", "qmap2")}

@@ -17,7 +17,7 @@ from zero8.op import cuda_compile, kernel
 from zero8.op.cuda_driver import Driver
 from zero8.op.dynamic_tables import dynamic_maps
 from zero8.op.launch import Launch
-from zero8.segment import Segment
+from zero8.spec.segment import Segment
 
 
 class Counts:
@@ -161,7 +161,7 @@ def step(segments: Sequence[Segment], backend: str | None = None) -> Tensor:
     The host does not wait for the GPU.
 
     Args:
-        segments: pieces of parameters, all on one GPU; at least one.  See `zero8.segment`.
+        segments: pieces of parameters, all on one GPU; at least one.  See `zero8.spec.segment`.
         backend: how the kernel is compiled on first use; see `cuda_kernel`.
 
     Returns:

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from zero8.codec import CODECS, DynamicCode
+from zero8.spec.codec import CODECS, DynamicCode
 
 # The struct of csrc/format.h, field by field; the binding compares the sizes.
 DYNAMIC_MAP = np.dtype(

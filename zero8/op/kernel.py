@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero8.buffers import check_buffer
-from zero8.grid import check_block_size
 from zero8.op import build
 from zero8.op.dynamic_tables import dynamic_maps
 from zero8.op.threads import step_threads
-from zero8.scalars import StepScalars
-from zero8.segment import Segment
+from zero8.spec.buffers import check_buffer
+from zero8.spec.grid import check_block_size
+from zero8.spec.scalars import StepScalars
+from zero8.spec.segment import Segment
 
 # The structs of csrc/format.h, field by field; the binding compares the sizes.
 STEP_SCALARS = np.dtype([(field.name, "f4") for field in dataclasses.fields(StepScalars)])
@@ -97,7 +97,7 @@ def step(
     """Take one optimizer step on every segment, in place, in one parallel region.
 
     Args:
-        segments: pieces of parameters; see `zero8.segment`.
+        segments: pieces of parameters; see `zero8.spec.segment`.
         num_threads: threads to use; `step_threads()` by default.  The result does not depend on it.
         isa: instruction set, one of `isas()`; `default_isa()` by default.
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zero8.codec import CODECS
 from zero8.op import kernel
+from zero8.spec.codec import CODECS
 
 # csrc/cuda/team.h
 PER_THREAD = 8

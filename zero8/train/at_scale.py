@@ -13,9 +13,9 @@ from torch import nn
 
 import zero8
 from zero8.bench.states import state_bytes
-from zero8.bench.step_kernel import HYPER
-from zero8.bench.step_tensors import flat_shape
-from zero8.bench.step_timing import Timed, interleaved
+from zero8.bench.step.kernel import HYPER
+from zero8.bench.step.tensors import flat_shape
+from zero8.bench.step.timing import Timed, interleaved
 from zero8.train.config import BASELINE, EIGHT_BIT
 
 NUMEL = 2**25

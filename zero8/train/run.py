@@ -15,13 +15,7 @@ from tqdm import trange
 
 import zero8  # noqa: F401 - registers the optimizer type "Adam8bitBlockwise"
 from zero8.train.config import load_config
-from zero8.train.data import (
-    Text,
-    load_text,
-    train_batch,
-    unigram_entropy,
-    validation_windows,
-)
+from zero8.train.data import Text, load_text, train_batch, unigram_entropy, validation_windows
 from zero8.train.log import log_warnings
 from zero8.train.measure import (
     StepTimer,

@@ -16,8 +16,8 @@ from types import ModuleType
 
 from torch import Tensor
 
-from zero8.pieces import MomentStore
-from zero8.saved import MOMENTS
+from zero8.state.plain import MOMENTS
+from zero8.state.shard import MomentStore
 from zero8.zero.moment_tensor import MomentTensor
 
 MOVING = ("offload_states", "reload_states")

@@ -13,9 +13,9 @@ and so are views other than contiguous ranges: writes would change a decoded cop
 import torch
 from torch import Tensor
 
-from zero8.codec import codec_numbered
-from zero8.pieces import MomentStore, Piece, PieceTable
-from zero8.saved import FORMAT_VERSION, MOMENTS
+from zero8.spec.codec import codec_numbered
+from zero8.state.plain import FORMAT_VERSION, MOMENTS
+from zero8.state.shard import MomentStore, Piece, PieceTable
 
 aten = torch.ops.aten
 

@@ -10,16 +10,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zero8.codec import Codec
 from zero8.op import kernel
-from zero8.op.runners import DEVICES
 from zero8.optimizer import BlockwiseAdam
-from zero8.params import ParamInfo
-from zero8.pieces import MomentStore, Piece, PieceTable
-from zero8.prepared import Contents
-from zero8.report import MemoryReport
-from zero8.saved import MOMENTS, check_dense, checked_history, checked_step
-from zero8.scalars import UNKNOWN_HISTORY
+from zero8.spec.codec import Codec
+from zero8.spec.scalars import UNKNOWN_HISTORY
+from zero8.state.memory_report import MemoryReport
+from zero8.state.param_info import ParamInfo
+from zero8.state.plain import MOMENTS, check_dense, checked_history, checked_step
+from zero8.state.shard import MomentStore, Piece, PieceTable
+from zero8.step.cache import Contents
+from zero8.step.runners import DEVICES
 from zero8.zero import accelerate, seams
 from zero8.zero.moment_tensor import MomentTensor
 from zero8.zero.partition import table_of
@@ -33,9 +33,9 @@ class Adam8bitBlockwise(BlockwiseAdam):
     r"""AdamW whose two moments are kept as 8-bit codes with one float32 scale per block.
 
     The step is AdamW's (Loshchilov and Hutter, arXiv:1711.05101) with the moments decoded before
-    and encoded after it, block by block (Dettmers et al., arXiv:2110.02861); `zero8.reference` has
-    the equations, `zero8.codec` the codes and their error bounds.  State: 2 + 12/block_size bytes
-    per element of an 8-bit parameter instead of 8.
+    and encoded after it, block by block (Dettmers et al., arXiv:2110.02861); `zero8.spec.reference`
+    has the equations, `zero8.spec.codec` the codes and their error bounds.  State: 2 +
+    12/block_size bytes per element of an 8-bit parameter instead of 8.
 
     In a DeepSpeed config: `"optimizer": {"type": "Adam8bitBlockwise", "params": {...}}`.
 
@@ -51,7 +51,7 @@ class Adam8bitBlockwise(BlockwiseAdam):
         bias_correction: divide the moments by 1 - beta^t.
         maximize: ascend.
         block_size: elements per scale, a power of two in 64..4096.
-        codec: "log" (default), "companded" or "dynamic"; see `zero8.codec`.
+        codec: "log" (default), "companded" or "dynamic"; see `zero8.spec.codec`.
         min_8bit_size: parameters with fewer elements keep float32 moments.
         fp32_params: glob patterns of parameter names that keep float32 moments.
         stochastic_rounding: of bfloat16 parameters: "auto" or "dither" (golden-ratio sequence),

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero8.pieces import MomentStore, PieceTable
-from zero8.saved import MOMENTS
+from zero8.state.plain import MOMENTS
+from zero8.state.shard import MomentStore, PieceTable
 from zero8.zero.moment_tensor import MomentTensor, described, store_like
 
 MAGIC = b"zero8swp"

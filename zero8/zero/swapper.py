@@ -24,8 +24,8 @@ from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import Partitio
 from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
 from torch import Tensor
 
-from zero8.pieces import MomentStore
-from zero8.saved import MOMENTS
+from zero8.state.plain import MOMENTS
+from zero8.state.shard import MomentStore
 from zero8.zero import swap_file
 from zero8.zero.swap_file import BLOCK_BYTES, Layout
 

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replay in other settings: seeds, a learning rate ten times as large, other models."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from zero8.bench.fidelity.images import ImageTask
+from zero8.bench.fidelity.pool import Job
+from zero8.bench.fidelity.replay import replay
+from zero8.bench.fidelity.schemes import deepspeed_bf16, zero8_scheme
+from zero8.bench.fidelity.states import BETA2S
+from zero8.bench.fidelity.training import Recipe
+from zero8.bench.fidelity.zipf import ZipfTask
+from zero8.spec.codec import CODECS
+
+# What differs from the main measurement.
+SETTINGS = {
+    "seed 1": {"seed": 1},
+    "seed 2": {"seed": 2},
+    "lr x 10": {"peak_lr": 1e-2},
+    "embedding": {"task": ZipfTask()},
+    "convolutions": {"task": ImageTask()},
+}
+
+
+def replay_codecs(recipe: Recipe, on_step: Callable[[], None]) -> tuple[list[dict], list[dict]]:
+    """Run the replay with all codecs and with DeepSpeed's bfloat16 states."""
+    schemes = [*(zero8_scheme(codec) for codec in CODECS), deepspeed_bf16()]
+    return replay(recipe, schemes, on_step)
+
+
+@dataclass(frozen=True)
+class Robustness:
+    """The measurement: a replay per setting and beta2."""
+
+    steps: int
+
+    def _jobs_of_settings(self) -> list[tuple[str, Job]]:
+        cases = [(name, beta2) for name in SETTINGS for beta2 in BETA2S]
+        recipes = [(name, Recipe(self.steps, beta2, **SETTINGS[name])) for name, beta2 in cases]
+        return [(name, Job(replay_codecs, (recipe,), self.steps)) for name, recipe in recipes]
+
+    def jobs(self) -> list[Job]:
+        """Return the replays."""
+        return [job for _, job in self._jobs_of_settings()]
+
+    def result(self, results: dict[Job, Any]) -> dict:
+        """Return a row per setting, beta2 and scheme, and what was skipped."""
+        found = [(name, *results[job]) for name, job in self._jobs_of_settings()]
+        return {
+            "robustness": [{"setting": name, **row} for name, rows, _ in found for row in rows],
+            "skipped": [{"setting": name, **e} for name, _, skipped in found for e in skipped],
+        }

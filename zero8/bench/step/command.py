@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what a step costs in time and memory: zero8's, those of other optimizers, a copy's.
+
+Checks the kernel's bits first.  Writes OUT (JSON), and a table (.md) and a figure (.png) beside it.
+"""
+
+import argparse
+import os
+import re
+import resource
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zero8.bench import record
+from zero8.bench.step import contenders as step_contenders
+from zero8.bench.step import cuda as step_cuda
+from zero8.bench.step import kernel as step_kernel
+from zero8.bench.step.contenders import Contender
+from zero8.bench.step.figure import plot
+from zero8.bench.step.report import busy_lines, markdown
+from zero8.bench.step.targets import checks
+from zero8.bench.step.tensors import LEAST_NUMEL, NUM_TENSORS, ROW
+from zero8.bench.step.timing import Samples, interleaved, peak_extra_bytes, spread
+from zero8.bench.step.variants import FP32
+from zero8.bench.usage import UsageError, check_multiple, check_names, chosen
+from zero8.op import kernel
+from zero8.spec.codec import CODECS, DEFAULT_CODEC
+
+NUMEL = 2**25
+ROUNDS = 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured; `isa` None means the fastest, and all of them in the cache."""
+
+    numel: int
+    threads: int
+    codecs: tuple[str, ...]
+    isa: str | None
+    against: tuple[str, ...]
+
+    def __post_init__(self):
+        """Raise UsageError for what cannot be measured."""
+        check_multiple("--numel", self.numel, ROW, LEAST_NUMEL)
+        if self.threads < 1:
+            raise UsageError(f"--threads: got {self.threads}, expected at least 1")
+        check_names("--codec", self.codecs, CODECS)
+        check_names("--isa", () if self.isa is None else (self.isa,), kernel.isas())
+        check_names("--against", self.against, step_contenders.PEERS)
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> "Plan":
+        """Return what options ask for; raises as the constructor does."""
+        return cls(
+            numel=NUMEL if arguments.numel is None else arguments.numel,
+            threads=torch.get_num_threads() if arguments.threads is None else arguments.threads,
+            codecs=tuple(CODECS) if arguments.codec is None else (arguments.codec,),
+            isa=arguments.isa,
+            against=chosen(arguments.against, step_contenders.PEERS),
+        )
+
+    @property
+    def list_codec(self) -> str:
+        """The codec of the list of tensors."""
+        return DEFAULT_CODEC if DEFAULT_CODEC in self.codecs else self.codecs[0]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the measurement to a parser."""
+    parser.add_argument("--json", type=Path, required=True, metavar="OUT", help="result file")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
+    sizes = f"{step_cuda.SIZES[0]} to {step_cuda.SIZES[-1]} on a GPU"
+    parser.add_argument("--numel", type=int, help=f"parameters, default {NUMEL}; {sizes}")
+    parser.add_argument("--threads", type=int, help="of all, on the CPU")
+    parser.add_argument("--codec", help="one of zero8's codecs instead of all")
+    parser.add_argument("--isa", help="instruction set of zero8, on the CPU, not the fastest")
+    names, on_gpu = ",".join(step_contenders.PEERS), ",".join(step_cuda.PEERS)
+    parser.add_argument("--against", metavar="NAME,...", help=f"default {names}; {on_gpu} on a GPU")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, write the three files, print the targets; return the exit status."""
+    if arguments.device == "cuda":
+        return step_cuda.run(arguments)
+    plan = Plan.of(arguments)
+    began = time.perf_counter()
+    result = measure(plan)
+    result |= {"seconds": time.perf_counter() - began, "command": _command(plan, arguments.json)}
+    files = record.write(result, arguments.json, markdown, plot)
+    record.print_checks(result["checks"])
+    record.print_skipped(result["skipped"])
+    for line in busy_lines(result):
+        print(line)
+    print("wrote", *files)
+    return 0
+
+
+def _command(plan: Plan, out: Path) -> str:
+    words = ["zero8", "bench", "step", "--json", out, "--numel", plan.numel]
+    words += ["--threads", plan.threads, "--against", ",".join(plan.against)]
+    words += ["--codec", *plan.codecs] if len(plan.codecs) == 1 else []
+    words += ["--isa", plan.isa] if plan.isa else []
+    return shlex.join(map(str, words))
+
+
+def measure(plan: Plan) -> dict:
+    """Return the result of a plan, all but the time it took and the command.
+
+    Raises:
+        RuntimeError: if the kernel's bits are not the reference's.
+    """
+    with _threads(plan.threads), _isa(plan.isa):
+        isas = [plan.isa] if plan.isa else list(kernel.isas())
+        step_kernel.check(plan.codecs, isas, plan.threads)
+        machine = _machine()  # before it is us who keep it busy
+        in_cache = step_kernel.time_in_cache(plan.codecs, isas)
+        timed, huge_bytes = _time_out_of_cache(plan)
+        result = {
+            "default": DEFAULT_CODEC,
+            "numel": plan.numel,
+            "threads": plan.threads,
+            "repeats": ROUNDS,
+            **timed,
+            "in_cache": in_cache,
+            "versions": record.versions(),
+            "commit": record.commit(),
+            "cpu": record.cpu(),
+            "machine": machine | {"anonymous_huge_bytes": huge_bytes},
+        }
+    return {**result, "checks": checks(result)}
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _isa(name: str | None) -> Iterator[None]:
+    before = os.environ.get("ZERO8_ISA", "")
+    os.environ["ZERO8_ISA"] = name or before
+    try:
+        yield
+    finally:
+        os.environ["ZERO8_ISA"] = before
+
+
+def _time_out_of_cache(plan: Plan) -> tuple[dict, int | None]:
+    """Return the rows, the list and what was skipped, and the bytes that lay in huge pages."""
+    params = step_contenders.flat_params(plan.numel)
+    ours = step_contenders.zero8_contenders(plan.codecs, params)
+    peers, skipped = step_contenders.peer_contenders(plan.against, params)
+    ceilings = step_contenders.copies([*ours, *peers])
+    contenders = [*ours, *peers, *ceilings.values()]
+    list_step = step_contenders.list_step(plan.list_codec, plan.numel)
+    *samples, list_samples = interleaved([*(c.timed for c in contenders), list_step], ROUNDS)
+    rows = [_row(*pair, plan.threads) for pair in zip(contenders, samples, strict=True)]
+    _compare(rows, [rows[contenders.index(ceilings[c.streams])] for c in contenders])
+    flat = next(row for row in rows if _key(row) == ("zero8", FP32.name, plan.list_codec))
+    tensor_list = {"codec": plan.list_codec, "tensors": NUM_TENSORS, "numel": plan.numel}
+    tensor_list |= spread(list_samples.times, plan.numel)
+    tensor_list["ratio"] = tensor_list["ns_per_param"] / flat["ns_per_param"]
+    result = {"rows": rows, "tensor_list": tensor_list, "skipped": skipped}
+    return result, _anonymous_huge_bytes()
+
+
+def _key(row: dict) -> tuple[str, str, str | None]:
+    return row["name"], row["variant"], row["codec"]
+
+
+def _row(contender: Contender, samples: Samples, threads: int) -> dict:
+    numel = contender.param.numel()
+    times = spread(samples.times, numel)
+    return {
+        "name": contender.name,
+        "variant": contender.variant,
+        "codec": contender.codec,
+        "isa": kernel.default_isa() if contender.codec else None,
+        "threads": threads,
+        "numel": numel,
+        "repeats": len(samples.times),
+        "waited_share": samples.waited_ns / (threads * sum(samples.times)),
+        "bytes_per_param": contender.bytes_per_param,
+        **times,
+        "gb_per_s": contender.bytes_per_param / times["ns_per_param"],
+        "extra_bytes": peak_extra_bytes(contender.step),
+    }
+
+
+def _compare(rows: list[dict], ceilings: list[dict]) -> None:
+    """Add to each row how it compares with its ceiling and with DeepSpeed's fp32 step."""
+    by_key = {_key(row): row["ns_per_param"] for row in rows}
+    deepspeed = by_key.get(("deepspeed", FP32.name, None))
+    for row, ceiling in zip(rows, ceilings, strict=True):
+        ns = row["ns_per_param"]
+        row["ceiling"] = ceiling["variant"]
+        row["fraction_of_stream"] = ceiling["ns_per_param"] / ns
+        row["ratio_vs_deepspeed_fp32"] = deepspeed / ns if deepspeed else None
+
+
+def _machine() -> dict:
+    """Return what the times depend on besides the processor."""
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return {
+        "cores": os.cpu_count(),
+        "last_level_cache_bytes": _last_level_cache_bytes(),
+        "page_bytes": resource.getpagesize(),
+        "transparent_huge_pages": huge.read_text().strip() if huge.is_file() else None,
+        "load_average": os.getloadavg()[0],
+        "openmp": {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "GOMP_", "KMP_"))},
+    }
+
+
+def _last_level_cache_bytes() -> int | None:
+    levels = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+    size = levels[-1].read_text().strip() if levels else ""
+    return 1024 * int(size[:-1]) if size.endswith("K") else None
+
+
+def _anonymous_huge_bytes() -> int | None:
+    """Return how much of this process's memory lies in huge pages."""
+    rollup = Path("/proc/self/smaps_rollup")
+    if not rollup.is_file():
+        return None
+    return 1024 * int(re.search(r"AnonHugePages:\s*(\d+) kB", rollup.read_text())[1])

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer step in plain PyTorch: slow, literal, and the oracle for every kernel.
+
+One step of AdamW (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2) on 8-bit moments.  With
+g the gradient, m and v the moments, and every operation rounded once as `arithmetic.py` says:
+
+    g  = sign * g                                          maximize                          (R1)
+    g  = fma(l2, p, g)                                     only where weight decay is L2
+    m' = fma(1-beta1, g, M)      M = beta1*m  decoded with beta1 folded into the scale       (R2)
+    h  = sqrt(1-beta2) * g
+    v' = fma(h, h, V)            V = beta2*v  decoded with beta2, or sqrt(beta2), folded in  (R3)
+    d  = fma(sqrt(v'), 1/sqrt(1-beta2^t), eps)                                               (R4)
+    r  = m'/d, clipped to +-max_ratio                      equation (S1) of scalars.py          (R5)
+    p  = fma(-lr/(1-beta1^t), r, (1 - lr*weight_decay) * p)                                  (R6)
+    p  rounded to bfloat16 where the parameter is          equation (D1) of dither.py           (R7)
+    m, v = quantize(m'), quantize(v')                      (C1)-(C6) of codec.py                (R8)
+
+A block in which any g (after (R1)) is NaN, infinite, or at least 2^63 in magnitude, so that its
+square could overflow, is left exactly as it was, parameter and moments, and counted.
+"""
+
+import torch
+from torch import Tensor
+
+from zero8.spec import arithmetic as ieee
+from zero8.spec import dither
+from zero8.spec.codec import dequantize, quantize
+from zero8.spec.segment import Moment, Rounding, Segment
+
+GRADIENT_LIMIT = 2.0**63
+"""Gradients of at least this magnitude count as not finite."""
+
+_BF16_INFINITY = 0x7F80
+
+
+def step(segment: Segment) -> int:
+    """Take one step on a segment, in place; return the number of blocks left out as non-finite."""
+    s = segment.scalars
+    block, num_blocks = segment.grid.block_numbers(segment.first, segment.param.numel())
+    p = ieee.flush(_wide_param(segment))
+    g = ieee.mul(s.grad_sign, segment.grad.float())
+    if s.l2 != 0.0:
+        g = ieee.fma(s.l2, p, g)
+    m = ieee.fma(s.one_minus_beta1, g, _decayed_exp_avg(segment, block))
+    h = ieee.mul(s.sqrt_one_minus_beta2, g)
+    v = ieee.fma(h, h, _decayed_exp_avg_sq(segment, block))
+
+    bad_blocks = torch.zeros(num_blocks, dtype=torch.bool)
+    bad_blocks[block[~(g.abs() < GRADIENT_LIMIT)]] = True
+    good = ~bad_blocks[block]
+
+    denominator = ieee.fma(ieee.sqrt(v), s.inverse_sqrt_correction2, s.eps)
+    ratio = ieee.div(m, denominator).clamp(-s.max_ratio, s.max_ratio)
+    p = ieee.fma(-s.step_size, ratio, ieee.mul(s.decay, p))
+    _store_param(segment, p, good)
+
+    _store(segment.exp_avg, segment, m, good, block, bad_blocks, dithered=False)
+    _store(segment.exp_avg_sq, segment, v, good, block, bad_blocks, dithered=True)
+    return int(bad_blocks.sum())
+
+
+def _decayed_exp_avg(segment: Segment, block: Tensor) -> Tensor:
+    beta1, moment = segment.scalars.beta1, segment.exp_avg
+    if segment.codec is None:
+        return ieee.mul(moment.values, beta1)
+    return dequantize(segment.codec.exp_avg, moment.values, moment.scales, block, beta1)
+
+
+def _decayed_exp_avg_sq(segment: Segment, block: Tensor) -> Tensor:
+    s, moment = segment.scalars, segment.exp_avg_sq
+    if segment.codec is None:
+        return ieee.mul(moment.values, s.beta2)
+    code = segment.codec.exp_avg_sq
+    gain = s.sqrt_beta2 if code.square_root else s.beta2
+    return dequantize(code, moment.values, moment.scales, block, gain)
+
+
+def _store(
+    moment: Moment,
+    segment: Segment,
+    x: Tensor,
+    good: Tensor,
+    block: Tensor,
+    bad_blocks: Tensor,
+    dithered: bool,
+) -> None:
+    if segment.codec is None:
+        moment.values[good] = x[good]
+        return
+    code = segment.codec.exp_avg_sq if dithered else segment.codec.exp_avg
+    thresholds = None
+    if dithered:
+        thresholds = dither.dithered(segment.moment_phase, segment.first, x.numel())
+    kept = torch.where(good, x, 0.0)
+    settling = None if dithered else segment.scalars.settling
+    codes, scales = quantize(code, kept, block, bad_blocks.numel(), thresholds, settling)
+    moment.values[good] = codes[good]
+    moment.scales[~bad_blocks] = scales[~bad_blocks]
+
+
+def _wide_param(segment: Segment) -> Tensor:
+    if segment.correction is None:
+        return segment.param.float()
+    bits = segment.param.view(torch.int16).to(torch.int32) << 16
+    return (bits + (segment.correction.to(torch.int32) << 8)).view(torch.float32)
+
+
+def _store_param(segment: Segment, p: Tensor, good: Tensor) -> None:
+    if segment.correction is None:
+        segment.param[good] = _rounded(p, segment)[good]
+        return
+    param, correction = corrected_bfloat16(p)
+    segment.param[good], segment.correction[good] = param[good], correction[good]
+
+
+def _rounded(p: Tensor, segment: Segment) -> Tensor:
+    if segment.param.dtype == torch.float32:
+        return p
+    if segment.rounding == Rounding.NEAREST:
+        nearest = p.to(torch.bfloat16)
+        nearest[p.isnan()] = torch.nan  # torch's vector code writes another pattern
+        return nearest
+    numbers = dither.hashed if segment.rounding == Rounding.HASH else dither.dithered
+    threshold = numbers(segment.param_phase, segment.first, p.numel()) >> 16
+    return stochastic_bfloat16(p, threshold)
+
+
+def stochastic_bfloat16(x: Tensor, threshold: Tensor) -> Tensor:
+    """Round to bfloat16, up in magnitude where the dropped 16 bits + threshold carry.
+
+    Over thresholds uniform in 0..65535 the mean is x exactly; a value that bfloat16 holds never
+    moves, and a finite value never becomes infinite (it is truncated instead).
+
+    Args:
+        x: (numel,) float32.
+        threshold: (numel,) int64 in 0..65535.
+    """
+    bits = x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    rounded = ((bits + threshold) >> 16) & 0xFFFF
+    overflow = (rounded & _BF16_INFINITY) == _BF16_INFINITY
+    high = torch.where(overflow, bits >> 16, rounded)
+    high = torch.where(x.isnan(), _BF16_INFINITY | 0x40, high)
+    return high.to(torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def corrected_bfloat16(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round to 24 bits, half up in magnitude, as the nearest bfloat16 and a signed remainder.
+
+    x = float_from_bits((param << 16) + (correction << 8)), within 2^-17 of its magnitude.  Where
+    the nearest bfloat16 of a finite x is infinite, both parts are the largest finite ones.
+
+    Args:
+        x: (numel,) float32.
+
+    Returns:
+        param: (numel,) bfloat16.  correction: (numel,) int8.
+    """
+    bits = x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    wide = (bits + 128) >> 8
+    nearest, remainder = (wide + 128) >> 8, wide & 0xFF
+    beyond = (nearest & _BF16_INFINITY) == _BF16_INFINITY
+    high = torch.where(beyond, bits >> 16, nearest)
+    low = torch.where(beyond, remainder.clamp(max=127), remainder)
+    high = torch.where(x.isnan(), _BF16_INFINITY | 0x40, high)
+    low = torch.where(x.isnan(), 0, low)
+    # Narrowing keeps the low bits, which are the two's complement of what they stand for.
+    param = high.to(torch.int32).to(torch.int16).view(torch.bfloat16)
+    return param, low.to(torch.int32).to(torch.int8)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A segment: one piece of one parameter, as the kernels and the reference see it."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torch import Tensor
+
+from zero8.spec.codec import Codec
+from zero8.spec.grid import BlockGrid
+from zero8.spec.scalars import StepScalars
+
+
+class Rounding(IntEnum):
+    """How a bfloat16 parameter is rounded after the step; the numbers are the kernels'."""
+
+    NEAREST = 0
+    DITHER = 1
+    HASH = 2
+
+
+@dataclass
+class Moment:
+    """One moment of one segment: 8-bit codes and block scales, or plain float32 values.
+
+    Attributes:
+        values: (numel,) uint8 codes or float32 values, contiguous.
+        scales: (blocks touched, *code.scale_shape) float32, contiguous; None for float32 values.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+
+
+@dataclass
+class Segment:
+    """Elements `first .. first + numel - 1` of a parameter, with their gradient and moments.
+
+    Attributes:
+        param: (numel,) float32 or bfloat16, contiguous, updated in place.
+        grad: (numel,) float32 or bfloat16, or float16 if the parameter is float32, contiguous.
+        exp_avg: first moment.
+        exp_avg_sq: second moment.
+        codec: how the moments are coded; None keeps them in float32.
+        grid: the parameter's block grid; for float32 moments, one row cut into blocks, which then
+            only bound what a non-finite gradient stops.
+        first: index in the parameter of the segment's first element.
+        scalars: this step's scalars.
+        moment_phase: dither phase of the second moment (`zero8.spec.dither`).
+        param_phase: phase of the parameter's rounding.
+        rounding: how a bfloat16 parameter is rounded; float32 parameters ignore it.
+        correction: (numel,) int8, contiguous, updated in place: the 8 bits below those of a
+            bfloat16 parameter, or None.  With it the parameter is rounded to 24 bits, to nearest.
+    """
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Moment
+    exp_avg_sq: Moment
+    codec: Codec | None
+    grid: BlockGrid
+    first: int
+    scalars: StepScalars
+    moment_phase: int
+    param_phase: int
+    rounding: Rounding
+    correction: Tensor | None = None

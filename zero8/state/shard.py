@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The segment table of a shard, and the storage of one moment over it.
+
+A shard is a flat run of elements that one rank holds; a piece is the part of it that belongs to
+one parameter.  Elements outside every piece are padding and have no moments.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from zero8.spec.buffers import check_buffer
+from zero8.spec.codec import Codec, MomentCode, dequantize, quantize
+from zero8.spec.grid import MAX_NUMEL, BlockGrid, check_block_size
+from zero8.spec.segment import Moment
+from zero8.state.huge_pages import advise_huge
+
+CHUNK_NUMEL = 1 << 22
+"""About how many elements are encoded or decoded at once: up to 110 bytes each for a while."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements of one parameter inside a shard.
+
+    Attributes:
+        start: index in the shard of the first element.
+        numel: number of elements.
+        first: index in the parameter of the first element.
+        shape: the parameter's global shape.
+        identity: the parameter's 64-bit identity (`zero8.spec.dither.identity_of`).
+        block_size: elements per block, 0 where the moments stay float32.
+        name: the parameter's name, or its index in constructor order; for people.
+
+    Raises:
+        ValueError: if it is not a run of elements of such a parameter.
+    """
+
+    start: int
+    numel: int
+    first: int
+    shape: tuple[int, ...]
+    identity: int
+    block_size: int
+    name: str
+
+    def __post_init__(self):
+        """Check it: descriptions of pieces come from files."""
+        _check_int(f"{self.name}: identity", self.identity, -(2**63), 2**63 - 1)
+        if not isinstance(self.shape, tuple):
+            raise ValueError(f"{self.name}: got shape {self.shape!r}, expected a tuple")
+        for size in self.shape:
+            _check_int(f"{self.name}: a size of shape", size, 0, MAX_NUMEL)
+        whole = math.prod(self.shape)
+        _check_int(f"{self.name}: number of elements", whole, 0, MAX_NUMEL)
+        _check_int(f"{self.name}: start", self.start, 0, MAX_NUMEL)
+        _check_int(f"{self.name}: first", self.first, 0, whole)
+        _check_int(f"{self.name}: numel", self.numel, 0, whole - self.first)
+        if self.block_size == 0 and type(self.block_size) is int:
+            return
+        check_block_size(self.block_size)
+        if self.grid is None:
+            raise ValueError(
+                f"{self.name}: got 8-bit moments of shape {self.shape}, expected longer rows"
+            )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the moments are 8-bit."""
+        return self.block_size > 0
+
+    @cached_property
+    def grid(self) -> BlockGrid:
+        """The parameter's block grid; for float32 moments one row in blocks of 256."""
+        if self.is_quantized:
+            return BlockGrid.of(self.shape, self.block_size)
+        return BlockGrid(1, max(1, math.prod(self.shape)), 256)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that the piece touches."""
+        return self.grid.num_blocks_touched(self.first, self.numel)
+
+
+@dataclass(frozen=True)
+class PieceTable:
+    """The pieces of a shard, in order of `start`, and how long the shard is in elements.
+
+    Raises:
+        ValueError: if pieces overlap, or one reaches beyond the shard.
+    """
+
+    pieces: tuple[Piece, ...]
+    numel: int
+
+    def __post_init__(self):
+        """Check that every piece has a place of its own."""
+        _check_int("number of elements of a shard", self.numel, 0, MAX_NUMEL)
+        end = 0
+        for piece in self.pieces:
+            _check_int(f"{piece.name}: start", piece.start, end, self.numel - piece.numel)
+            end = piece.start + piece.numel
+
+    @property
+    def places(self) -> list[tuple]:
+        """What the buffers and blocks depend on: all of the pieces but names and identities."""
+        return [(q.start, q.numel, q.first, q.shape, q.block_size) for q in self.pieces]
+
+    @cached_property
+    def value_offsets(self) -> tuple[int, ...]:
+        """Where each piece starts in the code buffer (8-bit) or in the float32 buffer."""
+        counts = {True: 0, False: 0}
+        offsets = []
+        for piece in self.pieces:
+            offsets.append(counts[piece.is_quantized])
+            counts[piece.is_quantized] += piece.numel
+        return tuple(offsets)
+
+    @cached_property
+    def scale_offsets(self) -> tuple[int, ...]:
+        """Where the scales of each piece start; float32 pieces have none."""
+        counts = [piece.num_blocks if piece.is_quantized else 0 for piece in self.pieces]
+        return tuple(itertools.accumulate(counts, initial=0))[:-1]
+
+    def size(self, *, quantized: bool) -> int:
+        """Return the number of elements in 8-bit (or in float32) pieces."""
+        return sum(p.numel for p in self.pieces if p.is_quantized == quantized)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the 8-bit pieces."""
+        return sum(p.num_blocks for p in self.pieces if p.is_quantized)
+
+    def overlapping(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (piece number, begin, end) in the shard for pieces that touch the given range."""
+        for number, piece in enumerate(self.pieces):
+            begin, end = max(start, piece.start), min(start + numel, piece.start + piece.numel)
+            if begin < end:
+                yield number, begin, end
+
+
+@dataclass
+class MomentStore:
+    """One moment of a shard: 8-bit codes and scales, and float32 values where policy says so.
+
+    Attributes:
+        codec: the codec's pair of codes.
+        which: `exp_avg` or `exp_avg_sq`.
+        table: the shard's pieces.
+        codes: (elements in 8-bit pieces,) uint8.
+        scales: (blocks touched, *code.scale_shape) float32.
+        dense: (elements in float32 pieces,) float32.
+        written: whether something other than a step has changed the moment since the last step.
+    """
+
+    codec: Codec
+    which: str
+    table: PieceTable
+    codes: Tensor
+    scales: Tensor
+    dense: Tensor
+    written: bool = False
+
+    @classmethod
+    def zeros(
+        cls, codec: Codec, which: str, table: PieceTable, device: torch.device | str = "cpu"
+    ) -> "MomentStore":
+        """Return a store that decodes to zeros."""
+        code = getattr(codec, which)
+        return cls(
+            codec,
+            which,
+            table,
+            _filled(code.zero_code, table.size(quantized=True), dtype=torch.uint8, device=device),
+            _filled(0.0, table.num_blocks, *code.scale_shape, device=device),
+            _filled(0.0, table.size(quantized=False), device=device),
+        )
+
+    def check(self) -> None:
+        """Raise ValueError unless the buffers are what the segment table says.
+
+        Whoever steps over a moment that came from outside calls this first: the kernels take
+        addresses and sizes for granted.
+        """
+        like = (
+            (torch.uint8, (self.table.size(quantized=True),)),
+            (torch.float32, (self.table.num_blocks, *self.code.scale_shape)),
+            (torch.float32, (self.table.size(quantized=False),)),
+        )
+        for (name, buffer), (dtype, shape) in zip(self.named_buffers.items(), like, strict=True):
+            check_buffer(name, buffer, math.prod(shape), [dtype])
+            if tuple(buffer.shape) != shape:
+                raise ValueError(f"{name}: got shape {tuple(buffer.shape)}, expected {shape}")
+        if len({buffer.device for buffer in self.buffers}) > 1:
+            raise ValueError(
+                f"{self.which}: got buffers on {[str(b.device) for b in self.buffers]}, expected "
+                "one device"
+            )
+
+    @property
+    def code(self) -> MomentCode:
+        """The code of this moment."""
+        return getattr(self.codec, self.which)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and float32 values."""
+        return sum(t.nbytes for t in self.buffers)
+
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scales and float32 values."""
+        return self.codes, self.scales, self.dense
+
+    @property
+    def named_buffers(self) -> dict[str, Tensor]:
+        """The same by what messages call them."""
+        names = ("codes", "scales", "float32 values")
+        return {f"{self.which} {n}": t for n, t in zip(names, self.buffers, strict=True)}
+
+    def to(
+        self, device: torch.device | str, non_blocking: bool = False, *, copy: bool = False
+    ) -> "MomentStore":
+        """Return the store on another device; itself if it is there already, unless `copy` is."""
+        # Whether it is there torch knows: "cuda" is one of "cuda:0", "cuda:1", ...
+        moved = [t.to(device, non_blocking=non_blocking, copy=copy) for t in self.buffers]
+        if moved[0] is self.codes:
+            return self
+        return MomentStore(self.codec, self.which, self.table, *moved, self.written)
+
+    def pinned(self) -> "MomentStore":
+        """Return a copy in page-locked host memory."""
+        copies = (t.pin_memory() for t in self.buffers)
+        return MomentStore(self.codec, self.which, self.table, *copies, self.written)
+
+    def clone(self) -> "MomentStore":
+        """Return a store with copies of the buffers."""
+        copies = (t.clone() for t in self.buffers)
+        return MomentStore(self.codec, self.which, self.table, *copies, self.written)
+
+    def moment(self, number: int) -> Moment:
+        """Return the live codes and scales, or values, of one piece."""
+        piece = self.table.pieces[number]
+        offset = self.table.value_offsets[number]
+        if not piece.is_quantized:
+            return Moment(self.dense.narrow(0, offset, piece.numel))
+        scale_offset = self.table.scale_offsets[number]
+        return Moment(
+            self.codes.narrow(0, offset, piece.numel),
+            self.scales.narrow(0, scale_offset, piece.num_blocks),
+        )
+
+    def read(self, start: int, numel: int) -> Tensor:
+        """Return elements of the shard as float32, zeros in padding; shape (numel,)."""
+        out = torch.zeros(numel, dtype=torch.float32, device=self.codes.device)
+        for number, begin, end in self._chunks(start, numel):
+            offset = self.table.pieces[number].start
+            out[offset + begin - start : offset + end - start] = self._decoded(number, begin, end)
+        return out
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Write float32 values over elements of the shard; padding ignores what is written.
+
+        A block that is written in part is decoded, changed and encoded again as a whole: its other
+        elements move by at most half a code, and not at all if its scale stays.
+        """
+        self.written = True
+        for number, begin, end in self._chunks(start, values.numel()):
+            offset = self.table.pieces[number].start
+            new = values[offset + begin - start : offset + end - start]
+            self._encode(number, begin, new.to(self.codes.device, torch.float32))
+
+    def _chunks(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (piece number, begin, end) in the piece for the parts of a range of the shard.
+
+        A part ends where a block does, so that each block is encoded once, or where the range does.
+        """
+        for number, *place in self.table.overlapping(start, numel):
+            begin, last = (at - self.table.pieces[number].start for at in place)
+            while begin < last:
+                _, block_end, _, _ = self._blocks(number, begin, min(begin + CHUNK_NUMEL, last))
+                end = min(block_end, last)
+                yield number, begin, end
+                begin = end
+
+    def _blocks(self, number: int, begin: int, end: int) -> tuple[int, int, int, int]:
+        """Return (begin, end) widened to whole blocks, and those blocks' (first, count)."""
+        piece = self.table.pieces[number]
+        grid = piece.grid
+        base = grid.block_of(piece.first) if piece.numel else 0
+        lowest = grid.block_of(piece.first + begin)
+        highest = grid.block_of(piece.first + end - 1)
+
+        def start_of(block: int) -> int:
+            row, in_row = divmod(block, grid.blocks_per_row)
+            return row * grid.row_length + in_row * grid.block_size
+
+        wide_begin = max(start_of(lowest) - piece.first, 0)
+        wide_end = min(start_of(highest + 1) - piece.first, piece.numel)
+        return wide_begin, wide_end, lowest - base, highest - lowest + 1
+
+    def _decoded(self, number: int, begin: int, end: int) -> Tensor:
+        moment = self.moment(number)
+        if moment.scales is None:
+            return moment.values[begin:end]
+        piece = self.table.pieces[number]
+        wide_begin, wide_end, first_block, count = self._blocks(number, begin, end)
+        block, _ = piece.grid.block_numbers(
+            piece.first + wide_begin, wide_end - wide_begin, self.codes.device
+        )
+        scales = moment.scales.narrow(0, first_block, count)
+        x = dequantize(self.code, moment.values[wide_begin:wide_end], scales, block)
+        return x[begin - wide_begin : end - wide_begin]
+
+    def _encode(self, number: int, begin: int, new: Tensor) -> None:
+        moment = self.moment(number)
+        end = begin + new.numel()
+        if moment.scales is None:
+            moment.values[begin:end] = new
+            return
+        piece = self.table.pieces[number]
+        wide_begin, wide_end, first_block, count = self._blocks(number, begin, end)
+        x = self._decoded(number, wide_begin, wide_end)
+        x[begin - wide_begin : end - wide_begin] = new
+        block, _ = piece.grid.block_numbers(piece.first + wide_begin, x.numel(), x.device)
+        codes, scales = quantize(self.code, x, block, count)
+        moment.values[wide_begin:wide_end] = codes
+        moment.scales.narrow(0, first_block, count).copy_(scales)
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name}: got {value!r}, expected an integer from {low} to {high}")
+
+
+def _filled(value: float, *shape: int, device, dtype: torch.dtype = torch.float32) -> Tensor:
+    # torch fills with the threads, and in the contiguous shares, that a step uses: pages come to
+    # lie with the processor that will work on them.
+    return advise_huge(torch.empty(shape, dtype=dtype, device=device)).fill_(value)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one step leaves for the next: the kernel's records of parameters, as long as they fit.
+
+Making them takes about 100 microseconds a parameter, which lists of small tensors would feel; so
+would checks that look at one parameter after the other.  No tensor is kept, only where tensors
+were: whoever moves or frees parameters or states is not held up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero8.op import kernel
+from zero8.op.describe import described
+from zero8.spec import dither
+from zero8.spec.scalars import StepScalars
+from zero8.spec.segment import Segment
+from zero8.step.runners import Run
+
+Contents = tuple[object, list[Tensor | float]]
+"""What says how to read some states (equal where read alike), and all their entries."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Parameters that one call of the kernel steps over: their groups, themselves, and so on."""
+
+    groups: list[dict]
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict]
+
+    @cached_property
+    def tensors(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where parameters and gradients are, and of what kind: `described`."""
+        return described(self.params), described(self.grads)
+
+    @property
+    def devices(self) -> np.ndarray:
+        """Of each parameter a number, equal for equal devices."""
+        return self.tensors[0]["kind"] >> 32
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are, if all are in one place."""
+        return self.params[0].device
+
+    def at(self, places: Sequence[int]) -> "Batch":
+        """Return a batch of some of the parameters."""
+        columns = self.groups, self.params, self.grads, self.states
+        return Batch(*([column[place] for place in places] for column in columns))
+
+    def singles(self) -> list["Batch"]:
+        """Return a batch for each of the parameters."""
+        return [self.at([place]) for place in range(len(self.params))]
+
+    def contiguous(self) -> "Batch":
+        """Return this batch, with copies of the tensors whose elements lie in another order."""
+        if all(tensors["contiguous"].all() for tensors in self.tensors):
+            return self
+        copies = [[t.contiguous() for t in tensors] for tensors in (self.params, self.grads)]
+        return Batch(self.groups, *copies, self.states)
+
+    def copy_to(self, batch: "Batch") -> None:
+        """Write parameters that are copies of another batch's back to it."""
+        for p, ours in zip(batch.params, self.params, strict=True):
+            if p is not ours:
+                p.copy_(ours)
+
+
+def premises_of(batch: Batch, contents: Contents) -> tuple | None:
+    """Return all that the records of parameters depend on, equal for equal records.
+
+    None where no record can be: what says how to read a state is damaged, a state is not
+    contiguous, or a parameter or a gradient has no memory.
+    """
+    descriptions, entries = contents
+    states = described(entries)
+    if descriptions is None or not states["contiguous"].all():
+        return None
+    if any(((seen["data"] == 0) & (seen["numel"] > 0)).any() for seen in batch.tensors):
+        return None
+    kinds = [seen[name].tobytes() for seen in batch.tensors for name in ("numel", "kind")]
+    return descriptions, states.tobytes(), *kinds
+
+
+@dataclass(eq=False)
+class Prepared:
+    """The records of one or more parameters.
+
+    Attributes:
+        premises: what `premises_of` gave when they were made; they fit where it gives the same,
+            and nowhere if it is None.
+        records: (pieces,) `kernel.SEGMENT`, in the order of the parameters.  In place of the
+            addresses of parameter and gradient they have offsets in bytes, in place of the phases
+            of the two dithers their keys.
+        owner: (pieces,) which of the parameters each belongs to.
+        labels: what the parameter of each piece is called.
+        lines: cache lines of parameters, gradients and states: `object_lines`.
+        last: the last step that was taken with these records, None if none was.
+    """
+
+    premises: tuple | None
+    records: np.ndarray
+    owner: np.ndarray
+    labels: tuple[str, ...]
+    lines: np.ndarray
+    last: Run | None = None
+
+    @classmethod
+    def of(
+        cls,
+        premises: tuple | None,
+        lines: np.ndarray,
+        labels: tuple[str, ...],
+        flat: tuple[Tensor, Tensor],
+        segments: Sequence[Segment],
+    ) -> "Prepared":
+        """Return the records of one parameter.
+
+        Args:
+            premises: its own.
+            lines: its own.
+            labels: of its pieces.
+            flat: the parameter and its gradient, or copies, in one dimension.
+            segments: which lie in these two and in the live state; keys stand for their phases.
+        """
+        records, _ = kernel.packed(segments, flat[0].device)
+        for name, tensor in zip(("param", "grad"), flat, strict=True):
+            records[name] -= np.uint64(tensor.data_ptr())
+        return cls(premises, records, np.zeros(len(records), np.intp), labels, lines)
+
+    @classmethod
+    def joined(cls, premises: tuple | None, parts: Sequence["Prepared"]) -> "Prepared":
+        """Return the records of parameters that are prepared one by one.
+
+        Args:
+            premises: of all of them.
+            parts: one each, in order.
+        """
+        records = np.concatenate([part.records for part in parts])
+        owner = np.repeat(np.arange(len(parts)), [len(part.records) for part in parts])
+        labels = tuple(chain.from_iterable(part.labels for part in parts))
+        lines = np.concatenate([part.lines for part in parts])
+        return cls(premises, records, owner, labels, lines)
+
+
+class Moved(NamedTuple):
+    """Where a step takes the moments of parameters that come from the same place.
+
+    Attributes:
+        step: the number of the step, from 1.
+        history: bound on m^2/v after it.
+        scalars: of the step.
+    """
+
+    step: int
+    history: float
+    scalars: StepScalars
+
+
+def packed(
+    prepared: Prepared, batch: Batch, moved: Sequence[Moved], which: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the kernel's structs of a step: as `kernel.packed`, in little time.
+
+    Args:
+        prepared: the parameters' records.
+        batch: the parameters and their gradients, all contiguous.
+        moved: where the step takes their moments, without repetitions.
+        which: of these, one number for each parameter.
+    """
+    records, owner = prepared.records.copy(), prepared.owner
+    for name, tensors in zip(("param", "grad"), batch.tensors, strict=True):
+        assert tensors["contiguous"].all()
+        records[name] += tensors["data"][owner]
+    number = np.fromiter(which, np.intp, len(which))[owner]
+    steps = np.array([one.step for one in moved], np.int64)[number]
+    for name in ("moment_phase", "param_phase"):
+        records[name] = dither.phase_of(records[name].astype(np.int64), steps)
+    records["scalars"] = number
+    return records, kernel.packed_scalars(one.scalars for one in moved)

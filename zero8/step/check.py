@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step asks of a parameter and of its gradient."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from zero8.op import kernel
+from zero8.step.runners import DEVICES
+
+# What to set, by dtype that is not served.
+REMEDIES = {
+    torch.float16: "; to compute in float16 keep float32 weights: use torch.autocast, or "
+    "DeepSpeed's fp16 without fp16_master_weights_and_grads"
+}
+
+
+def check_tensors(p: Tensor) -> None:
+    """Raise ValueError if a parameter or its gradient is not served."""
+    if p.device.type not in DEVICES or (p.device.type == "cuda" and torch.version.hip):
+        raise ValueError(
+            f"got a parameter on {p.device}{' of ROCm' * bool(torch.version.hip)}, expected one on "
+            'the CPU or a CUDA GPU: use DeepSpeed\'s "offload_optimizer": {"device": "cpu"}'
+        )
+    if p.grad.device != p.device:
+        raise ValueError(f"got a gradient on {p.grad.device}, the parameter is on {p.device}")
+    if p.grad.shape != p.shape:
+        raise ValueError(
+            f"got a gradient of shape {tuple(p.grad.shape)}, the parameter has {tuple(p.shape)}"
+        )
+    if p.grad.is_sparse:
+        raise ValueError("got a sparse gradient; set sparse=False on the embedding")
+    _check_dtype("a parameter", p, kernel.DTYPES)
+    _check_dtype(f"a gradient of a {p.dtype} parameter", p.grad, kernel.DTYPES[p.dtype])
+    for kind, tensor in (("parameter", p), ("gradient", p.grad)):
+        if tensor.numel() and tensor.data_ptr() == 0:
+            raise ValueError(
+                f"got a {kind} of type {type(tensor).__name__} without storage of its own, "
+                "expected a plain tensor; FSDP2 parameters are not supported yet"
+            )
+
+
+def _check_dtype(name: str, tensor: Tensor, dtypes: Collection[torch.dtype]) -> None:
+    if tensor.dtype not in dtypes:
+        message = f"got {name} of dtype {tensor.dtype}, expected one of {list(dtypes)}"
+        raise ValueError(message + REMEDIES.get(tensor.dtype, ""))

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts of blocks that steps have left as they were, because a gradient was not finite."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from zero8.step.runners import BlockCounts
+
+
+class Ledger:
+    """What has been counted and not been told yet; a GPU's counts come a little later."""
+
+    def __init__(self):
+        """Start with nothing."""
+        self._entries: list[tuple[Sequence[str], BlockCounts]] = []
+
+    def add(self, labels: Sequence[str], counts: BlockCounts) -> None:
+        """Note the counts of a step, and what the parameters of its pieces are called."""
+        self._entries.append((labels, counts))
+
+    def take(self, *, wait: bool = False) -> Counter[str]:
+        """Return the blocks by label, and forget them: those that are there, or, waiting, all."""
+        taken: Counter[str] = Counter()
+        waiting = []
+        for labels, counts in self._entries:
+            if not wait and not counts.have_arrived():
+                waiting.append((labels, counts))
+                continue
+            numbers = counts.read()
+            for place in numbers.nonzero()[0]:
+                taken[labels[place]] += int(numbers[place])
+        self._entries = waiting
+        return taken
