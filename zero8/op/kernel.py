@@ -74,6 +74,7 @@ def prepare() -> None:
         _module_for(default_isa())
 
 
+@lru_cache(maxsize=1)  # asked at every step
 def isas() -> dict[str, int]:
     """Return the instruction sets that this processor can run: name -> number, slowest first."""
     return module().isas()
