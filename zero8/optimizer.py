@@ -31,7 +31,7 @@ CAPTURE_TOO_EARLY = (
     "expected an ordinary one before the capture: it makes the states and compiles the kernel"
 )
 
-# Stands in records of parameters until a step puts its own in.
+# Stand in segments until a step puts its own in, as phases of 0 do.
 NO_SCALARS = StepScalars(**dict.fromkeys((field.name for field in fields(StepScalars)), 0.0))
 
 
@@ -230,7 +230,8 @@ class BlockwiseAdam(BlockwiseStates):
         tensors = [value for value in state.values() if isinstance(value, Tensor)]
         lines = object_lines([p, p.grad, state, *tensors])
         labels = tuple(piece.name for piece in table.pieces)
-        return Prepared.of(self._premises(single), lines, labels, flat, segments)
+        keys = [_stream_keys(self._settings["seed"], piece.identity) for piece in table.pieces]
+        return Prepared.of(self._premises(single), lines, labels, flat, segments, keys)
 
     def _segment(
         self, number: int, stores: list[MomentStore], state: dict, param: Tensor, grad: Tensor
@@ -240,7 +241,6 @@ class BlockwiseAdam(BlockwiseStates):
         correction = state.get("param_correction")
         if correction is not None:
             correction = correction.view(-1).narrow(0, piece.start, piece.numel)
-        moment_key, param_key = _stream_keys(self._settings["seed"], piece.identity)
         return Segment(
             param=param.narrow(0, piece.start, piece.numel),
             grad=grad.narrow(0, piece.start, piece.numel),
@@ -250,8 +250,8 @@ class BlockwiseAdam(BlockwiseStates):
             grid=piece.grid,
             first=piece.first,
             scalars=NO_SCALARS,
-            moment_phase=moment_key,
-            param_phase=param_key,
+            moment_phase=0,
+            param_phase=0,
             rounding=self._settings["rounding"],
             correction=correction,
         )

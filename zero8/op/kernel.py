@@ -63,7 +63,7 @@ def module():
 
 
 @lru_cache(maxsize=8)
-def _module_for(isa: str):
+def module_for(isa: str):
     """Return a compiled module for an instruction set; one for all if `module` is for another."""
     return module() if isa in module().targets() else build.op().load()
 
@@ -71,7 +71,7 @@ def _module_for(isa: str):
 def prepare() -> None:
     """Build the op now rather than in the first step; what fails here, that step will raise."""
     with contextlib.suppress(Exception):
-        _module_for(default_isa())
+        module_for(default_isa())
 
 
 @lru_cache(maxsize=1)  # asked at every step
@@ -138,7 +138,7 @@ def packed_scalars(scalars: Iterable[StepScalars]) -> np.ndarray:
 
 def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) -> None:
     """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive."""
-    _module_for(isa).step(records, scalars, dynamic_maps(), num_threads, isas()[isa])
+    module_for(isa).step(records, scalars, dynamic_maps(), num_threads, isas()[isa])
 
 
 def check(records: np.ndarray, num_scalars: int) -> None:

@@ -97,9 +97,11 @@ class Prepared:
     Attributes:
         premises: what `premises_of` gave when they were made; they fit where it gives the same,
             and nowhere if it is None.
-        records: (pieces,) `kernel.SEGMENT`, in the order of the parameters.  In place of the
-            addresses of parameter and gradient they have offsets in bytes, in place of the phases
-            of the two dithers their keys.
+        records: (pieces,) `kernel.SEGMENT`, in the order of the parameters.  `packed` fills in what
+            changes from step to step: addresses of parameters and gradients, phases, scalars.
+        offsets: (2, pieces) uint64, in bytes from the address of the parameter, and of the
+            gradient, to the piece.
+        keys: (2, pieces) int64, of the dithers of the second moment and of the parameter.
         owner: (pieces,) which of the parameters each belongs to.
         labels: what the parameter of each piece is called.
         lines: cache lines of parameters, gradients and states: `object_lines`.
@@ -108,6 +110,8 @@ class Prepared:
 
     premises: tuple | None
     records: np.ndarray
+    offsets: np.ndarray
+    keys: np.ndarray
     owner: np.ndarray
     labels: tuple[str, ...]
     lines: np.ndarray
@@ -121,6 +125,7 @@ class Prepared:
         labels: tuple[str, ...],
         flat: tuple[Tensor, Tensor],
         segments: Sequence[Segment],
+        keys: Sequence[tuple[int, int]],
     ) -> "Prepared":
         """Return the records of one parameter.
 
@@ -129,12 +134,15 @@ class Prepared:
             lines: its own.
             labels: of its pieces.
             flat: the parameter and its gradient, or copies, in one dimension.
-            segments: which lie in these two and in the live state; keys stand for their phases.
+            segments: which lie in these two and in the live state.
+            keys: of each segment the keys of its two dithers.
         """
         records, _ = kernel.packed(segments, flat[0].device)
-        for name, tensor in zip(("param", "grad"), flat, strict=True):
-            records[name] -= np.uint64(tensor.data_ptr())
-        return cls(premises, records, np.zeros(len(records), np.intp), labels, lines)
+        pairs = zip(("param", "grad"), flat, strict=True)
+        offsets = np.stack([records[name] - np.uint64(t.data_ptr()) for name, t in pairs])
+        columns = np.array(keys, np.int64).reshape(-1, 2).T
+        owner = np.zeros(len(records), np.intp)
+        return cls(premises, records, offsets, columns, owner, labels, lines)
 
     @classmethod
     def joined(cls, premises: tuple | None, parts: Sequence["Prepared"]) -> "Prepared":
@@ -145,10 +153,12 @@ class Prepared:
             parts: one each, in order.
         """
         records = np.concatenate([part.records for part in parts])
+        offsets = np.concatenate([part.offsets for part in parts], axis=1)
+        keys = np.concatenate([part.keys for part in parts], axis=1)
         owner = np.repeat(np.arange(len(parts)), [len(part.records) for part in parts])
         labels = tuple(chain.from_iterable(part.labels for part in parts))
         lines = np.concatenate([part.lines for part in parts])
-        return cls(premises, records, owner, labels, lines)
+        return cls(premises, records, offsets, keys, owner, labels, lines)
 
 
 class Moved(NamedTuple):
@@ -177,12 +187,13 @@ def packed(
         which: of these, one number for each parameter.
     """
     records, owner = prepared.records.copy(), prepared.owner
-    for name, tensors in zip(("param", "grad"), batch.tensors, strict=True):
+    addresses = zip(("param", "grad"), prepared.offsets, batch.tensors, strict=True)
+    for name, offsets, tensors in addresses:
         assert tensors["contiguous"].all()
-        records[name] += tensors["data"][owner]
-    number = np.fromiter(which, np.intp, len(which))[owner]
-    steps = np.array([one.step for one in moved], np.int64)[number]
-    for name in ("moment_phase", "param_phase"):
-        records[name] = dither.phase_of(records[name].astype(np.int64), steps)
-    records["scalars"] = number
+        records[name] = offsets + tensors["data"][owner]
+    steps = np.array([one.step for one in moved], np.int64)
+    if len(moved) > 1:
+        number = np.fromiter(which, np.intp, len(which))[owner]
+        steps, records["scalars"] = steps[number], number
+    records["moment_phase"], records["param_phase"] = dither.phase_of(prepared.keys, steps)
     return records, kernel.packed_scalars(one.scalars for one in moved)

@@ -38,6 +38,7 @@ class CpuRunner:
     def __init__(self):
         """Build the op if need be; raises ValueError if this processor lacks ZERO8_ISA."""
         self._isa = kernel.default_isa()
+        kernel.module_for(self._isa)
 
     def run(self, records: np.ndarray, scalars: np.ndarray) -> CpuRun:
         """Take a step."""
