@@ -19,7 +19,7 @@ from zero8.zero.op_builder import Zero8AdamBuilder
 
 # About how long two cores take to compile an op.
 SECONDS = {
-    Zero8AdamBuilder.NAME: 25,
+    Zero8AdamBuilder.NAME: 10,
     CPUAdamBuilder.NAME: 45,
     PinMemoryBuilder.NAME: 45,
     AsyncIOBuilder.NAME: 120,
