@@ -84,7 +84,7 @@ lint: .venv/.dev
 # Compiling every module to bytecode would double the time; Python does it at first import.
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --no-compile -c constraints.txt
 
-.venv/.%: pyproject.toml constraints.txt .venv/.made
+.venv/.%: pyproject.toml constraints.txt | .venv/.made
 	$(PIP_INSTALL) -e '.[$*]'
 	@touch $@ $(IN_$*:%=.venv/.%)
 
