@@ -131,15 +131,6 @@ bool describe(const py::capsule& exchange_api, const py::type& tensor_type, cons
   return true;
 }
 
-// Asks the processor for memory that is about to be read: a hint, which no address can make fail.
-void prefetch(const py::buffer& lines) {
-  const py::buffer_info info = lines.request();
-  const auto* line = records<const uint64_t>(info, "cache line");
-  for (py::ssize_t i = 0; i < info.size; ++i) {
-    __builtin_prefetch(reinterpret_cast<const void*>(line[i] * 64));
-  }
-}
-
 py::list targets() {
   py::list compiled;
   for (int isa = 0; isa < zero8::kNumIsas; ++isa) {
@@ -163,7 +154,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("check", &check_records, "Raise ValueError if a segment is not what kernels rely on.");
   module.def("copy", &copy, "Move the memory of a step, and change nothing: stream.h.");
   module.def("describe", &describe, "Write down where tensors are, and of what kind.");
-  module.def("prefetch", &prefetch, "Ask for cache lines, numbered by their address over 64.");
   module.def("targets", &targets, "Names of the instruction sets that were compiled in.");
   module.def("isas", &isas, "Instruction sets this processor has, slowest first: name -> number.");
 }

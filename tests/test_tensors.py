@@ -10,7 +10,7 @@ from torch import Tensor
 
 import zero8
 from zero8.op import kernel
-from zero8.op.describe import CACHE_LINE, WITHOUT_MEMORY, described, object_lines, prefetch
+from zero8.op.describe import WITHOUT_MEMORY, described
 
 API = "__dlpack_c_exchange_api__"
 KINDS = {
@@ -112,16 +112,3 @@ def test_steps_without_dlpack_have_the_same_bits(monkeypatch):
     monkeypatch.delattr(Tensor, API)
     for p, q in zip(through_dlpack, trained(), strict=True):
         assert torch.equal(p, q)
-
-
-def test_object_lines_cover_the_objects_and_are_distinct():
-    tensor, entries = torch.ones(5), {"step": 1}
-    lines = object_lines([tensor, entries])
-    assert len(set(lines.tolist())) == len(lines) < 20
-    for address in (id(tensor), id(entries), tensor._cdata, tensor._cdata + 200):
-        assert address // CACHE_LINE in lines
-
-
-def test_prefetch_of_any_address_is_harmless():
-    prefetch(np.array([0, 1, 2**40, 2**57, 2**58 - 1], np.uint64))
-    prefetch(np.empty(0, np.uint64))

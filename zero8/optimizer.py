@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from zero8.op import kernel
-from zero8.op.describe import object_lines, prefetch
 from zero8.spec import dither
 from zero8.spec.buffers import check_apart, check_buffer
 from zero8.spec.scalars import StepScalars, next_history
@@ -84,8 +83,6 @@ class BlockwiseAdam(BlockwiseStates):
                 loss = closure()
         # Compiles on first use: a failure must come before anything has been changed.
         kernel.module()
-        for joined in self._joined.values():
-            prefetch(joined.lines)
         batches = self._batches()
         todo = self._prepared(batches)
         if any(is_capturing(batch.device) for batch in batches):
@@ -227,11 +224,9 @@ class BlockwiseAdam(BlockwiseStates):
         flat = p.contiguous().view(-1), p.grad.contiguous().view(-1)
         numbers = range(len(table.pieces))
         segments = [self._segment(number, stores, state, *flat) for number in numbers]
-        tensors = [value for value in state.values() if isinstance(value, Tensor)]
-        lines = object_lines([p, p.grad, state, *tensors])
         labels = tuple(piece.name for piece in table.pieces)
         keys = [_stream_keys(self._settings["seed"], piece.identity) for piece in table.pieces]
-        return Prepared.of(self._premises(single), lines, labels, flat, segments, keys)
+        return Prepared.of(self._premises(single), labels, flat, segments, keys)
 
     def _segment(
         self, number: int, stores: list[MomentStore], state: dict, param: Tensor, grad: Tensor

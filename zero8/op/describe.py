@@ -5,8 +5,6 @@ A step asks this of every parameter, gradient and state, and the step before has
 out of the caches: one by one, that takes longer than the step of a small parameter.
 """
 
-from collections.abc import Iterable
-
 import numpy as np
 from torch import Tensor
 
@@ -15,11 +13,6 @@ from zero8.op import kernel
 # Of csrc/binding.cpp, which compares the sizes.
 TENSOR = np.dtype([("data", "u8"), ("numel", "i8"), ("kind", "i8"), ("contiguous", "i8")])
 WITHOUT_MEMORY = -1
-
-CACHE_LINE = 64
-# Bytes of an object: of Python's tensor or dict from 16 before its address on, where the garbage
-# collector keeps its links, and of the C++ object behind a tensor.
-_PYTHON_BYTES, _TENSOR_BYTES = 96, 208
 
 
 def described(objects: list[Tensor | float]) -> np.ndarray:
@@ -50,23 +43,3 @@ def _described(one: Tensor | float) -> tuple[int, int, int, bool]:
         return 0, 0, WITHOUT_MEMORY, False
     kind = (hash(one.device) & 0x7FFFFFFF) << 32 | hash(one.dtype) & 0xFFFFFFFF
     return data, one.numel(), kind, one.is_contiguous()
-
-
-def object_lines(objects: Iterable[Tensor | dict]) -> np.ndarray:
-    """Return the cache lines of tensors and dicts themselves, without what they hold.
-
-    Returns:
-        (lines,) uint64, their addresses over 64, for `prefetch`.
-    """
-    spans = []
-    for one in objects:
-        spans.append((id(one) - 16, _PYTHON_BYTES))
-        if isinstance(one, Tensor):
-            spans.append((one._cdata, _TENSOR_BYTES))
-    ends = [(start // CACHE_LINE, (start + size - 1) // CACHE_LINE + 1) for start, size in spans]
-    return np.array(sorted({line for span in ends for line in range(*span)}), np.uint64)
-
-
-def prefetch(lines: np.ndarray) -> None:
-    """Ask the processor for cache lines: harmless, whatever has become of what was there."""
-    kernel.module().prefetch(lines)

@@ -104,7 +104,6 @@ class Prepared:
         keys: (2, pieces) int64, of the dithers of the second moment and of the parameter.
         owner: (pieces,) which of the parameters each belongs to.
         labels: what the parameter of each piece is called.
-        lines: cache lines of parameters, gradients and states: `object_lines`.
         last: the last step that was taken with these records, None if none was.
     """
 
@@ -114,14 +113,12 @@ class Prepared:
     keys: np.ndarray
     owner: np.ndarray
     labels: tuple[str, ...]
-    lines: np.ndarray
     last: Run | None = None
 
     @classmethod
     def of(
         cls,
         premises: tuple | None,
-        lines: np.ndarray,
         labels: tuple[str, ...],
         flat: tuple[Tensor, Tensor],
         segments: Sequence[Segment],
@@ -131,7 +128,6 @@ class Prepared:
 
         Args:
             premises: its own.
-            lines: its own.
             labels: of its pieces.
             flat: the parameter and its gradient, or copies, in one dimension.
             segments: which lie in these two and in the live state.
@@ -142,7 +138,7 @@ class Prepared:
         offsets = np.stack([records[name] - np.uint64(t.data_ptr()) for name, t in pairs])
         columns = np.array(keys, np.int64).reshape(-1, 2).T
         owner = np.zeros(len(records), np.intp)
-        return cls(premises, records, offsets, columns, owner, labels, lines)
+        return cls(premises, records, offsets, columns, owner, labels)
 
     @classmethod
     def joined(cls, premises: tuple | None, parts: Sequence["Prepared"]) -> "Prepared":
@@ -157,8 +153,7 @@ class Prepared:
         keys = np.concatenate([part.keys for part in parts], axis=1)
         owner = np.repeat(np.arange(len(parts)), [len(part.records) for part in parts])
         labels = tuple(chain.from_iterable(part.labels for part in parts))
-        lines = np.concatenate([part.lines for part in parts])
-        return cls(premises, records, offsets, keys, owner, labels, lines)
+        return cls(premises, records, offsets, keys, owner, labels)
 
 
 class Moved(NamedTuple):
