@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Train the same small GPT twice from the same seed on this machine, with one of configs/ (by default
-# under ZeRO-2 with the optimizer offloaded to the host): once with DeepSpeed's fp32 AdamW, once with
-# Adam8bitBlockwise. Then time steps of both over 2^25 parameters, with all cores, write
+# under ZeRO-2 with the optimizer offloaded to the host): once with Adam8bitBlockwise, once with
+# DeepSpeed's fp32 AdamW. Then time steps of both over 2^25 parameters, with all cores, write
 # OUT/summary.json and OUT/loss.png and print tables. Warnings of each rank are in OUT/*.log.
 #
 # usage: launch/local.sh, with these environment variables (defaults in brackets):
@@ -58,7 +58,9 @@ stop() {
 }
 trap stop INT TERM HUP
 
+# What a run needs and was not compiled before is compiled first.
 train() {
+  "$python" -m zero8.train.build "$config" "$1"
   "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m zero8.train \
     --optimizer "$1" --config "$config" --steps "$steps" --seed "$seed" --out "$out" \
     ${DATA:+--data "$DATA"} &
@@ -66,10 +68,9 @@ train() {
   wait "$child"
 }
 
-echo "loading the ops; what was not compiled before is compiled now"
-"$python" -m zero8.train.build "$config"
-train AdamW
+# In this order, because our op compiles in a fifth of the time of DeepSpeed's.
 train Adam8bitBlockwise
+train AdamW
 
 echo "timing steps over 2^25 parameters"
 OMP_NUM_THREADS=$cores "$python" -m zero8.train.report "$out" --command \

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the ops of both runs before they start: `python -m zero8.train.build [CONFIG]`.
+"""Builds the ops of runs before they start: `python -m zero8.train.build CONFIG [OPTIMIZER]`.
 
 Ranks that compile may be killed, and DeepSpeed waits without end for a build that was.
 """
@@ -14,7 +14,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 
 from zero8.op.build import build_lock
-from zero8.train.config import is_stepped_by_torch, offload_device
+from zero8.train.config import BASELINE, EIGHT_BIT, is_stepped_by_torch, offload_device
 from zero8.zero.op_builder import Zero8AdamBuilder
 
 # About how long two cores take to compile an op.
@@ -80,13 +80,17 @@ def _load(builder) -> None:
 
 
 def main() -> None:
-    """Build what a run with the config needs, or end with what this machine lacks."""
-    config = json.loads(Path(sys.argv[1]).read_text()) if sys.argv[1:] else {}
+    """Build what runs with one optimizer, or with both, need; or end with what is missing."""
+    path, *optimizers = sys.argv[1:]
+    config = json.loads(Path(path).read_text())
     if offload_device(config) == "nvme" and (missing := missing_for_nvme()):
         sys.exit(f"zero8: {missing}")
-    build_ops()
-    if config:
-        build_for(config)
+    for optimizer in optimizers or (EIGHT_BIT, BASELINE):
+        if optimizer == EIGHT_BIT:
+            _load(Zero8AdamBuilder())
+        else:
+            _build([CPUAdamBuilder()])
+    build_for(config)
 
 
 if __name__ == "__main__":
