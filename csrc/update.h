@@ -3,8 +3,8 @@
 // arithmetic of the step is written, for the CPU and for CUDA; equation numbers are those of
 // zero8/spec/reference.py.
 //
-// Vec::mul_far and Vec::fma_far are for results that are 0 or at least 2^-126 by what they are made
-// of: a target that has to look for tiny results need not.
+// Use Vec::mul_far and Vec::fma_far only where the result is known to be 0 or at least 2^-126: they
+// skip the check for tiny results on targets that need one.
 //
 // Bit equality across targets rests on: one rounding per operation, fused operations written as
 // Vec::fma, no contraction by the compiler, reductions over integers only, and flush to zero.
@@ -50,7 +50,7 @@ ZERO8_DEVICE inline Vec::Mask is_beyond(Vec::I high) {
   return Vec::equal(Vec::andi(high, exponent), exponent);
 }
 
-// The parameters of one block: how they are read as float32, by a Vec or what does the same, and
+// The parameters of one block: how they are read as float32, by Vec or, on CUDA, QuickVec, and
 // rounded and written (R7).
 class Float32 {
  public:
@@ -305,7 +305,7 @@ ZERO8_DEVICE inline bool below_limit(Vec::I magnitudes) {
 }
 
 // Turns beta1 m and beta2 v into m' and v', or, if kRoot, their roots, and returns p', not rounded
-// yet.  `vec` is a Vec, or what does the same.
+// yet.  `vec` is a Vec or, on CUDA, a QuickVec.
 //
 // Far from the smallest numbers are: h, as what is below 2^-126 has a square of 0 beside any v; the
 // denominator, as roots of normal numbers are at least 2^-63 and the correction at least 1.

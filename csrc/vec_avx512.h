@@ -83,7 +83,7 @@ struct Vec {
                               _mm512_packs_epi32(as_int(x[2]), as_int(x[3])));
   }
   static void store_packed(uint8_t* p, I bytes) { _mm512_storeu_si512(p, transpose(bytes)); }
-  // Of lanes in four rows of four.
+  // Transposes lanes in four rows of four.
   static I transpose(I x) {
     const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, x);

@@ -94,7 +94,7 @@ struct Vec {
   // Between signed integers and floats; round is half to even.
   static F to_float(I x) { return static_cast<float>(static_cast<int32_t>(x)); }
   static I round(F x) { return truncate(__builtin_rintf(x)); }
-  // Of NaN and of what no integer is, the smallest integer, as in the vector instructions.
+  // NaN and numbers outside the range give the smallest integer, as the vector instructions do.
   static I truncate(F x) {
     const bool fits = x >= -0x1p31f && x < 0x1p31f;
     return fits ? static_cast<uint32_t>(static_cast<int32_t>(x)) : 0x80000000u;
@@ -119,7 +119,7 @@ struct Vec {
   static I shrv(I a, I bits) { return a >> bits; }
   static I maxu(I a, I b) { return a > b ? a : b; }
   static I minu(I a, I b) { return a < b ? a : b; }
-  // Of the 16-bit numbers in each lane.
+  // The larger of each pair of 16-bit numbers in each lane.
   static I maxu16(I a, I b) {
     return maxu(a & 0xFFFF, b & 0xFFFF) | maxu(a & 0xFFFF0000, b & 0xFFFF0000);
   }
@@ -143,7 +143,7 @@ struct Vec {
 
   static uint32_t reduce_maxu(I a) { return a; }
   static uint32_t reduce_minu(I a) { return a; }
-  // Of counts in all parts of a block: a CPU thread has the whole.
+  // Sums counts over all parts of a block: a CPU thread has the whole.
   static int reduce_sum(int count) { return count; }
 };
 

@@ -26,8 +26,8 @@ from zero8.step.nonfinite import Ledger
 from zero8.step.runners import Runner, is_capturing, runner_on
 
 CAPTURE_TOO_EARLY = (
-    "a step that is captured in a CUDA graph: got parameters that have taken no step like it, "
-    "expected an ordinary one before the capture: it makes the states and compiles the kernel"
+    "CUDA graph: a captured step needs states and a compiled kernel; call step() once before "
+    "capturing it"
 )
 
 # Stand in segments until a step puts its own in, as phases of 0 do.

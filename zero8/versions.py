@@ -8,7 +8,7 @@ from importlib.metadata import version
 from packaging.version import Version
 
 TESTED = {"torch": ("2.13", "2.14"), "deepspeed": ("0.19.8", "0.20")}
-"""Of each package the versions from the first to below the second were tested."""
+"""The versions tested, by package: from the first to below the second."""
 
 
 @lru_cache

@@ -141,7 +141,7 @@ struct Vec {
     return settled(div_far(a, b),
                    [=](int k) { return __fdiv_rn(__fmul_rn(a.x[k], kLarge), b.x[k]); });
   }
-  // Of no normal number the root is tiny.
+  // The root of a normal number is never tiny.
   __device__ static F sqrt(F a) {
     return each<F>([=](int k) { return __fsqrt_rn(a.x[k]); });
   }

@@ -51,7 +51,7 @@ __device__ inline Words packed(const float (&x)[kPerThread]) {
   return words;
 }
 
-// Of the thread's 8 elements at p, n are in its block.  16 bytes move at once, or 8 codes, where
+// n of the thread's 8 elements at p are in its block.  16 bytes move at once, or 8 codes, where
 // they lie so that they can.
 template <class T>
 __device__ bool moves_whole(const T* p, int n) {

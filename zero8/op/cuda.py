@@ -119,7 +119,7 @@ class CudaKernel:
 
     @staticmethod
     def _pinned(array: np.ndarray) -> Tensor:
-        # Of pinned memory the host need not wait for a copy; torch keeps it until that is done.
+        # The host need not wait for a copy of pinned memory; torch keeps it until the copy is done.
         return torch.from_numpy(array).pin_memory()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero8.op import kernel
 
-# Of csrc/binding.cpp, which compares the sizes.
+# TensorRecord of csrc/binding.cpp, which compares the sizes.
 TENSOR = np.dtype([("data", "u8"), ("numel", "i8"), ("kind", "i8"), ("contiguous", "i8")])
 WITHOUT_MEMORY = -1
 

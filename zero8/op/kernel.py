@@ -48,7 +48,7 @@ SEGMENT = np.dtype(
     ]
 )
 _DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Of parameters, and of the gradients of each.
+# Dtypes of parameters, and for each the dtypes of its gradients.
 DTYPES = {
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),
     torch.bfloat16: (torch.float32, torch.bfloat16),

@@ -56,7 +56,7 @@ class Launch:
         first_blocks = np.zeros(len(records) + 1, np.int64)
         np.cumsum(_num_blocks(records), out=first_blocks[1:])
         parts = [part.view(np.uint8) for part in (records, first_blocks, _flushed(scalars))]
-        # Of 8 bytes each, so that everything is aligned.
+        # Items are multiples of 8 bytes, so everything is aligned.
         assert all(part.nbytes % 8 == 0 for part in parts[:2])
         block_size = int(records["block_size"].max(initial=PER_THREAD * WARP))
         team_threads = block_size // PER_THREAD

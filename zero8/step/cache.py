@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one step leaves for the next: the kernel's records of parameters, as long as they fit.
+"""Caches kernel records between steps.
 
-Making them takes about 100 microseconds a parameter, which lists of small tensors would feel; so
-would checks that look at one parameter after the other.  No tensor is kept, only where tensors
-were: whoever moves or frees parameters or states is not held up.
+Making records takes about 100 microseconds per parameter, and checking parameters one by one takes
+long too, compared with the step of a small tensor.  The cache holds addresses, never tensors, so it
+keeps nothing alive.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ Contents = tuple[object, list[Tensor | float]]
 
 @dataclass(frozen=True)
 class Batch:
-    """Parameters that one call of the kernel steps over: their groups, themselves, and so on."""
+    """The parameters of one kernel call, as parallel lists."""
 
     groups: list[dict]
     params: list[Tensor]
@@ -43,7 +43,7 @@ class Batch:
 
     @property
     def devices(self) -> np.ndarray:
-        """Of each parameter a number, equal for equal devices."""
+        """A number per parameter, equal for equal devices."""
         return self.tensors[0]["kind"] >> 32
 
     @property
@@ -157,7 +157,7 @@ class Prepared:
 
 
 class Moved(NamedTuple):
-    """Where a step takes the moments of parameters that come from the same place.
+    """Step number, history and scalars shared by parameters with equal settings.
 
     Attributes:
         step: the number of the step, from 1.

@@ -53,8 +53,8 @@ class CapturedStep:
         launch = Launch.of(*packed(self.prepared, self.contiguous, moved, which))
         if launch.table.size > self.run.launched.table.numel():
             raise RuntimeError(
-                "a captured step: got parameters that no longer take the same step as each other; "
-                "take an ordinary one and capture it again"
+                "CUDA graph: parameters now need more distinct settings than were captured; step "
+                "once and capture again"
             )
         return launch
 

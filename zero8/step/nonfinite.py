@@ -8,7 +8,7 @@ from zero8.step.runners import BlockCounts
 
 
 class Ledger:
-    """What has been counted and not been told yet; a GPU's counts come a little later."""
+    """Counts not yet reported; a GPU's arrive asynchronously."""
 
     def __init__(self):
         """Start with nothing."""

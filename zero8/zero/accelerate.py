@@ -12,7 +12,7 @@ from types import ModuleType
 logger = logging.getLogger("zero8")
 
 REPLACES = "map_pytorch_optim_to_deepspeed"
-"""Of accelerate.accelerator: what exchanges optimizers."""
+"""The function of accelerate.accelerator that exchanges optimizers."""
 
 UNKNOWN = (
     "cannot tell whether this Accelerate replaces optimizers under offload: "

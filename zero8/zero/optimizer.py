@@ -267,7 +267,7 @@ class Adam8bitBlockwise(BlockwiseAdam):
 
     def _handle_nonfinite(self, skipped: dict[str, int]) -> None:
         # One rank must not raise while the others wait in a collective: count, log, go on.  Without
-        # ZeRO all ranks have the same gradients, but not GPUs that are equally far.
+        # ZeRO all ranks have the same gradients, but counts may reach them at different steps.
         is_sharded = any("format" not in state for state in self.state.values())
         if is_sharded or (_num_ranks() > 1 and self._has_params_on_gpus()):
             self._note_nonfinite(skipped)

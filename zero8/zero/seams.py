@@ -170,7 +170,7 @@ def unsupported_mode(zero_config) -> str | None:
 
 def _allow_bf16_masters(zero_class: type, optimizer_class: type) -> None:
     original = zero_class._configure_master_weights
-    # Of bf16, which has had two names; fp16's stays.
+    # The validator of bf16, which has had two names; fp16's stays.
     validators = {n for n in inspect.signature(original).parameters if n.endswith("_validator")}
     names = validators - {"fp16_offload_validator"}
 

@@ -22,7 +22,7 @@ ROUNDINGS = {
     "dither": {"stochastic_rounding": "dither"},
     "corrected": {"weight_correction_bits": 8},
 }
-# Of the closed loop; the replay tells the two stochastic roundings apart better than a loss does.
+# Trained in a closed loop; the replay tells the two stochastic roundings apart better than a loss.
 TRAINED = (FP32, *(name for name in ROUNDINGS if name != "hash"))
 CORRECTED = "corrected"
 BETA2 = 0.999

@@ -34,7 +34,7 @@ _finished = None
 def _start_worker(finished) -> None:
     global _finished
     _finished = finished
-    # Of OpenMP libraries that are loaded from here on; torch's is loaded already.
+    # For OpenMP libraries loaded from here on; torch's is loaded already.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 

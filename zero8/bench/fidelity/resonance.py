@@ -33,7 +33,7 @@ WIDTHS = (64, 65, 255, 256, 1000)
 MIN_NUMEL = 4096
 BLOCK_SIZE = 256
 EPS = 1e-8
-# Of the large gradient to the others.
+# Ratio of the large gradient to the others.
 CONTRAST = 30.0
 NUMBERS = {"dithered": dither.dithered, "hashed": dither.hashed}
 
@@ -62,7 +62,7 @@ class Member:
 
     @property
     def key(self) -> int:
-        """Of its thresholds, as the optimizer makes it with seed 0."""
+        """The key of its thresholds, as the optimizer makes it with seed 0."""
         return dither.stream_key(0, dither.identity_of(self.name), "exp_avg_sq")
 
     @property

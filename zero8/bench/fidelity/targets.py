@@ -3,15 +3,15 @@
 
 import math
 
-# Of the default's RMS update error over that of `dynamic`, per beta2.
+# RMS update error of the default over that of `dynamic`, per beta2.
 LARGEST_ERROR_RATIO = {0.999: 0.25, 0.95: 0.60}
-# Of the RMS update error of `dynamic` over that of torchao, which implements the same maps.
+# RMS update error of `dynamic` over that of torchao, which implements the same maps.
 PEER_TOLERANCE = 0.10
-# Of the geometric mean of sqrt(v) over what it should be, on periodic gradients: a third of a cell.
+# Relative bias of the geometric mean of sqrt(v), on periodic gradients: a third of a cell.
 LARGEST_BIAS = 0.01
-# Of the dither's RMS update error over that of hashed thresholds, on periodic gradients.
+# RMS update error of the dither over that of hashed thresholds, on periodic gradients.
 LARGEST_RESONANCE = 1.25
-# Of the way that weights go after their gradient has ended, over fp32's.
+# How far weights go after their gradient has ended, over how far fp32's go.
 LARGEST_WAY = 1.25
 
 

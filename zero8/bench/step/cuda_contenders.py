@@ -16,7 +16,7 @@ from zero8.bench.step.tensors import NUM_TENSORS, flat_shape, model_shapes
 from zero8.bench.step.variants import BF16, BF16_CORRECTED, CUDA_VARIANTS, FP32, Variant
 from zero8.spec.codec import DEFAULT_CODEC
 
-# Of torch's fp32 AdamW: it reads 16 and writes 12.
+# torch's fp32 AdamW reads 16 and writes 12.
 MOST_BYTES_PER_PARAM = 28
 
 Make = Callable[[list[nn.Parameter]], Optimizer]

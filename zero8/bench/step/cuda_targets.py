@@ -9,7 +9,7 @@ from zero8.bench.step.variants import BF16, CUDA_VARIANTS, FP32
 
 LARGE_NUMEL = 2**26
 FRACTION_OF_COPY = 0.85
-# Of the default codec over others' steps on the same parameters.
+# Speed of the default codec over others' steps on the same parameters.
 SPEED_OVER = {
     ("bitsandbytes", FP32.name): 1.4,
     ("bitsandbytes", BF16.name): 1.4,

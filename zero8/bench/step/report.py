@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from zero8.bench.record import check_lines, skipped_lines, table_lines
 
-# Of the threads' time; above it waits for other processes show in what was measured.
+# Share of the threads' time; above it, waits for other processes show in the measurement.
 MOST_WAITED = 0.02
 
 Column = tuple[str, Callable[[dict], str]]

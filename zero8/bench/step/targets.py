@@ -11,7 +11,7 @@ from zero8.spec.grid import MAX_BLOCK_SIZE
 SPEED_OF_FASTEST = {FP32.name: 1.15, BF16.name: 1.4}
 SPEED_OF_DEFAULT = {FP32.name: 1.0, BF16.name: 1.2}
 SPEED_OF_DYNAMIC = 0.75
-# Of the default codec over others' fp32 steps.
+# Speed of the default codec over others' fp32 steps.
 SPEED_OVER = {"torch": 1.6, "torchao": 40, "bitsandbytes": 80}
 FRACTION_OF_STREAM = 0.90
 AVX2_NS_IN_CACHE = 0.60

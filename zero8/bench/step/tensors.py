@@ -6,7 +6,7 @@ from bisect import bisect_right
 
 ROW = 4096
 NUM_TENSORS = 400
-# Of the list together; of less there are no 400 tensors.
+# Elements of the whole list; fewer do not make 400 tensors.
 LEAST_NUMEL = 2**16
 # The largest tensor of the list is a 10-million-element one where the total is 2^25.
 LARGEST_SHARE = 10_000_000 / 2**25
