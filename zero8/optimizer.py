@@ -67,6 +67,7 @@ class BlockwiseAdam(BlockwiseStates):
     def step(self, closure=None):
         """Take one optimizer step; see `zero8.spec.reference` for the equations.
 
+        Steps and loads of one optimizer in several threads wait for each other.
         After the first step the host does not wait for a GPU.  A step that is captured in a CUDA
         graph changes nothing yet; see `before_replay`.
 
@@ -81,19 +82,24 @@ class BlockwiseAdam(BlockwiseStates):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Python runs other threads while the kernel works.
+        with self._lock:
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         # Compiles on first use: a failure must come before anything has been changed.
         kernel.module()
         batches = self._batches()
         todo = self._prepared(batches)
         if any(is_capturing(batch.device) for batch in batches):
             self._capture(batches, todo)
-            return loss
+            return
         self._count_replays()
         for batch, (prepared, runner) in zip(batches, todo, strict=True):
             self._run(batch, prepared, runner)
         if skipped := self._counts.take():
             self._handle_nonfinite(skipped)
-        return loss
 
     def _batches(self) -> list[Batch]:
         """Return the parameters that have gradients."""

@@ -12,6 +12,9 @@ def step_threads() -> int:
     Launchers tell a rank how many it shares the host with (torchrun by LOCAL_WORLD_SIZE,
     DeepSpeed by LOCAL_SIZE).  Without OMP_NUM_THREADS and without binding each of them would take
     all processors, and they would take turns on them.
+
+    Raises:
+        ValueError: if LOCAL_WORLD_SIZE or LOCAL_SIZE is not a number.
     """
     threads = torch.get_num_threads()
     if os.environ.get("OMP_NUM_THREADS") or not hasattr(os, "sched_getaffinity"):
@@ -19,5 +22,15 @@ def step_threads() -> int:
     processors = len(os.sched_getaffinity(0))
     if processors < len(os.sched_getaffinity(os.getppid())):
         return threads  # bound: these are this rank's own, not what the launcher shares out
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-    return max(1, min(threads, processors // max(1, ranks)))
+    return max(1, min(threads, processors // max(1, _ranks_of_this_host())))
+
+
+def _ranks_of_this_host() -> int:
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        if value := os.environ.get(name):
+            if not value.isdecimal():
+                raise ValueError(
+                    f"{name}: got {value!r}, expected the number of ranks of this host"
+                )
+            return int(value)
+    return 1

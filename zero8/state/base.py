@@ -2,6 +2,7 @@
 """The optimizer's parameters, settings and states: all but the step."""
 
 import logging
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -48,6 +49,7 @@ class BlockwiseStates(torch.optim.Optimizer):
         **others,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
+        self._lock = threading.RLock()
         warn_if_untested("torch")
         adamw_mode = settings.check_other_keys(others)
         adam_w_mode = settings.check_flag("adam_w_mode", adam_w_mode)
@@ -99,6 +101,7 @@ class BlockwiseStates(torch.optim.Optimizer):
     def __setstate__(self, state: dict) -> None:
         """Restore what `__getstate__` kept; groups of other Adams get the keys they lack."""
         super().__setstate__(state)
+        self.__dict__.setdefault("_lock", threading.RLock())
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -185,6 +188,10 @@ class BlockwiseStates(torch.optim.Optimizer):
         Raises:
             ValueError: if a state does not fit its parameter; nothing has been changed then.
         """
+        with self._lock:
+            self._load_state_dict(state_dict)
+
+    def _load_state_dict(self, state_dict: dict) -> None:
         # torch casts every tensor to the parameter's dtype, which would destroy codes and scales;
         # what is no tensor and no container crosses it untouched, so states cross it wrapped.
         kept = {"state": self.state, "param_groups": self.param_groups}

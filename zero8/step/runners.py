@@ -36,13 +36,17 @@ class CpuRunner:
     """Steps on the CPU, on `step_threads` threads."""
 
     def __init__(self):
-        """Build the op if need be; raises ValueError if this processor lacks ZERO8_ISA."""
-        self._isa = kernel.default_isa()
+        """Build the op if need be.
+
+        Raises:
+            ValueError: if this processor lacks ZERO8_ISA, or a launcher's variable is no number.
+        """
+        self._isa, self._num_threads = kernel.default_isa(), step_threads()
         kernel.module_for(self._isa)
 
     def run(self, records: np.ndarray, scalars: np.ndarray) -> CpuRun:
         """Take a step."""
-        kernel.run(records, scalars, step_threads(), self._isa)
+        kernel.run(records, scalars, self._num_threads, self._isa)
         return CpuRun(records["nonfinite_blocks"])
 
 
