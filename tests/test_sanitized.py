@@ -2,10 +2,11 @@
 """States that did not come from a step, with the address and undefined behaviour sanitizers on."""
 
 import os
-import subprocess
 import sys
 
+import processes
 import pytest
+from needs import need_nvme
 from ranks import build_ops, free_port
 from test_csrc import COMPILER, CSRC, ROOT, SANITIZERS, compile_all, output_of, python_headers
 
@@ -36,42 +37,32 @@ def op(tmp_path_factory):
 
 def run(op, *command, **environment):
     """Run Python with the sanitized op; return the finished process."""
-    return subprocess.run(
+    return processes.run(
         [sys.executable, *command],
-        env={
-            **os.environ,
-            # libstdc++ too, or the sanitizer does not find what throws.
-            "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libstdc++.so.6')}",
-            # Python leaks when it exits.
-            "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
-            "SANITIZED_OP": str(op),
-            "ZERO8_ISA": "baseline",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]),
-            **environment,
-        },
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
+        seconds=500,
+        # libstdc++ too, or the sanitizer does not find what throws.
+        LD_PRELOAD=f"{runtime('libasan.so')} {runtime('libstdc++.so.6')}",
+        # Python leaks when it exits.
+        ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1",
+        SANITIZED_OP=str(op),
+        ZERO8_ISA="baseline",
+        OMP_NUM_THREADS="1",
+        PYTHONPATH=os.pathsep.join([str(ROOT), str(TESTS)]),
+        **environment,
     )
 
 
 @pytest.mark.slow
 def test_states_that_arrive_under_the_sanitizers_touch_no_other_memory(op, tmp_path):
     """zero_arrival.py runs in this way only: its process is the one rank of a world of its own."""
+    # Here, as compilers would be watched, too.
     build_ops()
+    need_nvme()
     files = ["test_record_check.py", "test_state_arrival.py", "zero_arrival.py"]
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     # -s: a sanitizer ends the process, with whatever pytest has captured until then.
-    options = [
-        "-qs",
-        "-p",
-        "sanitized_op",
-        "-p",
-        "no:cacheprovider",
-        f"--basetemp={tmp_path / 'b'}",
-    ]
+    options = ["-qs", "-p", "sanitized_op", "-p", "no:cacheprovider", "--rootdir", ROOT]
+    options.append(f"--basetemp={tmp_path / 'b'}")
     done = run(
         op, "-m", "pytest", *options, *(TESTS / name for name in files),
         MASTER_PORT=str(free_port()), **world,
