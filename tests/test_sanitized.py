@@ -52,6 +52,8 @@ def run(op, *command, **environment):
     )
 
 
+# DeepSpeed's aio may have to be built first, which takes minutes.
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_states_that_arrive_under_the_sanitizers_touch_no_other_memory(op, tmp_path):
     """zero_arrival.py runs in this way only: its process is the one rank of a world of its own."""
