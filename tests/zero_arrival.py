@@ -18,7 +18,7 @@ from zero8.spec.codec import CODECS
 from zero8.state.shard import MomentStore, PieceTable
 from zero8.zero import swap_file
 from zero8.zero.moment_tensor import MomentTensor, described, rebuild_moment
-from zero8.zero.swap_file import HEADER_BYTES, Header, Layout
+from zero8.zero.swap_file import HEADER_BYTES, Header
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -256,27 +256,22 @@ def tower(tmp_path_factory):
     return engine
 
 
-def file_with(data, change, tensors=None):
+def file_with(data, text, change):
     """Return the bytes of a swap file whose description has changed, with a right checksum."""
-    layout_text = json.loads(data["text"])
-    change(layout_text)
-    text = json.dumps(layout_text).encode()
-    header = Header.parsed(bytes(data["bytes"][:HEADER_BYTES].numpy()), "file")
-    like = Layout.described(data["text"], "file")
-    old = swap_file.unpack(data["bytes"].clone(), "file")[0]
-    buffers = [t for which in MOMENTS for t in old[which].store.buffers]
-    first = swap_file.aligned(HEADER_BYTES + len(text), swap_file.TENSOR_ALIGNMENT_BYTES)
-    memory = torch.zeros(data["bytes"].numel(), dtype=torch.uint8)
-    offset = first
-    sizes = tensors or [b.nbytes for b in buffers] + [0]
-    for buffer, size in zip(buffers, sizes, strict=False):
-        raw = buffer.contiguous().view(-1).view(torch.uint8)[:size]
+    description = json.loads(text)
+    change(description)
+    text = json.dumps(description).encode()
+    state, _ = swap_file.unpack(data, "file")
+    buffers = [t for which in MOMENTS for t in state[which].store.buffers]
+    memory = torch.zeros_like(data)
+    offset = swap_file.aligned(HEADER_BYTES + len(text), swap_file.TENSOR_ALIGNMENT_BYTES)
+    for buffer in buffers:
+        raw = buffer.view(-1).view(torch.uint8)
         memory[offset : offset + len(raw)] = raw
-        offset += swap_file.aligned(size, swap_file.TENSOR_ALIGNMENT_BYTES)
-    header = header._replace(
-        checksum=0, description_bytes=len(text), num_bytes=tuple(max(0, size) for size in sizes)
-    )
-    assert like
+        offset += swap_file.aligned(len(raw), swap_file.TENSOR_ALIGNMENT_BYTES)
+    header = Header.parsed(bytes(data[:HEADER_BYTES].numpy()), "file")
+    num_bytes = (*(buffer.nbytes for buffer in buffers), 0)
+    header = header._replace(checksum=0, description_bytes=len(text), num_bytes=num_bytes)
     swap_file._put(memory, 0, header.packed())
     swap_file._put(memory, HEADER_BYTES, text)
     swap_file._put(memory, 0, header._replace(checksum=swap_file._sum(memory)).packed())
@@ -320,7 +315,7 @@ def test_zero3_nvme_file_that_was_crafted_is_fitted_or_refused(tower, name):
         data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
     header = Header.parsed(bytes(data[:HEADER_BYTES].numpy()), path)
     text = bytes(data[HEADER_BYTES : HEADER_BYTES + header.description_bytes].numpy())
-    crafted = file_with({"bytes": data, "text": text}, change)
+    crafted = file_with(data, text, change)
     try:
         with open(path, "wb") as file:
             file.write(crafted.numpy().tobytes())
