@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import torch
 
-from zero8 import optimizer
-from zero8.op import cuda, cuda_compile, cuda_driver
-from zero8.step import runners
+from zero8.op import cuda, cuda_compile, cuda_driver, devices
+from zero8.op.kernel import CpuKernel
+from zero8.step import plan, stepper
 
 
 class StandInGpu:
@@ -45,8 +45,9 @@ class StandInGpu:
         patch(cuda_driver, "LIBRARY", str(library))
         patch(cuda_compile, "machine_code", self._machine_code)
         patch(cuda_driver.Driver, "launch", self._launch_of(cuda_driver.Driver.launch))
-        patch(optimizer, "runner_on", self._runner_on)
-        patch(optimizer, "is_capturing", lambda device: self.is_capturing)
+        for module in (plan, stepper):
+            patch(module, "kernel_on", self._kernel_on)
+        patch(stepper, "is_capturing", lambda device: self.is_capturing)
 
     def __enter__(self) -> "StandInGpu":
         cuda.cuda_kernel.cache_clear()
@@ -71,8 +72,8 @@ class StandInGpu:
             counts.zero_()
             launch(*arguments)
 
-    def _runner_on(self, device: torch.device) -> runners.Runner:
-        return runners.CudaRunner(device) if self.is_on else runners.CpuRunner()
+    def _kernel_on(self, device: torch.device) -> devices.Kernel:
+        return cuda.cuda_kernel(device) if self.is_on else CpuKernel()
 
     def _machine_code(self, architecture: int, backend: str) -> bytes:
         self.compiled.append((architecture, backend))

@@ -46,7 +46,7 @@ def loaded(state_dict, *shapes):
 
 
 def dense(optimizer, p, which):
-    _, stores = optimizer._moments(p, optimizer._infos())
+    stores = optimizer.moments(p)
     return {store.which: store for store in stores}[which].read(0, p.numel()).view(p.shape)
 
 

@@ -12,12 +12,11 @@ from small_optimizers import assert_equal
 from torch import nn
 
 import zero8
-import zero8.zero.optimizer
+from zero8.op import devices
 from zero8.spec.codec import CODECS
-from zero8.step import runners
-from zero8.step.cache import Batch
+from zero8.step import ranks, stepper
+from zero8.step.batch import Seen
 from zero8.step.check import check_tensors
-from zero8.zero.optimizer import _device_of
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -89,9 +88,7 @@ def test_cuda_optimizer_parameters_of_two_devices_step_in_a_launch_each(gpu, mon
     set_grads(mine[0], 0)
     set_grads(theirs[0], 0)
     theirs[1].step()
-    devices = {id(p): number % 2 for number, p in enumerate(mine[0])}
-    of_batch = property(lambda batch: np.array([devices[id(p)] for p in batch.params]))
-    monkeypatch.setattr(Batch, "devices", of_batch)
+    monkeypatch.setattr(Seen, "devices", property(lambda seen: np.arange(len(mine[0])) % 2))
     gpu.launches = 0
     mine[1].step()
     assert gpu.launches == 2
@@ -156,7 +153,7 @@ def test_cuda_optimizer_steps_of_one_parameter_are_added_up(gpu):
 def test_cuda_optimizer_of_several_ranks_logs_instead_of_raising(gpu, monkeypatch, caplog):
     """GPUs of ranks are not equally far: one would raise, the others wait in a collective."""
     params, optimizer = made()
-    monkeypatch.setattr(zero8.zero.optimizer, "_num_ranks", lambda: 2)
+    monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
     monkeypatch.setattr(optimizer, "_has_params_on_gpus", lambda: True)
     step_with_nan(params, optimizer)
     assert optimizer.nonfinite_blocks == 2
@@ -174,7 +171,7 @@ def test_cuda_optimizer_check_finite_counts_where_the_ranks_can_reduce(
     monkeypatch, backends, device
 ):
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
-    assert _device_of(None) == device
+    assert ranks._device_of(None) == device
 
 
 # --- Graphs --------------------------------------------------------------------------------------
@@ -259,8 +256,8 @@ def test_cuda_graph_capture_asks_the_device_of_the_parameters(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(asked.append(device)))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert runners.is_capturing(torch.device("cuda:1")) and asked == [torch.device("cuda:1")]
-    assert not runners.is_capturing(torch.device("cpu"))
+    assert devices.is_capturing(torch.device("cuda:1")) and asked == [torch.device("cuda:1")]
+    assert not devices.is_capturing(torch.device("cpu"))
 
 
 def test_cuda_graph_capture_before_any_step_is_refused_and_changes_nothing(gpu):
@@ -285,13 +282,10 @@ def test_cuda_graph_capture_of_other_parameters_than_stepped_together_is_refused
 def test_cuda_graph_capture_with_parameters_on_the_cpu_is_refused(gpu, monkeypatch):
     params, optimizer = made()
     set_grads(params, 0)
-    optimizer.step()
-    devices = {id(p): number % 2 for number, p in enumerate(params)}
-    of_batch = property(lambda batch: np.array([devices[id(p)] for p in batch.params]))
-    monkeypatch.setattr(Batch, "devices", of_batch)
+    monkeypatch.setattr(Seen, "devices", property(lambda seen: np.arange(len(params)) % 2))
     optimizer.step()
     capturing = iter([True, False, True, False])
-    monkeypatch.setattr(zero8.optimizer, "is_capturing", lambda device: next(capturing))
+    monkeypatch.setattr(stepper, "is_capturing", lambda device: next(capturing))
     with pytest.raises(RuntimeError, match="got parameters that are not on the GPU"):
         optimizer.step()
 

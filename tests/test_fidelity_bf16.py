@@ -18,8 +18,8 @@ from zero8.bench.fidelity.losses import FP32, final_loss
 from zero8.bench.fidelity.metrics import bf16_ulp, weight_distance
 from zero8.bench.fidelity.text import TextTask
 from zero8.bench.fidelity.training import Recipe, TrainingRun
-from zero8.state.settings import ROUNDINGS as SETTINGS
-from zero8.state.settings import check_rounding
+from zero8.state.keywords import ROUNDINGS as SETTINGS
+from zero8.state.keywords import check_rounding
 from zero8.train.model import GPTConfig
 
 TINY = Recipe(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import zero8
-from zero8.state.base import BlockwiseStates
+from zero8.optimizer import Adam8bitBlockwise
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -34,7 +34,7 @@ def test_readme_json_example_is_a_config_of_our_optimizer():
 
 def test_readme_table_of_settings_names_the_defaults():
     rows = re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", README, re.MULTILINE)
-    parameters = inspect.signature(BlockwiseStates.__init__).parameters
+    parameters = inspect.signature(Adam8bitBlockwise.__init__).parameters
     assert len(rows) == 8
     for name, default in rows:
         expected = parameters[name].default

@@ -22,7 +22,7 @@ from zero_worker import Bag, base_optimizer, config, difference, held, make_engi
 
 import zero8
 from zero8 import versions
-from zero8.state.settings import SERVED_KEYS
+from zero8.state.keywords import SERVED_KEYS
 from zero8.versions import TESTED
 from zero8.zero import seams, swapper
 

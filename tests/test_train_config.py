@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from zero8.state.settings import OWN_KEYS
+from zero8.state.keywords import OWN_KEYS
 from zero8.train import config
 from zero8.train.config import BASELINE, EIGHT_BIT, load_config
 

@@ -14,11 +14,11 @@ autoload.install()
 
 def __getattr__(name: str):
     if name == "Adam8bitBlockwise":
-        from zero8.zero.optimizer import Adam8bitBlockwise
+        from zero8.optimizer import Adam8bitBlockwise
 
         return Adam8bitBlockwise
     if name == "assert_active":
-        from zero8.zero.active import assert_active
+        from zero8.active import assert_active
 
         return assert_active
     raise AttributeError(f"module 'zero8' has no attribute {name!r}")

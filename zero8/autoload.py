@@ -15,8 +15,8 @@ def install() -> None:
     try:
         import torch
 
+        from zero8.optimizer import Adam8bitBlockwise
         from zero8.zero.moment_tensor import rebuild_moment
-        from zero8.zero.optimizer import Adam8bitBlockwise
         from zero8.zero.when_imported import when_imported
 
         torch.optim.Adam8bitBlockwise = Adam8bitBlockwise

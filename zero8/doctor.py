@@ -153,8 +153,8 @@ def _libaio(report: dict) -> bool:
 
 def _seams(report: dict) -> dict[str, str]:
     """Return of each seam "missing", "present", or, if it is present and in use, "installed"."""
+    from zero8.optimizer import Adam8bitBlockwise
     from zero8.zero import seams
-    from zero8.zero.optimizer import Adam8bitBlockwise
 
     missing = [f"{module}.{name}" for name, module in SEAMS.items() if _found(name) is None]
     if missing:
@@ -169,7 +169,7 @@ def _seams(report: dict) -> dict[str, str]:
 
 def _accelerate(report: dict) -> str | None:
     """Return the state of what keeps Accelerate from replacing the optimizer, None without it."""
-    from zero8.zero.optimizer import Adam8bitBlockwise
+    from zero8.optimizer import Adam8bitBlockwise
 
     try:
         accelerator = importlib.import_module("accelerate.accelerator")

@@ -1,66 +1,193 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer for plain PyTorch: AdamW whose moments live as 8-bit codes and block scales."""
+"""The optimizer that users name."""
 
+import logging
+import threading
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import fields
-from functools import lru_cache
-from itertools import chain
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from zero8.op import kernel
-from zero8.spec import dither
-from zero8.spec.buffers import check_apart, check_buffer
-from zero8.spec.scalars import StepScalars, next_history
-from zero8.spec.segment import Segment
-from zero8.state.base import BlockwiseStates
-from zero8.state.huge_pages import collapse
-from zero8.state.param_info import ParamInfo
+from zero8.op.devices import DEVICES
+from zero8.spec.codec import DEFAULT_CODEC, Codec
+from zero8.state import keywords
+from zero8.state.kind import kind_of
+from zero8.state.memory_report import MemoryReport
+from zero8.state.params import KnownParams, ParamInfo
+from zero8.state.policy import Policy
+from zero8.state.settings import Settings
 from zero8.state.shard import MomentStore
-from zero8.step.cache import Batch, Contents, Moved, Prepared, packed, premises_of
-from zero8.step.check import check_tensors
-from zero8.step.cuda_graph import CapturedStep
-from zero8.step.nonfinite import Ledger
-from zero8.step.runners import Runner, is_capturing, runner_on
+from zero8.state.whole import WholeTensor
+from zero8.step import ranks
+from zero8.step.stepper import Stepper
+from zero8.versions import warn_if_untested
+from zero8.zero import seams
+from zero8.zero.flat_state import FlatPartition
+from zero8.zero.names import global_shape, names_in_engine
+from zero8.zero.swap_file import Layout
 
-CAPTURE_TOO_EARLY = (
-    "CUDA graph: a captured step needs states and a compiled kernel; call step() once before "
-    "capturing it"
-)
+logger = logging.getLogger("zero8")
 
-# Stand in segments until a step puts its own in, as phases of 0 do.
-NO_SCALARS = StepScalars(**dict.fromkeys((field.name for field in fields(StepScalars)), 0.0))
-
-
-@lru_cache(maxsize=65536)
-def _stream_keys(seed: int, identity: int) -> tuple[int, int]:
-    moment = dither.stream_key(seed, identity, "exp_avg_sq")
-    return moment, dither.stream_key(seed, identity, "param")
+KINDS = (FlatPartition, WholeTensor)
+"""The kinds of state, in the order in which they are asked whether a parameter is theirs."""
 
 
-class BlockwiseAdam(BlockwiseStates):
-    """AdamW with 8-bit block-wise moments on plain tensors; see `zero8.Adam8bitBlockwise`."""
+class Adam8bitBlockwise(torch.optim.Optimizer):
+    r"""AdamW whose two moments are kept as 8-bit codes with one float32 scale per block.
 
-    def __init__(self, params: Iterable, *args, **kwargs):
-        """As `BlockwiseStates`."""
-        # What steps keep: of parameters by their id, and of the last step's parameters together.
-        self._single: dict[int, Prepared] = {}
-        self._joined: dict[torch.device, Prepared] = {}
-        self._counts = Ledger()
-        # Steps in the graph that was captured last, and in earlier ones whose counts are awaited.
-        self._captured: list[CapturedStep] = []
-        self._replaced: list[CapturedStep] = []
-        super().__init__(params, *args, **kwargs)
+    The step is AdamW's (Loshchilov and Hutter, arXiv:1711.05101) with the moments decoded before
+    and encoded after it, block by block (Dettmers et al., arXiv:2110.02861); `zero8.spec.reference`
+    has the equations, `zero8.spec.codec` the codes and their error bounds.  State: 2 +
+    12/block_size bytes per element of an 8-bit parameter instead of 8.
+
+    In a DeepSpeed config: `"optimizer": {"type": "Adam8bitBlockwise", "params": {...}}`.
+
+    Args:
+        params: parameters, groups, or `model.named_parameters()`; float32 or bfloat16, on the CPU
+            or on CUDA GPUs.  Gradients are either, of float32 parameters float16 too.
+        lr: learning rate, a number or a one-element tensor; for one that is on a GPU every step
+            waits.
+        betas: decay rates of the moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled (`adam_w_mode`) or added to the gradient.
+        adam_w_mode: AdamW (default) or Adam with L2 regularisation.
+        bias_correction: divide the moments by 1 - beta^t.
+        maximize: ascend.
+        block_size: elements per scale, a power of two in 64..4096.
+        codec: "log" (default), "companded" or "dynamic"; see `zero8.spec.codec`.
+        min_8bit_size: parameters with fewer elements keep float32 moments.
+        fp32_params: glob patterns of parameter names that keep float32 moments.
+        stochastic_rounding: of bfloat16 parameters: "auto" or "dither" (golden-ratio sequence),
+            "hash" (independent), or False (nearest).
+        weight_correction_bits: 8 keeps the 8 bits below those of each bfloat16 weight beside the
+            states and rounds to the nearest of these 24-bit weights, without noise; 0 does not.
+        seed: of the dither; no generator state exists.
+        huge_pages: move parameters and gradients to huge pages before their first step (Linux 6.1;
+            states are made there anyway): faster steps where memory is the limit.
+        **others: keys of DeepSpeed's and torch's Adam that select an implementation have no
+            effect; `amsgrad=True` and the like are refused.
+
+    Attributes:
+        settings: what holds for the whole optimizer.
+        kinds: the kinds of state that it serves, `KINDS`, each with these settings.
+        nonfinite_blocks: how many blocks steps have left as they were because of a gradient that
+            was not finite, as far as that is known and reported.
+        on_disk: parameters whose states are swapped out, and what their files hold.
+
+    Raises:
+        ValueError: for an unknown key or a bad value.
+    """
+
+    fp32_optimizer_states = False  # what DeepSpeed asks of an optimizer for bf16 states
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+        maximize: bool = False,
+        block_size: int = 256,
+        codec: str = DEFAULT_CODEC,
+        min_8bit_size: int = 4096,
+        fp32_params: Iterable[str] = (),
+        stochastic_rounding: bool | str = "auto",
+        weight_correction_bits: int = 0,
+        seed: int = 0,
+        huge_pages: bool = False,
+        **others,
+    ):
+        """Check the arguments and set up the groups; moments are made by the first step."""
+        warn_if_untested("torch")
+        adamw_mode = keywords.check_other_keys(others)
+        adam_w_mode = keywords.check_flag("adam_w_mode", adam_w_mode)
+        if adamw_mode is not None:
+            adam_w_mode = keywords.check_flag("adamw_mode", adamw_mode)
+        self.settings = Settings(
+            Policy(block_size, min_8bit_size, fp32_params),
+            codec,
+            keywords.check_rounding(stochastic_rounding),
+            keywords.check_correction_bits(weight_correction_bits),
+            keywords.check_seed(seed),
+            keywords.check_flag("huge_pages", huge_pages),
+            keywords.check_flag("bias_correction", bias_correction),
+        )
+        self.nonfinite_blocks = 0
+        self._begin()
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": keywords.check_flag("maximize", maximize),
+            "decoupled_weight_decay": adam_w_mode,
+            # torch AdamW's remaining keys, so that its checkpoints and ours load into each other.
+            "amsgrad": False,
+            "foreach": None,
+            "capturable": False,
+            "differentiable": False,
+            "fused": None,
+        }
+        super().__init__(params, defaults)
+        # DeepSpeed constructs us before ZeRO: the last moment to fit the two together.
+        seams.fit_in(type(self))
+        if any(p.device.type in DEVICES for group in self.param_groups for p in group["params"]):
+            kernel.prepare()  # while an engine is made, where a wait is expected
+
+    def _begin(self) -> None:
+        """Set up what is of this object, and is neither saved nor copied."""
+        self._lock = threading.RLock()
+        self._params = KnownParams()
+        self.kinds = [kind(self.settings, self._params) for kind in KINDS]
+        self._stepper = Stepper(self.settings, self._params, self.kinds)
+        self.on_disk: dict[Tensor, Layout] = {}
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group of parameters, with its own lr, betas, eps and weight_decay if given."""
+        if isinstance(param_group, dict):
+            keywords.check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        # DeepSpeed will replace them in the groups by flat partitions or float32 copies.
+        self._params.remember(self.param_groups, names_in_engine(), global_shape)
+        try:
+            # Patterns without names must fail here, not at the first step.
+            for info in self._infos().values():
+                self.settings.policy.decide(info.name, info.shape)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def __getstate__(self) -> dict:
+        """Return what pickle and deepcopy keep, the settings included."""
+        return {
+            **super().__getstate__(),
+            "settings": self.settings,
+            "nonfinite_blocks": self.nonfinite_blocks,
+        }
 
     def __setstate__(self, state: dict) -> None:
-        """Restore what `__getstate__` kept; what steps of this object have counted stays."""
+        """Restore what `__getstate__` kept; groups of other Adams get the keys they lack."""
+        settings = self.__dict__.get("settings")
         super().__setstate__(state)
-        self._single, self._joined = {}, {}
-        self.__dict__.setdefault("_counts", Ledger())
-        self.__dict__.setdefault("_captured", [])
-        self.__dict__.setdefault("_replaced", [])
+        if self.settings != settings:  # otherwise what this object has counted and knows stays
+            self._begin()
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of new states."""
+        return self.settings.codec
+
+    # --- Steps ----------------------------------------------------------------------------------
 
     @torch._disable_dynamo  # as torch's own load_state_dict: addresses mean nothing to it
     @torch.no_grad()
@@ -76,7 +203,8 @@ class BlockwiseAdam(BlockwiseStates):
                 state does not fit its parameter; nothing has been changed then.
             FloatingPointError: if a gradient is NaN or infinite.  The blocks that it touches, and
                 only they, are left as they were; the step counts, and the state can be saved and
-                stepped on.  On a GPU it is raised by a later step, or by `check_finite`.
+                stepped on.  On a GPU it is raised by a later step, or by `check_finite`; under ZeRO
+                by `check_finite` only.
         """
         loss = None
         if closure is not None:
@@ -84,214 +212,9 @@ class BlockwiseAdam(BlockwiseStates):
                 loss = closure()
         # Python runs other threads while the kernel works.
         with self._lock:
-            self._step()
+            if skipped := self._stepper.step(self.param_groups, self.state):
+                self._report(skipped)
         return loss
-
-    def _step(self) -> None:
-        # Compiles on first use: a failure must come before anything has been changed.
-        kernel.module()
-        batches = self._batches()
-        todo = self._prepared(batches)
-        if any(is_capturing(batch.device) for batch in batches):
-            self._capture(batches, todo)
-            return
-        self._count_replays()
-        for batch, (prepared, runner) in zip(batches, todo, strict=True):
-            self._run(batch, prepared, runner)
-        if skipped := self._counts.take():
-            self._handle_nonfinite(skipped)
-
-    def _batches(self) -> list[Batch]:
-        """Return the parameters that have gradients."""
-        groups: list[dict] = []
-        params: list[Tensor] = []
-        for group in self.param_groups:
-            params += (stepping := [p for p in group["params"] if p.grad is not None])
-            groups += [group] * len(stepping)
-        # Those that take their first step get an empty state here.
-        batch = Batch(groups, params, [p.grad for p in params], [self.state[p] for p in params])
-        # The format is defined by the logical order of the elements: other layouts, such as
-        # channels_last, step on a copy, one parameter at a time.
-        contiguous, device = batch.tensors[0]["contiguous"].astype(bool), batch.devices
-        if contiguous.all() and (device == device[:1]).all():
-            return [batch] if params else []
-        together = [np.flatnonzero(contiguous & (device == one)) for one in np.unique(device)]
-        apart = [[place] for place in np.flatnonzero(~contiguous)]
-        return [batch.at(places) for places in (*together, *apart) if len(places)]
-
-    def _prepared(self, batches: list[Batch]) -> list[tuple[Prepared, Runner]]:
-        """Return the records of batches, made anew where they do not fit, and who steps.
-
-        Raises:
-            ValueError: if a parameter, a gradient or a state is not served; nothing has changed.
-        """
-        kept = [self._fitting(batch) for batch in batches]
-        unfit = [
-            single
-            for batch, prepared in zip(batches, kept, strict=True)
-            if prepared is None
-            for single in batch.singles()
-            if self._fitting(single) is None
-        ]
-        infos = self._infos() if unfit else {}
-        without_state = [single for single in unfit if not single.states[0]]
-        try:
-            for single in unfit:
-                check_tensors(*single.params)
-            if unfit and any(is_capturing(batch.device) for batch in batches):
-                raise RuntimeError(CAPTURE_TOO_EARLY)
-            runners = [runner_on(batch.device) for batch in batches]
-            for single in unfit:
-                self._single[id(single.params[0])] = self._prepare(single, infos)
-        except Exception:  # whatever it is, states of no step must not stay
-            for single in without_state:
-                del self.state[single.params[0]]
-            raise
-        pairs = zip(batches, kept, strict=True)
-        prepared = [prepared or self._join(batch) for batch, prepared in pairs]
-        return list(zip(prepared, runners, strict=True))
-
-    def _fitting(self, batch: Batch) -> Prepared | None:
-        """Return what earlier steps have kept of a batch, if it still fits."""
-        if len(batch.params) == 1:
-            kept = self._single.get(id(batch.params[0]))
-        else:
-            kept = self._joined.get(batch.device)
-        if kept is None or kept.premises is None:
-            return None
-        return kept if kept.premises == self._premises(batch) else None
-
-    def _premises(self, batch: Batch) -> tuple | None:
-        """Return what the records of a batch depend on; None if a parameter has no state yet."""
-        return premises_of(batch, self._contents(batch.states)) if all(batch.states) else None
-
-    def _join(self, batch: Batch) -> Prepared:
-        parts = [self._single[id(p)] for p in batch.params]
-        if len(parts) == 1:
-            return parts[0]
-        joined = Prepared.joined(self._premises(batch), parts)
-        self._joined[batch.device] = joined
-        return joined
-
-    def _moved(self, batch: Batch) -> tuple[list[Moved], list[int]]:
-        """Return where this step takes the moments, and which of these is each parameter's."""
-        self._note_writes(batch.states)
-        number: dict[tuple, int] = {}
-        which = [
-            number.setdefault((id(group), state["step"], state["history"]), len(number))
-            for group, state in zip(batch.groups, batch.states, strict=True)
-        ]
-        groups = {id(group): group for group in self.param_groups}
-        moved = [self._moved_from(groups[at], int(t), float(bound)) for at, t, bound in number]
-        return moved, which
-
-    def _moved_from(self, group: dict, step: int, history: float) -> Moved:
-        betas = float(group["betas"][0]), float(group["betas"][1])
-        step, history = step + 1, next_history(history, *betas)
-        scalars = StepScalars.at(
-            step,
-            history,
-            lr=float(group["lr"]),
-            betas=betas,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=group["decoupled_weight_decay"],
-            bias_correction=self._settings["bias_correction"],
-            maximize=group["maximize"],
-        )
-        return Moved(step, history, scalars)
-
-    def _prepare(self, single: Batch, infos: dict[Tensor, ParamInfo]) -> Prepared:
-        (p,), (state,) = single.params, single.states
-        if not state:
-            state |= self._new_state(p, infos)
-        if self._is_corrected(p) and "param_correction" not in state:
-            state["param_correction"] = torch.zeros(p.shape, dtype=torch.int8, device=p.device)
-        if self._settings["huge_pages"]:
-            collapse(p.data)
-            collapse(p.grad)
-        for key, value in state.items():
-            # The kernel works on the state itself, in the order that it has when it is contiguous.
-            if not isinstance(value, Tensor) or value.layout != torch.strided:
-                continue
-            if not value.is_contiguous():
-                state[key] = value.contiguous()
-        table, stores = self._moments(p, infos)
-        if table.numel != p.numel():
-            raise ValueError(
-                f"{infos[p].label}: got a parameter of {p.numel()} elements, its state has "
-                f"{table.numel}; a parameter that changes its size needs a new optimizer"
-            )
-        correction = state.get("param_correction")
-        if correction is not None:
-            check_buffer("param_correction", correction, p.numel(), [torch.int8])
-        written = {"the parameter": p} | _written(stores, state)
-        check_apart({f"{name} of {infos[p].label}": t for name, t in written.items()})
-        flat = p.contiguous().view(-1), p.grad.contiguous().view(-1)
-        numbers = range(len(table.pieces))
-        segments = [self._segment(number, stores, state, *flat) for number in numbers]
-        labels = tuple(piece.name for piece in table.pieces)
-        keys = [_stream_keys(self._settings["seed"], piece.identity) for piece in table.pieces]
-        return Prepared.of(self._premises(single), labels, flat, segments, keys)
-
-    def _segment(
-        self, number: int, stores: list[MomentStore], state: dict, param: Tensor, grad: Tensor
-    ) -> Segment:
-        exp_avg, exp_avg_sq = stores
-        piece = exp_avg.table.pieces[number]
-        correction = state.get("param_correction")
-        if correction is not None:
-            correction = correction.view(-1).narrow(0, piece.start, piece.numel)
-        return Segment(
-            param=param.narrow(0, piece.start, piece.numel),
-            grad=grad.narrow(0, piece.start, piece.numel),
-            exp_avg=exp_avg.moment(number),
-            exp_avg_sq=exp_avg_sq.moment(number),
-            codec=exp_avg.codec if piece.is_quantized else None,
-            grid=piece.grid,
-            first=piece.first,
-            scalars=NO_SCALARS,
-            moment_phase=0,
-            param_phase=0,
-            rounding=self._settings["rounding"],
-            correction=correction,
-        )
-
-    def _contents(self, states: list[dict]) -> Contents:
-        """Return what says how to read each state, and the entries that hold them all."""
-        entries = list(chain.from_iterable(map(dict.values, states)))
-        if (formats := _formats(states)) is None:
-            return None, entries
-        # The keys say which entries are whose.
-        return (list(map(tuple, states)), formats), entries
-
-    def _note_writes(self, states: list[dict]) -> None:
-        """Forget the bound on m^2/v where something other than a step has changed the moments."""
-
-    def _run(self, batch: Batch, prepared: Prepared, runner: Runner) -> None:
-        """Step over a batch, and note it in the states."""
-        moved, which = self._moved(batch)
-        contiguous = batch.contiguous()
-        prepared.last = runner.run(*packed(prepared, contiguous, moved, which))
-        self._counts.add(prepared.labels, prepared.last.counts())
-        contiguous.copy_to(batch)
-        _note_step(batch, moved, which)
-
-    def _capture(self, batches: list[Batch], todo: list[tuple[Prepared, Runner]]) -> None:
-        """Make a step a part of the CUDA graph that is being captured."""
-        if not all(is_capturing(batch.device) for batch in batches):
-            raise RuntimeError(
-                "a step that is captured in a CUDA graph: got parameters that are not on the GPU, "
-                "expected an optimizer of their own for them"
-            )
-        if any(prepared.last is None for prepared, _ in todo):
-            raise RuntimeError(CAPTURE_TOO_EARLY)
-        # While a graph is captured counts of an earlier one cannot be asked for.
-        self._replaced += [captured for captured in self._captured if captured.is_refreshed]
-        self._captured = [
-            CapturedStep.of(batch, prepared, runner)
-            for batch, (prepared, runner) in zip(batches, todo, strict=True)
-        ]
 
     def before_replay(self) -> None:
         """Make the next replay of the CUDA graph with `step` in it take the next step.
@@ -317,75 +240,126 @@ class BlockwiseAdam(BlockwiseStates):
             RuntimeError: if no step has been captured, or parameters or states have moved since.
             FloatingPointError: as `step`, of an earlier replay; the next can follow nevertheless.
         """
-        if not self._captured:
-            raise RuntimeError("before_replay: got no captured step, expected one in a CUDA graph")
-        batches = [self._as_it_is(captured.batch) for captured in self._captured]
-        for captured, batch in zip(self._captured, batches, strict=True):
-            if captured.has_moved(batch, self._premises(batch)):
-                raise RuntimeError(
-                    "before_replay: parameters or states are not where the CUDA graph has them "
-                    "(was a checkpoint loaded since?); capture it again"
-                )
-        steps = [self._moved(batch) for batch in batches]
-        pairs = zip(self._captured, steps, strict=True)
-        launches = [captured.next_launch(*step) for captured, step in pairs]
-        self._count_replays()
-        for captured, launch in zip(self._captured, launches, strict=True):
-            captured.refresh(launch)
-        for batch, step in zip(batches, steps, strict=True):
-            _note_step(batch, *step)
-        if skipped := self._counts.take():
-            self._handle_nonfinite(skipped)
+        with self._lock:
+            if skipped := self._stepper.before_replay(self.param_groups, self.state):
+                self._report(skipped)
 
-    def _as_it_is(self, batch: Batch) -> Batch:
-        """Return a batch of the same parameters, with their groups and states of today."""
-        group_of = {p: group for group in self.param_groups for p in group["params"]}
-        states = [self.state[p] for p in batch.params]
-        return Batch([group_of[p] for p in batch.params], batch.params, batch.grads, states)
+    def check_finite(self, process_group=None) -> None:
+        """Raise FloatingPointError on every rank if any rank has met a non-finite gradient.
 
-    def _count_replays(self) -> None:
-        for captured in (*self._replaced, *self._captured):
-            if counts := captured.take_counts():
-                self._counts.add(captured.prepared.labels, counts)
-        self._replaced = []
+        One all_reduce of 8 bytes; all ranks of the group must call it.  Waits until a GPU has
+        finished the steps so far.
+        """
+        self._stepper.count_replays()
+        self._log(self._stepper.counts.take(wait=True))
+        if count := ranks.total(self.nonfinite_blocks, process_group):
+            raise FloatingPointError(
+                f"{count} blocks met a non-finite gradient so far (all ranks); they were left as "
+                "they were"
+            )
 
-    def _handle_nonfinite(self, skipped: dict[str, int]) -> None:
+    def _report(self, skipped: Counter[str]) -> None:
+        # One rank must not raise while the others wait in a collective: log, and go on.
+        if not self._raises_alone():
+            self._log(skipped)
+            return
         self.nonfinite_blocks += sum(skipped.values())
-        worst = sorted(skipped.items(), key=lambda item: -item[1])[:10]
         raise FloatingPointError(
             f"non-finite gradient in {len(skipped)} parameter(s): "
-            + ", ".join(f"{label} ({count} blocks)" for label, count in worst)
+            + ", ".join(f"{label} ({count} blocks)" for label, count in skipped.most_common(10))
             + "; these blocks were left as they were, all others have stepped"
         )
 
+    def _raises_alone(self) -> bool:
+        states = [(p, state) for p, state in self.state.items() if state]
+        if not all(kind_of(self.kinds, *pair).raises_alone for pair in states):
+            return False
+        # Ranks with the same gradients raise at the same step, but counts of GPUs may arrive later.
+        return ranks.num_ranks() == 1 or not self._has_params_on_gpus()
 
-def _formats(states: list[dict]) -> bytes | None:
-    """Return what the states say about themselves; None if one says it in another form."""
-    for attempt in range(2):
+    def _has_params_on_gpus(self) -> bool:
+        return any(p.is_cuda for group in self.param_groups for p in group["params"])
+
+    def _log(self, skipped: Counter[str]) -> None:
+        self.nonfinite_blocks += sum(skipped.values())
+        for label, count in skipped.items():
+            logger.warning("non-finite gradient: %s: %d blocks left as they were", label, count)
+
+    # --- States ---------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load a state dict of this optimizer, or of an fp32 Adam whose moments are then quantized.
+
+        Raises:
+            ValueError: if a state does not fit its parameter; nothing has been changed then.
+        """
+        with self._lock:
+            self._load_state_dict(state_dict)
+
+    def _load_state_dict(self, state_dict: dict) -> None:
+        # torch casts every tensor to the parameter's dtype, which would destroy codes and scales;
+        # what is no tensor and no container crosses it untouched, so states cross it wrapped.
+        kept = {"state": self.state, "param_groups": self.param_groups}
+        hooks = (
+            self.register_load_state_dict_pre_hook(_wrap_states),
+            self.register_load_state_dict_post_hook(_adopt_states, prepend=True),
+        )
         try:
-            return torch.cat([state["format"] for state in states]).numpy().tobytes()
-        except (RuntimeError, TypeError):
-            if attempt == 0:  # somebody has moved whole states to another device, perhaps
-                _bring_to_host(states)
-    return None
+            super().load_state_dict(state_dict)
+        except Exception:
+            self.__dict__.update(kept)
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def adopted(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
+        """Return a loaded state of a parameter as this optimizer keeps it, in tensors of its own.
+
+        Raises:
+            ValueError: if it does not fit the parameter.
+        """
+        state = kind_of(self.kinds, p, {}).adopted(p, saved, info)
+        return state | self.settings.correction_from(p, saved)
+
+    def moments(self, p: Tensor) -> list[MomentStore]:
+        """Return the two live moments of a parameter that has state, exp_avg and exp_avg_sq.
+
+        Raises:
+            ValueError: if the state does not fit the parameter.
+        """
+        state = self.state[p]
+        return kind_of(self.kinds, p, state).moments(p, state, self._infos().get(p))
+
+    def memory_report(self) -> MemoryReport:
+        """Return, per parameter, whether its moments are 8-bit or float32, why, and their bytes."""
+        infos, rows = self._infos(), []
+        for p, state in self.state.items():
+            if state:
+                stores = kind_of(self.kinds, p, state).moments(p, state, infos.get(p))
+                rows += self.settings.memory_rows(stores, "param_correction" in state)
+        for layout in self.on_disk.values():
+            rows += self.settings.memory_rows(layout.like, layout.correction_numel > 0)
+        return MemoryReport(tuple(rows))
+
+    def _infos(self) -> dict[Tensor, ParamInfo]:
+        return self._params.infos(self.param_groups)
 
 
-def _bring_to_host(states: list[dict]) -> None:
-    for state in states:
-        header = state["format"]
-        if isinstance(header, Tensor) and not header.is_meta:
-            state["format"] = header.cpu()
+@dataclass
+class _Wrapped:
+    """A saved state on its way through torch's `load_state_dict`."""
+
+    state: dict
 
 
-def _written(stores: list[MomentStore], state: dict) -> dict[str, Tensor]:
-    """Return by name the tensors of a state that a step writes to."""
-    found: dict[str, Tensor] = {}
-    for store in stores:
-        found |= store.named_buffers
-    correction = state.get("param_correction")
-    return found if correction is None else found | {"param_correction": correction}
+def _wrap_states(optimizer: Adam8bitBlockwise, state_dict: dict) -> dict:
+    wrapped = {key: _Wrapped(state) for key, state in state_dict["state"].items()}
+    return {**state_dict, "state": wrapped}
 
 
-def _note_step(batch: Batch, moved: list[Moved], which: list[int]) -> None:
-    for state, number in zip(batch.states, which, strict=True):
-        state["step"], state["history"], _ = moved[number]
+def _adopt_states(optimizer: Adam8bitBlockwise) -> None:
+    infos = optimizer._infos()
+    for p, wrapped in optimizer.state.items():
+        saved = wrapped.state
+        optimizer.state[p] = optimizer.adopted(p, saved, infos.get(p)) if saved else saved

@@ -103,7 +103,7 @@ def _exported(state: dict) -> dict:
     if block_size == 0:
         return exported | {_KEYS[which][0]: state[which] for which in MOMENTS}
     verbatim = codec_numbered(number).name == "dynamic" and _blocks_coincide(shape, block_size)
-    _, stores = PlainState(state).stores("")
+    stores = PlainState(state).stores("")
     for store in stores:
         code = getattr(CODECS["dynamic"], store.which)
         if verbatim:

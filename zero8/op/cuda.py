@@ -48,12 +48,16 @@ class Launched:
     Attributes:
         launch: what was launched.
         table: its table, `Launch.table`, on the GPU.
-        counts: (num_segments,) int64, blocks left as they were.
+        nonfinite_blocks: (num_segments,) int64, blocks left as they were.
     """
 
     launch: Launch
     table: Tensor
-    counts: Tensor
+    nonfinite_blocks: Tensor
+
+    def counts(self) -> Counts:
+        """Ask for the numbers of blocks, as they will be where torch's current stream is now."""
+        return Counts(self.nonfinite_blocks)
 
 
 class CudaKernel:
@@ -70,6 +74,14 @@ class CudaKernel:
             torch.cuda.synchronize()
             self._function = self._driver.function(code, "zero8_step")
         self._maps: Tensor | None = None
+
+    def step(self, records: np.ndarray, scalars: np.ndarray) -> Launched:
+        """Take a step over `kernel.packed` segments, behind the work of torch's current stream.
+
+        Raises:
+            ValueError: if the kernel could not rely on a segment; it names the field.
+        """
+        return self.launch(Launch.of(records, scalars))
 
     def launch(self, launch: Launch) -> Launched:
         """Launch on torch's current stream."""
@@ -100,7 +112,7 @@ class CudaKernel:
         begin.copy_(self._pinned(launch.table), non_blocking=True)
 
     def _launched(self, launch: Launch, table: Tensor) -> Launched:
-        counts = torch.zeros(launch.num_segments, dtype=torch.int64, device=self._device)
+        skipped = torch.zeros(launch.num_segments, dtype=torch.int64, device=self._device)
         base = table.data_ptr()
         arguments = [
             base,
@@ -108,14 +120,14 @@ class CudaKernel:
             launch.num_segments,
             base + launch.scalars_at,
             self._maps.data_ptr() if launch.uses_maps else 0,
-            counts.data_ptr(),
+            skipped.data_ptr(),
         ]
         block = launch.team_threads, launch.teams
         resident = self._driver.resident_blocks(self._function, block[0] * block[1])
         grid = launch.grid(resident * self._processors)
         stream = torch.cuda.current_stream(self._device).cuda_stream
         self._driver.launch(self._function, grid, block, arguments, stream)
-        return Launched(launch, table, counts)
+        return Launched(launch, table, skipped)
 
     @staticmethod
     def _pinned(array: np.ndarray) -> Tensor:
@@ -173,5 +185,5 @@ def step(segments: Sequence[Segment], backend: str | None = None) -> Tensor:
         RuntimeError: if the kernel cannot be compiled, loaded or launched.
     """
     device = segments[0].param.device
-    launch = Launch.of(*kernel.packed(segments, device))
-    return cuda_kernel(device, backend).launch(launch).counts
+    packed = kernel.packed(segments, device)
+    return cuda_kernel(device, backend).step(*packed).nonfinite_blocks

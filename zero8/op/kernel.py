@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zero8.op import build
 from zero8.op.dynamic_tables import dynamic_maps
-from zero8.op.threads import step_threads
+from zero8.op.threads import host_share, step_threads
 from zero8.spec.buffers import check_buffer
 from zero8.spec.grid import check_block_size
 from zero8.spec.scalars import StepScalars
@@ -139,6 +139,46 @@ def packed_scalars(scalars: Iterable[StepScalars]) -> np.ndarray:
 def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) -> None:
     """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive."""
     module_for(isa).step(records, scalars, dynamic_maps(), num_threads, isas()[isa])
+
+
+class CpuStep:
+    """A step that the CPU has taken."""
+
+    def __init__(self, nonfinite_blocks: np.ndarray):
+        """Take what the kernel has counted: (segments,) blocks left as they were."""
+        self._nonfinite_blocks = nonfinite_blocks
+
+    def counts(self) -> "CpuStep":
+        """Return the numbers of blocks, which are here: as those of a GPU will be."""
+        return self
+
+    def have_arrived(self) -> bool:
+        """Return True."""
+        return True
+
+    def read(self) -> np.ndarray:
+        """Return the numbers."""
+        return self._nonfinite_blocks
+
+
+class CpuKernel:
+    """The kernel on the CPU, as `default_isa` and `step_threads` say when this is made."""
+
+    def __init__(self):
+        """Build the op if need be.
+
+        Raises:
+            ValueError: if this processor lacks ZERO8_ISA, or a launcher's variable is no number.
+        """
+        isa = default_isa()
+        self._step, self._isa, self._maps = module_for(isa).step, isas()[isa], dynamic_maps()
+        self._max_threads = host_share()
+
+    def step(self, records: np.ndarray, scalars: np.ndarray) -> CpuStep:
+        """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive."""
+        num_threads = min(torch.get_num_threads(), self._max_threads)
+        self._step(records, scalars, self._maps, num_threads, self._isa)
+        return CpuStep(records["nonfinite_blocks"].copy())
 
 
 def check(records: np.ndarray, num_scalars: int) -> None:

@@ -59,8 +59,8 @@ class PlainState:
                 entries[store.which] = store.dense.view(piece.shape)
         return cls(entries)
 
-    def stores(self, name: str) -> tuple[PieceTable, list[MomentStore]]:
-        """Return the segment table, its one piece called `name`, and the two live moments.
+    def stores(self, name: str) -> list[MomentStore]:
+        """Return the two live moments, over a segment table whose one piece is called `name`.
 
         Raises:
             ValueError: if the entries do not describe a state that this version reads.
@@ -68,7 +68,7 @@ class PlainState:
         number, piece = _described_piece(self.entries, name)
         table = PieceTable((piece,), piece.numel)
         codec = codec_numbered(number) if piece.is_quantized else None
-        return table, [self._store(codec, which, table) for which in MOMENTS]
+        return [self._store(codec, which, table) for which in MOMENTS]
 
     def _store(self, codec: Codec | None, which: str, table: PieceTable) -> MomentStore:
         if codec is None:
@@ -101,7 +101,8 @@ class PlainState:
         name = target(None).name
         if missing := [key for key in ("step", "history") if key not in saved]:
             raise ValueError(f"state of {name}: got entries {sorted(saved)}, without {missing}")
-        table, stores = cls(saved).stores(name)
+        stores = cls(saved).stores(name)
+        table = stores[0].table
         step, history = checked_step(saved), checked_history(saved)
         wanted = target(table.pieces[0].identity)
         _check_shape(name, table.pieces[0].shape, wanted.shape)
@@ -130,8 +131,7 @@ class PlainState:
         return cls({**new.entries, "step": step, "history": UNKNOWN_HISTORY})
 
     def _write(self, moments: list[Tensor]) -> None:
-        _, stores = self.stores("")
-        for store, values in zip(stores, moments, strict=True):
+        for store, values in zip(self.stores(""), moments, strict=True):
             store.write(0, values)
 
 

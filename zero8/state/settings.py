@@ -1,151 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what a user passes to the optimizer: every refusal says what to do instead."""
+"""What holds for a whole optimizer, and what follows from it for the state of each parameter."""
 
 import logging
-import math
 from collections.abc import Sequence
-from numbers import Real
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from zero8.spec.buffers import check_entry
+from zero8.spec.codec import Codec, codec_named
 from zero8.spec.segment import Rounding
+from zero8.state.memory_report import MemoryRow
+from zero8.state.params import ParamInfo
+from zero8.state.policy import Policy
+from zero8.state.shard import MomentStore, Piece
 
 logger = logging.getLogger("zero8")
 
-# Keys that no other Adam has.
-OWN_KEYS = (
-    "block_size",
-    "codec",
-    "min_8bit_size",
-    "fp32_params",
-    "stochastic_rounding",
-    "weight_correction_bits",
-    "seed",
-    "huge_pages",
-)
 
-SERVED_KEYS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "adam_w_mode",
-    "bias_correction",
-    "maximize",
-    *OWN_KEYS,
-)
+@dataclass(frozen=True)
+class Settings:
+    """The settings of an optimizer that no parameter group has of its own.
 
-# Keys that hold for the whole optimizer and have no meaning in one parameter group.
-WHOLE_OPTIMIZER_KEYS = ("adam_w_mode", "adamw_mode", "bias_correction", *OWN_KEYS)
-
-# Keys of DeepSpeed's and torch's Adam that select an implementation: there is only one here, and
-# whoever names it has asked for 8-bit states.
-NO_EFFECT_KEYS = ("torch_adam", "set_grad_none", "foreach", "fused", "fp32_optimizer_states")
-
-# Keys that ask for something this optimizer does not do, and the value that is harmless.
-REFUSED_KEYS = {
-    "amsgrad": (False, "the maximum of past second moments would need a third moment"),
-    "capturable": (False, "CUDA graphs take any step: leave it out, see before_replay()"),
-    "differentiable": (False, "the step is not differentiable"),
-}
-
-ROUNDINGS = {
-    "auto": Rounding.DITHER,
-    True: Rounding.DITHER,
-    "dither": Rounding.DITHER,
-    "hash": Rounding.HASH,
-    False: Rounding.NEAREST,
-}
-
-
-def check_other_keys(others: dict) -> bool | None:
-    """Check keywords outside torch AdamW's and zero8's own; return `adamw_mode` if given.
+    Attributes:
+        policy: which parameters get 8-bit moments.
+        codec_name: the codec of new states.
+        rounding: of bfloat16 parameters.
+        correction_bits: 0, or 8 bits kept beside each bfloat16 parameter.
+        seed: of the dither.
+        huge_pages: whether parameters and gradients are moved to huge pages.
+        bias_correction: whether moments are divided by 1 - beta^t.
 
     Raises:
-        ValueError: for an unknown key (lists the valid ones), or one that asks for what this
-            optimizer does not do.
+        ValueError: if there is no such codec.
     """
-    adamw_mode = others.pop("adamw_mode", None)
-    _check_refused_keys(others)
-    for key, value in others.items():
-        if key in REFUSED_KEYS:
-            continue
-        if key not in NO_EFFECT_KEYS:
+
+    policy: Policy
+    codec_name: str
+    rounding: Rounding
+    correction_bits: int
+    seed: int
+    huge_pages: bool
+    bias_correction: bool
+
+    def __post_init__(self):
+        """Check the one value that others have not checked."""
+        codec_named(self.codec_name)
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of new states."""
+        return codec_named(self.codec_name)
+
+    def piece(self, info: ParamInfo, start: int, numel: int, first: int) -> Piece:
+        """Return a piece of a parameter, 8-bit or float32 as the policy decides; see `Piece`."""
+        grid = self.policy.decide(info.name, info.shape).grid
+        block_size = grid.block_size if grid else 0
+        return Piece(start, numel, first, info.shape, info.identity, block_size, info.label)
+
+    def corrects(self, p: Tensor) -> bool:
+        """Return whether the state of a parameter holds a correction of its values."""
+        return self.correction_bits == 8 and p.dtype == torch.bfloat16
+
+    def correction_from(self, p: Tensor, saved: dict) -> dict:
+        """Return the correction entry of a loaded state, empty where none is kept.
+
+        Raises:
+            ValueError: if it does not fit the parameter.
+        """
+        correction = saved.get("param_correction")
+        if correction is None:
+            return {}
+        if not self.corrects(p):
+            logger.warning("weight_correction_bits is 0: the corrections of a checkpoint are lost")
+            return {}
+        check_entry("param_correction", correction, p.numel(), [torch.int8])
+        if correction.shape != p.shape:
             raise ValueError(
-                f"unknown parameter {key!r} for Adam8bitBlockwise; valid ones are "
-                f"{', '.join(SERVED_KEYS)}; accepted without effect: {', '.join(NO_EFFECT_KEYS)}"
+                f"param_correction: got {tuple(correction.shape)}, expected {tuple(p.shape)}"
             )
-        if value:
-            logger.warning("%s=%r has no effect on Adam8bitBlockwise", key, value)
-    return adamw_mode
+        return {"param_correction": correction.to(p.device, copy=True).contiguous()}
 
-
-def _check_refused_keys(values: dict) -> None:
-    for key, (harmless, reason) in REFUSED_KEYS.items():
-        if values.get(key) not in (harmless, None):
-            raise ValueError(
-                f"{key}: got {values[key]!r}, Adam8bitBlockwise supports {harmless} only: {reason}"
-            )
-
-
-def check_rounding(value: object) -> Rounding:
-    """Return the rounding of bfloat16 parameters that `stochastic_rounding` names."""
-    for name, rounding in ROUNDINGS.items():
-        if type(value) is type(name) and value == name:
-            return rounding
-    raise ValueError(f"stochastic_rounding: got {value!r}, expected one of {list(ROUNDINGS)}")
-
-
-def check_correction_bits(bits: object) -> int:
-    """Return 0 or 8, the bits kept beside each bfloat16 weight, or raise ValueError."""
-    if isinstance(bits, bool) or bits not in (0, 8):
-        raise ValueError(f"weight_correction_bits: got {bits!r}, expected 0 or 8")
-    return bits
-
-
-def check_flag(name: str, value: object) -> bool:
-    """Return a bool, or raise ValueError."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}: got {value!r}, expected true or false")
-    return value
-
-
-def check_seed(seed: object) -> int:
-    """Return a seed, an integer, or raise ValueError."""
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"seed: got {seed!r}, expected an integer")
-    return seed
-
-
-def check_group(group: dict) -> None:
-    """Check the settings of a parameter group, or raise ValueError."""
-    for key in WHOLE_OPTIMIZER_KEYS:
-        if key in group:
-            raise ValueError(
-                f"{key}: got it in a parameter group, but it holds for the whole optimizer; pass "
-                "it to Adam8bitBlockwise itself"
-            )
-    _check_refused_keys(group)
-    check_flag("maximize", group["maximize"])
-    lr = group["lr"]
-    if isinstance(lr, torch.Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"lr: got a tensor of shape {tuple(lr.shape)}, expected one element")
-        lr = lr.item()
-    _check_number("lr", lr, minimum=0.0)
-    betas = group["betas"]
-    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
-        raise ValueError(f"betas: got {betas!r}, expected two numbers, such as [0.9, 0.999]")
-    for beta in betas:
-        _check_number("betas", beta, minimum=0.0)
-        if beta >= 1.0:
-            raise ValueError(f"betas: got {beta!r}, expected numbers below 1")
-    _check_number("eps", group["eps"], minimum=0.0)
-    _check_number("weight_decay", group["weight_decay"], minimum=0.0)
-
-
-def _check_number(name: str, value: object, minimum: float) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{name}: got {value!r}, expected a finite number")
-    if value < minimum:
-        raise ValueError(f"{name}: got {value!r}, expected at least {minimum}")
+    def memory_rows(self, stores: Sequence[MomentStore], corrected: bool) -> list[MemoryRow]:
+        """Return what two moments take, a row for each piece of their segment table."""
+        rows = []
+        for number, piece in enumerate(stores[0].table.pieces):
+            moments = [store.moment(number) for store in stores]
+            tensors = [t for m in moments for t in (m.values, m.scales)]
+            state_bytes = sum(t.nbytes for t in tensors if t is not None)
+            reason = self.policy.decide(piece.name, piece.shape).reason
+            bits = 8 if piece.is_quantized else 32
+            sizes = (piece.numel, bits, reason, state_bytes, piece.numel * corrected)
+            rows.append(MemoryRow(piece.name, piece.shape, *sizes))
+        return rows

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zero8.op import kernel
-from zero8.step.runners import DEVICES
+from zero8.op.devices import DEVICES
 
 # What to set, by dtype that is not served.
 REMEDIES = {

@@ -1,71 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step over parameters that has become a part of a CUDA graph."""
+"""A step that has become a part of a CUDA graph."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from zero8.op.cuda import Launched
+from zero8.op.devices import BlockCounts
 from zero8.op.launch import Launch
-from zero8.step.cache import Batch, Moved, Prepared, packed
-from zero8.step.runners import BlockCounts, CudaRun, CudaRunner
+from zero8.step.batch import Batch, Seen
+from zero8.step.plan import Part, Plan
+from zero8.step.records import NextStep
+
+TOO_EARLY = (
+    "CUDA graph: a captured step needs states and a compiled kernel; call step() once before "
+    "capturing it"
+)
 
 
 @dataclass
+class CapturedPart:
+    """What the graph does for one part of the plan.
+
+    Attributes:
+        part: the part, on a GPU.
+        contiguous: what the kernel steps over, if it is copies; the graph makes them.
+        launched: the captured launch: what its table says, replays do.
+        stream: where its table was written last.
+    """
+
+    part: Part
+    contiguous: Batch | None
+    launched: Launched
+    stream: torch.cuda.Stream | None = None
+
+    @classmethod
+    def of(cls, part: Part, batch: Batch) -> "CapturedPart":
+        """Capture the step that has been taken last."""
+        if part.is_contiguous:
+            return cls(part, None, part.kernel.capture(part.taken))
+        mine = part.of(batch)
+        contiguous = mine.contiguous()
+        launched = part.kernel.capture(part.taken)
+        contiguous.copy_to(mine)
+        return cls(part, contiguous, launched)
+
+    def refresh(self, launch: Launch) -> None:
+        """Make the next replay do this, behind the work of torch's current stream."""
+        self.part.kernel.refresh(launch, self.launched)
+        self.stream = torch.cuda.current_stream(self.launched.table.device)
+
+    def counts(self) -> BlockCounts:
+        """Return the counts of the last replay."""
+        with torch.cuda.stream(self.stream):
+            return self.launched.counts()
+
+
 class CapturedStep:
-    """What replays of the graph step over; it is kept alive with this.
+    """The step over a batch as replays of the graph take it; the batch is kept alive with this.
 
     Attributes:
         batch: the parameters and their gradients.
-        contiguous: what the kernel steps over, copies where elements lie in another order.
-        prepared: their records.
-        runner: who captured.
-        run: what has been captured.
         is_refreshed: whether a replay has been prepared and its counts have not been asked for.
     """
 
-    batch: Batch
-    contiguous: Batch
-    prepared: Prepared
-    runner: CudaRunner
-    run: CudaRun
-    is_refreshed: bool = False
+    def __init__(self, batch: Batch, plan: Plan, seen: Seen):
+        """Capture a step for whose plan an ordinary step has been taken.
 
-    @classmethod
-    def of(cls, batch: Batch, prepared: Prepared, runner: CudaRunner) -> "CapturedStep":
-        """Capture a step over a batch, for whose records an ordinary step has been taken."""
-        contiguous = batch.contiguous()
-        run = runner.capture(prepared.last)
-        contiguous.copy_to(batch)
-        return cls(batch, contiguous, prepared, runner, run)
+        Raises:
+            RuntimeError: if none has.
+        """
+        self.batch, self.is_refreshed = batch, False
+        self._plan, self._seen = plan, seen
+        if any(part.taken is None for part in plan.parts):
+            raise RuntimeError(TOO_EARLY)
+        self._parts = [CapturedPart.of(part, batch) for part in plan.parts]
 
-    def has_moved(self, batch: Batch, premises: tuple | None) -> bool:
-        """Return whether the graph would step over other memory than this batch has."""
-        was, now = (b.tensors[0]["data"] for b in (self.batch, batch))
-        return premises != self.prepared.premises or not np.array_equal(was, now)
+    def check_is_at(self, batch: Batch) -> None:
+        """Raise RuntimeError unless the graph would step over the memory that this batch has."""
+        kinds = self._plan.kinds
+        was, now = self._seen, Seen(batch, kinds.contents(batch.states))
+        if was.fingerprint != now.fingerprint or not np.array_equal(was.addresses, now.addresses):
+            raise RuntimeError(
+                "before_replay: parameters or states are not where the CUDA graph has them (was a "
+                "checkpoint loaded since?); capture it again"
+            )
+        kinds.note_writes(batch.states)
 
-    def next_launch(self, moved: Sequence[Moved], which: Sequence[int]) -> Launch:
-        """Return the launch that takes a step; see `zero8.step.cache.packed` for the arguments.
+    def launches(self, steps: Sequence[NextStep], which: Sequence[int]) -> list[Launch]:
+        """Return the launches that take a step; see `StepRecords.filled` for the arguments.
 
         Raises:
             RuntimeError: if it has more scalars than the step that was captured.
         """
-        launch = Launch.of(*packed(self.prepared, self.contiguous, moved, which))
-        if launch.table.size > self.run.launched.table.numel():
-            raise RuntimeError(
-                "CUDA graph: parameters now need more distinct settings than were captured; step "
-                "once and capture again"
-            )
-        return launch
+        launches = []
+        for one in self._parts:
+            filled = one.part.filled(one.contiguous, self._seen.addresses, steps, which)
+            launches.append(Launch.of(*filled))
+            if launches[-1].table.size > one.launched.table.numel():
+                raise RuntimeError(
+                    "CUDA graph: parameters now need more distinct settings than were captured; "
+                    "step once and capture again"
+                )
+        return launches
 
-    def refresh(self, launch: Launch) -> None:
+    def refresh(self, launches: Sequence[Launch]) -> None:
         """Make the next replay do this, behind the work of torch's current stream."""
-        self.runner.refresh(launch, self.run)
+        for one, launch in zip(self._parts, launches, strict=True):
+            one.refresh(launch)
         self.is_refreshed = True
 
-    def take_counts(self) -> BlockCounts | None:
-        """Return the counts of the last replay, None if they have been asked for before."""
-        if not self.is_refreshed:
-            return None
-        self.is_refreshed = False
-        return self.run.counts()
+    def take_counts(self) -> Iterator[tuple[Sequence[str], BlockCounts]]:
+        """Yield labels and counts of the last replay, unless they have been asked for before."""
+        if self.is_refreshed:
+            self.is_refreshed = False
+            for one in self._parts:
+                yield one.part.records.labels, one.counts()

@@ -4,7 +4,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from zero8.step.runners import BlockCounts
+from zero8.op.devices import BlockCounts
 
 
 class Ledger:

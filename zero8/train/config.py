@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 
-from zero8.state.settings import OWN_KEYS
+from zero8.state.keywords import OWN_KEYS
 
 BASELINE = "AdamW"
 EIGHT_BIT = "Adam8bitBlockwise"

@@ -7,6 +7,7 @@ it: float32 moments, Adam's L2 decay in place of AdamW's, betas and eps of its o
 
 import functools
 import logging
+from dataclasses import dataclass
 from types import ModuleType
 
 logger = logging.getLogger("zero8")
@@ -23,6 +24,17 @@ REMEDY = (
     f"set {SETTING} at the top level of the DeepSpeed config, or name the optimizer there: "
     '"optimizer": {"type": "Adam8bitBlockwise", "params": {...}} (and give Accelerate a DummyOptim)'
 )
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Calls `guard` when Accelerate has been imported."""
+
+    optimizer_class: type
+
+    def __call__(self, accelerator: ModuleType) -> None:
+        """Guard our optimizer from it."""
+        guard(accelerator, self.optimizer_class)
 
 
 def guard(accelerator: ModuleType, optimizer_class: type) -> None:

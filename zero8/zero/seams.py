@@ -20,18 +20,48 @@ All of them leave every other optimizer as it was.
 
 import functools
 import inspect
+import sys
+import warnings
+from dataclasses import dataclass
 from importlib.metadata import version
 from types import ModuleType
 
 from zero8.versions import TESTED, warn_if_untested
-from zero8.zero import access
+from zero8.zero import accelerate, access
 from zero8.zero.accelerate import REMEDY
+from zero8.zero.when_imported import when_imported
 
 SWAPPERS = {
     "PartitionedOptimizerSwapper": "PartitionedSwapper",
     "PipelinedOptimizerSwapper": "PipelinedSwapper",
 }
 """Names in deepspeed.runtime.zero.stage3, and in `zero8.zero.swapper` what takes their place."""
+
+
+def fit_in(optimizer_class: type) -> None:
+    """Fit `optimizer_class` into DeepSpeed and Accelerate, now or when they are imported.
+
+    Raises:
+        RuntimeError: as `install`, if DeepSpeed is loaded.
+    """
+    if "deepspeed" in sys.modules:
+        install(optimizer_class)
+    else:  # an engine that is given an optimizer object may be imported later
+        when_imported("deepspeed.runtime.engine", _Late(optimizer_class))
+    when_imported("accelerate.accelerator", accelerate.Guard(optimizer_class))
+
+
+@dataclass(frozen=True)
+class _Late:
+    """Installs the seams when DeepSpeed has been imported."""
+
+    optimizer_class: type
+
+    def __call__(self, _: ModuleType) -> None:
+        try:
+            install(self.optimizer_class)
+        except RuntimeError as error:  # `import deepspeed` must not fail; engines will say more
+            warnings.warn(str(error), stacklevel=2)
 
 
 def install(optimizer_class: type) -> None:

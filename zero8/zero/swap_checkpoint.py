@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zero8.zero import swap_file
-from zero8.zero.optimizer import check_places
+from zero8.zero.flat_state import check_places
 from zero8.zero.swapper import SwapsStates
 
 

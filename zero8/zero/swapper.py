@@ -27,6 +27,7 @@ from torch import Tensor
 from zero8.state.plain import MOMENTS
 from zero8.state.shard import MomentStore
 from zero8.zero import swap_file
+from zero8.zero.flat_state import FlatPartition
 from zero8.zero.swap_file import BLOCK_BYTES, Layout
 
 # What is overridden or called here, and the parameters that it has in DeepSpeed.
@@ -209,10 +210,14 @@ class SwapsStates(OptimizerSwapper):
         """Return the layout that the file of a sub-group's state will have."""
         self._set_dtype(parameter)
         numel = self.swap_params_info[parameter.ds_id].numel()
-        table = self.optimizer._table(parameter, numel)
-        codec = self.optimizer.codec
-        like = tuple(MomentStore.zeros(codec, which, table, "meta") for which in MOMENTS)
-        return Layout(like, numel if self.optimizer._is_corrected(parameter) else 0)
+        table, settings = self._kind.table(parameter, numel), self.optimizer.settings
+        like = tuple(MomentStore.zeros(settings.codec, which, table, "meta") for which in MOMENTS)
+        return Layout(like, numel if settings.corrects(parameter) else 0)
+
+    @property
+    def _kind(self) -> FlatPartition:
+        (kind,) = [kind for kind in self.optimizer.kinds if isinstance(kind, FlatPartition)]
+        return kind
 
     def reserve(self, parameter: Tensor) -> None:
         """Take the disk space for a sub-group's state, and note the memory that it will need."""
@@ -289,8 +294,7 @@ class SwapsStates(OptimizerSwapper):
             self._hand_over(parameter, state)
             return
         # It was loaded: codec, block size or policy may not be ours.
-        adopted = self.optimizer._adopted(parameter, state, {})
-        state = {**adopted, **self.optimizer._correction_from(parameter, state)}
+        state = self.optimizer.adopted(parameter, state, None)
         self._layouts[key] = Layout.of_state(state)
         self._hand_over(parameter, state)
         self._pool.give_back(buffer)
@@ -309,8 +313,8 @@ class SwapsStates(OptimizerSwapper):
             swap_file.write_empty(path, self._alignment_bytes)
             self.optimizer.on_disk.pop(parameter, None)
             return 0
-        self.optimizer._moments(parameter, {})  # encodes moments that were loaded as float32
-        self.optimizer._note_writes([state])
+        self._kind.moments(parameter, state, None)  # encodes what was loaded as float32
+        self._kind.note_writes([state])
         layout, left = self._layouts.get(key), None
         if layout is None or not layout.fits(state):
             layout = self._layouts[key] = Layout.of_state(state)

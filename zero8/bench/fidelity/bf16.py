@@ -13,7 +13,7 @@ from zero8.bench.fidelity.metrics import weight_distance
 from zero8.bench.fidelity.pool import Job
 from zero8.bench.fidelity.schemes import Named
 from zero8.bench.fidelity.training import BETA1, Gradients, Layout, Recipe, TrainingRun, adamw
-from zero8.zero.optimizer import Adam8bitBlockwise
+from zero8.optimizer import Adam8bitBlockwise
 
 # What the optimizer is told, per way to keep the weights.
 ROUNDINGS = {

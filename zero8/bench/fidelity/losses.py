@@ -9,7 +9,7 @@ import torch
 from zero8.bench.fidelity.pool import Job
 from zero8.bench.fidelity.schemes import FP32_CONTROL
 from zero8.bench.fidelity.training import BETA1, Recipe, TrainingRun, adamw
-from zero8.zero.optimizer import Adam8bitBlockwise
+from zero8.optimizer import Adam8bitBlockwise
 
 FP32 = "fp32"
 

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from zero8.bench.fidelity.codes import CodedAdam, FlashCode, FourBitCode, RatioCode
 from zero8.bench.fidelity.training import Layout
 from zero8.bench.states import state_bytes
+from zero8.optimizer import Adam8bitBlockwise
 from zero8.spec.codec import CODECS
 from zero8.state.plain import PlainState
-from zero8.zero.optimizer import Adam8bitBlockwise
 
 Named = list[tuple[str, Tensor]]
 
@@ -123,7 +123,7 @@ def zero8_fp32() -> Scheme:
 
 
 def _zero8_v(optimizer: Optimizer, p: Tensor) -> Tensor:
-    _, (_, store) = PlainState(optimizer.state[p]).stores("")
+    _, store = PlainState(optimizer.state[p]).stores("")
     return store.read(0, p.numel())
 
 

@@ -3,9 +3,9 @@
 
 import torch
 
+from zero8.optimizer import Adam8bitBlockwise
 from zero8.zero import seams
 from zero8.zero.accelerate import SETTING
-from zero8.zero.optimizer import Adam8bitBlockwise
 
 IN_CONFIG = 'set "optimizer": {"type": "Adam8bitBlockwise", "params": {...}}'
 

@@ -4,11 +4,15 @@
 import copy
 import gc
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
 
 import zero8
+from zero8.state.params import KnownParams
+from zero8.state.whole import WholeTensor
+from zero8.step import stepper
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SHAPES = {"a": (64, 100), "b": (33,), "c": (70, 300)}
@@ -165,8 +169,8 @@ def test_parameter_that_changes_its_size_raises(rows):
 def test_first_step_asks_for_the_names_of_all_parameters_once(monkeypatch):
     params, optimizer = made()
     calls = []
-    infos = optimizer._infos
-    monkeypatch.setattr(optimizer, "_infos", lambda: calls.append(1) or infos())
+    infos = KnownParams.infos
+    monkeypatch.setattr(KnownParams, "infos", lambda *args: calls.append(1) or infos(*args))
     step(params, optimizer, 0)
     step(params, optimizer, 1)
     assert len(calls) == 1
@@ -175,13 +179,13 @@ def test_first_step_asks_for_the_names_of_all_parameters_once(monkeypatch):
 def test_only_parameters_whose_tensors_have_changed_are_prepared_again(monkeypatch):
     params, optimizer = made()
     prepared = []
-    prepare = optimizer._prepare
+    prepare = stepper.prepared
 
-    def counted(batch, infos):
-        prepared.append(infos[batch.params[0]].name)
-        return prepare(batch, infos)
+    def counted(settings, kind, single, info):
+        prepared.append(info.name)
+        return prepare(settings, kind, single, info)
 
-    monkeypatch.setattr(optimizer, "_prepare", counted)
+    monkeypatch.setattr(stepper, "prepared", counted)
     step(params, optimizer, 0)
     step(params, optimizer, 1, skip=("b",))
     step(params, optimizer, 2, skip=("a", "c"))
@@ -191,3 +195,36 @@ def test_only_parameters_whose_tensors_have_changed_are_prepared_again(monkeypat
     step(params, optimizer, 4)
     step(params, optimizer, 5)
     assert prepared == ["a", "b", "c", "c"]
+
+
+class OfMatrices(WholeTensor):
+    """A kind of state for matrices only, which says when it is asked."""
+
+    asked: ClassVar[list[str]] = []
+
+    def serves(self, p, state):
+        return p.ndim == 2
+
+    def contents(self, states):
+        self.asked.append("contents")
+        return super().contents(states)
+
+    def note_writes(self, states):
+        self.asked.append(f"note_writes of {len(states)}")
+
+
+def test_parameters_of_two_kinds_of_state_step_together_each_asked_through_its_own(monkeypatch):
+    params, optimizer = made()
+    monkeypatch.setattr(zero8.optimizer, "KINDS", (OfMatrices, WholeTensor))
+    mixed, other = made()
+    for number in range(3):
+        step(params, optimizer, number)
+        del OfMatrices.asked[:]
+        step(mixed, other, number)
+    assert OfMatrices.asked == ["contents", "note_writes of 2"]  # of a and c, where nothing moved
+    for name, p in params.items():
+        assert torch.equal(p, mixed[name]), name
+    state = other.state[mixed["c"]]
+    state["exp_avg_q8"] = state["exp_avg_q8"][:5]
+    with pytest.raises(ValueError, match="exp_avg_q8: got 1500 elements, expected 21000"):
+        step(mixed, other, 3)

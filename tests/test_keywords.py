@@ -7,7 +7,7 @@ from torch import nn
 
 from zero8 import Adam8bitBlockwise
 from zero8.spec.segment import Rounding
-from zero8.state import settings
+from zero8.state import keywords
 
 
 def make(**keywords) -> Adam8bitBlockwise:
@@ -109,7 +109,7 @@ def test_settings_bad_value_raises_with_what_was_expected(keywords, message):
 def test_settings_unknown_key_raises_with_the_valid_ones():
     with pytest.raises(ValueError, match="unknown parameter 'learning_rate'") as error:
         make(learning_rate=1e-3)
-    for key in (*settings.SERVED_KEYS, *settings.NO_EFFECT_KEYS):
+    for key in (*keywords.SERVED_KEYS, *keywords.NO_EFFECT_KEYS):
         assert key in str(error.value)
 
 
@@ -132,7 +132,7 @@ def test_settings_bad_value_in_a_group_raises(key):
     ],
 )
 def test_settings_stochastic_rounding_values_are_known(value, rounding):
-    assert settings.check_rounding(value) == rounding
+    assert keywords.check_rounding(value) == rounding
 
 
 def test_settings_defaults_are_those_of_adam_in_deepspeed():
@@ -141,7 +141,7 @@ def test_settings_defaults_are_those_of_adam_in_deepspeed():
     assert group["weight_decay"] == 0.0 and group["decoupled_weight_decay"]
 
 
-@pytest.mark.parametrize("key", settings.WHOLE_OPTIMIZER_KEYS)
+@pytest.mark.parametrize("key", keywords.WHOLE_OPTIMIZER_KEYS)
 def test_group_with_a_setting_of_the_whole_optimizer_is_refused(key):
     with pytest.raises(ValueError, match=f"{key}: got it in a parameter group"):
         Adam8bitBlockwise([{"params": [nn.Parameter(torch.zeros(2))], key: 64}])

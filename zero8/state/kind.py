@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a kind of state: what the optimizer asks of each way of keeping moments."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zero8.state.params import KnownParams, ParamInfo
+from zero8.state.settings import Settings
+from zero8.state.shard import MomentStore
+
+Contents = tuple[object, list[Tensor | float]]
+"""What says how to read some states (equal where they read alike), and all their entries."""
+
+
+class StateKind(ABC):
+    """A way of keeping the states of parameters, for one optimizer.
+
+    The optimizer asks its kinds in order which of them serves a parameter.  The state of a
+    parameter is the dictionary that stands in `optimizer.state`; every kind keeps `step`, an int,
+    and `history`, the bound on m^2/v of equation (S1), in it.  All else is its own affair, as long
+    as whole checkpoints can carry it and `moments` finds two `MomentStore`s in it.
+
+    `info` is what is known of the parameter: None for what a framework has put in the place of some
+    and takes out of the groups between steps.
+    """
+
+    raises_alone = True
+    """Whether a rank may raise by itself where gradients are not finite: all others do too, or
+    none waits for it."""
+
+    def __init__(self, settings: Settings, params: KnownParams):
+        """Serve an optimizer with these settings and parameters."""
+        self._settings, self._params = settings, params
+
+    @abstractmethod
+    def serves(self, p: Tensor, state: dict) -> bool:
+        """Return whether the state of a parameter is of this kind.
+
+        Args:
+            p: as it stands in the optimizer's groups.
+            state: its state; empty before its first step, and while one is loaded.
+        """
+
+    @abstractmethod
+    def new(self, p: Tensor, info: ParamInfo | None) -> dict:
+        """Return the state of a parameter that has taken no step; its moments decode to zeros."""
+
+    @abstractmethod
+    def moments(self, p: Tensor, state: dict, info: ParamInfo | None) -> list[MomentStore]:
+        """Return the two live moments of a parameter that has state: steps change it through them.
+
+        Moments that have arrived in float32, where something else has put them into the state, are
+        encoded here, and replaced in the state.
+
+        Raises:
+            ValueError: if the state is not one of this parameter; it has not been changed then.
+        """
+
+    @abstractmethod
+    def adopted(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
+        """Return a loaded state in tensors of its own, in the form that the optimizer keeps.
+
+        Codes are taken verbatim where codec, block size and policy agree with what was saved.
+
+        Raises:
+            ValueError: if it does not fit the parameter.
+        """
+
+    @abstractmethod
+    def contents(self, states: Sequence[dict]) -> Contents:
+        """Return what a step's records depend on in states of this kind, quickly: at every step.
+
+        The description is None if a state is damaged; `moments` then says how.
+        """
+
+    @abstractmethod
+    def note_writes(self, states: Sequence[dict]) -> None:
+        """Set `history` to unknown where something other than a step has changed the moments."""
+
+
+def kind_of(kinds: Sequence[StateKind], p: Tensor, state: dict) -> StateKind:
+    """Return the first of an optimizer's kinds that serves a parameter."""
+    return next(kind for kind in kinds if kind.serves(p, state))

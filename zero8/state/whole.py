@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kind of state of a whole parameter: entries that `zero8.state.plain` defines."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from zero8.state.kind import Contents, StateKind
+from zero8.state.params import ParamInfo
+from zero8.state.plain import PlainState
+from zero8.state.shard import MomentStore, Piece
+
+
+class WholeTensor(StateKind):
+    """Plain tensors, codes shaped as the parameter: of plain PyTorch, and whatever else is whole.
+
+    Where several ranks have such states, they hold the same and meet the same gradients.
+    """
+
+    def serves(self, p: Tensor, state: dict) -> bool:
+        """Return True: no other kind has claimed it."""
+        return True
+
+    def new(self, p: Tensor, info: ParamInfo) -> dict:
+        """See `StateKind`."""
+        return PlainState.zeros(self._settings.codec, self._piece(p, info), p.device).entries
+
+    def moments(self, p: Tensor, state: dict, info: ParamInfo) -> list[MomentStore]:
+        """See `StateKind`."""
+        stores = PlainState(state).stores(info.label)
+        (piece,) = stores[0].table.pieces
+        if piece.numel == p.numel() and piece.shape != info.shape:
+            raise ValueError(
+                f"state of {info.label}: got moments of shape {piece.shape}, the parameter has "
+                f"{info.shape}"
+            )
+        return stores
+
+    def adopted(self, p: Tensor, saved: dict, info: ParamInfo) -> dict:
+        """See `StateKind`; moments of another Adam are encoded."""
+
+        def target(identity: int | None) -> Piece:
+            piece = self._piece(p, info)
+            return piece if identity is None else replace(piece, identity=identity)
+
+        return PlainState.adopted(saved, self._settings.codec, target, p.device).entries
+
+    def contents(self, states: Sequence[dict]) -> Contents:
+        """See `StateKind`."""
+        entries = list(chain.from_iterable(map(dict.values, states)))
+        if (formats := _formats(states)) is None:
+            return None, entries
+        # The keys say which entries are whose.
+        return (list(map(tuple, states)), formats), entries
+
+    def note_writes(self, states: Sequence[dict]) -> None:
+        """Do nothing: steps notice other tensors in a state, and nobody writes into these."""
+
+    def _piece(self, p: Tensor, info: ParamInfo) -> Piece:
+        return self._settings.piece(info, 0, p.numel(), 0)
+
+
+def _formats(states: Sequence[dict]) -> bytes | None:
+    """Return what the states say about themselves; None if one says it in another form."""
+    for attempt in range(2):
+        try:
+            return torch.cat([state["format"] for state in states]).numpy().tobytes()
+        except (KeyError, RuntimeError, TypeError):
+            if attempt == 0:  # somebody has moved whole states to another device, perhaps
+                _bring_to_host(states)
+    return None
+
+
+def _bring_to_host(states: Sequence[dict]) -> None:
+    for state in states:
+        header = state.get("format")
+        if isinstance(header, Tensor) and not header.is_meta:
+            state["format"] = header.cpu()

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How parameters that step together are shared out among kernel calls; kept between steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from zero8.op.devices import Kernel, Taken, kernel_on
+from zero8.state.kind import Contents, StateKind
+from zero8.step.batch import Batch, Seen
+from zero8.step.records import NextStep, ParamRecords, StepRecords
+
+
+class Kinds:
+    """The kinds of state of the parameters of a batch."""
+
+    def __init__(self, kinds: Sequence[StateKind]):
+        """Take one for each parameter."""
+        self._places: dict[StateKind, list[int]] = {}
+        for place, kind in enumerate(kinds):
+            self._places.setdefault(kind, []).append(place)
+
+    def contents(self, states: Sequence[dict]) -> Contents:
+        """Return the contents of all states, as `StateKind.contents` those of one kind."""
+        if len(self._places) == 1:
+            (kind,) = self._places
+            return kind.contents(states)
+        parts = [kind.contents(mine) for kind, mine in self._shares(states)]
+        descriptions = [description for description, _ in parts]
+        entries = [entry for _, entries in parts for entry in entries]
+        return None if None in descriptions else descriptions, entries
+
+    def note_writes(self, states: Sequence[dict]) -> None:
+        """See `StateKind`."""
+        for kind, mine in self._shares(states):
+            kind.note_writes(mine)
+
+    def _shares(self, states: Sequence[dict]) -> list[tuple[StateKind, list[dict]]]:
+        return [(kind, [states[at] for at in places]) for kind, places in self._places.items()]
+
+
+@dataclass(eq=False)
+class Part:
+    """The parameters of one kernel call.
+
+    Attributes:
+        places: their numbers in the batch.
+        is_all: whether these are all parameters of the batch.
+        is_contiguous: whether the kernel can work on parameters and gradients as they lie.
+        device: where they are.
+        records: theirs.
+        kernel: who steps.
+        taken: the last step that was taken, None if none was.
+    """
+
+    places: list[int]
+    is_all: bool
+    is_contiguous: bool
+    device: torch.device
+    records: StepRecords
+    kernel: Kernel
+    taken: Taken | None = None
+
+    def of(self, batch: Batch) -> Batch:
+        """Return the part of a batch, as it is."""
+        return batch if self.is_all else batch.at(self.places)
+
+    def filled(
+        self,
+        contiguous: Batch | None,
+        addresses: np.ndarray,
+        steps: Sequence[NextStep],
+        which: Sequence[int],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the kernel's structs of a step.
+
+        Args:
+            contiguous: copies to step over, None where `is_contiguous`.
+            addresses: of the batch's parameters and gradients.
+            steps: as `StepRecords.filled`.
+            which: of these, one number for each parameter of the batch.
+        """
+        if contiguous is not None:
+            addresses = contiguous.addresses()
+        elif not self.is_all:
+            addresses = addresses[:, self.places]
+        if not self.is_all and len(steps) > 1:
+            which = [which[place] for place in self.places]
+        return self.records.filled(addresses, steps, which)
+
+    def step(
+        self, batch: Batch, addresses: np.ndarray, steps: Sequence[NextStep], which: Sequence[int]
+    ) -> None:
+        """Take the step of this part of a batch."""
+        if self.is_contiguous:
+            self.taken = self.kernel.step(*self.filled(None, addresses, steps, which))
+            return
+        mine = self.of(batch)
+        contiguous = mine.contiguous()
+        self.taken = self.kernel.step(*self.filled(contiguous, addresses, steps, which))
+        contiguous.copy_to(mine)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The parts of a step over certain parameters.
+
+    Attributes:
+        ids: of the parameters.
+        kinds: of their states.
+        fingerprint: `Seen.fingerprint` when the plan was made; it fits where it is the same.
+        parts: in the order in which they step.
+    """
+
+    ids: list[int]
+    kinds: Kinds
+    fingerprint: tuple | None
+    parts: list[Part]
+
+    @classmethod
+    def of(cls, batch: Batch, seen: Seen, kinds: Kinds, records: Sequence[ParamRecords]) -> "Plan":
+        """Return the plan for a batch, seen as it is, with the records of its parameters.
+
+        A part is what can step together: what is on one device.  The format is defined by the
+        logical order of the elements: a parameter of another layout, such as channels_last, steps
+        on a copy, and alone.
+        """
+        in_order, devices = seen.contiguous[0], seen.devices
+        together = [np.flatnonzero(in_order & (devices == one)) for one in np.unique(devices)]
+        apart = [[place] for place in np.flatnonzero(~in_order)]
+        parts = []
+        for places in (list(map(int, places)) for places in (*together, *apart)):
+            if places:
+                is_contiguous = bool(seen.contiguous[:, places].all())
+                mine = StepRecords([records[place] for place in places])
+                device = batch.params[places[0]].device
+                is_all = len(places) == len(batch.params)
+                parts.append(Part(places, is_all, is_contiguous, device, mine, kernel_on(device)))
+        return cls(batch.ids, kinds, seen.fingerprint, parts)

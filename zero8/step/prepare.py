@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a parameter ready for its steps: its state, checked, and its kernel records."""
+
+from dataclasses import fields
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from zero8.spec import dither
+from zero8.spec.buffers import check_apart, check_buffer
+from zero8.spec.scalars import StepScalars
+from zero8.spec.segment import Segment
+from zero8.state.huge_pages import collapse
+from zero8.state.kind import StateKind
+from zero8.state.params import ParamInfo
+from zero8.state.settings import Settings
+from zero8.state.shard import MomentStore
+from zero8.step.batch import Batch, Seen
+from zero8.step.records import ParamRecords
+
+# Stand in segments until a step puts its own in, as phases of 0 do.
+NO_SCALARS = StepScalars(**dict.fromkeys((field.name for field in fields(StepScalars)), 0.0))
+
+
+def prepared(settings: Settings, kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
+    """Return the records of one parameter, which gets a state if it has none.
+
+    Raises:
+        ValueError: if its state does not fit it.
+    """
+    (p,), (grad,), (state,) = single.params, single.grads, single.states
+    if not state:
+        state |= kind.new(p, info)
+    if settings.corrects(p) and "param_correction" not in state:
+        state["param_correction"] = torch.zeros(p.shape, dtype=torch.int8, device=p.device)
+    if settings.huge_pages:
+        collapse(p.data)
+        collapse(grad)
+    _make_contiguous(state)
+    stores = kind.moments(p, state, info)
+    _check(p, stores, state, info)
+    flat = p.contiguous().view(-1), grad.contiguous().view(-1)
+    pieces = stores[0].table.pieces
+    segments = [_segment(settings, number, stores, state, *flat) for number in range(len(pieces))]
+    labels = tuple(piece.name for piece in pieces)
+    keys = [_stream_keys(settings.seed, piece.identity) for piece in pieces]
+    fingerprint = Seen(single, kind.contents([state])).fingerprint
+    return ParamRecords.of(kind, fingerprint, labels, flat, segments, keys)
+
+
+def _make_contiguous(state: dict) -> None:
+    # The kernel works on the state itself, in the order that it has when it is contiguous.
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            continue
+        if not value.is_contiguous():
+            state[key] = value.contiguous()
+
+
+def _check(p: Tensor, stores: list[MomentStore], state: dict, info: ParamInfo) -> None:
+    """Raise ValueError unless a state is of the parameter's size, in memory of its own."""
+    if stores[0].table.numel != p.numel():
+        raise ValueError(
+            f"{info.label}: got a parameter of {p.numel()} elements, its state has "
+            f"{stores[0].table.numel}; a parameter that changes its size needs a new optimizer"
+        )
+    written = {"the parameter": p}
+    for store in stores:
+        written |= store.named_buffers
+    if (correction := state.get("param_correction")) is not None:
+        check_buffer("param_correction", correction, p.numel(), [torch.int8])
+        written["param_correction"] = correction
+    check_apart({f"{name} of {info.label}": t for name, t in written.items()})
+
+
+def _segment(
+    settings: Settings,
+    number: int,
+    stores: list[MomentStore],
+    state: dict,
+    param: Tensor,
+    grad: Tensor,
+) -> Segment:
+    exp_avg, exp_avg_sq = stores
+    piece = exp_avg.table.pieces[number]
+    correction = state.get("param_correction")
+    if correction is not None:
+        correction = correction.view(-1).narrow(0, piece.start, piece.numel)
+    return Segment(
+        param=param.narrow(0, piece.start, piece.numel),
+        grad=grad.narrow(0, piece.start, piece.numel),
+        exp_avg=exp_avg.moment(number),
+        exp_avg_sq=exp_avg_sq.moment(number),
+        codec=exp_avg.codec if piece.is_quantized else None,
+        grid=piece.grid,
+        first=piece.first,
+        scalars=NO_SCALARS,
+        moment_phase=0,
+        param_phase=0,
+        rounding=settings.rounding,
+        correction=correction,
+    )
+
+
+@lru_cache(maxsize=65536)
+def _stream_keys(seed: int, identity: int) -> tuple[int, int]:
+    moment = dither.stream_key(seed, identity, "exp_avg_sq")
+    return moment, dither.stream_key(seed, identity, "param")

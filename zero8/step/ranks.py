@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step asks of the other ranks; without torch.distributed there are none."""
+
+import torch
+
+
+def num_ranks() -> int:
+    """Return how many ranks there are."""
+    return torch.distributed.get_world_size() if _is_initialized() else 1
+
+
+def total(number: int, process_group=None) -> int:
+    """Return the sum of a number over the ranks of a group, which must all call this.
+
+    One all_reduce of 8 bytes.
+    """
+    if not _is_initialized():
+        return number
+    count = torch.tensor([number], dtype=torch.int64, device=_device_of(process_group))
+    torch.distributed.all_reduce(count, group=process_group)
+    return int(count.item())
+
+
+def _is_initialized() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _device_of(process_group) -> str:
+    """Return the type of device whose tensors a group can reduce: of NCCL alone, "cuda"."""
+    pairs = torch.distributed.get_backend_config(process_group).split(",")  # "cpu:gloo,cuda:nccl"
+    devices = [pair.partition(":")[0] for pair in pairs]
+    return "cpu" if "cpu" in devices else devices[0]

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes the steps of an optimizer, and keeps what one step can leave for the next."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from zero8.op import kernel
+from zero8.op.devices import is_capturing, kernel_on
+from zero8.spec.scalars import StepScalars, next_history
+from zero8.state.kind import StateKind, kind_of
+from zero8.state.params import KnownParams
+from zero8.state.settings import Settings
+from zero8.step.batch import Batch, Seen
+from zero8.step.check import check_tensors
+from zero8.step.cuda_graph import TOO_EARLY, CapturedStep
+from zero8.step.nonfinite import Ledger
+from zero8.step.plan import Kinds, Plan
+from zero8.step.prepare import prepared
+from zero8.step.records import NextStep, ParamRecords
+
+
+class Stepper:
+    """The steps of one optimizer.
+
+    Attributes:
+        counts: blocks that steps have left as they were, not yet reported.
+    """
+
+    def __init__(self, settings: Settings, params: KnownParams, kinds: Sequence[StateKind]):
+        """Take what the optimizer knows; nothing is compiled yet."""
+        self.counts = Ledger()
+        self._settings, self._params, self._kinds = settings, params, kinds
+        self._kept: dict[int, ParamRecords] = {}  # by the parameter's id
+        self._plan: Plan | None = None
+        self._captured: CapturedStep | None = None
+        self._replaced: list[CapturedStep] = []  # earlier ones whose counts are awaited
+
+    def step(self, groups: list[dict], state: Mapping[Tensor, dict]) -> Counter[str]:
+        """Take a step over the parameters that have gradients, or make it a part of a CUDA graph.
+
+        Args:
+            groups: of the optimizer.
+            state: of the optimizer.
+
+        Returns:
+            By label, the blocks that steps so far have left as they were, as far as it is known.
+
+        Raises:
+            ValueError: if a parameter, a gradient or a state is not served; nothing has changed.
+        """
+        kernel.module()  # a failure to compile must come before anything has been changed
+        batch = Batch.stepping(groups, state)
+        if batch.params:
+            plan, seen = self._plan_for(batch, groups, state)
+            if any(capturing := [is_capturing(part.device) for part in plan.parts]):
+                self._capture(batch, plan, seen, all(capturing))
+                return Counter()
+            self.count_replays()
+            self._run(batch, plan, seen)
+        return self.counts.take()
+
+    def _plan_for(
+        self, batch: Batch, groups: list[dict], state: Mapping[Tensor, dict]
+    ) -> tuple[Plan, Seen]:
+        """Return the plan of the step before where it fits, else a new one."""
+        plan = self._plan
+        if plan is not None and plan.ids == batch.ids:
+            seen = Seen(batch, plan.kinds.contents(batch.states))
+            if seen.fingerprint is not None and seen.fingerprint == plan.fingerprint:
+                return plan, seen
+        self._keep_records(batch, groups, state)
+        records = [self._kept[number] for number in batch.ids]
+        kinds = Kinds([one.kind for one in records])
+        seen = Seen(batch, kinds.contents(batch.states))
+        self._plan = Plan.of(batch, seen, kinds, records)
+        return self._plan, seen
+
+    def _keep_records(self, batch: Batch, groups: list[dict], state: Mapping[Tensor, dict]) -> None:
+        """Make the records of the parameters for which none are kept that fit."""
+        unfit = [single for single in batch.singles() if not self._is_kept(single)]
+        without_state = [single for single in unfit if not single.states[0]]
+        infos = self._params.infos(groups) if unfit else {}
+        try:
+            for single in unfit:
+                check_tensors(*single.params)
+            devices = {single.params[0].device for single in unfit}
+            if any(map(is_capturing, devices)):
+                raise RuntimeError(TOO_EARLY)
+            for device in devices:
+                kernel_on(device)
+            for single in unfit:
+                (p,), (its_state,) = single.params, single.states
+                kind = kind_of(self._kinds, p, its_state)
+                self._kept[id(p)] = prepared(self._settings, kind, single, infos[p])
+        except Exception:  # whatever it is, states of no step must not stay
+            for single in without_state:
+                del state[single.params[0]]
+            raise
+
+    def _is_kept(self, single: Batch) -> bool:
+        """Return whether there are records for a parameter, and they fit."""
+        kept = self._kept.get(id(single.params[0]))
+        if kept is None or kept.fingerprint is None or not single.states[0]:
+            return False
+        return Seen(single, kept.kind.contents(single.states)).fingerprint == kept.fingerprint
+
+    def _run(self, batch: Batch, plan: Plan, seen: Seen) -> None:
+        plan.kinds.note_writes(batch.states)
+        steps, which = self._next_steps(batch)
+        for part in plan.parts:
+            part.step(batch, seen.addresses, steps, which)
+            self.counts.add(part.records.labels, part.taken.counts())
+            for place in part.places:
+                _note(batch.states[place], steps[which[place]])
+
+    def _next_steps(self, batch: Batch) -> tuple[list[NextStep], list[int]]:
+        """Return the steps that parameters take now, and which of these is each parameter's."""
+        number: dict[tuple, int] = {}
+        which = [
+            number.setdefault((id(group), state["step"], state["history"]), len(number))
+            for group, state in zip(batch.groups, batch.states, strict=True)
+        ]
+        groups = {id(group): group for group in batch.groups}
+        steps = [self._next_step(groups[at], int(t), float(bound)) for at, t, bound in number]
+        return steps, which
+
+    def _next_step(self, group: dict, step: int, history: float) -> NextStep:
+        betas = float(group["betas"][0]), float(group["betas"][1])
+        step, history = step + 1, next_history(history, *betas)
+        scalars = StepScalars.at(
+            step,
+            history,
+            lr=float(group["lr"]),
+            betas=betas,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group["decoupled_weight_decay"],
+            bias_correction=self._settings.bias_correction,
+            maximize=group["maximize"],
+        )
+        return NextStep(step, history, scalars)
+
+    # --- CUDA graphs ----------------------------------------------------------------------------
+
+    def _capture(self, batch: Batch, plan: Plan, seen: Seen, is_all: bool) -> None:
+        if not is_all:
+            raise RuntimeError(
+                "a step that is captured in a CUDA graph: got parameters that are not on the GPU, "
+                "expected an optimizer of their own for them"
+            )
+        captured = CapturedStep(batch, plan, seen)
+        # While a graph is captured counts of an earlier one cannot be asked for.
+        if self._captured is not None and self._captured.is_refreshed:
+            self._replaced.append(self._captured)
+        self._captured = captured
+
+    def before_replay(self, groups: Iterable[dict], state: Mapping[Tensor, dict]) -> Counter[str]:
+        """Make the next replay take the next step; arguments and what is returned as `step`.
+
+        Raises:
+            RuntimeError: if no step has been captured, or parameters or states have moved since.
+        """
+        if self._captured is None:
+            raise RuntimeError("before_replay: got no captured step, expected one in a CUDA graph")
+        batch = _as_it_is(self._captured.batch, groups, state)
+        self._captured.check_is_at(batch)
+        steps, which = self._next_steps(batch)
+        launches = self._captured.launches(steps, which)
+        self.count_replays()
+        self._captured.refresh(launches)
+        for one, number in zip(batch.states, which, strict=True):
+            _note(one, steps[number])
+        return self.counts.take()
+
+    def count_replays(self) -> None:
+        """Ask for the counts of replays that have not been asked for."""
+        for captured in (*self._replaced, *([self._captured] if self._captured else [])):
+            for labels, counts in captured.take_counts():
+                self.counts.add(labels, counts)
+        self._replaced = []
+
+
+def _as_it_is(batch: Batch, groups: Iterable[dict], state: Mapping[Tensor, dict]) -> Batch:
+    """Return a batch of the same parameters, with their groups and states of today."""
+    group_of = {p: group for group in groups for p in group["params"]}
+    states = [state[p] for p in batch.params]
+    return Batch([group_of[p] for p in batch.params], batch.params, batch.grads, states)
+
+
+def _note(state: dict, taken: NextStep) -> None:
+    state["step"], state["history"] = taken.step, taken.history
