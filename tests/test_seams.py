@@ -24,7 +24,7 @@ import zero8
 from zero8 import versions
 from zero8.state.keywords import SERVED_KEYS
 from zero8.versions import TESTED
-from zero8.zero import seams, swapper
+from zero8.zero import overrides, seams, swapper
 
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 
@@ -244,7 +244,7 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(engine_module, "DeepSpeedEngine", engine)
     monkeypatch.setattr(zero_base, "ZeROOptimizer", zero)
     monkeypatch.setattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", [torch.optim.Adam])
-    for name in seams.SWAPPERS:
+    for name in overrides.SWAPPERS:
         monkeypatch.setattr(stage3, name, type(name, (Swapper,), {}))
     views = type("Views", (Views,), dict(vars(Views)))
     zero3 = type("Zero3", (Zero3,), dict(vars(Zero3)))
@@ -255,21 +255,18 @@ def stand_ins(monkeypatch):
     return SimpleNamespace(engine=engine, zero=zero, views=views, zero3=zero3)
 
 
-def seam_objects(stand_ins):
-    return (
-        getattr(stand_ins.engine, "_do_optimizer_sanity_check", None),
-        getattr(stand_ins.engine, "_configure_optimizer", None),
-        getattr(stand_ins.zero, "_configure_master_weights", None),
-        getattr(stand_ins.engine, "_configure_zero_optimizer", None),
-        getattr(stand_ins.engine, "_load_checkpoint", None),
-        *(getattr(stage3, name, None) for name in seams.SWAPPERS),
-        getattr(stand_ins.views, "_lazy_init_hp_params_optimizer_state", None),
-        getattr(stand_ins.views, "offload_states", None),
-        getattr(stage_1_and_2, "offload_optimizer_states", None),
-        getattr(stand_ins.zero3, "offload_states", None),
-        getattr(stand_ins.zero3, "step", None),
-        getattr(stand_ins.zero3, "_post_step", None),
-    )
+def seam_objects(stand_ins=None):
+    """Return what is where zero8 changes DeepSpeed, but for the row that imports put in."""
+    return [seam.found() for seam in seams.SEAMS if seam.change and seam.name != "ALL_OPS"]
+
+
+def test_install_changes_the_seams_that_the_table_says_it_changes(stand_ins):
+    apart = ("ALL_OPS", seams.SUPPORTED)  # an import changes the one, the other gets our class
+    table = [seam for seam in seams.SEAMS if seam.name not in apart]
+    assert {seam.state for seam in table} == {"present"}
+    seams.install(Ours)
+    for seam in table:
+        assert seam.state == ("installed" if seam.change else "present"), seam.name
 
 
 def test_install_twice_equals_once(stand_ins):
@@ -348,10 +345,10 @@ def test_installed_master_weights_refuse_fp16_for_ours_only(stand_ins):
     assert stand_ins.zero(object())._configure_master_weights(**fp16) == (True, None, None)
 
 
-@pytest.mark.parametrize("name", seams.SWAPPERS)
+@pytest.mark.parametrize("name", overrides.SWAPPERS)
 def test_installed_swappers_are_ours_for_ours_only(stand_ins, monkeypatch, name):
     theirs, ours = getattr(stage3, name), type("Ours", (Swapper,), {})
-    monkeypatch.setattr(swapper, seams.SWAPPERS[name], ours)
+    monkeypatch.setattr(swapper, overrides.SWAPPERS[name], ours)
     seams.install(Ours)
     optimizers = Ours(), object()
     made = [getattr(stage3, name)(optimizer=optimizer, timers=1) for optimizer in optimizers]

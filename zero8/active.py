@@ -4,8 +4,8 @@
 import torch
 
 from zero8.optimizer import Adam8bitBlockwise
-from zero8.zero import seams
 from zero8.zero.accelerate import SETTING
+from zero8.zero.modes import unsupported_mode
 
 IN_CONFIG = 'set "optimizer": {"type": "Adam8bitBlockwise", "params": {...}}'
 
@@ -38,7 +38,7 @@ def _problem(engine) -> str | None:
         return f"assert_active: got a {type(engine).__name__}, expected a DeepSpeed engine"
     optimizer = _innermost(engine.optimizer)
     if isinstance(optimizer, Adam8bitBlockwise):
-        reason = seams.unsupported_mode(engine._config.zero_config)
+        reason = unsupported_mode(engine._config.zero_config)
         return reason and f"Adam8bitBlockwise does not take the steps of this engine: {reason}"
     name, config_type = type(optimizer).__name__, engine._config.optimizer_name
     if engine.client_optimizer is not None:

@@ -6,35 +6,12 @@ import importlib.metadata as metadata
 import os
 import platform
 import time
-from operator import attrgetter
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
 from zero8.versions import TESTED
-from zero8.zero import accelerate
-
-SEAMS = {
-    "ZERO_SUPPORTED_OPTIMIZERS": "deepspeed.runtime.zero.utils",
-    "DeepSpeedEngine._do_optimizer_sanity_check": "deepspeed.runtime.engine",
-    "DeepSpeedEngine._configure_optimizer": "deepspeed.runtime.engine",
-    "ZeROOptimizer._configure_master_weights": "deepspeed.runtime.base_optimizer",
-    "PartitionedOptimizerSwapper": "deepspeed.runtime.zero.stage3",
-    "PipelinedOptimizerSwapper": "deepspeed.runtime.zero.stage3",
-    "DeepSpeedEngine._configure_zero_optimizer": "deepspeed.runtime.engine",
-    "DeepSpeedEngine._load_checkpoint": "deepspeed.runtime.engine",
-    "DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": (
-        "deepspeed.runtime.zero.stage_1_and_2"
-    ),
-    "DeepSpeedZeroOptimizer.offload_states": "deepspeed.runtime.zero.stage_1_and_2",
-    "offload_optimizer_states": "deepspeed.runtime.zero.stage_1_and_2",
-    "BF16_Optimizer._lazy_init_hp_params_optimizer_state": "deepspeed.runtime.bf16_optimizer",
-    "DeepSpeedZeroOptimizer_Stage3.offload_states": "deepspeed.runtime.zero.stage3",
-    "DeepSpeedZeroOptimizer_Stage3.step": "deepspeed.runtime.zero.stage3",
-    "DeepSpeedZeroOptimizer_Stage3._post_step": "deepspeed.runtime.zero.stage3",
-    "ALL_OPS": "deepspeed.ops.op_builder.all_ops",
-}
-"""What `zero8.zero.seams` uses of DeepSpeed, and the module that holds it."""
+from zero8.zero import accelerate, seams
 
 
 def examine() -> dict:
@@ -154,9 +131,9 @@ def _libaio(report: dict) -> bool:
 def _seams(report: dict) -> dict[str, str]:
     """Return of each seam "missing", "present", or, if it is present and in use, "installed"."""
     from zero8.optimizer import Adam8bitBlockwise
-    from zero8.zero import seams
 
-    missing = [f"{module}.{name}" for name, module in SEAMS.items() if _found(name) is None]
+    changed = [seam for seam in seams.SEAMS if seam.change]
+    missing = [f"{seam.module}.{seam.name}" for seam in changed if seam.state == "missing"]
     if missing:
         report["problems"].append(f"this DeepSpeed lacks {', '.join(missing)}")
     else:
@@ -164,7 +141,7 @@ def _seams(report: dict) -> dict[str, str]:
             seams.install(Adam8bitBlockwise)
         except RuntimeError as error:
             report["problems"].append(str(error))
-    return {name: _state_of(_found(name)) for name in SEAMS}
+    return {seam.name: seam.state for seam in changed}
 
 
 def _accelerate(report: dict) -> str | None:
@@ -176,27 +153,10 @@ def _accelerate(report: dict) -> str | None:
     except ImportError:
         return None
     accelerate.guard(accelerator, Adam8bitBlockwise)
-    state = _state_of(getattr(accelerator, accelerate.REPLACES, None))
+    state = seams.state_of(getattr(accelerator, accelerate.REPLACES, None))
     if state == "missing":
         report["warnings"].append(accelerate.UNKNOWN)
     return state
-
-
-def _found(name: str):
-    try:
-        return attrgetter(name)(importlib.import_module(SEAMS[name]))
-    except (ImportError, AttributeError):
-        return None
-
-
-def _state_of(seam) -> str:
-    if seam is None:
-        return "missing"
-    if isinstance(seam, list | dict):  # a list of classes, a table of builders
-        ours = any("zero8" in repr(entry) for entry in seam)
-    else:
-        ours = getattr(seam, "__globals__", {}).get("__name__", "").startswith("zero8.")
-    return "installed" if ours else "present"
 
 
 def _autoload(report: dict) -> dict:

@@ -30,35 +30,6 @@ from zero8.zero import swap_file
 from zero8.zero.flat_state import FlatPartition
 from zero8.zero.swap_file import BLOCK_BYTES, Layout
 
-# What is overridden or called here, and the parameters that it has in DeepSpeed.
-USED = {
-    PartitionedOptimizerSwapper: {
-        "swap_in_optimizer_state": {"parameter", "async_parameter"},
-        "_swap_in_parameter": {"aio_handle", "parameter", "dest_buffers"},
-        "_swap_out_optimizer_state": {"swap_info"},
-        "release_swap_buffers": {"parameter"},
-    },
-    PipelinedOptimizerSwapper: {
-        "swap_in_optimizer_state": {"parameter", "async_parameter"},
-        "swap_out_optimizer_state": {"parameter", "async_swap"},
-        "release_swap_buffers": {"parameter"},
-        "writeback_optimizer_state_and_gradients": {
-            "parameter",
-            "write_opt_state",
-            "write_gradients",
-        },
-        "_swap_in_optimizer_state": {"aio_handle", "parameter"},
-        "_swap_out_optimizer_state": {"aio_handle", "parameter", "swap_in_op"},
-        "_complete_swap_out": {"swap_out_type"},
-    },
-    OptimizerSwapper: {
-        "_create_param_swap_info": {"parameter", "numel"},
-        "_get_state_tensors": {"parameter"},
-        "_adjust_for_misaligned_lengths": {"tensors", "offsets"},
-    },
-}
-
-
 SECTOR_BYTES = 512
 """What addresses of buffers must be multiples of.  Some disks want more; DeepSpeed gives 1024."""
 

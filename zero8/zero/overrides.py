@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What takes the place of DeepSpeed's methods; for other optimizers each does what it did."""
+
+import functools
+import inspect
+from types import ModuleType
+
+from zero8.zero import swap_checkpoint, swapper
+from zero8.zero.accelerate import REMEDY
+from zero8.zero.modes import unsupported_mode
+
+SWAPPERS = {
+    "PartitionedOptimizerSwapper": "PartitionedSwapper",
+    "PipelinedOptimizerSwapper": "PipelinedSwapper",
+}
+"""Names in deepspeed.runtime.zero.stage3, and in `zero8.zero.swapper` what takes their place."""
+
+
+def guard_modes(engine_class: type, optimizer_class: type) -> None:
+    """Have the engine refuse our optimizer in modes that bring an optimizer of their own."""
+    original = engine_class._do_optimizer_sanity_check
+
+    @functools.wraps(original)
+    def checked(self, basic_optimizer):
+        if isinstance(basic_optimizer, optimizer_class):
+            if reason := unsupported_mode(self._config.zero_config):
+                raise ValueError(f"Adam8bitBlockwise does not work with {reason}")
+        return original(self, basic_optimizer)
+
+    engine_class._do_optimizer_sanity_check = checked
+
+
+def explain_refusal(engine_class: type, optimizer_class: type) -> None:
+    """Have the engine say what to set when it refuses our optimizer as an object under offload."""
+    original = engine_class._configure_optimizer
+
+    @functools.wraps(original)
+    def configured(self, client_optimizer, *args, **kwargs):
+        refused = self.zero_use_cpu_optimizer() and self.zero_force_ds_cpu_optimizer()
+        if refused and isinstance(client_optimizer, optimizer_class):
+            raise ValueError(
+                "DeepSpeed takes no optimizer object other than its own under offload unless it is "
+                f"told to; {REMEDY}"
+            )
+        return original(self, client_optimizer, *args, **kwargs)
+
+    engine_class._configure_optimizer = configured
+
+
+def allow_bf16_masters(zero_class: type, optimizer_class: type) -> None:
+    """Lift the demand that bf16 master weights in host memory be stepped by DeepSpeedCPUAdam."""
+    original = zero_class._configure_master_weights
+    # The validator of bf16, which has had two names; fp16's stays.
+    validators = {n for n in inspect.signature(original).parameters if n.endswith("_validator")}
+    names = validators - {"fp16_offload_validator"}
+
+    @functools.wraps(original)
+    def configured(self, *args, **kwargs):
+        if isinstance(self.optimizer, optimizer_class):
+            if kwargs.get("fp16_master_weights_and_gradients"):
+                raise ValueError(
+                    "Adam8bitBlockwise does not work with fp16_master_weights_and_grads: float16 "
+                    "weights cannot hold its updates; leave it out, for float32 masters, or use "
+                    '"bf16" with "bf16_master_weights_and_grads"'
+                )
+            kwargs |= dict.fromkeys(names)
+        return original(self, *args, **kwargs)
+
+    zero_class._configure_master_weights = configured
+
+
+def swap_states(stage3: ModuleType, optimizer_class: type) -> None:
+    """Have ZeRO-3 make swappers that can carry 8-bit states."""
+
+    def choice(theirs: type, ours: type):
+        @functools.wraps(theirs, updated=())
+        def make(*args, **kwargs):
+            swapper_class = ours if isinstance(kwargs.get("optimizer"), optimizer_class) else theirs
+            return swapper_class(*args, **kwargs)
+
+        return make
+
+    for name, ours in SWAPPERS.items():
+        setattr(stage3, name, choice(getattr(stage3, name), getattr(swapper, ours)))
+
+
+def agree_on_swapped(engine_class: type, zero3_class: type) -> None:
+    """Have swapped states get errors on all ranks, space on the disk, and a complete resume."""
+    swap_checkpoint.step_together(zero3_class)
+    configure, load = engine_class._configure_zero_optimizer, engine_class._load_checkpoint
+    load_signature = inspect.signature(load)
+
+    @functools.wraps(configure)
+    def configured(self, optimizer):
+        zero = configure(self, optimizer)
+        if swap_checkpoint.is_swapping(zero):
+            swap_checkpoint.prepare(zero)
+        return zero
+
+    @functools.wraps(load)
+    def loaded(self, *args, **kwargs):
+        if not swap_checkpoint.is_swapping(self.optimizer):
+            return load(self, *args, **kwargs)
+        options = load_signature.bind(self, *args, **kwargs).arguments
+        swap_checkpoint.check(self, options["load_dir"], options["tag"], options)
+        result = load(self, *args, **kwargs)
+        swap_checkpoint.restore(self, options["load_dir"], options["tag"])
+        return result
+
+    engine_class._configure_zero_optimizer = configured
+    engine_class._load_checkpoint = loaded
