@@ -15,7 +15,8 @@ from zero8.checkpoint.bitsandbytes import from_bitsandbytes, to_bitsandbytes
 from zero8.spec import dither
 from zero8.spec.codec import CODECS, dequantize, quantize
 from zero8.state.plain import PlainState
-from zero8.state.shard import MomentStore, Piece, PieceTable
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece, PieceTable
 from zero8.zero.moment_tensor import MomentTensor
 
 CHECKS = {}

@@ -4,7 +4,8 @@
 import torch
 
 from zero8.spec.codec import codec_named
-from zero8.state.shard import MomentStore, Piece, PieceTable
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece, PieceTable
 from zero8.zero.moment_tensor import MomentTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -19,7 +19,7 @@ from moment_samples import (
 )
 
 from zero8.spec.codec import CODECS
-from zero8.state.shard import MomentStore
+from zero8.state.store import MomentStore
 from zero8.zero.moment_tensor import MomentTensor
 
 # --- Looking and reading -------------------------------------------------------------------------

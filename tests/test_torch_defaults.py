@@ -11,7 +11,7 @@ from moment_samples import MOMENTS, buffers, moment, same, values_for
 from zero8 import Adam8bitBlockwise
 from zero8.spec import arithmetic as ieee
 from zero8.spec.codec import CODECS
-from zero8.state.shard import MomentStore
+from zero8.state.store import MomentStore
 from zero8.zero.swapper import BufferPool, SwapsStates
 
 SHAPES = {"weight": (64, 256), "bias": (300,), "half": (40, 128)}

@@ -12,7 +12,7 @@ from moment_samples import MOMENTS, NUMEL, moment
 from zero_worker import difference, plain
 
 from zero8.spec.codec import CODECS
-from zero8.state.shard import MomentStore
+from zero8.state.store import MomentStore
 from zero8.zero import swap_file
 from zero8.zero.moment_tensor import MomentTensor
 from zero8.zero.swap_file import BLOCK_BYTES, HEADER_BYTES, Layout

@@ -34,7 +34,8 @@ from ranks import error_of, run_ranks
 from zero_worker import MOMENTS, base_optimizer, difference, train
 
 from zero8.spec.codec import codec_named
-from zero8.state.shard import MomentStore, PieceTable
+from zero8.state.store import MomentStore
+from zero8.state.table import PieceTable
 
 # DeepSpeed's aio is built by a first run; a build that is interrupted leaves a lock behind.
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]

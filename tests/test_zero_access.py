@@ -22,7 +22,8 @@ from zero_worker import (
 )
 
 from zero8.spec.codec import DEFAULT_CODEC, codec_named
-from zero8.state.shard import MomentStore, PieceTable
+from zero8.state.store import MomentStore
+from zero8.state.table import PieceTable
 
 STAGES = (2, 3)
 SET = "conv"  # lies on both ranks

@@ -16,7 +16,8 @@ from moment_samples import MOMENTS, NUMEL, PIECES, buffers, is_plain, moment, sa
 
 import zero8  # noqa: F401  allows the pickles
 from zero8.spec.codec import CODECS, codec_named
-from zero8.state.shard import MomentStore, Piece, PieceTable
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece, PieceTable
 from zero8.zero.moment_tensor import MomentTensor, described, rebuild_moment
 
 GOLDEN = Path(__file__).parent / "golden" / "zero_moment_v1.pt"

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_worker import MOMENTS, Model, base_optimizer, config, difference, held, make_engine, train
 
 from zero8.spec.codec import DEFAULT_CODEC, codec_named
-from zero8.state.shard import MomentStore, PieceTable
+from zero8.state.store import MomentStore
+from zero8.state.table import PieceTable
 from zero8.zero.moment_tensor import MomentTensor
 
 STEPS = 6

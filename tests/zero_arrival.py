@@ -15,7 +15,8 @@ from nvme_worker import make_tower, nvme_config, swapped_in, swapper_of
 from zero_worker import Bag, base_optimizer, config, difference, make_engine, plain, take_step
 
 from zero8.spec.codec import CODECS
-from zero8.state.shard import MomentStore, PieceTable
+from zero8.state.store import MomentStore
+from zero8.state.table import PieceTable
 from zero8.zero import swap_file
 from zero8.zero.moment_tensor import MomentTensor, described, rebuild_moment
 from zero8.zero.swap_file import HEADER_BYTES, Header

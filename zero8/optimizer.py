@@ -19,7 +19,7 @@ from zero8.state.memory_report import MemoryReport
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.policy import Policy
 from zero8.state.settings import Settings
-from zero8.state.shard import MomentStore
+from zero8.state.store import MomentStore
 from zero8.state.whole import WholeTensor
 from zero8.step import ranks
 from zero8.step.stepper import Stepper

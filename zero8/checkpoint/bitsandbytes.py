@@ -21,7 +21,7 @@ from zero8.spec import dither
 from zero8.spec.codec import CODECS, DynamicCode, codec_numbered, dequantize, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.state.plain import MOMENTS, PlainState, described
-from zero8.state.shard import Piece
+from zero8.state.table import Piece
 
 BLOCK_SIZE = 256
 _KEYS = {"exp_avg": ("state1", "absmax1", "qmap1"), "exp_avg_sq": ("state2", "absmax2", "qmap2")}

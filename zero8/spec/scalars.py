@@ -103,4 +103,5 @@ class StepScalars:
             # (C2') of zero8.spec.codec; float32 tells it from 1.
             "settling": 1 + max(2.0**-20, 0.97 * min(1.0, 1 / beta1 - 1 if beta1 else 1.0)),
         }
-        return cls(**{name: float(np.float32(value)) for name, value in values.items()})
+        rounded = np.array(list(values.values()), np.float32).tolist()
+        return cls(**dict(zip(values, rounded, strict=True)))

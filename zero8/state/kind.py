@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.settings import Settings
-from zero8.state.shard import MomentStore
+from zero8.state.store import MomentStore
 
 Contents = tuple[object, list[Tensor | float]]
 """What says how to read some states (equal where they read alike), and all their entries."""

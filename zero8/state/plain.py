@@ -25,7 +25,8 @@ from torch import Tensor
 from zero8.spec.buffers import check_entry
 from zero8.spec.codec import Codec, codec_numbered
 from zero8.spec.scalars import UNKNOWN_HISTORY
-from zero8.state.shard import MomentStore, Piece, PieceTable
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece, PieceTable
 
 FORMAT_VERSION = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -14,7 +14,8 @@ from zero8.spec.segment import Rounding
 from zero8.state.memory_report import MemoryRow
 from zero8.state.params import ParamInfo
 from zero8.state.policy import Policy
-from zero8.state.shard import MomentStore, Piece
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece
 
 logger = logging.getLogger("zero8")
 

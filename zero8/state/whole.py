@@ -11,7 +11,8 @@ from torch import Tensor
 from zero8.state.kind import Contents, StateKind
 from zero8.state.params import ParamInfo
 from zero8.state.plain import PlainState
-from zero8.state.shard import MomentStore, Piece
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece
 
 
 class WholeTensor(StateKind):

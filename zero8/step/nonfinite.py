@@ -27,8 +27,7 @@ class Ledger:
                 waiting.append((labels, counts))
                 continue
             numbers = counts.read()
-            if numbers.any():  # which is quicker to ask than where
-                for place in numbers.nonzero()[0]:
-                    taken[labels[place]] += int(numbers[place])
+            for place in numbers.nonzero()[0]:
+                taken[labels[place]] += int(numbers[place])
         self._entries = waiting
         return taken

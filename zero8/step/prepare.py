@@ -15,7 +15,7 @@ from zero8.state.huge_pages import collapse
 from zero8.state.kind import StateKind
 from zero8.state.params import ParamInfo
 from zero8.state.settings import Settings
-from zero8.state.shard import MomentStore
+from zero8.state.store import MomentStore
 from zero8.step.batch import Batch, Seen
 from zero8.step.records import ParamRecords
 

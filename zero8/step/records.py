@@ -97,7 +97,7 @@ class StepRecords:
         self._keys = np.concatenate([part.keys for part in parts], axis=1)
         # Which of the parameters each piece belongs to.
         self._owner = np.repeat(np.arange(len(parts)), [len(part.records) for part in parts])
-        self._addresses = np.zeros((2, len(parts)), np.uint64)
+        self._addresses = b""  # that the records hold now
 
     def filled(
         self, addresses: np.ndarray, steps: Sequence[NextStep], which: Sequence[int]
@@ -110,9 +110,9 @@ class StepRecords:
             which: of these, one number for each parameter.
         """
         records = self._records
-        if not np.array_equal(addresses, self._addresses):
+        if addresses.tobytes() != self._addresses:
             records["param"], records["grad"] = self._offsets + addresses[:, self._owner]
-            self._addresses = addresses
+            self._addresses = addresses.tobytes()
         numbers: int | np.ndarray = steps[0].step
         records["scalars"] = 0
         if len(steps) > 1:

@@ -18,7 +18,8 @@ from zero8.spec.scalars import UNKNOWN_HISTORY
 from zero8.state.kind import Contents, StateKind
 from zero8.state.params import ParamInfo
 from zero8.state.plain import MOMENTS, check_dense, checked_history, checked_step
-from zero8.state.shard import MomentStore, Piece, PieceTable
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece, PieceTable
 from zero8.zero.moment_tensor import MomentTensor
 from zero8.zero.partition import table_of
 

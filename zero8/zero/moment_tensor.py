@@ -15,7 +15,8 @@ from torch import Tensor
 
 from zero8.spec.codec import codec_numbered
 from zero8.state.plain import FORMAT_VERSION, MOMENTS
-from zero8.state.shard import MomentStore, Piece, PieceTable
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece, PieceTable
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from zero8.state.shard import Piece, PieceTable
+from zero8.state.table import Piece, PieceTable
 
 logger = logging.getLogger("zero8")
 

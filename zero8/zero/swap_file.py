@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from zero8.state.plain import MOMENTS
-from zero8.state.shard import MomentStore, PieceTable
+from zero8.state.store import MomentStore
+from zero8.state.table import PieceTable
 from zero8.zero.moment_tensor import MomentTensor, described, store_like
 
 MAGIC = b"zero8swp"

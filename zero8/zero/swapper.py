@@ -25,7 +25,7 @@ from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedO
 from torch import Tensor
 
 from zero8.state.plain import MOMENTS
-from zero8.state.shard import MomentStore
+from zero8.state.store import MomentStore
 from zero8.zero import swap_file
 from zero8.zero.flat_state import FlatPartition
 from zero8.zero.swap_file import BLOCK_BYTES, Layout

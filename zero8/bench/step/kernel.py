@@ -18,7 +18,8 @@ from zero8.spec.codec import CODECS
 from zero8.spec.scalars import StepScalars, next_history
 from zero8.spec.segment import Moment, Rounding, Segment
 from zero8.state.plain import MOMENTS
-from zero8.state.shard import MomentStore, Piece, PieceTable
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece, PieceTable
 
 HYPER = {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 BLOCK_SIZE = 256

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from live_bytes import LiveBytes
 
 from zero8.spec.codec import CODECS, codec_named, dequantize, quantize
-from zero8.state import shard as pieces
-from zero8.state.shard import MomentStore, Piece, PieceTable
+from zero8.state import store
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece, PieceTable
 
 # Shape, and how many elements a row has: the shortest row of 64 or more, cut at the block size.
 SHAPES_8BIT = (((3, 70), 70), ((2, 300), 300), ((4, 5, 13), 65), ((1, 64), 64), ((2, 9, 8), 72))
@@ -95,11 +96,11 @@ class Mirror:
     st.sampled_from(sorted(CODECS)),
     st.sampled_from(("exp_avg", "exp_avg_sq")),
     st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(0, 999)), min_size=1),
-    st.sampled_from((1, 100, pieces.CHUNK_NUMEL)),
+    st.sampled_from((1, 100, store.CHUNK_NUMEL)),
 )
 def test_store_any_writes_reads_what_the_mirror_holds(table, codec, which, writes, chunk_numel):
     """Bit equality: a block written in part is encoded again, and encoding keeps decoded values."""
-    with patch.object(pieces, "CHUNK_NUMEL", chunk_numel):
+    with patch.object(store, "CHUNK_NUMEL", chunk_numel):
         check_against_mirror(table, codec, which, writes)
 
 
@@ -253,7 +254,7 @@ def test_write_in_chunks_gives_the_codes_and_scales_of_one_write(codec, which, m
     whole = mixed_store(codec, which)
     whole.write(100, values_for(which, 350, seed=4))
     for chunk_numel in (1, 64, 100):
-        monkeypatch.setattr(pieces, "CHUNK_NUMEL", chunk_numel)
+        monkeypatch.setattr(store, "CHUNK_NUMEL", chunk_numel)
         parts = mixed_store(codec, which)
         parts.write(100, values_for(which, 350, seed=4))
         for ours, expected in zip(parts.buffers, whole.buffers, strict=True):
@@ -276,7 +277,7 @@ def peaks(codec, which, numel):
 @pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
 def test_read_and_write_of_longer_moments_need_no_more_temporary_memory(codec, which, monkeypatch):
     """A chunk may be longer by a block at either end; each element takes 110 bytes at most."""
-    monkeypatch.setattr(pieces, "CHUNK_NUMEL", 1024)
+    monkeypatch.setattr(store, "CHUNK_NUMEL", 1024)
     short, long = (peaks(codec, which, numel) for numel in (1 << 14, 1 << 16))
     assert max(short + long) <= 110 * (1024 + 2 * 64)
     # The numbers say that they measured something: 8-bit codes become float32 at least.

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The segment table of a shard: which ranges of which parameters it holds.
+
+A shard is a flat run of elements that one rank holds; a piece is the part of it that belongs to
+one parameter.  Elements outside every piece are padding and have no moments.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from zero8.spec.grid import MAX_NUMEL, BlockGrid, check_block_size
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements of one parameter inside a shard.
+
+    Attributes:
+        start: index in the shard of the first element.
+        numel: number of elements.
+        first: index in the parameter of the first element.
+        shape: the parameter's global shape.
+        identity: the parameter's 64-bit identity (`zero8.spec.dither.identity_of`).
+        block_size: elements per block, 0 where the moments stay float32.
+        name: the parameter's name, or its index in constructor order; for people.
+
+    Raises:
+        ValueError: if it is not a run of elements of such a parameter.
+    """
+
+    start: int
+    numel: int
+    first: int
+    shape: tuple[int, ...]
+    identity: int
+    block_size: int
+    name: str
+
+    def __post_init__(self):
+        """Check it: descriptions of pieces come from files."""
+        _check_int(f"{self.name}: identity", self.identity, -(2**63), 2**63 - 1)
+        if not isinstance(self.shape, tuple):
+            raise ValueError(f"{self.name}: got shape {self.shape!r}, expected a tuple")
+        for size in self.shape:
+            _check_int(f"{self.name}: a size of shape", size, 0, MAX_NUMEL)
+        whole = math.prod(self.shape)
+        _check_int(f"{self.name}: number of elements", whole, 0, MAX_NUMEL)
+        _check_int(f"{self.name}: start", self.start, 0, MAX_NUMEL)
+        _check_int(f"{self.name}: first", self.first, 0, whole)
+        _check_int(f"{self.name}: numel", self.numel, 0, whole - self.first)
+        if self.block_size == 0 and type(self.block_size) is int:
+            return
+        check_block_size(self.block_size)
+        if self.grid is None:
+            raise ValueError(
+                f"{self.name}: got 8-bit moments of shape {self.shape}, expected longer rows"
+            )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the moments are 8-bit."""
+        return self.block_size > 0
+
+    @cached_property
+    def grid(self) -> BlockGrid:
+        """The parameter's block grid; for float32 moments one row in blocks of 256."""
+        if self.is_quantized:
+            return BlockGrid.of(self.shape, self.block_size)
+        return BlockGrid(1, max(1, math.prod(self.shape)), 256)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that the piece touches."""
+        return self.grid.num_blocks_touched(self.first, self.numel)
+
+
+@dataclass(frozen=True)
+class PieceTable:
+    """The pieces of a shard, in order of `start`, and how long the shard is in elements.
+
+    Raises:
+        ValueError: if pieces overlap, or one reaches beyond the shard.
+    """
+
+    pieces: tuple[Piece, ...]
+    numel: int
+
+    def __post_init__(self):
+        """Check that every piece has a place of its own."""
+        _check_int("number of elements of a shard", self.numel, 0, MAX_NUMEL)
+        end = 0
+        for piece in self.pieces:
+            _check_int(f"{piece.name}: start", piece.start, end, self.numel - piece.numel)
+            end = piece.start + piece.numel
+
+    @property
+    def places(self) -> list[tuple]:
+        """What the buffers and blocks depend on: all of the pieces but names and identities."""
+        return [(q.start, q.numel, q.first, q.shape, q.block_size) for q in self.pieces]
+
+    @cached_property
+    def value_offsets(self) -> tuple[int, ...]:
+        """Where each piece starts in the code buffer (8-bit) or in the float32 buffer."""
+        counts = {True: 0, False: 0}
+        offsets = []
+        for piece in self.pieces:
+            offsets.append(counts[piece.is_quantized])
+            counts[piece.is_quantized] += piece.numel
+        return tuple(offsets)
+
+    @cached_property
+    def scale_offsets(self) -> tuple[int, ...]:
+        """Where the scales of each piece start; float32 pieces have none."""
+        counts = [piece.num_blocks if piece.is_quantized else 0 for piece in self.pieces]
+        return tuple(itertools.accumulate(counts, initial=0))[:-1]
+
+    def size(self, *, quantized: bool) -> int:
+        """Return the number of elements in 8-bit (or in float32) pieces."""
+        return sum(p.numel for p in self.pieces if p.is_quantized == quantized)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the 8-bit pieces."""
+        return sum(p.num_blocks for p in self.pieces if p.is_quantized)
+
+    def overlapping(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (piece number, begin, end) in the shard for pieces that touch the given range."""
+        for number, piece in enumerate(self.pieces):
+            begin, end = max(start, piece.start), min(start + numel, piece.start + piece.numel)
+            if begin < end:
+                yield number, begin, end
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name}: got {value!r}, expected an integer from {low} to {high}")
