@@ -12,7 +12,8 @@ from zero8 import Adam8bitBlockwise
 from zero8.spec import arithmetic as ieee
 from zero8.spec.codec import CODECS
 from zero8.state.store import MomentStore
-from zero8.zero.swapper import BufferPool, SwapsStates
+from zero8.zero.swap_io import BufferPool
+from zero8.zero.swapper import SwapsStates
 
 SHAPES = {"weight": (64, 256), "bias": (300,), "half": (40, 128)}
 

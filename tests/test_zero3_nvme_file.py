@@ -16,7 +16,7 @@ from zero8.state.store import MomentStore
 from zero8.zero import swap_file
 from zero8.zero.moment_tensor import MomentTensor
 from zero8.zero.swap_file import BLOCK_BYTES, HEADER_BYTES, Layout
-from zero8.zero.swapper import Buffer, BufferPool, CheckedHandle
+from zero8.zero.swap_io import Buffer, BufferPool, CheckedHandle
 
 
 def state_of(codec="log", correction=False):
