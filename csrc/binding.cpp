@@ -9,6 +9,7 @@
 #include "check.h"
 #include "dlpack.h"
 #include "format.h"
+#include "isa.h"
 #include "stream.h"
 
 namespace py = pybind11;
@@ -40,10 +41,10 @@ void check_records(const py::buffer& segments, int64_t num_scalars) {
 
 void step(const py::buffer& segments, const py::buffer& scalars, const py::buffer& maps,
           int num_threads, int isa) {
-  if (isa < 0 || isa >= zero8::kNumIsas || !zero8::isa_supported(isa)) {
+  if (isa < 0 || isa >= zero8::kNumIsas || !zero8::kIsas[isa].is_supported()) {
     throw py::value_error("zero8: this processor does not have the instruction set asked for");
   }
-  if (!zero8::isa_compiled(isa)) {
+  if (!zero8::kIsas[isa].step_blocks) {
     throw py::value_error("zero8: this op was built without the instruction set asked for");
   }
   const py::buffer_info segment_info = segments.request(true), scalar_info = scalars.request(),
@@ -54,7 +55,7 @@ void step(const py::buffer& segments, const py::buffer& scalars, const py::buffe
   if (map_info.size != 1) throw py::value_error("zero8: expected one record of maps");
   check(segment, segment_info.size, scalar_info.size);
   const py::gil_scoped_release release;
-  zero8::step(segment, segment_info.size, scalar, *map, num_threads, isa);
+  zero8::step(segment, segment_info.size, scalar, *map, num_threads, zero8::kIsas[isa]);
 }
 
 // The bytes of a contiguous numpy array of uint8.
@@ -134,7 +135,7 @@ bool describe(const py::capsule& exchange_api, const py::type& tensor_type, cons
 py::list targets() {
   py::list compiled;
   for (int isa = 0; isa < zero8::kNumIsas; ++isa) {
-    if (zero8::isa_compiled(isa)) compiled.append(zero8::kIsaNames[isa]);
+    if (zero8::kIsas[isa].step_blocks) compiled.append(zero8::kIsas[isa].name);
   }
   return compiled;
 }
@@ -142,7 +143,7 @@ py::list targets() {
 py::dict isas() {
   py::dict supported;
   for (int isa = 0; isa < zero8::kNumIsas; ++isa) {
-    if (zero8::isa_supported(isa)) supported[zero8::kIsaNames[isa]] = isa;
+    if (zero8::kIsas[isa].is_supported()) supported[zero8::kIsas[isa].name] = isa;
   }
   return supported;
 }

@@ -8,14 +8,9 @@
 #define ZERO8_TARGET dispatch
 #include "blocks.h"
 #include "format.h"
+#include "isa.h"
 
 namespace zero8 {
-
-// Null in an op that was built without them (zero8/op/build.py).
-__attribute__((weak)) decltype(step_blocks_baseline) step_blocks_baseline;
-__attribute__((weak)) decltype(step_blocks_avx2) step_blocks_avx2;
-__attribute__((weak)) decltype(step_blocks_avx512) step_blocks_avx512;
-__attribute__((weak)) decltype(step_blocks_avx512vbmi) step_blocks_avx512vbmi;
 
 namespace {
 
@@ -43,13 +38,6 @@ class FlushToZero {
 #endif
 };
 
-StepBlocks step_blocks_for(int isa) {
-  if (isa == 1) return step_blocks_avx2;
-  if (isa == 2) return step_blocks_avx512;
-  if (isa == 3) return step_blocks_avx512vbmi;
-  return step_blocks_baseline;
-}
-
 // A block of a list of segments; one past the last block is {number of segments, 0}.
 struct Place {
   int64_t segment, block;
@@ -66,7 +54,7 @@ Place place_of(const Segment* segments, int64_t num_segments, int64_t element) {
 
 // Steps over the blocks from `begin` to just before `end`.
 void step_range(Segment* segments, int64_t num_segments, const StepScalars* scalars,
-                const DynamicMaps& maps, StepBlocks step_blocks, Place begin, Place end) {
+                const DynamicMaps& maps, StepBlocks* step_blocks, Place begin, Place end) {
   const FlushToZero mode;
   for (int64_t i = begin.segment; i < num_segments && i <= end.segment; ++i) {
     Segment& seg = segments[i];
@@ -88,30 +76,30 @@ bool has_f16c() {
   }();
   return found;
 }
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+}
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && has_avx2();
+}
+bool has_avx512vbmi() { return __builtin_cpu_supports("avx512vbmi") && has_avx512(); }
 #endif
 
 }  // namespace
 
-bool isa_compiled(int isa) { return step_blocks_for(isa) != nullptr; }
-
-bool isa_supported(int isa) {
+const Isa kIsas[] = {
+    {"baseline", step_blocks_baseline, [] { return true; }},
 #if defined(__x86_64__)
-  if (isa == 1) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-  }
-  if (isa == 2) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           isa_supported(1);
-  }
-  if (isa == 3) return __builtin_cpu_supports("avx512vbmi") && isa_supported(2);
+    {"avx2", step_blocks_avx2, has_avx2},
+    {"avx512", step_blocks_avx512, has_avx512},
+    {"avx512vbmi", step_blocks_avx512vbmi, has_avx512vbmi},
 #endif
-  return isa == 0;
-}
+};
+const int kNumIsas = sizeof kIsas / sizeof kIsas[0];
 
 void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
-          const DynamicMaps& maps, int num_threads, int isa) {
-  const StepBlocks step_blocks = step_blocks_for(isa);
+          const DynamicMaps& maps, int num_threads, const Isa& isa) {
   int64_t blocks = 0, numel = 0;
   for (int64_t i = 0; i < num_segments; ++i) {
     blocks += dispatch::num_blocks(segments[i]);
@@ -121,7 +109,7 @@ void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
   // A static partition into equal parts, but in whole blocks: every block is done by one thread, in
   // any case alike.
   const auto step_part = [&](int64_t part, int64_t parts) {
-    step_range(segments, num_segments, scalars, maps, step_blocks,
+    step_range(segments, num_segments, scalars, maps, isa.step_blocks,
                place_of(segments, num_segments, numel * part / parts),
                place_of(segments, num_segments, numel * (part + 1) / parts));
   };

@@ -92,30 +92,4 @@ struct DynamicMaps {
   DynamicMap exp_avg, exp_avg_sq;
 };
 
-#if !defined(__CUDACC__)
-
-// Steps over blocks begin .. end - 1 of one segment and returns how many of them it left as they
-// were because a gradient was not finite.
-using StepBlocks = int64_t (*)(const Segment&, const StepScalars&, const DynamicMaps&,
-                               int64_t begin, int64_t end);
-
-int64_t step_blocks_baseline(const Segment&, const StepScalars&, const DynamicMaps&, int64_t,
-                             int64_t);
-int64_t step_blocks_avx2(const Segment&, const StepScalars&, const DynamicMaps&, int64_t, int64_t);
-int64_t step_blocks_avx512(const Segment&, const StepScalars&, const DynamicMaps&, int64_t,
-                           int64_t);
-int64_t step_blocks_avx512vbmi(const Segment&, const StepScalars&, const DynamicMaps&, int64_t,
-                               int64_t);
-
-// Steps over all segments with `num_threads` threads; `isa` counts kIsaNames.
-void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
-          const DynamicMaps& maps, int num_threads, int isa);
-
-constexpr int kNumIsas = 4;
-constexpr const char* kIsaNames[kNumIsas] = {"baseline", "avx2", "avx512", "avx512vbmi"};
-bool isa_compiled(int isa);   // into this op
-bool isa_supported(int isa);  // by this processor
-
-#endif
-
 }  // namespace zero8

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The step for x86-64 processors with AVX2, FMA and F16C.
-#include "format.h"
+#include "isa.h"
 
 #if defined(__x86_64__)
 #if defined(__clang__)

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The step for any processor: what the compiler targets by default.
+#include "isa.h"
+
 #define ZERO8_TARGET baseline
 #include "vec_scalar.h"
 // In terms of that vocabulary:

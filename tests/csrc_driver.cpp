@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "format.h"
+#include "isa.h"
 
 namespace {
 
@@ -71,8 +71,8 @@ constexpr Types kTypes[] = {
     {zero8::kBF16, zero8::kFP32}, {zero8::kBF16, zero8::kBF16},
 };
 
-void step(const zero8::DynamicMaps& maps, const Shape& shape, int isa, int codec, Types types,
-          int rounding) {
+void step(const zero8::DynamicMaps& maps, const Shape& shape, const zero8::Isa& isa, int codec,
+          Types types, int rounding) {
   const zero8::StepScalars scalars = {0.9f,  0.999f, 0.9995f, 0.1f,  0.0316f, 1.0f, 1e-8f,
                                       10.0f, 1e-3f,  0.99f,   0.01f, 1.0f,    1.1f};
   const int64_t numel = shape.numel, num_blocks = shape.num_blocks;
@@ -114,13 +114,14 @@ int main() {
   auto maps = std::make_unique<zero8::DynamicMaps>();
   fill(maps->exp_avg, true);
   fill(maps->exp_avg_sq, false);
-  for (int isa = 0; isa < zero8::kNumIsas; ++isa) {
-    if (!zero8::isa_supported(isa)) continue;
+  for (int i = 0; i < zero8::kNumIsas; ++i) {
+    const zero8::Isa& isa = zero8::kIsas[i];
+    if (!isa.is_supported()) continue;
     for (int kind = 0; kind < 4 * 3; ++kind) {
       for (const Types types : kTypes) {
         for (const Shape& shape : kShapes) step(*maps, shape, isa, kind / 3, types, kind % 3);
       }
     }
-    std::printf("%s\n", zero8::kIsaNames[isa]);
+    std::printf("%s\n", isa.name);
   }
 }

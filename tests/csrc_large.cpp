@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "format.h"
+#include "isa.h"
 
 namespace {
 
@@ -69,12 +69,11 @@ int main() {
   const auto maps = reserve<zero8::DynamicMaps>(1);
   zero8::Segment large = segment(kNumel, 0, kBlocks);
   zero8::Segment small = segment(kRest, kFirst, kBlocks - kFirstBlock);
-  const zero8::StepBlocks targets[] = {zero8::step_blocks_baseline, zero8::step_blocks_avx2,
-                                       zero8::step_blocks_avx512, zero8::step_blocks_avx512vbmi};
-  for (int isa = 0; isa < zero8::kNumIsas; ++isa) {
-    if (!zero8::isa_supported(isa)) continue;
-    targets[isa](large, scalars, *maps, kFirstBlock, kBlocks);
-    targets[isa](small, scalars, *maps, 0, kBlocks - kFirstBlock);
+  for (int i = 0; i < zero8::kNumIsas; ++i) {
+    const zero8::Isa& isa = zero8::kIsas[i];
+    if (!isa.is_supported()) continue;
+    isa.step_blocks(large, scalars, *maps, kFirstBlock, kBlocks);
+    isa.step_blocks(small, scalars, *maps, 0, kBlocks - kFirstBlock);
     compare<float>(large.param, small.param, kFirst, kRest, "param");
     compare<uint8_t>(large.exp_avg, small.exp_avg, kFirst, kRest, "exp_avg");
     compare<uint8_t>(large.exp_avg_sq, small.exp_avg_sq, kFirst, kRest, "exp_avg_sq");
@@ -83,6 +82,6 @@ int main() {
     compare<float>(large.exp_avg_sq_scale, small.exp_avg_sq_scale, 2 * kFirstBlock,
                    2 * (kBlocks - kFirstBlock), "exp_avg_sq_scale");
     if (static_cast<float*>(small.param)[0] == 1.0f) std::abort();
-    std::printf("%s\n", zero8::kIsaNames[isa]);
+    std::printf("%s\n", isa.name);
   }
 }

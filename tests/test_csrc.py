@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from zero8.op import build
+from zero8.op import build, kernel
 
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
@@ -68,8 +68,15 @@ def objects(tmp_path_factory):
 
 def test_targets_of_the_build_are_all_that_there_are():
     assert {f"step_{name}" for name in build.TARGETS} == {p.stem for p in CSRC.glob("step_*.cpp")}
-    names = re.search(r"kIsaNames.*= \{(.*)\};", (CSRC / "format.h").read_text())[1]
-    assert list(build.TARGETS) == re.findall(r'"(\w+)"', names)
+    rows = re.findall(r'\{"(\w+)", step_blocks_(\w+), ', (CSRC / "dispatch.cpp").read_text())
+    assert rows == [(name, name) for name in build.TARGETS]
+
+
+@on_x86
+def test_targets_that_the_build_takes_for_served_are_those_that_the_op_serves():
+    flags = build._processor_flags()
+    served = [name for name, needed in build.TARGETS.items() if needed <= flags]
+    assert served == list(kernel.isas())
 
 
 def test_headers_compile_alone_and_twice_where_two_files_include_them(tmp_path):

@@ -42,7 +42,7 @@ TARGETS = {
     "avx512": _AVX512,
     "avx512vbmi": _AVX512 | {"avx512vbmi"},
 }
-"""The instruction sets of csrc/step_*.cpp, slowest first, and the processor flags they need."""
+"""The instruction sets of csrc/isa.h, slowest first, and the processor flags they need."""
 
 _COMPLETE = "complete"
 _ANOTHER_PLACE = "TORCH_EXTENSIONS_DIR chooses another place"

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// The instruction sets of the CPU, and the step that chooses one of them.
+#pragma once
+
+#include <cstdint>
+
+#include "format.h"
+
+namespace zero8 {
+
+// Steps over blocks begin .. end - 1 of one segment and returns how many of them it left as they
+// were because a gradient was not finite.
+using StepBlocks = int64_t(const Segment&, const StepScalars&, const DynamicMaps&, int64_t begin,
+                           int64_t end);
+
+// Each in csrc/step_NAME.cpp; weak, as an op may be built without some of them.
+__attribute__((weak)) StepBlocks step_blocks_baseline, step_blocks_avx2, step_blocks_avx512,
+    step_blocks_avx512vbmi;
+
+struct Isa {
+  const char* name;         // a key of TARGETS in zero8/op/build.py, in the same order
+  StepBlocks* step_blocks;  // null in an op that was built without it
+  bool (*is_supported)();   // by this processor
+};
+
+// Slowest first.  The table is in dispatch.cpp.
+extern const Isa kIsas[];
+extern const int kNumIsas;
+
+// Steps over all segments with `num_threads` threads.
+void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
+          const DynamicMaps& maps, int num_threads, const Isa& isa);
+
+}  // namespace zero8
