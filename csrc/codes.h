@@ -1,14 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
 // The 8-bit codes of the moments in terms of Vec: zero8/spec/codec.py, equation by equation.
 //
-// Every code has the same four parts, so that the step can interleave them as it likes:
-//   Decoder(stored, gain, map)   codes -> values times gain, for one block: one vector, or the
-//                                k-th of the four that chunk(codes) stands for
-//   Range                        what the block's new scales depend on, fed while values are made
-//   Encoder(range, map, ...)     makes the scales, stores them, then values -> codes, in order;
-//   what
-//                                is left to do to the codes (kLeft) is cheaper on packed bytes
-//   kScales, kZeroCode           floats stored per block; what decodes to exact 0
+// A code is a struct with four parts, so that the step can interleave them as it likes:
+//
+//   kScales, kZeroCode, kStoresRoot
+//       How many floats each block stores, 1 to kMaxScales; the code of exact 0; whether the code
+//       is of sqrt(v), and not of v or m.  The step squares decoded roots, and encodes roots.
+//   Decoder(const float* stored, float gain, const DynamicMap&)
+//       Of one block, by its kScales floats.  `decode(Vec::I codes)` returns a Vec::F: the values
+//       times `gain`.  `decode.chunk(const uint8_t*)` returns an object whose (int k) is the k-th
+//       of the next four vectors, 0 <= k < 4; the Decoder and the codes must outlive it.
+//   Range()
+//       What the block's scales depend on: `add(Vec::F)` is called with every value of the block,
+//       in any order, while values are made.  Zeros may be added, as beyond a tail, and on CUDA
+//       each thread adds its own values: the Encoder reduces over the block.
+//   Encoder(const Range&, const DynamicMap&, const BlockValues&, float* stored)
+//       Makes the scales and writes kScales floats.  `encode(Vec::F)`, called with the values in
+//       order as dithers count elements, returns a Vec::I of codes, to which `completed<kLeft>` is
+//       still to be applied: on packed bytes that is cheaper.  Encoder() encodes nothing.
+//
+// Values are finite, 0 or normal numbers, below 2^126 in magnitude as limits on gradients see to
+// it, and never negative in a second moment.
+//
+// What a code promises:
+//   - Idempotence: the values of all codes and scales that it can make, decoded with gain 1, give
+//     the same codes and scales.
+//   - Zero means zero: kZeroCode decodes to exact 0 whatever the scales, a block of zeros has
+//     scales of 0, and a second moment that is not 0 is never stored as 0.
+//   - The same bits on every processor: scales are made of reductions over integers only, and of
+//     single float operations.
 #include <cstdint>
 
 #include "format.h"
@@ -19,6 +39,7 @@ namespace ZERO8_TARGET {
 constexpr uint32_t kOneBits = 0x3F800000;
 constexpr uint32_t kSignBit = 0x80000000;
 constexpr float kSaturation = 0x1p126f;
+constexpr int kMaxScales = 2;  // of any code, per block
 
 ZERO8_DEVICE inline uint32_t bits_of(float x) {
   uint32_t bits;

@@ -194,6 +194,9 @@ ZERO8_DEVICE ZERO8_INLINE inline Vec::I encode_one(Encoder& encode, const float*
 // Both moments in 8 bits.
 template <class M, class V>
 struct Quantized {
+  static_assert(M::kScales >= 1 && M::kScales <= kMaxScales && M::kZeroCode < 256);
+  static_assert(V::kScales >= 1 && V::kScales <= kMaxScales && V::kZeroCode < 256);
+  static_assert(!M::kStoresRoot, "a first moment may be negative");
   static constexpr bool kRoot = V::kStoresRoot;
   static constexpr bool kQuantized = true;
   using Stored = uint8_t;

@@ -38,6 +38,16 @@ struct Place {
   }
 };
 
+// The thread's elements as a block of arrays of its own; `size` is that of the whole block.
+__device__ inline Block own_block(int size) {
+  Block own;
+  own.begin = 0;
+  own.local = 0;
+  own.count = kPerThread;
+  own.size = size;
+  return own;
+}
+
 // Calls body(moments), an object of the type that says how the segment's moments are stored.
 template <class Body>
 __device__ void for_moments(const Segment& seg, Body body) {
@@ -55,7 +65,7 @@ __device__ void for_moments(const Segment& seg, Body body) {
 // What a step reads: all of it is asked for before any of it is used.
 struct Stored {
   Words param, correction, grad, exp_avg, exp_avg_sq;
-  float exp_avg_scale[2], exp_avg_sq_scale[2];
+  float exp_avg_scale[kMaxScales], exp_avg_sq_scale[kMaxScales];
 
   __device__ Stored(const Segment& seg, const Block& block, const Place& place) {
     grad = floats(seg.grad, seg.grad_dtype, place);
@@ -153,7 +163,7 @@ struct OwnParam {
     Segment own = seg;
     own.param = p;
     own.correction = correction;
-    return P(own, {0, 0, kPerThread, kPerThread}, place.index);
+    return P(own, own_block(kPerThread), place.index);
   }
 };
 
@@ -197,7 +207,7 @@ __device__ inline void write_param(const Segment& seg, const Place& place, const
 template <class Moments>
 struct OwnMoments {
   typename Moments::Stored m[kPerThread], v[kPerThread];
-  float m_scale[2], v_scale[2];
+  float m_scale[kMaxScales], v_scale[kMaxScales];
 
   __device__ Segment segment(const Segment& seg) {
     Segment own = seg;
@@ -218,9 +228,11 @@ __device__ inline void update(const Segment& seg, const Stored& stored, const St
     OwnMoments<Moments> own;
     unpack(stored.exp_avg, own.m);
     unpack(stored.exp_avg_sq, own.v);
-    Stored::copy<2>(own.m_scale, stored.exp_avg_scale);
-    Stored::copy<2>(own.v_scale, stored.exp_avg_sq_scale);
-    const typename Moments::Source source(own.segment(seg), raw, maps, {0, 0, kPerThread, 0});
+    if constexpr (Moments::kQuantized) {
+      Stored::copy<Moments::MCode::kScales>(own.m_scale, stored.exp_avg_scale);
+      Stored::copy<Moments::VCode::kScales>(own.v_scale, stored.exp_avg_sq_scale);
+    }
+    const typename Moments::Source source(own.segment(seg), raw, maps, own_block(kPerThread));
     const Scalars s(raw);
     for_vectors([&](int i) {
       Vec::F x, first, second;
@@ -251,8 +263,8 @@ __device__ inline void encode(const Segment& seg, const Block& block, const Plac
         m_range.add(Vec::load(m.x + i));
         v_range.add(Vec::load(v.x + i));
       });
-      typename Moments::Sink sink(own.segment(seg), raw, maps, {0, 0, kPerThread, block.size},
-                                  place.index, m.x, v.x, m_range, v_range);
+      typename Moments::Sink sink(own.segment(seg), raw, maps, own_block(block.size), place.index,
+                                  m.x, v.x, m_range, v_range);
       for_vectors([&](int i) { sink.encode(i, All()); });
       // All threads have read the old scales: reductions that made the new ones waited for them.
       if (threadIdx.x == 0) {
