@@ -9,10 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from zero8.op import kernel
-
-# TensorRecord of csrc/binding.cpp, which compares the sizes.
-TENSOR = np.dtype([("data", "u8"), ("numel", "i8"), ("kind", "i8"), ("contiguous", "i8")])
-WITHOUT_MEMORY = -1
+from zero8.op.structs import TENSOR, WITHOUT_MEMORY
 
 
 def described(objects: list[Tensor | float]) -> np.ndarray:

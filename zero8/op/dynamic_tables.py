@@ -16,22 +16,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from zero8.op.structs import DYNAMIC_MAPS
 from zero8.spec.codec import CODECS, DynamicCode
-
-# The struct of csrc/format.h, field by field; the binding compares the sizes.
-DYNAMIC_MAP = np.dtype(
-    [
-        ("levels", "f4", 256),
-        ("thresholds", "f4", 256),
-        ("level_bytes", "u1", (4, 256)),
-        ("octave_piece", "u4", 32),
-        ("octave_joint", "u4", 32),
-        ("slope", "f4", 16),
-        ("offset", "f4", 16),
-        ("last", "u4", 16),
-    ]
-)
-DYNAMIC_MAPS = np.dtype([("exp_avg", DYNAMIC_MAP), ("exp_avg_sq", DYNAMIC_MAP)])
 
 _DECADES = 7
 _FRACTION = 2.0**16

@@ -2,7 +2,6 @@
 """Calls the compiled step on a list of segments."""
 
 import contextlib
-import dataclasses
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -14,40 +13,13 @@ from torch import Tensor
 
 from zero8.op import build
 from zero8.op.dynamic_tables import dynamic_maps
+from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, SEGMENT, STEP_SCALARS
 from zero8.op.threads import host_share, step_threads
 from zero8.spec.buffers import check_buffer
 from zero8.spec.grid import check_block_size
 from zero8.spec.scalars import StepScalars
 from zero8.spec.segment import Segment
 
-# The structs of csrc/format.h, field by field; the binding compares the sizes.
-STEP_SCALARS = np.dtype([(field.name, "f4") for field in dataclasses.fields(StepScalars)])
-SEGMENT = np.dtype(
-    [
-        ("param", "u8"),
-        ("grad", "u8"),
-        ("exp_avg", "u8"),
-        ("exp_avg_sq", "u8"),
-        ("exp_avg_scale", "u8"),
-        ("exp_avg_sq_scale", "u8"),
-        ("correction", "u8"),
-        ("numel", "i8"),
-        ("first", "i8"),
-        ("row_length", "i8"),
-        ("num_exp_avg_scales", "i8"),
-        ("num_exp_avg_sq_scales", "i8"),
-        ("nonfinite_blocks", "i8"),
-        ("block_size", "i4"),
-        ("codec", "i4"),
-        ("param_dtype", "i4"),
-        ("grad_dtype", "i4"),
-        ("rounding", "i4"),
-        ("scalars", "i4"),
-        ("moment_phase", "u4"),
-        ("param_phase", "u4"),
-    ]
-)
-_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Dtypes of parameters, and for each the dtypes of its gradients.
 DTYPES = {
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),
@@ -241,8 +213,8 @@ def _fill(record: np.void, segment: Segment, scalars: int, device: torch.device)
     record["numel"], record["first"] = numel, segment.first
     record["row_length"] = segment.grid.row_length
     record["block_size"] = segment.grid.block_size
-    record["codec"] = segment.codec.number if quantized else 0
-    record["param_dtype"] = _DTYPE_NUMBERS[segment.param.dtype]
-    record["grad_dtype"] = _DTYPE_NUMBERS[segment.grad.dtype]
+    record["codec"] = segment.codec.number if quantized else FLOAT32_MOMENTS
+    record["param_dtype"] = DTYPE_NUMBERS[segment.param.dtype]
+    record["grad_dtype"] = DTYPE_NUMBERS[segment.grad.dtype]
     record["rounding"], record["scalars"] = segment.rounding, scalars
     record["moment_phase"], record["param_phase"] = segment.moment_phase, segment.param_phase

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The structs of csrc/format.h, field by field, for numpy: the records that kernels take.
+
+The build of the op compares them with the structs: `zero8.op.shared_numbers`.
+"""
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from zero8.spec.scalars import StepScalars
+
+STEP_SCALARS = np.dtype([(field.name, "f4") for field in dataclasses.fields(StepScalars)])
+SEGMENT = np.dtype(
+    [
+        ("param", "u8"),
+        ("grad", "u8"),
+        ("exp_avg", "u8"),
+        ("exp_avg_sq", "u8"),
+        ("exp_avg_scale", "u8"),
+        ("exp_avg_sq_scale", "u8"),
+        ("correction", "u8"),
+        ("numel", "i8"),
+        ("first", "i8"),
+        ("row_length", "i8"),
+        ("num_exp_avg_scales", "i8"),
+        ("num_exp_avg_sq_scales", "i8"),
+        ("nonfinite_blocks", "i8"),
+        ("block_size", "i4"),
+        ("codec", "i4"),
+        ("param_dtype", "i4"),
+        ("grad_dtype", "i4"),
+        ("rounding", "i4"),
+        ("scalars", "i4"),
+        ("moment_phase", "u4"),
+        ("param_phase", "u4"),
+    ]
+)
+DYNAMIC_MAP = np.dtype(
+    [
+        ("levels", "f4", 256),
+        ("thresholds", "f4", 256),
+        ("level_bytes", "u1", (4, 256)),
+        ("octave_piece", "u4", 32),
+        ("octave_joint", "u4", 32),
+        ("slope", "f4", 16),
+        ("offset", "f4", 16),
+        ("last", "u4", 16),
+    ]
+)
+DYNAMIC_MAPS = np.dtype([("exp_avg", DYNAMIC_MAP), ("exp_avg_sq", DYNAMIC_MAP)])
+TENSOR = np.dtype([("data", "u8"), ("numel", "i8"), ("kind", "i8"), ("contiguous", "i8")])
+
+FLOAT32_MOMENTS = 0
+"""The codec of a `SEGMENT` without one."""
+DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+WITHOUT_MEMORY = -1
+"""The kind of a `TENSOR` that has no memory of its own."""
