@@ -91,19 +91,11 @@ void copy(const py::buffer& param, const py::buffer& grad, const std::vector<py:
   zero8::copy(streams, num_threads);
 }
 
-// What a step asks of a tensor: zero8/op/describe.py.
-struct TensorRecord {
-  uint64_t data;
-  int64_t numel;
-  int64_t kind;  // one number for dtype and device; -1: the tensor has no memory of its own
-  int64_t contiguous;
-};
-
-TensorRecord described(const zero8::dlpack::ExchangeApi& api, PyObject* tensor) {
+zero8::TensorRecord described(const zero8::dlpack::ExchangeApi& api, PyObject* tensor) {
   zero8::dlpack::Tensor t;
   if (api.from_py_object(tensor, &t) != 0) {
     PyErr_Clear();
-    return {0, 0, -1, 0};
+    return {0, 0, zero8::kWithoutMemory, 0};
   }
   const int64_t dtype = t.dtype_code << 24 | t.dtype_bits << 16 | t.dtype_lanes;
   const int64_t device = static_cast<int64_t>(t.device_type) << 16 | t.device_id;
@@ -120,14 +112,14 @@ bool describe(const py::capsule& exchange_api, const py::type& tensor_type, cons
   if (api == nullptr) throw py::error_already_set();
   if (api->major_version != zero8::dlpack::kMajorVersion || !api->from_py_object) return false;
   const py::buffer_info info = out.request(true);
-  auto* record = records<TensorRecord>(info, "tensor");
+  auto* record = records<zero8::TensorRecord>(info, "tensor");
   if (info.size != static_cast<py::ssize_t>(objects.size())) {
     throw py::value_error("zero8: got another number of records than of objects");
   }
   auto* type = reinterpret_cast<PyTypeObject*>(tensor_type.ptr());
   for (const py::handle& object : objects) {
     *record++ = PyObject_TypeCheck(object.ptr(), type) ? described(*api, object.ptr())
-                                                       : TensorRecord{0, 0, 0, 1};
+                                                       : zero8::TensorRecord{0, 0, 0, 1};
   }
   return true;
 }

@@ -7,9 +7,6 @@
 namespace zero8 {
 namespace {
 
-// More than any memory holds, and small enough that sums and products of sizes fit 64 bits.
-constexpr int64_t kMaxElements = int64_t{1} << 48;
-
 std::string wrong(const char* field, int64_t got, const std::string& expected) {
   return std::string(field) + ": got " + std::to_string(got) + ", expected " + expected;
 }

@@ -9,6 +9,9 @@
 
 namespace zero8 {
 
+// More than any memory holds, and small enough that sums and products of sizes fit 64 bits.
+constexpr int64_t kMaxElements = int64_t{1} << 48;
+
 // Returns what is wrong with the first bad segment, such as "segment 3: block_size: got 65536,
 // expected a power of two from 64 to 4096", or an empty string.
 //

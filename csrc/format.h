@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What crosses the border between Python and the kernels: plain structs, no tensors.
 //
-// zero8/op/kernel.py builds the same structs with numpy; binding.cpp checks their sizes.  All
-// strides and counts are in elements, 64 bits wide: a flat ZeRO partition can exceed 2^31.
+// zero8/op/structs.py has the same structs for numpy; zero8/op/shared_numbers.py compares these and
+// all other numbers that stand on both sides when the op is built.  All strides and counts are in
+// elements, 64 bits wide: a flat ZeRO partition can exceed 2^31.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +47,6 @@ struct StepScalars {
   float step_size, decay, l2, grad_sign;
   float settling;
 };
-static_assert(sizeof(StepScalars) == 52, "numpy's STEP_SCALARS must change with it");
 
 // Elements first .. first + numel - 1 of one parameter: zero8/spec/segment.py.
 // No __restrict__ on the pointers: two moments may be views of one buffer.
@@ -73,7 +73,6 @@ struct Segment {
   uint32_t moment_phase;
   uint32_t param_phase;
 };
-static_assert(sizeof(Segment) == 136, "numpy's SEGMENT must change with it");
 
 // A dynamic map, ascending, and what finds the nearest entry: zero8/op/dynamic_tables.py.
 struct DynamicMap {
@@ -91,5 +90,14 @@ struct DynamicMap {
 struct DynamicMaps {
   DynamicMap exp_avg, exp_avg_sq;
 };
+
+// What a step asks of a tensor: zero8/op/describe.py.
+struct TensorRecord {
+  uint64_t data;
+  int64_t numel;
+  int64_t kind;  // one number for dtype and device, or kWithoutMemory
+  int64_t contiguous;
+};
+constexpr int64_t kWithoutMemory = -1;  // of its own
 
 }  // namespace zero8

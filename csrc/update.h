@@ -20,6 +20,8 @@ namespace ZERO8_TARGET {
 
 // A gradient at or above this, or NaN, counts as not finite: its square would overflow.
 constexpr uint32_t kGradientLimitBits = (127 + 63) << 23;
+// Those of lowbias32: zero8/spec/dither.py.
+constexpr uint32_t kHashFactor1 = 0x7FEB352Du, kHashFactor2 = 0x846CA68Bu;
 
 // Which lanes of a vector count: all, known to the compiler.  step_blocks.h has tails too.
 struct All {};
@@ -103,8 +105,8 @@ class BFloat16 {
     }
     Vec::I r = dither_.next();
     if (rounding_ == kHash) {
-      r = Vec::muli(Vec::xori(r, Vec::shr<16>(r)), Vec::seti(0x7FEB352Du));
-      r = Vec::muli(Vec::xori(r, Vec::shr<15>(r)), Vec::seti(0x846CA68Bu));
+      r = Vec::muli(Vec::xori(r, Vec::shr<16>(r)), Vec::seti(kHashFactor1));
+      r = Vec::muli(Vec::xori(r, Vec::shr<15>(r)), Vec::seti(kHashFactor2));
       r = Vec::xori(r, Vec::shr<16>(r));
     }
     return Vec::shr<16>(r);

@@ -14,6 +14,7 @@ namespace zero8 {
 namespace ZERO8_TARGET {
 
 constexpr int kPerThread = 8;  // elements
+constexpr int kWarp = 32;      // threads
 constexpr int kMaxThreads = kMaxBlockSize / kPerThread;
 
 // Waits until as many threads have come to the barrier of this number.
@@ -27,8 +28,8 @@ void named_barrier(uint32_t number, uint32_t num_threads);
 
 // The team's threads in this thread's warp.
 __device__ inline uint32_t team_mask() {
-  if (blockDim.x >= 32) return ~0u;
-  return ((1u << blockDim.x) - 1u) << (threadIdx.y * blockDim.x % 32);
+  if (blockDim.x >= kWarp) return ~0u;
+  return ((1u << blockDim.x) - 1u) << (threadIdx.y * blockDim.x % kWarp);
 }
 
 // Combines x over the team: `in_warp` over the threads of a mask, `of_two` two numbers.  All
@@ -36,10 +37,10 @@ __device__ inline uint32_t team_mask() {
 template <class InWarp, class OfTwo>
 __device__ uint32_t reduced(uint32_t x, InWarp in_warp, OfTwo of_two) {
   x = in_warp(team_mask(), x);
-  if (blockDim.x <= 32) return x;
-  __shared__ uint32_t of_warp[kMaxThreads / 32];
-  const uint32_t begin = threadIdx.y * blockDim.x / 32, end = begin + blockDim.x / 32;
-  of_warp[begin + threadIdx.x / 32] = x;
+  if (blockDim.x <= kWarp) return x;
+  __shared__ uint32_t of_warp[kMaxThreads / kWarp];
+  const uint32_t begin = threadIdx.y * blockDim.x / kWarp, end = begin + blockDim.x / kWarp;
+  of_warp[begin + threadIdx.x / kWarp] = x;
   named_barrier(1 + threadIdx.y, blockDim.x);  // number 0 is __syncthreads
   x = of_warp[begin];
   for (uint32_t warp = begin + 1; warp < end; ++warp) x = of_two(x, of_warp[warp]);

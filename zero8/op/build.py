@@ -26,6 +26,7 @@ from typing import TextIO
 
 import torch
 
+from zero8.op.shared_numbers import op_source
 from zero8.op.sources import source_folder
 
 NAME = "zero8_adam"
@@ -58,17 +59,19 @@ class Extension:
         name: begins the name of its folder.
         sources: .cpp files; every .h beside the first one counts as included.
         seconds: about how long two processors take to compile it.
+        generated: the text of one more .cpp file.
     """
 
     name: str
     sources: tuple[Path, ...]
     seconds: int
+    generated: str = ""
 
     def folder(self) -> Path:
         """Return where a build of these very sources is, or would be."""
         # The suffix names the Python and the kind of processor.
         parts = [torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"), *FLAGS, *LINK_FLAGS]
-        digest = hashlib.sha256(" ".join(parts).encode())
+        digest = hashlib.sha256(" ".join([*parts, self.generated]).encode())
         for path in sorted({*self.sources, *self.sources[0].parent.glob("*.h")}):
             content = path.read_bytes()
             digest.update(f"\n{path.name} {len(content)}\n".encode() + content)
@@ -109,6 +112,8 @@ class Extension:
         if folder.exists():
             _discard(folder)
         folder.mkdir()
+        generated = folder / "generated.cpp"
+        generated.write_text(self.generated)
         # A warning, because lower levels are not shown unless logging has been set up.
         logger.warning(
             "zero8: compiling its CPU kernel once, about %d s; `zero8 build` does it ahead",
@@ -119,7 +124,7 @@ class Extension:
         try:
             module = cpp_extension.load(
                 folder.name,
-                [str(path) for path in self.sources],
+                [str(path) for path in (*self.sources, generated)],
                 extra_cflags=list(FLAGS),
                 extra_ldflags=list(LINK_FLAGS),  # which torch adds to
                 extra_include_paths=[str(self.sources[0].parent)],
@@ -133,12 +138,12 @@ class Extension:
 
 def op(target: str | None = None) -> Extension:
     """Return the op for one of `TARGETS`, or, if None, for all of them."""
-    paths = sorted(source_folder().glob("*.cpp"))
+    paths, numbers = sorted(source_folder().glob("*.cpp")), op_source()
     if target is None:
-        return Extension(NAME, tuple(paths), seconds=25)
+        return Extension(NAME, tuple(paths), seconds=25, generated=numbers)
     others = {f"step_{name}" for name in TARGETS} - {f"step_{target}"}
     needed = tuple(path for path in paths if path.stem not in others)
-    return Extension(f"{NAME}_{target}", needed, seconds=10)
+    return Extension(f"{NAME}_{target}", needed, seconds=10, generated=numbers)
 
 
 def op_for_steps() -> Extension:

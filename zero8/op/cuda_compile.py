@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from zero8.op import build
+from zero8.op import build, launch, shared_numbers
 from zero8.op.sources import source_folder
 
 BACKENDS = ("auto", "nvcc", "nvrtc")
@@ -105,6 +105,12 @@ def program() -> Path:
     return source_folder() / "cuda" / "step.cu"
 
 
+def assertions() -> str:
+    """Return what is compiled after it: that its numbers are Python's."""
+    launches = {"kPerThread": launch.PER_THREAD, "kWarp": launch.WARP}
+    return shared_numbers.assertions("cuda", shared_numbers.shared_numbers() | launches)
+
+
 def include_folders() -> list[Path]:
     """Return where the kernel's headers are."""
     return [source_folder()]
@@ -120,8 +126,9 @@ def nvcc_command(path: str, architectures: list[int]) -> list[str]:
 def _nvcc(path: str) -> CudaCompiler:
     def compile(architecture: int) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
-            result = Path(folder) / "step.cubin"
-            command = [*nvcc_command(path, [architecture]), "-cubin", program(), "-o", result]
+            source, result = Path(folder) / "step.cu", Path(folder) / "step.cubin"
+            source.write_text(program().read_text() + assertions())
+            command = [*nvcc_command(path, [architecture]), "-cubin", source, "-o", result]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode != 0:
                 raise RuntimeError(
@@ -149,7 +156,8 @@ def _nvrtc() -> CudaCompiler:
     def compile(architecture: int) -> bytes:
         folders = [*include_folders(), source_folder() / "cuda" / "nvrtc"]
         options = [*FLAGS, f"-arch=sm_{architecture}", *(f"-I{folder}" for folder in folders)]
-        compiled = nvrtc.createProgram(program().read_text(), program().name, (), ())
+        source = program().read_text() + assertions()
+        compiled = nvrtc.createProgram(source, program().name, (), ())
         try:
             nvrtc.compileProgram(compiled, options)
             return nvrtc.getCUBIN(compiled)
@@ -162,7 +170,8 @@ def _nvrtc() -> CudaCompiler:
 
 
 def _key(chosen: CudaCompiler, architecture: int) -> str:
-    digest = hashlib.sha256(f"{chosen.name} {chosen.version} {architecture} {FLAGS}".encode())
+    parts = f"{chosen.name} {chosen.version} {architecture} {FLAGS} {assertions()}"
+    digest = hashlib.sha256(parts.encode())
     folder = source_folder()
     for path in sorted([*folder.glob("*.h"), *folder.glob("cuda/**/*")]):
         if path.is_file():

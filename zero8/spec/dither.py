@@ -25,6 +25,8 @@ from torch import Tensor
 ELEMENT_STEP = 0xC13FA9A9
 GOLDEN_STEP = 0x9E3779B9
 RUN_STEPS = 32
+HASH_FACTORS = 0x7FEB352D, 0x846CA68B
+"""Those of lowbias32."""
 _MASK = 0xFFFFFFFF
 
 
@@ -67,6 +69,6 @@ def hashed(phase: int, first: int, numel: int) -> Tensor:
 def _mixed(x: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
     """Return lowbias32 of an unsigned 32-bit number, or of those in an int64 tensor."""
     # int64 products wrap modulo 2^64, which keeps their low 32 bits right.
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    x = ((x ^ (x >> 16)) * HASH_FACTORS[0]) & _MASK
+    x = ((x ^ (x >> 15)) * HASH_FACTORS[1]) & _MASK
     return x ^ (x >> 16)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers that stand in Python and in C++, compared where C++ is compiled.
+
+Each becomes a static_assert, in the op and in the CUDA kernel.  Where the two sides differ, the
+build ends with an error that names the number.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from zero8.op import structs
+from zero8.spec import codec, dither, grid, reference
+from zero8.spec.codec import CODECS, AdaptiveCode, CompandedCode, DynamicCode, LogCode, MomentCode
+from zero8.spec.segment import Rounding
+
+# By class, the attributes of a code in zero8/spec/codec.py and their names in csrc/codes.h.
+_EVERY_CODE = {"zero_code": "kZeroCode", "square_root": "kStoresRoot"}
+_CODES = {
+    CompandedCode: {
+        "shift": "kShift",
+        "max_code": "kMaxCode",
+        "top": "kTop",
+        "min_scale": "kMinScale",
+    },
+    AdaptiveCode: {"MIN_SCALE": "kMinScale"},
+    DynamicCode: {"min_scale": "kMinScale"},
+    LogCode: {"MIN_SPAN": "kMinSpan", "MAX_SPAN": "kMaxSpan", "MIN_BITS": "kMinBits"},
+}
+_STRUCTS = {
+    "StepScalars": structs.STEP_SCALARS,
+    "Segment": structs.SEGMENT,
+    "DynamicMap": structs.DYNAMIC_MAP,
+    "DynamicMaps": structs.DYNAMIC_MAPS,
+    "TensorRecord": structs.TENSOR,
+}
+
+
+def assertions(namespace: str, numbers: Mapping[str, float]) -> str:
+    """Return C++ that compiles if all numbers are Python's; follows the headers that define them.
+
+    Args:
+        namespace: within zero8, the one of the target that the headers were included for.
+        numbers: what Python has for C++ expressions.
+    """
+    lines = [
+        f'static_assert({expression} == {_literal(number)}, "{expression}: Python has {number}");'
+        for expression, number in numbers.items()
+    ]
+    return "\n".join([f"namespace zero8::{namespace} {{", *lines, "}", ""])
+
+
+def op_source() -> str:
+    """Return a C++ file for the op, which is nothing but assertions."""
+    headers = '#define ZERO8_TARGET numbers\n#include "check.h"\n#include "vec_scalar.h"\n'
+    headers += '#include "update.h"\n'
+    return headers + assertions("numbers", shared_numbers() | {"kMaxElements": grid.MAX_NUMEL})
+
+
+def shared_numbers() -> dict[str, float]:
+    """Return Python's numbers by what C++ calls them."""
+    numbers = {
+        "kFloat32": structs.FLOAT32_MOMENTS,
+        **{f"k{one.name.capitalize()}": one.number for one in CODECS.values()},
+        **{f"k{one.name.capitalize()}": one.value for one in Rounding},
+        "kFP32": structs.DTYPE_NUMBERS[torch.float32],
+        "kBF16": structs.DTYPE_NUMBERS[torch.bfloat16],
+        "kFP16": structs.DTYPE_NUMBERS[torch.float16],
+        "kWithoutMemory": structs.WITHOUT_MEMORY,
+        "kMinBlockSize": grid.MIN_BLOCK_SIZE,
+        "kMaxBlockSize": grid.MAX_BLOCK_SIZE,
+        "kGradientLimitBits": int(np.float32(reference.GRADIENT_LIMIT).view(np.uint32)),
+        "kSaturation": codec.SATURATION,
+        "kOneBits": codec.HALF_BITS,
+        "Dither::kElementStep": dither.ELEMENT_STEP,
+        "kHashFactor1": dither.HASH_FACTORS[0],
+        "kHashFactor2": dither.HASH_FACTORS[1],
+    }
+    for one in CODECS.values():
+        for moment, part in (("exp_avg", "MCode"), ("exp_avg_sq", "VCode")):
+            code, name = getattr(one, moment), one.name.capitalize()
+            numbers[f"kScalesPerBlock[k{name}].{moment}"] = math.prod(code.scale_shape)
+            numbers |= _numbers_of_code(f"{name}Pair::{part}", code)
+    for name, layout in _STRUCTS.items():
+        numbers |= _numbers_of_struct(name, layout)
+    return numbers
+
+
+def _numbers_of_code(name: str, code: MomentCode) -> dict[str, float]:
+    constants = _EVERY_CODE | _CODES[type(code)]
+    numbers = {f"{name}::{cpp}": getattr(code, python) for python, cpp in constants.items()}
+    if isinstance(code, AdaptiveCode):
+        numbers[f"{name}::kJoint"] = float(code.narrow.levels[code.JOINT])
+        numbers |= _numbers_of_code(f"{name}::Narrow", code.narrow)
+        numbers |= _numbers_of_code(f"{name}::Wide", code.wide)
+    return numbers
+
+
+def _numbers_of_struct(name: str, layout: np.dtype) -> dict[str, int]:
+    numbers = {f"sizeof({name})": layout.itemsize}
+    for field, (dtype, offset, *_) in layout.fields.items():
+        numbers[f"__builtin_offsetof({name}, {field})"] = offset
+        numbers[f"sizeof({name}::{field})"] = dtype.itemsize
+    return numbers
+
+
+def _literal(number: float) -> str:
+    return number.hex() if isinstance(number, float) else str(int(number))
