@@ -7,39 +7,13 @@
 
 #define ZERO8_TARGET dispatch
 #include "blocks.h"
+#include "flush_to_zero.h"
 #include "format.h"
 #include "isa.h"
 
 namespace zero8 {
 
 namespace {
-
-// Subnormals read and written as zero while it lives, as the arithmetic is defined; the thread's
-// own mode comes back afterwards.
-//
-// x86 flushes results after it has rounded them, and the arithmetic is defined so; FPCR.FZ of ARM
-// flushes before.  In the last quarter ulp below 2^-126, where x86 gives 2^-126, aarch64 gives 0.
-class FlushToZero {
- public:
-#if defined(__x86_64__)
-  FlushToZero() : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(saved_ | 0x8040); }
-  ~FlushToZero() { __builtin_ia32_ldmxcsr(saved_); }
-
- private:
-  unsigned saved_;
-#elif defined(__aarch64__)
-  FlushToZero() {
-    asm volatile("mrs %0, fpcr" : "=r"(saved_));
-    asm volatile("msr fpcr, %0" : : "r"(saved_ | (1u << 24)));
-  }
-  ~FlushToZero() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
-
- private:
-  uint64_t saved_;
-#else
-#error "zero8: no way is known to flush subnormals on this processor"
-#endif
-};
 
 // A block of a list of segments; one past the last block is {number of segments, 0}.
 struct Place {
