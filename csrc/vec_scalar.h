@@ -37,10 +37,10 @@ struct Vec {
   }
   static void store(float* p, F x) { *p = x; }
   static void store_n(float* p, F x, int) { *p = x; }
-  // The low 16 bits of each lane.
+  // Lanes must be below 2^16.
   static void store16(uint16_t* p, I x) { *p = static_cast<uint16_t>(x); }
   static void store16_n(uint16_t* p, I x, int) { store16(p, x); }
-  // Codes widened to 32 bits, and the low 8 bits of each lane.
+  // Codes widened to 32 bits, and lanes, which must be below 2^8, narrowed to codes.
   static I load8(const uint8_t* p) { return *p; }
   static I load8_n(const uint8_t* p, int, uint32_t) { return *p; }
   static void store8(uint8_t* p, I x) { *p = static_cast<uint8_t>(x); }
@@ -53,7 +53,7 @@ struct Vec {
     store8(p + 3, d);
   }
   // The same, of floats x: where a code is not 0, with the sign of x in the top bit, which is
-  // clear; or at least 1 where x, which is not negative and not subnormal, is not 0.
+  // clear; or at least 1 where x, which is +0 or a positive normal number or infinity, is not 0.
   static void store8x4_signed(uint8_t* p, I a, I b, I c, I d, const F* x) {
     store8x4(p, a, b, c, d);
     for (int k = 0; k < 4; ++k) {
@@ -76,7 +76,7 @@ struct Vec {
   static F fma_far(F a, F b, F c) { return fma(a, b, c); }
   static F div(F a, F b) { return a / b; }
   static F sqrt(F a) { return __builtin_sqrtf(a); }
-  // A NaN in b comes through, as with MAXPS and MINPS.
+  // Of numbers that are not subnormal.  A NaN in b comes through, as with MAXPS and MINPS.
   static F max(F a, F b) { return a > b ? a : b; }
   static F min(F a, F b) { return a < b ? a : b; }
   static Mask positive(F a) { return a > 0.0f; }

@@ -98,7 +98,9 @@ struct Vec {
   }
 
   // `enlarged(k)` is what element k was rounded from, times 2^64 and rounded: the result is tiny,
-  // so the factors that it was made of leave room for that.
+  // so the factors that it was made of leave room for that.  Beside a factor of 0 the other one may
+  // not, so the first factor of `fma` must be below 2^64: in a step it is a gradient, a rate or a
+  // level of a code.
   template <class Enlarged>
   __device__ static F settled(F r, Enlarged enlarged) {
     bool any_tiny = false;

@@ -1,0 +1,434 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every operation of vec_scalar.h in another vocabulary, lane by lane against that definition.
+//
+// Included after the header of the other one.  An operation is written down once, as a function of
+// a vocabulary `v` and of operands `x`, and is called with both vocabularies.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "flush_to_zero.h"
+#include "format.h"
+
+#undef ZERO8_TARGET
+#define ZERO8_TARGET scalar
+#include "vec_scalar.h"
+
+namespace vec_operations {
+
+using Scalar = zero8::scalar::Vec;
+
+// --- Operands ------------------------------------------------------------------------------------
+
+// As floats: zeros, subnormals, both sides of 2^-126 and of its root, ties of every rounding, ends
+// of the integers, infinities, NaN.  As integers: both sides of 2^4, 2^5, 2^7, 2^8, 2^15, 2^16 and
+// 2^31.
+const uint32_t kSpecial[] = {
+    0x00000000, 0x00000001, 0x0000000F, 0x00000010, 0x0000001F, 0x00000020, 0x0000007F, 0x00000080,
+    0x000000FF, 0x00000100, 0x00007FFF, 0x00008000, 0x0000FFFF, 0x00010000, 0x007FFFFF, 0x00800000,
+    0x00800001, 0x1FFFFFFF, 0x20000000, 0x20000001, 0x3EFFFFFF, 0x3F000000, 0x3F7FFFFF, 0x3F800000,
+    0x3F800001, 0x3FC00000, 0x40200000, 0x4B000001, 0x4EFFFFFF, 0x4F000000, 0x5F000000, 0x7F7FFFFF,
+    0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0x80000000, 0x80000001, 0x807FFFFF, 0x80800000,
+    0xBF000000, 0xBF800001, 0xC0200000, 0xCF000000, 0xCF000001, 0xFF7FFFFF, 0xFF800000, 0xFFFFFFFF,
+};
+constexpr int kSpecials = sizeof kSpecial / sizeof kSpecial[0];
+// All triples of these, then random patterns; a multiple of four vectors of any length.
+constexpr int kTriples = kSpecials * kSpecials * kSpecials, kCount = kTriples + (1 << 15);
+static_assert(kCount % 64 == 0);
+
+struct Arrays {
+  std::vector<uint32_t> pattern[3];
+  std::vector<uint16_t> narrow;  // every one
+  std::vector<uint8_t> code;
+
+  Arrays() {
+    std::mt19937 random;
+    for (int i = 0; i < kCount; ++i) {
+      const int digits[] = {i % kSpecials, i / kSpecials % kSpecials, i / kSpecials / kSpecials};
+      for (int k = 0; k < 3; ++k) {
+        pattern[k].push_back(i < kTriples ? kSpecial[digits[k]] : static_cast<uint32_t>(random()));
+      }
+      narrow.push_back(static_cast<uint16_t>(i));
+      code.push_back(static_cast<uint8_t>(random() % 8 ? random() : 0));
+    }
+  }
+};
+
+inline const Arrays& arrays() {
+  static const Arrays made;
+  return made;
+}
+
+// The operands of the vector whose first element is number i.
+template <class V>
+struct Operands {
+  int i;
+
+  const uint32_t* patterns(int k) const { return &arrays().pattern[k][i]; }
+  const float* floats(int k) const { return reinterpret_cast<const float*>(patterns(k)); }
+  const uint16_t* narrow() const { return &arrays().narrow[i]; }
+  const zero8::Half* halves() const { return reinterpret_cast<const zero8::Half*>(narrow()); }
+  const uint8_t* codes() const { return &arrays().code[i]; }
+  uint32_t same() const { return arrays().pattern[0][i / 64 * 64]; }  // in all lanes
+
+  typename V::F raw(int k) const { return V::load(floats(k)); }
+  typename V::F read(int k) const { return V::flushed(raw(k)); }  // as a step reads numbers
+  typename V::I integer(int k) const { return V::as_int(raw(k)); }
+  typename V::I below(int k, uint32_t end) const {  // `end` is a power of two
+    return V::andi(integer(k), V::seti(end - 1));
+  }
+};
+
+// --- What contracts ask of operands --------------------------------------------------------------
+
+using Condition = bool (*)(const Operands<Scalar>&);
+
+inline bool all(const Operands<Scalar>&) { return true; }
+inline bool is_zero_or_normal(uint32_t x) { return (x & 0x7F800000) || !(x & 0x7FFFFFFF); }
+inline bool no_subnormals(const Operands<Scalar>& x) {
+  return is_zero_or_normal(*x.patterns(0)) && is_zero_or_normal(*x.patterns(1)) &&
+         is_zero_or_normal(*x.patterns(2));
+}
+// In double, a product is exact, and a sum right to 2^-53.
+inline bool is_far(double x) { return x == 0.0 || !(x > -0x1p-125 && x < 0x1p-125); }
+inline bool has_far_product(const Operands<Scalar>& x) {
+  return no_subnormals(x) && is_far(static_cast<double>(*x.floats(0)) * *x.floats(1));
+}
+inline bool has_far_sum(const Operands<Scalar>& x) {
+  const double product = static_cast<double>(*x.floats(0)) * *x.floats(1);
+  return no_subnormals(x) && is_far(product + *x.floats(2));
+}
+inline bool has_factor_below_2_to_64(const Operands<Scalar>& x) {
+  return (*x.patterns(0) & 0x7FFFFFFF) < 0x5F800000;
+}
+inline bool is_in_int32(const Operands<Scalar>& x) {
+  return (*x.patterns(0) & 0x7FFFFFFF) < 0x4F000000;
+}
+
+// --- The comparison ------------------------------------------------------------------------------
+
+// The processor's mode for what flushes by itself.
+struct NoMode {};
+
+template <class V>
+void put(uint32_t* to, typename V::F x) {
+  V::store(reinterpret_cast<float*>(to), x);
+}
+template <class V>
+void put(uint32_t* to, typename V::I x) {
+  V::store(reinterpret_cast<float*>(to), V::as_float(x));
+}
+
+// Calls call(vocabulary, operands, element) for the elements from 0 in steps of `step` vectors.
+template <class V, class Mode, class Call>
+void for_operands(int step, Call call) {
+  [[maybe_unused]] const Mode mode;
+  for (int i = 0; i < kCount; i += step * V::kLanes) call(V(), Operands<V>{i}, i);
+}
+
+// Compares V, which computes in a mode, with the definition.
+template <class V, class Mode>
+class Comparison {
+  using Flush = zero8::FlushToZero;
+
+ public:
+  // A line for each operation: its name, how many results were compared, and how many differ.
+  std::string report;
+
+  // Operations that return a vector.
+  template <class Call>
+  void lanes(const char* name, Call call, Condition condition = all) {
+    std::vector<uint32_t> got(kCount), wanted(kCount);
+    for_operands<V, Mode>(1, [&](auto v, auto x, int i) { put<V>(&got[i], call(v, x)); });
+    for_operands<Scalar, Flush>(
+        1, [&](auto v, auto x, int i) { put<Scalar>(&wanted[i], call(v, x)); });
+    begin(std::is_same_v<decltype(call(V(), Operands<V>{0})), typename V::F>);
+    for (int i = 0; i < kCount; ++i) {
+      if (condition({i})) compare(got[i], wanted[i]);
+    }
+    end(name);
+  }
+
+  // Operations that write `vectors` vectors of numbers of type T to memory.
+  template <class T, class Call>
+  void writes(const char* name, int vectors, Call call, Condition condition = all) {
+    std::vector<T> got(kCount), wanted(kCount);
+    for_operands<V, Mode>(vectors, [&](auto v, auto x, int i) { call(v, x, &got[i]); });
+    for_operands<Scalar, Flush>(vectors, [&](auto v, auto x, int i) { call(v, x, &wanted[i]); });
+    begin();
+    for (int i = 0; i < kCount; ++i) {
+      if (condition({i})) compare(pattern(got[i]), pattern(wanted[i]));
+    }
+    end(name);
+  }
+
+  // Operations that return one number for all lanes; combine(x, y) is that of two lanes.
+  template <class Call, class Combine>
+  void reduces(const char* name, Call call, Combine combine) {
+    std::vector<uint32_t> lane(kCount);
+    for_operands<Scalar, Flush>(1, [&](auto v, auto x, int i) { lane[i] = call(v, x); });
+    begin();
+    for_operands<V, Mode>(1, [&](auto v, auto x, int i) {
+      uint32_t wanted = lane[i];
+      for (int k = 1; k < V::kLanes; ++k) wanted = combine(wanted, lane[i + k]);
+      compare(call(v, x), wanted);
+    });
+    end(name);
+  }
+
+  // Operations that return the first n lanes, and `fill` beyond.
+  template <class Call>
+  void reads_tails(const char* name, uint32_t fill, Call call) {
+    begin(std::is_same_v<decltype(call(V(), Operands<V>{0}, 1)), typename V::F>);
+    for_operands<V, Mode>(1, [&](auto v, auto x, int i) {
+      const int n = 1 + i / V::kLanes % V::kLanes;
+      uint32_t got[V::kLanes];
+      put<V>(got, call(v, x, n));
+      for (int k = 0; k < V::kLanes; ++k) {
+        uint32_t wanted = fill;
+        if (k < n) put<Scalar>(&wanted, call(Scalar(), Operands<Scalar>{i + k}, 1));
+        compare(got[k], wanted);
+      }
+    });
+    end(name);
+  }
+
+  // Operations that write the first n lanes and nothing beside them.
+  template <class T, class Call>
+  void writes_tails(const char* name, Call call) {
+    begin();
+    for_operands<V, Mode>(1, [&](auto v, auto x, int i) {
+      const int n = 1 + i / V::kLanes % V::kLanes;
+      T got[V::kLanes + 2], wanted[V::kLanes + 2];
+      std::memset(got, 0x5A, sizeof got);
+      std::memset(wanted, 0x5A, sizeof wanted);
+      call(v, x, got + 1, n);
+      for (int k = 0; k < n; ++k) call(Scalar(), Operands<Scalar>{i + k}, wanted + 1 + k, 1);
+      for (int k = 0; k < V::kLanes + 2; ++k) compare(pattern(got[k]), pattern(wanted[k]));
+    });
+    end(name);
+  }
+
+ private:
+  bool floats_;  // are compared
+  int64_t compared_, differ_;
+  char first_[64];  // that differs
+
+  template <class T>
+  static uint32_t pattern(T x) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, &x, sizeof x);
+    return bits;
+  }
+
+  void begin(bool floats = false) {
+    floats_ = floats;
+    compared_ = differ_ = 0;
+    first_[0] = 0;
+  }
+  static bool is_nan(uint32_t x) { return (x & 0x7FFFFFFF) > 0x7F800000; }
+  // Bit by bit, except that the definition says only where NaN is.
+  void compare(uint32_t got, uint32_t wanted) {
+    ++compared_;
+    if (got == wanted || (floats_ && is_nan(got) && is_nan(wanted))) return;
+    if (differ_++ == 0) std::snprintf(first_, sizeof first_, ": got %08x, not %08x", got, wanted);
+  }
+  void end(const char* name) {
+    report += std::string(name) + " " + std::to_string(compared_) + " " + std::to_string(differ_) +
+              first_ + "\n";
+  }
+};
+
+// --- The operations ------------------------------------------------------------------------------
+
+template <class Number>
+struct Table {
+  Number x[256];
+
+  Table() {
+    std::mt19937 random(1);
+    for (Number& one : x) one = static_cast<Number>(random() % (1 << 24));
+  }
+};
+inline const Table<float> kFloats;
+inline const Table<uint32_t> kInts;
+
+// A constant would let the compiler leave out the product, and with it the flush.
+inline volatile float one = 1.0f;
+
+// `sums` says of which operands sums are defined.
+template <class Test>
+void compare_arithmetic(Test& test, Condition sums) {
+  test.lanes("flushed", [](auto v, auto x) { return v.mul(x.read(0), v.set(one)); });
+  test.lanes("mul", [](auto v, auto x) { return v.mul(x.read(0), x.read(1)); });
+  test.lanes("fma", [](auto v, auto x) { return v.fma(x.read(0), x.read(1), x.read(2)); }, sums);
+  test.lanes(
+      "mul_far", [](auto v, auto x) { return v.mul_far(x.read(0), x.read(1)); }, has_far_product);
+  test.lanes(
+      "fma_far", [](auto v, auto x) { return v.fma_far(x.read(0), x.read(1), x.read(2)); },
+      has_far_sum);
+  test.lanes("div", [](auto v, auto x) { return v.div(x.read(0), x.read(1)); });
+  test.lanes("sqrt", [](auto v, auto x) { return v.sqrt(x.read(0)); });
+  // Operands are results, so not subnormal.
+  test.lanes("max", [](auto v, auto x) { return v.max(x.raw(0), x.raw(1)); }, no_subnormals);
+  test.lanes("min", [](auto v, auto x) { return v.min(x.raw(0), x.raw(1)); }, no_subnormals);
+  test.lanes("positive",
+             [](auto v, auto x) { return v.choose(v.positive(x.read(0)), v.seti(1), v.seti(0)); });
+  test.lanes("not_below", [](auto v, auto x) {
+    return v.choose(v.not_below(x.read(0), x.read(1)), v.seti(1), v.seti(0));
+  });
+}
+
+// `within` says which floats become integers.
+template <class Test>
+void compare_conversions(Test& test, Condition within) {
+  test.lanes("as_int", [](auto v, auto x) { return v.as_int(x.raw(0)); });
+  test.lanes("as_float", [](auto v, auto x) { return v.as_float(x.integer(0)); });
+  test.lanes("to_float", [](auto v, auto x) { return v.to_float(x.integer(0)); });
+  test.lanes("round", [](auto v, auto x) { return v.round(x.read(0)); }, within);
+  test.lanes("truncate", [](auto v, auto x) { return v.truncate(x.read(0)); }, within);
+}
+
+template <class Test>
+void compare_integers(Test& test) {
+  test.lanes("addi", [](auto v, auto x) { return v.addi(x.integer(0), x.integer(1)); });
+  test.lanes("subi", [](auto v, auto x) { return v.subi(x.integer(0), x.integer(1)); });
+  test.lanes("muli", [](auto v, auto x) { return v.muli(x.integer(0), x.integer(1)); });
+  test.lanes("andi", [](auto v, auto x) { return v.andi(x.integer(0), x.integer(1)); });
+  test.lanes("ori", [](auto v, auto x) { return v.ori(x.integer(0), x.integer(1)); });
+  test.lanes("xori", [](auto v, auto x) { return v.xori(x.integer(0), x.integer(1)); });
+  test.lanes("shl", [](auto v, auto x) {
+    return v.xori(v.template shl<1>(x.integer(0)), v.template shl<23>(x.integer(1)));
+  });
+  test.lanes("shr", [](auto v, auto x) {
+    return v.xori(v.template shr<1>(x.integer(0)), v.template shr<23>(x.integer(1)));
+  });
+  test.lanes("shlv", [](auto v, auto x) { return v.shlv(x.integer(0), x.below(1, 32)); });
+  test.lanes("shrv", [](auto v, auto x) { return v.shrv(x.integer(0), x.below(1, 32)); });
+  test.lanes("maxu", [](auto v, auto x) { return v.maxu(x.integer(0), x.integer(1)); });
+  test.lanes("minu", [](auto v, auto x) { return v.minu(x.integer(0), x.integer(1)); });
+  test.lanes("maxs", [](auto v, auto x) { return v.maxs(x.integer(0), x.integer(1)); });
+  test.lanes("equal", [](auto v, auto x) {
+    return v.choose(v.equal(x.integer(0), x.integer(1)), v.seti(1), v.seti(0));
+  });
+  test.lanes("above", [](auto v, auto x) {
+    return v.choose(v.above(x.integer(0), x.integer(1)), v.seti(1), v.seti(0));
+  });
+  test.lanes("choose", [](auto v, auto x) {
+    return v.choose(v.equal(x.integer(0), x.integer(1)), x.integer(1), x.integer(2));
+  });
+  const auto sum = [](uint32_t a, uint32_t b) { return a + b; };
+  const auto either = [](uint32_t a, uint32_t b) { return a | b; };
+  test.reduces(
+      "count", [](auto v, auto x) { return v.count(v.above(x.integer(1), x.integer(0))); }, sum);
+  test.reduces(
+      "any", [](auto v, auto x) { return v.any(v.equal(x.integer(1), x.integer(0))); }, either);
+  test.reduces(
+      "reduce_maxu", [](auto v, auto x) { return v.reduce_maxu(x.integer(2)); }, Scalar::maxu);
+  test.reduces(
+      "reduce_minu", [](auto v, auto x) { return v.reduce_minu(x.integer(2)); }, Scalar::minu);
+}
+
+// Memory, tables, and what is the same in all lanes.
+template <class Test>
+void compare_memory(Test& test) {
+  test.lanes("set", [](auto v, auto x) { return v.set(Scalar::as_float(x.same())); });
+  test.lanes("seti", [](auto v, auto x) { return v.seti(x.same()); });
+  test.lanes("ramp", [](auto v, auto x) { return v.ramp(x.i * 0xC13FA9A9u, 0xC13FA9A9u); });
+  test.lanes("reduce_sum", [](auto v, auto x) { return v.seti(v.reduce_sum(x.i / 64)); });
+  test.lanes("load(float)", [](auto v, auto x) { return v.as_int(v.load(x.floats(0))); });
+  test.lanes("load(uint16_t)", [](auto v, auto x) { return v.as_int(v.load(x.narrow())); });
+  test.lanes("load(Half)", [](auto v, auto x) { return v.load(x.halves()); });
+  test.lanes("load8", [](auto v, auto x) { return v.load8(x.codes()); });
+  test.template writes<float>("store", 1,
+                              [](auto v, auto x, float* out) { v.store(out, x.raw(0)); });
+  test.template writes<uint16_t>(
+      "store16", 1, [](auto v, auto x, uint16_t* out) { v.store16(out, x.below(0, 1 << 16)); });
+  test.template writes<uint8_t>(
+      "store8", 1, [](auto v, auto x, uint8_t* out) { v.store8(out, x.below(0, 1 << 8)); });
+  test.lanes("look_up", [](auto v, auto x) { return v.look_up(kFloats.x, x.below(0, 256)); });
+  test.lanes("look_up16(uint32_t)",
+             [](auto v, auto x) { return v.look_up16(kInts.x, x.integer(0)); });
+  test.lanes("look_up16(float)",
+             [](auto v, auto x) { return v.look_up16(kFloats.x, x.integer(0)); });
+  test.lanes("look_up32", [](auto v, auto x) { return v.look_up32(kInts.x, x.integer(0)); });
+  uint8_t bytes[4][256];
+  for (int i = 0; i < 256; ++i) {
+    for (int k = 0; k < 4; ++k) {
+      bytes[k][i] = static_cast<uint8_t>(Scalar::as_int(kFloats.x[i]) >> 8 * k);
+    }
+  }
+  test.template writes<float>("look_up_codes", 4, [&](auto v, auto x, float* out) {
+    typename decltype(v)::F four[4];
+    v.look_up_codes(kFloats.x, bytes, x.codes(), four);
+    for (int k = 0; k < 4; ++k) v.store(out + k * v.kLanes, four[k]);
+  });
+}
+
+// The codes of four vectors of numbers, as `below` of pattern 1, and these numbers.
+template <class V>
+struct Four {
+  typename V::I codes[4];
+  typename V::F x[4];
+
+  Four(const Operands<V>& first, uint32_t end, bool negative) {
+    for (int k = 0; k < 4; ++k) {
+      const Operands<V> operands{first.i + k * V::kLanes};
+      codes[k] = operands.below(1, end);
+      const auto mask = V::seti(negative ? 0xFFFFFFFF : 0x7FFFFFFF);
+      x[k] = V::as_float(V::andi(operands.integer(0), mask));
+    }
+  }
+};
+
+// What CUDA's threads do not have: chunks of four vectors, tails.
+template <class Test>
+void compare_chunks_and_tails(Test& test) {
+  test.lanes("load_pairs", [](auto v, auto x) { return v.load_pairs(x.patterns(0)); });
+  test.lanes("maxu16", [](auto v, auto x) { return v.maxu16(x.integer(0), x.integer(1)); });
+  test.lanes("prefetch", [](auto v, auto x) {
+    v.prefetch(x.codes());
+    return v.seti(0);
+  });
+  test.template writes<uint8_t>("store8x4", 4, [](auto v, auto x, uint8_t* out) {
+    const Four<decltype(v)> four(x, 256, true);
+    v.store8x4(out, four.codes[0], four.codes[1], four.codes[2], four.codes[3]);
+  });
+  test.template writes<uint8_t>("store8x4_signed", 4, [](auto v, auto x, uint8_t* out) {
+    const Four<decltype(v)> four(x, 128, true);
+    v.store8x4_signed(out, four.codes[0], four.codes[1], four.codes[2], four.codes[3], four.x);
+  });
+  test.template writes<uint8_t>(
+      "store8x4_raised", 4,
+      [](auto v, auto x, uint8_t* out) {
+        const Four<decltype(v)> four(x, 256, false);
+        v.store8x4_raised(out, four.codes[0], four.codes[1], four.codes[2], four.codes[3], four.x);
+      },
+      [](const Operands<Scalar>& x) {
+        return no_subnormals(x) && (*x.patterns(0) & 0x7FFFFFFF) <= 0x7F800000;
+      });
+  test.reads_tails("load_n(float)", 0,
+                   [](auto v, auto x, int n) { return v.as_int(v.load_n(x.floats(0), n)); });
+  test.reads_tails("load_n(uint16_t)", 0,
+                   [](auto v, auto x, int n) { return v.as_int(v.load_n(x.narrow(), n)); });
+  test.reads_tails("load_n(Half)", 0,
+                   [](auto v, auto x, int n) { return v.load_n(x.halves(), n); });
+  test.reads_tails("load8_n", 255,
+                   [](auto v, auto x, int n) { return v.load8_n(x.codes(), n, 255); });
+  test.template writes_tails<float>(
+      "store_n", [](auto v, auto x, float* out, int n) { v.store_n(out, x.raw(0), n); });
+  test.template writes_tails<uint16_t>("store16_n", [](auto v, auto x, uint16_t* out, int n) {
+    v.store16_n(out, x.below(0, 1 << 16), n);
+  });
+  test.template writes_tails<uint8_t>("store8_n", [](auto v, auto x, uint8_t* out, int n) {
+    v.store8_n(out, x.below(0, 1 << 8), n);
+  });
+}
+
+}  // namespace vec_operations
