@@ -3,11 +3,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <string>
 #include <vector>
 
 #include "check.h"
 #include "dlpack.h"
+#include "fill.h"
 #include "format.h"
 #include "isa.h"
 #include "stream.h"
@@ -58,6 +60,26 @@ void step(const py::buffer& segments, const py::buffer& scalars, const py::buffe
   zero8::step(segment, segment_info.size, scalar, *map, num_threads, zero8::kIsas[isa]);
 }
 
+void fill(const py::buffer& segments, const py::buffer& pieces, const py::buffer& addresses,
+          const py::buffer& which, const py::buffer& steps) {
+  const py::buffer_info segment_info = segments.request(true), piece_info = pieces.request(),
+                        address_info = addresses.request(), which_info = which.request(),
+                        step_info = steps.request();
+  auto* segment = records<zero8::Segment>(segment_info, "segment");
+  const auto* piece = records<const zero8::KeptPiece>(piece_info, "piece");
+  const auto* address = records<const uint64_t>(address_info, "address");
+  const zero8::StepsOfParams of{address,
+                                address + which_info.size,
+                                records<const int64_t>(which_info, "index"),
+                                which_info.size,
+                                records<const int64_t>(step_info, "step"),
+                                step_info.size};
+  if (segment_info.size != piece_info.size || address_info.size != 2 * which_info.size ||
+      !zero8::fill(segment, piece, segment_info.size, of)) {
+    throw py::value_error("zero8: got records of other parameters than step");
+  }
+}
+
 // The bytes of a contiguous numpy array of uint8.
 py::buffer_info bytes_of(const py::buffer& array, bool writable) {
   py::buffer_info info = array.request(writable);
@@ -91,16 +113,33 @@ void copy(const py::buffer& param, const py::buffer& grad, const std::vector<py:
   zero8::copy(streams, num_threads);
 }
 
+// FNV-1a over whole numbers, of what is small enough to be a description; 0 for other tensors.
+int64_t contents_of(const zero8::dlpack::Tensor& t) {
+  const int64_t numel = zero8::dlpack::numel(t);
+  if (!zero8::dlpack::is_int64_on_host(t) || !zero8::dlpack::is_contiguous(t) || !t.data ||
+      numel > zero8::kMaxHashed) {
+    return 0;
+  }
+  const char* data = static_cast<const char*>(t.data) + t.byte_offset;
+  uint64_t hash = 0xCBF29CE484222325u;
+  for (int64_t i = 0; i < numel; ++i) {
+    uint64_t word;
+    std::memcpy(&word, data + i * sizeof word, sizeof word);
+    hash = (hash ^ word) * 0x100000001B3u;
+  }
+  return static_cast<int64_t>(hash);
+}
+
 zero8::TensorRecord described(const zero8::dlpack::ExchangeApi& api, PyObject* tensor) {
   zero8::dlpack::Tensor t;
   if (api.from_py_object(tensor, &t) != 0) {
     PyErr_Clear();
-    return {0, 0, zero8::kWithoutMemory, 0};
+    return {0, 0, zero8::kWithoutMemory, 0, 0};
   }
   const int64_t dtype = t.dtype_code << 24 | t.dtype_bits << 16 | t.dtype_lanes;
   const int64_t device = static_cast<int64_t>(t.device_type) << 16 | t.device_id;
   return {reinterpret_cast<uint64_t>(t.data) + t.byte_offset, zero8::dlpack::numel(t),
-          device << 32 | dtype, zero8::dlpack::is_contiguous(t)};
+          device << 32 | dtype, zero8::dlpack::is_contiguous(t), contents_of(t)};
 }
 
 // Returns whether torch's interface is one that this knows; if not, nothing has been written.
@@ -119,7 +158,7 @@ bool describe(const py::capsule& exchange_api, const py::type& tensor_type, cons
   auto* type = reinterpret_cast<PyTypeObject*>(tensor_type.ptr());
   for (const py::handle& object : objects) {
     *record++ = PyObject_TypeCheck(object.ptr(), type) ? described(*api, object.ptr())
-                                                       : zero8::TensorRecord{0, 0, 0, 1};
+                                                       : zero8::TensorRecord{0, 0, 0, 1, 0};
   }
   return true;
 }
@@ -145,6 +184,7 @@ py::dict isas() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("step", &step, "Take one optimizer step on every segment, in place.");
   module.def("check", &check_records, "Raise ValueError if a segment is not what kernels rely on.");
+  module.def("fill", &fill, "Fill into kept records what changes from step to step: fill.h.");
   module.def("copy", &copy, "Move the memory of a step, and change nothing: stream.h.");
   module.def("describe", &describe, "Write down where tensors are, and of what kind.");
   module.def("targets", &targets, "Names of the instruction sets that were compiled in.");

@@ -31,6 +31,7 @@
 //     single float operations.
 #include <cstdint>
 
+#include "dither.h"
 #include "format.h"
 
 namespace zero8 {
@@ -54,7 +55,6 @@ ZERO8_DEVICE inline float float_of(uint32_t bits) {
 
 // (D1) for consecutive elements: r(i, t) = i * A + phase modulo 2^32.
 struct Dither {
-  static constexpr uint32_t kElementStep = 0xC13FA9A9u;
   Vec::I r;
 
   ZERO8_DEVICE Dither() : r(Vec::seti(0)) {}

@@ -37,6 +37,14 @@ inline int64_t numel(const Tensor& tensor) {
   return product;
 }
 
+constexpr int32_t kCpu = 1;  // DLDeviceType
+constexpr uint8_t kInt = 0;  // DLDataTypeCode
+
+inline bool is_int64_on_host(const Tensor& tensor) {
+  return tensor.device_type == kCpu && tensor.dtype_code == kInt && tensor.dtype_bits == 64 &&
+         tensor.dtype_lanes == 1;
+}
+
 // As torch sees it: strides of dimensions of one element do not matter, nor any if there are none.
 inline bool is_contiguous(const Tensor& tensor) {
   int64_t expected = 1;

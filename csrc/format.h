@@ -91,13 +91,24 @@ struct DynamicMaps {
   DynamicMap exp_avg, exp_avg_sq;
 };
 
+// What a Segment depends on that stays from step to step: zero8/step/records.py.
+struct KeptPiece {
+  uint64_t param_offset;  // in bytes from the address of the parameter
+  uint64_t grad_offset;   // in bytes from the address of its gradient
+  int64_t owner;          // which of the parameters that step together
+  uint32_t moment_key;    // of the dither of the second moment
+  uint32_t param_key;     // of the dither of the parameter
+};
+
 // What a step asks of a tensor: zero8/op/describe.py.
 struct TensorRecord {
   uint64_t data;
   int64_t numel;
   int64_t kind;  // one number for dtype and device, or kWithoutMemory
   int64_t contiguous;
+  int64_t contents;  // a hash of those of int64 tensors in host memory of up to kMaxHashed elements
 };
+constexpr int64_t kMaxHashed = 128;
 constexpr int64_t kWithoutMemory = -1;  // of its own
 
 }  // namespace zero8

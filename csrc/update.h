@@ -20,8 +20,6 @@ namespace ZERO8_TARGET {
 
 // A gradient at or above this, or NaN, counts as not finite: its square would overflow.
 constexpr uint32_t kGradientLimitBits = (127 + 63) << 23;
-// Those of lowbias32: zero8/spec/dither.py.
-constexpr uint32_t kHashFactor1 = 0x7FEB352Du, kHashFactor2 = 0x846CA68Bu;
 
 // Which lanes of a vector count: all, known to the compiler.  step_blocks.h has tails too.
 struct All {};

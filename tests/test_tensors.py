@@ -10,7 +10,8 @@ from torch import Tensor
 
 import zero8
 from zero8.op import kernel
-from zero8.op.describe import WITHOUT_MEMORY, described
+from zero8.op.describe import described
+from zero8.op.structs import MAX_HASHED, TENSOR, WITHOUT_MEMORY
 
 API = "__dlpack_c_exchange_api__"
 KINDS = {
@@ -42,7 +43,7 @@ def without_dlpack(tensors):
 def test_described_tensor_is_what_torch_says_of_it(name):
     tensor = KINDS[name]
     for records in (described([tensor]), without_dlpack([tensor])):
-        data, numel, kind, contiguous = records[0].tolist()
+        data, numel, kind, contiguous, _ = records[0].tolist()
         assert (data, numel) == (tensor.data_ptr(), tensor.numel())
         assert bool(contiguous) is tensor.is_contiguous()
         assert kind != WITHOUT_MEMORY
@@ -69,8 +70,31 @@ def test_described_sparse_tensor_is_without_memory_and_others_are_not_affected(d
 def test_described_numbers_among_tensors_are_zeros(describe):
     tensor = torch.ones(3)
     records = describe([17, tensor, 0.5, True])
-    assert [record.tolist() for record in records[[0, 2, 3]]] == [(0, 0, 0, 1)] * 3
+    assert [record.tolist() for record in records[[0, 2, 3]]] == [(0, 0, 0, 1, 0)] * 3
     assert records["data"][1] == tensor.data_ptr()
+
+
+DESCRIPTION = torch.arange(8)
+
+
+@pytest.mark.parametrize("describe", [described, without_dlpack])
+def test_described_contents_tell_small_descriptions_apart_and_nothing_else(describe):
+    changed = DESCRIPTION.clone()
+    changed[7] += 1
+    same, other = DESCRIPTION.clone(), DESCRIPTION.flip(0)
+    of = describe([DESCRIPTION, same, other, changed, DESCRIPTION[:7]])["contents"].tolist()
+    assert of[0] == of[1] and len(set(of)) == 4
+    others = [
+        DESCRIPTION.int(),
+        DESCRIPTION.double(),
+        DESCRIPTION.byte(),
+        DESCRIPTION.repeat(2)[::2],
+        torch.ones(MAX_HASHED + 1, dtype=torch.int64),
+        torch.ones(3, dtype=torch.int64, device="meta"),
+    ]
+    assert not describe(others)["contents"].any()
+    longest = torch.ones(MAX_HASHED, dtype=torch.int64)
+    assert describe([longest])["contents"].all()
 
 
 def test_described_of_nothing_is_empty():
@@ -93,7 +117,7 @@ def test_described_with_an_unknown_version_of_dlpack_asks_torch(monkeypatch):
 
 def test_describe_with_too_few_records_raises():
     with pytest.raises(ValueError, match="another number of records than of objects"):
-        kernel.module().describe(getattr(Tensor, API), Tensor, [torch.ones(1)], np.empty(0, "V32"))
+        kernel.module().describe(getattr(Tensor, API), Tensor, [torch.ones(1)], np.empty(0, TENSOR))
 
 
 def test_steps_without_dlpack_have_the_same_bits(monkeypatch):

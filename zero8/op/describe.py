@@ -6,21 +6,24 @@ out of the caches: one by one, that takes longer than the step of a small parame
 """
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from zero8.op import kernel
-from zero8.op.structs import TENSOR, WITHOUT_MEMORY
+from zero8.op.structs import MAX_HASHED, TENSOR, WITHOUT_MEMORY
 
 
 def described(objects: list[Tensor | float]) -> np.ndarray:
-    """Return address, number of elements, kind and contiguity of tensors.
+    """Return address, number of elements, kind and contiguity of tensors, and what small ones say.
 
     Numbers may be among them, as they are in states: asking which is what would take longer.
 
     Returns:
         (len(objects),) `TENSOR`.  `kind` is equal for equal dtype and device, its upper 32 bits for
         equal device; it is `WITHOUT_MEMORY` for tensors that have none of their own, such as sparse
-        ones.  A number is contiguous, and otherwise 0.
+        ones.  `contents` is equal for equal contents of int64 tensors in host memory of at most
+        `MAX_HASHED` elements, as those that describe states are; it is 0 for others.  A number is
+        contiguous, and otherwise 0.
     """
     records = np.empty(len(objects), TENSOR)
     api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
@@ -30,13 +33,20 @@ def described(objects: list[Tensor | float]) -> np.ndarray:
     return records
 
 
-def _described(one: Tensor | float) -> tuple[int, int, int, bool]:
+def _described(one: Tensor | float) -> tuple[int, int, int, bool, int]:
     """Return one record, as torch before 2.10 can tell it."""
     if not isinstance(one, Tensor):
-        return 0, 0, 0, True
+        return 0, 0, 0, True, 0
     try:
         data = one.data_ptr()
     except RuntimeError:
-        return 0, 0, WITHOUT_MEMORY, False
+        return 0, 0, WITHOUT_MEMORY, False, 0
     kind = (hash(one.device) & 0x7FFFFFFF) << 32 | hash(one.dtype) & 0xFFFFFFFF
-    return data, one.numel(), kind, one.is_contiguous()
+    return data, one.numel(), kind, one.is_contiguous(), _contents_of(one)
+
+
+def _contents_of(tensor: Tensor) -> int:
+    is_hashed = tensor.dtype == torch.int64 and tensor.device.type == "cpu" and tensor.data_ptr()
+    if not is_hashed or not tensor.is_contiguous() or tensor.numel() > MAX_HASHED:
+        return 0
+    return hash(tensor.numpy().tobytes())

@@ -153,6 +153,31 @@ class CpuKernel:
         return CpuStep(records["nonfinite_blocks"].copy())
 
 
+def fill(
+    records: np.ndarray,
+    kept: np.ndarray,
+    addresses: np.ndarray,
+    which: np.ndarray,
+    steps: np.ndarray,
+) -> None:
+    """Fill into kept records what changes from step to step, and set their counts to 0.
+
+    That is: addresses of parameters and gradients, phases of equation (D1) of `zero8.spec.dither`,
+    which scalars they refer to.
+
+    Args:
+        records: (pieces,) `SEGMENT`.
+        kept: (pieces,) `KEPT_PIECE`, where and whose they are.
+        addresses: (2, parameters) uint64, of parameters and gradients.
+        which: (parameters,) int64, places in `steps`, and in the scalars of the step.
+        steps: int64, numbers of steps, from 1.
+
+    Raises:
+        ValueError: if one refers to what is not there.
+    """
+    module().fill(records, kept, addresses.reshape(-1), which, steps)
+
+
 def check(records: np.ndarray, num_scalars: int) -> None:
     """Raise ValueError, naming the field, unless kernels can rely on packed segments.
 

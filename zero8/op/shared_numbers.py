@@ -34,6 +34,7 @@ _STRUCTS = {
     "Segment": structs.SEGMENT,
     "DynamicMap": structs.DYNAMIC_MAP,
     "DynamicMaps": structs.DYNAMIC_MAPS,
+    "KeptPiece": structs.KEPT_PIECE,
     "TensorRecord": structs.TENSOR,
 }
 
@@ -74,7 +75,10 @@ def shared_numbers() -> dict[str, float]:
         "kGradientLimitBits": int(np.float32(reference.GRADIENT_LIMIT).view(np.uint32)),
         "kSaturation": codec.SATURATION,
         "kOneBits": codec.HALF_BITS,
-        "Dither::kElementStep": dither.ELEMENT_STEP,
+        "kMaxHashed": structs.MAX_HASHED,
+        "kElementStep": dither.ELEMENT_STEP,
+        "kGoldenStep": dither.GOLDEN_STEP,
+        "kRunSteps": dither.RUN_STEPS,
         "kHashFactor1": dither.HASH_FACTORS[0],
         "kHashFactor2": dither.HASH_FACTORS[1],
     }

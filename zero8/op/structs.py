@@ -50,10 +50,23 @@ DYNAMIC_MAP = np.dtype(
     ]
 )
 DYNAMIC_MAPS = np.dtype([("exp_avg", DYNAMIC_MAP), ("exp_avg_sq", DYNAMIC_MAP)])
-TENSOR = np.dtype([("data", "u8"), ("numel", "i8"), ("kind", "i8"), ("contiguous", "i8")])
+KEPT_PIECE = np.dtype(
+    [
+        ("param_offset", "u8"),
+        ("grad_offset", "u8"),
+        ("owner", "i8"),
+        ("moment_key", "u4"),
+        ("param_key", "u4"),
+    ]
+)
+TENSOR = np.dtype(
+    [("data", "u8"), ("numel", "i8"), ("kind", "i8"), ("contiguous", "i8"), ("contents", "i8")]
+)
 
 FLOAT32_MOMENTS = 0
 """The codec of a `SEGMENT` without one."""
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 WITHOUT_MEMORY = -1
 """The kind of a `TENSOR` that has no memory of its own."""
+MAX_HASHED = 128
+"""Up to how many elements of an int64 tensor the contents count."""

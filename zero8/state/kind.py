@@ -72,7 +72,8 @@ class StateKind(ABC):
     def contents(self, states: Sequence[dict]) -> Contents:
         """Return what a step's records depend on in states of this kind, quickly: at every step.
 
-        The description is None if a state is damaged; `moments` then says how.
+        The description need not say what tensors among the entries say: where they are and of what
+        kind, and what is in int64 tensors of at most `zero8.op.structs.MAX_HASHED` elements.
         """
 
     @abstractmethod

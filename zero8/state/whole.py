@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
-import torch
 from torch import Tensor
 
 from zero8.state.kind import Contents, StateKind
@@ -31,6 +30,7 @@ class WholeTensor(StateKind):
 
     def moments(self, p: Tensor, state: dict, info: ParamInfo) -> list[MomentStore]:
         """See `StateKind`."""
+        _bring_format_to_host(state)
         stores = PlainState(state).stores(info.label)
         (piece,) = stores[0].table.pieces
         if piece.numel == p.numel() and piece.shape != info.shape:
@@ -51,11 +51,8 @@ class WholeTensor(StateKind):
 
     def contents(self, states: Sequence[dict]) -> Contents:
         """See `StateKind`."""
-        entries = list(chain.from_iterable(map(dict.values, states)))
-        if (formats := _formats(states)) is None:
-            return None, entries
-        # The keys say which entries are whose.
-        return (list(map(tuple, states)), formats), entries
+        # The keys say which entries are whose; what `format` says is seen with the entries.
+        return list(map(tuple, states)), list(chain.from_iterable(map(dict.values, states)))
 
     def note_writes(self, states: Sequence[dict]) -> None:
         """Do nothing: steps notice other tensors in a state, and nobody writes into these."""
@@ -64,19 +61,7 @@ class WholeTensor(StateKind):
         return self._settings.piece(info, 0, p.numel(), 0)
 
 
-def _formats(states: Sequence[dict]) -> bytes | None:
-    """Return what the states say about themselves; None if one says it in another form."""
-    for attempt in range(2):
-        try:
-            return torch.cat([state["format"] for state in states]).numpy().tobytes()
-        except (KeyError, RuntimeError, TypeError):
-            if attempt == 0:  # somebody has moved whole states to another device, perhaps
-                _bring_to_host(states)
-    return None
-
-
-def _bring_to_host(states: Sequence[dict]) -> None:
-    for state in states:
-        header = state.get("format")
-        if isinstance(header, Tensor) and not header.is_meta:
-            state["format"] = header.cpu()
+def _bring_format_to_host(state: dict) -> None:
+    header = state.get("format")  # somebody has moved the whole state to another device, perhaps
+    if isinstance(header, Tensor) and not header.is_meta:
+        state["format"] = header.cpu()

@@ -76,7 +76,7 @@ class Seen:
     Attributes:
         addresses: (2, parameters) uint64, of parameters and gradients.
         fingerprint: all else that the records of the parameters depend on, equal for equal records;
-            None where no record can be: a state is damaged, a parameter or gradient has no memory.
+            None where no record can be: a parameter or gradient has no memory.
     """
 
     def __init__(self, batch: Batch, contents: Contents):
@@ -94,9 +94,8 @@ class Seen:
         self.addresses, self.fingerprint = addresses.copy(), None
         if not addresses.all() and (self._tensors["numel"][addresses == 0] > 0).any():
             return
-        if description is not None:
-            addresses[:] = 0
-            self.fingerprint = description, records.tobytes()
+        addresses[:] = 0
+        self.fingerprint = description, records.tobytes()
 
     @cached_property
     def contiguous(self) -> np.ndarray:

@@ -30,7 +30,7 @@ class Kinds:
         parts = [kind.contents(mine) for kind, mine in self._shares(states)]
         descriptions = [description for description, _ in parts]
         entries = [entry for _, entries in parts for entry in entries]
-        return None if None in descriptions else descriptions, entries
+        return descriptions, entries
 
     def note_writes(self, states: Sequence[dict]) -> None:
         """See `StateKind`."""
@@ -86,7 +86,7 @@ class Part:
             addresses = contiguous.addresses()
         elif not self.is_all:
             addresses = addresses[:, self.places]
-        if not self.is_all and len(steps) > 1:
+        if not self.is_all:
             which = [which[place] for place in self.places]
         return self.records.filled(addresses, steps, which)
 

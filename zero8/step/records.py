@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from zero8.op import kernel
-from zero8.spec import dither
+from zero8.op.structs import KEPT_PIECE
 from zero8.spec.scalars import StepScalars
 from zero8.spec.segment import Segment
 from zero8.state.kind import StateKind
@@ -42,17 +42,14 @@ class ParamRecords:
         kind: the kind of its state.
         fingerprint: `Seen.fingerprint` when they were made; they fit where it is the same.
         records: (pieces,) `kernel.SEGMENT`; `StepRecords` says what changes from step to step.
-        offsets: (2, pieces) uint64, in bytes from the address of the parameter, and of the
-            gradient, to the piece.
-        keys: (2, pieces) int64, of the dithers of the second moment and of the parameter.
+        kept: (pieces,) `KEPT_PIECE`, what does not change.
         labels: what the parameter of each piece is called.
     """
 
     kind: StateKind
     fingerprint: tuple | None
     records: np.ndarray
-    offsets: np.ndarray
-    keys: np.ndarray
+    kept: np.ndarray
     labels: tuple[str, ...]
 
     @classmethod
@@ -76,10 +73,11 @@ class ParamRecords:
             keys: of each segment, the keys of its two dithers.
         """
         records, _ = kernel.packed(segments, flat[0].device)
-        pairs = zip(("param", "grad"), flat, strict=True)
-        offsets = np.stack([records[name] - np.uint64(t.data_ptr()) for name, t in pairs])
-        columns = np.array(keys, np.int64).reshape(-1, 2).T
-        return cls(kind, fingerprint, records, offsets, columns, labels)
+        kept = np.zeros(len(records), KEPT_PIECE)
+        for name, tensor in zip(("param", "grad"), flat, strict=True):
+            kept[f"{name}_offset"] = records[name] - np.uint64(tensor.data_ptr())
+        kept["moment_key"], kept["param_key"] = np.array(keys, np.uint32).reshape(-1, 2).T
+        return cls(kind, fingerprint, records, kept, labels)
 
 
 class StepRecords:
@@ -93,11 +91,9 @@ class StepRecords:
         """Join the records of parameters."""
         self.labels = tuple(chain.from_iterable(part.labels for part in parts))
         self._records = np.concatenate([part.records for part in parts])
-        self._offsets = np.concatenate([part.offsets for part in parts], axis=1)
-        self._keys = np.concatenate([part.keys for part in parts], axis=1)
-        # Which of the parameters each piece belongs to.
-        self._owner = np.repeat(np.arange(len(parts)), [len(part.records) for part in parts])
-        self._addresses = b""  # that the records hold now
+        self._kept = np.concatenate([part.kept for part in parts])
+        counts = [len(part.records) for part in parts]
+        self._kept["owner"] = np.repeat(np.arange(len(parts)), counts)
 
     def filled(
         self, addresses: np.ndarray, steps: Sequence[NextStep], which: Sequence[int]
@@ -109,15 +105,6 @@ class StepRecords:
             steps: the steps that the parameters take, without repetitions.
             which: of these, one number for each parameter.
         """
-        records = self._records
-        if addresses.tobytes() != self._addresses:
-            records["param"], records["grad"] = self._offsets + addresses[:, self._owner]
-            self._addresses = addresses.tobytes()
-        numbers: int | np.ndarray = steps[0].step
-        records["scalars"] = 0
-        if len(steps) > 1:
-            records["scalars"] = place = np.array(which, np.intp)[self._owner]
-            numbers = np.array([one.step for one in steps], np.int64)[place]
-        records["moment_phase"], records["param_phase"] = dither.phase_of(self._keys, numbers)
-        records["nonfinite_blocks"] = 0
-        return records, kernel.packed_scalars(one.scalars for one in steps)
+        numbers = np.array([one.step for one in steps], np.int64)
+        kernel.fill(self._records, self._kept, addresses, np.array(which, np.int64), numbers)
+        return self._records, kernel.packed_scalars(one.scalars for one in steps)
