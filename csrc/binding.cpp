@@ -142,25 +142,71 @@ zero8::TensorRecord described(const zero8::dlpack::ExchangeApi& api, PyObject* t
           device << 32 | dtype, zero8::dlpack::is_contiguous(t), contents_of(t)};
 }
 
-// Returns whether torch's interface is one that this knows; if not, nothing has been written.
-// Objects of other types than `tensor_type` are numbers that lie between a state's tensors.
+// Describes objects one after the other.  Those of other types than `tensor_type` are numbers that
+// lie between a state's tensors.
+class Describer {
+ public:
+  Describer(const py::capsule& exchange_api, const py::type& tensor_type)
+      : api_(static_cast<const zero8::dlpack::ExchangeApi*>(
+            PyCapsule_GetPointer(exchange_api.ptr(), zero8::dlpack::kCapsuleName))),
+        tensor_type_(reinterpret_cast<PyTypeObject*>(tensor_type.ptr())) {
+    if (api_ == nullptr) throw py::error_already_set();
+  }
+
+  // Whether torch's interface is one that this knows; if not, nothing else may be called.
+  bool is_known() const {
+    return api_->major_version == zero8::dlpack::kMajorVersion && api_->from_py_object;
+  }
+
+  zero8::TensorRecord operator()(const py::handle& object) const {
+    if (!PyObject_TypeCheck(object.ptr(), tensor_type_)) return {0, 0, 0, 1, 0};
+    return described(*api_, object.ptr());
+  }
+
+ private:
+  const zero8::dlpack::ExchangeApi* api_;
+  PyTypeObject* tensor_type_;
+};
+
+// Returns false, and has written nothing, where torch's interface is unknown.
 bool describe(const py::capsule& exchange_api, const py::type& tensor_type, const py::list& objects,
               const py::buffer& out) {
-  const auto* api = static_cast<const zero8::dlpack::ExchangeApi*>(
-      PyCapsule_GetPointer(exchange_api.ptr(), zero8::dlpack::kCapsuleName));
-  if (api == nullptr) throw py::error_already_set();
-  if (api->major_version != zero8::dlpack::kMajorVersion || !api->from_py_object) return false;
+  const Describer describer(exchange_api, tensor_type);
+  if (!describer.is_known()) return false;
   const py::buffer_info info = out.request(true);
   auto* record = records<zero8::TensorRecord>(info, "tensor");
   if (info.size != static_cast<py::ssize_t>(objects.size())) {
     throw py::value_error("zero8: got another number of records than of objects");
   }
-  auto* type = reinterpret_cast<PyTypeObject*>(tensor_type.ptr());
-  for (const py::handle& object : objects) {
-    *record++ = PyObject_TypeCheck(object.ptr(), type) ? described(*api, object.ptr())
-                                                       : zero8::TensorRecord{0, 0, 0, 1, 0};
-  }
+  for (const py::handle& object : objects) *record++ = describer(object);
   return true;
+}
+
+// Writes the addresses of the first objects down and returns whether all else is as it was
+// recorded; None where torch's interface is unknown.
+py::object describe_again(const py::capsule& exchange_api, const py::type& tensor_type,
+                          const py::list& objects, const py::buffer& before,
+                          const py::buffer& addresses) {
+  const Describer describer(exchange_api, tensor_type);
+  if (!describer.is_known()) return py::none();
+  const py::buffer_info before_info = before.request(), address_info = addresses.request(true);
+  const auto* record = records<const zero8::TensorRecord>(before_info, "tensor");
+  auto* address = records<uint64_t>(address_info, "address");
+  if (address_info.size > before_info.size) {
+    throw py::value_error("zero8: got more addresses than objects");
+  }
+  if (before_info.size != static_cast<py::ssize_t>(objects.size())) return py::bool_(false);
+  uint64_t* const end = address + address_info.size;
+  for (const py::handle& object : objects) {
+    zero8::TensorRecord now = describer(object);
+    if (address != end) {
+      if (now.data == 0 && now.numel > 0) return py::bool_(false);  // it has lost its memory
+      *address++ = now.data;
+      now.data = record->data;
+    }
+    if (std::memcmp(record++, &now, sizeof now) != 0) return py::bool_(false);
+  }
+  return py::bool_(true);
 }
 
 py::list targets() {
@@ -187,6 +233,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("fill", &fill, "Fill into kept records what changes from step to step: fill.h.");
   module.def("copy", &copy, "Move the memory of a step, and change nothing: stream.h.");
   module.def("describe", &describe, "Write down where tensors are, and of what kind.");
+  module.def("describe_again", &describe_again, "Compare tensors with what was written down.");
   module.def("targets", &targets, "Names of the instruction sets that were compiled in.");
   module.def("isas", &isas, "Instruction sets this processor has, slowest first: name -> number.");
 }

@@ -303,7 +303,7 @@ def test_kernel_step_float32_moments_are_clipped_by_their_rounding_only(betas, b
         grad[:1024] = growth**step
         grad[1024:1100] = -3.0
         clipped.scalars = scalars_at(step, hyper)
-        free.scalars = replace(clipped.scalars, max_ratio=3e38)
+        free.scalars = clipped.scalars._replace(max_ratio=3e38)
         for segment in (clipped, free):
             segment.grad.copy_(grad)
             segment.param.zero_()
@@ -411,5 +411,5 @@ def test_kernel_isas_start_with_the_baseline():
 def test_step_scalars_are_float32_values():
     """Kernels get float32, the reference Python floats: they have to be the same numbers."""
     scalars = StepScalars.at(7, 3.3, **{**ADAMW, "lr": 1 / 3, "betas": (0.87, 0.9993)})
-    for name, value in vars(scalars).items():
+    for name, value in scalars._asdict().items():
         assert float(torch.tensor(value, dtype=FP32)) == value, name

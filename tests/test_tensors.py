@@ -10,7 +10,7 @@ from torch import Tensor
 
 import zero8
 from zero8.op import kernel
-from zero8.op.describe import described
+from zero8.op.describe import addresses_if_same, described
 from zero8.op.structs import MAX_HASHED, TENSOR, WITHOUT_MEMORY
 
 API = "__dlpack_c_exchange_api__"
@@ -99,6 +99,68 @@ def test_described_contents_tell_small_descriptions_apart_and_nothing_else(descr
 
 def test_described_of_nothing_is_empty():
     assert len(described([])) == 0
+
+
+def again_without_dlpack(*args):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(Tensor, API)
+        return addresses_if_same(*args)
+
+
+def moved_state(objects):
+    objects[2] = objects[2].clone()
+
+
+def changed_description(objects):
+    objects[3][5] += 1
+
+
+def grown(objects):
+    objects.append(torch.ones(1))
+
+
+def another_dtype(objects):
+    objects[0].data = objects[0].data.double()
+
+
+def another_size(objects):
+    objects[0].data = objects[0].data[:2]
+
+
+def another_order(objects):
+    objects[1].data = objects[1].data.t().contiguous().t()
+
+
+def without_memory(objects):
+    objects[1].untyped_storage().resize_(0)
+
+
+CHANGES = [
+    moved_state, changed_description, grown, another_dtype, another_size, another_order,
+    without_memory,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "look", [(described, addresses_if_same), (without_dlpack, again_without_dlpack)]
+)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_addresses_of_objects_that_have_changed_are_none(change, look):
+    describe, again = look
+    objects = [torch.ones(3, 2), torch.ones(4, 5), torch.ones(6), torch.arange(8), 17]
+    before = describe(objects)
+    objects[0], objects[1] = objects[0].clone(), objects[1].clone()
+    found = again(objects, before, 2)
+    assert found.tolist() == [objects[0].data_ptr(), objects[1].data_ptr()]
+    change(objects)
+    assert again(objects, before, 2) is None
+
+
+@pytest.mark.parametrize("again", [addresses_if_same, again_without_dlpack])
+def test_addresses_of_a_tensor_of_no_elements_may_be_none_at_all(again):
+    objects = [torch.empty(0), torch.ones(2)]
+    before = described(objects) if again is addresses_if_same else without_dlpack(objects)
+    assert again(objects, before, 2).tolist() == [0, objects[1].data_ptr()]
 
 
 def test_described_with_an_unknown_version_of_dlpack_asks_torch(monkeypatch):

@@ -3,7 +3,6 @@
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -258,15 +257,16 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
                 "they were"
             )
 
-    def _report(self, skipped: Counter[str]) -> None:
+    def _report(self, skipped: dict[str, int]) -> None:
         # One rank must not raise while the others wait in a collective: log, and go on.
         if not self._raises_alone():
             self._log(skipped)
             return
         self.nonfinite_blocks += sum(skipped.values())
+        worst = sorted(skipped.items(), key=lambda item: -item[1])[:10]
         raise FloatingPointError(
             f"non-finite gradient in {len(skipped)} parameter(s): "
-            + ", ".join(f"{label} ({count} blocks)" for label, count in skipped.most_common(10))
+            + ", ".join(f"{label} ({count} blocks)" for label, count in worst)
             + "; these blocks were left as they were, all others have stepped"
         )
 
@@ -280,7 +280,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
     def _has_params_on_gpus(self) -> bool:
         return any(p.is_cuda for group in self.param_groups for p in group["params"])
 
-    def _log(self, skipped: Counter[str]) -> None:
+    def _log(self, skipped: dict[str, int]) -> None:
         self.nonfinite_blocks += sum(skipped.values())
         for label, count in skipped.items():
             logger.warning("non-finite gradient: %s: %d blocks left as they were", label, count)

@@ -25,12 +25,49 @@ def described(objects: list[Tensor | float]) -> np.ndarray:
         `MAX_HASHED` elements, as those that describe states are; it is 0 for others.  A number is
         contiguous, and otherwise 0.
     """
-    records = np.empty(len(objects), TENSOR)
-    api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    records, api = np.empty(len(objects), TENSOR), _exchange_api()
     if api is None or not kernel.module().describe(api, Tensor, objects, records):
         for number, one in enumerate(objects):
             records[number] = _described(one)
     return records
+
+
+def addresses_if_same(
+    objects: list[Tensor | float], before: np.ndarray, num_addresses: int
+) -> np.ndarray | None:
+    """Return the addresses of the first objects, None unless all else is as it was described.
+
+    Args:
+        objects: as `described`.
+        before: what `described` returned of them.
+        num_addresses: how many of them, the first ones, may be elsewhere now.
+
+    Returns:
+        (num_addresses,) uint64.  None also where one of these has elements and no memory.
+    """
+    addresses, api = np.empty(num_addresses, np.uint64), _exchange_api()
+    is_same = None
+    if api is not None:
+        is_same = kernel.module().describe_again(api, Tensor, objects, before, addresses)
+    if is_same is None:
+        is_same = _is_same(described(objects), before, addresses)
+    return addresses if is_same else None
+
+
+def _exchange_api():
+    return getattr(Tensor, "__dlpack_c_exchange_api__", None)
+
+
+def _is_same(records: np.ndarray, before: np.ndarray, addresses: np.ndarray) -> bool:
+    """Do what `describe_again` does, for torch before 2.10."""
+    if len(records) != len(before):
+        return False
+    first = records[: len(addresses)]
+    if ((first["data"] == 0) & (first["numel"] > 0)).any():
+        return False
+    addresses[:] = first["data"]
+    first["data"] = before["data"][: len(addresses)]
+    return records.tobytes() == before.tobytes()
 
 
 def _described(one: Tensor | float) -> tuple[int, int, int, bool, int]:

@@ -104,8 +104,7 @@ def packed(
 
 def packed_scalars(scalars: Iterable[StepScalars]) -> np.ndarray:
     """Return the kernel's structs for scalars, in order."""
-    # Not dataclasses.astuple, which copies every number deeply.
-    return np.array([tuple(vars(one).values()) for one in scalars], STEP_SCALARS)
+    return np.array(list(scalars), STEP_SCALARS)
 
 
 def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) -> None:

@@ -16,7 +16,7 @@ from zero8.spec import codec, dither, grid, reference
 from zero8.spec.codec import CODECS, AdaptiveCode, CompandedCode, DynamicCode, LogCode, MomentCode
 from zero8.spec.segment import Rounding
 
-# By class, the attributes of a code in zero8/spec/codec.py and their names in csrc/codes.h.
+# The attributes of codes in zero8/spec/codec.py, by class, and their names in csrc/codes.h.
 _EVERY_CODE = {"zero_code": "kZeroCode", "square_root": "kStoresRoot"}
 _CODES = {
     CompandedCode: {

@@ -4,14 +4,12 @@
 The build of the op compares them with the structs: `zero8.op.shared_numbers`.
 """
 
-import dataclasses
-
 import numpy as np
 import torch
 
 from zero8.spec.scalars import StepScalars
 
-STEP_SCALARS = np.dtype([(field.name, "f4") for field in dataclasses.fields(StepScalars)])
+STEP_SCALARS = np.dtype([(name, "f4") for name in StepScalars._fields])
 SEGMENT = np.dtype(
     [
         ("param", "u8"),

@@ -6,7 +6,7 @@ every kernel and the reference agree on it bit for bit.
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,8 +34,7 @@ def next_history(history: float, beta1: float, beta2: float) -> float:
     return min(grown, UNKNOWN_HISTORY)
 
 
-@dataclass(frozen=True)
-class StepScalars:
+class StepScalars(NamedTuple):
     """The scalars of equations (R1)-(R8) of `zero8.spec.reference`, all float32 values."""
 
     beta1: float
@@ -86,22 +85,21 @@ class StepScalars:
         # there only takes rounding errors away.  Three roundings to float32 follow, 2^-24 each: of
         # max_ratio, of step_size and of their product.  2^-22 less keeps |u| under its bound.
         below = 1 - 2.0**-22
-        values = {
-            "beta1": beta1,
-            "beta2": beta2,
+        exact = cls(
+            beta1=beta1,
+            beta2=beta2,
             # Kernels count a subnormal beta2 as 0; of all others the root is at least 2^-63.
-            "sqrt_beta2": math.sqrt(beta2) if beta2 >= SMALLEST_NORMAL else 0.0,
-            "one_minus_beta1": 1 - beta1,
-            "sqrt_one_minus_beta2": math.sqrt(1 - beta2),
-            "inverse_sqrt_correction2": 1 / math.sqrt(correction2),
-            "eps": eps,
-            "max_ratio": math.sqrt(history * correction2) * below,
-            "step_size": lr / correction1,
-            "decay": 1 - lr * weight_decay if decoupled else 1.0,
-            "l2": 0.0 if decoupled else weight_decay,
-            "grad_sign": -1.0 if maximize else 1.0,
+            sqrt_beta2=math.sqrt(beta2) if beta2 >= SMALLEST_NORMAL else 0.0,
+            one_minus_beta1=1 - beta1,
+            sqrt_one_minus_beta2=math.sqrt(1 - beta2),
+            inverse_sqrt_correction2=1 / math.sqrt(correction2),
+            eps=eps,
+            max_ratio=math.sqrt(history * correction2) * below,
+            step_size=lr / correction1,
+            decay=1 - lr * weight_decay if decoupled else 1.0,
+            l2=0.0 if decoupled else weight_decay,
+            grad_sign=-1.0 if maximize else 1.0,
             # (C2') of zero8.spec.codec; float32 tells it from 1.
-            "settling": 1 + max(2.0**-20, 0.97 * min(1.0, 1 / beta1 - 1 if beta1 else 1.0)),
-        }
-        rounded = np.array(list(values.values()), np.float32).tolist()
-        return cls(**dict(zip(values, rounded, strict=True)))
+            settling=1 + max(2.0**-20, 0.97 * min(1.0, 1 / beta1 - 1 if beta1 else 1.0)),
+        )
+        return cls(*np.array(exact, np.float32).tolist())

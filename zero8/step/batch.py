@@ -3,12 +3,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from torch import Tensor
 
-from zero8.op.describe import described
+from zero8.op.describe import addresses_if_same, described
 from zero8.state.kind import Contents
 
 
@@ -71,12 +70,10 @@ class Batch:
 
 
 class Seen:
-    """Where the tensors of a batch are now, and of what kind.
+    """Where the tensors of a batch were when it was looked at, and of what kind.
 
     Attributes:
         addresses: (2, parameters) uint64, of parameters and gradients.
-        fingerprint: all else that the records of the parameters depend on, equal for equal records;
-            None where no record can be: a parameter or gradient has no memory.
     """
 
     def __init__(self, batch: Batch, contents: Contents):
@@ -86,18 +83,30 @@ class Seen:
             batch: of parameters that have states.
             contents: of the states, from their kinds.
         """
-        description, entries = contents
-        count = len(batch.params)
-        records = described([*batch.params, *batch.grads, *entries])
-        self._tensors = records[: 2 * count].reshape(2, count)
-        addresses = self._tensors["data"]
-        self.addresses, self.fingerprint = addresses.copy(), None
-        if not addresses.all() and (self._tensors["numel"][addresses == 0] > 0).any():
-            return
-        addresses[:] = 0
-        self.fingerprint = description, records.tobytes()
+        self._description, entries = contents
+        self._count = len(batch.params)
+        self._records = described([*batch.params, *batch.grads, *entries])
+        self.addresses = self._tensors["data"].copy()
 
-    @cached_property
+    def again(self, batch: Batch, contents: Contents) -> np.ndarray | None:
+        """Return where parameters and gradients are now: `addresses`.
+
+        Args:
+            batch: the same parameters.
+            contents: of their states.
+
+        Returns:
+            None unless all else is as it was, so that the same records fit; also where a parameter
+            or a gradient has no memory.
+        """
+        description, entries = contents
+        if description != self._description:
+            return None
+        objects = [*batch.params, *batch.grads, *entries]
+        addresses = addresses_if_same(objects, self._records, 2 * self._count)
+        return None if addresses is None else addresses.reshape(2, -1)
+
+    @property
     def contiguous(self) -> np.ndarray:
         """Whether the elements of parameters and gradients lie in order; (2, parameters) bool."""
         return self._tensors["contiguous"].astype(bool)
@@ -106,3 +115,7 @@ class Seen:
     def devices(self) -> np.ndarray:
         """A number per parameter, equal for equal devices."""
         return self._tensors["kind"][0] >> 32
+
+    @property
+    def _tensors(self) -> np.ndarray:
+        return self._records[: 2 * self._count].reshape(2, -1)

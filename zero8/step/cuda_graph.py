@@ -10,7 +10,7 @@ import torch
 from zero8.op.cuda import Launched
 from zero8.op.devices import BlockCounts
 from zero8.op.launch import Launch
-from zero8.step.batch import Batch, Seen
+from zero8.step.batch import Batch
 from zero8.step.plan import Part, Plan
 from zero8.step.records import NextStep
 
@@ -66,28 +66,27 @@ class CapturedStep:
         is_refreshed: whether a replay has been prepared and its counts have not been asked for.
     """
 
-    def __init__(self, batch: Batch, plan: Plan, seen: Seen):
+    def __init__(self, batch: Batch, plan: Plan, addresses: np.ndarray):
         """Capture a step for whose plan an ordinary step has been taken.
 
         Raises:
             RuntimeError: if none has.
         """
         self.batch, self.is_refreshed = batch, False
-        self._plan, self._seen = plan, seen
+        self._plan, self._addresses = plan, addresses
         if any(part.taken is None for part in plan.parts):
             raise RuntimeError(TOO_EARLY)
         self._parts = [CapturedPart.of(part, batch) for part in plan.parts]
 
     def check_is_at(self, batch: Batch) -> None:
         """Raise RuntimeError unless the graph would step over the memory that this batch has."""
-        kinds = self._plan.kinds
-        was, now = self._seen, Seen(batch, kinds.contents(batch.states))
-        if was.fingerprint != now.fingerprint or not np.array_equal(was.addresses, now.addresses):
+        addresses = self._plan.addresses_of(batch)
+        if addresses is None or not np.array_equal(addresses, self._addresses):
             raise RuntimeError(
                 "before_replay: parameters or states are not where the CUDA graph has them (was a "
                 "checkpoint loaded since?); capture it again"
             )
-        kinds.note_writes(batch.states)
+        self._plan.kinds.note_writes(batch.states)
 
     def launches(self, steps: Sequence[NextStep], which: Sequence[int]) -> list[Launch]:
         """Return the launches that take a step; see `StepRecords.filled` for the arguments.
@@ -97,7 +96,7 @@ class CapturedStep:
         """
         launches = []
         for one in self._parts:
-            filled = one.part.filled(one.contiguous, self._seen.addresses, steps, which)
+            filled = one.part.filled(one.contiguous, self._addresses, steps, which)
             launches.append(Launch.of(*filled))
             if launches[-1].table.size > one.launched.table.numel():
                 raise RuntimeError(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of blocks that steps have left as they were, because a gradient was not finite."""
 
-from collections import Counter
 from collections.abc import Sequence
 
 from zero8.op.devices import BlockCounts
@@ -18,9 +17,9 @@ class Ledger:
         """Note the counts of a step, and what the parameters of its pieces are called."""
         self._entries.append((labels, counts))
 
-    def take(self, *, wait: bool = False) -> Counter[str]:
+    def take(self, *, wait: bool = False) -> dict[str, int]:
         """Return the blocks by label, and forget them: those that are there, or, waiting, all."""
-        taken: Counter[str] = Counter()
+        taken: dict[str, int] = {}
         waiting = []
         for labels, counts in self._entries:
             if not wait and not counts.have_arrived():
@@ -28,6 +27,6 @@ class Ledger:
                 continue
             numbers = counts.read()
             for place in numbers.nonzero()[0]:
-                taken[labels[place]] += int(numbers[place])
+                taken[labels[place]] = taken.get(labels[place], 0) + int(numbers[place])
         self._entries = waiting
         return taken

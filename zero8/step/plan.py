@@ -110,14 +110,18 @@ class Plan:
     Attributes:
         ids: of the parameters.
         kinds: of their states.
-        fingerprint: `Seen.fingerprint` when the plan was made; it fits where it is the same.
+        seen: what it was made from; it fits where that is so again.
         parts: in the order in which they step.
     """
 
     ids: list[int]
     kinds: Kinds
-    fingerprint: tuple | None
+    seen: Seen
     parts: list[Part]
+
+    def addresses_of(self, batch: Batch) -> np.ndarray | None:
+        """Return `Seen.addresses` of a batch of the same parameters, None if it does not fit."""
+        return self.seen.again(batch, self.kinds.contents(batch.states))
 
     @classmethod
     def of(cls, batch: Batch, seen: Seen, kinds: Kinds, records: Sequence[ParamRecords]) -> "Plan":
@@ -138,4 +142,4 @@ class Plan:
                 device = batch.params[places[0]].device
                 is_all = len(places) == len(batch.params)
                 parts.append(Part(places, is_all, is_contiguous, device, mine, kernel_on(device)))
-        return cls(batch.ids, kinds, seen.fingerprint, parts)
+        return cls(batch.ids, kinds, seen, parts)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a parameter ready for its steps: its state, checked, and its kernel records."""
 
-from dataclasses import fields
 from functools import lru_cache
 
 import torch
@@ -20,7 +19,7 @@ from zero8.step.batch import Batch, Seen
 from zero8.step.records import ParamRecords
 
 # Stand in segments until a step puts its own in, as phases of 0 do.
-NO_SCALARS = StepScalars(**dict.fromkeys((field.name for field in fields(StepScalars)), 0.0))
+NO_SCALARS = StepScalars._make(0.0 for _ in StepScalars._fields)
 
 
 def prepared(settings: Settings, kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
@@ -45,8 +44,8 @@ def prepared(settings: Settings, kind: StateKind, single: Batch, info: ParamInfo
     segments = [_segment(settings, number, stores, state, *flat) for number in range(len(pieces))]
     labels = tuple(piece.name for piece in pieces)
     keys = [_stream_keys(settings.seed, piece.identity) for piece in pieces]
-    fingerprint = Seen(single, kind.contents([state])).fingerprint
-    return ParamRecords.of(kind, fingerprint, labels, flat, segments, keys)
+    seen = Seen(single, kind.contents([state]))
+    return ParamRecords.of(kind, seen, labels, flat, segments, keys)
 
 
 def _make_contiguous(state: dict) -> None:

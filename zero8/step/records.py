@@ -18,6 +18,7 @@ from zero8.op.structs import KEPT_PIECE
 from zero8.spec.scalars import StepScalars
 from zero8.spec.segment import Segment
 from zero8.state.kind import StateKind
+from zero8.step.batch import Seen
 
 
 class NextStep(NamedTuple):
@@ -40,14 +41,14 @@ class ParamRecords:
 
     Attributes:
         kind: the kind of its state.
-        fingerprint: `Seen.fingerprint` when they were made; they fit where it is the same.
+        seen: what they were made from; they fit where that is so again.
         records: (pieces,) `kernel.SEGMENT`; `StepRecords` says what changes from step to step.
         kept: (pieces,) `KEPT_PIECE`, what does not change.
         labels: what the parameter of each piece is called.
     """
 
     kind: StateKind
-    fingerprint: tuple | None
+    seen: Seen
     records: np.ndarray
     kept: np.ndarray
     labels: tuple[str, ...]
@@ -56,7 +57,7 @@ class ParamRecords:
     def of(
         cls,
         kind: StateKind,
-        fingerprint: tuple | None,
+        seen: Seen,
         labels: tuple[str, ...],
         flat: tuple[Tensor, Tensor],
         segments: Sequence[Segment],
@@ -66,7 +67,7 @@ class ParamRecords:
 
         Args:
             kind: as the attribute.
-            fingerprint: as the attribute.
+            seen: as the attribute.
             labels: as the attribute.
             flat: the parameter and its gradient, or copies, in one dimension.
             segments: its pieces, which lie in these two and in the live state.
@@ -77,7 +78,7 @@ class ParamRecords:
         for name, tensor in zip(("param", "grad"), flat, strict=True):
             kept[f"{name}_offset"] = records[name] - np.uint64(tensor.data_ptr())
         kept["moment_key"], kept["param_key"] = np.array(keys, np.uint32).reshape(-1, 2).T
-        return cls(kind, fingerprint, records, kept, labels)
+        return cls(kind, seen, records, kept, labels)
 
 
 class StepRecords:

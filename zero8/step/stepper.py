@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes the steps of an optimizer, and keeps what one step can leave for the next."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 from torch import Tensor
 
 from zero8.op import kernel
@@ -37,7 +37,7 @@ class Stepper:
         self._captured: CapturedStep | None = None
         self._replaced: list[CapturedStep] = []  # earlier ones whose counts are awaited
 
-    def step(self, groups: list[dict], state: Mapping[Tensor, dict]) -> Counter[str]:
+    def step(self, groups: list[dict], state: Mapping[Tensor, dict]) -> dict[str, int]:
         """Take a step over the parameters that have gradients, or make it a part of a CUDA graph.
 
         Args:
@@ -53,29 +53,28 @@ class Stepper:
         kernel.module()  # a failure to compile must come before anything has been changed
         batch = Batch.stepping(groups, state)
         if batch.params:
-            plan, seen = self._plan_for(batch, groups, state)
+            plan, addresses = self._plan_for(batch, groups, state)
             if any(capturing := [is_capturing(part.device) for part in plan.parts]):
-                self._capture(batch, plan, seen, all(capturing))
-                return Counter()
+                self._capture(batch, plan, addresses, all(capturing))
+                return {}
             self.count_replays()
-            self._run(batch, plan, seen)
+            self._run(batch, plan, addresses)
         return self.counts.take()
 
     def _plan_for(
         self, batch: Batch, groups: list[dict], state: Mapping[Tensor, dict]
-    ) -> tuple[Plan, Seen]:
-        """Return the plan of the step before where it fits, else a new one."""
+    ) -> tuple[Plan, np.ndarray]:
+        """Return the plan of the step before where it fits, else a new one; `Seen.addresses`."""
         plan = self._plan
         if plan is not None and plan.ids == batch.ids:
-            seen = Seen(batch, plan.kinds.contents(batch.states))
-            if seen.fingerprint is not None and seen.fingerprint == plan.fingerprint:
-                return plan, seen
+            if (addresses := plan.addresses_of(batch)) is not None:
+                return plan, addresses
         self._keep_records(batch, groups, state)
         records = [self._kept[number] for number in batch.ids]
         kinds = Kinds([one.kind for one in records])
         seen = Seen(batch, kinds.contents(batch.states))
         self._plan = Plan.of(batch, seen, kinds, records)
-        return self._plan, seen
+        return self._plan, seen.addresses
 
     def _keep_records(self, batch: Batch, groups: list[dict], state: Mapping[Tensor, dict]) -> None:
         """Make the records of the parameters for which none are kept that fit."""
@@ -102,15 +101,15 @@ class Stepper:
     def _is_kept(self, single: Batch) -> bool:
         """Return whether there are records for a parameter, and they fit."""
         kept = self._kept.get(id(single.params[0]))
-        if kept is None or kept.fingerprint is None or not single.states[0]:
+        if kept is None or not single.states[0]:
             return False
-        return Seen(single, kept.kind.contents(single.states)).fingerprint == kept.fingerprint
+        return kept.seen.again(single, kept.kind.contents(single.states)) is not None
 
-    def _run(self, batch: Batch, plan: Plan, seen: Seen) -> None:
+    def _run(self, batch: Batch, plan: Plan, addresses: np.ndarray) -> None:
         plan.kinds.note_writes(batch.states)
         steps, which = self._next_steps(batch)
         for part in plan.parts:
-            part.step(batch, seen.addresses, steps, which)
+            part.step(batch, addresses, steps, which)
             self.counts.add(part.records.labels, part.taken.counts())
             for place in part.places:
                 _note(batch.states[place], steps[which[place]])
@@ -144,19 +143,19 @@ class Stepper:
 
     # --- CUDA graphs ----------------------------------------------------------------------------
 
-    def _capture(self, batch: Batch, plan: Plan, seen: Seen, is_all: bool) -> None:
+    def _capture(self, batch: Batch, plan: Plan, addresses: np.ndarray, is_all: bool) -> None:
         if not is_all:
             raise RuntimeError(
                 "a step that is captured in a CUDA graph: got parameters that are not on the GPU, "
                 "expected an optimizer of their own for them"
             )
-        captured = CapturedStep(batch, plan, seen)
+        captured = CapturedStep(batch, plan, addresses)
         # While a graph is captured counts of an earlier one cannot be asked for.
         if self._captured is not None and self._captured.is_refreshed:
             self._replaced.append(self._captured)
         self._captured = captured
 
-    def before_replay(self, groups: Iterable[dict], state: Mapping[Tensor, dict]) -> Counter[str]:
+    def before_replay(self, groups: Iterable[dict], state: Mapping[Tensor, dict]) -> dict[str, int]:
         """Make the next replay take the next step; arguments and what is returned as `step`.
 
         Raises:
