@@ -6,8 +6,8 @@ import os
 
 import pytest
 import torch
-from cuda_host import Host
-from gpu_standin import StandInGpu
+from fake_cuda import FakeCuda
+from host_kernel import Host
 from hypothesis import settings
 from ranks import StandingRanks
 
@@ -43,18 +43,18 @@ def standing_ranks(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def cuda_host(tmp_path_factory):
+def host_kernel(tmp_path_factory):
     """The CUDA kernel, compiled for the host, once for all processes of the test run."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    with open(folder / "cuda_host.lock", "w") as lock:
+    with open(folder / "host_kernel.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return Host(folder)
 
 
 @pytest.fixture
-def gpu(cuda_host, monkeypatch):
+def gpu(host_kernel, monkeypatch):
     """The CPU in the place of a GPU."""
-    with StandInGpu(cuda_host.path, monkeypatch) as standin:
+    with FakeCuda(host_kernel.path, monkeypatch) as standin:
         yield standin

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be known of the compiled CUDA kernel without a GPU.
+
+Those that need nvcc or NVRTC are skipped without it, but not in CI: the dev extra has both.
+"""
+
+import re
+import subprocess
+import sys
+from functools import lru_cache
+
+import pytest
+from needs import need_nvcc, need_nvrtc
+from places import ROOT
+
+from zero8.op import cuda_compile
+
+# Each takes seconds to compile for: `make test` does one, `make test-slow` the others.
+QUICK, SLOW = (90,), (80, 100)
+ARCHITECTURES = [*QUICK, *(pytest.param(number, marks=pytest.mark.slow) for number in SLOW)]
+# Three thread blocks of 256 threads, or five of 128, have place on a multiprocessor.
+MOST_REGISTERS = 96
+
+# All that floats may go through: one rounding each, to nearest, or none.
+ROUNDING = {"fma.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32", "rcp.rn.f32"}
+EXACT = {"abs.f32", "neg.f32", "min.f32", "max.f32", "mov.f32", "selp.f32"}
+EXACT |= {"min.NaN.f32", "max.NaN.f32"}
+CONVERSIONS = {"cvt.rn.f32.s32", "cvt.rn.f32.u32", "cvt.rni.s32.f32", "cvt.rzi.s32.f32"}
+CONVERSIONS |= {"cvt.rzi.u32.f32", "cvt.rn.f32.u16"}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Return a function: of an architecture, the PTX that nvcc made for it, and nvcc's report."""
+
+    @lru_cache
+    def compile_for(architectures):
+        folder = tmp_path_factory.mktemp("nvcc")
+        need_nvcc()
+        command = cuda_compile.nvcc_command(cuda_compile.nvcc(), architectures)
+        command += ["-Xptxas=-v", "--keep", f"--keep-dir={folder}", "--threads=2"]
+        command += ["-c", cuda_compile.program(), "-o", folder / "step.o"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
+        return folder, done.stdout + done.stderr
+
+    def of(architecture):
+        together = QUICK if architecture in QUICK else SLOW
+        folder, report = compile_for(together)
+        # nvcc does not name the architecture where there is only one.
+        (ptx,) = folder.glob(f"*compute_{architecture}.ptx" if len(together) > 1 else "*.ptx")
+        return ptx.read_text(), report
+
+    return of
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_cuda_kernel_needs_registers_only(compiled, architecture):
+    """Neither spills nor arrays that went to memory; few enough registers for 20 warps."""
+    _, report = compiled(architecture)
+    (entry,) = re.findall(
+        rf"Compiling entry function 'zero8_step' for 'sm_{architecture}'\n.*\n"
+        r"\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
+        r"ptxas info\s*: Used (\d+) registers",
+        report,
+    )
+    stack, stores, loads, registers = map(int, entry)
+    assert (stack, stores, loads) == (0, 0, 0)
+    assert registers <= MOST_REGISTERS
+
+
+def instructions(ptx: str) -> set[str]:
+    """Return the opcodes without predicates, labels, operands and vector widths."""
+    lines = re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z][a-z0-9_]*(?:\.[a-z0-9_:]+)*)\s", ptx, re.M)
+    return set(lines)
+
+
+def assert_ieee_only(ptx: str) -> None:
+    found = instructions(ptx)
+    of_floats = {name for name in found if ".f32" in name or ".f64" in name or ".f16" in name}
+    moves = {name for name in of_floats if name.startswith(("ld.", "st.", "setp.", "set."))}
+    assert of_floats - moves <= ROUNDING | EXACT | CONVERSIONS
+    assert {"fma.rn.f32", "sqrt.rn.f32", "div.rn.f32"} <= found
+    assert not [name for name in found if "ftz" in name or "approx" in name]
+    assert not [name for name in found if ".local" in name]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_cuda_ptx_has_ieee_arithmetic_only(compiled, architecture):
+    ptx, _ = compiled(architecture)
+    assert_ieee_only(ptx)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_cuda_ptx_moves_16_bytes_at_once(compiled, architecture):
+    ptx, _ = compiled(architecture)
+    found = instructions(ptx)
+    for kind in ("ld", "st"):
+        assert [n for n in found if n.startswith(kind) and ".v4." in n and n.endswith("32")], kind
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("fma.rn.f32", "fma.rn.ftz.f32"),
+        ("fma.rn.f32", "add.f32"),  # of a product that was rounded, or contracted later
+        ("mul.rn.f32", "mul.f32"),
+        ("mul.rn.f32", "mul.rz.f32"),
+        ("div.rn.f32", "div.full.f32"),
+        ("sqrt.rn.f32", "sqrt.approx.f32"),
+        ("sqrt.rn.f32", "rsqrt.approx.ftz.f32"),
+        ("st.u8", "st.local.u8"),
+    ],
+)
+def test_cuda_instructions_of_a_wrong_build_are_noticed(compiled, right, wrong):
+    """Guards the tests above."""
+    text, _ = compiled(90)
+    assert_ieee_only(text)
+    assert right in text
+    with pytest.raises(AssertionError):
+        assert_ieee_only(text.replace(right, wrong, 1))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """An empty cache of compiled kernels."""
+    folder = tmp_path_factory.mktemp("cuda_cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+        cuda_compile.machine_code.cache_clear()
+        yield folder
+    cuda_compile.machine_code.cache_clear()
+
+
+def names_in(code: bytes) -> set[bytes]:
+    """Return the symbols of an ELF file that end in _step."""
+    return set(re.findall(rb"\0(\w+_step)\0", code))
+
+
+@pytest.mark.parametrize(
+    ("backend", "need"),
+    [pytest.param("nvcc", need_nvcc, marks=pytest.mark.slow), ("nvrtc", need_nvrtc)],
+)
+def test_cuda_both_backends_compile_the_same_source_for_the_device(cache, backend, need):
+    need()
+    code = cuda_compile.machine_code(90, backend)
+    assert code.startswith(b"\x7fELF")
+    assert names_in(code) == {b"zero8_step"}
+    (path,) = cache.glob(f"zero8_cuda/step_sm_90_{backend}_*.cubin")
+    assert path.read_bytes() == code
+
+
+def test_cuda_code_of_the_cache_is_used_until_sources_change(cache, monkeypatch, tmp_path):
+    need_nvrtc()
+    code = cuda_compile.machine_code(90, "nvrtc")
+    cuda_compile.machine_code.cache_clear()
+    wrong = tmp_path / "step.cu"
+    wrong.write_text("#error not compiled again")
+    monkeypatch.setattr(cuda_compile, "program", lambda: wrong)
+    assert cuda_compile.machine_code(90, "nvrtc") == code
+    for path in sorted((ROOT / "csrc").rglob("*.h")):
+        copy = tmp_path / path.relative_to(ROOT / "csrc")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    (tmp_path / "codes.h").write_text("// another one\n")
+    monkeypatch.setattr(cuda_compile, "source_folder", lambda: tmp_path)
+    cuda_compile.machine_code.cache_clear()
+    with pytest.raises(RuntimeError, match="NVRTC failed:(.|\n)*not compiled again"):
+        cuda_compile.machine_code(90, "nvrtc")
+    cuda_compile.machine_code.cache_clear()
+
+
+@pytest.mark.slow
+def test_cuda_nvrtc_ptx_has_ieee_arithmetic_only():
+    need_nvrtc()
+    from cupy.cuda import nvrtc
+
+    folders = [*cuda_compile.include_folders(), ROOT / "csrc" / "cuda" / "nvrtc"]
+    program = nvrtc.createProgram(cuda_compile.program().read_text(), "step.cu", (), ())
+    options = [*cuda_compile.FLAGS, "-arch=compute_90", *(f"-I{folder}" for folder in folders)]
+    nvrtc.compileProgram(program, options)
+    ptx = nvrtc.getPTX(program)
+    assert_ieee_only(ptx if isinstance(ptx, str) else ptx.decode())
+
+
+def test_cuda_auto_takes_nvcc_and_else_nvrtc(monkeypatch):
+    need_nvcc()
+    need_nvrtc()
+    assert cuda_compile.compiler("auto").name == "nvcc"
+    assert cuda_compile.compiler("nvrtc").name == "nvrtc"
+    monkeypatch.setattr(cuda_compile, "nvcc", lambda: None)
+    assert cuda_compile.compiler("auto").name == "nvrtc"
+    with pytest.raises(RuntimeError, match="pip install nvidia-cuda-nvcc"):
+        cuda_compile.compiler("nvcc")
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    with pytest.raises(RuntimeError, match=r"pip install 'zero8\[cuda\]'"):
+        cuda_compile.compiler("auto")
+
+
+def test_cuda_unknown_backend_and_old_device_are_refused():
+    with pytest.raises(ValueError, match="backend: got 'hip', expected one of .*'nvrtc'"):
+        cuda_compile.machine_code(90, "hip")
+    with pytest.raises(ValueError, match="compute capability 7.5, expected at least 8.0"):
+        cuda_compile.machine_code(75, "auto")
+
+
+def test_cuda_nvcc_is_found_in_cuda_home_on_path_and_where_pip_puts_it(monkeypatch, tmp_path):
+    def make(*folder):
+        path = tmp_path.joinpath(*folder, "nvcc")
+        path.parent.mkdir(parents=True)
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+        return str(path)
+
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.setattr(cuda_compile.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    assert cuda_compile.nvcc() is None
+    of_pip = make("purelib", "nvidia", "cu13", "bin")
+    assert cuda_compile.nvcc() == of_pip
+    on_path = make("bin")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert cuda_compile.nvcc() == on_path
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert cuda_compile.nvcc() == on_path
+    assert make("home", "bin") == cuda_compile.nvcc()

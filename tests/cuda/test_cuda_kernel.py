@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA kernel, compiled for the host, against the CPU's kernel, bit for bit.
+
+It is the whole kernel: thread blocks, tails, alignment, the search for segments, reductions.  What
+the host cannot show is how a GPU rounds; the instructions are looked at in test_cuda_compile.py.
+"""
+
+import ctypes
+import math
+import mmap
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import halves
+import numpy as np
+import processes
+import pytest
+import torch
+from adaptive_samples import near_joint
+from host_kernel import Host
+from places import FOLDERS
+from segments import (
+    CODEC_NAMES,
+    KINDS,
+    Place,
+    assert_same,
+    copied,
+    factors,
+    gradient,
+    make,
+    scalars_at,
+    tensors,
+)
+
+from zero8.op import kernel
+from zero8.op.launch import Launch
+from zero8.spec import arithmetic as ieee
+from zero8.spec.codec import CODECS
+from zero8.spec.segment import Moment, Rounding, Segment
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+codec_names = pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")
+
+# Memory that is not there until it is written to; the last flag is MAP_NORESERVE.
+ADDRESSES_ONLY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
+
+# Teams of 8 and 16 threads (parts of a warp), of one warp, of 2, and of 16.
+BLOCK_SIZES = [64, 128, 256, 512, 4096]
+
+DTYPES = {
+    "fp32 from fp32": (FP32, FP32, Rounding.DITHER),
+    "fp32 from bf16": (FP32, BF16, Rounding.DITHER),
+    "fp32 from fp16": (FP32, FP16, Rounding.DITHER),
+    "bf16 from fp32, hash": (BF16, FP32, Rounding.HASH),
+    "bf16 from bf16, nearest": (BF16, BF16, Rounding.NEAREST),
+    "bf16 from bf16, dither": (BF16, BF16, Rounding.DITHER),
+}
+
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+HYPERS = {
+    "adamw": ADAMW,
+    "exact betas": {"lr": 0.25, "betas": (0.5, 0.25), "eps": 0.0, "weight_decay": 0.0},
+    "l2, maximize": {
+        "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.3, "decoupled": False,
+        "maximize": True,
+    },
+    "no memory": {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.1},
+    "subnormal scalars": {"lr": 1e-40, "betas": (1e-30, 0.9), "eps": 1e-40, "weight_decay": 0.1},
+    "large rate": {"lr": 2.0**119, "betas": (0.9, 0.999), "eps": 1.0, "weight_decay": 0.0},
+}  # fmt: skip
+
+
+# Makes normal numbers of subnormal parameters, if they are not flushed first.
+HEAVY_L2 = {**ADAMW, "weight_decay": 2.0**40, "decoupled": False}
+
+
+@pytest.fixture
+def host(host_kernel):
+    return host_kernel
+
+
+def places(block_size: int) -> list[Place]:
+    """Segments of whole and of cut blocks, aligned and not, one of them empty."""
+    row = 2 * block_size + 44
+    return [
+        Place((9, row), block_size, 0, 9 * row),
+        Place((4, row), block_size, block_size - 1, 2 * row + 17, offset=1),
+        Place((4, row), block_size, 3, 1, offset=2),
+        Place((4, row), block_size, 7, 0),
+        Place((3, 4 * block_size), block_size, 0, 12 * block_size),
+        Place((2**22, 4096), block_size, 5_000_000_000 - 700, 1000, offset=4),
+    ]
+
+
+def advance(segments: list[Segment], mine: list[Segment], hyper: dict, count: int):
+    """Give both lists the gradients, scalars and phases of each step in turn."""
+    for step in range(1, count + 1):
+        for number, (theirs, ours) in enumerate(zip(segments, mine, strict=True)):
+            numel, kind = theirs.grad.numel(), (number + step) % KINDS
+            grad = gradient(kind, numel, 100 * step + number, theirs.grad.dtype)
+            if hyper["eps"] == 0.0:  # 0/0 is NaN in Adam too
+                grad[grad == 0] = 1.0
+            for one in (theirs, ours):
+                one.grad.copy_(grad)
+                one.scalars = scalars_at(step, hyper)
+                one.moment_phase = (1000 * step + number) * 0x9E3779B9 % 2**32
+                one.param_phase = (2000 * step + number) * 0x9E3779B9 % 2**32
+        yield step
+
+
+def assert_follows_cpu(host: Host, segments: list[Segment], hyper: dict, count=3, **options):
+    mine = [copied(segment) for segment in segments]
+    for step in advance(segments, mine, hyper, count):
+        wanted = kernel.step(segments)
+        got = host.step(mine, backwards=step % 2 == 0, **options)
+        for number, pair in enumerate(zip(mine, segments, strict=True)):
+            assert_same(*pair, f"step {step}, segment {number}")
+        assert got == wanted
+
+
+@codec_names
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_cuda_step_any_dtype_and_place_equals_the_cpu(host, codec, block_size):
+    segments = [
+        make(codec, place, scalars_at(1, ADAMW), *dtypes)
+        for place in places(block_size)
+        for dtypes in DTYPES.values()
+    ]
+    assert_follows_cpu(host, segments, ADAMW)
+
+
+@pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS)
+def test_cuda_step_any_hyperparameters_equal_the_cpu(host, hyper):
+    segments = [
+        make(codec, place, scalars_at(1, hyper), dtype, FP32, Rounding.DITHER)
+        for codec in CODEC_NAMES
+        for place in places(256)[:3]
+        for dtype in (FP32, BF16)
+    ]
+    assert_follows_cpu(host, segments, hyper)
+
+
+@pytest.mark.parametrize("grid", [1, 2, 7, 10_000])
+def test_cuda_step_one_launch_over_all_kinds_does_not_depend_on_the_grid(host, grid):
+    """Segments of all codecs, dtypes and block sizes: teams of the largest serve them all."""
+    segments = [
+        make(codec, place, scalars_at(1, HYPERS["l2, maximize"]), *dtypes)
+        for number, codec in enumerate(CODEC_NAMES)
+        for block_size in (64, 256, 1024)
+        for place, dtypes in zip(
+            places(block_size), list(DTYPES.values())[number:] + list(DTYPES.values()), strict=False
+        )
+    ]
+    assert_follows_cpu(host, segments, HYPERS["l2, maximize"], count=2, grid=grid)
+
+
+def test_cuda_step_segments_keep_their_own_scalars(host):
+    segments = [make("log", places(256)[0], scalars_at(3, hyper)) for hyper in HYPERS.values()]
+    for number, segment in enumerate(segments):
+        segment.grad.copy_(gradient(number % 2, segment.grad.numel(), number) + 1 / 64)
+    mine = [copied(segment) for segment in segments]
+    assert kernel.step(segments) == host.step(mine)
+    for number, pair in enumerate(zip(mine, segments, strict=True)):
+        assert_same(*pair, f"segment {number}")
+
+
+def test_cuda_step_nothing_to_do_does_nothing(host):
+    assert host.step([]) == []
+    assert host.step([make("log", places(256)[3], scalars_at(1, ADAMW))]) == [0]
+
+
+@pytest.mark.parametrize("block_size", [64, 256, 1024])
+def test_cuda_step_log_blocks_between_narrow_and_wide_equal_the_cpu(host, block_size):
+    """Where a sum over the whole block decides."""
+    place = Place((20, 2 * block_size), block_size, 0, 40 * block_size)
+    segment = make("log", place, scalars_at(1, HYPERS["no memory"]))
+    largest = torch.exp2(torch.linspace(0.0, 1.0, 40))
+    segment.grad.copy_(near_joint(largest, block_size, seed=2).flatten())
+    mine = copied(segment)
+    kernel.step([segment])
+    host.step([mine])
+    assert_same(mine, segment, f"blocks of {block_size}")
+    assert 0.2 < (segment.exp_avg.scales < 0).float().mean() < 0.8
+
+
+@codec_names
+@pytest.mark.parametrize("grad_dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("hyper", [ADAMW, HEAVY_L2], ids=["adamw", "heavy l2"])
+def test_cuda_step_with_a_correction_equals_the_cpu(host, codec, grad_dtype, hyper):
+    segments = [make(codec, place, scalars_at(1, ADAMW), BF16, grad_dtype) for place in places(256)]
+    for segment in segments:
+        numel = segment.param.numel()
+        segment.correction = torch.arange(numel, dtype=torch.int8)
+        segment.param[::5] = 0.0  # then the correction is a subnormal number of its own
+    mine = [replace(copied(one), correction=one.correction.clone()) for one in segments]
+    for step in advance(segments, mine, hyper, 3):
+        kernel.step(segments)
+        host.step(mine)
+        for number, (ours, theirs) in enumerate(zip(mine, segments, strict=True)):
+            assert_same(ours, theirs, f"step {step}, segment {number}")
+            assert torch.equal(ours.correction, theirs.correction)
+
+
+@codec_names
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("hyper", [ADAMW, HEAVY_L2], ids=["adamw", "heavy l2"])
+def test_cuda_step_special_parameters_equal_the_cpu(host, codec, dtypes, hyper):
+    """NaN, infinite, subnormal and largest parameters under finite gradients."""
+    values = [math.nan, -math.nan, math.inf, -math.inf, 2.0**-130, -(2.0**-149), 3.38e38, -3.4e38]
+    segment = make(codec, places(64)[1], scalars_at(1, ADAMW), *dtypes)
+    if hyper is HEAVY_L2:
+        values = [2.0**-130, -(2.0**-149)]
+    segment.param[7 : 7 + len(values)] = torch.tensor(values)
+    assert_follows_cpu(host, [segment], hyper)
+
+
+POISON = {"nan": math.nan, "-nan": -math.nan, "inf": math.inf, "2^63": 2.0**63}
+
+
+@codec_names
+@pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
+@pytest.mark.parametrize("block_size", [64, 256, 4096])
+def test_cuda_step_nonfinite_gradient_leaves_its_block_as_it_was(host, codec, poison, block_size):
+    """The CPU's kernel does the same, as its own tests say."""
+    hyper = HYPERS["l2, maximize"] if math.isinf(poison) else ADAMW
+    segments = [make(codec, place, scalars_at(1, hyper)) for place in places(block_size)]
+    mine = [copied(segment) for segment in segments]
+    for _ in advance(segments, mine, hyper, 2):
+        for number, pair in enumerate(zip(segments, mine, strict=True)):
+            for one in pair:
+                one.grad[number :: 3 * block_size + 1] = poison
+        before = copied(segments[0])
+        wanted = kernel.step(segments)
+        assert host.step(mine) == wanted
+        assert wanted[0] > 1
+        assert (segments[0].param == before.param).any()
+        assert (segments[0].param != before.param).any()
+        for number, pair in enumerate(zip(mine, segments, strict=True)):
+            assert_same(*pair, f"segment {number}")
+
+
+@pytest.mark.parametrize("row_length", halves.ROW_LENGTHS)
+def test_cuda_step_every_half_steps_as_the_same_number_in_float32_on_the_cpu(host, row_length):
+    """NaN and infinity leave their blocks as they were, as the CPU's tests say."""
+    beyond = halves.among_finite(halves.BEYOND, row_length).flatten()
+    for grad, nonfinite in ((halves.FINITE, 0), (beyond, 2 * 2048)):
+        half, wide = halves.segments_of(None, grad, row_length, ADAMW)
+        assert host.step([half]) == kernel.step([wide]) == [nonfinite]
+        assert_same(half, wide, f"rows of {row_length}")
+
+
+@codec_names
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_cuda_step_writes_nothing_beside_its_segment(host, codec, dtype):
+    """100 elements on both sides; the segments end at each of a thread's elements."""
+    for numel in (1, 7, 8, 9, 15, 16, 17, 31, 33, 255):
+        place = Place((3, 300), 256, 296, numel)
+        segment = make(codec, place, scalars_at(1, ADAMW), dtype)
+        framed, frames = copied(segment), {}
+        for name, value in tensors(segment).items():
+            rows = value.numel()
+            frames[name] = torch.full((rows + 200,), 77, dtype=value.dtype)
+            inner = frames[name][100 : 100 + rows].view(value.shape).copy_(value)
+            if name == "param":
+                framed.param = inner
+            elif name.endswith("_scale"):
+                getattr(framed, name.removesuffix("_scale")).scales = inner
+            else:
+                getattr(framed, name).values = inner
+        for one in (segment, framed):
+            one.grad.copy_(gradient(0, numel, seed=numel))
+        kernel.step([segment])
+        host.step([framed])
+        assert_same(framed, segment, f"{numel} elements")
+        for name, frame in frames.items():
+            assert (frame[:100] == 77).all() and (frame[-100:] == 77).all(), name
+
+
+def at_the_end(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of x behind which memory ends."""
+    page = 65536
+    used = -(-x.nbytes // page) * page
+    memory = mmap.mmap(-1, used + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + used), page, 0) == 0
+    offset = used - x.nbytes
+    copy = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=offset)
+    return copy.view(x.shape).copy_(x)
+
+
+def step_at_the_end_of_memory(folder: str) -> None:
+    """Of segments that end at each of a thread's elements."""
+    host = Host(Path(folder))
+    for codec in CODEC_NAMES:
+        for dtypes in DTYPES.values():
+            for numel in (1, 7, 8, 9, 15, 31, 255, 256, 300):
+                place = Place((3, 300), 256, 0, numel)
+                segment = make(codec, place, scalars_at(1, ADAMW), *dtypes)
+                segment.grad.copy_(gradient(0, numel, seed=numel))
+                moments = {
+                    name: Moment(
+                        at_the_end(moment.values),
+                        None if codec is None else at_the_end(moment.scales),
+                    )
+                    for name in ("exp_avg", "exp_avg_sq")
+                    for moment in [getattr(segment, name)]
+                }
+                ends = {name: at_the_end(getattr(segment, name)) for name in ("param", "grad")}
+                mine = replace(segment, **ends, **moments)
+                kernel.step([segment])
+                host.step([mine])
+                assert_same(mine, segment, f"{codec}, {dtypes}, {numel} elements")
+    print("stepped")
+
+
+def test_cuda_step_reads_nothing_beyond_its_segment(tmp_path):
+    """In a process of its own, which ends if it does."""
+    code = f"import test_cuda_kernel; test_cuda_kernel.step_at_the_end_of_memory({str(tmp_path)!r})"
+    path = [*FOLDERS, os.environ.get("PYTHONPATH", "")]
+    done = processes.python(code, PYTHONPATH=os.pathsep.join(path))
+    assert done.returncode == 0 and "stepped" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("offset", range(1, 9))
+def test_cuda_step_any_alignment_equals_the_cpu(host, offset):
+    place = Place((4, 1024), 256, 0, 4096, offset=offset)
+    segments = [
+        make(codec, place, scalars_at(1, ADAMW), *dtypes)
+        for codec in CODEC_NAMES
+        for dtypes in DTYPES.values()
+    ]
+    assert_follows_cpu(host, segments, ADAMW, count=1)
+
+
+def test_cuda_step_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_others(host):
+    """The last two blocks of 2^32 + 768 elements, in 43 GiB of address space."""
+    rows = 2**25 + 6
+    end = Place((rows, 128), 128, (rows - 2) * 128, 256)
+    near = make("log", end, scalars_at(1, ADAMW))
+    near.grad.copy_(gradient(0, 256, seed=1))
+
+    def moved(x: torch.Tensor, size: int) -> torch.Tensor:
+        num_bytes = size * x[0].nbytes
+        far = torch.frombuffer(mmap.mmap(-1, num_bytes, ADDRESSES_ONLY), dtype=x.dtype)
+        far = far.view(size, *x.shape[1:])
+        far[-len(x) :] = x
+        return far
+
+    far = replace(
+        near,
+        first=0,
+        param=moved(near.param, rows * 128),
+        grad=moved(near.grad, rows * 128),
+        exp_avg=Moment(moved(near.exp_avg.values, rows * 128), moved(near.exp_avg.scales, rows)),
+        exp_avg_sq=Moment(
+            moved(near.exp_avg_sq.values, rows * 128), moved(near.exp_avg_sq.scales, rows)
+        ),
+    )
+    launch = Launch.of(*kernel.packed([far]))
+    assert launch.num_blocks == rows
+    # As if the list began so far before its first block that two are left.
+    first_blocks = np.array([2 - rows, 2], np.int64)
+    host.launch(replace(launch, num_blocks=2), first_blocks=first_blocks.ctypes.data)
+    kernel.step([near])
+    for name, value in tensors(near).items():
+        assert torch.equal(tensors(far)[name][-len(value) :], value), name
+    assert not tensors(far)["exp_avg"][:1000].any()
+
+
+# --- Flush to zero -------------------------------------------------------------------------------
+
+
+def assert_equal_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """NaN is NaN, whatever its sign."""
+    same = (got.view(torch.int32) == wanted.view(torch.int32)) | (got.isnan() & wanted.isnan())
+    assert same.all(), (got[~same][:5].tolist(), wanted[~same][:5].tolist())
+
+
+def test_cuda_arithmetic_any_exponents_equal_the_definition(host):
+    count = 200_000
+    a, b, c = (factors(count, -150, 128, seed) for seed in range(3))
+    got = host.operations(a, b, c)
+    for mine, wanted in zip(
+        got, (ieee.mul(a, b), ieee.div(a, b), ieee.fma(a, b, c), ieee.flush(a)), strict=True
+    ):
+        assert_equal_bits(mine, wanted)
+
+
+def test_cuda_arithmetic_around_the_smallest_normal_number_equals_the_definition(host):
+    """Results within 2^-22 of 2^-126 on both sides, where it matters how they are rounded."""
+    count = 200_000
+    target = factors(count, 0, 1, seed=1).abs().double() * 2.0**-23 + (1 - 2.0**-22)
+    target = target * 2.0**-126
+    a = factors(count, -126, 2, seed=2)
+    b = (target / a.double()).float()
+    assert_edge(host.operations(a, b, torch.zeros(count))[0], ieee.mul(a, b))
+    b = (a.double() / target).float()
+    few = b.isfinite()
+    assert_edge(host.operations(a, b, a)[1][few], ieee.div(a, b)[few])
+    a, b = factors(count, -50, -40, seed=3), factors(count, -50, -40, seed=4)
+    c = (target - a.double() * b.double()).float()
+    assert_equal_bits(host.operations(a, b, c)[2], ieee.fma(a, b, c))
+    a, b = factors(count, -70, -60, seed=5), factors(count, -70, -60, seed=6)
+    c = (target - a.double() * b.double()).float()
+    assert_edge(host.operations(a, b, c)[2], ieee.fma(a, b, c))
+
+
+def assert_edge(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert (wanted.abs() == 2.0**-126).sum() > 100
+    assert (wanted == 0).sum() > 100
+    assert_equal_bits(got, wanted)
+
+
+def test_cuda_launch_flushes_scalars():
+    """The kernel takes them as they are."""
+    segment = make("log", places(256)[0], scalars_at(1, HYPERS["subnormal scalars"]))
+    records, scalars = kernel.packed([segment])
+    launch = Launch.of(records, scalars)
+    got = launch.table[launch.scalars_at :].view(kernel.STEP_SCALARS)
+    assert scalars["eps"] > 0 and got["eps"] == 0
+    assert got["decay"] == scalars["decay"] and got["beta1"] == scalars["beta1"]
+
+
+def test_cuda_launch_counts_the_blocks_that_segments_touch():
+    segments = [
+        make(codec, place, scalars_at(1, ADAMW))
+        for codec in (None, *CODECS)
+        for block_size in BLOCK_SIZES
+        for place in places(block_size)
+    ]
+    launch = Launch.of(*kernel.packed(segments))
+    touched = [one.grid.num_blocks_touched(one.first, one.param.numel()) for one in segments]
+    first_blocks = launch.table[launch.first_blocks_at : launch.scalars_at].view(np.int64)
+    assert np.diff(first_blocks).tolist() == touched
+    assert launch.num_blocks == sum(touched)
+    assert launch.team_threads == 512 and launch.teams == 1
+    assert launch.uses_maps
+    assert not Launch.of(*kernel.packed(segments[:3])).uses_maps

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer over parameters on a GPU, for which the CPU stands in: fake_cuda.py."""
+
+import copy
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from small_optimizers import assert_equal
+from torch import nn
+
+import zero8
+from zero8.op import devices
+from zero8.spec.codec import CODECS
+from zero8.step import ranks, stepper
+from zero8.step.batch import Seen
+from zero8.step.check import check_tensors
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+FP32, BF16 = torch.float32, torch.bfloat16
+HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
+
+
+def made(dtype=FP32, **settings) -> tuple[list[nn.Parameter], zero8.Adam8bitBlockwise]:
+    """Matrices with ragged rows, a vector with float32 moments, and one in another order."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"a": (64, 100), "b": (33,), "c": (70, 300)}
+    named = [
+        (name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+        for name, shape in shapes.items()
+    ]
+    params = [p for _, p in named]
+    return params, zero8.Adam8bitBlockwise(named, **(HYPER | settings))
+
+
+def set_grads(params: list[nn.Parameter], number: int) -> None:
+    """Set the gradients of a step, in the memory that gradients have already if they do."""
+    generator = torch.Generator().manual_seed(100 + number)
+    for p in params:
+        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad = grad if p.grad is None else p.grad.copy_(grad)
+
+
+def states_of(optimizer) -> list[torch.Tensor]:
+    entries = [value for state in optimizer.state.values() for value in state.values()]
+    return [torch.as_tensor(value) for value in entries]
+
+
+def assert_same(ours, theirs) -> None:
+    assert_equal(ours[0], theirs[0])
+    assert_equal(states_of(ours[1]), states_of(theirs[1]))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [(FP32, {}), (BF16, {}), (BF16, {"weight_correction_bits": 8}), (FP32, {"block_size": 64})],
+    ids=["fp32", "bf16", "corrected", "small blocks"],
+)
+def test_cuda_optimizer_steps_equal_those_on_the_cpu(gpu, codec, dtype, settings):
+    mine, theirs = (made(dtype, codec=codec, **settings) for _ in range(2))
+    for params, _ in (mine, theirs):
+        params[2].data = params[2].data.t().contiguous().t()
+    for number in range(4):
+        for params, optimizer in (mine, theirs):
+            gpu.is_on = params is mine[0]
+            set_grads(params, number)
+            optimizer.step()
+    assert_same(mine, theirs)
+    assert gpu.launches == 4 * 2  # those together, and the one in another order
+
+
+def test_cuda_optimizer_saved_on_one_device_resumes_on_the_other(gpu):
+    mine, theirs = made(), made()
+    for number in range(4):
+        for params, optimizer in (mine, theirs):
+            gpu.is_on = number % 2 == 0 and params is mine[0]
+            set_grads(params, number)
+            optimizer.step()
+        mine[1].load_state_dict(copy.deepcopy(mine[1].state_dict()))
+    assert_same(mine, theirs)
+
+
+def test_cuda_optimizer_parameters_of_two_devices_step_in_a_launch_each(gpu, monkeypatch):
+    mine, theirs = made(), made()
+    set_grads(mine[0], 0)
+    set_grads(theirs[0], 0)
+    theirs[1].step()
+    monkeypatch.setattr(Seen, "devices", property(lambda seen: np.arange(len(mine[0])) % 2))
+    gpu.launches = 0
+    mine[1].step()
+    assert gpu.launches == 2
+    assert_same(mine, theirs)
+
+
+# --- Non-finite gradients ------------------------------------------------------------------------
+
+
+def step_with_nan(params, optimizer, number=0) -> None:
+    set_grads(params, number)
+    params[2].grad[3, 5] = torch.nan
+    params[2].grad[30, 5] = torch.inf
+    optimizer.step()
+
+
+def test_cuda_optimizer_nonfinite_gradients_are_told_when_the_gpu_has_come_so_far(gpu):
+    params, optimizer = made()
+    gpu.is_behind = True
+    before = params[2].detach().clone()
+    step_with_nan(params, optimizer)
+    changed = (params[2] != before)[3]
+    assert not changed[:256].any() and changed[256:].all()
+    for number in (1, 2):
+        set_grads(params, number)
+        optimizer.step()
+    assert optimizer.nonfinite_blocks == 0
+    gpu.is_behind = False
+    set_grads(params, 3)
+    before = params[0].detach().clone()
+    with pytest.raises(FloatingPointError, match=r"in 1 parameter\(s\): c \(2 blocks\)"):
+        optimizer.step()
+    assert (params[0] != before).any()  # the step has been taken
+    assert optimizer.nonfinite_blocks == 2 and gpu.waits == 0
+    assert optimizer.state[params[0]]["step"] == 4
+    optimizer.step()
+
+
+def test_cuda_optimizer_check_finite_waits_for_the_gpu(gpu, caplog):
+    params, optimizer = made()
+    optimizer.check_finite()
+    gpu.is_behind = True
+    step_with_nan(params, optimizer)
+    assert gpu.waits == 0
+    with pytest.raises(FloatingPointError, match="2 blocks met a non-finite gradient"):
+        optimizer.check_finite()
+    assert gpu.waits == 1
+    assert "non-finite gradient: c: 2 blocks" in caplog.text
+
+
+def test_cuda_optimizer_steps_of_one_parameter_are_added_up(gpu):
+    params, optimizer = made()
+    gpu.is_behind = True
+    for number in range(3):
+        step_with_nan(params, optimizer, number)
+    gpu.is_behind = False
+    set_grads(params, 3)
+    with pytest.raises(FloatingPointError, match=r"c \(6 blocks\)"):
+        optimizer.step()
+
+
+def test_cuda_optimizer_of_several_ranks_logs_instead_of_raising(gpu, monkeypatch, caplog):
+    """GPUs of ranks are not equally far: one would raise, the others wait in a collective."""
+    params, optimizer = made()
+    monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
+    monkeypatch.setattr(optimizer, "_has_params_on_gpus", lambda: True)
+    step_with_nan(params, optimizer)
+    assert optimizer.nonfinite_blocks == 2
+    assert "non-finite gradient: c: 2 blocks" in caplog.text
+    monkeypatch.setattr(optimizer, "_has_params_on_gpus", lambda: False)
+    with pytest.raises(FloatingPointError):
+        step_with_nan(params, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu"), ("cuda:gloo,cpu:gloo", "cpu")],
+)
+def test_cuda_optimizer_check_finite_counts_where_the_ranks_can_reduce(
+    monkeypatch, backends, device
+):
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
+    assert ranks._device_of(None) == device
+
+
+# --- Graphs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_cuda_graph_replays_are_the_steps_that_follow(gpu, codec):
+    mine, theirs = (made(BF16, codec=codec) for _ in range(2))
+    for params, optimizer in (mine, theirs):
+        set_grads(params, 0)
+        optimizer.step()
+    with gpu.graph():
+        mine[1].step()
+    assert_same(mine, theirs)
+    for number in range(1, 5):
+        for params, optimizer in (mine, theirs):
+            set_grads(params, number)
+            optimizer.param_groups[0]["lr"] = 1e-2 / number
+            if optimizer is theirs[1]:
+                optimizer.step()
+        mine[1].before_replay()
+        gpu.replay()
+        assert_same(mine, theirs)
+    assert gpu.waits == 0
+    for params, optimizer in (mine, theirs):  # and ordinary ones go on from there
+        set_grads(params, 5)
+        optimizer.step()
+    assert_same(mine, theirs)
+
+
+def captured(gpu, **settings):
+    params, optimizer = made(**settings)
+    set_grads(params, 0)
+    optimizer.step()
+    with gpu.graph():
+        optimizer.step()
+    return params, optimizer
+
+
+def replay_with_nan(gpu, params, optimizer) -> None:
+    optimizer.before_replay()
+    params[0].grad[0, 0] = torch.nan
+    gpu.replay()
+    params[0].grad.zero_()
+
+
+def test_cuda_graph_nonfinite_gradients_of_a_replay_are_told_before_the_next(gpu):
+    params, optimizer = captured(gpu)
+    replay_with_nan(gpu, params, optimizer)
+    with pytest.raises(FloatingPointError, match=r"a \(1 blocks\)"):
+        optimizer.before_replay()
+    gpu.replay()  # which has been prepared nevertheless
+    replay_with_nan(gpu, params, optimizer)
+    with pytest.raises(FloatingPointError, match="2 blocks met a non-finite gradient"):
+        optimizer.check_finite()
+    assert optimizer.nonfinite_blocks == 2
+    assert optimizer.state[params[0]]["step"] == 4
+
+
+def test_cuda_graph_nonfinite_gradients_of_the_last_replay_are_told_by_ordinary_steps(gpu):
+    params, optimizer = captured(gpu)
+    replay_with_nan(gpu, params, optimizer)
+    with pytest.raises(FloatingPointError, match=r"a \(1 blocks\)"):
+        optimizer.step()
+    optimizer.step()
+
+
+def test_cuda_graph_captured_anew_keeps_the_counts_of_the_one_before(gpu):
+    params, optimizer = captured(gpu)
+    replay_with_nan(gpu, params, optimizer)
+    with gpu.graph():
+        optimizer.step()
+    with pytest.raises(FloatingPointError, match=r"a \(1 blocks\)"):
+        optimizer.before_replay()
+    gpu.replay()
+    optimizer.before_replay()
+    assert optimizer.nonfinite_blocks == 1 and optimizer.state[params[0]]["step"] == 4
+
+
+def test_cuda_graph_capture_asks_the_device_of_the_parameters(monkeypatch):
+    """The current stream of another GPU may be one that is being captured."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(asked.append(device)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert devices.is_capturing(torch.device("cuda:1")) and asked == [torch.device("cuda:1")]
+    assert not devices.is_capturing(torch.device("cpu"))
+
+
+def test_cuda_graph_capture_before_any_step_is_refused_and_changes_nothing(gpu):
+    params, optimizer = made()
+    set_grads(params, 0)
+    with gpu.graph(), pytest.raises(RuntimeError, match=r"call step\(\) once before capturing"):
+        optimizer.step()
+    assert not optimizer.state
+    with pytest.raises(RuntimeError, match="got no captured step"):
+        optimizer.before_replay()
+
+
+def test_cuda_graph_capture_of_other_parameters_than_stepped_together_is_refused(gpu):
+    params, optimizer = made()
+    set_grads(params, 0)
+    optimizer.step()
+    params[1].grad = None
+    with gpu.graph(), pytest.raises(RuntimeError, match="call step\\(\\) once before"):
+        optimizer.step()
+
+
+def test_cuda_graph_capture_with_parameters_on_the_cpu_is_refused(gpu, monkeypatch):
+    params, optimizer = made()
+    set_grads(params, 0)
+    monkeypatch.setattr(Seen, "devices", property(lambda seen: np.arange(len(params)) % 2))
+    optimizer.step()
+    capturing = iter([True, False, True, False])
+    monkeypatch.setattr(stepper, "is_capturing", lambda device: next(capturing))
+    with pytest.raises(RuntimeError, match="got parameters that are not on the GPU"):
+        optimizer.step()
+
+
+def moved_state(params, optimizer):
+    state = optimizer.state[params[0]]
+    state["exp_avg_q8"] = state["exp_avg_q8"].clone()
+
+
+def moved_param(params, optimizer):
+    params[0].data = params[0].data.clone()
+
+
+def loaded(params, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("change", [moved_state, moved_param, loaded], ids=lambda f: f.__name__)
+def test_cuda_graph_of_memory_that_has_moved_is_refused(gpu, change):
+    params, optimizer = captured(gpu)
+    optimizer.before_replay()
+    change(params, optimizer)
+    with pytest.raises(RuntimeError, match="capture it again"):
+        optimizer.before_replay()
+    assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_cuda_graph_of_parameters_that_come_to_take_the_same_step_goes_on(gpu):
+    """Fewer scalars than were captured: they lie at the front of the table."""
+    mine, theirs = made(), made()
+    for params, optimizer in (mine, theirs):
+        set_grads(params[:1], 0)
+        optimizer.step()
+        set_grads(params, 1)
+        optimizer.step()
+        if optimizer is mine[1]:
+            with gpu.graph():
+                optimizer.step()
+        for key in ("step", "history"):
+            optimizer.state[params[0]][key] = optimizer.state[params[1]][key]
+        set_grads(params, 2)
+    mine[1].before_replay()
+    gpu.replay()
+    theirs[1].step()
+    assert_same(mine, theirs)
+
+
+def test_cuda_graph_of_parameters_that_come_to_take_other_steps_is_refused(gpu):
+    params, optimizer = made()
+    params[2].data = params[2].data.t().contiguous().t()  # in a launch of its own
+    set_grads(params, 0)
+    optimizer.step()
+    with gpu.graph():
+        optimizer.step()
+    optimizer.state[params[0]]["step"] = 7
+    with pytest.raises(RuntimeError, match="more distinct settings than were captured"):
+        optimizer.before_replay()
+    assert optimizer.state[params[1]]["step"] == optimizer.state[params[2]]["step"] == 1
+
+
+def test_cuda_graph_outlives_gradients_that_are_set_to_none(gpu):
+    params, optimizer = captured(gpu)
+    optimizer.zero_grad()
+    optimizer.before_replay()
+    gpu.replay()
+    assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_cuda_graph_is_not_copied_with_the_optimizer(gpu):
+    _, optimizer = captured(gpu)
+    with pytest.raises(RuntimeError, match="got no captured step"):
+        copy.deepcopy(optimizer).before_replay()
+
+
+# --- What is refused -----------------------------------------------------------------------------
+
+
+def test_cuda_params_on_other_devices_are_refused():
+    p = nn.Parameter(torch.ones(64, 100, device="meta"))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="got a parameter on meta, expected one on the CPU or"):
+        check_tensors(p)
+
+
+def on(device: str, grad: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        device=torch.device(device), grad=SimpleNamespace(device=torch.device(grad))
+    )
+
+
+def test_cuda_params_of_rocm_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ValueError, match="got a parameter on cuda:0 of ROCm"):
+        check_tensors(on("cuda:0", "cuda:0"))
+
+
+@pytest.mark.parametrize("devices", [("cuda:0", "cpu"), ("cuda:0", "cuda:1"), ("cpu", "cuda:0")])
+def test_cuda_gradients_on_another_device_are_refused(devices):
+    expected = f"got a gradient on {devices[1]}, the parameter is on {devices[0]}"
+    with pytest.raises(ValueError, match=expected):
+        check_tensors(on(*devices))

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import platform
+import re
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from places import ROOT, SUPPORT
+from torch.utils import cpp_extension
+
+from zero8.op import build, kernel
+
+CSRC = ROOT / "csrc"
+# torch 2.6, the oldest that zero8 allows, builds extensions as C++17.
+COMPILER = [*cpp_extension.get_cxx_compiler().split(), "-std=c++17", f"-I{CSRC}"]
+WARNINGS = ["-Wall", "-Wextra", "-Werror"]
+SANITIZERS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+on_x86 = pytest.mark.xfail(
+    platform.machine() != "x86_64", reason="other processors have the baseline only", run=False
+)
+
+
+def output_of(command, **env):
+    done = subprocess.run(
+        [str(word) for word in command],
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def compile_all(sources, flags, folder):
+    """Compile each source file to folder/STEM.o, two at a time, and return the objects."""
+    objects = [folder / f"{source.stem}.o" for source in sources]
+    commands = [
+        [*COMPILER, *flags, "-c", source, "-o", made]
+        for source, made in zip(sources, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(output_of, commands))
+    return objects
+
+
+def python_headers():
+    """Return the flags with which the binding finds pybind11's headers and Python's."""
+    include = [Path(torch.__file__).parent / "include", sysconfig.get_path("include")]
+    return [word for path in include for word in ("-isystem", path)]
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory):
+    """Folder of the objects, compiled as the builder does, warnings being errors."""
+    folder = tmp_path_factory.mktemp("objects")
+    name = "-DTORCH_EXTENSION_NAME=zero8_adam"
+    flags = [*build.FLAGS, "-fPIC", name, *python_headers()]
+    compile_all(build.op().sources, WARNINGS + flags, folder)
+    return folder
+
+
+def test_targets_of_the_build_are_all_that_there_are():
+    assert {f"step_{name}" for name in build.TARGETS} == {p.stem for p in CSRC.glob("step_*.cpp")}
+    rows = re.findall(r'\{"(\w+)", step_blocks_(\w+), ', (CSRC / "dispatch.cpp").read_text())
+    assert rows == [(name, name) for name in build.TARGETS]
+
+
+@on_x86
+def test_targets_that_the_build_takes_for_served_are_those_that_the_op_serves():
+    flags = build._processor_flags()
+    served = [name for name, needed in build.TARGETS.items() if needed <= flags]
+    assert served == list(kernel.isas())
+
+
+def test_headers_compile_alone_and_twice_where_two_files_include_them(tmp_path):
+    # The headers below are meant to be included once per target, so they have no guard.
+    source = tmp_path / "twice.cpp"
+    source.write_text(
+        '#include "format.h"\n#include "format.h"\n'
+        '#define ZERO8_TARGET one\n#include "vec_scalar.h"\n#include "step_blocks.h"\n'
+        "#undef ZERO8_TARGET\n"
+        '#define ZERO8_TARGET two\n#include "vec_scalar.h"\n#include "step_blocks.h"\n'
+    )
+    output_of([*COMPILER, "-fopenmp", "-fsyntax-only", "-Wall", "-Wextra", source])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", build.TARGETS)
+def test_object_of_a_target_defines_symbols_of_its_own_only(objects, target):
+    # Of equal weak symbols the linker keeps one: AVX-512 code for processors without, perhaps.
+    path = objects / f"step_{target}.o"
+    lines = output_of(["nm", "-C", "--extern-only", "--defined-only", path]).splitlines()
+    names = [line.split(maxsplit=2)[2] for line in lines]
+    own = (f"zero8::{target}::", f"zero8::step_blocks_{target}(")
+    assert names
+    assert [name for name in names if not any(part in name for part in own)] == []
+
+
+def instructions(path):
+    """Return the operand text of each instruction by mnemonic."""
+    found: dict[str, list[str]] = {}
+    for line in output_of(["objdump", "-d", "--no-show-raw-insn", path]).splitlines():
+        match = re.match(r"\s+[0-9a-f]+:\s+(\S+)\s*(.*)", line)
+        if match:
+            found.setdefault(match[1], []).append(match[2])
+    return found
+
+
+@pytest.mark.slow
+@on_x86
+@pytest.mark.parametrize("mnemonic", ["vfmadd", "vsqrtps", "vdivps"])
+@pytest.mark.parametrize(("target", "register"), [("avx2", "%ymm"), ("avx512", "%zmm")])
+def test_vector_target_uses_full_width_arithmetic(objects, target, register, mnemonic):
+    found = instructions(objects / f"step_{target}.o")
+    assert any(
+        register in operands
+        for name, uses in found.items()
+        if name.startswith(mnemonic) and name.endswith("ps")
+        for operands in uses
+    )
+
+
+@pytest.mark.slow
+@on_x86
+@pytest.mark.parametrize(
+    ("name", "too_wide"),
+    [
+        ("binding", "%[yz]mm"),
+        ("dispatch", "%[yz]mm"),
+        ("step_baseline", "%[yz]mm"),
+        ("step_avx2", "%zmm"),
+    ],
+)
+def test_object_stays_within_its_instruction_set(objects, name, too_wide):
+    for mnemonic, uses in instructions(objects / f"{name}.o").items():
+        assert not any(re.search(too_wide, operands) for operands in uses), mnemonic
+
+
+@pytest.mark.slow
+def test_kernels_under_the_sanitizers_find_nothing(tmp_path):
+    sources = [CSRC / f"{name}.cpp" for name in ("dispatch", *(f"step_{t}" for t in build.TARGETS))]
+    flags = [*SANITIZERS, "-fopenmp", "-ffp-contract=off"]
+    made = compile_all([*sources, SUPPORT / "csrc_driver.cpp"], flags, tmp_path)
+    program = tmp_path / "driver"
+    output_of([*COMPILER, *flags, *made, "-o", program])
+    # Looking for leaks needs ptrace, which containers may forbid.
+    assert "baseline" in output_of([program], ASAN_OPTIONS="detect_leaks=0")
+
+
+@pytest.mark.slow
+@on_x86
+def test_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_others(objects, tmp_path):
+    """In 34 GiB of address space, of which the last two rows are written to."""
+    made = compile_all([SUPPORT / "csrc_large.cpp"], ["-O1"], tmp_path)
+    names = ("dispatch", *(f"step_{target}" for target in build.TARGETS))
+    program = tmp_path / "large"
+    kernels = [objects / f"{name}.o" for name in names]
+    output_of([*COMPILER, "-fopenmp", *made, *kernels, "-o", program])
+    assert "baseline" in output_of([program])

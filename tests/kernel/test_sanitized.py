@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States that did not come from a step, with the address and undefined behaviour sanitizers on."""
+
+import os
+import sys
+
+import processes
+import pytest
+from needs import need_nvme
+from places import FOLDERS, ROOT, TESTS
+from ranks import build_ops, free_port
+from test_csrc import COMPILER, CSRC, SANITIZERS, compile_all, output_of, python_headers
+
+
+def runtime(name):
+    """Return the path of a library of the compiler's."""
+    return output_of([COMPILER[0], f"-print-file-name={name}"]).strip()
+
+
+@pytest.fixture(scope="module")
+def op(tmp_path_factory):
+    """The op with the baseline alone, and watched: the sanitizer does not see masked vectors.
+
+    The sanitizers' libraries come with the process.
+    """
+    folder = tmp_path_factory.mktemp("sanitized")
+    watched = [*SANITIZERS, "-fsanitize=float-cast-overflow", "-fopenmp", "-ffp-contract=off"]
+    kernels = [CSRC / f"{name}.cpp" for name in ("step_baseline", "check", "dispatch", "stream")]
+    flags = ["-O0", "-DTORCH_EXTENSION_NAME=zero8_sanitized", *python_headers()]
+    made = compile_all(kernels, [*watched, "-fPIC"], folder)
+    made += compile_all([CSRC / "binding.cpp"], [*flags, "-fPIC"], folder)
+    path = folder / "zero8_sanitized.so"
+    output_of([*COMPILER, *watched, "-shared", *made, "-o", path])
+    return path
+
+
+def run(op, *command, **environment):
+    """Run Python with the sanitized op; return the finished process."""
+    return processes.run(
+        [sys.executable, *command],
+        seconds=500,
+        # libstdc++ too, or the sanitizer does not find what throws.
+        LD_PRELOAD=f"{runtime('libasan.so')} {runtime('libstdc++.so.6')}",
+        # Python leaks when it exits.
+        ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1",
+        SANITIZED_OP=str(op),
+        ZERO8_ISA="baseline",
+        OMP_NUM_THREADS="1",
+        PYTHONPATH=os.pathsep.join([str(ROOT), *FOLDERS]),
+        **environment,
+    )
+
+
+# DeepSpeed's aio may have to be built first, which takes minutes.
+@pytest.mark.timeout(1800)
+@pytest.mark.slow
+def test_states_that_arrive_under_the_sanitizers_touch_no_other_memory(op, tmp_path):
+    """zero_arrival.py runs in this way only: its process is the one rank of a world of its own."""
+    # Here, as compilers would be watched, too.
+    build_ops()
+    need_nvme()
+    names = ("test_record_check.py", "test_state_arrival.py", "zero_arrival.py")
+    files = [path for name in names for path in TESTS.rglob(name)]
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    # -s: a sanitizer ends the process, with whatever pytest has captured until then.
+    options = ["-qs", "-p", "sanitized_op", "-p", "no:cacheprovider", "--rootdir", ROOT]
+    options.append(f"--basetemp={tmp_path / 'b'}")
+    done = run(
+        op, "-m", "pytest", *options, *files,
+        MASTER_PORT=str(free_port()), **world,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.slow
+def test_sanitizer_stops_a_step_over_memory_that_is_not_its_own(op, tmp_path):
+    """Guards the tests above: without the check of records the sanitizer does end the process."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import ctypes, os, torch\n"
+        "import sanitized_op\n"
+        "sanitized_op.pytest_configure(None)\n"
+        "from segments import Place, make, scalars_at\n"
+        "from zero8.op import kernel\n"
+        "hyper = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)\n"
+        "made = make('log', Place((4, 1000), 256, 0, 4000), scalars_at(1, hyper))\n"
+        "records, scalars = kernel.packed([made])\n"
+        "codes = torch.zeros(100, dtype=torch.uint8)\n"
+        "records['exp_avg'] = codes.data_ptr()\n"
+        "kernel.run(records, scalars, 1, 'baseline')\n"
+        "print('survived')\n"
+    )
+    done = run(op, program)
+    assert done.returncode != 0 and "survived" not in done.stdout
+    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each operation of each vector vocabulary against csrc/vec_scalar.h, which defines them."""
+
+import ctypes
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+from places import SUPPORT
+from test_csrc import COMPILER, CSRC, on_x86, output_of
+
+from zero8.op import build, kernel
+
+# Not optimized as the op is, which would take longer: the instructions are the same.
+FLAGS = [*(flag for flag in build.FLAGS if flag != "-O3"), "-O1", "-fPIC", "-shared"]
+
+
+def operations(header: str) -> set[str]:
+    """Return the operations of a Vec; of overloaded ones, each with the type that it points to."""
+    found = re.findall(r"\bstatic \w+ (\w+)\((?:const (\w+)\*)?", (CSRC / header).read_text())
+    count = Counter(name for name, _ in found)
+    return {f"{name}({kind})" if count[name] > 1 else name for name, kind in found}
+
+
+def compiled(target: str, folder, include=CSRC):
+    """Return the library that compares a target, whose header `include` has."""
+    text = (CSRC / f"step_{target}.cpp").read_text()
+    header = re.search(r'#include "(vec_\w+\.h)"', text)[1]
+    defines = [f"-D{name}" for name in re.findall(r"^#define (\w+)$", text, re.M)]
+    command = [*COMPILER[:-1], *FLAGS, *(f"-m{flag}" for flag in sorted(build.TARGETS[target]))]
+    command += [f"-I{include}", f"-I{CSRC}", f"-DTARGET={target}", f'-DHEADER="{header}"', *defines]
+    path = folder / f"{target}.so"
+    output_of([*command, SUPPORT / "vec_operations.cpp", "-o", path])
+    return ctypes.CDLL(str(path))
+
+
+def compare(library) -> dict[str, str]:
+    """Return how the operations compare: those that differ, by name, and in what."""
+    library.compared_operations.restype = ctypes.c_char_p
+    lines = library.compared_operations().decode().splitlines()
+    compared = {line.split()[0]: int(line.split()[1]) for line in lines}
+    assert len(compared) == len(lines) and min(compared.values()) > 1000
+    return {line.split()[0]: line.split(maxsplit=2)[2] for line in lines}
+
+
+def differing(results: dict[str, str]) -> dict[str, str]:
+    return {name: result for name, result in results.items() if result != "0"}
+
+
+def test_vec_operations_of_the_cpus_targets_equal_the_definition(tmp_path):
+    targets = [name for name in kernel.isas() if name != "baseline"]
+    with ThreadPoolExecutor(2) as pool:
+        libraries = list(pool.map(lambda target: compiled(target, tmp_path), targets))
+    for target, library in zip(targets, libraries, strict=True):
+        results = compare(library)
+        assert differing(results) == {}, target
+        assert set(results) == operations("vec_scalar.h")
+
+
+def test_vec_operations_of_cuda_threads_equal_the_definition(host_kernel):
+    results = compare(host_kernel.library)
+    assert differing(results) == {}
+    assert set(results) == operations("vec_scalar.h") & operations("cuda/vec_thread.h")
+
+
+@on_x86
+def test_vec_operation_that_is_wrong_is_found(tmp_path):
+    """Guards the tests above: of negative numbers, unsigned maxima are others than signed ones."""
+    text = (CSRC / "vec_avx2.h").read_text()
+    assert text.count("_mm256_max_epi32") == 1
+    (tmp_path / "vec_avx2.h").write_text(text.replace("_mm256_max_epi32", "_mm256_max_epu32"))
+    assert list(differing(compare(compiled("avx2", tmp_path, tmp_path)))) == ["maxs"]
+
+
+def test_vec_operations_are_read_off_the_headers():
+    """Guards the tests above."""
+    defined = operations("vec_scalar.h")
+    assert {"fma", "shl", "load(Half)", "look_up16(float)", "prefetch", "reduce_sum"} <= defined
+    assert len(defined) > 60
+    assert defined - operations("cuda/vec_thread.h") >= {"store8x4", "load_n(float)", "prefetch"}

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every config in configs/ runs as its README says, and holds the bytes that stand there.
+
+To run one: `pytest tests/optimizer/test_recipes.py -m "" -k zero3_nvme`.
+"""
+
+import json
+import re
+import sys
+
+import processes
+import pytest
+from needs import need_nvme
+from places import ROOT
+
+from zero8.train.build import build_for, build_ops
+
+# A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
+pytestmark = pytest.mark.timeout(1800)
+
+RANKS = 2
+README = (ROOT / "configs" / "README.md").read_text()
+FILES = sorted(path.name for path in (ROOT / "configs").glob("*.json"))
+ROW = re.compile(
+    r"^\| `(?P<file>\w+\.json)` \| (?P<shows>[^|]+) \| `CONFIG=(?P<config>\S+) launch/local.sh` "
+    r"\| (?P<own>[0-9.]+) \((?P<all>[0-9.]+)\) \| (?P<fp32>[0-9.]+) \|$",
+    re.MULTILINE,
+)
+ROWS = {row["file"]: row.groupdict() for row in ROW.finditer(README)}
+
+
+def launch(config, folder):
+    """Run launch/local.sh for a few steps and return both runs of its summary."""
+    done = processes.run(
+        ["bash", str(ROOT / "launch" / "local.sh")],
+        seconds=900,
+        STEPS="3",
+        RANKS=str(RANKS),
+        CONFIG=str(config),
+        DATA=str(ROOT / "zero8"),
+        OUT=str(folder / "out"),
+        PYTHON=sys.executable,
+        DS_ACCELERATOR="cpu",
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads((folder / "out" / "summary.json").read_text())["runs"]
+
+
+def test_readme_has_a_row_for_each_recipe_and_each_says_what_it_is_for():
+    assert sorted(ROWS) == FILES
+    for name in FILES:
+        assert ROWS[name]["config"] == f"configs/{name}"
+        comment = json.loads((ROOT / "configs" / name).read_text())["comment"]
+        assert comment and all(isinstance(line, str) and line for line in comment)
+
+
+# The first of them, the default, test_train_local.py runs in `make test`.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_recipe_trains_both_optimizers_with_the_state_bytes_of_its_row(tmp_path, name):
+    row = ROWS[name]
+    config = json.loads((ROOT / row["config"]).read_text())
+    build_ops()
+    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
+    if offload.get("device") == "nvme":
+        need_nvme()
+        offload["nvme_path"] = str(tmp_path / "swap")
+    build_for(config)
+    (tmp_path / name).write_text(json.dumps(config))
+    fp32, quantized = launch(tmp_path / name, tmp_path)
+    assert (fp32["optimizer"], quantized["optimizer"]) == ("AdamW", "Adam8bitBlockwise")
+    assert f"{fp32['state_bytes_per_param']:.3f}" == row["fp32"]
+    assert f"{quantized['state_bytes_per_param']:.3f}" == row["own"]
+    assert f"{quantized['state_bytes_per_param_all']:.3f}" == row["all"]
+    # Without ZeRO every rank holds the states of all.
+    copies = 1 if config.get("zero_optimization") else RANKS
+    assert fp32["state_numel"] == quantized["state_numel"] == copies * quantized["parameters"]
+    # The same model after three small updates, most of which AdamW's bfloat16 weights round away.
+    assert quantized["val_loss"] == pytest.approx(fp32["val_loss"], rel=1e-2)
+    if offload.get("device") == "nvme":
+        for rank in range(RANKS):
+            assert list((tmp_path / "swap").rglob(f"rank{rank}/zero8-*"))

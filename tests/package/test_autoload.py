@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`import torch` alone makes the optimizer known, and never fails because of it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from places import GOLDEN
+from processes import python, run
+
+SAVED = GOLDEN / "zero_moment_v1.pt"
+
+
+def slow(*values):
+    """Return parameters of a test that run in `make test-slow` only: each is a process."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def run_python(code, **env):
+    """Run code in a fresh process; return what it printed, as a list of lines, and its stderr."""
+    autoload = env.pop("autoload", None)
+    done = python(code, DS_ACCELERATOR="cpu", TORCH_DEVICE_BACKEND_AUTOLOAD=autoload, **env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr
+
+
+def test_import_torch_alone_registers_and_imports_no_deepspeed():
+    """The names appear, an 8-bit moment loads with weights_only, and deepspeed stays out."""
+    lines, errors = run_python(f"""
+import sys, torch
+print(torch.optim.Adam8bitBlockwise.__module__)
+print("deepspeed" in sys.modules, any(name.startswith("deepspeed.") for name in sys.modules))
+moment, values = torch.load({str(SAVED)!r}, weights_only=True)["companded"]["exp_avg"]
+print(type(moment).__name__, torch.equal(moment.dense(), values))
+import zero8
+print(zero8.Adam8bitBlockwise is torch.optim.Adam8bitBlockwise)
+print(sum(type(finder).__module__ == "zero8.zero.when_imported" for finder in sys.meta_path))
+""")
+    assert lines == ["zero8.optimizer", "False False", "MomentTensor True", "True", "1"]
+    assert "zero8" not in errors
+
+
+def test_autoload_switched_off_registers_at_import_zero8():
+    lines, _ = run_python(
+        """
+import sys, torch
+print(hasattr(torch.optim, "Adam8bitBlockwise"), "zero8" in sys.modules)
+import zero8
+print(hasattr(torch.optim, "Adam8bitBlockwise"), "deepspeed" in sys.modules)
+""",
+        autoload="0",
+    )
+    assert lines == ["False False", "True False"]
+
+
+@pytest.mark.parametrize("module", ["zero8.optimizer", *slow("zero8.zero.moment_tensor", "numpy")])
+def test_broken_installation_warns_and_import_torch_succeeds(module):
+    """None in sys.modules makes an import fail, here before torch is imported."""
+    lines, errors = run_python(f"""
+import sys
+sys.modules[{module!r}] = None
+import torch
+print(torch.ones(2).sum().item(), hasattr(torch.optim, "Adam8bitBlockwise"))
+""")
+    assert lines == ["2.0 False"]
+    assert "zero8 could not register itself" in errors
+    assert module in errors
+
+
+def test_ops_table_that_does_not_fit_warns_and_import_deepspeed_succeeds():
+    """The row of ds_report is set while deepspeed is imported: that must not fail either."""
+    lines, errors = run_python("""
+import sys
+sys.modules["zero8.zero.op_builder"] = None
+import torch, deepspeed
+from deepspeed.ops.op_builder import all_ops
+print("zero8_adam" in all_ops.ALL_OPS, "cpu_adam" in all_ops.ALL_OPS)
+print(any(type(finder).__module__ == "zero8.zero.when_imported" for finder in sys.meta_path))
+""")
+    assert lines == ["False True", "False"]
+    assert "zero8 could not add its op to ds_report" in errors
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "import zero8, deepspeed",
+        *slow("import deepspeed, zero8", "import deepspeed.ops.op_builder.all_ops, zero8"),
+    ],
+)
+def test_op_is_listed_whatever_is_imported_first(order):
+    lines, _ = run_python(
+        f"""
+{order}
+from deepspeed.ops.op_builder import Zero8AdamBuilder, all_ops
+print(type(all_ops.ALL_OPS["zero8_adam"]) is Zero8AdamBuilder)
+""",
+        autoload="0",
+    )
+    assert lines == ["True"]
+
+
+def test_ds_report_has_a_row_for_the_op_and_says_it_can_be_built():
+    report = Path(sys.executable).with_name("ds_report")
+    done = run([sys.executable, str(report)], seconds=200, DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("zero8_adam")]
+    assert row.count("OKAY") == 1, row

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of zero8 may import which: read off the sources, and off a fresh process."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+PACKAGE = ROOT / "zero8"
+
+# A part imports from itself and from parts in the lines above its own, not from its neighbours.  A
+# new module or folder of zero8 has to be given its place here.
+LAYERS = [
+    {"spec", "versions"},
+    {"state", "op"},
+    {"step"},
+    {"zero"},
+    {"optimizer"},
+    {"active", "autoload", "checkpoint"},
+    {"", "__init__"},
+    {"bench", "train", "doctor"},
+    {"cli"},
+]
+# The demonstration and the measurements use parts of each other.
+NEIGHBOURS = {"bench", "train"}
+DEEPSPEED_ONLY_IN = ("zero/", "train/", "bench/", "doctor.py")
+SOURCES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported(path: Path) -> set[str]:
+    """Return the full names of all modules, and names in modules, that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def layer_of(part: str) -> int:
+    places = [number for number, layer in enumerate(LAYERS) if part in layer]
+    assert len(places) == 1, f"zero8 part {part!r} has no place in LAYERS"
+    return places[0]
+
+
+def test_layers_imports_point_to_lower_layers():
+    wrong = []
+    for name, path in SOURCES.items():
+        part = name.split("/")[0].removesuffix(".py")
+        for target in imported(path):
+            package, _, rest = target.partition(".")
+            if package == "zero8":
+                # `from zero8 import x` imports the module x, or a name of the package itself.
+                below = rest.split(".")[0]
+                below = below if (PACKAGE / below).exists() or f"{below}.py" in SOURCES else ""
+                together = below == part or {below, part} == NEIGHBOURS
+                if not together and layer_of(below) >= layer_of(part):
+                    wrong.append(f"{name} imports {target}")
+    assert wrong == []
+
+
+def imports_deepspeed(path: Path) -> bool:
+    return any(target.partition(".")[0] == "deepspeed" for target in imported(path))
+
+
+def test_layers_deepspeed_is_imported_in_its_places_only():
+    found = [name for name, path in SOURCES.items() if imports_deepspeed(path)]
+    assert [name for name in found if not name.startswith(DEEPSPEED_ONLY_IN)] == []
+
+
+def test_layers_scan_finds_the_imports_it_should():
+    """Guards the two tests above: deepspeed is found where it is known to be."""
+    found = {name for name, path in SOURCES.items() if imports_deepspeed(path)}
+    assert {"zero/op_builder.py", "zero/seams.py"} <= found
+    assert "zero8.spec.reference" not in imported(SOURCES["spec/codec.py"])
+    assert "zero8.spec.arithmetic" in imported(SOURCES["spec/codec.py"])
+
+
+def test_layers_torch_is_not_included_by_kernel_sources():
+    """They compile in seconds because they need neither torch's headers nor Python's."""
+    for path in sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file()):
+        includes = [line for line in path.read_text().splitlines() if line.startswith("#include")]
+        allowed = path.name == "binding.cpp"
+        assert not [i for i in includes if "pybind11" in i or "Python.h" in i] or allowed
+        assert not [i for i in includes if "torch" in i or "ATen" in i], path.name
+
+
+@pytest.mark.parametrize("code", ["import zero8", "import zero8; zero8.Adam8bitBlockwise"])
+def test_import_zero8_in_a_fresh_process_loads_neither_deepspeed_nor_cuda(code):
+    check = (
+        "import sys, torch; "
+        "assert not torch.cuda.is_initialized(), 'cuda'; "
+        "assert 'deepspeed' not in sys.modules, 'deepspeed'; "
+        "assert 'torch.utils.cpp_extension' not in sys.modules, 'slow'; "
+        "assert torch.optim.Adam8bitBlockwise is zero8.Adam8bitBlockwise"
+    )
+    subprocess.run(
+        [sys.executable, "-c", f"{code}; {check}"],
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        timeout=120,
+    )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A test whose packages are missing is skipped outside CI, and fails in CI."""
+
+import sys
+
+import needs
+import pytest
+from places import ROOT
+
+from zero8.op import cuda_compile
+from zero8.train import build
+
+NEEDS = {
+    "nvcc": (needs.need_nvcc, "no nvcc"),
+    "nvrtc": (needs.need_nvrtc, "no NVRTC"),
+    "nvme": (needs.need_nvme, "libaio-dev"),
+}
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """A machine without any of these, whose DeepSpeed must not be asked to build them."""
+    monkeypatch.setattr(cuda_compile, "nvcc", lambda: None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    monkeypatch.setattr(build.AsyncIOBuilder, "has_function", lambda *_: False)
+    monkeypatch.setattr(build, "_build", lambda _: pytest.exit("built without libaio"))
+
+
+@pytest.mark.parametrize("ci", [None, "", "false"])
+@pytest.mark.parametrize(("need", "reason"), NEEDS.values(), ids=NEEDS)
+def test_outside_ci_what_is_missing_skips_the_test_with_the_reason(
+    bare, monkeypatch, need, reason, ci
+):
+    monkeypatch.delenv("CI", raising=False)
+    if ci is not None:
+        monkeypatch.setenv("CI", ci)
+    with pytest.raises(pytest.skip.Exception, match=reason):
+        need()
+
+
+@pytest.mark.parametrize(("need", "reason"), NEEDS.values(), ids=NEEDS)
+def test_in_ci_what_is_missing_fails_the_test_with_the_reason(bare, monkeypatch, need, reason):
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match=reason):
+        need()
+
+
+@pytest.mark.parametrize("ci", ["", "true"])
+def test_what_is_there_lets_the_test_run(monkeypatch, ci):
+    monkeypatch.setenv("CI", ci)
+    needs.need(None)
+
+
+def test_ci_runs_the_tests_as_ci():
+    """Without the variable the rule would skip there, too."""
+    script = (ROOT / ".ci" / "run").read_text()
+    assert script.index("export CI=true") < script.index("stage make test")
+    assert "libaio-dev" in script
+
+
+def test_nvme_without_libaio_ends_with_the_package_before_anything_is_built(
+    bare, monkeypatch, tmp_path
+):
+    config = tmp_path / "config.json"
+    config.write_text('{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}')
+    monkeypatch.setattr(sys, "argv", ["build", str(config)])
+    with pytest.raises(SystemExit, match="apt-get install libaio-dev"):
+        build.main()

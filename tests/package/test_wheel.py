@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import processes
+import pytest
+from places import ROOT
+
+
+def check(command, **env):
+    done = processes.run([str(word) for word in command], seconds=280, PYTHONPATH=None, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    check([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT])
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_wheel_holds_the_package_and_every_source_file(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for path in (path for path in (ROOT / "csrc").rglob("[a-z]*") if path.is_file()):
+        assert f"zero8/{path.relative_to(ROOT).as_posix()}" in names
+    for path in (ROOT / "zero8").rglob("*.py"):
+        assert path.relative_to(ROOT).as_posix() in names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"zero8"}
+
+
+@pytest.fixture(scope="module")
+def venv(wheel, tmp_path_factory):
+    """An environment with the wheel, and everything else from the one that runs the tests."""
+    folder = tmp_path_factory.mktemp("venv")
+    check([sys.executable, "-m", "venv", folder])
+    python = folder / "bin" / "python"
+    check([python, "-m", "pip", "install", "--no-deps", "--no-index", wheel])
+    show = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = Path(check([python, "-c", show]).strip())
+    # Entries of a .pth file come last and their own .pth files are not read: no editable zero8.
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder
+
+
+def test_wheel_in_an_empty_environment_builds_the_op_and_steps(venv, tmp_path):
+    compiler = processes.unoptimized_compiler(tmp_path / "bin")
+    path = f"{compiler}:{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
+    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": path, "CXX": None}
+    built = check([venv / "bin" / "zero8", "build"], **env)
+    assert built.startswith(str(tmp_path))
+    # -I keeps the current folder, which holds a zero8 too, off sys.path.
+    where = "\nfrom zero8.op import build; print(zero8.__file__, build.source_folder())"
+    printed = check([venv / "bin" / "python", "-I", "-c", processes.STEP + where], **env)
+    assert "stepped" in printed
+    places = printed.splitlines()[-1].split()
+    assert all(Path(place).is_relative_to(venv) for place in places), places
+
+
+def test_wheel_in_an_empty_environment_registers_on_import_torch(venv):
+    code = "import torch; print(torch.optim.Adam8bitBlockwise.__module__)"
+    printed = check([venv / "bin" / "python", "-I", "-c", code], TORCH_DEVICE_BACKEND_AUTOLOAD=None)
+    assert printed.strip() == "zero8.optimizer"

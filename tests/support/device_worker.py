@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What states do on a pretended GPU, and what on the CPU: a process of its own, see `main`."""
+
+import copy
+import json
+import traceback
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from fake_gpu_tensors import DEVICE, Gpu, crossings, streams
+from moment_samples import MOMENTS, NUMEL, PIECES, moment, values_for
+
+from zero8.checkpoint.bitsandbytes import from_bitsandbytes, to_bitsandbytes
+from zero8.spec import dither
+from zero8.spec.codec import CODECS, dequantize, quantize
+from zero8.state.plain import PlainState
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece, PieceTable
+from zero8.zero.moment_tensor import MomentTensor
+
+CHECKS = {}
+TABLE_NUMEL = 256
+"""Elements of the largest table of a codec: more than that must not cross."""
+
+
+def check(function):
+    """Have `main` run a function for each codec."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+@contextmanager
+def staying():
+    """Check that nothing larger than a table crosses in the block."""
+    crossings.clear()
+    yield
+    assert all(numel <= TABLE_NUMEL for numel in crossings), crossings
+
+
+def bits(x):
+    return x.contiguous().view(torch.uint8) if x.numel() else x
+
+
+def assert_same(on_gpu, on_cpu):
+    """Check that tensors on the pretended GPU have the bits of others on the CPU."""
+    for ours, expected in zip(on_gpu, on_cpu, strict=True):
+        assert type(ours) is Gpu and type(expected) is torch.Tensor, (type(ours), type(expected))
+        assert ours.raw.dtype == expected.dtype and ours.shape == expected.shape
+        assert torch.equal(bits(ours.raw), bits(expected))
+
+
+def stores(codec, which):
+    """Return equal moments on the pretended GPU and on the CPU, filled."""
+    on_cpu = moment(codec, which).store
+    return on_cpu.to("gpu:0"), on_cpu
+
+
+@check
+def quantize_and_dequantize(codec):
+    for which in MOMENTS:
+        code, x = getattr(CODECS[codec], which), values_for(which, 2, 1000)
+        block, thresholds = torch.arange(1000) // 100, dither.dithered(5, 0, 1000)
+        on_gpu = [t.to(DEVICE) for t in (x, block, thresholds)]
+        for is_dithered, settling in ((False, None), (True, None), (False, 1.1)):
+            expected = quantize(code, x, block, 10, thresholds if is_dithered else None, settling)
+            with staying():
+                x_, block_, thresholds_ = on_gpu
+                got = quantize(code, x_, block_, 10, thresholds_ if is_dithered else None, settling)
+                decoded = dequantize(code, *got, block_, gain=0.9)
+            assert_same([*got, decoded], [*expected, dequantize(code, *expected, block, gain=0.9)])
+
+
+@check
+def zeros(codec):
+    for which in MOMENTS:
+        table = PieceTable(PIECES, NUMEL)
+        with staying():
+            made = MomentStore.zeros(CODECS[codec], which, table, DEVICE)
+        assert_same(made.buffers, MomentStore.zeros(CODECS[codec], which, table).buffers)
+
+
+@check
+def read_and_write(codec):
+    for which in MOMENTS:
+        ours, expected = stores(codec, which)
+        for start, numel in ((0, NUMEL), (200, 700), (611, 50)):
+            values = values_for(which, start, numel)
+            for given in (values, values.to(torch.bfloat16)):
+                on_gpu = given.to(DEVICE)
+                with staying():
+                    ours.write(start, on_gpu)
+                    read = ours.read(start, numel)
+                expected.write(start, given)
+                assert_same([read, *ours.buffers], [expected.read(start, numel), *expected.buffers])
+
+
+@check
+def write_of_values_on_the_cpu(codec):
+    for which in MOMENTS:
+        ours, expected = stores(codec, which)
+        for store in (ours, expected):
+            store.write(100, values_for(which, 3, 900))
+        assert_same(ours.buffers, expected.buffers)
+
+
+@check
+def clone_and_to(codec):
+    for which in MOMENTS:
+        ours, expected = stores(codec, which)
+        with staying():
+            clone, same = ours.clone(), ours.to("gpu")
+            copied = ours.to("gpu", copy=True)
+        assert same is ours
+        for copied_store in (clone, copied):
+            assert_same(copied_store.buffers, expected.buffers)
+            copied_store.codes.fill_(7)
+        assert_same(ours.buffers, expected.buffers)
+        back = ours.to("cpu")
+        assert all(type(t) is torch.Tensor for t in back.buffers)
+        assert_same(back.to(DEVICE).buffers, expected.buffers)
+
+
+@check
+def moment_of_a_piece(codec):
+    for which in MOMENTS:
+        ours, expected = stores(codec, which)
+        for number in range(len(PIECES)):
+            with staying():
+                got = ours.moment(number)
+            wanted = expected.moment(number)
+            assert_same([got.values], [wanted.values])
+            if wanted.scales is not None:
+                assert_same([got.scales], [wanted.scales])
+
+
+@check
+def moment_tensor(codec):
+    for which in MOMENTS:
+        ours, expected = (MomentTensor(store) for store in stores(codec, which))
+        assert ours.device == DEVICE
+        given = values_for(which, 4, 300)
+        on_gpu = given.to(DEVICE)
+        with staying():
+            ours.narrow(0, 100, 300).copy_(on_gpu)
+            ours.narrow(0, 900, 50).fill_(0.3)
+        expected.narrow(0, 100, 300).copy_(given)
+        expected.narrow(0, 900, 50).fill_(0.3)
+        with staying():
+            read = ours.clone(), ours.narrow(0, 3, 9) + 1.0
+            others = copy.deepcopy(ours), torch.zeros_like(ours).copy_(ours)
+        assert_same(read, [expected.clone(), expected.narrow(0, 3, 9) + 1.0])
+        for other in (ours, *others):
+            assert_same(other.store.buffers, expected.store.buffers)
+        assert ours.to("gpu") is ours
+        moved = torch.ops.aten._to_copy.default(ours, device=torch.device("gpu"))
+        moved.zero_()
+        assert_same(ours.store.buffers, expected.store.buffers)
+
+
+@check
+def record_stream(codec):
+    ours, stream = MomentTensor(stores(codec, "exp_avg")[0]), torch.Stream(device="gpu:0")
+    streams.clear()
+    ours.record_stream(stream)
+    assert streams == [(t.raw.data_ptr(), stream) for t in ours.store.buffers]
+
+
+PIECE = Piece(0, 3 * 300, 0, (3, 300), 17, 256, "w")
+
+
+def target(identity):
+    return PIECE if identity is None else replace(PIECE, identity=identity)
+
+
+def on(device, entries):
+    """Return the entries of a state with their moments on a device, as a load leaves them."""
+    moved = {k: v.to(device) for k, v in entries.items() if isinstance(v, torch.Tensor)}
+    return entries | moved | ({"format": entries["format"]} if "format" in entries else {})
+
+
+def adam_state():
+    moments = {w: values_for(w, 6, PIECE.numel).view(PIECE.shape) for w in MOMENTS}
+    return {"step": 3, **moments}
+
+
+@check
+def adopted(codec):
+    """States that are on the GPU already, and those that come from the CPU."""
+    other = "dynamic" if codec == "companded" else "companded"
+    saved = {
+        "fp32 Adam": adam_state(),
+        "the same codec": PlainState.adopted(adam_state(), CODECS[codec], target, "cpu").entries,
+        "another codec": PlainState.adopted(adam_state(), CODECS[other], target, "cpu").entries,
+    }
+    for entries in saved.values():
+        expected = PlainState.adopted(entries, CODECS[codec], target, torch.device("cpu")).entries
+        there = on(DEVICE, entries)
+        with staying():
+            from_gpu = PlainState.adopted(there, CODECS[codec], target, DEVICE).entries
+        from_cpu = PlainState.adopted(entries, CODECS[codec], target, DEVICE).entries
+        moments = [k for k, v in expected.items() if isinstance(v, torch.Tensor) and k != "format"]
+        for got in (from_gpu, from_cpu):
+            assert_same([got[k] for k in moments], [expected[k] for k in moments])
+            assert got["format"].tolist() == expected["format"].tolist()
+        for k, value in from_gpu.items():
+            assert k not in moments or value.raw.data_ptr() not in {
+                v.raw.data_ptr() for v in there.values() if isinstance(v, Gpu)
+            }
+
+
+@check
+def bitsandbytes_and_back(codec):
+    """Rows that their blocks coincide with, and rows that they run across."""
+    states = {}
+    for number, shape in enumerate(((24, 512), (50, 300))):
+        piece = Piece(0, shape[0] * shape[1], 0, shape, number, 256, str(number))
+        dense = {w: values_for(w, 7, piece.numel).view(shape) for w in MOMENTS}
+        adopted = PlainState.adopted(
+            {"step": 3, **dense}, CODECS[codec], lambda _, piece=piece: piece, "cpu"
+        )
+        states[number] = adopted.entries
+    there = {number: on(DEVICE, entries) for number, entries in states.items()}
+    expected = to_bitsandbytes({"state": states, "param_groups": []})
+    with staying():
+        got = to_bitsandbytes({"state": there, "param_groups": []})
+        back = from_bitsandbytes(got)
+    for ours, theirs in ((got, expected), (back, from_bitsandbytes(expected))):
+        for number, entries in theirs["state"].items():
+            names = [k for k, v in entries.items() if isinstance(v, torch.Tensor) and k != "format"]
+            assert_same([ours["state"][number][k] for k in names], [entries[k] for k in names])
+
+
+def outcome(function, *args):
+    """Return what a call raised, as text, None if nothing."""
+    try:
+        function(*args)
+    except Exception:
+        return traceback.format_exc()
+    return None
+
+
+def main():
+    """Print, as JSON, of each check and codec what went wrong, None if nothing."""
+    results = {f"{n} {c}": outcome(check, c) for n, check in CHECKS.items() for c in CODECS}
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU for tests: the CPU in its place, with a driver that runs the kernel on the host."""
+
+import contextlib
+import ctypes
+from types import SimpleNamespace
+
+import torch
+
+from zero8.op import cuda, cuda_compile, cuda_driver, devices
+from zero8.op.kernel import CpuKernel
+from zero8.step import plan, stepper
+
+
+class FakeCuda:
+    """Lets parameters on the CPU step as those on a GPU of 3 multiprocessors do.
+
+    Attributes:
+        is_on: whether parameters on the CPU are on it.
+        compiled: (architecture, backend) of every compilation.
+        launches: number of launches, those of replays included.
+        is_behind: whether the GPU has not come to what it was asked for since this was set: copies
+            to the host have been asked for and are not there.
+        is_capturing: whether a CUDA graph is being captured: launches are noted, not run.
+        waits: how often the host has waited for the GPU.
+    """
+
+    def __init__(self, library, monkeypatch):
+        """Put it in the place of torch's CUDA, until the patches are undone."""
+        self.compiled: list[tuple[int, str]] = []
+        self.is_on = True
+        self.is_behind = self.is_capturing = False
+        self.waits = self.launches = 0
+        self._graph: list[tuple] = []
+        processor = SimpleNamespace(name="stand-in", major=9, minor=0, multi_processor_count=3)
+        patch = monkeypatch.setattr
+        patch(torch.cuda, "get_device_properties", lambda device: processor)
+        patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        patch(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patch(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        patch(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+        patch(torch.cuda, "Event", lambda: Event(self))
+        patch(torch.cuda, "synchronize", lambda: None)
+        patch(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+        patch(cuda_driver, "LIBRARY", str(library))
+        patch(cuda_compile, "machine_code", self._machine_code)
+        patch(cuda_driver.Driver, "launch", self._launch_of(cuda_driver.Driver.launch))
+        for module in (plan, stepper):
+            patch(module, "kernel_on", self._kernel_on)
+        patch(stepper, "is_capturing", lambda device: self.is_capturing)
+
+    def __enter__(self) -> "FakeCuda":
+        cuda.cuda_kernel.cache_clear()
+        return self
+
+    def __exit__(self, *_) -> None:
+        cuda.cuda_kernel.cache_clear()
+
+    @contextlib.contextmanager
+    def graph(self):
+        """Capture what is launched meanwhile."""
+        self._graph, self.is_capturing = [], True
+        try:
+            yield
+        finally:
+            self.is_capturing = False
+
+    def replay(self) -> None:
+        """Run what has been captured; the counters start from zero, as the graph sets them."""
+        for launch, counts, arguments in self._graph:
+            self.launches += 1
+            counts.zero_()
+            launch(*arguments)
+
+    def _kernel_on(self, device: torch.device) -> devices.Kernel:
+        return cuda.cuda_kernel(device) if self.is_on else CpuKernel()
+
+    def _machine_code(self, architecture: int, backend: str) -> bytes:
+        self.compiled.append((architecture, backend))
+        return b"\x7fELF"
+
+    def _launch_of(self, launch):
+        def launched(driver, function, grid, block, arguments, stream):
+            call = (driver, function, grid, block, list(arguments), stream)
+            if not self.is_capturing:
+                self.launches += 1
+                launch(*call)
+                return
+            self._graph.append((launch, memory_at(arguments[-1], 8 * arguments[2]), call))
+
+        return launched
+
+
+class Event:
+    """What `torch.cuda.Event` is to the step."""
+
+    def __init__(self, gpu: FakeCuda):
+        self._gpu = gpu
+
+    def record(self) -> None:
+        self._was_behind = self._gpu.is_behind
+
+    def query(self) -> bool:
+        return not (self._was_behind and self._gpu.is_behind)
+
+    def synchronize(self) -> None:
+        self._gpu.waits += not self.query()
+        self._was_behind = False
+
+
+def memory_at(address: int, num_bytes: int) -> torch.Tensor:
+    """Return a tensor over memory that somebody else keeps alive."""
+    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)

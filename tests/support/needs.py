@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What some tests need that not every machine has.
+
+Outside CI such a test is skipped where it is missing, with the reason.  In CI, where everything is
+installed, it fails: no test vanishes unnoticed.
+"""
+
+import os
+
+import pytest
+
+from zero8.op import cuda_compile
+
+NO_NVCC = "no nvcc: make setup"
+NO_NVRTC = "no NVRTC through CuPy: make setup"
+
+
+def need(missing: str | None) -> None:
+    """Skip the test, or fail in CI, if something is missing; `missing` says what."""
+    if missing and os.environ.get("CI") == "true":
+        pytest.fail(f"{missing}; in CI everything has to be there", pytrace=False)
+    if missing:
+        pytest.skip(missing)
+
+
+def need_nvcc() -> None:
+    """Skip the test, or fail in CI, without nvcc."""
+    need(None if cuda_compile.nvcc() else NO_NVCC)
+
+
+def need_nvrtc() -> None:
+    """Skip the test, or fail in CI, without NVRTC."""
+    missing = None
+    try:
+        cuda_compile.compiler("nvrtc")
+    except RuntimeError:
+        missing = NO_NVRTC
+    need(missing)
+
+
+def need_nvme() -> None:
+    """Skip the test, or fail in CI, without libaio; build what DeepSpeed swaps to a disk with."""
+    # Here, as only these tests need DeepSpeed.
+    from zero8.train.build import build_aio, missing_for_nvme
+
+    need(missing_for_nvme())
+    build_aio()

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from types import SimpleNamespace
+
+import pytest
+from places import ROOT
+
+from zero8.state.keywords import OWN_KEYS
+from zero8.train import config
+from zero8.train.config import BASELINE, EIGHT_BIT, load_config
+
+DEFAULT = ROOT / "configs" / "zero2_offload.json"
+
+
+def test_load_config_default_file_differs_in_the_type_word_only():
+    baseline = load_config(DEFAULT, BASELINE, 400)
+    eight_bit = load_config(DEFAULT, EIGHT_BIT, 400)
+    assert baseline["optimizer"].pop("type") == "AdamW"
+    assert eight_bit["optimizer"].pop("type") == "Adam8bitBlockwise"
+    assert baseline == eight_bit
+
+
+def test_load_config_8bit_only_keys_are_dropped_for_adamw(tmp_path):
+    path = tmp_path / "config.json"
+    params = {"lr": 1e-3, **dict.fromkeys(OWN_KEYS, 1)}
+    path.write_text(json.dumps({"optimizer": {"type": EIGHT_BIT, "params": params}}))
+    assert load_config(path, BASELINE, 1)["optimizer"]["params"] == {"lr": 1e-3}
+    assert load_config(path, EIGHT_BIT, 1)["optimizer"]["params"] == params
+
+
+def test_load_config_auto_total_steps_becomes_steps():
+    schedule = load_config(DEFAULT, EIGHT_BIT, 123)["scheduler"]["params"]
+    assert schedule["total_num_steps"] == 123
+
+
+@pytest.mark.parametrize("content", ['{"optimizer": {"type": "AdamW"}}', "{}"])
+def test_load_config_other_type_raises(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="expected 'Adam8bitBlockwise'"):
+        load_config(path, BASELINE, 1)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_load_config_adamw_on_a_gpu_without_offload_is_torchs(monkeypatch, tmp_path, device):
+    """DeepSpeed's needs a CUDA toolkit; whatever stays the same is left alone."""
+    accelerator = SimpleNamespace(device_name=lambda: device)
+    monkeypatch.setattr(config, "get_accelerator", lambda: accelerator)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"optimizer": {"type": EIGHT_BIT}}))
+    params = load_config(path, BASELINE, 1)["optimizer"].get("params", {})
+    assert params == ({"torch_adam": True} if device == "cuda" else {})
+    assert "params" not in load_config(path, EIGHT_BIT, 1)["optimizer"]
+    assert "torch_adam" not in load_config(DEFAULT, BASELINE, 1)["optimizer"]["params"]

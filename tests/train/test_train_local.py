@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from places import ROOT
+
+from zero8.train.build import build_ops
+
+# Seconds.
+TIME_LIMIT = 280
+STOP_LIMIT = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ops():
+    """Build the ops here: a test that stops the script must not stop a build with it."""
+    build_ops()
+
+
+def stop(process):
+    """End the script with its ranks; kill its process group if that hangs."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.communicate(timeout=STOP_LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.fixture
+def start_local(tmp_path):
+    """Return a function that starts launch/local.sh on a small text; afterwards, stop it."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(4):
+        (text / f"{i}.txt").write_text(f"line {i} of a small text\n" * 50)
+    environment = {
+        **os.environ,
+        "STEPS": "4",
+        "RANKS": "2",
+        "DATA": str(text),
+        "OUT": str(tmp_path / "out"),
+        "SEED": "1",
+        "PYTHON": sys.executable,
+        "DS_ACCELERATOR": "cpu",
+    }
+    started = []
+
+    def start(**overrides):
+        process = subprocess.Popen(
+            ["bash", str(ROOT / "launch" / "local.sh")],
+            env={**environment, **overrides},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            stop(process)
+
+
+@pytest.mark.timeout(TIME_LIMIT + 2 * STOP_LIMIT)
+def test_local_sh_four_steps_writes_summary_of_both_runs(tmp_path, start_local):
+    process = start_local()
+    output = process.communicate(timeout=TIME_LIMIT)[0]
+    assert process.returncode == 0, output
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["ranks"], summary["seed"], summary["steps"]) == (2, 1, 4)
+    assert summary["data"]["files"] == 4
+    baseline, eight_bit = summary["runs"]
+    assert baseline["optimizer"] == "AdamW"
+    assert baseline["state_bytes_per_param"] == 8.0
+    assert eight_bit["optimizer"] == "Adam8bitBlockwise"
+    assert eight_bit["state_bytes_per_param"] < 2.1
+    # Same seed, same batches: the first two steps have learning rate 0.
+    assert baseline["val_loss"] == pytest.approx(eight_bit["val_loss"], rel=1e-3)
+    assert (tmp_path / "out" / "loss.png").exists()
+    fp32, quantized = summary["at_scale"]["rows"]
+    assert fp32["state_bytes"] == 8 * summary["at_scale"]["numel"] > 3.8 * quantized["state_bytes"]
+    # The screen has progress and results; warnings are where it says.
+    assert "Adam8bitBlockwise: 100%" in output and "optimizer step ms" in output
+    assert "WARNING" not in output and "Warning" not in output
+    assert f"{tmp_path}/out/AdamW.rank*.log" in output
+    for run in ("AdamW", "Adam8bitBlockwise"):
+        for rank in range(2):
+            log = (tmp_path / "out" / f"{run}.rank{rank}.log").read_text()
+            assert "total_num_steps 4 is less than warmup_num_steps" in log
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIME_LIMIT + 2 * STOP_LIMIT)
+def test_local_sh_failing_run_exits_nonzero(tmp_path, start_local):
+    config = tmp_path / "config.json"
+    config.write_text('{"optimizer": {"type": "SGD"}}')
+    process = start_local(CONFIG=str(config), RANKS="1")
+    output = process.communicate(timeout=TIME_LIMIT)[0]
+    assert process.returncode != 0
+    assert "Traceback (most recent call last)" in output
+    assert "ValueError: got optimizer type 'SGD'" in output
+    assert "expected 'Adam8bitBlockwise'" in output
+    assert not (tmp_path / "out").exists()
+
+
+def processes_of(out):
+    """Return the command lines of the running processes that name this folder."""
+    lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if str(out) in line]
+
+
+@pytest.mark.timeout(TIME_LIMIT + 2 * STOP_LIMIT)
+def test_local_sh_sigterm_while_training_leaves_no_rank(tmp_path, start_local):
+    process = start_local(STEPS="100000")
+    for line in process.stdout:
+        if line.startswith("data:"):
+            break
+    assert len(processes_of(tmp_path / "out")) >= 3  # torchrun and its two ranks
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=STOP_LIMIT)[0]
+    assert process.returncode == 130, output
+    assert processes_of(tmp_path / "out") == []

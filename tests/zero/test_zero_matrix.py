@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every mode of ZeRO without NVMe trains, is as close to fp32 AdamW as codes are fine, and resumes.
+
+The cells, and what is varied with each, are in `zero_matrix.CELLS`; to run one:
+`pytest tests/zero/test_zero_matrix.py -m "" -k zero2_cpu_bf16`.
+"""
+
+import pytest
+import torch
+from zero_matrix import CELLS, RANKS, REFUSED, SAVED_AFTER, STEPS, errors, losses_of_seeds, run_cell
+from zero_shards import block_of_elements
+from zero_worker import MOMENTS, difference
+
+# The other parameters have less than 4096 elements or less than two dimensions.
+QUANTIZED = {"embed.weight", "inner.weight", "head.weight", "down.weight", "unused"}
+
+
+def is_quantized(name):
+    return name in QUANTIZED or ("experts" in name and "weight" in name)
+
+
+def cells(names, quick=True):
+    """Return parameters of a test: cells that `make test` does not run are marked as slow."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(name, marks=[] if CELLS[name].quick and quick else [slow]) for name in names
+    ]
+
+
+class Matrix:
+    """Runs each cell when its first test asks for it, all in the same processes."""
+
+    def __init__(self, folder, ranks):
+        self.folder, self.ranks = folder, ranks
+        self._results = {}
+
+    def run(self, name):
+        """Return what `run_cell` returned on each rank."""
+        if name not in self._results:
+            try:
+                checkpoints = str(self.folder / "checkpoints")
+                result = self.ranks(RANKS).run(run_cell, name=name, folder=checkpoints)
+            except AssertionError as error:
+                result = error
+            self._results[name] = result
+        if isinstance(self._results[name], AssertionError):
+            raise self._results[name]
+        return self._results[name]
+
+
+@pytest.fixture(scope="module")
+def matrix(standing_ranks, tmp_path_factory):
+    return Matrix(tmp_path_factory.mktemp("matrix"), standing_ranks)
+
+
+def mean_losses(ranks, log="log"):
+    """Return the loss of each step, the mean over the ranks."""
+    logs = [rank[log] for rank in ranks]
+    return [sum(log[step]["loss"] for log in logs) / len(logs) for step in range(STEPS)]
+
+
+def skipped(log):
+    return [entry["skipped"] for entry in log]
+
+
+def bytes_of(shape, first, numel):
+    """Return the bytes of both moments of a part of an 8-bit parameter.
+
+    Two codes per element; per block a scale of exp_avg and two of exp_avg_sq (codec "log").
+    """
+    blocks = block_of_elements(shape, 256)[first : first + numel].unique().numel()
+    return 2 * numel + 3 * 4 * blocks
+
+
+def count_state(name, ranks):
+    """Return, by parameter, how many elements have state, and the state's bytes as they must be."""
+    elements, expected_bytes = {}, 0
+    for rank in ranks:
+        for state in rank["after"]["states"]:
+            for piece in state["pieces"]:
+                elements[piece.name] = elements.get(piece.name, 0) + piece.numel
+                if is_quantized(piece.name):
+                    expected_bytes += bytes_of(piece.shape, piece.first, piece.numel)
+                else:
+                    expected_bytes += 2 * 4 * piece.numel
+    return elements, expected_bytes
+
+
+@pytest.mark.parametrize("name", cells([name for name in CELLS if CELLS[name].stage]))
+def test_state_is_8bit_complete_and_has_no_bytes_but_codes_and_scales(matrix, name):
+    ranks = matrix.run(name)
+    elements, expected_bytes = count_state(name, ranks)
+    for parameter, tensor in ranks[0]["after"]["parameters"].items():
+        # Experts are spread over the ranks: each has its own under the same name.
+        copies = RANKS if CELLS[name].model == "local experts" and "experts" in parameter else 1
+        held_somewhere = 0 if parameter == "frozen" else copies * tensor.numel()
+        assert elements.get(parameter, 0) == held_somewhere, parameter
+    got_bytes = 0
+    for state in (state for rank in ranks for state in rank["after"]["states"]):
+        assert sorted(state) == ["exp_avg", "exp_avg_sq", "history", "master", "pieces", "step"]
+        for which in MOMENTS:
+            codes, scales, dense = state[which]
+            assert (codes.dtype, scales.dtype) == (torch.uint8, torch.float32)
+            got_bytes += codes.nbytes + scales.nbytes + dense.nbytes
+    assert got_bytes == expected_bytes
+
+
+@pytest.mark.parametrize("name", cells([name for name in CELLS if not CELLS[name].stage]))
+def test_state_without_zero_is_8bit_on_every_rank(matrix, name):
+    for rank in matrix.run(name):
+        trained = {n: p for n, p in rank["after"]["parameters"].items() if n != "frozen"}
+        got_bytes = expected_bytes = 0
+        states = rank["after"]["states"]
+        assert len(states) == len(trained)
+        for state in states:
+            tensors = [t for key, t in state.items() if key.startswith("exp_avg")]
+            if "exp_avg_q8" in state:
+                assert {state[f"{which}_q8"].dtype for which in MOMENTS} == {torch.uint8}
+            got_bytes += sum(t.nbytes for t in tensors)
+        for parameter, p in trained.items():
+            quantized = is_quantized(parameter)
+            expected_bytes += bytes_of(p.shape, 0, p.numel()) if quantized else 8 * p.numel()
+        assert got_bytes == expected_bytes
+
+
+@pytest.mark.parametrize("name", cells(CELLS))
+def test_engine_uses_the_wrapper_that_the_cell_is_about(matrix, name):
+    cell = CELLS[name]
+    expected = "DeepSpeedZeroOptimizer" + ("_Stage3" if cell.stage == 3 else "")
+    if cell.stage == 0:
+        expected = "Adam8bitBlockwise" if cell.precision == "fp32" else "FP16_UnfusedOptimizer"
+    if cell.precision == "accum32" and cell.stage == 1:
+        expected = "BF16_Optimizer"
+    assert {rank["wrapper"] for rank in matrix.run(name)} == {expected}
+
+
+@pytest.mark.parametrize("name", cells(CELLS))
+def test_masters_are_in_the_precision_that_the_config_asks_for(matrix, name):
+    expected = torch.float32
+    if CELLS[name].precision in ("masters", "states"):
+        expected = torch.bfloat16
+    for rank in matrix.run(name):
+        assert {state["master"].dtype for state in rank["after"]["states"]} == {expected}
+
+
+@pytest.mark.parametrize("name", cells(CELLS))
+def test_losses_fall_and_follow_fp32_adamw(matrix, name):
+    """To first order the loss changes by gradient * update.  Updates are off by about one code,
+    1/32, independently of each other: over thousands of weights no more than an eighth of that is
+    left of the distance gone.  Weights that are kept in bfloat16, and logits with them, are off by
+    up to 2^-8 of themselves, too."""
+    ours, theirs = (mean_losses(matrix.run(name), log) for log in ("log", "AdamW log"))
+    assert ours[-1] < 0.7 * ours[0]
+    assert ours[0] == pytest.approx(theirs[0], rel=2**-8)
+    rounded = 2**-8 if CELLS[name].precision in ("masters", "states") else 0.0
+    gone = 0.0
+    for step in range(1, STEPS):
+        gone += abs(theirs[step] - theirs[step - 1])
+        assert abs(ours[step] - theirs[step]) <= gone / 256 + rounded * theirs[0], step
+
+
+@pytest.mark.parametrize("name", cells(CELLS))
+def test_steps_that_overflow_are_skipped_as_with_adamw_and_no_others(matrix, name):
+    cell = CELLS[name]
+    for rank in matrix.run(name):
+        got = skipped(rank["log"])
+        assert got == skipped(rank["AdamW log"])
+        if cell.precision == "fp16" and cell.stage:
+            assert 1 <= sum(got) < STEPS - 3
+        else:
+            assert got == [int(step == cell.poisoned) for step in range(STEPS)]
+        # FP16_UnfusedOptimizer takes a step with zero gradients when it is made.
+        taken = STEPS - sum(got) + (rank["wrapper"] == "FP16_UnfusedOptimizer")
+        assert {state["step"] for state in rank["after"]["states"]} == {taken}
+
+
+@pytest.mark.parametrize("name", cells(CELLS))
+def test_resume_in_a_fresh_engine_is_bit_identical(matrix, name):
+    """What is loaded always is; what follows, wherever it is with fp32 AdamW."""
+    for rank in matrix.run(name):
+        assert difference(rank["before"], rank["loaded"]) == ""
+        assert difference(rank["after"], rank["loaded"]) != ""
+        resumes = rank["AdamW log"][SAVED_AFTER:] == rank["AdamW resumed log"]
+        assert resumes == CELLS[name].resumes
+        if resumes:
+            assert rank["log"][SAVED_AFTER:] == rank["resumed log"]
+            assert difference(rank["after"], rank["resumed"]) == ""
+
+
+SCHEDULED = [n for n, cell in CELLS.items() if cell.client_scheduler or "scheduler" in cell.options]
+
+
+@pytest.mark.parametrize("name", cells(SCHEDULED))
+def test_scheduler_sets_the_learning_rates_and_betas_that_adamw_gets(matrix, name):
+    for rank in matrix.run(name):
+        got = [(entry["lr"], entry["betas"]) for entry in rank["log"]]
+        assert got == [(entry["lr"], entry["betas"]) for entry in rank["AdamW log"]]
+        assert len({lr for lr, _ in got}) > 2
+        cycles = CELLS[name].options.get("scheduler", {}).get("type") == "OneCycle"
+        assert (len({betas for _, betas in got}) > 2) == cycles
+
+
+@pytest.mark.parametrize("name", cells([n for n, cell in CELLS.items() if cell.model == "odd"]))
+def test_frozen_parameters_stay_and_unused_ones_only_decay(matrix, name):
+    for rank in matrix.run(name):
+        parameters = rank["after"]["parameters"]
+        assert parameters["frozen"].eq(0.25).all()
+        assert "head.weight" not in parameters  # tied
+        # 11 steps with a learning rate of 0.005 and a decay of 0.01, or the next bfloat16 number.
+        unused = parameters["unused"].float()
+        assert (unused <= 0.5).all() and (unused >= 0.5 - 2**-9).all()
+
+
+@pytest.mark.parametrize("name", cells(CELLS))
+def test_destroyed_engine_keeps_states_alive_only_where_it_keeps_adamws(matrix, name):
+    """DeepSpeed's stage 3, and experts with offload, keep every optimizer."""
+    for rank in matrix.run(name):
+        assert rank["AdamW kept"] or not rank["kept"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_deepspeed_refuses_or_fails_at_is_the_same_for_adamw(matrix, name):
+    """The day that DeepSpeed serves one of these, it becomes a cell."""
+    folder = str(matrix.folder / "refused")
+    for rank in matrix.ranks(RANKS).run(errors, name=name, folder=folder):
+        assert rank["Adam8bitBlockwise"] == rank["AdamW"]
+        assert REFUSED[name][1] in rank["AdamW"]
+
+
+# Elsewhere fp32 AdamW has no gap to compare with: in fp32 it is rounding of the seventh digit; fp16
+# skips other steps on 1 rank; bf16 masters are not fp32 AdamW's; experts are spread otherwise.
+GAPS = [n for n, c in CELLS.items() if c.precision in ("bf16", "accum32") and "moe" not in n]
+
+
+@pytest.mark.parametrize("name", cells(GAPS, quick=False))
+def test_loss_gap_of_one_and_two_ranks_is_at_most_twice_fp32_adamws(matrix, name):
+    """The mean over steps and five seeds: a single loss differs by chance."""
+    (alone,) = matrix.ranks(1).run(losses_of_seeds, timeout_s=280, name=name)
+    first, second = matrix.ranks(RANKS).run(losses_of_seeds, timeout_s=280, name=name)
+    gaps = {}
+    for (optimizer, seed), losses_alone in alone.items():
+        pairs = zip(first[optimizer, seed], second[optimizer, seed], strict=True)
+        together = [sum(pair) / RANKS for pair in pairs]
+        distance = [abs(a - b) for a, b in zip(losses_alone, together, strict=True)]
+        gaps[optimizer] = gaps.get(optimizer, 0.0) + sum(distance)
+    assert 0 < gaps["Adam8bitBlockwise"] <= 2 * gaps["AdamW"]

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies and files of 8-bit moments.
+
+`python tests/zero/test_zero_moment_files.py` makes its file in tests/golden again; a file that is
+out in the world must stay readable, so that is for a new format version only.
+"""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from moment_samples import MOMENTS, NUMEL, PIECES, buffers, is_plain, moment, same
+from places import GOLDEN
+
+import zero8  # noqa: F401  allows the pickles
+from zero8.spec.codec import CODECS, codec_named
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece, PieceTable
+from zero8.zero.moment_tensor import MomentTensor, described, rebuild_moment
+
+SAVED = GOLDEN / "zero_moment_v1.pt"
+
+
+def test_deepcopy_of_a_state_keeps_moments_8bit_and_apart_from_the_original():
+    x = moment()
+    state = {"exp_avg": x, "again": x, "fragment": x[100:200]}
+    copied = copy.deepcopy(state)
+    assert isinstance(copied["exp_avg"], MomentTensor)
+    assert copied["again"] is copied["exp_avg"]
+    assert same(buffers(copied["exp_avg"]), buffers(x))
+    assert is_plain(copied["fragment"])
+    assert torch.equal(copied["fragment"], x[100:200].dense())
+    x.zero_()
+    assert copied["exp_avg"].dense().abs().max() > 0
+
+
+def saved(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("which", MOMENTS)
+def test_save_and_load_with_weights_only_restores_every_byte(codec, which):
+    x = moment(codec, which).to(torch.bfloat16)
+    y = torch.load(saved({"exp_avg": x}), weights_only=True)["exp_avg"]
+    assert isinstance(y, MomentTensor) and same(buffers(y), buffers(x))
+    assert y.store.table == x.store.table
+    assert (y.store.codec, y.store.which) == (x.store.codec, which)
+
+
+def test_pickle_round_trip_restores_every_byte():
+    x = moment()
+    assert same(buffers(pickle.loads(pickle.dumps(x))), buffers(x))
+
+
+def test_save_of_a_view_writes_its_elements_only():
+    x = moment()
+    y = torch.load(saved(x[100:200]), weights_only=True)
+    assert is_plain(y) and torch.equal(y, x[100:200].dense())
+
+
+def test_saved_file_takes_a_byte_per_element():
+    """Codes, scales and float32 values; the zip of torch.save adds a few records of under 512
+    bytes each, and the description of three pieces fits 1 KiB."""
+    x = moment()
+    size = len(saved(x).getvalue())
+    content = sum(tensor.nbytes for tensor in buffers(x))
+    assert content < size < content + 16 * 512 + 1024
+    big = MomentStore.zeros(
+        codec_named("log"),
+        "exp_avg",
+        PieceTable((Piece(0, 2**20, 0, (4096, 256), 1, 256, "p"),), 2**20),
+    )
+    assert len(saved(MomentTensor(big)).getvalue()) < 1.03 * 2**20
+
+
+DAMAGES = {
+    "another version": (lambda d: d.update(version=2), "version 2"),
+    "unknown codec": (lambda d: d.update(codec=99), "codec number 99"),
+    "piece with other size": (lambda d: d["pieces"][0].update(numel=599), "damaged"),
+    "piece with other blocks": (
+        lambda d: d["pieces"][2].update(block_size=256, shape=[80, 256]),
+        "damaged",
+    ),
+    "piece gone": (lambda d: d["pieces"].pop(), "damaged"),
+    "piece 8-bit instead of float32": (lambda d: d["pieces"][1].update(block_size=64), "damaged"),
+    "no version": (lambda d: d.pop("version"), "version None"),
+    "no pieces": (lambda d: d.pop("pieces"), "damaged"),
+    "no name in a piece": (lambda d: d["pieces"][0].pop("name"), "damaged"),
+    "unknown key in a piece": (lambda d: d["pieces"][0].update(colour=3), "damaged"),
+    "unknown moment": (lambda d: d.update(which="exp_max"), "damaged"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_load_with_damaged_description_is_refused(name):
+    damage, message = DAMAGES[name]
+    x = moment()
+    description = copy.deepcopy(described(x.store))
+    damage(description)
+    with pytest.raises(ValueError, match=message):
+        rebuild_moment(description, *buffers(x))
+
+
+BUFFER_DAMAGES = {
+    "codes short": lambda codes, scales, dense: (codes[:-1], scales, dense),
+    "scales short": lambda codes, scales, dense: (codes, scales[:-1], dense),
+    "values short": lambda codes, scales, dense: (codes, scales, dense[:-1]),
+    "codes as float": lambda codes, scales, dense: (codes.float(), scales, dense),
+    "scales as half": lambda codes, scales, dense: (codes, scales.half(), dense),
+}
+
+
+@pytest.mark.parametrize("name", BUFFER_DAMAGES)
+def test_load_with_damaged_buffers_is_refused(name):
+    x = moment()
+    with pytest.raises(ValueError, match="damaged"):
+        rebuild_moment(described(x.store), *BUFFER_DAMAGES[name](*buffers(x)))
+
+
+def test_golden_file_reads_as_the_stored_values():
+    content = torch.load(SAVED, weights_only=True)
+    assert sorted(content) == sorted(CODECS)
+    for name, moments in content.items():
+        assert sorted(moments) == sorted(MOMENTS)
+        for which, (x, values) in moments.items():
+            assert (x.store.codec.name, x.store.which) == (name, which)
+            assert x.store.table == PieceTable(PIECES, NUMEL)
+            assert torch.equal(x.dense(), values)
+
+
+def write_golden():
+    content = {codec: {} for codec in CODECS}
+    for codec in CODECS:
+        for which in MOMENTS:
+            x = moment(codec, which)
+            content[codec][which] = (x, x.dense())
+    SAVED.parent.mkdir(exist_ok=True)
+    torch.save(content, SAVED)
+
+
+if __name__ == "__main__":
+    write_golden()

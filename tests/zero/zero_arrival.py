@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""As test_state_arrival.py, but for partitions of ZeRO 1 to 3 and for states on a disk.
+
+One rank; run by test_sanitized.py, in a process of its own.
+"""
+
+import copy
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from nvme_worker import make_tower, nvme_config, swapped_in, swapper_of
+from zero_worker import Bag, base_optimizer, config, difference, make_engine, plain, take_step
+
+from zero8.spec.codec import CODECS
+from zero8.state.store import MomentStore
+from zero8.state.table import PieceTable
+from zero8.zero import swap_file
+from zero8.zero.moment_tensor import MomentTensor, described, rebuild_moment
+from zero8.zero.swap_file import HEADER_BYTES, Header
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STAGES = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def partitions():
+    """By stage the optimizer, a partition, and its state, which a test may take out for a while."""
+    made = {}
+    for stage in STAGES:
+        engine = make_engine(config(stage=stage), Bag())
+        take_step(engine, 0)
+        optimizer = base_optimizer(engine)
+        p = next(p for p, state in optimizer.state.items() if state)
+        optimizer.param_groups[0]["params"] = [p]  # as stage 3 has it within a step only
+        p.grad = torch.ones_like(p)
+        made[stage] = engine, optimizer, p
+    return made
+
+
+def contents(optimizer, p):
+    return [p.detach().clone(), {key: plain(value) for key, value in optimizer.state[p].items()}]
+
+
+def with_store(which, **changes):
+    """Return both moments, in the store of one of which something has been replaced."""
+
+    def change(moments):
+        store = moments[which].store
+        for name, make in changes.items():
+            setattr(store, name, make(getattr(store, name)))
+        return moments
+
+    return change
+
+
+def overlapping(moments):
+    moments["exp_avg_sq"].store.codes = moments["exp_avg"].store.codes
+    return moments
+
+
+def swapped(moments):
+    return {"exp_avg": moments["exp_avg_sq"], "exp_avg_sq": moments["exp_avg"]}
+
+
+def moved(moments):
+    """Return moments whose first piece begins a row later: as many elements, but others."""
+    for moment in moments.values():
+        store = moment.store
+        first, *others = store.table.pieces
+        rows, *row = first.shape
+        changes = {"shape": (rows + 1, *row), "first": first.first + math.prod(row)}
+        store.table = PieceTable((replace(first, **changes), *others), store.table.numel)
+    return moments
+
+
+def of_one_element_less(moments):
+    return {
+        which: MomentTensor(moment.store, 0, moment.numel() - 1)
+        for which, moment in moments.items()
+    }
+
+
+def other_codec(which):
+    """A moment of another codec, well formed; `which` may name one of them or both."""
+
+    def change(moments):
+        for name in which:
+            store = moments[name].store
+            other = MomentStore.zeros(CODECS["dynamic"], name, store.table)
+            other.write(0, store.read(0, store.table.numel))
+            moments[name] = MomentTensor(other)
+        return moments
+
+    return change
+
+
+def dense(*which, change=lambda values: values):
+    def made(moments):
+        return moments | {name: change(moments[name].dense()) for name in which}
+
+    return made
+
+
+def first_of(values):
+    return values[:1].expand(values.shape)
+
+
+def without_storage(values):
+    values.untyped_storage().resize_(3)
+    return values
+
+
+# What changes in the moments; what a load does; what a step after an assignment does: None is
+# "fits", else what the refusal says.
+CASES = {
+    "both dense": (dense(*MOMENTS), None, None),
+    "exp_avg dense": (dense("exp_avg"), None, None),
+    "exp_avg_sq dense": (dense("exp_avg_sq"), None, None),
+    "exp_avg dense and double": (dense("exp_avg", change=torch.Tensor.double), None, None),
+    "exp_avg dense and expanded": (dense("exp_avg", change=first_of), None, None),
+    "exp_avg dense and cut": (dense("exp_avg", change=lambda x: x[:3]), "of 3;", "of 3;"),
+    "exp_avg dense on meta": (dense("exp_avg", change=lambda x: x.to("meta")), "meta", "meta"),
+    "exp_avg dense, shrunk": (dense("exp_avg", change=without_storage), "storage", "storage"),
+    "exp_avg sparse": (dense("exp_avg", change=torch.Tensor.to_sparse), "layout", "layout"),
+    "exp_avg of integers": (dense("exp_avg", change=torch.Tensor.int), "dtype", "dtype"),
+    "exp_avg a number": (lambda m: m | {"exp_avg": 1.0}, "got float", "got float"),
+    "no exp_avg": (lambda m: {"exp_avg_sq": m["exp_avg_sq"]}, "without", "without"),
+    "codes cut": (with_store("exp_avg", codes=lambda t: t[:3]), "exp_avg codes", "exp_avg codes"),
+    "scales cut": (with_store("exp_avg", scales=lambda t: t[:-1]), "exp_avg scales", "avg scales"),
+    "roots cut": (with_store("exp_avg_sq", scales=lambda t: t[:, 0]), "sq scales", "sq scales"),
+    "values cut": (with_store("exp_avg", dense=lambda t: t[:0]), "float32 values", "float32 val"),
+    "codes shrunk": (with_store("exp_avg_sq", codes=without_storage), "storage", "storage"),
+    "codes expanded": (with_store("exp_avg", codes=first_of), "strides", "strides"),
+    "scales on meta": (with_store("exp_avg", scales=lambda t: t.to("meta")), "meta", "meta"),
+    "scales of integers": (
+        with_store("exp_avg", scales=lambda t: t.view(torch.int32)), "dtype", "dtype"
+    ),
+    "overlapping": (overlapping, None, "share memory"),
+    "each other's": (swapped, "the whole exp_avg", "the whole exp_avg"),
+    "a view": (of_one_element_less, "the whole exp_avg", "the whole exp_avg"),
+    "other ranges": (moved, "other ranges", "other ranges"),
+    "another codec": (other_codec(MOMENTS), None, None),
+    "another codec of one": (other_codec(MOMENTS[:1]), None, "exp_avg_sq .*codec log"),
+}  # fmt: skip
+
+
+def entries_of(state, change):
+    """Return a state in memory of its own with changed moments."""
+    moments = {which: copy.deepcopy(state[which]) for which in MOMENTS}
+    return {"step": state["step"], "history": state["history"], **change(moments)}
+
+
+@pytest.mark.parametrize("way", ["load", "assign", "setstate"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_state_is_fitted_or_refused(partitions, stage, name, way):
+    engine, optimizer, p = partitions[stage]
+    change, load_message, step_message = CASES[name]
+    good, groups = dict(optimizer.state[p]), optimizer.param_groups
+    entries = entries_of(good, change)
+    before = contents(optimizer, p)
+    message = load_message if way == "load" else step_message
+    try:
+        if way == "load":
+            saved = optimizer.state_dict()
+            arrive = optimizer.load_state_dict
+            argument = {**saved, "state": {0: entries}}
+        elif way == "assign":
+            arrive, argument = optimizer.state.__setitem__, (p, entries)
+        else:
+            arrive = optimizer.__setstate__
+            argument = {**optimizer.__getstate__(), "state": {p: entries}}
+        if message is None:
+            arrive(*argument) if way == "assign" else arrive(argument)
+            optimizer.step()
+            assert torch.isfinite(p).all()
+            assert optimizer.state[p]["step"] == good["step"] + 1
+            assert all(isinstance(optimizer.state[p][which], MomentTensor) for which in MOMENTS)
+            return
+        with pytest.raises(ValueError, match=message):
+            arrive(*argument) if way == "assign" else arrive(argument)
+            optimizer.step()
+        if way != "load":
+            optimizer.state[p] = good
+        assert difference(contents(optimizer, p), before) == ""
+    finally:
+        optimizer.state[p] = good
+        optimizer.param_groups = groups
+        p.data.copy_(before[0])
+        for which in MOMENTS:
+            for buffer, was in zip(good[which].store.buffers, before[1][which], strict=True):
+                buffer.copy_(was)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_partition_refuses_the_state_of_a_whole_parameter(partitions, stage):
+    _, optimizer, p = partitions[stage]
+    good = optimizer.state[p]
+    numel = p.numel()
+    optimizer.state[p] = {
+        "step": 1, "history": 1.0, "format": torch.tensor([1, 0, 0, 5, numel]),
+        "exp_avg": torch.zeros(numel), "exp_avg_sq": torch.zeros(numel),
+    }  # fmt: skip
+    before = p.detach().clone()
+    try:
+        with pytest.raises(ValueError, match="whole parameter for a ZeRO partition"):
+            optimizer.step()
+        assert torch.equal(p, before)
+    finally:
+        optimizer.state[p] = good
+
+
+BAD_PIECES = {
+    f"blocks of {size}": lambda piece, size=size: piece.update(
+        block_size=size if piece["block_size"] else 0
+    )
+    for size in (-(2**62), -1, 1, 32, 63, 100, 8192, 65536, 2**31, 2**32, 2**62, 2.0, "256", None)
+} | {
+    "negative numel": lambda piece: piece.update(numel=-1),
+    "negative first": lambda piece: piece.update(first=-5),
+    "negative start": lambda piece: piece.update(start=-5),
+    "all at one place": lambda piece: piece.update(start=0),
+    "endless": lambda piece: piece.update(numel=2**62),
+    "beyond its parameter": lambda piece: piece.update(first=piece["first"] + 2**40),
+    "endless shape": lambda piece: piece.update(shape=[2**62, 2**62]),
+    "negative shape": lambda piece: piece.update(shape=[-size for size in piece["shape"]]),
+    "short rows": lambda piece: piece.update(shape=[2**20, 3], block_size=256),
+    "an identity of 65 bits": lambda piece: piece.update(identity=2**64),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PIECES)
+def test_unpickled_moment_with_a_damaged_table_is_refused(partitions, name):
+    _, optimizer, p = partitions[2]
+    for store in (optimizer.state[p][which].store for which in MOMENTS):
+        description = described(store)
+        for piece in description["pieces"]:
+            BAD_PIECES[name](piece)
+        with pytest.raises(ValueError, match="8-bit moment: its description is damaged"):
+            rebuild_moment(description, *store.buffers)
+
+
+# --- On a disk -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory):
+    """An engine whose states are swapped, after a step."""
+    engine = make_tower(nvme_config(tmp_path_factory.mktemp("nvme")))
+    tokens = torch.arange(48).view(4, 12) % 60
+    take_step(engine, tokens, tokens)
+    return engine
+
+
+def file_with(data, text, change):
+    """Return the bytes of a swap file whose description has changed, with a right checksum."""
+    description = json.loads(text)
+    change(description)
+    text = json.dumps(description).encode()
+    state, _ = swap_file.unpack(data, "file")
+    buffers = [t for which in MOMENTS for t in state[which].store.buffers]
+    memory = torch.zeros_like(data)
+    offset = swap_file.aligned(HEADER_BYTES + len(text), swap_file.TENSOR_ALIGNMENT_BYTES)
+    for buffer in buffers:
+        raw = buffer.view(-1).view(torch.uint8)
+        memory[offset : offset + len(raw)] = raw
+        offset += swap_file.aligned(len(raw), swap_file.TENSOR_ALIGNMENT_BYTES)
+    header = Header.parsed(bytes(data[:HEADER_BYTES].numpy()), "file")
+    num_bytes = (*(buffer.nbytes for buffer in buffers), 0)
+    header = header._replace(checksum=0, description_bytes=len(text), num_bytes=num_bytes)
+    swap_file._put(memory, 0, header.packed())
+    swap_file._put(memory, HEADER_BYTES, text)
+    swap_file._put(memory, 0, header._replace(checksum=swap_file._sum(memory)).packed())
+    return memory
+
+
+def each_piece(*which, **values):
+    def change(description):
+        for name in which:
+            for piece in description[name]["pieces"]:
+                if piece["block_size"]:
+                    piece.update(values)
+
+    return change
+
+
+DISK = {
+    "blocks of 65536": (each_piece(*MOMENTS, block_size=65536), "description is damaged"),
+    "blocks of 2**62": (each_piece(*MOMENTS, block_size=2**62), "description is damaged"),
+    "other first": (each_piece(*MOMENTS, first=64), "other ranges|description is damaged"),
+    "negative corrections": (lambda d: d.update(correction_numel=-5), "description is damaged"),
+    "corrections that are not there": (lambda d: d.update(correction_numel=2**40), "damaged"),
+    "another codec": (
+        lambda d: [d[which].update(codec=1) for which in MOMENTS], "file is damaged|cut short"
+    ),
+    "twins of two codecs": (lambda d: d["exp_avg"].update(codec=1), None),
+    "moments exchanged": (
+        lambda d: d.update(exp_avg=d["exp_avg_sq"], exp_avg_sq=d["exp_avg"]), "damaged|whole"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISK)
+def test_zero3_nvme_file_that_was_crafted_is_fitted_or_refused(tower, name):
+    """The checksum is right: whoever writes such a file can compute it."""
+    change, message = DISK[name]
+    zero, swapper = tower.optimizer, swapper_of(tower)
+    p = zero.fp32_partitioned_groups_flat[0]
+    path = swapper.state_path(p)
+    with open(path, "rb") as file:
+        data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+    header = Header.parsed(bytes(data[:HEADER_BYTES].numpy()), path)
+    text = bytes(data[HEADER_BYTES : HEADER_BYTES + header.description_bytes].numpy())
+    crafted = file_with(data, text, change)
+    try:
+        with open(path, "wb") as file:
+            file.write(crafted.numpy().tobytes())
+        if message is None:
+            with swapped_in(zero, 0):
+                assert all(
+                    isinstance(base_optimizer(tower).state[p][which], MomentTensor)
+                    for which in MOMENTS
+                )
+                base_optimizer(tower).moments(p)
+            return
+        with pytest.raises(ValueError, match=message), swapped_in(zero, 0):
+            pass
+        zero._release_swap_buffers(0)
+    finally:
+        with open(path, "wb") as file:
+            file.write(data.numpy().tobytes())
+
+
+def test_zero3_nvme_state_assigned_while_it_is_in_memory_is_checked_before_it_is_written(tower):
+    zero, swapper = tower.optimizer, swapper_of(tower)
+    with swapped_in(zero, 1) as p:
+        state = base_optimizer(tower).state[p]
+        good = dict(state)
+        for name in ("codes cut", "scales on meta", "each other's", "no exp_avg"):
+            change, _, message = CASES[name]
+            state.clear()
+            state.update(entries_of(good, change))
+            with pytest.raises(ValueError, match=message):
+                swapper._begin_write(None, p)
+        state.clear()
+        state.update(good)
