@@ -32,6 +32,8 @@ logger = logging.getLogger("zero8")
 
 KINDS = (FlatPartition, WholeTensor)
 """The kinds of state, in the order in which they are asked whether a parameter is theirs."""
+FEW = 0.01
+"""Up to which share of the elements float32 moments are worth no warning."""
 
 
 class Adam8bitBlockwise(torch.optim.Optimizer):
@@ -135,10 +137,26 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             "fused": None,
         }
         super().__init__(params, defaults)
+        self._tell_what_stays_float32()
         # DeepSpeed constructs us before ZeRO: the last moment to fit the two together.
         seams.fit_in(type(self))
         if any(p.device.type in DEVICES for group in self.param_groups for p in group["params"]):
             kernel.prepare()  # while an engine is made, where a wait is expected
+
+    def _tell_what_stays_float32(self) -> None:
+        infos = self._params.alive().values()
+        shares = self.settings.policy.float32_shares((info.name, info.shape) for info in infos)
+        if not shares or ranks.rank() > 0:
+            return
+        whole = sum(shares.values())
+        causes = ", ".join(f"{cause}: {share:.1%}" for cause, share in shares.items())
+        # Norms and biases, which every model has, are no news.
+        logger.log(
+            logging.WARNING if whole > FEW else logging.INFO,
+            "zero8: %.1f %% of the elements keep float32 moments (%s): memory_report() lists them",
+            100 * whole,
+            causes,
+        )
 
     def _begin(self) -> None:
         """Set up what is of this object, and is neither saved nor copied."""

@@ -8,6 +8,7 @@ from torch import nn
 
 from zero8 import Adam8bitBlockwise
 from zero8.spec.codec import CODECS
+from zero8.step import ranks
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -339,3 +340,29 @@ def test_optimizer_states_moved_as_a_whole_elsewhere_still_say_what_they_are():
     state["format"] = state["format"].clone().as_subclass(Elsewhere)
     run(optimizer, [p], 2)
     assert len(moves) == 1 and state["step"] == 4
+
+
+def told(caplog, shapes, **settings):
+    """Return what the constructor says of float32 moments, with its level."""
+    caplog.clear()
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    with caplog.at_level("INFO", logger="zero8"):
+        Adam8bitBlockwise(params, **settings)
+    said = [r for r in caplog.records if "keep float32 moments" in r.getMessage()]
+    return [(r.levelname, r.getMessage()) for r in said]
+
+
+def test_optimizer_tells_once_which_share_keeps_float32_moments(caplog, monkeypatch):
+    lora = [(4096, 64), (4096, 16)]
+    assert told(caplog, lora) == [
+        (
+            "WARNING",
+            "zero8: 20.0 % of the elements keep float32 moments (narrow: 20.0%): memory_report() "
+            "lists them",
+        )
+    ]
+    ((level, text),) = told(caplog, [(1000, 100), (1000,)])
+    assert level == "INFO" and "zero8: 1.0 % of the elements" in text
+    assert told(caplog, [(1000, 100)]) == []
+    monkeypatch.setattr(ranks, "rank", lambda: 1)
+    assert told(caplog, lora) == []

@@ -76,3 +76,20 @@ BAD = {
 def test_policy_bad_value_raises(values, message):
     with pytest.raises(ValueError, match=message):
         Policy(**values)
+
+
+def test_policy_float32_shares_are_of_all_elements_by_cause():
+    shapes = {
+        "model.embed.weight": (50, 64),  # 3200 of 20,000
+        "a.weight": (128, 100),  # 8-bit
+        "a.bias": (128,),
+        "lora_B": (425, 8),  # 3400, narrow where it is not small
+        "mask": (8, 59),
+        "empty": (0, 64),
+    }
+    assert sum(rows * (columns or [1])[0] for rows, *columns in shapes.values()) == 20_000
+    shares = Policy(min_8bit_size=1000, fp32_params=["*embed*"]).float32_shares(shapes.items())
+    assert list(shares) == ["narrow", "fp32_params", "small", "of fewer than 2 dimensions"]
+    assert list(shares.values()) == [3400 / 20_000, 0.16, 472 / 20_000, 128 / 20_000]
+    assert Policy().float32_shares([(None, (64, 64))]) == {}
+    assert Policy().float32_shares([]) == {}

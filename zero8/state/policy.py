@@ -5,7 +5,8 @@ The shard is never looked at, so ranks, restarts and other world sizes always ag
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -14,10 +15,14 @@ from zero8.spec.grid import MIN_ROW_LENGTH, BlockGrid, check_block_size
 
 @dataclass(frozen=True)
 class Decision:
-    """A parameter's block grid, None if its moments stay float32, and the reason in words."""
+    """A parameter's block grid, None if its moments stay float32, and the reason in words.
+
+    `cause` is the kind of reason, the same for many parameters; empty for 8-bit moments.
+    """
 
     grid: BlockGrid | None
     reason: str
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,33 @@ class Policy:
             )
         for pattern in self.fp32_params:
             if fnmatchcase(name, pattern):
-                return Decision(None, f"matches fp32_params pattern {pattern!r}")
+                reason = f"matches fp32_params pattern {pattern!r}"
+                return Decision(None, reason, "fp32_params")
         numel = math.prod(shape)
         if len(shape) < 2:
-            return Decision(None, f"{len(shape)}-dimensional")
+            return Decision(None, f"{len(shape)}-dimensional", "of fewer than 2 dimensions")
         if numel < self.min_8bit_size:
-            return Decision(None, f"{numel} elements, fewer than min_8bit_size")
+            reason = f"{numel} elements, fewer than min_8bit_size"
+            return Decision(None, reason, "small")
         grid = BlockGrid.of(shape, self.block_size)
         if grid is None:
-            return Decision(
-                None, f"a row has {math.prod(shape[1:])} elements, fewer than {MIN_ROW_LENGTH}"
-            )
+            reason = f"a row has {math.prod(shape[1:])} elements, fewer than {MIN_ROW_LENGTH}"
+            return Decision(None, reason, "narrow")
         return Decision(grid, f"{grid.num_rows} rows x {grid.blocks_per_row} blocks")
+
+    def float32_shares(
+        self, params: Iterable[tuple[str | None, tuple[int, ...]]]
+    ) -> dict[str, float]:
+        """Return by `Decision.cause` the share of all elements that keep float32 moments for it.
+
+        Args:
+            params: name and global shape of each parameter.
+
+        Returns:
+            Causes with any elements, that of most elements first.
+        """
+        numel_of: Counter[str] = Counter()
+        for name, shape in params:
+            numel_of[self.decide(name, shape).cause] += math.prod(shape)
+        kept = [(cause, numel) for cause, numel in numel_of.most_common() if cause and numel]
+        return {cause: numel / numel_of.total() for cause, numel in kept}

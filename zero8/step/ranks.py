@@ -9,6 +9,11 @@ def num_ranks() -> int:
     return torch.distributed.get_world_size() if _is_initialized() else 1
 
 
+def rank() -> int:
+    """Return the number of this rank, 0 if there is one only."""
+    return torch.distributed.get_rank() if _is_initialized() else 0
+
+
 def total(number: int, process_group=None) -> int:
     """Return the sum of a number over the ranks of a group, which must all call this.
 
