@@ -41,13 +41,15 @@ def test_cuda_kernel_with_another_number_is_refused_by_name(empty_cache, monkeyp
 def test_each_shared_number_that_differs_is_named(tmp_path, monkeypatch):
     numbers = shared_numbers.shared_numbers()
     wrong = {name: number + max(1, abs(number)) for name, number in numbers.items()}
+    moved = {name: offset + 1 for name, offset in shared_numbers.offsets().items()}
     monkeypatch.setattr(shared_numbers, "shared_numbers", lambda: wrong)
+    monkeypatch.setattr(shared_numbers, "offsets", lambda: moved)
     source = tmp_path / "numbers.cpp"
     source.write_text(shared_numbers.op_source())
     command = [*COMPILER, "-fsyntax-only", source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     named = re.findall(r"error: static assertion failed: (.*): Python has", done.stderr)
-    assert named == list(wrong)
+    assert named == [*wrong, *moved]
 
 
 def test_shared_numbers_are_all_enumerators_and_structs_of_the_kernels_format():

@@ -156,6 +156,7 @@ def _nvrtc() -> CudaCompiler:
     def compile(architecture: int) -> bytes:
         folders = [*include_folders(), source_folder() / "cuda" / "nvrtc"]
         options = [*FLAGS, f"-arch=sm_{architecture}", *(f"-I{folder}" for folder in folders)]
+        options.append("-default-device")  # before 13.5 it takes lambdas for host functions
         source = program().read_text() + assertions()
         compiled = nvrtc.createProgram(source, program().name, (), ())
         try:

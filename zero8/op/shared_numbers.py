@@ -57,7 +57,8 @@ def op_source() -> str:
     """Return a C++ file for the op, which is nothing but assertions."""
     headers = '#define ZERO8_TARGET numbers\n#include "check.h"\n#include "vec_scalar.h"\n'
     headers += '#include "update.h"\n'
-    return headers + assertions("numbers", shared_numbers() | {"kMaxElements": grid.MAX_NUMEL})
+    numbers = shared_numbers() | offsets() | {"kMaxElements": grid.MAX_NUMEL}
+    return headers + assertions("numbers", numbers)
 
 
 def shared_numbers() -> dict[str, float]:
@@ -88,8 +89,19 @@ def shared_numbers() -> dict[str, float]:
             numbers[f"kScalesPerBlock[k{name}].{moment}"] = math.prod(code.scale_shape)
             numbers |= _numbers_of_code(f"{name}Pair::{part}", code)
     for name, layout in _STRUCTS.items():
-        numbers |= _numbers_of_struct(name, layout)
+        numbers[f"sizeof({name})"] = layout.itemsize
+        for field, (dtype, *_) in layout.fields.items():
+            numbers[f"sizeof({name}::{field})"] = dtype.itemsize
     return numbers
+
+
+def offsets() -> dict[str, int]:
+    """Return where numpy has the fields of structs; NVRTC before 13.5 cannot tell its own."""
+    return {
+        f"__builtin_offsetof({name}, {field})": offset
+        for name, layout in _STRUCTS.items()
+        for field, (_, offset, *_) in layout.fields.items()
+    }
 
 
 def _numbers_of_code(name: str, code: MomentCode) -> dict[str, float]:
@@ -99,14 +111,6 @@ def _numbers_of_code(name: str, code: MomentCode) -> dict[str, float]:
         numbers[f"{name}::kJoint"] = float(code.narrow.levels[code.JOINT])
         numbers |= _numbers_of_code(f"{name}::Narrow", code.narrow)
         numbers |= _numbers_of_code(f"{name}::Wide", code.wide)
-    return numbers
-
-
-def _numbers_of_struct(name: str, layout: np.dtype) -> dict[str, int]:
-    numbers = {f"sizeof({name})": layout.itemsize}
-    for field, (dtype, offset, *_) in layout.fields.items():
-        numbers[f"__builtin_offsetof({name}, {field})"] = offset
-        numbers[f"sizeof({name}::{field})"] = dtype.itemsize
     return numbers
 
 
