@@ -13,6 +13,7 @@ import zero8
 from zero8.state.params import KnownParams
 from zero8.state.whole import WholeTensor
 from zero8.step import stepper
+from zero8.step.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SHAPES = {"a": (64, 100), "b": (33,), "c": (70, 300)}
@@ -195,6 +196,24 @@ def test_only_parameters_whose_tensors_have_changed_are_prepared_again(monkeypat
     step(params, optimizer, 4)
     step(params, optimizer, 5)
     assert prepared == ["a", "b", "c", "c"]
+
+
+def test_parts_of_the_parameters_that_step_in_turns_keep_their_plans(monkeypatch):
+    """As the sub-groups of ZeRO-3, which the optimizer meets one by one."""
+    params, optimizer = made()
+    whole, other = made()
+    plans, of = [], Plan.of
+    monkeypatch.setattr(Plan, "of", lambda *args: plans.append(1) or of(*args))
+    for number in range(3):
+        step(whole, other, number)
+    assert len(plans) == 1
+    for number in range(3):
+        for names in (("a",), ("b", "c")):
+            optimizer.param_groups[0]["params"] = [params[name] for name in names]
+            step(params, optimizer, number)
+    assert len(plans) == 3
+    for name, p in params.items():
+        assert torch.equal(p, whole[name]), name
 
 
 class OfMatrices(WholeTensor):

@@ -33,7 +33,8 @@ class Stepper:
         self.counts = Ledger()
         self._settings, self._params, self._kinds = settings, params, kinds
         self._kept: dict[int, ParamRecords] = {}  # by the parameter's id
-        self._plan: Plan | None = None
+        # By the first parameter's id: ZeRO-3 steps over one sub-group after the other.
+        self._plans: dict[int, Plan] = {}
         self._captured: CapturedStep | None = None
         self._replaced: list[CapturedStep] = []  # earlier ones whose counts are awaited
 
@@ -64,8 +65,8 @@ class Stepper:
     def _plan_for(
         self, batch: Batch, groups: list[dict], state: Mapping[Tensor, dict]
     ) -> tuple[Plan, np.ndarray]:
-        """Return the plan of the step before where it fits, else a new one; `Seen.addresses`."""
-        plan = self._plan
+        """Return the plan of an earlier step where it fits, else a new one; `Seen.addresses`."""
+        plan = self._plans.get(id(batch.params[0]))
         if plan is not None and plan.ids == batch.ids:
             if (addresses := plan.addresses_of(batch)) is not None:
                 return plan, addresses
@@ -73,8 +74,8 @@ class Stepper:
         records = [self._kept[number] for number in batch.ids]
         kinds = Kinds([one.kind for one in records])
         seen = Seen(batch, kinds.contents(batch.states))
-        self._plan = Plan.of(batch, seen, kinds, records)
-        return self._plan, seen.addresses
+        self._plans[batch.ids[0]] = plan = Plan.of(batch, seen, kinds, records)
+        return plan, seen.addresses
 
     def _keep_records(self, batch: Batch, groups: list[dict], state: Mapping[Tensor, dict]) -> None:
         """Make the records of the parameters for which none are kept that fit."""
