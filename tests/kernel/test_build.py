@@ -139,7 +139,7 @@ def test_copy_of_a_built_folder_that_is_read_only_loads_without_compiler_and_nin
     env = {"TORCH_EXTENSIONS_DIR": str(copy), "PATH": str(tmp_path / "bin"), "CXX": None}
     done = processes.python(READ_ONLY + processes.STEP, **env)
     assert f"stepped with {copy}" in done.stdout, done.stderr
-    assert "zero8:" not in done.stderr
+    assert "compiling" not in done.stderr
 
 
 WITHOUT_DEEPSPEED = """

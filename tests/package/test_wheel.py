@@ -47,6 +47,7 @@ def venv(wheel, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_wheel_in_an_empty_environment_builds_the_op_and_steps(venv, tmp_path):
     compiler = processes.unoptimized_compiler(tmp_path / "bin")
     path = f"{compiler}:{sysconfig.get_path('scripts')}:{os.environ['PATH']}"

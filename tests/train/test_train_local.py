@@ -69,6 +69,7 @@ def start_local(tmp_path):
             stop(process)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIME_LIMIT + 2 * STOP_LIMIT)
 def test_local_sh_four_steps_writes_summary_of_both_runs(tmp_path, start_local):
     process = start_local()
