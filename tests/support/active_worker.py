@@ -25,6 +25,10 @@ def try_everything(base):
         warnings.simplefilter("error", RuntimeWarning)
         import deepspeed
 
+    from zero8.train.build import leave_out_shared_memory
+
+    leave_out_shared_memory()
+
     def engine_of(ds_config, model, optimizer=None):
         engine, *_ = deepspeed.initialize(
             model=model,

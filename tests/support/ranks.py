@@ -122,10 +122,9 @@ def _make_folder(tmp_path: Path, kwargs: dict) -> Path:
 @lru_cache(maxsize=1)
 def build_ops() -> None:
     # Here, because ranks may be killed, and a killed build leaves a lock that DeepSpeed waits for.
-    from zero8.train.build import build_ops, build_shared_memory
+    from zero8.train.build import build_ops
 
     build_ops()
-    build_shared_memory()
 
 
 def _start(logs: Path, rank: int, world_size: int, port: int) -> subprocess.Popen:

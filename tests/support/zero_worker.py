@@ -10,6 +10,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import zero8  # noqa: F401  registers the optimizer type
+from zero8.train.build import leave_out_shared_memory
+
+leave_out_shared_memory()  # without LOCAL_SIZE it would not be called
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
@@ -32,10 +33,12 @@ def build_ops() -> None:
     _build([CPUAdamBuilder()])
 
 
-def build_shared_memory() -> None:
-    """Build what DeepSpeed's comm loads without a GPU; `zero8.train` leaves it out."""
-    if get_accelerator().device_name() == "cpu":
-        _build([ShareMemCommBuilder()])
+def leave_out_shared_memory() -> None:
+    """Keep DeepSpeed from compiling an all_reduce that is never called here.
+
+    It is for ranks that DeepSpeed's own launcher started, whose environment has LOCAL_SIZE.
+    """
+    deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
 
 
 def build_aio() -> None:

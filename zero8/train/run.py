@@ -10,10 +10,10 @@ from pathlib import Path
 import deepspeed
 import deepspeed.comm as dist
 import torch
-from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from tqdm import trange
 
 import zero8  # noqa: F401 - registers the optimizer type "Adam8bitBlockwise"
+from zero8.train.build import leave_out_shared_memory
 from zero8.train.config import load_config
 from zero8.train.data import Text, load_text, train_batch, unigram_entropy, validation_windows
 from zero8.train.log import log_warnings
@@ -40,14 +40,6 @@ class Curves:
     validation: list[tuple[int, float]] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     iteration_ms: list[float] = field(default_factory=list)
-
-
-def leave_out_shared_memory() -> None:
-    """Keep DeepSpeed from compiling an all_reduce that is never called here.
-
-    It is for ranks that DeepSpeed's own launcher started, whose environment has LOCAL_SIZE.
-    """
-    deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
 
 
 def mean_over_ranks(total: float, count: int) -> float:
