@@ -67,11 +67,15 @@ gpu-check: $(if $(GPU_PYTHON),,.venv/.dev .venv/.peers)
 # and stand last in the alphabet.  Threads that wait leave their core to the other file.
 PYTEST := OMP_WAIT_POLICY=passive $(RUN) -m pytest
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
+# For all instruction sets: a test that steps first would compile the fastest alone, and others all.
+BUILD := $(RUN) -m zero8.cli build
 
 test: .venv/.test
+	$(BUILD)
 	$(PYTEST) -m "not slow" $(TWO_FILES)
 
 test-slow: .venv/.test
+	$(BUILD)
 	$(PYTEST) -m slow $(TWO_FILES)
 
 test-full: test test-slow

@@ -16,6 +16,7 @@ from zero8 import cli
 from zero8.bench.step import command as step
 from zero8.bench.step import contenders as step_contenders
 from zero8.bench.step import kernel as step_kernel
+from zero8.bench.step import machines
 from zero8.bench.step import targets as step_targets
 from zero8.bench.step.contenders import flat_params, peer_contenders, zero8_contenders
 from zero8.bench.step.report import busy_lines
@@ -55,6 +56,7 @@ RESULT_KEYS = {
     "rows",
     "in_cache",
     "tensor_list",
+    "on_machines",
     "skipped",
     "checks",
     "versions",
@@ -126,6 +128,38 @@ def test_run_times_every_instruction_set_in_the_cache(tiny):
     rows = json.loads(tiny.read_text())["in_cache"]
     cases = {(row["codec"], row["variant"], row["isa"]) for row in rows}
     assert cases == {(c, v.name, isa) for c in CODECS for v in VARIANTS for isa in kernel.isas()}
+
+
+def test_run_says_of_each_step_what_limits_it_elsewhere(tiny):
+    result = json.loads(tiny.read_text())
+    found = result["on_machines"]
+    assert {(r["variant"], r["codec"]) for r in found} == {
+        (v.name, codec) for v in VARIANTS for codec in CODECS
+    }
+    copied = max(row["gb_per_s"] for row in result["rows"] if row["name"] == "copy")
+    assert f"| this one: 2 cores, {copied:.0f} GB/s |" in tiny.with_suffix(".md").read_text()
+
+
+def test_machines_are_limited_by_their_cores_or_by_their_memory():
+    step = {"variant": "fp32", "codec": "log", "isa": "avx2"}
+    result = {
+        "threads": 2,
+        "rows": [
+            {"name": "zero8", **step, "bytes_per_param": 16, "gb_per_s": 20.0},
+            {"name": "zero8", **step, "codec": "dynamic", "bytes_per_param": 16, "gb_per_s": 9.0},
+            {"name": "copy", "gb_per_s": 32.0},
+            {"name": "copy", "gb_per_s": 30.0},
+        ],
+        "in_cache": [{**step, "ns_per_param": 1.6}],
+    }
+    (row,) = machines.rows(result)
+    assert (row["codec"], row["ns_in_cache"]) == ("log", 1.6)
+    bounds = [(on["machine"], on["ns_per_param"], on["saturating_cores"]) for on in row["on"]]
+    assert bounds == [
+        ("this one", 0.8, pytest.approx(3.2)),
+        ("desktop", pytest.approx(0.2), pytest.approx(8)),
+        ("server", 0.08, pytest.approx(20)),
+    ]
 
 
 def test_run_draws_and_tabulates_every_row(tiny):

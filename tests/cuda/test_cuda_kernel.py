@@ -121,7 +121,10 @@ def assert_follows_cpu(host: Host, segments: list[Segment], hyper: dict, count=3
 
 
 @codec_names
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(
+    "block_size",
+    [pytest.param(size, marks=[pytest.mark.slow] * (size in (128, 512))) for size in BLOCK_SIZES],
+)
 def test_cuda_step_any_dtype_and_place_equals_the_cpu(host, codec, block_size):
     segments = [
         make(codec, place, scalars_at(1, ADAMW), *dtypes)

@@ -21,6 +21,7 @@ from zero8.bench import record
 from zero8.bench.step import contenders as step_contenders
 from zero8.bench.step import cuda as step_cuda
 from zero8.bench.step import kernel as step_kernel
+from zero8.bench.step import machines
 from zero8.bench.step.contenders import Contender
 from zero8.bench.step.figure import plot
 from zero8.bench.step.report import busy_lines, markdown
@@ -134,7 +135,7 @@ def measure(plan: Plan) -> dict:
             "cpu": record.cpu(),
             "machine": machine | {"anonymous_huge_bytes": huge_bytes},
         }
-    return {**result, "checks": checks(result)}
+    return {**result, "on_machines": machines.rows(result), "checks": checks(result)}
 
 
 @contextmanager

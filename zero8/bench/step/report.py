@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable
 
 from zero8.bench.record import check_lines, skipped_lines, table_lines
+from zero8.bench.step import machines
 
 # Share of the threads' time; above it, waits for other processes show in the measurement.
 MOST_WAITED = 0.02
@@ -63,6 +64,10 @@ def markdown(result: dict) -> str:
         "",
         *_cached_lines(result["in_cache"]),
         "",
+        "## On other machines",
+        "",
+        *_machine_lines(result),
+        "",
         "## Tensors of a model",
         "",
         _list_line(result["tensor_list"]),
@@ -117,6 +122,26 @@ def _cached_lines(rows: list[dict]) -> list[str]:
         for variant, codec in cases
     ]
     return table_lines(["step", *isas], cells)
+
+
+def _machine_lines(result: dict) -> list[str]:
+    on = machines.machines(result)
+    titles = [f"{one.name}: {one.cores} cores, {one.gb_per_s:.0f} GB/s" for one in on]
+    cells = [
+        [
+            label(row),
+            f"{row['ns_in_cache']:.3f}",
+            *(f"{one['ns_per_param']:.3f}, {one['saturating_cores']:.1f}" for one in row["on"]),
+        ]
+        for row in machines.rows(result)
+    ]
+    return [
+        *table_lines(["step", "one core in the cache, ns/param", *titles], cells),
+        "",
+        "The first number is the least ns/param with cores like these: the larger of one core's "
+        "time over the number of cores and of bytes over bandwidth. The second is how many cores "
+        "are as fast as the memory; more do not help.",
+    ]
 
 
 def _list_line(listed: dict) -> str:

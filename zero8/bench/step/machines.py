@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a measurement says of other machines: where cores limit the step, and where memory does.
+
+A step over data in memory takes at least
+
+    ns/param = max(ns of one core in the cache / cores, bytes per parameter / bandwidth)        (B1)
+
+so `bandwidth * ns of one core / bytes` cores are as fast as the memory, and more do not help.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Cores as fast as those that were measured, and memory.
+
+    Attributes:
+        name: what it is called.
+        cores: how many.
+        gb_per_s: bandwidth of its memory, read and written.
+    """
+
+    name: str
+    cores: int
+    gb_per_s: float
+
+    def ns_per_param(self, ns_in_cache: float, bytes_per_param: float) -> float:
+        """Return the bound (B1)."""
+        return max(ns_in_cache / self.cores, bytes_per_param / self.gb_per_s)
+
+    def saturating_cores(self, ns_in_cache: float, bytes_per_param: float) -> float:
+        """Return how many cores are as fast as the memory."""
+        return self.gb_per_s * ns_in_cache / bytes_per_param
+
+
+OTHERS = (Machine("desktop", 8, 80.0), Machine("server", 64, 200.0))
+
+
+def machines(result: dict) -> list[Machine]:
+    """Return the machine of a result, with what its fastest copy moves, and two others."""
+    copied = [row["gb_per_s"] for row in result["rows"] if row["name"] == "copy"]
+    return [Machine("this one", result["threads"], max(copied)), *OTHERS]
+
+
+def rows(result: dict) -> list[dict]:
+    """Return for each of zero8's steps what limits it on each of `machines`.
+
+    Only steps that were timed in the cache too, each with the instruction set that it stepped with.
+    """
+    in_cache = {
+        (row["variant"], row["codec"], row["isa"]): row["ns_per_param"]
+        for row in result["in_cache"]
+    }
+    found = []
+    for row in (row for row in result["rows"] if row["name"] == "zero8"):
+        ns = in_cache.get((row["variant"], row["codec"], row["isa"]))
+        if ns is None:
+            continue
+        step = {name: row[name] for name in ("name", "variant", "codec", "bytes_per_param")}
+        on = [
+            {
+                "machine": machine.name,
+                "saturating_cores": machine.saturating_cores(ns, row["bytes_per_param"]),
+                "ns_per_param": machine.ns_per_param(ns, row["bytes_per_param"]),
+            }
+            for machine in machines(result)
+        ]
+        found.append({**step, "ns_in_cache": ns, "on": on})
+    return found
