@@ -32,7 +32,7 @@ def output_of(command, **env):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=150,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
