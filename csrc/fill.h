@@ -8,9 +8,6 @@
 
 namespace zero8 {
 
-// r(0, t) of equation (D1) of zero8/spec/dither.py: what a kernel knows of key and step t.
-uint32_t phase_of(uint32_t key, int64_t step);
-
 // The step that parameters take, by parameter.
 struct StepsOfParams {
   const uint64_t* params;  // addresses

@@ -324,7 +324,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         )
         try:
             super().load_state_dict(state_dict)
-        except Exception:
+        except Exception:  # whatever it is, nothing may have been changed
             self.__dict__.update(kept)
             raise
         finally:

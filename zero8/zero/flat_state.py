@@ -34,7 +34,7 @@ class FlatPartition(StateKind):
         if p in self._params:
             return False
         # A copied optimizer does not know its partitions, so that its own states have to say.
-        return self.table(p) is not None or bool(state and "format" not in state)
+        return bool(state and "format" not in state) or self.table(p) is not None
 
     def table(self, p: Tensor, numel: int | None = None) -> PieceTable | None:
         """Return the segment table of a partition, None if ZeRO does not know it as one.
