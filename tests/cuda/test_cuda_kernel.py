@@ -27,6 +27,7 @@ from segments import (
     assert_same,
     copied,
     factors,
+    framed_copy,
     gradient,
     make,
     scalars_at,
@@ -261,17 +262,7 @@ def test_cuda_step_writes_nothing_beside_its_segment(host, codec, dtype):
     for numel in (1, 7, 8, 9, 15, 16, 17, 31, 33, 255):
         place = Place((3, 300), 256, 296, numel)
         segment = make(codec, place, scalars_at(1, ADAMW), dtype)
-        framed, frames = copied(segment), {}
-        for name, value in tensors(segment).items():
-            rows = value.numel()
-            frames[name] = torch.full((rows + 200,), 77, dtype=value.dtype)
-            inner = frames[name][100 : 100 + rows].view(value.shape).copy_(value)
-            if name == "param":
-                framed.param = inner
-            elif name.endswith("_scale"):
-                getattr(framed, name.removesuffix("_scale")).scales = inner
-            else:
-                getattr(framed, name).values = inner
+        framed, frames = framed_copy(segment)
         for one in (segment, framed):
             one.grad.copy_(gradient(0, numel, seed=numel))
         kernel.step([segment])

@@ -10,7 +10,17 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from segments import CODEC_NAMES, Place, assert_same, copied, gradient, make, scalars_at, tensors
+from segments import (
+    CODEC_NAMES,
+    Place,
+    assert_same,
+    copied,
+    framed_copy,
+    gradient,
+    make,
+    scalars_at,
+    tensors,
+)
 
 from zero8.op import kernel
 from zero8.spec import reference
@@ -87,17 +97,7 @@ def test_kernel_step_writes_nothing_beside_its_segment(codec, dtype):
     for isa, numel in itertools.product(kernel.isas(), (1, 15, 17, 63, 255)):
         place = Place((3, 300), 256, 299, numel)
         segment = make(codec, place, scalars_at(1, ADAMW), dtype)
-        framed, frames = copied(segment), {}
-        for name, value in tensors(segment).items():
-            rows = value.numel()
-            frames[name] = torch.full((rows + 200,), 77, dtype=value.dtype)
-            inner = frames[name][100 : 100 + rows].view(value.shape).copy_(value)
-            if name == "param":
-                framed.param = inner
-            elif name.endswith("_scale"):
-                getattr(framed, name.removesuffix("_scale")).scales = inner
-            else:
-                getattr(framed, name).values = inner
+        framed, frames = framed_copy(segment)
         for one in (segment, framed):
             one.grad.copy_(gradient(0, numel, seed=numel))
             kernel.step([one], isa=isa)

@@ -95,6 +95,25 @@ def copied(segment: Segment) -> Segment:
     return replace(segment, param=copy(segment.param), grad=copy(segment.grad), **moments)
 
 
+def framed_copy(segment: Segment) -> tuple[Segment, dict[str, torch.Tensor]]:
+    """Return a copy with 100 elements on both sides of what a step may change, and all of these.
+
+    The elements around it are 77.
+    """
+    framed, frames = copied(segment), {}
+    for name, value in tensors(segment).items():
+        rows = value.numel()
+        frames[name] = torch.full((rows + 200,), 77, dtype=value.dtype)
+        inner = frames[name][100 : 100 + rows].view(value.shape).copy_(value)
+        if name == "param":
+            framed.param = inner
+        elif name.endswith("_scale"):
+            getattr(framed, name.removesuffix("_scale")).scales = inner
+        else:
+            getattr(framed, name).values = inner
+    return framed, frames
+
+
 def integers(x: torch.Tensor) -> torch.Tensor:
     return x.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[x.element_size()])
 
