@@ -14,7 +14,7 @@ struct Block {
   int64_t begin;
   int64_t local;
   int count;
-  int size;  // more than `count` where threads share a block
+  int offset;  // how many elements of the block lie before them, in other shards
 };
 
 ZERO8_DEVICE inline int64_t blocks_per_row(const Segment& seg) {
@@ -37,12 +37,11 @@ ZERO8_DEVICE inline Block block_at(const Segment& seg, int64_t local) {
   const int64_t per_row = blocks_per_row(seg);
   const int64_t row_begin = number / per_row * seg.row_length;
   const int64_t row_end = row_begin + seg.row_length;
-  int64_t begin = row_begin + number % per_row * seg.block_size;
-  int64_t end = begin + seg.block_size < row_end ? begin + seg.block_size : row_end;
-  if (begin < seg.first) begin = seg.first;
+  const int64_t whole = row_begin + number % per_row * seg.block_size;
+  const int64_t begin = whole < seg.first ? seg.first : whole;
+  int64_t end = whole + seg.block_size < row_end ? whole + seg.block_size : row_end;
   if (end > seg.first + seg.numel) end = seg.first + seg.numel;
-  const int count = static_cast<int>(end - begin);
-  return {begin - seg.first, local, count, count};
+  return {begin - seg.first, local, static_cast<int>(end - begin), static_cast<int>(begin - whole)};
 }
 
 }  // namespace ZERO8_TARGET

@@ -28,7 +28,9 @@ std::string wrong_size(const Segment& s) {
 
 // What chooses the code that runs, and the scalars that it reads.
 std::string wrong_kind(const Segment& s, int64_t num_scalars) {
-  if (s.codec < kFloat32 || s.codec > kLog) return wrong("codec", s.codec, "0 to 3");
+  if (s.codec != kFloat32 && s.codec != kDynamic && s.codec != kLog) {
+    return wrong("codec", s.codec, "0 (float32), 1 (dynamic) or 4 (log)");
+  }
   if (s.param_dtype != kFP32 && s.param_dtype != kBF16) {
     return wrong("param_dtype", s.param_dtype, "0 (float32) or 1 (bfloat16)");
   }

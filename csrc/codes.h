@@ -1,23 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 8-bit codes of the moments in terms of Vec: zero8/spec/codec.py, equation by equation.
+// The 8-bit codes of the moments in terms of Vec: zero8/spec/log.py and dynamic.py, equation by
+// equation.
 //
-// A code is a struct with four parts, so that the step can interleave them as it likes:
+// A code is a struct with four parts, so that the step can arrange them as it likes:
 //
-//   kScales, kZeroCode, kStoresRoot
-//       How many floats each block stores, 1 to kMaxScales; the code of exact 0; whether the code
-//       is of sqrt(v), and not of v or m.  The step squares decoded roots, and encodes roots.
+//   kScales, kZeroCode, kTwosComplement, kHasPairs
+//       How many floats each block stores, 1 to kMaxScales; the code of exact 0; whether codes are
+//       in two's complement, and so to be loaded by Vec::load8s instead of Vec::load8; whether
+//       pairs of vectors are served.
 //   Decoder(const float* stored, float gain, const DynamicMap&)
-//       Of one block, by its kScales floats.  `decode(Vec::I codes)` returns a Vec::F: the values
-//       times `gain`.  `decode.chunk(const uint8_t*)` returns an object whose (int k) is the k-th
-//       of the next four vectors, 0 <= k < 4; the Decoder and the codes must outlive it.
+//       Of one block, by its kScales floats.  `decode(vec, Vec::I codes)` returns a Vec::F: the
+//       values times `gain`; `vec` is a Vec or, on CUDA, a QuickVec.  On the CPU
+//       `decode.chunk(const uint8_t*)` returns an object for the next four vectors, whose
+//       two<kPairs>(int k, Vec::F*) gives numbers k and k + 1, k being 0 or 2, in order or as a
+//       pair: see Dither.  The Decoder and the codes must outlive it.
 //   Range()
 //       What the block's scales depend on: `add(Vec::F)` is called with every value of the block,
 //       in any order, while values are made.  Zeros may be added, as beyond a tail, and on CUDA
-//       each thread adds its own values: the Encoder reduces over the block.
+//       each thread adds its own values: the Encoder reduces over the block.  That of a second
+//       moment tells the `largest()` pattern, which is that of NaN if there is one.
 //   Encoder(const Range&, const DynamicMap&, const BlockValues&, float* stored)
-//       Makes the scales and writes kScales floats.  `encode(Vec::F)`, called with the values in
-//       order as dithers count elements, returns a Vec::I of codes, to which `completed<kLeft>` is
-//       still to be applied: on packed bytes that is cheaper.  Encoder() encodes nothing.
+//       Makes the scales and writes kScales floats; it may change the values.  `encode(Vec::F,
+//       Vec::I threshold)` returns a Vec::I of codes, to which `completed<kLeft>` is still to be
+//       applied: on packed bytes that is cheaper.  Encoder() encodes nothing.
+//   dither(uint32_t q)
+//       The Dither of the thresholds, which starts with q(i, t) = q.
 //
 // Values are finite, 0 or normal numbers, below 2^126 in magnitude as limits on gradients see to
 // it, and never negative in a second moment.
@@ -53,43 +60,87 @@ ZERO8_DEVICE inline float float_of(uint32_t bits) {
   return x;
 }
 
-// (D1) for consecutive elements: r(i, t) = i * A + phase modulo 2^32.
-struct Dither {
-  Vec::I r;
-
-  ZERO8_DEVICE Dither() : r(Vec::seti(0)) {}
-  ZERO8_DEVICE Dither(uint32_t phase, uint32_t index)
-      : r(Vec::ramp(index * kElementStep + phase, kElementStep)) {}
-  ZERO8_DEVICE Vec::I next() {
-    const Vec::I now = r;
-    r = Vec::addi(r, Vec::seti(kElementStep * Vec::kLanes));
-    return now;
-  }
-};
-
 ZERO8_DEVICE inline Vec::I magnitude_bits(Vec::F x) {
   return Vec::andi(Vec::as_int(x), Vec::seti(~kSignBit));
 }
 
-// What the codes of a block depend on besides their range.
-struct BlockValues {
-  const float* x;         // up to a whole number of vectors, zeros at the end
-  int count;              // of them
-  int size;               // of the block, more than `count` where others hold the rest of it
-  uint32_t phase, index;  // of the dither
-  float settling;         // of (C2')
+// (D2) for vector after vector, in the lower halves, which stand under the same upper half.
+//
+// Vectors are in order, or they come in pairs, the first of elements 0, 2, 4, ... and the second of
+// 1, 3, 5, ...: so 16-bit numbers become two vectors of floats with two instructions.
+class Dither {
+ public:
+  ZERO8_DEVICE Dither() : Dither(0) {}
+  // Element 0 has q(i, t) = `first`.
+  ZERO8_DEVICE explicit Dither(uint32_t first, uint32_t upper_half = 0)
+      : first_(first), upper_half_(upper_half) {
+    start(0, false);
+  }
+  // From element i on.
+  ZERO8_DEVICE ZERO8_INLINE void start(int i, bool pairs) {
+    const uint32_t first = first_ + static_cast<uint32_t>(i) * kInBlockStep;
+    q_[0] = ramp(first, pairs ? 2 * kInBlockStep : kInBlockStep);
+    q_[1] = Vec::add_low16(q_[0], step(pairs ? 1 : Vec::kLanes));
+  }
+  // Of the next vector, in order; two at a time, in order or a pair, they are next_of_two(0) and
+  // next_of_two(1).
+  ZERO8_DEVICE ZERO8_INLINE Vec::I next() {
+    const Vec::I now = q_[0];
+    q_[0] = Vec::add_low16(now, step(Vec::kLanes));
+    return now;
+  }
+  ZERO8_DEVICE ZERO8_INLINE Vec::I next_of_two(int k) {
+    const Vec::I now = q_[k];
+    q_[k] = Vec::add_low16(now, step(2 * Vec::kLanes));
+    return now;
+  }
+
+ private:
+  uint32_t first_, upper_half_;
+  Vec::I q_[2];
+
+  ZERO8_DEVICE static Vec::I step(uint32_t elements) {
+    return Vec::seti((elements * kInBlockStep) & 0xFFFF);
+  }
+  ZERO8_DEVICE Vec::I ramp(uint32_t start, uint32_t step) const {
+    const Vec::I lower = Vec::andi(Vec::ramp(start, step), Vec::seti(0xFFFF));
+    return Vec::ori(lower, Vec::seti(upper_half_ << 16));
+  }
 };
 
-// What is left to do to a code: nothing; put in the sign of x where it is not 0; raise it to 1
-// where x, never negative, is not 0.
-enum class Left { kNothing, kSign, kRaise };
+// What the codes of a block depend on besides their range.
+struct BlockValues {
+  float* x;        // up to a whole number of vectors, zeros at the end
+  int count;       // of them
+  int place;       // how many others lie before them
+  int size;        // of all together: more than `count` where others hold the rest
+  float settling;  // of (C2')
+};
+
+// Four vectors of codes, of which the Decoder takes two at a time.
+template <class Decoder>
+struct ChunkOf {
+  const Decoder& decode;
+  const uint8_t* codes;
+
+  template <bool kPairs>
+  ZERO8_DEVICE ZERO8_INLINE void two(int k, Vec::F* x) const {
+    decode.template two<kPairs>(codes + k * Vec::kLanes, x);
+  }
+};
+
+// What is left to do to a code: nothing; negate it where x is negative; make it 0 where it is
+// negative; raise it to 1 where x, never negative, is not 0.
+enum class Left { kNothing, kSign, kClamp, kRaise };
 
 template <Left kLeft>
 ZERO8_DEVICE inline Vec::I completed(Vec::I code, Vec::F x) {
   if constexpr (kLeft == Left::kSign) {
-    const Vec::I sign = Vec::andi(Vec::shr<24>(Vec::as_int(x)), Vec::seti(128));
-    return Vec::choose(Vec::equal(code, Vec::seti(0)), code, Vec::ori(code, sign));
+    const Vec::Mask negative = Vec::above(Vec::seti(0), Vec::as_int(x));
+    const Vec::I minus = Vec::andi(Vec::subi(Vec::seti(0), code), Vec::seti(255));
+    return Vec::choose(negative, minus, code);
   }
+  if constexpr (kLeft == Left::kClamp) return Vec::maxs(code, Vec::seti(0));
   if constexpr (kLeft == Left::kRaise) {
     return Vec::maxu(code, Vec::minu(Vec::as_int(x), Vec::seti(1)));
   }
@@ -97,142 +148,91 @@ ZERO8_DEVICE inline Vec::I completed(Vec::I code, Vec::F x) {
 }
 
 // Largest |x|, of values that are never negative if not kSigned.  Over bit patterns, so that
-// neither order nor vector width matters.
+// neither order nor vector width matters.  Where a signed value is NaN it means nothing.
 template <bool kSigned>
 struct Absmax {
-  Vec::I largest;
+  Vec::I patterns;
 
-  ZERO8_DEVICE Absmax() : largest(Vec::seti(0)) {}
+  ZERO8_DEVICE Absmax() : patterns(Vec::seti(0)) {}
 
   ZERO8_DEVICE ZERO8_INLINE void add(Vec::F x) {
-    largest = Vec::maxu(largest, kSigned ? magnitude_bits(x) : Vec::as_int(x));
+    patterns = kSigned ? Vec::max_magnitude(patterns, x) : Vec::maxu(patterns, Vec::as_int(x));
   }
+  ZERO8_DEVICE uint32_t largest() const { return Vec::reduce_maxu(patterns); }
   ZERO8_DEVICE float value() const {
-    const float x = float_of(Vec::reduce_maxu(largest));
+    const float x = float_of(largest());
     return x < kSaturation ? x : kSaturation;
   }
 };
 
-// Four vectors of codes that are decoded one by one.
-template <class Decoder>
-struct ChunkOf {
-  const Decoder& decode;
-  const uint8_t* codes;
-
-  ZERO8_DEVICE Vec::F operator()(int k) const {
-    return decode(Vec::load8(codes + k * Vec::kLanes));
-  }
-};
-
-// The sign of a first moment is the top bit of its code, but 0 has none.
-ZERO8_DEVICE inline Vec::F signed_as(Vec::I code, Vec::F magnitude) {
-  const Vec::I sign = Vec::andi(Vec::shl<24>(code), Vec::seti(kSignBit));
-  return Vec::as_float(Vec::ori(Vec::as_int(magnitude), sign));
-}
-
-// (C2') before the shift: to nearest, but down where that would undo the decay.
-ZERO8_DEVICE inline Vec::I settled_offset(Vec::F x, Vec::F inverse, Vec::F settled_inverse,
-                                          Vec::I half) {
-  const Vec::F magnitude = Vec::as_float(magnitude_bits(x));
-  const Vec::I y = Vec::as_int(Vec::fma_far(magnitude, inverse, Vec::set(1.0f)));
-  const Vec::I settled = Vec::as_int(Vec::fma_far(magnitude, settled_inverse, Vec::set(1.0f)));
-  return Vec::addi(Vec::minu(Vec::addi(y, half), settled), Vec::seti(0u - kOneBits));
-}
-
 // (C2)-(C4)
-template <bool kSigned, int kOctaves, int kMantissaBits, bool kSquareRoot>
-struct Companded {
-  static constexpr bool kStoresRoot = kSquareRoot;
-  static constexpr int kScales = 1;
-  static constexpr uint32_t kZeroCode = 0;
+template <int kOctaves, int kMantissaBits>
+struct Octaves {
   static constexpr int kShift = 23 - kMantissaBits;
   static constexpr uint32_t kHalf = 1u << (kShift - 1);  // half a cell
-  static constexpr uint32_t kMaxCode = kOctaves * (1u << kMantissaBits) - 1u;
-  // (C3) of the largest code: 2^(octaves-1) * (2 - 2^-mantissa_bits) - 1.
+  // (C3) of 127: 2^(octaves-1) * (2 - 2^-mantissa_bits) - 1.
   static constexpr float kTop =
       static_cast<float>(1 << kOctaves) -
       static_cast<float>(1 << (kOctaves - 1)) / static_cast<float>(1 << kMantissaBits) - 1.0f;
-  static constexpr float kMinScale =
-      (kSquareRoot ? 0x1p-63f : 0x1p-126f) * static_cast<float>(1 << kMantissaBits);
+  static constexpr float kMinScale = 0x1p-126f * static_cast<float>(1 << kMantissaBits);
 
-  struct Decoder {
-    Vec::F scale, minus_scale;
-
-    ZERO8_DEVICE Decoder(const float* stored, float gain, const DynamicMap&)
-        : scale(Vec::mul(Vec::set(*stored), Vec::set(gain))),
-          minus_scale(Vec::mul(Vec::set(*stored), Vec::set(-gain))) {}
-    ZERO8_DEVICE Vec::F operator()(Vec::I code) const {
-      const Vec::I magnitude = kSigned ? Vec::andi(code, Vec::seti(kMaxCode)) : code;
-      const Vec::I y = Vec::addi(Vec::shl<kShift>(magnitude), Vec::seti(kOneBits));
-      // (y - 1) * scale: the level y - 1 is exact, so this rounds once, as the product does.
-      const Vec::F x = Vec::fma(Vec::as_float(y), scale, minus_scale);
-      return kSigned ? signed_as(code, x) : x;
-    }
-    ZERO8_DEVICE ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
-  };
-
-  using Range = Absmax<kSigned>;
-
-  struct Encoder {
-    static constexpr Left kLeft = kSigned ? Left::kSign : Left::kRaise;
-    Vec::F inverse, settled_inverse;
-    Dither dither;
-
-    ZERO8_DEVICE Encoder() : inverse(Vec::set(0.0f)), settled_inverse(Vec::set(0.0f)) {}
-    ZERO8_DEVICE Encoder(const Range& range, const DynamicMap&, const BlockValues& block,
-                         float* stored)
-        : dither(block.phase, block.index) {
-      const float absmax = range.value();
-      float scale = absmax / kTop;
-      if (scale < kMinScale) scale = kMinScale;
-      *stored = absmax == 0.0f ? 0.0f : scale;
-      const float reciprocal = absmax == 0.0f ? 0.0f : 1.0f / scale;
-      inverse = Vec::set(reciprocal);
-      settled_inverse = Vec::set(reciprocal * block.settling);
-    }
-    // No code can exceed the largest: a moment that a step makes of finite gradients is less than
-    // kSaturation, so the block's largest element comes within 5 ulps of kMaxCode, too few to
-    // carry.
-    ZERO8_DEVICE Vec::I operator()(Vec::F x) {
-      if constexpr (kSigned) {
-        return Vec::shr<kShift>(settled_offset(x, inverse, settled_inverse, Vec::seti(kHalf)));
-      } else {
-        // The threshold is r's upper bits with the last four replaced by 8.
-        const Vec::I y = Vec::as_int(Vec::fma_far(x, inverse, Vec::set(1.0f)));
-        const Vec::I r = Vec::andi(Vec::shr<32 - kShift>(dither.next()), Vec::seti(~15u));
-        const Vec::I offset = Vec::addi(y, Vec::seti(8u - kOneBits));
-        return Vec::shr<kShift>(Vec::addi(offset, r));
-      }
-    }
-  };
+  // (C4) of a block that is not all zeros.
+  ZERO8_DEVICE static float scale(float absmax) {
+    const float scale = absmax / kTop;
+    return scale < kMinScale ? kMinScale : scale;
+  }
 };
 
-// (C9)
-struct Adaptive {
-  static constexpr bool kStoresRoot = false;
+// A first moment in `log`: (C1), (C9)
+struct SignedLog {
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = 0;
-  using Narrow = Companded<true, 4, 5, false>;
-  using Wide = Companded<true, 8, 4, false>;
+  static constexpr bool kTwosComplement = true, kHasPairs = true;
+  using Narrow = Octaves<4, 5>;
+  using Wide = Octaves<8, 4>;
   static constexpr float kJoint = 0.75f;  // (C3) of code 24
   static constexpr float kMinScale = 0x1p-100f;
+  static constexpr int kSample = 32, kSampleOf = 128;
 
   struct Decoder {
-    Vec::F scale, minus_scale;
-    Vec::I shift;
+    Vec::F scale;
+    Vec::I shift, shift_from_top;
 
-    ZERO8_DEVICE Decoder(const float* stored, float gain, const DynamicMap&) {
-      const Vec::F positive = Vec::set(float_of(bits_of(*stored) & ~kSignBit));
-      scale = Vec::mul(positive, Vec::set(gain));
-      minus_scale = Vec::mul(positive, Vec::set(-gain));
-      shift = Vec::seti(*stored < 0.0f ? Wide::kShift : Narrow::kShift);
+    ZERO8_DEVICE Decoder(const float* stored, float gain, const DynamicMap&)
+        : scale(Vec::mul(Vec::set(float_of(bits_of(*stored) & ~kSignBit)), Vec::set(gain))) {
+      const uint32_t bits = *stored < 0.0f ? Wide::kShift : Narrow::kShift;
+      shift = Vec::seti(bits);
+      shift_from_top = Vec::seti(24 - bits);
     }
-    ZERO8_DEVICE Vec::F operator()(Vec::I code) const {
-      const Vec::I magnitude = Vec::andi(code, Vec::seti(127));
-      const Vec::I y = Vec::addi(Vec::shlv(magnitude, shift), Vec::seti(kOneBits));
-      return signed_as(code, Vec::fma(Vec::as_float(y), scale, minus_scale));
+    template <class AnyVec>
+    ZERO8_DEVICE ZERO8_INLINE Vec::F operator()(AnyVec& vec, Vec::I code) const {
+      return value(vec, Vec::shlv(Vec::absi(code), shift), code);
+    }
+    // V is Vec: that of CUDA, which has no such loads, does not get here.
+    template <bool kPairs, class V = Vec>
+    ZERO8_DEVICE ZERO8_INLINE void two(const uint8_t* codes, typename V::F* x) const {
+      V vec;
+      if constexpr (kPairs) {
+        typename V::I top[2];
+        V::load8_top_pair(codes, top);
+        x[0] = value(vec, V::shrv(V::absi(top[0]), shift_from_top), top[0]);
+        x[1] = value(vec, V::shrv(V::absi(top[1]), shift_from_top), top[1]);
+      } else {
+        x[0] = (*this)(vec, V::load8s(codes));
+        x[1] = (*this)(vec, V::load8s(codes + V::kLanes));
+      }
     }
     ZERO8_DEVICE ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
+
+   private:
+    // Of a magnitude at the place of (C3), with the sign of `code`.
+    template <class AnyVec>
+    ZERO8_DEVICE ZERO8_INLINE Vec::F value(AnyVec& vec, Vec::I magnitude, Vec::I code) const {
+      const Vec::F y = Vec::as_float(Vec::addi(magnitude, Vec::seti(kOneBits)));
+      // (y - 1) * scale: the level y - 1 is exact, so this rounds once, as the product does.
+      const Vec::F signed_scale = Vec::negated(scale, code);
+      return vec.fms(y, signed_scale, signed_scale);
+    }
   };
 
   using Range = Absmax<true>;
@@ -244,65 +244,94 @@ struct Adaptive {
 
     ZERO8_DEVICE Encoder()
         : inverse(Vec::set(0.0f)), settled_inverse(inverse), shift(Vec::seti(0)), half(shift) {}
-    ZERO8_DEVICE Encoder(const Range& range, const DynamicMap& map, const BlockValues& block,
+    ZERO8_DEVICE Encoder(const Range& range, const DynamicMap&, const BlockValues& block,
                          float* stored) {
-      const Narrow::Encoder narrow(range, map, block, stored);
-      const bool is_wide =
-          *stored >= kMinScale && 16 * large(block, kJoint * *stored) < 11 * block.size;
-      if (is_wide) {
-        const Wide::Encoder wide(range, map, block, stored);
-        *stored = -*stored;
-        inverse = wide.inverse;
-        settled_inverse = wide.settled_inverse;
-      } else {
-        inverse = narrow.inverse;
-        settled_inverse = narrow.settled_inverse;
-      }
+      const float absmax = range.value();
+      const float narrow = Narrow::scale(absmax), wide = Wide::scale(absmax);
+      const int samples = block.size / kSampleOf * kSample +
+                          (block.size % kSampleOf < kSample ? block.size % kSampleOf : kSample);
+      const bool is_wide = narrow >= kMinScale && 16 * large(block, kJoint * narrow) < 11 * samples;
+      const bool is_zero = absmax == 0.0f;
+      *stored = is_zero ? 0.0f : is_wide ? -wide : narrow;
+      const float reciprocal = is_zero ? 0.0f : 1.0f / (is_wide ? wide : narrow);
+      inverse = Vec::set(reciprocal);
+      settled_inverse = Vec::set(reciprocal * block.settling);
       shift = Vec::seti(is_wide ? Wide::kShift : Narrow::kShift);
       half = Vec::seti(is_wide ? Wide::kHalf : Narrow::kHalf);
     }
-    ZERO8_DEVICE Vec::I operator()(Vec::F x) const {
-      return Vec::shrv(settled_offset(x, inverse, settled_inverse, half), shift);
+    // (C2').  No code can exceed the largest: a moment that a step makes of finite gradients is
+    // less than kSaturation, so the block's largest element comes within 5 ulps of 127, too few to
+    // carry.
+    ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I) const {
+      const Vec::F magnitude = Vec::as_float(magnitude_bits(x));
+      const Vec::I y = Vec::as_int(Vec::fma_far(magnitude, inverse, Vec::set(1.0f)));
+      const Vec::I settled = Vec::as_int(Vec::fma_far(magnitude, settled_inverse, Vec::set(1.0f)));
+      const Vec::I rounded = Vec::minu(Vec::addi(y, half), settled);
+      return Vec::shrv(Vec::subi(rounded, Vec::seti(kOneBits)), shift);
     }
 
    private:
-    // How many |x| of the block are at least `joint`, which is positive.
+    // How many sampled |x| of the block are at least `joint`, which is positive.
     ZERO8_DEVICE static int large(const BlockValues& block, float joint) {
       int count = 0;
-      for (int i = 0; i < block.count; i += Vec::kLanes) {
-        const Vec::I magnitude = magnitude_bits(Vec::load(block.x + i));
-        count += Vec::count(Vec::above(magnitude, Vec::seti(bits_of(joint) - 1u)));
+      const int first = block.place % kSampleOf;  // a multiple of what one thread holds
+      for (int i = 0; i < block.count && first < kSample; i += kSampleOf) {
+        for (int k = i; k < i + kSample && k < block.count; k += Vec::kLanes) {
+          const Vec::I magnitude = magnitude_bits(Vec::load(block.x + k));
+          count += Vec::count(Vec::above(magnitude, Vec::seti(bits_of(joint) - 1u)));
+        }
       }
       return Vec::reduce_sum(count);
     }
   };
+
+  ZERO8_DEVICE static Dither dither(uint32_t) { return Dither(); }
 };
 
-// (C7), (C8)
-struct LogRoot {
-  static constexpr bool kStoresRoot = true;
+// A second moment in `log`: (C7), (C8)
+struct Log {
   static constexpr int kScales = 2;
-  static constexpr uint32_t kZeroCode = 255;
-  static constexpr int32_t kMinSpan = 1 << 23, kMaxSpan = 14 << 23;
-  static constexpr uint32_t kMinBits = (127 - 63) << 23;
+  static constexpr uint32_t kZeroCode = 0;
+  static constexpr bool kTwosComplement = false, kHasPairs = true;
+  static constexpr int32_t kMinSpan = 2 << 23, kMaxSpan = 28 << 23;
+  static constexpr uint32_t kNormalBits = 0x00800000, kLowestBits = kNormalBits + 16;
+  // The smallest element may lie that many units below code 1.
+  static constexpr int32_t kMargin = 9;
+  // Beyond all numbers: what a block of zeros counts from, so that all of them get code 0.
+  static constexpr uint32_t kBeyond = 0x7F000000;
 
   struct Decoder {
-    Vec::I high;
-    Vec::F step, gain;
+    Vec::I base, step;
+    Vec::F gain;
 
     ZERO8_DEVICE Decoder(const float* stored, float factor, const DynamicMap&)
-        : high(Vec::seti(bits_of(stored[0]))), step(Vec::set(stored[1])), gain(Vec::set(factor)) {}
-    ZERO8_DEVICE Vec::F operator()(Vec::I code) const {
-      const Vec::I offset = Vec::round(Vec::mul_far(Vec::to_float(code), step));
-      const Vec::I bits = Vec::maxs(Vec::subi(high, offset), Vec::seti(kMinBits));
-      const Vec::I root = Vec::choose(Vec::equal(code, Vec::seti(kZeroCode)), Vec::seti(0), bits);
-      // The root is 0 or at least 2^-63, and so is a gain, the root of a normal number.
-      return Vec::mul_far(Vec::as_float(root), gain);
+        : step(Vec::truncate(Vec::set(stored[1]))), gain(Vec::set(factor)) {
+      const Vec::I span = Vec::shr<4>(Vec::muli(step, Vec::seti(255)));
+      base = Vec::subi(Vec::seti(bits_of(stored[0])), span);
+    }
+    template <class AnyVec>
+    ZERO8_DEVICE ZERO8_INLINE Vec::F operator()(AnyVec& vec, Vec::I code) const {
+      const Vec::I bits = Vec::addi(Vec::shr<4>(Vec::muli(code, step)), base);
+      return vec.mul(Vec::as_float(Vec::unless_zero(bits, code)), gain);
+    }
+    // As that of SignedLog.
+    template <bool kPairs, class V = Vec>
+    ZERO8_DEVICE ZERO8_INLINE void two(const uint8_t* codes, typename V::F* x) const {
+      V vec;
+      typename V::I code[2];
+      if constexpr (kPairs) {
+        V::load8_pair(codes, code);
+      } else {
+        code[0] = V::load8(codes);
+        code[1] = V::load8(codes + V::kLanes);
+      }
+      x[0] = (*this)(vec, code[0]);
+      x[1] = (*this)(vec, code[1]);
     }
     ZERO8_DEVICE ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
   };
 
-  // Roots are not negative, so their patterns order like the values; minus 1, zero is the largest.
+  // Values are not negative, so their patterns order like them; minus 1, zero is the largest.
   struct Range {
     Vec::I high, below_low;
 
@@ -312,88 +341,110 @@ struct LogRoot {
       high = Vec::maxu(high, Vec::as_int(x));
       below_low = Vec::minu(below_low, Vec::addi(Vec::as_int(x), Vec::seti(~0u)));
     }
+    ZERO8_DEVICE uint32_t largest() const { return Vec::reduce_maxu(high); }
   };
 
   struct Encoder {
-    static constexpr Left kLeft = Left::kNothing;
-    Vec::I high, last;
+    static constexpr Left kLeft = Left::kClamp;
+    Vec::I minus_middle;
     Vec::F inverse;
-    Dither dither;
 
-    ZERO8_DEVICE Encoder() : high(Vec::seti(0)), last(Vec::seti(0)), inverse(Vec::set(0.0f)) {}
+    ZERO8_DEVICE Encoder() : minus_middle(Vec::seti(0)), inverse(Vec::set(0.0f)) {}
     ZERO8_DEVICE Encoder(const Range& range, const DynamicMap&, const BlockValues& block,
-                         float* stored)
-        : dither(block.phase, block.index) {
-      const uint32_t top = Vec::reduce_maxu(range.high);
+                         float* stored) {
+      const uint32_t high = range.largest();
       const uint32_t low = Vec::reduce_minu(range.below_low) + 1u;
-      int32_t span = static_cast<int32_t>(top - low);
+      int32_t span = static_cast<int32_t>(high - (low < kLowestBits ? kLowestBits : low));
       span = span < kMinSpan ? kMinSpan : span > kMaxSpan ? kMaxSpan : span;
-      const float step = static_cast<float>(span) / 254.0f;
-      stored[0] = float_of(top);
-      stored[1] = top == 0 ? 0.0f : step;
-      high = Vec::seti(top);
-      inverse = Vec::set(65536.0f / step);
-      // The last code that decodes to 2^-63 or more.
-      int32_t room = static_cast<int32_t>(top - kMinBits);
-      room = room < 0 ? 0 : room > kMaxSpan ? kMaxSpan : room;
-      const float position = static_cast<float>(room) * (65536.0f / step);
-      const uint32_t fits = (static_cast<uint32_t>(position) + 8u) >> 16;
-      last = Vec::seti(fits < 254u ? fits : 254u);
+      const uint32_t step = (16u * static_cast<uint32_t>(span) + 127u) / 254u;
+      const uint32_t base = high - ((255u * step) >> 4);
+      const bool is_zero = high == 0;
+      stored[0] = float_of(high);
+      stored[1] = is_zero ? 0.0f : static_cast<float>(step);
+      inverse = Vec::set(16.0f / static_cast<float>(step));
+      minus_middle = Vec::seti(0u - (is_zero ? kBeyond : base + 8u * step));
+      const uint32_t first = first_code(base, step);
+      const uint32_t lowest = base + ((first * step) >> 4);
+      const bool is_below = static_cast<int32_t>(lowest - low) > kMargin;
+      if (!is_zero && (first > 1 || is_below)) raise(block, lowest);
     }
-    ZERO8_DEVICE Vec::I operator()(Vec::F x) {
-      const Vec::F distance = Vec::to_float(Vec::subi(high, Vec::as_int(x)));
-      const Vec::I position = Vec::truncate(Vec::mul_far(distance, inverse));
-      // The threshold is r's upper bits with the last five replaced by 16.
-      Vec::I threshold = Vec::shr<16>(dither.next());
-      threshold = Vec::ori(Vec::andi(threshold, Vec::seti(~31u)), Vec::seti(16));
-      const Vec::I rounded = Vec::shr<16>(Vec::addi(position, threshold));
-      const Vec::I code = Vec::minu(rounded, last);
-      return Vec::choose(Vec::positive(x), code, Vec::seti(kZeroCode));
+    ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I threshold) const {
+      const Vec::F distance = Vec::to_float(Vec::addi(Vec::as_int(x), minus_middle));
+      return Vec::truncate(Vec::fma_far(distance, inverse, Vec::as_float(threshold)));
+    }
+
+   private:
+    // The first code that decodes to a normal number.
+    ZERO8_DEVICE static uint32_t first_code(uint32_t base, uint32_t step) {
+      const bool all =
+          static_cast<int32_t>(base + (step >> 4)) >= static_cast<int32_t>(kNormalBits);
+      return all ? 1u : (16u * (kNormalBits - base) + step - 1u) / step;
+    }
+    // Raises what is not 0 to the pattern `lowest` at least.  Where code 1 is below the normal
+    // numbers, 0 has a place among the codes: it moves far down.
+    ZERO8_DEVICE static void raise(const BlockValues& block, uint32_t lowest) {
+      const Vec::I far_below = Vec::seti(lowest - (1u << 29));
+      for (int i = 0; i < block.count; i += Vec::kLanes) {
+        const Vec::I x = Vec::as_int(Vec::load(block.x + i));
+        const Vec::I raised = Vec::maxs(x, Vec::seti(lowest));
+        const Vec::Mask is_zero = Vec::equal(x, Vec::seti(0));
+        Vec::store(block.x + i, Vec::as_float(Vec::choose(is_zero, far_below, raised)));
+      }
     }
   };
+
+  // The threshold is 128 + q/65536, whose pattern is 0x4300 and q, with the last five bits of q
+  // replaced by 16.
+  ZERO8_DEVICE static Dither dither(uint32_t q) { return Dither((q & ~31u) | 16u, 0x4300); }
 };
 
 // (C5), (C6)
 template <bool kSigned>
 struct Dynamic {
-  static constexpr bool kStoresRoot = false;
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = kSigned ? 127 : 0;
+  static constexpr bool kTwosComplement = false, kHasPairs = false;
   static constexpr float kMinScale = kSigned ? 0x1p-105f : 0x1p-104f;
 
   struct Decoder {
     const DynamicMap* map;
     Vec::F scale;
 
-    struct Chunk {
-      Vec::F x[4];
-
-      ZERO8_DEVICE Vec::F operator()(int k) const { return x[k]; }
-    };
-
     ZERO8_DEVICE Decoder(const float* stored, float gain, const DynamicMap& dynamic_map)
         : map(&dynamic_map), scale(Vec::mul(Vec::set(*stored), Vec::set(gain))) {}
-    ZERO8_DEVICE Vec::F operator()(Vec::I code) const {
-      return Vec::mul(Vec::look_up(map->levels, code), scale);
+    template <class AnyVec>
+    ZERO8_DEVICE ZERO8_INLINE Vec::F operator()(AnyVec& vec, Vec::I code) const {
+      return vec.mul(Vec::look_up(map->levels, code), scale);
     }
+    struct Chunk {
+      Vec::F four[4];
+
+      template <bool kPairs>
+      ZERO8_DEVICE ZERO8_INLINE void two(int k, Vec::F* x) const {
+        static_assert(!kPairs);
+        x[0] = four[k];
+        x[1] = four[k + 1];
+      }
+    };
     ZERO8_DEVICE Chunk chunk(const uint8_t* codes) const {
-      Chunk four;
-      Vec::look_up_codes(map->levels, map->level_bytes, codes, four.x);
-      for (Vec::F& x : four.x) x = Vec::mul(x, scale);
-      return four;
+      Chunk chunk;
+      Vec::look_up_codes(map->levels, map->level_bytes, codes, chunk.four);
+      for (Vec::F& x : chunk.four) x = Vec::mul(x, scale);
+      return chunk;
     }
   };
 
   struct Range {
     Absmax<kSigned> absmax;
-    Vec::I largest;  // of the elements that are not negative
+    Vec::I positive;  // the largest of the elements that are not negative
 
-    ZERO8_DEVICE Range() : largest(Vec::seti(0)) {}
+    ZERO8_DEVICE Range() : positive(Vec::seti(0)) {}
 
     ZERO8_DEVICE ZERO8_INLINE void add(Vec::F x) {
       absmax.add(x);
-      if constexpr (kSigned) largest = Vec::maxs(largest, Vec::as_int(x));
+      if constexpr (kSigned) positive = Vec::maxs(positive, Vec::as_int(x));
     }
+    ZERO8_DEVICE uint32_t largest() const { return absmax.largest(); }
   };
 
   struct Encoder {
@@ -406,13 +457,13 @@ struct Dynamic {
                          float* stored)
         : map(&dynamic_map) {
       const float absmax = range.absmax.value();
-      const bool positive = !kSigned || float_of(Vec::reduce_maxu(range.largest)) >= absmax;
+      const bool positive = !kSigned || float_of(Vec::reduce_maxu(range.positive)) >= absmax;
       float scale = positive ? absmax : -absmax;
       if (absmax < kMinScale) scale = kMinScale;
       *stored = absmax == 0.0f ? 0.0f : scale;
       inverse = Vec::set(absmax == 0.0f ? 0.0f : 1.0f / scale);
     }
-    ZERO8_DEVICE Vec::I operator()(Vec::F x) const {
+    ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I) const {
       const Vec::F n = Vec::mul(x, inverse);
       Vec::I bits = kSigned ? magnitude_bits(n) : Vec::as_int(n);
       bits = Vec::maxu(Vec::minu(bits, Vec::seti(kOneBits)), Vec::seti(kOneBits - (31u << 23)));
@@ -460,6 +511,8 @@ struct Dynamic {
       return Vec::choose(up, Vec::addi(low, Vec::seti(1)), low);
     }
   };
+
+  ZERO8_DEVICE static Dither dither(uint32_t) { return Dither(); }
 };
 
 }  // namespace ZERO8_TARGET

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numbers of the dither: zero8/spec/dither.py, equation (D1).
+// The numbers of the dither: zero8/spec/dither.py, equations (D1) and (D2).
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 namespace zero8 {
 
 constexpr uint32_t kElementStep = 0xC13FA9A9u;
+constexpr uint32_t kInBlockStep = 32 * 1601u;
 constexpr uint32_t kGoldenStep = 0x9E3779B9u;
 constexpr int64_t kRunSteps = 32;
 // Those of lowbias32.

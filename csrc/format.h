@@ -20,7 +20,8 @@
 
 namespace zero8 {
 
-enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kCompanded = 2, kLog = 3 };
+// 2 and 3 were codecs of format 1.
+enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kLog = 4 };
 enum DType : int32_t { kFP32 = 0, kBF16 = 1, kFP16 = 2 };
 enum Rounding : int32_t { kNearest = 0, kDither = 1, kHash = 2 };
 
@@ -31,7 +32,7 @@ constexpr int kMaxBlockSize = 4096;
 struct ScalesPerBlock {
   int exp_avg, exp_avg_sq;
 };
-constexpr ScalesPerBlock kScalesPerBlock[] = {{0, 0}, {1, 1}, {1, 1}, {1, 2}};
+constexpr ScalesPerBlock kScalesPerBlock[] = {{0, 0}, {1, 1}, {0, 0}, {0, 0}, {1, 2}};
 
 // A float16 in memory, as a type of its own: uint16_t is a bfloat16.
 struct Half {
@@ -41,7 +42,7 @@ constexpr uint32_t kHalfInfinityBits = 0x7C00;
 
 // One step's scalars: zero8/spec/scalars.py.
 struct StepScalars {
-  float beta1, beta2, sqrt_beta2;
+  float beta1, beta2;
   float one_minus_beta1, sqrt_one_minus_beta2;
   float inverse_sqrt_correction2, eps, max_ratio;
   float step_size, decay, l2, grad_sign;

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fused step on the CPU: decode, update (update.h), encode, in one pass over memory.
 //
-//     block b:    scan g | decode m, v -> (R1)-(R7), store p -> m', v' to a buffer
-//     block b-1:                          encode from the other buffer, store codes
+//     block b:    decode m, v -> (R1)-(R4) -> m', v' and the denominator to a buffer
+//     block b:    scales of the moments
+//     block b-1:  (R5)-(R7), store p; encode m', v' from the other buffer, store codes
 //
-// The two lines run interleaved, four vectors at a time: the update waits for the divider (one
-// square root and one division per element), the encoding is integer work that fits into the gaps.
-// Four vectors, because their codes fill one vector of bytes.  The buffers of two blocks (16 bytes
-// per element of a block) stay in the first-level cache.  Memory
-// sees, per fp32 parameter, 16 bytes: p, g and two codes read, p and two codes written.
+// The first loop has the square root and the last one the division, so that neither waits for the
+// divider alone; the scales are a chain of dependent operations, which the last loop over the
+// block before hides.  The buffers of two blocks (24 bytes per element of a block) stay in the
+// first-level cache.  Memory sees, per fp32 parameter, 16 bytes: p, g and two codes read, p and two
+// codes written.
+//
+// Nothing of a block is written before its gradients are known to be finite.
 //
 // The caller has set flush to zero.  Included once per target; ZERO8_TARGET names the namespace,
 // and nothing here is a template of the standard library, which the linker would merge across
@@ -46,6 +49,7 @@ Vec::F load(const T* x, First tail) {
 inline Vec::I load8(const uint8_t* x, uint32_t fill, First tail) {
   return Vec::load8_n(x, tail.n, fill);
 }
+inline Vec::I load8s(const uint8_t* x, First tail) { return Vec::load8s_n(x, tail.n); }
 inline void store(float* p, Vec::F x, First tail) { Vec::store_n(p, x, tail.n); }
 inline void store16(uint16_t* p, Vec::I x, First tail) { Vec::store16_n(p, x, tail.n); }
 inline void store8(uint8_t* p, Vec::I x, First tail) { Vec::store8_n(p, x, tail.n); }
@@ -88,52 +92,140 @@ inline Vec::I largest_of_chunk(const Half* x) {
   return larger_of_pairs(Vec::subi(Vec::maxu16(largest_pairs(x), distances), distances));
 }
 
-template <class Encoder>
-ZERO8_INLINE inline void encode_four(Encoder& encode, const float* values, uint8_t* codes) {
-  const Vec::F x[4] = {Vec::load(values), Vec::load(values + Vec::kLanes),
-                       Vec::load(values + 2 * Vec::kLanes), Vec::load(values + 3 * Vec::kLanes)};
-  const Vec::I a = encode(x[0]), b = encode(x[1]), c = encode(x[2]), d = encode(x[3]);
+template <bool kPairs>
+ZERO8_INLINE inline void load_two(const uint16_t* p, Vec::F* x) {
+  load_two<kPairs, Vec>(p, x);
+}
+template <bool, class T>
+ZERO8_INLINE inline void load_two(const T* p, Vec::F* x) {
+  x[0] = Vec::load(p);
+  x[1] = Vec::load(p + Vec::kLanes);
+}
+
+template <bool kPairs, class Encoder>
+ZERO8_INLINE inline void encode_four(const Encoder& encode, const float* values,
+                                     const Vec::I* threshold, uint8_t* codes) {
+  Vec::F x[4];
+  Vec::I code[4];
+  for (int k = 0; k < 4; ++k) {
+    x[k] = Vec::load(values + k * Vec::kLanes);
+    code[k] = encode(x[k], threshold[k]);
+  }
   if constexpr (Encoder::kLeft == Left::kSign) {
-    Vec::store8x4_signed(codes, a, b, c, d, x);
+    Vec::store8x4_signed(codes, code[0], code[1], code[2], code[3], x, kPairs);
   } else if constexpr (Encoder::kLeft == Left::kRaise) {
-    Vec::store8x4_raised(codes, a, b, c, d, x);
+    Vec::store8x4_raised(codes, code[0], code[1], code[2], code[3], x, kPairs);
   } else {
-    Vec::store8x4(codes, a, b, c, d);
+    Vec::store8x4(codes, code[0], code[1], code[2], code[3], kPairs);
   }
 }
 
-template <class Sink>
+template <bool kPairs, class Sink>
 ZERO8_INLINE inline void encode_chunk(Sink& sink, int i) {
-  encode_four(sink.encode_m, sink.m_values + i, sink.m + i);
-  encode_four(sink.encode_v, sink.v_values + i, sink.v + i);
+  Vec::I threshold[4];
+  for (int k = 0; k < 4; ++k) threshold[k] = sink.dither.next_of_two(k % 2);
+  encode_four<kPairs>(sink.encode_m, sink.m_values + i, threshold, sink.m + i);
+  encode_four<kPairs>(sink.encode_v, sink.v_values + i, threshold, sink.v + i);
 }
 
-// Inlined before GCC looks for functions without effects, whose calls it removes.
+// --- Blocks --------------------------------------------------------------------------------------
+
+// What a step reads of one block.
 template <class Moments, class P, class G>
-ZERO8_INLINE inline void prefetch(const Update<Moments, P, G>& update, int i) {
-  prefetch_chunk(update.param.p + i);
-  prefetch_chunk(update.g + i);
-  // The processor's own prefetching does for the four streams of float32 moments.
-  if constexpr (Moments::kQuantized) {
-    prefetch_chunk(update.source.m + i);
-    prefetch_chunk(update.source.v + i);
+struct Reader {
+  const Scalars& s;
+  typename Moments::Source source;
+  P param;
+  const G* g;
+  int count;
+
+  Reader(const Segment& seg, const Scalars& scalars, const StepScalars& raw,
+         const DynamicMaps& maps, const Block& b)
+      : s(scalars),
+        source(seg, raw, maps, b),
+        param(seg, b),
+        g(static_cast<const G*>(seg.grad) + b.begin),
+        count(b.count) {}
+
+  // (R1)
+  template <bool kPairs, bool kL2>
+  ZERO8_INLINE void two_gradients(int i, Vec::F* x) const {
+    load_two<kPairs>(g + i, x);
+    if constexpr (kL2) {
+      Vec::F p[2];
+      param.template read_two<kPairs>(i, p);
+      for (int k = 0; k < 2; ++k) x[k] = s.gradient(p[k], x[k]);
+    }
   }
+  template <class Lanes>
+  ZERO8_INLINE Vec::F gradient(int i, Lanes lanes) const {
+    const Vec::F x = Vec::flushed(load(g + i, lanes));
+    Vec vec;
+    return s.has_l2 ? s.gradient(param.read(vec, i, lanes), x) : x;
+  }
+
+  // Whether every gradient is finite and small enough to be squared.
+  bool is_finite() const {
+    Vec::I largest = Vec::seti(0);
+    int i = 0;
+    if (!s.has_l2) {
+      for (; i + kChunk <= count; i += kChunk)
+        largest = Vec::maxu(largest, largest_of_chunk(g + i));
+    }
+    for_vectors(i, count, [&](int k, auto lanes) ZERO8_INLINE {
+      largest = Vec::maxu(largest, magnitude_bits(gradient(k, lanes)));
+    });
+    return below_limit(largest);
+  }
+};
+
+// Updates the parameters of one vector, by m' and denominators, in memory.
+template <class P, class Lanes>
+ZERO8_INLINE inline void step_param(const Scalars& s, P& param, int i, Lanes lanes, Vec::F m,
+                                    Vec::F denominator) {
+  Vec vec;
+  param.write(i, advanced_param(vec, s, param.read(vec, i, lanes), m, denominator), lanes);
 }
 
-// Whether every gradient of a block is finite and small enough to be squared.
-template <class Moments, class P, class G>
-ZERO8_INLINE inline bool is_finite(const Update<Moments, P, G>& update) {
-  Vec::I largest = Vec::seti(0);
-  int i = 0;
-  if (!update.s.has_l2) {
-    for (; i + kChunk <= update.count; i += kChunk)
-      largest = Vec::maxu(largest, largest_of_chunk(update.g + i));
+// A block whose moments are updated in a buffer, and nothing of it in memory.
+template <class Moments, class P, bool kPairs>
+struct Pending {
+  P param;
+  typename Moments::Sink sink;
+  const float* denominators = nullptr;
+  int count = 0;
+
+  ZERO8_INLINE void finish(const Scalars& s) {
+    Vec vec;
+    int i = 0;
+    start(i, kPairs);
+    for (; i + kChunk <= count; i += kChunk) {
+      prefetch_chunk(param.p + i);
+      for (int at = i; at < i + kChunk; at += 2 * Vec::kLanes) {
+        Vec::F p[2];
+        param.template read_two<kPairs>(at, p);
+        for (int k = 0; k < 2; ++k) {
+          const int own = at + k * Vec::kLanes;
+          p[k] = advanced_param(vec, s, p[k], Vec::load(sink.m_values + own),
+                                Vec::load(denominators + own));
+        }
+        param.template write_two<kPairs>(at, p);
+      }
+      encode_chunk<kPairs>(sink, i);
+    }
+    start(i, false);
+    for_vectors(i, count, [&](int k, auto lanes) ZERO8_INLINE {
+      step_param(s, param, k, lanes, Vec::load(sink.m_values + k), Vec::load(denominators + k));
+      sink.encode(k, lanes);
+    });
   }
-  for_vectors(i, update.count, [&](int k, auto lanes) ZERO8_INLINE {
-    largest = Vec::maxu(largest, update.magnitude(k, lanes));
-  });
-  return below_limit(largest);
-}
+
+ private:
+  ZERO8_INLINE void start(int i, bool pairs) {
+    param.start(i, pairs);
+    sink.dither.start(i, pairs);
+  }
+};
 
 // --- The step ------------------------------------------------------------------------------------
 
@@ -143,72 +235,105 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, const DynamicMaps
   const Scalars s(raw);
   int64_t skipped = 0;
   for (int64_t local = begin; local < end; ++local) {
-    const Block b = block_at(seg, local);
-    Update<Plain, P, G> update(seg, s, raw, maps, b, dither_index(seg, b));
-    if (!is_finite(update)) {
+    Reader<Plain, P, G> reader(seg, s, raw, maps, block_at(seg, local));
+    if (!reader.is_finite()) {
       ++skipped;
       continue;
     }
-    for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
-      Vec::F m = update.source.exp_avg(i, lanes), v = update.source.exp_avg_sq(i, lanes);
-      if (i % kChunk == 0) prefetch(update, i);
-      update.vector(i, lanes, m, v);
-      store(update.source.m + i, m, lanes);
-      store(update.source.v + i, v, lanes);
+    for_vectors(0, reader.count, [&](int i, auto lanes) ZERO8_INLINE {
+      Vec vec;
+      Vec::F m = reader.source.exp_avg(vec, i, lanes), v = reader.source.exp_avg_sq(vec, i, lanes);
+      if (i % kChunk == 0) {
+        // The processor's own prefetching does for the four streams of moments.
+        prefetch_chunk(reader.param.p + i);
+        prefetch_chunk(reader.g + i);
+      }
+      const Vec::F denominator = advance_moments(vec, s, reader.gradient(i, lanes), m, v);
+      step_param(s, reader.param, i, lanes, m, denominator);
+      store(reader.source.m + i, m, lanes);
+      store(reader.source.v + i, v, lanes);
     });
   }
   return skipped;
 }
 
+// m', v' and denominators of one block, and what its scales depend on.
+template <class Moments>
+struct Advanced {
+  float *m, *v, *denominators;
+  typename Moments::MRange m_range;
+  typename Moments::VRange v_range;
+
+  ZERO8_INLINE void advance(const Scalars& s, int i, Vec::F g, Vec::F m_i, Vec::F v_i) {
+    Vec vec;
+    const Vec::F denominator = advance_moments(vec, s, g, m_i, v_i);
+    Vec::store(m + i, m_i);
+    Vec::store(v + i, v_i);
+    Vec::store(denominators + i, denominator);
+    m_range.add(m_i);
+    v_range.add(v_i);
+  }
+};
+
+// The whole chunks of a block; returns where they end.  kL2 instead of a question in the loop.
+template <bool kPairs, bool kL2, class Moments, class P, class G>
+ZERO8_INLINE inline int advance_chunks(const Reader<Moments, P, G>& reader, Advanced<Moments>& to) {
+  int i = 0;
+  for (; i + kChunk <= reader.count; i += kChunk) {
+    prefetch_chunk(reader.g + i);
+    prefetch_chunk(reader.source.m + i);
+    prefetch_chunk(reader.source.v + i);
+    const auto m_chunk = reader.source.decode_m.chunk(reader.source.m + i);
+    const auto v_chunk = reader.source.decode_v.chunk(reader.source.v + i);
+    for (int k = 0; k < 4; k += 2) {
+      const int at = i + k * Vec::kLanes;
+      Vec::F g[2], m[2], v[2];
+      reader.template two_gradients<kPairs, kL2>(at, g);
+      m_chunk.template two<kPairs>(k, m);
+      v_chunk.template two<kPairs>(k, v);
+      to.advance(reader.s, at, g[0], m[0], v[0]);
+      to.advance(reader.s, at + Vec::kLanes, g[1], m[1], v[1]);
+    }
+  }
+  return i;
+}
+
 template <class Moments, class P, class G>
 int64_t step_quantized(const Segment& seg, const StepScalars& raw, const DynamicMaps& maps,
                        int64_t begin, int64_t end) {
-  using Sink = typename Moments::Sink;
+  // Values lie in the buffer as they come: the whole chunks perhaps as pairs, the tail in order.
+  constexpr bool kPairs = Moments::kHasPairs && P::kHasPairs && sizeof(G) == sizeof(uint16_t);
   const Scalars s(raw);
-  // Two blocks of m' and v', one behind the other; the last vector of a block may run over.
-  alignas(64) float buffer[4 * (kMaxBlockSize + Vec::kLanes)];
+  // Two blocks of m', v' and denominators, one behind the other; the last vector of a block may run
+  // over.
+  alignas(64) float buffer[6 * (kMaxBlockSize + Vec::kLanes)];
   const int stride = seg.block_size + Vec::kLanes;
-  Sink sink;  // the previous block, not encoded yet
+  Pending<Moments, P, kPairs> pending;
   int64_t skipped = 0;
   int half = 0;
   for (int64_t local = begin; local < end; ++local) {
     const Block b = block_at(seg, local);
-    const uint32_t index = dither_index(seg, b);
-    Update<Moments, P, G> update(seg, s, raw, maps, b, index);
-    if (!is_finite(update)) {
+    const Reader<Moments, P, G> reader(seg, s, raw, maps, b);
+    float* const values = buffer + half * 3 * stride;
+    Advanced<Moments> to{values, values + stride, values + 2 * stride, {}, {}};
+    const int whole = s.has_l2 ? advance_chunks<kPairs, true>(reader, to)
+                               : advance_chunks<kPairs, false>(reader, to);
+    for_vectors(whole, b.count, [&](int i, auto lanes) ZERO8_INLINE {
+      Vec vec;
+      to.advance(s, i, reader.gradient(i, lanes), reader.source.exp_avg(vec, i, lanes),
+                 reader.source.exp_avg_sq(vec, i, lanes));
+    });
+    if (to.v_range.largest() >= s.large_square && !reader.is_finite()) {
       ++skipped;
       continue;
     }
-    float* m_values = buffer + half * 2 * stride;
-    float* v_values = m_values + stride;
-    typename Moments::MRange m_range;
-    typename Moments::VRange v_range;
-    const auto update_decoded = [&](int i, auto lanes, Vec::F m, Vec::F v) ZERO8_INLINE {
-      update.vector(i, lanes, m, v);
-      Vec::store(m_values + i, m);
-      Vec::store(v_values + i, v);
-      m_range.add(m);
-      v_range.add(v);
-    };
-    const auto update_vector = [&](int i, auto lanes) ZERO8_INLINE {
-      update_decoded(i, lanes, update.source.exp_avg(i, lanes), update.source.exp_avg_sq(i, lanes));
-    };
-    const auto encode_vector = [&](int i, auto lanes) ZERO8_INLINE { sink.encode(i, lanes); };
-    const int both = b.count < sink.count ? b.count : sink.count;
-    int i = 0;
-    for (; i + kChunk <= both; i += kChunk) {
-      prefetch(update, i);
-      const auto m = update.source.decode_m.chunk(update.source.m + i);
-      const auto v = update.source.decode_v.chunk(update.source.v + i);
-      for (int k = 0; k < 4; ++k) update_decoded(i + k * Vec::kLanes, All(), m(k), v(k));
-      encode_chunk(sink, i);
-    }
-    for_vectors(i, sink.count, encode_vector);
-    for_vectors(i, b.count, update_vector);
-    sink = Sink(seg, raw, maps, b, index, m_values, v_values, m_range, v_range);
+    const typename Moments::Sink sink(seg, raw, maps, b, 0, b.count, to.m, to.v, to.m_range,
+                                      to.v_range);
+    pending.finish(s);
+    pending = {reader.param, sink, to.denominators, b.count};
     half = 1 - half;
   }
-  for_vectors(0, sink.count, [&](int i, auto lanes) ZERO8_INLINE { sink.encode(i, lanes); });
+  pending.finish(s);
   return skipped;
 }
 
@@ -216,9 +341,6 @@ template <class P, class G>
 int64_t step_typed(const Segment& seg, const StepScalars& s, const DynamicMaps& maps, int64_t begin,
                    int64_t end) {
   if (seg.codec == kLog) return step_quantized<LogPair, P, G>(seg, s, maps, begin, end);
-  if (seg.codec == kCompanded) {
-    return step_quantized<CompandedPair, P, G>(seg, s, maps, begin, end);
-  }
   if (seg.codec == kDynamic) return step_quantized<DynamicPair, P, G>(seg, s, maps, begin, end);
   return step_plain<P, G>(seg, s, maps, begin, end);
 }
@@ -237,7 +359,8 @@ inline int64_t step_blocks(const Segment& seg, const StepScalars& s, const Dynam
     return step_param<Float32>(seg, s, maps, begin, end);
   }
   if (seg.correction) return step_param<CorrectedBFloat16>(seg, s, maps, begin, end);
-  return step_param<BFloat16>(seg, s, maps, begin, end);
+  if (seg.rounding == kDither) return step_param<BFloat16<true>>(seg, s, maps, begin, end);
+  return step_param<BFloat16<false>>(seg, s, maps, begin, end);
 }
 
 }  // namespace ZERO8_TARGET

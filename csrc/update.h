@@ -29,6 +29,7 @@ ZERO8_DEVICE Vec::F load(const T* x, All) {
   return Vec::load(x);
 }
 ZERO8_DEVICE inline Vec::I load8(const uint8_t* x, uint32_t, All) { return Vec::load8(x); }
+ZERO8_DEVICE inline Vec::I load8s(const uint8_t* x, All) { return Vec::load8s(x); }
 ZERO8_DEVICE inline void store(float* p, Vec::F x, All) { Vec::store(p, x); }
 ZERO8_DEVICE inline void store16(uint16_t* p, Vec::I x, All) { Vec::store16(p, x); }
 ZERO8_DEVICE inline void store8(uint8_t* p, Vec::I x, All) { Vec::store8(p, x); }
@@ -50,16 +51,56 @@ ZERO8_DEVICE inline Vec::Mask is_beyond(Vec::I high) {
   return Vec::equal(Vec::andi(high, exponent), exponent);
 }
 
+// Two vectors of 16-bit numbers, in order or as a pair; stored are the upper halves.
+template <bool kPairs, class V>
+ZERO8_DEVICE ZERO8_INLINE inline void load_two(const uint16_t* p, typename V::F* x) {
+  if constexpr (kPairs) {
+    V::load_pair(p, x);
+  } else {
+    x[0] = V::load(p);
+    x[1] = V::load(p + V::kLanes);
+  }
+}
+template <bool kPairs, class V>
+ZERO8_DEVICE ZERO8_INLINE inline void store_two(uint16_t* p, const typename V::I* x) {
+  if constexpr (kPairs) {
+    V::store_pair(p, x[0], x[1]);
+  } else {
+    V::store16(p, V::template shr<16>(x[0]));
+    V::store16(p + V::kLanes, V::template shr<16>(x[1]));
+  }
+}
+// Whether any_extreme holds for either of two vectors.
+ZERO8_DEVICE inline bool any_extreme_of_two(const Vec::F* x) {
+  return any_extreme(Vec::maxu(magnitude_bits(x[0]), magnitude_bits(x[1])));
+}
+
+// (D1) and (D2) of the first of a block's elements.
+struct Thresholds {
+  uint32_t r, q;
+
+  ZERO8_DEVICE Thresholds(const Segment& seg, const Block& b, uint32_t phase) {
+    const uint32_t index = static_cast<uint32_t>(seg.first + b.begin);
+    const uint32_t offset = static_cast<uint32_t>(b.offset);
+    r = index * kElementStep + phase;
+    q = (((index - offset) * kElementStep + phase) >> 16) + offset * kInBlockStep;
+  }
+};
+
 // The parameters of one block: how they are read as float32, by Vec or, on CUDA, QuickVec, and
-// rounded and written (R7).
+// rounded and written (R7), vector by vector, in order.  `start(i, pairs)` comes before element i.
+// On the CPU two vectors at once can be read and written too, in order, or, if kHasPairs, as a
+// pair: see Dither.  V is Vec: that of CUDA, which has no pairs, does not get there.
 class Float32 {
  public:
   using Stored = float;
-  static constexpr bool kCorrected = false;
+  static constexpr bool kCorrected = false, kHasPairs = false;
   float* p;
 
-  ZERO8_DEVICE Float32(const Segment& seg, const Block& b, uint32_t)
+  ZERO8_DEVICE Float32() : p(nullptr) {}
+  ZERO8_DEVICE Float32(const Segment& seg, const Block& b)
       : p(static_cast<float*>(seg.param) + b.begin) {}
+  ZERO8_DEVICE void start(int, bool) {}
   template <class AnyVec, class Lanes>
   ZERO8_DEVICE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
     return vec.flushed(load(p + i, lanes));
@@ -68,18 +109,32 @@ class Float32 {
   ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes) {
     store(p + i, x, lanes);
   }
+  template <bool, class V = Vec>
+  ZERO8_DEVICE ZERO8_INLINE void read_two(int i, typename V::F* x) const {
+    for (int k = 0; k < 2; ++k) x[k] = V::load(p + i + k * V::kLanes);
+  }
+  template <bool, class V = Vec>
+  ZERO8_DEVICE ZERO8_INLINE void write_two(int i, const typename V::F* x) {
+    for (int k = 0; k < 2; ++k) V::store(p + i + k * V::kLanes, x[k]);
+  }
 };
 
+// kOnlyDithered: `rounding` is known to be that.
+template <bool kOnlyDithered>
 class BFloat16 {
  public:
   using Stored = uint16_t;
-  static constexpr bool kCorrected = false;
+  static constexpr bool kCorrected = false, kHasPairs = kOnlyDithered;
   uint16_t* p;
 
-  ZERO8_DEVICE BFloat16(const Segment& seg, const Block& b, uint32_t index)
-      : p(static_cast<uint16_t*>(seg.param) + b.begin),
-        rounding_(seg.rounding),
-        dither_(seg.param_phase, index) {}
+  ZERO8_DEVICE BFloat16() : p(nullptr), rounding_(kNearest), r_(Vec::seti(0)) {}
+  ZERO8_DEVICE BFloat16(const Segment& seg, const Block& b)
+      : p(static_cast<uint16_t*>(seg.param) + b.begin), rounding_(seg.rounding) {
+    const Thresholds first(seg, b, seg.param_phase);
+    dither_ = Dither(first.q);
+    r_ = Vec::ramp(first.r, kElementStep);
+  }
+  ZERO8_DEVICE void start(int i, bool pairs) { dither_.start(i, pairs); }
   template <class AnyVec, class Lanes>
   ZERO8_DEVICE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
     return vec.flushed(load(p + i, lanes));
@@ -87,70 +142,140 @@ class BFloat16 {
   template <class Lanes>
   ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes) {
     const Vec::I bits = Vec::as_int(x);
-    Vec::I high = Vec::shr<16>(Vec::addi(bits, threshold(bits)));
-    if (any_extreme(bits)) {
-      // A finite value that would become infinite is truncated, except when rounding to nearest.
-      if (rounding_ != kNearest) high = Vec::choose(is_beyond(high), Vec::shr<16>(bits), high);
-      high = Vec::choose(is_nan(x), Vec::seti(0x7FC0), high);
-    }
+    const Vec::I threshold = threshold_of(bits);
+    Vec::I high = Vec::shr<16>(Vec::addi(bits, threshold));
+    if (any_extreme(bits)) high = careful(x, high);
     store16(p + i, high, lanes);
+  }
+  template <bool kPairs, class V = Vec>
+  ZERO8_DEVICE ZERO8_INLINE void read_two(int i, typename V::F* x) const {
+    load_two<kPairs, V>(p + i, x);
+  }
+  template <bool kPairs, class V = Vec>
+  ZERO8_DEVICE ZERO8_INLINE void write_two(int i, const typename V::F* x) {
+    if constexpr (kOnlyDithered) {
+      typename V::I sum[2];
+      for (int k = 0; k < 2; ++k) sum[k] = V::addi(V::as_int(x[k]), dither_.next_of_two(k));
+      if (any_extreme_of_two(x)) {
+        for (int k = 0; k < 2; ++k) {
+          sum[k] = V::template shl<16>(careful(x[k], V::template shr<16>(sum[k])));
+        }
+      }
+      store_two<kPairs, V>(p + i, sum);
+    } else {
+      for (int k = 0; k < 2; ++k) write(i + k * V::kLanes, x[k], All());
+    }
   }
 
  private:
-  ZERO8_DEVICE Vec::I threshold(Vec::I bits) {
+  ZERO8_DEVICE Vec::I threshold_of(Vec::I bits) {
+    if (kOnlyDithered || rounding_ == kDither) return dither_.next();
     if (rounding_ == kNearest) {
       return Vec::addi(Vec::seti(0x7FFF), Vec::andi(Vec::shr<16>(bits), Vec::seti(1)));
     }
-    Vec::I r = dither_.next();
-    if (rounding_ == kHash) {
-      r = Vec::muli(Vec::xori(r, Vec::shr<16>(r)), Vec::seti(kHashFactor1));
-      r = Vec::muli(Vec::xori(r, Vec::shr<15>(r)), Vec::seti(kHashFactor2));
-      r = Vec::xori(r, Vec::shr<16>(r));
+    Vec::I r = r_;
+    r_ = Vec::addi(r, Vec::seti(kElementStep * Vec::kLanes));
+    r = Vec::muli(Vec::xori(r, Vec::shr<16>(r)), Vec::seti(kHashFactor1));
+    r = Vec::muli(Vec::xori(r, Vec::shr<15>(r)), Vec::seti(kHashFactor2));
+    return Vec::shr<16>(Vec::xori(r, Vec::shr<16>(r)));
+  }
+  // What x is rounded to, which is `high` where all is as usual.  A finite value that would become
+  // infinite is truncated, except when rounding to nearest.
+  ZERO8_DEVICE Vec::I careful(Vec::F x, Vec::I high) const {
+    if (kOnlyDithered || rounding_ != kNearest) {
+      high = Vec::choose(is_beyond(high), Vec::shr<16>(Vec::as_int(x)), high);
     }
-    return Vec::shr<16>(r);
+    return Vec::choose(is_nan(x), Vec::seti(0x7FC0), high);
   }
 
   int32_t rounding_;
   Dither dither_;
+  Vec::I r_;  // (D1), to be hashed
 };
 
 // A bfloat16 and the 8 bits below it as a signed remainder: a 24-bit weight, without noise.
 class CorrectedBFloat16 {
  public:
   using Stored = uint16_t;
-  static constexpr bool kCorrected = true;
+  static constexpr bool kCorrected = true, kHasPairs = true;
   uint16_t* p;
 
-  ZERO8_DEVICE CorrectedBFloat16(const Segment& seg, const Block& b, uint32_t)
+  ZERO8_DEVICE CorrectedBFloat16() : p(nullptr), correction_(nullptr) {}
+  ZERO8_DEVICE CorrectedBFloat16(const Segment& seg, const Block& b)
       : p(static_cast<uint16_t*>(seg.param) + b.begin),
         correction_(static_cast<uint8_t*>(seg.correction) + b.begin) {}
+  ZERO8_DEVICE void start(int, bool) {}
   template <class AnyVec, class Lanes>
   ZERO8_DEVICE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
-    const Vec::I c = load8(correction_ + i, 0, lanes);
-    const Vec::I sign = Vec::shl<9>(Vec::andi(c, Vec::seti(128)));
-    const Vec::I bits = Vec::addi(Vec::as_int(load(p + i, lanes)), Vec::shl<8>(c));
-    return vec.flushed(Vec::as_float(Vec::subi(bits, sign)));
+    const Vec::I correction = Vec::shl<8>(load8s(correction_ + i, lanes));
+    return vec.flushed(corrected(load(p + i, lanes), correction));
   }
   template <class Lanes>
   ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes) {
-    // 24 bits, rounded half up in magnitude; the bfloat16 is the nearest one to them.
-    const Vec::I bits = Vec::as_int(x);
-    const Vec::I wide = Vec::shr<8>(Vec::addi(bits, Vec::seti(128)));
-    Vec::I high = Vec::shr<8>(Vec::addi(wide, Vec::seti(128)));
-    Vec::I low = Vec::andi(wide, Vec::seti(255));
-    if (any_extreme(bits)) {
-      // Where the nearest is infinite: the largest finite one and the largest remainder.
-      const Vec::Mask beyond = is_beyond(high);
-      high = Vec::choose(beyond, Vec::shr<16>(bits), high);
-      low = Vec::choose(beyond, Vec::minu(low, Vec::seti(127)), low);
-      high = Vec::choose(is_nan(x), Vec::seti(0x7FC0), high);
-      low = Vec::choose(is_nan(x), Vec::seti(0), low);
-    }
+    const Vec::I sum = rounded(x);
+    Vec::I high = Vec::shr<16>(sum), low = remainder(sum);
+    if (any_extreme(Vec::as_int(x))) careful(x, high, low);
     store16(p + i, high, lanes);
     store8(correction_ + i, low, lanes);
   }
+  template <bool kPairs, class V = Vec>
+  ZERO8_DEVICE ZERO8_INLINE void read_two(int i, typename V::F* x) const {
+    load_two<kPairs, V>(p + i, x);
+    typename V::I top[2];
+    if constexpr (kPairs) V::load8_top_pair(correction_ + i, top);
+    for (int k = 0; k < 2; ++k) {
+      if constexpr (kPairs) {
+        x[k] = corrected(x[k], V::template sra<16>(top[k]));
+      } else {
+        x[k] = corrected(x[k], V::template shl<8>(V::load8s(correction_ + i + k * V::kLanes)));
+      }
+    }
+  }
+  template <bool kPairs, class V = Vec>
+  ZERO8_DEVICE ZERO8_INLINE void write_two(int i, const typename V::F* x) {
+    typename V::I sum[2], low[2];
+    for (int k = 0; k < 2; ++k) {
+      sum[k] = rounded(x[k]);
+      low[k] = remainder(sum[k]);
+    }
+    if (any_extreme_of_two(x)) {
+      for (int k = 0; k < 2; ++k) {
+        typename V::I high = V::template shr<16>(sum[k]);
+        careful(x[k], high, low[k]);
+        sum[k] = V::template shl<16>(high);
+      }
+    }
+    store_two<kPairs, V>(p + i, sum);
+    if constexpr (kPairs) {
+      V::store8_pair(correction_ + i, low[0], low[1]);
+    } else {
+      V::store8(correction_ + i, low[0]);
+      V::store8(correction_ + i + V::kLanes, low[1]);
+    }
+  }
 
  private:
+  ZERO8_DEVICE static Vec::F corrected(Vec::F x, Vec::I correction) {
+    return Vec::as_float(Vec::addi(Vec::as_int(x), correction));
+  }
+  // 24 bits, rounded half up in magnitude, and the nearest bfloat16 to them, in the upper half: for
+  // with all divisions rounding down ((b + 128)/256 + 128)/256 is (b + 128 + 32768)/65536.
+  ZERO8_DEVICE static Vec::I rounded(Vec::F x) {
+    return Vec::addi(Vec::as_int(x), Vec::seti(0x8080));
+  }
+  // The last 8 of the 24 bits.
+  ZERO8_DEVICE static Vec::I remainder(Vec::I sum) {
+    return Vec::xori(Vec::andi(Vec::shr<8>(sum), Vec::seti(255)), Vec::seti(128));
+  }
+  // Where the nearest is infinite: the largest finite one and the largest remainder.
+  ZERO8_DEVICE static void careful(Vec::F x, Vec::I& high, Vec::I& low) {
+    const Vec::Mask beyond = is_beyond(high);
+    high = Vec::choose(beyond, Vec::shr<16>(Vec::as_int(x)), high);
+    low = Vec::choose(beyond, Vec::minu(low, Vec::seti(127)), low);
+    high = Vec::choose(is_nan(x), Vec::seti(0x7FC0), high);
+    low = Vec::choose(is_nan(x), Vec::seti(0), low);
+  }
+
   uint8_t* correction_;
 };
 
@@ -158,6 +283,9 @@ class CorrectedBFloat16 {
 struct Scalars {
   Vec::F one_minus_beta1, sqrt_one_minus_beta2, inverse_sqrt_correction2, eps;
   Vec::F max_ratio, min_ratio, minus_step_size, decay, l2, grad_sign;
+  // A block whose largest v' has a pattern below this has only finite gradients, below 2^63: of
+  // another, (1 - beta2) g^2, and so v', is at least twice as large, or NaN.
+  uint32_t large_square;
   bool has_l2;
 
   ZERO8_DEVICE explicit Scalars(const StepScalars& s)
@@ -172,6 +300,7 @@ struct Scalars {
         decay(Vec::set(s.decay)),
         l2(Vec::set(s.l2)),
         grad_sign(Vec::set(s.grad_sign)),
+        large_square(bits_of(s.sqrt_one_minus_beta2 * s.sqrt_one_minus_beta2 * 0x1p125f)),
         has_l2(has_bits(s.l2)) {}
 
   // An integer test is cheaper in the loop, and does not depend on whether subnormals are flushed.
@@ -185,10 +314,18 @@ struct Scalars {
 
 // --- The moments ---------------------------------------------------------------------------------
 
+template <class Code, class Lanes>
+ZERO8_DEVICE ZERO8_INLINE inline Vec::I load_codes(const uint8_t* codes, Lanes lanes) {
+  static_assert(!Code::kTwosComplement || Code::kZeroCode == 0, "beyond a tail load8s has 0");
+  if constexpr (Code::kTwosComplement) return load8s(codes, lanes);
+  return load8(codes, Code::kZeroCode, lanes);
+}
+
 template <class Encoder>
-ZERO8_DEVICE ZERO8_INLINE inline Vec::I encode_one(Encoder& encode, const float* values) {
+ZERO8_DEVICE ZERO8_INLINE inline Vec::I encode_one(Encoder& encode, const float* values,
+                                                   Vec::I threshold) {
   const Vec::F x = Vec::load(values);
-  return completed<Encoder::kLeft>(encode(x), x);
+  return completed<Encoder::kLeft>(encode(x, threshold), x);
 }
 
 // Both moments in 8 bits.
@@ -196,9 +333,7 @@ template <class M, class V>
 struct Quantized {
   static_assert(M::kScales >= 1 && M::kScales <= kMaxScales && M::kZeroCode < 256);
   static_assert(V::kScales >= 1 && V::kScales <= kMaxScales && V::kZeroCode < 256);
-  static_assert(!M::kStoresRoot, "a first moment may be negative");
-  static constexpr bool kRoot = V::kStoresRoot;
-  static constexpr bool kQuantized = true;
+  static constexpr bool kQuantized = true, kHasPairs = M::kHasPairs && V::kHasPairs;
   using Stored = uint8_t;
   using MCode = M;
   using VCode = V;
@@ -215,66 +350,61 @@ struct Quantized {
         : m(static_cast<const uint8_t*>(seg.exp_avg) + b.begin),
           v(static_cast<const uint8_t*>(seg.exp_avg_sq) + b.begin),
           decode_m(seg.exp_avg_scale + b.local * M::kScales, s.beta1, maps.exp_avg),
-          decode_v(seg.exp_avg_sq_scale + b.local * V::kScales, kRoot ? s.sqrt_beta2 : s.beta2,
-                   maps.exp_avg_sq) {}
+          decode_v(seg.exp_avg_sq_scale + b.local * V::kScales, s.beta2, maps.exp_avg_sq) {}
 
-    template <class Lanes>
-    ZERO8_DEVICE Vec::F exp_avg(int i, Lanes lanes) const {
-      return decode_m(load8(m + i, M::kZeroCode, lanes));
+    template <class AnyVec, class Lanes>
+    ZERO8_DEVICE ZERO8_INLINE Vec::F exp_avg(AnyVec& vec, int i, Lanes lanes) const {
+      return decode_m(vec, load_codes<M>(m + i, lanes));
     }
-    template <class Lanes>
-    ZERO8_DEVICE Vec::F exp_avg_sq(int i, Lanes lanes) const {
-      return decode_v(load8(v + i, V::kZeroCode, lanes));
+    template <class AnyVec, class Lanes>
+    ZERO8_DEVICE ZERO8_INLINE Vec::F exp_avg_sq(AnyVec& vec, int i, Lanes lanes) const {
+      return decode_v(vec, load_codes<V>(v + i, lanes));
     }
   };
 
-  // Encodes one block out of a buffer, vector by vector.
+  // Encodes `count` values of a block, which lie behind `place` others of `size`, vector by vector.
   struct Sink {
     uint8_t *m, *v;
     const float *m_values, *v_values;
-    int count;
     typename M::Encoder encode_m;
     typename V::Encoder encode_v;
+    Dither dither;
 
-    ZERO8_DEVICE Sink() : m(nullptr), v(nullptr), m_values(nullptr), v_values(nullptr), count(0) {}
+    ZERO8_DEVICE Sink() : m(nullptr), v(nullptr), m_values(nullptr), v_values(nullptr) {}
     ZERO8_DEVICE Sink(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
-                      const Block& b, uint32_t index, const float* m_buffer, const float* v_buffer,
+                      const Block& b, int place, int size, float* m_buffer, float* v_buffer,
                       const MRange& m_range, const VRange& v_range)
         : m(static_cast<uint8_t*>(seg.exp_avg) + b.begin),
           v(static_cast<uint8_t*>(seg.exp_avg_sq) + b.begin),
           m_values(m_buffer),
           v_values(v_buffer),
-          count(b.count),
-          encode_m(m_range, maps.exp_avg, {m_buffer, b.count, b.size, 0, 0, s.settling},
+          encode_m(m_range, maps.exp_avg, {m_buffer, b.count, place, size, s.settling},
                    seg.exp_avg_scale + b.local * M::kScales),
-          encode_v(v_range, maps.exp_avg_sq,
-                   {v_buffer, b.count, b.size, seg.moment_phase, index, 0.0f},
-                   seg.exp_avg_sq_scale + b.local * V::kScales) {}
+          encode_v(v_range, maps.exp_avg_sq, {v_buffer, b.count, place, size, 0.0f},
+                   seg.exp_avg_sq_scale + b.local * V::kScales),
+          dither(V::dither(Thresholds(seg, b, seg.moment_phase).q)) {}
 
     template <class Lanes>
     ZERO8_DEVICE ZERO8_INLINE void encode(int i, Lanes lanes) {
-      store8(m + i, encode_one(encode_m, m_values + i), lanes);
-      store8(v + i, encode_one(encode_v, v_values + i), lanes);
+      store8(m + i, encode_one(encode_m, m_values + i, Vec::seti(0)), lanes);
+      store8(v + i, encode_one(encode_v, v_values + i, dither.next()), lanes);
     }
   };
 };
 
 using DynamicPair = Quantized<Dynamic<true>, Dynamic<false>>;
-using CompandedPair = Quantized<Companded<true, 8, 4, false>, Companded<false, 8, 5, true>>;
-using LogPair = Quantized<Adaptive, LogRoot>;
+using LogPair = Quantized<SignedLog, Log>;
 
 // Not a function: NVRTC takes those without __device__ for the host's.
 template <class Moments, Codec kCodec>
 constexpr bool kHasScales = Moments::MCode::kScales == kScalesPerBlock[kCodec].exp_avg &&
                             Moments::VCode::kScales == kScalesPerBlock[kCodec].exp_avg_sq;
 static_assert(kHasScales<DynamicPair, kDynamic>);
-static_assert(kHasScales<CompandedPair, kCompanded>);
 static_assert(kHasScales<LogPair, kLog>);
 
 // Both moments in float32: parameters that are too small or were asked to stay so.  The product
 // flushes what is subnormal in memory, as no beta is above 1.
 struct Plain {
-  static constexpr bool kRoot = false;
   static constexpr bool kQuantized = false;
   using Stored = float;
 
@@ -289,13 +419,13 @@ struct Plain {
           beta1(Vec::set(s.beta1)),
           beta2(Vec::set(s.beta2)) {}
 
-    template <class Lanes>
-    ZERO8_DEVICE Vec::F exp_avg(int i, Lanes lanes) const {
-      return Vec::mul(load(m + i, lanes), beta1);
+    template <class AnyVec, class Lanes>
+    ZERO8_DEVICE Vec::F exp_avg(AnyVec& vec, int i, Lanes lanes) const {
+      return vec.mul(load(m + i, lanes), beta1);
     }
-    template <class Lanes>
-    ZERO8_DEVICE Vec::F exp_avg_sq(int i, Lanes lanes) const {
-      return Vec::mul(load(v + i, lanes), beta2);
+    template <class AnyVec, class Lanes>
+    ZERO8_DEVICE Vec::F exp_avg_sq(AnyVec& vec, int i, Lanes lanes) const {
+      return vec.mul(load(v + i, lanes), beta2);
     }
   };
 };
@@ -307,69 +437,27 @@ ZERO8_DEVICE inline bool below_limit(Vec::I magnitudes) {
   return Vec::reduce_maxu(magnitudes) < kGradientLimitBits;
 }
 
-// Turns beta1 m and beta2 v into m' and v', or, if kRoot, their roots, and returns p', not rounded
-// yet.  `vec` is a Vec or, on CUDA, a QuickVec.
+// Turns beta1 m and beta2 v into m' and v', and returns the denominator.  `vec` is a Vec or, on
+// CUDA, a QuickVec.
 //
 // Far from the smallest numbers are: h, as what is below 2^-126 has a square of 0 beside any v; the
 // denominator, as roots of normal numbers are at least 2^-63 and the correction at least 1.
-template <bool kRoot, class AnyVec>
-ZERO8_DEVICE ZERO8_INLINE inline Vec::F advanced(AnyVec& vec, const Scalars& s, Vec::F p, Vec::F g,
-                                                 Vec::F& m, Vec::F& v) {
-  if (kRoot) v = vec.mul(v, v);
+template <class AnyVec>
+ZERO8_DEVICE ZERO8_INLINE inline Vec::F advance_moments(AnyVec& vec, const Scalars& s, Vec::F g,
+                                                        Vec::F& m, Vec::F& v) {
   m = vec.fma(s.one_minus_beta1, g, m);  // (R2)
   const Vec::F h = vec.mul_far(s.sqrt_one_minus_beta2, g);
-  v = vec.fma(h, h, v);  // (R3)
-  const Vec::F root = vec.sqrt(v);
-  const Vec::F denominator = vec.fma_far(root, s.inverse_sqrt_correction2, s.eps);  // (R4)
-  const Vec::F ratio = vec.div(m, denominator);
-  const Vec::F clipped = vec.min(s.max_ratio, vec.max(s.min_ratio, ratio));  // (R5)
-  if (kRoot) v = root;
-  return vec.fma(s.minus_step_size, clipped, vec.mul(s.decay, p));  // (R6)
+  v = vec.fma(h, h, v);                                                // (R3)
+  return vec.fma_far(vec.sqrt(v), s.inverse_sqrt_correction2, s.eps);  // (R4)
 }
 
-// One block of the update; `vector(i, lanes)` does the elements of one vector.
-template <class Moments, class P, class G>
-struct Update {
-  const Scalars s;
-  typename Moments::Source source;
-  P param;
-  const G* g;
-  int count;
-
-  ZERO8_DEVICE Update(const Segment& seg, const Scalars& scalars, const StepScalars& raw,
-                      const DynamicMaps& maps, const Block& b, uint32_t index)
-      : s(scalars),
-        source(seg, raw, maps, b),
-        param(seg, b, index),
-        g(static_cast<const G*>(seg.grad) + b.begin),
-        count(b.count) {}
-
-  template <class Lanes>
-  ZERO8_DEVICE Vec::F grad(int i, Lanes lanes) const {
-    return Vec::flushed(load(g + i, lanes));
-  }
-
-  // The patterns of |g| after (R1), which order NaN above infinity.
-  template <class Lanes>
-  ZERO8_DEVICE ZERO8_INLINE Vec::I magnitude(int i, Lanes lanes) const {
-    const Vec::F x = grad(i, lanes);
-    Vec vec;
-    return magnitude_bits(s.has_l2 ? s.gradient(param.read(vec, i, lanes), x) : x);
-  }
-
-  // Turns the decayed moments, as decoded, into m' and v' as they will be encoded; the parameter is
-  // updated in memory.
-  template <class Lanes>
-  ZERO8_DEVICE ZERO8_INLINE void vector(int i, Lanes lanes, Vec::F& m, Vec::F& v) {
-    Vec vec;
-    const Vec::F p = param.read(vec, i, lanes);
-    const Vec::F x = s.gradient(p, grad(i, lanes));
-    param.write(i, advanced<Moments::kRoot>(vec, s, p, x, m, v), lanes);
-  }
-};
-
-ZERO8_DEVICE inline uint32_t dither_index(const Segment& seg, const Block& b) {
-  return static_cast<uint32_t>(seg.first + b.begin);
+// Returns p', not rounded yet.
+template <class AnyVec>
+ZERO8_DEVICE ZERO8_INLINE inline Vec::F advanced_param(AnyVec& vec, const Scalars& s, Vec::F p,
+                                                       Vec::F m, Vec::F denominator) {
+  const Vec::F ratio = vec.div(m, denominator);
+  const Vec::F clipped = vec.min(s.max_ratio, vec.max(s.min_ratio, ratio));  // (R5)
+  return vec.fma(s.minus_step_size, clipped, vec.mul(s.decay, p));           // (R6)
 }
 
 }  // namespace ZERO8_TARGET

@@ -42,6 +42,11 @@ struct Vec {
     return load(padded);
   }
   static I load_pairs(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static void load_pair(const uint16_t* p, F* x) {
+    const I both = load_pairs(p);
+    x[0] = as_float(shl<16>(both));
+    x[1] = as_float(andi(both, seti(0xFFFF0000)));
+  }
   static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
   static void store_n(float* p, F x, int n) { _mm256_maskstore_ps(p, first(n), x); }
   static void store16(uint16_t* p, I x) {
@@ -51,6 +56,10 @@ struct Vec {
     uint16_t whole[kLanes];
     store16(whole, x);
     for (int i = 0; i < n; ++i) p[i] = whole[i];
+  }
+  static void store_pair(uint16_t* p, I even, I odd) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm256_blend_epi16(shr<16>(even), odd, 0xAA));
   }
   // Lanes must be below 2^16: the pack saturates.
   static __m128i narrow16(I x) {
@@ -64,6 +73,40 @@ struct Vec {
     for (int i = 0; i < kLanes; ++i) padded[i] = i < n ? p[i] : static_cast<uint8_t>(fill);
     return load8(padded);
   }
+  static I load8s(const uint8_t* p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I load8s_n(const uint8_t* p, int n) {
+    uint8_t padded[kLanes] = {};
+    for (int i = 0; i < n; ++i) padded[i] = p[i];
+    return load8s(padded);
+  }
+  // Bytes 2k and 2k + 1 of 16; -1 makes a zero.
+  static void load8_pair(const uint8_t* p, I* x) {
+    const I both = load_twice(p);
+    x[0] = _mm256_shuffle_epi8(both, _mm256_setr_epi8(0, -1, -1, -1, 2, -1, -1, -1,      //
+                                                      4, -1, -1, -1, 6, -1, -1, -1,      //
+                                                      8, -1, -1, -1, 10, -1, -1, -1,     //
+                                                      12, -1, -1, -1, 14, -1, -1, -1));  //
+    x[1] = _mm256_shuffle_epi8(both, _mm256_setr_epi8(1, -1, -1, -1, 3, -1, -1, -1,      //
+                                                      5, -1, -1, -1, 7, -1, -1, -1,      //
+                                                      9, -1, -1, -1, 11, -1, -1, -1,     //
+                                                      13, -1, -1, -1, 15, -1, -1, -1));  //
+  }
+  static void load8_top_pair(const uint8_t* p, I* x) {
+    const I both = load_twice(p);
+    x[0] = _mm256_shuffle_epi8(both, _mm256_setr_epi8(-1, -1, -1, 0, -1, -1, -1, 2,      //
+                                                      -1, -1, -1, 4, -1, -1, -1, 6,      //
+                                                      -1, -1, -1, 8, -1, -1, -1, 10,     //
+                                                      -1, -1, -1, 12, -1, -1, -1, 14));  //
+    x[1] = _mm256_shuffle_epi8(both, _mm256_setr_epi8(-1, -1, -1, 1, -1, -1, -1, 3,      //
+                                                      -1, -1, -1, 5, -1, -1, -1, 7,      //
+                                                      -1, -1, -1, 9, -1, -1, -1, 11,     //
+                                                      -1, -1, -1, 13, -1, -1, -1, 15));  //
+  }
+  static I load_twice(const uint8_t* p) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
   static void store8(uint8_t* p, I x) {
     const __m128i words = narrow16(x);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
@@ -73,16 +116,20 @@ struct Vec {
     store8(whole, x);
     for (int i = 0; i < n; ++i) p[i] = whole[i];
   }
-  static void store8x4(uint8_t* p, I a, I b, I c, I d) { store_packed(p, packed(a, b, c, d)); }
-  static void store8x4_signed(uint8_t* p, I a, I b, I c, I d, const F* x) {
-    const I codes = packed(a, b, c, d);
-    const I zero = _mm256_cmpeq_epi8(codes, _mm256_setzero_si256());
-    const I sign = andi(packed_ordered(x), seti(0x80808080));
-    store_packed(p, ori(codes, _mm256_andnot_si256(zero, sign)));
+  static void store8_pair(uint8_t* p, I even, I odd) {
+    const I words = ori(even, shl<16>(odd));
+    const I bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(words, words), 0xD8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(bytes));
   }
-  static void store8x4_raised(uint8_t* p, I a, I b, I c, I d, const F* x) {
+  static void store8x4(uint8_t* p, I a, I b, I c, I d, bool pairs) {
+    store_packed(p, packed(a, b, c, d), pairs);
+  }
+  static void store8x4_signed(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
+    store_packed(p, _mm256_sign_epi8(packed(a, b, c, d), packed_ordered(x)), pairs);
+  }
+  static void store8x4_raised(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
     const I least = _mm256_min_epu8(packed_ordered(x), seti(0x01010101));
-    store_packed(p, _mm256_max_epu8(packed(a, b, c, d), least));
+    store_packed(p, _mm256_max_epu8(packed(a, b, c, d), least), pairs);
   }
   // Packing works on each half by itself: bytes a0 b0 c0 d0 a1 b1 c1 d1, in units of four.
   static I packed(I a, I b, I c, I d) {
@@ -93,9 +140,15 @@ struct Vec {
     return _mm256_packs_epi16(_mm256_packs_epi32(as_int(x[0]), as_int(x[1])),
                               _mm256_packs_epi32(as_int(x[2]), as_int(x[3])));
   }
-  static void store_packed(uint8_t* p, I bytes) {
-    const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(bytes, order));
+  static void store_packed(uint8_t* p, I bytes, bool pairs) {
+    if (pairs) {
+      const I mixed = _mm256_broadcastsi128_si256(
+          _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
+      bytes = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(bytes, mixed), 0xD8);
+    } else {
+      bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    }
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes);
   }
   ZERO8_INLINE static void prefetch(const void* p) {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
@@ -106,21 +159,22 @@ struct Vec {
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F mul_far(F a, F b) { return mul(a, b); }
   static F fma_far(F a, F b, F c) { return fma(a, b, c); }
+  static F fms(F a, F b, F c) { return _mm256_fmsub_ps(a, b, c); }
   static F div(F a, F b) { return _mm256_div_ps(a, b); }
   static F sqrt(F a) { return _mm256_sqrt_ps(a); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
   static F min(F a, F b) { return _mm256_min_ps(a, b); }
-  static Mask positive(F a) { return as_int(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GT_OQ)); }
 
   static I as_int(F x) { return _mm256_castps_si256(x); }
   static F as_float(I bits) { return _mm256_castsi256_ps(bits); }
   static F to_float(I x) { return _mm256_cvtepi32_ps(x); }
-  static I round(F x) { return _mm256_cvtps_epi32(x); }
   static I truncate(F x) { return _mm256_cvttps_epi32(x); }
 
   static I addi(I a, I b) { return _mm256_add_epi32(a, b); }
   static I subi(I a, I b) { return _mm256_sub_epi32(a, b); }
   static I muli(I a, I b) { return _mm256_mullo_epi32(a, b); }
+  static I add_low16(I a, I b) { return _mm256_add_epi16(a, b); }
+  static I absi(I a) { return _mm256_abs_epi32(a); }
   static I andi(I a, I b) { return _mm256_and_si256(a, b); }
   static I ori(I a, I b) { return _mm256_or_si256(a, b); }
   static I xori(I a, I b) { return _mm256_xor_si256(a, b); }
@@ -132,10 +186,15 @@ struct Vec {
   static I shr(I a) {
     return _mm256_srli_epi32(a, kBits);
   }
+  template <int kBits>
+  static I sra(I a) {
+    return _mm256_srai_epi32(a, kBits);
+  }
   static I shlv(I a, I bits) { return _mm256_sllv_epi32(a, bits); }
   static I shrv(I a, I bits) { return _mm256_srlv_epi32(a, bits); }
   static I maxu(I a, I b) { return _mm256_max_epu32(a, b); }
   static I minu(I a, I b) { return _mm256_min_epu32(a, b); }
+  static I max_magnitude(I a, F x) { return maxu(a, andi(as_int(x), seti(0x7FFFFFFF))); }
   static I maxu16(I a, I b) { return _mm256_max_epu16(a, b); }
   static I maxs(I a, I b) { return _mm256_max_epi32(a, b); }
   static Mask equal(I a, I b) { return _mm256_cmpeq_epi32(a, b); }
@@ -144,13 +203,19 @@ struct Vec {
   static bool any(Mask m) { return _mm256_movemask_ps(as_float(m)) != 0; }
   static I choose(Mask m, I yes, I no) { return _mm256_blendv_epi8(no, yes, m); }
 
+  // Blends look at the top bit of a lane.
+  static F negated(F x, I c) {
+    return _mm256_blendv_ps(x, _mm256_xor_ps(x, set(-0.0f)), as_float(c));
+  }
+  static I unless_zero(I x, I c) { return _mm256_sign_epi32(x, c); }
+
   static Mask not_below(F a, F b) { return as_int(_mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
   static F look_up(const float* table, I index) { return _mm256_i32gather_ps(table, index, 4); }
   static I look_up8(const uint32_t* table, I index) {
     const I* const entries = reinterpret_cast<const I*>(table);
     return _mm256_permutevar8x32_epi32(_mm256_loadu_si256(entries), index);
   }
-  // Blends look at the top bit of a lane, here that bit of the index.
+  // Here that bit of the index.
   template <int kBit>
   static I select(I index, I set, I clear) {
     return as_int(
@@ -170,11 +235,10 @@ struct Vec {
   }
 
   static uint32_t reduce_maxu(I a) {
-    uint32_t lanes[kLanes];
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), a);
-    uint32_t largest = lanes[0];
-    for (int i = 1; i < kLanes; ++i) largest = lanes[i] > largest ? lanes[i] : largest;
-    return largest;
+    __m128i x = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0x4E));
+    x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0xB1));
+    return static_cast<uint32_t>(_mm_cvtsi128_si32(x));
   }
   static uint32_t reduce_minu(I a) { return ~reduce_maxu(xori(a, seti(~0u))); }
   static int reduce_sum(int count) { return count; }

@@ -43,6 +43,11 @@ struct Vec {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
   }
   static I load_pairs(const void* p) { return _mm512_loadu_si512(p); }
+  static void load_pair(const uint16_t* p, F* x) {
+    const I both = load_pairs(p);
+    x[0] = as_float(shl<16>(both));
+    x[1] = as_float(andi(both, seti(0xFFFF0000)));
+  }
   static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
   static void store_n(float* p, F x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
   static void store16(uint16_t* p, I x) {
@@ -51,6 +56,9 @@ struct Vec {
   static void store16_n(uint16_t* p, I x, int n) {
     _mm512_mask_cvtepi32_storeu_epi16(p, first(n), x);
   }
+  static void store_pair(uint16_t* p, I even, I odd) {
+    _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xAAAAAAAA, shr<16>(even), odd));
+  }
   static I load8(const uint8_t* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
@@ -58,20 +66,45 @@ struct Vec {
     const __m128i filled = _mm_set1_epi8(static_cast<char>(fill));
     return _mm512_cvtepu8_epi32(_mm_mask_loadu_epi8(filled, first(n), p));
   }
+  static I load8s(const uint8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I load8s_n(const uint8_t* p, int n) {
+    return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(n), p));
+  }
+  static void load8_pair(const uint8_t* p, I* x) {
+    const I both = load_bytes_spread(p);
+    x[0] = andi(both, seti(0xFF));
+    x[1] = shr<8>(both);
+  }
+  static void load8_top_pair(const uint8_t* p, I* x) {
+    const I both = load_bytes_spread(p);
+    x[0] = shl<24>(both);
+    x[1] = andi(shl<16>(both), seti(0xFF000000));
+  }
+  // Bytes 2k and 2k + 1 in the lower half of lane k.
+  static I load_bytes_spread(const uint8_t* p) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
   static void store8(uint8_t* p, I x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
   }
   static void store8_n(uint8_t* p, I x, int n) { _mm512_mask_cvtepi32_storeu_epi8(p, first(n), x); }
-  static void store8x4(uint8_t* p, I a, I b, I c, I d) { store_packed(p, packed(a, b, c, d)); }
-  static void store8x4_signed(uint8_t* p, I a, I b, I c, I d, const F* x) {
-    const I codes = packed(a, b, c, d);
-    const __mmask64 nonzero = _mm512_test_epi8_mask(codes, codes);
-    const I ordered = _mm512_maskz_mov_epi8(nonzero, packed_ordered(x));
-    store_packed(p, ori(codes, andi(ordered, seti(0x80808080))));
+  static void store8_pair(uint8_t* p, I even, I odd) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtepi16_epi8(ori(even, shl<16>(odd))));
   }
-  static void store8x4_raised(uint8_t* p, I a, I b, I c, I d, const F* x) {
+  static void store8x4(uint8_t* p, I a, I b, I c, I d, bool pairs) {
+    store_packed(p, packed(a, b, c, d), pairs);
+  }
+  static void store8x4_signed(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
+    const I codes = packed(a, b, c, d);
+    const __mmask64 negative = _mm512_movepi8_mask(packed_ordered(x));
+    store_packed(p, _mm512_mask_sub_epi8(codes, negative, seti(0), codes), pairs);
+  }
+  static void store8x4_raised(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
     const I least = _mm512_min_epu8(packed_ordered(x), seti(0x01010101));
-    store_packed(p, _mm512_max_epu8(packed(a, b, c, d), least));
+    store_packed(p, _mm512_max_epu8(packed(a, b, c, d), least), pairs);
   }
   // Packing works on each quarter by itself: bytes a0 b0 c0 d0 a1 ... d3, in units of four.
   static I packed(I a, I b, I c, I d) {
@@ -82,7 +115,17 @@ struct Vec {
     return _mm512_packs_epi16(_mm512_packs_epi32(as_int(x[0]), as_int(x[1])),
                               _mm512_packs_epi32(as_int(x[2]), as_int(x[3])));
   }
-  static void store_packed(uint8_t* p, I bytes) { _mm512_storeu_si512(p, transpose(bytes)); }
+  static void store_packed(uint8_t* p, I bytes, bool pairs) {
+    if (pairs) {
+      const I mixed = _mm512_broadcast_i32x4(
+          _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
+      const I order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+      bytes = _mm512_permutexvar_epi64(order, _mm512_shuffle_epi8(bytes, mixed));
+    } else {
+      bytes = transpose(bytes);
+    }
+    _mm512_storeu_si512(p, bytes);
+  }
   // Transposes lanes in four rows of four.
   static I transpose(I x) {
     const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -97,21 +140,22 @@ struct Vec {
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F mul_far(F a, F b) { return mul(a, b); }
   static F fma_far(F a, F b, F c) { return fma(a, b, c); }
+  static F fms(F a, F b, F c) { return _mm512_fmsub_ps(a, b, c); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
   static F sqrt(F a) { return _mm512_sqrt_ps(a); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
-  static Mask positive(F a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GT_OQ); }
 
   static I as_int(F x) { return _mm512_castps_si512(x); }
   static F as_float(I bits) { return _mm512_castsi512_ps(bits); }
   static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
-  static I round(F x) { return _mm512_cvtps_epi32(x); }
   static I truncate(F x) { return _mm512_cvttps_epi32(x); }
 
   static I addi(I a, I b) { return _mm512_add_epi32(a, b); }
   static I subi(I a, I b) { return _mm512_sub_epi32(a, b); }
   static I muli(I a, I b) { return _mm512_mullo_epi32(a, b); }
+  static I add_low16(I a, I b) { return _mm512_add_epi16(a, b); }
+  static I absi(I a) { return _mm512_abs_epi32(a); }
   static I andi(I a, I b) { return _mm512_and_si512(a, b); }
   static I ori(I a, I b) { return _mm512_or_si512(a, b); }
   static I xori(I a, I b) { return _mm512_xor_si512(a, b); }
@@ -123,10 +167,16 @@ struct Vec {
   static I shr(I a) {
     return _mm512_srli_epi32(a, kBits);
   }
+  template <int kBits>
+  static I sra(I a) {
+    return _mm512_srai_epi32(a, kBits);
+  }
   static I shlv(I a, I bits) { return _mm512_sllv_epi32(a, bits); }
   static I shrv(I a, I bits) { return _mm512_srlv_epi32(a, bits); }
   static I maxu(I a, I b) { return _mm512_max_epu32(a, b); }
   static I minu(I a, I b) { return _mm512_min_epu32(a, b); }
+  // The larger magnitude, without its sign.
+  static I max_magnitude(I a, F x) { return as_int(_mm512_range_ps(as_float(a), x, 0xB)); }
   static I maxu16(I a, I b) { return _mm512_max_epu16(a, b); }
   static I maxs(I a, I b) { return _mm512_max_epi32(a, b); }
   static Mask equal(I a, I b) { return _mm512_cmpeq_epi32_mask(a, b); }
@@ -134,6 +184,12 @@ struct Vec {
   static int count(Mask m) { return __builtin_popcount(m); }
   static bool any(Mask m) { return m != 0; }
   static I choose(Mask m, I yes, I no) { return _mm512_mask_blend_epi32(m, no, yes); }
+
+  // x ^ (c & sign bit)
+  static F negated(F x, I c) {
+    return as_float(_mm512_ternarylogic_epi32(as_int(x), c, seti(0x80000000), 0x78));
+  }
+  static I unless_zero(I x, I c) { return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(c, c), x); }
 
   static Mask not_below(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
   static F look_up(const float* table, I index) { return _mm512_i32gather_ps(index, table, 4); }

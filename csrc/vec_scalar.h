@@ -35,33 +35,63 @@ struct Vec {
     __builtin_memcpy(&pairs, p, sizeof pairs);
     return pairs;
   }
+  // A pair of vectors, the first of elements 0, 2, 4, ... and the second of 1, 3, 5, ...
+  static void load_pair(const uint16_t* p, F* x) {
+    x[0] = load(p);
+    x[1] = load(p + 1);
+  }
   static void store(float* p, F x) { *p = x; }
   static void store_n(float* p, F x, int) { *p = x; }
   // Lanes must be below 2^16.
   static void store16(uint16_t* p, I x) { *p = static_cast<uint16_t>(x); }
   static void store16_n(uint16_t* p, I x, int) { store16(p, x); }
+  // The upper halves of a pair.
+  static void store_pair(uint16_t* p, I even, I odd) {
+    store16(p, even >> 16);
+    store16(p + 1, odd >> 16);
+  }
   // Codes widened to 32 bits, and lanes, which must be below 2^8, narrowed to codes.
   static I load8(const uint8_t* p) { return *p; }
   static I load8_n(const uint8_t* p, int, uint32_t) { return *p; }
+  // The same of codes in two's complement.
+  static I load8s(const uint8_t* p) {
+    return static_cast<uint32_t>(static_cast<int32_t>(static_cast<int8_t>(*p)));
+  }
+  static I load8s_n(const uint8_t* p, int) { return load8s(p); }
+  // A pair of codes, and one of codes in the top byte, zeros below.
+  static void load8_pair(const uint8_t* p, I* x) {
+    x[0] = load8(p);
+    x[1] = load8(p + 1);
+  }
+  static void load8_top_pair(const uint8_t* p, I* x) {
+    x[0] = load8(p) << 24;
+    x[1] = load8(p + 1) << 24;
+  }
   static void store8(uint8_t* p, I x) { *p = static_cast<uint8_t>(x); }
   static void store8_n(uint8_t* p, I x, int) { store8(p, x); }
-  // Four vectors of codes, in order; lanes must be below 256.
-  static void store8x4(uint8_t* p, I a, I b, I c, I d) {
-    store8(p, a);
-    store8(p + 1, b);
-    store8(p + 2, c);
-    store8(p + 3, d);
+  static void store8_pair(uint8_t* p, I even, I odd) {
+    store8(p, even);
+    store8(p + 1, odd);
   }
-  // The same, of floats x: where a code is not 0, with the sign of x in the top bit, which is
-  // clear; or at least 1 where x, which is +0 or a positive normal number or infinity, is not 0.
-  static void store8x4_signed(uint8_t* p, I a, I b, I c, I d, const F* x) {
-    store8x4(p, a, b, c, d);
+  // Four vectors of codes, in order, or of two `pairs`; lanes must be below 256, and negative ones
+  // become 0.
+  static void store8x4(uint8_t* p, I a, I b, I c, I d, bool) {
+    store8(p, maxs(a, 0));
+    store8(p + 1, maxs(b, 0));
+    store8(p + 2, maxs(c, 0));
+    store8(p + 3, maxs(d, 0));
+  }
+  // The same, of floats x: negated where x is negative, for which lanes must be below 128, and 0
+  // where x is +0; or at least 1 where x, which is +0 or a positive normal number or infinity, is
+  // not 0.
+  static void store8x4_signed(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
+    store8x4(p, a, b, c, d, pairs);
     for (int k = 0; k < 4; ++k) {
-      if (p[k]) p[k] |= as_int(x[k]) >> 24 & 128;
+      if (as_int(x[k]) & 0x80000000) p[k] = static_cast<uint8_t>(-p[k]);
     }
   }
-  static void store8x4_raised(uint8_t* p, I a, I b, I c, I d, const F* x) {
-    store8x4(p, a, b, c, d);
+  static void store8x4_raised(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
+    store8x4(p, a, b, c, d, pairs);
     for (int k = 0; k < 4; ++k) {
       if (!p[k]) p[k] = x[k] > 0.0f;
     }
@@ -74,12 +104,12 @@ struct Vec {
   static F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
   static F mul_far(F a, F b) { return mul(a, b); }
   static F fma_far(F a, F b, F c) { return fma(a, b, c); }
+  static F fms(F a, F b, F c) { return __builtin_fmaf(a, b, -c); }
   static F div(F a, F b) { return a / b; }
   static F sqrt(F a) { return __builtin_sqrtf(a); }
   // Of numbers that are not subnormal.  A NaN in b comes through, as with MAXPS and MINPS.
   static F max(F a, F b) { return a > b ? a : b; }
   static F min(F a, F b) { return a < b ? a : b; }
-  static Mask positive(F a) { return a > 0.0f; }
 
   static I as_int(F x) {
     I bits;
@@ -91,9 +121,8 @@ struct Vec {
     __builtin_memcpy(&x, &bits, sizeof x);
     return x;
   }
-  // Between signed integers and floats; round is half to even.
+  // Between signed integers and floats; to_float rounds half to even.
   static F to_float(I x) { return static_cast<float>(static_cast<int32_t>(x)); }
-  static I round(F x) { return truncate(__builtin_rintf(x)); }
   // NaN and numbers outside the range give the smallest integer, as the vector instructions do.
   static I truncate(F x) {
     const bool fits = x >= -0x1p31f && x < 0x1p31f;
@@ -103,6 +132,9 @@ struct Vec {
   static I addi(I a, I b) { return a + b; }
   static I subi(I a, I b) { return a - b; }
   static I muli(I a, I b) { return a * b; }
+  // In the lower 16 bits, modulo 2^16; the upper ones are those of a, and of b 0.
+  static I add_low16(I a, I b) { return (a & 0xFFFF0000) | ((a + b) & 0xFFFF); }
+  static I absi(I a) { return static_cast<int32_t>(a) < 0 ? 0u - a : a; }
   static I andi(I a, I b) { return a & b; }
   static I ori(I a, I b) { return a | b; }
   static I xori(I a, I b) { return a ^ b; }
@@ -114,11 +146,18 @@ struct Vec {
   static I shr(I a) {
     return a >> kBits;
   }
+  // With copies of the sign bit.
+  template <int kBits>
+  static I sra(I a) {
+    return static_cast<uint32_t>(static_cast<int32_t>(a) >> kBits);
+  }
   // By as many bits as each lane of the other says, less than 32.
   static I shlv(I a, I bits) { return a << bits; }
   static I shrv(I a, I bits) { return a >> bits; }
   static I maxu(I a, I b) { return a > b ? a : b; }
   static I minu(I a, I b) { return a < b ? a : b; }
+  // The larger of a, the pattern of a magnitude, and the magnitude of x, which is not NaN.
+  static I max_magnitude(I a, F x) { return maxu(a, as_int(x) & 0x7FFFFFFF); }
   // The larger of each pair of 16-bit numbers in each lane.
   static I maxu16(I a, I b) {
     return maxu(a & 0xFFFF, b & 0xFFFF) | maxu(a & 0xFFFF0000, b & 0xFFFF0000);
@@ -129,6 +168,10 @@ struct Vec {
   static int count(Mask m) { return m; }
   static bool any(Mask m) { return m; }
   static I choose(Mask m, I yes, I no) { return m ? yes : no; }
+  // With the other sign where c is negative.
+  static F negated(F x, I c) { return as_float(as_int(x) ^ (c & 0x80000000)); }
+  // Where c, which is below 2^31, is 0 too, 0.
+  static I unless_zero(I x, I c) { return c ? x : 0; }
 
   static Mask not_below(F a, F b) { return a >= b; }
   static F look_up(const float* table, I index) { return table[index]; }

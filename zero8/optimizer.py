@@ -58,7 +58,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         bias_correction: divide the moments by 1 - beta^t.
         maximize: ascend.
         block_size: elements per scale, a power of two in 64..4096.
-        codec: "log" (default), "companded" or "dynamic"; see `zero8.spec.codec`.
+        codec: "log" (default) or "dynamic"; see `zero8.spec.codec`.
         min_8bit_size: parameters with fewer elements keep float32 moments.
         fp32_params: glob patterns of parameter names that keep float32 moments.
         stochastic_rounding: of bfloat16 parameters: "auto" or "dither" (golden-ratio sequence),

@@ -25,36 +25,31 @@ namespace ZERO8_TARGET {
 
 // Elements at .. at + n - 1 of a segment.
 struct Place {
+  const Block& block;  // that they are in
   int64_t at;
   int n;
-  uint32_t index;  // of the first, for dithers
 
-  __device__ Place(const Segment& seg, const Block& block) {
-    const int first = static_cast<int>(threadIdx.x) * kPerThread;
-    const int rest = block.count - first;
-    at = block.begin + first;
+  __device__ explicit Place(const Block& whole) : block(whole), at(whole.begin + before()) {
+    const int rest = block.count - before();
     n = rest < 0 ? 0 : rest < kPerThread ? rest : kPerThread;
-    index = static_cast<uint32_t>(seg.first + at);
   }
-};
+  // How many elements the threads before this one have.
+  __device__ static int before() { return static_cast<int>(threadIdx.x) * kPerThread; }
 
-// The thread's elements as a block of arrays of its own; `size` is that of the whole block.
-__device__ inline Block own_block(int size) {
-  Block own;
-  own.begin = 0;
-  own.local = 0;
-  own.count = kPerThread;
-  own.size = size;
-  return own;
-}
+  // The elements as a segment of one block, in arrays of the thread's own.
+  __device__ Segment own(const Segment& seg) const {
+    Segment own = seg;
+    own.first += at;
+    return own;
+  }
+  __device__ Block own_block() const { return {0, 0, kPerThread, block.offset + before()}; }
+};
 
 // Calls body(moments), an object of the type that says how the segment's moments are stored.
 template <class Body>
 __device__ void for_moments(const Segment& seg, Body body) {
   if (seg.codec == kLog) {
     body(LogPair());
-  } else if (seg.codec == kCompanded) {
-    body(CompandedPair());
   } else if (seg.codec == kDynamic) {
     body(DynamicPair());
   } else {
@@ -67,7 +62,7 @@ struct Stored {
   Words param, correction, grad, exp_avg, exp_avg_sq;
   float exp_avg_scale[kMaxScales], exp_avg_sq_scale[kMaxScales];
 
-  __device__ Stored(const Segment& seg, const Block& block, const Place& place) {
+  __device__ Stored(const Segment& seg, const Place& place) {
     grad = floats(seg.grad, seg.grad_dtype, place);
     param = floats(seg.param, seg.param_dtype, place);
     if (seg.correction) correction = bytes(seg.correction, 0, place);
@@ -78,8 +73,8 @@ struct Stored {
         using V = typename Moments::VCode;
         exp_avg = bytes(seg.exp_avg, M::kZeroCode, place);
         exp_avg_sq = bytes(seg.exp_avg_sq, V::kZeroCode, place);
-        copy<M::kScales>(exp_avg_scale, seg.exp_avg_scale + block.local * M::kScales);
-        copy<V::kScales>(exp_avg_sq_scale, seg.exp_avg_sq_scale + block.local * V::kScales);
+        copy<M::kScales>(exp_avg_scale, seg.exp_avg_scale + place.block.local * M::kScales);
+        copy<V::kScales>(exp_avg_sq_scale, seg.exp_avg_sq_scale + place.block.local * V::kScales);
       } else {
         exp_avg = floats(seg.exp_avg, kFP32, place);
         exp_avg_sq = floats(seg.exp_avg_sq, kFP32, place);
@@ -160,10 +155,10 @@ struct OwnParam {
   uint8_t correction[kPerThread];
 
   __device__ P param(const Segment& seg, const Place& place) {
-    Segment own = seg;
+    Segment own = place.own(seg);
     own.param = p;
     own.correction = correction;
-    return P(own, own_block(kPerThread), place.index);
+    return P(own, place.own_block());
   }
 };
 
@@ -174,7 +169,7 @@ __device__ void for_param(const Segment& seg, Body body) {
   } else if (seg.correction) {
     body(OwnParam<CorrectedBFloat16>());
   } else {
-    body(OwnParam<BFloat16>());
+    body(OwnParam<BFloat16<false>>());
   }
 }
 
@@ -209,8 +204,8 @@ struct OwnMoments {
   typename Moments::Stored m[kPerThread], v[kPerThread];
   float m_scale[kMaxScales], v_scale[kMaxScales];
 
-  __device__ Segment segment(const Segment& seg) {
-    Segment own = seg;
+  __device__ Segment segment(const Segment& seg, const Place& place) {
+    Segment own = place.own(seg);
     own.exp_avg = m;
     own.exp_avg_sq = v;
     own.exp_avg_scale = m_scale;
@@ -220,9 +215,9 @@ struct OwnMoments {
 };
 
 // Turns parameters and gradients into updated ones, and the moments into what will be encoded.
-__device__ inline void update(const Segment& seg, const Stored& stored, const StepScalars& raw,
-                              const DynamicMaps& maps, const Values& g, Values& p, Values& m,
-                              Values& v) {
+__device__ inline void update(const Segment& seg, const Stored& stored, const Place& place,
+                              const StepScalars& raw, const DynamicMaps& maps, const Values& g,
+                              Values& p, Values& m, Values& v) {
   for_moments(seg, [&](auto moments) {
     using Moments = decltype(moments);
     OwnMoments<Moments> own;
@@ -232,14 +227,15 @@ __device__ inline void update(const Segment& seg, const Stored& stored, const St
       Stored::copy<Moments::MCode::kScales>(own.m_scale, stored.exp_avg_scale);
       Stored::copy<Moments::VCode::kScales>(own.v_scale, stored.exp_avg_sq_scale);
     }
-    const typename Moments::Source source(own.segment(seg), raw, maps, own_block(kPerThread));
+    const typename Moments::Source source(own.segment(seg, place), raw, maps, place.own_block());
     const Scalars s(raw);
     for_vectors([&](int i) {
       Vec::F x, first, second;
       quickly([&](auto& vec) {
-        first = source.exp_avg(i, All());
-        second = source.exp_avg_sq(i, All());
-        x = advanced<Moments::kRoot>(vec, s, Vec::load(p.x + i), Vec::load(g.x + i), first, second);
+        first = source.exp_avg(vec, i, All());
+        second = source.exp_avg_sq(vec, i, All());
+        const Vec::F denominator = advance_moments(vec, s, Vec::load(g.x + i), first, second);
+        x = advanced_param(vec, s, Vec::load(p.x + i), first, denominator);
       });
       Vec::store(p.x + i, x);
       Vec::store(m.x + i, first);
@@ -248,10 +244,8 @@ __device__ inline void update(const Segment& seg, const Stored& stored, const St
   });
 }
 
-// v holds roots where the code stores them.
-__device__ inline void encode(const Segment& seg, const Block& block, const Place& place,
-                              const StepScalars& raw, const DynamicMaps& maps, const Values& m,
-                              const Values& v) {
+__device__ inline void encode(const Segment& seg, const Place& place, const StepScalars& raw,
+                              const DynamicMaps& maps, Values& m, Values& v) {
   for_moments(seg, [&](auto moments) {
     using Moments = decltype(moments);
     using T = typename Moments::Stored;
@@ -263,14 +257,14 @@ __device__ inline void encode(const Segment& seg, const Block& block, const Plac
         m_range.add(Vec::load(m.x + i));
         v_range.add(Vec::load(v.x + i));
       });
-      typename Moments::Sink sink(own.segment(seg), raw, maps, own_block(block.size), place.index,
-                                  m.x, v.x, m_range, v_range);
+      typename Moments::Sink sink(own.segment(seg, place), raw, maps, place.own_block(),
+                                  Place::before(), place.block.count, m.x, v.x, m_range, v_range);
       for_vectors([&](int i) { sink.encode(i, All()); });
       // All threads have read the old scales: reductions that made the new ones waited for them.
       if (threadIdx.x == 0) {
         constexpr int kM = Moments::MCode::kScales, kV = Moments::VCode::kScales;
-        Stored::copy<kM>(seg.exp_avg_scale + block.local * kM, own.m_scale);
-        Stored::copy<kV>(seg.exp_avg_sq_scale + block.local * kV, own.v_scale);
+        Stored::copy<kM>(seg.exp_avg_scale + place.block.local * kM, own.m_scale);
+        Stored::copy<kV>(seg.exp_avg_sq_scale + place.block.local * kV, own.v_scale);
       }
     } else {
       Stored::copy<kPerThread>(own.m, m.x);
@@ -286,8 +280,8 @@ __device__ inline void encode(const Segment& seg, const Block& block, const Plac
 // Returns whether the block's gradients were finite; if not, it is as it was.
 __device__ inline bool step_block(const Segment& seg, const StepScalars& raw,
                                   const DynamicMaps& maps, const Block& block) {
-  const Place place(seg, block);
-  const Stored stored(seg, block, place);
+  const Place place(block);
+  const Stored stored(seg, place);
   Values p = param_of(seg, stored, place), g = grad_of(seg, stored);
   Vec::I largest = Vec::seti(0);
   for_vectors([&](int i) {
@@ -297,9 +291,9 @@ __device__ inline bool step_block(const Segment& seg, const StepScalars& raw,
   });
   if (!below_limit(largest)) return false;
   Values m, v;
-  update(seg, stored, raw, maps, g, p, m, v);
+  update(seg, stored, place, raw, maps, g, p, m, v);
   write_param(seg, place, p);
-  encode(seg, block, place, raw, maps, m, v);
+  encode(seg, place, raw, maps, m, v);
   return true;
 }
 

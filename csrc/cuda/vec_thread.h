@@ -84,6 +84,11 @@ struct Vec {
   __device__ static I load8(const uint8_t* p) {
     return each<I>([=](int k) { return static_cast<uint32_t>(p[k]); });
   }
+  __device__ static I load8s(const uint8_t* p) {
+    return each<I>([=](int k) {
+      return static_cast<uint32_t>(static_cast<int32_t>(static_cast<int8_t>(p[k])));
+    });
+  }
   __device__ static void store8(uint8_t* p, I a) {
 #pragma unroll
     for (int k = 0; k < kLanes; ++k) p[k] = static_cast<uint8_t>(a.x[k]);
@@ -139,6 +144,10 @@ struct Vec {
       return __fmaf_rn(__fmul_rn(a.x[k], kLarge), b.x[k], __fmul_rn(c.x[k], kLarge));
     });
   }
+  __device__ static F fms(F a, F b, F c) { return fma(a, b, minus(c)); }
+  __device__ static F minus(F a) {
+    return each<F>([=](int k) { return -a.x[k]; });
+  }
   __device__ static F div(F a, F b) {
     return settled(div_far(a, b),
                    [=](int k) { return __fdiv_rn(__fmul_rn(a.x[k], kLarge), b.x[k]); });
@@ -156,9 +165,6 @@ struct Vec {
   __device__ static F min(F a, F b) {
     return each<F>([=](int k) { return min_or_nan(a.x[k], b.x[k]); });
   }
-  __device__ static Mask positive(F a) {
-    return each<Mask>([=](int k) { return a.x[k] > 0.0f; });
-  }
   __device__ static Mask not_below(F a, F b) {
     return each<Mask>([=](int k) { return a.x[k] >= b.x[k]; });
   }
@@ -171,9 +177,6 @@ struct Vec {
   }
   __device__ static F to_float(I a) {
     return each<F>([=](int k) { return __int2float_rn(static_cast<int32_t>(a.x[k])); });
-  }
-  __device__ static I round(F a) {
-    return each<I>([=](int k) { return static_cast<uint32_t>(__float2int_rn(a.x[k])); });
   }
   // Beyond 2^31 something else than on the CPU: so large are only positions that are not used.
   __device__ static I truncate(F a) {
@@ -188,6 +191,12 @@ struct Vec {
   }
   __device__ static I muli(I a, I b) {
     return each<I>([=](int k) { return a.x[k] * b.x[k]; });
+  }
+  __device__ static I add_low16(I a, I b) {
+    return each<I>([=](int k) { return (a.x[k] & 0xFFFF0000u) | ((a.x[k] + b.x[k]) & 0xFFFFu); });
+  }
+  __device__ static I absi(I a) {
+    return each<I>([=](int k) { return static_cast<int32_t>(a.x[k]) < 0 ? 0u - a.x[k] : a.x[k]; });
   }
   __device__ static I andi(I a, I b) {
     return each<I>([=](int k) { return a.x[k] & b.x[k]; });
@@ -206,6 +215,11 @@ struct Vec {
   __device__ static I shr(I a) {
     return each<I>([=](int k) { return a.x[k] >> kBits; });
   }
+  template <int kBits>
+  __device__ static I sra(I a) {
+    return each<I>(
+        [=](int k) { return static_cast<uint32_t>(static_cast<int32_t>(a.x[k]) >> kBits); });
+  }
   __device__ static I shlv(I a, I bits) {
     return each<I>([=](int k) { return a.x[k] << bits.x[k]; });
   }
@@ -218,6 +232,11 @@ struct Vec {
   __device__ static I minu(I a, I b) {
     return each<I>([=](int k) { return a.x[k] < b.x[k] ? a.x[k] : b.x[k]; });
   }
+  // As floats, whose instruction takes a magnitude for free.
+  __device__ static I max_magnitude(I a, F x) {
+    return each<I>(
+        [=](int k) { return __float_as_uint(fmaxf(__uint_as_float(a.x[k]), fabsf(x.x[k]))); });
+  }
   __device__ static I maxs(I a, I b) { return choose(above(a, b), a, b); }
   __device__ static Mask equal(I a, I b) {
     return each<Mask>([=](int k) { return a.x[k] == b.x[k]; });
@@ -228,6 +247,13 @@ struct Vec {
   }
   __device__ static I choose(Mask m, I yes, I no) {
     return each<I>([=](int k) { return m.x[k] ? yes.x[k] : no.x[k]; });
+  }
+  __device__ static F negated(F x, I c) {
+    return each<F>(
+        [=](int k) { return __uint_as_float(__float_as_uint(x.x[k]) ^ (c.x[k] & 0x80000000u)); });
+  }
+  __device__ static I unless_zero(I x, I c) {
+    return each<I>([=](int k) { return c.x[k] ? x.x[k] : 0u; });
   }
   __device__ static int count(Mask m) {
     int count = 0;
@@ -288,6 +314,7 @@ class QuickVec : public Vec {
   __device__ F flushed(F a) { return noted(a); }
   __device__ F mul(F a, F b) { return noted(mul_far(a, b)); }
   __device__ F fma(F a, F b, F c) { return noted(fma_far(a, b, c)); }
+  __device__ F fms(F a, F b, F c) { return noted(fma_far(a, b, minus(c))); }
   __device__ F div(F a, F b) { return noted(div_far(a, b)); }
   __device__ bool saw_tiny() const { return smallest_ < 0x01000000u; }  // as is_tiny
 

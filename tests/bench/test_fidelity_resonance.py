@@ -42,7 +42,7 @@ def test_thresholds_on_exact_values_make_no_difference():
     v = torch.rand(member.numel, generator=torch.Generator().manual_seed(0))
     exact = dequantize(code, *quantize(code, v, block, num_blocks), block)
     for numbers in harness.NUMBERS.values():
-        thresholds = numbers(dither.phase_of(member.key, 1), 0, member.numel)
+        thresholds = numbers(dither.phase_of(member.key, 1), 0, member.numel, member.grid)
         found = dequantize(code, *quantize(code, exact, block, num_blocks, thresholds), block)
         assert torch.equal(found, exact)
 

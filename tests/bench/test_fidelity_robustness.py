@@ -34,8 +34,8 @@ ZIPF, IMAGES = ZipfTask(batch_size=8), ImageTask(batch_size=4)
 def test_replay_of_a_task_keeps_bounds_and_moves_nothing_untrained(task, beta2):
     rows, skipped = replay_codecs(Recipe(steps=4, beta2=beta2, task=task), lambda: None)
     assert not skipped
-    assert [row["scheme"] for row in rows] == ["dynamic", "companded", "log", "deepspeed_bf16"]
-    for row in rows[:3]:
+    assert [row["scheme"] for row in rows] == ["dynamic", "log", "deepspeed_bf16"]
+    for row in rows[:2]:
         assert 0 < row["rms_update_error"] < 0.3
         assert row["max_u_over_bound"] < 1.001
         assert row["zero_grad_moved"] == 0 and row["zero_grad_count"] > 1000

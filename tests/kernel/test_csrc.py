@@ -143,6 +143,8 @@ def test_object_stays_within_its_instruction_set(objects, name, too_wide):
         assert not any(re.search(too_wide, operands) for operands in uses), mnemonic
 
 
+# Each of the four targets takes minutes to compile.
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_kernels_under_the_sanitizers_find_nothing(tmp_path):
     sources = [CSRC / f"{name}.cpp" for name in ("dispatch", *(f"step_{t}" for t in build.TARGETS))]

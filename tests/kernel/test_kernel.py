@@ -163,7 +163,7 @@ def test_kernel_step_many_segments_any_threads_give_the_same_bits():
 
 def test_kernel_step_segments_with_different_scalars_equal_reference():
     place = PLACES[4]
-    segments = [make("companded", place, scalars_at(3, hyper)) for hyper in HYPERS.values()]
+    segments = [make("log", place, scalars_at(3, hyper)) for hyper in HYPERS.values()]
     for number, segment in enumerate(segments):
         segment.grad.copy_(gradient(number % 2, place.numel, number) + 1 / 64)
     mine = [copied(segment) for segment in segments]
@@ -176,7 +176,7 @@ def test_kernel_step_segments_with_different_scalars_equal_reference():
 
 @pytest.mark.parametrize("num_threads", [1, 5])
 def test_kernel_step_nothing_to_do_does_nothing(num_threads):
-    empty = make("companded", PLACES[9], scalars_at(1, HYPERS["adamw"]))
+    empty = make("log", PLACES[9], scalars_at(1, HYPERS["adamw"]))
     assert kernel.step([], num_threads) == []
     assert kernel.step([empty], num_threads) == [0]
 
@@ -185,7 +185,7 @@ def test_kernel_step_nothing_to_do_does_nothing(num_threads):
 def test_kernel_step_special_parameters_equal_reference(dtypes):
     """NaN, infinite, subnormal and largest parameters under finite gradients."""
     values = [math.nan, -math.nan, math.inf, -math.inf, 2.0**-130, -(2.0**-149), 3.38e38, -3.4e38]
-    segment = make("companded", PLACES[5], scalars_at(1, HYPERS["adamw"]), *dtypes)
+    segment = make("log", PLACES[5], scalars_at(1, HYPERS["adamw"]), *dtypes)
     segment.param[7 : 7 + len(values)] = torch.tensor(values)
     assert_follows_reference([segment], HYPERS["adamw"], count=2)
     assert segment.param[7:9].isnan().all() and segment.param[9:11].isinf().all()
@@ -195,7 +195,7 @@ def test_kernel_step_special_parameters_equal_reference(dtypes):
 def test_kernel_step_stochastic_rounding_never_makes_infinity(rounding):
     """Half a bfloat16 ulp, 2^119, beyond the largest number: up is infinite, so it is truncated."""
     hyper = {"lr": 2.0**119, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
-    segment = make("companded", PLACES[6], scalars_at(1, hyper), BF16, FP32, rounding)
+    segment = make("log", PLACES[6], scalars_at(1, hyper), BF16, FP32, rounding)
     largest = torch.tensor(0x7F7F, dtype=torch.int16).view(BF16)
     segment.param.fill_(largest)
     segment.param[1::2] *= -1

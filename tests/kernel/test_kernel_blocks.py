@@ -155,7 +155,7 @@ def test_kernel_step_gradient_just_below_the_limit_is_stepped_over(codec):
 
 def test_kernel_step_nonfinite_counts_are_exact_over_threads():
     place = Place((40, 64), 64, 0, 40 * 64)
-    segments = [make("companded", place, scalars_at(1, ADAMW)) for _ in range(4)]
+    segments = [make("log", place, scalars_at(1, ADAMW)) for _ in range(4)]
     for number, segment in enumerate(segments):
         segment.grad.view(40, 64)[: 10 * number, number] = math.nan
     assert kernel.step(segments, num_threads=5) == [0, 10, 20, 30]
@@ -167,7 +167,7 @@ def test_kernel_step_nonfinite_counts_are_exact_over_threads():
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("flush", [False, True], ids=["kept", "flushed"])
 def test_kernel_step_restores_the_threads_treatment_of_subnormals(flush, num_threads):
-    segment = make("companded", WHOLE, scalars_at(1, ADAMW))
+    segment = make("log", WHOLE, scalars_at(1, ADAMW))
     segment.grad.fill_(1.0)
     smallest = torch.full((4,), 2.0**-126)
     torch.set_flush_denormal(flush)
@@ -377,7 +377,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
 def test_kernel_step_bad_tensor_raises_before_any_change(change, message):
-    good = make("companded", Place((2, 64), 64, 0, 128), scalars_at(1, ADAMW))
+    good = make("log", Place((2, 64), 64, 0, 128), scalars_at(1, ADAMW))
     good.grad.fill_(1.0)
     before = copied(good)
     with pytest.raises(ValueError, match=message):
@@ -386,13 +386,13 @@ def test_kernel_step_bad_tensor_raises_before_any_change(change, message):
 
 
 def test_kernel_step_unknown_isa_raises():
-    segment = make("companded", Place((2, 64), 64, 0, 128), scalars_at(1, ADAMW))
+    segment = make("log", Place((2, 64), 64, 0, 128), scalars_at(1, ADAMW))
     with pytest.raises(ValueError, match="isa: got 'mmx', this processor has .*'baseline'"):
         kernel.step([segment], isa="mmx")
 
 
 def test_kernel_step_isa_of_the_environment_is_used_or_refused(monkeypatch):
-    segment = make("companded", Place((2, 64), 64, 0, 128), scalars_at(1, ADAMW))
+    segment = make("log", Place((2, 64), 64, 0, 128), scalars_at(1, ADAMW))
     monkeypatch.setenv("ZERO8_ISA", "")
     assert kernel.default_isa() == list(kernel.isas())[-1]
     monkeypatch.setenv("ZERO8_ISA", "baseline")

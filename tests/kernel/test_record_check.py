@@ -21,7 +21,7 @@ BAD = {
     "row_length": [-(2**63), -1, 0, 2**48 + 1, 2**62, 2**63 - 1],
     "numel": [-(2**63), -1, 2**48 + 1, 2**63 - 1],
     "first": [-(2**63), -1, 2**48 - 299, 2**63 - 1],
-    "codec": [*OUTSIDE_INT32, 4],
+    "codec": [*OUTSIDE_INT32, 2, 3, 5],
     "param_dtype": [*OUTSIDE_INT32, FP16, 3],
     "grad_dtype": [*OUTSIDE_INT32, 3],
     "rounding": [*OUTSIDE_INT32, 3],

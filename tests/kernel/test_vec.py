@@ -64,17 +64,22 @@ def test_vec_operations_of_cuda_threads_equal_the_definition(host_kernel):
 
 
 @on_x86
-def test_vec_operation_that_is_wrong_is_found(tmp_path):
-    """Guards the tests above: of negative numbers, unsigned maxima are others than signed ones."""
+def test_vec_operations_that_are_wrong_are_found(tmp_path):
+    """Guards the tests above: unsigned maxima, and pairs stored in order."""
     text = (CSRC / "vec_avx2.h").read_text()
-    assert text.count("_mm256_max_epi32") == 1
-    (tmp_path / "vec_avx2.h").write_text(text.replace("_mm256_max_epi32", "_mm256_max_epu32"))
-    assert list(differing(compare(compiled("avx2", tmp_path, tmp_path)))) == ["maxs"]
+    wrong = {"_mm256_max_epi32": "_mm256_max_epu32", "if (pairs) {": "if (false) {"}
+    for right, instead in wrong.items():
+        assert text.count(right) == 1
+        text = text.replace(right, instead)
+    (tmp_path / "vec_avx2.h").write_text(text)
+    found = differing(compare(compiled("avx2", tmp_path, tmp_path)))
+    assert set(found) == {"maxs", "store8x4", "store8x4_signed", "store8x4_raised"}
 
 
 def test_vec_operations_are_read_off_the_headers():
     """Guards the tests above."""
     defined = operations("vec_scalar.h")
     assert {"fma", "shl", "load(Half)", "look_up16(float)", "prefetch", "reduce_sum"} <= defined
-    assert len(defined) > 60
-    assert defined - operations("cuda/vec_thread.h") >= {"store8x4", "load_n(float)", "prefetch"}
+    assert len(defined) > 75
+    not_of_threads = {"store8x4", "load_n(float)", "load8_pair", "prefetch"}
+    assert defined - operations("cuda/vec_thread.h") >= not_of_threads

@@ -275,7 +275,7 @@ def test_zero3_nvme_buffer_does_not_keep_moments_alive():
 def test_zero3_nvme_layout_fits_only_states_of_its_kind():
     layout = Layout.of_state(state_of())
     assert layout.fits(state_of())
-    assert not layout.fits(state_of(codec="companded"))
+    assert not layout.fits(state_of(codec="dynamic"))
     assert not layout.fits(state_of(correction=True))
     other = state_of()
     table = other["exp_avg"].store.table

@@ -291,7 +291,7 @@ def save_and_train_on(folder):
     return {"losses": losses + train(engine, AFTER, first=BEFORE), "saved": saved}
 
 
-OTHER = {"codec": "companded", "block_size": 128}
+OTHER = {"codec": "dynamic", "block_size": 128}
 
 
 @pytest.fixture(scope="module")

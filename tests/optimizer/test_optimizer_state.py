@@ -17,9 +17,11 @@ from torch import nn
 from zero8 import Adam8bitBlockwise
 from zero8.spec.codec import CODECS, codec_numbered, dequantize
 from zero8.spec.grid import BlockGrid
+from zero8.state import store
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-SAVED = GOLDEN / "plain_state_v1.pt"
+SAVED = GOLDEN / "plain_state_v2.pt"
+FORMAT_1 = GOLDEN / "plain_state_v1.pt"
 GOLDEN_SHAPES = {"wide": (2, 333), "experts": (2, 2, 100), "vector": (17,)}
 SMALL = {"lr": 0.1, "min_8bit_size": 100}
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -53,7 +55,7 @@ def trained(dtype=FP32, steps: int = 3, **keywords):
 
 def moments(state: dict) -> dict[str, torch.Tensor]:
     """Decode both moments of one parameter's state, by the format and the codec alone."""
-    _, number, block_size, _, *shape = state["format"].tolist()
+    _, _, number, block_size, _, *shape = state["format"].tolist()
     if not block_size:
         return {which: state[which] for which in ("exp_avg", "exp_avg_sq")}
     block, _ = BlockGrid.of(tuple(shape), block_size).block_numbers(0, torch.Size(shape).numel())
@@ -122,8 +124,8 @@ def test_state_entries_have_the_documented_types_and_shapes():
     params, optimizer = trained(BF16, codec="log")
     state = optimizer.state[params[1][1]]
     assert (state["step"], type(state["history"])) == (3, float)
-    assert state["format"].tolist()[:3] == [1, 3, 256]
-    assert state["format"].tolist()[4:] == [2, 2, 100]
+    assert state["format"].tolist()[:4] == [2, 1, 4, 256]
+    assert state["format"].tolist()[5:] == [2, 2, 100]
     found = {k: (v.dtype, tuple(v.shape)) for k, v in state.items() if k.startswith("exp")}
     assert found == {
         "exp_avg_q8": (torch.uint8, (2, 2, 100)),
@@ -132,7 +134,7 @@ def test_state_entries_have_the_documented_types_and_shapes():
         "exp_avg_sq_scale": (FP32, (2, 2, 1, 2)),
     }
     vector = optimizer.state[params[2][1]]
-    assert vector["format"].tolist()[1:3] == [0, 0]
+    assert vector["format"].tolist()[1:4] == [1, 0, 0]
     assert vector["exp_avg"].dtype == vector["exp_avg_sq"].dtype == FP32
 
 
@@ -161,7 +163,7 @@ def test_load_state_dict_of_fp32_adamw_quantizes_its_moments(dtype):
     params, theirs = make_params(dtype), make_params(dtype)
     adamw = torch.optim.AdamW(theirs, lr=0.1, foreach=False)
     run(adamw, theirs, 3)
-    optimizer = Adam8bitBlockwise(params, codec="companded", min_8bit_size=100)
+    optimizer = Adam8bitBlockwise(params, codec="log", min_8bit_size=100)
     optimizer.load_state_dict(adamw.state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.1
     for (_, p), (_, q) in zip(params, theirs, strict=True):
@@ -173,11 +175,17 @@ def test_load_state_dict_of_fp32_adamw_quantizes_its_moments(dtype):
             if p.ndim == 1:
                 assert torch.equal(decoded[which], value)
                 continue
-            # Half a cell of m, a whole one of sqrt(v) (code 1 is raised from 0): 1/32 of |x| + s,
-            # with the scale s at most 1/247 of the largest; and less than 2^-20 for roundings.
-            x, y = (t.sqrt() if which == "exp_avg_sq" else t for t in (value, decoded[which]))
-            bound = (1 / 32 + 2.0**-20) * (x.abs() + x.abs().amax() / 247)
-            assert ((y - x).abs() <= bound).all(), which
+            # Half a code.  Of v that is 14/254 at most; of m 1/64 of |x| + s with a scale s of at
+            # most 1/14.75 of the largest, or 1/32 with 1/247; and less than 2^-20 for roundings.
+            top = value.abs().amax()
+            bounds = {
+                "exp_avg_sq": value * 14 / 254,
+                "exp_avg": ((value.abs() + top / 14.75) / 64).maximum(
+                    (value.abs() + top / 247) / 32
+                ),
+            }
+            error = (decoded[which] - value).abs()
+            assert (error <= bounds[which] * (1 + 2.0**-14)).all(), which
     run(optimizer, params, 2, start=3)
 
 
@@ -210,9 +218,9 @@ OTHER = {
 @pytest.mark.parametrize("keywords", OTHER.values(), ids=OTHER)
 def test_load_state_dict_into_another_form_equals_quantizing_the_moments(keywords):
     """What a state decodes to, written into fresh states of the other form."""
-    params, optimizer = trained(codec="companded", min_8bit_size=500)
+    params, optimizer = trained(codec="log", min_8bit_size=500)
     others = make_params()
-    other = Adam8bitBlockwise(others, **{**SMALL, "codec": "companded", **keywords})
+    other = Adam8bitBlockwise(others, **{**SMALL, "codec": "log", **keywords})
     other.load_state_dict(optimizer.state_dict())
     run_before = {name: moments(optimizer.state[p]) for name, p in params}
     dense = torch.optim.AdamW(make_params())
@@ -222,7 +230,7 @@ def test_load_state_dict_into_another_form_equals_quantizing_the_moments(keyword
         for number, (name, _) in enumerate(params)
     }
     expected_params = make_params()
-    expected = Adam8bitBlockwise(expected_params, **{**SMALL, "codec": "companded", **keywords})
+    expected = Adam8bitBlockwise(expected_params, **{**SMALL, "codec": "log", **keywords})
     expected.load_state_dict(state_dict)
     changed = 0
     for (name, p), (_, q), (_, old) in zip(others, expected_params, params, strict=True):
@@ -278,11 +286,13 @@ def replace(key: str, change):
 
 
 DAMAGED = {
-    "future version": (set_format(0, 2), "state of wide: got format version 2, .*reads 1"),
-    "unknown codec": (set_format(1, 99), "codec number 99 is unknown"),
-    "other shape": (set_format(4, 3), "expected"),
+    "future version": (set_format(0, 3), "state of wide: got format version 3, .*reads .1, 2."),
+    "unknown algorithm": (set_format(1, 7), "state of wide: got a state of algorithm 7"),
+    "unknown codec": (set_format(2, 99), "codec number 99 is unknown"),
+    "codec of format 1 that is gone": (set_format(2, 2), "codec number 2 is unknown"),
+    "other shape": (set_format(5, 3), "expected"),
     "transposed": (
-        replace("format", lambda f: f[[0, 1, 2, 3, 5, 4]]),
+        replace("format", lambda f: f[[0, 1, 2, 3, 4, 6, 5]]),
         "expected",
     ),
     "no step": (remove("step"), "step"),
@@ -391,6 +401,51 @@ def test_golden_state_loads_and_decodes_to_the_moments_beside_it(codec, dtype):
             assert torch.equal(value, saved["moments"][number][which]), f"{name} {which}"
             assert value.any()
     run(optimizer, params, 1, start=5)
+
+
+# --- Format 1 ------------------------------------------------------------------------------------
+
+
+def format_1(dtype, codec: str) -> tuple[dict, list[dict[str, torch.Tensor]]]:
+    """Return a state dict of format 1, and the moments that its states decode to."""
+    saved = torch.load(FORMAT_1, weights_only=True)[f"{codec} {dtype}"]
+    return saved["state_dict"], saved["moments"]
+
+
+@dtypes
+def test_state_of_format_1_with_dynamic_codes_loads_verbatim(dtype):
+    state_dict, expected = format_1(dtype, "dynamic")
+    params = make_params(dtype)
+    optimizer = Adam8bitBlockwise(params, codec="dynamic", min_8bit_size=100)
+    optimizer.load_state_dict(copy.deepcopy(state_dict))
+    for number, (name, p) in enumerate(params):
+        state, saved = optimizer.state[p], state_dict["state"][number]
+        assert state["format"][0] == 2 and saved["format"][0] == 1
+        assert_same_state({**state, "format": 0}, {**saved, "format": 0})
+        for which, value in moments(state).items():
+            assert torch.equal(value, expected[number][which]), f"{name} {which}"
+
+
+@dtypes
+def test_state_of_format_1_with_log_codes_is_encoded_anew_and_said_once(dtype, caplog):
+    """To half a code: of m the coarser levels are 2^-4 (|x| + scale) apart, scale being at most
+    1/14.75 of the block's largest; of v half a code is 14/254 at most.
+    """
+    store._tell_once.cache_clear()
+    state_dict, expected = format_1(dtype, "log")
+    for _ in range(2):
+        params = make_params(dtype)
+        optimizer = Adam8bitBlockwise(params, codec="log", min_8bit_size=100)
+        optimizer.load_state_dict(copy.deepcopy(state_dict))
+    for number, (name, p) in enumerate(params):
+        got = moments(optimizer.state[p])
+        m, v = (expected[number][which] for which in ("exp_avg", "exp_avg_sq"))
+        slack = 2.0**-5 * (m.abs() + m.abs().max() / 14.75)
+        assert ((got["exp_avg"] - m).abs() <= slack).all(), name
+        assert ((got["exp_avg_sq"] - v).abs() <= (14 / 254 + 2.0**-18) * v).all(), name
+    run(optimizer, params, 1, start=5)
+    said = [r.getMessage() for r in caplog.records if "format 1" in r.getMessage()]
+    assert len(said) == 1 and "encoded anew" in said[0]
 
 
 if __name__ == "__main__":

@@ -101,23 +101,23 @@ def shrunk(tensor):
 
 # What changes in the entries of "a": (64, 1000) in blocks of 256; and what the refusal says.
 REFUSED = {
-    f"blocks of {size}": (with_format(2, size), "block_size: got|exp_avg: missing")
+    f"blocks of {size}": (with_format(3, size), "block_size: got|exp_avg: missing")
     for size in (-(2**62), -1, 0, 1, 32, 63, 100, 8192, 65536, 2**31, 2**32, 2**62)
 } | {
     # Blocks of 4096 are served, but one to a row is a quarter of the scales.
-    "scales of other blocks": (with_format(2, 4096), "_scale: got 256 elements, expected 64"),
-    "codec -1": (with_format(1, -1), "codec number -1"),
-    "codec 0 with blocks": (with_format(1, 0), "codec number 0"),
+    "scales of other blocks": (with_format(3, 4096), "_scale: got 256 elements, expected 64"),
+    "codec -1": (with_format(2, -1), "codec number -1"),
+    "codec 0 with blocks": (with_format(2, 0), "codec number 0"),
     "version 2**40": (with_format(0, 2**40), "format version"),
-    "negative shape": (with_format(4, -64, -1000), "shape"),
-    "endless shape": (with_format(4, 2**62, 2**62), "shape|number of elements"),
-    "more elements than int64": (with_format(4, 2**40, 2**40), "number of elements"),
-    "transposed": (with_format(4, 1000, 64), r"exp_avg_scale|moments of shape \(1000, 64\)"),
-    "flat": (lambda e: {"format": e["format"][:5]}, "longer rows|expected"),
-    "format cut": (lambda e: {"format": e["format"][:3]}, "format of a"),
+    "negative shape": (with_format(5, -64, -1000), "shape"),
+    "endless shape": (with_format(5, 2**62, 2**62), "shape|number of elements"),
+    "more elements than int64": (with_format(5, 2**40, 2**40), "number of elements"),
+    "transposed": (with_format(5, 1000, 64), r"exp_avg_scale|moments of shape \(1000, 64\)"),
+    "flat": (lambda e: {"format": e["format"][:6]}, "longer rows|expected"),
+    "format cut": (lambda e: {"format": e["format"][:4]}, "format of a"),
     "format of floats": (each(["format"], torch.Tensor.float), "no row of int64"),
     "format as a list": (each(["format"], torch.Tensor.tolist), "no row of int64"),
-    "format in two rows": (each(["format"], lambda t: t.view(2, 3)), "no row of int64"),
+    "format in two rows": (each(["format"], lambda t: t.view(1, 7)), "no row of int64"),
     "format on meta": (each(["format"], lambda t: t.to("meta")), "format of a: got a tensor on"),
     "codes cut": (each(CODES, lambda t: t.view(-1)[:3]), "q8: got 3 elements, expected 64000"),
     "one code less": (each(CODES[:1], lambda t: t.view(-1)[:-1]), "got 63999 elements"),
@@ -276,7 +276,7 @@ def test_step_as_a_tensor_on_meta_is_refused():
 
 
 @pytest.mark.parametrize("values", ["nan", "inf", "-inf", "-1", "3e38", "1e-45"])
-@pytest.mark.parametrize("codec", ["log", "dynamic", "companded"])
+@pytest.mark.parametrize("codec", ["log", "dynamic"])
 def test_scales_of_any_value_are_stepped_over_in_their_own_memory(codec, values):
     """Whether such a state makes sense is another question; the kernel must survive it."""
     p = torch.nn.Parameter(torch.randn(9, 300, generator=torch.Generator().manual_seed(1)))

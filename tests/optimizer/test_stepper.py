@@ -136,7 +136,7 @@ def test_state_restored_in_place_continues_its_own_dither():
     """The identity in `format` decides the thresholds; copying into the tensors moves nothing."""
     params, optimizer = made()
     step(params, optimizer, 0)
-    optimizer.state[params["c"]]["format"][3] += 12345
+    optimizer.state[params["c"]]["format"][4] += 12345
     fresh, other = copy.deepcopy((params, optimizer))
     for number in (1, 2):
         step(params, optimizer, number)

@@ -10,6 +10,7 @@ from torch import nn
 
 from zero8 import Adam8bitBlockwise
 from zero8.op import kernel
+from zero8.spec.codec import CODECS
 from zero8.spec.reference import corrected_bfloat16
 from zero8.spec.segment import Rounding
 
@@ -67,7 +68,7 @@ def test_corrected_bfloat16_of_a_finite_number_is_finite(x):
     assert bool(joined(p, correction).isfinite().all())
 
 
-@pytest.mark.parametrize("codec", ["log", "companded", "dynamic"])
+@pytest.mark.parametrize("codec", CODECS)
 def test_corrected_weights_stay_within_rounding_of_float32_weights(codec):
     """Each step rounds to 24 bits, by at most 2^-16 of the weight, and steps are the same.
 

@@ -153,7 +153,7 @@ def test_overlapping_any_range_yields_each_held_element_once(table, from_, to):
     assert got == expected
 
 
-def mixed_store(codec="companded", which="exp_avg"):
+def mixed_store(codec="log", which="exp_avg"):
     """Return a store of one piece of each kind, cut at both ends, with padding."""
     parts = (
         Piece(2, 400, 150, (2, 300), 1, 256, "cut"),

@@ -7,7 +7,7 @@ import torch
 def near_joint(largest: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
     """Blocks whose other elements lie around the joint of narrow and wide, about 11/16 above it.
 
-    Within ulps of it, within cells of both codes, and farther, of either sign.
+    Within ulps of it, within cells of both sets of levels, and farther, of either sign.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = len(largest), numel

@@ -60,7 +60,7 @@ def stores(codec, which):
 def quantize_and_dequantize(codec):
     for which in MOMENTS:
         code, x = getattr(CODECS[codec], which), values_for(which, 2, 1000)
-        block, thresholds = torch.arange(1000) // 100, dither.dithered(5, 0, 1000)
+        block, thresholds = torch.arange(1000) // 100, dither.hashed(5, 0, 1000)
         on_gpu = [t.to(DEVICE) for t in (x, block, thresholds)]
         for is_dithered, settling in ((False, None), (True, None), (False, 1.1)):
             expected = quantize(code, x, block, 10, thresholds if is_dithered else None, settling)
@@ -187,7 +187,7 @@ def adam_state():
 @check
 def adopted(codec):
     """States that are on the GPU already, and those that come from the CPU."""
-    other = "dynamic" if codec == "companded" else "companded"
+    (other,) = set(CODECS) - {codec}
     saved = {
         "fp32 Adam": adam_state(),
         "the same codec": PlainState.adopted(adam_state(), CODECS[codec], target, "cpu").entries,

@@ -25,7 +25,7 @@ def values_for(which, seed, numel=NUMEL):
     return x.square() if which == "exp_avg_sq" else x
 
 
-def moment(codec="companded", which="exp_avg", seed=1):
+def moment(codec="log", which="exp_avg", seed=1):
     """Return a moment of the whole partition, filled."""
     store = MomentStore.zeros(codec_named(codec), which, PieceTable(PIECES, NUMEL))
     store.write(0, values_for(which, seed))

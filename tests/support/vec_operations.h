@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every operation of vec_scalar.h in another vocabulary, lane by lane against that definition.
+// Every operation of vec_scalar.h in another vocabulary, lane by lane against
+// that definition.
 //
-// Included after the header of the other one.  An operation is written down once, as a function of
-// a vocabulary `v` and of operands `x`, and is called with both vocabularies.
+// Included after the header of the other one.  An operation is written down
+// once, as a function of a vocabulary `v` and of operands `x`, and is called
+// with both vocabularies.
 #pragma once
 
 #include <cstdint>
@@ -24,11 +26,12 @@ namespace vec_operations {
 
 using Scalar = zero8::scalar::Vec;
 
-// --- Operands ------------------------------------------------------------------------------------
+// --- Operands
+// ------------------------------------------------------------------------------------
 
-// As floats: zeros, subnormals, both sides of 2^-126 and of its root, ties of every rounding, ends
-// of the integers, infinities, NaN.  As integers: both sides of 2^4, 2^5, 2^7, 2^8, 2^15, 2^16 and
-// 2^31.
+// As floats: zeros, subnormals, both sides of 2^-126 and of its root, ties of
+// every rounding, ends of the integers, infinities, NaN.  As integers: both
+// sides of 2^4, 2^5, 2^7, 2^8, 2^15, 2^16 and 2^31.
 const uint32_t kSpecial[] = {
     0x00000000, 0x00000001, 0x0000000F, 0x00000010, 0x0000001F, 0x00000020, 0x0000007F, 0x00000080,
     0x000000FF, 0x00000100, 0x00007FFF, 0x00008000, 0x0000FFFF, 0x00010000, 0x007FFFFF, 0x00800000,
@@ -38,7 +41,8 @@ const uint32_t kSpecial[] = {
     0xBF000000, 0xBF800001, 0xC0200000, 0xCF000000, 0xCF000001, 0xFF7FFFFF, 0xFF800000, 0xFFFFFFFF,
 };
 constexpr int kSpecials = sizeof kSpecial / sizeof kSpecial[0];
-// All triples of these, then random patterns; a multiple of four vectors of any length.
+// All triples of these, then random patterns; a multiple of four vectors of any
+// length.
 constexpr int kTriples = kSpecials * kSpecials * kSpecials, kCount = kTriples + (1 << 15);
 static_assert(kCount % 64 == 0);
 
@@ -85,7 +89,8 @@ struct Operands {
   }
 };
 
-// --- What contracts ask of operands --------------------------------------------------------------
+// --- What contracts ask of operands
+// --------------------------------------------------------------
 
 using Condition = bool (*)(const Operands<Scalar>&);
 
@@ -107,11 +112,21 @@ inline bool has_far_sum(const Operands<Scalar>& x) {
 inline bool has_factor_below_2_to_64(const Operands<Scalar>& x) {
   return (*x.patterns(0) & 0x7FFFFFFF) < 0x5F800000;
 }
+inline bool is_zero_normal_or_infinite(uint32_t x) {
+  return is_zero_or_normal(x) && (x & 0x7FFFFFFF) <= 0x7F800000;
+}
+inline bool are_two_magnitudes(const Operands<Scalar>& x) {
+  return is_zero_normal_or_infinite(*x.patterns(0)) && is_zero_normal_or_infinite(*x.patterns(1));
+}
+inline bool is_one_magnitude(const Operands<Scalar>& x) {
+  return is_zero_normal_or_infinite(*x.patterns(0));
+}
 inline bool is_in_int32(const Operands<Scalar>& x) {
   return (*x.patterns(0) & 0x7FFFFFFF) < 0x4F000000;
 }
 
-// --- The comparison ------------------------------------------------------------------------------
+// --- The comparison
+// ------------------------------------------------------------------------------
 
 // The processor's mode for what flushes by itself.
 struct NoMode {};
@@ -125,7 +140,8 @@ void put(uint32_t* to, typename V::I x) {
   V::store(reinterpret_cast<float*>(to), V::as_float(x));
 }
 
-// Calls call(vocabulary, operands, element) for the elements from 0 in steps of `step` vectors.
+// Calls call(vocabulary, operands, element) for the elements from 0 in steps of
+// `step` vectors.
 template <class V, class Mode, class Call>
 void for_operands(int step, Call call) {
   [[maybe_unused]] const Mode mode;
@@ -138,7 +154,8 @@ class Comparison {
   using Flush = zero8::FlushToZero;
 
  public:
-  // A line for each operation: its name, how many results were compared, and how many differ.
+  // A line for each operation: its name, how many results were compared, and
+  // how many differ.
   std::string report;
 
   // Operations that return a vector.
@@ -168,7 +185,8 @@ class Comparison {
     end(name);
   }
 
-  // Operations that return one number for all lanes; combine(x, y) is that of two lanes.
+  // Operations that return one number for all lanes; combine(x, y) is that of
+  // two lanes.
   template <class Call, class Combine>
   void reduces(const char* name, Call call, Combine combine) {
     std::vector<uint32_t> lane(kCount);
@@ -245,7 +263,8 @@ class Comparison {
   }
 };
 
-// --- The operations ------------------------------------------------------------------------------
+// --- The operations
+// ------------------------------------------------------------------------------
 
 template <class Number>
 struct Table {
@@ -259,7 +278,8 @@ struct Table {
 inline const Table<float> kFloats;
 inline const Table<uint32_t> kInts;
 
-// A constant would let the compiler leave out the product, and with it the flush.
+// A constant would let the compiler leave out the product, and with it the
+// flush.
 inline volatile float one = 1.0f;
 
 // `sums` says of which operands sums are defined.
@@ -273,13 +293,12 @@ void compare_arithmetic(Test& test, Condition sums) {
   test.lanes(
       "fma_far", [](auto v, auto x) { return v.fma_far(x.read(0), x.read(1), x.read(2)); },
       has_far_sum);
+  test.lanes("fms", [](auto v, auto x) { return v.fms(x.read(0), x.read(1), x.read(2)); }, sums);
   test.lanes("div", [](auto v, auto x) { return v.div(x.read(0), x.read(1)); });
   test.lanes("sqrt", [](auto v, auto x) { return v.sqrt(x.read(0)); });
   // Operands are results, so not subnormal.
   test.lanes("max", [](auto v, auto x) { return v.max(x.raw(0), x.raw(1)); }, no_subnormals);
   test.lanes("min", [](auto v, auto x) { return v.min(x.raw(0), x.raw(1)); }, no_subnormals);
-  test.lanes("positive",
-             [](auto v, auto x) { return v.choose(v.positive(x.read(0)), v.seti(1), v.seti(0)); });
   test.lanes("not_below", [](auto v, auto x) {
     return v.choose(v.not_below(x.read(0), x.read(1)), v.seti(1), v.seti(0));
   });
@@ -291,7 +310,6 @@ void compare_conversions(Test& test, Condition within) {
   test.lanes("as_int", [](auto v, auto x) { return v.as_int(x.raw(0)); });
   test.lanes("as_float", [](auto v, auto x) { return v.as_float(x.integer(0)); });
   test.lanes("to_float", [](auto v, auto x) { return v.to_float(x.integer(0)); });
-  test.lanes("round", [](auto v, auto x) { return v.round(x.read(0)); }, within);
   test.lanes("truncate", [](auto v, auto x) { return v.truncate(x.read(0)); }, within);
 }
 
@@ -300,6 +318,9 @@ void compare_integers(Test& test) {
   test.lanes("addi", [](auto v, auto x) { return v.addi(x.integer(0), x.integer(1)); });
   test.lanes("subi", [](auto v, auto x) { return v.subi(x.integer(0), x.integer(1)); });
   test.lanes("muli", [](auto v, auto x) { return v.muli(x.integer(0), x.integer(1)); });
+  test.lanes("add_low16",
+             [](auto v, auto x) { return v.add_low16(x.integer(0), x.below(1, 1 << 16)); });
+  test.lanes("absi", [](auto v, auto x) { return v.absi(x.integer(0)); });
   test.lanes("andi", [](auto v, auto x) { return v.andi(x.integer(0), x.integer(1)); });
   test.lanes("ori", [](auto v, auto x) { return v.ori(x.integer(0), x.integer(1)); });
   test.lanes("xori", [](auto v, auto x) { return v.xori(x.integer(0), x.integer(1)); });
@@ -309,10 +330,17 @@ void compare_integers(Test& test) {
   test.lanes("shr", [](auto v, auto x) {
     return v.xori(v.template shr<1>(x.integer(0)), v.template shr<23>(x.integer(1)));
   });
+  test.lanes("sra", [](auto v, auto x) {
+    return v.xori(v.template sra<1>(x.integer(0)), v.template sra<16>(x.integer(1)));
+  });
   test.lanes("shlv", [](auto v, auto x) { return v.shlv(x.integer(0), x.below(1, 32)); });
   test.lanes("shrv", [](auto v, auto x) { return v.shrv(x.integer(0), x.below(1, 32)); });
   test.lanes("maxu", [](auto v, auto x) { return v.maxu(x.integer(0), x.integer(1)); });
   test.lanes("minu", [](auto v, auto x) { return v.minu(x.integer(0), x.integer(1)); });
+  test.lanes(
+      "max_magnitude",
+      [](auto v, auto x) { return v.max_magnitude(x.below(0, 1u << 31), x.raw(1)); },
+      are_two_magnitudes);
   test.lanes("maxs", [](auto v, auto x) { return v.maxs(x.integer(0), x.integer(1)); });
   test.lanes("equal", [](auto v, auto x) {
     return v.choose(v.equal(x.integer(0), x.integer(1)), v.seti(1), v.seti(0));
@@ -323,6 +351,9 @@ void compare_integers(Test& test) {
   test.lanes("choose", [](auto v, auto x) {
     return v.choose(v.equal(x.integer(0), x.integer(1)), x.integer(1), x.integer(2));
   });
+  test.lanes("negated", [](auto v, auto x) { return v.as_int(v.negated(x.raw(0), x.integer(1))); });
+  test.lanes("unless_zero",
+             [](auto v, auto x) { return v.unless_zero(x.integer(0), x.below(1, 1u << 31)); });
   const auto sum = [](uint32_t a, uint32_t b) { return a + b; };
   const auto either = [](uint32_t a, uint32_t b) { return a | b; };
   test.reduces(
@@ -346,6 +377,7 @@ void compare_memory(Test& test) {
   test.lanes("load(uint16_t)", [](auto v, auto x) { return v.as_int(v.load(x.narrow())); });
   test.lanes("load(Half)", [](auto v, auto x) { return v.load(x.halves()); });
   test.lanes("load8", [](auto v, auto x) { return v.load8(x.codes()); });
+  test.lanes("load8s", [](auto v, auto x) { return v.load8s(x.codes()); });
   test.template writes<float>("store", 1,
                               [](auto v, auto x, float* out) { v.store(out, x.raw(0)); });
   test.template writes<uint16_t>(
@@ -371,21 +403,84 @@ void compare_memory(Test& test) {
   });
 }
 
-// The codes of four vectors of numbers, as `below` of pattern 1, and these numbers.
+// Where lane `lane` of vector number `vector` lies in memory; `pairs` says how
+// vectors do.
 template <class V>
+int position(int vector, int lane, bool pairs) {
+  const int first = vector / 2 * 2 * V::kLanes;
+  return pairs ? first + 2 * lane + vector % 2 : vector * V::kLanes + lane;
+}
+
+// Vector number `vector` of the patterns k that begin at operands x.
+template <class V>
+typename V::I gathered(const Operands<V>& x, int k, int vector, bool pairs) {
+  float lanes[V::kLanes];
+  for (int lane = 0; lane < V::kLanes; ++lane) {
+    std::memcpy(&lanes[lane], x.patterns(k) + position<V>(vector, lane, pairs), sizeof(float));
+  }
+  return V::as_int(V::load(lanes));
+}
+
+// Operations that return a pair of vectors, here in memory's order.
+template <class Vector, class Test, class Call>
+void compare_pair(Test& test, const char* name, Call call) {
+  test.template writes<uint32_t>(name, 2, [=](auto v, auto x, uint32_t* out) {
+    using V = decltype(v);
+    typename Vector::template Of<V> pair[2];
+    call(v, x, pair);
+    for (int k = 0; k < 2; ++k) {
+      uint32_t lanes[V::kLanes];
+      put<V>(lanes, pair[k]);
+      for (int lane = 0; lane < V::kLanes; ++lane) out[position<V>(k, lane, true)] = lanes[lane];
+    }
+  });
+}
+struct Floats {
+  template <class V>
+  using Of = typename V::F;
+};
+struct Integers {
+  template <class V>
+  using Of = typename V::I;
+};
+
+// Four vectors of codes, which are pattern 1, or negative where pattern 2 is;
+// and of numbers, which are pattern 0, without its sign if not kSigned.  Where
+// such a number with a sign is +0, so is the code.
+template <bool kSigned, class V>
 struct Four {
   typename V::I codes[4];
   typename V::F x[4];
 
-  Four(const Operands<V>& first, uint32_t end, bool negative) {
+  Four(const Operands<V>& operands, bool pairs) {
+    const typename V::I zero = V::seti(0);
     for (int k = 0; k < 4; ++k) {
-      const Operands<V> operands{first.i + k * V::kLanes};
-      codes[k] = operands.below(1, end);
-      const auto mask = V::seti(negative ? 0xFFFFFFFF : 0x7FFFFFFF);
-      x[k] = V::as_float(V::andi(operands.integer(0), mask));
+      typename V::I code = V::andi(gathered(operands, 1, k, pairs), V::seti(kSigned ? 127 : 255));
+      const typename V::I other = gathered(operands, 2, k, pairs);
+      code = V::choose(V::above(zero, other), other, code);
+      typename V::I bits = gathered(operands, 0, k, pairs);
+      if (!kSigned) bits = V::andi(bits, V::seti(0x7FFFFFFF));
+      codes[k] = kSigned ? V::choose(V::equal(bits, zero), zero, code) : code;
+      x[k] = V::as_float(bits);
     }
   }
 };
+
+// Operations that write four vectors of codes, in order and as pairs: store(v,
+// four, pairs, codes).
+template <bool kSigned, class Test, class Store>
+void compare_four(Test& test, const char* name, Store store, Condition condition = all) {
+  const auto both = [=](auto v, auto x, uint16_t* out) {
+    constexpr int kCodes = 4 * decltype(v)::kLanes;
+    uint8_t in_order[kCodes], as_pairs[kCodes];
+    store(v, Four<kSigned, decltype(v)>(x, false), false, in_order);
+    store(v, Four<kSigned, decltype(v)>(x, true), true, as_pairs);
+    for (int k = 0; k < kCodes; ++k) {
+      out[k] = static_cast<uint16_t>(in_order[k] | as_pairs[k] << 8);
+    }
+  };
+  test.template writes<uint16_t>(name, 4, both, condition);
+}
 
 // What CUDA's threads do not have: chunks of four vectors, tails.
 template <class Test>
@@ -396,23 +491,32 @@ void compare_chunks_and_tails(Test& test) {
     v.prefetch(x.codes());
     return v.seti(0);
   });
-  test.template writes<uint8_t>("store8x4", 4, [](auto v, auto x, uint8_t* out) {
-    const Four<decltype(v)> four(x, 256, true);
-    v.store8x4(out, four.codes[0], four.codes[1], four.codes[2], four.codes[3]);
+  compare_pair<Floats>(test, "load_pair",
+                       [](auto v, auto x, auto* pair) { v.load_pair(x.narrow(), pair); });
+  compare_pair<Integers>(test, "load8_pair",
+                         [](auto v, auto x, auto* pair) { v.load8_pair(x.codes(), pair); });
+  compare_pair<Integers>(test, "load8_top_pair",
+                         [](auto v, auto x, auto* pair) { v.load8_top_pair(x.codes(), pair); });
+  test.template writes<uint16_t>("store_pair", 2, [](auto v, auto x, uint16_t* out) {
+    v.store_pair(out, gathered(x, 0, 0, true), gathered(x, 0, 1, true));
   });
-  test.template writes<uint8_t>("store8x4_signed", 4, [](auto v, auto x, uint8_t* out) {
-    const Four<decltype(v)> four(x, 128, true);
-    v.store8x4_signed(out, four.codes[0], four.codes[1], four.codes[2], four.codes[3], four.x);
+  test.template writes<uint8_t>("store8_pair", 2, [](auto v, auto x, uint8_t* out) {
+    const auto code = [&](int k) { return v.andi(gathered(x, 0, k, true), v.seti(255)); };
+    v.store8_pair(out, code(0), code(1));
   });
-  test.template writes<uint8_t>(
-      "store8x4_raised", 4,
-      [](auto v, auto x, uint8_t* out) {
-        const Four<decltype(v)> four(x, 256, false);
-        v.store8x4_raised(out, four.codes[0], four.codes[1], four.codes[2], four.codes[3], four.x);
-      },
-      [](const Operands<Scalar>& x) {
-        return no_subnormals(x) && (*x.patterns(0) & 0x7FFFFFFF) <= 0x7F800000;
-      });
+  compare_four<false>(test, "store8x4", [](auto v, auto four, bool pairs, uint8_t* out) {
+    const auto& codes = four.codes;
+    v.store8x4(out, codes[0], codes[1], codes[2], codes[3], pairs);
+  });
+  compare_four<true>(test, "store8x4_signed", [](auto v, auto four, bool pairs, uint8_t* out) {
+    const auto& codes = four.codes;
+    v.store8x4_signed(out, codes[0], codes[1], codes[2], codes[3], four.x, pairs);
+  });
+  const auto raised = [](auto v, auto four, bool pairs, uint8_t* out) {
+    const auto& codes = four.codes;
+    v.store8x4_raised(out, codes[0], codes[1], codes[2], codes[3], four.x, pairs);
+  };
+  compare_four<false>(test, "store8x4_raised", raised, is_one_magnitude);
   test.reads_tails("load_n(float)", 0,
                    [](auto v, auto x, int n) { return v.as_int(v.load_n(x.floats(0), n)); });
   test.reads_tails("load_n(uint16_t)", 0,
@@ -421,6 +525,7 @@ void compare_chunks_and_tails(Test& test) {
                    [](auto v, auto x, int n) { return v.load_n(x.halves(), n); });
   test.reads_tails("load8_n", 255,
                    [](auto v, auto x, int n) { return v.load8_n(x.codes(), n, 255); });
+  test.reads_tails("load8s_n", 0, [](auto v, auto x, int n) { return v.load8s_n(x.codes(), n); });
   test.template writes_tails<float>(
       "store_n", [](auto v, auto x, float* out, int n) { v.store_n(out, x.raw(0), n); });
   test.template writes_tails<uint16_t>("store16_n", [](auto v, auto x, uint16_t* out, int n) {

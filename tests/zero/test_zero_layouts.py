@@ -40,7 +40,6 @@ LAYOUTS = {
     "zero2 offload, round robin": config(stage=2, zero={"round_robin_gradients": True}),
     "zero2 offload, bf16": config(stage=2, dtype={}),
     "zero2 offload, dynamic": config(stage=2, codec="dynamic", block_size=128),
-    "zero2 offload, companded": config(stage=2, codec="companded"),
     "zero2 offload, groups": config(stage=2),
     "zero2 offload, fp32 embedding": config(stage=2, fp32_params=["*embed*"]),
     "zero2 offload, bf16 masters": config(stage=2, dtype={"bf16_master_weights_and_grads": True}),

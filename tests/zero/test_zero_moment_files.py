@@ -15,12 +15,13 @@ from moment_samples import MOMENTS, NUMEL, PIECES, buffers, is_plain, moment, sa
 from places import GOLDEN
 
 import zero8  # noqa: F401  allows the pickles
-from zero8.spec.codec import CODECS, codec_named
+from zero8.spec.codec import CODECS, RETIRED, codec_named
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 from zero8.zero.moment_tensor import MomentTensor, described, rebuild_moment
 
-SAVED = GOLDEN / "zero_moment_v1.pt"
+SAVED = GOLDEN / "zero_moment_v2.pt"
+FORMAT_1 = GOLDEN / "zero_moment_v1.pt"
 
 
 def test_deepcopy_of_a_state_keeps_moments_8bit_and_apart_from_the_original():
@@ -80,7 +81,8 @@ def test_saved_file_takes_a_byte_per_element():
 
 
 DAMAGES = {
-    "another version": (lambda d: d.update(version=2), "version 2"),
+    "another version": (lambda d: d.update(version=3), "version 3"),
+    "another algorithm": (lambda d: d.update(algorithm="lion"), "algorithm 'lion'"),
     "unknown codec": (lambda d: d.update(codec=99), "codec number 99"),
     "piece with other size": (lambda d: d["pieces"][0].update(numel=599), "damaged"),
     "piece with other blocks": (
@@ -132,6 +134,20 @@ def test_golden_file_reads_as_the_stored_values():
             assert (x.store.codec.name, x.store.which) == (name, which)
             assert x.store.table == PieceTable(PIECES, NUMEL)
             assert torch.equal(x.dense(), values)
+
+
+def test_golden_file_of_format_1_reads_as_the_stored_values_and_copies_by_value():
+    content = torch.load(FORMAT_1, weights_only=True)
+    assert sorted(content) == ["dynamic", "log"]
+    for name, moments in content.items():
+        for which, (x, values) in moments.items():
+            assert x.store.codec in (CODECS["dynamic"], RETIRED)
+            assert x.store.table == PieceTable(PIECES, NUMEL)
+            assert torch.equal(x.dense(), values)
+            target, expected = moment(name, which, seed=2), moment(name, which, seed=2)
+            target.copy_(x)
+            expected.copy_(values)
+            assert same(buffers(target), buffers(expected))
 
 
 def write_golden():

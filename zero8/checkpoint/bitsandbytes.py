@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from zero8.spec import dither
-from zero8.spec.codec import CODECS, DynamicCode, codec_numbered, dequantize, quantize
+from zero8.spec.codec import CODECS, codec_numbered, dequantize, quantize
+from zero8.spec.dynamic import DynamicCode
 from zero8.spec.grid import BlockGrid
-from zero8.state.plain import MOMENTS, PlainState, described
+from zero8.state.header import MOMENTS, Header
+from zero8.state.plain import PlainState, described
 from zero8.state.table import Piece
 
 BLOCK_SIZE = 256
@@ -97,12 +99,13 @@ def _decoded(state: dict, which: str) -> Tensor:
 
 
 def _exported(state: dict) -> dict:
-    shape = tuple(state["format"][4:].tolist())
-    number, block_size = state["format"][1:3].tolist()
+    header = Header.of(state, "")
+    shape, block_size = header.shape, header.block_size
     exported: dict = {"step": int(state["step"])}
     if block_size == 0:
         return exported | {_KEYS[which][0]: state[which] for which in MOMENTS}
-    verbatim = codec_numbered(number).name == "dynamic" and _blocks_coincide(shape, block_size)
+    is_dynamic = codec_numbered(header.codec).name == "dynamic"
+    verbatim = is_dynamic and _blocks_coincide(shape, block_size)
     stores = PlainState(state).stores("")
     for store in stores:
         code = getattr(CODECS["dynamic"], store.which)

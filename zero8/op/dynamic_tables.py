@@ -17,7 +17,8 @@ from functools import lru_cache
 import numpy as np
 
 from zero8.op.structs import DYNAMIC_MAPS
-from zero8.spec.codec import CODECS, DynamicCode
+from zero8.spec.codec import CODECS
+from zero8.spec.dynamic import DynamicCode
 
 _DECADES = 7
 _FRACTION = 2.0**16

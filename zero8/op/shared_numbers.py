@@ -12,22 +12,29 @@ import numpy as np
 import torch
 
 from zero8.op import structs
-from zero8.spec import codec, dither, grid, reference
-from zero8.spec.codec import CODECS, AdaptiveCode, CompandedCode, DynamicCode, LogCode, MomentCode
+from zero8.spec import blocks, dither, grid, log, reference
+from zero8.spec.codec import CODECS, MomentCode
+from zero8.spec.dynamic import DynamicCode
+from zero8.spec.log import LogCode, Octaves, SignedLogCode
 from zero8.spec.segment import Rounding
 
-# The attributes of codes in zero8/spec/codec.py, by class, and their names in csrc/codes.h.
-_EVERY_CODE = {"zero_code": "kZeroCode", "square_root": "kStoresRoot"}
+# The attributes of codes in zero8/spec, by class, and their names in csrc/codes.h.
 _CODES = {
-    CompandedCode: {
-        "shift": "kShift",
-        "max_code": "kMaxCode",
-        "top": "kTop",
-        "min_scale": "kMinScale",
+    Octaves: {"shift": "kShift", "top": "kTop", "min_scale": "kMinScale"},
+    SignedLogCode: {
+        "zero_code": "kZeroCode",
+        "MIN_SCALE": "kMinScale",
+        "SAMPLE": "kSample",
+        "SAMPLE_OF": "kSampleOf",
     },
-    AdaptiveCode: {"MIN_SCALE": "kMinScale"},
-    DynamicCode: {"min_scale": "kMinScale"},
-    LogCode: {"MIN_SPAN": "kMinSpan", "MAX_SPAN": "kMaxSpan", "MIN_BITS": "kMinBits"},
+    LogCode: {
+        "zero_code": "kZeroCode",
+        "MIN_SPAN": "kMinSpan",
+        "MAX_SPAN": "kMaxSpan",
+        "NORMAL_BITS": "kNormalBits",
+        "LOWEST_BITS": "kLowestBits",
+    },
+    DynamicCode: {"zero_code": "kZeroCode", "min_scale": "kMinScale"},
 }
 _STRUCTS = {
     "StepScalars": structs.STEP_SCALARS,
@@ -74,10 +81,11 @@ def shared_numbers() -> dict[str, float]:
         "kMinBlockSize": grid.MIN_BLOCK_SIZE,
         "kMaxBlockSize": grid.MAX_BLOCK_SIZE,
         "kGradientLimitBits": int(np.float32(reference.GRADIENT_LIMIT).view(np.uint32)),
-        "kSaturation": codec.SATURATION,
-        "kOneBits": codec.HALF_BITS,
+        "kSaturation": blocks.SATURATION,
+        "kOneBits": log.ONE_BITS,
         "kMaxHashed": structs.MAX_HASHED,
         "kElementStep": dither.ELEMENT_STEP,
+        "kInBlockStep": dither.IN_BLOCK_STEP,
         "kGoldenStep": dither.GOLDEN_STEP,
         "kRunSteps": dither.RUN_STEPS,
         "kHashFactor1": dither.HASH_FACTORS[0],
@@ -104,10 +112,9 @@ def offsets() -> dict[str, int]:
     }
 
 
-def _numbers_of_code(name: str, code: MomentCode) -> dict[str, float]:
-    constants = _EVERY_CODE | _CODES[type(code)]
-    numbers = {f"{name}::{cpp}": getattr(code, python) for python, cpp in constants.items()}
-    if isinstance(code, AdaptiveCode):
+def _numbers_of_code(name: str, code: MomentCode | Octaves) -> dict[str, float]:
+    numbers = {f"{name}::{cpp}": getattr(code, attr) for attr, cpp in _CODES[type(code)].items()}
+    if isinstance(code, SignedLogCode):
         numbers[f"{name}::kJoint"] = float(code.narrow.levels[code.JOINT])
         numbers |= _numbers_of_code(f"{name}::Narrow", code.narrow)
         numbers |= _numbers_of_code(f"{name}::Wide", code.wide)

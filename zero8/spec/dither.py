@@ -11,9 +11,17 @@ walk.  Then h starts it elsewhere: without that, gradients that repeat with a pe
 steps (t * PHI comes close to itself after a Fibonacci number of steps) would meet nearly the same
 thresholds in every period, and more than double the error that independent thresholds give.
 
-`hashed` stochastic rounding passes (D1) through a 32-bit mixer instead (Wellons' lowbias32): every
-element and step independent.  Nothing is drawn and no generator state exists: the same numbers
-come out for any thread count, world size, device and restart.
+Kernels round 16 bits, and count them up in steps of 16 bits, which are cheaper than 32.  So an
+element of a block (`zero8.spec.grid`) that begins at element i0 of the parameter has the threshold
+
+    q(i, t) = floor(r(i0, t) / 2^16) + (i - i0) * C   modulo 2^16                            (D2)
+
+where C = 32 * 1601, of the odd multiples of 32 one whose multiples are most even over the range.
+It repeats after 2048 elements, and the next block starts elsewhere.
+
+`hashed` stochastic rounding passes (D1), element by element, through a 32-bit mixer instead
+(Wellons' lowbias32): every element and step independent.  Nothing is drawn and no generator state
+exists: the same numbers come out for any thread count, world size, device and restart.
 """
 
 import hashlib
@@ -22,7 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero8.spec.grid import BlockGrid
+
 ELEMENT_STEP = 0xC13FA9A9
+IN_BLOCK_STEP = 32 * 1601
 GOLDEN_STEP = 0x9E3779B9
 RUN_STEPS = 32
 HASH_FACTORS = 0x7FEB352D, 0x846CA68B
@@ -61,9 +72,23 @@ def dithered(phase: int, first: int, numel: int) -> Tensor:
     return (index * ELEMENT_STEP + phase) & _MASK
 
 
+def in_blocks(phase: int, first: int, numel: int, grid: BlockGrid) -> Tensor:
+    """Return q(i, t) of equation (D2) for elements first .. first + numel - 1 of a parameter.
+
+    Shape (numel,), int64 holding unsigned 16-bit values.
+    """
+    index = torch.arange(first, first + numel, dtype=torch.int64)
+    offset = index % grid.row_length % grid.block_size
+    start = ((index - offset & _MASK) * ELEMENT_STEP + phase & _MASK) >> 16
+    return start + offset * IN_BLOCK_STEP & 0xFFFF
+
+
 def hashed(phase: int, first: int, numel: int) -> Tensor:
-    """Return lowbias32(r(i, t)); shape (numel,), int64 holding unsigned 32-bit values."""
-    return _mixed(dithered(phase, first, numel))
+    """Return the upper half of lowbias32(r(i, t)) for elements first .. first + numel - 1.
+
+    Shape (numel,), int64 holding unsigned 16-bit values.
+    """
+    return _mixed(dithered(phase, first, numel)) >> 16
 
 
 def _mixed(x: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:

@@ -8,12 +8,12 @@ g the gradient, m and v the moments, and every operation rounded once as `arithm
     g  = fma(l2, p, g)                                     only where weight decay is L2
     m' = fma(1-beta1, g, M)      M = beta1*m  decoded with beta1 folded into the scale       (R2)
     h  = sqrt(1-beta2) * g
-    v' = fma(h, h, V)            V = beta2*v  decoded with beta2, or sqrt(beta2), folded in  (R3)
+    v' = fma(h, h, V)            V = beta2*v  decoded with beta2 folded in                   (R3)
     d  = fma(sqrt(v'), 1/sqrt(1-beta2^t), eps)                                               (R4)
     r  = m'/d, clipped to +-max_ratio                      equation (S1) of scalars.py          (R5)
     p  = fma(-lr/(1-beta1^t), r, (1 - lr*weight_decay) * p)                                  (R6)
-    p  rounded to bfloat16 where the parameter is          equation (D1) of dither.py           (R7)
-    m, v = quantize(m'), quantize(v')                      (C1)-(C6) of codec.py                (R8)
+    p  rounded to bfloat16 where the parameter is          equation (D2) of dither.py           (R7)
+    m, v = quantize(m'), quantize(v')                      (C1)-(C9) of log.py and dynamic.py   (R8)
 
 A block in which any g (after (R1)) is NaN, infinite, or at least 2^63 in magnitude, so that its
 square could overflow, is left exactly as it was, parameter and moments, and counted.
@@ -70,9 +70,7 @@ def _decayed_exp_avg_sq(segment: Segment, block: Tensor) -> Tensor:
     s, moment = segment.scalars, segment.exp_avg_sq
     if segment.codec is None:
         return ieee.mul(moment.values, s.beta2)
-    code = segment.codec.exp_avg_sq
-    gain = s.sqrt_beta2 if code.square_root else s.beta2
-    return dequantize(code, moment.values, moment.scales, block, gain)
+    return dequantize(segment.codec.exp_avg_sq, moment.values, moment.scales, block, s.beta2)
 
 
 def _store(
@@ -90,7 +88,7 @@ def _store(
     code = segment.codec.exp_avg_sq if dithered else segment.codec.exp_avg
     thresholds = None
     if dithered:
-        thresholds = dither.dithered(segment.moment_phase, segment.first, x.numel())
+        thresholds = _in_blocks(segment, segment.moment_phase)
     kept = torch.where(good, x, 0.0)
     settling = None if dithered else segment.scalars.settling
     codes, scales = quantize(code, kept, block, bad_blocks.numel(), thresholds, settling)
@@ -120,9 +118,13 @@ def _rounded(p: Tensor, segment: Segment) -> Tensor:
         nearest = p.to(torch.bfloat16)
         nearest[p.isnan()] = torch.nan  # torch's vector code writes another pattern
         return nearest
-    numbers = dither.hashed if segment.rounding == Rounding.HASH else dither.dithered
-    threshold = numbers(segment.param_phase, segment.first, p.numel()) >> 16
-    return stochastic_bfloat16(p, threshold)
+    if segment.rounding == Rounding.HASH:
+        return stochastic_bfloat16(p, dither.hashed(segment.param_phase, segment.first, p.numel()))
+    return stochastic_bfloat16(p, _in_blocks(segment, segment.param_phase))
+
+
+def _in_blocks(segment: Segment, phase: int) -> Tensor:
+    return dither.in_blocks(phase, segment.first, segment.param.numel(), segment.grid)
 
 
 def stochastic_bfloat16(x: Tensor, threshold: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ import numpy as np
 
 UNKNOWN_HISTORY = 3.4e38
 """Bound on m^2/v where the moments were not made by steps that were counted."""
-SMALLEST_NORMAL = 2.0**-126
 
 
 def next_history(history: float, beta1: float, beta2: float) -> float:
@@ -39,7 +38,6 @@ class StepScalars(NamedTuple):
 
     beta1: float
     beta2: float
-    sqrt_beta2: float
     one_minus_beta1: float
     sqrt_one_minus_beta2: float
     inverse_sqrt_correction2: float
@@ -88,8 +86,6 @@ class StepScalars(NamedTuple):
         exact = cls(
             beta1=beta1,
             beta2=beta2,
-            # Kernels count a subnormal beta2 as 0; of all others the root is at least 2^-63.
-            sqrt_beta2=math.sqrt(beta2) if beta2 >= SMALLEST_NORMAL else 0.0,
             one_minus_beta1=1 - beta1,
             sqrt_one_minus_beta2=math.sqrt(1 - beta2),
             inverse_sqrt_correction2=1 / math.sqrt(correction2),

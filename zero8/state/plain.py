@@ -5,8 +5,7 @@ Entries (plain tensors and numbers, so that every checkpoint writer can carry th
 
     step              int, steps taken
     history           float, bound on m^2/v (equation (S1) of zero8.spec.scalars)
-    format            int64 tensor: format version, codec number (0: float32 moments), block size,
-                      identity, global shape
+    format            int64 tensor, `zero8.state.header`
     exp_avg_q8, exp_avg_sq_q8          uint8 codes, shaped as the parameter
     exp_avg_scale, exp_avg_sq_scale    float32, shape[:k] + (blocks per row,) + what one block has
     exp_avg, exp_avg_sq                float32 moments, in place of the four above
@@ -25,11 +24,9 @@ from torch import Tensor
 from zero8.spec.buffers import check_entry
 from zero8.spec.codec import Codec, codec_numbered
 from zero8.spec.scalars import UNKNOWN_HISTORY
+from zero8.state.header import MOMENTS, Header
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
-
-FORMAT_VERSION = 1
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
@@ -66,9 +63,10 @@ class PlainState:
         Raises:
             ValueError: if the entries do not describe a state that this version reads.
         """
-        number, piece = _described_piece(self.entries, name)
+        header = Header.of(self.entries, name)
+        piece = header.piece(name)
         table = PieceTable((piece,), piece.numel)
-        codec = codec_numbered(number) if piece.is_quantized else None
+        codec = codec_numbered(header.codec) if piece.is_quantized else None
         return [self._store(codec, which, table) for which in MOMENTS]
 
     def _store(self, codec: Codec | None, which: str, table: PieceTable) -> MomentStore:
@@ -110,6 +108,7 @@ class PlainState:
         if (table.pieces[0], stores[0].codec) == (wanted, codec if wanted.block_size else None):
             kept = [store.to(device, copy=True) for store in stores]
             return cls.of(kept, step, history)
+        stores[0].tell_if_retired()
         new = cls.zeros(codec, wanted, device)
         new._write([store.read(0, table.numel) for store in stores])
         return cls({**new.entries, "step": step, "history": history})
@@ -139,8 +138,8 @@ class PlainState:
 def described(codec: Codec, piece: Piece, step: int, history: float = UNKNOWN_HISTORY) -> dict:
     """Return the entries of a state besides its moments."""
     number = codec.number if piece.is_quantized else 0
-    header = [FORMAT_VERSION, number, piece.block_size, piece.identity, *piece.shape]
-    return {"step": step, "history": history, "format": torch.tensor(header, device="cpu")}
+    header = Header(number, piece.block_size, piece.identity, piece.shape)
+    return {"step": step, "history": history, "format": header.packed()}
 
 
 def checked_step(saved: dict) -> int:
@@ -178,25 +177,6 @@ def check_dense(name: str, values: object) -> None:
         raise ValueError(f"{name}: got dtype {values.dtype}, expected float32 values")
     numel, dtype = (values.numel(), values.dtype) if isinstance(values, Tensor) else (0, None)
     check_entry(name, values, numel, [dtype])
-
-
-def _described_piece(entries: dict, name: str) -> tuple[int, Piece]:
-    """Return the codec's number (0: float32 moments) and the parameter that entries describe."""
-    if "format" not in entries:
-        raise ValueError(
-            f"state of {name}: got entries {sorted(entries)}, without format; expected a state of "
-            "Adam8bitBlockwise (load_state_dict reads those of an fp32 Adam too)"
-        )
-    header = entries["format"]
-    if not isinstance(header, Tensor) or header.dtype != torch.int64 or header.ndim != 1:
-        raise ValueError(f"state of {name}: got a format that is no row of int64: {header!r}")
-    check_entry(f"state entry format of {name}", header, max(header.numel(), 4), [torch.int64])
-    version, number, block_size, identity, *shape = header.tolist()
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"state of {name}: got format version {version}, this zero8 reads {FORMAT_VERSION}"
-        )
-    return number, Piece(0, math.prod(shape), 0, tuple(shape), identity, block_size, name)
 
 
 def _entry(entries: dict, key: str, dtype: torch.dtype, numel: int) -> Tensor:

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from zero8.state.plain import MOMENTS
+from zero8.state.header import MOMENTS
 from zero8.state.store import MomentStore
 from zero8.zero.moment_tensor import MomentTensor
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from zero8.spec.codec import Codec
 from zero8.spec.scalars import UNKNOWN_HISTORY
+from zero8.state.header import MOMENTS
 from zero8.state.kind import Contents, StateKind
 from zero8.state.params import ParamInfo
-from zero8.state.plain import MOMENTS, check_dense, checked_history, checked_step
+from zero8.state.plain import check_dense, checked_history, checked_step
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 from zero8.zero.moment_tensor import MomentTensor
@@ -108,6 +109,7 @@ class FlatPartition(StateKind):
         same_blocks = all(ours.block_size == theirs.block_size for ours, theirs in pairs)
         if same_blocks and saved.codec == codec:
             return replace(saved.clone(), table=wanted)
+        saved.tell_if_retired()
         store = MomentStore.zeros(codec, saved.which, wanted)
         store.write(0, saved.read(0, table.numel))
         return store

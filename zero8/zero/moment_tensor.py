@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from zero8.spec.codec import codec_numbered
-from zero8.state.plain import FORMAT_VERSION, MOMENTS
+from zero8.state.header import (
+    ALGORITHM,
+    FORMAT_VERSION,
+    MOMENTS,
+    check_algorithm,
+    check_version,
+)
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 
@@ -119,6 +125,7 @@ def described(store: MomentStore) -> dict:
     """Return the description that makes a saved moment readable without a model: plain data."""
     return {
         "version": FORMAT_VERSION,
+        "algorithm": ALGORITHM,
         "codec": store.codec.number,
         "which": store.which,
         "numel": store.table.numel,
@@ -168,11 +175,8 @@ def store_like(description: dict) -> MomentStore:
     Raises:
         ValueError: if the format is of an unknown version, or the description is damaged.
     """
-    if description.get("version") != FORMAT_VERSION:
-        raise ValueError(
-            f"8-bit moment: got format version {description.get('version')}, this zero8 reads "
-            f"{FORMAT_VERSION}"
-        )
+    check_version("8-bit moment", description.get("version"))
+    check_algorithm("8-bit moment", description.get("algorithm", ALGORITHM))  # format 1 has none
     try:
         codec, which = codec_numbered(description["codec"]), description["which"]
         if which not in MOMENTS:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero8.state.plain import MOMENTS
+from zero8.state.header import MOMENTS
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
 from zero8.zero.moment_tensor import MomentTensor, described, store_like

@@ -19,7 +19,7 @@ from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import Partitio
 from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
 from torch import Tensor
 
-from zero8.state.plain import MOMENTS
+from zero8.state.header import MOMENTS
 from zero8.state.store import MomentStore
 from zero8.zero import swap_file
 from zero8.zero.flat_state import FlatPartition

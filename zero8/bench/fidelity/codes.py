@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zero8.spec import dither
 from zero8.spec.codec import CODECS, dequantize, quantize
+from zero8.spec.grid import BlockGrid
 
 
 class FlashCode:
@@ -60,7 +61,8 @@ class RatioCode:
     def encode(self, m: Tensor, v: Tensor, step: int) -> dict[str, Tensor]:
         """Return codes and scales of both moments."""
         block, numel = self._blocks(len(v)), v.numel()
-        thresholds = dither.dithered(dither.phase_of(0, step), 0, numel)
+        grid = BlockGrid(1, numel, self.block_size)
+        thresholds = dither.in_blocks(dither.phase_of(0, step), 0, numel, grid)
         codes, scales = quantize(self._v_code, v.reshape(-1), block, len(v), thresholds)
         root = dequantize(self._v_code, codes, scales, block).view_as(v).sqrt()
         ratio = torch.where(root > 0, m / root, 0.0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether gradients that repeat resonate with the dither, whose steps are the golden ratio's.
 
-v is rounded with r(i, t) of equation (D1) of `zero8.spec.dither`, which moves by the golden ratio
+v is rounded with q(i, t) of equation (D2) of `zero8.spec.dither`, which moves by the golden ratio
 from step to step.  Multiples of a Fibonacci number move that by little, so gradients that repeat
 after so many steps could meet nearly the same threshold again and again, were the sequence not
 shifted every 32 steps.  Whether errors add up is measured against the same code with hashed,
@@ -10,7 +10,6 @@ independent thresholds.
 m is exact and v is that of the default codec, in plain PyTorch: errors are of v's rounding alone.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,7 +34,10 @@ BLOCK_SIZE = 256
 EPS = 1e-8
 # Ratio of the large gradient to the others.
 CONTRAST = 30.0
-NUMBERS = {"dithered": dither.dithered, "hashed": dither.hashed}
+NUMBERS = {
+    "dithered": dither.in_blocks,
+    "hashed": lambda phase, first, numel, grid: dither.hashed(phase, first, numel),
+}
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class RoundedSecondMoment:
 
     def _store(self, v: Tensor, step: int) -> None:
         thresholds = torch.cat(
-            [self._numbers(dither.phase_of(m.key, step), 0, m.numel) for m in self._members]
+            [self._numbers(dither.phase_of(m.key, step), 0, m.numel, m.grid) for m in self._members]
         )
         self._codes, self._scales = quantize(
             self._code, v, self._block, self._num_blocks, thresholds
@@ -125,8 +127,7 @@ class RoundedSecondMoment:
 
     def step(self, grad: Tensor, step: int) -> Tensor:
         """Take flat gradients at a step, counted from 1; return v before it is rounded."""
-        gain = math.sqrt(self._beta2)
-        v = dequantize(self._code, self._codes, self._scales, self._block, gain)
+        v = dequantize(self._code, self._codes, self._scales, self._block, self._beta2)
         v.addcmul_(grad, grad, value=1 - self._beta2)
         self._store(v, step)
         return v

@@ -17,7 +17,7 @@ from zero8.spec import dither, reference
 from zero8.spec.codec import CODECS
 from zero8.spec.scalars import StepScalars, next_history
 from zero8.spec.segment import Moment, Rounding, Segment
-from zero8.state.plain import MOMENTS
+from zero8.state.header import MOMENTS
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 

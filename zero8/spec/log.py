@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The codes of `log`, the default: levels at equal distances in bit patterns.
+
+The pattern of a positive float, read as an integer, is a piecewise linear logarithm of it, with
+2^23 units to an octave.  Neither code needs a table, a logarithm or an exponential.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from zero8.spec import arithmetic as ieee
+from zero8.spec.blocks import block_absmax, place_in_block
+
+ONE_BITS = 0x3F800000
+"""Bit pattern of 1.0, where the levels of first moments start to count."""
+
+
+@dataclass(frozen=True)
+class Octaves:
+    """Levels of magnitude: linear near 0, and above octaves of 2^mantissa_bits levels each.
+
+    k = (bits(fma(|x|, 1/scale, 1)) - bits(1) + half a cell) >> (23 - mantissa_bits)         (C2)
+    level(k) = float_from_bits(bits(1) + (k << (23 - mantissa_bits))) - 1                    (C3)
+    scale = absmax / top,  top = level(127)                                                  (C4)
+
+    The block's largest element decodes to top * scale, which gives the same scale again: a test
+    goes through all mantissas.  Error: at most half a cell, which is 2^-mantissa_bits of
+    |x| + scale.
+
+    Steps round to nearest, but down where nearest would undo a moment's decay:
+
+    k = (min(bits(y) + half a cell, bits(y')) - bits(1)) >> (23 - mantissa_bits)            (C2')
+    y' = fma(|x|, 1/scale * settling, 1),  settling = 1 + 0.97 (1/beta1 - 1), at most 2
+
+    Nearest rounding holds codes that the decay by beta1 moves by less than half a cell, such as all
+    below 0.5/(1 - beta1): a first moment whose gradient has ended would never reach 0 while v
+    decays, and its updates would grow up to their bound.  Decayed from a code's level l * scale, y'
+    is 1 + l (0.97 + 0.03 beta1) < 1 + l, so every code decays.
+    """
+
+    octaves: int
+    mantissa_bits: int
+
+    MAX = 127
+
+    @property
+    def shift(self) -> int:
+        """Number of bits of y below those of k."""
+        return 23 - self.mantissa_bits
+
+    @property
+    def top(self) -> float:
+        """The largest level, such as 247 for 8 octaves of 16."""
+        return float(self.levels[self.MAX])
+
+    @property
+    def min_scale(self) -> float:
+        """Scales below this are raised to it, so that level(1) * scale is a normal float32."""
+        return 2.0**-126 * 2**self.mantissa_bits
+
+    @cached_property
+    def levels(self) -> Tensor:
+        """(129,) float32: equation (C3) for the magnitudes of all 8-bit integers."""
+        magnitude = torch.arange(129, dtype=torch.int32, device="cpu")
+        return ((magnitude << self.shift) + ONE_BITS).view(torch.float32) - 1.0
+
+    def scales(self, absmax: Tensor) -> Tensor:
+        """Return the scale of each block, equation (C4); 0 for a block of zeros."""
+        scale = ieee.div(absmax, self.top)
+        return torch.where(absmax == 0, 0.0, scale.clamp(min=self.min_scale))
+
+    def magnitudes(self, x: Tensor, scale: Tensor, settling: float | None) -> Tensor:
+        """Return k of each element, equation (C2), or (C2') if `settling` is given; int64."""
+        inverse = torch.where(scale == 0, 0.0, ieee.div(1.0, scale))
+        y = ieee.fma(x.abs(), inverse, 1.0)
+        offset = y.view(torch.int32).to(torch.int64) - ONE_BITS + (1 << (self.shift - 1))
+        if settling is not None:
+            settled = ieee.fma(x.abs(), ieee.mul(inverse, settling), 1.0)
+            offset = offset.minimum(settled.view(torch.int32).to(torch.int64) - ONE_BITS)
+        return (offset >> self.shift).clamp(max=self.MAX)
+
+
+@dataclass(frozen=True)
+class SignedLogCode:
+    """A sign and a magnitude among one of two sets of levels, block by block.
+
+    A code is an integer from -127 to 127 in two's complement, and decodes to
+
+    x = sign(code) * level(|code|) * scale                                                   (C1)
+
+    The levels are 4 octaves of 32, or, where the stored scale is negative, `wide`, 8 octaves of 16:
+
+    wide:  fewer than 11/16 of the sampled elements have |x| >= t,  t = 0.75 s               (C9)
+
+    s is the scale of the narrow levels, and at least 2^-100: below, where smallest scales are near,
+    blocks are narrow.  Sampled are the elements whose place in the block, or in the part of it that
+    a shard has, is below 32 modulo 128.  t is 1/20 of the block's largest |x|: where many are
+    smaller, fine steps near 0 count for more than those near the top.
+
+    Quantized values choose the same levels again, whichever elements are sampled.  t is a narrow
+    level, so what is not below it rounds to it or above, and decodes to t or more, with the same s;
+    steps settle down (C2') to levels only, and no decay rate lets settling - 1 be lost in rounding.
+    Among the wide levels t is 12.56, or 0.12 cells above 12.5: what is below t rounds to that level
+    or lower.
+
+    Error: that of the levels that were chosen.
+    """
+
+    narrow = Octaves(4, 5)
+    wide = Octaves(8, 4)
+
+    signed = True
+    scale_shape = ()
+    zero_code = 0
+
+    JOINT = 24
+    MIN_SCALE = 2.0**-100
+    SAMPLE, SAMPLE_OF = 32, 128
+
+    def scales(self, x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
+        """Return the scale of each block, equations (C4) and (C9); 0 for a block of zeros."""
+        absmax = block_absmax(x, block, num_blocks)
+        narrow = self.narrow.scales(absmax)
+        joint = ieee.mul(self.narrow.levels[self.JOINT], narrow)
+        sampled = place_in_block(block, num_blocks) % self.SAMPLE_OF < self.SAMPLE
+        large = torch.bincount(block[sampled & (x.abs() >= joint[block])], minlength=num_blocks)
+        samples = torch.bincount(block[sampled], minlength=num_blocks)
+        is_wide = (16 * large < 11 * samples) & (narrow >= self.MIN_SCALE)
+        return torch.where(is_wide, -self.wide.scales(absmax), narrow)
+
+    def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
+        """Return what codes stand for, times `gain`, equation (C1); float32."""
+        code = codes.view(torch.int8).to(torch.int64)
+        narrow, wide = (q.levels.to(codes.device)[code.abs()] for q in (self.narrow, self.wide))
+        decayed = ieee.mul(scale.abs(), gain)
+        return ieee.mul(
+            torch.where(scale < 0, wide, narrow), torch.where(code < 0, -1, 1) * decayed
+        )
+
+    def encode(
+        self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
+    ) -> Tensor:
+        """Return the code of each element, equation (C2); uint8.
+
+        First moments are not dithered, and the choice of the levels counts on that.
+
+        Args:
+            x: float32, already flushed.
+            scale: float32, the scale of each element's block.
+            dither: not used.
+            settling: that of (C2'), None for a moment that is not a step's.
+        """
+        narrow = self.narrow.magnitudes(x, scale.abs(), settling)
+        wide = self.wide.magnitudes(x, scale.abs(), settling)
+        magnitude = torch.where(scale < 0, wide, narrow)
+        return torch.where(x < 0, -magnitude, magnitude).to(torch.int8).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class LogCode:
+    """v by its bit pattern, on a logarithmic scale of the block's own range; 0 is a code.
+
+    The block stores its largest element `high`, and `step` in sixteenths of a unit, an integer.
+    With bits(x) the pattern of x, and integer divisions that round down,
+
+    x(c) = float_from_bits(base + c * step / 16)  for c from 1 to 255,  x(0) = 0             (C7)
+    base = bits(high) - 255 * step / 16
+    step = (16 * span + 127) / 254,  span = bits(high) - bits(low), from 2 to 28 octaves     (C8)
+    c = trunc(fma(bits(x) - base - 8 step, 16/step, 128 + q/65536)),  q = 16 modulo 32
+
+    where `low` is the smallest element that is not 0, or 16 units above the smallest normal float,
+    and q = 32768 to nearest.  What is not 0 but below x(1), or below the first x(c) that is a
+    normal float, is raised to there.
+
+    The decoded span gives the same step again, as span and 254 * step / 16 are within 8 units of
+    each other: a test goes through all steps.  Decoded values are within 3/65536 of a cell of their
+    code, and the smallest element within 12/65536 of code 1: a unit of the pattern is at most
+    1/65536, and the conversion to a float, 16/step and the fma err by half of that each.  So no q
+    moves them.
+
+    Error: one cell (dithered) or half a cell (nearest).  A cell is step/16 units of the last place,
+    so at most step * 2^-27 of the value: 0.8 % where the block spans 2 octaves, 5.5 % for 14, 11 %
+    for 28; sqrt(v) has half of that.  Elements more than 28 octaves below `high` are raised to
+    there: 8 bits of first moment reach 13 octaves down, which are 26 of v, and weights whose
+    gradient has ended would take codes from others.
+    """
+
+    signed = False
+    scale_shape = (2,)
+    zero_code = 0
+
+    MIN_SPAN = 2 << 23
+    MAX_SPAN = 28 << 23
+    NORMAL_BITS = 0x00800000
+    LOWEST_BITS = NORMAL_BITS + 16
+
+    def scales(self, x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
+        """Return (high, step) of each block, equation (C8), 0 for a block of zeros.
+
+        Shape (num_blocks, 2) float32.
+        """
+        bits = x.view(torch.int32).to(torch.int64)
+        high = bits.new_zeros(num_blocks).scatter_reduce(0, block, bits, "amax")
+        nonzero = torch.where(x > 0, bits, 2**31)
+        low = torch.full_like(high, 2**31).scatter_reduce(0, block, nonzero, "amin")
+        span = (high - low.clamp(min=self.LOWEST_BITS)).clamp(self.MIN_SPAN, self.MAX_SPAN)
+        step = (16 * span + 127) // 254
+        scales = torch.stack([high.to(torch.int32).view(torch.float32), step.float()], dim=1)
+        return torch.where((high == 0)[:, None], 0.0, scales)
+
+    def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
+        """Return what codes stand for, times `gain`, equation (C7); float32."""
+        step, base = self._step_and_base(scale)
+        bits = base + (codes.to(torch.int64) * step >> 4)
+        x = torch.where(codes == 0, 0.0, bits.to(torch.int32).view(torch.float32))
+        return ieee.mul(x, gain)
+
+    def encode(
+        self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
+    ) -> Tensor:
+        """Return the code of each element, equation (C8); uint8.
+
+        Args:
+            x: float32, already flushed, not negative.
+            scale: (numel, 2) float32, the scales of each element's block.
+            dither: unsigned 16-bit values of `zero8.spec.dither` in int64, or None for nearest.
+            settling: not used.
+        """
+        step, base = self._step_and_base(scale)
+        first = ((16 * (self.NORMAL_BITS - base) + step - 1) // step.clamp(min=1)).clamp(min=1)
+        bits = x.view(torch.int32).to(torch.int64).maximum(base + (first * step >> 4))
+        threshold = 1 << 15 if dither is None else dither & ~31 | 16
+        position = ieee.fma(
+            (bits - base - 8 * step).to(torch.float32),
+            torch.where(step == 0, 0.0, ieee.div(16.0, step.to(torch.float32))),
+            torch.full_like(x, 128.0) + threshold / 65536,
+        )
+        return torch.where(x > 0, position.to(torch.int64), 0).to(torch.uint8)
+
+    def _step_and_base(self, scale: Tensor) -> tuple[Tensor, Tensor]:
+        high = scale[..., 0].contiguous().view(torch.int32).to(torch.int64)
+        step = scale[..., 1].to(torch.int64)
+        return step, high - (255 * step >> 4)
