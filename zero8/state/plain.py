@@ -8,7 +8,9 @@ Entries (plain tensors and numbers, so that every checkpoint writer can carry th
     format            int64 tensor: format version, codec number (0: float32 moments), block size,
                       identity, global shape
     exp_avg_q8, exp_avg_sq_q8          uint8 codes, shaped as the parameter
-    exp_avg_scale, exp_avg_sq_scale    float32, shape[:k] + (blocks per row,) + what one block has
+    exp_avg_scale, exp_avg_sq_scale    float32, shape[:k] + (blocks per row,) + what one block has;
+                                       where rows are narrow, groups of which make a block (see
+                                       zero8.spec.grid), (groups, 1) + what one block has
     exp_avg, exp_avg_sq                float32 moments, in place of the four above
 
 The names differ from fp32 Adam's where the contents do: a reader that expects float32 moments
