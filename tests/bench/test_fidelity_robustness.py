@@ -9,6 +9,7 @@ import pytest
 from zero8.bench.fidelity.bf16 import weight_distances
 from zero8.bench.fidelity.command import experiments
 from zero8.bench.fidelity.images import ImageTask
+from zero8.bench.fidelity.lora import LoraTask
 from zero8.bench.fidelity.pool import Job, run_jobs
 from zero8.bench.fidelity.robustness import SETTINGS, Robustness, replay_codecs
 from zero8.bench.fidelity.text import TextTask
@@ -20,6 +21,7 @@ TINY_GPT = TextTask(GPTConfig(context=64, width=64, layers=1, heads=2), window=1
 
 
 ZIPF, IMAGES = ZipfTask(batch_size=8), ImageTask(batch_size=4)
+LORA = LoraTask(TextTask(GPTConfig(context=16, layers=1), window=16, batch_size=2), pretraining=2)
 
 
 @pytest.mark.parametrize(
@@ -27,8 +29,10 @@ ZIPF, IMAGES = ZipfTask(batch_size=8), ImageTask(batch_size=4)
     [
         (ZIPF, 0.999),
         (IMAGES, 0.95),
+        (LORA, 0.999),
         pytest.param(ZIPF, 0.95, marks=pytest.mark.slow),
         pytest.param(IMAGES, 0.999, marks=pytest.mark.slow),
+        pytest.param(LORA, 0.95, marks=pytest.mark.slow),
     ],
 )
 def test_replay_of_a_task_keeps_bounds_and_moves_nothing_untrained(task, beta2):

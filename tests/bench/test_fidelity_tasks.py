@@ -7,14 +7,19 @@ import torch
 
 from zero8.bench.fidelity import images as images
 from zero8.bench.fidelity import zipf as zipf
+from zero8.bench.fidelity.lora import LoraTask
+from zero8.bench.fidelity.text import TextTask
 from zero8.bench.fidelity.training import Gradients, Recipe, TrainingRun, adamw
 from zero8.spec.grid import BlockGrid
+from zero8.train.model import GPTConfig
 
 ZIPF, IMAGES = zipf.ZipfTask(batch_size=64), images.ImageTask(batch_size=8)
-TASKS = pytest.mark.parametrize("task", [ZIPF, IMAGES], ids=["zipf", "images"])
+LORA = LoraTask(TextTask(GPTConfig(context=16, layers=1), window=16, batch_size=4), pretraining=2)
+SYNTHETIC = pytest.mark.parametrize("task", [ZIPF, IMAGES], ids=["zipf", "images"])
+TASKS = pytest.mark.parametrize("task", [ZIPF, IMAGES, LORA], ids=["zipf", "images", "lora"])
 
 
-@TASKS
+@SYNTHETIC
 def test_batch_depends_on_seed_and_step_only(task):
     inputs, targets = task.batch(1, 2)
     again = task.batch(1, 2)
@@ -82,6 +87,27 @@ def test_convolutions_have_rows_over_input_channels_and_kernel():
     gradients = Gradients(TrainingRun(Recipe(steps=2, beta2=0.95, task=IMAGES)))
     rows = [BlockGrid.of(shape, 256).row_length for shape in gradients.layout.shapes]
     assert rows == [32 * 9, 64 * 9, 64 * 9]
+
+
+def test_adapters_alone_are_trained_and_half_of_their_matrices_have_narrow_rows():
+    gradients = Gradients(TrainingRun(Recipe(steps=2, beta2=0.95, task=LORA)))
+    shapes = dict(zip(gradients.layout.names, gradients.layout.shapes, strict=True))
+    assert len(shapes) == 8
+    for name, shape in shapes.items():
+        which = name.rpartition(".")[2]
+        assert {"lora_A": shape[0], "lora_B": shape[1]}[which] == 16
+
+
+def test_adapters_change_nothing_before_they_are_trained():
+    torch.manual_seed(0)
+    adapted = LORA.make_model()
+    torch.manual_seed(0)
+    windows = LORA.batch(0, 0)
+    before = adapted(*windows)
+    for name, p in adapted.named_parameters():
+        if name.endswith("lora_A"):
+            p.data.zero_()
+    assert torch.equal(adapted(*windows), before)
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,16 @@ def test_optimizer_memory_report_counts_the_bytes_of_state(codec):
     assert "8-bit: 19,200 elements" in str(report) and "32-bit: 6,450 elements" in str(report)
 
 
+@codecs
+def test_optimizer_memory_report_of_a_lora_pair_is_2_06_bytes_at_most(codec):
+    pair = {"lora_A": param(16, 4096), "lora_B": param(4096, 16)}
+    optimizer = Adam8bitBlockwise(pair.items(), codec=codec)
+    run(optimizer, list(pair.values()), 1)
+    report = optimizer.memory_report()
+    assert report.state_bytes_per_param() <= 2.06
+    assert [row.reason for row in report.rows] == ["16 rows x 16 blocks", "256 blocks of 16 rows"]
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 300), (5, 0), (3, 0, 100)], ids=str)
 def test_optimizer_empty_parameter_is_stepped_and_saved(shape):
     p, other = nn.Parameter(torch.zeros(shape)), param(64, 100)
@@ -353,16 +363,17 @@ def told(caplog, shapes, **settings):
 
 
 def test_optimizer_tells_once_which_share_keeps_float32_moments(caplog, monkeypatch):
-    lora = [(4096, 64), (4096, 16)]
-    assert told(caplog, lora) == [
+    flat = [(4096, 64), (65536,)]
+    assert told(caplog, flat) == [
         (
             "WARNING",
-            "zero8: 20.0 % of the elements keep float32 moments (narrow: 20.0%): memory_report() "
-            "lists them",
+            "zero8: 20.0 % of the elements keep float32 moments (of fewer than 2 dimensions: "
+            "20.0%): memory_report() lists them",
         )
     ]
     ((level, text),) = told(caplog, [(1000, 100), (1000,)])
     assert level == "INFO" and "zero8: 1.0 % of the elements" in text
     assert told(caplog, [(1000, 100)]) == []
+    assert told(caplog, [(16, 4096), (4096, 16), (4000, 1, 3, 3)]) == []
     monkeypatch.setattr(ranks, "rank", lambda: 1)
-    assert told(caplog, lora) == []
+    assert told(caplog, flat) == []

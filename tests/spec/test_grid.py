@@ -23,18 +23,29 @@ GRIDS = {
     "no rows": ((0, 100), (0, 100, (0, 1))),
     "no rows in the middle": ((3, 0, 100), (0, 100, (3, 0, 1))),
 }
+# The same where rows are narrow: groups, their length, and the shape of the scales.
+GROUPS = {
+    "narrow side of LoRA": ((4096, 8), (128, 32 * 8, (128, 1))),
+    "depthwise conv": ((40, 1, 3, 3), (2, 28 * 9, (2, 1))),
+    "rows of 63": ((4096, 63), (1024, 4 * 63, (1024, 1))),
+    "one element per row": ((1000, 1), (4, 256, (4, 1))),
+    "narrow in many dimensions": ((100, 2, 3, 1, 5), (13, 8 * 30, (13, 1))),
+    "fewer rows than a group": ((3, 5), (1, 51 * 5, (1, 1))),
+    "one narrow row": ((1, 63), (1, 4 * 63, (1, 1))),
+    "no narrow rows": ((0, 3), (0, 85 * 3, (0, 1))),
+}
 NO_GRID = {
     "scalar": (),
     "vector": (100_000,),
-    "depthwise conv": (40, 1, 3, 3),
-    "narrow side of LoRA": (4096, 8),
-    "row of 63": (4096, 63),
     "empty rows": (5, 0),
+    "empty rows in the middle": (5, 3, 0),
 }
 
 
-@pytest.mark.parametrize(("shape", "expected"), GRIDS.values(), ids=GRIDS)
-def test_grid_of_shape_keeps_most_leading_dimensions(shape, expected):
+@pytest.mark.parametrize(
+    ("shape", "expected"), [*GRIDS.values(), *GROUPS.values()], ids=[*GRIDS, *GROUPS]
+)
+def test_grid_of_shape_keeps_most_leading_dimensions_or_groups_rows(shape, expected):
     num_rows, row_length, scale_shape = expected
     grid = BlockGrid.of(shape, 256)
     assert grid == BlockGrid(num_rows, row_length, 256)
@@ -43,17 +54,19 @@ def test_grid_of_shape_keeps_most_leading_dimensions(shape, expected):
 
 
 @pytest.mark.parametrize("shape", NO_GRID.values(), ids=NO_GRID)
-def test_grid_of_shape_without_long_rows_is_none(shape):
+def test_grid_of_shape_without_rows_of_any_length_is_none(shape):
     assert BlockGrid.of(shape, 256) is None
 
 
 @given(st.lists(st.integers(1, 90), min_size=2, max_size=5))
 def test_grid_of_any_shape_follows_the_rule(shape):
-    """k >= 1 leading dimensions, the largest k whose row has at least 64 elements."""
+    """k >= 1 leading dimensions, the largest k whose row has at least 64 elements; or groups."""
     kept = [k for k in range(1, len(shape)) if math.prod(shape[k:]) >= 64]
     grid = BlockGrid.of(tuple(shape), 64)
     if not kept:
-        assert grid is None
+        group = 64 // math.prod(shape[1:]) * math.prod(shape[1:])
+        assert (grid.num_rows, grid.row_length) == (-(-math.prod(shape) // group), group)
+        assert grid.scale_shape(tuple(shape)) == (grid.num_rows, 1)
         return
     k = max(kept)
     assert (grid.num_rows, grid.row_length) == (math.prod(shape[:k]), math.prod(shape[k:]))
@@ -83,12 +96,43 @@ def test_grid_blocks_of_a_range_match_a_loop_over_elements(data):
     assert numbers.tolist() == [b - block_of[first] for b in block_of[first : first + numel]]
 
 
+@given(st.data())
+def test_grid_blocks_of_narrow_rows_match_a_loop_over_rows(data):
+    """A new block where the next row would not fit: no block is too long, and none cuts a row."""
+    num_rows = data.draw(st.integers(1, 400))
+    row = data.draw(st.integers(1, 63))
+    block_size = data.draw(st.sampled_from([64, 128, 256, 4096]))
+    block_of, blocks, length = [], -1, block_size
+    for _ in range(num_rows):
+        if length + row > block_size:
+            blocks, length = blocks + 1, 0
+        block_of += [blocks] * row
+        length += row
+    first = data.draw(st.integers(0, len(block_of) - 1))
+    numel = data.draw(st.integers(1, len(block_of) - first))
+
+    grid = BlockGrid.of((num_rows, row), block_size)
+    assert (grid.num_blocks, grid.blocks_per_row) == (blocks + 1, 1)
+    expected = block_of[first : first + numel]
+    assert [grid.block_of(first), grid.block_of(first + numel - 1)] == [expected[0], expected[-1]]
+    numbers, count = grid.block_numbers(first, numel)
+    assert numbers.tolist() == [block - expected[0] for block in expected]
+    assert count == grid.num_blocks_touched(first, numel) == expected[-1] - expected[0] + 1
+
+
 def test_grid_element_beyond_32_bits_has_its_block():
     # 5e9 = 1220703 * 4096 + 512, and 16 blocks of 256 per row.
     grid = BlockGrid.of((2**21, 4096), 256)
     assert grid.block_of(5_000_000_000) == 1_220_703 * 16 + 2
     assert grid.block_numbers(5_000_000_000 - 1, 2)[0].tolist() == [0, 1]
     assert grid.num_blocks == 2**25
+
+
+def test_grid_element_of_a_narrow_row_beyond_32_bits_has_its_block():
+    # 36 rows of 7 to a block of 252 elements; 5e9 = 19841269 * 252 + 212.
+    grid = BlockGrid.of((2**30, 7), 256)
+    assert grid.block_of(5_000_000_000) == 19_841_269
+    assert grid.block_numbers(5_000_000_000 + 39, 2)[0].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("size", [64, 128, 256, 512, 1024, 2048, 4096])

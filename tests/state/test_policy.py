@@ -15,8 +15,10 @@ DECISIONS = {
     "scalar": ((), False, "0-dimensional"),
     "vector": ((50_000,), False, "1-dimensional"),
     "empty": ((0, 5000), False, "0 elements, fewer than min_8bit_size"),
-    "depthwise conv": ((4000, 1, 3, 3), False, "a row has 9 elements, fewer than 64"),
-    "narrow side of LoRA": ((4096, 8), False, "a row has 8 elements, fewer than 64"),
+    "depthwise conv": ((4000, 1, 3, 3), True, "143 blocks of 28 rows"),
+    "narrow side of LoRA": ((4096, 8), True, "128 blocks of 32 rows"),
+    "one element per row": ((5000, 1), True, "20 blocks of 256 rows"),
+    "few narrow rows": ((400, 8), False, "3200 elements, fewer than min_8bit_size"),
 }
 
 
@@ -32,6 +34,12 @@ def test_policy_block_size_and_smallest_size_are_those_given():
     policy = Policy(block_size=64, min_8bit_size=1)
     assert policy.decide(None, (1, 300)).grid == BlockGrid(1, 300, 64)
     assert Policy(min_8bit_size=0).decide(None, (0, 300)).grid == BlockGrid(0, 300, 256)
+    assert policy.decide(None, (100, 20)).grid == BlockGrid(34, 60, 64)
+
+
+def test_policy_rows_without_elements_stay_float32_at_any_smallest_size():
+    decision = Policy(min_8bit_size=0).decide(None, (300, 0))
+    assert (decision.grid, decision.reason) == (None, "rows without elements")
 
 
 @pytest.mark.parametrize(
@@ -83,13 +91,13 @@ def test_policy_float32_shares_are_of_all_elements_by_cause():
         "model.embed.weight": (50, 64),  # 3200 of 20,000
         "a.weight": (128, 100),  # 8-bit
         "a.bias": (128,),
-        "lora_B": (425, 8),  # 3400, narrow where it is not small
+        "lora_B": (425, 8),  # 8-bit too
         "mask": (8, 59),
         "empty": (0, 64),
     }
     assert sum(rows * (columns or [1])[0] for rows, *columns in shapes.values()) == 20_000
     shares = Policy(min_8bit_size=1000, fp32_params=["*embed*"]).float32_shares(shapes.items())
-    assert list(shares) == ["narrow", "fp32_params", "small", "of fewer than 2 dimensions"]
-    assert list(shares.values()) == [3400 / 20_000, 0.16, 472 / 20_000, 128 / 20_000]
-    assert Policy().float32_shares([(None, (64, 64))]) == {}
+    assert list(shares) == ["fp32_params", "small", "of fewer than 2 dimensions"]
+    assert list(shares.values()) == [0.16, 472 / 20_000, 128 / 20_000]
+    assert Policy().float32_shares([(None, (64, 64)), (None, (4096, 8))]) == {}
     assert Policy().float32_shares([]) == {}

@@ -16,14 +16,19 @@ from zero8.state import store
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 
-# Shape, and how many elements a row has: the shortest row of 64 or more, cut at the block size.
-SHAPES_8BIT = (((3, 70), 70), ((2, 300), 300), ((4, 5, 13), 65), ((1, 64), 64), ((2, 9, 8), 72))
+# Shape, and how many elements a row has: the shortest row of 64 or more, cut at the block size, or
+# a narrow row, of which as many as fit make a block.
+SHAPES_8BIT = (
+    *(((3, 70), 70), ((2, 300), 300), ((4, 5, 13), 65), ((1, 64), 64), ((2, 9, 8), 72)),
+    *(((100, 5), 5), ((50, 1, 3, 3), 9), ((300, 1), 1), ((9, 2, 20), 40), ((5, 63), 63)),
+)
 SHAPES_DENSE = ((7,), (3, 5), (0,))
 SCALES = {("log", "exp_avg_sq"): 2}  # per block; all others one
 
 
 def row_of(piece):
-    return dict(SHAPES_8BIT)[piece.shape]
+    row = dict(SHAPES_8BIT)[piece.shape]
+    return row if row >= 64 else piece.block_size // row * row
 
 
 def block_key(piece, element):

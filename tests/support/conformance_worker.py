@@ -801,7 +801,7 @@ def clipping(lab):
     norm = engine.get_global_grad_norm()
     assert norm == plain.get_global_grad_norm() > 1
     clipped, whole = (
-        safe_get_full_optimizer_state(e.module.thin, "exp_avg") for e in (engine, plain)
+        safe_get_full_optimizer_state(e.module.bias, "exp_avg") for e in (engine, plain)
     )  # fp32 moments: 0.1 g
     assert torch.allclose(clipped, whole * (1e-3 / norm), rtol=1e-4, atol=0)
 

@@ -8,10 +8,16 @@ from zero_worker import MOMENTS
 
 
 def block_of_elements(shape, block_size):
-    """Return the block of each element: rows as short as they may be, cut at block_size."""
+    """Return the block of each element: rows as short as they may be, cut at block_size.
+
+    Of rows that are narrow in any case, as many as fit are a block.
+    """
+    index = torch.arange(math.prod(shape))
+    narrow = math.prod(shape[1:])
+    if narrow < 64:
+        return index // narrow // (block_size // narrow)
     kept = max(k for k in range(1, len(shape)) if math.prod(shape[k:]) >= 64)
     row_length = math.prod(shape[kept:])
-    index = torch.arange(math.prod(shape))
     per_row = math.ceil(row_length / block_size)
     return index // row_length * per_row + index % row_length // block_size
 

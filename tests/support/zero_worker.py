@@ -49,7 +49,7 @@ class Bag(torch.nn.Module):
         "wide": (20, 300),  # 256 + 44
         "conv": (6, 10, 9, 13),  # rows of 117: two dimensions kept
         "long": (2, 2500),  # ten blocks to a row
-        "thin": (3000, 2),  # rows too short for blocks: float32
+        "thin": (3000, 2),  # blocks of 128 rows; the last has 56
         "bias": (131,),
         "single": (1,),
         "unused": (60, 70),  # never gets a gradient

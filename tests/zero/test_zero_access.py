@@ -177,6 +177,18 @@ def load_states():
     return result
 
 
+def load_older_states():
+    """Load states in which a parameter of narrow rows has float32 moments, as all had once."""
+    older = make_engine(config(fp32_params=["thin"]), Bag())
+    for step in (0, 1):
+        take_step(older, step)
+    loaded = make_engine(config(), Bag())
+    base_optimizer(loaded).load_state_dict(copy.deepcopy(base_optimizer(older).state_dict()))
+    result = {"saved": held(older), "loaded": held(loaded)}
+    take_step(loaded, 2)
+    return result | {"stepped on": held(loaded)}
+
+
 def move_away_and_back():
     """Take a step, have DeepSpeed offload and reload its states, take another; and without that."""
     moved, stayed = (make_engine(config(offload=None), Bag()) for _ in range(2))
@@ -195,6 +207,7 @@ def access_all():
         "access": {stage: access(stage) for stage in STAGES},
         "absorb": {stage: absorb(stage) for stage in STAGES},
         "load": load_states(),
+        "older": load_older_states(),
         "offload": move_away_and_back(),
         "damaged": absorb_damaged(),
         "share": share(),
@@ -324,6 +337,40 @@ def test_state_dict_of_another_codec_is_encoded_again(ranks):
             expected.write(0, source.read(0, table.numel))
             buffers = (expected.codes, expected.scales, expected.dense)
             assert difference(got[which], buffers) == ""
+
+
+def test_state_dict_of_float32_moments_of_narrow_rows_is_quantized(ranks):
+    """By writing them; the other parameters' codes and scales come over as they are."""
+    thin = 0
+    for rank in ranks:
+        ((got,), (saved,)) = (rank["older"][name]["states"] for name in ("loaded", "saved"))
+        tables = [PieceTable(state["pieces"], len(state["master"])) for state in (got, saved)]
+        assert [piece.name for piece in tables[0].pieces if not piece.is_quantized] == [
+            piece.name
+            for piece in tables[1].pieces
+            if not piece.is_quantized and piece.name != "thin"
+        ]
+        for which in MOMENTS:
+            codec = codec_named(DEFAULT_CODEC)
+            ours, theirs = (
+                MomentStore(codec, which, table, *state[which])
+                for table, state in zip(tables, (got, saved), strict=True)
+            )
+            expected = MomentStore.zeros(codec, which, tables[0])
+            expected.write(0, theirs.read(0, tables[1].numel))
+            assert difference(got[which], expected.buffers) == ""
+            for number, piece in enumerate(tables[0].pieces):
+                mine, before = ours.moment(number), theirs.moment(number)
+                if piece.name == "thin":
+                    assert before.scales is None and len(mine.scales) == 24
+                    thin += 1
+                else:
+                    assert torch.equal(mine.values, before.values), piece.name
+                    assert mine.scales is None or torch.equal(mine.scales, before.scales)
+        assert (got["step"], got["history"]) == (saved["step"], saved["history"])
+        (on,) = rank["older"]["stepped on"]["states"]
+        assert on["step"] == 3 and on["master"].isfinite().all()
+    assert thin == len(MOMENTS)
 
 
 def test_state_dict_of_another_partition_is_refused_and_changes_nothing(ranks):

@@ -9,7 +9,7 @@ import zero8
 
 FLOAT32 = ["embed", "conv"]
 EXPECTED_BITS = {name: 32 for name in Bag.SHAPES if name != "frozen"}
-EXPECTED_BITS |= {"wide": 8, "long": 8, "unused": 8}
+EXPECTED_BITS |= {"wide": 8, "long": 8, "thin": 8, "unused": 8}
 WITHOUT_ZERO = {
     "zero0": config(stage=0, offload=None),
     "zero0 bf16": config(stage=0, offload=None, dtype={}),

@@ -22,8 +22,8 @@ from zero_worker import (
 LAYOUTS = {
     "skipped by DeepSpeed": config(stage=2),
     "from the loss": config(stage=2, dtype={"check_grad_overflow": False}),
-    "in the flat gradient": config(stage=2),
-    "in ZeRO-3's flat gradient": config(stage=3),
+    "in the flat gradient": config(stage=2, fp32_params=["thin"]),
+    "in ZeRO-3's flat gradient": config(stage=3, fp32_params=["thin"]),
 }
 
 

@@ -4,8 +4,9 @@
 Both use the same maps (arXiv:2110.02861) and keep per parameter `step`, 8-bit codes, and one
 float32 scale per block.  They differ in two things:
 
-* bitsandbytes cuts the flattened parameter into blocks of 256, zero8 cuts rows: the blocks coincide
-  where a row is a multiple of 256 elements long;
+* bitsandbytes cuts the flattened parameter into blocks of 256, zero8 cuts rows, and puts narrow
+  ones together: the blocks coincide where a row, or a group of narrow rows, is a multiple of 256
+  elements long;
 * the scale of a block of m is bitsandbytes' largest magnitude, and zero8's extreme element with its
   sign, so that the extreme decodes exactly.
 

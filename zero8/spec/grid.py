@@ -4,6 +4,14 @@
 The grid is a pure function of the parameter's global shape, never of the shard: ranks that hold
 different pieces of one parameter agree on every block without talking to each other, and a
 checkpoint read at another world size finds the same blocks.
+
+Long rows are cut into blocks; narrow rows, of fewer than 64 elements, are put together: a group of
+`block_size // row` consecutive rows is one block.  No block holds part of a narrow row unless a
+shard boundary cuts it.
+
+Shards that meet between two blocks (of narrow rows: between two groups) step over them with the
+same bits as one tensor does.  A block that a shard boundary cuts gets independent scales on each
+side, so its codes differ from the whole block's; all other blocks keep their bits.
 """
 
 import math
@@ -13,7 +21,7 @@ import torch
 from torch import Tensor
 
 MIN_ROW_LENGTH = 64
-"""Rows shorter than this have no grid: the scales would cost more than the codes save."""
+"""Shorter rows are narrow and share a block: scales of its own for each would cost too much."""
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
 
@@ -33,12 +41,23 @@ def check_block_size(block_size: int) -> int:
     return block_size
 
 
+def is_narrow(shape: tuple[int, ...]) -> bool:
+    """Return whether even the longest rows, `shape[1:]`, have fewer than 64 elements, but some."""
+    return len(shape) > 1 and 0 < math.prod(shape[1:]) < MIN_ROW_LENGTH
+
+
+def rows_per_block(shape: tuple[int, ...], block_size: int) -> int:
+    """Return how many rows of a parameter of narrow rows make a block."""
+    return block_size // math.prod(shape[1:])
+
+
 @dataclass(frozen=True)
 class BlockGrid:
     """Blocks of at most `block_size` elements that run inside the rows of a parameter.
 
     A row is `row_length` consecutive elements of the parameter in row-major order; the last block
-    of a row may be short, so no block crosses a row.
+    of a row may be short, so no block crosses a row.  Where the parameter's own rows are narrow, a
+    row of the grid is a group of them, which is one block; the last group may be short.
     """
 
     num_rows: int
@@ -50,8 +69,13 @@ class BlockGrid:
         """Return the grid of a parameter of global `shape`, or None where it has none.
 
         Keeps k >= 1 leading dimensions, k the largest that leaves a row (the product of the other
-        dimensions) of at least 64 elements.  None if even `shape[1:]` has fewer.
+        dimensions) of at least 64 elements.  Where even `shape[1:]` has fewer, a row of the grid is
+        a group of `rows_per_block` of those rows.  None for fewer than 2 dimensions, and for rows
+        without elements.
         """
+        if is_narrow(shape):
+            rows = rows_per_block(shape, block_size)
+            return cls(-(-shape[0] // rows), rows * math.prod(shape[1:]), block_size)
         for kept in range(len(shape) - 1, 0, -1):
             row_length = math.prod(shape[kept:])
             if row_length >= MIN_ROW_LENGTH:
@@ -90,6 +114,11 @@ class BlockGrid:
         return block - self.block_of(first), self.num_blocks_touched(first, numel)
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the scales of a whole parameter: `shape[:k] + (blocks_per_row,)`."""
+        """Return the shape of the scales of a whole parameter of this `shape`.
+
+        `shape[:k] + (blocks_per_row,)`, or `(number of groups, 1)` where rows are narrow.
+        """
+        if is_narrow(shape):
+            return (self.num_rows, 1)
         kept = max(k for k in range(1, len(shape)) if math.prod(shape[k:]) == self.row_length)
         return (*shape[:kept], self.blocks_per_row)

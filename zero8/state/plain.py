@@ -7,7 +7,9 @@ Entries (plain tensors and numbers, so that every checkpoint writer can carry th
     history           float, bound on m^2/v (equation (S1) of zero8.spec.scalars)
     format            int64 tensor, `zero8.state.header`
     exp_avg_q8, exp_avg_sq_q8          uint8 codes, shaped as the parameter
-    exp_avg_scale, exp_avg_sq_scale    float32, shape[:k] + (blocks per row,) + what one block has
+    exp_avg_scale, exp_avg_sq_scale    float32, shape[:k] + (blocks per row,) + what one block has;
+                                       where rows are narrow, groups of which make a block (see
+                                       zero8.spec.grid), (groups, 1) + what one block has
     exp_avg, exp_avg_sq                float32 moments, in place of the four above
 
 The names differ from fp32 Adam's where the contents do: a reader that expects float32 moments

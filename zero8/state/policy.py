@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from zero8.spec.grid import MIN_ROW_LENGTH, BlockGrid, check_block_size
+from zero8.spec.grid import BlockGrid, check_block_size, is_narrow, rows_per_block
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,10 @@ class Policy:
             return Decision(None, reason, "small")
         grid = BlockGrid.of(shape, self.block_size)
         if grid is None:
-            reason = f"a row has {math.prod(shape[1:])} elements, fewer than {MIN_ROW_LENGTH}"
-            return Decision(None, reason, "narrow")
+            return Decision(None, "rows without elements", "empty")
+        if is_narrow(shape):
+            rows = rows_per_block(shape, self.block_size)
+            return Decision(grid, f"{grid.num_blocks} blocks of {rows} rows")
         return Decision(grid, f"{grid.num_rows} rows x {grid.blocks_per_row} blocks")
 
     def float32_shares(

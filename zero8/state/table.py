@@ -56,7 +56,8 @@ class Piece:
         check_block_size(self.block_size)
         if self.grid is None:
             raise ValueError(
-                f"{self.name}: got 8-bit moments of shape {self.shape}, expected longer rows"
+                f"{self.name}: got 8-bit moments of shape {self.shape}, expected 2 or more "
+                "dimensions, and rows that are not empty"
             )
 
     @property

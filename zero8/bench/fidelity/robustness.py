@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero8.bench.fidelity.images import ImageTask
+from zero8.bench.fidelity.lora import LoraTask
 from zero8.bench.fidelity.pool import Job
 from zero8.bench.fidelity.replay import replay
 from zero8.bench.fidelity.schemes import deepspeed_bf16, zero8_scheme
@@ -21,6 +22,7 @@ SETTINGS = {
     "lr x 10": {"peak_lr": 1e-2},
     "embedding": {"task": ZipfTask()},
     "convolutions": {"task": ImageTask()},
+    "LoRA": {"task": LoraTask()},
 }
 
 

@@ -52,7 +52,8 @@ def robustness_lines(rows: list[dict]) -> list[str]:
         "## Other settings",
         "",
         "As above, with half the steps. `embedding`: 4096 tokens by Zipf's law, rare rows get a "
-        "gradient in few steps; `convolutions`: four layers on small noisy images.",
+        "gradient in few steps; `convolutions`: four layers on small noisy images; `LoRA`: "
+        "adapters of rank 16 on the linear layers of a frozen GPT.",
         "",
         *table_lines(headers, cells),
     ]

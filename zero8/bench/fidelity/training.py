@@ -107,16 +107,15 @@ class Gradients:
     """The gradients of a model's large matrices, in one flat buffer that backward adds into.
 
     Attributes:
-        layout: the matrices that every 8-bit scheme quantizes: at least 4096 elements.
+        layout: the trained matrices that every 8-bit scheme quantizes: at least 4096 elements.
         flat: (layout.numel,) float32, the gradients.
         untrained: indices into `flat` of the elements whose gradient is always zero.
     """
 
     def __init__(self, run: TrainingRun):
         """Make the buffer and let the model's parameters use it as their `grad`."""
-        matrices = [
-            (n, p) for n, p in run.model.named_parameters() if p.dim() > 1 and p.numel() >= 4096
-        ]
+        trained = [(n, p) for n, p in run.model.named_parameters() if p.requires_grad]
+        matrices = [(n, p) for n, p in trained if p.dim() > 1 and p.numel() >= 4096]
         self.layout = Layout(
             tuple(name for name, _ in matrices), tuple(tuple(p.shape) for _, p in matrices)
         )

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of narrow rows, whose blocks are groups of rows: steps, shards, requantization."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from segments import (
+    KINDS,
+    Place,
+    assert_same,
+    copied,
+    framed_copy,
+    gradient,
+    make,
+    scalars_at,
+    tensors,
+)
+
+from zero8.op import kernel
+from zero8.spec import reference
+from zero8.spec.codec import CODECS, dequantize, quantize
+from zero8.spec.grid import BlockGrid
+from zero8.spec.segment import Rounding
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+FP32, BF16 = torch.float32, torch.bfloat16
+MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAMW = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+codecs = pytest.mark.parametrize("codec", CODECS)
+
+# Whole parameters, most of whose last groups are short, and parts of others.
+PLACES = [
+    Place((300, 8), 256, 0, 2400),
+    Place((1000, 1), 256, 0, 1000, offset=1),
+    Place((41, 63), 256, 0, 41 * 63, offset=3),
+    Place((40, 1, 3, 3), 64, 0, 360),
+    Place((3, 5), 4096, 0, 15),
+    Place((100, 40), 64, 7, 81),
+    Place((900, 5), 4096, 4090, 12, offset=2),
+    Place((900, 5), 256, 250, 11),
+    Place((300, 8), 256, 100, 0),
+    Place((2**31, 3), 256, 5_000_000_000 - 700, 1000),
+]
+
+
+def set_gradients(segments, step):
+    """Give segments the gradients, scalars and phases of a step; each sees another kind."""
+    for number, segment in enumerate(segments):
+        kind = (number + step) % KINDS
+        segment.grad.copy_(
+            gradient(kind, segment.grad.numel(), 100 * step + number, segment.grad.dtype)
+        )
+        segment.scalars = scalars_at(step, ADAMW)
+        segment.moment_phase, segment.param_phase = 1000 * step, 2000 * step
+
+
+@codecs
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_kernel_step_over_groups_of_rows_equals_reference(codec, dtype):
+    scalars = scalars_at(1, ADAMW)
+    segments = [make(codec, p, scalars, dtype, dtype, Rounding.DITHER) for p in PLACES]
+    followers = {isa: [copied(segment) for segment in segments] for isa in kernel.isas()}
+    for step in range(1, 4):
+        set_gradients(segments, step)
+        wanted = [reference.step(segment) for segment in segments]
+        for isa, follower in followers.items():
+            set_gradients(follower, step)
+            assert kernel.step(follower, isa=isa, num_threads=2) == wanted
+            for number, (mine, theirs) in enumerate(zip(follower, segments, strict=True)):
+                assert_same(mine, theirs, f"{isa}, step {step}, segment {number}")
+
+
+@codecs
+def test_cuda_step_over_groups_of_rows_equals_the_cpu(host_kernel, codec):
+    """The kernel for GPUs, compiled for the host, and its list of blocks."""
+    segments = [make(codec, place, scalars_at(1, ADAMW)) for place in PLACES]
+    mine = [copied(segment) for segment in segments]
+    for step in range(1, 4):
+        for each in (segments, mine):
+            set_gradients(each, step)
+        assert host_kernel.step(mine) == kernel.step(segments)
+        for number, pair in enumerate(zip(mine, segments, strict=True)):
+            assert_same(*pair, f"step {step}, segment {number}")
+
+
+@codecs
+def test_kernel_step_over_a_short_group_writes_nothing_beside_its_segment(codec):
+    place = Place((60, 5), 256, 0, 300)  # groups of 51 and of 9 rows
+    for isa in kernel.isas():
+        segment = make(codec, place, scalars_at(1, ADAMW))
+        framed, frames = framed_copy(segment)
+        for one in (segment, framed):
+            one.grad.copy_(gradient(0, place.numel, seed=1))
+            kernel.step([one], isa=isa)
+        assert_same(framed, segment, isa)
+        for name, frame in frames.items():
+            assert (frame[:100] == 77).all() and (frame[-100:] == 77).all(), name
+
+
+@codecs
+@pytest.mark.parametrize("element", [0, 255, 256, 2304, 2399])
+def test_kernel_step_nonfinite_gradient_stops_its_group_of_rows_only(codec, element):
+    """Groups of 32 rows of 8; the last has 12."""
+    segment = make(codec, PLACES[0], scalars_at(1, ADAMW))
+    segment.grad.fill_(1.0)
+    segment.grad[element] = math.nan
+    following, before = copied(segment), segment.param.clone()
+    assert kernel.step([segment]) == [1] and reference.step(following) == 1
+    assert_same(segment, following, "reference")
+    same = (segment.param == before).nonzero().flatten().tolist()
+    group = element // 256
+    assert same == list(range(256 * group, min(256 * group + 256, 2400)))
+
+
+# --- Shards --------------------------------------------------------------------------------------
+
+# Groups of 21 rows of 12, which are 252 elements, and a last one of 16 rows.
+WHOLE = Place((100, 12), 256, 0, 1200)
+CUTS = {
+    "between two groups": ([504], set()),
+    "between all groups": ([252, 504, 756, 1008], set()),
+    "between two rows of a group": ([504 + 12 * 10], {2}),
+    "inside a row": ([300], {1}),
+    "in the short group": ([1008 + 36], {4}),
+    "one element": ([700, 701], {2}),
+}
+STEPPERS = {
+    "kernel": kernel.step,
+    "reference": lambda segments: [reference.step(segment) for segment in segments],
+}
+both_steppers = pytest.mark.parametrize("stepper", STEPPERS.values(), ids=STEPPERS)
+all_cuts = pytest.mark.parametrize(("cuts", "cut_blocks"), CUTS.values(), ids=CUTS)
+
+
+def stepped_parts(codec, cuts, stepper, steps):
+    """Return the segments between the cuts after some steps on the same gradients."""
+    whole = make(codec, WHOLE, scalars_at(1, ADAMW), BF16, FP32, Rounding.DITHER)
+    parts = []
+    for begin, end in itertools.pairwise([0, *cuts, WHOLE.numel]):
+        place = replace(WHOLE, first=begin, numel=end - begin)
+        part = make(codec, place, whole.scalars, BF16, FP32, Rounding.DITHER)
+        part.param.copy_(whole.param[begin:end])
+        parts.append(part)
+    for step in range(1, steps + 1):
+        grad = gradient(0, WHOLE.numel, seed=step)
+        for part in parts:
+            part.scalars = scalars_at(step, ADAMW)
+            part.moment_phase, part.param_phase = 1000 * step, 2000 * step
+            part.grad.copy_(grad[part.first : part.first + part.grad.numel()])
+        stepper(parts)
+    return parts
+
+
+@both_steppers
+@all_cuts
+@codecs
+def test_step_over_shards_keeps_the_bits_of_groups_that_no_boundary_cuts(
+    codec, cuts, cut_blocks, stepper
+):
+    (whole,) = stepped_parts(codec, [], stepper, steps=4)
+    block = torch.arange(WHOLE.numel) // 252
+    for part in stepped_parts(codec, cuts, stepper, steps=4):
+        here = block[part.first : part.first + part.grad.numel()]
+        blocks = here.unique().tolist()
+        uncut = torch.tensor([number not in cut_blocks for number in blocks])
+        assert uncut.any() or len(blocks) == 1
+        for name, value in tensors(part).items():
+            if name.endswith("scale"):
+                mask, expected = uncut, tensors(whole)[name][blocks]
+            else:
+                mask = uncut[here - blocks[0]]
+                expected = tensors(whole)[name][part.first : part.first + part.grad.numel()]
+            assert torch.equal(value[mask], expected[mask]), name
+
+
+def decoded_and_widths(code, moment, block):
+    """Return what a moment decodes to, and for each element the wider of the gaps beside its code.
+
+    Gaps are those between all numbers that a code may stand for in the element's block.
+    """
+    x = dequantize(code, moment.values, moment.scales, block)
+    num_blocks = len(moment.scales)
+    every_code = torch.arange(256, dtype=torch.uint8).repeat(num_blocks)
+    of_block = torch.arange(num_blocks).repeat_interleave(256)
+    levels = dequantize(code, every_code, moment.scales, of_block).view(num_blocks, 256)
+    distance = levels[block] - x[:, None]
+    above = torch.where(distance > 0, distance, math.inf).amin(1)
+    below = torch.where(distance < 0, -distance, math.inf).amin(1)
+    gaps = torch.stack([above, below])
+    return x, torch.where(gaps.isinf(), 0.0, gaps).amax(0)
+
+
+@both_steppers
+@all_cuts
+@codecs
+def test_step_over_shards_is_within_a_code_where_a_boundary_cuts_a_group(
+    codec, cuts, cut_blocks, stepper
+):
+    """The first moments of the first step are .1 g, the second .001 g^2: six roundings at most."""
+    exact = {"exp_avg": 0.1 * gradient(0, WHOLE.numel, seed=1)}
+    exact["exp_avg_sq"] = 0.1 * exact["exp_avg"].square()
+    for part in stepped_parts(codec, cuts, stepper, steps=1):
+        numel = part.grad.numel()
+        block, num_blocks = part.grid.block_numbers(part.first, numel)
+        assert num_blocks == len(part.exp_avg.scales)
+        for which in MOMENTS:
+            code = getattr(CODECS[codec], which)
+            x, width = decoded_and_widths(code, getattr(part, which), block)
+            expected = exact[which][part.first : part.first + numel]
+            slack = 6 * 2.0**-24 * expected.abs()
+            assert ((x - expected).abs() <= width + slack).all(), which
+
+
+# --- Requantization ------------------------------------------------------------------------------
+
+
+def spread_values(which, numel, seed):
+    """Return values over many binades, some zero; second moments are not negative."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator)
+    x *= torch.exp2(torch.randint(-20, 5, (numel,), generator=generator).float())
+    x[torch.rand(numel, generator=generator) < 0.2] = 0.0
+    return x.square() if which == "exp_avg_sq" else x
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("which", MOMENTS)
+@codecs
+def test_quantize_over_groups_of_rows_what_was_decoded_gives_the_same_codes(codec, which, place):
+    code, grid = getattr(CODECS[codec], which), BlockGrid.of(place.shape, place.block_size)
+    block, num_blocks = grid.block_numbers(place.first, place.numel)
+    for seed in range(5):
+        x = spread_values(which, place.numel, seed)
+        codes, scales = quantize(code, x, block, num_blocks)
+        decoded = dequantize(code, codes, scales, block)
+        again = quantize(code, decoded, block, num_blocks)
+        assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
