@@ -253,7 +253,7 @@ def test_load_state_dict_of_float32_moments_of_narrow_rows_quantizes_them(codec)
     optimizer = Adam8bitBlockwise([("lora_B", p)], lr=0.1, codec=codec)
     optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
     state, before = optimizer.state[p], saved.state[older]
-    assert before["format"].tolist()[1:3] == [0, 0] and state["format"][2] == 256
+    assert before["format"].tolist()[2:4] == [0, 0] and state["format"][3] == 256
     assert (state["step"], state["history"]) == (3, before["history"])
     block = torch.arange(4500) // 255
     for which in ("exp_avg", "exp_avg_sq"):
