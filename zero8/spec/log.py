@@ -41,7 +41,6 @@ class Octaves:
     is 1 + l (0.97 + 0.03 beta1) < 1 + l, so every code decays.
     """
 
-    octaves: int
     mantissa_bits: int
 
     MAX = 127
@@ -109,8 +108,8 @@ class SignedLogCode:
     Error: that of the levels that were chosen.
     """
 
-    narrow = Octaves(4, 5)
-    wide = Octaves(8, 4)
+    narrow = Octaves(mantissa_bits=5)  # 4 octaves
+    wide = Octaves(mantissa_bits=4)  # 8
 
     signed = True
     scale_shape = ()
