@@ -6,6 +6,7 @@ another optimizer is named.  Limits depend on the instruction set that zero8 ste
 """
 
 from collections.abc import Callable
+from operator import itemgetter
 
 from zero8.bench.step.variants import BF16, FP32
 from zero8.spec.grid import MAX_BLOCK_SIZE
@@ -32,15 +33,16 @@ PAGES_UNCOUNTED = 64
 def checks(result: dict) -> list[dict]:
     """Return, for every target whose rows were measured: value, limit, and whether it is met."""
     rows = result["rows"]
-    found = _ratio_checks(
-        rows, SPEED_OVER_FP32, "speed over DeepSpeed's fp32", _speed("deepspeed", FP32.name)
+    by_isa = (
+        ("speed over DeepSpeed's fp32", SPEED_OVER_FP32, itemgetter("ratio_vs_deepspeed_fp32")),
+        (
+            "speed over DeepSpeed's bf16 states",
+            SPEED_OVER_BF16_STATES,
+            lambda row: _speed_over(rows, row, "deepspeed", BF16.name),
+        ),
+        ("fraction of its own stream", FRACTION_OF_STREAM, itemgetter("fraction_of_stream")),
     )
-    states = "speed over DeepSpeed's bf16 states"
-    found += _ratio_checks(rows, SPEED_OVER_BF16_STATES, states, _speed("deepspeed", BF16.name))
-    stream = "fraction of its own stream"
-    found += _ratio_checks(
-        rows, FRACTION_OF_STREAM, stream, lambda row, _: row["fraction_of_stream"]
-    )
+    found = [check for case in by_isa for check in _checks_by_isa(rows, *case)]
     found += _peer_checks(rows, result["default"])
     listed = result["tensor_list"]
     target = f"{listed['tensors']} tensors, time over that of one"
@@ -67,26 +69,22 @@ def _ours(rows: list[dict], variant: str) -> dict[str, dict]:
     return {r["codec"]: r for r in rows if (r["name"], r["variant"]) == ("zero8", variant)}
 
 
-def _speed(name: str, variant: str) -> Callable[[dict, list[dict]], float | None]:
-    """Return a function that gives a row's speed over a peer's, None if that was not measured."""
-
-    def over(row: dict, rows: list[dict]) -> float | None:
-        peers = [r for r in rows if (r["name"], r["variant"]) == (name, variant)]
-        return peers[0]["ns_per_param"] / row["ns_per_param"] if peers else None
-
-    return over
+def _speed_over(rows: list[dict], row: dict, name: str, variant: str) -> float | None:
+    """Return a row's speed over that of a peer, None if that was not measured."""
+    peers = [r for r in rows if (r["name"], r["variant"]) == (name, variant)]
+    return peers[0]["ns_per_param"] / row["ns_per_param"] if peers else None
 
 
-def _ratio_checks(
+def _checks_by_isa(
     rows: list[dict],
-    limits: dict[tuple[str, str], tuple[float, float]],
     what: str,
-    ratio: Callable[[dict, list[dict]], float | None],
+    limits: dict[tuple[str, str], tuple[float, float]],
+    value_of: Callable[[dict], float | None],
 ) -> list[dict]:
     found = []
     for (variant, codec), (on_avx2, on_avx512) in limits.items():
         row = _ours(rows, variant).get(codec)
-        value = ratio(row, rows) if row else None
+        value = value_of(row) if row else None
         if value is not None:
             is_wide = row["isa"].startswith("avx512")
             target = f"zero8 {variant} `{codec}`, {what}, {'AVX-512' if is_wide else 'AVX2'}"
@@ -96,16 +94,13 @@ def _ratio_checks(
 
 def _peer_checks(rows: list[dict], default: str) -> list[dict]:
     ours = _ours(rows, FP32.name).get(default)
-    peers = {row["name"]: row for row in rows if row["variant"] == FP32.name}
-    return [
-        at_least(
-            f"zero8 fp32 `{default}` (default), speed over {name}'s",
-            peers[name]["ns_per_param"] / ours["ns_per_param"],
-            limit,
-        )
-        for name, limit in SPEED_OVER.items()
-        if ours and name in peers
-    ]
+    found = []
+    for name, limit in SPEED_OVER.items():
+        value = _speed_over(rows, ours, name, FP32.name) if ours else None
+        if value is not None:
+            target = f"zero8 fp32 `{default}` (default), speed over {name}'s"
+            found.append(at_least(target, value, limit))
+    return found
 
 
 def _memory_checks(result: dict) -> list[dict]:
