@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from moment_samples import MOMENTS, spread_values
 from segments import (
     KINDS,
     Place,
@@ -27,7 +28,6 @@ from zero8.spec.segment import Rounding
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
-MOMENTS = ("exp_avg", "exp_avg_sq")
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 codecs = pytest.mark.parametrize("codec", CODECS)
 
@@ -215,15 +215,6 @@ def test_step_over_shards_is_within_a_code_where_a_boundary_cuts_a_group(
 
 
 # --- Requantization ------------------------------------------------------------------------------
-
-
-def spread_values(which, numel, seed):
-    """Return values over many binades, some zero; second moments are not negative."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(numel, generator=generator)
-    x *= torch.exp2(torch.randint(-20, 5, (numel,), generator=generator).float())
-    x[torch.rand(numel, generator=generator) < 0.2] = 0.0
-    return x.square() if which == "exp_avg_sq" else x
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)

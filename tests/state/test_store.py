@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_bytes import LiveBytes
+from moment_samples import spread_values
 
 from zero8.spec.codec import CODECS, codec_named, dequantize, quantize
 from zero8.state import store
@@ -52,15 +53,6 @@ def tables(draw):
         parts.append(Piece(position, numel, first, shape, number, block_size, f"p{number}"))
         position += numel
     return PieceTable(tuple(parts), position + draw(st.integers(0, 5)))
-
-
-def values_for(which, numel, seed):
-    """Return values over many binades, some zero; second moments are not negative."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(numel, generator=generator)
-    x *= torch.exp2(torch.randint(-20, 5, (numel,), generator=generator).float())
-    x[torch.rand(numel, generator=generator) < 0.2] = 0.0
-    return x.square() if which == "exp_avg_sq" else x
 
 
 class Mirror:
@@ -114,7 +106,7 @@ def check_against_mirror(table, codec, which, writes):
     mirror = Mirror(store.code, table)
     for from_, to, seed in writes[:4]:
         start = round(from_ * table.numel)
-        values = values_for(which, round(to * (table.numel - start)), seed)
+        values = spread_values(which, round(to * (table.numel - start)), seed)
         store.write(start, values)
         mirror.write(start, values)
         assert torch.equal(store.read(0, table.numel), mirror.values)
@@ -166,7 +158,7 @@ def mixed_store(codec="log", which="exp_avg"):
         Piece(411, 192, 0, (3, 64), 3, 64, "whole"),
     )
     store = MomentStore.zeros(codec_named(codec), which, PieceTable(parts, 605))
-    store.write(0, values_for(which, 605, seed=1))
+    store.write(0, spread_values(which, 605, seed=1))
     return store
 
 
@@ -181,7 +173,7 @@ def test_write_part_of_a_block_leaves_other_blocks_untouched(codec, which):
     store = mixed_store(codec, which)
     before = [tensor.clone() for tensor in buffers(store)]
     touched = slice(256 - 150, 300 - 150)
-    store.write(2 + 260 - 150, values_for(which, 20, seed=2) + 100.0)
+    store.write(2 + 260 - 150, spread_values(which, 20, seed=2) + 100.0)
     same = torch.ones(len(store.codes), dtype=torch.bool)
     same[touched] = False
     assert torch.equal(store.codes[same], before[0][same])
@@ -257,11 +249,11 @@ def test_state_with_rows_of_256_takes_two_bytes_and_the_scales():
 @pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
 def test_write_in_chunks_gives_the_codes_and_scales_of_one_write(codec, which, monkeypatch):
     whole = mixed_store(codec, which)
-    whole.write(100, values_for(which, 350, seed=4))
+    whole.write(100, spread_values(which, 350, seed=4))
     for chunk_numel in (1, 64, 100):
         monkeypatch.setattr(store, "CHUNK_NUMEL", chunk_numel)
         parts = mixed_store(codec, which)
-        parts.write(100, values_for(which, 350, seed=4))
+        parts.write(100, spread_values(which, 350, seed=4))
         for ours, expected in zip(parts.buffers, whole.buffers, strict=True):
             assert torch.equal(ours, expected)
         assert torch.equal(parts.read(3, 600), whole.read(3, 600))
@@ -270,7 +262,10 @@ def test_write_in_chunks_gives_the_codes_and_scales_of_one_write(codec, which, m
 def peaks(codec, which, numel):
     """Return the bytes that a read and a write of a whole moment take besides its result."""
     table = PieceTable((Piece(0, numel, 30, (numel // 64, 128), 1, 64, "p"),), numel)
-    store, values = MomentStore.zeros(codec_named(codec), which, table), values_for(which, numel, 1)
+    store, values = (
+        MomentStore.zeros(codec_named(codec), which, table),
+        spread_values(which, numel, 1),
+    )
     with LiveBytes() as writing:
         store.write(0, values)
     with LiveBytes() as reading:

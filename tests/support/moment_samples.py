@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moments of a partition with pieces of both kinds, for the tests of MomentTensor."""
+"""Values of moments, and moments of a partition with pieces of both kinds."""
 
 import torch
 
@@ -22,6 +22,15 @@ def values_for(which, seed, numel=NUMEL):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(numel, generator=generator)
     x[torch.rand(numel, generator=generator) < 0.1] = 0.0
+    return x.square() if which == "exp_avg_sq" else x
+
+
+def spread_values(which, numel, seed):
+    """Return values over many binades, some zero; second moments are not negative."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator)
+    x *= torch.exp2(torch.randint(-20, 5, (numel,), generator=generator).float())
+    x[torch.rand(numel, generator=generator) < 0.2] = 0.0
     return x.square() if which == "exp_avg_sq" else x
 
 
