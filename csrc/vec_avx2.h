@@ -76,11 +76,7 @@ struct Vec {
   static I load8s(const uint8_t* p) {
     return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
-  static I load8s_n(const uint8_t* p, int n) {
-    uint8_t padded[kLanes] = {};
-    for (int i = 0; i < n; ++i) padded[i] = p[i];
-    return load8s(padded);
-  }
+  static I load8s_n(const uint8_t* p, int n) { return sra<24>(shl<24>(load8_n(p, n, 0))); }
   // Bytes 2k and 2k + 1 of 16; -1 makes a zero.
   static void load8_pair(const uint8_t* p, I* x) {
     const I both = load_twice(p);
