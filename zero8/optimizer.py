@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero8.fsdp.sharded import ShardedTensor
 from zero8.op import kernel
 from zero8.op.devices import DEVICES
 from zero8.spec.codec import DEFAULT_CODEC, Codec
@@ -30,7 +31,7 @@ from zero8.zero.swap_file import Layout
 
 logger = logging.getLogger("zero8")
 
-KINDS = (FlatPartition, WholeTensor)
+KINDS = (FlatPartition, ShardedTensor, WholeTensor)
 """The kinds of state, in the order in which they are asked whether a parameter is theirs."""
 FEW = 0.01
 """Up to which share of the elements float32 moments are worth no warning."""
@@ -66,6 +67,9 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         weight_correction_bits: 8 keeps the 8 bits below those of each bfloat16 weight beside the
             states and rounds to the nearest of these 24-bit weights, without noise; 0 does not.
         seed: of the dither; no generator state exists.
+        state_dict_format: "8bit" (default), or "fp32": state dicts are those of torch's AdamW, four
+            times as large.  `torch.distributed.checkpoint` reads a checkpoint of AdamW through one
+            of that form.  Both are exact, and `load_state_dict` takes either.
         huge_pages: move parameters and gradients to huge pages before their first step (Linux 6.1;
             states are made there anyway): faster steps where memory is the limit.
         **others: keys of DeepSpeed's and torch's Adam that select an implementation have no
@@ -73,6 +77,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
 
     Attributes:
         settings: what holds for the whole optimizer.
+        state_dict_format: as the argument; may be set between two calls of `state_dict`.
         kinds: the kinds of state that it serves, `KINDS`, each with these settings.
         nonfinite_blocks: how many blocks steps have left as they were because of a gradient that
             was not finite, as far as that is known and reported.
@@ -103,6 +108,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         weight_correction_bits: int = 0,
         seed: int = 0,
         huge_pages: bool = False,
+        state_dict_format: str = "8bit",
         **others,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
@@ -120,6 +126,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             keywords.check_flag("huge_pages", huge_pages),
             keywords.check_flag("bias_correction", bias_correction),
         )
+        self.state_dict_format = keywords.check_state_dict_format(state_dict_format)
         self.nonfinite_blocks = 0
         self._begin()
         defaults = {
@@ -186,6 +193,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         return {
             **super().__getstate__(),
             "settings": self.settings,
+            "state_dict_format": self.state_dict_format,
             "nonfinite_blocks": self.nonfinite_blocks,
         }
 
@@ -304,6 +312,24 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             logger.warning("non-finite gradient: %s: %d blocks left as they were", label, count)
 
     # --- States ---------------------------------------------------------------------------------
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def state_dict(self) -> dict:
+        """Return the states, in the form that `state_dict_format` says, and the groups.
+
+        The tensors are the live ones, as those of any optimizer of torch, but for moments that are
+        decoded for this.
+        """
+        in_fp32 = keywords.check_state_dict_format(self.state_dict_format) == "fp32"
+        packed = super().state_dict()
+        params = [p for group in self.param_groups for p in group["params"]]
+        for number, state in packed["state"].items():
+            if state and isinstance(number, int):
+                p = params[number]
+                kind = kind_of(self.kinds, p, state)
+                packed["state"][number] = kind.saved(p, state, in_fp32)
+        return packed
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Load a state dict of this optimizer, or of an fp32 Adam whose moments are then quantized.

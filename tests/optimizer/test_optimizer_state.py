@@ -311,10 +311,10 @@ DAMAGED = {
     "unknown algorithm": (set_format(1, 7), "state of wide: got a state of algorithm 7"),
     "unknown codec": (set_format(2, 99), "codec number 99 is unknown"),
     "codec of format 1 that is gone": (set_format(2, 2), "codec number 2 is unknown"),
-    "other shape": (set_format(5, 3), "expected"),
+    "other shape": (set_format(5, 3), "the parameter has"),
     "transposed": (
         replace("format", lambda f: f[[0, 1, 2, 3, 4, 6, 5]]),
-        "expected",
+        "the parameter has",
     ),
     "no step": (remove("step"), "step"),
     "no history": (remove("history"), "history"),

@@ -18,7 +18,7 @@ LAYERS = [
     {"spec", "versions"},
     {"state", "op"},
     {"step"},
-    {"zero"},
+    {"zero", "fsdp"},
     {"optimizer"},
     {"active", "autoload", "checkpoint"},
     {"", "__init__"},

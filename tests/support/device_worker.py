@@ -5,7 +5,6 @@ import copy
 import json
 import traceback
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from fake_gpu_tensors import DEVICE, Gpu, crossings, streams
@@ -14,6 +13,7 @@ from moment_samples import MOMENTS, NUMEL, PIECES, moment, values_for
 from zero8.checkpoint.bitsandbytes import from_bitsandbytes, to_bitsandbytes
 from zero8.spec import dither
 from zero8.spec.codec import CODECS, dequantize, quantize
+from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
@@ -169,8 +169,10 @@ def record_stream(codec):
 PIECE = Piece(0, 3 * 300, 0, (3, 300), 17, 256, "w")
 
 
-def target(identity):
-    return PIECE if identity is None else replace(PIECE, identity=identity)
+def adopt(entries, codec, device):
+    """Return loaded entries in the form that an optimizer with this codec keeps on a device."""
+    extent = Extent.whole(PIECE.shape)
+    return PlainState.adopted(entries, CODECS[codec], PIECE, extent, device).entries
 
 
 def on(device, entries):
@@ -190,15 +192,15 @@ def adopted(codec):
     (other,) = set(CODECS) - {codec}
     saved = {
         "fp32 Adam": adam_state(),
-        "the same codec": PlainState.adopted(adam_state(), CODECS[codec], target, "cpu").entries,
-        "another codec": PlainState.adopted(adam_state(), CODECS[other], target, "cpu").entries,
+        "the same codec": adopt(adam_state(), codec, "cpu"),
+        "another codec": adopt(adam_state(), other, "cpu"),
     }
     for entries in saved.values():
-        expected = PlainState.adopted(entries, CODECS[codec], target, torch.device("cpu")).entries
+        expected = adopt(entries, codec, torch.device("cpu"))
         there = on(DEVICE, entries)
         with staying():
-            from_gpu = PlainState.adopted(there, CODECS[codec], target, DEVICE).entries
-        from_cpu = PlainState.adopted(entries, CODECS[codec], target, DEVICE).entries
+            from_gpu = adopt(there, codec, DEVICE)
+        from_cpu = adopt(entries, codec, DEVICE)
         moments = [k for k, v in expected.items() if isinstance(v, torch.Tensor) and k != "format"]
         for got in (from_gpu, from_cpu):
             assert_same([got[k] for k in moments], [expected[k] for k in moments])
@@ -217,7 +219,7 @@ def bitsandbytes_and_back(codec):
         piece = Piece(0, shape[0] * shape[1], 0, shape, number, 256, str(number))
         dense = {w: values_for(w, 7, piece.numel).view(shape) for w in MOMENTS}
         adopted = PlainState.adopted(
-            {"step": 3, **dense}, CODECS[codec], lambda _, piece=piece: piece, "cpu"
+            {"step": 3, **dense}, CODECS[codec], piece, Extent.whole(shape), "cpu"
         )
         states[number] = adopted.entries
     there = {number: on(DEVICE, entries) for number, entries in states.items()}

@@ -22,6 +22,7 @@ from zero8.spec import dither
 from zero8.spec.codec import CODECS, codec_numbered, dequantize, quantize
 from zero8.spec.dynamic import DynamicCode
 from zero8.spec.grid import BlockGrid
+from zero8.state.extent import Extent
 from zero8.state.header import MOMENTS, Header
 from zero8.state.plain import PlainState, described
 from zero8.state.table import Piece
@@ -107,7 +108,7 @@ def _exported(state: dict) -> dict:
         return exported | {_KEYS[which][0]: state[which] for which in MOMENTS}
     is_dynamic = codec_numbered(header.codec).name == "dynamic"
     verbatim = is_dynamic and _blocks_coincide(shape, block_size)
-    stores = PlainState(state).stores("")
+    stores = PlainState.local(state, Extent.whole(shape), "").stores("")
     for store in stores:
         code = getattr(CODECS["dynamic"], store.which)
         if verbatim:

@@ -22,6 +22,7 @@ OWN_KEYS = (
     "weight_correction_bits",
     "seed",
     "huge_pages",
+    "state_dict_format",
 )
 
 SERVED_KEYS = (
@@ -56,6 +57,8 @@ ROUNDINGS = {
     "hash": Rounding.HASH,
     False: Rounding.NEAREST,
 }
+
+STATE_DICT_FORMATS = ("8bit", "fp32")
 
 
 def check_other_keys(others: dict) -> bool | None:
@@ -101,6 +104,15 @@ def check_correction_bits(bits: object) -> int:
     if isinstance(bits, bool) or bits not in (0, 8):
         raise ValueError(f"weight_correction_bits: got {bits!r}, expected 0 or 8")
     return bits
+
+
+def check_state_dict_format(name: object) -> str:
+    """Return the form of state dicts, or raise ValueError."""
+    if name not in STATE_DICT_FORMATS:
+        raise ValueError(
+            f"state_dict_format: got {name!r}, expected one of {list(STATE_DICT_FORMATS)}"
+        )
+    return name
 
 
 def check_flag(name: str, value: object) -> bool:

@@ -68,6 +68,16 @@ class StateKind(ABC):
             ValueError: if it does not fit the parameter.
         """
 
+    def saved(self, p: Tensor, state: dict, in_fp32: bool) -> dict:
+        """Return the entries that checkpoints carry in the place of a state.
+
+        Args:
+            p: the parameter.
+            state: its state; neither it nor its tensors may be changed.
+            in_fp32: whether the user asks for those of an fp32 Adam.
+        """
+        return state
+
     @abstractmethod
     def contents(self, states: Sequence[dict]) -> Contents:
         """Return what a step's records depend on in states of this kind, quickly: at every step.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of one whole parameter, as it lives in `optimizer.state[p]` and in checkpoints.
+"""The state of one parameter, or of a box of it, as it lives in `optimizer.state[p]`.
 
-Entries (plain tensors and numbers, so that every checkpoint writer can carry them):
+Entries (tensors and numbers, so that every checkpoint writer can carry them):
 
     step              int, steps taken
     history           float, bound on m^2/v (equation (S1) of zero8.spec.scalars)
@@ -13,19 +13,26 @@ Entries (plain tensors and numbers, so that every checkpoint writer can carry th
     exp_avg, exp_avg_sq                float32 moments, in place of the four above
 
 The names differ from fp32 Adam's where the contents do: a reader that expects float32 moments
-finds them missing instead of taking codes for numbers.
+finds them missing instead of taking codes for numbers.  Of a box (`zero8.state.extent`) the tensors
+are those of the whole parameter as its framework shards them.
+
+Checkpoints (`saved`) carry the same, but (rows, 1) + ... scales of narrow rows, equal ones in a
+group: a shard boundary may cut a group, and then each side has scales of its own.  In float32
+(`in_float32`) they carry what torch's AdamW would: step, a float32 tensor, exp_avg and exp_avg_sq.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from zero8.spec.buffers import check_entry
-from zero8.spec.codec import Codec, codec_numbered
+from zero8.spec.codec import Codec, MomentCode, codec_numbered
+from zero8.spec.grid import is_narrow
 from zero8.spec.scalars import UNKNOWN_HISTORY
+from zero8.state import narrow
+from zero8.state.extent import Box, Extent, local
 from zero8.state.header import MOMENTS, Header
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
@@ -33,42 +40,69 @@ from zero8.state.table import Piece, PieceTable
 
 @dataclass
 class PlainState:
-    """The entries of one whole parameter's state."""
+    """The entries of one parameter's state, and the part of the parameter that they are of.
+
+    Attributes:
+        entries: see above.
+        extent: the part; None for all of what `format` says.
+    """
 
     entries: dict
+    extent: Extent | None = None
 
     @classmethod
-    def zeros(cls, codec: Codec, piece: Piece, device: torch.device | str) -> "PlainState":
-        """Return the state of a parameter that has taken no step."""
-        table = PieceTable((piece,), piece.numel)
+    def zeros(
+        cls, codec: Codec, parameter: Piece, extent: Extent, device: torch.device | str
+    ) -> "PlainState":
+        """Return the state of a parameter that has taken no step.
+
+        Args:
+            codec: the optimizer's.
+            parameter: the whole parameter as a piece.
+            extent: the part that is here.
+            device: where it is.
+        """
+        table = extent.table(parameter)
         stores = [MomentStore.zeros(codec, which, table, device) for which in MOMENTS]
-        return cls.of(stores, step=0, history=0.0)
+        return cls.of(stores, parameter, extent, step=0, history=0.0)
 
     @classmethod
-    def of(cls, stores: list[MomentStore], step: int, history: float) -> "PlainState":
-        """Return the state whose moments are the (live) buffers of two one-piece stores."""
-        (piece,) = stores[0].table.pieces
-        entries = described(stores[0].codec, piece, step, history)
+    def of(
+        cls,
+        stores: list[MomentStore],
+        parameter: Piece,
+        extent: Extent,
+        step: int,
+        history: float,
+    ) -> "PlainState":
+        """Return the state whose moments are the (live) buffers of two stores."""
+        entries = described(stores[0].codec, parameter, step, history)
         for store in stores:
-            if piece.is_quantized:
-                entries[f"{store.which}_q8"] = store.codes.view(piece.shape)
-                scale_shape = piece.grid.scale_shape(piece.shape)
-                per_block = store.scales.shape[1:]
-                entries[f"{store.which}_scale"] = store.scales.view(*scale_shape, *per_block)
-            else:
-                entries[store.which] = store.dense.view(piece.shape)
-        return cls(entries)
+            if not parameter.is_quantized:
+                entries[store.which] = extent.entry(store.dense, extent.shape, extent.box)
+                continue
+            entries[f"{store.which}_q8"] = extent.entry(store.codes, extent.shape, extent.box)
+            scales, per_block = store.scales, store.code.scale_shape
+            if is_narrow(extent.shape):  # no sharding of rows is one of groups
+                entries[f"{store.which}_scale"] = scales.view(-1, 1, *per_block)
+                continue
+            shape = (*parameter.grid.scale_shape(extent.shape), *per_block)
+            box = extent.scale_box(parameter)
+            entries[f"{store.which}_scale"] = extent.entry(scales, shape, box)
+        return cls(entries, extent)
 
     def stores(self, name: str) -> list[MomentStore]:
-        """Return the two live moments, over a segment table whose one piece is called `name`.
+        """Return the two live moments, over a segment table whose pieces are called `name`.
 
         Raises:
             ValueError: if the entries do not describe a state that this version reads.
         """
         header = Header.of(self.entries, name)
-        piece = header.piece(name)
-        table = PieceTable((piece,), piece.numel)
-        codec = codec_numbered(header.codec) if piece.is_quantized else None
+        parameter = header.piece(name)
+        extent = self.extent or Extent.whole(header.shape)
+        _check_shape(name, header.shape, extent.shape)
+        table = extent.table(parameter)
+        codec = codec_numbered(header.codec) if parameter.is_quantized else None
         return [self._store(codec, which, table) for which in MOMENTS]
 
     def _store(self, codec: Codec | None, which: str, table: PieceTable) -> MomentStore:
@@ -81,9 +115,55 @@ class PlainState:
         scales = _entry(self.entries, f"{which}_scale", torch.float32, num_scales)
         return MomentStore(codec, which, table, codes, scales.view(-1, *per_block), scales[:0])
 
+    # --- Checkpoints ----------------------------------------------------------------------------
+
+    def saved(self) -> dict:
+        """Return the entries as checkpoints carry them."""
+        header = Header.of(self.entries, "")
+        if not header.block_size or not is_narrow(header.shape):
+            return self.entries
+        extent, entries = self.extent or Extent.whole(header.shape), dict(self.entries)
+        for store in self.stores(""):
+            scales = narrow.scales_of_rows(store, extent)
+            shape = (extent.shape[0], *scales.shape[1:])
+            entries[f"{store.which}_scale"] = extent.entry(scales, shape, narrow.rows(extent))
+        return entries
+
+    def in_float32(self) -> dict:
+        """Return the entries of an fp32 Adam; exact, so that they are encoded to the same codes."""
+        extent = self.extent or Extent.whole(Header.of(self.entries, "").shape)
+        entries = {"step": torch.tensor(float(self.entries["step"]), device="cpu")}
+        for store in self.stores(""):
+            dense = store.read(0, store.table.numel)
+            entries[store.which] = extent.entry(dense, extent.shape, extent.box)
+        return entries
+
+    @classmethod
+    def local(cls, saved: dict, extent: Extent, name: str) -> "PlainState":
+        """Return the live form of what a checkpoint carries; tensors may be the same.
+
+        Args:
+            saved: the entries as loaded: of this part, or of the whole parameter.
+            extent: the part that is here.
+            name: the parameter's.
+
+        Raises:
+            ValueError: if they do not fit.
+        """
+        header = Header.of(saved, name)
+        _check_shape(name, header.shape, extent.shape)
+        parameter, entries = header.piece(name), dict(saved)
+        for which in MOMENTS:
+            if not parameter.is_quantized:
+                entries[which] = _part(saved, which, extent)
+                continue
+            code = getattr(codec_numbered(header.codec), which)
+            entries |= _local_codes(saved, which, code, parameter, extent)
+        return cls(entries, extent)
+
     @classmethod
     def adopted(
-        cls, saved: dict, codec: Codec, target: Callable[[int | None], Piece], device: torch.device
+        cls, saved: dict, codec: Codec, parameter: Piece, extent: Extent, device: torch.device
     ) -> "PlainState":
         """Return a loaded state in tensors of its own, in the form that the optimizer keeps.
 
@@ -93,44 +173,52 @@ class PlainState:
         Args:
             saved: the entries as loaded.
             codec: the optimizer's codec.
-            target: returns the parameter's piece under the optimizer's policy, with the identity
-                given, or its own for None.
-            device: where the parameter is.
+            parameter: the whole parameter as a piece, under the optimizer's policy.
+            extent: the part that is here.
+            device: where it is.
+
+        Raises:
+            ValueError: if they do not fit.
         """
-        if "format" not in saved:
-            return cls._from_adam(saved, codec, target(None), device)
-        name = target(None).name
+        # Those that merge a loaded state into ours leave our other entries beside Adam's.
+        if "format" not in saved or isinstance(saved.get("step"), Tensor):
+            return cls._from_adam(saved, codec, parameter, extent, device)
+        name = parameter.name
         if missing := [key for key in ("step", "history") if key not in saved]:
             raise ValueError(f"state of {name}: got entries {sorted(saved)}, without {missing}")
-        stores = cls(saved).stores(name)
-        table = stores[0].table
         step, history = checked_step(saved), checked_history(saved)
-        wanted = target(table.pieces[0].identity)
-        _check_shape(name, table.pieces[0].shape, wanted.shape)
-        if (table.pieces[0], stores[0].codec) == (wanted, codec if wanted.block_size else None):
+        stores = cls.local(saved, extent, name).stores(name)
+        theirs = Header.of(saved, name).piece(name)
+        wanted = replace(parameter, identity=theirs.identity)
+        if (theirs, stores[0].codec) == (wanted, codec if wanted.block_size else None):
             kept = [store.to(device, copy=True) for store in stores]
-            return cls.of(kept, step, history)
+            return cls.of(kept, wanted, extent, step, history)
         stores[0].tell_if_retired()
-        new = cls.zeros(codec, wanted, device)
-        new._write([store.read(0, table.numel) for store in stores])
-        return cls({**new.entries, "step": step, "history": history})
+        new = cls.zeros(codec, wanted, extent, device)
+        new._write([store.read(0, store.table.numel) for store in stores])
+        return cls({**new.entries, "step": step, "history": history}, extent)
 
     @classmethod
     def _from_adam(
-        cls, saved: dict, codec: Codec, wanted: Piece, device: torch.device
+        cls, saved: dict, codec: Codec, parameter: Piece, extent: Extent, device: torch.device
     ) -> "PlainState":
+        name = parameter.name
+        step = checked_step(saved) if "step" in saved else None
         if missing := [key for key in ("step", *MOMENTS) if key not in saved]:
             raise ValueError(
-                f"state of {wanted.name}: got entries {sorted(saved)}, without {missing}; expected "
-                "a state of Adam8bitBlockwise or of an fp32 Adam"
+                f"state of {name}: got entries {sorted(saved)}, without {missing}; expected "
+                "a state of Adam8bitBlockwise or of an fp32 Adam (whose checkpoints "
+                'torch.distributed.checkpoint reads with state_dict_format="fp32")'
             )
-        new = cls.zeros(codec, wanted, device)
+        new = cls.zeros(codec, parameter, extent, device)
+        moments = []
         for which in MOMENTS:
-            check_dense(f"{which} of {wanted.name}", saved[which])
-            _check_shape(wanted.name, tuple(saved[which].shape), wanted.shape)
-        step = checked_step(saved)
-        new._write([saved[which].reshape(-1) for which in MOMENTS])
-        return cls({**new.entries, "step": step, "history": UNKNOWN_HISTORY})
+            values = _part(saved, which, extent)
+            check_dense(f"{which} of {name}", values)
+            _check_shape(name, tuple(values.shape), extent.local_shape)
+            moments.append(values.reshape(-1))
+        new._write(moments)
+        return cls({**new.entries, "step": step, "history": UNKNOWN_HISTORY}, extent)
 
     def _write(self, moments: list[Tensor]) -> None:
         for store, values in zip(self.stores(""), moments, strict=True):
@@ -182,10 +270,51 @@ def check_dense(name: str, values: object) -> None:
 
 
 def _entry(entries: dict, key: str, dtype: torch.dtype, numel: int) -> Tensor:
+    """Return a live entry in one dimension."""
+    _check_is_there(entries, key)
+    entry = local(entries[key])
+    check_entry(f"state entry {key}", entry, numel, [dtype])
+    return entry.reshape(-1)
+
+
+def _part(
+    saved: dict,
+    key: str,
+    extent: Extent,
+    shape: tuple[int, ...] | None = None,
+    box: Box | None = None,
+) -> Tensor:
+    """Return this rank's part of a loaded entry, which is shaped as the parameter or as said."""
+    _check_is_there(saved, key)
+    if not isinstance(saved[key], Tensor):
+        return saved[key]  # which the check that follows refuses
+    shape, box = shape or extent.shape, box or extent.box
+    return extent.part_of(f"state entry {key}", saved[key], shape, box)
+
+
+def _local_codes(
+    saved: dict, which: str, code: MomentCode, parameter: Piece, extent: Extent
+) -> dict:
+    """Return this rank's part of the codes and scales of a loaded moment."""
+    keys, per_block = (f"{which}_q8", f"{which}_scale"), code.scale_shape
+    codes, grid = _part(saved, keys[0], extent), parameter.grid
+    if not narrow.has_scales_of_rows(grid, extent.shape, saved.get(keys[1])):
+        shape = (*grid.scale_shape(extent.shape), *per_block)
+        scales = _part(saved, keys[1], extent, shape, extent.scale_box(parameter))
+        return dict(zip(keys, (codes, scales), strict=True))
+    box = narrow.rows(extent)
+    scales = _part(saved, keys[1], extent, (extent.shape[0], 1, *per_block), box)
+    check_entry(f"state entry {keys[0]}", codes, extent.numel, [torch.uint8])
+    num_scales = math.prod((*box[0], *per_block))
+    check_entry(f"state entry {keys[1]}", scales, num_scales, [torch.float32])
+    codes, scales = codes.reshape(extent.local_shape), scales.reshape(*box[0], *per_block)
+    grouped = narrow.grouped(code, codes, scales, extent, parameter.block_size)
+    return dict(zip(keys, grouped, strict=True))
+
+
+def _check_is_there(entries: dict, key: str) -> None:
     if key not in entries:
         raise ValueError(f"state entry {key}: missing; got {sorted(entries)}")
-    check_entry(f"state entry {key}", entries[key], numel, [dtype])
-    return entries[key].reshape(-1)
 
 
 def _check_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kind of state of a whole parameter: entries that `zero8.state.plain` defines."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 
 from torch import Tensor
 
+from zero8.state.extent import Extent
+from zero8.state.header import Header
 from zero8.state.kind import Contents, StateKind
 from zero8.state.params import ParamInfo
 from zero8.state.plain import PlainState
@@ -26,11 +28,13 @@ class WholeTensor(StateKind):
 
     def new(self, p: Tensor, info: ParamInfo) -> dict:
         """See `StateKind`."""
-        return PlainState.zeros(self._settings.codec, self._piece(p, info), p.device).entries
+        parameter = self._parameter(info)
+        extent, codec = self._extent(p, parameter), self._settings.codec
+        return PlainState.zeros(codec, parameter, extent, p.device).entries
 
     def moments(self, p: Tensor, state: dict, info: ParamInfo) -> list[MomentStore]:
         """See `StateKind`."""
-        _bring_format_to_host(state)
+        bring_format_to_host(state)
         stores = PlainState(state).stores(info.label)
         (piece,) = stores[0].table.pieces
         if piece.numel == p.numel() and piece.shape != info.shape:
@@ -42,12 +46,16 @@ class WholeTensor(StateKind):
 
     def adopted(self, p: Tensor, saved: dict, info: ParamInfo) -> dict:
         """See `StateKind`; moments of another Adam are encoded."""
+        parameter = self._parameter(info)
+        extent, codec = self._extent(p, parameter), self._settings.codec
+        return PlainState.adopted(saved, codec, parameter, extent, p.device).entries
 
-        def target(identity: int | None) -> Piece:
-            piece = self._piece(p, info)
-            return piece if identity is None else replace(piece, identity=identity)
-
-        return PlainState.adopted(saved, self._settings.codec, target, p.device).entries
+    def saved(self, p: Tensor, state: dict, in_fp32: bool) -> dict:
+        """See `StateKind`."""
+        if "format" not in state:
+            return state
+        plain = PlainState(state, self._extent(p, Header.of(state, "").piece("")))
+        return plain.in_float32() if in_fp32 else plain.saved()
 
     def contents(self, states: Sequence[dict]) -> Contents:
         """See `StateKind`."""
@@ -57,11 +65,17 @@ class WholeTensor(StateKind):
     def note_writes(self, states: Sequence[dict]) -> None:
         """Do nothing: steps notice other tensors in a state, and nobody writes into these."""
 
-    def _piece(self, p: Tensor, info: ParamInfo) -> Piece:
-        return self._settings.piece(info, 0, p.numel(), 0)
+    def _extent(self, p: Tensor, parameter: Piece) -> Extent:
+        """Return the part of a parameter that is here; `parameter` is it as a whole piece."""
+        return Extent.whole(parameter.shape)
+
+    def _parameter(self, info: ParamInfo) -> Piece:
+        """Return the whole parameter as a piece."""
+        return self._settings.piece(info, 0, math.prod(info.shape), 0)
 
 
-def _bring_format_to_host(state: dict) -> None:
+def bring_format_to_host(state: dict) -> None:
+    """Move the entry `format` of a state back to host memory, where steps look at it."""
     header = state.get("format")  # somebody has moved the whole state to another device, perhaps
     if isinstance(header, Tensor) and not header.is_meta:
         state["format"] = header.cpu()

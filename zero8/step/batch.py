@@ -8,15 +8,25 @@ import numpy as np
 from torch import Tensor
 
 from zero8.op.describe import addresses_if_same, described
+from zero8.state.extent import PLAIN, local
 from zero8.state.kind import Contents
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The parameters of one step, as parallel lists."""
+    """The parameters of one step, as parallel lists.
+
+    Attributes:
+        groups: of the optimizer, to which they belong.
+        params: as they stand there.
+        values: what this rank holds of each; itself, but for a DTensor.
+        grads: of the values.
+        states: of the parameters.
+    """
 
     groups: list[dict]
     params: list[Tensor]
+    values: list[Tensor]
     grads: list[Tensor]
     states: list[dict]
 
@@ -28,13 +38,14 @@ class Batch:
             groups: of the optimizer.
             state: of the optimizer; makes an empty one for a parameter that has none.
         """
-        batch = cls([], [], [], [])
+        batch = cls([], [], [], [], [])
         for group in groups:
             for p in group["params"]:
                 if (grad := p.grad) is not None:
                     batch.groups.append(group)
                     batch.params.append(p)
-                    batch.grads.append(grad)
+                    batch.values.append(local(p))
+                    batch.grads.append(local_grad(p, grad))
                     batch.states.append(state[p])
         return batch
 
@@ -45,7 +56,7 @@ class Batch:
 
     def at(self, places: Sequence[int]) -> "Batch":
         """Return a batch of some of the parameters."""
-        columns = self.groups, self.params, self.grads, self.states
+        columns = self.groups, self.params, self.values, self.grads, self.states
         return Batch(*([column[place] for place in places] for column in columns))
 
     def singles(self) -> list["Batch"]:
@@ -54,19 +65,19 @@ class Batch:
 
     def contiguous(self) -> "Batch":
         """Return this batch, with copies of the tensors whose elements lie in another order."""
-        copies = [[t.contiguous() for t in tensors] for tensors in (self.params, self.grads)]
-        return Batch(self.groups, *copies, self.states)
+        copies = [[t.contiguous() for t in tensors] for tensors in (self.values, self.grads)]
+        return Batch(self.groups, self.params, *copies, self.states)
 
     def addresses(self) -> np.ndarray:
         """Return where parameters and gradients are; (2, parameters) uint64."""
-        columns = self.params, self.grads
+        columns = self.values, self.grads
         return np.array([[t.data_ptr() for t in tensors] for tensors in columns], np.uint64)
 
     def copy_to(self, batch: "Batch") -> None:
-        """Write parameters that are copies of another batch's back to it."""
-        for p, ours in zip(batch.params, self.params, strict=True):
-            if p is not ours:
-                p.copy_(ours)
+        """Write values that are copies of another batch's back to it."""
+        for values, ours in zip(batch.values, self.values, strict=True):
+            if values is not ours:
+                values.copy_(ours)
 
 
 class Seen:
@@ -85,7 +96,7 @@ class Seen:
         """
         self._description, entries = contents
         self._count = len(batch.params)
-        self._records = described([*batch.params, *batch.grads, *entries])
+        self._records = described([*batch.values, *batch.grads, *entries])
         self.addresses = self._tensors["data"].copy()
 
     def again(self, batch: Batch, contents: Contents) -> np.ndarray | None:
@@ -102,7 +113,7 @@ class Seen:
         description, entries = contents
         if description != self._description:
             return None
-        objects = [*batch.params, *batch.grads, *entries]
+        objects = [*batch.values, *batch.grads, *entries]
         addresses = addresses_if_same(objects, self._records, 2 * self._count)
         return None if addresses is None else addresses.reshape(2, -1)
 
@@ -119,3 +130,12 @@ class Seen:
     @property
     def _tensors(self) -> np.ndarray:
         return self._records[: 2 * self._count].reshape(2, -1)
+
+
+def local_grad(p: Tensor, grad: Tensor) -> Tensor:
+    """Return what this rank holds of a gradient, sharded as its parameter is."""
+    if type(grad) in PLAIN or not hasattr(p, "placements") or not hasattr(grad, "placements"):
+        return grad
+    if grad.placements != p.placements:  # on all ranks alike: a collective of tensor parallelism
+        grad = grad.redistribute(p.device_mesh, p.placements)
+    return local(grad)

@@ -16,28 +16,28 @@ REMEDIES = {
 }
 
 
-def check_tensors(p: Tensor) -> None:
-    """Raise ValueError if a parameter or its gradient is not served."""
+def check_tensors(p: Tensor, grad: Tensor) -> None:
+    """Raise ValueError if a parameter or its gradient, as this rank holds them, is not served."""
     if p.device.type not in DEVICES or (p.device.type == "cuda" and torch.version.hip):
         raise ValueError(
             f"got a parameter on {p.device}{' of ROCm' * bool(torch.version.hip)}, expected one on "
             'the CPU or a CUDA GPU: use DeepSpeed\'s "offload_optimizer": {"device": "cpu"}'
         )
-    if p.grad.device != p.device:
-        raise ValueError(f"got a gradient on {p.grad.device}, the parameter is on {p.device}")
-    if p.grad.shape != p.shape:
+    if grad.device != p.device:
+        raise ValueError(f"got a gradient on {grad.device}, the parameter is on {p.device}")
+    if grad.shape != p.shape:
         raise ValueError(
-            f"got a gradient of shape {tuple(p.grad.shape)}, the parameter has {tuple(p.shape)}"
+            f"got a gradient of shape {tuple(grad.shape)}, the parameter has {tuple(p.shape)}"
         )
-    if p.grad.is_sparse:
+    if grad.is_sparse:
         raise ValueError("got a sparse gradient; set sparse=False on the embedding")
     _check_dtype("a parameter", p, kernel.DTYPES)
-    _check_dtype(f"a gradient of a {p.dtype} parameter", p.grad, kernel.DTYPES[p.dtype])
-    for kind, tensor in (("parameter", p), ("gradient", p.grad)):
+    _check_dtype(f"a gradient of a {p.dtype} parameter", grad, kernel.DTYPES[p.dtype])
+    for kind, tensor in (("parameter", p), ("gradient", grad)):
         if tensor.numel() and tensor.data_ptr() == 0:
             raise ValueError(
                 f"got a {kind} of type {type(tensor).__name__} without storage of its own, "
-                "expected a plain tensor; FSDP2 parameters are not supported yet"
+                "expected a plain tensor or a DTensor"
             )
 
 

@@ -139,7 +139,7 @@ class Plan:
             if places:
                 is_contiguous = bool(seen.contiguous[:, places].all())
                 mine = StepRecords([records[place] for place in places])
-                device = batch.params[places[0]].device
+                device = batch.values[places[0]].device
                 is_all = len(places) == len(batch.params)
                 parts.append(Part(places, is_all, is_contiguous, device, mine, kernel_on(device)))
         return cls(batch.ids, kinds, seen, parts)

@@ -10,6 +10,7 @@ from zero8.spec import dither
 from zero8.spec.buffers import check_apart, check_buffer
 from zero8.spec.scalars import StepScalars
 from zero8.spec.segment import Segment
+from zero8.state.extent import local
 from zero8.state.huge_pages import collapse
 from zero8.state.kind import StateKind
 from zero8.state.params import ParamInfo
@@ -28,18 +29,18 @@ def prepared(settings: Settings, kind: StateKind, single: Batch, info: ParamInfo
     Raises:
         ValueError: if its state does not fit it.
     """
-    (p,), (grad,), (state,) = single.params, single.grads, single.states
+    (p,), (values,), (grad,), (state,) = single.params, single.values, single.grads, single.states
     if not state:
         state |= kind.new(p, info)
     if settings.corrects(p) and "param_correction" not in state:
-        state["param_correction"] = torch.zeros(p.shape, dtype=torch.int8, device=p.device)
+        state["param_correction"] = torch.zeros_like(p, dtype=torch.int8, requires_grad=False)
     if settings.huge_pages:
-        collapse(p.data)
+        collapse(values.data)
         collapse(grad)
     _make_contiguous(state)
     stores = kind.moments(p, state, info)
-    _check(p, stores, state, info)
-    flat = p.contiguous().view(-1), grad.contiguous().view(-1)
+    _check(values, stores, state, info)
+    flat = values.contiguous().view(-1), grad.contiguous().view(-1)
     pieces = stores[0].table.pieces
     segments = [_segment(settings, number, stores, state, *flat) for number in range(len(pieces))]
     labels = tuple(piece.name for piece in pieces)
@@ -57,18 +58,18 @@ def _make_contiguous(state: dict) -> None:
             state[key] = value.contiguous()
 
 
-def _check(p: Tensor, stores: list[MomentStore], state: dict, info: ParamInfo) -> None:
+def _check(values: Tensor, stores: list[MomentStore], state: dict, info: ParamInfo) -> None:
     """Raise ValueError unless a state is of the parameter's size, in memory of its own."""
-    if stores[0].table.numel != p.numel():
+    if stores[0].table.numel != values.numel():
         raise ValueError(
-            f"{info.label}: got a parameter of {p.numel()} elements, its state has "
+            f"{info.label}: got a parameter of {values.numel()} elements, its state has "
             f"{stores[0].table.numel}; a parameter that changes its size needs a new optimizer"
         )
-    written = {"the parameter": p}
+    written = {"the parameter": values}
     for store in stores:
         written |= store.named_buffers
-    if (correction := state.get("param_correction")) is not None:
-        check_buffer("param_correction", correction, p.numel(), [torch.int8])
+    if (correction := local(state.get("param_correction"))) is not None:
+        check_buffer("param_correction", correction, values.numel(), [torch.int8])
         written["param_correction"] = correction
     check_apart({f"{name} of {info.label}": t for name, t in written.items()})
 
@@ -83,7 +84,7 @@ def _segment(
 ) -> Segment:
     exp_avg, exp_avg_sq = stores
     piece = exp_avg.table.pieces[number]
-    correction = state.get("param_correction")
+    correction = local(state.get("param_correction"))
     if correction is not None:
         correction = correction.view(-1).narrow(0, piece.start, piece.numel)
     return Segment(

@@ -84,8 +84,8 @@ class Stepper:
         infos = self._params.infos(groups) if unfit else {}
         try:
             for single in unfit:
-                check_tensors(*single.params)
-            devices = {single.params[0].device for single in unfit}
+                check_tensors(*single.values, *single.grads)
+            devices = {single.values[0].device for single in unfit}
             if any(map(is_capturing, devices)):
                 raise RuntimeError(TOO_EARLY)
             for device in devices:
@@ -186,7 +186,8 @@ def _as_it_is(batch: Batch, groups: Iterable[dict], state: Mapping[Tensor, dict]
     """Return a batch of the same parameters, with their groups and states of today."""
     group_of = {p: group for group in groups for p in group["params"]}
     states = [state[p] for p in batch.params]
-    return Batch([group_of[p] for p in batch.params], batch.params, batch.grads, states)
+    groups = [group_of[p] for p in batch.params]
+    return Batch(groups, batch.params, batch.values, batch.grads, states)
 
 
 def _note(state: dict, taken: NextStep) -> None:

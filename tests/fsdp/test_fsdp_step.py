@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps under FSDP2 have the bits of one process on plain tensors."""
+
+import fsdp_worker
+import pytest
+from fsdp_worker import LAYOUTS, differing, trained, trained_alone
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fsdp2_step_has_the_bits_of_one_process(layout, world_size, standing_ranks):
+    for got in standing_ranks(world_size).run(trained, layout=layout, steps=4):
+        assert differing(got, trained_alone(layout, 4), world_size) == []

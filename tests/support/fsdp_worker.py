@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks do with a model under FSDP2, and the same without it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from zero8 import Adam8bitBlockwise
+from zero8.spec.grid import is_narrow, rows_per_block
+
+# Ragged rows, rows of no whole number of blocks, an empty shard on all ranks but one, experts cut
+# in their first and in their second dimension, narrow rows whose groups are cut and are not.
+SHAPES = {
+    "odd": (33, 512),
+    "ragged": (64, 200),
+    "vector": (301,),
+    "one_row": (1, 5000),
+    "experts": (5, 12, 300),
+    "cut_experts": (3, 12, 300),
+    "conv": (40, 16, 3, 3),
+    "even_groups": (1024, 16),
+    "cut_groups": (1000, 12),
+}
+OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+class Weights(nn.Module):
+    """Parameters whose gradients are known: those of the sum of their products with them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        for number, (name, shape) in enumerate(SHAPES.items()):
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+            self.register_parameter(name, nn.Parameter(values.to(dtype)))
+
+    def forward(self, step: int) -> Tensor:
+        products = [(p * gradient(name, step).to(p.dtype)) for name, p in self.named_parameters()]
+        return sum(product.float().sum() for product in products)
+
+
+def gradient(name: str, step: int) -> Tensor:
+    """Return a gradient of 4 bits: 3 times it is a bfloat16, so that the mean of ranks is exact."""
+    generator = torch.Generator().manual_seed(1000 * step + list(SHAPES).index(name))
+    return torch.randn(SHAPES[name], generator=generator).to(torch.float8_e4m3fn).float()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way of sharding.
+
+    Attributes:
+        dtype: of the parameters.
+        offload: whether parameters are kept on the CPU by policy.
+        mixed: whether the forward and the backward are in bfloat16.
+        replicas: how many groups of ranks hold the same.
+        keywords: of the optimizer.
+    """
+
+    dtype: torch.dtype = torch.float32
+    offload: bool = False
+    mixed: bool = False
+    replicas: int = 1
+    keywords: tuple = ()
+
+
+LAYOUTS = {
+    "float32": Layout(),
+    "offload": Layout(offload=True),
+    "mixed": Layout(mixed=True, offload=True),
+    "bfloat16": Layout(torch.bfloat16),
+    "corrected": Layout(torch.bfloat16, keywords=(("weight_correction_bits", 8),)),
+    "dynamic": Layout(keywords=(("codec", "dynamic"),)),
+}
+
+
+def sharded(layout: Layout) -> nn.Module:
+    """Return the model under FSDP2."""
+    model = Weights(layout.dtype)
+    world = torch.distributed.get_world_size()
+    shape, names = (world,), ("shard",)
+    if layout.replicas > 1:
+        shape, names = (layout.replicas, world // layout.replicas), ("replicate", "shard")
+    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if layout.mixed else None
+    return fully_shard(
+        model,
+        mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),
+        shard_placement_fn=lambda p: Shard(1) if p is model.cut_experts else None,
+        **({"mp_policy": mixed} if mixed else {}),
+        **({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if layout.offload else {}),
+    )
+
+
+def optimizer_of(model: nn.Module, layout: Layout, **keywords) -> Adam8bitBlockwise:
+    keywords = {**OPTIONS, **dict(layout.keywords), **keywords}
+    return Adam8bitBlockwise(model.named_parameters(), **keywords)
+
+
+def run(model: nn.Module, optimizer, begin: int, end: int) -> None:
+    for step in range(begin, end):
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def start() -> None:
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+
+
+def whole(value):
+    """Return what all ranks hold of a tensor together, on every rank."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def results(model: nn.Module, optimizer) -> dict[str, dict]:
+    """Return by parameter its values, whole, and the entries of its saved state, whole."""
+    states = optimizer.state_dict()["state"]
+    found = {}
+    for number, (name, p) in enumerate(model.named_parameters()):
+        entries = {key: whole(value) for key, value in states[number].items()}
+        found[name] = {"values": whole(p.detach()), **entries}
+    return found
+
+
+def trained(layout: str, steps: int) -> dict[str, dict]:
+    """Return `results` after some steps under FSDP2."""
+    start()
+    model = sharded(LAYOUTS[layout])
+    optimizer = optimizer_of(model, LAYOUTS[layout])
+    run(model, optimizer, 0, steps)
+    return results(model, optimizer)
+
+
+def trained_alone(layout: str, steps: int) -> dict[str, dict]:
+    """Return `results` after some steps of one process on plain tensors."""
+    model = Weights(LAYOUTS[layout].dtype)
+    optimizer = optimizer_of(model, LAYOUTS[layout])
+    run(model, optimizer, 0, steps)
+    return results(model, optimizer)
+
+
+def rows_of_cut_groups(name: str, *world_sizes: int, block_size: int = 256) -> list[int]:
+    """Return the rows of a parameter that share a block with rows of another rank."""
+    shape = SHAPES[name]
+    if not is_narrow(shape):
+        return []
+    per_group = rows_per_block(shape, block_size)
+    rows = set()
+    for world_size in world_sizes:
+        chunk = -(-shape[0] // world_size)
+        for boundary in range(chunk, shape[0], chunk):
+            if boundary % per_group:
+                first = boundary // per_group * per_group
+                rows |= set(range(first, min(first + per_group, shape[0])))
+    return sorted(rows)
+
+
+def differing(got: dict[str, dict], expected: dict[str, dict], *world_sizes: int) -> list[str]:
+    """Return what is not equal bit by bit, outside of groups of rows that a boundary cuts."""
+    wrong = []
+    for name, entries in expected.items():
+        assert got[name].keys() == entries.keys(), name
+        cut = rows_of_cut_groups(name, *world_sizes)
+        for key, value in entries.items():
+            ours = got[name][key]
+            if isinstance(value, Tensor) and value.ndim and key != "format" and cut:
+                kept = torch.ones(len(value), dtype=torch.bool)
+                kept[cut] = False
+                ours, value = ours[kept], value[kept]
+            same = torch.equal(ours, value) if isinstance(value, Tensor) else ours == value
+            if not same:
+                wrong.append(f"{name}.{key}")
+    return wrong

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a DTensor that this rank holds, and the entries of its state, DTensors too.
+
+The entries have the mesh and the placements of the parameter, so that
+`torch.distributed.checkpoint` saves and reshards them as it does parameters.  For the scales that
+is right where no boundary falls inside a block, whatever the rank: `check_blocks`.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from zero8.spec.grid import is_narrow
+from zero8.state.extent import Box, Extent
+from zero8.state.table import Piece
+
+Cut = tuple[Placement, int]
+"""A placement that shards a dimension, and into how many parts."""
+
+
+@dataclass(frozen=True)
+class PlacedExtent(Extent):
+    """The box of a parameter that its placements on a mesh leave to this rank.
+
+    Attributes:
+        mesh: the parameter's.
+        placements: the parameter's.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    @classmethod
+    def of(cls, p: DTensor) -> "PlacedExtent":
+        """Return the extent of a parameter.
+
+        Raises:
+            ValueError: if its local elements are no box of it.
+        """
+        ranges = []
+        for dim, size in enumerate(p.shape):
+            cuts, sizes = _cuts(p.placements, p.device_mesh, dim)
+            coordinate = p.device_mesh.get_coordinate()
+            at = tuple(coordinate[mesh_dim] for mesh_dim in sizes)
+            ranges.append(_held(size, cuts, at))
+        offset, local_shape = zip(*ranges, strict=True) if ranges else ((), ())
+        return cls(tuple(p.shape), local_shape, offset, p.device_mesh, tuple(p.placements))
+
+    def check_blocks(self, parameter: Piece) -> None:
+        """Raise ValueError unless the blocks of every rank are blocks of the whole parameter.
+
+        Narrow rows, whose groups a boundary may cut, need not be: see `zero8.state.narrow`.
+        """
+        if not parameter.is_quantized:
+            return
+        shape = parameter.grid.scale_shape(self.shape)
+        row = len(shape) - 1  # this dimension and those that follow make a row
+        for dim in range(row, len(self.shape)):
+            cuts, sizes = _cuts(self.placements, self.mesh, dim)
+            if not cuts:
+                continue
+            fits = dim == row and not is_narrow(self.shape)
+            in_row = math.prod(self.shape[row + 1 :])
+            for at in itertools.product(*map(range, sizes.values())):
+                if fits:
+                    begin, size = (n * in_row for n in _held(self.shape[dim], cuts, at))
+                    block, rest = divmod(begin, parameter.block_size)
+                    held = block, -(-size // parameter.block_size)
+                    fits = size == 0 or (rest == 0 and held == _held(shape[row], cuts, at))
+            if not fits:
+                raise ValueError(
+                    f"{parameter.name}: got shape {self.shape} sharded as {self.placements}, which "
+                    f"cuts blocks of {parameter.block_size} elements, expected parts of rows that "
+                    "are multiples of it; set a smaller block_size, or keep float32 moments of "
+                    f"this parameter: fp32_params=[{parameter.name!r}]"
+                )
+
+    def entry(self, local: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
+        """See `Extent`."""
+        local = super().entry(local, shape, box)
+        like = torch.empty(shape, device="meta")
+        meta = TensorMeta(like.shape, like.stride(), local.dtype)
+        # from_local would move what is offloaded to the CPU back to the mesh's device.
+        return DTensor(local, DTensorSpec(self.mesh, self.placements, meta), requires_grad=False)
+
+    def part_of(self, name: str, saved: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
+        """See `Extent`."""
+        if tuple(saved.shape) != shape:
+            raise ValueError(f"{name}: got shape {tuple(saved.shape)}, expected {shape}")
+        if not isinstance(saved, DTensor):
+            return saved[tuple(slice(at, at + size) for size, at in zip(*box, strict=True))]
+        if (saved.device_mesh, tuple(saved.placements)) != (self.mesh, self.placements):
+            raise ValueError(
+                f"{name}: got a tensor sharded as {saved.placements} on {saved.device_mesh}, "
+                f"expected {self.placements} on {self.mesh}, as the parameter is; load it with "
+                "torch.distributed.checkpoint, which reshards"
+            )
+        return saved.to_local()
+
+
+def _cuts(
+    placements: Sequence[Placement], mesh: DeviceMesh, dim: int
+) -> tuple[tuple[Cut, ...], dict[int, int]]:
+    """Return the cuts through a dimension, and which dimensions of the mesh make them: sizes."""
+    sizes = {
+        mesh_dim: mesh.size(mesh_dim)
+        for mesh_dim, placement in enumerate(placements)
+        if isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+    }
+    return tuple((placements[mesh_dim], size) for mesh_dim, size in sizes.items()), sizes
+
+
+@lru_cache(maxsize=65536)
+def _held(size: int, cuts: tuple[Cut, ...], at: tuple[int, ...]) -> tuple[int, int]:
+    """Return (first index, number) of what a rank holds of a dimension.
+
+    Args:
+        size: of the dimension.
+        cuts: through it.
+        at: the rank's number in each.
+
+    Raises:
+        ValueError: if these are not consecutive.
+    """
+    index = torch.arange(size)
+    for (placement, number), place in zip(cuts, at, strict=True):
+        index = index.view(*[1] * placement.dim, -1)
+        parts, _ = placement._split_tensor(index, number, with_padding=False, contiguous=False)
+        index = parts[place].flatten()
+    if not len(index):
+        return 0, 0
+    if int(index[-1]) - int(index[0]) != len(index) - 1:
+        raise ValueError(f"got rows {index.tolist()[:8]}... on one rank, expected consecutive ones")
+    return int(index[0]), len(index)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kind of state of a DTensor, such as a parameter of FSDP2.
+
+The entries are those of a whole parameter (`zero8.state.plain`) as DTensors with the parameter's
+mesh and placements; scales of narrow rows are plain tensors of this rank's groups.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+
+from torch import Tensor
+
+from zero8.state.extent import Extent, local
+from zero8.state.header import Header
+from zero8.state.kind import Contents
+from zero8.state.params import ParamInfo
+from zero8.state.plain import PlainState
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece
+from zero8.state.whole import WholeTensor, bring_format_to_host
+
+
+class ShardedTensor(WholeTensor):
+    """States of DTensors; where no boundary cuts a block, the same bits on any number of ranks."""
+
+    raises_alone = False  # ranks meet different gradients, and wait for each other in collectives
+
+    def serves(self, p: Tensor, state: dict) -> bool:
+        """See `StateKind`."""
+        return hasattr(p, "device_mesh")
+
+    def moments(self, p: Tensor, state: dict, info: ParamInfo) -> list[MomentStore]:
+        """See `StateKind`."""
+        bring_format_to_host(state)
+        parameter = Header.of(state, info.label).piece(info.label)
+        return PlainState(state, self._extent(p, parameter)).stores(info.label)
+
+    def contents(self, states: Sequence[dict]) -> Contents:
+        """See `StateKind`."""
+        entries = chain.from_iterable(map(dict.values, states))
+        return list(map(tuple, states)), list(map(local, entries))
+
+    def _extent(self, p: Tensor, parameter: Piece) -> Extent:
+        # Who has DTensors has loaded this already: it would add a third to the time of the import.
+        from zero8.fsdp.placed import PlacedExtent
+
+        extent = PlacedExtent.of(p)
+        extent.check_blocks(parameter)
+        return extent

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a parameter that a rank holds: a box of it, one range of indices per dimension.
+
+The state of the part lies in memory as its elements do, in row-major order of the box.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from zero8.spec.grid import is_narrow
+from zero8.state.table import Piece, PieceTable
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shape of a box, and the index of its first element in each dimension."""
+
+
+PLAIN = (int, float, Tensor, torch.nn.Parameter)
+"""Types of what is whole on every rank; asked first, because a step asks this of many."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A box of a parameter; the methods are those of a whole one, in plain tensors.
+
+    Attributes:
+        shape: the parameter's global shape.
+        local_shape: the box's.
+        offset: in each dimension, the index of the box's first element in the parameter.
+    """
+
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Extent":
+        """Return the extent of a whole parameter."""
+        return cls(shape, shape, (0,) * len(shape))
+
+    @property
+    def box(self) -> Box:
+        """The box in the parameter."""
+        return self.local_shape, self.offset
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.local_shape)
+
+    def table(self, parameter: Piece) -> PieceTable:
+        """Return the segment table of the box, one piece for each run of elements.
+
+        Args:
+            parameter: the whole parameter as a piece.
+        """
+        pieces = [
+            replace(parameter, start=start, numel=numel, first=first)
+            for start, numel, first in self._runs()
+        ]
+        return PieceTable(tuple(pieces), self.numel)
+
+    def scale_box(self, piece: Piece) -> Box:
+        """Return the box of the scales of an 8-bit parameter, in its `BlockGrid.scale_shape`.
+
+        The blocks that elements of the box touch; of narrow rows, in the first dimension alone.
+        """
+        kept = len(piece.grid.scale_shape(self.shape)) - 1
+        if is_narrow(self.shape):
+            first = self.offset[0] * math.prod(self.shape[1:])
+            begin = piece.grid.block_of(first) if self.numel else 0
+            return (piece.grid.num_blocks_touched(first, self.numel), 1), (begin, 0)
+        in_row = math.prod(self.shape[kept + 1 :])
+        column = self.offset[kept] * in_row
+        end = column + self.local_shape[kept] * in_row
+        block = column // piece.block_size
+        count = -(-end // piece.block_size) - block
+        return (*self.local_shape[:kept], count), (*self.offset[:kept], block)
+
+    def entry(self, local: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
+        """Return a tensor of the state as it stands there.
+
+        Args:
+            local: the elements that this rank holds.
+            shape: the global shape, of more dimensions than the box if all of them are here.
+            box: of the elements.
+        """
+        return local.view(*box[0], *shape[len(box[0]) :])
+
+    def part_of(self, name: str, saved: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
+        """Return this rank's elements of a loaded tensor.
+
+        Args:
+            name: what to call it.
+            saved: the tensor, whole or sharded.
+            shape: as in `entry`.
+            box: as in `entry`.
+
+        Raises:
+            ValueError: if there is no telling which they are.
+        """
+        return saved.full_tensor() if hasattr(saved, "full_tensor") else saved
+
+    def _runs(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (start in the box, numel, first element in the parameter) of all runs."""
+        cuts = [d for d, size in enumerate(self.shape) if self.local_shape[d] < size]
+        if self.numel == 0 or not cuts:
+            yield 0, self.numel, 0
+            return
+        strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
+        run = math.prod(self.local_shape[cuts[-1] :])
+        ranges = zip(self.offset[: cuts[-1]], self.local_shape[: cuts[-1]], strict=True)
+        outer = itertools.product(*(range(begin, begin + size) for begin, size in ranges))
+        for number, index in enumerate(outer):
+            at = (*index, self.offset[cuts[-1]])
+            yield number * run, run, sum(map(math.prod, zip(at, strides, strict=False)))
+
+
+def local(value: Tensor | float) -> Tensor | float:
+    """Return what this rank holds of a tensor: of a DTensor, `to_local()`, of others themselves."""
+    if type(value) in PLAIN or not hasattr(value, "to_local"):
+        return value
+    with torch.no_grad():  # not as a step of a computation
+        return value.to_local()

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scales of narrow rows in checkpoints: one for each row, equal ones within a group.
+
+A group of narrow rows has one scale (`zero8.spec.grid`), or one on each side of a shard boundary
+that cuts it.  With one for each row, scales are sharded as rows are, whatever the world size.
+"""
+
+import torch
+from torch import Tensor
+
+from zero8.spec.codec import MomentCode, dequantize, quantize
+from zero8.spec.grid import BlockGrid, is_narrow, rows_per_block
+from zero8.state.extent import Box, Extent
+from zero8.state.store import MomentStore
+
+
+def rows(extent: Extent) -> Box:
+    """Return the box of a part of a parameter in the scales of its rows, (rows, 1)."""
+    return (extent.local_shape[0], 1), (extent.offset[0], 0)
+
+
+def has_scales_of_rows(grid: BlockGrid, shape: tuple[int, ...], scales: object) -> bool:
+    """Return whether the scales of a parameter, as loaded, are those of its rows."""
+    is_tensor = isinstance(scales, Tensor) and scales.ndim > 0
+    return is_tensor and is_narrow(shape) and scales.shape[0] == shape[0] != grid.num_blocks
+
+
+def scales_of_rows(store: MomentStore, extent: Extent) -> Tensor:
+    """Return the scale of each row of a part of a parameter; (rows, 1, *code.scale_shape)."""
+    (piece,) = store.table.pieces
+    return store.scales[_group_of_row(extent, piece.block_size)].unsqueeze(1)
+
+
+def grouped(
+    code: MomentCode, codes: Tensor, scales: Tensor, extent: Extent, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return codes, and scales of groups, of a moment that has scales of rows.
+
+    Where a group's rows come from both sides of a boundary that is gone, they are decoded by the
+    scales they have and encoded together, each moment within half a code.  All else is verbatim.
+
+    Args:
+        code: the code of this moment.
+        codes: uint8, shaped as the part.
+        scales: (rows, 1, *code.scale_shape) float32.
+        extent: the part.
+        block_size: elements per block.
+
+    Returns:
+        codes: as the argument.  scales: (groups touched, 1, *code.scale_shape) float32.
+    """
+    group = _group_of_row(extent, block_size).to(scales.device)
+    first = torch.nonzero(torch.diff(group, prepend=group[:1] - 1)).flatten()
+    of_group = scales[first].clone()
+    differs = (scales != of_group[group]).flatten(1).any(1)
+    if not differs.any():
+        return codes, of_group
+    joined, number = group[differs].unique(), torch.arange(len(group), device=group.device)
+    place = torch.isin(group, joined)
+    mixed = codes[place]
+    row = number[place].repeat_interleave(mixed[0].numel())
+    x = dequantize(code, mixed.flatten(), scales.squeeze(1), row)
+    block = torch.searchsorted(joined, group[row])
+    codes = codes.clone()
+    new, of_joined = quantize(code, x, block, len(joined))
+    codes[place], of_group[joined] = new.view_as(mixed), of_joined.unsqueeze(1)
+    return codes, of_group
+
+
+def _group_of_row(extent: Extent, block_size: int) -> Tensor:
+    """Return the group of each row, counted from the first that the part touches."""
+    first, per_group = extent.offset[0], rows_per_block(extent.shape, block_size)
+    row = torch.arange(first, first + extent.local_shape[0])
+    return row // per_group - first // per_group
