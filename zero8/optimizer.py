@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero8.fsdp.meshes import process_groups
 from zero8.fsdp.sharded import ShardedTensor
 from zero8.op import kernel
 from zero8.op.devices import DEVICES
@@ -152,6 +153,9 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
 
     def _tell_what_stays_float32(self) -> None:
         infos = self._params.alive().values()
+        names = [info.name or "" for info in infos]
+        if unused := self.settings.policy.patterns_without(names):
+            logger.warning("zero8: fp32_params: no parameter has a name that matches %s", unused)
         shares = self.settings.policy.float32_shares((info.name, info.shape) for info in infos)
         if not shares or ranks.rank() > 0:
             return
@@ -178,6 +182,9 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         if isinstance(param_group, dict):
             keywords.check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        if len(set(map(id, params := self.param_groups[-1]["params"]))) < len(params):
+            self.param_groups.pop()
+            raise ValueError("got a parameter twice in one group, expected each parameter once")
         # DeepSpeed will replace them in the groups by flat partitions or float32 copies.
         self._params.remember(self.param_groups, names_in_engine(), global_shape)
         try:
@@ -274,10 +281,14 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
 
         One all_reduce of 8 bytes; all ranks of the group must call it.  Waits until a GPU has
         finished the steps so far.
+
+        Args:
+            process_group: the ranks; by default those of the mesh of sharded parameters, else all.
         """
         self._stepper.count_replays()
         self._log(self._stepper.counts.take(wait=True))
-        if count := ranks.total(self.nonfinite_blocks, process_group):
+        meant = [process_group] if process_group else self._process_groups() or [None]
+        if count := ranks.total(self.nonfinite_blocks, meant):
             raise FloatingPointError(
                 f"{count} blocks met a non-finite gradient so far (all ranks); they were left as "
                 "they were"
@@ -302,6 +313,9 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             return False
         # Ranks with the same gradients raise at the same step, but counts of GPUs may arrive later.
         return ranks.num_ranks() == 1 or not self._has_params_on_gpus()
+
+    def _process_groups(self) -> list:
+        return process_groups(p for group in self.param_groups for p in group["params"])
 
     def _has_params_on_gpus(self) -> bool:
         return any(p.is_cuda for group in self.param_groups for p in group["params"])
@@ -334,8 +348,11 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Load a state dict of this optimizer, or of an fp32 Adam whose moments are then quantized.
 
+        Where parameters are sharded all ranks must call it: one all_reduce of 8 bytes.
+
         Raises:
-            ValueError: if a state does not fit its parameter; nothing has been changed then.
+            ValueError: if a state does not fit its parameter, on this or on another rank; nothing
+                has been changed then.
         """
         with self._lock:
             self._load_state_dict(state_dict)
@@ -348,14 +365,23 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             self.register_load_state_dict_pre_hook(_wrap_states),
             self.register_load_state_dict_post_hook(_adopt_states, prepend=True),
         )
+        error = None
         try:
             super().load_state_dict(state_dict)
-        except Exception:  # whatever it is, nothing may have been changed
-            self.__dict__.update(kept)
-            raise
+        except Exception as raised:  # whatever it is, nothing may have been changed
+            error = raised
         finally:
             for hook in hooks:
                 hook.remove()
+        # A rank that raised alone would leave the others in the collectives of the next step.
+        groups = self._process_groups()
+        failed = ranks.total(error is not None, groups) if groups else error is not None
+        if failed:
+            self.__dict__.update(kept)
+            raise error or ValueError(
+                "load_state_dict: the states of other ranks do not fit their parameters (their "
+                "errors say why); nothing has been changed on this one"
+            )
 
     def adopted(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
         """Return a loaded state of a parameter as this optimizer keeps it, in tensors of its own.
@@ -403,6 +429,8 @@ def _wrap_states(optimizer: Adam8bitBlockwise, state_dict: dict) -> dict:
 
 
 def _adopt_states(optimizer: Adam8bitBlockwise) -> None:
+    for group in optimizer.param_groups:
+        keywords.check_refused_keys(group)
     infos = optimizer._infos()
     for p, wrapped in optimizer.state.items():
         saved = wrapped.state

@@ -111,7 +111,7 @@ REFUSED = {
     "version 2**40": (with_format(0, 2**40), "format version"),
     "negative shape": (with_format(5, -64, -1000), "shape"),
     "endless shape": (with_format(5, 2**62, 2**62), "shape|number of elements"),
-    "more elements than int64": (with_format(5, 2**40, 2**40), "the parameter has|number of elements"),
+    "more elements than int64": (with_format(5, 2**40, 2**40), "parameter has|number of elements"),
     "transposed": (with_format(5, 1000, 64), r"exp_avg_scale|moments of shape \(1000, 64\)"),
     "flat": (lambda e: {"format": e["format"][:6]}, "the parameter has|longer rows|expected"),
     "format cut": (lambda e: {"format": e["format"][:4]}, "format of a"),

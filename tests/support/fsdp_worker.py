@@ -112,8 +112,10 @@ def start() -> None:
 
 
 def whole(value):
-    """Return what all ranks hold of a tensor together, on every rank."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    """Return a copy of what all ranks hold of a tensor together, on every rank."""
+    if isinstance(value, Tensor):
+        value = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    return value
 
 
 def results(model: nn.Module, optimizer) -> dict[str, dict]:

@@ -89,7 +89,7 @@ class Extent:
             shape: the global shape, of more dimensions than the box if all of them are here.
             box: of the elements.
         """
-        return local.view(*box[0], *shape[len(box[0]) :])
+        return local.view((*box[0], *shape[len(box[0]) :]))
 
     def part_of(self, name: str, saved: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
         """Return this rank's elements of a loaded tensor.

@@ -69,7 +69,7 @@ def check_other_keys(others: dict) -> bool | None:
             optimizer does not do.
     """
     adamw_mode = others.pop("adamw_mode", None)
-    _check_refused_keys(others)
+    check_refused_keys(others)
     for key, value in others.items():
         if key in REFUSED_KEYS:
             continue
@@ -83,7 +83,8 @@ def check_other_keys(others: dict) -> bool | None:
     return adamw_mode
 
 
-def _check_refused_keys(values: dict) -> None:
+def check_refused_keys(values: dict) -> None:
+    """Raise ValueError if settings, such as those of a loaded group, ask for what is not done."""
     for key, (harmless, reason) in REFUSED_KEYS.items():
         if values.get(key) not in (harmless, None):
             raise ValueError(
@@ -137,7 +138,7 @@ def check_group(group: dict) -> None:
                 f"{key}: got it in a parameter group, but it holds for the whole optimizer; pass "
                 "it to Adam8bitBlockwise itself"
             )
-    _check_refused_keys(group)
+    check_refused_keys(group)
     check_flag("maximize", group["maximize"])
     lr = group["lr"]
     if isinstance(lr, torch.Tensor):

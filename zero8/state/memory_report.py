@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the optimizer stores for each parameter, and why, for people and for programs."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,15 @@ class MemoryRow:
     reason: str
     state_bytes: int
     correction_bytes: int = 0
+
+    def __add__(self, other: "MemoryRow") -> "MemoryRow":
+        """Return the row of two parts of one parameter."""
+        return replace(
+            self,
+            numel=self.numel + other.numel,
+            state_bytes=self.state_bytes + other.state_bytes,
+            correction_bytes=self.correction_bytes + other.correction_bytes,
+        )
 
 
 @dataclass(frozen=True)

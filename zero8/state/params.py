@@ -88,5 +88,7 @@ def _infos_of(groups: Iterable[dict]) -> dict[Tensor, ParamInfo]:
         if len(names) != len(group["params"]):
             names = [None] * len(group["params"])
         for name, p in zip(names, group["params"], strict=True):
+            # A compiled model's parameters are called as the model's own, as in its checkpoints.
+            name = name.replace("_orig_mod.", "") if name else None
             infos[p] = ParamInfo(name, len(infos), tuple(p.shape))
     return infos

@@ -87,6 +87,11 @@ class Policy:
             return Decision(grid, f"{grid.num_blocks} blocks of {rows} rows")
         return Decision(grid, f"{grid.num_rows} rows x {grid.blocks_per_row} blocks")
 
+    def patterns_without(self, names: Iterable[str]) -> list[str]:
+        """Return the patterns of `fp32_params` that match none of these names."""
+        names = list(names)
+        return [p for p in self.fp32_params if not any(fnmatchcase(name, p) for name in names)]
+
     def float32_shares(
         self, params: Iterable[tuple[str | None, tuple[int, ...]]]
     ) -> dict[str, float]:

@@ -84,8 +84,8 @@ class Settings:
         return {"param_correction": correction.to(p.device, copy=True).contiguous()}
 
     def memory_rows(self, stores: Sequence[MomentStore], corrected: bool) -> list[MemoryRow]:
-        """Return what two moments take, a row for each piece of their segment table."""
-        rows = []
+        """Return what two moments take, a row for each parameter of their segment table."""
+        rows: dict[str, MemoryRow] = {}
         for number, piece in enumerate(stores[0].table.pieces):
             moments = [store.moment(number) for store in stores]
             tensors = [t for m in moments for t in (m.values, m.scales)]
@@ -93,5 +93,7 @@ class Settings:
             reason = self.policy.decide(piece.name, piece.shape).reason
             bits = 8 if piece.is_quantized else 32
             sizes = (piece.numel, bits, reason, state_bytes, piece.numel * corrected)
-            rows.append(MemoryRow(piece.name, piece.shape, *sizes))
-        return rows
+            row = MemoryRow(piece.name, piece.shape, *sizes)
+            # A part of a parameter that is no single run of its elements has several pieces.
+            rows[piece.name] = row + rows[piece.name] if piece.name in rows else row
+        return list(rows.values())

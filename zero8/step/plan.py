@@ -94,6 +94,8 @@ class Part:
         self, batch: Batch, addresses: np.ndarray, steps: Sequence[NextStep], which: Sequence[int]
     ) -> None:
         """Take the step of this part of a batch."""
+        # The kernel goes by addresses, unseen by autograd.
+        torch.autograd.graph.increment_version(self.of(batch).values)
         if self.is_contiguous:
             self.taken = self.kernel.step(*self.filled(None, addresses, steps, which))
             return

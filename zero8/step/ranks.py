@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step asks of the other ranks; without torch.distributed there are none."""
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -14,16 +16,18 @@ def rank() -> int:
     return torch.distributed.get_rank() if _is_initialized() else 0
 
 
-def total(number: int, process_group=None) -> int:
-    """Return the sum of a number over the ranks of a group, which must all call this.
+def total(number: int, process_groups: Sequence) -> int:
+    """Return the sum of a number over the ranks of groups, one after the other.
 
-    One all_reduce of 8 bytes.
+    All ranks must call this.  One all_reduce of 8 bytes per group; None is the group of all.
     """
     if not _is_initialized():
         return number
-    count = torch.tensor([number], dtype=torch.int64, device=_device_of(process_group))
-    torch.distributed.all_reduce(count, group=process_group)
-    return int(count.item())
+    for group in process_groups:
+        count = torch.tensor([number], dtype=torch.int64, device=_device_of(group))
+        torch.distributed.all_reduce(count, group=group)
+        number = int(count.item())
+    return number
 
 
 def _is_initialized() -> bool:

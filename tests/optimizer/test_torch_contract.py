@@ -1,0 +1,739 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What PyTorch's tests of optimizers (its test/test_optim.py) ask, asked of Adam8bitBlockwise.
+
+Where the answer is a matter of torch's interface, torch.optim.AdamW beside it gives the answer.
+"""
+
+import copy
+import io
+import pickle
+from contextlib import ExitStack
+
+import pytest
+import torch
+from small_optimizers import assert_equal, param, run, set_grads, small_model
+from torch import nn
+from torch.distributed.checkpoint import state_dict as checkpoints
+from torch.optim import AdamW, lr_scheduler, swa_utils
+from torch.optim import optimizer as torch_optimizer
+from torch.profiler import ProfilerActivity
+from torch.utils._pytree import tree_flatten
+
+from zero8 import Adam8bitBlockwise
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+BF16 = torch.bfloat16
+LAYOUTS = {"contiguous": torch.clone, "strided": lambda x: torch.stack([x, x], -1)[..., 0]}
+layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def trained(named: bool = False):
+    """Return a model and its optimizer; rounding to bfloat16 shows the identities of the dither."""
+    model = small_model(BF16)
+    optimizer = Adam8bitBlockwise(params_of(model, named), lr=0.1)
+    run(optimizer, list(model.parameters()), 2)
+    return model, optimizer
+
+
+def params_of(model, named: bool):
+    return model.named_parameters() if named else model.parameters()
+
+
+def model_like(model):
+    other = small_model(BF16)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def loss_of(model, step: int):
+    return model(torch.randn(4, 300, generator=torch.Generator().manual_seed(step))).square().mean()
+
+
+def through_file(contents):
+    file = io.BytesIO()
+    torch.save(contents, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def everything(model, optimizer):
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+
+def assert_same(got, expected) -> None:
+    """Check that two nests of containers, tensors and values are equal, tensors to the bit."""
+    leaves, structure = tree_flatten(got)
+    others, other_structure = tree_flatten(expected)
+    assert structure == other_structure
+    for ours, theirs in zip(leaves, others, strict=True):
+        if isinstance(theirs, torch.Tensor):
+            assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+        else:
+            assert ours == theirs
+
+
+def assert_go_on_alike(model, optimizer, other, its_optimizer) -> None:
+    for step in (2, 3):
+        run(optimizer, list(model.parameters()), 1, start=step)
+        run(its_optimizer, list(other.parameters()), 1, start=step)
+        assert_equal(model.parameters(), other.parameters())
+
+
+# --- Settings and groups -------------------------------------------------------------------------
+
+# Those of torch's `optim_inputs_func_adamw` that ask for nothing that is refused.
+SETTINGS = {
+    "default": {},
+    "lr": {"lr": 0.01},
+    "weight decay": {"weight_decay": 0.1},
+    "maximize": {"weight_decay": 0.1, "maximize": True},
+    "lr as tensor": {"lr": torch.tensor(0.01)},
+    "foreach": {"weight_decay": 0.1, "foreach": True},
+    "fused": {"weight_decay": 0.1, "fused": True},
+}
+
+
+@pytest.mark.parametrize("keywords", SETTINGS.values(), ids=SETTINGS)
+@layouts
+def test_training_with_the_settings_of_torchs_tests_makes_the_progress_of_adamw(keywords, layout):
+    def losses(cls, **others):
+        weight, bias = (
+            nn.Parameter(layout(param(*shape).detach())) for shape in ((64, 128), (64,))
+        )
+        optimizer = cls([weight, bias], **{"weight_decay": 0.0, **keywords, **others})
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (weight.mv(torch.linspace(-1.0, 1.0, 128)) + bias).square().sum()
+            loss.backward()
+            return loss
+
+        return torch.tensor([optimizer.step(closure).item() for _ in range(20)])
+
+    ours = losses(Adam8bitBlockwise)
+    # The fused AdamW of torch 2.13 mixes up the elements of strided parameters.
+    theirs = losses(AdamW, foreach=False, fused=False)
+    assert ((ours.diff() > 0) == keywords.get("maximize", False)).all()
+    # Half a code is about 3 % of one element's update; over 64 x 128 of them errors average out.
+    torch.testing.assert_close(ours - ours[0], theirs - theirs[0], rtol=0.003, atol=0.0)
+
+
+REFUSED = {
+    "a tensor": (lambda: param(64, 128), TypeError, "should be an iterable of Tensors or dicts"),
+    "numbers": (lambda: [1.0, 2.0], TypeError, "can only optimize Tensors, .* is float"),
+    "text": (lambda: [{"params": ["w"]}], TypeError, "can only optimize Tensors, .* is str"),
+    "a set": (lambda: [{"params": {param(9)}}], TypeError, "ordered collections"),
+    "nothing": (lambda: [], ValueError, "empty parameter list"),
+    "a sum": (lambda: [param(64, 128) + 1.0], ValueError, "non-leaf Tensor"),
+    "one in two groups": (
+        lambda: [{"params": p} for p in [param(64, 128)] * 2],
+        ValueError,
+        "more than one parameter group",
+    ),
+    "names of some": (lambda: [("w", param(9)), param(9)], ValueError, "names are missing"),
+    "names of a group": (
+        lambda: [{"params": [param(9)]}, {"params": [("w", param(9))]}],
+        ValueError,
+        "cannot add param group with names",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_constructor_with_parameters_that_torch_refuses_raises_its_error(make, error, message):
+    for cls in (AdamW, Adam8bitBlockwise):
+        with pytest.raises(error, match=message):
+            cls(make())
+
+
+BETA = torch.tensor(0.9)
+
+
+@pytest.mark.parametrize("betas", [(BETA, 0.99), (0.9, BETA), (BETA, BETA)], ids=str)
+def test_constructor_with_betas_as_tensors_raises(betas):
+    with pytest.raises(ValueError, match=r"betas: got tensor\(.*expected a finite number"):
+        Adam8bitBlockwise([param(64, 128)], betas=betas)
+
+
+def test_repr_of_an_optimizer_shows_the_settings_of_its_groups():
+    text = repr(Adam8bitBlockwise([{"params": [param(64, 128)], "lr": 0.25, "moe": "expert"}]))
+    assert text.startswith("Adam8bitBlockwise (\nParameter Group 0\n")
+    for line in ("lr: 0.25", "betas: (0.9, 0.999)", "moe: expert"):
+        assert f"\n    {line}\n" in text
+
+
+def test_group_that_joins_in_training_steps_as_in_an_optimizer_of_its_own():
+    together, apart = ([param(64, 128, seed=n, dtype=BF16) for n in range(2)] for _ in range(2))
+    joint = Adam8bitBlockwise([("old", together[0])], lr=0.1)
+    old = Adam8bitBlockwise([("old", apart[0])], lr=0.1)
+    run(joint, together[:1], 2)
+    run(old, apart[:1], 2)
+    joint.add_param_group({"params": [("new", together[1])], "lr": 0.5})
+    new = Adam8bitBlockwise([("new", apart[1])], lr=0.5)
+    for step in (2, 3):
+        run(joint, together, 1, start=step)
+        set_grads(apart, step)
+        old.step()
+        new.step()
+        assert_equal(together, apart)
+    assert [joint.state[p]["step"] for p in together] == [4, 2]
+
+
+REFUSED_GROUPS = {
+    "known parameter": (lambda known: {"params": [("again", known)]}, ValueError),
+    "no name": (lambda known: {"params": [param(64, 128)]}, ValueError),
+    "list": (lambda known: [("new", param(64, 128))], TypeError),
+    "bad lr": (lambda known: {"params": [("new", param(64, 128))], "lr": -1.0}, ValueError),
+}
+
+
+@pytest.mark.parametrize(("make", "error"), REFUSED_GROUPS.values(), ids=REFUSED_GROUPS)
+def test_group_refused_in_training_leaves_the_optimizer_as_it_was(make, error):
+    model, optimizer = trained(named=True)
+    before = everything(model, optimizer)
+    with pytest.raises(error):
+        optimizer.add_param_group(make(model[0].weight))
+    assert_same(everything(model, optimizer), before)
+    assert_go_on_alike(model, optimizer, *trained(named=True))
+
+
+LRS = {
+    "1 dimension": torch.tensor([0.5]),
+    "2 dimensions": torch.tensor([[0.5]]),
+    "float64": torch.tensor(0.5, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("value", LRS.values(), ids=LRS)
+def test_lr_as_a_tensor_of_another_kind_under_a_schedule_steps_as_a_number(value):
+    lr, params = value.clone(), [param(64, 128) for _ in range(2)]
+    optimizers = [Adam8bitBlockwise([p], lr=one) for p, one in zip(params, (lr, 0.5), strict=True)]
+    schedules = [lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
+    for step in range(4):
+        for p, optimizer, schedule in zip(params, optimizers, schedules, strict=True):
+            run(optimizer, [p], 1, start=step)
+            schedule.step()
+    assert torch.equal(*params)
+    assert optimizers[0].param_groups[0]["lr"] is lr and lr.item() == 0.5**5
+
+
+# --- Steps ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_step_without_any_gradient_changes_nothing(steps, weight_decay):
+    model = small_model()
+    optimizer = Adam8bitBlockwise(model.parameters(), weight_decay=weight_decay)
+    run(optimizer, list(model.parameters()), steps)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    before = everything(model, optimizer)
+    assert optimizer.step(lambda: 7.0) == 7.0
+    assert_same(everything(model, optimizer), before)
+
+
+def test_step_after_zero_grad_in_place_is_that_of_zero_gradients():
+    (model, optimizer), (other, its_optimizer) = trained(), trained()
+    grads, before = [p.grad for p in model.parameters()], copy.deepcopy(model)
+    optimizer.zero_grad(set_to_none=False)
+    for p, q, grad in zip(model.parameters(), other.parameters(), grads, strict=True):
+        assert p.grad is grad and not grad.any()
+        q.grad = torch.zeros_like(q)
+    optimizer.step()
+    its_optimizer.step()
+    assert_equal(model.parameters(), other.parameters())
+    assert not torch.equal(model[0].weight, before[0].weight)  # the momentum moves it
+
+
+KINDS = {
+    "plain": {},
+    "maximize": {"maximize": True},
+    "L2": {"weight_decay": 0.5, "adam_w_mode": False},
+}
+
+
+@layouts
+@pytest.mark.parametrize("keywords", KINDS.values(), ids=KINDS)
+def test_step_of_any_kind_leaves_gradients_as_they_were(layout, keywords):
+    params = [param(64, 128), param(64, 128, dtype=BF16), param(50)]
+    optimizer = Adam8bitBlockwise(params, **keywords)
+    set_grads(params, 0)
+    grads = [layout(p.grad) for p in params]
+    before = [grad.clone() for grad in grads]
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad
+    for _ in range(2):
+        optimizer.step()
+    assert all(p.grad is grad for p, grad in zip(params, grads, strict=True))
+    assert_equal(grads, before)
+
+
+def test_scalar_parameter_follows_adamw_and_is_saved_and_loaded():
+    """CLIP's logit_scale is one."""
+    ours, theirs = (nn.Parameter(torch.tensor(2.0)) for _ in range(2))
+    optimizer, adamw = Adam8bitBlockwise([ours], lr=0.1), AdamW([theirs], lr=0.1, weight_decay=0.0)
+    for step in range(4):
+        run(optimizer, [ours], 1, start=step)
+        run(adamw, [theirs], 1, start=step)
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
+    resumed = nn.Parameter(ours.detach().clone())
+    other = Adam8bitBlockwise([resumed])
+    other.load_state_dict(through_file(optimizer.state_dict()))
+    run(optimizer, [ours], 2, start=4)
+    run(other, [resumed], 2, start=4)
+    assert torch.equal(resumed, ours) and resumed.shape == ()
+
+
+def test_parameter_twice_in_a_group_raises():
+    p = nn.Parameter(torch.ones(64, 128))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        with pytest.raises(ValueError, match="a parameter twice in one group"):
+            Adam8bitBlockwise([p, p])
+
+
+def test_load_state_dict_of_amsgrad_raises_and_changes_nothing():
+    p, q = (nn.Parameter(torch.ones(64, 128)) for _ in range(2))
+    adamw, optimizer = AdamW([q], amsgrad=True), Adam8bitBlockwise([p], lr=0.5)
+    run(adamw, [q], 1)
+    with pytest.raises(ValueError, match="amsgrad: got True"):
+        optimizer.load_state_dict(adamw.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5 and not optimizer.state
+
+
+def test_step_between_forward_and_backward_is_noticed_by_autograd():
+    p = nn.Parameter(torch.full((64, 128), 2.0))
+    optimizer = Adam8bitBlockwise([p])
+    loss = (p * p).sum()
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_layer_frozen_for_some_steps_goes_on_where_it_was():
+    """As if each layer had an optimizer of its own, and one of them sat these steps out."""
+    model, other = small_model(), small_model()
+    joint = Adam8bitBlockwise(model.named_parameters(), lr=0.01)
+    pairs = list(other.named_parameters())
+    first, second = (Adam8bitBlockwise(two, lr=0.01) for two in (pairs[:2], pairs[2:]))
+    for step in range(6):
+        frozen = step in (2, 3)
+        model[0].requires_grad_(not frozen)
+        joint.zero_grad()
+        other.zero_grad()
+        loss_of(model, step).backward()
+        loss_of(other, step).backward()
+        for optimizer in (joint, second) if frozen else (joint, first, second):
+            optimizer.step()
+        assert_equal(model.parameters(), other.parameters())
+    assert [joint.state[layer.weight]["step"] for layer in model] == [4, 6]
+
+
+def test_parameter_frozen_with_its_gradient_left_is_stepped_as_by_adamw():
+    """It is the gradient that torch's optimizers ask for, not `requires_grad`."""
+    for cls in (AdamW, Adam8bitBlockwise):
+        p = param(64, 128).requires_grad_(False)
+        p.grad = torch.ones(64, 128)
+        cls([p], lr=0.5, weight_decay=0.0).step()
+        torch.testing.assert_close(p, param(64, 128).detach() - 0.5, rtol=0.0, atol=1e-6)
+
+
+def test_closure_under_no_grad_runs_with_gradients_and_the_mode_comes_back():
+    model, other = small_model(), small_model()
+    optimizer, plain = (Adam8bitBlockwise(each.parameters()) for each in (model, other))
+
+    def closure():
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+        assert not torch.is_grad_enabled()
+    expected = loss_of(other, 0)
+    expected.backward()
+    plain.step()
+    assert loss == expected
+    assert_equal(model.parameters(), other.parameters())
+
+
+def test_step_in_backward_of_each_parameter_is_the_step_after_it():
+    """By `register_post_accumulate_grad_hook`, which frees gradients as they arrive."""
+    model, other = small_model(), small_model()
+    whole = Adam8bitBlockwise(other.named_parameters(), lr=0.01)
+
+    def step_in_backward(optimizer):
+        def hook(p):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return hook
+
+    for name, p in model.named_parameters():
+        single = Adam8bitBlockwise([(name, p)], lr=0.01)
+        p.register_post_accumulate_grad_hook(step_in_backward(single))
+    for step in range(3):
+        loss_of(model, step).backward()
+        whole.zero_grad()
+        loss_of(other, step).backward()
+        whole.step()
+        assert_equal(model.parameters(), other.parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+# --- Hooks, and the profiler ---------------------------------------------------------------------
+
+
+def calls_of_hooks(cls) -> list:
+    """Return the calls of every kind of hook around steps, a save and a load, with arguments."""
+    p, calls = param(64, 128), []
+    optimizer = cls([p])
+    set_grads([p], 0)
+
+    def note(name):
+        # Positional arguments of a step by their number, keywords and dicts by their keys.
+        seen = {tuple: len, dict: sorted}
+        return lambda _, *args: calls.append((name, *(seen[type(one)](one) for one in args)))
+
+    with ExitStack() as hooks:
+        for register in (
+            torch_optimizer.register_optimizer_step_pre_hook,
+            torch_optimizer.register_optimizer_step_post_hook,
+            optimizer.register_step_pre_hook,
+            optimizer.register_step_post_hook,
+        ):
+            hooks.enter_context(register(note(register.__name__)))
+        for register in (
+            optimizer.register_state_dict_pre_hook,
+            optimizer.register_state_dict_post_hook,
+            optimizer.register_load_state_dict_pre_hook,
+            optimizer.register_load_state_dict_post_hook,
+        ):
+            for place in ("last", "first"):
+                hook = note(f"{register.__name__} {place}")
+                hooks.enter_context(register(hook, prepend=place == "first"))
+        optimizer.step()
+        optimizer.step(lambda: 1.0)
+        optimizer.step(closure=lambda: 1.0)
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    return calls
+
+
+def test_hooks_of_all_kinds_are_called_as_those_of_adamw():
+    calls = calls_of_hooks(Adam8bitBlockwise)
+    assert calls == calls_of_hooks(AdamW)
+    assert len(calls) == 3 * 4 + 4 * 2
+
+
+def test_step_pre_hook_that_returns_arguments_gives_the_step_another_closure():
+    model, optimizer = trained()
+    optimizer.register_step_pre_hook(lambda _, args, kwargs: (args, {"closure": lambda: 5.0}))
+    assert optimizer.step() == 5.0
+    assert optimizer.state[model[0].weight]["step"] == 3
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_load_state_dict_whose_hook_raises_changes_nothing(when):
+    model, optimizer = trained()
+    before = everything(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 7.0
+    saved["state"][0]["step"] = 9
+
+    def refuse(*args):
+        raise RuntimeError("not this one")
+
+    hook = getattr(optimizer, f"register_load_state_dict_{when}_hook")(refuse)
+    with pytest.raises(RuntimeError, match="not this one"):
+        optimizer.load_state_dict(saved)
+    hook.remove()
+    assert_same(everything(model, optimizer), before)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 7.0
+    assert optimizer.state[model[0].weight]["step"] == 9
+
+
+def test_step_under_the_profiler_is_a_range_named_after_the_class():
+    _, optimizer = trained()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    keys = [event.key for event in profile.key_averages()]
+    assert keys.count("Optimizer.step#Adam8bitBlockwise.step") == 1
+
+
+# --- State dicts and copies ----------------------------------------------------------------------
+
+
+def test_state_dict_has_adamws_keys_in_its_groups():
+    ours, theirs = (cls([param(64, 128)]).state_dict() for cls in (Adam8bitBlockwise, AdamW))
+    assert ours.keys() == theirs.keys()
+    newest = {"decoupled_weight_decay"}  # which the AdamW of earlier torch does not have
+    assert set(ours["param_groups"][0]) == set(theirs["param_groups"][0]) | newest
+
+
+def test_state_dict_without_the_newer_keys_of_groups_loads_and_goes_on():
+    model, optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for key in set(saved["param_groups"][0]) - {"params", "lr", "betas", "eps", "weight_decay"}:
+        del saved["param_groups"][0][key]
+    other = model_like(model)
+    resumed = Adam8bitBlockwise(other.parameters(), lr=7.0)
+    resumed.load_state_dict(saved)
+    assert_same(resumed.state_dict(), optimizer.state_dict())
+    assert_go_on_alike(model, optimizer, other, resumed)
+
+
+def test_unknown_keys_of_groups_survive_steps_saves_loads_and_copies():
+    """torchtitan's, DeepSpeed's and others' notes; a checkpoint brings its own."""
+    notes = {"moe": True, "name": "experts", "initial_lr": 0.5, "fused": True, "tags": ["a", {}]}
+    model = small_model(BF16)
+    optimizer = Adam8bitBlockwise([{"params": list(model.parameters()), **notes}])
+    run(optimizer, list(model.parameters()), 2)
+    saved = through_file(optimizer.state_dict())
+    saved["param_groups"][0]["stage"] = 2
+    other = model_like(model)
+    resumed = Adam8bitBlockwise(other.parameters())
+    resumed.load_state_dict(saved)
+    assert_go_on_alike(model, optimizer, other, resumed)
+    assert notes.items() <= optimizer.param_groups[0].items()
+    for one in (resumed, copy.deepcopy(resumed)):
+        for groups in (one.param_groups, one.state_dict()["param_groups"]):
+            assert (notes | {"stage": 2}).items() <= groups[0].items()
+
+
+@pytest.mark.parametrize("saved_named", [True, False], ids=["saved named", "saved unnamed"])
+@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
+def test_state_dict_with_or_without_names_loads_into_either_and_goes_on(saved_named, named):
+    model, optimizer = trained(saved_named)
+    other = model_like(model)
+    resumed, adamw = (cls(params_of(other, named)) for cls in (Adam8bitBlockwise, AdamW))
+    resumed.load_state_dict(through_file(optimizer.state_dict()))
+    adamw.load_state_dict(AdamW(params_of(model, saved_named)).state_dict())
+    names = [one.param_groups[0].get("param_names") for one in (resumed, adamw)]
+    assert names[0] == names[1]
+    assert_go_on_alike(model, optimizer, other, resumed)
+
+
+def test_state_dict_of_parameters_without_steps_loads_and_they_start_later():
+    params = [param(64, 128, seed=n, dtype=BF16) for n in range(3)]
+    optimizer = Adam8bitBlockwise(params, lr=0.1)
+    run(optimizer, params[::2], 2)
+    saved = through_file(optimizer.state_dict())
+    assert list(saved["state"]) == [0, 2]
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    resumed = Adam8bitBlockwise(others)
+    resumed.load_state_dict(saved)
+    run(optimizer, params, 2, start=2)
+    run(resumed, others, 2, start=2)
+    assert_equal(others, params)
+    assert [resumed.state[p]["step"] for p in others] == [4, 2, 4]
+
+
+@pytest.mark.parametrize("change", [list.clear, lambda groups: groups.append(groups[0])])
+def test_load_state_dict_of_another_number_of_groups_raises_and_changes_nothing(change):
+    model, optimizer = trained()
+    before = everything(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    change(saved["param_groups"])
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(saved)
+    assert_same(everything(model, optimizer), before)
+
+
+@pytest.mark.parametrize("kind", [int, float, torch.tensor, lambda step: torch.tensor([step])])
+def test_load_state_dict_of_adamw_takes_its_step_in_any_type(kind):
+    """Earlier versions of torch kept a number."""
+    ours, theirs = param(64, 128), param(64, 128)
+    adamw = AdamW([theirs])
+    run(adamw, [theirs], 3)
+    saved = copy.deepcopy(adamw.state_dict())
+    saved["state"][0]["step"] = kind(3)
+    optimizer = Adam8bitBlockwise([ours])
+    optimizer.load_state_dict(saved)
+    step = optimizer.state[ours]["step"]
+    assert (step, type(step)) == (3, int)
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "nested"])
+@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
+def test_states_under_the_names_of_distributed_checkpoints_load_and_go_on(named, flat):
+    """`set_state_dict` takes a step with an lr of 0 to make the states that it replaces."""
+    model, optimizer = trained(named)
+    optimizer.zero_grad()
+    options = checkpoints.StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, states = through_file(checkpoints.get_state_dict(model, optimizer, options=options))
+    assert ("state.0.weight.exp_avg_q8" in states) is flat
+    other = small_model(BF16)
+    resumed = Adam8bitBlockwise(params_of(other, named))
+    checkpoints.set_state_dict(
+        other, resumed, model_state_dict=weights, optim_state_dict=states, options=options
+    )
+    assert_same(resumed.state_dict(), optimizer.state_dict())
+    assert_go_on_alike(model, optimizer, other, resumed)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda both: pickle.loads(pickle.dumps(both))}
+
+
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+def test_copy_of_an_optimizer_under_a_schedule_and_hooks_is_free_of_them(duplicate):
+    model, optimizer = trained()
+    calls, schedule = [], lr_scheduler.StepLR(optimizer, 1)
+    optimizer.register_step_post_hook(lambda *args: calls.append(args[0]))
+    optimizer.register_load_state_dict_post_hook(calls.append)
+    other, copied = duplicate((model, optimizer))
+    public = [{key for key in vars(one) if key[0] != "_"} for one in (optimizer, copied)]
+    assert public[0] - {"step"} == public[1]  # the schedule counts the original's steps
+    copied.load_state_dict(copied.state_dict())
+    assert_go_on_alike(model, optimizer, other, copied)
+    assert calls == [optimizer] * 2
+    schedule.step()
+    assert copied.param_groups[0]["lr"] == 0.1 != optimizer.param_groups[0]["lr"]
+
+
+# --- Schedules -----------------------------------------------------------------------------------
+
+SCHEDULES = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda t: 0.9**t, lambda t: 1 / (1 + t)]),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.5, total_iters=4),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 4, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-1, 2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.2], total_steps=8),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.5, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "SWALR": lambda o: swa_utils.SWALR(o, 0.5, anneal_epochs=3),
+}
+schedules = pytest.mark.parametrize("schedule_of", SCHEDULES.values(), ids=SCHEDULES)
+lr_types = pytest.mark.parametrize("lr_type", [float, torch.tensor], ids=["number", "tensor"])
+
+
+def scheduled(cls, schedule_of, lr_type):
+    """Return a matrix and vectors in two groups, with their optimizer and its schedule."""
+    params = [param(64, 128), param(50, seed=1), param(50, seed=2)]
+    groups = [
+        {"params": params[:2], "lr": lr_type(0.05)},
+        {"params": params[2:], "lr": lr_type(0.01)},
+    ]
+    optimizer = cls(groups, weight_decay=0.0)
+    return params, optimizer, schedule_of(optimizer)
+
+
+def run_scheduled(params, optimizer, schedule, step: int) -> None:
+    run(optimizer, params, 1, start=step)
+    if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
+        schedule.step(1.0)
+    else:
+        schedule.step()
+
+
+def what_is_scheduled(optimizer) -> list:
+    groups = optimizer.param_groups
+    return [(type(group["lr"]), float(group["lr"]), *group["betas"]) for group in groups]
+
+
+@schedules
+@lr_types
+def test_schedule_of_any_class_goes_as_with_adamw_and_every_step_takes_its_values(
+    schedule_of, lr_type
+):
+    ours = scheduled(Adam8bitBlockwise, schedule_of, lr_type)
+    theirs = scheduled(AdamW, schedule_of, lr_type)
+    (matrix, *vectors), (its_matrix, *its_vectors) = ours[0], theirs[0]
+    before, seen = matrix.detach().clone(), []
+    for step in range(6):
+        seen.append(what_is_scheduled(ours[1]))
+        assert seen[-1] == what_is_scheduled(theirs[1])
+        run_scheduled(*ours, step)
+        run_scheduled(*theirs, step)
+        torch.testing.assert_close(vectors, its_vectors, rtol=1e-6, atol=1e-6)
+        assert (matrix - its_matrix).norm() < 0.02 * (its_matrix - before).norm()
+    assert all(len(set(of_group)) > 1 for of_group in zip(*seen, strict=True))
+
+
+@schedules
+@lr_types
+def test_schedule_of_any_class_resumed_with_its_optimizer_goes_on(schedule_of, lr_type):
+    params, optimizer, schedule = scheduled(Adam8bitBlockwise, schedule_of, lr_type)
+    for step in range(3):
+        run_scheduled(params, optimizer, schedule, step)
+    others, resumed, its_schedule = scheduled(Adam8bitBlockwise, schedule_of, lr_type)
+    for p, q in zip(params, others, strict=True):
+        q.data.copy_(p)
+    saved = copy.deepcopy((optimizer.state_dict(), schedule.state_dict()))
+    resumed.load_state_dict(saved[0])
+    its_schedule.load_state_dict(saved[1])
+    for step in range(3, 6):
+        assert what_is_scheduled(resumed) == what_is_scheduled(optimizer)
+        run_scheduled(params, optimizer, schedule, step)
+        run_scheduled(others, resumed, its_schedule, step)
+        assert_equal(others, params)
+
+
+def test_schedules_of_these_tests_are_all_that_torch_has():
+    assert set(SCHEDULES) - {"SWALR"} == set(lr_scheduler.__all__) - {"LRScheduler"}
+
+
+# --- Other parts of torch ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unscales", [True, False], ids=["unscale_", "step only"])
+def test_grad_scaler_steps_as_without_it_and_skips_infinite_gradients(unscales):
+    """Scales are powers of two, so that unscaled gradients have the bits of those never scaled."""
+    (model, other), scaler = (small_model(), small_model()), torch.amp.GradScaler("cpu", 1024.0)
+    optimizer, plain = (Adam8bitBlockwise(each.parameters(), lr=0.01) for each in (model, other))
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        if overflows := step == 2:
+            model[0].weight.grad[3, 7] = float("inf")
+        before = everything(model, optimizer)
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if overflows:
+            assert_same(everything(model, optimizer), before)
+        else:
+            plain.zero_grad()
+            loss_of(other, step).backward()
+            plain.step()
+        assert_equal(model.parameters(), other.parameters())
+    assert scaler.get_scale() == 512.0 and optimizer.nonfinite_blocks == 0
+
+
+def test_compiled_model_trains_to_the_bits_of_the_model():
+    model, other = small_model(), small_model()
+    compiled = torch.compile(model, backend="eager")
+    for each in (compiled, other):
+        optimizer = Adam8bitBlockwise(each.parameters(), lr=0.01)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(each, step).backward()
+            optimizer.step()
+    assert_equal(model.parameters(), other.parameters())
+    assert not torch.equal(model[0].weight, small_model()[0].weight)
+
+
+def test_compiled_models_parameters_have_the_names_of_the_models_own(caplog):
+    model = torch.compile(nn.Sequential(nn.Linear(128, 64)), backend="eager")
+    optimizer = Adam8bitBlockwise(model.named_parameters(), fp32_params=["0.weight", "0.wieght"])
+    model(torch.ones(1, 128)).sum().backward()
+    optimizer.step()
+    (row,) = [row for row in optimizer.memory_report().rows if row.name == "0.weight"]
+    assert row.bits == 32
+    assert "no parameter has a name that matches ['0.wieght']" in caplog.text
