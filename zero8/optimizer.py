@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero8.fsdp.flattened import FlattenedTensor
 from zero8.fsdp.meshes import process_groups
 from zero8.fsdp.sharded import ShardedTensor
 from zero8.op import kernel
@@ -18,6 +19,7 @@ from zero8.state import keywords
 from zero8.state.kind import kind_of
 from zero8.state.memory_report import MemoryReport
 from zero8.state.params import KnownParams, ParamInfo
+from zero8.state.plain import is_of_adam
 from zero8.state.policy import Policy
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
@@ -32,7 +34,7 @@ from zero8.zero.swap_file import Layout
 
 logger = logging.getLogger("zero8")
 
-KINDS = (FlatPartition, ShardedTensor, WholeTensor)
+KINDS = (FlatPartition, ShardedTensor, FlattenedTensor, WholeTensor)
 """The kinds of state, in the order in which they are asked whether a parameter is theirs."""
 FEW = 0.01
 """Up to which share of the elements float32 moments are worth no warning."""
@@ -373,15 +375,31 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        # A rank that raised alone would leave the others in the collectives of the next step.
-        groups = self._process_groups()
-        failed = ranks.total(error is not None, groups) if groups else error is not None
-        if failed:
+        error = self._error_of_ranks(error, state_dict)
+        if error is not None:
             self.__dict__.update(kept)
-            raise error or ValueError(
+            raise error
+
+    def _error_of_ranks(self, error: Exception | None, state_dict: dict) -> Exception | None:
+        """Return what all ranks that share parameters raise: their own errors, or a common one."""
+        groups = self._process_groups()
+        if not groups:
+            return error
+        # A rank that raised alone would leave the others in the collectives of the next step.
+        of_adam = any(map(is_of_adam, state_dict.get("state", {}).values()))
+        failed, some, none = ranks.largest([error is not None, of_adam, not of_adam], groups)
+        if error is None and failed:
+            return ValueError(
                 "load_state_dict: the states of other ranks do not fit their parameters (their "
                 "errors say why); nothing has been changed on this one"
             )
+        if error is None and some and none:
+            return ValueError(
+                "load_state_dict: got states of an fp32 Adam on some ranks only: they have come "
+                "through a state dict of another form than the checkpoint's; set "
+                'state_dict_format to the checkpoint\'s, "8bit" or "fp32"'
+            )
+        return error
 
     def adopted(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
         """Return a loaded state of a parameter as this optimizer keeps it, in tensors of its own.
@@ -406,8 +424,10 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         infos, rows = self._infos(), []
         for p, state in self.state.items():
             if state:
-                stores = kind_of(self.kinds, p, state).moments(p, state, infos.get(p))
-                rows += self.settings.memory_rows(stores, "param_correction" in state)
+                kind = kind_of(self.kinds, p, state)
+                stores = kind.moments(p, state, infos.get(p))
+                corrected = "param_correction" in state
+                rows += self.settings.memory_rows(stores, corrected, kind.remark)
         for layout in self.on_disk.values():
             rows += self.settings.memory_rows(layout.like, layout.correction_numel > 0)
         return MemoryReport(tuple(rows))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps under FSDP2 have the bits of one process on plain tensors."""
 
-import fsdp_worker
 import pytest
 from fsdp_worker import LAYOUTS, differing, trained, trained_alone
 

@@ -4,7 +4,9 @@
 from pathlib import Path
 
 import torch
-from fsdp_worker import LAYOUTS, optimizer_of, results, run, sharded, start
+from fsdp_worker import LAYOUTS, OPTIONS, optimizer_of, results, run, sharded, start, whole
+from live_bytes import LiveBytes
+from ranks import error_of
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -13,6 +15,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
+
+from zero8 import Adam8bitBlockwise
 
 MODES = {
     "sharded": {},
@@ -82,3 +87,86 @@ def resume(layout: str, folder: Path, mode: str, steps: int, more: int) -> tuple
     loaded = results(model, optimizer)
     run(model, optimizer, steps, steps + more)
     return loaded, results(model, optimizer)
+
+
+def adam_of(kind: str, model: nn.Module, **keywords) -> torch.optim.Optimizer:
+    """Return torch's AdamW, or ours with a format of state dicts."""
+    if kind == "AdamW":
+        return torch.optim.AdamW(model.named_parameters(), **OPTIONS, **keywords)
+    return optimizer_of(model, LAYOUTS["float32"], state_dict_format=kind, **keywords)
+
+
+def moments(model: nn.Module, optimizer) -> dict[str, dict]:
+    """Return by parameter step, and both moments in float32, whole."""
+    states = optimizer.state_dict()["state"]
+    if isinstance(optimizer, Adam8bitBlockwise):
+        before, optimizer.state_dict_format = optimizer.state_dict_format, "fp32"
+        states = optimizer.state_dict()["state"]
+        optimizer.state_dict_format = before
+    names = [name for name, _ in model.named_parameters()]
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    return {name: {k: whole(states[n][k]) for k in keys} for n, name in enumerate(names)}
+
+
+def carry(mode: str, first: str, second: str, folder: Path) -> tuple:
+    """Train one optimizer, and load its checkpoint into another.
+
+    Returns:
+        The `moments` of the first, of the second before and after, and what the load raised.
+    """
+    start()
+    model = sharded(LAYOUTS["float32"])
+    optimizer = adam_of(first, model)
+    run(model, optimizer, 0, 3)
+    save(model, optimizer, mode, folder)
+    other_model = sharded(LAYOUTS["float32"])
+    other = adam_of(second, other_model)
+    run(other_model, other, 7, 8)
+    before = moments(other_model, other)
+    error = error_of(load, other_model, other, mode, folder)
+    return moments(model, optimizer), before, moments(other_model, other), error
+
+
+def save_in_training(folder: Path) -> tuple[dict, dict, dict]:
+    """Start an asynchronous checkpoint, train on while it is written, and load it elsewhere.
+
+    Returns:
+        `results` when it was started, after the steps that followed, and as loaded.
+    """
+    start()
+    model = sharded(LAYOUTS["offload"])
+    optimizer = optimizer_of(model, LAYOUTS["offload"])
+    run(model, optimizer, 0, 3)
+    expected = results(model, optimizer)
+    content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    group = torch.distributed.new_group()  # of its own: two threads must not share one
+    writing = dcp.async_save(content, checkpoint_id=folder / "sharded", process_group=group)
+    run(model, optimizer, 3, 6)
+    writing.result()
+    torch.distributed.barrier()
+    other = sharded(LAYOUTS["offload"])
+    resumed = optimizer_of(other, LAYOUTS["offload"])
+    load(other, resumed, "sharded", folder)
+    return expected, results(model, optimizer), results(other, resumed)
+
+
+def sizes(folder: Path) -> tuple[int, int, int]:
+    """Return the bytes of the optimizer's checkpoint, of AdamW's, and what ours took to be made.
+
+    The last on this rank, besides the states.
+    """
+    start()
+    nbytes = {}
+    for kind in ("8bit", "AdamW"):
+        model = fully_shard(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)))
+        optimizer = adam_of(kind, model)
+        model(torch.ones(1, 1024)).sum().backward()
+        optimizer.step()
+        with LiveBytes() as counted:
+            optimizer.state_dict()
+        dcp.save(get_state_dict(model, optimizer)[1], checkpoint_id=folder / kind)
+        torch.distributed.barrier()
+        nbytes[kind] = sum(path.stat().st_size for path in (folder / kind).iterdir())
+        if kind == "8bit":
+            taken = counted.peak
+    return nbytes["8bit"], nbytes["AdamW"], taken

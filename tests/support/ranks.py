@@ -155,11 +155,11 @@ def _start(logs: Path, rank: int, world_size: int, port: int) -> subprocess.Pope
 def error_of(function, *args, **kwargs) -> tuple[str, str] | None:
     """Return the type and text of what a call raises, None if it returns.
 
-    Any exception: one that ended this rank would leave the others waiting for it.
+    Any: one that ended this rank would leave the others waiting for it.
     """
     try:
         function(*args, **kwargs)
-    except Exception as error:
+    except BaseException as error:  # DCP raises what is no Exception
         return type(error).__name__, str(error)
     return None
 

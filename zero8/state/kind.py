@@ -30,6 +30,9 @@ class StateKind(ABC):
     """Whether a rank may raise by itself where gradients are not finite: all others do too, or
     none waits for it."""
 
+    remark = ""
+    """What the memory report adds to the reason for the bits of a parameter."""
+
     def __init__(self, settings: Settings, params: KnownParams):
         """Serve an optimizer with these settings and parameters."""
         self._settings, self._params = settings, params

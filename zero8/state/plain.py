@@ -180,8 +180,7 @@ class PlainState:
         Raises:
             ValueError: if they do not fit.
         """
-        # Those that merge a loaded state into ours leave our other entries beside Adam's.
-        if "format" not in saved or isinstance(saved.get("step"), Tensor):
+        if is_of_adam(saved):
             return cls._from_adam(saved, codec, parameter, extent, device)
         name = parameter.name
         if missing := [key for key in ("step", "history") if key not in saved]:
@@ -207,8 +206,8 @@ class PlainState:
         if missing := [key for key in ("step", *MOMENTS) if key not in saved]:
             raise ValueError(
                 f"state of {name}: got entries {sorted(saved)}, without {missing}; expected "
-                "a state of Adam8bitBlockwise or of an fp32 Adam (whose checkpoints "
-                'torch.distributed.checkpoint reads with state_dict_format="fp32")'
+                "a state of Adam8bitBlockwise or of an fp32 Adam (which torch.distributed.checkpoint "
+                'reads through state_dict_format="fp32", not flattened)'
             )
         new = cls.zeros(codec, parameter, extent, device)
         moments = []
@@ -223,6 +222,12 @@ class PlainState:
     def _write(self, moments: list[Tensor]) -> None:
         for store, values in zip(self.stores(""), moments, strict=True):
             store.write(0, values)
+
+
+def is_of_adam(saved: dict) -> bool:
+    """Return whether a loaded state is that of an fp32 Adam."""
+    # Those that merge a loaded state into ours leave our other entries beside Adam's.
+    return bool(saved) and ("format" not in saved or isinstance(saved.get("step"), Tensor))
 
 
 def described(codec: Codec, piece: Piece, step: int, history: float = UNKNOWN_HISTORY) -> dict:

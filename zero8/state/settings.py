@@ -83,14 +83,16 @@ class Settings:
             )
         return {"param_correction": correction.to(p.device, copy=True).contiguous()}
 
-    def memory_rows(self, stores: Sequence[MomentStore], corrected: bool) -> list[MemoryRow]:
+    def memory_rows(
+        self, stores: Sequence[MomentStore], corrected: bool, remark: str = ""
+    ) -> list[MemoryRow]:
         """Return what two moments take, a row for each parameter of their segment table."""
         rows: dict[str, MemoryRow] = {}
         for number, piece in enumerate(stores[0].table.pieces):
             moments = [store.moment(number) for store in stores]
             tensors = [t for m in moments for t in (m.values, m.scales)]
             state_bytes = sum(t.nbytes for t in tensors if t is not None)
-            reason = self.policy.decide(piece.name, piece.shape).reason
+            reason = self.policy.decide(piece.name, piece.shape).reason + remark
             bits = 8 if piece.is_quantized else 32
             sizes = (piece.numel, bits, reason, state_bytes, piece.numel * corrected)
             row = MemoryRow(piece.name, piece.shape, *sizes)

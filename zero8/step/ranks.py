@@ -21,13 +21,23 @@ def total(number: int, process_groups: Sequence) -> int:
 
     All ranks must call this.  One all_reduce of 8 bytes per group; None is the group of all.
     """
-    if not _is_initialized():
-        return number
-    for group in process_groups:
-        count = torch.tensor([number], dtype=torch.int64, device=_device_of(group))
-        torch.distributed.all_reduce(count, group=group)
-        number = int(count.item())
+    (number,) = _reduced([number], process_groups, "SUM")
     return number
+
+
+def largest(numbers: Sequence[int], process_groups: Sequence) -> list[int]:
+    """Return the largest of each number over the ranks of groups, called as `total`."""
+    return _reduced(numbers, process_groups, "MAX")
+
+
+def _reduced(numbers: Sequence[int], process_groups: Sequence, op: str) -> list[int]:
+    if not _is_initialized():
+        return list(numbers)
+    for group in process_groups:
+        reduced = torch.tensor(numbers, dtype=torch.int64, device=_device_of(group))
+        torch.distributed.all_reduce(reduced, getattr(torch.distributed.ReduceOp, op), group)
+        numbers = reduced.tolist()
+    return numbers
 
 
 def _is_initialized() -> bool:
