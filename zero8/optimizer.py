@@ -25,6 +25,8 @@ from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 from zero8.state.whole import WholeTensor
 from zero8.step import ranks
+from zero8.step.batch import Batch
+from zero8.step.in_backward import InBackward, check_model
 from zero8.step.stepper import Stepper
 from zero8.versions import warn_if_untested
 from zero8.zero import seams
@@ -150,7 +152,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         self._tell_what_stays_float32()
         # DeepSpeed constructs us before ZeRO: the last moment to fit the two together.
         seams.fit_in(type(self))
-        if any(p.device.type in DEVICES for group in self.param_groups for p in group["params"]):
+        if any(p.device.type in DEVICES for p in self._all_params()):
             kernel.prepare()  # while an engine is made, where a wait is expected
 
     def _tell_what_stays_float32(self) -> None:
@@ -177,6 +179,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         self._params = KnownParams()
         self.kinds = [kind(self.settings, self._params) for kind in KINDS]
         self._stepper = Stepper(self.settings, self._params, self.kinds)
+        self._in_backward: InBackward | None = None
+        self._groups_seen: tuple[list[dict], dict[Tensor, dict]] = ([], {})
         self.on_disk: dict[Tensor, Layout] = {}
 
     def add_param_group(self, param_group: dict) -> None:
@@ -244,11 +248,64 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._in_backward is not None:
+            self._in_backward.finish()
+            self._in_backward.watch(self._all_params())
         # Python runs other threads while the kernel works.
         with self._lock:
             if skipped := self._stepper.step(self.param_groups, self.state):
                 self._report(skipped)
         return loss
+
+    def step_in_backward(self, model: torch.nn.Module) -> InBackward:
+        """Step each parameter in the backward, as soon as its gradient is there, and free that.
+
+        `step` then waits for what is left, and counts and reports as ever: schedulers and hooks of
+        steps go on as they were.  The bits are those of steps after the backward.  On the CPU one
+        thread steps while the backward goes on.
+
+            optimizer.step_in_backward(model)
+            for batch in batches:
+                loss_of(model(batch)).backward()
+                optimizer.step()
+
+        Args:
+            model: the model of whose parameters this is the optimizer; under FSDP2 or in one
+                process.
+
+        Returns:
+            What ends it, by its `remove()`.
+
+        Raises:
+            ValueError: if gradients are not complete when they arrive, or are not the model's.
+            RuntimeError: later, for what needs a gradient that has been used: clipping by the norm
+                of all, GradScaler, gradient accumulation.
+        """
+        check_model(model, self._all_params())
+        if self._in_backward is not None:
+            self._in_backward.remove()
+        self._in_backward = InBackward(self._step_one)
+        self._in_backward.watch(self._all_params())
+        return self._in_backward
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def _step_one(self, p: Tensor, grad: Tensor) -> None:
+        with self._lock:
+            groups, group_of = self._groups_seen
+            if groups is not self.param_groups or p not in group_of:
+                group_of = {one: group for group in self.param_groups for one in group["params"]}
+                self._groups_seen = self.param_groups, group_of
+            batch = Batch.single(group_of[p], p, grad, self.state)
+            self._stepper.step_batch(batch, self.param_groups, self.state)
+
+    def _wait(self) -> None:
+        """Wait for steps that have begun in the backward."""
+        if self._in_backward is not None:
+            self._in_backward.wait()
+
+    def _all_params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def before_replay(self) -> None:
         """Make the next replay of the CUDA graph with `step` in it take the next step.
@@ -317,10 +374,10 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         return ranks.num_ranks() == 1 or not self._has_params_on_gpus()
 
     def _process_groups(self) -> list:
-        return process_groups(p for group in self.param_groups for p in group["params"])
+        return process_groups(self._all_params())
 
     def _has_params_on_gpus(self) -> bool:
-        return any(p.is_cuda for group in self.param_groups for p in group["params"])
+        return any(p.is_cuda for p in self._all_params())
 
     def _log(self, skipped: dict[str, int]) -> None:
         self.nonfinite_blocks += sum(skipped.values())
@@ -337,9 +394,10 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         The tensors are the live ones, as those of any optimizer of torch, but for moments that are
         decoded for this.
         """
+        self._wait()
         in_fp32 = keywords.check_state_dict_format(self.state_dict_format) == "fp32"
         packed = super().state_dict()
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = self._all_params()
         for number, state in packed["state"].items():
             if state and isinstance(number, int):
                 p = params[number]
@@ -356,6 +414,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             ValueError: if a state does not fit its parameter, on this or on another rank; nothing
                 has been changed then.
         """
+        self._wait()
         with self._lock:
             self._load_state_dict(state_dict)
 
@@ -416,11 +475,13 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         Raises:
             ValueError: if the state does not fit the parameter.
         """
+        self._wait()
         state = self.state[p]
         return kind_of(self.kinds, p, state).moments(p, state, self._infos().get(p))
 
     def memory_report(self) -> MemoryReport:
         """Return, per parameter, whether its moments are 8-bit or float32, why, and their bytes."""
+        self._wait()
         infos, rows = self._infos(), []
         for p, state in self.state.items():
             if state:

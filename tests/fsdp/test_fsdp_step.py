@@ -10,3 +10,10 @@ from fsdp_worker import LAYOUTS, differing, trained, trained_alone
 def test_fsdp2_step_has_the_bits_of_one_process(layout, world_size, standing_ranks):
     for got in standing_ranks(world_size).run(trained, layout=layout, steps=4):
         assert differing(got, trained_alone(layout, 4), world_size) == []
+
+
+@pytest.mark.parametrize("layout", ["offload", "corrected"])
+def test_fsdp2_step_in_the_backward_has_the_bits_of_one_process(layout, standing_ranks):
+    arguments = {"layout": layout, "steps": 4, "in_backward": True}
+    for got in standing_ranks(2).run(trained, **arguments):
+        assert differing(got, trained_alone(layout, 4), 2) == []

@@ -128,11 +128,13 @@ def results(model: nn.Module, optimizer) -> dict[str, dict]:
     return found
 
 
-def trained(layout: str, steps: int) -> dict[str, dict]:
+def trained(layout: str, steps: int, in_backward: bool = False) -> dict[str, dict]:
     """Return `results` after some steps under FSDP2."""
     start()
     model = sharded(LAYOUTS[layout])
     optimizer = optimizer_of(model, LAYOUTS[layout])
+    if in_backward:
+        optimizer.step_in_backward(model)
     run(model, optimizer, 0, steps)
     return results(model, optimizer)
 

@@ -206,8 +206,8 @@ class PlainState:
         if missing := [key for key in ("step", *MOMENTS) if key not in saved]:
             raise ValueError(
                 f"state of {name}: got entries {sorted(saved)}, without {missing}; expected "
-                "a state of Adam8bitBlockwise or of an fp32 Adam (which torch.distributed.checkpoint "
-                'reads through state_dict_format="fp32", not flattened)'
+                "a state of Adam8bitBlockwise or of an fp32 Adam, which "
+                'torch.distributed.checkpoint reads through state_dict_format="fp32", not flattened'
             )
         new = cls.zeros(codec, parameter, extent, device)
         moments = []

@@ -49,6 +49,11 @@ class Batch:
                     batch.states.append(state[p])
         return batch
 
+    @classmethod
+    def single(cls, group: dict, p: Tensor, grad: Tensor, state: Mapping[Tensor, dict]) -> "Batch":
+        """Return one parameter of a group with a gradient that it does not hold."""
+        return cls([group], [p], [local(p)], [local_grad(p, grad)], [state[p]])
+
     @property
     def ids(self) -> list[int]:
         """A number per parameter, different for different ones that exist at the same time."""

@@ -52,15 +52,18 @@ class Stepper:
             ValueError: if a parameter, a gradient or a state is not served; nothing has changed.
         """
         kernel.module()  # a failure to compile must come before anything has been changed
-        batch = Batch.stepping(groups, state)
+        self.step_batch(Batch.stepping(groups, state), groups, state)
+        return self.counts.take()
+
+    def step_batch(self, batch: Batch, groups: list[dict], state: Mapping[Tensor, dict]) -> None:
+        """Take a step over some parameters; all else as `step`."""
         if batch.params:
             plan, addresses = self._plan_for(batch, groups, state)
             if any(capturing := [is_capturing(part.device) for part in plan.parts]):
                 self._capture(batch, plan, addresses, all(capturing))
-                return {}
+                return
             self.count_replays()
             self._run(batch, plan, addresses)
-        return self.counts.take()
 
     def _plan_for(
         self, batch: Batch, groups: list[dict], state: Mapping[Tensor, dict]

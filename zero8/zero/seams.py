@@ -185,7 +185,7 @@ def fit_in(optimizer_class: type) -> None:
     Raises:
         RuntimeError: as `install`, if DeepSpeed is loaded.
     """
-    if "deepspeed" in sys.modules:
+    if sys.modules.get("deepspeed"):
         install(optimizer_class)
     else:  # an engine that is given an optimizer object may be imported later
         when_imported("deepspeed.runtime.engine", _Late(optimizer_class))

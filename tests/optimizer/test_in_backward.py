@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps in the backward: the bits of steps after it, and what cannot be had with them."""
+
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from zero8 import Adam8bitBlockwise
+from zero8.step import stepper
+
+KEYWORDS = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(128, 128, dtype=dtype) for _ in range(4)]
+    layers[2].weight = layers[1].weight  # tied: its gradient comes once, when it is whole
+    return nn.Sequential(*layers)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(8, 128, generator=generator)
+    return model(inputs.to(next(model.parameters()).dtype)).float().square().mean()
+
+
+def train(model, optimizer, steps: int, start: int = 0, scheduler=None) -> None:
+    for step in range(start, start + steps):
+        loss_of(model, step).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+
+
+def in_backward(dtype: torch.dtype = torch.float32, **keywords):
+    model = model_of(dtype)
+    optimizer = Adam8bitBlockwise(model.named_parameters(), **{**KEYWORDS, **keywords})
+    return model, optimizer, optimizer.step_in_backward(model)
+
+
+def after_backward(dtype: torch.dtype = torch.float32, **keywords):
+    model = model_of(dtype)
+    return model, Adam8bitBlockwise(model.named_parameters(), **{**KEYWORDS, **keywords})
+
+
+def assert_same(model, optimizer, other_model, other) -> None:
+    for (name, p), q in zip(model.named_parameters(), other_model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        assert optimizer.state[p].keys() == other.state[q].keys()
+        for key, value in optimizer.state[p].items():
+            theirs = other.state[q][key]
+            same = torch.equal(value, theirs) if torch.is_tensor(value) else value == theirs
+            assert same, (name, key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_in_backward_has_the_bits_of_steps_after_it(dtype):
+    """Under a schedule, and with hooks of steps, which run once an iteration."""
+    counts = []
+    runs = in_backward(dtype)[:2], after_backward(dtype)
+    for model, optimizer in runs:
+        optimizer.register_step_post_hook(lambda *_: counts.append(1))
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
+        train(model, optimizer, 6, scheduler=scheduler)
+    assert len(counts) == 12
+    assert_same(*runs[0], *runs[1])
+
+
+def test_in_backward_gradients_are_freed_while_it_goes_on():
+    model, optimizer, _ = in_backward()
+    grads, alive = [], []
+    first = model[3].weight
+    step_one = optimizer._in_backward._take_step
+
+    def counting(p, grad):
+        grads.append(weakref.ref(grad))
+        alive.append(sum(ref() is not None for ref in grads))
+        step_one(p, grad)
+
+    optimizer._in_backward._take_step = counting
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert len(grads) == 7 and first.grad is None
+    assert all(ref() is None for ref in grads)
+    assert alive[-1] < len(grads)
+
+
+def test_in_backward_another_thread_steps(monkeypatch):
+    threads = set()
+    step_batch = stepper.Stepper.step_batch
+
+    def noting(self, batch, *others):
+        if batch.params:
+            threads.add(threading.current_thread().name.partition("_")[0])
+        step_batch(self, batch, *others)
+
+    monkeypatch.setattr(stepper.Stepper, "step_batch", noting)
+    model, optimizer, _ = in_backward()
+    train(model, optimizer, 2)
+    assert threads == {"zero8-step"}
+
+
+def clip(model, optimizer):
+    loss_of(model, 0).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+
+
+def accumulate(model, optimizer):
+    loss_of(model, 0).backward()
+    loss_of(model, 1).backward()
+
+
+def scale(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(optimizer)
+
+
+def zero_in_place(model, optimizer):
+    loss_of(model, 0).backward()
+    optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("use", [clip, accumulate, scale, zero_in_place])
+def test_in_backward_use_of_a_gradient_afterwards_raises_with_the_reason(use):
+    model, optimizer, _ = in_backward()
+    with pytest.raises(RuntimeError, match="step_in_backward has stepped with this gradient"):
+        use(model, optimizer)
+
+
+def test_in_backward_of_a_model_in_ddp_is_refused(monkeypatch):
+    from zero8.step import in_backward as module
+
+    class Buckets(nn.Sequential):
+        pass
+
+    monkeypatch.setattr(module, "DistributedDataParallel", Buckets)
+    model = Buckets(nn.Linear(64, 64))
+    with pytest.raises(ValueError, match="buckets"):
+        Adam8bitBlockwise(model.parameters()).step_in_backward(model)
+
+
+def test_in_backward_of_fsdp1_is_refused():
+    model = nn.Linear(64, 64)
+    model.weight._fsdp_flattened = True
+    with pytest.raises(ValueError, match="FSDP1"):
+        Adam8bitBlockwise(model.parameters()).step_in_backward(model)
+
+
+def test_in_backward_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="2 parameters that are not the model's"):
+        Adam8bitBlockwise(nn.Linear(64, 64).parameters()).step_in_backward(nn.Linear(64, 64))
+
+
+def test_in_backward_gradients_set_by_hand_are_stepped_by_step():
+    """As torch.distributed.checkpoint does to make states."""
+    runs = in_backward()[:2], after_backward()
+    for model, optimizer in runs:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, 1)
+    assert_same(*runs[0], *runs[1])
+
+
+def test_in_backward_removed_steps_as_usual_and_clips():
+    model, optimizer, handle = in_backward()
+    train(model, optimizer, 2)
+    handle.remove()
+    other_model, other = after_backward()
+    train(other_model, other, 2)
+    for each, its in ((model, optimizer), (other_model, other)):
+        loss_of(each, 2).backward()
+        clip_grad_norm_(each.parameters(), 1e-3)
+        its.step()
+        its.zero_grad()
+    assert_same(model, optimizer, other_model, other)
+
+
+def test_in_backward_group_that_joins_and_a_load_are_followed():
+    """The new group from the next backward on; the loaded learning rate from the next step on."""
+    runs = in_backward()[:2], after_backward()
+    for model, optimizer in runs:
+        train(model, optimizer, 1)
+        torch.manual_seed(1)
+        model.append(nn.Linear(128, 128))
+        optimizer.add_param_group({"params": list(model[4].named_parameters("4")), "lr": 0.05})
+        train(model, optimizer, 2, start=1)
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["lr"] = 0.002
+        optimizer.load_state_dict(saved)
+        train(model, optimizer, 2, start=3)
+    assert_same(*runs[0], *runs[1])
+
+
+def test_in_backward_non_finite_gradient_raises_at_step():
+    model, optimizer, _ = in_backward()
+    (loss_of(model, 0) * float("inf")).backward()
+    with pytest.raises(FloatingPointError, match="non-finite gradient"):
+        optimizer.step()
+
+
+def test_in_backward_error_of_a_step_raises_at_step_and_the_next_goes_on():
+    model, optimizer, _ = in_backward()
+    train(model, optimizer, 1)
+    optimizer.state[model[0].weight]["format"] = torch.zeros(3)
+    loss_of(model, 1).backward()
+    with pytest.raises(ValueError, match="format"):
+        optimizer.step()
+    optimizer.state[model[0].weight] = {}
+    train(model, optimizer, 1, start=2)

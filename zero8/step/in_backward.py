@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps in the backward: each parameter's as soon as its gradient is there, which is then freed.
+
+On the CPU a thread of its own steps while the backward goes on; on a GPU the step joins the stream
+that the gradient comes from.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+USED = (
+    "step_in_backward has stepped with this gradient and freed it.  What needs gradients after the "
+    "backward, or of several backwards, cannot be had with it: clipping by the norm of all "
+    "gradients, GradScaler, gradient accumulation (but that of FSDP2's "
+    "set_requires_gradient_sync).  Call remove() of what step_in_backward returned"
+)
+
+TakeStep = Callable[[Tensor, Tensor], None]
+"""Takes the step of a parameter, given it and its gradient."""
+
+
+class UsedGradient(Tensor):
+    """Stands for a gradient that has been used: whatever is done with it raises RuntimeError.
+
+    Without it clipping would take no gradient for one of norm 0, and do nothing.
+    """
+
+    @staticmethod
+    def __new__(cls, p: Tensor) -> "UsedGradient":
+        """Return one for a parameter."""
+        return Tensor._make_wrapper_subclass(cls, p.shape, dtype=p.dtype, device=p.device)
+
+    def __repr__(self) -> str:
+        """Say what it is."""
+        return "UsedGradient()"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        """Raise RuntimeError."""
+        raise RuntimeError(USED)
+
+
+class InBackward:
+    """The hooks of an optimizer whose parameters step in the backward, and their pending steps."""
+
+    def __init__(self, take_step: TakeStep):
+        """Start without parameters."""
+        self._take_step = take_step
+        self._hooks: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
+        self._pending: list[Future] = []
+        self._used: list[Tensor] = []
+        self._worker: ThreadPoolExecutor | None = ThreadPoolExecutor(
+            1, "zero8-step", torch.set_num_threads, (torch.get_num_threads(),)
+        )
+
+    def watch(self, params: Iterable[Tensor]) -> None:
+        """Step the parameters, those of them that are new, from the next backward on."""
+        if self._worker is None:
+            return
+        for p in params:
+            if p not in self._hooks and p.requires_grad:
+                self._hooks[p] = p.register_post_accumulate_grad_hook(self._step)
+
+    def remove(self) -> None:
+        """Finish, and step no more in the backward."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        self.finish()
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+
+    def wait(self) -> None:
+        """Wait for the steps that have begun; raise what one has raised."""
+        pending, self._pending = self._pending, []
+        for error in [one.exception() for one in pending]:
+            if error is not None:
+                raise error
+
+    def finish(self) -> None:
+        """Wait, and make place for the gradients of the next backward."""
+        used, self._used = self._used, []
+        for p in used:
+            p.grad = None
+        self.wait()
+
+    def _step(self, p: Tensor) -> None:
+        if (grad := p.grad) is None:
+            return
+        p.grad = UsedGradient(p)
+        self._used.append(p)
+        if p.device.type == "cpu":
+            self._pending.append(self._worker.submit(self._take_step, p, grad))
+        else:
+            self._take_step(p, grad)
+
+
+def check_model(model: nn.Module, params: Sequence[Tensor]) -> None:
+    """Raise ValueError unless the gradients that arrive in the backward are those of a step.
+
+    Args:
+        model: the model.
+        params: of the optimizer.
+    """
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "step_in_backward: got a model in DistributedDataParallel, which sums gradients over "
+            "ranks in buckets after they have arrived; expected FSDP2 (fully_shard) or one process"
+        )
+    if any(getattr(p, "_fsdp_flattened", False) for p in params):
+        raise ValueError(
+            "step_in_backward: got parameters of FSDP1, whose gradients are sharded after they "
+            "have arrived; expected FSDP2 (fully_shard) or one process"
+        )
+    theirs = {id(p) for p in model.parameters()}
+    if others := [p for p in params if id(p) not in theirs]:
+        raise ValueError(
+            f"step_in_backward: got {len(others)} parameters that are not the model's, the first "
+            f"of shape {tuple(others[0].shape)}; expected an optimizer of the model as it is "
+            "trained: make it after fully_shard, and not for DeepSpeed, which steps flat buffers"
+        )
