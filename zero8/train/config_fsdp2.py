@@ -21,6 +21,19 @@ SHARED_KEYS = ("lr", "betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True)
+class OptimizerSettings:
+    """The section [optimizer], for one of the optimizers.
+
+    Attributes:
+        name: `BASELINE` or `EIGHT_BIT`.
+        keywords: what it is made with.
+    """
+
+    name: str
+    keywords: dict
+
+
+@dataclass(frozen=True)
 class FSDP2Settings:
     """The section [fsdp2].
 
@@ -35,14 +48,13 @@ class FSDP2Settings:
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a config says, for one of the optimizers.
+    """All that a config says, by its keys.
 
     Attributes:
         micro_batch_size: windows of one rank at a time.
         accumulation_steps: micro batches of a step.
         gradient_clipping: the largest norm of all gradients together.
-        optimizer: `BASELINE` or `EIGHT_BIT`.
-        keywords: of the optimizer.
+        optimizer: which, and its keywords.
         scheduler: the learning rate over the run.
         fsdp2: how the model is sharded.
     """
@@ -50,8 +62,7 @@ class Settings:
     micro_batch_size: int
     accumulation_steps: int
     gradient_clipping: float
-    optimizer: str
-    keywords: dict
+    optimizer: OptimizerSettings
     scheduler: Schedule
     fsdp2: FSDP2Settings
 
@@ -64,32 +75,30 @@ def load_config(path: Path, optimizer: str, steps: int) -> Settings:
     """
     try:
         content = tomllib.loads(path.read_text())
-        sections = {key: content.pop(key, {}) for key in ("optimizer", "scheduler", "fsdp2")}
-        return _checked(
-            Settings,
-            content,
-            "outside of sections",
-            optimizer=optimizer,
-            keywords=_keywords(sections["optimizer"], optimizer),
-            scheduler=_checked(Schedule, sections["scheduler"], "[scheduler]", total_steps=steps),
-            fsdp2=_fsdp2(sections["fsdp2"]),
-        )
+        _check_keys(content, "top level", [field.name for field in fields(Settings)])
+        schedule = _checked(Schedule, content["scheduler"], "[scheduler]", total_steps=steps)
+        sections = {
+            "optimizer": _optimizer(content["optimizer"], optimizer),
+            "scheduler": schedule,
+            "fsdp2": _fsdp2(content["fsdp2"]),
+        }
+        return _checked(Settings, content | sections, "top level")
     except ValueError as error:
         raise ValueError(
             f"{str(path)!r}: {error}; configs/fsdp2_offload.toml is a valid config"
         ) from error
 
 
-def _keywords(section: dict, optimizer: str) -> dict:
-    """Return what the section [optimizer] passes to one of the optimizers."""
+def _optimizer(section: dict, name: str) -> OptimizerSettings:
     _check_keys(section, "[optimizer]", {"type", *SHARED_KEYS}, OWN_KEYS)
     if section["type"] != EIGHT_BIT:
         raise ValueError(
             f"got optimizer type {section['type']!r}, expected {EIGHT_BIT!r}; the run with "
             f"{BASELINE} takes the same file"
         )
-    dropped = {"type"} if optimizer == EIGHT_BIT else {"type", *OWN_KEYS}
-    return {key: value for key, value in section.items() if key not in dropped}
+    dropped = {"type"} if name == EIGHT_BIT else {"type", *OWN_KEYS}
+    keywords = {key: value for key, value in section.items() if key not in dropped}
+    return OptimizerSettings(name, keywords)
 
 
 def _fsdp2(section: dict) -> FSDP2Settings:
@@ -122,6 +131,8 @@ def _checked(cls: type, section: dict, where: str, **given):
 def _check_keys(
     section: dict, where: str, required: Collection[str], others: Collection[str] = ()
 ) -> None:
+    if not isinstance(section, dict):
+        raise ValueError(f"{where}: got {section!r}, expected a section")
     valid = f"valid keys are {', '.join(sorted([*required, *others]))}"
     if unknown := sorted(section.keys() - {*required, *others}):
         raise ValueError(f"{where}: got unknown key {unknown[0]!r}; {valid}")

@@ -28,8 +28,8 @@ class FSDP2Engine(Engine):
         """Join the other ranks and shard the model."""
         self.device = join_ranks()
         self.model = self.module = shard(model, self.device, settings.fsdp2)
-        make = Adam8bitBlockwise if settings.optimizer == EIGHT_BIT else self.adamw
-        self.optimizer = make(model.named_parameters(), **settings.keywords)
+        make = Adam8bitBlockwise if settings.optimizer.name == EIGHT_BIT else self.adamw
+        self.optimizer = make(model.named_parameters(), **settings.optimizer.keywords)
         self.micro_batch_size = settings.micro_batch_size
         self.accumulation_steps = settings.accumulation_steps
         self._schedule = LambdaLR(self.optimizer, settings.scheduler.ratio)
