@@ -13,16 +13,16 @@ from train_worker import losses_under_fsdp2, row
 from zero8.train.engine import BASELINE, DEEPSPEED, EIGHT_BIT, FSDP2
 
 RANKS = 2
-# The first two have learning rate 0; the loss of the last shows what two steps did.
+# The first two have learning rate 0, so three change the weights.
 STEPS = 5
 
 # Of losses after the same steps in another order of float32 operations.  The loss changes by the
-# gradient times the difference of the weights, so by at most sqrt(1.7e6) * 4 (gradients have norms
-# below 4) times it.  Each step rounds weights of up to 0.1 to half a unit of 2^-24, which is 6e-9;
-# what the 20 operations of an update err of the learning rate is less.  That makes 1.2e-4 in four
-# steps.  With 8-bit moments, ZeRO's boundary between two ranks may cut one block of 256, so that
-# its codes differ: 5 % of the steps of these elements (1.5e-4 together), whose gradients' absolute
-# values sum up to 16 at most, are 1.2e-4, too.  The two steps change the loss by a thousand times
+# gradient times the difference of the weights, so by at most sqrt(1.7e6) * 7 (gradients have norms
+# up to 7) times the largest.  A step rounds weights of up to 0.1 to half a unit of 2^-24, which is
+# 6e-9; what the 20 operations of an update err of the learning rate is less.  That makes 1.6e-4 in
+# three steps.  With 8-bit moments, the boundary of ZeRO between two ranks may cut a block of 256,
+# whose codes then differ: 5 % of the steps of these elements (1.5e-5 in all), whose gradients, if
+# they are like all others, sum up to 1.4, add 2e-5.  The steps change the loss by hundreds of times
 # as much.
 TOLERANCE = 3e-4
 
