@@ -40,7 +40,8 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
 
 help:
 	@echo "make train      train a small GPT with fp32 AdamW and with Adam8bitBlockwise, and compare;"
-	@echo "                takes STEPS, RANKS, CONFIG, DATA, OUT, SEED: see launch/local.sh"
+	@echo "                takes STEPS, RANKS, CONFIG, DATA, OUT, SEED: see launch/local.sh;"
+	@echo "                with ENGINE=fsdp2 under PyTorch's FSDP2 instead of DeepSpeed"
 	@echo "make bench      time the step against other optimizers; writes OUT (runs/bench_step.json)"
 	@echo "                and a table and a figure beside it"
 	@echo "make gpu-check  on a machine with a GPU: tests, training, times, compute-sanitizer; under 10"

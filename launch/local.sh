@@ -2,18 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Train the same small GPT twice from the same seed on this machine, with one of configs/ (by default
-# under ZeRO-2 with the optimizer offloaded to the host): once with Adam8bitBlockwise, once with
-# DeepSpeed's fp32 AdamW. Then time steps of both over 2^25 parameters, with all cores, write
-# OUT/summary.json and OUT/loss.png and print tables. Warnings of each rank are in OUT/*.log.
+# under ZeRO-2 with the optimizer offloaded to the host): once with Adam8bitBlockwise, once with the
+# fp32 AdamW of DeepSpeed, or, under FSDP2, of PyTorch. Then time steps of both over 2^25 parameters,
+# with all cores, write OUT/summary.json and OUT/loss.png and print tables. Warnings of each rank are
+# in OUT/*.log.
 #
 # usage: launch/local.sh, with these environment variables (defaults in brackets):
 # Relative paths count from the repository's root.
+#   ENGINE  deepspeed, or fsdp2 for pure PyTorch [deepspeed]
 #   STEPS   optimizer steps of each run [400]
 #   RANKS   processes [2; with CUDA the number of GPUs]
-#   CONFIG  DeepSpeed config; the AdamW run replaces only its optimizer type
-#           [configs/zero2_offload.json]
+#   CONFIG  config of the engine; the AdamW run replaces only its optimizer type
+#           [configs/zero2_offload.json; with fsdp2 configs/fsdp2_offload.toml]
 #   DATA    text to train on, a file or folder [the Python standard library's own sources]
-#   OUT     folder for the results [runs/demo]
+#   OUT     folder for the results [runs/demo; with fsdp2 runs/demo-fsdp2]
 #   SEED    of initialization and batches [0]
 #   PYTHON  interpreter [.venv/bin/python, else python3]
 #   OMP_NUM_THREADS  threads of each rank [cores / RANKS, at least 1]
@@ -24,6 +26,18 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-.venv/bin/python}
 [[ -n ${PYTHON:-} || -x $python ]] || python=python3
 
+engine=${ENGINE:-deepspeed}
+case $engine in
+  deepspeed) config=configs/zero2_offload.json out=runs/demo ;;
+  fsdp2) config=configs/fsdp2_offload.toml out=runs/demo-fsdp2 ;;
+  *)
+    echo "zero8: got ENGINE=$engine, expected deepspeed or fsdp2" >&2
+    exit 1
+    ;;
+esac
+config=${CONFIG:-$config}
+out=${OUT:-$out}
+
 # DeepSpeed builds its ops with the ninja of this Python, also when no environment is activated.
 export PATH="$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
 
@@ -31,13 +45,12 @@ gpus=0
 if [[ ${DS_ACCELERATOR:-cuda} == cuda ]]; then
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 fi
-((gpus > 0)) || export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
+# The second is for pure PyTorch.
+((gpus > 0)) || export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} CUDA_VISIBLE_DEVICES=
 
 # NCCL takes one rank per GPU.
 ranks=${RANKS:-$((gpus > 0 ? gpus : 2))}
 steps=${STEPS:-400}
-config=${CONFIG:-configs/zero2_offload.json}
-out=${OUT:-runs/demo}
 seed=${SEED:-0}
 
 # Ranks share the cores; more threads than cores make every rank wait.
@@ -58,12 +71,14 @@ stop() {
 }
 trap stop INT TERM HUP
 
-# What a run needs and was not compiled before is compiled first.
+# What DeepSpeed needs and was not compiled before is compiled first.
 train() {
-  "$python" -m zero8.train.build "$config" "$1"
+  if [[ $engine == deepspeed ]]; then
+    "$python" -m zero8.train.build "$config" "$1"
+  fi
   "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m zero8.train \
-    --optimizer "$1" --config "$config" --steps "$steps" --seed "$seed" --out "$out" \
-    ${DATA:+--data "$DATA"} &
+    --engine "$engine" --optimizer "$1" --config "$config" --steps "$steps" --seed "$seed" \
+    --out "$out" ${DATA:+--data "$DATA"} &
   child=$!
   wait "$child"
 }
@@ -73,5 +88,6 @@ train Adam8bitBlockwise
 train AdamW
 
 echo "timing steps over 2^25 parameters"
+settings="ENGINE=$engine STEPS=$steps RANKS=$ranks CONFIG=$config${DATA:+ DATA=$DATA} SEED=$seed"
 OMP_NUM_THREADS=$cores "$python" -m zero8.train.report "$out" --command \
-  "STEPS=$steps RANKS=$ranks CONFIG=$config${DATA:+ DATA=$DATA} SEED=$seed launch/local.sh"
+  "$settings launch/local.sh"

@@ -20,20 +20,22 @@ pytestmark = pytest.mark.timeout(1800)
 
 RANKS = 2
 README = (ROOT / "configs" / "README.md").read_text()
-FILES = sorted(path.name for path in (ROOT / "configs").glob("*.json"))
+FILES = sorted(path.name for path in (ROOT / "configs").iterdir() if path.name != "README.md")
 ROW = re.compile(
-    r"^\| `(?P<file>\w+\.json)` \| (?P<shows>[^|]+) \| `CONFIG=(?P<config>\S+) launch/local.sh` "
+    r"^\| `(?P<file>\w+\.(json|toml))` \| (?P<shows>[^|]+) "
+    r"\| `(ENGINE=(?P<engine>\w+) )?CONFIG=(?P<config>\S+) launch/local.sh` "
     r"\| (?P<own>[0-9.]+) \((?P<all>[0-9.]+)\) \| (?P<fp32>[0-9.]+) \|$",
     re.MULTILINE,
 )
 ROWS = {row["file"]: row.groupdict() for row in ROW.finditer(README)}
 
 
-def launch(config, folder):
+def launch(config, folder, engine):
     """Run launch/local.sh for a few steps and return both runs of its summary."""
     done = processes.run(
         ["bash", str(ROOT / "launch" / "local.sh")],
         seconds=900,
+        ENGINE=engine,
         STEPS="3",
         RANKS=str(RANKS),
         CONFIG=str(config),
@@ -46,12 +48,34 @@ def launch(config, folder):
     return json.loads((folder / "out" / "summary.json").read_text())["runs"]
 
 
+def comment_of(path):
+    """Return the lines that say what a recipe is for."""
+    if path.suffix == ".json":
+        return json.loads(path.read_text())["comment"]
+    spdx, *comment = re.match(r"(# .+\n)+", path.read_text())[0].splitlines()
+    assert "SPDX" in spdx
+    return comment
+
+
 def test_readme_has_a_row_for_each_recipe_and_each_says_what_it_is_for():
     assert sorted(ROWS) == FILES
     for name in FILES:
         assert ROWS[name]["config"] == f"configs/{name}"
-        comment = json.loads((ROOT / "configs" / name).read_text())["comment"]
+        comment = comment_of(ROOT / "configs" / name)
         assert comment and all(isinstance(line, str) and line for line in comment)
+
+
+def ready(path, folder):
+    """Build what a DeepSpeed recipe needs; return its content, and a file to launch it by."""
+    config = json.loads(path.read_text())
+    build_ops()
+    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
+    if offload.get("device") == "nvme":
+        need_nvme()
+        offload["nvme_path"] = str(folder / "swap")
+    build_for(config)
+    (folder / path.name).write_text(json.dumps(config))
+    return config, folder / path.name
 
 
 # The first of them, the default, test_train_local.py runs in `make test`.
@@ -59,24 +83,20 @@ def test_readme_has_a_row_for_each_recipe_and_each_says_what_it_is_for():
 @pytest.mark.parametrize("name", FILES)
 def test_recipe_trains_both_optimizers_with_the_state_bytes_of_its_row(tmp_path, name):
     row = ROWS[name]
-    config = json.loads((ROOT / row["config"]).read_text())
-    build_ops()
-    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
-    if offload.get("device") == "nvme":
-        need_nvme()
-        offload["nvme_path"] = str(tmp_path / "swap")
-    build_for(config)
-    (tmp_path / name).write_text(json.dumps(config))
-    fp32, quantized = launch(tmp_path / name, tmp_path)
+    path, is_sharded = ROOT / row["config"], True
+    if path.suffix == ".json":
+        config, path = ready(path, tmp_path)
+        is_sharded = bool(config.get("zero_optimization"))
+    fp32, quantized = launch(path, tmp_path, row["engine"] or "deepspeed")
     assert (fp32["optimizer"], quantized["optimizer"]) == ("AdamW", "Adam8bitBlockwise")
     assert f"{fp32['state_bytes_per_param']:.3f}" == row["fp32"]
     assert f"{quantized['state_bytes_per_param']:.3f}" == row["own"]
     assert f"{quantized['state_bytes_per_param_all']:.3f}" == row["all"]
     # Without ZeRO every rank holds the states of all.
-    copies = 1 if config.get("zero_optimization") else RANKS
+    copies = 1 if is_sharded else RANKS
     assert fp32["state_numel"] == quantized["state_numel"] == copies * quantized["parameters"]
     # The same model after three small updates, most of which AdamW's bfloat16 weights round away.
     assert quantized["val_loss"] == pytest.approx(fp32["val_loss"], rel=1e-2)
-    if offload.get("device") == "nvme":
+    if name == "zero3_nvme.json":
         for rank in range(RANKS):
             assert list((tmp_path / "swap").rglob(f"rank{rank}/zero8-*"))

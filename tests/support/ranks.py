@@ -139,6 +139,7 @@ def _start(logs: Path, rank: int, world_size: int, port: int) -> subprocess.Pope
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",  # for what runs without DeepSpeed
         "PYTHONPATH": os.pathsep.join(filter(None, (*FOLDERS, os.environ.get("PYTHONPATH")))),
     }
     with open(logs / f"rank{rank}.log", "w") as log:

@@ -5,6 +5,7 @@ import pytest
 
 from zero8.train import at_scale
 from zero8.train.build import build_ops
+from zero8.train.engine import CONFIGS
 
 NUMEL = 2**16
 
@@ -14,13 +15,15 @@ def ops():
     build_ops()
 
 
-def test_at_scale_counts_the_memory_of_both_optimizers_and_times_them():
-    result = at_scale.measure(numel=NUMEL, rounds=2)
+@pytest.mark.parametrize("engine", CONFIGS)
+def test_at_scale_counts_the_memory_of_both_optimizers_and_times_them(engine):
+    result = at_scale.measure(engine, numel=NUMEL, rounds=2)
     assert json.loads(json.dumps(result)) == result
     assert (result["numel"], result["rounds"]) == (NUMEL, 2)
     fp32, quantized = result["rows"]
     assert (fp32["optimizer"], quantized["optimizer"]) == ("AdamW", "Adam8bitBlockwise")
-    assert fp32["state_bytes"] == 8 * NUMEL
+    # torch's counts steps in a float32.
+    assert fp32["state_bytes"] - 8 * NUMEL in (0, 4)
     # Two codes of a byte, scales per block of 256.
     assert 2 * NUMEL < quantized["state_bytes"] < 2.1 * NUMEL
     for row in result["rows"]:

@@ -7,7 +7,8 @@ from places import ROOT
 
 from zero8.state.keywords import OWN_KEYS
 from zero8.train import config
-from zero8.train.config import BASELINE, EIGHT_BIT, load_config
+from zero8.train.config import load_config
+from zero8.train.engine import BASELINE, EIGHT_BIT
 
 DEFAULT = ROOT / "configs" / "zero2_offload.json"
 

@@ -112,6 +112,13 @@ def test_local_sh_failing_run_exits_nonzero(tmp_path, start_local):
     assert not (tmp_path / "out").exists()
 
 
+def test_local_sh_unknown_engine_exits_with_the_valid_ones(tmp_path, start_local):
+    process = start_local(ENGINE="fsdp")
+    output = process.communicate(timeout=STOP_LIMIT)[0]
+    assert process.returncode == 1
+    assert output == "zero8: got ENGINE=fsdp, expected deepspeed or fsdp2\n"
+
+
 def processes_of(out):
     """Return the command lines of the running processes that name this folder."""
     lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]

@@ -18,11 +18,9 @@ def test_step_timer_counts_all_that_a_step_asks_a_gpu_for_and_nothing_from_befor
         def step(self, closure=None):
             clock.queued_s += 0.01
 
-    accelerator = SimpleNamespace(synchronize=synchronize)
-    monkeypatch.setattr(measure, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
     optimizer = Queueing([torch.nn.Parameter(torch.zeros(1))])
-    timer = StepTimer(optimizer)
+    timer = StepTimer(optimizer, synchronize)
     optimizer.step()
     assert abs(timer.take_ms() - 10) < 1e-6
     assert timer.take_ms() == 0

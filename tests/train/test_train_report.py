@@ -6,6 +6,7 @@ import pytest
 from zero8.train.report import report
 
 SUMMARY_KEYS = {
+    "engine",
     "unigram_entropy",
     "seed",
     "command",
@@ -44,6 +45,7 @@ AT_SCALE = {
 
 def write_run(out, optimizer, **changes):
     run = {
+        "engine": "deepspeed",
         "optimizer": optimizer,
         "steps": 3,
         "seed": 0,

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from zero8.train.config import BASELINE, EIGHT_BIT
+from zero8.train.engine import BASELINE, CONFIGS, DEEPSPEED, EIGHT_BIT, FOLDERS
 from zero8.train.run import train
 
 
@@ -16,12 +16,19 @@ def main() -> None:
         prog="python -m torch.distributed.run --standalone -m zero8.train", description=main.__doc__
     )
     parser.add_argument("--optimizer", choices=(BASELINE, EIGHT_BIT), default=EIGHT_BIT)
-    parser.add_argument("--config", type=Path, default=Path("configs/zero2_offload.json"))
+    parser.add_argument("--engine", choices=CONFIGS, default=DEEPSPEED)
+    parser.add_argument("--config", type=Path, help=f"default: {' or '.join(CONFIGS.values())}")
     parser.add_argument("--data", help="file or folder; default: Python's standard library")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the result")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help=f"folder for the result; default: {' or '.join(FOLDERS.values())}",
+    )
     arguments = parser.parse_args()
+    arguments.config = arguments.config or Path(CONFIGS[arguments.engine])
+    arguments.out = arguments.out or Path(FOLDERS[arguments.engine])
     if arguments.steps < 1:
         parser.error(f"got --steps {arguments.steps}, expected at least 1")
     if arguments.data and arguments.out.resolve().is_relative_to(Path(arguments.data).resolve()):

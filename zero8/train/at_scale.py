@@ -8,7 +8,6 @@ of the host memory.  Here neither is so.
 import statistics
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
 import zero8
@@ -16,23 +15,24 @@ from zero8.bench.states import state_bytes
 from zero8.bench.step.kernel import HYPER
 from zero8.bench.step.tensors import flat_shape
 from zero8.bench.step.timing import Timed, interleaved
-from zero8.train.config import BASELINE, EIGHT_BIT
+from zero8.train.engine import BASELINE, EIGHT_BIT, engine_class
 
 NUMEL = 2**25
 ROUNDS = 30
-OPTIMIZERS = {BASELINE: DeepSpeedCPUAdam, EIGHT_BIT: zero8.Adam8bitBlockwise}
 
 
-def measure(numel: int = NUMEL, rounds: int = ROUNDS) -> dict:
+def measure(engine: str, numel: int = NUMEL, rounds: int = ROUNDS) -> dict:
     """Return the memory of each optimizer and the median time of its step, ready for JSON.
 
     Args:
+        engine: whose AdamW is measured.
         numel: float32 parameters, a multiple of 4096; all optimizers step over the same ones.
         rounds: timed steps of each optimizer; they take turns.
     """
     param = nn.Parameter(torch.randn(flat_shape(numel)))
     param.grad = torch.randn_like(param).mul_(1e-3)
-    optimizers = {name: make([param], **HYPER) for name, make in OPTIMIZERS.items()}
+    classes = {BASELINE: engine_class(engine).adamw, EIGHT_BIT: zero8.Adam8bitBlockwise}
+    optimizers = {name: make([param], **HYPER) for name, make in classes.items()}
     for optimizer in optimizers.values():
         optimizer.step()  # makes the states
     samples = interleaved([Timed(optimizer.step) for optimizer in optimizers.values()], rounds)

@@ -15,7 +15,8 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 
 from zero8.op.build import build_lock
-from zero8.train.config import BASELINE, EIGHT_BIT, is_stepped_by_torch, offload_device
+from zero8.train.config import is_stepped_by_torch, offload_device
+from zero8.train.engine import BASELINE, EIGHT_BIT
 from zero8.zero.op_builder import Zero8AdamBuilder
 
 # About how long two cores take to compile an op.

@@ -7,9 +7,7 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 
 from zero8.state.keywords import OWN_KEYS
-
-BASELINE = "AdamW"
-EIGHT_BIT = "Adam8bitBlockwise"
+from zero8.train.engine import EIGHT_BIT
 
 
 def offload_device(config: dict) -> str:

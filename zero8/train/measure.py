@@ -5,10 +5,11 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
-import deepspeed.comm as dist
 import torch
-from deepspeed.accelerator import get_accelerator
+
+from zero8.state.extent import local
 
 # The first steps allocate the states and fill caches.
 WARM_UP_STEPS = 5
@@ -20,18 +21,19 @@ class StepTimer:
     ZeRO calls `step()` once per parameter group, so the time adds up until `take_ms`.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        """Hook into `optimizer`, the one under ZeRO's wrapper."""
+    def __init__(self, optimizer: torch.optim.Optimizer, synchronize: Callable[[], None]):
+        """Hook into `optimizer`, the one that steps; `synchronize` waits for its device."""
         self._elapsed_ms = 0.0
+        self._synchronize = synchronize
         optimizer.register_step_pre_hook(self._start)
         optimizer.register_step_post_hook(self._stop)
 
     def _start(self, *_) -> None:
-        get_accelerator().synchronize()
+        self._synchronize()
         self._started = time.perf_counter()
 
     def _stop(self, *_) -> None:
-        get_accelerator().synchronize()
+        self._synchronize()
         self._elapsed_ms += 1e3 * (time.perf_counter() - self._started)
 
     def take_ms(self) -> float:
@@ -45,15 +47,14 @@ def steady_median(values: list[float]) -> float:
     return statistics.median(values[WARM_UP_STEPS:] or values)
 
 
-def sum_over_ranks(values: list[float]) -> list[float]:
-    """Return the element-wise sum over all ranks."""
-    device = get_accelerator().current_device_name()
+def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """Return the element-wise sum over all ranks, by way of tensors on `device`."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total)
+    torch.distributed.all_reduce(total)
     return total.tolist()
 
 
-def state_report(optimizer: torch.optim.Optimizer) -> dict:
+def state_report(optimizer: torch.optim.Optimizer, device: torch.device) -> dict:
     """Count the optimizer's live state tensors over all ranks.
 
     `state_bytes_per_param` is over the elements that the optimizer holds in its own format (8 bits
@@ -63,7 +64,7 @@ def state_report(optimizer: torch.optim.Optimizer) -> dict:
         rows = [(r.state_bytes, r.numel, r.bits == 8) for r in optimizer.memory_report().rows]
     else:
         rows = [
-            (sum(x.nbytes for x in state.values() if torch.is_tensor(x)), param.numel(), True)
+            (sum(map(_bytes_here, state.values())), local(param).numel(), True)
             for param, state in optimizer.state.items()
         ]
     own_bytes, own_numel, all_bytes, all_numel = sum_over_ranks(
@@ -72,7 +73,8 @@ def state_report(optimizer: torch.optim.Optimizer) -> dict:
             sum(numel for _, numel, own in rows if own),
             sum(state_bytes for state_bytes, _, _ in rows),
             sum(numel for _, numel, _ in rows),
-        ]
+        ],
+        device,
     )
     return {
         # None when min_8bit_size or fp32_params left nothing to 8 bits.
@@ -83,8 +85,13 @@ def state_report(optimizer: torch.optim.Optimizer) -> dict:
     }
 
 
-def host_peak_gib() -> float:
+def _bytes_here(value: object) -> int:
+    """Return the bytes that this rank holds of an entry of a state, 0 of what is no tensor."""
+    return local(value).nbytes if torch.is_tensor(value) else 0
+
+
+def host_peak_gib(device: torch.device) -> float:
     """Return the peak resident host memory of all ranks' processes together, in GiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak_bytes = peak if sys.platform == "darwin" else 1024 * peak
-    return sum_over_ranks([peak_bytes])[0] / 2**30
+    return sum_over_ranks([peak_bytes], device)[0] / 2**30

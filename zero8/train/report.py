@@ -4,19 +4,27 @@
 import argparse
 import json
 import platform
-from importlib.metadata import version
 from pathlib import Path
 
-import cpuinfo
 from matplotlib.figure import Figure
 
-import zero8
+from zero8.bench import record
 from zero8.train import at_scale
-from zero8.train.config import BASELINE, EIGHT_BIT
+from zero8.train.engine import BASELINE, EIGHT_BIT
 
 CURVES = ("train_curve", "val_curve")
 # True of both runs, or they are not comparable.
-SHARED = ("steps", "seed", "ranks", "config", "data", "unigram_entropy", "parameters", "device")
+SHARED = (
+    "engine",
+    "steps",
+    "seed",
+    "ranks",
+    "config",
+    "data",
+    "unigram_entropy",
+    "parameters",
+    "device",
+)
 # One row per column of a table: header, key, format.
 COLUMNS = (
     ("optimizer", "optimizer", "{}"),
@@ -55,14 +63,7 @@ def read_runs(out: Path) -> list[dict]:
 
 def versions() -> dict:
     """Return the versions of the software and the names of platform and CPU."""
-    return {
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "deepspeed": version("deepspeed"),
-        "zero8": zero8.__version__,
-        "platform": platform.platform(),
-        "cpu": cpuinfo.get_cpu_info().get("brand_raw", platform.processor()),
-    }
+    return record.versions() | {"platform": platform.platform(), "cpu": record.cpu()}
 
 
 def summarize(runs: list[dict], scale: dict, command: str) -> dict:
@@ -162,7 +163,8 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder with AdamW.json and Adam8bitBlockwise.json")
     parser.add_argument("--command", default="", help="command that made the runs, for the record")
     arguments = parser.parse_args()
-    report(arguments.out, at_scale.measure(), arguments.command)
+    engine = read_runs(arguments.out)[0]["engine"]
+    report(arguments.out, at_scale.measure(engine), arguments.command)
 
 
 if __name__ == "__main__":

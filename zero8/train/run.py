@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run under DeepSpeed with the optimizer that the config names."""
+"""One training run: what does not depend on the engine."""
 
 import json
 import os
@@ -7,15 +7,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import deepspeed
-import deepspeed.comm as dist
 import torch
+import torch.distributed as dist
 from tqdm import trange
 
-import zero8  # noqa: F401 - registers the optimizer type "Adam8bitBlockwise"
-from zero8.train.build import leave_out_shared_memory
-from zero8.train.config import load_config
 from zero8.train.data import Text, load_text, train_batch, unigram_entropy, validation_windows
+from zero8.train.engine import Engine, engine_class
 from zero8.train.log import log_warnings
 from zero8.train.measure import (
     StepTimer,
@@ -42,49 +39,54 @@ class Curves:
     iteration_ms: list[float] = field(default_factory=list)
 
 
-def mean_over_ranks(total: float, count: int) -> float:
+def mean_over_ranks(total: float, count: int, device: torch.device) -> float:
     """Return the mean of values of which each rank holds a sum and a count."""
-    total, count = sum_over_ranks([total, count])
+    total, count = sum_over_ranks([total, count], device)
     return total / count
 
 
-def train_step(engine, text: torch.Tensor, *, seed: int, step: int) -> float:
+def tokens_per_step(engine: Engine) -> int:
+    """Return the bytes that all ranks together train on in one optimizer step."""
+    windows = engine.micro_batch_size * engine.accumulation_steps * dist.get_world_size()
+    return windows * engine.model.config.context
+
+
+def train_step(engine: Engine, text: torch.Tensor, *, seed: int, step: int) -> float:
     """Run one optimizer step and return its loss (nats per byte) averaged over ranks."""
-    micro_batches = engine.gradient_accumulation_steps()
-    losses = []
-    for micro_batch in range(micro_batches):
-        batch = train_batch(
+    batches = [
+        train_batch(
             text,
-            engine.train_micro_batch_size_per_gpu(),
-            engine.module.config.context,
+            engine.micro_batch_size,
+            engine.model.config.context,
             seed=seed,
-            step=step * micro_batches + micro_batch,
+            step=step * engine.accumulation_steps + micro_batch,
             rank=dist.get_rank(),
-        )
-        loss = engine(batch.to(engine.device))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return mean_over_ranks(sum(losses), len(losses))
+        ).to(engine.device)
+        for micro_batch in range(engine.accumulation_steps)
+    ]
+    losses = engine.step(batches)
+    return mean_over_ranks(sum(losses), len(losses), engine.device)
 
 
 @torch.no_grad()
-def validate(engine, windows: torch.Tensor) -> float:
+def validate(engine: Engine, windows: torch.Tensor) -> float:
     """Return the mean loss over all windows, nats per byte; each rank takes its share of them."""
-    engine.eval()
+    engine.module.eval()
     mine = windows[dist.get_rank() :: dist.get_world_size()].to(engine.device)
     total = 0.0
-    for batch in mine.split(engine.train_micro_batch_size_per_gpu()):
-        total += engine(batch).item() * len(batch)
-    engine.train()
-    return mean_over_ranks(total, len(mine))
+    for batch in mine.split(engine.micro_batch_size):
+        total += engine.module(batch).item() * len(batch)
+    engine.module.train()
+    return mean_over_ranks(total, len(mine), engine.device)
 
 
-def fit(engine, text: Text, windows: torch.Tensor, *, seed: int, steps: int, name: str) -> Curves:
+def fit(
+    engine: Engine, text: Text, windows: torch.Tensor, *, seed: int, steps: int, name: str
+) -> Curves:
     """Train for `steps` optimizer steps, with validation on the way and at the end."""
-    timer = StepTimer(engine.basic_optimizer)
+    timer = StepTimer(engine.optimizer, engine.synchronize)
     curves = Curves()
-    tokens = engine.train_batch_size() * engine.module.config.context
+    tokens = tokens_per_step(engine)
     progress = trange(steps, desc=name, unit="step", mininterval=1, disable=dist.get_rank() != 0)
     for step in progress:
         started = time.perf_counter()
@@ -113,19 +115,19 @@ def describe(text: Text) -> str:
     )
 
 
-def result(engine, text: Text, curves: Curves) -> dict:
+def result(engine: Engine, text: Text, curves: Curves) -> dict:
     """Return the measured part of a run's result; every rank must call it."""
     last = curves.train[-TRAIN_LOSS_STEPS:]
     return {
         "val_loss": curves.validation[-1][1],
         "train_loss": sum(last) / len(last),
-        **state_report(engine.basic_optimizer),
-        "host_peak_gib": host_peak_gib(),
+        **state_report(engine.optimizer, engine.device),
+        "host_peak_gib": host_peak_gib(engine.device),
         # Rank 0's; the ranks hold equal shares and wait for one another.
         "step_ms": steady_median(curves.step_ms),
         "iteration_ms": steady_median(curves.iteration_ms),
-        "tokens_per_step": engine.train_batch_size() * engine.module.config.context,
-        "parameters": sum(p.numel() for p in engine.module.parameters()),
+        "tokens_per_step": tokens_per_step(engine),
+        "parameters": sum(p.numel() for p in engine.model.parameters()),
         "device": engine.device.type,
         "ranks": dist.get_world_size(),
         "unigram_entropy": unigram_entropy(text.validation),
@@ -135,25 +137,48 @@ def result(engine, text: Text, curves: Curves) -> dict:
     }
 
 
-def train(*, optimizer: str, config: Path, data: str | None, seed: int, steps: int, out: Path):
-    """Train once from `seed` and write OUT/<optimizer>.json from rank 0."""
-    text = load_text(data)
-    settings = load_config(config, optimizer, steps)
-    log_warnings(out / f"{optimizer}.rank{os.environ['RANK']}.log")
-    leave_out_shared_memory()
+def measured(
+    kind: type[Engine], settings: object, text: Text, *, seed: int, steps: int, name: str
+) -> dict:
+    """Train a new model from `seed`; return `result`.  Every rank must call it.
+
+    Args:
+        kind: of engine.
+        settings: what its `load_config` returned.
+        text: to train on and to validate with.
+        seed: of initialization and batches.
+        steps: optimizer steps.
+        name: what to call the run on the screen.
+    """
     torch.manual_seed(seed)
-    model = GPT(GPTConfig())
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=settings
-    )
-    if dist.get_rank() == 0:
+    engine = kind(GPT(GPTConfig()), settings)
+    windows = validation_windows(text.validation, VALIDATION_WINDOWS, engine.model.config.context)
+    curves = fit(engine, text, windows, seed=seed, steps=steps, name=name)
+    return result(engine, text, curves)
+
+
+def train(
+    *,
+    engine: str,
+    optimizer: str,
+    config: Path,
+    data: str | None,
+    seed: int,
+    steps: int,
+    out: Path,
+) -> None:
+    """Train once from `seed` and write OUT/<optimizer>.json from rank 0."""
+    kind, rank = engine_class(engine), int(os.environ["RANK"])
+    text = load_text(data)
+    settings = kind.load_config(config, optimizer, steps)
+    log_warnings(out / f"{optimizer}.rank{rank}.log")
+    if rank == 0:
         print(describe(text))
-        print(f"warnings of DeepSpeed and PyTorch: {out / optimizer}.rank*.log", flush=True)
-    windows = validation_windows(text.validation, VALIDATION_WINDOWS, model.config.context)
-    curves = fit(engine, text, windows, seed=seed, steps=steps, name=optimizer)
-    arguments = {"optimizer": optimizer, "steps": steps, "seed": seed, "config": str(config)}
-    row = {**arguments, **result(engine, text, curves)}
-    if dist.get_rank() == 0:
+        print(f"warnings of each rank: {out / optimizer}.rank*.log", flush=True)
+    arguments = {"engine": engine, "optimizer": optimizer, "steps": steps, "seed": seed}
+    measurements = measured(kind, settings, text, seed=seed, steps=steps, name=optimizer)
+    row = {**arguments, "config": str(config), **measurements}
+    if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         (out / f"{optimizer}.json").write_text(json.dumps(row, indent=1) + "\n")
     dist.destroy_process_group()

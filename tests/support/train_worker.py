@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short runs of the demonstration job, on ranks that may have run something else before."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+from places import ROOT
+
+from zero8.train import run
+from zero8.train.config_fsdp2 import FSDP2Settings
+from zero8.train.data import load_text, train_batch
+from zero8.train.engine import CONFIGS, FSDP2, engine_class
+from zero8.train.model import GPT, GPTConfig
+
+# Of the learning rate's schedule, as in the job itself.
+TOTAL_STEPS = 400
+# A quarter of the job's.
+SMALL = GPTConfig(context=32)
+
+
+@contextmanager
+def small_job() -> Iterator[None]:
+    with (
+        patch.object(run, "VALIDATION_WINDOWS", 16),
+        patch.object(run, "GPTConfig", lambda: SMALL),
+    ):
+        yield
+
+
+def corpus():
+    return load_text(str(ROOT / "zero8"))
+
+
+def row(engine: str, optimizer: str, steps: int) -> dict:
+    """Return the measurements of the first steps of a run."""
+    kind = engine_class(engine)
+    settings = kind.load_config(ROOT / CONFIGS[engine], optimizer, TOTAL_STEPS)
+    with small_job():
+        return run.measured(kind, settings, corpus(), seed=0, steps=steps, name=optimizer)
+
+
+def losses_under_fsdp2(
+    optimizer: str,
+    steps: int,
+    micro_batches: int = 1,
+    offload: bool = True,
+    mixed_precision: str = "none",
+) -> list[float]:
+    """Return this rank's losses at the steps of `row`, on the same windows."""
+    kind = engine_class(FSDP2)
+    settings = kind.load_config(ROOT / CONFIGS[FSDP2], optimizer, TOTAL_STEPS)
+    settings = replace(settings, fsdp2=FSDP2Settings(offload, mixed_precision))
+    torch.manual_seed(0)
+    engine = kind(GPT(SMALL), settings)
+    text, rank, losses = corpus().train, torch.distributed.get_rank(), []
+    for step in range(steps):
+        windows = train_batch(text, 8, SMALL.context, seed=0, step=step, rank=rank)
+        of_parts = engine.step(list(windows.chunk(micro_batches)))
+        losses.append(sum(of_parts) / len(of_parts))
+    return losses

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demonstration under FSDP2: the training that DeepSpeed does, without DeepSpeed."""
+
+import json
+import os
+
+import processes
+import pytest
+from places import FOLDERS, ROOT
+from ranks import free_port
+from train_worker import losses_under_fsdp2, row
+
+from zero8.train.engine import BASELINE, DEEPSPEED, EIGHT_BIT, FSDP2
+
+RANKS = 2
+# The first two have learning rate 0, so three change the weights.
+STEPS = 5
+
+# Of losses after the same steps in another order of float32 operations.  The loss changes by the
+# gradient times the difference of the weights, so by at most sqrt(1.7e6) * 7 (gradients have norms
+# up to 7) times the largest.  A step rounds weights of up to 0.1 to half a unit of 2^-24, which is
+# 6e-9; what the 20 operations of an update err of the learning rate is less.  That makes 1.6e-4 in
+# three steps.  With 8-bit moments, the boundary of ZeRO between two ranks may cut a block of 256,
+# whose codes then differ: 5 % of the steps of these elements (1.5e-5 in all), whose gradients, if
+# they are like all others, sum up to 1.4, add 2e-5.  The steps change the loss by hundreds of times
+# as much.
+TOLERANCE = 3e-4
+
+
+@pytest.fixture(scope="module")
+def rows(standing_ranks):
+    """Return rank 0's measurements by engine and optimizer."""
+    ranks = standing_ranks(RANKS)
+    return {
+        (engine, optimizer): ranks.run(row, engine=engine, optimizer=optimizer, steps=STEPS)[0]
+        for engine in (DEEPSPEED, FSDP2)
+        for optimizer in (BASELINE, EIGHT_BIT)
+    }
+
+
+@pytest.mark.parametrize("optimizer", [BASELINE, EIGHT_BIT])
+def test_fsdp2_first_losses_are_those_under_deepspeed(rows, optimizer):
+    ours, theirs = rows[FSDP2, optimizer], rows[DEEPSPEED, optimizer]
+    assert ours["train_curve"][:3] == pytest.approx(theirs["train_curve"][:3], abs=1e-5)
+    assert ours["train_curve"] == pytest.approx(theirs["train_curve"], abs=TOLERANCE)
+    assert ours["val_loss"] == pytest.approx(theirs["val_loss"], abs=TOLERANCE)
+    assert theirs["train_curve"][0] - theirs["train_curve"][-1] > 0.1
+
+
+@pytest.mark.parametrize("optimizer", [BASELINE, EIGHT_BIT])
+def test_fsdp2_measurements_have_the_keys_of_deepspeeds(rows, optimizer):
+    assert list(rows[FSDP2, optimizer]) == list(rows[DEEPSPEED, optimizer])
+
+
+def test_fsdp2_states_are_counted_once_over_all_ranks(rows):
+    fp32, quantized = rows[FSDP2, BASELINE], rows[FSDP2, EIGHT_BIT]
+    for run in (fp32, quantized):
+        assert run["ranks"] == RANKS
+        assert run["state_numel"] == run["parameters"] == rows[DEEPSPEED, BASELINE]["parameters"]
+    # torch counts the steps of every parameter in a float32.
+    assert fp32["state_bytes_per_param"] == pytest.approx(8, rel=1e-4)
+    assert quantized["state_bytes_per_param"] <= 2.08
+    assert quantized["state_bytes_per_param_all"] <= 2.08
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({"micro_batches": 2}, TOLERANCE),
+        ({"offload": False}, 0),
+        # Eight bits of the forward's numbers are kept: 0.4 %.
+        ({"mixed_precision": "bf16"}, 4e-3 * 5.5),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_fsdp2_losses_do_not_depend_on_how_it_is_done(rows, standing_ranks, changes, tolerance):
+    ranks = standing_ranks(RANKS)
+    losses = ranks.run(losses_under_fsdp2, optimizer=EIGHT_BIT, steps=STEPS, **changes)
+    mean = [sum(of_ranks) / RANKS for of_ranks in zip(*losses, strict=True)]
+    assert mean == pytest.approx(rows[FSDP2, EIGHT_BIT]["train_curve"], abs=tolerance)
+
+
+# What launch/local.sh runs, in one process, which is rank 0 of one.
+WITHOUT_DEEPSPEED = """
+import sys
+from pathlib import Path
+class Absent:
+    def find_spec(name, path=None, target=None):
+        if name == "deepspeed":
+            raise ModuleNotFoundError("No module named 'deepspeed'", name=name)
+sys.meta_path.insert(0, Absent)
+from train_worker import small_job
+from zero8.train import at_scale, report, run
+out = Path({out!r})
+with small_job():
+    for optimizer in ("AdamW", "Adam8bitBlockwise"):
+        run.train(
+            engine="fsdp2", optimizer=optimizer, config=Path({config!r}), data={data!r}, seed=0,
+            steps=2, out=out,
+        )
+report.report(out, at_scale.measure("fsdp2", numel=2**16, rounds=1), "")
+assert not [name for name in sys.modules if name.split(".")[0] == "deepspeed"]
+"""
+
+
+def test_fsdp2_job_where_deepspeed_cannot_be_imported_writes_the_summary(tmp_path):
+    code = WITHOUT_DEEPSPEED.format(
+        out=str(tmp_path),
+        config=str(ROOT / "configs" / "fsdp2_offload.toml"),
+        data=str(ROOT / "zero8"),
+    )
+    done = processes.python(
+        code,
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+        CUDA_VISIBLE_DEVICES="",
+        PYTHONPATH=os.pathsep.join(FOLDERS),
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["engine"] == FSDP2
+    assert [run["optimizer"] for run in summary["runs"]] == [BASELINE, EIGHT_BIT]

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TOML config of a run under FSDP2: one file for both optimizers, one word apart."""
+
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from zero8.state.keywords import OWN_KEYS
+from zero8.train.engine import BASELINE, EIGHT_BIT
+from zero8.train.schedule import Schedule
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PRECISIONS = ("none", "bf16")
+# All of them must be given: the defaults of the two optimizers differ.
+SHARED_KEYS = ("lr", "betas", "eps", "weight_decay")
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The section [optimizer], for one of the optimizers.
+
+    Attributes:
+        name: `BASELINE` or `EIGHT_BIT`.
+        keywords: what it is made with.
+    """
+
+    name: str
+    keywords: dict
+
+
+@dataclass(frozen=True)
+class FSDP2Settings:
+    """The section [fsdp2].
+
+    Attributes:
+        offload: whether parameters, gradients and states are in host memory.
+        mixed_precision: of forward and backward, one of `PRECISIONS`.
+    """
+
+    offload: bool
+    mixed_precision: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that a config says, by its keys.
+
+    Attributes:
+        micro_batch_size: windows of one rank at a time.
+        accumulation_steps: micro batches of a step.
+        gradient_clipping: the largest norm of all gradients together.
+        optimizer: which, and its keywords.
+        scheduler: the learning rate over the run.
+        fsdp2: how the model is sharded.
+    """
+
+    micro_batch_size: int
+    accumulation_steps: int
+    gradient_clipping: float
+    optimizer: OptimizerSettings
+    scheduler: Schedule
+    fsdp2: FSDP2Settings
+
+
+def load_config(path: Path, optimizer: str, steps: int) -> Settings:
+    """Return the config at `path` for a run with one of the optimizers, `steps` steps long.
+
+    Raises:
+        ValueError: for what is no such config; it names the file and what is wrong.
+    """
+    try:
+        content = tomllib.loads(path.read_text())
+        _check_keys(content, "top level", [field.name for field in fields(Settings)])
+        schedule = _checked(Schedule, content["scheduler"], "[scheduler]", total_steps=steps)
+        sections = {
+            "optimizer": _optimizer(content["optimizer"], optimizer),
+            "scheduler": schedule,
+            "fsdp2": _fsdp2(content["fsdp2"]),
+        }
+        return _checked(Settings, content | sections, "top level")
+    except ValueError as error:
+        raise ValueError(
+            f"{str(path)!r}: {error}; configs/fsdp2_offload.toml is a valid config"
+        ) from error
+
+
+def _optimizer(section: dict, name: str) -> OptimizerSettings:
+    _check_keys(section, "[optimizer]", {"type", *SHARED_KEYS}, OWN_KEYS)
+    if section["type"] != EIGHT_BIT:
+        raise ValueError(
+            f"got optimizer type {section['type']!r}, expected {EIGHT_BIT!r}; the run with "
+            f"{BASELINE} takes the same file"
+        )
+    dropped = {"type"} if name == EIGHT_BIT else {"type", *OWN_KEYS}
+    keywords = {key: value for key, value in section.items() if key not in dropped}
+    return OptimizerSettings(name, keywords)
+
+
+def _fsdp2(section: dict) -> FSDP2Settings:
+    settings = _checked(FSDP2Settings, section, "[fsdp2]")
+    if settings.mixed_precision not in PRECISIONS:
+        raise ValueError(
+            f"[fsdp2]: got mixed_precision = {settings.mixed_precision!r}, expected one of "
+            f"{list(PRECISIONS)}"
+        )
+    return settings
+
+
+def _checked(cls: type, section: dict, where: str, **given):
+    """Return a dataclass made of a section and of what is given; check keys and values.
+
+    Numbers are positive.
+    """
+    types = {field.name: field.type for field in fields(cls) if field.name not in given}
+    _check_keys(section, where, types)
+    for key, value in section.items():
+        valid = (int, float) if types[key] is float else (types[key],)
+        # Not isinstance, for which True is an int.
+        if type(value) not in valid or (type(value) in (int, float) and value <= 0):
+            sign = "positive " if types[key] in (int, float) else ""
+            expected = f"a {sign}{types[key].__name__}"
+            raise ValueError(f"{where}: got {key} = {value!r}, expected {expected}")
+    return cls(**section, **given)
+
+
+def _check_keys(
+    section: dict, where: str, required: Collection[str], others: Collection[str] = ()
+) -> None:
+    if not isinstance(section, dict):
+        raise ValueError(f"{where}: got {section!r}, expected a section")
+    valid = f"valid keys are {', '.join(sorted([*required, *others]))}"
+    if unknown := sorted(section.keys() - {*required, *others}):
+        raise ValueError(f"{where}: got unknown key {unknown[0]!r}; {valid}")
+    if missing := sorted(set(required) - section.keys()):
+        raise ValueError(f"{where}: expected the key {missing[0]!r} too; {valid}")

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training under DeepSpeed: a JSON config says how, the optimizer's type included."""
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+import zero8  # noqa: F401 - registers the optimizer type "Adam8bitBlockwise"
+from zero8.train.build import leave_out_shared_memory
+from zero8.train.config import load_config
+from zero8.train.engine import Engine
+from zero8.train.model import GPT
+
+
+class DeepSpeedEngine(Engine):
+    """See `Engine`."""
+
+    adamw = DeepSpeedCPUAdam
+    load_config = staticmethod(load_config)
+
+    def __init__(self, model: GPT, settings: dict):
+        """Start DeepSpeed."""
+        leave_out_shared_memory()
+        self.model = model
+        self.module, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=settings
+        )
+        self.optimizer = self.module.basic_optimizer
+        self.device = self.module.device
+        self.micro_batch_size = self.module.train_micro_batch_size_per_gpu()
+        self.accumulation_steps = self.module.gradient_accumulation_steps()
+
+    def step(self, batches: list[torch.Tensor]) -> list[float]:
+        """See `Engine`."""
+        losses = []
+        for batch in batches:
+            loss = self.module(batch)
+            self.module.backward(loss)
+            self.module.step()
+            losses.append(loss.item())
+        return losses
+
+    def synchronize(self) -> None:
+        """See `Engine`."""
+        get_accelerator().synchronize()

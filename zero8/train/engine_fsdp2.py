@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training under PyTorch's FSDP2, with nothing of DeepSpeed: a TOML config says how."""
+
+import os
+from functools import partial
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+
+from zero8 import Adam8bitBlockwise
+from zero8.train.config_fsdp2 import FSDP2Settings, Settings, load_config
+from zero8.train.engine import EIGHT_BIT, Engine
+from zero8.train.model import GPT
+
+
+class FSDP2Engine(Engine):
+    """See `Engine`."""
+
+    # The fastest of torch's: one kernel a step, as ours.
+    adamw = staticmethod(partial(torch.optim.AdamW, fused=True))
+    load_config = staticmethod(load_config)
+
+    def __init__(self, model: GPT, settings: Settings):
+        """Join the other ranks and shard the model."""
+        self.device = join_ranks()
+        self.model = self.module = shard(model, self.device, settings.fsdp2)
+        make = Adam8bitBlockwise if settings.optimizer.name == EIGHT_BIT else self.adamw
+        self.optimizer = make(model.named_parameters(), **settings.optimizer.keywords)
+        self.micro_batch_size = settings.micro_batch_size
+        self.accumulation_steps = settings.accumulation_steps
+        self._schedule = LambdaLR(self.optimizer, settings.scheduler.ratio)
+        self._gradient_clipping = settings.gradient_clipping
+
+    def step(self, batches: list[torch.Tensor]) -> list[float]:
+        """See `Engine`."""
+        losses = []
+        for batch in batches:
+            loss = self.module(batch)
+            # Each backward adds its mean over the ranks to the shards of the gradients.
+            (loss / len(batches)).backward()
+            losses.append(loss.item())
+        clip_grad_norm_(self.model.parameters(), self._gradient_clipping)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._schedule.step()
+        return losses
+
+    def synchronize(self) -> None:
+        """See `Engine`."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def join_ranks() -> torch.device:
+    """Start torch.distributed, unless the process has, and return the device of this rank."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"  # gloo for the norm of offloaded gradients
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    if not distributed.is_initialized():
+        distributed.init_process_group(backend)
+    return device
+
+
+def shard(model: GPT, device: torch.device, settings: FSDP2Settings) -> GPT:
+    """Shard a model over all ranks, each block by itself, and return it."""
+    policies = {"mesh": init_device_mesh(device.type, (distributed.get_world_size(),))}
+    if settings.offload:
+        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    if settings.mixed_precision == "bf16":
+        policies["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, **policies)
+    return fully_shard(model, **policies)
