@@ -4,7 +4,6 @@
 import logging
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from zero8.fsdp.flattened import FlattenedTensor
 from zero8.fsdp.meshes import process_groups
 from zero8.fsdp.sharded import ShardedTensor
+from zero8.loading import load
 from zero8.op import kernel
 from zero8.op.devices import DEVICES
 from zero8.spec.codec import DEFAULT_CODEC, Codec
@@ -19,7 +19,6 @@ from zero8.state import keywords
 from zero8.state.kind import kind_of
 from zero8.state.memory_report import MemoryReport
 from zero8.state.params import KnownParams, ParamInfo
-from zero8.state.plain import is_of_adam
 from zero8.state.policy import Policy
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
@@ -416,49 +415,14 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         """
         self._wait()
         with self._lock:
-            self._load_state_dict(state_dict)
+            load(self, state_dict, super().load_state_dict, self._adopt_loaded)
 
-    def _load_state_dict(self, state_dict: dict) -> None:
-        # torch casts every tensor to the parameter's dtype, which would destroy codes and scales;
-        # what is no tensor and no container crosses it untouched, so states cross it wrapped.
-        kept = {"state": self.state, "param_groups": self.param_groups}
-        hooks = (
-            self.register_load_state_dict_pre_hook(_wrap_states),
-            self.register_load_state_dict_post_hook(_adopt_states, prepend=True),
-        )
-        error = None
-        try:
-            super().load_state_dict(state_dict)
-        except Exception as raised:  # whatever it is, nothing may have been changed
-            error = raised
-        finally:
-            for hook in hooks:
-                hook.remove()
-        error = self._error_of_ranks(error, state_dict)
-        if error is not None:
-            self.__dict__.update(kept)
-            raise error
-
-    def _error_of_ranks(self, error: Exception | None, state_dict: dict) -> Exception | None:
-        """Return what all ranks that share parameters raise: their own errors, or a common one."""
-        groups = self._process_groups()
-        if not groups:
-            return error
-        # A rank that raised alone would leave the others in the collectives of the next step.
-        of_adam = any(map(is_of_adam, state_dict.get("state", {}).values()))
-        failed, some, none = ranks.largest([error is not None, of_adam, not of_adam], groups)
-        if error is None and failed:
-            return ValueError(
-                "load_state_dict: the states of other ranks do not fit their parameters (their "
-                "errors say why); nothing has been changed on this one"
-            )
-        if error is None and some and none:
-            return ValueError(
-                "load_state_dict: got states of an fp32 Adam on some ranks only: they have come "
-                "through a state dict of another form than the checkpoint's; set "
-                'state_dict_format to the checkpoint\'s, "8bit" or "fp32"'
-            )
-        return error
+    def _adopt_loaded(self, states: dict[Tensor, dict]) -> dict[Tensor, dict]:
+        """Return the states of a state dict, and check its groups, which are in place already."""
+        for group in self.param_groups:
+            keywords.check_refused_keys(group)
+        infos = self._infos()
+        return {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}
 
     def adopted(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
         """Return a loaded state of a parameter as this optimizer keeps it, in tensors of its own.
@@ -495,24 +459,3 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
 
     def _infos(self) -> dict[Tensor, ParamInfo]:
         return self._params.infos(self.param_groups)
-
-
-@dataclass
-class _Wrapped:
-    """A saved state on its way through torch's `load_state_dict`."""
-
-    state: dict
-
-
-def _wrap_states(optimizer: Adam8bitBlockwise, state_dict: dict) -> dict:
-    wrapped = {key: _Wrapped(state) for key, state in state_dict["state"].items()}
-    return {**state_dict, "state": wrapped}
-
-
-def _adopt_states(optimizer: Adam8bitBlockwise) -> None:
-    for group in optimizer.param_groups:
-        keywords.check_refused_keys(group)
-    infos = optimizer._infos()
-    for p, wrapped in optimizer.state.items():
-        saved = wrapped.state
-        optimizer.state[p] = optimizer.adopted(p, saved, infos.get(p)) if saved else saved

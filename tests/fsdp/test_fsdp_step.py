@@ -2,7 +2,7 @@
 """Steps under FSDP2 have the bits of one process on plain tensors."""
 
 import pytest
-from fsdp_worker import LAYOUTS, differing, trained, trained_alone
+from fsdp_worker import LAYOUTS, differing, trained, trained_alone, trained_by_accelerate
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -17,3 +17,10 @@ def test_fsdp2_step_in_the_backward_has_the_bits_of_one_process(layout, standing
     arguments = {"layout": layout, "steps": 4, "in_backward": True}
     for got in standing_ranks(2).run(trained, **arguments):
         assert differing(got, trained_alone(layout, 4), 2) == []
+
+
+def test_fsdp2_step_of_an_optimizer_made_before_sharding_has_the_bits_of_one_process(
+    standing_ranks,
+):
+    for got in standing_ranks(2).run(trained_by_accelerate, layout="corrected", steps=3):
+        assert differing(got, trained_alone("corrected", 3), 2) == []

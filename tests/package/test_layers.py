@@ -19,6 +19,7 @@ LAYERS = [
     {"state", "op"},
     {"step"},
     {"zero", "fsdp"},
+    {"loading"},
     {"optimizer"},
     {"active", "autoload", "checkpoint"},
     {"", "__init__"},

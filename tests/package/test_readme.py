@@ -4,9 +4,12 @@
 import inspect
 import json
 import re
+import sys
 
+import pytest
 import torch
 from places import ROOT
+from processes import run
 
 import zero8
 from zero8.optimizer import Adam8bitBlockwise
@@ -19,9 +22,23 @@ def blocks(language):
 
 
 def test_readme_python_example_runs_and_prints_the_report(capsys):
-    (example,) = blocks("python")
-    exec(example, {})
+    exec(blocks("python")[0], {})
     assert "8-bit: 131,072 elements" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_readme_fsdp2_example_runs_on_two_ranks(tmp_path):
+    (tmp_path / "example.py").write_text(blocks("python")[1] + "print(optimizer.memory_report())")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    done = run([*command, "2", str(tmp_path / "example.py")], OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("8-bit: 65,536 elements") == 2
+
+
+def test_readme_tests_of_its_tables_are_there():
+    names = re.findall(r"`(test_fsdp\w+)`", README)
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert names and not [name for name in names if f"def {name}(" not in sources]
 
 
 def test_readme_json_example_is_a_config_of_our_optimizer():
@@ -35,7 +52,7 @@ def test_readme_json_example_is_a_config_of_our_optimizer():
 def test_readme_table_of_settings_names_the_defaults():
     rows = re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", README, re.MULTILINE)
     parameters = inspect.signature(Adam8bitBlockwise.__init__).parameters
-    assert len(rows) == 8
+    assert len(rows) == 9
     for name, default in rows:
         expected = parameters[name].default
         assert json.loads(default) == (list(expected) if expected == () else expected), name
@@ -48,7 +65,7 @@ def test_readme_figure_is_there():
 
 def test_readme_bytes_of_the_demo_are_those_of_its_record():
     record = ROOT / "zero8" / "bench" / "records" / "demo_cpu_202611.json"
-    for run in json.loads(record.read_text())["runs"]:
-        assert f"{run['state_bytes_per_param']:.3f}" in README
-        assert f"{run['val_loss']:.4f}" in README
-        assert f"{run['step_ms']:.2f}" in README
+    for row in json.loads(record.read_text())["runs"]:
+        assert f"{row['state_bytes_per_param']:.3f}" in README
+        assert f"{row['val_loss']:.4f}" in README
+        assert f"{row['step_ms']:.2f}" in README

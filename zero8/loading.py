@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a state dict into an optimizer: all of it, on all ranks that share it, or nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero8.fsdp.meshes import process_groups
+from zero8.state.plain import is_of_adam
+from zero8.step import ranks
+
+States = dict[Tensor, dict]
+
+
+@dataclass
+class _Wrapped:
+    """A saved state on its way through torch's `load_state_dict`."""
+
+    state: dict
+
+
+def load(
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict,
+    by_torch: Callable[[dict], None],
+    adopt: Callable[[States], States],
+) -> None:
+    """Load a state dict.
+
+    Args:
+        optimizer: into which.
+        state_dict: of it, or of an fp32 Adam.
+        by_torch: torch's own `load_state_dict` of the optimizer.
+        adopt: returns the loaded states in the form that the optimizer keeps; called when the
+            groups have been loaded.
+
+    Raises:
+        ValueError: if a state does not fit its parameter, on this or on another rank; nothing has
+            been changed then.
+    """
+
+    def adopt_states(_):
+        optimizer.state.update(adopt({p: saved.state for p, saved in optimizer.state.items()}))
+
+    # torch casts every tensor to the parameter's dtype, which would destroy codes and scales; what
+    # is no tensor and no container crosses it untouched, so states cross it wrapped.
+    kept = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    hooks = (
+        optimizer.register_load_state_dict_pre_hook(_wrap_states),
+        optimizer.register_load_state_dict_post_hook(adopt_states, prepend=True),
+    )
+    error = None
+    try:
+        by_torch(state_dict)
+    except Exception as raised:  # whatever it is, nothing may have been changed
+        error = raised
+    finally:
+        for hook in hooks:
+            hook.remove()
+    params = [p for group in kept["param_groups"] for p in group["params"]]
+    error = _error_of_ranks(error, state_dict, process_groups(params))
+    if error is not None:
+        optimizer.__dict__.update(kept)
+        raise error
+
+
+def _wrap_states(_: torch.optim.Optimizer, state_dict: dict) -> dict:
+    wrapped = {key: _Wrapped(state) for key, state in state_dict["state"].items()}
+    return {**state_dict, "state": wrapped}
+
+
+def _error_of_ranks(error: Exception | None, state_dict: dict, groups: list) -> Exception | None:
+    """Return what the ranks of some process groups raise: their own errors, or a common one."""
+    if not groups:
+        return error
+    # A rank that raised alone would leave the others in the collectives of the next step.
+    of_adam = error is None and any(map(is_of_adam, state_dict["state"].values()))
+    failed, some, none = ranks.largest([error is not None, of_adam, not of_adam], groups)
+    if error is None and failed:
+        return ValueError(
+            "load_state_dict: the states of other ranks do not fit their parameters (their errors "
+            "say why); nothing has been changed on this one"
+        )
+    if error is None and some and none:
+        return ValueError(
+            "load_state_dict: got states of an fp32 Adam on some ranks only: they have come "
+            "through a state dict of another form than the checkpoint's; set state_dict_format to "
+            'the checkpoint\'s, "8bit" or "fp32"'
+        )
+    return error
