@@ -430,8 +430,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         Raises:
             ValueError: if it does not fit the parameter.
         """
-        state = kind_of(self.kinds, p, {}).adopted(p, saved, info)
-        return state | self.settings.correction_from(p, saved)
+        kind = kind_of(self.kinds, p, {})
+        return kind.adopted(p, saved, info) | kind.correction(p, saved, info)
 
     def moments(self, p: Tensor) -> list[MomentStore]:
         """Return the two live moments of a parameter that has state, exp_avg and exp_avg_sq.

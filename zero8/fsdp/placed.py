@@ -39,18 +39,24 @@ class PlacedExtent(Extent):
     placements: tuple[Placement, ...]
 
     @classmethod
-    def of(cls, p: DTensor) -> "PlacedExtent":
-        """Return the extent of a parameter.
+    def of(cls, p: DTensor, name: str) -> "PlacedExtent":
+        """Return the extent of the parameter called `name`.
 
         Raises:
-            ValueError: if its local elements are no box of it.
+            ValueError: on all ranks, if what one of them holds is no box of the parameter.
         """
         ranges = []
         for dim, size in enumerate(p.shape):
             cuts, sizes = _cuts(p.placements, p.device_mesh, dim)
             coordinate = p.device_mesh.get_coordinate()
-            at = tuple(coordinate[mesh_dim] for mesh_dim in sizes)
-            ranges.append(_held(size, cuts, at))
+            ranks = itertools.product(*map(range, sizes.values()))
+            is_strided = any(isinstance(placement, _StridedShard) for placement, _ in cuts)
+            if is_strided and not all(_held(size, cuts, at) for at in ranks):
+                raise ValueError(
+                    f"{name}: got shape {tuple(p.shape)} sharded as {p.placements}, which gives a "
+                    "rank rows that are not consecutive; expected consecutive ones, as FSDP2 makes"
+                )
+            ranges.append(_held(size, cuts, tuple(coordinate[mesh_dim] for mesh_dim in sizes)))
         offset, local_shape = zip(*ranges, strict=True) if ranges else ((), ())
         return cls(tuple(p.shape), local_shape, offset, p.device_mesh, tuple(p.placements))
 
@@ -119,16 +125,13 @@ def _cuts(
 
 
 @lru_cache(maxsize=65536)
-def _held(size: int, cuts: tuple[Cut, ...], at: tuple[int, ...]) -> tuple[int, int]:
-    """Return (first index, number) of what a rank holds of a dimension.
+def _held(size: int, cuts: tuple[Cut, ...], at: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return (first index, number) of what a rank holds of a dimension, None for parts of it.
 
     Args:
         size: of the dimension.
         cuts: through it.
         at: the rank's number in each.
-
-    Raises:
-        ValueError: if these are not consecutive.
     """
     index = torch.arange(size)
     for (placement, number), place in zip(cuts, at, strict=True):
@@ -138,5 +141,5 @@ def _held(size: int, cuts: tuple[Cut, ...], at: tuple[int, ...]) -> tuple[int, i
     if not len(index):
         return 0, 0
     if int(index[-1]) - int(index[0]) != len(index) - 1:
-        raise ValueError(f"got rows {index.tolist()[:8]}... on one rank, expected consecutive ones")
+        return None
     return int(index[0]), len(index)

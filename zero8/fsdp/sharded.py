@@ -44,6 +44,6 @@ class ShardedTensor(WholeTensor):
         # Who has DTensors has loaded this already: it would add a third to the time of the import.
         from zero8.fsdp.placed import PlacedExtent
 
-        extent = PlacedExtent.of(p)
+        extent = PlacedExtent.of(p, parameter.name)
         extent.check_blocks(parameter)
         return extent

@@ -78,7 +78,7 @@ class Extent:
         column = self.offset[kept] * in_row
         end = column + self.local_shape[kept] * in_row
         block = column // piece.block_size
-        count = -(-end // piece.block_size) - block
+        count = -(-end // piece.block_size) - block if self.local_shape[kept] else 0
         return (*self.local_shape[:kept], count), (*self.offset[:kept], block)
 
     def entry(self, local: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:

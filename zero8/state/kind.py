@@ -71,6 +71,14 @@ class StateKind(ABC):
             ValueError: if it does not fit the parameter.
         """
 
+    def correction(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
+        """Return the entry of the corrections of a parameter in a loaded state, {} for none.
+
+        Raises:
+            ValueError: if it does not fit the parameter.
+        """
+        return self._settings.correction_from(p, saved)
+
     def saved(self, p: Tensor, state: dict, in_fp32: bool) -> dict:
         """Return the entries that checkpoints carry in the place of a state.
 

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kind of state of a whole parameter: entries that `zero8.state.plain` defines."""
 
+import logging
 import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain
 
 from torch import Tensor
 
-from zero8.state.extent import Extent
+from zero8.state.extent import Extent, local
 from zero8.state.header import Header
 from zero8.state.kind import Contents, StateKind
 from zero8.state.params import ParamInfo
 from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
+
+logger = logging.getLogger("zero8")
 
 
 class WholeTensor(StateKind):
@@ -50,11 +54,21 @@ class WholeTensor(StateKind):
         extent, codec = self._extent(p, parameter), self._settings.codec
         return PlainState.adopted(saved, codec, parameter, extent, p.device).entries
 
+    def correction(self, p: Tensor, saved: dict, info: ParamInfo) -> dict:
+        """See `StateKind`."""
+        key, extent = "param_correction", self._extent(p, self._parameter(info))
+        if isinstance(saved.get(key), Tensor):
+            saved = {key: extent.part_of(key, saved[key], extent.shape, extent.box)}
+        kept = self._settings.correction_from(local(p), saved)
+        return {key: extent.entry(kept[key], extent.shape, extent.box)} if kept else {}
+
     def saved(self, p: Tensor, state: dict, in_fp32: bool) -> dict:
         """See `StateKind`."""
         if "format" not in state:
             return state
         plain = PlainState(state, self._extent(p, Header.of(state, "").piece("")))
+        if in_fp32 and "param_correction" in state:
+            _tell_that_corrections_are_lost()
         return plain.in_float32() if in_fp32 else plain.saved()
 
     def contents(self, states: Sequence[dict]) -> Contents:
@@ -72,6 +86,13 @@ class WholeTensor(StateKind):
     def _parameter(self, info: ParamInfo) -> Piece:
         """Return the whole parameter as a piece."""
         return self._settings.piece(info, 0, math.prod(info.shape), 0)
+
+
+@cache
+def _tell_that_corrections_are_lost() -> None:
+    logger.warning(
+        "zero8: state dicts in fp32, as AdamW's, have no corrections of bfloat16 weights"
+    )
 
 
 def bring_format_to_host(state: dict) -> None:
