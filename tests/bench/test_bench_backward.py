@@ -19,6 +19,8 @@ ROW_KEYS = {
     "name",
     "peak_gradient_bytes",
     "peak_gradient_bytes_median",
+    "cpu_ms",
+    "page_faults",
     "waited_share",
 } | SPREADS
 RESULT_KEYS = {

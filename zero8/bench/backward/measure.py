@@ -5,10 +5,13 @@ All loops begin with the same weights and see the same batches.
 """
 
 import copy
+import operator
+import resource
 import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,32 +51,50 @@ class GradientCount:
         self.peak_bytes = max(self.peak_bytes, sum(grad.nbytes for grad in alive))
 
 
-class Loop:
-    """A model that trains, and what was measured of it.
+class Iteration(NamedTuple):
+    """What was measured of an iteration, besides its wall time.
 
     Attributes:
-        step_ns: wall time of `step()` itself, of every iteration.
-        peak_bytes: of gradients, the most that were alive at one time in an iteration.
+        step_ns: wall time of `step()` itself.
+        peak_bytes: of gradients, the most that were alive at one time.
+        cpu_ms: CPU time of all threads.
+        page_faults: pages of memory that the system gave anew.
     """
+
+    step_ns: int
+    peak_bytes: int
+    cpu_ms: float
+    page_faults: int
+
+
+class Loop:
+    """A model that trains, and its iterations so far."""
 
     def __init__(self, model: nn.Sequential, optimizer: torch.optim.Optimizer):
         """Begin with a model that is this loop's own, and the optimizer of it."""
         self.model = model
         self.optimizer = optimizer
-        self.count = GradientCount(model.parameters())
-        self.step_ns: list[int] = []
-        self.peak_bytes: list[int] = []
+        self.iterations: list[Iteration] = []
+        self._count = GradientCount(model.parameters())
         self._batches = torch.Generator().manual_seed(1)
 
     def iterate(self) -> None:
         """Go forward and backward, and step."""
+        before = _used()
         inputs = torch.randn(BATCH, self.model[0].in_features, generator=self._batches)
         nn.functional.mse_loss(self.model(inputs), inputs).backward()
         began = time.perf_counter_ns()
         self.optimizer.step()
-        self.step_ns.append(time.perf_counter_ns() - began)
+        step_ns = time.perf_counter_ns() - began
         self.optimizer.zero_grad()
-        self.peak_bytes.append(self.count.take_peak_bytes())
+        used = map(operator.sub, _used(), before)
+        self.iterations.append(Iteration(step_ns, self._count.take_peak_bytes(), *used))
+
+
+def _used() -> tuple[float, int]:
+    """Return the CPU time in ms and the page faults of this process so far."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return 1000 * (usage.ru_utime + usage.ru_stime), usage.ru_minflt
 
 
 def loops(hidden: int, layers: int) -> dict[str, Loop]:
@@ -114,13 +135,15 @@ def check_equal(model: nn.Module, other: nn.Module) -> None:
 
 
 def _row(name: str, loop: Loop, samples: Samples) -> dict:
-    peak_bytes = loop.peak_bytes[WARM_UP_ROUNDS:]
+    step_ns, peak_bytes, cpu_ms, page_faults = zip(*loop.iterations[WARM_UP_ROUNDS:], strict=True)
     return {
         "name": name,
         "peak_gradient_bytes": max(peak_bytes),
         "peak_gradient_bytes_median": statistics.median(peak_bytes),
-        **spread_ms("step", loop.step_ns[WARM_UP_ROUNDS:]),
+        **spread_ms("step", step_ns),
         **spread_ms("iteration", samples.times),
+        "cpu_ms": statistics.median(cpu_ms),
+        "page_faults": statistics.median(page_faults),
         "waited_share": samples.waited_ns / (torch.get_num_threads() * sum(samples.times)),
     }
 
