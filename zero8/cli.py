@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _bench(argv: Sequence[str]) -> int:
     # Its options come from the measurements, whose imports only they should pay for.
+    from zero8.bench.backward import command as backward
     from zero8.bench.fidelity import command as fidelity
     from zero8.bench.step import command as step
     from zero8.bench.usage import UsageError
@@ -59,6 +60,11 @@ def _bench(argv: Sequence[str]) -> int:
             "update errors of every codec and peer on recorded gradients, and final losses",
         ),
         ("step", step, "time and memory of a step, of every codec, of peers, and of a bare copy"),
+        (
+            "backward",
+            backward,
+            "gradients alive and times of steps in the backward, and of steps after it",
+        ),
     ):
         command = measurements.add_parser(name, help=help_text, description=help_text)
         measurement.add_arguments(command)

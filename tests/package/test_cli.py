@@ -234,7 +234,8 @@ def test_command_unknown_or_missing_exits_2(arguments, capsys):
 
 
 @pytest.mark.parametrize(
-    ("measurement", "option"), [("fidelity", "--quick"), ("step", "--against NAME,...")]
+    ("measurement", "option"),
+    [("fidelity", "--quick"), ("step", "--against NAME,..."), ("backward", "--layers N")],
 )
 def test_bench_help_names_the_options_of_a_measurement(capsys, measurement, option):
     with pytest.raises(SystemExit) as end:

@@ -2,6 +2,7 @@
 """What the records of all measurements share: where they were made, and how they are written."""
 
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Callable
@@ -31,6 +32,15 @@ def cpu() -> str:
     return cpuinfo.get_cpu_info().get("brand_raw", platform.processor())
 
 
+def machine() -> dict:
+    """Return what times depend on besides the processor, measured before we keep it busy."""
+    return {
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "openmp": {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "GOMP_", "KMP_"))},
+    }
+
+
 def commit() -> str | None:
     """Return the git commit of the checkout that runs, None outside of one."""
     root = Path(zero8.__file__).parents[1]
@@ -48,13 +58,15 @@ def write(
     result: dict,
     out: Path,
     markdown: Callable[[dict], str],
-    plot: Callable[[dict, Path], None],
-) -> tuple[Path, Path, Path]:
-    """Write a result as JSON to `out`, and its table and figure beside it; return the paths."""
+    plot: Callable[[dict, Path], None] | None = None,
+) -> tuple[Path, ...]:
+    """Write a result as JSON to `out`, its table and any figure beside it; return the paths."""
     table, figure = out.with_suffix(".md"), out.with_suffix(".png")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     table.write_text(markdown(result))
+    if plot is None:
+        return out, table
     plot(result, figure)
     return out, table, figure
 

@@ -14,6 +14,12 @@ def check_names(option: str, names: Collection[str], valid: Collection[str]) -> 
         raise UsageError(f"{option}: got {unknown[0]!r}, expected one of {list(valid)}")
 
 
+def check_least(option: str, value: int, least: int) -> None:
+    """Raise UsageError for a number that is too small."""
+    if value < least:
+        raise UsageError(f"{option}: got {value}, expected at least {least}")
+
+
 def check_multiple(option: str, value: int, unit: int, least: int) -> None:
     """Raise UsageError for a number that is not a multiple of a unit, or too small."""
     if value < least or value % unit:

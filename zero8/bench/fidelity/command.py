@@ -39,7 +39,7 @@ from zero8.bench.fidelity.robustness import Robustness
 from zero8.bench.fidelity.silence import Silence
 from zero8.bench.fidelity.states import ClosedLoop, Updates
 from zero8.bench.fidelity.targets import checks
-from zero8.bench.usage import UsageError
+from zero8.bench.usage import UsageError, check_least
 from zero8.op import kernel
 from zero8.spec.codec import DEFAULT_CODEC
 
@@ -89,8 +89,7 @@ def _cores() -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the three files, print the targets; return the exit status."""
     for name, least in (("steps", 2), ("workers", 1)):
-        if getattr(arguments, name) < least:
-            raise UsageError(f"--{name}: got {getattr(arguments, name)}, expected at least {least}")
+        check_least(f"--{name}", getattr(arguments, name), least)
     began = time.perf_counter()
     result = measure(arguments.quick, arguments.steps, arguments.workers)
     result |= {

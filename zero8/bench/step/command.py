@@ -27,9 +27,9 @@ from zero8.bench.step.figure import plot
 from zero8.bench.step.report import busy_lines, markdown
 from zero8.bench.step.targets import checks
 from zero8.bench.step.tensors import LEAST_NUMEL, NUM_TENSORS, ROW
-from zero8.bench.step.timing import Samples, interleaved, peak_extra_bytes, spread
+from zero8.bench.step.timing import Samples, interleaved, peak_extra_bytes, spread, threads
 from zero8.bench.step.variants import FP32
-from zero8.bench.usage import UsageError, check_multiple, check_names, chosen
+from zero8.bench.usage import check_least, check_multiple, check_names, chosen
 from zero8.op import kernel
 from zero8.spec.codec import CODECS, DEFAULT_CODEC
 
@@ -50,8 +50,7 @@ class Plan:
     def __post_init__(self):
         """Raise UsageError for what cannot be measured."""
         check_multiple("--numel", self.numel, ROW, LEAST_NUMEL)
-        if self.threads < 1:
-            raise UsageError(f"--threads: got {self.threads}, expected at least 1")
+        check_least("--threads", self.threads, 1)
         check_names("--codec", self.codecs, CODECS)
         check_names("--isa", () if self.isa is None else (self.isa,), kernel.isas())
         check_names("--against", self.against, step_contenders.PEERS)
@@ -117,7 +116,7 @@ def measure(plan: Plan) -> dict:
     Raises:
         RuntimeError: if the kernel's bits are not the reference's.
     """
-    with _threads(plan.threads), _isa(plan.isa):
+    with threads(plan.threads), _isa(plan.isa):
         isas = [plan.isa] if plan.isa else list(kernel.isas())
         step_kernel.check(plan.codecs, isas, plan.threads)
         machine = _machine()  # before it is us who keep it busy
@@ -136,16 +135,6 @@ def measure(plan: Plan) -> dict:
             "machine": machine | {"anonymous_huge_bytes": huge_bytes},
         }
     return {**result, "on_machines": machines.rows(result), "checks": checks(result)}
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager
@@ -212,15 +201,13 @@ def _compare(rows: list[dict], ceilings: list[dict]) -> None:
 
 
 def _machine() -> dict:
-    """Return what the times depend on besides the processor."""
+    """Return what the times depend on, this measurement's huge pages and caches too."""
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
-        "cores": os.cpu_count(),
+        **record.machine(),
         "last_level_cache_bytes": _last_level_cache_bytes(),
         "page_bytes": resource.getpagesize(),
         "transparent_huge_pages": huge.read_text().strip() if huge.is_file() else None,
-        "load_average": os.getloadavg()[0],
-        "openmp": {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "GOMP_", "KMP_"))},
     }
 
 

@@ -7,10 +7,12 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 WARM_UP_ROUNDS = 3
@@ -35,6 +37,17 @@ class Samples:
 
     times: list[float] = field(default_factory=list)
     waited_ns: int = 0
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Give torch this many threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def time_by_the_wall(call: Callable[[], object], samples: Samples) -> None:
