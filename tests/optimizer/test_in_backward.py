@@ -2,6 +2,7 @@
 """Steps in the backward: the bits of steps after it, and what cannot be had with them."""
 
 import threading
+import time
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from zero8 import Adam8bitBlockwise
+from zero8.step import in_backward as in_backward_module
 from zero8.step import stepper
 
 KEYWORDS = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -90,6 +92,24 @@ def test_in_backward_gradients_are_freed_while_it_goes_on():
     assert alive[-1] < len(grads)
 
 
+def test_in_backward_waits_where_too_many_gradients_would_wait(monkeypatch):
+    """At most two of the four gradients of 64 KiB, and the small ones, are there at one time."""
+    monkeypatch.setattr(in_backward_module, "MOST_WAITING_BYTES", 2 * 128 * 128 * 4 + 4096)
+    model, optimizer, handle = in_backward()
+    waiting = []
+    step_one = handle._take_step
+
+    def slowly(p, grad):
+        time.sleep(0.02)
+        waiting.append(handle._waiting_bytes)
+        step_one(p, grad)
+
+    handle._take_step = slowly
+    train(model, optimizer, 2)
+    assert 0 < max(waiting) <= in_backward_module.MOST_WAITING_BYTES
+    assert handle._waiting_bytes == 0
+
+
 def test_in_backward_another_thread_steps(monkeypatch):
     threads = set()
     step_batch = stepper.Stepper.step_batch
@@ -134,12 +154,10 @@ def test_in_backward_use_of_a_gradient_afterwards_raises_with_the_reason(use):
 
 
 def test_in_backward_of_a_model_in_ddp_is_refused(monkeypatch):
-    from zero8.step import in_backward as module
-
     class Buckets(nn.Sequential):
         pass
 
-    monkeypatch.setattr(module, "DistributedDataParallel", Buckets)
+    monkeypatch.setattr(in_backward_module, "DistributedDataParallel", Buckets)
     model = Buckets(nn.Linear(64, 64))
     with pytest.raises(ValueError, match="buckets"):
         Adam8bitBlockwise(model.parameters()).step_in_backward(model)

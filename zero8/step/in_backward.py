@@ -5,6 +5,7 @@ On the CPU a thread of its own steps while the backward goes on; on a GPU the st
 that the gradient comes from.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -12,12 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from zero8.state.extent import local
+
 USED = (
     "step_in_backward has stepped with this gradient and freed it.  What needs gradients after the "
     "backward, or of several backwards, cannot be had with it: clipping by the norm of all "
     "gradients, GradScaler, gradient accumulation (but that of FSDP2's "
     "set_requires_gradient_sync).  Call remove() of what step_in_backward returned"
 )
+
+MOST_WAITING_BYTES = 1 << 30
+"""Of gradients: the backward waits while more of them than this would wait for their steps."""
 
 TakeStep = Callable[[Tensor, Tensor], None]
 """Takes the step of a parameter, given it and its gradient."""
@@ -53,6 +59,7 @@ class InBackward:
         self._hooks: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._pending: list[Future] = []
         self._used: list[Tensor] = []
+        self._waiting_bytes, self._room = 0, threading.Condition()
         self._worker: ThreadPoolExecutor | None = ThreadPoolExecutor(
             1, "zero8-step", torch.set_num_threads, (torch.get_num_threads(),)
         )
@@ -94,10 +101,25 @@ class InBackward:
             return
         p.grad = UsedGradient(p)
         self._used.append(p)
-        if p.device.type == "cpu":
-            self._pending.append(self._worker.submit(self._take_step, p, grad))
-        else:
+        if p.device.type != "cpu":
             self._take_step(p, grad)
+            return
+        num_bytes = local(grad).nbytes
+        with self._room:
+            self._room.wait_for(lambda: self._has_room_for(num_bytes))
+            self._waiting_bytes += num_bytes
+        self._pending.append(self._worker.submit(self._step_waiting, p, grad, num_bytes))
+
+    def _has_room_for(self, num_bytes: int) -> bool:
+        return not self._waiting_bytes or self._waiting_bytes + num_bytes <= MOST_WAITING_BYTES
+
+    def _step_waiting(self, p: Tensor, grad: Tensor, num_bytes: int) -> None:
+        try:
+            self._take_step(p, grad)
+        finally:
+            with self._room:
+                self._waiting_bytes -= num_bytes
+                self._room.notify()
 
 
 def check_model(model: nn.Module, params: Sequence[Tensor]) -> None:
