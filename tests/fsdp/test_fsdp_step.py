@@ -2,7 +2,14 @@
 """Steps under FSDP2 have the bits of one process on plain tensors."""
 
 import pytest
-from fsdp_worker import LAYOUTS, differing, trained, trained_alone, trained_by_accelerate
+from fsdp_worker import (
+    LAYOUTS,
+    differing,
+    trained,
+    trained_alone,
+    trained_by_accelerate,
+    trained_in_ddp,
+)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -24,3 +31,8 @@ def test_fsdp2_step_of_an_optimizer_made_before_sharding_has_the_bits_of_one_pro
 ):
     for got in standing_ranks(2).run(trained_by_accelerate, layout="corrected", steps=3):
         assert differing(got, trained_alone("corrected", 3), 2) == []
+
+
+def test_ddp_step_has_the_bits_of_one_process(standing_ranks):
+    for got in standing_ranks(2).run(trained_in_ddp, layout="bfloat16", steps=3):
+        assert differing(got, trained_alone("bfloat16", 3)) == []

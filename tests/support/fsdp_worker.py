@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from zero8 import Adam8bitBlockwise
 from zero8.spec.grid import is_narrow, rows_per_block
@@ -153,6 +154,15 @@ def trained_by_accelerate(layout: str, steps: int) -> dict[str, dict]:
     group["params"] = list(sharded(LAYOUTS[layout], model).parameters())
     optimizer.load_state_dict(optimizer.state_dict())
     run(model, optimizer, 0, steps)
+    return results(model, optimizer)
+
+
+def trained_in_ddp(layout: str, steps: int) -> dict[str, dict]:
+    """Return `results` after some steps under DistributedDataParallel."""
+    start()
+    model = Weights(LAYOUTS[layout].dtype)
+    optimizer = optimizer_of(model, LAYOUTS[layout])
+    run(DistributedDataParallel(model), optimizer, 0, steps)
     return results(model, optimizer)
 
 

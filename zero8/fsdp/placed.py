@@ -67,27 +67,34 @@ class PlacedExtent(Extent):
         """
         if not parameter.is_quantized:
             return
-        shape = parameter.grid.scale_shape(self.shape)
-        row = len(shape) - 1  # this dimension and those that follow make a row
-        for dim in range(row, len(self.shape)):
-            cuts, sizes = _cuts(self.placements, self.mesh, dim)
-            if not cuts:
-                continue
-            fits = dim == row and not is_narrow(self.shape)
-            in_row = math.prod(self.shape[row + 1 :])
-            for at in itertools.product(*map(range, sizes.values())):
-                if fits:
-                    begin, size = (n * in_row for n in _held(self.shape[dim], cuts, at))
-                    block, rest = divmod(begin, parameter.block_size)
-                    held = block, -(-size // parameter.block_size)
-                    fits = size == 0 or (rest == 0 and held == _held(shape[row], cuts, at))
-            if not fits:
-                raise ValueError(
-                    f"{parameter.name}: got shape {self.shape} sharded as {self.placements}, which "
-                    f"cuts blocks of {parameter.block_size} elements, expected parts of rows that "
-                    "are multiples of it; set a smaller block_size, or keep float32 moments of "
-                    f"this parameter: fp32_params=[{parameter.name!r}]"
-                )
+        scale_shape = parameter.grid.scale_shape(self.shape)
+        row = range(len(scale_shape) - 1, len(self.shape))  # the dimensions that make a row
+        if not all(self._falls_between_blocks(parameter, scale_shape, dim) for dim in row):
+            raise ValueError(
+                f"{parameter.name}: got shape {self.shape} sharded as {self.placements}, which "
+                f"cuts blocks of {parameter.block_size} elements, expected parts of rows that "
+                "are multiples of it; set a smaller block_size, or keep float32 moments of "
+                f"this parameter: fp32_params=[{parameter.name!r}]"
+            )
+
+    def _falls_between_blocks(
+        self, parameter: Piece, scale_shape: tuple[int, ...], dim: int
+    ) -> bool:
+        """Return whether all cuts through a dimension of rows leave blocks, and scales, whole."""
+        cuts, sizes = _cuts(self.placements, self.mesh, dim)
+        row = len(scale_shape) - 1
+        if not cuts:
+            return True
+        if dim > row or is_narrow(self.shape):
+            return False
+        in_row = math.prod(self.shape[row + 1 :])
+        for at in itertools.product(*map(range, sizes.values())):
+            begin, size = (n * in_row for n in _held(self.shape[dim], cuts, at))
+            block, rest = divmod(begin, parameter.block_size)
+            blocks = block, -(-size // parameter.block_size)
+            if size and (rest or blocks != _held(scale_shape[row], cuts, at)):
+                return False
+        return True
 
     def entry(self, local: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
         """See `Extent`."""

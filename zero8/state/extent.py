@@ -19,7 +19,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The shape of a box, and the index of its first element in each dimension."""
 
 
-PLAIN = (int, float, Tensor, torch.nn.Parameter)
+PLAIN = frozenset((torch.nn.Parameter, Tensor, int, float))
 """Types of what is whole on every rank; asked first, because a step asks this of many."""
 
 

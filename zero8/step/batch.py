@@ -44,8 +44,9 @@ class Batch:
                 if (grad := p.grad) is not None:
                     batch.groups.append(group)
                     batch.params.append(p)
-                    batch.values.append(local(p))
-                    batch.grads.append(local_grad(p, grad))
+                    is_plain = type(p) in PLAIN  # as most are: no call for them
+                    batch.values.append(p if is_plain else local(p))
+                    batch.grads.append(grad if is_plain else local_grad(p, grad))
                     batch.states.append(state[p])
         return batch
 
@@ -139,7 +140,7 @@ class Seen:
 
 def local_grad(p: Tensor, grad: Tensor) -> Tensor:
     """Return what this rank holds of a gradient, sharded as its parameter is."""
-    if type(grad) in PLAIN or not hasattr(p, "placements") or not hasattr(grad, "placements"):
+    if not hasattr(p, "placements") or not hasattr(grad, "placements"):
         return grad
     if grad.placements != p.placements:  # on all ranks alike: a collective of tensor parallelism
         grad = grad.redistribute(p.device_mesh, p.placements)
