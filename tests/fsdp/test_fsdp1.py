@@ -15,6 +15,7 @@ EXACT = [(False, "FSDP"), (False, "full"), (False, "sharded"), (True, "sharded")
 AdamW = torch.optim.AdamW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("use_orig_params", "api"), EXACT)
 def test_fsdp1_checkpoint_goes_on_with_the_same_losses(use_orig_params, api, standing_ranks):
     arguments = {"use_orig_params": use_orig_params, "api": api}

@@ -11,7 +11,7 @@ from fsdp_worker import differing
 
 STEPS, MORE = 3, 10
 RESHARDED = [(2, 1), (2, 2), (2, 3), (2, 4), (3, 2)]
-QUICK = {(2, 3)}
+QUICK = [("corrected", 2, 3, "sharded"), ("corrected", 2, 3, "broadcast")]
 
 
 def slow_unless(quick: bool, *values):
@@ -34,13 +34,13 @@ def saved(standing_ranks, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("layout", "before", "after"),
+    ("layout", "before", "after", "mode"),
     [
-        slow_unless(pair in QUICK and layout == "corrected", layout, *pair)
+        slow_unless((layout, *pair, mode) in QUICK, layout, *pair, mode)
         for layout in ("corrected", "offload")
         for pair in RESHARDED
+        for mode in MODES
     ],
 )
 def test_fsdp2_checkpoint_loads_and_goes_on_with_the_same_bits(

@@ -30,6 +30,7 @@ def test_distributed_parameters_step_with_the_bits_of_one_process(name, standing
         assert_same(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_distributed_parameters_on_four_ranks_step_with_the_bits_of_one(name, standing_ranks):
     expected = ranks.stepped_alone(name)
@@ -43,6 +44,7 @@ def test_distributed_parameters_in_strides_step_with_the_bits_of_one_process(sta
         assert_same(got, expected)
 
 
+@pytest.mark.slow
 def test_fsdp2_over_tensor_parallelism_steps_with_the_bits_of_one_process(standing_ranks):
     _, expected = ranks.stepped_in_parallel(alone=True)
     for placements, got in standing_ranks(4).run(ranks.stepped_in_parallel, alone=False):
@@ -51,6 +53,7 @@ def test_fsdp2_over_tensor_parallelism_steps_with_the_bits_of_one_process(standi
         assert_same(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", PLACED)
 def test_extent_of_a_distributed_tensor_is_what_the_rank_holds(mesh_shape, standing_ranks):
     for wrong, fit in standing_ranks(torch.Size(mesh_shape).numel()).run(
@@ -109,6 +112,7 @@ def test_load_of_a_state_that_is_broken_on_one_rank_raises_on_all(breakage, stan
 # --- Copies, loads and the report -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ranks.WAYS)
 @pytest.mark.parametrize("name", ["rows", "columns", "columns corrected"])
 def test_copy_of_an_optimizer_of_distributed_states_steps_as_the_first(name, way, standing_ranks):
@@ -121,6 +125,7 @@ def test_copy_of_an_optimizer_of_distributed_states_steps_as_the_first(name, way
 both_forms = pytest.mark.parametrize("form", ["8bit", "fp32"])
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("name", ["rows", "columns", "replicated", "columns corrected"])
 def test_whole_states_load_into_distributed_parameters_as_into_plain_ones(
@@ -132,6 +137,7 @@ def test_whole_states_load_into_distributed_parameters_as_into_plain_ones(
         assert_same(got, expected)
 
 
+@pytest.mark.slow
 @both_forms
 @pytest.mark.parametrize("name", ["rows", "columns", "columns corrected", "columns dynamic"])
 def test_distributed_states_are_saved_as_those_of_one_process(name, form, standing_ranks):
@@ -140,6 +146,7 @@ def test_distributed_states_are_saved_as_those_of_one_process(name, form, standi
         assert equal(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows", "columns", "columns corrected"])
 def test_distributed_states_load_into_plain_parameters_with_the_same_bits(name, standing_ranks):
     expected = ranks.stepped_alone(name)
@@ -147,6 +154,7 @@ def test_distributed_states_load_into_plain_parameters_with_the_same_bits(name, 
         assert_same(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["columns", "rows", "columns corrected"])
 def test_memory_report_has_one_row_for_each_distributed_parameter(name, standing_ranks):
     """Columns are many runs of elements, so many pieces of one parameter."""

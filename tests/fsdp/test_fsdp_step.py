@@ -12,8 +12,14 @@ from fsdp_worker import (
 )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        pytest.param(layout, size, marks=[pytest.mark.slow] * (size == 3 and layout != "corrected"))
+        for layout in LAYOUTS
+        for size in (2, 3)
+    ],
+)
 def test_fsdp2_step_has_the_bits_of_one_process(layout, world_size, standing_ranks):
     for got in standing_ranks(world_size).run(trained, layout=layout, steps=4):
         assert differing(got, trained_alone(layout, 4), world_size) == []

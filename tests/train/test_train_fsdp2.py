@@ -63,6 +63,7 @@ def test_fsdp2_states_are_counted_once_over_all_ranks(rows):
     assert quantized["state_bytes_per_param_all"] <= 2.08
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "tolerance"),
     [
