@@ -3,8 +3,11 @@
 
 import json
 import pickle
+import sys
 
+import psutil
 import pytest
+from processes import started
 
 from zero8.bench.fidelity.bf16 import weight_distances
 from zero8.bench.fidelity.command import experiments
@@ -19,6 +22,19 @@ from zero8.train.model import GPTConfig
 
 TINY_GPT = TextTask(GPTConfig(context=64, width=64, layers=1, heads=2), window=16, batch_size=2)
 
+
+ENDLESS = """
+import time
+from zero8.bench.fidelity.pool import Job, run_jobs
+
+def endless(on_step):
+    print("working", flush=True)
+    while True:
+        time.sleep(0.1)
+
+if __name__ == "__main__":
+    run_jobs([Job(endless, (), 1)], workers=1, label="test")
+"""
 
 ZIPF, IMAGES = ZipfTask(batch_size=8), ImageTask(batch_size=4)
 LORA = LoraTask(TextTask(GPTConfig(context=16, layers=1), window=16, batch_size=2), pretraining=2)
@@ -72,3 +88,13 @@ def test_run_jobs_with_equal_jobs_runs_them_once():
     results = run_jobs([job, job], workers=1, label="test")
     assert list(results) == [job]
     assert results[job][0]["weights"] == "nearest"
+
+
+def test_run_jobs_that_is_killed_leaves_no_worker(tmp_path):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    with started([sys.executable, str(tmp_path / "endless.py")]) as process:
+        assert process.stdout.readline() == "working\n"
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        _, alive = psutil.wait_procs(workers, timeout=30)
+        assert workers and not alive

@@ -4,6 +4,7 @@
 import pytest
 from fsdp_worker import (
     LAYOUTS,
+    accumulated,
     differing,
     trained,
     trained_alone,
@@ -30,6 +31,17 @@ def test_fsdp2_step_in_the_backward_has_the_bits_of_one_process(layout, standing
     arguments = {"layout": layout, "steps": 4, "in_backward": True}
     for got in standing_ranks(2).run(trained, **arguments):
         assert differing(got, trained_alone(layout, 4), 2) == []
+
+
+def test_fsdp2_step_in_the_backward_of_the_last_micro_batch_has_the_bits_of_one_after_it(
+    standing_ranks,
+):
+    run = standing_ranks(2).run
+    expected = run(accumulated, layout="offload", in_backward=False)
+    for ours, theirs in zip(
+        run(accumulated, layout="offload", in_backward=True), expected, strict=True
+    ):
+        assert differing(ours, theirs) == []
 
 
 def test_fsdp2_step_of_an_optimizer_made_before_sharding_has_the_bits_of_one_process(

@@ -140,6 +140,22 @@ def trained(layout: str, steps: int, in_backward: bool = False) -> dict[str, dic
     return results(model, optimizer)
 
 
+def accumulated(layout: str, in_backward: bool) -> dict[str, dict]:
+    """Return `results` after steps of two micro-batches, the first without synchronization."""
+    start()
+    model = sharded(LAYOUTS[layout])
+    optimizer = optimizer_of(model, LAYOUTS[layout])
+    if in_backward:
+        optimizer.step_in_backward(model)
+    for step in range(3):
+        for is_last in (False, True):
+            model.set_requires_gradient_sync(is_last)
+            model(2 * step + is_last).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return results(model, optimizer)
+
+
 def trained_by_accelerate(layout: str, steps: int) -> dict[str, dict]:
     """Return `results` with an optimizer that is made before the model is sharded.
 

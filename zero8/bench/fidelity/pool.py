@@ -3,6 +3,7 @@
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -34,9 +35,16 @@ _finished = None
 def _start_worker(finished) -> None:
     global _finished
     _finished = finished
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # For OpenMP libraries loaded from here on; torch's is loaded already.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+
+def _end_with_parent() -> None:
+    # The pool ends its workers, but not if it is killed: they would work on for hours.
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def on_step() -> None:
