@@ -2,7 +2,7 @@
 """The result of steps in the backward as a markdown table."""
 
 from zero8.bench.record import check_lines, table_lines
-from zero8.bench.step.report import busy_lines
+from zero8.bench.step.report import header_lines
 
 REMARK = (
     "Here the backward runs on the CPU and keeps all of its cores busy, so that no step can hide "
@@ -57,15 +57,8 @@ def markdown(result: dict) -> str:
 
 def _header(result: dict) -> list[str]:
     machine = result["machine"]
-    parts = [
-        f"`{result['command']}`, {result['seconds']:.0f} s, commit {result['commit'] or 'unknown'}",
-        f"{result['cpu']}, {machine['cores']} cores",
-        f"load average before it {machine['load_average']:.2f}",
-        ", ".join(f"{name}={value}" for name, value in machine["openmp"].items()),
-        ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
-    ]
-    line = "; ".join(filter(None, parts)) + "."
-    return [line, *(f"\n**{busy}**" for busy in busy_lines(result))]
+    openmp = ", ".join(f"{name}={value}" for name, value in machine["openmp"].items())
+    return header_lines(result, f"{machine['cores']} cores", openmp)
 
 
 def _cells(row: dict) -> list[str]:

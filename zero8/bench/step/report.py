@@ -82,15 +82,32 @@ def markdown(result: dict) -> str:
 
 def _header(result: dict) -> list[str]:
     machine = result["machine"]
+    pages = (
+        f"pages of {machine['page_bytes']} bytes, {_mib(machine['anonymous_huge_bytes'])} in huge "
+        f"pages (`{machine['transparent_huge_pages'] or 'unknown'}`)"
+    )
+    return header_lines(
+        result, f"last-level cache of {_mib(machine['last_level_cache_bytes'])}", pages
+    )
+
+
+def header_lines(result: dict, processor: str, more: str) -> list[str]:
+    """Return how, on what and with what a result was made, and whether the machine was busy.
+
+    Args:
+        result: the result.
+        processor: what to say of it besides its name.
+        more: what else to say of the machine; may be empty.
+    """
     parts = [
         f"`{result['command']}`, {result['seconds']:.0f} s, commit {result['commit'] or 'unknown'}",
-        f"{result['cpu']}, last-level cache of {_mib(machine['last_level_cache_bytes'])}",
-        f"load average before it {machine['load_average']:.2f}",
-        f"pages of {machine['page_bytes']} bytes, {_mib(machine['anonymous_huge_bytes'])} in huge "
-        f"pages (`{machine['transparent_huge_pages'] or 'unknown'}`)",
+        f"{result['cpu']}, {processor}",
+        f"load average before it {result['machine']['load_average']:.2f}",
+        more,
         ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
     ]
-    return ["; ".join(parts) + ".", *(f"\n**{line}**" for line in busy_lines(result))]
+    line = "; ".join(filter(None, parts)) + "."
+    return [line, *(f"\n**{busy}**" for busy in busy_lines(result))]
 
 
 def _mib(value: int | None) -> str:
