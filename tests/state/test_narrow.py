@@ -203,15 +203,22 @@ def joined_groups(group, edges):
     return joined
 
 
+def cut_case(codec, which, factor, shape, block_size, edges):
+    """Return the code, the group of each row, codes and scales encoded apart, and their extent."""
+    code, group = getattr(CODECS[codec], which), groups_of(shape, block_size, edges[0], edges[-1])
+    codes, scales = encoded_apart(code, which, shape, block_size, edges, factor)
+    return code, group, codes, scales, part(shape, edges[0], edges[-1])
+
+
 @every_cut
 @every_factor
 @every_code
 def test_grouped_changes_groups_that_were_cut_and_no_others(
     codec, which, factor, shape, block_size, edges
 ):
-    code, group = getattr(CODECS[codec], which), groups_of(shape, block_size, edges[0], edges[-1])
-    codes, scales = encoded_apart(code, which, shape, block_size, edges, factor)
-    arguments, extent = (codes.clone(), scales.clone()), part(shape, edges[0], edges[-1])
+    case = cut_case(codec, which, factor, shape, block_size, edges)
+    code, group, codes, scales, extent = case
+    arguments = codes.clone(), scales.clone()
     got_codes, got_scales = narrow.grouped(code, codes, scales, extent, block_size)
     assert torch.equal(codes, arguments[0]) and torch.equal(scales, arguments[1])
     kept = ~joined_groups(group, edges)
@@ -226,9 +233,9 @@ def test_grouped_changes_groups_that_were_cut_and_no_others(
 def test_grouped_encodes_a_cut_group_once_from_what_both_sides_hold(
     codec, which, factor, shape, block_size, edges
 ):
-    code, group = getattr(CODECS[codec], which), groups_of(shape, block_size, edges[0], edges[-1])
-    codes, scales = encoded_apart(code, which, shape, block_size, edges, factor)
-    before, extent = decoded(code, codes, scales), part(shape, edges[0], edges[-1])
+    case = cut_case(codec, which, factor, shape, block_size, edges)
+    code, group, codes, scales, extent = case
+    before = decoded(code, codes, scales)
     codes, scales = narrow.grouped(code, codes, scales, extent, block_size)
     wanted_codes, wanted_scales = encoded(code, before, group, shape)
     assert torch.equal(codes, wanted_codes)
@@ -244,9 +251,8 @@ def test_grouped_encodes_a_cut_group_once_from_what_both_sides_hold(
 def test_grouped_of_what_it_has_returned_is_verbatim(
     codec, which, factor, shape, block_size, edges
 ):
-    code, group = getattr(CODECS[codec], which), groups_of(shape, block_size, edges[0], edges[-1])
-    apart = encoded_apart(code, which, shape, block_size, edges, factor)
-    extent = part(shape, edges[0], edges[-1])
+    case = cut_case(codec, which, factor, shape, block_size, edges)
+    code, group, *apart, extent = case
     codes, scales = narrow.grouped(code, *apart, extent, block_size)
     again_codes, again_scales = narrow.grouped(code, codes, scales[group], extent, block_size)
     assert torch.equal(again_codes, codes)
