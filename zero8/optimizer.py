@@ -337,15 +337,15 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
     def check_finite(self, process_group=None) -> None:
         """Raise FloatingPointError on every rank if any rank has met a non-finite gradient.
 
-        One all_reduce of 8 bytes; all ranks of the group must call it.  Waits until a GPU has
-        finished the steps so far.
+        One all_reduce of 8 bytes, or one for each dimension of the mesh; all ranks of the group
+        must call it.  Waits until a GPU has finished the steps so far.
 
         Args:
             process_group: the ranks; by default those of the mesh of sharded parameters, else all.
         """
         self._stepper.count_replays()
         self._log(self._stepper.counts.take(wait=True))
-        meant = [process_group] if process_group else self._process_groups() or [None]
+        meant = [process_group] if process_group else process_groups(self._all_params()) or [None]
         if count := ranks.total(self.nonfinite_blocks, meant):
             raise FloatingPointError(
                 f"{count} blocks met a non-finite gradient so far (all ranks); they were left as "
@@ -371,9 +371,6 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             return False
         # Ranks with the same gradients raise at the same step, but counts of GPUs may arrive later.
         return ranks.num_ranks() == 1 or not self._has_params_on_gpus()
-
-    def _process_groups(self) -> list:
-        return process_groups(self._all_params())
 
     def _has_params_on_gpus(self) -> bool:
         return any(p.is_cuda for p in self._all_params())
@@ -407,7 +404,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Load a state dict of this optimizer, or of an fp32 Adam whose moments are then quantized.
 
-        Where parameters are sharded all ranks must call it: one all_reduce of 8 bytes.
+        Where parameters are sharded all ranks must call it: one all_reduce of 24 bytes for each
+        dimension of the mesh.
 
         Raises:
             ValueError: if a state does not fit its parameter, on this or on another rank; nothing

@@ -7,7 +7,7 @@ from fsdp1_worker import resume
 from torch import nn
 
 from zero8 import Adam8bitBlockwise
-from zero8.fsdp import flattened
+from zero8.state.tell import tell_once
 
 # Where AdamW goes on from its checkpoint.  With use_orig_params torch 2.13 gathers other first
 # moments than those it is given, of any optimizer.
@@ -47,6 +47,6 @@ def test_fsdp1_flat_parameters_are_warned_of_and_fsdp2_is_named(caplog):
     p = nn.Parameter(torch.ones(8192))
     p._fsdp_flattened = True
     p.grad = torch.ones_like(p)
-    flattened._tell_once.cache_clear()
+    tell_once.cache_clear()
     Adam8bitBlockwise([p]).step()
     assert "FSDP2" in caplog.text

@@ -17,7 +17,7 @@ from torch import nn
 from zero8 import Adam8bitBlockwise
 from zero8.spec.codec import CODECS, codec_numbered, dequantize, quantize
 from zero8.spec.grid import BlockGrid
-from zero8.state import store
+from zero8.state.tell import tell_once
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SAVED = GOLDEN / "plain_state_v2.pt"
@@ -452,7 +452,7 @@ def test_state_of_format_1_with_log_codes_is_encoded_anew_and_said_once(dtype, c
     """To half a code: of m the coarser levels are 2^-4 (|x| + scale) apart, scale being at most
     1/14.75 of the block's largest; of v half a code is 14/254 at most.
     """
-    store._tell_once.cache_clear()
+    tell_once.cache_clear()
     state_dict, expected = format_1(dtype, "log")
     for _ in range(2):
         params = make_params(dtype)

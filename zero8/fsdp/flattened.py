@@ -5,15 +5,11 @@ It has no block grid, so its moments stay float32.  FSDP1 saves no tensors but o
 shape and dtype, so checkpoints carry what torch's AdamW would.
 """
 
-import logging
-from functools import cache
-
 from torch import Tensor
 
 from zero8.state.params import ParamInfo
+from zero8.state.tell import tell_once
 from zero8.state.whole import WholeTensor
-
-logger = logging.getLogger("zero8")
 
 
 class FlattenedTensor(WholeTensor):
@@ -28,17 +24,12 @@ class FlattenedTensor(WholeTensor):
 
     def new(self, p: Tensor, info: ParamInfo) -> dict:
         """See `StateKind`."""
-        _tell_once()
+        tell_once(
+            "zero8: parameters that FSDP1 has flattened keep float32 moments; under FSDP2 "
+            "(torch.distributed.fsdp.fully_shard) they are 8-bit"
+        )
         return super().new(p, info)
 
     def saved(self, p: Tensor, state: dict, in_fp32: bool) -> dict:
         """See `StateKind`."""
         return super().saved(p, state, in_fp32=True)
-
-
-@cache
-def _tell_once() -> None:
-    logger.warning(
-        "zero8: parameters that FSDP1 has flattened keep float32 moments; under FSDP2 "
-        "(torch.distributed.fsdp.fully_shard) they are 8-bit"
-    )

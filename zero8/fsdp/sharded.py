@@ -11,13 +11,9 @@ from itertools import chain
 from torch import Tensor
 
 from zero8.state.extent import Extent, local
-from zero8.state.header import Header
 from zero8.state.kind import Contents
-from zero8.state.params import ParamInfo
-from zero8.state.plain import PlainState
-from zero8.state.store import MomentStore
 from zero8.state.table import Piece
-from zero8.state.whole import WholeTensor, bring_format_to_host
+from zero8.state.whole import WholeTensor
 
 
 class ShardedTensor(WholeTensor):
@@ -28,12 +24,6 @@ class ShardedTensor(WholeTensor):
     def serves(self, p: Tensor, state: dict) -> bool:
         """See `StateKind`."""
         return hasattr(p, "device_mesh")
-
-    def moments(self, p: Tensor, state: dict, info: ParamInfo) -> list[MomentStore]:
-        """See `StateKind`."""
-        bring_format_to_host(state)
-        parameter = Header.of(state, info.label).piece(info.label)
-        return PlainState(state, self._extent(p, parameter)).stores(info.label)
 
     def contents(self, states: Sequence[dict]) -> Contents:
         """See `StateKind`."""

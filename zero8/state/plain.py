@@ -44,11 +44,11 @@ class PlainState:
 
     Attributes:
         entries: see above.
-        extent: the part; None for all of what `format` says.
+        extent: the part.
     """
 
     entries: dict
-    extent: Extent | None = None
+    extent: Extent
 
     @classmethod
     def zeros(
@@ -99,9 +99,8 @@ class PlainState:
         """
         header = Header.of(self.entries, name)
         parameter = header.piece(name)
-        extent = self.extent or Extent.whole(header.shape)
-        _check_shape(name, header.shape, extent.shape)
-        table = extent.table(parameter)
+        _check_shape(name, header.shape, self.extent.shape)
+        table = self.extent.table(parameter)
         codec = codec_numbered(header.codec) if parameter.is_quantized else None
         return [self._store(codec, which, table) for which in MOMENTS]
 
@@ -122,7 +121,7 @@ class PlainState:
         header = Header.of(self.entries, "")
         if not header.block_size or not is_narrow(header.shape):
             return self.entries
-        extent, entries = self.extent or Extent.whole(header.shape), dict(self.entries)
+        extent, entries = self.extent, dict(self.entries)
         for store in self.stores(""):
             scales = narrow.scales_of_rows(store, extent)
             shape = (extent.shape[0], *scales.shape[1:])
@@ -131,7 +130,7 @@ class PlainState:
 
     def in_float32(self) -> dict:
         """Return the entries of an fp32 Adam; exact, so that they are encoded to the same codes."""
-        extent = self.extent or Extent.whole(Header.of(self.entries, "").shape)
+        extent = self.extent
         entries = {"step": torch.tensor(float(self.entries["step"]), device="cpu")}
         for store in self.stores(""):
             dense = store.read(0, store.table.numel)

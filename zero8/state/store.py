@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The storage of one moment over a segment table."""
 
-import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,8 +13,7 @@ from zero8.spec.codec import DEFAULT_CODEC, RETIRED, Codec, MomentCode, dequanti
 from zero8.spec.segment import Moment
 from zero8.state.huge_pages import advise_huge
 from zero8.state.table import PieceTable
-
-logger = logging.getLogger("zero8")
+from zero8.state.tell import tell_once
 
 CHUNK_NUMEL = 1 << 22
 """About how many elements are encoded or decoded at once: up to 110 bytes each for a while."""
@@ -124,7 +121,7 @@ class MomentStore:
     def tell_if_retired(self) -> None:
         """Say, once in the process, that states of a codec that is gone are encoded anew."""
         if self.codec == RETIRED:
-            _tell_once(
+            tell_once(
                 f"zero8: loaded states are of {RETIRED.name!r}; they are encoded anew, each moment "
                 f"within half a code of `{DEFAULT_CODEC}`"
             )
@@ -217,11 +214,6 @@ class MomentStore:
         codes, scales = quantize(self.code, x, block, count)
         moment.values[wide_begin:wide_end] = codes
         moment.scales.narrow(0, first_block, count).copy_(scales)
-
-
-@cache
-def _tell_once(message: str) -> None:
-    logger.warning(message)
 
 
 def _filled(value: float, *shape: int, device, dtype: torch.dtype = torch.float32) -> Tensor:

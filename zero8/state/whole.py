@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kind of state of a whole parameter: entries that `zero8.state.plain` defines."""
 
-import logging
 import math
 from collections.abc import Sequence
-from functools import cache
 from itertools import chain
 
 from torch import Tensor
@@ -16,8 +14,7 @@ from zero8.state.params import ParamInfo
 from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
-
-logger = logging.getLogger("zero8")
+from zero8.state.tell import tell_once
 
 
 class WholeTensor(StateKind):
@@ -38,12 +35,12 @@ class WholeTensor(StateKind):
 
     def moments(self, p: Tensor, state: dict, info: ParamInfo) -> list[MomentStore]:
         """See `StateKind`."""
-        bring_format_to_host(state)
-        stores = PlainState(state).stores(info.label)
-        (piece,) = stores[0].table.pieces
-        if piece.numel == p.numel() and piece.shape != info.shape:
+        _bring_format_to_host(state)
+        parameter = Header.of(state, info.label).piece(info.label)
+        stores = PlainState(state, self._extent(p, parameter)).stores(info.label)
+        if parameter.numel == p.numel() and parameter.shape != info.shape:
             raise ValueError(
-                f"state of {info.label}: got moments of shape {piece.shape}, the parameter has "
+                f"state of {info.label}: got moments of shape {parameter.shape}, the parameter has "
                 f"{info.shape}"
             )
         return stores
@@ -56,10 +53,12 @@ class WholeTensor(StateKind):
 
     def correction(self, p: Tensor, saved: dict, info: ParamInfo) -> dict:
         """See `StateKind`."""
-        key, extent = "param_correction", self._extent(p, self._parameter(info))
-        if isinstance(saved.get(key), Tensor):
-            saved = {key: extent.part_of(key, saved[key], extent.shape, extent.box)}
-        kept = self._settings.correction_from(local(p), saved)
+        key = "param_correction"
+        if not isinstance(saved.get(key), Tensor):
+            return super().correction(p, saved, info)
+        extent = self._extent(p, self._parameter(info))
+        part = extent.part_of(key, saved[key], extent.shape, extent.box)
+        kept = self._settings.correction_from(local(p), {key: part})
         return {key: extent.entry(kept[key], extent.shape, extent.box)} if kept else {}
 
     def saved(self, p: Tensor, state: dict, in_fp32: bool) -> dict:
@@ -68,7 +67,9 @@ class WholeTensor(StateKind):
             return state
         plain = PlainState(state, self._extent(p, Header.of(state, "").piece("")))
         if in_fp32 and "param_correction" in state:
-            _tell_that_corrections_are_lost()
+            tell_once(
+                "zero8: state dicts in fp32, as AdamW's, have no corrections of bfloat16 weights"
+            )
         return plain.in_float32() if in_fp32 else plain.saved()
 
     def contents(self, states: Sequence[dict]) -> Contents:
@@ -88,15 +89,7 @@ class WholeTensor(StateKind):
         return self._settings.piece(info, 0, math.prod(info.shape), 0)
 
 
-@cache
-def _tell_that_corrections_are_lost() -> None:
-    logger.warning(
-        "zero8: state dicts in fp32, as AdamW's, have no corrections of bfloat16 weights"
-    )
-
-
-def bring_format_to_host(state: dict) -> None:
-    """Move the entry `format` of a state back to host memory, where steps look at it."""
+def _bring_format_to_host(state: dict) -> None:
     header = state.get("format")  # somebody has moved the whole state to another device, perhaps
     if isinstance(header, Tensor) and not header.is_meta:
         state["format"] = header.cpu()

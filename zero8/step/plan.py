@@ -94,12 +94,12 @@ class Part:
         self, batch: Batch, addresses: np.ndarray, steps: Sequence[NextStep], which: Sequence[int]
     ) -> None:
         """Take the step of this part of a batch."""
+        mine = self.of(batch)
         # The kernel goes by addresses, unseen by autograd.
-        torch.autograd.graph.increment_version(self.of(batch).values)
+        torch.autograd.graph.increment_version(mine.values)
         if self.is_contiguous:
             self.taken = self.kernel.step(*self.filled(None, addresses, steps, which))
             return
-        mine = self.of(batch)
         contiguous = mine.contiguous()
         self.taken = self.kernel.step(*self.filled(contiguous, addresses, steps, which))
         contiguous.copy_to(mine)

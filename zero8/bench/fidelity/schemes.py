@@ -13,7 +13,6 @@ from zero8.bench.fidelity.training import Layout
 from zero8.bench.states import state_bytes
 from zero8.optimizer import Adam8bitBlockwise
 from zero8.spec.codec import CODECS
-from zero8.state.plain import PlainState
 
 Named = list[tuple[str, Tensor]]
 
@@ -123,7 +122,7 @@ def zero8_fp32() -> Scheme:
 
 
 def _zero8_v(optimizer: Optimizer, p: Tensor) -> Tensor:
-    _, store = PlainState(optimizer.state[p]).stores("")
+    _, store = optimizer.moments(p)
     return store.read(0, p.numel())
 
 

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings that are given once in a process."""
+
+import logging
+from functools import cache
+
+logger = logging.getLogger("zero8")
+
+
+@cache
+def tell_once(message: str) -> None:
+    """Log a warning, unless it has been logged before."""
+    logger.warning(message)
