@@ -15,8 +15,10 @@ uint32_t lowbias32(uint32_t x) {
 
 // r(0, t) of equation (D1) of zero8/spec/dither.py: what a kernel knows of key and step t.
 uint32_t phase_of(uint32_t key, int64_t step) {
-  const uint32_t start = lowbias32(key + static_cast<uint32_t>(step / kRunSteps) * kElementStep);
-  return key + static_cast<uint32_t>(step) * kGoldenStep + start;
+  const int64_t run = step / kRunSteps;
+  const uint32_t start = lowbias32(key + static_cast<uint32_t>(run) * kElementStep);
+  const uint32_t walked = static_cast<uint32_t>(step) * kGoldenStep;
+  return run % 2 ? key + walked + start : key - walked + start;
 }
 
 bool is_below(int64_t index, int64_t end) { return index >= 0 && index < end; }

@@ -39,11 +39,12 @@ def lowbias32(x: int) -> int:
 
 
 @pytest.mark.parametrize("first", FIRSTS.values(), ids=FIRSTS)
-@pytest.mark.parametrize(("key", "step"), [(0, 1), (MASK, 2), (0x12345678, 10**9)])
+@pytest.mark.parametrize(("key", "step"), [(0, 1), (MASK, 2), (7, 32), (0x12345678, 10**9)])
 def test_dithered_any_element_matches_equation_d1(first, key, step):
     phase = dither.phase_of(key, step)
     start = lowbias32((key + step // 32 * A) % 2**32)
-    wanted = [(i * A + key + step * PHI + start) % 2**32 for i in range(first, first + 40)]
+    walked = step * PHI if step // 32 % 2 else -step * PHI
+    wanted = [(i * A + key + walked + start) % 2**32 for i in range(first, first + 40)]
     assert dither.dithered(phase, first, 40).tolist() == wanted
     assert dither.hashed(phase, first, 40).tolist() == [lowbias32(r) >> 16 for r in wanted]
 

@@ -4,8 +4,8 @@
 v is rounded with q(i, t) of equation (D2) of `zero8.spec.dither`, which moves by the golden ratio
 from step to step.  Multiples of a Fibonacci number move that by little, so gradients that repeat
 after so many steps could meet nearly the same threshold again and again, were the sequence not
-shifted every 32 steps.  Whether errors add up is measured against the same code with hashed,
-independent thresholds.
+shifted and turned round every 32 steps.  Whether errors add up is measured against the same code
+with hashed, independent thresholds.
 
 m is exact and v is that of the default codec, in plain PyTorch: errors are of v's rounding alone.
 """
