@@ -314,7 +314,7 @@ def _local_codes(
     """Return this rank's part of the codes and scales of a loaded moment."""
     keys, per_block = (f"{which}_q8", f"{which}_scale"), code.scale_shape
     codes, grid = _part(saved, keys[0], extent), parameter.grid
-    if not narrow.has_scales_of_rows(grid, extent.shape, saved.get(keys[1])):
+    if not narrow.has_scales_of_rows(parameter, extent, saved.get(keys[1])):
         shape = (*grid.scale_shape(extent.shape), *per_block)
         scales = _part(saved, keys[1], extent, shape, extent.scale_box(parameter))
         return dict(zip(keys, (codes, scales), strict=True))
