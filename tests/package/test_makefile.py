@@ -119,7 +119,7 @@ def packages(key):
 
 
 def test_training_installs_no_tools_and_no_cuda():
-    assert packages("dependencies") == {"torch", "numpy", "ninja", "packaging"}
+    assert packages("dependencies") == {"torch", "numpy", "ninja", "packaging", "xxhash"}
     assert packages("deepspeed") == {"deepspeed"}
     assert packages("train") == {"zero8[deepspeed]", "matplotlib", "py-cpuinfo", "tqdm", "tomli"}
 
