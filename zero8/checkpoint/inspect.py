@@ -141,12 +141,12 @@ def text(result: dict) -> str:
         f"step {', '.join(map(str, result['steps']))}; codec {codecs}, blocks of {blocks}; "
         f"{result['numel']} elements, {share:.1f} % of them 8-bit\n"
     )
-    rows = []
-    for param in result["params"]:
-        for which in MOMENTS:
-            rows.append(_row(param, which))
+    quantized = [param for param in result["params"] if param["bits"] == 8]
+    rows = [_row(param, which) for param in quantized for which in MOMENTS]
     headers = ["parameter", "shape", "moment", "codes used", "zeros %", "at top %", "at floor %"]
-    return head + "\n" + tabulate(rows, [*headers, "scales"], disable_numparse=True)
+    table = tabulate(rows, [*headers, "scales"], disable_numparse=True)
+    others = len(result["params"]) - len(quantized)
+    return f"{head}\n{table}\n{others} parameter(s) with float32 moments"
 
 
 def _row(param: dict, which: str) -> list[str]:
@@ -158,8 +158,6 @@ def _row(param: dict, which: str) -> list[str]:
         "x".join(map(str, param["shape"])) if first else "",
         which,
     ]
-    if param["bits"] == 32:
-        return [*cells, "float32", f"{100 * moment['zeros']:.2f}", "", "", ""]
     shares = (f"{100 * moment[key]:.2f}" for key in ("zeros", "at_top", "at_floor"))
     scales = f"{moment['scale_min']:.1e} to {moment['scale_max']:.1e}"
     return [*cells, f"{moment['codes_used']} of 256", *shares, scales]

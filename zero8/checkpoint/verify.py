@@ -35,19 +35,20 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
         folder = source.path
     except ValueError as error:
         problems.append(str(error))
-    has_manifest, damages = _against_manifest(folder)
+    files, damages = _against_manifest(folder)
+    has_manifest = files is not None
     problems = damages + problems
-    files = source.files() if source else []
     if source:
         problems += _contents(source)
-    num_bytes = sum(path.stat().st_size for path in files)
+    read = {*(files or ()), *(source.files() if source else ())}
+    num_bytes = sum(path.stat().st_size for path in read)
     seconds = time.perf_counter() - began
     result = {
         "path": str(folder),
         "whole": not problems,
         "manifest": has_manifest,
         "problems": problems,
-        "files": len(files),
+        "files": len(read),
         "bytes": num_bytes,
         "seconds": round(seconds, 3),
         "gb_per_s": round(num_bytes / seconds / 1e9, 3),
@@ -55,18 +56,18 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     return int(bool(problems)), result, _text(result)
 
 
-def _against_manifest(folder: Path) -> tuple[bool, list[str]]:
-    """Return whether there is a manifest, and what is wrong with the files by it."""
+def _against_manifest(folder: Path) -> tuple[list[Path] | None, list[str]]:
+    """Return the files that a manifest lists, None without one, and what is wrong with them."""
     if not folder.is_dir():
-        return False, []
+        return None, []
     try:
         manifest = Manifest.read(folder)
     except FileNotFoundError:
         torn = tag_at(folder).state == INCOMPLETE
         what = f"{folder}: saving or deleting it was interrupted: it is not complete"
-        return False, [what] if torn else []
+        return None, [what] if torn else []
     except ValueError as error:
-        return True, [str(error)]
+        return [], [str(error)]
     files = {folder / file.path: file for file in manifest.files}
 
     def check(path: Path) -> list[Damage]:
@@ -77,7 +78,7 @@ def _against_manifest(folder: Path) -> tuple[bool, list[str]]:
     # What is missing, and what is there besides, takes no reading.
     absent = replace(manifest, files=tuple(f for path, f in files.items() if path not in there))
     found += absent.check(folder, is_part=lambda path: folder / path not in files)
-    return True, [str(damage) for damage in found]
+    return there, [str(damage) for damage in found]
 
 
 def _contents(source: Source) -> list[str]:
