@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks of the tests of universal checkpoints run: load, look, step, save."""
 
-from pathlib import Path
-
 import torch
+from ranks import error_of
 from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
 
 
@@ -30,77 +29,100 @@ GROUPS = (
 )
 
 
-def engine_of(ds_config: dict, groups: bool = False):
-    """Return a new engine over `Parts`, in one group or in three."""
+def visit(jobs: list[dict]) -> list[dict]:
+    """Do several jobs of `visit_one`, one after the other."""
+    return [visit_one(**job) for job in jobs]
+
+
+def visit_one(
+    ds_config: dict,
+    source: str | None = None,
+    steps: tuple = (),
+    target: str | None = None,
+    before_load=None,
+    after_load=None,
+) -> dict:
+    """Load a checkpoint into a new engine, step, save; return what this rank held on the way.
+
+    Args:
+        ds_config: the config of DeepSpeed; it says whether `source` is universal.
+        source: folder of checkpoints to load the latest from.
+        steps: numbers of the steps to take.
+        target: folder of checkpoints to save to, as the tag "saved".
+        before_load: called with the engine, a function of this module.
+        after_load: the same.
+    """
+    engine = engine_of(ds_config)
+    result = {}
+    if before_load:
+        before_load(engine)
+    if source is not None:
+        path, _ = engine.load_checkpoint(source)
+        assert path is not None
+        if after_load:
+            after_load(engine)
+        result["loaded"] = encoded(engine)
+    for step in steps:
+        take_step(engine, step)
+    result["stepped"] = encoded(engine)
+    if target is not None:
+        engine.save_checkpoint(target, tag="saved")
+    engine.destroy()
+    return result
+
+
+def engine_of(ds_config: dict):
+    """Return a new engine over `Parts`, in GROUPS."""
     bag = Parts()
-    made = [
+    groups = [
         {
             **{key: value for key, value in group.items() if key != "names"},
             "params": [getattr(bag, name) for name in group["names"]],
         }
         for group in GROUPS
     ]
-    return make_engine(ds_config, bag, made if groups else None)
-
-
-def visit(jobs: list[dict]) -> list[dict]:
-    """Do several jobs of `visit_one`, whose engines share the processes."""
-    return [visit_one(**job) for job in jobs]
-
-
-def visit_one(
-    ds_config: dict,
-    target: str | None = None,
-    source: str | None = None,
-    steps: tuple = (),
-    groups: bool = False,
-    tag: str | None = None,
-) -> dict:
-    """Load a checkpoint into a new engine, step, save; return what this rank held on the way.
-
-    Args:
-        ds_config: the config of DeepSpeed; it says whether `source` is universal.
-        target: folder of checkpoints to save to, as the tag "saved".
-        source: folder of checkpoints to load from.
-        steps: numbers of the steps to take.
-        groups: whether the parameters are in GROUPS.
-        tag: of the checkpoint to load, None for the latest.
-    """
-    engine = engine_of(ds_config, groups)
-    result = {}
-    if source is not None:
-        path, _ = engine.load_checkpoint(source, tag=tag)
-        assert path is not None
-        result["loaded"] = encoded(engine)
-    for step in steps:
-        take_step(engine, step)
-    result["stepped"] = encoded(engine)
-    if target is not None:
-        Path(target).mkdir(parents=True, exist_ok=True)
-        engine.save_checkpoint(target, tag="saved")
-    engine.destroy()
-    return result
+    return make_engine(ds_config, bag, groups)
 
 
 def encoded(engine) -> dict:
-    """Return what `held` does; float32 moments of ours are encoded first, as the next step does."""
+    """Return what `held` does, and the moments as they arrived and the options of the groups.
+
+    float32 moments of ours are encoded before, as the next step does.
+    """
     base = base_optimizer(engine)
-    dense = []
+    arrived = []
     for p, state in base.state.items():
-        dense.append({w: state[w].detach().clone() for w in MOMENTS if w in state})
+        arrived.append({w: state[w].detach().clone() for w in MOMENTS if w in state})
         if hasattr(base, "moments"):
             base.moments(p)
-    groups = [
+    options = [
         {key: value for key, value in group.items() if key != "params"}
         for group in base.param_groups
     ]
-    return {**held(engine), "dense": dense, "groups": groups}
+    return {**held(engine), "arrived": arrived, "options": options}
+
+
+def steps_to_tensors(engine) -> None:
+    """Do what torch's AdamW needs after a load: its `step` is a tensor."""
+    for state in base_optimizer(engine).state.values():
+        state["step"] = torch.tensor(float(state["step"]))
+
+
+def change_frozen(engine) -> None:
+    """Give the frozen parameter other values than it is constructed with."""
+    engine.module.frozen.data.fill_(0.5)
+
+
+def read(ds_config: dict, source: str) -> dict:
+    """Return the error of a load, or the parameters after it."""
+    engine = engine_of(ds_config)
+    error = error_of(engine.load_checkpoint, source)
+    parameters = None if error else held(engine)["parameters"]
+    engine.destroy()
+    return {"error": error, "parameters": parameters}
 
 
 def settings(stage, offload=None, universal=True, **options):
     """Return a config of DeepSpeed that loads universal checkpoints or ordinary ones."""
     made = config(stage, offload, **options)
     return made | ({"checkpoint": {"load_universal": True}} if universal else {})
-
-
-__all__ = ["GROUPS", "Parts", "engine_of", "encoded", "settings", "torch", "visit", "visit_one"]

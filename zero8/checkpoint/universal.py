@@ -39,12 +39,14 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
         result = _convert(arguments)
     except (OSError, RuntimeError, ValueError) as error:
         return 1, {"error": str(error)}, f"zero8 checkpoint universal: {error}"
-    folder, next_steps = result["target"], NEXT.format(folder=str(Path(result["target"]).parent))
-    text = (
-        f"{folder}: {result['parameters']} parameters of ZeRO stage {result['zero_stage']} on "
-        f"{result['ranks']} ranks, {result['bytes']} bytes\n{next_steps}"
-    )
-    return 0, result, text
+    lines = [
+        f"{result['target']}: {result['parameters']} parameters of ZeRO stage "
+        f"{result['zero_stage']} on {result['ranks']} ranks, {result['bytes']} bytes",
+        NEXT.format(folder=str(Path(result["target"]).parent)),
+    ]
+    if result["not_carried"]:
+        lines.insert(1, f"not carried over: {', '.join(result['not_carried'])} of the states")
+    return 0, result, "\n".join(lines)
 
 
 def _convert(arguments: argparse.Namespace) -> dict:

@@ -64,7 +64,7 @@ def convert(source: Path, target: Path, workers: int) -> dict:
         ) from error
     if target.exists():
         raise FileExistsError(f"{target} exists; remove it or name another folder by --out")
-    stage, ranks = check(source)
+    found = check(source)
     with _beside(target) as made:
         options = Namespace(
             input_folder=str(source),
@@ -80,22 +80,20 @@ def convert(source: Path, target: Path, workers: int) -> dict:
         # Assertions, missing keys, workers that died: it has no errors of its own.
         except Exception as error:
             raise RuntimeError(f"DeepSpeed's converter failed: {error!r}") from error
-        (_complete_stage3 if stage == 3 else _complete_stage12)(source, made, workers)
+        (_complete_stage3 if found["zero_stage"] == 3 else _complete_stage12)(made, workers)
         made.rename(target)
     _point_at(target)
-    names = [path.parent for path in sorted((target / "zero").glob("**/exp_avg.pt"))]
     return {
         "source": str(source),
         "target": str(target),
-        "zero_stage": stage,
-        "ranks": ranks,
-        "parameters": len(names),
+        **found,
+        "parameters": len(list((target / "zero").glob("**/exp_avg.pt"))),
         "bytes": sum(path.stat().st_size for path in target.rglob("*") if path.is_file()),
     }
 
 
-def check(source: Path) -> tuple[int, int]:
-    """Return the ZeRO stage and the number of files of states of a tag's folder.
+def check(source: Path) -> dict:
+    """Return of a tag's folder `zero_stage`, the number of `ranks`, and what is `not_carried` over.
 
     Raises:
         ValueError: if it cannot be converted; it says why.
@@ -117,7 +115,8 @@ def check(source: Path) -> tuple[int, int]:
     if not isinstance(states, dict) or "zero_stage" not in states:
         raise ValueError(f"{source}: got {files[0].name} without zero_stage: not saved under ZeRO")
     stage = int(states["zero_stage"])
-    _check_moments(source, states["base_optimizer_state" if stage < 3 else "optimizer_state_dict"])
+    base = states["base_optimizer_state" if stage < 3 else "optimizer_state_dict"]
+    _check_moments(source, base)
     models = sorted(source.glob(MODEL_FILES), key=_numbers)
     if not models:
         raise ValueError(f"{source}: got no files {MODEL_FILES}; it is incomplete")
@@ -130,7 +129,12 @@ def check(source: Path) -> tuple[int, int]:
         )
     if stage < 3 and _is_round_robin(model):
         _check_order(source, files, model["param_shapes"])
-    return stage, len(files)
+    entries = {entry for state in base["state"].values() for entry in state}
+    return {
+        "zero_stage": stage,
+        "ranks": len(files),
+        "not_carried": sorted(entries - {"step", "history", *MOMENTS}),
+    }
 
 
 def _check_moments(source: Path, base: object) -> None:
@@ -203,20 +207,20 @@ def _point_at(target: Path) -> None:
     part.replace(target.with_name(LATEST))
 
 
-def _complete_stage12(source: Path, made: Path, workers: int) -> None:
+def _complete_stage12(made: Path, _: int) -> None:
     """Add what an engine of stage 3 looks for."""
     for path in made.glob(STAGE12_MODEL.format("*")):
         _alias(path, STAGE3_MODEL)
     steps = {int(torch.load(path)) for path in (made / "zero").glob("**/step.pt")}
     if len(steps) != 1:
-        raise ValueError(f"{source}: got steps {sorted(steps)}, expected one for all parameters")
+        raise ValueError(f"got steps {sorted(steps)}, expected one for all parameters")
     common = _load(made / "zero" / "optimizer_state.pt")
     groups = common["param_groups"]
     common["optimizer_state_dict"] = {"state": {0: {"step": steps.pop()}}, "param_groups": groups}
-    torch.save(common, made / "zero" / "optimizer_state.pt")
+    _save(common, made / "zero" / "optimizer_state.pt")
 
 
-def _complete_stage3(source: Path, made: Path, workers: int) -> None:
+def _complete_stage3(made: Path, workers: int) -> None:
     """Add what an engine of stage 1 or 2 looks for, and take out the moments of rank 0."""
     for path in made.glob(STAGE3_MODEL.format("*")):
         _alias(path, STAGE12_MODEL)
@@ -227,7 +231,7 @@ def _complete_stage3(source: Path, made: Path, workers: int) -> None:
     common["optimizer_state_dict"] = {"state": steps, "param_groups": base["param_groups"]}
     del common["fp32_flat_groups"]
     common["ds_version"] = model["ds_version"]
-    torch.save(common, made / "zero" / "optimizer_state.pt")
+    _save(common, made / "zero" / "optimizer_state.pt")
     parameters = [
         (made / "zero" / name, tuple(shape), steps[number]["step"])
         for number, shape_of in enumerate(model["param_shapes"])
@@ -262,6 +266,13 @@ def _alias(path: Path, pattern: str) -> None:
 def _load(path: Path) -> dict:
     """Return what a file of DeepSpeed's holds; tensors stay on the disk until they are used."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+
+
+def _save(entries: dict, path: Path) -> None:
+    """Write a file anew from what `_load` has read of it: tensors may still be in the old one."""
+    part = path.with_suffix(".part")
+    torch.save(entries, part)
+    part.replace(path)
 
 
 def _numbers(path: Path) -> list:

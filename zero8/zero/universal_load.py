@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from zero8.state.keywords import check_refused_keys
+
 LOADS = "load_hp_checkpoint_state_from_checkpoint_dir"
 """The method that loads a universal checkpoint, of stages 1 and 2 and BF16_Optimizer."""
 LOADS_STAGE3 = f"{LOADS}_stage3"
@@ -93,10 +95,13 @@ def _check_groups(checkpoint_dir: str, groups: list[dict]) -> list[dict]:
     """Return the parameter groups of a universal checkpoint.
 
     Raises:
-        ValueError: on all ranks, if there are more or fewer than the optimizer has.
+        ValueError: on all ranks, if there are more or fewer than the optimizer has, or one asks for
+            what it does not do.
     """
     path = Path(checkpoint_dir) / "zero" / "optimizer_state.pt"
     saved = torch.load(path, map_location="cpu", mmap=True, weights_only=False)["param_groups"]
+    for options in saved:
+        check_refused_keys(options)
     if len(saved) != len(groups):
         raise ValueError(
             f"{checkpoint_dir}: got a checkpoint of {len(saved)} parameter groups, expected "
