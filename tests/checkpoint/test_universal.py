@@ -5,22 +5,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from universal_cuts import (
-    check_same_but_cut_blocks,
-    check_within_half_a_code,
-    convert,
-    decoded,
-    joined,
-)
-from universal_worker import (
-    GROUPS,
-    Parts,
-    change_frozen,
-    read,
-    settings,
-    visit,
-)
-from zero_worker import MOMENTS, difference
+from universal_cuts import check_same_but_cut_blocks, convert, joined
+from universal_worker import GROUPS, Parts, settings, step_through, visit
 
 WORLD_SIZES = (1, 2, 4, 3, 1)
 STEPS = ((0, 1), (2,), (3,), (4,), (5,))
@@ -72,7 +58,6 @@ def check_visits(visits):
             assert {state["step"] for state in rank["states"]} == steps
             assert all(state["history"] > 1e38 for state in rank["states"])
             for got, group in zip(rank["options"], GROUPS, strict=True):
-                # A single rank has nothing that would not do.
                 expected = {k: v for k, v in group.items() if k in ("lr", "weight_decay")}
                 assert {key: got[key] for key in expected} == expected
         for name, here in check_same_but_cut_blocks(joined(saved), joined(loaded)).items():
@@ -104,9 +89,8 @@ def journeys(standing_ranks, tmp_path_factory):
 @pytest.fixture(scope="module")
 def uninterrupted(standing_ranks):
     """Return what one rank holds after the steps of all hops, without a checkpoint."""
-    steps = tuple(step for steps in STEPS for step in steps)
-    (rank,) = standing_ranks(1).run(visit, jobs=[{"ds_config": settings(2), "steps": steps}])
-    return joined([rank[0]["stepped"]])
+    (rank,) = standing_ranks(1).run(step_through, ds_config=settings(2), hops=STEPS)
+    return joined([rank])
 
 
 @pytest.mark.slow
@@ -114,8 +98,8 @@ def uninterrupted(standing_ranks):
 def test_universal_checkpoints_keep_all_but_codes_of_cut_blocks(journeys, chain):
     """1 -> 2 -> 4 -> 3 -> 1 ranks: masters and steps exactly, codes of cut blocks within half."""
     whole = check_visits(journeys[chain])
-    assert {name for name in TRAINED if not whole[name].all()} >= {"conv", "embed"}
-    assert all(here.float().mean() > 0.5 for here in whole.values())
+    assert {name for name in TRAINED if not whole[name].all()} >= {"embed", "lora_b"}
+    assert all(here.float().mean() > 0.7 for here in whole.values())
 
 
 @pytest.mark.slow
@@ -124,10 +108,11 @@ def test_universal_checkpoints_are_gone_on_from_as_if_there_were_none(
     journeys, uninterrupted, chain
 ):
     """Blocks that no boundary has ever cut end with the bits of a run on one rank."""
-    whole, ended = check_visits(journeys[chain]), joined([r["stepped"] for r in journeys[chain][-1]])
+    ranks = [rank["stepped"] for rank in journeys[chain][-1]]
+    whole, ended = check_visits(journeys[chain]), joined(ranks)
     for name, entry in ended.items():
         for key in set(entry) - {"whole", "holders"}:
-            here = whole[name].expand(len(entry[key]))
+            here = whole[name]
             assert torch.equal(entry[key][here], uninterrupted[name][key][here]), (name, key)
 
 
@@ -139,3 +124,14 @@ def test_universal_checkpoints_load_on_ranks_that_hold_nothing_but_padding(journ
         *_, single = result["loaded"]["states"]
         assert len(single["pieces"]) == (1 if rank == 0 else 0)
         assert single["step"] == 3
+
+
+@pytest.mark.slow
+def test_universal_checkpoints_move_codes_of_cut_blocks(journeys):
+    """Guards the bound of half a code: there are codes that it is about."""
+    saved, loaded = (
+        joined([rank[when] for rank in journeys["zero2"][hop]])
+        for hop, when in ((2, "stepped"), (3, "loaded"))
+    )
+    moved = sum((saved[n]["exp_avg"] != loaded[n]["exp_avg"]).sum() for n in saved)
+    assert moved > 100

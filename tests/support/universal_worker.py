@@ -5,6 +5,8 @@ import torch
 from ranks import error_of
 from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
 
+from zero8.spec.scalars import UNKNOWN_HISTORY
+
 
 class Parts(Bag):
     """Parameters of every kind of place in a universal checkpoint; gradients as those of `Bag`."""
@@ -71,15 +73,15 @@ def visit_one(
     return result
 
 
-def engine_of(ds_config: dict):
-    """Return a new engine over `Parts`, in GROUPS."""
+def engine_of(ds_config: dict, count: int = len(GROUPS)):
+    """Return a new engine over `Parts`, in the first of GROUPS."""
     bag = Parts()
     groups = [
         {
             **{key: value for key, value in group.items() if key != "names"},
             "params": [getattr(bag, name) for name in group["names"]],
         }
-        for group in GROUPS
+        for group in GROUPS[:count]
     ]
     return make_engine(ds_config, bag, groups)
 
@@ -102,6 +104,20 @@ def encoded(engine) -> dict:
     return {**held(engine), "arrived": arrived, "options": options}
 
 
+def step_through(ds_config: dict, hops: tuple) -> dict:
+    """Take the steps of all hops without a checkpoint; return what this rank held at the end.
+
+    What checkpoints do not carry is forgotten between the hops: the bound on m^2/v.
+    """
+    engine = engine_of(ds_config)
+    for steps in hops:
+        for state in base_optimizer(engine).state.values():
+            state["history"] = UNKNOWN_HISTORY
+        for step in steps:
+            take_step(engine, step)
+    return encoded(engine)
+
+
 def steps_to_tensors(engine) -> None:
     """Do what torch's AdamW needs after a load: its `step` is a tensor."""
     for state in base_optimizer(engine).state.values():
@@ -113,13 +129,16 @@ def change_frozen(engine) -> None:
     engine.module.frozen.data.fill_(0.5)
 
 
-def read(ds_config: dict, source: str) -> dict:
-    """Return the error of a load, or the parameters after it."""
+def error_of_load(ds_config: dict, source: str, groups: int = len(GROUPS)):
+    """Return the error of a load into an engine with the first of GROUPS."""
+    return error_of(engine_of(ds_config, groups).load_checkpoint, source)
+
+
+def error_of_step(ds_config: dict, source: str):
+    """Load a checkpoint; return the error of the step after it."""
     engine = engine_of(ds_config)
-    error = error_of(engine.load_checkpoint, source)
-    parameters = None if error else held(engine)["parameters"]
-    engine.destroy()
-    return {"error": error, "parameters": parameters}
+    engine.load_checkpoint(source)
+    return error_of(take_step, engine, 2)
 
 
 def settings(stage, offload=None, universal=True, **options):
