@@ -2,11 +2,31 @@
 """ZeRO checkpoints at other world sizes and stages, by DeepSpeed's universal checkpoints."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
-from universal_cuts import check_same_but_cut_blocks, convert, joined
-from universal_worker import GROUPS, Parts, settings, step_through, visit
+from universal_cuts import (
+    check_same_but_cut_blocks,
+    check_within_half_a_code,
+    command,
+    convert,
+    decoded,
+    joined,
+)
+from universal_worker import (
+    GROUPS,
+    Parts,
+    change_frozen,
+    error_of_load,
+    settings,
+    step_through,
+    visit,
+)
+from zero_shards import assert_equals_plain
+from zero_worker import MOMENTS
+
+import zero8
 
 WORLD_SIZES = (1, 2, 4, 3, 1)
 STEPS = ((0, 1), (2,), (3,), (4,), (5,))
@@ -20,6 +40,15 @@ CHAINS = {
     "zero1-3-2-1-2": [settings(stage) for stage in (1, 3, 2, 1, 2)],
     "zero2-3-1-3-2 offload": [settings(stage, "cpu") for stage in (2, 3, 1, 3, 2)],
     "zero2 round robin": [settings(2, zero={"round_robin_gradients": True})] * 5,
+}
+BF16_MASTERS = {"bf16_master_weights_and_grads": True}
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+PRECISIONS = {
+    "BF16_Optimizer": settings(1, dtype={}) | FP32_GRADIENTS,
+    "zero2 offload, bf16": settings(2, "cpu", dtype={}),
+    "zero3, bf16": settings(3, dtype={}),
+    "zero2 offload, bf16 masters": settings(2, "cpu", dtype=BF16_MASTERS),
+    "zero3 offload, bf16 masters": settings(3, "cpu", dtype=BF16_MASTERS),
 }
 TRAINED = [name for name in Parts.SHAPES if name != "frozen"]
 
@@ -40,7 +69,8 @@ def travel(ranks_of, world_sizes, chains, folder):
         ranks = ranks_of(world_size).run(visit, timeout_s=400, jobs=jobs)
         for number, name in enumerate(chains):
             visits[name].append([rank[number] for rank in ranks])
-            convert(f"{folder}/{name}/{hop}")
+            if hop + 1 < len(world_sizes):
+                convert(f"{folder}/{name}/{hop}")
     return visits
 
 
@@ -68,10 +98,12 @@ def check_visits(visits):
 # --- Quick ---------------------------------------------------------------------------------------
 
 
-def test_universal_checkpoints_load_at_once_in_the_other_stages(standing_ranks, tmp_path):
-    """The representative of the others: stage 2 to 3 and back, on two ranks."""
-    chain = [settings(2), settings(3), settings(2, "cpu")]
-    visits = travel(standing_ranks, (2, 2, 2), {"chain": chain}, tmp_path)["chain"]
+def test_universal_checkpoints_load_in_the_other_stages(standing_ranks, tmp_path):
+    """The representative of the others, on two ranks."""
+    chains = {"2 to 3": [settings(2), settings(3)], "3 to 2": [settings(3, "cpu"), settings(2)]}
+    visits = travel(standing_ranks, (2, 2), chains, tmp_path)
+    check_visits(visits["3 to 2"])
+    whole = check_visits(visits["2 to 3"])
     whole = check_visits(visits)
     # The two stages cut at different places: some blocks, and not many.
     assert {name for name in TRAINED if not whole[name].all()} >= {"conv", "embed", "lora_b"}
@@ -135,3 +167,114 @@ def test_universal_checkpoints_move_codes_of_cut_blocks(journeys):
     )
     moved = sum((saved[n]["exp_avg"] != loaded[n]["exp_avg"]).sum() for n in saved)
     assert moved > 100
+
+
+# --- Other precisions ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def precisions(standing_ranks, tmp_path_factory):
+    chains = {name: [config] * 2 for name, config in PRECISIONS.items()}
+    return travel(standing_ranks, (2, 3), chains, tmp_path_factory.mktemp("precisions"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PRECISIONS if "masters" not in name])
+def test_universal_checkpoints_of_bf16_keep_all_but_codes_of_cut_blocks(precisions, name):
+    check_visits(precisions[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PRECISIONS if "masters" in name])
+def test_universal_checkpoints_of_bf16_masters_bring_moments_rounded_to_bf16(precisions, name):
+    """DeepSpeed loads moments into tensors of the masters' type.
+
+    They are encoded within half a code then, in all blocks; masters and steps are exact.
+    """
+    (saved, loaded) = (
+        joined([rank[when] for rank in ranks])
+        for ranks, when in zip(precisions[name], ("stepped", "loaded"), strict=True)
+    )
+    assert {s["step"] for r in precisions[name][1] for s in r["loaded"]["states"]} == {2}
+    for parameter, old in saved.items():
+        new = loaded[parameter]
+        assert new["weights"].dtype == torch.bfloat16
+        assert torch.equal(old["weights"], new["weights"]), parameter
+        for which in MOMENTS:
+            rounded = decoded(old, which).bfloat16().float()
+            scales = new.get(f"{which}_scale")
+            if scales is None:
+                assert torch.equal(new[which], rounded), parameter
+            else:
+                check_within_half_a_code(rounded, new[which], scales, which)
+
+
+# --- Without ZeRO --------------------------------------------------------------------------------
+
+
+def plain_optimizer(folder):
+    """Return parameters and our optimizer without ZeRO from the folder of a universal checkpoint."""
+    bag, states = Parts(), {}
+    named = [(name, p) for name, p in bag.named_parameters() if name in TRAINED]
+    for number, (name, p) in enumerate(named):
+        entries = {
+            path.stem: torch.load(path, weights_only=False)
+            for path in (Path(folder) / "zero" / name).glob("*.pt")
+        }
+        p.data.copy_(entries.pop("fp32")["param"])
+        states[number] = {"step": torch.tensor(float(entries.pop("step")))}
+        states[number] |= {which: held["param"] for which, held in entries.items()}
+    optimizer = zero8.Adam8bitBlockwise(named)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+    return named, optimizer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", ["zero1", "zero2", "zero3"])
+def test_universal_checkpoints_load_without_zero(journeys, chain, tmp_path_factory):
+    """Of four ranks into plain parameters: the blocks that the ranks had not cut, bit for bit."""
+    (folder,) = tmp_path_factory.getbasetemp().glob(f"universal*/{chain}/2/saved_universal")
+    named, optimizer = plain_optimizer(folder)
+    expected = {name: (p.detach(), optimizer.state[p]) for name, p in named}
+    assert {int(state["step"]) for _, state in expected.values()} == {4}
+    saved = joined([rank["stepped"] for rank in journeys[chain][2]])
+    assert_equals_plain(saved, expected, 256, cut_per_param=4)
+
+
+# --- What is refused, and what is lost -----------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_universal_checkpoint_of_other_groups_is_refused(standing_ranks, tmp_path, stage):
+    """DeepSpeed would leave parameters as they are, or give all groups the options of the first."""
+    ranks = standing_ranks(1)
+    job = {"ds_config": settings(stage), "steps": (0,), "target": str(tmp_path)}
+    ranks.run(visit, jobs=[job])
+    convert(tmp_path)
+    arguments = {"ds_config": settings(stage), "source": str(tmp_path), "grouped": False}
+    ((kind, message),) = ranks.run(error_of_load, **arguments)
+    assert kind == "ValueError"
+    assert "got a checkpoint of 3 parameter groups, expected 1" in message
+
+
+@pytest.mark.slow
+def test_universal_command_refuses_fp32_adams_under_round_robin_gradients(standing_ranks, tmp_path):
+    """DeepSpeed's converter would write elements of one parameter into another's file."""
+    config = settings(2, zero={"round_robin_gradients": True}, optimizer="AdamW", torch_adam=True)
+    job = {"ds_config": config, "steps": (0,), "target": str(tmp_path)}
+    standing_ranks(2).run(visit, jobs=[job])
+    status, result, _ = command(tmp_path)
+    assert (status, "would exchange parameters" in result["error"]) == (1, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_universal_checkpoints_do_not_restore_frozen_parameters(standing_ranks, tmp_path, stage):
+    """Of no optimizer: under load_universal DeepSpeed reads what the optimizer steps over only."""
+    ranks, folder = standing_ranks(1), str(tmp_path)
+    job = {"ds_config": settings(stage), "steps": (0,), "target": folder}
+    ranks.run(visit, jobs=[job | {"before_load": change_frozen}])
+    convert(folder)
+    ((result,),) = ranks.run(visit, jobs=[{"ds_config": settings(stage), "source": folder}])
+    assert torch.equal(result["loaded"]["parameters"]["frozen"], Parts().frozen)

@@ -41,6 +41,7 @@ def visit_one(
     source: str | None = None,
     steps: tuple = (),
     target: str | None = None,
+    grouped: bool = True,
     before_load=None,
     after_load=None,
 ) -> dict:
@@ -51,10 +52,11 @@ def visit_one(
         source: folder of checkpoints to load the latest from.
         steps: numbers of the steps to take.
         target: folder of checkpoints to save to, as the tag "saved".
+        grouped: whether the parameters are in GROUPS.
         before_load: called with the engine, a function of this module.
         after_load: the same.
     """
-    engine = engine_of(ds_config)
+    engine = engine_of(ds_config, grouped)
     result = {}
     if before_load:
         before_load(engine)
@@ -73,17 +75,17 @@ def visit_one(
     return result
 
 
-def engine_of(ds_config: dict, count: int = len(GROUPS)):
-    """Return a new engine over `Parts`, in the first of GROUPS."""
+def engine_of(ds_config: dict, grouped: bool = True):
+    """Return a new engine over `Parts`, in GROUPS or all in one group."""
     bag = Parts()
     groups = [
         {
             **{key: value for key, value in group.items() if key != "names"},
             "params": [getattr(bag, name) for name in group["names"]],
         }
-        for group in GROUPS[:count]
+        for group in GROUPS
     ]
-    return make_engine(ds_config, bag, groups)
+    return make_engine(ds_config, bag, groups if grouped else None)
 
 
 def encoded(engine) -> dict:
@@ -126,17 +128,18 @@ def steps_to_tensors(engine) -> None:
 
 def change_frozen(engine) -> None:
     """Give the frozen parameter other values than it is constructed with."""
-    engine.module.frozen.data.fill_(0.5)
+    frozen = engine.module.frozen
+    getattr(frozen, "ds_tensor", frozen).data.fill_(0.5)
 
 
-def error_of_load(ds_config: dict, source: str, groups: int = len(GROUPS)):
-    """Return the error of a load into an engine with the first of GROUPS."""
-    return error_of(engine_of(ds_config, groups).load_checkpoint, source)
+def error_of_load(ds_config: dict, source: str, grouped: bool = True):
+    """Return the error of a load into a new engine."""
+    return error_of(engine_of(ds_config, grouped).load_checkpoint, source)
 
 
 def error_of_step(ds_config: dict, source: str):
     """Load a checkpoint; return the error of the step after it."""
-    engine = engine_of(ds_config)
+    engine = engine_of(ds_config, grouped=False)
     engine.load_checkpoint(source)
     return error_of(take_step, engine, 2)
 

@@ -132,7 +132,9 @@ SEAMS = (
         "says what it cannot move",
     ),
     *(
-        Seam(module, f"{name}.{universal_load.LOADS}", ("lp_groups_name", "checkpoint_dir"), _PADDING)
+        Seam(
+            module, f"{name}.{universal_load.LOADS}", ("lp_groups_name", "checkpoint_dir"), _PADDING
+        )
         for module, name in ((_STAGE12, "DeepSpeedZeroOptimizer"), (_BF16, "BF16_Optimizer"))
     ),
     Seam(

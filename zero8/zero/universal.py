@@ -186,18 +186,19 @@ def _beside(target: Path) -> Iterator[Path]:
     """
     folder = target.with_name(f".{target.name}.unfinished")
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f".{target.name}.lock"), "w") as lock:
+    with open(folder / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            if not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
+                raise BlockingIOError  # the folder is already another process's
+        except (BlockingIOError, FileNotFoundError):
             raise RuntimeError(f"another process is making {target}") from None
         try:
-            shutil.rmtree(folder)  # what an interrupted conversion left
-            folder.mkdir()
+            for left in set(folder.iterdir()) - {Path(lock.name)}:  # by one that was killed
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
             yield folder / target.name
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            os.unlink(lock.name)
 
 
 def _point_at(target: Path) -> None:
