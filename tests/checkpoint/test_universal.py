@@ -15,7 +15,6 @@ from universal_cuts import (
     joined,
 )
 from universal_worker import (
-    GROUPS,
     Parts,
     change_frozen,
     error_of_load,
@@ -53,7 +52,7 @@ PRECISIONS = {
 TRAINED = [name for name in Parts.SHAPES if name != "frozen"]
 
 
-def travel(ranks_of, world_sizes, chains, folder):
+def travel(ranks_of, world_sizes, chains, folder, grouped=True):
     """Take chains of configs through world sizes; return by chain what the ranks held at each."""
     visits = {name: [] for name in chains}
     for hop, (world_size, steps) in enumerate(zip(world_sizes, STEPS, strict=False)):
@@ -63,6 +62,7 @@ def travel(ranks_of, world_sizes, chains, folder):
                 "source": f"{folder}/{name}/{hop - 1}" if hop else None,
                 "target": f"{folder}/{name}/{hop}",
                 "steps": steps,
+                "grouped": grouped,
             }
             for name, configs in chains.items()
         ]
@@ -87,9 +87,7 @@ def check_visits(visits):
         for rank in loaded:
             assert {state["step"] for state in rank["states"]} == steps
             assert all(state["history"] > 1e38 for state in rank["states"])
-            for got, group in zip(rank["options"], GROUPS, strict=True):
-                expected = {k: v for k, v in group.items() if k in ("lr", "weight_decay")}
-                assert {key: got[key] for key in expected} == expected
+            assert rank["options"] == saved[0]["options"]
         for name, here in check_same_but_cut_blocks(joined(saved), joined(loaded)).items():
             whole[name] = whole[name] & here
     return whole
@@ -104,7 +102,6 @@ def test_universal_checkpoints_load_in_the_other_stages(standing_ranks, tmp_path
     visits = travel(standing_ranks, (2, 2), chains, tmp_path)
     check_visits(visits["3 to 2"])
     whole = check_visits(visits["2 to 3"])
-    whole = check_visits(visits)
     # The two stages cut at different places: some blocks, and not many.
     assert {name for name in TRAINED if not whole[name].all()} >= {"conv", "embed", "lora_b"}
     assert all(here.float().mean() > 0.8 for here in whole.values())
@@ -114,8 +111,14 @@ def test_universal_checkpoints_load_in_the_other_stages(standing_ranks, tmp_path
 
 
 @pytest.fixture(scope="module")
-def journeys(standing_ranks, tmp_path_factory):
-    return travel(standing_ranks, WORLD_SIZES, CHAINS, tmp_path_factory.mktemp("universal"))
+def folder(tmp_path_factory):
+    """Return where `journeys` leaves its checkpoints, by chain and number of the hop."""
+    return tmp_path_factory.mktemp("universal")
+
+
+@pytest.fixture(scope="module")
+def journeys(standing_ranks, folder):
+    return travel(standing_ranks, WORLD_SIZES, CHAINS, folder)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +178,10 @@ def test_universal_checkpoints_move_codes_of_cut_blocks(journeys):
 @pytest.fixture(scope="module")
 def precisions(standing_ranks, tmp_path_factory):
     chains = {name: [config] * 2 for name, config in PRECISIONS.items()}
-    return travel(standing_ranks, (2, 3), chains, tmp_path_factory.mktemp("precisions"))
+    # In one group, as its padding on a rank that holds nothing else fails DeepSpeed's converter in
+    # BF16_Optimizer.
+    folder = tmp_path_factory.mktemp("precisions")
+    return travel(standing_ranks, (2, 3), chains, folder, grouped=False)
 
 
 @pytest.mark.slow
@@ -213,7 +219,7 @@ def test_universal_checkpoints_of_bf16_masters_bring_moments_rounded_to_bf16(pre
 
 
 def plain_optimizer(folder):
-    """Return parameters and our optimizer without ZeRO from the folder of a universal checkpoint."""
+    """Return parameters, and our optimizer without ZeRO, from a universal checkpoint."""
     bag, states = Parts(), {}
     named = [(name, p) for name, p in bag.named_parameters() if name in TRAINED]
     for number, (name, p) in enumerate(named):
@@ -231,10 +237,9 @@ def plain_optimizer(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", ["zero1", "zero2", "zero3"])
-def test_universal_checkpoints_load_without_zero(journeys, chain, tmp_path_factory):
+def test_universal_checkpoints_load_without_zero(journeys, chain, folder):
     """Of four ranks into plain parameters: the blocks that the ranks had not cut, bit for bit."""
-    (folder,) = tmp_path_factory.getbasetemp().glob(f"universal*/{chain}/2/saved_universal")
-    named, optimizer = plain_optimizer(folder)
+    named, optimizer = plain_optimizer(folder / chain / "2" / "saved_universal")
     expected = {name: (p.detach(), optimizer.state[p]) for name, p in named}
     assert {int(state["step"]) for _, state in expected.values()} == {4}
     saved = joined([rank["stepped"] for rank in journeys[chain][2]])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zero8 checkpoint universal`: what it makes, what it refuses, and that nothing half-made stays."""
+"""`zero8 checkpoint universal`: what it makes and refuses, and that nothing half-made stays."""
 
 import fcntl
 import json

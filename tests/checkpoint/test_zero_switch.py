@@ -97,7 +97,7 @@ def steps_of(ranks):
 @pytest.mark.parametrize("way", ["as it is", "by universal"])
 @pytest.mark.parametrize(("stage", "adam"), CASES)
 def test_fp32_adam_goes_on_in_8_bits_within_half_a_code(switched, stage, adam, way):
-    """`engine.load_checkpoint` reads both: the other optimizer's checkpoint, and a universal one."""
+    """`engine.load_checkpoint` reads both, the other's own checkpoint and a universal one."""
     ours = of_ranks(switched[stage, adam, way], "loaded")
     theirs = of_ranks(switched["saved"][stage, adam], "stepped")
     held = joined(ours)
@@ -133,7 +133,7 @@ def test_8_bits_go_on_in_an_fp32_adam_exactly(switched, stage, adam):
 def test_switched_training_goes_on_as_it_would_have_without(switched, stage, adam, way):
     """After three steps the weights are near those of fp32 all the way: within a fifth of the way.
 
-    That far are those of "lora_b" at most, whose rows share blocks and are up to 2^13 apart in size.
+    That far are those of "lora_b" only, whose rows share blocks and are up to 2^13 apart in size.
     """
     ended, without = (of_ranks(switched[stage, adam, w], "stepped") for w in (way, "not at all"))
     began = of_ranks(switched[stage, adam, "not at all"], "loaded")

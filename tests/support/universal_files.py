@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO checkpoints written by hand: what DeepSpeed's converter reads, of a model of two matrices."""
+"""ZeRO checkpoints written by hand: what DeepSpeed's converter reads, of two matrices."""
 
 from collections import OrderedDict
 

@@ -24,7 +24,6 @@ import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -111,11 +110,12 @@ def check(source: Path) -> dict:
             f"{source}: its optimizer states are in swap files of NVMe, and {OPTIMIZER_FILES} hold "
             "none for DeepSpeed to convert; it loads at the world size that it was saved with"
         )
-    states = _load(files[0]).get("optimizer_state_dict")
-    if not isinstance(states, dict) or "zero_stage" not in states:
-        raise ValueError(f"{source}: got {files[0].name} without zero_stage: not saved under ZeRO")
-    stage = int(states["zero_stage"])
-    base = states["base_optimizer_state" if stage < 3 else "optimizer_state_dict"]
+    states = _load(files[0]).get("optimizer_state_dict") or {}
+    stage = int(states.get("zero_stage", 1))  # which BF16_Optimizer does not save
+    kept = "base_optimizer_state" if stage < 3 else "optimizer_state_dict"
+    if kept not in states:
+        raise ValueError(f"{source}: got {files[0].name} without {kept}: not saved under ZeRO")
+    base = states[kept]
     _check_moments(source, base)
     models = sorted(source.glob(MODEL_FILES), key=_numbers)
     if not models:
