@@ -52,6 +52,10 @@ SPOILED = {
         lambda place: states_of(place)[1].unlink(),
         "got 1 files *_optim_states.pt, expected those of 2 ranks",
     ),
+    "experts": (
+        lambda place: (place / "layer_0_expert_0_mp_rank_00_model_states.pt").touch(),
+        "experts of DeepSpeed's MoE, which its converter leaves out",
+    ),
     "a universal one": (lambda place: (place / "zero").mkdir(), "is a universal checkpoint"),
     "states on NVMe": (
         lambda place: (place / "offloaded_tensors").mkdir(),

@@ -35,6 +35,7 @@ LATEST = "latest_universal"
 """The file beside universal checkpoints that names the one to load."""
 
 OPTIMIZER_FILES, MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
+EXPERT_FILES = "layer_*_expert_*_model_states.pt"
 STAGE3_MODEL = "zero_pp_rank_0_mp_rank_{}_model_states.pt"
 STAGE12_MODEL = "mp_rank_{}_model_states.pt"
 
@@ -117,12 +118,18 @@ def check(source: Path) -> dict:
         raise ValueError(f"{source}: got {files[0].name} without {kept}: not saved under ZeRO")
     base = states[kept]
     _check_moments(source, base)
-    models = sorted(source.glob(MODEL_FILES), key=_numbers)
+    experts = set(source.glob(EXPERT_FILES))
+    models = sorted(set(source.glob(MODEL_FILES)) - experts, key=_numbers)
     if not models:
         raise ValueError(f"{source}: got no files {MODEL_FILES}; it is incomplete")
     model = _load(models[0])
+    if experts and not model.get("ds_autoep_layers"):
+        raise ValueError(
+            f"{source}: got files {EXPERT_FILES}, experts of DeepSpeed's MoE, which its converter "
+            "leaves out; it loads at the world size that it was saved with"
+        )
     expected = model.get("dp_world_size", 1) * model.get("mp_world_size", 1)
-    if len(files) != expected:
+    if len(files) != expected and not experts:
         raise ValueError(
             f"{source}: got {len(files)} files {OPTIMIZER_FILES}, expected those of {expected} "
             "ranks; it is incomplete"
