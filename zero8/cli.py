@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    arguments = _parser().parse_args(argv)
-    if arguments.run is _bench:
-        return _bench(arguments.arguments)
-    if arguments.run is _checkpoint:
-        arguments = _checkpoint(arguments.arguments)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    # These have commands of their own, whose imports only they should pay for.
+    if argv[:1] == ["bench"]:
+        return _bench(argv[1:])
+    arguments = _checkpoint(argv[1:]) if argv[:1] == ["checkpoint"] else _parser().parse_args(argv)
     # DeepSpeed logs to stdout from its import on; our stdout carries the result and nothing else.
     with contextlib.redirect_stdout(sys.stderr):
         status, result, text = arguments.run(arguments)
@@ -40,21 +40,15 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="FOLDER",
                 help="build there; a copy of it serves where TORCH_EXTENSIONS_DIR names the copy",
             )
-    checkpoint = commands.add_parser(
-        "checkpoint",
-        add_help=False,
-        help="verify, inspect, compare and convert; see zero8 checkpoint --help",
-    )
-    checkpoint.add_argument("arguments", nargs=argparse.REMAINDER)
-    checkpoint.set_defaults(run=_checkpoint)
-    bench = commands.add_parser("bench", add_help=False, help="measure; see zero8 bench --help")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER)
-    bench.set_defaults(run=_bench)
+    for name, help_text in (
+        ("checkpoint", "verify, inspect, compare and convert; see zero8 checkpoint --help"),
+        ("bench", "measure; see zero8 bench --help"),
+    ):
+        commands.add_parser(name, help=help_text)
     return parser
 
 
 def _bench(argv: Sequence[str]) -> int:
-    # Its options come from the measurements, whose imports only they should pay for.
     from zero8.bench.backward import command as backward
     from zero8.bench.fidelity import command as fidelity
     from zero8.bench.step import command as step
@@ -86,7 +80,6 @@ def _bench(argv: Sequence[str]) -> int:
 
 
 def _checkpoint(argv: Sequence[str]) -> argparse.Namespace:
-    # As for bench: importing torch.distributed.checkpoint takes a while.
     from zero8.checkpoint import command
 
     parser = argparse.ArgumentParser(
