@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One file of `torch.save` with the state dict of an optimizer, by itself or among others."""
 
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from pathlib import Path
 
 from torch import Tensor
@@ -50,6 +50,10 @@ class PlainSource(Source):
             for group in self._state_dict["param_groups"]
         ]
 
+    def tensors(self) -> dict[str, Callable[[], Tensor]]:
+        """See `Source`."""
+        return {name: partial(_itself, values) for name, values in self._weights.items()}
+
     @cached_property
     def _whole(self) -> dict:
         found = load(self.path)
@@ -81,6 +85,10 @@ class PlainSource(Source):
         """The model's parameters, if they are in the file."""
         model = self._whole.get("model")
         return {k: v for k, v in model.items() if isinstance(v, Tensor)} if model else {}
+
+
+def _itself(values: Tensor) -> Tensor:
+    return values
 
 
 def _is_of_optimizer(found: object) -> bool:
