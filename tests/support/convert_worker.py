@@ -140,5 +140,3 @@ def _whole(model, optimizer) -> dict[str, dict]:
         if "param_correction" in optimizer.state.get(p, {}):
             found[name]["correction"] = whole(optimizer.state[p]["param_correction"])
     return found
-
-
