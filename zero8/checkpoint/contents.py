@@ -68,6 +68,11 @@ class Contents:
                 "of model.named_parameters(), load the checkpoint, and save it again"
             )
 
+    def note_corrections(self, where: str) -> None:
+        """Note what becomes of the corrections of bfloat16 weights, if there are."""
+        if any(parameter.correction is not None for parameter in self.parameters.values()):
+            self.notes.append(f"corrections of bfloat16 weights: {where}")
+
 
 def read(source: Source, staging: Staging) -> Contents:
     """Return what a checkpoint holds, in tensors of `staging`.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a folder of `torch.distributed.checkpoint` with the state dicts of model and optimizer."""
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -22,12 +23,14 @@ def write_dcp(contents: Contents, path: Path, staging: Staging) -> None:
     got a gradient need states too: they get zeros at step 0, which are as good as none.
 
     Raises:
-        ValueError: if the parameters have no names.
+        ValueError: if the parameters have no names, or some moments are ours and some an fp32
+            Adam's, which no optimizer's state dict has together.
         RuntimeError: if torch.distributed.checkpoint fails.
     """
     from torch.distributed import checkpoint
 
     contents.check_is_named()
+    _check_are_alike(contents)
     state = {name: parameter.entries() for name, parameter in contents.parameters.items()}
     if without := [name for name in contents.names if name not in state and name in contents.model]:
         state |= _zeros(contents, without)
@@ -43,9 +46,25 @@ def write_dcp(contents: Contents, path: Path, staging: Staging) -> None:
     optimizer = {"state": state, "param_groups": groups}
     model = {"model": contents.model} if contents.model else {}
     try:
-        checkpoint.save({**model, "optimizer": optimizer}, checkpoint_id=path, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group
+            checkpoint.save({**model, "optimizer": optimizer}, checkpoint_id=path, no_dist=True)
     except checkpoint.CheckpointException as error:  # no Exception
         raise RuntimeError(f"torch.distributed.checkpoint failed: {error}") from error
+
+
+def _check_are_alike(contents: Contents) -> None:
+    by_kind = {parameter.is_of_adam: name for name, parameter in contents.parameters.items()}
+    if len(by_kind) > 1:
+        raise ValueError(
+            f"got 8-bit moments of {by_kind[False]} and an fp32 Adam's of {by_kind[True]}; load "
+            "the checkpoint by Adam8bitBlockwise, save it again, and convert that"
+        )
+    if True in by_kind:
+        contents.notes.append(
+            "got moments of an fp32 Adam, which stay float32: AdamW loads them, and "
+            'Adam8bitBlockwise with state_dict_format="fp32"'
+        )
 
 
 def _zeros(contents: Contents, names: list[str]) -> dict[str, dict]:

@@ -7,6 +7,9 @@ bitsandbytes' AdamW8bit.
 
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from zero8.checkpoint.bitsandbytes import to_bitsandbytes
 from zero8.checkpoint.contents import Contents
 from zero8.checkpoint.staging import Staging, save
@@ -31,15 +34,11 @@ def write_plain(contents: Contents, path: Path, staging: Staging) -> None:
 
 def write_fp32(contents: Contents, path: Path, staging: Staging) -> None:
     """Write what the `state_dict()` of torch's AdamW returns."""
+    contents.note_corrections("are in the weights, which are float32 with 24 bits")
     state = {name: p.in_float32(staging.copy) for name, p in contents.parameters.items()}
-    corrected = {
-        n: p.corrected_weights() for n, p in contents.parameters.items() if p.correction is not None
-    }
-    owner = contents.tied
-    model = {n: corrected.get(owner.get(n, n), values) for n, values in contents.model.items()}
     packed = _packed(contents, state)
     packed["param_groups"] = [{**_ADAMW, **group} for group in packed["param_groups"]]
-    _save(model, packed, path)
+    _save(_corrected(contents), packed, path)
 
 
 def write_bitsandbytes(contents: Contents, path: Path, staging: Staging) -> None:
@@ -53,10 +52,23 @@ def write_bitsandbytes(contents: Contents, path: Path, staging: Staging) -> None
             f"{dense[0]}: got moments of an fp32 Adam, expected 8-bit ones: load the checkpoint by "
             'Adam8bitBlockwise(codec="dynamic"), and save it again'
         )
-    if any(p.correction is not None for p in contents.parameters.values()):
-        contents.notes.append("bitsandbytes has no corrections of bfloat16 weights: they are lost")
+    contents.note_corrections("lost, as bitsandbytes has none")
     state = {name: parameter.entries() for name, parameter in contents.parameters.items()}
     _save(contents.model, to_bitsandbytes(_packed(contents, state)), path)
+
+
+def _corrected(contents: Contents) -> dict[str, Tensor]:
+    """Return the model with the corrections of its weights in them."""
+    model, owner = dict(contents.model), dict(contents.tied)
+    for name, parameter in contents.parameters.items():
+        if parameter.weights is None or parameter.correction is None:
+            continue
+        for other in model.keys() - set(contents.names) - owner.keys():
+            # A second name, where the checkpoint does not say which names are one parameter's.
+            if torch.equal(model[other], parameter.weights):
+                owner[other] = name
+        model[name] = parameter.corrected_weights()
+    return {name: model[owner.get(name, name)] for name in model}
 
 
 def _packed(contents: Contents, state: dict[str, dict]) -> dict:

@@ -39,6 +39,7 @@ def write_universal(contents: Contents, path: Path, staging: Staging) -> None:
             steps, which ZeRO does not count by parameter.
     """
     contents.check_is_named()
+    contents.note_corrections("are in the float32 master weights; bfloat16 ones will lose them")
     step = contents.step()
     folder = path / f"global_step{step}_universal"
     trained = [

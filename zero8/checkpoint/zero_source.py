@@ -14,6 +14,7 @@ from zero8.checkpoint.safe_load import Inert, load
 from zero8.checkpoint.source import Facts, Source
 from zero8.state.header import MOMENTS
 from zero8.state.plain import checked_history, checked_step
+from zero8.state.table import PieceTable
 from zero8.zero import swap_file
 from zero8.zero.moment_tensor import MomentTensor
 
@@ -93,13 +94,12 @@ class ZeroSource(Source):
 
     def tensors(self) -> dict[str, Callable[[], Tensor]]:
         """See `Source`; what stage 3 keeps in partitions is there if it is frozen."""
-        shapes = [*(self._model.get("param_shapes") or []), self._frozen_shapes, self.tied()]
-        in_partitions = {name for of_partition in shapes for name in of_partition}
+        buffers = self._model.get("buffer_names") or []
         found: dict[str, Callable[[], Tensor]] = {}
         for name, values in (self._model.get("module") or {}).items():
             if name in self._frozen_shapes:
                 found[name] = partial(self._frozen, name)
-            elif isinstance(values, Tensor) and (values.numel() or name not in in_partitions):
+            elif isinstance(values, Tensor) and (values.numel() or name in buffers):
                 found[name] = partial(_itself, values)
         return found
 
@@ -164,8 +164,7 @@ def _of_partition(file: Path, part: str, state: dict, weights: object) -> Iterat
     if stores[1].table.places != table.places or [s.which for s in stores] != list(MOMENTS):
         raise ValueError(f"{file}: its two moments are of different elements")
     step, history = checked_step(state), checked_history(state)
-    if isinstance(weights, Tensor) and weights.numel() != table.numel:
-        weights = None  # swapped out
+    weights = _checked_weights(file, weights, table)
     correction = state.get("param_correction")
     for number, piece in enumerate(table.pieces):
         here = slice(piece.start, piece.start + piece.numel)
@@ -176,9 +175,22 @@ def _of_partition(file: Path, part: str, state: dict, weights: object) -> Iterat
             step,
             history,
             tuple(of_piece(store, number) for store in stores),
-            weights.view(-1)[here] if isinstance(weights, Tensor) else None,
+            None if weights is None else weights[here],
             correction[here] if isinstance(correction, Tensor) else None,
         )
+
+
+def _checked_weights(file: Path, weights: object, table: PieceTable) -> Tensor | None:
+    """Return the master weights of a partition, perhaps without the padding at its end."""
+    if not isinstance(weights, Tensor) or weights.numel() == 0:
+        return None  # swapped out
+    end = max((piece.start + piece.numel for piece in table.pieces), default=0)
+    if not end <= weights.numel() <= table.numel:
+        raise ValueError(
+            f"{file}: got {weights.numel()} master weights, expected {table.numel}, or {end} "
+            "without padding"
+        )
+    return weights.view(-1)
 
 
 def _itself(values: Tensor) -> Tensor:
