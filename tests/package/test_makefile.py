@@ -119,7 +119,8 @@ def packages(key):
 
 
 def test_training_installs_no_tools_and_no_cuda():
-    assert packages("dependencies") == {"torch", "numpy", "ninja", "packaging", "tqdm"}
+    needed = {"torch", "numpy", "ninja", "packaging", "tabulate", "tqdm", "xxhash"}
+    assert packages("dependencies") == needed
     assert packages("deepspeed") == {"deepspeed"}
     assert packages("train") == {"zero8[deepspeed]", "matplotlib", "py-cpuinfo", "tomli"}
 

@@ -8,6 +8,7 @@ allocated from sizes that a file claims.
 
 import io
 import pickle
+import threading
 import zipfile
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zero8.zero.moment_tensor import rebuild_moment
 
+_LOCK = threading.Lock()
 _OURS = "zero8.zero.moment_tensor.rebuild_moment"
 
 
@@ -66,6 +68,11 @@ def _check_stored(path: Path, file) -> None:
 
 
 def _loaded(file, path: Path, mmap: bool) -> object:
+    with _LOCK:  # what is safe holds for the whole process
+        return _loaded_alone(file, path, mmap)
+
+
+def _loaded_alone(file, path: Path, mmap: bool) -> object:
     try:
         unknown = set(get_unsafe_globals_in_checkpoint(file)) - {_OURS}
         inert = [(Inert, name) for name in unknown]
@@ -74,11 +81,13 @@ def _loaded(file, path: Path, mmap: bool) -> object:
                 file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # whatever a damaged file makes torch raise
-        raise ValueError(f"{path}: damaged, or not readable: {_first_line(error)}") from error
+        raise ValueError(f"{path}: damaged, or not readable: {_reason(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _reason(error: Exception) -> str:
+    """Return the line of torch's long messages that says what is wrong."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return next((line for line in lines if "WeightsUnpickler error" in line), lines[0]).strip()
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -126,7 +135,7 @@ def load_metadata(path: Path) -> object:
     try:
         metadata = _Metadata(io.BytesIO(data)).load()
     except Exception as error:  # whatever a damaged file makes pickle raise
-        raise ValueError(f"{path}: damaged, or not readable: {_first_line(error)}") from error
+        raise ValueError(f"{path}: damaged, or not readable: {_reason(error)}") from error
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{path}: not the metadata of torch.distributed.checkpoint")
     return metadata
