@@ -327,11 +327,11 @@ def loaded(made, standing_ranks):
                 mine = [s for n, s in enumerate(SOURCES) if 1 + n % 3 == world]
                 jobs = [{"source": made(s, to)[0]} for s in mine]
                 if to == "zero":
-                    stages = itertools.cycle(STAGES)
-                    jobs = [job | {"stage": next(stages)} for job in jobs]
-                    ranks = standing_ranks(world).run(load_zero, jobs=jobs)
-                else:
-                    ranks = standing_ranks(world).run(load_dcp, jobs=jobs)
+                    places = [SOURCES.index(s) for s in mine]
+                    stages = [STAGES[(n + n // 3) % 3] for n in places]
+                    jobs = [j | {"stage": s} for j, s in zip(jobs, stages, strict=True)]
+                work = load_zero if to == "zero" else load_dcp
+                ranks = standing_ranks(world).run(work, jobs=jobs)
                 for number, name in enumerate(mine):
                     found[to, name] = [rank[number] for rank in ranks]
         return found[to, source]
@@ -536,7 +536,7 @@ def test_convert_without_a_ranks_file_is_refused(stage, rank, zero_copy, tmp_pat
     (path,) = tag.glob(f"*zero_pp_rank_{rank}_*optim_states.pt")
     path.unlink()
     error = refusal(tag, tmp_path / "in" / "out")
-    assert "missing" in error and "rank" in error and str(tag) in error
+    assert str(tag) in error and ("in no file" in error or "no state of" in error)
 
 
 @pytest.mark.slow
@@ -546,7 +546,7 @@ def test_convert_with_a_ranks_file_twice_is_refused(stage, zero_copy, tmp_path):
     (path,) = tag.glob("*zero_pp_rank_1_*optim_states.pt")
     shutil.copy(path, path.with_name(path.name.replace("rank_1_", "rank_2_")))
     error = refusal(tag, tmp_path / "in" / "out")
-    assert "twice" in error and "rank_1_" in error and "rank_2_" in error
+    assert "elements" in error and "again" in error and "_rank_" in error
 
 
 @pytest.mark.slow
@@ -558,7 +558,7 @@ def test_convert_of_another_steps_file_is_refused(zero_copy, tmp_path):
         state["step"] += 1
     torch.save(content, path)
     error = refusal(tag, tmp_path / "in" / "out")
-    assert "got step 5" in error and "rank_1_" in error
+    assert "4 in bf16_zero_pp_rank_0" in error and "5 in bf16_zero_pp_rank_1" in error
 
 
 @pytest.mark.slow

@@ -59,6 +59,8 @@ def load_zero(jobs: list[dict]) -> list[dict]:
         path, _ = engine.load_checkpoint(str(source))
         assert path is not None
         base = base_optimizer(engine)
+        if job["stage"] == 3:
+            _give_groups_their_own(base, source)
         for p in base.state:
             base.moments(p)  # encodes what has come in float32, as the next step does
         loaded = _held(base)
@@ -68,6 +70,14 @@ def load_zero(jobs: list[dict]) -> list[dict]:
         found.append({"loaded": loaded, "stepped": _held(base), "groups": groups})
         engine.destroy()
     return found
+
+
+def _give_groups_their_own(optimizer, source) -> None:
+    """Give the groups their settings: DeepSpeed's stage 3 loads the first's into all of them."""
+    folder = source / (source / "latest_universal").read_text()
+    saved = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)
+    for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group |= {key: value for key, value in settings.items() if key != "params"}
 
 
 def _held(optimizer) -> list[tuple]:

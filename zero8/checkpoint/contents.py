@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from zero8.checkpoint.coverage import Coverage
 from zero8.checkpoint.joined import Assembly, Parameter
 from zero8.checkpoint.source import Source
 from zero8.checkpoint.staging import Staging
@@ -84,7 +85,7 @@ def read(source: Source, staging: Staging) -> Contents:
             twice, its parts are of different steps, or a file is damaged.
         OSError: if a file cannot be read.
     """
-    assemblies: dict[str, Assembly] = {}
+    assemblies, coverage = dict[str, Assembly](), Coverage()
     for file in tqdm(source.files(), desc="read", unit="file", disable=None):
         for fragment in source.fragments(file):
             if fragment.part:
@@ -92,11 +93,14 @@ def read(source: Source, staging: Staging) -> Contents:
                     f"{file}: got a part of a model that is split among ranks ({fragment.part}), "
                     "which is not joined here; expected a checkpoint without model parallelism"
                 )
+            coverage.add(fragment)
             if fragment.name not in assemblies:
                 assemblies[fragment.name] = Assembly(fragment, staging)
             assemblies[fragment.name].add(fragment)
     if not assemblies:
         raise ValueError(f"{source.path}: got no states; was it saved before the first step?")
+    if problems := coverage.problems():
+        raise ValueError(f"{source.path}: {_first_of(problems)}")
     parameters = {name: assembly.finished() for name, assembly in assemblies.items()}
     groups = source.groups()
     _check_groups(source, parameters, groups)
@@ -109,6 +113,11 @@ def read(source: Source, staging: Staging) -> Contents:
         source.tied(),
         source.counters(),
     )
+
+
+def _first_of(problems: list[str], most: int = 5) -> str:
+    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+    return "; ".join(problems[:most] + more)
 
 
 def _check_groups(source: Source, parameters: dict[str, Parameter], groups: list[dict]) -> None:

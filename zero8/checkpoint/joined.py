@@ -9,7 +9,6 @@ nothing changes.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -101,21 +100,19 @@ class Assembly:
         self._weights = self._room_for(first.weights)
         self._correction = self._room_for(first.correction)
         self._history = 0.0
-        self._runs: list[tuple[int, int, Path]] = []
         self._cut: dict[int, list[tuple[_Part, ...]]] = {}
 
     def add(self, fragment: Fragment) -> None:
         """Take in a fragment; nothing of it is needed afterwards.
 
         Raises:
-            ValueError: if it is damaged, or does not belong to the same parameter and step.
+            ValueError: if it is damaged, or of another kind than the first.
         """
         self._check_is_alike(fragment)
         self._history = max(self._history, fragment.history)
         if fragment.weights is None:
             self._weights = None
         for number, piece in enumerate(fragment.pieces):
-            self._runs.append((piece.first, piece.first + piece.numel, fragment.file))
             there = slice(piece.first, piece.first + piece.numel)
             here = slice(piece.start, piece.start + piece.numel)
             if self._weights is not None:
@@ -126,12 +123,11 @@ class Assembly:
                 self._take_moments(fragment, number)
 
     def finished(self) -> Parameter:
-        """Return the parameter.
+        """Return the parameter, all of whose elements have arrived once (`Coverage` knows).
 
         Raises:
-            ValueError: naming it and files, if an element of it is missing, or there twice.
+            ValueError: if it has a block to be encoded that this version does not encode.
         """
-        self._check_cover()
         shape, num_joined = self._piece.shape, 0
         for block, parts in self._cut.items():
             if self._piece.is_quantized:
@@ -195,23 +191,6 @@ class Assembly:
                 )
                 self._cut.setdefault(block, []).append(tuple(parts))
 
-    def _check_cover(self) -> None:
-        name, end, last = self._piece.name, 0, None
-        whole = (self._piece.numel, self._piece.numel, None)
-        for begin, stop, file in [*sorted(self._runs, key=lambda run: run[:2]), whole]:
-            if begin < end:
-                raise ValueError(
-                    f"{name}: got its elements {begin}..{min(end, stop) - 1} twice, in {last} and "
-                    f"in {file}; expected each once"
-                )
-            if begin > end:
-                files = ", ".join(sorted({str(path) for _, _, path in self._runs}))
-                raise ValueError(
-                    f"{name}: its elements {end}..{begin - 1} of {self._piece.numel} are missing; "
-                    f"got the others in {files}.  Is a rank's file missing?"
-                )
-            end, last = stop, file
-
     def _join(self, block: int, sides: list[tuple[_Part, ...]]) -> bool:
         """Encode a block as one; return whether that was necessary."""
         changed = False
@@ -239,9 +218,6 @@ def _facts(fragment: Fragment) -> dict:
     """Return what is the same in all fragments of a parameter, by what messages call it."""
     piece, store = fragment.pieces[0], fragment.stores[0]
     return {
-        "shape": piece.shape,
-        "step": fragment.step,
-        "block size": piece.block_size,
         "codec": store.codec.name if piece.is_quantized else None,
         "identity": piece.identity,
         "moments of an fp32 Adam": fragment.is_of_adam,
