@@ -101,3 +101,15 @@ def train(**keywords) -> tuple[nn.Module, Adam8bitBlockwise]:
     optimizer = Adam8bitBlockwise(named_groups(model), **keywords)
     run(model, optimizer, range(SAVED_AFTER))
     return model, optimizer
+
+
+def saved_plain(path, optimizer_class=Adam8bitBlockwise, named=True, **keywords):
+    """Save a file of one process after a few steps; return model and optimizer."""
+    model = Mixed()
+    groups = named_groups(model)
+    if not named:
+        groups = [{**g, "params": [p for _, p in g["params"]]} for g in groups]
+    optimizer = optimizer_class(groups, **keywords)
+    run(model, optimizer, range(SAVED_AFTER))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return model, optimizer

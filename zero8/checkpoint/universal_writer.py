@@ -7,8 +7,9 @@
         zero/<name>/step.pt                 a number
         zero/optimizer_state.pt             the parameter groups, where each stage looks for them
         mp_rank_00_model_states.pt, zero_pp_rank_0_mp_rank_00_model_states.pt
-                                            counters of the run; the tensors of the model that no
-                                            engine reads from here: frozen parameters and buffers
+                                            counters of the run; tensors of the model without
+                                            moments, of which no engine reads frozen parameters and
+                                            buffers
 
 It is in float32 and loads with the same codes and scales: quantize(dequantize(q)) is q.
 """
@@ -84,16 +85,15 @@ def _write_groups(contents: Contents, step: int, path: Path) -> None:
 
 
 def _write_counters(contents: Contents, step: int, folder: Path) -> None:
-    trained = set(contents.names)
     rest = {
         name: values
         for name, values in contents.model.items()
-        if contents.tied.get(name, name) not in trained
+        if contents.tied.get(name, name) not in contents.parameters
     }
     if rest:
         contents.notes.append(
-            f"engines read no frozen parameters and buffers of universal checkpoints: {list(rest)} "
-            'are under "module" in the model-state files'
+            "engines read no frozen parameters and buffers of universal checkpoints: what has no "
+            f'moments is under "module" in the model-state files: {list(rest)}'
         )
     states = {
         "module": rest,
