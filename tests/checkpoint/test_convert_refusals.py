@@ -109,3 +109,19 @@ def test_convert_to_zero_of_different_steps_is_refused(tmp_path):
     error = refusal(tmp_path / "in", tmp_path / "out", "zero")
     assert "embed 5" in error and "4 steps" in error
     converted(tmp_path / "in", tmp_path / "out", "plain")
+
+
+def test_convert_to_dcp_of_8_bit_and_float32_moments_together_is_refused(tmp_path):
+    """As bitsandbytes' are, where its blocks are not ours: no template of DCP takes both."""
+    saved_plain(tmp_path / "in")
+    content = torch.load(tmp_path / "in", weights_only=True)
+    state = content["optimizer"]["state"][0]
+    zeros = torch.zeros(67, 96)
+    content["optimizer"]["state"][0] = {
+        "step": torch.tensor(float(state["step"])),
+        "exp_avg": zeros,
+        "exp_avg_sq": zeros,
+    }
+    torch.save(content, tmp_path / "in")
+    assert "fp32 Adam's of embed" in refusal(tmp_path / "in", tmp_path / "out", "dcp")
+    converted(tmp_path / "in", tmp_path / "out", "plain")

@@ -73,7 +73,10 @@ def load_zero(jobs: list[dict]) -> list[dict]:
 
 
 def _give_groups_their_own(optimizer, source) -> None:
-    """Give the groups their settings: DeepSpeed's stage 3 loads the first's into all of them."""
+    """Give the groups their settings: DeepSpeed's stage 3 loads the first's into all of them.
+
+    Not needed once zero8 mends that.
+    """
     folder = source / (source / "latest_universal").read_text()
     saved = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)
     for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
