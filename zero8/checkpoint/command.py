@@ -3,7 +3,7 @@
 
 import argparse
 
-from zero8.checkpoint import diff, inspect, prune, seal, universal, verify
+from zero8.checkpoint import convert, diff, inspect, prune, seal, universal, verify
 
 COMMANDS = (
     ("verify", verify, "whether a checkpoint is whole: exit status 0, or 1 if it is damaged"),
@@ -13,6 +13,7 @@ COMMANDS = (
         diff,
         "which parameters of two checkpoints differ: exit status 0 for none, 1 for some",
     ),
+    ("convert", convert, "a checkpoint of one framework for another, 8-bit as it is"),
     ("universal", universal, "convert one of ZeRO's for another world size, stage or Adam"),
     ("seal", seal, "write a manifest for a folder, by which verify will know its files again"),
     ("prune", prune, "delete the oldest tags of a folder, never the last complete one"),

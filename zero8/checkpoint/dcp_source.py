@@ -6,12 +6,13 @@ what torch.distributed.checkpoint.state_dict makes, flattened or not.
 """
 
 import re
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from zero8.checkpoint.fragment import Fragment
 from zero8.checkpoint.safe_load import load_bytes, load_metadata
@@ -22,6 +23,8 @@ from zero8.state.extent import Extent
 from zero8.state.header import MOMENTS, Header
 
 METADATA = ".metadata"
+_MODEL = "model."
+"""What the names of a model's tensors begin with."""
 _MOMENT = re.compile(r"(?P<prefix>.*?)state\.(?P<name>.+)\.exp_avg(?:_q8)?")
 _OF_ALL = ("step", "history", "format")
 """Entries of a state that are the same on all ranks."""
@@ -67,11 +70,39 @@ class DcpSource(Source):
             number, _, setting = key.partition("param_groups.")[2].rpartition(".")
             if number:
                 groups.setdefault(number, {})[setting] = self._value(key)
-        flat = not all("params" in group for group in groups.values())
-        if not flat:
-            return list(groups.values())
+        if all("params" in group for group in groups.values()):
+            return [groups[number] for number in sorted(groups, key=_as_number)]
         # Flattened: each parameter's settings under its own name.
-        return [{**group, "params": [name]} for name, group in groups.items()]
+        made: list[dict] = []
+        for name, settings in groups.items():
+            like = next((g for g in made if {**g, "params": 0} == {**settings, "params": 0}), None)
+            if like is None:
+                made.append({**settings, "params": []})
+            (like or made[-1])["params"].append(name)
+        for group in made:
+            order = {name: at for at, name in enumerate(group.get("param_names") or [])}
+            group["params"].sort(key=lambda name, order=order: order.get(name, len(order)))
+        return made
+
+    def tensors(self) -> dict[str, Callable[[], Tensor]]:
+        """See `Source`."""
+        return {
+            key.removeprefix(_MODEL): partial(self._tensor, key)
+            for key, entry in self._entries.items()
+            if key.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    def _tensor(self, key: str) -> Tensor:
+        """Return a tensor, put together from its chunks."""
+        entry = self._entries[key]
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        for chunk in entry.chunks:
+            box = zip(chunk.offsets, chunk.sizes, strict=True)
+            values = self._value(key, tuple(chunk.offsets))
+            whole[tuple(slice(at, at + size) for at, size in box)] = values
+        if sum(chunk.sizes.numel() for chunk in entry.chunks) != whole.numel():
+            raise ValueError(f"{self.path / METADATA}: got parts of {key}, expected all of it")
+        return whole
 
     @cached_property
     def _codes(self) -> dict[str, str]:
@@ -98,7 +129,7 @@ class DcpSource(Source):
 
     def _weights(self, name: str, extent: Extent) -> Tensor | None:
         """Return the parameter's elements, None if they are not saved, or cut otherwise."""
-        key = f"model.{name}"
+        key = _MODEL + name
         places = self._places.get(key, {})
         return self._value(key, extent.offset) if extent.offset in places else None
 
@@ -133,6 +164,10 @@ class DcpSource(Source):
     def _files_of(self, keys) -> list[Path]:
         infos = (info for key in keys for info in self._places.get(key, {}).values())
         return sorted({self.path / info.relative_path for info in infos})
+
+
+def _as_number(key: str) -> tuple[int, str]:
+    return (int(key) if key.isdigit() else -1), key
 
 
 def _offset_of_scales(entries: dict, name: str, extent: Extent) -> tuple[int, ...]:

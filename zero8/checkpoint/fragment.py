@@ -24,6 +24,7 @@ class Fragment:
         stores: both moments, over one segment table of this parameter alone.
         weights: (table.numel,) master weights, None where they are kept apart.
         correction: (table.numel,) int8, the corrections of bfloat16 weights, if there are.
+        is_of_adam: whether it is an fp32 Adam's, which says nothing of blocks and codes.
     """
 
     part: str
@@ -34,6 +35,7 @@ class Fragment:
     stores: tuple[MomentStore, MomentStore]
     weights: Tensor | None = None
     correction: Tensor | None = None
+    is_of_adam: bool = False
 
     @property
     def key(self) -> tuple[str, str]:

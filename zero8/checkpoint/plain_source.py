@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file of `torch.save` with the state dict of an optimizer, by itself or among others."""
+"""One file of `torch.save` with the state dict of an optimizer, by itself or among others.
 
-from collections.abc import Iterator
-from functools import cached_property
+The optimizer's: Adam8bitBlockwise's, an fp32 Adam's, or that of bitsandbytes' 8-bit AdamW.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from pathlib import Path
 
 from torch import Tensor
 
+from zero8.checkpoint.bitsandbytes import from_bitsandbytes
 from zero8.checkpoint.fragment import Fragment
 from zero8.checkpoint.safe_load import load
 from zero8.checkpoint.source import Facts, Source
@@ -50,6 +54,10 @@ class PlainSource(Source):
             for group in self._state_dict["param_groups"]
         ]
 
+    def tensors(self) -> dict[str, Callable[[], Tensor]]:
+        """See `Source`."""
+        return {name: partial(_itself, values) for name, values in self._weights.items()}
+
     @cached_property
     def _whole(self) -> dict:
         found = load(self.path)
@@ -64,7 +72,14 @@ class PlainSource(Source):
                 f"{self.path}: got {len(found)} state dicts of optimizers (dicts with the keys "
                 '"state" and "param_groups"), expected one'
             )
-        return found[0]
+        if not any(
+            isinstance(state, dict) and "state1" in state for state in found[0]["state"].values()
+        ):
+            return found[0]
+        try:
+            return _with_names(from_bitsandbytes(found[0]), found[0])
+        except (ValueError, KeyError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{self.path}: states of bitsandbytes: {error!r}") from error
 
     @cached_property
     def _names(self) -> dict:
@@ -81,6 +96,21 @@ class PlainSource(Source):
         """The model's parameters, if they are in the file."""
         model = self._whole.get("model")
         return {k: v for k, v in model.items() if isinstance(v, Tensor)} if model else {}
+
+
+def _itself(values: Tensor) -> Tensor:
+    return values
+
+
+def _with_names(state_dict: dict, like: dict) -> dict:
+    """Return a state dict with the names that the groups of another one have."""
+    pairs = zip(state_dict["param_groups"], like["param_groups"], strict=True)
+    named = [{**ours, **_only(theirs, "param_names")} for ours, theirs in pairs]
+    return {**state_dict, "param_groups": named}
+
+
+def _only(group: dict, key: str) -> dict:
+    return {key: group[key]} if key in group else {}
 
 
 def _is_of_optimizer(found: object) -> bool:

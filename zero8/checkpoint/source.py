@@ -2,9 +2,11 @@
 """A checkpoint as files of fragments, whichever framework has written it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from zero8.checkpoint.fragment import Fragment
 
@@ -50,6 +52,21 @@ class Source(ABC):
     @abstractmethod
     def groups(self) -> list[dict]:
         """Return the settings of the parameter groups, each with the names of its "params"."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Callable[[], Tensor]]:
+        """Return, by name, functions that read the model's tensors as far as they are saved.
+
+        Parameters whose master weights are in fragments may be there in lower precision.
+        """
+
+    def tied(self) -> dict[str, str]:
+        """Return second names of parameters, and their first, where the checkpoint says so."""
+        return {}
+
+    def counters(self) -> dict:
+        """Return what is saved of a run's progress, under DeepSpeed's names."""
+        return {}
 
     def all_fragments(self) -> Iterator[Fragment]:
         """Yield the fragments of all files."""

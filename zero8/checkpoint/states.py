@@ -60,6 +60,7 @@ def fragment_of(
         tuple(stores),
         weights.reshape(-1) if weights is not None and weights.numel() == extent.numel else None,
         correction.reshape(-1) if isinstance(correction, Tensor) else None,
+        is_of_adam(entries),
     )
 
 
