@@ -27,9 +27,8 @@ def run(first: int, count: int, silent_s: float = SILENT_S) -> list[tuple[int, s
     """Run cases in a process, another one after each that dies; return (case, subject, outcome)."""
     found, number, end = [], first, first + count
     while number < end:
-        for number, subject, result in _run_until_death(number, end, silent_s):
-            found.append((number, subject, result))
-        number += 1
+        found += _run_until_death(number, end, silent_s)
+        number = found[-1][0] + 1
     return found
 
 

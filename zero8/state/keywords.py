@@ -147,7 +147,13 @@ def check_new_group(group: dict) -> None:
 def check_group(group: dict) -> None:
     """Check the settings of a parameter group, which may be another Adam's, or raise ValueError."""
     check_refused_keys(group)
+    names = group.get("param_names") or []
+    if not isinstance(names, list | tuple) or not all(
+        n is None or isinstance(n, str) for n in names
+    ):
+        raise ValueError(f"param_names: got {shown(names)}, expected a list of names")
     check_flag("maximize", group["maximize"])
+    check_flag("decoupled_weight_decay", group["decoupled_weight_decay"])
     lr = group["lr"]
     if isinstance(lr, torch.Tensor):
         if lr.numel() != 1 or lr.is_meta or lr.layout != torch.strided:

@@ -200,7 +200,7 @@ def _pieces(described: Iterable[dict]) -> Iterator[Piece]:
     """Yield pieces from their descriptions, no more of them than there are places for."""
     end = 0
     for saved in described:
-        shape = saved["shape"]
+        shape = saved["shape"] if isinstance(saved, dict) else None
         if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS:
             raise ValueError(f"got a piece of shape {shown(shape)}")
         piece = Piece(**{**saved, "shape": tuple(shape)})
