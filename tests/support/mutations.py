@@ -286,7 +286,7 @@ DTYPES += [torch.float16, torch.uint8, torch.int32, torch.complex64, torch.float
 
 def other_tensor(t, chance):
     """Return a tensor that is like another, but for something."""
-    if t.is_meta or t.layout != torch.strided:
+    if t.is_meta or t.layout != torch.strided or t.ndim == 0:
         return t
     t = t.clone(memory_format=torch.contiguous_format)
     flat, size = t.view(-1), max(1, t.numel())

@@ -88,6 +88,10 @@ def load_metadata(path: Path) -> Metadata:
             if offset in of_key:
                 raise ValueError(f"{at['fqn']}: got two places of what is at {offset}")
             of_key[offset] = _place(info)
+        for key, entry in entries.items():
+            there = places.get(key, {})
+            if any(math.prod(chunk.sizes) and chunk.offsets not in there for chunk in entry.chunks):
+                raise ValueError(f"{shown(key)}: got a chunk without a place in a file")
         return Metadata(entries, places)
 
 
@@ -125,6 +129,8 @@ def _entry(key: str, found: object) -> Entry:
     size = _sizes(saved["size"], key)
     if not isinstance(saved["chunks"], list):
         raise ValueError(f"{shown(key)}: got chunks that are no list")
+    if len(set(map(id, saved["chunks"]))) < len(saved["chunks"]):
+        raise ValueError(f"{shown(key)}: got a chunk twice")
     found = (_attributes(chunk, f"{_MODULE}.ChunkStorageMetadata") for chunk in saved["chunks"])
     chunks = tuple(Chunk(_sizes(c["offsets"], key), _sizes(c["sizes"], key)) for c in found)
     _check_cover(key, size, chunks)

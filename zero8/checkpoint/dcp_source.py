@@ -126,7 +126,8 @@ class DcpSource(Source):
 
     def _place(self, key: str, offset: tuple[int, ...] | None) -> Place:
         """Return where an entry is, or a chunk of it."""
-        return self._places[key][self._chunk_offset(key, offset)]
+        at = self._chunk_offset(key, offset)
+        return self._places[key][at]
 
     def _chunk_offset(self, key: str, offset: tuple[int, ...] | None) -> tuple[int, ...]:
         """Return the offset of what is at one in the first dimensions, or of all that there is."""

@@ -111,8 +111,10 @@ def _of_partition(file: Path, part: str, state: dict, weights: object) -> Iterat
         stores = [moment.store for moment in moments]
         step, history = checked_step(state), checked_history(state)
     table = stores[0].table
-    if isinstance(weights, Tensor) and weights.numel() != table.numel:
-        weights = None  # swapped out
+    # DeepSpeed leaves the padding at the end out; what is swapped out has no elements.
+    end = max((piece.start + piece.numel for piece in table.pieces), default=0)
+    if isinstance(weights, Tensor) and weights.numel() < end:
+        weights = None
     correction = state.get("param_correction")
     if correction is not None:
         with damage_in(file):
