@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zero8.fsdp.meshes import process_groups
+from zero8.spec.shown import shown_keys
 from zero8.state.plain import is_of_adam
 from zero8.step import ranks
 
@@ -42,6 +43,11 @@ def load(
     """
 
     def adopt_states(_):
+        if unknown := [key for key in optimizer.state if not isinstance(key, Tensor)]:
+            raise ValueError(
+                f"load_state_dict: got states of {shown_keys(unknown)}, which are no parameters of "
+                "its groups"
+            )
         optimizer.state.update(adopt({p: saved.state for p, saved in optimizer.state.items()}))
 
     # torch casts every tensor to the parameter's dtype, which would destroy codes and scales; what
@@ -67,8 +73,10 @@ def load(
 
 
 def _wrap_states(_: torch.optim.Optimizer, state_dict: dict) -> dict:
-    wrapped = {key: _Wrapped(state) for key, state in state_dict["state"].items()}
-    return {**state_dict, "state": wrapped}
+    states = state_dict["state"]
+    if not isinstance(states, dict) or not all(isinstance(s, dict) for s in states.values()):
+        raise ValueError("load_state_dict: got states that are no dicts, expected one of dicts")
+    return {**state_dict, "state": {key: _Wrapped(state) for key, state in states.items()}}
 
 
 def _error_of_ranks(error: Exception | None, state_dict: dict, groups: list) -> Exception | None:

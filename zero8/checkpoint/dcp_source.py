@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
+from zero8.checkpoint.dcp_metadata import Chunk, Entry, Place, load_metadata
 from zero8.checkpoint.fragment import Fragment
-from zero8.checkpoint.safe_load import load_bytes, load_metadata
+from zero8.checkpoint.safe_load import damage_in, load
 from zero8.checkpoint.source import Facts, Source
 from zero8.checkpoint.states import fragment_of
 from zero8.spec.grid import is_narrow
+from zero8.spec.shown import shown
 from zero8.state.extent import Extent
 from zero8.state.header import MOMENTS, Header
 
@@ -26,6 +27,7 @@ METADATA = ".metadata"
 _MODEL = "model."
 """What the names of a model's tensors begin with."""
 _MOMENT = re.compile(r"(?P<prefix>.*?)state\.(?P<name>.+)\.exp_avg(?:_q8)?")
+_CODES = (".exp_avg", ".exp_avg_q8")
 _OF_ALL = ("step", "history", "format")
 """Entries of a state that are the same on all ranks."""
 _ENTRIES = (
@@ -42,8 +44,9 @@ class DcpSource(Source):
         """Look at a folder."""
         self.path = folder
         self._metadata = load_metadata(folder / METADATA)
-        self._entries = self._metadata.state_dict_metadata
-        found = [_MOMENT.fullmatch(key) for key in self._entries]
+        self._entries, self._places = self._metadata.entries, self._metadata.places
+        # The other keys, which are anything, would cost the square of their length.
+        found = [_MOMENT.fullmatch(key) for key in self._entries if key.endswith(_CODES)]
         self._prefixes = {match["name"]: match["prefix"] for match in found if match}
 
     def facts(self) -> Facts:
@@ -60,8 +63,10 @@ class DcpSource(Source):
         """See `Source`."""
         for name, key in self._codes.items():
             for chunk in self._entries[key].chunks:
-                if self._place(key, tuple(chunk.offsets))[0] == file:
-                    yield self._fragment(name, key, chunk)
+                if self.path / self._place(key, chunk.offsets).file == file:
+                    with damage_in(file):
+                        fragment = self._fragment(name, key, chunk)
+                    yield fragment
 
     def groups(self) -> list[dict]:
         """See `Source`."""
@@ -89,19 +94,17 @@ class DcpSource(Source):
         return {
             key.removeprefix(_MODEL): partial(self._tensor, key)
             for key, entry in self._entries.items()
-            if key.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
+            if key.startswith(_MODEL) and entry.dtype is not None
         }
 
     def _tensor(self, key: str) -> Tensor:
         """Return a tensor, put together from its chunks."""
         entry = self._entries[key]
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        for chunk in entry.chunks:
+        whole = torch.empty(entry.size, dtype=entry.dtype)
+        for chunk in entry.chunks:  # which cover it: the metadata have been looked at
             box = zip(chunk.offsets, chunk.sizes, strict=True)
-            values = self._value(key, tuple(chunk.offsets))
+            values = self._value(key, chunk.offsets)
             whole[tuple(slice(at, at + size) for at, size in box)] = values
-        if sum(chunk.sizes.numel() for chunk in entry.chunks) != whole.numel():
-            raise ValueError(f"{self.path / METADATA}: got parts of {key}, expected all of it")
         return whole
 
     @cached_property
@@ -113,9 +116,9 @@ class DcpSource(Source):
             keys[name] = next(key for key in options if key in self._entries)
         return keys
 
-    def _fragment(self, name: str, key: str, chunk: ChunkStorageMetadata) -> Fragment:
+    def _fragment(self, name: str, key: str, chunk: Chunk) -> Fragment:
         """Return what lies in a chunk of the codes, or of the float32 moments, called `key`."""
-        extent = Extent(tuple(self._entries[key].size), tuple(chunk.sizes), tuple(chunk.offsets))
+        extent = Extent(self._entries[key].size, chunk.sizes, chunk.offsets)
         prefix = key.removesuffix(key.rpartition(".")[2])
         there = [entry for entry in _ENTRIES if prefix + entry in self._entries]
         entries = {e: self._value(prefix + e) for e in there if e in _OF_ALL}
@@ -124,7 +127,7 @@ class DcpSource(Source):
             if entry not in _OF_ALL:
                 at = scales_at if entry.endswith("_scale") else extent.offset
                 entries[entry] = self._value(prefix + entry, at)
-        file, _, _ = self._place(key, extent.offset)
+        file = self.path / self._place(key, extent.offset).file
         return fragment_of(file, name, entries, extent, self._weights(name, extent))
 
     def _weights(self, name: str, extent: Extent) -> Tensor | None:
@@ -135,35 +138,39 @@ class DcpSource(Source):
 
     def _value(self, key: str, offset: tuple[int, ...] | None = None) -> object:
         """Return what is stored of an entry, a chunk of it if it has an offset."""
-        path, begin, length = self._place(key, offset)
-        with open(path, "rb") as file:
-            file.seek(begin)
-            return load_bytes(file.read(length), path)
+        place = self._place(key, offset)
+        path = self.path / place.file
+        found, entry = load(path, place.offset, place.length), self._entries.get(key, Entry())
+        if not entry.chunks:
+            return found
+        at = self._chunk_offset(key, offset)
+        sizes = next((chunk.sizes for chunk in entry.chunks if chunk.offsets == at), None)
+        got = (tuple(found.shape), found.dtype) if isinstance(found, Tensor) else found
+        if got != (sizes, entry.dtype):
+            raise ValueError(
+                f"{path}: got {shown(got) if got is found else got} for {key}, expected a tensor "
+                f"of {sizes}, {entry.dtype}"
+            )
+        return found
 
-    def _place(self, key: str, offset: tuple[int, ...] | None) -> tuple[Path, int, int]:
-        """Return file, first byte and number of bytes of an entry, or of a chunk of it."""
-        for at, info in self._places.get(key, {}).items():
-            # What has no offset is one thing; what has more dimensions is whole in those.
-            if offset is None or at == offset + (0,) * (len(at) - len(offset)):
-                return self.path / info.relative_path, info.offset, info.length
-        raise ValueError(f"{self.path / METADATA}: got no place of {key} at {offset}")
+    def _place(self, key: str, offset: tuple[int, ...] | None) -> Place:
+        """Return where an entry is, or a chunk of it."""
+        at = self._chunk_offset(key, offset)
+        return self._places[key][at]
 
-    @cached_property
-    def _places(self) -> dict[str, dict]:
-        places: dict[str, dict] = {}
-        for index, info in self._metadata.storage_data.items():
-            offset = () if index.offset is None else tuple(index.offset)
-            if Path(info.relative_path).name != info.relative_path:
-                raise ValueError(
-                    f"{self.path / METADATA}: got a file {info.relative_path!r}, expected one in "
-                    "its folder"
-                )
-            places.setdefault(index.fqn, {})[offset] = info
-        return places
+    def _chunk_offset(self, key: str, offset: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Return the offset of what is at one in the first dimensions, or of all that there is."""
+        places = self._places.get(key, {})
+        # What has no offset is one thing; what has more dimensions is whole in those.
+        at = next(iter(places), ()) if offset is None else offset
+        at += (0,) * (len(next(iter(places), ())) - len(at))
+        if at not in places:
+            raise ValueError(f"{self.path / METADATA}: got no place of {key} at {offset}")
+        return at
 
     def _files_of(self, keys) -> list[Path]:
-        infos = (info for key in keys for info in self._places.get(key, {}).values())
-        return sorted({self.path / info.relative_path for info in infos})
+        places = (place for key in keys for place in self._places.get(key, {}).values())
+        return sorted({self.path / place.file for place in places})
 
 
 def _as_number(key: str) -> tuple[int, str]:

@@ -7,8 +7,10 @@ from zero8.checkpoint.dcp_source import METADATA, DcpSource
 from zero8.checkpoint.plain_source import PlainSource
 from zero8.checkpoint.source import Source
 from zero8.checkpoint.zero_source import ZeroSource
+from zero8.spec.shown import shown
 
 LATEST = "latest"
+_MAX_TAG_BYTES = 255
 
 
 def open_checkpoint(path: Path) -> Source:
@@ -31,11 +33,17 @@ def open_checkpoint(path: Path) -> Source:
     if ZeroSource.is_at(path):
         return ZeroSource(path)
     if (path / LATEST).is_file():
-        tag = (path / LATEST).read_text().strip()
-        if tag and Path(tag).name == tag and (path / tag).is_dir():
+        with open(path / LATEST, "rb") as file:
+            tag = file.read(_MAX_TAG_BYTES + 1).decode(errors="replace").strip()
+        if _is_name(tag) and (path / tag).is_dir() and not (path / tag / LATEST).exists():
             return open_checkpoint(path / tag)
-        raise ValueError(f"{path / LATEST}: got {tag!r}, which is no folder beside it")
+        raise ValueError(f"{path / LATEST}: got {shown(tag)}, which is no folder beside it")
     raise ValueError(
         f"{path}: no checkpoint that zero8 knows; expected a file of torch.save, a folder of "
         "torch.distributed.checkpoint, or one of DeepSpeed's with ZeRO states of Adam8bitBlockwise"
     )
+
+
+def _is_name(tag: str) -> bool:
+    is_short = 0 < len(tag.encode()) <= _MAX_TAG_BYTES
+    return is_short and Path(tag).name == tag and tag not in (".", "..") and "\0" not in tag

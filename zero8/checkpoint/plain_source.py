@@ -12,9 +12,10 @@ from torch import Tensor
 
 from zero8.checkpoint.bitsandbytes import from_bitsandbytes
 from zero8.checkpoint.fragment import Fragment
-from zero8.checkpoint.safe_load import load
+from zero8.checkpoint.safe_load import damage_in, load
 from zero8.checkpoint.source import Facts, Source
 from zero8.checkpoint.states import fragment_of
+from zero8.spec.shown import shown, shown_keys
 from zero8.state.extent import Extent
 
 
@@ -35,16 +36,18 @@ class PlainSource(Source):
 
     def fragments(self, file: Path) -> Iterator[Fragment]:
         """See `Source`."""
-        states, names = self._state_dict["state"], self._names
-        for key, state in states.items():
+        for key, state in self._state_dict["state"].items():
             if not isinstance(state, dict):
-                raise ValueError(f"{file}: got a state of {key!r} that is no dict")
-            if not state:
-                continue
-            name = names.get(key, str(key))
-            shape = _shape_of(state, name, file)
-            weights = self._weights.get(name)
-            yield fragment_of(file, name, state, Extent.whole(shape), weights)
+                raise ValueError(f"{file}: got a state of {shown(key)} that is no dict")
+            if state:
+                with damage_in(file):
+                    fragment = self._fragment(file, key, state)
+                yield fragment
+
+    def _fragment(self, file: Path, key: object, state: dict) -> Fragment:
+        name = self._names.get(key, str(key))
+        extent = Extent.whole(_shape_of(state, name, file))
+        return fragment_of(file, name, state, extent, self._weights.get(name))
 
     def groups(self) -> list[dict]:
         """See `Source`."""
@@ -88,14 +91,20 @@ class PlainSource(Source):
         for group in self._state_dict["param_groups"]:
             if not isinstance(group, dict) or "params" not in group:
                 raise ValueError(f"{self.path}: got a parameter group without params")
-            names |= dict(zip(group["params"], group.get("param_names") or [], strict=False))
+            keys, texts = group["params"], group.get("param_names") or []
+            if not isinstance(keys, list) or not isinstance(texts, list):
+                raise ValueError(f"{self.path}: got a parameter group whose params are no list")
+            if not all(isinstance(key, int | str) for key in keys + texts):
+                raise ValueError(f"{self.path}: got params that are neither numbers nor names")
+            names |= {key: str(text) for key, text in zip(keys, texts, strict=False)}
         return names
 
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
         """The model's parameters, if they are in the file."""
         model = self._whole.get("model")
-        return {k: v for k, v in model.items() if isinstance(v, Tensor)} if model else {}
+        model = model if isinstance(model, dict) else {}
+        return {k: v for k, v in model.items() if isinstance(v, Tensor)}
 
 
 def _itself(values: Tensor) -> Tensor:
@@ -126,6 +135,6 @@ def _shape_of(state: dict, name: str, file: Path) -> tuple[int, ...]:
         if isinstance(state.get(key), Tensor):
             return tuple(state[key].shape)
     raise ValueError(
-        f"{file}: state of {name}: got entries {sorted(map(str, state))}, expected those of "
+        f"{file}: state of {name}: got entries {shown_keys(state)}, expected those of "
         "Adam8bitBlockwise or of an fp32 Adam"
     )

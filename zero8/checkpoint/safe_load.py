@@ -1,141 +1,229 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads files of `torch.save` and metadata of `torch.distributed.checkpoint` without running code.
+"""Reads files of `torch.save` without running code, and without memory by the numbers in them.
 
-Classes and functions that a file names, and that torch does not count as safe, are not imported:
-an `Inert` takes their place.  Tensors are mapped into memory, not read, so that nothing is
-allocated from sizes that a file claims.
+Files are mapped into memory; a tensor is a part of its file.  torch's own reader is not used: see
+`zero8.checkpoint.safe_pickle`.
 """
 
 import io
+import math
 import pickle
-import threading
+import struct
+import sys
 import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch import Tensor
 
+from zero8.checkpoint.safe_pickle import Inert, SafePickle
+from zero8.spec.grid import MAX_DIMS, MAX_NUMEL
+from zero8.state.mapped_file import mapped
 from zero8.zero.moment_tensor import rebuild_moment
 
-_LOCK = threading.Lock()
-_OURS = "zero8.zero.moment_tensor.rebuild_moment"
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_DTYPES = {
+    f"torch.{kind}Storage": dtype
+    for kind, dtype in {
+        "Float": torch.float32,
+        "BFloat16": torch.bfloat16,
+        "Half": torch.float16,
+        "Double": torch.float64,
+        "Byte": torch.uint8,
+        "Char": torch.int8,
+        "Short": torch.int16,
+        "Int": torch.int32,
+        "Long": torch.int64,
+        "Bool": torch.bool,
+    }.items()
+} | {"torch.storage.UntypedStorage": torch.uint8, "torch.UntypedStorage": torch.uint8}
 
 
-class Inert:
-    """Stands for an object of a class that is not needed to read states; does nothing.
+def load(path: Path, begin: int = 0, num_bytes: int | None = None) -> object:
+    """Return what `torch.save` wrote to a file, or to some bytes of it; tensors are mapped.
 
-    Attributes:
-        args: what it would have been made of.
-    """
-
-    def __init__(self, *args):
-        """Remember the arguments."""
-        self.args = args
-
-
-def load(path: Path) -> object:
-    """Return what `torch.save` wrote to a file, tensors mapped into memory.
+    Args:
+        path: the file.
+        begin: the first byte.
+        num_bytes: how many bytes; None for all that follow.
 
     Raises:
-        ValueError: if it is damaged, or not such a file.
+        ValueError: naming the file, if it is damaged, or not such a file.
         OSError: if it cannot be opened.
     """
-    with open(path, "rb") as file:
-        _check_stored(path, file)
-    return _loaded(path, path, mmap=True)
+    whole = mapped(path)
+    end = len(whole) if num_bytes is None else begin + num_bytes
+    if not 0 <= begin <= end <= len(whole):
+        raise ValueError(f"{path}: got {len(whole)} bytes, expected some from {begin} to {end}")
+    with damage_in(path):
+        return _Archive(whole[begin:end]).content()
 
 
-def load_bytes(data: bytes, path: Path) -> object:
-    """Return what `torch.save` wrote, as `load` does; `path` is where the bytes are from."""
-    file = io.BytesIO(data)
-    _check_stored(path, file)
-    return _loaded(file, path, mmap=False)
+@contextmanager
+def damage_in(path: Path) -> Iterator[None]:
+    """Raise what is not ValueError or OSError as ValueError, and all with the file's name.
 
-
-def _check_stored(path: Path, file) -> None:
-    """Raise ValueError unless a file is a zip that would not grow when it is read."""
+    Readers check what they use; what a damaged file makes them raise besides is its damage too.
+    """
     try:
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError) as error:
-        raise ValueError(f"{path}: not a file of torch.save, or damaged: {error}") from error
-    file.seek(0, io.SEEK_END)
-    if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or (
-        sum(e.file_size for e in entries) > file.tell()
-    ):
-        raise ValueError(f"{path}: got compressed entries, which torch.save does not write")
-    file.seek(0)
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        message = (str(error).splitlines() or [""])[0]
+        if isinstance(error, ValueError) and str(path) in message:
+            raise
+        what = "" if isinstance(error, ValueError) else f"damaged, or not readable: {_kind(error)}"
+        raise ValueError(f"{path}: {what}{message}") from error
 
 
-def _loaded(file, path: Path, mmap: bool) -> object:
-    with _LOCK:  # what is safe holds for the whole process
-        return _loaded_alone(file, path, mmap)
+def _kind(error: Exception) -> str:
+    return "" if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: "
 
 
-def _loaded_alone(file, path: Path, mmap: bool) -> object:
-    try:
-        unknown = set(get_unsafe_globals_in_checkpoint(file)) - {_OURS}
-        inert = [(Inert, name) for name in unknown]
-        with safe_globals([(rebuild_moment, _OURS), *inert]):
-            if not mmap:
-                file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as error:  # whatever a damaged file makes torch raise
-        raise ValueError(f"{path}: damaged, or not readable: {_reason(error)}") from error
+class _Storage(NamedTuple):
+    dtype: torch.dtype
+    bytes: torch.UntypedStorage
 
 
-def _reason(error: Exception) -> str:
-    """Return the line of torch's long messages that says what is wrong."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return next((line for line in lines if "WeightsUnpickler error" in line), lines[0]).strip()
+class _Archive:
+    """A zip of torch.save: `<folder>/data.pkl` and the records `<folder>/data/<key>`."""
+
+    def __init__(self, data: Tensor):
+        """Look at the bytes of one, (bytes,) uint8."""
+        self._data = data
+        try:
+            with zipfile.ZipFile(io.BufferedReader(_File(data))) as archive:
+                entries = archive.infolist()
+        except Exception as error:  # whatever a damaged file makes zipfile raise
+            raise ValueError(f"not a file of torch.save, or damaged: {error}") from error
+        self._places = self._checked(entries)
+        pickles = [name for name in self._places if name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise ValueError(f"got {len(pickles)} records data.pkl, expected one, of torch.save")
+        self._folder = pickles[0].removesuffix("data.pkl")
+
+    def content(self) -> object:
+        """Return what has been saved."""
+        order = self._places.get(self._folder + "byteorder")
+        if order and self._read(order) != sys.byteorder.encode():
+            raise ValueError(f"got numbers that are not {sys.byteorder}-endian")
+        place = self._places[self._folder + "data.pkl"]
+        data = self._read(place)
+        if place.crc not in (0, zlib.crc32(data)):  # 0 where torch was told to write none
+            raise ValueError("damaged: the checksum of data.pkl is wrong")
+        return SafePickle(data, _MAKERS, self._storage).load()
+
+    def _checked(self, entries: list[zipfile.ZipInfo]) -> "dict[str, _Place]":
+        """Return where the records are; no two share bytes."""
+        places, end = {}, 0
+        for entry in sorted(entries, key=lambda entry: entry.header_offset):
+            if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+                raise ValueError("got compressed entries, which torch.save does not write")
+            if entry.header_offset < end:
+                raise ValueError("damaged: entries of the zip overlap")
+            header = self._bytes(entry.header_offset, _LOCAL_HEADER.size)
+            magic, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+            begin = entry.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+            end = begin + entry.file_size
+            if magic != b"PK\3\4" or end > len(self._data) or entry.filename in places:
+                raise ValueError(f"damaged: entry {entry.filename!r} of the zip is not there")
+            places[entry.filename] = _Place(begin, end, entry.CRC)
+        return places
+
+    def _read(self, place: "_Place") -> bytes:
+        return self._bytes(place.begin, place.end - place.begin)
+
+    def _bytes(self, begin: int, count: int) -> bytes:
+        if begin < 0 or begin + count > len(self._data):
+            raise ValueError(f"damaged: got {len(self._data)} bytes, expected {begin + count}")
+        return self._data[begin : begin + count].numpy().tobytes()
+
+    def _storage(self, pid: object) -> _Storage:
+        """Return a storage, from ("storage", its class, key, device, number of elements)."""
+        _, kind, key, _, numel = pid
+        dtype = _DTYPES.get(kind.name) if isinstance(kind, Inert) else None
+        place = self._places.get(f"{self._folder}data/{key}") if isinstance(key, str) else None
+        if dtype is None or place is None:
+            return Inert("storage", (kind,))
+        held = place.end - place.begin
+        if type(numel) is not int or not 0 <= numel * dtype.itemsize <= held:
+            raise ValueError(f"damaged: got {held} bytes of tensor {key}, expected more")
+        part = self._data[place.begin : place.begin + numel * dtype.itemsize]
+        if part.data_ptr() % 16:  # which torch.save never writes, but chunks begin anywhere
+            part = part.clone()
+        begin = part.storage_offset()
+        return _Storage(dtype, part.untyped_storage()[begin : begin + part.numel()])
 
 
-_DCP = "torch.distributed.checkpoint"
-_METADATA_CLASSES = (
-    "Metadata",
-    "TensorStorageMetadata",
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "TensorProperties",
-    "MetadataIndex",
-    "StorageMeta",
-    "_MEM_FORMAT_ENCODING",
-)
-_ALLOWED = {
-    *((f"{_DCP}.metadata", name) for name in _METADATA_CLASSES),
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-    *((f"pathlib{module}", "PosixPath") for module in ("", "._local")),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
+class _Place(NamedTuple):
+    begin: int
+    end: int
+    crc: int
+
+
+class _File(io.RawIOBase):
+    """Bytes as a file that can be read."""
+
+    def __init__(self, data: Tensor):
+        self._data, self._at = memoryview(data.numpy()), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        if base + offset < 0:
+            raise ValueError(f"got {offset} to seek from {base}")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer) -> int:
+        part = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+def _tensor(storage, offset, size, stride, _requires_grad, _hooks, *_) -> Tensor | Inert:
+    """Return a tensor in its storage; `Inert` if it is of a kind that states are not."""
+    if not isinstance(storage, _Storage):
+        return Inert("torch.Tensor", ())
+    held = len(storage.bytes) // storage.dtype.itemsize
+    numbers = [offset, *size, *stride]
+    if len(size) != len(stride) or len(size) > MAX_DIMS:
+        raise ValueError(f"damaged: got a tensor of {len(size)} dimensions")
+    if not all(type(number) is int and 0 <= number <= MAX_NUMEL for number in numbers):
+        raise ValueError("damaged: got a tensor with a size, stride or offset that cannot be")
+    numel = math.prod(size)
+    end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if numel and end > held:
+        raise ValueError(f"damaged: got a tensor that ends at {end} in a storage of {held}")
+    if numel > held:  # one element stands for many: as large as a number says
+        return Inert("torch.Tensor.expand", ())
+    if math.prod(max(n, 1) for n in size) > MAX_NUMEL:
+        raise ValueError("damaged: got a tensor of sizes that cannot be")
+    return torch.empty(0, dtype=storage.dtype).set_(storage.bytes, offset, size, stride)
+
+
+def _ordered_dict(*items) -> OrderedDict:
+    if items:
+        raise ValueError("damaged: got a copy of a dict")  # as large as often it is made
+    return OrderedDict()
+
+
+_MAKERS = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch.Size": lambda size=(): size,
+    "collections.OrderedDict": _ordered_dict,
+    "zero8.zero.moment_tensor.rebuild_moment": rebuild_moment,
 }
-
-
-class _Metadata(pickle.Unpickler):
-    """Finds nothing but what the metadata of torch.distributed.checkpoint are made of."""
-
-    def find_class(self, module: str, name: str) -> object:
-        if (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which metadata never do")
-
-
-def load_metadata(path: Path) -> object:
-    """Return the `Metadata` of a folder of torch.distributed.checkpoint, its file `.metadata`.
-
-    Raises:
-        ValueError: if the file is damaged, or is something else.
-        OSError: if it cannot be opened.
-    """
-    # torch loads the classes only with this module.
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    data = path.read_bytes()
-    try:
-        metadata = _Metadata(io.BytesIO(data)).load()
-    except Exception as error:  # whatever a damaged file makes pickle raise
-        raise ValueError(f"{path}: damaged, or not readable: {_reason(error)}") from error
-    if not isinstance(metadata, Metadata):
-        raise ValueError(f"{path}: not the metadata of torch.distributed.checkpoint")
-    return metadata

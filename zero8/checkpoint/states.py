@@ -9,7 +9,9 @@ from torch import Tensor
 
 from zero8.checkpoint.fragment import Fragment
 from zero8.spec import dither
+from zero8.spec.buffers import check_entry
 from zero8.spec.scalars import UNKNOWN_HISTORY
+from zero8.spec.shown import shown_keys
 from zero8.state.extent import Extent
 from zero8.state.header import MOMENTS
 from zero8.state.plain import (
@@ -42,15 +44,17 @@ def fragment_of(
     try:
         step = checked_step(entries) if "step" in entries else None
         if step is None:
-            raise ValueError(f"state of {name}: got entries {sorted(entries)}, without step")
+            raise ValueError(f"state of {name}: got entries {shown_keys(entries)}, without step")
         if is_of_adam(entries):
             history, stores = UNKNOWN_HISTORY, _of_adam(name, entries, extent)
         else:
             history = checked_history(entries)
             stores = PlainState.local(entries, extent, name).stores(name)
+        correction = entries.get("param_correction")
+        if correction is not None:
+            check_entry("param_correction", correction, extent.numel, [torch.int8])
     except (ValueError, KeyError) as error:
         raise ValueError(f"{file}: {error}") from error
-    correction = entries.get("param_correction")
     return Fragment(
         "",
         name,
@@ -59,7 +63,7 @@ def fragment_of(
         history,
         tuple(stores),
         weights.reshape(-1) if weights is not None and weights.numel() == extent.numel else None,
-        correction.reshape(-1) if isinstance(correction, Tensor) else None,
+        None if correction is None else correction.reshape(-1),
         is_of_adam(entries),
     )
 

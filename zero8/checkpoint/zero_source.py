@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from zero8.checkpoint.fragment import Fragment, of_piece
-from zero8.checkpoint.safe_load import Inert, load
+from zero8.checkpoint.safe_load import damage_in, load
+from zero8.checkpoint.safe_pickle import Inert
 from zero8.checkpoint.source import Facts, Source
+from zero8.spec.buffers import check_entry
+from zero8.spec.shown import shown_keys
 from zero8.state.header import MOMENTS
 from zero8.state.plain import checked_history, checked_step
 from zero8.state.table import PieceTable
@@ -49,7 +52,8 @@ class ZeroSource(Source):
         zero = self._zero(self._files[0])
         stage, count = zero.get("zero_stage"), zero.get("partition_count")
         stage = stage.args[0] if isinstance(stage, Inert) and stage.args else stage
-        count = max(count, default=None) if isinstance(count, list) else count
+        counts = count if isinstance(count, list) else [count]
+        count = max((one for one in counts if isinstance(one, int)), default=None)
         return Facts("zero", count, stage if isinstance(stage, int) else None)
 
     def files(self) -> list[Path]:
@@ -62,17 +66,12 @@ class ZeroSource(Source):
             yield from self._swapped(file)
             return
         zero = self._zero(file)
-        all_weights = _first(zero, _WEIGHTS, file)
-        states = _first(zero, _STATES, file)
-        try:
-            pairs = [
-                (states["state"][n], w) for n, w in enumerate(all_weights) if n in states["state"]
-            ]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{file}: its states are damaged: {error!r}") from error
+        with damage_in(file):
+            all_weights = _first(zero, _WEIGHTS, file)
+            states = _first(zero, _STATES, file)["state"]
+            pairs = [(states[n], w) for n, w in enumerate(all_weights) if states.get(n)]
         for state, weights in pairs:
-            if state:
-                yield from _of_partition(file, _part(file), state, weights)
+            yield from _of_partition(file, _part(file), state, weights)
 
     def _swapped(self, file: Path) -> Iterator[Fragment]:
         found = swap_file.read_whole(str(file))
@@ -81,16 +80,17 @@ class ZeroSource(Source):
 
     def groups(self) -> list[dict]:
         """See `Source`; names are in the order of the model."""
-        states = _first(self._zero(self._files[0]), _STATES, self._files[0])
-        # A list of names for each partition: of a group, or, in stage 3, of a sub-group.
-        names = [list(of_partition) for of_partition in self._model.get("param_shapes") or []]
-        groups = states["param_groups"]
-        if sorted(n for group in groups for n in group["params"]) != list(range(len(names))):
-            return []
-        return [
-            {**group, "params": [name for n in group["params"] for name in names[n]]}
-            for group in groups
-        ]
+        file = self._files[0]
+        with damage_in(file):
+            groups = _first(self._zero(file), _STATES, file)["param_groups"]
+            # A list of names for each partition: of a group, or, in stage 3, of a sub-group.
+            names = [list(of_partition) for of_partition in self._model.get("param_shapes") or []]
+            if sorted(n for group in groups for n in group["params"]) != list(range(len(names))):
+                return []
+            return [
+                {**group, "params": [name for n in group["params"] for name in names[n]]}
+                for group in groups
+            ]
 
     def tensors(self) -> dict[str, Callable[[], Tensor]]:
         """See `Source`; what stage 3 keeps in partitions is there if it is frozen."""
@@ -153,19 +153,16 @@ class ZeroSource(Source):
 
 def _of_partition(file: Path, part: str, state: dict, weights: object) -> Iterator[Fragment]:
     """Yield the fragments of a partition, one for each piece of its segment table."""
-    moments = [state.get(which) for which in MOMENTS]
-    if not all(isinstance(moment, MomentTensor) for moment in moments):
-        raise ValueError(
-            f"{file}: got a state with entries {sorted(state)} that are no 8-bit moments; was it "
-            "saved by another optimizer?"
-        )
-    stores = [moment.store for moment in moments]
+    with damage_in(file):
+        moments = _moments(file, state)
+        stores = [moment.store for moment in moments]
+        step, history = checked_step(state), checked_history(state)
     table = stores[0].table
-    if stores[1].table.places != table.places or [s.which for s in stores] != list(MOMENTS):
-        raise ValueError(f"{file}: its two moments are of different elements")
-    step, history = checked_step(state), checked_history(state)
     weights = _checked_weights(file, weights, table)
     correction = state.get("param_correction")
+    if correction is not None:
+        with damage_in(file):
+            check_entry("param_correction", correction, table.numel, [torch.int8])
     for number, piece in enumerate(table.pieces):
         here = slice(piece.start, piece.start + piece.numel)
         yield Fragment(
@@ -176,7 +173,7 @@ def _of_partition(file: Path, part: str, state: dict, weights: object) -> Iterat
             history,
             tuple(of_piece(store, number) for store in stores),
             None if weights is None else weights[here],
-            correction[here] if isinstance(correction, Tensor) else None,
+            None if correction is None else correction.reshape(-1)[here],
         )
 
 
@@ -201,6 +198,22 @@ def _number(path: Path) -> int:
     return int(_MODEL_STATES.fullmatch(path.name).group(1) or 0)
 
 
+def _moments(file: Path, state: dict) -> list[MomentTensor]:
+    moments = [state.get(which) for which in MOMENTS]
+    if not all(isinstance(moment, MomentTensor) for moment in moments):
+        raise ValueError(
+            f"{file}: got a state with entries {shown_keys(state)} that are no 8-bit moments; was "
+            "it saved by another optimizer?"
+        )
+    exp_avg, exp_avg_sq = (moment.store for moment in moments)
+    alike = exp_avg_sq.table == exp_avg.table and exp_avg_sq.codec == exp_avg.codec
+    if not alike or [exp_avg.which, exp_avg_sq.which] != list(MOMENTS):
+        raise ValueError(f"{file}: its two moments are of different elements")
+    for store in (exp_avg, exp_avg_sq):
+        store.check()
+    return moments
+
+
 def _ranks(path: Path) -> tuple[int, int]:
     data, model = map(int, STATES.fullmatch(path.name).groups())
     return model, data
@@ -215,4 +228,4 @@ def _first(found: dict, names: tuple[str, ...], file: Path) -> object:
     for name in names:
         if name in found:
             return found[name]
-    raise ValueError(f"{file}: got entries {sorted(found)}, without one of {list(names)}")
+    raise ValueError(f"{file}: got entries {shown_keys(found)}, without one of {list(names)}")

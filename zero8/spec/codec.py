@@ -29,6 +29,7 @@ from zero8.spec import arithmetic as ieee
 from zero8.spec.dynamic import DynamicCode
 from zero8.spec.log import LogCode, SignedLogCode
 from zero8.spec.retired import LogRootCode, SignMagnitudeLogCode
+from zero8.spec.shown import shown
 
 MomentCode = SignedLogCode | LogCode | DynamicCode | SignMagnitudeLogCode | LogRootCode
 
@@ -67,10 +68,10 @@ def codec_numbered(number: int) -> Codec:
     """Return the codec that files call `number`, perhaps `RETIRED`, or raise ValueError."""
     readable = [*CODECS.values(), RETIRED]
     for codec in readable:
-        if codec.number == number:
+        if type(number) is int and codec.number == number:
             return codec
     raise ValueError(
-        f"codec number {number} is unknown to this version of zero8; it reads "
+        f"codec number {shown(number)} is unknown to this version of zero8; it reads "
         f"{sorted((c.number, c.name) for c in readable)}"
     )
 

@@ -29,6 +29,10 @@ MAX_NUMEL = 2**48
 """More elements than any memory holds; sums and products of sizes below it fit 64 bits."""
 
 
+MAX_DIMS = 64
+"""More dimensions than torch works on."""
+
+
 def check_block_size(block_size: int) -> int:
     """Return `block_size` if it is a power of two in 64..4096, else raise ValueError."""
     valid = isinstance(block_size, int) and not isinstance(block_size, bool)

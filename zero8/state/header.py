@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from zero8.spec.buffers import check_entry
+from zero8.spec.grid import MAX_DIMS
+from zero8.spec.shown import shown, shown_keys
 from zero8.state.table import Piece
 
 FORMAT_VERSION = 2
@@ -56,12 +58,16 @@ class Header:
         """
         if "format" not in entries:
             raise ValueError(
-                f"state of {name}: got entries {sorted(entries)}, without format; expected a state "
-                "of Adam8bitBlockwise (load_state_dict reads those of an fp32 Adam too)"
+                f"state of {name}: got entries {shown_keys(entries)}, without format; expected a "
+                "state of Adam8bitBlockwise (load_state_dict reads those of an fp32 Adam too)"
             )
         packed = entries["format"]
         if not isinstance(packed, Tensor) or packed.dtype != torch.int64 or packed.ndim != 1:
-            raise ValueError(f"state of {name}: got a format that is no row of int64: {packed!r}")
+            raise ValueError(
+                f"state of {name}: got a format that is no row of int64: {shown(packed)}"
+            )
+        if packed.numel() > 5 + MAX_DIMS:
+            raise ValueError(f"state entry format of {name}: got {packed.numel()} numbers")
         check_entry(f"state entry format of {name}", packed, max(packed.numel(), 4), [torch.int64])
         version, *numbers = packed.tolist()
         check_version(f"state of {name}", version)
@@ -81,16 +87,18 @@ class Header:
 
 def check_version(what: str, version: object) -> None:
     """Raise ValueError unless this zero8 reads a version of the format."""
-    if version not in READABLE_VERSIONS:
+    if type(version) is not int or version not in READABLE_VERSIONS:
         raise ValueError(
-            f"{what}: got format version {version}, this zero8 reads {list(READABLE_VERSIONS)}"
+            f"{what}: got format version {shown(version)}, this zero8 reads "
+            f"{list(READABLE_VERSIONS)}"
         )
 
 
 def check_algorithm(what: str, algorithm: object) -> None:
     """Raise ValueError unless a state's algorithm, a number or a name, is Adam."""
-    if algorithm not in (ALGORITHM, ALGORITHMS[ALGORITHM]):
+    known = isinstance(algorithm, str | int) and algorithm in (ALGORITHM, ALGORITHMS[ALGORITHM])
+    if not known:
         raise ValueError(
-            f"{what}: got a state of algorithm {algorithm!r}, expected {ALGORITHM!r} "
+            f"{what}: got a state of algorithm {shown(algorithm)}, expected {ALGORITHM!r} "
             f"({ALGORITHMS[ALGORITHM]})"
         )

@@ -2,15 +2,17 @@
 """Checks the keywords of the optimizer: every refusal says what to do instead."""
 
 import logging
-import math
 from collections.abc import Sequence
 from numbers import Real
 
 import torch
 
 from zero8.spec.segment import Rounding
+from zero8.spec.shown import shown
 
 logger = logging.getLogger("zero8")
+
+MAX_NUMBER = torch.finfo(torch.float32).max
 
 # Keys that no other Adam has.
 OWN_KEYS = (
@@ -86,9 +88,10 @@ def check_other_keys(others: dict) -> bool | None:
 def check_refused_keys(values: dict) -> None:
     """Raise ValueError if settings, such as those of a loaded group, ask for what is not done."""
     for key, (harmless, reason) in REFUSED_KEYS.items():
-        if values.get(key) not in (harmless, None):
+        value = values.get(key)
+        if value is not None and not (isinstance(value, int) and value == harmless):
             raise ValueError(
-                f"{key}: got {values[key]!r}, Adam8bitBlockwise supports {harmless} only: {reason}"
+                f"{key}: got {shown(value)}, Adam8bitBlockwise supports {harmless} only: {reason}"
             )
 
 
@@ -119,7 +122,7 @@ def check_state_dict_format(name: object) -> str:
 def check_flag(name: str, value: object) -> bool:
     """Return a bool, or raise ValueError."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name}: got {value!r}, expected true or false")
+        raise ValueError(f"{name}: got {shown(value)}, expected true or false")
     return value
 
 
@@ -144,26 +147,40 @@ def check_new_group(group: dict) -> None:
 def check_group(group: dict) -> None:
     """Check the settings of a parameter group, which may be another Adam's, or raise ValueError."""
     check_refused_keys(group)
+    names = group.get("param_names") or []
+    if not isinstance(names, list | tuple) or not all(
+        n is None or isinstance(n, str) for n in names
+    ):
+        raise ValueError(f"param_names: got {shown(names)}, expected a list of names")
     check_flag("maximize", group["maximize"])
+    check_flag("decoupled_weight_decay", group["decoupled_weight_decay"])
     lr = group["lr"]
     if isinstance(lr, torch.Tensor):
-        if lr.numel() != 1:
+        if lr.numel() != 1 or lr.is_meta or lr.layout != torch.strided:
             raise ValueError(f"lr: got a tensor of shape {tuple(lr.shape)}, expected one element")
         lr = lr.item()
     _check_number("lr", lr, minimum=0.0)
     betas = group["betas"]
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
-        raise ValueError(f"betas: got {betas!r}, expected two numbers, such as [0.9, 0.999]")
+        raise ValueError(
+            f"betas: got {_numbers_shown(betas)}, expected two numbers, such as [0.9, 0.999]"
+        )
     for beta in betas:
         _check_number("betas", beta, minimum=0.0)
         if beta >= 1.0:
-            raise ValueError(f"betas: got {beta!r}, expected numbers below 1")
+            raise ValueError(f"betas: got {shown(beta)}, expected numbers below 1")
     _check_number("eps", group["eps"], minimum=0.0)
     _check_number("weight_decay", group["weight_decay"], minimum=0.0)
 
 
 def _check_number(name: str, value: object, minimum: float) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{name}: got {value!r}, expected a finite number")
+    if not isinstance(value, Real) or isinstance(value, bool) or not abs(value) <= MAX_NUMBER:
+        raise ValueError(f"{name}: got {shown(value)}, expected a finite number")
     if value < minimum:
-        raise ValueError(f"{name}: got {value!r}, expected at least {minimum}")
+        raise ValueError(f"{name}: got {shown(value)}, expected at least {minimum}")
+
+
+def _numbers_shown(values: object) -> str:
+    if isinstance(values, tuple | list) and len(values) < 5:
+        return "[" + ", ".join(map(shown, values)) + "]"
+    return shown(values)

@@ -32,6 +32,7 @@ from zero8.spec.codec import Codec, MomentCode, codec_numbered
 from zero8.spec.faults import fault_of_values
 from zero8.spec.grid import is_narrow
 from zero8.spec.scalars import UNKNOWN_HISTORY
+from zero8.spec.shown import shown, shown_keys
 from zero8.state import narrow
 from zero8.state.extent import Box, Extent, local
 from zero8.state.header import MOMENTS, Header
@@ -184,7 +185,7 @@ class PlainState:
             return cls._from_adam(saved, codec, parameter, extent, device)
         name = parameter.name
         if missing := [key for key in ("step", "history") if key not in saved]:
-            raise ValueError(f"state of {name}: got entries {sorted(saved)}, without {missing}")
+            raise ValueError(f"state of {name}: got entries {shown_keys(saved)}, without {missing}")
         step, history = checked_step(saved), checked_history(saved)
         stores = cls.local(saved, extent, name).stores(name)
         for store in stores:
@@ -207,7 +208,7 @@ class PlainState:
         step = checked_step(saved) if "step" in saved else None
         if missing := [key for key in ("step", *MOMENTS) if key not in saved]:
             raise ValueError(
-                f"state of {name}: got entries {sorted(saved)}, without {missing}; expected "
+                f"state of {name}: got entries {shown_keys(saved)}, without {missing}; expected "
                 "a state of Adam8bitBlockwise or of an fp32 Adam, which "
                 'torch.distributed.checkpoint reads through state_dict_format="fp32", not flattened'
             )
@@ -252,7 +253,7 @@ def checked_step(saved: dict) -> int:
     except (TypeError, ValueError, OverflowError, RuntimeError):  # what tensors and others raise
         valid = False
     if not valid:
-        raise ValueError(f"state entry step: got {step!r}, expected a whole number of steps")
+        raise ValueError(f"state entry step: got {shown(step)}, expected a whole number of steps")
     return number
 
 
@@ -264,7 +265,9 @@ def checked_history(saved: dict) -> float:
     """
     history = saved["history"]
     if type(history) not in (int, float) or not 0.0 <= history <= UNKNOWN_HISTORY:
-        raise ValueError(f"state entry history: got {history!r}, expected a number of at least 0")
+        raise ValueError(
+            f"state entry history: got {shown(history)}, expected a number of at least 0"
+        )
     return float(history)
 
 
@@ -330,7 +333,7 @@ def _local_codes(
 
 def _check_is_there(entries: dict, key: str) -> None:
     if key not in entries:
-        raise ValueError(f"state entry {key}: missing; got {sorted(entries)}")
+        raise ValueError(f"state entry {key}: missing; got {shown_keys(entries)}")
 
 
 def _check_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:

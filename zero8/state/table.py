@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from zero8.spec.grid import MAX_NUMEL, BlockGrid, check_block_size
+from zero8.spec.grid import MAX_DIMS, MAX_NUMEL, BlockGrid, check_block_size
+from zero8.spec.shown import shown
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,14 @@ class Piece:
 
     def __post_init__(self):
         """Check it: descriptions of pieces come from files."""
+        if not isinstance(self.name, str):
+            raise ValueError(f"got a piece called {shown(self.name)}, expected text")
         _check_int(f"{self.name}: identity", self.identity, -(2**63), 2**63 - 1)
-        if not isinstance(self.shape, tuple):
-            raise ValueError(f"{self.name}: got shape {self.shape!r}, expected a tuple")
+        if not isinstance(self.shape, tuple) or len(self.shape) > MAX_DIMS:
+            raise ValueError(
+                f"{self.name}: got shape {shown(self.shape)}, expected a tuple of at most "
+                f"{MAX_DIMS} sizes"
+            )
         for size in self.shape:
             _check_int(f"{self.name}: a size of shape", size, 0, MAX_NUMEL)
         whole = math.prod(self.shape)
@@ -137,4 +143,4 @@ class PieceTable:
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{name}: got {value!r}, expected an integer from {low} to {high}")
+        raise ValueError(f"{name}: got {shown(value)}, expected an integer from {low} to {high}")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zero8.spec.codec import Codec
 from zero8.spec.scalars import UNKNOWN_HISTORY
+from zero8.spec.shown import shown_keys
 from zero8.state.header import MOMENTS
 from zero8.state.kind import Contents, StateKind
 from zero8.state.params import ParamInfo
@@ -179,7 +180,7 @@ def _absorbed(
 def _check_has_moments(state: dict, *others: str) -> None:
     if missing := [key for key in (*others, *MOMENTS) if key not in state]:
         raise ValueError(
-            f"state of a ZeRO partition: got entries {sorted(state)}, without {missing}; was "
+            f"state of a ZeRO partition: got entries {shown_keys(state)}, without {missing}; was "
             "the checkpoint saved without ZeRO?"
         )
 

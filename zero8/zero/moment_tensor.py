@@ -10,10 +10,14 @@ Reading decodes.  Writing encodes, to within half a code.  Other in-place operat
 and so are views other than contiguous ranges: writes would change a decoded copy and be lost.
 """
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
 from zero8.spec.codec import codec_numbered
+from zero8.spec.grid import MAX_DIMS
+from zero8.spec.shown import shown
 from zero8.state.header import (
     ALGORITHM,
     FORMAT_VERSION,
@@ -165,7 +169,7 @@ def rebuild_moment(
             f"describes {expected}; the file is damaged"
         )
     # Files from before it was saved do not have it.
-    written = bool(description.get("written", False))
+    written = description.get("written", False) is True
     return MomentTensor(MomentStore(like.codec, like.which, like.table, *tensors, written))
 
 
@@ -175,19 +179,35 @@ def store_like(description: dict) -> MomentStore:
     Raises:
         ValueError: if the format is of an unknown version, or the description is damaged.
     """
+    if not isinstance(description, dict):
+        raise ValueError(f"8-bit moment: got {shown(description)}, expected its description")
     check_version("8-bit moment", description.get("version"))
     check_algorithm("8-bit moment", description.get("algorithm", ALGORITHM))  # format 1 has none
     try:
         codec, which = codec_numbered(description["codec"]), description["which"]
         if which not in MOMENTS:
-            raise ValueError(f"got {which!r}, expected one of {list(MOMENTS)}")
-        pieces = tuple(
-            Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in description["pieces"]
-        )
-        table = PieceTable(pieces, description["numel"])
+            raise ValueError(f"got {shown(which)}, expected one of {list(MOMENTS)}")
+        table = PieceTable(tuple(_pieces(description["pieces"])), description["numel"])
         return MomentStore.zeros(codec, which, table, device="meta")
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"8-bit moment: its description is damaged: {error!r}") from error
+        message = str(error)[:200]
+        raise ValueError(
+            f"8-bit moment: its description is damaged: {type(error).__name__}: {message}"
+        ) from error
+
+
+def _pieces(described: Iterable[dict]) -> Iterator[Piece]:
+    """Yield pieces from their descriptions, no more of them than there are places for."""
+    end = 0
+    for saved in described:
+        shape = saved["shape"] if isinstance(saved, dict) else None
+        if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS:
+            raise ValueError(f"got a piece of shape {shown(shape)}")
+        piece = Piece(**{**saved, "shape": tuple(shape)})
+        if piece.start < end or not piece.numel:  # one and the same may stand there a million times
+            raise ValueError(f"got a piece of {piece.numel} elements from {piece.start}")
+        end = piece.start + piece.numel
+        yield piece
 
 
 # --- The operations ------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zero8.state.header import MOMENTS
 from zero8.zero import swap_file
 from zero8.zero.flat_state import check_places
 from zero8.zero.swapper import SwapsStates
@@ -174,8 +175,10 @@ def _check_files(swapper: SwapsStates, parameter: Tensor, folder: str) -> None:
         )
     found = swap_file.read_whole(path)
     if found is not None:
-        _, layout = found
+        state, layout = found
         try:
+            for which in MOMENTS:
+                state[which].store.check_values()
             check_places(layout.table, swapper.planned_layout(parameter).table)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error

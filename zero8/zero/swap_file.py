@@ -24,7 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero8.spec.shown import shown
 from zero8.state.header import MOMENTS
+from zero8.state.mapped_file import mapped
+from zero8.state.plain import checked_history, checked_step
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
 from zero8.zero.moment_tensor import MomentTensor, described, store_like
@@ -106,10 +109,10 @@ class Layout:
             like = tuple(store_like(found[which]) for which in MOMENTS)
             correction_numel = found["correction_numel"]
             if correction_numel not in (0, like[0].table.numel):
-                raise ValueError(f"got {correction_numel!r} corrections")
+                raise ValueError(f"got {shown(correction_numel)} corrections")
             return cls(like, correction_numel)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: its description is damaged: {error!r}") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}: its description is damaged: {error}") from error
 
     @property
     def table(self) -> PieceTable:
@@ -215,7 +218,11 @@ def unpack(buffer: Tensor, path: str, known: Layout | None = None) -> tuple[dict
         raise ValueError(
             f"{path}: its checksum is wrong: a write or a read of it failed, or it was changed"
         )
-    return layout.state_in(buffer, header.step, header.history), layout
+    try:
+        step, history = checked_step(header._asdict()), checked_history(header._asdict())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return layout.state_in(buffer, step, history), layout
 
 
 def read_whole(path: str) -> tuple[dict, Layout] | None:
@@ -225,10 +232,10 @@ def read_whole(path: str) -> tuple[dict, Layout] | None:
         OSError: if it cannot be read.
         ValueError: if it is not what was written.
     """
-    size = Path(path).stat().st_size
-    if size < HEADER_BYTES or size % 8:
-        raise ValueError(f"{path}: got {size} bytes; the file is damaged or cut short")
-    return unpack(torch.from_file(path, size=size, dtype=torch.uint8), path)
+    data = mapped(Path(path))
+    if len(data) < HEADER_BYTES or len(data) % 8:
+        raise ValueError(f"{path}: got {len(data)} bytes; the file is damaged or cut short")
+    return unpack(data, path)
 
 
 def write_empty(path: str, num_bytes: int) -> None:

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of every kind that are out in the world are read as what they were.
+
+`python tests/checkpoint/test_golden.py` makes them again.  Do that only together with a new format
+version, under new names: these files stand for the checkpoints that users have.
+"""
+
+import pytest
+import torch
+from places import GOLDEN
+
+from zero8.checkpoint.open import open_checkpoint
+from zero8.checkpoint.zero_source import STATES
+
+KINDS = {
+    "plain_checkpoint.pt": "plain",
+    "zero2_checkpoint": "zero",
+    "zero3_checkpoint": "zero",
+    "dcp_checkpoint": "dcp",
+}
+NAMES = {"wide.weight", "wide.bias", "narrow.weight"}
+
+
+def expected_of(name):
+    """Return the moments of each run of elements, by (parameter, first element, elements)."""
+    ranks = torch.load(GOLDEN / "checkpoint_moments.pt", weights_only=True)[name]
+    runs = [run for rank in ranks for run in rank]
+    return {(label, first, len(m)): (m, v) for label, first, m, v in runs}
+
+
+def runs_of(fragments):
+    found = {}
+    for fragment in fragments:
+        for piece in fragment.pieces:
+            moments = tuple(store.read(piece.start, piece.numel) for store in fragment.stores)
+            found[fragment.name, piece.first, piece.numel] = moments
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_golden_checkpoint_decodes_to_the_moments_of_its_run(name):
+    source = open_checkpoint(GOLDEN / name)
+    assert source.facts().kind == KINDS[name]
+    in_memory = [file for file in source.files() if file.suffix != ".swp"]
+    fragments = [one for file in in_memory for one in source.fragments(file)]
+    assert {one.name for one in fragments} == NAMES
+    assert {one.step for one in fragments} == {3}
+    found, expected = runs_of(fragments), expected_of(name)
+    assert {key for key in found if key[2]} == {key for key in expected if key[2]}
+    for key, moments in expected.items():
+        assert all(torch.equal(*pair) for pair in zip(found[key], moments, strict=True))
+
+
+def test_golden_swap_file_decodes_to_the_moments_of_its_run():
+    source = open_checkpoint(GOLDEN / "zero3_checkpoint")
+    (file,) = [file for file in source.files() if not STATES.fullmatch(file.name)]
+    found, expected = runs_of(source.fragments(file)), expected_of("zero3_checkpoint")
+    assert found
+    for key, moments in found.items():
+        assert all(torch.equal(*pair) for pair in zip(expected[key], moments, strict=True))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_golden_checkpoint_has_the_settings_and_weights_of_its_run(name):
+    source = open_checkpoint(GOLDEN / name)
+    groups = source.groups()
+    assert {group["lr"] for group in groups} == {1e-2}
+    assert {label for group in groups for label in group["params"]} == NAMES
+    in_memory = [file for file in source.files() if file.suffix != ".swp"]
+    fragments = [one for file in in_memory for one in source.fragments(file)]
+    assert all(one.weights.isfinite().all() for one in fragments)
+
+
+if __name__ == "__main__":
+    from golden_checkpoints import write_all
+
+    write_all(GOLDEN)

@@ -1,0 +1,627 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files made to harm whoever reads them, and a function that reads all of them."""
+
+import io
+import json
+import os
+import resource
+import struct
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import torch
+from crafted_files import (
+    BUILD,
+    EMPTY_DICT,
+    EMPTY_LIST,
+    EMPTY_TUPLE,
+    MARK,
+    NEWOBJ,
+    REDUCE,
+    STOP,
+    built,
+    call,
+    dict_of,
+    list_of,
+    named,
+    saved,
+    state_dict,
+    storage,
+    tensor,
+    tuple_of,
+    value,
+)
+from places import GOLDEN
+
+from zero8.checkpoint.open import open_checkpoint
+
+DCP = "torch.distributed.checkpoint"
+RECORD = {"0": bytes(1024)}
+HUGE = 2**40
+
+
+# --- Files of torch.save -------------------------------------------------------------------------
+
+
+def floats(numel=256, key="0"):
+    return storage("FloatStorage", key, numel)
+
+
+def with_moments(make) -> bytes:
+    """Return a file with a state of Adam whose moments `make` returns."""
+    entries = {"step": value(1), "exp_avg": make, "exp_avg_sq": make}
+    return saved(state_dict(dict_of(entries)), RECORD)
+
+
+def with_entry(key: str, content: bytes) -> bytes:
+    """Return a file with a good state of Adam but for one entry."""
+    good = tensor(floats(), [256], [1])
+    entries = {"step": value(1), "exp_avg": good, "exp_avg_sq": good, key: content}
+    return saved(state_dict(dict_of(entries)), RECORD)
+
+
+def with_codes(key: str, content: bytes) -> bytes:
+    """Return a file with a state of ours, but for one entry."""
+    longs = storage("LongStorage", "1", 7)
+    header = struct.pack("<7q", 2, 1, 4, 256, 1, 4, 256)
+    codes = tensor(storage("ByteStorage", "0", 1024), [4, 256], [256, 1])
+    scales = tensor(storage("FloatStorage", "2", 4), [4, 1], [1, 1])
+    ranges = tensor(storage("FloatStorage", "4", 8), [4, 1, 2], [2, 2, 1])
+    entries = {
+        "step": value(1),
+        "history": value(1.0),
+        "format": tensor(longs, [7], [1]),
+        "exp_avg_q8": codes,
+        "exp_avg_sq_q8": codes,
+        "exp_avg_scale": scales,
+        "exp_avg_sq_scale": ranges,
+        key: content,
+    }
+    records = {"0": bytes(1024), "1": header, "2": bytes(16), "3": bytes(2**20), "4": bytes(32)}
+    return saved(state_dict(dict_of(entries)), records)
+
+
+def laughs() -> bytes:
+    """Return lists in lists: 2^100 items, in 300 bytes."""
+    content = value("ha") + b"q\0"
+    for number in range(1, 30):
+        content += b"0" + EMPTY_LIST + MARK + (b"h" + bytes([number - 1])) * 10 + b"e"
+        content += b"q" + bytes([number])
+    return content
+
+
+def moment(**changes) -> bytes:
+    """Return a file of a ZeRO rank, in whose description something is something else."""
+    piece = {
+        "name": "p",
+        "identity": 1,
+        "shape": [4, 256],
+        "first": 0,
+        "start": 0,
+        "numel": 1024,
+        "block_size": 0,
+    }
+    pieces = changes.pop("pieces", None)
+    described = {"version": 2, "algorithm": "adam", "codec": 4, "which": "exp_avg", "numel": 1024}
+    for key in piece:
+        if key in changes:
+            piece[key] = changes.pop(key)
+    content = {key: value(x) for key, x in (described | {"written": False}).items()} | changes
+    items = {key: x if isinstance(x, bytes) else value(x) for key, x in piece.items()}
+    content["pieces"] = list_of(dict_of(items)) if pieces is None else pieces
+    none = tensor(storage("ByteStorage", "1", 0), [0], [1])
+    buffers = none, tensor(storage("FloatStorage", "1", 0), [0], [1]), tensor(floats(), [256], [1])
+    made = call("zero8.zero.moment_tensor", "rebuild_moment", dict_of(content), *buffers)
+    return zero_file(dict_of({"exp_avg": made, "exp_avg_sq": made, "step": value(1)}))
+
+
+def zero_file(state: bytes) -> bytes:
+    states = dict_of({"state": dict_of({0: state}), "param_groups": value([{}])})
+    weights = list_of(tensor(floats(), [256], [1]))
+    inner = {"base_optimizer_state": states, "single_partition_of_fp32_groups": weights}
+    records = {"0": bytes(1024), "1": b""}
+    return saved(dict_of({"optimizer_state_dict": dict_of(inner)}), records)
+
+
+def pieces_again(count: int) -> bytes:
+    """Return a list with one piece a million times."""
+    described = {"name": "p", "identity": 1, "shape": [4], "first": 0, "start": 0, "block_size": 0}
+    first = value({**described, "numel": 0}) + b"q\xfe"
+    return EMPTY_LIST + MARK + first + b"h\xfe" * count + b"e"
+
+
+def compressed() -> bytes:
+    return saved(value("x" * 10**7), compression=zipfile.ZIP_DEFLATED)
+
+
+def edited(data: bytes, old: bytes, new: bytes, from_end: bool = False) -> bytes:
+    at = data.rfind(old) if from_end else data.find(old)
+    assert at >= 0
+    return data[:at] + new + data[at + len(old) :]
+
+
+def claiming(num_bytes: int) -> bytes:
+    """Return a zip whose last entry says that it is longer than the file."""
+    data = saved(value({}))
+    at = data.rfind(b"PK\1\2")
+    sizes = struct.pack("<II", num_bytes, num_bytes)
+    return data[: at + 20] + sizes + data[at + 28 :]
+
+
+def overlapping() -> bytes:
+    """Return a zip two of whose entries are in one place."""
+    data = saved(value({}), {"0": b"a", "1": b"b"})
+    places = [n for n in range(len(data)) if data[n : n + 4] == b"PK\1\2"]
+    first = data[places[2] + 42 : places[2] + 46]
+    at = places[3] + 42
+    return data[:at] + first + data[at + 4 :]
+
+
+def twice() -> bytes:
+    file = io.BytesIO(saved(value({})))
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}.")
+    return file.getvalue()
+
+
+def number_of(bits: int) -> bytes:
+    count = bits // 8
+    return b"\x8b" + struct.pack("<i", count) + bytes(count - 1) + b"\x01"
+
+
+ORDERED = call("collections", "OrderedDict")
+META = (named("torch", "float32"), value((HUGE,)), value((1,)), value(False))
+QUANTIZED = tuple_of(named("torch", "per_tensor_affine"), value(0.1), value(0))
+SPARSE = named("torch", "sparse_coo"), tuple_of(value(0), value(0), value((HUGE, HUGE)))
+VIEW = (value(0), value((4,)), value((1,)), value(False))
+PLAIN = {
+    "os.system": lambda: saved(call("os", "system", value("touch ran"))),
+    "posix.system": lambda: saved(call("posix", "system", value("touch ran"))),
+    "eval": lambda: saved(call("builtins", "eval", value("open('ran', 'w')"))),
+    "open": lambda: saved(call("builtins", "open", value("ran"), value("w"))),
+    "a module of this process": lambda: saved(call("side_effect", "run")),
+    "a class by NEWOBJ": lambda: saved(named("side_effect", "Runs") + EMPTY_TUPLE + NEWOBJ),
+    "getattr": lambda: saved(call("builtins", "getattr", named("os", "path"), value("os"))),
+    "an attribute of a class": lambda: saved(
+        named("collections", "OrderedDict")
+        + tuple_of(value({}), value({"changed": 1}))
+        + BUILD
+    ),
+    "an attribute of a function": lambda: saved(
+        named("zero8.zero.moment_tensor", "rebuild_moment")
+        + tuple_of(value({}), value({"changed": 1}))
+        + BUILD
+    ),
+    "what is no function": lambda: saved(value(1) + EMPTY_TUPLE + REDUCE),
+    "bytearray": lambda: saved(call("builtins", "bytearray", value(2**31))),
+    "torch.Tensor": lambda: saved(call("torch", "Tensor", value(2**30))),
+    "copies of a dict": lambda: saved(call("collections", "OrderedDict", value([(1, 2)]))),
+    "set_ by BUILD": lambda: saved(
+        tensor(floats(), [4], [1])
+        + tuple_of(floats(), value(0), value((2**30,)), value((1,)))
+        + BUILD,
+        RECORD,
+    ),
+    "a size beyond": lambda: with_moments(tensor(floats(), [2**28], [1])),
+    "a stride beyond": lambda: with_moments(tensor(floats(), [2, 2], [2**30, 1])),
+    "an offset beyond": lambda: with_moments(tensor(floats(), [4], [1], 253)),
+    "a negative offset": lambda: with_moments(tensor(floats(), [4], [1], -1)),
+    "a negative stride": lambda: with_moments(tensor(floats(), [4], [-1], 8)),
+    "a negative size": lambda: with_moments(tensor(floats(), [-4], [1])),
+    "a size of a float": lambda: with_moments(tensor(floats(), [4.0], [1])),
+    "sizes that are one number": lambda: with_moments(
+        call("torch._utils", "_rebuild_tensor_v2", floats(), *map(value, (0, 4, 1, False)), ORDERED)
+    ),
+    "a storage beyond": lambda: with_moments(tensor(floats(257), [4], [1])),
+    "a storage of 2^60": lambda: with_moments(tensor(floats(2**60), [4], [1])),
+    "a storage of -1": lambda: with_moments(tensor(floats(-1), [0], [1])),
+    "a storage that is not there": lambda: with_moments(tensor(floats(4, "9"), [4], [1])),
+    "expanded": lambda: with_moments(tensor(floats(), [HUGE], [0])),
+    "expanded, in rows": lambda: with_moments(tensor(floats(), [2**20, 256], [0, 1])),
+    "empty, of huge sizes": lambda: with_moments(tensor(floats(), [0, HUGE, HUGE], [1, 1, 1])),
+    "2000 dimensions": lambda: with_moments(tensor(floats(), [1] * 2000, [1] * 2000)),
+    "meta": lambda: with_moments(call("torch._utils", "_rebuild_meta_tensor_no_storage", *META)),
+    "quantized": lambda: with_moments(
+        call("torch._utils", "_rebuild_qtensor", floats(), *VIEW[:3], QUANTIZED, VIEW[3], ORDERED)
+    ),
+    "sparse": lambda: with_moments(call("torch._utils", "_rebuild_sparse_tensor", *SPARSE)),
+    "complex": lambda: with_moments(tensor(storage("ComplexFloatStorage", "0", 4), [4], [1])),
+    "a subclass of Tensor": lambda: with_moments(
+        call(
+            "torch._tensor",
+            "_rebuild_from_type_v2",
+            named("side_effect", "run"),
+            named("side_effect", "Runs"),
+            EMPTY_TUPLE,
+            EMPTY_DICT,
+        )
+    ),
+    "nested tuples as a key": lambda: saved(EMPTY_DICT + value(1) + b"\x85" * 200_000 + b"Ns"),
+    "a list as a key": lambda: saved(EMPTY_DICT + EMPTY_LIST + b"Ns"),
+    "nested lists": lambda: saved(state_dict(dict_of({"step": b"]" * 200_000 + b"a" * 199_999}))),
+    "a list in itself": lambda: with_entry("step", b"]q\0h\0a"),
+    "a dict in itself": lambda: saved(b"}q\0" + value("state") + b"h\0s"),
+    "laughs for a step": lambda: with_entry("step", laughs()),
+    "laughs for a moment": lambda: with_entry("exp_avg", laughs()),
+    "laughs for all": lambda: saved(laughs()),
+    "a memo of 2^31": lambda: saved(value(1) + b"r" + struct.pack("<I", 2**31)),
+    "what is not in the memo": lambda: saved(b"h\x09"),
+    "bytes of 2^40": lambda: saved(b"\x8e" + struct.pack("<Q", HUGE)),
+    "text of 2^40": lambda: saved(b"\x8d" + struct.pack("<Q", HUGE)),
+    "a frame of 2^40": lambda: saved(b"\x95" + struct.pack("<Q", HUGE)),
+    "a bytearray of 2^40": lambda: saved(b"\x96" + struct.pack("<Q", HUGE)),
+    "a number in text": lambda: saved(b"I" + b"9" * 5000 + b"\n"),
+    "an extension": lambda: saved(b"\x82\x01"),
+    "STOP at once": lambda: saved(b""),
+    "no STOP": lambda: edited(saved(value({})), b"}q\0.", b"}q\0N"),
+    "a step of 10^5 digits": lambda: with_entry("step", number_of(330_000)),
+    "a step of NaN": lambda: with_entry("step", value(float("nan"))),
+    "a step of -1": lambda: with_entry("step", value(-1)),
+    "a step of text": lambda: with_entry("step", value("9" * 10_000)),
+    "a step of a tensor": lambda: with_entry("step", tensor(floats(), [256], [1])),
+    "no step": lambda: with_entry("step", value(None)),
+    "a moment of text": lambda: with_entry("exp_avg", value("x")),
+    "moments of other lengths": lambda: with_entry("exp_avg", tensor(floats(), [255], [1])),
+    "format of many sizes": lambda: with_codes(
+        "format", tensor(storage("LongStorage", "3", 2**17), [2**17], [1])
+    ),
+    "format of floats": lambda: with_codes("format", tensor(floats(), [7], [1])),
+    "codes of floats": lambda: with_codes("exp_avg_q8", tensor(floats(), [4, 64], [64, 1])),
+    "a correction of another length": lambda: with_codes(
+        "param_correction", tensor(storage("CharStorage", "0", 8), [8], [1])
+    ),
+    "history of laughs": lambda: with_codes("history", laughs()),
+    "history of NaN": lambda: with_codes("history", value(float("nan"))),
+    "states in a list": lambda: saved(value({"state": [1], "param_groups": []})),
+    "a state that is no dict": lambda: saved(value({"state": {0: 1}, "param_groups": []})),
+    "groups without params": lambda: saved(
+        value({"state": {0: {"step": 1}}, "param_groups": [{}]})
+    ),
+    "groups of numbers": lambda: saved(value({"state": {0: {"step": 1}}, "param_groups": [1]})),
+    "names of lists": lambda: saved(
+        value(
+            {
+                "state": {0: {"step": 1}},
+                "param_groups": [{"params": [0], "param_names": [["x"]]}],
+            }
+        )
+    ),
+    "no data.pkl": lambda: edited(saved(value({})), b"data.pkl", b"dada.pkl", from_end=True),
+    "two data.pkl": twice,
+    "compressed": compressed,
+    "an entry beyond": lambda: claiming(2**31),
+    "entries that overlap": overlapping,
+    "a pickle that has changed": lambda: edited(saved(value({"abc": 1})), b"abc", b"abd"),
+    "another byte order": lambda: saved(value({})).replace(b"little", b"bigbig"),
+    "a zip of nothing": lambda: b"PK\5\6" + bytes(18),
+    "empty": lambda: b"",
+    "one byte": lambda: b"x",
+    "zeros": lambda: bytes(4096),
+    "a bare pickle": lambda: b"\x80\x02" + call("os", "system", value("touch ran")) + STOP,
+}  # fmt: skip
+ZERO = {
+    "a version of laughs": lambda: moment(version=laughs()),
+    "version 3": lambda: moment(version=value(3)),
+    "an algorithm of laughs": lambda: moment(algorithm=laughs()),
+    "a codec of laughs": lambda: moment(codec=laughs()),
+    "a moment of laughs": lambda: moment(which=laughs()),
+    "elements of laughs": lambda: moment(numel=laughs()),
+    "a name of laughs": lambda: moment(name=laughs()),
+    "a name of nested tuples": lambda: moment(name=b"N" + b"\x85" * 100_000),
+    "a shape of laughs": lambda: moment(shape=laughs()),
+    "a shape of 10^5 sizes": lambda: moment(shape=[2**48] * 10**5),
+    "2^48 elements": lambda: moment(shape=[2**24, 2**24], **{"numel": 2**48}),
+    "an empty piece 10^6 times": lambda: moment(pieces=pieces_again(10**6)),
+    "pieces of text": lambda: moment(pieces=value("x" * 1000)),
+    "pieces that are numbers": lambda: moment(pieces=value([1, 2])),
+    "a description of text": lambda: zero_file(
+        dict_of({"exp_avg": call("zero8.zero.moment_tensor", "rebuild_moment", *[value("x")] * 4)})
+    ),
+    "codes that are a number": lambda: zero_file(
+        dict_of({"exp_avg": call("zero8.zero.moment_tensor", "rebuild_moment", *[value(1)] * 4)})
+    ),
+    "a state of a tensor": lambda: zero_file(tensor(floats(), [256], [1])),
+    "a state of laughs": lambda: zero_file(laughs()),
+    "states of laughs": lambda: saved(
+        dict_of(
+            {
+                "optimizer_state_dict": dict_of(
+                    {"base_optimizer_state": laughs(), "fp32_flat_groups": laughs()}
+                )
+            }
+        )
+    ),
+    "none of ZeRO's": lambda: saved(value({"x": 1})),
+}
+
+
+# --- Folders of torch.distributed.checkpoint -----------------------------------------------------
+
+
+def chunk(offsets, sizes):
+    content = {"offsets": value(tuple(offsets)), "sizes": value(tuple(sizes))}
+    return built(f"{DCP}.metadata", "ChunkStorageMetadata", dict_of(content))
+
+
+def place(key, offset=(0, 0), file="__0_0.distcp", begin=0, length=None, **others):
+    index = {"fqn": value(key), "offset": value(offset), "index": value(0)}
+    length = LENGTH if length is None else length
+    info = {"relative_path": file, "offset": begin, "length": length, **others}
+    info = {name: x if isinstance(x, bytes) else value(x) for name, x in info.items()}
+    return (
+        built(f"{DCP}.metadata", "MetadataIndex", dict_of(index)),
+        built(f"{DCP}.filesystem", "_StorageInfo", dict_of(info)),
+    )
+
+
+def metadata(
+    size=(4, 64), chunks=None, places=None, key="state.p.exp_avg", dtype="float32"
+) -> bytes:
+    properties = named(f"{DCP}.metadata", "TensorProperties") + EMPTY_TUPLE + NEWOBJ
+    properties += tuple_of(named("torch", dtype), value(None)) + BUILD
+    chunks = list_of(chunk((0, 0), (4, 64))) if chunks is None else chunks
+    entry = {"properties": properties, "size": value(tuple(size)), "chunks": chunks}
+    whole = {"properties": properties, "size": value((4, 64))}
+    whole["chunks"] = list_of(chunk((0, 0), (4, 64)))
+    tensors = {"state.p.exp_avg_sq": whole, key: entry}
+    content = {
+        name: built(f"{DCP}.metadata", "TensorStorageMetadata", dict_of(one))
+        for name, one in tensors.items()
+    }
+    step = named(f"{DCP}.metadata", "BytesStorageMetadata") + EMPTY_TUPLE + NEWOBJ
+    content["state.p.step"] = step
+    places = [place("state.p.exp_avg")] if places is None else places
+    places += [place("state.p.exp_avg_sq")]
+    places += [place("state.p.step", None, "step.distcp", length=len(STEP))]
+    where = EMPTY_DICT + MARK + b"".join(a + b for a, b in places) + b"u"
+    whole = {"state_dict_metadata": dict_of(content), "storage_data": where}
+    return b"\x80\x04" + built(f"{DCP}.metadata", "Metadata", dict_of(whole)) + STOP
+
+
+STEP = saved(value(7))
+
+
+def chunk_twice():
+    return list_of(chunk((0, 0), (4, 64)), chunk((0, 0), (4, 64)))
+
+
+CHUNK = saved(tensor(floats(), [4, 64], [64, 1]), RECORD)
+LENGTH = len(CHUNK)
+DCP_FOLDERS = {
+    "os.system": lambda: b"\x80\x04" + call("os", "system", value("touch ran")) + STOP,
+    "a module of this process": lambda: b"\x80\x04" + call("side_effect", "run") + STOP,
+    "an attribute of a class of torch's": lambda: (
+        b"\x80\x04"
+        + named(f"{DCP}.metadata", "Metadata")
+        + tuple_of(value({}), value({"changed": 1}))
+        + BUILD
+        + STOP
+    ),
+    "a memo of 2^31": lambda: b"\x80\x04N" + b"r" + struct.pack("<I", 2**31) + STOP,
+    "bytes of 2^40": lambda: b"\x80\x04\x8e" + struct.pack("<Q", HUGE) + STOP,
+    "nested tuples as a key": lambda: b"\x80\x04}N" + b"\x85" * 200_000 + b"Ns.",
+    "a file above": lambda: metadata(places=[place("state.p.exp_avg", file="../x.distcp")]),
+    "an absolute file": lambda: metadata(places=[place("state.p.exp_avg", file="/etc/passwd")]),
+    "the folder above": lambda: metadata(places=[place("state.p.exp_avg", file="..")]),
+    "no file": lambda: metadata(places=[place("state.p.exp_avg", file="")]),
+    "a file with a zero in it": lambda: metadata(places=[place("state.p.exp_avg", file="a\0b")]),
+    "a file of a number": lambda: metadata(places=[place("state.p.exp_avg", file=3)]),
+    "a file of laughs": lambda: metadata(places=[place("state.p.exp_avg", file=laughs())]),
+    "a file that is not there": lambda: metadata(places=[place("state.p.exp_avg", file="x")]),
+    "a folder for a file": lambda: metadata(places=[place("state.p.exp_avg", file="folder")]),
+    "a pipe for a file": lambda: metadata(places=[place("state.p.exp_avg", file="pipe")]),
+    "a negative offset": lambda: metadata(places=[place("state.p.exp_avg", begin=-1)]),
+    "a negative length": lambda: metadata(places=[place("state.p.exp_avg", length=-1)]),
+    "a length beyond": lambda: metadata(places=[place("state.p.exp_avg", length=2**36)]),
+    "an offset beyond": lambda: metadata(places=[place("state.p.exp_avg", begin=2**61)]),
+    "an offset of text": lambda: metadata(places=[place("state.p.exp_avg", begin="0")]),
+    "compressed": lambda: metadata(
+        places=[place("state.p.exp_avg", transform_descriptors=["zstd"])]
+    ),
+    "no place": lambda: metadata(places=[]),
+    "two places": lambda: metadata(places=[place("state.p.exp_avg"), place("state.p.exp_avg")]),
+    "another dtype": lambda: metadata(dtype="float64"),
+    "another shape": lambda: metadata(size=(64, 4), chunks=list_of(chunk((0, 0), (64, 4)))),
+    "a chunk twice": lambda: metadata(chunks=chunk_twice()),
+    "chunks that overlap": lambda: metadata(
+        size=(6, 64), chunks=list_of(chunk((0, 0), (4, 64)), chunk((3, 0), (2, 64)))
+    ),
+    "chunks that are not all": lambda: metadata(size=(5, 64)),
+    "a chunk outside": lambda: metadata(chunks=list_of(chunk((1, 0), (4, 64)))),
+    "a chunk of other dimensions": lambda: metadata(chunks=list_of(chunk((0,), (256,)))),
+    "a million chunks": lambda: metadata(
+        size=(HUGE, 1), chunks=EMPTY_LIST + MARK + chunk((0, 0), (1, 1)) + b"q\xfe"
+        + b"h\xfe" * 300_000 + b"e"
+    ),
+    "one column of 2^40 rows": lambda: metadata(
+        size=(HUGE, 2),
+        chunks=list_of(chunk((0, 0), (HUGE, 1)), chunk((0, 1), (HUGE, 1))),
+        places=[place("state.p.exp_avg"), place("state.p.exp_avg", (0, 1))],
+    ),
+    "sizes of 10^6 dimensions": lambda: metadata(size=(1,) * 10**6, chunks=list_of()),
+    "negative sizes": lambda: metadata(size=(-4, -64), chunks=list_of(chunk((0, 0), (-4, -64)))),
+    "sizes of laughs": lambda: metadata(chunks=laughs()),
+    "a key of 10^6 characters": lambda: metadata(key="state." * 170_000),
+    "keys of anything": lambda: metadata(key=3),
+    "empty": lambda: b"",
+    "another object": lambda: b"\x80\x04" + value({}) + STOP,
+}  # fmt: skip
+
+
+def dcp_folder(path: Path, data: bytes) -> None:
+    path.mkdir()
+    (path / ".metadata").write_bytes(data)
+    (path / "__0_0.distcp").write_bytes(CHUNK)
+    (path / "step.distcp").write_bytes(STEP)
+    (path / "folder").mkdir()
+    os.mkfifo(path / "pipe")
+
+
+# --- Other folders -------------------------------------------------------------------------------
+
+
+def latest(content: bytes):
+    def make(path: Path) -> None:
+        (path / "tag").mkdir(parents=True)
+        (path / "latest").write_bytes(content)
+
+    return make
+
+
+def long_latest(path: Path) -> None:
+    latest(b"")(path)
+    os.truncate(path / "latest", 2**30)
+
+
+def tags_for_ever(path: Path) -> None:
+    path.mkdir()
+    (path / "latest").write_text("tag")
+    (path / "tag").symlink_to(".")
+
+
+def a_pipe_of_states(path: Path) -> None:
+    path.mkdir()
+    os.mkfifo(path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+def a_folder_of_states(path: Path) -> None:
+    (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").mkdir(parents=True)
+
+
+def a_link_to_a_device(path: Path) -> None:
+    path.mkdir()
+    (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").symlink_to("/dev/zero")
+
+
+def a_link_to_nowhere(path: Path) -> None:
+    path.mkdir()
+    (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").symlink_to("/nowhere")
+
+
+def swap(description: bytes, checksum: bool = True, **header):
+    """Return what makes a folder with a swap file whose description is this."""
+
+    def make(path: Path) -> None:
+        numbers = {"step": 1, "history": 1.0, "count": len(description)} | header
+        data = bytearray(4096 * (1 + (512 + len(description)) // 4096))
+        packed = struct.pack(
+            "<8sqIIqd7Q", b"zero8swp", 0, 1, numbers["count"], numbers["step"],
+            numbers["history"], *header.get("num_bytes", [0] * 7),
+        )  # fmt: skip
+        data[: len(packed)] = packed
+        data[512 : 512 + len(description)] = description
+        data[8:16] = (sum(memoryview(bytes(data)).cast("Q")) % 2**64).to_bytes(8, "little")
+        folder = path / "offloaded_tensors" / "rank0"
+        folder.mkdir(parents=True)
+        (folder / "zero8-1.tensor.swp").write_bytes(data)
+        good = GOLDEN / "zero3_checkpoint" / "step3"
+        name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        (path / name).write_bytes((good / name).read_bytes())
+
+    return make
+
+
+def described(**changes) -> bytes:
+    one = {"version": 2, "algorithm": "adam", "codec": 4, "numel": 0, "pieces": []}
+    moments = {which: {**one, "which": which, **changes} for which in ("exp_avg", "exp_avg_sq")}
+    return json.dumps({**moments, "correction_numel": 0}).encode()
+
+
+FOLDERS_OF_ZERO = {
+    "latest above": latest(b"../x"),
+    "latest absolute": latest(b"/etc"),
+    "latest of itself": latest(b"."),
+    "latest the folder above": latest(b".."),
+    "latest empty": latest(b""),
+    "latest not there": latest(b"global_step3"),
+    "latest with a zero": latest(b"a\0b"),
+    "latest no text": latest(b"\xff\xfe\xfd"),
+    "latest of a folder without anything": latest(b"tag"),
+    "latest of 1 GiB": long_latest,
+    "tags for ever": tags_for_ever,
+    "nothing": Path.mkdir,
+    "a pipe of states": a_pipe_of_states,
+    "a folder of states": a_folder_of_states,
+    "a link to a device": a_link_to_a_device,
+    "a link to nowhere": a_link_to_nowhere,
+    "swap: a step of -1": swap(described(), step=-1),
+    "swap: a history of NaN": swap(described(), history=float("nan")),
+    "swap: a description beyond": swap(described(), count=2**32 - 1),
+    "swap: nested lists": swap(b"[" * 100_000),
+    "swap: a list": swap(b"[]"),
+    "swap: lists of moments": swap(b'{"exp_avg": [], "exp_avg_sq": []}'),
+    "swap: 2^48 elements": swap(described(numel=2**48, pieces=[
+        {"name": "p", "identity": 1, "shape": [2**24, 2**24], "first": 0, "start": 0,
+         "numel": 2**48, "block_size": 256}])),
+    "swap: a number of 5000 digits": swap(
+        described().replace(b'"numel": 0', b'"numel": ' + b"9" * 5000)
+    ),
+}  # fmt: skip
+
+
+# --- The process that reads ----------------------------------------------------------------------
+
+CASES = (
+    [f"plain: {name}" for name in PLAIN]
+    + [f"ZeRO: {name}" for name in ZERO]
+    + [f"DCP: {name}" for name in DCP_FOLDERS]
+    + [f"folder: {name}" for name in FOLDERS_OF_ZERO]
+)
+
+
+def make(case: str, path: Path) -> None:
+    kind, _, name = case.partition(": ")
+    if kind == "plain":
+        path.write_bytes(PLAIN[name]())
+    elif kind == "ZeRO":
+        path.mkdir()
+        (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(ZERO[name]())
+    elif kind == "DCP":
+        dcp_folder(path, DCP_FOLDERS[name]())
+    else:
+        FOLDERS_OF_ZERO[name](path)
+
+
+def read(path: Path) -> None:
+    source = open_checkpoint(path)
+    source.facts()
+    for fragment in source.all_fragments():
+        for store in fragment.stores:
+            store.check_values()
+    source.groups()
+
+
+def result_of(path: Path) -> dict:
+    before, begin = _peak_mib(), time.process_time()
+    try:
+        read(path)
+        error = "nothing"
+        message = ""
+    except Exception as caught:
+        error = "ok" if isinstance(caught, ValueError | OSError) else type(caught).__name__
+        message = str(caught)
+    seconds = time.process_time() - begin
+    return {"error": error, "message": message[:2000], "s": seconds, "mib": _peak_mib() - before}
+
+
+def _peak_mib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def work() -> None:
+    """Read all cases; print the result of each, as JSON."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        Path("side_effect.py").write_text("open('imported', 'w')\ndef run(*_): open('ran', 'w')\n")
+        sys.path.insert(0, folder)
+        for number, case in enumerate(CASES):
+            path = Path(folder, f"case{number}")
+            make(case, path)
+            result = result_of(path)
+            result["names it"] = str(path) in result["message"]
+            result["effects"] = [name for name in ("imported", "ran") if Path(name).exists()]
+            print(json.dumps([case, result]), flush=True)

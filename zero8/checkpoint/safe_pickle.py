@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads pickles as data: nothing that they name is imported, called or changed.
+
+A pickle is a program: it can call what it names, set attributes of classes, and ask for memory by
+numbers.  Here a name stands for itself, an `Inert`, and so does what a pickle makes by it, but for
+the few makers that the caller gives.  Memory and time are of the order of the pickle's length.
+
+Not used: `pickle.Unpickler`, in C, allocates by the numbers of its memo, and sets attributes of the
+classes and functions that it has found; torch's for `weights_only` calls `bytearray` and
+`torch.Tensor` with any number, and both crash where they hash a tuple in a tuple in a tuple ...
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+
+Maker = Callable[..., object]
+
+
+class Inert:
+    """Stands for an object of a class that is not needed to read states; does nothing.
+
+    Attributes:
+        name: of the class or function, as `module.name`.
+        args: what it would have been made of; None for the class or function itself.
+        state: what its attributes would have been set from.
+    """
+
+    def __init__(self, name: str, args: tuple | None = None):
+        """Remember what it stands for."""
+        self.name, self.args, self.state = name, args, None
+
+    def __repr__(self) -> str:
+        """Return what it stands for, without what is in it."""
+        return f"<{self.name}>"
+
+
+class SafePickle(pickle._Unpickler):
+    """An unpickler in Python; `load` returns what is in the pickle."""
+
+    def __init__(
+        self, data: bytes, makers: Mapping[str, Maker], storage: Callable[[tuple], object]
+    ):
+        """Read a pickle.
+
+        Args:
+            data: its bytes.
+            makers: by name, what makes the objects that are not to be `Inert`.
+            storage: makes what a persistent id stands for.
+        """
+        super().__init__(io.BytesIO(data))
+        self._makers, self._storage = makers, storage
+
+    def find_class(self, module: str, name: str) -> Inert:
+        """Return what stands for a class or function."""
+        return Inert(f"{module}.{name}")
+
+    def persistent_load(self, pid: object) -> object:
+        """Return a storage."""
+        return self._storage(pid)
+
+    def make(self, what: object, args: object) -> object:
+        """Return what calling a class or function stands for."""
+        if not (isinstance(what, Inert) and what.args is None and isinstance(args, tuple)):
+            raise pickle.UnpicklingError("it calls what is no class or function")
+        if what.name == "torch._tensor._rebuild_from_type_v2":
+            maker, _, args, _ = args  # a tensor with attributes, which are left out
+            return self.make(maker, args)
+        made = self._makers.get(what.name)
+        return Inert(what.name, args) if made is None else made(*args)
+
+    def _call(self) -> None:
+        args = self.stack.pop()
+        self.stack[-1] = self.make(self.stack[-1], args)
+
+    def _call_with_keywords(self) -> None:
+        self.stack.pop()
+        self._call()
+
+    def _set_state(self) -> None:
+        state = self.stack.pop()
+        built = self.stack[-1]
+        if isinstance(built, Inert) and built.args is not None:
+            built.state = state
+        elif not isinstance(built, dict):
+            raise pickle.UnpicklingError("it sets attributes of what it has not made")
+
+    def _append(self) -> None:
+        item = self.stack.pop()
+        self._extend([item])
+
+    def _appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _extend(self, items: list) -> None:
+        target = self.stack[-1]
+        if isinstance(target, list):
+            target.extend(items)
+        elif not isinstance(target, Inert):
+            raise pickle.UnpicklingError("it appends to what is no list")
+
+    def _set_item(self) -> None:
+        item = self.stack.pop()
+        self._update([self.stack.pop(), item])
+
+    def _set_items(self) -> None:
+        self._update(self.pop_mark())
+
+    def _update(self, items: list) -> None:
+        target = self.stack[-1]
+        if isinstance(target, dict) and len(items) % 2 == 0:
+            for key in items[::2]:
+                _check_key(key)
+            target.update(zip(items[::2], items[1::2], strict=True))
+        elif not isinstance(target, Inert):
+            raise pickle.UnpicklingError("it sets items of what is no dict")
+
+    def _empty_set(self) -> None:
+        self.append(Inert("builtins.set", ()))
+
+    def _frozen_set(self) -> None:
+        self.append(Inert("builtins.frozenset", (self.pop_mark(),)))
+
+    # Opcodes of protocols 2 to 5, which alone torch writes; all others are refused.
+    dispatch = {
+        getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]]
+        for name in (
+            *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK"),
+            *("NONE", "NEWTRUE", "NEWFALSE", "BINFLOAT"),
+            *("BININT", "BININT1", "BININT2", "LONG1", "LONG4"),
+            *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+            *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+            *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "EMPTY_DICT"),
+            *("GLOBAL", "STACK_GLOBAL", "BINPERSID"),
+            *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET"),
+        )
+    } | {
+        pickle.REDUCE[0]: _call,
+        pickle.NEWOBJ[0]: _call,
+        pickle.NEWOBJ_EX[0]: _call_with_keywords,
+        pickle.BUILD[0]: _set_state,
+        pickle.APPEND[0]: _append,
+        pickle.APPENDS[0]: _appends,
+        pickle.ADDITEMS[0]: _appends,
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
+        pickle.EMPTY_SET[0]: _empty_set,
+        pickle.FROZENSET[0]: _frozen_set,
+    }
+
+
+def _check_key(key: object) -> None:
+    # The hash of nested tuples overruns the stack; those of large integers can be made all equal.
+    if isinstance(key, str | Inert) or key is None:
+        return
+    if isinstance(key, int) and abs(key) < 2**60:
+        return
+    raise pickle.UnpicklingError("got a key of a dict that is neither text nor a number")
