@@ -299,7 +299,7 @@ def other_tensor(t, chance):
     changes += [lambda: t.to(chance.choice(DTYPES)), lambda: flat[:-1], lambda: flat]
     changes += [lambda: t.T if t.ndim == 2 else flat.view(-1, 1), lambda: t[None], lambda: t[:1]]
     changes += [
-        lambda: flat[:1].expand(size),
+        lambda: flat[:1].expand(size if t.numel() else 0),
         lambda: torch.cat([flat, flat]),
         lambda: t.to("meta"),
     ]
