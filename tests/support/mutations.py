@@ -520,6 +520,8 @@ def _peak_mib() -> int:
 def work(numbers: range) -> None:
     """Print a line before and after each case: its number, and what became of it as JSON."""
     torch.set_num_threads(1)
+    for optimizer in (plain_optimizer, zero_optimizer):  # loads the op, which is nobody's case
+        load_and_step(optimizer, saved_state(optimizer))
     with tempfile.TemporaryDirectory(prefix="zero8-mutations-") as folder:
         for number in numbers:
             print(number, flush=True)
