@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files made to harm whoever reads them, and a function that reads all of them."""
+"""Files made to harm whoever reads them; a function reads them all, and says how it went."""
 
 import io
 import json

@@ -299,7 +299,7 @@ def other_tensor(t, chance):
     changes += [lambda: t.to(chance.choice(DTYPES)), lambda: flat[:-1], lambda: flat]
     changes += [lambda: t.T if t.ndim == 2 else flat.view(-1, 1), lambda: t[None], lambda: t[:1]]
     changes += [
-        lambda: flat[:1].expand(size),
+        lambda: flat[:1].expand(size if t.numel() else 0),
         lambda: torch.cat([flat, flat]),
         lambda: t.to("meta"),
     ]
@@ -520,6 +520,8 @@ def _peak_mib() -> int:
 def work(numbers: range) -> None:
     """Print a line before and after each case: its number, and what became of it as JSON."""
     torch.set_num_threads(1)
+    for optimizer in (plain_optimizer, zero_optimizer):  # loads the op, which is nobody's case
+        load_and_step(optimizer, saved_state(optimizer))
     with tempfile.TemporaryDirectory(prefix="zero8-mutations-") as folder:
         for number in numbers:
             print(number, flush=True)

@@ -54,6 +54,9 @@ def fault_of_values(which: str, values: Tensor) -> str:
         which: `exp_avg` or `exp_avg_sq`.
         values: of any shape.
     """
+    largest = torch.finfo(torch.float32).max
+    if values.dtype == torch.float64 and values.numel() and values.abs().max() > largest:
+        return "a value that float32 does not hold"
     # A sum is not finite if one of its terms is not: one pass, and no copy.
     if not math.isfinite(values.sum(dtype=torch.float64)):
         return "a value that is not finite"

@@ -147,7 +147,8 @@ def check_new_group(group: dict) -> None:
 def check_group(group: dict) -> None:
     """Check the settings of a parameter group, which may be another Adam's, or raise ValueError."""
     check_refused_keys(group)
-    names = group.get("param_names") or []
+    names = group.get("param_names")
+    names = [] if names is None else names
     if not isinstance(names, list | tuple) or not all(
         n is None or isinstance(n, str) for n in names
     ):

@@ -39,6 +39,9 @@ from zero8.state.header import MOMENTS, Header
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 
+_OF_ADAMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""Dtypes of other Adams' moments."""
+
 
 @dataclass
 class PlainState:
@@ -282,8 +285,7 @@ def check_dense(which: str, owner: str, values: object) -> None:
     name = f"{which} of {owner}"
     if isinstance(values, Tensor) and not values.is_floating_point():
         raise ValueError(f"{name}: got dtype {values.dtype}, expected float32 values")
-    numel, dtype = (values.numel(), values.dtype) if isinstance(values, Tensor) else (0, None)
-    check_entry(name, values, numel, [dtype])
+    check_entry(name, values, values.numel() if isinstance(values, Tensor) else 0, _OF_ADAMS)
     if found := fault_of_values(which, values):
         raise ValueError(f"{name}: got {found}; was the checkpoint saved by a run that diverged?")
 
