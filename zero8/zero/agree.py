@@ -27,8 +27,6 @@ def from_rank_0(function: Callable[[], T]) -> T:
     if distributed.get_rank() == 0:
         try:
             told[0] = function()
-        except FileNotFoundError as error:
-            told[1] = FileNotFoundError(str(error))
         except OSError as error:
             told[1] = OSError(str(error))
         except ValueError as error:

@@ -52,7 +52,10 @@ def load(engine, original: Callable, options: dict) -> tuple:
             rank that wrote it.
         FileNotFoundError: on all ranks, if there is no such tag.
     """
-    if reason := reason_not_covered(engine):
+    reason = reason_not_covered(engine)
+    if not reason and len(set(gathered(options.get("tag")))) > 1:
+        reason = f"ranks load different tags, {options.get('tag')!r} among them"
+    if reason:
         tell_not_covered(reason)
         return original(engine, **options)
     tag = _agreed_tag(engine, options)
