@@ -37,6 +37,7 @@ def reasons(folder):
 
 def test_seal_lists_every_file_with_size_and_hash(folder):
     manifest = verify(folder)
+    assert manifest.world_size == 0  # nobody knows
     assert {file.path: file.size_bytes for file in manifest.files} == {
         name: len(data) for name, data in CONTENTS.items()
     }
@@ -211,6 +212,8 @@ BAD = {
     "sequence true": crafted(sequence=True),
     "sequence 1.5": crafted(sequence=1.5),
     "sequence huge": crafted(sequence=10**30),
+    "world_size -1": crafted(world_size=-1),
+    "rank 1 of nobody knows": crafted(world_size=0, files=entry(rank=1)),
     "world_size text": crafted(world_size="2"),
     "an entry more": crafted(more=1),
     "absolute path": crafted(files=entry(path="/etc/passwd")),

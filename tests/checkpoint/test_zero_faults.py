@@ -41,13 +41,14 @@ def reverse_clocks(folder):
 def killed_job(server, folder, ds_config, undisturbed, kill):
     """Run a job that is killed; check what it resumed and what it left; return its notes."""
     checkpoints = folder / "checkpoints"
-    latest = tags.read_latest(checkpoints)
+    complete = [tag.name for tag in tags.complete_tags(checkpoints)]
+    latest = tags.read_latest(checkpoints) or (complete[-1] if complete else "global_step0")
     ended = server.run(folder=str(folder), ds_config=ds_config, kill=kill, timeout_s=JOB_TIMEOUT_S)
     logs = "".join((folder / f"rank{rank}.log").read_text()[-2000:] for rank in range(RANKS))
     assert "time limit" not in ended["statuses"], (kill, ended, logs)
     for rank, notes in enumerate(ended["notes"]):
         first = notes["first"]
-        assert first == (0 if latest is None else int(latest.removeprefix("global_step"))), kill
+        assert first == int(latest.removeprefix("global_step")), kill
         # The bits of a run that was never disturbed: weights, codes and scales, and the next loss.
         assert notes["held"] == undisturbed[rank]["held"][first : first + 2], kill
         assert notes["losses"] == undisturbed[rank]["losses"][first : first + 1], kill
@@ -89,7 +90,7 @@ def test_run_killed_at_any_write_of_a_save_resumes_with_the_bits_of_one_never_di
             assert ended["statuses"][1 - rank] in (3, 0)
             kills += 1
     assert kills > 30 // every
-    assert first == sorted(first) and first[-1] > 2  # the run has come on
+    assert first == sorted(first) and first[-1] > 1  # the run has come on
     assert first[-1] < MOST_STEPS
 
 
@@ -140,7 +141,7 @@ LIMITS = {
     "nothing fits": lambda: file_size_limit(10),
     "manifest": lambda: full_for("zero8_manifest.json"),
     "marker": lambda: full_for("zero8_incomplete"),
-    "latest": lambda: full_for("latest"),
+    "name": lambda: full_for("latest"),
 }
 CASES = {
     "model states": (0, "mp_rank_00_model_states.pt"),
@@ -148,7 +149,7 @@ CASES = {
     "nothing fits": (0, "zero8"),
     "manifest": (0, "zero8_manifest.json"),
     "marker": (0, "zero8_incomplete"),
-    "latest": (0, "latest"),
+    "name": (0, "latest"),
 }
 
 

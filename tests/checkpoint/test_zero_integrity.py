@@ -3,6 +3,7 @@
 
 import logging
 import os
+import resource
 import shutil
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -20,7 +21,7 @@ from zero_worker import base_optimizer, config, difference, held, make_engine, t
 from zero8.integrity import tags
 from zero8.integrity.files import locked
 from zero8.integrity.manifest import MANIFEST, MARKER
-from zero8.integrity.seal import verify
+from zero8.integrity.seal import seal, verify
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -341,6 +342,13 @@ def save_and_load_otherwise(folder):
     together(lambda: cut(min(Path(folder, "one").glob("*pp_rank_1_*optim*"))))
     found["old, cut"] = error_of(engine.load_checkpoint, folder)
     torch.distributed.barrier()
+    together(shutil.copytree, f"{folder}/kept/d", f"{folder}/sealed")
+    together(os.remove, f"{folder}/sealed/{MANIFEST}")
+    together(seal, Path(folder, "sealed"))
+    found["sealed"] = error_of(engine.load_checkpoint, folder, tag="sealed")
+    torch.distributed.barrier()
+    damage(folder, "sealed")
+    found["sealed, damaged"] = error_of(engine.load_checkpoint, folder, tag="sealed")
     found["again"] = error_of(engine.save_checkpoint, folder, tag="one")
     found["again loaded"] = error_of(engine.load_checkpoint, folder)
     # A job of its own holds the lock.
@@ -452,6 +460,12 @@ def resume_alone(folder):
     return error_of(engine.load_checkpoint, folder, tag="one")
 
 
+def test_load_of_a_tag_that_was_sealed_later_is_verified(otherwise):
+    assert of_both(otherwise, "sealed") == [None, None]
+    for kind, message in of_both(otherwise, "sealed, damaged"):
+        assert kind == "ValueError" and "contents differ" in message
+
+
 @pytest.mark.slow
 def test_load_by_another_number_of_ranks_says_what_to_do(otherwise, standing_ranks):
     (error,) = standing_ranks(1).run(resume_alone, folder=str(otherwise[1]))
@@ -480,7 +494,13 @@ def save_swapped(folder):
             together(shutil.rmtree, f"{folder}/checkpoints")
             together(shutil.move, f"{folder}/whole", f"{folder}/checkpoints")
     saved = held_everywhere(engine)
-    return {"errors": errors, "saved": saved, "losses": train(engine, 1, first=1)}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if RANK == 1:  # to a program, a disk that is full: while swap files are copied
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1]))
+    full = error_of(engine.save_checkpoint, f"{folder}/checkpoints", tag="full")
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    losses = train(engine, 1, first=1)
+    return {"errors": errors, "saved": saved, "full": full, "losses": losses}
 
 
 def load_swapped(folder):
@@ -501,6 +521,10 @@ def test_checkpoint_of_swapped_states_is_verified_in_every_file_and_resumes(tmp_
         writer = pattern[len("rank*")]
         assert kind == "ValueError" and reason in message, (pattern, name)
         assert f"(written by rank {writer})" in message and "offloaded_tensors/rank" in message
+    for rank in saved:
+        kind, message = rank["full"]
+        assert kind == "OSError" and "rank 1: " in message
+        assert "offloaded_tensors/rank01/" in message and "File too large" in message
     for before, after in zip(saved, run_ranks(load_swapped, 2, tmp_path, **kwargs), strict=True):
         assert difference(before["saved"], after["saved"]) == ""
         assert before["losses"] == after["losses"]

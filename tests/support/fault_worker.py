@@ -61,6 +61,7 @@ class Server:
 def serve() -> None:
     """Fork the ranks of the jobs that stdin names, a line of JSON each, and answer in JSON."""
     # What takes seconds: all that the first engine of a process imports.
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     import zero_worker  # noqa: F401
     from ranks import free_port
 
