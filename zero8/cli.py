@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `zero8 build`, `zero8 doctor`, `zero8 bench`."""
+"""The command line: `zero8 build`, `zero8 doctor`, `zero8 checkpoint`, `zero8 bench`."""
 
 import argparse
 import contextlib
@@ -12,9 +12,11 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    arguments = _parser().parse_args(argv)
-    if arguments.run is _bench:
-        return _bench(arguments.arguments)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    # These have commands of their own, whose imports only they should pay for.
+    if argv[:1] == ["bench"]:
+        return _bench(argv[1:])
+    arguments = _checkpoint(argv[1:]) if argv[:1] == ["checkpoint"] else _parser().parse_args(argv)
     # DeepSpeed logs to stdout from its import on; our stdout carries the result and nothing else.
     with contextlib.redirect_stdout(sys.stderr):
         status, result, text = arguments.run(arguments)
@@ -38,14 +40,15 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="FOLDER",
                 help="build there; a copy of it serves where TORCH_EXTENSIONS_DIR names the copy",
             )
-    bench = commands.add_parser("bench", add_help=False, help="measure; see zero8 bench --help")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER)
-    bench.set_defaults(run=_bench)
+    for name, help_text in (
+        ("checkpoint", "verify, inspect, compare and convert; see zero8 checkpoint --help"),
+        ("bench", "measure; see zero8 bench --help"),
+    ):
+        commands.add_parser(name, help=help_text)
     return parser
 
 
 def _bench(argv: Sequence[str]) -> int:
-    # Its options come from the measurements, whose imports only they should pay for.
     from zero8.bench.backward import command as backward
     from zero8.bench.fidelity import command as fidelity
     from zero8.bench.step import command as step
@@ -74,6 +77,16 @@ def _bench(argv: Sequence[str]) -> int:
         return arguments.run(arguments)
     except UsageError as error:
         parser.error(str(error))
+
+
+def _checkpoint(argv: Sequence[str]) -> argparse.Namespace:
+    from zero8.checkpoint import command
+
+    parser = argparse.ArgumentParser(
+        prog="zero8 checkpoint", description="Tools for checkpoints; none needs a GPU or a model."
+    )
+    command.add_commands(parser)
+    return parser.parse_args(argv, argparse.Namespace(run=command.run))
 
 
 def _build(arguments: argparse.Namespace) -> tuple[int, dict, str]:

@@ -259,3 +259,11 @@ def test_bench_bad_option_is_a_usage_error(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", "step", "--json", "unused.json", "--numel", "3"])
     assert "--numel: got 3, expected a multiple of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["bench"], ["checkpoint"], ["checkpoint", "verify"]])
+def test_help_of_every_command_is_printed(command, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([*command, "--help"])
+    assert exit_info.value.code == 0
+    assert " ".join(["usage: zero8", *command]) in capsys.readouterr().out

@@ -3,6 +3,7 @@
 
 import inspect
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import deepspeed
@@ -233,6 +234,12 @@ class Views:
     def reload_states(self):
         return "reloaded"
 
+    def load_hp_checkpoint_state_from_checkpoint_dir(self, lp_groups_name, checkpoint_dir):
+        return lp_groups_name, checkpoint_dir
+
+    def _link_all_hp_params(self):
+        return self.round_robin_bit16_padding
+
 
 def offload(optimizer, device, pin_memory=False, non_blocking=False):
     return "moved", device, pin_memory, non_blocking
@@ -247,6 +254,9 @@ class Zero3(Zero):
 
     def _post_step(self):
         return "stepped"
+
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir):
+        return checkpoint_dir
 
 
 @pytest.fixture
@@ -340,6 +350,34 @@ def test_installed_views_of_other_optimizers_are_left_alone(stand_ins):
     assert (other.offload_states("x"), other.reload_states()) == ("x", "reloaded")
     with pytest.raises(AttributeError, match="bit16_groups"):
         stand_ins.views(Ours()).load_state_dict()
+
+
+def test_installed_loads_of_universal_checkpoints_leave_other_optimizers_alone(stand_ins):
+    """There is no such checkpoint: looking at it would fail."""
+    seams.install(Ours)
+    flat, zero3 = stand_ins.views(object()), stand_ins.zero3(object())
+    assert flat.load_hp_checkpoint_state_from_checkpoint_dir("groups", "none") == ("groups", "none")
+    assert zero3.load_hp_checkpoint_state_from_checkpoint_dir_stage3("none") == "none"
+    ours = Ours()
+    ours.param_groups = []
+    for load in (
+        partial(stand_ins.views(ours).load_hp_checkpoint_state_from_checkpoint_dir, "groups"),
+        stand_ins.zero3(ours).load_hp_checkpoint_state_from_checkpoint_dir_stage3,
+    ):
+        with pytest.raises(FileNotFoundError):
+            load("none")
+
+
+@pytest.mark.parametrize("round_robin", [True, False])
+def test_installed_places_are_looked_for_by_offsets_in_our_round_robin_only(stand_ins, round_robin):
+    """DeepSpeed looks at the offsets where there is padding: ours is told that there is some."""
+    seams.install(Ours)
+    for optimizer, seen in ((Ours(), [[1], [1]] if round_robin else [[0], [0]]), (1, [[0], [0]])):
+        zero = stand_ins.views(optimizer)
+        zero.round_robin_gradients = round_robin
+        zero.round_robin_bit16_padding = [[0], [0]]
+        assert zero._link_all_hp_params() == seen
+        assert zero.round_robin_bit16_padding == [[0], [0]]
 
 
 def test_installed_master_weights_drop_the_bf16_validator_for_ours_only(stand_ins):

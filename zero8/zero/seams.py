@@ -14,7 +14,7 @@ from operator import attrgetter
 from types import ModuleType
 
 from zero8.versions import TESTED, warn_if_untested
-from zero8.zero import accelerate, access, checkpoints
+from zero8.zero import accelerate, access, checkpoints, universal_load
 from zero8.zero.when_imported import when_imported
 
 
@@ -76,6 +76,7 @@ _SWAP = "deepspeed.runtime.swap_tensor"
 _PARTITIONED = f"{_SWAP}.partitioned_optimizer_swapper"
 _PIPELINED = f"{_SWAP}.pipelined_optimizer_swapper"
 _CHECKPOINT = "deepspeed.runtime.checkpoint_engine"
+_PADDING = "loads universal checkpoints on ranks that hold nothing but padding, too"
 _VIEWS = "takes views of states again that have changed"
 
 SEAMS = (
@@ -144,6 +145,23 @@ SEAMS = (
         "DeepSpeedZeroOptimizer_Stage3.offload_states",
         ("include",),
         "says what it cannot move",
+    ),
+    *(
+        Seam(
+            module, f"{name}.{universal_load.LOADS}", ("lp_groups_name", "checkpoint_dir"), _PADDING
+        )
+        for module, name in ((_STAGE12, "DeepSpeedZeroOptimizer"), (_BF16, "BF16_Optimizer"))
+    ),
+    Seam(
+        _STAGE3,
+        f"DeepSpeedZeroOptimizer_Stage3.{universal_load.LOADS_STAGE3}",
+        ("checkpoint_dir",),
+        "loads the options of every parameter group from universal checkpoints",
+    ),
+    Seam(
+        _STAGE12,
+        f"DeepSpeedZeroOptimizer.{universal_load.LINKS}",
+        change="finds parameters where round_robin_gradients has put them",
     ),
     Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", change="raises on all ranks or on none"),
     Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._post_step", change="lets the ranks agree"),
@@ -244,6 +262,12 @@ def install(optimizer_class: type) -> None:
     access.keep_views_fresh(stage_1_and_2.DeepSpeedZeroOptimizer, *zero12, optimizer_class)
     bf16 = ("bf16_groups", "fp32_groups_flat_partition")
     access.keep_views_fresh(bf16_optimizer.BF16_Optimizer, *bf16, optimizer_class)
+    universal_load.load_into_padding(
+        stage_1_and_2.DeepSpeedZeroOptimizer, zero12[1], optimizer_class
+    )
+    universal_load.load_into_padding(bf16_optimizer.BF16_Optimizer, bf16[1], optimizer_class)
+    universal_load.load_all_groups(zero3_class, optimizer_class)
+    universal_load.find_places_in_round_robin(stage_1_and_2.DeepSpeedZeroOptimizer, optimizer_class)
     access.offload_codes(stage_1_and_2, optimizer_class)
     access.refuse_to_move_states(zero3_class, optimizer_class)
     overrides.swap_states(stage3, optimizer_class)

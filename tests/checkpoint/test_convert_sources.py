@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversions of what is not our own 8-bit state with names: AdamW, bitsandbytes, numbers."""
+
+import torch
+from convert_cases import converted, refusal, same
+from convert_model import named_groups, saved_plain
+
+from zero8 import Adam8bitBlockwise
+
+
+def test_convert_of_adamw_keeps_its_float32_moments(tmp_path):
+    _, adamw = saved_plain(tmp_path / "in", torch.optim.AdamW)
+    for to in ("plain", "fp32"):
+        converted(tmp_path / "in", tmp_path / to, to)
+        state = torch.load(tmp_path / to, weights_only=True)["optimizer"]["state"]
+        for number, entries in adamw.state_dict()["state"].items():
+            assert entries.keys() == state[number].keys()
+            assert all(torch.equal(state[number][key], entries[key]) for key in entries)
+    result = converted(tmp_path / "in", tmp_path / "dcp", "dcp")
+    assert any("state_dict_format" in note for note in result["notes"])
+
+
+def test_convert_of_parameters_without_names_is_for_plain_files(tmp_path):
+    model, optimizer = saved_plain(tmp_path / "in", named=False)
+    converted(tmp_path / "in", tmp_path / "plain", "plain")
+    content = torch.load(tmp_path / "plain", weights_only=True)
+    assert "param_names" not in content["optimizer"]["param_groups"][0]
+    groups = [{**g, "params": [p for _, p in g["params"]]} for g in named_groups(model)]
+    other = Adam8bitBlockwise(groups)
+    other.load_state_dict(content["optimizer"])
+    for key, entries in optimizer.state_dict()["state"].items():
+        theirs = other.state_dict()["state"][key]
+        assert all(
+            torch.equal(torch.as_tensor(theirs[k]), torch.as_tensor(entries[k])) for k in entries
+        )
+    for to in ("dcp", "zero"):
+        assert "named_parameters" in refusal(tmp_path / "in", tmp_path / to, to)
+
+
+def test_convert_carries_states_to_bitsandbytes_and_back(tmp_path):
+    """Blocks coincide in a parameter of rows of 512: its codes and scales are verbatim."""
+    p = torch.nn.Parameter(torch.randn(24, 512, generator=torch.Generator().manual_seed(0)))
+    optimizer = Adam8bitBlockwise([("p", p)], codec="dynamic")
+    p.grad = p.detach().abs()  # of one sign: no block of m has a negative scale
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "in")
+    converted(tmp_path / "in", tmp_path / "theirs", "bitsandbytes")
+    state = torch.load(tmp_path / "theirs", weights_only=True)["optimizer"]["state"][0]
+    assert torch.equal(state["state1"], optimizer.state[p]["exp_avg_q8"])
+    converted(tmp_path / "theirs", tmp_path / "back", "plain")
+    content = torch.load(tmp_path / "back", weights_only=True)["optimizer"]
+    assert content["param_groups"][0]["param_names"] == ["p"]
+    for key in ("exp_avg_q8", "exp_avg_scale", "exp_avg_sq_q8", "exp_avg_sq_scale"):
+        assert torch.equal(content["state"][0][key], optimizer.state[p][key])
+
+
+def test_convert_of_a_flattened_folder_is_that_of_a_nested_one(tmp_path):
+    """`flatten_optimizer_state_dict` writes the groups' settings under each parameter's name."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    model, optimizer = saved_plain(tmp_path / "plain")
+    for name, flat in (("nested", False), ("flat", True)):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        content = zip(
+            ("model", "optim"), get_state_dict(model, optimizer, options=options), strict=True
+        )
+        dcp.save(dict(content), checkpoint_id=tmp_path / name, no_dist=True)
+        converted(tmp_path / name, tmp_path / f"{name}-plain", "plain")
+    nested, flat, plain = (
+        torch.load(tmp_path / name, weights_only=True)["optimizer"]
+        for name in ("nested-plain", "flat-plain", "plain")
+    )
+    assert nested["param_groups"] == plain["param_groups"] == flat["param_groups"]
+    for number, entries in plain["state"].items():
+        assert same(nested["state"][number], entries, entries)
+        assert same(flat["state"][number], entries, entries)

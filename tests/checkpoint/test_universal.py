@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO checkpoints at other world sizes and stages, by DeepSpeed's universal checkpoints."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from universal_cuts import (
+    check_same_but_cut_blocks,
+    check_within_half_a_code,
+    command,
+    convert,
+    decoded,
+    joined,
+)
+from universal_worker import (
+    Parts,
+    change_frozen,
+    error_of_load,
+    settings,
+    step_through,
+    visit,
+)
+from zero_shards import assert_equals_plain
+from zero_worker import MOMENTS
+
+import zero8
+
+WORLD_SIZES = (1, 2, 4, 3, 1)
+STEPS = ((0, 1), (2,), (3,), (4,), (5,))
+CHAINS = {
+    "zero1": [settings(1)] * 5,
+    "zero1 offload": [settings(1, "cpu")] * 5,
+    "zero2": [settings(2)] * 5,
+    "zero2 offload": [settings(2, "cpu")] * 5,
+    "zero3": [settings(3)] * 5,
+    "zero3 offload": [settings(3, "cpu", zero={"sub_group_size": 9000})] * 5,
+    "zero1-3-2-1-2": [settings(stage) for stage in (1, 3, 2, 1, 2)],
+    "zero2-3-1-3-2 offload": [settings(stage, "cpu") for stage in (2, 3, 1, 3, 2)],
+    "zero2 round robin": [settings(2, zero={"round_robin_gradients": True})] * 5,
+}
+BF16_MASTERS = {"bf16_master_weights_and_grads": True}
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+PRECISIONS = {
+    "BF16_Optimizer": settings(1, dtype={}) | FP32_GRADIENTS,
+    "zero2 offload, bf16": settings(2, "cpu", dtype={}),
+    "zero3, bf16": settings(3, dtype={}),
+    "zero2 offload, bf16 masters": settings(2, "cpu", dtype=BF16_MASTERS),
+    "zero3 offload, bf16 masters": settings(3, "cpu", dtype=BF16_MASTERS),
+}
+TRAINED = [name for name in Parts.SHAPES if name != "frozen"]
+
+
+def travel(ranks_of, world_sizes, chains, folder, grouped=True):
+    """Take chains of configs through world sizes; return by chain what the ranks held at each."""
+    visits = {name: [] for name in chains}
+    for hop, (world_size, steps) in enumerate(zip(world_sizes, STEPS, strict=False)):
+        jobs = [
+            {
+                "ds_config": configs[hop],
+                "source": f"{folder}/{name}/{hop - 1}" if hop else None,
+                "target": f"{folder}/{name}/{hop}",
+                "steps": steps,
+                "grouped": grouped,
+            }
+            for name, configs in chains.items()
+        ]
+        ranks = ranks_of(world_size).run(visit, timeout_s=400, jobs=jobs)
+        for number, name in enumerate(chains):
+            visits[name].append([rank[number] for rank in ranks])
+            if hop + 1 < len(world_sizes):
+                convert(f"{folder}/{name}/{hop}")
+    return visits
+
+
+def check_visits(visits):
+    """Check each load against what was saved before it; return where blocks were always whole."""
+    whole = {name: torch.ones(1, dtype=torch.bool) for name in TRAINED}
+    for before, after in pairwise(visits):
+        saved, loaded = (
+            [rank[when] for rank in ranks]
+            for ranks, when in ((before, "stepped"), (after, "loaded"))
+        )
+        steps = {state["step"] for rank in saved for state in rank["states"]}
+        assert len(steps) == 1
+        for rank in loaded:
+            assert {state["step"] for state in rank["states"]} == steps
+            assert all(state["history"] > 1e38 for state in rank["states"])
+            assert rank["options"] == saved[0]["options"]
+        for name, here in check_same_but_cut_blocks(joined(saved), joined(loaded)).items():
+            whole[name] = whole[name] & here
+    return whole
+
+
+# --- Quick ---------------------------------------------------------------------------------------
+
+
+def test_universal_checkpoints_load_in_the_other_stages(standing_ranks, tmp_path):
+    """The representative of the others, on two ranks."""
+    chains = {"2 to 3": [settings(2), settings(3)], "3 to 2": [settings(3, "cpu"), settings(2)]}
+    visits = travel(standing_ranks, (2, 2), chains, tmp_path)
+    check_visits(visits["3 to 2"])
+    whole = check_visits(visits["2 to 3"])
+    # The two stages cut at different places: some blocks, and not many.
+    assert {name for name in TRAINED if not whole[name].all()} >= {"conv", "embed", "lora_b"}
+    assert all(here.float().mean() > 0.8 for here in whole.values())
+
+
+# --- Through world sizes -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return where `journeys` leaves its checkpoints, by chain and number of the hop."""
+    return tmp_path_factory.mktemp("universal")
+
+
+@pytest.fixture(scope="module")
+def journeys(standing_ranks, folder):
+    return travel(standing_ranks, WORLD_SIZES, CHAINS, folder)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(standing_ranks):
+    """Return what one rank holds after the steps of all hops, without a checkpoint."""
+    (rank,) = standing_ranks(1).run(step_through, ds_config=settings(2), hops=STEPS)
+    return joined([rank])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", CHAINS)
+def test_universal_checkpoints_keep_all_but_codes_of_cut_blocks(journeys, chain):
+    """1 -> 2 -> 4 -> 3 -> 1 ranks: masters and steps exactly, codes of cut blocks within half."""
+    whole = check_visits(journeys[chain])
+    assert {name for name in TRAINED if not whole[name].all()} >= {"embed", "lora_b"}
+    assert all(here.float().mean() > 0.7 for here in whole.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", CHAINS)
+def test_universal_checkpoints_are_gone_on_from_as_if_there_were_none(
+    journeys, uninterrupted, chain
+):
+    """Blocks that no boundary has ever cut end with the bits of a run on one rank."""
+    ranks = [rank["stepped"] for rank in journeys[chain][-1]]
+    whole, ended = check_visits(journeys[chain]), joined(ranks)
+    for name, entry in ended.items():
+        for key in set(entry) - {"whole", "holders"}:
+            here = whole[name]
+            assert torch.equal(entry[key][here], uninterrupted[name][key][here]), (name, key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", [name for name in CHAINS if "3" not in name])
+def test_universal_checkpoints_load_on_ranks_that_hold_nothing_but_padding(journeys, chain):
+    """The third group has one element; DeepSpeed alone fails on the other ranks of four."""
+    for rank, result in enumerate(journeys[chain][WORLD_SIZES.index(4)]):
+        *_, single = result["loaded"]["states"]
+        assert len(single["pieces"]) == (1 if rank == 0 else 0)
+        assert single["step"] == 3
+
+
+@pytest.mark.slow
+def test_universal_checkpoints_move_codes_of_cut_blocks(journeys):
+    """Guards the bound of half a code: there are codes that it is about."""
+    saved, loaded = (
+        joined([rank[when] for rank in journeys["zero2"][hop]])
+        for hop, when in ((2, "stepped"), (3, "loaded"))
+    )
+    moved = sum((saved[n]["exp_avg"] != loaded[n]["exp_avg"]).sum() for n in saved)
+    assert moved > 100
+
+
+# --- Other precisions ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def precisions(standing_ranks, tmp_path_factory):
+    chains = {name: [config] * 2 for name, config in PRECISIONS.items()}
+    # In one group, as its padding on a rank that holds nothing else fails DeepSpeed's converter in
+    # BF16_Optimizer.
+    folder = tmp_path_factory.mktemp("precisions")
+    return travel(standing_ranks, (2, 3), chains, folder, grouped=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PRECISIONS if "masters" not in name])
+def test_universal_checkpoints_of_bf16_keep_all_but_codes_of_cut_blocks(precisions, name):
+    check_visits(precisions[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PRECISIONS if "masters" in name])
+def test_universal_checkpoints_of_bf16_masters_bring_moments_rounded_to_bf16(precisions, name):
+    """DeepSpeed loads moments into tensors of the masters' type.
+
+    They are encoded within half a code then, in all blocks; masters and steps are exact.
+    """
+    (saved, loaded) = (
+        joined([rank[when] for rank in ranks])
+        for ranks, when in zip(precisions[name], ("stepped", "loaded"), strict=True)
+    )
+    assert {s["step"] for r in precisions[name][1] for s in r["loaded"]["states"]} == {2}
+    for parameter, old in saved.items():
+        new = loaded[parameter]
+        assert new["weights"].dtype == torch.bfloat16
+        assert torch.equal(old["weights"], new["weights"]), parameter
+        for which in MOMENTS:
+            rounded = decoded(old, which).bfloat16().float()
+            scales = new.get(f"{which}_scale")
+            if scales is None:
+                assert torch.equal(new[which], rounded), parameter
+            else:
+                check_within_half_a_code(rounded, new[which], scales, which)
+
+
+# --- Without ZeRO --------------------------------------------------------------------------------
+
+
+def plain_optimizer(folder):
+    """Return parameters, and our optimizer without ZeRO, from a universal checkpoint."""
+    bag, states = Parts(), {}
+    named = [(name, p) for name, p in bag.named_parameters() if name in TRAINED]
+    for number, (name, p) in enumerate(named):
+        entries = {
+            path.stem: torch.load(path, weights_only=False)
+            for path in (Path(folder) / "zero" / name).glob("*.pt")
+        }
+        p.data.copy_(entries.pop("fp32")["param"])
+        states[number] = {"step": torch.tensor(float(entries.pop("step")))}
+        states[number] |= {which: held["param"] for which, held in entries.items()}
+    optimizer = zero8.Adam8bitBlockwise(named)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+    return named, optimizer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", ["zero1", "zero2", "zero3"])
+def test_universal_checkpoints_load_without_zero(journeys, chain, folder):
+    """Of four ranks into plain parameters: the blocks that the ranks had not cut, bit for bit."""
+    named, optimizer = plain_optimizer(folder / chain / "2" / "saved_universal")
+    expected = {name: (p.detach(), optimizer.state[p]) for name, p in named}
+    assert {int(state["step"]) for _, state in expected.values()} == {4}
+    saved = joined([rank["stepped"] for rank in journeys[chain][2]])
+    assert_equals_plain(saved, expected, 256, cut_per_param=4)
+
+
+# --- What is refused, and what is lost -----------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_universal_checkpoint_of_other_groups_is_refused(standing_ranks, tmp_path, stage):
+    """DeepSpeed would leave parameters as they are, or give all groups the options of the first."""
+    ranks = standing_ranks(1)
+    job = {"ds_config": settings(stage), "steps": (0,), "target": str(tmp_path)}
+    ranks.run(visit, jobs=[job])
+    convert(tmp_path)
+    arguments = {"ds_config": settings(stage), "source": str(tmp_path), "grouped": False}
+    ((kind, message),) = ranks.run(error_of_load, **arguments)
+    assert kind == "ValueError"
+    assert "got a checkpoint of 3 parameter groups, expected 1" in message
+
+
+@pytest.mark.slow
+def test_universal_command_refuses_fp32_adams_under_round_robin_gradients(standing_ranks, tmp_path):
+    """DeepSpeed's converter would write elements of one parameter into another's file."""
+    config = settings(2, zero={"round_robin_gradients": True}, optimizer="AdamW", torch_adam=True)
+    job = {"ds_config": config, "steps": (0,), "target": str(tmp_path)}
+    standing_ranks(2).run(visit, jobs=[job])
+    status, result, _ = command(tmp_path)
+    assert (status, "would exchange parameters" in result["error"]) == (1, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_universal_checkpoints_do_not_restore_frozen_parameters(standing_ranks, tmp_path, stage):
+    """Of no optimizer: under load_universal DeepSpeed reads what the optimizer steps over only."""
+    ranks, folder = standing_ranks(1), str(tmp_path)
+    job = {"ds_config": settings(stage), "steps": (0,), "target": folder}
+    ranks.run(visit, jobs=[job | {"before_load": change_frozen}])
+    convert(folder)
+    ((result,),) = ranks.run(visit, jobs=[{"ds_config": settings(stage), "source": folder}])
+    assert torch.equal(result["loaded"]["parameters"]["frozen"], Parts().frozen)

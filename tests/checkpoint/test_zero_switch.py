@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From fp32 Adams to 8 bits and back, in ZeRO stages 2 and 3 on two ranks."""
+
+import pytest
+import torch
+from universal_cuts import check_within_half_a_code, convert, decoded, joined
+from universal_worker import error_of_step, settings, steps_to_tensors, visit
+from zero_worker import MOMENTS
+
+STAGES = (2, 3)
+# Which Adam DeepSpeed takes: (where the optimizer is, its section of the config).
+ADAMS = {
+    "torch": (None, {"optimizer": "AdamW", "torch_adam": True}),
+    "DeepSpeedCPUAdam": ("cpu", {"optimizer": "AdamW"}),
+    "FusedAdam": (None, {"optimizer": "AdamW"}),
+}
+OURS = (None, {})
+CASES = [(stage, adam) for stage in STAGES for adam in ADAMS]
+BEFORE, AFTER = (0, 1), (2, 3, 4)
+
+
+def config_of(stage, adam, universal):
+    offload, options = ADAMS.get(adam, OURS)
+    return settings(stage, offload, universal, **options)
+
+
+def run(ranks, jobs):
+    """Run jobs by key; return by key what each rank held."""
+    done = ranks.run(visit, timeout_s=400, jobs=list(jobs.values()))
+    return {key: [rank[number] for rank in done] for number, key in enumerate(jobs)}
+
+
+@pytest.fixture(scope="module")
+def switched(standing_ranks, tmp_path_factory):
+    """Return what ranks held: saved by (stage, adam), and by (stage, adam, way) where it went."""
+    folder, ranks = tmp_path_factory.mktemp("switch"), standing_ranks(2)
+    saved = run(
+        ranks,
+        {
+            (stage, adam): {
+                "ds_config": config_of(stage, adam, universal=False),
+                "steps": BEFORE,
+                "grouped": False,
+                "target": f"{folder}/{stage} {adam}",
+            }
+            for stage in STAGES
+            for adam in (*ADAMS, "ours")
+        },
+    )
+    for stage, adam in saved:
+        convert(f"{folder}/{stage} {adam}")
+    jobs = {}
+    for stage, adam in CASES:
+        ways = {
+            "as it is": ("ours", adam, False),
+            "by universal": ("ours", adam, True),
+            "back": (adam, "ours", True),
+            "not at all": (adam, adam, False),
+        }
+        for way, (into, source, universal) in ways.items():
+            jobs[stage, adam, way] = {
+                "ds_config": config_of(stage, into, universal),
+                "source": f"{folder}/{stage} {source}",
+                "steps": AFTER,
+                "grouped": False,
+                "after_load": steps_to_tensors if (into, way) == ("torch", "back") else None,
+            }
+    return {"folder": folder, "saved": saved, **run(ranks, jobs)}
+
+
+def parts(ours, theirs, entry):
+    """Return by parameter what ranks hold of an entry in float32, in the places of our states.
+
+    Args:
+        ours: of each rank, what it held with our states.
+        theirs: the same with float32 states, in the same partitions.
+        entry: one of MOMENTS, or master.
+    """
+    made = {name: torch.zeros(len(e["weights"])) for name, e in joined(ours).items()}
+    for mine, others in zip(ours, theirs, strict=True):
+        for state, other in zip(mine["states"], others["states"], strict=True):
+            for piece in state["pieces"]:
+                here = other[entry][piece.start : piece.start + piece.numel]
+                made[piece.name][piece.first : piece.first + piece.numel] = here
+    return made
+
+
+def of_ranks(results, when):
+    return [result[when] for result in results]
+
+
+def steps_of(ranks):
+    return {int(state["step"]) for rank in ranks for state in rank["states"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["as it is", "by universal"])
+@pytest.mark.parametrize(("stage", "adam"), CASES)
+def test_fp32_adam_goes_on_in_8_bits_within_half_a_code(switched, stage, adam, way):
+    """`engine.load_checkpoint` reads both, the other's own checkpoint and a universal one."""
+    ours = of_ranks(switched[stage, adam, way], "loaded")
+    theirs = of_ranks(switched["saved"][stage, adam], "stepped")
+    held = joined(ours)
+    assert steps_of(ours) == {len(BEFORE)}
+    for name, master in parts(ours, theirs, "master").items():
+        assert torch.equal(held[name]["weights"], master), name
+    for which in MOMENTS:
+        for name, exact in parts(ours, theirs, which).items():
+            scales = held[name].get(f"{which}_scale")
+            if scales is None:
+                assert torch.equal(held[name][which], exact), name
+            else:
+                check_within_half_a_code(exact, held[name][which], scales, which)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "adam"), CASES)
+def test_8_bits_go_on_in_an_fp32_adam_exactly(switched, stage, adam):
+    ours = of_ranks(switched["saved"][stage, "ours"], "stepped")
+    theirs = of_ranks(switched[stage, adam, "back"], "loaded")
+    assert steps_of(theirs) == {len(BEFORE)}
+    held = joined(ours)
+    for name, master in parts(ours, theirs, "master").items():
+        assert torch.equal(held[name]["weights"], master), name
+    for which in MOMENTS:
+        for name, got in parts(ours, theirs, which).items():
+            assert torch.equal(decoded(held[name], which), got), (name, which)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["as it is", "by universal", "back"])
+@pytest.mark.parametrize(("stage", "adam"), CASES)
+def test_switched_training_goes_on_as_it_would_have_without(switched, stage, adam, way):
+    """After three steps the weights are near those of fp32 all the way: within a fifth of the way.
+
+    That far are those of "lora_b" only, whose rows share blocks and are up to 2^13 apart in size.
+    """
+    ended, without = (of_ranks(switched[stage, adam, w], "stepped") for w in (way, "not at all"))
+    began = of_ranks(switched[stage, adam, "not at all"], "loaded")
+    assert steps_of(ended) == {len(BEFORE) + len(AFTER)}
+    for name, reached in without[0]["parameters"].items():
+        moved = (reached - began[0]["parameters"][name]).norm()
+        apart = (ended[0]["parameters"][name] - reached).norm()
+        assert apart <= (0.2 if name == "lora_b" else 0.1) * moved, (name, apart / moved)
+        assert moved > 0 or name in ("frozen", "tied")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("adam", "universal", "reason"),
+    [
+        ("torch", False, "on an 8-bit moment: it would change a decoded copy"),
+        ("DeepSpeedCPUAdam", False, "bias_correction"),
+        ("FusedAdam", False, "bias_correction"),
+        ("torch", True, "`state_steps` argument must contain a list of singleton tensors"),
+    ],
+)
+def test_fp32_adam_that_does_not_know_our_states_fails_at_its_first_step(
+    switched, standing_ranks, adam, universal, reason
+):
+    """Our checkpoints as they are; and torch's `step` is a tensor, which no other Adam's is."""
+    errors = standing_ranks(2).run(
+        error_of_step,
+        ds_config=config_of(2, adam, universal),
+        source=f"{switched['folder']}/2 ours",
+    )
+    assert all(reason in text for _, text in errors), errors

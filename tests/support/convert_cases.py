@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of conversions share: the command, and which blocks a shard boundary cuts."""
+
+import argparse
+import math
+
+import torch
+from convert_model import SHAPES
+
+from zero8.checkpoint import convert
+from zero8.checkpoint.open import open_checkpoint
+from zero8.spec.grid import BlockGrid
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STAGES, WORLDS = (1, 2, 3), (1, 2, 3)
+SOURCES = [
+    *(f"zero{stage}x{world}" for stage in STAGES for world in WORLDS),
+    *(f"dcpx{world}" for world in WORLDS),
+    "plain",
+]
+QUANTIZED = ("embed", "wide", "conv", "lora_b", "unused")
+
+
+def converted(source, target, to):
+    """Convert by the command; return its JSON object."""
+    parser = argparse.ArgumentParser()
+    convert.add_arguments(parser)
+    status, found, text = convert.run(parser.parse_args([str(source), str(target), "--to", to]))
+    assert status == 0, text
+    return found
+
+
+def refusal(source, target, to="plain"):
+    """Return what the command says when it refuses, and check that it has left nothing."""
+    parser = argparse.ArgumentParser()
+    convert.add_arguments(parser)
+    before = sorted(target.parent.iterdir())
+    status, found, text = convert.run(parser.parse_args([str(source), str(target), "--to", to]))
+    assert status == 1 and found["error"] in text
+    assert sorted(target.parent.iterdir()) == before
+    return found["error"]
+
+
+def same(a, b, keys):
+    """Return whether entries of two states are the same bits."""
+    return all(torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in keys)
+
+
+def pieces_of(source):
+    return [
+        (fragment.name, piece.first, piece.numel)
+        for fragment in open_checkpoint(source).all_fragments()
+        for piece in fragment.pieces
+    ]
+
+
+def uncut(name, *all_pieces):
+    """Return which elements of a parameter are in blocks that lie in one piece, everywhere."""
+    shape, kept = SHAPES[name], torch.ones(math.prod(SHAPES[name]), dtype=torch.bool)
+    if name not in QUANTIZED:
+        return kept.view(shape)
+    block, count = BlockGrid.of(shape, 256).block_numbers(0, kept.numel())
+    whole = torch.zeros(count, dtype=torch.bool)
+    for pieces in all_pieces:
+        whole[:] = False
+        runs = [(first, numel) for owner, first, numel in pieces if owner == name and numel]
+        for first, numel in runs or [(0, kept.numel())]:
+            inside = torch.bincount(block[first : first + numel], minlength=count)
+            whole |= inside == torch.bincount(block, minlength=count)
+        kept &= whole[block]
+    return kept.view(shape)
+
+
+def check(got, expected, *all_pieces, names=SHAPES):
+    """Check that values and moments are equal bit by bit, except in blocks that are cut."""
+    for name in names:
+        kept = uncut(name, *all_pieces)
+        assert kept.float().mean() > 0.85
+        for key, values in expected[name].items():
+            ours, theirs = (t.view(SHAPES[name])[kept] for t in (got[name][key], values))
+            assert torch.equal(ours, theirs), f"{name}.{key}"
+
+
+def trained_names(source):
+    """ZeRO knows nothing of the optimizer's frozen parameters."""
+    return {name for name in SHAPES if name != "frozen"} if "zero" in source else set(SHAPES)

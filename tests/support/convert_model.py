@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model with parameters of every kind, whose gradients are the same in every framework."""
+
+import zlib
+
+import torch
+from torch import Tensor, nn
+
+from zero8 import Adam8bitBlockwise
+
+SHAPES = {
+    "embed": (67, 96),  # tied; rows of one block of 96
+    "wide": (20, 300),  # 256 + 44
+    "conv": (6, 10, 9, 13),  # rows of 117: two dimensions kept
+    "lora_b": (701, 8),  # blocks of 32 rows; the last has 29
+    "small": (37, 41),  # fewer than 4096 elements: float32 moments
+    "bias": (131,),  # one dimension: float32 moments
+    "single": (1,),  # empty on most ranks
+    "unused": (60, 70),  # never gets a gradient
+    "frozen": (50, 90),  # does not want one
+}
+# Without weight decay, which ZeRO applies to what has no gradient too.
+GROUPS = (
+    {"names": ("embed", "lora_b", "small", "single", "unused"), "lr": 2e-2, "betas": (0.8, 0.99)},
+    {"names": ("wide", "conv", "bias", "frozen"), "lr": 1e-2, "weight_decay": 0.25},
+)
+SAVED_AFTER, STEPS = 4, 7
+
+
+class Mixed(nn.Module):
+    """See SHAPES; the first has two names, and there is a buffer."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        for name, shape in SHAPES.items():
+            values = nn.Parameter(pattern(f"init {name}", shape).to(dtype))
+            self.register_parameter(name, values.requires_grad_(name != "frozen"))
+        self.head = nn.Module()
+        self.head.weight = self.embed
+        self.register_buffer("scale", torch.full((3,), 0.5))
+
+    def forward(self, step: int) -> Tensor:
+        total = 0.0
+        for name in (*SHAPES, "embed"):  # the sum of equal ones is exact
+            if name not in ("unused", "frozen"):
+                parameter = getattr(self, name)
+                gradient = pattern(f"{name} {step}", SHAPES[name])
+                total = total + (parameter * gradient.to(parameter.dtype)).float().sum()
+        return total
+
+
+def pattern(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return numbers of 4 bits: exact in bfloat16, and so are the means of three equal ones."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(shape, generator=generator)
+    mantissa, exponent = torch.frexp(values)
+    values = torch.ldexp((mantissa * 16).round() / 16, exponent)
+    if len(shape) > 1:
+        size = torch.randint(-8, 2, shape[:1], generator=generator)
+        values *= torch.exp2(size.float()).view(-1, *[1] * (len(shape) - 1))
+        values[torch.rand(shape, generator=generator) < 0.1] = 0.0
+    return values
+
+
+def named_groups(model: nn.Module, only: set[str] | None = None) -> list[dict]:
+    """Return the groups with the names of their parameters, those in `only` if given."""
+    return [
+        {
+            **{key: value for key, value in group.items() if key != "names"},
+            "params": [
+                (name, getattr(model, name))
+                for name in group["names"]
+                if only is None or name in only
+            ],
+        }
+        for group in GROUPS
+    ]
+
+
+def run(model: nn.Module, optimizer, steps) -> None:
+    for step in steps:
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def results(model: nn.Module, optimizer) -> dict[str, dict]:
+    """Return by parameter values and moments in float32, in copies."""
+    found = {}
+    for name, p in model.named_parameters():
+        found[name] = {"values": p.detach().clone().float()}
+        if optimizer.state.get(p):
+            for store in optimizer.moments(p):
+                found[name][store.which] = store.read(0, p.numel()).view(p.shape)
+    return found
+
+
+def train(**keywords) -> tuple[nn.Module, Adam8bitBlockwise]:
+    """Return a model and its optimizer after `SAVED_AFTER` steps of one process."""
+    model = Mixed(keywords.pop("dtype", torch.float32))
+    optimizer = Adam8bitBlockwise(named_groups(model), **keywords)
+    run(model, optimizer, range(SAVED_AFTER))
+    return model, optimizer
+
+
+def saved_plain(path, optimizer_class=Adam8bitBlockwise, named=True, **keywords):
+    """Save a file of one process after a few steps; return model and optimizer."""
+    model = Mixed()
+    groups = named_groups(model)
+    if not named:
+        groups = [{**g, "params": [p for _, p in g["params"]]} for g in groups]
+    optimizer = optimizer_class(groups, **keywords)
+    run(model, optimizer, range(SAVED_AFTER))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return model, optimizer

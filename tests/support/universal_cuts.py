@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converts checkpoints, and compares what ranks held before with what others hold afterwards."""
+
+import argparse
+
+import torch
+from zero_shards import put_together
+from zero_worker import MOMENTS
+
+from zero8.checkpoint import universal
+from zero8.spec.codec import DEFAULT_CODEC, codec_named
+
+BLOCK_SIZE = 256
+
+
+def command(*arguments):
+    """Run `zero8 checkpoint universal` in this process; return status, result and text."""
+    parser = argparse.ArgumentParser()
+    universal.add_arguments(parser)
+    return universal.run(parser.parse_args([*map(str, arguments), "--workers", "1"]))
+
+
+def convert(folder):
+    """Convert the latest checkpoint of a folder, and load it when nothing else is said."""
+    status, result, text = command(folder)
+    assert status == 0, text
+    return result
+
+
+def joined(ranks):
+    """Return by parameter what ranks hold together; see `zero_shards.put_together`."""
+    return put_together(ranks, BLOCK_SIZE)
+
+
+def check_same_but_cut_blocks(before, after):
+    """Compare two `joined`: all but blocks that a boundary cuts in either are the same bits.
+
+    Of cut blocks an element may have moved by half a code, the error of being encoded once more:
+    of the exact value that its code stood for before, in the block that it is in now, with the
+    scale that this has.  Both codes of `log` take the nearest level by the bit pattern, which is
+    linear within an octave, so half a code is at most half of the wider of the two gaps beside a
+    level; beside the lowest and the highest level of v, which has one neighbour of its kind, at
+    most the gap.
+
+    Returns:
+        by parameter, which elements are in blocks that are whole in both.
+    """
+    assert before.keys() == after.keys()
+    whole = {}
+    for name, old in before.items():
+        new = after[name]
+        assert new["holders"].eq(1).all(), name
+        assert torch.equal(old["weights"], new["weights"]), name
+        whole[name] = old["whole"] & new["whole"]
+        for which in MOMENTS:
+            if f"{which}_scale" not in new:
+                assert torch.equal(old[which], new[which]), (name, which)
+                continue
+            for entry in (which, f"{which}_scale"):
+                assert torch.equal(old[entry][whole[name]], new[entry][whole[name]]), (name, entry)
+            cut = ~whole[name]
+            check_within_half_a_code(
+                decoded(old, which)[cut], new[which][cut], new[f"{which}_scale"][cut], which
+            )
+    return whole
+
+
+def check_within_half_a_code(exact, codes, scales, which):
+    """Compare values with the codes that they got; see `check_same_but_cut_blocks`."""
+    code = getattr(codec_named(DEFAULT_CODEC), which)
+    got = code.decode(codes, scales, 1.0)
+    every = torch.arange(256, dtype=torch.uint8).repeat(len(codes), 1)
+    per_code = scales[:, None].expand(-1, 256, *scales.shape[1:])
+    levels = code.decode(every, per_code, 1.0)
+    below = torch.where(levels < got[:, None], levels, -torch.inf).amax(dim=1)
+    above = torch.where(levels > got[:, None], levels, torch.inf).amin(dim=1)
+    assert ((below <= exact) & (exact <= above)).all(), which
+    gaps = torch.stack([got - below, above - got])
+    inner = gaps.isfinite().all(dim=0) & (below != 0 if which == "exp_avg_sq" else True)
+    allowed = gaps.amax(dim=0) / 2 * (1 + 1e-5)
+    assert ((got - exact).abs() <= allowed)[inner].all(), which
+
+
+def decoded(entry, which):
+    """Return a moment of a parameter of `joined` in float32."""
+    if f"{which}_scale" not in entry:
+        return entry[which]
+    code = getattr(codec_named(DEFAULT_CODEC), which)
+    return code.decode(entry[which], entry[f"{which}_scale"], 1.0)

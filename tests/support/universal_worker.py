@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of the tests of universal checkpoints run: load, look, step, save."""
+
+import torch
+from ranks import error_of
+from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
+
+from zero8.spec.scalars import UNKNOWN_HISTORY
+
+
+class Parts(Bag):
+    """Parameters of every kind of place in a universal checkpoint; gradients as those of `Bag`."""
+
+    SHAPES = {
+        "embed": (67, 96),  # rows of one block of 96
+        "wide": (20, 300),  # 256 + 44
+        "conv": (6, 10, 9, 13),  # rows of 117: two dimensions kept
+        "lora_b": (701, 8),  # blocks of 32 rows; the last has 29
+        "small": (37, 41),  # fewer than 4096 elements: float32 moments
+        "bias": (131,),  # one dimension: float32 moments
+        "single": (1,),  # with a group of its own, on one rank alone
+        "unused": (60, 70),  # never gets a gradient
+        "frozen": (50, 90),  # does not want one
+    }
+
+
+GROUPS = (
+    {"names": ("embed", "lora_b", "small"), "lr": 2e-2, "weight_decay": 0.0, "betas": [0.8, 0.99]},
+    {"names": ("wide", "conv", "bias", "unused", "frozen"), "weight_decay": 0.25},
+    {"names": ("single",), "lr": 1e-3},
+)
+
+
+def visit(jobs: list[dict]) -> list[dict]:
+    """Do several jobs of `visit_one`, one after the other."""
+    return [visit_one(**job) for job in jobs]
+
+
+def visit_one(
+    ds_config: dict,
+    source: str | None = None,
+    steps: tuple = (),
+    target: str | None = None,
+    grouped: bool = True,
+    before_load=None,
+    after_load=None,
+) -> dict:
+    """Load a checkpoint into a new engine, step, save; return what this rank held on the way.
+
+    Args:
+        ds_config: the config of DeepSpeed; it says whether `source` is universal.
+        source: folder of checkpoints to load the latest from.
+        steps: numbers of the steps to take.
+        target: folder of checkpoints to save to, as the tag "saved".
+        grouped: whether the parameters are in GROUPS.
+        before_load: called with the engine, a function of this module.
+        after_load: the same.
+    """
+    engine = engine_of(ds_config, grouped)
+    result = {}
+    if before_load:
+        before_load(engine)
+    if source is not None:
+        path, _ = engine.load_checkpoint(source)
+        assert path is not None
+        if after_load:
+            after_load(engine)
+        result["loaded"] = encoded(engine)
+    for step in steps:
+        take_step(engine, step)
+    result["stepped"] = encoded(engine)
+    if target is not None:
+        engine.save_checkpoint(target, tag="saved")
+    engine.destroy()
+    return result
+
+
+def engine_of(ds_config: dict, grouped: bool = True):
+    """Return a new engine over `Parts`, in GROUPS or all in one group."""
+    bag = Parts()
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key != "names"},
+            "params": [getattr(bag, name) for name in group["names"]],
+        }
+        for group in GROUPS
+    ]
+    return make_engine(ds_config, bag, groups if grouped else None)
+
+
+def encoded(engine) -> dict:
+    """Return what `held` does, and the moments as they arrived and the options of the groups.
+
+    float32 moments of ours are encoded before, as the next step does.
+    """
+    base = base_optimizer(engine)
+    arrived = []
+    for p, state in base.state.items():
+        arrived.append({w: state[w].detach().clone() for w in MOMENTS if w in state})
+        if hasattr(base, "moments"):
+            base.moments(p)
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in base.param_groups
+    ]
+    return {**held(engine), "arrived": arrived, "options": options}
+
+
+def step_through(ds_config: dict, hops: tuple) -> dict:
+    """Take the steps of all hops without a checkpoint; return what this rank held at the end.
+
+    What checkpoints do not carry is forgotten between the hops: the bound on m^2/v.
+    """
+    engine = engine_of(ds_config)
+    for steps in hops:
+        for state in base_optimizer(engine).state.values():
+            state["history"] = UNKNOWN_HISTORY
+        for step in steps:
+            take_step(engine, step)
+    return encoded(engine)
+
+
+def steps_to_tensors(engine) -> None:
+    """Do what torch's AdamW needs after a load: its `step` is a tensor."""
+    for state in base_optimizer(engine).state.values():
+        state["step"] = torch.tensor(float(state["step"]))
+
+
+def change_frozen(engine) -> None:
+    """Give the frozen parameter other values than it is constructed with."""
+    frozen = engine.module.frozen
+    getattr(frozen, "ds_tensor", frozen).data.fill_(0.5)
+
+
+def error_of_load(ds_config: dict, source: str, grouped: bool = True):
+    """Return the error of a load into a new engine."""
+    return error_of(engine_of(ds_config, grouped).load_checkpoint, source)
+
+
+def error_of_step(ds_config: dict, source: str):
+    """Load a checkpoint; return the error of the step after it."""
+    engine = engine_of(ds_config, grouped=False)
+    engine.load_checkpoint(source)
+    return error_of(take_step, engine, 2)
+
+
+def settings(stage, offload=None, universal=True, **options):
+    """Return a config of DeepSpeed that loads universal checkpoints or ordinary ones."""
+    made = config(stage, offload, **options)
+    return made | ({"checkpoint": {"load_universal": True}} if universal else {})
