@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of the engine on two ranks: complete and verified, or an error on both."""
 
+import logging
 import os
+import resource
 import shutil
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import error_of
-from zero_worker import config, difference, held, make_engine, train
+from deepspeed.checkpoint.constants import CHECKPOINT_PARALLEL_DIMS
+from needs import need_nvme
+from nvme_worker import held_everywhere, make_tower, nvme_config
+from ranks import error_of, run_ranks
+from zero_worker import base_optimizer, config, difference, held, make_engine, train
 
 from zero8.integrity import tags
+from zero8.integrity.files import locked
 from zero8.integrity.manifest import MANIFEST, MARKER
-from zero8.integrity.seal import verify
+from zero8.integrity.seal import seal, verify
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -179,3 +187,344 @@ def test_save_leaves_a_complete_tag_with_every_file_and_its_writer(damaged, name
     assert [tag.name for tag in tags.complete_tags(folder)] == ["old", "new"]
     assert tags.read_latest(folder) == "new"
     assert not (folder / "new" / MARKER).exists()
+
+
+# --- Which tag is loaded -------------------------------------------------------------------------
+
+
+@contextmanager
+def logged():
+    """Yield a list that gets what zero8 logs in the block."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("zero8")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+ALLOWED = {"zero8": {"load_previous_if_damaged": True}}
+
+
+def damage(folder, tag, pattern="*pp_rank_1_*optim*"):
+    together(lambda: flip(min(Path(folder, tag).glob(pattern))))
+
+
+def tear(folder, tag):
+    """Leave a tag as a save that was interrupted does."""
+    together(lambda: tags.begin(Path(folder, tag), 9, is_part=lambda path: False))
+
+
+def load_by_tag(folder):
+    """Return for each way to ask for a tag: what came, what was logged, steps taken."""
+    strict, allowing = (make_engine(config() | section) for section in ({}, ALLOWED))
+    found = {}
+
+    def load(name, engine, **kwargs):
+        result = {}
+
+        def call():
+            result["path"] = engine.load_checkpoint(folder, **kwargs)[0]
+
+        with logged() as lines:
+            result["error"] = error_of(call)
+        found[name] = result | {"log": lines, "steps": engine.global_steps}
+        torch.distributed.barrier()
+
+    for step, tag in enumerate(("first", "second", "third")):
+        train(strict, 1, first=step)
+        strict.save_checkpoint(folder, tag=tag, save_latest=tag != "third")
+    load("latest", strict)
+    load("explicit", strict, tag="third")
+    together(os.remove, f"{folder}/latest")
+    load("no latest", strict)
+    together(tags.write_latest, Path(folder), "third")
+    tear(folder, "torn")
+    load("explicit torn", allowing, tag="torn")
+    load("explicit missing", allowing, tag="none")
+    damage(folder, "third")
+    load("damaged, not allowed", strict)
+    load("damaged, allowed", allowing)
+    load("damaged, explicit", allowing, tag="third")
+    damage(folder, "second", MANIFEST)
+    load("two damaged, allowed", allowing)
+    together(tags.write_latest, Path(folder), "torn")
+    load("torn, allowed", allowing)
+    damage(folder, "first")
+    load("all damaged, allowed", allowing)
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_tag(standing_ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tags") / "checkpoints"
+    return standing_ranks(2).run(load_by_tag, timeout_s=240, folder=str(folder))
+
+
+def loaded(ranks, name):
+    """Return the steps of the checkpoint that all ranks loaded, and rank 0's log."""
+    assert [rank[name]["error"] for rank in ranks] == [None, None], name
+    assert len({rank[name]["steps"] for rank in ranks}) == 1
+    return ranks[0][name]["steps"], ranks[0][name]["log"]
+
+
+def refused(ranks, name):
+    """Return the message of what all ranks raised."""
+    first, second = (rank[name]["error"] for rank in ranks)
+    assert first == second and first is not None, name
+    return first[1]
+
+
+def test_load_takes_what_latest_names_or_what_is_asked_for(by_tag):
+    assert loaded(by_tag, "latest")[0] == 2
+    assert loaded(by_tag, "explicit")[0] == 3
+
+
+def test_load_without_latest_takes_the_newest_complete_and_says_so(by_tag):
+    steps, log = loaded(by_tag, "no latest")
+    assert steps == 3
+    assert any("has no file 'latest'; loading the newest complete, third" in line for line in log)
+
+
+def test_load_of_a_damaged_checkpoint_takes_the_one_before_only_if_allowed(by_tag):
+    message = refused(by_tag, "damaged, not allowed")
+    assert "complete are first, second" in message and "load_previous_if_damaged" in message
+    steps, log = loaded(by_tag, "damaged, allowed")
+    assert steps == 2
+    (line,) = [line for line in log if "instead" in line]
+    assert "checkpoints/second instead" in line and "checkpoints/third is damaged" in line
+    assert by_tag[1]["damaged, allowed"]["log"] == []
+    assert loaded(by_tag, "two damaged, allowed")[0] == 1
+    assert loaded(by_tag, "torn, allowed")[0] == 1
+
+
+def test_load_of_an_explicit_tag_never_takes_another(by_tag):
+    assert "third is damaged" in refused(by_tag, "damaged, explicit")
+    assert "torn is incomplete: saving it was interrupted" in refused(by_tag, "explicit torn")
+    assert "there is no such checkpoint" in refused(by_tag, "explicit missing")
+
+
+def test_load_with_nothing_whole_left_lists_all_that_is_wrong(by_tag):
+    message = refused(by_tag, "all damaged, allowed")
+    for part in ("torn is incomplete", "first is damaged", "pp_rank_1_mp_rank_00_optim_states.pt"):
+        assert part in message
+
+
+# --- Other ways to save and load -----------------------------------------------------------------
+
+
+def save_and_load_otherwise(folder):
+    """Return what comes of tags without a manifest, of errors of one rank, of other optimizers."""
+    found = {}
+    engine = make_engine(config() | {"zero8": {"keep_checkpoints": 2}})
+    train(engine, 1)
+    for tag in "abcd":
+        engine.save_checkpoint(f"{folder}/kept", tag=tag)
+    torch.distributed.barrier()
+    found["kept"] = sorted(path.name for path in Path(folder, "kept").iterdir())
+    engine = make_engine(config())
+    train(engine, 1)
+    engine.save_checkpoint(folder, tag="one")
+    for rank in range(2):
+        refuse = patch.object(
+            base_optimizer(engine), "load_state_dict", side_effect=ValueError("bad")
+        )
+        with refuse if RANK == rank else nullcontext():
+            found[f"refused by rank {rank}"] = error_of(engine.load_checkpoint, folder)
+        torch.distributed.barrier()
+    together(os.remove, f"{folder}/one/{MANIFEST}")
+    with logged() as lines:
+        found["old"] = [error_of(engine.load_checkpoint, folder) for _ in range(2)]
+    found["old log"] = lines
+    damage(folder, "one")
+    together(lambda: cut(min(Path(folder, "one").glob("*pp_rank_1_*optim*"))))
+    found["old, cut"] = error_of(engine.load_checkpoint, folder)
+    torch.distributed.barrier()
+    together(shutil.copytree, f"{folder}/kept/d", f"{folder}/sealed")
+    together(os.remove, f"{folder}/sealed/{MANIFEST}")
+    together(seal, Path(folder, "sealed"))
+    found["sealed"] = error_of(engine.load_checkpoint, folder, tag="sealed")
+    torch.distributed.barrier()
+    damage(folder, "sealed")
+    found["sealed, damaged"] = error_of(engine.load_checkpoint, folder, tag="sealed")
+    found["again"] = error_of(engine.save_checkpoint, folder, tag="one")
+    found["again loaded"] = error_of(engine.load_checkpoint, folder)
+    # A job of its own holds the lock.
+    with locked(Path(folder)) if RANK == 0 else nullcontext():
+        torch.distributed.barrier()
+        found["locked"] = error_of(engine.save_checkpoint, folder, tag="other")
+    found["reserved"] = error_of(
+        engine.save_checkpoint, folder, tag="x", client_state={CHECKPOINT_PARALLEL_DIMS: 1}
+    )
+    found["unpicklable"] = error_of(
+        engine.save_checkpoint, folder, tag="x", client_state={"f": lambda: None}
+    )
+    found["after errors"] = error_of(engine.load_checkpoint, folder)
+    with logged() as lines:
+        engine.save_checkpoint(folder, tag=f"own{RANK}", save_latest=False)
+    found["own tags"] = lines
+    found["own tags loaded"] = error_of(engine.load_checkpoint, folder, tag=f"own{RANK}")
+    local = make_engine(config() | {"checkpoint": {"use_node_local_storage": True}})
+    train(local, 1)
+    local.save_checkpoint(f"{folder}/local", tag="one")
+    adamw = make_engine(config(optimizer="AdamW"))
+    train(adamw, 1)
+    adamw.save_checkpoint(f"{folder}/adamw", tag="one")
+    found["adamw"] = error_of(adamw.load_checkpoint, f"{folder}/adamw")
+    torch.distributed.barrier()
+    for name in ("local", "adamw"):
+        paths = [*Path(folder, name).iterdir(), *Path(folder, name, "one").iterdir()]
+        found[f"{name} files"] = [path.name for path in paths]
+        found[f"{name} latest"] = Path(folder, name, "latest").read_bytes()
+    return found
+
+
+@pytest.fixture(scope="module")
+def otherwise(standing_ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("otherwise") / "checkpoints"
+    return standing_ranks(2).run(save_and_load_otherwise, timeout_s=240, folder=str(folder)), folder
+
+
+def of_both(otherwise, name):
+    return [rank[name] for rank in otherwise[0]]
+
+
+def test_keep_checkpoints_deletes_the_oldest_after_a_save(otherwise):
+    for names in of_both(otherwise, "kept"):
+        assert [name for name in names if len(name) == 1] == ["c", "d"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_load_that_one_rank_refuses_is_an_error_on_both(otherwise, rank):
+    errors = of_both(otherwise, f"refused by rank {rank}")
+    assert errors[rank] == ("ValueError", "bad")
+    kind, message = errors[1 - rank]
+    assert kind == "ValueError" and f"rank {rank}: ValueError: bad" in message
+
+
+def test_load_of_a_tag_without_a_manifest_works_and_says_once_that_it_is_not_verified(otherwise):
+    assert of_both(otherwise, "old") == [[None, None]] * 2
+    (line,) = [line for line in otherwise[0][0]["old log"] if "not verified" in line]
+    assert "checkpoints/one" in line
+    assert otherwise[0][1]["old log"] == []
+
+
+def test_load_of_a_tag_without_a_manifest_that_one_rank_cannot_read_is_an_error_on_both(otherwise):
+    errors = of_both(otherwise, "old, cut")
+    assert None not in errors
+    assert "rank 1: " in errors[0][1]
+
+
+def test_save_over_what_was_damaged_makes_it_whole(otherwise):
+    assert of_both(otherwise, "again") == of_both(otherwise, "again loaded") == [None, None]
+
+
+def test_save_into_the_folder_of_another_job_is_an_error_on_both_that_says_whose(otherwise):
+    for kind, message in of_both(otherwise, "locked"):
+        assert kind == "OSError"
+        assert "another job saves into this folder: process" in message
+
+
+def test_save_of_what_deepspeed_refuses_raises_what_deepspeed_does(otherwise):
+    assert {kind for kind, _ in of_both(otherwise, "reserved")} == {"KeyError"}
+
+
+def test_save_that_rank_0_alone_cannot_write_is_an_error_on_both_and_hurts_no_other_tag(otherwise):
+    for kind, message in of_both(otherwise, "unpicklable"):
+        assert kind == "OSError"
+        assert "x is incomplete: rank 0: " in message and "pickle" in message
+    assert of_both(otherwise, "after errors") == [None, None]
+
+
+def test_save_of_other_tags_on_other_ranks_is_as_deepspeeds(otherwise):
+    for lines in of_both(otherwise, "own tags"):
+        assert any("without a manifest: ranks save different tags" in line for line in lines)
+    folder = otherwise[1]
+    assert not (folder / "own0" / MANIFEST).exists() and not (folder / "own0" / MARKER).exists()
+
+
+@pytest.mark.parametrize("name", ["adamw", "local"])
+def test_save_of_other_optimizers_and_on_local_disks_is_as_deepspeeds(otherwise, name):
+    assert of_both(otherwise, "adamw") == [None, None]
+    for files in of_both(otherwise, f"{name} files"):
+        assert "latest" in files
+        assert not [file for file in files if "zero8" in file and not file.endswith(".py")]
+    assert of_both(otherwise, f"{name} latest") == [b"one"] * 2
+
+
+def resume_alone(folder):
+    """Load what two ranks saved."""
+    engine = make_engine(config())
+    return error_of(engine.load_checkpoint, folder, tag="one")
+
+
+def test_load_of_a_tag_that_was_sealed_later_is_verified(otherwise):
+    assert of_both(otherwise, "sealed") == [None, None]
+    for kind, message in of_both(otherwise, "sealed, damaged"):
+        assert kind == "ValueError" and "contents differ" in message
+
+
+@pytest.mark.slow
+def test_load_by_another_number_of_ranks_says_what_to_do(otherwise, standing_ranks):
+    (error,) = standing_ranks(1).run(resume_alone, folder=str(otherwise[1]))
+    assert error[0] == "ValueError"
+    assert "was saved by 2 rank(s), this run has 1" in error[1]
+    assert "zero8 checkpoint universal" in error[1]
+
+
+# --- States on a disk ----------------------------------------------------------------------------
+
+
+def save_swapped(folder):
+    """Save twice, once more under the same tag; load what is damaged; return what is held."""
+    engine = make_tower(nvme_config(f"{folder}/swap"))
+    train(engine, 1)
+    for _ in range(2):
+        engine.save_checkpoint(f"{folder}/checkpoints", tag="new")
+    errors = {}
+    for pattern in ("rank*0/zero8-*", "rank*1/zero8-*", "rank*1/[0-9]*"):
+        for name, harm in {"flipped": flip, "cut": cut, "missing": os.remove}.items():
+            together(shutil.copytree, f"{folder}/checkpoints", f"{folder}/whole")
+            files = Path(folder, "checkpoints", "new", "offloaded_tensors")
+            together(lambda f=files, p=pattern, h=harm: h(min(f.glob(p))))
+            errors[pattern, name] = error_of(engine.load_checkpoint, f"{folder}/checkpoints")
+            torch.distributed.barrier()
+            together(shutil.rmtree, f"{folder}/checkpoints")
+            together(shutil.move, f"{folder}/whole", f"{folder}/checkpoints")
+    saved = held_everywhere(engine)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if RANK == 1:  # to a program, a disk that is full: while swap files are copied
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1]))
+    full = error_of(engine.save_checkpoint, f"{folder}/checkpoints", tag="full")
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    losses = train(engine, 1, first=1)
+    return {"errors": errors, "saved": saved, "full": full, "losses": losses}
+
+
+def load_swapped(folder):
+    engine = make_tower(nvme_config(f"{folder}/swap"))
+    engine.load_checkpoint(f"{folder}/checkpoints")
+    return {"saved": held_everywhere(engine), "losses": train(engine, 1, first=1)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_checkpoint_of_swapped_states_is_verified_in_every_file_and_resumes(tmp_path):
+    need_nvme()
+    kwargs = {"timeout_s": 600, "folder": str(tmp_path)}
+    saved = run_ranks(save_swapped, 2, tmp_path, **kwargs)
+    assert saved[0]["errors"] == saved[1]["errors"]
+    for (pattern, name), (kind, message) in saved[0]["errors"].items():
+        reason = {"flipped": "contents differ", "cut": "truncated", "missing": "missing"}[name]
+        writer = pattern[len("rank*")]
+        assert kind == "ValueError" and reason in message, (pattern, name)
+        assert f"(written by rank {writer})" in message and "offloaded_tensors/rank" in message
+    for rank in saved:
+        kind, message = rank["full"]
+        assert kind == "OSError" and "rank 1: " in message
+        assert "offloaded_tensors/rank01/" in message and "File too large" in message
+    for before, after in zip(saved, run_ranks(load_swapped, 2, tmp_path, **kwargs), strict=True):
+        assert difference(before["saved"], after["saved"]) == ""
+        assert before["losses"] == after["losses"]

@@ -10,7 +10,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -27,13 +27,21 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that at any time, even after a loss of power, it is the old or the new one.
 
     Two processes must not write the same path at once.
+
+    Raises:
+        OSError: if it cannot be written; it names the file, which is the old one then.
     """
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
     sync_folder(path.parent)
 
 
@@ -96,7 +104,7 @@ def locked(folder: Path, name: str = ".zero8_lock") -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        with suppress(OSError):  # a full disk: the lock holds, it only does not say whose it is
+            os.truncate(path, 0)
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield

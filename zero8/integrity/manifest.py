@@ -74,7 +74,7 @@ class Manifest:
 
     Attributes:
         sequence: larger than those of the tags beside it that were begun before.
-        world_size: number of ranks that wrote it.
+        world_size: number of ranks that wrote it; 0 if it is not known, all ranks are 0 then.
         files: in the order of their paths.
     """
 
@@ -130,15 +130,16 @@ class Manifest:
             raise ValueError("damaged, expected a list of files")
         manifest = cls(
             _integer("sequence", found["sequence"], 1),
-            _integer("world_size", found["world_size"], 1),
+            _integer("world_size", found["world_size"], 0),
             tuple(_file(entry) for entry in files),
         )
         if manifest.text().encode() != data:  # the hash, the order, and every space
             raise ValueError("damaged, its text is not what its own hash says")
         if len({file.path for file in manifest.files}) < len(manifest.files):
             raise ValueError("damaged, names a file twice")
-        if any(file.rank >= manifest.world_size for file in manifest.files):
-            raise ValueError(f"damaged, only {manifest.world_size} rank(s) can have written files")
+        ranks = manifest.world_size or 1
+        if any(file.rank >= ranks for file in manifest.files):
+            raise ValueError(f"damaged, only {ranks} rank(s) can have written files")
         return manifest
 
     def text(self) -> str:

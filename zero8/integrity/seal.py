@@ -11,7 +11,8 @@ from zero8.integrity.tags import end, next_sequence
 def seal(folder: Path, progress: Progress | None = None) -> Manifest:
     """Write the manifest of all files in a folder; one process does, when all have written.
 
-    Costs one read of all files, mostly from the page cache.
+    Costs one read of all files, mostly from the page cache.  The manifest names rank 0 as the
+    writer of all, and no world size: who wrote them is not known here.
 
     Args:
         folder: to be complete from now on.
@@ -21,7 +22,7 @@ def seal(folder: Path, progress: Progress | None = None) -> Manifest:
     files = [file_entry(folder, path, 0, progress) for path in paths_in(folder)]
     for parent in {folder, *(Path(folder, file.path).parent for file in files)}:
         sync_folder(parent)
-    manifest = Manifest.of(next_sequence(folder.resolve().parent), 1, files)
+    manifest = Manifest.of(next_sequence(folder.resolve().parent), 0, files)
     end(folder, manifest)
     return manifest
 

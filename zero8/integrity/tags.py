@@ -51,11 +51,11 @@ def tag_at(folder: Path) -> Tag:
     folder = Path(folder)
     try:
         return Tag(folder.name, COMPLETE, Manifest.read(folder).sequence)
-    except ValueError as error:
-        return Tag(folder.name, DAMAGED, 0, str(error))
     except FileNotFoundError:
         if not (folder / MARKER).exists():
             return Tag(folder.name, UNVERIFIED, 0)
+    except (OSError, ValueError) as error:
+        return Tag(folder.name, DAMAGED, 0, str(error))
     try:
         sequence = json.loads(_short(folder / MARKER))["sequence"]
     except (OSError, ValueError, TypeError, KeyError):  # only the order suffers
@@ -102,10 +102,14 @@ def begin(
     _make_incomplete(folder, sequence, note)
     for path in earlier:
         (folder / path).unlink(missing_ok=True)
-    for parent, _, _ in os.walk(folder, topdown=False):
-        if parent != str(folder):
-            with suppress(OSError):  # it holds something else
-                os.rmdir(parent)
+    for parent, _, _ in os.walk(folder, topdown=False):  # DeepSpeed wants to make some of them
+        with suppress(OSError):  # it holds something else
+            os.rmdir(parent)
+
+
+def abandon(folder: Path) -> None:
+    """Undo `begin` for a tag that will have no manifest: nobody can tell whether it is complete."""
+    (folder / MARKER).unlink(missing_ok=True)
 
 
 def note_of(folder: Path) -> str | None:

@@ -21,18 +21,18 @@ def from_rank_0(function: Callable[[], T]) -> T:
     """Return on all ranks what a function returns on rank 0, which alone calls it.
 
     Raises:
-        OSError, ValueError: what rank 0's call raised, on all ranks.
+        OSError, ValueError: what rank 0's call raised, on all ranks; RuntimeError for others.
     """
     told: list[Any] = [None, None]
     if distributed.get_rank() == 0:
         try:
             told[0] = function()
-        except FileNotFoundError as error:
-            told[1] = FileNotFoundError(str(error))
         except OSError as error:
             told[1] = OSError(str(error))
         except ValueError as error:
             told[1] = ValueError(str(error))
+        except Exception as error:  # whatever it is, the others wait for it
+            told[1] = RuntimeError(f"{type(error).__name__}: {error}")
     distributed.broadcast_object_list(told)
     if told[1] is not None:
         raise told[1]

@@ -52,7 +52,10 @@ def load(engine, original: Callable, options: dict) -> tuple:
             rank that wrote it.
         FileNotFoundError: on all ranks, if there is no such tag.
     """
-    if reason := reason_not_covered(engine):
+    reason = reason_not_covered(engine)
+    if not reason and len(set(gathered(options.get("tag")))) > 1:
+        reason = f"ranks load different tags, {options.get('tag')!r} among them"
+    if reason:
         tell_not_covered(reason)
         return original(engine, **options)
     tag = _agreed_tag(engine, options)
@@ -69,7 +72,8 @@ def _agreed_tag(engine, options: dict) -> str | None:
     choice = from_rank_0(partial(_first_choice, load_dir, asked, latest))
     refused: list[_Choice] = []
     while True:
-        problem = choice.problem or _problem_with(engine, load_dir, choice, options)
+        _check_world_size(engine, load_dir, choice, options)
+        problem = choice.problem or _damages(load_dir, choice)
         if not problem:
             break
         refused.append(_Choice(choice.tag, choice.manifest, problem, choice.missing))
@@ -143,20 +147,27 @@ def _others(load_dir: Path, refused: list[_Choice]) -> list[str]:
     return [tag.name for tag in found if tag.name not in names]
 
 
-def _problem_with(engine, load_dir: Path, choice: _Choice, options: dict) -> str:
+def _check_world_size(engine, load_dir: Path, choice: _Choice, options: dict) -> None:
+    """Raise ValueError if ranks would look for parts of the optimizer state that are not there."""
+    if choice.manifest is None or not choice.manifest.world_size:
+        return
+    loads_parts = options.get("load_optimizer_states", True) and not options.get("load_module_only")
+    if engine.load_universal_checkpoint() or not engine.zero_optimization():
+        loads_parts = False
+    saved_by, ranks = choice.manifest.world_size, distributed.get_world_size()
+    if loads_parts and saved_by != ranks:
+        raise ValueError(
+            f"load_checkpoint: {load_dir / choice.tag} was saved by {saved_by} rank(s), this run "
+            f"has {ranks}; for another number of ranks convert it: zero8 checkpoint universal"
+        )
+
+
+def _damages(load_dir: Path, choice: _Choice) -> str:
     """Return what all ranks together find wrong with a tag, "" if nothing."""
     if choice.manifest is None:
         return ""
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     folder, manifest = load_dir / choice.tag, choice.manifest
-    loads_parts = options.get("load_optimizer_states", True) and not options.get("load_module_only")
-    if engine.load_universal_checkpoint() or not engine.zero_optimization():
-        loads_parts = False
-    if loads_parts and manifest.world_size != ranks:
-        return (
-            f"{folder} was saved by {manifest.world_size} rank(s), this run has {ranks}; for "
-            "another number of ranks convert it: zero8 checkpoint universal"
-        )
     try:
         found = manifest.check(folder, (rank, ranks), is_part=is_part)
     except Exception as error:  # raised alone, it would leave the others waiting

@@ -23,6 +23,7 @@ from zero8.integrity.seal import file_entry
 from zero8.state.tell import logger, tell_once
 from zero8.zero.agree import from_rank_0, gathered, replaced
 from zero8.zero.checkpoint_settings import CheckpointSettings
+from zero8.zero.swap_checkpoint import swap_folder
 
 VISIBLE_WITHIN_S = 5.0
 """How long a file of rank 0 may take to be seen by the others on a shared file system."""
@@ -71,15 +72,20 @@ def save(engine, original: Callable, options: dict) -> bool:
     if reason:
         tell_not_covered(reason)
         return original(engine, **options)
-    folder = Path(options["save_dir"], tag)
+    save_dir = Path(options["save_dir"])
+    folder = save_dir / tag
     with ExitStack() as stack:
-        sequence, token = from_rank_0(partial(_begin, stack, folder))
+        sequence, token = from_rank_0(partial(_begin, stack, save_dir, tag))
         if not all(gathered(_sees(folder, token))):
             tell_not_covered(f"not all ranks see the files of rank 0 in {folder}")
+            from_rank_0(partial(tags.abandon, folder))
             return original(engine, **options)
         record = _Record(engine, folder)
         record.run(original, options | {"tag": tag, "save_latest": False})
-        _finish(engine, folder, sequence, record, options.get("save_latest", True))
+        _write_manifest(folder, sequence, record)
+        if options.get("save_latest", True):
+            from_rank_0(partial(tags.write_latest, save_dir, tag))
+        from_rank_0(partial(_prune, engine, save_dir))
     return True
 
 
@@ -123,13 +129,9 @@ class _Record:
                     engine.optimizer.checkpoint_event_epilogue()
                 distributed.barrier()
         if engine.zero_nvme_offload_optimizer():  # DeepSpeed copied a folder of this rank
-            rank = f"{_HOLDS_LOCAL_FILES}/rank"
-            number = distributed.get_rank()
-            self._paths |= {
-                path
-                for path in paths_in(self._folder)
-                if path.startswith(rank) and int(path[len(rank) :].partition("/")[0]) == number
-            }
+            copied = Path(swap_folder(engine, options["save_dir"], options["tag"]))
+            copies = [copied / path for path in paths_in(copied)]
+            self._paths |= {path.relative_to(self._folder).as_posix() for path in copies}
 
     def entries(self) -> list[File]:
         """Return the entries of this rank's files in the manifest, when they are on the disk."""
@@ -171,13 +173,12 @@ class _Record:
             self.text += f" ({shutil.disk_usage(self._folder).free:,} bytes are free there)"
 
 
-def _begin(stack: ExitStack, folder: Path) -> tuple[int, str]:
+def _begin(stack: ExitStack, save_dir: Path, tag: str) -> tuple[int, str]:
     """Take the lock and make the tag incomplete; return its number and what the marker says."""
-    save_dir, token = folder.parent, uuid.uuid4().hex
     save_dir.mkdir(parents=True, exist_ok=True)
     stack.enter_context(locked(save_dir))
-    sequence = tags.next_sequence(save_dir)
-    tags.begin(folder, sequence, token, is_part)
+    sequence, token = tags.next_sequence(save_dir), uuid.uuid4().hex
+    tags.begin(save_dir / tag, sequence, token, is_part)
     return sequence, token
 
 
@@ -191,34 +192,32 @@ def _sees(folder: Path, token: str) -> bool:
     return True
 
 
-def _finish(engine, folder: Path, sequence: int, record: _Record, save_latest: bool) -> None:
-    """Write the manifest, then `latest`, or raise on all ranks."""
+def _write_manifest(folder: Path, sequence: int, record: _Record) -> None:
+    """Make the tag complete, or raise on all ranks."""
     entries = record.entries()
     told = gathered((entries, record.text))
     failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+    if failed:
+        if record.is_of_caller:
+            raise record.error
+        message = f"save_checkpoint: {folder} is incomplete: " + "; ".join(failed)
+        raise OSError(f"{message}; 'latest' names what it named before") from record.error
 
     def complete() -> None:
         files = {file.path: file for of_rank, _ in told for file in of_rank}
         tags.end(folder, Manifest.of(sequence, len(told), files.values()))
-        if save_latest:
-            tags.write_latest(folder.parent, folder.name)
 
-    if not failed:
-        try:
-            from_rank_0(complete)
-        except (OSError, ValueError) as error:
-            failed = [f"rank 0: {error}"]
-    if failed:
-        if record.is_of_caller:
-            raise record.error
-        message = f"save_checkpoint: {folder} is incomplete, " + "; ".join(failed)
-        raise OSError(f"{message}; 'latest' names what it named before") from record.error
+    from_rank_0(complete)
+
+
+def _prune(engine, save_dir: Path) -> None:
     keep = CheckpointSettings.of(engine._config._param_dict).keep_checkpoints
-    if keep and distributed.get_rank() == 0:
-        try:
-            deleted = tags.prune(folder.parent, keep)
-        except OSError as error:  # the checkpoint is saved, which is what was asked for
-            logger.warning("%s: cannot delete old checkpoints: %s", folder.parent, error)
-        else:
-            if deleted:
-                logger.info("%s: deleted old checkpoints %s", folder.parent, ", ".join(deleted))
+    if not keep:
+        return
+    try:
+        deleted = tags.prune(save_dir, keep)
+    except OSError as error:  # the checkpoint is saved, which is what was asked for
+        logger.warning("%s: cannot delete old checkpoints: %s", save_dir, error)
+    else:
+        if deleted:
+            logger.info("%s: deleted old checkpoints %s", save_dir, ", ".join(deleted))

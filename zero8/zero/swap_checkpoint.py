@@ -62,7 +62,7 @@ def check(engine, load_dir: str, tag: str, options: dict) -> None:
     error = None
     try:
         _zero_file(engine, load_dir, tag)
-        folder = _swap_folder(engine, load_dir, tag)
+        folder = swap_folder(engine, load_dir, tag)
         for parameter in _swapped(engine.optimizer):
             _check_files(engine.optimizer.optimizer_swapper, parameter, folder)
     except (OSError, ValueError) as caught:
@@ -136,7 +136,8 @@ def _swapped(zero) -> Iterator[Tensor]:
             yield parameter
 
 
-def _swap_folder(engine, load_dir: str, tag: str) -> str:
+def swap_folder(engine, load_dir: str, tag: str) -> str:
+    """Return the folder of a checkpoint for the swap files of this rank."""
     from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manifests: what is wrong with a folder is found, and a crafted manifest does no harm."""
+
+import json
+import os
+import threading
+import tracemalloc
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero8.integrity import files
+from zero8.integrity.manifest import MANIFEST, MARKER, Damage, File, Manifest, paths_in
+from zero8.integrity.seal import seal, verify
+
+CONTENTS = {"model.pt": b"m" * 1000, "deep/er/rank0.pt": b"0" * 77, "deep/er/rank1.pt": b"1" * 77}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of files, sealed."""
+    tag = tmp_path / "tag"
+    for name, data in CONTENTS.items():
+        (tag / name).parent.mkdir(parents=True, exist_ok=True)
+        (tag / name).write_bytes(data)
+    seal(tag)
+    return tag
+
+
+def reasons(folder):
+    return {damage.path: damage.reason for damage in Manifest.read(folder).check(folder)}
+
+
+def test_seal_lists_every_file_with_size_and_hash(folder):
+    manifest = verify(folder)
+    assert manifest.world_size == 0  # nobody knows
+    assert {file.path: file.size_bytes for file in manifest.files} == {
+        name: len(data) for name, data in CONTENTS.items()
+    }
+    for file in manifest.files:
+        assert file.hash == xxhash.xxh3_128_hexdigest(CONTENTS[file.path])
+
+
+def test_seal_again_after_a_change_makes_the_folder_complete_again(folder):
+    (folder / "model.pt").write_bytes(b"other")
+    with pytest.raises(ValueError, match="model.pt"):
+        verify(folder)
+    seal(folder)
+    assert len(verify(folder).files) == len(CONTENTS)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 16
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "flipped": (flip, "contents differ"),
+    "cut": (lambda path: os.truncate(path, 5), "truncated: got 5 bytes, expected 77"),
+    "emptied": (lambda path: os.truncate(path, 0), "truncated: got 0 bytes, expected 77"),
+    "longer": (lambda path: path.write_bytes(bytes(90)), "too long: got 90 bytes, expected 77"),
+    "missing": (os.remove, "missing"),
+    "of another rank": (
+        lambda path: path.write_bytes(CONTENTS["deep/er/rank0.pt"]),
+        "contents differ: they are those of deep/er/rank0.pt of rank 0",
+    ),
+    "a folder": (lambda path: (os.remove(path), path.mkdir()), "t"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_check_of_a_damaged_file_says_what_is_wrong(folder, name):
+    damage, reason = DAMAGES[name]
+    damage(folder / "deep/er/rank1.pt")
+    found = reasons(folder)
+    assert list(found) == ["deep/er/rank1.pt"]
+    assert found["deep/er/rank1.pt"].startswith(reason)
+
+
+def test_check_of_exchanged_bytes_finds_them(folder):
+    """A sum would not."""
+    data = b"ab" + CONTENTS["model.pt"][2:]
+    (folder / "model.pt").write_bytes(data)
+    seal(folder)
+    (folder / "model.pt").write_bytes(b"ba" + data[2:])
+    assert reasons(folder) == {"model.pt": "contents differ"}
+
+
+def test_check_of_a_file_too_many_says_so_if_it_is_a_part(folder):
+    (folder / "deep" / "extra.pt").write_bytes(b"")
+    (folder / "notes.txt").write_bytes(b"")
+    manifest = Manifest.read(folder)
+    of_pt = manifest.check(folder, is_part=lambda path: path.endswith(".pt"))
+    assert [(damage.path, damage.rank) for damage in of_pt] == [("deep/extra.pt", None)]
+    assert sorted(reasons(folder)) == ["deep/extra.pt", "notes.txt"]
+    assert "not in the manifest" in str(of_pt[0])
+
+
+def test_check_passes_over_what_is_left_of_an_interrupted_write(folder):
+    (folder / f".{MANIFEST}{files.TEMPORARY}").write_bytes(b"half")
+    (folder / MARKER).write_bytes(b"")
+    assert reasons(folder) == {}
+
+
+def manifest_of(*entries, world_size=2):
+    return Manifest.of(1, world_size, [File(p, n, "0" * 32, r) for p, n, r in entries])
+
+
+def test_shares_are_each_writers_own_files_for_as_many_ranks():
+    manifest = manifest_of(("a", 9, 1), ("b", 5, 0), ("c", 1, 1))
+    assert [[file.path for file in share] for share in manifest.shares(2)] == [["b"], ["a", "c"]]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 50])
+def test_shares_are_balanced_and_cover_all_for_other_numbers(count):
+    manifest = manifest_of(*((f"f{i}", 10 + i % 7, i % 2) for i in range(40)))
+    shares = manifest.shares(count)
+    assert sorted(file.path for share in shares for file in share) == sorted(
+        file.path for file in manifest.files
+    )
+    loads = [sum(file.size_bytes for file in share) for share in shares]
+    assert max(loads) - min(loads) <= 16
+
+
+def test_check_by_shares_finds_each_damage_once(folder):
+    flip(folder / "model.pt")
+    os.remove(folder / "deep/er/rank0.pt")
+    (folder / "extra").write_bytes(b"")
+    manifest = Manifest.read(folder)
+    found = [d.path for i in range(3) for d in manifest.check(folder, (i, 3))]
+    assert sorted(found) == ["deep/er/rank0.pt", "extra", "model.pt"]
+
+
+def test_check_reports_progress_and_needs_memory_for_one_chunk_only(tmp_path):
+    size_bytes = 5 * files.CHUNK_BYTES + 3
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(size_bytes)
+    seal(tmp_path)
+    seen = []
+    manifest = Manifest.read(tmp_path)
+    tracemalloc.start()
+    assert manifest.check(tmp_path, progress=seen.append) == []
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(seen) == size_bytes and len(seen) == 6
+    assert peak_bytes < 1.5 * files.CHUNK_BYTES
+
+
+def test_check_of_a_file_that_cannot_be_read_says_so(folder, monkeypatch):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("zero8.integrity.manifest.hash_of", fail)
+    assert set(reasons(folder).values()) == {"cannot be read: Input/output error"}
+
+
+def test_verify_lists_all_damages_but_no_endless_list(tmp_path):
+    for number in range(30):
+        (tmp_path / f"file{number:02}").write_bytes(b"x")
+    seal(tmp_path)
+    for number in range(30):
+        (tmp_path / f"file{number:02}").write_bytes(b"y")
+    with pytest.raises(ValueError, match=r"(?s)file00.*file19.*and 10 more$"):
+        verify(tmp_path)
+
+
+def test_verify_of_a_folder_without_a_manifest_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match=MANIFEST):
+        verify(tmp_path)
+
+
+# --- Manifests that say anything -----------------------------------------------------------------
+
+
+def crafted(**changes):
+    """Return the text of a manifest with these changes, and with a hash that fits it."""
+    body = {
+        "format": 1,
+        "sequence": 3,
+        "world_size": 2,
+        "files": [{"path": "a", "size_bytes": 1, "hash": "0" * 32, "rank": 0}],
+    } | changes
+    entries = ",\n".join("  " + json.dumps(entry) for entry in body["files"])
+    head = [f' "{key}": {json.dumps(body[key])},\n' for key in body if key != "files"]
+    before = "{\n" + "".join(head) + f' "files": [\n{entries}\n ],\n'
+    return f'{before} "hash": "{xxhash.xxh3_128_hexdigest(before.encode())}"\n}}\n'
+
+
+def entry(**changes):
+    return [{"path": "a", "size_bytes": 1, "hash": "0" * 32, "rank": 0} | changes]
+
+
+def test_manifest_crafted_without_changes_is_read():
+    """Guards the tests below."""
+    assert Manifest.parsed(crafted().encode()).files == (File("a", 1, "0" * 32, 0),)
+
+
+BAD = {
+    "empty": "",
+    "not JSON": "{",
+    "not text": b"\xff\xfe",
+    "a list": "[]",
+    "deep": "[" * 100_000,
+    "another format": crafted(format="x"),
+    "a newer format": crafted(format=2),
+    "sequence 0": crafted(sequence=0),
+    "sequence true": crafted(sequence=True),
+    "sequence 1.5": crafted(sequence=1.5),
+    "sequence huge": crafted(sequence=10**30),
+    "world_size -1": crafted(world_size=-1),
+    "rank 1 of nobody knows": crafted(world_size=0, files=entry(rank=1)),
+    "world_size text": crafted(world_size="2"),
+    "an entry more": crafted(more=1),
+    "absolute path": crafted(files=entry(path="/etc/passwd")),
+    "parent": crafted(files=entry(path="../a")),
+    "parent inside": crafted(files=entry(path="b/../../a")),
+    "dot": crafted(files=entry(path=".")),
+    "double slash": crafted(files=entry(path="b//a")),
+    "empty path": crafted(files=entry(path="")),
+    "NUL": crafted(files=entry(path="a\0b")),
+    "newline": crafted(files=entry(path="a\nb")),
+    "surrogate": crafted(files=entry(path="\ud800")),
+    "path 7": crafted(files=entry(path=7)),
+    "long path": crafted(files=entry(path="a" * 5000)),
+    "itself": crafted(files=entry(path=MANIFEST)),
+    "size -1": crafted(files=entry(size_bytes=-1)),
+    "size 1.0": crafted(files=entry(size_bytes=1.0)),
+    "short hash": crafted(files=entry(hash="0" * 31)),
+    "hash of capitals": crafted(files=entry(hash="A" * 32)),
+    "rank 2 of 2": crafted(files=entry(rank=2)),
+    "twice": crafted(files=entry() * 2),
+    "a file more": crafted(files=entry(more=1)),
+    "a file as a list": crafted(files=[["a", 1]]),
+    "wrong hash": crafted()[:-6] + "0" + crafted()[-5:],
+    "spaces": crafted() + " ",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_manifest_that_is_bad_is_a_valueerror(tmp_path, name):
+    data = BAD[name] if isinstance(BAD[name], bytes) else BAD[name].encode()
+    (tmp_path / MANIFEST).write_bytes(data)
+    with pytest.raises(ValueError) as caught:
+        Manifest.read(tmp_path)
+    assert str(tmp_path / MANIFEST) in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def test_manifest_of_a_newer_format_says_so():
+    with pytest.raises(ValueError, match="got format 2, this zero8 reads 1; use a newer zero8"):
+        Manifest.parsed(crafted(format=2).encode())
+
+
+def test_manifest_beyond_the_limit_is_not_read_in_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("zero8.integrity.manifest.LIMIT_BYTES", 1000)
+    (tmp_path / MANIFEST).write_bytes(b" " * 2000)
+    with pytest.raises(ValueError, match="more than 1000 bytes"):
+        Manifest.read(tmp_path)
+
+
+@given(st.data())
+def test_manifest_with_any_flipped_bit_is_a_valueerror(data):
+    text = bytearray(crafted().encode())
+    text[data.draw(st.integers(0, len(text) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(ValueError):
+        Manifest.parsed(bytes(text))
+
+
+@given(st.binary(max_size=300) | st.text(max_size=300).map(str.encode))
+def test_manifest_of_any_bytes_is_a_valueerror(data):
+    with pytest.raises(ValueError):
+        Manifest.parsed(data)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(
+    st.sampled_from(["sequence", "world_size", "path", "size_bytes", "hash", "rank"]), json_values
+)
+def test_manifest_with_any_value_is_read_or_a_valueerror(name, value):
+    top = name in ("sequence", "world_size")
+    text = crafted(**({name: value} if top else {"files": entry(**{name: value})}))
+    try:
+        manifest = Manifest.parsed(text.encode())
+    except ValueError:
+        return
+    assert type(value) in (int, str)
+    assert not manifest.files[0].path.startswith("/")
+
+
+names = st.text("abc./_-", min_size=1, max_size=12)
+
+
+@given(st.lists(st.tuples(names, st.integers(0, 2**40), st.integers(0, 3)), max_size=5))
+def test_manifest_that_was_written_is_read_back(entries):
+    try:
+        manifest = manifest_of(*entries, world_size=4)
+    except ValueError:
+        paths = [path for path, _, _ in entries]
+        bad = [p for p in paths if p.startswith("/") or p != os.path.normpath(p) or ".." in p]
+        assert bad or len(set(paths)) < len(paths)
+        return
+    assert Manifest.parsed(manifest.text().encode()) == manifest
+
+
+# --- Files ---------------------------------------------------------------------------------------
+
+
+def test_write_atomically_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "latest"
+    files.write_atomically(path, b"old")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*latest"):
+        files.write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_write_atomically_syncs_the_file_before_its_name_and_the_folder_after(
+    tmp_path, monkeypatch
+):
+    done, sync, replace = [], os.fsync, os.replace
+    is_folder = os.path.isdir
+
+    def fsync(descriptor):
+        done.append("folder" if is_folder(f"/proc/self/fd/{descriptor}") else "file")
+        sync(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    monkeypatch.setattr(files.os, "replace", lambda a, b: (done.append("name"), replace(a, b)))
+    files.write_atomically(tmp_path / "x", b"data")
+    assert done == ["file", "name", "folder"]
+
+
+def test_reader_beside_a_writer_sees_the_old_or_the_new_file_only(tmp_path):
+    path, versions = tmp_path / "latest", [b"a" * 5000, b"b" * 7000]
+    files.write_atomically(path, versions[0])
+    stop = threading.Event()
+
+    def write():
+        while not stop.is_set():
+            for version in versions:
+                files.write_atomically(path, version)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert {path.read_bytes() for _ in range(300)} <= set(versions)
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_lock_that_another_holds_is_refused_with_its_name_and_free_afterwards(tmp_path):
+    with files.locked(tmp_path):
+        with pytest.raises(BlockingIOError, match=f"process {os.getpid()} on .*folder of its own"):
+            with files.locked(tmp_path):
+                pass
+    with files.locked(tmp_path):
+        pass
+
+
+# --- Folders that others write -------------------------------------------------------------------
+
+
+def test_seal_of_a_dcp_folder_finds_what_dcp_does_not(tmp_path):
+    tensors = {"weight": torch.arange(4096.0)}
+    dcp.save(tensors, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    seal(tmp_path / "dcp")
+    assert {".metadata"} < set(paths_in(tmp_path / "dcp"))
+    flip(next((tmp_path / "dcp").glob("*.distcp")))
+    with pytest.raises(ValueError, match=r"distcp \(written by rank 0\): contents differ"):
+        verify(tmp_path / "dcp")
+
+
+def test_damage_of_nobody_names_no_rank():
+    assert str(Damage("x", None, "missing")) == "x: missing"

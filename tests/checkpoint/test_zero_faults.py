@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kills at every write of a save, full disks, two jobs: what was complete stays, and is loaded."""
+
+import os
+import resource
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from fault_worker import RANKS, Server
+from ranks import error_of
+from zero_worker import config, difference, held, make_engine, train
+
+from zero8.integrity import files, tags
+from zero8.integrity.seal import verify
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+RANK = int(os.environ.get("RANK", 0))
+JOB_TIMEOUT_S = 60
+LAYOUTS = {"zero2 offload": config(stage=2), "zero3 offload, bf16": config(stage=3, dtype={})}
+MOST_STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
+def reverse_clocks(folder):
+    """Give older tags newer times."""
+    for age, tag in enumerate(tags.tags_in(folder)):
+        for path in (folder / tag.name, *(folder / tag.name).iterdir()):
+            os.utime(path, (2e9 - 100 * age, 2e9 - 100 * age))
+
+
+def killed_job(server, folder, ds_config, undisturbed, kill):
+    """Run a job that is killed; check what it resumed and what it left; return its notes."""
+    checkpoints = folder / "checkpoints"
+    complete = [tag.name for tag in tags.complete_tags(checkpoints)]
+    latest = tags.read_latest(checkpoints) or (complete[-1] if complete else "global_step0")
+    ended = server.run(folder=str(folder), ds_config=ds_config, kill=kill, timeout_s=JOB_TIMEOUT_S)
+    logs = "".join((folder / f"rank{rank}.log").read_text()[-2000:] for rank in range(RANKS))
+    assert "time limit" not in ended["statuses"], (kill, ended, logs)
+    for rank, notes in enumerate(ended["notes"]):
+        first = notes["first"]
+        assert first == int(latest.removeprefix("global_step")), kill
+        # The bits of a run that was never disturbed: weights, codes and scales, and the next loss.
+        assert notes["held"] == undisturbed[rank]["held"][first : first + 2], kill
+        assert notes["losses"] == undisturbed[rank]["losses"][first : first + 1], kill
+    # Whatever looks complete is.
+    for tag in tags.complete_tags(checkpoints):
+        verify(checkpoints / tag.name)
+    named = tags.read_latest(checkpoints)
+    if named is not None:
+        assert tags.tag_at(checkpoints / named).state == tags.COMPLETE, kill
+    reverse_clocks(checkpoints)
+    return ended
+
+
+@pytest.mark.parametrize(("name", "every"), [("zero2 offload", 1), ("zero3 offload, bf16", 5)])
+def test_run_killed_at_any_write_of_a_save_resumes_with_the_bits_of_one_never_disturbed(
+    server, tmp_path, name, every
+):
+    """Each job resumes what the killed one before it left, takes a step, and saves."""
+    ds_config = LAYOUTS[name] | {"zero8": {"keep_checkpoints": 3}}
+    whole = server.run(
+        folder=str(tmp_path / "undisturbed"),
+        ds_config=ds_config,
+        steps=MOST_STEPS,
+        timeout_s=4 * JOB_TIMEOUT_S,
+    )
+    assert whole["statuses"] == [0, 0]
+    folder = tmp_path / "disturbed"
+    (folder / "checkpoints").mkdir(parents=True)
+    kills, first = 0, []
+    for rank in range(RANKS):
+        for number in range(0, 10_000, every):
+            kill = (rank, number)
+            ended = killed_job(server, folder, ds_config, whole["notes"], kill)
+            first.append(ended["notes"][0]["first"])
+            if ended["statuses"] == [0, 0]:  # it has fewer writes
+                break
+            assert ended["statuses"][rank] == -9
+            # The other finds its peer gone, or had nothing left to do.
+            assert ended["statuses"][1 - rank] in (3, 0)
+            kills += 1
+    assert kills > 30 // every
+    assert first == sorted(first) and first[-1] > 1  # the run has come on
+    assert first[-1] < MOST_STEPS
+
+
+def test_save_over_the_only_tag_that_is_killed_says_why_nothing_loads(server, tmp_path):
+    """Whoever saves under one name has one checkpoint, and none while it is written."""
+    job = {"folder": str(tmp_path), "timeout_s": JOB_TIMEOUT_S, "tag": "last"}
+    saved = server.run(**job, ds_config=config())
+    assert saved["statuses"] == [0, 0]
+    writes = saved["notes"][1]["writes"]
+    killed = server.run(**job, ds_config=config(), kill=(1, writes // 2))
+    assert killed["statuses"][1] == -9
+    ended = server.run(**job, ds_config=config())
+    assert ended["statuses"] == [3, 3]
+    for rank in range(RANKS):
+        log = (tmp_path / f"rank{rank}.log").read_text()
+        assert "checkpoints/last is incomplete: saving it was interrupted" in log
+
+
+# --- A disk that is full -------------------------------------------------------------------------
+
+
+@contextmanager
+def file_size_limit(num_bytes):
+    """Let no file of this process grow beyond a size: to a program, a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def full_for(name):
+    """Have the disk be full for the atomic writes of files with this name."""
+    original = files.os.replace
+
+    def replace(source, target):
+        if Path(target).name == name:
+            raise OSError(28, "No space left on device")
+        return original(source, target)
+
+    return patch.object(files.os, "replace", replace)
+
+
+LIMITS = {
+    "model states": lambda: file_size_limit(20_000),
+    "optimizer states": lambda: file_size_limit(20_000),
+    "nothing fits": lambda: file_size_limit(10),
+    "manifest": lambda: full_for("zero8_manifest.json"),
+    "marker": lambda: full_for("zero8_incomplete"),
+    "name": lambda: full_for("latest"),
+}
+CASES = {
+    "model states": (0, "mp_rank_00_model_states.pt"),
+    "optimizer states": (1, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    "nothing fits": (0, "zero8"),
+    "manifest": (0, "zero8_manifest.json"),
+    "marker": (0, "zero8_incomplete"),
+    "name": (0, "latest"),
+}
+
+
+def fill_the_disk(folder):
+    """Save onto a disk that is full for one rank and file after another; then there is room."""
+    found = {}
+    engine = make_engine(config())
+    train(engine, 1)
+    engine.save_checkpoint(folder, tag="good")
+    saved = held(engine)
+    train(engine, 1, first=1)
+    for name, (rank, _) in CASES.items():
+        with LIMITS[name]() if rank == RANK else nullcontext():
+            error = error_of(engine.save_checkpoint, folder, tag="full")
+        torch.distributed.barrier()
+        found[name] = {"error": error, "latest": tags.read_latest(Path(folder))}
+        torch.distributed.barrier()
+    engine.load_checkpoint(folder)
+    found["loaded"] = difference(saved, held(engine))
+    found["room"] = error_of(engine.save_checkpoint, folder, tag="full")
+    torch.distributed.barrier()
+    found["verified"] = error_of(verify, Path(folder, "full"))
+    found["latest"] = tags.read_latest(Path(folder))
+    return found
+
+
+@pytest.fixture(scope="module")
+def filled(standing_ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("full") / "checkpoints"
+    return standing_ranks(2).run(fill_the_disk, timeout_s=180, folder=str(folder))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_save_onto_a_full_disk_is_an_error_on_both_ranks_that_names_the_file(filled, name):
+    rank, file = CASES[name]
+    for each in filled:
+        kind, message = each[name]["error"]
+        assert kind == "OSError"
+        assert file in message
+        if name.endswith("states"):
+            assert f"rank {rank}: " in message and "bytes are free there" in message
+        assert each[name]["latest"] == "good"
+
+
+def test_save_onto_a_full_disk_hurts_no_other_tag_and_works_when_there_is_room(filled):
+    for each in filled:
+        assert each["loaded"] == ""
+        assert each["room"] is each["verified"] is None
+        assert each["latest"] == "full"
+
+
+# --- Two jobs ------------------------------------------------------------------------------------
+
+
+def save_beside(folder):
+    engine = make_engine(config())
+    train(engine, 1)
+    return error_of(engine.save_checkpoint, folder, tag="one")
+
+
+def test_save_into_the_folder_that_another_process_saves_into_is_refused(standing_ranks, tmp_path):
+    (tmp_path / "one").mkdir()
+    with files.locked(tmp_path):
+        for kind, message in standing_ranks(2).run(save_beside, folder=str(tmp_path)):
+            assert kind == "OSError"
+            assert f"another job saves into this folder: process {os.getpid()} on" in message
+    assert list((tmp_path / "one").iterdir()) == []
+    assert standing_ranks(2).run(save_beside, folder=str(tmp_path)) == [None, None]
