@@ -14,7 +14,7 @@ from operator import attrgetter
 from types import ModuleType
 
 from zero8.versions import TESTED, warn_if_untested
-from zero8.zero import accelerate, access, checkpoints, universal_load
+from zero8.zero import accelerate, access, universal_load
 from zero8.zero.when_imported import when_imported
 
 
@@ -252,7 +252,7 @@ def install(optimizer_class: type) -> None:
     warn_if_untested("deepspeed")
     for seam in SEAMS:
         seam.check()
-    from zero8.zero import overrides  # whose modules need DeepSpeed's swappers
+    from zero8.zero import checkpoints, overrides  # whose modules need DeepSpeed's swappers
 
     engine_class, zero3_class = engine.DeepSpeedEngine, stage3.DeepSpeedZeroOptimizer_Stage3
     overrides.guard_modes(engine_class, optimizer_class)
