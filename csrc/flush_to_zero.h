@@ -10,7 +10,8 @@ namespace zero8 {
 // own mode comes back afterwards.
 //
 // x86 flushes results after it has rounded them, and the arithmetic is defined so; FPCR.FZ of ARM
-// flushes before.  In the last quarter ulp below 2^-126, where x86 gives 2^-126, aarch64 gives 0.
+// flushes before.  In the last quarter ulp below 2^-126, where x86 gives 2^-126, aarch64 gives 0:
+// vec_scalar.h sees to that.
 class FlushToZero {
  public:
 #if defined(__x86_64__)

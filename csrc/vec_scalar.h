@@ -100,11 +100,15 @@ struct Vec {
 
   // For numbers that come from outside: CPU threads read subnormals as zero anyway.
   static F flushed(F x) { return x; }
-  static F mul(F a, F b) { return a * b; }
-  static F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
-  static F mul_far(F a, F b) { return mul(a, b); }
-  static F fma_far(F a, F b, F c) { return fma(a, b, c); }
-  static F fms(F a, F b, F c) { return __builtin_fmaf(a, b, -c); }
+  static F mul(F a, F b) {
+    return settled(mul_far(a, b), [=] { return a * 0x1p64f * b; });
+  }
+  static F fma(F a, F b, F c) {
+    return settled(fma_far(a, b, c), [=] { return fma_far(a * 0x1p64f, b, c * 0x1p64f); });
+  }
+  static F mul_far(F a, F b) { return a * b; }
+  static F fma_far(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
+  static F fms(F a, F b, F c) { return fma(a, b, -c); }
   static F div(F a, F b) { return a / b; }
   static F sqrt(F a) { return __builtin_sqrtf(a); }
   // Of numbers that are not subnormal.  A NaN in b comes through, as with MAXPS and MINPS.
@@ -188,6 +192,22 @@ struct Vec {
   static uint32_t reduce_minu(I a) { return a; }
   // Sums counts over all parts of a block: a CPU thread has the whole.
   static int reduce_sum(int count) { return count; }
+
+ private:
+  // A result as it is defined: rounded, and then flushed.  FPCR.FZ of ARM flushes before it rounds,
+  // so r is 0 where it would have been rounded up to 2^-126.  `enlarged()` is the same result of
+  // numbers 2^64 times as large: where r is 0, it is 2^-62 in that case only.
+  //
+  // That numbers so large may overflow does no harm: products and sums with a number of at least
+  // 2^64 are 0 or far above 2^-126.  Quotients and roots are never so close below 2^-126 that they
+  // would be rounded up to it.
+  template <class Enlarged>
+  static F settled(F r, [[maybe_unused]] Enlarged enlarged) {
+#if defined(__aarch64__)
+    if (r == 0.0f && __builtin_fabsf(enlarged()) == 0x1p-62f) return as_float(as_int(r) | 0x800000);
+#endif
+    return r;
+  }
 };
 
 }  // namespace ZERO8_TARGET

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `zero8 build`, `zero8 doctor`, `zero8 bench`."""
+"""The command line: `zero8 build`, `zero8 doctor`, `zero8 checkpoint`, `zero8 bench`."""
 
 import argparse
 import contextlib
@@ -15,6 +15,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.run is _bench:
         return _bench(arguments.arguments)
+    if arguments.run is _checkpoint:
+        arguments = _checkpoint(arguments.arguments)
     # DeepSpeed logs to stdout from its import on; our stdout carries the result and nothing else.
     with contextlib.redirect_stdout(sys.stderr):
         status, result, text = arguments.run(arguments)
@@ -38,6 +40,13 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="FOLDER",
                 help="build there; a copy of it serves where TORCH_EXTENSIONS_DIR names the copy",
             )
+    checkpoint = commands.add_parser(
+        "checkpoint",
+        add_help=False,
+        help="verify, inspect, compare and convert; see zero8 checkpoint --help",
+    )
+    checkpoint.add_argument("arguments", nargs=argparse.REMAINDER)
+    checkpoint.set_defaults(run=_checkpoint)
     bench = commands.add_parser("bench", add_help=False, help="measure; see zero8 bench --help")
     bench.add_argument("arguments", nargs=argparse.REMAINDER)
     bench.set_defaults(run=_bench)
@@ -74,6 +83,17 @@ def _bench(argv: Sequence[str]) -> int:
         return arguments.run(arguments)
     except UsageError as error:
         parser.error(str(error))
+
+
+def _checkpoint(argv: Sequence[str]) -> argparse.Namespace:
+    # As for bench: importing torch.distributed.checkpoint takes a while.
+    from zero8.checkpoint import command
+
+    parser = argparse.ArgumentParser(
+        prog="zero8 checkpoint", description="Tools for checkpoints; none needs a GPU or a model."
+    )
+    command.add_commands(parser)
+    return parser.parse_args(argv, argparse.Namespace(run=command.run))
 
 
 def _build(arguments: argparse.Namespace) -> tuple[int, dict, str]:

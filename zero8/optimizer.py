@@ -185,7 +185,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         """Add a group of parameters, with its own lr, betas, eps and weight_decay if given."""
         if isinstance(param_group, dict):
-            keywords.check_group({**self.defaults, **param_group})
+            keywords.check_new_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if len(set(map(id, params := self.param_groups[-1]["params"]))) < len(params):
             self.param_groups.pop()
@@ -418,7 +418,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
     def _adopt_loaded(self, states: dict[Tensor, dict]) -> dict[Tensor, dict]:
         """Return the states of a state dict, and check its groups, which are in place already."""
         for group in self.param_groups:
-            keywords.check_refused_keys(group)
+            keywords.check_group({**self.defaults, **group})
         infos = self._infos()
         return {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}
 

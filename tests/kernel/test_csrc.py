@@ -38,11 +38,11 @@ def output_of(command, **env):
     return done.stdout
 
 
-def compile_all(sources, flags, folder):
+def compile_all(sources, flags, folder, compiler=COMPILER):
     """Compile each source file to folder/STEM.o, two at a time, and return the objects."""
     objects = [folder / f"{source.stem}.o" for source in sources]
     commands = [
-        [*COMPILER, *flags, "-c", source, "-o", made]
+        [*compiler, *flags, "-c", source, "-o", made]
         for source, made in zip(sources, objects, strict=True)
     ]
     with ThreadPoolExecutor(2) as pool:

@@ -17,7 +17,8 @@ FLAGS = [*(flag for flag in build.FLAGS if flag != "-O3"), "-O1", "-fPIC", "-sha
 
 def operations(header: str) -> set[str]:
     """Return the operations of a Vec; of overloaded ones, each with the type that it points to."""
-    found = re.findall(r"\bstatic \w+ (\w+)\((?:const (\w+)\*)?", (CSRC / header).read_text())
+    public = (CSRC / header).read_text().partition("\n private:\n")[0]
+    found = re.findall(r"\bstatic \w+ (\w+)\((?:const (\w+)\*)?", public)
     count = Counter(name for name, _ in found)
     return {f"{name}({kind})" if count[name] > 1 else name for name, kind in found}
 

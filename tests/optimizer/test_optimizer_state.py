@@ -6,6 +6,7 @@ together with a new format version: the file stands for the checkpoints that use
 """
 
 import copy
+import math
 import pickle
 from pathlib import Path
 
@@ -326,7 +327,36 @@ DAMAGED = {
         r"exp_avg_q8: got dtype torch.float32, expected one of \[torch.uint8\]",
     ),
     "cut scales": (replace("exp_avg_sq_scale", lambda s: s[:-1]), "exp_avg_sq_scale: got "),
+    "a scale of NaN": (
+        replace("exp_avg_scale", lambda s: s * math.nan),
+        "exp_avg of wide: got a scale that is not finite",
+    ),
+    "v below zero": (
+        replace("exp_avg_sq_scale", torch.Tensor.neg),
+        "exp_avg_sq of wide: got a negative scale",
+    ),
+    "a code that there is not": (
+        replace("exp_avg_q8", lambda c: c.clone().fill_(128)),
+        "exp_avg of wide: got a code of -128",
+    ),
+    "history of NaN": (replace("history", lambda h: math.nan), "history: got nan"),
     "one parameter less": (lambda d: d["param_groups"][0]["params"].pop(), "size|length|parameter"),
+}
+
+
+def set_group(key: str, value):
+    def damage(state_dict):
+        state_dict["param_groups"][0][key] = value
+
+    return damage
+
+
+DAMAGED |= {
+    "lr of NaN": (set_group("lr", math.nan), "lr: got nan"),
+    "negative eps": (set_group("eps", -1.0), "eps: got -1.0"),
+    "beta2 above 1": (set_group("betas", (0.9, 1.5)), "betas: got 1.5"),
+    "betas as a string": (set_group("betas", "ab"), "betas: got 'ab'"),
+    "infinite weight decay": (set_group("weight_decay", math.inf), "weight_decay: got inf"),
 }
 
 

@@ -14,6 +14,7 @@ NEEDS = {
     "nvcc": (needs.need_nvcc, "no nvcc"),
     "nvrtc": (needs.need_nvrtc, "no NVRTC"),
     "nvme": (needs.need_nvme, "libaio-dev"),
+    "aarch64": (needs.need_aarch64, "qemu-user"),
 }
 
 
@@ -24,6 +25,7 @@ def bare(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     monkeypatch.setattr(build.AsyncIOBuilder, "has_function", lambda *_: False)
     monkeypatch.setattr(build, "_build", lambda _: pytest.exit("built without libaio"))
+    monkeypatch.setattr(needs, "AARCH64_EMULATOR", "no-emulator-of-that-name")
 
 
 @pytest.mark.parametrize("ci", [None, "", "false"])
@@ -55,7 +57,8 @@ def test_ci_runs_the_tests_as_ci():
     """Without the variable the rule would skip there, too."""
     script = (ROOT / ".ci" / "run").read_text()
     assert script.index("export CI=true") < script.index("stage make test")
-    assert "libaio-dev" in script
+    for package in ("libaio-dev", *needs.AARCH64_PACKAGES):
+        assert f" {package}" in script
 
 
 def test_nvme_without_libaio_ends_with_the_package_before_anything_is_built(

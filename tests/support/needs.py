@@ -6,6 +6,7 @@ installed, it fails: no test vanishes unnoticed.
 """
 
 import os
+import shutil
 
 import pytest
 
@@ -13,6 +14,10 @@ from zero8.op import cuda_compile
 
 NO_NVCC = "no nvcc: make setup"
 NO_NVRTC = "no NVRTC through CuPy: make setup"
+
+AARCH64_COMPILER, AARCH64_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+AARCH64_PACKAGES = ("g++-aarch64-linux-gnu", "qemu-user")
+NO_AARCH64 = f"no compiler or emulator for aarch64: apt-get install {' '.join(AARCH64_PACKAGES)}"
 
 
 def need(missing: str | None) -> None:
@@ -36,6 +41,12 @@ def need_nvrtc() -> None:
     except RuntimeError:
         missing = NO_NVRTC
     need(missing)
+
+
+def need_aarch64() -> None:
+    """Skip the test, or fail in CI, without a compiler for aarch64 and an emulator of it."""
+    tools = (AARCH64_COMPILER, AARCH64_EMULATOR)
+    need(None if all(shutil.which(tool) for tool in tools) else NO_AARCH64)
 
 
 def need_nvme() -> None:

@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -34,12 +35,20 @@ def corpus():
     return load_text(str(ROOT / "zero8"))
 
 
-def row(engine: str, optimizer: str, steps: int) -> dict:
-    """Return the measurements of the first steps of a run."""
+def row(engine: str, optimizer: str, steps: int, checkpoint: str) -> dict:
+    """Return the measurements of the first steps of a run, which is saved to a folder."""
     kind = engine_class(engine)
     settings = kind.load_config(ROOT / CONFIGS[engine], optimizer, TOTAL_STEPS)
     with small_job():
-        return run.measured(kind, settings, corpus(), seed=0, steps=steps, name=optimizer)
+        return run.measured(
+            kind,
+            settings,
+            corpus(),
+            seed=0,
+            steps=steps,
+            name=optimizer,
+            checkpoint=Path(checkpoint),
+        )
 
 
 def losses_under_fsdp2(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demonstration under FSDP2: the training that DeepSpeed does, without DeepSpeed."""
 
+import itertools
 import json
 import os
 
@@ -10,6 +11,7 @@ from places import FOLDERS, ROOT
 from ranks import free_port
 from train_worker import losses_under_fsdp2, row
 
+from zero8 import cli
 from zero8.train.engine import BASELINE, DEEPSPEED, EIGHT_BIT, FSDP2
 
 RANKS = 2
@@ -28,14 +30,32 @@ TOLERANCE = 3e-4
 
 
 @pytest.fixture(scope="module")
-def rows(standing_ranks):
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def rows(standing_ranks, checkpoints):
     """Return rank 0's measurements by engine and optimizer."""
-    ranks = standing_ranks(RANKS)
+    runs = itertools.product((DEEPSPEED, FSDP2), (BASELINE, EIGHT_BIT))
     return {
-        (engine, optimizer): ranks.run(row, engine=engine, optimizer=optimizer, steps=STEPS)[0]
-        for engine in (DEEPSPEED, FSDP2)
-        for optimizer in (BASELINE, EIGHT_BIT)
+        (engine, optimizer): standing_ranks(RANKS).run(
+            row,
+            engine=engine,
+            optimizer=optimizer,
+            steps=STEPS,
+            checkpoint=str(checkpoints / f"{engine}-{optimizer}"),
+        )[0]
+        for engine, optimizer in runs
     }
+
+
+@pytest.mark.parametrize("engine", [DEEPSPEED, FSDP2])
+def test_checkpoint_of_a_run_has_a_manifest_and_is_whole(rows, checkpoints, engine, capsys):
+    folder = checkpoints / f"{engine}-{EIGHT_BIT}"
+    assert cli.main(["checkpoint", "verify", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["manifest"] and found["files"] == RANKS + 1  # and the model's, or the metadata
 
 
 @pytest.mark.parametrize("optimizer", [BASELINE, EIGHT_BIT])

@@ -9,6 +9,7 @@ import psutil
 import pytest
 from places import ROOT
 
+from zero8 import cli
 from zero8.train.build import build_ops
 
 # Seconds.
@@ -86,6 +87,7 @@ def test_local_sh_four_steps_writes_summary_of_both_runs(tmp_path, start_local):
     # Same seed, same batches: the first two steps have learning rate 0.
     assert baseline["val_loss"] == pytest.approx(eight_bit["val_loss"], rel=1e-3)
     assert (tmp_path / "out" / "loss.png").exists()
+    assert cli.main(["checkpoint", "verify", f"{tmp_path}/out/Adam8bitBlockwise.checkpoint"]) == 0
     fp32, quantized = summary["at_scale"]["rows"]
     assert fp32["state_bytes"] == 8 * summary["at_scale"]["numel"] > 3.8 * quantized["state_bytes"]
     # The screen has progress and results; warnings are where it says.

@@ -163,7 +163,9 @@ class Ours:
 class Engine:
     def __init__(self, force=True, **zero_options):
         self.force = force
-        self._config = SimpleNamespace(zero_config=DeepSpeedZeroConfig(**zero_options))
+        zero_config = DeepSpeedZeroConfig(**zero_options)
+        self._config = SimpleNamespace(zero_config=zero_config, _param_dict={})
+        self.basic_optimizer = None
 
     def _do_optimizer_sanity_check(self, basic_optimizer):
         return "checked by DeepSpeed"
@@ -173,6 +175,17 @@ class Engine:
 
     def _load_checkpoint(self, load_dir, tag, load_optimizer_states=True, load_module_only=False):
         return load_dir, tag, load_optimizer_states, load_module_only
+
+    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True):
+        return save_dir, tag, client_state, save_latest
+
+    def load_checkpoint(
+        self, load_dir, tag=None, load_optimizer_states=True, load_module_only=False
+    ):
+        return load_dir, tag, load_optimizer_states, load_module_only
+
+    def _optimizer_has_ckpt_event_epilogue(self):
+        return False
 
     def _configure_optimizer(self, client_optimizer, model_parameters):
         return "configured by DeepSpeed"
@@ -400,6 +413,17 @@ def test_installed_zero_and_load_leave_engines_of_others_as_they_are(stand_ins):
     engine.optimizer = engine._configure_zero_optimizer(optimizer=None)
     loaded = engine._load_checkpoint("folder", "tag", False, load_module_only=True)
     assert loaded == ("folder", "tag", False, True)
+    assert engine.save_checkpoint("folder", save_latest=False) == ("folder", None, None, False)
+    assert engine.load_checkpoint("folder", "tag", False) == ("folder", "tag", False, False)
+
+
+def test_installed_engine_refuses_unknown_settings_of_checkpoints_for_ours_only(stand_ins):
+    seams.install(Ours)
+    engine = stand_ins.engine()
+    engine._config._param_dict["zero8"] = {"keep": 3}
+    with pytest.raises(ValueError, match="unknown key 'keep'; valid are .*keep_checkpoints"):
+        engine._do_optimizer_sanity_check(Ours())
+    assert engine._do_optimizer_sanity_check(object()) == "checked by DeepSpeed"
 
 
 def renamed(self, optimizer):
@@ -426,6 +450,8 @@ MISSING = {
     "_configure_zero_optimizer gone": ("engine", "_configure_zero_optimizer", None),
     "_load_checkpoint gone": ("engine", "_load_checkpoint", None),
     "_load_checkpoint differs": ("engine", "_load_checkpoint", renamed),
+    "save_checkpoint gone": ("engine", "save_checkpoint", None),
+    "load_checkpoint differs": ("engine", "load_checkpoint", renamed),
     "swapper gone": (stage3, "PartitionedOptimizerSwapper", None),
     "swapper's method gone": (PipelinedOptimizerSwapper, "_complete_swap_out", None),
     "as in DeepSpeed 0.19.7": (PipelinedOptimizerSwapper, "release_swap_buffers", None),

@@ -155,11 +155,13 @@ def load_states():
     (state,) = base_optimizer(fresh).state.values()
     result["renamed, a step on"] = state["history"]
 
-    for name in ("another range", "another parameter", "no moments"):
+    for name in ("another range", "another parameter", "no moments", "a scale of NaN"):
         broken = copy.deepcopy(saved)
         (state,) = broken["state"].values()
         if name == "no moments":
             del state["exp_avg"]
+        elif name == "a scale of NaN":
+            state["exp_avg"].store.scales[0] = math.nan
         else:
             # Of as many blocks, so that only the places differ.
             store = state["exp_avg"].store
@@ -380,6 +382,7 @@ def test_state_dict_of_another_partition_is_refused_and_changes_nothing(ranks):
             assert "holds other ranges of parameters" in errors[name]
             assert "universal checkpoint" in errors[name]
         assert "without ['exp_avg']" in errors["no moments"]
+        assert "got a scale that is not finite" in errors["a scale of NaN"]
         assert difference(rank["load"]["after errors"], rank["load"]["back"]) == ""
 
 

@@ -52,6 +52,11 @@ class Extent:
         """Number of elements."""
         return math.prod(self.local_shape)
 
+    @property
+    def loaded(self) -> "Extent":
+        """The extent of what tensors hold that a checkpoint gives for this one."""
+        return self
+
     def table(self, parameter: Piece) -> PieceTable:
         """Return the segment table of the box, one piece for each run of elements.
 

@@ -130,14 +130,19 @@ def check_seed(seed: object) -> int:
     return seed
 
 
-def check_group(group: dict) -> None:
-    """Check the settings of a parameter group, or raise ValueError."""
+def check_new_group(group: dict) -> None:
+    """Check the settings of a parameter group that a user adds, or raise ValueError."""
     for key in WHOLE_OPTIMIZER_KEYS:
         if key in group:
             raise ValueError(
                 f"{key}: got it in a parameter group, but it holds for the whole optimizer; pass "
                 "it to Adam8bitBlockwise itself"
             )
+    check_group(group)
+
+
+def check_group(group: dict) -> None:
+    """Check the settings of a parameter group, which may be another Adam's, or raise ValueError."""
     check_refused_keys(group)
     check_flag("maximize", group["maximize"])
     lr = group["lr"]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from zero8.spec.codec import MomentCode, dequantize, quantize
-from zero8.spec.grid import BlockGrid, is_narrow, rows_per_block
+from zero8.spec.grid import is_narrow, rows_per_block
 from zero8.state.extent import Box, Extent
 from zero8.state.store import MomentStore
+from zero8.state.table import Piece
 
 
 def rows(extent: Extent) -> Box:
@@ -19,10 +20,13 @@ def rows(extent: Extent) -> Box:
     return (extent.local_shape[0], 1), (extent.offset[0], 0)
 
 
-def has_scales_of_rows(grid: BlockGrid, shape: tuple[int, ...], scales: object) -> bool:
+def has_scales_of_rows(parameter: Piece, extent: Extent, scales: object) -> bool:
     """Return whether the scales of a parameter, as loaded, are those of its rows."""
-    is_tensor = isinstance(scales, Tensor) and scales.ndim > 0
-    return is_tensor and is_narrow(shape) and scales.shape[0] == shape[0] != grid.num_blocks
+    if not is_narrow(extent.shape) or not isinstance(scales, Tensor) or scales.ndim == 0:
+        return False
+    loaded = extent.loaded
+    (groups, _), _ = loaded.scale_box(parameter)
+    return scales.shape[0] == loaded.local_shape[0] != groups
 
 
 def scales_of_rows(store: MomentStore, extent: Extent) -> Tensor:

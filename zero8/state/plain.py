@@ -29,6 +29,7 @@ from torch import Tensor
 
 from zero8.spec.buffers import check_entry
 from zero8.spec.codec import Codec, MomentCode, codec_numbered
+from zero8.spec.faults import fault_of_values
 from zero8.spec.grid import is_narrow
 from zero8.spec.scalars import UNKNOWN_HISTORY
 from zero8.state import narrow
@@ -186,6 +187,8 @@ class PlainState:
             raise ValueError(f"state of {name}: got entries {sorted(saved)}, without {missing}")
         step, history = checked_step(saved), checked_history(saved)
         stores = cls.local(saved, extent, name).stores(name)
+        for store in stores:
+            store.check_values()
         theirs = Header.of(saved, name).piece(name)
         wanted = replace(parameter, identity=theirs.identity)
         if (theirs, stores[0].codec) == (wanted, codec if wanted.block_size else None):
@@ -212,7 +215,7 @@ class PlainState:
         moments = []
         for which in MOMENTS:
             values = _part(saved, which, extent)
-            check_dense(f"{which} of {name}", values)
+            check_dense(which, name, values)
             _check_shape(name, tuple(values.shape), extent.local_shape)
             moments.append(values.reshape(-1))
         new._write(moments)
@@ -265,12 +268,21 @@ def checked_history(saved: dict) -> float:
     return float(history)
 
 
-def check_dense(name: str, values: object) -> None:
-    """Raise ValueError unless an fp32 Adam's moment is a tensor of real numbers in memory."""
+def check_dense(which: str, owner: str, values: object) -> None:
+    """Raise ValueError unless an fp32 Adam's moment is a tensor of finite numbers, v's of no sign.
+
+    Args:
+        which: `exp_avg` or `exp_avg_sq`.
+        owner: whose moment it is, for messages.
+        values: what was loaded.
+    """
+    name = f"{which} of {owner}"
     if isinstance(values, Tensor) and not values.is_floating_point():
         raise ValueError(f"{name}: got dtype {values.dtype}, expected float32 values")
     numel, dtype = (values.numel(), values.dtype) if isinstance(values, Tensor) else (0, None)
     check_entry(name, values, numel, [dtype])
+    if found := fault_of_values(which, values):
+        raise ValueError(f"{name}: got {found}; was the checkpoint saved by a run that diverged?")
 
 
 def _entry(entries: dict, key: str, dtype: torch.dtype, numel: int) -> Tensor:
@@ -302,7 +314,7 @@ def _local_codes(
     """Return this rank's part of the codes and scales of a loaded moment."""
     keys, per_block = (f"{which}_q8", f"{which}_scale"), code.scale_shape
     codes, grid = _part(saved, keys[0], extent), parameter.grid
-    if not narrow.has_scales_of_rows(grid, extent.shape, saved.get(keys[1])):
+    if not narrow.has_scales_of_rows(parameter, extent, saved.get(keys[1])):
         shape = (*grid.scale_shape(extent.shape), *per_block)
         scales = _part(saved, keys[1], extent, shape, extent.scale_box(parameter))
         return dict(zip(keys, (codes, scales), strict=True))

@@ -4,15 +4,17 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from zero8.spec.buffers import check_buffer
 from zero8.spec.codec import DEFAULT_CODEC, RETIRED, Codec, MomentCode, dequantize, quantize
+from zero8.spec.faults import fault, fault_of_values
 from zero8.spec.segment import Moment
 from zero8.state.huge_pages import advise_huge
-from zero8.state.table import PieceTable
+from zero8.state.table import Piece, PieceTable
 from zero8.state.tell import tell_once
 
 CHUNK_NUMEL = 1 << 22
@@ -76,6 +78,24 @@ class MomentStore:
                 f"{self.which}: got buffers on {[str(b.device) for b in self.buffers]}, expected "
                 "one device"
             )
+
+    def check_values(self) -> None:
+        """Raise ValueError unless all elements decode to finite numbers, v to none below zero.
+
+        Of a moment that came from outside; `check` comes first.
+        """
+        for number, piece in enumerate(self.table.pieces):
+            moment = self.moment(number)
+            if moment.scales is None:
+                found = fault_of_values(self.which, moment.values)
+            else:
+                blocks = partial(_block_numbers, piece, self.codes.device)
+                found = fault(self.code, moment.values, moment.scales, blocks)
+            if found:
+                raise ValueError(
+                    f"{self.which} of {piece.name}: got {found}; the checkpoint is damaged, or its "
+                    "run had diverged"
+                )
 
     @property
     def code(self) -> MomentCode:
@@ -214,6 +234,10 @@ class MomentStore:
         codes, scales = quantize(self.code, x, block, count)
         moment.values[wide_begin:wide_end] = codes
         moment.scales.narrow(0, first_block, count).copy_(scales)
+
+
+def _block_numbers(piece: Piece, device: torch.device) -> Tensor:
+    return piece.grid.block_numbers(piece.first, piece.numel, device)[0]
 
 
 def _filled(value: float, *shape: int, device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -55,6 +55,13 @@ class Engine(ABC):
         """Run one optimizer step on this rank's micro batches and return their losses."""
 
     @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Save a checkpoint into a folder, in the place of an earlier one; every rank must call it.
+
+        With zero8's optimizer it has a manifest.
+        """
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Wait for what the device has been asked for."""
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training under DeepSpeed: a JSON config says how, the optimizer's type included."""
 
+from pathlib import Path
+
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -40,6 +42,10 @@ class DeepSpeedEngine(Engine):
             self.module.step()
             losses.append(loss.item())
         return losses
+
+    def save(self, folder: Path) -> None:
+        """See `Engine`."""
+        self.module.save_checkpoint(str(folder))
 
     def synchronize(self) -> None:
         """See `Engine`."""

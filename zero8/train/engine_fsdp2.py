@@ -2,16 +2,21 @@
 """Training under PyTorch's FSDP2, with nothing of DeepSpeed: a TOML config says how."""
 
 import os
+import shutil
 from functools import partial
+from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import distributed
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from zero8 import Adam8bitBlockwise
+from zero8.integrity.seal import seal
 from zero8.train.config_fsdp2 import FSDP2Settings, Settings, load_config
 from zero8.train.engine import EIGHT_BIT, Engine
 from zero8.train.model import GPT
@@ -48,6 +53,16 @@ class FSDP2Engine(Engine):
         self.optimizer.zero_grad()
         self._schedule.step()
         return losses
+
+    def save(self, folder: Path) -> None:
+        """See `Engine`."""
+        if distributed.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        distributed.barrier()
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        if distributed.get_rank() == 0:
+            seal(folder)
 
     def synchronize(self) -> None:
         """See `Engine`."""

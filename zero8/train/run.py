@@ -138,9 +138,16 @@ def result(engine: Engine, text: Text, curves: Curves) -> dict:
 
 
 def measured(
-    kind: type[Engine], settings: object, text: Text, *, seed: int, steps: int, name: str
+    kind: type[Engine],
+    settings: object,
+    text: Text,
+    *,
+    seed: int,
+    steps: int,
+    name: str,
+    checkpoint: Path,
 ) -> dict:
-    """Train a new model from `seed`; return `result`.  Every rank must call it.
+    """Train a new model from `seed`, save it; return `result`.  Every rank must call it.
 
     Args:
         kind: of engine.
@@ -149,11 +156,13 @@ def measured(
         seed: of initialization and batches.
         steps: optimizer steps.
         name: what to call the run on the screen.
+        checkpoint: folder to save to, when training is over.
     """
     torch.manual_seed(seed)
     engine = kind(GPT(GPTConfig()), settings)
     windows = validation_windows(text.validation, VALIDATION_WINDOWS, engine.model.config.context)
     curves = fit(engine, text, windows, seed=seed, steps=steps, name=name)
+    engine.save(checkpoint)
     return result(engine, text, curves)
 
 
@@ -167,7 +176,7 @@ def train(
     steps: int,
     out: Path,
 ) -> None:
-    """Train once from `seed` and write OUT/<optimizer>.json from rank 0."""
+    """Train once from `seed`; write OUT/<optimizer>.checkpoint and, from rank 0, the .json."""
     kind, rank = engine_class(engine), int(os.environ["RANK"])
     text = load_text(data)
     settings = kind.load_config(config, optimizer, steps)
@@ -176,7 +185,10 @@ def train(
         print(describe(text))
         print(f"warnings of each rank: {out / optimizer}.rank*.log", flush=True)
     arguments = {"engine": engine, "optimizer": optimizer, "steps": steps, "seed": seed}
-    measurements = measured(kind, settings, text, seed=seed, steps=steps, name=optimizer)
+    checkpoint = out / f"{optimizer}.checkpoint"
+    measurements = measured(
+        kind, settings, text, seed=seed, steps=steps, name=optimizer, checkpoint=checkpoint
+    )
     row = {**arguments, "config": str(config), **measurements}
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)

@@ -101,6 +101,7 @@ class FlatPartition(StateKind):
     def _fitted(self, which: str, moment: MomentTensor, table: PieceTable) -> MomentStore:
         """Return a saved moment over this partition's table: verbatim where the two agree."""
         saved, codec = _store_of(which, moment), self._settings.codec
+        saved.check_values()
         check_places(saved.table, table)
         # The dither goes on where it was: identities come from the checkpoint.
         pairs = list(zip(table.pieces, saved.table.pieces, strict=True))
@@ -157,7 +158,7 @@ def _absorbed(
     p: Tensor, which: str, values: Tensor, like: tuple[Codec, PieceTable] | None
 ) -> MomentTensor:
     """Return a moment that arrived in float32, encoded by a codec over a segment table."""
-    check_dense(f"{which} of a ZeRO partition", values)
+    check_dense(which, "a ZeRO partition", values)
     if like is None:
         raise ValueError(
             f"state of a parameter of {p.numel()} elements: got {which} without format, "

@@ -14,7 +14,7 @@ from operator import attrgetter
 from types import ModuleType
 
 from zero8.versions import TESTED, warn_if_untested
-from zero8.zero import accelerate, access, universal_load
+from zero8.zero import accelerate, access, checkpoints, universal_load
 from zero8.zero.when_imported import when_imported
 
 
@@ -75,6 +75,7 @@ _BF16 = "deepspeed.runtime.bf16_optimizer"
 _SWAP = "deepspeed.runtime.swap_tensor"
 _PARTITIONED = f"{_SWAP}.partitioned_optimizer_swapper"
 _PIPELINED = f"{_SWAP}.pipelined_optimizer_swapper"
+_CHECKPOINT = "deepspeed.runtime.checkpoint_engine"
 _PADDING = "loads universal checkpoints on ranks that hold nothing but padding, too"
 _VIEWS = "takes views of states again that have changed"
 
@@ -112,6 +113,20 @@ SEAMS = (
         ("load_dir", "tag", "load_optimizer_states", "load_module_only"),
         "looks at swap files before it loads them, and loads all that belongs to them",
     ),
+    Seam(
+        _ENGINE,
+        "DeepSpeedEngine.save_checkpoint",
+        ("save_dir", "tag", "save_latest"),
+        "writes a manifest last, on all ranks or on none",
+    ),
+    Seam(
+        _ENGINE,
+        "DeepSpeedEngine.load_checkpoint",
+        ("load_dir", "tag", "load_optimizer_states", "load_module_only"),
+        "verifies the files first, on all ranks or on none",
+    ),
+    Seam(_ENGINE, "DeepSpeedEngine._optimizer_has_ckpt_event_epilogue"),
+    Seam(f"{_CHECKPOINT}.torch_checkpoint_engine", "TorchCheckpointEngine.save", ("path",)),
     *(
         Seam(module, f"{name}.{method}", change=_VIEWS)
         for module, name in ((_STAGE12, "DeepSpeedZeroOptimizer"), (_BF16, "BF16_Optimizer"))
@@ -257,6 +272,7 @@ def install(optimizer_class: type) -> None:
     access.refuse_to_move_states(zero3_class, optimizer_class)
     overrides.swap_states(stage3, optimizer_class)
     overrides.agree_on_swapped(engine_class, zero3_class)
+    checkpoints.keep_whole(engine_class, optimizer_class)
     utils.ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
 
 

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zero8 checkpoint verify`, `inspect`, `diff`, `seal` and `prune` on checkpoints of every kind."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from places import ROOT
+from small_checkpoints import KINDS, SHAPES, STEPS, plain_file, trained, zero_folder
+
+from zero8.checkpoint.open import open_checkpoint
+from zero8.cli import main
+from zero8.spec.codec import CODECS
+from zero8.state.header import MOMENTS
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A checkpoint of each kind, not to be changed."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {kind: make(folder / kind) for kind, make in KINDS.items()}
+
+
+@pytest.fixture
+def copied(made, tmp_path):
+    def copy(kind):
+        copy_one = shutil.copytree if made[kind].is_dir() else shutil.copy
+        return type(made[kind])(copy_one(made[kind], tmp_path / kind))
+
+    return copy
+
+
+def called(capsys, *argv, status):
+    """Run a command with --json; return its JSON object."""
+    assert main(["checkpoint", *map(str, argv), "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def state_files(path):
+    return open_checkpoint(path).files()
+
+
+# --- Reading -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@every_kind
+def test_fragments_of_every_kind_decode_to_the_optimizers_moments(kind, codec, tmp_path):
+    """Bit by bit: a block that a boundary cuts is encoded twice from values it decodes to, which
+    gives them again where its scale stays, and else within a code; see the bound below."""
+    params, optimizer = trained(codec)
+    found = {
+        name: [torch.full((p.numel(),), math.nan) for _ in MOMENTS] for name, p in params.items()
+    }
+    for fragment in open_checkpoint(KINDS[kind](tmp_path / kind, codec=codec)).all_fragments():
+        assert fragment.step == STEPS and fragment.weights is not None
+        for piece in fragment.pieces:
+            here = slice(piece.first, piece.first + piece.numel)
+            for target, store in zip(found[fragment.name], fragment.stores, strict=True):
+                target[here] = store.read(piece.start, piece.numel)
+            weights = fragment.weights[piece.start : piece.start + piece.numel]
+            assert torch.equal(weights.float(), params[fragment.name].detach().view(-1)[here])
+    optimizer.state_dict_format = "fp32"
+    for number, state in optimizer.state_dict()["state"].items():
+        for which, got in zip(MOMENTS, found[list(SHAPES)[number]], strict=True):
+            expected = state[which].view(-1)
+            differing = (got != expected).sum()
+            assert differing <= (512 if kind == "zero" else 0)
+            # Half a cell of either code is below 12 % of the largest value of a block.
+            torch.testing.assert_close(
+                got, expected, rtol=0, atol=0.12 * float(expected.abs().max())
+            )
+
+
+@every_kind
+def test_groups_of_every_kind_name_their_parameters(kind, made):
+    (group,) = open_checkpoint(made[kind]).groups()
+    assert group["params"] == list(SHAPES) and group["lr"] == 0.01
+
+
+# --- verify --------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_verify_of_a_whole_checkpoint_is_0(kind, made, capsys):
+    result = called(capsys, "verify", made[kind], status=0)
+    assert result["whole"] and not result["manifest"] and not result["problems"]
+    assert result["bytes"] == sum(file.stat().st_size for file in state_files(made[kind]))
+
+
+@every_kind
+def test_verify_of_a_cut_file_names_it(kind, copied, capsys):
+    path = copied(kind)
+    file = state_files(path)[-1]
+    file.write_bytes(file.read_bytes()[:-1000])
+    result = called(capsys, "verify", path, status=1)
+    assert any(file.name in problem for problem in result["problems"])
+
+
+def test_verify_of_a_sealed_folder_finds_any_flipped_byte(copied, capsys):
+    """Also in what the states do not show: the model's file, a hole between records."""
+    path = copied("zero")
+    tag = path / "global_step3"
+    assert called(capsys, "seal", tag, status=0)["files"] == 3
+    assert called(capsys, "verify", path, status=0)["manifest"]
+    for file in sorted(tag.glob("*.pt")):
+        whole = file.read_bytes()
+        for place in (0, len(whole) // 2, len(whole) - 1):
+            damaged = bytearray(whole)
+            damaged[place] ^= 1
+            file.write_bytes(damaged)
+            problems = called(capsys, "verify", path, status=1)["problems"]
+            assert f"{file.name} (written by rank 0): contents differ" in problems
+        file.write_bytes(whole)
+    (tag / "other").write_text("from another job")
+    (problem,) = called(capsys, "verify", path, status=1)["problems"]
+    assert "other: not in the manifest" in problem
+
+
+def change_state(file, change):
+    found = torch.load(file, weights_only=False)
+    change(found["optimizer_state_dict"]["base_optimizer_state"]["state"][0])
+    torch.save(found, file)
+
+
+def set_nan(state):
+    state["exp_avg"].store.scales[3] = math.nan
+
+
+def set_step(state):
+    state["step"] += 1
+
+
+DAMAGES = {
+    "a scale of NaN": (set_nan, "exp_avg of .*: got a scale that is not finite"),
+    "another step": (set_step, "different numbers of steps: 3 in .*rank_0.*, 4 in .*rank_1"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_verify_of_states_that_are_damaged_says_how(change, message, copied, capsys):
+    path = copied("zero")
+    change_state(state_files(path)[1], change)
+    problems = called(capsys, "verify", path, status=1)["problems"]
+    assert any(re.search(message, problem) for problem in problems), problems
+
+
+def test_verify_without_a_ranks_file_says_which_elements_are_missing(copied, capsys):
+    path = copied("zero")
+    state_files(path)[1].unlink()
+    problems = called(capsys, "verify", path, status=1)["problems"]
+    assert any("are in no file" in problem for problem in problems)
+
+
+def test_verify_with_one_ranks_file_twice_says_so(copied, capsys):
+    path = copied("zero")
+    first, second = state_files(path)
+    shutil.copy(first, second)
+    problems = called(capsys, "verify", path, status=1)["problems"]
+    assert any("again" in problem for problem in problems)
+
+
+def test_verify_of_nothing_is_trouble(tmp_path, capsys):
+    assert "not found" in called(capsys, "verify", tmp_path / "no", status=2)["error"]
+    with pytest.raises(SystemExit) as exit_info:
+        main(["checkpoint", "verify"])
+    assert exit_info.value.code == 2
+
+
+# --- inspect -------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_inspect_counts_what_the_optimizer_has(kind, made, capsys):
+    result = called(capsys, "inspect", made[kind], status=0)
+    assert result["kind"] == kind and result["steps"] == [STEPS] and result["codecs"] == ["log"]
+    assert result["numel"] == sum(map(math.prod, SHAPES.values()))
+    assert result["numel_8bit"] == result["numel"] - 300
+    params, optimizer = trained()
+    state = optimizer.state[params["wide"]]
+    (wide,) = (param for param in result["params"] if param["name"] == "wide")
+    assert wide["shape"] == [40, 300] and wide["numel"] == 12000 and wide["bits"] == 8
+    if kind == "zero":  # a boundary cuts a block
+        return
+    codes = state["exp_avg_q8"]
+    assert wide["exp_avg"]["zeros"] == (codes == 0).sum() / 12000
+    top = (codes == 127) | (codes == 129)
+    assert wide["exp_avg"]["at_top"] == pytest.approx(float(top.sum()) / 12000)
+    assert wide["exp_avg"]["codes_used"] == len(codes.unique())
+    scales = state["exp_avg_scale"].abs()
+    assert (
+        wide["exp_avg"]["scale_min"] == scales.min()
+        and wide["exp_avg"]["scale_max"] == scales.max()
+    )
+    floor = (state["exp_avg_sq_q8"] == 1).sum()
+    assert wide["exp_avg_sq"]["at_floor"] == pytest.approx(float(floor) / 12000)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_inspect_text_and_picture_have_all_parameters(codec, tmp_path, capsys):
+    path = plain_file(tmp_path / "all.pt", codec)
+    picture = tmp_path / "codes.png"
+    assert main(["checkpoint", "inspect", str(path), "--plot", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "wide" in text and "narrow" in text and codec in text
+    assert "1 parameter(s) with float32 moments" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# --- diff ----------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_diff_with_itself_is_0(kind, made, capsys):
+    assert called(capsys, "diff", made[kind], made[kind], status=0)["equal"]
+
+
+def test_diff_of_plain_and_dcp_is_0_and_of_cut_blocks_is_their_scales_at_most(made, capsys):
+    assert called(capsys, "diff", made["plain"], made["dcp"], status=0)["compared"] == len(SHAPES)
+    result = called(capsys, "diff", made["plain"], made["zero"], status=1)
+    (param,) = result["different"]
+    assert param["name"] == "wide" or param["name"] == "narrow"
+
+
+def test_diff_of_one_code_says_which_parameter_and_by_how_much(tmp_path, capsys):
+    path, other = plain_file(tmp_path / "a.pt"), tmp_path / "b.pt"
+    found = torch.load(path, weights_only=True)
+    state = found["optimizer"]["state"][0]
+    codes = state["exp_avg_sq_q8"].view(-1)
+    codes[7000] = codes[7000] + 3 if codes[7000] < 250 else codes[7000] - 3
+    found["model"]["bias"][5] += 1
+    torch.save(found, other)
+    result = called(capsys, "diff", path, other, status=1)
+    assert {d.pop("name"): d for d in result["different"]} == {
+        "wide": {"exp_avg_sq": "1 of 12000 elements by up to 3 code(s)"},
+        "bias": {"weights": "1 elements differ"},
+    }
+
+
+def test_diff_of_other_parameters_names_them(tmp_path, made, capsys):
+    found = torch.load(made["plain"], weights_only=True)
+    found["optimizer"]["param_groups"][0]["param_names"][1] = "other"
+    torch.save(found, tmp_path / "b.pt")
+    result = called(capsys, "diff", made["plain"], tmp_path / "b.pt", status=1)
+    assert (result["only_in_first"], result["only_in_second"]) == (["narrow"], ["other"])
+
+
+def test_diff_of_codecs_compares_values(tmp_path, made, capsys):
+    other = plain_file(tmp_path / "b.pt", "dynamic")
+    result = called(capsys, "diff", made["plain"], other, status=1)
+    assert "of the value" in result["different"][0]["exp_avg"]
+
+
+# --- prune, and all of them ----------------------------------------------------------------------
+
+
+def test_prune_deletes_the_oldest_and_never_the_last_complete_tag(made, tmp_path, capsys):
+    for number in range(3):
+        shutil.copytree(made["zero"] / "global_step3", tmp_path / f"tag{number}")
+        called(capsys, "seal", tmp_path / f"tag{number}", status=0)
+    result = called(capsys, "prune", tmp_path, "--keep", 1, status=0)
+    assert result["deleted"] == ["tag0", "tag1"] and result["complete"] == ["tag2"]
+    assert called(capsys, "prune", tmp_path, "--keep", 1, status=0)["deleted"] == []
+    assert "expected 1 or more" in called(capsys, "prune", tmp_path, "--keep", 0, status=2)["error"]
+
+
+def test_tools_load_neither_deepspeed_nor_an_op(made):
+    """They work where nothing can be compiled."""
+    code = (
+        "import sys; from zero8.cli import main; "
+        f"status = main(['checkpoint', 'verify', {str(made['zero'])!r}]); "
+        "assert status == 0; assert 'deepspeed' not in sys.modules; "
+        "assert 'torch.utils.cpp_extension' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
+
+
+def test_inspect_of_a_folder_with_latest_takes_the_tag_that_it_names(tmp_path, capsys):
+    path = zero_folder(tmp_path / "zero")
+    shutil.copytree(path / "global_step3", path / "global_step9")
+    assert called(capsys, "inspect", path, status=0)["path"].endswith("global_step3")
+    (path / "latest").write_text("../elsewhere")
+    assert "no folder beside it" in called(capsys, "inspect", path, status=2)["error"]

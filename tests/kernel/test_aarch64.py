@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel compiled for aarch64, and emulated, against this processor's, bit for bit.
+
+ARM flushes results before they are rounded, x86 afterwards: they differ where a result is rounded
+up to 2^-126.
+"""
+
+import math
+from dataclasses import replace
+
+import halves
+import pytest
+import torch
+from needs import AARCH64_COMPILER, AARCH64_EMULATOR, need_aarch64
+from piped_kernel import PipedKernel
+from places import SUPPORT
+from segments import CODEC_NAMES, Place, assert_same, copied, factors, make, scalars_at, tensors
+from test_csrc import COMPILER, CSRC, WARNINGS, compile_all, output_of, python_headers
+from test_kernel import BF16, DTYPES, FP32, HYPERS, PLACES, steps
+from torch import Tensor
+
+from zero8.op import build, kernel
+from zero8.op.shared_numbers import op_source
+from zero8.spec import arithmetic as ieee
+from zero8.spec.codec import CODECS, MomentCode
+from zero8.spec.log import LogCode, SignedLogCode
+from zero8.spec.segment import Segment
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
+
+CROSS_COMPILER = [AARCH64_COMPILER, *COMPILER[-2:]]
+PROGRAMS = ["piped_kernel", "csrc_driver"]
+TINY = 2.0**-126
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    """The command of each program, which has the kernel in it, compiled as the op is."""
+    need_aarch64()
+    folder = tmp_path_factory.mktemp("aarch64")
+    kernels = [path for path in CSRC.glob("*.cpp") if path.stem != "binding"]
+    # First the one that takes as long as all others.
+    kernels.sort(key=lambda path: path.stem != "step_baseline")
+    sources = [*kernels, *(SUPPORT / f"{name}.cpp" for name in PROGRAMS)]
+    made = compile_all(sources, [*build.FLAGS, *WARNINGS], folder, CROSS_COMPILER)
+    for name in PROGRAMS:
+        objects = [folder / f"{name}.o", *made[: len(kernels)]]
+        link = [*build.LINK_FLAGS, "-static", *objects, "-o", folder / name]
+        output_of([*CROSS_COMPILER, *link])
+    return {name: [AARCH64_EMULATOR, str(folder / name)] for name in PROGRAMS}
+
+
+@pytest.fixture(scope="module")
+def arm(commands):
+    return PipedKernel(commands["piped_kernel"])
+
+
+def test_aarch64_binding_and_shared_numbers_compile_without_warnings(tmp_path):
+    need_aarch64()
+    numbers = tmp_path / "numbers.cpp"
+    numbers.write_text(op_source())
+    flags = [*WARNINGS, "-fsyntax-only", "-DTORCH_EXTENSION_NAME=zero8_adam", *python_headers()]
+    output_of([*CROSS_COMPILER, *flags, CSRC / "binding.cpp", numbers])
+
+
+def test_aarch64_serves_the_baseline_alone_and_any_number_of_threads(commands):
+    """The arrays of this driver end where memory that cannot be accessed begins."""
+    assert output_of(commands["csrc_driver"]) == "baseline\n"
+
+
+# --- Operations ----------------------------------------------------------------------------------
+
+
+def is_rounded_up(exact: Tensor) -> Tensor:
+    """Return which binary64 numbers below 2^-126 become 2^-126 with 24 bits and any exponent."""
+    return (exact.abs() < TINY) & (exact.abs() >= TINY - 2.0**-151)
+
+
+def assert_defined(arm: PipedKernel, a: Tensor, b: Tensor, c: Tensor) -> dict[str, Tensor]:
+    """Compare operations with their definition, NaN being NaN; return what is defined."""
+    wanted = {
+        "mul": ieee.mul(a, b),
+        "fma": ieee.fma(a, b, c),
+        "fms": ieee.fma(a, b, -c),
+        "div": ieee.div(a, b),
+        "sqrt": ieee.sqrt(a),
+    }
+    for name, got in arm.operations(a, b, c).items():
+        same = got.view(torch.int32) == wanted[name].view(torch.int32)
+        same |= got.isnan() & wanted[name].isnan()
+        wrong = [x[~same][:3].tolist() for x in (a, b, c, got, wanted[name])]
+        assert same.all(), f"{name}: a, b, c, got, expected {wrong}"
+    return wanted
+
+
+def test_aarch64_operations_on_numbers_of_all_exponents_equal_the_definition(arm):
+    special = [0.0, 2.0**-149, TINY - 2.0**-149, TINY, 1.0, 2.0**64, 3.4e38, math.inf, math.nan]
+    special = torch.tensor([sign * x for x in special for sign in (1, -1)])
+    assert_defined(arm, *torch.cartesian_prod(special, special, special).T.contiguous())
+    assert_defined(arm, *(factors(200_000, -150, 128, seed) for seed in range(3)))
+
+
+def test_aarch64_operations_around_the_smallest_normal_number_equal_the_definition(arm):
+    """Products, quotients and sums within 2^-22 of 2^-126 on both sides."""
+    count = 200_000
+    target = factors(count, 0, 1, seed=1).abs().double() * 2.0**-23 + (1 - 2.0**-22)
+    target = target * TINY
+    a = factors(count, -126, 2, seed=2)
+    b = (target / a.double()).float()
+    assert is_rounded_up(a.double() * b.double()).sum() > count / 100
+    assert_defined(arm, a, b, torch.zeros(count))
+    assert_defined(arm, a, (a.double() / target).float(), a)
+    for low in (-50, -70):
+        a, b = factors(count, low, low + 10, seed=3), factors(count, low, low + 10, seed=4)
+        c = (target - a.double() * b.double()).float()
+        sums = assert_defined(arm, a, b, c)["fma"]
+    exact = a.double() * b.double() + c.double()
+    assert ((sums.abs() == TINY) & is_rounded_up(exact)).sum() > count / 100
+
+
+def test_aarch64_sums_that_cancel_among_the_largest_numbers_equal_the_definition(arm):
+    """What 2^64 times as much would overflow."""
+    a, b = factors(200_000, 50, 100, seed=1), factors(200_000, -36, 26, seed=2)
+    assert_defined(arm, a, b, -(a * b))
+    assert_defined(arm, b, a, a * b)
+
+
+# --- Steps ---------------------------------------------------------------------------------------
+
+
+def corrected(segment: Segment) -> Segment:
+    """Return a copy with corrections of its own, of any value."""
+    correction = torch.arange(segment.param.numel()).to(torch.int8)
+    return replace(copied(segment), correction=correction)
+
+
+def of_own(segment: Segment) -> Segment:
+    """Return a copy of all that a step may change."""
+    correction = segment.correction
+    return replace(copied(segment), correction=None if correction is None else correction.clone())
+
+
+def with_one_nan(segment: Segment) -> Segment:
+    """Replace every NaN by the same one: a NaN that is made has another sign on each processor."""
+    for x in tensors(segment).values():
+        if x.is_floating_point():
+            x[x.isnan()] = math.nan
+    return segment
+
+
+def step_everywhere(arm: PipedKernel, segments: list[Segment]) -> list[int]:
+    """Take a step on ARM and on every instruction set here, and compare."""
+    before = [of_own(segment) for segment in segments]
+    counts = arm.step(segments)
+    for isa in kernel.isas():
+        mine = [of_own(segment) for segment in before]
+        assert kernel.step(mine, isa=isa) == counts
+        for number, (theirs, ours) in enumerate(zip(segments, mine, strict=True)):
+            assert_same(with_one_nan(theirs), with_one_nan(ours), f"{isa}, segment {number}")
+            if ours.correction is not None:
+                assert torch.equal(theirs.correction, ours.correction)
+    return counts
+
+
+@pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS)
+def test_aarch64_step_any_codec_dtype_place_and_gradient_equals_x86(arm, hyper):
+    """Each kind of dtypes in a third of the places: the hyperparameters together in all."""
+    shift = list(HYPERS.values()).index(hyper)
+    segments = [
+        make(codec, place, scalars_at(1, hyper), *dtypes)
+        for codec in CODEC_NAMES
+        for number, dtypes in enumerate(DTYPES.values(), shift)
+        for place in PLACES[number % 3 :: 3]
+    ]
+    segments += [corrected(one) for one in segments if one.param.dtype == BF16]
+    for _ in steps(segments, hyper, 2):
+        step_everywhere(arm, segments)
+
+
+def test_aarch64_step_special_parameters_and_gradients_equal_x86(arm):
+    """NaN, infinite, subnormal and largest ones; a block with such a gradient stays as it was."""
+    values = [math.nan, -math.nan, math.inf, -math.inf, 2.0**-130, -(2.0**-149), 3.38e38, -3.4e38]
+    made = [
+        make(codec, place, scalars_at(1, HYPERS[hyper]), *dtypes)
+        for hyper in ("adamw", "l2")
+        for codec in CODEC_NAMES
+        for dtypes in DTYPES.values()
+        for place in PLACES[4:6]
+    ]
+    made += [corrected(one) for one in made if one.param.dtype == BF16]
+    for number, segment in enumerate(made):
+        segment.param[7 : 7 + len(values)] = torch.tensor(values)
+        segment.grad.copy_(factors(segment.grad.numel(), -8, 8, number))
+    poisoned = [of_own(segment) for segment in made]
+    for number, segment in enumerate(poisoned):
+        segment.grad[-1] = [math.nan, math.inf, 2.0**63][number % 3]
+    assert sum(step_everywhere(arm, made)) > 0  # those with L2
+    assert min(step_everywhere(arm, poisoned)) > 0
+
+
+@pytest.mark.parametrize("row_length", halves.ROW_LENGTHS)
+def test_aarch64_step_every_half_equals_x86(arm, row_length):
+    beyond = halves.among_finite(halves.BEYOND, row_length).flatten()
+    for grad, nonfinite in ((halves.FINITE, 0), (beyond, 2 * 2048)):
+        segments = halves.segments_of(None, grad, row_length, halves.ADAMW)
+        assert step_everywhere(arm, segments) == [nonfinite, nonfinite]
+
+
+# --- Steps next to the smallest normal number ----------------------------------------------------
+
+NEIGHBOURS = torch.arange(-3, 4, dtype=torch.int32)
+CODES = torch.arange(1, 128)
+ROWS = len(CODES) * len(NEIGHBOURS)
+
+
+def next_to_tiny(factors: Tensor | float) -> Tensor:
+    """Return (..., 7) float32 that times each of `factors` lie on both sides of 2^-126."""
+    nearest = (TINY / torch.as_tensor(factors).double()).float().view(torch.int32)
+    return (nearest[..., None] + NEIGHBOURS).view(FP32)
+
+
+def blocks_next_to_tiny(code: MomentCode, beta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a code for each block of 7, their scales, and which are rounded up when decoded."""
+    if isinstance(code, LogCode):
+        # Blocks that span the fewest octaves.
+        step, values = 16 * code.MIN_SPAN // 254, next_to_tiny(beta)
+        high = values.view(torch.int32) + ((255 * step >> 4) - (CODES * step >> 4)[:, None]).int()
+        scales = torch.stack([high.view(FP32), torch.full(high.shape, float(step))], dim=2)
+        return CODES, scales, is_rounded_up(values.double() * beta).expand(high.shape)
+    is_log = isinstance(code, SignedLogCode)
+    codes = CODES if is_log else CODES + 128
+    levels = (code.narrow if is_log else code).levels[codes]
+    scales = next_to_tiny(levels * beta)
+    exact = ieee.mul(scales, beta).double() * levels.double()[:, None]
+    return codes, scales, is_rounded_up(exact)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_aarch64_step_moments_decoded_next_to_the_smallest_normal_number_equal_x86(arm, codec):
+    """A block for each level, in which every second element has a moment."""
+    segments, rounded_up = [], {"exp_avg": 0, "exp_avg_sq": 0}
+    for betas in torch.rand(8, 2, generator=torch.Generator().manual_seed(1)).tolist():
+        scalars = scalars_at(1, {**HYPERS["adamw"], "betas": betas})
+        segment = make(codec.name, Place((ROWS, 64), 64, 0, ROWS * 64), scalars)
+        for name, beta in (("exp_avg", scalars.beta1), ("exp_avg_sq", scalars.beta2)):
+            code, moment = getattr(codec, name), getattr(segment, name)
+            codes, scales, hits = blocks_next_to_tiny(code, beta)
+            rows = codes.repeat_interleave(len(NEIGHBOURS))
+            moment.values.view(ROWS, 64)[:, ::2] = rows[:, None].to(torch.uint8)
+            moment.scales.copy_(scales.reshape(moment.scales.shape))
+            rounded_up[name] += int(hits.sum())
+        segments.append(segment)
+    assert min(rounded_up.values()) > 20
+    step_everywhere(arm, segments)
+
+
+def test_aarch64_step_floats_next_to_the_smallest_normal_number_equal_x86(arm):
+    """Parameters and float32 moments, which decay to it."""
+    segments, count = [], 200
+    random = 0.5 + 0.5 * torch.rand(count, 3, generator=torch.Generator().manual_seed(1))
+    for beta1, beta2, decay in random.tolist():
+        scalars = scalars_at(1, {**HYPERS["adamw"], "betas": (beta1, beta2)})
+        scalars = scalars._replace(decay=decay)
+        numbers = len(NEIGHBOURS)
+        segment = make(None, Place((4 * numbers,), 64, 0, 4 * numbers), scalars)
+        # Numbers, the same negative, and zeros: a moment that is not 0 moves a parameter far.
+        segment.param[: 2 * numbers] = torch.cat([next_to_tiny(decay), -next_to_tiny(decay)])
+        segment.exp_avg.values[2 * numbers :] = next_to_tiny(scalars.beta1).repeat(2)
+        segment.exp_avg_sq.values[2 * numbers :] = next_to_tiny(scalars.beta2).repeat(2)
+        segment.exp_avg.values[3 * numbers :] *= -1
+        segments.append(segment)
+    step_everywhere(arm, segments)
+    for name in ("param", "exp_avg", "exp_avg_sq"):
+        after = torch.cat([tensors(segment)[name] for segment in segments])
+        assert (after.abs() == TINY).sum() > count

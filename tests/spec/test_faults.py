@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What quantize makes has no faults; what decodes to no number, or v to less than 0, has one."""
+
+import math
+
+import pytest
+import torch
+from moment_samples import MOMENTS, spread_values
+
+from zero8.spec.codec import CODECS, RETIRED, codec_named, dequantize, quantize
+from zero8.spec.faults import fault, fault_of_values
+
+FLT_MAX = torch.finfo(torch.float32).max
+SMALLEST = 2.0**-126
+BLOCK = torch.arange(1024) // 256
+
+
+def blocks():
+    return BLOCK
+
+
+def values(which):
+    """Blocks of ordinary values, of zeros, of the largest and of the smallest normal floats."""
+    x = spread_values(which, 1024, seed=3)
+    x[256:512] = 0.0
+    x[512:520] = FLT_MAX
+    x[768:1024] = SMALLEST * torch.linspace(0.5, 3, 256)
+    return x
+
+
+def made(codec, which):
+    code = getattr(codec_named(codec), which)
+    return code, *quantize(code, values(which), BLOCK, 4)
+
+
+@pytest.mark.parametrize("which", MOMENTS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_fault_of_what_quantize_makes_is_none(codec, which):
+    code, codes, scales = made(codec, which)
+    assert fault(code, codes, scales, blocks) == ""
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", MOMENTS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_fault_of_any_scale_that_is_not_finite_is_found(codec, which, value):
+    code, codes, scales = made(codec, which)
+    for place in range(scales.numel()):
+        damaged = scales.clone()
+        damaged.view(-1)[place] = value
+        assert "not finite" in fault(code, codes, damaged, blocks)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_fault_of_a_negative_scale_of_v_is_found(codec):
+    code, codes, scales = made(codec, "exp_avg_sq")
+    assert "negative scale" in fault(code, codes, -scales, blocks)
+
+
+@pytest.mark.parametrize("step", [1.0, 2**20 + 0.5, 2.0**30])
+def test_fault_of_a_range_of_v_that_no_block_has_is_found(step):
+    code, codes, scales = made("log", "exp_avg_sq")
+    scales[0, 1] = step
+    assert "range of codes" in fault(code, codes, scales, blocks)
+
+
+def test_fault_of_a_code_of_v_that_decodes_below_normal_floats_is_found():
+    code, codes, scales = made("log", "exp_avg_sq")
+    small = codes[768:]
+    assert small[small > 0].min() > 1
+    small[-1] = 1
+    assert "smallest normal float" in fault(code, codes, scales, blocks)
+
+
+def test_fault_of_a_scale_of_m_that_overflows_is_found():
+    code, codes, scales = made("log", "exp_avg")
+    scales[0] = FLT_MAX
+    assert "largest code is not finite" in fault(code, codes, scales, blocks)
+
+
+def test_fault_of_a_code_that_quantize_never_makes_is_found():
+    code, codes, scales = made("log", "exp_avg")
+    codes[1000] = 128
+    assert "-128" in fault(code, codes, scales, blocks)
+
+
+@pytest.mark.parametrize("which", MOMENTS)
+def test_fault_of_random_bytes_is_found_or_they_decode_to_finite_numbers(which):
+    """Whatever passes is safe to step over: scales of random patterns, and random codes."""
+    passed = 0
+    for seed in range(400):
+        generator = torch.Generator().manual_seed(seed)
+        for codec in [*CODECS.values(), RETIRED]:
+            code = getattr(codec, which)
+            codes = torch.randint(0, 256, (1024,), generator=generator, dtype=torch.uint8)
+            shape = (4, *code.scale_shape)
+            bits = torch.randint(-(2**31), 2**31, shape, generator=generator)
+            scales = bits.to(torch.int32).view(torch.float32)
+            if code.scale_shape and codec.name == "log":  # else nearly all are refused
+                scales[:, 1] = torch.randint(2**20, 2**24, (4,), generator=generator).float()
+                scales[:, 0] = scales[:, 0].abs()
+            if fault(code, codes, scales, blocks):
+                continue
+            passed += 1
+            x = dequantize(code, codes, scales, BLOCK)
+            assert x.isfinite().all(), (codec.name, seed)
+            assert code.signed or x.min() >= 0, (codec.name, seed)
+    assert passed > 100
+
+
+@pytest.mark.parametrize("which", MOMENTS)
+def test_fault_of_values_finds_what_is_not_finite_and_a_negative_v(which):
+    x = values(which)
+    assert fault_of_values(which, x) == "" == fault_of_values(which, x[:0])
+    for value in (math.nan, math.inf, -math.inf):
+        x[77] = value
+        assert "not finite" in fault_of_values(which, x)
+    x[77] = -1.0
+    assert ("negative" in fault_of_values(which, x)) == (which == "exp_avg_sq")

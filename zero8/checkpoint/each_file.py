@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Works through the files of a checkpoint, some at once, under one progress bar."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from tqdm import tqdm
+
+Result = TypeVar("Result")
+
+
+def each_file(
+    label: str, files: Sequence[Path], work: Callable[[Path], Result]
+) -> Iterator[Result]:
+    """Yield what `work` returns of each file, in order; threads take one file each.
+
+    Torch's and the hash's loops run outside of Python's lock, so threads share the processors, and
+    no more files are open than there are threads.
+
+    Args:
+        label: of the progress bar, which shows bytes, on stderr if that is a terminal.
+        files: the largest should not come last.
+        work: what to do with a file; what it raises is raised here.
+    """
+    sizes = [path.stat().st_size for path in files]
+    bar = tqdm(
+        total=sum(sizes), desc=label, unit="B", unit_scale=True, unit_divisor=1024, disable=None
+    )
+    with bar, ThreadPoolExecutor(max(1, min(len(files), os.cpu_count() or 1))) as pool:
+        for size, result in zip(sizes, pool.map(work, files), strict=True):
+            bar.update(size)
+            yield result

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of `zero8 checkpoint inspect --plot`: how often each code is used."""
+
+from pathlib import Path
+
+import torch
+
+from zero8.checkpoint.inspect import Found
+from zero8.checkpoint.statistics import order_of_codes
+from zero8.state.header import MOMENTS
+
+MOST_ROWS = 60
+"""Parameters in the picture, the largest ones: more rows cannot be read."""
+
+
+def plot(found: Found, path: Path) -> None:
+    """Draw, for each moment, the share of each code over all, and a row per parameter.
+
+    Codes are in the order of the numbers they stand for.
+
+    Raises:
+        ValueError: if matplotlib is missing, or there are no 8-bit moments.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+    params = {key: param for key, param in found.items() if param.block_size}
+    if not params:
+        raise ValueError("--plot: the checkpoint has no 8-bit moments")
+    largest = sorted(params, key=lambda key: -params[key].numel)[:MOST_ROWS]
+    rows = [key for key in params if key in largest]
+    figure = Figure((12, 4 + 0.16 * len(rows)), layout="constrained")
+    axes = figure.subplots(2, 2, height_ratios=(1, 0.25 + 0.06 * len(rows)), squeeze=False)
+    for column, which in enumerate(MOMENTS):
+        shares = torch.stack([_shares(params[key], which) for key in rows])
+        weights = torch.tensor([float(params[key].numel) for key in rows])
+        total = (shares * weights[:, None]).sum(0) / weights.sum()
+        top, below = axes[0][column], axes[1][column]
+        top.bar(range(len(total)), 100 * total.numpy(), width=1.0, color="#4477aa")
+        top.set(title=f"{which}: share of each code, %", xlim=(-0.5, len(total) - 0.5))
+        logarithms = shares.clamp(min=1e-7).log10().numpy()
+        image = below.imshow(logarithms, aspect="auto", interpolation="nearest", vmin=-7, vmax=-1)
+        below.set_yticks(range(len(rows)), [_label(key) for key in rows], fontsize=6)
+        below.set_xlabel("codes, by the number they stand for")
+        figure.colorbar(image, ax=below, label="log10 of the share")
+    figure.savefig(path, dpi=120)
+
+
+def _shares(param, which: str) -> torch.Tensor:
+    counts = param.moments[which].codes[order_of_codes(getattr(param.codec, which))]
+    return counts.double() / max(1, int(counts.sum()))
+
+
+def _label(key: tuple[str, str]) -> str:
+    return "/".join(filter(None, key))[-40:]

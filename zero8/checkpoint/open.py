@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds out what a path holds."""
+
+from pathlib import Path
+
+from zero8.checkpoint.dcp_source import METADATA, DcpSource
+from zero8.checkpoint.plain_source import PlainSource
+from zero8.checkpoint.source import Source
+from zero8.checkpoint.zero_source import ZeroSource
+
+LATEST = "latest"
+
+
+def open_checkpoint(path: Path) -> Source:
+    """Return the checkpoint at a path.
+
+    Args:
+        path: a file of `torch.save`, a folder of `torch.distributed.checkpoint`, the folder of one
+            of DeepSpeed's tags, or a folder of those, of which the file `latest` names one.
+
+    Raises:
+        ValueError: if it is none of these.
+        OSError: if it cannot be read.
+    """
+    if path.is_file():
+        return PlainSource(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: not found")
+    if (path / METADATA).exists():
+        return DcpSource(path)
+    if ZeroSource.is_at(path):
+        return ZeroSource(path)
+    if (path / LATEST).is_file():
+        tag = (path / LATEST).read_text().strip()
+        if tag and Path(tag).name == tag and (path / tag).is_dir():
+            return open_checkpoint(path / tag)
+        raise ValueError(f"{path / LATEST}: got {tag!r}, which is no folder beside it")
+    raise ValueError(
+        f"{path}: no checkpoint that zero8 knows; expected a file of torch.save, a folder of "
+        "torch.distributed.checkpoint, or one of DeepSpeed's with ZeRO states of Adam8bitBlockwise"
+    )

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zero8 checkpoint prune`: deletes old tags of a folder, never its last complete one."""
+
+import argparse
+from pathlib import Path
+
+from zero8.integrity import tags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("path", type=Path, metavar="DIR", help="the folder with the tags")
+    parser.add_argument(
+        "--keep", type=int, required=True, metavar="N", help="complete tags to keep, 1 or more"
+    )
+
+
+def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
+    """Return exit status, JSON object and text."""
+    deleted = tags.prune(arguments.path, arguments.keep)
+    kept = [tag.name for tag in tags.complete_tags(arguments.path)]
+    result = {"path": str(arguments.path), "deleted": deleted, "complete": kept}
+    names = ", ".join(deleted) or "nothing"
+    return 0, result, f"deleted {names}; complete: {', '.join(kept) or 'none'}"

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zero8 checkpoint verify`: whether a checkpoint is whole.
+
+Files are compared with the manifest, if there is one, which costs one read of all of them; states
+are read, and their values looked at; and every element of every parameter must be there once.
+"""
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from zero8.checkpoint.coverage import Coverage
+from zero8.checkpoint.each_file import each_file
+from zero8.checkpoint.fragment import Fragment
+from zero8.checkpoint.open import open_checkpoint
+from zero8.checkpoint.source import Source
+from zero8.integrity.manifest import Damage, Manifest
+from zero8.integrity.tags import INCOMPLETE, tag_at
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("path", type=Path, metavar="DIR", help="a checkpoint: folder or file")
+
+
+def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
+    """Return exit status (0 whole, 1 damaged), JSON object and text."""
+    began = time.perf_counter()
+    if not arguments.path.exists():
+        raise FileNotFoundError(f"{arguments.path}: not found")
+    source, folder, problems = None, arguments.path, []
+    try:
+        source = open_checkpoint(arguments.path)
+        folder = source.path
+    except ValueError as error:
+        problems.append(str(error))
+    files, damages = _against_manifest(folder)
+    has_manifest = files is not None
+    problems = damages + problems
+    if source:
+        problems += _contents(source)
+    read = {*(files or ()), *(source.files() if source else ())}
+    num_bytes = sum(path.stat().st_size for path in read)
+    seconds = time.perf_counter() - began
+    result = {
+        "path": str(folder),
+        "whole": not problems,
+        "manifest": has_manifest,
+        "problems": problems,
+        "files": len(read),
+        "bytes": num_bytes,
+        "seconds": round(seconds, 3),
+        "gb_per_s": round(num_bytes / seconds / 1e9, 3),
+    }
+    return int(bool(problems)), result, _text(result)
+
+
+def _against_manifest(folder: Path) -> tuple[list[Path] | None, list[str]]:
+    """Return the files that a manifest lists, None without one, and what is wrong with them."""
+    if not folder.is_dir():
+        return None, []
+    try:
+        manifest = Manifest.read(folder)
+    except FileNotFoundError:
+        torn = tag_at(folder).state == INCOMPLETE
+        what = f"{folder}: saving or deleting it was interrupted: it is not complete"
+        return None, [what] if torn else []
+    except ValueError as error:
+        return [], [str(error)]
+    files = {folder / file.path: file for file in manifest.files}
+
+    def check(path: Path) -> list[Damage]:
+        return replace(manifest, files=(files[path],)).check(folder, is_part=lambda _: False)
+
+    there = [path for path in files if path.is_file()]
+    found = [damage for damages in each_file("hashes", there, check) for damage in damages]
+    # What is missing, and what is there besides, takes no reading.
+    absent = replace(manifest, files=tuple(f for path, f in files.items() if path not in there))
+    found += absent.check(folder, is_part=lambda path: folder / path not in files)
+    return there, [str(damage) for damage in found]
+
+
+def _contents(source: Source) -> list[str]:
+    """Return what is wrong with the states, whatever the manifest says."""
+    coverage, problems = Coverage(), []
+
+    def read(file: Path) -> tuple[list[Fragment], list[str]]:
+        fragments, wrong = [], []
+        try:
+            for fragment in source.fragments(file):
+                for store in fragment.stores:
+                    store.check_values()
+                fragments.append(fragment)
+        except (ValueError, OSError) as error:
+            wrong.append(str(error) if str(file) in str(error) else f"{file}: {error}")
+        return fragments, wrong
+
+    for fragments, wrong in each_file("contents", source.files(), read):
+        problems += wrong
+        for fragment in fragments:
+            try:
+                coverage.add(fragment)
+            except ValueError as error:
+                problems.append(str(error))
+    return problems + coverage.problems()
+
+
+def _text(result: dict) -> str:
+    checked = "hashes and contents" if result["manifest"] else "contents; it has no manifest"
+    speed = f"{result['bytes'] / 2**20:.1f} MiB, {result['gb_per_s']:.2f} GB/s"
+    if result["whole"]:
+        return f"{result['path']}: whole ({checked}; {result['files']} file(s), {speed})"
+    return "\n".join([f"{result['path']}: damaged", *(f"  {p}" for p in result["problems"])])

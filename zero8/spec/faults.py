@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with codes and scales that came from outside.
+
+A step takes for granted that they decode to finite numbers, second moments to none below zero: one
+that does not makes weights NaN, and nothing says so.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from zero8.spec.codec import MomentCode, dequantize
+from zero8.spec.log import LogCode, SignedLogCode
+from zero8.spec.retired import LogRootCode, SignMagnitudeLogCode
+
+_CHUNK_NUMEL = 1 << 22
+
+
+def fault(
+    code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: Callable[[], Tensor]
+) -> str:
+    """Return what is wrong with a moment, "" if nothing is.
+
+    Args:
+        code: the code of this moment.
+        codes: (numel,) uint8.
+        scales: (num_blocks, *code.scale_shape) float32.
+        block_numbers: returns the block of each element, (numel,) int64; seldom called.
+    """
+    if not scales.isfinite().all():
+        return "a scale that is not finite"
+    if not code.signed and (scales < 0).any():
+        return "a negative scale"
+    if isinstance(code, LogCode):
+        return _fault_of_log(code, codes, scales, block_numbers)
+    if isinstance(code, SignMagnitudeLogCode | LogRootCode):  # read once, and encoded anew
+        which = "exp_avg" if code.signed else "exp_avg_sq"
+        return fault_of_values(which, dequantize(code, codes, scales, block_numbers()))
+    if isinstance(code, SignedLogCode):
+        largest = torch.where(scales < 0, code.wide.top, code.narrow.top) * scales
+        if not largest.isfinite().all():
+            return "a scale of which the largest code is not finite"
+        if any((chunk == 128).any() for chunk in codes.split(_CHUNK_NUMEL)):
+            return "a code of -128, expected -127 to 127"
+    return ""
+
+
+def fault_of_values(which: str, values: Tensor) -> str:
+    """Return what is wrong with a moment in float32, "" if nothing is.
+
+    Args:
+        which: `exp_avg` or `exp_avg_sq`.
+        values: of any shape.
+    """
+    # A sum is not finite if one of its terms is not: one pass, and no copy.
+    if not math.isfinite(values.sum(dtype=torch.float64)):
+        return "a value that is not finite"
+    if which == "exp_avg_sq" and values.numel() and values.min() < 0:
+        return "a negative value"
+    return ""
+
+
+def _fault_of_log(
+    code: LogCode, codes: Tensor, scales: Tensor, block_numbers: Callable[[], Tensor]
+) -> str:
+    high, step = scales.unbind(1)
+    least, most = ((16 * span + 127) // 254 for span in (code.MIN_SPAN, code.MAX_SPAN))
+    in_range = (step >= least) & (step <= most) & (step == step.round())
+    if not torch.where(high == 0, step == 0, in_range).all():
+        return f"a range of codes that is not between {least} and {most}"
+    # Codes of blocks whose levels reach below the normal floats: most checkpoints have no such one.
+    bits = high.contiguous().view(torch.int32).to(torch.int64)
+    base = bits - (255 * step.to(torch.int64) >> 4)
+    low = (high > 0) & (base + (step.to(torch.int64) >> 4) < code.NORMAL_BITS)
+    if not low.any():
+        return ""
+    block = block_numbers()
+    chosen = low[block] & (codes != 0)
+    at = block[chosen]
+    level = base[at] + (codes[chosen].to(torch.int64) * step[at].to(torch.int64) >> 4)
+    return "a code below the smallest normal float" if (level < code.NORMAL_BITS).any() else ""

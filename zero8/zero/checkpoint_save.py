@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving through DeepSpeed's engine so that a checkpoint is complete or known not to be.
+
+DeepSpeed writes as it does.  Around that: the tag is made incomplete first, every rank notes what
+it writes, syncs and hashes it, and rank 0 writes the manifest and then `latest`.  Whatever one rank
+cannot do is an OSError on all of them, and `latest` names what it named before.
+"""
+
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+
+from torch import distributed
+
+from zero8.integrity import tags
+from zero8.integrity.files import locked, sync_folder
+from zero8.integrity.manifest import File, Manifest, paths_in
+from zero8.integrity.seal import file_entry
+from zero8.state.tell import logger, tell_once
+from zero8.zero.agree import from_rank_0, gathered, replaced
+from zero8.zero.checkpoint_settings import CheckpointSettings
+
+VISIBLE_WITHIN_S = 5.0
+"""How long a file of rank 0 may take to be seen by the others on a shared file system."""
+
+_HOLDS_LOCAL_FILES = "offloaded_tensors"
+
+
+def is_part(path: str) -> bool:
+    """Return whether DeepSpeed takes a file in the folder of a tag for a part of the checkpoint."""
+    return "_states.pt" in path or path.startswith(f"{_HOLDS_LOCAL_FILES}/")
+
+
+def reason_not_covered(engine) -> str:
+    """Return why an engine's checkpoints have no manifest, "" if they have."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    if engine.use_node_local_storage():
+        return "they are on disks of single nodes (use_node_local_storage)"
+    if not isinstance(engine.checkpoint_engine, TorchCheckpointEngine):
+        return f"{type(engine.checkpoint_engine).__name__} writes them in a way of its own"
+    return ""
+
+
+def tell_not_covered(reason: str) -> None:
+    """Say once that checkpoints have no manifest, and why."""
+    tell_once(f"checkpoints are saved and loaded as DeepSpeed does, without a manifest: {reason}")
+
+
+def save(engine, original: Callable, options: dict) -> bool:
+    """Save a checkpoint; every rank must call it.
+
+    Args:
+        engine: DeepSpeed's, with our optimizer.
+        original: its `save_checkpoint`.
+        options: the arguments of `save_checkpoint` by their names.
+
+    Raises:
+        OSError: on all ranks, if one of them could not write; it names the file and the rank.
+            If another process saves into the same folder.
+    """
+    tag = options.get("tag")
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    reason = reason_not_covered(engine)
+    if not reason and len(set(gathered(tag))) > 1:
+        reason = f"ranks save different tags, '{tag}' among them"
+    if reason:
+        tell_not_covered(reason)
+        return original(engine, **options)
+    folder = Path(options["save_dir"], tag)
+    with ExitStack() as stack:
+        sequence, token = from_rank_0(partial(_begin, stack, folder))
+        if not all(gathered(_sees(folder, token))):
+            tell_not_covered(f"not all ranks see the files of rank 0 in {folder}")
+            return original(engine, **options)
+        record = _Record(engine, folder)
+        record.run(original, options | {"tag": tag, "save_latest": False})
+        _finish(engine, folder, sequence, record, options.get("save_latest", True))
+    return True
+
+
+class _Record:
+    """What a rank has written during a save, and what it could not.
+
+    Attributes:
+        error: what went wrong first, None if nothing has.
+        text: the same, with the file.
+        is_of_caller: whether DeepSpeed refused what it was asked to do.
+    """
+
+    def __init__(self, engine, folder: Path):
+        self.error: Exception | None = None
+        self.text = ""
+        self.is_of_caller = False
+        self._engine, self._folder, self._paths = engine, folder, set()
+        self._has_written = False
+
+    def run(self, original: Callable, options: dict) -> None:
+        """Have DeepSpeed save; a rank that fails still takes part in what ranks do together."""
+        engine, write = self._engine, self._engine.checkpoint_engine.save
+        before = engine._optimizer_has_ckpt_event_epilogue
+
+        def asked() -> bool:
+            self._has_written = True
+            return before()
+
+        with (
+            replaced(engine.checkpoint_engine, "save", self._wrapped(write)),
+            replaced(engine, "_optimizer_has_ckpt_event_epilogue", asked),
+        ):
+            try:
+                original(engine, **options)
+            except Exception as error:
+                if self._has_written:
+                    raise  # what comes then is done together, and fails together
+                self.is_of_caller = self.error is None and not isinstance(error, OSError)
+                self._fail(error, self._folder)
+                if before():
+                    engine.optimizer.checkpoint_event_epilogue()
+                distributed.barrier()
+        if engine.zero_nvme_offload_optimizer():  # DeepSpeed copied a folder of this rank
+            rank = f"{_HOLDS_LOCAL_FILES}/rank"
+            number = distributed.get_rank()
+            self._paths |= {
+                path
+                for path in paths_in(self._folder)
+                if path.startswith(rank) and int(path[len(rank) :].partition("/")[0]) == number
+            }
+
+    def entries(self) -> list[File]:
+        """Return the entries of this rank's files in the manifest, when they are on the disk."""
+        rank, found, path = distributed.get_rank(), [], ""
+        try:
+            for path in sorted(self._paths):
+                found.append(file_entry(self._folder, path, rank))
+            for parent in {Path(self._folder, path).parent for path in self._paths}:
+                sync_folder(parent)
+        except OSError as error:
+            self._fail(error, self._folder / path)
+        return found
+
+    def _wrapped(self, save: Callable) -> Callable:
+        def saved(state_dict, path):
+            if self.error is not None:
+                return
+            try:
+                save(state_dict, path)
+            except Exception as error:  # torch's writer has no OSError for a full disk
+                self._fail(error, Path(path))
+                return
+            if Path(path).is_relative_to(self._folder):
+                self._paths.add(Path(path).relative_to(self._folder).as_posix())
+
+        return saved
+
+    def _fail(self, error: Exception, path: Path) -> None:
+        if self.error is not None:
+            return
+        self.error = error
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, shutil.Error):  # of copytree: a list of (from, to, why)
+            _, path, reason = error.args[0][0]
+        elif isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
+        self.text = f"{path}: {reason}"
+        with suppress(OSError):
+            self.text += f" ({shutil.disk_usage(self._folder).free:,} bytes are free there)"
+
+
+def _begin(stack: ExitStack, folder: Path) -> tuple[int, str]:
+    """Take the lock and make the tag incomplete; return its number and what the marker says."""
+    save_dir, token = folder.parent, uuid.uuid4().hex
+    save_dir.mkdir(parents=True, exist_ok=True)
+    stack.enter_context(locked(save_dir))
+    sequence = tags.next_sequence(save_dir)
+    tags.begin(folder, sequence, token, is_part)
+    return sequence, token
+
+
+def _sees(folder: Path, token: str) -> bool:
+    """Return whether this rank sees what rank 0 wrote, so that the folder is a shared one."""
+    deadline = time.monotonic() + VISIBLE_WITHIN_S
+    while tags.note_of(folder) != token:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _finish(engine, folder: Path, sequence: int, record: _Record, save_latest: bool) -> None:
+    """Write the manifest, then `latest`, or raise on all ranks."""
+    entries = record.entries()
+    told = gathered((entries, record.text))
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+
+    def complete() -> None:
+        files = {file.path: file for of_rank, _ in told for file in of_rank}
+        tags.end(folder, Manifest.of(sequence, len(told), files.values()))
+        if save_latest:
+            tags.write_latest(folder.parent, folder.name)
+
+    if not failed:
+        try:
+            from_rank_0(complete)
+        except (OSError, ValueError) as error:
+            failed = [f"rank 0: {error}"]
+    if failed:
+        if record.is_of_caller:
+            raise record.error
+        message = f"save_checkpoint: {folder} is incomplete, " + "; ".join(failed)
+        raise OSError(f"{message}; 'latest' names what it named before") from record.error
+    keep = CheckpointSettings.of(engine._config._param_dict).keep_checkpoints
+    if keep and distributed.get_rank() == 0:
+        try:
+            deleted = tags.prune(folder.parent, keep)
+        except OSError as error:  # the checkpoint is saved, which is what was asked for
+            logger.warning("%s: cannot delete old checkpoints: %s", folder.parent, error)
+        else:
+            if deleted:
+                logger.info("%s: deleted old checkpoints %s", folder.parent, ", ".join(deleted))
