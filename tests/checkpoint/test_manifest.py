@@ -53,6 +53,22 @@ def test_seal_again_after_a_change_makes_the_folder_complete_again(folder):
     assert len(verify(folder).files) == len(CONTENTS)
 
 
+def test_seal_syncs_every_file_and_folder_before_the_manifest_names_them(folder, monkeypatch):
+    """After a loss of power a manifest must not name contents that have not reached the disk."""
+    done, sync, replace = [], os.fsync, os.replace
+
+    def fsync(descriptor):
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    monkeypatch.setattr(files.os, "replace", lambda a, b: (done.append("named"), replace(a, b)))
+    seal(folder)
+    before = done[: done.index("named")]
+    assert {str(folder / name) for name in CONTENTS} < set(before)
+    assert {str(folder), str(folder / "deep/er")} < set(before)
+
+
 def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 3] ^= 16

@@ -22,6 +22,7 @@ from zero8.integrity import tags
 from zero8.integrity.files import locked
 from zero8.integrity.manifest import MANIFEST, MARKER
 from zero8.integrity.seal import seal, verify
+from zero8.zero import checkpoint_save
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -366,6 +367,10 @@ def save_and_load_otherwise(folder):
         engine.save_checkpoint(folder, tag=f"own{RANK}", save_latest=False)
     found["own tags"] = lines
     found["own tags loaded"] = error_of(engine.load_checkpoint, folder, tag=f"own{RANK}")
+    unseen = patch.object(tags, "note_of", return_value=None) if RANK == 1 else nullcontext()
+    with patch.object(checkpoint_save, "VISIBLE_WITHIN_S", 0.1), unseen, logged() as lines:
+        engine.save_checkpoint(folder, tag="unseen")
+    found["unseen"] = lines, error_of(engine.load_checkpoint, folder)
     local = make_engine(config() | {"checkpoint": {"use_node_local_storage": True}})
     train(local, 1)
     local.save_checkpoint(f"{folder}/local", tag="one")
@@ -443,6 +448,14 @@ def test_save_of_other_tags_on_other_ranks_is_as_deepspeeds(otherwise):
         assert any("without a manifest: ranks save different tags" in line for line in lines)
     folder = otherwise[1]
     assert not (folder / "own0" / MANIFEST).exists() and not (folder / "own0" / MARKER).exists()
+
+
+def test_save_into_a_folder_that_is_not_shared_is_as_deepspeeds(otherwise):
+    for lines, error in of_both(otherwise, "unseen"):
+        assert any("not all ranks see the files of rank 0" in line for line in lines)
+        assert error is None
+    folder = otherwise[1] / "unseen"
+    assert not (folder / MANIFEST).exists() and not (folder / MARKER).exists()
 
 
 @pytest.mark.parametrize("name", ["adamw", "local"])

@@ -198,7 +198,7 @@ def _load_together(engine, original: Callable, options: dict) -> tuple:
         nonlocal has_agreed
         if not has_agreed:
             has_agreed = True
-            raise_together(error, what)
+            raise_together(error, f"{what} (the engine may hold a part of it: make a new one)")
 
     def asked() -> bool:
         agree(None)
