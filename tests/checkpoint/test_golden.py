@@ -2,8 +2,8 @@
 """Checkpoints of every kind that are out in the world are read as what they were.
 
 `PYTHONPATH=.:tests/support python tests/checkpoint/test_golden.py` makes them again.  Do that only
-together with a new format
-version, under new names: these files stand for the checkpoints that users have.
+together with a new format version, under new names: these files stand for the checkpoints that
+users have.
 """
 
 import pytest
