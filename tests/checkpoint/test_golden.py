@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of every kind that are out in the world are read as what they were.
 
-`python tests/checkpoint/test_golden.py` makes them again.  Do that only together with a new format
-version, under new names: these files stand for the checkpoints that users have.
+`PYTHONPATH=.:tests/support python tests/checkpoint/test_golden.py` makes them again.  Do that only
+together with a new format version, under new names: these files stand for the checkpoints that
+users have.
 """
 
 import pytest

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damaged checkpoints get an error, or load and step to finite weights; no process dies of one.
 
-`python tests/checkpoint/test_mutations.py 100000 [--first N] [--workers N]` runs that many cases
-and counts what became of them; `--one N` runs one, and shows where it goes wrong.
+With PYTHONPATH=.:tests/support, `python tests/checkpoint/test_mutations.py 100000 [--first N]
+[--workers N]` runs that many cases and counts what became of them; `--one N` runs one, and shows
+where it goes wrong.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from places import FOLDERS
 
-QUICK, SLOW = 270, 4500
+QUICK, SLOW = 180, 4500
 SILENT_S = 60
 """A case that says nothing for so long hangs; those that take over 2 s of a processor are wrong."""
 
