@@ -35,7 +35,7 @@ def open_checkpoint(path: Path) -> Source:
     if (path / LATEST).is_file():
         with open(path / LATEST, "rb") as file:
             tag = file.read(_MAX_TAG_BYTES + 1).decode(errors="replace").strip()
-        if _is_name(tag) and (path / tag).is_dir() and not (path / tag / LATEST).exists():
+        if _is_name(tag) and (path / tag).is_dir():
             return open_checkpoint(path / tag)
         raise ValueError(f"{path / LATEST}: got {shown(tag)}, which is no folder beside it")
     raise ValueError(
