@@ -19,6 +19,6 @@ def mapped(path: Path) -> Tensor:
     if stat.S_ISDIR(info.st_mode):
         raise IsADirectoryError(f"{path}: got a folder, expected a file")
     if not stat.S_ISREG(info.st_mode) or not info.st_size:
-        raise ValueError(f"{path}: got a file without bytes; was it cut short?")
+        raise ValueError(f"{path}: got an empty file, or none that holds data; was it cut short?")
     open(path, "rb").close()  # raises OSError, where torch has errors of its own
     return torch.from_file(str(path), size=info.st_size, dtype=torch.uint8)
