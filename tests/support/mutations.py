@@ -294,7 +294,9 @@ def other_tensor(t, chance):
     extremes = EXTREMES if t.dtype.is_floating_point else numbers
     for _ in range(chance.choice((1, 1, 5)) if t.numel() else 0):
         value = chance.choice(extremes)
-        flat[chance.randrange(size)] = value if t.dtype != torch.uint8 else value % 256
+        if not t.dtype.is_floating_point and t.dtype != torch.int64:
+            value %= 2 ** (8 * t.itemsize - 1)
+        flat[chance.randrange(size)] = value
     changes = [lambda: t, lambda: t, lambda: t, lambda: t]
     changes += [lambda: t.to(chance.choice(DTYPES)), lambda: flat[:-1], lambda: flat]
     changes += [lambda: t.T if t.ndim == 2 else flat.view(-1, 1), lambda: t[None], lambda: t[:1]]
