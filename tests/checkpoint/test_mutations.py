@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from places import FOLDERS
 
-QUICK, SLOW = 180, 4500
+QUICK, SLOW = 90, 1500
 SILENT_S = 60
 """A case that says nothing for so long hangs; those that take over 2 s of a processor are wrong."""
 
