@@ -35,7 +35,7 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
   test -z "$$missing" || { \
     echo "zero8: missing on this machine; as root: apt-get install $$missing" >&2; exit 1; }
 
-.PHONY: help setup train bench gpu-check test test-slow test-full lint
+.PHONY: help setup train bench gpu-check test test-slow test-multinode test-full lint
 .NOTPARALLEL:
 
 help:
@@ -48,7 +48,8 @@ help:
 	@echo "                minutes; with GPU_PYTHON=python3 by that Python, and nothing is installed"
 	@echo "make test       run the quick tests: minutes"
 	@echo "make test-slow  run the others: trainings, measurements, every mode of ZeRO"
-	@echo "make test-full  run both"
+	@echo "make test-multinode  run those on several hosts, in network namespaces; needs root"
+	@echo "make test-full  run all three"
 	@echo "make lint       check style, without changing anything"
 	@echo "make setup      only install what CI needs"
 
@@ -73,13 +74,18 @@ BUILD := $(RUN) -m zero8.cli build
 
 test: .venv/.test
 	$(BUILD)
-	$(PYTEST) -m "not slow" $(TWO_FILES)
+	$(PYTEST) -m "not slow and not multinode" $(TWO_FILES)
 
 test-slow: .venv/.test
 	$(BUILD)
 	$(PYTEST) -m slow $(TWO_FILES)
 
-test-full: test test-slow
+# Two tests at a time, each on two hosts of its own; they wait more than they compute.
+test-multinode: .venv/.test
+	$(BUILD)
+	$(PYTEST) tests/multinode -m multinode -n 3 --dist worksteal
+
+test-full: test test-slow test-multinode
 
 lint: .venv/.dev
 	$(RUN) -m ruff check .

@@ -23,7 +23,7 @@ LAYERS = [
     {"optimizer"},
     {"active", "autoload", "checkpoint"},
     {"", "__init__"},
-    {"bench", "train", "doctor"},
+    {"bench", "train", "run", "doctor"},
     {"cli"},
 ]
 # The demonstration and the measurements use parts of each other.

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 from places import ROOT
+from ranks import error_of
 
 from zero8.train import run
 from zero8.train.config_fsdp2 import FSDP2Settings
@@ -35,7 +36,14 @@ def corpus():
     return load_text(str(ROOT / "zero8"))
 
 
-def row(engine: str, optimizer: str, steps: int, checkpoint: str) -> dict:
+def row(
+    engine: str,
+    optimizer: str,
+    steps: int,
+    checkpoint: str,
+    save_every: int | None = None,
+    resume: bool = False,
+) -> dict | None:
     """Return the measurements of the first steps of a run, which is saved to a folder."""
     kind = engine_class(engine)
     settings = kind.load_config(ROOT / CONFIGS[engine], optimizer, TOTAL_STEPS)
@@ -48,7 +56,14 @@ def row(engine: str, optimizer: str, steps: int, checkpoint: str) -> dict:
             steps=steps,
             name=optimizer,
             checkpoint=Path(checkpoint),
+            save_every=save_every or steps,
+            resume=resume,
         )
+
+
+def error_of_row(**arguments) -> tuple[str, str] | None:
+    """Return the type and text of what `row` raises on this rank."""
+    return error_of(row, **arguments)
 
 
 def losses_under_fsdp2(

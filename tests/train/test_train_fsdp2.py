@@ -4,14 +4,17 @@
 import itertools
 import json
 import os
+import shutil
 
 import processes
 import pytest
 from places import FOLDERS, ROOT
 from ranks import free_port
-from train_worker import losses_under_fsdp2, row
+from train_worker import error_of_row, losses_under_fsdp2, row
 
 from zero8 import cli
+from zero8.integrity import tags
+from zero8.integrity.manifest import MANIFEST
 from zero8.train.engine import BASELINE, DEEPSPEED, EIGHT_BIT, FSDP2
 
 RANKS = 2
@@ -45,6 +48,7 @@ def rows(standing_ranks, checkpoints):
             optimizer=optimizer,
             steps=STEPS,
             checkpoint=str(checkpoints / f"{engine}-{optimizer}"),
+            save_every=STEPS - 1,
         )[0]
         for engine, optimizer in runs
     }
@@ -56,6 +60,64 @@ def test_checkpoint_of_a_run_has_a_manifest_and_is_whole(rows, checkpoints, engi
     assert cli.main(["checkpoint", "verify", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["manifest"] and found["files"] == RANKS + 1  # and the model's, or the metadata
+
+
+@pytest.fixture
+def stopped_before_the_last_step(rows, checkpoints, tmp_path):
+    """Return a function: a copy of a run's checkpoints without the newest, which was cut short."""
+
+    def copied(engine, optimizer):
+        folder = tmp_path / "copy"
+        shutil.copytree(checkpoints / f"{engine}-{optimizer}", folder)
+        (newest,) = folder.glob(f"*step{STEPS}")
+        (newest / MANIFEST).unlink()
+        tags.begin(newest, tags.next_sequence(folder))
+        return folder
+
+    return copied
+
+
+@pytest.mark.parametrize("engine", [DEEPSPEED, FSDP2])
+def test_run_that_is_resumed_has_the_bits_of_one_that_never_stopped(
+    standing_ranks, rows, stopped_before_the_last_step, engine
+):
+    folder = stopped_before_the_last_step(engine, EIGHT_BIT)
+    resume = dict(engine=engine, optimizer=EIGHT_BIT, steps=STEPS, checkpoint=str(folder))
+    resumed = standing_ranks(RANKS).run(row, **resume, resume=True)[0]
+    whole = rows[engine, EIGHT_BIT]
+    assert resumed["first_step"] == STEPS - 1
+    assert resumed["train_curve"] == whole["train_curve"][STEPS - 1 :]
+    assert resumed["val_loss"] == whole["val_loss"]
+    # What is done already is not done again.
+    assert standing_ranks(RANKS).run(row, **resume, resume=True) == [None, None]
+
+
+@pytest.mark.parametrize("engine", [DEEPSPEED, FSDP2])
+def test_run_that_is_resumed_on_another_number_of_ranks_goes_on(
+    standing_ranks, stopped_before_the_last_step, engine
+):
+    folder = stopped_before_the_last_step(engine, EIGHT_BIT)
+    resume = dict(engine=engine, optimizer=EIGHT_BIT, steps=STEPS, checkpoint=str(folder))
+    resumed = standing_ranks(1).run(row, **resume, resume=True)[0]
+    assert resumed["first_step"] == STEPS - 1
+    assert (resumed["ranks"], len(resumed["train_curve"])) == (1, 1)
+    # And back: what one rank has saved is the newest now.
+    longer = standing_ranks(RANKS).run(row, **{**resume, "steps": STEPS + 1}, resume=True)[0]
+    assert (longer["first_step"], longer["ranks"]) == (STEPS, RANKS)
+
+
+def test_run_that_is_resumed_from_a_damaged_checkpoint_fails_on_all_ranks(
+    standing_ranks, rows, checkpoints, tmp_path
+):
+    folder = tmp_path / "copy"
+    shutil.copytree(checkpoints / f"{FSDP2}-{EIGHT_BIT}", folder)
+    (newest,) = folder.glob(f"*step{STEPS}")
+    path = next(newest.glob("*.distcp"))
+    path.write_bytes(path.read_bytes()[:-1])
+    resume = dict(engine=FSDP2, optimizer=EIGHT_BIT, steps=STEPS, checkpoint=str(folder))
+    errors = standing_ranks(RANKS).run(error_of_row, **resume, resume=True)
+    assert [error[0] for error in errors] == ["ValueError"] * RANKS
+    assert all("truncated" in error[1] for error in errors)
 
 
 @pytest.mark.parametrize("optimizer", [BASELINE, EIGHT_BIT])

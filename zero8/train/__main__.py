@@ -26,11 +26,25 @@ def main() -> None:
         type=Path,
         help=f"folder for the result; default: {' or '.join(FOLDERS.values())}",
     )
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        metavar="STEPS",
+        help="from checkpoint to checkpoint; default: there is one, of the end",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest complete checkpoint in OUT, of any number of ranks; without "
+        "it, those of an earlier run of the optimizer there are deleted",
+    )
     arguments = parser.parse_args()
     arguments.config = arguments.config or Path(CONFIGS[arguments.engine])
     arguments.out = arguments.out or Path(FOLDERS[arguments.engine])
-    if arguments.steps < 1:
-        parser.error(f"got --steps {arguments.steps}, expected at least 1")
+    arguments.save_every = arguments.steps if arguments.save_every is None else arguments.save_every
+    for name in ("steps", "save_every"):
+        if (value := getattr(arguments, name)) < 1:
+            parser.error(f"got --{name.replace('_', '-')} {value}, expected at least 1")
     if arguments.data and arguments.out.resolve().is_relative_to(Path(arguments.data).resolve()):
         parser.error(
             f"got --out {arguments.out} inside --data {arguments.data}, expected it elsewhere: the "

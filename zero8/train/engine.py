@@ -21,7 +21,9 @@ FOLDERS = {DEEPSPEED: "runs/demo", FSDP2: "runs/demo-fsdp2"}
 
 
 class Engine(ABC):
-    """A model in training on all ranks; made of a model and what `load_config` returned.
+    """A model in training on all ranks.
+
+    Made of a model, what `load_config` returned, and, to go on from there, the folder of `save`.
 
     Attributes:
         adamw: the fp32 AdamW of this engine on the CPU.
@@ -31,6 +33,7 @@ class Engine(ABC):
         device: where the windows of this rank must be.
         micro_batch_size: windows of one rank at a time.
         accumulation_steps: micro batches of a step.
+        steps_done: those of the checkpoint it goes on from, 0 without one.
     """
 
     adamw: Callable[..., torch.optim.Optimizer]
@@ -40,6 +43,7 @@ class Engine(ABC):
     device: torch.device
     micro_batch_size: int
     accumulation_steps: int
+    steps_done: int
 
     @staticmethod
     @abstractmethod
@@ -55,8 +59,8 @@ class Engine(ABC):
         """Run one optimizer step on this rank's micro batches and return their losses."""
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Save a checkpoint into a folder, in the place of an earlier one; every rank must call it.
+    def save(self, folder: Path, steps: int) -> None:
+        """Save a checkpoint of so many steps, a tag of a folder; every rank must call it.
 
         With zero8's optimizer it has a manifest.
         """

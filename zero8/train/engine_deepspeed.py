@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training under DeepSpeed: a JSON config says how, the optimizer's type included."""
 
+import shutil
 from pathlib import Path
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from torch import distributed
 
 import zero8  # noqa: F401 - registers the optimizer type "Adam8bitBlockwise"
+from zero8.integrity.manifest import Manifest
+from zero8.integrity.tags import complete_tags
 from zero8.train.build import leave_out_shared_memory
 from zero8.train.config import load_config
 from zero8.train.engine import Engine
 from zero8.train.model import GPT
+from zero8.zero import universal
+from zero8.zero.agree import from_rank_0
+
+UNIVERSAL = "_universal"
 
 
 class DeepSpeedEngine(Engine):
@@ -21,10 +29,19 @@ class DeepSpeedEngine(Engine):
     adamw = DeepSpeedCPUAdam
     load_config = staticmethod(load_config)
 
-    def __init__(self, model: GPT, settings: dict):
-        """Start DeepSpeed."""
+    def __init__(self, model: GPT, settings: dict, checkpoint: Path | None = None):
+        """Start DeepSpeed, and load the newest complete tag, if asked to.
+
+        One of another number of ranks becomes a universal checkpoint first.
+        """
         leave_out_shared_memory()
         self.model = model
+        tag = None
+        if checkpoint:
+            deepspeed.init_distributed()
+            tag = from_rank_0(lambda: loadable_tag(checkpoint, distributed.get_world_size()))
+            if tag and tag.endswith(UNIVERSAL):
+                settings = {**settings, "checkpoint": {"load_universal": True}}
         self.module, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=settings
         )
@@ -32,6 +49,9 @@ class DeepSpeedEngine(Engine):
         self.device = self.module.device
         self.micro_batch_size = self.module.train_micro_batch_size_per_gpu()
         self.accumulation_steps = self.module.gradient_accumulation_steps()
+        if tag:
+            self.module.load_checkpoint(str(checkpoint), tag=tag)
+        self.steps_done = self.module.global_steps
 
     def step(self, batches: list[torch.Tensor]) -> list[float]:
         """See `Engine`."""
@@ -43,10 +63,29 @@ class DeepSpeedEngine(Engine):
             losses.append(loss.item())
         return losses
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, steps: int) -> None:
         """See `Engine`."""
-        self.module.save_checkpoint(str(folder))
+        self.module.save_checkpoint(str(folder), tag=f"global_step{steps}")
 
     def synchronize(self) -> None:
         """See `Engine`."""
         get_accelerator().synchronize()
+
+
+def loadable_tag(folder: Path, world_size: int) -> str | None:
+    """Return the newest tag of a folder as so many ranks can load it, None if it has none.
+
+    Tags of AdamW have no manifest: for them it is the one that `latest` names.
+    """
+    complete = complete_tags(folder) if folder.is_dir() else []
+    complete = [tag.name for tag in complete if not tag.name.endswith(UNIVERSAL)]
+    if not complete:
+        latest = folder / "latest"
+        return latest.read_text().strip() if latest.is_file() else None
+    newest = folder / complete[-1]
+    if Manifest.read(newest).world_size == world_size:
+        return newest.name
+    target = newest.with_name(newest.name + UNIVERSAL)
+    shutil.rmtree(target, ignore_errors=True)  # of an earlier resume, perhaps not whole
+    universal.convert(newest, target.absolute(), 1)
+    return target.name

@@ -2,24 +2,29 @@
 """Training under PyTorch's FSDP2, with nothing of DeepSpeed: a TOML config says how."""
 
 import os
-import shutil
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import distributed
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from zero8 import Adam8bitBlockwise
-from zero8.integrity.seal import seal
+from zero8.integrity import tags
+from zero8.integrity.seal import seal, verify
 from zero8.train.config_fsdp2 import FSDP2Settings, Settings, load_config
 from zero8.train.engine import EIGHT_BIT, Engine
 from zero8.train.model import GPT
+from zero8.zero.agree import from_rank_0
+
+# Tags that are kept: the one that is saved next may be cut short.
+KEPT = 2
+_TAG = "step"
 
 
 class FSDP2Engine(Engine):
@@ -29,8 +34,12 @@ class FSDP2Engine(Engine):
     adamw = staticmethod(partial(torch.optim.AdamW, fused=True))
     load_config = staticmethod(load_config)
 
-    def __init__(self, model: GPT, settings: Settings):
-        """Join the other ranks and shard the model."""
+    def __init__(self, model: GPT, settings: Settings, checkpoint: Path | None = None):
+        """Join the other ranks, shard the model, and load the newest complete tag, if asked to.
+
+        Raises:
+            ValueError: on all ranks, if that tag is damaged.
+        """
         self.device = join_ranks()
         self.model = self.module = shard(model, self.device, settings.fsdp2)
         make = Adam8bitBlockwise if settings.optimizer.name == EIGHT_BIT else self.adamw
@@ -39,6 +48,9 @@ class FSDP2Engine(Engine):
         self.accumulation_steps = settings.accumulation_steps
         self._schedule = LambdaLR(self.optimizer, settings.scheduler.ratio)
         self._gradient_clipping = settings.gradient_clipping
+        self.steps_done = 0
+        if checkpoint and (tag := from_rank_0(lambda: newest_tag(checkpoint))):
+            self._load(checkpoint / tag)
 
     def step(self, batches: list[torch.Tensor]) -> list[float]:
         """See `Engine`."""
@@ -54,20 +66,54 @@ class FSDP2Engine(Engine):
         self._schedule.step()
         return losses
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, steps: int) -> None:
         """See `Engine`."""
-        if distributed.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        distributed.barrier()
+        tag = folder / f"{_TAG}{steps}"
+        from_rank_0(lambda: begin_tag(tag))
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-        if distributed.get_rank() == 0:
-            seal(folder)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tag)
+        from_rank_0(lambda: end_tag(tag))
+
+    def _load(self, tag: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=tag)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
+        )
+        self.steps_done = int(tag.name.removeprefix(_TAG))
+        counts = {"last_epoch": self.steps_done, "_step_count": self.steps_done + 1}
+        self._schedule.load_state_dict({**self._schedule.state_dict(), **counts})
 
     def synchronize(self) -> None:
         """See `Engine`."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def newest_tag(folder: Path) -> str | None:
+    """Return the newest complete tag of a folder, None if it has none.
+
+    Raises:
+        ValueError: if it is damaged: not each of its files is what it was.
+    """
+    complete = tags.complete_tags(folder) if folder.is_dir() else []
+    if not complete:
+        return None
+    verify(folder / complete[-1].name)
+    return complete[-1].name
+
+
+def begin_tag(tag: Path) -> None:
+    """Make a tag, incomplete until `end_tag`."""
+    tag.parent.mkdir(parents=True, exist_ok=True)
+    tags.begin(tag, tags.next_sequence(tag.parent))
+
+
+def end_tag(tag: Path) -> None:
+    """Make a tag complete, have `latest` name it, and delete the oldest."""
+    seal(tag)
+    tags.write_latest(tag.parent, tag.name)
+    tags.prune(tag.parent, KEPT)
 
 
 def join_ranks() -> torch.device:

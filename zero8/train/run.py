@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,13 +82,30 @@ def validate(engine: Engine, windows: torch.Tensor) -> float:
 
 
 def fit(
-    engine: Engine, text: Text, windows: torch.Tensor, *, seed: int, steps: int, name: str
+    engine: Engine,
+    text: Text,
+    windows: torch.Tensor,
+    *,
+    seed: int,
+    steps: int,
+    name: str,
+    checkpoint: Path,
+    save_every: int,
 ) -> Curves:
-    """Train for `steps` optimizer steps, with validation on the way and at the end."""
+    """Train up to step `steps`, with validation and checkpoints on the way and at the end."""
     timer = StepTimer(engine.optimizer, engine.synchronize)
     curves = Curves()
     tokens = tokens_per_step(engine)
-    progress = trange(steps, desc=name, unit="step", mininterval=1, disable=dist.get_rank() != 0)
+    progress = trange(
+        engine.steps_done,
+        steps,
+        initial=engine.steps_done,
+        total=steps,
+        desc=name,
+        unit="step",
+        mininterval=1,
+        disable=dist.get_rank() != 0,
+    )
     for step in progress:
         started = time.perf_counter()
         curves.train.append(train_step(engine, text.train, seed=seed, step=step))
@@ -101,6 +119,8 @@ def fit(
         )
         if (step + 1) % VALIDATION_EVERY == 0 or step + 1 == steps:
             curves.validation.append((step + 1, validate(engine, windows)))
+        if (step + 1) % save_every == 0 or step + 1 == steps:
+            engine.save(checkpoint, step + 1)
     return curves
 
 
@@ -146,7 +166,9 @@ def measured(
     steps: int,
     name: str,
     checkpoint: Path,
-) -> dict:
+    save_every: int,
+    resume: bool,
+) -> dict | None:
     """Train a new model from `seed`, save it; return `result`.  Every rank must call it.
 
     Args:
@@ -156,14 +178,32 @@ def measured(
         seed: of initialization and batches.
         steps: optimizer steps.
         name: what to call the run on the screen.
-        checkpoint: folder to save to, when training is over.
+        checkpoint: folder to save to, when training is over and on the way.
+        save_every: steps from one checkpoint to the next.
+        resume: go on from the newest complete checkpoint there, if there is one.
+
+    Returns:
+        None if the checkpoint is of the last step already.
     """
     torch.manual_seed(seed)
-    engine = kind(GPT(GPTConfig()), settings)
+    engine = kind(GPT(GPTConfig()), settings, checkpoint if resume else None)
+    if dist.get_rank() == 0 and resume:
+        where = f"step {engine.steps_done} of {steps}" if engine.steps_done else "the start"
+        print(f"{name}: {dist.get_world_size()} rank(s) go on from {where}", flush=True)
+    if engine.steps_done >= steps:
+        return None
     windows = validation_windows(text.validation, VALIDATION_WINDOWS, engine.model.config.context)
-    curves = fit(engine, text, windows, seed=seed, steps=steps, name=name)
-    engine.save(checkpoint)
-    return result(engine, text, curves)
+    curves = fit(
+        engine,
+        text,
+        windows,
+        seed=seed,
+        steps=steps,
+        name=name,
+        checkpoint=checkpoint,
+        save_every=save_every,
+    )
+    return {"first_step": engine.steps_done, **result(engine, text, curves)}
 
 
 def train(
@@ -175,22 +215,34 @@ def train(
     seed: int,
     steps: int,
     out: Path,
+    save_every: int,
+    resume: bool,
 ) -> None:
     """Train once from `seed`; write OUT/<optimizer>.checkpoint and, from rank 0, the .json."""
     kind, rank = engine_class(engine), int(os.environ["RANK"])
     text = load_text(data)
     settings = kind.load_config(config, optimizer, steps)
     log_warnings(out / f"{optimizer}.rank{rank}.log")
+    checkpoint = out / f"{optimizer}.checkpoint"
     if rank == 0:
         print(describe(text))
         print(f"warnings of each rank: {out / optimizer}.rank*.log", flush=True)
+        if not resume:
+            shutil.rmtree(checkpoint, ignore_errors=True)
     arguments = {"engine": engine, "optimizer": optimizer, "steps": steps, "seed": seed}
-    checkpoint = out / f"{optimizer}.checkpoint"
     measurements = measured(
-        kind, settings, text, seed=seed, steps=steps, name=optimizer, checkpoint=checkpoint
+        kind,
+        settings,
+        text,
+        seed=seed,
+        steps=steps,
+        name=optimizer,
+        checkpoint=checkpoint,
+        save_every=save_every,
+        resume=resume,
     )
-    row = {**arguments, "config": str(config), **measurements}
-    if rank == 0:
+    if rank == 0 and measurements is not None:
+        row = {**arguments, "config": str(config), **measurements}
         out.mkdir(parents=True, exist_ok=True)
         (out / f"{optimizer}.json").write_text(json.dumps(row, indent=1) + "\n")
     dist.destroy_process_group()

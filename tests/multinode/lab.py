@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts on this machine: network namespaces with names, processes, /tmp and sshd of their own.
+
+A host is a bash in namespaces of its own for the network, the host name, processes, mounts and
+shared memory, and process 1 there, which becomes sshd.  All hosts are on one switch, a bridge in a
+namespace that leads nowhere else, so that nothing leaves this machine.  Needs root.
+
+Their ssh finds a key and the other hosts' names in files that are mounted over those in /etc, in
+the host's own namespace: nothing of this machine is changed.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).parents[2]
+TOOLS = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh"}
+PACKAGES = ("openssh-server", "openssh-client", "pdsh", "iproute2", "procps")
+_NETWORK = "10.77.0"
+# What the second interface of a host has, which leads to no other host.
+_OTHER_NETWORK = "10.78.0"
+
+SSH_CONFIG = """
+Host *
+  IdentityFile {folder}/key
+  UserKnownHostsFile /dev/null
+  StrictHostKeyChecking no
+  LogLevel ERROR
+"""
+SSHD_CONFIG = """
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PermitRootLogin prohibit-password
+PidFile none
+StrictModes no
+UsePAM no
+UseDNS no
+"""
+# Process 1 of a host.  What it needs of this machine's /tmp stays visible under its own.
+BOOT = """
+set -e
+hostname {name}
+mount --bind {folder}/{name}.hosts /etc/hosts
+mount --bind {folder}/ssh_config /etc/ssh/ssh_config
+for keep in {kept}; do
+  mkdir -p {folder}/{name}.tmp/"${{keep#/tmp/}}"
+  mount --rbind "$keep" {folder}/{name}.tmp/"${{keep#/tmp/}}"
+done
+mount --rbind {folder}/{name}.tmp /tmp
+mkdir -p /run/sshd
+exec {sshd} -D -e -f {folder}/sshd_config
+"""
+
+
+def missing() -> str | None:
+    """Return what this machine lacks for hosts, None if it is nothing."""
+    if os.geteuid() != 0:
+        return "hosts in network namespaces need root"
+    lacking = [package for tool, package in TOOLS.items() if not _which(tool)]
+    if lacking:
+        return f"no hosts in network namespaces: apt-get install {' '.join(lacking)}"
+    name = f"z8probe{os.getpid()}"
+    probe = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if probe.returncode:
+        return f"no network namespaces: {probe.stderr.strip()}"
+    _run("ip", "netns", "del", name)
+    return None
+
+
+def _which(tool: str) -> str | None:
+    return shutil.which(tool, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+
+
+class Lab:
+    """Hosts node0, node1, ..., which share this machine's disk but for /tmp.
+
+    Attributes:
+        hosts: their names.
+        folder: a folder outside of /tmp for what they share.
+    """
+
+    def __init__(self, num_hosts: int):
+        """Start the hosts; takes about a tenth of a second each."""
+        self.hosts = [f"node{i}" for i in range(num_hosts)]
+        # Not in /tmp, of which each host has its own.
+        self.folder = Path(tempfile.mkdtemp(prefix="zero8-lab-", dir="/var/tmp"))
+        self._prefix = f"z8x{os.getpid()}"
+        self._processes: dict[str, subprocess.Popen] = {}
+        self._is_changed: set[str] = set()  # hosts that must be booted to be as they were
+        try:
+            self._write_files()
+            self._switch = f"{self._prefix}sw"
+            _run("ip", "netns", "add", self._switch)
+            self._on_switch("link", "add", "sw", "type", "bridge")
+            self._on_switch("link", "set", "sw", "up")
+            for host in self.hosts:
+                self._plug_in(host)
+                self._boot(host)
+            for host in self.hosts:
+                self._wait_for_sshd(host)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all hosts, and everything on them."""
+        for host in list(self._processes):
+            self._end(host)
+        for name in [*(f"{self._prefix}{host}" for host in self.hosts), f"{self._prefix}sw"]:
+            with suppress(subprocess.CalledProcessError):  # it was not made
+                _run("ip", "netns", "del", name)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # --- What can be done to a host ---------------------------------------------------------------
+
+    def boot(self, host: str) -> None:
+        """Start a host that is off, and wait for its sshd."""
+        self._boot(host)
+        self._wait_for_sshd(host)
+
+    def power_off(self, host: str) -> None:
+        """Take a host's power away: its processes end, and no packet says so."""
+        self._link(host, "down")
+        self._end(host)
+
+    def unplug(self, host: str) -> None:
+        """Pull a host's network cable."""
+        self._link(host, "down")
+
+    def plug_in(self, host: str) -> None:
+        """Put a host's network cable back."""
+        self._link(host, "up")
+
+    def restore(self, host: str) -> None:
+        """Make a host as it was at first: on, connected, with one interface."""
+        if host in self._is_changed:
+            self._end(host)
+            self._is_changed.remove(host)
+        if host not in self._processes:
+            self.boot(host)
+        self._link(host, "up")
+        self.remove_interface(host)
+        self.write_hosts(host)
+
+    def write_hosts(self, host: str, own: str | None = None) -> None:
+        """Write a host's /etc/hosts; `own` is the address for its own name, if another."""
+        lines = ["127.0.0.1 localhost"]
+        for i, name in enumerate(self.hosts):
+            address = f"{_NETWORK}.{i + 1}"
+            lines.append(f"{own if own and name == host else address} {name}")
+        # In place: the file is mounted.
+        (self.folder / f"{host}.hosts").write_text("\n".join(lines) + "\n")
+
+    def add_interface(self, host: str) -> str:
+        """Give a host a second interface, which leads nowhere; return its address."""
+        address = f"{_OTHER_NETWORK}.{self.hosts.index(host) + 1}"
+        space = f"{self._prefix}{host}"
+        _run("ip", "-n", space, "link", "add", "a0", "type", "veth", "peer", "name", "a1")
+        _run("ip", "-n", space, "address", "add", f"{address}/24", "dev", "a0")
+        _run("ip", "-n", space, "link", "set", "a0", "up")
+        _run("ip", "-n", space, "link", "set", "a1", "up")
+        return address
+
+    def remove_interface(self, host: str) -> None:
+        """Take the second interface away, if there is one."""
+        with suppress(subprocess.CalledProcessError):
+            _run("ip", "-n", f"{self._prefix}{host}", "link", "del", "a0")
+
+    def start(self, host: str, command: list[str], log: Path, **env: str) -> subprocess.Popen:
+        """Start a command on a host, in the checkout's folder, with its output in a file."""
+        with open(log, "wb") as file:
+            return subprocess.Popen(
+                self._enter(host, command),
+                env={**os.environ, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    def processes(self, host: str) -> list[psutil.Process]:
+        """Return the processes of a host, but for its sshd's."""
+        if host not in self._processes:
+            return []
+        space = os.readlink(f"/proc/{self._first_process(host)}/ns/pid")
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.NoSuchProcess, OSError):
+                is_here = os.readlink(f"/proc/{process.pid}/ns/pid") == space
+                is_zombie = process.status() == psutil.STATUS_ZOMBIE
+                if is_here and not is_zombie and process.name() != "sshd":
+                    found.append(process)
+        return found
+
+    def sshd(self, host: str) -> list[psutil.Process]:
+        """Return the process of a host that listens for ssh."""
+        return [psutil.Process(self._first_process(host))]
+
+    def hide(self, host: str, path: str) -> None:
+        """Put an empty folder over one of the checkout, on this host, until it is booted again."""
+        (self.folder / "empty").mkdir(exist_ok=True)
+        hide = ["mount", "--bind", str(self.folder / "empty"), str(REPOSITORY / path)]
+        subprocess.run(self._enter(host, hide), check=True, timeout=20)
+        self._is_changed.add(host)
+
+    # --- Parts ------------------------------------------------------------------------------------
+
+    def _write_files(self) -> None:
+        folder = self.folder
+        folder.chmod(0o755)
+        for key in ("key", "host_key"):
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
+        (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
+        (folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=folder))
+        for host in self.hosts:
+            (folder / f"{host}.tmp").mkdir(mode=0o1777)
+            self.write_hosts(host)
+
+    def _plug_in(self, host: str) -> None:
+        space, number = f"{self._prefix}{host}", self.hosts.index(host)
+        _run("ip", "netns", "add", space)
+        self._on_switch(
+            "link", "add", f"p{number}", "type", "veth", "peer", "name", "eth0", "netns", space
+        )
+        self._on_switch("link", "set", f"p{number}", "master", "sw", "up")
+        _run("ip", "-n", space, "address", "add", f"{_NETWORK}.{number + 1}/24", "dev", "eth0")
+        _run("ip", "-n", space, "link", "set", "eth0", "up")
+        _run("ip", "-n", space, "link", "set", "lo", "up")
+
+    def _on_switch(self, *arguments: str) -> None:
+        _run("ip", "-n", self._switch, *arguments)
+
+    def _link(self, host: str, state: str) -> None:
+        self._on_switch("link", "set", f"p{self.hosts.index(host)}", state)
+
+    def _end(self, host: str) -> None:
+        process = self._processes.pop(host, None)
+        if process is not None:
+            process.send_signal(signal.SIGKILL)  # --kill-child: with process 1 go all of the host
+            process.wait()
+
+    def _first_process(self, host: str) -> int:
+        assert host in self._processes, f"{host} is off"
+        return psutil.Process(self._processes[host].pid).children()[0].pid
+
+    def _enter(self, host: str, command: list[str]) -> list[str]:
+        first = self._first_process(host)
+        # nsenter goes to / with the mounts.
+        inside = f"cd {shlex.quote(str(REPOSITORY))} && exec {shlex.join(command)}"
+        names = ["--mount", "--uts", "--ipc", "--net", "--pid"]
+        return ["nsenter", "--target", str(first), *names, "bash", "-c", inside]
+
+    def _boot(self, host: str) -> None:
+        needed = [str(REPOSITORY), os.environ.get("TORCH_EXTENSIONS_DIR", "")]
+        kept = shlex.join(path for path in needed if path.startswith("/tmp/"))
+        boot = BOOT.format(name=host, folder=self.folder, kept=kept, sshd=_which("sshd"))
+        self._link(host, "up")
+        with open(self.folder / f"{host}.sshd.log", "wb") as log:
+            self._processes[host] = subprocess.Popen(
+                ["nsenter", f"--net=/run/netns/{self._prefix}{host}", "unshare", "--uts", "--ipc"]
+                + ["--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
+                + ["bash", "-c", boot],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def _wait_for_sshd(self, host: str) -> None:
+        deadline = time.monotonic() + 10
+        log = self.folder / f"{host}.sshd.log"
+        while "Server listening" not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            assert self._processes[host].poll() is None, log.read_text()
+            time.sleep(0.02)

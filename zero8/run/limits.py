@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A time limit for every process group, and for making one.
+
+A rank that waits for one that hangs, or whose host is gone, ends when its group's time limit has
+passed.  `init_process_group` and `deepspeed.init_distributed` give theirs to the world's group
+only: the group in which DeepSpeed reduces gradients keeps PyTorch's 30 minutes on gloo.  And gloo
+honours no limit while it connects a group.
+"""
+
+import os
+import sys
+import time
+from datetime import timedelta
+from functools import wraps
+from inspect import signature
+
+from torch.distributed import distributed_c10d
+
+
+class Groups:
+    """The group that is being made, if one is, and since when.
+
+    Attributes:
+        limit: the longest time that making one, or waiting in one, may take.
+    """
+
+    def __init__(self, limit: timedelta):
+        """No group is being made yet."""
+        self.limit = limit
+        self._began: float | None = None
+
+    def check(self) -> None:
+        """End this process, with what to look at, if making a group takes longer than the limit."""
+        began = self._began
+        if began is None or time.monotonic() - began < self.limit.total_seconds():
+            return
+        names = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        found = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+        print(
+            f"TimeoutError: zero8: no process group within {self.limit.total_seconds():.0f} s: are "
+            f"all hosts up, and do they reach each other by {found}?",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)  # the main thread is inside of gloo, where no exception reaches it
+
+
+def limit_groups(limit: timedelta) -> Groups:
+    """Let no process group of this process wait for longer than `limit`; return what makes them.
+
+    Raises:
+        RuntimeError: if this PyTorch makes groups in another way than those that are known.
+    """
+    make = getattr(distributed_c10d, "_new_process_group_helper", None)
+    if make is None or "timeout" not in signature(make).parameters:
+        raise RuntimeError(
+            "this PyTorch makes process groups in a way that zero8.run does not know"
+        )
+    groups = Groups(limit)
+
+    @wraps(make)
+    def limited(*args, **kwargs):
+        bound = signature(make).bind(*args, **kwargs)
+        asked = bound.arguments.get("timeout")
+        bound.arguments["timeout"] = limit if asked is None else min(asked, limit)
+        groups._began = time.monotonic()
+        try:
+            return make(*bound.args, **bound.kwargs)
+        finally:
+            groups._began = None
+
+    distributed_c10d._new_process_group_helper = limited
+    return groups
