@@ -151,7 +151,9 @@ BETA = torch.tensor(0.9)
 
 @pytest.mark.parametrize("betas", [(BETA, 0.99), (0.9, BETA), (BETA, BETA)], ids=str)
 def test_constructor_with_betas_as_tensors_raises(betas):
-    with pytest.raises(ValueError, match="betas: got a value of type Tensor, expected a finite number"):
+    with pytest.raises(
+        ValueError, match="betas: got a value of type Tensor, expected a finite number"
+    ):
         Adam8bitBlockwise([param(64, 128)], betas=betas)
 
 
