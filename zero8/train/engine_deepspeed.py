@@ -9,10 +9,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 import zero8  # noqa: F401 - registers the optimizer type "Adam8bitBlockwise"
-from zero8.train.build import leave_out_shared_memory
 from zero8.train.config import load_config
 from zero8.train.engine import Engine
 from zero8.train.model import GPT
+from zero8.zero.ops import leave_out_shared_memory
 
 
 class DeepSpeedEngine(Engine):
