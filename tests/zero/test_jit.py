@@ -147,6 +147,7 @@ def test_load_of_another_extension_meanwhile_is_left_to_torch(monkeypatch):
     monkeypatch.setattr(cpp_extension, "load", real)
     with jit._loads_by(functools.partial(jit._load, "tiny")):
         assert cpp_extension.load(name="other") == {"name": "other", "by": "torch"}
+        assert cpp_extension.load([("name", "tiny")]) == {"name": "tiny", "by": "torch"}
     assert cpp_extension.load is real
 
 

@@ -52,7 +52,7 @@ def build_once(op_builder: type) -> None:
 
 @contextmanager
 def _loads_by(load: Callable[..., ModuleType]) -> Iterator[None]:
-    """Have `load(real, **arguments)` called in place of torch's load."""
+    """Have `load`, given torch's and its arguments, called in place of torch's."""
     from torch.utils import cpp_extension
 
     real = cpp_extension.load
@@ -63,11 +63,11 @@ def _loads_by(load: Callable[..., ModuleType]) -> Iterator[None]:
         cpp_extension.load = real
 
 
-def _load(op: str, real: Callable[..., ModuleType], **arguments) -> ModuleType:
+def _load(op: str, real: Callable[..., ModuleType], *others, **arguments) -> ModuleType:
     """Return the module that torch's `load` returns for these arguments, built once."""
-    name = arguments["name"]
+    name = arguments.get("name")
     if name != op:  # an extension of another thread
-        return real(**arguments)
+        return real(*others, **arguments)
     folder = _folder(**arguments)
     if not build.is_complete(folder) and build.compiler() is None:
         if _is_built_by_deepspeed(name):
