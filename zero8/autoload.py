@@ -11,7 +11,7 @@ import warnings
 
 
 def install() -> None:
-    """Set `torch.optim.Adam8bitBlockwise`, allow our pickles, and list the op in ds_report."""
+    """Set `torch.optim.Adam8bitBlockwise`, allow our pickles, fit into DeepSpeed's op builders."""
     try:
         import torch
 
@@ -21,9 +21,19 @@ def install() -> None:
 
         torch.optim.Adam8bitBlockwise = Adam8bitBlockwise
         torch.serialization.add_safe_globals([rebuild_moment])
+        when_imported("deepspeed.ops.op_builder.builder", _build_ops_once)
         when_imported("deepspeed.ops.op_builder.all_ops", _add_op)
     except Exception as error:
         warnings.warn(f"zero8 could not register itself: {error!r}", stacklevel=2)
+
+
+def _build_ops_once(builder) -> None:
+    try:
+        from zero8.zero import seams
+
+        seams.build_ops_once(builder)
+    except Exception as error:
+        warnings.warn(f"zero8 leaves it to DeepSpeed to build its ops: {error!r}", stacklevel=2)
 
 
 def _add_op(all_ops) -> None:

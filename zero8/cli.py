@@ -36,6 +36,12 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         if run is _build:
             command.add_argument(
+                "config",
+                nargs="?",
+                metavar="CONFIG",
+                help="a DeepSpeed config: also build the ops of DeepSpeed that it needs",
+            )
+            command.add_argument(
                 "--into",
                 metavar="FOLDER",
                 help="build there; a copy of it serves where TORCH_EXTENSIONS_DIR names the copy",
@@ -94,16 +100,58 @@ def _build(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
     if arguments.into is not None:
         os.environ["TORCH_EXTENSIONS_DIR"] = arguments.into
-    began = time.perf_counter()
     try:
+        names = _ops_of_deepspeed(arguments.config) if arguments.config else []
+        began = time.perf_counter()
         path = build.op().load().__file__
-    except (RuntimeError, ImportError) as error:
+        kernels = _cuda_kernels()
+        seconds = time.perf_counter() - began
+        others = [_build_for_deepspeed(name) for name in names]
+    except (RuntimeError, ImportError, ValueError) as error:
         raise SystemExit(f"zero8 build: {error}") from error
-    kernels = _cuda_kernels()
-    seconds = time.perf_counter() - began
-    lines = [f"{path} ({seconds:.1f} s)", *(f"CUDA kernel, {k}: {v}" for k, v in kernels.items())]
+    lines = [
+        f"{path} ({seconds:.1f} s)",
+        *(f"CUDA kernel, {k}: {v}" for k, v in kernels.items()),
+        *(f"{other['path']} ({other['seconds']:.1f} s)" for other in others),
+    ]
     result = {"path": path, "cuda_kernels": kernels, "seconds": round(seconds, 3)}
+    if arguments.config:
+        result["deepspeed"] = others
     return 0, result, "\n".join(lines)
+
+
+def _ops_of_deepspeed(path: str) -> list[str]:
+    """Return the builders of DeepSpeed whose ops a config needs, after a check that they can."""
+    config = _read_config(path)
+    try:
+        from zero8.zero import ops
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise
+        raise RuntimeError(
+            f"got {path}, but DeepSpeed is not installed: pip install 'zero8[deepspeed]', or build "
+            "without a config, which is all that plain PyTorch needs"
+        ) from error
+    names = ops.needed(config, ops.accelerator())
+    ops.check(names)
+    return names
+
+
+def _build_for_deepspeed(name: str) -> dict:
+    from zero8.zero import ops
+
+    return ops.build(name)
+
+
+def _read_config(path: str) -> dict:
+    try:
+        with open(path) as file:
+            config = json.load(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"got {path}, expected DeepSpeed's JSON config: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"got {path}, expected DeepSpeed's JSON config: it is no object")
+    return config
 
 
 def _cuda_kernels() -> dict[str, str]:

@@ -6,6 +6,7 @@ import importlib.metadata as metadata
 import os
 import platform
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -24,6 +25,7 @@ def examine() -> dict:
         ("deepspeed", _deepspeed),
         ("versions", _versions),
         ("build_tools", _build_tools),
+        ("locks", _locks),
         ("op", _op),
         ("cuda_kernel", _cuda_kernel),
         ("accelerator", _accelerator),
@@ -96,6 +98,15 @@ def _op(report: dict) -> dict:
     }
 
 
+def _locks(report: dict) -> list[dict]:
+    """Return the locks of builds that are held, or that a killed build has left behind."""
+    from zero8.op import build, locks
+
+    found = locks.find(build.cache_root())
+    report["warnings"] += [str(lock) for lock in found if lock.removable]
+    return [asdict(lock) | {"text": str(lock)} for lock in found]
+
+
 def _cuda_kernel(report: dict) -> dict:
     """Return what the CUDA kernel is compiled with, or None and the reason, and for which GPUs."""
     from zero8.op import cuda, cuda_compile
@@ -133,10 +144,11 @@ def _seams(report: dict) -> dict[str, str]:
     from zero8.optimizer import Adam8bitBlockwise
 
     changed = [seam for seam in seams.SEAMS if seam.change]
-    missing = [f"{seam.module}.{seam.name}" for seam in changed if seam.state == "missing"]
-    if missing:
-        report["problems"].append(f"this DeepSpeed lacks {', '.join(missing)}")
-    else:
+    missing = [seam for seam in changed if seam.state == "missing"]
+    for seam in missing:
+        text = f"this DeepSpeed lacks {seam.module}.{seam.name}"
+        report["problems" if seam.essential else "warnings"].append(text)
+    if not any(seam.essential for seam in missing):
         try:
             seams.install(Adam8bitBlockwise)
         except RuntimeError as error:
@@ -221,6 +233,8 @@ def as_text(report: dict) -> str:
         lines.append(("used", f"{op['used']}, {op['threads']} threads"))
     else:
         lines.append(("op", "cannot be loaded"))
+    locks = report["locks"] or []
+    lines += [("lock", lock["text"]) for lock in locks if not lock["removable"]]
     lines.append(("cuda kernel", _cuda_line(report["cuda_kernel"])))
     lines += _gpu_lines(report["cuda_kernel"])
     lines += _deepspeed_lines(report)

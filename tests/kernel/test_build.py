@@ -8,11 +8,12 @@ import json
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import processes
 import pytest
+from processes import compiled, compiler_in, wait_until
+from tiny_op import SOURCE
 
 from zero8.op import build
 from zero8.zero.op_builder import Zero8AdamBuilder
@@ -21,27 +22,6 @@ NO_COMPILER = "no-such-c++"
 
 
 # --- The op --------------------------------------------------------------------------------------
-
-
-def compiler_in(folder: Path, options: str = "") -> dict[str, str | None]:
-    """Make a c++ that notes its command lines in folder/log; return the environment for it.
-
-    STALL=yes in the environment stops it where it compiles.
-    """
-    folder.mkdir()
-    (folder / "log").touch()
-    script = folder / "c++"
-    script.write_text(
-        f'#!/bin/sh\necho "$@" >> {folder}/log\n'
-        f'[ "$STALL:$1" = yes:-MMD ] && sleep 100\n'
-        f'exec {shutil.which("c++")} "$@" {options}\n'
-    )
-    script.chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}", "CXX": None}
-
-
-def compiled(folder: Path) -> list[str]:
-    return [line for line in (folder / "log").read_text().splitlines() if " -c " in line]
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +42,8 @@ def first_steps(tmp_path_factory):
     """The folder that two processes which started together have filled, and how that went."""
     folder = tmp_path_factory.mktemp("first_steps")
     env = compiler_in(folder / "bin", "-O0") | {"TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
-    command = [sys.executable, "-c", processes.STEP]
+    patience = "from zero8.op import locks; locks.PATIENCE_S = 0.1\n"
+    command = [sys.executable, "-c", patience + processes.STEP]
     with processes.started(command, **env) as a, processes.started(command, **env) as b:
         results = [process.communicate(timeout=150) for process in (a, b)]
         assert [process.returncode for process in (a, b)] == [0, 0], results
@@ -82,8 +63,8 @@ def test_build_that_takes_a_while_says_so_and_whoever_waits_says_for_whom(first_
     _, _, errors = first_steps
     said = "".join(errors)
     assert said.count("zero8: compiling its CPU kernel once, about 10 s; `zero8 build` does") == 1
-    assert said.count("zero8: waiting for process ") == 1
-    assert f" on {os.uname().nodename}, which has locked " in said
+    assert said.count("zero8: has waited 0 s for process ") == 1
+    assert f" on {os.uname().nodename}, since " in said
 
 
 OTHER_TARGET = """
@@ -249,7 +230,7 @@ def test_flags_of_the_build_keep_floating_point_exact():
 def test_target_of_steps_is_what_the_environment_asks_for_or_the_fastest(
     monkeypatch, flags, isa, expected
 ):
-    monkeypatch.setattr(build, "_processor_flags", lambda: set(flags.split()))
+    monkeypatch.setattr(build, "processor_flags", lambda: set(flags.split()))
     monkeypatch.delenv("ZERO8_ISA", raising=False)
     if isa:
         monkeypatch.setenv("ZERO8_ISA", isa)
@@ -263,19 +244,6 @@ def test_op_for_one_target_has_the_code_of_that_target_and_all_that_is_shared():
 
 
 # --- A tiny extension ----------------------------------------------------------------------------
-
-SOURCE = """
-#include <Python.h>
-#include "number.h"
-#define INIT_(name) PyInit_##name
-#define INIT(name) INIT_(name)
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "tiny", nullptr, -1, nullptr};
-PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() {
-  PyObject* module = PyModule_Create(&definition);
-  PyModule_AddIntConstant(module, "number", NUMBER);
-  return module;
-}
-"""
 
 LOAD_TINY = """
 import sys
@@ -371,17 +339,10 @@ def test_build_left_unfinished_by_a_killed_process_is_replaced(tiny):
     assert left == {tiny.folder().name, "tiny.flock"}
 
 
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "time limit"
-        time.sleep(0.02)
-
-
 def test_build_killed_half_way_the_next_build_succeeds_in_a_new_folder(tiny, tmp_path):
     env = compiler_in(tmp_path / "bin")
     command = [sys.executable, "-c", LOAD_TINY, str(tiny.sources[0])]
-    with processes.started(command, STALL="yes", **env) as first:
+    with processes.started(command, STALL="never", **env) as first:
         wait_until(lambda: compiled(tmp_path / "bin"))
         first.kill()
         first.wait(10)
@@ -405,15 +366,6 @@ def test_build_uses_the_ninja_beside_the_interpreter(tiny, tmp_path, monkeypatch
 
 
 # --- DeepSpeed -----------------------------------------------------------------------------------
-
-
-def test_build_lock_moves_away_what_a_killed_build_of_deepspeed_left(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    (tmp_path / "some_op").mkdir()
-    (tmp_path / "some_op" / "lock").touch()
-    with build.build_lock("some_op"):
-        assert [path.name for path in tmp_path.iterdir()] == ["some_op.flock"]
-        assert (tmp_path / "some_op.flock").read_text().startswith(f"process {os.getpid()} on ")
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ import processes
 import pytest
 from needs import need_nvme
 from places import ROOT
+from ranks import build_ops
 
-from zero8.train.build import build_for, build_ops
-
-# A first run also builds DeepSpeed's ops; a build that is interrupted leaves a lock behind.
+# A first run also builds DeepSpeed's ops.
 pytestmark = pytest.mark.timeout(1800)
 
 RANKS = 2
@@ -73,7 +72,6 @@ def ready(path, folder):
     if offload.get("device") == "nvme":
         need_nvme()
         offload["nvme_path"] = str(folder / "swap")
-    build_for(config)
     (folder / path.name).write_text(json.dumps(config))
     return config, folder / path.name
 

@@ -36,7 +36,7 @@ import zero8
 print(zero8.Adam8bitBlockwise is torch.optim.Adam8bitBlockwise)
 print(sum(type(finder).__module__ == "zero8.zero.when_imported" for finder in sys.meta_path))
 """)
-    assert lines == ["zero8.optimizer", "False False", "MomentTensor True", "True", "1"]
+    assert lines == ["zero8.optimizer", "False False", "MomentTensor True", "True", "2"]
     assert "zero8" not in errors
 
 
@@ -79,6 +79,19 @@ print(any(type(finder).__module__ == "zero8.zero.when_imported" for finder in sy
 """)
     assert lines == ["False True", "False"]
     assert "zero8 could not add its op to ds_report" in errors
+
+
+def test_op_builder_that_does_not_fit_warns_and_import_deepspeed_succeeds():
+    lines, errors = run_python("""
+import torch
+from zero8.zero import seams
+del seams.build_ops_once
+import deepspeed
+from deepspeed.ops.op_builder.builder import OpBuilder
+print(OpBuilder.jit_load.__module__, OpBuilder.jit_load.__globals__["__name__"])
+""")
+    assert lines == ["deepspeed.ops.op_builder.builder deepspeed.ops.op_builder.builder"]
+    assert "zero8 leaves it to DeepSpeed to build its ops" in errors
 
 
 @pytest.mark.parametrize(

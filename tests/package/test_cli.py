@@ -12,7 +12,7 @@ from needs import need_nvcc, need_nvrtc
 
 from zero8 import cli, doctor
 from zero8.bench.step import command as step
-from zero8.op import cuda_compile
+from zero8.op import build, cuda_compile, locks
 from zero8.zero import seams
 
 
@@ -138,6 +138,30 @@ def test_doctor_has_a_line_about_libaio_where_it_is_missing(monkeypatch, found):
     assert (report["usable"], report["libaio"]) == (True, found)
     lines = [line for line in doctor.as_text(report).splitlines() if "libaio" in line]
     assert [line.split()[0] for line in lines] == ([] if found else ["nvme"])
+
+
+def test_doctor_lists_locks_of_builds_and_warns_of_those_left_behind(monkeypatch):
+    held = locks.Lock("/cache/op.flock", 5.0, "process 7 on node3", removable=False)
+    left = locks.Lock("/cache/cpu_adam/lock", 9000.0, None, removable=True)
+    asked = []
+    monkeypatch.setattr(locks, "find", lambda root: asked.append(root) or [held, left])
+    report = doctor.examine()
+    assert (report["usable"], asked) == (True, [build.cache_root()])
+    first, second = json.loads(json.dumps(report["locks"]))
+    assert (first["path"], first["age_s"]) == ("/cache/op.flock", 5.0)
+    assert (first["holder"], second["holder"]) == ("process 7 on node3", None)
+    assert (first["removable"], second["removable"]) == (False, True)
+    lines = [line.split(maxsplit=1) for line in doctor.as_text(report).splitlines()]
+    assert ["lock", str(held)] in lines
+    assert ["warning", str(left)] in lines
+
+
+def test_doctor_without_the_seam_of_builds_works_and_warns(monkeypatch):
+    monkeypatch.delattr("deepspeed.ops.op_builder.builder.OpBuilder.jit_load")
+    report = doctor.examine()
+    assert report["usable"] is True
+    assert report["seams"]["OpBuilder.jit_load"] == "missing"
+    assert any("lacks deepspeed.ops.op_builder.builder" in text for text in report["warnings"])
 
 
 def test_doctor_untested_version_is_a_warning(monkeypatch):

@@ -25,7 +25,7 @@ def try_everything(base):
         warnings.simplefilter("error", RuntimeWarning)
         import deepspeed
 
-    from zero8.train.build import leave_out_shared_memory
+    from zero8.zero.ops import leave_out_shared_memory
 
     leave_out_shared_memory()
 

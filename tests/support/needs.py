@@ -52,7 +52,7 @@ def need_aarch64() -> None:
 def need_nvme() -> None:
     """Skip the test, or fail in CI, without libaio; build what DeepSpeed swaps to a disk with."""
     # Here, as only these tests need DeepSpeed.
-    from zero8.train.build import build_aio, missing_for_nvme
+    from zero8.zero import ops
 
-    need(missing_for_nvme())
-    build_aio()
+    need(ops.missing_for_nvme())
+    ops.build("AsyncIOBuilder")

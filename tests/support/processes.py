@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -71,6 +72,34 @@ def unoptimized_compiler(folder):
     script.write_text(f'#!/bin/sh\nexec {shutil.which("c++")} "$@" -O0\n')
     script.chmod(0o755)
     return folder
+
+
+def compiler_in(folder: Path, options: str = "") -> dict[str, str | None]:
+    """Make a c++ that notes its command lines in folder/log; return the environment for it.
+
+    STALL=FILE in the environment stops it where it compiles until there is that file.
+    """
+    folder.mkdir()
+    (folder / "log").touch()
+    script = folder / "c++"
+    script.write_text(
+        f'#!/bin/sh\necho "$@" >> {folder}/log\n'
+        f'[ -n "$STALL" ] && [ "$1" = -MMD ] && until [ -e "$STALL" ]; do sleep 0.1; done\n'
+        f'exec {shutil.which("c++")} "$@" {options}\n'
+    )
+    script.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "CXX": None}
+
+
+def compiled(folder: Path) -> list[str]:
+    return [line for line in (folder / "log").read_text().splitlines() if " -c " in line]
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "time limit"
+        time.sleep(0.02)
 
 
 def outcomes_of(worker, **env):

@@ -10,7 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import zero8  # noqa: F401  registers the optimizer type
-from zero8.train.build import leave_out_shared_memory
+from zero8.zero.ops import leave_out_shared_memory
 
 leave_out_shared_memory()  # without LOCAL_SIZE it would not be called
 

@@ -2,9 +2,9 @@
 import json
 
 import pytest
+from ranks import build_ops
 
 from zero8.train import at_scale
-from zero8.train.build import build_ops
 from zero8.train.engine import CONFIGS
 
 NUMEL = 2**16

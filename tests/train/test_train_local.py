@@ -8,9 +8,9 @@ import sys
 import psutil
 import pytest
 from places import ROOT
+from ranks import build_ops
 
 from zero8 import cli
-from zero8.train.build import build_ops
 
 # Seconds.
 TIME_LIMIT = 280

@@ -7,25 +7,23 @@ build never changes, so loading it needs no compiler, no ninja and no lock: the 
 read-only, shared between machines, or copied into an image.
 """
 
-import fcntl
 import hashlib
 import importlib.util
 import logging
 import os
 import shutil
-import socket
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TextIO
 
 import torch
 
+from zero8.op.locks import ANOTHER_PLACE, locked
 from zero8.op.shared_numbers import op_source
 from zero8.op.sources import source_folder
 
@@ -46,7 +44,6 @@ TARGETS = {
 """The instruction sets of csrc/isa.h, slowest first, and the processor flags they need."""
 
 _COMPLETE = "complete"
-_ANOTHER_PLACE = "TORCH_EXTENSIONS_DIR chooses another place"
 
 logger = logging.getLogger("zero8")
 
@@ -79,7 +76,7 @@ class Extension:
 
     def is_built(self) -> bool:
         """Return whether `load` has nothing to compile."""
-        return (self.folder() / _COMPLETE).is_file()
+        return is_complete(self.folder())
 
     def load(self) -> ModuleType:
         """Return the module, compiled now unless it is built.
@@ -91,27 +88,18 @@ class Extension:
             ImportError: if a build cannot be loaded on this machine.
         """
         folder = self.folder()
-        if self.is_built():
-            return _imported(folder)
-        self.check_loadable()
-        with locked(folder.with_name(f"{self.name}.flock")), _own_ninja_first():
-            return _imported(folder) if self.is_built() else self._compiled(folder)
+        if not is_complete(folder):
+            check_compiler(folder)
+        return load_once(folder, folder.name, self.name, self._compile_into)
 
     def check_loadable(self) -> None:
         """Raise RuntimeError, which says what to install, if it is not built and cannot be."""
-        if not self.is_built() and compiler() is None:
-            raise RuntimeError(
-                f"no C++ compiler ({_cxx()!r} is not on PATH), and {self.folder()} is not built "
-                "(TORCH_EXTENSIONS_DIR chooses the place): install a compiler (Debian and Ubuntu: "
-                "apt-get install g++), set CXX, or copy a folder that `zero8 build --into` has made"
-            )
+        if not self.is_built():
+            check_compiler(self.folder())
 
-    def _compiled(self, folder: Path) -> ModuleType:
+    def _compile_into(self, folder: Path) -> ModuleType:
         from torch.utils import cpp_extension
 
-        if folder.exists():
-            _discard(folder)
-        folder.mkdir()
         generated = folder / "generated.cpp"
         generated.write_text(self.generated)
         # A warning, because lower levels are not shown unless logging has been set up.
@@ -119,21 +107,14 @@ class Extension:
             "zero8: compiling its CPU kernel once, about %d s; `zero8 build` does it ahead",
             self.seconds,
         )
-        # torch numbers what a process builds again, and does not retry a build that has failed.
-        cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(folder.name, None)
-        try:
-            module = cpp_extension.load(
-                folder.name,
-                [str(path) for path in (*self.sources, generated)],
-                extra_cflags=list(FLAGS),
-                extra_ldflags=list(LINK_FLAGS),  # which torch adds to
-                extra_include_paths=[str(self.sources[0].parent)],
-                build_directory=str(folder),
-            )
-        except (RuntimeError, subprocess.SubprocessError) as error:  # the disk may be full
-            raise RuntimeError(f"{folder} ({_ANOTHER_PLACE}): {error}") from error
-        (folder / _COMPLETE).touch()
-        return module
+        return cpp_extension.load(
+            folder.name,
+            [str(path) for path in (*self.sources, generated)],
+            extra_cflags=list(FLAGS),
+            extra_ldflags=list(LINK_FLAGS),  # which torch adds to
+            extra_include_paths=[str(self.sources[0].parent)],
+            build_directory=str(folder),
+        )
 
 
 def op(target: str | None = None) -> Extension:
@@ -154,12 +135,12 @@ def op_for_steps() -> Extension:
 
 def target_of_steps() -> str:
     """Return ZERO8_ISA of the environment if it is served here, else the fastest of `TARGETS`."""
-    flags, asked = _processor_flags(), os.environ.get("ZERO8_ISA")
+    flags, asked = processor_flags(), os.environ.get("ZERO8_ISA")
     served = [target for target, needed in TARGETS.items() if needed <= flags]
     return asked if asked in served else served[-1]
 
 
-def _processor_flags() -> set[str]:
+def processor_flags() -> set[str]:
     """Return what Linux says that the processor has; nothing elsewhere.
 
     A guess of what to compile: what runs is decided by the op, which asks the processor.
@@ -168,7 +149,9 @@ def _processor_flags() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return set()
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
+    # On ARM the line is called Features.
+    found = (line for line in lines if line.startswith(("flags", "Features")))
+    return set(next(found, "").partition(":")[2].split())
 
 
 def cache_root() -> Path:
@@ -197,62 +180,69 @@ def ninja() -> str | None:
     return shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
 
 
-@contextmanager
-def build_lock(name: str) -> Iterator[None]:
-    """Be the only process that builds the op `name` of DeepSpeed, among those that ask for this.
+def is_complete(folder: Path) -> bool:
+    """Return whether a build has been finished in this folder."""
+    return (folder / _COMPLETE).is_file()
 
-    A build that was killed does not block the next one.
+
+def check_compiler(folder: Path) -> None:
+    """Raise RuntimeError, which says what to install, if there is no compiler for this folder."""
+    if compiler() is None:
+        raise RuntimeError(
+            f"no C++ compiler ({_cxx()!r} is not on PATH), and {folder} is not built "
+            "(TORCH_EXTENSIONS_DIR chooses the place): install a compiler (Debian and Ubuntu: "
+            "apt-get install g++), set CXX, or copy a folder that `zero8 build --into` has made"
+        )
+
+
+def load_once(
+    folder: Path, name: str, lock: str, compile_into: Callable[[Path], ModuleType]
+) -> ModuleType:
+    """Return the module of a folder, which one process compiles, once.
+
+    Args:
+        folder: its name stands for all that the build depends on.
+        name: the module's.
+        lock: names the lock, beside the folder, under which it is compiled.
+        compile_into: compiles the module into an empty folder and returns it.
+
+    Raises:
+        RuntimeError: if it cannot be compiled, or the cache cannot be written to.
+        ImportError: if a build cannot be loaded on this machine.
     """
+    library = folder / f"{name}.so"
+    if is_complete(folder):
+        return _imported(library)
+    with locked(folder.with_name(f"{lock}.flock")), own_ninja_first():
+        if not is_complete(folder):
+            return _compiled(folder, name, compile_into)
+        return _imported(library)
+
+
+def _compiled(folder: Path, name: str, compile_into: Callable[[Path], ModuleType]) -> ModuleType:
     from torch.utils import cpp_extension
 
-    folder = Path(cpp_extension._get_build_directory(name, verbose=False))
-    with locked(folder.with_name(f"{name}.flock")), _own_ninja_first():
-        # torch's own lock is a file that a killed build leaves behind, and the next one would wait
-        # for it without end.
-        if (folder / "lock").exists():
-            _discard(folder)
-        yield
-
-
-def _imported(folder: Path) -> ModuleType:
-    path = folder / f"{folder.name}.so"
+    if folder.exists():
+        _discard(folder)
+    folder.mkdir()
+    # torch numbers what a process builds again, and does not retry a build that has failed.
+    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
     try:
-        spec = importlib.util.spec_from_file_location(folder.name, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except ImportError as error:
-        raise ImportError(f"{error}; remove {folder} to have it built again") from error
+        module = compile_into(folder)
+    except (RuntimeError, subprocess.SubprocessError) as error:  # the disk may be full
+        raise RuntimeError(f"{folder} ({ANOTHER_PLACE}): {error}") from error
+    (folder / _COMPLETE).touch()
     return module
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a file lock, which the operating system releases however the process ends.
-
-    Raises:
-        RuntimeError: if files cannot be written, the lock's or within the block.
-    """
+def _imported(library: Path) -> ModuleType:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+") as file:
-            _acquire(file)
-            yield
-    except OSError as error:
-        raise RuntimeError(f"{path.parent} ({_ANOTHER_PLACE}): {error}") from error
-
-
-def _acquire(file: TextIO) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read() or "another process"
-        logger.warning("zero8: waiting for %s, which has locked %s", holder, file.name)
-        fcntl.flock(file, fcntl.LOCK_EX)
-    file.seek(0)
-    file.truncate()
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
+        spec = importlib.util.spec_from_file_location(library.stem, library)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise ImportError(f"{error}; remove {library.parent} to have it built again") from error
+    return module
 
 
 def _discard(folder: Path) -> None:
@@ -265,8 +255,12 @@ def _discard(folder: Path) -> None:
 
 
 @contextmanager
-def _own_ninja_first() -> Iterator[None]:
-    # pip puts ninja beside the interpreter, which only an activated environment has on PATH.
+def own_ninja_first() -> Iterator[None]:
+    """Put the ninja of this Python first on PATH.
+
+    pip puts it beside the interpreter, which only an activated environment has on PATH.  Another
+    version would compile again whatever this one has built.
+    """
     path = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = os.pathsep.join((sysconfig.get_path("scripts"), path))
     try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero8.op import build, launch, shared_numbers
+from zero8.op.locks import locked
 from zero8.op.sources import source_folder
 
 BACKENDS = ("auto", "nvcc", "nvrtc")
@@ -90,7 +91,7 @@ def machine_code(architecture: int, backend: str) -> bytes:
     chosen = compiler(backend)
     path = build.cache_root() / "zero8_cuda" / f"{_key(chosen, architecture)}.cubin"
     if not path.is_file():
-        with build.locked(path.parent.with_suffix(".flock")):
+        with locked(path.parent.with_suffix(".flock")):
             if not path.is_file():
                 path.parent.mkdir(exist_ok=True)
                 code = chosen.compile(architecture)

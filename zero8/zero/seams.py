@@ -14,7 +14,7 @@ from operator import attrgetter
 from types import ModuleType
 
 from zero8.versions import TESTED, warn_if_untested
-from zero8.zero import accelerate, access, universal_load
+from zero8.zero import accelerate, access, jit, universal_load
 from zero8.zero.when_imported import when_imported
 
 
@@ -27,12 +27,14 @@ class Seam:
         name: of the attribute there, with the class in front if it is one's.
         parameters: what it takes, as far as zero8 relies on that.
         change: what zero8 does there; empty if it only calls or overrides it.
+        essential: whether the optimizer cannot work without it.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...] = ()
     change: str = ""
+    essential: bool = True
 
     def found(self) -> object | None:
         """Return what is there, None if nothing is."""
@@ -78,6 +80,14 @@ _PIPELINED = f"{_SWAP}.pipelined_optimizer_swapper"
 _CHECKPOINT = "deepspeed.runtime.checkpoint_engine"
 _PADDING = "loads universal checkpoints on ranks that hold nothing but padding, too"
 _VIEWS = "takes views of states again that have changed"
+
+_BUILDS = Seam(
+    "deepspeed.ops.op_builder.builder",
+    jit.BUILDS,
+    ("verbose",),
+    "builds an op once, in a folder for each version of it, under a lock that dies with its holder",
+    essential=False,
+)
 
 SEAMS = (
     Seam(f"{_ZERO}.utils", SUPPORTED, change="takes our optimizer, by its exact type"),
@@ -166,6 +176,7 @@ SEAMS = (
     Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", change="raises on all ranks or on none"),
     Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._post_step", change="lets the ranks agree"),
     Seam("deepspeed.ops.op_builder.all_ops", "ALL_OPS", change="has the row of ds_report"),
+    _BUILDS,
     *(
         Seam(module, f"{name}.{method}", parameters)
         for module, name, methods in (
@@ -251,7 +262,8 @@ def install(optimizer_class: type) -> None:
         return
     warn_if_untested("deepspeed")
     for seam in SEAMS:
-        seam.check()
+        if seam.essential:
+            seam.check()
     from zero8.zero import checkpoints, overrides  # whose modules need DeepSpeed's swappers
 
     engine_class, zero3_class = engine.DeepSpeedEngine, stage3.DeepSpeedZeroOptimizer_Stage3
@@ -284,6 +296,18 @@ def add_op(all_ops) -> None:
 
     all_ops.ALL_OPS[Zero8AdamBuilder.NAME] = Zero8AdamBuilder()
     op_builder.Zero8AdamBuilder = Zero8AdamBuilder
+
+
+def build_ops_once(builder: ModuleType) -> None:
+    """Have the builders of `deepspeed.ops.op_builder.builder` build as `jit` says.
+
+    When that is imported, because `init_distributed` builds an op before there is an engine.
+
+    Raises:
+        RuntimeError: if this DeepSpeed lacks the seam; it then builds as it does without zero8.
+    """
+    _BUILDS.check()
+    jit.build_once(builder.OpBuilder)
 
 
 def state_of(found: object | None) -> str:

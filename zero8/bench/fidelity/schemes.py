@@ -152,11 +152,8 @@ def deepspeed_bf16() -> Scheme:
     def make(named: Named, betas: tuple[float, float]) -> Optimizer:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        from zero8.op.build import build_lock
-
         params = [p for _, p in named]
-        with build_lock("cpu_adam"):
-            return DeepSpeedCPUAdam(params, lr=1.0, betas=betas, fp32_optimizer_states=False)
+        return DeepSpeedCPUAdam(params, lr=1.0, betas=betas, fp32_optimizer_states=False)
 
     note = f"DeepSpeedCPUAdam, fp32_optimizer_states=False; {BF16_NOTE}"
     return Scheme("deepspeed_bf16", make, _exp_avg_sq, None, "package", note, torch.bfloat16)

@@ -129,14 +129,11 @@ def copies(contenders: list[Contender]) -> dict[tuple[int, ...], Contender]:
 def _deepspeed(params: Params) -> list[Contender]:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from zero8.op.build import build_lock
-
     found = []
     for variant in (FP32, BF16):
         p = params[variant.dtype]
-        with build_lock("cpu_adam"):
-            # States in float32 for float32 parameters, in bfloat16 for bfloat16 ones.
-            optimizer = DeepSpeedCPUAdam([p], fp32_optimizer_states=False, **HYPER)
+        # States in float32 for float32 parameters, in bfloat16 for bfloat16 ones.
+        optimizer = DeepSpeedCPUAdam([p], fp32_optimizer_states=False, **HYPER)
         _set_threads(optimizer.ds_opt_adam.__file__)
         found.append(contender("deepspeed", variant.name, p, optimizer))
     return found
