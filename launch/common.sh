@@ -111,9 +111,12 @@ check_hosts() {
   [[ $is_dry ]] && return
   command -v pdsh >/dev/null || die "pdsh is not installed (Debian and Ubuntu: apt-get install pdsh)"
   local check
-  printf -v check 'cd %q && test -x %q || echo no %q or %q here' "$PWD" "$PYTHON" "$PWD" "$PYTHON"
+  printf -v check 'cd %q && test -x %q || { echo "no %q or %q here"; exit 1; }' \
+    "$PWD" "$PYTHON" "$PWD" "$PYTHON"
   local said
-  said=$(pdsh -S -f 128 -w "$names" "$check" 2>&1 | grep -v '^pdsh@') || return 0
+  if said=$(pdsh -S -f 128 -w "$names" "$check" 2>&1); then
+    return
+  fi
   echo "$said" >&2
   die "cannot run on the host(s) named above: is ssh without a password set up, and is \
 $HOSTFILE right?"

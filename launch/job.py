@@ -36,6 +36,8 @@ WORD = re.compile(
     r"zero8: rank (\d+) of (\d+) on (\S+): "
     r"(?:(started), process \d+|ended, status (\d+)(?:: (.*))?)"
 )
+# What pdsh says when it has lost a host, or the command there has failed.
+LOST = re.compile(r"pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
 # What the launcher has to end by itself after SIGTERM.
 TERM_S = 10
 
@@ -72,15 +74,19 @@ class Words:
         hosts: by rank, where it was started last.
         ends: by rank, how it ended: status and cause; None while it runs.
         failures: in the order in which they were heard.
+        lost: by host, how the ssh to it ended, if not with 0.
     """
 
     world_size: int = 0
     hosts: dict[int, str] = field(default_factory=dict)
     ends: dict[int, tuple[int, str] | None] = field(default_factory=dict)
     failures: list[tuple[int, str, int, str]] = field(default_factory=list)
+    lost: dict[str, int] = field(default_factory=dict)
 
     def hear(self, line: str) -> None:
         """Take a line of the launcher's output in."""
+        if found := LOST.search(line):
+            self.lost.setdefault(found[1], int(found[2]))
         for found in WORD.finditer(line):
             rank, host = int(found[1]), found[3]
             self.world_size, self.hosts[rank] = int(found[2]), host
@@ -169,9 +175,9 @@ class Job:
         now = time.monotonic()
         if self._interrupted is None:
             # A launcher that starts ranks again has its time only while none runs.
-            over = self._words.failures and not (
-                self._arguments.restarts and self._words.is_any_up()
-            )
+            words = self._words
+            is_saved = self._arguments.restarts and words.is_any_up()
+            over = (words.failures or words.lost) and not is_saved
             self._end_at = (self._end_at or now + self._arguments.grace_s) if over else None
         if self._end_at is None or now < self._end_at:
             return
@@ -214,11 +220,16 @@ class Job:
     def _silence(self, rank: int) -> str:
         host = self._words.hosts.get(rank)
         if host:
-            return f"rank {rank} on {host}: no word since it started: is {host} up?"
+            return f"rank {rank} on {host}: no word since it started{self._loss(host)}"
         silent = [
             h for h in self._arguments.hosts.split(",") if h not in self._words.hosts.values()
         ]
-        return f"rank {rank}: not started; no word from {', '.join(filter(None, silent)) or 'it'}"
+        told = ", ".join(h + self._loss(h) for h in silent if h)
+        return f"rank {rank}: not started; no word from {told or 'it'}"
+
+    def _loss(self, host: str) -> str:
+        status = self._words.lost.get(host)
+        return f": is {host} up?" if status is None else f": ssh to {host} ended with {status}"
 
 
 def _kill_all() -> None:

@@ -4,6 +4,8 @@
 Each job adds numbers up over both ranks (loop.py); TIMEOUT_S and GRACE_S are a few seconds.
 """
 
+from pathlib import Path
+
 import pytest
 
 pytestmark = pytest.mark.multinode
@@ -75,7 +77,7 @@ def test_job_whose_host_is_gone_ends_within_the_limit(loop, lab, launcher, fault
     job.wait_for("step 3\n")
     getattr(lab, fault)("node1")
     assert job.status() != 0
-    assert "rank 1 on node1: no word since it started: is node1 up?" in job.output()
+    assert "rank 1 on node1: no word since it started: " in job.output()
     assert "rank 0 on node0: status 1" in failed_first(job.output())
 
 
@@ -90,7 +92,7 @@ def test_launcher_that_is_killed_leaves_no_rank_behind(loop, lab):
     """DeepSpeed's runner returns 0 when its pdsh is killed, and leaves the ranks alone."""
     job = loop("deepspeed", 10_000)
     job.wait_for("step 3\n")
-    pdsh = [p for p in lab.processes("node0") if p.name() == "pdsh"]
+    pdsh = [p for p in lab.processes("node0") if "pdsh" in Path(p.cmdline()[0]).name]
     assert pdsh
     for process in pdsh:
         process.kill()
@@ -133,8 +135,8 @@ def test_rank_that_cannot_import_zero8_is_named_with_its_host(loop, lab):
     lab.hide("node1", "zero8")
     job = loop("deepspeed", 5)
     assert job.status() != 0
-    assert "rank 1 on node1: status 1" in job.output()
-    assert "zero8" in failed_first(job.output())
+    assert "node1: ModuleNotFoundError: No module named 'zero8" in job.output()
+    assert "rank 1: not started; no word from node1: ssh to node1 ended with 1" in job.output()
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "openmpi"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from lab import REPOSITORY
+from ranks import free_port
 
 LAUNCH = REPOSITORY / "launch"
 sys.path.insert(0, str(LAUNCH))
@@ -315,6 +316,12 @@ JOBS = {
         1,
         "rank 2: not started; no word from node2",
     ),
+    "host lost": (
+        ["--grace-s", "1", "--ranks", "2", "--hosts", "node0,node1"],
+        began(0) + "echo 'pdsh@node0: node1: ssh exited with exit code 255'; sleep 600",
+        143,
+        "rank 1: not started; no word from node1: ssh to node1 ended with 255",
+    ),
     "none started": ([], "echo hello", 1, "no rank was started"),
     "others hang": (["--grace-s", "1"], BOTH + said(1, 9) + "sleep 600", 9, "exit status 9"),
     "launcher ignores signals": (
@@ -370,3 +377,11 @@ def test_job_arguments_without_a_command_are_refused():
     )
     assert result.returncode == 2
     assert "expected a command" in result.stderr
+
+
+def test_rank_whose_world_does_not_come_together_ends_within_the_limit(tmp_path):
+    script = "import torch.distributed as dist; dist.init_process_group('gloo')"
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    result = run_rank(tmp_path, script, "--timeout-s", "2", **env)
+    assert result.returncode == 1
+    assert "1/2 clients joined" in result.stdout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A time limit for every process group, and for making one.
+"""A time limit for every process group, for making one, and for meeting the other ranks.
 
 A rank that waits for one that hangs, or whose host is gone, ends when its group's time limit has
 passed.  `init_process_group` and `deepspeed.init_distributed` give theirs to the world's group
@@ -52,11 +52,16 @@ def limit_groups(limit: timedelta) -> Groups:
         RuntimeError: if this PyTorch makes groups in another way than those that are known.
     """
     make = getattr(distributed_c10d, "_new_process_group_helper", None)
-    if make is None or "timeout" not in signature(make).parameters:
+    meet = getattr(distributed_c10d, "rendezvous", None)
+    if make is None or "timeout" not in signature(make).parameters or meet is None:
         raise RuntimeError(
             "this PyTorch makes process groups in a way that zero8.run does not know"
         )
     groups = Groups(limit)
+
+    @wraps(meet)
+    def met(*args, timeout=limit, **kwargs):
+        return meet(*args, timeout=min(timeout, limit), **kwargs)
 
     @wraps(make)
     def limited(*args, **kwargs):
@@ -70,4 +75,5 @@ def limit_groups(limit: timedelta) -> Groups:
             groups._began = None
 
     distributed_c10d._new_process_group_helper = limited
+    distributed_c10d.rendezvous = met
     return groups
