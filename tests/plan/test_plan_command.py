@@ -2,9 +2,11 @@
 """`zero8 plan` from its options to its output, and what it refuses."""
 
 import json
+import re
 import sys
 
 import pytest
+from places import ROOT
 
 from zero8 import cli
 from zero8.bench.step.machines import Machine
@@ -193,3 +195,9 @@ def test_plan_of_a_deepspeed_config_that_is_not_planned_for_is_refused(
 def test_plan_needs_one_model(words):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["plan", *words])
+
+
+def test_plan_in_the_readme_is_what_the_command_prints(capsys):
+    readme = (ROOT / "README.md").read_text()
+    words, shown = re.search(r"\$ zero8 plan (.*)\n((?:.*\n)*?)```", readme).groups()
+    assert plan(capsys, *words.split()) == (0, shown)
