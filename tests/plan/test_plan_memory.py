@@ -54,9 +54,9 @@ def planned(case, world_size):
     return {row.what: row.fp32_bytes if is_fp32 else row.zero8_bytes for row in rows}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_plan_of_deepspeed_is_within_5_percent_of_what_engines_hold(standing_ranks, world_size):
-    ranks = standing_ranks(world_size).run(held_by_engines, cases=CASES)
+    ranks = standing_ranks(world_size).run(held_by_engines, timeout_s=400, cases=CASES)
     wrong, compared = [], 0
     for case in CASES:
         expected = planned(case, world_size)

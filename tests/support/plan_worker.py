@@ -76,11 +76,10 @@ def _of_flat(zero):
 
 
 def _of_stage3(zero):
-    masters, weights = zero.fp32_partitioned_groups_flat, zero.lp_param_buffer
-    shared = weights.untyped_storage().data_ptr()
+    masters = zero.fp32_partitioned_groups_flat
     return {
-        "weights": weights.nbytes,
-        "master weights": nbytes([p for p in masters if p.untyped_storage().data_ptr() != shared]),
+        "weights": zero.lp_param_buffer.nbytes,
+        "master weights": nbytes(masters),
         "gradients": zero.grad_partitions_flat_buffer.nbytes,
         "gradients of the step": nbytes([p.grad for p in masters if p.grad is not None]),
         "buckets of gradients": nbytes([b.buffer for b in zero.ipg_buckets.values()]),

@@ -102,9 +102,8 @@ def _stage3(model: Model, setup: Setup, share: Share) -> list[Row]:
         _same(GPU, "gathered weights, at most", weight * gathered),
         _same(GPU if setup.offload == "none" else HOST, "gradients", weight * numel),
         *_buckets(setup, default_overlap=True),
+        _same(home, "master weights", master * numel),
     ]
-    if setup.offload != "none" or setup.dtype != "fp32":
-        rows.append(_same(home, "master weights", master * numel))
     one_group = setup.offload == "none"
     rows.append(_same(home, "gradients of the step", master * (sub_group if one_group else numel)))
     if setup.offload == "nvme":
