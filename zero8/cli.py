@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `zero8 build`, `zero8 doctor`, `zero8 checkpoint`, `zero8 bench`."""
+"""The command line: `zero8 build`, `doctor`, `plan`, `checkpoint` and `bench`."""
 
 import argparse
 import contextlib
@@ -16,7 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # These have commands of their own, whose imports only they should pay for.
     if argv[:1] == ["bench"]:
         return _bench(argv[1:])
-    arguments = _checkpoint(argv[1:]) if argv[:1] == ["checkpoint"] else _parser().parse_args(argv)
+    own = {"checkpoint": _checkpoint, "plan": _plan}.get("".join(argv[:1]))
+    arguments = own(argv[1:]) if own else _parser().parse_args(argv)
     # DeepSpeed logs to stdout from its import on; our stdout carries the result and nothing else.
     with contextlib.redirect_stdout(sys.stderr):
         status, result, text = arguments.run(arguments)
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
                 help="build there; a copy of it serves where TORCH_EXTENSIONS_DIR names the copy",
             )
     for name, help_text in (
+        ("plan", "estimate memory, traffic and step time of a run; see zero8 plan --help"),
         ("checkpoint", "verify, inspect, compare and convert; see zero8 checkpoint --help"),
         ("bench", "measure; see zero8 bench --help"),
     ):
@@ -59,6 +61,7 @@ def _bench(argv: Sequence[str]) -> int:
     from zero8.bench.fidelity import command as fidelity
     from zero8.bench.step import command as step
     from zero8.bench.usage import UsageError
+    from zero8.plan import check
 
     parser = argparse.ArgumentParser(prog="zero8 bench")
     measurements = parser.add_subparsers(required=True, metavar="MEASUREMENT")
@@ -74,6 +77,7 @@ def _bench(argv: Sequence[str]) -> int:
             backward,
             "gradients alive and times of steps in the backward, and of steps after it",
         ),
+        ("plan", check, "step times that `zero8 plan` estimates, beside measured ones"),
     ):
         command = measurements.add_parser(name, help=help_text, description=help_text)
         measurement.add_arguments(command)
@@ -92,6 +96,14 @@ def _checkpoint(argv: Sequence[str]) -> argparse.Namespace:
         prog="zero8 checkpoint", description="Tools for checkpoints; none needs a GPU or a model."
     )
     command.add_commands(parser)
+    return parser.parse_args(argv, argparse.Namespace(run=command.run))
+
+
+def _plan(argv: Sequence[str]) -> argparse.Namespace:
+    from zero8.plan import command
+
+    parser = argparse.ArgumentParser(prog="zero8 plan", description=command.__doc__)
+    command.add_arguments(parser)
     return parser.parse_args(argv, argparse.Namespace(run=command.run))
 
 

@@ -259,7 +259,12 @@ def test_command_unknown_or_missing_exits_2(arguments, capsys):
 
 @pytest.mark.parametrize(
     ("measurement", "option"),
-    [("fidelity", "--quick"), ("step", "--against NAME,..."), ("backward", "--layers N")],
+    [
+        ("fidelity", "--quick"),
+        ("step", "--against NAME,..."),
+        ("backward", "--layers N"),
+        ("plan", "--rounds ROUNDS"),
+    ],
 )
 def test_bench_help_names_the_options_of_a_measurement(capsys, measurement, option):
     with pytest.raises(SystemExit) as end:
@@ -285,7 +290,9 @@ def test_bench_bad_option_is_a_usage_error(capsys):
     assert "--numel: got 3, expected a multiple of" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["bench"], ["checkpoint"], ["checkpoint", "verify"]])
+@pytest.mark.parametrize(
+    "command", [[], ["bench"], ["checkpoint"], ["checkpoint", "verify"], ["plan"]]
+)
 def test_help_of_every_command_is_printed(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
         cli.main([*command, "--help"])

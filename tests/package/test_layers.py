@@ -24,6 +24,7 @@ LAYERS = [
     {"active", "autoload", "checkpoint"},
     {"", "__init__"},
     {"bench", "train", "run", "doctor"},
+    {"plan"},
     {"cli"},
 ]
 # The demonstration and the measurements use parts of each other.

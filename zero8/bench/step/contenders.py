@@ -134,13 +134,14 @@ def _deepspeed(params: Params) -> list[Contender]:
         p = params[variant.dtype]
         # States in float32 for float32 parameters, in bfloat16 for bfloat16 ones.
         optimizer = DeepSpeedCPUAdam([p], fp32_optimizer_states=False, **HYPER)
-        _set_threads(optimizer.ds_opt_adam.__file__)
+        set_threads(optimizer)
         found.append(contender("deepspeed", variant.name, p, optimizer))
     return found
 
 
-def _set_threads(library: str) -> None:
-    """Give a compiled op as many threads as torch has, whichever OpenMP it brought along."""
+def set_threads(optimizer: Optimizer) -> None:
+    """Give a DeepSpeedCPUAdam as many threads as torch has, whichever OpenMP it brought along."""
+    library = optimizer.ds_opt_adam.__file__
     openmp, expected = ctypes.CDLL(library), torch.get_num_threads()
     openmp.omp_set_num_threads(expected)
     if (threads := openmp.omp_get_max_threads()) != expected:

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zero8 plan` from its options to its output, and what it refuses."""
+
+import json
+import re
+import sys
+
+import pytest
+from places import ROOT
+
+from zero8 import cli
+from zero8.bench.step.machines import Machine
+from zero8.plan import measure
+from zero8.plan.rates import Rates
+from zero8.plan.setup import Setup, with_deepspeed_config
+
+NVME = ("--nvme-bandwidth", "5")
+
+
+def plan(capsys, *words):
+    status = cli.main(["plan", *words])
+    return status, capsys.readouterr().out
+
+
+def planned(capsys, *words):
+    status, printed = plan(capsys, "--json", *words)
+    assert status == 0, printed
+    return json.loads(printed)
+
+
+def test_plan_prints_both_optimizers_side_by_side_in_few_lines(capsys):
+    status, printed = plan(capsys, "--parameters", "70B", "--world-size", "64", "--stage", "3")
+    lines = printed.splitlines()
+    assert status == 0
+    assert len(lines) <= 30 and max(map(len, lines)) <= 100
+    (moments,) = [line.split() for line in lines if line.startswith("- moments")]
+    assert moments == ["-", "moments", "65.19", "16.68"]
+    assert "64 GPU(s) on 8 host(s)" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["--offload", "none"], "gpu_bytes"),
+        (["--offload", "cpu"], "host_bytes"),
+        (["--offload", "nvme", "--stage", "3", "--nvme-bandwidth", "5"], "nvme_bytes_of_host"),
+    ],
+)
+def test_plan_saves_where_the_states_are(capsys, words, place):
+    result = planned(capsys, "--parameters", "1B", *words)
+    saved = result["fp32_adam"][place] - result["zero8"][place]
+    assert saved == pytest.approx((8 - 2 - 12 / 256) * 1e9, rel=1e-3)
+
+
+def test_plan_of_ranks_of_one_host_counts_them_all(capsys):
+    one, eight = (
+        planned(capsys, "--parameters", "1B", "--world-size", "8", "--ranks-per-host", n)
+        for n in ("1", "8")
+    )
+    assert eight["zero8"]["host_bytes"] == 8 * one["zero8"]["host_bytes"]
+
+
+def test_plan_of_a_deepspeed_config_takes_its_settings(capsys, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(
+        json.dumps(
+            {
+                "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+                "gradient_accumulation_steps": 4,
+                "optimizer": {
+                    "type": "Adam8bitBlockwise",
+                    "params": {"block_size": 128, "weight_correction_bits": 8, "lr": 1e-3},
+                },
+                "zero_optimization": {
+                    "stage": 3,
+                    "sub_group_size": 1e6,
+                    "reduce_bucket_size": "auto",
+                    "offload_optimizer": {
+                        "device": "nvme",
+                        "buffer_count": 6,
+                        "pipeline_read": True,
+                        "pipeline_write": True,
+                    },
+                    "offload_param": {"device": "cpu"},
+                },
+            }
+        )
+    )
+    setup = planned(capsys, "--parameters", "1B", "--ds-config", str(path), *NVME)["setup"]
+    expected = {
+        "stage": 3,
+        "offload": "nvme",
+        "offload_params": True,
+        "dtype": "bf16-masters",
+        "accumulation_steps": 4,
+        "sub_group_numel": 1_000_000,
+        "reduce_bucket_numel": Setup().reduce_bucket_numel,
+        "buffer_count": 6,
+        "pipelined": True,
+        "correction_bits": 8,
+    }
+    assert {key: setup[key] for key in expected} == expected
+    assert setup["policy"]["block_size"] == 128
+
+
+def test_plan_without_sections_in_the_deepspeed_config_has_deepspeeds_defaults():
+    setup = with_deepspeed_config(Setup(), {})
+    assert (setup.stage, setup.offload, setup.dtype) == (0, "none", "fp32")
+
+
+def test_plan_takes_cores_and_bandwidths_as_they_are_given(capsys):
+    words = ("--parameters", "1B", "--cores", "2", "--bandwidth", "1000")
+    hardware = planned(capsys, *words)["hardware"]
+    assert (hardware["host"]["cores"], hardware["host"]["gb_per_s"]) == (2, 1000)
+
+
+def test_plan_measures_the_machine_where_it_is_asked_to(capsys, monkeypatch):
+    found = Machine("this one", 3, 30.0), Rates(3.0, 2.0, 1.0, "measured"), {}
+    monkeypatch.setattr(measure, "measure", lambda: found)
+    hardware = planned(capsys, "--parameters", "1B", "--measure", "--cores", "4")["hardware"]
+    assert hardware["host"] == {"name": "this one", "cores": 4, "gb_per_s": 30.0}
+    assert hardware["rates"]["zero8"] == 2.0
+
+
+def test_plan_draws_a_figure(capsys, tmp_path):
+    path = tmp_path / "plan.png"
+    _, printed = plan(capsys, "--parameters", "1B", "--plot", str(path))
+    assert f"wrote {path}" in printed
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_without_matplotlib_says_what_to_install(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    status, printed = plan(capsys, "--parameters", "1B", "--plot", str(tmp_path / "plan.png"))
+    assert status == 2
+    assert "pip install matplotlib" in printed
+
+
+REFUSED = {
+    "stage 0 with offload": (["--stage", "0"], "expected stage 1, 2 or 3"),
+    "nvme with stage 2": (["--offload", "nvme"], "stage 3 alone"),
+    "nvme of no speed": (["--offload", "nvme", "--stage", "3"], "--nvme-bandwidth: expected"),
+    "fsdp2 with fp16": (["--engine", "fsdp2", "--dtype", "fp16"], "expected 'bf16' or 'fp32'"),
+    "no ranks": (["--world-size", "0"], "world_size: got 0"),
+    "no ranks on a host": (["--ranks-per-host", "0"], "ranks_per_host: got 0"),
+    "no bandwidth": (["--bandwidth", "0"], "gb_per_s: got 0.0, expected more than 0"),
+    "no cores": (["--cores", "-1"], "cores: got -1"),
+    "no such config": (["--ds-config", "/nowhere.json"], "/nowhere.json"),
+    "config and stage": (["--ds-config", "/nowhere.json", "--stage", "3"], "got --stage too"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_plan_of_what_cannot_be_is_refused(capsys, words, message):
+    status, printed = plan(capsys, "--parameters", "1B", *words)
+    assert status == 2
+    assert printed.startswith("zero8 plan: ") and message in printed
+
+
+CONFIGS = {
+    "list": ([], "expected a DeepSpeed config"),
+    "fp32 gradients": ({"data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype"),
+    "stage": ({"zero_optimization": {"stage": 7}}, "stage: got 7"),
+    "device": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "disk"}}},
+        "offload: got 'disk'",
+    ),
+    "parameters of stage 2": (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        "offloaded parameters, expected 3",
+    ),
+    "accumulation": ({"gradient_accumulation_steps": 0}, "accumulation_steps: got 0"),
+    "block size": (
+        {"optimizer": {"type": "Adam8bitBlockwise", "params": {"block_size": 3}}},
+        "block_size: got 3",
+    ),
+    "codec": (
+        {"optimizer": {"type": "Adam8bitBlockwise", "params": {"codec": "none"}}},
+        "codec",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "message"), CONFIGS.values(), ids=CONFIGS.keys())
+def test_plan_of_a_deepspeed_config_that_is_not_planned_for_is_refused(
+    capsys, tmp_path, config, message
+):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    status, printed = plan(capsys, "--parameters", "1B", "--ds-config", str(path))
+    assert status == 2 and message in printed
+
+
+@pytest.mark.parametrize("words", [[], ["--parameters", "1B", "--model", "x.json"]])
+def test_plan_needs_one_model(words):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", *words])
+
+
+def test_plan_in_the_readme_is_what_the_command_prints(capsys):
+    readme = (ROOT / "README.md").read_text()
+    words, shown = re.search(r"\$ zero8 plan (.*)\n((?:.*\n)*?)```", readme).groups()
+    assert plan(capsys, *words.split()) == (0, shown)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traffic and step times, from known hardware; what is measured of a machine."""
+
+import pytest
+from places import ROOT
+
+from zero8.bench.step.machines import Machine
+from zero8.plan import check, measure
+from zero8.plan.model import Model
+from zero8.plan.rates import RECORDED, Rates
+from zero8.plan.setup import Setup
+from zero8.plan.share import share_of
+from zero8.plan.step_time import Hardware, step_times
+from zero8.plan.traffic import traffic_of
+
+MODEL = Model("", (("a", (4096, 4096)), ("b", (4096, 4096))))
+RATES = Rates(2.0, 1.0, 1.5, "here")
+
+
+def hardware(cores=64, gb_per_s=100.0):
+    return Hardware(Machine("host", cores, gb_per_s), RATES, nvme_gb_per_s=5.0, gpu_gb_per_s=1e3)
+
+
+def test_traffic_of_a_step_is_28_bytes_and_16_and_the_scales():
+    fp32, zero8 = (one.step_bytes / MODEL.numel for one in traffic_of(MODEL, Setup()))
+    assert fp32 == 28
+    assert zero8 == 12 + 2 * (2 + 12 / 256)
+
+
+def test_traffic_of_a_step_without_masters_is_22_bytes_and_10_and_the_scales():
+    setup = Setup(dtype="bf16-masters")
+    fp32, zero8 = (one.step_bytes / MODEL.numel for one in traffic_of(MODEL, setup))
+    assert (fp32, zero8) == (22, 6 + 2 * (2 + 12 / 256))
+    corrected = Setup(dtype="bf16-masters", correction_bits=8)
+    assert traffic_of(MODEL, corrected)[1].step_bytes / MODEL.numel == zero8 + 2
+
+
+def test_traffic_over_the_network_is_the_same_for_both_and_none_for_one_rank():
+    for setup, times in (
+        (Setup(stage=2, world_size=4), 2),
+        (Setup(stage=2, world_size=4, accumulation_steps=3), 4),
+        (Setup(stage=3, world_size=4, accumulation_steps=3), 9),
+        (Setup(stage=3), 0),
+    ):
+        fp32, zero8 = traffic_of(MODEL, setup)
+        expected = times * 2 * MODEL.numel * 3 // 4
+        assert fp32.network_bytes == zero8.network_bytes == expected
+
+
+def test_traffic_of_nvme_reads_and_writes_masters_gradients_and_moments():
+    fp32, zero8 = traffic_of(MODEL, Setup(stage=3, offload="nvme"))
+    assert fp32.nvme_read_bytes == fp32.nvme_write_bytes == 16 * MODEL.numel
+    assert zero8.nvme_read_bytes == (8 + 2 + 12 / 256) * MODEL.numel
+
+
+def test_step_time_with_few_cores_is_theirs():
+    fp32, zero8 = step_times(MODEL, Setup(), hardware(cores=2))
+    assert (fp32.limit, zero8.limit) == ("cores", "cores")
+    assert fp32.seconds == pytest.approx(MODEL.numel * 2.0 / 2 / 1e9)
+    assert zero8.seconds == pytest.approx(MODEL.numel * 1.0 / 2 / 1e9)
+    assert fp32.saturating_cores == pytest.approx(100 * 2.0 / 28)
+
+
+def test_step_time_with_many_cores_is_that_of_the_memory_for_all_ranks_of_a_host():
+    fp32, zero8 = step_times(MODEL, Setup(world_size=16, ranks_per_host=4), hardware())
+    assert (fp32.limit, zero8.limit) == ("memory", "memory")
+    assert fp32.seconds == pytest.approx(4 * 28 * MODEL.numel / 16 / 100e9)
+    assert zero8.seconds < fp32.seconds
+
+
+def test_step_time_without_masters_uses_the_rate_of_bf16():
+    _, zero8 = step_times(MODEL, Setup(dtype="bf16-masters"), hardware(cores=1))
+    assert zero8.seconds == pytest.approx(MODEL.numel * 1.5 / 1e9)
+
+
+def test_step_time_on_nvme_adds_the_transfers_or_hides_behind_them():
+    setup = Setup(stage=3, offload="nvme")
+    (alone, _), (hidden, _) = (
+        step_times(MODEL, Setup(stage=3, offload="nvme", pipelined=p), hardware(cores=2))
+        for p in (False, True)
+    )
+    transfers = 2 * traffic_of(MODEL, setup)[0].nvme_read_bytes / 5e9
+    assert alone.limit == hidden.limit == "NVMe"
+    assert alone.seconds == pytest.approx(transfers + MODEL.numel * 1e-9)
+    assert hidden.seconds == pytest.approx(transfers)
+
+
+def test_step_time_on_the_gpu_is_that_of_its_memory():
+    fp32, _ = step_times(MODEL, Setup(offload="none"), hardware())
+    assert fp32.seconds == pytest.approx(28 * MODEL.numel / 1e12)
+    assert (fp32.limit, fp32.saturating_cores) == ("GPU memory", None)
+
+
+def test_measure_follows_from_the_times():
+    calibration = measure.Calibration(2 * 4096, 3)
+    assert len(calibration.timed) == 3 + 3  # 1, 2 and 3 threads
+    machine, rates, bandwidths = calibration.result([8192.0 * n for n in (3, 2, 1, 4, 2, 1)])
+    assert bandwidths == {1: 7.0, 2: 14.0, 3: 28.0}
+    assert (machine.cores, machine.gb_per_s) == (3, 28.0)
+    assert (rates.fp32_adam, rates.zero8, rates.zero8_bf16) == (3.0, 2.0, 1.0)
+
+
+def test_measure_of_this_machine_gives_positive_numbers(monkeypatch):
+    monkeypatch.setattr(measure, "NUMEL", 2 * 4096)
+    machine, rates, _ = measure.measure()
+    assert machine.gb_per_s > 0 and min(rates.fp32_adam, rates.zero8, rates.zero8_bf16) > 0
+
+
+def test_bench_plan_has_a_row_for_each_step_size_and_number_of_threads():
+    result = check.measure(2 * 4096, rounds=2)
+    counts = {int(count) for count in result["gb_per_s"]}
+    names = {("deepspeed", "fp32"), ("torch", "fp32"), ("zero8", "fp32"), ("zero8", "bf16")}
+    assert {(row["name"], row["variant"]) for row in result["rows"]} == names
+    assert len(result["rows"]) == len(names) * len(check.SIZES) * len(counts)
+    for row in result["rows"]:
+        ratio = row["estimated_ms"] / row["measured_ms"]
+        assert row["error_percent"] == pytest.approx(100 * (ratio - 1))
+
+
+def test_rates_that_are_recorded_are_those_of_the_record():
+    record = (ROOT / RECORDED.source).read_text()
+    for rate in (RECORDED.fp32_adam, RECORDED.zero8, RECORDED.zero8_bf16):
+        assert f"{rate:.3f}" in record
+
+
+def test_share_of_more_ranks_than_elements_is_not_empty():
+    tiny = Model("", (("a", (3,)),))
+    assert share_of(tiny, Setup(stage=3, world_size=8)).numel == 1

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose tensors are counted where `zero8 plan` says that they are."""
+
+import deepspeed
+import torch
+from torch import Tensor
+from zero_worker import base_optimizer, config, make_engine, take_step
+
+from zero8.bench.states import state_bytes
+
+BUCKET = 50_000
+SUB_GROUP = 200_000
+ROWS, WIDTH, LAYERS = 1000, 256, 6
+
+
+class Stack(torch.nn.Module):
+    """An embedding and layers with biases: 650,752 parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(ROWS, WIDTH)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, words):
+        hidden = self.embed(words)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden.float().square().mean()
+
+
+def config_of(stage, offload, dtype, optimizer, accumulation):
+    zero = {"reduce_bucket_size": BUCKET, "sub_group_size": SUB_GROUP}
+    made = config(stage=stage, offload=offload, dtype=dtype, optimizer=optimizer, zero=zero)
+    return made | {"gradient_accumulation_steps": accumulation}
+
+
+def held_by_engines(cases):
+    """Return, by case, the bytes that this rank holds of each kind of thing after two steps."""
+    return {name: _held(config_of(*case)) for name, case in cases.items()}
+
+
+def _held(ds_config):
+    if ds_config["zero_optimization"]["stage"] == 3:
+        with deepspeed.zero.Init(config_dict_or_path=ds_config):
+            model = Stack()
+    else:
+        model = Stack()
+    engine = make_engine(ds_config, model)
+    for _ in range(2 * ds_config["gradient_accumulation_steps"]):
+        take_step(engine, torch.randint(0, ROWS, (2, 3)))
+    zero = engine.optimizer
+    found = _of_stage3(zero) if hasattr(zero, "fp32_partitioned_groups_flat") else _of_flat(zero)
+    found["moments"] = _moments(base_optimizer(engine))
+    engine.destroy()
+    return {what: num_bytes for what, num_bytes in found.items() if num_bytes}
+
+
+def _moments(optimizer):
+    if hasattr(optimizer, "memory_report"):
+        return sum(row.state_bytes for row in optimizer.memory_report().rows)
+    return state_bytes(optimizer)
+
+
+def _of_flat(zero):
+    masters = zero.single_partition_of_fp32_groups
+    found = {
+        "weights": nbytes(zero.bit16_groups_flat),
+        "master weights": nbytes(masters),
+        "gradients of the step": nbytes([p.grad for p in masters if p.grad is not None]),
+    }
+    if zero.cpu_offload:
+        found["weights on their way"] = nbytes(zero.param_buffer_of_bit16_for_cpu_offload_groups)
+        found["largest gradient"] = zero.temp_grad_buffer_for_cpu_offload.nbytes
+        found["accumulated gradients"] = nbytes(zero.accumulated_grads_in_cpu.values())
+    return found
+
+
+def _of_stage3(zero):
+    masters = zero.fp32_partitioned_groups_flat
+    return {
+        "weights": zero.lp_param_buffer.nbytes,
+        "master weights": nbytes(masters),
+        "gradients": zero.grad_partitions_flat_buffer.nbytes,
+        "gradients of the step": nbytes([p.grad for p in masters if p.grad is not None]),
+        "buckets of gradients": nbytes([b.buffer for b in zero.ipg_buckets.values()]),
+    }
+
+
+def nbytes(tensors: list[Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of `zero8 plan --plot`: memory by place, and the time of the step."""
+
+from pathlib import Path
+
+from zero8.plan.memory import GPU, HOST, NVME, Row, rows_of
+from zero8.plan.model import Model
+from zero8.plan.report import GIB, NAMES
+from zero8.plan.setup import Setup
+from zero8.plan.step_time import Hardware, step_times
+
+
+def plot(model: Model, setup: Setup, hardware: Hardware, path: Path) -> None:
+    """Draw the bytes of each place, stacked by what they are, and the step times, side by side.
+
+    Raises:
+        ValueError: if matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+    rows, ranks = rows_of(model, setup), setup.ranks_here
+    titles = {GPU: ("each GPU", 1), HOST: ("each host", ranks), NVME: ("NVMe of a host", ranks)}
+    places = [place for place in titles if any(row.place == place for row in rows)]
+    figure = Figure((4 * len(places) + 4, 5), layout="constrained")
+    axes = figure.subplots(1, len(places) + 1)
+    for place, one in zip(places, axes, strict=False):
+        title, scale = titles[place]
+        _stack(one, [row for row in rows if row.place == place], scale)
+        one.set(title=f"{title}, GiB")
+    axes[-1].bar(NAMES, [1e3 * t.seconds for t in step_times(model, setup, hardware)])
+    axes[-1].set(title="optimizer step, ms (estimated)")
+    figure.suptitle(f"{model.title}\n{setup.describe()}", fontsize=9)
+    figure.savefig(path, dpi=120)
+
+
+def _stack(axes, rows: list[Row], scale: int) -> None:
+    heights = [0.0, 0.0]
+    for row in rows:
+        values = [scale * value / GIB for value in (row.fp32_bytes, row.zero8_bytes)]
+        axes.bar(NAMES, values, bottom=heights, label=row.what)
+        heights = [below + value for below, value in zip(heights, values, strict=True)]
+    axes.legend(fontsize=7)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank keeps on its GPU, in host memory and on NVMe.
+
+Read off DeepSpeed 0.19.8 and PyTorch's FSDP2, and compared in tests/plan with the tensors that
+engines hold.  Left out are activations, what CUDA and the frameworks take for themselves, and what
+allocators round up.
+"""
+
+from dataclasses import dataclass
+
+from zero8.plan.model import Model
+from zero8.plan.setup import Setup
+from zero8.plan.share import Share, share_of
+
+GPU, HOST, NVME = "GPU", "host", "NVMe"
+HOME = {"none": GPU, "cpu": HOST, "nvme": NVME}
+"""Where the optimizer's states are."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of one rank.
+
+    Attributes:
+        place: `GPU`, `HOST` or `NVME`.
+        what: what it is.
+        fp32_bytes: with an fp32 Adam.
+        zero8_bytes: with zero8.
+    """
+
+    place: str
+    what: str
+    fp32_bytes: int
+    zero8_bytes: int
+
+
+def rows_of(model: Model, setup: Setup) -> list[Row]:
+    """Return what one rank keeps, a row for each kind of thing; none is empty."""
+    share = share_of(model, setup)
+    if setup.engine == "fsdp2":
+        rows = _fsdp2(setup, share)
+    elif setup.stage == 3:
+        rows = _stage3(model, setup, share)
+    else:
+        rows = _stages_0_to_2(model, setup, share)
+    home = HOME[setup.offload]
+    rows.append(Row(home, "moments", share.fp32_bytes, share.zero8_bytes))
+    if setup.correction_bits and setup.dtype == "bf16-masters":
+        rows.append(Row(home, "corrections of bf16 weights", 0, share.numel))
+    return [row for row in rows if row.fp32_bytes or row.zero8_bytes]
+
+
+def total(rows: list[Row], place: str) -> tuple[int, int]:
+    """Return the bytes of a rank in a place, with an fp32 Adam and with zero8."""
+    here = [row for row in rows if row.place == place]
+    return sum(row.fp32_bytes for row in here), sum(row.zero8_bytes for row in here)
+
+
+def _same(place: str, what: str, num_bytes: int) -> Row:
+    return Row(place, what, num_bytes, num_bytes)
+
+
+def _stages_0_to_2(model: Model, setup: Setup, share: Share) -> list[Row]:
+    weight, master = setup.weight_bytes, setup.master_bytes
+    home, offloaded = HOME[setup.offload], setup.offload != "none"
+    padded = share.numel * (1 if setup.stage == 0 else setup.world_size)
+    rows = [_same(GPU, "weights", weight * padded)]
+    if setup.stage < 2:
+        rows.append(_same(GPU, "gradients", weight * padded))
+    elif not offloaded:
+        rows.append(_same(GPU, "gradients", weight * share.numel))
+    rows += _buckets(setup, default_overlap=False)
+    if setup.stage or setup.dtype != "fp32":
+        rows.append(_same(home, "master weights", master * share.numel))
+        rows.append(_same(home, "gradients of the step", master * share.numel))
+    if offloaded:
+        rows += _buffers_of_offload(model, setup, share)
+    return rows
+
+
+def _buffers_of_offload(model: Model, setup: Setup, share: Share) -> list[Row]:
+    weight, largest = setup.weight_bytes, model.largest_numel
+    rows = [
+        _same(HOST, "weights on their way", weight * share.numel),
+        _same(HOST, "largest gradient", weight * largest),
+        _same(GPU, "largest gradient", weight * largest),
+    ]
+    if setup.accumulation_steps > 1 and setup.dtype != "bf16-masters":
+        rows.append(_same(HOST, "accumulated gradients", weight * share.touched_numel))
+    return rows
+
+
+def _stage3(model: Model, setup: Setup, share: Share) -> list[Row]:
+    weight, master = setup.weight_bytes, setup.master_bytes
+    home, numel = HOME[setup.offload], share.numel
+    # A single rank's weights are whole where they are.
+    is_gathered = setup.world_size > 1 or setup.offload_params
+    gathered = min(setup.max_live_numel, model.numel) if is_gathered else 0
+    sub_group = min(setup.sub_group_numel, numel)
+    rows = [
+        _same(HOST if setup.offload_params else GPU, "weights", weight * numel),
+        _same(GPU, "gathered weights, at most", weight * gathered),
+        _same(GPU if setup.offload == "none" else HOST, "gradients", weight * numel),
+        *_buckets(setup, default_overlap=True),
+        _same(home, "master weights", master * numel),
+    ]
+    one_group = setup.offload == "none"
+    rows.append(_same(home, "gradients of the step", master * (sub_group if one_group else numel)))
+    if setup.offload == "nvme":
+        buffers = master * sub_group * setup.buffer_count
+        rows.append(_same(HOST, "buffers of swapping", buffers))
+        rows.append(_state_buffers(share, sub_group, setup.pipelined))
+    return rows
+
+
+def _state_buffers(share: Share, sub_group: int, pipelined: bool) -> Row:
+    # An fp32 Adam's moments use DeepSpeed's buffers; zero8 has its own, one or three.
+    count = 3 if pipelined else 1
+    num_bytes = count * share.zero8_bytes * sub_group // max(1, share.numel)
+    return Row(HOST, "buffers of 8-bit states", 0, num_bytes)
+
+
+def _buckets(setup: Setup, default_overlap: bool) -> list[Row]:
+    if setup.stage == 0:
+        return []
+    overlap = default_overlap if setup.overlap_comm is None else setup.overlap_comm
+    # Stage 3 has one bucket, whether it overlaps or not.
+    count = 2 if overlap and setup.stage < 3 else 1
+    num_bytes = count * setup.weight_bytes * setup.reduce_bucket_numel
+    return [_same(GPU, "buckets of gradients", num_bytes)]
+
+
+def _fsdp2(setup: Setup, share: Share) -> list[Row]:
+    """Parameters and gradients are fp32 shards; what a layer gathers is left out."""
+    home = HOME[setup.offload]
+    what = ("weights", "gradients")
+    return [_same(home, name, 4 * share.numel) for name in what]

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan as a table and as one JSON object."""
+
+from dataclasses import asdict
+
+from tabulate import tabulate
+
+from zero8.plan.memory import GPU, HOST, NVME, Row, rows_of, total
+from zero8.plan.model import Model
+from zero8.plan.setup import Setup
+from zero8.plan.step_time import Hardware, step_times
+from zero8.plan.traffic import traffic_of
+
+GIB = 2**30
+GB = 1e9
+NAMES = ("fp32 Adam", "zero8")
+
+
+def summary(model: Model, setup: Setup, hardware: Hardware) -> dict:
+    """Return the plan as an object for JSON; bytes are those of one rank unless named otherwise."""
+    rows, ranks = rows_of(model, setup), setup.ranks_here
+    totals = {place: total(rows, place) for place in (GPU, HOST, NVME)}
+    result = {
+        "model": model.title,
+        "parameters": model.numel,
+        "setup": asdict(setup),
+        "hardware": asdict(hardware),
+        "memory": [asdict(row) for row in rows],
+    }
+    for number, name in enumerate(("fp32_adam", "zero8")):
+        result[name] = {
+            "gpu_bytes": totals[GPU][number],
+            "host_bytes": ranks * totals[HOST][number],
+            "nvme_bytes_of_host": ranks * totals[NVME][number],
+            "traffic": asdict(traffic_of(model, setup)[number]),
+            "step": asdict(step_times(model, setup, hardware)[number]),
+        }
+    return result
+
+
+def text(model: Model, setup: Setup, hardware: Hardware) -> str:
+    """Return the plan as a table with its assumptions."""
+    lines = [
+        *_memory_lines(rows_of(model, setup), setup.ranks_here),
+        *_traffic_lines(model, setup),
+        *_time_lines(model, setup, hardware),
+    ]
+    table = tabulate(lines, ["", *NAMES], disable_numparse=True, colalign=("left", *["right"] * 2))
+    return "\n".join([model.title, setup.describe(), "", table, "", *_remarks(setup, hardware)])
+
+
+def _memory_lines(rows: list[Row], ranks: int) -> list[list[str]]:
+    lines = []
+    for place, title, scale in (
+        (GPU, "each GPU, GiB", 1),
+        (HOST, f"each host ({ranks} rank(s)), GiB", ranks),
+        (NVME, "NVMe of each host, GiB", ranks),
+    ):
+        here = [row for row in rows if row.place == place]
+        if here:
+            lines.append([title, *(_in_gib(scale * value) for value in total(rows, place))])
+        for row in here:
+            values = (row.fp32_bytes, row.zero8_bytes)
+            lines.append([f"- {row.what}", *(_in_gib(scale * value) for value in values)])
+    return lines
+
+
+def _traffic_lines(model: Model, setup: Setup) -> list[list[str]]:
+    ranks, place = setup.ranks_here, "each GPU" if setup.offload == "none" else "each host"
+    scale = 1 if setup.offload == "none" else ranks
+    each = traffic_of(model, setup)
+    lines = [
+        (f"step, memory of {place}, GB", [scale * one.step_bytes for one in each]),
+        ("step, GPU link, both ways, GB", [one.link_bytes for one in each]),
+        ("step, NVMe of each host, read, GB", [ranks * one.nvme_read_bytes for one in each]),
+        ("step, NVMe of each host, written, GB", [ranks * one.nvme_write_bytes for one in each]),
+        ("sent by each rank, GB", [one.network_bytes for one in each]),
+    ]
+    return [[name, *(f"{v / GB:,.2f}" for v in values)] for name, values in lines if any(values)]
+
+
+def _time_lines(model: Model, setup: Setup, hardware: Hardware) -> list[list[str]]:
+    times = step_times(model, setup, hardware)
+    lines = [
+        ["optimizer step, ms", *(f"{1e3 * one.seconds:,.1f}" for one in times)],
+        ["- limited by", *(one.limit for one in times)],
+    ]
+    if setup.offload != "none":
+        cores = [f"{one.saturating_cores:.1f}" for one in times]
+        lines.append(["- cores that saturate the memory", *cores])
+    return lines
+
+
+def _remarks(setup: Setup, hardware: Hardware) -> list[str]:
+    lines = ["Without activations, and what CUDA and allocators add."]
+    if setup.offload == "none":
+        gpu = f"{hardware.gpu_gb_per_s:g} GB/s (--gpu-bandwidth)"
+        return [*lines, f"Step time: the bytes over a GPU's {gpu}; a real step takes longer."]
+    rates = hardware.rates
+    lines.append(
+        f"Step time: hosts of {hardware.host.cores} cores and {hardware.host.gb_per_s:.0f} GB/s; "
+        f"one core {rates.fp32_adam:.2f} ns/param for fp32 Adam,"
+    )
+    lines.append(
+        f"{rates.zero8:.2f} for zero8, {rates.zero8_bf16:.2f} without fp32 masters "
+        f"({rates.source})."
+    )
+    if setup.offload == "nvme":
+        lines.append(f"NVMe: {hardware.nvme_gb_per_s:g} GB/s of each host (--nvme-bandwidth).")
+    return lines
+
+
+def _in_gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:,.2f}"

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model is trained: the engine, its stage, where states are kept, and the precision."""
+
+from dataclasses import dataclass, replace
+
+from zero8.spec.codec import DEFAULT_CODEC, codec_named
+from zero8.state.policy import Policy
+
+ENGINES = ("deepspeed", "fsdp2")
+DEVICES = ("none", "cpu", "nvme")
+
+WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bf16-masters": 2}
+"""Bytes of a weight in the forward pass; `bf16-masters` is bf16 without fp32 master weights."""
+
+MASTER_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "bf16-masters": 2}
+"""Bytes of what the optimizer steps over."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The settings of a training run that decide what is kept where.
+
+    Attributes:
+        engine: `deepspeed` or `fsdp2`.
+        stage: of ZeRO, 0 to 3; FSDP2 is like 3.
+        offload: where optimizer states are: `none` (the GPU), `cpu` or `nvme`.
+        offload_params: whether 16-bit weights are in host memory, too (stage 3).
+        dtype: a key of `WEIGHT_BYTES`.
+        world_size: number of ranks, each with a GPU.
+        ranks_per_host: ranks that share the memory of a host.
+        accumulation_steps: micro-batches of a step.
+        reduce_bucket_numel: DeepSpeed's `reduce_bucket_size`, elements.
+        overlap_comm: DeepSpeed's; None: its default, on for stage 3.
+        sub_group_numel: DeepSpeed's `sub_group_size`, elements of a rank.
+        max_live_numel: DeepSpeed's `stage3_max_live_parameters`.
+        buffer_count: DeepSpeed's, of swapping to NVMe.
+        pipelined: whether transfers to and from NVMe go on while a step computes.
+        policy: which moments zero8 keeps in 8 bits.
+        codec: zero8's.
+        correction_bits: zero8's `weight_correction_bits`, of bf16 masters.
+
+    Raises:
+        ValueError: on construction, if settings do not go together.
+    """
+
+    engine: str = "deepspeed"
+    stage: int = 2
+    offload: str = "cpu"
+    offload_params: bool = False
+    dtype: str = "bf16"
+    world_size: int = 1
+    ranks_per_host: int = 8
+    accumulation_steps: int = 1
+    reduce_bucket_numel: int = 500_000_000
+    overlap_comm: bool | None = None
+    sub_group_numel: int = 1_000_000_000
+    max_live_numel: int = 1_000_000_000
+    buffer_count: int = 4
+    pipelined: bool = False
+    policy: Policy = Policy()
+    codec: str = DEFAULT_CODEC
+    correction_bits: int = 0
+
+    def __post_init__(self):
+        """Check the values."""
+        for name, valid in (
+            ("engine", ENGINES),
+            ("stage", (0, 1, 2, 3)),
+            ("offload", DEVICES),
+            ("dtype", tuple(WEIGHT_BYTES)),
+        ):
+            if getattr(self, name) not in valid:
+                got = getattr(self, name)
+                raise ValueError(f"{name}: got {got!r}, expected one of {list(valid)}")
+        for name in ("world_size", "ranks_per_host", "accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
+        codec_named(self.codec)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.offload == "nvme" and (self.engine, self.stage) != ("deepspeed", 3):
+            raise ValueError("offload: got 'nvme', which DeepSpeed's stage 3 alone can do")
+        if self.stage == 0 and self.offload != "none":
+            raise ValueError(
+                f"stage: got 0 with offload {self.offload!r}, expected stage 1, 2 or 3"
+            )
+        if self.offload_params and self.stage != 3:
+            raise ValueError(f"stage: got {self.stage} with offloaded parameters, expected 3")
+        if self.engine == "fsdp2" and self.dtype not in ("bf16", "fp32"):
+            raise ValueError(f"dtype: got {self.dtype!r} with fsdp2, expected 'bf16' or 'fp32'")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight in the forward pass, and of its gradient."""
+        return WEIGHT_BYTES[self.dtype]
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of a weight that the optimizer steps over, and of the gradient it reads."""
+        return MASTER_BYTES[self.dtype]
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of one host."""
+        return min(self.ranks_per_host, self.world_size)
+
+    def describe(self) -> str:
+        """Return the settings in words."""
+        hosts = -(-self.world_size // self.ranks_per_host)
+        how = "FSDP2" if self.engine == "fsdp2" else f"ZeRO stage {self.stage}"
+        where = {"none": "no offload", "cpu": "offload to the CPU", "nvme": "offload to NVMe"}
+        counts = f"{self.world_size} GPU(s) on {hosts} host(s)"
+        return f"{how}, {where[self.offload]}, {self.dtype}, {counts}"
+
+
+def with_deepspeed_config(setup: Setup, config: dict) -> Setup:
+    """Return a setup with what a DeepSpeed config says of it.
+
+    Raises:
+        ValueError: if the config has something that is not planned for.
+    """
+    zero = config.get("zero_optimization", {})
+    optimizer = zero.get("offload_optimizer") or {}
+    if config.get("data_types", {}).get("grad_accum_dtype") == "fp32":
+        raise ValueError("grad_accum_dtype: got 'fp32', which is not planned for; leave it out")
+    stage = zero.get("stage", 0)
+    found = {
+        "stage": stage,
+        "offload": optimizer.get("device", "none"),
+        "offload_params": (zero.get("offload_param") or {}).get("device", "none") != "none",
+        "dtype": _dtype(config),
+        "accumulation_steps": config.get("gradient_accumulation_steps", 1),
+        "overlap_comm": zero.get("overlap_comm"),
+        "buffer_count": optimizer.get("buffer_count", setup.buffer_count),
+        "pipelined": bool(optimizer.get("pipeline_read") and optimizer.get("pipeline_write")),
+    }
+    for name, key in (
+        ("reduce_bucket_numel", "reduce_bucket_size"),
+        ("sub_group_numel", "sub_group_size"),
+        ("max_live_numel", "stage3_max_live_parameters"),
+    ):
+        if _is_number(zero.get(key)):
+            found[name] = int(zero[key])
+    return replace(setup, **found, **_of_optimizer(config.get("optimizer", {})))
+
+
+def _is_number(value: object) -> bool:
+    # The Hugging Face Trainer fills in "auto" later: DeepSpeed's default is as good a guess.
+    return isinstance(value, int | float)
+
+
+def _dtype(config: dict) -> str:
+    bf16 = config.get("bf16", {})
+    if bf16.get("enabled"):
+        return "bf16-masters" if bf16.get("bf16_master_weights_and_grads") else "bf16"
+    return "fp16" if config.get("fp16", {}).get("enabled") else "fp32"
+
+
+def _of_optimizer(section: dict) -> dict:
+    if section.get("type") != "Adam8bitBlockwise":
+        return {}
+    params = section.get("params", {})
+    keys = ("block_size", "min_8bit_size", "fp32_params")
+    return {
+        "policy": Policy(**{key: params[key] for key in keys if key in params}),
+        "codec": params.get("codec", DEFAULT_CODEC),
+        "correction_bits": params.get("weight_correction_bits", 0),
+    }

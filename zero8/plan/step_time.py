@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the optimizer's step takes, and how many cores saturate the memory.
+
+A step over data in memory takes, by equation (B1) of `zero8.bench.step.machines`,
+
+    ns/param = max(ns of one core / cores, bytes per parameter / bandwidth)
+
+where ns of one core is that of a single thread over data in memory.  States on NVMe add the time of
+their transfers, or take the longer of the two where transfers and steps overlap.
+"""
+
+from dataclasses import dataclass
+
+from zero8.bench.step.machines import Machine
+from zero8.plan.model import Model
+from zero8.plan.rates import Rates
+from zero8.plan.setup import Setup
+from zero8.plan.share import share_of
+from zero8.plan.traffic import Traffic, traffic_of
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Where steps are taken.
+
+    Attributes:
+        host: cores and memory bandwidth of a host.
+        rates: what one core does.
+        nvme_gb_per_s: of all drives of a host together, reading as fast as writing; None if
+            nothing is offloaded there.
+        gpu_gb_per_s: memory bandwidth of a GPU.
+    """
+
+    host: Machine
+    rates: Rates
+    nvme_gb_per_s: float | None
+    gpu_gb_per_s: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of an optimizer's step.
+
+    Attributes:
+        seconds: estimated.
+        limit: what it is limited by: `cores`, `memory`, `NVMe` or `GPU memory`.
+        saturating_cores: cores of a host that are as fast as its memory; None on a GPU.
+    """
+
+    seconds: float
+    limit: str
+    saturating_cores: float | None
+
+
+def step_times(model: Model, setup: Setup, hardware: Hardware) -> tuple[StepTime, StepTime]:
+    """Return the times with an fp32 Adam and with zero8."""
+    numel = share_of(model, setup).numel
+    rates = hardware.rates.of(2 if setup.dtype == "bf16-masters" else 4)
+    fp32, zero8 = (
+        _step_time(setup, hardware, numel, traffic, rate)
+        for traffic, rate in zip(traffic_of(model, setup), rates, strict=True)
+    )
+    return fp32, zero8
+
+
+def _step_time(
+    setup: Setup, hardware: Hardware, numel: int, traffic: Traffic, rate: float
+) -> StepTime:
+    if setup.offload == "none":
+        # Only the bytes: how close to the bandwidth kernels come has not been measured.
+        return StepTime(traffic.step_bytes / hardware.gpu_gb_per_s / 1e9, "GPU memory", None)
+    bytes_per_param = traffic.step_bytes / numel
+    cores = hardware.host.saturating_cores(rate, bytes_per_param)
+    seconds = setup.ranks_here * numel * hardware.host.ns_per_param(rate, bytes_per_param) / 1e9
+    limit = "cores" if cores > hardware.host.cores else "memory"
+    if setup.offload != "nvme":
+        return StepTime(seconds, limit, cores)
+    nvme_bytes = setup.ranks_here * (traffic.nvme_read_bytes + traffic.nvme_write_bytes)
+    nvme_seconds = nvme_bytes / hardware.nvme_gb_per_s / 1e9
+    limit = "NVMe" if nvme_seconds > seconds else limit
+    joined = max if setup.pipelined else lambda a, b: a + b
+    return StepTime(joined(seconds, nvme_seconds), limit, cores)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank moves in a step: through memory, over its GPU's link, to NVMe and to others."""
+
+from dataclasses import dataclass
+
+from zero8.plan.model import Model
+from zero8.plan.setup import Setup
+from zero8.plan.share import share_of
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank moves in a step with one optimizer.
+
+    Attributes:
+        step_bytes: that the optimizer reads and writes in memory: the gradient is read, the weights
+            and their moments are read and written.
+        link_bytes: between GPU and host: gradients down, weights up.
+        nvme_read_bytes: read from NVMe.
+        nvme_write_bytes: written to it.
+        network_bytes: sent to other ranks, over all micro-batches.
+    """
+
+    step_bytes: int
+    link_bytes: int
+    nvme_read_bytes: int
+    nvme_write_bytes: int
+    network_bytes: int
+
+
+def traffic_of(model: Model, setup: Setup) -> tuple[Traffic, Traffic]:
+    """Return the traffic with an fp32 Adam and with zero8."""
+    share = share_of(model, setup)
+    correction_bytes = share.numel if setup.correction_bits and setup.master_bytes == 2 else 0
+    return (
+        _with(model, setup, share.numel, share.fp32_bytes),
+        _with(model, setup, share.numel, share.zero8_bytes + correction_bytes),
+    )
+
+
+def _with(model: Model, setup: Setup, numel: int, state_bytes: int) -> Traffic:
+    is_fsdp2 = setup.engine == "fsdp2"
+    stepped = 4 if is_fsdp2 else setup.master_bytes
+    moved = 4 if is_fsdp2 else setup.weight_bytes
+    master_bytes = stepped * numel
+    swapped = setup.offload == "nvme"
+    return Traffic(
+        step_bytes=3 * master_bytes + 2 * state_bytes,
+        link_bytes=2 * moved * numel if setup.offload != "none" else 0,
+        # Gradients are written in the backward, and read by the step.
+        nvme_read_bytes=swapped * (2 * master_bytes + state_bytes),
+        nvme_write_bytes=swapped * (2 * master_bytes + state_bytes),
+        network_bytes=_network_bytes(model, setup),
+    )
+
+
+def _network_bytes(model: Model, setup: Setup) -> int:
+    """Return what a rank sends: rings, in which each sends all but its own share."""
+    sharded_weights = setup.engine == "fsdp2" or setup.stage == 3
+    micro_batches = setup.accumulation_steps
+    # Sharded weights are gathered for the forward and for the backward of each micro-batch.
+    gathers = 2 * micro_batches if sharded_weights else 1
+    reductions = micro_batches if setup.stage >= 2 or sharded_weights else 1
+    others = model.numel * (setup.world_size - 1) // setup.world_size
+    return (gathers + reductions) * setup.weight_bytes * others
