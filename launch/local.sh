@@ -7,7 +7,7 @@
 # with all cores, write OUT/summary.json and OUT/loss.png and print tables. Warnings of each rank are
 # in OUT/*.log.
 #
-# usage: launch/local.sh, with these environment variables (defaults in brackets):
+# usage: launch/local.sh [--dry-run | --help], with these environment variables (defaults in brackets):
 # Relative paths count from the repository's root.
 #   ENGINE  deepspeed, or fsdp2 for pure PyTorch [deepspeed]
 #   STEPS   optimizer steps of each run [400]
@@ -21,6 +21,19 @@
 #   OMP_NUM_THREADS  threads of each rank [cores / RANKS, at least 1]
 #   DS_ACCELERATOR   set to cpu to leave a GPU alone [cpu where there is no GPU]
 set -euo pipefail
+
+case ${1:-} in
+  "") run= ;;
+  --dry-run) run=echo ;; # print the commands
+  --help)
+    sed -n '/^# Train/,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit
+    ;;
+  *)
+    echo "zero8: got $1, expected --dry-run or --help" >&2
+    exit 2
+    ;;
+esac
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -74,9 +87,9 @@ trap stop INT TERM HUP
 # What DeepSpeed needs and was not compiled before is compiled first.
 train() {
   if [[ $engine == deepspeed ]]; then
-    "$python" -m zero8.train.build "$config" "$1"
+    $run "$python" -m zero8.train.build "$config" "$1"
   fi
-  "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m zero8.train \
+  $run "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m zero8.train \
     --engine "$engine" --optimizer "$1" --config "$config" --steps "$steps" --seed "$seed" \
     --out "$out" ${DATA:+--data "$DATA"} &
   child=$!
@@ -89,5 +102,5 @@ train AdamW
 
 echo "timing steps over 2^25 parameters"
 settings="ENGINE=$engine STEPS=$steps RANKS=$ranks CONFIG=$config${DATA:+ DATA=$DATA} SEED=$seed"
-OMP_NUM_THREADS=$cores "$python" -m zero8.train.report "$out" --command \
+OMP_NUM_THREADS=$cores $run "$python" -m zero8.train.report "$out" --command \
   "$settings launch/local.sh"

@@ -7,16 +7,10 @@ Each job adds numbers up over both ranks (loop.py); TIMEOUT_S and GRACE_S are a 
 from pathlib import Path
 
 import pytest
+from jobs import LAUNCHERS, LOOP
 
 pytestmark = pytest.mark.multinode
 
-LOOP = "tests/multinode/loop.py"
-LAUNCHERS = {
-    "deepspeed": ("deepspeed.sh", {}),
-    "torchrun": ("torchrun.sh", {}),
-    "openmpi": ("mpirun.sh", {"MPIRUN": "mpirun.openmpi", "CHECK": "0"}),
-    "mpich": ("mpirun.sh", {"MPIRUN": "mpirun.mpich", "CHECK": "0"}),
-}
 every_launcher = pytest.mark.parametrize("launcher", LAUNCHERS)
 
 
@@ -76,7 +70,8 @@ def test_job_whose_host_is_gone_ends_within_the_limit(loop, lab, launcher, fault
     job = loop(launcher, 10_000)
     job.wait_for("step 3\n")
     getattr(lab, fault)("node1")
-    assert job.status() != 0
+    # Open MPI's daemon on a host that is cut off waits until TCP gives up, a quarter of an hour.
+    assert job.status(may_stay="orted") != 0
     assert "rank 1 on node1: no word since it started: " in job.output()
     assert "rank 0 on node0: status 1" in failed_first(job.output())
 

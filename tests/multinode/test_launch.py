@@ -77,6 +77,16 @@ def test_script_with_wrong_arguments_ends_with_2_and_says_what_is_expected(scrip
     assert "expected" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("argument", "status", "words"),
+    [("--help", 0, "usage: launch/local.sh"), ("--dry-run", 0, "--engine"), ("x", 2, "expected")],
+)
+def test_script_for_one_host_has_the_same_arguments(argument, status, words):
+    result = launched("local.sh", argument, DS_ACCELERATOR="cpu")
+    assert result.returncode == status
+    assert words in result.stdout + result.stderr
+
+
 HOSTFILES = {
     "no slots": ("node0\n", "expected HOST slots=RANKS"),
     "zero slots": ("node0 slots=0\n", "expected HOST slots=RANKS"),

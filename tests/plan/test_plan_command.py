@@ -197,7 +197,17 @@ def test_plan_needs_one_model(words):
         cli.main(["plan", *words])
 
 
-def test_plan_in_the_readme_is_what_the_command_prints(capsys):
-    readme = (ROOT / "README.md").read_text()
-    words, shown = re.search(r"\$ zero8 plan (.*)\n((?:.*\n)*?)```", readme).groups()
+SHOWN = [
+    (path, *shown)
+    for path in ("README.md", "launch/README.md")
+    for shown in re.findall(r"\$ zero8 plan (.*)\n((?:.*\n)*?)```", (ROOT / path).read_text())
+]
+
+
+@pytest.mark.parametrize(("path", "words", "shown"), SHOWN)
+def test_plan_in_a_readme_is_what_the_command_prints(capsys, path, words, shown):
     assert plan(capsys, *words.split()) == (0, shown)
+
+
+def test_plan_is_in_both_readmes():
+    assert [path for path, *_ in SHOWN] == ["README.md"] + ["launch/README.md"] * 3
