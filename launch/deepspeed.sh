@@ -11,12 +11,15 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 read_hosts
 check_hosts
 
-# DeepSpeed carries few variables to the hosts by itself, but all that are in this file.
-DS_ENV_FILE=$(mktemp)
-export DS_ENV_FILE
+# DeepSpeed carries few variables to the hosts by itself, but all that are in this file.  It may hold
+# secrets, so it has no name any more: job.py, which takes the place of this process, holds it open.
+file=$(mktemp)
+exec 9<>"$file"
+rm "$file"
 for name in $(exported); do
   echo "$name=${!name}"
-done >"$DS_ENV_FILE"
+done >&9
+export DS_ENV_FILE=/proc/$$/fd/9
 
 rank_command --ranks "$ranks"
 run "${job[@]}" --grace-s "$GRACE_S" --ranks "$ranks" --hosts "$names" \

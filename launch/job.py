@@ -26,6 +26,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -236,10 +237,8 @@ def _kill_all() -> None:
     """Kill all that this process has started, and what those have."""
     processes = psutil.Process().children(recursive=True)
     for process in processes:
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            pass
     psutil.wait_procs(processes, timeout=5)
 
 

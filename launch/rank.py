@@ -32,6 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 # Where launchers say who a rank is: rank, world size, rank on its host.  Those of torchrun and of
@@ -173,13 +174,17 @@ def _interface_of(address: str) -> str | None:
 
 
 def _bind_cores(local_rank: int, local_size: int) -> None:
-    """Give each rank of a host its own cores, unless the launcher has done so already."""
+    """Give each rank of a host its own cores, unless the launcher has done so already.
+
+    One that has bound this process has other cores itself.
+    """
     cores = sorted(os.sched_getaffinity(0))
-    if local_size > 1 and len(cores) == os.cpu_count() and len(cores) >= local_size:
-        each = len(cores) // local_size
-        cores = cores[local_rank * each : (local_rank + 1) * each]
-        os.sched_setaffinity(0, cores)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores) // max(1, local_size))))
+    each = len(cores)
+    if set(cores) == os.sched_getaffinity(os.getppid()):
+        each = max(1, len(cores) // local_size)
+        first = local_rank * each % len(cores)  # there may be more ranks than cores
+        os.sched_setaffinity(0, cores[first : first + each])
+    os.environ.setdefault("OMP_NUM_THREADS", str(each))
 
 
 class Rank:
@@ -252,8 +257,9 @@ class Rank:
     def _copy(self, data: bytes) -> None:
         self._log.write(data)
         if self._is_shown:
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
+            with suppress(BrokenPipeError):  # `_watch` notices
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
 
     def _asked_to_end(self, number: int, _: object) -> None:
         self._why = self._why or f"ended from outside by {signal.Signals(number).name}"
@@ -266,10 +272,8 @@ class Rank:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._child.pid, number)
-        except ProcessLookupError:
-            pass
 
     def _end(self, status: int) -> int:
         """Say what became of the rank, and why."""
@@ -302,11 +306,8 @@ def last_error(path: Path, tail_bytes: int = 1 << 16) -> str:
 
 def _say(line: str) -> None:
     """Write a line in one piece, or not at all if nobody listens."""
-    sys.stdout.flush()
-    try:
+    with suppress(OSError):
         os.write(1, f"{line}\n".encode())
-    except OSError:
-        pass
 
 
 def is_unheard() -> bool:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the launchers share, on one host: who a rank is, how it ends, and what a job makes of it."""
 
+import ast
 import os
 import shlex
 import signal
@@ -235,6 +236,52 @@ def test_rank_hands_the_script_its_arguments_output_and_status(tmp_path):
     assert "ended, status 5" in result.stdout
     (log,) = (tmp_path / "run").iterdir()
     assert log.read_text() == "['one', 'two words'] __main__\n"
+
+
+BINDINGS = {
+    "one": ({}, slice(0, None)),
+    "first of two": ({"LOCAL_WORLD_SIZE": "2"}, slice(0, 1)),
+    "second of two": ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, slice(1, 2)),
+    "more than cores": ({"LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "2"}, slice(0, 1)),
+}
+
+
+@pytest.mark.parametrize(("env", "expected"), BINDINGS.values(), ids=BINDINGS)
+def test_rank_binds_itself_to_its_share_of_the_cores(env, expected):
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("one core")
+    found = bound_in_a_process(cores, cores, env)
+    assert found == (cores[expected], str(len(cores[expected])))
+
+
+def test_rank_that_its_launcher_has_bound_stays_so():
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("one core")
+    assert bound_in_a_process(cores, cores[1:], {"LOCAL_WORLD_SIZE": "2"}) == (cores[1:], "1")
+
+
+def bound_in_a_process(of_launcher: list, of_rank: list, env: dict) -> tuple[list, str]:
+    """Return the cores and threads of a rank whose launcher, and which itself, had these cores."""
+    code = (
+        "import os, sys; sys.path.insert(0, sys.argv[1]); import rank\n"
+        f"os.sched_setaffinity(os.getppid(), {of_launcher}); os.sched_setaffinity(0, {of_rank})\n"
+        f"rank._bind_cores({env.get('LOCAL_RANK', 0)}, {env.get('LOCAL_WORLD_SIZE', 1)})\n"
+        "print([sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS']])"
+    )
+    launcher = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}, sys.argv[1]])"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", launcher, str(LAUNCH)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return tuple(ast.literal_eval(done.stdout))
 
 
 def test_rank_limits_every_group_that_the_script_makes(tmp_path):
