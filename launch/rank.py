@@ -294,13 +294,13 @@ class Rank:
 
 
 def last_error(path: Path, tail_bytes: int = 1 << 16) -> str:
-    """Return the last line of a log that names an error; its last line, if none does."""
+    """Return the last line of a log that names an error; if none does, so and its last line."""
     with open(path, "rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - tail_bytes))
         lines = [line for line in file.read().splitlines() if line.strip()]
     errors = [found[1] for line in lines if (found := CAUSE.match(line))]
-    line = errors[-1] if errors else lines[-1] if lines else b"it said nothing"
+    line = errors[-1] if errors else b"no error in its log, which ends: " + (lines or [b""])[-1]
     return line.decode(errors="replace").strip()[:300]
 
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts for tests, and jobs on them that are gone at the end of the test."""
 
-from pathlib import Path
-
 import pytest
+import slurm
 from jobs import Job
-from lab import REPOSITORY, Lab, missing
+from lab import Lab, missing
 from needs import need
 
 
@@ -27,13 +26,22 @@ def lab(shared_lab):
 
 
 @pytest.fixture
-def job(lab):
+def cluster(lab):
+    """Slurm on both hosts."""
+    need(slurm.missing())
+    running = slurm.Slurm(lab)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def job(lab, request):
     """Return a function that starts a launcher of launch/ on a host."""
     jobs = []
 
-    def start(launcher: str, *arguments: object, host: str = "node0", **env: str) -> Job:
-        script = Path(REPOSITORY, "launch", launcher)
-        jobs.append(Job(lab, host, [str(script), *map(str, arguments)], env))
+    def start(script: str, *arguments: object, host: str = "node0", **env: str) -> Job:
+        cluster = request.getfixturevalue("cluster") if script == "slurm.sbatch" else None
+        jobs.append(Job(lab, script, list(map(str, arguments)), env, host, cluster))
         return jobs[-1]
 
     yield start

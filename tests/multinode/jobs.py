@@ -4,11 +4,13 @@
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 
 import psutil
 from lab import REPOSITORY, Lab
+from slurm import Slurm
 
 LOOP = "tests/multinode/loop.py"
 LAUNCHERS = {
@@ -16,7 +18,12 @@ LAUNCHERS = {
     "torchrun": ("torchrun.sh", {}),
     "openmpi": ("mpirun.sh", {"MPIRUN": "mpirun.openmpi", "CHECK": "0"}),
     "mpich": ("mpirun.sh", {"MPIRUN": "mpirun.mpich", "CHECK": "0"}),
+    "slurm": ("slurm.sbatch", {}),
 }
+# The launcher's own program that stays on a host that is cut off, until TCP gives up (a quarter of
+# an hour), or it is connected again.
+STAYS_WHERE_CUT_OFF = {"openmpi": "orted", "slurm": "slurmstepd"}
+OVER_SSH = tuple(name for name in LAUNCHERS if name != "slurm")
 # Ranks that wait for others for longer end, and so do those without a sign of life.
 TIMEOUT_S = 15
 GRACE_S = 5
@@ -29,8 +36,18 @@ class Job:
         run_dir: where the logs of its ranks are.
     """
 
-    def __init__(self, lab: Lab, host: str, command: list[str], env: dict[str, str]):
+    def __init__(
+        self,
+        lab: Lab,
+        script: str,
+        arguments: list[str],
+        env: dict[str, str],
+        host: str = "node0",
+        slurm: Slurm | None = None,
+    ):
+        """Start a script of launch/; one of Slurm's is submitted to `slurm`."""
         self._lab = lab
+        self._may_stay = set(slurm.PROGRAMS) if slurm else set()
         self._folder = lab.folder / f"job-{time.monotonic_ns()}"
         self.run_dir = self._folder / "run"
         self._folder.mkdir()
@@ -47,12 +64,19 @@ class Job:
             # The checkout's, which need not be installed; ranks get what begins with PYTHON.
             "PYTHONPATH": str(REPOSITORY),
         }
-        self._log = self._folder / "log"
-        self.process = lab.start(host, command, self._log, **{**settings, **env})
+        command = [str(REPOSITORY / "launch" / script), *arguments]
+        # What the launcher prints, and what Slurm writes for it.
+        self._logs = [self._folder / "log", self._folder / "slurm.out"]
+        if slurm:
+            # Slurm takes the words before the script for its own, and its Python from PATH.
+            settings["PYTHON"] = sys.executable
+            command = ["sbatch", "--wait", f"--output={self._logs[1]}", *command]
+            env = {**env, **slurm.env}
+        self.process = lab.start(host, command, self._logs[0], **{**settings, **env})
 
     def output(self) -> str:
         """Return what was printed so far."""
-        return self._log.read_text(errors="replace")
+        return "".join(log.read_text(errors="replace") for log in self._logs if log.exists())
 
     def wait_for(self, text: str, timeout_s: float = 150) -> None:
         """Wait until a text has been printed."""
@@ -77,13 +101,13 @@ class Job:
         return status
 
     def assert_nothing_is_left(self, may_stay: str = "") -> None:
-        """Wait until no host has a process of a job, but for one program."""
+        """Wait until no host has a process of a job, but for one program and Slurm's own."""
+        allowed = {may_stay, *self._may_stay}
         deadline = time.monotonic() + 2 * (TIMEOUT_S + GRACE_S)
         while left := [
             line
             for host in self._lab.hosts
-            for line in described(host, self._lab.processes(host))
-            if not (may_stay and may_stay in line)
+            for line in described(host, self._lab.processes(host), allowed)
         ]:
             if time.monotonic() > deadline:
                 raise AssertionError(f"left over: {left}\n{self.output()}")
@@ -101,10 +125,11 @@ class Job:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def described(host: str, processes: list[psutil.Process]) -> list[str]:
-    """Return a line for each process."""
+def described(host: str, processes: list[psutil.Process], allowed: set[str]) -> list[str]:
+    """Return a line for each process of another name than these."""
     lines = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            lines.append(f"{host}: {process.pid} {' '.join(process.cmdline())[:200]}")
+            if process.name() not in allowed:
+                lines.append(f"{host}: {process.pid} {' '.join(process.cmdline())[:200]}")
     return lines

@@ -194,8 +194,11 @@ LOGS = {
         "torch.distributed.DistNetworkError: no\n",
         "torch.distributed.DistNetworkError: no",
     ),
-    "none": ("step 1\nSegmentation fault\n\n", "Segmentation fault"),
-    "empty": ("", "it said nothing"),
+    "none": (
+        "step 1\nSegmentation fault\n\n",
+        "no error in its log, which ends: Segmentation fault",
+    ),
+    "empty": ("", "no error in its log, which ends:"),
 }
 
 

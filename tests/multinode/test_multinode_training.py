@@ -82,6 +82,8 @@ TRAININGS = {
     "torchrun.sh, DeepSpeed": ("torchrun.sh", "deepspeed", {}),
     "torchrun.sh, FSDP2": ("torchrun.sh", "fsdp2", {}),
     "mpirun.sh, Open MPI": ("mpirun.sh", "deepspeed", {"MPIRUN": "mpirun.openmpi"}),
+    "slurm.sbatch": ("slurm.sbatch", "fsdp2", {}),
+    "slurm.sbatch, torchrun": ("slurm.sbatch", "fsdp2", {"TORCHRUN": "1"}),
     "mpirun.sh, MPICH": ("mpirun.sh", "fsdp2", {"MPIRUN": "mpirun.mpich", "CHECK": "0"}),
 }
 

@@ -7,7 +7,7 @@ Each job adds numbers up over both ranks (loop.py); TIMEOUT_S and GRACE_S are a 
 from pathlib import Path
 
 import pytest
-from jobs import LAUNCHERS, LOOP
+from jobs import LAUNCHERS, LOOP, OVER_SSH, STAYS_WHERE_CUT_OFF
 
 pytestmark = pytest.mark.multinode
 
@@ -70,8 +70,7 @@ def test_job_whose_host_is_gone_ends_within_the_limit(loop, lab, launcher, fault
     job = loop(launcher, 10_000)
     job.wait_for("step 3\n")
     getattr(lab, fault)("node1")
-    # Open MPI's daemon on a host that is cut off waits until TCP gives up, a quarter of an hour.
-    assert job.status(may_stay="orted") != 0
+    assert job.status(may_stay=STAYS_WHERE_CUT_OFF.get(launcher, "")) != 0
     assert "rank 1 on node1: no word since it started: " in job.output()
     assert "rank 0 on node0: status 1" in failed_first(job.output())
 
@@ -104,7 +103,7 @@ def test_job_that_is_interrupted_ends_all_ranks(loop, lab):
     assert job.status() == 128 + 15, job.output()
 
 
-@every_launcher
+@pytest.mark.parametrize("launcher", OVER_SSH)
 def test_job_with_a_host_that_does_not_exist_names_it_at_once(loop, launcher, lab):
     hostfile = lab.folder / "wrong"
     hostfile.write_text("node0 slots=1\nnode9 slots=1\n")
