@@ -26,6 +26,29 @@ def lab(shared_lab):
 
 
 @pytest.fixture
+def four_hosts():
+    """Four hosts of one test."""
+    need(missing())
+    lab = Lab(4)
+    yield lab
+    lab.close()
+
+
+@pytest.fixture
+def four_host_job(four_hosts):
+    """Return a function that starts ranks on the four hosts by launch/deepspeed.sh."""
+    jobs = []
+
+    def start(*arguments: object, **env: str) -> Job:
+        jobs.append(Job(four_hosts, "deepspeed.sh", list(map(str, arguments)), env))
+        return jobs[-1]
+
+    yield start
+    for one in jobs:
+        one.close()
+
+
+@pytest.fixture
 def cluster(lab):
     """Slurm on both hosts."""
     need(slurm.missing())

@@ -16,7 +16,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -96,7 +97,7 @@ class Lab:
         self.hosts = [f"node{i}" for i in range(num_hosts)]
         # Not in /tmp, of which each host has its own.
         self.folder = Path(tempfile.mkdtemp(prefix="zero8-lab-", dir="/var/tmp"))
-        self._prefix = f"z8x{os.getpid()}"
+        self._prefix = f"z8x{self.folder.name[-8:]}"
         self._processes: dict[str, subprocess.Popen] = {}
         self._is_changed: set[str] = set()  # hosts that must be booted to be as they were
         try:
@@ -214,6 +215,17 @@ class Lab:
         subprocess.run(self._enter(host, hide), check=True, timeout=20)
         self._is_changed.add(host)
 
+    @contextmanager
+    def another_key(self) -> Iterator[None]:
+        """Have all hosts accept another key than the one that they use, during the block."""
+        accepted = self.folder / "key.pub"
+        ours = accepted.read_bytes()
+        accepted.write_bytes((self.folder / "host_key.pub").read_bytes())
+        try:
+            yield
+        finally:
+            accepted.write_bytes(ours)
+
     # --- Parts ------------------------------------------------------------------------------------
 
     def _write_files(self) -> None:
@@ -268,8 +280,11 @@ class Lab:
         self._link(host, "up")
         with open(self.folder / f"{host}.sshd.log", "wb") as log:
             self._processes[host] = subprocess.Popen(
-                ["nsenter", f"--net=/run/netns/{self._prefix}{host}", "unshare", "--uts", "--ipc"]
-                + ["--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
+                # With this process go the hosts, however it ends.
+                ["setpriv", "--pdeathsig", "KILL"]
+                + ["nsenter", f"--net=/run/netns/{self._prefix}{host}"]
+                + ["unshare", "--uts", "--ipc", "--pid", "--mount", "--fork"]
+                + ["--kill-child", "--mount-proc"]
                 + ["bash", "-c", boot],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

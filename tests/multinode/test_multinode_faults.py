@@ -125,6 +125,29 @@ def test_job_with_a_host_without_sshd_names_it_at_once(loop, lab):
     assert "node1" in job.output()
 
 
+def test_job_with_a_host_that_refuses_the_key_names_it_at_once(loop, lab):
+    with lab.another_key():
+        job = loop("torchrun", 5)
+        assert job.status(timeout_s=60) == 2
+    assert "Permission denied" in job.output()
+    assert "cannot run on the host(s) named above" in job.output()
+
+
+def test_job_on_four_hosts_of_several_ranks_names_the_one_that_fails(four_hosts, four_host_job):
+    """5 ranks: hosts of one rank and of two, in the order of the hostfile."""
+    hostfile = four_hosts.folder / "hostfile"
+    hostfile.write_text("".join(f"node{i} slots={1 + (i == 2)}\n" for i in range(4)))
+    job = four_host_job(LOOP, 5, HOSTFILE=str(hostfile))
+    assert job.status() == 0, job.output()
+    # 0 + 1 + 2 + 3 + 4 at the first of 5 steps, 5 more at each.
+    assert "sum 100," in job.output()
+    names = ["node0-rank-0", "node1-rank-1", "node2-rank-2", "node2-rank-3", "node3-rank-4"]
+    assert sorted(path.stem for path in job.run_dir.iterdir()) == [f"node-{n}" for n in names]
+    job = four_host_job(LOOP, 10_000, "kill", 3, 3, HOSTFILE=str(hostfile))
+    assert job.status() == 137, job.output()
+    assert "rank 3 on node2: status 137: killed by SIGKILL" in failed_first(job.output())
+
+
 def test_rank_that_cannot_import_zero8_is_named_with_its_host(loop, lab):
     lab.hide("node1", "zero8")
     job = loop("deepspeed", 5)

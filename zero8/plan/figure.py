@@ -41,4 +41,5 @@ def _stack(axes, rows: list[Row], scale: int) -> None:
         values = [scale * value / GIB for value in (row.fp32_bytes, row.zero8_bytes)]
         axes.bar(NAMES, values, bottom=heights, label=row.what)
         heights = [below + value for below, value in zip(heights, values, strict=True)]
+    axes.set_ylim(0, 1.4 * max(heights))  # the legend stands above the bars
     axes.legend(fontsize=7)
