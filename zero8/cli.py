@@ -21,8 +21,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     # DeepSpeed logs to stdout from its import on; our stdout carries the result and nothing else.
     with contextlib.redirect_stdout(sys.stderr):
         status, result, text = arguments.run(arguments)
-    print(json.dumps(result, indent=2) if arguments.json else text)
+    _print(json.dumps(result, indent=2) if arguments.json else text)
     return status
+
+
+def _print(text: str) -> None:
+    """Print; whoever reads may stop, as head(1) does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python flushes once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import os
 import re
+import subprocess
 import sys
 import types
 
@@ -25,6 +27,15 @@ def test_build_json_prints_one_object_with_the_path():
     done = zero8("build", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["path"].endswith(".so")
+
+
+def test_command_whose_reader_stops_says_nothing_of_it():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "zero8.cli", "plan", "--parameters", "1B"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_build_prints_path_and_seconds():
