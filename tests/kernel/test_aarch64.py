@@ -6,7 +6,10 @@ up to 2^-126.
 """
 
 import math
+import sys
+import sysconfig
 from dataclasses import replace
+from pathlib import Path
 
 import halves
 import pytest
@@ -55,11 +58,25 @@ def arm(commands):
     return PipedKernel(commands["piped_kernel"])
 
 
+def settings_of_python(folder):
+    """Return the flag that lets Debian's Python.h find settings for the other machine.
+
+    They are this one's: both are 64-bit, little-endian Linux.
+    """
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    ours = Path("/usr/include", sysconfig.get_config_var("MULTIARCH"), version, "pyconfig.h")
+    theirs = folder / "aarch64-linux-gnu" / version / "pyconfig.h"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text(f'#include "{ours}"\n')
+    return f"-I{folder}"
+
+
 def test_aarch64_binding_and_shared_numbers_compile_without_warnings(tmp_path):
     need_aarch64()
     numbers = tmp_path / "numbers.cpp"
     numbers.write_text(op_source())
-    flags = [*WARNINGS, "-fsyntax-only", "-DTORCH_EXTENSION_NAME=zero8_adam", *python_headers()]
+    flags = [*WARNINGS, "-fsyntax-only", "-DTORCH_EXTENSION_NAME=zero8_adam"]
+    flags += [settings_of_python(tmp_path), *python_headers()]
     output_of([*CROSS_COMPILER, *flags, CSRC / "binding.cpp", numbers])
 
 

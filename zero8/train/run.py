@@ -147,7 +147,6 @@ def result(engine: Engine, text: Text, curves: Curves) -> dict:
         "step_ms": steady_median(curves.step_ms),
         "iteration_ms": steady_median(curves.iteration_ms),
         "tokens_per_step": tokens_per_step(engine),
-        "parameters": sum(p.numel() for p in engine.model.parameters()),
         "device": engine.device.type,
         "ranks": dist.get_world_size(),
         "unigram_entropy": unigram_entropy(text.validation),
@@ -186,7 +185,9 @@ def measured(
         None if the checkpoint is of the last step already.
     """
     torch.manual_seed(seed)
-    engine = kind(GPT(GPTConfig()), settings, checkpoint if resume else None)
+    model = GPT(GPTConfig())
+    parameters = sum(p.numel() for p in model.parameters())  # before ZeRO-3 takes them away
+    engine = kind(model, settings, checkpoint if resume else None)
     if dist.get_rank() == 0 and resume:
         where = f"step {engine.steps_done} of {steps}" if engine.steps_done else "the start"
         print(f"{name}: {dist.get_world_size()} rank(s) go on from {where}", flush=True)
@@ -203,7 +204,8 @@ def measured(
         checkpoint=checkpoint,
         save_every=save_every,
     )
-    return {"first_step": engine.steps_done, **result(engine, text, curves)}
+    counts = {"first_step": engine.steps_done, "parameters": parameters}
+    return {**counts, **result(engine, text, curves)}
 
 
 def train(
