@@ -13,7 +13,7 @@ passes the output on, and
 - ends every process that the launcher has left behind on this host; ranks elsewhere end by
   themselves when nobody listens any more
 - returns 0 only if every rank has said that it ended with 0; else the status of the first that
-  failed, or the launcher's
+  failed by itself, not for want of another, or the launcher's
 - says at the end, a line each, which ranks failed first, where, why, and from which no word came
 """
 
@@ -39,6 +39,11 @@ WORD = re.compile(
 )
 # What pdsh says when it has lost a host, or the command there has failed.
 LOST = re.compile(r"pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
+# How a rank ends because another has: it may be heard first, as the other still cleans up.
+OF_ANOTHER = re.compile(
+    r"(closed|reset) by peer|Broken pipe|Timed out waiting|Watchdog caught collective|"
+    r"ended from outside|the launcher is gone"
+)
 # What the launcher has to end by itself after SIGTERM.
 TERM_S = 10
 
@@ -98,6 +103,10 @@ class Words:
             self.ends[rank] = (status, cause)
             if status:
                 self.failures.append((rank, host, status, cause))
+
+    def failures_in_order(self) -> list[tuple[int, str, int, str]]:
+        """Return the failures, those that another rank's has caused last."""
+        return sorted(self.failures, key=lambda failure: bool(OF_ANOTHER.search(failure[3])))
 
     def is_any_up(self) -> bool:
         """Return whether a rank runs."""
@@ -205,10 +214,10 @@ class Job:
         if self._interrupted is not None:
             status = 128 + self._interrupted
         elif words.failures:
-            status = words.failures[0][2]
+            status = words.failures_in_order()[0][2]
         status = status or 1
         print(f"zero8: the job failed after {seconds}, exit status {status}", flush=True)
-        for rank, host, code, cause in words.failures:
+        for rank, host, code, cause in words.failures_in_order():
             print(f"zero8:   rank {rank} on {host}: status {code}: {cause}", flush=True)
         told = {rank for rank, *_ in words.failures}
         for rank in unwell:

@@ -367,6 +367,14 @@ JOBS = {
         "rank 1 on node1: status 9: because 1 (log)",
     ),
     "first failure counts": ([], BOTH + said(1, 9) + said(0, 1) + "exit 4", 9, "exit status 9"),
+    "failure of another is heard first": (
+        [],
+        BOTH
+        + "echo 'zero8: rank 0 of 2 on node0: ended, status 1: Connection closed by peer (log)';"
+        + said(1, 9),
+        9,
+        "exit status 9\nzero8:   rank 1 on node1: status 9: because 1 (log)\nzero8:   rank 0",
+    ),
     "launcher fails": ([], BOTH + said(0, 0) + said(1, 0) + "exit 4", 4, "exit status 4"),
     "launcher killed": ([], BOTH + "kill -9 $$", 137, "is node0 up?"),
     "rank silent": ([], BOTH + said(0, 0), 1, "rank 1 on node1: no word since it started"),
