@@ -25,10 +25,6 @@ case $("$MPIRUN" --version) in
   *"Open MPI"* | *OpenRTE*)
     start+=(--hostfile "$HOSTFILE" -np "$ranks" --bind-to none)
     ((EUID)) || start+=(--allow-run-as-root)
-    # A host that is cut off notices it, in half a minute instead of eight.
-    for setting in time=10 intvl=5 probes=3; do
-      start+=(--mca "oob_tcp_keepalive_${setting%=*}" "${setting#*=}")
-    done
     if [[ ${GLOO_SOCKET_IFNAME:-} ]]; then
       start+=(--mca oob_tcp_if_include "$GLOO_SOCKET_IFNAME")
       start+=(--mca btl_tcp_if_include "$GLOO_SOCKET_IFNAME")
