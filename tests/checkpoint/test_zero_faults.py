@@ -2,14 +2,14 @@
 """Kills at every write of a save, full disks, two jobs: what was complete stays, and is loaded."""
 
 import os
-import resource
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from fault_worker import RANKS, Server
+from full_disk import file_size_limit
 from ranks import error_of
 from zero_worker import config, difference, held, make_engine, train
 
@@ -110,17 +110,6 @@ def test_save_over_the_only_tag_that_is_killed_says_why_nothing_loads(server, tm
 
 
 # --- A disk that is full -------------------------------------------------------------------------
-
-
-@contextmanager
-def file_size_limit(num_bytes):
-    """Let no file of this process grow beyond a size: to a program, a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def full_for(name):

@@ -8,7 +8,6 @@ import copy
 import os
 import resource
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from deepspeed.utils import (
     safe_get_local_optimizer_state,
     safe_set_full_optimizer_state,
 )
+from full_disk import file_size_limit
 from needs import need_nvme
 from nvme_worker import (
     BF16_MASTERS,
@@ -43,17 +43,6 @@ pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 RANK = int(os.environ.get("RANK", 0))
 BEFORE, AFTER = 2, 2
-
-
-@contextmanager
-def file_size_limit(num_bytes):
-    """Let no file of this process grow beyond a size: to a program, a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def first_state_file(folder):
