@@ -16,7 +16,7 @@ from places import GOLDEN
 from torch import nn
 
 from zero8 import Adam8bitBlockwise
-from zero8.spec.codec import CODECS, codec_numbered, dequantize, quantize
+from zero8.spec.codec import CODECS, RETIRED, codec_numbered, dequantize, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.state.tell import tell_once
 
@@ -358,6 +358,24 @@ DAMAGED |= {
     "betas as a string": (set_group("betas", "ab"), "betas: got 'ab'"),
     "infinite weight decay": (set_group("weight_decay", math.inf), "weight_decay: got inf"),
 }
+
+
+def test_load_state_dict_of_narrow_rows_in_codes_that_had_none_raises_and_changes_nothing():
+    """A mutation that was found: scales of rows that differ made the codec of format 1 encode."""
+    weight = torch.nn.Parameter(torch.ones(512, 16))
+    optimizer = Adam8bitBlockwise([("b", weight)])
+    weight.grad = torch.arange(8192.0).view(512, 16)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    state_dict = copy.deepcopy(before)
+    entries = state_dict["state"][0]
+    assert entries["exp_avg_scale"].shape[0] == 512
+    entries["exp_avg_scale"][1] *= 2
+    entries["format"][2] = RETIRED.number
+    with pytest.raises(ValueError, match="of b: got codes of 'log of format 1' for rows of 16"):
+        optimizer.load_state_dict(state_dict)
+    after = optimizer.state_dict()["state"][0]
+    assert all(torch.equal(after[key], before["state"][0][key]) for key in ("exp_avg_q8", "format"))
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGED.values(), ids=DAMAGED)

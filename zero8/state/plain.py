@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from zero8.spec.buffers import check_entry
-from zero8.spec.codec import Codec, MomentCode, codec_numbered
+from zero8.spec.codec import RETIRED, Codec, MomentCode, codec_numbered
 from zero8.spec.faults import fault_of_values
 from zero8.spec.grid import is_narrow
 from zero8.spec.scalars import UNKNOWN_HISTORY
@@ -161,8 +161,14 @@ class PlainState:
             if not parameter.is_quantized:
                 entries[which] = _part(saved, which, extent)
                 continue
-            code = getattr(codec_numbered(header.codec), which)
-            entries |= _local_codes(saved, which, code, parameter, extent)
+            codec = codec_numbered(header.codec)
+            if codec == RETIRED and is_narrow(extent.shape):
+                raise ValueError(
+                    f"state of {name}: got codes of {RETIRED.name!r} for rows of "
+                    f"{math.prod(extent.shape[1:])} elements, which have none there; the "
+                    "checkpoint is damaged"
+                )
+            entries |= _local_codes(saved, which, getattr(codec, which), parameter, extent)
         return cls(entries, extent)
 
     @classmethod
