@@ -5,9 +5,8 @@ import torch
 
 from zero8.optimizer import Adam8bitBlockwise
 from zero8.zero.accelerate import SETTING
+from zero8.zero.claims import IN_CONFIG
 from zero8.zero.modes import unsupported_mode
-
-IN_CONFIG = 'set "optimizer": {"type": "Adam8bitBlockwise", "params": {...}}'
 
 
 def assert_active(engine) -> None:
@@ -42,14 +41,16 @@ def _problem(engine) -> str | None:
         return reason and f"Adam8bitBlockwise does not take the steps of this engine: {reason}"
     name, config_type = type(optimizer).__name__, engine._config.optimizer_name
     if engine.client_optimizer is not None:
-        why = (
-            "it was given to deepspeed.initialize, by your script or by a trainer: under offload "
-            f"Accelerate replaces optimizer objects unless the DeepSpeed config says {SETTING}"
+        why = "it was given to deepspeed.initialize, by your script or by a trainer: " + (
+            "under offload Accelerate replaces optimizer objects unless the DeepSpeed config says "
+            f"{SETTING}"
+            if engine.zero_force_ds_cpu_optimizer()
+            else f"set {IN_CONFIG} in the DeepSpeed config, and make no optimizer object"
         )
     elif config_type is not None:
-        why = f'the DeepSpeed config says "type": "{config_type}"; {IN_CONFIG}'
+        why = f'the DeepSpeed config says "type": "{config_type}"; set {IN_CONFIG}'
     else:
-        name, why = "no optimizer", f"the DeepSpeed config has none; {IN_CONFIG}"
+        name, why = "no optimizer", f"the DeepSpeed config has none; set {IN_CONFIG}"
     return f"the engine steps with {name}, not with Adam8bitBlockwise: {why}"
 
 

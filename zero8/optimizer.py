@@ -29,8 +29,9 @@ from zero8.step.in_backward import InBackward, check_model
 from zero8.step.stepper import Stepper
 from zero8.versions import warn_if_untested
 from zero8.zero import seams
+from zero8.zero.claims import Claim
 from zero8.zero.flat_state import FlatPartition
-from zero8.zero.names import global_shape, names_in_engine
+from zero8.zero.names import constructing_engine, global_shape, names_in_engine
 from zero8.zero.swap_file import Layout
 
 logger = logging.getLogger("zero8")
@@ -178,6 +179,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         self._params = KnownParams()
         self.kinds = [kind(self.settings, self._params) for kind in KINDS]
         self._stepper = Stepper(self.settings, self._params, self.kinds)
+        self._claim = Claim(self)
         self._in_backward: InBackward | None = None
         self._groups_seen: tuple[list[dict], dict[Tensor, dict]] = ([], {})
         self.on_disk: dict[Tensor, Layout] = {}
@@ -191,7 +193,10 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             self.param_groups.pop()
             raise ValueError("got a parameter twice in one group, expected each parameter once")
         # DeepSpeed will replace them in the groups by flat partitions or float32 copies.
-        self._params.remember(self.param_groups, names_in_engine(), global_shape)
+        engine = constructing_engine()
+        self._params.remember(self.param_groups, names_in_engine(engine), global_shape)
+        if engine is None:
+            self._claim.lay(params)
         try:
             # Patterns without names must fail here, not at the first step.
             for info in self._infos().values():
@@ -250,6 +255,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.finish()
             self._in_backward.watch(self._all_params())
+        self._claim.is_met = True
         # Python runs other threads while the kernel works.
         with self._lock:
             if skipped := self._stepper.step(self.param_groups, self.state):

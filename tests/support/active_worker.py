@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks of test_active.py; deepspeed must not be imported at the top."""
 
+import logging
 import os
 import sys
 import warnings
+from contextlib import contextmanager
 
 import torch
 from ranks import error_of
@@ -62,6 +64,19 @@ def try_everything(base):
     net = model()
     given = engine_of(unforced | {"zero_allow_untested_optimizer": True}, net, sgd(net))
     result["other object"] = error_of(zero8.assert_active, given)
+    forced = engine_of(
+        {"zero_allow_untested_optimizer": True, "zero_optimization": {}}, *given_sgd()
+    )
+    result["other object, forced"] = error_of(zero8.assert_active, forced)
+    kept = new_optimizer()
+    result["dropped"] = error_of(engine_of, adamw, new_optimizer()[0])
+    result["kept"] = error_of(engine_of, adamw, kept[0])
+    result["not made"] = error_of(engine_of, {"zero_optimization": {"stage": 0}}, kept[0])
+    result["stepped"] = error_of(engine_of, adamw, stepped_alone(*new_optimizer()))
+    result["taken, then another"] = error_of(engine_of, adamw, early[0])
+    with said() as messages:
+        result["ours twice"] = error_of(stepped, engine_of(ours, new_optimizer()[0]))
+    result["said"] = messages
     on_rank_1 = other if os.environ["RANK"] == "1" else good
     result["one rank"] = error_of(zero8.assert_active, on_rank_1)
     result["no optimizer"] = error_of(
@@ -75,3 +90,25 @@ def try_everything(base):
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=1e-2)
+
+
+def given_sgd():
+    model = torch.nn.Linear(64, 70)
+    return model, sgd(model)
+
+
+def stepped_alone(model, optimizer):
+    model(torch.ones(4, 64)).square().mean().backward()
+    optimizer.step()
+    return model
+
+
+@contextmanager
+def said():
+    """Collect what zero8 logs."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("zero8").addHandler(handler)
+    yield messages
+    logging.getLogger("zero8").removeHandler(handler)

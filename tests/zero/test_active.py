@@ -49,7 +49,8 @@ def test_assert_active_with_our_optimizer_returns(ranks):
 
 WRONG = {
     "other type": ["steps with AdamW, not", 'says "type": "adamw"', '"type": "Adam8bitBlockwise"'],
-    "other object": ["steps with SGD, not", "given to deepspeed.initialize", SETTING],
+    "other object": ["steps with SGD, not", "given to deepspeed.initialize", "and make no"],
+    "other object, forced": ["steps with SGD, not", "given to deepspeed.initialize", SETTING],
     "one rank": ["steps with AdamW, not", "(ranks [1] of 2)"],
     "no optimizer": ["steps with no optimizer, not", '"type": "Adam8bitBlockwise"'],
     "no engine": ["got a Linear, expected a DeepSpeed engine"],
@@ -64,6 +65,29 @@ def test_assert_active_with_another_raises_alike_on_all_ranks(ranks, name):
     assert kind == "RuntimeError"
     for part in WRONG[name]:
         assert part in message
+
+
+@pytest.mark.parametrize("name", ["dropped", "kept"])
+def test_engine_that_would_step_with_another_than_was_made_raises_alike_on_all_ranks(ranks, name):
+    assert ranks[0][name] == ranks[1][name]
+    kind, message = ranks[0][name]
+    assert kind == "ValueError"
+    assert (
+        "would step with AdamW, not with the Adam8bitBlockwise that was made for weight" in message
+    )
+    assert '"type": "Adam8bitBlockwise"' in message
+
+
+@pytest.mark.parametrize("name", ["not made", "stepped", "taken, then another"])
+def test_engine_over_parameters_of_an_optimizer_that_has_done_its_part_is_made(ranks, name):
+    for rank in ranks:
+        assert rank[name] is None
+
+
+def test_engine_that_makes_ours_from_its_config_says_that_the_object_is_not_used(ranks):
+    for rank in ranks:
+        assert rank["ours twice"] is None
+        assert any("that it made from its config" in message for message in rank["said"])
 
 
 class Ours:

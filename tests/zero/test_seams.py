@@ -162,6 +162,7 @@ class Ours:
 
 class Engine:
     def __init__(self, force=True, **zero_options):
+        self.module = torch.nn.Module()
         self.force = force
         zero_config = DeepSpeedZeroConfig(**zero_options)
         self._config = SimpleNamespace(zero_config=zero_config, _param_dict={})

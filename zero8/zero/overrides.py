@@ -5,7 +5,7 @@ import functools
 import inspect
 from types import ModuleType
 
-from zero8.zero import swap_checkpoint, swapper
+from zero8.zero import claims, swap_checkpoint, swapper
 from zero8.zero.accelerate import REMEDY
 from zero8.zero.modes import unsupported_mode
 
@@ -16,12 +16,13 @@ SWAPPERS = {
 """Names in deepspeed.runtime.zero.stage3, and in `zero8.zero.swapper` what takes their place."""
 
 
-def guard_modes(engine_class: type, optimizer_class: type) -> None:
-    """Have the engine refuse our optimizer in modes that bring an optimizer of their own."""
+def guard_choice(engine_class: type, optimizer_class: type) -> None:
+    """Have the engine refuse modes, or optimizers, that would step in the place of ours."""
     original = engine_class._do_optimizer_sanity_check
 
     @functools.wraps(original)
     def checked(self, basic_optimizer):
+        claims.check(self, basic_optimizer, optimizer_class)
         if isinstance(basic_optimizer, optimizer_class):
             if reason := unsupported_mode(self._config.zero_config):
                 raise ValueError(f"Adam8bitBlockwise does not work with {reason}")

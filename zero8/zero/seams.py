@@ -95,7 +95,7 @@ SEAMS = (
         _ENGINE,
         "DeepSpeedEngine._do_optimizer_sanity_check",
         ("basic_optimizer",),
-        "refuses modes that bring an optimizer of their own",
+        "refuses modes, and other optimizers, that would step in the place of ours",
     ),
     Seam(
         _ENGINE,
@@ -267,7 +267,7 @@ def install(optimizer_class: type) -> None:
     from zero8.zero import checkpoints, overrides  # whose modules need DeepSpeed's swappers
 
     engine_class, zero3_class = engine.DeepSpeedEngine, stage3.DeepSpeedZeroOptimizer_Stage3
-    overrides.guard_modes(engine_class, optimizer_class)
+    overrides.guard_choice(engine_class, optimizer_class)
     overrides.explain_refusal(engine_class, optimizer_class)
     overrides.allow_bf16_masters(base_optimizer.ZeROOptimizer, optimizer_class)
     zero12 = ("bit16_groups", "single_partition_of_fp32_groups")

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices that an engine would step parameters with another optimizer than was made for them.
+
+Hugging Face's Trainer drops the optimizer object that it was given when it makes a DeepSpeed
+engine, and the engine then steps with AdamW or DeepSpeedCPUAdam.  So each optimizer claims its
+parameters when it is made, and claims outlive it.
+"""
+
+import logging
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+logger = logging.getLogger("zero8")
+
+IN_CONFIG = '"optimizer": {"type": "Adam8bitBlockwise", "params": {...}}'
+
+
+class Claim:
+    """That an optimizer was made for parameters.
+
+    Attributes:
+        optimizer: a weak reference to it.
+        is_met: whether it has stepped, or is the one that an engine steps with.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        """Claim nothing yet."""
+        self.optimizer = weakref.ref(optimizer)
+        self.is_met = False
+
+    def lay(self, params: Iterable[Tensor]) -> None:
+        """Claim parameters; the last optimizer that was made for one has it."""
+        for p in params:
+            _claims[p] = self
+
+
+_claims = WeakTensorKeyDictionary()
+
+
+def check(engine, basic_optimizer: torch.optim.Optimizer, optimizer_class: type) -> None:
+    """Look at the claims on an engine's parameters; no collective, as ranks have the same claims.
+
+    Args:
+        engine: DeepSpeed's, under construction.
+        basic_optimizer: what it will step with.
+        optimizer_class: ours.
+
+    Raises:
+        ValueError: if one of ours was made for them that has never stepped, and another will.
+    """
+    unmet = []
+    for name, p in engine.module.named_parameters():
+        claim = _claims.get(p)
+        if claim is None or claim.is_met:
+            continue
+        if claim.optimizer() is basic_optimizer:
+            claim.is_met = True
+        else:
+            unmet.append((name, claim))
+    if not unmet:
+        return
+    first = f"the Adam8bitBlockwise that was made for {unmet[0][0]}"
+    if len(unmet) > 1:
+        first += f" and {len(unmet) - 1} other parameter(s)"
+    if isinstance(basic_optimizer, optimizer_class):
+        logger.warning(
+            "zero8: DeepSpeed steps with an Adam8bitBlockwise that it made from its config; %s is "
+            "not used, nor are its settings",
+            first,
+        )
+        for _, claim in unmet:
+            claim.is_met = True
+        return
+    raise ValueError(
+        f"DeepSpeed would step with {type(basic_optimizer).__name__}, not with {first}. Trainers "
+        "such as Hugging Face's drop the optimizer object that they are given when they make an "
+        f"engine: name it in the DeepSpeed config instead, {IN_CONFIG}, and make none. To step "
+        f"with {type(basic_optimizer).__name__}, make the model anew, and no Adam8bitBlockwise"
+    )
