@@ -7,7 +7,7 @@ Importing it registers the DeepSpeed optimizer type "Adam8bitBlockwise".
 from zero8 import autoload
 
 __version__ = "0.1.0"
-__all__ = ["Adam8bitBlockwise", "__version__", "assert_active"]
+__all__ = ["Adam8bitBlockwise", "__version__", "assert_active", "export"]
 
 autoload.install()
 
@@ -21,4 +21,8 @@ def __getattr__(name: str):
         from zero8.active import assert_active
 
         return assert_active
+    if name == "export":
+        from zero8.way_back import export
+
+        return export
     raise AttributeError(f"module 'zero8' has no attribute {name!r}")

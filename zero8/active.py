@@ -35,7 +35,7 @@ def _problem(engine) -> str | None:
     """Return what keeps the engine from stepping with ours, None if nothing does."""
     if not hasattr(engine, "client_optimizer"):
         return f"assert_active: got a {type(engine).__name__}, expected a DeepSpeed engine"
-    optimizer = _innermost(engine.optimizer)
+    optimizer = innermost(engine.optimizer)
     if isinstance(optimizer, Adam8bitBlockwise):
         reason = unsupported_mode(engine._config.zero_config)
         return reason and f"Adam8bitBlockwise does not take the steps of this engine: {reason}"
@@ -54,8 +54,8 @@ def _problem(engine) -> str | None:
     return f"the engine steps with {name}, not with Adam8bitBlockwise: {why}"
 
 
-def _innermost(optimizer):
-    """Return the optimizer inside ZeRO's wrapper."""
-    while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
+def innermost(optimizer):
+    """Return the optimizer inside the wrappers of ZeRO and Accelerate."""
+    while not isinstance(optimizer, Adam8bitBlockwise) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

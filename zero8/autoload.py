@@ -11,16 +11,21 @@ import warnings
 
 
 def install() -> None:
-    """Set `torch.optim.Adam8bitBlockwise`, allow our pickles, fit into DeepSpeed's op builders."""
+    """Set `torch.optim.Adam8bitBlockwise`, allow our pickles, fit into DeepSpeed's op builders.
+
+    Other optimizers stay as they are, but that they refuse our states in words.
+    """
     try:
         import torch
 
+        from zero8 import way_back
         from zero8.optimizer import Adam8bitBlockwise
         from zero8.zero.moment_tensor import rebuild_moment
         from zero8.zero.when_imported import when_imported
 
         torch.optim.Adam8bitBlockwise = Adam8bitBlockwise
         torch.serialization.add_safe_globals([rebuild_moment])
+        way_back.explain_refusals()
         when_imported("deepspeed.ops.op_builder.builder", _build_ops_once)
         when_imported("deepspeed.ops.op_builder.all_ops", _add_op)
     except Exception as error:

@@ -21,9 +21,11 @@ LAYERS = [
     {"zero", "fsdp"},
     {"loading"},
     {"optimizer"},
-    {"active", "autoload", "checkpoint"},
+    {"active"},
+    {"way_back"},
+    {"autoload", "checkpoint"},
     {"", "__init__"},
-    {"bench", "train", "run", "doctor"},
+    {"bench", "train", "run", "doctor", "integrations"},
     {"plan"},
     {"cli"},
 ]

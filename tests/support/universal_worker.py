@@ -138,10 +138,9 @@ def error_of_load(ds_config: dict, source: str, grouped: bool = True):
 
 
 def error_of_step(ds_config: dict, source: str):
-    """Load a checkpoint; return the error of the step after it."""
+    """Return the error of loading a checkpoint, or of the step after it."""
     engine = engine_of(ds_config, grouped=False)
-    engine.load_checkpoint(source)
-    return error_of(take_step, engine, 2)
+    return error_of(engine.load_checkpoint, source) or error_of(take_step, engine, 2)
 
 
 def settings(stage, offload=None, universal=True, **options):

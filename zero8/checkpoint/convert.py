@@ -26,6 +26,8 @@ from zero8.checkpoint.universal_writer import write_universal
 
 Write = Callable[[Contents, Path, Staging], None]
 
+_LOADED = "torch.load({out!r}){key}"
+
 TARGETS: dict[str, tuple[Write, str]] = {
     "zero": (
         write_universal,
@@ -37,11 +39,11 @@ TARGETS: dict[str, tuple[Write, str]] = {
         'torch.distributed.checkpoint.load({{"model": ..., "optimizer": ...}}, '
         "checkpoint_id={out!r})",
     ),
-    "plain": (write_plain, 'optimizer.load_state_dict(torch.load({out!r})["optimizer"])'),
-    "fp32": (write_fp32, 'torch.optim.AdamW: .load_state_dict(torch.load({out!r})["optimizer"])'),
+    "plain": (write_plain, f"optimizer.load_state_dict({_LOADED})"),
+    "fp32": (write_fp32, f"torch.optim.AdamW: .load_state_dict({_LOADED})"),
     "bitsandbytes": (
         write_bitsandbytes,
-        'bitsandbytes.optim.AdamW8bit: .load_state_dict(torch.load({out!r})["optimizer"])',
+        f"bitsandbytes.optim.AdamW8bit: .load_state_dict({_LOADED})",
     ),
 }
 """By name: what writes it, and how it is loaded."""
@@ -73,11 +75,13 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     except (OSError, RuntimeError, ValueError) as error:
         return 1, {"error": str(error)}, f"zero8 checkpoint convert: {error}"
     joined = f"{result['blocks_joined']} blocks that a shard boundary cut were encoded as one, each"
+    key = '["optimizer"]' if result["has_weights"] else ""
+    how = TARGETS[arguments.to][1].format(out=str(arguments.target), key=key)
     lines = [
         "{target}: {parameters} parameters with moments, {bytes} bytes".format(**result),
         *([f"{joined} moment within half a code"] if result["blocks_joined"] else []),
         *result["notes"],
-        "To load it: " + TARGETS[arguments.to][1].format(out=str(arguments.target)),
+        f"To load it: {how}",
     ]
     return 0, result, "\n".join(lines)
 
@@ -116,6 +120,7 @@ def convert(source: Path, target: Path, to: str) -> dict:
         "steps": max(parameter.step for parameter in found.parameters.values()),
         "blocks_joined": sum(parameter.num_joined for parameter in found.parameters.values()),
         "bytes": _bytes(target),
+        "has_weights": bool(found.model),
         "notes": found.notes,
     }
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes one file of `torch.save`: {"model": ..., "optimizer": ...}, for one process.
 
-The optimizer's state dict is that of Adam8bitBlockwise, of torch's AdamW in float32, or of
-bitsandbytes' AdamW8bit.
+Without weights, as in the optimizer.pt of Hugging Face's Trainer, it is the optimizer's state dict
+by itself.  That is Adam8bitBlockwise's, that of torch's AdamW in float32, or that of bitsandbytes'
+AdamW8bit.
 """
 
 from pathlib import Path
@@ -84,4 +85,4 @@ def _packed(contents: Contents, state: dict[str, dict]) -> dict:
 
 
 def _save(model: dict, optimizer: dict, path: Path) -> None:
-    save(({"model": model} if model else {}) | {"optimizer": optimizer}, path)
+    save({"model": model, "optimizer": optimizer} if model else optimizer, path)

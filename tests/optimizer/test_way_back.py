@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From 8-bit states back to fp32 Adams: `zero8.export`, and the error where it was forgotten."""
+
+import copy
+
+import pytest
+import torch
+
+import zero8
+from zero8.zero.moment_tensor import MomentTensor
+
+
+def trained(optimizer_class=zero8.Adam8bitBlockwise, **settings):
+    """Return parameters and an optimizer after two steps: 8-bit, narrow, and kept in float32."""
+    shapes = {"wide": (64, 130), "narrow": (600, 8), "bias": (9,)}
+    generator = torch.Generator().manual_seed(3)
+    params = {n: torch.nn.Parameter(torch.randn(s, generator=generator)) for n, s in shapes.items()}
+    optimizer = optimizer_class(list(params.items()), lr=1e-2, **settings)
+    for _ in range(2):
+        for p in params.values():
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    return params, optimizer
+
+
+def test_export_loads_into_adamw_which_holds_the_decoded_moments_and_steps():
+    params, optimizer = trained()
+    adamw = torch.optim.AdamW(list(params.items()))
+    adamw.load_state_dict(zero8.export(optimizer))
+    for p in params.values():
+        for which, store in zip(("exp_avg", "exp_avg_sq"), optimizer.moments(p), strict=True):
+            assert torch.equal(adamw.state[p][which].flatten(), store.read(0, p.numel()))
+        assert adamw.state[p]["step"].item() == 2
+    assert adamw.param_groups[0]["lr"] == 1e-2
+    adamw.step()
+
+
+def test_export_leaves_the_optimizer_as_it_was():
+    params, optimizer = trained()
+    before = copy.deepcopy(optimizer.state_dict())
+    zero8.export(optimizer)
+    assert optimizer.state_dict_format == "8bit"
+    after = optimizer.state_dict()
+    for number, entries in before["state"].items():
+        for key, value in entries.items():
+            assert torch.equal(torch.as_tensor(after["state"][number][key]), torch.as_tensor(value))
+
+
+def test_export_looks_into_the_wrappers_of_trainers():
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    _, optimizer = trained()
+    assert zero8.export(Wrapper(Wrapper(optimizer)))["state"].keys() == {0, 1, 2}
+
+
+def test_export_of_another_optimizer_is_refused():
+    with pytest.raises(ValueError, match="got a AdamW, expected an Adam8bitBlockwise"):
+        zero8.export(trained(torch.optim.AdamW)[1])
+
+
+def test_export_of_a_zero_partition_is_refused_with_the_command_to_use():
+    params, optimizer = trained()
+    p = params["wide"]
+    moment = MomentTensor(optimizer.moments(p)[0])
+    optimizer.state[p] = {"step": 2, "history": 1.0, "exp_avg": moment, "exp_avg_sq": moment}
+    with pytest.raises(ValueError, match="zero8 checkpoint universal DIR"):
+        zero8.export(optimizer)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize("kept", [["wide"], ["bias"]], ids=["8-bit", "float32"])
+def test_load_of_our_states_into_another_optimizer_is_refused_and_changes_nothing(
+    optimizer_class, kept
+):
+    params, ours = trained()
+    saved = ours.state_dict()
+    numbers = [list(params).index(name) for name in kept]
+    saved["state"] = {number: saved["state"][number] for number in numbers}
+    other = optimizer_class(params.values(), lr=3.0)
+    with pytest.raises(ValueError, match=f"which {optimizer_class.__name__} cannot read. Go on"):
+        other.load_state_dict(saved)
+    assert other.param_groups[0]["lr"] == 3.0 and not other.state
+
+
+def test_load_of_states_of_zero_into_another_optimizer_is_refused():
+    params, ours = trained()
+    p = params["wide"]
+    moments = [MomentTensor(store) for store in ours.moments(p)]
+    saved = {"state": {0: dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}}
+    with pytest.raises(ValueError, match="zero8 checkpoint universal DIR"):
+        torch.optim.AdamW([p]).load_state_dict(saved | {"param_groups": [{"params": [0]}]})
+
+
+def test_load_of_what_is_not_ours_is_left_to_torch():
+    params, adamw = trained(torch.optim.AdamW)
+    again = torch.optim.AdamW(params.values())
+    again.load_state_dict(adamw.state_dict())
+    assert torch.equal(
+        again.state[params["wide"]]["exp_avg"], adamw.state[params["wide"]]["exp_avg"]
+    )
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        again.load_state_dict({"state": {}, "param_groups": []})
+    ours = zero8.Adam8bitBlockwise(list(params.items()))
+    ours.load_state_dict(adamw.state_dict())
+    ours.load_state_dict(ours.state_dict())

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way from 8-bit states back to fp32 Adams, and what those say when they are given ours."""
+
+import functools
+
+import torch
+
+from zero8.active import innermost
+from zero8.optimizer import Adam8bitBlockwise
+from zero8.zero.moment_tensor import MomentTensor
+
+REMEDY = (
+    "Go on with Adam8bitBlockwise, or make float32 states first: "
+    "zero8 checkpoint convert IN OUT --to fp32 for a file or a folder of FSDP2, zero8 checkpoint "
+    "universal DIR for a checkpoint of DeepSpeed, zero8.export(optimizer) in Python"
+)
+
+
+def export(optimizer: torch.optim.Optimizer) -> dict:
+    """Return a state dict that torch's AdamW loads: float32 moments, exactly those of the codes.
+
+    Four times as large as `state_dict()`.  Under FSDP2 all ranks must call it, and the tensors are
+    DTensors.
+
+    Args:
+        optimizer: an `Adam8bitBlockwise`, or what a trainer has wrapped around it.
+
+    Raises:
+        ValueError: if it is another, or steps partitions of ZeRO, which only DeepSpeed's own
+            checkpoints describe.
+    """
+    ours = innermost(optimizer)
+    if not isinstance(ours, Adam8bitBlockwise):
+        raise ValueError(f"export: got a {type(ours).__name__}, expected an Adam8bitBlockwise")
+    if any(_is_of_zero(state) for state in ours.state.values()) or ours.on_disk:
+        raise ValueError(
+            "export: got an optimizer that steps partitions of ZeRO; save a checkpoint instead, "
+            "and convert it: zero8 checkpoint universal DIR for DeepSpeed's Adams, "
+            "zero8 checkpoint convert DIR OUT --to fp32 for torch's AdamW"
+        )
+    kept = ours.state_dict_format
+    ours.state_dict_format = "fp32"
+    try:
+        return ours.state_dict()
+    finally:
+        ours.state_dict_format = kept
+
+
+def explain_refusals() -> None:
+    """Have other optimizers refuse our states when they load them; twice is as once.
+
+    They would take them, and fail at the first step for want of an `exp_avg`.
+    """
+    original = torch.optim.Optimizer.load_state_dict
+    if hasattr(original, "of_zero8"):
+        return
+
+    @functools.wraps(original)
+    def load_state_dict(self, state_dict):
+        if not isinstance(self, Adam8bitBlockwise) and _has_ours(state_dict):
+            raise ValueError(
+                f"load_state_dict: got 8-bit states of zero8's Adam8bitBlockwise, which "
+                f"{type(self).__name__} cannot read. {REMEDY}"
+            )
+        return original(self, state_dict)
+
+    load_state_dict.of_zero8 = True
+    torch.optim.Optimizer.load_state_dict = load_state_dict
+
+
+def _has_ours(state_dict: dict) -> bool:
+    states = state_dict.get("state") if isinstance(state_dict, dict) else None
+    if not isinstance(states, dict):
+        return False
+    return any(isinstance(s, dict) and (_is_plain(s) or _is_of_zero(s)) for s in states.values())
+
+
+def _is_plain(state: dict) -> bool:
+    return "format" in state and "history" in state and not torch.is_tensor(state.get("step"))
+
+
+def _is_of_zero(state: dict) -> bool:
+    return isinstance(state.get("exp_avg"), MomentTensor)
