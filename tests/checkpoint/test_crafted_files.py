@@ -153,6 +153,7 @@ SAYS = {
     "got a value of type list": ("ZeRO: a moment of laughs",),
     "p: numel: got a value of type list": ("ZeRO: elements of laughs",),
     "got a piece called a value of type list": ("ZeRO: a name of laughs",),
+    "block_size: got a value of type list": ("ZeRO: blocks of laughs",),
     "got a piece called a value of type tuple": ("ZeRO: a name of nested tuples",),
     "p: a size of shape: got a value of type list": ("ZeRO: a shape of laughs",),
     "got a piece of shape a value of type list": ("ZeRO: a shape of 10^5 sizes",),

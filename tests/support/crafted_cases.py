@@ -310,6 +310,7 @@ ZERO = {
     "a moment of laughs": lambda: moment(which=laughs()),
     "elements of laughs": lambda: moment(numel=laughs()),
     "a name of laughs": lambda: moment(name=laughs()),
+    "blocks of laughs": lambda: moment(block_size=laughs()),
     "a name of nested tuples": lambda: moment(name=b"N" + b"\x85" * 100_000),
     "a shape of laughs": lambda: moment(shape=laughs()),
     "a shape of 10^5 sizes": lambda: moment(shape=[2**48] * 10**5),

@@ -60,7 +60,7 @@ RETIRED = Codec("log of format 1", 3, SignMagnitudeLogCode(), LogRootCode())
 def codec_named(name: str) -> Codec:
     """Return the codec called `name`, or raise ValueError with the names there are."""
     if name not in CODECS:
-        raise ValueError(f"codec: got {name!r}, expected one of {sorted(CODECS)}")
+        raise ValueError(f"codec: got {shown(name)}, expected one of {sorted(CODECS)}")
     return CODECS[name]
 
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero8.spec.shown import shown
+
 MIN_ROW_LENGTH = 64
 """Shorter rows are narrow and share a block: scales of its own for each would cost too much."""
 
@@ -39,8 +41,8 @@ def check_block_size(block_size: int) -> int:
     valid = valid and MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE
     if not valid or block_size & (block_size - 1):
         raise ValueError(
-            f"block_size: got {block_size!r}, expected a power of two from {MIN_BLOCK_SIZE} to "
-            f"{MAX_BLOCK_SIZE}; 256 is the default"
+            f"block_size: got {shown(block_size)}, expected a power of two from {MIN_BLOCK_SIZE} "
+            f"to {MAX_BLOCK_SIZE}; 256 is the default"
         )
     return block_size
 
