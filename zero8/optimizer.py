@@ -25,6 +25,7 @@ from zero8.state.store import MomentStore
 from zero8.state.whole import WholeTensor
 from zero8.step import ranks
 from zero8.step.batch import Batch
+from zero8.step.check import check_new
 from zero8.step.in_backward import InBackward, check_model
 from zero8.step.stepper import Stepper
 from zero8.versions import warn_if_untested
@@ -89,7 +90,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         on_disk: parameters whose states are swapped out, and what their files hold.
 
     Raises:
-        ValueError: for an unknown key or a bad value.
+        ValueError: for an unknown key or a bad value, or a parameter that it can never step.
     """
 
     fp32_optimizer_states = False  # what DeepSpeed asks of an optimizer for bf16 states
@@ -198,9 +199,12 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         if engine is None:
             self._claim.lay(params)
         try:
-            # Patterns without names must fail here, not at the first step.
-            for info in self._infos().values():
+            # What can never be stepped must fail here, not at the first step.
+            for p, info in self._infos().items():
                 self.settings.policy.decide(info.name, info.shape)
+                if engine is None and p.requires_grad:  # else DeepSpeed replaces it
+                    check_new(info.label, p)
+                    kind_of(self.kinds, p, {}).check_new(p, info)
         except ValueError:
             self.param_groups.pop()
             raise

@@ -73,7 +73,7 @@ def test_cut_inside_of_a_block_is_refused_on_all_ranks_and_changes_nothing(name,
     expected = ranks.refused_alone(name)
     for got in standing_ranks(2).run(ranks.refused, name=name):
         kind, message = got["error"]
-        assert kind == "ValueError"
+        assert kind == "ValueError" and got["later"] == got["error"]
         assert message.startswith(f"bad: got shape {shape} sharded as")
         assert "set a smaller block_size" in message and "fp32_params=['bad']" in message
         assert got["same"] and got["states"] == 0

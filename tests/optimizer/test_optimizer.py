@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 
 from zero8 import Adam8bitBlockwise
 from zero8.spec.codec import CODECS
-from zero8.step import ranks
+from zero8.step import check, ranks
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -201,17 +203,10 @@ def wrapped() -> nn.Parameter:
 
 BAD = {
     "sparse": (sparse, "sparse gradient; set sparse=False"),
-    "complex": (lambda: with_grad(param(64, 64, dtype=torch.complex64)), "dtype torch.complex64"),
-    "float16": (
-        lambda: with_grad(param(64, 64, dtype=torch.float16)),
-        "dtype torch.float16.*keep float32 weights: use torch.autocast",
-    ),
     "float16 gradient of bfloat16": (
         lambda: with_half_grad(param(64, 64), torch.bfloat16),
         "gradient of a torch.bfloat16 parameter of dtype torch.float16.*keep float32 weights",
     ),
-    "float64": (lambda: with_grad(param(64, 64, dtype=torch.float64)), "dtype torch.float64"),
-    "meta": (lambda: with_grad(nn.Parameter(torch.ones(9, device="meta"))), "parameter on meta"),
     "wrapper": (wrapped, "got a parameter of type TwoTensor without storage of its own"),
 }
 
@@ -224,6 +219,60 @@ def test_optimizer_unserved_gradient_raises_before_any_change(make, message):
     with pytest.raises(ValueError, match=message):
         optimizer.step()
     assert torch.equal(good, before) and not optimizer.state
+
+
+BECOMES = {
+    "complex": (lambda p: p.data.to(torch.complex64), "got a parameter of dtype torch.complex64"),
+    "float16": (
+        lambda p: p.data.half(),
+        "dtype torch.float16.*float32 weights: use torch.autocast",
+    ),
+    "float64": (lambda p: p.data.double(), "got a parameter of dtype torch.float64"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BECOMES.values(), ids=BECOMES)
+def test_optimizer_parameter_that_is_no_longer_served_raises_before_any_change(change, message):
+    good, bad = with_grad(param(64, 100)), param(64, 64)
+    before = good.detach().clone()
+    optimizer = Adam8bitBlockwise([good, bad])
+    bad.data = change(bad)
+    bad.grad = torch.ones_like(bad)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(good, before) and not optimizer.state
+
+
+# --- What can never be stepped is refused when the optimizer is made ------------------------------
+
+
+NEVER = {
+    "float16": (torch.ones(64, 64).half(), "parameter b: got one of dtype torch.float16.*autocast"),
+    "float64": (torch.ones(64, 64).double(), "parameter b: got one of dtype torch.float64"),
+    "complex": (torch.ones(64, 64) * 1j, "parameter b: got one of dtype torch.complex64"),
+    "sparse": (torch.eye(64).to_sparse(), "parameter b: got layout torch.sparse_coo"),
+    "meta": (torch.ones(64, 64, device="meta"), "parameter b: got it on the meta device"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), NEVER.values(), ids=NEVER)
+def test_optimizer_of_a_parameter_that_it_can_never_step_is_refused(values, message, monkeypatch):
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    good, bad = param(64, 100), nn.Parameter(values)
+    with pytest.raises(ValueError, match=message):
+        Adam8bitBlockwise([("a", good), ("b", bad)])
+    optimizer = Adam8bitBlockwise([("a", good)])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [("b", bad)]})
+    assert len(optimizer.param_groups) == 1
+    Adam8bitBlockwise([("a", good), ("b", bad.requires_grad_(False))])  # frozen: never stepped
+
+
+def test_optimizer_of_float16_is_made_where_deepspeed_may_put_float32_masters_in_its_place(
+    monkeypatch,
+):
+    monkeypatch.setattr(check, "sys", SimpleNamespace(modules={"deepspeed": None}))
+    Adam8bitBlockwise([param(64, 64, dtype=torch.float16)])
 
 
 def test_optimizer_nonfinite_gradient_raises_with_names_and_steps_the_rest():

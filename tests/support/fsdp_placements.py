@@ -308,27 +308,31 @@ def stepped_in_parallel(alone: bool) -> tuple[list[str], list[dict]]:
 
 
 def refused(name: str) -> dict:
-    """Return what a step says to a parameter that is not served, after one that is.
+    """Return what an optimizer says to a parameter that is not served, after one that is.
 
     Returns:
-        error: of the step.  same: whether this rank holds what it held.  states: how many there
+        error: of the constructor.  later: of a step, where the parameter came after that, as
+        under Accelerate.  same: whether this rank holds what it held then.  states: how many there
         are.  then: `results` of the steps of an optimizer that keeps float32 moments of it.
     """
     case = REFUSED[name]
-    mesh, (bad,), _ = make_distributed(case)
+    mesh, (bad,), _ = make_distributed(case, fp32_params=["w0"])
     good = nn.Parameter(distribute_tensor(numbers((64, 300), 50), mesh, [Shard(0)]))
     options = {**OPTIONS, **dict(case.keywords)}
-    optimizer = Adam8bitBlockwise([("good", good), ("bad", bad)], **options)
+    error = error_of(Adam8bitBlockwise, [("good", good), ("bad", bad)], **options)
+    optimizer = Adam8bitBlockwise([("good", good), ("bad", torch.zeros(bad.shape))], **options)
+    optimizer.param_groups[0]["params"][1] = bad
     good.grad = distribute_tensor(numbers((64, 300), 51), mesh, [Shard(0)])
     set_distributed(case, mesh, [bad], 0)
     before = held([good, bad], optimizer)[0]
-    error = error_of(optimizer.step)
+    later = error_of(optimizer.step)
     after = held([good, bad], optimizer)[0]
     same = all(map(torch.equal, before, after))
     states = len(optimizer.state)
     params, optimizer = make(case, [bad.data], fp32_params=["w0"])
     run(case, mesh, params, optimizer, 0, STEPS)
-    return {"error": error, "same": same, "states": states, "then": results(params, optimizer)}
+    then = results(params, optimizer)
+    return {"error": error, "later": later, "same": same, "states": states, "then": then}
 
 
 def refused_alone(name: str) -> list[dict]:

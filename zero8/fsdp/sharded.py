@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zero8.state.extent import Extent, local
 from zero8.state.kind import Contents
+from zero8.state.params import ParamInfo
 from zero8.state.table import Piece
 from zero8.state.whole import WholeTensor
 
@@ -24,6 +25,10 @@ class ShardedTensor(WholeTensor):
     def serves(self, p: Tensor, state: dict) -> bool:
         """See `StateKind`."""
         return hasattr(p, "device_mesh")
+
+    def check_new(self, p: Tensor, info: ParamInfo) -> None:
+        """See `StateKind`."""
+        self._extent(p, self._parameter(info))
 
     def contents(self, states: Sequence[dict]) -> Contents:
         """See `StateKind`."""

@@ -46,6 +46,10 @@ class StateKind(ABC):
             state: its state; empty before its first step, and while one is loaded.
         """
 
+    def check_new(self, p: Tensor, info: ParamInfo) -> None:
+        """Raise ValueError if states of a parameter can never be made, before there is one."""
+        return
+
     @abstractmethod
     def new(self, p: Tensor, info: ParamInfo | None) -> dict:
         """Return the state of a parameter that has taken no step; its moments decode to zeros."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step asks of a parameter and of its gradient."""
 
+import sys
 from collections.abc import Collection
 
 import torch
@@ -14,6 +15,22 @@ REMEDIES = {
     torch.float16: "; to compute in float16 keep float32 weights: use torch.autocast, or "
     "DeepSpeed's fp16 without fp16_master_weights_and_grads"
 }
+
+
+def check_new(label: str, p: Tensor) -> None:
+    """Raise ValueError if a parameter that an optimizer is made for can never be stepped.
+
+    float16 ones can where DeepSpeed puts float32 masters in their place.
+    """
+    if p.layout != torch.strided:
+        raise ValueError(f"parameter {label}: got layout {p.layout}, expected a dense parameter")
+    if p.is_meta:
+        raise ValueError(
+            f"parameter {label}: got it on the meta device, where it stays: to_empty() and the "
+            "like make another one; make the optimizer after them"
+        )
+    if p.dtype != torch.float16 or "deepspeed" not in sys.modules:
+        _check_dtype(f"parameter {label}: got one", p, kernel.DTYPES)
 
 
 def check_tensors(p: Tensor, grad: Tensor) -> None:
@@ -31,8 +48,8 @@ def check_tensors(p: Tensor, grad: Tensor) -> None:
         )
     if grad.is_sparse:
         raise ValueError("got a sparse gradient; set sparse=False on the embedding")
-    _check_dtype("a parameter", p, kernel.DTYPES)
-    _check_dtype(f"a gradient of a {p.dtype} parameter", grad, kernel.DTYPES[p.dtype])
+    _check_dtype("got a parameter", p, kernel.DTYPES)
+    _check_dtype(f"got a gradient of a {p.dtype} parameter", grad, kernel.DTYPES[p.dtype])
     for kind, tensor in (("parameter", p), ("gradient", grad)):
         if tensor.numel() and tensor.data_ptr() == 0:
             raise ValueError(
@@ -41,7 +58,7 @@ def check_tensors(p: Tensor, grad: Tensor) -> None:
             )
 
 
-def _check_dtype(name: str, tensor: Tensor, dtypes: Collection[torch.dtype]) -> None:
+def _check_dtype(what: str, tensor: Tensor, dtypes: Collection[torch.dtype]) -> None:
     if tensor.dtype not in dtypes:
-        message = f"got {name} of dtype {tensor.dtype}, expected one of {list(dtypes)}"
+        message = f"{what} of dtype {tensor.dtype}, expected one of {list(dtypes)}"
         raise ValueError(message + REMEDIES.get(tensor.dtype, ""))
