@@ -13,13 +13,17 @@ import pytest
 from needs import need_nvme
 from places import ROOT
 from ranks import build_ops
+from recipe_worker import steps_of
 
 # A first run also builds DeepSpeed's ops.
 pytestmark = pytest.mark.timeout(1800)
 
 RANKS = 2
 README = (ROOT / "configs" / "README.md").read_text()
-FILES = sorted(path.name for path in (ROOT / "configs").iterdir() if path.name != "README.md")
+FILES = sorted(
+    path.name for path in (ROOT / "configs").iterdir() if path.suffix in (".json", ".toml")
+)
+OF_DEEPSPEED = [name for name in FILES if name.endswith(".json")]
 ROW = re.compile(
     r"^\| `(?P<file>\w+\.(json|toml))` \| (?P<shows>[^|]+) "
     r"\| `(ENGINE=(?P<engine>\w+) )?CONFIG=(?P<config>\S+) launch/local.sh` "
@@ -74,6 +78,19 @@ def ready(path, folder):
         offload["nvme_path"] = str(folder / "swap")
     (folder / path.name).write_text(json.dumps(config))
     return config, folder / path.name
+
+
+@pytest.mark.parametrize("name", OF_DEEPSPEED)
+def test_recipe_steps_under_plain_deepspeed_as_it_stands(tmp_path, standing_ranks, name):
+    path = ROOT / "configs" / name
+    ready(path, tmp_path)
+    # One process for all recipes: starting one takes longer than its steps.
+    (got,) = standing_ranks(1).run(steps_of, path=str(path), folder=str(tmp_path))
+    assert all(got["moved"])
+    assert got["losses"][1] == got["losses"][2] > got["losses"][3] > 0
+    assert got["state bytes"] < 2.1
+    assert got["schedule"] == 400
+    assert bool(got["swapped"]) == (name == "zero3_nvme.json")
 
 
 # The first of them, the default, test_train_local.py runs in `make test`.

@@ -29,9 +29,22 @@ def test_load_config_8bit_only_keys_are_dropped_for_adamw(tmp_path):
     assert load_config(path, EIGHT_BIT, 1)["optimizer"]["params"] == params
 
 
-def test_load_config_auto_total_steps_becomes_steps():
-    schedule = load_config(DEFAULT, EIGHT_BIT, 123)["scheduler"]["params"]
-    assert schedule["total_num_steps"] == 123
+@pytest.mark.parametrize("total", [400, "auto"])
+def test_load_config_total_steps_of_the_file_becomes_steps_and_nothing_else(tmp_path, total):
+    asked = json.loads(DEFAULT.read_text())
+    asked["scheduler"]["params"]["total_num_steps"] = total
+    (tmp_path / "config.json").write_text(json.dumps(asked))
+    got = load_config(tmp_path / "config.json", EIGHT_BIT, 123)
+    assert got["scheduler"]["params"].pop("total_num_steps") == 123
+    del asked["scheduler"]["params"]["total_num_steps"]
+    assert got == asked
+
+
+@pytest.mark.parametrize("scheduler", [{}, {"scheduler": {"type": "WarmupLR", "params": {}}}])
+def test_load_config_schedule_without_total_steps_stays_without(tmp_path, scheduler):
+    asked = {"optimizer": {"type": EIGHT_BIT}, **scheduler}
+    (tmp_path / "config.json").write_text(json.dumps(asked))
+    assert load_config(tmp_path / "config.json", EIGHT_BIT, 123) == asked
 
 
 @pytest.mark.parametrize("content", ['{"optimizer": {"type": "AdamW"}}', "{}"])

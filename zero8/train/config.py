@@ -25,7 +25,10 @@ def is_stepped_by_torch(config: dict) -> bool:
 
 
 def load_config(path: Path, optimizer: str, steps: int) -> dict:
-    """Return the config at `path` with the optimizer's `type` and "auto" total steps filled in."""
+    """Return the config at `path` with this optimizer's `type`, and the schedule of so many steps.
+
+    `total_num_steps` is that of a run, whatever the file says.
+    """
     config = json.loads(path.read_text())
     section = config.get("optimizer", {})
     if section.get("type") != EIGHT_BIT:
@@ -41,6 +44,6 @@ def load_config(path: Path, optimizer: str, steps: int) -> dict:
         if is_stepped_by_torch(config):
             section.setdefault("params", {})["torch_adam"] = True
     schedule = config.get("scheduler", {}).get("params", {})
-    if schedule.get("total_num_steps") == "auto":
+    if "total_num_steps" in schedule:
         schedule["total_num_steps"] = steps
     return config
