@@ -12,6 +12,7 @@ CXX_FILES := csrc/*.cpp csrc/*.h csrc/cuda/*.cu csrc/cuda/*.h tests/support/*.cp
 # in them.
 IN_test := train bench
 IN_dev := test $(IN_test)
+IN_integrations := test $(IN_test)
 
 # DeepSpeed builds its ops with the ninja on PATH, and pip puts it into .venv/bin.
 RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(VENV_PYTHON)
@@ -35,7 +36,7 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
   test -z "$$missing" || { \
     echo "zero8: missing on this machine; as root: apt-get install $$missing" >&2; exit 1; }
 
-.PHONY: help setup train bench gpu-check test test-slow test-multinode test-full lint
+.PHONY: help setup train bench gpu-check test test-slow test-multinode test-integrations test-full lint
 .NOTPARALLEL:
 
 help:
@@ -49,7 +50,8 @@ help:
 	@echo "make test       run the quick tests: minutes"
 	@echo "make test-slow  run the others: trainings, measurements, every mode of ZeRO"
 	@echo "make test-multinode  run those on several hosts, in network namespaces; needs root"
-	@echo "make test-full  run all three"
+	@echo "make test-integrations  run those with Hugging Face's packages, Lightning, torchtitan"
+	@echo "make test-full  run all four"
 	@echo "make lint       check style, without changing anything"
 	@echo "make setup      only install what CI needs"
 
@@ -74,7 +76,7 @@ BUILD := $(RUN) -m zero8.cli build
 
 test: .venv/.test
 	$(BUILD)
-	$(PYTEST) -m "not slow and not multinode" $(TWO_FILES)
+	$(PYTEST) -m "not slow and not multinode and not integrations" $(TWO_FILES)
 
 test-slow: .venv/.test
 	$(BUILD)
@@ -85,7 +87,12 @@ test-multinode: .venv/.test
 	$(BUILD)
 	$(PYTEST) tests/multinode -m multinode -n 3 --dist worksteal
 
-test-full: test test-slow test-multinode
+# Last of all: what it installs, every process that imports DeepSpeed imports, too.
+test-integrations: .venv/.integrations
+	$(BUILD)
+	$(PYTEST) tests/integrations -m integrations $(TWO_FILES)
+
+test-full: test test-slow test-multinode test-integrations
 
 lint: .venv/.dev
 	$(RUN) -m ruff check .
@@ -94,6 +101,11 @@ lint: .venv/.dev
 
 # Compiling every module to bytecode would double the time; Python does it at first import.
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --no-compile -c constraints.txt
+
+.venv/.integrations: pyproject.toml constraints.txt | .venv/.made
+	$(PIP_INSTALL) -e '.[integrations]'
+	$(PIP_INSTALL) --no-deps torchtitan==0.3.0
+	@touch $@ $(IN_integrations:%=.venv/.%)
 
 .venv/.%: pyproject.toml constraints.txt | .venv/.made
 	$(PIP_INSTALL) -e '.[$*]'

@@ -159,8 +159,13 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
     def _tell_what_stays_float32(self) -> None:
         infos = self._params.alive().values()
         names = [info.name or "" for info in infos]
-        if unused := self.settings.policy.patterns_without(names):
-            logger.warning("zero8: fp32_params: no parameter has a name that matches %s", unused)
+        for pattern in self.settings.policy.patterns_without(names):
+            near = self.settings.policy.nearest(pattern, names)
+            logger.warning(
+                "zero8: fp32_params: no parameter has a name that matches %r%s",
+                pattern,
+                f"; names like it: {', '.join(near)}" if near else "",
+            )
         shares = self.settings.policy.float32_shares((info.name, info.shape) for info in infos)
         if not shares or ranks.rank() > 0:
             return

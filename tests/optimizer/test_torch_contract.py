@@ -736,4 +736,4 @@ def test_compiled_models_parameters_have_the_names_of_the_models_own(caplog):
     optimizer.step()
     (row,) = [row for row in optimizer.memory_report().rows if row.name == "0.weight"]
     assert row.bits == 32
-    assert "no parameter has a name that matches ['0.wieght']" in caplog.text
+    assert "no parameter has a name that matches '0.wieght'; names like it: 0.weight" in caplog.text

@@ -70,9 +70,10 @@ def machine(tmp_path):
         ("train", "launch/local.sh"),
         ("bench", "bench step --json runs/bench_step.json"),
         ("gpu-check", "-m zero8.bench.gpu_check"),
-        ("test", '-m pytest -m "not slow and not multinode"'),
+        ("test", '-m pytest -m "not slow and not multinode and not integrations"'),
         ("test-full", "-m pytest -m slow"),
         ("test-full", "-m pytest tests/multinode -m multinode"),
+        ("test-full", "-m pytest tests/integrations -m integrations"),
         ("lint", "ruff check"),
         ("lint", "ruff format --check"),
         ("lint", "clang-format"),
@@ -140,13 +141,14 @@ def test_setup_with_a_current_stamp_does_nothing(checkout):
     assert "pip install" in make("-n", "lint", folder=checkout).stdout
 
 
-def test_setup_serves_every_other_target(checkout):
-    """CI installs once."""
+def test_setup_serves_every_target_but_one(checkout):
+    """CI installs once, and last of all what slows down whatever imports DeepSpeed."""
     mark_installed(checkout)
     done = make("setup", "VENV_PYTHON=true", folder=checkout)
     assert done.returncode == 0, done.stderr
-    for target in ("train", "test", "test-full", "bench", "lint"):
+    for target in ("train", "test", "test-slow", "test-multinode", "bench", "lint"):
         assert "pip install" not in make("-n", target, folder=checkout).stdout, target
+    assert "pip install" in make("-n", "test-integrations", folder=checkout).stdout
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,33 @@ def test_policy_patterns_without_a_name_raise():
         Policy(fp32_params=("*",)).decide(None, (3,))
 
 
+WRAPPED = {
+    "PEFT": "base_model.model.model.embed_tokens.weight",
+    "DDP": "module.model.embed_tokens.weight",
+    "torch.compile": "model._orig_mod.embed_tokens.weight",
+    "FSDP1": "_fsdp_wrapped_module.model._fsdp_wrapped_module.embed_tokens.weight",
+    "checkpointing": "model._checkpoint_wrapped_module.embed_tokens.weight",
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED.values(), ids=WRAPPED)
+def test_policy_pattern_matches_with_and_without_what_wrappers_add(name):
+    plain = "model.embed_tokens.weight"
+    assert Policy(fp32_params=[plain]).decide(name, (64, 128)).grid is None
+    assert Policy(fp32_params=[name]).decide(plain, (64, 128)).grid is None
+    assert Policy(fp32_params=[name]).decide(name, (64, 128)).grid is None
+    assert Policy(fp32_params=[plain]).decide("model.embed_positions.weight", (64, 128)).grid
+
+
+def test_policy_pattern_that_matches_none_has_its_nearest_names():
+    names = ["model.embed_tokens.weight", "model.layers.0.q_proj.weight", "lm_head.weight"]
+    policy = Policy(fp32_params=["*embed_token.*", "lmhead*", "zzz"])
+    assert policy.patterns_without(names) == ["*embed_token.*", "lmhead*", "zzz"]
+    assert policy.nearest("*embed_token.*", names) == ["model.embed_tokens.weight"]
+    assert policy.nearest("lmhead*", names)[0] == "lm_head.weight"
+    assert policy.nearest("zzz", names) == []
+
+
 BAD = {
     "block size": ({"block_size": 100}, "block_size: got 100"),
     "block size as text": ({"block_size": "256"}, "block_size: got '256'"),

@@ -8,9 +8,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from zero8.spec.grid import BlockGrid, check_block_size, is_narrow, rows_per_block
+
+OF_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"""What FSDP1, activation checkpointing and torch.compile put into the names of parameters."""
+PREFIXES = ("module.", "base_model.model.")
+"""What DistributedDataParallel and PEFT put before them."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class Policy:
                 "model.named_parameters() instead of model.parameters()"
             )
         for pattern in self.fp32_params:
-            if fnmatchcase(name, pattern):
+            if _matches(name, pattern):
                 reason = f"matches fp32_params pattern {pattern!r}"
                 return Decision(None, reason, "fp32_params")
         numel = math.prod(shape)
@@ -90,7 +97,16 @@ class Policy:
     def patterns_without(self, names: Iterable[str]) -> list[str]:
         """Return the patterns of `fp32_params` that match none of these names."""
         names = list(names)
-        return [p for p in self.fp32_params if not any(fnmatchcase(name, p) for name in names)]
+        return [p for p in self.fp32_params if not any(_matches(name, p) for name in names)]
+
+    def nearest(self, pattern: str, names: Iterable[str]) -> list[str]:
+        """Return the names, at most three, that a pattern which matches none may have meant."""
+        meant = {}
+        for name in names:
+            for text in (*name.split("."), name):
+                meant.setdefault(text, name)
+        texts = get_close_matches(pattern.strip("*?."), list(meant), cutoff=0.5)
+        return list(dict.fromkeys(meant[text] for text in texts))
 
     def float32_shares(
         self, params: Iterable[tuple[str | None, tuple[int, ...]]]
@@ -108,3 +124,17 @@ class Policy:
             numel_of[self.decide(name, shape).cause] += math.prod(shape)
         kept = [(cause, numel) for cause, numel in numel_of.most_common() if cause and numel]
         return {cause: numel / numel_of.total() for cause, numel in kept}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a name; what wrappers have added to either is left aside."""
+    return any(fnmatchcase(n, p) for n in {name, _bare(name)} for p in {pattern, _bare(pattern)})
+
+
+@lru_cache(maxsize=65536)
+def _bare(name: str) -> str:
+    for part in OF_WRAPPERS:
+        name = name.replace(part, "")
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return name

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face's Trainer and Accelerate without DeepSpeed, in one process."""
+
+import shutil
+
+import hf_models
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+import zero8
+from zero8.checkpoint.convert import convert
+from zero8.integrations import hf
+
+pytestmark = pytest.mark.integrations
+
+
+def trained(folder, resume=None, **others):
+    """Return a Trainer that has trained with our factory, from a checkpoint of `folder` perhaps."""
+    settings = others.pop("settings", {})
+    args = hf_models.arguments(folder)
+    made = hf_models.trainer(
+        folder, args=args, optimizer_cls_and_kwargs=hf.optimizer(args, **settings), **others
+    )
+    made.train(resume_from_checkpoint=resume and str(resume))
+    return made
+
+
+def trained_by_adamw(folder, resume=None, **others):
+    made = hf_models.trainer(folder, **others)
+    made.train(resume_from_checkpoint=resume and str(resume))
+    return made
+
+
+def inner(trainer):
+    """Return the optimizer that Accelerate has wrapped."""
+    return trainer.optimizer.optimizer
+
+
+def test_factory_makes_our_optimizer_with_the_names_and_groups_of_trainer(tmp_path):
+    ours, theirs = trained(tmp_path / "ours"), trained_by_adamw(tmp_path / "theirs")
+    assert type(inner(ours)) is zero8.Adam8bitBlockwise
+    names = [{id(p): name for name, p in t.model.named_parameters()} for t in (ours, theirs)]
+    for group, expected in zip(inner(ours).param_groups, inner(theirs).param_groups, strict=True):
+        assert group["param_names"] == [names[1][id(p)] for p in expected["params"]]
+        assert group["param_names"] == [names[0][id(p)] for p in group["params"]]
+        for key in ("lr", "betas", "eps", "weight_decay", "initial_lr"):
+            assert group[key] == expected[key], key
+    group = inner(ours).param_groups[0]
+    assert (group["initial_lr"], group["betas"]) == (hf_models.LR, hf_models.BETAS)
+    assert (group["eps"], group["weight_decay"]) == (hf_models.EPS, hf_models.WEIGHT_DECAY)
+
+
+def test_factory_keeps_in_float32_what_fp32_params_names(tmp_path):
+    rows = {
+        row.name: row
+        for row in inner(trained(tmp_path, settings={"fp32_params": ["*embed*"]}))
+        .memory_report()
+        .rows
+    }
+    assert rows["model.embed_tokens.weight"].bits == 32
+    assert "fp32_params" in rows["model.embed_tokens.weight"].reason
+    assert rows["lm_head.weight"].bits == 8
+
+
+def test_factory_settings_have_precedence_over_those_of_trainer(tmp_path):
+    _, settings = hf.optimizer(hf_models.arguments(tmp_path), lr=3.0, codec="dynamic")
+    assert (settings["lr"], settings["codec"]) == (3.0, "dynamic")
+    assert settings["weight_decay"] == hf_models.WEIGHT_DECAY
+
+
+def test_trainer_resumes_to_the_bits_of_a_run_that_was_not_cut_off(tmp_path):
+    whole = trained(tmp_path / "whole")
+    trained(tmp_path / "cut", stop_after=3)
+    resumed = trained(tmp_path / "cut", resume=tmp_path / "cut" / "checkpoint-3")
+    assert resumed.state.global_step == 6
+    assert hf_models.same_weights(whole.model, resumed.model)
+    assert not hf_models.same_weights(whole.model, hf_models.small_llama())
+
+
+def distance(one, other) -> float:
+    """Return how far two trainings are apart, relative to the way from the initial weights."""
+    start = torch.nn.utils.parameters_to_vector(hf_models.small_llama().parameters()).detach()
+    a, b = (
+        torch.nn.utils.parameters_to_vector(t.model.parameters()).detach() for t in (one, other)
+    )
+    return float((a - b).norm() / (b - start).norm())
+
+
+def test_trainer_goes_on_in_8_bits_from_a_checkpoint_of_adamw(tmp_path):
+    """Three steps with moments within half a code: near, and not what a fresh start would be."""
+    fp32 = trained_by_adamw(tmp_path / "fp32")
+    ours = trained(tmp_path / "ours", resume=tmp_path / "fp32" / "checkpoint-3")
+    state = inner(ours).state[inner(ours).param_groups[0]["params"][0]]
+    assert state["step"] == 6
+    assert distance(ours, fp32) < 0.05
+    assert distance(trained(tmp_path / "fresh", stop_after=3), fp32) > 0.05
+
+
+@pytest.fixture(scope="module")
+def cut_off(tmp_path_factory):
+    """Return folders of the checkpoint of an 8-bit training, and that training gone on with."""
+    folder = tmp_path_factory.mktemp("cut")
+    trained(folder, stop_after=3)
+    return folder / "checkpoint-3", trained(folder, resume=folder / "checkpoint-3")
+
+
+def test_trainer_refuses_our_checkpoint_for_adamw_and_says_what_to_do(cut_off, tmp_path):
+    with pytest.raises(ValueError, match="which AdamW cannot read. Go on with Adam8bitBlockwise"):
+        trained_by_adamw(tmp_path, resume=cut_off[0])
+
+
+def test_trainer_goes_on_in_adamw_from_a_converted_checkpoint(cut_off, tmp_path):
+    checkpoint, ours = cut_off
+    copy = shutil.copytree(checkpoint, tmp_path / "checkpoint-3")
+    (copy / "optimizer.pt").unlink()
+    convert(checkpoint / "optimizer.pt", copy / "optimizer.pt", "fp32")
+    assert distance(trained_by_adamw(tmp_path / "out", resume=copy), ours) < 0.05
+
+
+def test_trainer_goes_on_in_adamw_from_a_checkpoint_in_fp32_with_the_same_bits(cut_off, tmp_path):
+    """What the optimizer saves in fp32 is what `convert` makes of what it saves in 8 bits."""
+    trained(tmp_path, stop_after=3, settings={"state_dict_format": "fp32"})
+    saved = torch.load(tmp_path / "checkpoint-3" / "optimizer.pt", weights_only=True)
+    convert(cut_off[0] / "optimizer.pt", tmp_path / "converted", "fp32")
+    converted = torch.load(tmp_path / "converted", weights_only=True)
+    for number, entries in converted["state"].items():
+        assert entries.keys() == saved["state"][number].keys()
+        assert all(torch.equal(entries[key], saved["state"][number][key]) for key in entries)
+    out = trained_by_adamw(tmp_path / "out", resume=tmp_path / "checkpoint-3")
+    assert distance(out, cut_off[1]) < 0.05
+
+
+def accelerated():
+    AcceleratorState._reset_state(True)
+    accelerator, model = Accelerator(cpu=True), hf_models.small_llama()
+    groups = hf.named_groups(model, 0.1)
+    optimizer = zero8.Adam8bitBlockwise(groups, lr=1e-2, fp32_params=["lm_head*"])
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def take_steps(accelerator, model, optimizer, seeds):
+    for seed in seeds:
+        batch = hf_models.tokens(seed)
+        accelerator.backward(model(input_ids=batch, labels=batch).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_accelerate_saves_and_loads_the_state_with_the_bits_of_a_run_that_was_not_cut_off(tmp_path):
+    accelerator, model, optimizer = accelerated()
+    take_steps(accelerator, model, optimizer, range(3))
+    accelerator.save_state(str(tmp_path))
+    take_steps(accelerator, model, optimizer, range(3, 6))
+    again, other, theirs = accelerated()
+    again.load_state(str(tmp_path))
+    assert hf_models.same_weights(model, take_steps(again, other, theirs, range(3, 6)))
+    rows = {row.name: row.bits for row in theirs.optimizer.memory_report().rows}
+    assert (rows["lm_head.weight"], rows["model.embed_tokens.weight"]) == (32, 8)
+    assert zero8.export(theirs)["state"]

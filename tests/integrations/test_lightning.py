@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning: `configure_optimizers`, its checkpoints, and its strategies for sharded models."""
+
+import importlib
+from importlib.util import find_spec
+
+import pytest
+import torch
+from needs import need
+from zero_worker import difference
+
+from zero8.integrity import seal
+
+pytestmark = pytest.mark.integrations
+
+ROWS = {"net.0.weight": 128, "net.3.weight": 1024 // 16}
+"""Blocks of the matrices that are 8-bit: rows of 256, and of 16 elements each 16 rows."""
+NUMEL = {"net.0.weight": 128 * 256, "net.3.weight": 1024 * 16}
+PRECISIONS = {
+    "32-true": (torch.float32, {}),
+    "bf16-mixed": (torch.float32, {}),
+    "bf16-true": (torch.bfloat16, {"weight_correction_bits": 8}),
+}
+OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+AS_OBJECT = {**OFFLOAD, "zero_force_ds_cpu_optimizer": False}
+NAMED = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "optimizer": {"type": "Adam8bitBlockwise", "params": {"lr": 0.01, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 0.01}},
+}
+
+
+@pytest.fixture(scope="module")
+def worker():
+    """The module of the small models; it imports Lightning."""
+    need(None if find_spec("lightning") else "no Lightning: pip install lightning")
+    return importlib.import_module("lightning_worker")
+
+
+def assert_went_on(runs, worker):
+    """The second run begins with the bits of the checkpoint, and ends with those of the first."""
+    first, second = runs["never stopped"], runs["resumed"]
+    steps = worker.SAVED * worker.BATCHES
+    assert len(first["lrs"]) == worker.EPOCHS * worker.BATCHES
+    assert difference(second["at_start"], first["epochs"][worker.SAVED - 1]) == ""
+    assert difference(second["epochs"], first["epochs"][worker.SAVED :]) == ""
+    for key in ("lrs", "betas", "norms"):
+        assert second[key] == first[key][-len(second["lrs"]) :]
+    assert len(second["lrs"]) == steps
+    assert len(set(first["lrs"])) > steps  # the scheduler does change it
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_trainer_resumed_from_its_checkpoint_goes_on_with_the_same_bits(
+    precision, worker, tmp_path
+):
+    dtype, keywords = PRECISIONS[precision]
+
+    def make(seed):
+        return worker.Model(seed, **keywords)
+
+    runs = worker.cut_off(make, tmp_path, lambda: {"precision": precision})
+    assert_went_on(runs, worker)
+    assert runs["never stopped"]["epochs"][-1]["net.0.weight"]["values"].dtype == dtype
+    # Every gradient is larger, and is clipped to this: bfloat16 rounds its parts by 2^-9.
+    norms = torch.tensor(runs["never stopped"]["norms"])
+    assert (norms / worker.CLIP - 1).abs().max() < 2**-7
+    assert len(set(runs["never stopped"]["betas"])) > 1
+
+
+def test_trainer_steps_with_states_of_two_bytes_per_parameter_and_scales(worker, tmp_path):
+    model = worker.fit(worker.Model(), tmp_path)
+    optimizer = model.optimizers(use_pl_optimizer=False)
+    for name, p in model.named_parameters():
+        state = optimizer.state[p]
+        nbytes = {key: value.nbytes for key, value in state.items() if hasattr(value, "nbytes")}
+        described = nbytes.pop("format")
+        assert described <= 64
+        expected = 2 * p.numel() + 12 * ROWS[name] if name in ROWS else 8 * p.numel()
+        assert sum(nbytes.values()) == expected, name
+        assert state["step"] == worker.EPOCHS * worker.BATCHES
+    assert {name: p.numel() for name, p in model.named_parameters() if name in ROWS} == NUMEL
+
+
+@pytest.fixture(scope="module")
+def one_process(worker, tmp_path_factory):
+    """A run of one process, and the folder of its checkpoints."""
+    folder = tmp_path_factory.mktemp("one_process")
+    return worker.recorded(worker.fit(worker.Model(), folder)), folder
+
+
+def test_ddp_strategy_resumed_from_its_checkpoint_goes_on_with_the_same_bits(
+    worker, standing_ranks, tmp_path
+):
+    first, second = standing_ranks(2).run(worker.under_ddp, folder=tmp_path)
+    assert_went_on(first, worker)
+    assert difference(first, second) == ""
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["folder", "file"])
+def test_model_parallel_strategy_resumed_from_its_checkpoint_goes_on_with_the_same_bits(
+    distributed, worker, one_process, standing_ranks, tmp_path
+):
+    alone, plain = one_process
+    arguments = {"distributed": distributed, "plain": worker.checkpoint(plain)}
+    for rank in standing_ranks(2).run(worker.under_fsdp2, folder=tmp_path, **arguments):
+        assert_went_on(rank, worker)
+        assert rank["local"]["net.0.weight"] == (64, 256)
+        at_start = rank["from one process"]["at_start"]
+        assert difference(at_start, alone["epochs"][worker.SAVED - 1]) == ""
+    saved = worker.checkpoint(tmp_path)
+    assert saved.is_dir() == distributed
+    if not distributed:  # Lightning reads folders under ModelParallelStrategy only
+        resumed = worker.fit(worker.Model(worker.ELSEWHERE), tmp_path / "alone", saved)
+        expected = rank["never stopped"]["epochs"][worker.SAVED - 1]
+        assert difference(resumed.at_start, expected) == ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "error", "reason"),
+    [
+        ("DeepSpeedStrategy", RuntimeError, "only supported on CUDA GPUs but `CPUAccelerator`"),
+        ("FSDPStrategy", ValueError, "requires a GPU accelerator"),
+    ],
+    ids=["DeepSpeedStrategy", "FSDPStrategy"],
+)
+def test_strategy_that_needs_a_gpu_is_refused_by_lightning_on_the_cpu(
+    strategy, error, reason, worker, tmp_path
+):
+    """Should the first be taken, the tests below can do without their stand-in for CUDA."""
+    with pytest.raises(error, match=reason):
+        worker.fit(worker.Model(), tmp_path, strategy=getattr(worker.strategies, strategy)())
+
+
+def test_trainer_of_float16_weights_is_refused_with_what_to_do_instead(worker, tmp_path):
+    with pytest.raises(ValueError, match="dtype torch.float16.* keep float32 weights"):
+        worker.fit(worker.Model(), tmp_path, precision="16-true")
+
+
+@pytest.mark.parametrize("config", [AS_OBJECT, NAMED], ids=["object", "named"])
+def test_deepspeed_strategy_resumed_from_its_checkpoint_goes_on_with_the_same_bits(
+    config, worker, standing_ranks, tmp_path
+):
+    codes = 0
+    for rank in standing_ranks(2).run(worker.under_zero, folder=tmp_path, config=config):
+        assert_went_on(rank, worker)
+        states = rank["never stopped"]["epochs"][-1]["states"]
+        codes += sum(state["exp_avg"][0].numel() for state in states)
+    assert codes == sum(NUMEL.values())
+    assert seal.verify(worker.checkpoint(tmp_path) / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{"config": OFFLOAD}, {"stage": 2, "offload_optimizer": True}],
+    ids=["config", "arguments"],
+)
+def test_deepspeed_strategy_with_an_optimizer_object_says_which_setting_offload_needs(
+    keywords, worker, standing_ranks, tmp_path
+):
+    for error in standing_ranks(2).run(worker.error_under_zero, folder=tmp_path, **keywords):
+        assert error[0] == "ValueError"
+        assert '"zero_force_ds_cpu_optimizer": false' in error[1]

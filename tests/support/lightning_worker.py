@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small LightningModule with our optimizer, and what Lightning's Trainer does with it."""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+
+import lightning
+import torch
+from fsdp_worker import whole
+from lightning.pytorch import strategies
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.callbacks import ModelCheckpoint
+from ranks import error_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from zero8 import Adam8bitBlockwise
+
+EPOCHS, BATCHES, SAVED = 4, 3, 2
+"""Epochs of a run, steps of an epoch, and the epoch after which a run is cut off."""
+CLIP = 0.05
+OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
+ELSEWHERE = 1000
+"""The seed of a model whose weights a checkpoint has to replace."""
+
+logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+
+
+class Model(lightning.LightningModule):
+    """Matrices of which one has narrow rows and one is too small for 8 bits, and their biases.
+
+    Attributes:
+        epochs: `bits` after each epoch.
+        at_start: `bits` when training began, or went on.
+        lrs: the learning rate of each step.
+        betas: the first beta of each step.
+        norms: the norm of all gradients at each step, after clipping; not under ZeRO.
+    """
+
+    def __init__(self, seed: int = 0, **keywords):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            layers = [nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 16), nn.Linear(16, 1024)]
+        self.net = nn.Sequential(*layers)
+        self.keywords = keywords
+        self.epochs, self.at_start = [], None
+        self.lrs, self.betas, self.norms = [], [], []
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.net(inputs).float(), targets.float())
+
+    def configure_optimizers(self) -> dict:
+        optimizer = Adam8bitBlockwise(self.named_parameters(), **OPTIONS, **self.keywords)
+        # It changes lr and, as momentum, beta1.
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, EPOCHS * BATCHES)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def on_train_start(self) -> None:
+        self.at_start = bits(self)
+
+    def on_before_optimizer_step(self, optimizer) -> None:
+        (group,) = optimizer.param_groups
+        self.lrs.append(group["lr"])
+        self.betas.append(group["betas"][0])
+
+    def on_train_batch_end(self, *_) -> None:
+        grads = [whole(p.grad).float().norm() for p in self.parameters() if p.grad is not None]
+        if grads:
+            self.norms.append(float(torch.stack(grads).norm()))
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs.append(bits(self))
+
+
+class Sharded(Model):
+    """The same under FSDP2; ModelParallelStrategy demands that `configure_model` shards."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.net:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+
+class CPUInTheNameOfCUDA(CUDAAccelerator):
+    """What DeepSpeedStrategy, which insists on CUDA, takes; devices are the CPU's."""
+
+    def setup_device(self, device) -> None: ...
+
+    def setup(self, trainer) -> None: ...
+
+    def teardown(self) -> None: ...
+
+    @staticmethod
+    def parse_devices(devices: int) -> list[int]:
+        return list(range(devices))
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [torch.device("cpu", index) for index in devices]
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+
+def bits(model: lightning.LightningModule) -> dict:
+    """Return copies of all values and of all entries of saved states.
+
+    By parameter, whole, on every rank; under ZeRO those of this rank.
+    """
+    strategy = model.trainer.strategy
+    if isinstance(strategy, strategies.DeepSpeedStrategy):
+        from zero_worker import held
+
+        return held(strategy.deepspeed_engine)
+    states = model.optimizers(use_pl_optimizer=False).state_dict()["state"]
+    found = {}
+    for number, (name, p) in enumerate(model.named_parameters()):
+        entries = {key: whole(value) for key, value in states.get(number, {}).items()}
+        found[name] = {"values": whole(p.detach()), **entries}
+    return found
+
+
+def batches() -> DataLoader:
+    """Return a data set that is read in order; each rank reads its part."""
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(24, 256, generator=generator)
+    targets = torch.randn(24, 1024, generator=generator)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return DataLoader(TensorDataset(inputs, targets), batch_size=24 // BATCHES // num_ranks)
+
+
+def checkpoint(folder: Path) -> Path:
+    """Return where `fit` writes the checkpoint of epoch `SAVED`."""
+    return folder / f"epoch={SAVED - 1}.ckpt"
+
+
+def fit(model: Model, folder: Path, resume: Path | None = None, **keywords) -> Model:
+    """Train a model to the end, with a checkpoint after each epoch, and return it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice on workers, logging and srun
+        trainer = lightning.Trainer(
+            **{"accelerator": "cpu", "devices": 1, **keywords},
+            max_epochs=EPOCHS,
+            default_root_dir=folder,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            gradient_clip_val=CLIP,
+            callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
+        )
+        trainer.fit(model, batches(), ckpt_path=resume, weights_only=True)
+    return model
+
+
+def cut_off(make: Callable, folder: Path, options: Callable = dict) -> dict[str, dict]:
+    """Train without a stop, and again from the checkpoint in the middle.
+
+    Args:
+        make: returns a model, given a seed.
+        folder: for the checkpoints.
+        options: returns further arguments of the Trainer.
+
+    Returns:
+        What both models have recorded.
+    """
+    first = fit(make(seed=0), folder, **options())
+    second = fit(make(seed=ELSEWHERE), folder / "resumed", checkpoint(folder), **options())
+    return {"never stopped": recorded(first), "resumed": recorded(second)}
+
+
+def recorded(model: Model) -> dict:
+    return {key: getattr(model, key) for key in ("epochs", "at_start", "lrs", "betas", "norms")}
+
+
+@contextmanager
+def on_ranks(strategy: Callable, **keywords) -> Iterator[Callable]:
+    """Yield a function that returns the arguments of a Trainer on these ranks.
+
+    Lightning takes a variable of theirs away when a run ends: it is back for each Trainer.
+    """
+    before = dict(os.environ)
+
+    def options() -> dict:
+        os.environ.update(before)
+        return {"devices": int(before["WORLD_SIZE"]), "strategy": strategy(), **keywords}
+
+    try:
+        yield options
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def under_ddp(folder: Path) -> dict[str, dict]:
+    """Train under DDPStrategy as `cut_off`."""
+    with on_ranks(lambda: strategies.DDPStrategy(process_group_backend="gloo")) as options:
+        return cut_off(Model, folder, options)
+
+
+def under_fsdp2(folder: Path, distributed: bool, plain: Path) -> dict[str, dict]:
+    """Train under FSDP2 as `cut_off`, and go on from a checkpoint of one process.
+
+    Args:
+        folder: for the checkpoints.
+        distributed: whether those are folders, to which all ranks write, or single files.
+        plain: the checkpoint of one process.
+
+    Returns:
+        See `cut_off`; "from one process" is the third run, and "local" the shapes on this rank.
+    """
+
+    def strategy() -> strategies.ModelParallelStrategy:
+        return strategies.ModelParallelStrategy(
+            data_parallel_size=int(os.environ["WORLD_SIZE"]),
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=distributed,
+            process_group_backend="gloo",
+        )
+
+    with on_ranks(strategy) as options:
+        found = cut_off(Sharded, folder, options)
+        last = fit(Sharded(ELSEWHERE), folder / "plain", plain, **options())
+        shapes = {name: tuple(p.to_local().shape) for name, p in last.named_parameters()}
+        return {**found, "from one process": recorded(last), "local": shapes}
+
+
+def under_zero(folder: Path, **keywords) -> dict[str, dict]:
+    """Train under DeepSpeedStrategy(**keywords) as `cut_off`, on CPUs in the name of GPUs."""
+
+    def strategy() -> strategies.DeepSpeedStrategy:
+        # It fills in what the config leaves out.
+        return strategies.DeepSpeedStrategy(process_group_backend="gloo", **deepcopy(keywords))
+
+    with on_ranks(strategy, accelerator=CPUInTheNameOfCUDA()) as options:
+        return cut_off(Model, folder, options)
+
+
+def error_under_zero(**arguments) -> tuple[str, str] | None:
+    """Return the type and text of what `under_zero` raises."""
+    return error_of(under_zero, **arguments)
