@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchtitan's optimizer container with our optimizer, its schedulers and its checkpoints."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,49 +13,11 @@ from torchtitan.components.optimizer import (
     OptimizersContainer,
     ParamGroupConfig,
 )
-from torchtitan.components.optimizer.utils import init_optim_state
 
-from zero8 import Adam8bitBlockwise
+from zero8.integrations.torchtitan import Adam8bitContainer
 
 STEPS, MORE = 3, 5
 DECAYED = r"^(?!vector)"
-
-
-class Adam8bitContainer(OptimizersContainer):
-    """torchtitan's container, in whose configs `Adam8bitBlockwise` has a name."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(OptimizersContainer.Config):
-        """As torchtitan's; a config builds the container in which its class stands."""
-
-    @staticmethod
-    def _resolve_optimizer_factory(name: str):
-        if name == "Adam8bitBlockwise":
-            return Adam8bitBlockwise
-        return OptimizersContainer._resolve_optimizer_factory(name)
-
-
-class ContainerFromAdamW(Adam8bitContainer):
-    """Loads by the names that `state_dict` has given, as `state_dict_format="fp32"` needs.
-
-    torchtitan's takes those of the live states, of which codes are part in either format.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(OptimizersContainer.Config):
-        """See `Adam8bitContainer`."""
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        for optimizer in self.optimizers:
-            init_optim_state(optimizer)
-            saved = optimizer.state_dict()
-            for group in saved["param_groups"]:
-                for number, name in zip(group["params"], group["param_names"], strict=True):
-                    of_one = saved["state"][number]
-                    saved["state"][number] = {k: state_dict[f"state.{name}.{k}"] for k in of_one}
-                for key in group.keys() - {"params", "param_names"}:
-                    group[key] = state_dict[f"param_groups.{group['param_names'][0]}.{key}"]
-            optimizer.load_state_dict(saved)
 
 
 class Position(Stateful):
@@ -68,17 +29,13 @@ class Position(Stateful):
     def load_state_dict(self, _: dict) -> None: ...
 
 
-def config(
-    name: str = "Adam8bitBlockwise",
-    container: type[OptimizersContainer] = Adam8bitContainer,
-    **whole_optimizer,
-) -> OptimizersContainer.Config:
+def config(name: str = "Adam8bitBlockwise", **whole_optimizer) -> OptimizersContainer.Config:
     """Return a config of two groups; keywords are those that hold for a whole optimizer."""
     options = {"lr": 0.01, "betas": (0.9, 0.95)}
     if name != "Adam8bitBlockwise":
         options["fused"] = False
     groups = {DECAYED: {"weight_decay": 0.1}, r".*": {"weight_decay": 0.0}}
-    return container.Config(
+    return Adam8bitContainer.Config(
         param_groups=[
             ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs=options | more)
             for pattern, more in groups.items()
