@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+import zero8
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
@@ -36,6 +38,7 @@ def _print(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zero8", description="8-bit Adam states: tools.")
+    parser.add_argument("--version", action="version", version=f"zero8 {zero8.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, help_text in (
         ("build", _build, "compile now, for all instruction sets and GPUs, not at the first step"),

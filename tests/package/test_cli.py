@@ -12,7 +12,7 @@ import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from needs import need_nvcc, need_nvrtc
 
-from zero8 import cli, doctor
+from zero8 import __version__, cli, doctor
 from zero8.bench.step import command as step
 from zero8.op import build, cuda_compile, locks
 from zero8.zero import seams
@@ -309,3 +309,9 @@ def test_help_of_every_command_is_printed(command, capsys):
         cli.main([*command, "--help"])
     assert exit_info.value.code == 0
     assert " ".join(["usage: zero8", *command]) in capsys.readouterr().out
+
+
+def test_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert (caught.value.code, capsys.readouterr().out) == (0, f"zero8 {__version__}\n")

@@ -22,13 +22,12 @@ class FlattenedTensor(WholeTensor):
         """See `StateKind`."""
         return getattr(p, "_fsdp_flattened", False)
 
-    def new(self, p: Tensor, info: ParamInfo) -> dict:
+    def check_new(self, p: Tensor, info: ParamInfo) -> None:
         """See `StateKind`."""
         tell_once(
-            "zero8: parameters that FSDP1 has flattened keep float32 moments; under FSDP2 "
-            "(torch.distributed.fsdp.fully_shard) they are 8-bit"
+            "zero8: parameters that FSDP1 has flattened keep float32 moments, 8 bytes per element; "
+            "under FSDP2 (torch.distributed.fsdp.fully_shard) they are 8-bit, 2.05 bytes"
         )
-        return super().new(p, info)
 
     def saved(self, p: Tensor, state: dict, in_fp32: bool) -> dict:
         """See `StateKind`."""
