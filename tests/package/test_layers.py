@@ -21,7 +21,7 @@ LAYERS = [
     {"zero", "fsdp"},
     {"loading"},
     {"optimizer"},
-    {"active"},
+    {"active", "tagged"},
     {"way_back"},
     {"autoload", "checkpoint"},
     {"", "__init__"},

@@ -12,6 +12,7 @@ from places import ROOT
 from processes import run
 
 import zero8
+from zero8.integrity import tags
 from zero8.optimizer import Adam8bitBlockwise
 
 README = (ROOT / "README.md").read_text()
@@ -33,6 +34,12 @@ def test_readme_fsdp2_example_runs_on_two_ranks(tmp_path):
     done = run([*command, "2", str(tmp_path / "example.py")], OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("8-bit: 65,536 elements") == 2
+
+
+def test_readme_example_of_tags_makes_a_complete_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(blocks("python")[2], {})
+    assert tags.read_latest(tmp_path / "runs" / "7b") == "step400"
 
 
 def test_readme_tests_of_its_tables_are_there():

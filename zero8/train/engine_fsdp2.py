@@ -14,13 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from zero8 import Adam8bitBlockwise
-from zero8.integrity import tags
-from zero8.integrity.seal import seal, verify
+from zero8 import Adam8bitBlockwise, tagged
 from zero8.train.config_fsdp2 import FSDP2Settings, Settings, load_config
 from zero8.train.engine import EIGHT_BIT, Engine
 from zero8.train.model import GPT
-from zero8.zero.agree import from_rank_0
 
 # Tags that are kept: the one that is saved next may be cut short.
 KEPT = 2
@@ -49,8 +46,8 @@ class FSDP2Engine(Engine):
         self._schedule = LambdaLR(self.optimizer, settings.scheduler.ratio)
         self._gradient_clipping = settings.gradient_clipping
         self.steps_done = 0
-        if checkpoint and (tag := from_rank_0(lambda: newest_tag(checkpoint))):
-            self._load(checkpoint / tag)
+        if checkpoint and (tag := tagged.newest(checkpoint)):
+            self._load(tag)
 
     def step(self, batches: list[torch.Tensor]) -> list[float]:
         """See `Engine`."""
@@ -68,11 +65,9 @@ class FSDP2Engine(Engine):
 
     def save(self, folder: Path, steps: int) -> None:
         """See `Engine`."""
-        tag = folder / f"{_TAG}{steps}"
-        from_rank_0(lambda: begin_tag(tag))
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tag)
-        from_rank_0(lambda: end_tag(tag))
+        with tagged.saving(folder, f"{_TAG}{steps}", KEPT) as tag:
+            model, optimizer = get_state_dict(self.model, self.optimizer)
+            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tag)
 
     def _load(self, tag: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -88,32 +83,6 @@ class FSDP2Engine(Engine):
         """See `Engine`."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def newest_tag(folder: Path) -> str | None:
-    """Return the newest complete tag of a folder, None if it has none.
-
-    Raises:
-        ValueError: if it is damaged: not each of its files is what it was.
-    """
-    complete = tags.complete_tags(folder) if folder.is_dir() else []
-    if not complete:
-        return None
-    verify(folder / complete[-1].name)
-    return complete[-1].name
-
-
-def begin_tag(tag: Path) -> None:
-    """Make a tag, incomplete until `end_tag`."""
-    tag.parent.mkdir(parents=True, exist_ok=True)
-    tags.begin(tag, tags.next_sequence(tag.parent))
-
-
-def end_tag(tag: Path) -> None:
-    """Make a tag complete, have `latest` name it, and delete the oldest."""
-    seal(tag)
-    tags.write_latest(tag.parent, tag.name)
-    tags.prune(tag.parent, KEPT)
 
 
 def join_ranks() -> torch.device:

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of any writer that are complete or not there: tags of a folder, as DeepSpeed's.
+
+With torch.distributed.checkpoint, on all ranks, or in one process without torch.distributed:
+
+    with tagged.saving(folder, "step400", keep=3) as tag:
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tag)
+
+    if tag := tagged.newest(folder):
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=tag)
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from torch import distributed
+
+from zero8.integrity import tags
+from zero8.integrity.seal import seal, verify
+from zero8.zero.agree import from_rank_0, raise_together
+
+T = TypeVar("T")
+
+
+@contextmanager
+def saving(folder: Path | str, name: str, keep: int = 0) -> Iterator[Path]:
+    """Make a tag that is complete when the block has ended on all ranks, and not before.
+
+    Rank 0 then reads its files once, writes sizes and hashes into a manifest, and has the folder's
+    `latest` name it.  After an error, or a kill, the tag is incomplete and `latest` as it was.
+
+    Args:
+        folder: of the tags; one that all ranks see.
+        name: of the tag; one that is there already is written anew.
+        keep: number of complete tags to keep, of which this is one; 0 keeps all.
+
+    Raises:
+        OSError, ValueError: on all ranks, if one of them has an error in the block; that one raises
+            its own.
+    """
+    tag = Path(folder) / name
+    _on_rank_0(lambda: _begin(tag))
+    error = None
+    try:
+        yield tag
+    except Exception as raised:  # whatever it is, the others have to know
+        error = raised
+    _raise_together(error, f"saving {tag}")
+    _on_rank_0(lambda: _end(tag, keep))
+
+
+def newest(folder: Path | str) -> Path | None:
+    """Return the newest complete tag of a folder, which all ranks agree on; None if it has none.
+
+    Costs one read of the tag's files, by rank 0.
+
+    Raises:
+        ValueError: on all ranks, if it is damaged: a file of it is not what it was.
+    """
+    return _on_rank_0(lambda: _newest(Path(folder)))
+
+
+def _begin(tag: Path) -> None:
+    tag.parent.mkdir(parents=True, exist_ok=True)
+    tags.begin(tag, tags.next_sequence(tag.parent))
+
+
+def _end(tag: Path, keep: int) -> None:
+    seal(tag)
+    tags.write_latest(tag.parent, tag.name)
+    if keep:
+        tags.prune(tag.parent, keep)
+
+
+def _newest(folder: Path) -> Path | None:
+    complete = tags.complete_tags(folder) if folder.is_dir() else []
+    if not complete:
+        return None
+    verify(folder / complete[-1].name)
+    return folder / complete[-1].name
+
+
+def _on_rank_0(function: Callable[[], T]) -> T:
+    return from_rank_0(function) if distributed.is_initialized() else function()
+
+
+def _raise_together(error: Exception | None, what: str) -> None:
+    if distributed.is_initialized():
+        raise_together(error, what)
+    elif error is not None:
+        raise error
