@@ -56,6 +56,10 @@ LOCAL_SIZES = (
 USAGE, TIMED_OUT = 2, 124
 # What a rank that is asked to end has for its last words.
 TERM_S = 5
+# Open MPI's program on each host, which a job that has failed ends within moments, unless its host
+# is cut off: then it would stay until TCP gives up, a quarter of an hour.
+DAEMONS = ("orted", "prted")
+DAEMON_S = 30
 # Importing PyTorch comes before the first sign of life; from a slow network disk it takes minutes.
 START_S = 300
 CAUSE = re.compile(
@@ -288,9 +292,30 @@ class Rank:
                 cause += ", by somebody or for want of memory"
         else:
             code, cause = status, last_error(self._log_path) if status else ""
+        if code:
+            _end_daemon()
         words = f"status {code}: {cause} ({self._log_path})" if code else "status 0"
         _say(f"zero8: {self._name}: ended, {words}")
         return code
+
+
+def _end_daemon() -> None:
+    """Leave a process that ends Open MPI's daemon of this host, if that has not ended by itself."""
+    parent = os.getppid()
+    try:
+        is_daemon = Path(f"/proc/{parent}/comm").read_text().strip() in DAEMONS
+        daemon = os.pidfd_open(parent) if is_daemon else -1
+    except OSError:  # it has gone
+        return
+    if not is_daemon or os.fork():
+        return
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):  # who reads them would wait for this process, too
+        os.dup2(null, stream)
+    if not select.select([daemon], [], [], DAEMON_S)[0]:
+        signal.pidfd_send_signal(daemon, signal.SIGKILL)
+    os._exit(0)
 
 
 def last_error(path: Path, tail_bytes: int = 1 << 16) -> str:

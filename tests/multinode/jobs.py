@@ -22,7 +22,7 @@ LAUNCHERS = {
 }
 # The launcher's own program that stays on a host that is cut off, until TCP gives up (a quarter of
 # an hour), or it is connected again.
-STAYS_WHERE_CUT_OFF = {"openmpi": "orted", "slurm": "slurmstepd"}
+STAYS_WHERE_CUT_OFF = {"slurm": "slurmstepd"}
 OVER_SSH = tuple(name for name in LAUNCHERS if name != "slurm")
 # Ranks that wait for others for longer end, and so do those without a sign of life.
 TIMEOUT_S = 15
