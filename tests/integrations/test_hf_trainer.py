@@ -161,3 +161,21 @@ def test_accelerate_saves_and_loads_the_state_with_the_bits_of_a_run_that_was_no
     rows = {row.name: row.bits for row in theirs.optimizer.memory_report().rows}
     assert (rows["lm_head.weight"], rows["model.embed_tokens.weight"]) == (32, 8)
     assert zero8.export(theirs)["state"]
+
+
+def one_matrix():
+    """Return a model of which one matrix is trained, as an adapter is: no bias, no norm."""
+    model = hf_models.small_llama()
+    for name, p in model.named_parameters():
+        p.requires_grad_(name == "lm_head.weight")
+    return model
+
+
+def test_factory_for_adapters_has_trainers_empty_group_and_loads_its_checkpoints(tmp_path):
+    trained_by_adamw(tmp_path / "fp32", model=one_matrix(), stop_after=3)
+    checkpoint = tmp_path / "fp32" / "checkpoint-3"
+    ours = trained(tmp_path / "ours", resume=checkpoint, model=one_matrix())
+    names = [group["param_names"] for group in inner(ours).param_groups]
+    assert names == [["lm_head.weight"], []]
+    (state,) = inner(ours).state.values()
+    assert state["step"] == 6 and "exp_avg_q8" in state

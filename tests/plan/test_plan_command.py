@@ -191,6 +191,15 @@ def test_plan_of_a_deepspeed_config_that_is_not_planned_for_is_refused(
     assert status == 2 and message in printed
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_plan_of_a_config_for_trainer_leaves_its_auto_values_at_their_defaults(capsys, stage):
+    path = ROOT / "configs" / "hf" / f"zero{stage}_offload.json"
+    assert '"gradient_accumulation_steps": "auto"' in path.read_text()
+    setup = planned(capsys, "--parameters", "1B", "--ds-config", str(path))["setup"]
+    expected = {"stage": stage, "dtype": "bf16", "accumulation_steps": 1, "overlap_comm": None}
+    assert {key: setup[key] for key in expected} == expected
+
+
 @pytest.mark.parametrize("words", [[], ["--parameters", "1B", "--model", "x.json"]])
 def test_plan_needs_one_model(words):
     with pytest.raises(SystemExit, match="2"):

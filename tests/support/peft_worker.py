@@ -26,6 +26,7 @@ from transformers.integrations.deepspeed import (
 )
 
 import zero8
+from zero8.integrations import hf
 from zero8.zero.ops import leave_out_shared_memory
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -274,12 +275,10 @@ def new_trainer(kind, ds_config, base, folder, output):
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
         unset_hf_deepspeed_config()
     AcceleratorState._reset_state(True)
-    own = {}
-    if ds_config is None:
-        own["optimizer_cls_and_kwargs"] = (zero8.Adam8bitBlockwise, {"lr": LR})
     windows = tokens(96)
     if kind == "trainer":
         arguments = TrainingArguments(**options)
+        own = own_optimizer(arguments)
         torch.manual_seed(11)
         model = get_peft_model(new_base(base, folder / "base"), lora())
         data = [{"input_ids": window, "labels": window} for window in windows]
@@ -295,8 +294,15 @@ def new_trainer(kind, ds_config, base, folder, output):
         train_dataset=Dataset.from_list(texts),
         processing_class=tokenizer(),
         peft_config=lora(),
-        **own,
+        **own_optimizer(arguments),
     )
+
+
+def own_optimizer(arguments: TrainingArguments) -> dict:
+    """Return what gives a Trainer our optimizer where no DeepSpeed config does."""
+    if arguments.deepspeed is not None:
+        return {}
+    return {"optimizer_cls_and_kwargs": hf.optimizer(arguments)}
 
 
 def by_trainer(folder, kind, ds_config, base):

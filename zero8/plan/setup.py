@@ -130,11 +130,12 @@ def with_deepspeed_config(setup: Setup, config: dict) -> Setup:
         "offload": optimizer.get("device", "none"),
         "offload_params": (zero.get("offload_param") or {}).get("device", "none") != "none",
         "dtype": _dtype(config),
-        "accumulation_steps": config.get("gradient_accumulation_steps", 1),
-        "overlap_comm": zero.get("overlap_comm"),
+        "overlap_comm": zero["overlap_comm"] if type(zero.get("overlap_comm")) is bool else None,
         "buffer_count": optimizer.get("buffer_count", setup.buffer_count),
         "pipelined": bool(optimizer.get("pipeline_read") and optimizer.get("pipeline_write")),
     }
+    if _is_number(steps := config.get("gradient_accumulation_steps")):
+        found["accumulation_steps"] = steps
     for name, key in (
         ("reduce_bucket_numel", "reduce_bucket_size"),
         ("sub_group_numel", "sub_group_size"),
