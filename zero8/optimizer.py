@@ -456,16 +456,23 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         state = self.state[p]
         return kind_of(self.kinds, p, state).moments(p, state, self._infos().get(p))
 
+    def all_moments(self) -> dict[Tensor, list[MomentStore]]:
+        """Return what `moments` does, of every parameter that has state."""
+        self._wait()
+        infos = self._infos()
+        return {
+            p: kind_of(self.kinds, p, state).moments(p, state, infos.get(p))
+            for p, state in self.state.items()
+            if state
+        }
+
     def memory_report(self) -> MemoryReport:
         """Return, per parameter, whether its moments are 8-bit or float32, why, and their bytes."""
-        self._wait()
-        infos, rows = self._infos(), []
-        for p, state in self.state.items():
-            if state:
-                kind = kind_of(self.kinds, p, state)
-                stores = kind.moments(p, state, infos.get(p))
-                corrected = "param_correction" in state
-                rows += self.settings.memory_rows(stores, corrected, kind.remark)
+        rows = []
+        for p, stores in self.all_moments().items():
+            state = self.state[p]
+            remark = kind_of(self.kinds, p, state).remark
+            rows += self.settings.memory_rows(stores, "param_correction" in state, remark)
         for layout in self.on_disk.values():
             rows += self.settings.memory_rows(layout.like, layout.correction_numel > 0)
         return MemoryReport(tuple(rows))

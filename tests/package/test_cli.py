@@ -120,7 +120,8 @@ def test_doctor_accelerate_that_cannot_be_guarded_is_a_warning(monkeypatch):
 
 
 def test_doctor_without_accelerate_has_no_row(monkeypatch):
-    monkeypatch.setitem(sys.modules, "accelerate", None)
+    for name in ("accelerate", "accelerate.accelerator"):
+        monkeypatch.setitem(sys.modules, name, None)
     report = doctor.examine()
     assert (report["usable"], report["accelerate"]) == (True, None)
     assert "map_pytorch" not in doctor.as_text(report)

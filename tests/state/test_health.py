@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers for monitors, against memory reports, states that are made by hand, and a clock."""
+
+import itertools
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from small_optimizers import param, run, small_model
+
+import zero8
+from zero8.checkpoint.statistics import MomentCounts
+from zero8.integrations import health as module
+from zero8.integrations.health import Reports, health
+from zero8.spec.codec import CODECS
+from zero8.state.header import MOMENTS
+from zero8.zero.swap_file import Layout
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+every_codec = pytest.mark.parametrize("codec", CODECS)
+SATURATED = [f"zero8/{which}_at_{end}" for which in MOMENTS for end in ("top", "floor")]
+
+
+def stepped(model=None, **settings):
+    """Return an optimizer after two steps, by default over two 8-bit matrices and two biases."""
+    params = list((model or small_model()).parameters())[::-1]  # the first has no codes
+    optimizer = zero8.Adam8bitBlockwise(params, lr=1e-3, **settings)
+    run(optimizer, params, 2)
+    return optimizer
+
+
+def test_health_bytes_and_share_are_those_of_the_memory_report():
+    optimizer = stepped()
+    rows, values = optimizer.memory_report().rows, health(optimizer)
+    assert values["zero8/state_bytes"] == sum(row.state_bytes for row in rows)
+    in_8bit = sum(row.numel for row in rows if row.bits == 8)
+    assert in_8bit == 300 * 64 + 64 * 100
+    assert values["zero8/share_8bit"] == in_8bit / (in_8bit + 64 + 100)
+    assert all(type(value) is float for value in values.values())
+
+
+def test_health_bytes_count_corrections_of_bfloat16_weights():
+    optimizer = stepped(small_model(torch.bfloat16), weight_correction_bits=8)
+    rows = optimizer.memory_report().rows
+    numel = sum(row.numel for row in rows)
+    assert sum(row.correction_bytes for row in rows) == numel
+    expected = sum(row.state_bytes for row in rows) + numel
+    assert health(optimizer)["zero8/state_bytes"] == expected
+
+
+@every_codec
+def test_health_saturated_codes_are_those_that_inspect_counts(codec):
+    optimizer = stepped(codec=codec)
+    values, pairs = health(optimizer), optimizer.all_moments().values()
+    for which, stores in zip(MOMENTS, zip(*pairs, strict=True), strict=True):
+        counts = MomentCounts()
+        for store in stores:
+            counts.add(MomentCounts.of(store))
+        summary = counts.summary(getattr(CODECS[codec], which))
+        for end in ("at_top", "at_floor"):
+            assert values[f"zero8/{which}_{end}"] == summary[end]
+
+
+def test_health_saturated_codes_of_a_state_that_is_made_by_hand():
+    p = param(64, 100)
+    optimizer = zero8.Adam8bitBlockwise([p])
+    run(optimizer, [p], 1)
+    exp_avg, exp_avg_sq = (store.codes.fill_(50) for store in optimizer.moments(p))
+    exp_avg[:7] = 127  # the top
+    exp_avg[100:105] = 129  # -127
+    exp_avg[200:202], exp_avg[300] = 1, 255  # the floor, +-1
+    exp_avg_sq[:11], exp_avg_sq[-2:], exp_avg_sq[3000] = 255, 1, 0
+    found = [health(optimizer)[name] * 6400 for name in SATURATED]
+    assert found == pytest.approx([12, 3, 11, 2])
+
+
+def test_health_samples_runs_at_equal_distances_through_all_tensors(monkeypatch):
+    monkeypatch.setattr(module, "RUN_NUMEL", 4)
+    tensors = torch.arange(10), torch.arange(10, 13), torch.arange(13, 34)  # 3 + 1 + 6 runs
+    for sample, expected in (
+        (8, [[0, 1, 2, 3], [17, 18, 19, 20]]),  # runs 0 and 5
+        (12, [[0, 1, 2, 3], [13, 14, 15, 16], [29, 30, 31, 32]]),  # 0, 4 and 8
+        (20, [[0, 1, 2, 3], [8, 9], [13, 14, 15, 16], [21, 22, 23, 24], [29, 30, 31, 32]]),
+    ):
+        monkeypatch.setattr(module, "SAMPLE_NUMEL", sample)
+        assert [run.tolist() for run in module._runs(tensors)] == expected
+    monkeypatch.setattr(module, "SAMPLE_NUMEL", 40)
+    assert torch.equal(torch.cat(list(module._runs(tensors))), torch.arange(34))
+
+
+def test_health_counts_blocks_that_met_a_non_finite_gradient():
+    p = param(64, 256)
+    optimizer = zero8.Adam8bitBlockwise([p])
+    p.grad = torch.ones_like(p)
+    p.grad[3, 5] = p.grad[3, 6] = p.grad[9, 0] = torch.nan
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    assert health(optimizer)["zero8/nonfinite_blocks"] == 2
+
+
+def test_health_before_the_first_step_has_no_saturated_codes():
+    optimizer = zero8.Adam8bitBlockwise([param(64, 100)])
+    names = ("state_bytes", "share_8bit", "nonfinite_blocks")
+    assert health(optimizer) == {f"zero8/{name}": 0.0 for name in names}
+
+
+def test_health_of_float32_moments_alone_has_no_saturated_codes():
+    optimizer = zero8.Adam8bitBlockwise([p := param(100)])
+    run(optimizer, [p], 1)
+    names = ("state_bytes", "share_8bit", "nonfinite_blocks")
+    assert health(optimizer) == dict(
+        zip([f"zero8/{name}" for name in names], [800.0, 0.0, 0.0], strict=True)
+    )
+
+
+def on_disk(optimizer, p, correction_numel=0):
+    """Take a parameter's state out of memory, as ZeRO-3's swapper does."""
+    like = [store.to("meta") for store in optimizer.moments(p)]
+    del optimizer.state[p]
+    optimizer.on_disk[p] = Layout(tuple(like), correction_numel)
+
+
+def test_health_of_states_on_a_disk_has_bytes_and_no_saturated_codes():
+    optimizer = stepped()
+    expected = health(optimizer)
+    for p in list(optimizer.state):
+        on_disk(optimizer, p, correction_numel=1000)
+    found = health(optimizer)
+    assert found["zero8/state_bytes"] == expected["zero8/state_bytes"] + 4000
+    assert found["zero8/share_8bit"] == expected["zero8/share_8bit"]
+    assert not set(found) & set(SATURATED) and set(SATURATED) <= set(expected)
+
+
+def test_health_of_one_of_several_ranks_says_whose_it_is(monkeypatch):
+    monkeypatch.setattr(module.ranks, "num_ranks", lambda: 2)
+    monkeypatch.setattr(module.ranks, "rank", lambda: 1)
+    reports = Reports(stepped(), 1)
+    names = reports.after(1)
+    assert "zero8/rank1/state_bytes" in names and "zero8/rank1/step_ms" in names
+    assert all(name.startswith("zero8/rank1/") for name in names)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Have each look at the clock take a second."""
+    ticks = itertools.count()
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    return ticks
+
+
+def test_reports_come_at_every_nth_step_with_the_mean_time_of_a_step_since_the_last(clock):
+    optimizer = stepped()
+    reports, params = Reports(optimizer, 3), optimizer.param_groups[0]["params"]
+    found = []
+    for step in range(1, 7):
+        for _ in range(2 if step <= 3 else 1):  # twice: as ZeRO for two groups
+            run(optimizer, params, 1)
+        found.append(reports.after(step))
+    assert [bool(values) for values in found] == [False, False, True] * 2
+    assert [found[step]["zero8/step_ms"] for step in (2, 5)] == [2000, 1000]
+    assert found[5].keys() == health(optimizer).keys() | {"zero8/step_ms"}
+
+
+def test_reports_leave_the_time_of_steps_on_a_gpu_out():
+    optimizer = stepped()
+    on_disk(optimizer, p := optimizer.param_groups[0]["params"][0])
+    assert "zero8/step_ms" in Reports(optimizer, 1).after(1)
+    optimizer.on_disk = {Mock(is_cuda=True): optimizer.on_disk[p]}
+    assert "zero8/step_ms" not in Reports(optimizer, 1).after(1)
+
+
+def test_reports_take_no_time_once_they_are_closed(clock):
+    optimizer = stepped()
+    reports = Reports(optimizer, 1)
+    reports.close()
+    before = next(clock)
+    run(optimizer, optimizer.param_groups[0]["params"], 1)
+    assert next(clock) == before + 1
+
+
+def test_reports_refuse_other_optimizers_and_a_distance_that_is_none():
+    with pytest.raises(ValueError, match="got AdamW, expected Adam8bitBlockwise"):
+        Reports(torch.optim.AdamW([param(4, 4)]), 1)
+    for every in (0, -1, 1.5, True, "50"):
+        with pytest.raises(ValueError, match="expected a positive integer"):
+            Reports(zero8.Adam8bitBlockwise([param(64, 100)]), every)
