@@ -155,6 +155,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         seams.fit_in(type(self))
         if any(p.device.type in DEVICES for p in self._all_params()):
             kernel.prepare()  # while an engine is made, where a wait is expected
+        if constructing_engine() is None:
+            self._claim.lay(self._all_params())  # last: who could not be made claims nothing
 
     def _tell_what_stays_float32(self) -> None:
         infos = self._params.alive().values()
@@ -201,11 +203,11 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         # DeepSpeed will replace them in the groups by flat partitions or float32 copies.
         engine = constructing_engine()
         self._params.remember(self.param_groups, names_in_engine(engine), global_shape)
-        if engine is None:
-            self._claim.lay(params)
+        infos = self._infos()
         try:
             # What can never be stepped must fail here, not at the first step.
-            for p, info in self._infos().items():
+            for p in params:
+                info = infos[p]
                 self.settings.policy.decide(info.name, info.shape)
                 if engine is None and p.requires_grad:  # else DeepSpeed replaces it
                     check_new(info.label, p)

@@ -71,6 +71,7 @@ def try_everything(base):
     kept = new_optimizer()
     result["dropped"] = error_of(engine_of, adamw, new_optimizer()[0])
     result["kept"] = error_of(engine_of, adamw, kept[0])
+    result["refused"] = error_of(engine_of, adamw, model_that_was_refused())
     result["not made"] = error_of(engine_of, {"zero_optimization": {"stage": 0}}, kept[0])
     result["stepped"] = error_of(engine_of, adamw, stepped_alone(*new_optimizer()))
     result["taken, then another"] = error_of(engine_of, adamw, early[0])
@@ -95,6 +96,14 @@ def sgd(model):
 def given_sgd():
     model = torch.nn.Linear(64, 70)
     return model, sgd(model)
+
+
+def model_that_was_refused():
+    """Return a model for which ours could not be made."""
+    model = torch.nn.Linear(64, 70)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": -1.0}]
+    assert error_of(zero8.Adam8bitBlockwise, groups)[0] == "ValueError"
+    return model
 
 
 def stepped_alone(model, optimizer):

@@ -78,7 +78,7 @@ def test_engine_that_would_step_with_another_than_was_made_raises_alike_on_all_r
     assert '"type": "Adam8bitBlockwise"' in message
 
 
-@pytest.mark.parametrize("name", ["not made", "stepped", "taken, then another"])
+@pytest.mark.parametrize("name", ["not made", "refused", "stepped", "taken, then another"])
 def test_engine_over_parameters_of_an_optimizer_that_has_done_its_part_is_made(ranks, name):
     for rank in ranks:
         assert rank[name] is None
