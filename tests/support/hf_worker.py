@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks run of test_hf_deepspeed.py and test_accelerate_fsdp2.py."""
+"""What ranks run of test_hf_deepspeed.py and test_hf_fsdp2.py."""
+
+from contextlib import contextmanager
 
 import hf_models
 import torch
@@ -17,6 +19,7 @@ OFFLOAD = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
 }
 UNFORCED = OFFLOAD | {"zero_force_ds_cpu_optimizer": False}
+KINDS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 AUTO = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
 
 
@@ -73,10 +76,68 @@ def train_with_deepspeed(folder):
     return result
 
 
+@contextmanager
+def sharding_on_cpus():
+    """Have Accelerate shard on the CPU, with CPU offload: it does on GPUs only.
+
+    It decides that when its state is made; all that follows is its own code, and Trainer's.
+    """
+    made = AcceleratorState.__init__
+
+    def make(self, *args, fsdp_plugin=None, **kwargs):
+        made(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+            AcceleratorState._shared_state["fsdp_plugin"] = fsdp_plugin
+            for shared in (AcceleratorState._shared_state, PartialState._shared_state):
+                shared["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = make
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = made
+
+
 def train_with_fsdp2(folder):
-    """Save and load the state of Accelerate in each type of state dict; whether bits are equal."""
+    """Go on from a state of Accelerate, and from a checkpoint of Trainer; are bits equal?"""
+    with sharding_on_cpus():
+        return {"accelerate": _by_accelerate(folder), "trainer": _by_trainer(folder)}
+
+
+def _by_trainer(folder) -> dict:
+    def trained(name, kind, resume=None, **others):
+        AcceleratorState._reset_state(True)
+        config = {
+            "version": 2,
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "state_dict_type": kind,
+            "cpu_offload": True,
+        }
+        args = hf_models.arguments(
+            f"{folder}/{name}", fsdp=True, fsdp_config=config, ddp_backend="gloo"
+        )
+        given = hf.optimizer(args, fp32_params=["*embed*"])
+        made = hf_models.trainer("", args=args, optimizer_cls_and_kwargs=given, **others)
+        made.train(resume_from_checkpoint=resume)
+        return made
+
     result = {}
-    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+    for kind in KINDS:
+        whole = trained(f"whole {kind}", kind)
+        unlike = trained(f"cut {kind}", kind, stop_after=3)
+        resumed = trained(f"cut {kind}", kind, resume=f"{folder}/cut {kind}/checkpoint-3")
+        result[kind] = {
+            "equal": _equal(_full(whole.model_wrapped), _full(resumed.model_wrapped)),
+            "fresh": _equal(_full(whole.model_wrapped), _full(unlike.model_wrapped)),
+            "bits": {r.name: r.bits for r in resumed.optimizer.optimizer.memory_report().rows},
+        }
+    return result
+
+
+def _by_accelerate(folder) -> dict:
+    result = {}
+    for kind in KINDS:
         accelerator, model, optimizer = _sharded(kind)
         _steps(accelerator, model, optimizer, range(3))
         accelerator.save_state(f"{folder}/{kind}")
@@ -87,8 +148,8 @@ def train_with_fsdp2(folder):
         again[0].load_state(f"{folder}/{kind}")
         got = _steps(*again, range(3, 6))
         result[kind] = {
-            "equal": [torch.equal(a, b) for a, b in zip(expected, got, strict=True)],
-            "fresh": [torch.equal(a, b) for a, b in zip(expected, unlike, strict=True)],
+            "equal": _equal(expected, got),
+            "fresh": _equal(expected, unlike),
             "bits": {row.name: row.bits for row in report.rows},
         }
     return result
@@ -99,17 +160,12 @@ def _sharded(kind: str):
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=True,
-        cpu_offload=CPUOffloadPolicy(pin_memory=False),
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         state_dict_type=kind,
         cpu_ram_efficient_loading=False,
     )
-    accelerator = Accelerator(cpu=True)
-    # Accelerate shards on GPUs only; all that follows is its own code, on the CPU.
-    for shared in (AcceleratorState._shared_state, PartialState._shared_state):
-        shared["distributed_type"] = DistributedType.FSDP
-    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = hf_models.small_llama()
     groups = hf.named_groups(model, 0.1)
     optimizer = zero8.Adam8bitBlockwise(groups, lr=1e-2, fp32_params=["*embed*"])
@@ -123,4 +179,12 @@ def _steps(accelerator, model, optimizer, seeds) -> list[torch.Tensor]:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    return _full(model)
+
+
+def _full(model) -> list[torch.Tensor]:
     return [p.detach().full_tensor().clone() for p in model.parameters()]
+
+
+def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(some, others, strict=True)]
