@@ -59,7 +59,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         lr: learning rate, a number or a one-element tensor; for one that is on a GPU every step
             waits.
         betas: decay rates of the moments.
-        eps: added to the root of the second moment.
+        eps: added to the root of the second moment; with 0, what has no gradient stays, too.
         weight_decay: decoupled (`adam_w_mode`) or added to the gradient.
         adam_w_mode: AdamW (default) or Adam with L2 regularisation.
         bias_correction: divide the moments by 1 - beta^t.

@@ -62,8 +62,6 @@ def steps(segments: list[Segment], hyper: dict, count: int):
             kind = (number + step) % KINDS
             grad = segment.grad
             grad.copy_(gradient(kind, grad.numel(), 100 * step + number, grad.dtype))
-            if hyper["eps"] == 0.0:  # 0/0 is NaN in Adam too
-                grad[grad == 0] = 1.0
             segment.scalars = scalars
             segment.moment_phase = (segment.moment_phase + 0x9E3779B9) % 2**32
             segment.param_phase = (segment.param_phase + 0x9E3779B9) % 2**32

@@ -221,6 +221,22 @@ def test_optimizer_unserved_gradient_raises_before_any_change(make, message):
     assert torch.equal(good, before) and not optimizer.state
 
 
+@pytest.mark.parametrize("codec", [*CODECS, None], ids=lambda codec: codec or "float32")
+@pytest.mark.parametrize("eps", [0.0, 2.0**-126])
+def test_optimizer_without_eps_leaves_what_has_no_gradient_where_it_is(codec, eps):
+    """0/0 counts as 0; torch's AdamW makes NaN of it."""
+    p = param(64, 128)
+    settings = {"min_8bit_size": 10**6} if codec is None else {"codec": codec}
+    optimizer = Adam8bitBlockwise([p], lr=0.1, eps=eps, **settings)
+    before = p.detach().clone()
+    p.grad = torch.zeros_like(p)
+    p.grad[:, 5] = 1.0
+    for _ in range(3):
+        optimizer.step()
+    moved = p.detach() != before
+    assert moved[:, 5].all() and not moved[:, :5].any() and not moved[:, 6:].any()
+
+
 BECOMES = {
     "complex": (lambda p: p.data.to(torch.complex64), "got a parameter of dtype torch.complex64"),
     "float16": (

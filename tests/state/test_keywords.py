@@ -82,6 +82,7 @@ REFUSED = {
     "negative beta": ({"betas": (-0.1, 0.9)}, "betas: got -0.1, expected at least 0"),
     "infinite eps": ({"eps": math.inf}, "eps: got inf, expected a finite number"),
     "negative eps": ({"eps": -1e-8}, "eps: got -1e-08, expected at least 0"),
+    "subnormal eps": ({"eps": 1e-39}, "eps: got 1e-39, expected 0 or at least 1.17.*2.-126"),
     "negative decay": ({"weight_decay": -0.1}, "weight_decay: got -0.1, expected at least 0"),
     "no decay": ({"weight_decay": None}, "weight_decay: got None, expected a finite number"),
     "adam_w_mode": ({"adam_w_mode": 1}, "adam_w_mode: got 1, expected true or false"),

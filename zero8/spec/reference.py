@@ -9,7 +9,7 @@ g the gradient, m and v the moments, and every operation rounded once as `arithm
     m' = fma(1-beta1, g, M)      M = beta1*m  decoded with beta1 folded into the scale       (R2)
     h  = sqrt(1-beta2) * g
     v' = fma(h, h, V)            V = beta2*v  decoded with beta2 folded in                   (R3)
-    d  = fma(sqrt(v'), 1/sqrt(1-beta2^t), eps)                                               (R4)
+    d  = fma(sqrt(v'), 1/sqrt(1-beta2^t), eps)             eps at least 2^-126               (R4)
     r  = m'/d, clipped to +-max_ratio                      equation (S1) of scalars.py          (R5)
     p  = fma(-lr/(1-beta1^t), r, (1 - lr*weight_decay) * p)                                  (R6)
     p  rounded to bfloat16 where the parameter is          equation (D2) of dither.py           (R7)

@@ -14,6 +14,10 @@ UNKNOWN_HISTORY = 3.4e38
 """Bound on m^2/v where the moments were not made by steps that were counted."""
 
 
+SMALLEST_EPS = 2.0**-126
+"""The smallest normal float: kernels take less for 0, and 0/0, of what has no gradient, is no 0."""
+
+
 def next_history(history: float, beta1: float, beta2: float) -> float:
     """Return the bound on m^2/v after one more step with these betas.
 
@@ -70,7 +74,7 @@ class StepScalars(NamedTuple):
             history: bound on m^2/v after this step, from `next_history`.
             lr: learning rate.
             betas: decay rates of the two moments.
-            eps: added to the root of the corrected second moment.
+            eps: added to the root of the corrected second moment; 0 stands for `SMALLEST_EPS`.
             weight_decay: per unit of lr where `decoupled`, else added to the gradient.
             decoupled: AdamW (True) or Adam with L2 regularisation (False).
             bias_correction: divide the moments by 1 - beta^step.
@@ -89,7 +93,7 @@ class StepScalars(NamedTuple):
             one_minus_beta1=1 - beta1,
             sqrt_one_minus_beta2=math.sqrt(1 - beta2),
             inverse_sqrt_correction2=1 / math.sqrt(correction2),
-            eps=eps,
+            eps=max(eps, SMALLEST_EPS),
             max_ratio=math.sqrt(history * correction2) * below,
             step_size=lr / correction1,
             decay=1 - lr * weight_decay if decoupled else 1.0,

@@ -7,6 +7,7 @@ from numbers import Real
 
 import torch
 
+from zero8.spec.scalars import SMALLEST_EPS
 from zero8.spec.segment import Rounding
 from zero8.spec.shown import shown
 
@@ -170,7 +171,10 @@ def check_group(group: dict) -> None:
         _check_number("betas", beta, minimum=0.0)
         if beta >= 1.0:
             raise ValueError(f"betas: got {shown(beta)}, expected numbers below 1")
-    _check_number("eps", group["eps"], minimum=0.0)
+    eps = group["eps"]
+    _check_number("eps", eps, minimum=0.0)
+    if 0 < eps < SMALLEST_EPS:
+        raise ValueError(f"eps: got {shown(eps)}, expected 0 or at least {SMALLEST_EPS} (2^-126)")
     _check_number("weight_decay", group["weight_decay"], minimum=0.0)
 
 
