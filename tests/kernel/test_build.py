@@ -196,7 +196,8 @@ CONSTRUCTED = """
 import torch, zero8
 from zero8.op import kernel
 for device in ("meta", "cpu"):
-    zero8.Adam8bitBlockwise([torch.nn.Parameter(torch.ones(64, 64, device=device))])
+    p = torch.nn.Parameter(torch.ones(64, 64, device=device), requires_grad=device == "cpu")
+    zero8.Adam8bitBlockwise([p])
     print(device, kernel.module.cache_info().currsize)
 """
 

@@ -80,7 +80,14 @@ def ready(path, folder):
     return config, folder / path.name
 
 
-@pytest.mark.parametrize("name", OF_DEEPSPEED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # That of NVMe may compile DeepSpeed's aio first, which takes minutes.
+        pytest.param(name, marks=pytest.mark.slow) if "nvme" in name else name
+        for name in OF_DEEPSPEED
+    ],
+)
 def test_recipe_steps_under_plain_deepspeed_as_it_stands(tmp_path, standing_ranks, name):
     path = ROOT / "configs" / name
     ready(path, tmp_path)
