@@ -441,7 +441,8 @@ ZERO8_DEVICE inline bool below_limit(Vec::I magnitudes) {
 // CUDA, a QuickVec.
 //
 // Far from the smallest numbers are: h, as what is below 2^-126 has a square of 0 beside any v; the
-// denominator, as roots of normal numbers are at least 2^-63 and the correction at least 1.
+// denominator, as roots of normal numbers are at least 2^-63 and the correction at least 1; where v
+// is 0 it is eps itself, at least 2^-126, without rounding.
 template <class AnyVec>
 ZERO8_DEVICE ZERO8_INLINE inline Vec::F advance_moments(AnyVec& vec, const Scalars& s, Vec::F g,
                                                         Vec::F& m, Vec::F& v) {
