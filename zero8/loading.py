@@ -62,6 +62,9 @@ def load(
         by_torch(state_dict)
     except Exception as raised:  # whatever it is, nothing may have been changed
         error = raised
+    except BaseException:  # Ctrl-C, which the other ranks have to notice by themselves
+        optimizer.__dict__.update(kept)
+        raise
     finally:
         for hook in hooks:
             hook.remove()

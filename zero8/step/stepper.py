@@ -15,6 +15,7 @@ from zero8.state.settings import Settings
 from zero8.step.batch import Batch, Seen
 from zero8.step.check import check_tensors
 from zero8.step.cuda_graph import TOO_EARLY, CapturedStep
+from zero8.step.interrupts import put_off
 from zero8.step.nonfinite import Ledger
 from zero8.step.plan import Kinds, Plan
 from zero8.step.prepare import prepared
@@ -112,11 +113,12 @@ class Stepper:
     def _run(self, batch: Batch, plan: Plan, addresses: np.ndarray) -> None:
         plan.kinds.note_writes(batch.states)
         steps, which = self._next_steps(batch)
-        for part in plan.parts:
-            part.step(batch, addresses, steps, which)
-            self.counts.add(part.records.labels, part.taken.counts())
-            for place in part.places:
-                _note(batch.states[place], steps[which[place]])
+        with put_off():  # Ctrl-C after the kernel would leave a step that is taken and not noted
+            for part in plan.parts:
+                part.step(batch, addresses, steps, which)
+                self.counts.add(part.records.labels, part.taken.counts())
+                for place in part.places:
+                    _note(batch.states[place], steps[which[place]])
 
     def _next_steps(self, batch: Batch) -> tuple[list[NextStep], list[int]]:
         """Return the steps that parameters take now, and which of these is each parameter's."""
@@ -172,9 +174,10 @@ class Stepper:
         steps, which = self._next_steps(batch)
         launches = self._captured.launches(steps, which)
         self.count_replays()
-        self._captured.refresh(launches)
-        for one, number in zip(batch.states, which, strict=True):
-            _note(one, steps[number])
+        with put_off():
+            self._captured.refresh(launches)
+            for one, number in zip(batch.states, which, strict=True):
+                _note(one, steps[number])
         return self.counts.take()
 
     def count_replays(self) -> None:

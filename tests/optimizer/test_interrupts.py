@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C: a step is done and noted, or not begun; a load has happened, or has changed nothing."""
+
+import copy
+import signal
+import threading
+
+import pytest
+import torch
+from small_optimizers import assert_equal, run, set_grads, small_model
+
+from zero8 import Adam8bitBlockwise
+from zero8.step.interrupts import put_off
+from zero8.step.plan import Part
+
+SIGINT, SIGTERM, SIGUSR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+
+
+@pytest.fixture
+def pair():
+    """Return parameters and optimizers of two equal models, after a step."""
+    models = [small_model(), small_model()]
+    optimizers = [Adam8bitBlockwise(model.named_parameters(), lr=0.1) for model in models]
+    params = [list(model.parameters()) for model in models]
+    for one, optimizer in zip(params, optimizers, strict=True):
+        run(optimizer, one, 1)
+    return params, optimizers
+
+
+def assert_alike(params, optimizers):
+    assert_equal(*params)
+    ours, theirs = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    for number, entries in theirs.items():
+        for key, value in entries.items():
+            assert torch.equal(torch.as_tensor(ours[number][key]), torch.as_tensor(value)), key
+
+
+def test_interrupt_as_the_kernel_returns_leaves_a_step_that_is_done_and_noted(pair, monkeypatch):
+    params, optimizers = pair
+    for one in params:
+        set_grads(one, 1)
+    optimizers[1].step()
+    taken = Part.step
+
+    def interrupted(self, *args):
+        taken(self, *args)
+        signal.raise_signal(SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Part, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizers[0].step()
+    assert_alike(params, optimizers)
+    saved = copy.deepcopy(optimizers[0].state_dict())  # as a handler of Ctrl-C would
+    resumed = Adam8bitBlockwise([("0", p) for p in params[0]])
+    resumed.load_state_dict(saved)
+    for one, optimizer in zip(params, (resumed, optimizers[1]), strict=True):
+        run(optimizer, one, 2, start=2)
+    assert_alike(params, (resumed, optimizers[1]))
+
+
+def test_interrupt_of_a_load_changes_nothing(pair, monkeypatch):
+    params, optimizers = pair
+    saved = copy.deepcopy(optimizers[0].state_dict())
+    saved["param_groups"][0]["lr"] = 7.0
+    run(optimizers[0], params[0], 1, start=1)
+    run(optimizers[1], params[1], 1, start=1)
+    adopted, calls = Adam8bitBlockwise.adopted, []
+
+    def interrupted(self, *args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return adopted(self, *args)
+
+    monkeypatch.setattr(Adam8bitBlockwise, "adopted", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizers[0].load_state_dict(saved)
+    assert optimizers[0].param_groups[0]["lr"] == 0.1
+    for one, optimizer in zip(params, optimizers, strict=True):
+        run(optimizer, one, 1, start=2)
+    assert_alike(params, optimizers)
+
+
+@pytest.fixture
+def called():
+    """Handle three signals by noting them, one of them by raising, and put back what was."""
+    seen = []
+
+    def note(number, frame):
+        seen.append(number)
+
+    def fail(number, frame):
+        seen.append(number)
+        raise ZeroDivisionError
+
+    before = {n: signal.getsignal(n) for n in (SIGINT, SIGTERM, SIGUSR1)}
+    for number, handler in ((SIGINT, note), (SIGTERM, fail), (SIGUSR1, note)):
+        signal.signal(number, handler)
+    yield seen
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_put_off_calls_all_handlers_after_the_block_and_puts_them_back(called):
+    before = [signal.getsignal(n) for n in signal.valid_signals()]
+    done = False
+    with pytest.raises(ZeroDivisionError), put_off():
+        for number in (SIGINT, SIGTERM, SIGUSR1, SIGINT):
+            signal.raise_signal(number)
+        assert called == []
+        done = True
+    assert done and called == [SIGINT, SIGTERM, SIGUSR1, SIGINT]
+    assert [signal.getsignal(n) for n in signal.valid_signals()] == before
+
+
+def test_put_off_lets_the_error_of_its_block_through(called):
+    with pytest.raises(KeyError), put_off():
+        signal.raise_signal(SIGUSR1)
+        raise KeyError
+    assert called == [SIGUSR1]
+    signal.raise_signal(SIGUSR1)
+    assert called == [SIGUSR1, SIGUSR1]
+
+
+def test_put_off_in_another_thread_leaves_handlers_to_the_main_one(called):
+    before = signal.getsignal(SIGINT)
+    seen = []
+
+    def work():
+        with put_off():
+            seen.append(signal.getsignal(SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
