@@ -130,6 +130,33 @@ ZERO8_INLINE inline void encode_chunk(Sink& sink, int i) {
 
 // --- Blocks --------------------------------------------------------------------------------------
 
+// The blocks of a segment in order, from number `local` on: what block_at says, but the divisions
+// are done once.  They would stand in the way of every block's first loads.
+class BlockWalk {
+ public:
+  BlockWalk(const Segment& seg, int64_t local)
+      : numel_(seg.numel),
+        row_length_(seg.row_length),
+        block_size_(seg.block_size),
+        block_(block_at(seg, local)) {
+    const int64_t in_row = (seg.first + block_.begin + block_.count) % row_length_;
+    left_of_row_ = in_row == 0 ? 0 : row_length_ - in_row;
+  }
+  const Block& block() const { return block_; }
+  void advance() {
+    const int64_t begin = block_.begin + block_.count;
+    if (left_of_row_ == 0) left_of_row_ = row_length_;
+    int64_t count = left_of_row_ < block_size_ ? left_of_row_ : block_size_;
+    if (count > numel_ - begin) count = numel_ - begin;
+    left_of_row_ -= count;
+    block_ = {begin, block_.local + 1, static_cast<int>(count), 0};
+  }
+
+ private:
+  int64_t numel_, row_length_, left_of_row_, block_size_;
+  Block block_;
+};
+
 // What a step reads of one block.
 template <class Moments, class P, class G>
 struct Reader {
@@ -213,6 +240,7 @@ struct Pending {
       }
       encode_chunk<kPairs>(sink, i);
     }
+    if (i == count) return;
     start(i, false);
     for_vectors(i, count, [&](int k, auto lanes) ZERO8_INLINE {
       step_param(s, param, k, lanes, Vec::load(sink.m_values + k), Vec::load(denominators + k));
@@ -234,8 +262,9 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, const DynamicMaps
                    int64_t begin, int64_t end) {
   const Scalars s(raw);
   int64_t skipped = 0;
-  for (int64_t local = begin; local < end; ++local) {
-    Reader<Plain, P, G> reader(seg, s, raw, maps, block_at(seg, local));
+  BlockWalk walk(seg, begin);
+  for (int64_t local = begin; local < end; ++local, walk.advance()) {
+    Reader<Plain, P, G> reader(seg, s, raw, maps, walk.block());
     if (!reader.is_finite()) {
       ++skipped;
       continue;
@@ -311,8 +340,9 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const Dynamic
   Pending<Moments, P, kPairs> pending;
   int64_t skipped = 0;
   int half = 0;
-  for (int64_t local = begin; local < end; ++local) {
-    const Block b = block_at(seg, local);
+  BlockWalk walk(seg, begin);
+  for (int64_t local = begin; local < end; ++local, walk.advance()) {
+    const Block b = walk.block();
     const Reader<Moments, P, G> reader(seg, s, raw, maps, b);
     float* const values = buffer + half * 3 * stride;
     Advanced<Moments> to{values, values + stride, values + 2 * stride, {}, {}};
