@@ -14,6 +14,7 @@ from zero8.checkpoint.statistics import MomentCounts
 from zero8.integrations import health as module
 from zero8.integrations.health import Reports, health
 from zero8.spec.codec import CODECS
+from zero8.spec.scalars import StepScalars
 from zero8.state.header import MOMENTS
 from zero8.zero.swap_file import Layout
 
@@ -75,6 +76,36 @@ def test_health_saturated_codes_of_a_state_that_is_made_by_hand():
     assert found == pytest.approx([12, 3, 11, 2])
 
 
+def test_health_clipped_updates_of_moments_that_are_made_by_hand():
+    small, p = param(100), param(64, 100)
+    optimizer = zero8.Adam8bitBlockwise([small, p], betas=(0.9, 0.99))
+    run(optimizer, [small, p], 1)  # K is (1-beta1)^2/(1-beta2) = 1, and m^2 = v
+    assert health(optimizer)["zero8/clipped"] < 0.01  # tiny m beside large ones
+    exp_avg, exp_avg_sq = optimizer.moments(p)
+    exp_avg.write(0, torch.full((6400,), 1.2))
+    exp_avg_sq.write(0, torch.ones(6400))
+    exp_avg.write(100, torch.full((99,), 0.9))
+    exp_avg_sq.write(300, torch.zeros(1))  # beyond it, whatever m is
+    assert health(optimizer)["zero8/clipped"] * 6400 == pytest.approx(6301)
+    optimizer.state[p]["history"] = 2.0
+    assert health(optimizer)["zero8/clipped"] * 6400 == pytest.approx(1)
+
+
+def test_health_clipped_updates_are_those_that_the_next_step_clips():
+    """At a first step m^2 is K v, and `dynamic` has few codes for the smallest v of a block."""
+    p = param(32, 256)
+    optimizer = zero8.Adam8bitBlockwise([p], codec="dynamic", eps=1e-30)
+    p.grad = torch.logspace(-4, 0, p.numel())[torch.randperm(p.numel())].view(p.shape)
+    optimizer.step()
+    m, v = (store.read(0, p.numel()) for store in optimizer.moments(p))
+    history = optimizer.state[p]["history"]
+    s = StepScalars.at(1, history, lr=0.0, betas=(0.9, 0.999), eps=1e-30, weight_decay=0.0)
+    ratio = m / (v.sqrt() * s.inverse_sqrt_correction2 + s.eps)
+    expected = (ratio > module.MARGIN * s.max_ratio).double().mean().item()
+    assert 0.01 < expected < 0.5
+    assert health(optimizer)["zero8/clipped"] == pytest.approx(expected, abs=2 / p.numel())
+
+
 def test_health_samples_runs_at_equal_distances_through_all_tensors(monkeypatch):
     monkeypatch.setattr(module, "RUN_NUMEL", 4)
     tensors = torch.arange(10), torch.arange(10, 13), torch.arange(13, 34)  # 3 + 1 + 6 runs
@@ -124,9 +155,11 @@ def on_disk(optimizer, p, correction_numel=0):
 def test_health_of_states_on_a_disk_has_bytes_and_no_saturated_codes():
     optimizer = stepped()
     expected = health(optimizer)
+    assert "zero8/clipped" in expected
     for p in list(optimizer.state):
         on_disk(optimizer, p, correction_numel=1000)
     found = health(optimizer)
+    assert "zero8/clipped" not in found
     assert found["zero8/state_bytes"] == expected["zero8/state_bytes"] + 4000
     assert found["zero8/share_8bit"] == expected["zero8/share_8bit"]
     assert not set(found) & set(SATURATED) and set(SATURATED) <= set(expected)
