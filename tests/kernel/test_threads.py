@@ -4,6 +4,9 @@
 import copy
 import os
 import pickle
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -108,3 +111,48 @@ def test_optimizer_that_is_copied_has_a_lock_of_its_own(duplicate):
         done.start()
         done.join(timeout=60)
         assert not done.is_alive()
+
+
+STEP_IN_A_FORK = """
+import os, sys, torch, zero8
+
+torch.set_num_threads(2)
+p = torch.nn.Parameter(torch.linspace(-1, 1, 64 * 1024).view(64, 1024))
+p.grad = torch.cos(p.detach())
+optimizer = zero8.Adam8bitBlockwise([p], lr=1e-3)
+optimizer.step()
+child = os.fork()
+optimizer.step()
+optimizer.step()
+torch.save(optimizer.state_dict(), sys.argv[2 if child else 1])
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_step_in_a_fork_of_a_process_that_has_stepped_takes_one_thread_and_the_same_bits(tmp_path):
+    """Its parent's threads are gone; a kernel of two would wait for the second without end."""
+    paths = [str(tmp_path / name) for name in ("child", "parent")]
+    with subprocess.Popen(
+        [sys.executable, "-c", STEP_IN_A_FORK, *paths],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={k: v for k, v in os.environ.items() if k not in VARIABLES},
+    ) as started:
+        try:
+            _, said = started.communicate(timeout=60)
+        finally:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)  # with the child
+    assert started.returncode == 0, said
+    assert said.count("was forked from one that had taken steps, and steps in one thread") == 1
+    child, parent = (torch.load(path)["state"][0] for path in paths)
+    assert child.keys() == parent.keys()
+    assert all(torch.equal(torch.as_tensor(child[k]), torch.as_tensor(parent[k])) for k in child)
+
+
+def test_threads_of_a_process_that_was_not_forked_are_as_many_as_asked_for():
+    assert [threads.alive(number) for number in (1, 2, 64)] == [1, 2, 64]

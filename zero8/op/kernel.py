@@ -14,7 +14,7 @@ from torch import Tensor
 from zero8.op import build
 from zero8.op.dynamic_tables import dynamic_maps
 from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, SEGMENT, STEP_SCALARS
-from zero8.op.threads import host_share, step_threads
+from zero8.op.threads import alive, host_share, step_threads
 from zero8.spec.buffers import check_buffer
 from zero8.spec.grid import check_block_size
 from zero8.spec.scalars import StepScalars
@@ -109,7 +109,7 @@ def packed_scalars(scalars: Iterable[StepScalars]) -> np.ndarray:
 
 def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) -> None:
     """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive."""
-    module_for(isa).step(records, scalars, dynamic_maps(), num_threads, isas()[isa])
+    module_for(isa).step(records, scalars, dynamic_maps(), alive(num_threads), isas()[isa])
 
 
 class CpuStep:
@@ -148,7 +148,7 @@ class CpuKernel:
     def step(self, records: np.ndarray, scalars: np.ndarray) -> CpuStep:
         """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive."""
         num_threads = min(torch.get_num_threads(), self._max_threads)
-        self._step(records, scalars, self._maps, num_threads, self._isa)
+        self._step(records, scalars, self._maps, alive(num_threads), self._isa)
         return CpuStep(records["nonfinite_blocks"].copy())
 
 
@@ -207,7 +207,7 @@ def copy(
     """
     arrays = [t.detach().view(-1).view(torch.uint8).numpy() for t in (param, grad, *states)]
     threads = step_threads() if num_threads is None else num_threads
-    module().copy(arrays[0], arrays[1], arrays[2:], param.numel(), threads)
+    module().copy(arrays[0], arrays[1], arrays[2:], param.numel(), alive(threads))
 
 
 def _fill(record: np.void, segment: Segment, scalars: int, device: torch.device) -> None:

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many threads a step takes."""
 
+import logging
 import os
+from functools import cache
 
 import torch
 
 NO_LIMIT = 1 << 30
+
+logger = logging.getLogger("zero8")
+
+# Whether a kernel of several threads has run: in this process; in one that it was forked from.
+_has_threads = _had_threads = False
 
 
 def step_threads() -> int:
@@ -32,6 +39,40 @@ def host_share() -> int:
     if processors < len(os.sched_getaffinity(os.getppid())):
         return NO_LIMIT  # bound: these are this rank's own, not what the launcher shares out
     return max(1, processors // max(1, _ranks_of_this_host()))
+
+
+def alive(num_threads: int) -> int:
+    """Return how many of these threads a kernel can have that runs now: all, or 1 after a fork.
+
+    OpenMP keeps the threads of one kernel for the next.  They do not survive a fork, and a kernel
+    in the child would wait for them without end.  The bits of a step do not depend on it.
+    """
+    global _has_threads
+    if num_threads == 1:
+        return 1
+    if _had_threads:
+        _tell(os.getpid())
+        return 1
+    _has_threads = True
+    return num_threads
+
+
+@cache
+def _tell(process: int) -> None:
+    logger.warning(
+        "zero8: process %d was forked from one that had taken steps, and steps in one thread; "
+        "start processes that train with the method 'spawn' to have more",
+        process,
+    )
+
+
+def _after_fork() -> None:
+    global _had_threads
+    _had_threads = _had_threads or _has_threads
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _ranks_of_this_host() -> int:
