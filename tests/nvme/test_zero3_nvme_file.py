@@ -6,6 +6,7 @@ import os
 import resource
 import struct
 
+import numpy as np
 import pytest
 import torch
 from moment_samples import MOMENTS, NUMEL, moment
@@ -100,14 +101,36 @@ def flip(position):
     return damage
 
 
-def set_version(buffer):
-    buffer[16:20] = torch.frombuffer(bytearray(struct.pack("<I", 2)), dtype=torch.uint8)
+def set_version(buffer, version=3):
+    buffer[16:20] = torch.frombuffer(bytearray(struct.pack("<I", version)), dtype=torch.uint8)
+
+
+def exchange(count, first=HEADER_BYTES + 3000):
+    """Exchange two neighbouring runs of so many bytes, which a sum would not see."""
+
+    def damage(buffer):
+        one, other = buffer[first:][:count].clone(), buffer[first + count :][:count].clone()
+        assert not torch.equal(one, other)
+        buffer[first:][:count], buffer[first + count :][:count] = other, one
+
+    return damage
+
+
+def compensate(buffer):
+    """Add 1 to one 64-bit word and subtract it from another."""
+    words = buffer.view(torch.int64)
+    words[500] += 1
+    words[501] -= 1
 
 
 DAMAGES = {
     "magic": (flip(0), "not a file of 8-bit optimizer states"),
     "checksum": (flip(8), "checksum is wrong"),
-    "version": (set_version, "format version 2, this zero8 reads 1"),
+    "version": (set_version, "format version 3, this zero8 reads 1 to 2"),
+    "another version": (lambda buffer: set_version(buffer, 1), "checksum is wrong"),
+    "words exchanged": (exchange(8), "checksum is wrong"),
+    "runs exchanged": (exchange(512), "checksum is wrong"),
+    "words that compensate": (compensate, "checksum is wrong"),
     "step": (flip(24), "checksum is wrong"),
     "history": (flip(33), "checksum is wrong"),
     "numbers of bytes": (flip(40), "cut short"),
@@ -126,6 +149,35 @@ def test_zero3_nvme_file_with_a_wrong_bit_is_an_error_that_names_it(tmp_path, na
     with pytest.raises(ValueError, match=message) as caught:
         swap_file.read_whole(path)
     assert str(caught.value).startswith(path)
+
+
+def test_zero3_nvme_file_of_format_1_is_read_by_its_own_checksum(tmp_path):
+    state = state_of()
+    buffer = packed(state)
+    set_version(buffer, 1)
+    buffer[8:16] = 0
+    total = int(buffer.view(torch.int64).sum()) % 2**64
+    buffer[8:16] = torch.frombuffer(bytearray(struct.pack("<Q", total)), dtype=torch.uint8)
+    found, _ = swap_file.read_whole(written(tmp_path / "file", buffer))
+    assert difference(contents(found), contents(state)) == ""
+
+
+def test_zero3_nvme_file_that_is_not_the_last_one_written_is_an_error_with_both_steps(tmp_path):
+    state = state_of()
+    layout = Layout.of_state(state)
+    old, new = (torch.zeros(layout.file_bytes(BLOCK_BYTES), dtype=torch.uint8) for _ in range(2))
+    swap_file.pack(state, layout, old)
+    header = swap_file.pack(state | {"step": 8}, layout, new)
+    assert swap_file.unpack(new, "file", layout, header)[0]["step"] == 8
+    with pytest.raises(ValueError, match="file: it is whole, but of step 7 and not .* at step 8"):
+        swap_file.unpack(old, "file", layout, header)
+    empty = swap_file.write_empty(str(tmp_path / "file"), BLOCK_BYTES)
+    nothing = torch.from_numpy(np.fromfile(tmp_path / "file", dtype=np.uint8))
+    assert swap_file.unpack(nothing, "file", layout, empty) is None
+    with pytest.raises(ValueError, match="of step 0 and not .* at step 8"):
+        swap_file.unpack(nothing, "file", layout, header)
+    with pytest.raises(ValueError, match="of step 8 and not .* at step 0"):
+        swap_file.unpack(new, "file", layout, empty)
 
 
 @pytest.mark.parametrize("keep", [0, 8, HEADER_BYTES, BLOCK_BYTES, -BLOCK_BYTES, -1])

@@ -8,6 +8,8 @@ import copy
 import os
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,16 +68,28 @@ DAMAGES |= {"zeroed": zero_a_block, "of something else": lambda path: path.write
 # --- One pair of ranks that meets everything -----------------------------------------------------
 
 
-def read_damaged(engine):
-    """Return what reading damaged state files raises; the files are whole again afterwards."""
+def exchange(path):
+    """Put another sub-group's state there: whole, of the same step, and of the same size."""
+    other = max(path.parent.glob("zero8-*"))
+    assert other != path
+    shutil.copyfile(other, path)
+
+
+def read_damaged(engine, stale):
+    """Return what reading damaged state files raises; the files are whole again afterwards.
+
+    `stale` is the file of a step before.
+    """
     errors, path = {}, first_state_file(swapper_of(engine).swap_folder)
     whole = path.read_bytes()
+    assert len(stale) == len(whole) and stale != whole
     number = next(
         number
         for number, p in enumerate(engine.optimizer.fp32_partitioned_groups_flat)
         if swapper_of(engine).state_path(p) == str(path)
     )
-    for name, damage in DAMAGES.items():
+    wrong = {"stale": lambda path: path.write_bytes(stale), "of another sub-group": exchange}
+    for name, damage in (DAMAGES | wrong).items():
         damage(path)
         errors[name] = error_of(swapped_in(engine.optimizer, number).__enter__)
         engine.optimizer._release_swap_buffers(number)
@@ -137,14 +151,26 @@ def use(engine):
     return result | held_everywhere(engine)
 
 
+def second_job(nvme_path):
+    """Return what another process is told that wants to swap to this rank's folder."""
+    program = "import sys; from zero8.zero import swap_lock; swap_lock.take(sys.argv[1])"
+    (folder,) = Path(nvme_path).glob("**/optimizer/rank0")
+    command = [sys.executable, "-c", program, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120).stderr
+
+
 def meet_everything(folder, pipelined):
     """Train, save, meet trouble, train on; then a disk without room for another engine."""
     checkpoints = f"{folder}/checkpoints"
     engine = make_tower(nvme_config(f"{folder}/swap", pipelined=pipelined))
-    result = {"losses": train(engine, BEFORE)}
+    losses = train(engine, 1)
+    stale = first_state_file(swapper_of(engine).swap_folder).read_bytes()
+    result = {"losses": losses + train(engine, BEFORE - 1, first=1)}
     engine.save_checkpoint(checkpoints, tag="good")
     result["saved"] = held_everywhere(engine)
-    result["read"] = read_damaged(engine)
+    result["read"] = read_damaged(engine, stale)
+    if RANK == 0:
+        result |= {"second job": second_job(f"{folder}/swap"), "pid": os.getpid()}
     result["load"] = load_damaged(engine, checkpoints)
     result["newer"] = give_newer(engine)
     result["after trouble"] = held_everywhere(engine)
@@ -178,6 +204,21 @@ def test_zero3_nvme_damaged_state_file_is_an_error_that_names_it(met, name):
         kind, message = errors[name]
         assert kind == ("FileNotFoundError" if name == "gone" else "ValueError")
         assert path in message
+
+
+@pytest.mark.parametrize("name", ["stale", "of another sub-group"])
+def test_zero3_nvme_file_that_is_whole_but_not_what_was_written_last_is_an_error(met, name):
+    for rank in met:
+        path, errors = rank["read"]
+        kind, message = errors[name]
+        assert kind == "ValueError"
+        step = 1 if name == "stale" else 2
+        assert f"{path}: it is whole, but of step {step} and not what this run wrote" in message
+
+
+def test_zero3_nvme_folder_that_is_in_use_is_refused_by_name_of_the_first(met):
+    assert f"in use: process {met[0]['pid']} on " in met[0]["second job"]
+    assert "give each job an nvme_path of its own" in met[0]["second job"]
 
 
 @pytest.mark.parametrize("name", [*(f"state {name}" for name in DAMAGES), "weights cut"])

@@ -255,8 +255,8 @@ def damaged_swap(data: bytes, chance: random.Random) -> bytes:
     else:
         data[end:] = damaged(bytes(data[end:]), chance)
     data += bytes(-len(data) % 8)
-    total = sum(memoryview(bytes(data)).cast("Q")) - int.from_bytes(data[8:16], "little")
-    data[8:16] = (total % 2**64).to_bytes(8, "little")
+    total = swap_file.checksum(torch.frombuffer(data, dtype=torch.uint8), header.version)
+    data[8:16] = total.to_bytes(8, "little")
     return bytes(data)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locks of builds: those that zero8 takes, and those of torch that it finds.
+"""Locks that zero8 takes, of builds and of folders, and those of torch's builds that it finds.
 
 Ours are held through `flock`, so the operating system releases them however their holder ends.
 torch's is a file `lock` in the folder of the build.  A build that is killed leaves it behind, and
@@ -49,6 +49,23 @@ def locked(path: Path) -> Iterator[None]:
         raise RuntimeError(f"{path.parent} ({ANOTHER_PLACE}): {error}") from error
 
 
+def taken_for_good(path: Path) -> tuple[TextIO | None, str]:
+    """Take a file lock until the file that is returned is closed, or the process ends.
+
+    Returns:
+        The file, or None if another process has the lock; who has it.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    file = open(path, "a+")
+    if not _taken(file, fcntl.LOCK_EX):
+        with file:
+            return None, _holder(file)
+    _sign(file)
+    return file, _holder(file)
+
+
 def _acquire(file: TextIO) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not _taken(file, fcntl.LOCK_EX):
@@ -65,6 +82,10 @@ def _acquire(file: TextIO) -> None:
             fcntl.flock(file, fcntl.LOCK_EX)
             break
         time.sleep(_POLL_S)
+    _sign(file)
+
+
+def _sign(file: TextIO) -> None:
     file.seek(0)
     file.truncate()
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")

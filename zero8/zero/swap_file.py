@@ -7,8 +7,9 @@
                    of bfloat16 weights; raw, each from a multiple of TENSOR_ALIGNMENT_BYTES on
 
 All numbers are little-endian.  A header whose description has no bytes stands for "no state yet".
-The checksum is the sum, modulo 2^64, of the whole file as 64-bit words with 0 in its own place: it
-finds blocks that were never written, because DeepSpeed's aio does not report failed transfers.
+The checksum is the 64-bit XXH3 of the whole file with 0 in its own place.  It finds what was never
+written, because DeepSpeed's aio does not report failed transfers, and what has changed places.  In
+format 1 it was the sum, modulo 2^64, of the file as 64-bit words.
 """
 
 import errno
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from zero8.spec.shown import shown
@@ -33,9 +35,10 @@ from zero8.state.table import PieceTable
 from zero8.zero.moment_tensor import MomentTensor, described, store_like
 
 MAGIC = b"zero8swp"
-FORMAT_VERSION = 1
-HEADER = struct.Struct("<8sqIIqd7Q")
+FORMAT_VERSION = 2
+HEADER = struct.Struct("<8sQIIqd7Q")
 HEADER_BYTES = 512
+_CHECKSUM = slice(8, 16)
 TENSOR_ALIGNMENT_BYTES = 64
 BLOCK_BYTES = 4096
 """What transfers that bypass the page cache are multiples of."""
@@ -63,9 +66,9 @@ class Header(NamedTuple):
         _, checksum, version, description_bytes, step, history, *num_bytes = HEADER.unpack_from(
             data
         )
-        if version != FORMAT_VERSION:
+        if not 1 <= version <= FORMAT_VERSION:
             raise ValueError(
-                f"{path}: got format version {version}, this zero8 reads {FORMAT_VERSION}"
+                f"{path}: got format version {version}, this zero8 reads 1 to {FORMAT_VERSION}"
             )
         return cls(checksum, version, description_bytes, step, history, tuple(num_bytes))
 
@@ -175,8 +178,8 @@ def aligned(num_bytes: int, alignment_bytes: int) -> int:
     return -(-num_bytes // alignment_bytes) * alignment_bytes
 
 
-def pack(state: dict, layout: Layout, buffer: Tensor) -> None:
-    """Write the bytes of a file into a buffer, shape (file bytes,) uint8.
+def pack(state: dict, layout: Layout, buffer: Tensor) -> Header:
+    """Write the bytes of a file into a buffer, shape (file bytes,) uint8; return its header.
 
     Tensors that are in their places already, as `unpack` leaves them, are not copied.
     """
@@ -189,22 +192,28 @@ def pack(state: dict, layout: Layout, buffer: Tensor) -> None:
     header = Header(0, FORMAT_VERSION, len(layout.description), step, history, layout.num_bytes)
     _put(buffer, 0, header.packed())
     _put(buffer, HEADER_BYTES, layout.description)
-    _put(buffer, 0, header._replace(checksum=_sum(buffer)).packed())
+    header = header._replace(checksum=checksum(buffer))
+    _put(buffer, 0, header.packed())
+    return header
 
 
-def unpack(buffer: Tensor, path: str, known: Layout | None = None) -> tuple[dict, Layout] | None:
+def unpack(
+    buffer: Tensor, path: str, known: Layout | None = None, expected: Header | None = None
+) -> tuple[dict, Layout] | None:
     """Return the state in the bytes of a file, as views of them, and its layout, or None.
 
     Args:
         buffer: (file bytes,) uint8.
         path: the file's name, for messages.
         known: the layout that the file may well have.
+        expected: of what was written last, if that is known: the checksum makes it unique.
 
     Raises:
-        ValueError: if the bytes are not what was written.
+        ValueError: if the bytes are not what was written, or not what was written last.
     """
     header = Header.parsed(bytes(buffer[:HEADER_BYTES].numpy()), path)
     if not header.description_bytes:
+        _check_last(header, expected, path)
         return None
     text = bytes(buffer[HEADER_BYTES : HEADER_BYTES + header.description_bytes].numpy())
     fits = known is not None and text == known.description
@@ -214,15 +223,24 @@ def unpack(buffer: Tensor, path: str, known: Layout | None = None) -> tuple[dict
             f"{path}: got {buffer.numel()} bytes with tensors of {header.num_bytes}, expected "
             f"{layout.offsets[-1]} with {layout.num_bytes}; the file is damaged or cut short"
         )
-    if (_sum(buffer) - 2 * header.checksum) % 2**64:
+    if checksum(buffer, header.version) != header.checksum:
         raise ValueError(
             f"{path}: its checksum is wrong: a write or a read of it failed, or it was changed"
         )
+    _check_last(header, expected, path)
     try:
         step, history = checked_step(header._asdict()), checked_history(header._asdict())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return layout.state_in(buffer, step, history), layout
+
+
+def _check_last(header: Header, expected: Header | None, path: str) -> None:
+    if expected is not None and header != expected:
+        raise ValueError(
+            f"{path}: it is whole, but of step {header.step} and not what this run wrote last, at "
+            f"step {expected.step}: a write failed, or another program writes there"
+        )
 
 
 def read_whole(path: str) -> tuple[dict, Layout] | None:
@@ -238,10 +256,11 @@ def read_whole(path: str) -> tuple[dict, Layout] | None:
     return unpack(data, path)
 
 
-def write_empty(path: str, num_bytes: int) -> None:
+def write_empty(path: str, num_bytes: int) -> Header:
     """Replace a file, whatever it holds, by one of this size that stands for "no state yet"."""
     header = Header(0, FORMAT_VERSION, 0, 0, 0.0, (0,) * 7)
     Path(path).write_bytes(header.packed().ljust(num_bytes, b"\0"))
+    return header
 
 
 def reserve(path: str, num_bytes: int) -> None:
@@ -277,5 +296,14 @@ def _put(buffer: Tensor, offset: int, data: bytes) -> None:
     buffer.numpy()[offset : offset + len(data)] = memoryview(data)
 
 
-def _sum(buffer: Tensor) -> int:
-    return int(buffer.view(torch.int64).sum())
+def checksum(buffer: Tensor, version: int = FORMAT_VERSION) -> int:
+    """Return the checksum that the bytes of a file, shape (file bytes,) uint8, have to carry."""
+    begin = bytearray(buffer[:HEADER_BYTES].numpy())
+    begin[_CHECKSUM] = bytes(8)
+    rest = buffer[HEADER_BYTES:]
+    if version == 1:
+        words = torch.frombuffer(begin, dtype=torch.int64).sum() + rest.view(torch.int64).sum()
+        return int(words) % 2**64
+    digest = xxhash.xxh3_64(begin)
+    digest.update(rest.numpy())
+    return digest.intdigest()

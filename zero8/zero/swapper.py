@@ -21,9 +21,9 @@ from torch import Tensor
 
 from zero8.state.header import MOMENTS
 from zero8.state.store import MomentStore
-from zero8.zero import swap_file
+from zero8.zero import swap_file, swap_lock
 from zero8.zero.flat_state import FlatPartition
-from zero8.zero.swap_file import BLOCK_BYTES, Layout
+from zero8.zero.swap_file import BLOCK_BYTES, Header, Layout
 from zero8.zero.swap_io import Buffer, BufferPool, CheckedHandle
 
 
@@ -35,14 +35,20 @@ class SwapsStates(OptimizerSwapper):
     """
 
     def _begin(self) -> None:
-        """Finish the constructor."""
+        """Finish the constructor.
+
+        Raises:
+            OSError: on all ranks, if another process swaps to the folder of one.
+        """
+        swap_lock.take_on_all(self.swap_folder)
         parallelism = self.aio_config["intra_op_parallelism"]
         self._alignment_bytes = BLOCK_BYTES * parallelism
         self._pool = BufferPool(self.aio_handle)
         self._layouts: dict[str, Layout] = {}
         self._arriving: dict[str, tuple[Buffer, Tensor]] = {}
         self._resident: dict[str, Buffer] = {}
-        self.print_exclude_list += ["_pool", "_layouts", "_arriving", "_resident"]
+        self._written: dict[str, Header] = {}  # of what each file has to hold
+        self.print_exclude_list += ["_pool", "_layouts", "_arriving", "_resident", "_written"]
 
     def state_path(self, parameter: Tensor, folder: str | None = None) -> str:
         """Return the name of the file of a sub-group's state."""
@@ -79,8 +85,16 @@ class SwapsStates(OptimizerSwapper):
 
     def _create_param_swap_info(self, parameter, numel):
         # A file of this name is of an earlier run.
-        swap_file.write_empty(self.state_path(parameter), self._alignment_bytes)
+        self._write_empty(parameter)
         return super()._create_param_swap_info(parameter, numel)
+
+    def _write_empty(self, parameter: Tensor) -> None:
+        path = self.state_path(parameter)
+        self._written[parameter.ds_id] = swap_file.write_empty(path, self._alignment_bytes)
+
+    def expect_other_files(self) -> None:
+        """Take the files for what others will have written: those of a checkpoint."""
+        self._written.clear()
 
     def _get_state_tensors(self, parameter):
         return []  # none for DeepSpeed's own files
@@ -133,7 +147,7 @@ class SwapsStates(OptimizerSwapper):
         known = self._layouts.get(key)
         found = None
         try:
-            found = swap_file.unpack(memory, path, known)
+            found = swap_file.unpack(memory, path, known, self._written.get(key))
         finally:
             if found is None:
                 self._pool.give_back(buffer)
@@ -162,7 +176,7 @@ class SwapsStates(OptimizerSwapper):
         key, path = parameter.ds_id, self.state_path(parameter)
         state = self.optimizer.state.get(parameter)
         if not state:
-            swap_file.write_empty(path, self._alignment_bytes)
+            self._write_empty(parameter)
             self.optimizer.on_disk.pop(parameter, None)
             return 0
         self._kind.moments(parameter, state, None)  # encodes what was loaded as float32
@@ -175,7 +189,7 @@ class SwapsStates(OptimizerSwapper):
         if key not in self._resident:
             self._resident[key] = self._pool.take(size)
         memory = self._resident[key].memory[:size]
-        swap_file.pack(state, layout, memory)
+        self._written[key] = swap_file.pack(state, layout, memory)
         if left is not None:
             self._pool.give_back(left)
         if os.stat(path).st_size > size:

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may keep swap files in a folder: one process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from zero8.zero import swap_lock
+
+TAKE = "import sys; from zero8.zero import swap_lock; swap_lock.take(sys.argv[1])"
+TAKE_AND_WAIT = f"{TAKE}; print('taken', flush=True); sys.stdin.read()"
+
+
+def start(program, folder):
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.timeout(120)
+def test_folder_is_refused_while_another_process_has_it_and_free_when_that_is_killed(tmp_path):
+    folder = tmp_path / "rank0"
+    folder.mkdir()
+    with start(TAKE_AND_WAIT, folder) as first:
+        try:
+            assert first.stdout.readline() == "taken\n"
+            with pytest.raises(OSError, match=f"in use: process {first.pid} on .*nvme_path") as met:
+                swap_lock.take(str(folder))
+            assert met.value.filename == str(folder)
+        finally:
+            first.kill()
+    swap_lock.take(str(folder))
+    with start(TAKE, folder) as second:
+        assert f"in use: process {os.getpid()} on " in second.communicate()[1]
+
+
+def test_folder_that_this_process_has_is_its_own_again(tmp_path):
+    folder = tmp_path / "rank0"
+    folder.mkdir()
+    swap_lock.take(str(folder))
+    swap_lock.take(f"{tmp_path}/./rank0")
+    assert list(folder.iterdir()) == []  # DeepSpeed copies all that is in it
+
+
+def test_folder_where_no_lock_can_be_written_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(OSError, match="no/rank0.flock"):
+        swap_lock.take(str(tmp_path / "no" / "rank0"))
