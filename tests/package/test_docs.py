@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files and links that the docs name exist."""
+"""The files, links and tests that the docs name exist."""
 
 import re
 
 import pytest
 from places import ROOT
 
-DOCS = [ROOT / "README.md", ROOT / "configs" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", *(ROOT / name / "README.md" for name in ("configs", "launch"))]
+DOCS += [ROOT / "zero8" / "checkpoint" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PATH = re.compile(r"`((?:zero8|csrc|tests|configs|launch)/[\w./*]+)`")
+TEST = re.compile(r"^def (test_\w+)\(", re.MULTILINE)
+NAMED_TEST = re.compile(r"`(?:[\w/]+/)?(test_\w+(?:\.py)?)`")
 LINK = re.compile(r"\]\((?!http)([^)#]+)\)")
 
 
@@ -24,3 +27,17 @@ def test_docs_name_files_at_all():
     named = set(PATH.findall((ROOT / "docs" / "architecture.md").read_text()))
     assert {"csrc/update.h", "zero8/op/launch.py", "zero8/zero/moment_tensor.py"} <= named
     assert len(named) > 30
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docs_name_tests_that_exist(doc):
+    sources = list((ROOT / "tests").rglob("test_*.py"))
+    known = {path.name for path in sources}
+    known |= {name for path in sources for name in TEST.findall(path.read_text())}
+    assert [name for name in NAMED_TEST.findall(doc.read_text()) if name not in known] == []
+
+
+def test_docs_name_tests_at_all():
+    """Guards the test above."""
+    named = NAMED_TEST.findall((ROOT / "docs" / "reliability.md").read_text())
+    assert len(named) > 15 and "test_multinode_faults.py" in named
