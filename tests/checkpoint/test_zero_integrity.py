@@ -316,6 +316,12 @@ def test_load_with_nothing_whole_left_lists_all_that_is_wrong(by_tag):
 # --- Other ways to save and load -----------------------------------------------------------------
 
 
+def exchange_rank_1s(folder, source, target):
+    """Have rank 1's states of one tag be those of another."""
+    (states,) = Path(folder, source).glob("*pp_rank_1_*optim*")
+    shutil.copyfile(states, Path(folder, target, states.name))
+
+
 def save_and_load_otherwise(folder):
     """Return what comes of tags without a manifest, of errors of one rank, of other optimizers."""
     found = {}
@@ -339,6 +345,13 @@ def save_and_load_otherwise(folder):
     with logged() as lines:
         found["old"] = [error_of(engine.load_checkpoint, folder) for _ in range(2)]
     found["old log"] = lines
+    train(engine, 2)
+    engine.save_checkpoint(folder, tag="two", save_latest=False)
+    together(os.remove, f"{folder}/two/{MANIFEST}")
+    together(lambda: exchange_rank_1s(folder, "one", "two"))
+    found["mixed"] = error_of(engine.load_checkpoint, folder, tag="two")
+    torch.distributed.barrier()
+    engine = make_engine(config())
     damage(folder, "one")
     together(lambda: cut(min(Path(folder, "one").glob("*pp_rank_1_*optim*"))))
     found["old, cut"] = error_of(engine.load_checkpoint, folder)
@@ -420,6 +433,12 @@ def test_load_of_a_tag_without_a_manifest_that_one_rank_cannot_read_is_an_error_
     errors = of_both(otherwise, "old, cut")
     assert None not in errors
     assert "rank 1: " in errors[0][1]
+
+
+def test_load_of_steps_that_differ_between_ranks_is_an_error_on_both_with_the_steps(otherwise):
+    for kind, message in of_both(otherwise, "mixed"):
+        assert kind == "ValueError"
+        assert "different steps, rank by rank [3, 1]" in message and "tag two" in message
 
 
 def test_save_over_what_was_damaged_makes_it_whole(otherwise):

@@ -49,7 +49,7 @@ def load(engine, original: Callable, options: dict) -> tuple:
     Raises:
         ValueError: on all ranks, if files are damaged or missing, the tag is incomplete, or was
             saved by another world size; nothing has been changed then.  It names each file and the
-            rank that wrote it.
+            rank that wrote it.  If ranks have loaded different steps from a tag without a manifest.
         FileNotFoundError: on all ranks, if there is no such tag.
     """
     reason = reason_not_covered(engine)
@@ -211,4 +211,19 @@ def _load_together(engine, original: Callable, options: dict) -> tuple:
             agree(error)
             raise
         agree(None)  # DeepSpeed returns early if it finds nothing to load
+    _check_steps(engine, what)
     return result
+
+
+def _check_steps(engine, what: str) -> None:
+    """Raise ValueError on all ranks if these have loaded different steps.
+
+    Without a manifest nothing else tells a file of another tag from the right one.
+    """
+    own = [int(state["step"]) for state in engine.basic_optimizer.state.values() if "step" in state]
+    steps = gathered(max(own, default=None))  # none where a rank holds nothing but padding
+    if len(set(steps) - {None}) > 1:
+        raise ValueError(
+            f"{what}: the ranks have loaded different steps, rank by rank {steps}: some files are "
+            "of another checkpoint. Load a tag whose files are all of one save, in a new engine"
+        )
