@@ -36,7 +36,8 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
   test -z "$$missing" || { \
     echo "zero8: missing on this machine; as root: apt-get install $$missing" >&2; exit 1; }
 
-.PHONY: help setup train bench gpu-check test test-slow test-multinode test-integrations test-full lint
+.PHONY: help setup train bench gpu-check test test-slow test-multinode test-integrations test-full \
+  test-sanitizers fuzz soak lint
 .NOTPARALLEL:
 
 help:
@@ -52,6 +53,10 @@ help:
 	@echo "make test-multinode  run those on several hosts, in network namespaces; needs root"
 	@echo "make test-integrations  run those with Hugging Face's packages, Lightning, torchtitan"
 	@echo "make test-full  run all four"
+	@echo "make test-sanitizers  of the slow ones those with the compiler's sanitizers"
+	@echo "make fuzz       damage checkpoints in CASES (3000) ways, from the one with number FIRST (0)"
+	@echo "                on, and load them; prints what went wrong, and how to see it again"
+	@echo "make soak       kill trainings KILLS (100) times, and compare them with undisturbed ones"
 	@echo "make lint       check style, without changing anything"
 	@echo "make setup      only install what CI needs"
 
@@ -93,6 +98,18 @@ test-integrations: .venv/.integrations
 	$(PYTEST) tests/integrations -m integrations $(TWO_FILES)
 
 test-full: test test-slow test-multinode test-integrations
+
+test-sanitizers: .venv/.test
+	$(PYTEST) tests/kernel/test_sanitized.py tests/kernel/test_csrc.py -k sanitizer
+
+fuzz: .venv/.test
+	$(BUILD)
+	PYTHONPATH=.:tests/support $(RUN) tests/checkpoint/test_mutations.py $(or $(CASES),3000) \
+	  --first $(or $(FIRST),0) --workers 2
+
+soak: .venv/.test
+	$(BUILD) configs/zero3_nvme.json
+	OMP_NUM_THREADS=1 $(RUN) tests/soak.py --kills $(or $(KILLS),100) --seed $(or $(SEED),0)
 
 lint: .venv/.dev
 	$(RUN) -m ruff check .
