@@ -67,7 +67,9 @@ def health(optimizer: Adam8bitBlockwise) -> dict[str, float]:
     return {prefix + name: float(value) for name, value in values.items()}
 
 
-def _clipped(optimizer: Adam8bitBlockwise, moments: dict[Tensor, list[MomentStore]]):
+def _clipped(
+    optimizer: Adam8bitBlockwise, moments: dict[Tensor, list[MomentStore]]
+) -> float | None:
     """Return the share of updates that (R5) clips so, eps aside; None if there are no codes."""
     pieces = [
         (state, pair, piece)
