@@ -274,7 +274,7 @@ def file_with(data, text, change):
     header = header._replace(checksum=0, description_bytes=len(text), num_bytes=num_bytes)
     swap_file._put(memory, 0, header.packed())
     swap_file._put(memory, HEADER_BYTES, text)
-    swap_file._put(memory, 0, header._replace(checksum=swap_file._sum(memory)).packed())
+    swap_file._put(memory, 0, header._replace(checksum=swap_file.checksum(memory)).packed())
     return memory
 
 
