@@ -316,6 +316,7 @@ def test_zero3_nvme_file_that_was_crafted_is_fitted_or_refused(tower, name):
     header = Header.parsed(bytes(data[:HEADER_BYTES].numpy()), path)
     text = bytes(data[HEADER_BYTES : HEADER_BYTES + header.description_bytes].numpy())
     crafted = file_with(data, text, change)
+    swapper.expect_other_files()  # as if a checkpoint had brought it
     try:
         with open(path, "wb") as file:
             file.write(crafted.numpy().tobytes())
