@@ -22,6 +22,8 @@ from pathlib import Path
 
 import psutil
 
+from zero8.op import build
+
 REPOSITORY = Path(__file__).parents[2]
 TOOLS = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh"}
 PACKAGES = ("openssh-server", "openssh-client", "pdsh", "iproute2", "procps")
@@ -274,8 +276,9 @@ class Lab:
         return ["nsenter", "--target", str(first), *names, "bash", "-c", inside]
 
     def _boot(self, host: str) -> None:
-        needed = [str(REPOSITORY), os.environ.get("TORCH_EXTENSIONS_DIR", "")]
-        kept = shlex.join(path for path in needed if path.startswith("/tmp/"))
+        # Each host has a /tmp of its own: without the ops that are built it would build its own.
+        needed = [path for path in (REPOSITORY, build.cache_root()) if path.exists()]
+        kept = shlex.join(str(path) for path in needed if path.is_relative_to("/tmp"))
         boot = BOOT.format(name=host, folder=self.folder, kept=kept, sshd=_which("sshd"))
         self._link(host, "up")
         with open(self.folder / f"{host}.sshd.log", "wb") as log:
