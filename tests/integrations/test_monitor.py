@@ -20,7 +20,8 @@ from zero8.integrations.health import health
 pytestmark = pytest.mark.integrations
 
 NAMES = {
-    *("zero8/state_bytes", "zero8/share_8bit", "zero8/nonfinite_blocks", "zero8/step_ms"),
+    *("zero8/state_bytes", "zero8/share_8bit", "zero8/nonfinite_blocks", "zero8/clipped"),
+    "zero8/step_ms",
     *(f"zero8/{which}_at_{end}" for which in ("exp_avg", "exp_avg_sq") for end in ("top", "floor")),
 }
 
