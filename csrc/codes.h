@@ -45,7 +45,7 @@ namespace zero8 {
 namespace ZERO8_TARGET {
 
 constexpr uint32_t kOneBits = 0x3F800000;
-constexpr uint32_t kSignBit = 0x80000000;
+constexpr uint32_t kSignBit = 0x80000000, kInfinityBits = 0x7F800000;
 constexpr float kSaturation = 0x1p126f;
 constexpr int kMaxScales = 2;  // of any code, per block
 

@@ -9,7 +9,7 @@
 namespace zero8 {
 
 // Steps over blocks begin .. end - 1 of one segment and returns how many of them it left as they
-// were because a gradient was not finite.
+// were because a gradient or a new moment was not finite.
 using StepBlocks = int64_t(const Segment&, const StepScalars&, const DynamicMaps&, int64_t begin,
                            int64_t end);
 

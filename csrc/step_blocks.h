@@ -11,7 +11,7 @@
 // first-level cache.  Memory sees, per fp32 parameter, 16 bytes: p, g and two codes read, p and two
 // codes written.
 //
-// Nothing of a block is written before its gradients are known to be finite.
+// Nothing of a block is written before its gradients and new moments are known to be finite.
 //
 // The caller has set flush to zero.  Included once per target; ZERO8_TARGET names the namespace,
 // and nothing here is a template of the standard library, which the linker would merge across
@@ -202,7 +202,7 @@ struct Reader {
     for_vectors(i, count, [&](int k, auto lanes) ZERO8_INLINE {
       largest = Vec::maxu(largest, magnitude_bits(gradient(k, lanes)));
     });
-    return below_limit(largest);
+    return Vec::reduce_maxu(largest) < kGradientLimitBits;
   }
 };
 
@@ -257,18 +257,34 @@ struct Pending {
 
 // --- The step ------------------------------------------------------------------------------------
 
+// Whether the scales of a block's m are finite.  If so no m is NaN, of which an MRange need not
+// tell.
+template <class M>
+ZERO8_INLINE inline bool has_finite_scales(const float* scales) {
+  bool finite = true;
+  for (int k = 0; k < M::kScales; ++k) finite &= (bits_of(scales[k]) & ~kSignBit) < kInfinityBits;
+  return finite;
+}
+
+// Whether a block with these largest patterns of |m'| and v' has finite gradients and moments.
+template <class Moments, class P, class G>
+ZERO8_INLINE inline bool can_step(const Reader<Moments, P, G>& reader, uint32_t m, uint32_t v) {
+  return are_moments(m, v) && (v < reader.s.large_square || reader.is_finite());
+}
+
 template <class P, class G>
 int64_t step_plain(const Segment& seg, const StepScalars& raw, const DynamicMaps& maps,
                    int64_t begin, int64_t end) {
   const Scalars s(raw);
+  // m', v' and denominators of a block; its last vector may run over.
+  alignas(64) float buffer[3 * (kMaxBlockSize + Vec::kLanes)];
+  const int stride = seg.block_size + Vec::kLanes;
+  float *const new_m = buffer, *const new_v = new_m + stride, *const denominators = new_v + stride;
   int64_t skipped = 0;
   BlockWalk walk(seg, begin);
   for (int64_t local = begin; local < end; ++local, walk.advance()) {
     Reader<Plain, P, G> reader(seg, s, raw, maps, walk.block());
-    if (!reader.is_finite()) {
-      ++skipped;
-      continue;
-    }
+    Vec::I m_largest = Vec::seti(0), v_largest = Vec::seti(0);
     for_vectors(0, reader.count, [&](int i, auto lanes) ZERO8_INLINE {
       Vec vec;
       Vec::F m = reader.source.exp_avg(vec, i, lanes), v = reader.source.exp_avg_sq(vec, i, lanes);
@@ -277,10 +293,21 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, const DynamicMaps
         prefetch_chunk(reader.param.p + i);
         prefetch_chunk(reader.g + i);
       }
-      const Vec::F denominator = advance_moments(vec, s, reader.gradient(i, lanes), m, v);
-      step_param(s, reader.param, i, lanes, m, denominator);
+      Vec::store(denominators + i, advance_moments(vec, s, reader.gradient(i, lanes), m, v));
+      Vec::store(new_m + i, m);
+      Vec::store(new_v + i, v);
+      m_largest = Vec::maxu(m_largest, magnitude_bits(m));
+      v_largest = Vec::maxu(v_largest, Vec::as_int(v));
+    });
+    if (!can_step(reader, Vec::reduce_maxu(m_largest), Vec::reduce_maxu(v_largest))) {
+      ++skipped;
+      continue;
+    }
+    for_vectors(0, reader.count, [&](int i, auto lanes) ZERO8_INLINE {
+      const Vec::F m = Vec::load(new_m + i);
+      step_param(s, reader.param, i, lanes, m, Vec::load(denominators + i));
       store(reader.source.m + i, m, lanes);
-      store(reader.source.v + i, v, lanes);
+      store(reader.source.v + i, Vec::load(new_v + i), lanes);
     });
   }
   return skipped;
@@ -353,7 +380,9 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const Dynamic
       to.advance(s, i, reader.gradient(i, lanes), reader.source.exp_avg(vec, i, lanes),
                  reader.source.exp_avg_sq(vec, i, lanes));
     });
-    if (to.v_range.largest() >= s.large_square && !reader.is_finite()) {
+    using M = typename Moments::MCode;
+    if (!has_finite_scales<M>(seg.exp_avg_scale + b.local * M::kScales) ||
+        !can_step(reader, to.m_range.largest(), to.v_range.largest())) {
       ++skipped;
       continue;
     }

@@ -37,7 +37,7 @@ ZERO8_DEVICE inline void store8(uint8_t* p, Vec::I x, All) { Vec::store8(p, x); 
 // --- Parameters and gradients ------------------------------------------------------------------
 
 ZERO8_DEVICE inline Vec::Mask is_nan(Vec::F x) {
-  return Vec::above(magnitude_bits(x), Vec::seti(0x7F800000));
+  return Vec::above(magnitude_bits(x), Vec::seti(kInfinityBits));
 }
 
 // Whether any rounding to bfloat16 could overflow, or the value is not finite.
@@ -432,9 +432,10 @@ struct Plain {
 
 // --- The step ------------------------------------------------------------------------------------
 
-// Whether patterns of |g| in all parts of a block say that its gradients are finite.
-ZERO8_DEVICE inline bool below_limit(Vec::I magnitudes) {
-  return Vec::reduce_maxu(magnitudes) < kGradientLimitBits;
+// Whether the largest patterns of a block's |m'| and v' say that these are numbers, and no v' is
+// below zero.  Finite gradients make none that is not so, but states may have come from anywhere.
+ZERO8_DEVICE inline bool are_moments(uint32_t m, uint32_t v) {
+  return m < kInfinityBits && v < kInfinityBits;
 }
 
 // Turns beta1 m and beta2 v into m' and v', and returns the denominator.  `vec` is a Vec or, on

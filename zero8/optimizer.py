@@ -254,10 +254,10 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         Raises:
             ValueError: if a gradient is sparse, complex or of a dtype that is not served, or a
                 state does not fit its parameter; nothing has been changed then.
-            FloatingPointError: if a gradient is NaN or infinite.  The blocks that it touches, and
-                only they, are left as they were; the step counts, and the state can be saved and
-                stepped on.  On a GPU it is raised by a later step, or by `check_finite`; under ZeRO
-                by `check_finite` only.
+            FloatingPointError: if a gradient is NaN or infinite, or a moment, which no step makes
+                so.  The blocks that it touches, and only they, are left as they were; the step
+                counts, and the state can be saved and stepped on.  On a GPU it is raised by a later
+                step, or by `check_finite`; under ZeRO by `check_finite` only.
         """
         loss = None
         if closure is not None:
@@ -352,7 +352,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
                 self._report(skipped)
 
     def check_finite(self, process_group=None) -> None:
-        """Raise FloatingPointError on every rank if any rank has met a non-finite gradient.
+        """Raise FloatingPointError on every rank if any rank has met a non-finite number.
 
         One all_reduce of 8 bytes, or one for each dimension of the mesh; all ranks of the group
         must call it.  Waits until a GPU has finished the steps so far.
@@ -365,8 +365,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         meant = [process_group] if process_group else process_groups(self._all_params()) or [None]
         if count := ranks.total(self.nonfinite_blocks, meant):
             raise FloatingPointError(
-                f"{count} blocks met a non-finite gradient so far (all ranks); they were left as "
-                "they were"
+                f"{count} blocks met a non-finite gradient or moment so far (all ranks); they "
+                "were left as they were"
             )
 
     def _report(self, skipped: dict[str, int]) -> None:
@@ -377,7 +377,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         self.nonfinite_blocks += sum(skipped.values())
         worst = sorted(skipped.items(), key=lambda item: -item[1])[:10]
         raise FloatingPointError(
-            f"non-finite gradient in {len(skipped)} parameter(s): "
+            f"non-finite gradient or moment in {len(skipped)} parameter(s): "
             + ", ".join(f"{label} ({count} blocks)" for label, count in worst)
             + "; these blocks were left as they were, all others have stepped"
         )
@@ -395,7 +395,9 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
     def _log(self, skipped: dict[str, int]) -> None:
         self.nonfinite_blocks += sum(skipped.values())
         for label, count in skipped.items():
-            logger.warning("non-finite gradient: %s: %d blocks left as they were", label, count)
+            logger.warning(
+                "non-finite gradient or moment: %s: %d blocks left as they were", label, count
+            )
 
     # --- States ---------------------------------------------------------------------------------
 

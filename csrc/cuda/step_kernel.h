@@ -277,7 +277,7 @@ __device__ inline void encode(const Segment& seg, const Place& place, const Step
 
 // --- The step ------------------------------------------------------------------------------------
 
-// Returns whether the block's gradients were finite; if not, it is as it was.
+// Returns whether the block's gradients and new moments are finite; if not, it is as it was.
 __device__ inline bool step_block(const Segment& seg, const StepScalars& raw,
                                   const DynamicMaps& maps, const Block& block) {
   const Place place(block);
@@ -289,9 +289,15 @@ __device__ inline bool step_block(const Segment& seg, const StepScalars& raw,
     largest = Vec::maxu(largest, magnitude_bits(x));
     Vec::store(g.x + i, x);
   });
-  if (!below_limit(largest)) return false;
+  if (Vec::reduce_maxu(largest) >= kGradientLimitBits) return false;
   Values m, v;
   update(seg, stored, place, raw, maps, g, p, m, v);
+  largest = Vec::seti(0);
+  for_vectors([&](int i) {
+    const Vec::I patterns = magnitude_bits(Vec::load(m.x + i));
+    largest = Vec::maxu(Vec::maxu(largest, patterns), Vec::as_int(Vec::load(v.x + i)));
+  });
+  if (Vec::reduce_maxu(largest) >= kInfinityBits) return false;
   write_param(seg, place, p);
   encode(seg, place, raw, maps, m, v);
   return true;

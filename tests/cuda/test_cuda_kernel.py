@@ -30,6 +30,7 @@ from segments import (
     framed_copy,
     gradient,
     make,
+    poison_moment,
     scalars_at,
     tensors,
 )
@@ -216,6 +217,18 @@ def test_cuda_step_special_parameters_equal_the_cpu(host, codec, dtypes, hyper):
         values = [2.0**-130, -(2.0**-149)]
     segment.param[7 : 7 + len(values)] = torch.tensor(values)
     assert_follows_cpu(host, [segment], hyper)
+
+
+@codec_names
+@pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
+def test_cuda_step_moment_that_is_no_number_leaves_its_block_as_it_was(host, codec, which):
+    """The CPU's kernel does the same, as its own tests say."""
+    for poison in (math.nan, math.inf, -1.0):
+        segment = make(codec, Place((6, 300), 256, 0, 1800), scalars_at(1, ADAMW))
+        segment.grad.copy_(gradient(0, 1800, seed=1))
+        kernel.step([segment])
+        poison_moment(segment, which, poison)
+        assert_follows_cpu(host, [segment], ADAMW)
 
 
 POISON = {"nan": math.nan, "-nan": -math.nan, "inf": math.inf, "2^63": 2.0**63}

@@ -136,7 +136,7 @@ def test_cuda_optimizer_check_finite_waits_for_the_gpu(gpu, caplog):
     with pytest.raises(FloatingPointError, match="2 blocks met a non-finite gradient"):
         optimizer.check_finite()
     assert gpu.waits == 1
-    assert "non-finite gradient: c: 2 blocks" in caplog.text
+    assert "non-finite gradient or moment: c: 2 blocks" in caplog.text
 
 
 def test_cuda_optimizer_steps_of_one_parameter_are_added_up(gpu):
@@ -157,7 +157,7 @@ def test_cuda_optimizer_of_several_ranks_logs_instead_of_raising(gpu, monkeypatc
     monkeypatch.setattr(optimizer, "_has_params_on_gpus", lambda: True)
     step_with_nan(params, optimizer)
     assert optimizer.nonfinite_blocks == 2
-    assert "non-finite gradient: c: 2 blocks" in caplog.text
+    assert "non-finite gradient or moment: c: 2 blocks" in caplog.text
     monkeypatch.setattr(optimizer, "_has_params_on_gpus", lambda: False)
     with pytest.raises(FloatingPointError):
         step_with_nan(params, optimizer)

@@ -18,6 +18,7 @@ from segments import (
     framed_copy,
     gradient,
     make,
+    poison_moment,
     scalars_at,
     tensors,
 )
@@ -142,6 +143,28 @@ def test_kernel_step_nonfinite_gradient_leaves_its_block_as_it_was(codec, poison
     assert not torch.equal(poisoned.param[good], before.param[good])
     assert reference.step(following) == 2
     assert_same(poisoned, following, isa)
+
+
+@codec_names
+@pytest.mark.parametrize("isa", kernel.isas())
+def test_kernel_step_moment_that_is_no_number_leaves_its_block_as_it_was(codec, isa):
+    """Nothing that a load lets through, but a state can be put in place by hand."""
+    place = Place((6, 300), 256, 0, 1800)
+    clean = make(codec, place, scalars_at(2, ADAMW))
+    clean.grad.copy_(gradient(0, place.numel, seed=1))
+    kernel.step([clean])
+    for poison, which in itertools.product((math.nan, math.inf, -1.0), ("exp_avg", "exp_avg_sq")):
+        poisoned = copied(clean)
+        bad_block = poison_moment(poisoned, which, poison)
+        before, following = copied(poisoned), copied(poisoned)
+        is_bad = (which, poison) != ("exp_avg", -1.0)  # that is a number
+        assert kernel.step([poisoned], isa=isa) == [int(is_bad)]
+        assert reference.step(following) == is_bad
+        assert_same(poisoned, following, f"{which} of {poison}")
+        block, _ = poisoned.grid.block_numbers(0, place.numel)
+        left = block == bad_block
+        assert torch.equal(poisoned.param[left], before.param[left]) == is_bad
+        assert poisoned.param.isfinite().all()
 
 
 @codec_names

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zero8.spec.codec import CODECS
+from zero8.spec.codec import CODECS, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.spec.scalars import StepScalars, next_history
 from zero8.spec.segment import Moment, Rounding, Segment
@@ -168,3 +168,18 @@ def scalars_at(step: int, hyper: dict) -> StepScalars:
     for _ in range(step):
         history = next_history(history, *hyper["betas"])
     return StepScalars.at(step, history, **hyper)
+
+
+def poison_moment(segment: Segment, which: str, value: float) -> int:
+    """Put a value into float32 moments, or into a scale; return the number of the block."""
+    moment = getattr(segment, which)
+    if segment.codec is None:
+        moment.values[800] = value
+        return segment.grid.block_of(800)
+    block = segment.grid.block_of(600)
+    if which == "exp_avg":
+        # Then each element is NaN, which maxima lose on AVX-512 and CUDA.
+        one = torch.zeros(1)
+        moment.values[600:856] = quantize(segment.codec.exp_avg, one, one.long(), 1)[0]
+    moment.scales.view(moment.scales.shape[0], -1)[block, 0] = value
+    return block

@@ -16,7 +16,9 @@ g the gradient, m and v the moments, and every operation rounded once as `arithm
     m, v = quantize(m'), quantize(v')                      (C1)-(C9) of log.py and dynamic.py   (R8)
 
 A block in which any g (after (R1)) is NaN, infinite, or at least 2^63 in magnitude, so that its
-square could overflow, is left exactly as it was, parameter and moments, and counted.
+square could overflow, is left exactly as it was, parameter and moments, and counted.  So is one in
+which any m' is not finite, or any v' not finite or with the sign of negative numbers: what steps
+make of finite gradients is never so, but a state may have come from anywhere.
 """
 
 import torch
@@ -34,7 +36,7 @@ _BF16_INFINITY = 0x7F80
 
 
 def step(segment: Segment) -> int:
-    """Take one step on a segment, in place; return the number of blocks left out as non-finite."""
+    """Take one step on a segment, in place; return the number of blocks left as they were."""
     s = segment.scalars
     block, num_blocks = segment.grid.block_numbers(segment.first, segment.param.numel())
     p = ieee.flush(_wide_param(segment))
@@ -46,7 +48,8 @@ def step(segment: Segment) -> int:
     v = ieee.fma(h, h, _decayed_exp_avg_sq(segment, block))
 
     bad_blocks = torch.zeros(num_blocks, dtype=torch.bool)
-    bad_blocks[block[~(g.abs() < GRADIENT_LIMIT)]] = True
+    are_numbers = m.isfinite() & v.isfinite() & ~v.signbit()
+    bad_blocks[block[~((g.abs() < GRADIENT_LIMIT) & are_numbers)]] = True
     good = ~bad_blocks[block]
 
     denominator = ieee.fma(ieee.sqrt(v), s.inverse_sqrt_correction2, s.eps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of blocks that steps have left as they were, because a gradient was not finite."""
+"""Counts of blocks that steps have left as they were, because a number was not finite."""
 
 from collections.abc import Sequence
 
