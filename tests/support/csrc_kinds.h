@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kinds of segments over which the tests' drivers step.
+#pragma once
+
+#include <cmath>
+
+#include "format.h"
+
+struct Types {
+  zero8::DType param, grad;
+  bool is_corrected = false;
+};
+constexpr Types kTypes[] = {
+    {zero8::kFP32, zero8::kFP32},       {zero8::kFP32, zero8::kBF16},
+    {zero8::kFP32, zero8::kFP16},       {zero8::kBF16, zero8::kFP32},
+    {zero8::kBF16, zero8::kBF16},       {zero8::kBF16, zero8::kFP32, true},
+    {zero8::kBF16, zero8::kBF16, true},
+};
+constexpr zero8::Codec kCodecs[] = {zero8::kFloat32, zero8::kDynamic, zero8::kLog};
+constexpr zero8::Rounding kRoundings[] = {zero8::kNearest, zero8::kDither, zero8::kHash};
+
+// With L2 and without.
+constexpr zero8::StepScalars kScalars[] = {
+    {0.9f, 0.999f, 0.1f, 0.0316f, 1.0f, 1e-8f, 10.0f, 1e-3f, 0.99f, 0.01f, 1.0f, 1.1f},
+    {0.9f, 0.999f, 0.1f, 0.0316f, 1.0f, 1e-8f, 10.0f, 1e-3f, 0.99f, 0.0f, 1.0f, 1.1f},
+};
+
+// Powers of two, as patterns of exponents: equal ones in the first half, then ones of `octaves`.
+// Blocks of `log` are of both kinds then, and some hold more than they can tell apart.
+inline uint32_t exponent_of(int64_t i, int64_t numel, int bias, int octaves) {
+  return static_cast<uint32_t>(bias - 1 - (i < numel / 2 ? 0 : i % octaves));
+}
+
+// Ascending entries -1 .. 1 or 0 .. 1 at equal distances: a map of a single piece.
+inline void fill(zero8::DynamicMap& map, bool is_signed) {
+  const auto level = [=](float i) { return is_signed ? (i - 127.0f) / 128.0f : i / 255.0f; };
+  for (int i = 0; i < 256; ++i) {
+    map.levels[i] = level(static_cast<float>(i));
+    map.thresholds[i] = i < 255 ? level(static_cast<float>(i) + 0.5f) : INFINITY;
+    for (int k = 0; k < 4; ++k) {
+      map.level_bytes[k][i] = reinterpret_cast<const uint8_t*>(&map.levels[i])[k];
+    }
+  }
+  for (uint32_t& joint : map.octave_joint) joint = 0x7F800000;
+  map.slope[0] = (is_signed ? 128.0f : 255.0f) * 65536.0f;
+  map.offset[0] = 32768.0f;
+  map.last[0] = is_signed ? 128 : 255;
+}
