@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps in the backward: the bits of steps after it, and what cannot be had with them."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -58,6 +62,63 @@ def assert_same(model, optimizer, other_model, other) -> None:
             theirs = other.state[q][key]
             same = torch.equal(value, theirs) if torch.is_tensor(value) else value == theirs
             assert same, (name, key)
+
+
+STEP_IN_A_FORK = """
+import os, sys, torch, zero8
+torch.set_num_threads(1)
+model = torch.nn.Linear(100, 100)
+optimizer = zero8.Adam8bitBlockwise(model.named_parameters(), lr=1e-3)
+optimizer.step_in_backward(model)
+
+def train():
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+
+train()
+child = os.fork()
+train()
+torch.save(optimizer.state_dict(), sys.argv[2 if child else 1])
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_in_backward_in_a_fork_has_the_bits_of_its_parent(tmp_path):
+    """The thread that steps is not there; to wait for it would have no end."""
+    paths = [str(tmp_path / name) for name in ("child", "parent")]
+    command = [sys.executable, "-c", STEP_IN_A_FORK, *paths]
+    with subprocess.Popen(command, start_new_session=True) as started:
+        try:
+            started.wait(timeout=60)
+        finally:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)  # with the child
+    assert started.returncode == 0
+    child, parent = (torch.load(path)["state"] for path in paths)
+    for number, entries in parent.items():
+        for key, value in entries.items():
+            assert torch.equal(torch.as_tensor(child[number][key]), torch.as_tensor(value)), key
+
+
+def test_in_backward_in_a_fork_of_steps_under_way_raises(monkeypatch):
+    model, optimizer, steps = in_backward()
+    may_go_on, step_batch = threading.Event(), stepper.Stepper.step_batch
+
+    def waiting(*args):
+        may_go_on.wait(30)
+        step_batch(*args)
+
+    monkeypatch.setattr(stepper.Stepper, "step_batch", waiting)
+    loss_of(model, 0).backward()
+    pid = os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: pid + 1)
+        with pytest.raises(RuntimeError, match="fork after optimizer.step"):
+            steps.wait()
+    may_go_on.set()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

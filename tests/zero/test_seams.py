@@ -185,6 +185,9 @@ class Engine:
     ):
         return load_dir, tag, load_optimizer_states, load_module_only
 
+    def step(self, lr_kwargs=None):
+        return "stepped by DeepSpeed"
+
     def _optimizer_has_ckpt_event_epilogue(self):
         return False
 

@@ -2,9 +2,11 @@
 """Steps in the backward: each parameter's as soon as its gradient is there, which is then freed.
 
 On the CPU a thread of its own steps while the backward goes on; on a GPU the step joins the stream
-that the gradient comes from.
+that the gradient comes from.  In a process that was forked off, which has not that thread, the
+backward waits for each step.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -60,6 +62,7 @@ class InBackward:
         self._pending: list[Future] = []
         self._used: list[Tensor] = []
         self._waiting_bytes, self._room = 0, threading.Condition()
+        self._process = os.getpid()  # whose the worker is: a fork does not have it
         self._worker: ThreadPoolExecutor | None = ThreadPoolExecutor(
             1, "zero8-step", torch.set_num_threads, (torch.get_num_threads(),)
         )
@@ -85,6 +88,11 @@ class InBackward:
     def wait(self) -> None:
         """Wait for the steps that have begun; raise what one has raised."""
         pending, self._pending = self._pending, []
+        if os.getpid() != self._process and not all(one.done() for one in pending):
+            raise RuntimeError(
+                "this process was forked while the one before took steps in its backward, which "
+                "are not done here; fork after optimizer.step()"
+            )
         for error in [one.exception() for one in pending]:
             if error is not None:
                 raise error
@@ -101,7 +109,7 @@ class InBackward:
             return
         p.grad = UsedGradient(p)
         self._used.append(p)
-        if p.device.type != "cpu":
+        if p.device.type != "cpu" or os.getpid() != self._process:
             self._take_step(p, grad)
             return
         num_bytes = local(grad).nbytes

@@ -5,6 +5,7 @@ import functools
 import inspect
 from types import ModuleType
 
+from zero8.step.interrupts import put_off
 from zero8.zero import claims, swap_checkpoint, swapper
 from zero8.zero.accelerate import REMEDY
 from zero8.zero.modes import unsupported_mode
@@ -111,3 +112,22 @@ def agree_on_swapped(engine_class: type, zero3_class: type) -> None:
 
     engine_class._configure_zero_optimizer = configured
     engine_class._load_checkpoint = loaded
+
+
+def finish_steps(engine_class: type, optimizer_class: type) -> None:
+    """Have handlers of signals wait for the end of the engine's step that they arrive in.
+
+    It steps over groups or sub-groups in turn and counts at the end.  What a handler saved in
+    between would be half of a step.  Where it waits for other ranks, no handler of Python's would
+    run anyway.
+    """
+    original = engine_class.step
+
+    @functools.wraps(original)
+    def stepped(self, *args, **kwargs):
+        if not isinstance(self.basic_optimizer, optimizer_class):
+            return original(self, *args, **kwargs)
+        with put_off():
+            return original(self, *args, **kwargs)
+
+    engine_class.step = stepped

@@ -135,6 +135,11 @@ SEAMS = (
         ("load_dir", "tag", "load_optimizer_states", "load_module_only"),
         "verifies the files first, on all ranks or on none",
     ),
+    Seam(
+        _ENGINE,
+        "DeepSpeedEngine.step",
+        change="lets handlers of signals wait until the step is done and counted",
+    ),
     Seam(_ENGINE, "DeepSpeedEngine._optimizer_has_ckpt_event_epilogue"),
     Seam(f"{_CHECKPOINT}.torch_checkpoint_engine", "TorchCheckpointEngine.save", ("path",)),
     *(
@@ -284,6 +289,7 @@ def install(optimizer_class: type) -> None:
     access.refuse_to_move_states(zero3_class, optimizer_class)
     overrides.swap_states(stage3, optimizer_class)
     overrides.agree_on_swapped(engine_class, zero3_class)
+    overrides.finish_steps(engine_class, optimizer_class)
     checkpoints.keep_whole(engine_class, optimizer_class)
     utils.ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
 
