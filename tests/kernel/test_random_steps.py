@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random segments on every instruction set against `zero8.spec.reference.step`, bit for bit.
+
+With PYTHONPATH=.:tests/support, `python tests/kernel/test_random_steps.py 100000 [--first N]` takes
+that many cases: `make fuzz-kernel`.
+"""
+
+import argparse
+import math
+import random
+import time
+
+import pytest
+import torch
+from segments import (
+    CODEC_NAMES,
+    KINDS,
+    Place,
+    assert_same,
+    copied,
+    gradient,
+    make,
+    scalars_at,
+)
+from tqdm import trange
+
+from zero8.op import kernel
+from zero8.spec import reference
+from zero8.spec.grid import BlockGrid
+from zero8.spec.segment import Rounding, Segment
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+GRADIENTS = {FP32: (FP32, BF16, FP16), BF16: (FP32, BF16)}
+SPECIAL = (math.nan, math.inf, -math.inf, 2.0**63, -1e30, 2.0**-140, -0.0)
+QUICK, STEPS = 150, 3
+
+
+def place_of(chance: random.Random, codec: str | None) -> Place:
+    """Return a place anywhere in a parameter, of a few elements to a few blocks."""
+    block_size = 2 ** chance.choice((6, 6, 7, 8, 8, 8, 9, 12))
+    row = chance.choice((1, 2, 17, 63, 64, 100, 256, 257, 1000, 5000))
+    rows = chance.choice((2, 3, 40, 2**21))
+    place = Place((rows, row), block_size, 0, 0)
+    numel = min(rows * row, chance.choice((1, 7, 33, 64, 255, 256, 600, chance.randrange(2000))))
+    first = chance.randrange(rows * row - numel + 1)
+    if codec is not None:  # groups of narrow rows are never cut
+        grid: BlockGrid = place.grid(codec)
+        if grid.row_length != row:
+            first -= first % grid.row_length
+    return Place((rows, row), block_size, first, numel, offset=chance.randrange(6))
+
+
+def hyper_of(chance: random.Random) -> dict:
+    return {
+        "lr": 10 ** chance.uniform(-6, 0),
+        "betas": (
+            chance.choice((0.0, 0.5, 0.8, 0.9, 0.95, 0.99)),
+            chance.choice((0.0, 0.25, 0.9, 0.95, 0.99, 0.999, 0.9999)),
+        ),
+        "eps": chance.choice((0.0, 2.0**-126, 1e-15, 1e-8, 1.0)),
+        "weight_decay": chance.choice((0.0, 1e-40, 0.01, 0.5)),
+        "decoupled": chance.random() < 0.7,
+        "bias_correction": chance.random() < 0.8,
+        "maximize": chance.random() < 0.2,
+    }
+
+
+def segment_of(chance: random.Random) -> Segment:
+    codec = chance.choice(CODEC_NAMES)
+    dtype = chance.choice((FP32, BF16))
+    rounding = chance.choice(list(Rounding))
+    place, grad_dtype = place_of(chance, codec), chance.choice(GRADIENTS[dtype])
+    scalars = scalars_at(1, {"lr": 0.1, "betas": (0.9, 0.999), "eps": 0.0, "weight_decay": 0.0})
+    segment = make(codec, place, scalars, dtype, grad_dtype, rounding)
+    if dtype == BF16 and chance.random() < 0.3:
+        generator = torch.Generator().manual_seed(chance.randrange(2**32))
+        correction = torch.randint(-128, 128, (place.numel,), generator=generator)
+        segment.correction = correction.to(torch.int8)
+    return segment
+
+
+def copy_of(segment: Segment) -> Segment:
+    copy = copied(segment)
+    if segment.correction is not None:
+        copy.correction = segment.correction.clone()
+    return copy
+
+
+def check(number: int) -> None:
+    """Take a few steps of one case on every instruction set, and on the reference."""
+    chance = random.Random(number)
+    hyper, segment = hyper_of(chance), segment_of(chance)
+    followers = {isa: copy_of(segment) for isa in kernel.isas()}
+    for step in range(1, STEPS + 1):
+        grad = gradient(
+            chance.randrange(KINDS),
+            segment.grad.numel(),
+            chance.randrange(2**32),
+            segment.grad.dtype,
+        )
+        for tensor in (grad, segment.param):
+            if tensor.numel() and chance.random() < 0.05:
+                value = chance.choice(SPECIAL)
+                tensor[chance.randrange(tensor.numel())] = value
+        segment.grad.copy_(grad)
+        segment.scalars = scalars_at(step, hyper)
+        segment.moment_phase, segment.param_phase = (chance.randrange(2**32) for _ in range(2))
+        for one in followers.values():
+            one.param.copy_(segment.param)
+            one.grad.copy_(grad)
+            one.scalars = segment.scalars
+            one.moment_phase, one.param_phase = segment.moment_phase, segment.param_phase
+        wanted = reference.step(segment)
+        for isa, one in followers.items():
+            label = f"case {number}, {isa}, step {step}"
+            assert kernel.step([one], isa=isa, num_threads=1) == [wanted], label
+            assert_same(one, segment, label)
+            if segment.correction is not None:
+                assert torch.equal(one.correction, segment.correction), label
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+def test_kernel_step_random_cases_equal_reference():
+    for number in range(QUICK):
+        check(number)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("count", type=int)
+    parser.add_argument("--first", type=int, default=0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    began = time.time()
+    for number in trange(given.first, given.first + given.count, mininterval=10):
+        check(number)
+    isas = ", ".join(kernel.isas())
+    print(f"{given.count} cases on {isas}: all as the reference, {time.time() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
