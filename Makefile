@@ -37,7 +37,7 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
     echo "zero8: missing on this machine; as root: apt-get install $$missing" >&2; exit 1; }
 
 .PHONY: help setup train bench gpu-check test test-slow test-multinode test-integrations test-full \
-  test-sanitizers fuzz soak lint
+  test-sanitizers fuzz fuzz-kernel soak lint
 .NOTPARALLEL:
 
 help:
@@ -56,6 +56,8 @@ help:
 	@echo "make test-sanitizers  of the slow ones those with the compiler's sanitizers"
 	@echo "make fuzz       damage checkpoints in CASES (3000) ways, from the one with number FIRST (0)"
 	@echo "                on, and load them; prints what went wrong, and how to see it again"
+	@echo "make fuzz-kernel  step over CASES (3000) random segments on every instruction set, and"
+	@echo "                compare the bits with those of the reference"
 	@echo "make soak       kill trainings KILLS (100) times, and compare them with undisturbed ones"
 	@echo "make lint       check style, without changing anything"
 	@echo "make setup      only install what CI needs"
@@ -100,12 +102,18 @@ test-integrations: .venv/.integrations
 test-full: test test-slow test-multinode test-integrations
 
 test-sanitizers: .venv/.test
-	$(PYTEST) tests/kernel/test_sanitized.py tests/kernel/test_csrc.py -k sanitizer
+	$(PYTEST) tests/kernel/test_sanitized.py tests/kernel/test_csrc.py \
+	  tests/kernel/test_thread_sanitizer.py -k sanitizer
 
 fuzz: .venv/.test
 	$(BUILD)
 	PYTHONPATH=.:tests/support $(RUN) tests/checkpoint/test_mutations.py $(or $(CASES),3000) \
 	  --first $(or $(FIRST),0) --workers 2
+
+fuzz-kernel: .venv/.test
+	$(BUILD)
+	PYTHONPATH=.:tests/support $(RUN) tests/kernel/test_random_steps.py $(or $(CASES),3000) \
+	  --first $(or $(FIRST),0)
 
 soak: .venv/.test
 	$(BUILD) configs/zero3_nvme.json

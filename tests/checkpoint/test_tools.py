@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from moment_samples import buffers, flipped_in
 from places import ROOT
 from small_checkpoints import KINDS, SHAPES, STEPS, plain_file, trained, zero_folder
 
@@ -150,6 +151,33 @@ def test_verify_of_states_that_are_damaged_says_how(change, message, copied, cap
     change_state(state_files(path)[1], change)
     problems = called(capsys, "verify", path, status=1)["problems"]
     assert any(re.search(message, problem) for problem in problems), problems
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("which", MOMENTS)
+def test_verify_of_a_flipped_bit_of_a_moment_names_file_and_moment(copied, capsys, which, number):
+    """Nothing else would show it: the values are finite, and there is no manifest."""
+    path = copied("zero")
+    file = state_files(path)[1]
+    zero = torch.load(file, weights_only=False)["optimizer_state_dict"]
+    moment = zero["base_optimizer_state"]["state"][0][which]
+    file.write_bytes(flipped_in(file.read_bytes(), buffers(moment)[number]))
+    (problem, *_) = called(capsys, "verify", path, status=1)["problems"]
+    assert str(file) in problem and f"8-bit moment {which} of 'wide' and 2 more" in problem
+    assert str(file) in called(capsys, "inspect", path, status=2)["error"]
+
+
+def test_settings_are_read_without_reading_the_moments(copied):
+    path = copied("zero")
+    for file in state_files(path):
+        zero = torch.load(file, weights_only=False)["optimizer_state_dict"]
+        moment = zero["base_optimizer_state"]["state"][0]["exp_avg"]
+        file.write_bytes(flipped_in(file.read_bytes(), buffers(moment)[0]))
+    source = open_checkpoint(path)
+    assert source.facts().stage == 2
+    assert [group["params"] for group in source.groups()] == [list(SHAPES)]
+    with pytest.raises(ValueError, match="its bytes have the hash"):
+        next(source.all_fragments())
 
 
 def test_verify_without_a_ranks_file_says_which_elements_are_missing(copied, capsys):

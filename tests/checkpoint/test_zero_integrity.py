@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from deepspeed.checkpoint.constants import CHECKPOINT_PARALLEL_DIMS
+from moment_samples import buffers, flipped_in
 from needs import need_nvme
 from nvme_worker import held_everywhere, make_tower, nvme_config
 from ranks import error_of, run_ranks
@@ -32,6 +33,13 @@ def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+def flip_a_code(path):
+    """Flip a bit of a code of v in a file of ZeRO-2's states."""
+    zero = torch.load(path, weights_only=False)["optimizer_state_dict"]
+    (state,) = zero["base_optimizer_state"]["state"].values()
+    path.write_bytes(flipped_in(path.read_bytes(), buffers(state["exp_avg_sq"])[0]))
 
 
 def cut(path):
@@ -351,6 +359,9 @@ def save_and_load_otherwise(folder):
     together(lambda: exchange_rank_1s(folder, "one", "two"))
     found["mixed"] = error_of(engine.load_checkpoint, folder, tag="two")
     torch.distributed.barrier()
+    together(lambda: flip_a_code(min(Path(folder, "two").glob("*pp_rank_1_*optim*"))))
+    found["old, flipped"] = error_of(engine.load_checkpoint, folder, tag="two")
+    torch.distributed.barrier()
     engine = make_engine(config())
     damage(folder, "one")
     together(lambda: cut(min(Path(folder, "one").glob("*pp_rank_1_*optim*"))))
@@ -433,6 +444,12 @@ def test_load_of_a_tag_without_a_manifest_that_one_rank_cannot_read_is_an_error_
     errors = of_both(otherwise, "old, cut")
     assert None not in errors
     assert "rank 1: " in errors[0][1]
+
+
+def test_load_of_a_tag_without_a_manifest_with_a_flipped_code_is_an_error_on_both(otherwise):
+    (_, first), (_, second) = of_both(otherwise, "old, flipped")
+    assert second.startswith("8-bit moment exp_avg_sq of ") and "the file is damaged" in second
+    assert f"rank 1: ValueError: {second}" in first
 
 
 def test_load_of_steps_that_differ_between_ranks_is_an_error_on_both_with_the_steps(otherwise):

@@ -93,6 +93,10 @@ def laughs() -> bytes:
     return content
 
 
+FITTING = {"shape": [4, 64], "numel": 256}
+"""Of a piece: as many elements as there are in the file."""
+
+
 def moment(**changes) -> bytes:
     """Return a file of a ZeRO rank, in whose description something is something else."""
     piece = {
@@ -318,6 +322,11 @@ ZERO = {
     "an empty piece 10^6 times": lambda: moment(pieces=pieces_again(10**6)),
     "pieces of text": lambda: moment(pieces=value("x" * 1000)),
     "pieces that are numbers": lambda: moment(pieces=value([1, 2])),
+    "a hash of -1": lambda: moment(**FITTING, hash=value(-1)),
+    "a hash of 2^64": lambda: moment(**FITTING, hash=value(2**64)),
+    "a hash of 10^5 digits": lambda: moment(**FITTING, hash=value(10**100_000)),
+    "a hash of laughs": lambda: moment(**FITTING, hash=laughs()),
+    "another hash": lambda: moment(**FITTING, hash=value(1)),
     "a description of text": lambda: zero_file(
         dict_of({"exp_avg": call("zero8.zero.moment_tensor", "rebuild_moment", *[value("x")] * 4)})
     ),

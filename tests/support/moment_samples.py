@@ -53,5 +53,13 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def flipped_in(data, tensor):
+    """Return the bytes of a file with one bit flipped where it holds a tensor."""
+    content, data = tensor.numpy().tobytes(), bytearray(data)
+    assert data.count(content) == 1
+    data[data.find(content) + len(content) // 2] ^= 1
+    return bytes(data)
+
+
 def is_plain(x):
     return type(x) is torch.Tensor

@@ -8,16 +8,19 @@ out in the world must stay readable, so that is for a new format version only.
 import copy
 import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-from moment_samples import MOMENTS, NUMEL, PIECES, buffers, is_plain, moment, same
+import xxhash
+from moment_samples import MOMENTS, NUMEL, PIECES, buffers, flipped_in, is_plain, moment, same
 from places import GOLDEN
 
 import zero8  # noqa: F401  allows the pickles
 from zero8.spec.codec import CODECS, RETIRED, codec_named
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
+from zero8.zero import moment_tensor, swap_file
 from zero8.zero.moment_tensor import MomentTensor, described, rebuild_moment
 
 SAVED = GOLDEN / "zero_moment_v2.pt"
@@ -123,6 +126,120 @@ def test_load_with_damaged_buffers_is_refused(name):
     x = moment()
     with pytest.raises(ValueError, match="damaged"):
         rebuild_moment(described(x.store), *BUFFER_DAMAGES[name](*buffers(x)))
+
+
+# --- The hash of the bytes -----------------------------------------------------------------------
+
+BUFFERS = ("codes", "scales", "float32 values")
+
+
+def pickled_description(x):
+    return x.__reduce_ex__(pickle.DEFAULT_PROTOCOL)[1][0]
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("which", MOMENTS)
+@pytest.mark.parametrize("name", BUFFERS)
+def test_load_of_a_moment_with_a_flipped_bit_is_refused_by_its_name(name, which, weights_only):
+    x = moment(which=which)
+    data = flipped_in(saved({which: x}).getvalue(), buffers(x)[BUFFERS.index(name)])
+    message = f"moment {which} of 'layers.0.weight' and 2 more: its bytes .*; the file is damaged"
+    with pytest.raises(ValueError, match=message):
+        torch.load(io.BytesIO(data), weights_only=weights_only)
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_pickle_with_a_flipped_bit_is_refused(name):
+    x = moment()
+    rebuild, (description, *tensors) = x.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    damaged = tensors[BUFFERS.index(name)]
+    damaged.view(-1).view(torch.uint8)[-1] ^= 128
+    with pytest.raises(ValueError, match="the file is damaged"):
+        rebuild(description, *tensors)
+
+
+def test_hash_is_the_xxh3_of_codes_scales_and_values_in_this_order(monkeypatch):
+    x = moment(which="exp_avg_sq")
+    whole = b"".join(tensor.numpy().tobytes() for tensor in buffers(x))
+    for chunk_numel in (1 << 22, 100, 7):
+        monkeypatch.setattr(moment_tensor, "CHUNK_NUMEL", chunk_numel)
+        assert pickled_description(x)["hash"] == xxhash.xxh3_64_intdigest(whole)
+
+
+def test_moments_that_were_saved_without_a_hash_are_not_compared():
+    x = moment()
+    description, tensors = described(x.store), [tensor.clone() for tensor in buffers(x)]
+    assert "hash" not in description
+    tensors[0][700] ^= 1
+    assert same(buffers(rebuild_moment(description, *tensors)), tensors)
+
+
+@pytest.mark.parametrize("value", [None, True, 1.0, "1", -1, 2**64, [1]])
+def test_load_with_a_hash_that_is_none_is_refused(value):
+    x = moment()
+    with pytest.raises(ValueError, match=r"exp_avg of .*: got a hash of .*; the file is damaged"):
+        rebuild_moment({**described(x.store), "hash": value}, *buffers(x))
+
+
+UNLIKELY = {
+    "sparse": lambda codes: codes.to_sparse(),
+    "one element for all": lambda codes: codes[:1].clone().expand(len(codes)),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKELY)
+def test_load_with_a_hash_of_what_is_no_plain_memory_is_refused(name):
+    x = moment()
+    codes, scales, dense = buffers(x)
+    with pytest.raises(ValueError, match="the file is damaged"):
+        rebuild_moment(pickled_description(x), UNLIKELY[name](codes), scales, dense)
+
+
+def test_hash_of_strided_codes_is_that_of_contiguous_ones():
+    x = moment()
+    codes, scales, dense = buffers(x)
+    strided = torch.empty(2 * len(codes), dtype=torch.uint8)[::2].copy_(codes)
+    y = rebuild_moment(pickled_description(x), strided, scales, dense)
+    assert pickled_description(y) == pickled_description(x)
+
+
+def test_load_onto_the_meta_device_compares_nothing_and_saves_no_hash():
+    x = moment()
+    y = torch.load(saved(x), map_location="meta", weights_only=True)
+    assert (y.device.type, y.store.table) == ("meta", x.store.table)
+    assert pickled_description(y) == described(x.store)
+
+
+def test_load_of_fake_tensors_compares_nothing():
+    file = saved(moment())
+    with torch._subclasses.FakeTensorMode():
+        assert torch.load(file, weights_only=True).shape == (NUMEL,)
+
+
+def test_shared_moment_is_saved_without_a_hash():
+    x = moment().share_memory_()
+    assert pickled_description(x) == described(x.store)
+    y = torch.load(saved(x), weights_only=True)
+    assert same(buffers(y), buffers(x))
+
+
+def test_moment_that_changes_on_its_way_to_another_process_arrives():
+    """torch sends its memory, which is made shared memory then, and not the bytes it had."""
+    x = moment()
+    data = ForkingPickler.dumps({"whole": x, "part": x[100:200]})
+    x.zero_()
+    y = pickle.loads(data)
+    assert same(buffers(y["whole"]), buffers(x))
+    assert y["part"].abs().max() > 0
+
+
+def test_description_in_a_swap_file_is_without_a_hash():
+    """Those files have one of their own."""
+    layout = swap_file.Layout.of_state({which: moment(which=which) for which in MOMENTS})
+    assert b"hash" not in layout.description
+
+
+# --- Files that are out in the world -------------------------------------------------------------
 
 
 def test_golden_file_reads_as_the_stored_values():

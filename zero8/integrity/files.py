@@ -9,7 +9,7 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -77,6 +77,18 @@ def hash_of(path: Path, progress: Progress | None = None) -> str:
             if progress:
                 progress(count)
     return state.hexdigest()
+
+
+def hash_64(parts: Iterable) -> int:
+    """Return the XXH3 hash of bytes in memory, 64 bits as a number.
+
+    Args:
+        parts: what holds them, in order: contiguous objects with the buffer protocol.
+    """
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.intdigest()
 
 
 @contextmanager

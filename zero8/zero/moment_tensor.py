@@ -8,13 +8,20 @@ storage: a live view of a `MomentStore`, whose 8-bit codes the optimizer updates
 
 Reading decodes.  Writing encodes, to within half a code.  Other in-place operations are refused,
 and so are views other than contiguous ranges: writes would change a decoded copy and be lost.
+
+A pickled moment carries the hash of its bytes, which is compared when it is rebuilt: `torch.save`
+writes a CRC of each record, and `torch.load` does not look at it.
 """
 
+import pickle
 from collections.abc import Iterable, Iterator
+from multiprocessing.reduction import ForkingPickler
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
+from zero8.integrity.files import hash_64
 from zero8.spec.codec import codec_numbered
 from zero8.spec.grid import MAX_DIMS
 from zero8.spec.shown import shown
@@ -25,10 +32,13 @@ from zero8.state.header import (
     check_algorithm,
     check_version,
 )
-from zero8.state.store import MomentStore
+from zero8.state.store import CHUNK_NUMEL, MomentStore
 from zero8.state.table import Piece, PieceTable
 
 aten = torch.ops.aten
+
+HASH = "hash"
+"""The key of a pickled description under which the hash of the moment's bytes is."""
 
 
 class MomentTensor(torch.Tensor):
@@ -95,7 +105,10 @@ class MomentTensor(torch.Tensor):
         """Pickle codes, scales and a description in plain numbers; of a view, its elements."""
         if not self.is_whole:
             return self.dense().__reduce_ex__(protocol)
-        return rebuild_moment, (described(self.store), *self.store.buffers)
+        description = described(self.store)
+        if _keeps_its_bytes(self.store):
+            description[HASH] = _hash_of(self.store.buffers)
+        return rebuild_moment, (description, *self.store.buffers)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -149,14 +162,56 @@ def described(store: MomentStore) -> dict:
     }
 
 
+def _keeps_its_bytes(store: MomentStore) -> bool:
+    """Return whether what is pickled now are the bytes that will be read.
+
+    Shared memory may be written by other processes meanwhile.  torch says of mapped files, too,
+    that they are shared, and of any memory of a GPU.
+    """
+    is_shared = any(t.device.type == "cpu" and t.is_shared() for t in store.buffers)
+    return not is_shared and _have_bytes(store.buffers)
+
+
+def _have_bytes(tensors: Iterable[Tensor]) -> bool:
+    return not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
+
+
+def _hash_of(buffers: Iterable[Tensor]) -> int:
+    """Return the 64-bit XXH3 of the bytes of tensors, in order; those of a GPU come in chunks."""
+    flat = (tensor.detach().resolve_neg().contiguous().view(-1) for tensor in buffers)
+    return hash_64(chunk.cpu().numpy() for one in flat for chunk in one.split(CHUNK_NUMEL))
+
+
+def _reduced_live(x: MomentTensor) -> tuple:
+    """Return what is sent to another process, which gets the memory itself, not its bytes."""
+    if not x.is_whole:
+        return x.dense().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    return rebuild_moment, (described(x.store), *x.store.buffers)
+
+
+ForkingPickler.register(MomentTensor, _reduced_live)
+
+
 def rebuild_moment(
-    description: dict, codes: Tensor, scales: Tensor, dense: Tensor
+    description: dict,
+    codes: Tensor,
+    scales: Tensor,
+    dense: Tensor,
+    *,
+    compares_hash: bool = True,
 ) -> "MomentTensor":
     """Return a moment from what `MomentTensor` pickles.
 
+    Args:
+        description: what `described` returns, and the hash if there is one.
+        codes: those of the store.
+        scales: those of the store.
+        dense: its float32 values.
+        compares_hash: whether to read all bytes and compare their hash.
+
     Raises:
-        ValueError: if the format is of an unknown version, or the description is damaged or
-            contradicts the tensors.
+        ValueError: if the format is of an unknown version, the description is damaged or
+            contradicts the tensors, or their bytes are not those that were pickled.
     """
     like, tensors = store_like(description), (codes, scales, dense)
     got, expected = (
@@ -168,9 +223,39 @@ def rebuild_moment(
             f"8-bit moment: got codes, scales and float32 values of {got}, its segment table "
             f"describes {expected}; the file is damaged"
         )
+    if compares_hash:
+        _compare_hash(description, like, tensors)
     # Files from before it was saved do not have it.
     written = description.get("written", False) is True
     return MomentTensor(MomentStore(like.codec, like.which, like.table, *tensors, written))
+
+
+def _compare_hash(description: dict, like: MomentStore, tensors: tuple[Tensor, ...]) -> None:
+    """Raise ValueError unless tensors have the described hash, if there is one, or no bytes."""
+    if HASH not in description:  # files from before it was saved, and shared memory
+        return
+    problem = _difference(description[HASH], tensors)
+    if problem:
+        rest = f" and {len(like.table.pieces) - 1} more" if len(like.table.pieces) > 1 else ""
+        names = shown(like.table.pieces[0].name) + rest if like.table.pieces else "no parameter"
+        raise ValueError(f"8-bit moment {like.which} of {names}: {problem}; the file is damaged")
+
+
+def _difference(expected: object, tensors: tuple[Tensor, ...]) -> str:
+    """Return what is wrong with a hash of tensors, "" if nothing is, or they have no bytes."""
+    if type(expected) is not int or not 0 <= expected < 2**64:
+        return f"got a hash of {shown(expected)}, expected an integer of 64 bits"
+    if not _have_bytes(tensors):
+        return ""
+    try:
+        if any(t.nbytes > t.untyped_storage().nbytes() for t in tensors):
+            return "got tensors of more elements than are in the file"
+        found = _hash_of(tensors)
+    except (RuntimeError, TypeError) as error:  # sparse ones
+        return f"got tensors whose bytes cannot be read: {str(error)[:100]}"
+    if found != expected:
+        return f"its bytes have the hash {found:016x}, those that were saved {expected:016x}"
+    return ""
 
 
 def store_like(description: dict) -> MomentStore:

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
+from zero8.integrity.files import hash_64
 from zero8.spec.shown import shown
 from zero8.state.header import MOMENTS
 from zero8.state.mapped_file import mapped
@@ -304,6 +304,4 @@ def checksum(buffer: Tensor, version: int = FORMAT_VERSION) -> int:
     if version == 1:
         words = torch.frombuffer(begin, dtype=torch.int64).sum() + rest.view(torch.int64).sum()
         return int(words) % 2**64
-    digest = xxhash.xxh3_64(begin)
-    digest.update(rest.numpy())
-    return digest.intdigest()
+    return hash_64((begin, rest.numpy()))
