@@ -15,7 +15,6 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,17 +44,13 @@ _DTYPES = {
 } | {"torch.storage.UntypedStorage": torch.uint8, "torch.UntypedStorage": torch.uint8}
 
 
-def load(
-    path: Path, begin: int = 0, num_bytes: int | None = None, *, compares_hashes: bool = True
-) -> object:
+def load(path: Path, begin: int = 0, num_bytes: int | None = None) -> object:
     """Return what `torch.save` wrote to a file, or to some bytes of it; tensors are mapped.
 
     Args:
         path: the file.
         begin: the first byte.
         num_bytes: how many bytes; None for all that follow.
-        compares_hashes: whether moments of ZeRO are read and compared with their hashes, for whom
-            their values are of interest.
 
     Raises:
         ValueError: naming the file, if it is damaged, or not such a file.
@@ -66,7 +61,7 @@ def load(
     if not 0 <= begin <= end <= len(whole):
         raise ValueError(f"{path}: got {len(whole)} bytes, expected some from {begin} to {end}")
     with damage_in(path):
-        return _Archive(whole[begin:end]).content(compares_hashes)
+        return _Archive(whole[begin:end]).content()
 
 
 @contextmanager
@@ -113,7 +108,7 @@ class _Archive:
             raise ValueError(f"got {len(pickles)} records data.pkl, expected one, of torch.save")
         self._folder = pickles[0].removesuffix("data.pkl")
 
-    def content(self, compares_hashes: bool) -> object:
+    def content(self) -> object:
         """Return what has been saved."""
         order = self._places.get(self._folder + "byteorder")
         if order and self._read(order) != sys.byteorder.encode():
@@ -122,8 +117,7 @@ class _Archive:
         data = self._read(place)
         if place.crc not in (0, zlib.crc32(data)):  # 0 where torch was told to write none
             raise ValueError("damaged: the checksum of data.pkl is wrong")
-        made = partial(rebuild_moment, compares_hash=compares_hashes)
-        return SafePickle(data, _MAKERS | {_MOMENT: made}, self._storage).load()
+        return SafePickle(data, _MAKERS, self._storage).load()
 
     def _checked(self, entries: list[zipfile.ZipInfo]) -> "dict[str, _Place]":
         """Return where the records are; no two share bytes."""
@@ -231,5 +225,5 @@ _MAKERS = {
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch.Size": lambda size=(): size,
     "collections.OrderedDict": _ordered_dict,
+    "zero8.zero.moment_tensor.rebuild_moment": rebuild_moment,
 }
-_MOMENT = "zero8.zero.moment_tensor.rebuild_moment"

@@ -65,7 +65,7 @@ class ZeroSource(Source):
         if not STATES.fullmatch(file.name):
             yield from self._swapped(file)
             return
-        zero = self._zero(file, compares_hashes=True)
+        zero = self._zero(file)
         with damage_in(file):
             all_weights = _first(zero, _WEIGHTS, file)
             states = _first(zero, _STATES, file)["state"]
@@ -142,9 +142,9 @@ class ZeroSource(Source):
         files = (path for path in self.path.iterdir() if _MODEL_STATES.fullmatch(path.name))
         return sorted(files, key=_number)
 
-    def _zero(self, file: Path, *, compares_hashes: bool = False) -> dict:
-        """Return ZeRO's own state dict in a file; nothing reads moments, but to compare them."""
-        found = load(file, compares_hashes=compares_hashes)
+    def _zero(self, file: Path) -> dict:
+        """Return ZeRO's own state dict in a file."""
+        found = load(file)
         zero = found.get("optimizer_state_dict") if isinstance(found, dict) else None
         if not isinstance(zero, dict):
             raise ValueError(f"{file}: not a file of ZeRO's states: no optimizer_state_dict in it")
