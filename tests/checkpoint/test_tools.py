@@ -132,6 +132,7 @@ def change_state(file, change):
 
 
 def set_nan(state):
+    state["exp_avg"].compare_hash()  # for what is written gets a hash of its own
     state["exp_avg"].store.scales[3] = math.nan
 
 

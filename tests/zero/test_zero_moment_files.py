@@ -40,9 +40,9 @@ def test_deepcopy_of_a_state_keeps_moments_8bit_and_apart_from_the_original():
     assert copied["exp_avg"].dense().abs().max() > 0
 
 
-def saved(thing):
+def saved(thing, **options):
     file = io.BytesIO()
-    torch.save(thing, file)
+    torch.save(thing, file, **options)
     file.seek(0)
     return file
 
@@ -137,25 +137,47 @@ def pickled_description(x):
     return x.__reduce_ex__(pickle.DEFAULT_PROTOCOL)[1][0]
 
 
-@pytest.mark.parametrize("weights_only", [True, False])
+USES = {
+    "read": MomentTensor.dense,
+    "narrow": lambda x: x.narrow(0, 3, 5),
+    "detach": torch.Tensor.detach,
+    "copy_": lambda x: torch.empty(NUMEL).copy_(x),
+    "write": lambda x: x[:1].fill_(0.0),
+    "to": lambda x: x.to("cpu", copy=True),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "send": ForkingPickler.dumps,
+    "share": MomentTensor.share_memory_,
+}
+
+
+@pytest.mark.parametrize("is_legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize("which", MOMENTS)
 @pytest.mark.parametrize("name", BUFFERS)
-def test_load_of_a_moment_with_a_flipped_bit_is_refused_by_its_name(name, which, weights_only):
+def test_first_use_of_a_moment_with_a_flipped_bit_is_refused_by_its_name(name, which, is_legacy):
+    """In torch's legacy format the bytes come after all objects."""
     x = moment(which=which)
-    data = flipped_in(saved({which: x}).getvalue(), buffers(x)[BUFFERS.index(name)])
+    data = saved({which: x}, _use_new_zipfile_serialization=not is_legacy).getvalue()
+    whole = torch.load(io.BytesIO(data), weights_only=not is_legacy)[which]
+    assert same(buffers(whole), buffers(x)) and torch.equal(whole.clone(), x.clone())
+    data = flipped_in(data, buffers(x)[BUFFERS.index(name)])
     message = f"moment {which} of 'layers.0.weight' and 2 more: its bytes .*; the file is damaged"
-    with pytest.raises(ValueError, match=message):
-        torch.load(io.BytesIO(data), weights_only=weights_only)
+    damaged = torch.load(io.BytesIO(data), weights_only=not is_legacy)[which]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            damaged.dense()
 
 
-@pytest.mark.parametrize("name", BUFFERS)
-def test_pickle_with_a_flipped_bit_is_refused(name):
-    x = moment()
-    rebuild, (description, *tensors) = x.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-    damaged = tensors[BUFFERS.index(name)]
-    damaged.view(-1).view(torch.uint8)[-1] ^= 128
-    with pytest.raises(ValueError, match="the file is damaged"):
-        rebuild(description, *tensors)
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_any_first_use_compares_the_hash_and_none_after_it(use, monkeypatch):
+    calls, hash_of = [], moment_tensor._hash_of
+    monkeypatch.setattr(moment_tensor, "_hash_of", lambda x: calls.append(1) or hash_of(x))
+    x = pickle.loads(pickle.dumps(moment()))
+    assert len(calls) == 1  # of what was pickled
+    use(x)
+    seen = len(calls)
+    x.dense()
+    assert 2 <= seen == len(calls)
 
 
 def test_hash_is_the_xxh3_of_codes_scales_and_values_in_this_order(monkeypatch):
@@ -177,7 +199,7 @@ def test_moments_that_were_saved_without_a_hash_are_not_compared():
 @pytest.mark.parametrize("value", [None, True, 1.0, "1", -1, 2**64, [1]])
 def test_load_with_a_hash_that_is_none_is_refused(value):
     x = moment()
-    with pytest.raises(ValueError, match=r"exp_avg of .*: got a hash of .*; the file is damaged"):
+    with pytest.raises(ValueError, match=r"8-bit moment: got a hash of .*; the file is damaged"):
         rebuild_moment({**described(x.store), "hash": value}, *buffers(x))
 
 
@@ -191,8 +213,9 @@ UNLIKELY = {
 def test_load_with_a_hash_of_what_is_no_plain_memory_is_refused(name):
     x = moment()
     codes, scales, dense = buffers(x)
+    y = rebuild_moment(pickled_description(x), UNLIKELY[name](codes), scales, dense)
     with pytest.raises(ValueError, match="the file is damaged"):
-        rebuild_moment(pickled_description(x), UNLIKELY[name](codes), scales, dense)
+        y.compare_hash()
 
 
 def test_hash_of_strided_codes_is_that_of_contiguous_ones():

@@ -205,12 +205,13 @@ def _moments(file: Path, state: dict) -> list[MomentTensor]:
             f"{file}: got a state with entries {shown_keys(state)} that are no 8-bit moments; was "
             "it saved by another optimizer?"
         )
+    for moment in moments:
+        moment.store.check()
+        moment.compare_hash()
     exp_avg, exp_avg_sq = (moment.store for moment in moments)
     alike = exp_avg_sq.table == exp_avg.table and exp_avg_sq.codec == exp_avg.codec
     if not alike or [exp_avg.which, exp_avg_sq.which] != list(MOMENTS):
         raise ValueError(f"{file}: its two moments are of different elements")
-    for store in (exp_avg, exp_avg_sq):
-        store.check()
     return moments
 
 

@@ -190,6 +190,7 @@ def _store_of(which: str, moment: MomentTensor) -> MomentStore:
     if moment.store.which != which or not moment.is_whole:
         raise ValueError(f"{which} of a ZeRO partition: got {moment!r}, expected the whole {which}")
     moment.store.check()
+    moment.compare_hash()
     return moment.store
 
 

@@ -9,8 +9,9 @@ storage: a live view of a `MomentStore`, whose 8-bit codes the optimizer updates
 Reading decodes.  Writing encodes, to within half a code.  Other in-place operations are refused,
 and so are views other than contiguous ranges: writes would change a decoded copy and be lost.
 
-A pickled moment carries the hash of its bytes, which is compared when it is rebuilt: `torch.save`
-writes a CRC of each record, and `torch.load` does not look at it.
+A pickled moment carries the hash of its bytes, as `torch.load` does not look at the CRCs that
+`torch.save` writes.  It is compared when the moment is first used: files in torch's legacy format,
+which DeepSpeed can be told to write, have the bytes behind all objects.
 """
 
 import pickle
@@ -47,10 +48,12 @@ class MomentTensor(torch.Tensor):
     Attributes:
         store: the moment of the whole shard; views share it.
         start: index in the shard of the first element.
+        saved_hash: of the bytes that were pickled, until they have been compared with it.
     """
 
     store: MomentStore
     start: int
+    saved_hash: int | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -75,12 +78,28 @@ class MomentTensor(torch.Tensor):
         """Whether this is the moment of the whole shard."""
         return self.start == 0 and self.numel() == self.store.table.numel
 
+    def compare_hash(self) -> None:
+        """Raise ValueError if this was unpickled, and not with the bytes that were pickled."""
+        if self.saved_hash is None or not _have_bytes(self.store.buffers):
+            return
+        if problem := _difference(self.saved_hash, self.store.buffers):
+            pieces, names = self.store.table.pieces, "no parameter"
+            if pieces:
+                rest = f" and {len(pieces) - 1} more" if len(pieces) > 1 else ""
+                names = shown(pieces[0].name) + rest
+            raise ValueError(
+                f"8-bit moment {self.store.which} of {names}: {problem}; the file is damaged"
+            )
+        self.saved_hash = None
+
     def dense(self) -> Tensor:
         """Return the decoded elements as a plain tensor."""
+        self.compare_hash()
         return self.store.read(self.start, self.numel()).to(self.dtype)
 
     def share_memory_(self) -> "MomentTensor":
         """Move the moment of the whole shard to memory that other processes can map."""
+        self.compare_hash()
         for tensor in self.store.buffers:
             tensor.share_memory_()
         return self
@@ -98,6 +117,7 @@ class MomentTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         """Copy the codes; of a view, the decoded elements."""
+        self.compare_hash()
         copy = MomentTensor(self.store.clone(), dtype=self.dtype) if self.is_whole else self.dense()
         return memo.setdefault(id(self), copy)
 
@@ -105,6 +125,7 @@ class MomentTensor(torch.Tensor):
         """Pickle codes, scales and a description in plain numbers; of a view, its elements."""
         if not self.is_whole:
             return self.dense().__reduce_ex__(protocol)
+        self.compare_hash()
         description = described(self.store)
         if _keeps_its_bytes(self.store):
             description[HASH] = _hash_of(self.store.buffers)
@@ -114,6 +135,9 @@ class MomentTensor(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         """Serve what views and moves need; decode for anything else that only reads."""
         kwargs = kwargs or {}
+        for x in args:
+            if isinstance(x, MomentTensor):
+                x.compare_hash()
         if func in _SERVED:
             return _SERVED[func](*args, **kwargs)
         if any(isinstance(x, MomentTensor) for x in _written(func, args, kwargs)):
@@ -186,6 +210,7 @@ def _reduced_live(x: MomentTensor) -> tuple:
     """Return what is sent to another process, which gets the memory itself, not its bytes."""
     if not x.is_whole:
         return x.dense().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    x.compare_hash()
     return rebuild_moment, (described(x.store), *x.store.buffers)
 
 
@@ -193,25 +218,13 @@ ForkingPickler.register(MomentTensor, _reduced_live)
 
 
 def rebuild_moment(
-    description: dict,
-    codes: Tensor,
-    scales: Tensor,
-    dense: Tensor,
-    *,
-    compares_hash: bool = True,
+    description: dict, codes: Tensor, scales: Tensor, dense: Tensor
 ) -> "MomentTensor":
     """Return a moment from what `MomentTensor` pickles.
 
-    Args:
-        description: what `described` returns, and the hash if there is one.
-        codes: those of the store.
-        scales: those of the store.
-        dense: its float32 values.
-        compares_hash: whether to read all bytes and compare their hash.
-
     Raises:
-        ValueError: if the format is of an unknown version, the description is damaged or
-            contradicts the tensors, or their bytes are not those that were pickled.
+        ValueError: if the format is of an unknown version, or the description is damaged or
+            contradicts the tensors.
     """
     like, tensors = store_like(description), (codes, scales, dense)
     got, expected = (
@@ -223,30 +236,28 @@ def rebuild_moment(
             f"8-bit moment: got codes, scales and float32 values of {got}, its segment table "
             f"describes {expected}; the file is damaged"
         )
-    if compares_hash:
-        _compare_hash(description, like, tensors)
-    # Files from before it was saved do not have it.
+    # Files from before they were saved do not have these two.
     written = description.get("written", False) is True
-    return MomentTensor(MomentStore(like.codec, like.which, like.table, *tensors, written))
+    moment = MomentTensor(MomentStore(like.codec, like.which, like.table, *tensors, written))
+    moment.saved_hash = _hash_in(description)
+    return moment
 
 
-def _compare_hash(description: dict, like: MomentStore, tensors: tuple[Tensor, ...]) -> None:
-    """Raise ValueError unless tensors have the described hash, if there is one, or no bytes."""
-    if HASH not in description:  # files from before it was saved, and shared memory
-        return
-    problem = _difference(description[HASH], tensors)
-    if problem:
-        rest = f" and {len(like.table.pieces) - 1} more" if len(like.table.pieces) > 1 else ""
-        names = shown(like.table.pieces[0].name) + rest if like.table.pieces else "no parameter"
-        raise ValueError(f"8-bit moment {like.which} of {names}: {problem}; the file is damaged")
+def _hash_in(description: dict) -> int | None:
+    """Return a pickled hash, None if there is none, as of shared memory."""
+    if HASH not in description:
+        return None
+    found = description[HASH]
+    if type(found) is not int or not 0 <= found < 2**64:
+        raise ValueError(
+            f"8-bit moment: got a hash of {shown(found)}, expected an integer of 64 bits; the file "
+            "is damaged"
+        )
+    return found
 
 
-def _difference(expected: object, tensors: tuple[Tensor, ...]) -> str:
-    """Return what is wrong with a hash of tensors, "" if nothing is, or they have no bytes."""
-    if type(expected) is not int or not 0 <= expected < 2**64:
-        return f"got a hash of {shown(expected)}, expected an integer of 64 bits"
-    if not _have_bytes(tensors):
-        return ""
+def _difference(expected: int, tensors: tuple[Tensor, ...]) -> str:
+    """Return what is wrong with the bytes of tensors that have this hash, "" if nothing is."""
     try:
         if any(t.nbytes > t.untyped_storage().nbytes() for t in tensors):
             return "got tensors of more elements than are in the file"
