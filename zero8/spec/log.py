@@ -135,9 +135,7 @@ class SignedLogCode:
         code = codes.view(torch.int8).to(torch.int64)
         narrow, wide = (q.levels.to(codes.device)[code.abs()] for q in (self.narrow, self.wide))
         decayed = ieee.mul(scale.abs(), gain)
-        x = ieee.mul(
-            torch.where(scale < 0, wide, narrow), torch.where(code < 0, -1, 1) * decayed
-        )
+        x = ieee.mul(torch.where(scale < 0, wide, narrow), torch.where(code < 0, -1, 1) * decayed)
         # Kernels compute (1 + level) * scale - scale in one rounding: a scale of 0 makes no -0.
         return torch.where(decayed == 0, 0.0, x)
 
