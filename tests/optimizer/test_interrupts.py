@@ -16,6 +16,14 @@ from zero8.step.plan import Part
 SIGINT, SIGTERM, SIGUSR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Let SIGINT raise KeyboardInterrupt: shells start what runs in the background without it."""
+    before = signal.signal(SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(SIGINT, before)
+
+
 @pytest.fixture
 def pair():
     """Return parameters and optimizers of two equal models, after a step."""
