@@ -37,7 +37,7 @@ from zero8.zero.swap_file import Layout
 
 logger = logging.getLogger("zero8")
 
-KINDS = (FlatPartition, ShardedTensor, FlattenedTensor, WholeTensor)
+KINDS = (ShardedTensor, FlatPartition, FlattenedTensor, WholeTensor)
 """The kinds of state, in the order in which they are asked whether a parameter is theirs."""
 FEW = 0.01
 """Up to which share of the elements float32 moments are worth no warning."""
@@ -159,7 +159,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             self._claim.lay(self._all_params())  # last: who could not be made claims nothing
 
     def _tell_what_stays_float32(self) -> None:
-        infos = self._params.alive().values()
+        infos = self._infos().values()
         names = [info.name or "" for info in infos]
         for pattern in self.settings.policy.patterns_without(names):
             near = self.settings.policy.nearest(pattern, names)

@@ -9,6 +9,7 @@ from fsdp_worker import (
     trained,
     trained_alone,
     trained_by_accelerate,
+    trained_by_mover,
     trained_in_ddp,
 )
 
@@ -49,6 +50,11 @@ def test_fsdp2_step_of_an_optimizer_made_before_sharding_has_the_bits_of_one_pro
 ):
     for got in standing_ranks(2).run(trained_by_accelerate, layout="corrected", steps=3):
         assert differing(got, trained_alone("corrected", 3), 2) == []
+
+
+def test_fsdp2_step_of_a_model_that_was_moved_has_the_bits_of_one_process(standing_ranks):
+    for got in standing_ranks(2).run(trained_by_mover, layout="bfloat16", steps=3):
+        assert differing(got, trained_alone("bfloat16", 3), 2) == []
 
 
 def test_ddp_step_has_the_bits_of_one_process(standing_ranks):

@@ -173,6 +173,19 @@ def trained_by_accelerate(layout: str, steps: int) -> dict[str, dict]:
     return results(model, optimizer)
 
 
+def trained_by_mover(layout: str, steps: int) -> dict[str, dict]:
+    """Return `results` where the model is moved after its optimizer has been made.
+
+    `model.to` exchanges DTensors, as it does no plain tensors.
+    """
+    start()
+    model = sharded(LAYOUTS[layout], Weights(torch.float32))
+    optimizer = optimizer_of(model, LAYOUTS[layout])
+    model.to(LAYOUTS[layout].dtype)
+    run(model, optimizer, 0, steps)
+    return results(model, optimizer)
+
+
 def trained_in_ddp(layout: str, steps: int) -> dict[str, dict]:
     """Return `results` after some steps under DistributedDataParallel."""
     start()

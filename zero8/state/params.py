@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero8.spec import dither
 
@@ -47,13 +48,15 @@ class KnownParams:
     ) -> None:
         """Note the parameters in groups that are not known yet.
 
+        But none that `bears_weak_references` excludes: nothing will replace it in the groups.
+
         Args:
             groups: of the optimizer.
             names: what a framework calls parameters that come without a name.
             shape_of: returns the global shape of a parameter.
         """
         for p, info in _infos_of(groups).items():
-            if id(p) not in self._originals:
+            if id(p) not in self._originals and bears_weak_references(p):
                 info = replace(info, name=info.name or names.get(p), shape=shape_of(p))
                 self._originals[id(p)] = (weakref.ref(p), info)
 
@@ -92,3 +95,12 @@ def _infos_of(groups: Iterable[dict]) -> dict[Tensor, ParamInfo]:
             name = name.replace("_orig_mod.", "") if name else None
             infos[p] = ParamInfo(name, len(infos), tuple(p.shape))
     return infos
+
+
+def bears_weak_references(p: Tensor) -> bool:
+    """Return whether a parameter may have weak references, which is not so of DTensors.
+
+    `model.to` exchanges tensors that wrap others (`torch.utils.swap_tensors`), and fails if there
+    is a weak reference to one.
+    """
+    return not is_traceable_wrapper_subclass(p)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero8.state.params import bears_weak_references
+
 logger = logging.getLogger("zero8")
 
 IN_CONFIG = '"optimizer": {"type": "Adam8bitBlockwise", "params": {...}}'
@@ -34,7 +36,7 @@ class Claim:
 
     def lay(self, params: Iterable[Tensor]) -> None:
         """Claim parameters; the last optimizer that was made for one has it."""
-        for p in params:
+        for p in filter(bears_weak_references, params):  # no engine of DeepSpeed's takes others
             _claims[p] = self
 
 
