@@ -69,7 +69,8 @@ def load(
         for hook in hooks:
             hook.remove()
     params = [p for group in kept["param_groups"] for p in group["params"]]
-    error = _error_of_ranks(error, state_dict, process_groups(params))
+    steps = [state.get("step", 0) for state in optimizer.state.values()] if error is None else []
+    error = _error_of_ranks(error, state_dict, max(steps, default=0), process_groups(params))
     if error is not None:
         optimizer.__dict__.update(kept)
         raise error
@@ -82,13 +83,24 @@ def _wrap_states(_: torch.optim.Optimizer, state_dict: dict) -> dict:
     return {**state_dict, "state": {key: _Wrapped(state) for key, state in states.items()}}
 
 
-def _error_of_ranks(error: Exception | None, state_dict: dict, groups: list) -> Exception | None:
-    """Return what the ranks of some process groups raise: their own errors, or a common one."""
+def _error_of_ranks(
+    error: Exception | None, state_dict: dict, step: int, groups: list
+) -> Exception | None:
+    """Return what the ranks of some process groups raise: their own errors, or a common one.
+
+    Args:
+        error: what the load raised here.
+        state_dict: that was loaded.
+        step: the largest one in the states that have been loaded.
+        groups: of the ranks.
+    """
     if not groups:
         return error
     # A rank that raised alone would leave the others in the collectives of the next step.
     of_adam = error is None and any(map(is_of_adam, state_dict["state"].values()))
-    failed, some, none = ranks.largest([error is not None, of_adam, not of_adam], groups)
+    failed, some, none, last, first = ranks.largest(
+        [error is not None, of_adam, not of_adam, step, -step], groups
+    )
     if error is None and failed:
         return ValueError(
             "load_state_dict: the states of other ranks do not fit their parameters (their errors "
@@ -99,5 +111,11 @@ def _error_of_ranks(error: Exception | None, state_dict: dict, groups: list) -> 
             "load_state_dict: got states of an fp32 Adam on some ranks only: they have come "
             "through a state dict of another form than the checkpoint's; set state_dict_format to "
             'the checkpoint\'s, "8bit" or "fp32"'
+        )
+    # Ranks of one mesh hold the same parameters; of several some may train what others do not.
+    if error is None and groups != [None] and last != -first:
+        return ValueError(
+            f"load_state_dict: got states of step {step} on this rank, of steps {-first} to {last} "
+            "on all; load the same checkpoint on all ranks.  Nothing has been changed"
         )
     return error

@@ -423,7 +423,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Load a state dict of this optimizer, or of an fp32 Adam whose moments are then quantized.
 
-        Where parameters are sharded all ranks must call it: one all_reduce of 24 bytes for each
+        Where parameters are sharded all ranks must call it: one all_reduce of 40 bytes for each
         dimension of the mesh.
 
         Raises:

@@ -109,6 +109,18 @@ def test_load_of_a_state_that_is_broken_on_one_rank_raises_on_all(breakage, stan
         assert_same(got["results"], ranks.results(params, optimizer))
 
 
+def test_load_of_steps_that_differ_between_ranks_raises_on_all_and_changes_nothing(standing_ranks):
+    """Each rank may have a disk of its own, and on it another checkpoint."""
+    params, optimizer = ranks.make(ranks.NONFINITE, ranks.values_of(ranks.NONFINITE))
+    ranks.run(ranks.NONFINITE, None, params, optimizer, 0, 3)
+    for got, step in zip(standing_ranks(2).run(ranks.loaded_of_another_step), (2, 1), strict=True):
+        kind, message = got["error"]
+        assert kind == "ValueError"
+        assert f"of step {step} on this rank, of steps 1 to 2 on all" in message
+        assert got["same"]
+        assert_same(got["results"], ranks.results(params, optimizer))
+
+
 # --- Copies, loads and the report -----------------------------------------------------------------
 
 

@@ -446,6 +446,22 @@ def loaded_broken(breakage: str) -> dict:
     return {"error": error, "same": same, "results": results(params, optimizer)}
 
 
+def loaded_of_another_step() -> dict:
+    """As `loaded_broken`, where the first rank loads what has been saved a step later."""
+    case = NONFINITE
+    mesh, params, optimizer = make_distributed(case)
+    run(case, mesh, params, optimizer, 0, 1)
+    first = copy.deepcopy(optimizer.state_dict())
+    run(case, mesh, params, optimizer, 1, 2)
+    second = copy.deepcopy(optimizer.state_dict())
+    before = held(params, optimizer)
+    mine = second if torch.distributed.get_rank() == 0 else first
+    error = error_of(optimizer.load_state_dict, mine)
+    same = equal(held(params, optimizer), before)
+    run(case, mesh, params, optimizer, 2, 3)
+    return {"error": error, "same": same, "results": results(params, optimizer)}
+
+
 def settings_of(optimizer) -> list[dict]:
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
