@@ -54,6 +54,7 @@ RESULT_KEYS = {
     "closed_loop",
     "skipped",
     "versions",
+    "commit",
     "command",
     "cpu",
     "steps",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The replay in other settings, in a few steps, and the jobs of the whole measurement."""
 
+import itertools
 import json
 import pickle
 import sys
@@ -13,10 +14,11 @@ from zero8.bench.fidelity.bf16 import weight_distances
 from zero8.bench.fidelity.command import experiments
 from zero8.bench.fidelity.images import ImageTask
 from zero8.bench.fidelity.lora import LoraTask
+from zero8.bench.fidelity.metrics import update_bounds
 from zero8.bench.fidelity.pool import Job, run_jobs
 from zero8.bench.fidelity.robustness import SETTINGS, Robustness, replay_codecs
 from zero8.bench.fidelity.text import TextTask
-from zero8.bench.fidelity.training import Recipe
+from zero8.bench.fidelity.training import Recipe, TrainingRun, adamw
 from zero8.bench.fidelity.zipf import ZipfTask
 from zero8.train.model import GPTConfig
 
@@ -25,6 +27,7 @@ TINY_GPT = TextTask(GPTConfig(context=64, width=64, layers=1, heads=2), window=1
 
 ENDLESS = """
 import time
+from zero8.bench.fidelity.metrics import update_bounds
 from zero8.bench.fidelity.pool import Job, run_jobs
 
 def endless(on_step):
@@ -60,6 +63,15 @@ def test_replay_of_a_task_keeps_bounds_and_moves_nothing_untrained(task, beta2):
         assert row["max_u_over_bound"] < 1.001
         assert row["zero_grad_moved"] == 0 and row["zero_grad_count"] > 1000
     json.dumps(rows, allow_nan=False)
+
+
+def test_replay_at_another_beta1_has_its_bounds():
+    recipe = Recipe(steps=3, beta2=0.95, beta1=0.98, task=TINY_GPT)
+    rows, _ = replay_codecs(recipe, lambda: None)
+    bounds = list(itertools.islice(update_bounds((0.98, 0.95)), 3))
+    assert [row["max_abs_u_bound"] for row in rows] == [max(bounds)] * len(rows)
+    assert all(row["max_u_over_bound"] < 1.01 for row in rows)
+    assert adamw(TrainingRun(recipe).model, recipe).defaults["betas"] == (0.98, 0.95)
 
 
 def test_robustness_result_names_settings_of_rows_and_of_what_was_skipped():

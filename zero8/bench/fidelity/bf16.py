@@ -12,7 +12,7 @@ from zero8.bench.fidelity.losses import FP32, loss_job, loss_statistics, train
 from zero8.bench.fidelity.metrics import weight_distance
 from zero8.bench.fidelity.pool import Job
 from zero8.bench.fidelity.schemes import Named
-from zero8.bench.fidelity.training import BETA1, Gradients, Layout, Recipe, TrainingRun, adamw
+from zero8.bench.fidelity.training import Gradients, Layout, Recipe, TrainingRun, adamw
 from zero8.optimizer import Adam8bitBlockwise
 
 # What the optimizer is told, per way to keep the weights.
@@ -31,7 +31,7 @@ BETA2 = 0.999
 def optimizer_of(named: Named, recipe: Recipe, rounding: str) -> Adam8bitBlockwise:
     """Return zero8's optimizer with the default codec and one way to keep bfloat16 weights."""
     return Adam8bitBlockwise(
-        named, betas=(BETA1, recipe.beta2), weight_decay=recipe.weight_decay, **ROUNDINGS[rounding]
+        named, betas=recipe.betas, weight_decay=recipe.weight_decay, **ROUNDINGS[rounding]
     )
 
 

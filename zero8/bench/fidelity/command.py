@@ -4,7 +4,8 @@
 Writes OUT (JSON), and a table (.md) and a figure (.png) beside it.
 
 Keys of the JSON object; what only the full measurement has is marked (full):
-    default, versions, cpu, workers, steps, recipe, command, seconds, cpu_seconds: what was run.
+    default, versions, commit, cpu, workers, steps, recipe, command, seconds, cpu_seconds: what
+        was run.
     rows: update errors, a row per scheme and beta2; see `fidelity_metrics.Tally`.
     closed_loop: final validation losses, a row per scheme and beta2.
     bf16_weights (full): bfloat16 weights without float32 masters. `replay`: how far they end from
@@ -120,6 +121,7 @@ def _command(arguments: argparse.Namespace) -> str:
 def measure(quick: bool, steps: int, workers: int) -> dict:
     """Run all experiments and return the result, all but the time and the command."""
     kernel.module()  # compiled here, rather than by two workers at a time
+    commit = record.commit()  # now: the checkout may move on before the last job has ended
     parts = experiments(quick, steps)
     results = run_jobs(
         (job for part in parts for job in part.jobs()), workers=workers, label="fidelity"
@@ -130,6 +132,7 @@ def measure(quick: bool, steps: int, workers: int) -> dict:
         **{key: value for entries in found for key, value in entries.items()},
         "skipped": [entry for entries in found for entry in entries.get("skipped", [])],
         "versions": record.versions(),
+        "commit": commit,
         "cpu": record.cpu(),
         "workers": workers,
         "steps": steps,

@@ -8,7 +8,7 @@ import torch
 
 from zero8.bench.fidelity.pool import Job
 from zero8.bench.fidelity.schemes import FP32_CONTROL
-from zero8.bench.fidelity.training import BETA1, Recipe, TrainingRun, adamw
+from zero8.bench.fidelity.training import Recipe, TrainingRun, adamw
 from zero8.optimizer import Adam8bitBlockwise
 
 FP32 = "fp32"
@@ -41,7 +41,7 @@ def final_loss(recipe: Recipe, scheme: str, on_step: Callable[[], None]) -> floa
     states = {"fp32_params": ["*"]} if scheme == FP32_CONTROL else {"codec": scheme}
     optimizer = Adam8bitBlockwise(
         run.model.named_parameters(),
-        betas=(BETA1, recipe.beta2),
+        betas=recipe.betas,
         weight_decay=recipe.weight_decay,
         **states,
     )

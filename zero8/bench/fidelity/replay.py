@@ -8,7 +8,7 @@ import torch
 
 from zero8.bench.fidelity.metrics import Tally, update_bounds
 from zero8.bench.fidelity.schemes import Scheme, Shadow, torch_adamw, usable
-from zero8.bench.fidelity.training import BETA1, Gradients, Recipe, TrainingRun, adamw
+from zero8.bench.fidelity.training import Gradients, Recipe, TrainingRun, adamw
 
 # The stored v is looked at this often in the second half of a run.
 SECOND_MOMENT_SAMPLES = 10
@@ -46,7 +46,7 @@ def replay(
     Returns:
         A row per scheme, and the schemes that cannot run here with the reason.
     """
-    betas = (BETA1, recipe.beta2)
+    betas = recipe.betas
     schemes, skipped = usable(schemes, betas)
     run = TrainingRun(recipe)
     trainer = adamw(run.model, recipe)

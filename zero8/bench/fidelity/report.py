@@ -38,8 +38,9 @@ def markdown(result: dict) -> str:
     lines = [
         f"# Fidelity of the optimizer states, {result['steps']} steps",
         "",
-        f"`{result['command']}`, {result['seconds']:.0f} s (CPU: {result['cpu_seconds']:.0f} s) "
-        f"on {result['workers']} cores of {result['cpu']}; default codec `{result['default']}`; "
+        f"`{result['command']}`, {result['seconds']:.0f} s (CPU: {result['cpu_seconds']:.0f} s), "
+        f"commit {result['commit'] or 'unknown'}, on {result['workers']} cores of "
+        f"{result['cpu']}; default codec `{result['default']}`; "
         + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
         + ".",
         "",

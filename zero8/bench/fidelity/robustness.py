@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replay in other settings: seeds, a learning rate ten times as large, other models."""
+"""The replay in other settings: seeds, learning rate, beta1, other models."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +20,9 @@ SETTINGS = {
     "seed 1": {"seed": 1},
     "seed 2": {"seed": 2},
     "lr x 10": {"peak_lr": 1e-2},
+    "beta1 0.8": {"beta1": 0.8},
+    "beta1 0.95": {"beta1": 0.95},
+    "beta1 0.98": {"beta1": 0.98},
     "embedding": {"task": ZipfTask()},
     "convolutions": {"task": ImageTask()},
     "LoRA": {"task": LoraTask()},

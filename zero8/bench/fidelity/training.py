@@ -32,11 +32,17 @@ class Recipe:
 
     steps: int
     beta2: float
+    beta1: float = BETA1
     seed: int = 0
     task: Task = TextTask()
     peak_lr: float = 1e-3
     weight_decay: float = 0.01
     max_norm: float = 1.0
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Both betas."""
+        return self.beta1, self.beta2
 
     @property
     def warm_up(self) -> int:
@@ -75,7 +81,7 @@ def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """Return the fp32 AdamW that a run is trained with."""
     return torch.optim.AdamW(
         model.parameters(),
-        betas=(BETA1, recipe.beta2),
+        betas=recipe.betas,
         weight_decay=recipe.weight_decay,
         fused=True,
     )
