@@ -130,8 +130,8 @@ struct ChunkOf {
 };
 
 // What is left to do to a code: nothing; negate it where x is negative; make it 0 where it is
-// negative; raise it to 1 where x, never negative, is not 0.
-enum class Left { kNothing, kSign, kClamp, kRaise };
+// negative; make it 0 where x, never negative, is 0.
+enum class Left { kNothing, kSign, kClamp, kUnlessZero };
 
 template <Left kLeft>
 ZERO8_DEVICE inline Vec::I completed(Vec::I code, Vec::F x) {
@@ -141,9 +141,7 @@ ZERO8_DEVICE inline Vec::I completed(Vec::I code, Vec::F x) {
     return Vec::choose(negative, minus, code);
   }
   if constexpr (kLeft == Left::kClamp) return Vec::maxs(code, Vec::seti(0));
-  if constexpr (kLeft == Left::kRaise) {
-    return Vec::maxu(code, Vec::minu(Vec::as_int(x), Vec::seti(1)));
-  }
+  if constexpr (kLeft == Left::kUnlessZero) return Vec::unless_zero(code, Vec::as_int(x));
   return code;
 }
 
@@ -448,7 +446,7 @@ struct Dynamic {
   };
 
   struct Encoder {
-    static constexpr Left kLeft = kSigned ? Left::kNothing : Left::kRaise;
+    static constexpr Left kLeft = kSigned ? Left::kClamp : Left::kUnlessZero;
     const DynamicMap* map;
     Vec::F inverse;
 
@@ -466,24 +464,21 @@ struct Dynamic {
     ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I) const {
       const Vec::F n = Vec::mul(x, inverse);
       Vec::I bits = kSigned ? magnitude_bits(n) : Vec::as_int(n);
-      bits = Vec::maxu(Vec::minu(bits, Vec::seti(kOneBits)), Vec::seti(kOneBits - (31u << 23)));
-      const Vec::I octave = Vec::shr<23>(bits);  // modulo 32
-      Vec::I piece = Vec::look_up32(map->octave_piece, octave);
-      const Vec::Mask next = Vec::above(bits, Vec::look_up32(map->octave_joint, octave));
-      piece = Vec::choose(next, Vec::addi(piece, Vec::seti(1)), piece);
-      const Vec::F slope = Vec::look_up16(map->slope, piece);
-      const Vec::F offset = Vec::look_up16(map->offset, piece);
-      const Vec::I last = Vec::look_up16(map->last, piece);
+      bits = Vec::maxu(bits, Vec::seti(map->smallest));
+      Vec::I piece = Vec::scaled_upper<kPieceFactor, kPieceShift>(bits);
+      piece = Vec::incremented(piece, Vec::above(bits, Vec::look_up8(map->joint, piece)));
+      const Vec::F slope = Vec::look_up8(map->slope, piece);
+      const Vec::F offset = Vec::look_up8(map->offset, piece);
+      const Vec::I last = Vec::look_up8(map->last, piece);
       // The distance from 0 in entries, with 16 fractional bits of which the last few are wrong.
       const Vec::I distance = Vec::truncate(Vec::fma_far(Vec::as_float(bits), slope, offset));
       const Vec::Mask unsure = is_near_integer(distance);
-      const Vec::Mask negative = Vec::above(Vec::seti(0), Vec::as_int(n));
       const Vec::I steps = Vec::minu(Vec::shr<16>(distance), last);
-      Vec::I code = kSigned ? from_zero(steps, negative) : steps;
+      Vec::I code = kSigned ? from_zero(steps, n) : steps;
       if (Vec::any(unsure)) {
         const Vec::I nearest = Vec::shr<16>(Vec::addi(distance, Vec::seti(1u << 15)));
         const Vec::I below = Vec::minu(Vec::subi(nearest, Vec::seti(1)), last);
-        code = Vec::choose(unsure, compared(n, below, negative), code);
+        code = Vec::choose(unsure, compared(n, below), code);
       }
       return code;
     }
@@ -495,20 +490,18 @@ struct Dynamic {
       const Vec::I shifted = Vec::addi(distance, Vec::seti(16));
       return Vec::equal(Vec::andi(shifted, Vec::seti(0xFFE0)), Vec::seti(0));
     }
-    ZERO8_DEVICE static Vec::I from_zero(Vec::I steps, Vec::Mask negative) {
-      const Vec::I zero = Vec::seti(kZeroCode);
-      const Vec::I down = Vec::maxs(Vec::subi(zero, steps), Vec::seti(0));
-      return Vec::choose(negative, down, Vec::addi(zero, steps));
+    // In the direction of n; below 0 where there is no entry, as there is none for -1.
+    ZERO8_DEVICE static Vec::I from_zero(Vec::I steps, Vec::F n) {
+      return Vec::addi(Vec::seti(kZeroCode), Vec::signed_as(steps, n));
     }
     // The code of what lies `below` or one more steps from 0.
-    ZERO8_DEVICE Vec::I compared(Vec::F n, Vec::I below, Vec::Mask negative) const {
+    ZERO8_DEVICE Vec::I compared(Vec::F n, Vec::I below) const {
       Vec::I low = below;
       if constexpr (kSigned) {
-        const Vec::I farther = Vec::addi(below, Vec::seti(1));
-        low = Vec::choose(negative, from_zero(farther, negative), from_zero(below, negative));
+        const Vec::Mask negative = Vec::above(Vec::seti(0), Vec::as_int(n));
+        low = Vec::maxs(from_zero(Vec::incremented(below, negative), n), Vec::seti(0));
       }
-      const Vec::Mask up = Vec::not_below(n, Vec::look_up(map->thresholds, low));
-      return Vec::choose(up, Vec::addi(low, Vec::seti(1)), low);
+      return Vec::incremented(low, Vec::not_below(n, Vec::look_up(map->thresholds, low)));
     }
   };
 

@@ -75,18 +75,22 @@ struct Segment {
   uint32_t param_phase;
 };
 
+constexpr uint32_t kPieceFactor = 10304;
+constexpr int kPieceShift = 22;
+
 // A dynamic map, ascending, and what finds the nearest entry: zero8/op/dynamic_tables.py.
 struct DynamicMap {
   float levels[256];
   float thresholds[256];        // smallest value whose nearest entry is i + 1; the last is +inf
   uint8_t level_bytes[4][256];  // byte 0 .. 3 of every level
-  // The entry's distance from 0, counted in entries, is piecewise linear in |x|.  The piece of x is
-  // octave_piece[octave] below octave_joint[octave], else the next one.
-  uint32_t octave_piece[32];  // of the octaves 2^-31 .. 2^0
-  uint32_t octave_joint[32];  // pattern of the float below the joint
-  float slope[16];            // of the pieces; 16 fractional bits
-  float offset[16];
-  uint32_t last[16];  // largest distance in the piece
+  // The entry's distance from 0, counted in entries, is piecewise linear in |x|.  The piece of x,
+  // by its pattern, is number (pattern >> 16) * kPieceFactor >> kPieceShift, modulo 8, or the next
+  // one above that one's joint.
+  uint32_t joint[8];
+  float slope[8];  // 16 fractional bits
+  float offset[8];
+  uint32_t last[8];   // largest distance in the piece
+  uint32_t smallest;  // smaller patterns count as this one
 };
 struct DynamicMaps {
   DynamicMap exp_avg, exp_avg_sq;

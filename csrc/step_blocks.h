@@ -113,8 +113,8 @@ ZERO8_INLINE inline void encode_four(const Encoder& encode, const float* values,
   }
   if constexpr (Encoder::kLeft == Left::kSign) {
     Vec::store8x4_signed(codes, code[0], code[1], code[2], code[3], x, kPairs);
-  } else if constexpr (Encoder::kLeft == Left::kRaise) {
-    Vec::store8x4_raised(codes, code[0], code[1], code[2], code[3], x, kPairs);
+  } else if constexpr (Encoder::kLeft == Left::kUnlessZero) {
+    Vec::store8x4_unless_zero(codes, code[0], code[1], code[2], code[3], x, kPairs);
   } else {
     Vec::store8x4(codes, code[0], code[1], code[2], code[3], kPairs);
   }

@@ -102,9 +102,10 @@ struct Vec {
     const __mmask64 negative = _mm512_movepi8_mask(packed_ordered(x));
     store_packed(p, _mm512_mask_sub_epi8(codes, negative, seti(0), codes), pairs);
   }
-  static void store8x4_raised(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
-    const I least = _mm512_min_epu8(packed_ordered(x), seti(0x01010101));
-    store_packed(p, _mm512_max_epu8(packed(a, b, c, d), least), pairs);
+  static void store8x4_unless_zero(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
+    const I ordered = packed_ordered(x);
+    const __mmask64 others = _mm512_test_epi8_mask(ordered, ordered);
+    store_packed(p, _mm512_maskz_mov_epi8(others, packed(a, b, c, d)), pairs);
   }
   // Packing works on each quarter by itself: bytes a0 b0 c0 d0 a1 ... d3, in units of four.
   static I packed(I a, I b, I c, I d) {
@@ -154,6 +155,10 @@ struct Vec {
   static I addi(I a, I b) { return _mm512_add_epi32(a, b); }
   static I subi(I a, I b) { return _mm512_sub_epi32(a, b); }
   static I muli(I a, I b) { return _mm512_mullo_epi32(a, b); }
+  template <uint32_t kFactor, int kShift>
+  static I scaled_upper(I a) {
+    return shr<kShift>(_mm512_mulhi_epu16(a, seti(kFactor << 16)));
+  }
   static I add_low16(I a, I b) { return _mm512_add_epi16(a, b); }
   static I absi(I a) { return _mm512_abs_epi32(a); }
   static I andi(I a, I b) { return _mm512_and_si512(a, b); }
@@ -185,6 +190,10 @@ struct Vec {
   static bool any(Mask m) { return m != 0; }
   static I choose(Mask m, I yes, I no) { return _mm512_mask_blend_epi32(m, no, yes); }
 
+  static I incremented(I a, Mask m) { return _mm512_mask_add_epi32(a, m, a, seti(1)); }
+  static I signed_as(I a, F x) {
+    return _mm512_mask_sub_epi32(a, _mm512_movepi32_mask(as_int(x)), seti(0), a);
+  }
   // x ^ (c & sign bit)
   static F negated(F x, I c) {
     return as_float(_mm512_ternarylogic_epi32(as_int(x), c, seti(0x80000000), 0x78));
@@ -193,15 +202,13 @@ struct Vec {
 
   static Mask not_below(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
   static F look_up(const float* table, I index) { return _mm512_i32gather_ps(index, table, 4); }
-  static I look_up16(const uint32_t* table, I index) {
-    return _mm512_permutexvar_epi32(index, _mm512_loadu_si512(table));
+  // The table twice, as four bits of the index count here.
+  static I look_up8(const uint32_t* table, I index) {
+    const __m256i entries = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(table));
+    return _mm512_permutexvar_epi32(index, _mm512_broadcast_i64x4(entries));
   }
-  static F look_up16(const float* table, I index) {
-    return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
-  }
-  static I look_up32(const uint32_t* table, I index) {
-    return _mm512_permutex2var_epi32(_mm512_loadu_si512(table), index,
-                                     _mm512_loadu_si512(table + 16));
+  static F look_up8(const float* table, I index) {
+    return as_float(look_up8(reinterpret_cast<const uint32_t*>(table), index));
   }
 #if defined(ZERO8_VBMI)
   static I look_up_bytes(const uint8_t* table, I index) {

@@ -82,18 +82,17 @@ struct Vec {
     store8(p + 3, maxs(d, 0));
   }
   // The same, of floats x: negated where x is negative, for which lanes must be below 128, and 0
-  // where x is +0; or at least 1 where x, which is +0 or a positive normal number or infinity, is
-  // not 0.
+  // where x is +0; or 0 where x, which is +0 or a positive normal number or infinity, is +0.
   static void store8x4_signed(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
     store8x4(p, a, b, c, d, pairs);
     for (int k = 0; k < 4; ++k) {
       if (as_int(x[k]) & 0x80000000) p[k] = static_cast<uint8_t>(-p[k]);
     }
   }
-  static void store8x4_raised(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
+  static void store8x4_unless_zero(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
     store8x4(p, a, b, c, d, pairs);
     for (int k = 0; k < 4; ++k) {
-      if (!p[k]) p[k] = x[k] > 0.0f;
+      if (x[k] == 0.0f) p[k] = 0;
     }
   }
   ZERO8_INLINE static void prefetch(const void*) {}
@@ -136,6 +135,11 @@ struct Vec {
   static I addi(I a, I b) { return a + b; }
   static I subi(I a, I b) { return a - b; }
   static I muli(I a, I b) { return a * b; }
+  // (a >> 16) * kFactor >> kShift; the factor is below 2^16, the shift at least 16.
+  template <uint32_t kFactor, int kShift>
+  static I scaled_upper(I a) {
+    return (a >> 16) * kFactor >> kShift;
+  }
   // In the lower 16 bits, modulo 2^16; the upper ones are those of a, and of b 0.
   static I add_low16(I a, I b) { return (a & 0xFFFF0000) | ((a + b) & 0xFFFF); }
   static I absi(I a) { return static_cast<int32_t>(a) < 0 ? 0u - a : a; }
@@ -172,6 +176,10 @@ struct Vec {
   static int count(Mask m) { return m; }
   static bool any(Mask m) { return m; }
   static I choose(Mask m, I yes, I no) { return m ? yes : no; }
+  // a + 1 where the mask is set.
+  static I incremented(I a, Mask m) { return m ? a + 1 : a; }
+  // Negated where x is negative; a is 0 where x is.
+  static I signed_as(I a, F x) { return as_int(x) >> 31 ? 0u - a : a; }
   // With the other sign where c is negative.
   static F negated(F x, I c) { return as_float(as_int(x) ^ (c & 0x80000000)); }
   // Where c, which is below 2^31, is 0 too, 0.
@@ -179,10 +187,9 @@ struct Vec {
 
   static Mask not_below(F a, F b) { return a >= b; }
   static F look_up(const float* table, I index) { return table[index]; }
-  // Tables of 16 and of 32 numbers; only the low 4 or 5 bits of the index count.
-  static I look_up16(const uint32_t* table, I index) { return table[index & 15]; }
-  static F look_up16(const float* table, I index) { return table[index & 15]; }
-  static I look_up32(const uint32_t* table, I index) { return table[index & 31]; }
+  // Tables of 8 numbers; only the low 3 bits of the index count.
+  static I look_up8(const uint32_t* table, I index) { return table[index & 7]; }
+  static F look_up8(const float* table, I index) { return table[index & 7]; }
   // The levels of four vectors of codes; bytes[k] holds byte k of every level.
   static void look_up_codes(const float* levels, const uint8_t (*)[256], const uint8_t* p, F* x) {
     for (int k = 0; k < 4; ++k) x[k] = levels[p[k]];

@@ -189,6 +189,10 @@ struct Vec {
   __device__ static I subi(I a, I b) {
     return each<I>([=](int k) { return a.x[k] - b.x[k]; });
   }
+  template <uint32_t kFactor, int kShift>
+  __device__ static I scaled_upper(I a) {
+    return each<I>([=](int k) { return (a.x[k] >> 16) * kFactor >> kShift; });
+  }
   __device__ static I muli(I a, I b) {
     return each<I>([=](int k) { return a.x[k] * b.x[k]; });
   }
@@ -248,6 +252,12 @@ struct Vec {
   __device__ static I choose(Mask m, I yes, I no) {
     return each<I>([=](int k) { return m.x[k] ? yes.x[k] : no.x[k]; });
   }
+  __device__ static I incremented(I a, Mask m) {
+    return each<I>([=](int k) { return a.x[k] + (m.x[k] ? 1u : 0u); });
+  }
+  __device__ static I signed_as(I a, F x) {
+    return each<I>([=](int k) { return __float_as_uint(x.x[k]) >> 31 ? 0u - a.x[k] : a.x[k]; });
+  }
   __device__ static F negated(F x, I c) {
     return each<F>(
         [=](int k) { return __uint_as_float(__float_as_uint(x.x[k]) ^ (c.x[k] & 0x80000000u)); });
@@ -271,14 +281,11 @@ struct Vec {
                                        const uint8_t* p, F* x) {
     for (int k = 0; k < 4; ++k) x[k] = look_up(levels, load8(p + k * kLanes));
   }
-  __device__ static I look_up16(const uint32_t* table, I index) {
-    return each<I>([=](int k) { return table[index.x[k] & 15u]; });
+  __device__ static I look_up8(const uint32_t* table, I index) {
+    return each<I>([=](int k) { return table[index.x[k] & 7u]; });
   }
-  __device__ static F look_up16(const float* table, I index) {
-    return each<F>([=](int k) { return table[index.x[k] & 15u]; });
-  }
-  __device__ static I look_up32(const uint32_t* table, I index) {
-    return each<I>([=](int k) { return table[index.x[k] & 31u]; });
+  __device__ static F look_up8(const float* table, I index) {
+    return each<F>([=](int k) { return table[index.x[k] & 7u]; });
   }
 
   // --- Over the whole block ----------------------------------------------------------------------

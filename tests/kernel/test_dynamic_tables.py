@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels' estimate of the nearest entry of a dynamic map, where it could be wrong."""
 
+import ctypes
+
+import numpy as np
 import pytest
 import torch
 from segments import Place, assert_same, copied, make, scalars_at
+from test_vec import FLAGS, compiled
 
 from zero8.op import kernel
+from zero8.op.dynamic_tables import dynamic_maps
 from zero8.spec import reference
 from zero8.spec.codec import CODECS
 
@@ -61,6 +66,39 @@ def test_dynamic_codes_equal_the_exact_nearest_entry(values):
         segment = copied(start)
         kernel.step([segment], isa=isa)
         assert_same(segment, wanted, isa)
+
+
+@pytest.fixture(scope="module")
+def count_wrong(tmp_path_factory):
+    """How many floats with patterns from a range the fastest encoders give another code."""
+    target = list(kernel.isas())[-1]
+    flags = [flag if flag != "-O1" else "-O3" for flag in FLAGS]
+    folder = tmp_path_factory.mktemp("nearest")
+    library = compiled(target, folder, source="nearest_entries.cpp", flags=flags)
+    library.count_wrong.restype = ctypes.c_int64
+
+    def count(maps, begin, end):
+        return library.count_wrong(ctypes.c_void_p(maps.ctypes.data), begin, end)
+
+    return count
+
+
+@pytest.mark.slow
+def test_dynamic_codes_of_all_floats_are_those_of_the_nearest_entries(count_wrong):
+    """From 0 to a little above 1, and negative ones: 3 * 2^30 floats."""
+    assert count_wrong(dynamic_maps(), 0, 0x3F800040) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("field", "error"), [("slope", 1e-4), ("offset", 1e-4), ("joint", 1e-3)])
+@pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
+def test_dynamic_codes_by_wrong_tables_are_found(count_wrong, moment, field, error):
+    """Guards the test above."""
+    maps = dynamic_maps().copy()
+    assert count_wrong(maps, 0x3D000000, 0x3F800040) == 0
+    table = maps[moment][field]
+    table += (np.ceil(table * error)).astype(table.dtype)
+    assert count_wrong(maps, 0x3D000000, 0x3F800040) > 0
 
 
 def test_dynamic_codes_decode_to_their_levels():

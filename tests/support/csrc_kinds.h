@@ -41,8 +41,10 @@ inline void fill(zero8::DynamicMap& map, bool is_signed) {
       map.level_bytes[k][i] = reinterpret_cast<const uint8_t*>(&map.levels[i])[k];
     }
   }
-  for (uint32_t& joint : map.octave_joint) joint = 0x7F800000;
-  map.slope[0] = (is_signed ? 128.0f : 255.0f) * 65536.0f;
-  map.offset[0] = 32768.0f;
-  map.last[0] = is_signed ? 128 : 255;
+  for (int i = 0; i < 8; ++i) {
+    map.joint[i] = 0x7F800000;
+    map.slope[i] = (is_signed ? 128.0f : 255.0f) * 65536.0f;
+    map.offset[i] = 32768.0f;
+    map.last[i] = is_signed ? 128 : 255;
+  }
 }

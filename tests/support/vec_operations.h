@@ -317,6 +317,8 @@ template <class Test>
 void compare_integers(Test& test) {
   test.lanes("addi", [](auto v, auto x) { return v.addi(x.integer(0), x.integer(1)); });
   test.lanes("subi", [](auto v, auto x) { return v.subi(x.integer(0), x.integer(1)); });
+  test.lanes("scaled_upper",
+             [](auto v, auto x) { return v.template scaled_upper<10478, 17>(x.integer(0)); });
   test.lanes("muli", [](auto v, auto x) { return v.muli(x.integer(0), x.integer(1)); });
   test.lanes("add_low16",
              [](auto v, auto x) { return v.add_low16(x.integer(0), x.below(1, 1 << 16)); });
@@ -350,6 +352,13 @@ void compare_integers(Test& test) {
   });
   test.lanes("choose", [](auto v, auto x) {
     return v.choose(v.equal(x.integer(0), x.integer(1)), x.integer(1), x.integer(2));
+  });
+  test.lanes("incremented", [](auto v, auto x) {
+    return v.incremented(x.integer(0), v.above(x.integer(1), x.integer(2)));
+  });
+  test.lanes("signed_as", [](auto v, auto x) {
+    return v.signed_as(v.unless_zero(x.integer(0), v.andi(x.integer(1), v.seti(0x7FFFFFFF))),
+                       x.raw(1));
   });
   test.lanes("negated", [](auto v, auto x) { return v.as_int(v.negated(x.raw(0), x.integer(1))); });
   test.lanes("unless_zero",
@@ -385,11 +394,9 @@ void compare_memory(Test& test) {
   test.template writes<uint8_t>(
       "store8", 1, [](auto v, auto x, uint8_t* out) { v.store8(out, x.below(0, 1 << 8)); });
   test.lanes("look_up", [](auto v, auto x) { return v.look_up(kFloats.x, x.below(0, 256)); });
-  test.lanes("look_up16(uint32_t)",
-             [](auto v, auto x) { return v.look_up16(kInts.x, x.integer(0)); });
-  test.lanes("look_up16(float)",
-             [](auto v, auto x) { return v.look_up16(kFloats.x, x.integer(0)); });
-  test.lanes("look_up32", [](auto v, auto x) { return v.look_up32(kInts.x, x.integer(0)); });
+  test.lanes("look_up8(uint32_t)",
+             [](auto v, auto x) { return v.look_up8(kInts.x, x.integer(0)); });
+  test.lanes("look_up8(float)", [](auto v, auto x) { return v.look_up8(kFloats.x, x.integer(0)); });
   uint8_t bytes[4][256];
   for (int i = 0; i < 256; ++i) {
     for (int k = 0; k < 4; ++k) {
@@ -512,11 +519,11 @@ void compare_chunks_and_tails(Test& test) {
     const auto& codes = four.codes;
     v.store8x4_signed(out, codes[0], codes[1], codes[2], codes[3], four.x, pairs);
   });
-  const auto raised = [](auto v, auto four, bool pairs, uint8_t* out) {
+  const auto unless_zero = [](auto v, auto four, bool pairs, uint8_t* out) {
     const auto& codes = four.codes;
-    v.store8x4_raised(out, codes[0], codes[1], codes[2], codes[3], four.x, pairs);
+    v.store8x4_unless_zero(out, codes[0], codes[1], codes[2], codes[3], four.x, pairs);
   };
-  compare_four<false>(test, "store8x4_raised", raised, is_one_magnitude);
+  compare_four<false>(test, "store8x4_unless_zero", unless_zero, is_one_magnitude);
   test.reads_tails("load_n(float)", 0,
                    [](auto v, auto x, int n) { return v.as_int(v.load_n(x.floats(0), n)); });
   test.reads_tails("load_n(uint16_t)", 0,

@@ -2,14 +2,15 @@
 """Tables with which the kernels decode the dynamic maps and find the nearest entry.
 
 Away from 0 a map has seven decades of equal cells, an entry in the middle of each.  So the number
-of entries between 0 and x is a linear function of |x| in each decade, and between a decade's last
-entry and the next one's first the threshold lies one cell beyond the decade's end.  With the ranges
-below the first entry and above the last but one that makes nine pieces, of which an octave of |x|
-touches two at most.
+of entries between 0 and x is a linear function of |x| in each decade.  Between a decade's last
+entry and the next one's first the threshold lies one cell beyond the decade's end: there one piece
+of the function joins the next.
 
-The kernels estimate the number of entries by its piece, and compare with the exact threshold only
-where the estimate is within 2^-12 of an integer.  For that the estimate has to be an integer at
-every threshold, which decides the slopes of the outer pieces.
+The kernels guess the piece by the pattern of x, which grows almost as its logarithm, and go on to
+the next one above its joint.  They estimate the number of entries by that piece, and compare with
+the exact threshold only where the estimate is within 2^-12 of an integer.  For that the estimate
+has to be an integer at every threshold.  So the first entry of m, which has a decade of its own,
+and the last of all, 1.0, have lines of their own.  Of v nothing but 0 is taken for 0.
 """
 
 from functools import lru_cache
@@ -25,6 +26,13 @@ _FRACTION = 2.0**16
 # At a joint the lower piece must be taken, whose estimate is an integer there; at the last joint
 # the upper one.  Thresholds of negative entries differ from those of positive ones by less.
 _MARGIN = 2.0**-21
+_NOWHERE = 0x7F800000  # a joint above all numbers
+
+PIECE_FACTOR, PIECE_SHIFT = 10304, 22
+"""Of the guess: in whole numbers, steps of 3.18 octaves, a little less than a decade."""
+# Number of the first decade's piece, and the smallest pattern that is guessed to lie in it.
+_FIRST_PIECE = 33
+_SMALLEST = 13433 << 16
 
 
 @lru_cache(maxsize=1)
@@ -45,25 +53,30 @@ def dynamic_maps() -> np.ndarray:
 def _fill_pieces(record: np.ndarray, code: DynamicCode) -> None:
     # The smallest x > 0 that is nearest to the i-th entry above 0, from i = 1.
     joins = np.append(np.nan, code.thresholds.numpy()[code.zero_code :].astype(np.float64))
-    cells = [2 ** (decade + (not code.signed)) for decade in range(_DECADES)]
-    first = np.cumsum([1, *cells])  # number of each decade's first entry, and of the entry 1.0
+    counts = np.array([2 ** (decade + (not code.signed)) for decade in range(_DECADES)])
+    first = np.cumsum([1, *counts])  # number of each decade's first entry, and of the entry 1.0
     top = first[-1]
-    slopes, offsets, last = [0.5 / joins[1]], [0.5], [0]
-    for decade, count in enumerate(cells):
-        slopes.append(count / (0.9 * 10.0 ** (decade - _DECADES + 1)))
-        offsets.append(first[decade] - count / 9)
-        last.append(first[decade] + count - 1)
-    slopes.append(0.5 / (1 - joins[top]))
-    offsets.append(top - joins[top] * slopes[-1])
-    last.append(top)
-    for name, values in (("slope", slopes), ("offset", offsets)):
-        record[name][..., : len(values)] = np.array(values) * _FRACTION
-    record["last"][..., : len(last)] = last
-    joints = joins[first] * np.append(np.full(_DECADES, 1 + _MARGIN), 1 - _MARGIN)
-    for octave in range(32):
-        begin, end = 2.0 ** (octave - 31), 2.0 ** (octave - 30)
-        inside = joints[(joints > begin) & (joints < end)]
-        assert len(inside) <= 1, (octave, inside)
-        joint = np.float32(inside[0] if len(inside) else 2.0)
-        record["octave_piece"][..., octave] = np.count_nonzero(joints <= begin)
-        record["octave_joint"][..., octave] = joint.view(np.uint32) - 1
+    slopes = [*counts / (0.9 * 10.0 ** np.arange(1 - _DECADES, 1)), 0.5 / (1 - joins[top])]
+    offsets = [*first[:-1] - counts / 9, top - joins[top] * slopes[-1]]
+    if code.signed:
+        slopes[0] = 1 / (joins[2] - joins[1])
+        offsets[0] = 1 - joins[1] * slopes[0]
+    margins = np.append(np.full(_DECADES - 1, 1 + _MARGIN), 1 - _MARGIN)
+    joints = _pattern(joins[first[1:]] * margins) - 1
+    pieces = _FIRST_PIECE + np.arange(_DECADES + 1)
+    # In each piece the guess is that piece or the one before.
+    assert np.array_equal(_guess(joints), pieces[:-1])
+    assert _guess(_SMALLEST) == _guess(_SMALLEST - 1) + 1 == _FIRST_PIECE
+    record["joint"][..., pieces % 8] = [*joints, _NOWHERE]
+    record["slope"][..., pieces % 8] = np.array(slopes) * _FRACTION
+    record["offset"][..., pieces % 8] = np.array(offsets) * _FRACTION
+    record["last"][..., pieces % 8] = [*first[1:] - 1, top]
+    record["smallest"] = _SMALLEST
+
+
+def _pattern(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x, np.float32).view(np.uint32)
+
+
+def _guess(pattern: np.ndarray) -> np.ndarray:
+    return (pattern >> 16) * PIECE_FACTOR >> PIECE_SHIFT

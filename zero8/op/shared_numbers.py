@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from zero8.op import structs
+from zero8.op import dynamic_tables, structs
 from zero8.spec import blocks, dither, grid, log, reference
 from zero8.spec.codec import CODECS, MomentCode
 from zero8.spec.dynamic import DynamicCode
@@ -84,6 +84,8 @@ def shared_numbers() -> dict[str, float]:
         "kSaturation": blocks.SATURATION,
         "kOneBits": log.ONE_BITS,
         "kMaxHashed": structs.MAX_HASHED,
+        "kPieceFactor": dynamic_tables.PIECE_FACTOR,
+        "kPieceShift": dynamic_tables.PIECE_SHIFT,
         "kElementStep": dither.ELEMENT_STEP,
         "kInBlockStep": dither.IN_BLOCK_STEP,
         "kGoldenStep": dither.GOLDEN_STEP,

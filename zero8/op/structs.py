@@ -40,11 +40,11 @@ DYNAMIC_MAP = np.dtype(
         ("levels", "f4", 256),
         ("thresholds", "f4", 256),
         ("level_bytes", "u1", (4, 256)),
-        ("octave_piece", "u4", 32),
-        ("octave_joint", "u4", 32),
-        ("slope", "f4", 16),
-        ("offset", "f4", 16),
-        ("last", "u4", 16),
+        ("joint", "u4", 8),
+        ("slope", "f4", 8),
+        ("offset", "f4", 8),
+        ("last", "u4", 8),
+        ("smallest", "u4"),
     ]
 )
 DYNAMIC_MAPS = np.dtype([("exp_avg", DYNAMIC_MAP), ("exp_avg_sq", DYNAMIC_MAP)])
