@@ -125,6 +125,8 @@ lint: .venv/.dev
 	.venv/bin/clang-format --style=file:csrc/.clang-format --dry-run --Werror $(CXX_FILES)
 
 # Compiling every module to bytecode would double the time; Python does it at first import.
+# Where this is set it would not keep that, and every process compile torch and DeepSpeed anew.
+export PYTHONDONTWRITEBYTECODE :=
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --no-compile -c constraints.txt
 
 .venv/.integrations: pyproject.toml constraints.txt | .venv/.made

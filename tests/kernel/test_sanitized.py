@@ -24,7 +24,14 @@ def op(tmp_path_factory):
     The sanitizers' libraries come with the process.
     """
     folder = tmp_path_factory.mktemp("sanitized")
-    watched = [*SANITIZERS, "-fsanitize=float-cast-overflow", "-fopenmp", "-ffp-contract=off"]
+    # Optimized, as the tests run for longer than it takes to compile.
+    watched = [
+        *SANITIZERS,
+        "-O1",
+        "-fsanitize=float-cast-overflow",
+        "-fopenmp",
+        "-ffp-contract=off",
+    ]
     others = ("step_avx2", "step_avx512", "step_avx512vbmi", "binding")
     kernels = [path for path in sorted(CSRC.glob("*.cpp")) if path.stem not in others]
     flags = ["-O0", "-DTORCH_EXTENSION_NAME=zero8_sanitized", *python_headers()]

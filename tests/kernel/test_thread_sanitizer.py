@@ -17,7 +17,7 @@ from test_csrc import COMPILER, CSRC, compile_all, output_of
 from zero8.op import build
 
 SANITIZER = "-fsanitize=thread"
-FLAGS = ["-O1", "-g", SANITIZER, "-fopenmp", "-ffp-contract=off"]
+FLAGS = ["-O1", "-g1", SANITIZER, "-fopenmp", "-ffp-contract=off"]
 SERVED = [name for name, needed in build.TARGETS.items() if needed <= build.processor_flags()]
 REPORTED = 66
 """The exit status of a program in which the sanitizer found a race."""

@@ -42,7 +42,7 @@ def launch(config, folder, engine):
         STEPS="3",
         RANKS=str(RANKS),
         CONFIG=str(config),
-        DATA=str(ROOT / "zero8"),
+        DATA=str(ROOT / "launch"),  # little, so that validation is short
         OUT=str(folder / "out"),
         PYTHON=sys.executable,
         DS_ACCELERATOR="cpu",

@@ -110,6 +110,14 @@ def test_train_batch_text_below_one_window_raises():
         batch(torch.zeros(16, dtype=torch.uint8))
 
 
+@pytest.mark.parametrize(
+    ("numel", "number"), [(17, 1), (33, 1), (34, 2), (84, 4), (85, 5), (999, 5)]
+)
+def test_validation_windows_are_no_more_than_lie_side_by_side(numel, number):
+    windows = data.validation_windows(torch.zeros(numel, dtype=torch.uint8), 5, 16)
+    assert windows.shape == (number, 17)
+
+
 def test_validation_windows_cover_first_and_last_byte():
     text = torch.arange(100, dtype=torch.uint8)
     windows = data.validation_windows(text, 5, 16)

@@ -161,7 +161,11 @@ def train_batch(
 
 
 def validation_windows(text: torch.Tensor, count: int, context: int) -> torch.Tensor:
-    """Return `count` evenly spaced windows, int64 [count, context + 1]; no seed enters."""
+    """Return evenly spaced windows, int64 [number, context + 1]; no seed enters.
+
+    There are `count` of them, but no more than lie side by side in the text.
+    """
     require_window(text, context, "validation")
+    count = min(count, text.numel() // (context + 1))
     starts = torch.linspace(0, text.numel() - context - 1, count, dtype=torch.float64)
     return windows(text, starts.long().tolist(), context)

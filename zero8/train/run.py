@@ -71,12 +71,18 @@ def train_step(engine: Engine, text: torch.Tensor, *, seed: int, step: int) -> f
 
 @torch.no_grad()
 def validate(engine: Engine, windows: torch.Tensor) -> float:
-    """Return the mean loss over all windows, nats per byte; each rank takes its share of them."""
+    """Return the mean loss over all windows, nats per byte; each rank takes its share of them.
+
+    All ranks call the module equally often, as each call may gather parameters.
+    """
     engine.module.eval()
-    mine = windows[dist.get_rank() :: dist.get_world_size()].to(engine.device)
+    mine = windows[dist.get_rank() :: dist.get_world_size()]
+    largest_share = -(-len(windows) // dist.get_world_size())
     total = 0.0
-    for batch in mine.split(engine.micro_batch_size):
-        total += engine.module(batch).item() * len(batch)
+    for begin in range(0, largest_share, engine.micro_batch_size):
+        batch = mine[begin : begin + engine.micro_batch_size]
+        shown = batch if len(batch) else windows[:1]
+        total += engine.module(shown.to(engine.device)).item() * len(batch)
     engine.module.train()
     return mean_over_ranks(total, len(mine), engine.device)
 

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What zero8.train.run does on each of several ranks, one after the other in this process."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from zero8.train import run
+
+
+class Counting(torch.nn.Module):
+    """Takes the mean of its windows for their loss."""
+
+    calls = 0
+
+    def forward(self, windows):
+        self.calls += 1
+        return windows.double().mean()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 9, 12])
+def test_validate_calls_the_module_equally_often_on_all_ranks_and_takes_each_window_once(
+    monkeypatch, world_size
+):
+    """Nine windows, at most two at a time: shares differ, and where there are more ranks are 0."""
+    windows = torch.arange(9.0)[:, None]
+    sums, modules = [], []
+    monkeypatch.setattr(run, "mean_over_ranks", lambda total, count, _: sums.append((total, count)))
+    monkeypatch.setattr(run.dist, "get_world_size", lambda: world_size)
+    for rank in range(world_size):
+        monkeypatch.setattr(run.dist, "get_rank", lambda rank=rank: rank)
+        modules.append(Counting())
+        engine = SimpleNamespace(module=modules[-1], micro_batch_size=2, device="cpu")
+        run.validate(engine, windows)
+    assert len({module.calls for module in modules}) == 1
+    totals, counts = zip(*sums, strict=True)
+    assert sum(counts) == 9 and sum(totals) == windows.sum()
