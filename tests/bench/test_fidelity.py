@@ -25,6 +25,8 @@ from zero8.bench.fidelity.text import TextTask
 from zero8.bench.fidelity.training import Gradients, Layout, Recipe, TrainingRun
 from zero8.train.model import GPTConfig
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 LAYOUT = Layout(("a", "b"), ((64, 128), (128, 64)))
 BETAS = (0.9, 0.95)
 TINY = Recipe(
