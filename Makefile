@@ -124,9 +124,10 @@ lint: .venv/.dev
 	$(RUN) -m ruff format --check .
 	.venv/bin/clang-format --style=file:csrc/.clang-format --dry-run --Werror $(CXX_FILES)
 
-# Compiling every module to bytecode would double the time; Python does it at first import.
-# Where this is set it would not keep that, and every process compile torch and DeepSpeed anew.
+# Where it is set, every process would compile torch and DeepSpeed to bytecode anew.
 export PYTHONDONTWRITEBYTECODE :=
+
+# Compiling every module to bytecode would double the time; Python does it at first import.
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --no-compile -c constraints.txt
 
 .venv/.integrations: pyproject.toml constraints.txt | .venv/.made

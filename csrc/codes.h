@@ -129,20 +129,15 @@ struct ChunkOf {
   }
 };
 
-// What is left to do to a code: nothing; negate it where x is negative; make it 0 where it is
-// negative; make it 0 where x, never negative, is 0.
-enum class Left { kNothing, kSign, kClamp, kUnlessZero };
+// What is left to do to a code: negate it where x is negative; make it 0 where it is negative; make
+// it 0 where x, never negative, is 0.
+enum class Left { kSign, kClamp, kUnlessZero };
 
 template <Left kLeft>
 ZERO8_DEVICE inline Vec::I completed(Vec::I code, Vec::F x) {
-  if constexpr (kLeft == Left::kSign) {
-    const Vec::Mask negative = Vec::above(Vec::seti(0), Vec::as_int(x));
-    const Vec::I minus = Vec::andi(Vec::subi(Vec::seti(0), code), Vec::seti(255));
-    return Vec::choose(negative, minus, code);
-  }
+  if constexpr (kLeft == Left::kSign) return Vec::andi(Vec::signed_as(code, x), Vec::seti(255));
   if constexpr (kLeft == Left::kClamp) return Vec::maxs(code, Vec::seti(0));
-  if constexpr (kLeft == Left::kUnlessZero) return Vec::unless_zero(code, Vec::as_int(x));
-  return code;
+  return Vec::unless_zero(code, Vec::as_int(x));
 }
 
 // Largest |x|, of values that are never negative if not kSigned.  Over bit patterns, so that

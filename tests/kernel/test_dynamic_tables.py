@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from segments import Place, assert_same, copied, make, scalars_at
-from test_vec import FLAGS, compiled
+from test_vec import compiled
 
-from zero8.op import kernel
+from zero8.op import build, kernel
 from zero8.op.dynamic_tables import dynamic_maps
 from zero8.spec import reference
 from zero8.spec.codec import CODECS
@@ -72,7 +72,7 @@ def test_dynamic_codes_equal_the_exact_nearest_entry(values):
 def count_wrong(tmp_path_factory):
     """How many floats with patterns from a range the fastest encoders give another code."""
     target = list(kernel.isas())[-1]
-    flags = [flag if flag != "-O1" else "-O3" for flag in FLAGS]
+    flags = [*build.FLAGS, "-fPIC", "-shared"]
     folder = tmp_path_factory.mktemp("nearest")
     library = compiled(target, folder, source="nearest_entries.cpp", flags=flags)
     library.count_wrong.restype = ctypes.c_int64

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The encoders of the dynamic maps over all floats, against their thresholds
-// one after another.
+// The encoders of the dynamic maps over all floats, against their thresholds one after another.
 //
 // -DTARGET says which vectors, whose header is -DHEADER.
 #define ZERO8_TARGET TARGET
@@ -12,8 +11,7 @@
 namespace zero8 {
 namespace TARGET {
 
-// The nearest entry of one number after the other, of which none is nearer to 0
-// than the last.
+// The nearest entry of one number after the other, of which none is nearer to 0 than the last.
 class Walk {
  public:
   Walk(const DynamicMap& map, uint32_t zero_code) : map_(map), code_(zero_code) {}
@@ -28,9 +26,8 @@ class Walk {
   uint32_t code_;
 };
 
-// How many of the floats with patterns begin .. end - 1, and a sign, do not get
-// the code of the nearest entry; for second moments that are not 0, of the
-// nearest one that is not.
+// How many of the floats with patterns begin .. end - 1, and a sign, do not get the code of the
+// nearest entry; for second moments that are not 0, of the nearest one that is not.
 template <bool kSigned>
 int64_t count_wrong(const DynamicMap& map, uint32_t sign, uint32_t begin, uint32_t end) {
   using Code = Dynamic<kSigned>;
