@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -184,6 +185,35 @@ def test_in_backward_another_thread_steps(monkeypatch):
     model, optimizer, _ = in_backward()
     train(model, optimizer, 2)
     assert threads == {"zero8-step"}
+
+
+class CopyUnderWay:
+    """Stands for the event of a copy that ends when `done` is set."""
+
+    def __init__(self):
+        self.done = threading.Event()
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        assert self.done.wait(60)
+
+
+def test_in_backward_gradient_that_is_copied_from_the_gpu_is_waited_for_by_the_worker(monkeypatch):
+    """A parameter that FSDP2 keeps in page-locked memory; the backward goes on meanwhile."""
+    copy, read = CopyUnderWay(), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: copy)
+    p = nn.Parameter(torch.ones(8))
+    p.device_mesh = SimpleNamespace(device_type="cuda")
+    handle = in_backward_module.InBackward(lambda p, grad: read.append(grad.tolist()))
+    handle.watch([p])
+    p.sum().backward()
+    time.sleep(0.1)
+    assert read == []
+    copy.done.set()
+    handle.remove()
+    assert read == [[1.0] * 8]
 
 
 def clip(model, optimizer):

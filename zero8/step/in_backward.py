@@ -112,22 +112,38 @@ class InBackward:
         if p.device.type != "cpu" or os.getpid() != self._process:
             self._take_step(p, grad)
             return
-        num_bytes = local(grad).nbytes
+        num_bytes, arrival = local(grad).nbytes, arrival_of_gradient(p)
         with self._room:
             self._room.wait_for(lambda: self._has_room_for(num_bytes))
             self._waiting_bytes += num_bytes
-        self._pending.append(self._worker.submit(self._step_waiting, p, grad, num_bytes))
+        self._pending.append(self._worker.submit(self._step_waiting, p, grad, num_bytes, arrival))
 
     def _has_room_for(self, num_bytes: int) -> bool:
         return not self._waiting_bytes or self._waiting_bytes + num_bytes <= MOST_WAITING_BYTES
 
-    def _step_waiting(self, p: Tensor, grad: Tensor, num_bytes: int) -> None:
+    def _step_waiting(
+        self, p: Tensor, grad: Tensor, num_bytes: int, arrival: torch.Event | None
+    ) -> None:
         try:
+            if arrival is not None:
+                arrival.synchronize()
             self._take_step(p, grad)
         finally:
             with self._room:
                 self._waiting_bytes -= num_bytes
                 self._room.notify()
+
+
+def arrival_of_gradient(p: Tensor) -> torch.Event | None:
+    """Return the event after which the gradient of a parameter on the CPU can be read, if any.
+
+    FSDP2 copies gradients of what CPUOffloadPolicy keeps in page-locked memory from the GPU, and
+    before PyTorch 2.13 calls hooks while the copy is under way, on the stream current in them.
+    """
+    mesh = getattr(p, "device_mesh", None)
+    if mesh is None or mesh.device_type == "cpu":
+        return None
+    return torch.get_device_module(mesh.device_type).current_stream().record_event()
 
 
 def check_model(model: nn.Module, params: Sequence[Tensor]) -> None:
