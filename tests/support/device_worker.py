@@ -212,6 +212,19 @@ def adopted(codec):
 
 
 @check
+def saved_state(codec):
+    """All that has dimensions is on one device, as torch wants it of full state dicts; and back."""
+    live = adopt(adam_state(), codec, DEVICE)
+    assert live["format"].device.type == "cpu"  # where steps read it
+    saved = PlainState(live, Extent.whole(PIECE.shape)).saved()
+    tensors = [x for x in saved.values() if isinstance(x, torch.Tensor) and x.dim()]
+    assert len(tensors) == 5 and {x.device.type for x in tensors} == {"gpu"}
+    back = adopt(saved, codec, DEVICE)
+    assert back["format"].tolist() == live["format"].tolist()
+    assert_same([back["exp_avg_q8"]], [live["exp_avg_q8"].raw])
+
+
+@check
 def bitsandbytes_and_back(codec):
     """Rows that their blocks coincide with, and rows that they run across."""
     states = {}

@@ -62,6 +62,9 @@ class Gpu(torch.Tensor):
             return out
         return tree_map_only(torch.Tensor, lambda x: ours[id(x)] if id(x) in ours else Gpu(x), out)
 
+    def tolist(self):
+        return self.raw.tolist()
+
     def __repr__(self):
         return f"Gpu({self.raw})"
 

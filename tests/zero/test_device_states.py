@@ -16,6 +16,7 @@ CHECKS = (
     "moment_tensor",
     "record_stream",
     "adopted",
+    "saved_state",
     "bitsandbytes_and_back",
 )
 

@@ -123,11 +123,14 @@ class PlainState:
 
     def saved(self) -> dict:
         """Return the entries as checkpoints carry them."""
-        header = Header.of(self.entries, "")
-        if not header.block_size or not is_narrow(header.shape):
+        extent, entries, stores = self.extent, dict(self.entries), self.stores("")
+        header, device = Header.of(entries, ""), stores[0].codes.device
+        has_groups = header.block_size and is_narrow(header.shape)
+        if not has_groups and device.type == "cpu":
             return self.entries
-        extent, entries = self.extent, dict(self.entries)
-        for store in self.stores(""):
+        # torch loads full state dicts if all tensors that have dimensions are on one device.
+        entries["format"] = entries["format"].to(device)
+        for store in stores if has_groups else ():
             scales = narrow.scales_of_rows(store, extent)
             shape = (extent.shape[0], *scales.shape[1:])
             entries[f"{store.which}_scale"] = extent.entry(scales, shape, narrow.rows(extent))
