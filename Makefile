@@ -36,18 +36,20 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
   test -z "$$missing" || { \
     echo "zero8: missing on this machine; as root: apt-get install $$missing" >&2; exit 1; }
 
-.PHONY: help setup train bench gpu-check test test-slow test-multinode test-integrations test-full \
-  test-sanitizers fuzz fuzz-kernel soak lint
+.PHONY: help setup train bench gpu-check gpu-train test test-slow test-multinode test-integrations \
+  test-full test-sanitizers fuzz fuzz-kernel soak lint
 .NOTPARALLEL:
 
 help:
 	@echo "make train      train a small GPT with fp32 AdamW and with Adam8bitBlockwise, and compare;"
-	@echo "                takes STEPS, RANKS, CONFIG, DATA, OUT, SEED: see launch/local.sh;"
+	@echo "                takes MODEL, STEPS, RANKS, CONFIG, DATA, OUT, SEED: see launch/local.sh;"
 	@echo "                with ENGINE=fsdp2 under PyTorch's FSDP2 instead of DeepSpeed"
 	@echo "make bench      time the step against other optimizers; writes OUT (runs/bench_step.json)"
 	@echo "                and a table and a figure beside it"
-	@echo "make gpu-check  on a machine with a GPU: tests, training, times, compute-sanitizer; under 10"
-	@echo "                minutes; with GPU_PYTHON=python3 by that Python, and nothing is installed"
+	@echo "make gpu-check  on a machine with a GPU: tests, training, times, compute-sanitizer; PARTS are"
+	@echo "                those to run; with GPU_PYTHON=python3 by that Python, which installs nothing"
+	@echo "make gpu-train  train a GPT of 1.2 G parameters there, under ZeRO-2 and under FSDP2, with its"
+	@echo "                optimizer states in host memory, as make train"
 	@echo "make test       run the quick tests: minutes"
 	@echo "make test-slow  run the others: trainings, measurements, every mode of ZeRO"
 	@echo "make test-multinode  run those on several hosts, in network namespaces; needs root"
@@ -72,7 +74,13 @@ bench: .venv/.bench
 
 # On a machine without a network: with a Python that has torch with CUDA, and all else, already.
 gpu-check: $(if $(GPU_PYTHON),,.venv/.dev .venv/.peers)
-	$(or $(GPU_PYTHON),$(RUN)) -m zero8.bench.gpu_check
+	$(or $(GPU_PYTHON),$(RUN)) -m zero8.bench.gpu_check$(if $(PARTS), --parts $(PARTS))
+
+gpu-train: $(if $(GPU_PYTHON),,.venv/.train)
+	PYTHON=$(or $(GPU_PYTHON),$(VENV_PYTHON)) MODEL=1b STEPS=50 OUT=runs/gpu_zero2 \
+	  CONFIG=configs/gpu/zero2_offload_1b.json launch/local.sh
+	PYTHON=$(or $(GPU_PYTHON),$(VENV_PYTHON)) MODEL=1b STEPS=50 OUT=runs/gpu_fsdp2 ENGINE=fsdp2 \
+	  CONFIG=configs/gpu/fsdp2_offload_1b.toml launch/local.sh
 
 # Two files at a time, as most tests use one core; long files before those of ranks, which are short
 # and stand last in the alphabet.  Threads that wait leave their core to the other file.

@@ -14,6 +14,7 @@
 #   RANKS   processes [2; with CUDA the number of GPUs]
 #   CONFIG  config of the engine; the AdamW run replaces only its optimizer type
 #           [configs/zero2_offload.json; with fsdp2 configs/fsdp2_offload.toml]
+#   MODEL   its size: demo (1.7 M parameters), 1b or 3b [demo]
 #   DATA    text to train on, a file or folder [the Python standard library's own sources]
 #   OUT     folder for the results [runs/demo; with fsdp2 runs/demo-fsdp2]
 #   SEED    of initialization and batches [0]
@@ -63,6 +64,7 @@ fi
 
 # NCCL takes one rank per GPU.
 ranks=${RANKS:-$((gpus > 0 ? gpus : 2))}
+model=${MODEL:-demo}
 steps=${STEPS:-400}
 seed=${SEED:-0}
 
@@ -90,8 +92,8 @@ train() {
     $run "$python" -m zero8.train.build "$config" "$1"
   fi
   $run "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m zero8.train \
-    --engine "$engine" --optimizer "$1" --config "$config" --steps "$steps" --seed "$seed" \
-    --out "$out" ${DATA:+--data "$DATA"} &
+    --engine "$engine" --optimizer "$1" --config "$config" --model "$model" --steps "$steps" \
+    --seed "$seed" --out "$out" ${DATA:+--data "$DATA"} &
   child=$!
   wait "$child"
 }
@@ -101,6 +103,6 @@ train Adam8bitBlockwise
 train AdamW
 
 echo "timing steps over 2^25 parameters"
-settings="ENGINE=$engine STEPS=$steps RANKS=$ranks CONFIG=$config${DATA:+ DATA=$DATA} SEED=$seed"
+settings="ENGINE=$engine MODEL=$model STEPS=$steps RANKS=$ranks CONFIG=$config${DATA:+ DATA=$DATA}"
 OMP_NUM_THREADS=$cores $run "$python" -m zero8.train.report "$out" --command \
-  "$settings launch/local.sh"
+  "$settings SEED=$seed launch/local.sh"

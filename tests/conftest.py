@@ -26,16 +26,17 @@ def one_torch_thread():
 
 @pytest.fixture(scope="session")
 def standing_ranks(tmp_path_factory):
-    """Return a function: of a world size, the ranks of that size that all files share.
+    """Return a function: of a world size and a device, the ranks that all files share.
 
     They start when they are first asked for, and again after a failure.
     """
     sets = {}
 
-    def of(world_size):
-        if world_size not in sets:
-            sets[world_size] = StandingRanks(world_size, tmp_path_factory.mktemp("ranks"))
-        return sets[world_size]
+    def of(world_size, device="cpu"):
+        if (world_size, device) not in sets:
+            folder = tmp_path_factory.mktemp("ranks")
+            sets[world_size, device] = StandingRanks(world_size, folder, device)
+        return sets[world_size, device]
 
     yield of
     for ranks in sets.values():

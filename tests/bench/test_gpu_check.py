@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 import torch
-from places import FOLDERS
+from places import FOLDERS, ROOT
 
 from zero8.bench import gpu
 from zero8.bench.gpu_check import command as gpu_check
@@ -288,10 +289,12 @@ def test_gpu_check_parts_are_these_and_their_files_lie_beside_the_record(tmp_pat
     monkeypatch.setattr(gpu_check_parts, "sanitizer", lambda: "/cuda/bin/compute-sanitizer")
     parts = {p.name: p for p in gpu_check_parts.parts(tmp_path, tmp_path / "gpu_x_202611")}
     assert list(parts) == [
-        "build", "tests", "memcheck", "train_offload", "train_on_gpu", "bench", "racecheck",
+        "build", "tests", "fsdp", "zero", "memcheck", "train_offload", "train_on_gpu", "bench",
+        "racecheck", "initcheck",
     ]  # fmt: skip
     assert f"{tmp_path}/gpu_x_202611_step.json" in parts["bench"].text
-    assert "-m gpu" in parts["tests"].text
+    for name, path, _ in gpu_check_parts.TESTS:
+        assert f"-m pytest {path} -m gpu" in parts[name].text
     assert "CONFIG=configs/zero2_offload.json" in parts["train_offload"].text
     assert "CONFIG=configs/zero2_bf16.json" in parts["train_on_gpu"].text
     assert "--tool racecheck" in parts["racecheck"].text
@@ -300,12 +303,39 @@ def test_gpu_check_parts_are_these_and_their_files_lie_beside_the_record(tmp_pat
         assert (gpu_check_parts.ROOT / name).is_file()
 
 
+def test_gpu_check_runs_all_tests_of_gpus():
+    paths = [ROOT / path for _, path, _ in gpu_check_parts.TESTS]
+    marked = [
+        path
+        for path in (ROOT / "tests").glob("*/test_*.py")
+        if "pytestmark = [\n    pytest.mark.gpu," in path.read_text()
+    ]
+    assert len(marked) == 4
+    assert all(any(path.is_relative_to(tested) for tested in paths) for path in marked)
+
+
+def test_gpu_check_runs_the_parts_that_it_is_asked_for_and_refuses_others(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(gpu, "absence", lambda: None)
+    monkeypatch.setattr(gpu, "machine", lambda: MACHINE)
+    parts = [replace(part, name=name) for name in ("one", "two", "three") for part in [GOOD]]
+    monkeypatch.setattr(gpu_check_parts, "parts", lambda runs, base: parts)
+    folders = ["--records", str(tmp_path / "records"), "--runs", str(tmp_path / "runs")]
+    assert gpu_check.main([*folders, "--parts", "three", "one"]) == 0
+    (path,) = (tmp_path / "records").glob("*.json")
+    assert [part["name"] for part in json.loads(path.read_text())["parts"]] == ["one", "three"]
+    with pytest.raises(SystemExit):
+        gpu_check.main([*folders, "--parts", "one", "four"])
+    assert "got --parts four, expected some of one two three" in capsys.readouterr().err
+
+
 def test_gpu_check_parts_without_compute_sanitizer_say_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     if gpu_check_parts.sanitizer() is None:  # it may be in CUDA's usual folder
         parts = gpu_check_parts.parts(tmp_path, tmp_path)
-        assert [p.name for p in parts if p.missing] == ["memcheck", "racecheck"]
+        assert [p.name for p in parts if p.missing] == ["memcheck", "racecheck", "initcheck"]
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "compute-sanitizer").write_text("#!/bin/sh\n")
     (tmp_path / "bin" / "compute-sanitizer").chmod(0o755)

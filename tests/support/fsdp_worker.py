@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero8 import Adam8bitBlockwise
 from zero8.spec.grid import is_narrow, rows_per_block
+from zero8.train.engine_fsdp2 import join_ranks
 
 # Ragged rows, rows of no whole number of blocks, an empty shard on all ranks but one, experts cut
 # in their first and in their second dimension, narrow rows whose groups are cut and are not.
@@ -39,7 +40,9 @@ class Weights(nn.Module):
             self.register_parameter(name, nn.Parameter(values.to(dtype)))
 
     def forward(self, step: int) -> Tensor:
-        products = [(p * gradient(name, step).to(p.dtype)) for name, p in self.named_parameters()]
+        products = [
+            p * gradient(name, step).to(p.device, p.dtype) for name, p in self.named_parameters()
+        ]
         return sum(product.float().sum() for product in products)
 
 
@@ -80,18 +83,19 @@ LAYOUTS = {
 
 def sharded(layout: Layout, model: nn.Module | None = None) -> nn.Module:
     """Return the model, a new one unless given, under FSDP2."""
-    model = model or Weights(layout.dtype)
+    model, device = model or Weights(layout.dtype), join_ranks().type
     world = torch.distributed.get_world_size()
     shape, names = (world,), ("shard",)
     if layout.replicas > 1:
         shape, names = (layout.replicas, world // layout.replicas), ("replicate", "shard")
     mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if layout.mixed else None
+    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if layout.offload else None
     return fully_shard(
         model,
-        mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),
+        mesh=init_device_mesh(device, shape, mesh_dim_names=names),
         shard_placement_fn=lambda p: Shard(1) if p is model.cut_experts else None,
         **({"mp_policy": mixed} if mixed else {}),
-        **({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if layout.offload else {}),
+        **({"offload_policy": offload} if offload else {}),
     )
 
 
@@ -108,15 +112,15 @@ def run(model: nn.Module, optimizer, begin: int, end: int) -> None:
 
 
 def start() -> None:
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo")
+    join_ranks()
 
 
 def whole(value):
-    """Return a copy of what all ranks hold of a tensor together, on every rank."""
-    if isinstance(value, Tensor):
-        value = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-    return value
+    """Return a copy on the CPU of what all ranks hold of a tensor together, on every rank."""
+    if isinstance(value, DTensor):
+        # NCCL does not gather what is kept on the CPU.
+        value = value.to(value.device_mesh.device_type).full_tensor()
+    return value.clone().cpu() if isinstance(value, Tensor) else value
 
 
 def results(model: nn.Module, optimizer) -> dict[str, dict]:

@@ -24,10 +24,11 @@ class StandingRanks:
     Args:
         world_size: number of ranks.
         tmp_path: a folder to work in.
+        device: "cpu", or "cuda", one GPU to a rank.
     """
 
-    def __init__(self, world_size: int, tmp_path: Path):
-        self._world_size, self._tmp_path = world_size, tmp_path
+    def __init__(self, world_size: int, tmp_path: Path, device: str = "cpu"):
+        self._world_size, self._tmp_path, self._device = world_size, tmp_path, device
         self._processes: list[subprocess.Popen] = []
 
     def run(self, function, timeout_s: float = 180, kill: bool = False, **kwargs) -> list:
@@ -82,7 +83,7 @@ class StandingRanks:
         build_ops()
         self._logs, port = _make_folder(self._tmp_path, {}), free_port()
         for rank in range(self._world_size):
-            self._processes.append(_start(self._logs, rank, self._world_size, port))
+            self._processes.append(_start(self._logs, rank, self._world_size, port, self._device))
 
 
 def run_ranks(function, world_size: int, tmp_path: Path, **arguments) -> list:
@@ -129,7 +130,7 @@ def build_ops() -> None:
     ops.build("CPUAdamBuilder")
 
 
-def _start(logs: Path, rank: int, world_size: int, port: int) -> subprocess.Popen:
+def _start(logs: Path, rank: int, world_size: int, port: int, device: str) -> subprocess.Popen:
     """Start a rank on the jobs (module, function, folder) that its stdin will name."""
     # Without LOCAL_SIZE DeepSpeed's all_reduce over shared memory stays off: it would leave 66 MiB
     # per rank and run in /dev/shm, which is memory.
@@ -140,10 +141,14 @@ def _start(logs: Path, rank: int, world_size: int, port: int) -> subprocess.Pope
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",  # for what runs without DeepSpeed
+        "DS_ACCELERATOR": device,
+        **(
+            {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+        ),  # for what is without DeepSpeed
         "PYTHONPATH": os.pathsep.join(filter(None, (*FOLDERS, os.environ.get("PYTHONPATH")))),
     }
+    if device == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""  # for what runs without DeepSpeed
     with open(logs / f"rank{rank}.log", "w") as log:
         return subprocess.Popen(
             [sys.executable, "-c", "import ranks; ranks.serve()"],

@@ -25,10 +25,7 @@ SMALL = GPTConfig(context=32)
 
 @contextmanager
 def small_job() -> Iterator[None]:
-    with (
-        patch.object(run, "VALIDATION_WINDOWS", 16),
-        patch.object(run, "GPTConfig", lambda: SMALL),
-    ):
+    with patch.object(run, "VALIDATION_WINDOWS", 16), patch.dict(run.MODELS, demo=SMALL):
         yield
 
 
@@ -52,6 +49,7 @@ def row(
             kind,
             settings,
             corpus(),
+            config=run.MODELS["demo"],
             seed=0,
             steps=steps,
             name=optimizer,

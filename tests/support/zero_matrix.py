@@ -287,7 +287,7 @@ def train(engine, cell, steps, seed=7):
         for number in range(cell.accumulated):
             factor = math.inf if step == cell.poisoned and last else 1.0
             inputs = micro_batch(step * cell.accumulated + number, seed)
-            loss = engine(*inputs)
+            loss = engine(*(x.to(engine.device) for x in inputs))
             engine.backward(loss * factor)
             engine.step()
             total += loss.item() / cell.accumulated

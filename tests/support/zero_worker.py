@@ -75,7 +75,7 @@ class Bag(torch.nn.Module):
             grad = pattern(f"{seed} {step}", self.SHAPES[seed])
             if name == poison:
                 grad.view(-1)[-1] = math.nan
-            total = total + (parameter * grad.to(parameter.dtype)).sum()
+            total = total + (parameter * grad.to(parameter.device, parameter.dtype)).sum()
         return total
 
 
@@ -150,7 +150,7 @@ def base_optimizer(engine):
 
 
 def held(engine):
-    """Return copies of the parameters, and of what this rank steps over with its state.
+    """Return copies on the CPU of the parameters, and of what this rank steps over with its state.
 
     Padding, which is uninitialized memory in ZeRO-3, is set to zero.
     """
@@ -158,11 +158,11 @@ def held(engine):
     for name, p in engine.module.named_parameters():
         gathered = [p] if hasattr(p, "ds_id") else []
         with deepspeed.zero.GatheredParameters(gathered):
-            parameters[name] = p.detach().clone()
+            parameters[name] = p.detach().clone().cpu()
     states = []
     for p, state in base_optimizer(engine).state.items():
         entry = {key: plain(value) for key, value in state.items()}
-        entry["master"] = p.detach().clone()
+        entry["master"] = p.detach().clone().cpu()
         if hasattr(state.get("exp_avg"), "store"):
             entry["pieces"] = state["exp_avg"].store.table.pieces
             held_here = torch.zeros(p.shape, dtype=torch.bool)
@@ -174,11 +174,11 @@ def held(engine):
 
 
 def plain(value):
-    """Return a copy: of an 8-bit moment its codes, scales and float32 values."""
+    """Return a copy on the CPU: of an 8-bit moment its codes, scales and float32 values."""
     if hasattr(value, "store"):
         store = value.store
-        return tuple(t.clone() for t in (store.codes, store.scales, store.dense))
-    return value.clone() if isinstance(value, torch.Tensor) else value
+        return tuple(t.clone().cpu() for t in (store.codes, store.scales, store.dense))
+    return value.clone().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def difference(a, b, path="") -> str:

@@ -26,9 +26,16 @@ def changed(tmp_path):
     return write
 
 
-def test_load_config_default_file_is_the_twin_of_deepspeeds():
-    ours = load_config(DEFAULT, EIGHT_BIT, 123)
-    theirs = json.loads((ROOT / "configs" / "zero2_offload.json").read_text())
+@pytest.mark.parametrize(
+    ("ours", "theirs", "mixed_precision"),
+    [
+        ("fsdp2_offload.toml", "zero2_offload.json", "none"),
+        ("gpu/fsdp2_offload_1b.toml", "gpu/zero2_offload_1b.json", "bf16"),
+    ],
+)
+def test_load_config_file_is_the_twin_of_deepspeeds(ours, theirs, mixed_precision):
+    ours = load_config(ROOT / "configs" / ours, EIGHT_BIT, 123)
+    theirs = json.loads((ROOT / "configs" / theirs).read_text())
     assert ours.micro_batch_size == theirs["train_micro_batch_size_per_gpu"]
     assert ours.accumulation_steps == theirs.get("gradient_accumulation_steps", 1)
     assert ours.gradient_clipping == theirs["gradient_clipping"]
@@ -37,7 +44,8 @@ def test_load_config_default_file_is_the_twin_of_deepspeeds():
     assert ours.scheduler.warmup_steps == schedule["warmup_num_steps"]
     assert ours.scheduler.min_ratio == schedule["cos_min_ratio"]
     assert ours.scheduler.total_steps == 123
-    assert ours.fsdp2.offload and ours.fsdp2.mixed_precision == "none"
+    assert ours.fsdp2.offload and ours.fsdp2.mixed_precision == mixed_precision
+    assert theirs.get("bf16", {}).get("enabled", False) == (mixed_precision == "bf16")
 
 
 def test_load_config_8bit_only_keys_are_dropped_for_adamw(changed):

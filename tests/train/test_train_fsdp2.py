@@ -178,8 +178,8 @@ out = Path({out!r})
 with small_job():
     for optimizer in ("AdamW", "Adam8bitBlockwise"):
         run.train(
-            engine="fsdp2", optimizer=optimizer, config=Path({config!r}), data={data!r}, seed=0,
-            steps=2, out=out, save_every=2, resume=False,
+            engine="fsdp2", optimizer=optimizer, config=Path({config!r}), model="demo",
+            data={data!r}, seed=0, steps=2, out=out, save_every=2, resume=False,
         )
 report.report(out, at_scale.measure("fsdp2", numel=2**16, rounds=1), "")
 assert not [name for name in sys.modules if name.split(".")[0] == "deepspeed"]

@@ -26,6 +26,7 @@ ROW_KEYS = {
     "state_bytes_per_param_all",
     "state_bytes",
     "host_peak_gib",
+    "gpu_peak_gib",
     "step_ms",
     "iteration_ms",
 }
@@ -57,6 +58,7 @@ def write_run(out, optimizer, **changes):
         "state_bytes": 8000,
         "state_numel": 1000,
         "host_peak_gib": 1.0,
+        "gpu_peak_gib": None,
         "step_ms": 0.5,
         "iteration_ms": 100.0,
         "tokens_per_step": 64,
@@ -82,13 +84,21 @@ def test_report_two_runs_writes_summary_and_plot(tmp_path, capsys):
     assert all(run.keys() >= ROW_KEYS for run in summary["runs"])
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "2.030" in printed
+    assert "2.030" in printed and "GPU" not in printed
     assert "+2.00 %" in printed
     assert summary["at_scale"] == AT_SCALE
     assert "4,096 float32 parameters" in printed and "2 threads" in printed
     lines = [line.split() for line in printed.splitlines()]
     assert ["AdamW", "32.0", "0.062", "30.0"] in lines
     assert ["Adam8bitBlockwise", "8.0", "0.039", "10.2"] in lines
+
+
+def test_report_of_runs_on_a_gpu_has_its_peak(tmp_path, capsys):
+    for optimizer in ("AdamW", "Adam8bitBlockwise"):
+        write_run(tmp_path, optimizer, device="cuda", gpu_peak_gib=12.345)
+    report(tmp_path, AT_SCALE, "")
+    printed = capsys.readouterr().out
+    assert "GPU peak GiB" in printed and printed.count(" 12.35") == 2
 
 
 def test_report_no_8bit_parameter_prints_a_dash(tmp_path, capsys):

@@ -191,12 +191,15 @@ def load_older_states():
     return result | {"stepped on": held(loaded)}
 
 
-def move_away_and_back():
-    """Take a step, have DeepSpeed offload and reload its states, take another; and without that."""
+def move_away_and_back(**options):
+    """Take a step, have DeepSpeed offload and reload its states, take another; and without that.
+
+    Options are those of `offload_states`.
+    """
     moved, stayed = (make_engine(config(offload=None), Bag()) for _ in range(2))
     for engine in (moved, stayed):
         take_step(engine, 0)
-    moved.offload_states()
+    moved.offload_states(**options)
     moved.reload_states()
     for engine in (moved, stayed):
         take_step(engine, 1)

@@ -28,10 +28,16 @@ def cells(names, quick=True):
 
 
 class Matrix:
-    """Runs each cell when its first test asks for it, all in the same processes."""
+    """Runs each cell when its first test asks for it, all in the same processes.
 
-    def __init__(self, folder, ranks):
-        self.folder, self.ranks = folder, ranks
+    Args:
+        folder: for checkpoints.
+        ranks: the fixture `standing_ranks`.
+        which: of its ranks: how many, and on which device if not on the CPU.
+    """
+
+    def __init__(self, folder, ranks, *which):
+        self.folder, self.ranks, self._which = folder, ranks, which
         self._results = {}
 
     def run(self, name):
@@ -39,7 +45,7 @@ class Matrix:
         if name not in self._results:
             try:
                 checkpoints = str(self.folder / "checkpoints")
-                result = self.ranks(RANKS).run(run_cell, name=name, folder=checkpoints)
+                result = self.ranks(*self._which).run(run_cell, name=name, folder=checkpoints)
             except AssertionError as error:
                 result = error
             self._results[name] = result
@@ -50,7 +56,7 @@ class Matrix:
 
 @pytest.fixture(scope="module")
 def matrix(standing_ranks, tmp_path_factory):
-    return Matrix(tmp_path_factory.mktemp("matrix"), standing_ranks)
+    return Matrix(tmp_path_factory.mktemp("matrix"), standing_ranks, RANKS)
 
 
 def mean_losses(ranks, log="log"):

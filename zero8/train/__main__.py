@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from zero8.train.engine import BASELINE, CONFIGS, DEEPSPEED, EIGHT_BIT, FOLDERS
+from zero8.train.model import MODELS
 from zero8.train.run import train
 
 
@@ -18,6 +19,7 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=(BASELINE, EIGHT_BIT), default=EIGHT_BIT)
     parser.add_argument("--engine", choices=CONFIGS, default=DEEPSPEED)
     parser.add_argument("--config", type=Path, help=f"default: {' or '.join(CONFIGS.values())}")
+    parser.add_argument("--model", choices=MODELS, default="demo", help="its size")
     parser.add_argument("--data", help="file or folder; default: Python's standard library")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
     parser.add_argument("--seed", type=int, default=0)

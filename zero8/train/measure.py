@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run costs: optimizer step time, optimizer state bytes, host memory."""
+"""What a run costs: optimizer step time, optimizer state bytes, memory of host and GPU."""
 
 import resource
 import statistics
@@ -95,3 +95,12 @@ def host_peak_gib(device: torch.device) -> float:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak_bytes = peak if sys.platform == "darwin" else 1024 * peak
     return sum_over_ranks([peak_bytes], device)[0] / 2**30
+
+
+def gpu_peak_gib(device: torch.device) -> float | None:
+    """Return the most memory that tensors took on one rank's GPU, in GiB; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    peak_bytes = torch.tensor(torch.cuda.max_memory_allocated(device), device=device)
+    torch.distributed.all_reduce(peak_bytes, torch.distributed.ReduceOp.MAX)
+    return peak_bytes.item() / 2**30

@@ -20,6 +20,14 @@ class GPTConfig:
     heads: int = 4
 
 
+MODELS = {
+    "demo": GPTConfig(),
+    "1b": GPTConfig(context=1024, width=2048, layers=24, heads=16),
+    "3b": GPTConfig(context=1024, width=2560, layers=36, heads=20),
+}
+"""The sizes that --model knows: 1.7 M, 1.2 and 2.8 G parameters."""
+
+
 class Block(nn.Module):
     """One pre-LN transformer block on [batch, length, width]."""
 

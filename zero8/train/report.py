@@ -4,6 +4,7 @@
 import argparse
 import json
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -31,6 +32,7 @@ COLUMNS = (
     ("state bytes/param", "state_bytes_per_param", "{:.3f}"),
     ("state MiB", "state_mib", "{:.2f}"),
     ("host peak GiB", "host_peak_gib", "{:.2f}"),
+    ("GPU peak GiB", "gpu_peak_gib", "{:.2f}"),
     ("train loss", "train_loss", "{:.4f}"),
     ("val loss", "val_loss", "{:.4f}"),
     ("optimizer step ms", "step_ms", "{:.2f}"),
@@ -73,7 +75,7 @@ def summarize(runs: list[dict], scale: dict, command: str) -> dict:
     return {**shared, "command": command, "versions": versions(), "runs": rows, "at_scale": scale}
 
 
-def table(columns: tuple, rows: list[dict]) -> str:
+def table(columns: Sequence[tuple], rows: list[dict]) -> str:
     """Return rows as aligned text."""
     lines = [[header for header, _, _ in columns]]
     for row in rows:
@@ -91,14 +93,14 @@ def text(summary: dict) -> str:
     baseline, eight_bit = summary["runs"]
     runs = [run | {"state_mib": run["state_bytes"] / 2**20} for run in summary["runs"]]
     gap = eight_bit["val_loss"] / baseline["val_loss"] - 1
-    scale = summary["at_scale"]
+    scale, on_gpu = summary["at_scale"], summary["device"] == "cuda"
     rows = [
         row | {"state_mib": row["state_bytes"] / 2**20, "host_gib": row["host_bytes"] / 2**30}
         for row in scale["rows"]
     ]
     return "\n".join(
         [
-            table(COLUMNS, runs),
+            table([c for c in COLUMNS if c[1] != "gpu_peak_gib" or on_gpu], runs),
             f"unigram entropy of the validation text: {summary['unigram_entropy']:.4f} nats/byte",
             f"validation loss of {EIGHT_BIT} against {BASELINE}: {100 * gap:+.2f} %",
             "",

@@ -17,12 +17,13 @@ from zero8.train.engine import Engine, engine_class
 from zero8.train.log import log_warnings
 from zero8.train.measure import (
     StepTimer,
+    gpu_peak_gib,
     host_peak_gib,
     state_report,
     steady_median,
     sum_over_ranks,
 )
-from zero8.train.model import GPT, GPTConfig
+from zero8.train.model import GPT, MODELS, GPTConfig
 
 VALIDATION_EVERY = 50
 VALIDATION_WINDOWS = 256
@@ -149,6 +150,7 @@ def result(engine: Engine, text: Text, curves: Curves) -> dict:
         "train_loss": sum(last) / len(last),
         **state_report(engine.optimizer, engine.device),
         "host_peak_gib": host_peak_gib(engine.device),
+        "gpu_peak_gib": gpu_peak_gib(engine.device),
         # Rank 0's; the ranks hold equal shares and wait for one another.
         "step_ms": steady_median(curves.step_ms),
         "iteration_ms": steady_median(curves.iteration_ms),
@@ -167,6 +169,7 @@ def measured(
     settings: object,
     text: Text,
     *,
+    config: GPTConfig,
     seed: int,
     steps: int,
     name: str,
@@ -180,6 +183,7 @@ def measured(
         kind: of engine.
         settings: what its `load_config` returned.
         text: to train on and to validate with.
+        config: sizes of the model.
         seed: of initialization and batches.
         steps: optimizer steps.
         name: what to call the run on the screen.
@@ -191,7 +195,7 @@ def measured(
         None if the checkpoint is of the last step already.
     """
     torch.manual_seed(seed)
-    model = GPT(GPTConfig())
+    model = GPT(config)
     parameters = sum(p.numel() for p in model.parameters())  # before ZeRO-3 takes them away
     engine = kind(model, settings, checkpoint if resume else None)
     if dist.get_rank() == 0 and resume:
@@ -219,6 +223,7 @@ def train(
     engine: str,
     optimizer: str,
     config: Path,
+    model: str,
     data: str | None,
     seed: int,
     steps: int,
@@ -242,6 +247,7 @@ def train(
         kind,
         settings,
         text,
+        config=MODELS[model],
         seed=seed,
         steps=steps,
         name=optimizer,

@@ -25,6 +25,12 @@ STEPS = 200
 # Between the validation losses of the two optimizers; other seeds are 0.6 % apart.
 LOSS_GAP = 0.02
 
+# Of tests: the part's name, what it runs, and its seconds.
+TESTS = (
+    ("tests", "tests/cuda", 180),
+    ("fsdp", "tests/fsdp/test_fsdp_gpu.py", 180),
+    ("zero", "tests/zero/test_zero_gpu.py", 300),
+)
 SANITIZER_ERRORS = 97
 # In a process of its own, in memory of which each tensor has an allocation to itself.
 SMALL_CASE = """\
@@ -78,17 +84,17 @@ def parts(runs: Path, base: Path) -> list[Part]:
         runs: folder for what they leave behind.
         base: path of the record without its suffix; the measurement's files go beside it.
     """
-    python, tests, bench = sys.executable, runs / "tests.xml", Path(f"{base}_step.json")
-    pytest = [python, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={tests}"]
+    python, bench = sys.executable, Path(f"{base}_step.json")
     step = [python, "-m", "zero8.cli", "bench", "step", "--device", "cuda", "--json", str(bench)]
     return [
         Part("build", [python, "-m", "zero8.train.build", ON_GPU], 240, judge_status),
-        Part("tests", pytest, 180, partial(judge_tests, tests)),
+        *(_tests(*which, runs) for which in TESTS),
         _sanitizer("memcheck", 90),
         _training("train_offload", OFFLOAD, runs),
         _training("train_on_gpu", ON_GPU, runs),
         Part("bench", step, 240, partial(judge_bench, bench)),
         _sanitizer("racecheck", 90),
+        _sanitizer("initcheck", 90),
     ]
 
 
@@ -98,6 +104,12 @@ def judge_status(status: int, output: str) -> Verdict:
 
 
 # --- Tests ---------------------------------------------------------------------------------------
+
+
+def _tests(name: str, path: str, limit_s: int, runs: Path) -> Part:
+    report = runs / f"{name}.xml"
+    command = [sys.executable, "-m", "pytest", path, "-m", "gpu", "-q", f"--junitxml={report}"]
+    return Part(name, command, limit_s, partial(judge_tests, report))
 
 
 def judge_tests(report: Path, status: int, output: str) -> Verdict:

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO on GPUs, without offload and with it: the bits of the plain optimizer on the CPU.
+
+The gradients of `Bag` are exact, so they do not depend on the device.  Those of the matrix do: its
+cells follow fp32 AdamW on the same GPU, and resume as it does.
+"""
+
+import pytest
+import test_zero_access as access
+import test_zero_layouts as layouts
+import test_zero_matrix as matrix
+import torch
+from zero_worker import config, difference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+DEVICE = "cuda"
+WORLD_SIZE = max(1, torch.cuda.device_count())
+PAGE_LOCKED = {"device": "cpu", "pin_memory": True}
+
+
+def page_locked(stage, **options):
+    return config(stage, zero={"offload_optimizer": PAGE_LOCKED}, offload=None, **options)
+
+
+LAYOUTS = layouts.LAYOUTS | {
+    "zero1 page-locked": page_locked(1),
+    "zero2 page-locked, bf16": page_locked(2, dtype={}),
+    "zero2 page-locked, accumulated": page_locked(2) | {"gradient_accumulation_steps": 2},
+    "zero3 page-locked, bf16": page_locked(3, dtype={}),
+    "zero2 bf16, overlapped": config(2, offload=None, dtype={}, zero={"overlap_comm": True}),
+    "zero3 bf16, parameters offloaded": config(
+        3, dtype={}, zero={"offload_param": PAGE_LOCKED, "offload_optimizer": PAGE_LOCKED}
+    ),
+}
+CELLS = (
+    "zero0_bf16",
+    "zero1_bf16",
+    "zero1_accum32",
+    "zero1_cpu_bf16",
+    "zero2_bf16",
+    "zero2_fp16",
+    "zero2_overlap",
+    "zero2_cpu_bf16",
+    "zero3_states",
+    "zero3_bf16",
+    "zero3_cpu_bf16",
+)
+CHECKS = (
+    matrix.test_losses_fall_and_follow_fp32_adamw,
+    matrix.test_masters_are_in_the_precision_that_the_config_asks_for,
+    matrix.test_steps_that_overflow_are_skipped_as_with_adamw_and_no_others,
+    matrix.test_resume_in_a_fresh_engine_is_bit_identical,
+    matrix.test_destroyed_engine_keeps_states_alive_only_where_it_keeps_adamws,
+)
+
+
+@pytest.fixture(scope="module")
+def stepped(standing_ranks):
+    """What each rank holds after steps in all layouts."""
+    return standing_ranks(WORLD_SIZE, DEVICE).run(
+        layouts.step_layouts, timeout_s=300, layouts=LAYOUTS | layouts.WITHOUT_ZERO
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gpu_layout_equals_plain_optimizer_on_the_cpu_in_uncut_blocks(stepped, name):
+    ranks = [held[name] for held in stepped]
+    layouts.assert_equals_reference(ranks, name, LAYOUTS[name], cut_per_param=WORLD_SIZE - 1)
+
+
+@pytest.mark.parametrize("name", layouts.WITHOUT_ZERO)
+def test_gpu_layout_without_zero_equals_plain_optimizer_on_the_cpu(stepped, name):
+    layouts.assert_each_equals_reference([held[name] for held in stepped], name)
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_gpu_states_that_were_offloaded_and_reloaded_go_on_as_those_that_stayed(
+    standing_ranks, pin_memory, non_blocking
+):
+    options = {"pin_memory": pin_memory, "non_blocking": non_blocking}
+    for rank in standing_ranks(WORLD_SIZE, DEVICE).run(access.move_away_and_back, **options):
+        assert difference(rank["moved"], rank["stayed"]) == ""
+
+
+@pytest.fixture(scope="module")
+def cells(standing_ranks, tmp_path_factory):
+    return matrix.Matrix(tmp_path_factory.mktemp("matrix"), standing_ranks, 1, DEVICE)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", CELLS)
+def test_gpu_cell_of_the_matrix(cells, name, check):
+    check(cells, name)
