@@ -309,6 +309,8 @@ struct Task {
   int64_t segment;
   Block block;
 };
+// That a thread block looks up at once; more would leave others too little shared memory.
+constexpr int kMaxTasks = 128;
 
 // Block number `number` of the list.  Finding it takes a search and divisions, so each thread finds
 // another one for the whole thread block.
@@ -342,7 +344,7 @@ extern "C" __global__ void __maxnreg__(96)
                unsigned long long* nonfinite_blocks) {
   using namespace zero8::cuda;
   __shared__ zero8::DynamicMaps shared_maps;
-  __shared__ Task tasks[kMaxThreads];
+  __shared__ Task tasks[kMaxTasks];
   const int threads = static_cast<int>(blockDim.x * blockDim.y);
   const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
   if (maps) {
@@ -361,8 +363,9 @@ extern "C" __global__ void __maxnreg__(96)
     size = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x - begin);
   }
   __syncthreads();
-  for (int done = 0; done < size; done += threads) {
-    const int count = size - done < threads ? size - done : threads;
+  const int most = threads < kMaxTasks ? threads : kMaxTasks;
+  for (int done = 0; done < size; done += most) {
+    const int count = size - done < most ? size - done : most;
     __syncthreads();  // the tasks before are done
     if (thread < count) {
       tasks[thread] = task_at(segments, first_blocks, num_segments, begin + done + thread);

@@ -17,10 +17,16 @@ constexpr int kPerThread = 8;  // elements
 constexpr int kWarp = 32;      // threads
 constexpr int kMaxThreads = kMaxBlockSize / kPerThread;
 
-// Waits until as many threads have come to the barrier of this number.
+// Waits until as many threads have come to the barrier of this number, 1 or 2: of teams of several
+// warps two at most share a thread block (Launch.of).  For a number in a register the compiler
+// would reserve all 16 barriers, and fewer thread blocks would fit a multiprocessor.
 #if defined(__CUDACC__)
 __device__ inline void named_barrier(uint32_t number, uint32_t num_threads) {
-  asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(num_threads) : "memory");
+  if (number == 1) {
+    asm volatile("barrier.sync 1, %0;" ::"r"(num_threads) : "memory");
+  } else {
+    asm volatile("barrier.sync 2, %0;" ::"r"(num_threads) : "memory");
+  }
 }
 #else
 void named_barrier(uint32_t number, uint32_t num_threads);
@@ -40,7 +46,7 @@ __device__ uint32_t reduced(uint32_t x, InWarp in_warp, OfTwo of_two) {
   if (blockDim.x <= kWarp) return x;
   __shared__ uint32_t of_warp[kMaxThreads / kWarp];
   const uint32_t begin = threadIdx.y * blockDim.x / kWarp, end = begin + blockDim.x / kWarp;
-  of_warp[begin + threadIdx.x / kWarp] = x;
+  if (threadIdx.x % kWarp == 0) of_warp[begin + threadIdx.x / kWarp] = x;
   named_barrier(1 + threadIdx.y, blockDim.x);  // number 0 is __syncthreads
   x = of_warp[begin];
   for (uint32_t warp = begin + 1; warp < end; ++warp) x = of_two(x, of_warp[warp]);

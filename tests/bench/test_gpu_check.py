@@ -347,9 +347,16 @@ def test_gpu_check_small_case_of_the_sanitizer_is_a_program(monkeypatch):
     stepped = []
     on_the_cpu = gpu_check_parts.SMALL_CASE.replace('"cuda"', '"cpu"')
     monkeypatch.setattr(step_kernel, "CUDA_VARIANTS", VARIANTS)
-    monkeypatch.setattr(cuda, "step", lambda segments: stepped.append(kernel.step(segments)))
+    monkeypatch.setattr(step_kernel, "BLOCK_SIZE", step_kernel.BLOCK_SIZE)
+
+    def step(segments):
+        kernel.step(segments)
+        stepped.extend(segment.grid.block_size for segment in segments)
+
+    monkeypatch.setattr(cuda, "step", step)
     exec(on_the_cpu, {})
-    assert len(stepped) == len(CODECS) * len(VARIANTS) * step_kernel.CHECK_STEPS
+    each = len(CODECS) * len(VARIANTS) * step_kernel.CHECK_STEPS
+    assert stepped == each * [256] + each * [512] + each * [4096]
 
 
 def test_gpu_check_record_is_named_after_gpu_and_month_and_replaces_none(tmp_path):

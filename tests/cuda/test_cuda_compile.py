@@ -38,7 +38,14 @@ def compiled(tmp_path_factory):
         folder = tmp_path_factory.mktemp("nvcc")
         need_nvcc()
         command = cuda_compile.nvcc_command(cuda_compile.nvcc(), architectures)
-        command += ["-Xptxas=-v", "--keep", f"--keep-dir={folder}", "--threads=2"]
+        command += [
+            "-Werror",
+            "all-warnings",
+            "-Xptxas=-v",
+            "--keep",
+            f"--keep-dir={folder}",
+            "--threads=2",
+        ]
         command += ["-c", cuda_compile.program(), "-o", folder / "step.o"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr
@@ -61,12 +68,13 @@ def test_cuda_kernel_needs_registers_only(compiled, architecture):
     (entry,) = re.findall(
         rf"Compiling entry function 'zero8_step' for 'sm_{architecture}'\n.*\n"
         r"\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
-        r"ptxas info\s*: Used (\d+) registers",
+        r"ptxas info\s*: Used (\d+) registers, used (\d+) barriers",
         report,
     )
-    stack, stores, loads, registers = map(int, entry)
+    stack, stores, loads, registers, barriers = map(int, entry)
     assert (stack, stores, loads) == (0, 0, 0)
     assert registers <= MOST_REGISTERS
+    assert barriers == 3  # of __syncthreads and of two teams; all 16 if one were not constant
 
 
 def instructions(ptx: str) -> set[str]:
@@ -146,8 +154,44 @@ def test_cuda_both_backends_compile_the_same_source_for_the_device(cache, backen
     code = cuda_compile.machine_code(90, backend)
     assert code.startswith(b"\x7fELF")
     assert names_in(code) == {b"zero8_step"}
-    (path,) = cache.glob(f"zero8_cuda/step_sm_90_{backend}_*.cubin")
+    (path,) = cache.glob(f"zero8_cuda/step_sm_90_*_{backend}_*.cubin")
     assert path.read_bytes() == code
+    assert path.stat().st_mode & 0o777 == 0o644  # another user's processes load it
+
+
+def no_compiler(backend="auto"):
+    raise RuntimeError("there is no compiler")
+
+
+def test_cuda_code_of_the_cache_needs_no_compiler(cache, monkeypatch):
+    need_nvrtc()
+    code = cuda_compile.machine_code(90, "nvrtc")
+    monkeypatch.setattr(cuda_compile, "compiler", no_compiler)
+    for backend in ("nvrtc", "auto"):
+        cuda_compile.machine_code.cache_clear()
+        assert cuda_compile.machine_code(90, backend) == code
+    for architecture, backend in ((90, "nvcc"), (80, "auto")):
+        with pytest.raises(RuntimeError, match="there is no compiler"):
+            cuda_compile.machine_code(architecture, backend)
+
+
+def test_cuda_auto_goes_on_to_nvrtc_where_nvcc_fails_and_says_so(cache, monkeypatch, tmp_path):
+    need_nvrtc()
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text('#!/bin/sh\ntest "$1" = --version && echo old || { echo too old; exit 1; }\n')
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(cuda_compile, "nvcc", lambda: str(nvcc))
+    cuda_compile.machine_code.cache_clear()
+    with pytest.raises(RuntimeError, match="nvcc failed(.|\n)*too old"):
+        cuda_compile.machine_code(90, "nvcc")
+    with pytest.warns(UserWarning, match="NVRTC has compiled the CUDA kernel, as .*nvcc failed"):
+        code = cuda_compile.machine_code(90, "auto")
+    cuda_compile.machine_code.cache_clear()
+    assert code == cuda_compile.machine_code(90, "nvrtc")
+    cuda_compile.machine_code.cache_clear()
+    monkeypatch.setattr(cuda_compile, "_nvrtc", no_compiler)
+    with pytest.raises(RuntimeError, match="nvcc failed(.|\n)*too old"):
+        cuda_compile.machine_code(80, "auto")
 
 
 def test_cuda_code_of_the_cache_is_used_until_sources_change(cache, monkeypatch, tmp_path):
@@ -215,7 +259,10 @@ def test_cuda_nvcc_is_found_in_cuda_home_on_path_and_where_pip_puts_it(monkeypat
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setattr(cuda_compile.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(cuda_compile, "USUAL_FOLDER", str(tmp_path / "usual" / "bin"))
     assert cuda_compile.nvcc() is None
+    usual = make("usual", "bin")
+    assert cuda_compile.nvcc() == usual
     of_pip = make("purelib", "nvidia", "cu13", "bin")
     assert cuda_compile.nvcc() == of_pip
     on_path = make("bin")

@@ -444,3 +444,13 @@ def test_cuda_launch_counts_the_blocks_that_segments_touch():
     assert launch.team_threads == 512 and launch.teams == 1
     assert launch.uses_maps
     assert not Launch.of(*kernel.packed(segments[:3])).uses_maps
+
+
+@pytest.mark.parametrize("block_size", [64 << k for k in range(7)])
+def test_cuda_launch_has_barriers_for_its_teams_and_threads_for_their_registers(block_size):
+    """csrc/cuda/team.h has two barriers, for teams of several warps."""
+    segment = make("log", places(block_size)[0], scalars_at(1, ADAMW))
+    launch = Launch.of(*kernel.packed([segment]))
+    assert launch.team_threads == max(32, block_size // 8)
+    assert launch.team_threads == 32 or launch.teams <= 2
+    assert 128 <= launch.team_threads * launch.teams <= 512

@@ -202,6 +202,44 @@ def test_cuda_graph_replays_are_the_steps_that_follow(gpu, codec):
     assert_same(mine, theirs)
 
 
+def test_cuda_graph_capture_asks_no_event(gpu):
+    """That would end it; the counts of the step before have not arrived yet."""
+    params, optimizer = made()
+    set_grads(params, 0)
+    params[0].grad[0, 0] = torch.nan
+    gpu.is_behind = True
+    optimizer.step()
+    with gpu.graph():
+        optimizer.step()
+    gpu.is_behind = False
+    with pytest.raises(FloatingPointError, match=r"a \(1 blocks\)"):
+        optimizer.before_replay()
+
+
+def test_cuda_graph_second_step_before_a_replay_of_the_first_is_refused(gpu):
+    params, optimizer = captured(gpu)
+    with gpu.graph(), pytest.raises(RuntimeError, match="got a second captured step"):
+        optimizer.step()
+    optimizer.step()
+    with gpu.graph():
+        optimizer.step()
+    assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_cuda_graph_of_steps_in_the_backward_is_refused(gpu):
+    """Each parameter would be captured by itself, and replays would refresh the last only."""
+    params, optimizer = made()
+    set_grads(params, 0)
+
+    def step_each():
+        for p in params:
+            optimizer._step_one(p, p.grad)
+
+    step_each()
+    with gpu.graph(), pytest.raises(RuntimeError, match="none of step_in_backward"):
+        step_each()
+
+
 def captured(gpu, **settings):
     params, optimizer = made(**settings)
     set_grads(params, 0)

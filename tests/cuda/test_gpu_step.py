@@ -159,7 +159,7 @@ def test_gpu_step_runs_on_the_current_stream():
 
 def test_gpu_step_results_around_the_smallest_normal_number_equal_the_cpu():
     """p' = decay * p lies within 2^-22 of 2^-126 on both sides: its rounding decides."""
-    scalars = replace(scalars_at(1, ADAMW), decay=2.0**-60 * (1 + 2.0**-23))
+    scalars = scalars_at(1, ADAMW)._replace(decay=2.0**-60 * (1 + 2.0**-23))
     place = Place((64, 4096), 256, 0, 2**18)
     segment = make(None, place, scalars)
     target = 1 - 2.0**-22 + factors(place.numel, 0, 1, seed=1).abs().double() * 2.0**-23

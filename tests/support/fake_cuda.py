@@ -101,10 +101,12 @@ class Event:
         self._was_behind = self._gpu.is_behind
 
     def query(self) -> bool:
+        if self._gpu.is_capturing:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         return not (self._was_behind and self._gpu.is_behind)
 
     def synchronize(self) -> None:
-        self._gpu.waits += not self.query()
+        self._gpu.waits += self._was_behind and self._gpu.is_behind
         self._was_behind = False
 
 

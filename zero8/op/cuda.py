@@ -4,6 +4,7 @@
 The host waits for the GPU when a kernel is loaded, and then no more.
 """
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -72,7 +73,7 @@ class CudaKernel:
         with torch.cuda.device(device):
             # The driver works in the context of the thread: a call of the runtime gives it one.
             torch.cuda.synchronize()
-            self._function = self._driver.function(code, "zero8_step")
+            self._function = _loaded(self._driver, code)
         self._maps: Tensor | None = None
 
     def step(self, records: np.ndarray, scalars: np.ndarray) -> Launched:
@@ -133,6 +134,17 @@ class CudaKernel:
     def _pinned(array: np.ndarray) -> Tensor:
         # The host need not wait for a copy of pinned memory; torch keeps it until the copy is done.
         return torch.from_numpy(array).pin_memory()
+
+
+def _loaded(driver: Driver, code: bytes) -> ctypes.c_void_p:
+    try:
+        return driver.function(code, "zero8_step")
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{error}; is the driver older than the compiler of the kernel (zero8 doctor names it, "
+            "nvidia-smi the CUDA version that the driver serves)?  For CUDA 12: pip install "
+            "'zero8[cuda12]' and ZERO8_CUDA_BACKEND=nvrtc"
+        ) from error
 
 
 class Gpu(NamedTuple):

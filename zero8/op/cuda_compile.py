@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -23,9 +24,13 @@ BACKENDS = ("auto", "nvcc", "nvrtc")
 LOWEST_ARCHITECTURE = 80
 """Compute capability 8.0, the first whose warps reduce integers in one instruction."""
 
+USUAL_FOLDER = "/usr/local/cuda/bin"
+"""Of CUDA's own installer, which does not put it on PATH."""
+
 # IEEE arithmetic, operation by operation.
 FLAGS = ["-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
-_NVCC_FLAGS = ["-O3", "-Werror", "all-warnings"]
+# Of each compiler; before 13.5 NVRTC takes lambdas for host functions without its one.
+_OWN_FLAGS = {"nvcc": ["-O3"], "nvrtc": ["-default-device"]}
 
 
 class CudaCompiler(NamedTuple):
@@ -43,11 +48,12 @@ class CudaCompiler(NamedTuple):
 
 
 def nvcc() -> str | None:
-    """Return the path of nvcc, of CUDA_HOME, PATH or pip's packages; None if there is none."""
+    """Return the path of nvcc, of CUDA_HOME, PATH, pip or CUDA's usual folder, or None."""
     folders = [os.path.join(os.environ["CUDA_HOME"], "bin")] if os.environ.get("CUDA_HOME") else []
     folders += os.environ.get("PATH", os.defpath).split(os.pathsep)
     packages = Path(sysconfig.get_path("purelib")) / "nvidia"
     folders += map(str, sorted(packages.glob("cu*/bin"), reverse=True))
+    folders.append(USUAL_FOLDER)
     return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
@@ -77,7 +83,7 @@ def compiler(backend: str = "auto") -> CudaCompiler:
 def machine_code(architecture: int, backend: str) -> bytes:
     """Return the compiled kernel for a compute capability, such as 90, from the cache if there.
 
-    Processes that start together compile once.
+    Processes that start together compile once.  What is in the cache needs no compiler.
 
     Raises:
         ValueError: if the backend is unknown, or the architecture too old.
@@ -88,17 +94,45 @@ def machine_code(architecture: int, backend: str) -> bytes:
             f"got a GPU of compute capability {architecture / 10}, expected at least "
             f"{LOWEST_ARCHITECTURE / 10}"
         )
-    chosen = compiler(backend)
-    path = build.cache_root() / "zero8_cuda" / f"{_key(chosen, architecture)}.cubin"
+    folder = build.cache_root() / "zero8_cuda"
+    name = f"step_sm_{architecture}_{_digest_of_sources()}"
+    try:
+        chosen = compiler(backend)
+    except RuntimeError:
+        made = folder.glob(f"{name}_{'' if backend == 'auto' else backend}*.cubin")
+        if path := next(iter(sorted(made)), None):
+            return path.read_bytes()
+        raise
+    path = folder / f"{name}_{chosen.name}_{_digest_of(chosen)}.cubin"
     if not path.is_file():
-        with locked(path.parent.with_suffix(".flock")):
+        with locked(folder.with_suffix(".flock")):
             if not path.is_file():
-                path.parent.mkdir(exist_ok=True)
-                code = chosen.compile(architecture)
-                with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                    file.write(code)
-                os.replace(file.name, path)
+                folder.mkdir(exist_ok=True)
+                _write(path, _compiled(chosen, architecture, backend))
     return path.read_bytes()
+
+
+def _compiled(chosen: CudaCompiler, architecture: int, backend: str) -> bytes:
+    """Return what a compiler makes; "auto" goes on to NVRTC where nvcc is too old, say."""
+    try:
+        return chosen.compile(architecture)
+    except RuntimeError as error:
+        if backend != "auto" or chosen.name == "nvrtc":
+            raise
+        try:
+            code = _nvrtc().compile(architecture)
+        except RuntimeError:
+            raise error from None
+        warnings.warn(f"zero8: NVRTC has compiled the CUDA kernel, as {error}", stacklevel=2)
+        return code
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Write a file of the cache, whole or not at all, for everybody to read."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(code)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
 
 
 def program() -> Path:
@@ -121,7 +155,7 @@ def nvcc_command(path: str, architectures: list[int]) -> list[str]:
     """Return the beginning of a command line that compiles for some architectures."""
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
     include = [f"-I{folder}" for folder in include_folders()]
-    return [path, *FLAGS, *_NVCC_FLAGS, *include, *targets]
+    return [path, *FLAGS, *_OWN_FLAGS["nvcc"], *include, *targets]
 
 
 def _nvcc(path: str) -> CudaCompiler:
@@ -151,13 +185,14 @@ def _nvrtc() -> CudaCompiler:
         version = ".".join(map(str, nvrtc.getVersion()))
     except Exception as error:  # CuPy's own, and those of what it looks for NVRTC with
         raise RuntimeError(
-            "there is no nvcc, and NVRTC cannot be used through CuPy: pip install 'zero8[cuda]'"
+            "there is no nvcc, and NVRTC cannot be used through CuPy: pip install 'zero8[cuda]', "
+            "or 'zero8[cuda12]' where the driver serves CUDA 12 only"
         ) from error
 
     def compile(architecture: int) -> bytes:
         folders = [*include_folders(), source_folder() / "cuda" / "nvrtc"]
-        options = [*FLAGS, f"-arch=sm_{architecture}", *(f"-I{folder}" for folder in folders)]
-        options.append("-default-device")  # before 13.5 it takes lambdas for host functions
+        options = [*FLAGS, *_OWN_FLAGS["nvrtc"], f"-arch=sm_{architecture}"]
+        options += [f"-I{folder}" for folder in folders]
         source = program().read_text() + assertions()
         compiled = nvrtc.createProgram(source, program().name, (), ())
         try:
@@ -171,11 +206,15 @@ def _nvrtc() -> CudaCompiler:
     return CudaCompiler("nvrtc", version, compile)
 
 
-def _key(chosen: CudaCompiler, architecture: int) -> str:
-    parts = f"{chosen.name} {chosen.version} {architecture} {FLAGS} {assertions()}"
-    digest = hashlib.sha256(parts.encode())
+def _digest_of_sources() -> str:
+    digest = hashlib.sha256(f"{FLAGS} {assertions()}".encode())
     folder = source_folder()
     for path in sorted([*folder.glob("*.h"), *folder.glob("cuda/**/*")]):
         if path.is_file():
             digest.update(path.read_bytes())
-    return f"step_sm_{architecture}_{chosen.name}_{digest.hexdigest()[:16]}"
+    return digest.hexdigest()[:16]
+
+
+def _digest_of(chosen: CudaCompiler) -> str:
+    parts = f"{chosen.version} {_OWN_FLAGS[chosen.name]}"
+    return hashlib.sha256(parts.encode()).hexdigest()[:8]

@@ -37,6 +37,7 @@ class Stepper:
         # By the first parameter's id: ZeRO-3 steps over one sub-group after the other.
         self._plans: dict[int, Plan] = {}
         self._captured: CapturedStep | None = None
+        self._is_just_captured = False  # and neither replayed since, nor an ordinary step taken
         self._replaced: list[CapturedStep] = []  # earlier ones whose counts are awaited
 
     def step(self, groups: list[dict], state: Mapping[Tensor, dict]) -> dict[str, int]:
@@ -53,18 +54,22 @@ class Stepper:
             ValueError: if a parameter, a gradient or a state is not served; nothing has changed.
         """
         kernel.module()  # a failure to compile must come before anything has been changed
-        self.step_batch(Batch.stepping(groups, state), groups, state)
-        return self.counts.take()
+        is_captured = self.step_batch(Batch.stepping(groups, state), groups, state)
+        # To ask whether counts have arrived would end the capture of a graph.
+        return {} if is_captured else self.counts.take()
 
-    def step_batch(self, batch: Batch, groups: list[dict], state: Mapping[Tensor, dict]) -> None:
-        """Take a step over some parameters; all else as `step`."""
-        if batch.params:
-            plan, addresses = self._plan_for(batch, groups, state)
-            if any(capturing := [is_capturing(part.device) for part in plan.parts]):
-                self._capture(batch, plan, addresses, all(capturing))
-                return
-            self.count_replays()
-            self._run(batch, plan, addresses)
+    def step_batch(self, batch: Batch, groups: list[dict], state: Mapping[Tensor, dict]) -> bool:
+        """Take a step over some parameters, as `step`; return whether a graph has captured it."""
+        if not batch.params:
+            return False
+        plan, addresses = self._plan_for(batch, groups, state)
+        if any(capturing := [is_capturing(part.device) for part in plan.parts]):
+            self._capture(batch, plan, addresses, all(capturing))
+            return True
+        self.count_replays()
+        self._run(batch, plan, addresses)
+        self._is_just_captured = False
+        return False
 
     def _plan_for(
         self, batch: Batch, groups: list[dict], state: Mapping[Tensor, dict]
@@ -155,11 +160,17 @@ class Stepper:
                 "a step that is captured in a CUDA graph: got parameters that are not on the GPU, "
                 "expected an optimizer of their own for them"
             )
+        if self._is_just_captured:
+            raise RuntimeError(
+                "got a second captured step before a replay of the first: before_replay() serves "
+                "one step a graph, and none of step_in_backward, which has one for each "
+                "parameter; to capture another graph instead, take an ordinary step() first"
+            )
         captured = CapturedStep(batch, plan, addresses)
         # While a graph is captured counts of an earlier one cannot be asked for.
         if self._captured is not None and self._captured.is_refreshed:
             self._replaced.append(self._captured)
-        self._captured = captured
+        self._captured, self._is_just_captured = captured, True
 
     def before_replay(self, groups: Iterable[dict], state: Mapping[Tensor, dict]) -> dict[str, int]:
         """Make the next replay take the next step; arguments and what is returned as `step`.
@@ -174,6 +185,7 @@ class Stepper:
         steps, which = self._next_steps(batch)
         launches = self._captured.launches(steps, which)
         self.count_replays()
+        self._is_just_captured = False
         with put_off():
             self._captured.refresh(launches)
             for one, number in zip(batch.states, which, strict=True):
