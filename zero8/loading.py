@@ -70,7 +70,10 @@ def load(
             hook.remove()
     params = [p for group in kept["param_groups"] for p in group["params"]]
     steps = [state.get("step", 0) for state in optimizer.state.values()] if error is None else []
-    error = _error_of_ranks(error, state_dict, max(steps, default=0), process_groups(params))
+    try:
+        error = _error_of_ranks(error, state_dict, max(steps, default=0), process_groups(params))
+    except Exception as raised:  # by a collective: other ranks are gone, say
+        error = raised
     if error is not None:
         optimizer.__dict__.update(kept)
         raise error

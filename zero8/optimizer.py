@@ -360,8 +360,10 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         Args:
             process_group: the ranks; by default those of the mesh of sharded parameters, else all.
         """
-        self._stepper.count_replays()
-        self._log(self._stepper.counts.take(wait=True))
+        self._wait()
+        with self._lock:
+            self._stepper.count_replays()
+            self._log(self._stepper.counts.take(wait=True))
         meant = [process_group] if process_group else process_groups(self._all_params()) or [None]
         if count := ranks.total(self.nonfinite_blocks, meant):
             raise FloatingPointError(

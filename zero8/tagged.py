@@ -18,6 +18,7 @@ from typing import TypeVar
 from torch import distributed
 
 from zero8.integrity import tags
+from zero8.integrity.manifest import paths_in
 from zero8.integrity.seal import seal, verify
 from zero8.zero.agree import from_rank_0, raise_together
 
@@ -30,6 +31,7 @@ def saving(folder: Path | str, name: str, keep: int = 0) -> Iterator[Path]:
 
     Rank 0 then reads its files once, writes sizes and hashes into a manifest, and has the folder's
     `latest` name it.  After an error, or a kill, the tag is incomplete and `latest` as it was.
+    Wait for what `dcp.async_save` returned in the block, by its `result()`.
 
     Args:
         folder: of the tags; one that all ranks see.
@@ -39,6 +41,8 @@ def saving(folder: Path | str, name: str, keep: int = 0) -> Iterator[Path]:
     Raises:
         OSError, ValueError: on all ranks, if one of them has an error in the block; that one raises
             its own.
+        ValueError: on all ranks, if nothing has been written, or not all of it; `latest` is as it
+            was.
     """
     tag = Path(folder) / name
     _on_rank_0(lambda: _begin(tag))
@@ -68,10 +72,24 @@ def _begin(tag: Path) -> None:
 
 
 def _end(tag: Path, keep: int) -> None:
+    _check_is_written(tag)
     seal(tag)
     tags.write_latest(tag.parent, tag.name)
     if keep:
         tags.prune(tag.parent, keep)
+
+
+def _check_is_written(tag: Path) -> None:
+    paths = [tag / path for path in paths_in(tag)]
+    # torch.distributed.checkpoint writes .metadata when all else is there.
+    under_way = {path.parent for path in paths if path.suffix == ".distcp"}
+    under_way = sorted(str(parent) for parent in under_way if not (parent / ".metadata").is_file())
+    if under_way or not paths:
+        raise ValueError(
+            f"saving {tag}: got {f'no .metadata in {under_way}' if paths else 'no files'} when the "
+            "block ended, expected all that is to be saved; wait for what dcp.async_save returned "
+            "in the block, by its result()"
+        )
 
 
 def _newest(folder: Path) -> Path | None:

@@ -26,8 +26,23 @@ def test_saving_that_fails_leaves_an_incomplete_tag_and_latest_as_it_was(tmp_pat
 
 def test_saving_is_incomplete_while_it_goes_on(tmp_path):
     with tagged.saving(tmp_path, "step1") as tag:
+        (tag / "file").write_text("written")
         assert tags.tag_at(tag).state == tags.INCOMPLETE
         assert tagged.newest(tmp_path) is None
+
+
+@pytest.mark.parametrize("names", [[], ["__0_0.distcp"], ["model/__0_0.distcp", ".metadata"]])
+def test_saving_of_what_is_not_written_yet_is_refused_and_the_tag_before_stays(tmp_path, names):
+    """As of dcp.async_save, which nobody has waited for."""
+    save(tmp_path, "step1")
+    with (
+        pytest.raises(ValueError, match=r"saving .*step2: got no .* dcp.async_save"),
+        tagged.saving(tmp_path, "step2", keep=1) as tag,
+    ):
+        for name in names:
+            (tag / name).parent.mkdir(exist_ok=True)
+            (tag / name).write_bytes(b"part")
+    assert tags.read_latest(tmp_path) == "step1" and tagged.newest(tmp_path).name == "step1"
 
 
 def test_saving_keeps_so_many_complete_tags(tmp_path):

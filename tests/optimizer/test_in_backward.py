@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -190,30 +191,46 @@ def test_in_backward_another_thread_steps(monkeypatch):
 class CopyUnderWay:
     """Stands for the event of a copy that ends when `done` is set."""
 
-    def __init__(self):
-        self.done = threading.Event()
+    device = torch.device("cuda", 1)
 
-    def record_event(self):
-        return self
+    def __init__(self):
+        self.done, self.is_recorded = threading.Event(), False
+
+    def record(self):
+        self.is_recorded = True
 
     def synchronize(self):
+        assert self.is_recorded
         assert self.done.wait(60)
 
 
 def test_in_backward_gradient_that_is_copied_from_the_gpu_is_waited_for_by_the_worker(monkeypatch):
     """A parameter that FSDP2 keeps in page-locked memory; the backward goes on meanwhile."""
     copy, read = CopyUnderWay(), []
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: copy)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: copy)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(read.append(device)))
     p = nn.Parameter(torch.ones(8))
     p.device_mesh = SimpleNamespace(device_type="cuda")
     handle = in_backward_module.InBackward(lambda p, grad: read.append(grad.tolist()))
     handle.watch([p])
     p.sum().backward()
     time.sleep(0.1)
-    assert read == []
+    assert read in ([], [copy.device])
     copy.done.set()
     handle.remove()
-    assert read == [[1.0] * 8]
+    assert read == [copy.device, [1.0] * 8]
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="before PyTorch 2.9 or so")
+def test_in_backward_gradient_of_another_dtype_is_stepped():
+    model = model_of(torch.bfloat16)
+    for p in model.parameters():
+        p.grad_dtype = torch.float32
+    optimizer = Adam8bitBlockwise(model.named_parameters(), **KEYWORDS)
+    optimizer.step_in_backward(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, 1)
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
 def clip(model, optimizer):

@@ -145,7 +145,7 @@ def _held(size: int, cuts: tuple[Cut, ...], at: tuple[int, ...]) -> tuple[int, i
         cuts: through it.
         at: the rank's number in each.
     """
-    index = torch.arange(size)
+    index = torch.arange(size, device="cpu")
     for (placement, number), place in zip(cuts, at, strict=True):
         index = index.view(*[1] * placement.dim, -1)
         parts, _ = placement._split_tensor(index, number, with_padding=False, contiguous=False)

@@ -11,6 +11,7 @@ from torch import Tensor
 from zero8.active import innermost
 from zero8.checkpoint.statistics import NUM_CODES, MomentCounts
 from zero8.optimizer import Adam8bitBlockwise
+from zero8.state.extent import local
 from zero8.state.header import MOMENTS
 from zero8.state.store import MomentStore
 from zero8.step import ranks
@@ -43,7 +44,7 @@ def health(optimizer: Adam8bitBlockwise) -> dict[str, float]:
     moments = optimizer.all_moments()
     stores, on_disk = list(moments.values()), list(optimizer.on_disk.values())
     corrections = [optimizer.state[p].get("param_correction") for p in moments]
-    num_bytes = sum(x.nbytes for x in corrections if x is not None)
+    num_bytes = sum(local(x).nbytes for x in corrections if x is not None)
     num_bytes += sum(layout.correction_numel for layout in on_disk)
     in_8bit = in_fp32 = 0
     for pair in [*stores, *(layout.like for layout in on_disk)]:

@@ -74,5 +74,5 @@ def grouped(
 def _group_of_row(extent: Extent, block_size: int) -> Tensor:
     """Return the group of each row, counted from the first that the part touches."""
     first, per_group = extent.offset[0], rows_per_block(extent.shape, block_size)
-    row = torch.arange(first, first + extent.local_shape[0])
+    row = torch.arange(first, first + extent.local_shape[0], device="cpu")
     return row // per_group - first // per_group

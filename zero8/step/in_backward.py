@@ -38,9 +38,9 @@ class UsedGradient(Tensor):
     """
 
     @staticmethod
-    def __new__(cls, p: Tensor) -> "UsedGradient":
-        """Return one for a parameter."""
-        return Tensor._make_wrapper_subclass(cls, p.shape, dtype=p.dtype, device=p.device)
+    def __new__(cls, grad: Tensor) -> "UsedGradient":
+        """Return one for a gradient."""
+        return Tensor._make_wrapper_subclass(cls, grad.shape, dtype=grad.dtype, device=grad.device)
 
     def __repr__(self) -> str:
         """Say what it is."""
@@ -107,10 +107,13 @@ class InBackward:
     def _step(self, p: Tensor) -> None:
         if (grad := p.grad) is None:
             return
-        p.grad = UsedGradient(p)
+        p.grad = UsedGradient(grad)
         self._used.append(p)
         if p.device.type != "cpu" or os.getpid() != self._process:
             self._take_step(p, grad)
+            if (mine := local(grad)).is_cuda:
+                # It may come from another stream, which takes its memory as soon as it is freed.
+                mine.record_stream(torch.cuda.current_stream(mine.device))
             return
         num_bytes, arrival = local(grad).nbytes, arrival_of_gradient(p)
         with self._room:
@@ -122,11 +125,13 @@ class InBackward:
         return not self._waiting_bytes or self._waiting_bytes + num_bytes <= MOST_WAITING_BYTES
 
     def _step_waiting(
-        self, p: Tensor, grad: Tensor, num_bytes: int, arrival: torch.Event | None
+        self, p: Tensor, grad: Tensor, num_bytes: int, arrival: torch.cuda.Event | None
     ) -> None:
         try:
             if arrival is not None:
-                arrival.synchronize()
+                # On its GPU: this thread would else take memory for a context on the first one.
+                with torch.cuda.device(arrival.device):
+                    arrival.synchronize()
             self._take_step(p, grad)
         finally:
             with self._room:
@@ -134,16 +139,18 @@ class InBackward:
                 self._room.notify()
 
 
-def arrival_of_gradient(p: Tensor) -> torch.Event | None:
+def arrival_of_gradient(p: Tensor) -> torch.cuda.Event | None:
     """Return the event after which the gradient of a parameter on the CPU can be read, if any.
 
     FSDP2 copies gradients of what CPUOffloadPolicy keeps in page-locked memory from the GPU, and
     before PyTorch 2.13 calls hooks while the copy is under way, on the stream current in them.
     """
     mesh = getattr(p, "device_mesh", None)
-    if mesh is None or mesh.device_type == "cpu":
+    if mesh is None or mesh.device_type != "cuda":
         return None
-    return torch.get_device_module(mesh.device_type).current_stream().record_event()
+    event = torch.cuda.Event(blocking=True)  # the worker sleeps
+    event.record()
+    return event
 
 
 def check_model(model: nn.Module, params: Sequence[Tensor]) -> None:

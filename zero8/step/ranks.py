@@ -46,6 +46,7 @@ def _is_initialized() -> bool:
 
 def _device_of(process_group) -> str:
     """Return the type of device whose tensors a group can reduce: of NCCL alone, "cuda"."""
-    pairs = torch.distributed.get_backend_config(process_group).split(",")  # "cpu:gloo,cuda:nccl"
-    devices = [pair.partition(":")[0] for pair in pairs]
+    # What get_backend_config says is wrong of groups that PyTorch 2.6 has split off.
+    group = torch.distributed.group.WORLD if process_group is None else process_group
+    devices = [device.type for device in group._device_types]
     return "cpu" if "cpu" in devices else devices[0]

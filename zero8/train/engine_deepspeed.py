@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training under DeepSpeed: a JSON config says how, the optimizer's type included."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -38,6 +39,8 @@ class DeepSpeedEngine(Engine):
         self.model = model
         tag = None
         if checkpoint:
+            # The engine would do so later; before that ranks have no GPU for a collective.
+            get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
             deepspeed.init_distributed()
             tag = from_rank_0(lambda: loadable_tag(checkpoint, distributed.get_world_size()))
             if tag and tag.endswith(UNIVERSAL):

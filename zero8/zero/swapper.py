@@ -108,9 +108,11 @@ class SwapsStates(OptimizerSwapper):
                 parts.append((tensor[:head], offset))
             if head < tensor.numel():
                 parts.append((tensor[head:], offset + head))
-        return super()._adjust_for_misaligned_lengths(
+        cut, offsets = super()._adjust_for_misaligned_lengths(
             [tensor for tensor, _ in parts], [offset for _, offset in parts]
         )
+        # What is too small for a file is kept until the step, but not what it was cut off from.
+        return [t if self.is_swappable_tensor(tensor=t) else t.clone() for t in cut], offsets
 
     def _is_swapped(self, parameter: Tensor) -> bool:
         return parameter.ds_id in self.swap_params_info
