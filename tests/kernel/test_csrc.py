@@ -15,7 +15,7 @@ from torch.utils import cpp_extension
 from zero8.op import build, kernel
 
 CSRC = ROOT / "csrc"
-# torch 2.6, the oldest that zero8 allows, builds extensions as C++17.
+# torch 2.8, the oldest that zero8 allows, builds extensions as C++17.
 COMPILER = [*cpp_extension.get_cxx_compiler().split(), "-std=c++17", f"-I{CSRC}"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 # Without optimization compiling takes a fifth of the time, and what is compiled twice as long.

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from zero_worker import (
     MOMENTS,
@@ -206,7 +207,26 @@ def move_away_and_back(**options):
     return {"moved": held(moved), "stayed": held(stayed)}
 
 
-def access_all():
+def load_while_moved(folder):
+    """Save, step, and load while states are offloaded; return what was held, and then is, by what
+    is offloaded, and rows of memory reports."""
+    result = {}
+    for number, include in enumerate(([], *([one] for one in OffloadStateTypeEnum))):
+        engine = make_engine(config(offload=None), Bag())
+        take_step(engine, 0)
+        engine.save_checkpoint(folder, tag=f"{number}")
+        rows = base_optimizer(engine).memory_report().to_dicts()
+        before = held(engine)
+        take_step(engine, 1)
+        engine.offload_states(include=include or None)
+        same_rows = base_optimizer(engine).memory_report().to_dicts() == rows
+        engine.load_checkpoint(folder, tag=f"{number}")
+        engine.reload_states()
+        result[str(include)] = {"before": before, "loaded": held(engine), "same rows": same_rows}
+    return result
+
+
+def access_all(folder):
     """Run all of this file's scenarios in one process."""
     return {
         "access": {stage: access(stage) for stage in STAGES},
@@ -214,14 +234,16 @@ def access_all():
         "load": load_states(),
         "older": load_older_states(),
         "offload": move_away_and_back(),
+        "load while offloaded": load_while_moved(folder),
         "damaged": absorb_damaged(),
         "share": share(),
     }
 
 
 @pytest.fixture(scope="module")
-def ranks(standing_ranks):
-    return standing_ranks(2).run(access_all)
+def ranks(standing_ranks, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("offloaded"))
+    return standing_ranks(2).run(access_all, folder=folder)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -392,6 +414,14 @@ def test_state_dict_of_another_partition_is_refused_and_changes_nothing(ranks):
 def test_offload_and_reload_of_states_changes_nothing(ranks):
     for rank in ranks:
         assert difference(rank["offload"]["moved"], rank["offload"]["stayed"]) == ""
+
+
+def test_checkpoint_loads_and_reports_stay_while_states_are_offloaded(ranks):
+    """As with torch's AdamW: DeepSpeed takes away then what says which parts a rank holds."""
+    for rank in ranks:
+        for include, result in rank["load while offloaded"].items():
+            assert difference(result["before"], result["loaded"]) == "", include
+            assert result["same rows"], include
 
 
 def test_dense_moments_of_another_size_are_refused_and_kept_as_they_were(ranks):

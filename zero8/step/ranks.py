@@ -46,7 +46,7 @@ def _is_initialized() -> bool:
 
 def _device_of(process_group) -> str:
     """Return the type of device whose tensors a group can reduce: of NCCL alone, "cuda"."""
-    # What get_backend_config says is wrong of groups that PyTorch 2.6 has split off.
+    # Of a group that a mesh has split off, get_backend_config may name what only its parent has.
     group = torch.distributed.group.WORLD if process_group is None else process_group
     devices = [device.type for device in group._device_types]
     return "cpu" if "cpu" in devices else devices[0]

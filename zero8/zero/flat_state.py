@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero8.spec.codec import Codec
 from zero8.spec.scalars import UNKNOWN_HISTORY
 from zero8.spec.shown import shown_keys
 from zero8.state.header import MOMENTS
 from zero8.state.kind import Contents, StateKind
-from zero8.state.params import ParamInfo
+from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.plain import check_dense, checked_history, checked_step
+from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 from zero8.zero.moment_tensor import MomentTensor
@@ -30,6 +32,11 @@ class FlatPartition(StateKind):
     """States of what ZeRO puts in the place of parameters: a rank's part of a flat buffer."""
 
     raises_alone = False  # ranks meet different gradients, and wait for each other in collectives
+
+    def __init__(self, settings: Settings, params: KnownParams):
+        """See `StateKind`."""
+        super().__init__(settings, params)
+        self._tables = WeakTensorKeyDictionary()  # of partitions; they never change
 
     def serves(self, p: Tensor, state: dict) -> bool:
         """See `StateKind`."""
@@ -50,7 +57,11 @@ class FlatPartition(StateKind):
         def piece(q: Tensor, start: int, numel: int, first: int) -> Piece:
             return self._settings.piece(known[q], start, numel, first)
 
-        return table_of(p, p.numel() if numel is None else numel, list(known), piece)
+        table = table_of(p, p.numel() if numel is None else numel, list(known), piece)
+        if table is not None and table.pieces:
+            self._tables[p] = table
+        # While DeepSpeed's offload_states has taken away what says it, a partition looks empty.
+        return None if table is None else self._tables.get(p, table)
 
     def new(self, p: Tensor, info: ParamInfo | None) -> dict:
         """See `StateKind`."""

@@ -51,6 +51,7 @@ def _stage12_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> 
         p
         for p in params
         if getattr(p, "_hp_mapping", None) is not None
+        and p._hp_mapping.hp_fragment is not None
         and p._hp_mapping.hp_fragment.untyped_storage().data_ptr() == storage
     ]
     if not touching:
