@@ -341,7 +341,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
                 optimizer.before_replay()
                 graph.replay()
 
-        One graph at a time: a new capture takes the place of the one before.
+        One graph at a time, with one step in it: a new capture, after a replay or an ordinary step,
+        takes the place of the one before.
 
         Raises:
             RuntimeError: if no step has been captured, or parameters or states have moved since.
