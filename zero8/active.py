@@ -55,7 +55,10 @@ def _problem(engine) -> str | None:
 
 
 def innermost(optimizer):
-    """Return the optimizer inside the wrappers of ZeRO and Accelerate."""
-    while not isinstance(optimizer, Adam8bitBlockwise) and hasattr(optimizer, "optimizer"):
+    """Return the optimizer inside the wrappers of ZeRO, Accelerate and Lightning.
+
+    Lightning's are instances of its class, too, with attributes of their own.
+    """
+    while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

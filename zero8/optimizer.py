@@ -133,7 +133,6 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             keywords.check_flag("bias_correction", bias_correction),
         )
         self.state_dict_format = keywords.check_state_dict_format(state_dict_format)
-        self.nonfinite_blocks = 0
         self._begin()
         defaults = {
             "lr": lr,
@@ -229,11 +228,23 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         """Restore what `__getstate__` kept; groups of other Adams get the keys they lack."""
         settings = self.__dict__.get("settings")
         super().__setstate__(state)
+        counted = self.__dict__.pop("nonfinite_blocks", None)
         if self.settings != settings:  # otherwise what this object has counted and knows stays
             self._begin()
+        if counted is not None:
+            self.nonfinite_blocks = counted
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+
+    @property
+    def nonfinite_blocks(self) -> int:
+        """See the class.  Of the stepper, which Lightning's wrappers share with what they wrap."""
+        return self._stepper.counts.reported
+
+    @nonfinite_blocks.setter
+    def nonfinite_blocks(self, count: int) -> None:
+        self._stepper.counts.reported = count
 
     @property
     def codec(self) -> Codec:
@@ -440,6 +451,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
     def _adopt_loaded(self, states: dict[Tensor, dict]) -> dict[Tensor, dict]:
         """Return the states of a state dict, and check its groups, which are in place already."""
         for group in self.param_groups:
+            # Of an AdamW whose steps were captured or compiled, which ours can be as they are.
+            group["capturable"] = False
             keywords.check_group({**self.defaults, **group})
         infos = self._infos()
         return {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}

@@ -519,3 +519,22 @@ def test_state_of_format_1_with_log_codes_is_encoded_anew_and_said_once(dtype, c
 
 if __name__ == "__main__":
     write_golden()
+
+
+def test_load_state_dict_of_an_adamw_that_was_captured_goes_on_without_that():
+    """A CUDA graph, or a compiled step, has set it; nobody wrote it into a script."""
+    params = make_params()
+    adamw = torch.optim.AdamW(params)
+    adamw.param_groups[0]["capturable"] = True
+    optimizer = Adam8bitBlockwise(make_params())
+    optimizer.load_state_dict(adamw.state_dict())
+    assert optimizer.param_groups[0]["capturable"] is False
+
+
+def test_state_dict_in_fp32_has_the_live_moments_that_are_float32():
+    p = torch.nn.Parameter(torch.ones(100))
+    optimizer = Adam8bitBlockwise([p], state_dict_format="fp32")
+    p.grad = torch.ones(100)
+    optimizer.step()
+    saved = optimizer.state_dict()["state"][0]
+    assert saved["exp_avg"].data_ptr() == optimizer.state[p]["exp_avg"].data_ptr()

@@ -9,6 +9,7 @@ import torch
 from moment_samples import MOMENTS, buffers, moment, same, values_for
 
 from zero8 import Adam8bitBlockwise
+from zero8.integrations.health import health
 from zero8.spec import arithmetic as ieee
 from zero8.spec.codec import CODECS
 from zero8.state.store import MomentStore
@@ -131,3 +132,13 @@ def test_swapped_out_weights_stay_in_host_memory_under_another_default(other_def
     other_default()
     SwapsStates._set_dtype(SimpleNamespace(dtype=torch.bfloat16), released)
     assert (released.dtype, released.device) == (torch.bfloat16, torch.device("cpu"))
+
+
+def test_health_under_other_defaults_is_what_it_was(other_default):
+    p = torch.nn.Parameter(torch.randn(64, 256, generator=torch.Generator().manual_seed(1)))
+    optimizer = Adam8bitBlockwise([p])
+    p.grad = p.detach().clone()
+    optimizer.step()
+    expected = health(optimizer)
+    other_default()
+    assert health(optimizer) == expected

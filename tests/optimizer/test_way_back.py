@@ -55,6 +55,37 @@ def test_export_looks_into_the_wrappers_of_trainers():
     assert zero8.export(Wrapper(Wrapper(optimizer)))["state"].keys() == {0, 1, 2}
 
 
+def wrapped_as_by_lightning(optimizer):
+    """Return what Fabric makes: an instance of the class with a copy of the attributes."""
+
+    class Wrapper:
+        def __init__(self):
+            self.__dict__ = dict(vars(optimizer))
+            self.__class__ = type("Fabric", (Wrapper, type(optimizer)), {})
+            self.optimizer = optimizer
+
+        def state_dict(self):
+            return self.optimizer.state_dict()
+
+    return Wrapper()
+
+
+def test_lightnings_wrapper_exports_and_counts_as_the_optimizer_does(monkeypatch):
+    params, optimizer = trained()
+    wrapper = wrapped_as_by_lightning(optimizer)
+    assert isinstance(wrapper, zero8.Adam8bitBlockwise)
+    torch.optim.AdamW(list(params.items())).load_state_dict(zero8.export(wrapper))
+    wrapper.check_finite()
+    monkeypatch.setattr(zero8.Adam8bitBlockwise, "_raises_alone", lambda self: False)
+    params["wide"].grad[0, 0] = torch.nan
+    optimizer.step()
+    assert wrapper.nonfinite_blocks == optimizer.nonfinite_blocks == 1
+    for one in (wrapper, optimizer):
+        with pytest.raises(FloatingPointError, match="1 blocks met"):
+            one.check_finite()
+    assert copy.deepcopy(optimizer).nonfinite_blocks == 1
+
+
 def test_export_of_another_optimizer_is_refused():
     with pytest.raises(ValueError, match="got a AdamW, expected an Adam8bitBlockwise"):
         zero8.export(trained(torch.optim.AdamW)[1])

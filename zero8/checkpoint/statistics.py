@@ -28,7 +28,9 @@ class MomentCounts:
         zeros: how many of those are 0.
     """
 
-    codes: Tensor = field(default_factory=lambda: torch.zeros(NUM_CODES, dtype=torch.int64))
+    codes: Tensor = field(
+        default_factory=lambda: torch.zeros(NUM_CODES, dtype=torch.int64, device="cpu")
+    )
     scale_min: float = float("inf")
     scale_max: float = 0.0
     zero_blocks: int = 0
@@ -87,10 +89,10 @@ class MomentCounts:
 
 def order_of_codes(code: MomentCode) -> Tensor:
     """Return the codes that there are by the numbers they stand for, ascending; int64."""
-    codes = torch.arange(NUM_CODES, dtype=torch.uint8)
+    codes = torch.arange(NUM_CODES, dtype=torch.uint8, device="cpu")
     if isinstance(code, SignedLogCode):  # -128 stands for nothing
         codes = codes[codes != 128]
-    scale = torch.ones((len(codes), *code.scale_shape))
+    scale = torch.ones((len(codes), *code.scale_shape), dtype=torch.float32, device="cpu")
     if code.scale_shape:  # of v in `log`: the largest value, and the width of a code
         scale[:, 1] = 2.0**20
     return codes.to(torch.int64)[code.decode(codes, scale, 1.0).argsort(stable=True)]

@@ -18,16 +18,18 @@ from zero8.spec.retired import LogRootCode, SignMagnitudeLogCode
 _CHUNK_NUMEL = 1 << 22
 
 
-def fault(
-    code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: Callable[[], Tensor]
-) -> str:
+BlockNumbers = Callable[[int, int], Tensor]
+"""Returns the block of each element from the first number to before the second, int64."""
+
+
+def fault(code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: BlockNumbers) -> str:
     """Return what is wrong with a moment, "" if nothing is.
 
     Args:
         code: the code of this moment.
         codes: (numel,) uint8.
         scales: (num_blocks, *code.scale_shape) float32.
-        block_numbers: returns the block of each element, (numel,) int64; seldom called.
+        block_numbers: of the elements; seldom called.
     """
     if not scales.isfinite().all():
         return "a scale that is not finite"
@@ -36,8 +38,8 @@ def fault(
     if isinstance(code, LogCode):
         return _fault_of_log(code, codes, scales, block_numbers)
     if isinstance(code, SignMagnitudeLogCode | LogRootCode):  # read once, and encoded anew
-        which = "exp_avg" if code.signed else "exp_avg_sq"
-        return fault_of_values(which, dequantize(code, codes, scales, block_numbers()))
+        which, every = "exp_avg" if code.signed else "exp_avg_sq", block_numbers(0, codes.numel())
+        return fault_of_values(which, dequantize(code, codes, scales, every))
     if isinstance(code, SignedLogCode):
         largest = torch.where(scales < 0, code.wide.top, code.narrow.top) * scales
         if not largest.isfinite().all():
@@ -65,9 +67,7 @@ def fault_of_values(which: str, values: Tensor) -> str:
     return ""
 
 
-def _fault_of_log(
-    code: LogCode, codes: Tensor, scales: Tensor, block_numbers: Callable[[], Tensor]
-) -> str:
+def _fault_of_log(code: LogCode, codes: Tensor, scales: Tensor, block_numbers: BlockNumbers) -> str:
     high, step = scales.unbind(1)
     least, most = ((16 * span + 127) // 254 for span in (code.MIN_SPAN, code.MAX_SPAN))
     in_range = (step >= least) & (step <= most) & (step == step.round())
@@ -79,8 +79,14 @@ def _fault_of_log(
     low = (high > 0) & (base + (step.to(torch.int64) >> 4) < code.NORMAL_BITS)
     if not low.any():
         return ""
-    block = block_numbers()
-    chosen = low[block] & (codes != 0)
-    at = block[chosen]
-    level = base[at] + (codes[chosen].to(torch.int64) * step[at].to(torch.int64) >> 4)
-    return "a code below the smallest normal float" if (level < code.NORMAL_BITS).any() else ""
+    # A run that is beyond reproach has some, where gradients ended long ago: chunk by chunk, as
+    # numbers of blocks and levels take 48 bytes an element.
+    for begin in range(0, codes.numel(), _CHUNK_NUMEL):
+        here = codes[begin : begin + _CHUNK_NUMEL]
+        block = block_numbers(begin, begin + len(here))
+        chosen = low[block] & (here != 0)
+        at = block[chosen]
+        level = base[at] + (here[chosen].to(torch.int64) * step[at].to(torch.int64) >> 4)
+        if (level < code.NORMAL_BITS).any():
+            return "a code below the smallest normal float"
+    return ""

@@ -137,11 +137,14 @@ class PlainState:
         return entries
 
     def in_float32(self) -> dict:
-        """Return the entries of an fp32 Adam; exact, so that they are encoded to the same codes."""
+        """Return the entries of an fp32 Adam; exact, so that they are encoded to the same codes.
+
+        Moments that are float32 are the live ones, as AdamW's.
+        """
         extent = self.extent
         entries = {"step": torch.tensor(float(self.entries["step"]), device="cpu")}
         for store in self.stores(""):
-            dense = store.read(0, store.table.numel)
+            dense = store.dense if store.codec is None else store.read(0, store.table.numel)
             entries[store.which] = extent.entry(dense, extent.shape, extent.box)
         return entries
 

@@ -236,8 +236,11 @@ class MomentStore:
         moment.scales.narrow(0, first_block, count).copy_(scales)
 
 
-def _block_numbers(piece: Piece, device: torch.device) -> Tensor:
-    return piece.grid.block_numbers(piece.first, piece.numel, device)[0]
+def _block_numbers(piece: Piece, device: torch.device, begin: int, end: int) -> Tensor:
+    """Return the blocks of some elements of a piece, numbered from its first one on."""
+    grid, first = piece.grid, piece.first + begin
+    block, _ = grid.block_numbers(first, end - begin, device)
+    return block + (grid.block_of(first) - grid.block_of(piece.first))
 
 
 def _filled(value: float, *shape: int, device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -7,11 +7,16 @@ from zero8.op.devices import BlockCounts
 
 
 class Ledger:
-    """Counts not yet reported; a GPU's arrive asynchronously."""
+    """Counts not yet reported; a GPU's arrive asynchronously.
+
+    Attributes:
+        reported: how many blocks have been reported.
+    """
 
     def __init__(self):
         """Start with nothing."""
         self._entries: list[tuple[Sequence[str], BlockCounts]] = []
+        self.reported = 0
 
     def add(self, labels: Sequence[str], counts: BlockCounts) -> None:
         """Note the counts of a step, and what the parameters of its pieces are called."""
