@@ -221,7 +221,7 @@ def test_in_backward_gradient_that_is_copied_from_the_gpu_is_waited_for_by_the_w
     assert read == [copy.device, [1.0] * 8]
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="before PyTorch 2.9 or so")
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has no grad_dtype")
 def test_in_backward_gradient_of_another_dtype_is_stepped():
     model = model_of(torch.bfloat16)
     for p in model.parameters():

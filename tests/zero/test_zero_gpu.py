@@ -21,8 +21,9 @@ WORLD_SIZE = max(1, torch.cuda.device_count())
 PAGE_LOCKED = {"device": "cpu", "pin_memory": True}
 
 
-def page_locked(stage, **options):
-    return config(stage, zero={"offload_optimizer": PAGE_LOCKED}, offload=None, **options)
+def page_locked(stage, zero=None, **options):
+    zero = {"offload_optimizer": PAGE_LOCKED, **(zero or {})}
+    return config(stage, zero=zero, offload=None, **options)
 
 
 LAYOUTS = layouts.LAYOUTS | {
@@ -31,8 +32,8 @@ LAYOUTS = layouts.LAYOUTS | {
     "zero2 page-locked, accumulated": page_locked(2) | {"gradient_accumulation_steps": 2},
     "zero3 page-locked, bf16": page_locked(3, dtype={}),
     "zero2 bf16, overlapped": config(2, offload=None, dtype={}, zero={"overlap_comm": True}),
-    "zero3 bf16, parameters offloaded": config(
-        3, dtype={}, zero={"offload_param": PAGE_LOCKED, "offload_optimizer": PAGE_LOCKED}
+    "zero3 page-locked, bf16, parameters too": page_locked(
+        3, dtype={}, zero={"offload_param": PAGE_LOCKED}
     ),
 }
 CELLS = (
