@@ -13,8 +13,24 @@ import zero8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    """Run a command line, by default that of this process, and return the exit status."""
+    if argv is not None:
+        return _main(list(argv))
+    argv = sys.argv[1:]
+    if argv[:1] != ["checkpoint"]:
+        return _main(argv)
+    # Before anything is imported that starts threads.
+    from zero8.checkpoint.guard import FileCutError, in_child
+
+    try:
+        return in_child(lambda: _main(argv))
+    except FileCutError as error:
+        text = f"zero8 checkpoint: {error}"
+        _print(json.dumps({"error": str(error)}, indent=2) if "--json" in argv else text)
+        return 2
+
+
+def _main(argv: list[str]) -> int:
     # These have commands of their own, whose imports only they should pay for.
     if argv[:1] == ["bench"]:
         return _bench(argv[1:])

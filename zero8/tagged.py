@@ -11,13 +11,14 @@ With torch.distributed.checkpoint, on all ranks, or in one process without torch
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from torch import distributed
 
 from zero8.integrity import tags
+from zero8.integrity.files import locked
 from zero8.integrity.manifest import paths_in
 from zero8.integrity.seal import seal, verify
 from zero8.zero.agree import from_rank_0, raise_together
@@ -42,17 +43,19 @@ def saving(folder: Path | str, name: str, keep: int = 0) -> Iterator[Path]:
         OSError, ValueError: on all ranks, if one of them has an error in the block; that one raises
             its own.
         ValueError: on all ranks, if nothing has been written, or not all of it; `latest` is as it
-            was.
+            was.  Before the block: if the tag is a symbolic link or holds one.
+        OSError: on all ranks, before the block: if another job saves into the folder.
     """
     tag = Path(folder) / name
-    _on_rank_0(lambda: _begin(tag))
-    error = None
-    try:
-        yield tag
-    except Exception as raised:  # whatever it is, the others have to know
-        error = raised
-    _raise_together(error, f"saving {tag}")
-    _on_rank_0(lambda: _end(tag, keep))
+    with ExitStack() as stack:
+        _on_rank_0(lambda: _begin(tag, stack))
+        error = None
+        try:
+            yield tag
+        except Exception as raised:  # whatever it is, the others have to know
+            error = raised
+        _raise_together(error, f"saving {tag}")
+        _on_rank_0(lambda: _end(tag, keep))
 
 
 def newest(folder: Path | str) -> Path | None:
@@ -66,14 +69,15 @@ def newest(folder: Path | str) -> Path | None:
     return _on_rank_0(lambda: _newest(Path(folder)))
 
 
-def _begin(tag: Path) -> None:
+def _begin(tag: Path, stack: ExitStack) -> None:
     tag.parent.mkdir(parents=True, exist_ok=True)
+    stack.enter_context(locked(tag.parent))
     tags.begin(tag, tags.next_sequence(tag.parent))
 
 
 def _end(tag: Path, keep: int) -> None:
     _check_is_written(tag)
-    seal(tag)
+    seal(tag, force=True)  # it is marked as incomplete until then
     tags.write_latest(tag.parent, tag.name)
     if keep:
         tags.prune(tag.parent, keep)

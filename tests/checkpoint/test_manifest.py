@@ -85,7 +85,10 @@ DAMAGES = {
         lambda path: path.write_bytes(CONTENTS["deep/er/rank0.pt"]),
         "contents differ: they are those of deep/er/rank0.pt of rank 0",
     ),
-    "a folder": (lambda path: (os.remove(path), path.mkdir()), "t"),
+    "a folder": (
+        lambda path: (os.remove(path), path.mkdir()),
+        "cannot be read: {path}: got a folder, expected a file",
+    ),
 }
 
 
@@ -95,7 +98,8 @@ def test_check_of_a_damaged_file_says_what_is_wrong(folder, name):
     damage(folder / "deep/er/rank1.pt")
     found = reasons(folder)
     assert list(found) == ["deep/er/rank1.pt"]
-    assert found["deep/er/rank1.pt"].startswith(reason)
+    expected = reason.format(path=folder / "deep/er/rank1.pt")
+    assert found["deep/er/rank1.pt"].startswith(expected)
 
 
 def test_check_of_exchanged_bytes_finds_them(folder):

@@ -316,4 +316,5 @@ def test_inspect_of_a_folder_with_latest_takes_the_tag_that_it_names(tmp_path, c
     shutil.copytree(path / "global_step3", path / "global_step9")
     assert called(capsys, "inspect", path, status=0)["path"].endswith("global_step3")
     (path / "latest").write_text("../elsewhere")
-    assert "no folder beside it" in called(capsys, "inspect", path, status=2)["error"]
+    error = called(capsys, "inspect", path, status=2)["error"]
+    assert "latest: damaged, got '../elsewhere', expected the name of a tag" in error

@@ -6,8 +6,11 @@ and cover it, and so do the places in files that they are said to be at.
 """
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +18,14 @@ import torch
 
 from zero8.checkpoint.safe_load import damage_in
 from zero8.checkpoint.safe_pickle import Inert, SafePickle
+from zero8.integrity.inside import mapped
 from zero8.spec.grid import MAX_DIMS, MAX_NUMEL
 from zero8.spec.shown import shown
-from zero8.state.mapped_file import mapped
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 MAX_KEY_CHARACTERS = 4096
+MAX_CUT_DIMS = 6
+"""Along how many dimensions a tensor may be cut; meshes of devices have fewer."""
 
 
 class Chunk(NamedTuple):
@@ -52,6 +57,11 @@ class Entry:
     dtype: torch.dtype | None = None
     chunks: tuple[Chunk, ...] = ()
 
+    @cached_property
+    def sizes_at(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """The sizes of the chunks by their offsets."""
+        return {chunk.offsets: chunk.sizes for chunk in self.chunks}
+
 
 @dataclass(frozen=True)
 class Metadata:
@@ -73,7 +83,7 @@ def load_metadata(path: Path) -> Metadata:
         ValueError: naming the file, if it is damaged, or is something else.
         OSError: if it cannot be opened.
     """
-    data = mapped(path).numpy().tobytes()
+    data = mapped(path, path.parent).numpy().tobytes()
     with damage_in(path):
         found = SafePickle(data, _MAKERS, _no_storage).load()
         saved = _attributes(found, f"{_MODULE}.Metadata")
@@ -150,34 +160,37 @@ def _check_cover(key: str, size: tuple[int, ...], chunks: tuple[Chunk, ...]) -> 
 
     Those with elements are; a rank that has none may have an empty chunk anywhere.
     """
-    whole = math.prod(size)
     boxes = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     for offsets, sizes in boxes:
-        reaches = zip(offsets, sizes, size, strict=True)
-        if len(sizes) != len(offsets) or any(at + n > end for at, n, end in reaches):
+        reaches = zip(offsets, sizes, size, strict=False)
+        fits = len(offsets) == len(sizes) == len(size)
+        if not fits or any(at + n > end for at, n, end in reaches):
             raise ValueError(f"{shown(key)}: got a chunk at {offsets} that is not inside {size}")
-    if sum(math.prod(chunk.sizes) for chunk in boxes) != whole or any(_overlapping(boxes)):
+    cut = [axis for axis, n in enumerate(size) if any(box.sizes[axis] != n for box in boxes)]
+    if len(cut) > MAX_CUT_DIMS:
+        raise ValueError(
+            f"{shown(key)}: got a tensor that is cut along {len(cut)} dimensions, expected at most "
+            f"{MAX_CUT_DIMS}"
+        )
+    whole = [Chunk((0,) * len(size), size)] if math.prod(size) else []
+    if _corners(boxes, cut) != _corners(whole, cut):
         raise ValueError(f"{shown(key)}: got chunks that overlap, or are not all of it")
 
 
-def _overlapping(boxes: list[Chunk]) -> Iterator[bool]:
-    """Yield whether two boxes overlap, of all pairs that may."""
-    # Along the dimension that is cut most, so that few boxes are beside each other.
-    cuts = [len(set(offsets)) for offsets in zip(*(box.offsets for box in boxes), strict=True)]
-    if not cuts:  # numbers, of which each is all of it
-        return
-    axis = cuts.index(max(cuts))
-    active: list[Chunk] = []
-    for box in sorted(boxes, key=lambda box: box.offsets[axis]):
-        begin = box.offsets[axis]
-        active = [one for one in active if one.offsets[axis] + one.sizes[axis] > begin]
-        yield from (_meet(box, other) for other in active)
-        active.append(box)
+def _corners(boxes: Iterable[Chunk], axes: list[int]) -> dict[tuple[int, ...], int]:
+    """Return the corners of boxes with how often each is there, those of odd ends counted down.
 
-
-def _meet(box: Chunk, other: Chunk) -> bool:
-    pairs = zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
-    return all(a < b + m and b < a + n for a, n, b, m in pairs)
+    A box's indicator function is the sum over its 2^n corners c of (-1)^(ends in c) times the
+    indicator of all points that are at least c in every coordinate.  These indicators are linearly
+    independent, so boxes cover something exactly once if and only if its corners have these counts.
+    It takes a time of 2^n for each box, however they lie.
+    """
+    counts: Counter[tuple[int, ...]] = Counter()
+    for offsets, sizes in boxes:
+        for ends in product((0, 1), repeat=len(axes)):
+            corner = (offsets[a] + end * sizes[a] for a, end in zip(axes, ends, strict=True))
+            counts[tuple(corner)] += (-1) ** sum(ends)
+    return {corner: count for corner, count in counts.items() if count}
 
 
 def _place(found: object) -> Place:

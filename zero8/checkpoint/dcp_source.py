@@ -59,14 +59,12 @@ class DcpSource(Source):
         """See `Source`: the files of codes, which those of scales are."""
         return self._files_of(self._codes.values())
 
-    def fragments(self, file: Path) -> Iterator[Fragment]:
+    def _fragments(self, file: Path) -> Iterator[Fragment]:
         """See `Source`."""
-        for name, key in self._codes.items():
-            for chunk in self._entries[key].chunks:
-                if self.path / self._place(key, chunk.offsets).file == file:
-                    with damage_in(file):
-                        fragment = self._fragment(name, key, chunk)
-                    yield fragment
+        for name, key, chunk in self._chunks.get(file, ()):
+            with damage_in(file):
+                fragment = self._fragment(name, key, chunk)
+            yield fragment
 
     def groups(self) -> list[dict]:
         """See `Source`."""
@@ -116,6 +114,16 @@ class DcpSource(Source):
             keys[name] = next(key for key in options if key in self._entries)
         return keys
 
+    @cached_property
+    def _chunks(self) -> dict[Path, list[tuple[str, str, Chunk]]]:
+        """By file, what of `_codes` lies in it: name, key, chunk."""
+        found: dict[Path, list[tuple[str, str, Chunk]]] = {}
+        for name, key in self._codes.items():
+            for chunk in self._entries[key].chunks:
+                file = self.path / self._place(key, chunk.offsets).file
+                found.setdefault(file, []).append((name, key, chunk))
+        return found
+
     def _fragment(self, name: str, key: str, chunk: Chunk) -> Fragment:
         """Return what lies in a chunk of the codes, or of the float32 moments, called `key`."""
         extent = Extent(self._entries[key].size, chunk.sizes, chunk.offsets)
@@ -140,11 +148,14 @@ class DcpSource(Source):
         """Return what is stored of an entry, a chunk of it if it has an offset."""
         place = self._place(key, offset)
         path = self.path / place.file
-        found, entry = load(path, place.offset, place.length), self._entries.get(key, Entry())
+        found, entry = (
+            load(path, self.path, place.offset, place.length),
+            self._entries.get(key, Entry()),
+        )
         if not entry.chunks:
             return found
         at = self._chunk_offset(key, offset)
-        sizes = next((chunk.sizes for chunk in entry.chunks if chunk.offsets == at), None)
+        sizes = entry.sizes_at.get(at)
         got = (tuple(found.shape), found.dtype) if isinstance(found, Tensor) else found
         if got != (sizes, entry.dtype):
             raise ValueError(

@@ -2,7 +2,7 @@
 """Works through the files of a checkpoint, some at once, under one progress bar."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 def each_file(
-    label: str, files: Sequence[Path], work: Callable[[Path], Result]
+    label: str, sizes_bytes: Mapping[Path, int], work: Callable[[Path], Result]
 ) -> Iterator[Result]:
     """Yield what `work` returns of each file, in order; threads take one file each.
 
@@ -22,14 +22,12 @@ def each_file(
 
     Args:
         label: of the progress bar, which shows bytes, on stderr if that is a terminal.
-        files: the largest should not come last.
+        sizes_bytes: of each file; the largest should not come last.
         work: what to do with a file; what it raises is raised here.
     """
-    sizes = [path.stat().st_size for path in files]
-    bar = tqdm(
-        total=sum(sizes), desc=label, unit="B", unit_scale=True, unit_divisor=1024, disable=None
-    )
-    with bar, ThreadPoolExecutor(max(1, min(len(files), os.cpu_count() or 1))) as pool:
-        for size, result in zip(sizes, pool.map(work, files), strict=True):
+    total = sum(sizes_bytes.values())
+    bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1024, disable=None)
+    with bar, ThreadPoolExecutor(max(1, min(len(sizes_bytes), os.cpu_count() or 1))) as pool:
+        for size, result in zip(sizes_bytes.values(), pool.map(work, sizes_bytes), strict=True):
             bar.update(size)
             yield result

@@ -88,7 +88,7 @@ def count(source: Source) -> Found:
         return [(_place_only(f), counts_of(f.stores)) for f in source.fragments(file)]
 
     found: Found = {}
-    for fragments in each_file("inspect", source.files(), counted):
+    for fragments in each_file("inspect", source.sizes_bytes(), counted):
         for (key, piece, codec, step, numel), counts in fragments:
             empty = ParamCounts(piece.shape, piece.block_size, codec)
             param = found.setdefault(key, empty)
@@ -110,12 +110,12 @@ def summary(source: Source, found: Found) -> dict:
     """Return the JSON object: facts of the whole, and an entry per parameter."""
     codecs = Counter(p.codec.name for p in found.values() if p.block_size)
     sizes = Counter(p.block_size for p in found.values() if p.block_size)
-    files = source.files()
+    sizes_bytes = source.sizes_bytes()
     return {
         "path": str(source.path),
         **asdict(source.facts()),
-        "files": len(files),
-        "bytes": sum(path.stat().st_size for path in files),
+        "files": len(sizes_bytes),
+        "bytes": sum(sizes_bytes.values()),
         "codecs": sorted(codecs),
         "block_sizes": sorted(sizes),
         "steps": sorted({step for p in found.values() for step in p.steps}),

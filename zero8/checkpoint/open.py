@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds out what a path holds."""
 
+import os
 from pathlib import Path
 
 from zero8.checkpoint.dcp_source import METADATA, DcpSource
 from zero8.checkpoint.plain_source import PlainSource
 from zero8.checkpoint.source import Source
 from zero8.checkpoint.zero_source import ZeroSource
+from zero8.integrity.inside import is_folder
+from zero8.integrity.tags import LATEST, read_latest
 from zero8.spec.shown import shown
-
-LATEST = "latest"
-_MAX_TAG_BYTES = 255
 
 
 def open_checkpoint(path: Path) -> Source:
@@ -28,22 +28,15 @@ def open_checkpoint(path: Path) -> Source:
         return PlainSource(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: not found")
-    if (path / METADATA).exists():
+    if os.path.lexists(path / METADATA):
         return DcpSource(path)
     if ZeroSource.is_at(path):
         return ZeroSource(path)
-    if (path / LATEST).is_file():
-        with open(path / LATEST, "rb") as file:
-            tag = file.read(_MAX_TAG_BYTES + 1).decode(errors="replace").strip()
-        if _is_name(tag) and (path / tag).is_dir():
+    if tag := read_latest(path):
+        if "/" not in tag and is_folder(path / tag):
             return open_checkpoint(path / tag)
         raise ValueError(f"{path / LATEST}: got {shown(tag)}, which is no folder beside it")
     raise ValueError(
         f"{path}: no checkpoint that zero8 knows; expected a file of torch.save, a folder of "
         "torch.distributed.checkpoint, or one of DeepSpeed's with ZeRO states of Adam8bitBlockwise"
     )
-
-
-def _is_name(tag: str) -> bool:
-    is_short = 0 < len(tag.encode()) <= _MAX_TAG_BYTES
-    return is_short and Path(tag).name == tag and tag not in (".", "..") and "\0" not in tag

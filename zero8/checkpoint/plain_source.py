@@ -34,7 +34,7 @@ class PlainSource(Source):
         """See `Source`."""
         return [self.path]
 
-    def fragments(self, file: Path) -> Iterator[Fragment]:
+    def _fragments(self, file: Path) -> Iterator[Fragment]:
         """See `Source`."""
         for key, state in self._state_dict["state"].items():
             if not isinstance(state, dict):

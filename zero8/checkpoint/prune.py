@@ -5,6 +5,7 @@ import argparse
 from pathlib import Path
 
 from zero8.integrity import tags
+from zero8.integrity.files import locked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     """Return exit status, JSON object and text."""
-    deleted = tags.prune(arguments.path, arguments.keep)
+    if not arguments.path.is_dir():
+        raise NotADirectoryError(f"{arguments.path}: not a folder")
+    with locked(arguments.path):
+        deleted = tags.prune(arguments.path, arguments.keep)
     kept = [tag.name for tag in tags.complete_tags(arguments.path)]
     result = {"path": str(arguments.path), "deleted": deleted, "complete": kept}
     names = ", ".join(deleted) or "nothing"

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from zero8.checkpoint.safe_pickle import Inert, SafePickle
+from zero8.integrity.inside import mapped
 from zero8.spec.grid import MAX_DIMS, MAX_NUMEL
-from zero8.state.mapped_file import mapped
 from zero8.zero.moment_tensor import rebuild_moment
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -44,11 +44,14 @@ _DTYPES = {
 } | {"torch.storage.UntypedStorage": torch.uint8, "torch.UntypedStorage": torch.uint8}
 
 
-def load(path: Path, begin: int = 0, num_bytes: int | None = None) -> object:
+def load(
+    path: Path, folder: Path | None = None, begin: int = 0, num_bytes: int | None = None
+) -> object:
     """Return what `torch.save` wrote to a file, or to some bytes of it; tensors are mapped.
 
     Args:
         path: the file.
+        folder: on the path; no link below it is followed.
         begin: the first byte.
         num_bytes: how many bytes; None for all that follow.
 
@@ -56,7 +59,7 @@ def load(path: Path, begin: int = 0, num_bytes: int | None = None) -> object:
         ValueError: naming the file, if it is damaged, or not such a file.
         OSError: if it cannot be opened.
     """
-    whole = mapped(path)
+    whole = mapped(path, folder)
     end = len(whole) if num_bytes is None else begin + num_bytes
     if not 0 <= begin <= end <= len(whole):
         raise ValueError(f"{path}: got {len(whole)} bytes, expected some from {begin} to {end}")
@@ -97,6 +100,7 @@ class _Archive:
     def __init__(self, data: Tensor):
         """Look at the bytes of one, (bytes,) uint8."""
         self._data = data
+        self._storages: dict[str, torch.UntypedStorage] = {}
         try:
             with zipfile.ZipFile(io.BufferedReader(_File(data))) as archive:
                 entries = archive.infolist()
@@ -154,11 +158,17 @@ class _Archive:
         held = place.end - place.begin
         if type(numel) is not int or not 0 <= numel * dtype.itemsize <= held:
             raise ValueError(f"damaged: got {held} bytes of tensor {key}, expected more")
-        part = self._data[place.begin : place.begin + numel * dtype.itemsize]
+        if key not in self._storages:  # one for all tensors in it
+            self._storages[key] = self._bytes_at(place)
+        found, used_bytes = self._storages[key], numel * dtype.itemsize
+        return _Storage(dtype, found if used_bytes == len(found) else found[:used_bytes])
+
+    def _bytes_at(self, place: "_Place") -> torch.UntypedStorage:
+        part = self._data[place.begin : place.end]
         if part.data_ptr() % 16:  # which torch.save never writes, but chunks begin anywhere
             part = part.clone()
         begin = part.storage_offset()
-        return _Storage(dtype, part.untyped_storage()[begin : begin + part.numel()])
+        return part.untyped_storage()[begin : begin + part.numel()]
 
 
 class _Place(NamedTuple):
@@ -223,7 +233,7 @@ def _ordered_dict(*items) -> OrderedDict:
 _MAKERS = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
-    "torch.Size": lambda size=(): size,
+    "torch.Size": lambda size=(): torch.Size(size),
     "collections.OrderedDict": _ordered_dict,
     "zero8.zero.moment_tensor.rebuild_moment": rebuild_moment,
 }

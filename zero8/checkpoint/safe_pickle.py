@@ -24,11 +24,13 @@ class Inert:
         name: of the class or function, as `module.name`.
         args: what it would have been made of; None for the class or function itself.
         state: what its attributes would have been set from.
+        items: what would have been added to it.
     """
 
     def __init__(self, name: str, args: tuple | None = None):
         """Remember what it stands for."""
         self.name, self.args, self.state = name, args, None
+        self.items: list = []
 
     def __repr__(self) -> str:
         """Return what it stands for, without what is in it."""
@@ -96,7 +98,9 @@ class SafePickle(pickle._Unpickler):
         target = self.stack[-1]
         if isinstance(target, list):
             target.extend(items)
-        elif not isinstance(target, Inert):
+        elif isinstance(target, Inert):
+            target.items.extend(items)
+        else:
             raise pickle.UnpicklingError("it appends to what is no list")
 
     def _set_item(self) -> None:

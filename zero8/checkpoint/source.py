@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint as files of fragments, whichever framework has written it."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from torch import Tensor
@@ -26,6 +28,11 @@ class Facts:
     stage: int | None = None
 
 
+MOST_BYTES_PER_BYTE = 8
+"""How many bytes of moments a byte of the files may become; the most are 2, where bfloat16 moments
+of another Adam are decoded to float32."""
+
+
 class Source(ABC):
     """A checkpoint that can be read file by file, without a model, an engine or a GPU."""
 
@@ -40,14 +47,33 @@ class Source(ABC):
     def files(self) -> list[Path]:
         """Return the files that hold states of the optimizer."""
 
-    @abstractmethod
+    def sizes_bytes(self) -> dict[Path, int]:
+        """Return the sizes of `files`, 0 of those that cannot be looked at."""
+        return {file: _size_bytes(file) for file in self.files()}
+
     def fragments(self, file: Path) -> Iterator[Fragment]:
         """Yield what a file holds; tensors are mapped into memory or of one chunk.
 
         Raises:
-            ValueError: naming the file, if it is damaged; values are not looked at.
+            ValueError: naming the file, if it is damaged, or its moments share bytes, so that a
+                small file would take long; values are not looked at.
             OSError: if it cannot be read.
         """
+        left_bytes = MOST_BYTES_PER_BYTE * self._num_bytes
+        for fragment in self._fragments(file):
+            buffers = (buffer for store in fragment.stores for buffer in store.buffers)
+            left_bytes -= sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+            if left_bytes < 0:
+                raise ValueError(f"{file}: damaged: got moments that share the bytes of the file")
+            yield fragment
+
+    @cached_property
+    def _num_bytes(self) -> int:
+        return sum(self.sizes_bytes().values())
+
+    @abstractmethod
+    def _fragments(self, file: Path) -> Iterator[Fragment]:
+        """Yield what `fragments` yields."""
 
     @abstractmethod
     def groups(self) -> list[dict]:
@@ -72,3 +98,10 @@ class Source(ABC):
         """Yield the fragments of all files."""
         for file in self.files():
             yield from self.fragments(file)
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:  # whoever reads it says so
+        return 0

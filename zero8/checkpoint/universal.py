@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zero8 checkpoint universal`: a ZeRO checkpoint for another world size, stage or Adam.
 
-The work is DeepSpeed's, and what it leaves out that of `zero8.zero.universal`.
+DeepSpeed's converter does the work; `zero8.zero.universal` adds what it leaves out.  DeepSpeed runs
+what the files that it reads say, so it is given checked copies (`zero8.checkpoint.checked_copy`).
 """
 
 import argparse
 from pathlib import Path
+
+from zero8.checkpoint.checked_copy import CheckedCopy
+from zero8.integrity.inside import is_folder
+from zero8.integrity.tags import read_latest
 
 NEXT = (
     'To load it: "checkpoint": {{"load_universal": true}} in the config of DeepSpeed, and\n'
@@ -22,7 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         type=Path,
         help="the folder to make, beside which latest_universal will name it "
-        "(default: DIR/TAG_universal).  It takes 12 bytes per parameter, and 12 more for a while",
+        "(default: DIR/TAG_universal).  It takes 12 bytes per parameter, and for a while 12 more "
+        "and once more what the checkpoint takes",
+    )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="let DeepSpeed read the files as they are, and run what they say, without a copy",
     )
     parser.add_argument(
         "--workers",
@@ -52,9 +63,17 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 def _convert(arguments: argparse.Namespace) -> dict:
     from zero8.zero import universal
 
+    copy = None if arguments.trust else _checked_copy
     source = _source(arguments.folder, arguments.tag)
     target = arguments.out or source.with_name(f"{source.name}_universal")
-    return universal.convert(source, target.absolute(), arguments.workers)
+    return universal.convert(source, target.absolute(), arguments.workers, copy)
+
+
+def _checked_copy(source: Path, target: Path) -> None:
+    from zero8.zero import pickled_objects, universal
+
+    known = CheckedCopy(pickled_objects.RESTORE, pickled_objects.DTYPES, universal.check_places)
+    known.copy(source, target)
 
 
 def _source(folder: Path, tag: str | None) -> Path:
@@ -65,9 +84,8 @@ def _source(folder: Path, tag: str | None) -> Path:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
-    latest = folder / "latest"
-    if tag is None and latest.is_file():
-        tag = latest.read_text().strip()
+    if tag is None:
+        tag = read_latest(folder)
     tags = sorted({path.parent.name for path in folder.glob("*/*_optim_states.pt")})
     if tag is None:
         if any(folder.glob("*_optim_states.pt")):
@@ -75,7 +93,7 @@ def _source(folder: Path, tag: str | None) -> Path:
         else:
             hint = f"name one of its tags by --tag: {tags}" if tags else "it has no tags either"
         raise ValueError(f"{folder}: got a folder without the file latest; {hint}")
-    if not tag or not (folder / tag).is_dir():
+    if not tag or not is_folder(folder / tag):
         raise ValueError(f"{folder}: got tag {tag!r}, expected one of {tags}")
     return folder / tag
 

@@ -6,8 +6,8 @@ are read, and their values looked at; and every element of every parameter must 
 """
 
 import argparse
+import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from zero8.checkpoint.coverage import Coverage
@@ -27,26 +27,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     """Return exit status (0 whole, 1 damaged), JSON object and text."""
     began = time.perf_counter()
-    if not arguments.path.exists():
+    if not os.path.lexists(arguments.path):
         raise FileNotFoundError(f"{arguments.path}: not found")
     source, folder, problems = None, arguments.path, []
     try:
         source = open_checkpoint(arguments.path)
         folder = source.path
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         problems.append(str(error))
-    files, damages = _against_manifest(folder)
-    has_manifest = files is not None
+    listed, damages = _against_manifest(folder)
     problems = damages + problems
     if source:
         problems += _contents(source)
-    read = {*(files or ()), *(source.files() if source else ())}
-    num_bytes = sum(path.stat().st_size for path in read)
+    read = (listed or {}) | (source.sizes_bytes() if source else {})
+    num_bytes = sum(read.values())
     seconds = time.perf_counter() - began
     result = {
         "path": str(folder),
         "whole": not problems,
-        "manifest": has_manifest,
+        "manifest": listed is not None,
         "problems": problems,
         "files": len(read),
         "bytes": num_bytes,
@@ -56,8 +55,11 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     return int(bool(problems)), result, _text(result)
 
 
-def _against_manifest(folder: Path) -> tuple[list[Path] | None, list[str]]:
-    """Return the files that a manifest lists, None without one, and what is wrong with them."""
+def _against_manifest(folder: Path) -> tuple[dict[Path, int] | None, list[str]]:
+    """Return the files that a manifest lists with their sizes, and what is wrong with them.
+
+    Without a manifest there is None in the place of the files.
+    """
     if not folder.is_dir():
         return None, []
     try:
@@ -67,18 +69,16 @@ def _against_manifest(folder: Path) -> tuple[list[Path] | None, list[str]]:
         what = f"{folder}: saving or deleting it was interrupted: it is not complete"
         return None, [what] if torn else []
     except ValueError as error:
-        return [], [str(error)]
+        return {}, [str(error)]
     files = {folder / file.path: file for file in manifest.files}
+    sizes_bytes = {path: file.size_bytes for path, file in files.items()}
 
-    def check(path: Path) -> list[Damage]:
-        return replace(manifest, files=(files[path],)).check(folder, is_part=lambda _: False)
+    def check(path: Path) -> Damage | None:
+        reason = manifest.damage_of(folder, files[path])
+        return Damage(files[path].path, files[path].rank, reason) if reason else None
 
-    there = [path for path in files if path.is_file()]
-    found = [damage for damages in each_file("hashes", there, check) for damage in damages]
-    # What is missing, and what is there besides, takes no reading.
-    absent = replace(manifest, files=tuple(f for path, f in files.items() if path not in there))
-    found += absent.check(folder, is_part=lambda path: folder / path not in files)
-    return there, [str(damage) for damage in found]
+    found = [damage for damage in each_file("hashes", sizes_bytes, check) if damage]
+    return sizes_bytes, [str(damage) for damage in found + manifest.strangers(folder)]
 
 
 def _contents(source: Source) -> list[str]:
@@ -96,7 +96,7 @@ def _contents(source: Source) -> list[str]:
             wrong.append(str(error) if str(file) in str(error) else f"{file}: {error}")
         return fragments, wrong
 
-    for fragments, wrong in each_file("contents", source.files(), read):
+    for fragments, wrong in each_file("contents", source.sizes_bytes(), read):
         problems += wrong
         for fragment in fragments:
             try:

@@ -13,6 +13,7 @@ from zero8.checkpoint.fragment import Fragment, of_piece
 from zero8.checkpoint.safe_load import damage_in, load
 from zero8.checkpoint.safe_pickle import Inert
 from zero8.checkpoint.source import Facts, Source
+from zero8.integrity.inside import paths_of
 from zero8.spec.buffers import check_entry
 from zero8.spec.shown import shown_keys
 from zero8.state.header import MOMENTS
@@ -23,7 +24,7 @@ from zero8.zero.moment_tensor import MomentTensor
 
 STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
-_SWAPPED = "offloaded_tensors/rank*/zero8-*.tensor.swp"
+_SWAPPED = re.compile(r"offloaded_tensors/rank[^/]*/zero8-[^/]*\.tensor\.swp")
 # Names of master weights in stages 1 and 2 (and BF16_Optimizer), and in stage 3.
 _WEIGHTS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 # Names of our state dict within ZeRO's.
@@ -58,9 +59,10 @@ class ZeroSource(Source):
 
     def files(self) -> list[Path]:
         """See `Source`; with states on NVMe also their swap files."""
-        return self._files + sorted(self.path.glob(_SWAPPED))
+        swapped = [path for path in paths_of(self.path) if _SWAPPED.fullmatch(path)]
+        return self._files + [self.path / path for path in sorted(swapped)]
 
-    def fragments(self, file: Path) -> Iterator[Fragment]:
+    def _fragments(self, file: Path) -> Iterator[Fragment]:
         """See `Source`."""
         if not STATES.fullmatch(file.name):
             yield from self._swapped(file)
@@ -74,7 +76,7 @@ class ZeroSource(Source):
             yield from _of_partition(file, _part(file), state, weights)
 
     def _swapped(self, file: Path) -> Iterator[Fragment]:
-        found = swap_file.read_whole(str(file))
+        found = swap_file.read_whole(str(file), self.path)
         if found is not None:
             yield from _of_partition(file, "", found[0], None)
 
@@ -114,7 +116,7 @@ class ZeroSource(Source):
     def _frozen(self, name: str) -> Tensor:
         """Return a frozen parameter, of which each rank has saved a part, or the whole."""
         shape = torch.Size(self._frozen_shapes[name])
-        models = map(load, self._model_files)
+        models = (load(file, self.path) for file in self._model_files)
         parts = [model["frozen_param_fragments"][name].view(-1) for model in models]
         if parts[0].numel() == shape.numel():
             return parts[0].view(shape)
@@ -133,7 +135,7 @@ class ZeroSource(Source):
     @cached_property
     def _model(self) -> dict:
         """What is saved of the model beside the states, by the first rank; {} if nothing is."""
-        found = load(self._model_files[0]) if self._model_files else {}
+        found = load(self._model_files[0], self.path) if self._model_files else {}
         return found if isinstance(found, dict) else {}
 
     @cached_property
@@ -144,7 +146,7 @@ class ZeroSource(Source):
 
     def _zero(self, file: Path) -> dict:
         """Return ZeRO's own state dict in a file."""
-        found = load(file)
+        found = load(file, self.path)
         zero = found.get("optimizer_state_dict") if isinstance(found, dict) else None
         if not isinstance(zero, dict):
             raise ValueError(f"{file}: not a file of ZeRO's states: no optimizer_state_dict in it")

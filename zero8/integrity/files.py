@@ -8,9 +8,12 @@ was.
 import errno
 import fcntl
 import os
+import secrets
 import socket
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 import xxhash
@@ -26,14 +29,15 @@ Progress = Callable[[int], object]
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that at any time, even after a loss of power, it is the old or the new one.
 
-    Two processes must not write the same path at once.
+    A link of that name is replaced; the file that it leads to stays as it is.
 
     Raises:
         OSError: if it cannot be written; it names the file, which is the old one then.
     """
-    temporary = path.with_name(f".{path.name}{TEMPORARY}")
+    # Nobody can guess the name and put a link there.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -45,37 +49,32 @@ def write_atomically(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def sync_file(path: Path) -> None:
-    """Wait until the contents of a file are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk; some file systems cannot, and need not."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
     finally:
         os.close(descriptor)
 
 
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk; some file systems cannot, and need not."""
-    try:
-        sync_file(path)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
-
-
-def hash_of(path: Path, progress: Progress | None = None) -> str:
-    """Return the XXH3 hash of a file, 128 bits in hexadecimal digits.
+def hash_of(file: FileIO, progress: Progress | None = None) -> str:
+    """Return the XXH3 hash of the rest of an open file, 128 bits in hexadecimal digits.
 
     Bytes that are exchanged, flipped or of another file change it; it is no protection against
-    people.  It costs one read of the file, at the speed of the page cache or the disk, and
+    people.  It costs one read of the file, at the speed of the page cache or the disk, and up to
     `CHUNK_BYTES` of memory.
     """
-    state, chunk = xxhash.xxh3_128(), memoryview(bytearray(CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(chunk):
-            state.update(chunk[:count])
-            if progress:
-                progress(count)
+    state = xxhash.xxh3_128()
+    size_bytes = os.fstat(file.fileno()).st_size
+    chunk = memoryview(bytearray(min(size_bytes + 1, CHUNK_BYTES)))
+    while count := file.readinto(chunk):
+        state.update(chunk[:count])
+        if progress:
+            progress(count)
     return state.hexdigest()
 
 
@@ -100,23 +99,46 @@ def locked(folder: Path, name: str = ".zero8_lock") -> Iterator[None]:
 
     Raises:
         BlockingIOError: if another process holds it; the message says which.
+        OSError: if the lock cannot be made, or something else has its name.
     """
     path = folder / name
-    with open(path, "a+") as file:
+    with lock_file(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            file.seek(0)
-            holder = file.read(200).strip() or "a process that has not said its name"
+            holder = file.read(200).decode(errors="replace").strip()
             raise BlockingIOError(
                 error.errno,
-                f"another job saves into this folder: {holder} holds {path}; give each job a "
-                "folder of its own",
+                "another job saves into this folder, or deletes from it: "
+                f"{holder or 'a process that has not said its name'} holds {path}; give each job "
+                "a folder of its own",
             ) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
         with suppress(OSError):  # a full disk: the lock holds, it only does not say whose it is
-            os.truncate(path, 0)
-            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield
+
+
+def lock_file(path: Path) -> FileIO:
+    """Open the file of a lock, to be read and written; it is made where there is none.
+
+    Raises:
+        OSError: if it cannot be opened, or is a link, or a second name of another file.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        file = FileIO(os.open(path, flags, 0o666), "r+")
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        problem = "got a symbolic link, expected a lock of zero8's; remove it"
+        raise OSError(errno.ELOOP, problem, str(path)) from None
+    info = os.fstat(file.fileno())
+    if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
+        file.close()
+        problem = "got another program's file, expected a lock of zero8's; remove it"
+        raise OSError(errno.EINVAL, problem, str(path))
+    return file

@@ -6,7 +6,8 @@
      "hash": "of all that stands before, as written"}
 
 A folder with a manifest is complete.  A manifest comes from a disk that may be damaged and from
-people: it is read as data that may say anything, and nothing outside its folder is ever looked at.
+people: it is read as data that may say anything, and nothing outside its folder is ever looked at,
+nor what a link in the folder leads to.
 """
 
 import heapq
@@ -15,11 +16,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import xxhash
 
 from zero8.integrity.files import TEMPORARY, Progress, hash_of, write_atomically
+from zero8.integrity.inside import opened, paths_of, read_at_most, size_bytes_of
 
 MANIFEST = "zero8_manifest.json"
 MARKER = "zero8_incomplete"
@@ -27,6 +30,8 @@ MARKER = "zero8_incomplete"
 
 FORMAT_VERSION = 1
 LIMIT_BYTES = 64 << 20
+LARGEST_SEQUENCE = 2**53
+"""More tags than anybody saves; one that says more would leave no number for the next."""
 _HASH = re.compile(r"[0-9a-f]{32}")
 _LARGEST = 2**63 - 1
 
@@ -98,21 +103,20 @@ class Manifest:
 
         Raises:
             FileNotFoundError: if there is none: the folder is not complete.
-            ValueError: if it is damaged, or of a newer format.
+            ValueError: if it is damaged, of a newer format, or cannot be read.
         """
         path = Path(folder, MANIFEST)
-        with open(path, "rb") as file:
-            data = file.read(LIMIT_BYTES + 1)
         try:
-            return cls.parsed(data)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+            return cls.parsed(read_at_most(folder, MANIFEST, LIMIT_BYTES))
+        except FileNotFoundError:
+            raise
+        except (ValueError, OSError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ValueError(reason if str(path) in reason else f"{path}: {reason}") from error
 
     @classmethod
     def parsed(cls, data: bytes) -> "Manifest":
         """Return the manifest in these bytes; raises ValueError if there is none."""
-        if len(data) > LIMIT_BYTES:
-            raise ValueError(f"got more than {LIMIT_BYTES} bytes, no manifest is so long")
         try:
             found = json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -129,7 +133,7 @@ class Manifest:
         if not isinstance(files, list):
             raise ValueError("damaged, expected a list of files")
         manifest = cls(
-            _integer("sequence", found["sequence"], 1),
+            _integer("sequence", found["sequence"], 1, LARGEST_SEQUENCE),
             _integer("world_size", found["world_size"], 0),
             tuple(_file(entry) for entry in files),
         )
@@ -174,16 +178,46 @@ class Manifest:
         found = [
             Damage(file.path, file.rank, reason)
             for file in self.shares(count)[index]
-            if (reason := self._wrong_with(file, Path(folder, file.path), progress))
+            if (reason := self.damage_of(folder, file, progress))
         ]
-        if index == 0:
-            known = {file.path for file in self.files}
-            found += [
-                Damage(path, None, "not in the manifest, belongs to something else")
-                for path in paths_in(folder)
-                if path not in known and is_part(path)
-            ]
-        return found
+        return found + (self.strangers(folder, is_part) if index == 0 else [])
+
+    def strangers(
+        self, folder: Path, is_part: Callable[[str], bool] = lambda path: True
+    ) -> list[Damage]:
+        """Return what is in the folder and not in the manifest, as far as `is_part` counts it."""
+        known = {file.path for file in self.files}
+        return [
+            Damage(path, None, "not in the manifest, belongs to something else")
+            for path in paths_in(folder)
+            if path not in known and is_part(path)
+        ]
+
+    def damage_of(self, folder: Path, file: File, progress: Progress | None = None) -> str:
+        """Return what is wrong with a file of the folder, "" if nothing is."""
+        try:
+            with opened(folder, file.path) as contents:
+                if reason := _wrong_size(os.fstat(contents.fileno()).st_size, file):
+                    return reason
+                digits = hash_of(contents, progress)
+        except (OSError, ValueError) as error:
+            return _unreadable(error)
+        if digits == file.hash:
+            return ""
+        other = self._by_hash.get(digits)
+        whose = f": they are those of {other.path} of rank {other.rank}" if other else ""
+        return f"contents differ{whose}"
+
+    def is_there(self, folder: Path) -> bool:
+        """Return whether all files are in the folder with their sizes; their bytes are not read."""
+        try:
+            return all(size_bytes_of(folder, f.path) == f.size_bytes for f in self.files)
+        except (OSError, ValueError):
+            return False
+
+    @cached_property
+    def _by_hash(self) -> dict[str, File]:
+        return {file.hash: file for file in reversed(self.files)}
 
     def shares(self, count: int) -> list[list[File]]:
         """Return the files in `count` shares of about equal bytes.
@@ -202,36 +236,31 @@ class Manifest:
             heapq.heapreplace(lightest, (num_bytes + file.size_bytes, index))
         return shares
 
-    def _wrong_with(self, file: File, path: Path, progress: Progress | None) -> str:
-        """Return what is wrong with a file, "" if nothing is."""
-        try:
-            got = path.stat().st_size
-            if got != file.size_bytes:
-                kind = "truncated" if got < file.size_bytes else "too long"
-                return f"{kind}: got {got} bytes, expected {file.size_bytes}"
-            contents = hash_of(path, progress)
-        except FileNotFoundError:
-            return "missing"
-        except OSError as error:
-            return f"cannot be read: {error.strerror}"
-        if contents == file.hash:
-            return ""
-        for other in self.files:
-            if other.hash == contents:
-                return f"contents differ: they are those of {other.path} of rank {other.rank}"
-        return "contents differ"
-
 
 def paths_in(folder: Path) -> Iterator[str]:
-    """Yield the paths of all files in a folder, relative and with slashes, without our own."""
-    folder = Path(folder)
-    for parent, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            ours = parent == str(folder) and name in (MANIFEST, MARKER)
-            # NFS calls a file so that was deleted while someone has it open.
-            if not (ours or name.endswith(TEMPORARY) or name.startswith(".nfs")):
-                yield Path(parent, name).relative_to(folder).as_posix()
+    """Yield the paths of all files in a folder, relative and with slashes, without our own.
+
+    Links, pipes and devices are among them: whoever opens them refuses them by their names.
+    """
+    for path in paths_of(folder):
+        name = path.rpartition("/")[2]
+        # NFS calls a file so that was deleted while someone has it open.
+        passing = name.endswith(TEMPORARY) or name.startswith(".nfs")
+        if path not in (MANIFEST, MARKER) and not passing:
+            yield path
+
+
+def _wrong_size(got: int, file: File) -> str:
+    if got == file.size_bytes:
+        return ""
+    kind = "truncated" if got < file.size_bytes else "too long"
+    return f"{kind}: got {got} bytes, expected {file.size_bytes}"
+
+
+def _unreadable(error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "missing"
+    return f"cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
 def _file(entry: object) -> File:
@@ -255,7 +284,9 @@ def _inside(path: object) -> str:
     return path
 
 
-def _integer(name: str, value: object, smallest: int) -> int:
-    if type(value) is not int or not smallest <= value <= _LARGEST:
-        raise ValueError(f"damaged, got {name} {str(value)[:80]}, expected {smallest} or more")
+def _integer(name: str, value: object, smallest: int, largest: int = _LARGEST) -> int:
+    if type(value) is not int or not smallest <= value <= largest:
+        raise ValueError(
+            f"damaged, got {name} {str(value)[:80]}, expected one from {smallest} to {largest}"
+        )
     return value

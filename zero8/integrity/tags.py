@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tags of a folder of checkpoints: which of them are complete, which is the newest.
 
-A tag is a folder.  It is complete if it has a manifest, which is all that counts: a marker beside
-it is left over.  With a marker and no manifest, a save or a deletion was interrupted.  With
-neither, it was saved without zero8, and nobody can tell.
+A tag is a folder, and no link to one.  It is complete if it has a manifest, which is all that
+counts: a marker beside it is left over.  With a marker and no manifest, a save or a deletion was
+interrupted.  With neither, it was saved without zero8, and nobody can tell.
 
     save      marker, manifest (of an earlier save) away, files, manifest, marker away
     delete    marker, manifest away, files away, marker away
@@ -17,10 +17,11 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from zero8.integrity.files import sync_folder, write_atomically
-from zero8.integrity.manifest import MANIFEST, MARKER, Manifest, paths_in
+from zero8.integrity.inside import is_folder, read_at_most, remove
+from zero8.integrity.manifest import LARGEST_SEQUENCE, MANIFEST, MARKER, Manifest, paths_in
 
 LATEST = "latest"
 LIMIT_BYTES = 4096
@@ -52,20 +53,18 @@ def tag_at(folder: Path) -> Tag:
     try:
         return Tag(folder.name, COMPLETE, Manifest.read(folder).sequence)
     except FileNotFoundError:
-        if not (folder / MARKER).exists():
+        if not os.path.lexists(folder / MARKER):
             return Tag(folder.name, UNVERIFIED, 0)
     except (OSError, ValueError) as error:
         return Tag(folder.name, DAMAGED, 0, str(error))
-    try:
-        sequence = json.loads(_short(folder / MARKER))["sequence"]
-    except (OSError, ValueError, TypeError, KeyError):  # only the order suffers
-        sequence = 0
-    return Tag(folder.name, INCOMPLETE, sequence if type(sequence) is int else 0)
+    sequence = _marker(folder).get("sequence")
+    is_number = type(sequence) is int and 0 <= sequence <= LARGEST_SEQUENCE
+    return Tag(folder.name, INCOMPLETE, sequence if is_number else 0)  # only the order suffers
 
 
 def tags_in(folder: Path) -> list[Tag]:
     """Return the tags of a folder by their sequence number, those without one first."""
-    found = [tag_at(path) for path in Path(folder).iterdir() if path.is_dir()]
+    found = [tag_at(path) for path in Path(folder).iterdir() if is_folder(path)]
     return sorted(found, key=lambda tag: (tag.sequence, tag.name))
 
 
@@ -75,8 +74,18 @@ def complete_tags(folder: Path) -> list[Tag]:
 
 
 def next_sequence(folder: Path) -> int:
-    """Return the number for the next tag of a folder."""
-    return 1 + max((tag.sequence for tag in tags_in(folder)), default=0)
+    """Return the number for the next tag of a folder.
+
+    Raises:
+        ValueError: if a tag has the largest number that there is.
+    """
+    tags = tags_in(folder)
+    if tags and tags[-1].sequence == LARGEST_SEQUENCE:
+        raise ValueError(
+            f"{Path(folder, tags[-1].name)}: got sequence {LARGEST_SEQUENCE}, after which there is "
+            "none; delete this tag, or save into another folder"
+        )
+    return 1 + (tags[-1].sequence if tags else 0)
 
 
 def begin(
@@ -91,17 +100,29 @@ def begin(
         sequence: its number, see `next_sequence`.
         note: kept in the marker.
         is_part: whether a file that no manifest has belongs to an earlier save, by its path.
+
+    Raises:
+        ValueError: if the tag is a symbolic link, or holds one in place of a part: whoever saves
+            would write where it leads.  Nothing has been changed then.
     """
+    if folder.is_symlink():
+        raise ValueError(
+            f"{folder}: got a symbolic link, expected a folder for the tag; remove it, or name "
+            "another tag"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     sync_folder(folder.parent)
-    earlier = []
+    present, earlier = list(paths_in(folder)), []
     if tag_at(folder).state != UNVERIFIED:
-        earlier = [path for path in paths_in(folder) if is_part(path)]
+        earlier = [path for path in present if is_part(path)]
     with suppress(FileNotFoundError, ValueError):
         earlier += [file.path for file in Manifest.read(folder).files]
+    # A link may stand for a part, or for a folder of parts.
+    parts = [path for path in present if is_part(path) or is_part(f"{path}/")]
+    _check_no_links(folder, [*parts, *earlier])
     _make_incomplete(folder, sequence, note)
     for path in earlier:
-        (folder / path).unlink(missing_ok=True)
+        remove(folder, path)
     for parent, _, _ in os.walk(folder, topdown=False):  # DeepSpeed wants to make some of them
         with suppress(OSError):  # it holds something else
             os.rmdir(parent)
@@ -114,10 +135,7 @@ def abandon(folder: Path) -> None:
 
 def note_of(folder: Path) -> str | None:
     """Return the note of the save that goes on, or was interrupted, in the folder of a tag."""
-    try:
-        return json.loads(_short(Path(folder, MARKER)))["note"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    return _marker(folder).get("note")
 
 
 def end(folder: Path, manifest: Manifest) -> None:
@@ -135,14 +153,15 @@ def read_latest(folder: Path, name: str = LATEST) -> str | None:
     """
     path = Path(folder, name)
     try:
-        text = _short(path).strip()
+        text = read_at_most(folder, name, LIMIT_BYTES).decode().strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: damaged, expected the name of a tag: {error}") from error
-    if not text or not text.isprintable() or ".." in Path(text).parts or text.startswith("/"):
+    tag = PurePosixPath(text)  # without a slash at its end, and without "./" before it
+    if not tag.parts or not text.isprintable() or ".." in tag.parts or tag.is_absolute():
         raise ValueError(f"{path}: damaged, got {text[:80]!r}, expected the name of a tag")
-    return text
+    return tag.as_posix()
 
 
 def write_latest(folder: Path, tag: str, name: str = LATEST) -> None:
@@ -151,34 +170,53 @@ def write_latest(folder: Path, tag: str, name: str = LATEST) -> None:
 
 
 def prune(folder: Path, keep: int) -> list[str]:
-    """Delete the oldest complete tags and interrupted ones that a complete tag follows.
+    """Delete the oldest complete tags, and interrupted ones that a complete tag follows.
 
-    The tag that `latest` names stays, and so do those saved without zero8, those with a damaged
-    manifest, and links.
+    The tag that `latest` names stays, and so do those saved without zero8, those whose manifest is
+    damaged, those that lack a file of their manifest or have one of another size, and links.  The
+    files that stay are not read: `zero8 checkpoint verify` does that.
 
     Args:
-        folder: of the tags.
+        folder: of the tags, whose lock the caller holds.
         keep: number of complete tags to keep, at least 1.
 
     Returns:
         The names of the deleted.
+
+    Raises:
+        ValueError: if `keep` is less than 1, or `latest` names no tag: it could be any.
+        OSError: if something cannot be deleted.
     """
     if keep < 1:
         raise ValueError(f"keep: got {keep}, expected 1 or more")
-    complete = complete_tags(folder)
+    latest = read_latest(folder)
+    found = tags_in(folder)
+    complete = [tag for tag in found if tag.state == COMPLETE and _has_its_files(folder, tag)]
     if not complete:
         return []
-    try:
-        latest = read_latest(folder)
-    except ValueError:
-        latest = None
     newest = complete[-1].sequence
-    torn = [t for t in tags_in(folder) if t.state == INCOMPLETE and t.sequence < newest]
-    doomed = [tag for tag in torn + complete[:-keep] if tag.name != latest]
-    doomed = [tag for tag in doomed if not Path(folder, tag.name).is_symlink()]
+    torn = [tag for tag in found if tag.state == INCOMPLETE and tag.sequence < newest]
+    kept = PurePosixPath(latest or "").parts[:1]  # `latest` can name a folder in a folder
+    doomed = [tag for tag in torn + complete[:-keep] if tag.name not in kept]
     for tag in doomed:
         _delete(Path(folder, tag.name), tag.sequence)
     return [tag.name for tag in doomed]
+
+
+def _has_its_files(folder: Path, tag: Tag) -> bool:
+    path = Path(folder, tag.name)
+    return Manifest.read(path).is_there(path)
+
+
+def _check_no_links(folder: Path, paths: list[str]) -> None:
+    """Raise ValueError if one of these paths is a symbolic link, or leads through one."""
+    paths = {*paths, *(str(up) for path in paths for up in PurePosixPath(path).parents)} - {"."}
+    for path in sorted(paths):
+        if os.path.islink(folder / path):
+            raise ValueError(
+                f"{folder / path}: got a symbolic link in the folder of a tag that is to be saved, "
+                "expected none; remove it"
+            )
 
 
 def _make_incomplete(folder: Path, sequence: int, note: str) -> None:
@@ -191,7 +229,7 @@ def _delete(folder: Path, sequence: int) -> None:
     _make_incomplete(folder, sequence, "is being deleted")
     for path in folder.iterdir():
         if path.name != MARKER:
-            if path.is_dir() and not path.is_symlink():
+            if is_folder(path):
                 shutil.rmtree(path)
             else:
                 path.unlink()
@@ -199,10 +237,10 @@ def _delete(folder: Path, sequence: int) -> None:
     folder.rmdir()
 
 
-def _short(path: Path) -> str:
-    """Return the text of a file that has a line at most; raises ValueError if it is longer."""
-    with open(path, "rb") as file:
-        data = file.read(LIMIT_BYTES + 1)
-    if len(data) > LIMIT_BYTES:
-        raise ValueError(f"got more than {LIMIT_BYTES} bytes")
-    return data.decode()
+def _marker(folder: Path) -> dict:
+    """Return what the marker of a tag says, as far as it can be read."""
+    try:
+        found = json.loads(read_at_most(Path(folder), MARKER, LIMIT_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

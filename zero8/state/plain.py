@@ -276,14 +276,15 @@ def checked_history(saved: dict) -> float:
     """Return the bound on m^2/v of a saved state.
 
     Raises:
-        ValueError: if it is not a number.
+        ValueError: if it is none that a save writes.
     """
     history = saved["history"]
-    if type(history) not in (int, float) or not 0.0 <= history <= UNKNOWN_HISTORY:
+    if type(history) is not float or not 0.0 <= history <= UNKNOWN_HISTORY:
         raise ValueError(
-            f"state entry history: got {shown(history)}, expected a number of at least 0"
+            f"state entry history: got {shown(history)}, expected a float from 0 to "
+            f"{UNKNOWN_HISTORY}"
         )
-    return float(history)
+    return history
 
 
 def check_dense(which: str, owner: str, values: object) -> None:

@@ -216,7 +216,8 @@ def _prune(engine, save_dir: Path) -> None:
         return
     try:
         deleted = tags.prune(save_dir, keep)
-    except OSError as error:  # the checkpoint is saved, which is what was asked for
+    # The checkpoint is saved, which is what was asked for.
+    except (OSError, ValueError) as error:
         logger.warning("%s: cannot delete old checkpoints: %s", save_dir, error)
     else:
         if deleted:

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from zero8.integrity.files import hash_64
+from zero8.integrity.inside import mapped
 from zero8.spec.shown import shown
 from zero8.state.header import MOMENTS
-from zero8.state.mapped_file import mapped
 from zero8.state.plain import checked_history, checked_step
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
@@ -243,14 +243,18 @@ def _check_last(header: Header, expected: Header | None, path: str) -> None:
         )
 
 
-def read_whole(path: str) -> tuple[dict, Layout] | None:
+def read_whole(path: str, folder: Path | None = None) -> tuple[dict, Layout] | None:
     """Return what `unpack` returns for a file that is mapped into memory.
+
+    Args:
+        path: of the file.
+        folder: on the path; no link below it is followed.
 
     Raises:
         OSError: if it cannot be read.
         ValueError: if it is not what was written.
     """
-    data = mapped(Path(path))
+    data = mapped(Path(path), folder)
     if len(data) < HEADER_BYTES or len(data) % 8:
         raise ValueError(f"{path}: got {len(data)} bytes; the file is damaged or cut short")
     return unpack(data, path)

@@ -22,13 +22,17 @@ import os
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
 
+from zero8.integrity.files import lock_file
+from zero8.integrity.inside import is_folder
+from zero8.integrity.tags import write_latest
+from zero8.spec.shown import shown
 from zero8.state.header import MOMENTS
 
 LATEST = "latest_universal"
@@ -40,15 +44,20 @@ STAGE3_MODEL = "zero_pp_rank_0_mp_rank_{}_model_states.pt"
 STAGE12_MODEL = "mp_rank_{}_model_states.pt"
 
 
-def convert(source: Path, target: Path, workers: int) -> dict:
+def convert(
+    source: Path, target: Path, workers: int, copy: Callable[[Path, Path], None] | None = None
+) -> dict:
     """Convert the folder of a ZeRO checkpoint's tag; return what it was and what was made of it.
 
     The target is complete from the moment that it exists: it is written beside, and renamed.
+    DeepSpeed's converter runs what the files that it reads say.
 
     Args:
         source: the folder of the tag.
         target: the folder to make; `latest_universal` beside it will name it.
         workers: number of processes; each holds one rank's states.
+        copy: makes files in an empty folder, of those in the folder of the tag, that are read in
+            their place; None if the files of the tag are to be trusted.
 
     Raises:
         FileExistsError: if there is such a folder already.
@@ -64,10 +73,16 @@ def convert(source: Path, target: Path, workers: int) -> dict:
         ) from error
     if target.exists():
         raise FileExistsError(f"{target} exists; remove it or name another folder by --out")
-    found = check(source)
+    _check_names(source)
     with _beside(target) as made:
+        trusted = source
+        if copy is not None:
+            trusted = made.parent / "checked"
+            trusted.mkdir()
+            copy(source, trusted)
+        found = check(source, trusted)
         options = Namespace(
-            input_folder=str(source),
+            input_folder=str(trusted),
             output_folder=str(made),
             num_extract_workers=workers,
             num_merge_workers=workers,
@@ -82,7 +97,7 @@ def convert(source: Path, target: Path, workers: int) -> dict:
             raise RuntimeError(f"DeepSpeed's converter failed: {error!r}") from error
         (_complete_stage3 if found["zero_stage"] == 3 else _complete_stage12)(made, workers)
         made.rename(target)
-    _point_at(target)
+    write_latest(target.parent, target.name, LATEST)
     return {
         "source": str(source),
         "target": str(target),
@@ -92,16 +107,28 @@ def convert(source: Path, target: Path, workers: int) -> dict:
     }
 
 
-def check(source: Path) -> dict:
-    """Return of a tag's folder `zero_stage`, the number of `ranks`, and what is `not_carried` over.
+def check_places(content: object) -> None:
+    """Raise ValueError if a file names a parameter by which a folder outside would be made.
 
-    Raises:
-        ValueError: if it cannot be converted; it says why.
+    Args:
+        content: what a file of the optimizer's or the model's states holds.
     """
+    found = content if isinstance(content, dict) else {}
+    states = found.get("optimizer_state_dict")
+    mappings = states.get("param_slice_mappings") if isinstance(states, dict) else None
+    for groups in (mappings, found.get("param_shapes")):
+        for group in groups if isinstance(groups, list) else ():
+            for name in group:
+                parts = PurePosixPath(name).parts if isinstance(name, str) else ("..",)
+                if not parts or ".." in parts or parts[0] == "/":
+                    raise ValueError(f"got a parameter called {shown(name)}, expected a name")
+
+
+def _check_names(source: Path) -> None:
+    """Raise ValueError if the names of the files show that they cannot be converted."""
     if (source / "zero").is_dir():
         raise ValueError(f"{source} is a universal checkpoint already")
-    files = sorted(source.glob(OPTIMIZER_FILES), key=_numbers)
-    if not files:
+    if not any(source.glob(OPTIMIZER_FILES)):
         raise ValueError(
             f"{source}: got no files {OPTIMIZER_FILES}, expected a checkpoint that "
             "engine.save_checkpoint saved under ZeRO stage 1, 2 or 3"
@@ -111,6 +138,21 @@ def check(source: Path) -> dict:
             f"{source}: its optimizer states are in swap files of NVMe, and {OPTIMIZER_FILES} hold "
             "none for DeepSpeed to convert; it loads at the world size that it was saved with"
         )
+    if not set(source.glob(MODEL_FILES)) - set(source.glob(EXPERT_FILES)):
+        raise ValueError(f"{source}: got no files {MODEL_FILES}; it is incomplete")
+
+
+def check(source: Path, trusted: Path) -> dict:
+    """Return of a tag's folder `zero_stage`, the number of `ranks`, and what is `not_carried` over.
+
+    Args:
+        source: the folder of the tag, which messages name.
+        trusted: the folder with its files, or with copies of them.
+
+    Raises:
+        ValueError: if it cannot be converted; it says why.
+    """
+    files = sorted(trusted.glob(OPTIMIZER_FILES), key=_numbers)
     states = _load(files[0]).get("optimizer_state_dict") or {}
     stage = int(states.get("zero_stage", 1))  # which BF16_Optimizer does not save
     kept = "base_optimizer_state" if stage < 3 else "optimizer_state_dict"
@@ -118,11 +160,8 @@ def check(source: Path) -> dict:
         raise ValueError(f"{source}: got {files[0].name} without {kept}: not saved under ZeRO")
     base = states[kept]
     _check_moments(source, base)
-    experts = set(source.glob(EXPERT_FILES))
-    models = sorted(set(source.glob(MODEL_FILES)) - experts, key=_numbers)
-    if not models:
-        raise ValueError(f"{source}: got no files {MODEL_FILES}; it is incomplete")
-    model = _load(models[0])
+    experts = set(trusted.glob(EXPERT_FILES))
+    model = _load(min(set(trusted.glob(MODEL_FILES)) - experts, key=_numbers))
     if experts and not model.get("ds_autoep_layers"):
         raise ValueError(
             f"{source}: got files {EXPERT_FILES}, experts of DeepSpeed's MoE, which its converter "
@@ -193,26 +232,21 @@ def _beside(target: Path) -> Iterator[Path]:
     """
     folder = target.with_name(f".{target.name}.unfinished")
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
+    if not is_folder(folder):
+        raise ValueError(f"{folder}: got a symbolic link, expected a folder; remove it")
+    with lock_file(folder / "lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
+            if not os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / "lock")):
                 raise BlockingIOError  # the folder is already another process's
         except (BlockingIOError, FileNotFoundError):
             raise RuntimeError(f"another process is making {target}") from None
         try:
-            for left in set(folder.iterdir()) - {Path(lock.name)}:  # by one that was killed
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            for left in set(folder.iterdir()) - {folder / "lock"}:  # by one that was killed
+                shutil.rmtree(left) if is_folder(left) else left.unlink()
             yield folder / target.name
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _point_at(target: Path) -> None:
-    """Have `latest_universal` name a folder: the whole name or the one before."""
-    part = target.with_name(f".{LATEST}.part")
-    part.write_text(target.name)
-    part.replace(target.with_name(LATEST))
 
 
 def _complete_stage12(made: Path, _: int) -> None:

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Access to the files inside a folder that anybody may have made.
+
+A folder of checkpoints can hold symbolic links that lead out of it, and pipes or devices whose
+readers wait for ever.  These functions follow no link below the folder, and open regular files
+only.  The folder itself is the caller's, and may be reached through links.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path, PurePosixPath
+
+import torch
+from torch import Tensor
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# Without O_NONBLOCK a pipe would keep its reader waiting.
+_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def opened(folder: Path, path: str) -> FileIO:
+    """Open a regular file to read its bytes, without a buffer.
+
+    Args:
+        folder: the outermost folder.
+        path: relative to it, with slashes and without "..".
+
+    Raises:
+        OSError: if it cannot be opened.
+        ValueError: if it is no regular file, or reached through a symbolic link.
+    """
+    with _parent_of(folder, path) as (parent, name):
+        _check_is_file(os.lstat(name, dir_fd=parent), Path(folder, path))  # devices feel an open
+        file = FileIO(os.open(name, _FILE, dir_fd=parent))
+    try:
+        _check_is_file(os.fstat(file.fileno()), Path(folder, path))  # it may be another one by now
+    except ValueError:
+        file.close()
+        raise
+    return file
+
+
+def size_bytes_of(folder: Path, path: str) -> int:
+    """Return the size of a regular file.
+
+    Raises:
+        OSError: if there is no such file.
+        ValueError: if it is something else, or reached through a symbolic link.
+    """
+    with _parent_of(folder, path) as (parent, name):
+        info = os.lstat(name, dir_fd=parent)
+    _check_is_file(info, Path(folder, path))
+    return info.st_size
+
+
+def remove(folder: Path, path: str) -> None:
+    """Remove a file, or a link itself, if it is there.
+
+    Raises:
+        OSError: if it cannot be removed.
+        ValueError: if it is reached through a symbolic link.
+    """
+    with suppress(FileNotFoundError), _parent_of(folder, path) as (parent, name):
+        os.unlink(name, dir_fd=parent)
+
+
+def read_at_most(folder: Path, path: str, limit_bytes: int) -> bytes:
+    """Return the contents of a small file.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is longer than the limit, or as `opened` does.
+    """
+    parts, left = [], limit_bytes + 1
+    with opened(folder, path) as file:
+        while left and (part := file.read(left)):
+            parts.append(part)
+            left -= len(part)
+    if not left:
+        raise ValueError(f"got more than {limit_bytes} bytes")
+    return b"".join(parts)
+
+
+def mapped(path: Path, folder: Path | None = None) -> Tensor:
+    """Return the bytes of a file mapped into memory, so that only what is used is read.
+
+    A process that looks at bytes which another one has cut off meanwhile ends by SIGBUS; see
+    `zero8.checkpoint.guard`.
+
+    Args:
+        path: of a file that is not empty.
+        folder: on the path; no link below it is followed.  None: the path is the caller's own.
+
+    Returns:
+        (bytes,) uint8; what is written to it stays in memory.
+
+    Raises:
+        OSError: if it cannot be opened.
+        ValueError: if it is empty, no regular file, or reached through a link below the folder.
+    """
+    if folder is None:
+        place = path.resolve()
+        file = opened(place.parent, place.name)
+    else:
+        file = opened(folder, path.relative_to(folder).as_posix())
+    with file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        if not size_bytes:
+            raise ValueError(f"{path}: got an empty file; was it cut short?")
+        # torch opens files by their names; this one is that of the open file.
+        own_name = f"/proc/self/fd/{file.fileno()}"
+        return torch.from_file(own_name, size=size_bytes, dtype=torch.uint8)
+
+
+def paths_of(folder: Path) -> Iterator[str]:
+    """Yield the paths, relative and with slashes, of all that is in a folder but folders.
+
+    Links to folders are among them, and are not followed.
+    """
+    top = os.fspath(folder)
+    for parent, folders, names in os.walk(top):
+        folders.sort()
+        names += [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        inner = "" if parent == top else f"{os.path.relpath(parent, top)}/"
+        for name in sorted(names):
+            yield f"{inner}{name}"
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a path is that of a folder, and not of a link to one."""
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
+@contextmanager
+def _parent_of(folder: Path, path: str) -> Iterator[tuple[int, str]]:
+    """Open the folder that a path is in; yield its descriptor and the last part of the path."""
+    *parents, name = PurePosixPath(path).parts
+    descriptor = None
+    try:
+        descriptor = os.open(folder, _FOLDER)
+        for depth, parent in enumerate(parents, 1):
+            if stat.S_ISLNK(os.lstat(parent, dir_fd=descriptor).st_mode):
+                raise ValueError(_got("a symbolic link", Path(folder, *parents[:depth])))
+            inner = os.open(parent, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor, name
+    except OSError as error:  # which names the last part alone
+        raise OSError(error.errno, error.strerror, str(Path(folder, path))) from error
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def _check_is_file(info: os.stat_result, path: Path) -> None:
+    if stat.S_ISDIR(info.st_mode):
+        raise ValueError(_got("a folder", path))
+    if not stat.S_ISREG(info.st_mode):
+        raise ValueError(_got(_KINDS.get(stat.S_IFMT(info.st_mode), "something else"), path))
+
+
+def _got(kind: str, path: Path) -> str:
+    return f"{path}: got {kind}, expected a file or folder of the checkpoint itself"
