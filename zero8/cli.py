@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return in_child(lambda: _main(argv))
     except FileCutError as error:
-        text = f"zero8 checkpoint: {error}"
-        _print(json.dumps({"error": str(error)}, indent=2) if "--json" in argv else text)
+        text = f"zero8 {shlex.join(argv)}: {error}"
+        _print(json.dumps({"error": text}, indent=2) if "--json" in argv else text)
         return 2
 
 

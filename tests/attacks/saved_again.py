@@ -8,10 +8,10 @@ another folder, nor may a tag that is itself a link.
 
 from pathlib import Path
 
+import xxhash
 from attack import IN_BLOCK, OUTSIDE, Attack, main, outside, saving, sealed, whole
 from child_process import Answer
 
-from zero8.integrity.files import hash_of
 from zero8.integrity.manifest import File, Manifest
 
 
@@ -19,7 +19,8 @@ def listed_behind_link(folder: Path) -> list[str]:
     precious = outside(folder)
     tag = sealed(folder / "tags" / "t1")
     (tag / "sub").symlink_to(precious.parent)
-    listed = File("sub/precious", precious.stat().st_size, hash_of(precious), 0)
+    data = precious.read_bytes()
+    listed = File("sub/precious", len(data), xxhash.xxh3_128_hexdigest(data), 0)
     Manifest.of(1, 0, [*Manifest.read(tag).files, listed]).write(tag)
     return saving(folder / "tags", "t1")
 

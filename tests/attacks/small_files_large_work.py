@@ -4,12 +4,13 @@
 A file of 8 MB has 1,500 tensors in one storage, which begins in the zip at an address that is no
 multiple of 16: a copy for each takes 12 GB.  A tensor of 7 x 7 x 7 x 7 x 7 elements is cut into
 chunks of one element: a comparison of each with all its neighbours along one dimension takes
-minutes.
+minutes.  3,000 states of 8 MB share one storage: looking at all of them takes minutes.
 """
 
 import itertools
 from pathlib import Path
 
+import torch
 from attack import Attack, checkpoint, main, whole
 from crafted_cases import chunk, floats, metadata, place
 from crafted_files import dict_of, list_of, saved, storage, tensor, value
@@ -36,6 +37,14 @@ def misaligned_storage(folder: Path) -> list[str]:
     return checkpoint("inspect", path)
 
 
+def states_that_share_a_storage(folder: Path) -> list[str]:
+    shared = torch.ones(STORAGE_FLOATS)
+    states = {n: {"step": 1, "exp_avg": shared, "exp_avg_sq": shared} for n in range(3000)}
+    content = {"state": states, "param_groups": [{"params": [*range(3000)]}]}
+    torch.save(content, folder / "states.pt")
+    return checkpoint("verify", folder / "states.pt")
+
+
 def chunks_in_five_dimensions(folder: Path) -> list[str]:
     tag, corners = whole(folder / "t1"), list(itertools.product(*map(range, SIZE)))
     chunks = list_of(*(chunk(corner, (1,) * 5) for corner in corners))
@@ -46,6 +55,7 @@ def chunks_in_five_dimensions(folder: Path) -> list[str]:
 
 ATTACKS = (
     Attack("1,500 tensors in a misaligned storage", misaligned_storage, (0, 1, 2), seconds=20),
+    Attack("3,000 states in one storage", states_that_share_a_storage, (1,), ("share the bytes",)),
     Attack("16,807 chunks in five dimensions", chunks_in_five_dimensions, (0, 1)),
 )
 

@@ -126,7 +126,7 @@ SAYS = {
     ),
     "got params that are neither numbers nor names": ("plain: names of lists",),
     "got 0 records data.pkl": ("plain: no data.pkl",),
-    "damaged: entry 'archive/data.pkl' of the zip is not there": ("plain: two data.pkl",),
+    "damaged: got two entries of the zip with one name": ("plain: two data.pkl",),
     "got compressed entries, which torch.save does not write": ("plain: compressed",),
     "damaged: entry 'archive/version' of the zip is not there": ("plain: an entry beyond",),
     "damaged: entries of the zip overlap": ("plain: entries that overlap",),

@@ -124,8 +124,16 @@ class _Archive:
         return SafePickle(data, _MAKERS, self._storage).load()
 
     def _checked(self, entries: list[zipfile.ZipInfo]) -> "dict[str, _Place]":
-        """Return where the records are; no two share bytes."""
+        """Return where the records are; no two share bytes, and torch would find the same ones.
+
+        torch takes a file that does not begin as a zip for a pickle, and looks records up without
+        regard to case.
+        """
         places, end = {}, 0
+        if bytes(self._data[:4]) != b"PK\3\4":
+            raise ValueError("damaged: got other bytes before the zip")
+        if len({entry.filename.lower() for entry in entries}) < len(entries):
+            raise ValueError("damaged: got two entries of the zip with one name")
         for entry in sorted(entries, key=lambda entry: entry.header_offset):
             if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
                 raise ValueError("got compressed entries, which torch.save does not write")

@@ -23,6 +23,8 @@ from tqdm import tqdm
 
 from zero8.checkpoint.contents import Contents, weights_of
 from zero8.checkpoint.staging import Staging, save
+from zero8.integrity.inside import leads_out
+from zero8.spec.shown import shown
 from zero8.state.header import MOMENTS
 
 LATEST = "latest_universal"
@@ -36,10 +38,13 @@ def write_universal(contents: Contents, path: Path, staging: Staging) -> None:
     """Write the folder.
 
     Raises:
-        ValueError: if parameters have no names or no weights, or have taken different numbers of
-            steps, which ZeRO does not count by parameter.
+        ValueError: if parameters have no weights, or no names that folders can have, or have taken
+            different numbers of steps, which ZeRO does not count by parameter.
     """
     contents.check_is_named()
+    for name in contents.names:
+        if leads_out(name):
+            raise ValueError(f"got a parameter called {shown(name)}, which is no name of a folder")
     contents.note_corrections("are in the float32 master weights; bfloat16 ones will lose them")
     step = contents.step()
     folder = path / f"global_step{step}_universal"

@@ -129,6 +129,12 @@ def paths_of(folder: Path) -> Iterator[str]:
             yield f"{inner}{name}"
 
 
+def leads_out(path: str) -> bool:
+    """Return whether a relative path is none, or that of something outside of its folder."""
+    parts = PurePosixPath(path).parts
+    return not parts or parts[0] == "/" or ".." in parts or "\0" in path
+
+
 def is_folder(path: Path) -> bool:
     """Return whether a path is that of a folder, and not of a link to one."""
     return os.path.isdir(path) and not os.path.islink(path)

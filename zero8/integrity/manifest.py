@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 import xxhash
 
 from zero8.integrity.files import TEMPORARY, Progress, hash_of, write_atomically
-from zero8.integrity.inside import opened, paths_of, read_at_most, size_bytes_of
+from zero8.integrity.inside import leads_out, opened, paths_of, read_at_most, size_bytes_of
 
 MANIFEST = "zero8_manifest.json"
 MARKER = "zero8_incomplete"
@@ -277,9 +277,7 @@ def _inside(path: object) -> str:
     """Return a path that does not lead out of its folder."""
     if not isinstance(path, str) or not 0 < len(path) <= 4096 or not path.isprintable():
         raise ValueError(f"damaged, got path {str(path)[:80]!r}")
-    if path.startswith("/") or PurePosixPath(path).as_posix() != path or path == ".":
-        raise ValueError(f"got path {path[:80]!r}, expected one inside the folder")
-    if ".." in PurePosixPath(path).parts or path in (MANIFEST, MARKER):
+    if leads_out(path) or PurePosixPath(path).as_posix() != path or path in (MANIFEST, MARKER):
         raise ValueError(f"got path {path[:80]!r}, expected one of a file inside the folder")
     return path
 

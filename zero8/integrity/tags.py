@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from zero8.integrity.files import sync_folder, write_atomically
-from zero8.integrity.inside import is_folder, read_at_most, remove
+from zero8.integrity.inside import is_folder, leads_out, read_at_most, remove
 from zero8.integrity.manifest import LARGEST_SEQUENCE, MANIFEST, MARKER, Manifest, paths_in
 
 LATEST = "latest"
@@ -158,10 +158,9 @@ def read_latest(folder: Path, name: str = LATEST) -> str | None:
         return None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: damaged, expected the name of a tag: {error}") from error
-    tag = PurePosixPath(text)  # without a slash at its end, and without "./" before it
-    if not tag.parts or not text.isprintable() or ".." in tag.parts or tag.is_absolute():
+    if leads_out(text) or not text.isprintable():
         raise ValueError(f"{path}: damaged, got {text[:80]!r}, expected the name of a tag")
-    return tag.as_posix()
+    return PurePosixPath(text).as_posix()  # without a slash at its end, and "./" before it
 
 
 def write_latest(folder: Path, tag: str, name: str = LATEST) -> None:

@@ -24,13 +24,13 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from zero8.integrity.files import lock_file
-from zero8.integrity.inside import is_folder
+from zero8.integrity.inside import is_folder, leads_out
 from zero8.integrity.tags import write_latest
 from zero8.spec.shown import shown
 from zero8.state.header import MOMENTS
@@ -119,9 +119,10 @@ def check_places(content: object) -> None:
     for groups in (mappings, found.get("param_shapes")):
         for group in groups if isinstance(groups, list) else ():
             for name in group:
-                parts = PurePosixPath(name).parts if isinstance(name, str) else ("..",)
-                if not parts or ".." in parts or parts[0] == "/":
-                    raise ValueError(f"got a parameter called {shown(name)}, expected a name")
+                if not isinstance(name, str) or leads_out(name):
+                    raise ValueError(
+                        f"got a parameter called {shown(name)}, which is no name of a folder"
+                    )
 
 
 def _check_names(source: Path) -> None:
