@@ -465,7 +465,7 @@ def test_save_over_what_was_damaged_makes_it_whole(otherwise):
 def test_save_into_the_folder_of_another_job_is_an_error_on_both_that_says_whose(otherwise):
     for kind, message in of_both(otherwise, "locked"):
         assert kind == "OSError"
-        assert "another job saves into this folder: process" in message
+        assert "another job saves into this folder, or prunes it: process" in message
 
 
 def test_save_of_what_deepspeed_refuses_raises_what_deepspeed_does(otherwise):

@@ -109,7 +109,7 @@ def locked(folder: Path, name: str = ".zero8_lock") -> Iterator[None]:
             holder = file.read(200).decode(errors="replace").strip()
             raise BlockingIOError(
                 error.errno,
-                "another job saves into this folder, or deletes from it: "
+                "another job saves into this folder, or prunes it: "
                 f"{holder or 'a process that has not said its name'} holds {path}; give each job "
                 "a folder of its own",
             ) from None

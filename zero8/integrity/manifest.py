@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
@@ -148,7 +148,7 @@ class Manifest:
 
     def text(self) -> str:
         """Return the JSON text."""
-        files = ",\n".join(f"  {json.dumps(asdict(file))}" for file in self.files)
+        files = ",\n".join(f"  {json.dumps(vars(file))}" for file in self.files)
         before = (
             f'{{\n "format": {FORMAT_VERSION},\n "sequence": {self.sequence},\n'
             f' "world_size": {self.world_size},\n "files": [\n{files}\n ],\n'
