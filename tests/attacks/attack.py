@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -162,12 +162,25 @@ def _shown(line: list[str]) -> str:
     return shlex.join(line)
 
 
+def _report(attack: Attack, line: list[str], answer: Answer, wrong: list[str]) -> str:
+    """Return how an attack went, for people."""
+    lines = [
+        attack.name,
+        f"  $ {_shown(line)}",
+        f"  status {answer.status} after {answer.seconds:.1f} s, {answer.mib} MiB",
+        *(f"  | {text[:300]}" for text in answer.text.splitlines()[-8:]),
+        *(f"  WRONG: {one}" for one in wrong),
+    ]
+    return "\n".join(lines if wrong else [*lines, "  as expected"]) + "\n"
+
+
 def work(cases: Sequence[Sequence[str]], folder: Path) -> None:
     """Make attacks, given as script and name; print for each a line of JSON, of how it went."""
     torch.set_num_threads(1)  # a pool of threads would not survive a fork
     for number, (script, name) in enumerate(cases):
         (attack,) = (one for one in importlib.import_module(script).ATTACKS if one.name == name)
-        line, answer, wrong = attempt(attack, folder / str(number))
+        with redirect_stdout(sys.stderr):  # which DeepSpeed logs to from its import on
+            line, answer, wrong = attempt(attack, folder / str(number))
         shutil.rmtree(folder / str(number))
         how = {"wrong": wrong, "command": _shown(line), **asdict(answer)}
         print(json.dumps([script, name, how]), flush=True)
@@ -179,16 +192,13 @@ def main(attacks: Sequence[Attack]) -> None:
     failed = 0
     with ExitStack() as stack:
         if len(sys.argv) > 1:
-            parent = Path(sys.argv[1]).absolute()
+            Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+            made_in = tempfile.mkdtemp(prefix="attacks-", dir=Path(sys.argv[1]).absolute())
         else:
-            parent = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            made_in = stack.enter_context(tempfile.TemporaryDirectory())
         for number, attack in enumerate(attacks):
-            folder = parent / str(number)
-            shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+            folder = Path(made_in, str(number))
             line, answer, wrong = attempt(attack, folder)
             failed += bool(wrong)
-            print(f"{attack.name}\n  $ {_shown(line)}")
-            print(f"  status {answer.status} after {answer.seconds:.1f} s, {answer.mib} MiB")
-            print("".join(f"  | {text[:300]}\n" for text in answer.text.splitlines()[-8:]), end="")
-            print("".join(f"  WRONG: {one}\n" for one in wrong) or "  as expected\n", flush=True)
+            print(_report(attack, line, answer, wrong), flush=True)
     sys.exit(bool(failed))
