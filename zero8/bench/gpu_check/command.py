@@ -21,7 +21,7 @@ from zero8.bench.gpu_check import parts as gpu_check_parts
 from zero8.bench.gpu_check.parts import FAILED, NOT_RUN, PASSED, ROOT, Part
 from zero8.bench.gpu_check.run import run_limited
 
-RECORDS = ROOT / "zero8" / "bench" / "records"
+RECORDS = ROOT / "benchmarks" / "records"
 RUNS = ROOT / "runs" / "gpu_check"
 
 # Of all parts together; their own limits add up to more.
