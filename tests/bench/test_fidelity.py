@@ -9,20 +9,20 @@ from itertools import islice
 import pytest
 import torch
 
-from zero8.bench.fidelity import command as fidelity
-from zero8.bench.fidelity import schemes
-from zero8.bench.fidelity.bf16 import Bf16Weights, final_loss_bf16, weight_distances
-from zero8.bench.fidelity.codes import FlashCode, FourBitCode, RatioCode
-from zero8.bench.fidelity.losses import final_loss
-from zero8.bench.fidelity.metrics import Tally, update_bounds
-from zero8.bench.fidelity.replay import replay
-from zero8.bench.fidelity.resonance import resonance
-from zero8.bench.fidelity.robustness import SETTINGS
-from zero8.bench.fidelity.silence import silence
-from zero8.bench.fidelity.states import ClosedLoop, Updates
-from zero8.bench.fidelity.targets import _robustness_checks
-from zero8.bench.fidelity.text import TextTask
-from zero8.bench.fidelity.training import Gradients, Layout, Recipe, TrainingRun
+from benchmarks.fidelity import command as fidelity
+from benchmarks.fidelity import schemes
+from benchmarks.fidelity.bf16 import Bf16Weights, final_loss_bf16, weight_distances
+from benchmarks.fidelity.codes import FlashCode, FourBitCode, RatioCode
+from benchmarks.fidelity.losses import final_loss
+from benchmarks.fidelity.metrics import Tally, update_bounds
+from benchmarks.fidelity.replay import replay
+from benchmarks.fidelity.resonance import resonance
+from benchmarks.fidelity.robustness import SETTINGS
+from benchmarks.fidelity.silence import silence
+from benchmarks.fidelity.states import ClosedLoop, Updates
+from benchmarks.fidelity.targets import _robustness_checks
+from benchmarks.fidelity.text import TextTask
+from benchmarks.fidelity.training import Gradients, Layout, Recipe, TrainingRun
 from zero8.train.model import GPTConfig
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from zero8.bench.fidelity.bf16 import (
+from benchmarks.fidelity.bf16 import (
     ROUNDINGS,
     TRAINED,
     Bf16Model,
@@ -14,10 +14,10 @@ from zero8.bench.fidelity.bf16 import (
     final_loss_bf16,
     weight_distances,
 )
-from zero8.bench.fidelity.losses import FP32, final_loss
-from zero8.bench.fidelity.metrics import bf16_ulp, weight_distance
-from zero8.bench.fidelity.text import TextTask
-from zero8.bench.fidelity.training import Recipe, TrainingRun
+from benchmarks.fidelity.losses import FP32, final_loss
+from benchmarks.fidelity.metrics import bf16_ulp, weight_distance
+from benchmarks.fidelity.text import TextTask
+from benchmarks.fidelity.training import Recipe, TrainingRun
 from zero8.state.keywords import ROUNDINGS as SETTINGS
 from zero8.state.keywords import check_rounding
 from zero8.train.model import GPTConfig

@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 
-from zero8.bench.fidelity import resonance as harness
-from zero8.bench.fidelity.resonance import MEMBERS, Member, RoundedSecondMoment
-from zero8.bench.fidelity.schemes import Shadow, zero8_scheme
-from zero8.bench.fidelity.training import Layout
+from benchmarks.fidelity import resonance as harness
+from benchmarks.fidelity.resonance import MEMBERS, Member, RoundedSecondMoment
+from benchmarks.fidelity.schemes import Shadow, zero8_scheme
+from benchmarks.fidelity.training import Layout
 from zero8.spec import dither
 from zero8.spec.codec import CODECS, DEFAULT_CODEC, dequantize, quantize
 

@@ -8,18 +8,19 @@ import sys
 
 import psutil
 import pytest
+from places import ROOT
 from processes import started
 
-from zero8.bench.fidelity.bf16 import weight_distances
-from zero8.bench.fidelity.command import experiments
-from zero8.bench.fidelity.images import ImageTask
-from zero8.bench.fidelity.lora import LoraTask
-from zero8.bench.fidelity.metrics import update_bounds
-from zero8.bench.fidelity.pool import Job, run_jobs
-from zero8.bench.fidelity.robustness import SETTINGS, Robustness, replay_codecs
-from zero8.bench.fidelity.text import TextTask
-from zero8.bench.fidelity.training import Recipe, TrainingRun, adamw
-from zero8.bench.fidelity.zipf import ZipfTask
+from benchmarks.fidelity.bf16 import weight_distances
+from benchmarks.fidelity.command import experiments
+from benchmarks.fidelity.images import ImageTask
+from benchmarks.fidelity.lora import LoraTask
+from benchmarks.fidelity.metrics import update_bounds
+from benchmarks.fidelity.pool import Job, run_jobs
+from benchmarks.fidelity.robustness import SETTINGS, Robustness, replay_codecs
+from benchmarks.fidelity.text import TextTask
+from benchmarks.fidelity.training import Recipe, TrainingRun, adamw
+from benchmarks.fidelity.zipf import ZipfTask
 from zero8.train.model import GPTConfig
 
 TINY_GPT = TextTask(GPTConfig(context=64, width=64, layers=1, heads=2), window=16, batch_size=2)
@@ -27,8 +28,8 @@ TINY_GPT = TextTask(GPTConfig(context=64, width=64, layers=1, heads=2), window=1
 
 ENDLESS = """
 import time
-from zero8.bench.fidelity.metrics import update_bounds
-from zero8.bench.fidelity.pool import Job, run_jobs
+from benchmarks.fidelity.metrics import update_bounds
+from benchmarks.fidelity.pool import Job, run_jobs
 
 def endless(on_step):
     print("working", flush=True)
@@ -104,7 +105,8 @@ def test_run_jobs_with_equal_jobs_runs_them_once():
 
 def test_run_jobs_that_is_killed_leaves_no_worker(tmp_path):
     (tmp_path / "endless.py").write_text(ENDLESS)
-    with started([sys.executable, str(tmp_path / "endless.py")]) as process:
+    script = [sys.executable, str(tmp_path / "endless.py")]
+    with started(script, PYTHONPATH=str(ROOT)) as process:
         assert process.stdout.readline() == "working\n"
         workers = psutil.Process(process.pid).children(recursive=True)
         process.kill()

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from zero8.bench.fidelity.silence import LAYOUT, LOUD_STEPS, Silence, gradients, silence
+from benchmarks.fidelity.silence import LAYOUT, LOUD_STEPS, Silence, gradients, silence
 
 
 def test_gradients_after_the_loud_steps_are_zero_in_every_other_column():

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from zero8.bench.fidelity import images as images
-from zero8.bench.fidelity import zipf as zipf
-from zero8.bench.fidelity.lora import LoraTask
-from zero8.bench.fidelity.text import TextTask
-from zero8.bench.fidelity.training import Gradients, Recipe, TrainingRun, adamw
+from benchmarks.fidelity import images as images
+from benchmarks.fidelity import zipf as zipf
+from benchmarks.fidelity.lora import LoraTask
+from benchmarks.fidelity.text import TextTask
+from benchmarks.fidelity.training import Gradients, Recipe, TrainingRun, adamw
 from zero8.spec.grid import BlockGrid
 from zero8.train.model import GPTConfig
 

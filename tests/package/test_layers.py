@@ -69,6 +69,12 @@ def test_layers_imports_point_to_lower_layers():
     assert wrong == []
 
 
+def test_layers_package_imports_nothing_that_is_not_installed_with_it():
+    outside = {"benchmarks", "launch", "tests"}
+    found = {n: outside & {t.partition(".")[0] for t in imported(p)} for n, p in SOURCES.items()}
+    assert [name for name, targets in found.items() if targets] == []
+
+
 def imports_deepspeed(path: Path) -> bool:
     return any(target.partition(".")[0] == "deepspeed" for target in imported(path))
 

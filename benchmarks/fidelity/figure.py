@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from zero8.bench.fidelity.report import betas_of, rows_at
-from zero8.bench.fidelity.schemes import FP32_CONTROL
-from zero8.bench.fidelity.tables import number
+from benchmarks.fidelity.report import betas_of, rows_at
+from benchmarks.fidelity.schemes import FP32_CONTROL
+from benchmarks.fidelity.tables import number
 
 COLORS = {"zero8": "tab:blue", "package": "tab:orange", "reimplemented": "tab:green"}
 

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zero8.bench.fidelity.images import ImageTask
-from zero8.bench.fidelity.lora import LoraTask
-from zero8.bench.fidelity.pool import Job
-from zero8.bench.fidelity.replay import replay
-from zero8.bench.fidelity.schemes import deepspeed_bf16, zero8_scheme
-from zero8.bench.fidelity.states import BETA2S
-from zero8.bench.fidelity.training import Recipe
-from zero8.bench.fidelity.zipf import ZipfTask
+from benchmarks.fidelity.images import ImageTask
+from benchmarks.fidelity.lora import LoraTask
+from benchmarks.fidelity.pool import Job
+from benchmarks.fidelity.replay import replay
+from benchmarks.fidelity.schemes import deepspeed_bf16, zero8_scheme
+from benchmarks.fidelity.states import BETA2S
+from benchmarks.fidelity.training import Recipe
+from benchmarks.fidelity.zipf import ZipfTask
 from zero8.spec.codec import CODECS
 
 # What differs from the main measurement.

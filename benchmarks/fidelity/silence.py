@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero8.bench.fidelity.pool import Job
-from zero8.bench.fidelity.schemes import Shadow, deepspeed_bf16, torch_adamw, zero8_scheme
-from zero8.bench.fidelity.states import BETA2S
-from zero8.bench.fidelity.training import BETA1, Layout
+from benchmarks.fidelity.pool import Job
+from benchmarks.fidelity.schemes import Shadow, deepspeed_bf16, torch_adamw, zero8_scheme
+from benchmarks.fidelity.states import BETA2S
+from benchmarks.fidelity.training import BETA1, Layout
 from zero8.spec.codec import CODECS
 
 LAYOUT = Layout(("weight",), ((64, 256),))

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from zero8.bench.fidelity.text import TextTask
+from benchmarks.fidelity.text import TextTask
 
 BETA1 = 0.9
 

@@ -22,7 +22,7 @@ def _corpus() -> Text:
 
 @dataclass(frozen=True)
 class TextTask:
-    """Predict the next byte; see `zero8.bench.fidelity.training.Task`.
+    """Predict the next byte; see `benchmarks.fidelity.training.Task`.
 
     The windows are shorter than the model's context, so that the last position rows never get a
     gradient; every 16th column of one matrix is treated as pruned.

@@ -62,7 +62,7 @@ class ConvModel(nn.Module):
 
 @dataclass(frozen=True)
 class ImageTask:
-    """Tell the classes apart; see `zero8.bench.fidelity.training.Task`."""
+    """Tell the classes apart; see `benchmarks.fidelity.training.Task`."""
 
     batch_size: int = 32
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero8.bench.fidelity.losses import FP32, loss_job, loss_statistics, train
-from zero8.bench.fidelity.metrics import weight_distance
-from zero8.bench.fidelity.pool import Job
-from zero8.bench.fidelity.schemes import Named
-from zero8.bench.fidelity.training import Gradients, Layout, Recipe, TrainingRun, adamw
+from benchmarks.fidelity.losses import FP32, loss_job, loss_statistics, train
+from benchmarks.fidelity.metrics import weight_distance
+from benchmarks.fidelity.pool import Job
+from benchmarks.fidelity.schemes import Named
+from benchmarks.fidelity.training import Gradients, Layout, Recipe, TrainingRun, adamw
 from zero8.optimizer import Adam8bitBlockwise
 
 # What the optimizer is told, per way to keep the weights.

@@ -3,7 +3,7 @@
 
 A code works on moments cut into blocks, float32 [blocks, block_size], v being the moment itself.
 `encode` returns the state tensors, `decode` turns them back into (m, v).  Where a published
-package runs on the CPU, `zero8.bench.fidelity.schemes` measures the package instead.
+package runs on the CPU, `benchmarks.fidelity.schemes` measures the package instead.
 """
 
 import torch

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero8.bench.fidelity.text import TextTask
+from benchmarks.fidelity.text import TextTask
 from zero8.train.model import Block
 
 # The windows that the model has seen before are others than those that adapters are trained on.
@@ -43,7 +43,7 @@ def adapt(block: Block, rank: int) -> None:
 
 @dataclass(frozen=True)
 class LoraTask:
-    """Predict the next byte with adapters; see `zero8.bench.fidelity.training.Task`.
+    """Predict the next byte with adapters; see `benchmarks.fidelity.training.Task`.
 
     Attributes:
         text: the model, and its data.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fidelity result as markdown tables."""
 
-from zero8.bench.fidelity.sections import (
+from benchmarks.fidelity.sections import (
     bf16_lines,
     resonance_lines,
     robustness_lines,
     silence_lines,
 )
-from zero8.bench.fidelity.tables import LOSS_HEADERS, loss_cells, number
+from benchmarks.fidelity.tables import LOSS_HEADERS, loss_cells, number
 from zero8.bench.record import check_lines, table_lines
 
 COLUMNS = (

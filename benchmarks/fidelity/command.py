@@ -30,16 +30,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.fidelity.bf16 import Bf16Weights
+from benchmarks.fidelity.figure import plot
+from benchmarks.fidelity.pool import Job, run_jobs
+from benchmarks.fidelity.report import markdown, skipped_label
+from benchmarks.fidelity.resonance import Resonance
+from benchmarks.fidelity.robustness import Robustness
+from benchmarks.fidelity.silence import Silence
+from benchmarks.fidelity.states import ClosedLoop, Updates
+from benchmarks.fidelity.targets import checks
 from zero8.bench import record
-from zero8.bench.fidelity.bf16 import Bf16Weights
-from zero8.bench.fidelity.figure import plot
-from zero8.bench.fidelity.pool import Job, run_jobs
-from zero8.bench.fidelity.report import markdown, skipped_label
-from zero8.bench.fidelity.resonance import Resonance
-from zero8.bench.fidelity.robustness import Robustness
-from zero8.bench.fidelity.silence import Silence
-from zero8.bench.fidelity.states import ClosedLoop, Updates
-from zero8.bench.fidelity.targets import checks
 from zero8.bench.usage import UsageError, check_least
 from zero8.op import kernel
 from zero8.spec.codec import DEFAULT_CODEC
@@ -115,7 +115,7 @@ def _cpu_seconds() -> float:
 def _command(arguments: argparse.Namespace) -> str:
     flags = ["--quick"] * arguments.quick + ["--json", str(arguments.json)]
     flags += ["--steps", str(arguments.steps)] * (arguments.steps != STEPS)
-    return shlex.join(["zero8", "bench", "fidelity", *flags])
+    return shlex.join(["python", "-m", "benchmarks.fidelity", *flags])
 
 
 def measure(quick: bool, steps: int, workers: int) -> dict:
@@ -142,7 +142,7 @@ def measure(quick: bool, steps: int, workers: int) -> dict:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run."""
-    parser = argparse.ArgumentParser(prog="zero8 bench fidelity", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity", description=__doc__)
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sections of the report that only the full measurement has."""
 
-from zero8.bench.fidelity.tables import LOSS_HEADERS, loss_cells, number
+from benchmarks.fidelity.tables import LOSS_HEADERS, loss_cells, number
 from zero8.bench.record import table_lines
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero8.bench.fidelity.pool import Job
-from zero8.bench.fidelity.training import BETA1
+from benchmarks.fidelity.pool import Job
+from benchmarks.fidelity.training import BETA1
 from zero8.spec import dither
 from zero8.spec.codec import CODECS, DEFAULT_CODEC, dequantize, quantize
 from zero8.spec.grid import BlockGrid

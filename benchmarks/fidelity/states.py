@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zero8.bench.fidelity.losses import FP32, loss_job, loss_statistics
-from zero8.bench.fidelity.pool import Job
-from zero8.bench.fidelity.replay import replay
-from zero8.bench.fidelity.schemes import full_schemes, quick_schemes
-from zero8.bench.fidelity.training import Recipe
+from benchmarks.fidelity.losses import FP32, loss_job, loss_statistics
+from benchmarks.fidelity.pool import Job
+from benchmarks.fidelity.replay import replay
+from benchmarks.fidelity.schemes import full_schemes, quick_schemes
+from benchmarks.fidelity.training import Recipe
 from zero8.spec.codec import DEFAULT_CODEC
 
 BETA2S = (0.999, 0.95)

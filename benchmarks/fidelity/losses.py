@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from zero8.bench.fidelity.pool import Job
-from zero8.bench.fidelity.schemes import FP32_CONTROL
-from zero8.bench.fidelity.training import Recipe, TrainingRun, adamw
+from benchmarks.fidelity.pool import Job
+from benchmarks.fidelity.schemes import FP32_CONTROL
+from benchmarks.fidelity.training import Recipe, TrainingRun, adamw
 from zero8.optimizer import Adam8bitBlockwise
 
 FP32 = "fp32"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from zero8.bench.fidelity.metrics import Tally, update_bounds
-from zero8.bench.fidelity.schemes import Scheme, Shadow, torch_adamw, usable
-from zero8.bench.fidelity.training import Gradients, Recipe, TrainingRun, adamw
+from benchmarks.fidelity.metrics import Tally, update_bounds
+from benchmarks.fidelity.schemes import Scheme, Shadow, torch_adamw, usable
+from benchmarks.fidelity.training import Gradients, Recipe, TrainingRun, adamw
 
 # The stored v is looked at this often in the second half of a run.
 SECOND_MOMENT_SAMPLES = 10

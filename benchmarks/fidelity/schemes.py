@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero8.bench.fidelity.codes import CodedAdam, FlashCode, FourBitCode, RatioCode
-from zero8.bench.fidelity.training import Layout
+from benchmarks.fidelity.codes import CodedAdam, FlashCode, FourBitCode, RatioCode
+from benchmarks.fidelity.training import Layout
 from zero8.bench.states import state_bytes
 from zero8.optimizer import Adam8bitBlockwise
 from zero8.spec.codec import CODECS
@@ -199,7 +199,7 @@ def bitsandbytes() -> Scheme:
 
 
 def reimplemented(name: str, code, note: str) -> Scheme:
-    """Return Adam in plain PyTorch on one of the codes of `zero8.bench.fidelity.codes`."""
+    """Return Adam in plain PyTorch on one of the codes of `benchmarks.fidelity.codes`."""
 
     def make(named: Named, betas: tuple[float, float]) -> Optimizer:
         return CodedAdam([p for _, p in named], code, lr=1.0, betas=betas)

@@ -70,7 +70,7 @@ class BigramModel(nn.Module):
 
 @dataclass(frozen=True)
 class ZipfTask:
-    """Predict the next token; see `zero8.bench.fidelity.training.Task`."""
+    """Predict the next token; see `benchmarks.fidelity.training.Task`."""
 
     batch_size: int = 256
 
