@@ -83,12 +83,6 @@ def test_embedding_gradients_touch_the_rows_of_the_batch_only():
     assert torch.equal(touched, ZIPF.batch(0, 0)[0].unique())
 
 
-def test_convolutions_have_rows_over_input_channels_and_kernel():
-    gradients = Gradients(TrainingRun(Recipe(steps=2, beta2=0.95, task=IMAGES)))
-    rows = [BlockGrid.of(shape, 256).row_length for shape in gradients.layout.shapes]
-    assert rows == [32 * 9, 64 * 9, 64 * 9]
-
-
 def test_adapters_alone_are_trained_and_half_of_their_matrices_have_narrow_rows():
     gradients = Gradients(TrainingRun(Recipe(steps=2, beta2=0.95, task=LORA)))
     shapes = dict(zip(gradients.layout.names, gradients.layout.shapes, strict=True))
