@@ -25,7 +25,7 @@ LAYERS = [
     {"way_back"},
     {"autoload", "checkpoint"},
     {"", "__init__"},
-    {"bench", "train", "run", "doctor", "integrations"},
+    {"bench", "train", "doctor", "integrations"},
     {"plan"},
     {"cli"},
 ]

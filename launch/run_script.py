@@ -1,20 +1,51 @@
+#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A time limit for every process group, for making one, and for meeting the other ranks.
+"""Runs a script, or with -m a module, inside the rank that rank.py watches.
 
-A rank that waits for one that hangs, or whose host is gone, ends when its group's time limit has
-passed.  `init_process_group` and `deepspeed.init_distributed` give theirs to the world's group
-only: the group in which DeepSpeed reduces gradients keeps PyTorch's 30 minutes on gloo.  And gloo
-honours no limit while it connects a group.
+Every process group gets a time limit, ZERO8_TIMEOUT_S, for making it and for meeting the other
+ranks.  A rank that waits for one that hangs, or whose host is gone, ends when that has passed.
+`init_process_group` and `deepspeed.init_distributed` give theirs to the world's group only: the
+group in which DeepSpeed reduces gradients keeps PyTorch's 30 minutes on gloo.  And gloo honours no
+limit while it connects a group.
+
+Signs of life go to the pipe ZERO8_SIGN_FD.
+
+One file, as a module of its own beside it could hide one of the script's.
 """
 
 import os
+import runpy
 import sys
 import time
 from datetime import timedelta
 from functools import wraps
 from inspect import signature
+from pathlib import Path
+from threading import Thread
 
 from torch.distributed import distributed_c10d
+
+SIGN_EVERY_S = 1.0
+
+
+def main() -> None:
+    """Run what the command line names, in this process."""
+    arguments = sys.argv[1:]
+    is_module = arguments[:1] == ["-m"]
+    name, *rest = arguments[is_module:]
+    groups = limit_groups(timedelta(seconds=float(os.environ["ZERO8_TIMEOUT_S"])))
+    give_signs(int(os.environ["ZERO8_SIGN_FD"]), groups)
+    # As Python itself would: the current folder comes first for a module, for a script its own.
+    sys.argv = [name, *rest]
+    if is_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(name).resolve().parent)
+        runpy.run_path(name, run_name="__main__")
+
+
+# --- Time limits of process groups ---------------------------------------------------------------
 
 
 class Groups:
@@ -55,7 +86,7 @@ def limit_groups(limit: timedelta) -> Groups:
     meet = getattr(distributed_c10d, "rendezvous", None)
     if make is None or "timeout" not in signature(make).parameters or meet is None:
         raise RuntimeError(
-            "this PyTorch makes process groups in a way that zero8.run does not know"
+            "this PyTorch makes process groups in a way that launch/run_script.py does not know"
         )
     groups = Groups(limit)
 
@@ -77,3 +108,30 @@ def limit_groups(limit: timedelta) -> Groups:
     distributed_c10d._new_process_group_helper = limited
     distributed_c10d.rendezvous = met
     return groups
+
+
+# --- Signs of life -------------------------------------------------------------------------------
+
+
+def give_signs(descriptor: int, groups: Groups) -> None:
+    """Write a byte a second to a pipe, from a thread, for as long as this process runs.
+
+    A process that is stopped, or that has held the interpreter's lock for long, writes none.
+    """
+    # Not for the processes that this one starts: the pipe ends with the rank.
+    os.set_inheritable(descriptor, False)
+    Thread(target=_give, args=(descriptor, groups), name="zero8 signs of life", daemon=True).start()
+
+
+def _give(descriptor: int, groups: Groups) -> None:
+    while True:
+        try:
+            os.write(descriptor, b".")
+        except BrokenPipeError:
+            return  # the watching process ends this one
+        groups.check()
+        time.sleep(SIGN_EVERY_S)
+
+
+if __name__ == "__main__":
+    main()
