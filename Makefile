@@ -81,7 +81,7 @@ fidelity: .venv/.bench
 
 # On a machine without a network: with a Python that has torch with CUDA, and all else, already.
 gpu-check: $(if $(GPU_PYTHON),,.venv/.dev .venv/.peers)
-	$(or $(GPU_PYTHON),$(RUN)) -m zero8.bench.gpu_check$(if $(PARTS), --parts $(PARTS))
+	$(or $(GPU_PYTHON),$(RUN)) -m benchmarks.gpu_check$(if $(PARTS), --parts $(PARTS))
 
 gpu-train: $(if $(GPU_PYTHON),,.venv/.train)
 	PYTHON=$(or $(GPU_PYTHON),$(VENV_PYTHON)) MODEL=1b STEPS=50 OUT=runs/gpu_zero2 \

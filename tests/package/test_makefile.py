@@ -70,7 +70,7 @@ def machine(tmp_path):
         ("train", "launch/local.sh"),
         ("bench", "bench step --json runs/bench_step.json"),
         ("fidelity", "-m benchmarks.fidelity --quick --json runs/fidelity_quick.json"),
-        ("gpu-check", "-m zero8.bench.gpu_check"),
+        ("gpu-check", "-m benchmarks.gpu_check"),
         ("test", '-m pytest -m "not slow and not multinode and not integrations"'),
         ("test-full", "-m pytest -m slow"),
         ("test-full", "-m pytest tests/multinode -m multinode"),
@@ -101,7 +101,7 @@ def test_gpu_check_installs_the_peers_or_with_a_python_that_has_all_nothing(chec
     done = make("-n", "gpu-check", "GPU_PYTHON=python3", folder=checkout)
     # Under another make there are lines on folders around it.
     lines = [line for line in done.stdout.splitlines() if not line.startswith("make")]
-    assert lines == ["python3 -m zero8.bench.gpu_check"]
+    assert lines == ["python3 -m benchmarks.gpu_check"]
 
 
 @pytest.mark.parametrize(
