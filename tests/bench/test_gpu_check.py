@@ -49,11 +49,11 @@ def test_gpu_check_all_passed_is_status_0_and_recorded(check, tmp_path, capsys):
     assert "gpu-check on NVIDIA Made Up: passed" in capsys.readouterr().out
 
 
-def test_gpu_check_goes_on_after_a_failure_and_ends_with_status_1(check, capsys):
+def test_gpu_check_goes_on_after_a_failure_and_ends_with_status_1(check):
     bad = part("bad", "print('what went wrong'); raise SystemExit(7)")
-    status, rows = check(bad, GOOD)
+    status, rows = check(bad, part("skipped", "print('2 skipped')"), GOOD)
     assert status == 1
-    assert [row["status"] for row in rows] == [FAILED, PASSED]
+    assert [row["status"] for row in rows] == [FAILED, NOT_RUN, PASSED]
     assert rows[0]["reason"] == "exit status 7: what went wrong"
 
 
@@ -148,11 +148,13 @@ t.gpu_check.main([])
     wait_until(lambda: not marked(mark))
 
 
-def test_gpu_check_part_runs_in_the_time_that_is_left_if_that_is_enough(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_check, "RUNS", tmp_path)
-    row = gpu_check.row_of(GOOD, 30.2)
-    assert (row["status"], row["limit_s"]) == (PASSED, 30)
-    assert gpu_check.row_of(GOOD, gpu_check.LEAST_S - 1)["status"] == NOT_RUN
+def test_gpu_check_part_runs_in_the_time_that_is_left_if_that_is_enough(check, monkeypatch):
+    monkeypatch.setattr(gpu_check, "TOTAL_S", 30)
+    status, (row,) = check(GOOD)
+    assert status == 0 and row["limit_s"] in (29, 30)
+    monkeypatch.setattr(gpu_check, "TOTAL_S", gpu_check.LEAST_S - 1)
+    status, (row,) = check(GOOD)
+    assert status == 3 and row["reason"] == "no time left of 9 s"
 
 
 # --- The command ---------------------------------------------------------------------------------
