@@ -36,8 +36,8 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
   test -z "$$missing" || { \
     echo "zero8: missing on this machine; as root: apt-get install $$missing" >&2; exit 1; }
 
-.PHONY: help setup train bench gpu-check gpu-train test test-slow test-multinode test-integrations \
-  test-full test-sanitizers fuzz fuzz-kernel soak lint
+.PHONY: help setup train bench fidelity gpu-check gpu-train test test-slow test-multinode \
+  test-integrations test-full test-sanitizers fuzz fuzz-kernel soak lint
 .NOTPARALLEL:
 
 help:
@@ -46,6 +46,9 @@ help:
 	@echo "                with ENGINE=fsdp2 under PyTorch's FSDP2 instead of DeepSpeed"
 	@echo "make bench      time the step against other optimizers; writes OUT (runs/bench_step.json)"
 	@echo "                and a table and a figure beside it"
+	@echo "make fidelity   measure how far every codec is from fp32, in a quarter of an hour; writes OUT"
+	@echo "                (runs/fidelity_quick.json) and a table and a figure beside it; with FULL=1"
+	@echo "                five seeds, every peer and other settings, in an hour"
 	@echo "make gpu-check  on a machine with a GPU: tests, training, times, compute-sanitizer; PARTS are"
 	@echo "                those to run; with GPU_PYTHON=python3 by that Python, which installs nothing"
 	@echo "make gpu-train  train a GPT of 1.2 G parameters there, under ZeRO-2 and under FSDP2, with its"
@@ -72,9 +75,13 @@ train: .venv/.train
 bench: .venv/.bench
 	$(RUN) -m zero8.cli bench step --json $(or $(OUT),runs/bench_step.json)
 
+FIDELITY_OUT = $(or $(OUT),runs/fidelity_$(if $(FULL),full,quick).json)
+fidelity: .venv/.bench
+	$(RUN) -m benchmarks.fidelity $(if $(FULL),,--quick )--json $(FIDELITY_OUT)
+
 # On a machine without a network: with a Python that has torch with CUDA, and all else, already.
 gpu-check: $(if $(GPU_PYTHON),,.venv/.dev .venv/.peers)
-	$(or $(GPU_PYTHON),$(RUN)) -m zero8.bench.gpu_check$(if $(PARTS), --parts $(PARTS))
+	$(or $(GPU_PYTHON),$(RUN)) -m benchmarks.gpu_check$(if $(PARTS), --parts $(PARTS))
 
 gpu-train: $(if $(GPU_PYTHON),,.venv/.train)
 	PYTHON=$(or $(GPU_PYTHON),$(VENV_PYTHON)) MODEL=1b STEPS=50 OUT=runs/gpu_zero2 \

@@ -13,7 +13,7 @@ All launchers of this folder start their ranks through it, so that what they sha
 - each rank of a host gets its own cores
 - all output goes to RUN_DIR/node-HOST-rank-RANK.log, that of rank 0 to the screen, too
 - a rank that gives no sign of life for TIMEOUT_S seconds is killed, and every process group that it
-  makes gets TIMEOUT_S as its time limit (zero8.run does that, within the rank)
+  makes gets TIMEOUT_S as its time limit (run_script.py does that, inside the rank)
 - when the launcher is gone, so is the rank
 - at the end, one line says what became of the rank and why; launch/job.py reads it
 
@@ -35,6 +35,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+RUN_SCRIPT = Path(__file__).resolve().with_name("run_script.py")
 # Where launchers say who a rank is: rank, world size, rank on its host.  Those of torchrun and of
 # DeepSpeed come first, as both may have been started by the others.
 LAUNCHERS = (
@@ -200,7 +201,7 @@ class Rank:
         self._name = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} on {self._host}"
         self._timeout_s = arguments.timeout_s
         kind = ["-m"] if arguments.is_module else []
-        self._command = [sys.executable, "-u", "-m", "zero8.run", *kind, *arguments.command]
+        self._command = [sys.executable, "-u", str(RUN_SCRIPT), *kind, *arguments.command]
         arguments.run_dir.mkdir(parents=True, exist_ok=True)
         self._log_path = arguments.run_dir / f"node-{self._host}-rank-{os.environ['RANK']}.log"
         self._is_shown = os.environ["RANK"] == "0"

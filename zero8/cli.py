@@ -87,19 +87,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _bench(argv: Sequence[str]) -> int:
     from zero8.bench.backward import command as backward
-    from zero8.bench.fidelity import command as fidelity
     from zero8.bench.step import command as step
     from zero8.bench.usage import UsageError
     from zero8.plan import check
 
     parser = argparse.ArgumentParser(prog="zero8 bench")
+    if argv[:1] == ["fidelity"]:
+        parser.error("fidelity is measured in a checkout of the repository, by `make fidelity`")
     measurements = parser.add_subparsers(required=True, metavar="MEASUREMENT")
     for name, measurement, help_text in (
-        (
-            "fidelity",
-            fidelity,
-            "update errors of every codec and peer on recorded gradients, and final losses",
-        ),
         ("step", step, "time and memory of a step, of every codec, of peers, and of a bare copy"),
         (
             "backward",

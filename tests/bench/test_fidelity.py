@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fidelity measurement: its trick, its metrics, and that nothing is left out in silence."""
+"""The fidelity measurement: shadow parameters, metrics, other libraries' codes, and the whole."""
 
 import json
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from itertools import islice
 
 import pytest
 import torch
 
-from zero8.bench.fidelity import command as fidelity
-from zero8.bench.fidelity import schemes
-from zero8.bench.fidelity.bf16 import Bf16Weights, final_loss_bf16, weight_distances
-from zero8.bench.fidelity.codes import FlashCode, FourBitCode, RatioCode
-from zero8.bench.fidelity.losses import final_loss
-from zero8.bench.fidelity.metrics import Tally, update_bounds
-from zero8.bench.fidelity.replay import replay
-from zero8.bench.fidelity.resonance import resonance
-from zero8.bench.fidelity.robustness import SETTINGS
-from zero8.bench.fidelity.silence import silence
-from zero8.bench.fidelity.states import ClosedLoop, Updates
-from zero8.bench.fidelity.targets import _robustness_checks
-from zero8.bench.fidelity.text import TextTask
-from zero8.bench.fidelity.training import Gradients, Layout, Recipe, TrainingRun
+from benchmarks.fidelity import command as fidelity
+from benchmarks.fidelity import schemes
+from benchmarks.fidelity.bf16 import final_loss_bf16, weight_distances
+from benchmarks.fidelity.codes import FlashCode, FourBitCode, RatioCode
+from benchmarks.fidelity.losses import final_loss
+from benchmarks.fidelity.metrics import Tally, update_bounds
+from benchmarks.fidelity.replay import replay
+from benchmarks.fidelity.resonance import resonance
+from benchmarks.fidelity.robustness import SETTINGS
+from benchmarks.fidelity.silence import silence
+from benchmarks.fidelity.states import ClosedLoop, Updates
+from benchmarks.fidelity.targets import _robustness_checks
+from benchmarks.fidelity.text import TextTask
+from benchmarks.fidelity.training import Gradients, Layout, Recipe, TrainingRun
 from zero8.train.model import GPTConfig
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -225,14 +227,6 @@ def test_ratio_code_error_bounds_and_zero():
 # --- Runs ----------------------------------------------------------------------------------------
 
 
-def test_missing_package_is_skipped_with_its_reason(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    kept, skipped = schemes.usable([schemes.zero8_scheme("log"), schemes.torchao()], BETAS)
-    assert [scheme.name for scheme in kept] == ["log"]
-    assert [entry["scheme"] for entry in skipped] == ["torchao"]
-    assert "ModuleNotFoundError" in skipped[0]["reason"]
-
-
 def test_gradients_are_the_models_and_zero_where_untrained():
     run, plain = TrainingRun(TINY), TrainingRun(TINY)
     gradients = Gradients(run)
@@ -255,7 +249,9 @@ def test_replay_returns_rows_and_skipped_schemes(monkeypatch):
     chosen = [schemes.zero8_fp32(), schemes.zero8_scheme("log"), schemes.bitsandbytes()]
     rows, skipped = replay(TINY, chosen, lambda: ticks.append(1))
     assert len(ticks) == TINY.steps
-    assert [(s["scheme"], s["beta2"]) for s in skipped] == [("bitsandbytes", 0.95)]
+    (missing,) = skipped
+    assert (missing["scheme"], missing["beta2"]) == ("bitsandbytes", 0.95)
+    assert "ModuleNotFoundError" in missing["reason"]
     fp32, log = rows
     assert log.keys() >= ROW_KEYS
     assert fp32["rms_update_error"] < 1e-6
@@ -273,68 +269,29 @@ def test_final_loss_depends_on_the_optimizer_only():
     assert log != control and log == pytest.approx(fp32, rel=0.01)
 
 
-def made_up_row(scheme, beta2, block_size=256, **changes):
-    row = dict.fromkeys(ROW_KEYS, 0.5) | {"max_u_over_bound": 1.0, "zero_grad_count": 7}
-    row |= {"scheme": scheme, "beta2": beta2, "block_size": block_size, "zero_grad_moved": 0}
-    return row | {"implementation": "zero8", "note": ""} | changes
-
-
-def test_run_writes_json_table_and_figure(tmp_path, monkeypatch, capsys):
-    def run_jobs(jobs, *, workers, label):
-        results = {}
-        for job in jobs:
-            assert job.steps == 6
-            recipe = job.arguments[0]
-            if job.function is final_loss:
-                bonus = 0.001 * (job.arguments[1] == "log")
-                results[job] = 2.0 + 0.01 * recipe.seed + bonus
-            else:
-                rows = [
-                    made_up_row("log", recipe.beta2, rms_update_error=0.02),
-                    made_up_row("dynamic", recipe.beta2, rms_update_error=0.1),
-                    made_up_row("deepspeed_bf16", recipe.beta2, None, rms_update_error=0.01),
-                ]
-                skipped = {"scheme": "torchao", "reason": "gone", "beta2": recipe.beta2}
-                results[job] = (rows, [skipped])
-        return results
-
-    monkeypatch.setattr(fidelity, "run_jobs", run_jobs)
-    out = tmp_path / "new" / "fidelity.json"
-    assert fidelity.main(["--quick", "--steps", "6", "--workers", "1", "--json", str(out)]) == 0
-    result = json.loads(out.read_text())
-    assert result.keys() >= RESULT_KEYS
-    assert result["default"] == "log"
-    assert len(result["rows"]) == 6 and len(result["skipped"]) == 2
-    closed = {row["scheme"]: row for row in result["closed_loop"]}
-    assert closed["fp32"]["val_loss_mean"] == pytest.approx(2.02)
-    assert closed["fp32"]["val_loss_std"] == pytest.approx(0.01)
-    assert closed["log"]["difference_mean"] == pytest.approx(0.001)
-    met = {check["target"]: check["met"] for check in result["checks"]}
-    assert met["RMS error over that of `dynamic`, beta2 0.999"]
-    assert not met["RMS error over that of DeepSpeed's bf16 states, beta2 0.999"]
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    table = out.with_suffix(".md").read_text()
-    assert "| log (zero8) | 256 |" in table and "torchao, beta2 = 0.95: gone" in table
-    assert "MISSED" in capsys.readouterr().out
-
-
 def test_bad_arguments_say_what_is_expected(tmp_path, capsys):
     with pytest.raises(SystemExit):
         fidelity.main(["--steps", "1", "--json", str(tmp_path / "x.json")])
     assert "--steps: got 1, expected at least 2" in capsys.readouterr().err
 
 
-# --- The full measurement ------------------------------------------------------------------------
+# --- The whole measurement -----------------------------------------------------------------------
 
 
-def full_results(jobs, *, workers, label):
+def made_up_row(scheme, beta2, block_size=256, **changes):
+    row = dict.fromkeys(ROW_KEYS, 0.5) | {"max_u_over_bound": 1.0, "zero_grad_count": 7}
+    row |= {"scheme": scheme, "beta2": beta2, "block_size": block_size, "zero_grad_moved": 0}
+    return row | {"implementation": "zero8", "note": ""} | changes
+
+
+def quick_results(jobs, *, workers, label):
     """Stands for run_jobs: a small run's rows where that is quick, made-up ones elsewhere."""
     results = {}
     for job in jobs:
         recipe = job.arguments[0]
         if job.function in (final_loss, final_loss_bf16):
-            worse = {"nearest": 0.5, "dither": -0.001}.get(job.arguments[1], 0.0)
-            results[job] = 2.0 + 0.01 * recipe.seed + worse
+            above_fp32 = {"nearest": 0.5, "dither": -0.001, "log": 0.001}.get(job.arguments[1], 0.0)
+            results[job] = 2.0 + 0.01 * recipe.seed + above_fp32
         elif job.function is weight_distances:
             results[job] = weight_distances(replace(TINY, beta2=0.999), lambda: None)
         elif job.function is silence:
@@ -346,34 +303,59 @@ def full_results(jobs, *, workers, label):
             rows = [
                 made_up_row("log", recipe.beta2, rms_update_error=0.02),
                 made_up_row("dynamic", recipe.beta2, rms_update_error=0.1),
+                made_up_row("deepspeed_bf16", recipe.beta2, None, rms_update_error=0.01),
             ]
-            results[job] = (rows, [])
+            skipped = {"scheme": "torchao", "reason": "gone", "beta2": recipe.beta2}
+            results[job] = (rows, [skipped])
     return results
 
 
-def test_full_run_has_all_parts_in_json_table_and_targets(tmp_path, monkeypatch):
-    monkeypatch.setattr(fidelity, "run_jobs", full_results)
-    out = tmp_path / "full.json"
-    assert fidelity.main(["--steps", "8", "--workers", "1", "--json", str(out)]) == 0
-    result = json.loads(out.read_text())
-    assert [row["weights"] for row in result["bf16_weights"]["closed_loop"]] == [
-        *("fp32", "nearest", "dither", "corrected")
-    ]
+@pytest.fixture(scope="module")
+def full_run(tmp_path_factory):
+    """The JSON object of a full run whose jobs are quick, the path of its file, what it printed."""
+    out = tmp_path_factory.mktemp("fidelity") / "new" / "full.json"
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
+        patch.setattr(fidelity, "run_jobs", quick_results)
+        assert fidelity.main(["--steps", "8", "--workers", "1", "--json", str(out)]) == 0
+    return json.loads(out.read_text()), out, printed.getvalue()
+
+
+def test_full_run_writes_the_results_of_all_parts_as_json_tables_and_figure(full_run):
+    result, out, _ = full_run
+    assert result.keys() >= RESULT_KEYS
     assert {row["setting"] for row in result["robustness"]} == set(SETTINGS)
+    assert {row["beta2"] for row in result["silence"]} == {0.999, 0.95}
     assert {row["beta2"] for row in result["resonance"]} == {0.9, 0.95, 0.99, 0.999, 0.9999}
+    assert {entry.get("setting") for entry in result["skipped"]} == {None, *SETTINGS}
+    table = out.with_suffix(".md").read_text()
+    assert "| log (zero8) | 256 |" in table and "torchao, beta2 = 0.95: gone" in table
+    for heading in ("bfloat16 weights", "Other settings", "Gradients that end", "Periodic"):
+        assert f"## {heading}" in table
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_full_run_compares_losses_with_fp32s_of_the_same_seeds(full_run):
+    result, *_ = full_run
+    losses = {row["scheme"]: row for row in result["closed_loop"]}
+    losses |= {row["weights"]: row for row in result["bf16_weights"]["closed_loop"]}
+    assert losses["fp32"]["val_losses"] == pytest.approx([2.01, 2.02, 2.03, 2.04, 2.05])
+    assert losses["fp32"]["val_loss_std"] == pytest.approx(0.01 * 2.5**0.5)
+    for name, difference in (("log", 0.001), ("dither", -0.001), ("nearest", 0.5)):
+        assert losses[name]["difference_mean"] == pytest.approx(difference)
+        assert losses[name]["difference_std"] == pytest.approx(0, abs=1e-9)
+
+
+def test_full_run_judges_every_target_and_prints_what_is_missed(full_run):
+    result, _, printed = full_run
     met = {check["target"]: check["met"] for check in result["checks"]}
+    assert met["RMS error over that of `dynamic`, beta2 0.999"]
+    assert not met["RMS error over that of DeepSpeed's bf16 states, beta2 0.999"]
     assert met["bf16 weights, dither: mean loss above fp32's against fp32's std"]
     assert met["bf16 weights, nearest (to be worse): mean loss above fp32's against fp32's std"]
     assert met["moved though g = 0, all settings, beta2 0.95"]
     assert sum("periodic gradients" in target for target in met) == 2
     assert sum("gradient has ended" in target for target in met) == 2
-    table = out.with_suffix(".md").read_text()
-    headings = (
-        *("## bfloat16 weights", "## Other settings"),
-        *("## Gradients that end", "## Periodic gradients"),
-    )
-    assert all(heading in table for heading in headings)
-    assert "| nearest | 5 | 8 | 2.5300 |" in table
+    assert "MISSED  RMS error over that of DeepSpeed's bf16 states, beta2 0.999" in printed
 
 
 def test_robustness_check_names_the_worst_setting():
@@ -388,15 +370,6 @@ def test_robustness_check_names_the_worst_setting():
     assert not found[0]["met"] and "worst: wild" in found[0]["target"]
     assert found[0]["value"] == pytest.approx(2.0)
     assert found[1]["met"] and found[2]["met"]
-
-
-def test_experiments_that_need_the_same_runs_share_them():
-    closed, bf16 = (
-        set(part.jobs())
-        for part in fidelity.experiments(quick=False, steps=8)
-        if isinstance(part, (ClosedLoop, Bf16Weights))
-    )
-    assert len(closed & bf16) == 5
 
 
 def test_quick_run_has_the_main_parts_only():

@@ -8,18 +8,19 @@ import sys
 
 import psutil
 import pytest
+from places import ROOT
 from processes import started
 
-from zero8.bench.fidelity.bf16 import weight_distances
-from zero8.bench.fidelity.command import experiments
-from zero8.bench.fidelity.images import ImageTask
-from zero8.bench.fidelity.lora import LoraTask
-from zero8.bench.fidelity.metrics import update_bounds
-from zero8.bench.fidelity.pool import Job, run_jobs
-from zero8.bench.fidelity.robustness import SETTINGS, Robustness, replay_codecs
-from zero8.bench.fidelity.text import TextTask
-from zero8.bench.fidelity.training import Recipe, TrainingRun, adamw
-from zero8.bench.fidelity.zipf import ZipfTask
+from benchmarks.fidelity.bf16 import weight_distances
+from benchmarks.fidelity.command import experiments
+from benchmarks.fidelity.images import ImageTask
+from benchmarks.fidelity.lora import LoraTask
+from benchmarks.fidelity.metrics import update_bounds
+from benchmarks.fidelity.pool import Job, run_jobs
+from benchmarks.fidelity.robustness import SETTINGS, replay_codecs
+from benchmarks.fidelity.text import TextTask
+from benchmarks.fidelity.training import Recipe, TrainingRun, adamw
+from benchmarks.fidelity.zipf import ZipfTask
 from zero8.train.model import GPTConfig
 
 TINY_GPT = TextTask(GPTConfig(context=64, width=64, layers=1, heads=2), window=16, batch_size=2)
@@ -27,8 +28,8 @@ TINY_GPT = TextTask(GPTConfig(context=64, width=64, layers=1, heads=2), window=1
 
 ENDLESS = """
 import time
-from zero8.bench.fidelity.metrics import update_bounds
-from zero8.bench.fidelity.pool import Job, run_jobs
+from benchmarks.fidelity.metrics import update_bounds
+from benchmarks.fidelity.pool import Job, run_jobs
 
 def endless(on_step):
     print("working", flush=True)
@@ -43,17 +44,7 @@ ZIPF, IMAGES = ZipfTask(batch_size=8), ImageTask(batch_size=4)
 LORA = LoraTask(TextTask(GPTConfig(context=16, layers=1), window=16, batch_size=2), pretraining=2)
 
 
-@pytest.mark.parametrize(
-    ("task", "beta2"),
-    [
-        (ZIPF, 0.999),
-        (IMAGES, 0.95),
-        (LORA, 0.999),
-        pytest.param(ZIPF, 0.95, marks=pytest.mark.slow),
-        pytest.param(IMAGES, 0.999, marks=pytest.mark.slow),
-        pytest.param(LORA, 0.95, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("task", "beta2"), [(ZIPF, 0.999), (IMAGES, 0.95), (LORA, 0.999)])
 def test_replay_of_a_task_keeps_bounds_and_moves_nothing_untrained(task, beta2):
     rows, skipped = replay_codecs(Recipe(steps=4, beta2=beta2, task=task), lambda: None)
     assert not skipped
@@ -72,15 +63,6 @@ def test_replay_at_another_beta1_has_its_bounds():
     assert [row["max_abs_u_bound"] for row in rows] == [max(bounds)] * len(rows)
     assert all(row["max_u_over_bound"] < 1.01 for row in rows)
     assert adamw(TrainingRun(recipe).model, recipe).defaults["betas"] == (0.98, 0.95)
-
-
-def test_robustness_result_names_settings_of_rows_and_of_what_was_skipped():
-    part = Robustness(steps=3)
-    results = {job: ([{"beta2": job.arguments[0].beta2}], [{"reason": "x"}]) for job in part.jobs()}
-    found = part.result(results)
-    assert [row["setting"] for row in found["robustness"]] == [s for s in SETTINGS for _ in "12"]
-    assert [row["beta2"] for row in found["robustness"]] == [0.999, 0.95] * len(SETTINGS)
-    assert found["skipped"][0] == {"setting": "seed 1", "reason": "x"}
 
 
 def test_settings_differ_from_the_main_measurement_and_each_other():
@@ -104,7 +86,8 @@ def test_run_jobs_with_equal_jobs_runs_them_once():
 
 def test_run_jobs_that_is_killed_leaves_no_worker(tmp_path):
     (tmp_path / "endless.py").write_text(ENDLESS)
-    with started([sys.executable, str(tmp_path / "endless.py")]) as process:
+    script = [sys.executable, str(tmp_path / "endless.py")]
+    with started(script, PYTHONPATH=str(ROOT)) as process:
         assert process.stdout.readline() == "working\n"
         workers = psutil.Process(process.pid).children(recursive=True)
         process.kill()

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from zero8.bench.fidelity.silence import LAYOUT, LOUD_STEPS, Silence, gradients, silence
+from benchmarks.fidelity.silence import LAYOUT, LOUD_STEPS, gradients, silence
 
 
 def test_gradients_after_the_loud_steps_are_zero_in_every_other_column():
@@ -24,10 +24,3 @@ def test_silence_in_fp32_ends_after_the_sum_of_the_decaying_updates():
     assert rows["torch_fp32"]["way_over_fp32"] == 1.0
     # bfloat16 moments have an exponent of their own each: they decay as float32 ones do.
     assert rows["deepspeed_bf16"]["way_over_fp32"] == pytest.approx(1.0, abs=0.02)
-
-
-def test_silence_result_has_the_rows_of_every_beta2():
-    part = Silence(steps=5)
-    assert all(job.steps == LOUD_STEPS + 5 for job in part.jobs())
-    results = {job: [{"beta2": job.arguments[0]}] for job in part.jobs()}
-    assert part.result(results) == {"silence": [{"beta2": 0.999}, {"beta2": 0.95}]}

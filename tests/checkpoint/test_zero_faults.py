@@ -204,6 +204,9 @@ def test_save_into_the_folder_that_another_process_saves_into_is_refused(standin
     with files.locked(tmp_path):
         for kind, message in standing_ranks(2).run(save_beside, folder=str(tmp_path)):
             assert kind == "OSError"
-            assert f"another job saves into this folder, or prunes it: process {os.getpid()} on" in message
+            assert (
+                f"another job saves into this folder, or prunes it: process {os.getpid()} on"
+                in message
+            )
     assert list((tmp_path / "one").iterdir()) == []
     assert standing_ranks(2).run(save_beside, folder=str(tmp_path)) == [None, None]

@@ -241,6 +241,25 @@ def test_rank_hands_the_script_its_arguments_output_and_status(tmp_path):
     assert log.read_text() == "['one', 'two words'] __main__\n"
 
 
+@pytest.mark.parametrize("kind", ["script", "module"])
+def test_rank_script_finds_its_own_modules_and_none_of_launch(tmp_path, kind):
+    """The folder of a script comes first, the current one for a module, as Python has it."""
+    (tmp_path / "rank.py").write_text("print('mine')")
+    code = "import rank, sys; print(sys.path.count(sys.argv[1]))"
+    command = rank_command(tmp_path, code)[:-3]
+    what = [str(tmp_path / "script.py")] if kind == "script" else ["-m", "script"]
+    result = subprocess.run(
+        [*command, *what, str(LAUNCH)],
+        env={**os.environ, **ONE_RANK},
+        cwd=tmp_path if kind == "module" else "/",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout
+    assert "mine\n0\n" in result.stdout
+
+
 BINDINGS = {
     "one": ({}, slice(0, None)),
     "first of two": ({"LOCAL_WORLD_SIZE": "2"}, slice(0, 1)),

@@ -116,7 +116,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 def kill_training(lab, host: str) -> None:
     for process in lab.processes(host):
-        if "zero8.run" in process.cmdline():
+        if any(word.endswith("/run_script.py") for word in process.cmdline()):
             process.kill()
 
 

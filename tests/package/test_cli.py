@@ -272,7 +272,6 @@ def test_command_unknown_or_missing_exits_2(arguments, capsys):
 @pytest.mark.parametrize(
     ("measurement", "option"),
     [
-        ("fidelity", "--quick"),
         ("step", "--against NAME,..."),
         ("backward", "--layers N"),
         ("plan", "--rounds ROUNDS"),
@@ -294,6 +293,12 @@ def test_bench_error_of_the_measurement_is_not_called_a_usage_error(monkeypatch)
     monkeypatch.setattr(step, "run", fail)
     with pytest.raises(ValueError, match="shapes do not match"):
         cli.main(["bench", "step", "--json", "unused.json"])
+
+
+def test_bench_fidelity_names_the_command_that_measures_it(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", "fidelity", "--quick", "--json", "unused.json"])
+    assert "make fidelity" in capsys.readouterr().err
 
 
 def test_bench_bad_option_is_a_usage_error(capsys):

@@ -6,9 +6,10 @@ import re
 import pytest
 from places import ROOT
 
-DOCS = [ROOT / "README.md", *(ROOT / name / "README.md" for name in ("configs", "launch"))]
-DOCS += [ROOT / "zero8" / "checkpoint" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PATH = re.compile(r"`((?:zero8|csrc|tests|configs|launch)/[\w./*]+)`")
+FOLDERS = ("benchmarks", "configs", "launch", "zero8/checkpoint")
+DOCS = [ROOT / "README.md", *(ROOT / name / "README.md" for name in FOLDERS)]
+DOCS += sorted((ROOT / "docs").glob("*.md"))
+PATH = re.compile(r"`((?:zero8|csrc|tests|configs|launch|benchmarks)/[\w./*]+)`")
 TEST = re.compile(r"^def (test_\w+)\(", re.MULTILINE)
 NAMED_TEST = re.compile(r"`(?:[\w/]+/)?(test_\w+(?:\.py)?)`")
 LINK = re.compile(r"\]\((?!http)([^)#]+)\)")

@@ -25,12 +25,11 @@ LAYERS = [
     {"way_back"},
     {"autoload", "checkpoint"},
     {"", "__init__"},
-    {"bench", "train", "run", "doctor", "integrations"},
+    {"bench"},
+    {"train", "doctor", "integrations"},
     {"plan"},
     {"cli"},
 ]
-# The demonstration and the measurements use parts of each other.
-NEIGHBOURS = {"bench", "train"}
 DEEPSPEED_ONLY_IN = ("zero/", "train/", "bench/", "doctor.py")
 SOURCES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
 
@@ -63,10 +62,15 @@ def test_layers_imports_point_to_lower_layers():
                 # `from zero8 import x` imports the module x, or a name of the package itself.
                 below = rest.split(".")[0]
                 below = below if (PACKAGE / below).exists() or f"{below}.py" in SOURCES else ""
-                together = below == part or {below, part} == NEIGHBOURS
-                if not together and layer_of(below) >= layer_of(part):
+                if below != part and layer_of(below) >= layer_of(part):
                     wrong.append(f"{name} imports {target}")
     assert wrong == []
+
+
+def test_layers_package_imports_nothing_that_is_not_installed_with_it():
+    outside = {"benchmarks", "launch", "tests"}
+    found = {n: outside & {t.partition(".")[0] for t in imported(p)} for n, p in SOURCES.items()}
+    assert [name for name, targets in found.items() if targets] == []
 
 
 def imports_deepspeed(path: Path) -> bool:

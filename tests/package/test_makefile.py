@@ -69,7 +69,8 @@ def machine(tmp_path):
     [
         ("train", "launch/local.sh"),
         ("bench", "bench step --json runs/bench_step.json"),
-        ("gpu-check", "-m zero8.bench.gpu_check"),
+        ("fidelity", "-m benchmarks.fidelity --quick --json runs/fidelity_quick.json"),
+        ("gpu-check", "-m benchmarks.gpu_check"),
         ("test", '-m pytest -m "not slow and not multinode and not integrations"'),
         ("test-full", "-m pytest -m slow"),
         ("test-full", "-m pytest tests/multinode -m multinode"),
@@ -85,8 +86,14 @@ def test_target_dry_run_names_its_command(target, expected):
     assert expected in done.stdout
 
 
-def test_bench_writes_where_out_says():
-    assert "--json there.json" in make("-n", "bench", OUT="there.json").stdout
+@pytest.mark.parametrize("target", ["bench", "fidelity"])
+def test_measurement_writes_where_out_says(target):
+    assert "--json there.json" in make("-n", target, OUT="there.json").stdout
+
+
+def test_fidelity_with_full_runs_the_full_measurement():
+    printed = make("-n", "fidelity", FULL="1").stdout
+    assert "-m benchmarks.fidelity --json runs/fidelity_full.json" in printed
 
 
 def test_gpu_check_installs_the_peers_or_with_a_python_that_has_all_nothing(checkout):
@@ -94,7 +101,7 @@ def test_gpu_check_installs_the_peers_or_with_a_python_that_has_all_nothing(chec
     done = make("-n", "gpu-check", "GPU_PYTHON=python3", folder=checkout)
     # Under another make there are lines on folders around it.
     lines = [line for line in done.stdout.splitlines() if not line.startswith("make")]
-    assert lines == ["python3 -m zero8.bench.gpu_check"]
+    assert lines == ["python3 -m benchmarks.gpu_check"]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,7 @@ def test_gpu_check_installs_the_peers_or_with_a_python_that_has_all_nothing(chec
         ("train", "train", "launch/local.sh"),
         ("test", "test", "-m pytest"),
         ("bench", "bench", "bench step"),
+        ("fidelity", "bench", "-m benchmarks.fidelity"),
         ("lint", "dev", "ruff check"),
     ],
 )
@@ -146,7 +154,7 @@ def test_setup_serves_every_target_but_one(checkout):
     mark_installed(checkout)
     done = make("setup", "VENV_PYTHON=true", folder=checkout)
     assert done.returncode == 0, done.stderr
-    for target in ("train", "test", "test-slow", "test-multinode", "bench", "lint"):
+    for target in ("train", "test", "test-slow", "test-multinode", "bench", "fidelity", "lint"):
         assert "pip install" not in make("-n", target, folder=checkout).stdout, target
     assert "pip install" in make("-n", "test-integrations", folder=checkout).stdout
 

@@ -71,7 +71,7 @@ def test_readme_figure_is_there():
 
 
 def test_readme_bytes_of_the_demo_are_those_of_its_record():
-    record = ROOT / "zero8" / "bench" / "records" / "demo_cpu_202611.json"
+    record = ROOT / "benchmarks" / "records" / "demo_cpu_202611.json"
     for row in json.loads(record.read_text())["runs"]:
         assert f"{row['state_bytes_per_param']:.3f}" in README
         assert f"{row['val_loss']:.4f}" in README

@@ -33,6 +33,13 @@ def test_wheel_holds_the_package_and_every_source_file(wheel):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"zero8"}
 
 
+def test_wheel_is_under_1_mb_and_holds_no_benchmarks(wheel):
+    assert wheel.stat().st_size < 1e6
+    moved = {path.name for path in (ROOT / "benchmarks" / "records").iterdir()}
+    assert len(moved) > 20
+    assert moved.isdisjoint(Path(name).name for name in zipfile.ZipFile(wheel).namelist())
+
+
 @pytest.fixture(scope="module")
 def venv(wheel, tmp_path_factory):
     """An environment with the wheel, and everything else from the one that runs the tests."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of the optimizer: what its 8-bit states cost in fidelity and in time."""
+"""Measurements of the optimizer: times and memory of its steps."""

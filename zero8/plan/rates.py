@@ -28,5 +28,5 @@ class Rates:
         return self.fp32_adam, self.zero8 if weight_bytes == 4 else self.zero8_bf16
 
 
-RECORDED = Rates(1.635, 1.092, 1.239, "zero8/bench/records/plan_cpu_202611.md")
+RECORDED = Rates(1.635, 1.092, 1.239, "benchmarks/records/plan_cpu_202611.md")
 """One core of a Xeon with AVX-512, as the record says."""

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step on a GPU under the tools of compute-sanitizer."""
+
+import os
+import shutil
+import sys
+
+import pytest
+import torch
+from processes import run
+
+from zero8.bench.step import kernel as step_kernel
+from zero8.bench.step.variants import VARIANTS
+from zero8.op import cuda, kernel
+from zero8.spec.codec import CODECS
+
+# Runs in a process of its own, in memory of which each tensor has an allocation to itself.
+SMALL_CASE = """\
+import torch
+from zero8.bench.step import kernel as step_kernel
+from zero8.spec.codec import CODECS
+from zero8.op import cuda
+for block_size in (256, 512, 4096):  # teams of a warp, of two, and of sixteen
+    step_kernel.BLOCK_SIZE = block_size
+    step_kernel.check_on(torch.device("cuda"), cuda.step, CODECS, [step_kernel.CHECK_SHAPE])
+"""
+ERRORS_FOUND = 97  # the exit status that we ask for
+OPTIONS = {
+    "memcheck": ["--kernel-name", "kernel_substring=zero8_step"],
+    "racecheck": ["--kernel-name", "kernel_substring=zero8_step"],
+    "initcheck": [],  # it has to see that torch's kernels write
+}
+
+
+def sanitizer() -> str | None:
+    """Return the path of compute-sanitizer, from CUDA_HOME, PATH or CUDA's usual folder."""
+    home = os.environ.get("CUDA_HOME")
+    folders = [os.path.join(home, "bin")] if home else []
+    folders += [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("tool", OPTIONS)
+def test_gpu_step_under_compute_sanitizer_has_no_errors(tool):
+    path = sanitizer()
+    if path is None:
+        pytest.skip("compute-sanitizer is neither in CUDA_HOME nor on PATH")
+    words = [path, "--tool", tool, *OPTIONS[tool], "--error-exitcode", str(ERRORS_FOUND)]
+    words += ["--report-api-errors", "no"]  # torch's start calls what may fail
+    done = run([*words, sys.executable, "-c", SMALL_CASE], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    output = done.stdout + done.stderr
+    lines = [line for line in output.splitlines() if line.startswith("=========")]
+    refusals = [line for line in lines if "not supported" in line or "Unable to" in line]
+    if refusals and done.returncode != ERRORS_FOUND:
+        pytest.skip(f"compute-sanitizer: {refusals[0]}")
+    assert done.returncode == 0, output
+    assert any("SUMMARY" in line for line in lines), output
+
+
+def test_small_case_of_the_sanitizer_is_a_program(monkeypatch):
+    """Everything but the device, for which the CPU stands."""
+    stepped = []
+    monkeypatch.setattr(step_kernel, "CUDA_VARIANTS", VARIANTS)
+    monkeypatch.setattr(step_kernel, "BLOCK_SIZE", step_kernel.BLOCK_SIZE)
+
+    def step(segments):
+        kernel.step(segments)
+        stepped.extend(segment.grid.block_size for segment in segments)
+
+    monkeypatch.setattr(cuda, "step", step)
+    exec(SMALL_CASE.replace('"cuda"', '"cpu"'), {})
+    each = len(CODECS) * len(VARIANTS) * step_kernel.CHECK_STEPS
+    assert stepped == each * [256] + each * [512] + each * [4096]
