@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells whether an engine really steps with the optimizer that was asked for."""
 
-import torch
-
 from zero8.optimizer import Adam8bitBlockwise
+from zero8.ranks.agree import gathered
 from zero8.zero.accelerate import SETTING
 from zero8.zero.claims import IN_CONFIG
 from zero8.zero.modes import unsupported_mode
@@ -20,10 +19,7 @@ def assert_active(engine) -> None:
     Raises:
         RuntimeError: naming what the engine steps with, and the setting to change.
     """
-    found = [_problem(engine)]
-    if torch.distributed.is_initialized():
-        found *= torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, _problem(engine))
+    found = gathered(_problem(engine))
     if any(found):
         problem = next(filter(None, found))
         ranks = [rank for rank, text in enumerate(found) if text == problem]

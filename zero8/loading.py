@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from zero8.fsdp.meshes import process_groups
+from zero8.ranks import numbers
 from zero8.spec.shown import shown_keys
 from zero8.state.plain import is_of_adam
-from zero8.step import ranks
 
 States = dict[Tensor, dict]
 
@@ -101,7 +101,7 @@ def _error_of_ranks(
         return error
     # A rank that raised alone would leave the others in the collectives of the next step.
     of_adam = error is None and any(map(is_of_adam, state_dict["state"].values()))
-    failed, some, none, last, first = ranks.largest(
+    failed, some, none, last, first = numbers.largest(
         [error is not None, of_adam, not of_adam, step, -step], groups
     )
     if error is None and failed:

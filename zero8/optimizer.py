@@ -14,6 +14,7 @@ from zero8.fsdp.sharded import ShardedTensor
 from zero8.loading import load
 from zero8.op import kernel
 from zero8.op.devices import DEVICES
+from zero8.ranks import numbers
 from zero8.spec.codec import DEFAULT_CODEC, Codec
 from zero8.state import keywords
 from zero8.state.kind import kind_of
@@ -23,7 +24,6 @@ from zero8.state.policy import Policy
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 from zero8.state.whole import WholeTensor
-from zero8.step import ranks
 from zero8.step.batch import Batch
 from zero8.step.check import check_new
 from zero8.step.in_backward import InBackward, check_model
@@ -168,7 +168,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
                 f"; names like it: {', '.join(near)}" if near else "",
             )
         shares = self.settings.policy.float32_shares((info.name, info.shape) for info in infos)
-        if not shares or ranks.rank() > 0:
+        if not shares or numbers.rank() > 0:
             return
         whole = sum(shares.values())
         causes = ", ".join(f"{cause}: {share:.1%}" for cause, share in shares.items())
@@ -377,7 +377,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             self._stepper.count_replays()
             self._log(self._stepper.counts.take(wait=True))
         meant = [process_group] if process_group else process_groups(self._all_params()) or [None]
-        if count := ranks.total(self.nonfinite_blocks, meant):
+        if count := numbers.total(self.nonfinite_blocks, meant):
             raise FloatingPointError(
                 f"{count} blocks met a non-finite gradient or moment so far (all ranks); they "
                 "were left as they were"
@@ -401,7 +401,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         if not all(kind_of(self.kinds, *pair).raises_alone for pair in states):
             return False
         # Ranks with the same gradients raise at the same step, but counts of GPUs may arrive later.
-        return ranks.num_ranks() == 1 or not self._has_params_on_gpus()
+        return numbers.num_ranks() == 1 or not self._has_params_on_gpus()
 
     def _has_params_on_gpus(self) -> bool:
         return any(p.is_cuda for p in self._all_params())

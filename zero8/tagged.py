@@ -10,20 +10,15 @@ With torch.distributed.checkpoint, on all ranks, or in one process without torch
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=tag)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeVar
-
-from torch import distributed
 
 from zero8.integrity import tags
 from zero8.integrity.files import locked
 from zero8.integrity.manifest import paths_in
 from zero8.integrity.seal import seal, verify
-from zero8.zero.agree import from_rank_0, raise_together
-
-T = TypeVar("T")
+from zero8.ranks.agree import from_rank_0, raise_together
 
 
 @contextmanager
@@ -48,14 +43,14 @@ def saving(folder: Path | str, name: str, keep: int = 0) -> Iterator[Path]:
     """
     tag = Path(folder) / name
     with ExitStack() as stack:
-        _on_rank_0(lambda: _begin(tag, stack))
+        from_rank_0(lambda: _begin(tag, stack))
         error = None
         try:
             yield tag
         except Exception as raised:  # whatever it is, the others have to know
             error = raised
-        _raise_together(error, f"saving {tag}")
-        _on_rank_0(lambda: _end(tag, keep))
+        raise_together(error, f"saving {tag}")
+        from_rank_0(lambda: _end(tag, keep))
 
 
 def newest(folder: Path | str) -> Path | None:
@@ -66,7 +61,7 @@ def newest(folder: Path | str) -> Path | None:
     Raises:
         ValueError: on all ranks, if it is damaged: a file of it is not what it was.
     """
-    return _on_rank_0(lambda: _newest(Path(folder)))
+    return from_rank_0(lambda: _newest(Path(folder)))
 
 
 def _begin(tag: Path, stack: ExitStack) -> None:
@@ -102,14 +97,3 @@ def _newest(folder: Path) -> Path | None:
         return None
     verify(folder / complete[-1].name)
     return folder / complete[-1].name
-
-
-def _on_rank_0(function: Callable[[], T]) -> T:
-    return from_rank_0(function) if distributed.is_initialized() else function()
-
-
-def _raise_together(error: Exception | None, what: str) -> None:
-    if distributed.is_initialized():
-        raise_together(error, what)
-    elif error is not None:
-        raise error

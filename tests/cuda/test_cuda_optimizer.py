@@ -13,8 +13,9 @@ from torch import nn
 
 import zero8
 from zero8.op import devices
+from zero8.ranks import numbers
 from zero8.spec.codec import CODECS
-from zero8.step import ranks, stepper
+from zero8.step import stepper
 from zero8.step.batch import Seen
 from zero8.step.check import check_tensors
 
@@ -153,7 +154,7 @@ def test_cuda_optimizer_steps_of_one_parameter_are_added_up(gpu):
 def test_cuda_optimizer_of_several_ranks_logs_instead_of_raising(gpu, monkeypatch, caplog):
     """GPUs of ranks are not equally far: one would raise, the others wait in a collective."""
     params, optimizer = made()
-    monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
+    monkeypatch.setattr(numbers, "num_ranks", lambda: 2)
     monkeypatch.setattr(optimizer, "_has_params_on_gpus", lambda: True)
     step_with_nan(params, optimizer)
     assert optimizer.nonfinite_blocks == 2
@@ -169,7 +170,7 @@ def test_cuda_optimizer_of_several_ranks_logs_instead_of_raising(gpu, monkeypatc
 )
 def test_cuda_optimizer_check_finite_counts_where_the_ranks_can_reduce(devices, expected):
     group = SimpleNamespace(_device_types=list(map(torch.device, devices)))
-    assert ranks._device_of(group) == expected
+    assert numbers._device_of(group) == expected
 
 
 # --- Graphs --------------------------------------------------------------------------------------

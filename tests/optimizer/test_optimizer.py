@@ -9,8 +9,9 @@ from small_optimizers import assert_equal, param, run, set_grads, small_model
 from torch import nn
 
 from zero8 import Adam8bitBlockwise
+from zero8.ranks import numbers
 from zero8.spec.codec import CODECS
-from zero8.step import check, ranks
+from zero8.step import check
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -440,5 +441,5 @@ def test_optimizer_tells_once_which_share_keeps_float32_moments(caplog, monkeypa
     assert level == "INFO" and "zero8: 1.0 % of the elements" in text
     assert told(caplog, [(1000, 100)]) == []
     assert told(caplog, [(16, 4096), (4096, 16), (4000, 1, 3, 3)]) == []
-    monkeypatch.setattr(ranks, "rank", lambda: 1)
+    monkeypatch.setattr(numbers, "rank", lambda: 1)
     assert told(caplog, flat) == []

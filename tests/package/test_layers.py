@@ -16,7 +16,7 @@ PACKAGE = ROOT / "zero8"
 # new module or folder of zero8 has to be given its place here.
 LAYERS = [
     {"spec", "versions"},
-    {"state", "op", "integrity"},
+    {"state", "op", "integrity", "ranks"},
     {"step"},
     {"zero", "fsdp"},
     {"loading"},

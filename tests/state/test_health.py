@@ -166,8 +166,8 @@ def test_health_of_states_on_a_disk_has_bytes_and_no_saturated_codes():
 
 
 def test_health_of_one_of_several_ranks_says_whose_it_is(monkeypatch):
-    monkeypatch.setattr(module.ranks, "num_ranks", lambda: 2)
-    monkeypatch.setattr(module.ranks, "rank", lambda: 1)
+    monkeypatch.setattr(module.numbers, "num_ranks", lambda: 2)
+    monkeypatch.setattr(module.numbers, "rank", lambda: 1)
     reports = Reports(stepped(), 1)
     names = reports.after(1)
     assert "zero8/rank1/state_bytes" in names and "zero8/rank1/step_ms" in names

@@ -11,10 +11,10 @@ from torch import Tensor
 from zero8.active import innermost
 from zero8.checkpoint.statistics import NUM_CODES, MomentCounts
 from zero8.optimizer import Adam8bitBlockwise
+from zero8.ranks import numbers
 from zero8.state.extent import local
 from zero8.state.header import MOMENTS
 from zero8.state.store import MomentStore
-from zero8.step import ranks
 
 SAMPLE_NUMEL = 1 << 18
 """How many codes of each moment are counted, at most."""
@@ -64,7 +64,7 @@ def health(optimizer: Adam8bitBlockwise) -> dict[str, float]:
             values |= {f"{which}_{end}": summary[end] for end in ("at_top", "at_floor")}
     if (share := _clipped(optimizer, moments)) is not None:
         values["clipped"] = share
-    prefix = "zero8/" if ranks.num_ranks() == 1 else f"zero8/rank{ranks.rank()}/"
+    prefix = "zero8/" if numbers.num_ranks() == 1 else f"zero8/rank{numbers.rank()}/"
     return {prefix + name: float(value) for name, value in values.items()}
 
 

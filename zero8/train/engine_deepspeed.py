@@ -14,11 +14,11 @@ from torch import distributed
 import zero8  # noqa: F401 - registers the optimizer type "Adam8bitBlockwise"
 from zero8.integrity.manifest import Manifest
 from zero8.integrity.tags import complete_tags
+from zero8.ranks.agree import from_rank_0
 from zero8.train.config import load_config
 from zero8.train.engine import Engine
 from zero8.train.model import GPT
 from zero8.zero import universal
-from zero8.zero.agree import from_rank_0
 from zero8.zero.ops import leave_out_shared_memory
 
 UNIVERSAL = "_universal"

@@ -15,10 +15,11 @@ from torch import distributed
 from zero8.integrity import tags
 from zero8.integrity.manifest import Damage, Manifest
 from zero8.integrity.seal import lines
+from zero8.ranks.agree import from_rank_0, gathered, raise_together
 from zero8.state.tell import logger, tell_once
-from zero8.zero.agree import from_rank_0, gathered, raise_together, replaced
 from zero8.zero.checkpoint_save import is_part, reason_not_covered, tell_not_covered
 from zero8.zero.checkpoint_settings import SECTION, CheckpointSettings
+from zero8.zero.replaced import replaced
 
 
 @dataclass(frozen=True)

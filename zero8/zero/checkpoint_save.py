@@ -20,9 +20,10 @@ from zero8.integrity import tags
 from zero8.integrity.files import locked, sync_folder
 from zero8.integrity.manifest import File, Manifest, paths_in
 from zero8.integrity.seal import file_entry
+from zero8.ranks.agree import from_rank_0, gathered
 from zero8.state.tell import logger, tell_once
-from zero8.zero.agree import from_rank_0, gathered, replaced
 from zero8.zero.checkpoint_settings import CheckpointSettings
+from zero8.zero.replaced import replaced
 from zero8.zero.swap_checkpoint import swap_folder
 
 VISIBLE_WITHIN_S = 5.0

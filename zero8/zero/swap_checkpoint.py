@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zero8.ranks.agree import raise_together_quickly
 from zero8.state.header import MOMENTS
 from zero8.zero import swap_file
 from zero8.zero.flat_state import check_places
@@ -36,7 +37,7 @@ def prepare(zero) -> None:
             zero.optimizer_swapper.reserve(parameter)
     except OSError as caught:
         error = caught
-    raise_on_all(error, "take the disk space for its optimizer states")
+    raise_together_quickly(error, "take the disk space for its optimizer states")
 
 
 def check(engine, load_dir: str, tag: str, options: dict) -> None:
@@ -67,7 +68,7 @@ def check(engine, load_dir: str, tag: str, options: dict) -> None:
             _check_files(engine.optimizer.optimizer_swapper, parameter, folder)
     except (OSError, ValueError) as caught:
         error = caught
-    raise_on_all(error, f"load the checkpoint {Path(load_dir, tag)}")
+    raise_together_quickly(error, f"load the checkpoint {Path(load_dir, tag)}")
 
 
 def restore(engine, load_dir: str, tag: str) -> None:
@@ -84,20 +85,6 @@ def restore(engine, load_dir: str, tag: str) -> None:
     for number, weights in enumerate(zero.fp32_partitioned_groups_flat):
         if not zero._swappable_optimizer_subgroup(number):
             weights.data.copy_(saved["fp32_flat_groups"][number].data)
-
-
-def raise_on_all(error: Exception | None, what: str) -> None:
-    """Raise `error` if there is one, OSError if another rank has one.  All ranks must call it."""
-    from deepspeed import comm
-    from deepspeed.accelerator import get_accelerator
-
-    device = get_accelerator().current_device_name()
-    count = torch.tensor([error is not None], dtype=torch.int32, device=device)
-    comm.all_reduce(count)
-    if error is not None:
-        raise error
-    if count.item():
-        raise OSError(f"{count.item()} other rank(s) could not {what}; see their messages")
 
 
 def step_together(zero3_class: type) -> None:
@@ -117,14 +104,14 @@ def step_together(zero3_class: type) -> None:
             return step(self, *args, **kwargs)
         except (OSError, ValueError) as error:
             if not self.optimizer_swapper.has_agreed:
-                raise_on_all(error, what)
+                raise_together_quickly(error, what)
             raise
 
     @functools.wraps(post_step)
     def post_stepped(self, *args, **kwargs):
         if is_swapping(self):
             self.optimizer_swapper.has_agreed = True
-            raise_on_all(None, what)
+            raise_together_quickly(None, what)
         return post_step(self, *args, **kwargs)
 
     zero3_class.step, zero3_class._post_step = stepped, post_stepped

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from zero8.op.locks import taken_for_good
-from zero8.zero.agree import raise_together
+from zero8.ranks.agree import raise_together
 
 _ours: dict[Path, TextIO] = {}
 

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step asks of the other ranks; without torch.distributed there are none."""
+"""How many ranks there are, and numbers reduced over them; one process is one rank."""
 
 from collections.abc import Sequence
 
 import torch
 
 
+def is_alone() -> bool:
+    """Return whether this process has no process group."""
+    return not (torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
 def num_ranks() -> int:
     """Return how many ranks there are."""
-    return torch.distributed.get_world_size() if _is_initialized() else 1
+    return 1 if is_alone() else torch.distributed.get_world_size()
 
 
 def rank() -> int:
     """Return the number of this rank, 0 if there is one only."""
-    return torch.distributed.get_rank() if _is_initialized() else 0
+    return 0 if is_alone() else torch.distributed.get_rank()
 
 
 def total(number: int, process_groups: Sequence) -> int:
@@ -31,17 +36,13 @@ def largest(numbers: Sequence[int], process_groups: Sequence) -> list[int]:
 
 
 def _reduced(numbers: Sequence[int], process_groups: Sequence, op: str) -> list[int]:
-    if not _is_initialized():
+    if is_alone():
         return list(numbers)
     for group in process_groups:
         reduced = torch.tensor(numbers, dtype=torch.int64, device=_device_of(group))
         torch.distributed.all_reduce(reduced, getattr(torch.distributed.ReduceOp, op), group)
         numbers = reduced.tolist()
     return numbers
-
-
-def _is_initialized() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _device_of(process_group) -> str:
