@@ -18,7 +18,7 @@ def __getattr__(name: str):
 
         return Adam8bitBlockwise
     if name == "assert_active":
-        from zero8.active import assert_active
+        from zero8.zero.active import assert_active
 
         return assert_active
     if name == "export":

@@ -18,11 +18,12 @@ def install() -> None:
     try:
         import torch
 
-        from zero8 import way_back
+        from zero8 import known_frameworks, way_back
         from zero8.optimizer import Adam8bitBlockwise
         from zero8.zero.moment_tensor import rebuild_moment
         from zero8.zero.when_imported import when_imported
 
+        known_frameworks.register()
         torch.optim.Adam8bitBlockwise = Adam8bitBlockwise
         torch.serialization.add_safe_globals([rebuild_moment])
         way_back.explain_refusals()

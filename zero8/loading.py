@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero8.fsdp.meshes import process_groups
 from zero8.ranks import numbers
 from zero8.spec.shown import shown_keys
 from zero8.state.plain import is_of_adam
@@ -27,6 +26,7 @@ def load(
     state_dict: dict,
     by_torch: Callable[[dict], None],
     adopt: Callable[[States], States],
+    groups: list,
 ) -> None:
     """Load a state dict.
 
@@ -36,6 +36,7 @@ def load(
         by_torch: torch's own `load_state_dict` of the optimizer.
         adopt: returns the loaded states in the form that the optimizer keeps; called when the
             groups have been loaded.
+        groups: the process groups of ranks that share its parameters.
 
     Raises:
         ValueError: if a state does not fit its parameter, on this or on another rank; nothing has
@@ -68,10 +69,9 @@ def load(
     finally:
         for hook in hooks:
             hook.remove()
-    params = [p for group in kept["param_groups"] for p in group["params"]]
     steps = [state.get("step", 0) for state in optimizer.state.values()] if error is None else []
     try:
-        error = _error_of_ranks(error, state_dict, max(steps, default=0), process_groups(params))
+        error = _error_of_ranks(error, state_dict, max(steps, default=0), groups)
     except Exception as raised:  # by a collective: other ranks are gone, say
         error = raised
     if error is not None:

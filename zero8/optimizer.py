@@ -3,14 +3,13 @@
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zero8.fsdp.flattened import FlattenedTensor
-from zero8.fsdp.meshes import process_groups
-from zero8.fsdp.sharded import ShardedTensor
+from zero8 import frameworks
 from zero8.loading import load
 from zero8.op import kernel
 from zero8.op.devices import DEVICES
@@ -23,22 +22,22 @@ from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.policy import Policy
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
-from zero8.state.whole import WholeTensor
 from zero8.step.batch import Batch
 from zero8.step.check import check_new
 from zero8.step.in_backward import InBackward, check_model
 from zero8.step.stepper import Stepper
 from zero8.versions import warn_if_untested
-from zero8.zero import seams
-from zero8.zero.claims import Claim
-from zero8.zero.flat_state import FlatPartition
-from zero8.zero.names import constructing_engine, global_shape, names_in_engine
-from zero8.zero.swap_file import Layout
 
 logger = logging.getLogger("zero8")
 
-KINDS = (ShardedTensor, FlatPartition, FlattenedTensor, WholeTensor)
-"""The kinds of state, in the order in which they are asked whether a parameter is theirs."""
+
+class SwappedState(Protocol):
+    """What is known of a state that a framework has swapped out."""
+
+    like: Sequence[MomentStore]
+    correction_numel: int
+
+
 FEW = 0.01
 """Up to which share of the elements float32 moments are worth no warning."""
 
@@ -84,7 +83,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
     Attributes:
         settings: what holds for the whole optimizer.
         state_dict_format: as the argument; may be set between two calls of `state_dict`.
-        kinds: the kinds of state that it serves, `KINDS`, each with these settings.
+        kinds: the kinds of state that it serves (`zero8.frameworks.kinds`), with these settings.
         nonfinite_blocks: how many blocks steps have left as they were because of a gradient that
             was not finite, as far as that is known and reported.
         on_disk: parameters whose states are swapped out, and what their files hold.
@@ -151,11 +150,12 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._tell_what_stays_float32()
         # DeepSpeed constructs us before ZeRO: the last moment to fit the two together.
-        seams.fit_in(type(self))
+        frameworks.fit(type(self))
         if any(p.device.type in DEVICES for p in self._all_params()):
             kernel.prepare()  # while an engine is made, where a wait is expected
-        if constructing_engine() is None:
-            self._claim.lay(self._all_params())  # last: who could not be made claims nothing
+        engine, _ = frameworks.constructing_engine()
+        if engine is None:  # last: an optimizer that could not be made claims nothing
+            frameworks.claim(self, self._all_params(), self._use)
 
     def _tell_what_stays_float32(self) -> None:
         infos = self._infos().values()
@@ -184,12 +184,12 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         """Set up what is of this object, and is neither saved nor copied."""
         self._lock = threading.RLock()
         self._params = KnownParams()
-        self.kinds = [kind(self.settings, self._params) for kind in KINDS]
+        self.kinds = [kind(self.settings, self._params) for kind in frameworks.kinds()]
         self._stepper = Stepper(self.settings, self._params, self.kinds)
-        self._claim = Claim(self)
+        self._use = frameworks.Use()
         self._in_backward: InBackward | None = None
         self._groups_seen: tuple[list[dict], dict[Tensor, dict]] = ([], {})
-        self.on_disk: dict[Tensor, Layout] = {}
+        self.on_disk: dict[Tensor, SwappedState] = {}
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group of parameters, with its own lr, betas, eps and weight_decay if given."""
@@ -200,8 +200,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             self.param_groups.pop()
             raise ValueError("got a parameter twice in one group, expected each parameter once")
         # DeepSpeed will replace them in the groups by flat partitions or float32 copies.
-        engine = constructing_engine()
-        self._params.remember(self.param_groups, names_in_engine(engine), global_shape)
+        engine, names = frameworks.constructing_engine()
+        self._params.remember(self.param_groups, names, frameworks.global_shape)
         infos = self._infos()
         try:
             # What can never be stepped must fail here, not at the first step.
@@ -277,7 +277,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.finish()
             self._in_backward.watch(self._all_params())
-        self._claim.is_met = True
+        self._use.is_met = True
         # Python runs other threads while the kernel works.
         with self._lock:
             if skipped := self._stepper.step(self.param_groups, self.state):
@@ -376,7 +376,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         with self._lock:
             self._stepper.count_replays()
             self._log(self._stepper.counts.take(wait=True))
-        meant = [process_group] if process_group else process_groups(self._all_params()) or [None]
+        shared = frameworks.process_groups(self._all_params())
+        meant = [process_group] if process_group else shared or [None]
         if count := numbers.total(self.nonfinite_blocks, meant):
             raise FloatingPointError(
                 f"{count} blocks met a non-finite gradient or moment so far (all ranks); they "
@@ -446,7 +447,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         """
         self._wait()
         with self._lock:
-            load(self, state_dict, super().load_state_dict, self._adopt_loaded)
+            groups = frameworks.process_groups(self._all_params())
+            load(self, state_dict, super().load_state_dict, self._adopt_loaded, groups)
 
     def _adopt_loaded(self, states: dict[Tensor, dict]) -> dict[Tensor, dict]:
         """Return the states of a state dict, and check its groups, which are in place already."""

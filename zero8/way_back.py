@@ -5,8 +5,8 @@ import functools
 
 import torch
 
-from zero8.active import innermost
 from zero8.optimizer import Adam8bitBlockwise
+from zero8.zero.active import innermost
 from zero8.zero.moment_tensor import MomentTensor
 
 REMEDY = (

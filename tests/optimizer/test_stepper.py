@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zero8
+from zero8 import frameworks
 from zero8.state.params import KnownParams
 from zero8.state.whole import WholeTensor
 from zero8.step import stepper
@@ -234,7 +235,7 @@ class OfMatrices(WholeTensor):
 
 def test_parameters_of_two_kinds_of_state_step_together_each_asked_through_its_own(monkeypatch):
     params, optimizer = made()
-    monkeypatch.setattr(zero8.optimizer, "KINDS", (OfMatrices, WholeTensor))
+    monkeypatch.setattr(frameworks, "kinds", lambda: (OfMatrices, WholeTensor))
     mixed, other = made()
     for number in range(3):
         step(params, optimizer, number)

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zero8.active import innermost
 from zero8.checkpoint.statistics import NUM_CODES, MomentCounts
 from zero8.optimizer import Adam8bitBlockwise
 from zero8.ranks import numbers
 from zero8.state.extent import local
 from zero8.state.header import MOMENTS
 from zero8.state.store import MomentStore
+from zero8.zero.active import innermost
 
 SAMPLE_NUMEL = 1 << 18
 """How many codes of each moment are counted, at most."""

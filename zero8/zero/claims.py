@@ -9,11 +9,13 @@ parameters when it is made, and claims outlive it.
 import logging
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero8.frameworks import Use
 from zero8.state.params import bears_weak_references
 
 logger = logging.getLogger("zero8")
@@ -21,26 +23,27 @@ logger = logging.getLogger("zero8")
 IN_CONFIG = '"optimizer": {"type": "Adam8bitBlockwise", "params": {...}}'
 
 
+@dataclass(frozen=True)
 class Claim:
-    """That an optimizer was made for parameters.
+    """That an optimizer was made for a parameter.
 
     Attributes:
         optimizer: a weak reference to it.
-        is_met: whether it has stepped, or is the one that an engine steps with.
+        use: whether anything steps with it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        """Claim nothing yet."""
-        self.optimizer = weakref.ref(optimizer)
-        self.is_met = False
-
-    def lay(self, params: Iterable[Tensor]) -> None:
-        """Claim parameters; the last optimizer that was made for one has it."""
-        for p in filter(bears_weak_references, params):  # no engine of DeepSpeed's takes others
-            _claims[p] = self
+    optimizer: weakref.ref
+    use: Use
 
 
 _claims = WeakTensorKeyDictionary()
+
+
+def lay(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], use: Use) -> None:
+    """Claim parameters for an optimizer; the last one that was made for a parameter has it."""
+    claim = Claim(weakref.ref(optimizer), use)
+    for p in filter(bears_weak_references, params):  # no engine of DeepSpeed's takes others
+        _claims[p] = claim
 
 
 def check(engine, basic_optimizer: torch.optim.Optimizer, optimizer_class: type) -> None:
@@ -57,10 +60,10 @@ def check(engine, basic_optimizer: torch.optim.Optimizer, optimizer_class: type)
     unmet = []
     for name, p in engine.module.named_parameters():
         claim = _claims.get(p)
-        if claim is None or claim.is_met:
+        if claim is None or claim.use.is_met:
             continue
         if claim.optimizer() is basic_optimizer:
-            claim.is_met = True
+            claim.use.is_met = True
         else:
             unmet.append((name, claim))
     if not unmet:
@@ -75,7 +78,7 @@ def check(engine, basic_optimizer: torch.optim.Optimizer, optimizer_class: type)
             first,
         )
         for _, claim in unmet:
-            claim.is_met = True
+            claim.use.is_met = True
         return
     raise ValueError(
         f"DeepSpeed would step with {type(basic_optimizer).__name__}, not with {first}. Trainers "

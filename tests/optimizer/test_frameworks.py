@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the optimizer asks of frameworks, none of which it knows."""
+
+import pytest
+import torch
+
+import zero8
+from zero8 import frameworks, known_frameworks
+from zero8.frameworks import Framework
+
+
+class Recording(Framework):
+    """A framework that calls every parameter p, and remembers what was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def fit(self, optimizer_class):
+        self.asked.append(optimizer_class.__name__)
+
+    def global_shape(self, p):
+        return (77, *p.shape)
+
+    def claim(self, optimizer, params, use):
+        self.asked.append(use)
+
+
+def test_optimizer_without_registered_frameworks_raises(monkeypatch):
+    monkeypatch.setattr(frameworks, "_registered", [])
+    with pytest.raises(RuntimeError, match="could not register the frameworks"):
+        zero8.Adam8bitBlockwise([torch.nn.Parameter(torch.zeros(4))])
+
+
+def test_optimizer_asks_a_framework_that_was_registered(monkeypatch):
+    recording = Recording()
+    monkeypatch.setattr(frameworks, "_registered", [*frameworks._registered, recording])
+    p = torch.nn.Parameter(torch.zeros(4, 1024))
+    optimizer = zero8.Adam8bitBlockwise([p])
+    name, use = recording.asked
+    assert name == "Adam8bitBlockwise" and not use.is_met
+    assert [info.shape for info in optimizer._infos().values()] == [(77, 4, 1024)]
+
+
+def test_use_after_a_step_is_met_and_outlives_the_optimizer(monkeypatch):
+    recording = Recording()
+    monkeypatch.setattr(frameworks, "_registered", [recording])
+    monkeypatch.setattr(Recording, "global_shape", lambda self, p: None)
+    p = torch.nn.Parameter(torch.zeros(4, 1024))
+    optimizer = zero8.Adam8bitBlockwise([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    del optimizer
+    assert recording.asked[1].is_met
+
+
+def test_known_frameworks_registered_twice_are_registered_once():
+    before = list(frameworks._registered)
+    known_frameworks.register()
+    assert frameworks._registered == before and len(before) == 2
