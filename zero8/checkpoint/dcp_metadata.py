@@ -18,7 +18,7 @@ import torch
 
 from zero8.checkpoint.safe_load import damage_in
 from zero8.checkpoint.safe_pickle import Inert, SafePickle
-from zero8.integrity.inside import mapped
+from zero8.integrity.mapped_file import mapped
 from zero8.spec.grid import MAX_DIMS, MAX_NUMEL
 from zero8.spec.shown import shown
 

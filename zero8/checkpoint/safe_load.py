@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zero8.checkpoint.safe_pickle import Inert, SafePickle
-from zero8.integrity.inside import mapped
+from zero8.integrity.mapped_file import mapped
 from zero8.spec.grid import MAX_DIMS, MAX_NUMEL
 from zero8.zero.moment_tensor import rebuild_moment
 

@@ -13,9 +13,6 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path, PurePosixPath
 
-import torch
-from torch import Tensor
-
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK a pipe would keep its reader waiting.
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -82,37 +79,6 @@ def read_at_most(folder: Path, path: str, limit_bytes: int) -> bytes:
     if not left:
         raise ValueError(f"got more than {limit_bytes} bytes")
     return b"".join(parts)
-
-
-def mapped(path: Path, folder: Path | None = None) -> Tensor:
-    """Return the bytes of a file mapped into memory, so that only what is used is read.
-
-    A process that looks at bytes which another one has cut off meanwhile ends by SIGBUS; see
-    `zero8.checkpoint.guard`.
-
-    Args:
-        path: of a file that is not empty.
-        folder: on the path; no link below it is followed.  None: the path is the caller's own.
-
-    Returns:
-        (bytes,) uint8; what is written to it stays in memory.
-
-    Raises:
-        OSError: if it cannot be opened.
-        ValueError: if it is empty, no regular file, or reached through a link below the folder.
-    """
-    if folder is None:
-        place = path.resolve()
-        file = opened(place.parent, place.name)
-    else:
-        file = opened(folder, path.relative_to(folder).as_posix())
-    with file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        if not size_bytes:
-            raise ValueError(f"{path}: got an empty file; was it cut short?")
-        # torch opens files by their names; this one is that of the open file.
-        own_name = f"/proc/self/fd/{file.fileno()}"
-        return torch.from_file(own_name, size=size_bytes, dtype=torch.uint8)
 
 
 def paths_of(folder: Path) -> Iterator[str]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from zero8.integrity.files import hash_64
-from zero8.integrity.inside import mapped
+from zero8.integrity.mapped_file import mapped
 from zero8.spec.shown import shown
 from zero8.state.header import MOMENTS
 from zero8.state.plain import checked_history, checked_step
