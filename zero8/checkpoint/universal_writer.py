@@ -24,10 +24,10 @@ from tqdm import tqdm
 from zero8.checkpoint.contents import Contents, weights_of
 from zero8.checkpoint.staging import Staging, save
 from zero8.integrity.inside import leads_out
+from zero8.integrity.tags import LATEST_UNIVERSAL, write_latest
 from zero8.spec.shown import shown
 from zero8.state.header import MOMENTS
 
-LATEST = "latest_universal"
 MODEL_FILES = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
 """Those that stages 1 and 2, and that stage 3 look for."""
 DEEPSPEED_VERSION = "0.19.8"
@@ -55,7 +55,7 @@ def write_universal(contents: Contents, path: Path, staging: Staging) -> None:
         _write_parameter(contents, name, step, folder / "zero" / name)
     _write_groups(contents, step, folder / "zero" / "optimizer_state.pt")
     _write_counters(contents, step, folder)
-    (path / LATEST).write_text(folder.name)
+    write_latest(path, folder.name, LATEST_UNIVERSAL)
 
 
 def _write_parameter(contents: Contents, name: str, step: int, folder: Path) -> None:

@@ -23,7 +23,8 @@ from zero8.integrity.files import sync_folder, write_atomically
 from zero8.integrity.inside import is_folder, leads_out, read_at_most, remove
 from zero8.integrity.manifest import LARGEST_SEQUENCE, MANIFEST, MARKER, Manifest, paths_in
 
-LATEST = "latest"
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+"""Files beside tags that name the one to load, and the one to load as a universal checkpoint."""
 LIMIT_BYTES = 4096
 
 COMPLETE, INCOMPLETE, UNVERIFIED, DAMAGED = "complete", "incomplete", "unverified", "damaged"

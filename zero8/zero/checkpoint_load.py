@@ -67,7 +67,7 @@ def _agreed_tag(engine, options: dict) -> str | None:
     """Return the tag to load, None if there is nothing to load."""
     load_dir, asked = Path(options["load_dir"]), options.get("tag")
     is_universal = engine.load_universal_checkpoint()
-    latest = "latest_universal" if is_universal else tags.LATEST
+    latest = tags.LATEST_UNIVERSAL if is_universal else tags.LATEST
     settings = CheckpointSettings.of(engine._config._param_dict)
     may_replace = settings.load_previous_if_damaged and asked is None and not is_universal
     choice = from_rank_0(partial(_first_choice, load_dir, asked, latest))

@@ -31,12 +31,9 @@ from torch import Tensor
 
 from zero8.integrity.files import lock_file
 from zero8.integrity.inside import is_folder, leads_out
-from zero8.integrity.tags import write_latest
+from zero8.integrity.tags import LATEST_UNIVERSAL, write_latest
 from zero8.spec.shown import shown
 from zero8.state.header import MOMENTS
-
-LATEST = "latest_universal"
-"""The file beside universal checkpoints that names the one to load."""
 
 OPTIMIZER_FILES, MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
 EXPERT_FILES = "layer_*_expert_*_model_states.pt"
@@ -97,7 +94,7 @@ def convert(
             raise RuntimeError(f"DeepSpeed's converter failed: {error!r}") from error
         (_complete_stage3 if found["zero_stage"] == 3 else _complete_stage12)(made, workers)
         made.rename(target)
-    write_latest(target.parent, target.name, LATEST)
+    write_latest(target.parent, target.name, LATEST_UNIVERSAL)
     return {
         "source": str(source),
         "target": str(target),
