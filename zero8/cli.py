@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return in_child(lambda: _main(argv))
-    except FileCutError as error:
+    except (FileCutError, OSError) as error:
         text = f"zero8 {shlex.join(argv)}: {error}"
         _print(json.dumps({"error": text}, indent=2) if "--json" in argv else text)
         return 2

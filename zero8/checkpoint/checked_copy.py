@@ -9,10 +9,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from zero8.checkpoint.safe_load import damage_in, load
-from zero8.checkpoint.safe_pickle import Inert
+from zero8.checkpoint.safe_pickle import Inert, check_key
 from zero8.checkpoint.staging import save
 
 Restore = Callable[[tuple, dict], object]
+
+
+TRUST = (
+    "if you trust whoever wrote the file, --trust lets DeepSpeed read it, which runs what it says"
+)
+_SETS = {"builtins.set": set, "builtins.frozenset": frozenset}
 
 
 class CheckedCopy:
@@ -46,7 +52,7 @@ class CheckedCopy:
             with damage_in(path):
                 content = _Restored(self).of(found)
                 self.check(content)
-            save(content, target / path.name)
+                save(content, target / path.name)
 
 
 class _Restored:
@@ -83,13 +89,21 @@ class _Restored:
     def _object(self, found: Inert) -> object:
         if found.args is None and found.name in self._known.constants:
             return self._known.constants[found.name]
-        if found.name == "builtins.set":
-            return set(map(self.of, found.items))
+        if found.name in _SETS and found.args is not None:
+            return _SETS[found.name](self._members(found))
         restore = self._known.restore.get(found.name)
         if restore is None or found.args is None:
-            raise ValueError(
-                f"got an object of {found.name}, which is not known to be harmless; if you trust "
-                "whoever wrote the file, --trust lets DeepSpeed read it, which runs what it says"
-            )
+            what = f"an object of {found.name}, which is not known to be harmless"
+            raise ValueError(f"got {what}; {TRUST}")
         state = self.of(found.state)
         return restore(self.of(found.args), state if isinstance(state, dict) else {})
+
+    def _members(self, found: Inert) -> list:
+        """Return the members of a set, which has them as its argument or gets them afterwards."""
+        (members,) = found.args or ([],)
+        if not isinstance(members, list | tuple):
+            raise ValueError("got a set of what is no list")
+        members = [*members, *found.items]
+        for member in members:
+            check_key(member)
+        return members

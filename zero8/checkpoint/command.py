@@ -38,3 +38,6 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
         return arguments.run_checkpoint(arguments)
     except (ValueError, OSError) as error:
         return TROUBLE, {"error": str(error)}, f"zero8 checkpoint: {error}"
+    except (MemoryError, RecursionError) as error:
+        text = f"{type(error).__name__}: the checkpoint asks for more than this process has"
+        return TROUBLE, {"error": text}, f"zero8 checkpoint: {text}"

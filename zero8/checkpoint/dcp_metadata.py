@@ -2,7 +2,7 @@
 """What the file `.metadata` of torch.distributed.checkpoint says: which tensors, in which chunks.
 
 Read as plain data, and looked at before anything else is: chunks lie apart, inside their tensor,
-and cover it, and so do the places in files that they are said to be at.
+and cover it.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero8.checkpoint.safe_load import damage_in
+from zero8.checkpoint.safe_load import MAX_PICKLE_BYTES, damage_in
 from zero8.checkpoint.safe_pickle import Inert, SafePickle
 from zero8.integrity.mapped_file import mapped
 from zero8.spec.grid import MAX_DIMS, MAX_NUMEL
@@ -83,9 +83,11 @@ def load_metadata(path: Path) -> Metadata:
         ValueError: naming the file, if it is damaged, or is something else.
         OSError: if it cannot be opened.
     """
-    data = mapped(path, path.parent).numpy().tobytes()
+    data = mapped(path, path.parent)
     with damage_in(path):
-        found = SafePickle(data, _MAKERS, _no_storage).load()
+        if len(data) > MAX_PICKLE_BYTES:
+            raise ValueError(f"got a pickle of {len(data)} bytes")
+        found = SafePickle(data.numpy().tobytes(), _MAKERS, _no_storage).load()
         saved = _attributes(found, f"{_MODULE}.Metadata")
         entries = {
             _key(key): _entry(key, entry) for key, entry in saved["state_dict_metadata"].items()

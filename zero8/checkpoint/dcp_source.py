@@ -16,7 +16,7 @@ from torch import Tensor
 from zero8.checkpoint.dcp_metadata import Chunk, Entry, Place, load_metadata
 from zero8.checkpoint.fragment import Fragment
 from zero8.checkpoint.safe_load import damage_in, load
-from zero8.checkpoint.source import Facts, Source
+from zero8.checkpoint.source import Facts, Source, size_bytes_of_path
 from zero8.checkpoint.states import fragment_of
 from zero8.spec.grid import is_narrow
 from zero8.spec.shown import shown
@@ -37,6 +37,11 @@ _ENTRIES = (
 )
 
 
+MOST_READS = 16
+"""How often a byte of the files is read at most: few commands read one more than twice."""
+MOST_GROUPS = 1000
+
+
 class DcpSource(Source):
     """See `Source`."""
 
@@ -48,6 +53,8 @@ class DcpSource(Source):
         # The other keys, which are anything, would cost the square of their length.
         found = [_MOMENT.fullmatch(key) for key in self._entries if key.endswith(_CODES)]
         self._prefixes = {match["name"]: match["prefix"] for match in found if match}
+        files = self._files_of(self._places)
+        self._left_bytes = MOST_READS * sum(map(size_bytes_of_path, files))
 
     def facts(self) -> Facts:
         """See `Source`."""
@@ -79,6 +86,8 @@ class DcpSource(Source):
         made: list[dict] = []
         for name, settings in groups.items():
             like = next((g for g in made if {**g, "params": 0} == {**settings, "params": 0}), None)
+            if len(made) > MOST_GROUPS:  # each is compared with all
+                raise ValueError(f"{self.path}: got more than {MOST_GROUPS} parameter groups")
             if like is None:
                 made.append({**settings, "params": []})
             (like or made[-1])["params"].append(name)
@@ -148,10 +157,11 @@ class DcpSource(Source):
         """Return what is stored of an entry, a chunk of it if it has an offset."""
         place = self._place(key, offset)
         path = self.path / place.file
-        found, entry = (
-            load(path, self.path, place.offset, place.length),
-            self._entries.get(key, Entry()),
-        )
+        found = load(path, self.path, place.offset, place.length)
+        self._left_bytes -= place.length
+        if self._left_bytes < 0:
+            raise ValueError(f"{path}: damaged: got values that share the bytes of the files")
+        entry = self._entries.get(key, Entry())
         if not entry.chunks:
             return found
         at = self._chunk_offset(key, offset)

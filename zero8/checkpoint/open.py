@@ -8,8 +8,7 @@ from zero8.checkpoint.dcp_source import METADATA, DcpSource
 from zero8.checkpoint.plain_source import PlainSource
 from zero8.checkpoint.source import Source
 from zero8.checkpoint.zero_source import ZeroSource
-from zero8.integrity.inside import is_folder
-from zero8.integrity.tags import LATEST, read_latest
+from zero8.integrity.tags import LATEST, folder_of, read_latest
 from zero8.spec.shown import shown
 
 
@@ -33,8 +32,8 @@ def open_checkpoint(path: Path) -> Source:
     if ZeroSource.is_at(path):
         return ZeroSource(path)
     if tag := read_latest(path):
-        if "/" not in tag and is_folder(path / tag):
-            return open_checkpoint(path / tag)
+        if found := folder_of(path, tag):
+            return open_checkpoint(found)
         raise ValueError(f"{path / LATEST}: got {shown(tag)}, which is no folder beside it")
     raise ValueError(
         f"{path}: no checkpoint that zero8 knows; expected a file of torch.save, a folder of "

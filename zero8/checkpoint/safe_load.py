@@ -26,6 +26,9 @@ from zero8.integrity.mapped_file import mapped
 from zero8.spec.grid import MAX_DIMS, MAX_NUMEL
 from zero8.zero.moment_tensor import rebuild_moment
 
+MAX_PICKLE_BYTES = 1 << 30
+"""Of a pickle, which is read into memory: a file can say that it is large without being so."""
+_MAX_KEY_CHARACTERS = 64
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _DTYPES = {
     f"torch.{kind}Storage": dtype
@@ -149,6 +152,8 @@ class _Archive:
         return places
 
     def _read(self, place: "_Place") -> bytes:
+        if place.end - place.begin > MAX_PICKLE_BYTES:
+            raise ValueError(f"got a pickle of {place.end - place.begin} bytes")
         return self._bytes(place.begin, place.end - place.begin)
 
     def _bytes(self, begin: int, count: int) -> bytes:
@@ -160,7 +165,8 @@ class _Archive:
         """Return a storage, from ("storage", its class, key, device, number of elements)."""
         _, kind, key, _, numel = pid
         dtype = _DTYPES.get(kind.name) if isinstance(kind, Inert) else None
-        place = self._places.get(f"{self._folder}data/{key}") if isinstance(key, str) else None
+        is_key = isinstance(key, str) and len(key) <= _MAX_KEY_CHARACTERS
+        place = self._places.get(f"{self._folder}data/{key}") if is_key else None
         if dtype is None or place is None:
             return Inert("storage", (kind,))
         held = place.end - place.begin
@@ -232,6 +238,12 @@ def _tensor(storage, offset, size, stride, _requires_grad, _hooks, *_) -> Tensor
     return torch.empty(0, dtype=storage.dtype).set_(storage.bytes, offset, size, stride)
 
 
+def _size(size=()) -> torch.Size:
+    if len(size) > MAX_DIMS:
+        raise ValueError(f"damaged: got a size of {len(size)} dimensions")
+    return torch.Size(size)
+
+
 def _ordered_dict(*items) -> OrderedDict:
     if items:
         raise ValueError("damaged: got a copy of a dict")  # as large as often it is made
@@ -241,7 +253,7 @@ def _ordered_dict(*items) -> OrderedDict:
 _MAKERS = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
-    "torch.Size": lambda size=(): torch.Size(size),
+    "torch.Size": _size,
     "collections.OrderedDict": _ordered_dict,
     "zero8.zero.moment_tensor.rebuild_moment": rebuild_moment,
 }

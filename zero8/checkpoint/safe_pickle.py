@@ -16,6 +16,12 @@ from collections.abc import Callable, Mapping
 
 Maker = Callable[..., object]
 
+MAX_NAME_CHARACTERS = 1000
+MAX_ARGS = 16
+"""Of the makers: a pickle can call one often with the same, long arguments."""
+_NAMES_OF_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+"""Modules under the names that protocol 2 gives them."""
+
 
 class Inert:
     """Stands for an object of a class that is not needed to read states; does nothing.
@@ -55,7 +61,9 @@ class SafePickle(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Inert:
         """Return what stands for a class or function."""
-        return Inert(f"{module}.{name}")
+        if len(module) + len(name) > MAX_NAME_CHARACTERS:
+            raise pickle.UnpicklingError("got the name of a class that is too long")
+        return Inert(f"{_NAMES_OF_PYTHON_2.get(module, module)}.{name}")
 
     def persistent_load(self, pid: object) -> object:
         """Return a storage."""
@@ -68,8 +76,12 @@ class SafePickle(pickle._Unpickler):
         if what.name == "torch._tensor._rebuild_from_type_v2":
             maker, _, args, _ = args  # a tensor with attributes, which are left out
             return self.make(maker, args)
-        made = self._makers.get(what.name)
-        return Inert(what.name, args) if made is None else made(*args)
+        maker = self._makers.get(what.name)
+        if maker is None:
+            return Inert(what.name, args)
+        if len(args) > MAX_ARGS:
+            raise pickle.UnpicklingError(f"it calls {what.name} with {len(args)} arguments")
+        return maker(*args)
 
     def _call(self) -> None:
         args = self.stack.pop()
@@ -114,7 +126,7 @@ class SafePickle(pickle._Unpickler):
         target = self.stack[-1]
         if isinstance(target, dict) and len(items) % 2 == 0:
             for key in items[::2]:
-                _check_key(key)
+                check_key(key)
             target.update(zip(items[::2], items[1::2], strict=True))
         elif not isinstance(target, Inert):
             raise pickle.UnpicklingError("it sets items of what is no dict")
@@ -153,7 +165,8 @@ class SafePickle(pickle._Unpickler):
     }
 
 
-def _check_key(key: object) -> None:
+def check_key(key: object) -> None:
+    """Raise UnpicklingError for what is not hashed at once: all but text, small numbers, names."""
     # The hash of nested tuples overruns the stack; those of large integers can be made all equal.
     if isinstance(key, str | Inert) or key is None:
         return

@@ -49,7 +49,7 @@ class Source(ABC):
 
     def sizes_bytes(self) -> dict[Path, int]:
         """Return the sizes of `files`, 0 of those that cannot be looked at."""
-        return {file: _size_bytes(file) for file in self.files()}
+        return {file: size_bytes_of_path(file) for file in self.files()}
 
     def fragments(self, file: Path) -> Iterator[Fragment]:
         """Yield what a file holds; tensors are mapped into memory or of one chunk.
@@ -100,7 +100,8 @@ class Source(ABC):
             yield from self.fragments(file)
 
 
-def _size_bytes(path: Path) -> int:
+def size_bytes_of_path(path: Path) -> int:
+    """Return the size of a file, 0 if it cannot be looked at."""
     try:
         return os.lstat(path).st_size
     except OSError:  # whoever reads it says so

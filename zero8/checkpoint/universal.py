@@ -9,8 +9,7 @@ import argparse
 from pathlib import Path
 
 from zero8.checkpoint.checked_copy import CheckedCopy
-from zero8.integrity.inside import is_folder
-from zero8.integrity.tags import read_latest
+from zero8.integrity.tags import folder_of, read_latest
 
 NEXT = (
     'To load it: "checkpoint": {{"load_universal": true}} in the config of DeepSpeed, and\n'
@@ -72,7 +71,7 @@ def _convert(arguments: argparse.Namespace) -> dict:
 def _checked_copy(source: Path, target: Path) -> None:
     from zero8.zero import pickled_objects, universal
 
-    known = CheckedCopy(pickled_objects.RESTORE, pickled_objects.DTYPES, universal.check_places)
+    known = CheckedCopy(pickled_objects.RESTORE, pickled_objects.DTYPES, universal.check_content)
     known.copy(source, target)
 
 
@@ -93,9 +92,10 @@ def _source(folder: Path, tag: str | None) -> Path:
         else:
             hint = f"name one of its tags by --tag: {tags}" if tags else "it has no tags either"
         raise ValueError(f"{folder}: got a folder without the file latest; {hint}")
-    if not tag or not is_folder(folder / tag):
+    found = folder_of(folder, tag)
+    if found is None:
         raise ValueError(f"{folder}: got tag {tag!r}, expected one of {tags}")
-    return folder / tag
+    return found
 
 
 def _positive(text: str) -> int:

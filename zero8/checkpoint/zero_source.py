@@ -116,8 +116,7 @@ class ZeroSource(Source):
     def _frozen(self, name: str) -> Tensor:
         """Return a frozen parameter, of which each rank has saved a part, or the whole."""
         shape = torch.Size(self._frozen_shapes[name])
-        models = (load(file, self.path) for file in self._model_files)
-        parts = [model["frozen_param_fragments"][name].view(-1) for model in models]
+        parts = [model["frozen_param_fragments"][name].view(-1) for model in self._models]
         if parts[0].numel() == shape.numel():
             return parts[0].view(shape)
         whole = torch.cat(parts)
@@ -135,8 +134,12 @@ class ZeroSource(Source):
     @cached_property
     def _model(self) -> dict:
         """What is saved of the model beside the states, by the first rank; {} if nothing is."""
-        found = load(self._model_files[0], self.path) if self._model_files else {}
+        found = self._models[0] if self._models else {}
         return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def _models(self) -> list:
+        return [load(file, self.path) for file in self._model_files]
 
     @cached_property
     def _model_files(self) -> list[Path]:

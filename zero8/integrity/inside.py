@@ -14,6 +14,8 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+MAX_DEPTH = 64
+"""How deep folders are nested at most; the tools of the system walk them by recursion."""
 # Without O_NONBLOCK a pipe would keep its reader waiting.
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -85,14 +87,21 @@ def paths_of(folder: Path) -> Iterator[str]:
     """Yield the paths, relative and with slashes, of all that is in a folder but folders.
 
     Links to folders are among them, and are not followed.
+
+    Raises:
+        OSError: if a folder in it cannot be read.
+        ValueError: if folders are nested deeper than `MAX_DEPTH`.
     """
-    top = os.fspath(folder)
-    for parent, folders, names in os.walk(top):
-        folders.sort()
-        names += [name for name in folders if os.path.islink(os.path.join(parent, name))]
-        inner = "" if parent == top else f"{os.path.relpath(parent, top)}/"
-        for name in sorted(names):
-            yield f"{inner}{name}"
+    pending = [""]
+    while pending:
+        inner = pending.pop()
+        if inner.count("/") >= MAX_DEPTH:
+            raise ValueError(f"{folder}: got folders in {MAX_DEPTH} others, expected fewer")
+        with os.scandir(Path(folder, inner)) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        folders = [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
+        pending += [f"{inner}{name}/" for name in reversed(folders)]
+        yield from (f"{inner}{e.name}" for e in found if not e.is_dir(follow_symlinks=False))
 
 
 def leads_out(path: str) -> bool:

@@ -22,7 +22,14 @@ from pathlib import Path, PurePosixPath
 import xxhash
 
 from zero8.integrity.files import TEMPORARY, Progress, hash_of, write_atomically
-from zero8.integrity.inside import leads_out, opened, paths_of, read_at_most, size_bytes_of
+from zero8.integrity.inside import (
+    MAX_DEPTH,
+    leads_out,
+    opened,
+    paths_of,
+    read_at_most,
+    size_bytes_of,
+)
 
 MANIFEST = "zero8_manifest.json"
 MARKER = "zero8_incomplete"
@@ -209,11 +216,12 @@ class Manifest:
         return f"contents differ{whose}"
 
     def is_there(self, folder: Path) -> bool:
-        """Return whether all files are in the folder with their sizes; their bytes are not read."""
+        """Return whether there are files, all with their sizes; their bytes are not read."""
         try:
-            return all(size_bytes_of(folder, f.path) == f.size_bytes for f in self.files)
+            sizes_bytes = [size_bytes_of(folder, file.path) for file in self.files]
         except (OSError, ValueError):
             return False
+        return bool(sizes_bytes) and sizes_bytes == [file.size_bytes for file in self.files]
 
     @cached_property
     def _by_hash(self) -> dict[str, File]:
@@ -277,7 +285,8 @@ def _inside(path: object) -> str:
     """Return a path that does not lead out of its folder."""
     if not isinstance(path, str) or not 0 < len(path) <= 4096 or not path.isprintable():
         raise ValueError(f"damaged, got path {str(path)[:80]!r}")
-    if leads_out(path) or PurePosixPath(path).as_posix() != path or path in (MANIFEST, MARKER):
+    is_path = not leads_out(path) and PurePosixPath(path).as_posix() == path
+    if not is_path or path.count("/") > MAX_DEPTH or path in (MANIFEST, MARKER):
         raise ValueError(f"got path {path[:80]!r}, expected one of a file inside the folder")
     return path
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files as memory, so that of a large one only what is used is read."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -38,4 +39,7 @@ def mapped(path: Path, folder: Path | None = None) -> Tensor:
             raise ValueError(f"{path}: got an empty file; was it cut short?")
         # torch opens files by their names; this one is that of the open file.
         own_name = f"/proc/self/fd/{file.fileno()}"
-        return torch.from_file(own_name, size=size_bytes, dtype=torch.uint8)
+        try:
+            return torch.from_file(own_name, size=size_bytes, dtype=torch.uint8)
+        except RuntimeError as error:  # more than there is address space, say
+            raise OSError(errno.ENOMEM, "cannot be mapped into memory", str(path)) from error

@@ -164,6 +164,18 @@ def read_latest(folder: Path, name: str = LATEST) -> str | None:
     return PurePosixPath(text).as_posix()  # without a slash at its end, and "./" before it
 
 
+def folder_of(folder: Path, tag: str) -> Path | None:
+    """Return the folder of a tag, None if there is none, or it is reached through a link."""
+    if leads_out(tag):
+        return None
+    path = Path(folder)
+    for part in PurePosixPath(tag).parts:
+        path /= part
+        if not is_folder(path):
+            return None
+    return path
+
+
 def write_latest(folder: Path, tag: str, name: str = LATEST) -> None:
     """Have a folder's `latest` name a tag."""
     write_atomically(Path(folder, name), tag.encode())
@@ -226,6 +238,8 @@ def _make_incomplete(folder: Path, sequence: int, note: str) -> None:
 
 
 def _delete(folder: Path, sequence: int) -> None:
+    for _ in paths_in(folder):  # raises for folders that cannot be deleted, while all is there
+        pass
     _make_incomplete(folder, sequence, "is being deleted")
     for path in folder.iterdir():
         if path.name != MARKER:

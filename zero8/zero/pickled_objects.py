@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The objects that DeepSpeed's checkpoints hold beside tensors and plain data.
 
-None of their classes does anything but keep values when an object of it is made.
+Their classes keep values.  What a file says of them is checked before one is made.
 """
 
 import argparse
@@ -12,12 +12,17 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from zero8.spec.grid import MAX_NUMEL
+
 Restore = Callable[[tuple, dict], object]
 """Makes an object of its arguments and its attributes."""
 
 
 def _with_attributes(kind: type) -> Restore:
-    def restore(_args: tuple, attributes: dict) -> object:
+    def restore(args: tuple, attributes: dict) -> object:
+        names = list(attributes)
+        if args or not all(isinstance(n, str) and not n.startswith("__") for n in names):
+            raise ValueError(f"got arguments or attributes that no {kind.__name__} has")
         made = kind.__new__(kind)
         vars(made).update(attributes)
         return made
@@ -25,15 +30,38 @@ def _with_attributes(kind: type) -> Restore:
     return restore
 
 
+def _stage(args: tuple, _: dict) -> ZeroStageEnum:
+    if len(args) != 1 or type(args[0]) is not int or args[0] not in range(4):
+        raise ValueError("got a stage of ZeRO that is none of 0 to 3")
+    return ZeroStageEnum(args[0])
+
+
+def _address(args: tuple, attributes: dict) -> fragment_address:
+    numbers = list(attributes.values())
+    is_place = not args and set(attributes) == {"numel", "start"}
+    if not is_place or not all(type(n) is int and 0 <= n <= MAX_NUMEL for n in numbers):
+        raise ValueError("got a place of a parameter that cannot be")
+    return fragment_address(**attributes)
+
+
+def _device(args: tuple, _: dict) -> torch.device:
+    kind, *index = args or ("",)
+    if (
+        kind not in ("cpu", "cuda", "meta")
+        or len(index) > 1
+        or any(type(n) is not int for n in index)
+    ):
+        raise ValueError("got a device that cannot be")
+    return torch.device(kind, *index)
+
+
 RESTORE: dict[str, Restore] = {
     "argparse.Namespace": _with_attributes(argparse.Namespace),
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _with_attributes(DynamicLossScaler),
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": _with_attributes(LossScaler),
-    "deepspeed.runtime.zero.config.ZeroStageEnum": lambda args, _: ZeroStageEnum(*args),
-    "deepspeed.utils.tensor_fragment.fragment_address": lambda _, values: fragment_address(
-        **values
-    ),
-    "torch.device": lambda args, _: torch.device(*args),
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _stage,
+    "deepspeed.utils.tensor_fragment.fragment_address": _address,
+    "torch.device": _device,
 }
 """By the names of the classes, in pickles."""
 

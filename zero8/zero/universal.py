@@ -18,6 +18,7 @@ and the moments of rank 0, which it leaves in `optimizer_state.pt` of stage 3, a
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import shutil
@@ -32,9 +33,11 @@ from torch import Tensor
 from zero8.integrity.files import lock_file
 from zero8.integrity.inside import is_folder, leads_out
 from zero8.integrity.tags import LATEST_UNIVERSAL, write_latest
-from zero8.spec.shown import shown
+from zero8.spec.shown import shown, shown_keys
 from zero8.state.header import MOMENTS
 
+LEADS_CONVERTER = "universal_checkpoint_info", "ds_autoep_layers", "autoep_layers"
+"""Entries of a model's states that DeepSpeed's converter acts upon."""
 OPTIMIZER_FILES, MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
 EXPERT_FILES = "layer_*_expert_*_model_states.pt"
 STAGE3_MODEL = "zero_pp_rank_0_mp_rank_{}_model_states.pt"
@@ -77,7 +80,12 @@ def convert(
             trusted = made.parent / "checked"
             trusted.mkdir()
             copy(source, trusted)
-        found = check(source, trusted)
+        try:
+            found = check(source, trusted)
+        except (AttributeError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"{source}: damaged: {type(error).__name__}: {str(error)[:200]}"
+            ) from error
         options = Namespace(
             input_folder=str(trusted),
             output_folder=str(made),
@@ -104,22 +112,44 @@ def convert(
     }
 
 
-def check_places(content: object) -> None:
-    """Raise ValueError if a file names a parameter by which a folder outside would be made.
+def check_content(content: object) -> None:
+    """Raise ValueError if DeepSpeed's converter could be led astray by what is in a file.
+
+    It makes folders that are called as parameters are, reads files of experts at places that the
+    file says, and searches names by regular expressions of the file.
 
     Args:
         content: what a file of the optimizer's or the model's states holds.
     """
-    found = content if isinstance(content, dict) else {}
+    found = _dict("a file", content)
+    for key in LEADS_CONVERTER:
+        if found.get(key):
+            raise ValueError(
+                f"got {key}, by which the file tells DeepSpeed's converter what to do; if you "
+                "trust whoever wrote it, --trust lets DeepSpeed read it"
+            )
     states = found.get("optimizer_state_dict")
-    mappings = states.get("param_slice_mappings") if isinstance(states, dict) else None
-    for groups in (mappings, found.get("param_shapes")):
-        for group in groups if isinstance(groups, list) else ():
-            for name in group:
+    states = {} if states is None else _dict("optimizer_state_dict", states)
+    for key, groups in (
+        ("param_slice_mappings", states.get("param_slice_mappings")),
+        ("param_shapes", found.get("param_shapes")),
+        ("module", [found.get("module") or {}]),
+        ("frozen_param_shapes", [found.get("frozen_param_shapes") or {}]),
+    ):
+        if groups is not None and not isinstance(groups, list):
+            raise ValueError(f"got {key} that is no list")
+        for group in groups or ():
+            for name in _dict(key, group):
                 if not isinstance(name, str) or leads_out(name):
                     raise ValueError(
                         f"got a parameter called {shown(name)}, which is no name of a folder"
                     )
+
+
+def _dict(name: str, found: object) -> dict:
+    if not isinstance(found, dict):
+        raise ValueError(f"got {name} that is no dict")
+    return found
 
 
 def _check_names(source: Path) -> None:
@@ -165,7 +195,10 @@ def check(source: Path, trusted: Path) -> dict:
             f"{source}: got files {EXPERT_FILES}, experts of DeepSpeed's MoE, which its converter "
             "leaves out; it loads at the world size that it was saved with"
         )
-    expected = model.get("dp_world_size", 1) * model.get("mp_world_size", 1)
+    sizes = [model.get(key, 1) for key in ("dp_world_size", "mp_world_size")]
+    if not all(type(size) is int for size in sizes):
+        raise ValueError(f"{source}: damaged: got a world size that is no number")
+    expected = math.prod(sizes)
     if len(files) != expected and not experts:
         raise ValueError(
             f"{source}: got {len(files)} files {OPTIMIZER_FILES}, expected those of {expected} "
@@ -190,9 +223,9 @@ def _check_moments(source: Path, base: object) -> None:
     if not base["state"]:
         raise ValueError(f"{source}: was saved before the first step: it has no moments to convert")
     for state in base["state"].values():
-        if missing := [which for which in MOMENTS if which not in state]:
+        if missing := [which for which in MOMENTS if which not in _dict("a state", state)]:
             raise ValueError(
-                f"{source}: got states {sorted(state)}, without {missing}; DeepSpeed converts "
+                f"{source}: got states {shown_keys(state)}, without {missing}; DeepSpeed converts "
                 "those of Adam"
             )
 
