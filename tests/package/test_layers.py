@@ -15,7 +15,7 @@ PACKAGE = ROOT / "zero8"
 # A part imports from itself and from parts in the lines above its own, not from its neighbours.  A
 # new module or folder of zero8 has to be given its place here.
 LAYERS = [
-    {"spec", "versions"},
+    {"spec", "versions", "extras"},
     {"state", "op", "integrity"},
     {"step"},
     {"zero", "fsdp"},
@@ -28,6 +28,7 @@ LAYERS = [
     {"bench", "train", "run", "doctor", "integrations"},
     {"plan"},
     {"cli"},
+    {"__main__"},
 ]
 # The demonstration and the measurements use parts of each other.
 NEIGHBOURS = {"bench", "train"}

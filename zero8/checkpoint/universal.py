@@ -7,6 +7,8 @@ The work is DeepSpeed's, and what it leaves out that of `zero8.zero.universal`.
 import argparse
 from pathlib import Path
 
+from zero8 import extras
+
 NEXT = (
     'To load it: "checkpoint": {{"load_universal": true}} in the config of DeepSpeed, and\n'
     "engine.load_checkpoint({folder!r})"
@@ -50,6 +52,7 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
 
 def _convert(arguments: argparse.Namespace) -> dict:
+    extras.need("deepspeed")
     from zero8.zero import universal
 
     source = _source(arguments.folder, arguments.tag)

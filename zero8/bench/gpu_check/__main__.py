@@ -3,7 +3,9 @@
 
 import sys
 
+from zero8 import extras
 from zero8.bench.gpu_check.command import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with extras.explained("python -m zero8.bench.gpu_check"):
+        sys.exit(main())

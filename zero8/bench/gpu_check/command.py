@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
+from zero8 import extras
 from zero8.bench import gpu, record
 from zero8.bench.gpu_check import parts as gpu_check_parts
 from zero8.bench.gpu_check.parts import FAILED, NOT_RUN, PASSED, ROOT, Part
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (absence := gpu.absence()) is not None:
         print(f"gpu-check: {absence}", file=sys.stderr)
         return 2
+    extras.need("cpuinfo", "matplotlib", "psutil")
     # The command that runs is in a session of its own: it must not outlive this process.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda caught, frame: sys.exit(128 + caught))

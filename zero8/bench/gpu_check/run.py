@@ -10,8 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 # For what a command does on SIGTERM: torchrun ends its ranks.
 GRACE_SECONDS = 10
 
@@ -60,6 +58,8 @@ def run_limited(
 
 
 def _end(process: subprocess.Popen) -> None:
+    import psutil  # of zero8[launch]
+
     family = []
     if process.poll() is None:
         # torchrun's ranks are in sessions of their own: no signal to the group reaches them.
