@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata as metadata
 import os
 import platform
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -119,7 +120,7 @@ def _cuda_kernel(report: dict) -> dict:
         if gpus:
             report["warnings"].append(f"parameters on a GPU cannot step: {error}")
         return {"backend": None, "version": None, "reason": str(error), "gpus": gpus}
-    reason = "it comes first" if compiler.name == "nvcc" else "there is no nvcc"
+    reason = "nvcc comes before nvrtc" if compiler.name == "nvcc" else "there is no nvcc"
     if asked != "auto":
         reason = "ZERO8_CUDA_BACKEND asks for it"
     found = {"backend": compiler.name, "version": compiler.version, "reason": reason}
@@ -186,8 +187,12 @@ def _cuda_line(found: dict | None) -> str:
         return "unknown"
     if not found["backend"]:
         return f"cannot be compiled: {found['reason']}"
-    compiler = f"{found['backend']} {found['version']} ({found['reason']})"
-    return f"{compiler}; experimental, has not been run on a GPU yet"
+    release = re.search(r"\d+\.\d+", found["version"])  # nvcc's own line has a number of its build
+    compiler = f"{found['backend']} {release[0] if release else found['version']}"
+    return (
+        f"experimental, not yet run on a GPU; {compiler} compiles it where parameters are on one "
+        f"({found['reason']})"
+    )
 
 
 def _gpu_lines(found: dict | None) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from zero8.loading import load
 from zero8.op import kernel
 from zero8.op.devices import DEVICES
 from zero8.spec.codec import DEFAULT_CODEC, Codec
+from zero8.spec.shown import shown_keys
 from zero8.state import keywords
 from zero8.state.kind import kind_of
 from zero8.state.memory_report import MemoryReport
@@ -194,6 +195,11 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         """Add a group of parameters, with its own lr, betas, eps and weight_decay if given."""
         if isinstance(param_group, dict):
+            if "params" not in param_group:
+                raise ValueError(
+                    f"got a parameter group with {shown_keys(param_group)}, without 'params'; "
+                    'expected {"params": [...]}, with settings of the group beside it'
+                )
             keywords.check_new_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if len(set(map(id, params := self.param_groups[-1]["params"]))) < len(params):
@@ -393,7 +399,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         raise FloatingPointError(
             f"non-finite gradient or moment in {len(skipped)} parameter(s): "
             + ", ".join(f"{label} ({count} blocks)" for label, count in worst)
-            + "; these blocks were left as they were, all others have stepped"
+            + "; these blocks were left as they were, all others have stepped.  To train on, catch "
+            "this error; to find the cause, run a backward in torch.autograd.detect_anomaly()"
         )
 
     def _raises_alone(self) -> bool:

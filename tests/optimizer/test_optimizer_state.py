@@ -153,6 +153,21 @@ def test_loaded_state_shares_no_memory_with_the_dict(dtype):
         assert_same_state(state_dict["state"][key], state)
 
 
+@pytest.mark.parametrize("theirs", [Adam8bitBlockwise, torch.optim.AdamW])
+def test_loaded_state_of_tensors_in_a_graph_is_not_part_of_the_graph(theirs):
+    params, optimizer = trained()
+    other = theirs(make_params())
+    run(other, [("", p) for p in other.param_groups[0]["params"]], 1)
+    state_dict = copy.deepcopy(other.state_dict())
+    for state in state_dict["state"].values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                state[key] = value.clone().requires_grad_() * 1
+    optimizer.load_state_dict(state_dict)
+    assert not any(tensor.requires_grad for tensor in tensors_of(optimizer.state))
+    run(copy.deepcopy(optimizer), params, 1)
+
+
 def tensors_of(states: dict) -> list[torch.Tensor]:
     found = [value for state in states.values() for value in state.values()]
     return [value for value in found if isinstance(value, torch.Tensor)]

@@ -71,7 +71,7 @@ REFUSED = {
     "capturable": ({"capturable": True}, "capturable: got True.*CUDA graphs"),
     "differentiable": ({"differentiable": True}, "differentiable: got True"),
     "negative lr": ({"lr": -1.0}, "lr: got -1.0, expected at least 0"),
-    "lr as text": ({"lr": "1e-3"}, "lr: got '1e-3', expected a finite number"),
+    "lr as text": ({"lr": "1e-3"}, "lr: got '1e-3', expected a finite number, without quotes"),
     "NaN lr": ({"lr": math.nan}, "lr: got nan, expected a finite number"),
     "lr of two": ({"lr": torch.ones(2)}, r"lr: got a tensor of shape \(2,\), expected one element"),
     "boolean lr": ({"lr": True}, "lr: got True"),
@@ -114,6 +114,35 @@ def test_settings_unknown_key_raises_with_the_valid_ones():
         assert key in str(error.value)
 
 
+# What users of other libraries write, and the hint that they get.
+OTHER_NAMES = {
+    "weightdecay": "Did you mean 'weight_decay'",
+    "wd": "Did you mean 'weight_decay'",
+    "LR": "Did you mean 'lr'",
+    "learning_rate": "Did you mean 'lr'",
+    "blocksize": "Did you mean 'block_size'",
+    "beta2": "Did you mean 'betas', as in",
+    "optim_bits": "Leave it out: moments are 8-bit",
+    "args": "Leave it out",
+    "block_wise": "Leave it out",
+    "percentile_clipping": "Leave it out, and clip by torch.nn.utils.clip_grad_norm_",
+    "is_paged": "Leave it out: DeepSpeed's offload_optimizer or FSDP2's CPUOffloadPolicy",
+    "bf16_stochastic_round": "Did you mean 'stochastic_rounding'",
+}
+
+
+@pytest.mark.parametrize(("key", "hint"), OTHER_NAMES.items(), ids=OTHER_NAMES)
+def test_settings_name_of_another_library_raises_with_a_hint(key, hint):
+    with pytest.raises(ValueError) as error:
+        make(**{key: 1})
+    assert str(error.value).startswith(f"unknown parameter {key!r} for Adam8bitBlockwise.  {hint}")
+
+
+def test_settings_unknown_key_like_no_other_raises_without_a_hint():
+    with pytest.raises(ValueError, match="'qqq' for Adam8bitBlockwise.  Valid ones are"):
+        make(qqq=1)
+
+
 @pytest.mark.parametrize("key", ["lr", "betas", "eps", "weight_decay"])
 def test_settings_bad_value_in_a_group_raises(key):
     optimizer = make()
@@ -152,6 +181,14 @@ def test_group_with_a_setting_of_the_whole_optimizer_is_refused(key):
 def test_group_that_asks_for_what_is_not_done_is_refused(key, value):
     with pytest.raises(ValueError, match=f"{key}: got {value}"):
         Adam8bitBlockwise([{"params": [nn.Parameter(torch.zeros(2))], key: value}])
+
+
+@pytest.mark.parametrize("add", [True, False])
+def test_group_without_params_raises_with_what_is_expected(add):
+    optimizer = make()
+    with pytest.raises(ValueError, match=r"group with \['lr'\], without 'params'; expected {"):
+        optimizer.add_param_group({"lr": 1}) if add else Adam8bitBlockwise([{"lr": 1}])
+    assert len(optimizer.param_groups) == 1
 
 
 def test_group_refused_for_lack_of_names_is_not_added():
