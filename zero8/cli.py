@@ -74,6 +74,9 @@ def make_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.set_defaults(run=partial(_with_result, run))
+        if run is _doctor:
+            help_text = "list every seam, the places where zero8 changes DeepSpeed"
+            command.add_argument("--verbose", action="store_true", help=help_text)
         if run is _build:
             command.add_argument(
                 "config",
@@ -227,11 +230,11 @@ def _cuda_kernels() -> dict[str, str]:
     return made
 
 
-def _doctor(_: argparse.Namespace) -> tuple[int, dict, str]:
+def _doctor(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     from zero8 import doctor
 
     report = doctor.examine()
-    return (0 if report["usable"] else 1), report, doctor.as_text(report)
+    return (0 if report["usable"] else 1), report, doctor.as_text(report, arguments.verbose)
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ def _gpu_lines(found: dict | None) -> list[tuple[str, str]]:
     ]
 
 
-def _deepspeed_lines(report: dict) -> list[tuple[str, str]]:
+def _deepspeed_lines(report: dict, verbose: bool) -> list[tuple[str, str]]:
     if report["deepspeed"] is False:
         adds = "adds ZeRO, with states in CPU memory or on NVMe"
         return [("deepspeed", f"not installed; pip install 'zero8[deepspeed]' {adds}")]
@@ -217,14 +217,22 @@ def _deepspeed_lines(report: dict) -> list[tuple[str, str]]:
             ("nvme", "no libaio, needed for NVMe offload only: apt-get install libaio-dev")
         )
     version = (report["versions"] or {}).get("deepspeed", {}).get("installed", "unknown")
+    states = report["seams"] or {}
+    listed = {name: state for name, state in states.items() if verbose or state == "missing"}
+    fit = sum(state != "missing" for state in states.values())
+    lines.append(("seams", f"{fit} of {len(states)} fit DeepSpeed {version}"))
     return lines + [
-        ("seam", f"{name}: {state} (DeepSpeed {version})")
-        for name, state in (report["seams"] or {}).items()
+        ("seam", f"{name}: {state} (DeepSpeed {version})") for name, state in listed.items()
     ]
 
 
-def as_text(report: dict) -> str:
-    """Return the report of `examine` as lines for people."""
+def as_text(report: dict, verbose: bool = False) -> str:
+    """Return the report of `examine` as lines for people.
+
+    Args:
+        report: what `examine` returned.
+        verbose: whether seams that fit are listed, too.
+    """
     lines = [("package", str(Path(__file__).parent))]
     for name, version in (report["versions"] or {}).items():
         fit = {True: "tested", False: "UNTESTED, tested are"}.get(version.get("fits"))
@@ -242,7 +250,7 @@ def as_text(report: dict) -> str:
     lines += [("lock", lock["text"]) for lock in locks if not lock["removable"]]
     lines.append(("cuda kernel", _cuda_line(report["cuda_kernel"])))
     lines += _gpu_lines(report["cuda_kernel"])
-    lines += _deepspeed_lines(report)
+    lines += _deepspeed_lines(report, verbose)
     if report["accelerate"]:
         lines.append(("seam", f"{accelerate.REPLACES}: {report['accelerate']} (Accelerate)"))
     autoload = report["autoload"] or {"active": False, "reason": "unknown"}
