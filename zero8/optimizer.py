@@ -462,7 +462,12 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             group["capturable"] = False
             keywords.check_group({**self.defaults, **group})
         infos = self._infos()
-        return {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}
+        for kind in self.kinds:
+            kind.reencoded.forget()
+        kept = {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}
+        for kind in self.kinds if ranks.rank() == 0 else ():
+            kind.reencoded.tell()
+        return kept
 
     def adopted(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
         """Return a loaded state of a parameter as this optimizer keeps it, in tensors of its own.

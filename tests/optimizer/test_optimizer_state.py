@@ -259,6 +259,37 @@ def test_load_state_dict_into_another_form_equals_quantizing_the_moments(keyword
     run(other, others, 1, start=3)
 
 
+SAVED_FORM = "codec='log', block_size=256"
+OTHER_FORMS = {
+    "block size": (SAVED_FORM, "codec='log', block_size=64", 1),
+    "codec": (SAVED_FORM, "codec='dynamic', block_size=256", 1),
+    "to float32": (SAVED_FORM, "float32 moments", 1),
+    "to 8-bit": ("float32 moments", SAVED_FORM, 1),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_load_state_dict_into_another_form_logs_it_once(name, caplog):
+    tell_once.cache_clear()
+    saved, kept, count = OTHER_FORMS[name]
+    _, optimizer = trained(codec="log", min_8bit_size=500)
+    other = Adam8bitBlockwise(make_params(), **{**SMALL, "min_8bit_size": 500, **OTHER[name]})
+    for _ in range(2):
+        other.load_state_dict(optimizer.state_dict())
+    (line,) = [r.getMessage() for r in caplog.records if "were saved with" in r.getMessage()]
+    assert line.startswith(
+        f"zero8: {count} parameter(s) were saved with {saved} and loaded with {kept}, the optimizer"
+    )
+
+
+def test_load_state_dict_into_the_same_form_logs_nothing(caplog):
+    tell_once.cache_clear()
+    _, optimizer = trained()
+    _, other = trained()
+    other.load_state_dict(optimizer.state_dict())
+    assert "were saved with" not in caplog.text
+
+
 @codecs
 def test_load_state_dict_of_float32_moments_of_narrow_rows_quantizes_them(codec):
     """Checkpoints from before their rows were put together into blocks."""
