@@ -23,6 +23,7 @@ from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.policy import Policy
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
+from zero8.state.tell import tell_once
 from zero8.state.whole import WholeTensor
 from zero8.step import ranks
 from zero8.step.batch import Batch
@@ -61,7 +62,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             waits.
         betas: decay rates of the moments.
         eps: added to the root of the second moment; with 0, what has no gradient stays, too.
-        weight_decay: decoupled (`adam_w_mode`) or added to the gradient.
+        weight_decay: decoupled (`adam_w_mode`) or added to the gradient; None (default) is 0, as
+            DeepSpeed's, and is logged once where a script of plain PyTorch leaves it so.
         adam_w_mode: AdamW (default) or Adam with L2 regularisation.
         bias_correction: divide the moments by 1 - beta^t.
         maximize: ascend.
@@ -102,7 +104,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
         *,
         adam_w_mode: bool = True,
         bias_correction: bool = True,
@@ -139,7 +141,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             "lr": lr,
             "betas": betas,
             "eps": eps,
-            "weight_decay": weight_decay,
+            "weight_decay": 0.0 if weight_decay is None else weight_decay,
             "maximize": keywords.check_flag("maximize", maximize),
             "decoupled_weight_decay": adam_w_mode,
             # torch AdamW's remaining keys, so that its checkpoints and ours load into each other.
@@ -151,6 +153,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self._tell_what_stays_float32()
+        if weight_decay is None and adam_w_mode:
+            self._tell_of_no_decay()
         # DeepSpeed constructs us before ZeRO: the last moment to fit the two together.
         seams.fit_in(type(self))
         if any(p.device.type in DEVICES for p in self._all_params()):
@@ -181,6 +185,14 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             causes,
         )
 
+    def _tell_of_no_decay(self) -> None:
+        # torch's AdamW, bitsandbytes' and torchao's decay by 0.01 if nothing is said.
+        if self._lacks_decay and constructing_engine() is None and ranks.rank() == 0:
+            tell_once(
+                "zero8: weight_decay is not given and is 0, where torch's AdamW has 0.01: pass "
+                "weight_decay=0.01 to decay as it does, or weight_decay=0"
+            )
+
     def _begin(self) -> None:
         """Set up what is of this object, and is neither saved nor copied."""
         self._lock = threading.RLock()
@@ -189,6 +201,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         self._stepper = Stepper(self.settings, self._params, self.kinds)
         self._claim = Claim(self)
         self._in_backward: InBackward | None = None
+        self._lacks_decay = False  # whether there is a group without a weight_decay of its own
         self._groups_seen: tuple[list[dict], dict[Tensor, dict]] = ([], {})
         self.on_disk: dict[Tensor, Layout] = {}
 
@@ -201,6 +214,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
                     'expected {"params": [...]}, with settings of the group beside it'
                 )
             keywords.check_new_group({**self.defaults, **param_group})
+            self._lacks_decay |= "weight_decay" not in param_group
         super().add_param_group(param_group)
         if len(set(map(id, params := self.param_groups[-1]["params"]))) < len(params):
             self.param_groups.pop()

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import copy
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from zero8 import Adam8bitBlockwise
 from zero8.spec.segment import Rounding
 from zero8.state import keywords
+from zero8.state.tell import tell_once
 
 
 def make(**keywords) -> Adam8bitBlockwise:
@@ -84,7 +86,7 @@ REFUSED = {
     "negative eps": ({"eps": -1e-8}, "eps: got -1e-08, expected at least 0"),
     "subnormal eps": ({"eps": 1e-39}, "eps: got 1e-39, expected 0 or at least 1.17.*2.-126"),
     "negative decay": ({"weight_decay": -0.1}, "weight_decay: got -0.1, expected at least 0"),
-    "no decay": ({"weight_decay": None}, "weight_decay: got None, expected a finite number"),
+    "decay as text": ({"weight_decay": "0"}, "weight_decay: got '0', expected a finite number"),
     "adam_w_mode": ({"adam_w_mode": 1}, "adam_w_mode: got 1, expected true or false"),
     "adamw_mode": ({"adamw_mode": "yes"}, "adamw_mode: got 'yes', expected true or false"),
     "bias_correction": ({"bias_correction": 0}, "bias_correction: got 0, expected true or false"),
@@ -169,6 +171,49 @@ def test_settings_defaults_are_those_of_adam_in_deepspeed():
     group = make().param_groups[0]
     assert (group["lr"], group["betas"], group["eps"]) == (1e-3, (0.9, 0.999), 1e-8)
     assert group["weight_decay"] == 0.0 and group["decoupled_weight_decay"]
+
+
+def lines_of_no_decay(caplog) -> list[str]:
+    return [line for line in caplog.messages if "weight_decay is not given" in line]
+
+
+def test_weight_decay_that_is_not_given_is_logged_once(caplog):
+    tell_once.cache_clear()
+    for _ in range(2):
+        assert make().param_groups[0]["weight_decay"] == 0.0
+    (line,) = lines_of_no_decay(caplog)
+    assert "torch's AdamW has 0.01" in line
+
+
+# Whoever says 0, decays each group, or has asked for Adam with L2 knows what there is.
+SAID = {
+    "zero": {"weight_decay": 0},
+    "adam": {"adam_w_mode": False},
+    "adamw_mode": {"adamw_mode": False},
+}
+
+
+@pytest.mark.parametrize("keywords", SAID.values(), ids=SAID)
+def test_weight_decay_that_is_given_or_of_adam_is_not_logged(keywords, caplog):
+    tell_once.cache_clear()
+    make(**keywords)
+    assert lines_of_no_decay(caplog) == []
+
+
+def test_weight_decay_of_every_group_is_not_logged_and_of_some_is(caplog):
+    tell_once.cache_clear()
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    decayed, other = {"params": params[:1], "weight_decay": 0.0}, {"params": params[1:]}
+    Adam8bitBlockwise([decayed])
+    assert lines_of_no_decay(caplog) == []
+    Adam8bitBlockwise([decayed, other])
+    assert len(lines_of_no_decay(caplog)) == 1
+
+
+def test_weight_decay_in_a_copied_optimizers_new_group_is_as_ever():
+    optimizer = copy.deepcopy(make())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert optimizer.param_groups[1]["weight_decay"] == 0.0
 
 
 @pytest.mark.parametrize("key", keywords.WHOLE_OPTIMIZER_KEYS)

@@ -149,8 +149,10 @@ def load_states():
 
     fresh = make_engine(config(), Bag())
     base_optimizer(fresh).load_state_dict(saved)
-    other = make_engine(config(codec="dynamic"), Bag())
+    without_decay = config(codec="dynamic")
+    del without_decay["optimizer"]["params"]["weight_decay"]
     with warned() as lines:
+        other = make_engine(without_decay, Bag())
         base_optimizer(other).load_state_dict(copy.deepcopy(saved))
     result |= {"verbatim": held(fresh), "other codec": held(other), "errors": {}, "lines": lines}
     take_step(fresh, 1)
@@ -379,6 +381,12 @@ def test_state_dict_of_another_codec_is_encoded_again(ranks):
             expected.write(0, source.read(0, table.numel))
             buffers = (expected.codes, expected.scales, expected.dense)
             assert difference(got[which], buffers) == ""
+
+
+def test_engine_whose_config_has_no_weight_decay_logs_nothing_of_it(ranks):
+    """DeepSpeed's own Adams have 0, too."""
+    for rank in ranks:
+        assert [line for line in rank["load"]["lines"] if "weight_decay" in line] == []
 
 
 def test_state_dict_of_another_codec_logs_one_line_on_rank_0(ranks):
