@@ -15,6 +15,7 @@ ADVICE = {
     "is_paged": "Leave it out: DeepSpeed's offload_optimizer or FSDP2's CPUOffloadPolicy keeps "
     "states in host memory.",
     # torchao
+    "compile_backend": "Leave it out: the kernel is compiled ahead, not by torch.compile.",
     "bf16_stochastic_round": "Did you mean 'stochastic_rounding'?  It is on by default.",
     # Trainers, papers and other frameworks
     "wd": "Did you mean 'weight_decay'?",
