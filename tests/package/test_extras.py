@@ -9,6 +9,7 @@ import sys
 import processes
 import pytest
 import torch
+from places import ROOT
 
 import zero8
 from zero8 import cli, extras
@@ -81,6 +82,21 @@ def test_module_help_works_without_extras(module):
     code = f"sys.argv[1:] = ['--help']\nrunpy.run_module({module!r}, run_name='__main__')"
     done = base_only(code)
     assert (done.returncode, "usage:" in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "expected"),
+    [
+        (["--help"], 0, "usage: job.py"),
+        (["true"], 2, "launch/job.py: needs psutil: pip install 'zero8[launch]'\n"),
+    ],
+)
+def test_launch_job_without_psutil_helps_and_says_what_to_install(words, status, expected):
+    folder = str(ROOT / "launch")
+    code = f"sys.path.insert(0, {folder!r})\nrunpy.run_module('job', run_name='__main__')"
+    done = base_only(f"sys.argv[:] = {['job.py', *words]!r}\n{code}")
+    assert done.returncode == status, done.stderr
+    assert (done.stdout if status == 0 else done.stderr).startswith(expected)
 
 
 @pytest.fixture(scope="module")
