@@ -282,6 +282,19 @@ def test_load_state_dict_into_another_form_logs_it_once(name, caplog):
     )
 
 
+def test_load_state_dict_after_one_that_failed_counts_its_own_parameters_only(caplog):
+    tell_once.cache_clear()
+    _, optimizer = trained(codec="dynamic")
+    _, other = trained()
+    damaged = copy.deepcopy(optimizer.state_dict())
+    damaged["state"][2]["step"] = -1
+    with pytest.raises(ValueError, match="step: got -1"):
+        other.load_state_dict(damaged)
+    other.load_state_dict(optimizer.state_dict())
+    (line,) = [line for line in caplog.messages if "were saved with" in line]
+    assert line.startswith("zero8: 2 parameter(s)")
+
+
 def test_load_state_dict_into_the_same_form_logs_nothing(caplog):
     tell_once.cache_clear()
     _, optimizer = trained()
@@ -561,6 +574,7 @@ def test_state_of_format_1_with_log_codes_is_encoded_anew_and_said_once(dtype, c
     run(optimizer, params, 1, start=5)
     said = [r.getMessage() for r in caplog.records if "format 1" in r.getMessage()]
     assert len(said) == 1 and "encoded anew" in said[0]
+    assert "were saved with" not in caplog.text  # the line above is all that there is to say
 
 
 if __name__ == "__main__":
