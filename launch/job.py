@@ -29,8 +29,12 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import psutil
 from rank import is_unheard
+
+try:
+    import psutil
+except ModuleNotFoundError:  # help works without it
+    psutil = None
 
 # What launch/rank.py says; launchers put the name of the host before it.
 WORD = re.compile(
@@ -68,6 +72,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.command:
         parser.error("expected a command")
+    if psutil is None:
+        parser.exit(2, "launch/job.py: needs psutil: pip install 'zero8[launch]'\n")
     return Job(arguments).run()
 
 

@@ -4,25 +4,27 @@
 Importing it registers the DeepSpeed optimizer type "Adam8bitBlockwise".
 """
 
+from importlib import import_module
+
 from zero8 import autoload
 
 __version__ = "0.1.0"
-__all__ = ["Adam8bitBlockwise", "__version__", "assert_active", "export"]
+# The modules of the public names; each is imported when its name is first used.
+_MODULES = {
+    "Adam8bitBlockwise": "zero8.optimizer",
+    "assert_active": "zero8.zero.active",
+    "export": "zero8.way_back",
+}
+__all__ = ["__version__", *_MODULES]
 
 autoload.install()
 
 
 def __getattr__(name: str):
-    if name == "Adam8bitBlockwise":
-        from zero8.optimizer import Adam8bitBlockwise
+    if name not in _MODULES:
+        raise AttributeError(f"module 'zero8' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
 
-        return Adam8bitBlockwise
-    if name == "assert_active":
-        from zero8.zero.active import assert_active
 
-        return assert_active
-    if name == "export":
-        from zero8.way_back import export
-
-        return export
-    raise AttributeError(f"module 'zero8' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

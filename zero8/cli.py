@@ -8,18 +8,19 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 
 import zero8
+from zero8 import extras
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return the exit status."""
-    if argv is not None:
-        return _main(list(argv))
+    if argv is not None or sys.argv[1:2] != ["checkpoint"]:
+        return _main(sys.argv[1:] if argv is None else list(argv))
     argv = sys.argv[1:]
-    if argv[:1] != ["checkpoint"]:
-        return _main(argv)
     # Before anything is imported that starts threads.
     from zero8.checkpoint.guard import FileCutError, in_child
 
@@ -32,14 +33,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    # These have commands of their own, whose imports only they should pay for.
-    if argv[:1] == ["bench"]:
-        return _bench(argv[1:])
-    own = {"checkpoint": _checkpoint, "plan": _plan}.get("".join(argv[:1]))
-    arguments = own(argv[1:]) if own else _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
+    with extras.explained(arguments.program):
+        return arguments.run(arguments)
+
+
+class _Command(argparse.ArgumentParser):
+    """A parser that adds its arguments when it is used, so that only its command imports them."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def parse_known_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None):
+        """Parse as the base class does; a command without its subcommand prints the help."""
+        self.complete()
+        if not args and self._subparsers is not None:
+            self.print_help(sys.stderr)
+            self.exit(extras.USAGE)
+        return super().parse_known_args(args, namespace)
+
+    def complete(self) -> None:
+        """Add the arguments, once."""
+        add, self.add_arguments = self.add_arguments, None
+        self.set_defaults(program=self.prog)
+        if add is not None:
+            with extras.explained(self.prog):
+                add(self)
+
+
+def _with_result(run: Callable, arguments: argparse.Namespace) -> int:
+    """Run a command that returns its status, a JSON object and a text; print one of the two."""
     # DeepSpeed logs to stdout from its import on; our stdout carries the result and nothing else.
     with contextlib.redirect_stdout(sys.stderr):
-        status, result, text = arguments.run(arguments)
+        status, result, text = run(arguments)
     _print(json.dumps(result, indent=2) if arguments.json else text)
     return status
 
@@ -53,8 +78,9 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zero8", description="8-bit Adam states: tools.")
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line, with those of all commands."""
+    parser = _Command(prog="zero8", description="8-bit Adam states: tools.")
     parser.add_argument("--version", action="version", version=f"zero8 {zero8.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, help_text in (
@@ -63,7 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_argument("--json", action="store_true", help="print one JSON object")
-        command.set_defaults(run=run)
+        command.set_defaults(run=partial(_with_result, run))
+        if run is _doctor:
+            help_text = "list every seam, the places where zero8 changes DeepSpeed"
+            command.add_argument("--verbose", action="store_true", help=help_text)
         if run is _build:
             command.add_argument(
                 "config",
@@ -76,60 +105,72 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="FOLDER",
                 help="build there; a copy of it serves where TORCH_EXTENSIONS_DIR names the copy",
             )
-    for name, help_text in (
-        ("plan", "estimate memory, traffic and step time of a run; see zero8 plan --help"),
-        ("checkpoint", "verify, inspect, compare and convert; see zero8 checkpoint --help"),
-        ("bench", "measure; see zero8 bench --help"),
+    for name, add, help_text in (
+        ("plan", _plan, "estimate memory, traffic and step time of a run; see zero8 plan --help"),
+        (
+            "checkpoint",
+            _checkpoint,
+            "verify, inspect, compare and convert; see zero8 checkpoint --help",
+        ),
+        ("bench", _bench, "measure; see zero8 bench --help"),
     ):
-        commands.add_parser(name, help=help_text)
+        commands.add_parser(name, help=help_text).add_arguments = add
     return parser
 
 
-def _bench(argv: Sequence[str]) -> int:
-    from zero8.bench.backward import command as backward
-    from zero8.bench.step import command as step
-    from zero8.bench.usage import UsageError
-    from zero8.plan import check
-
-    parser = argparse.ArgumentParser(prog="zero8 bench")
-    if argv[:1] == ["fidelity"]:
-        parser.error("fidelity is measured in a checkout of the repository, by `make fidelity`")
+def _bench(parser: argparse.ArgumentParser) -> None:
     measurements = parser.add_subparsers(required=True, metavar="MEASUREMENT")
-    for name, measurement, help_text in (
-        ("step", step, "time and memory of a step, of every codec, of peers, and of a bare copy"),
+    for name, module, help_text in (
+        (
+            "step",
+            "zero8.bench.step.command",
+            "time and memory of a step, of every codec, of peers, and of a bare copy",
+        ),
         (
             "backward",
-            backward,
+            "zero8.bench.backward.command",
             "gradients alive and times of steps in the backward, and of steps after it",
         ),
-        ("plan", check, "step times that `zero8 plan` estimates, beside measured ones"),
+        (
+            "plan",
+            "zero8.plan.check",
+            "step times that `zero8 plan` estimates, beside measured ones",
+        ),
     ):
         command = measurements.add_parser(name, help=help_text, description=help_text)
-        measurement.add_arguments(command)
-        command.set_defaults(run=measurement.run)
-    arguments = parser.parse_args(argv)
+        command.add_arguments = partial(_measurement, module)
+
+
+def _measurement(module: str, parser: argparse.ArgumentParser) -> None:
+    measurement = import_module(module)
+    measurement.add_arguments(parser)
+    parser.set_defaults(run=partial(_measure, measurement.run, parser))
+
+
+def _measure(run: Callable, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from zero8.bench.usage import UsageError
+
+    extras.need("cpuinfo", "matplotlib")  # now, not when all is measured and has to be written
     try:
-        return arguments.run(arguments)
+        return run(arguments)
     except UsageError as error:
         parser.error(str(error))
 
 
-def _checkpoint(argv: Sequence[str]) -> argparse.Namespace:
+def _checkpoint(parser: argparse.ArgumentParser) -> None:
     from zero8.checkpoint import command
 
-    parser = argparse.ArgumentParser(
-        prog="zero8 checkpoint", description="Tools for checkpoints; none needs a GPU or a model."
-    )
+    parser.description = "Tools for checkpoints; none needs a GPU or a model."
     command.add_commands(parser)
-    return parser.parse_args(argv, argparse.Namespace(run=command.run))
+    parser.set_defaults(run=partial(_with_result, command.run))
 
 
-def _plan(argv: Sequence[str]) -> argparse.Namespace:
+def _plan(parser: argparse.ArgumentParser) -> None:
     from zero8.plan import command
 
-    parser = argparse.ArgumentParser(prog="zero8 plan", description=command.__doc__)
+    parser.description = command.__doc__
     command.add_arguments(parser)
-    return parser.parse_args(argv, argparse.Namespace(run=command.run))
+    parser.set_defaults(run=partial(_with_result, command.run))
 
 
 def _build(arguments: argparse.Namespace) -> tuple[int, dict, str]:
@@ -137,6 +178,8 @@ def _build(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
     if arguments.into is not None:
         os.environ["TORCH_EXTENSIONS_DIR"] = arguments.into
+    if arguments.config:
+        extras.need("deepspeed")
     try:
         names = _ops_of_deepspeed(arguments.config) if arguments.config else []
         began = time.perf_counter()
@@ -160,15 +203,8 @@ def _build(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 def _ops_of_deepspeed(path: str) -> list[str]:
     """Return the builders of DeepSpeed whose ops a config needs, after a check that they can."""
     config = _read_config(path)
-    try:
-        from zero8.zero import ops
-    except ModuleNotFoundError as error:
-        if error.name != "deepspeed":
-            raise
-        raise RuntimeError(
-            f"got {path}, but DeepSpeed is not installed: pip install 'zero8[deepspeed]', or build "
-            "without a config, which is all that plain PyTorch needs"
-        ) from error
+    from zero8.zero import ops
+
     names = ops.needed(config, ops.accelerator())
     ops.check(names)
     return names
@@ -205,11 +241,11 @@ def _cuda_kernels() -> dict[str, str]:
     return made
 
 
-def _doctor(_: argparse.Namespace) -> tuple[int, dict, str]:
+def _doctor(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     from zero8 import doctor
 
     report = doctor.examine()
-    return (0 if report["usable"] else 1), report, doctor.as_text(report)
+    return (0 if report["usable"] else 1), report, doctor.as_text(report, arguments.verbose)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata as metadata
 import os
 import platform
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -119,7 +120,7 @@ def _cuda_kernel(report: dict) -> dict:
         if gpus:
             report["warnings"].append(f"parameters on a GPU cannot step: {error}")
         return {"backend": None, "version": None, "reason": str(error), "gpus": gpus}
-    reason = "it comes first" if compiler.name == "nvcc" else "there is no nvcc"
+    reason = "nvcc comes before nvrtc" if compiler.name == "nvcc" else "there is no nvcc"
     if asked != "auto":
         reason = "ZERO8_CUDA_BACKEND asks for it"
     found = {"backend": compiler.name, "version": compiler.version, "reason": reason}
@@ -186,8 +187,12 @@ def _cuda_line(found: dict | None) -> str:
         return "unknown"
     if not found["backend"]:
         return f"cannot be compiled: {found['reason']}"
-    compiler = f"{found['backend']} {found['version']} ({found['reason']})"
-    return f"{compiler}; experimental, has not been run on a GPU yet"
+    release = re.search(r"\d+\.\d+", found["version"])  # nvcc's own line has a number of its build
+    compiler = f"{found['backend']} {release[0] if release else found['version']}"
+    return (
+        f"experimental, not yet run on a GPU; {compiler} compiles it where parameters are on one "
+        f"({found['reason']})"
+    )
 
 
 def _gpu_lines(found: dict | None) -> list[tuple[str, str]]:
@@ -202,7 +207,7 @@ def _gpu_lines(found: dict | None) -> list[tuple[str, str]]:
     ]
 
 
-def _deepspeed_lines(report: dict) -> list[tuple[str, str]]:
+def _deepspeed_lines(report: dict, verbose: bool) -> list[tuple[str, str]]:
     if report["deepspeed"] is False:
         adds = "adds ZeRO, with states in CPU memory or on NVMe"
         return [("deepspeed", f"not installed; pip install 'zero8[deepspeed]' {adds}")]
@@ -212,14 +217,22 @@ def _deepspeed_lines(report: dict) -> list[tuple[str, str]]:
             ("nvme", "no libaio, needed for NVMe offload only: apt-get install libaio-dev")
         )
     version = (report["versions"] or {}).get("deepspeed", {}).get("installed", "unknown")
+    states = report["seams"] or {}
+    listed = {name: state for name, state in states.items() if verbose or state == "missing"}
+    fit = sum(state != "missing" for state in states.values())
+    lines.append(("seams", f"{fit} of {len(states)} fit DeepSpeed {version}"))
     return lines + [
-        ("seam", f"{name}: {state} (DeepSpeed {version})")
-        for name, state in (report["seams"] or {}).items()
+        ("seam", f"{name}: {state} (DeepSpeed {version})") for name, state in listed.items()
     ]
 
 
-def as_text(report: dict) -> str:
-    """Return the report of `examine` as lines for people."""
+def as_text(report: dict, verbose: bool = False) -> str:
+    """Return the report of `examine` as lines for people.
+
+    Args:
+        report: what `examine` returned.
+        verbose: whether seams that fit are listed, too.
+    """
     lines = [("package", str(Path(__file__).parent))]
     for name, version in (report["versions"] or {}).items():
         fit = {True: "tested", False: "UNTESTED, tested are"}.get(version.get("fits"))
@@ -237,7 +250,7 @@ def as_text(report: dict) -> str:
     lines += [("lock", lock["text"]) for lock in locks if not lock["removable"]]
     lines.append(("cuda kernel", _cuda_line(report["cuda_kernel"])))
     lines += _gpu_lines(report["cuda_kernel"])
-    lines += _deepspeed_lines(report)
+    lines += _deepspeed_lines(report, verbose)
     if report["accelerate"]:
         lines.append(("seam", f"{accelerate.REPLACES}: {report['accelerate']} (Accelerate)"))
     autoload = report["autoload"] or {"active": False, "reason": "unknown"}

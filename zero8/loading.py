@@ -83,7 +83,16 @@ def _wrap_states(_: torch.optim.Optimizer, state_dict: dict) -> dict:
     states = state_dict["state"]
     if not isinstance(states, dict) or not all(isinstance(s, dict) for s in states.values()):
         raise ValueError("load_state_dict: got states that are no dicts, expected one of dicts")
-    return {**state_dict, "state": {key: _Wrapped(state) for key, state in states.items()}}
+    wrapped = {key: _Wrapped(_detached(state)) for key, state in states.items()}
+    return {**state_dict, "state": wrapped}
+
+
+def _detached(state: dict) -> dict:
+    # An optimizer whose states are part of a graph could not be copied, and would keep the graph.
+    return {
+        key: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+        for key, value in state.items()
+    }
 
 
 def _error_of_ranks(

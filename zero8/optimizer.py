@@ -15,6 +15,7 @@ from zero8.op import kernel
 from zero8.op.devices import DEVICES
 from zero8.ranks import numbers
 from zero8.spec.codec import DEFAULT_CODEC, Codec
+from zero8.spec.shown import shown_keys
 from zero8.state import keywords
 from zero8.state.kind import kind_of
 from zero8.state.memory_report import MemoryReport
@@ -22,6 +23,7 @@ from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.policy import Policy
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
+from zero8.state.tell import tell_once
 from zero8.step.batch import Batch
 from zero8.step.check import check_new
 from zero8.step.in_backward import InBackward, check_model
@@ -59,7 +61,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             waits.
         betas: decay rates of the moments.
         eps: added to the root of the second moment; with 0, what has no gradient stays, too.
-        weight_decay: decoupled (`adam_w_mode`) or added to the gradient.
+        weight_decay: decoupled (`adam_w_mode`) or added to the gradient; None (default) is 0, as
+            DeepSpeed's, and is logged once where a script of plain PyTorch leaves it so.
         adam_w_mode: AdamW (default) or Adam with L2 regularisation.
         bias_correction: divide the moments by 1 - beta^t.
         maximize: ascend.
@@ -100,7 +103,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
         *,
         adam_w_mode: bool = True,
         bias_correction: bool = True,
@@ -137,7 +140,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             "lr": lr,
             "betas": betas,
             "eps": eps,
-            "weight_decay": weight_decay,
+            "weight_decay": 0.0 if weight_decay is None else weight_decay,
             "maximize": keywords.check_flag("maximize", maximize),
             "decoupled_weight_decay": adam_w_mode,
             # torch AdamW's remaining keys, so that its checkpoints and ours load into each other.
@@ -149,6 +152,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self._tell_what_stays_float32()
+        if weight_decay is None and adam_w_mode:
+            self._tell_of_no_decay()
         # DeepSpeed constructs us before ZeRO: the last moment to fit the two together.
         frameworks.fit(type(self))
         if any(p.device.type in DEVICES for p in self._all_params()):
@@ -180,6 +185,15 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             causes,
         )
 
+    def _tell_of_no_decay(self) -> None:
+        # torch's AdamW, bitsandbytes' and torchao's decay by 0.01 if nothing is said.
+        engine, _ = frameworks.constructing_engine()
+        if self._lacks_decay and engine is None and numbers.rank() == 0:
+            tell_once(
+                "zero8: weight_decay is not given and is 0, where torch's AdamW has 0.01: pass "
+                "weight_decay=0.01 to decay as it does, or weight_decay=0"
+            )
+
     def _begin(self) -> None:
         """Set up what is of this object, and is neither saved nor copied."""
         self._lock = threading.RLock()
@@ -188,13 +202,20 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         self._stepper = Stepper(self.settings, self._params, self.kinds)
         self._use = frameworks.Use()
         self._in_backward: InBackward | None = None
+        self._lacks_decay = False  # whether there is a group without a weight_decay of its own
         self._groups_seen: tuple[list[dict], dict[Tensor, dict]] = ([], {})
         self.on_disk: dict[Tensor, SwappedState] = {}
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a group of parameters, with its own lr, betas, eps and weight_decay if given."""
         if isinstance(param_group, dict):
+            if "params" not in param_group:
+                raise ValueError(
+                    f"got a parameter group with {shown_keys(param_group)}, without 'params'; "
+                    'expected {"params": [...]}, with settings of the group beside it'
+                )
             keywords.check_new_group({**self.defaults, **param_group})
+            self._lacks_decay |= "weight_decay" not in param_group
         super().add_param_group(param_group)
         if len(set(map(id, params := self.param_groups[-1]["params"]))) < len(params):
             self.param_groups.pop()
@@ -394,7 +415,8 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         raise FloatingPointError(
             f"non-finite gradient or moment in {len(skipped)} parameter(s): "
             + ", ".join(f"{label} ({count} blocks)" for label, count in worst)
-            + "; these blocks were left as they were, all others have stepped"
+            + "; these blocks were left as they were, all others have stepped.  To train on, catch "
+            "this error; to find the cause, run a backward in torch.autograd.detect_anomaly()"
         )
 
     def _raises_alone(self) -> bool:
@@ -457,7 +479,12 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             group["capturable"] = False
             keywords.check_group({**self.defaults, **group})
         infos = self._infos()
-        return {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}
+        for kind in self.kinds:
+            kind.reencoded.forget()
+        kept = {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}
+        for kind in self.kinds if numbers.rank() == 0 else ():
+            kind.reencoded.tell()
+        return kept
 
     def adopted(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
         """Return a loaded state of a parameter as this optimizer keeps it, in tensors of its own.

@@ -404,7 +404,7 @@ def test_cuda_params_on_other_devices_are_refused():
     p = nn.Parameter(torch.ones(64, 100, device="meta"))
     p.grad = torch.ones_like(p)
     with pytest.raises(ValueError, match="got a parameter on meta, expected one on the CPU or"):
-        check_tensors(p, p.grad)
+        check_tensors("w", p, p.grad)
 
 
 def on(*names: str) -> list[SimpleNamespace]:
@@ -414,11 +414,11 @@ def on(*names: str) -> list[SimpleNamespace]:
 def test_cuda_params_of_rocm_are_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(ValueError, match="got a parameter on cuda:0 of ROCm"):
-        check_tensors(*on("cuda:0", "cuda:0"))
+        check_tensors("w", *on("cuda:0", "cuda:0"))
 
 
 @pytest.mark.parametrize("devices", [("cuda:0", "cpu"), ("cuda:0", "cuda:1"), ("cpu", "cuda:0")])
 def test_cuda_gradients_on_another_device_are_refused(devices):
     expected = f"got a gradient on {devices[1]}, the parameter is on {devices[0]}"
     with pytest.raises(ValueError, match=expected):
-        check_tensors(*on(*devices))
+        check_tensors("w", *on(*devices))

@@ -153,6 +153,21 @@ def test_loaded_state_shares_no_memory_with_the_dict(dtype):
         assert_same_state(state_dict["state"][key], state)
 
 
+@pytest.mark.parametrize("theirs", [Adam8bitBlockwise, torch.optim.AdamW])
+def test_loaded_state_of_tensors_in_a_graph_is_not_part_of_the_graph(theirs):
+    params, optimizer = trained()
+    other = theirs(make_params())
+    run(other, [("", p) for p in other.param_groups[0]["params"]], 1)
+    state_dict = copy.deepcopy(other.state_dict())
+    for state in state_dict["state"].values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                state[key] = value.clone().requires_grad_() * 1
+    optimizer.load_state_dict(state_dict)
+    assert not any(tensor.requires_grad for tensor in tensors_of(optimizer.state))
+    run(copy.deepcopy(optimizer), params, 1)
+
+
 def tensors_of(states: dict) -> list[torch.Tensor]:
     found = [value for state in states.values() for value in state.values()]
     return [value for value in found if isinstance(value, torch.Tensor)]
@@ -242,6 +257,50 @@ def test_load_state_dict_into_another_form_equals_quantizing_the_moments(keyword
             assert torch.equal(moments(state)[which], value), name
     assert changed
     run(other, others, 1, start=3)
+
+
+SAVED_FORM = "codec='log', block_size=256"
+OTHER_FORMS = {
+    "block size": (SAVED_FORM, "codec='log', block_size=64", 1),
+    "codec": (SAVED_FORM, "codec='dynamic', block_size=256", 1),
+    "to float32": (SAVED_FORM, "float32 moments", 1),
+    "to 8-bit": ("float32 moments", SAVED_FORM, 1),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_load_state_dict_into_another_form_logs_it_once(name, caplog):
+    tell_once.cache_clear()
+    saved, kept, count = OTHER_FORMS[name]
+    _, optimizer = trained(codec="log", min_8bit_size=500)
+    other = Adam8bitBlockwise(make_params(), **{**SMALL, "min_8bit_size": 500, **OTHER[name]})
+    for _ in range(2):
+        other.load_state_dict(optimizer.state_dict())
+    (line,) = [r.getMessage() for r in caplog.records if "were saved with" in r.getMessage()]
+    assert line.startswith(
+        f"zero8: {count} parameter(s) were saved with {saved} and loaded with {kept}, the optimizer"
+    )
+
+
+def test_load_state_dict_after_one_that_failed_counts_its_own_parameters_only(caplog):
+    tell_once.cache_clear()
+    _, optimizer = trained(codec="dynamic")
+    _, other = trained()
+    damaged = copy.deepcopy(optimizer.state_dict())
+    damaged["state"][2]["step"] = -1
+    with pytest.raises(ValueError, match="step: got -1"):
+        other.load_state_dict(damaged)
+    other.load_state_dict(optimizer.state_dict())
+    (line,) = [line for line in caplog.messages if "were saved with" in line]
+    assert line.startswith("zero8: 2 parameter(s)")
+
+
+def test_load_state_dict_into_the_same_form_logs_nothing(caplog):
+    tell_once.cache_clear()
+    _, optimizer = trained()
+    _, other = trained()
+    other.load_state_dict(optimizer.state_dict())
+    assert "were saved with" not in caplog.text
 
 
 @codecs
@@ -515,6 +574,7 @@ def test_state_of_format_1_with_log_codes_is_encoded_anew_and_said_once(dtype, c
     run(optimizer, params, 1, start=5)
     said = [r.getMessage() for r in caplog.records if "format 1" in r.getMessage()]
     assert len(said) == 1 and "encoded anew" in said[0]
+    assert "were saved with" not in caplog.text  # the line above is all that there is to say
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "zero8"
 # A part imports from itself and from parts in the lines above its own, not from its neighbours.  A
 # new module or folder of zero8 has to be given its place here.
 LAYERS = [
-    {"spec", "versions"},
+    {"spec", "versions", "extras"},
     {"state", "op", "integrity", "ranks"},
     {"step", "tagged"},
     {"frameworks", "loading"},
@@ -28,6 +28,7 @@ LAYERS = [
     {"train", "doctor", "integrations"},
     {"plan"},
     {"cli"},
+    {"__main__"},
 ]
 DEEPSPEED_ONLY_IN = ("zero/", "train/", "bench/", "doctor.py")
 SOURCES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}

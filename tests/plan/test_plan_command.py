@@ -3,7 +3,6 @@
 
 import json
 import re
-import sys
 
 import pytest
 from places import ROOT
@@ -127,13 +126,6 @@ def test_plan_draws_a_figure(capsys, tmp_path):
     _, printed = plan(capsys, "--parameters", "1B", "--plot", str(path))
     assert f"wrote {path}" in printed
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_plan_without_matplotlib_says_what_to_install(capsys, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    status, printed = plan(capsys, "--parameters", "1B", "--plot", str(tmp_path / "plan.png"))
-    assert status == 2
-    assert "pip install matplotlib" in printed
 
 
 REFUSED = {

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import copy
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from zero8 import Adam8bitBlockwise
 from zero8.spec.segment import Rounding
 from zero8.state import keywords
+from zero8.state.tell import tell_once
 
 
 def make(**keywords) -> Adam8bitBlockwise:
@@ -71,7 +73,7 @@ REFUSED = {
     "capturable": ({"capturable": True}, "capturable: got True.*CUDA graphs"),
     "differentiable": ({"differentiable": True}, "differentiable: got True"),
     "negative lr": ({"lr": -1.0}, "lr: got -1.0, expected at least 0"),
-    "lr as text": ({"lr": "1e-3"}, "lr: got '1e-3', expected a finite number"),
+    "lr as text": ({"lr": "1e-3"}, "lr: got '1e-3', expected a finite number, without quotes"),
     "NaN lr": ({"lr": math.nan}, "lr: got nan, expected a finite number"),
     "lr of two": ({"lr": torch.ones(2)}, r"lr: got a tensor of shape \(2,\), expected one element"),
     "boolean lr": ({"lr": True}, "lr: got True"),
@@ -84,7 +86,7 @@ REFUSED = {
     "negative eps": ({"eps": -1e-8}, "eps: got -1e-08, expected at least 0"),
     "subnormal eps": ({"eps": 1e-39}, "eps: got 1e-39, expected 0 or at least 1.17.*2.-126"),
     "negative decay": ({"weight_decay": -0.1}, "weight_decay: got -0.1, expected at least 0"),
-    "no decay": ({"weight_decay": None}, "weight_decay: got None, expected a finite number"),
+    "decay as text": ({"weight_decay": "0"}, "weight_decay: got '0', expected a finite number"),
     "adam_w_mode": ({"adam_w_mode": 1}, "adam_w_mode: got 1, expected true or false"),
     "adamw_mode": ({"adamw_mode": "yes"}, "adamw_mode: got 'yes', expected true or false"),
     "bias_correction": ({"bias_correction": 0}, "bias_correction: got 0, expected true or false"),
@@ -112,6 +114,35 @@ def test_settings_unknown_key_raises_with_the_valid_ones():
         make(learning_rate=1e-3)
     for key in (*keywords.SERVED_KEYS, *keywords.NO_EFFECT_KEYS):
         assert key in str(error.value)
+
+
+# What users of other libraries write, and the hint that they get.
+OTHER_NAMES = {
+    "weightdecay": "Did you mean 'weight_decay'",
+    "wd": "Did you mean 'weight_decay'",
+    "LR": "Did you mean 'lr'",
+    "learning_rate": "Did you mean 'lr'",
+    "blocksize": "Did you mean 'block_size'",
+    "beta2": "Did you mean 'betas', as in",
+    "optim_bits": "Leave it out: moments are 8-bit",
+    "args": "Leave it out",
+    "block_wise": "Leave it out",
+    "percentile_clipping": "Leave it out, and clip by torch.nn.utils.clip_grad_norm_",
+    "is_paged": "Leave it out: DeepSpeed's offload_optimizer or FSDP2's CPUOffloadPolicy",
+    "bf16_stochastic_round": "Did you mean 'stochastic_rounding'",
+}
+
+
+@pytest.mark.parametrize(("key", "hint"), OTHER_NAMES.items(), ids=OTHER_NAMES)
+def test_settings_name_of_another_library_raises_with_a_hint(key, hint):
+    with pytest.raises(ValueError) as error:
+        make(**{key: 1})
+    assert str(error.value).startswith(f"unknown parameter {key!r} for Adam8bitBlockwise.  {hint}")
+
+
+def test_settings_unknown_key_like_no_other_raises_without_a_hint():
+    with pytest.raises(ValueError, match="'qqq' for Adam8bitBlockwise.  Valid ones are"):
+        make(qqq=1)
 
 
 @pytest.mark.parametrize("key", ["lr", "betas", "eps", "weight_decay"])
@@ -142,6 +173,49 @@ def test_settings_defaults_are_those_of_adam_in_deepspeed():
     assert group["weight_decay"] == 0.0 and group["decoupled_weight_decay"]
 
 
+def lines_of_no_decay(caplog) -> list[str]:
+    return [line for line in caplog.messages if "weight_decay is not given" in line]
+
+
+def test_weight_decay_that_is_not_given_is_logged_once(caplog):
+    tell_once.cache_clear()
+    for _ in range(2):
+        assert make().param_groups[0]["weight_decay"] == 0.0
+    (line,) = lines_of_no_decay(caplog)
+    assert "torch's AdamW has 0.01" in line
+
+
+# Whoever says 0, decays each group, or has asked for Adam with L2 knows what there is.
+SAID = {
+    "zero": {"weight_decay": 0},
+    "adam": {"adam_w_mode": False},
+    "adamw_mode": {"adamw_mode": False},
+}
+
+
+@pytest.mark.parametrize("keywords", SAID.values(), ids=SAID)
+def test_weight_decay_that_is_given_or_of_adam_is_not_logged(keywords, caplog):
+    tell_once.cache_clear()
+    make(**keywords)
+    assert lines_of_no_decay(caplog) == []
+
+
+def test_weight_decay_of_every_group_is_not_logged_and_of_some_is(caplog):
+    tell_once.cache_clear()
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    decayed, other = {"params": params[:1], "weight_decay": 0.0}, {"params": params[1:]}
+    Adam8bitBlockwise([decayed])
+    assert lines_of_no_decay(caplog) == []
+    Adam8bitBlockwise([decayed, other])
+    assert len(lines_of_no_decay(caplog)) == 1
+
+
+def test_weight_decay_in_a_copied_optimizers_new_group_is_as_ever():
+    optimizer = copy.deepcopy(make())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert optimizer.param_groups[1]["weight_decay"] == 0.0
+
+
 @pytest.mark.parametrize("key", keywords.WHOLE_OPTIMIZER_KEYS)
 def test_group_with_a_setting_of_the_whole_optimizer_is_refused(key):
     with pytest.raises(ValueError, match=f"{key}: got it in a parameter group"):
@@ -152,6 +226,14 @@ def test_group_with_a_setting_of_the_whole_optimizer_is_refused(key):
 def test_group_that_asks_for_what_is_not_done_is_refused(key, value):
     with pytest.raises(ValueError, match=f"{key}: got {value}"):
         Adam8bitBlockwise([{"params": [nn.Parameter(torch.zeros(2))], key: value}])
+
+
+@pytest.mark.parametrize("add", [True, False])
+def test_group_without_params_raises_with_what_is_expected(add):
+    optimizer = make()
+    with pytest.raises(ValueError, match=r"group with \['lr'\], without 'params'; expected {"):
+        optimizer.add_param_group({"lr": 1}) if add else Adam8bitBlockwise([{"lr": 1}])
+    assert len(optimizer.param_groups) == 1
 
 
 def test_group_refused_for_lack_of_names_is_not_added():

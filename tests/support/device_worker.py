@@ -15,6 +15,7 @@ from zero8.spec import dither
 from zero8.spec.codec import CODECS, dequantize, quantize
 from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
+from zero8.state.reencoded import Reencoded
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 from zero8.zero.moment_tensor import MomentTensor
@@ -172,7 +173,7 @@ PIECE = Piece(0, 3 * 300, 0, (3, 300), 17, 256, "w")
 def adopt(entries, codec, device):
     """Return loaded entries in the form that an optimizer with this codec keeps on a device."""
     extent = Extent.whole(PIECE.shape)
-    return PlainState.adopted(entries, CODECS[codec], PIECE, extent, device).entries
+    return PlainState.adopted(entries, CODECS[codec], PIECE, extent, device, Reencoded()).entries
 
 
 def on(device, entries):
@@ -232,7 +233,7 @@ def bitsandbytes_and_back(codec):
         piece = Piece(0, shape[0] * shape[1], 0, shape, number, 256, str(number))
         dense = {w: values_for(w, 7, piece.numel).view(shape) for w in MOMENTS}
         adopted = PlainState.adopted(
-            {"step": 3, **dense}, CODECS[codec], piece, Extent.whole(shape), "cpu"
+            {"step": 3, **dense}, CODECS[codec], piece, Extent.whole(shape), "cpu", Reencoded()
         )
         states[number] = adopted.entries
     there = {number: on(DEVICE, entries) for number, entries in states.items()}

@@ -2,7 +2,9 @@
 """DeepSpeed's access to single moments, and states that arrive from elsewhere."""
 
 import copy
+import logging
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -25,6 +27,7 @@ from zero_worker import (
 from zero8.spec.codec import DEFAULT_CODEC, codec_named
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
+from zero8.state.tell import tell_once
 
 STAGES = (2, 3)
 SET = "conv"  # lies on both ranks
@@ -126,6 +129,17 @@ def set_first_piece(store, **change):
     store.table = PieceTable((replace(first, **change), *others), store.table.numel)
 
 
+@contextmanager
+def warned():
+    """Yield the list of what is logged in the block."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    tell_once.cache_clear()
+    logging.getLogger("zero8").addHandler(handler)
+    yield lines
+    logging.getLogger("zero8").removeHandler(handler)
+
+
 def load_states():
     """Load a state dict: as it is, into another codec, and damaged ones."""
     engine = make_engine(config(), Bag())
@@ -135,9 +149,12 @@ def load_states():
 
     fresh = make_engine(config(), Bag())
     base_optimizer(fresh).load_state_dict(saved)
-    other = make_engine(config(codec="dynamic"), Bag())
-    base_optimizer(other).load_state_dict(copy.deepcopy(saved))
-    result |= {"verbatim": held(fresh), "other codec": held(other), "errors": {}}
+    without_decay = config(codec="dynamic")
+    del without_decay["optimizer"]["params"]["weight_decay"]
+    with warned() as lines:
+        other = make_engine(without_decay, Bag())
+        base_optimizer(other).load_state_dict(copy.deepcopy(saved))
+    result |= {"verbatim": held(fresh), "other codec": held(other), "errors": {}, "lines": lines}
     take_step(fresh, 1)
     (state,) = saved["state"].values()
     result["source after a step"] = {which: plain(state[which]) for which in MOMENTS}
@@ -364,6 +381,24 @@ def test_state_dict_of_another_codec_is_encoded_again(ranks):
             expected.write(0, source.read(0, table.numel))
             buffers = (expected.codes, expected.scales, expected.dense)
             assert difference(got[which], buffers) == ""
+
+
+def test_engine_whose_config_has_no_weight_decay_logs_nothing_of_it(ranks):
+    """DeepSpeed's own Adams have 0, too."""
+    for rank in ranks:
+        assert [line for line in rank["load"]["lines"] if "weight_decay" in line] == []
+
+
+def test_state_dict_of_another_codec_logs_one_line_on_rank_0(ranks):
+    for number, rank in enumerate(ranks):
+        (saved,) = rank["load"]["saved"]["states"]
+        quantized = sum(piece.is_quantized for piece in saved["pieces"])
+        lines = [line for line in rank["load"]["lines"] if "were saved with" in line]
+        assert len(lines) == (number == 0)
+        for line in lines:
+            forms = [f"codec={name!r}, block_size=256" for name in (DEFAULT_CODEC, "dynamic")]
+            expected = f"zero8: {quantized} parameter(s) were saved with {forms[0]} and loaded with"
+            assert line.startswith(f"{expected} {forms[1]},")
 
 
 def test_state_dict_of_float32_moments_of_narrow_rows_is_quantized(ranks):

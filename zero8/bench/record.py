@@ -9,8 +9,6 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-import cpuinfo
-
 import zero8
 
 PACKAGES = ("torch", "deepspeed", "torchao", "bitsandbytes", "flashoptim")
@@ -29,6 +27,8 @@ def versions() -> dict[str, str]:
 
 def cpu() -> str:
     """Return the name of the processor."""
+    import cpuinfo  # of zero8[bench]
+
     return cpuinfo.get_cpu_info().get("brand_raw", platform.processor())
 
 

@@ -4,6 +4,7 @@
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 
 from zero8.checkpoint.inspect import Found
 from zero8.checkpoint.statistics import order_of_codes
@@ -19,12 +20,8 @@ def plot(found: Found, path: Path) -> None:
     Codes are in the order of the numbers they stand for.
 
     Raises:
-        ValueError: if matplotlib is missing, or there are no 8-bit moments.
+        ValueError: if there are no 8-bit moments.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
     params = {key: param for key, param in found.items() if param.block_size}
     if not params:
         raise ValueError("--plot: the checkpoint has no 8-bit moments")

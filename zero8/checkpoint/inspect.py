@@ -69,13 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     """Return exit status, JSON object and text."""
+    if arguments.plot is not None:
+        from zero8.checkpoint.histograms import plot  # which needs matplotlib
     source = open_checkpoint(arguments.path)
     found = count(source)
     result = summary(source, found)
     lines = text(result)
     if arguments.plot is not None:
-        from zero8.checkpoint.histograms import plot  # which needs matplotlib
-
         plot(found, arguments.plot)
         lines += f"\nwrote {arguments.plot}"
     return 0, result, lines

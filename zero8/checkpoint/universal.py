@@ -8,6 +8,7 @@ what the files that it reads say, so it is given checked copies (`zero8.checkpoi
 import argparse
 from pathlib import Path
 
+from zero8 import extras
 from zero8.checkpoint.checked_copy import CheckedCopy
 from zero8.integrity.tags import folder_of, read_latest
 
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
 
 def _convert(arguments: argparse.Namespace) -> dict:
+    extras.need("deepspeed")
     from zero8.zero import universal
 
     copy = None if arguments.trust else _checked_copy

@@ -23,6 +23,7 @@ from types import ModuleType
 
 import torch
 
+from zero8.op import cpp_extension
 from zero8.op.locks import ANOTHER_PLACE, locked
 from zero8.op.shared_numbers import op_source
 from zero8.op.sources import source_folder
@@ -98,8 +99,6 @@ class Extension:
             check_compiler(self.folder())
 
     def _compile_into(self, folder: Path) -> ModuleType:
-        from torch.utils import cpp_extension
-
         generated = folder / "generated.cpp"
         generated.write_text(self.generated)
         # A warning, because lower levels are not shown unless logging has been set up.
@@ -107,7 +106,7 @@ class Extension:
             "zero8: compiling its CPU kernel once, about %d s; `zero8 build` does it ahead",
             self.seconds,
         )
-        return cpp_extension.load(
+        return cpp_extension.imported().load(
             folder.name,
             [str(path) for path in (*self.sources, generated)],
             extra_cflags=list(FLAGS),
@@ -158,9 +157,7 @@ def cache_root() -> Path:
     """Return the folder of all builds: TORCH_EXTENSIONS_DIR of the environment, else torch's."""
     if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen).absolute()
-    from torch.utils import cpp_extension  # imports setuptools, which takes a while
-
-    return Path(cpp_extension.get_default_build_root())
+    return Path(cpp_extension.imported().get_default_build_root())
 
 
 def compiler() -> str | None:
@@ -170,9 +167,7 @@ def compiler() -> str | None:
 
 
 def _cxx() -> str:
-    from torch.utils import cpp_extension
-
-    return cpp_extension.get_cxx_compiler()
+    return cpp_extension.imported().get_cxx_compiler()
 
 
 def ninja() -> str | None:
@@ -220,13 +215,11 @@ def load_once(
 
 
 def _compiled(folder: Path, name: str, compile_into: Callable[[Path], ModuleType]) -> ModuleType:
-    from torch.utils import cpp_extension
-
     if folder.exists():
         _discard(folder)
     folder.mkdir()
     # torch numbers what a process builds again, and does not retry a build that has failed.
-    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
+    cpp_extension.imported().JIT_EXTENSION_VERSIONER.entries.pop(name, None)
     try:
         module = compile_into(folder)
     except (RuntimeError, subprocess.SubprocessError) as error:  # the disk may be full

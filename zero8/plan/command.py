@@ -3,13 +3,15 @@
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 from zero8.bench.step.machines import OTHERS
+from zero8.plan.fit import Limits, verdict
 from zero8.plan.model import Model
 from zero8.plan.rates import RECORDED
-from zero8.plan.report import summary, text
+from zero8.plan.report import GIB, summary, text
 from zero8.plan.setup import DEVICES, ENGINES, WEIGHT_BYTES, Setup, with_deepspeed_config
 from zero8.plan.step_time import Hardware
 
@@ -49,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--offload", choices=DEVICES, help="of optimizer states; default cpu")
     help_text = "default bf16; bf16-masters: without fp32 master weights"
     run.add_argument("--dtype", choices=tuple(WEIGHT_BYTES), help=help_text)
+    fit = parser.add_argument_group("the memory that there is, for a verdict: fits or not")
+    fit.add_argument("--host-memory", type=float, metavar="GIB", help="memory of each host")
+    fit.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of each GPU")
     _add_hardware(parser.add_argument_group("the hardware, for the step time"))
 
 
@@ -81,13 +86,27 @@ def _planned(arguments: argparse.Namespace) -> tuple[int, dict, str]:
         model = Model.of_file(arguments.model)
     setup = _setup(arguments)
     hardware = _hardware(arguments, setup)
-    result, lines = summary(model, setup, hardware), text(model, setup, hardware)
+    limits = _limits(arguments)
+    found = None if limits is None else verdict(model, setup, limits)
+    result = summary(model, setup, hardware, found)
+    lines = text(model, setup, hardware, found)
     if arguments.plot is not None:
         from zero8.plan.figure import plot  # which needs matplotlib
 
         plot(model, setup, hardware, arguments.plot)
         lines += f"\nwrote {arguments.plot}"
     return 0, result, lines
+
+
+def _limits(arguments: argparse.Namespace) -> Limits | None:
+    given = []
+    for name in ("host_memory", "gpu_memory"):
+        gib = getattr(arguments, name)
+        if gib is not None and not 0 < gib < math.inf:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option}: got {gib}, expected GiB, more than 0")
+        given.append(None if gib is None else int(gib * GIB))
+    return None if given == [None, None] else Limits(*given)
 
 
 def _setup(arguments: argparse.Namespace) -> Setup:

@@ -3,6 +3,8 @@
 
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from zero8.plan.memory import GPU, HOST, NVME, Row, rows_of
 from zero8.plan.model import Model
 from zero8.plan.report import GIB, NAMES
@@ -11,15 +13,7 @@ from zero8.plan.step_time import Hardware, step_times
 
 
 def plot(model: Model, setup: Setup, hardware: Hardware, path: Path) -> None:
-    """Draw the bytes of each place, stacked by what they are, and the step times, side by side.
-
-    Raises:
-        ValueError: if matplotlib is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+    """Draw the bytes of each place, stacked by what they are, and the step times, side by side."""
     rows, ranks = rows_of(model, setup), setup.ranks_here
     titles = {GPU: ("each GPU", 1), HOST: ("each host", ranks), NVME: ("NVMe of a host", ranks)}
     places = [place for place in titles if any(row.place == place for row in rows)]

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from tabulate import tabulate
 
+from zero8.plan.fit import Verdict
 from zero8.plan.memory import GPU, HOST, NVME, Row, rows_of, total
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup
@@ -12,11 +13,10 @@ from zero8.plan.step_time import Hardware, step_times
 from zero8.plan.traffic import traffic_of
 
 GIB = 2**30
-GB = 1e9
 NAMES = ("fp32 Adam", "zero8")
 
 
-def summary(model: Model, setup: Setup, hardware: Hardware) -> dict:
+def summary(model: Model, setup: Setup, hardware: Hardware, found: Verdict | None) -> dict:
     """Return the plan as an object for JSON; bytes are those of one rank unless named otherwise."""
     rows, ranks = rows_of(model, setup), setup.ranks_here
     totals = {place: total(rows, place) for place in (GPU, HOST, NVME)}
@@ -27,6 +27,11 @@ def summary(model: Model, setup: Setup, hardware: Hardware) -> dict:
         "hardware": asdict(hardware),
         "memory": [asdict(row) for row in rows],
     }
+    if found is not None:
+        result["limits"] = asdict(found.limits)
+        for name, need in (("fp32_adam", found.fp32_adam), ("zero8", found.zero8)):
+            result.setdefault("fits", {})[name] = need.fits(found.limits)
+        result["changes_that_fit"] = [asdict(change) for change in found.changes]
     for number, name in enumerate(("fp32_adam", "zero8")):
         result[name] = {
             "gpu_bytes": totals[GPU][number],
@@ -38,15 +43,16 @@ def summary(model: Model, setup: Setup, hardware: Hardware) -> dict:
     return result
 
 
-def text(model: Model, setup: Setup, hardware: Hardware) -> str:
-    """Return the plan as a table with its assumptions."""
+def text(model: Model, setup: Setup, hardware: Hardware, found: Verdict | None) -> str:
+    """Return the plan as a table with its assumptions, and the verdict if there is one."""
     lines = [
         *_memory_lines(rows_of(model, setup), setup.ranks_here),
         *_traffic_lines(model, setup),
         *_time_lines(model, setup, hardware),
     ]
     table = tabulate(lines, ["", *NAMES], disable_numparse=True, colalign=("left", *["right"] * 2))
-    return "\n".join([model.title, setup.describe(), "", table, "", *_remarks(setup, hardware)])
+    below = _remarks(setup, hardware) + ([] if found is None else ["", *_verdict_lines(found)])
+    return "\n".join([model.title, setup.describe(), "", table, "", *below])
 
 
 def _memory_lines(rows: list[Row], ranks: int) -> list[list[str]]:
@@ -70,13 +76,13 @@ def _traffic_lines(model: Model, setup: Setup) -> list[list[str]]:
     scale = 1 if setup.offload == "none" else ranks
     each = traffic_of(model, setup)
     lines = [
-        (f"step, memory of {place}, GB", [scale * one.step_bytes for one in each]),
-        ("step, GPU link, both ways, GB", [one.link_bytes for one in each]),
-        ("step, NVMe of each host, read, GB", [ranks * one.nvme_read_bytes for one in each]),
-        ("step, NVMe of each host, written, GB", [ranks * one.nvme_write_bytes for one in each]),
-        ("sent by each rank, GB", [one.network_bytes for one in each]),
+        (f"step, memory of {place}, GiB", [scale * one.step_bytes for one in each]),
+        ("step, GPU link, both ways, GiB", [one.link_bytes for one in each]),
+        ("step, NVMe of each host, read, GiB", [ranks * one.nvme_read_bytes for one in each]),
+        ("step, NVMe of each host, written, GiB", [ranks * one.nvme_write_bytes for one in each]),
+        ("sent by each rank, GiB", [one.network_bytes for one in each]),
     ]
-    return [[name, *(f"{v / GB:,.2f}" for v in values)] for name, values in lines if any(values)]
+    return [[name, *map(_in_gib, values)] for name, values in lines if any(values)]
 
 
 def _time_lines(model: Model, setup: Setup, hardware: Hardware) -> list[list[str]]:
@@ -108,6 +114,25 @@ def _remarks(setup: Setup, hardware: Hardware) -> list[str]:
     if setup.offload == "nvme":
         lines.append(f"NVMe: {hardware.nvme_gb_per_s:g} GB/s of each host (--nvme-bandwidth).")
     return lines
+
+
+def _verdict_lines(found: Verdict) -> list[str]:
+    limits, rows = found.limits, []
+    cases = [(NAMES[0], found.fp32_adam), (NAMES[1], found.zero8)]
+    cases += [(f"{NAMES[1]}, {change.what}", change.need) for change in found.changes]
+    for what, need in cases:
+        fits = "yes" if need.fits(limits) else "NO"
+        rows.append([_in_gib(need.host_bytes), _in_gib(need.gpu_bytes), fits, what])
+    headers = [_limit("host", limits.host_bytes), _limit("GPU", limits.gpu_bytes), "fits", "plan"]
+    align = [*["right"] * 3, "left"]
+    lines = tabulate(rows, headers, disable_numparse=True, colalign=align).splitlines()
+    if not found.zero8.fits(limits) and not found.changes:
+        lines.append("No change of the settings that was tried makes zero8 fit.")
+    return lines
+
+
+def _limit(name: str, num_bytes: int | None) -> str:
+    return f"each {name}, GiB" + (f", of {num_bytes / GIB:g}" if num_bytes is not None else "")
 
 
 def _in_gib(num_bytes: float) -> str:

@@ -10,6 +10,7 @@ import torch
 from zero8.spec.scalars import SMALLEST_EPS
 from zero8.spec.segment import Rounding
 from zero8.spec.shown import shown
+from zero8.state.other_names import hint
 
 logger = logging.getLogger("zero8")
 
@@ -77,10 +78,13 @@ def check_other_keys(others: dict) -> bool | None:
         if key in REFUSED_KEYS:
             continue
         if key not in NO_EFFECT_KEYS:
-            raise ValueError(
-                f"unknown parameter {key!r} for Adam8bitBlockwise; valid ones are "
-                f"{', '.join(SERVED_KEYS)}; accepted without effect: {', '.join(NO_EFFECT_KEYS)}"
+            texts = (
+                f"unknown parameter {key!r} for Adam8bitBlockwise.",
+                hint(key, SERVED_KEYS),
+                f"Valid ones are {', '.join(SERVED_KEYS)}; accepted without effect: "
+                f"{', '.join(NO_EFFECT_KEYS)}",
             )
+            raise ValueError("  ".join(filter(None, texts)))
         if value:
             logger.warning("%s=%r has no effect on Adam8bitBlockwise", key, value)
     return adamw_mode
@@ -180,7 +184,11 @@ def check_group(group: dict) -> None:
 
 def _check_number(name: str, value: object, minimum: float) -> None:
     if not isinstance(value, Real) or isinstance(value, bool) or not abs(value) <= MAX_NUMBER:
-        raise ValueError(f"{name}: got {shown(value)}, expected a finite number")
+        quoted = ", without quotes (YAML reads 1e-3 as text: write 1.0e-3)"
+        raise ValueError(
+            f"{name}: got {shown(value)}, expected a finite number"
+            + quoted * isinstance(value, str)
+        )
     if value < minimum:
         raise ValueError(f"{name}: got {shown(value)}, expected at least {minimum}")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zero8.state.params import KnownParams, ParamInfo
+from zero8.state.reencoded import Reencoded
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 
@@ -36,6 +37,7 @@ class StateKind(ABC):
     def __init__(self, settings: Settings, params: KnownParams):
         """Serve an optimizer with these settings and parameters."""
         self._settings, self._params = settings, params
+        self.reencoded = Reencoded()
 
     @abstractmethod
     def serves(self, p: Tensor, state: dict) -> bool:

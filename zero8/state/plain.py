@@ -36,6 +36,7 @@ from zero8.spec.shown import shown, shown_keys
 from zero8.state import narrow
 from zero8.state.extent import Box, Extent, local
 from zero8.state.header import MOMENTS, Header
+from zero8.state.reencoded import Reencoded
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 
@@ -179,7 +180,13 @@ class PlainState:
 
     @classmethod
     def adopted(
-        cls, saved: dict, codec: Codec, parameter: Piece, extent: Extent, device: torch.device
+        cls,
+        saved: dict,
+        codec: Codec,
+        parameter: Piece,
+        extent: Extent,
+        device: torch.device,
+        reencoded: Reencoded,
     ) -> "PlainState":
         """Return a loaded state in tensors of its own, in the form that the optimizer keeps.
 
@@ -192,6 +199,7 @@ class PlainState:
             parameter: the whole parameter as a piece, under the optimizer's policy.
             extent: the part that is here.
             device: where it is.
+            reencoded: notes the parameter if its codes are requantized.
 
         Raises:
             ValueError: if they do not fit.
@@ -211,6 +219,7 @@ class PlainState:
             kept = [store.to(device, copy=True) for store in stores]
             return cls.of(kept, wanted, extent, step, history)
         stores[0].tell_if_retired()
+        reencoded.note((stores[0].codec, theirs.block_size), (codec, wanted.block_size))
         new = cls.zeros(codec, wanted, extent, device)
         new._write([store.read(0, store.table.numel) for store in stores])
         return cls({**new.entries, "step": step, "history": history}, extent)

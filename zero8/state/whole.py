@@ -49,7 +49,8 @@ class WholeTensor(StateKind):
         """See `StateKind`; moments of another Adam are encoded."""
         parameter = self._parameter(info)
         extent, codec = self._extent(p, parameter), self._settings.codec
-        return PlainState.adopted(saved, codec, parameter, extent, p.device).entries
+        arguments = saved, codec, parameter, extent, p.device, self.reencoded
+        return PlainState.adopted(*arguments).entries
 
     def correction(self, p: Tensor, saved: dict, info: ParamInfo) -> dict:
         """See `StateKind`."""

@@ -10,10 +10,19 @@ from torch import Tensor
 from zero8.op import kernel
 from zero8.op.devices import DEVICES
 
-# What to set, by dtype that is not served.
+_REAL_VIEW = (
+    "; make the parameter torch.view_as_real(...) of it in float32, and call "
+    "torch.view_as_complex on it in the forward"
+)
+
+# What to do, by dtype that is not served.
 REMEDIES = {
     torch.float16: "; to compute in float16 keep float32 weights: use torch.autocast, or "
-    "DeepSpeed's fp16 without fp16_master_weights_and_grads"
+    "DeepSpeed's fp16 without fp16_master_weights_and_grads",
+    torch.float64: "; before the optimizer is made convert the model by model.float() or "
+    "model.to(torch.bfloat16)",
+    torch.complex64: _REAL_VIEW,
+    torch.complex128: _REAL_VIEW,
 }
 
 
@@ -33,27 +42,28 @@ def check_new(label: str, p: Tensor) -> None:
         _check_dtype(f"parameter {label}: got one", p, kernel.DTYPES)
 
 
-def check_tensors(p: Tensor, grad: Tensor) -> None:
+def check_tensors(label: str, p: Tensor, grad: Tensor) -> None:
     """Raise ValueError if a parameter or its gradient, as this rank holds them, is not served."""
+    owner = f"parameter {label}: "
     if p.device.type not in DEVICES or (p.device.type == "cuda" and torch.version.hip):
         raise ValueError(
-            f"got a parameter on {p.device}{' of ROCm' * bool(torch.version.hip)}, expected one on "
-            'the CPU or a CUDA GPU: use DeepSpeed\'s "offload_optimizer": {"device": "cpu"}'
+            f"{owner}got a parameter on {p.device}{' of ROCm' * bool(torch.version.hip)}, expected "
+            'one on the CPU or a CUDA GPU: use DeepSpeed\'s "offload_optimizer": {"device": "cpu"}'
         )
     if grad.device != p.device:
-        raise ValueError(f"got a gradient on {grad.device}, the parameter is on {p.device}")
+        raise ValueError(f"{owner}got a gradient on {grad.device}, the parameter is on {p.device}")
     if grad.shape != p.shape:
-        raise ValueError(
-            f"got a gradient of shape {tuple(grad.shape)}, the parameter has {tuple(p.shape)}"
-        )
+        shapes = f"{tuple(grad.shape)}, the parameter has {tuple(p.shape)}"
+        raise ValueError(f"{owner}got a gradient of shape {shapes}")
     if grad.is_sparse:
-        raise ValueError("got a sparse gradient; set sparse=False on the embedding")
-    _check_dtype("got a parameter", p, kernel.DTYPES)
-    _check_dtype(f"got a gradient of a {p.dtype} parameter", grad, kernel.DTYPES[p.dtype])
+        raise ValueError(f"{owner}got a sparse gradient; set sparse=False on the embedding")
+    _check_dtype(f"{owner}got a parameter", p, kernel.DTYPES)
+    what = f"{owner}got a gradient of a {p.dtype} parameter"
+    _check_dtype(what, grad, kernel.DTYPES[p.dtype])
     for kind, tensor in (("parameter", p), ("gradient", grad)):
         if tensor.numel() and tensor.data_ptr() == 0:
             raise ValueError(
-                f"got a {kind} of type {type(tensor).__name__} without storage of its own, "
+                f"{owner}got a {kind} of type {type(tensor).__name__} without storage of its own, "
                 "expected a plain tensor or a DTensor"
             )
 

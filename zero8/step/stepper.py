@@ -93,7 +93,7 @@ class Stepper:
         infos = self._params.infos(groups) if unfit else {}
         try:
             for single in unfit:
-                check_tensors(*single.values, *single.grads)
+                check_tensors(infos[single.params[0]].label, *single.values, *single.grads)
             devices = {single.values[0].device for single in unfit}
             if any(map(is_capturing, devices)):
                 raise RuntimeError(TOO_EARLY)

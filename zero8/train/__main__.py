@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from zero8 import extras
 from zero8.train.engine import BASELINE, CONFIGS, DEEPSPEED, EIGHT_BIT, FOLDERS
 from zero8.train.model import MODELS
 from zero8.train.run import train
@@ -54,7 +55,8 @@ def main() -> None:
         )
     if "LOCAL_RANK" not in os.environ:
         parser.error("no LOCAL_RANK in the environment: start it with torchrun (see the usage)")
-    train(**vars(arguments))
+    with extras.explained("python -m zero8.train"):
+        train(**vars(arguments))
     # Not through the interpreter's shutdown: a thread of gloo may drop the tensor of the last
     # collective only then, which ends it within a destructor, and so aborts the process (PyTorch
     # 2.13, ProcessGroupGloo::runLoop).  DeepSpeed keeps the groups, so destroying them, which would

@@ -7,8 +7,7 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
+from zero8 import extras
 from zero8.bench import record
 from zero8.train import at_scale
 from zero8.train.engine import BASELINE, EIGHT_BIT
@@ -113,6 +112,8 @@ def text(summary: dict) -> str:
 
 def plot(runs: list[dict], path: Path) -> None:
     """Draw both runs' train and validation losses over the steps."""
+    from matplotlib.figure import Figure  # of zero8[train]
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for run, color, dash in zip(runs, ("tab:blue", "tab:orange"), ("-", "--"), strict=True):
@@ -165,8 +166,10 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder with AdamW.json and Adam8bitBlockwise.json")
     parser.add_argument("--command", default="", help="command that made the runs, for the record")
     arguments = parser.parse_args()
-    engine = read_runs(arguments.out)[0]["engine"]
-    report(arguments.out, at_scale.measure(engine), arguments.command)
+    with extras.explained(parser.prog):
+        extras.need("cpuinfo", "matplotlib")
+        engine = read_runs(arguments.out)[0]["engine"]
+        report(arguments.out, at_scale.measure(engine), arguments.command)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,8 @@ class FlatPartition(StateKind):
         if same_blocks and saved.codec == codec:
             return replace(saved.clone(), table=wanted)
         saved.tell_if_retired()
+        for ours, theirs in pairs if which == MOMENTS[0] else ():
+            self.reencoded.note((saved.codec, theirs.block_size), (codec, ours.block_size))
         store = MomentStore.zeros(codec, saved.which, wanted)
         store.write(0, saved.read(0, table.numel))
         return store

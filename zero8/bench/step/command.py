@@ -23,7 +23,6 @@ from zero8.bench.step import cuda as step_cuda
 from zero8.bench.step import kernel as step_kernel
 from zero8.bench.step import machines
 from zero8.bench.step.contenders import Contender
-from zero8.bench.step.figure import plot
 from zero8.bench.step.report import busy_lines, markdown
 from zero8.bench.step.targets import checks
 from zero8.bench.step.tensors import LEAST_NUMEL, NUM_TENSORS, ROW
@@ -89,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, write the three files, print the targets; return the exit status."""
     if arguments.device == "cuda":
         return step_cuda.run(arguments)
+    from zero8.bench.step.figure import plot  # which needs matplotlib
+
     plan = Plan.of(arguments)
     began = time.perf_counter()
     result = measure(plan)

@@ -27,7 +27,6 @@ from zero8.bench.step.cuda_contenders import (
     size_name,
     timeables,
 )
-from zero8.bench.step.cuda_figure import plot
 from zero8.bench.step.cuda_report import markdown
 from zero8.bench.step.cuda_targets import checks
 from zero8.bench.step.tensors import LEAST_NUMEL, NUM_TENSORS, ROW
@@ -81,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if (absence := gpu.absence()) is not None:
         raise UsageError(f"--device cuda: {absence}")
+    from zero8.bench.step.cuda_figure import plot  # which needs matplotlib
+
     plan = Plan.of(arguments)
     began = time.perf_counter()
     made = {"machine": gpu.machine(), "command": _command(plan, arguments.json)}

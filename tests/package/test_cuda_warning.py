@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch warns where nvcc is installed and no GPU is there: none of our processes prints that."""
+
+import logging
+
+import processes
+import pytest
+
+from zero8.op import cpp_extension
+
+# A torch with CUDA, as `import torch.utils.cpp_extension` sees it.
+WITH_CUDA = """
+import torch
+torch.version.cuda = "13.0"
+torch.cuda._is_compiled, torch.cuda.is_available = lambda: True, lambda: False
+"""
+WARNING = "No CUDA runtime is found, using CUDA_HOME"
+
+
+def printed(code, tmp_path):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\nexit 1\n")
+    nvcc.chmod(0o755)
+    done = processes.python(WITH_CUDA + code, CUDA_HOME=str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_torch_prints_the_warning_itself(tmp_path):
+    """Guards the test below."""
+    assert WARNING in printed("import torch.utils.cpp_extension", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import zero8; from zero8.op import build; build.cache_root()",
+        "from zero8.train import config",  # which imports deepspeed
+        "from zero8 import cli; assert cli.main(['doctor']) == 0",
+    ],
+)
+def test_our_processes_print_no_warning_of_a_missing_cuda_runtime(code, tmp_path):
+    end = "\nimport torch.utils.cpp_extension as c; assert c.CUDA_HOME"
+    assert WARNING not in printed(code + end, tmp_path)
+
+
+def test_other_warnings_of_the_module_are_printed(tmp_path):
+    code = """
+import logging
+from zero8.op import cpp_extension
+logger = logging.getLogger("torch.utils.cpp_extension")
+cpp_extension.imported().logger.warning("another")
+logger.warning("No CUDA runtime is found, later")
+"""
+    lines = printed(code, tmp_path)
+    assert "another" in lines and "No CUDA runtime is found, later" in lines
+
+
+def test_filter_keeps_other_records():
+    record = logging.makeLogRecord({"msg": "gcc is too old for this torch"})
+    assert cpp_extension._is_another(record)

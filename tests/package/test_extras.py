@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where only the base dependencies are installed, help works and commands name their extra."""
+
+import argparse
+import json
+import re
+import sys
+
+import processes
+import pytest
+import torch
+from places import ROOT
+
+import zero8
+from zero8 import cli, extras
+
+# Runs a module's command line where no package of an extra can be imported.
+BASE_ONLY = """
+import runpy, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {refused!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+"""
+BASE_ONLY = BASE_ONLY.format(refused=set(extras.EXTRAS))
+# Prints the exit status and the last line of the help of every command.
+EVERY_HELP = """
+import contextlib, io, json
+from zero8 import cli
+
+statuses = {}
+for words in json.loads(sys.argv[1]):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            cli.main([*words, "--help"])
+        except SystemExit as end:
+            status = end.code
+    statuses[" ".join(words)] = [status, printed.getvalue()]
+print(json.dumps(statuses))
+"""
+MODULES = ["zero8", "zero8.cli", "zero8.train", "zero8.train.report"]
+
+
+def commands(parser, words=()):
+    """Return the words of all commands below a parser, and its own."""
+    parser.complete()
+    found = [words]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                found += commands(below, (*words, name))
+    return found
+
+
+def base_only(code, *arguments):
+    return processes.run([sys.executable, "-c", BASE_ONLY + code, *arguments], seconds=120)
+
+
+def test_commands_are_found_by_walking_the_parser():
+    found = commands(cli.make_parser())
+    assert {(), ("plan",), ("bench", "step"), ("checkpoint", "inspect")} <= set(found)
+    assert len(found) > 15
+
+
+def test_help_of_every_command_works_without_extras():
+    done = base_only(EVERY_HELP, json.dumps(commands(cli.make_parser())))
+    assert done.returncode == 0, done.stderr
+    for words, (status, printed) in json.loads(done.stdout.splitlines()[-1]).items():
+        assert status == 0, (words, printed)
+        assert f"usage: zero8 {words}".rstrip() in printed
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_module_help_works_without_extras(module):
+    code = f"sys.argv[1:] = ['--help']\nrunpy.run_module({module!r}, run_name='__main__')"
+    done = base_only(code)
+    assert (done.returncode, "usage:" in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "expected"),
+    [
+        (["--help"], 0, "usage: job.py"),
+        (["true"], 2, "launch/job.py: needs psutil: pip install 'zero8[launch]'\n"),
+    ],
+)
+def test_launch_job_without_psutil_helps_and_says_what_to_install(words, status, expected):
+    folder = str(ROOT / "launch")
+    code = f"sys.path.insert(0, {folder!r})\nrunpy.run_module('job', run_name='__main__')"
+    done = base_only(f"sys.argv[:] = {['job.py', *words]!r}\n{code}")
+    assert done.returncode == status, done.stderr
+    assert (done.stdout if status == 0 else done.stderr).startswith(expected)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A checkpoint of plain PyTorch."""
+    path = tmp_path_factory.mktemp("checkpoint") / "plain.pt"
+    param = torch.nn.Parameter(torch.ones(64, 64))
+    param.grad = torch.ones(64, 64)
+    optimizer = zero8.Adam8bitBlockwise([param], lr=1e-3)
+    optimizer.step()
+    torch.save({"optimizer": optimizer.state_dict()}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "package", "extra"),
+    [
+        ("bench step --json OUT", "cpuinfo", "bench"),
+        ("bench backward --json OUT", "cpuinfo", "bench"),
+        ("bench plan --json OUT", "cpuinfo", "bench"),
+        ("plan --parameters 1B --plot OUT", "matplotlib", "bench"),
+        ("checkpoint inspect CHECKPOINT --plot OUT", "matplotlib", "bench"),
+        ("checkpoint universal CHECKPOINT", "deepspeed", "deepspeed"),
+        ("build CONFIG", "deepspeed", "deepspeed"),
+    ],
+)
+def test_command_without_its_extra_names_it_in_one_line(
+    words, package, extra, checkpoint, tmp_path
+):
+    out, config = tmp_path / "out", tmp_path / "config.json"
+    config.write_text("{}")
+    names = {"OUT": out, "CHECKPOINT": checkpoint, "CONFIG": config}
+    arguments = [str(names.get(word, word)) for word in words.split()]
+    done = base_only("from zero8 import cli; sys.exit(cli.main(sys.argv[1:]))", *arguments)
+    command = re.match(r"(?:[a-z]+ ?)+(?= |$)", words)[0].strip()
+    expected = f"zero8 {command}: needs {package}: pip install 'zero8[{extra}]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+    assert not out.exists()
+
+
+def test_command_that_lacks_a_module_of_no_extra_raises(monkeypatch):
+    def fail(arguments):
+        raise ModuleNotFoundError("No module named 'zero8.lost'", name="zero8.lost")
+
+    monkeypatch.setattr("zero8.cli._doctor", fail)
+    with pytest.raises(ModuleNotFoundError, match="zero8.lost"):
+        cli.main(["doctor"])
+
+
+@pytest.mark.parametrize("words", [[], ["bench"], ["checkpoint"]])
+def test_command_without_its_subcommand_prints_help_and_exits_2(words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    printed = capsys.readouterr()
+    assert (caught.value.code, printed.out) == (2, "")
+    assert " ".join(["usage: zero8", *words]) in printed.err and "--help" in printed.err
+
+
+def test_module_zero8_runs_the_command_line():
+    done = processes.run([sys.executable, "-m", "zero8", "--version"])
+    assert (done.returncode, done.stdout) == (0, f"zero8 {zero8.__version__}\n")

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packages that only some commands need, and the extra of zero8 that installs each."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+EXTRAS = {
+    "cpuinfo": "bench",
+    "deepspeed": "deepspeed",
+    "matplotlib": "bench",
+    "psutil": "launch",
+    "tomli": "train",
+}
+"""Extras by the name under which a package is imported."""
+
+USAGE = 2
+"""Exit status of a command that cannot start, as that of wrong usage."""
+
+
+def need(*names: str) -> None:
+    """Import packages; a command that needs them late fails before its work, not after it.
+
+    Raises:
+        ModuleNotFoundError: for the first that is not installed.
+    """
+    for name in names:
+        importlib.import_module(name)
+
+
+@contextmanager
+def explained(program: str) -> Iterator[None]:
+    """End the process with one line, instead of a traceback, where an extra is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        line = f"{program}: needs {package}: pip install 'zero8[{EXTRAS[package]}]'"
+        print(line, file=sys.stderr)
+        raise SystemExit(USAGE) from error

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hints for keywords that the optimizer does not know: other libraries' names, and misspellings."""
+
+import difflib
+from collections.abc import Iterable
+
+_BETAS = "Did you mean 'betas', as in betas=(0.9, 0.999)?"
+
+ADVICE = {
+    # bitsandbytes
+    "optim_bits": "Leave it out: moments are 8-bit, but for those that fp32_params names.",
+    "args": "Leave it out: every setting is a keyword.",
+    "block_wise": "Leave it out: every block of block_size elements has a scale.",
+    "percentile_clipping": "Leave it out, and clip by torch.nn.utils.clip_grad_norm_.",
+    "is_paged": "Leave it out: DeepSpeed's offload_optimizer or FSDP2's CPUOffloadPolicy keeps "
+    "states in host memory.",
+    # torchao
+    "compile_backend": "Leave it out: the kernel is compiled ahead, not by torch.compile.",
+    "bf16_stochastic_round": "Did you mean 'stochastic_rounding'?  It is on by default.",
+    # Trainers, papers and other frameworks
+    "wd": "Did you mean 'weight_decay'?",
+    "learning_rate": "Did you mean 'lr'?",
+    "beta1": _BETAS,
+    "beta2": _BETAS,
+    "momentum": _BETAS,
+}
+"""What to do with keywords of others, as a sentence."""
+
+
+def hint(key: str, valid: Iterable[str]) -> str:
+    """Return what to do with an unknown keyword, "" if nothing like it is known."""
+    if key in ADVICE:
+        return ADVICE[key]
+    near = difflib.get_close_matches(key.lower(), list(valid), n=1)
+    return f"Did you mean {near[0]!r}?" if near else ""

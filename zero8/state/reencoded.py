@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameters a load has encoded with other settings than they were saved with."""
+
+from collections import Counter
+
+from zero8.spec.codec import RETIRED, Codec
+from zero8.state.tell import tell_once
+
+
+class Reencoded:
+    """Counts of parameters, by the form in which their moments were saved and the one kept."""
+
+    def __init__(self):
+        """Count none."""
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def note(self, saved: tuple[Codec | None, int], kept: tuple[Codec | None, int]) -> None:
+        """Count a parameter if its moments have another form than they were saved in.
+
+        Args:
+            saved: codec and block size of the loaded state; block size 0 for float32 moments.
+            kept: those of the optimizer.
+        """
+        forms = _form(*saved), _form(*kept)
+        # `MomentStore.tell_if_retired` logs the codec that is gone.
+        if forms[0] != forms[1] and saved[0] != RETIRED:
+            self._counts[forms] += 1
+
+    def forget(self) -> None:
+        """Forget what was counted, by a load that failed, say."""
+        self._counts.clear()
+
+    def tell(self) -> None:
+        """Log what was counted, once in the process, and forget it."""
+        for (saved, kept), count in self._counts.items():
+            tell_once(
+                f"zero8: {count} parameter(s) were saved with {saved} and loaded with {kept}, the "
+                "optimizer's settings: each moment is within half a code of the saved one; to keep "
+                "the saved form, make the optimizer with the settings of the checkpoint"
+            )
+        self.forget()
+
+
+def _form(codec: Codec | None, block_size: int) -> str:
+    return f"codec={codec.name!r}, block_size={block_size}" if block_size else "float32 moments"
