@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from zero8.checkpoint.inspect import Found
+from zero8.checkpoint.param_counts import Found
 from zero8.checkpoint.statistics import order_of_codes
 from zero8.state.header import MOMENTS
 

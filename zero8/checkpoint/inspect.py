@@ -3,7 +3,7 @@
 
 import argparse
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 from tabulate import tabulate
@@ -11,52 +11,10 @@ from tabulate import tabulate
 from zero8.checkpoint.each_file import each_file
 from zero8.checkpoint.fragment import Fragment
 from zero8.checkpoint.open import open_checkpoint
+from zero8.checkpoint.param_counts import Found, ParamCounts
 from zero8.checkpoint.source import Source
 from zero8.checkpoint.statistics import MomentCounts, counts_of
-from zero8.spec.codec import Codec
 from zero8.state.header import MOMENTS
-
-
-@dataclass
-class ParamCounts:
-    """What is found of one parameter.
-
-    Attributes:
-        shape: its global shape.
-        block_size: elements per block, 0 for float32 moments.
-        codec: None for float32 moments.
-        steps: the steps taken; more than one number if parts of it disagree.
-        numel: elements found.
-        moments: what is counted of each moment.
-    """
-
-    shape: tuple[int, ...]
-    block_size: int
-    codec: Codec | None
-    steps: set[int] = field(default_factory=set)
-    numel: int = 0
-    moments: dict[str, MomentCounts] = field(
-        default_factory=lambda: {which: MomentCounts() for which in MOMENTS}
-    )
-
-    def entry(self) -> dict:
-        """Return a JSON object."""
-        quantized = self.codec if self.block_size else None
-        return {
-            "shape": list(self.shape),
-            "numel": self.numel,
-            "bits": 8 if self.block_size else 32,
-            "block_size": self.block_size,
-            "codec": quantized.name if quantized else None,
-            "steps": sorted(self.steps),
-            **{
-                which: counts.summary(getattr(quantized, which) if quantized else None)
-                for which, counts in self.moments.items()
-            },
-        }
-
-
-Found = dict[tuple[str, str], ParamCounts]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
