@@ -5,6 +5,7 @@ import ast
 import os
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,32 @@ def test_layers_package_imports_nothing_that_is_not_installed_with_it():
     outside = {"benchmarks", "launch", "tests"}
     found = {n: outside & {t.partition(".")[0] for t in imported(p)} for n, p in SOURCES.items()}
     assert [name for name, targets in found.items() if targets] == []
+
+
+def modules_imported() -> dict[str, set[str]]:
+    """Return by module of zero8 the modules of zero8 that it imports, anywhere in its file."""
+    modules = {name.removesuffix(".py").replace("/", "."): path for name, path in SOURCES.items()}
+    found = {}
+    for module, path in modules.items():
+        inside = (t.removeprefix("zero8.") for t in imported(path) if t.startswith("zero8."))
+        # `from zero8.a.b import c` imports the module zero8.a.b.c, or a name of zero8.a.b.
+        names = {t if t in modules else t.rpartition(".")[0] for t in inside}
+        found[module] = names & set(modules) - {module}
+    return found
+
+
+def test_layers_modules_import_no_circle():
+    try:
+        list(TopologicalSorter(modules_imported()).static_order())
+    except CycleError as error:
+        pytest.fail(f"modules import each other in a circle: {error.args[1]}")
+
+
+def test_layers_scan_of_modules_finds_the_imports_of_a_file():
+    """Guards the test above."""
+    found = modules_imported()
+    assert {"spec.codec", "state.store"} <= found["state.plain"]
+    assert "train.engine_fsdp2" in found["train.engines"]  # within a function
 
 
 def imports_deepspeed(path: Path) -> bool:

@@ -14,7 +14,8 @@ from ranks import error_of
 from zero8.train import run
 from zero8.train.config_fsdp2 import FSDP2Settings
 from zero8.train.data import load_text, train_batch
-from zero8.train.engine import CONFIGS, FSDP2, engine_class
+from zero8.train.engine import CONFIGS, FSDP2
+from zero8.train.engines import engine_class
 from zero8.train.model import GPT, GPTConfig
 
 # Of the learning rate's schedule, as in the job itself.

@@ -68,14 +68,3 @@ class Engine(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait for what the device has been asked for."""
-
-
-def engine_class(name: str) -> type[Engine]:
-    """Return the class of an engine; here alone is its framework imported."""
-    if name == DEEPSPEED:
-        from zero8.train.engine_deepspeed import DeepSpeedEngine
-
-        return DeepSpeedEngine
-    from zero8.train.engine_fsdp2 import FSDP2Engine
-
-    return FSDP2Engine

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from tqdm import trange
 
 from zero8.train.data import Text, load_text, train_batch, unigram_entropy, validation_windows
-from zero8.train.engine import Engine, engine_class
+from zero8.train.engine import Engine
+from zero8.train.engines import engine_class
 from zero8.train.log import log_warnings
 from zero8.train.measure import (
     StepTimer,
