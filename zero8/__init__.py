@@ -6,7 +6,7 @@ Importing it registers the DeepSpeed optimizer type "Adam8bitBlockwise".
 
 from zero8 import autoload
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = ["Adam8bitBlockwise", "__version__", "assert_active", "export"]
 
 autoload.install()
