@@ -64,7 +64,7 @@ help:
 	@echo "make fuzz-kernel  step over CASES (3000) random segments on every instruction set, and"
 	@echo "                compare the bits with those of the reference"
 	@echo "make soak       kill trainings KILLS (100) times, and compare them with undisturbed ones"
-	@echo "make lint       check style, without changing anything"
+	@echo "make lint       check style and types, without changing anything"
 	@echo "make setup      only install what CI needs"
 
 setup: .venv/.dev
@@ -137,6 +137,7 @@ soak: .venv/.test
 lint: .venv/.dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
 	.venv/bin/clang-format --style=file:csrc/.clang-format --dry-run --Werror $(CXX_FILES)
 
 # Where it is set, every process would compile torch and DeepSpeed to bytecode anew.

@@ -77,6 +77,7 @@ def machine(tmp_path):
         ("test-full", "-m pytest tests/integrations -m integrations"),
         ("lint", "ruff check"),
         ("lint", "ruff format --check"),
+        ("lint", "-m mypy"),
         ("lint", "clang-format"),
     ],
 )

@@ -35,6 +35,7 @@ def test_wheel_holds_the_package_and_every_source_file(wheel):
         assert f"zero8/{path.relative_to(ROOT).as_posix()}" in names
     for path in (ROOT / "zero8").rglob("*.py"):
         assert path.relative_to(ROOT).as_posix() in names
+    assert "zero8/py.typed" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"zero8"}
 
 
