@@ -134,11 +134,20 @@ soak: .venv/.test
 	$(BUILD) configs/zero3_nvme.json
 	OMP_NUM_THREADS=1 $(RUN) tests/soak.py --kills $(or $(KILLS),100) --seed $(or $(SEED),0)
 
+# omp.h is the compiler's, after clang's own headers of instructions.
+TIDY := .venv/bin/clang-tidy --quiet
+PRINT_TIDY_FLAGS := from importlib.util import find_spec; from sysconfig import get_path; \
+  (torch,) = find_spec("torch").submodule_search_locations; \
+  print("-std=c++17 -DTORCH_EXTENSION_NAME=zero8_adam", \
+    "-isystem", get_path("include"), "-isystem", f"{torch}/include")
+
 lint: .venv/.dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	.venv/bin/clang-format --style=file:csrc/.clang-format --dry-run --Werror $(CXX_FILES)
+	$(TIDY) csrc/*.cpp -- $$($(VENV_PYTHON) -c '$(PRINT_TIDY_FLAGS)') \
+	  -idirafter $$($${CXX:-c++} -print-file-name=include)
 
 # Where it is set, every process would compile torch and DeepSpeed to bytecode anew.
 export PYTHONDONTWRITEBYTECODE :=

@@ -79,6 +79,7 @@ def machine(tmp_path):
         ("lint", "ruff format --check"),
         ("lint", "-m mypy"),
         ("lint", "clang-format"),
+        ("lint", "clang-tidy"),
     ],
 )
 def test_target_dry_run_names_its_command(target, expected):
