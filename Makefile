@@ -64,7 +64,7 @@ help:
 	@echo "make fuzz-kernel  step over CASES (3000) random segments on every instruction set, and"
 	@echo "                compare the bits with those of the reference"
 	@echo "make soak       kill trainings KILLS (100) times, and compare them with undisturbed ones"
-	@echo "make lint       check style, without changing anything"
+	@echo "make lint       check style and types, without changing anything"
 	@echo "make setup      only install what CI needs"
 
 setup: .venv/.dev
@@ -134,10 +134,20 @@ soak: .venv/.test
 	$(BUILD) configs/zero3_nvme.json
 	OMP_NUM_THREADS=1 $(RUN) tests/soak.py --kills $(or $(KILLS),100) --seed $(or $(SEED),0)
 
+# omp.h is the compiler's, after clang's own headers of instructions.
+TIDY := .venv/bin/clang-tidy --quiet
+PRINT_TIDY_FLAGS := from importlib.util import find_spec; from sysconfig import get_path; \
+  (torch,) = find_spec("torch").submodule_search_locations; \
+  print("-std=c++17 -DTORCH_EXTENSION_NAME=zero8_adam", \
+    "-isystem", get_path("include"), "-isystem", f"{torch}/include")
+
 lint: .venv/.dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
 	.venv/bin/clang-format --style=file:csrc/.clang-format --dry-run --Werror $(CXX_FILES)
+	$(TIDY) csrc/*.cpp -- $$($(VENV_PYTHON) -c '$(PRINT_TIDY_FLAGS)') \
+	  -idirafter $$($${CXX:-c++} -print-file-name=include)
 
 # Where it is set, every process would compile torch and DeepSpeed to bytecode anew.
 export PYTHONDONTWRITEBYTECODE :=

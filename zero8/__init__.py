@@ -8,7 +8,7 @@ from importlib import import_module
 
 from zero8 import autoload
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 # The modules of the public names; each is imported when its name is first used.
 _MODULES = {
     "Adam8bitBlockwise": "zero8.optimizer",

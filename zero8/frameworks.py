@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero8.ranks.numbers import Group
 from zero8.state.kind import StateKind
 from zero8.state.whole import WholeTensor
 
@@ -52,7 +53,7 @@ class Framework:
         """Note that an optimizer was made for parameters, by no engine."""
         return
 
-    def process_groups(self, params: Iterable[Tensor]) -> list:
+    def process_groups(self, params: Iterable[Tensor]) -> list[Group]:
         """Return the groups of ranks that share parameters, [] if none are shared."""
         return []
 
@@ -110,6 +111,6 @@ def claim(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], use: Use) 
         framework.claim(optimizer, params, use)
 
 
-def process_groups(params: Sequence[Tensor]) -> list:
+def process_groups(params: Sequence[Tensor]) -> list[Group]:
     """Return the groups of ranks that share parameters, [] if none are shared."""
     return [group for framework in _registered for group in framework.process_groups(params)]

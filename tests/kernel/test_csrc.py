@@ -80,6 +80,16 @@ def test_targets_that_the_build_takes_for_served_are_those_that_the_op_serves():
     assert served == list(kernel.isas())
 
 
+def test_sources_of_every_instruction_set_compile_without_warnings():
+    """As the compiler reads them; slow tests compile them as the builder does, with -Werror."""
+    name = "-DTORCH_EXTENSION_NAME=zero8_adam"
+    flags = [*build.FLAGS, *WARNINGS, "-fsyntax-only", name, *python_headers()]
+    sources = build.op().sources
+    assert {f"step_{target}" for target in build.TARGETS} < {path.stem for path in sources}
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda source: output_of([*COMPILER, *flags, source]), sources))
+
+
 def test_headers_compile_alone_and_twice_where_two_files_include_them(tmp_path):
     # The headers below are meant to be included once per target, so they have no guard.
     source = tmp_path / "twice.cpp"

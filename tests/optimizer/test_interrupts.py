@@ -51,8 +51,9 @@ def test_interrupt_as_the_kernel_returns_leaves_a_step_that_is_done_and_noted(pa
     taken = Part.step
 
     def interrupted(self, *args):
-        taken(self, *args)
+        result = taken(self, *args)
         signal.raise_signal(SIGINT)
+        return result
 
     with monkeypatch.context() as patch:
         patch.setattr(Part, "step", interrupted)

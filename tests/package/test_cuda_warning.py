@@ -14,6 +14,8 @@ import torch
 torch.version.cuda = "13.0"
 torch.cuda._is_compiled, torch.cuda.is_available = lambda: True, lambda: False
 """
+# Where TORCH_EXTENSIONS_DIR is set, zero8 does not ask the module for its folder.
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TORCH_EXTENSIONS_DIR": None}
 WARNING = "No CUDA runtime is found, using CUDA_HOME"
 
 
@@ -22,7 +24,7 @@ def printed(code, tmp_path):
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\nexit 1\n")
     nvcc.chmod(0o755)
-    done = processes.python(WITH_CUDA + code, CUDA_HOME=str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    done = processes.python(WITH_CUDA + code, CUDA_HOME=str(tmp_path), **ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

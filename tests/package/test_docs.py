@@ -7,9 +7,10 @@ import pytest
 from places import ROOT
 
 FOLDERS = ("benchmarks", "configs", "launch", "zero8/checkpoint")
-DOCS = [ROOT / "README.md", *(ROOT / name / "README.md" for name in FOLDERS)]
+DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+DOCS += [ROOT / name / "README.md" for name in FOLDERS]
 DOCS += sorted((ROOT / "docs").glob("*.md"))
-PATH = re.compile(r"`((?:zero8|csrc|tests|configs|launch|benchmarks)/[\w./*]+)`")
+PATH = re.compile(r"`((?:zero8|csrc|tests|configs|launch|benchmarks|examples)/[\w./*]+)`")
 TEST = re.compile(r"^def (test_\w+)\(", re.MULTILINE)
 NAMED_TEST = re.compile(r"`(?:[\w/]+/)?(test_\w+(?:\.py)?)`")
 LINK = re.compile(r"\]\((?!http)([^)#]+)\)")

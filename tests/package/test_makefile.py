@@ -77,7 +77,9 @@ def machine(tmp_path):
         ("test-full", "-m pytest tests/integrations -m integrations"),
         ("lint", "ruff check"),
         ("lint", "ruff format --check"),
+        ("lint", "-m mypy"),
         ("lint", "clang-format"),
+        ("lint", "clang-tidy"),
     ],
 )
 def test_target_dry_run_names_its_command(target, expected):

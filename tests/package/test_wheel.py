@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+import email
 import os
+import re
 import sys
 import sysconfig
 import zipfile
@@ -7,7 +9,10 @@ from pathlib import Path
 
 import processes
 import pytest
+from packaging.version import Version
 from places import ROOT
+
+import zero8
 
 
 def check(command, **env):
@@ -30,14 +35,24 @@ def test_wheel_holds_the_package_and_every_source_file(wheel):
         assert f"zero8/{path.relative_to(ROOT).as_posix()}" in names
     for path in (ROOT / "zero8").rglob("*.py"):
         assert path.relative_to(ROOT).as_posix() in names
+    assert "zero8/py.typed" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"zero8"}
 
 
-def test_wheel_is_under_1_mb_and_holds_no_benchmarks(wheel):
+def test_wheel_is_under_1_mb_and_holds_no_benchmarks_and_examples(wheel):
     assert wheel.stat().st_size < 1e6
-    moved = {path.name for path in (ROOT / "benchmarks" / "records").iterdir()}
+    left_out = [*(ROOT / "benchmarks" / "records").iterdir(), *(ROOT / "examples").iterdir()]
+    moved = {path.name for path in left_out}
     assert len(moved) > 20
     assert moved.isdisjoint(Path(name).name for name in zipfile.ZipFile(wheel).namelist())
+
+
+def test_wheel_version_is_that_of_the_module_and_heads_the_changelog(wheel):
+    (name,) = (n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("/METADATA"))
+    metadata = email.message_from_bytes(zipfile.ZipFile(wheel).read(name))
+    assert metadata["Version"] == zero8.__version__
+    heading = re.search(r"^## (\S+) \(", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heading[1] == Version(zero8.__version__).base_version
 
 
 @pytest.fixture(scope="module")

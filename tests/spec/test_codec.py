@@ -9,7 +9,7 @@ import torch
 
 from zero8.spec import arithmetic as ieee
 from zero8.spec import dither
-from zero8.spec.codec import CODECS, RETIRED, codec_named, codec_numbered
+from zero8.spec.codec import CODECS, RETIRED, codec_named, codec_numbered, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.spec.log import LogCode
 from zero8.spec.scalars import StepScalars
@@ -495,3 +495,9 @@ def test_encode_log_dithered_mean_is_the_exact_position(fraction):
     exact = float(position(pattern, scale))
     assert abs(exact - 100 - fraction) < 1e-4
     assert abs(total / 1e6 - exact) <= 4 / (2 * 1000) + (16 + 1.5) / 65536
+
+
+@pytest.mark.parametrize("code", [RETIRED.exp_avg, RETIRED.exp_avg_sq])
+def test_quantize_with_a_retired_code_is_refused(code):
+    with pytest.raises(ValueError, match="which is only read, expected one of a codec in CODECS"):
+        quantize(code, torch.ones(8), torch.zeros(8, dtype=torch.int64), 1)

@@ -15,8 +15,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 CHUNK_BYTES = 4 << 20
 TEMPORARY = ".zero8-tmp"
@@ -78,7 +82,7 @@ def hash_of(file: FileIO, progress: Progress | None = None) -> str:
     return state.hexdigest()
 
 
-def hash_64(parts: Iterable) -> int:
+def hash_64(parts: "Iterable[Buffer]") -> int:
     """Return the XXH3 hash of bytes in memory, 64 bits as a number.
 
     Args:

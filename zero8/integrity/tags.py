@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from zero8.integrity.files import sync_folder, write_atomically
 from zero8.integrity.inside import is_folder, leads_out, read_at_most, remove
@@ -59,8 +60,9 @@ def tag_at(folder: Path) -> Tag:
     except (OSError, ValueError) as error:
         return Tag(folder.name, DAMAGED, 0, str(error))
     sequence = _marker(folder).get("sequence")
-    is_number = type(sequence) is int and 0 <= sequence <= LARGEST_SEQUENCE
-    return Tag(folder.name, INCOMPLETE, sequence if is_number else 0)  # only the order suffers
+    if not (type(sequence) is int and 0 <= sequence <= LARGEST_SEQUENCE):
+        sequence = 0  # only the order suffers
+    return Tag(folder.name, INCOMPLETE, sequence)
 
 
 def tags_in(folder: Path) -> list[Tag]:
@@ -222,8 +224,8 @@ def _has_its_files(folder: Path, tag: Tag) -> bool:
 
 def _check_no_links(folder: Path, paths: list[str]) -> None:
     """Raise ValueError if one of these paths is a symbolic link, or leads through one."""
-    paths = {*paths, *(str(up) for path in paths for up in PurePosixPath(path).parents)} - {"."}
-    for path in sorted(paths):
+    folders = {str(up) for path in paths for up in PurePosixPath(path).parents}
+    for path in sorted(folders.union(paths) - {"."}):
         if os.path.islink(folder / path):
             raise ValueError(
                 f"{folder / path}: got a symbolic link in the folder of a tag that is to be saved, "
@@ -251,7 +253,7 @@ def _delete(folder: Path, sequence: int) -> None:
     folder.rmdir()
 
 
-def _marker(folder: Path) -> dict:
+def _marker(folder: Path) -> dict[str, Any]:
     """Return what the marker of a tag says, as far as it can be read."""
     try:
         found = json.loads(read_at_most(Path(folder), MARKER, LIMIT_BYTES))

@@ -106,7 +106,7 @@ class Extension:
             "zero8: compiling its CPU kernel once, about %d s; `zero8 build` does it ahead",
             self.seconds,
         )
-        return cpp_extension.imported().load(
+        module: ModuleType = cpp_extension.imported().load(
             folder.name,
             [str(path) for path in (*self.sources, generated)],
             extra_cflags=list(FLAGS),
@@ -114,6 +114,7 @@ class Extension:
             extra_include_paths=[str(self.sources[0].parent)],
             build_directory=str(folder),
         )
+        return module
 
 
 def op(target: str | None = None) -> Extension:
@@ -167,7 +168,8 @@ def compiler() -> str | None:
 
 
 def _cxx() -> str:
-    return cpp_extension.imported().get_cxx_compiler()
+    compiler: str = cpp_extension.imported().get_cxx_compiler()
+    return compiler
 
 
 def ninja() -> str | None:
@@ -231,6 +233,7 @@ def _compiled(folder: Path, name: str, compile_into: Callable[[Path], ModuleType
 def _imported(library: Path) -> ModuleType:
     try:
         spec = importlib.util.spec_from_file_location(library.stem, library)
+        assert spec is not None and spec.loader is not None, f"{library} is no extension module"
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:

@@ -34,7 +34,8 @@ class Counts:
 
     def have_arrived(self) -> bool:
         """Return whether `read` need not wait."""
-        return self._copied.query()
+        arrived: bool = self._copied.query()
+        return arrived
 
     def read(self) -> np.ndarray:
         """Wait for the numbers and return them."""
@@ -114,13 +115,16 @@ class CudaKernel:
 
     def _launched(self, launch: Launch, table: Tensor) -> Launched:
         skipped = torch.zeros(launch.num_segments, dtype=torch.int64, device=self._device)
-        base = table.data_ptr()
+        base, maps = table.data_ptr(), 0
+        if launch.uses_maps:
+            assert self._maps is not None, "every launch of such a segment makes them first"
+            maps = self._maps.data_ptr()
         arguments = [
             base,
             base + launch.first_blocks_at,
             launch.num_segments,
             base + launch.scalars_at,
-            self._maps.data_ptr() if launch.uses_maps else 0,
+            maps,
             skipped.data_ptr(),
         ]
         block = launch.team_threads, launch.teams

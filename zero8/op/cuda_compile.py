@@ -163,7 +163,8 @@ def _nvcc(path: str) -> CudaCompiler:
         with tempfile.TemporaryDirectory() as folder:
             source, result = Path(folder) / "step.cu", Path(folder) / "step.cubin"
             source.write_text(program().read_text() + assertions())
-            command = [*nvcc_command(path, [architecture]), "-cubin", source, "-o", result]
+            files = ["-cubin", str(source), "-o", str(result)]
+            command = [*nvcc_command(path, [architecture]), *files]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode != 0:
                 raise RuntimeError(
@@ -197,7 +198,8 @@ def _nvrtc() -> CudaCompiler:
         compiled = nvrtc.createProgram(source, program().name, (), ())
         try:
             nvrtc.compileProgram(compiled, options)
-            return nvrtc.getCUBIN(compiled)
+            code: bytes = nvrtc.getCUBIN(compiled)
+            return code
         except nvrtc.NVRTCError as error:
             raise RuntimeError(f"NVRTC failed:\n{nvrtc.getProgramLog(compiled)}") from error
         finally:

@@ -10,7 +10,7 @@ LIBRARY = "libcuda.so.1"
 class Driver:
     """The calls of the CUDA driver that a launch takes; torch has made the context."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Load the driver's library; raises OSError where there is none."""
         self._library = ctypes.CDLL(LIBRARY)
 
@@ -42,7 +42,7 @@ class Driver:
         shape = (grid, 1, 1, *block, 1)
         self._call("cuLaunchKernel", function, *shape, 0, ctypes.c_void_p(stream), pointers, None)
 
-    def _call(self, name: str, *arguments) -> None:
+    def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)
         if status != 0:
             text = ctypes.c_char_p()

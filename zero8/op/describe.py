@@ -54,7 +54,7 @@ def addresses_if_same(
     return addresses if is_same else None
 
 
-def _exchange_api():
+def _exchange_api() -> object:
     return getattr(Tensor, "__dlpack_c_exchange_api__", None)
 
 

@@ -14,6 +14,7 @@ and the last of all, 1.0, have lines of their own.  Of v nothing but 0 is taken 
 """
 
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,6 +34,8 @@ PIECE_FACTOR, PIECE_SHIFT = 10304, 22
 # Number of the first decade's piece, and the smallest pattern that is guessed to lie in it.
 _FIRST_PIECE = 33
 _SMALLEST = 13433 << 16
+
+Pattern = TypeVar("Pattern", int, np.ndarray)
 
 
 @lru_cache(maxsize=1)
@@ -78,5 +81,6 @@ def _pattern(x: np.ndarray) -> np.ndarray:
     return np.asarray(x, np.float32).view(np.uint32)
 
 
-def _guess(pattern: np.ndarray) -> np.ndarray:
-    return (pattern >> 16) * PIECE_FACTOR >> PIECE_SHIFT
+def _guess(pattern: Pattern) -> Pattern:
+    guess: Pattern = (pattern >> 16) * PIECE_FACTOR >> PIECE_SHIFT
+    return guess

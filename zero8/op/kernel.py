@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -29,13 +30,13 @@ CPU = torch.device("cpu")
 
 
 @lru_cache(maxsize=1)
-def module():
+def module() -> ModuleType:
     """Return the compiled module, built on first use; perhaps for one instruction set only."""
     return build.op_for_steps().load()
 
 
 @lru_cache(maxsize=8)
-def module_for(isa: str):
+def module_for(isa: str) -> ModuleType:
     """Return a compiled module for an instruction set; one for all if `module` is for another."""
     return module() if isa in module().targets() else build.op().load()
 
@@ -49,7 +50,8 @@ def prepare() -> None:
 @lru_cache(maxsize=1)  # asked at every step
 def isas() -> dict[str, int]:
     """Return the instruction sets that this processor can run: name -> number, slowest first."""
-    return module().isas()
+    found: dict[str, int] = module().isas()
+    return found
 
 
 def default_isa() -> str:
@@ -86,16 +88,16 @@ def step(
         raise ValueError(f"isa: got {isa!r}, this processor has {list(isas())}")
     records, scalars = packed(segments)
     run(records, scalars, step_threads() if num_threads is None else num_threads, isa)
-    return records["nonfinite_blocks"].tolist()
+    counts: list[int] = records["nonfinite_blocks"].tolist()
+    return counts
 
 
 def packed(
     segments: Sequence[Segment], device: torch.device = CPU
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the kernel's structs for segments on a device, and for the scalars they refer to."""
-    scalars = {segment.scalars: None for segment in segments}
-    for number, key in enumerate(scalars):
-        scalars[key] = number
+    distinct = dict.fromkeys(segment.scalars for segment in segments)
+    scalars = {key: number for number, key in enumerate(distinct)}
     records = np.zeros(len(segments), SEGMENT)
     for record, segment in zip(records, segments, strict=True):
         _fill(record, segment, scalars[segment.scalars], device)
@@ -135,7 +137,7 @@ class CpuStep:
 class CpuKernel:
     """The kernel on the CPU, as `default_isa` and `step_threads` say when this is made."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Build the op if need be.
 
         Raises:
@@ -216,15 +218,14 @@ def _fill(record: np.void, segment: Segment, scalars: int, device: torch.device)
 
     numel = segment.param.numel()
     check_block_size(segment.grid.block_size)
-    quantized = segment.codec is not None
     check("param", segment.param, numel, *DTYPES)
     check("grad", segment.grad, numel, *DTYPES[segment.param.dtype])
     record["param"], record["grad"] = segment.param.data_ptr(), segment.grad.data_ptr()
     for name in ("exp_avg", "exp_avg_sq"):
         moment = getattr(segment, name)
-        check(name, moment.values, numel, torch.uint8 if quantized else torch.float32)
+        check(name, moment.values, numel, torch.uint8 if segment.codec else torch.float32)
         record[name] = moment.values.data_ptr()
-        if quantized:
+        if segment.codec:
             num_scales = segment.grid.num_blocks_touched(segment.first, numel)
             num_scales *= math.prod(getattr(segment.codec, name).scale_shape)
             check(f"{name}_scale", moment.scales, num_scales, torch.float32)
@@ -237,7 +238,7 @@ def _fill(record: np.void, segment: Segment, scalars: int, device: torch.device)
     record["numel"], record["first"] = numel, segment.first
     record["row_length"] = segment.grid.row_length
     record["block_size"] = segment.grid.block_size
-    record["codec"] = segment.codec.number if quantized else FLOAT32_MOMENTS
+    record["codec"] = FLOAT32_MOMENTS if segment.codec is None else segment.codec.number
     record["param_dtype"] = DTYPE_NUMBERS[segment.param.dtype]
     record["grad_dtype"] = DTYPE_NUMBERS[segment.grad.dtype]
     record["rounding"], record["scalars"] = segment.rounding, scalars

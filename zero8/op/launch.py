@@ -82,7 +82,8 @@ def _num_blocks(records: np.ndarray) -> np.ndarray:
     last = records["first"] + np.maximum(records["numel"], 1) - 1
 
     def block_of(element: np.ndarray) -> np.ndarray:
-        return element // row * -(-row // size) + element % row // size
+        block: np.ndarray = element // row * -(-row // size) + element % row // size
+        return block
 
     return np.where(records["numel"] == 0, 0, block_of(last) - block_of(records["first"]) + 1)
 

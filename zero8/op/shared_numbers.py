@@ -7,6 +7,7 @@ build ends with an error that names the number.
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,7 +101,7 @@ def shared_numbers() -> dict[str, float]:
             numbers |= _numbers_of_code(f"{name}Pair::{part}", code)
     for name, layout in _STRUCTS.items():
         numbers[f"sizeof({name})"] = layout.itemsize
-        for field, (dtype, *_) in layout.fields.items():
+        for field, (dtype, *_) in _fields(layout).items():
             numbers[f"sizeof({name}::{field})"] = dtype.itemsize
     return numbers
 
@@ -110,8 +111,13 @@ def offsets() -> dict[str, int]:
     return {
         f"__builtin_offsetof({name}, {field})": offset
         for name, layout in _STRUCTS.items()
-        for field, (_, offset, *_) in layout.fields.items()
+        for field, (_, offset, *_) in _fields(layout).items()
     }
+
+
+def _fields(layout: np.dtype) -> Mapping[str, tuple[Any, ...]]:
+    assert layout.fields is not None, "a struct has fields"
+    return layout.fields
 
 
 def _numbers_of_code(name: str, code: MomentCode | Octaves) -> dict[str, float]:

@@ -44,7 +44,8 @@ def from_rank_0(function: Callable[[], T]) -> T:
     distributed.broadcast_object_list(answer)
     if answer[1] is not None:
         raise answer[1]
-    return answer[0]
+    result: T = answer[0]
+    return result
 
 
 def raise_together(error: Exception | None, what: str) -> None:

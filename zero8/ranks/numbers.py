@@ -2,8 +2,12 @@
 """How many ranks there are, and numbers reduced over them; one process is one rank."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+
+Group = Any
+"""A process group of torch.distributed, which not every build of torch has; None is that of all."""
 
 
 def is_alone() -> bool:
@@ -21,7 +25,7 @@ def rank() -> int:
     return 0 if is_alone() else torch.distributed.get_rank()
 
 
-def total(number: int, process_groups: Sequence) -> int:
+def total(number: int, process_groups: Sequence[Group]) -> int:
     """Return the sum of a number over the ranks of groups, one after the other.
 
     All ranks must call this.  One all_reduce of 8 bytes per group; None is the group of all.
@@ -30,24 +34,24 @@ def total(number: int, process_groups: Sequence) -> int:
     return number
 
 
-def largest(numbers: Sequence[int], process_groups: Sequence) -> list[int]:
+def largest(numbers: Sequence[int], process_groups: Sequence[Group]) -> list[int]:
     """Return the largest of each number over the ranks of groups, called as `total`."""
     return _reduced(numbers, process_groups, "MAX")
 
 
-def _reduced(numbers: Sequence[int], process_groups: Sequence, op: str) -> list[int]:
+def _reduced(numbers: Sequence[int], process_groups: Sequence[Group], op: str) -> list[int]:
     if is_alone():
         return list(numbers)
     for group in process_groups:
         reduced = torch.tensor(numbers, dtype=torch.int64, device=_device_of(group))
         torch.distributed.all_reduce(reduced, getattr(torch.distributed.ReduceOp, op), group)
         numbers = reduced.tolist()
-    return numbers
+    return list(numbers)
 
 
-def _device_of(process_group) -> str:
+def _device_of(process_group: Group) -> str:
     """Return the type of device whose tensors a group can reduce: of NCCL alone, "cuda"."""
     # Of a group that a mesh has split off, get_backend_config may name what only its parent has.
-    group = torch.distributed.group.WORLD if process_group is None else process_group
+    group: Group = torch.distributed.group.WORLD if process_group is None else process_group
     devices = [device.type for device in group._device_types]
     return "cpu" if "cpu" in devices else devices[0]

@@ -23,7 +23,7 @@ def check_buffer(
         dtypes: the dtypes that it may have.
         device: where it must be; None allows any device that has memory.
     """
-    check_entry(name, tensor, numel, dtypes, device)
+    tensor = check_entry(name, tensor, numel, dtypes, device)
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: got strides {tensor.stride()}, expected a contiguous tensor")
 
@@ -34,8 +34,11 @@ def check_entry(
     numel: int,
     dtypes: Collection[torch.dtype],
     device: torch.device | None = None,
-) -> None:
-    """Raise ValueError unless a tensor has this many elements in memory, with any strides."""
+) -> Tensor:
+    """Return the tensor; raise ValueError unless it has this many elements in memory.
+
+    Its strides may be any.
+    """
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: got {type(tensor).__name__}, expected a tensor")
     if tensor.dtype not in dtypes:
@@ -55,6 +58,7 @@ def check_entry(
             f"{name}: got a storage of {tensor.untyped_storage().nbytes()} bytes, expected at "
             f"least {end_bytes}"
         )
+    return tensor
 
 
 def check_apart(tensors: dict[str, Tensor]) -> None:

@@ -31,7 +31,8 @@ from zero8.spec.log import LogCode, SignedLogCode
 from zero8.spec.retired import LogRootCode, SignMagnitudeLogCode
 from zero8.spec.shown import shown
 
-MomentCode = SignedLogCode | LogCode | DynamicCode | SignMagnitudeLogCode | LogRootCode
+RetiredCode = SignMagnitudeLogCode | LogRootCode
+MomentCode = SignedLogCode | LogCode | DynamicCode | RetiredCode
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,12 @@ def quantize(
 
     Returns:
         codes: (numel,) uint8.  scales: (num_blocks, *code.scale_shape) float32.
+
+    Raises:
+        ValueError: for a retired code.
     """
+    if isinstance(code, RetiredCode):
+        raise ValueError(f"code: got {code}, which is only read, expected one of a codec in CODECS")
     x = ieee.flush(x)
     scales = code.scales(x, block, num_blocks)
     return code.encode(x, scales[block], dither, settling), scales

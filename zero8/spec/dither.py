@@ -33,6 +33,7 @@ exists: the same numbers come out for any thread count, world size, device and r
 """
 
 import hashlib
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +49,9 @@ HASH_FACTORS = 0x7FEB352D, 0x846CA68B
 """Those of lowbias32."""
 _MASK = 0xFFFFFFFF
 
+Integers = TypeVar("Integers", int, np.ndarray)
+Bits = TypeVar("Bits", int, np.ndarray, Tensor)
+
 
 def identity_of(name_or_index: str | int) -> int:
     """Return the 64-bit identity of a parameter: a hash of its name, else of its index."""
@@ -62,7 +66,7 @@ def stream_key(seed: int, identity: int, stream: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def phase_of(key: int | np.ndarray, step: int | np.ndarray) -> int | np.ndarray:
+def phase_of(key: Integers, step: Integers) -> Integers:
     """Return r(0, t) of equation (D1), what a kernel needs to know of seed, identity and step.
 
     Key and step are integers, or int64 arrays.
@@ -70,7 +74,8 @@ def phase_of(key: int | np.ndarray, step: int | np.ndarray) -> int | np.ndarray:
     run = step // RUN_STEPS
     start = _mixed((key + run * ELEMENT_STEP) & _MASK)
     direction = run % 2 * 2 - 1
-    return (key + direction * step * GOLDEN_STEP + start) & _MASK
+    phase: Integers = (key + direction * step * GOLDEN_STEP + start) & _MASK
+    return phase
 
 
 def dithered(phase: int, first: int, numel: int) -> Tensor:
@@ -101,9 +106,10 @@ def hashed(phase: int, first: int, numel: int) -> Tensor:
     return _mixed(dithered(phase, first, numel)) >> 16
 
 
-def _mixed(x: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
+def _mixed(x: Bits) -> Bits:
     """Return lowbias32 of an unsigned 32-bit number, or of those in an int64 tensor."""
     # int64 products wrap modulo 2^64, which keeps their low 32 bits right.
     x = ((x ^ (x >> 16)) * HASH_FACTORS[0]) & _MASK
     x = ((x ^ (x >> 15)) * HASH_FACTORS[1]) & _MASK
-    return x ^ (x >> 16)
+    mixed: Bits = x ^ (x >> 16)
+    return mixed

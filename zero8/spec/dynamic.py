@@ -39,10 +39,10 @@ class DynamicCode:
         """(256,) float32, ascending: the map, equal to bitsandbytes' `create_dynamic_map`."""
         # Seven decades; decade i is divided into 2^i (signed) or 2^(i+1) cells whose midpoints
         # are the entries.  0 and 1 complete the 256.
-        f32 = {"dtype": torch.float32, "device": "cpu"}
-        entries = [torch.tensor([0.0, 1.0], **f32)]
+        entries = [torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")]
         for decade in range(7):
-            edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not self.signed)) + 1, **f32)
+            num_edges = (1 << decade + (not self.signed)) + 1
+            edges = torch.linspace(0.1, 1.0, num_edges, dtype=torch.float32, device="cpu")
             midpoints = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0)
             entries += [midpoints, -midpoints] if self.signed else [midpoints]
         return torch.cat(entries).sort().values

@@ -109,7 +109,9 @@ class BlockGrid:
             return 0
         return self.block_of(first + numel - 1) - self.block_of(first) + 1
 
-    def block_numbers(self, first: int, numel: int, device="cpu") -> tuple[Tensor, int]:
+    def block_numbers(
+        self, first: int, numel: int, device: torch.device | str = "cpu"
+    ) -> tuple[Tensor, int]:
         """Return the block of each element `first .. first + numel - 1`, and how many there are.
 
         Blocks are counted from the one that holds `first`; shape (numel,), int64.

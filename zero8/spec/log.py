@@ -58,7 +58,7 @@ class Octaves:
     @property
     def min_scale(self) -> float:
         """Scales below this are raised to it, so that level(1) * scale is a normal float32."""
-        return 2.0**-126 * 2**self.mantissa_bits
+        return 2.0**-126 * 2.0**self.mantissa_bits
 
     @cached_property
     def levels(self) -> Tensor:

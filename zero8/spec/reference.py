@@ -66,14 +66,19 @@ def _decayed_exp_avg(segment: Segment, block: Tensor) -> Tensor:
     beta1, moment = segment.scalars.beta1, segment.exp_avg
     if segment.codec is None:
         return ieee.mul(moment.values, beta1)
-    return dequantize(segment.codec.exp_avg, moment.values, moment.scales, block, beta1)
+    return dequantize(segment.codec.exp_avg, moment.values, _scales(moment), block, beta1)
 
 
 def _decayed_exp_avg_sq(segment: Segment, block: Tensor) -> Tensor:
     s, moment = segment.scalars, segment.exp_avg_sq
     if segment.codec is None:
         return ieee.mul(moment.values, s.beta2)
-    return dequantize(segment.codec.exp_avg_sq, moment.values, moment.scales, block, s.beta2)
+    return dequantize(segment.codec.exp_avg_sq, moment.values, _scales(moment), block, s.beta2)
+
+
+def _scales(moment: Moment) -> Tensor:
+    assert moment.scales is not None, "a moment with a codec has scales"
+    return moment.scales
 
 
 def _store(
@@ -96,7 +101,7 @@ def _store(
     settling = None if dithered else segment.scalars.settling
     codes, scales = quantize(code, kept, block, bad_blocks.numel(), thresholds, settling)
     moment.values[good] = codes[good]
-    moment.scales[~bad_blocks] = scales[~bad_blocks]
+    _scales(moment)[~bad_blocks] = scales[~bad_blocks]
 
 
 def _wide_param(segment: Segment) -> Tensor:

@@ -24,7 +24,7 @@ def shown(value: object) -> str:
     return f"a value of type {type(value).__name__}"
 
 
-def shown_keys(keys: Iterable) -> str:
+def shown_keys(keys: Iterable[object]) -> str:
     """Return the keys of a dict as a sorted list of them is written, of many the first ones."""
     texts = sorted(map(shown, keys))
     rest = f", ... ({len(texts)} in all)" if len(texts) > MAX_ITEMS else ""

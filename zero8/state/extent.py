@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The shape of a box, and the index of its first element in each dimension."""
 
 
+Value = TypeVar("Value", bound=Tensor | float)
 PLAIN = frozenset((torch.nn.Parameter, Tensor, int, float))
 """Types of what is whole on every rank; asked first, because a step asks this of many."""
 
@@ -125,9 +127,10 @@ class Extent:
             yield number * run, run, sum(map(math.prod, zip(at, strides, strict=False)))
 
 
-def local(value: Tensor | float) -> Tensor | float:
+def local(value: Value) -> Value:
     """Return what this rank holds of a tensor: of a DTensor, `to_local()`, of others themselves."""
     if type(value) in PLAIN or not hasattr(value, "to_local"):
         return value
     with torch.no_grad():  # not as a step of a computation
-        return value.to_local()
+        here: Value = value.to_local()
+    return here

@@ -10,6 +10,7 @@ The algorithm names the moments; format 1, whose states are read, had no such nu
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from zero8.spec.buffers import check_entry
 from zero8.spec.grid import MAX_DIMS
 from zero8.spec.shown import shown, shown_keys
 from zero8.state.table import Piece
+
+Entries = dict[str, Any]
+"""The state of one parameter, live or as loaded."""
 
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)
@@ -50,7 +54,7 @@ class Header:
         return torch.tensor([*numbers, self.identity, *self.shape], device="cpu")
 
     @classmethod
-    def of(cls, entries: dict, name: str) -> "Header":
+    def of(cls, entries: Entries, name: str) -> "Header":
         """Return the header of a state's entries, that of the parameter called `name`.
 
         Raises:

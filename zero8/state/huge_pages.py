@@ -6,6 +6,7 @@ Linux, with transparent huge pages set to `madvise` or `always`; elsewhere nothi
 
 import ctypes
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 
 from torch import Tensor
@@ -44,7 +45,7 @@ def _advise(x: Tensor, advice: int) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _madvise():
+def _madvise() -> Callable[[int, int, int], int] | None:
     if sys.platform != "linux":
         return None
     madvise = ctypes.CDLL(None).madvise

@@ -4,6 +4,7 @@
 import logging
 from collections.abc import Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 
@@ -65,14 +66,14 @@ ROUNDINGS = {
 STATE_DICT_FORMATS = ("8bit", "fp32")
 
 
-def check_other_keys(others: dict) -> bool | None:
+def check_other_keys(others: dict[str, Any]) -> bool | None:
     """Check keywords outside torch AdamW's and zero8's own; return `adamw_mode` if given.
 
     Raises:
         ValueError: for an unknown key (lists the valid ones), or one that asks for what this
             optimizer does not do.
     """
-    adamw_mode = others.pop("adamw_mode", None)
+    adamw_mode: bool | None = others.pop("adamw_mode", None)
     check_refused_keys(others)
     for key, value in others.items():
         if key in REFUSED_KEYS:
@@ -90,7 +91,7 @@ def check_other_keys(others: dict) -> bool | None:
     return adamw_mode
 
 
-def check_refused_keys(values: dict) -> None:
+def check_refused_keys(values: dict[str, Any]) -> None:
     """Raise ValueError if settings, such as those of a loaded group, ask for what is not done."""
     for key, (harmless, reason) in REFUSED_KEYS.items():
         value = values.get(key)
@@ -138,7 +139,7 @@ def check_seed(seed: object) -> int:
     return seed
 
 
-def check_new_group(group: dict) -> None:
+def check_new_group(group: dict[str, Any]) -> None:
     """Check the settings of a parameter group that a user adds, or raise ValueError."""
     for key in WHOLE_OPTIMIZER_KEYS:
         if key in group:
@@ -149,7 +150,7 @@ def check_new_group(group: dict) -> None:
     check_group(group)
 
 
-def check_group(group: dict) -> None:
+def check_group(group: dict[str, Any]) -> None:
     """Check the settings of a parameter group, which may be another Adam's, or raise ValueError."""
     check_refused_keys(group)
     names = group.get("param_names")
@@ -183,7 +184,7 @@ def check_group(group: dict) -> None:
 
 
 def _check_number(name: str, value: object, minimum: float) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool) or not abs(value) <= MAX_NUMBER:
+    if not isinstance(value, Real) or isinstance(value, bool) or not _in_range(value):
         quoted = ", without quotes (YAML reads 1e-3 as text: write 1.0e-3)"
         raise ValueError(
             f"{name}: got {shown(value)}, expected a finite number"
@@ -191,6 +192,10 @@ def _check_number(name: str, value: object, minimum: float) -> None:
         )
     if value < minimum:
         raise ValueError(f"{name}: got {shown(value)}, expected at least {minimum}")
+
+
+def _in_range(value: Any) -> bool:  # Real has no comparison with float in typeshed
+    return bool(abs(value) <= MAX_NUMBER)
 
 
 def _numbers_shown(values: object) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zero8.state.header import Entries
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.reencoded import Reencoded
 from zero8.state.settings import Settings
@@ -40,7 +41,7 @@ class StateKind(ABC):
         self.reencoded = Reencoded()
 
     @abstractmethod
-    def serves(self, p: Tensor, state: dict) -> bool:
+    def serves(self, p: Tensor, state: Entries) -> bool:
         """Return whether the state of a parameter is of this kind.
 
         Args:
@@ -53,11 +54,11 @@ class StateKind(ABC):
         return
 
     @abstractmethod
-    def new(self, p: Tensor, info: ParamInfo | None) -> dict:
+    def new(self, p: Tensor, info: ParamInfo | None) -> Entries:
         """Return the state of a parameter that has taken no step; its moments decode to zeros."""
 
     @abstractmethod
-    def moments(self, p: Tensor, state: dict, info: ParamInfo | None) -> list[MomentStore]:
+    def moments(self, p: Tensor, state: Entries, info: ParamInfo | None) -> list[MomentStore]:
         """Return the two live moments of a parameter that has state: steps change it through them.
 
         Moments that have arrived in float32, where something else has put them into the state, are
@@ -68,7 +69,7 @@ class StateKind(ABC):
         """
 
     @abstractmethod
-    def adopted(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
+    def adopted(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """Return a loaded state in tensors of its own, in the form that the optimizer keeps.
 
         Codes are taken verbatim where codec, block size and policy agree with what was saved.
@@ -77,7 +78,7 @@ class StateKind(ABC):
             ValueError: if it does not fit the parameter.
         """
 
-    def correction(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
+    def correction(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """Return the entry of the corrections of a parameter in a loaded state, {} for none.
 
         Raises:
@@ -85,7 +86,7 @@ class StateKind(ABC):
         """
         return self._settings.correction_from(p, saved)
 
-    def saved(self, p: Tensor, state: dict, in_fp32: bool) -> dict:
+    def saved(self, p: Tensor, state: Entries, in_fp32: bool) -> Entries:
         """Return the entries that checkpoints carry in the place of a state.
 
         Args:
@@ -96,7 +97,7 @@ class StateKind(ABC):
         return state
 
     @abstractmethod
-    def contents(self, states: Sequence[dict]) -> Contents:
+    def contents(self, states: Sequence[Entries]) -> Contents:
         """Return what a step's records depend on in states of this kind, quickly: at every step.
 
         The description need not say what tensors among the entries say: where they are and of what
@@ -104,10 +105,10 @@ class StateKind(ABC):
         """
 
     @abstractmethod
-    def note_writes(self, states: Sequence[dict]) -> None:
+    def note_writes(self, states: Sequence[Entries]) -> None:
         """Set `history` to unknown where something other than a step has changed the moments."""
 
 
-def kind_of(kinds: Sequence[StateKind], p: Tensor, state: dict) -> StateKind:
+def kind_of(kinds: Sequence[StateKind], p: Tensor, state: Entries) -> StateKind:
     """Return the first of an optimizer's kinds that serves a parameter."""
     return next(kind for kind in kinds if kind.serves(p, state))

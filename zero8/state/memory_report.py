@@ -2,6 +2,7 @@
 """What the optimizer stores for each parameter, and why, for people and for programs."""
 
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class MemoryReport:
         rows = [row for row in self.rows if bits in (None, row.bits)]
         return sum(row.state_bytes for row in rows) / max(1, sum(row.numel for row in rows))
 
-    def to_dicts(self) -> list[dict]:
+    def to_dicts(self) -> list[dict[str, Any]]:
         """Return the rows as dictionaries, for JSON."""
         return [asdict(row) for row in self.rows]
 

@@ -4,6 +4,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -36,13 +37,13 @@ class KnownParams:
     Frameworks replace them in the optimizer's groups, by flat partitions or by float32 copies.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Know none."""
-        self._originals: dict[int, tuple[weakref.ref, ParamInfo]] = {}
+        self._originals: dict[int, tuple[weakref.ref[Tensor], ParamInfo]] = {}
 
     def remember(
         self,
-        groups: Iterable[dict],
+        groups: Iterable[dict[str, Any]],
         names: Mapping[Tensor, str],
         shape_of: Callable[[Tensor], tuple[int, ...]],
     ) -> None:
@@ -70,7 +71,7 @@ class KnownParams:
         pairs = [(ref(), info) for ref, info in self._originals.values()]
         return {p: info for p, info in pairs if p is not None}
 
-    def infos(self, groups: Iterable[dict]) -> dict[Tensor, ParamInfo]:
+    def infos(self, groups: Iterable[dict[str, Any]]) -> dict[Tensor, ParamInfo]:
         """Return name, place and global shape of every parameter in the optimizer's groups."""
         known, infos = self.alive(), _infos_of(groups)
         copies = [p for p in infos if p not in known]
@@ -82,7 +83,7 @@ class KnownParams:
         return {p: known.get(p, info) for p, info in infos.items()}
 
 
-def _infos_of(groups: Iterable[dict]) -> dict[Tensor, ParamInfo]:
+def _infos_of(groups: Iterable[dict[str, Any]]) -> dict[Tensor, ParamInfo]:
     """Return what groups say about their parameters."""
     infos: dict[Tensor, ParamInfo] = {}
     for group in groups:

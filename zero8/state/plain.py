@@ -23,6 +23,7 @@ group: a shard boundary may cut a group, and then each side has scales of its ow
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from zero8.spec.scalars import UNKNOWN_HISTORY
 from zero8.spec.shown import shown, shown_keys
 from zero8.state import narrow
 from zero8.state.extent import Box, Extent, local
-from zero8.state.header import MOMENTS, Header
+from zero8.state.header import MOMENTS, Entries, Header
 from zero8.state.reencoded import Reencoded
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
@@ -53,7 +54,7 @@ class PlainState:
         extent: the part.
     """
 
-    entries: dict
+    entries: Entries
     extent: Extent
 
     @classmethod
@@ -122,7 +123,7 @@ class PlainState:
 
     # --- Checkpoints ----------------------------------------------------------------------------
 
-    def saved(self) -> dict:
+    def saved(self) -> Entries:
         """Return the entries as checkpoints carry them."""
         extent, entries, stores = self.extent, dict(self.entries), self.stores("")
         header, device = Header.of(entries, ""), stores[0].codes.device
@@ -137,7 +138,7 @@ class PlainState:
             entries[f"{store.which}_scale"] = extent.entry(scales, shape, narrow.rows(extent))
         return entries
 
-    def in_float32(self) -> dict:
+    def in_float32(self) -> Entries:
         """Return the entries of an fp32 Adam; exact, so that they are encoded to the same codes.
 
         Moments that are float32 are the live ones, as AdamW's.
@@ -150,7 +151,7 @@ class PlainState:
         return entries
 
     @classmethod
-    def local(cls, saved: dict, extent: Extent, name: str) -> "PlainState":
+    def local(cls, saved: Entries, extent: Extent, name: str) -> "PlainState":
         """Return the live form of what a checkpoint carries; tensors may be the same.
 
         Args:
@@ -181,7 +182,7 @@ class PlainState:
     @classmethod
     def adopted(
         cls,
-        saved: dict,
+        saved: Entries,
         codec: Codec,
         parameter: Piece,
         extent: Extent,
@@ -226,7 +227,7 @@ class PlainState:
 
     @classmethod
     def _from_adam(
-        cls, saved: dict, codec: Codec, parameter: Piece, extent: Extent, device: torch.device
+        cls, saved: Entries, codec: Codec, parameter: Piece, extent: Extent, device: torch.device
     ) -> "PlainState":
         name = parameter.name
         step = checked_step(saved) if "step" in saved else None
@@ -251,20 +252,25 @@ class PlainState:
             store.write(0, values)
 
 
-def is_of_adam(saved: dict) -> bool:
+def is_of_adam(saved: Entries) -> bool:
     """Return whether a loaded state is that of an fp32 Adam."""
     # Those that merge a loaded state into ours leave our other entries beside Adam's.
     return bool(saved) and ("format" not in saved or isinstance(saved.get("step"), Tensor))
 
 
-def described(codec: Codec, piece: Piece, step: int, history: float = UNKNOWN_HISTORY) -> dict:
+def described(
+    codec: Codec | None, piece: Piece, step: int, history: float = UNKNOWN_HISTORY
+) -> Entries:
     """Return the entries of a state besides its moments."""
-    number = codec.number if piece.is_quantized else 0
+    number = 0
+    if piece.is_quantized:
+        assert codec is not None, "8-bit moments are codes of a codec"
+        number = codec.number
     header = Header(number, piece.block_size, piece.identity, piece.shape)
     return {"step": step, "history": history, "format": header.packed()}
 
 
-def checked_step(saved: dict) -> int:
+def checked_step(saved: Entries) -> int:
     """Return the number of steps that a saved state has taken.
 
     Raises:
@@ -281,7 +287,7 @@ def checked_step(saved: dict) -> int:
     return number
 
 
-def checked_history(saved: dict) -> float:
+def checked_history(saved: Entries) -> float:
     """Return the bound on m^2/v of a saved state.
 
     Raises:
@@ -307,37 +313,40 @@ def check_dense(which: str, owner: str, values: object) -> None:
     name = f"{which} of {owner}"
     if isinstance(values, Tensor) and not values.is_floating_point():
         raise ValueError(f"{name}: got dtype {values.dtype}, expected float32 values")
-    check_entry(name, values, values.numel() if isinstance(values, Tensor) else 0, _OF_ADAMS)
-    if found := fault_of_values(which, values):
+    numel = values.numel() if isinstance(values, Tensor) else 0
+    checked = check_entry(name, values, numel, _OF_ADAMS)
+    if found := fault_of_values(which, checked):
         raise ValueError(f"{name}: got {found}; was the checkpoint saved by a run that diverged?")
 
 
-def _entry(entries: dict, key: str, dtype: torch.dtype, numel: int) -> Tensor:
+def _entry(entries: Entries, key: str, dtype: torch.dtype, numel: int) -> Tensor:
     """Return a live entry in one dimension."""
     _check_is_there(entries, key)
-    entry = local(entries[key])
-    check_entry(f"state entry {key}", entry, numel, [dtype])
+    entry = check_entry(f"state entry {key}", local(entries[key]), numel, [dtype])
     return entry.reshape(-1)
 
 
 def _part(
-    saved: dict,
+    saved: Entries,
     key: str,
     extent: Extent,
     shape: tuple[int, ...] | None = None,
     box: Box | None = None,
-) -> Tensor:
-    """Return this rank's part of a loaded entry, which is shaped as the parameter or as said."""
+) -> Any:
+    """Return this rank's part of a loaded entry, which is shaped as the parameter or as said.
+
+    What is no tensor is returned as it is: the check that follows refuses it.
+    """
     _check_is_there(saved, key)
     if not isinstance(saved[key], Tensor):
-        return saved[key]  # which the check that follows refuses
+        return saved[key]
     shape, box = shape or extent.shape, box or extent.box
     return extent.part_of(f"state entry {key}", saved[key], shape, box)
 
 
 def _local_codes(
-    saved: dict, which: str, code: MomentCode, parameter: Piece, extent: Extent
-) -> dict:
+    saved: Entries, which: str, code: MomentCode, parameter: Piece, extent: Extent
+) -> Entries:
     """Return this rank's part of the codes and scales of a loaded moment."""
     keys, per_block = (f"{which}_q8", f"{which}_scale"), code.scale_shape
     codes, grid = _part(saved, keys[0], extent), parameter.grid
@@ -355,7 +364,7 @@ def _local_codes(
     return dict(zip(keys, grouped, strict=True))
 
 
-def _check_is_there(entries: dict, key: str) -> None:
+def _check_is_there(entries: Entries, key: str) -> None:
     if key not in entries:
         raise ValueError(f"state entry {key}: missing; got {shown_keys(entries)}")
 

@@ -49,7 +49,7 @@ class Policy:
     min_8bit_size: int = 4096
     fp32_params: tuple[str, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Check the values."""
         check_block_size(self.block_size)
         size = self.min_8bit_size
@@ -71,12 +71,12 @@ class Policy:
         Raises:
             ValueError: if there are patterns but the parameter has no name.
         """
-        if self.fp32_params and name is None:
-            raise ValueError(
-                "fp32_params: got patterns, but the parameters have no names; pass "
-                "model.named_parameters() instead of model.parameters()"
-            )
         for pattern in self.fp32_params:
+            if name is None:
+                raise ValueError(
+                    "fp32_params: got patterns, but the parameters have no names; pass "
+                    "model.named_parameters() instead of model.parameters()"
+                )
             if _matches(name, pattern):
                 reason = f"matches fp32_params pattern {pattern!r}"
                 return Decision(None, reason, "fp32_params")
@@ -101,7 +101,7 @@ class Policy:
 
     def nearest(self, pattern: str, names: Iterable[str]) -> list[str]:
         """Return the names, at most three, that a pattern which matches none may have meant."""
-        meant = {}
+        meant: dict[str, str] = {}
         for name in names:
             for text in (*name.split("."), name):
                 meant.setdefault(text, name)

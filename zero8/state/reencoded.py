@@ -10,7 +10,7 @@ from zero8.state.tell import tell_once
 class Reencoded:
     """Counts of parameters, by the form in which their moments were saved and the one kept."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Count none."""
         self._counts: Counter[tuple[str, str]] = Counter()
 
@@ -42,4 +42,6 @@ class Reencoded:
 
 
 def _form(codec: Codec | None, block_size: int) -> str:
-    return f"codec={codec.name!r}, block_size={block_size}" if block_size else "float32 moments"
+    if codec is None or not block_size:
+        return "float32 moments"
+    return f"codec={codec.name!r}, block_size={block_size}"

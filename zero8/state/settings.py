@@ -11,6 +11,7 @@ from torch import Tensor
 from zero8.spec.buffers import check_entry
 from zero8.spec.codec import Codec, codec_named
 from zero8.spec.segment import Rounding
+from zero8.state.header import Entries
 from zero8.state.memory_report import MemoryRow
 from zero8.state.params import ParamInfo
 from zero8.state.policy import Policy
@@ -45,7 +46,7 @@ class Settings:
     huge_pages: bool
     bias_correction: bool
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Check the one value that others have not checked."""
         codec_named(self.codec_name)
 
@@ -64,7 +65,7 @@ class Settings:
         """Return whether the state of a parameter holds a correction of its values."""
         return self.correction_bits == 8 and p.dtype == torch.bfloat16
 
-    def correction_from(self, p: Tensor, saved: dict) -> dict:
+    def correction_from(self, p: Tensor, saved: Entries) -> Entries:
         """Return the correction entry of a loaded state, empty where none is kept.
 
         Raises:

@@ -2,8 +2,8 @@
 """The storage of one moment over a segment table."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -26,7 +26,7 @@ class MomentStore:
     """One moment of a shard: 8-bit codes and scales, and float32 values where policy says so.
 
     Attributes:
-        codec: the codec's pair of codes.
+        codec: the pair of codes; None where all pieces are float32.
         which: `exp_avg` or `exp_avg_sq`.
         table: the shard's pieces.
         codes: (elements in 8-bit pieces,) uint8.
@@ -35,7 +35,7 @@ class MomentStore:
         written: whether something other than a step has changed the moment since the last step.
     """
 
-    codec: Codec
+    codec: Codec | None
     which: str
     table: PieceTable
     codes: Tensor
@@ -100,7 +100,8 @@ class MomentStore:
     @property
     def code(self) -> MomentCode:
         """The code of this moment."""
-        return getattr(self.codec, self.which)
+        code: MomentCode = getattr(self.codec, self.which)
+        return code
 
     @property
     def nbytes(self) -> int:
@@ -123,20 +124,20 @@ class MomentStore:
     ) -> "MomentStore":
         """Return the store on another device; itself if it is there already, unless `copy` is."""
         # Whether it is there torch knows: "cuda" is one of "cuda:0", "cuda:1", ...
-        moved = [t.to(device, non_blocking=non_blocking, copy=copy) for t in self.buffers]
-        if moved[0] is self.codes:
-            return self
-        return MomentStore(self.codec, self.which, self.table, *moved, self.written)
+        moved = self._with(lambda t: t.to(device, non_blocking=non_blocking, copy=copy))
+        return self if moved.codes is self.codes else moved
 
     def pinned(self) -> "MomentStore":
         """Return a copy in page-locked host memory."""
-        copies = (t.pin_memory() for t in self.buffers)
-        return MomentStore(self.codec, self.which, self.table, *copies, self.written)
+        return self._with(Tensor.pin_memory)
 
     def clone(self) -> "MomentStore":
         """Return a store with copies of the buffers."""
-        copies = (t.clone() for t in self.buffers)
-        return MomentStore(self.codec, self.which, self.table, *copies, self.written)
+        return self._with(Tensor.clone)
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> "MomentStore":
+        codes, scales, dense = map(change, self.buffers)
+        return replace(self, codes=codes, scales=scales, dense=dense)
 
     def tell_if_retired(self) -> None:
         """Say, once in the process, that states of a codec that is gone are encoded anew."""
@@ -243,7 +244,9 @@ def _block_numbers(piece: Piece, device: torch.device, begin: int, end: int) -> 
     return block + (grid.block_of(first) - grid.block_of(piece.first))
 
 
-def _filled(value: float, *shape: int, device, dtype: torch.dtype = torch.float32) -> Tensor:
+def _filled(
+    value: float, *shape: int, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> Tensor:
     # torch fills with the threads, and in the contiguous shares, that a step uses: pages come to
     # lie with the processor that will work on them.
     return advise_huge(torch.empty(shape, dtype=dtype, device=device)).fill_(value)

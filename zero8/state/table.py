@@ -40,7 +40,7 @@ class Piece:
     block_size: int
     name: str
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Check it: descriptions of pieces come from files."""
         if not isinstance(self.name, str):
             raise ValueError(f"got a piece called {shown(self.name)}, expected text")
@@ -60,7 +60,7 @@ class Piece:
         if self.block_size == 0 and type(self.block_size) is int:
             return
         check_block_size(self.block_size)
-        if self.grid is None:
+        if BlockGrid.of(self.shape, self.block_size) is None:
             raise ValueError(
                 f"{self.name}: got 8-bit moments of shape {self.shape}, expected 2 or more "
                 "dimensions, and rows that are not empty"
@@ -75,7 +75,9 @@ class Piece:
     def grid(self) -> BlockGrid:
         """The parameter's block grid; for float32 moments one row in blocks of 256."""
         if self.is_quantized:
-            return BlockGrid.of(self.shape, self.block_size)
+            grid = BlockGrid.of(self.shape, self.block_size)
+            assert grid is not None, "checked when the piece was made"
+            return grid
         return BlockGrid(1, max(1, math.prod(self.shape)), 256)
 
     @property
@@ -95,7 +97,7 @@ class PieceTable:
     pieces: tuple[Piece, ...]
     numel: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Check that every piece has a place of its own."""
         _check_int("number of elements of a shard", self.numel, 0, MAX_NUMEL)
         end = 0
@@ -104,7 +106,7 @@ class PieceTable:
             end = piece.start + piece.numel
 
     @property
-    def places(self) -> list[tuple]:
+    def places(self) -> list[tuple[int, int, int, tuple[int, ...], int]]:
         """What the buffers and blocks depend on: all of the pieces but names and identities."""
         return [(q.start, q.numel, q.first, q.shape, q.block_size) for q in self.pieces]
 

@@ -8,13 +8,15 @@ from itertools import chain
 from torch import Tensor
 
 from zero8.state.extent import Extent, local
-from zero8.state.header import Header
+from zero8.state.header import Entries, Header
 from zero8.state.kind import Contents, StateKind
 from zero8.state.params import ParamInfo
 from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
 from zero8.state.tell import tell_once
+
+_KNOWN = "every parameter in the groups is known, but for flat partitions, of another kind"
 
 
 class WholeTensor(StateKind):
@@ -23,18 +25,19 @@ class WholeTensor(StateKind):
     Where several ranks have such states, they hold the same and meet the same gradients.
     """
 
-    def serves(self, p: Tensor, state: dict) -> bool:
+    def serves(self, p: Tensor, state: Entries) -> bool:
         """Return True: no other kind has claimed it."""
         return True
 
-    def new(self, p: Tensor, info: ParamInfo) -> dict:
+    def new(self, p: Tensor, info: ParamInfo | None) -> Entries:
         """See `StateKind`."""
         parameter = self._parameter(info)
         extent, codec = self._extent(p, parameter), self._settings.codec
         return PlainState.zeros(codec, parameter, extent, p.device).entries
 
-    def moments(self, p: Tensor, state: dict, info: ParamInfo) -> list[MomentStore]:
+    def moments(self, p: Tensor, state: Entries, info: ParamInfo | None) -> list[MomentStore]:
         """See `StateKind`."""
+        assert info is not None, _KNOWN
         _bring_format_to_host(state)
         parameter = Header.of(state, info.label).piece(info.label)
         stores = PlainState(state, self._extent(p, parameter)).stores(info.label)
@@ -45,14 +48,14 @@ class WholeTensor(StateKind):
             )
         return stores
 
-    def adopted(self, p: Tensor, saved: dict, info: ParamInfo) -> dict:
+    def adopted(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """See `StateKind`; moments of another Adam are encoded."""
         parameter = self._parameter(info)
         extent, codec = self._extent(p, parameter), self._settings.codec
         arguments = saved, codec, parameter, extent, p.device, self.reencoded
         return PlainState.adopted(*arguments).entries
 
-    def correction(self, p: Tensor, saved: dict, info: ParamInfo) -> dict:
+    def correction(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """See `StateKind`."""
         key = "param_correction"
         if not isinstance(saved.get(key), Tensor):
@@ -62,7 +65,7 @@ class WholeTensor(StateKind):
         kept = self._settings.correction_from(local(p), {key: part})
         return {key: extent.entry(kept[key], extent.shape, extent.box)} if kept else {}
 
-    def saved(self, p: Tensor, state: dict, in_fp32: bool) -> dict:
+    def saved(self, p: Tensor, state: Entries, in_fp32: bool) -> Entries:
         """See `StateKind`."""
         if "format" not in state:
             return state
@@ -73,24 +76,25 @@ class WholeTensor(StateKind):
             )
         return plain.in_float32() if in_fp32 else plain.saved()
 
-    def contents(self, states: Sequence[dict]) -> Contents:
+    def contents(self, states: Sequence[Entries]) -> Contents:
         """See `StateKind`."""
         # The keys say which entries are whose; what `format` says is seen with the entries.
         return list(map(tuple, states)), list(chain.from_iterable(map(dict.values, states)))
 
-    def note_writes(self, states: Sequence[dict]) -> None:
+    def note_writes(self, states: Sequence[Entries]) -> None:
         """Do nothing: steps notice other tensors in a state, and nobody writes into these."""
 
     def _extent(self, p: Tensor, parameter: Piece) -> Extent:
         """Return the part of a parameter that is here; `parameter` is it as a whole piece."""
         return Extent.whole(parameter.shape)
 
-    def _parameter(self, info: ParamInfo) -> Piece:
+    def _parameter(self, info: ParamInfo | None) -> Piece:
         """Return the whole parameter as a piece."""
+        assert info is not None, _KNOWN
         return self._settings.piece(info, 0, math.prod(info.shape), 0)
 
 
-def _bring_format_to_host(state: dict) -> None:
+def _bring_format_to_host(state: Entries) -> None:
     header = state.get("format")  # somebody has moved the whole state to another device, perhaps
     if isinstance(header, Tensor) and not header.is_meta:
         state["format"] = header.cpu()

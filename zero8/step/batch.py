@@ -3,13 +3,19 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from zero8.op.describe import addresses_if_same, described
 from zero8.state.extent import PLAIN, local
+from zero8.state.header import Entries
 from zero8.state.kind import Contents
+
+Group = dict[str, Any]
+"""A parameter group of an optimizer."""
+Column = TypeVar("Column")
 
 
 @dataclass(frozen=True)
@@ -24,14 +30,14 @@ class Batch:
         states: of the parameters.
     """
 
-    groups: list[dict]
+    groups: list[Group]
     params: list[Tensor]
     values: list[Tensor]
     grads: list[Tensor]
-    states: list[dict]
+    states: list[Entries]
 
     @classmethod
-    def stepping(cls, groups: Iterable[dict], state: Mapping[Tensor, dict]) -> "Batch":
+    def stepping(cls, groups: Iterable[Group], state: Mapping[Tensor, Entries]) -> "Batch":
         """Return the parameters that have gradients.
 
         Args:
@@ -51,7 +57,9 @@ class Batch:
         return batch
 
     @classmethod
-    def single(cls, group: dict, p: Tensor, grad: Tensor, state: Mapping[Tensor, dict]) -> "Batch":
+    def single(
+        cls, group: Group, p: Tensor, grad: Tensor, state: Mapping[Tensor, Entries]
+    ) -> "Batch":
         """Return one parameter of a group with a gradient that it does not hold."""
         return cls([group], [p], [local(p)], [local_grad(p, grad)], [state[p]])
 
@@ -62,8 +70,17 @@ class Batch:
 
     def at(self, places: Sequence[int]) -> "Batch":
         """Return a batch of some of the parameters."""
-        columns = self.groups, self.params, self.values, self.grads, self.states
-        return Batch(*([column[place] for place in places] for column in columns))
+
+        def chosen(column: list[Column]) -> list[Column]:
+            return [column[place] for place in places]
+
+        return Batch(
+            chosen(self.groups),
+            chosen(self.params),
+            chosen(self.values),
+            chosen(self.grads),
+            chosen(self.states),
+        )
 
     def singles(self) -> list["Batch"]:
         """Return a batch for each of the parameters."""
@@ -71,8 +88,8 @@ class Batch:
 
     def contiguous(self) -> "Batch":
         """Return this batch, with copies of the tensors whose elements lie in another order."""
-        copies = [[t.contiguous() for t in tensors] for tensors in (self.values, self.grads)]
-        return Batch(self.groups, self.params, *copies, self.states)
+        values, grads = ([t.contiguous() for t in ts] for ts in (self.values, self.grads))
+        return Batch(self.groups, self.params, values, grads, self.states)
 
     def addresses(self) -> np.ndarray:
         """Return where parameters and gradients are; (2, parameters) uint64."""
@@ -131,7 +148,8 @@ class Seen:
     @property
     def devices(self) -> np.ndarray:
         """A number per parameter, equal for equal devices."""
-        return self._tensors["kind"][0] >> 32
+        devices: np.ndarray = self._tensors["kind"][0] >> 32
+        return devices
 
     @property
     def _tensors(self) -> np.ndarray:
@@ -142,6 +160,9 @@ def local_grad(p: Tensor, grad: Tensor) -> Tensor:
     """Return what this rank holds of a gradient, sharded as its parameter is."""
     if not hasattr(p, "placements") or not hasattr(grad, "placements"):
         return grad
-    if grad.placements != p.placements:  # on all ranks alike: a collective of tensor parallelism
-        grad = grad.redistribute(p.device_mesh, p.placements)
+    ours: Any = p  # a DTensor, as its gradient
+    theirs: Any = grad
+    if theirs.placements != ours.placements:
+        # On all ranks alike: a collective of tensor parallelism.
+        grad = theirs.redistribute(ours.device_mesh, ours.placements)
     return local(grad)

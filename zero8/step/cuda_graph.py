@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from zero8.op.cuda import Launched
+from zero8.op.cuda import CudaKernel, Launched
 from zero8.op.devices import BlockCounts
 from zero8.op.launch import Launch
 from zero8.step.batch import Batch
@@ -39,17 +39,19 @@ class CapturedPart:
     @classmethod
     def of(cls, part: Part, batch: Batch) -> "CapturedPart":
         """Capture the step that has been taken last."""
+        taken = part.taken
+        assert isinstance(taken, Launched), "the step of a part on a GPU has been taken"
         if part.is_contiguous:
-            return cls(part, None, part.kernel.capture(part.taken))
+            return cls(part, None, _kernel_of(part).capture(taken))
         mine = part.of(batch)
         contiguous = mine.contiguous()
-        launched = part.kernel.capture(part.taken)
+        launched = _kernel_of(part).capture(taken)
         contiguous.copy_to(mine)
         return cls(part, contiguous, launched)
 
     def refresh(self, launch: Launch) -> None:
         """Make the next replay do this, behind the work of torch's current stream."""
-        self.part.kernel.refresh(launch, self.launched)
+        _kernel_of(self.part).refresh(launch, self.launched)
         self.stream = torch.cuda.current_stream(self.launched.table.device)
 
     def counts(self) -> BlockCounts:
@@ -117,3 +119,8 @@ class CapturedStep:
             self.is_refreshed = False
             for one in self._parts:
                 yield one.part.records.labels, one.counts()
+
+
+def _kernel_of(part: Part) -> CudaKernel:
+    assert isinstance(part.kernel, CudaKernel), "CUDA graphs capture parts on a GPU only"
+    return part.kernel

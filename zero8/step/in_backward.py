@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +43,14 @@ class UsedGradient(Tensor):
         """Return one for a gradient."""
         return Tensor._make_wrapper_subclass(cls, grad.shape, dtype=grad.dtype, device=grad.device)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # that of torch has a keyword of its own
         """Say what it is."""
         return "UsedGradient()"
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares its C function's signature
+        cls, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> NoReturn:
         """Raise RuntimeError."""
         raise RuntimeError(USED)
 
@@ -59,7 +62,7 @@ class InBackward:
         """Start without parameters."""
         self._take_step = take_step
         self._hooks: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
-        self._pending: list[Future] = []
+        self._pending: list[Future[None]] = []
         self._used: list[Tensor] = []
         self._waiting_bytes, self._room = 0, threading.Condition()
         self._process = os.getpid()  # whose the worker is: a fork does not have it
@@ -115,6 +118,7 @@ class InBackward:
                 # It may come from another stream, which takes its memory as soon as it is freed.
                 mine.record_stream(torch.cuda.current_stream(mine.device))
             return
+        assert self._worker is not None, "it ends when the hooks are removed"
         num_bytes, arrival = local(grad).nbytes, arrival_of_gradient(p)
         with self._room:
             self._room.wait_for(lambda: self._has_room_for(num_bytes))

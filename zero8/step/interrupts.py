@@ -6,6 +6,7 @@ import _signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 
 SIGNALS = tuple(_signal.valid_signals())
 
@@ -22,10 +23,10 @@ def put_off() -> Iterator[None]:
         yield
         return
     handlers = {n: h for n in SIGNALS if callable(h := _signal.getsignal(n))}
-    arrived: list[tuple] = []
+    arrived: list[tuple[int, FrameType | None]] = []
     has_ended = False
 
-    def later(number, frame):
+    def later(number: int, frame: FrameType | None) -> None:
         if has_ended:  # an exception below has kept it from being put back
             handlers[number](number, frame)
         else:

@@ -13,7 +13,7 @@ class Ledger:
         reported: how many blocks have been reported.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Start with nothing."""
         self._entries: list[tuple[Sequence[str], BlockCounts]] = []
         self.reported = 0
@@ -31,7 +31,7 @@ class Ledger:
                 waiting.append((labels, counts))
                 continue
             numbers = counts.read()
-            for place in numbers.nonzero()[0]:
+            for place in numbers.nonzero()[0].tolist():
                 taken[labels[place]] = taken.get(labels[place], 0) + int(numbers[place])
         self._entries = waiting
         return taken

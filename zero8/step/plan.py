@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from zero8.op.devices import Kernel, Taken, kernel_on
+from zero8.state.header import Entries
 from zero8.state.kind import Contents, StateKind
 from zero8.step.batch import Batch, Seen
 from zero8.step.records import NextStep, ParamRecords, StepRecords
@@ -22,7 +23,7 @@ class Kinds:
         for place, kind in enumerate(kinds):
             self._places.setdefault(kind, []).append(place)
 
-    def contents(self, states: Sequence[dict]) -> Contents:
+    def contents(self, states: Sequence[Entries]) -> Contents:
         """Return the contents of all states, as `StateKind.contents` those of one kind."""
         if len(self._places) == 1:
             (kind,) = self._places
@@ -32,12 +33,12 @@ class Kinds:
         entries = [entry for _, entries in parts for entry in entries]
         return descriptions, entries
 
-    def note_writes(self, states: Sequence[dict]) -> None:
+    def note_writes(self, states: Sequence[Entries]) -> None:
         """See `StateKind`."""
         for kind, mine in self._shares(states):
             kind.note_writes(mine)
 
-    def _shares(self, states: Sequence[dict]) -> list[tuple[StateKind, list[dict]]]:
+    def _shares(self, states: Sequence[Entries]) -> list[tuple[StateKind, list[Entries]]]:
         return [(kind, [states[at] for at in places]) for kind, places in self._places.items()]
 
 
@@ -92,17 +93,18 @@ class Part:
 
     def step(
         self, batch: Batch, addresses: np.ndarray, steps: Sequence[NextStep], which: Sequence[int]
-    ) -> None:
-        """Take the step of this part of a batch."""
+    ) -> Taken:
+        """Take the step of this part of a batch, and return it; it is also `taken` from now on."""
         mine = self.of(batch)
         # The kernel goes by addresses, unseen by autograd.
         torch.autograd.graph.increment_version(mine.values)
         if self.is_contiguous:
             self.taken = self.kernel.step(*self.filled(None, addresses, steps, which))
-            return
+            return self.taken
         contiguous = mine.contiguous()
         self.taken = self.kernel.step(*self.filled(contiguous, addresses, steps, which))
         contiguous.copy_to(mine)
+        return self.taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +137,7 @@ class Plan:
         """
         in_order, devices = seen.contiguous[0], seen.devices
         together = [np.flatnonzero(in_order & (devices == one)) for one in np.unique(devices)]
-        apart = [[place] for place in np.flatnonzero(~in_order)]
+        apart = [np.array([place]) for place in np.flatnonzero(~in_order)]
         parts = []
         for places in (list(map(int, places)) for places in (*together, *apart)):
             if places:

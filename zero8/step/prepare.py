@@ -11,6 +11,7 @@ from zero8.spec.buffers import check_apart, check_buffer
 from zero8.spec.scalars import StepScalars
 from zero8.spec.segment import Segment
 from zero8.state.extent import local
+from zero8.state.header import Entries
 from zero8.state.huge_pages import collapse
 from zero8.state.kind import StateKind
 from zero8.state.params import ParamInfo
@@ -49,7 +50,7 @@ def prepared(settings: Settings, kind: StateKind, single: Batch, info: ParamInfo
     return ParamRecords.of(kind, seen, labels, flat, segments, keys)
 
 
-def _make_contiguous(state: dict) -> None:
+def _make_contiguous(state: Entries) -> None:
     # The kernel works on the state itself, in the order that it has when it is contiguous.
     for key, value in state.items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
@@ -58,7 +59,7 @@ def _make_contiguous(state: dict) -> None:
             state[key] = value.contiguous()
 
 
-def _check(values: Tensor, stores: list[MomentStore], state: dict, info: ParamInfo) -> None:
+def _check(values: Tensor, stores: list[MomentStore], state: Entries, info: ParamInfo) -> None:
     """Raise ValueError unless a state is of the parameter's size, in memory of its own."""
     if stores[0].table.numel != values.numel():
         raise ValueError(
@@ -68,23 +69,28 @@ def _check(values: Tensor, stores: list[MomentStore], state: dict, info: ParamIn
     written = {"the parameter": values}
     for store in stores:
         written |= store.named_buffers
-    if (correction := local(state.get("param_correction"))) is not None:
+    if (correction := _correction(state)) is not None:
         check_buffer("param_correction", correction, values.numel(), [torch.int8])
         written["param_correction"] = correction
     check_apart({f"{name} of {info.label}": t for name, t in written.items()})
+
+
+def _correction(state: Entries) -> Tensor | None:
+    found: Tensor | None = state.get("param_correction")
+    return None if found is None else local(found)
 
 
 def _segment(
     settings: Settings,
     number: int,
     stores: list[MomentStore],
-    state: dict,
+    state: Entries,
     param: Tensor,
     grad: Tensor,
 ) -> Segment:
     exp_avg, exp_avg_sq = stores
     piece = exp_avg.table.pieces[number]
-    correction = local(state.get("param_correction"))
+    correction = _correction(state)
     if correction is not None:
         correction = correction.view(-1).narrow(0, piece.start, piece.numel)
     return Segment(

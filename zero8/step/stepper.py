@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes the steps of an optimizer, and keeps what one step can leave for the next."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -9,10 +10,11 @@ from torch import Tensor
 from zero8.op import kernel
 from zero8.op.devices import is_capturing, kernel_on
 from zero8.spec.scalars import StepScalars, next_history
+from zero8.state.header import Entries
 from zero8.state.kind import StateKind, kind_of
 from zero8.state.params import KnownParams
 from zero8.state.settings import Settings
-from zero8.step.batch import Batch, Seen
+from zero8.step.batch import Batch, Group, Seen
 from zero8.step.check import check_tensors
 from zero8.step.cuda_graph import TOO_EARLY, CapturedStep
 from zero8.step.interrupts import put_off
@@ -40,7 +42,7 @@ class Stepper:
         self._is_just_captured = False  # and neither replayed since, nor an ordinary step taken
         self._replaced: list[CapturedStep] = []  # earlier ones whose counts are awaited
 
-    def step(self, groups: list[dict], state: Mapping[Tensor, dict]) -> dict[str, int]:
+    def step(self, groups: list[Group], state: MutableMapping[Tensor, Entries]) -> dict[str, int]:
         """Take a step over the parameters that have gradients, or make it a part of a CUDA graph.
 
         Args:
@@ -58,7 +60,9 @@ class Stepper:
         # To ask whether counts have arrived would end the capture of a graph.
         return {} if is_captured else self.counts.take()
 
-    def step_batch(self, batch: Batch, groups: list[dict], state: Mapping[Tensor, dict]) -> bool:
+    def step_batch(
+        self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
+    ) -> bool:
         """Take a step over some parameters, as `step`; return whether a graph has captured it."""
         if not batch.params:
             return False
@@ -72,7 +76,7 @@ class Stepper:
         return False
 
     def _plan_for(
-        self, batch: Batch, groups: list[dict], state: Mapping[Tensor, dict]
+        self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
     ) -> tuple[Plan, np.ndarray]:
         """Return the plan of an earlier step where it fits, else a new one; `Seen.addresses`."""
         plan = self._plans.get(id(batch.params[0]))
@@ -86,7 +90,9 @@ class Stepper:
         self._plans[batch.ids[0]] = plan = Plan.of(batch, seen, kinds, records)
         return plan, seen.addresses
 
-    def _keep_records(self, batch: Batch, groups: list[dict], state: Mapping[Tensor, dict]) -> None:
+    def _keep_records(
+        self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
+    ) -> None:
         """Make the records of the parameters for which none are kept that fit."""
         unfit = [single for single in batch.singles() if not self._is_kept(single)]
         without_state = [single for single in unfit if not single.states[0]]
@@ -120,14 +126,14 @@ class Stepper:
         steps, which = self._next_steps(batch)
         with put_off():  # Ctrl-C after the kernel would leave a step that is taken and not noted
             for part in plan.parts:
-                part.step(batch, addresses, steps, which)
-                self.counts.add(part.records.labels, part.taken.counts())
+                taken = part.step(batch, addresses, steps, which)
+                self.counts.add(part.records.labels, taken.counts())
                 for place in part.places:
                     _note(batch.states[place], steps[which[place]])
 
     def _next_steps(self, batch: Batch) -> tuple[list[NextStep], list[int]]:
         """Return the steps that parameters take now, and which of these is each parameter's."""
-        number: dict[tuple, int] = {}
+        number: dict[tuple[int, Any, Any], int] = {}
         which = [
             number.setdefault((id(group), state["step"], state["history"]), len(number))
             for group, state in zip(batch.groups, batch.states, strict=True)
@@ -136,7 +142,7 @@ class Stepper:
         steps = [self._next_step(groups[at], int(t), float(bound)) for at, t, bound in number]
         return steps, which
 
-    def _next_step(self, group: dict, step: int, history: float) -> NextStep:
+    def _next_step(self, group: Group, step: int, history: float) -> NextStep:
         betas = float(group["betas"][0]), float(group["betas"][1])
         step, history = step + 1, next_history(history, *betas)
         scalars = StepScalars.at(
@@ -172,7 +178,9 @@ class Stepper:
             self._replaced.append(self._captured)
         self._captured, self._is_just_captured = captured, True
 
-    def before_replay(self, groups: Iterable[dict], state: Mapping[Tensor, dict]) -> dict[str, int]:
+    def before_replay(
+        self, groups: Iterable[Group], state: MutableMapping[Tensor, Entries]
+    ) -> dict[str, int]:
         """Make the next replay take the next step; arguments and what is returned as `step`.
 
         Raises:
@@ -200,7 +208,9 @@ class Stepper:
         self._replaced = []
 
 
-def _as_it_is(batch: Batch, groups: Iterable[dict], state: Mapping[Tensor, dict]) -> Batch:
+def _as_it_is(
+    batch: Batch, groups: Iterable[Group], state: MutableMapping[Tensor, Entries]
+) -> Batch:
     """Return a batch of the same parameters, with their groups and states of today."""
     group_of = {p: group for group in groups for p in group["params"]}
     states = [state[p] for p in batch.params]
@@ -208,5 +218,5 @@ def _as_it_is(batch: Batch, groups: Iterable[dict], state: Mapping[Tensor, dict]
     return Batch(groups, batch.params, batch.values, batch.grads, states)
 
 
-def _note(state: dict, taken: NextStep) -> None:
+def _note(state: Entries, taken: NextStep) -> None:
     state["step"], state["history"] = taken.step, taken.history
