@@ -13,7 +13,7 @@ import warnings
 def install() -> None:
     """Set `torch.optim.Adam8bitBlockwise`, allow our pickles, fit into DeepSpeed's op builders.
 
-    Other optimizers stay as they are, but that they refuse our states in words.
+    Other optimizers only gain a clear error when given our states.
     """
     try:
         import torch

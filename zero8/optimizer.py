@@ -195,7 +195,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
             )
 
     def _begin(self) -> None:
-        """Set up what is of this object, and is neither saved nor copied."""
+        """Create run-time members, which pickling omits."""
         self._lock = threading.RLock()
         self._params = KnownParams()
         self.kinds = [kind(self.settings, self._params) for kind in frameworks.kinds()]
@@ -260,7 +260,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
 
     @property
     def nonfinite_blocks(self) -> int:
-        """See the class.  Of the stepper, which Lightning's wrappers share with what they wrap."""
+        """Reported skipped blocks; kept on the stepper, as Lightning copies our `__dict__`."""
         return self._stepper.counts.reported
 
     @nonfinite_blocks.setter
@@ -475,7 +475,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
     def _adopt_loaded(self, states: dict[Tensor, dict]) -> dict[Tensor, dict]:
         """Return the states of a state dict, and check its groups, which are in place already."""
         for group in self.param_groups:
-            # Of an AdamW whose steps were captured or compiled, which ours can be as they are.
+            # An AdamW whose steps are captured or compiled needs it; our steps do not.
             group["capturable"] = False
             keywords.check_group({**self.defaults, **group})
         infos = self._infos()

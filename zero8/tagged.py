@@ -31,7 +31,7 @@ def saving(folder: Path | str, name: str, keep: int = 0) -> Iterator[Path]:
 
     Args:
         folder: of the tags; one that all ranks see.
-        name: of the tag; one that is there already is written anew.
+        name: of the tag; an existing one is replaced.
         keep: number of complete tags to keep, of which this is one; 0 keeps all.
 
     Raises:

@@ -47,7 +47,7 @@ def export(optimizer: torch.optim.Optimizer) -> dict:
 
 
 def explain_refusals() -> None:
-    """Have other optimizers refuse our states when they load them; twice is as once.
+    """Have other optimizers refuse our states when they load them; idempotent.
 
     They would take them, and fail at the first step for want of an `exp_avg`.
     """

@@ -34,7 +34,7 @@ def machine() -> dict:
 
 
 def _nvidia_smi(fields: str) -> str | None:
-    """Return fields of the first GPU, None if nothing can be told."""
+    """Return fields of the first GPU, None if nvidia-smi says nothing."""
     path = shutil.which("nvidia-smi")
     if path is None:
         return None

@@ -11,8 +11,8 @@ float32 scale per block.  They differ in two things:
   sign, so that the extreme decodes exactly.
 
 Where the blocks coincide, codes and scales are taken verbatim on import.  On export a block of m
-whose extreme is negative is coded anew, within half a code; all others are verbatim.  Elsewhere the
-moments pass through float32 and are quantized by the optimizer that loads them.
+whose extreme is negative is coded again, within half a code; all others are verbatim.  Elsewhere
+the moments pass through float32 and are quantized by the optimizer that loads them.
 """
 
 import torch
@@ -128,7 +128,7 @@ def _flat_codes(code: DynamicCode, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _make_positive(code: DynamicCode, codes: Tensor, scales: Tensor) -> None:
-    """Code anew, in place, the blocks whose scale is negative; the scale's magnitude stays."""
+    """Code again, in place, the blocks whose scale is negative; the scale's magnitude stays."""
     levels, thresholds = code.levels.to(codes.device), code.thresholds.to(codes.device)
     negative = (scales < 0)[_block_numbers(codes)]
     mirrored = -levels[codes[negative].to(torch.int64)]

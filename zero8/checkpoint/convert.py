@@ -2,7 +2,7 @@
 """`zero8 checkpoint convert`: a checkpoint of one framework for another.
 
 Moments stay 8-bit with their codes and scales wherever the target keeps them in 8 bits; only blocks
-that a shard boundary cut are encoded anew (`zero8.checkpoint.joined`).  Everything is read and
+that a shard boundary cut are encoded again (`zero8.checkpoint.joined`).  Everything is read and
 checked before the output is begun, and the output is there when it is whole.
 
 Memory: what is joined lies in files beside the output, mapped into memory, whose pages the system

@@ -13,9 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
-
-
+"""The option of prctl(2) that ends a process with its parent."""
 FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 

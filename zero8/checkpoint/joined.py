@@ -34,7 +34,7 @@ class Parameter:
         stores: both moments.
         weights: shaped as the parameter, None if they are not known.
         correction: int8, shaped as the parameter: the corrections of bfloat16 weights, if any.
-        num_joined: how many blocks have been encoded anew.
+        num_joined: how many blocks have been encoded again.
     """
 
     piece: Piece

@@ -27,7 +27,7 @@ from zero8.spec.grid import MAX_DIMS, MAX_NUMEL
 from zero8.zero.moment_tensor import rebuild_moment
 
 MAX_PICKLE_BYTES = 1 << 30
-"""Of a pickle, which is read into memory: a file can say that it is large without being so."""
+"""The longest pickle that is read into memory; a sparse file can claim any size."""
 _MAX_KEY_CHARACTERS = 64
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _DTYPES = {
@@ -122,7 +122,7 @@ class _Archive:
             raise ValueError(f"got numbers that are not {sys.byteorder}-endian")
         place = self._places[self._folder + "data.pkl"]
         data = self._read(place)
-        if place.crc not in (0, zlib.crc32(data)):  # 0 where torch was told to write none
+        if place.crc not in (0, zlib.crc32(data)):  # 0 where torch wrote none
             raise ValueError("damaged: the checksum of data.pkl is wrong")
         return SafePickle(data, _MAKERS, self._storage).load()
 

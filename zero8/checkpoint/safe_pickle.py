@@ -18,7 +18,7 @@ Maker = Callable[..., object]
 
 MAX_NAME_CHARACTERS = 1000
 MAX_ARGS = 16
-"""Of the makers: a pickle can call one often with the same, long arguments."""
+"""The most arguments of a maker: a pickle can call one often with the same long ones."""
 _NAMES_OF_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 """Modules under the names that protocol 2 gives them."""
 

@@ -25,11 +25,11 @@ LOWEST_ARCHITECTURE = 80
 """Compute capability 8.0, the first whose warps reduce integers in one instruction."""
 
 USUAL_FOLDER = "/usr/local/cuda/bin"
-"""Of CUDA's own installer, which does not put it on PATH."""
+"""Where CUDA's own installer puts nvcc, which it does not put on PATH."""
 
 # IEEE arithmetic, operation by operation.
 FLAGS = ["-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
-# Of each compiler; before 13.5 NVRTC takes lambdas for host functions without its one.
+# Options of each compiler; before 13.5 NVRTC takes lambdas for host functions without its one.
 _OWN_FLAGS = {"nvcc": ["-O3"], "nvrtc": ["-default-device"]}
 
 

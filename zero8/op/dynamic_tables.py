@@ -30,7 +30,7 @@ _MARGIN = 2.0**-21
 _NOWHERE = 0x7F800000  # a joint above all numbers
 
 PIECE_FACTOR, PIECE_SHIFT = 10304, 22
-"""Of the guess: in whole numbers, steps of 3.18 octaves, a little less than a decade."""
+"""Steps of the guess: 3.18 octaves in whole numbers, a little less than a decade."""
 # Number of the first decade's piece, and the smallest pattern that is guessed to lie in it.
 _FIRST_PIECE = 33
 _SMALLEST = 13433 << 16

@@ -182,7 +182,7 @@ def fill(
 def check(records: np.ndarray, num_scalars: int) -> None:
     """Raise ValueError, naming the field, unless kernels can rely on packed segments.
 
-    `run` does so by itself; a kernel that is launched in another way must be told.
+    `run` does so by itself; whoever launches a kernel in another way calls this.
 
     Args:
         records: (segments,) `SEGMENT`.

@@ -22,7 +22,7 @@ HOST = OTHERS[-1]
 """The host where none is given or measured."""
 
 GPU_GB_PER_S = 3350.0
-"""Of an H100 SXM, by its data sheet."""
+"""The memory bandwidth of an H100 SXM, by its data sheet."""
 
 SETTINGS = ("engine", "stage", "offload", "dtype")
 """Options that a DeepSpeed config settles."""

@@ -51,7 +51,7 @@ def _reduced(numbers: Sequence[int], process_groups: Sequence[Group], op: str) -
 
 def _device_of(process_group: Group) -> str:
     """Return the type of device whose tensors a group can reduce: of NCCL alone, "cuda"."""
-    # Of a group that a mesh has split off, get_backend_config may name what only its parent has.
+    # get_backend_config of a group that a mesh split off may name backends of its parent alone.
     group: Group = torch.distributed.group.WORLD if process_group is None else process_group
     devices = [device.type for device in group._device_types]
     return "cpu" if "cpu" in devices else devices[0]

@@ -55,7 +55,7 @@ CODECS = {
 DEFAULT_CODEC = "log"
 
 RETIRED = Codec("log of format 1", 3, SignMagnitudeLogCode(), LogRootCode())
-"""States of it are read, and encoded anew when an optimizer adopts them."""
+"""States of it are read, and encoded again when an optimizer adopts them."""
 
 
 def codec_named(name: str) -> Codec:

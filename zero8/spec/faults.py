@@ -37,7 +37,7 @@ def fault(code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: BlockN
         return "a negative scale"
     if isinstance(code, LogCode):
         return _fault_of_log(code, codes, scales, block_numbers)
-    if isinstance(code, SignMagnitudeLogCode | LogRootCode):  # read once, and encoded anew
+    if isinstance(code, SignMagnitudeLogCode | LogRootCode):  # read once, then encoded again
         which, every = "exp_avg" if code.signed else "exp_avg_sq", block_numbers(0, codes.numel())
         return fault_of_values(which, dequantize(code, codes, scales, every))
     if isinstance(code, SignedLogCode):

@@ -140,11 +140,11 @@ class MomentStore:
         return replace(self, codes=codes, scales=scales, dense=dense)
 
     def tell_if_retired(self) -> None:
-        """Say, once in the process, that states of a codec that is gone are encoded anew."""
+        """Say, once in the process, that states of a retired codec are encoded again."""
         if self.codec == RETIRED:
             tell_once(
-                f"zero8: loaded states are of {RETIRED.name!r}; they are encoded anew, each moment "
-                f"within half a code of `{DEFAULT_CODEC}`"
+                f"zero8: loaded states are of {RETIRED.name!r}; they are encoded again, each "
+                f"moment within half a code of `{DEFAULT_CODEC}`"
             )
 
     def moment(self, number: int) -> Moment:

@@ -26,7 +26,7 @@ USED = (
 )
 
 MOST_WAITING_BYTES = 1 << 30
-"""Of gradients: the backward waits while more of them than this would wait for their steps."""
+"""The backward blocks while queued gradients exceed this many bytes."""
 
 TakeStep = Callable[[Tensor, Tensor], None]
 """Takes the step of a parameter, given it and its gradient."""

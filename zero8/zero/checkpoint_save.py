@@ -196,8 +196,8 @@ def _sees(folder: Path, token: str) -> bool:
 def _write_manifest(folder: Path, sequence: int, record: _Record) -> None:
     """Make the tag complete, or raise on all ranks."""
     entries = record.entries()
-    told = gathered((entries, record.text))
-    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+    answers = gathered((entries, record.text))
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
     if failed:
         if record.is_of_caller:
             raise record.error
@@ -205,8 +205,8 @@ def _write_manifest(folder: Path, sequence: int, record: _Record) -> None:
         raise OSError(f"{message}; 'latest' names what it named before") from record.error
 
     def complete() -> None:
-        files = {file.path: file for of_rank, _ in told for file in of_rank}
-        tags.end(folder, Manifest.of(sequence, len(told), files.values()))
+        files = {file.path: file for of_rank, _ in answers for file in of_rank}
+        tags.end(folder, Manifest.of(sequence, len(answers), files.values()))
 
     from_rank_0(complete)
 

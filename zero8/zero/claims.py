@@ -84,5 +84,5 @@ def check(engine, basic_optimizer: torch.optim.Optimizer, optimizer_class: type)
         f"DeepSpeed would step with {type(basic_optimizer).__name__}, not with {first}. Trainers "
         "such as Hugging Face's drop the optimizer object that they are given when they make an "
         f"engine: name it in the DeepSpeed config instead, {IN_CONFIG}, and make none. To step "
-        f"with {type(basic_optimizer).__name__}, make the model anew, and no Adam8bitBlockwise"
+        f"with {type(basic_optimizer).__name__}, make a new model, and no Adam8bitBlockwise"
     )

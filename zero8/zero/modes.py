@@ -21,7 +21,7 @@ def unsupported_mode(zero_config) -> str | None:
     elif offload is not None and offload.device == "nvme" and zero_config.stage < 3:
         reason = (
             f'offload_optimizer.device "nvme" in ZeRO stage {zero_config.stage}: DeepSpeed would '
-            'keep the states in memory without a word; use stage 3, or "cpu"'
+            'keep the states in memory silently; use stage 3, or "cpu"'
         )
     elif offload is not None and offload.device == "nvme" and offload.nvme_path is None:
         reason = (

@@ -11,7 +11,7 @@ and so are views other than contiguous ranges: writes would change a decoded cop
 
 A pickled moment carries the hash of its bytes, as `torch.load` does not look at the CRCs that
 `torch.save` writes.  It is compared when the moment is first used: files in torch's legacy format,
-which DeepSpeed can be told to write, have the bytes behind all objects.
+which DeepSpeed can write, have the bytes behind all objects.
 """
 
 import pickle

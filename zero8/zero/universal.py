@@ -342,7 +342,7 @@ def _load(path: Path) -> dict:
 
 
 def _save(entries: dict, path: Path) -> None:
-    """Write a file anew from what `_load` has read of it: tensors may still be in the old one."""
+    """Replace a file by what `_load` has read of it; tensors may still be in the old file."""
     part = path.with_suffix(".part")
     torch.save(entries, part)
     part.replace(path)

@@ -6,7 +6,7 @@ All of it happens with every optimizer, and is mended for ours:
 * Stages 1 and 2 fail on a rank that holds nothing but the padding of a parameter group, and the
   other ranks wait for it.  It is lent an empty fragment of a parameter for the load.
 * Stage 3 gives all parameter groups the learning rate, weight decay and so on of the first.
-* Groups that the checkpoint does not have are left as they are, without a word.
+* Groups that the checkpoint does not have are left as they are, silently.
 * Under `round_robin_gradients` stages 1 and 2 look for parameters at the wrong places.
 """
 

@@ -58,7 +58,7 @@ class Iteration(NamedTuple):
         step_ns: wall time of `step()` itself.
         peak_bytes: of gradients, the most that were alive at one time.
         cpu_ms: CPU time of all threads.
-        page_faults: pages of memory that the system gave anew.
+        page_faults: new pages of memory that the system gave.
     """
 
     step_ns: int

@@ -2,7 +2,7 @@
 """Measure what a step costs on a GPU: zero8's, those of other optimizers, a copy's.
 
 Checks the kernel's bits against the CPU's first.  Writes OUT (JSON), and a table (.md) and a figure
-(.png) beside it, after each size anew.
+(.png) beside it, again after each size.
 """
 
 import argparse
