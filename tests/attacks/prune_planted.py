@@ -7,7 +7,7 @@ those to keep, and without a readable `latest` nobody knows what may be deleted.
 
 from pathlib import Path
 
-from attack import Attack, checkpoint, main, sealed
+from attack import Attack, checkpoint, made, main, sealed
 
 from zero8.integrity.manifest import Manifest
 
@@ -32,6 +32,14 @@ def shorten(path: Path) -> None:
     path.write_bytes(b"short")
 
 
+def empty(folder: Path) -> list[str]:
+    """Return the command on two good tags, and one whose manifest lists no file."""
+    for tag in ("t1", "t2"):
+        sealed(folder / "tags" / tag)
+    Manifest.of(2**52, 0, []).write(made(folder / "tags" / "planted"))
+    return checkpoint("prune", folder / "tags", "--keep", 2)
+
+
 def latest(content: bytes):
     """Return what makes two good tags, and a file `latest` with this content."""
 
@@ -47,6 +55,7 @@ def latest(content: bytes):
 ATTACKS = (
     Attack("planted tag without its file", beside(Path.unlink), (0, 1, 2), stays=KEPT),
     Attack("planted tag with a short file", beside(shorten), (0, 1, 2), stays=KEPT),
+    Attack("planted tag of no files", empty, (0,), ("deleted nothing",), BOTH),
     Attack("latest with a slash at its end", latest(b"t1/"), (0, 1, 2), stays=KEPT),
     Attack("latest with ./ at its beginning", latest(b"./t1"), (0, 1, 2), stays=KEPT),
     *(

@@ -318,3 +318,41 @@ def test_inspect_of_a_folder_with_latest_takes_the_tag_that_it_names(tmp_path, c
     (path / "latest").write_text("../elsewhere")
     error = called(capsys, "inspect", path, status=2)["error"]
     assert "latest: damaged, got '../elsewhere', expected the name of a tag" in error
+
+
+# --- Paths with links, which are the caller's own ------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+@every_kind
+def test_command_on_a_path_that_is_a_link_says_the_same_as_on_what_it_leads_to(
+    command, kind, made, tmp_path, capsys
+):
+    link = tmp_path / "link"
+    link.symlink_to(made[kind])
+    found, expected = (called(capsys, command, path, status=0) for path in (link, made[kind]))
+    for result in (found, expected):
+        for of_this_run in ("path", "seconds", "gb_per_s"):
+            result.pop(of_this_run, None)
+    assert found == expected
+
+
+@every_kind
+def test_convert_of_a_path_that_is_a_link_makes_the_same_as_of_what_it_leads_to(
+    kind, made, tmp_path, capsys
+):
+    (tmp_path / "link").symlink_to(made[kind])
+    for source, target in ((tmp_path / "link", "a.pt"), (made[kind], "b.pt")):
+        called(capsys, "convert", source, tmp_path / target, "--to", "plain", status=0)
+    assert called(capsys, "diff", tmp_path / "a.pt", tmp_path / "b.pt", status=0)["equal"]
+
+
+def test_commands_work_in_a_run_folder_that_is_reached_through_a_link(made, tmp_path, capsys):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    shutil.copytree(made["zero"], tmp_path / "disk" / "zero")
+    path, tag = tmp_path / "run" / "zero", tmp_path / "run" / "zero" / "global_step3"
+    called(capsys, "seal", tag, status=0)
+    assert called(capsys, "verify", path, status=0)["manifest"]
+    assert called(capsys, "inspect", tag, status=0)["kind"] == "zero"
+    assert called(capsys, "prune", path, "--keep", 1, status=0)["complete"] == ["global_step3"]

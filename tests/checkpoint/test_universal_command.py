@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zero8 checkpoint universal`: what it makes and refuses, and that nothing half-made stays."""
 
+import argparse
 import fcntl
 import json
 import shutil
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from processes import python
 from universal_cuts import command
 from universal_files import ENTRIES, SHAPES, change, values, write
@@ -156,6 +160,42 @@ def test_universal_command_says_what_universal_checkpoints_do_not_carry(tmp_path
     status, result, text = command(tmp_path)
     assert (status, result["not_carried"]) == (0, ["param_correction"])
     assert "not carried over: param_correction" in text
+
+
+def test_universal_command_copies_the_objects_of_a_model_state_file(tmp_path):
+    """DeepSpeed reads them from copies, which zero8 has made of what it read as data."""
+    scaler = DynamicLossScaler(
+        init_scale=2**16,
+        scale_window=1000,
+        min_scale=1.0,
+        delayed_shift=2,
+        consecutive_hysteresis=True,
+    )
+    objects = {
+        "set": {1, "a"},
+        "empty set": set(),
+        "frozenset": frozenset({2, "b"}),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "device of a GPU": torch.device("cuda", 1),
+        "namespace": argparse.Namespace(lr=0.1, betas=[0.9, 0.95]),
+        "ordered": OrderedDict(b=1, a=2),
+        "size": torch.Size([3, 4]),
+        "stage": ZeroStageEnum.gradients,
+    }
+    held = {**objects, "scaler": scaler, "tensor": torch.arange(3.0)}
+    name = "mp_rank_00_model_states.pt"
+    change(write(tmp_path) / name, lambda model: model.update(client_state=held))
+    status, _, text = command(tmp_path)
+    assert status == 0, text
+    copied = torch.load(tmp_path / "saved_universal" / name, weights_only=False)["client_state"]
+    assert {key: (type(copied[key]), copied[key]) for key in objects} == {
+        key: (type(value), value) for key, value in objects.items()
+    }
+    assert list(copied["ordered"]) == ["b", "a"]
+    assert type(copied["scaler"]) is DynamicLossScaler
+    assert vars(copied["scaler"]) == vars(scaler)
+    assert torch.equal(copied["tensor"], held["tensor"])
 
 
 def test_universal_command_does_not_write_over_a_folder(tmp_path):
