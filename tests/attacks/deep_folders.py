@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths of 2,000 folders in a manifest, and as many folders in each other on the disk.
+"""Paths of 2,000 folders in a manifest, and folders in each other on the disk.
 
 All folders above 400 such paths are 800,000 paths, of 2 KB on average.  Python's shutil.rmtree
 calls itself for each folder in another, and fails when a part of the tag has been deleted: zero8
@@ -14,7 +14,7 @@ from child_process import Answer, answer_of
 from zero8.integrity.manifest import MANIFEST, MARKER, File, Manifest
 
 PATHS, PATH_DEPTH = 400, 2000
-DISK_DEPTH = 3000
+DISK_DEPTHS = (1500, 3000)
 
 
 def deep_paths(line):
@@ -29,17 +29,17 @@ def deep_paths(line):
     return plant
 
 
-def deep_tag(line):
+def deep_tag(depth: int, line):
     """Return what makes two good tags, one with nested folders, and returns a command on them."""
 
     def plant(folder: Path) -> list[str]:
         for tag in ("t1", "t2"):
             sealed(folder / "tags" / tag)
-        innermost, around = folder / "tags" / "t1" / "in", folder / "tags" / "t1" / "around"
-        made(innermost)
-        for _ in range(DISK_DEPTH):
-            innermost.rename(made(around) / "in")
-            around.rename(innermost)
+        outermost, around = (folder / "tags" / "t1" / name for name in ("d", "around"))
+        made(outermost)
+        for _ in range(depth):
+            outermost.rename(made(around) / "d")
+            around.rename(outermost)
         return line(folder / "tags")
 
     return plant
@@ -47,9 +47,9 @@ def deep_tag(line):
 
 def then_apart(line: list[str], output: Path, seconds: float) -> Answer:
     """Run a command; take the folders in each other apart."""
-    answer, outermost = answer_of(line, output, seconds), output.parent / "tags" / "t1" / "in"
-    while (outermost / "in").is_dir():
-        (outermost / "in").rename(outermost.with_name("next"))
+    answer, outermost = answer_of(line, output, seconds), output.parent / "tags" / "t1" / "d"
+    while (outermost / "d").is_dir():
+        (outermost / "d").rename(outermost.with_name("next"))
         outermost.rmdir()
         outermost.with_name("next").rename(outermost)
     return answer
@@ -80,14 +80,15 @@ ATTACKS = (
     Attack("listed paths, save", deep_paths(save), (0,)),
     *(
         Attack(
-            f"folders on the disk, {line.__name__}",
-            deep_tag(line),
+            f"{depth:,} folders on the disk, {line.__name__}",
+            deep_tag(depth, line),
             statuses,
             ("t1",),
             STAYS,
             check=refused_first,
             run=then_apart,
         )
+        for depth in DISK_DEPTHS
         for line, statuses in ((verify, (1, 2)), (prune, (1, 2)), (save, (1,)))
     ),
 )

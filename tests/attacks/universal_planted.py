@@ -15,7 +15,7 @@ import torch
 from attack import OUTSIDE, Attack, checkpoint, made, main, outside
 from crafted_files import call, saved, value
 
-EVIL = f"{'../' * 6}{OUTSIDE}/evil"
+EVIL = f"{'../' * 4}{OUTSIDE}/evil"
 NAMES = [EVIL, "/tmp/evil", ".."]
 MODEL = "mp_rank_00_model_states.pt"
 EXPERT = f"_expert_0_{MODEL}"
@@ -58,7 +58,8 @@ def in_the_module(folder: Path) -> list[str]:
 
     outside(folder)
     line = universal(folder)
-    change(folder / "tags" / "saved" / MODEL, lambda held: held["module"].update({EVIL: 0}))
+    added = {EVIL: torch.ones(1)}
+    change(folder / "tags" / "saved" / MODEL, lambda held: held["module"].update(added))
     return line
 
 

@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
         raise NotADirectoryError(f"{arguments.path}: not a folder")
     with locked(arguments.path):
         deleted = tags.prune(arguments.path, arguments.keep)
-    kept = [tag.name for tag in tags.complete_tags(arguments.path)]
+    kept = [tag.name for tag in tags.whole_tags(arguments.path)]
     result = {"path": str(arguments.path), "deleted": deleted, "complete": kept}
     names = ", ".join(deleted) or "nothing"
     return 0, result, f"deleted {names}; complete: {', '.join(kept) or 'none'}"

@@ -96,7 +96,7 @@ def _source(folder: Path, tag: str | None) -> Path:
         raise ValueError(f"{folder}: got a folder without the file latest; {hint}")
     found = folder_of(folder, tag)
     if found is None:
-        raise ValueError(f"{folder}: got tag {tag!r}, expected one of {tags}")
+        raise ValueError(f"{folder}: got tag {tag!r}, expected one of {tags}, and no link")
     return found
 
 

@@ -77,8 +77,12 @@ def _against_manifest(folder: Path) -> tuple[dict[Path, int] | None, list[str]]:
         reason = manifest.damage_of(folder, files[path])
         return Damage(files[path].path, files[path].rank, reason) if reason else None
 
-    found = [damage for damage in each_file("hashes", sizes_bytes, check) if damage]
-    return sizes_bytes, [str(damage) for damage in found + manifest.strangers(folder)]
+    found = [str(damage) for damage in each_file("hashes", sizes_bytes, check) if damage]
+    try:
+        found += map(str, manifest.strangers(folder))
+    except (ValueError, OSError) as error:
+        found.append(str(error))
+    return sizes_bytes, found
 
 
 def _contents(source: Source) -> list[str]:

@@ -76,6 +76,11 @@ def complete_tags(folder: Path) -> list[Tag]:
     return [tag for tag in tags_in(folder) if tag.state == COMPLETE]
 
 
+def whole_tags(folder: Path) -> list[Tag]:
+    """Return the complete tags whose files are all there with their sizes, the newest last."""
+    return [tag for tag in complete_tags(folder) if _has_its_files(folder, tag)]
+
+
 def next_sequence(folder: Path) -> int:
     """Return the number for the next tag of a folder.
 
@@ -204,12 +209,11 @@ def prune(folder: Path, keep: int) -> list[str]:
     if keep < 1:
         raise ValueError(f"keep: got {keep}, expected 1 or more")
     latest = read_latest(folder)
-    found = tags_in(folder)
-    complete = [tag for tag in found if tag.state == COMPLETE and _has_its_files(folder, tag)]
+    complete = whole_tags(folder)
     if not complete:
         return []
     newest = complete[-1].sequence
-    torn = [tag for tag in found if tag.state == INCOMPLETE and tag.sequence < newest]
+    torn = [tag for tag in tags_in(folder) if tag.state == INCOMPLETE and tag.sequence < newest]
     kept = PurePosixPath(latest or "").parts[:1]  # `latest` can name a folder in a folder
     doomed = [tag for tag in torn + complete[:-keep] if tag.name not in kept]
     for tag in doomed:
