@@ -12,6 +12,7 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
+from zero8 import torch_names
 from zero8.versions import TESTED
 from zero8.zero import accelerate, seams
 
@@ -25,6 +26,7 @@ def examine() -> dict:
     for name, part in (
         ("deepspeed", _deepspeed),
         ("versions", _versions),
+        ("torch_names", _torch_names),
         ("build_tools", _build_tools),
         ("locks", _locks),
         ("op", _op),
@@ -74,6 +76,16 @@ def _versions(report: dict) -> dict:
         if not fits:
             report["warnings"].append(f"{name} {installed} is untested: expected {tested}")
     return versions
+
+
+def _torch_names(report: dict) -> dict:
+    """Return how many private names of torch zero8 uses, and which this torch lacks."""
+    gone = torch_names.missing()
+    report["warnings"] += [
+        f"torch {metadata.version('torch')} has no {name}, by which zero8 {name.use}"
+        for name in gone
+    ]
+    return {"used": len(torch_names.NAMES), "missing": [str(name) for name in gone]}
 
 
 def _build_tools(report: dict) -> dict:

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "zero8"
 # A part imports from itself and from parts in the lines above its own, not from its neighbours.  A
 # new module or folder of zero8 has to be given its place here.
 LAYERS = [
-    {"spec", "versions", "extras"},
+    {"spec", "versions", "extras", "torch_names"},
     {"state", "op", "integrity", "ranks"},
     {"step", "tagged"},
     {"frameworks", "loading"},

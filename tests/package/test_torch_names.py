@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every private name of torch that the sources use is in one table, and torch has it."""
+
+import ast
+
+import pytest
+import torch
+from places import ROOT
+
+from zero8 import doctor, torch_names
+from zero8.torch_names import NAMES, PrivateName
+
+SOURCES = sorted((ROOT / "zero8").rglob("*.py"))
+OF_OBJECTS = {"_device_types", "_split_tensor"}
+"""Attributes of torch's objects; the scan cannot see whose an attribute is."""
+
+
+def is_private(part):
+    return part.startswith("_") and not part.startswith("__")
+
+
+def dotted(node):
+    """Return the name that a chain of attributes spells, "" for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    below = dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{below}.{node.attr}" if below else ""
+
+
+def private_names(path):
+    """Return the private names of torch that a file imports, or spells out from `torch` on."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and node.attr in OF_OBJECTS:
+            names = [f"torch.{node.attr}"]
+        else:
+            names = [dotted(node)] if isinstance(node, ast.Attribute) else []
+        found |= {n for n in names if n.startswith("torch.") and any(map(is_private, n.split(".")))}
+    # Of torch._C._x both torch._C and torch._C._x are found: the longest says all.
+    return {n for n in found if not any(other.startswith(f"{n}.") for other in found)}
+
+
+def test_private_names_of_torch_in_the_sources_are_in_the_table():
+    found = {name for path in SOURCES for name in private_names(path)}
+    listed = {str(name) for name in NAMES}
+    listed |= {f"torch.{name.name.split('.')[-1]}" for name in NAMES}  # of objects
+    assert found - listed == set()
+
+
+def test_private_names_of_the_table_are_in_the_sources():
+    found = {name for path in SOURCES for name in private_names(path)}
+    unused = [
+        str(name) for name in NAMES if not {str(name), f"torch.{name.name.split('.')[-1]}"} & found
+    ]
+    assert unused == []
+
+
+def test_private_names_scan_finds_what_it_should(tmp_path):
+    """Guards the two tests above."""
+    (tmp_path / "a.py").write_text(
+        "from torch._x import y\nfrom torch.z import _w, v\nimport torch\n"
+        "torch._C._f()\ngroup._device_types\ntorch.ones(1)\ntorch.__version__\n"
+    )
+    names = {"torch._x.y", "torch.z._w", "torch._C._f", "torch._device_types"}
+    assert private_names(tmp_path / "a.py") == names
+
+
+@pytest.mark.parametrize("name", NAMES, ids=str)
+def test_private_name_is_in_the_installed_torch(name):
+    assert name.is_there()
+
+
+def test_private_name_that_has_gone_or_changed_is_not_there():
+    assert not PrivateName("torch", "_never_there", "").is_there()
+    assert not PrivateName("torch._never_there", "x", "").is_there()
+    assert not PrivateName("torch", "_disable_dynamo", "", ("never_there",)).is_there()
+
+
+def test_doctor_without_a_private_name_warns_with_its_use(monkeypatch):
+    gone = PrivateName("torch", "_never_there", "does nothing")
+    monkeypatch.setattr(torch_names, "NAMES", (*NAMES, gone))
+    report = {"warnings": []}
+    assert doctor._torch_names(report) == {"used": len(NAMES) + 1, "missing": [str(gone)]}
+    (warning,) = report["warnings"]
+    assert f"torch {torch.__version__} has no torch._never_there" in warning
+    assert "does nothing" in warning
