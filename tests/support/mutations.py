@@ -33,6 +33,7 @@ from zero8.zero.flat_state import FlatPartition
 from zero8.zero.moment_tensor import MomentTensor, described, rebuild_moment
 
 SHAPES = {"wide": (3, 300), "narrow": (20, 30), "bias": (9,)}
+PACKAGE = Path(zero8.__file__).parent
 SETTINGS = {"lr": 1e-2, "min_8bit_size": 100}
 MAX_SECONDS, MAX_MIB = 2.0, 200
 GOOD = ("refused", "loaded", "refused by torch")
@@ -410,7 +411,8 @@ def optimizer_file(make):
         try:
             state_dict = torch.load(io.BytesIO(data), weights_only=True)
         except Exception as error:
-            ours = any("/zero8/" in f.filename for f in traceback.extract_tb(error.__traceback__))
+            frames = traceback.extract_tb(error.__traceback__)
+            ours = any(Path(frame.filename).is_relative_to(PACKAGE) for frame in frames)
             if ours and not isinstance(error, ValueError):
                 raise
             return "refused by torch"
