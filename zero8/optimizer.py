@@ -152,13 +152,13 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self._tell_what_stays_float32()
-        if weight_decay is None and adam_w_mode:
+        engine, _ = frameworks.constructing_engine()
+        if weight_decay is None and adam_w_mode and engine is None:
             self._tell_of_no_decay()
         # DeepSpeed constructs us before ZeRO: the last moment to fit the two together.
         frameworks.fit(type(self))
         if any(p.device.type in DEVICES for p in self._all_params()):
             kernel.prepare()  # while an engine is made, where a wait is expected
-        engine, _ = frameworks.constructing_engine()
         if engine is None:  # last: an optimizer that could not be made claims nothing
             frameworks.claim(self, self._all_params(), self._use)
 
@@ -187,8 +187,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
 
     def _tell_of_no_decay(self) -> None:
         # torch's AdamW, bitsandbytes' and torchao's decay by 0.01 if nothing is said.
-        engine, _ = frameworks.constructing_engine()
-        if self._lacks_decay and engine is None and numbers.rank() == 0:
+        if self._lacks_decay and numbers.rank() == 0:
             tell_once(
                 "zero8: weight_decay is not given and is 0, where torch's AdamW has 0.01: pass "
                 "weight_decay=0.01 to decay as it does, or weight_decay=0"

@@ -78,7 +78,7 @@ def complete_tags(folder: Path) -> list[Tag]:
 
 def whole_tags(folder: Path) -> list[Tag]:
     """Return the complete tags whose files are all there with their sizes, the newest last."""
-    return [tag for tag in complete_tags(folder) if _has_its_files(folder, tag)]
+    return [tag for tag in tags_in(folder) if _is_whole(folder, tag)]
 
 
 def next_sequence(folder: Path) -> int:
@@ -209,11 +209,12 @@ def prune(folder: Path, keep: int) -> list[str]:
     if keep < 1:
         raise ValueError(f"keep: got {keep}, expected 1 or more")
     latest = read_latest(folder)
-    complete = whole_tags(folder)
+    found = tags_in(folder)
+    complete = [tag for tag in found if _is_whole(folder, tag)]
     if not complete:
         return []
     newest = complete[-1].sequence
-    torn = [tag for tag in tags_in(folder) if tag.state == INCOMPLETE and tag.sequence < newest]
+    torn = [tag for tag in found if tag.state == INCOMPLETE and tag.sequence < newest]
     kept = PurePosixPath(latest or "").parts[:1]  # `latest` can name a folder in a folder
     doomed = [tag for tag in torn + complete[:-keep] if tag.name not in kept]
     for tag in doomed:
@@ -221,9 +222,9 @@ def prune(folder: Path, keep: int) -> list[str]:
     return [tag.name for tag in doomed]
 
 
-def _has_its_files(folder: Path, tag: Tag) -> bool:
+def _is_whole(folder: Path, tag: Tag) -> bool:
     path = Path(folder, tag.name)
-    return Manifest.read(path).is_there(path)
+    return tag.state == COMPLETE and Manifest.read(path).is_there(path)
 
 
 def _check_no_links(folder: Path, paths: list[str]) -> None:
