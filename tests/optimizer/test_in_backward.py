@@ -240,6 +240,9 @@ def clip(model, optimizer):
 
 def accumulate(model, optimizer):
     loss_of(model, 0).backward()
+    # It waits for the steps.  A forward beside them saves weights that they change, and torch then
+    # raises an error of its own before the gradient is looked at.
+    optimizer.state_dict()
     loss_of(model, 1).backward()
 
 
