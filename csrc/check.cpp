@@ -1,14 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.h"
 
+#include "algorithms.h"
+
 #define ZERO8_TARGET check
 #include "blocks.h"
 
 namespace zero8 {
 namespace {
 
-std::string wrong(const char* field, int64_t got, const std::string& expected) {
-  return std::string(field) + ": got " + std::to_string(got) + ", expected " + expected;
+std::string wrong(const std::string& field, int64_t got, const std::string& expected) {
+  return field + ": got " + std::to_string(got) + ", expected " + expected;
+}
+
+std::string of_moment(int k, const char* field) {
+  return "moments[" + std::to_string(k) + "]." + field;
 }
 
 std::string wrong_size(const Segment& s) {
@@ -28,8 +34,17 @@ std::string wrong_size(const Segment& s) {
 
 // What chooses the code that runs, and the scalars that it reads.
 std::string wrong_kind(const Segment& s, int64_t num_scalars) {
-  if (s.codec != kFloat32 && s.codec != kDynamic && s.codec != kLog) {
-    return wrong("codec", s.codec, "0 (float32), 1 (dynamic) or 4 (log)");
+  if (s.algorithm < 1 || s.algorithm >= kNumAlgorithms) {
+    return wrong("algorithm", s.algorithm, "1 to " + std::to_string(kNumAlgorithms - 1));
+  }
+  for (int k = 0; k < kMomentSigns[s.algorithm].count; ++k) {
+    const int32_t codec = s.moments[k].codec, first = s.moments[0].codec;
+    if (codec != kFloat32 && codec != kDynamic && codec != kLog) {
+      return wrong(of_moment(k, "codec"), codec, "0 (float32), 1 (dynamic) or 4 (log)");
+    }
+    if (codec != first) {
+      return wrong(of_moment(k, "codec"), codec, std::to_string(first) + ", as the first has");
+    }
   }
   if (s.param_dtype != kFP32 && s.param_dtype != kBF16) {
     return wrong("param_dtype", s.param_dtype, "0 (float32) or 1 (bfloat16)");
@@ -50,47 +65,40 @@ std::string wrong_kind(const Segment& s, int64_t num_scalars) {
   return {};
 }
 
-std::string wrong_address(const char* field, const void* p, int64_t alignment_bytes) {
+std::string wrong_address(const std::string& field, const void* p, int64_t alignment_bytes) {
   const auto address = reinterpret_cast<uint64_t>(p);
-  if (address == 0) return std::string(field) + ": got no memory";
+  if (address == 0) return field + ": got no memory";
   if (address % alignment_bytes == 0) return {};
   return wrong(field, static_cast<int64_t>(address),
                "an address that is a multiple of " + std::to_string(alignment_bytes));
 }
 
-std::string wrong_memory(const Segment& s) {
-  const ScalesPerBlock per_block = kScalesPerBlock[s.codec];
-  const int64_t blocks = check::num_blocks(s);
-  if (s.num_exp_avg_scales != blocks * per_block.exp_avg) {
-    return wrong("exp_avg_scale", s.num_exp_avg_scales,
-                 std::to_string(blocks * per_block.exp_avg) + " scales");
-  }
-  if (s.num_exp_avg_sq_scales != blocks * per_block.exp_avg_sq) {
-    return wrong("exp_avg_sq_scale", s.num_exp_avg_sq_scales,
-                 std::to_string(blocks * per_block.exp_avg_sq) + " scales");
+std::string wrong_moment(const Segment& s, int k, int64_t num_blocks) {
+  const Moment& moment = s.moments[k];
+  const bool is_signed = kMomentSigns[s.algorithm].is_signed[k];
+  const ScalesPerBlock per_block = kScalesPerBlock[moment.codec];
+  const int64_t expected = num_blocks * (is_signed ? per_block.of_signed : per_block.of_unsigned);
+  if (moment.num_scales != expected) {
+    return wrong(of_moment(k, "scales"), moment.num_scales, std::to_string(expected) + " scales");
   }
   if (s.numel == 0) return {};
-  const bool is_quantized = s.codec != kFloat32;
-  const int64_t moment_bytes = is_quantized ? 1 : 4;
-  const struct {
-    const char* field;
-    const void* p;
-    int64_t bytes;
-    bool is_used;
-  } arrays[] = {
-      {"param", s.param, s.param_dtype == kFP32 ? 4 : 2, true},
-      {"grad", s.grad, s.grad_dtype == kFP32 ? 4 : 2, true},
-      {"exp_avg", s.exp_avg, moment_bytes, true},
-      {"exp_avg_sq", s.exp_avg_sq, moment_bytes, true},
-      {"exp_avg_scale", s.exp_avg_scale, 4, is_quantized},
-      {"exp_avg_sq_scale", s.exp_avg_sq_scale, 4, is_quantized},
-  };
-  for (const auto& array : arrays) {
-    if (!array.is_used) continue;
-    std::string found = wrong_address(array.field, array.p, array.bytes);
-    if (!found.empty()) return found;
+  const bool is_quantized = moment.codec != kFloat32;
+  std::string found = wrong_address(of_moment(k, "values"), moment.values, is_quantized ? 1 : 4);
+  if (!found.empty() || !is_quantized) return found;
+  return wrong_address(of_moment(k, "scales"), moment.scales, 4);
+}
+
+std::string wrong_memory(const Segment& s) {
+  std::string found;
+  if (s.numel != 0) {
+    found = wrong_address("param", s.param, s.param_dtype == kFP32 ? 4 : 2);
+    if (found.empty()) found = wrong_address("grad", s.grad, s.grad_dtype == kFP32 ? 4 : 2);
   }
-  return {};
+  const int64_t blocks = check::num_blocks(s);
+  for (int k = 0; k < kMomentSigns[s.algorithm].count && found.empty(); ++k) {
+    found = wrong_moment(s, k, blocks);
+  }
+  return found;
 }
 
 }  // namespace

@@ -4,36 +4,38 @@
 //
 // A code is a struct with four parts, so that the step can arrange them as it likes:
 //
-//   kScales, kZeroCode, kTwosComplement, kHasPairs
-//       How many floats each block stores, 1 to kMaxScales; the code of exact 0; whether codes are
-//       in two's complement, and so to be loaded by Vec::load8s instead of Vec::load8; whether
-//       pairs of vectors are served.
+//   kSigned, kScales, kZeroCode, kTwosComplement, kHasPairs, kIsDithered
+//       Whether it has codes of negative values; how many floats each block stores, 1 to
+//       kMaxScales; the code of exact 0; whether codes are in two's complement, and so to be loaded
+//       by Vec::load8s instead of Vec::load8; whether pairs of vectors are served; whether
+//       thresholds are used, and so is dither().
 //   Decoder(const float* stored, float gain, const DynamicMap&)
 //       Of one block, by its kScales floats.  `decode(vec, Vec::I codes)` returns a Vec::F: the
 //       values times `gain`; `vec` is a Vec or, on CUDA, a QuickVec.  On the CPU
-//       `decode.chunk(const uint8_t*)` returns an object for the next four vectors, whose
+//       `decode.chunk(const uint8_t*)` returns a Chunk for the next four vectors, whose
 //       two<kPairs>(int k, Vec::F*) gives numbers k and k + 1, k being 0 or 2, in order or as a
 //       pair: see Dither.  The Decoder and the codes must outlive it.
 //   Range()
 //       What the block's scales depend on: `add(Vec::F)` is called with every value of the block,
 //       in any order, while values are made.  Zeros may be added, as beyond a tail, and on CUDA
-//       each thread adds its own values: the Encoder reduces over the block.  That of a second
-//       moment tells the `largest()` pattern, which is that of NaN if there is one.
+//       each thread adds its own values: the Encoder reduces over the block.  It tells the
+//       `largest()` pattern, which without kSigned is that of NaN if there is one.
 //   Encoder(const Range&, const DynamicMap&, const BlockValues&, float* stored)
 //       Makes the scales and writes kScales floats; it may change the values.  `encode(Vec::F,
 //       Vec::I threshold)` returns a Vec::I of codes, to which `completed<kLeft>` is still to be
 //       applied: on packed bytes that is cheaper.  Encoder() encodes nothing.
 //   dither(uint32_t q)
-//       The Dither of the thresholds, which starts with q(i, t) = q.
+//       The Dither of the thresholds, which starts with q(i, t) = q; not needed without
+//       kIsDithered.
 //
 // Values are finite, 0 or normal numbers, below 2^126 in magnitude as limits on gradients see to
-// it, and never negative in a second moment.
+// it, and never negative without kSigned.
 //
 // What a code promises:
 //   - Idempotence: the values of all codes and scales that it can make, decoded with gain 1, give
 //     the same codes and scales.
 //   - Zero means zero: kZeroCode decodes to exact 0 whatever the scales, a block of zeros has
-//     scales of 0, and a second moment that is not 0 is never stored as 0.
+//     scales of 0, and without kSigned what is not 0 is never stored as 0.
 //   - The same bits on every processor: scales are made of reductions over integers only, and of
 //     single float operations.
 #include <cstdint>
@@ -176,8 +178,9 @@ struct Octaves {
   }
 };
 
-// A first moment in `log`: (C1), (C9)
+// Signed values in `log`: (C1), (C9)
 struct SignedLog {
+  static constexpr bool kSigned = true, kIsDithered = false;
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = 0;
   static constexpr bool kTwosComplement = true, kHasPairs = true;
@@ -215,7 +218,8 @@ struct SignedLog {
         x[1] = (*this)(vec, V::load8s(codes + V::kLanes));
       }
     }
-    ZERO8_DEVICE ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
+    using Chunk = ChunkOf<Decoder>;
+    ZERO8_DEVICE Chunk chunk(const uint8_t* codes) const { return {*this, codes}; }
 
    private:
     // Of a magnitude at the place of (C3), with the sign of `code`.
@@ -277,12 +281,11 @@ struct SignedLog {
       return Vec::reduce_sum(count);
     }
   };
-
-  ZERO8_DEVICE static Dither dither(uint32_t) { return Dither(); }
 };
 
-// A second moment in `log`: (C7), (C8)
+// Values that are never negative in `log`: (C7), (C8)
 struct Log {
+  static constexpr bool kSigned = false, kIsDithered = true;
   static constexpr int kScales = 2;
   static constexpr uint32_t kZeroCode = 0;
   static constexpr bool kTwosComplement = false, kHasPairs = true;
@@ -321,7 +324,8 @@ struct Log {
       x[0] = (*this)(vec, code[0]);
       x[1] = (*this)(vec, code[1]);
     }
-    ZERO8_DEVICE ChunkOf<Decoder> chunk(const uint8_t* codes) const { return {*this, codes}; }
+    using Chunk = ChunkOf<Decoder>;
+    ZERO8_DEVICE Chunk chunk(const uint8_t* codes) const { return {*this, codes}; }
   };
 
   // Values are not negative, so their patterns order like them; minus 1, zero is the largest.
@@ -392,8 +396,9 @@ struct Log {
 };
 
 // (C5), (C6)
-template <bool kSigned>
+template <bool kIsSigned>
 struct Dynamic {
+  static constexpr bool kSigned = kIsSigned, kIsDithered = false;
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = kSigned ? 127 : 0;
   static constexpr bool kTwosComplement = false, kHasPairs = false;
@@ -499,8 +504,6 @@ struct Dynamic {
       return Vec::incremented(low, Vec::not_below(n, Vec::look_up(map->thresholds, low)));
     }
   };
-
-  ZERO8_DEVICE static Dither dither(uint32_t) { return Dither(); }
 };
 
 }  // namespace ZERO8_TARGET

@@ -40,7 +40,9 @@ bool fill(Segment* segments, const KeptPiece* pieces, int64_t num_segments,
     segment.param = reinterpret_cast<void*>(of.params[piece.owner] + piece.param_offset);
     segment.grad = reinterpret_cast<const void*>(of.grads[piece.owner] + piece.grad_offset);
     segment.scalars = static_cast<int32_t>(which);
-    segment.moment_phase = phase_of(piece.moment_key, step);
+    for (int k = 0; k < kMaxMoments; ++k) {
+      segment.moments[k].phase = phase_of(piece.moment_keys[k], step);
+    }
     segment.param_phase = phase_of(piece.param_key, step);
     segment.nonfinite_blocks = 0;
   }

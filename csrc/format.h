@@ -27,10 +27,11 @@ enum Rounding : int32_t { kNearest = 0, kDither = 1, kHash = 2 };
 
 constexpr int kMinBlockSize = 64;
 constexpr int kMaxBlockSize = 4096;
+constexpr int kMaxMoments = 2;  // of any algorithm: algorithms.h
 
-// How many floats each block stores, by Codec; update.h compares it with the codes'.
+// How many floats each block of a moment stores, by Codec; moments.h compares it with the codes'.
 struct ScalesPerBlock {
-  int exp_avg, exp_avg_sq;
+  int of_signed, of_unsigned;
 };
 constexpr ScalesPerBlock kScalesPerBlock[] = {{0, 0}, {1, 1}, {0, 0}, {0, 0}, {1, 2}};
 
@@ -40,39 +41,34 @@ struct Half {
 };
 constexpr uint32_t kHalfInfinityBits = 0x7C00;
 
-// One step's scalars: zero8/spec/scalars.py.
-struct StepScalars {
-  float beta1, beta2;
-  float one_minus_beta1, sqrt_one_minus_beta2;
-  float inverse_sqrt_correction2, eps, max_ratio;
-  float step_size, decay, l2, grad_sign;
-  float settling;
+// One moment of a segment.
+struct Moment {
+  void* values;        // uint8_t codes, or float for kFloat32
+  float* scales;       // per block touched as many as the code has; null for kFloat32
+  int64_t num_scales;  // floats at `scales`
+  int32_t codec;       // the same for all moments of a segment
+  uint32_t phase;      // of the dither
 };
 
 // Elements first .. first + numel - 1 of one parameter: zero8/spec/segment.py.
 // No __restrict__ on the pointers: two moments may be views of one buffer.
 struct Segment {
-  void* param;              // float or bfloat16, updated in place
-  const void* grad;         // float, bfloat16, or Half if param is float; any element alignment
-  void* exp_avg;            // uint8_t codes, or float for kFloat32
-  void* exp_avg_sq;         // likewise
-  float* exp_avg_scale;     // per block touched as many as the code has; null for kFloat32
-  float* exp_avg_sq_scale;  // likewise
-  void* correction;         // int8_t, 8 more bits of a bfloat16 parameter; null without
+  void* param;       // float or bfloat16, updated in place
+  const void* grad;  // float, bfloat16, or Half if param is float; any element alignment
+  void* correction;  // int8_t, 8 more bits of a bfloat16 parameter; null without
+  Moment moments[kMaxMoments];
   int64_t numel;
   int64_t first;
   int64_t row_length;
-  int64_t num_exp_avg_scales;     // floats at exp_avg_scale
-  int64_t num_exp_avg_sq_scales;  // likewise
-  int64_t nonfinite_blocks;       // out: blocks left as they were
+  int64_t nonfinite_blocks;  // out: blocks left as they were
   int32_t block_size;
-  int32_t codec;
+  int32_t algorithm;
   int32_t param_dtype;
   int32_t grad_dtype;
   int32_t rounding;
   int32_t scalars;  // index into the array of StepScalars
-  uint32_t moment_phase;
   uint32_t param_phase;
+  int32_t unused;  // 0
 };
 
 constexpr uint32_t kPieceFactor = 10304;
@@ -93,16 +89,17 @@ struct DynamicMap {
   uint32_t smallest;  // smaller patterns count as this one
 };
 struct DynamicMaps {
-  DynamicMap exp_avg, exp_avg_sq;
+  DynamicMap of_signed, of_unsigned;
 };
 
 // What a Segment depends on that stays from step to step: zero8/step/records.py.
 struct KeptPiece {
-  uint64_t param_offset;  // in bytes from the address of the parameter
-  uint64_t grad_offset;   // in bytes from the address of its gradient
-  int64_t owner;          // which of the parameters that step together
-  uint32_t moment_key;    // of the dither of the second moment
-  uint32_t param_key;     // of the dither of the parameter
+  uint64_t param_offset;              // in bytes from the address of the parameter
+  uint64_t grad_offset;               // in bytes from the address of its gradient
+  int64_t owner;                      // which of the parameters that step together
+  uint32_t moment_keys[kMaxMoments];  // of the dither of each moment
+  uint32_t param_key;                 // of the dither of the parameter
+  uint32_t unused;                    // 0
 };
 
 // What a step asks of a tensor: zero8/op/describe.py.

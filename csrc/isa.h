@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "algorithms.h"
 #include "format.h"
 
 namespace zero8 {

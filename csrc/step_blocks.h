@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fused step on the CPU: decode, update (update.h), encode, in one pass over memory.
+// The fused step on the CPU: decode, update (adam.h), encode, in one pass over memory.
 //
-//     block b:    decode m, v -> (R1)-(R4) -> m', v' and the denominator to a buffer
+//     block b:    decode the moments -> the new ones, and what the parameter needs, to a buffer
 //     block b:    scales of the moments
-//     block b-1:  (R5)-(R7), store p; encode m', v' from the other buffer, store codes
+//     block b-1:  the new parameter, stored; encode the moments from the other buffer, store codes
 //
-// The first loop has the square root and the last one the division, so that neither waits for the
-// divider alone; the scales are a chain of dependent operations, which the last loop over the
-// block before hides.  The buffers of two blocks (24 bytes per element of a block) stay in the
+// For Adam the first loop has the square root and the last one the division, so that neither waits
+// for the divider alone; the scales are a chain of dependent operations, which the last loop over
+// the block before hides.  The buffers of two blocks (24 bytes per element of a block) stay in the
 // first-level cache.  Memory sees, per fp32 parameter, 16 bytes: p, g and two codes read, p and two
 // codes written.
 //
@@ -19,7 +19,9 @@
 #include <cstdint>
 
 #include "format.h"
-#include "update.h"
+#include "moments.h"
+// In terms of these:
+#include "adam.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
@@ -123,9 +125,14 @@ ZERO8_INLINE inline void encode_four(const Encoder& encode, const float* values,
 template <bool kPairs, class Sink>
 ZERO8_INLINE inline void encode_chunk(Sink& sink, int i) {
   Vec::I threshold[4];
-  for (int k = 0; k < 4; ++k) threshold[k] = sink.dither.next_of_two(k % 2);
-  encode_four<kPairs>(sink.encode_m, sink.m_values + i, threshold, sink.m + i);
-  encode_four<kPairs>(sink.encode_v, sink.v_values + i, threshold, sink.v + i);
+  for (int k = 0; k < 4; ++k) {
+    if constexpr (Sink::Code::kIsDithered) {
+      threshold[k] = sink.dither.next_of_two(k % 2);
+    } else {
+      threshold[k] = Vec::seti(0);
+    }
+  }
+  encode_four<kPairs>(sink.encode, sink.values + i, threshold, sink.codes + i);
 }
 
 // --- Blocks --------------------------------------------------------------------------------------
@@ -157,22 +164,16 @@ class BlockWalk {
   Block block_;
 };
 
-// What a step reads of one block.
-template <class Moments, class P, class G>
+// The gradients of one block, and its parameters.
+template <class Scalars, class P, class G>
 struct Reader {
   const Scalars& s;
-  typename Moments::Source source;
   P param;
   const G* g;
   int count;
 
-  Reader(const Segment& seg, const Scalars& scalars, const StepScalars& raw,
-         const DynamicMaps& maps, const Block& b)
-      : s(scalars),
-        source(seg, raw, maps, b),
-        param(seg, b),
-        g(static_cast<const G*>(seg.grad) + b.begin),
-        count(b.count) {}
+  Reader(const Segment& seg, const Scalars& scalars, const Block& b)
+      : s(scalars), param(seg, b), g(static_cast<const G*>(seg.grad) + b.begin), count(b.count) {}
 
   // (R1)
   template <bool kPairs, bool kL2>
@@ -206,24 +207,47 @@ struct Reader {
   }
 };
 
-// Updates the parameters of one vector, by m' and denominators, in memory.
-template <class P, class Lanes>
-ZERO8_INLINE inline void step_param(const Scalars& s, P& param, int i, Lanes lanes, Vec::F m,
-                                    Vec::F denominator) {
+// What the last loop over a block needs, in a buffer: vectors of the new moments, and of what the
+// algorithm carries from one loop to the other.
+template <class Algorithm>
+struct Buffer {
+  static constexpr int kMoments = kMomentSigns[Algorithm::kNumber].count;
+  static constexpr int kRows = kMoments + Algorithm::kCarried;
+  float* values = nullptr;
+  int stride = 0;
+
+  float* row(int k) const { return values + k * stride; }
+  ZERO8_INLINE void put(int i, const Vec::F* m, const Vec::F* carried) const {
+    for (int k = 0; k < kMoments; ++k) Vec::store(row(k) + i, m[k]);
+    for (int k = 0; k < Algorithm::kCarried; ++k) Vec::store(row(kMoments + k) + i, carried[k]);
+  }
+  // Returns p', not rounded yet.
+  ZERO8_INLINE Vec::F param(const typename Algorithm::Scalars& s, Vec::F p, int i) const {
+    Vec vec;
+    Vec::F m[kMoments], carried[Algorithm::kCarried];
+    for (int k = 0; k < kMoments; ++k) m[k] = Vec::load(row(k) + i);
+    for (int k = 0; k < Algorithm::kCarried; ++k) carried[k] = Vec::load(row(kMoments + k) + i);
+    return s.param(vec, p, m, carried);
+  }
+};
+
+// Updates the parameters of one vector, in memory.
+template <class Algorithm, class P, class Lanes>
+ZERO8_INLINE inline void step_param(const typename Algorithm::Scalars& s,
+                                    const Buffer<Algorithm>& buffer, P& param, int i, Lanes lanes) {
   Vec vec;
-  param.write(i, advanced_param(vec, s, param.read(vec, i, lanes), m, denominator), lanes);
+  param.write(i, buffer.param(s, param.read(vec, i, lanes), i), lanes);
 }
 
 // A block whose moments are updated in a buffer, and nothing of it in memory.
-template <class Moments, class P, bool kPairs>
+template <class Algorithm, class Codec, class P, bool kPairs>
 struct Pending {
   P param;
-  typename Moments::Sink sink;
-  const float* denominators = nullptr;
+  Row<Algorithm, Codec, Sinks<Algorithm>::template Sink> sinks;
+  Buffer<Algorithm> buffer;
   int count = 0;
 
-  ZERO8_INLINE void finish(const Scalars& s) {
-    Vec vec;
+  ZERO8_INLINE void finish(const typename Algorithm::Scalars& s) {
     int i = 0;
     start(i, kPairs);
     for (; i + kChunk <= count; i += kChunk) {
@@ -231,177 +255,207 @@ struct Pending {
       for (int at = i; at < i + kChunk; at += 2 * Vec::kLanes) {
         Vec::F p[2];
         param.template read_two<kPairs>(at, p);
-        for (int k = 0; k < 2; ++k) {
-          const int own = at + k * Vec::kLanes;
-          p[k] = advanced_param(vec, s, p[k], Vec::load(sink.m_values + own),
-                                Vec::load(denominators + own));
-        }
+        for (int k = 0; k < 2; ++k) p[k] = buffer.param(s, p[k], at + k * Vec::kLanes);
         param.template write_two<kPairs>(at, p);
       }
-      encode_chunk<kPairs>(sink, i);
+      sinks.visit([&](auto, auto& sink) ZERO8_INLINE { encode_chunk<kPairs>(sink, i); });
     }
     if (i == count) return;
     start(i, false);
     for_vectors(i, count, [&](int k, auto lanes) ZERO8_INLINE {
-      step_param(s, param, k, lanes, Vec::load(sink.m_values + k), Vec::load(denominators + k));
-      sink.encode(k, lanes);
+      step_param(s, buffer, param, k, lanes);
+      sinks.visit([&](auto, auto& sink) ZERO8_INLINE { sink.write(k, lanes); });
     });
   }
 
  private:
   ZERO8_INLINE void start(int i, bool pairs) {
     param.start(i, pairs);
-    sink.dither.start(i, pairs);
+    sinks.visit([&](auto, auto& sink) ZERO8_INLINE { sink.start(i, pairs); });
   }
 };
 
 // --- The step ------------------------------------------------------------------------------------
 
-// Whether the scales of a block's m are finite.  If so no m is NaN, of which an MRange need not
-// tell.
-template <class M>
-ZERO8_INLINE inline bool has_finite_scales(const float* scales) {
-  bool finite = true;
-  for (int k = 0; k < M::kScales; ++k) finite &= (bits_of(scales[k]) & ~kSignBit) < kInfinityBits;
-  return finite;
+// Whether a block with these largest patterns of new moments has finite gradients and moments.
+template <class Algorithm, class P, class G>
+ZERO8_INLINE inline bool can_step(const Reader<typename Algorithm::Scalars, P, G>& reader,
+                                  const uint32_t* largest) {
+  return are_moments<Algorithm>(largest) && (reader.s.proves_finite(largest) || reader.is_finite());
 }
 
-// Whether a block with these largest patterns of |m'| and v' has finite gradients and moments.
-template <class Moments, class P, class G>
-ZERO8_INLINE inline bool can_step(const Reader<Moments, P, G>& reader, uint32_t m, uint32_t v) {
-  return are_moments(m, v) && (v < reader.s.large_square || reader.is_finite());
-}
-
-template <class P, class G>
-int64_t step_plain(const Segment& seg, const StepScalars& raw, const DynamicMaps& maps,
-                   int64_t begin, int64_t end) {
-  const Scalars s(raw);
-  // m', v' and denominators of a block; its last vector may run over.
-  alignas(64) float buffer[3 * (kMaxBlockSize + Vec::kLanes)];
-  const int stride = seg.block_size + Vec::kLanes;
-  float *const new_m = buffer, *const new_v = new_m + stride, *const denominators = new_v + stride;
+template <class Algorithm, class P, class G>
+int64_t step_plain(const Segment& seg, const StepScalars& raw, int64_t begin, int64_t end) {
+  using Buffer = Buffer<Algorithm>;
+  constexpr int kMoments = Buffer::kMoments;
+  const typename Algorithm::Scalars s(raw);
+  // One block; its last vector may run over.
+  alignas(64) float memory[Buffer::kRows * (kMaxBlockSize + Vec::kLanes)];
+  const Buffer buffer{memory, seg.block_size + Vec::kLanes};
+  Vec::F decay[kMoments];
+  for (int k = 0; k < kMoments; ++k) decay[k] = Vec::set(Algorithm::decay(raw, k));
   int64_t skipped = 0;
   BlockWalk walk(seg, begin);
   for (int64_t local = begin; local < end; ++local, walk.advance()) {
-    Reader<Plain, P, G> reader(seg, s, raw, maps, walk.block());
-    Vec::I m_largest = Vec::seti(0), v_largest = Vec::seti(0);
-    for_vectors(0, reader.count, [&](int i, auto lanes) ZERO8_INLINE {
+    const Block b = walk.block();
+    Reader<typename Algorithm::Scalars, P, G> reader(seg, s, b);
+    float* values[kMoments];
+    Vec::I patterns[kMoments];
+    for (int k = 0; k < kMoments; ++k) {
+      values[k] = static_cast<float*>(seg.moments[k].values) + b.begin;
+      patterns[k] = Vec::seti(0);
+    }
+    for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
       Vec vec;
-      Vec::F m = reader.source.exp_avg(vec, i, lanes), v = reader.source.exp_avg_sq(vec, i, lanes);
       if (i % kChunk == 0) {
-        // The processor's own prefetching does for the four streams of moments.
+        // The processor's own prefetching does for the streams of moments.
         prefetch_chunk(reader.param.p + i);
         prefetch_chunk(reader.g + i);
       }
-      Vec::store(denominators + i, advance_moments(vec, s, reader.gradient(i, lanes), m, v));
-      Vec::store(new_m + i, m);
-      Vec::store(new_v + i, v);
-      m_largest = Vec::maxu(m_largest, magnitude_bits(m));
-      v_largest = Vec::maxu(v_largest, Vec::as_int(v));
+      Vec::F m[kMoments], carried[Algorithm::kCarried];
+      for (int k = 0; k < kMoments; ++k) m[k] = vec.mul(load(values[k] + i, lanes), decay[k]);
+      s.advance(vec, reader.gradient(i, lanes), m, carried);
+      buffer.put(i, m, carried);
+      for (int k = 0; k < kMoments; ++k) {
+        const bool is_signed = kMomentSigns[Algorithm::kNumber].is_signed[k];
+        patterns[k] = Vec::maxu(patterns[k], is_signed ? magnitude_bits(m[k]) : Vec::as_int(m[k]));
+      }
     });
-    if (!can_step(reader, Vec::reduce_maxu(m_largest), Vec::reduce_maxu(v_largest))) {
+    uint32_t largest[kMoments];
+    for (int k = 0; k < kMoments; ++k) largest[k] = Vec::reduce_maxu(patterns[k]);
+    if (!can_step<Algorithm>(reader, largest)) {
       ++skipped;
       continue;
     }
-    for_vectors(0, reader.count, [&](int i, auto lanes) ZERO8_INLINE {
-      const Vec::F m = Vec::load(new_m + i);
-      step_param(s, reader.param, i, lanes, m, Vec::load(denominators + i));
-      store(reader.source.m + i, m, lanes);
-      store(reader.source.v + i, Vec::load(new_v + i), lanes);
+    for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
+      step_param(s, buffer, reader.param, i, lanes);
+      for (int k = 0; k < kMoments; ++k) {
+        store(values[k] + i, Vec::load(buffer.row(k) + i), lanes);
+      }
     });
   }
   return skipped;
 }
 
-// m', v' and denominators of one block, and what its scales depend on.
-template <class Moments>
+// The new moments of one block, in a buffer, and what their scales depend on.
+template <class Algorithm, class Codec>
 struct Advanced {
-  float *m, *v, *denominators;
-  typename Moments::MRange m_range;
-  typename Moments::VRange v_range;
+  static constexpr int kMoments = Buffer<Algorithm>::kMoments;
+  Buffer<Algorithm> buffer;
+  Row<Algorithm, Codec, RangeOf> ranges;
 
-  ZERO8_INLINE void advance(const Scalars& s, int i, Vec::F g, Vec::F m_i, Vec::F v_i) {
+  // From the decoded ones of a vector.
+  ZERO8_INLINE void advance(const typename Algorithm::Scalars& s, int i, Vec::F g, Vec::F* m) {
     Vec vec;
-    const Vec::F denominator = advance_moments(vec, s, g, m_i, v_i);
-    Vec::store(m + i, m_i);
-    Vec::store(v + i, v_i);
-    Vec::store(denominators + i, denominator);
-    m_range.add(m_i);
-    v_range.add(v_i);
+    Vec::F carried[Algorithm::kCarried];
+    s.advance(vec, g, m, carried);
+    buffer.put(i, m, carried);
+    ranges.visit([&](auto k, auto& range) ZERO8_INLINE { range.add(m[k.value]); });
   }
 };
 
+// Four vectors of a moment, of which two at a time are decoded.
+template <class Code>
+struct Chunk {
+  typename Code::Decoder::Chunk decoded;
+
+  template <int k, class AllSources>
+  ZERO8_INLINE Chunk(Number<k>, const AllSources& sources, int i)
+      : decoded(sources.at(Number<k>()).decode.chunk(sources.at(Number<k>()).codes + i)) {}
+};
+
 // The whole chunks of a block; returns where they end.  kL2 instead of a question in the loop.
-template <bool kPairs, bool kL2, class Moments, class P, class G>
-ZERO8_INLINE inline int advance_chunks(const Reader<Moments, P, G>& reader, Advanced<Moments>& to) {
+template <bool kPairs, bool kL2, class Algorithm, class Codec, class AllSources, class AnyReader>
+ZERO8_INLINE inline int advance_chunks(const AnyReader& reader, const AllSources& sources,
+                                       Advanced<Algorithm, Codec>& to) {
+  constexpr int kMoments = Buffer<Algorithm>::kMoments;
   int i = 0;
   for (; i + kChunk <= reader.count; i += kChunk) {
     prefetch_chunk(reader.g + i);
-    prefetch_chunk(reader.source.m + i);
-    prefetch_chunk(reader.source.v + i);
-    const auto m_chunk = reader.source.decode_m.chunk(reader.source.m + i);
-    const auto v_chunk = reader.source.decode_v.chunk(reader.source.v + i);
+    sources.visit([&](auto, auto& source) ZERO8_INLINE { prefetch_chunk(source.codes + i); });
+    const Row<Algorithm, Codec, Chunk> chunks(sources, i);
     for (int k = 0; k < 4; k += 2) {
       const int at = i + k * Vec::kLanes;
-      Vec::F g[2], m[2], v[2];
+      Vec::F g[2], first[kMoments], second[kMoments];
       reader.template two_gradients<kPairs, kL2>(at, g);
-      m_chunk.template two<kPairs>(k, m);
-      v_chunk.template two<kPairs>(k, v);
-      to.advance(reader.s, at, g[0], m[0], v[0]);
-      to.advance(reader.s, at + Vec::kLanes, g[1], m[1], v[1]);
+      chunks.visit([&](auto moment, const auto& chunk) ZERO8_INLINE {
+        Vec::F x[2];
+        chunk.decoded.template two<kPairs>(k, x);
+        first[moment.value] = x[0];
+        second[moment.value] = x[1];
+      });
+      to.advance(reader.s, at, g[0], first);
+      to.advance(reader.s, at + Vec::kLanes, g[1], second);
     }
   }
   return i;
 }
 
-template <class Moments, class P, class G>
+template <class Algorithm, class Codec, class P, class G>
 int64_t step_quantized(const Segment& seg, const StepScalars& raw, const DynamicMaps& maps,
                        int64_t begin, int64_t end) {
+  using Scalars = typename Algorithm::Scalars;
+  using AllSources = Row<Algorithm, Codec, Sources<Algorithm>::template Source>;
+  using AllSinks = Row<Algorithm, Codec, Sinks<Algorithm>::template Sink>;
+  constexpr int kMoments = Buffer<Algorithm>::kMoments, kRows = Buffer<Algorithm>::kRows;
   // Values lie in the buffer as they come: the whole chunks perhaps as pairs, the tail in order.
-  constexpr bool kPairs = Moments::kHasPairs && P::kHasPairs && sizeof(G) == sizeof(uint16_t);
+  constexpr bool kPairs = Codec::kHasPairs && P::kHasPairs && sizeof(G) == sizeof(uint16_t);
   const Scalars s(raw);
-  // Two blocks of m', v' and denominators, one behind the other; the last vector of a block may run
-  // over.
-  alignas(64) float buffer[6 * (kMaxBlockSize + Vec::kLanes)];
+  // Two blocks, one behind the other; the last vector of a block may run over.
+  alignas(64) float memory[2 * kRows * (kMaxBlockSize + Vec::kLanes)];
   const int stride = seg.block_size + Vec::kLanes;
-  Pending<Moments, P, kPairs> pending;
+  Pending<Algorithm, Codec, P, kPairs> pending;
   int64_t skipped = 0;
   int half = 0;
   BlockWalk walk(seg, begin);
   for (int64_t local = begin; local < end; ++local, walk.advance()) {
     const Block b = walk.block();
-    const Reader<Moments, P, G> reader(seg, s, raw, maps, b);
-    float* const values = buffer + half * 3 * stride;
-    Advanced<Moments> to{values, values + stride, values + 2 * stride, {}, {}};
-    const int whole = s.has_l2 ? advance_chunks<kPairs, true>(reader, to)
-                               : advance_chunks<kPairs, false>(reader, to);
+    const Reader<Scalars, P, G> reader(seg, s, b);
+    const AllSources sources(seg, raw, maps, b);
+    Advanced<Algorithm, Codec> to{{memory + half * kRows * stride, stride}, {}};
+    const int whole = s.has_l2 ? advance_chunks<kPairs, true>(reader, sources, to)
+                               : advance_chunks<kPairs, false>(reader, sources, to);
     for_vectors(whole, b.count, [&](int i, auto lanes) ZERO8_INLINE {
       Vec vec;
-      to.advance(s, i, reader.gradient(i, lanes), reader.source.exp_avg(vec, i, lanes),
-                 reader.source.exp_avg_sq(vec, i, lanes));
+      Vec::F m[kMoments];
+      sources.visit([&](auto k, auto& source)
+                        ZERO8_INLINE { m[k.value] = source.read(vec, i, lanes); });
+      to.advance(s, i, reader.gradient(i, lanes), m);
     });
-    using M = typename Moments::MCode;
-    if (!has_finite_scales<M>(seg.exp_avg_scale + b.local * M::kScales) ||
-        !can_step(reader, to.m_range.largest(), to.v_range.largest())) {
+    bool has_finite_scales = true;
+    uint32_t largest[kMoments];
+    sources.visit([&](auto, auto& source)
+                      ZERO8_INLINE { has_finite_scales &= source.has_finite_scales(); });
+    to.ranges.visit([&](auto k, auto& range) ZERO8_INLINE { largest[k.value] = range.largest(); });
+    if (!has_finite_scales || !can_step<Algorithm>(reader, largest)) {
       ++skipped;
       continue;
     }
-    const typename Moments::Sink sink(seg, raw, maps, b, 0, b.count, to.m, to.v, to.m_range,
-                                      to.v_range);
+    const NewValues made{to.buffer.values, stride, b.count, 0, b.count};
+    const AllSinks sinks(seg, raw, maps, b, made, to.ranges);
     pending.finish(s);
-    pending = {reader.param, sink, to.denominators, b.count};
+    pending = {reader.param, sinks, to.buffer, b.count};
     half = 1 - half;
   }
   pending.finish(s);
   return skipped;
 }
 
+template <class Algorithm, class P, class G>
+int64_t step_of(const Segment& seg, const StepScalars& s, const DynamicMaps& maps, int64_t begin,
+                int64_t end) {
+  const int32_t codec = seg.moments[0].codec;
+  if (codec == kLog) return step_quantized<Algorithm, InLog, P, G>(seg, s, maps, begin, end);
+  if (codec == kDynamic) {
+    return step_quantized<Algorithm, InDynamic, P, G>(seg, s, maps, begin, end);
+  }
+  return step_plain<Algorithm, P, G>(seg, s, begin, end);
+}
+
 template <class P, class G>
 int64_t step_typed(const Segment& seg, const StepScalars& s, const DynamicMaps& maps, int64_t begin,
                    int64_t end) {
-  if (seg.codec == kLog) return step_quantized<LogPair, P, G>(seg, s, maps, begin, end);
-  if (seg.codec == kDynamic) return step_quantized<DynamicPair, P, G>(seg, s, maps, begin, end);
-  return step_plain<P, G>(seg, s, maps, begin, end);
+  return step_of<Adam, P, G>(seg, s, maps, begin, end);
 }
 
 template <class P>

@@ -27,10 +27,20 @@ def install() -> None:
         torch.optim.Adam8bitBlockwise = Adam8bitBlockwise
         torch.serialization.add_safe_globals([rebuild_moment])
         way_back.explain_refusals()
+        when_imported("deepspeed.runtime.engine", _note_engines)
         when_imported("deepspeed.ops.op_builder.builder", _build_ops_once)
         when_imported("deepspeed.ops.op_builder.all_ops", _add_op)
     except Exception as error:
         warnings.warn(f"zero8 could not register itself: {error!r}", stacklevel=2)
+
+
+def _note_engines(engine) -> None:
+    try:
+        from zero8.zero import constructing
+
+        constructing.note_engines(engine)
+    except Exception as error:
+        warnings.warn(f"zero8 cannot follow DeepSpeed's engines: {error!r}", stacklevel=2)
 
 
 def _build_ops_once(builder) -> None:

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _main(sys.argv[1:] if argv is None else list(argv))
     argv = sys.argv[1:]
     # Before anything is imported that starts threads.
-    from zero8.checkpoint.guard import FileCutError, in_child
+    from zero8.checkpoint.commands.guard import FileCutError, in_child
 
     try:
         return in_child(lambda: _main(argv))
@@ -158,7 +158,7 @@ def _measure(run: Callable, parser: argparse.ArgumentParser, arguments: argparse
 
 
 def _checkpoint(parser: argparse.ArgumentParser) -> None:
-    from zero8.checkpoint import command
+    from zero8.checkpoint.commands import command
 
     parser.description = "Tools for checkpoints; none needs a GPU or a model."
     command.add_commands(parser)

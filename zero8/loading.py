@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zero8.ranks import numbers
 from zero8.spec.shown import shown_keys
-from zero8.state.plain import is_of_adam
+from zero8.state.plain import is_of_fp32
 
 States = dict[Tensor, dict]
 
@@ -32,7 +32,7 @@ def load(
 
     Args:
         optimizer: into which.
-        state_dict: of it, or of an fp32 Adam.
+        state_dict: of it, or of the fp32 optimizer.
         by_torch: torch's own `load_state_dict` of the optimizer.
         adopt: returns the loaded states in the form that the optimizer keeps; called when the
             groups have been loaded.
@@ -109,9 +109,9 @@ def _error_of_ranks(
     if not groups:
         return error
     # A rank that raised alone would leave the others in the collectives of the next step.
-    of_adam = error is None and any(map(is_of_adam, state_dict["state"].values()))
+    of_fp32 = error is None and any(map(is_of_fp32, state_dict["state"].values()))
     failed, some, none, last, first = numbers.largest(
-        [error is not None, of_adam, not of_adam, step, -step], groups
+        [error is not None, of_fp32, not of_fp32, step, -step], groups
     )
     if error is None and failed:
         return ValueError(
@@ -120,7 +120,7 @@ def _error_of_ranks(
         )
     if error is None and some and none:
         return ValueError(
-            "load_state_dict: got states of an fp32 Adam on some ranks only: they have come "
+            "load_state_dict: got states of an fp32 optimizer on some ranks only: they have come "
             "through a state dict of another form than the checkpoint's; set state_dict_format to "
             'the checkpoint\'s, "8bit" or "fp32"'
         )

@@ -1,56 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer that users name."""
+"""The optimizers that users name: their keywords."""
 
-import logging
-import threading
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
-from zero8 import frameworks
-from zero8.loading import load
-from zero8.op import kernel
-from zero8.op.devices import DEVICES
-from zero8.ranks import numbers
-from zero8.spec.codec import DEFAULT_CODEC, Codec
-from zero8.spec.shown import shown_keys
+from zero8.algorithms.adam import ADAM
+from zero8.blockwise import BlockwiseOptimizer
+from zero8.spec.codec import DEFAULT_CODEC
 from zero8.state import keywords
-from zero8.state.kind import kind_of
-from zero8.state.memory_report import MemoryReport
-from zero8.state.params import KnownParams, ParamInfo
-from zero8.state.policy import Policy
-from zero8.state.settings import Settings
-from zero8.state.store import MomentStore
-from zero8.state.tell import tell_once
-from zero8.step.batch import Batch
-from zero8.step.check import check_new
-from zero8.step.in_backward import InBackward, check_model
-from zero8.step.stepper import Stepper
-from zero8.versions import warn_if_untested
-
-logger = logging.getLogger("zero8")
 
 
-class SwappedState(Protocol):
-    """What is known of a state that a framework has swapped out."""
-
-    like: Sequence[MomentStore]
-    correction_numel: int
-
-
-FEW = 0.01
-"""Up to which share of the elements float32 moments are worth no warning."""
-
-
-class Adam8bitBlockwise(torch.optim.Optimizer):
+class Adam8bitBlockwise(BlockwiseOptimizer):
     r"""AdamW whose two moments are kept as 8-bit codes with one float32 scale per block.
 
     The step is AdamW's (Loshchilov and Hutter, arXiv:1711.05101) with the moments decoded before
-    and encoded after it, block by block (Dettmers et al., arXiv:2110.02861); `zero8.spec.reference`
-    has the equations, `zero8.spec.codec` the codes and their error bounds.  State: 2 +
-    12/block_size bytes per element of an 8-bit parameter instead of 8.
+    and encoded after it, block by block (Dettmers et al., arXiv:2110.02861):
+    `zero8.algorithms.adam` has the equations, `zero8.spec.codec` the codes and their error bounds.
+    State: 2 + 12/block_size bytes per element of an 8-bit parameter instead of 8.
 
     In a DeepSpeed config: `"optimizer": {"type": "Adam8bitBlockwise", "params": {...}}`.
 
@@ -95,6 +62,7 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         ValueError: for an unknown key or a bad value, or a parameter that it can never step.
     """
 
+    algorithm = ADAM
     fp32_optimizer_states = False  # what DeepSpeed asks of an optimizer for bf16 states
 
     def __init__(
@@ -120,410 +88,27 @@ class Adam8bitBlockwise(torch.optim.Optimizer):
         **others,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
-        warn_if_untested("torch")
-        adamw_mode = keywords.check_other_keys(others)
-        adam_w_mode = keywords.check_flag("adam_w_mode", adam_w_mode)
-        if adamw_mode is not None:
-            adam_w_mode = keywords.check_flag("adamw_mode", adamw_mode)
-        self.settings = Settings(
-            Policy(block_size, min_8bit_size, fp32_params),
-            codec,
-            keywords.check_rounding(stochastic_rounding),
-            keywords.check_correction_bits(weight_correction_bits),
-            keywords.check_seed(seed),
-            keywords.check_flag("huge_pages", huge_pages),
-            keywords.check_flag("bias_correction", bias_correction),
-        )
-        self.state_dict_format = keywords.check_state_dict_format(state_dict_format)
-        self._begin()
-        defaults = {
+        is_decoupled = keywords.check_flag("adam_w_mode", adam_w_mode)
+        if (adamw_mode := others.pop("adamw_mode", None)) is not None:
+            is_decoupled = keywords.check_flag("adamw_mode", adamw_mode)
+        options = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
-            "weight_decay": 0.0 if weight_decay is None else weight_decay,
-            "maximize": keywords.check_flag("maximize", maximize),
-            "decoupled_weight_decay": adam_w_mode,
-            # torch AdamW's remaining keys, so that its checkpoints and ours load into each other.
-            "amsgrad": False,
-            "foreach": None,
-            "capturable": False,
-            "differentiable": False,
-            "fused": None,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "decoupled_weight_decay": is_decoupled,
         }
-        super().__init__(params, defaults)
-        self._tell_what_stays_float32()
-        engine, _ = frameworks.constructing_engine()
-        if weight_decay is None and adam_w_mode and engine is None:
-            self._tell_of_no_decay()
-        # DeepSpeed constructs us before ZeRO: the last moment to fit the two together.
-        frameworks.fit(type(self))
-        if any(p.device.type in DEVICES for p in self._all_params()):
-            kernel.prepare()  # while an engine is made, where a wait is expected
-        if engine is None:  # last: an optimizer that could not be made claims nothing
-            frameworks.claim(self, self._all_params(), self._use)
-
-    def _tell_what_stays_float32(self) -> None:
-        infos = self._infos().values()
-        names = [info.name or "" for info in infos]
-        for pattern in self.settings.policy.patterns_without(names):
-            near = self.settings.policy.nearest(pattern, names)
-            logger.warning(
-                "zero8: fp32_params: no parameter has a name that matches %r%s",
-                pattern,
-                f"; names like it: {', '.join(near)}" if near else "",
-            )
-        shares = self.settings.policy.float32_shares((info.name, info.shape) for info in infos)
-        if not shares or numbers.rank() > 0:
-            return
-        whole = sum(shares.values())
-        causes = ", ".join(f"{cause}: {share:.1%}" for cause, share in shares.items())
-        # Norms and biases, which every model has, are no news.
-        logger.log(
-            logging.WARNING if whole > FEW else logging.INFO,
-            "zero8: %.1f %% of the elements keep float32 moments (%s): memory_report() lists them",
-            100 * whole,
-            causes,
-        )
-
-    def _tell_of_no_decay(self) -> None:
-        # torch's AdamW, bitsandbytes' and torchao's decay by 0.01 if nothing is said.
-        if self._lacks_decay and numbers.rank() == 0:
-            tell_once(
-                "zero8: weight_decay is not given and is 0, where torch's AdamW has 0.01: pass "
-                "weight_decay=0.01 to decay as it does, or weight_decay=0"
-            )
-
-    def _begin(self) -> None:
-        """Create run-time members, which pickling omits."""
-        self._lock = threading.RLock()
-        self._params = KnownParams()
-        self.kinds = [kind(self.settings, self._params) for kind in frameworks.kinds()]
-        self._stepper = Stepper(self.settings, self._params, self.kinds)
-        self._use = frameworks.Use()
-        self._in_backward: InBackward | None = None
-        self._lacks_decay = False  # whether there is a group without a weight_decay of its own
-        self._groups_seen: tuple[list[dict], dict[Tensor, dict]] = ([], {})
-        self.on_disk: dict[Tensor, SwappedState] = {}
-
-    def add_param_group(self, param_group: dict) -> None:
-        """Add a group of parameters, with its own lr, betas, eps and weight_decay if given."""
-        if isinstance(param_group, dict):
-            if "params" not in param_group:
-                raise ValueError(
-                    f"got a parameter group with {shown_keys(param_group)}, without 'params'; "
-                    'expected {"params": [...]}, with settings of the group beside it'
-                )
-            keywords.check_new_group({**self.defaults, **param_group})
-            self._lacks_decay |= "weight_decay" not in param_group
-        super().add_param_group(param_group)
-        if len(set(map(id, params := self.param_groups[-1]["params"]))) < len(params):
-            self.param_groups.pop()
-            raise ValueError("got a parameter twice in one group, expected each parameter once")
-        # DeepSpeed will replace them in the groups by flat partitions or float32 copies.
-        engine, names = frameworks.constructing_engine()
-        self._params.remember(self.param_groups, names, frameworks.global_shape)
-        infos = self._infos()
-        try:
-            # What can never be stepped must fail here, not at the first step.
-            for p in params:
-                info = infos[p]
-                self.settings.policy.decide(info.name, info.shape)
-                if engine is None and p.requires_grad:  # else DeepSpeed replaces it
-                    check_new(info.label, p)
-                    kind_of(self.kinds, p, {}).check_new(p, info)
-        except ValueError:
-            self.param_groups.pop()
-            raise
-
-    def __getstate__(self) -> dict:
-        """Return what pickle and deepcopy keep, the settings included."""
-        return {
-            **super().__getstate__(),
-            "settings": self.settings,
-            "state_dict_format": self.state_dict_format,
-            "nonfinite_blocks": self.nonfinite_blocks,
+        whole = {
+            "bias_correction": bias_correction,
+            "block_size": block_size,
+            "codec": codec,
+            "min_8bit_size": min_8bit_size,
+            "fp32_params": fp32_params,
+            "stochastic_rounding": stochastic_rounding,
+            "weight_correction_bits": weight_correction_bits,
+            "seed": seed,
+            "huge_pages": huge_pages,
+            "state_dict_format": state_dict_format,
         }
-
-    def __setstate__(self, state: dict) -> None:
-        """Restore what `__getstate__` kept; groups of other Adams get the keys they lack."""
-        settings = self.__dict__.get("settings")
-        super().__setstate__(state)
-        counted = self.__dict__.pop("nonfinite_blocks", None)
-        if self.settings != settings:  # otherwise what this object has counted and knows stays
-            self._begin()
-        if counted is not None:
-            self.nonfinite_blocks = counted
-        for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-
-    @property
-    def nonfinite_blocks(self) -> int:
-        """Reported skipped blocks; kept on the stepper, as Lightning copies our `__dict__`."""
-        return self._stepper.counts.reported
-
-    @nonfinite_blocks.setter
-    def nonfinite_blocks(self, count: int) -> None:
-        self._stepper.counts.reported = count
-
-    @property
-    def codec(self) -> Codec:
-        """The codec of new states."""
-        return self.settings.codec
-
-    # --- Steps ----------------------------------------------------------------------------------
-
-    @torch._disable_dynamo  # as torch's own load_state_dict: addresses mean nothing to it
-    @torch.no_grad()
-    def step(self, closure=None):
-        """Take one optimizer step; see `zero8.spec.reference` for the equations.
-
-        Steps and loads of one optimizer in several threads wait for each other.
-        After the first step the host does not wait for a GPU.  A step that is captured in a CUDA
-        graph changes nothing yet; see `before_replay`.
-
-        Raises:
-            ValueError: if a gradient is sparse, complex or of a dtype that is not served, or a
-                state does not fit its parameter; nothing has been changed then.
-            FloatingPointError: if a gradient is NaN or infinite, or a moment, which no step makes
-                so.  The blocks that it touches, and only they, are left as they were; the step
-                counts, and the state can be saved and stepped on.  On a GPU it is raised by a later
-                step, or by `check_finite`; under ZeRO by `check_finite` only.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._in_backward is not None:
-            self._in_backward.finish()
-            self._in_backward.watch(self._all_params())
-        self._use.is_met = True
-        # Python runs other threads while the kernel works.
-        with self._lock:
-            if skipped := self._stepper.step(self.param_groups, self.state):
-                self._report(skipped)
-        return loss
-
-    def step_in_backward(self, model: torch.nn.Module) -> InBackward:
-        """Step each parameter in the backward, as soon as its gradient is there, and free that.
-
-        `step` then waits for what is left, and counts and reports as ever: schedulers and hooks of
-        steps go on as they were.  The bits are those of steps after the backward.  On the CPU one
-        thread steps while the backward goes on.
-
-            optimizer.step_in_backward(model)
-            for batch in batches:
-                loss_of(model(batch)).backward()
-                optimizer.step()
-
-        Args:
-            model: the model of whose parameters this is the optimizer; under FSDP2 or in one
-                process.
-
-        Returns:
-            What ends it, by its `remove()`.
-
-        Raises:
-            ValueError: if gradients are not complete when they arrive, or are not the model's.
-            RuntimeError: later, for what needs a gradient that has been used: clipping by the norm
-                of all, GradScaler, gradient accumulation.
-        """
-        check_model(model, self._all_params())
-        if self._in_backward is not None:
-            self._in_backward.remove()
-        self._in_backward = InBackward(self._step_one)
-        self._in_backward.watch(self._all_params())
-        return self._in_backward
-
-    @torch._disable_dynamo
-    @torch.no_grad()
-    def _step_one(self, p: Tensor, grad: Tensor) -> None:
-        with self._lock:
-            groups, group_of = self._groups_seen
-            if groups is not self.param_groups or p not in group_of:
-                group_of = {one: group for group in self.param_groups for one in group["params"]}
-                self._groups_seen = self.param_groups, group_of
-            batch = Batch.single(group_of[p], p, grad, self.state)
-            self._stepper.step_batch(batch, self.param_groups, self.state)
-
-    def _wait(self) -> None:
-        """Wait for steps that have begun in the backward."""
-        if self._in_backward is not None:
-            self._in_backward.wait()
-
-    def _all_params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def before_replay(self) -> None:
-        """Make the next replay of the CUDA graph with `step` in it take the next step.
-
-        Counts the step, and gives the graph what depends on it: lr and the other settings of the
-        groups, bias corrections, dither phases.  Call it before every replay, the first one too (it
-        would read gradients that are gone), on the same stream.  The host waits only for an lr that
-        is on a GPU.
-
-            optimizer.step()  # once before: makes the states, compiles the kernel
-            with torch.cuda.graph(graph):
-                loss = loss_of(model(inputs))
-                loss.backward()
-                optimizer.step()
-            for batch in batches:
-                inputs.copy_(batch)
-                optimizer.before_replay()
-                graph.replay()
-
-        One graph at a time, with one step in it: a new capture, after a replay or an ordinary step,
-        takes the place of the one before.
-
-        Raises:
-            RuntimeError: if no step has been captured, or parameters or states have moved since.
-            FloatingPointError: as `step`, of an earlier replay; the next can follow nevertheless.
-        """
-        with self._lock:
-            if skipped := self._stepper.before_replay(self.param_groups, self.state):
-                self._report(skipped)
-
-    def check_finite(self, process_group=None) -> None:
-        """Raise FloatingPointError on every rank if any rank has met a non-finite number.
-
-        One all_reduce of 8 bytes, or one for each dimension of the mesh; all ranks of the group
-        must call it.  Waits until a GPU has finished the steps so far.
-
-        Args:
-            process_group: the ranks; by default those of the mesh of sharded parameters, else all.
-        """
-        self._wait()
-        with self._lock:
-            self._stepper.count_replays()
-            self._log(self._stepper.counts.take(wait=True))
-        shared = frameworks.process_groups(self._all_params())
-        meant = [process_group] if process_group else shared or [None]
-        if count := numbers.total(self.nonfinite_blocks, meant):
-            raise FloatingPointError(
-                f"{count} blocks met a non-finite gradient or moment so far (all ranks); they "
-                "were left as they were"
-            )
-
-    def _report(self, skipped: dict[str, int]) -> None:
-        # One rank must not raise while the others wait in a collective: log, and go on.
-        if not self._raises_alone():
-            self._log(skipped)
-            return
-        self.nonfinite_blocks += sum(skipped.values())
-        worst = sorted(skipped.items(), key=lambda item: -item[1])[:10]
-        raise FloatingPointError(
-            f"non-finite gradient or moment in {len(skipped)} parameter(s): "
-            + ", ".join(f"{label} ({count} blocks)" for label, count in worst)
-            + "; these blocks were left as they were, all others have stepped.  To train on, catch "
-            "this error; to find the cause, run a backward in torch.autograd.detect_anomaly()"
-        )
-
-    def _raises_alone(self) -> bool:
-        states = [(p, state) for p, state in self.state.items() if state]
-        if not all(kind_of(self.kinds, *pair).raises_alone for pair in states):
-            return False
-        # Ranks with the same gradients raise at the same step, but counts of GPUs may arrive later.
-        return numbers.num_ranks() == 1 or not self._has_params_on_gpus()
-
-    def _has_params_on_gpus(self) -> bool:
-        return any(p.is_cuda for p in self._all_params())
-
-    def _log(self, skipped: dict[str, int]) -> None:
-        self.nonfinite_blocks += sum(skipped.values())
-        for label, count in skipped.items():
-            logger.warning(
-                "non-finite gradient or moment: %s: %d blocks left as they were", label, count
-            )
-
-    # --- States ---------------------------------------------------------------------------------
-
-    @torch._disable_dynamo
-    @torch.no_grad()
-    def state_dict(self) -> dict:
-        """Return the states, in the form that `state_dict_format` says, and the groups.
-
-        The tensors are the live ones, as those of any optimizer of torch, but for moments that are
-        decoded for this.
-        """
-        self._wait()
-        in_fp32 = keywords.check_state_dict_format(self.state_dict_format) == "fp32"
-        packed = super().state_dict()
-        params = self._all_params()
-        for number, state in packed["state"].items():
-            if state and isinstance(number, int):
-                p = params[number]
-                kind = kind_of(self.kinds, p, state)
-                packed["state"][number] = kind.saved(p, state, in_fp32)
-        return packed
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Load a state dict of this optimizer, or of an fp32 Adam whose moments are then quantized.
-
-        Where parameters are sharded all ranks must call it: one all_reduce of 40 bytes for each
-        dimension of the mesh.
-
-        Raises:
-            ValueError: if a state does not fit its parameter, on this or on another rank; nothing
-                has been changed then.
-        """
-        self._wait()
-        with self._lock:
-            groups = frameworks.process_groups(self._all_params())
-            load(self, state_dict, super().load_state_dict, self._adopt_loaded, groups)
-
-    def _adopt_loaded(self, states: dict[Tensor, dict]) -> dict[Tensor, dict]:
-        """Return the states of a state dict, and check its groups, which are in place already."""
-        for group in self.param_groups:
-            # An AdamW whose steps are captured or compiled needs it; our steps do not.
-            group["capturable"] = False
-            keywords.check_group({**self.defaults, **group})
-        infos = self._infos()
-        for kind in self.kinds:
-            kind.reencoded.forget()
-        kept = {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}
-        for kind in self.kinds if numbers.rank() == 0 else ():
-            kind.reencoded.tell()
-        return kept
-
-    def adopted(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
-        """Return a loaded state of a parameter as this optimizer keeps it, in tensors of its own.
-
-        Raises:
-            ValueError: if it does not fit the parameter.
-        """
-        kind = kind_of(self.kinds, p, {})
-        return kind.adopted(p, saved, info) | kind.correction(p, saved, info)
-
-    def moments(self, p: Tensor) -> list[MomentStore]:
-        """Return the two live moments of a parameter that has state, exp_avg and exp_avg_sq.
-
-        Raises:
-            ValueError: if the state does not fit the parameter.
-        """
-        self._wait()
-        state = self.state[p]
-        return kind_of(self.kinds, p, state).moments(p, state, self._infos().get(p))
-
-    def all_moments(self) -> dict[Tensor, list[MomentStore]]:
-        """Return what `moments` does, of every parameter that has state."""
-        self._wait()
-        infos = self._infos()
-        return {
-            p: kind_of(self.kinds, p, state).moments(p, state, infos.get(p))
-            for p, state in self.state.items()
-            if state
-        }
-
-    def memory_report(self) -> MemoryReport:
-        """Return, per parameter, whether its moments are 8-bit or float32, why, and their bytes."""
-        rows = []
-        for p, stores in self.all_moments().items():
-            state = self.state[p]
-            remark = kind_of(self.kinds, p, state).remark
-            rows += self.settings.memory_rows(stores, "param_correction" in state, remark)
-        for layout in self.on_disk.values():
-            rows += self.settings.memory_rows(layout.like, layout.correction_numel > 0)
-        return MemoryReport(tuple(rows))
-
-    def _infos(self) -> dict[Tensor, ParamInfo]:
-        return self._params.infos(self.param_groups)
+        super().__init__(params, options, whole, others)

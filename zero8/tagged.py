@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from zero8.integrity import tags
-from zero8.integrity.files import locked
-from zero8.integrity.manifest import paths_in
-from zero8.integrity.seal import seal, verify
+from zero8.checkpoint.files import tags
+from zero8.checkpoint.files.folder_lock import locked
+from zero8.checkpoint.files.manifest import paths_in
+from zero8.checkpoint.files.seal import seal, verify
 from zero8.ranks.agree import from_rank_0, raise_together
 
 

@@ -76,7 +76,7 @@ def _has_ours(state_dict: dict) -> bool:
 
 
 def _is_plain(state: dict) -> bool:
-    return "format" in state and "history" in state and not torch.is_tensor(state.get("step"))
+    return torch.is_tensor(state.get("format")) and not torch.is_tensor(state.get("step"))
 
 
 def _is_of_zero(state: dict) -> bool:

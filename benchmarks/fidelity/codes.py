@@ -53,7 +53,7 @@ class RatioCode:
 
     def __init__(self):
         """Pick the code of v."""
-        self._v_code = CODECS["log"].exp_avg_sq
+        self._v_code = CODECS["log"].of_unsigned
 
     def _blocks(self, num_blocks: int) -> Tensor:
         return torch.arange(num_blocks * self.block_size) // self.block_size

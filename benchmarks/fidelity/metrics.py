@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from zero8.spec.scalars import next_history
+from zero8.algorithms.adam import next_history
 
 # Bins of |difference|: 64 per octave, so a percentile is exact to 1.6 %.
 _BIN_SHIFT = 17
@@ -17,7 +17,7 @@ _NUM_BINS = 1 << (31 - _BIN_SHIFT)
 def update_bounds(betas: tuple[float, float]) -> Iterator[float]:
     """Yield, for step 1, 2, ..., the largest |u| that exact moments can have.
 
-    |u| <= sqrt(K_t (1-beta2^t)) / (1-beta1^t) with K_t of equation (S1) in `zero8.spec.scalars`.
+    |u| <= sqrt(K_t (1-beta2^t)) / (1-beta1^t) with K_t of equation (S1) in `zero8.algorithms.adam`.
     """
     beta1, beta2 = betas
     history, step = 0.0, 0

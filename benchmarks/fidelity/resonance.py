@@ -113,7 +113,7 @@ class RoundedSecondMoment:
     def __init__(self, members: tuple[Member, ...], beta2: float, numbers: Callable):
         """Begin at 0; `numbers` is a function of `zero8.spec.dither` that gives the thresholds."""
         self._members, self._beta2, self._numbers = members, beta2, numbers
-        self._code = CODECS[DEFAULT_CODEC].exp_avg_sq
+        self._code = CODECS[DEFAULT_CODEC].of_unsigned
         self._block, self._num_blocks = block_numbers(members)
         self._store(torch.zeros(self._block.numel()), 0)
 

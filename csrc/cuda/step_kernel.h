@@ -16,7 +16,9 @@
 #include "cuda/words.h"
 #include "format.h"
 // In terms of that vocabulary:
-#include "update.h"
+#include "moments.h"
+// In terms of these:
+#include "adam.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
@@ -45,47 +47,66 @@ struct Place {
   __device__ Block own_block() const { return {0, 0, kPerThread, block.offset + before()}; }
 };
 
-// Calls body(moments), an object of the type that says how the segment's moments are stored.
+// Calls body(codec), an object of the type that says how the segment's moments are coded.
+struct InFloat32 {};
 template <class Body>
-__device__ void for_moments(const Segment& seg, Body body) {
-  if (seg.codec == kLog) {
-    body(LogPair());
-  } else if (seg.codec == kDynamic) {
-    body(DynamicPair());
+__device__ void for_codec(const Segment& seg, Body body) {
+  const int32_t codec = seg.moments[0].codec;
+  if (codec == kLog) {
+    body(InLog());
+  } else if (codec == kDynamic) {
+    body(InDynamic());
   } else {
-    body(Plain());
+    body(InFloat32());
+  }
+}
+template <class Codec>
+constexpr bool kIsQuantized = true;
+template <>
+constexpr bool kIsQuantized<InFloat32> = false;
+
+template <class Algorithm, class Codec, int k>
+using CodeOf = typename Codec::template Code<kMomentSigns[Algorithm::kNumber].is_signed[k]>;
+
+// Calls body(Number<k>) for each moment of an algorithm.
+template <class Algorithm, int k = 0, class Body>
+__device__ void for_moments(Body body) {
+  if constexpr (k < kMomentSigns[Algorithm::kNumber].count) {
+    body(Number<k>());
+    for_moments<Algorithm, k + 1>(body);
   }
 }
 
+template <int kCount>
+__device__ void copy(float* to, const float* from) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) to[k] = from[k];
+}
+
 // What a step reads: all of it is asked for before any of it is used.
+template <class Algorithm>
 struct Stored {
-  Words param, correction, grad, exp_avg, exp_avg_sq;
-  float exp_avg_scale[kMaxScales], exp_avg_sq_scale[kMaxScales];
+  Words param, correction, grad, moments[kMaxMoments];
+  float scales[kMaxMoments][kMaxScales];
 
   __device__ Stored(const Segment& seg, const Place& place) {
     grad = floats(seg.grad, seg.grad_dtype, place);
     param = floats(seg.param, seg.param_dtype, place);
     if (seg.correction) correction = bytes(seg.correction, 0, place);
-    for_moments(seg, [&](auto moments) {
-      using Moments = decltype(moments);
-      if constexpr (Moments::kQuantized) {
-        using M = typename Moments::MCode;
-        using V = typename Moments::VCode;
-        exp_avg = bytes(seg.exp_avg, M::kZeroCode, place);
-        exp_avg_sq = bytes(seg.exp_avg_sq, V::kZeroCode, place);
-        copy<M::kScales>(exp_avg_scale, seg.exp_avg_scale + place.block.local * M::kScales);
-        copy<V::kScales>(exp_avg_sq_scale, seg.exp_avg_sq_scale + place.block.local * V::kScales);
-      } else {
-        exp_avg = floats(seg.exp_avg, kFP32, place);
-        exp_avg_sq = floats(seg.exp_avg_sq, kFP32, place);
-      }
+    for_codec(seg, [&](auto codec) {
+      using Codec = decltype(codec);
+      for_moments<Algorithm>([&](auto number) {
+        constexpr int k = decltype(number)::value;
+        const Moment& moment = seg.moments[k];
+        if constexpr (kIsQuantized<Codec>) {
+          using Code = CodeOf<Algorithm, Codec, k>;
+          moments[k] = bytes(moment.values, Code::kZeroCode, place);
+          copy<Code::kScales>(scales[k], moment.scales + place.block.local * Code::kScales);
+        } else {
+          moments[k] = floats(moment.values, kFP32, place);
+        }
+      });
     });
-  }
-
-  template <int kCount>
-  __device__ static void copy(float* to, const float* from) {
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) to[k] = from[k];
   }
 
  private:
@@ -132,19 +153,19 @@ __device__ void for_vectors_quickly(Body body) {
 
 // The gradients, which are of type T in memory.
 template <class T>
-__device__ Values widened(const Stored& stored) {
+__device__ Values widened(const Words& grad) {
   T narrow[kPerThread];
-  unpack(stored.grad, narrow);
+  unpack(grad, narrow);
   Values g;
   for_vectors_quickly(
       [&](auto& vec, int i) { Vec::store(g.x + i, vec.flushed(Vec::load(narrow + i))); });
   return g;
 }
 
-__device__ inline Values grad_of(const Segment& seg, const Stored& stored) {
-  if (seg.grad_dtype == kFP32) return widened<float>(stored);
-  if (seg.grad_dtype == kFP16) return widened<Half>(stored);
-  return widened<uint16_t>(stored);
+__device__ inline Values grad_of(const Segment& seg, const Words& grad) {
+  if (seg.grad_dtype == kFP32) return widened<float>(grad);
+  if (seg.grad_dtype == kFP16) return widened<Half>(grad);
+  return widened<uint16_t>(grad);
 }
 
 // The thread's parameters as a segment of kind P of their own.
@@ -173,11 +194,12 @@ __device__ void for_param(const Segment& seg, Body body) {
   }
 }
 
-__device__ inline Values param_of(const Segment& seg, const Stored& stored, const Place& place) {
+__device__ inline Values param_of(const Segment& seg, const Words& stored, const Words& correction,
+                                  const Place& place) {
   Values p;
   for_param(seg, [&](auto own) {
-    unpack(stored.param, own.p);
-    unpack(stored.correction, own.correction);
+    unpack(stored, own.p);
+    unpack(correction, own.correction);
     const auto param = own.param(seg, place);
     for_vectors_quickly([&](auto& vec, int i) { Vec::store(p.x + i, param.read(vec, i, All())); });
   });
@@ -198,109 +220,157 @@ __device__ inline void write_param(const Segment& seg, const Place& place, const
 
 // --- Moments -------------------------------------------------------------------------------------
 
-// The thread's moments as a segment of their own.
-template <class Moments>
+// The thread's moments, of type T in memory, as a segment of their own.
+template <class T>
 struct OwnMoments {
-  typename Moments::Stored m[kPerThread], v[kPerThread];
-  float m_scale[kMaxScales], v_scale[kMaxScales];
+  T values[kMaxMoments][kPerThread];
+  float scales[kMaxMoments][kMaxScales];
 
   __device__ Segment segment(const Segment& seg, const Place& place) {
     Segment own = place.own(seg);
-    own.exp_avg = m;
-    own.exp_avg_sq = v;
-    own.exp_avg_scale = m_scale;
-    own.exp_avg_sq_scale = v_scale;
+#pragma unroll
+    for (int k = 0; k < kMaxMoments; ++k) {
+      own.moments[k].values = values[k];
+      own.moments[k].scales = scales[k];
+    }
     return own;
   }
 };
 
-// Turns parameters and gradients into updated ones, and the moments into what will be encoded.
-__device__ inline void update(const Segment& seg, const Stored& stored, const Place& place,
-                              const StepScalars& raw, const DynamicMaps& maps, const Values& g,
-                              Values& p, Values& m, Values& v) {
-  for_moments(seg, [&](auto moments) {
-    using Moments = decltype(moments);
-    OwnMoments<Moments> own;
-    unpack(stored.exp_avg, own.m);
-    unpack(stored.exp_avg_sq, own.v);
-    if constexpr (Moments::kQuantized) {
-      Stored::copy<Moments::MCode::kScales>(own.m_scale, stored.exp_avg_scale);
-      Stored::copy<Moments::VCode::kScales>(own.v_scale, stored.exp_avg_sq_scale);
-    }
-    const typename Moments::Source source(own.segment(seg, place), raw, maps, place.own_block());
-    const Scalars s(raw);
-    for_vectors([&](int i) {
-      Vec::F x, first, second;
-      quickly([&](auto& vec) {
-        first = source.exp_avg(vec, i, All());
-        second = source.exp_avg_sq(vec, i, All());
-        const Vec::F denominator = advance_moments(vec, s, Vec::load(g.x + i), first, second);
-        x = advanced_param(vec, s, Vec::load(p.x + i), first, denominator);
-      });
-      Vec::store(p.x + i, x);
-      Vec::store(m.x + i, first);
-      Vec::store(v.x + i, second);
+template <class Algorithm, class Codec>
+__device__ OwnMoments<uint8_t> unpacked(const Stored<Algorithm>& stored) {
+  OwnMoments<uint8_t> own;
+  for_moments<Algorithm>([&](auto number) {
+    constexpr int k = decltype(number)::value;
+    unpack(stored.moments[k], own.values[k]);
+    copy<CodeOf<Algorithm, Codec, k>::kScales>(own.scales[k], stored.scales[k]);
+  });
+  return own;
+}
+
+// Calls body(read), where read(vec, i, Vec::F* m) decodes the moments of a vector, times the
+// algorithm's decays.
+template <class Algorithm, class Codec, class Body>
+__device__ void with_decoded(const Segment& seg, const Stored<Algorithm>& stored,
+                             const Place& place, const StepScalars& raw, const DynamicMaps& maps,
+                             Body body) {
+  if constexpr (kIsQuantized<Codec>) {
+    // Two variables: an array that its own struct points to would not stay in registers.
+    OwnMoments<uint8_t> own = unpacked<Algorithm, Codec>(stored);
+    const Row<Algorithm, Codec, Sources<Algorithm>::template Source> sources(
+        own.segment(seg, place), raw, maps, place.own_block());
+    body([&](auto& vec, int i, Vec::F* m) {
+      sources.visit([&](auto k, const auto& source) { m[k.value] = source.read(vec, i, All()); });
     });
+  } else {
+    float values[kMaxMoments][kPerThread];
+    for_moments<Algorithm>([&](auto k) { unpack(stored.moments[k.value], values[k.value]); });
+    // The product flushes what is subnormal in memory, as no decay is above 1.
+    body([&](auto& vec, int i, Vec::F* m) {
+      for_moments<Algorithm>([&](auto k) {
+        const Vec::F decay = Vec::set(Algorithm::decay(raw, k.value));
+        m[k.value] = vec.mul(Vec::load(values[k.value] + i), decay);
+      });
+    });
+  }
+}
+
+// Turns parameters and gradients into updated ones, and the moments into what will be encoded.
+template <class Algorithm>
+__device__ void update(const Segment& seg, const Stored<Algorithm>& stored, const Place& place,
+                       const StepScalars& raw, const DynamicMaps& maps, const Values& g, Values& p,
+                       Values* moments) {
+  for_codec(seg, [&](auto codec) {
+    const typename Algorithm::Scalars s(raw);
+    const auto step = [&](auto read) {
+      for_vectors([&](int i) {
+        Vec::F x, m[kMaxMoments];
+        quickly([&](auto& vec) {
+          Vec::F carried[Algorithm::kCarried];
+          read(vec, i, m);
+          s.advance(vec, Vec::load(g.x + i), m, carried);
+          x = s.param(vec, Vec::load(p.x + i), m, carried);
+        });
+        Vec::store(p.x + i, x);
+        for_moments<Algorithm>([&](auto k) { Vec::store(moments[k.value].x + i, m[k.value]); });
+      });
+    };
+    with_decoded<Algorithm, decltype(codec)>(seg, stored, place, raw, maps, step);
   });
 }
 
-__device__ inline void encode(const Segment& seg, const Place& place, const StepScalars& raw,
-                              const DynamicMaps& maps, Values& m, Values& v) {
-  for_moments(seg, [&](auto moments) {
-    using Moments = decltype(moments);
-    using T = typename Moments::Stored;
-    OwnMoments<Moments> own;
-    if constexpr (Moments::kQuantized) {
-      typename Moments::MRange m_range;
-      typename Moments::VRange v_range;
+template <class Algorithm>
+__device__ void encode(const Segment& seg, const Place& place, const StepScalars& raw,
+                       const DynamicMaps& maps, Values* moments) {
+  for_codec(seg, [&](auto codec) {
+    using Codec = decltype(codec);
+    if constexpr (kIsQuantized<Codec>) {
+      OwnMoments<uint8_t> own;
+      Row<Algorithm, Codec, RangeOf> ranges;
       for_vectors([&](int i) {
-        m_range.add(Vec::load(m.x + i));
-        v_range.add(Vec::load(v.x + i));
+        ranges.visit([&](auto k, auto& range) { range.add(Vec::load(moments[k.value].x + i)); });
       });
-      typename Moments::Sink sink(own.segment(seg, place), raw, maps, place.own_block(),
-                                  Place::before(), place.block.count, m.x, v.x, m_range, v_range);
-      for_vectors([&](int i) { sink.encode(i, All()); });
-      // All threads have read the old scales: reductions that made the new ones waited for them.
-      if (threadIdx.x == 0) {
-        constexpr int kM = Moments::MCode::kScales, kV = Moments::VCode::kScales;
-        Stored::copy<kM>(seg.exp_avg_scale + place.block.local * kM, own.m_scale);
-        Stored::copy<kV>(seg.exp_avg_sq_scale + place.block.local * kV, own.v_scale);
-      }
+      constexpr int kStride = sizeof(Values) / sizeof(float);
+      const NewValues made{moments->x, kStride, kPerThread, Place::before(), place.block.count};
+      Row<Algorithm, Codec, Sinks<Algorithm>::template Sink> sinks(
+          own.segment(seg, place), raw, maps, place.own_block(), made, ranges);
+      for_vectors([&](int i) { sinks.visit([&](auto, auto& sink) { sink.write(i, All()); }); });
+      for_moments<Algorithm>([&](auto number) {
+        constexpr int k = decltype(number)::value, kScales = CodeOf<Algorithm, Codec, k>::kScales;
+        const Moment& moment = seg.moments[k];
+        // All threads have read the old scales: reductions that made the new ones waited for them.
+        if (threadIdx.x == 0) {
+          copy<kScales>(moment.scales + place.block.local * kScales, own.scales[k]);
+        }
+        write(static_cast<uint8_t*>(moment.values) + place.at, own.values[k], place.n);
+      });
     } else {
-      Stored::copy<kPerThread>(own.m, m.x);
-      Stored::copy<kPerThread>(own.v, v.x);
+      for_moments<Algorithm>([&](auto k) {
+        write(static_cast<float*>(seg.moments[k.value].values) + place.at, moments[k.value].x,
+              place.n);
+      });
     }
-    write(static_cast<T*>(seg.exp_avg) + place.at, own.m, place.n);
-    write(static_cast<T*>(seg.exp_avg_sq) + place.at, own.v, place.n);
   });
 }
 
 // --- The step ------------------------------------------------------------------------------------
 
 // Returns whether the block's gradients and new moments are finite; if not, it is as it was.
-__device__ inline bool step_block(const Segment& seg, const StepScalars& raw,
-                                  const DynamicMaps& maps, const Block& block) {
+template <class Algorithm>
+__device__ bool step_block_of(const Segment& seg, const StepScalars& raw, const DynamicMaps& maps,
+                              const Block& block) {
   const Place place(block);
-  const Stored stored(seg, place);
-  Values p = param_of(seg, stored, place), g = grad_of(seg, stored);
+  const Stored<Algorithm> stored(seg, place);
+  Values p = param_of(seg, stored.param, stored.correction, place);
+  Values g = grad_of(seg, stored.grad);
   Vec::I largest = Vec::seti(0);
   for_vectors([&](int i) {
-    const Vec::F x = Scalars(raw).gradient(Vec::load(p.x + i), Vec::load(g.x + i));
+    const Vec::F x =
+        typename Algorithm::Scalars(raw).gradient(Vec::load(p.x + i), Vec::load(g.x + i));
     largest = Vec::maxu(largest, magnitude_bits(x));
     Vec::store(g.x + i, x);
   });
   if (Vec::reduce_maxu(largest) >= kGradientLimitBits) return false;
-  Values m, v;
-  update(seg, stored, place, raw, maps, g, p, m, v);
+  Values moments[kMaxMoments];
+  update(seg, stored, place, raw, maps, g, p, moments);
   largest = Vec::seti(0);
   for_vectors([&](int i) {
-    const Vec::I patterns = magnitude_bits(Vec::load(m.x + i));
-    largest = Vec::maxu(Vec::maxu(largest, patterns), Vec::as_int(Vec::load(v.x + i)));
+    for_moments<Algorithm>([&](auto number) {
+      constexpr int k = decltype(number)::value;
+      const Vec::F x = Vec::load(moments[k].x + i);
+      const bool is_signed = kMomentSigns[Algorithm::kNumber].is_signed[k];
+      largest = Vec::maxu(largest, is_signed ? magnitude_bits(x) : Vec::as_int(x));
+    });
   });
   if (Vec::reduce_maxu(largest) >= kInfinityBits) return false;
   write_param(seg, place, p);
-  encode(seg, place, raw, maps, m, v);
+  encode<Algorithm>(seg, place, raw, maps, moments);
   return true;
+}
+
+__device__ inline bool step_block(const Segment& seg, const StepScalars& raw,
+                                  const DynamicMaps& maps, const Block& block) {
+  return step_block_of<Adam>(seg, raw, maps, block);
 }
 
 // --- The list ------------------------------------------------------------------------------------

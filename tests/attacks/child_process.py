@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero8 import cli, tagged  # noqa: F401, for the children
-from zero8.checkpoint import command  # noqa: F401, for the children
+from zero8.checkpoint.commands import command  # noqa: F401, for the children
 
 ADDRESS_SPACE_BYTES = 4 << 30
 """The address space that a command may add, so that it does not take the machine's memory."""

@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zero8.state.header import MOMENTS
+from zero8.algorithms.adam import ADAM
 
 TENSORS, STORAGE_FLOATS = 1500, 2 << 20
 SIZE = (7,) * 5
@@ -122,11 +122,11 @@ def steps_in_one_place(folder: Path) -> list[str]:
     tag, size = whole(folder / "t1"), torch.Size((4, 64))
     step = saved(MARK + b"K\1" * STEP_NUMBERS + TUPLE + POP + value(7))
     (tag / "step.distcp").write_bytes(step)
-    (tag / "__0_0.distcp").write_bytes(CHUNK * PARAMS * len(MOMENTS))
+    (tag / "__0_0.distcp").write_bytes(CHUNK * PARAMS * len(ADAM.moment_names))
     chunks = [ChunkStorageMetadata(torch.Size((0, 0)), size)]
     moment = TensorStorageMetadata(TensorProperties(torch.float32), size, chunks)
     entries, places = {}, {}
-    for number, which in itertools.product(range(PARAMS), MOMENTS):
+    for number, which in itertools.product(range(PARAMS), ADAM.moment_names):
         key = f"state.p{number}.{which}"
         entries[key] = moment
         where = _StorageInfo("__0_0.distcp", LENGTH * len(places), LENGTH)

@@ -19,6 +19,7 @@ from zero8.bench.step import kernel as step_kernel
 from zero8.bench.step import machines
 from zero8.bench.step import targets as step_targets
 from zero8.bench.step.contenders import flat_params, peer_contenders, zero8_contenders
+from zero8.bench.step.devices import CPU
 from zero8.bench.step.report import busy_lines
 from zero8.bench.step.tensors import flat_shape, model_shapes
 from zero8.bench.step.timing import Timed, interleaved, peak_extra_bytes, spread
@@ -262,14 +263,14 @@ def test_check_looks_at_everything_that_a_step_changes():
 
 
 def test_model_shapes_at_the_default_size_are_400_of_1_to_10_million_elements():
-    sizes = list(map(math.prod, model_shapes(step.NUMEL)))
+    sizes = list(map(math.prod, model_shapes(CPU.numel)))
     assert len(sizes) == 400
     assert min(sizes) == 1 and 9_900_000 < max(sizes) <= 10_000_000
     decades = [sum(10**k <= size < 10 ** (k + 1) for size in sizes) for k in range(6)]
     assert min(decades) > 40  # log-spaced
 
 
-@pytest.mark.parametrize("total", [step.LEAST_NUMEL, 999 * 4096, step.NUMEL, 10 * step.NUMEL])
+@pytest.mark.parametrize("total", [step.LEAST_NUMEL, 999 * 4096, CPU.numel, 10 * CPU.numel])
 def test_model_shapes_have_their_total_as_vectors_and_matrices(total):
     shapes = model_shapes(total)
     assert len(shapes) == 400
@@ -288,8 +289,11 @@ def test_flat_shape_has_its_total():
 def test_contenders_share_tensors_and_step_on_all_of_them():
     params = flat_params(NUMEL)
     ours = zero8_contenders(["log"], params)
-    assert [c.param for c in ours] == [params[v.dtype] for v in VARIANTS]
-    for contender in ours:
+    for contender, variant in zip(ours, VARIANTS, strict=True):
+        shared = params.parameter(variant)
+        assert (contender.param.dtype, shared.grad.dtype) == (variant.dtype, variant.grad_dtype)
+        assert contender.param.data_ptr() == shared.data_ptr()
+        assert contender.param.grad.data_ptr() == shared.grad.data_ptr()
         before = [t.clone() for t in contender.states]
         contender.step()
         assert [t.numel() for t in contender.states] == [NUMEL] * len(before)
@@ -321,10 +325,10 @@ def test_deepspeed_has_the_threads_of_torch():
 
 
 def test_peer_whose_step_fails_is_skipped(monkeypatch):
-    def fail(params):
+    def fail(params, variant):
         raise OSError("no such thing\nas a second line")
 
-    monkeypatch.setitem(step_contenders.PEERS, "torchao", fail)
+    monkeypatch.setitem(step_contenders.PEERS, "torchao", step_contenders.Peer(fail, (FP32,)))
     found, skipped = peer_contenders(["torchao", "torch"], flat_params(NUMEL))
     assert [c.name for c in found] == ["torch"]
     assert skipped == [{"name": "torchao", "reason": "OSError: no such thing"}]

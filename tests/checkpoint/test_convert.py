@@ -26,7 +26,7 @@ from convert_cases import (
 from convert_model import SAVED_AFTER, SHAPES, STEPS, Mixed, named_groups, results, run
 
 from zero8 import Adam8bitBlockwise
-from zero8.checkpoint.open import open_checkpoint
+from zero8.checkpoint.read.open import open_checkpoint
 from zero8.spec.grid import BlockGrid
 
 
@@ -83,10 +83,10 @@ def test_convert_to_plain_keeps_codes_and_scales_of_all_blocks_that_are_whole(
                     continue
                 assert piece.identity == whole.pieces[0].identity
                 here = slice(piece.first, piece.first + piece.numel)
-                codes, got = theirs.moment(number).values, mine.codes[here]
+                codes, got = theirs.piece(number).values, mine.codes[here]
                 assert torch.equal(got[kept[here]], codes[kept[here]])
                 block, _ = piece.grid.block_numbers(0, piece.grid.num_rows * piece.grid.row_length)
-                for element, scale in _first_of_blocks(piece, theirs.moment(number).scales):
+                for element, scale in _first_of_blocks(piece, theirs.piece(number).scales):
                     number_of_block = int(block[element])
                     if kept[element]:
                         assert torch.equal(mine.scales[number_of_block], scale)

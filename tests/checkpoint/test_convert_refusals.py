@@ -8,7 +8,7 @@ import torch
 from convert_cases import STAGES, converted, refusal
 from convert_model import saved_plain
 
-from zero8.checkpoint import convert
+from zero8.checkpoint.commands import convert
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from crafted_files import tensor, value
 from places import FOLDERS
 from processes import started
 
-from zero8.checkpoint.open import open_checkpoint
-from zero8.spec.scalars import UNKNOWN_HISTORY
+from zero8.algorithms.adam import UNKNOWN_HISTORY
+from zero8.checkpoint.read.open import open_checkpoint
 
 MAX_SECONDS, MAX_MIB = 2.0, 200
 
@@ -146,7 +146,7 @@ SAYS = {
         "plain: a bare pickle",
     ),
     "got format version a value of type list": ("ZeRO: a version of laughs",),
-    "got format version 3": ("ZeRO: version 3",),
+    "got format version 4": ("ZeRO: version 4",),
     "got a state of algorithm a value of type list": ("ZeRO: an algorithm of laughs",),
     "codec number a value of type list": ("ZeRO: a codec of laughs",),
     "got a value of type list": ("ZeRO: a moment of laughs",),
@@ -240,6 +240,9 @@ SAYS = {
     ),
     "got a value of type list, expected its description": ("folder: swap: lists of moments",),
     "got 4096 bytes with tensors of (0, 0, 0, 0, 0, 0, 0)": ("folder: swap: 2^48 elements",),
+    "got 4096 bytes with tensors of ()": ("folder: swap: no numbers",),
+    "got a header with 4294967295 and 4294967295 numbers": ("folder: swap: 2^32 numbers",),
+    "got a header with 1 and 60 numbers": ("folder: swap: more numbers than the header holds",),
 }
 """What the errors say, and of which cases: each is refused for what is wrong with it."""
 
@@ -273,7 +276,7 @@ def test_good_files_of_the_same_make_are_read(tmp_path):
     """Otherwise they would be refused for what is not meant."""
     (tmp_path / "adam.pt").write_bytes(with_moments(tensor(floats(), [256], [1])))
     (fragment,) = open_checkpoint(tmp_path / "adam.pt").all_fragments()
-    assert (fragment.step, fragment.history) == (1, UNKNOWN_HISTORY)
+    assert (fragment.step, fragment.memory) == (1, {"history": UNKNOWN_HISTORY})
     (tmp_path / "ours.pt").write_bytes(with_codes("step", value(7)))
     (fragment,) = open_checkpoint(tmp_path / "ours.pt").all_fragments()
     assert (fragment.step, fragment.is_quantized) == (7, True)

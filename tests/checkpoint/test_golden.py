@@ -10,8 +10,8 @@ import pytest
 import torch
 from places import GOLDEN
 
-from zero8.checkpoint.open import open_checkpoint
-from zero8.checkpoint.zero_source import STATES
+from zero8.checkpoint.read.open import open_checkpoint
+from zero8.checkpoint.read.zero_source import STATES
 
 KINDS = {
     "plain_checkpoint.pt": "plain",

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Manifests: what is wrong with a folder is found, and a crafted manifest does no harm."""
 
+import errno
 import json
 import os
 import threading
 import tracemalloc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero8.integrity import files
-from zero8.integrity.manifest import MANIFEST, MARKER, Damage, File, Manifest, paths_in
-from zero8.integrity.seal import seal, verify
+from zero8.checkpoint.files import atomic, folder_lock, hashes
+from zero8.checkpoint.files.manifest import MANIFEST, MARKER, Damage, File, Manifest, paths_in
+from zero8.checkpoint.files.seal import seal, verify
 
 CONTENTS = {"model.pt": b"m" * 1000, "deep/er/rank0.pt": b"0" * 77, "deep/er/rank1.pt": b"1" * 77}
 
@@ -61,8 +63,8 @@ def test_seal_syncs_every_file_and_folder_before_the_manifest_names_them(folder,
         done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         sync(descriptor)
 
-    monkeypatch.setattr(files.os, "fsync", fsync)
-    monkeypatch.setattr(files.os, "replace", lambda a, b: (done.append("named"), replace(a, b)))
+    monkeypatch.setattr(atomic.os, "fsync", fsync)
+    monkeypatch.setattr(atomic.os, "replace", lambda a, b: (done.append("named"), replace(a, b)))
     seal(folder)
     before = done[: done.index("named")]
     assert {str(folder / name) for name in CONTENTS} < set(before)
@@ -122,7 +124,7 @@ def test_check_of_a_file_too_many_says_so_if_it_is_a_part(folder):
 
 
 def test_check_passes_over_what_is_left_of_an_interrupted_write(folder):
-    (folder / f".{MANIFEST}{files.TEMPORARY}").write_bytes(b"half")
+    (folder / f".{MANIFEST}{atomic.TEMPORARY}").write_bytes(b"half")
     (folder / MARKER).write_bytes(b"")
     assert reasons(folder) == {}
 
@@ -157,7 +159,7 @@ def test_check_by_shares_finds_each_damage_once(folder):
 
 
 def test_check_reports_progress_and_needs_memory_for_one_chunk_only(tmp_path):
-    size_bytes = 5 * files.CHUNK_BYTES + 3
+    size_bytes = 5 * hashes.CHUNK_BYTES + 3
     with open(tmp_path / "large", "wb") as file:
         file.truncate(size_bytes)
     seal(tmp_path)
@@ -168,14 +170,14 @@ def test_check_reports_progress_and_needs_memory_for_one_chunk_only(tmp_path):
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert sum(seen) == size_bytes and len(seen) == 6
-    assert peak_bytes < 1.5 * files.CHUNK_BYTES
+    assert peak_bytes < 1.5 * hashes.CHUNK_BYTES
 
 
 def test_check_of_a_file_that_cannot_be_read_says_so(folder, monkeypatch):
     def fail(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("zero8.integrity.manifest.hash_of", fail)
+    monkeypatch.setattr("zero8.checkpoint.files.manifest.hash_of", fail)
     assert set(reasons(folder).values()) == {"cannot be read: Input/output error"}
 
 
@@ -276,7 +278,7 @@ def test_manifest_of_a_newer_format_says_so():
 
 
 def test_manifest_beyond_the_limit_is_not_read_in_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero8.integrity.manifest.LIMIT_BYTES", 1000)
+    monkeypatch.setattr("zero8.checkpoint.files.manifest.LIMIT_BYTES", 1000)
     (tmp_path / MANIFEST).write_bytes(b" " * 2000)
     with pytest.raises(ValueError, match="more than 1000 bytes"):
         Manifest.read(tmp_path)
@@ -340,14 +342,14 @@ def test_manifest_that_was_written_is_read_back(entries):
 
 def test_write_atomically_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "latest"
-    files.write_atomically(path, b"old")
+    atomic.write_atomically(path, b"old")
 
     def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(atomic.os, "fsync", full)
     with pytest.raises(OSError, match=r"No space left on device: .*latest"):
-        files.write_atomically(path, b"new")
+        atomic.write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -362,21 +364,21 @@ def test_write_atomically_syncs_the_file_before_its_name_and_the_folder_after(
         done.append("folder" if is_folder(f"/proc/self/fd/{descriptor}") else "file")
         sync(descriptor)
 
-    monkeypatch.setattr(files.os, "fsync", fsync)
-    monkeypatch.setattr(files.os, "replace", lambda a, b: (done.append("name"), replace(a, b)))
-    files.write_atomically(tmp_path / "x", b"data")
+    monkeypatch.setattr(atomic.os, "fsync", fsync)
+    monkeypatch.setattr(atomic.os, "replace", lambda a, b: (done.append("name"), replace(a, b)))
+    atomic.write_atomically(tmp_path / "x", b"data")
     assert done == ["file", "name", "folder"]
 
 
 def test_reader_beside_a_writer_sees_the_old_or_the_new_file_only(tmp_path):
     path, versions = tmp_path / "latest", [b"a" * 5000, b"b" * 7000]
-    files.write_atomically(path, versions[0])
+    atomic.write_atomically(path, versions[0])
     stop = threading.Event()
 
     def write():
         while not stop.is_set():
             for version in versions:
-                files.write_atomically(path, version)
+                atomic.write_atomically(path, version)
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -388,12 +390,25 @@ def test_reader_beside_a_writer_sees_the_old_or_the_new_file_only(tmp_path):
 
 
 def test_lock_that_another_holds_is_refused_with_its_name_and_free_afterwards(tmp_path):
-    with files.locked(tmp_path):
+    with folder_lock.locked(tmp_path):
         with pytest.raises(BlockingIOError, match=f"process {os.getpid()} on .*folder of its own"):
-            with files.locked(tmp_path):
+            with folder_lock.locked(tmp_path):
                 pass
-    with files.locked(tmp_path):
+    with folder_lock.locked(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(("number", "runs"), [(errno.ENOLCK, True), (errno.EIO, False)])
+def test_lock_on_a_file_system_without_locks_lets_the_block_run(
+    tmp_path, monkeypatch, number, runs
+):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    with nullcontext() if runs else pytest.raises(OSError, match=os.strerror(number)):
+        with folder_lock.locked(tmp_path):
+            pass
 
 
 # --- Folders that others write -------------------------------------------------------------------

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from zero8.integrity import files, tags
-from zero8.integrity.manifest import MANIFEST, MARKER, Manifest
-from zero8.integrity.seal import file_entry, verify
-from zero8.integrity.tags import COMPLETE, DAMAGED, INCOMPLETE, UNVERIFIED
+from zero8.checkpoint.files import atomic, tags
+from zero8.checkpoint.files.manifest import MANIFEST, MARKER, Manifest
+from zero8.checkpoint.files.seal import file_entry, verify
+from zero8.checkpoint.files.tags import COMPLETE, DAMAGED, INCOMPLETE, UNVERIFIED
 
 
 def begin(folder, tag):
@@ -256,5 +256,5 @@ def test_save_that_is_interrupted_anywhere_is_whole_or_not_complete(tmp_path, mo
 def test_end_without_removing_the_marker_is_complete(tmp_path, monkeypatch):
     """The manifest is all that counts."""
     save(tmp_path, "a")
-    files.write_atomically(tmp_path / "a" / MARKER, b"{}")
+    atomic.write_atomically(tmp_path / "a" / MARKER, b"{}")
     assert states(tmp_path) == {"a": COMPLETE}

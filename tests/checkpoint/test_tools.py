@@ -14,10 +14,10 @@ from moment_samples import buffers, flipped_in
 from places import ROOT
 from small_checkpoints import KINDS, SHAPES, STEPS, plain_file, trained, zero_folder
 
-from zero8.checkpoint.open import open_checkpoint
+from zero8.algorithms.adam import ADAM
+from zero8.checkpoint.read.open import open_checkpoint
 from zero8.cli import main
 from zero8.spec.codec import CODECS
-from zero8.state.header import MOMENTS
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -58,7 +58,8 @@ def test_fragments_of_every_kind_decode_to_the_optimizers_moments(kind, codec, t
     gives them again where its scale stays, and else within a code; see the bound below."""
     params, optimizer = trained(codec)
     found = {
-        name: [torch.full((p.numel(),), math.nan) for _ in MOMENTS] for name, p in params.items()
+        name: [torch.full((p.numel(),), math.nan) for _ in ADAM.moment_names]
+        for name, p in params.items()
     }
     for fragment in open_checkpoint(KINDS[kind](tmp_path / kind, codec=codec)).all_fragments():
         assert fragment.step == STEPS and fragment.weights is not None
@@ -70,7 +71,7 @@ def test_fragments_of_every_kind_decode_to_the_optimizers_moments(kind, codec, t
             assert torch.equal(weights.float(), params[fragment.name].detach().view(-1)[here])
     optimizer.state_dict_format = "fp32"
     for number, state in optimizer.state_dict()["state"].items():
-        for which, got in zip(MOMENTS, found[list(SHAPES)[number]], strict=True):
+        for which, got in zip(ADAM.moment_names, found[list(SHAPES)[number]], strict=True):
             expected = state[which].view(-1)
             differing = (got != expected).sum()
             assert differing <= (512 if kind == "zero" else 0)
@@ -155,7 +156,7 @@ def test_verify_of_states_that_are_damaged_says_how(change, message, copied, cap
 
 
 @pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("which", MOMENTS)
+@pytest.mark.parametrize("which", ADAM.moment_names)
 def test_verify_of_a_flipped_bit_of_a_moment_names_file_and_moment(copied, capsys, which, number):
     """Nothing else would show it: the values are finite, and there is no manifest."""
     path = copied("zero")

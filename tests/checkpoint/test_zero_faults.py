@@ -13,8 +13,8 @@ from full_disk import file_size_limit
 from ranks import error_of
 from zero_worker import config, difference, held, make_engine, train
 
-from zero8.integrity import files, tags
-from zero8.integrity.seal import verify
+from zero8.checkpoint.files import atomic, folder_lock, tags
+from zero8.checkpoint.files.seal import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -114,14 +114,14 @@ def test_save_over_the_only_tag_that_is_killed_says_why_nothing_loads(server, tm
 
 def full_for(name):
     """Have the disk be full for the atomic writes of files with this name."""
-    original = files.os.replace
+    original = atomic.os.replace
 
     def replace(source, target):
         if Path(target).name == name:
             raise OSError(28, "No space left on device")
         return original(source, target)
 
-    return patch.object(files.os, "replace", replace)
+    return patch.object(atomic.os, "replace", replace)
 
 
 LIMITS = {
@@ -201,7 +201,7 @@ def save_beside(folder):
 
 def test_save_into_the_folder_that_another_process_saves_into_is_refused(standing_ranks, tmp_path):
     (tmp_path / "one").mkdir()
-    with files.locked(tmp_path):
+    with folder_lock.locked(tmp_path):
         for kind, message in standing_ranks(2).run(save_beside, folder=str(tmp_path)):
             assert kind == "OSError"
             assert (

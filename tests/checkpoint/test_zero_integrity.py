@@ -19,11 +19,11 @@ from nvme_worker import held_everywhere, make_tower, nvme_config
 from ranks import error_of, run_ranks
 from zero_worker import base_optimizer, config, difference, held, make_engine, train
 
-from zero8.integrity import tags
-from zero8.integrity.files import locked
-from zero8.integrity.manifest import MANIFEST, MARKER
-from zero8.integrity.seal import seal, verify
-from zero8.zero import checkpoint_save
+from zero8.checkpoint.engine import save as checkpoint_save
+from zero8.checkpoint.files import tags
+from zero8.checkpoint.files.folder_lock import locked
+from zero8.checkpoint.files.manifest import MANIFEST, MARKER
+from zero8.checkpoint.files.seal import seal, verify
 
 RANK = int(os.environ.get("RANK", 0))
 

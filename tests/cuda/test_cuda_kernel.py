@@ -30,13 +30,17 @@ from segments import (
     framed_copy,
     gradient,
     make,
+    moment_of,
     poison_moment,
     scalars_at,
+    set_phases,
     tensors,
 )
 
+from zero8.algorithms.adam import ADAM
 from zero8.op import kernel
 from zero8.op.launch import Launch
+from zero8.op.structs import scalars_dtype
 from zero8.spec import arithmetic as ieee
 from zero8.spec.codec import CODECS
 from zero8.spec.segment import Moment, Rounding, Segment
@@ -105,8 +109,8 @@ def advance(segments: list[Segment], mine: list[Segment], hyper: dict, count: in
             for one in (theirs, ours):
                 one.grad.copy_(grad)
                 one.scalars = scalars_at(step, hyper)
-                one.moment_phase = (1000 * step + number) * 0x9E3779B9 % 2**32
-                one.param_phase = (2000 * step + number) * 0x9E3779B9 % 2**32
+                phases = (factor * step + number for factor in (1000, 2000))
+                set_phases(one, *(phase * 0x9E3779B9 % 2**32 for phase in phases))
         yield step
 
 
@@ -185,7 +189,7 @@ def test_cuda_step_log_blocks_between_narrow_and_wide_equal_the_cpu(host, block_
     kernel.step([segment])
     host.step([mine])
     assert_same(mine, segment, f"blocks of {block_size}")
-    assert 0.2 < (segment.exp_avg.scales < 0).float().mean() < 0.8
+    assert 0.2 < (moment_of(segment, "exp_avg").scales < 0).float().mean() < 0.8
 
 
 @codec_names
@@ -304,16 +308,16 @@ def step_at_the_end_of_memory(folder: str) -> None:
                 place = Place((3, 300), 256, 0, numel)
                 segment = make(codec, place, scalars_at(1, ADAMW), *dtypes)
                 segment.grad.copy_(gradient(0, numel, seed=numel))
-                moments = {
-                    name: Moment(
+                moments = [
+                    Moment(
                         at_the_end(moment.values),
                         None if codec is None else at_the_end(moment.scales),
+                        moment.phase,
                     )
-                    for name in ("exp_avg", "exp_avg_sq")
-                    for moment in [getattr(segment, name)]
-                }
+                    for moment in segment.moments
+                ]
                 ends = {name: at_the_end(getattr(segment, name)) for name in ("param", "grad")}
-                mine = replace(segment, **ends, **moments)
+                mine = replace(segment, **ends, moments=moments)
                 kernel.step([segment])
                 host.step([mine])
                 assert_same(mine, segment, f"{codec}, {dtypes}, {numel} elements")
@@ -358,10 +362,10 @@ def test_cuda_step_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_oth
         first=0,
         param=moved(near.param, rows * 128),
         grad=moved(near.grad, rows * 128),
-        exp_avg=Moment(moved(near.exp_avg.values, rows * 128), moved(near.exp_avg.scales, rows)),
-        exp_avg_sq=Moment(
-            moved(near.exp_avg_sq.values, rows * 128), moved(near.exp_avg_sq.scales, rows)
-        ),
+        moments=[
+            Moment(moved(moment.values, rows * 128), moved(moment.scales, rows), moment.phase)
+            for moment in near.moments
+        ],
     )
     launch = Launch.of(*kernel.packed([far]))
     assert launch.num_blocks == rows
@@ -424,7 +428,7 @@ def test_cuda_launch_flushes_scalars():
     records, scalars = kernel.packed([segment])
     scalars["step_size"] = 1e-40
     launch = Launch.of(records, scalars)
-    got = launch.table[launch.scalars_at :].view(kernel.STEP_SCALARS)
+    got = launch.table[launch.scalars_at :].view(scalars_dtype(ADAM))
     assert scalars["step_size"] > 0 and got["step_size"] == 0
     assert got["decay"] == scalars["decay"] and got["beta1"] == scalars["beta1"]
 

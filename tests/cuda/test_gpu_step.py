@@ -49,17 +49,16 @@ def moved(segment: Segment, device: str) -> Segment:
         buffer[x.storage_offset() :] = x.flatten()
         return buffer[x.storage_offset() :].view(x.shape)
 
-    moments = {
-        name: replace(moment, values=move(moment.values), scales=move(moment.scales))
-        for name in ("exp_avg", "exp_avg_sq")
-        if (moment := getattr(segment, name))
-    }
+    moments = [
+        replace(moment, values=move(moment.values), scales=move(moment.scales))
+        for moment in segment.moments
+    ]
     return replace(
         segment,
         param=move(segment.param),
         grad=move(segment.grad),
         correction=move(segment.correction),
-        **moments,
+        moments=moments,
     )
 
 

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 import zero8
-from zero8.checkpoint.convert import convert
+from zero8.checkpoint.commands.convert import convert
 from zero8.integrations import hf
 
 pytestmark = pytest.mark.integrations

@@ -9,7 +9,7 @@ import torch
 from needs import need
 from zero_worker import difference
 
-from zero8.integrity import seal
+from zero8.checkpoint.files import seal
 
 pytestmark = pytest.mark.integrations
 

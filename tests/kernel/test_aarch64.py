@@ -17,11 +17,22 @@ import torch
 from needs import AARCH64_COMPILER, AARCH64_EMULATOR, need_aarch64
 from piped_kernel import PipedKernel
 from places import SUPPORT
-from segments import CODEC_NAMES, Place, assert_same, copied, factors, make, scalars_at, tensors
+from segments import (
+    CODEC_NAMES,
+    Place,
+    assert_same,
+    copied,
+    factors,
+    make,
+    moment_of,
+    scalars_at,
+    tensors,
+)
 from test_csrc import COMPILER, CSRC, WARNINGS, compile_all, output_of, python_headers
 from test_kernel import BF16, DTYPES, FP32, HYPERS, PLACES, steps
 from torch import Tensor
 
+from zero8.algorithms.adam import ADAM
 from zero8.op import build, kernel
 from zero8.op.shared_numbers import op_source
 from zero8.spec import arithmetic as ieee
@@ -260,7 +271,7 @@ def test_aarch64_step_moments_decoded_next_to_the_smallest_normal_number_equal_x
         scalars = scalars_at(1, {**HYPERS["adamw"], "betas": betas})
         segment = make(codec.name, Place((ROWS, 64), 64, 0, ROWS * 64), scalars)
         for name, beta in (("exp_avg", scalars.beta1), ("exp_avg_sq", scalars.beta2)):
-            code, moment = getattr(codec, name), getattr(segment, name)
+            code, moment = codec.code_of(ADAM.moment(name)), moment_of(segment, name)
             codes, scales, hits = blocks_next_to_tiny(code, beta)
             rows = codes.repeat_interleave(len(NEIGHBOURS))
             moment.values.view(ROWS, 64)[:, ::2] = rows[:, None].to(torch.uint8)
@@ -282,9 +293,11 @@ def test_aarch64_step_floats_next_to_the_smallest_normal_number_equal_x86(arm):
         segment = make(None, Place((4 * numbers,), 64, 0, 4 * numbers), scalars)
         # Numbers, the same negative, and zeros: a moment that is not 0 moves a parameter far.
         segment.param[: 2 * numbers] = torch.cat([next_to_tiny(decay), -next_to_tiny(decay)])
-        segment.exp_avg.values[2 * numbers :] = next_to_tiny(scalars.beta1).repeat(2)
-        segment.exp_avg_sq.values[2 * numbers :] = next_to_tiny(scalars.beta2).repeat(2)
-        segment.exp_avg.values[3 * numbers :] *= -1
+        moment_of(segment, "exp_avg").values[2 * numbers :] = next_to_tiny(scalars.beta1).repeat(2)
+        moment_of(segment, "exp_avg_sq").values[2 * numbers :] = next_to_tiny(scalars.beta2).repeat(
+            2
+        )
+        moment_of(segment, "exp_avg").values[3 * numbers :] *= -1
         segments.append(segment)
     step_everywhere(arm, segments)
     for name in ("param", "exp_avg", "exp_avg_sq"):

@@ -68,13 +68,12 @@ def test_build_that_takes_a_while_says_so_and_whoever_waits_says_for_whom(first_
 
 
 OTHER_TARGET = """
-import numpy as np
 from zero8.op import kernel
 from zero8.op.dynamic_tables import dynamic_maps
 op = kernel.module()
 print(op.targets())
 (other,) = [name for name in ("baseline", "avx2") if name not in op.targets()][:1]
-empty = np.zeros(0, kernel.SEGMENT), np.zeros(0, kernel.STEP_SCALARS)
+empty = kernel.packed([])
 try:
     op.step(*empty, dynamic_maps(), 1, kernel.isas()[other])
 except ValueError as error:

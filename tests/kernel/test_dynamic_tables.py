@@ -6,7 +6,7 @@ import ctypes
 import numpy as np
 import pytest
 import torch
-from segments import Place, assert_same, copied, make, scalars_at
+from segments import Place, assert_same, copied, make, moment_of, scalars_at
 from test_vec import compiled
 
 from zero8.op import build, kernel
@@ -35,11 +35,13 @@ def edges() -> torch.Tensor:
 
 
 CASES = {
-    "m at thresholds": lambda: neighbours(MAPS.exp_avg.thresholds, 600),
-    "m at mirrored thresholds": lambda: neighbours(-MAPS.exp_avg.thresholds, 600),
-    "v at thresholds": lambda: neighbours(MAPS.exp_avg_sq.thresholds.sqrt(), 600),
+    "m at thresholds": lambda: neighbours(MAPS.of_signed.thresholds, 600),
+    "m at mirrored thresholds": lambda: neighbours(-MAPS.of_signed.thresholds, 600),
+    "v at thresholds": lambda: neighbours(MAPS.of_unsigned.thresholds.sqrt(), 600),
     "at the ends of pieces": lambda: neighbours(torch.cat([edges(), -edges()]), 600),
-    "at levels": lambda: neighbours(torch.cat([MAPS.exp_avg.levels, MAPS.exp_avg_sq.levels]), 600),
+    "at levels": lambda: neighbours(
+        torch.cat([MAPS.of_signed.levels, MAPS.of_unsigned.levels]), 600
+    ),
     "anywhere": lambda: 2 * torch.rand(1_000_000, generator=torch.Generator().manual_seed(1)) - 1,
     "any magnitude": lambda: (
         torch.rand(1_000_000, generator=torch.Generator().manual_seed(2)).mul(-24).exp()
@@ -61,7 +63,7 @@ def test_dynamic_codes_equal_the_exact_nearest_entry(values):
     wanted.grad.copy_(grad.flatten())
     start = copied(wanted)
     reference.step(wanted)
-    assert wanted.exp_avg.scales.unique().tolist() == [1.0]
+    assert moment_of(wanted, "exp_avg").scales.unique().tolist() == [1.0]
     for isa in kernel.isas():
         segment = copied(start)
         kernel.step([segment], isa=isa)
@@ -91,12 +93,12 @@ def test_dynamic_codes_of_all_floats_are_those_of_the_nearest_entries(count_wron
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("field", "error"), [("slope", 1e-4), ("offset", 1e-4), ("joint", 1e-3)])
-@pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
-def test_dynamic_codes_by_wrong_tables_are_found(count_wrong, moment, field, error):
+@pytest.mark.parametrize("which", ["of_signed", "of_unsigned"])
+def test_dynamic_codes_by_wrong_tables_are_found(count_wrong, which, field, error):
     """Guards the test above."""
     maps = dynamic_maps().copy()
     assert count_wrong(maps, 0x3D000000, 0x3F800040) == 0
-    table = maps[moment][field]
+    table = maps[which][field]
     table += (np.ceil(table * error)).astype(table.dtype)
     assert count_wrong(maps, 0x3D000000, 0x3F800040) > 0
 
@@ -110,7 +112,7 @@ def test_dynamic_codes_decode_to_their_levels():
     keep = {"lr": 0.0, "betas": (1.0 - 2**-24, 1.0 - 2**-24), "eps": 1e-8, "weight_decay": 0.0}
     segment = make("dynamic", place, scalars_at(1, keep))
     codes = torch.arange(place.numel, dtype=torch.int64).mul(7) % 256
-    for moment, code in ((segment.exp_avg, MAPS.exp_avg), (segment.exp_avg_sq, MAPS.exp_avg_sq)):
+    for moment, code in zip(segment.moments, (MAPS.of_signed, MAPS.of_unsigned), strict=True):
         kept = codes.clone()
         kept.view(64, 257)[:, 5] = 255  # the entry 1.0, for which the scale stands
         if not code.signed:
@@ -120,5 +122,9 @@ def test_dynamic_codes_decode_to_their_levels():
     for isa in kernel.isas():
         after = copied(segment)
         kernel.step([after], isa=isa)
-        assert torch.equal(after.exp_avg.values, segment.exp_avg.values), isa
-        assert torch.equal(after.exp_avg_sq.values, segment.exp_avg_sq.values), isa
+        assert torch.equal(
+            moment_of(after, "exp_avg").values, moment_of(segment, "exp_avg").values
+        ), isa
+        assert torch.equal(
+            moment_of(after, "exp_avg_sq").values, moment_of(segment, "exp_avg_sq").values
+        ), isa

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from zero8.op import kernel
-from zero8.op.structs import KEPT_PIECE, SEGMENT
+from zero8.op.structs import KEPT_PIECE, MAX_MOMENTS, SEGMENT
 from zero8.spec import dither
 
 STEPS = [1, 31, 32, 33, 63, 64, 1000, 2**31 - 1, 2**31, 2**32 + 5, 2**40 + 17, 2**61]
@@ -17,7 +17,8 @@ def kept(owners, keys=((3, 4),)):
     pieces["owner"] = owners
     pieces["param_offset"] = 4 * np.arange(len(owners))
     pieces["grad_offset"] = 2 * np.arange(len(owners))
-    pieces["moment_key"], pieces["param_key"] = np.resize(keys, (len(owners), 2)).T
+    moment_keys, pieces["param_key"] = np.resize(keys, (len(owners), 2)).T
+    pieces["moment_keys"] = np.stack([moment_keys] * MAX_MOMENTS, axis=1)
     return pieces
 
 
@@ -29,22 +30,22 @@ def test_fill_phases_are_those_of_the_definition(step):
     addresses = np.array([[1000], [2000]], np.uint64)
     kernel.fill(records, pieces, addresses, np.zeros(1, np.int64), np.array([step], np.int64))
     for record, (moment, param) in zip(records, pairs, strict=True):
-        assert record["moment_phase"] == dither.phase_of(moment, step)
+        assert (record["moments"]["phase"] == dither.phase_of(moment, step)).all()
         assert record["param_phase"] == dither.phase_of(param, step)
 
 
 def test_fill_gives_each_piece_what_is_its_parameters():
     pieces, steps = kept([0, 0, 2, 1]), np.array([5, 40], np.int64)
     records = np.zeros(4, SEGMENT)
-    records["nonfinite_blocks"], records["codec"] = 7, 3
+    records["nonfinite_blocks"], records["moments"]["codec"] = 7, 3
     addresses = np.array([[1000, 2000, 3000], [10_000, 20_000, 2**63]], np.uint64)
     kernel.fill(records, pieces, addresses, np.array([1, 0, 1], np.int64), steps)
     assert records["param"].tolist() == [1000, 1004, 3008, 2012]
     assert records["grad"].tolist() == [10_000, 10_002, 2**63 + 4, 20_006]
     assert records["scalars"].tolist() == [1, 1, 1, 0]
     of_step = [dither.phase_of(3, int(step)) for step in steps[records["scalars"]]]
-    assert records["moment_phase"].tolist() == of_step
-    assert not records["nonfinite_blocks"].any() and (records["codec"] == 3).all()
+    assert records["moments"]["phase"].tolist() == [[one] * MAX_MOMENTS for one in of_step]
+    assert not records["nonfinite_blocks"].any() and (records["moments"]["codec"] == 3).all()
 
 
 BAD = {

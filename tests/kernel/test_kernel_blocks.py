@@ -18,15 +18,18 @@ from segments import (
     framed_copy,
     gradient,
     make,
+    moment_of,
     poison_moment,
     scalars_at,
+    set_phases,
     tensors,
+    with_moments,
 )
 
+from zero8.algorithms.adam import ADAM, UNKNOWN_HISTORY, AdamScalars, next_history
 from zero8.op import kernel
 from zero8.spec import reference
 from zero8.spec.codec import CODECS, quantize
-from zero8.spec.scalars import UNKNOWN_HISTORY, StepScalars, next_history
 from zero8.spec.segment import Moment, Rounding, Segment
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -60,7 +63,7 @@ def stepped_pieces(codec: str, cuts: list[int], dtype: torch.dtype) -> list[tupl
         grad = gradient(0, WHOLE.numel, seed=step)
         for begin, piece in pieces:
             piece.scalars = scalars_at(step, ADAMW)
-            piece.moment_phase, piece.param_phase = 1000 * step, 2000 * step
+            set_phases(piece, 1000 * step, 2000 * step)
             piece.grad.copy_(grad[begin : begin + piece.grad.numel()])
         kernel.step([piece for _, piece in pieces])
     return pieces
@@ -209,7 +212,7 @@ def test_kernel_step_subnormal_numbers_count_as_zeros(isa):
     segment.grad.fill_(2.0**-127)
     segment.param.fill_(-(2.0**-127))
     kernel.step([segment], isa=list(kernel.isas())[{"baseline": 0, "fastest": -1}[isa]])
-    assert not segment.exp_avg.values.any() and not segment.param.any()
+    assert not moment_of(segment, "exp_avg").values.any() and not segment.param.any()
 
 
 # --- The bound on the update ---------------------------------------------------------------------
@@ -265,7 +268,7 @@ def test_largest_update_at_any_step_stays_below_the_exact_bound(betas):
     history = 0.0
     for step in range(1, 2000):
         history = next_history(history, *betas)
-        scalars = StepScalars.at(step, history, lr=1.0, eps=1e-8, weight_decay=0.0, betas=betas)
+        scalars = AdamScalars.at(step, history, lr=1.0, eps=1e-8, weight_decay=0.0, betas=betas)
         largest = float(np.float32(scalars.step_size) * np.float32(scalars.max_ratio))
         bound = math.sqrt(history * (1 - betas[1] ** step)) / (1 - betas[0] ** step)
         assert bound * (1 - 2.0**-21) < largest < bound
@@ -297,9 +300,9 @@ def test_kernel_step_ratio_beyond_its_bound_is_clipped_to_it(codec):
 
 
 def store(segment: Segment, name: str, values: torch.Tensor, block: torch.Tensor) -> None:
-    code = getattr(segment.codec, name)
+    code = segment.codec.code_of(ADAM.moment(name))
     codes, scales = quantize(code, values, block, int(block.max()) + 1)
-    moment: Moment = getattr(segment, name)
+    moment: Moment = moment_of(segment, name)
     moment.values.copy_(codes)
     moment.scales.copy_(scales)
 
@@ -343,7 +346,7 @@ def test_kernel_step_float32_moments_are_clipped_by_their_rounding_only(betas, b
 
 
 def with_moment(segment: Segment, name: str, **changes) -> Segment:
-    return replace(segment, **{name: replace(getattr(segment, name), **changes)})
+    return with_moments(segment, **{name: replace(moment_of(segment, name), **changes)})
 
 
 REFUSED = {
@@ -364,7 +367,7 @@ REFUSED = {
         "exp_avg: got dtype torch.float32, expected one of .*uint8",
     ),
     "scales of dtype float64": (
-        lambda s: with_moment(s, "exp_avg_sq", scales=s.exp_avg_sq.scales.double()),
+        lambda s: with_moment(s, "exp_avg_sq", scales=moment_of(s, "exp_avg_sq").scales.double()),
         "exp_avg_sq_scale: got dtype torch.float64",
     ),
     "too few gradients": (
@@ -372,11 +375,11 @@ REFUSED = {
         "grad: got 127 elements, expected 128",
     ),
     "too few codes": (
-        lambda s: with_moment(s, "exp_avg_sq", values=s.exp_avg_sq.values[1:]),
+        lambda s: with_moment(s, "exp_avg_sq", values=moment_of(s, "exp_avg_sq").values[1:]),
         "exp_avg_sq: got 127 elements, expected 128",
     ),
     "too few scales": (
-        lambda s: with_moment(s, "exp_avg", scales=s.exp_avg.scales[:-1]),
+        lambda s: with_moment(s, "exp_avg", scales=moment_of(s, "exp_avg").scales[:-1]),
         "exp_avg_scale: got 1 elements, expected 2",
     ),
     "scales of a segment that starts elsewhere": (
@@ -433,6 +436,6 @@ def test_kernel_isas_start_with_the_baseline():
 
 def test_step_scalars_are_float32_values():
     """Kernels get float32, the reference Python floats: they have to be the same numbers."""
-    scalars = StepScalars.at(7, 3.3, **{**ADAMW, "lr": 1 / 3, "betas": (0.87, 0.9993)})
+    scalars = AdamScalars.at(7, 3.3, **{**ADAMW, "lr": 1 / 3, "betas": (0.87, 0.9993)})
     for name, value in scalars._asdict().items():
         assert float(torch.tensor(value, dtype=FP32)) == value, name

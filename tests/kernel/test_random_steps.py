@@ -21,6 +21,7 @@ from segments import (
     gradient,
     make,
     scalars_at,
+    set_phases,
 )
 from tqdm import trange
 
@@ -106,12 +107,12 @@ def check(number: int) -> None:
                 tensor[chance.randrange(tensor.numel())] = value
         segment.grad.copy_(grad)
         segment.scalars = scalars_at(step, hyper)
-        segment.moment_phase, segment.param_phase = (chance.randrange(2**32) for _ in range(2))
+        set_phases(segment, *(chance.randrange(2**32) for _ in range(2)))
         for one in followers.values():
             one.param.copy_(segment.param)
             one.grad.copy_(grad)
             one.scalars = segment.scalars
-            one.moment_phase, one.param_phase = segment.moment_phase, segment.param_phase
+            set_phases(one, segment.moments[0].phase, segment.param_phase)
         wanted = reference.step(segment)
         for isa, one in followers.items():
             label = f"case {number}, {isa}, step {step}"

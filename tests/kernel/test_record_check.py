@@ -4,12 +4,14 @@
 import numpy as np
 import pytest
 import torch
-from segments import Place, assert_same, copied, make, scalars_at
+from segments import Place, assert_same, copied, make, moment_of, scalars_at
 
+from zero8.algorithms.table import ALGORITHMS
 from zero8.op import kernel
 from zero8.op.launch import Launch
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
+NUM_ALGORITHMS = len(ALGORITHMS)
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 # Two rows of 256 + 44 elements: four blocks, of which the segment touches three.
 PLACE = Place((2, 300), 256, 200, 300)
@@ -21,22 +23,25 @@ BAD = {
     "row_length": [-(2**63), -1, 0, 2**48 + 1, 2**62, 2**63 - 1],
     "numel": [-(2**63), -1, 2**48 + 1, 2**63 - 1],
     "first": [-(2**63), -1, 2**48 - 299, 2**63 - 1],
-    "codec": [*OUTSIDE_INT32, 2, 3, 5],
+    "algorithm": [*OUTSIDE_INT32, 0, NUM_ALGORITHMS + 1],
     "param_dtype": [*OUTSIDE_INT32, FP16, 3],
     "grad_dtype": [*OUTSIDE_INT32, 3],
     "rounding": [*OUTSIDE_INT32, 3],
     "scalars": [*OUTSIDE_INT32, 1],
-    "num_exp_avg_scales": [-1, 0, 2, 4, 2**63 - 1],
-    "num_exp_avg_sq_scales": [-1, 0, 3, 5, 7, 2**63 - 1],
     "param": [0, 2, 3],
     "grad": [0, 2, 3],
-    "exp_avg": [0],
-    "exp_avg_sq": [0],
-    "exp_avg_scale": [0, 2],
-    "exp_avg_sq_scale": [0, 2],
 }
-# What a message calls a field that users never see.
-NAMED = {"num_exp_avg_scales": "exp_avg_scale", "num_exp_avg_sq_scales": "exp_avg_sq_scale"}
+# By moment and field; the codec 0 or 1 of one moment alone is none of both.
+BAD_OF_MOMENTS = {
+    (0, "codec"): [*OUTSIDE_INT32, 2, 3, 5],
+    (1, "codec"): [*OUTSIDE_INT32, 0, 1, 2, 3, 5],
+    (0, "num_scales"): [-1, 0, 2, 4, 2**63 - 1],
+    (1, "num_scales"): [-1, 0, 3, 5, 7, 2**63 - 1],
+    (0, "values"): [0],
+    (1, "values"): [0],
+    (0, "scales"): [0, 2],
+    (1, "scales"): [0, 2],
+}
 
 
 def segment(codec="log", dtype=torch.float32):
@@ -58,10 +63,29 @@ def test_record_with_a_bad_field_is_refused_by_its_name_and_changes_nothing(run,
     good, bad = segment(), segment()
     before = [copied(one) for one in (good, bad)]
     records, scalars = kernel.packed([good, bad])
-    if field in ("param", "grad", "exp_avg_scale", "exp_avg_sq_scale") and value:
+    if field in ("param", "grad") and value:
         value += records[field][1]  # an address that is no multiple of the element's size
     records[field][1] = value
-    with pytest.raises(ValueError, match=f"^zero8: segment 1: {NAMED.get(field, field)}: got"):
+    with pytest.raises(ValueError, match=f"^zero8: segment 1: {field}: got"):
+        run(records, scalars)
+    for one, was in zip((good, bad), before, strict=True):
+        assert_same(one, was, "unchanged")
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    ("place", "field", "value"), [(*at, v) for at, vs in BAD_OF_MOMENTS.items() for v in vs]
+)
+def test_record_with_a_bad_field_of_a_moment_is_refused_by_its_name(run, place, field, value):
+    good, bad = segment(), segment()
+    before = [copied(one) for one in (good, bad)]
+    records, scalars = kernel.packed([good, bad])
+    if field == "scales" and value:
+        value += records["moments"][field][1, place]
+    records["moments"][field][1, place] = value
+    named = {"num_scales": "scales"}.get(field, field)
+    expected = rf"^zero8: segment 1: moments\[{place}\].{named}: got"
+    with pytest.raises(ValueError, match=expected):
         run(records, scalars)
     for one, was in zip((good, bad), before, strict=True):
         assert_same(one, was, "unchanged")
@@ -78,7 +102,7 @@ def test_record_of_a_bfloat16_parameter_with_a_float16_gradient_is_refused(run):
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_record_of_a_float32_parameter_with_a_correction_is_refused(run):
     records, scalars = kernel.packed([segment()])
-    records["correction"] = records["exp_avg"]
+    records["correction"] = records["moments"]["values"][:, 0]
     with pytest.raises(ValueError, match="param_dtype: got 0, expected 1"):
         run(records, scalars)
 
@@ -88,8 +112,8 @@ def test_record_of_a_float32_parameter_with_a_correction_is_refused(run):
 def test_record_of_an_empty_segment_needs_no_memory(run, codec):
     made = make(codec, Place((2, 300), 256, 50, 0), scalars_at(1, ADAMW))
     records, scalars = kernel.packed([made])
-    for field in ("param", "grad", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
-        records[field] = 0
+    records["param"] = records["grad"] = 0
+    records["moments"]["values"] = records["moments"]["scales"] = 0
     run(records, scalars)
 
 
@@ -117,8 +141,8 @@ def test_segment_with_less_memory_than_elements_is_refused(name):
     tensor = {
         "param": made.param,
         "grad": made.grad,
-        "exp_avg": made.exp_avg.values,
-        "exp_avg_scale": made.exp_avg.scales,
+        "exp_avg": moment_of(made, "exp_avg").values,
+        "exp_avg_scale": moment_of(made, "exp_avg").scales,
     }[name]
     numel = tensor.numel()
     tensor.untyped_storage().resize_(3)

@@ -15,7 +15,7 @@ import pytest
 from lab import REPOSITORY
 from ranks import free_port
 
-from zero8.integrity.tags import complete_tags
+from zero8.checkpoint.files.tags import complete_tags
 from zero8.op import build
 
 pytestmark = pytest.mark.multinode

@@ -2,6 +2,7 @@
 """The file of a swapped state, and what guards its way to the disk; no ranks, no disk bypass."""
 
 import errno
+import json
 import os
 import resource
 import struct
@@ -9,13 +10,15 @@ import struct
 import numpy as np
 import pytest
 import torch
+import xxhash
 from moment_samples import MOMENTS, NUMEL, moment
 from zero_worker import difference, plain
 
+from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import CODECS
 from zero8.state.store import MomentStore
 from zero8.zero import swap_file
-from zero8.zero.moment_tensor import MomentTensor
+from zero8.zero.moment_tensor import MomentTensor, moment_description
 from zero8.zero.swap_file import BLOCK_BYTES, HEADER_BYTES, Layout
 from zero8.zero.swap_io import Buffer, BufferPool, CheckedHandle
 
@@ -101,7 +104,7 @@ def flip(position):
     return damage
 
 
-def set_version(buffer, version=3):
+def set_version(buffer, version=swap_file.FORMAT_VERSION + 1):
     buffer[16:20] = torch.frombuffer(bytearray(struct.pack("<I", version)), dtype=torch.uint8)
 
 
@@ -126,14 +129,15 @@ def compensate(buffer):
 DAMAGES = {
     "magic": (flip(0), "not a file of 8-bit optimizer states"),
     "checksum": (flip(8), "checksum is wrong"),
-    "version": (set_version, "format version 3, this zero8 reads 1 to 2"),
-    "another version": (lambda buffer: set_version(buffer, 1), "checksum is wrong"),
+    "version": (set_version, "format version 4, this zero8 reads 1 to 3"),
+    "another version": (lambda buffer: set_version(buffer, 1), "cut short"),
     "words exchanged": (exchange(8), "checksum is wrong"),
     "runs exchanged": (exchange(512), "checksum is wrong"),
     "words that compensate": (compensate, "checksum is wrong"),
     "step": (flip(24), "checksum is wrong"),
-    "history": (flip(33), "checksum is wrong"),
-    "numbers of bytes": (flip(40), "cut short"),
+    "how many numbers": (flip(33), "header is damaged"),
+    "history": (flip(41), "checksum is wrong"),
+    "numbers of bytes": (flip(48), "cut short"),
     "description": (flip(HEADER_BYTES), "description is damaged"),
     "first code": (flip(HEADER_BYTES + 4000), "checksum is wrong"),
     "last byte": (flip(-1), "checksum is wrong"),
@@ -151,14 +155,33 @@ def test_zero3_nvme_file_with_a_wrong_bit_is_an_error_that_names_it(tmp_path, na
     assert str(caught.value).startswith(path)
 
 
-def test_zero3_nvme_file_of_format_1_is_read_by_its_own_checksum(tmp_path):
-    state = state_of()
+def packed_as(version, state):
+    """Return the bytes of a file of format 1 or 2: a header and a description for two moments."""
+    layout = Layout.of_state(state)
+    moments = {which: moment_description(state[which].store) for which in MOMENTS}
+    text = json.dumps({**moments, "correction_numel": layout.correction_numel}).encode()
+    layout = Layout.from_description(text, "file")
     buffer = packed(state)
-    set_version(buffer, 1)
-    buffer[8:16] = 0
-    total = int(buffer.view(torch.int64).sum()) % 2**64
+    buffer.fill_(0)
+    swap_file.pack(state, layout, buffer)
+    numbers = [len(text), state["step"], state["history"], *layout.num_bytes]
+    buffer[:HEADER_BYTES] = 0
+    header = swap_file.OLD_HEADER.pack(swap_file.MAGIC, 0, version, *numbers)
+    buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    words = int(buffer.view(torch.int64).sum()) % 2**64
+    total = words if version == 1 else xxhash.xxh3_64_intdigest(buffer.numpy())
     buffer[8:16] = torch.frombuffer(bytearray(struct.pack("<Q", total)), dtype=torch.uint8)
-    found, _ = swap_file.read_whole(written(tmp_path / "file", buffer))
+    return buffer
+
+
+@pytest.mark.parametrize("correction", [False, True])
+@pytest.mark.parametrize("version", [1, 2])
+def test_zero3_nvme_file_of_an_older_format_is_read_by_its_own_checksum(
+    tmp_path, version, correction
+):
+    state = state_of(correction=correction)
+    path = written(tmp_path / "file", packed_as(version, state))
+    found, _ = swap_file.read_whole(path)
     assert difference(contents(found), contents(state)) == ""
 
 
@@ -331,5 +354,7 @@ def test_zero3_nvme_layout_fits_only_states_of_its_kind():
     assert not layout.fits(state_of(correction=True))
     other = state_of()
     table = other["exp_avg"].store.table
-    shorter = MomentStore.zeros(other["exp_avg"].store.codec, "exp_avg", type(table)((), NUMEL))
+    shorter = MomentStore.zeros(
+        other["exp_avg"].store.codec, ADAM.moment("exp_avg"), type(table)((), NUMEL)
+    )
     assert not layout.fits(other | {"exp_avg": MomentTensor(shorter)})

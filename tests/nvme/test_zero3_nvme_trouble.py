@@ -35,7 +35,8 @@ from nvme_worker import (
 from ranks import error_of, run_ranks
 from zero_worker import MOMENTS, base_optimizer, difference, train
 
-from zero8.integrity.manifest import MANIFEST
+from zero8.algorithms.adam import ADAM
+from zero8.checkpoint.files.manifest import MANIFEST
 from zero8.spec.codec import codec_named
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
@@ -357,8 +358,12 @@ def test_zero3_nvme_load_with_another_codec_encodes_anew(fresh):
             # What stays float32 has no blocks: it comes over as it is.
             assert (tables[0] == tables[1]) == (not tables[0].size(quantized=True))
             for which in MOMENTS:
-                source = MomentStore(codec_named("log"), which, tables[1], *theirs[which])
-                target = MomentStore.zeros(codec_named(OTHER["codec"]), which, tables[0])
+                source = MomentStore(
+                    codec_named("log"), ADAM.moment(which), tables[1], *theirs[which]
+                )
+                target = MomentStore.zeros(
+                    codec_named(OTHER["codec"]), ADAM.moment(which), tables[0]
+                )
                 target.write(0, source.read(0, tables[1].numel))
                 expected = target.codes, target.scales, target.dense
                 assert difference(ours[which], expected) == ""

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from zero8 import Adam8bitBlockwise
-from zero8.checkpoint.bitsandbytes import BLOCK_SIZE, from_bitsandbytes, to_bitsandbytes
+from zero8.algorithms.adam import ADAM
+from zero8.checkpoint.read.bitsandbytes import BLOCK_SIZE, from_bitsandbytes, to_bitsandbytes
 from zero8.spec.codec import CODECS
 
 DYNAMIC = CODECS["dynamic"]
@@ -27,7 +28,7 @@ def their_state(shape, seed=0):
     block = torch.arange(numel) // BLOCK_SIZE
     state, moments = {"step": 17}, {}
     for number, which in enumerate(("exp_avg", "exp_avg_sq"), 1):
-        code = getattr(DYNAMIC, which)
+        code = DYNAMIC.code_of(ADAM.moment(which))
         codes = torch.randint(0, 256, (numel,), generator=generator, dtype=torch.uint8)
         absmax = torch.rand(int(block[-1]) + 1, generator=generator) + 0.01
         moments[which] = (code.levels[codes.long()] * absmax[block]).view(shape)
@@ -55,7 +56,7 @@ def loaded(state_dict, *shapes):
 
 def dense(optimizer, p, which):
     stores = optimizer.moments(p)
-    return {store.which: store for store in stores}[which].read(0, p.numel()).view(p.shape)
+    return {store.name: store for store in stores}[which].read(0, p.numel()).view(p.shape)
 
 
 @pytest.mark.parametrize("shape", COINCIDE, ids=str)
@@ -86,7 +87,7 @@ def test_import_where_blocks_differ_is_within_half_a_code(shape):
     state, moments = their_state(shape)
     optimizer, (p,) = loaded(state_dict_of([state]), shape)
     for which in ("exp_avg", "exp_avg_sq"):
-        levels = getattr(DYNAMIC, which).levels
+        levels = DYNAMIC.code_of(ADAM.moment(which)).levels
         half_gap = levels.diff().max() / 2
         got = our_blocks(dense(optimizer, p, which))
         for theirs, ours in zip(our_blocks(moments[which]), got, strict=True):

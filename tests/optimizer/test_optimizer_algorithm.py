@@ -7,10 +7,10 @@ from small_optimizers import assert_equal, param, run, set_grads, small_model
 from torch import nn
 
 from zero8 import Adam8bitBlockwise
+from zero8.algorithms.adam import ADAM, AdamScalars, next_history
 from zero8.spec import dither, reference
 from zero8.spec.codec import CODECS
 from zero8.spec.grid import BlockGrid
-from zero8.spec.scalars import StepScalars, next_history
 from zero8.spec.segment import Moment, Rounding, Segment
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -94,7 +94,7 @@ def test_optimizer_zero_gradients_never_move_parameters(codec, dtype):
             assert (p[~idle] != before[~idle]).all()
     for which in ("exp_avg", "exp_avg_sq"):
         codes = optimizer.state[p][f"{which}_q8"]
-        assert (codes[idle] == getattr(CODECS[codec], which).zero_code).all()
+        assert (codes[idle] == CODECS[codec].code_of(ADAM.moment(which)).zero_code).all()
 
 
 @codecs
@@ -147,7 +147,7 @@ def test_optimizer_steps_are_those_of_the_reference(codec, rounding):
     grid, identity = BlockGrid.of((20, 300), 256), dither.identity_of("layer.weight")
     stored = {}
     for which in ("exp_avg", "exp_avg_sq"):
-        code = getattr(CODECS[codec], which)
+        code = CODECS[codec].code_of(ADAM.moment(which))
         values = torch.full((6000,), code.zero_code, dtype=torch.uint8)
         stored[which] = Moment(values, torch.zeros(grid.num_blocks, *code.scale_shape))
     history = 0.0
@@ -156,16 +156,16 @@ def test_optimizer_steps_are_those_of_the_reference(codec, rounding):
         optimizer.step()
         history = next_history(history, 0.9, 0.99)
         keys = [dither.stream_key(5, identity, stream) for stream in ("exp_avg_sq", "param")]
-        moment_phase, param_phase = (dither.phase_of(key, step) for key in keys)
+        stored["exp_avg_sq"].phase, param_phase = (dither.phase_of(key, step) for key in keys)
         segment = Segment(
             param=theirs.detach().view(-1),
             grad=mine.grad.view(-1),
-            **stored,
+            algorithm=ADAM,
+            moments=list(stored.values()),
             codec=CODECS[codec],
             grid=grid,
             first=0,
-            scalars=StepScalars.at(step, history, **keywords),
-            moment_phase=moment_phase,
+            scalars=AdamScalars.at(step, history, **keywords),
             param_phase=param_phase,
             rounding={"dither": Rounding.DITHER, "hash": Rounding.HASH}.get(rounding, 0),
         )

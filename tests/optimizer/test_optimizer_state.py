@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving, loading and copying the state of plain parameters.
 
-`python tests/optimizer/test_optimizer_state.py` makes its file in tests/golden again.  Do that only
-together with a new format version: the file stands for the checkpoints that users have.
+`python tests/optimizer/test_optimizer_state.py` makes the golden file of the newest format again.
+Do that only together with a new format version: the files stand for checkpoints that users have.
 """
 
 import copy
@@ -16,12 +16,14 @@ from places import GOLDEN
 from torch import nn
 
 from zero8 import Adam8bitBlockwise
+from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import CODECS, RETIRED, codec_numbered, dequantize, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.state.tell import tell_once
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-SAVED = GOLDEN / "plain_state_v2.pt"
+SAVED = GOLDEN / "plain_state_v3.pt"
+FORMAT_2 = GOLDEN / "plain_state_v2.pt"
 FORMAT_1 = GOLDEN / "plain_state_v1.pt"
 GOLDEN_SHAPES = {"wide": (2, 333), "experts": (2, 2, 100), "vector": (17,)}
 SMALL = {"lr": 0.1, "min_8bit_size": 100}
@@ -56,13 +58,13 @@ def trained(dtype=FP32, steps: int = 3, **keywords):
 
 def moments(state: dict) -> dict[str, torch.Tensor]:
     """Decode both moments of one parameter's state, by the format and the codec alone."""
-    _, _, number, block_size, _, *shape = state["format"].tolist()
+    _, _, codes, block_size, _, *shape = state["format"].tolist()
     if not block_size:
         return {which: state[which] for which in ("exp_avg", "exp_avg_sq")}
     block, _ = BlockGrid.of(tuple(shape), block_size).block_numbers(0, torch.Size(shape).numel())
     decoded = {}
-    for which in ("exp_avg", "exp_avg_sq"):
-        code = getattr(codec_numbered(number), which)
+    for place, which in enumerate(("exp_avg", "exp_avg_sq")):
+        code = codec_numbered(codes >> 8 * place & 0xFF).code_of(ADAM.moment(which))
         scales = state[f"{which}_scale"].reshape(-1, *code.scale_shape)
         x = dequantize(code, state[f"{which}_q8"].flatten(), scales, block)
         decoded[which] = x.view(shape)
@@ -125,7 +127,7 @@ def test_state_entries_have_the_documented_types_and_shapes():
     params, optimizer = trained(BF16, codec="log")
     state = optimizer.state[params[1][1]]
     assert (state["step"], type(state["history"])) == (3, float)
-    assert state["format"].tolist()[:4] == [2, 1, 4, 256]
+    assert state["format"].tolist()[:4] == [3, 1, 0x0404, 256]
     assert state["format"].tolist()[5:] == [2, 2, 100]
     found = {k: (v.dtype, tuple(v.shape)) for k, v in state.items() if k.startswith("exp")}
     assert found == {
@@ -317,7 +319,7 @@ def test_load_state_dict_of_float32_moments_of_narrow_rows_quantizes_them(codec)
     assert (state["step"], state["history"]) == (3, before["history"])
     block = torch.arange(4500) // 255
     for which in ("exp_avg", "exp_avg_sq"):
-        code = getattr(CODECS[codec], which)
+        code = CODECS[codec].code_of(ADAM.moment(which))
         codes, scales = quantize(code, before[which].flatten(), block, 18)
         assert torch.equal(state[f"{which}_q8"].flatten(), codes)
         assert torch.equal(state[f"{which}_scale"], scales.view(18, 1, *code.scale_shape))
@@ -367,10 +369,10 @@ def replace(key: str, change):
 
 
 DAMAGED = {
-    "future version": (set_format(0, 3), "state of wide: got format version 3, .*reads .1, 2."),
+    "future version": (set_format(0, 4), "state of wide: got format version 4, .*reads .1, 2, 3."),
     "unknown algorithm": (set_format(1, 7), "state of wide: got a state of algorithm 7"),
-    "unknown codec": (set_format(2, 99), "codec number 99 is unknown"),
-    "codec of format 1 that is gone": (set_format(2, 2), "codec number 2 is unknown"),
+    "unknown codec": (set_format(2, 99 * 0x101), "codec number 99 is unknown"),
+    "codec of format 1 that is gone": (set_format(2, 0x0202), "codec number 2 is unknown"),
     "other shape": (set_format(5, 3), "the parameter has"),
     "transposed": (
         replace("format", lambda f: f[[0, 1, 2, 3, 4, 6, 5]]),
@@ -430,7 +432,7 @@ def test_load_state_dict_of_narrow_rows_in_codes_that_had_none_raises_and_change
     entries = state_dict["state"][0]
     assert entries["exp_avg_scale"].shape[0] == 512
     entries["exp_avg_scale"][1] *= 2
-    entries["format"][2] = RETIRED.number
+    entries["format"][2] = RETIRED.number * 0x0101
     with pytest.raises(ValueError, match="of b: got codes of 'log of format 1' for rows of 16"):
         optimizer.load_state_dict(state_dict)
     after = optimizer.state_dict()["state"][0]
@@ -531,7 +533,23 @@ def test_golden_state_loads_and_decodes_to_the_moments_beside_it(codec, dtype):
     run(optimizer, params, 1, start=5)
 
 
-# --- Format 1 ------------------------------------------------------------------------------------
+# --- Older formats -------------------------------------------------------------------------------
+
+
+@codecs
+@dtypes
+def test_state_of_format_2_loads_verbatim(codec, dtype):
+    saved = torch.load(FORMAT_2, weights_only=True)[f"{codec} {dtype}"]
+    params = make_params(dtype)
+    optimizer = Adam8bitBlockwise(params, codec=codec, min_8bit_size=100)
+    optimizer.load_state_dict(copy.deepcopy(saved["state_dict"]))
+    for number, (name, p) in enumerate(params):
+        state, older = optimizer.state[p], saved["state_dict"]["state"][number]
+        assert state["format"][0] == 3 and older["format"][0] == 2
+        assert_same_state({**state, "format": 0}, {**older, "format": 0})
+        assert torch.equal(state["format"][3:], older["format"][3:])
+        for which, value in moments(state).items():
+            assert torch.equal(value, saved["moments"][number][which]), f"{name} {which}"
 
 
 def format_1(dtype, codec: str) -> tuple[dict, list[dict[str, torch.Tensor]]]:
@@ -548,14 +566,14 @@ def test_state_of_format_1_with_dynamic_codes_loads_verbatim(dtype):
     optimizer.load_state_dict(copy.deepcopy(state_dict))
     for number, (name, p) in enumerate(params):
         state, saved = optimizer.state[p], state_dict["state"][number]
-        assert state["format"][0] == 2 and saved["format"][0] == 1
+        assert state["format"][0] == 3 and saved["format"][0] == 1
         assert_same_state({**state, "format": 0}, {**saved, "format": 0})
         for which, value in moments(state).items():
             assert torch.equal(value, expected[number][which]), f"{name} {which}"
 
 
 @dtypes
-def test_state_of_format_1_with_log_codes_is_encoded_anew_and_said_once(dtype, caplog):
+def test_state_of_format_1_with_log_codes_is_encoded_again_and_logged_once(dtype, caplog):
     """To half a code: of m the coarser levels are 2^-4 (|x| + scale) apart, scale being at most
     1/14.75 of the block's largest; of v half a code is 14/254 at most.
     """
@@ -577,10 +595,6 @@ def test_state_of_format_1_with_log_codes_is_encoded_anew_and_said_once(dtype, c
     assert "were saved with" not in caplog.text  # the line above is all that there is to say
 
 
-if __name__ == "__main__":
-    write_golden()
-
-
 def test_load_state_dict_of_an_adamw_that_was_captured_goes_on_without_that():
     """A CUDA graph, or a compiled step, has set it; nobody wrote it into a script."""
     params = make_params()
@@ -598,3 +612,7 @@ def test_state_dict_in_fp32_has_the_live_moments_that_are_float32():
     optimizer.step()
     saved = optimizer.state_dict()["state"][0]
     assert saved["exp_avg"].data_ptr() == optimizer.state[p]["exp_avg"].data_ptr()
+
+
+if __name__ == "__main__":
+    write_golden()

@@ -107,7 +107,9 @@ REFUSED = {
 } | {
     # Blocks of 4096 are served, but one to a row is a quarter of the scales.
     "scales of other blocks": (with_format(3, 4096), "_scale: got 256 elements, expected 64"),
-    "codec -1": (with_format(2, -1), "codec number -1"),
+    "codec -1": (with_format(2, -1), "got codes -0x1"),
+    "codecs that differ": (with_format(2, 0x0104), "got codes 0x104, expected one codec"),
+    "codecs of three moments": (with_format(2, 0x040404), "got codes 0x40404, expected one"),
     "codec 0 with blocks": (with_format(2, 0), "codec number 0"),
     "version 2**40": (with_format(0, 2**40), "format version"),
     "negative shape": (with_format(5, -64, -1000), "shape"),

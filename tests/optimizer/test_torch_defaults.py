@@ -9,6 +9,7 @@ import torch
 from moment_samples import MOMENTS, buffers, moment, same, values_for
 
 from zero8 import Adam8bitBlockwise
+from zero8.algorithms.adam import ADAM
 from zero8.integrations.health import health
 from zero8.spec import arithmetic as ieee
 from zero8.spec.codec import CODECS
@@ -39,7 +40,7 @@ def other_default(request):
 def forget_tables():
     """Have codecs make their tables anew."""
     for codec in CODECS.values():
-        for code in (codec.exp_avg, codec.exp_avg_sq):
+        for code in (codec.of_signed, codec.of_unsigned):
             for part in (code, getattr(code, "narrow", code), getattr(code, "wide", code)):
                 for table in ("levels", "thresholds"):
                     vars(part).pop(table, None)
@@ -94,7 +95,7 @@ def test_moment_under_another_default_reads_and_writes_the_same_bits(other_defau
     def used(x, values):
         x[100:900].copy_(values)
         x[1000:].fill_(0.3)
-        made = MomentStore.zeros(x.store.codec, which, x.store.table)
+        made = MomentStore.zeros(x.store.codec, ADAM.moment(which), x.store.table)
         return [*buffers(x), x.clone(), made.codes, made.scales, made.dense]
 
     values, (ours, theirs) = values_for(which, 8, 800), (moment(codec, which) for _ in range(2))

@@ -36,7 +36,7 @@ import zero8
 print(zero8.Adam8bitBlockwise is torch.optim.Adam8bitBlockwise)
 print(sum(type(finder).__module__ == "zero8.zero.when_imported" for finder in sys.meta_path))
 """)
-    assert lines == ["zero8.optimizer", "False False", "MomentTensor True", "True", "2"]
+    assert lines == ["zero8.optimizer", "False False", "MomentTensor True", "True", "3"]
     assert "zero8" not in errors
 
 
@@ -92,6 +92,50 @@ print(OpBuilder.jit_load.__module__, OpBuilder.jit_load.__globals__["__name__"])
 """)
     assert lines == ["deepspeed.ops.op_builder.builder deepspeed.ops.op_builder.builder"]
     assert "zero8 leaves it to DeepSpeed to build its ops" in errors
+
+
+def test_engine_that_does_not_fit_warns_and_import_deepspeed_succeeds():
+    """An optimizer that is made then says what this DeepSpeed lacks."""
+    lines, errors = run_python("""
+import torch
+from zero8.zero import constructing
+del constructing.note_engines
+import deepspeed
+from deepspeed.runtime.engine import DeepSpeedEngine
+print(DeepSpeedEngine._configure_optimizer.__globals__["__name__"])
+""")
+    assert lines == ["deepspeed.runtime.engine"]
+    assert "zero8 cannot follow DeepSpeed's engines" in errors
+
+
+@pytest.mark.parametrize(
+    "order",
+    ["import zero8, deepspeed", *slow("import deepspeed, zero8", "import torch, deepspeed")],
+)
+def test_first_engine_is_known_to_its_optimizer_whatever_is_imported_first(order):
+    """Without an import line only torch's autoload can be first."""
+    lines, _ = run_python(
+        f"""
+{order}
+import torch
+from zero8.zero import ops
+ops.leave_out_shared_memory()
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+model = torch.nn.Linear(64, 64)
+section = {{"type": "Adam8bitBlockwise", "params": {{"fp32_params": ["weight"]}}}}
+config = {{"train_micro_batch_size_per_gpu": 1, "optimizer": section, "steps_per_print": 10**9}}
+engine, *_ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=config
+)
+engine.backward(engine(torch.ones(1, 64)).sum())
+engine.step()
+print([row["name"] for row in engine.basic_optimizer.memory_report().to_dicts()])
+""",
+        autoload=None if "zero8" not in order else "0",
+        LOCAL_RANK="0",
+    )
+    assert lines[-1] == "['weight', 'bias']"
 
 
 @pytest.mark.parametrize(

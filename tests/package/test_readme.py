@@ -12,7 +12,7 @@ from places import ROOT
 from processes import run
 
 import zero8
-from zero8.integrity import tags
+from zero8.checkpoint.files import tags
 from zero8.optimizer import Adam8bitBlockwise
 
 README = (ROOT / "README.md").read_text()

@@ -7,15 +7,17 @@ from fractions import Fraction
 import pytest
 import torch
 
+from zero8.algorithms.adam import ADAM, AdamScalars
 from zero8.spec import arithmetic as ieee
 from zero8.spec import dither
 from zero8.spec.codec import CODECS, RETIRED, codec_named, codec_numbered, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.spec.log import LogCode
-from zero8.spec.scalars import StepScalars
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-DYNAMIC = {which: getattr(CODECS["dynamic"], which) for which in ("exp_avg", "exp_avg_sq")}
+DYNAMIC = {
+    which: CODECS["dynamic"].code_of(ADAM.moment(which)) for which in ("exp_avg", "exp_avg_sq")
+}
 ONE = 0x3F800000  # bits of 1.0
 
 
@@ -112,7 +114,7 @@ def test_encode_dynamic_all_codes_return_what_was_decoded(which, scale):
 
 # --- Octaves, the levels of first moments ---------------------------------------------------------
 
-SIGNED = CODECS["log"].exp_avg
+SIGNED = CODECS["log"].of_signed
 OCTAVES = {"narrow": SIGNED.narrow, "wide": SIGNED.wide}
 SHAPES = {"narrow": (4, 32, 14.75), "wide": (8, 16, 247.0)}  # octaves, levels in each, the largest
 SIGNS = {"narrow": 1, "wide": -1}  # of the scale
@@ -254,7 +256,7 @@ def test_encode_decaying_first_moment_reaches_zero(name, beta1):
     mantissa[0] = 1.0
     scale = SIGNS[name] * mantissa.repeat_interleave(254)
     codes = codes.repeat(64)
-    scalars = StepScalars.at(1, 1.0, lr=1.0, betas=(beta1, 0.9), eps=1e-8, weight_decay=0.0)
+    scalars = AdamScalars.at(1, 1.0, lr=1.0, betas=(beta1, 0.9), eps=1e-8, weight_decay=0.0)
     decayed = SIGNED.decode(codes, scale, beta1)
     before, after = (
         as_integers(c) for c in (codes, SIGNED.encode(decayed, scale, None, scalars.settling))
@@ -497,7 +499,7 @@ def test_encode_log_dithered_mean_is_the_exact_position(fraction):
     assert abs(total / 1e6 - exact) <= 4 / (2 * 1000) + (16 + 1.5) / 65536
 
 
-@pytest.mark.parametrize("code", [RETIRED.exp_avg, RETIRED.exp_avg_sq])
+@pytest.mark.parametrize("code", [RETIRED.of_signed, RETIRED.of_unsigned])
 def test_quantize_with_a_retired_code_is_refused(code):
     with pytest.raises(ValueError, match="which is only read, expected one of a codec in CODECS"):
         quantize(code, torch.ones(8), torch.zeros(8, dtype=torch.int64), 1)

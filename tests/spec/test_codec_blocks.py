@@ -7,23 +7,23 @@ from adaptive_samples import near_joint
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from zero8.algorithms.adam import ADAM, AdamScalars
 from zero8.spec import arithmetic as ieee
 from zero8.spec import dither
 from zero8.spec.codec import CODECS, dequantize, quantize
 from zero8.spec.dynamic import DynamicCode
 from zero8.spec.grid import BlockGrid
 from zero8.spec.log import LogCode, SignedLogCode
-from zero8.spec.scalars import StepScalars
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 UNIT = 2.0**-24  # largest relative error of one rounding
 TINY = 2.0**-126  # smallest normal number
 CODES = {
-    f"{name} {which}": getattr(codec, which)
+    f"{name} {which}": codec.code_of(ADAM.moment(which))
     for name, codec in CODECS.items()
     for which in ("exp_avg", "exp_avg_sq")
 }
-SIGNED, LOG = CODECS["log"].exp_avg, CODECS["log"].exp_avg_sq
+SIGNED, LOG = CODECS["log"].of_signed, CODECS["log"].of_unsigned
 every_code = pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 
 
@@ -200,7 +200,7 @@ def test_quantize_log_blocks_at_the_smallest_normal_floats_are_idempotent(octave
 def test_quantize_signed_log_blocks_choose_the_same_levels_again(numel, beta1):
     """Whether they come from steps, which settle, or were written; with any largest element."""
     code, blocks = SIGNED, 1000
-    scalars = StepScalars.at(
+    scalars = AdamScalars.at(
         1, 1.0, lr=1.0, betas=(beta1, 0.9), eps=1e-8, weight_decay=0.0, decoupled=True
     )
     largest = torch.exp2(torch.rand(blocks, generator=torch.Generator().manual_seed(4)))

@@ -6,6 +6,7 @@ import hashlib
 import pytest
 import torch
 
+from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import RETIRED, dequantize
 
 SCALES = {
@@ -29,7 +30,7 @@ SCALES = {
 def test_dequantize_retired_code_equals_that_of_format_1(which, digest):
     """All codes under four scales; the digests are of zero8 at 685ad13, with zeros positive."""
     codes, block = torch.arange(256, dtype=torch.uint8).repeat(4), torch.arange(4)
-    code, scales = getattr(RETIRED, which), torch.tensor(SCALES[which])
+    code, scales = RETIRED.code_of(ADAM.moment(which)), torch.tensor(SCALES[which])
     decoded = dequantize(code, codes, scales, block.repeat_interleave(256)) + 0.0
     assert decoded.dtype == torch.float32
     assert hashlib.sha256(decoded.numpy().tobytes()).hexdigest() == digest
@@ -37,7 +38,7 @@ def test_dequantize_retired_code_equals_that_of_format_1(which, digest):
 
 def test_dequantize_retired_code_gain_multiplies_the_second_moment():
     """Steps of an eighth of an octave: code 64 is 8 octaves below the largest root."""
-    code, codes = RETIRED.exp_avg_sq, torch.tensor([0, 64, 255], dtype=torch.uint8)
+    code, codes = RETIRED.of_unsigned, torch.tensor([0, 64, 255], dtype=torch.uint8)
     scales, block = torch.tensor([[1.5, 2.0**20]]), torch.zeros(3, dtype=torch.int64)
     decoded = dequantize(code, codes, scales, block, 0.5)
     assert decoded.tolist() == [0.5 * 1.5**2, 0.5 * 1.5**2 * 2.0**-16, 0.0]

@@ -10,17 +10,16 @@ import torch
 from small_optimizers import param, run, small_model
 
 import zero8
-from zero8.checkpoint.statistics import MomentCounts
+from zero8.algorithms.adam import ADAM, AdamScalars
+from zero8.checkpoint.read.statistics import MomentCounts
 from zero8.integrations import health as module
 from zero8.integrations.health import Reports, health
 from zero8.spec.codec import CODECS
-from zero8.spec.scalars import StepScalars
-from zero8.state.header import MOMENTS
 from zero8.zero.swap_file import Layout
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 every_codec = pytest.mark.parametrize("codec", CODECS)
-SATURATED = [f"zero8/{which}_at_{end}" for which in MOMENTS for end in ("top", "floor")]
+SATURATED = [f"zero8/{which}_at_{end}" for which in ADAM.moment_names for end in ("top", "floor")]
 
 
 def stepped(model=None, **settings):
@@ -54,11 +53,11 @@ def test_health_bytes_count_corrections_of_bfloat16_weights():
 def test_health_saturated_codes_are_those_that_inspect_counts(codec):
     optimizer = stepped(codec=codec)
     values, pairs = health(optimizer), optimizer.all_moments().values()
-    for which, stores in zip(MOMENTS, zip(*pairs, strict=True), strict=True):
+    for which, stores in zip(ADAM.moment_names, zip(*pairs, strict=True), strict=True):
         counts = MomentCounts()
         for store in stores:
             counts.add(MomentCounts.of(store))
-        summary = counts.summary(getattr(CODECS[codec], which))
+        summary = counts.summary(CODECS[codec].code_of(ADAM.moment(which)))
         for end in ("at_top", "at_floor"):
             assert values[f"zero8/{which}_{end}"] == summary[end]
 
@@ -99,7 +98,7 @@ def test_health_clipped_updates_are_those_that_the_next_step_clips():
     optimizer.step()
     m, v = (store.read(0, p.numel()) for store in optimizer.moments(p))
     history = optimizer.state[p]["history"]
-    s = StepScalars.at(1, history, lr=0.0, betas=(0.9, 0.999), eps=1e-30, weight_decay=0.0)
+    s = AdamScalars.at(1, history, lr=0.0, betas=(0.9, 0.999), eps=1e-30, weight_decay=0.0)
     ratio = m / (v.sqrt() * s.inverse_sqrt_correction2 + s.eps)
     expected = (ratio > module.MARGIN * s.max_ratio).double().mean().item()
     assert 0.01 < expected < 0.5

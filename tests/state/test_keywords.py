@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from zero8 import Adam8bitBlockwise
+from zero8.algorithms.adam import ADAM
 from zero8.spec.segment import Rounding
 from zero8.state import keywords
 from zero8.state.tell import tell_once
@@ -112,7 +113,7 @@ def test_settings_bad_value_raises_with_what_was_expected(keywords, message):
 def test_settings_unknown_key_raises_with_the_valid_ones():
     with pytest.raises(ValueError, match="unknown parameter 'learning_rate'") as error:
         make(learning_rate=1e-3)
-    for key in (*keywords.SERVED_KEYS, *keywords.NO_EFFECT_KEYS):
+    for key in (*ADAM.keywords, *keywords.OWN_KEYS, *keywords.NO_EFFECT_KEYS):
         assert key in str(error.value)
 
 

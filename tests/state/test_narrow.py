@@ -8,6 +8,7 @@ import pytest
 import torch
 from moment_samples import MOMENTS, spread_values
 
+from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import CODECS, dequantize, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.spec.log import LogCode, SignedLogCode
@@ -164,9 +165,9 @@ def assert_within_an_encoding(code, before, after, scale):
 @every_part
 @every_code
 def test_scales_of_rows_are_those_of_their_groups(codec, which, shape, block_size, begin, end):
-    extent, code = part(shape, begin, end), getattr(CODECS[codec], which)
+    extent, code = part(shape, begin, end), CODECS[codec].code_of(ADAM.moment(which))
     parameter = Piece(0, math.prod(shape), 0, shape, 7, block_size, "p")
-    store = MomentStore.zeros(CODECS[codec], which, extent.table(parameter))
+    store = MomentStore.zeros(CODECS[codec], ADAM.moment(which), extent.table(parameter))
     store.write(0, values_of(which, shape, begin, end))
     codes, scales = encoded_apart(code, which, shape, block_size, (begin, end), 1.0)
     assert torch.equal(store.codes, codes.flatten())
@@ -179,7 +180,10 @@ def test_scales_of_rows_are_those_of_their_groups(codec, which, shape, block_siz
 @every_code
 def test_grouped_returns_uncut_groups_verbatim(codec, which, shape, block_size, begin, end):
     """Also of a part that holds some rows only of its first and of its last group."""
-    code, group = getattr(CODECS[codec], which), groups_of(shape, block_size, begin, end)
+    code, group = (
+        CODECS[codec].code_of(ADAM.moment(which)),
+        groups_of(shape, block_size, begin, end),
+    )
     codes, of_group = encoded(code, values_of(which, shape, begin, end), group, shape)
     scales, extent = of_group[group].unsqueeze(1), part(shape, begin, end)
     got_codes, got_scales = narrow.grouped(code, codes, scales, extent, block_size)
@@ -205,7 +209,10 @@ def joined_groups(group, edges):
 
 def cut_case(codec, which, factor, shape, block_size, edges):
     """Return the code, the group of each row, codes and scales encoded apart, and their extent."""
-    code, group = getattr(CODECS[codec], which), groups_of(shape, block_size, edges[0], edges[-1])
+    code, group = (
+        CODECS[codec].code_of(ADAM.moment(which)),
+        groups_of(shape, block_size, edges[0], edges[-1]),
+    )
     codes, scales = encoded_apart(code, which, shape, block_size, edges, factor)
     return code, group, codes, scales, part(shape, edges[0], edges[-1])
 
@@ -261,7 +268,7 @@ def test_grouped_of_what_it_has_returned_is_verbatim(
 
 def test_grouped_joins_sides_that_differ_in_one_number_of_their_scales():
     """Second moments of one `high` on both sides, and a `step` for few octaves and one for many."""
-    code, shape = CODECS["log"].exp_avg_sq, (5, 12)
+    code, shape = CODECS["log"].of_unsigned, (5, 12)
     group, octaves = torch.zeros(5, dtype=torch.int64), torch.arange(12.0)
     sides = [torch.exp2(-octaves / 6).repeat(2), torch.exp2(-2 * octaves).repeat(3)]
     parts = [encoded(code, x, group[: len(x) // 12], shape) for x in sides]

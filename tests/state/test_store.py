@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from live_bytes import LiveBytes
 from moment_samples import spread_values
 
+from zero8.algorithms.adam import ADAM
 from zero8.spec import faults
 from zero8.spec.codec import CODECS, codec_named, dequantize, quantize
 from zero8.state import store
@@ -103,7 +104,7 @@ def test_store_any_writes_reads_what_the_mirror_holds(table, codec, which, write
 
 
 def check_against_mirror(table, codec, which, writes):
-    store = MomentStore.zeros(codec_named(codec), which, table)
+    store = MomentStore.zeros(codec_named(codec), ADAM.moment(which), table)
     mirror = Mirror(store.code, table)
     for from_, to, seed in writes[:4]:
         start = round(from_ * table.numel)
@@ -118,7 +119,7 @@ def check_against_mirror(table, codec, which, writes):
 @settings(max_examples=60)
 @given(tables(), st.sampled_from(sorted(CODECS)), st.sampled_from(("exp_avg", "exp_avg_sq")))
 def test_store_sizes_equal_elements_and_blocks_counted_one_by_one(table, codec, which):
-    store = MomentStore.zeros(codec_named(codec), which, table)
+    store = MomentStore.zeros(codec_named(codec), ADAM.moment(which), table)
     elements = [(p, p.first + i) for p in table.pieces if p.block_size for i in range(p.numel)]
     blocks = [key for key, _ in groupby(block_key(p, element) for p, element in elements)]
     dense = sum(p.numel for p in table.pieces if not p.block_size)
@@ -158,7 +159,7 @@ def mixed_store(codec="log", which="exp_avg"):
         Piece(402, 7, 0, (7,), 2, 0, "dense"),
         Piece(411, 192, 0, (3, 64), 3, 64, "whole"),
     )
-    store = MomentStore.zeros(codec_named(codec), which, PieceTable(parts, 605))
+    store = MomentStore.zeros(codec_named(codec), ADAM.moment(which), PieceTable(parts, 605))
     store.write(0, spread_values(which, 605, seed=1))
     return store
 
@@ -208,7 +209,7 @@ def test_write_to_padding_is_ignored_and_padding_reads_zero():
 
 def test_moment_of_a_piece_is_live():
     store = mixed_store()
-    dense, whole = store.moment(1), store.moment(2)
+    dense, whole = store.piece(1), store.piece(2)
     dense.values.fill_(3.0)
     assert dense.scales is None
     assert store.read(402, 7).eq(3).all()
@@ -238,7 +239,10 @@ def test_state_with_rows_of_256_takes_two_bytes_and_the_scales():
     """Two codes and, per 256 elements, one scale for m and one (log: two) for v."""
     table = PieceTable((Piece(0, 64 * 256, 0, (64, 256), 1, 256, "p"),), 64 * 256)
     for name, codec in CODECS.items():
-        stores = [MomentStore.zeros(codec, which, table) for which in ("exp_avg", "exp_avg_sq")]
+        stores = [
+            MomentStore.zeros(codec, ADAM.moment(which), table)
+            for which in ("exp_avg", "exp_avg_sq")
+        ]
         scales = 1 + SCALES.get((name, "exp_avg_sq"), 1)
         assert sum(store.nbytes for store in stores) / table.numel == 2 + 4 * scales / 256 <= 2.08
 
@@ -264,7 +268,7 @@ def peaks(codec, which, numel):
     """Return the bytes that a read and a write of a whole moment take besides its result."""
     table = PieceTable((Piece(0, numel, 30, (numel // 64, 128), 1, 64, "p"),), numel)
     store, values = (
-        MomentStore.zeros(codec_named(codec), which, table),
+        MomentStore.zeros(codec_named(codec), ADAM.moment(which), table),
         spread_values(which, numel, 1),
     )
     with LiveBytes() as writing:
@@ -277,7 +281,7 @@ def peaks(codec, which, numel):
 def checking_peak(numel):
     """Return the bytes that a check of a second moment takes of which each block is near 2^-126."""
     table = PieceTable((Piece(0, numel, 30, (numel // 64, 128), 1, 64, "p"),), numel)
-    store = MomentStore.zeros(codec_named("log"), "exp_avg_sq", table)
+    store = MomentStore.zeros(codec_named("log"), ADAM.moment("exp_avg_sq"), table)
     generator = torch.Generator().manual_seed(1)
     store.write(0, 2.0**-126 * (1 + torch.rand(numel, generator=generator)))
     with LiveBytes() as checking:

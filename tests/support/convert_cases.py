@@ -7,8 +7,8 @@ import math
 import torch
 from convert_model import SHAPES
 
-from zero8.checkpoint import convert
-from zero8.checkpoint.open import open_checkpoint
+from zero8.checkpoint.commands import convert
+from zero8.checkpoint.read.open import open_checkpoint
 from zero8.spec.grid import BlockGrid
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -91,7 +91,7 @@ def results(model: nn.Module, optimizer) -> dict[str, dict]:
         found[name] = {"values": p.detach().clone().float()}
         if optimizer.state.get(p):
             for store in optimizer.moments(p):
-                found[name][store.which] = store.read(0, p.numel()).view(p.shape)
+                found[name][store.name] = store.read(0, p.numel()).view(p.shape)
     return found
 
 

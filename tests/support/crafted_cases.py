@@ -36,7 +36,7 @@ from crafted_files import (
 )
 from places import GOLDEN
 
-from zero8.checkpoint.open import open_checkpoint
+from zero8.checkpoint.read.open import open_checkpoint
 
 DCP = "torch.distributed.checkpoint"
 RECORD = {"0": bytes(1024)}
@@ -308,7 +308,7 @@ PLAIN = {
 }  # fmt: skip
 ZERO = {
     "a version of laughs": lambda: moment(version=laughs()),
-    "version 3": lambda: moment(version=value(3)),
+    "version 4": lambda: moment(version=value(4)),
     "an algorithm of laughs": lambda: moment(algorithm=laughs()),
     "a codec of laughs": lambda: moment(codec=laughs()),
     "a moment of laughs": lambda: moment(which=laughs()),
@@ -534,6 +534,20 @@ def swap(description: bytes, checksum: bool = True, **header):
     return make
 
 
+def swap_of_format_3(memory: int, tensors: int):
+    """Return what makes a folder with a swap file that claims so many numbers in its header."""
+
+    def make(path: Path) -> None:
+        swap(described())(path)
+        (file,) = path.rglob("*.swp")
+        data = bytearray(file.read_bytes())
+        struct.pack_into("<I", data, 16, 3)
+        struct.pack_into("<II", data, 32, memory, tensors)
+        file.write_bytes(data)
+
+    return make
+
+
 def described(**changes) -> bytes:
     one = {"version": 2, "algorithm": "adam", "codec": 4, "numel": 0, "pieces": []}
     moments = {which: {**one, "which": which, **changes} for which in ("exp_avg", "exp_avg_sq")}
@@ -560,9 +574,14 @@ FOLDERS_OF_ZERO = {
     "swap: a step of -1": swap(described(), step=-1),
     "swap: a history of NaN": swap(described(), history=float("nan")),
     "swap: a description beyond": swap(described(), count=2**32 - 1),
+    "swap: 2^32 numbers": swap_of_format_3(2**32 - 1, 2**32 - 1),
+    "swap: more numbers than the header holds": swap_of_format_3(1, 60),
+    "swap: no numbers": swap_of_format_3(0, 0),
     "swap: nested lists": swap(b"[" * 100_000),
     "swap: a list": swap(b"[]"),
-    "swap: lists of moments": swap(b'{"exp_avg": [], "exp_avg_sq": []}'),
+    "swap: lists of moments": swap(
+        b'{"exp_avg": [], "exp_avg_sq": [], "correction_numel": 0}'
+    ),
     "swap: 2^48 elements": swap(described(numel=2**48, pieces=[
         {"name": "p", "identity": 1, "shape": [2**24, 2**24], "first": 0, "start": 0,
          "numel": 2**48, "block_size": 256}])),

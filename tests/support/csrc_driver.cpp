@@ -62,22 +62,23 @@ void step(const zero8::DynamicMaps& maps, const Shape& shape, const zero8::Isa& 
   }
   Array<uint8_t> m_code(numel, 0), v_code(numel, 0), correction(numel, 1);
   Array<float> m(numel, 0.0f), v(numel, 0.0f), m_scale(num_blocks, 0.0f);
-  Array<float> v_scale(zero8::kScalesPerBlock[codec].exp_avg_sq * num_blocks, 0.0f);
+  Array<float> v_scale(zero8::kScalesPerBlock[codec].of_unsigned * num_blocks, 0.0f);
   zero8::Segment segment{};
   const bool is_wide = types.param == zero8::kFP32, is_plain = codec == zero8::kFloat32;
   segment.param = is_wide ? static_cast<void*>(wide_param.get()) : narrow_param.get();
   segment.grad =
       types.grad == zero8::kFP32 ? static_cast<void*>(wide_grad.get()) : narrow_grad.get();
-  segment.exp_avg = is_plain ? static_cast<void*>(m.get()) : m_code.get();
-  segment.exp_avg_sq = is_plain ? static_cast<void*>(v.get()) : v_code.get();
-  segment.exp_avg_scale = m_scale.get();
-  segment.exp_avg_sq_scale = v_scale.get();
+  segment.algorithm = zero8::kAdam;
+  segment.moments[0].values = is_plain ? static_cast<void*>(m.get()) : m_code.get();
+  segment.moments[1].values = is_plain ? static_cast<void*>(v.get()) : v_code.get();
+  segment.moments[0].scales = m_scale.get();
+  segment.moments[1].scales = v_scale.get();
+  for (zero8::Moment& moment : segment.moments) moment.codec = codec;
   segment.correction = types.is_corrected ? correction.get() : nullptr;
   segment.numel = numel;
   segment.first = shape.first;
   segment.row_length = shape.row_length;
   segment.block_size = shape.block_size;
-  segment.codec = codec;
   segment.param_dtype = types.param;
   segment.grad_dtype = types.grad;
   segment.rounding = rounding;
@@ -95,8 +96,8 @@ void step(const zero8::DynamicMaps& maps, const Shape& shape, const zero8::Isa& 
 
 int main() {
   auto maps = std::make_unique<zero8::DynamicMaps>();
-  fill(maps->exp_avg, true);
-  fill(maps->exp_avg_sq, false);
+  fill(maps->of_signed, true);
+  fill(maps->of_unsigned, false);
   for (int i = 0; i < zero8::kNumIsas; ++i) {
     const zero8::Isa& isa = zero8::kIsas[i];
     if (!isa.is_supported()) continue;

@@ -40,16 +40,13 @@ zero8::Segment segment(int64_t numel, int64_t first, int64_t blocks) {
   }
   s.param = param;
   s.grad = grad;
-  s.exp_avg = m;
-  s.exp_avg_sq = v;
-  s.exp_avg_scale = reserve<float>(blocks);
-  s.exp_avg_sq_scale = reserve<float>(2 * blocks);
+  s.algorithm = zero8::kAdam;
+  s.moments[0] = {m, reserve<float>(blocks), blocks, zero8::kLog, 0};
+  s.moments[1] = {v, reserve<float>(2 * blocks), 2 * blocks, zero8::kLog, 12345};
   s.numel = numel;
   s.first = first;
   s.row_length = kRow;
   s.block_size = kBlockSize;
-  s.codec = zero8::kLog;
-  s.moment_phase = 12345;
   return s;
 }
 
@@ -63,8 +60,8 @@ void compare(const void* large, const void* small, int64_t offset, int64_t size,
 }  // namespace
 
 int main() {
-  const zero8::StepScalars scalars = {0.9f,  0.999f, 0.1f,  0.0316f, 31.6f, 1e-8f,
-                                      10.0f, 1e-3f,  0.99f, 0.0f,    1.0f,  1.1f};
+  const zero8::StepScalars scalars = {
+      {0.9f, 0.999f, 0.1f, 0.0316f, 31.6f, 1e-8f, 10.0f, 1e-3f, 0.99f, 0.0f, 1.0f, 1.1f}};
   const auto maps = reserve<zero8::DynamicMaps>(1);
   zero8::Segment large = segment(kNumel, 0, kBlocks);
   zero8::Segment small = segment(kRest, kFirst, kBlocks - kFirstBlock);
@@ -74,12 +71,13 @@ int main() {
     isa.step_blocks(large, scalars, *maps, kFirstBlock, kBlocks);
     isa.step_blocks(small, scalars, *maps, 0, kBlocks - kFirstBlock);
     compare<float>(large.param, small.param, kFirst, kRest, "param");
-    compare<uint8_t>(large.exp_avg, small.exp_avg, kFirst, kRest, "exp_avg");
-    compare<uint8_t>(large.exp_avg_sq, small.exp_avg_sq, kFirst, kRest, "exp_avg_sq");
-    compare<float>(large.exp_avg_scale, small.exp_avg_scale, kFirstBlock, kBlocks - kFirstBlock,
-                   "exp_avg_scale");
-    compare<float>(large.exp_avg_sq_scale, small.exp_avg_sq_scale, 2 * kFirstBlock,
-                   2 * (kBlocks - kFirstBlock), "exp_avg_sq_scale");
+    for (int k = 0; k < 2; ++k) {
+      const zero8::Moment &ours = large.moments[k], &theirs = small.moments[k];
+      const int per_block = k + 1;
+      compare<uint8_t>(ours.values, theirs.values, kFirst, kRest, "codes");
+      compare<float>(ours.scales, theirs.scales, per_block * kFirstBlock,
+                     per_block * (kBlocks - kFirstBlock), "scales");
+    }
     if (static_cast<float*>(small.param)[0] == 1.0f) std::abort();
     std::printf("%s\n", isa.name);
   }

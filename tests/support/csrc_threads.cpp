@@ -54,8 +54,8 @@ class List {
     correction_.resize(kNumel);
     exp_avg_.resize(kNumel * moment_size);
     exp_avg_sq_.resize(kNumel * moment_size);
-    exp_avg_scale_.resize(kNumBlocks * scales.exp_avg);
-    exp_avg_sq_scale_.resize(kNumBlocks * scales.exp_avg_sq);
+    exp_avg_scale_.resize(kNumBlocks * scales.of_signed);
+    exp_avg_sq_scale_.resize(kNumBlocks * scales.of_unsigned);
     for (int64_t i = 0; i < kNumel; ++i) {
       const uint32_t one = param_size == 4 ? 0x3F800000 : 0x3F80;
       std::memcpy(&param_[i * param_size], &one, param_size);
@@ -68,16 +68,17 @@ class List {
       zero8::Segment& segment = segments_[k];
       segment.param = param_.data() + element * param_size;
       segment.grad = grad_.data() + element * grad_size_;
-      segment.exp_avg = exp_avg_.data() + element * moment_size;
-      segment.exp_avg_sq = exp_avg_sq_.data() + element * moment_size;
-      segment.exp_avg_scale = exp_avg_scale_.data() + block * scales.exp_avg;
-      segment.exp_avg_sq_scale = exp_avg_sq_scale_.data() + block * scales.exp_avg_sq;
+      segment.algorithm = zero8::kAdam;
+      segment.moments[0].values = exp_avg_.data() + element * moment_size;
+      segment.moments[1].values = exp_avg_sq_.data() + element * moment_size;
+      segment.moments[0].scales = exp_avg_scale_.data() + block * scales.of_signed;
+      segment.moments[1].scales = exp_avg_sq_scale_.data() + block * scales.of_unsigned;
+      for (zero8::Moment& moment : segment.moments) moment.codec = kind.codec;
       segment.correction = kind.types.is_corrected ? correction_.data() + element : nullptr;
       segment.numel = shape.numel;
       segment.first = shape.first;
       segment.row_length = shape.row_length;
       segment.block_size = shape.block_size;
-      segment.codec = kind.codec;
       segment.param_dtype = kind.types.param;
       segment.grad_dtype = kind.types.grad;
       segment.rounding = kind.rounding;
@@ -162,8 +163,8 @@ void compare(const Kind& kind, const zero8::DynamicMaps& maps, const zero8::Isa&
 
 int main(int argc, char** argv) {
   auto maps = std::make_unique<zero8::DynamicMaps>();
-  fill(maps->exp_avg, true);
-  fill(maps->exp_avg_sq, false);
+  fill(maps->of_signed, true);
+  fill(maps->of_unsigned, false);
   for (int i = 0; i < zero8::kNumIsas; ++i) {
     const zero8::Isa& isa = zero8::kIsas[i];
     if (!isa.step_blocks || !isa.is_supported()) continue;

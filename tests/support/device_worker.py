@@ -10,7 +10,8 @@ import torch
 from fake_gpu_tensors import DEVICE, Gpu, crossings, streams
 from moment_samples import MOMENTS, NUMEL, PIECES, moment, values_for
 
-from zero8.checkpoint.bitsandbytes import from_bitsandbytes, to_bitsandbytes
+from zero8.algorithms.adam import ADAM
+from zero8.checkpoint.read.bitsandbytes import from_bitsandbytes, to_bitsandbytes
 from zero8.spec import dither
 from zero8.spec.codec import CODECS, dequantize, quantize
 from zero8.state.extent import Extent
@@ -60,7 +61,7 @@ def stores(codec, which):
 @check
 def quantize_and_dequantize(codec):
     for which in MOMENTS:
-        code, x = getattr(CODECS[codec], which), values_for(which, 2, 1000)
+        code, x = CODECS[codec].code_of(ADAM.moment(which)), values_for(which, 2, 1000)
         block, thresholds = torch.arange(1000) // 100, dither.hashed(5, 0, 1000)
         on_gpu = [t.to(DEVICE) for t in (x, block, thresholds)]
         for is_dithered, settling in ((False, None), (True, None), (False, 1.1)):
@@ -77,8 +78,10 @@ def zeros(codec):
     for which in MOMENTS:
         table = PieceTable(PIECES, NUMEL)
         with staying():
-            made = MomentStore.zeros(CODECS[codec], which, table, DEVICE)
-        assert_same(made.buffers, MomentStore.zeros(CODECS[codec], which, table).buffers)
+            made = MomentStore.zeros(CODECS[codec], ADAM.moment(which), table, DEVICE)
+        assert_same(
+            made.buffers, MomentStore.zeros(CODECS[codec], ADAM.moment(which), table).buffers
+        )
 
 
 @check
@@ -128,8 +131,8 @@ def moment_of_a_piece(codec):
         ours, expected = stores(codec, which)
         for number in range(len(PIECES)):
             with staying():
-                got = ours.moment(number)
-            wanted = expected.moment(number)
+                got = ours.piece(number)
+            wanted = expected.piece(number)
             assert_same([got.values], [wanted.values])
             if wanted.scales is not None:
                 assert_same([got.scales], [wanted.scales])
@@ -173,7 +176,8 @@ PIECE = Piece(0, 3 * 300, 0, (3, 300), 17, 256, "w")
 def adopt(entries, codec, device):
     """Return loaded entries in the form that an optimizer with this codec keeps on a device."""
     extent = Extent.whole(PIECE.shape)
-    return PlainState.adopted(entries, CODECS[codec], PIECE, extent, device, Reencoded()).entries
+    adopted = PlainState.adopted(entries, ADAM, CODECS[codec], PIECE, extent, device, Reencoded())
+    return adopted.entries
 
 
 def on(device, entries):
@@ -233,7 +237,13 @@ def bitsandbytes_and_back(codec):
         piece = Piece(0, shape[0] * shape[1], 0, shape, number, 256, str(number))
         dense = {w: values_for(w, 7, piece.numel).view(shape) for w in MOMENTS}
         adopted = PlainState.adopted(
-            {"step": 3, **dense}, CODECS[codec], piece, Extent.whole(shape), "cpu", Reencoded()
+            {"step": 3, **dense},
+            ADAM,
+            CODECS[codec],
+            piece,
+            Extent.whole(shape),
+            torch.device("cpu"),
+            Reencoded(),
         )
         states[number] = adopted.entries
     there = {number: on(DEVICE, entries) for number, entries in states.items()}

@@ -7,6 +7,7 @@ import torch
 from segments import Place, copied, make, scalars_at, zero_moment
 from torch import Tensor
 
+from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import CODECS
 from zero8.spec.grid import BlockGrid
 from zero8.spec.segment import Segment
@@ -50,7 +51,7 @@ def segments_of(codec: str | None, grad: Tensor, row_length: int, hyper: dict) -
     numel = grad.numel()
     place = Place((numel,), 64, 0, numel)
     grid = BlockGrid(-(-numel // row_length), row_length, 64)
-    moments = {name: zero_moment(codec, name, grid, place) for name in ("exp_avg", "exp_avg_sq")}
+    moments = [zero_moment(codec, name, grid, place) for name in ADAM.moment_names]
     plain = make(None, place, scalars_at(1, hyper))
-    wide = replace(plain, codec=CODECS.get(codec), grid=grid, grad=grad.float(), **moments)
+    wide = replace(plain, codec=CODECS.get(codec), grid=grid, grad=grad.float(), moments=moments)
     return [replace(copied(wide), grad=grad.clone()), wide]

@@ -3,6 +3,7 @@
 
 import torch
 
+from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import codec_named
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
@@ -36,7 +37,7 @@ def spread_values(which, numel, seed):
 
 def moment(codec="log", which="exp_avg", seed=1):
     """Return a moment of the whole partition, filled."""
-    store = MomentStore.zeros(codec_named(codec), which, PieceTable(PIECES, NUMEL))
+    store = MomentStore.zeros(codec_named(codec), ADAM.moment(which), PieceTable(PIECES, NUMEL))
     store.write(0, values_for(which, seed))
     return MomentTensor(store)
 

@@ -26,11 +26,11 @@ from moment_samples import MOMENTS, NUMEL, PIECES, buffers, moment
 from places import GOLDEN
 
 import zero8
-from zero8.checkpoint.open import open_checkpoint
+from zero8.checkpoint.read.open import open_checkpoint
 from zero8.state.table import PieceTable
 from zero8.zero import swap_file
 from zero8.zero.flat_state import FlatPartition
-from zero8.zero.moment_tensor import MomentTensor, described, rebuild_moment
+from zero8.zero.moment_tensor import MomentTensor, moment_description, rebuild_moment
 
 SHAPES = {"wide": (3, 300), "narrow": (20, 30), "bias": (9,)}
 PACKAGE = Path(zero8.__file__).parent
@@ -243,7 +243,7 @@ def damaged_swap(data: bytes, chance: random.Random) -> bytes:
     if chance.random() < 0.3:
         return damaged(data, chance)
     data = bytearray(data)
-    header = swap_file.Header.parsed(bytes(data[:512]), "")
+    header = swap_file.SwapHeader.parsed(bytes(data[:512]), "")
     begin, end = 512, 512 + header.description_bytes
     if chance.random() < 0.4:  # the same length, so that all else is in its place
         text = data[begin:end].decode()
@@ -334,7 +334,10 @@ def other_moment(x, chance):
     """Return a moment that is like another, but for something; what is refused is so at once."""
     if any(t.is_meta or t.layout != torch.strided for t in buffers(x)):
         return x  # damaged already
-    description, tensors = copy.deepcopy(described(x.store)), [t.clone() for t in buffers(x)]
+    description, tensors = (
+        copy.deepcopy(moment_description(x.store)),
+        [t.clone() for t in buffers(x)],
+    )
     kind = chance.random()
     if kind < 0.3:
         number = chance.randrange(3)
@@ -388,7 +391,7 @@ class Unhashed:
         self.x = x
 
     def __reduce__(self):
-        return rebuild_moment, (described(self.x.store), *buffers(self.x))
+        return rebuild_moment, (moment_description(self.x.store), *buffers(self.x))
 
 
 @cache

@@ -58,7 +58,7 @@ int64_t count_wrong(const DynamicMap& map, uint32_t sign, uint32_t begin, uint32
 extern "C" int64_t count_wrong(const zero8::DynamicMaps* maps, uint32_t begin, uint32_t end) {
   using namespace zero8::TARGET;
   const zero8::FlushToZero flush;
-  return count_wrong<true>(maps->exp_avg, 0, begin, end) +
-         count_wrong<true>(maps->exp_avg, kSignBit, begin, end) +
-         count_wrong<false>(maps->exp_avg_sq, 0, begin, end);
+  return count_wrong<true>(maps->of_signed, 0, begin, end) +
+         count_wrong<true>(maps->of_signed, kSignBit, begin, end) +
+         count_wrong<false>(maps->of_unsigned, 0, begin, end);
 }

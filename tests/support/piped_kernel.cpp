@@ -63,10 +63,10 @@ void step() {
   for (zero8::Segment& s : segments) {
     locate(s.param, memory);
     locate(s.grad, memory);
-    locate(s.exp_avg, memory);
-    locate(s.exp_avg_sq, memory);
-    locate(s.exp_avg_scale, memory);
-    locate(s.exp_avg_sq_scale, memory);
+    for (zero8::Moment& moment : s.moments) {
+      locate(moment.values, memory);
+      locate(moment.scales, memory);
+    }
     locate(s.correction, memory);
   }
   const zero8::Isa* isa = zero8::kIsas + zero8::kNumIsas - 1;

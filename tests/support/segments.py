@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from zero8.algorithms.adam import ADAM, AdamScalars, next_history
 from zero8.spec.codec import CODECS, quantize
 from zero8.spec.grid import BlockGrid
-from zero8.spec.scalars import StepScalars, next_history
 from zero8.spec.segment import Moment, Rounding, Segment
 
 CODEC_NAMES = [None, *CODECS]
+MOMENT_PHASE = 0x9E3779B9
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,30 @@ def shifted(x: torch.Tensor, offset: int) -> torch.Tensor:
     return buffer[offset:].view(x.shape)
 
 
+def moment_of(segment: Segment, name: str) -> Moment:
+    return segment.moments[segment.algorithm.moment_names.index(name)]
+
+
+def with_moments(segment: Segment, **moments: Moment) -> Segment:
+    """Return the segment with other moments, by name."""
+    names = segment.algorithm.moment_names
+    return replace(segment, moments=[moments.get(name, moment_of(segment, name)) for name in names])
+
+
+def set_phases(segment: Segment, moment_phase: int, param_phase: int) -> None:
+    """Set the phases of the dithers; that of all moments is the same."""
+    for moment in segment.moments:
+        moment.phase = moment_phase
+    segment.param_phase = param_phase
+
+
 def zero_moment(codec: str | None, which: str, grid: BlockGrid, place: Place) -> Moment:
     if codec is None:
-        return Moment(shifted(torch.zeros(place.numel), place.offset))
-    code = getattr(CODECS[codec], which)
+        return Moment(shifted(torch.zeros(place.numel), place.offset), phase=MOMENT_PHASE)
+    code = CODECS[codec].code_of(ADAM.moment(which))
     values = torch.full((place.numel,), code.zero_code, dtype=torch.uint8)
     scales = torch.zeros(grid.num_blocks_touched(place.first, place.numel), *code.scale_shape)
-    return Moment(shifted(values, place.offset), shifted(scales, place.offset))
+    return Moment(shifted(values, place.offset), shifted(scales, place.offset), MOMENT_PHASE)
 
 
 def make(
@@ -61,13 +79,12 @@ def make(
     return Segment(
         param=shifted(param, place.offset),
         grad=shifted(torch.zeros(place.numel, dtype=grad_dtype), place.offset),
-        exp_avg=zero_moment(codec, "exp_avg", grid, place),
-        exp_avg_sq=zero_moment(codec, "exp_avg_sq", grid, place),
+        algorithm=ADAM,
+        moments=[zero_moment(codec, name, grid, place) for name in ADAM.moment_names],
         codec=None if codec is None else CODECS[codec],
         grid=grid,
         first=place.first,
         scalars=scalars,
-        moment_phase=0x9E3779B9,
         param_phase=0x7F4A7C15,
         rounding=rounding,
     )
@@ -77,7 +94,7 @@ def tensors(segment: Segment) -> dict[str, torch.Tensor]:
     """Return everything that a step may change."""
     found = {"param": segment.param}
     for name in ("exp_avg", "exp_avg_sq"):
-        moment = getattr(segment, name)
+        moment = moment_of(segment, name)
         found[name] = moment.values
         if moment.scales is not None:
             found[f"{name}_scale"] = moment.scales
@@ -88,11 +105,8 @@ def copied(segment: Segment) -> Segment:
     def copy(x):
         return None if x is None else shifted(x, x.storage_offset())
 
-    moments = {
-        name: Moment(copy(getattr(segment, name).values), copy(getattr(segment, name).scales))
-        for name in ("exp_avg", "exp_avg_sq")
-    }
-    return replace(segment, param=copy(segment.param), grad=copy(segment.grad), **moments)
+    moments = [Moment(copy(m.values), copy(m.scales), m.phase) for m in segment.moments]
+    return replace(segment, param=copy(segment.param), grad=copy(segment.grad), moments=moments)
 
 
 def framed_copy(segment: Segment) -> tuple[Segment, dict[str, torch.Tensor]]:
@@ -108,9 +122,9 @@ def framed_copy(segment: Segment) -> tuple[Segment, dict[str, torch.Tensor]]:
         if name == "param":
             framed.param = inner
         elif name.endswith("_scale"):
-            getattr(framed, name.removesuffix("_scale")).scales = inner
+            moment_of(framed, name.removesuffix("_scale")).scales = inner
         else:
-            getattr(framed, name).values = inner
+            moment_of(framed, name).values = inner
     return framed, frames
 
 
@@ -163,16 +177,16 @@ def factors(count: int, low: int, high: int, seed: int) -> torch.Tensor:
     return torch.ldexp(sign * significand, exponent - 23).float()
 
 
-def scalars_at(step: int, hyper: dict) -> StepScalars:
+def scalars_at(step: int, hyper: dict) -> AdamScalars:
     history = 0.0
     for _ in range(step):
         history = next_history(history, *hyper["betas"])
-    return StepScalars.at(step, history, **hyper)
+    return AdamScalars.at(step, history, **hyper)
 
 
 def poison_moment(segment: Segment, which: str, value: float) -> int:
     """Put a value into float32 moments, or into a scale; return the number of the block."""
-    moment = getattr(segment, which)
+    moment = moment_of(segment, which)
     if segment.codec is None:
         moment.values[800] = value
         return segment.grid.block_of(800)
@@ -180,6 +194,6 @@ def poison_moment(segment: Segment, which: str, value: float) -> int:
     if which == "exp_avg":
         # Then each element is NaN, which maxima lose on AVX-512 and CUDA.
         one = torch.zeros(1)
-        moment.values[600:856] = quantize(segment.codec.exp_avg, one, one.long(), 1)[0]
+        moment.values[600:856] = quantize(segment.codec.of_signed, one, one.long(), 1)[0]
     moment.scales.view(moment.scales.shape[0], -1)[block, 0] = value
     return block

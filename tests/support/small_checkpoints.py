@@ -9,9 +9,9 @@ import torch.distributed.checkpoint as dcp
 from small_optimizers import param, run
 
 from zero8 import Adam8bitBlockwise
+from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import codec_named
 from zero8.state.extent import Extent
-from zero8.state.header import MOMENTS
 from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
@@ -77,7 +77,7 @@ def zero_folder(path: Path, world_size: int = 2, codec: str = "log") -> Path:
 
 def _partition(params, optimizer, begin, size, codec) -> tuple[dict, torch.Tensor]:
     """Return the state and the weights of elements begin .. begin + size - 1 of all parameters."""
-    pieces, values, at = [], {which: torch.zeros(size) for which in MOMENTS}, 0
+    pieces, values, at = [], {which: torch.zeros(size) for which in ADAM.moment_names}, 0
     weights = torch.zeros(size)
     for name, p in params.items():
         extent = Extent.whole(tuple(p.shape))
@@ -90,12 +90,12 @@ def _partition(params, optimizer, begin, size, codec) -> tuple[dict, torch.Tenso
             here = slice(start, start + end - first)
             weights[here] = p.detach().view(-1)[first:end]
             for store in stores:
-                values[store.which][here] = store.read(first, end - first)
+                values[store.name][here] = store.read(first, end - first)
         at += p.numel()
     table = PieceTable(tuple(pieces), size)
     state: dict = {"step": STEPS, "history": 1.0}
-    for which in MOMENTS:
-        store = MomentStore.zeros(codec_named(codec), which, table)
+    for which in ADAM.moment_names:
+        store = MomentStore.zeros(codec_named(codec), ADAM.moment(which), table)
         store.write(0, values[which])
         state[which] = MomentTensor(store)
     return state, weights

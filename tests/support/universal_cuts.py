@@ -7,7 +7,8 @@ import torch
 from zero_shards import put_together
 from zero_worker import MOMENTS
 
-from zero8.checkpoint import universal
+from zero8.algorithms.adam import ADAM
+from zero8.checkpoint.commands import universal
 from zero8.spec.codec import DEFAULT_CODEC, codec_named
 
 BLOCK_SIZE = 256
@@ -67,7 +68,7 @@ def check_same_but_cut_blocks(before, after):
 
 def check_within_half_a_code(exact, codes, scales, which):
     """Compare values with the codes that they got; see `check_same_but_cut_blocks`."""
-    code = getattr(codec_named(DEFAULT_CODEC), which)
+    code = codec_named(DEFAULT_CODEC).code_of(ADAM.moment(which))
     got = code.decode(codes, scales, 1.0)
     every = torch.arange(256, dtype=torch.uint8).repeat(len(codes), 1)
     per_code = scales[:, None].expand(-1, 256, *scales.shape[1:])
@@ -85,5 +86,5 @@ def decoded(entry, which):
     """Return a moment of a parameter of `joined` in float32."""
     if f"{which}_scale" not in entry:
         return entry[which]
-    code = getattr(codec_named(DEFAULT_CODEC), which)
+    code = codec_named(DEFAULT_CODEC).code_of(ADAM.moment(which))
     return code.decode(entry[which], entry[f"{which}_scale"], 1.0)

@@ -13,8 +13,8 @@ from ranks import free_port
 from train_worker import error_of_row, losses_under_fsdp2, row
 
 from zero8 import cli
-from zero8.integrity import tags
-from zero8.integrity.manifest import MANIFEST
+from zero8.checkpoint.files import tags
+from zero8.checkpoint.files.manifest import MANIFEST
 from zero8.train.engine import BASELINE, DEEPSPEED, EIGHT_BIT, FSDP2
 
 RANKS = 2

@@ -142,7 +142,7 @@ def levels_around(x, piece_number, element):
     """Return, in the codec's own coordinate, all levels of the block that holds an element."""
     store, piece = x.store, x.store.table.pieces[piece_number]
     block = piece.grid.block_of(piece.first + element) - piece.grid.block_of(piece.first)
-    scales = store.moment(piece_number).scales[block : block + 1]
+    scales = store.piece(piece_number).scales[block : block + 1]
     codes = torch.arange(256, dtype=torch.uint8)
     levels = store.code.decode(codes, scales.expand(256, *scales.shape[1:]), 1.0)
     return coordinate(store, levels).unique()
@@ -150,7 +150,7 @@ def levels_around(x, piece_number, element):
 
 def coordinate(store, values):
     """Return where rounding to the nearest code is plain rounding; log: the float's bits."""
-    if store.codec.name == "log" and store.which == "exp_avg_sq":
+    if store.codec.name == "log" and store.name == "exp_avg_sq":
         return values.abs().view(torch.int32).double()
     return values.double()
 
@@ -167,7 +167,7 @@ def assert_within_half_a_code(x, piece_number, written, got):
             assert got[element] == 0
             continue
         levels = levels_around(x, piece_number, element)
-        if x.store.which == "exp_avg_sq":
+        if x.store.name == "exp_avg_sq":
             levels = levels[levels > 0]
         value, decoded = (coordinate(x.store, t[element]) for t in (written, got))
         distances, near = (levels - value).abs(), (levels - decoded).abs().argsort()[:2]
@@ -242,7 +242,7 @@ def test_zero_in_place_gives_exact_zeros(zero):
     assert x.dense()[:900].eq(0).all()
     assert x.dense()[964:].abs().max() > 0  # the block that the range ends in ends there at most
     zero(x)
-    fresh = MomentStore.zeros(x.store.codec, x.store.which, x.store.table)
+    fresh = MomentStore.zeros(x.store.codec, x.store.rule, x.store.table)
     assert same(buffers(x), (fresh.codes, fresh.scales, fresh.dense))
 
 

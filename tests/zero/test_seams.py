@@ -23,7 +23,8 @@ from zero_worker import Bag, base_optimizer, config, difference, held, make_engi
 
 import zero8
 from zero8 import versions
-from zero8.state.keywords import SERVED_KEYS
+from zero8.algorithms.adam import ADAM
+from zero8.state.keywords import OWN_KEYS
 from zero8.versions import TESTED
 from zero8.zero import jit, overrides, seams, swapper
 
@@ -59,7 +60,7 @@ REFUSED = {
         config(stage=2) | {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
         ["fp16_master_weights_and_grads", "leave it out", "bf16_master_weights_and_grads"],
     ),
-    "unknown key": (config(beta1=0.9), ["unknown parameter 'beta1'", *SERVED_KEYS]),
+    "unknown key": (config(beta1=0.9), ["unknown parameter 'beta1'", *ADAM.keywords, *OWN_KEYS]),
     "amsgrad": (config(amsgrad=True), ["amsgrad: got True", "third moment"]),
     "bad value": (config(block_size=100), ["block_size: got 100", "power of two"]),
     "fp32_params as a string": (config(fp32_params="*embed*"), ["fp32_params", "list"]),

@@ -24,6 +24,7 @@ from zero_worker import (
     take_step,
 )
 
+from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import DEFAULT_CODEC, codec_named
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
@@ -298,7 +299,9 @@ def test_safe_set_writes_the_nearest_codes_and_touches_no_other_parameter(ranks,
         for old, new in zip(before["states"], after["states"], strict=True):
             for which in MOMENTS:
                 table = PieceTable(new["pieces"], len(new["master"]))
-                store = MomentStore(codec_named(DEFAULT_CODEC), which, table, *old[which])
+                store = MomentStore(
+                    codec_named(DEFAULT_CODEC), ADAM.moment(which), table, *old[which]
+                )
                 for piece in table.pieces:
                     if piece.name == SET:
                         values = new_values(which).flatten()
@@ -376,8 +379,10 @@ def test_state_dict_of_another_codec_is_encoded_again(ranks):
         (got,), (saved,) = rank["load"]["other codec"]["states"], rank["load"]["saved"]["states"]
         table = PieceTable(saved["pieces"], len(saved["master"]))
         for which in MOMENTS:
-            source = MomentStore(codec_named(DEFAULT_CODEC), which, table, *saved[which])
-            expected = MomentStore.zeros(codec_named("dynamic"), which, table)
+            source = MomentStore(
+                codec_named(DEFAULT_CODEC), ADAM.moment(which), table, *saved[which]
+            )
+            expected = MomentStore.zeros(codec_named("dynamic"), ADAM.moment(which), table)
             expected.write(0, source.read(0, table.numel))
             buffers = (expected.codes, expected.scales, expected.dense)
             assert difference(got[which], buffers) == ""
@@ -415,14 +420,14 @@ def test_state_dict_of_float32_moments_of_narrow_rows_is_quantized(ranks):
         for which in MOMENTS:
             codec = codec_named(DEFAULT_CODEC)
             ours, theirs = (
-                MomentStore(codec, which, table, *state[which])
+                MomentStore(codec, ADAM.moment(which), table, *state[which])
                 for table, state in zip(tables, (got, saved), strict=True)
             )
-            expected = MomentStore.zeros(codec, which, tables[0])
+            expected = MomentStore.zeros(codec, ADAM.moment(which), tables[0])
             expected.write(0, theirs.read(0, tables[1].numel))
             assert difference(got[which], expected.buffers) == ""
             for number, piece in enumerate(tables[0].pieces):
-                mine, before = ours.moment(number), theirs.moment(number)
+                mine, before = ours.piece(number), theirs.piece(number)
                 if piece.name == "thin":
                     assert before.scales is None and len(mine.scales) == 24
                     thin += 1

@@ -7,7 +7,7 @@ The cells, and what is varied with each, are in `zero_matrix.CELLS`; to run one:
 
 import pytest
 import torch
-from zero_matrix import CELLS, RANKS, REFUSED, SAVED_AFTER, STEPS, errors, losses_of_seeds, run_cell
+from zero_matrix import CELLS, RANKS, SAVED_AFTER, STEPS, run_cell
 from zero_shards import block_of_elements
 from zero_worker import MOMENTS, difference
 
@@ -19,12 +19,10 @@ def is_quantized(name):
     return name in QUANTIZED or ("experts" in name and "weight" in name)
 
 
-def cells(names, quick=True):
+def cells(names):
     """Return parameters of a test: cells that `make test` does not run are marked as slow."""
     slow = pytest.mark.slow
-    return [
-        pytest.param(name, marks=[] if CELLS[name].quick and quick else [slow]) for name in names
-    ]
+    return [pytest.param(name, marks=[] if CELLS[name].quick else [slow]) for name in names]
 
 
 class Matrix:
@@ -222,32 +220,3 @@ def test_destroyed_engine_keeps_states_alive_only_where_it_keeps_adamws(matrix, 
     """DeepSpeed's stage 3, and experts with offload, keep every optimizer."""
     for rank in matrix.run(name):
         assert rank["AdamW kept"] or not rank["kept"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_deepspeed_refuses_or_fails_at_is_the_same_for_adamw(matrix, name):
-    """The day that DeepSpeed serves one of these, it becomes a cell."""
-    folder = str(matrix.folder / "refused")
-    for rank in matrix.ranks(RANKS).run(errors, name=name, folder=folder):
-        assert rank["Adam8bitBlockwise"] == rank["AdamW"]
-        assert REFUSED[name][1] in rank["AdamW"]
-
-
-# Elsewhere fp32 AdamW has no gap to compare with: in fp32 it is rounding of the seventh digit; fp16
-# skips other steps on 1 rank; bf16 masters are not fp32 AdamW's; experts are spread otherwise.
-GAPS = [n for n, c in CELLS.items() if c.precision in ("bf16", "accum32") and "moe" not in n]
-
-
-@pytest.mark.parametrize("name", cells(GAPS, quick=False))
-def test_loss_gap_of_one_and_two_ranks_is_at_most_twice_fp32_adamws(matrix, name):
-    """The mean over steps and five seeds: a single loss differs by chance."""
-    (alone,) = matrix.ranks(1).run(losses_of_seeds, timeout_s=280, name=name)
-    first, second = matrix.ranks(RANKS).run(losses_of_seeds, timeout_s=280, name=name)
-    gaps = {}
-    for (optimizer, seed), losses_alone in alone.items():
-        pairs = zip(first[optimizer, seed], second[optimizer, seed], strict=True)
-        together = [sum(pair) / RANKS for pair in pairs]
-        distance = [abs(a - b) for a, b in zip(losses_alone, together, strict=True)]
-        gaps[optimizer] = gaps.get(optimizer, 0.0) + sum(distance)
-    assert 0 < gaps["Adam8bitBlockwise"] <= 2 * gaps["AdamW"]

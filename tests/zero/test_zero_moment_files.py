@@ -17,13 +17,15 @@ from moment_samples import MOMENTS, NUMEL, PIECES, buffers, flipped_in, is_plain
 from places import GOLDEN
 
 import zero8  # noqa: F401  allows the pickles
+from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import CODECS, RETIRED, codec_named
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 from zero8.zero import moment_tensor, swap_file
-from zero8.zero.moment_tensor import MomentTensor, described, rebuild_moment
+from zero8.zero.moment_tensor import MomentTensor, moment_description, rebuild_moment
 
-SAVED = GOLDEN / "zero_moment_v2.pt"
+SAVED = GOLDEN / "zero_moment_v3.pt"
+FORMAT_2 = GOLDEN / "zero_moment_v2.pt"
 FORMAT_1 = GOLDEN / "zero_moment_v1.pt"
 
 
@@ -54,7 +56,7 @@ def test_save_and_load_with_weights_only_restores_every_byte(codec, which):
     y = torch.load(saved({"exp_avg": x}), weights_only=True)["exp_avg"]
     assert isinstance(y, MomentTensor) and same(buffers(y), buffers(x))
     assert y.store.table == x.store.table
-    assert (y.store.codec, y.store.which) == (x.store.codec, which)
+    assert (y.store.codec, y.store.name) == (x.store.codec, which)
 
 
 def test_pickle_round_trip_restores_every_byte():
@@ -77,14 +79,14 @@ def test_saved_file_takes_a_byte_per_element():
     assert content < size < content + 16 * 512 + 1024
     big = MomentStore.zeros(
         codec_named("log"),
-        "exp_avg",
+        ADAM.moment("exp_avg"),
         PieceTable((Piece(0, 2**20, 0, (4096, 256), 1, 256, "p"),), 2**20),
     )
     assert len(saved(MomentTensor(big)).getvalue()) < 1.03 * 2**20
 
 
 DAMAGES = {
-    "another version": (lambda d: d.update(version=3), "version 3"),
+    "another version": (lambda d: d.update(version=4), "version 4"),
     "another algorithm": (lambda d: d.update(algorithm="lion"), "algorithm 'lion'"),
     "unknown codec": (lambda d: d.update(codec=99), "codec number 99"),
     "piece with other size": (lambda d: d["pieces"][0].update(numel=599), "damaged"),
@@ -106,7 +108,7 @@ DAMAGES = {
 def test_load_with_damaged_description_is_refused(name):
     damage, message = DAMAGES[name]
     x = moment()
-    description = copy.deepcopy(described(x.store))
+    description = copy.deepcopy(moment_description(x.store))
     damage(description)
     with pytest.raises(ValueError, match=message):
         rebuild_moment(description, *buffers(x))
@@ -125,7 +127,7 @@ BUFFER_DAMAGES = {
 def test_load_with_damaged_buffers_is_refused(name):
     x = moment()
     with pytest.raises(ValueError, match="damaged"):
-        rebuild_moment(described(x.store), *BUFFER_DAMAGES[name](*buffers(x)))
+        rebuild_moment(moment_description(x.store), *BUFFER_DAMAGES[name](*buffers(x)))
 
 
 # --- The hash of the bytes -----------------------------------------------------------------------
@@ -190,7 +192,7 @@ def test_hash_is_the_xxh3_of_codes_scales_and_values_in_this_order(monkeypatch):
 
 def test_moments_that_were_saved_without_a_hash_are_not_compared():
     x = moment()
-    description, tensors = described(x.store), [tensor.clone() for tensor in buffers(x)]
+    description, tensors = moment_description(x.store), [tensor.clone() for tensor in buffers(x)]
     assert "hash" not in description
     tensors[0][700] ^= 1
     assert same(buffers(rebuild_moment(description, *tensors)), tensors)
@@ -200,7 +202,7 @@ def test_moments_that_were_saved_without_a_hash_are_not_compared():
 def test_load_with_a_hash_that_is_none_is_refused(value):
     x = moment()
     with pytest.raises(ValueError, match=r"8-bit moment: got a hash of .*; the file is damaged"):
-        rebuild_moment({**described(x.store), "hash": value}, *buffers(x))
+        rebuild_moment({**moment_description(x.store), "hash": value}, *buffers(x))
 
 
 UNLIKELY = {
@@ -230,7 +232,7 @@ def test_load_onto_the_meta_device_compares_nothing_and_saves_no_hash():
     x = moment()
     y = torch.load(saved(x), map_location="meta", weights_only=True)
     assert (y.device.type, y.store.table) == ("meta", x.store.table)
-    assert pickled_description(y) == described(x.store)
+    assert pickled_description(y) == moment_description(x.store)
 
 
 def test_load_of_fake_tensors_compares_nothing():
@@ -241,7 +243,7 @@ def test_load_of_fake_tensors_compares_nothing():
 
 def test_shared_moment_is_saved_without_a_hash():
     x = moment().share_memory_()
-    assert pickled_description(x) == described(x.store)
+    assert pickled_description(x) == moment_description(x.store)
     y = torch.load(saved(x), weights_only=True)
     assert same(buffers(y), buffers(x))
 
@@ -265,13 +267,14 @@ def test_description_in_a_swap_file_is_without_a_hash():
 # --- Files that are out in the world -------------------------------------------------------------
 
 
-def test_golden_file_reads_as_the_stored_values():
-    content = torch.load(SAVED, weights_only=True)
+@pytest.mark.parametrize("path", [FORMAT_2, SAVED], ids=["format 2", "format 3"])
+def test_golden_file_reads_as_the_stored_values(path):
+    content = torch.load(path, weights_only=True)
     assert sorted(content) == sorted(CODECS)
     for name, moments in content.items():
         assert sorted(moments) == sorted(MOMENTS)
         for which, (x, values) in moments.items():
-            assert (x.store.codec.name, x.store.which) == (name, which)
+            assert (x.store.codec.name, x.store.name) == (name, which)
             assert x.store.table == PieceTable(PIECES, NUMEL)
             assert torch.equal(x.dense(), values)
 

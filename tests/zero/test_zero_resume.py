@@ -2,7 +2,6 @@
 """Save, be killed, load in fresh processes, go on: bit for bit as if nothing had happened."""
 
 import itertools
-from functools import cache
 
 import pytest
 import torch
@@ -10,24 +9,20 @@ from ranks import report, run_ranks
 from zero_worker import config, difference, held, make_engine, train
 
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
+# Every cell of test_zero_matrix resumes in a fresh engine of the same process.  Fresh processes are
+# for one layout of each kind of wrapper.
 LAYOUTS = {
-    "zero2 offload": config(stage=2),
-    "zero2 offload, bf16": config(stage=2, dtype={}),
     "zero2 offload, bf16 masters": config(stage=2, dtype=BF16_MASTERS),
-    "zero3 offload": config(stage=3),
     "zero3 offload, bf16 masters": config(stage=3, dtype=BF16_MASTERS, stochastic_rounding="hash"),
-    "zero1": config(stage=1, offload=None),
-    "zero1 bf16, fp32 gradients": config(stage=1, offload=None, dtype={})
-    | {"data_types": {"grad_accum_dtype": "fp32"}},
     "no zero": config(stage=0, offload=None),
 }
 BEFORE, AFTER = 3, 3
 
 
-def train_through_and_save(layouts, folder):
+def train_through_and_save(folder):
     """Train without a break; train again, save after `BEFORE` steps; go on until killed."""
     result = {}
-    for name, ds_config in layouts.items():
+    for name, ds_config in LAYOUTS.items():
         ds_config = ds_config | {"gradient_clipping": 1.0}
         engine = make_engine(ds_config)
         losses = train(engine, BEFORE + AFTER)
@@ -40,10 +35,10 @@ def train_through_and_save(layouts, folder):
         train(engine, 1, first=step)
 
 
-def load_and_train(layouts, folder):
+def load_and_train(folder):
     """Load each checkpoint and train on."""
     result = {}
-    for name, ds_config in layouts.items():
+    for name, ds_config in LAYOUTS.items():
         engine = make_engine(ds_config | {"gradient_clipping": 1.0})
         path, _ = engine.load_checkpoint(folder, tag=name)
         assert path is not None
@@ -52,45 +47,29 @@ def load_and_train(layouts, folder):
     return result
 
 
-# Every cell of test_zero_matrix resumes in a fresh engine of the same process.  Fresh processes are
-# for one layout of each kind of wrapper; `make test-slow` takes the others.
-QUICK = ("zero2 offload, bf16 masters", "zero3 offload, bf16 masters", "no zero")
-SLOW = tuple(name for name in LAYOUTS if name not in QUICK)
-NAMES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return a function: of a layout, for each rank, what went through and what was resumed."""
-
-    @cache
-    def run(names):
-        folder = tmp_path_factory.mktemp("resume")
-        layouts = {name: LAYOUTS[name] for name in names}
-        # BF16_Optimizer collects garbage four times when it is made: seconds on a busy machine.
-        kwargs = {"layouts": layouts, "folder": str(folder / "checkpoints"), "timeout_s": 280}
-        through = run_ranks(train_through_and_save, 2, folder, kill=True, **kwargs)
-        # Not in standing ranks: ZeRO-3 replaces torch's linear in a process for good, by one that
-        # rounds bfloat16 otherwise.
-        return through, run_ranks(load_and_train, 2, folder, **kwargs)
-
-    def of(name):
-        through, resumed = run(QUICK if name in QUICK else SLOW)
-        return [(a[name], b[name]) for a, b in zip(through, resumed, strict=True)]
-
-    return of
+    """Return by layout, for each rank, what went through and what was resumed."""
+    folder = tmp_path_factory.mktemp("resume")
+    kwargs = {"folder": str(folder / "checkpoints"), "timeout_s": 280}
+    through = run_ranks(train_through_and_save, 2, folder, kill=True, **kwargs)
+    # Not in standing ranks: ZeRO-3 replaces torch's linear in a process for good, by one that
+    # rounds bfloat16 otherwise.
+    resumed = run_ranks(load_and_train, 2, folder, **kwargs)
+    ranks = list(zip(through, resumed, strict=True))
+    return {name: [(a[name], b[name]) for a, b in ranks] for name in LAYOUTS}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_resume_in_fresh_processes_is_bit_identical(runs, name):
-    for through, resumed in runs(name):
+    for through, resumed in runs[name]:
         assert difference(through, resumed) == ""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_resumed_run_has_moved_and_its_state_is_8bit(runs, name):
     """What the test above compares is not empty."""
-    for rank, (_, resumed) in enumerate(runs(name)):
+    for rank, (_, resumed) in enumerate(runs[name]):
         losses, states = resumed["losses"], resumed["states"]
         assert len(set(losses)) == AFTER
         assert {state["step"] for state in states} == {BEFORE + AFTER}
@@ -98,6 +77,6 @@ def test_resumed_run_has_moved_and_its_state_is_8bit(runs, name):
         codes = [c for c in codes if c is not None]
         assert all(c.dtype == torch.uint8 for c in codes), rank
         assert sum(c.unique().numel() for c in codes) > 100
-    (_, resumed), *_ = runs(name)
+    (_, resumed), *_ = runs[name]
     dtype = torch.bfloat16 if "bf16 masters" in name else torch.float32
     assert resumed["states"][0]["master"].dtype == dtype

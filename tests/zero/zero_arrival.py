@@ -14,12 +14,13 @@ import torch
 from nvme_worker import make_tower, nvme_config, swapped_in, swapper_of
 from zero_worker import Bag, base_optimizer, config, difference, make_engine, plain, take_step
 
+from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import CODECS
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
 from zero8.zero import swap_file
-from zero8.zero.moment_tensor import MomentTensor, described, rebuild_moment
-from zero8.zero.swap_file import HEADER_BYTES, Header
+from zero8.zero.moment_tensor import MomentTensor, moment_description, rebuild_moment
+from zero8.zero.swap_file import HEADER_BYTES, SwapHeader
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -90,7 +91,7 @@ def other_codec(which):
     def change(moments):
         for name in which:
             store = moments[name].store
-            other = MomentStore.zeros(CODECS["dynamic"], name, store.table)
+            other = MomentStore.zeros(CODECS["dynamic"], ADAM.moment(name), store.table)
             other.write(0, store.read(0, store.table.numel))
             moments[name] = MomentTensor(other)
         return moments
@@ -237,7 +238,7 @@ BAD_PIECES = {
 def test_unpickled_moment_with_a_damaged_table_is_refused(partitions, name):
     _, optimizer, p = partitions[2]
     for store in (optimizer.state[p][which].store for which in MOMENTS):
-        description = described(store)
+        description = moment_description(store)
         for piece in description["pieces"]:
             BAD_PIECES[name](piece)
         with pytest.raises(ValueError, match="8-bit moment: its description is damaged"):
@@ -269,7 +270,7 @@ def file_with(data, text, change):
         raw = buffer.view(-1).view(torch.uint8)
         memory[offset : offset + len(raw)] = raw
         offset += swap_file.aligned(len(raw), swap_file.TENSOR_ALIGNMENT_BYTES)
-    header = Header.parsed(bytes(data[:HEADER_BYTES].numpy()), "file")
+    header = SwapHeader.parsed(bytes(data[:HEADER_BYTES].numpy()), "file")
     num_bytes = (*(buffer.nbytes for buffer in buffers), 0)
     header = header._replace(checksum=0, description_bytes=len(text), num_bytes=num_bytes)
     swap_file._put(memory, 0, header.packed())
@@ -313,7 +314,7 @@ def test_zero3_nvme_file_that_was_crafted_is_fitted_or_refused(tower, name):
     path = swapper.state_path(p)
     with open(path, "rb") as file:
         data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-    header = Header.parsed(bytes(data[:HEADER_BYTES].numpy()), path)
+    header = SwapHeader.parsed(bytes(data[:HEADER_BYTES].numpy()), path)
     text = bytes(data[HEADER_BYTES : HEADER_BYTES + header.description_bytes].numpy())
     crafted = file_with(data, text, change)
     swapper.expect_other_files()  # as if a checkpoint had brought it

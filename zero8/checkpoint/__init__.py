@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversions between the states of zero8 and of other optimizers."""
+"""Checkpoints: complete or not there, read as data, and written for others.
+
+It imports nothing: importing one of its rooms runs this file.
+"""

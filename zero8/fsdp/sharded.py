@@ -11,7 +11,7 @@ from itertools import chain
 from torch import Tensor
 
 from zero8.state.extent import Extent, local
-from zero8.state.kind import Contents
+from zero8.state.kind import RecordKey
 from zero8.state.params import ParamInfo
 from zero8.state.table import Piece
 from zero8.state.whole import WholeTensor
@@ -30,7 +30,7 @@ class ShardedTensor(WholeTensor):
         """See `StateKind`."""
         self._extent(p, self._parameter(info))
 
-    def contents(self, states: Sequence[dict]) -> Contents:
+    def contents(self, states: Sequence[dict]) -> RecordKey:
         """See `StateKind`."""
         entries = chain.from_iterable(map(dict.values, states))
         return list(map(tuple, states)), list(map(local, entries))

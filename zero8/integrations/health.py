@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zero8.checkpoint.statistics import NUM_CODES, MomentCounts
+from zero8.checkpoint.read.statistics import NUM_CODES, MomentCounts
 from zero8.optimizer import Adam8bitBlockwise
 from zero8.ranks import numbers
 from zero8.state.extent import local
-from zero8.state.header import MOMENTS
 from zero8.state.store import MomentStore
 from zero8.zero.active import innermost
 
@@ -56,12 +55,12 @@ def health(optimizer: Adam8bitBlockwise) -> dict[str, float]:
         "share_8bit": in_8bit / max(1, in_8bit + in_fp32),
         "nonfinite_blocks": optimizer.nonfinite_blocks,
     }
-    for which, of_one in zip(MOMENTS, zip(*stores, strict=True), strict=False):
+    for of_one in zip(*stores, strict=True):
         if sample := list(_runs([store.codes for store in of_one])):
             codes = torch.cat([run.cpu() for run in sample])
             counts = MomentCounts(torch.bincount(codes, minlength=NUM_CODES))
-            summary = counts.summary(getattr(optimizer.codec, which))
-            values |= {f"{which}_{end}": summary[end] for end in ("at_top", "at_floor")}
+            summary = counts.summary(optimizer.codec.code_of(of_one[0].rule))
+            values |= {f"{of_one[0].name}_{end}": summary[end] for end in ("at_top", "at_floor")}
     if (share := _clipped(optimizer, moments)) is not None:
         values["clipped"] = share
     prefix = "zero8/" if numbers.num_ranks() == 1 else f"zero8/rank{numbers.rank()}/"

@@ -9,8 +9,9 @@ of the function joins the next.
 The kernels guess the piece by the pattern of x, which grows almost as its logarithm, and go on to
 the next one above its joint.  They estimate the number of entries by that piece, and compare with
 the exact threshold only where the estimate is within 2^-12 of an integer.  For that the estimate
-has to be an integer at every threshold.  So the first entry of m, which has a decade of its own,
-and the last of all, 1.0, have lines of their own.  Of v nothing but 0 is taken for 0.
+has to be an integer at every threshold.  So the first entry of the signed map, which has a decade
+of its own, and the last of all, 1.0, have lines of their own.  In the unsigned map nothing but 0 is
+taken for 0.
 """
 
 from functools import lru_cache
@@ -42,7 +43,7 @@ Pattern = TypeVar("Pattern", int, np.ndarray)
 def dynamic_maps() -> np.ndarray:
     """Return the tables of both maps: one record of `DYNAMIC_MAPS`."""
     maps = np.zeros(1, DYNAMIC_MAPS)
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name in maps.dtype.names or ():
         code = getattr(CODECS["dynamic"], name)
         record = maps[name]
         levels = code.levels.numpy()

@@ -4,7 +4,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import ModuleType
 
@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero8.algorithms.adam import ADAM
 from zero8.op import build
 from zero8.op.dynamic_tables import dynamic_maps
-from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, SEGMENT, STEP_SCALARS
+from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, SEGMENT, scalars_dtype
 from zero8.op.threads import alive, host_share, step_threads
+from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.spec.buffers import check_buffer
 from zero8.spec.grid import check_block_size
-from zero8.spec.scalars import StepScalars
 from zero8.spec.segment import Segment
 
 # Dtypes of parameters, and for each the dtypes of its gradients.
@@ -95,18 +96,41 @@ def step(
 def packed(
     segments: Sequence[Segment], device: torch.device = CPU
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the kernel's structs for segments on a device, and for the scalars they refer to."""
+    """Return the kernel's structs for segments on a device, and for the scalars they refer to.
+
+    Args:
+        segments: of one algorithm.
+        device: where their tensors must be.
+    """
     distinct = dict.fromkeys(segment.scalars for segment in segments)
     scalars = {key: number for number, key in enumerate(distinct)}
+    algorithm = segments[0].algorithm if segments else ADAM
+    return records_of(segments, device, scalars), packed_scalars(algorithm, scalars)
+
+
+def records_of(
+    segments: Sequence[Segment], device: torch.device, scalars: Mapping[Scalars, int]
+) -> np.ndarray:
+    """Return the kernel's structs for segments on a device.
+
+    Args:
+        segments: what they describe.
+        device: where their tensors must be.
+        scalars: the number of each segment's scalars; those that are not in it get 0.
+
+    Raises:
+        ValueError: if a tensor has the wrong dtype, device, layout or size.
+    """
     records = np.zeros(len(segments), SEGMENT)
     for record, segment in zip(records, segments, strict=True):
-        _fill(record, segment, scalars[segment.scalars], device)
-    return records, packed_scalars(scalars)
+        _fill(record, segment, device)
+        record["scalars"] = scalars.get(segment.scalars, 0)
+    return records
 
 
-def packed_scalars(scalars: Iterable[StepScalars]) -> np.ndarray:
-    """Return the kernel's structs for scalars, in order."""
-    return np.array(list(scalars), STEP_SCALARS)
+def packed_scalars(algorithm: Algorithm, scalars: Iterable[Scalars]) -> np.ndarray:
+    """Return the kernel's structs for scalars of an algorithm, in order."""
+    return np.array(list(scalars), scalars_dtype(algorithm))
 
 
 def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) -> None:
@@ -212,34 +236,35 @@ def copy(
     module().copy(arrays[0], arrays[1], arrays[2:], param.numel(), alive(threads))
 
 
-def _fill(record: np.void, segment: Segment, scalars: int, device: torch.device) -> None:
-    def check(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> None:
-        check_buffer(name, tensor, numel, dtypes, device)
+def _fill(record: np.void, segment: Segment, device: torch.device) -> None:
+    def check(name: str, tensor: Tensor | None, numel: int, *dtypes: torch.dtype) -> int:
+        return check_buffer(name, tensor, numel, dtypes, device).data_ptr()
 
-    numel = segment.param.numel()
+    numel, codec = segment.param.numel(), segment.codec
     check_block_size(segment.grid.block_size)
-    check("param", segment.param, numel, *DTYPES)
-    check("grad", segment.grad, numel, *DTYPES[segment.param.dtype])
-    record["param"], record["grad"] = segment.param.data_ptr(), segment.grad.data_ptr()
-    for name in ("exp_avg", "exp_avg_sq"):
-        moment = getattr(segment, name)
-        check(name, moment.values, numel, torch.uint8 if segment.codec else torch.float32)
-        record[name] = moment.values.data_ptr()
-        if segment.codec:
+    record["param"] = check("param", segment.param, numel, *DTYPES)
+    record["grad"] = check("grad", segment.grad, numel, *DTYPES[segment.param.dtype])
+    rules = segment.algorithm.moments
+    for place, (rule, moment) in enumerate(zip(rules, segment.moments, strict=True)):
+        # A view of one item, through which its fields are set.
+        of_moment = record["moments"][place : place + 1]
+        dtype = torch.float32 if codec is None else torch.uint8
+        of_moment["values"] = check(rule.name, moment.values, numel, dtype)
+        of_moment["codec"] = FLOAT32_MOMENTS if codec is None else codec.number
+        of_moment["phase"] = moment.phase
+        if codec is not None:
             num_scales = segment.grid.num_blocks_touched(segment.first, numel)
-            num_scales *= math.prod(getattr(segment.codec, name).scale_shape)
-            check(f"{name}_scale", moment.scales, num_scales, torch.float32)
-            record[f"{name}_scale"] = moment.scales.data_ptr()
-            record[f"num_{name}_scales"] = num_scales
+            num_scales *= math.prod(codec.code_of(rule).scale_shape)
+            name = f"{rule.name}_scale"
+            of_moment["scales"] = check(name, moment.scales, num_scales, torch.float32)
+            of_moment["num_scales"] = num_scales
     if segment.correction is not None:
         check("param with a correction", segment.param, numel, torch.bfloat16)
-        check("correction", segment.correction, numel, torch.int8)
-        record["correction"] = segment.correction.data_ptr()
+        record["correction"] = check("correction", segment.correction, numel, torch.int8)
     record["numel"], record["first"] = numel, segment.first
     record["row_length"] = segment.grid.row_length
     record["block_size"] = segment.grid.block_size
-    record["codec"] = FLOAT32_MOMENTS if segment.codec is None else segment.codec.number
+    record["algorithm"] = segment.algorithm.number
     record["param_dtype"] = DTYPE_NUMBERS[segment.param.dtype]
     record["grad_dtype"] = DTYPE_NUMBERS[segment.grad.dtype]
-    record["rounding"], record["scalars"] = segment.rounding, scalars
-    record["moment_phase"], record["param_phase"] = segment.moment_phase, segment.param_phase
+    record["rounding"], record["param_phase"] = segment.rounding, segment.param_phase

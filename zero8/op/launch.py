@@ -68,7 +68,7 @@ class Launch:
             num_blocks=int(first_blocks[-1]),
             team_threads=team_threads,
             teams=max(1, MIN_THREADS // team_threads),
-            uses_maps=bool((records["codec"] == CODECS["dynamic"].number).any()),
+            uses_maps=bool((records["moments"]["codec"] == CODECS["dynamic"].number).any()),
         )
 
     def grid(self, resident: int) -> int:

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locks that zero8 takes, of builds and of folders, and those of torch's builds that it finds.
+"""Locks of builds: zero8's own, and those of torch's builds that it finds.
 
-Ours are held through `flock`, so the operating system releases them however their holder ends.
 torch's is a file `lock` in the folder of the build.  A build that is killed leaves it behind, and
 every later build of plain DeepSpeed waits for it without end.  The file is empty: whether its
 holder lives can only be guessed, and nothing here removes one.
 """
 
-import fcntl
 import logging
 import os
 import re
@@ -16,8 +14,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
+
+from zero8 import flock
 
 ANOTHER_PLACE = "TORCH_EXTENSIONS_DIR chooses another place"
 
@@ -35,40 +35,23 @@ logger = logging.getLogger("zero8")
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a file lock, which the operating system releases however the process ends.
+    """Hold the lock of a build; a process that waits for it says for whom.
 
     Raises:
         RuntimeError: if files cannot be written, the lock's or within the block.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+") as file:
-            _acquire(file)
+        with flock.opened(path) as file:
+            _acquire(file, path)
             yield
     except OSError as error:
         raise RuntimeError(f"{path.parent} ({ANOTHER_PLACE}): {error}") from error
 
 
-def taken_for_good(path: Path) -> tuple[TextIO | None, str]:
-    """Take a file lock until the file that is returned is closed, or the process ends.
-
-    Returns:
-        The file, or None if another process has the lock; who has it.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
-    file = open(path, "a+")
-    if not _taken(file, fcntl.LOCK_EX):
-        with file:
-            return None, _holder(file)
-    _sign(file)
-    return file, _holder(file)
-
-
-def _acquire(file: TextIO) -> None:
+def _acquire(file: FileIO, path: Path) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not _taken(file, fcntl.LOCK_EX):
+    while not flock.take(file):
         if time.monotonic() > deadline:
             logger.warning(
                 "zero8: has waited %.0f s for %s, which has locked %s to build an op. This process "
@@ -76,35 +59,12 @@ def _acquire(file: TextIO) -> None:
                 "a network file system can keep the lock of a dead host), remove that file and "
                 "start again",
                 PATIENCE_S,
-                _holder(file),
-                file.name,
+                flock.holder(path),
+                path,
             )
-            fcntl.flock(file, fcntl.LOCK_EX)
-            break
+            flock.wait_for(file)
+            return
         time.sleep(_POLL_S)
-    _sign(file)
-
-
-def _sign(file: TextIO) -> None:
-    file.seek(0)
-    file.truncate()
-    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
-    file.flush()
-
-
-def _taken(file: TextIO, kind: int) -> bool:
-    """Take the lock if it is free; return whether it was."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _holder(file: TextIO) -> str:
-    file.seek(0)
-    return file.read() or "another process, which has not said who it is"
 
 
 @dataclass(frozen=True)
@@ -147,9 +107,9 @@ def find(root: Path) -> list[Lock]:
 
 
 def _of_zero8(path: Path) -> Lock | None:
-    with suppress(OSError), open(path) as file:  # it may be another user's
-        if not _taken(file, fcntl.LOCK_SH):
-            return Lock(str(path), _age(path), _holder(file), removable=False)
+    with suppress(OSError):  # it may be another user's
+        if flock.is_held(path):
+            return Lock(str(path), _age(path), flock.holder(path), removable=False)
     return None
 
 

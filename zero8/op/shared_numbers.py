@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from zero8.algorithms.table import ALGORITHMS
 from zero8.op import dynamic_tables, structs
 from zero8.spec import blocks, dither, grid, log, reference
+from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import CODECS, MomentCode
 from zero8.spec.dynamic import DynamicCode
 from zero8.spec.log import LogCode, Octaves, SignedLogCode
@@ -38,7 +40,8 @@ _CODES = {
     DynamicCode: {"zero_code": "kZeroCode", "min_scale": "kMinScale"},
 }
 _STRUCTS = {
-    "StepScalars": structs.STEP_SCALARS,
+    **{f"{one.name.capitalize()}Scalars": structs.scalars_dtype(one) for one in ALGORITHMS},
+    "Moment": structs.MOMENT,
     "Segment": structs.SEGMENT,
     "DynamicMap": structs.DYNAMIC_MAP,
     "DynamicMaps": structs.DYNAMIC_MAPS,
@@ -64,7 +67,7 @@ def assertions(namespace: str, numbers: Mapping[str, float]) -> str:
 def op_source() -> str:
     """Return a C++ file for the op, which is nothing but assertions."""
     headers = '#define ZERO8_TARGET numbers\n#include "check.h"\n#include "vec_scalar.h"\n'
-    headers += '#include "update.h"\n'
+    headers += '#include "moments.h"\n#include "adam.h"\n'
     numbers = shared_numbers() | offsets() | {"kMaxElements": grid.MAX_NUMEL}
     return headers + assertions("numbers", numbers)
 
@@ -85,6 +88,8 @@ def shared_numbers() -> dict[str, float]:
         "kSaturation": blocks.SATURATION,
         "kOneBits": log.ONE_BITS,
         "kMaxHashed": structs.MAX_HASHED,
+        "kMaxMoments": structs.MAX_MOMENTS,
+        "kNumAlgorithms": len(ALGORITHMS) + 1,
         "kPieceFactor": dynamic_tables.PIECE_FACTOR,
         "kPieceShift": dynamic_tables.PIECE_SHIFT,
         "kElementStep": dither.ELEMENT_STEP,
@@ -95,10 +100,12 @@ def shared_numbers() -> dict[str, float]:
         "kHashFactor2": dither.HASH_FACTORS[1],
     }
     for one in CODECS.values():
-        for moment, part in (("exp_avg", "MCode"), ("exp_avg_sq", "VCode")):
-            code, name = getattr(one, moment), one.name.capitalize()
-            numbers[f"kScalesPerBlock[k{name}].{moment}"] = math.prod(code.scale_shape)
-            numbers |= _numbers_of_code(f"{name}Pair::{part}", code)
+        for sign, is_signed in (("of_signed", "true"), ("of_unsigned", "false")):
+            code, name = getattr(one, sign), one.name.capitalize()
+            numbers[f"kScalesPerBlock[k{name}].{sign}"] = math.prod(code.scale_shape)
+            numbers |= _numbers_of_code(f"In{name}::Code<{is_signed}>", code)
+    for algorithm in ALGORITHMS:
+        numbers |= _numbers_of_algorithm(algorithm)
     for name, layout in _STRUCTS.items():
         numbers[f"sizeof({name})"] = layout.itemsize
         for field, (dtype, *_) in _fields(layout).items():
@@ -126,6 +133,14 @@ def _numbers_of_code(name: str, code: MomentCode | Octaves) -> dict[str, float]:
         numbers[f"{name}::kJoint"] = float(code.narrow.levels[code.JOINT])
         numbers |= _numbers_of_code(f"{name}::Narrow", code.narrow)
         numbers |= _numbers_of_code(f"{name}::Wide", code.wide)
+    return numbers
+
+
+def _numbers_of_algorithm(algorithm: Algorithm) -> dict[str, float]:
+    name, signs = f"k{algorithm.name.capitalize()}", f"kMomentSigns[{algorithm.number}]"
+    numbers: dict[str, float] = {name: algorithm.number, f"{signs}.count": len(algorithm.moments)}
+    for place, rule in enumerate(algorithm.moments):
+        numbers[f"{signs}.is_signed[{place}]"] = rule.is_signed
     return numbers
 
 

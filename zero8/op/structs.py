@@ -7,32 +7,32 @@ The build of the op compares them with the structs: `zero8.op.shared_numbers`.
 import numpy as np
 import torch
 
-from zero8.spec.scalars import StepScalars
+from zero8.algorithms.table import ALGORITHMS
+from zero8.spec.algorithm import Algorithm
 
-STEP_SCALARS = np.dtype([(name, "f4") for name in StepScalars._fields])
+MAX_MOMENTS = 2
+"""Of any algorithm; records have a place for each."""
+MOMENT = np.dtype(
+    [("values", "u8"), ("scales", "u8"), ("num_scales", "i8"), ("codec", "i4"), ("phase", "u4")]
+)
 SEGMENT = np.dtype(
     [
         ("param", "u8"),
         ("grad", "u8"),
-        ("exp_avg", "u8"),
-        ("exp_avg_sq", "u8"),
-        ("exp_avg_scale", "u8"),
-        ("exp_avg_sq_scale", "u8"),
         ("correction", "u8"),
+        ("moments", MOMENT, MAX_MOMENTS),
         ("numel", "i8"),
         ("first", "i8"),
         ("row_length", "i8"),
-        ("num_exp_avg_scales", "i8"),
-        ("num_exp_avg_sq_scales", "i8"),
         ("nonfinite_blocks", "i8"),
         ("block_size", "i4"),
-        ("codec", "i4"),
+        ("algorithm", "i4"),
         ("param_dtype", "i4"),
         ("grad_dtype", "i4"),
         ("rounding", "i4"),
         ("scalars", "i4"),
-        ("moment_phase", "u4"),
         ("param_phase", "u4"),
+        ("unused", "i4"),
     ]
 )
 DYNAMIC_MAP = np.dtype(
@@ -47,14 +47,15 @@ DYNAMIC_MAP = np.dtype(
         ("smallest", "u4"),
     ]
 )
-DYNAMIC_MAPS = np.dtype([("exp_avg", DYNAMIC_MAP), ("exp_avg_sq", DYNAMIC_MAP)])
+DYNAMIC_MAPS = np.dtype([("of_signed", DYNAMIC_MAP), ("of_unsigned", DYNAMIC_MAP)])
 KEPT_PIECE = np.dtype(
     [
         ("param_offset", "u8"),
         ("grad_offset", "u8"),
         ("owner", "i8"),
-        ("moment_key", "u4"),
+        ("moment_keys", "u4", MAX_MOMENTS),
         ("param_key", "u4"),
+        ("unused", "u4"),
     ]
 )
 TENSOR = np.dtype(
@@ -68,3 +69,18 @@ WITHOUT_MEMORY = -1
 """The kind of a `TENSOR` that has no memory of its own."""
 MAX_HASHED = 128
 """Up to how many elements of an int64 tensor the contents count."""
+
+_MOST_SCALARS = max(len(one.scalars_type._fields) for one in ALGORITHMS)
+
+
+def scalars_dtype(algorithm: Algorithm) -> np.dtype:
+    """Return the struct of an algorithm's scalars, as long as that of any."""
+    names = algorithm.scalars_type._fields
+    return np.dtype(
+        {
+            "names": list(names),
+            "formats": ["f4"] * len(names),
+            "offsets": [4 * place for place in range(len(names))],
+            "itemsize": 4 * _MOST_SCALARS,
+        }
+    )

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from zero8.algorithms.adam import ADAM
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup
 from zero8.spec.codec import codec_named
 from zero8.spec.grid import BlockGrid
-from zero8.state.header import MOMENTS
 
 FP32_MOMENT_BYTES = 8
 """Bytes per element of the two moments of an fp32 Adam."""
@@ -108,5 +108,6 @@ def _moment_bytes(setup: Setup, grid: BlockGrid | None, first: int, numel: int) 
     if grid is None:
         return FP32_MOMENT_BYTES * numel
     codec = codec_named(setup.codec)
-    scales = sum(math.prod(getattr(codec, which).scale_shape) for which in MOMENTS)
-    return len(MOMENTS) * numel + 4 * scales * grid.num_blocks_touched(first, numel)
+    moments = ADAM.moments
+    scales = sum(math.prod(codec.code_of(rule).scale_shape) for rule in moments)
+    return len(moments) * numel + 4 * scales * grid.num_blocks_touched(first, numel)

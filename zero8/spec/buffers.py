@@ -13,8 +13,8 @@ def check_buffer(
     numel: int,
     dtypes: Collection[torch.dtype],
     device: torch.device | None = None,
-) -> None:
-    """Raise ValueError unless a tensor is contiguous memory for this many elements.
+) -> Tensor:
+    """Return the tensor; raise ValueError unless it is contiguous memory for this many elements.
 
     Args:
         name: what to call it.
@@ -26,6 +26,7 @@ def check_buffer(
     tensor = check_entry(name, tensor, numel, dtypes, device)
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: got strides {tensor.stride()}, expected a contiguous tensor")
+    return tensor
 
 
 def check_entry(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 8-bit formats of the two Adam moments: the written definition, in plain PyTorch.
+"""The 8-bit formats of moments: the written definition, in plain PyTorch.
 
 A moment is cut into blocks (`zero8.spec.grid`); each block keeps float32 scales, each element a
 code.  Two rules hold for every codec:
@@ -7,9 +7,10 @@ code.  Two rules hold for every codec:
 * quantize is idempotent: for all codes and scales that quantize can produce,
   `quantize(dequantize(codes, scales))` returns them, scales included;
 * zero means zero: an element decodes to 0 exactly when its float32 value was 0, except that a
-  first moment may round to 0; a second moment v > 0 is never stored as 0.
+  signed moment may round to 0; what is never negative is stored as 0 only if it is 0.
 
-Codecs:
+A codec has one code for moments that can be negative, such as Adam's first one, m, and one for
+those that cannot, such as its second one, v:
 
 * `log` (`zero8.spec.log`): m is a sign and 4 octaves of 32 levels, in blocks with many small
   elements 8 octaves of 16, nearest; v is on a logarithmic scale between the block's largest and
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
+from zero8.spec.algorithm import MomentRule
 from zero8.spec.dynamic import DynamicCode
 from zero8.spec.log import LogCode, SignedLogCode
 from zero8.spec.retired import LogRootCode, SignMagnitudeLogCode
@@ -37,12 +39,16 @@ MomentCode = SignedLogCode | LogCode | DynamicCode | RetiredCode
 
 @dataclass(frozen=True)
 class Codec:
-    """The pair of codes for the two moments, and the number that kernels and files know it by."""
+    """The codes of signed and of unsigned moments, and the number that kernels and files use."""
 
     name: str
     number: int
-    exp_avg: MomentCode
-    exp_avg_sq: MomentCode
+    of_signed: MomentCode
+    of_unsigned: MomentCode
+
+    def code_of(self, moment: MomentRule) -> MomentCode:
+        """Return the code of a moment."""
+        return self.of_signed if moment.is_signed else self.of_unsigned
 
 
 CODECS = {
@@ -93,7 +99,7 @@ def quantize(
         block: (numel,) int64, the block of each element, ascending from 0.
         num_blocks: number of blocks.
         dither: (numel,) int64 of `zero8.spec.dither.in_blocks`, or None to round to nearest.
-        settling: of a step's first moment, which has to be able to decay to 0: see (C2').
+        settling: of a step's signed moment, which has to be able to decay to 0: see (C2').
 
     Returns:
         codes: (numel,) uint8.  scales: (num_blocks, *code.scale_shape) float32.
@@ -113,7 +119,7 @@ def dequantize(
 ) -> Tensor:
     """Return the moment that `codes` stand for, times `gain`.
 
-    With the decay rate as gain this is the first term of Adam's moving average.
+    With the decay rate as gain this is the first term of a moving average.
 
     Returns: (numel,) float32.
     """

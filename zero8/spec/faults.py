@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong with codes and scales that came from outside.
 
-A step takes for granted that they decode to finite numbers, second moments to none below zero: one
-that does not makes weights NaN, and nothing says so.
+A step takes for granted that they decode to finite numbers, and to none below zero where a moment
+cannot be negative: one that does not makes weights NaN, and nothing says so.
 """
 
 import math
@@ -38,8 +38,8 @@ def fault(code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: BlockN
     if isinstance(code, LogCode):
         return _fault_of_log(code, codes, scales, block_numbers)
     if isinstance(code, SignMagnitudeLogCode | LogRootCode):  # read once, then encoded again
-        which, every = "exp_avg" if code.signed else "exp_avg_sq", block_numbers(0, codes.numel())
-        return fault_of_values(which, dequantize(code, codes, scales, every))
+        every = block_numbers(0, codes.numel())
+        return fault_of_values(dequantize(code, codes, scales, every), is_signed=code.signed)
     if isinstance(code, SignedLogCode):
         largest = torch.where(scales < 0, code.wide.top, code.narrow.top) * scales
         if not largest.isfinite().all():
@@ -49,12 +49,12 @@ def fault(code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: BlockN
     return ""
 
 
-def fault_of_values(which: str, values: Tensor) -> str:
+def fault_of_values(values: Tensor, *, is_signed: bool) -> str:
     """Return what is wrong with a moment in float32, "" if nothing is.
 
     Args:
-        which: `exp_avg` or `exp_avg_sq`.
         values: of any shape.
+        is_signed: whether it can be negative.
     """
     largest = torch.finfo(torch.float32).max
     if values.dtype == torch.float64 and values.numel() and values.abs().max() > largest:
@@ -62,7 +62,7 @@ def fault_of_values(which: str, values: Tensor) -> str:
     # A sum is not finite if one of its terms is not: one pass, and no copy.
     if not math.isfinite(values.sum(dtype=torch.float64)):
         return "a value that is not finite"
-    if which == "exp_avg_sq" and values.numel() and values.min() < 0:
+    if not is_signed and values.numel() and values.min() < 0:
         return "a negative value"
     return ""
 

@@ -18,6 +18,12 @@ ONE_BITS = 0x3F800000
 """Bit pattern of 1.0, where the levels of first moments start to count."""
 
 
+def settling(beta: float) -> float:
+    """Return the settling of equation (C2') for a moment that each step multiplies by `beta`."""
+    # float32 tells it from 1.
+    return 1 + max(2.0**-20, 0.97 * min(1.0, 1 / beta - 1 if beta else 1.0))
+
+
 @dataclass(frozen=True)
 class Octaves:
     """Levels of magnitude: linear near 0, and above octaves of 2^mantissa_bits levels each.
@@ -33,12 +39,12 @@ class Octaves:
     Steps round to nearest, but down where nearest would undo a moment's decay:
 
     k = (min(bits(y) + half a cell, bits(y')) - bits(1)) >> (23 - mantissa_bits)            (C2')
-    y' = fma(|x|, 1/scale * settling, 1),  settling = 1 + 0.97 (1/beta1 - 1), at most 2
+    y' = fma(|x|, 1/scale * settling, 1),  settling = 1 + 0.97 (1/beta - 1), at most 2
 
-    Nearest rounding holds codes that the decay by beta1 moves by less than half a cell, such as all
-    below 0.5/(1 - beta1): a first moment whose gradient has ended would never reach 0 while v
+    Nearest rounding holds codes that the decay by beta moves by less than half a cell, such as all
+    below 0.5/(1 - beta): a first moment whose gradient has ended would never reach 0 while v
     decays, and its updates would grow up to their bound.  Decayed from a code's level l * scale, y'
-    is 1 + l (0.97 + 0.03 beta1) < 1 + l, so every code decays.
+    is 1 + l (0.97 + 0.03 beta) < 1 + l, so every code decays.
     """
 
     mantissa_bits: int

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer step in plain PyTorch: slow, literal, and the oracle for every kernel.
 
-One step of AdamW (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2) on 8-bit moments.  With
-g the gradient, m and v the moments, and every operation rounded once as `arithmetic.py` says:
+One step of an algorithm on 8-bit moments.  With g the gradient, p the parameter, and every
+operation rounded once as `arithmetic.py` says:
 
     g  = sign * g                                          maximize                          (R1)
     g  = fma(l2, p, g)                                     only where weight decay is L2
-    m' = fma(1-beta1, g, M)      M = beta1*m  decoded with beta1 folded into the scale       (R2)
-    h  = sqrt(1-beta2) * g
-    v' = fma(h, h, V)            V = beta2*v  decoded with beta2 folded in                   (R3)
-    d  = fma(sqrt(v'), 1/sqrt(1-beta2^t), eps)             eps at least 2^-126               (R4)
-    r  = m'/d, clipped to +-max_ratio                      equation (S1) of scalars.py          (R5)
-    p  = fma(-lr/(1-beta1^t), r, (1 - lr*weight_decay) * p)                                  (R6)
+    moments', p' = the algorithm's                         (R2)-(R6) of zero8/algorithms/
     p  rounded to bfloat16 where the parameter is          equation (D2) of dither.py           (R7)
-    m, v = quantize(m'), quantize(v')                      (C1)-(C9) of log.py and dynamic.py   (R8)
+    moments = quantize(moments')                           (C1)-(C9) of log.py and dynamic.py   (R8)
 
 A block in which any g (after (R1)) is NaN, infinite, or at least 2^63 in magnitude, so that its
 square could overflow, is left exactly as it was, parameter and moments, and counted.  So is one in
-which any m' is not finite, or any v' not finite or with the sign of negative numbers: what steps
-make of finite gradients is never so, but a state may have come from anywhere.
+which any new moment is not finite, or has the sign of negative numbers though it cannot be
+negative: what steps make of finite gradients is never so, but a state may have come from anywhere.
 """
 
 import torch
@@ -26,6 +21,7 @@ from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
 from zero8.spec import dither
+from zero8.spec.algorithm import MomentRule
 from zero8.spec.codec import dequantize, quantize
 from zero8.spec.segment import Moment, Rounding, Segment
 
@@ -37,43 +33,36 @@ _BF16_INFINITY = 0x7F80
 
 def step(segment: Segment) -> int:
     """Take one step on a segment, in place; return the number of blocks left as they were."""
-    s = segment.scalars
+    s, algorithm = segment.scalars, segment.algorithm
+    moments = list(zip(algorithm.moments, segment.moments, strict=True))
     block, num_blocks = segment.grid.block_numbers(segment.first, segment.param.numel())
     p = ieee.flush(_wide_param(segment))
     g = ieee.mul(s.grad_sign, segment.grad.float())
     if s.l2 != 0.0:
         g = ieee.fma(s.l2, p, g)
-    m = ieee.fma(s.one_minus_beta1, g, _decayed_exp_avg(segment, block))
-    h = ieee.mul(s.sqrt_one_minus_beta2, g)
-    v = ieee.fma(h, h, _decayed_exp_avg_sq(segment, block))
+    decoded = [_decoded(segment, rule, moment, block) for rule, moment in moments]
+    new, carried = algorithm.advance(s, g, decoded)
 
+    valid = g.abs() < GRADIENT_LIMIT
+    for (rule, _), x in zip(moments, new, strict=True):
+        valid &= x.isfinite() if rule.is_signed else x.isfinite() & ~x.signbit()
     bad_blocks = torch.zeros(num_blocks, dtype=torch.bool)
-    are_numbers = m.isfinite() & v.isfinite() & ~v.signbit()
-    bad_blocks[block[~((g.abs() < GRADIENT_LIMIT) & are_numbers)]] = True
+    bad_blocks[block[~valid]] = True
     good = ~bad_blocks[block]
 
-    denominator = ieee.fma(ieee.sqrt(v), s.inverse_sqrt_correction2, s.eps)
-    ratio = ieee.div(m, denominator).clamp(-s.max_ratio, s.max_ratio)
-    p = ieee.fma(-s.step_size, ratio, ieee.mul(s.decay, p))
-    _store_param(segment, p, good)
-
-    _store(segment.exp_avg, segment, m, good, block, bad_blocks, dithered=False)
-    _store(segment.exp_avg_sq, segment, v, good, block, bad_blocks, dithered=True)
+    _store_param(segment, algorithm.param(s, p, new, carried), good)
+    for (rule, moment), x in zip(moments, new, strict=True):
+        _store(segment, rule, moment, x, good, block, bad_blocks)
     return int(bad_blocks.sum())
 
 
-def _decayed_exp_avg(segment: Segment, block: Tensor) -> Tensor:
-    beta1, moment = segment.scalars.beta1, segment.exp_avg
+def _decoded(segment: Segment, rule: MomentRule, moment: Moment, block: Tensor) -> Tensor:
+    """Return a moment times its decay."""
+    decay = 1.0 if rule.decay is None else getattr(segment.scalars, rule.decay)
     if segment.codec is None:
-        return ieee.mul(moment.values, beta1)
-    return dequantize(segment.codec.exp_avg, moment.values, _scales(moment), block, beta1)
-
-
-def _decayed_exp_avg_sq(segment: Segment, block: Tensor) -> Tensor:
-    s, moment = segment.scalars, segment.exp_avg_sq
-    if segment.codec is None:
-        return ieee.mul(moment.values, s.beta2)
-    return dequantize(segment.codec.exp_avg_sq, moment.values, _scales(moment), block, s.beta2)
+        return ieee.mul(moment.values, decay)
+    code = segment.codec.code_of(rule)
+    return dequantize(code, moment.values, _scales(moment), block, decay)
 
 
 def _scales(moment: Moment) -> Tensor:
@@ -82,23 +71,21 @@ def _scales(moment: Moment) -> Tensor:
 
 
 def _store(
-    moment: Moment,
     segment: Segment,
+    rule: MomentRule,
+    moment: Moment,
     x: Tensor,
     good: Tensor,
     block: Tensor,
     bad_blocks: Tensor,
-    dithered: bool,
 ) -> None:
     if segment.codec is None:
         moment.values[good] = x[good]
         return
-    code = segment.codec.exp_avg_sq if dithered else segment.codec.exp_avg
-    thresholds = None
-    if dithered:
-        thresholds = _in_blocks(segment, segment.moment_phase)
+    code = segment.codec.code_of(rule)
+    thresholds = _in_blocks(segment, moment.phase)
+    settling = None if rule.settling is None else getattr(segment.scalars, rule.settling)
     kept = torch.where(good, x, 0.0)
-    settling = None if dithered else segment.scalars.settling
     codes, scales = quantize(code, kept, block, bad_blocks.numel(), thresholds, settling)
     moment.values[good] = codes[good]
     _scales(moment)[~bad_blocks] = scales[~bad_blocks]

@@ -6,9 +6,9 @@ from enum import IntEnum
 
 from torch import Tensor
 
+from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.spec.codec import Codec
 from zero8.spec.grid import BlockGrid
-from zero8.spec.scalars import StepScalars
 
 
 class Rounding(IntEnum):
@@ -26,10 +26,12 @@ class Moment:
     Attributes:
         values: (numel,) uint8 codes or float32 values, contiguous.
         scales: (blocks touched, *code.scale_shape) float32, contiguous; None for float32 values.
+        phase: of its dither (`zero8.spec.dither`).
     """
 
     values: Tensor
     scales: Tensor | None = None
+    phase: int = 0
 
 
 @dataclass
@@ -39,14 +41,13 @@ class Segment:
     Attributes:
         param: (numel,) float32 or bfloat16, contiguous, updated in place.
         grad: (numel,) float32 or bfloat16, or float16 if the parameter is float32, contiguous.
-        exp_avg: first moment.
-        exp_avg_sq: second moment.
+        algorithm: what the step computes.
+        moments: those of the algorithm, in its order.
         codec: how the moments are coded; None keeps them in float32.
         grid: the parameter's block grid; for float32 moments, one row cut into blocks, which then
             only bound what a non-finite gradient stops.
         first: index in the parameter of the segment's first element.
         scalars: this step's scalars.
-        moment_phase: dither phase of the second moment (`zero8.spec.dither`).
         param_phase: phase of the parameter's rounding.
         rounding: how a bfloat16 parameter is rounded; float32 parameters ignore it.
         correction: (numel,) int8, contiguous, updated in place: the 8 bits below those of a
@@ -55,13 +56,12 @@ class Segment:
 
     param: Tensor
     grad: Tensor
-    exp_avg: Moment
-    exp_avg_sq: Moment
+    algorithm: Algorithm
+    moments: list[Moment]
     codec: Codec | None
     grid: BlockGrid
     first: int
-    scalars: StepScalars
-    moment_phase: int
+    scalars: Scalars
     param_phase: int
     rounding: Rounding
     correction: Tensor | None = None

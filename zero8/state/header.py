@@ -3,9 +3,11 @@
 
 The entry `format` of a whole parameter's state is an int64 tensor:
 
-    format version, algorithm, codec number (0: float32 moments), block size, identity, global shape
+    format version, algorithm, codes, block size, identity, global shape
 
-The algorithm names the moments; format 1, whose states are read, had no such number.
+The algorithm names the moments.  `codes` has a byte for each of them, the first one in the lowest:
+the number of its codec, 0 for float32.  Format 2, whose states are read, had one codec number for
+all moments there; format 1 had no algorithm.
 """
 
 import math
@@ -15,7 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero8.algorithms.adam import ADAM
+from zero8.algorithms.table import algorithm_called
+from zero8.spec.algorithm import Algorithm
 from zero8.spec.buffers import check_entry
+from zero8.spec.codec import Codec, codec_numbered
 from zero8.spec.grid import MAX_DIMS
 from zero8.spec.shown import shown, shown_keys
 from zero8.state.table import Piece
@@ -23,38 +29,37 @@ from zero8.state.table import Piece
 Entries = dict[str, Any]
 """The state of one parameter, live or as loaded."""
 
-FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, 2)
-ALGORITHM = "adam"
-ALGORITHMS = {ALGORITHM: 1}
-"""Names of algorithms, as ZeRO's states have them, and their numbers in `format`."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What an algorithm remembers: those of Adam."""
+FORMAT_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
 
 
 @dataclass(frozen=True)
-class Header:
+class StateHeader:
     """The entry `format` of a state.
 
     Attributes:
-        codec: the codec's number, 0 for float32 moments.
+        algorithm: whose moments these are.
+        codec: of all moments, None for float32 moments.
         block_size: elements per block, 0 for float32 moments.
         identity: the parameter's 64-bit identity (`zero8.spec.dither.identity_of`).
         shape: the parameter's global shape.
     """
 
-    codec: int
+    algorithm: Algorithm
+    codec: Codec | None
     block_size: int
     identity: int
     shape: tuple[int, ...]
 
     def packed(self) -> Tensor:
         """Return the entry."""
-        numbers = [FORMAT_VERSION, ALGORITHMS[ALGORITHM], self.codec, self.block_size]
-        return torch.tensor([*numbers, self.identity, *self.shape], device="cpu")
+        number = 0 if self.codec is None else self.codec.number
+        codes = sum(number << 8 * place for place in range(len(self.algorithm.moments)))
+        numbers = [FORMAT_VERSION, self.algorithm.number, codes, self.block_size, self.identity]
+        return torch.tensor([*numbers, *self.shape], device="cpu")
 
     @classmethod
-    def of(cls, entries: Entries, name: str) -> "Header":
+    def of(cls, entries: Entries, name: str) -> "StateHeader":
         """Return the header of a state's entries, that of the parameter called `name`.
 
         Raises:
@@ -76,17 +81,31 @@ class Header:
         version, *numbers = packed.tolist()
         check_version(f"state of {name}", version)
         if version == 1:
-            numbers.insert(0, ALGORITHMS[ALGORITHM])
-        check_algorithm(f"state of {name}", numbers[0])
+            numbers.insert(0, ADAM.number)
         if len(numbers) < 4:
             raise ValueError(f"state entry format of {name}: got {packed.numel()} numbers")
-        _, codec, block_size, identity, *shape = numbers
-        return cls(codec, block_size, identity, tuple(shape))
+        algorithm = algorithm_of(f"state of {name}", numbers[0])
+        codes, block_size, identity, *shape = numbers[1:]
+        codec = _codec_of(f"state of {name}", version, algorithm, codes) if block_size else None
+        return cls(algorithm, codec, block_size, identity, tuple(shape))
 
     def piece(self, name: str) -> Piece:
         """Return the whole parameter as a piece."""
         numel = math.prod(self.shape)
         return Piece(0, numel, 0, self.shape, self.identity, self.block_size, name)
+
+
+def _codec_of(what: str, version: int, algorithm: Algorithm, codes: int) -> Codec:
+    """Return the codec of all moments from what a header says of their codes."""
+    if version < 3:
+        return codec_numbered(codes)
+    numbers = {codes >> 8 * place & 0xFF for place in range(len(algorithm.moments))}
+    if len(numbers) > 1 or codes >> 8 * len(algorithm.moments):
+        raise ValueError(
+            f"{what}: got codes {codes:#x}, expected one codec for the moments "
+            f"{algorithm.moment_names}"
+        )
+    return codec_numbered(numbers.pop())
 
 
 def check_version(what: str, version: object) -> None:
@@ -98,11 +117,9 @@ def check_version(what: str, version: object) -> None:
         )
 
 
-def check_algorithm(what: str, algorithm: object) -> None:
-    """Raise ValueError unless a state's algorithm, a number or a name, is Adam."""
-    known = isinstance(algorithm, str | int) and algorithm in (ALGORITHM, ALGORITHMS[ALGORITHM])
-    if not known:
-        raise ValueError(
-            f"{what}: got a state of algorithm {shown(algorithm)}, expected {ALGORITHM!r} "
-            f"({ALGORITHMS[ALGORITHM]})"
-        )
+def algorithm_of(what: str, name_or_number: object) -> Algorithm:
+    """Return the algorithm of a state that has this name or number, or raise ValueError."""
+    try:
+        return algorithm_called(name_or_number)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None

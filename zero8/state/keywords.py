@@ -2,16 +2,19 @@
 """Checks the keywords of the optimizer: every refusal says what to do instead."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 
-from zero8.spec.scalars import SMALLEST_EPS
+from zero8.algorithms.adam import SMALLEST_EPS
+from zero8.spec.algorithm import Algorithm
 from zero8.spec.segment import Rounding
 from zero8.spec.shown import shown
 from zero8.state.other_names import hint
+from zero8.state.policy import Policy
+from zero8.state.settings import Settings
 
 logger = logging.getLogger("zero8")
 
@@ -28,17 +31,6 @@ OWN_KEYS = (
     "seed",
     "huge_pages",
     "state_dict_format",
-)
-
-SERVED_KEYS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "adam_w_mode",
-    "bias_correction",
-    "maximize",
-    *OWN_KEYS,
 )
 
 # Keys that hold for the whole optimizer and have no meaning in one parameter group.
@@ -66,39 +58,57 @@ ROUNDINGS = {
 STATE_DICT_FORMATS = ("8bit", "fp32")
 
 
-def check_other_keys(others: dict[str, Any]) -> bool | None:
-    """Check keywords outside torch AdamW's and zero8's own; return `adamw_mode` if given.
+def check_other_keys(algorithm: Algorithm, others: Mapping[str, Any]) -> None:
+    """Check keywords that are neither the algorithm's nor zero8's own.
 
     Raises:
         ValueError: for an unknown key (lists the valid ones), or one that asks for what this
             optimizer does not do.
     """
-    adamw_mode: bool | None = others.pop("adamw_mode", None)
-    check_refused_keys(others)
+    check_refused_keys(algorithm, others)
     for key, value in others.items():
         if key in REFUSED_KEYS:
             continue
         if key not in NO_EFFECT_KEYS:
+            served = (*algorithm.keywords, *OWN_KEYS)
             texts = (
-                f"unknown parameter {key!r} for Adam8bitBlockwise.",
-                hint(key, SERVED_KEYS),
-                f"Valid ones are {', '.join(SERVED_KEYS)}; accepted without effect: "
+                f"unknown parameter {key!r} for {algorithm.class_name}.",
+                hint(key, served),
+                f"Valid ones are {', '.join(served)}; accepted without effect: "
                 f"{', '.join(NO_EFFECT_KEYS)}",
             )
             raise ValueError("  ".join(filter(None, texts)))
         if value:
-            logger.warning("%s=%r has no effect on Adam8bitBlockwise", key, value)
-    return adamw_mode
+            logger.warning("%s=%r has no effect on %s", key, value, algorithm.class_name)
 
 
-def check_refused_keys(values: dict[str, Any]) -> None:
+def check_refused_keys(algorithm: Algorithm, values: Mapping[str, Any]) -> None:
     """Raise ValueError if settings, such as those of a loaded group, ask for what is not done."""
     for key, (harmless, reason) in REFUSED_KEYS.items():
         value = values.get(key)
         if value is not None and not (isinstance(value, int) and value == harmless):
             raise ValueError(
-                f"{key}: got {shown(value)}, Adam8bitBlockwise supports {harmless} only: {reason}"
+                f"{key}: got {shown(value)}, {algorithm.class_name} supports {harmless} only: "
+                f"{reason}"
             )
+
+
+def checked_settings(algorithm: Algorithm, whole: Mapping[str, Any]) -> Settings:
+    """Return the settings of an optimizer from its keywords for the whole of it.
+
+    Raises:
+        ValueError: for a bad value.
+    """
+    return Settings(
+        Policy(whole["block_size"], whole["min_8bit_size"], whole["fp32_params"]),
+        whole["codec"],
+        check_rounding(whole["stochastic_rounding"]),
+        check_correction_bits(whole["weight_correction_bits"]),
+        check_seed(whole["seed"]),
+        check_flag("huge_pages", whole["huge_pages"]),
+        check_flag("bias_correction", whole["bias_correction"]),
+        algorithm.name,
+    )
 
 
 def check_rounding(value: object) -> Rounding:
@@ -139,48 +149,61 @@ def check_seed(seed: object) -> int:
     return seed
 
 
-def check_new_group(group: dict[str, Any]) -> None:
+def check_new_group(algorithm: Algorithm, group: dict[str, Any]) -> None:
     """Check the settings of a parameter group that a user adds, or raise ValueError."""
     for key in WHOLE_OPTIMIZER_KEYS:
         if key in group:
             raise ValueError(
                 f"{key}: got it in a parameter group, but it holds for the whole optimizer; pass "
-                "it to Adam8bitBlockwise itself"
+                f"it to {algorithm.class_name} itself"
             )
-    check_group(group)
+    check_group(algorithm, group)
 
 
-def check_group(group: dict[str, Any]) -> None:
-    """Check the settings of a parameter group, which may be another Adam's, or raise ValueError."""
-    check_refused_keys(group)
+def check_group(algorithm: Algorithm, group: dict[str, Any]) -> None:
+    """Check the settings of a group, perhaps of an fp32 optimizer, or raise ValueError."""
+    check_refused_keys(algorithm, group)
     names = group.get("param_names")
     names = [] if names is None else names
     if not isinstance(names, list | tuple) or not all(
         n is None or isinstance(n, str) for n in names
     ):
         raise ValueError(f"param_names: got {shown(names)}, expected a list of names")
-    check_flag("maximize", group["maximize"])
-    check_flag("decoupled_weight_decay", group["decoupled_weight_decay"])
-    lr = group["lr"]
+    for option in algorithm.options:
+        _CHECKS[option](option, group[option])
+
+
+def _check_lr(name: str, lr: object) -> None:
     if isinstance(lr, torch.Tensor):
         if lr.numel() != 1 or lr.is_meta or lr.layout != torch.strided:
-            raise ValueError(f"lr: got a tensor of shape {tuple(lr.shape)}, expected one element")
+            raise ValueError(
+                f"{name}: got a tensor of shape {tuple(lr.shape)}, expected one element"
+            )
         lr = lr.item()
-    _check_number("lr", lr, minimum=0.0)
-    betas = group["betas"]
+    _check_not_negative(name, lr)
+
+
+def _check_betas(name: str, betas: object) -> None:
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         raise ValueError(
-            f"betas: got {_numbers_shown(betas)}, expected two numbers, such as [0.9, 0.999]"
+            f"{name}: got {_numbers_shown(betas)}, expected two numbers, such as [0.9, 0.999]"
         )
     for beta in betas:
-        _check_number("betas", beta, minimum=0.0)
+        _check_not_negative(name, beta)
         if beta >= 1.0:
-            raise ValueError(f"betas: got {shown(beta)}, expected numbers below 1")
-    eps = group["eps"]
-    _check_number("eps", eps, minimum=0.0)
+            raise ValueError(f"{name}: got {shown(beta)}, expected numbers below 1")
+
+
+def _check_eps(name: str, eps: Any) -> None:
+    _check_not_negative(name, eps)
     if 0 < eps < SMALLEST_EPS:
-        raise ValueError(f"eps: got {shown(eps)}, expected 0 or at least {SMALLEST_EPS} (2^-126)")
-    _check_number("weight_decay", group["weight_decay"], minimum=0.0)
+        raise ValueError(
+            f"{name}: got {shown(eps)}, expected 0 or at least {SMALLEST_EPS} (2^-126)"
+        )
+
+
+def _check_not_negative(name: str, value: object) -> None:
+    _check_number(name, value, minimum=0.0)
 
 
 def _check_number(name: str, value: object, minimum: float) -> None:
@@ -202,3 +225,14 @@ def _numbers_shown(values: object) -> str:
     if isinstance(values, tuple | list) and len(values) < 5:
         return "[" + ", ".join(map(shown, values)) + "]"
     return shown(values)
+
+
+# By the name of an option of `Algorithm.options`.
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "lr": _check_lr,
+    "betas": _check_betas,
+    "eps": _check_eps,
+    "weight_decay": _check_not_negative,
+    "maximize": check_flag,
+    "decoupled_weight_decay": check_flag,
+}

@@ -12,7 +12,7 @@ from zero8.state.reencoded import Reencoded
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 
-Contents = tuple[object, list[Tensor | float]]
+RecordKey = tuple[object, list[Tensor | float]]
 """What says how to read some states (equal where they read alike), and all their entries."""
 
 
@@ -21,8 +21,8 @@ class StateKind(ABC):
 
     The optimizer asks its kinds in order which of them serves a parameter.  The state of a
     parameter is the dictionary that stands in `optimizer.state`; every kind keeps `step`, an int,
-    and `history`, the bound on m^2/v of equation (S1), in it.  All else is its own affair, as long
-    as whole checkpoints can carry it and `moments` finds two `MomentStore`s in it.
+    and what the algorithm remembers (`zero8.state.memory`) in it.  All else is its own affair, as
+    long as whole checkpoints can carry it and `moments` finds the `MomentStore`s in it.
 
     `info` is what is known of the parameter: None for what a framework has put in the place of some
     and takes out of the groups between steps.
@@ -59,7 +59,7 @@ class StateKind(ABC):
 
     @abstractmethod
     def moments(self, p: Tensor, state: Entries, info: ParamInfo | None) -> list[MomentStore]:
-        """Return the two live moments of a parameter that has state: steps change it through them.
+        """Return the live moments of a parameter that has state: steps change it through them.
 
         Moments that have arrived in float32, where something else has put them into the state, are
         encoded here, and replaced in the state.
@@ -92,12 +92,12 @@ class StateKind(ABC):
         Args:
             p: the parameter.
             state: its state; neither it nor its tensors may be changed.
-            in_fp32: whether the user asks for those of an fp32 Adam.
+            in_fp32: whether the user asks for those of the fp32 optimizer.
         """
         return state
 
     @abstractmethod
-    def contents(self, states: Sequence[Entries]) -> Contents:
+    def contents(self, states: Sequence[Entries]) -> RecordKey:
         """Return what a step's records depend on in states of this kind, quickly: at every step.
 
         The description need not say what tensors among the entries say: where they are and of what
@@ -106,7 +106,7 @@ class StateKind(ABC):
 
     @abstractmethod
     def note_writes(self, states: Sequence[Entries]) -> None:
-        """Set `history` to unknown where something other than a step has changed the moments."""
+        """Forget what is remembered where something other than a step has changed the moments."""
 
 
 def kind_of(kinds: Sequence[StateKind], p: Tensor, state: Entries) -> StateKind:

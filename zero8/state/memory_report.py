@@ -15,7 +15,7 @@ class MemoryRow:
         numel: elements that this process holds.
         bits: bits per moment, 8 or 32.
         reason: why.
-        state_bytes: bytes of both moments with all their scales.
+        state_bytes: bytes of all moments with their scales.
         correction_bytes: bytes of the corrections of bfloat16 weights, where they are kept.
     """
 

@@ -4,21 +4,23 @@
 Entries (tensors and numbers, so that every checkpoint writer can carry them):
 
     step              int, steps taken
-    history           float, bound on m^2/v (equation (S1) of zero8.spec.scalars)
     format            int64 tensor, `zero8.state.header`
-    exp_avg_q8, exp_avg_sq_q8          uint8 codes, shaped as the parameter
-    exp_avg_scale, exp_avg_sq_scale    float32, shape[:k] + (blocks per row,) + what one block has;
-                                       where rows are narrow, groups of which make a block (see
-                                       zero8.spec.grid), (groups, 1) + what one block has
-    exp_avg, exp_avg_sq                float32 moments, in place of the four above
+    MEMORY            floats, those of the algorithm: Adam's `history` (equation (S1) of
+                      zero8.algorithms.adam)
+    MOMENT_q8         uint8 codes, shaped as the parameter, for each MOMENT of the algorithm:
+                      exp_avg and exp_avg_sq of Adam
+    MOMENT_scale      float32, shape[:k] + (blocks per row,) + what one block has; where rows are
+                      narrow, groups of which make a block (see zero8.spec.grid), (groups, 1) + what
+                      one block has
+    MOMENT            float32 moments, in place of the two above
 
-The names differ from fp32 Adam's where the contents do: a reader that expects float32 moments
-finds them missing instead of taking codes for numbers.  Of a box (`zero8.state.extent`) the tensors
-are those of the whole parameter as its framework shards them.
+The names differ from those of fp32 optimizers where the contents do: a reader that expects float32
+moments finds them missing instead of taking codes for numbers.  Of a box (`zero8.state.extent`) the
+tensors are those of the whole parameter as its framework shards them.
 
 Checkpoints (`saved`) carry the same, but (rows, 1) + ... scales of narrow rows, equal ones in a
 group: a shard boundary may cut a group, and then each side has scales of its own.  In float32
-(`in_float32`) they carry what torch's AdamW would: step, a float32 tensor, exp_avg and exp_avg_sq.
+(`in_float32`) they carry what torch's AdamW would: step, a float32 tensor, and the moments.
 """
 
 import math
@@ -28,21 +30,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero8.spec.algorithm import Algorithm, MomentRule
 from zero8.spec.buffers import check_entry
-from zero8.spec.codec import RETIRED, Codec, MomentCode, codec_numbered
+from zero8.spec.codec import RETIRED, Codec
 from zero8.spec.faults import fault_of_values
 from zero8.spec.grid import is_narrow
-from zero8.spec.scalars import UNKNOWN_HISTORY
 from zero8.spec.shown import shown, shown_keys
 from zero8.state import narrow
 from zero8.state.extent import Box, Extent, local
-from zero8.state.header import MOMENTS, Entries, Header
+from zero8.state.header import Entries, StateHeader
+from zero8.state.memory import checked_memory, new_memory, unknown_memory
 from zero8.state.reencoded import Reencoded
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 
-_OF_ADAMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""Dtypes of other Adams' moments."""
+_OF_OTHERS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""Dtypes of other optimizers' moments."""
 
 
 @dataclass
@@ -59,74 +62,87 @@ class PlainState:
 
     @classmethod
     def zeros(
-        cls, codec: Codec, parameter: Piece, extent: Extent, device: torch.device | str
+        cls,
+        algorithm: Algorithm,
+        codec: Codec,
+        parameter: Piece,
+        extent: Extent,
+        device: torch.device | str,
     ) -> "PlainState":
         """Return the state of a parameter that has taken no step.
 
         Args:
+            algorithm: the optimizer's.
             codec: the optimizer's.
             parameter: the whole parameter as a piece.
             extent: the part that is here.
             device: where it is.
         """
         table = extent.table(parameter)
-        stores = [MomentStore.zeros(codec, which, table, device) for which in MOMENTS]
-        return cls.of(stores, parameter, extent, step=0, history=0.0)
+        stores = [MomentStore.zeros(codec, rule, table, device) for rule in algorithm.moments]
+        return cls.of(algorithm, stores, parameter, extent, {"step": 0, **new_memory(algorithm)})
 
     @classmethod
     def of(
         cls,
+        algorithm: Algorithm,
         stores: list[MomentStore],
         parameter: Piece,
         extent: Extent,
-        step: int,
-        history: float,
+        numbers: Entries,
     ) -> "PlainState":
-        """Return the state whose moments are the (live) buffers of two stores."""
-        entries = described(stores[0].codec, parameter, step, history)
+        """Return the state whose moments are the (live) buffers of stores.
+
+        Args:
+            algorithm: whose moments they are.
+            stores: in the algorithm's order.
+            parameter: the whole parameter as a piece.
+            extent: the part that is here.
+            numbers: step, and what the algorithm remembers.
+        """
+        entries = numbers | format_entry(algorithm, stores[0].codec, parameter)
         for store in stores:
             if not parameter.is_quantized:
-                entries[store.which] = extent.entry(store.dense, extent.shape, extent.box)
+                entries[store.name] = extent.entry(store.dense, extent.shape, extent.box)
                 continue
-            entries[f"{store.which}_q8"] = extent.entry(store.codes, extent.shape, extent.box)
+            entries[f"{store.name}_q8"] = extent.entry(store.codes, extent.shape, extent.box)
             scales, per_block = store.scales, store.code.scale_shape
             if is_narrow(extent.shape):  # no sharding of rows is one of groups
-                entries[f"{store.which}_scale"] = scales.view(-1, 1, *per_block)
+                entries[f"{store.name}_scale"] = scales.view(-1, 1, *per_block)
                 continue
             shape = (*parameter.grid.scale_shape(extent.shape), *per_block)
             box = extent.scale_box(parameter)
-            entries[f"{store.which}_scale"] = extent.entry(scales, shape, box)
+            entries[f"{store.name}_scale"] = extent.entry(scales, shape, box)
         return cls(entries, extent)
 
     def stores(self, name: str) -> list[MomentStore]:
-        """Return the two live moments, over a segment table whose pieces are called `name`.
+        """Return the live moments, over a segment table whose pieces are called `name`.
 
         Raises:
             ValueError: if the entries do not describe a state that this version reads.
         """
-        header = Header.of(self.entries, name)
-        parameter = header.piece(name)
+        header = StateHeader.of(self.entries, name)
         _check_shape(name, header.shape, self.extent.shape)
-        table = self.extent.table(parameter)
-        codec = codec_numbered(header.codec) if parameter.is_quantized else None
-        return [self._store(codec, which, table) for which in MOMENTS]
+        table = self.extent.table(header.piece(name))
+        return [self._store(header.codec, rule, table) for rule in header.algorithm.moments]
 
-    def _store(self, codec: Codec | None, which: str, table: PieceTable) -> MomentStore:
+    def _store(self, codec: Codec | None, rule: MomentRule, table: PieceTable) -> MomentStore:
+        name = rule.name
         if codec is None:
-            dense = _entry(self.entries, which, torch.float32, table.numel)
-            return MomentStore(codec, which, table, dense[:0].byte(), dense[:0], dense)
-        per_block = getattr(codec, which).scale_shape
+            dense = _entry(self.entries, name, torch.float32, table.numel)
+            return MomentStore(codec, rule, table, dense[:0].byte(), dense[:0], dense)
+        per_block = codec.code_of(rule).scale_shape
         num_scales = table.num_blocks * math.prod(per_block)
-        codes = _entry(self.entries, f"{which}_q8", torch.uint8, table.numel)
-        scales = _entry(self.entries, f"{which}_scale", torch.float32, num_scales)
-        return MomentStore(codec, which, table, codes, scales.view(-1, *per_block), scales[:0])
+        codes = _entry(self.entries, f"{name}_q8", torch.uint8, table.numel)
+        scales = _entry(self.entries, f"{name}_scale", torch.float32, num_scales)
+        return MomentStore(codec, rule, table, codes, scales.view(-1, *per_block), scales[:0])
 
     # --- Checkpoints ----------------------------------------------------------------------------
 
     def saved(self) -> Entries:
         """Return the entries as checkpoints carry them."""
         extent, entries, stores = self.extent, dict(self.entries), self.stores("")
-        header, device = Header.of(entries, ""), stores[0].codes.device
+        header, device = StateHeader.of(entries, ""), stores[0].codes.device
         has_groups = header.block_size and is_narrow(header.shape)
         if not has_groups and device.type == "cpu":
             return self.entries
@@ -135,11 +151,11 @@ class PlainState:
         for store in stores if has_groups else ():
             scales = narrow.scales_of_rows(store, extent)
             shape = (extent.shape[0], *scales.shape[1:])
-            entries[f"{store.which}_scale"] = extent.entry(scales, shape, narrow.rows(extent))
+            entries[f"{store.name}_scale"] = extent.entry(scales, shape, narrow.rows(extent))
         return entries
 
     def in_float32(self) -> Entries:
-        """Return the entries of an fp32 Adam; exact, so that they are encoded to the same codes.
+        """Return the entries of the fp32 optimizer; exact: they are encoded to the same codes.
 
         Moments that are float32 are the live ones, as AdamW's.
         """
@@ -147,7 +163,7 @@ class PlainState:
         entries = {"step": torch.tensor(float(self.entries["step"]), device="cpu")}
         for store in self.stores(""):
             dense = store.dense if store.codec is None else store.read(0, store.table.numel)
-            entries[store.which] = extent.entry(dense, extent.shape, extent.box)
+            entries[store.name] = extent.entry(dense, extent.shape, extent.box)
         return entries
 
     @classmethod
@@ -162,27 +178,27 @@ class PlainState:
         Raises:
             ValueError: if they do not fit.
         """
-        header = Header.of(saved, name)
+        header = StateHeader.of(saved, name)
         _check_shape(name, header.shape, extent.shape)
         parameter, entries = header.piece(name), dict(saved)
-        for which in MOMENTS:
-            if not parameter.is_quantized:
-                entries[which] = _part(saved, which, extent)
+        for rule in header.algorithm.moments:
+            if header.codec is None:
+                entries[rule.name] = _part(saved, rule.name, extent)
                 continue
-            codec = codec_numbered(header.codec)
-            if codec == RETIRED and is_narrow(extent.shape):
+            if header.codec == RETIRED and is_narrow(extent.shape):
                 raise ValueError(
                     f"state of {name}: got codes of {RETIRED.name!r} for rows of "
                     f"{math.prod(extent.shape[1:])} elements, which have none there; the "
                     "checkpoint is damaged"
                 )
-            entries |= _local_codes(saved, which, getattr(codec, which), parameter, extent)
+            entries |= _local_codes(saved, rule, header.codec, parameter, extent)
         return cls(entries, extent)
 
     @classmethod
     def adopted(
         cls,
         saved: Entries,
+        algorithm: Algorithm,
         codec: Codec,
         parameter: Piece,
         extent: Extent,
@@ -192,10 +208,11 @@ class PlainState:
         """Return a loaded state in tensors of its own, in the form that the optimizer keeps.
 
         Codes are taken verbatim where codec, block size and policy agree with what was saved, and
-        otherwise requantized; float32 moments of another Adam are quantized.
+        otherwise requantized; float32 moments of another optimizer are quantized.
 
         Args:
             saved: the entries as loaded.
+            algorithm: the optimizer's algorithm.
             codec: the optimizer's codec.
             parameter: the whole parameter as a piece, under the optimizer's policy.
             extent: the part that is here.
@@ -205,69 +222,77 @@ class PlainState:
         Raises:
             ValueError: if they do not fit.
         """
-        if is_of_adam(saved):
-            return cls._from_adam(saved, codec, parameter, extent, device)
+        if is_of_fp32(saved):
+            return cls._from_fp32(saved, algorithm, codec, parameter, extent, device)
         name = parameter.name
-        if missing := [key for key in ("step", "history") if key not in saved]:
+        header = StateHeader.of(saved, name)
+        if header.algorithm is not algorithm:
+            raise ValueError(
+                f"state of {name}: got one of {header.algorithm.class_name}, expected one of "
+                f"{algorithm.class_name}"
+            )
+        expected = ["step", *new_memory(algorithm)]
+        if missing := [key for key in expected if key not in saved]:
             raise ValueError(f"state of {name}: got entries {shown_keys(saved)}, without {missing}")
-        step, history = checked_step(saved), checked_history(saved)
+        numbers = {"step": checked_step(saved), **checked_memory(algorithm, saved)}
         stores = cls.local(saved, extent, name).stores(name)
         for store in stores:
             store.check_values()
-        theirs = Header.of(saved, name).piece(name)
+        theirs = header.piece(name)
         wanted = replace(parameter, identity=theirs.identity)
         if (theirs, stores[0].codec) == (wanted, codec if wanted.block_size else None):
             kept = [store.to(device, copy=True) for store in stores]
-            return cls.of(kept, wanted, extent, step, history)
+            return cls.of(algorithm, kept, wanted, extent, numbers)
         stores[0].tell_if_retired()
         reencoded.note((stores[0].codec, theirs.block_size), (codec, wanted.block_size))
-        new = cls.zeros(codec, wanted, extent, device)
+        new = cls.zeros(algorithm, codec, wanted, extent, device)
         new._write([store.read(0, store.table.numel) for store in stores])
-        return cls({**new.entries, "step": step, "history": history}, extent)
+        return cls(new.entries | numbers, extent)
 
     @classmethod
-    def _from_adam(
-        cls, saved: Entries, codec: Codec, parameter: Piece, extent: Extent, device: torch.device
+    def _from_fp32(
+        cls,
+        saved: Entries,
+        algorithm: Algorithm,
+        codec: Codec,
+        parameter: Piece,
+        extent: Extent,
+        device: torch.device,
     ) -> "PlainState":
         name = parameter.name
         step = checked_step(saved) if "step" in saved else None
-        if missing := [key for key in ("step", *MOMENTS) if key not in saved]:
+        if missing := [key for key in ("step", *algorithm.moment_names) if key not in saved]:
             raise ValueError(
                 f"state of {name}: got entries {shown_keys(saved)}, without {missing}; expected "
-                "a state of Adam8bitBlockwise or of an fp32 Adam, which "
+                f"a state of {algorithm.class_name} or of {algorithm.fp32_name}, which "
                 'torch.distributed.checkpoint reads through state_dict_format="fp32", not flattened'
             )
-        new = cls.zeros(codec, parameter, extent, device)
+        new = cls.zeros(algorithm, codec, parameter, extent, device)
         moments = []
-        for which in MOMENTS:
-            values = _part(saved, which, extent)
-            check_dense(which, name, values)
+        for rule in algorithm.moments:
+            values = _part(saved, rule.name, extent)
+            check_dense(rule, name, values)
             _check_shape(name, tuple(values.shape), extent.local_shape)
             moments.append(values.reshape(-1))
         new._write(moments)
-        return cls({**new.entries, "step": step, "history": UNKNOWN_HISTORY}, extent)
+        return cls({**new.entries, "step": step, **unknown_memory(algorithm)}, extent)
 
     def _write(self, moments: list[Tensor]) -> None:
         for store, values in zip(self.stores(""), moments, strict=True):
             store.write(0, values)
 
 
-def is_of_adam(saved: Entries) -> bool:
-    """Return whether a loaded state is that of an fp32 Adam."""
-    # Those that merge a loaded state into ours leave our other entries beside Adam's.
+def is_of_fp32(saved: Entries) -> bool:
+    """Return whether a loaded state is that of an fp32 optimizer."""
+    # Those that merge a loaded state into ours leave our other entries beside the other's.
     return bool(saved) and ("format" not in saved or isinstance(saved.get("step"), Tensor))
 
 
-def described(
-    codec: Codec | None, piece: Piece, step: int, history: float = UNKNOWN_HISTORY
-) -> Entries:
-    """Return the entries of a state besides its moments."""
-    number = 0
-    if piece.is_quantized:
-        assert codec is not None, "8-bit moments are codes of a codec"
-        number = codec.number
-    header = Header(number, piece.block_size, piece.identity, piece.shape)
-    return {"step": step, "history": history, "format": header.packed()}
+def format_entry(algorithm: Algorithm, codec: Codec | None, piece: Piece) -> Entries:
+    """Return the entry `format` of a state, by its key."""
+    kept = codec if piece.is_quantized else None
+    header = StateHeader(algorithm, kept, piece.block_size, piece.identity, piece.shape)
+    return {"format": header.packed()}
 
 
 def checked_step(saved: Entries) -> int:
@@ -287,35 +312,20 @@ def checked_step(saved: Entries) -> int:
     return number
 
 
-def checked_history(saved: Entries) -> float:
-    """Return the bound on m^2/v of a saved state.
-
-    Raises:
-        ValueError: if it is none that a save writes.
-    """
-    history = saved["history"]
-    if type(history) is not float or not 0.0 <= history <= UNKNOWN_HISTORY:
-        raise ValueError(
-            f"state entry history: got {shown(history)}, expected a float from 0 to "
-            f"{UNKNOWN_HISTORY}"
-        )
-    return history
-
-
-def check_dense(which: str, owner: str, values: object) -> None:
-    """Raise ValueError unless an fp32 Adam's moment is a tensor of finite numbers, v's of no sign.
+def check_dense(rule: MomentRule, owner: str, values: object) -> None:
+    """Raise ValueError unless an fp32 optimizer's moment is a tensor of numbers it can have.
 
     Args:
-        which: `exp_avg` or `exp_avg_sq`.
+        rule: which moment.
         owner: whose moment it is, for messages.
         values: what was loaded.
     """
-    name = f"{which} of {owner}"
+    name = f"{rule.name} of {owner}"
     if isinstance(values, Tensor) and not values.is_floating_point():
         raise ValueError(f"{name}: got dtype {values.dtype}, expected float32 values")
     numel = values.numel() if isinstance(values, Tensor) else 0
-    checked = check_entry(name, values, numel, _OF_ADAMS)
-    if found := fault_of_values(which, checked):
+    checked = check_entry(name, values, numel, _OF_OTHERS)
+    if found := fault_of_values(checked, is_signed=rule.is_signed):
         raise ValueError(f"{name}: got {found}; was the checkpoint saved by a run that diverged?")
 
 
@@ -345,10 +355,11 @@ def _part(
 
 
 def _local_codes(
-    saved: Entries, which: str, code: MomentCode, parameter: Piece, extent: Extent
+    saved: Entries, rule: MomentRule, codec: Codec, parameter: Piece, extent: Extent
 ) -> Entries:
     """Return this rank's part of the codes and scales of a loaded moment."""
-    keys, per_block = (f"{which}_q8", f"{which}_scale"), code.scale_shape
+    code = codec.code_of(rule)
+    keys, per_block = (f"{rule.name}_q8", f"{rule.name}_scale"), code.scale_shape
     codes, grid = _part(saved, keys[0], extent), parameter.grid
     if not narrow.has_scales_of_rows(parameter, extent, saved.get(keys[1])):
         shape = (*grid.scale_shape(extent.shape), *per_block)

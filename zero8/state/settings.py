@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero8.algorithms.adam import ADAM
+from zero8.algorithms.table import algorithm_called
+from zero8.spec.algorithm import Algorithm
 from zero8.spec.buffers import check_entry
 from zero8.spec.codec import Codec, codec_named
 from zero8.spec.segment import Rounding
@@ -32,7 +35,8 @@ class Settings:
         correction_bits: 0, or 8 bits kept beside each bfloat16 parameter.
         seed: of the dither.
         huge_pages: whether parameters and gradients are moved to huge pages.
-        bias_correction: whether moments are divided by 1 - beta^t.
+        bias_correction: whether moments are divided by what is missing in their weights.
+        algorithm_name: what saved states call the algorithm.
 
     Raises:
         ValueError: if there is no such codec.
@@ -45,10 +49,16 @@ class Settings:
     seed: int
     huge_pages: bool
     bias_correction: bool
+    algorithm_name: str = ADAM.name
 
     def __post_init__(self) -> None:
         """Check the one value that others have not checked."""
         codec_named(self.codec_name)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm of all steps."""
+        return algorithm_called(self.algorithm_name)
 
     @property
     def codec(self) -> Codec:
@@ -87,10 +97,10 @@ class Settings:
     def memory_rows(
         self, stores: Sequence[MomentStore], corrected: bool, remark: str = ""
     ) -> list[MemoryRow]:
-        """Return what two moments take, a row for each parameter of their segment table."""
+        """Return what moments take, a row for each parameter of their segment table."""
         rows: dict[str, MemoryRow] = {}
         for number, piece in enumerate(stores[0].table.pieces):
-            moments = [store.moment(number) for store in stores]
+            moments = [store.piece(number) for store in stores]
             tensors = [t for m in moments for t in (m.values, m.scales)]
             state_bytes = sum(t.nbytes for t in tensors if t is not None)
             reason = self.policy.decide(piece.name, piece.shape).reason + remark

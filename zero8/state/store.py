@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from zero8.spec.algorithm import MomentRule
 from zero8.spec.buffers import check_buffer
 from zero8.spec.codec import DEFAULT_CODEC, RETIRED, Codec, MomentCode, dequantize, quantize
 from zero8.spec.faults import fault, fault_of_values
@@ -26,8 +27,8 @@ class MomentStore:
     """One moment of a shard: 8-bit codes and scales, and float32 values where policy says so.
 
     Attributes:
-        codec: the pair of codes; None where all pieces are float32.
-        which: `exp_avg` or `exp_avg_sq`.
+        codec: how it is coded; None where all pieces are float32.
+        rule: which moment of an algorithm it is.
         table: the shard's pieces.
         codes: (elements in 8-bit pieces,) uint8.
         scales: (blocks touched, *code.scale_shape) float32.
@@ -36,7 +37,7 @@ class MomentStore:
     """
 
     codec: Codec | None
-    which: str
+    rule: MomentRule
     table: PieceTable
     codes: Tensor
     scales: Tensor
@@ -45,13 +46,17 @@ class MomentStore:
 
     @classmethod
     def zeros(
-        cls, codec: Codec, which: str, table: PieceTable, device: torch.device | str = "cpu"
+        cls,
+        codec: Codec,
+        rule: MomentRule,
+        table: PieceTable,
+        device: torch.device | str = "cpu",
     ) -> "MomentStore":
         """Return a store that decodes to zeros."""
-        code = getattr(codec, which)
+        code = codec.code_of(rule)
         return cls(
             codec,
-            which,
+            rule,
             table,
             _filled(code.zero_code, table.size(quantized=True), dtype=torch.uint8, device=device),
             _filled(0.0, table.num_blocks, *code.scale_shape, device=device),
@@ -75,33 +80,38 @@ class MomentStore:
                 raise ValueError(f"{name}: got shape {tuple(buffer.shape)}, expected {shape}")
         if len({buffer.device for buffer in self.buffers}) > 1:
             raise ValueError(
-                f"{self.which}: got buffers on {[str(b.device) for b in self.buffers]}, expected "
+                f"{self.name}: got buffers on {[str(b.device) for b in self.buffers]}, expected "
                 "one device"
             )
 
     def check_values(self) -> None:
-        """Raise ValueError unless all elements decode to finite numbers, v to none below zero.
+        """Raise ValueError unless all elements decode to finite numbers that the moment can have.
 
         Of a moment that came from outside; `check` comes first.
         """
         for number, piece in enumerate(self.table.pieces):
-            moment = self.moment(number)
+            moment = self.piece(number)
             if moment.scales is None:
-                found = fault_of_values(self.which, moment.values)
+                found = fault_of_values(moment.values, is_signed=self.rule.is_signed)
             else:
                 blocks = partial(_block_numbers, piece, self.codes.device)
                 found = fault(self.code, moment.values, moment.scales, blocks)
             if found:
                 raise ValueError(
-                    f"{self.which} of {piece.name}: got {found}; the checkpoint is damaged, or its "
+                    f"{self.name} of {piece.name}: got {found}; the checkpoint is damaged, or its "
                     "run had diverged"
                 )
 
     @property
+    def name(self) -> str:
+        """What states call the moment, such as `exp_avg`."""
+        return self.rule.name
+
+    @property
     def code(self) -> MomentCode:
         """The code of this moment."""
-        code: MomentCode = getattr(self.codec, self.which)
-        return code
+        assert self.codec is not None, "float32 moments have no code"
+        return self.codec.code_of(self.rule)
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +127,7 @@ class MomentStore:
     def named_buffers(self) -> dict[str, Tensor]:
         """The same by what messages call them."""
         names = ("codes", "scales", "float32 values")
-        return {f"{self.which} {n}": t for n, t in zip(names, self.buffers, strict=True)}
+        return {f"{self.name} {n}": t for n, t in zip(names, self.buffers, strict=True)}
 
     def to(
         self, device: torch.device | str, non_blocking: bool = False, *, copy: bool = False
@@ -147,7 +157,7 @@ class MomentStore:
                 f"moment within half a code of `{DEFAULT_CODEC}`"
             )
 
-    def moment(self, number: int) -> Moment:
+    def piece(self, number: int) -> Moment:
         """Return the live codes and scales, or values, of one piece."""
         piece = self.table.pieces[number]
         offset = self.table.value_offsets[number]
@@ -209,7 +219,7 @@ class MomentStore:
         return wide_begin, wide_end, lowest - base, highest - lowest + 1
 
     def _decoded(self, number: int, begin: int, end: int) -> Tensor:
-        moment = self.moment(number)
+        moment = self.piece(number)
         if moment.scales is None:
             return moment.values[begin:end]
         piece = self.table.pieces[number]
@@ -222,7 +232,7 @@ class MomentStore:
         return x[begin - wide_begin : end - wide_begin]
 
     def _encode(self, number: int, begin: int, new: Tensor) -> None:
-        moment = self.moment(number)
+        moment = self.piece(number)
         end = begin + new.numel()
         if moment.scales is None:
             moment.values[begin:end] = new

@@ -8,8 +8,8 @@ from itertools import chain
 from torch import Tensor
 
 from zero8.state.extent import Extent, local
-from zero8.state.header import Entries, Header
-from zero8.state.kind import Contents, StateKind
+from zero8.state.header import Entries, StateHeader
+from zero8.state.kind import RecordKey, StateKind
 from zero8.state.params import ParamInfo
 from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
@@ -32,14 +32,15 @@ class WholeTensor(StateKind):
     def new(self, p: Tensor, info: ParamInfo | None) -> Entries:
         """See `StateKind`."""
         parameter = self._parameter(info)
-        extent, codec = self._extent(p, parameter), self._settings.codec
-        return PlainState.zeros(codec, parameter, extent, p.device).entries
+        extent, settings = self._extent(p, parameter), self._settings
+        zeros = PlainState.zeros(settings.algorithm, settings.codec, parameter, extent, p.device)
+        return zeros.entries
 
     def moments(self, p: Tensor, state: Entries, info: ParamInfo | None) -> list[MomentStore]:
         """See `StateKind`."""
         assert info is not None, _KNOWN
         _bring_format_to_host(state)
-        parameter = Header.of(state, info.label).piece(info.label)
+        parameter = StateHeader.of(state, info.label).piece(info.label)
         stores = PlainState(state, self._extent(p, parameter)).stores(info.label)
         if parameter.numel == p.numel() and parameter.shape != info.shape:
             raise ValueError(
@@ -49,11 +50,19 @@ class WholeTensor(StateKind):
         return stores
 
     def adopted(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
-        """See `StateKind`; moments of another Adam are encoded."""
+        """See `StateKind`; moments of an fp32 optimizer are encoded."""
         parameter = self._parameter(info)
-        extent, codec = self._extent(p, parameter), self._settings.codec
-        arguments = saved, codec, parameter, extent, p.device, self.reencoded
-        return PlainState.adopted(*arguments).entries
+        extent, settings = self._extent(p, parameter), self._settings
+        adopted = PlainState.adopted(
+            saved,
+            settings.algorithm,
+            settings.codec,
+            parameter,
+            extent,
+            p.device,
+            self.reencoded,
+        )
+        return adopted.entries
 
     def correction(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """See `StateKind`."""
@@ -69,14 +78,12 @@ class WholeTensor(StateKind):
         """See `StateKind`."""
         if "format" not in state:
             return state
-        plain = PlainState(state, self._extent(p, Header.of(state, "").piece("")))
+        plain = PlainState(state, self._extent(p, StateHeader.of(state, "").piece("")))
         if in_fp32 and "param_correction" in state:
-            tell_once(
-                "zero8: state dicts in fp32, as AdamW's, have no corrections of bfloat16 weights"
-            )
+            tell_once("zero8: state dicts in fp32 have no corrections of bfloat16 weights")
         return plain.in_float32() if in_fp32 else plain.saved()
 
-    def contents(self, states: Sequence[Entries]) -> Contents:
+    def contents(self, states: Sequence[Entries]) -> RecordKey:
         """See `StateKind`."""
         # The keys say which entries are whose; what `format` says is seen with the entries.
         return list(map(tuple, states)), list(chain.from_iterable(map(dict.values, states)))

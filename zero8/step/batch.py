@@ -11,7 +11,7 @@ from torch import Tensor
 from zero8.op.describe import addresses_if_same, described
 from zero8.state.extent import PLAIN, local
 from zero8.state.header import Entries
-from zero8.state.kind import Contents
+from zero8.state.kind import RecordKey
 
 Group = dict[str, Any]
 """A parameter group of an optimizer."""
@@ -110,7 +110,7 @@ class Seen:
         addresses: (2, parameters) uint64, of parameters and gradients.
     """
 
-    def __init__(self, batch: Batch, contents: Contents):
+    def __init__(self, batch: Batch, contents: RecordKey):
         """Look at a batch.
 
         Args:
@@ -122,7 +122,7 @@ class Seen:
         self._records = described([*batch.values, *batch.grads, *entries])
         self.addresses = self._tensors["data"].copy()
 
-    def again(self, batch: Batch, contents: Contents) -> np.ndarray | None:
+    def again(self, batch: Batch, contents: RecordKey) -> np.ndarray | None:
         """Return where parameters and gradients are now: `addresses`.
 
         Args:

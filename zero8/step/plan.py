@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from zero8.op.devices import Kernel, Taken, kernel_on
+from zero8.spec.algorithm import Algorithm
 from zero8.state.header import Entries
-from zero8.state.kind import Contents, StateKind
+from zero8.state.kind import RecordKey, StateKind
 from zero8.step.batch import Batch, Seen
 from zero8.step.records import NextStep, ParamRecords, StepRecords
 
@@ -23,7 +24,7 @@ class Kinds:
         for place, kind in enumerate(kinds):
             self._places.setdefault(kind, []).append(place)
 
-    def contents(self, states: Sequence[Entries]) -> Contents:
+    def contents(self, states: Sequence[Entries]) -> RecordKey:
         """Return the contents of all states, as `StateKind.contents` those of one kind."""
         if len(self._places) == 1:
             (kind,) = self._places
@@ -128,7 +129,14 @@ class Plan:
         return self.seen.again(batch, self.kinds.contents(batch.states))
 
     @classmethod
-    def of(cls, batch: Batch, seen: Seen, kinds: Kinds, records: Sequence[ParamRecords]) -> "Plan":
+    def of(
+        cls,
+        algorithm: Algorithm,
+        batch: Batch,
+        seen: Seen,
+        kinds: Kinds,
+        records: Sequence[ParamRecords],
+    ) -> "Plan":
         """Return the plan for a batch, seen as it is, with the records of its parameters.
 
         A part is what can step together: what is on one device.  The format is defined by the
@@ -142,7 +150,7 @@ class Plan:
         for places in (list(map(int, places)) for places in (*together, *apart)):
             if places:
                 is_contiguous = bool(seen.contiguous[:, places].all())
-                mine = StepRecords([records[place] for place in places])
+                mine = StepRecords(algorithm, [records[place] for place in places])
                 device = batch.values[places[0]].device
                 is_all = len(places) == len(batch.params)
                 parts.append(Part(places, is_all, is_contiguous, device, mine, kernel_on(device)))

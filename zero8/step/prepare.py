@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from zero8.spec import dither
+from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.spec.buffers import check_apart, check_buffer
-from zero8.spec.scalars import StepScalars
 from zero8.spec.segment import Segment
 from zero8.state.extent import local
 from zero8.state.header import Entries
@@ -19,9 +19,6 @@ from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 from zero8.step.batch import Batch, Seen
 from zero8.step.records import ParamRecords
-
-# Stand in segments until a step puts its own in, as phases of 0 do.
-NO_SCALARS = StepScalars._make(0.0 for _ in StepScalars._fields)
 
 
 def prepared(settings: Settings, kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
@@ -45,7 +42,7 @@ def prepared(settings: Settings, kind: StateKind, single: Batch, info: ParamInfo
     pieces = stores[0].table.pieces
     segments = [_segment(settings, number, stores, state, *flat) for number in range(len(pieces))]
     labels = tuple(piece.name for piece in pieces)
-    keys = [_stream_keys(settings.seed, piece.identity) for piece in pieces]
+    keys = [_stream_keys(settings, piece.identity) for piece in pieces]
     seen = Seen(single, kind.contents([state]))
     return ParamRecords.of(kind, seen, labels, flat, segments, keys)
 
@@ -88,28 +85,39 @@ def _segment(
     param: Tensor,
     grad: Tensor,
 ) -> Segment:
-    exp_avg, exp_avg_sq = stores
-    piece = exp_avg.table.pieces[number]
+    piece = stores[0].table.pieces[number]
+    algorithm = settings.algorithm
     correction = _correction(state)
     if correction is not None:
         correction = correction.view(-1).narrow(0, piece.start, piece.numel)
     return Segment(
         param=param.narrow(0, piece.start, piece.numel),
         grad=grad.narrow(0, piece.start, piece.numel),
-        exp_avg=exp_avg.moment(number),
-        exp_avg_sq=exp_avg_sq.moment(number),
-        codec=exp_avg.codec if piece.is_quantized else None,
+        algorithm=algorithm,
+        moments=[store.piece(number) for store in stores],
+        codec=stores[0].codec if piece.is_quantized else None,
         grid=piece.grid,
         first=piece.first,
-        scalars=NO_SCALARS,
-        moment_phase=0,
+        scalars=_none_of(algorithm),  # each step puts its own into the records, and the phases
         param_phase=0,
         rounding=settings.rounding,
         correction=correction,
     )
 
 
-@lru_cache(maxsize=65536)
-def _stream_keys(seed: int, identity: int) -> tuple[int, int]:
-    moment = dither.stream_key(seed, identity, "exp_avg_sq")
-    return moment, dither.stream_key(seed, identity, "param")
+@lru_cache
+def _none_of(algorithm: Algorithm) -> Scalars:
+    scalars: Scalars = algorithm.scalars_type._make(0.0 for _ in algorithm.scalars_type._fields)
+    return scalars
+
+
+def _stream_keys(settings: Settings, identity: int) -> tuple[list[int], int]:
+    """Return the keys of the dithers of each moment, and of the parameter."""
+    streams = settings.algorithm.moment_names
+    keys = [_stream_key(settings.seed, identity, stream) for stream in streams]
+    return keys, _stream_key(settings.seed, identity, "param")
+
+
+@lru_cache(maxsize=1 << 17)
+def _stream_key(seed: int, identity: int, stream: str) -> int:
+    return dither.stream_key(seed, identity, stream)

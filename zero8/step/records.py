@@ -15,24 +15,25 @@ from torch import Tensor
 
 from zero8.op import kernel
 from zero8.op.structs import KEPT_PIECE
-from zero8.spec.scalars import StepScalars
+from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.spec.segment import Segment
+from zero8.state.header import Entries
 from zero8.state.kind import StateKind
 from zero8.step.batch import Seen
 
 
 class NextStep(NamedTuple):
-    """The step that parameters with equal settings take: its number, history and scalars.
+    """The step that parameters with equal settings take.
 
     Attributes:
         step: its number, from 1.
-        history: bound on m^2/v after it.
+        entries: what states note of it: the number, and what the algorithm remembers.
         scalars: what the equations take from both and from the group's settings.
     """
 
     step: int
-    history: float
-    scalars: StepScalars
+    entries: Entries
+    scalars: Scalars
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,7 @@ class ParamRecords:
         labels: tuple[str, ...],
         flat: tuple[Tensor, Tensor],
         segments: Sequence[Segment],
-        keys: Sequence[tuple[int, int]],
+        keys: Sequence[tuple[list[int], int]],
     ) -> "ParamRecords":
         """Return the records of one parameter.
 
@@ -71,13 +72,15 @@ class ParamRecords:
             labels: as the attribute.
             flat: the parameter and its gradient, or copies, in one dimension.
             segments: its pieces, which lie in these two and in the live state.
-            keys: of each segment, the keys of its two dithers.
+            keys: of each segment, those of the dithers of its moments and of the parameter.
         """
-        records, _ = kernel.packed(segments, flat[0].device)
+        records = kernel.records_of(segments, flat[0].device, {})
         kept = np.zeros(len(records), KEPT_PIECE)
         for name, tensor in zip(("param", "grad"), flat, strict=True):
             kept[f"{name}_offset"] = records[name] - np.uint64(tensor.data_ptr())
-        kept["moment_key"], kept["param_key"] = np.array(keys, np.uint32).reshape(-1, 2).T
+        for one, (moment_keys, param_key) in zip(kept, keys, strict=True):
+            one["moment_keys"][: len(moment_keys)] = moment_keys
+            one["param_key"] = param_key
         return cls(kind, seen, records, kept, labels)
 
 
@@ -88,8 +91,9 @@ class StepRecords:
         labels: what the parameter of each piece is called.
     """
 
-    def __init__(self, parts: Sequence[ParamRecords]):
-        """Join the records of parameters."""
+    def __init__(self, algorithm: Algorithm, parts: Sequence[ParamRecords]):
+        """Join the records of parameters, which step by one algorithm."""
+        self._algorithm = algorithm
         self.labels = tuple(chain.from_iterable(part.labels for part in parts))
         self._records = np.concatenate([part.records for part in parts])
         self._kept = np.concatenate([part.kept for part in parts])
@@ -108,4 +112,5 @@ class StepRecords:
         """
         numbers = np.array([one.step for one in steps], np.int64)
         kernel.fill(self._records, self._kept, addresses, np.array(which, np.int64), numbers)
-        return self._records, kernel.packed_scalars(one.scalars for one in steps)
+        scalars = kernel.packed_scalars(self._algorithm, (one.scalars for one in steps))
+        return self._records, scalars

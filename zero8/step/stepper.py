@@ -2,16 +2,15 @@
 """Takes the steps of an optimizer, and keeps what one step can leave for the next."""
 
 from collections.abc import Iterable, MutableMapping, Sequence
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from zero8.op import kernel
 from zero8.op.devices import is_capturing, kernel_on
-from zero8.spec.scalars import StepScalars, next_history
 from zero8.state.header import Entries
 from zero8.state.kind import StateKind, kind_of
+from zero8.state.memory import counters_of
 from zero8.state.params import KnownParams
 from zero8.state.settings import Settings
 from zero8.step.batch import Batch, Group, Seen
@@ -35,6 +34,7 @@ class Stepper:
         """Take what the optimizer knows; nothing is compiled yet."""
         self.counts = Ledger()
         self._settings, self._params, self._kinds = settings, params, kinds
+        self._counters = counters_of(settings.algorithm)
         self._kept: dict[int, ParamRecords] = {}  # by the parameter's id
         # By the first parameter's id: ZeRO-3 steps over one sub-group after the other.
         self._plans: dict[int, Plan] = {}
@@ -87,7 +87,9 @@ class Stepper:
         records = [self._kept[number] for number in batch.ids]
         kinds = Kinds([one.kind for one in records])
         seen = Seen(batch, kinds.contents(batch.states))
-        self._plans[batch.ids[0]] = plan = Plan.of(batch, seen, kinds, records)
+        self._plans[batch.ids[0]] = plan = Plan.of(
+            self._settings.algorithm, batch, seen, kinds, records
+        )
         return plan, seen.addresses
 
     def _keep_records(
@@ -129,34 +131,25 @@ class Stepper:
                 taken = part.step(batch, addresses, steps, which)
                 self.counts.add(part.records.labels, taken.counts())
                 for place in part.places:
-                    _note(batch.states[place], steps[which[place]])
+                    batch.states[place].update(steps[which[place]].entries)
 
     def _next_steps(self, batch: Batch) -> tuple[list[NextStep], list[int]]:
         """Return the steps that parameters take now, and which of these is each parameter's."""
-        number: dict[tuple[int, Any, Any], int] = {}
+        number: dict[tuple[int, tuple[float, ...]], int] = {}
         which = [
-            number.setdefault((id(group), state["step"], state["history"]), len(number))
+            number.setdefault((id(group), self._counters(state)), len(number))
             for group, state in zip(batch.groups, batch.states, strict=True)
         ]
         groups = {id(group): group for group in batch.groups}
-        steps = [self._next_step(groups[at], int(t), float(bound)) for at, t, bound in number]
-        return steps, which
+        return [self._next_step(groups[at], *counters) for at, counters in number], which
 
-    def _next_step(self, group: Group, step: int, history: float) -> NextStep:
-        betas = float(group["betas"][0]), float(group["betas"][1])
-        step, history = step + 1, next_history(history, *betas)
-        scalars = StepScalars.at(
-            step,
-            history,
-            lr=float(group["lr"]),
-            betas=betas,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=group["decoupled_weight_decay"],
-            bias_correction=self._settings.bias_correction,
-            maximize=group["maximize"],
-        )
-        return NextStep(step, history, scalars)
+    def _next_step(self, group: Group, step: float, *memory: float) -> NextStep:
+        algorithm, corrects = self._settings.algorithm, self._settings.bias_correction
+        number = int(step) + 1
+        after = algorithm.next_memory(tuple(map(float, memory)), group)
+        names = (one.name for one in algorithm.memory)
+        entries = {"step": number, **dict(zip(names, after, strict=True))}
+        return NextStep(number, entries, algorithm.scalars(number, after, group, corrects))
 
     # --- CUDA graphs ----------------------------------------------------------------------------
 
@@ -197,7 +190,7 @@ class Stepper:
         with put_off():
             self._captured.refresh(launches)
             for one, number in zip(batch.states, which, strict=True):
-                _note(one, steps[number])
+                one.update(steps[number].entries)
         return self.counts.take()
 
     def count_replays(self) -> None:
@@ -216,7 +209,3 @@ def _as_it_is(
     states = [state[p] for p in batch.params]
     groups = [group_of[p] for p in batch.params]
     return Batch(groups, batch.params, batch.values, batch.grads, states)
-
-
-def _note(state: Entries, taken: NextStep) -> None:
-    state["step"], state["history"] = taken.step, taken.history

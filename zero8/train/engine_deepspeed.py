@@ -12,13 +12,13 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import distributed
 
 import zero8  # noqa: F401 - registers the optimizer type "Adam8bitBlockwise"
-from zero8.integrity.manifest import Manifest
-from zero8.integrity.tags import complete_tags
+from zero8.checkpoint.files.manifest import Manifest
+from zero8.checkpoint.files.tags import complete_tags
+from zero8.checkpoint.write import universal_converter
 from zero8.ranks.agree import from_rank_0
 from zero8.train.config import load_config
 from zero8.train.engine import Engine
 from zero8.train.model import GPT
-from zero8.zero import universal
 from zero8.zero.ops import leave_out_shared_memory
 
 UNIVERSAL = "_universal"
@@ -90,5 +90,5 @@ def loadable_tag(folder: Path, world_size: int) -> str | None:
         return newest.name
     target = newest.with_name(newest.name + UNIVERSAL)
     shutil.rmtree(target, ignore_errors=True)  # of an earlier resume, perhaps not whole
-    universal.convert(newest, target.absolute(), 1)
+    universal_converter.convert(newest, target.absolute(), 1)
     return target.name

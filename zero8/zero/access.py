@@ -16,7 +16,6 @@ from types import ModuleType
 
 from torch import Tensor
 
-from zero8.state.header import MOMENTS
 from zero8.state.store import MomentStore
 from zero8.zero.moment_tensor import MomentTensor
 
@@ -80,10 +79,11 @@ def _take_views(params: list, flat, state: dict | None) -> None:
 
 
 def _is_fresh(mapping, state: dict) -> bool:
-    views = [(mapping.optim_fragment or {}).get(which) for which in MOMENTS]
-    return all(
-        isinstance(view, MomentTensor) and view.store is getattr(state.get(which), "store", None)
-        for view, which in zip(views, MOMENTS, strict=True)
+    views = mapping.optim_fragment or {}
+    moments = {name: x for name, x in state.items() if isinstance(x, MomentTensor)}
+    return bool(moments) and all(
+        isinstance(views.get(name), MomentTensor) and views[name].store is moment.store
+        for name, moment in moments.items()
     )
 
 
@@ -100,9 +100,9 @@ def offload_codes(module: ModuleType, optimizer_class: type) -> None:
     def offload(optimizer, device, pin_memory=False, non_blocking=False):
         if pin_memory and isinstance(optimizer, optimizer_class):
             for state in optimizer.state.values():
-                for which in MOMENTS:
-                    if isinstance(state.get(which), MomentTensor):
-                        state[which] = _page_locked(state[which], non_blocking)
+                moments = {name: x for name, x in state.items() if isinstance(x, MomentTensor)}
+                for name, moment in moments.items():
+                    state[name] = _page_locked(moment, non_blocking)
         # What is on the host already stays.
         return original(optimizer, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
@@ -121,7 +121,7 @@ def _page_locked(moment: MomentTensor, non_blocking: bool) -> MomentTensor:
 
     store = moment.store
     copies = (copied(buffer) for buffer in store.buffers)
-    store = MomentStore(store.codec, store.which, store.table, *copies, store.written)
+    store = MomentStore(store.codec, store.rule, store.table, *copies, store.written)
     return MomentTensor(store, dtype=moment.dtype)
 
 

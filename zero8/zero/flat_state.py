@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kind of state of a flat ZeRO partition: two `MomentTensor`s, which DeepSpeed takes for dense.
+"""The kind of state of a flat ZeRO partition: `MomentTensor`s, which DeepSpeed takes for dense.
 
 Entries:
 
-    step                  int, steps taken
-    history               float, bound on m^2/v (equation (S1) of zero8.spec.scalars)
-    exp_avg, exp_avg_sq   `MomentTensor`, over the segment table of the partition
+    step      int, steps taken
+    MEMORY    floats, those of the algorithm: `zero8.state.memory`
+    MOMENT    `MomentTensor`, over the segment table of the partition, for each of the algorithm's
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from dataclasses import replace
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero8.spec.algorithm import Algorithm, MomentRule
 from zero8.spec.codec import Codec
-from zero8.spec.scalars import UNKNOWN_HISTORY
 from zero8.spec.shown import shown_keys
-from zero8.state.header import MOMENTS
-from zero8.state.kind import Contents, StateKind
+from zero8.state.kind import RecordKey, StateKind
+from zero8.state.memory import checked_memory, new_memory, unknown_memory
 from zero8.state.params import KnownParams, ParamInfo
-from zero8.state.plain import check_dense, checked_history, checked_step
+from zero8.state.plain import check_dense, checked_step
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
@@ -65,9 +65,9 @@ class FlatPartition(StateKind):
 
     def new(self, p: Tensor, info: ParamInfo | None) -> dict:
         """See `StateKind`."""
-        codec, table = self._settings.codec, self.table(p)
-        stores = [MomentStore.zeros(codec, which, table, p.device) for which in MOMENTS]
-        return _state_of(stores, step=0, history=0.0)
+        algorithm, codec, table = self._settings.algorithm, self._settings.codec, self.table(p)
+        stores = [MomentStore.zeros(codec, rule, table, p.device) for rule in algorithm.moments]
+        return {"step": 0, **new_memory(algorithm), **_moments_of(stores)}
 
     def moments(self, p: Tensor, state: dict, info: ParamInfo | None) -> list[MomentStore]:
         """See `StateKind`; dense moments come from universal checkpoints and from fp32 Adams."""
@@ -76,43 +76,47 @@ class FlatPartition(StateKind):
                 "got the state of a whole parameter for a ZeRO partition of "
                 f"{p.numel()} elements; was the checkpoint saved without ZeRO?"
             )
-        _check_has_moments(state)
-        table = self.table(p)
-        quantized = [which for which in MOMENTS if isinstance(state[which], MomentTensor)]
+        algorithm, table = self._settings.algorithm, self.table(p)
+        _check_has_moments(algorithm, state)
         like = None if table is None else (self._settings.codec, table)
-        for which in quantized:
-            store = _store_of(which, state[which])
-            _check_fits(p, which, store.table, table)
-            like = store.codec, store.table
-        dense = [which for which in MOMENTS if which not in quantized]
-        absorbed = {which: _absorbed(p, which, state[which], like) for which in dense}
-        stores = [{**state, **absorbed}[which].store for which in MOMENTS]
-        _check_alike(*stores)
-        if dense:
-            state |= absorbed | {"history": state.get("history", UNKNOWN_HISTORY)}
+        found: dict[str, MomentStore] = {}
+        for rule in _quantized(algorithm, state):
+            store = _store_of(rule, state[rule.name])
+            _check_fits(p, rule, store.table, table)
+            found[rule.name], like = store, (store.codec, store.table)
+        arrived = [
+            _absorbed(algorithm, p, rule, state[rule.name], like)
+            for rule in algorithm.moments
+            if rule.name not in found
+        ]
+        found |= {store.name: store for store in arrived}
+        stores = [found[name] for name in algorithm.moment_names]
+        _check_alike(stores)
+        if arrived:
+            state |= {**unknown_memory(algorithm), **state, **_moments_of(arrived)}
         return stores
 
     def adopted(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
         """See `StateKind`."""
-        table = self.table(p)
-        _check_has_moments(saved, "step")
-        quantized = [which for which in MOMENTS if isinstance(saved[which], MomentTensor)]
-        step, history = checked_step(saved), UNKNOWN_HISTORY
-        if len(quantized) == len(MOMENTS):
-            _check_has_moments(saved, "history")
-            history = checked_history(saved)
+        algorithm, table = self._settings.algorithm, self.table(p)
+        _check_has_moments(algorithm, saved, "step")
+        numbers = {"step": checked_step(saved), **unknown_memory(algorithm)}
+        quantized = _quantized(algorithm, saved)
+        if len(quantized) == len(algorithm.moments):
+            _check_has_moments(algorithm, saved, *new_memory(algorithm))
+            numbers |= checked_memory(algorithm, saved)
         like = self._settings.codec, table
         stores = [
-            self._fitted(which, saved[which], table).to(p.device)
-            if which in quantized
-            else _absorbed(p, which, saved[which], like).store
-            for which in MOMENTS
+            self._fitted(rule, saved[rule.name], table).to(p.device)
+            if rule in quantized
+            else _absorbed(algorithm, p, rule, saved[rule.name], like)
+            for rule in algorithm.moments
         ]
-        return _state_of(stores, step, history)
+        return {**numbers, **_moments_of(stores)}
 
-    def _fitted(self, which: str, moment: MomentTensor, table: PieceTable) -> MomentStore:
+    def _fitted(self, rule: MomentRule, moment: MomentTensor, table: PieceTable) -> MomentStore:
         """Return a saved moment over this partition's table: verbatim where the two agree."""
-        saved, codec = _store_of(which, moment), self._settings.codec
+        saved, codec = _store_of(rule, moment), self._settings.codec
         saved.check_values()
         check_places(saved.table, table)
         # The dither goes on where it was: identities come from the checkpoint.
@@ -123,13 +127,13 @@ class FlatPartition(StateKind):
         if same_blocks and saved.codec == codec:
             return replace(saved.clone(), table=wanted)
         saved.tell_if_retired()
-        for ours, theirs in pairs if which == MOMENTS[0] else ():
+        for ours, theirs in pairs if rule == self._settings.algorithm.moments[0] else ():
             self.reencoded.note((saved.codec, theirs.block_size), (codec, ours.block_size))
-        store = MomentStore.zeros(codec, saved.which, wanted)
+        store = MomentStore.zeros(codec, rule, wanted)
         store.write(0, saved.read(0, table.numel))
         return store
 
-    def contents(self, states: Sequence[dict]) -> Contents:
+    def contents(self, states: Sequence[dict]) -> RecordKey:
         """See `StateKind`."""
         descriptions, entries = [], []
         for state in states:
@@ -146,10 +150,12 @@ class FlatPartition(StateKind):
 
     def note_writes(self, states: Sequence[dict]) -> None:
         """See `StateKind`."""
+        algorithm = self._settings.algorithm
         for state in states:
-            for which in MOMENTS:
-                if state[which].store.written:
-                    state["history"], state[which].store.written = UNKNOWN_HISTORY, False
+            for name in algorithm.moment_names:
+                if state[name].store.written:
+                    state |= unknown_memory(algorithm)
+                    state[name].store.written = False
 
 
 def check_places(saved: PieceTable, table: PieceTable) -> None:
@@ -163,66 +169,79 @@ def check_places(saved: PieceTable, table: PieceTable) -> None:
         )
 
 
-def _state_of(stores: list[MomentStore], step: int, history: float) -> dict:
-    exp_avg, exp_avg_sq = (MomentTensor(store) for store in stores)
-    return {"step": step, "history": history, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+def _moments_of(stores: Sequence[MomentStore]) -> dict:
+    """Return the entries of moments."""
+    return {store.name: MomentTensor(store) for store in stores}
+
+
+def _quantized(algorithm: Algorithm, state: dict) -> list[MomentRule]:
+    """Return the moments that are 8-bit already."""
+    return [rule for rule in algorithm.moments if isinstance(state[rule.name], MomentTensor)]
 
 
 def _absorbed(
-    p: Tensor, which: str, values: Tensor, like: tuple[Codec, PieceTable] | None
-) -> MomentTensor:
+    algorithm: Algorithm,
+    p: Tensor,
+    rule: MomentRule,
+    values: Tensor,
+    like: tuple[Codec, PieceTable] | None,
+) -> MomentStore:
     """Return a moment that arrived in float32, encoded by a codec over a segment table."""
-    check_dense(which, "a ZeRO partition", values)
+    check_dense(rule, "a ZeRO partition", values)
     if like is None:
         raise ValueError(
-            f"state of a parameter of {p.numel()} elements: got {which} without format, "
-            "expected a state of Adam8bitBlockwise (load_state_dict reads those of an fp32 "
-            "Adam too)"
+            f"state of a parameter of {p.numel()} elements: got {rule.name} without format, "
+            f"expected a state of {algorithm.class_name} (load_state_dict reads those of "
+            f"{algorithm.fp32_name} too)"
         )
     if values.numel() != p.numel():
         raise ValueError(
-            f"state of a ZeRO partition of {p.numel()} elements: got {which} of "
+            f"state of a ZeRO partition of {p.numel()} elements: got {rule.name} of "
             f"{values.numel()}; was the checkpoint saved by another model or world size?"
         )
     codec, table = like
-    store = MomentStore.zeros(codec, which, table, p.device)
+    store = MomentStore.zeros(codec, rule, table, p.device)
     store.write(0, values.reshape(-1))
-    return MomentTensor(store)
+    return store
 
 
-def _check_has_moments(state: dict, *others: str) -> None:
-    if missing := [key for key in (*others, *MOMENTS) if key not in state]:
+def _check_has_moments(algorithm: Algorithm, state: dict, *others: str) -> None:
+    if missing := [key for key in (*others, *algorithm.moment_names) if key not in state]:
         raise ValueError(
             f"state of a ZeRO partition: got entries {shown_keys(state)}, without {missing}; was "
             "the checkpoint saved without ZeRO?"
         )
 
 
-def _store_of(which: str, moment: MomentTensor) -> MomentStore:
+def _store_of(rule: MomentRule, moment: MomentTensor) -> MomentStore:
     """Return the store of a moment that came from outside; raises ValueError if it is not whole."""
-    if moment.store.which != which or not moment.is_whole:
-        raise ValueError(f"{which} of a ZeRO partition: got {moment!r}, expected the whole {which}")
+    if moment.store.rule != rule or not moment.is_whole:
+        raise ValueError(
+            f"{rule.name} of a ZeRO partition: got {moment!r}, expected the whole {rule.name}"
+        )
     moment.store.check()
     moment.compare_hash()
     return moment.store
 
 
-def _check_fits(p: Tensor, which: str, table: PieceTable, wanted: PieceTable | None) -> None:
+def _check_fits(p: Tensor, rule: MomentRule, table: PieceTable, wanted: PieceTable | None) -> None:
     """Raise ValueError unless a moment's table is one for this partition, as far as is known."""
     if table.numel != p.numel():
         raise ValueError(
-            f"{which} of a ZeRO partition: got a moment of {table.numel} elements, expected "
+            f"{rule.name} of a ZeRO partition: got a moment of {table.numel} elements, expected "
             f"{p.numel()}"
         )
     if wanted is not None:
         check_places(table, wanted)
 
 
-def _check_alike(exp_avg: MomentStore, exp_avg_sq: MomentStore) -> None:
-    """Raise ValueError unless one description of blocks and codes holds for both moments."""
-    got, expected = ((store.codec.name, store.table.places) for store in (exp_avg_sq, exp_avg))
-    if got != expected:
-        raise ValueError(
-            f"exp_avg_sq of a ZeRO partition: got codec {got[0]} over {got[1][:3]}..., expected "
-            f"{expected[0]} over {expected[1][:3]}..., as exp_avg has"
-        )
+def _check_alike(stores: Sequence[MomentStore]) -> None:
+    """Raise ValueError unless one description of blocks and codes holds for all moments."""
+    first = stores[0]
+    expected = first.codec.name, first.table.places
+    for store in stores[1:]:
+        if (got := (store.codec.name, store.table.places)) != expected:
+            raise ValueError(
+                f"{store.name} of a ZeRO partition: got codec {got[0]} over {got[1][:3]}..., "
+                f"expected {expected[0]} over {expected[1][:3]}..., as {first.name} has"
+            )

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's ZeRO, as the optimizer sees it."""
 
-import sys
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from zero8.frameworks import Framework, Use
-from zero8.zero import claims, seams
+from zero8.zero import claims, constructing, seams
 from zero8.zero.flat_state import FlatPartition
 
 
@@ -22,15 +21,8 @@ class DeepSpeed(Framework):
         seams.fit_in(optimizer_class)
 
     def constructing_engine(self) -> object | None:
-        """Return the engine that is making the optimizer, found among the callers."""
-        engines = sys.modules.get("deepspeed.runtime.engine")
-        frame = sys._getframe() if engines else None
-        while frame is not None:
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, engines.DeepSpeedEngine):
-                return caller
-            frame = frame.f_back
-        return None
+        """See `Framework`."""
+        return constructing.constructing_engine()
 
     def names_in(self, engine) -> Mapping[Tensor, str]:
         """Return the names of parameters in an engine.

@@ -22,17 +22,12 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from zero8.integrity.files import hash_64
+from zero8.algorithms.adam import ADAM
+from zero8.checkpoint.files.hashes import hash_64
 from zero8.spec.codec import codec_numbered
 from zero8.spec.grid import MAX_DIMS
 from zero8.spec.shown import shown
-from zero8.state.header import (
-    ALGORITHM,
-    FORMAT_VERSION,
-    MOMENTS,
-    check_algorithm,
-    check_version,
-)
+from zero8.state.header import FORMAT_VERSION, algorithm_of, check_version
 from zero8.state.store import CHUNK_NUMEL, MomentStore
 from zero8.state.table import Piece, PieceTable
 
@@ -88,7 +83,7 @@ class MomentTensor(torch.Tensor):
                 rest = f" and {len(pieces) - 1} more" if len(pieces) > 1 else ""
                 names = shown(pieces[0].name) + rest
             raise ValueError(
-                f"8-bit moment {self.store.which} of {names}: {problem}; the file is damaged"
+                f"8-bit moment {self.store.name} of {names}: {problem}; the file is damaged"
             )
         self.saved_hash = None
 
@@ -111,7 +106,7 @@ class MomentTensor(torch.Tensor):
     def __repr__(self) -> str:
         """Return what it is, without decoding it."""
         return (
-            f"MomentTensor({self.store.which}, {self.numel()} elements from {self.start} of "
+            f"MomentTensor({self.store.name}, {self.numel()} elements from {self.start} of "
             f"{self.store.table.numel}, codec={self.store.codec.name})"
         )
 
@@ -126,7 +121,7 @@ class MomentTensor(torch.Tensor):
         if not self.is_whole:
             return self.dense().__reduce_ex__(protocol)
         self.compare_hash()
-        description = described(self.store)
+        description = moment_description(self.store)
         if _keeps_its_bytes(self.store):
             description[HASH] = _hash_of(self.store.buffers)
         return rebuild_moment, (description, *self.store.buffers)
@@ -162,13 +157,13 @@ def _written(func, args: tuple, kwargs: dict) -> list:
     return torch.utils._pytree.tree_leaves(written)
 
 
-def described(store: MomentStore) -> dict:
+def moment_description(store: MomentStore) -> dict:
     """Return the description that makes a saved moment readable without a model: plain data."""
     return {
         "version": FORMAT_VERSION,
-        "algorithm": ALGORITHM,
+        "algorithm": store.rule.algorithm,
         "codec": store.codec.number,
-        "which": store.which,
+        "which": store.name,
         "numel": store.table.numel,
         "written": store.written,
         "pieces": [
@@ -211,7 +206,7 @@ def _reduced_live(x: MomentTensor) -> tuple:
     if not x.is_whole:
         return x.dense().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     x.compare_hash()
-    return rebuild_moment, (described(x.store), *x.store.buffers)
+    return rebuild_moment, (moment_description(x.store), *x.store.buffers)
 
 
 ForkingPickler.register(MomentTensor, _reduced_live)
@@ -238,7 +233,7 @@ def rebuild_moment(
         )
     # Files from before they were saved do not have these two.
     written = description.get("written", False) is True
-    moment = MomentTensor(MomentStore(like.codec, like.which, like.table, *tensors, written))
+    moment = MomentTensor(MomentStore(like.codec, like.rule, like.table, *tensors, written))
     moment.saved_hash = _hash_in(description)
     return moment
 
@@ -270,7 +265,7 @@ def _difference(expected: int, tensors: tuple[Tensor, ...]) -> str:
 
 
 def store_like(description: dict) -> MomentStore:
-    """Return a moment on the meta device, without values, from what `described` returns.
+    """Return a moment on the meta device, without values, from what `moment_description` returns.
 
     Raises:
         ValueError: if the format is of an unknown version, or the description is damaged.
@@ -278,13 +273,12 @@ def store_like(description: dict) -> MomentStore:
     if not isinstance(description, dict):
         raise ValueError(f"8-bit moment: got {shown(description)}, expected its description")
     check_version("8-bit moment", description.get("version"))
-    check_algorithm("8-bit moment", description.get("algorithm", ALGORITHM))  # format 1 has none
+    # Format 1 has none.
+    algorithm = algorithm_of("8-bit moment", description.get("algorithm", ADAM.name))
     try:
-        codec, which = codec_numbered(description["codec"]), description["which"]
-        if which not in MOMENTS:
-            raise ValueError(f"got {shown(which)}, expected one of {list(MOMENTS)}")
+        codec, rule = codec_numbered(description["codec"]), algorithm.moment(description["which"])
         table = PieceTable(tuple(_pieces(description["pieces"])), description["numel"])
-        return MomentStore.zeros(codec, which, table, device="meta")
+        return MomentStore.zeros(codec, rule, table, device="meta")
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         message = str(error)[:200]
         raise ValueError(
@@ -374,7 +368,7 @@ def _like(x: MomentTensor, *, dtype=None, device=None, pin_memory=None, **_) -> 
     device = x.device if device is None else device
     if not x.is_whole:
         return torch.zeros(x.shape, dtype=dtype, device=device, pin_memory=bool(pin_memory))
-    store = MomentStore.zeros(x.store.codec, x.store.which, x.store.table, device)
+    store = MomentStore.zeros(x.store.codec, x.store.rule, x.store.table, device)
     return MomentTensor(store.pinned() if pin_memory else store, dtype=dtype)
 
 

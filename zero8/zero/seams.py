@@ -13,6 +13,7 @@ from importlib.metadata import version
 from operator import attrgetter
 from types import ModuleType
 
+from zero8.checkpoint.engine.install import keep_whole
 from zero8.versions import TESTED, warn_if_untested
 from zero8.zero import accelerate, access, jit, universal_load
 from zero8.zero.when_imported import when_imported
@@ -101,7 +102,7 @@ SEAMS = (
         _ENGINE,
         "DeepSpeedEngine._configure_optimizer",
         ("client_optimizer",),
-        "says, when it refuses our optimizer as an object under offload, what to set",
+        "tells our optimizer which engine makes it, and which setting takes it as an object",
     ),
     Seam(
         "deepspeed.runtime.base_optimizer",
@@ -269,7 +270,7 @@ def install(optimizer_class: type) -> None:
     for seam in SEAMS:
         if seam.essential:
             seam.check()
-    from zero8.zero import checkpoints, overrides  # whose modules need DeepSpeed's swappers
+    from zero8.zero import overrides  # whose modules need DeepSpeed's swappers
 
     engine_class, zero3_class = engine.DeepSpeedEngine, stage3.DeepSpeedZeroOptimizer_Stage3
     overrides.guard_choice(engine_class, optimizer_class)
@@ -290,7 +291,7 @@ def install(optimizer_class: type) -> None:
     overrides.swap_states(stage3, optimizer_class)
     overrides.agree_on_swapped(engine_class, zero3_class)
     overrides.finish_steps(engine_class, optimizer_class)
-    checkpoints.keep_whole(engine_class, optimizer_class)
+    keep_whole(engine_class, optimizer_class)
     utils.ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zero8.checkpoint.engine.layout import swap_folder
 from zero8.ranks.agree import raise_together_quickly
-from zero8.state.header import MOMENTS
 from zero8.zero import swap_file
 from zero8.zero.flat_state import check_places
 from zero8.zero.swapper import SwapsStates
@@ -123,14 +123,6 @@ def _swapped(zero) -> Iterator[Tensor]:
             yield parameter
 
 
-def swap_folder(engine, load_dir: str, tag: str) -> str:
-    """Return the folder of a checkpoint for the swap files of this rank."""
-    from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
-
-    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
-    return str(Path(load_dir, tag, "offloaded_tensors", "rank" + dp_index_to_str(rank)))
-
-
 def _zero_file(engine, load_dir: str, tag: str) -> Path:
     """Return the file of what ZeRO saves of this rank, of a run with or without bfloat16."""
     rank = torch.distributed.get_rank(engine.optimizer.dp_process_group)
@@ -165,8 +157,8 @@ def _check_files(swapper: SwapsStates, parameter: Tensor, folder: str) -> None:
     if found is not None:
         state, layout = found
         try:
-            for which in MOMENTS:
-                state[which].store.check_values()
+            for like in layout.like:
+                state[like.name].store.check_values()
             check_places(layout.table, swapper.planned_layout(parameter).table)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file that holds the optimizer state of one ZeRO-3 sub-group on a local disk.
 
-    header         HEADER: magic, checksum, format version, step, history, numbers of bytes
-    description    JSON: what the moments are, as in a saved `MomentTensor`; from HEADER_BYTES on
-    tensors        codes, scales and float32 values of exp_avg, the same of exp_avg_sq, corrections
-                   of bfloat16 weights; raw, each from a multiple of TENSOR_ALIGNMENT_BYTES on
+    header         magic, checksum, format version, step, what the algorithm remembers, numbers of
+                   bytes: BEGIN, then a float64 for each number remembered, then a uint64 for each
+                   tensor
+    description    JSON: the moments, as in a saved `MomentTensor`, and the number of corrections;
+                   from HEADER_BYTES on
+    tensors        codes, scales and float32 values of each moment, corrections of bfloat16 weights;
+                   raw, each from a multiple of TENSOR_ALIGNMENT_BYTES on
 
 All numbers are little-endian.  A header whose description has no bytes stands for "no state yet".
 The checksum is the 64-bit XXH3 of the whole file with 0 in its own place.  It finds what was never
-written, because DeepSpeed's aio does not report failed transfers, and what has changed places.  In
-format 1 it was the sum, modulo 2^64, of the file as 64-bit words.
+written, because DeepSpeed's aio does not report failed transfers, and what has changed places.
+
+Formats 1 and 2, which are read, had a header for Adam alone (OLD_HEADER) and a description that
+named its two moments; in format 1 the checksum was the sum, modulo 2^64, of the file as 64-bit
+words.
 """
 
 import errno
@@ -25,18 +31,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero8.integrity.files import hash_64
-from zero8.integrity.mapped_file import mapped
+from zero8.algorithms.adam import ADAM
+from zero8.algorithms.table import algorithm_called
+from zero8.checkpoint.files.hashes import hash_64
+from zero8.checkpoint.files.mapped_file import mapped
+from zero8.spec.algorithm import Algorithm
 from zero8.spec.shown import shown
-from zero8.state.header import MOMENTS
-from zero8.state.plain import checked_history, checked_step
+from zero8.state.memory import checked_memory, counters_of
+from zero8.state.plain import checked_step
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
-from zero8.zero.moment_tensor import MomentTensor, described, store_like
+from zero8.zero.moment_tensor import MomentTensor, moment_description, store_like
 
 MAGIC = b"zero8swp"
-FORMAT_VERSION = 2
-HEADER = struct.Struct("<8sQIIqd7Q")
+FORMAT_VERSION = 3
+BEGIN = struct.Struct("<8sQIIqII")
+OLD_HEADER = struct.Struct("<8sQIIqd7Q")
 HEADER_BYTES = 512
 _CHECKSUM = slice(8, 16)
 TENSOR_ALIGNMENT_BYTES = 64
@@ -44,18 +54,18 @@ BLOCK_BYTES = 4096
 """What transfers that bypass the page cache are multiples of."""
 
 
-class Header(NamedTuple):
+class SwapHeader(NamedTuple):
     """The numbers at the start of a file."""
 
     checksum: int
     version: int
     description_bytes: int
     step: int
-    history: float
+    memory: tuple[float, ...]
     num_bytes: tuple[int, ...]
 
     @classmethod
-    def parsed(cls, data: bytes, path: str) -> "Header":
+    def parsed(cls, data: bytes, path: str) -> "SwapHeader":
         """Return the header in the first bytes of a file.
 
         Raises:
@@ -63,19 +73,31 @@ class Header(NamedTuple):
         """
         if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
             raise ValueError(f"{path}: not a file of 8-bit optimizer states, or damaged")
-        _, checksum, version, description_bytes, step, history, *num_bytes = HEADER.unpack_from(
-            data
-        )
+        numbers = BEGIN.unpack_from(data)
+        _, checksum, version, description_bytes, step, num_memory, num_tensors = numbers
         if not 1 <= version <= FORMAT_VERSION:
             raise ValueError(
                 f"{path}: got format version {version}, this zero8 reads 1 to {FORMAT_VERSION}"
             )
-        return cls(checksum, version, description_bytes, step, history, tuple(num_bytes))
+        if version < 3:
+            *_, step, history = OLD_HEADER.unpack_from(data)[:6]
+            num_bytes = OLD_HEADER.unpack_from(data)[6:]
+            return cls(checksum, version, description_bytes, step, (history,), num_bytes)
+        if 8 * (num_memory + num_tensors) > HEADER_BYTES - BEGIN.size:
+            raise ValueError(
+                f"{path}: got a header with {num_memory} and {num_tensors} numbers, expected at "
+                f"most {(HEADER_BYTES - BEGIN.size) // 8}; the header is damaged"
+            )
+        rest = struct.unpack_from(f"<{num_memory}d{num_tensors}Q", data, BEGIN.size)
+        memory, num_bytes = rest[:num_memory], rest[num_memory:]
+        return cls(checksum, version, description_bytes, step, memory, num_bytes)
 
     def packed(self) -> bytes:
-        """Return the bytes of the header, padded to HEADER_BYTES."""
-        data = HEADER.pack(MAGIC, *self[:-1], *self.num_bytes)
-        return data.ljust(HEADER_BYTES, b"\0")
+        """Return the bytes of a header of this format, padded to HEADER_BYTES."""
+        counts = len(self.memory), len(self.num_bytes)
+        begin = BEGIN.pack(MAGIC, *self[:4], *counts)
+        rest = struct.pack(f"<{counts[0]}d{counts[1]}Q", *self.memory, *self.num_bytes)
+        return (begin + rest).ljust(HEADER_BYTES, b"\0")
 
 
 @dataclass(frozen=True)
@@ -83,25 +105,27 @@ class Layout:
     """What the file of a state holds, and where.
 
     Attributes:
-        like: both moments, on the meta device.
+        like: the moments, on the meta device.
         correction_numel: number of weight corrections, one byte each.
+        text: the description in a file, empty for a file that is to be written.
     """
 
-    like: tuple[MomentStore, MomentStore]
+    like: tuple[MomentStore, ...]
     correction_numel: int
+    text: bytes = b""
 
     @classmethod
     def of_state(cls, state: dict) -> "Layout":
         """Return the layout for a ZeRO partition's state."""
-        stores = [state[which].store for which in MOMENTS]
         like = tuple(
-            MomentStore.zeros(store.codec, store.which, store.table, "meta") for store in stores
+            MomentStore.zeros(store.codec, store.rule, store.table, "meta")
+            for store in _stores(state)
         )
         correction = state.get("param_correction")
         return cls(like, 0 if correction is None else correction.numel())
 
     @classmethod
-    def described(cls, text: bytes, path: str) -> "Layout":
+    def from_description(cls, text: bytes, path: str) -> "Layout":
         """Return the layout that a file's description stands for.
 
         Raises:
@@ -109,23 +133,38 @@ class Layout:
         """
         try:
             found = json.loads(text)
-            like = tuple(store_like(found[which]) for which in MOMENTS)
-            correction_numel = found["correction_numel"]
+            correction_numel = found.pop("correction_numel")
+            moments = found["moments"] if "moments" in found else _moments_of_format_2(found)
+            like = tuple(map(store_like, moments))
+            rules = [store.rule for store in like]
+            if rules != list(algorithm_called(rules[0].algorithm).moments):
+                raise ValueError(f"got moments {[rule.name for rule in rules]}")
             if correction_numel not in (0, like[0].table.numel):
                 raise ValueError(f"got {shown(correction_numel)} corrections")
-            return cls(like, correction_numel)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            return cls(like, correction_numel, text)
+        except (
+            ValueError,
+            KeyError,
+            IndexError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise ValueError(f"{path}: its description is damaged: {error}") from error
 
     @property
+    def algorithm(self) -> Algorithm:
+        """Whose moments they are."""
+        return algorithm_called(self.like[0].rule.algorithm)
+
+    @property
     def table(self) -> PieceTable:
-        """The segment table of both moments."""
+        """The segment table of all moments."""
         return self.like[0].table
 
     def fits(self, state: dict) -> bool:
         """Return whether a state has this layout."""
-        stores = [state[which].store for which in MOMENTS]
-        found = [(store.table, store.codec) for store in stores]
+        found = [(store.table, store.codec) for store in _stores(state)]
         correction = state.get("param_correction")
         return (
             found == [(like.table, like.codec) for like in self.like]
@@ -134,9 +173,10 @@ class Layout:
 
     @cached_property
     def description(self) -> bytes:
-        """The JSON text that `described` reads."""
-        parts = {store.which: {**described(store), "written": False} for store in self.like}
-        return json.dumps(parts | {"correction_numel": self.correction_numel}).encode()
+        """The JSON text that `from_description` reads."""
+        moments = [{**moment_description(store), "written": False} for store in self.like]
+        parts = {"moments": moments, "correction_numel": self.correction_numel}
+        return self.text or json.dumps(parts).encode()
 
     @cached_property
     def num_bytes(self) -> tuple[int, ...]:
@@ -155,21 +195,27 @@ class Layout:
         """Return the size of the file, a multiple of the given alignment."""
         return aligned(self.offsets[-1], alignment_bytes)
 
-    def state_in(self, buffer: Tensor, step: int, history: float) -> dict:
-        """Return the state whose tensors are views of a file's bytes, shape (bytes,)."""
+    def state_in(self, buffer: Tensor, numbers: dict) -> dict:
+        """Return the state whose tensors are views of a file's bytes.
+
+        Args:
+            buffer: (bytes,) uint8.
+            numbers: its entries that are no tensors.
+        """
         views = [
             buffer[offset : offset + count]
             for offset, count in zip(self.offsets, self.num_bytes, strict=False)
         ]
-        state: dict = {"step": step, "history": history}
-        for like, (codes, scales, dense) in zip(self.like, (views[:3], views[3:6]), strict=True):
+        state = dict(numbers)
+        for number, like in enumerate(self.like):
+            codes, scales, dense = views[3 * number : 3 * number + 3]
             scales = scales.view(torch.float32).view(like.scales.shape)
             buffers = codes, scales, dense.view(torch.float32)
-            state[like.which] = MomentTensor(
-                MomentStore(like.codec, like.which, like.table, *buffers)
+            state[like.name] = MomentTensor(
+                MomentStore(like.codec, like.rule, like.table, *buffers)
             )
         if self.correction_numel:
-            state["param_correction"] = views[6].view(torch.int8)
+            state["param_correction"] = views[-1].view(torch.int8)
         return state
 
 
@@ -178,18 +224,26 @@ def aligned(num_bytes: int, alignment_bytes: int) -> int:
     return -(-num_bytes // alignment_bytes) * alignment_bytes
 
 
-def pack(state: dict, layout: Layout, buffer: Tensor) -> Header:
+def pack(state: dict, layout: Layout, buffer: Tensor) -> SwapHeader:
     """Write the bytes of a file into a buffer, shape (file bytes,) uint8; return its header.
 
     Tensors that are in their places already, as `unpack` leaves them, are not copied.
     """
-    step, history = int(state["step"]), float(state["history"])
+    step, *memory = counters_of(layout.algorithm)(state)
+    numbers = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
     for target, source in zip(
-        _tensors(layout.state_in(buffer, step, history)), _tensors(state), strict=True
+        _tensors(layout.state_in(buffer, numbers)), _tensors(state), strict=True
     ):
         if target.data_ptr() != source.data_ptr():
             target.copy_(source.view(target.shape))
-    header = Header(0, FORMAT_VERSION, len(layout.description), step, history, layout.num_bytes)
+    header = SwapHeader(
+        checksum=0,
+        version=FORMAT_VERSION,
+        description_bytes=len(layout.description),
+        step=int(step),
+        memory=tuple(map(float, memory)),
+        num_bytes=layout.num_bytes,
+    )
     _put(buffer, 0, header.packed())
     _put(buffer, HEADER_BYTES, layout.description)
     header = header._replace(checksum=checksum(buffer))
@@ -198,7 +252,7 @@ def pack(state: dict, layout: Layout, buffer: Tensor) -> Header:
 
 
 def unpack(
-    buffer: Tensor, path: str, known: Layout | None = None, expected: Header | None = None
+    buffer: Tensor, path: str, known: Layout | None = None, expected: SwapHeader | None = None
 ) -> tuple[dict, Layout] | None:
     """Return the state in the bytes of a file, as views of them, and its layout, or None.
 
@@ -211,13 +265,13 @@ def unpack(
     Raises:
         ValueError: if the bytes are not what was written, or not what was written last.
     """
-    header = Header.parsed(bytes(buffer[:HEADER_BYTES].numpy()), path)
+    header = SwapHeader.parsed(bytes(buffer[:HEADER_BYTES].numpy()), path)
     if not header.description_bytes:
         _check_last(header, expected, path)
         return None
     text = bytes(buffer[HEADER_BYTES : HEADER_BYTES + header.description_bytes].numpy())
     fits = known is not None and text == known.description
-    layout = known if fits else Layout.described(text, path)
+    layout = known if fits else Layout.from_description(text, path)
     if header.num_bytes != layout.num_bytes or layout.offsets[-1] > buffer.numel():
         raise ValueError(
             f"{path}: got {buffer.numel()} bytes with tensors of {header.num_bytes}, expected "
@@ -229,13 +283,16 @@ def unpack(
         )
     _check_last(header, expected, path)
     try:
-        step, history = checked_step(header._asdict()), checked_history(header._asdict())
+        names = [one.name for one in layout.algorithm.memory]
+        saved = dict(zip(names, header.memory, strict=True))
+        numbers = {"step": checked_step({"step": header.step})}
+        numbers |= checked_memory(layout.algorithm, saved)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return layout.state_in(buffer, step, history), layout
+    return layout.state_in(buffer, numbers), layout
 
 
-def _check_last(header: Header, expected: Header | None, path: str) -> None:
+def _check_last(header: SwapHeader, expected: SwapHeader | None, path: str) -> None:
     if expected is not None and header != expected:
         raise ValueError(
             f"{path}: it is whole, but of step {header.step} and not what this run wrote last, at "
@@ -260,9 +317,9 @@ def read_whole(path: str, folder: Path | None = None) -> tuple[dict, Layout] | N
     return unpack(data, path)
 
 
-def write_empty(path: str, num_bytes: int) -> Header:
+def write_empty(path: str, num_bytes: int) -> SwapHeader:
     """Replace a file, whatever it holds, by one of this size that stands for "no state yet"."""
-    header = Header(0, FORMAT_VERSION, 0, 0, 0.0, (0,) * 7)
+    header = SwapHeader(0, FORMAT_VERSION, 0, 0, (), ())
     Path(path).write_bytes(header.packed().ljust(num_bytes, b"\0"))
     return header
 
@@ -290,9 +347,20 @@ def reserve(path: str, num_bytes: int) -> None:
         os.close(descriptor)
 
 
+def _moments_of_format_2(found: dict) -> list:
+    """Return the descriptions of moments that a description names, in Adam's order."""
+    return [found[name] for name in ADAM.moment_names]
+
+
+def _stores(state: dict) -> list[MomentStore]:
+    """Return the moments of a state in the algorithm's order."""
+    found = {key: x.store for key, x in state.items() if isinstance(x, MomentTensor)}
+    algorithm = algorithm_called(next(iter(found.values())).rule.algorithm)
+    return [found[name] for name in algorithm.moment_names]
+
+
 def _tensors(state: dict) -> list[Tensor]:
-    stores = [state[which].store for which in MOMENTS]
-    tensors = [t for store in stores for t in store.buffers]
+    tensors = [t for store in _stores(state) for t in store.buffers]
     return tensors + [state[key] for key in ("param_correction",) if key in state]
 
 

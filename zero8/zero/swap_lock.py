@@ -8,30 +8,31 @@ checkpoint, and the lock must not be in it.
 """
 
 import errno
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
 
-from zero8.op.locks import taken_for_good
+from zero8 import flock
 from zero8.ranks.agree import raise_together
 
-_ours: dict[Path, TextIO] = {}
+_ours: dict[Path, FileIO] = {}
 
 
 def take(folder: str) -> None:
     """Make a folder this process's own.
 
     Raises:
-        OSError: naming the process that has it; if its lock cannot be written.
+        OSError: naming the process that has it; if its lock cannot be opened.
     """
     path = Path(f"{Path(folder).resolve()}.flock")
     if path in _ours:
         return
-    file, holder = taken_for_good(path)
-    if file is None:
+    file = flock.opened(path)
+    if not flock.take(file):
+        file.close()
         raise OSError(
             errno.EBUSY,
-            f"in use: {holder} keeps its optimizer states there; give each job an nvme_path of its "
-            "own",
+            f"in use: {flock.holder(path)} keeps its optimizer states there; give each job an "
+            "nvme_path of its own",
             folder,
         )
     _ours[path] = file

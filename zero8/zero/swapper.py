@@ -19,11 +19,10 @@ from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import Partitio
 from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
 from torch import Tensor
 
-from zero8.state.header import MOMENTS
 from zero8.state.store import MomentStore
 from zero8.zero import swap_file, swap_lock
 from zero8.zero.flat_state import FlatPartition
-from zero8.zero.swap_file import BLOCK_BYTES, Header, Layout
+from zero8.zero.swap_file import BLOCK_BYTES, Layout, SwapHeader
 from zero8.zero.swap_io import Buffer, BufferPool, CheckedHandle
 
 
@@ -47,7 +46,7 @@ class SwapsStates(OptimizerSwapper):
         self._layouts: dict[str, Layout] = {}
         self._arriving: dict[str, tuple[Buffer, Tensor]] = {}
         self._resident: dict[str, Buffer] = {}
-        self._written: dict[str, Header] = {}  # of what each file has to hold
+        self._written: dict[str, SwapHeader] = {}  # of what each file has to hold
         self.print_exclude_list += ["_pool", "_layouts", "_arriving", "_resident", "_written"]
 
     def state_path(self, parameter: Tensor, folder: str | None = None) -> str:
@@ -69,7 +68,8 @@ class SwapsStates(OptimizerSwapper):
         self._set_dtype(parameter)
         numel = self.swap_params_info[parameter.ds_id].numel()
         table, settings = self._kind.table(parameter, numel), self.optimizer.settings
-        like = tuple(MomentStore.zeros(settings.codec, which, table, "meta") for which in MOMENTS)
+        rules = settings.algorithm.moments
+        like = tuple(MomentStore.zeros(settings.codec, rule, table, "meta") for rule in rules)
         return Layout(like, numel if settings.corrects(parameter) else 0)
 
     @property
@@ -156,7 +156,7 @@ class SwapsStates(OptimizerSwapper):
         if found is None:
             return
         state, layout = found
-        buffer.lend([state[which].store for which in MOMENTS])
+        buffer.lend([state[like.name].store for like in layout.like])
         if layout is known:
             self._resident[key] = buffer
             self._hand_over(parameter, state)

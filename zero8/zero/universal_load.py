@@ -40,7 +40,7 @@ def load_into_padding(zero_class: type, partitions: str, optimizer_class: type) 
     def load(self, lp_groups_name, checkpoint_dir):
         if not isinstance(self.optimizer, optimizer_class):
             return original(self, lp_groups_name, checkpoint_dir)
-        _check_groups(checkpoint_dir, self.optimizer.param_groups)
+        _check_groups(checkpoint_dir, self.optimizer)
         with _lent_fragments(getattr(self, lp_groups_name), getattr(self, partitions)):
             return original(self, lp_groups_name, checkpoint_dir)
 
@@ -83,7 +83,7 @@ def load_all_groups(zero3_class: type, optimizer_class: type) -> None:
     def load(self, checkpoint_dir):
         if not isinstance(self.optimizer, optimizer_class):
             return original(self, checkpoint_dir)
-        saved = _check_groups(checkpoint_dir, self.optimizer.param_groups)
+        saved = _check_groups(checkpoint_dir, self.optimizer)
         original(self, checkpoint_dir)
         for group, options in zip(self.optimizer.param_groups, saved, strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
@@ -91,7 +91,7 @@ def load_all_groups(zero3_class: type, optimizer_class: type) -> None:
     setattr(zero3_class, LOADS_STAGE3, load)
 
 
-def _check_groups(checkpoint_dir: str, groups: list[dict]) -> list[dict]:
+def _check_groups(checkpoint_dir: str, optimizer) -> list[dict]:
     """Return the parameter groups of a universal checkpoint.
 
     Raises:
@@ -101,7 +101,8 @@ def _check_groups(checkpoint_dir: str, groups: list[dict]) -> list[dict]:
     path = Path(checkpoint_dir) / "zero" / "optimizer_state.pt"
     saved = torch.load(path, map_location="cpu", mmap=True, weights_only=False)["param_groups"]
     for options in saved:
-        check_refused_keys(options)
+        check_refused_keys(optimizer.algorithm, options)
+    groups = optimizer.param_groups
     if len(saved) != len(groups):
         raise ValueError(
             f"{checkpoint_dir}: got a checkpoint of {len(saved)} parameter groups, expected "

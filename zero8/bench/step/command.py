@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what a step costs in time and memory: zero8's, those of other optimizers, a copy's.
+"""Measure what a step costs on a CPU or a GPU: zero8's, those of other optimizers, a copy's.
 
 Checks the kernel's bits first.  Writes OUT (JSON), and a table (.md) and a figure (.png) beside it.
 """
@@ -17,22 +17,21 @@ from pathlib import Path
 
 import torch
 
-from zero8.bench import record
+from zero8.bench import gpu, record
 from zero8.bench.step import contenders as step_contenders
-from zero8.bench.step import cuda as step_cuda
 from zero8.bench.step import kernel as step_kernel
 from zero8.bench.step import machines
 from zero8.bench.step.contenders import Contender
+from zero8.bench.step.devices import CPU, DEVICES, GPU, Device
 from zero8.bench.step.report import busy_lines, markdown
 from zero8.bench.step.targets import checks
 from zero8.bench.step.tensors import LEAST_NUMEL, NUM_TENSORS, ROW
-from zero8.bench.step.timing import Samples, interleaved, peak_extra_bytes, spread, threads
+from zero8.bench.step.timing import Samples, interleaved, spread, threads
 from zero8.bench.step.variants import FP32
-from zero8.bench.usage import check_least, check_multiple, check_names, chosen
+from zero8.bench.usage import UsageError, check_least, check_multiple, check_names, chosen
 from zero8.op import kernel
 from zero8.spec.codec import CODECS, DEFAULT_CODEC
 
-NUMEL = 2**25
 ROUNDS = 30
 
 
@@ -40,6 +39,7 @@ ROUNDS = 30
 class Plan:
     """What is measured; `isa` None means the fastest, and all of them in the cache."""
 
+    device: Device
     numel: int
     threads: int
     codecs: tuple[str, ...]
@@ -52,17 +52,22 @@ class Plan:
         check_least("--threads", self.threads, 1)
         check_names("--codec", self.codecs, CODECS)
         check_names("--isa", () if self.isa is None else (self.isa,), kernel.isas())
-        check_names("--against", self.against, step_contenders.PEERS)
+        check_names("--against", self.against, step_contenders.peers_on(self.device))
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "Plan":
         """Return what options ask for; raises as the constructor does."""
+        device = DEVICES[arguments.device]
+        for option in ("threads", "isa") if device.name == "cuda" else ():
+            if getattr(arguments, option) is not None:
+                raise UsageError(f"--{option}: got it with --device cuda, expected --device cpu")
         return cls(
-            numel=NUMEL if arguments.numel is None else arguments.numel,
+            device=device,
+            numel=device.numel if arguments.numel is None else arguments.numel,
             threads=torch.get_num_threads() if arguments.threads is None else arguments.threads,
             codecs=tuple(CODECS) if arguments.codec is None else (arguments.codec,),
             isa=arguments.isa,
-            against=chosen(arguments.against, step_contenders.PEERS),
+            against=chosen(arguments.against, step_contenders.peers_on(device)),
         )
 
     @property
@@ -74,20 +79,25 @@ class Plan:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the measurement to a parser."""
     parser.add_argument("--json", type=Path, required=True, metavar="OUT", help="result file")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
-    sizes = f"{step_cuda.SIZES[0]} to {step_cuda.SIZES[-1]} on a GPU"
-    parser.add_argument("--numel", type=int, help=f"parameters, default {NUMEL}; {sizes}")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="default cpu")
+    sizes = f"default {CPU.numel}; {GPU.numel} on a GPU"
+    parser.add_argument("--numel", type=int, help=f"parameters, {sizes}")
     parser.add_argument("--threads", type=int, help="of all, on the CPU")
     parser.add_argument("--codec", help="one of zero8's codecs instead of all")
     parser.add_argument("--isa", help="instruction set of zero8, on the CPU, not the fastest")
-    names, on_gpu = ",".join(step_contenders.PEERS), ",".join(step_cuda.PEERS)
+    names, on_gpu = (",".join(step_contenders.peers_on(device)) for device in (CPU, GPU))
     parser.add_argument("--against", metavar="NAME,...", help=f"default {names}; {on_gpu} on a GPU")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, write the three files, print the targets; return the exit status."""
-    if arguments.device == "cuda":
-        return step_cuda.run(arguments)
+    """Measure, write the three files, print the targets; return the exit status.
+
+    Raises:
+        UsageError: if there is no such device, or an option is not served.
+        RuntimeError: if the kernel's bits are not as expected.
+    """
+    if arguments.device == "cuda" and (absence := gpu.absence()) is not None:
+        raise UsageError(f"--device cuda: {absence}")
     from zero8.bench.step.figure import plot  # which needs matplotlib
 
     plan = Plan.of(arguments)
@@ -105,7 +115,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _command(plan: Plan, out: Path) -> str:
     words = ["zero8", "bench", "step", "--json", out, "--numel", plan.numel]
-    words += ["--threads", plan.threads, "--against", ",".join(plan.against)]
+    on_gpu = plan.device.name == "cuda"
+    words += ["--device", "cuda"] if on_gpu else ["--threads", plan.threads]
+    words += ["--against", ",".join(plan.against)]
     words += ["--codec", *plan.codecs] if len(plan.codecs) == 1 else []
     words += ["--isa", plan.isa] if plan.isa else []
     return shlex.join(map(str, words))
@@ -115,12 +127,15 @@ def measure(plan: Plan) -> dict:
     """Return the result of a plan, all but the time it took and the command.
 
     Raises:
-        RuntimeError: if the kernel's bits are not the reference's.
+        RuntimeError: if the kernel's bits are not as expected.
     """
     with threads(plan.threads), _isa(plan.isa):
         isas = [plan.isa] if plan.isa else list(kernel.isas())
-        step_kernel.check(plan.codecs, isas, plan.threads)
+        plan.device.check(plan.codecs, isas, plan.threads)
         machine = _machine()  # before it is us who keep it busy
+        if plan.device.name == "cuda":
+            machine |= {"gpu": gpu.machine()}
+            isas = []
         in_cache = step_kernel.time_in_cache(plan.codecs, isas)
         timed, huge_bytes = _time_out_of_cache(plan)
         result = {
@@ -150,14 +165,15 @@ def _isa(name: str | None) -> Iterator[None]:
 
 def _time_out_of_cache(plan: Plan) -> tuple[dict, int | None]:
     """Return the rows, the list and what was skipped, and the bytes that lay in huge pages."""
-    params = step_contenders.flat_params(plan.numel)
+    params = step_contenders.flat_params(plan.numel, plan.device)
     ours = step_contenders.zero8_contenders(plan.codecs, params)
     peers, skipped = step_contenders.peer_contenders(plan.against, params)
-    ceilings = step_contenders.copies([*ours, *peers])
+    ceilings = step_contenders.copies([*ours, *peers], plan.device)
     contenders = [*ours, *peers, *ceilings.values()]
-    list_step = step_contenders.list_step(plan.list_codec, plan.numel)
-    *samples, list_samples = interleaved([*(c.timed for c in contenders), list_step], ROUNDS)
-    rows = [_row(*pair, plan.threads) for pair in zip(contenders, samples, strict=True)]
+    list_step = step_contenders.list_step(plan.list_codec, plan.numel, plan.device)
+    calls = [*(c.timed for c in contenders), list_step]
+    *samples, list_samples = interleaved(calls, ROUNDS, plan.device.time_call)
+    rows = [_row(*pair, plan) for pair in zip(contenders, samples, strict=True)]
     _compare(rows, [rows[contenders.index(ceilings[c.streams])] for c in contenders])
     flat = next(row for row in rows if _key(row) == ("zero8", FP32.name, plan.list_codec))
     tensor_list = {"codec": plan.list_codec, "tensors": NUM_TENSORS, "numel": plan.numel}
@@ -171,23 +187,24 @@ def _key(row: dict) -> tuple[str, str, str | None]:
     return row["name"], row["variant"], row["codec"]
 
 
-def _row(contender: Contender, samples: Samples, threads: int) -> dict:
+def _row(contender: Contender, samples: Samples, plan: Plan) -> dict:
     numel = contender.param.numel()
     times = spread(samples.times, numel)
-    return {
+    row = {
         "name": contender.name,
         "variant": contender.variant,
         "codec": contender.codec,
-        "isa": kernel.default_isa() if contender.codec else None,
-        "threads": threads,
+        "isa": plan.device.isa() if contender.codec else None,
+        "threads": plan.threads,
         "numel": numel,
         "repeats": len(samples.times),
-        "waited_share": samples.waited_ns / (threads * sum(samples.times)),
+        "waited_share": samples.waited_ns / (plan.threads * sum(samples.times)),
         "bytes_per_param": contender.bytes_per_param,
         **times,
         "gb_per_s": contender.bytes_per_param / times["ns_per_param"],
-        "extra_bytes": peak_extra_bytes(contender.step),
+        "extra_bytes": plan.device.extra_bytes(contender.step),
     }
+    return row | {"host_us": min(samples.host_ns) / 1e3} if samples.host_ns else row
 
 
 def _compare(rows: list[dict], ceilings: list[dict]) -> None:

@@ -2,9 +2,9 @@
 """Whose steps are timed: zero8's, those of other optimizers, and copies as their ceilings."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 import zero8
 from zero8.bench.states import plain_tensors
+from zero8.bench.step.devices import CPU, Device
 from zero8.bench.step.kernel import HYPER
 from zero8.bench.step.tensors import flat_shape, model_shapes
 from zero8.bench.step.timing import Timed
-from zero8.bench.step.variants import BF16, FP32, VARIANTS, Variant
-from zero8.op import kernel
+from zero8.bench.step.variants import BF16, BF16_CORRECTED, FP32, Variant
 
 # What is tens of times slower has fewer parameters, and one round in 5.
 SLOW_NUMEL = 2**22
@@ -47,16 +47,17 @@ class Contender:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """Bytes per element of the parameter and of the states."""
-        return tuple(t.element_size() for t in (self.param, *self.states))
+        """Bytes per element of the gradient, of the parameter and of the states."""
+        return tuple(t.element_size() for t in (self.param.grad, self.param, *self.states))
 
     @property
     def bytes_per_param(self) -> int:
         """Bytes that a step must move: it reads the gradient, and reads and writes all else.
 
-        Scales of blocks are left out: 0.1 bytes.
+        Scales of blocks are left out: 0.05 to 0.3 bytes.
         """
-        return self.param.grad.element_size() + 2 * sum(self.streams)
+        grad, *others = self.streams
+        return grad + 2 * sum(others)
 
     @property
     def timed(self) -> Timed:
@@ -64,21 +65,43 @@ class Contender:
         return Timed(self.step, self.every)
 
 
-Params = dict[torch.dtype, nn.Parameter]
+class Params:
+    """Weights and gradients of one matrix on a device, which all contenders share."""
+
+    def __init__(self, numel: int, device: Device):
+        """Make nothing yet."""
+        self.numel, self.device = numel, device
+        self._tensors: dict[tuple[torch.dtype, float], Tensor] = {}
+
+    def parameter(self, variant: Variant) -> nn.Parameter:
+        """Return a parameter of a variant with its gradient."""
+        return _parameter(self._tensor(variant.dtype, 1.0), self._tensor(variant.grad_dtype, 1e-3))
+
+    def _tensor(self, dtype: torch.dtype, scale: float) -> Tensor:
+        if (dtype, scale) not in self._tensors:
+            made = _random(flat_shape(self.numel), dtype, self.device.place, scale)
+            self._tensors[dtype, scale] = made
+        return self._tensors[dtype, scale]
 
 
-def flat_params(numel: int) -> Params:
-    """Return one matrix of each type of parameter; all contenders share them."""
-    return {dtype: _params([flat_shape(numel)], dtype)[0] for dtype in {v.dtype for v in VARIANTS}}
+def flat_params(numel: int, device: Device = CPU) -> Params:
+    """Return the tensors of one matrix of `numel` elements."""
+    return Params(numel, device)
 
 
-def _params(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
-    generator, params = torch.Generator().manual_seed(0), []
-    for shape in shapes:
-        p = nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-        p.grad = torch.randn(shape, generator=generator).mul_(1e-3).to(dtype)
-        params.append(p)
-    return params
+def _random(
+    shape: tuple[int, ...], dtype: torch.dtype, place: torch.device, scale: float
+) -> Tensor:
+    generator = torch.Generator(place).manual_seed(round(1 / scale))
+    return torch.randn(shape, generator=generator, device=place).mul_(scale).to(dtype)
+
+
+def _parameter(weight: Tensor, grad: Tensor) -> nn.Parameter:
+    p = nn.Parameter(weight)
+    if grad.dtype != weight.dtype:
+        p.grad_dtype = grad.dtype
+    p.grad = grad
+    return p
 
 
 def contender(
@@ -90,19 +113,23 @@ def contender(
     return Contender(name, variant, p, states, optimizer.step, **others)
 
 
-def zero8_contenders(codecs: list[str], params: Params) -> list[Contender]:
+def zero8_contenders(codecs: Sequence[str], params: Params) -> list[Contender]:
     """Return zero8 with these codecs on every kind of parameter."""
     return [
         contender("zero8", v.name, p, _zero8([p], codec, v), codec=codec)
-        for v in VARIANTS
-        for p in [params[v.dtype]]
+        for v in params.device.variants
+        for p in [params.parameter(v)]
         for codec in codecs
     ]
 
 
-def list_step(codec: str, numel: int) -> Timed:
+def list_step(codec: str, numel: int, device: Device = CPU) -> Timed:
     """Return the step of zero8 over the tensors of a model, `numel` elements in all."""
-    optimizer = _zero8(_params(model_shapes(numel), FP32.dtype), codec, FP32)
+    params = [
+        _parameter(*(_random(shape, FP32.dtype, device.place, scale) for scale in (1.0, 1e-3)))
+        for shape in model_shapes(numel)
+    ]
+    optimizer = _zero8(params, codec, FP32)
     optimizer.step()
     return Timed(optimizer.step)
 
@@ -112,13 +139,15 @@ def _zero8(params: list[nn.Parameter], codec: str, variant: Variant) -> Optimize
     return zero8.Adam8bitBlockwise(params, codec=codec, weight_correction_bits=bits, **HYPER)
 
 
-def copies(contenders: list[Contender]) -> dict[tuple[int, ...], Contender]:
-    """Return, by `streams`, copies of the memory of contenders, on their own tensors."""
+def copies(
+    contenders: Sequence[Contender], device: Device = CPU
+) -> dict[tuple[int, ...], Contender]:
+    """Return, by `streams`, copies of as many bytes as contenders move."""
     found: dict[tuple[int, ...], Contender] = {}
     for ours in contenders:
         if ours.streams not in found and ours.every == 1:
             variant = ours.variant if ours.codec else f"{ours.variant}_states"
-            move = partial(kernel.copy, ours.param, ours.param.grad, ours.states)
+            move = device.copier(ours.param, ours.param.grad, ours.states)
             found[ours.streams] = Contender("copy", variant, ours.param, ours.states, move)
     return found
 
@@ -126,17 +155,41 @@ def copies(contenders: list[Contender]) -> dict[tuple[int, ...], Contender]:
 # --- Others --------------------------------------------------------------------------------------
 
 
-def _deepspeed(params: Params) -> list[Contender]:
+class Peer(NamedTuple):
+    """Another optimizer.
+
+    Attributes:
+        make: returns it for parameters of a variant.
+        cpu: the variants that it is timed on there; none if it does not step there.
+        cuda: those on a GPU.
+        is_slow_on_cpu: whether it is tens of times slower there.
+    """
+
+    make: Callable[[list[nn.Parameter], Variant], Optimizer]
+    cpu: tuple[Variant, ...] = ()
+    cuda: tuple[Variant, ...] = ()
+    is_slow_on_cpu: bool = False
+
+    def contenders(self, name: str, params: Params) -> list[Contender]:
+        """Return its steps on the device of parameters."""
+        every = 1
+        if self.is_slow_on_cpu and params.device.name == "cpu":
+            params = Params(min(SLOW_NUMEL, params.numel), params.device)
+            every = SLOW_EVERY
+        return [
+            contender(name, variant.name, p, self.make([p], variant), every=every)
+            for variant in getattr(self, params.device.name)
+            for p in [params.parameter(variant)]
+        ]
+
+
+def _deepspeed(params: list[nn.Parameter], variant: Variant) -> Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    found = []
-    for variant in (FP32, BF16):
-        p = params[variant.dtype]
-        # States in float32 for float32 parameters, in bfloat16 for bfloat16 ones.
-        optimizer = DeepSpeedCPUAdam([p], fp32_optimizer_states=False, **HYPER)
-        set_threads(optimizer)
-        found.append(contender("deepspeed", variant.name, p, optimizer))
-    return found
+    # States in float32 for float32 parameters, in bfloat16 for bfloat16 ones.
+    optimizer = DeepSpeedCPUAdam(params, fp32_optimizer_states=False, **HYPER)
+    set_threads(optimizer)
+    return optimizer
 
 
 def set_threads(optimizer: Optimizer) -> None:
@@ -148,43 +201,49 @@ def set_threads(optimizer: Optimizer) -> None:
         raise RuntimeError(f"got {threads} OpenMP threads in {library}, expected {expected}")
 
 
-def _torch(params: Params) -> list[Contender]:
-    p = params[FP32.dtype]
-    return [contender("torch", FP32.name, p, torch.optim.AdamW([p], fused=True, **HYPER))]
+def _torch(params: list[nn.Parameter], variant: Variant) -> Optimizer:
+    return torch.optim.AdamW(params, fused=True, **HYPER)
 
 
-def _bitsandbytes(params: Params) -> list[Contender]:
+def _bitsandbytes(params: list[nn.Parameter], variant: Variant) -> Optimizer:
     from bitsandbytes.optim import AdamW8bit
 
-    return [_slow("bitsandbytes", params, AdamW8bit)]
+    return AdamW8bit(params, **HYPER)
 
 
-def _torchao(params: Params) -> list[Contender]:
+def _torchao(params: list[nn.Parameter], variant: Variant) -> Optimizer:
     from torchao.optim import AdamW8bit
 
-    return [_slow("torchao", params, partial(AdamW8bit, block_size=256))]
+    return AdamW8bit(params, block_size=256, **HYPER)
 
 
-def _slow(name: str, params: Params, make: Callable[..., Optimizer]) -> Contender:
-    numel = min(SLOW_NUMEL, params[FP32.dtype].numel())
-    (p,) = _params([flat_shape(numel)], FP32.dtype)
-    return contender(name, FP32.name, p, make([p], **HYPER), every=SLOW_EVERY)
+def _flashoptim(params: list[nn.Parameter], variant: Variant) -> Optimizer:
+    from flashoptim import FlashAdamW
+
+    bits = 24 if variant.correction_bits else None
+    return FlashAdamW(params, master_weight_bits=bits, **HYPER)
 
 
 PEERS = {
-    "deepspeed": _deepspeed,
-    "torch": _torch,
-    "bitsandbytes": _bitsandbytes,
-    "torchao": _torchao,
+    "deepspeed": Peer(_deepspeed, cpu=(FP32, BF16)),
+    "torch": Peer(_torch, cpu=(FP32,), cuda=(FP32, BF16)),
+    "bitsandbytes": Peer(_bitsandbytes, (FP32,), (FP32, BF16), is_slow_on_cpu=True),
+    "torchao": Peer(_torchao, (FP32,), (FP32,), is_slow_on_cpu=True),
+    "flashoptim": Peer(_flashoptim, cuda=(FP32, BF16_CORRECTED)),
 }
 
 
-def peer_contenders(names: list[str], params: Params) -> tuple[list[Contender], list[dict]]:
+def peers_on(device: Device) -> tuple[str, ...]:
+    """Return the names of the optimizers that step on a device."""
+    return tuple(name for name, peer in PEERS.items() if getattr(peer, device.name))
+
+
+def peer_contenders(names: Sequence[str], params: Params) -> tuple[list[Contender], list[dict]]:
     """Return the contenders of these packages, and of those that cannot step here the reasons."""
     found, skipped = [], []
     for name in names:
         try:
-            found += PEERS[name](params)
+            found += PEERS[name].contenders(name, params)
         except Exception as error:  # a package may be missing, or lack an op or a compiler
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             skipped.append({"name": name, "reason": reason})

@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from zero8.bench.step.variants import VARIANTS
+from zero8.bench.step.report import where
+from zero8.bench.step.variants import CUDA_VARIANTS
 
 COLORS = {"zero8": "tab:blue", "other optimizers": "tab:orange"}
 # Slower rows than this many of zero8's default are cut at the edge.
@@ -19,19 +20,19 @@ def plot(result: dict, path: Path) -> None:
     """Draw, per kind of parameter, the time of every step, and the copy of its memory."""
     steps = [row for row in result["rows"] if row["name"] != "copy"]
     ceilings = {r["variant"]: r["ns_per_param"] for r in result["rows"] if r["name"] == "copy"}
-    groups = [[row for row in steps if row["variant"] == v.name] for v in VARIANTS]
+    variants = [v for v in CUDA_VARIANTS if any(row["variant"] == v.name for row in steps)]
+    groups = [[row for row in steps if row["variant"] == v.name] for v in variants]
     heights = [len(group) + 1 for group in groups]
     figure = Figure(figsize=(9, 1.5 + 0.36 * sum(heights)), layout="constrained")
     grid = figure.subplots(len(groups), 1, sharex=True, height_ratios=heights)
     longest = LONGEST * max(row["ns_per_param"] for row in steps if _is_default(row, result))
-    for axes, group, variant in zip(grid, groups, VARIANTS, strict=True):
+    for axes, group, variant in zip(grid, groups, variants, strict=True):
         _draw(axes, group, ceilings, longest)
         axes.set_title(variant.title, loc="left", fontsize=10)
     grid[-1].set_xlabel("ns per parameter")
     grid[-1].set_xlim(0, longest)
     _add_legend(figure)
-    threads = f"{result['threads']} thread" + "s" * (result["threads"] > 1)
-    figure.suptitle(f"Optimizer step, {result['numel']:,} parameters, {threads}")
+    figure.suptitle(f"Optimizer step, {result['numel']:,} parameters, {where(result)}")
     figure.savefig(path, dpi=150)
 
 

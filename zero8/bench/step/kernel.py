@@ -10,14 +10,13 @@ from itertools import product
 import numpy as np
 import torch
 
+from zero8.algorithms.adam import ADAM, AdamScalars, next_history
 from zero8.bench.step.timing import spread
 from zero8.bench.step.variants import CUDA_VARIANTS, VARIANTS, Variant
 from zero8.op import kernel
 from zero8.spec import dither, reference
 from zero8.spec.codec import CODECS
-from zero8.spec.scalars import StepScalars, next_history
 from zero8.spec.segment import Moment, Rounding, Segment
-from zero8.state.header import MOMENTS
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 
@@ -42,19 +41,18 @@ def sample(codec: str, variant: Variant, shape: tuple[int, int]) -> Segment:
     numel = shape[0] * shape[1]
     piece = Piece(0, numel, 0, shape, dither.identity_of("bench"), BLOCK_SIZE, "bench")
     table = PieceTable((piece,), numel)
-    moments = [MomentStore.zeros(CODECS[codec], which, table).moment(0) for which in MOMENTS]
+    moments = [MomentStore.zeros(CODECS[codec], rule, table).piece(0) for rule in ADAM.moments]
     param = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(variant.dtype)
     correction = torch.zeros(numel, dtype=torch.int8) if variant.correction_bits else None
     segment = Segment(
         param=param,
         grad=torch.empty_like(param, dtype=variant.grad_dtype),
-        exp_avg=moments[0],
-        exp_avg_sq=moments[1],
+        algorithm=ADAM,
+        moments=moments,
         codec=CODECS[codec],
         grid=piece.grid,
         first=0,
         scalars=None,
-        moment_phase=0,
         param_phase=0,
         rounding=Rounding.DITHER,
         correction=correction,
@@ -71,8 +69,10 @@ def prepared(segment: Segment, step: int) -> Segment:
     history = 0.0
     for _ in range(step):
         history = next_history(history, *HYPER["betas"])
-    segment.scalars = StepScalars.at(step, history, **HYPER)
-    segment.moment_phase, segment.param_phase = dither.phase_of(1, step), dither.phase_of(2, step)
+    segment.scalars = AdamScalars.at(step, history, **HYPER)
+    for moment in segment.moments:
+        moment.phase = dither.phase_of(1, step)
+    segment.param_phase = dither.phase_of(2, step)
     return segment
 
 
@@ -104,13 +104,12 @@ def moved(segment: Segment, device: torch.device) -> Segment:
     def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.to(device, copy=True)
 
-    moments = {name: getattr(segment, name) for name in MOMENTS}
     return replace(
         segment,
         param=copied(segment.param),
         grad=copied(segment.grad),
         correction=copied(segment.correction),
-        **{n: Moment(copied(m.values), copied(m.scales)) for n, m in moments.items()},
+        moments=[Moment(copied(m.values), copied(m.scales), m.phase) for m in segment.moments],
     )
 
 
@@ -137,8 +136,7 @@ def _compare(case: str, ours: Stepping, wanted: Stepping, whose: str) -> None:
 def _results(segment: Segment) -> dict[str, torch.Tensor]:
     """Return the bytes of everything that a step changes."""
     tensors = {"param": segment.param, "param_correction": segment.correction}
-    for name in MOMENTS:
-        moment = getattr(segment, name)
+    for name, moment in zip(ADAM.moment_names, segment.moments, strict=True):
         tensors |= {name: moment.values, f"{name}_scale": moment.scales}
     found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     return {name: tensor.cpu().view(-1).view(torch.uint8) for name, tensor in found.items()}

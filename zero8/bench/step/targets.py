@@ -2,27 +2,38 @@
 """What the steps are held to, and whether a result meets it.
 
 Speeds are ratios of medians of one run, against DeepSpeedCPUAdam on the same fp32 tensors unless
-another optimizer is named.  Limits depend on the instruction set that zero8 stepped with.
+another optimizer is named.  Limits depend on what zero8 stepped with: an instruction set, or a GPU.
 """
 
 from collections.abc import Callable
 from operator import itemgetter
 
-from zero8.bench.step.variants import BF16, FP32
+from zero8.bench.step.variants import BF16, CUDA_VARIANTS, FP32
 from zero8.spec.grid import MAX_BLOCK_SIZE
 
-# By variant and codec: the least speed on AVX2 (and below), and on AVX-512.
-SPEED_OVER_FP32 = {
-    (FP32.name, "log"): (1.3, 1.5),
-    (BF16.name, "log"): (1.4, 2.05),
-    (FP32.name, "dynamic"): (0.6, 1.0),
+AVX2, AVX512, GPU = "AVX2", "AVX-512", "GPU"
+
+# By variant and codec, and what zero8 stepped with (AVX2 also stands for less): the least value.
+Limits = dict[tuple[str, str], dict[str, float]]
+SPEED_OVER_FP32: Limits = {
+    (FP32.name, "log"): {AVX2: 1.3, AVX512: 1.5},
+    (BF16.name, "log"): {AVX2: 1.4, AVX512: 2.05},
+    (FP32.name, "dynamic"): {AVX2: 0.6, AVX512: 1.0},
 }
 # Over DeepSpeed's own bf16 states, which is what somebody with bf16 weights would run otherwise.
-SPEED_OVER_BF16_STATES = {(BF16.name, "log"): (3.0, 1.0)}
-FRACTION_OF_STREAM = {(FP32.name, "log"): (0.75, 0.95)}
-# Speed of the default codec over others' fp32 steps.
-SPEED_OVER = {"torch": 1.6, "torchao": 40, "bitsandbytes": 80}
+SPEED_OVER_BF16_STATES: Limits = {(BF16.name, "log"): {AVX2: 3.0, AVX512: 1.0}}
+FRACTION_OF_STREAM: Limits = {(v.name, "log"): {GPU: 0.85} for v in CUDA_VARIANTS}
+FRACTION_OF_STREAM[FP32.name, "log"] |= {AVX2: 0.75, AVX512: 0.95}
+# By optimizer and variant: speed of the default codec over it.
+SPEED_OVER: Limits = {
+    ("torch", FP32.name): {AVX2: 1.6, AVX512: 1.6, GPU: 1.5},
+    ("torchao", FP32.name): {AVX2: 40, AVX512: 40},
+    ("bitsandbytes", FP32.name): {AVX2: 80, AVX512: 80, GPU: 1.4},
+    ("bitsandbytes", BF16.name): {GPU: 1.4},
+}
 LIST_OVER_FLAT = 1.15
+# On a GPU; its cache holds smaller ones.
+LEAST_NUMEL_ON_GPU = 2**26
 
 # Two moments and a denominator of two blocks in float32, and the 64 pages that Linux may count
 # late.
@@ -33,6 +44,9 @@ PAGES_UNCOUNTED = 64
 def checks(result: dict) -> list[dict]:
     """Return, for every target whose rows were measured: value, limit, and whether it is met."""
     rows = result["rows"]
+    on_gpu = "gpu" in result["machine"]
+    if on_gpu and result["numel"] < LEAST_NUMEL_ON_GPU:
+        return []
     by_isa = (
         ("speed over DeepSpeed's fp32", SPEED_OVER_FP32, itemgetter("ratio_vs_deepspeed_fp32")),
         (
@@ -44,6 +58,9 @@ def checks(result: dict) -> list[dict]:
     )
     found = [check for case in by_isa for check in _checks_by_isa(rows, *case)]
     found += _peer_checks(rows, result["default"])
+    if on_gpu:
+        measured = {row["variant"] for row in rows if row["name"] == "zero8"}
+        return [at_least("pairs of dtypes measured", len(measured), len(CUDA_VARIANTS)), *found]
     listed = result["tensor_list"]
     target = f"{listed['tensors']} tensors, time over that of one"
     return [*found, at_most(target, listed["ratio"], LIST_OVER_FLAT), *_memory_checks(result)]
@@ -78,28 +95,31 @@ def _speed_over(rows: list[dict], row: dict, name: str, variant: str) -> float |
 def _checks_by_isa(
     rows: list[dict],
     what: str,
-    limits: dict[tuple[str, str], tuple[float, float]],
+    limits: Limits,
     value_of: Callable[[dict], float | None],
 ) -> list[dict]:
     found = []
-    for (variant, codec), (on_avx2, on_avx512) in limits.items():
+    for (variant, codec), limit_by_isa in limits.items():
         row = _ours(rows, variant).get(codec)
         value = value_of(row) if row else None
-        if value is not None:
-            is_wide = row["isa"].startswith("avx512")
-            target = f"zero8 {variant} `{codec}`, {what}, {'AVX-512' if is_wide else 'AVX2'}"
-            found.append(at_least(target, value, on_avx512 if is_wide else on_avx2))
+        if value is not None and (isa := _kind(row["isa"])) in limit_by_isa:
+            target = f"zero8 {variant} `{codec}`, {what}, {isa}"
+            found.append(at_least(target, value, limit_by_isa[isa]))
     return found
 
 
+def _kind(isa: str) -> str:
+    return GPU if isa == "cuda" else AVX512 if isa.startswith("avx512") else AVX2
+
+
 def _peer_checks(rows: list[dict], default: str) -> list[dict]:
-    ours = _ours(rows, FP32.name).get(default)
     found = []
-    for name, limit in SPEED_OVER.items():
-        value = _speed_over(rows, ours, name, FP32.name) if ours else None
-        if value is not None:
-            target = f"zero8 fp32 `{default}` (default), speed over {name}'s"
-            found.append(at_least(target, value, limit))
+    for (name, variant), limit_by_isa in SPEED_OVER.items():
+        ours = _ours(rows, variant).get(default)
+        value = _speed_over(rows, ours, name, variant) if ours else None
+        if value is not None and (isa := _kind(ours["isa"])) in limit_by_isa:
+            target = f"zero8 {variant} `{default}` (default), speed over {name}'s"
+            found.append(at_least(target, value, limit_by_isa[isa]))
     return found
 
 

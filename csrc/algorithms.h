@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// The algorithms: what kernels know of each before they step.  The arithmetic is in adam.h and its
+// neighbours, zero8/algorithms/ has the same in Python.
+#pragma once
+
+#include <cstdint>
+
+#include "format.h"
+
+namespace zero8 {
+
+enum Algorithm : int32_t { kAdam = 1 };
+
+// The moments of an algorithm, in order: whether each one can be negative.
+struct MomentSigns {
+  int count;
+  bool is_signed[kMaxMoments];
+};
+constexpr MomentSigns kMomentSigns[] = {{0, {}}, {2, {true, false}}};
+constexpr int kNumAlgorithms = sizeof kMomentSigns / sizeof kMomentSigns[0];  // and one more, 0
+
+struct AdamScalars {
+  float beta1, beta2;
+  float one_minus_beta1, sqrt_one_minus_beta2;
+  float inverse_sqrt_correction2, eps, max_ratio;
+  float step_size, decay, l2, grad_sign;
+  float settling;
+};
+
+// One step's scalars, those of the segment's algorithm.
+union StepScalars {
+  AdamScalars adam;
+};
+
+}  // namespace zero8

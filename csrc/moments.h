@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+// The moments of a block in terms of Vec: how they are decoded and encoded, whatever algorithm
+// remembers them, for the CPU and for CUDA.
+//
+// Included once per target, so in the target's namespace.
+#include <cstdint>
+
+#include "algorithms.h"
+#include "params.h"
+
+namespace zero8 {
+namespace ZERO8_TARGET {
+
+// --- Rows: one item per moment -------------------------------------------------------------------
+
+// A number as a type, for the items of a row.
+template <int k>
+struct Number {
+  static constexpr int value = k;
+};
+
+// Part<Code> for each moment of an algorithm: types differ where codes do.
+template <class Algorithm, class Codec, template <class Code> class Part, int k = 0,
+          bool kIsEnd = k == kMomentSigns[Algorithm::kNumber].count>
+struct Row {
+  using Code = typename Codec::template Code<kMomentSigns[Algorithm::kNumber].is_signed[k]>;
+  Part<Code> item;
+  Row<Algorithm, Codec, Part, k + 1> rest;
+
+  ZERO8_DEVICE Row() {}
+  // Each from (Number<k>, arguments), in order.
+  template <class... Arguments>
+  ZERO8_DEVICE ZERO8_INLINE explicit Row(const Arguments&... arguments)
+      : item(Number<k>(), arguments...), rest(arguments...) {}
+
+  // Calls body(Number<k>, item) for each.
+  template <class Body>
+  ZERO8_DEVICE ZERO8_INLINE void visit(Body&& body) {
+    body(Number<k>(), item);
+    rest.visit(body);
+  }
+  template <class Body>
+  ZERO8_DEVICE ZERO8_INLINE void visit(Body&& body) const {
+    body(Number<k>(), item);
+    rest.visit(body);
+  }
+  template <int kOther>
+  ZERO8_DEVICE const auto& at(Number<kOther>) const {
+    if constexpr (kOther == k) {
+      return item;
+    } else {
+      return rest.at(Number<kOther>());
+    }
+  }
+};
+template <class Algorithm, class Codec, template <class Code> class Part, int k>
+struct Row<Algorithm, Codec, Part, k, true> {
+  template <class... Arguments>
+  ZERO8_DEVICE explicit Row(const Arguments&...) {}
+  template <class Body>
+  ZERO8_DEVICE void visit(Body&&) const {}
+};
+
+// --- Codecs --------------------------------------------------------------------------------------
+
+template <bool kSigned>
+struct LogOf {
+  using Code = SignedLog;
+};
+template <>
+struct LogOf<false> {
+  using Code = Log;
+};
+struct InLog {
+  static constexpr bool kHasPairs = true;
+  template <bool kSigned>
+  using Code = typename LogOf<kSigned>::Code;
+};
+struct InDynamic {
+  static constexpr bool kHasPairs = false;
+  template <bool kSigned>
+  using Code = Dynamic<kSigned>;
+};
+
+// Not a function: NVRTC takes those without __device__ for the host's.
+template <class Code>
+constexpr bool kIsValid =
+    Code::kScales >= 1 && Code::kScales <= kMaxScales && Code::kZeroCode < 256;
+template <class InCodec, Codec kCodec>
+constexpr bool kIsCodec =
+    kIsValid<typename InCodec::template Code<true>> &&
+    kIsValid<typename InCodec::template Code<false>> &&
+    InCodec::template Code<true>::kScales == kScalesPerBlock[kCodec].of_signed &&
+    InCodec::template Code<false>::kScales == kScalesPerBlock[kCodec].of_unsigned;
+static_assert(kIsCodec<InDynamic, kDynamic>);
+static_assert(kIsCodec<InLog, kLog>);
+
+template <class Code>
+ZERO8_DEVICE const DynamicMap& map_of(const DynamicMaps& maps) {
+  return Code::kSigned ? maps.of_signed : maps.of_unsigned;
+}
+
+// --- Decoding ------------------------------------------------------------------------------------
+
+template <class Code, class Lanes>
+ZERO8_DEVICE ZERO8_INLINE inline Vec::I load_codes(const uint8_t* codes, Lanes lanes) {
+  static_assert(!Code::kTwosComplement || Code::kZeroCode == 0, "beyond a tail load8s has 0");
+  if constexpr (Code::kTwosComplement) return load8s(codes, lanes);
+  return load8(codes, Code::kZeroCode, lanes);
+}
+
+// A moment of a block as it is stored, times the algorithm's decay.
+template <class Algorithm>
+struct Sources {
+  template <class C>
+  struct Source {
+    using Code = C;
+    const uint8_t* codes;
+    const float* scales;
+    typename Code::Decoder decode;
+
+    template <int k>
+    ZERO8_DEVICE Source(Number<k>, const Segment& seg, const StepScalars& s,
+                        const DynamicMaps& maps, const Block& b)
+        : codes(static_cast<const uint8_t*>(seg.moments[k].values) + b.begin),
+          scales(seg.moments[k].scales + b.local * Code::kScales),
+          decode(scales, Algorithm::decay(s, k), map_of<Code>(maps)) {}
+
+    template <class AnyVec, class Lanes>
+    ZERO8_DEVICE ZERO8_INLINE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
+      return decode(vec, load_codes<Code>(codes + i, lanes));
+    }
+    // Whether the scales of a signed code are finite.  If so no value is NaN, of which its Range
+    // need not tell.
+    ZERO8_DEVICE ZERO8_INLINE bool has_finite_scales() const {
+      bool finite = true;
+      for (int i = 0; Code::kSigned && i < Code::kScales; ++i) {
+        finite &= (bits_of(scales[i]) & ~kSignBit) < kInfinityBits;
+      }
+      return finite;
+    }
+  };
+};
+
+// What the scales of a moment's block depend on.
+template <class Code>
+struct RangeOf : Code::Range {
+  ZERO8_DEVICE RangeOf() {}
+};
+
+// --- Encoding ------------------------------------------------------------------------------------
+
+template <class Encoder>
+ZERO8_DEVICE ZERO8_INLINE inline Vec::I encode_one(Encoder& encode, const float* values,
+                                                   Vec::I threshold) {
+  const Vec::F x = Vec::load(values);
+  return completed<Encoder::kLeft>(encode(x, threshold), x);
+}
+
+// Where the new values of a block lie: moment k from `values + k * stride` on, `count` of them,
+// behind `place` others of `size`.
+struct NewValues {
+  float* values;
+  int stride;
+  int count, place, size;
+};
+
+// Encodes a moment of a block, vector by vector.
+template <class Algorithm>
+struct Sinks {
+  template <class C>
+  struct Sink {
+    using Code = C;
+    uint8_t* codes;
+    const float* values;
+    typename Code::Encoder encode;
+    Dither dither;
+
+    ZERO8_DEVICE Sink() : codes(nullptr), values(nullptr) {}
+    // `ranges` is a Row of RangeOf.
+    template <int k, class Ranges>
+    ZERO8_DEVICE Sink(Number<k>, const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
+                      const Block& b, const NewValues& made, const Ranges& ranges)
+        : codes(static_cast<uint8_t*>(seg.moments[k].values) + b.begin),
+          values(made.values + k * made.stride),
+          encode(ranges.at(Number<k>()), map_of<Code>(maps),
+                 {made.values + k * made.stride, made.count, made.place, made.size,
+                  Algorithm::settling(s, k)},
+                 seg.moments[k].scales + b.local * Code::kScales) {
+      if constexpr (Code::kIsDithered) {
+        dither = Code::dither(Thresholds(seg, b, seg.moments[k].phase).q);
+      }
+    }
+
+    ZERO8_DEVICE ZERO8_INLINE void start(int i, bool pairs) {
+      if constexpr (Code::kIsDithered) dither.start(i, pairs);
+    }
+    template <class Lanes>
+    ZERO8_DEVICE ZERO8_INLINE void write(int i, Lanes lanes) {
+      store8(codes + i, encode_one(encode, values + i, next()), lanes);
+    }
+
+   private:
+    ZERO8_DEVICE ZERO8_INLINE Vec::I next() {
+      if constexpr (Code::kIsDithered) return dither.next();
+      return Vec::seti(0);
+    }
+  };
+};
+
+// --- Segments ------------------------------------------------------------------------------------
+
+// Whether the largest patterns of a block's new moments say that these are numbers, and none that
+// cannot be negative is.  Finite gradients make none that is not so, but states may have come from
+// anywhere.
+template <class Algorithm>
+ZERO8_DEVICE inline bool are_moments(const uint32_t* largest) {
+  bool are = true;
+  for (int k = 0; k < kMomentSigns[Algorithm::kNumber].count; ++k)
+    are &= largest[k] < kInfinityBits;
+  return are;
+}
+
+}  // namespace ZERO8_TARGET
+}  // namespace zero8

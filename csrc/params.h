@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parameters and gradients of a block in terms of Vec, for the CPU and for CUDA: how they are
+// read (R1), rounded and written (R7).  Equation numbers are those of zero8/spec/reference.py.
+//
+// Included once per target, so in the target's namespace.
+#include <cstdint>
+
+#include "blocks.h"
+#include "codes.h"
+#include "format.h"
+
+namespace zero8 {
+namespace ZERO8_TARGET {
+
+// Which lanes of a vector count: all, known to the compiler.  step_blocks.h has tails too.
+struct All {};
+
+template <class T>
+ZERO8_DEVICE Vec::F load(const T* x, All) {
+  return Vec::load(x);
+}
+ZERO8_DEVICE inline Vec::I load8(const uint8_t* x, uint32_t, All) { return Vec::load8(x); }
+ZERO8_DEVICE inline Vec::I load8s(const uint8_t* x, All) { return Vec::load8s(x); }
+ZERO8_DEVICE inline void store(float* p, Vec::F x, All) { Vec::store(p, x); }
+ZERO8_DEVICE inline void store16(uint16_t* p, Vec::I x, All) { Vec::store16(p, x); }
+ZERO8_DEVICE inline void store8(uint8_t* p, Vec::I x, All) { Vec::store8(p, x); }
+
+ZERO8_DEVICE inline Vec::Mask is_nan(Vec::F x) {
+  return Vec::above(magnitude_bits(x), Vec::seti(kInfinityBits));
+}
+
+// Whether any rounding to bfloat16 could overflow, or the value is not finite.
+ZERO8_DEVICE inline bool any_extreme(Vec::I bits) {
+  return Vec::any(Vec::above(Vec::andi(bits, Vec::seti(~kSignBit)), Vec::seti(0x7F7EFFFF)));
+}
+
+// Whether the upper 16 bits of a float, here in the lower half, are those of infinity or NaN.
+ZERO8_DEVICE inline Vec::Mask is_beyond(Vec::I high) {
+  const Vec::I exponent = Vec::seti(0x7F80);
+  return Vec::equal(Vec::andi(high, exponent), exponent);
+}
+
+// Two vectors of 16-bit numbers, in order or as a pair; stored are the upper halves.
+template <bool kPairs, class V>
+ZERO8_DEVICE ZERO8_INLINE inline void load_two(const uint16_t* p, typename V::F* x) {
+  if constexpr (kPairs) {
+    V::load_pair(p, x);
+  } else {
+    x[0] = V::load(p);
+    x[1] = V::load(p + V::kLanes);
+  }
+}
+template <bool kPairs, class V>
+ZERO8_DEVICE ZERO8_INLINE inline void store_two(uint16_t* p, const typename V::I* x) {
+  if constexpr (kPairs) {
+    V::store_pair(p, x[0], x[1]);
+  } else {
+    V::store16(p, V::template shr<16>(x[0]));
+    V::store16(p + V::kLanes, V::template shr<16>(x[1]));
+  }
+}
+// Whether any_extreme holds for either of two vectors.
+ZERO8_DEVICE inline bool any_extreme_of_two(const Vec::F* x) {
+  return any_extreme(Vec::maxu(magnitude_bits(x[0]), magnitude_bits(x[1])));
+}
+
+// (D1) and (D2) of the first of a block's elements.
+struct Thresholds {
+  uint32_t r, q;
+
+  ZERO8_DEVICE Thresholds(const Segment& seg, const Block& b, uint32_t phase) {
+    const uint32_t index = static_cast<uint32_t>(seg.first + b.begin);
+    const uint32_t offset = static_cast<uint32_t>(b.offset);
+    r = index * kElementStep + phase;
+    q = (((index - offset) * kElementStep + phase) >> 16) + offset * kInBlockStep;
+  }
+};
+
+// The parameters of one block: how they are read as float32, by Vec or, on CUDA, QuickVec, and
+// rounded and written (R7), vector by vector, in order.  `start(i, pairs)` comes before element i.
+// On the CPU two vectors at once can be read and written too, in order, or, if kHasPairs, as a
+// pair: see Dither.  V is Vec: that of CUDA, which has no pairs, does not get there.
+class Float32 {
+ public:
+  using Stored = float;
+  static constexpr bool kCorrected = false, kHasPairs = false;
+  float* p;
+
+  ZERO8_DEVICE Float32() : p(nullptr) {}
+  ZERO8_DEVICE Float32(const Segment& seg, const Block& b)
+      : p(static_cast<float*>(seg.param) + b.begin) {}
+  ZERO8_DEVICE void start(int, bool) {}
+  template <class AnyVec, class Lanes>
+  ZERO8_DEVICE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
+    return vec.flushed(load(p + i, lanes));
+  }
+  template <class Lanes>
+  ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes) {
+    store(p + i, x, lanes);
+  }
+  template <bool, class V = Vec>
+  ZERO8_DEVICE ZERO8_INLINE void read_two(int i, typename V::F* x) const {
+    for (int k = 0; k < 2; ++k) x[k] = V::load(p + i + k * V::kLanes);
+  }
+  template <bool, class V = Vec>
+  ZERO8_DEVICE ZERO8_INLINE void write_two(int i, const typename V::F* x) {
+    for (int k = 0; k < 2; ++k) V::store(p + i + k * V::kLanes, x[k]);
+  }
+};
+
+// kOnlyDithered: `rounding` is known to be that.
+template <bool kOnlyDithered>
+class BFloat16 {
+ public:
+  using Stored = uint16_t;
+  static constexpr bool kCorrected = false, kHasPairs = kOnlyDithered;
+  uint16_t* p;
+
+  ZERO8_DEVICE BFloat16() : p(nullptr), rounding_(kNearest), r_(Vec::seti(0)) {}
+  ZERO8_DEVICE BFloat16(const Segment& seg, const Block& b)
+      : p(static_cast<uint16_t*>(seg.param) + b.begin), rounding_(seg.rounding) {
+    const Thresholds first(seg, b, seg.param_phase);
+    dither_ = Dither(first.q);
+    r_ = Vec::ramp(first.r, kElementStep);
+  }
+  ZERO8_DEVICE void start(int i, bool pairs) { dither_.start(i, pairs); }
+  template <class AnyVec, class Lanes>
+  ZERO8_DEVICE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
+    return vec.flushed(load(p + i, lanes));
+  }
+  template <class Lanes>
+  ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes) {
+    const Vec::I bits = Vec::as_int(x);
+    const Vec::I threshold = threshold_of(bits);
+    Vec::I high = Vec::shr<16>(Vec::addi(bits, threshold));
+    if (any_extreme(bits)) high = careful(x, high);
+    store16(p + i, high, lanes);
+  }
+  template <bool kPairs, class V = Vec>
+  ZERO8_DEVICE ZERO8_INLINE void read_two(int i, typename V::F* x) const {
+    load_two<kPairs, V>(p + i, x);
+  }
+  template <bool kPairs, class V = Vec>
+  ZERO8_DEVICE ZERO8_INLINE void write_two(int i, const typename V::F* x) {
+    if constexpr (kOnlyDithered) {
+      typename V::I sum[2];
+      for (int k = 0; k < 2; ++k) sum[k] = V::addi(V::as_int(x[k]), dither_.next_of_two(k));
+      if (any_extreme_of_two(x)) {
+        for (int k = 0; k < 2; ++k) {
+          sum[k] = V::template shl<16>(careful(x[k], V::template shr<16>(sum[k])));
+        }
+      }
+      store_two<kPairs, V>(p + i, sum);
+    } else {
+      for (int k = 0; k < 2; ++k) write(i + k * V::kLanes, x[k], All());
+    }
+  }
+
+ private:
+  ZERO8_DEVICE Vec::I threshold_of(Vec::I bits) {
+    if (kOnlyDithered || rounding_ == kDither) return dither_.next();
+    if (rounding_ == kNearest) {
+      return Vec::addi(Vec::seti(0x7FFF), Vec::andi(Vec::shr<16>(bits), Vec::seti(1)));
+    }
+    Vec::I r = r_;
+    r_ = Vec::addi(r, Vec::seti(kElementStep * Vec::kLanes));
+    r = Vec::muli(Vec::xori(r, Vec::shr<16>(r)), Vec::seti(kHashFactor1));
+    r = Vec::muli(Vec::xori(r, Vec::shr<15>(r)), Vec::seti(kHashFactor2));
+    return Vec::shr<16>(Vec::xori(r, Vec::shr<16>(r)));
+  }
+  // What x is rounded to, which is `high` where all is as usual.  A finite value that would become
+  // infinite is truncated, except when rounding to nearest.
+  ZERO8_DEVICE Vec::I careful(Vec::F x, Vec::I high) const {
+    if (kOnlyDithered || rounding_ != kNearest) {
+      high = Vec::choose(is_beyond(high), Vec::shr<16>(Vec::as_int(x)), high);
+    }
+    return Vec::choose(is_nan(x), Vec::seti(0x7FC0), high);
+  }
+
+  int32_t rounding_;
+  Dither dither_;
+  Vec::I r_;  // (D1), to be hashed
+};
+
+// A bfloat16 and the 8 bits below it as a signed remainder: a 24-bit weight, without noise.
+class CorrectedBFloat16 {
+ public:
+  using Stored = uint16_t;
+  static constexpr bool kCorrected = true, kHasPairs = true;
+  uint16_t* p;
+
+  ZERO8_DEVICE CorrectedBFloat16() : p(nullptr), correction_(nullptr) {}
+  ZERO8_DEVICE CorrectedBFloat16(const Segment& seg, const Block& b)
+      : p(static_cast<uint16_t*>(seg.param) + b.begin),
+        correction_(static_cast<uint8_t*>(seg.correction) + b.begin) {}
+  ZERO8_DEVICE void start(int, bool) {}
+  template <class AnyVec, class Lanes>
+  ZERO8_DEVICE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
+    const Vec::I correction = Vec::shl<8>(load8s(correction_ + i, lanes));
+    return vec.flushed(corrected(load(p + i, lanes), correction));
+  }
+  template <class Lanes>
+  ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes) {
+    const Vec::I sum = rounded(x);
+    Vec::I high = Vec::shr<16>(sum), low = remainder(sum);
+    if (any_extreme(Vec::as_int(x))) careful(x, high, low);
+    store16(p + i, high, lanes);
+    store8(correction_ + i, low, lanes);
+  }
+  template <bool kPairs, class V = Vec>
+  ZERO8_DEVICE ZERO8_INLINE void read_two(int i, typename V::F* x) const {
+    load_two<kPairs, V>(p + i, x);
+    typename V::I top[2];
+    if constexpr (kPairs) V::load8_top_pair(correction_ + i, top);
+    for (int k = 0; k < 2; ++k) {
+      if constexpr (kPairs) {
+        x[k] = corrected(x[k], V::template sra<16>(top[k]));
+      } else {
+        x[k] = corrected(x[k], V::template shl<8>(V::load8s(correction_ + i + k * V::kLanes)));
+      }
+    }
+  }
+  template <bool kPairs, class V = Vec>
+  ZERO8_DEVICE ZERO8_INLINE void write_two(int i, const typename V::F* x) {
+    typename V::I sum[2], low[2];
+    for (int k = 0; k < 2; ++k) {
+      sum[k] = rounded(x[k]);
+      low[k] = remainder(sum[k]);
+    }
+    if (any_extreme_of_two(x)) {
+      for (int k = 0; k < 2; ++k) {
+        typename V::I high = V::template shr<16>(sum[k]);
+        careful(x[k], high, low[k]);
+        sum[k] = V::template shl<16>(high);
+      }
+    }
+    store_two<kPairs, V>(p + i, sum);
+    if constexpr (kPairs) {
+      V::store8_pair(correction_ + i, low[0], low[1]);
+    } else {
+      V::store8(correction_ + i, low[0]);
+      V::store8(correction_ + i + V::kLanes, low[1]);
+    }
+  }
+
+ private:
+  ZERO8_DEVICE static Vec::F corrected(Vec::F x, Vec::I correction) {
+    return Vec::as_float(Vec::addi(Vec::as_int(x), correction));
+  }
+  // 24 bits, rounded half up in magnitude, and the nearest bfloat16 to them, in the upper half: for
+  // with all divisions rounding down ((b + 128)/256 + 128)/256 is (b + 128 + 32768)/65536.
+  ZERO8_DEVICE static Vec::I rounded(Vec::F x) {
+    return Vec::addi(Vec::as_int(x), Vec::seti(0x8080));
+  }
+  // The last 8 of the 24 bits.
+  ZERO8_DEVICE static Vec::I remainder(Vec::I sum) {
+    return Vec::xori(Vec::andi(Vec::shr<8>(sum), Vec::seti(255)), Vec::seti(128));
+  }
+  // Where the nearest is infinite: the largest finite one and the largest remainder.
+  ZERO8_DEVICE static void careful(Vec::F x, Vec::I& high, Vec::I& low) {
+    const Vec::Mask beyond = is_beyond(high);
+    high = Vec::choose(beyond, Vec::shr<16>(Vec::as_int(x)), high);
+    low = Vec::choose(beyond, Vec::minu(low, Vec::seti(127)), low);
+    high = Vec::choose(is_nan(x), Vec::seti(0x7FC0), high);
+    low = Vec::choose(is_nan(x), Vec::seti(0), low);
+  }
+
+  uint8_t* correction_;
+};
+
+// --- Gradients -----------------------------------------------------------------------------------
+
+// A gradient at or above this, or NaN, counts as not finite: its square would overflow.
+constexpr uint32_t kGradientLimitBits = (127 + 63) << 23;
+
+// (R1)
+struct Gradient {
+  Vec::F l2, grad_sign;
+  bool has_l2;
+  float sign;  // that is left to what an algorithm multiplies a gradient by
+
+  ZERO8_DEVICE Gradient(float l2_factor, float sign_of_gradients)
+      : l2(Vec::set(l2_factor)),
+        grad_sign(Vec::set(sign_of_gradients)),
+        has_l2(has_bits(l2_factor)),
+        sign(has_l2 ? 1.0f : sign_of_gradients) {}
+
+  // Without L2 the gradient as it is: the algorithm's factor `with_sign` carries the sign.
+  ZERO8_DEVICE Vec::F gradient(Vec::F p, Vec::F g) const {
+    return has_l2 ? Vec::fma(l2, p, Vec::mul(grad_sign, g)) : g;
+  }
+  ZERO8_DEVICE float with_sign(float factor) const { return sign * factor; }
+
+ private:
+  // An integer test is cheaper in the loop, and does not depend on whether subnormals are flushed.
+  ZERO8_DEVICE static bool has_bits(float x) { return (bits_of(x) & ~kSignBit) != 0; }
+};
+
+}  // namespace ZERO8_TARGET
+}  // namespace zero8

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdamW (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2) on two moments m and v.
+
+With g the gradient, and every operation rounded once as `zero8.spec.arithmetic` says:
+
+    m' = fma(1-beta1, g, M)      M = beta1*m  decoded with beta1 folded into the scale       (R2)
+    h  = sqrt(1-beta2) * g
+    v' = fma(h, h, V)            V = beta2*v  decoded with beta2 folded in                   (R3)
+    d  = fma(sqrt(v'), 1/sqrt(1-beta2^t), eps)             eps at least 2^-126               (R4)
+    r  = m'/d, clipped to +-max_ratio                      equation (S1)                     (R5)
+    p  = fma(-lr/(1-beta1^t), r, (1 - lr*weight_decay) * p)                                  (R6)
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from zero8.spec import arithmetic as ieee
+from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered
+from zero8.spec.log import settling
+
+UNKNOWN_HISTORY = 3.4e38
+"""Bound on m^2/v where the moments were not made by steps that were counted."""
+
+SMALLEST_EPS = 2.0**-126
+"""The smallest normal float: kernels take less for 0, and 0/0, of what has no gradient, is no 0."""
+
+
+class AdamScalars(NamedTuple):
+    """The scalars of equations (R1)-(R8), all float32 values."""
+
+    beta1: float
+    beta2: float
+    one_minus_beta1: float
+    sqrt_one_minus_beta2: float
+    inverse_sqrt_correction2: float
+    eps: float
+    max_ratio: float
+    step_size: float
+    decay: float
+    l2: float
+    grad_sign: float
+    settling: float
+
+    @classmethod
+    def at(
+        cls,
+        step: int,
+        history: float,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        decoupled: bool = True,
+        bias_correction: bool = True,
+        maximize: bool = False,
+    ) -> "AdamScalars":
+        """Return the scalars of step number `step` (the first is 1).
+
+        Args:
+            step: how many steps the moments will have seen after this one.
+            history: bound on m^2/v after this step, from `next_history`.
+            lr: learning rate.
+            betas: decay rates of the two moments.
+            eps: added to the root of the corrected second moment; 0 stands for `SMALLEST_EPS`.
+            weight_decay: per unit of lr where `decoupled`, else added to the gradient.
+            decoupled: AdamW (True) or Adam with L2 regularisation (False).
+            bias_correction: divide the moments by 1 - beta^step.
+            maximize: ascend instead of descend.
+        """
+        beta1, beta2 = betas
+        correction1 = 1 - beta1**step if bias_correction else 1.0
+        correction2 = 1 - beta2**step if bias_correction else 1.0
+        # max_ratio bounds |m| / (sqrt(v)/sqrt(correction2) + eps) for exact moments, so clipping
+        # there only takes rounding errors away.  Three roundings to float32 follow, 2^-24 each: of
+        # max_ratio, of step_size and of their product.  2^-22 less keeps |u| under its bound.
+        below = 1 - 2.0**-22
+        exact = cls(
+            beta1=beta1,
+            beta2=beta2,
+            one_minus_beta1=1 - beta1,
+            sqrt_one_minus_beta2=math.sqrt(1 - beta2),
+            inverse_sqrt_correction2=1 / math.sqrt(correction2),
+            eps=max(eps, SMALLEST_EPS),
+            max_ratio=math.sqrt(history * correction2) * below,
+            step_size=lr / correction1,
+            decay=1 - lr * weight_decay if decoupled else 1.0,
+            l2=0.0 if decoupled else weight_decay,
+            grad_sign=-1.0 if maximize else 1.0,
+            settling=settling(beta1),
+        )
+        return cls(*np.array(exact, np.float32).tolist())
+
+
+class Adam(Algorithm):
+    """AdamW, or Adam with L2 regularisation."""
+
+    name = "adam"
+    number = 1
+    class_name = "Adam8bitBlockwise"
+    fp32_name = "an fp32 Adam"
+    moments = (
+        MomentRule("adam", "exp_avg", is_signed=True, decay="beta1", settling="settling"),
+        MomentRule("adam", "exp_avg_sq", is_signed=False, decay="beta2"),
+    )
+    memory = (Remembered("history", UNKNOWN_HISTORY),)
+    options = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "maximize": False,
+        "decoupled_weight_decay": True,
+    }
+    keywords = (
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "adam_w_mode",
+        "bias_correction",
+        "maximize",
+    )
+    fp32_options = {
+        "amsgrad": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+    }
+    scalars_type = AdamScalars
+
+    def next_memory(self, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
+        """See `Algorithm`."""
+        betas = group["betas"]
+        return (next_history(memory[0], float(betas[0]), float(betas[1])),)
+
+    def scalars(
+        self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
+    ) -> AdamScalars:
+        """See `Algorithm`."""
+        return AdamScalars.at(
+            step,
+            memory[0],
+            lr=float(group["lr"]),
+            betas=(float(group["betas"][0]), float(group["betas"][1])),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group["decoupled_weight_decay"],
+            bias_correction=bias_correction,
+            maximize=group["maximize"],
+        )
+
+    def advance(
+        self, s: AdamScalars, g: Tensor, moments: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
+        """See `Algorithm`; what is carried is the denominator."""
+        m = ieee.fma(s.one_minus_beta1, g, moments[0])
+        h = ieee.mul(s.sqrt_one_minus_beta2, g)
+        v = ieee.fma(h, h, moments[1])
+        return [m, v], ieee.fma(ieee.sqrt(v), s.inverse_sqrt_correction2, s.eps)
+
+    def param(
+        self, s: AdamScalars, p: Tensor, moments: Sequence[Tensor], carried: Tensor
+    ) -> Tensor:
+        """See `Algorithm`."""
+        ratio = ieee.div(moments[0], carried).clamp(-s.max_ratio, s.max_ratio)
+        return ieee.fma(-s.step_size, ratio, ieee.mul(s.decay, p))
+
+
+def next_history(history: float, beta1: float, beta2: float) -> float:
+    """Return the bound on m^2/v after one more step with these betas.
+
+    m = sum a_i g_i and v = sum b_i g_i^2 over the gradients seen so far, so by Cauchy-Schwarz
+    m^2 <= v * sum a_i^2/b_i =: v * K.  A step multiplies every a_i by beta1, every b_i by beta2,
+    and adds a term:
+
+        K' = (beta1^2/beta2) K + (1-beta1)^2/(1-beta2),    K_0 = 0                           (S1)
+
+    which holds for betas that change from step to step, and for beta1^2 >= beta2 (K then grows
+    without limit).  With constant betas it is the finite-t bound of the geometric series.
+    """
+    if beta2 == 0.0:
+        # v remembers one gradient only: no bound unless m does too.
+        return 1.0 if beta1 == 0.0 else UNKNOWN_HISTORY
+    grown = beta1**2 / beta2 * history + (1 - beta1) ** 2 / (1 - beta2)
+    return min(grown, UNKNOWN_HISTORY)
+
+
+ADAM = Adam()

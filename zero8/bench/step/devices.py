@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between devices: how bits are checked, calls are timed and memory is copied."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zero8.bench.step import kernel as step_kernel
+from zero8.bench.step.timing import (
+    Samples,
+    peak_extra_bytes,
+    time_by_the_wall,
+    time_on_gpu,
+)
+from zero8.bench.step.variants import CUDA_VARIANTS, VARIANTS, Variant
+from zero8.op import cuda, kernel
+
+Copier = Callable[[Tensor, Tensor, Sequence[Tensor]], Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that steps are timed on.
+
+    Attributes:
+        name: `cpu` or `cuda`.
+        place: where the tensors are.
+        numel: how many parameters there are by default; no cache holds them.
+        variants: kinds of parameters that zero8 is timed on.
+        check: raises RuntimeError if the step has other bits than expected with these codecs,
+            instruction sets and number of threads.
+        time_call: adds the time of a call to samples.
+        extra_bytes: returns how much memory a call takes meanwhile, None if nobody counts it.
+        copier: returns a call that moves as many bytes as a step over a parameter, its gradient
+            and its states, and computes nothing.
+        isa: returns what zero8 steps with.
+    """
+
+    name: str
+    place: torch.device
+    numel: int
+    variants: tuple[Variant, ...]
+    check: Callable[[Sequence[str], Sequence[str], int], None]
+    time_call: Callable[[Callable[[], object], Samples], None]
+    extra_bytes: Callable[[Callable[[], object]], int | None]
+    copier: Copier
+    isa: Callable[[], str]
+
+
+def _check_gpu(codecs: Sequence[str], isas: Sequence[str], num_threads: int) -> None:
+    step_kernel.check_on(torch.device("cuda"), cuda.step, codecs)
+
+
+def half_copier(param: Tensor, grad: Tensor, states: Sequence[Tensor]) -> Callable[[], object]:
+    """Return a copy that reads half of the bytes of a step, and writes the other half."""
+    half = grad.nbytes // 2 + sum(tensor.nbytes for tensor in (param, *states))
+    source, target = torch.empty(2, half, dtype=torch.uint8, device=param.device).random_()
+    return partial(target.copy_, source)
+
+
+CPU = Device(
+    name="cpu",
+    place=torch.device("cpu"),
+    numel=2**25,
+    variants=VARIANTS,
+    check=step_kernel.check,
+    time_call=time_by_the_wall,
+    extra_bytes=peak_extra_bytes,
+    copier=lambda *tensors: partial(kernel.copy, *tensors),
+    isa=kernel.default_isa,
+)
+# Only newer releases of torch allow gradients of another dtype than their parameter's.
+GPU_VARIANTS = CUDA_VARIANTS if hasattr(Tensor, "grad_dtype") else VARIANTS
+GPU = Device(
+    name="cuda",
+    place=torch.device("cuda"),
+    numel=2**26,
+    variants=GPU_VARIANTS,
+    check=_check_gpu,
+    time_call=time_on_gpu,
+    extra_bytes=lambda call: None,
+    copier=half_copier,
+    isa=lambda: "cuda",
+)
+DEVICES = {device.name: device for device in (CPU, GPU)}

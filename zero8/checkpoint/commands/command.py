@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands `zero8 checkpoint ...`: they need no GPU, no engine and no model."""
+
+import argparse
+
+from zero8.checkpoint.commands import convert, diff, inspect, prune, seal, universal, verify
+
+COMMANDS = (
+    ("verify", verify, "whether a checkpoint is whole: exit status 0, or 1 if it is damaged"),
+    ("inspect", inspect, "what a checkpoint holds, and how its codes are used"),
+    (
+        "diff",
+        diff,
+        "which parameters of two checkpoints differ: exit status 0 for none, 1 for some",
+    ),
+    ("convert", convert, "a checkpoint of one framework for another, 8-bit as it is"),
+    ("universal", universal, "convert one of ZeRO's for another world size, stage or Adam"),
+    ("seal", seal, "write a manifest for a folder, by which verify will know its files again"),
+    ("prune", prune, "delete the oldest tags of a folder, never the last complete one"),
+)
+TROUBLE = 2
+"""Exit status where a command could not do its work, as that of wrong usage."""
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the commands to the parser of `zero8 checkpoint`."""
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, module, help_text in COMMANDS:
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+        module.add_arguments(command)
+        command.set_defaults(run_checkpoint=module.run)
+
+
+def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
+    """Return exit status, JSON object and text of a command."""
+    try:
+        return arguments.run_checkpoint(arguments)
+    except (ValueError, OSError) as error:
+        return TROUBLE, {"error": str(error)}, f"zero8 checkpoint: {error}"
+    except (MemoryError, RecursionError) as error:
+        text = f"{type(error).__name__}: the checkpoint asks for more than this process has"
+        return TROUBLE, {"error": text}, f"zero8 checkpoint: {text}"

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zero8 checkpoint convert`: a checkpoint of one framework for another.
+
+Moments stay 8-bit with their codes and scales wherever the target keeps them in 8 bits; only blocks
+that a shard boundary cut are encoded again (`zero8.checkpoint.read.joined`).  Everything is read
+and checked before the output is begun, and the output is there when it is whole.
+
+Memory: what is joined lies in files beside the output, mapped into memory, whose pages the system
+writes out where memory is short.  Beyond these it takes one chunk of a folder of
+torch.distributed.checkpoint, and where moments are decoded up to 110 bytes for each of 4 million
+elements and 4 for each of one parameter.  `bitsandbytes` takes all codes.  Disk: for a while what
+the source has, once more.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from zero8.checkpoint.files.staging import Staging, made_beside
+from zero8.checkpoint.read import contents as contents_of
+from zero8.checkpoint.read.contents import Contents
+from zero8.checkpoint.read.open import open_checkpoint
+from zero8.checkpoint.write.dcp_writer import write_dcp
+from zero8.checkpoint.write.plain_writer import write_bitsandbytes, write_fp32, write_plain
+from zero8.checkpoint.write.universal_writer import write_universal
+
+Write = Callable[[Contents, Path, Staging], None]
+
+_LOADED = "torch.load({out!r}){key}"
+
+TARGETS: dict[str, tuple[Write, str]] = {
+    "zero": (
+        write_universal,
+        'in the config of DeepSpeed: "checkpoint": {{"load_universal": true}}; then\n'
+        "engine.load_checkpoint({out!r})",
+    ),
+    "dcp": (
+        write_dcp,
+        'torch.distributed.checkpoint.load({{"model": ..., "optimizer": ...}}, '
+        "checkpoint_id={out!r})",
+    ),
+    "plain": (write_plain, f"optimizer.load_state_dict({_LOADED})"),
+    "fp32": (write_fp32, f"torch.optim.AdamW: .load_state_dict({_LOADED})"),
+    "bitsandbytes": (
+        write_bitsandbytes,
+        f"bitsandbytes.optim.AdamW8bit: .load_state_dict({_LOADED})",
+    ),
+}
+"""By name: what writes it, and how it is loaded."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command; `--json` is for who prints the result to add."""
+    parser.add_argument(
+        "source",
+        metavar="IN",
+        type=Path,
+        help="a file of torch.save, a folder of torch.distributed.checkpoint, or one of DeepSpeed",
+    )
+    parser.add_argument("target", metavar="OUT", type=Path, help="what to make; it must not exist")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=list(TARGETS),
+        help="zero: a folder that engines of DeepSpeed load as universal checkpoint; dcp: a folder "
+        "of torch.distributed.checkpoint, for FSDP2; plain: a file of torch.save; fp32: one with "
+        "the float32 moments of torch's AdamW; bitsandbytes: one for its AdamW8bit",
+    )
+
+
+def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
+    """Convert a checkpoint; return the exit status, the result, and the same as text."""
+    try:
+        result = convert(arguments.source, arguments.target, arguments.to)
+    except (OSError, RuntimeError, ValueError) as error:
+        return 1, {"error": str(error)}, f"zero8 checkpoint convert: {error}"
+    joined = f"{result['blocks_joined']} blocks that a shard boundary cut were encoded as one, each"
+    key = '["optimizer"]' if result["has_weights"] else ""
+    how = TARGETS[arguments.to][1].format(out=str(arguments.target), key=key)
+    lines = [
+        "{target}: {parameters} parameters with moments, {bytes} bytes".format(**result),
+        *([f"{joined} moment within half a code"] if result["blocks_joined"] else []),
+        *result["notes"],
+        f"To load it: {how}",
+    ]
+    return 0, result, "\n".join(lines)
+
+
+def convert(source: Path, target: Path, to: str) -> dict:
+    """Convert a checkpoint; return what it was and what was made of it.
+
+    Args:
+        source: what `open_checkpoint` reads.
+        target: the file or folder to make.
+        to: one of TARGETS.
+
+    Raises:
+        ValueError: if the source is damaged or incomplete, or has not what the target needs.
+        FileExistsError: if there is a target already.
+        OSError: if the source cannot be read, or the target not be written.
+        RuntimeError: if torch fails to write.
+    """
+    write, _ = TARGETS[to]
+    target = target.absolute()
+    with made_beside(target) as made:
+        staging = Staging(made.parent)
+        opened = open_checkpoint(source)
+        found = contents_of.read(opened, staging)
+        write(found, made, staging)
+    if missing := [name for name in found.parameters if name not in found.model]:
+        found.notes.append(f"got no weights of {len(missing)} parameters, such as {missing[0]}")
+    facts = opened.facts()
+    return {
+        "source": str(source),
+        "kind": facts.kind,
+        "ranks": facts.world_size,
+        "target": str(target),
+        "to": to,
+        "parameters": len(found.parameters),
+        "steps": max(parameter.step for parameter in found.parameters.values()),
+        "blocks_joined": sum(parameter.num_joined for parameter in found.parameters.values()),
+        "bytes": _bytes(target),
+        "has_weights": bool(found.model),
+        "notes": found.notes,
+    }
+
+
+def _bytes(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `zero8 checkpoint inspect` finds of each parameter."""
+
+from dataclasses import dataclass, field
+
+from zero8.checkpoint.read.statistics import MomentCounts
+from zero8.spec.algorithm import Algorithm
+from zero8.spec.codec import Codec, MomentCode
+
+
+@dataclass
+class ParamCounts:
+    """What is found of one parameter.
+
+    Attributes:
+        shape: its global shape.
+        block_size: elements per block, 0 for float32 moments.
+        codec: None for float32 moments.
+        steps: the steps taken; more than one number if parts of it disagree.
+        numel: elements found.
+        algorithm: whose moments they are.
+        moments: what is counted of each, by name.
+    """
+
+    shape: tuple[int, ...]
+    block_size: int
+    codec: Codec | None
+    algorithm: Algorithm
+    steps: set[int] = field(default_factory=set)
+    numel: int = 0
+    moments: dict[str, MomentCounts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Begin to count every moment."""
+        self.moments = {name: MomentCounts() for name in self.algorithm.moment_names}
+
+    def code_of(self, name: str) -> MomentCode | None:
+        """Return the code of a moment, None if it is in float32."""
+        if self.codec is None or not self.block_size:
+            return None
+        return self.codec.code_of(self.algorithm.moment(name))
+
+    def entry(self) -> dict:
+        """Return a JSON object."""
+        quantized = self.codec if self.block_size else None
+        return {
+            "shape": list(self.shape),
+            "numel": self.numel,
+            "bits": 8 if self.block_size else 32,
+            "block_size": self.block_size,
+            "codec": quantized.name if quantized else None,
+            "steps": sorted(self.steps),
+            **{name: counts.summary(self.code_of(name)) for name, counts in self.moments.items()},
+        }
+
+
+Found = dict[tuple[str, str], ParamCounts]

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zero8 checkpoint verify`: whether a checkpoint is whole.
+
+Files are compared with the manifest, if there is one, which costs one read of all of them; states
+are read, and their values looked at; and every element of every parameter must be there once.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+from zero8.checkpoint.commands.each_file import each_file
+from zero8.checkpoint.files.manifest import Damage, Manifest
+from zero8.checkpoint.files.tags import INCOMPLETE, tag_at
+from zero8.checkpoint.read.coverage import Coverage
+from zero8.checkpoint.read.fragment import Fragment
+from zero8.checkpoint.read.open import open_checkpoint
+from zero8.checkpoint.read.source import Source
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("path", type=Path, metavar="DIR", help="a checkpoint: folder or file")
+
+
+def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
+    """Return exit status (0 whole, 1 damaged), JSON object and text."""
+    began = time.perf_counter()
+    if not os.path.lexists(arguments.path):
+        raise FileNotFoundError(f"{arguments.path}: not found")
+    source, folder, problems = None, arguments.path, []
+    try:
+        source = open_checkpoint(arguments.path)
+        folder = source.path
+    except (ValueError, OSError) as error:
+        problems.append(str(error))
+    listed, damages = _against_manifest(folder)
+    problems = damages + problems
+    if source:
+        problems += _contents(source)
+    read = (listed or {}) | (source.sizes_bytes() if source else {})
+    num_bytes = sum(read.values())
+    seconds = time.perf_counter() - began
+    result = {
+        "path": str(folder),
+        "whole": not problems,
+        "manifest": listed is not None,
+        "problems": problems,
+        "files": len(read),
+        "bytes": num_bytes,
+        "seconds": round(seconds, 3),
+        "gb_per_s": round(num_bytes / seconds / 1e9, 3),
+    }
+    return int(bool(problems)), result, _text(result)
+
+
+def _against_manifest(folder: Path) -> tuple[dict[Path, int] | None, list[str]]:
+    """Return the files that a manifest lists with their sizes, and what is wrong with them.
+
+    Without a manifest there is None in the place of the files.
+    """
+    if not folder.is_dir():
+        return None, []
+    try:
+        manifest = Manifest.read(folder)
+    except FileNotFoundError:
+        torn = tag_at(folder).state == INCOMPLETE
+        what = f"{folder}: saving or deleting it was interrupted: it is not complete"
+        return None, [what] if torn else []
+    except ValueError as error:
+        return {}, [str(error)]
+    files = {folder / file.path: file for file in manifest.files}
+    sizes_bytes = {path: file.size_bytes for path, file in files.items()}
+
+    def check(path: Path) -> Damage | None:
+        reason = manifest.damage_of(folder, files[path])
+        return Damage(files[path].path, files[path].rank, reason) if reason else None
+
+    found = [str(damage) for damage in each_file("hashes", sizes_bytes, check) if damage]
+    try:
+        found += map(str, manifest.strangers(folder))
+    except (ValueError, OSError) as error:
+        found.append(str(error))
+    return sizes_bytes, found
+
+
+def _contents(source: Source) -> list[str]:
+    """Return what is wrong with the states, whatever the manifest says."""
+    coverage, problems = Coverage(), []
+
+    def read(file: Path) -> tuple[list[Fragment], list[str]]:
+        fragments, wrong = [], []
+        try:
+            for fragment in source.fragments(file):
+                for store in fragment.stores:
+                    store.check_values()
+                fragments.append(fragment)
+        except (ValueError, OSError) as error:
+            wrong.append(str(error) if str(file) in str(error) else f"{file}: {error}")
+        return fragments, wrong
+
+    for fragments, wrong in each_file("contents", source.sizes_bytes(), read):
+        problems += wrong
+        for fragment in fragments:
+            try:
+                coverage.add(fragment)
+            except ValueError as error:
+                problems.append(str(error))
+    return problems + coverage.problems()
+
+
+def _text(result: dict) -> str:
+    checked = "hashes and contents" if result["manifest"] else "contents; it has no manifest"
+    speed = f"{result['bytes'] / 2**20:.1f} MiB, {result['gb_per_s']:.2f} GB/s"
+    if result["whole"]:
+        return f"{result['path']}: whole ({checked}; {result['files']} file(s), {speed})"
+    return "\n".join([f"{result['path']}: damaged", *(f"  {p}" for p in result["problems"])])

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lock of a folder of checkpoints: one process at a time saves into it or prunes it."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zero8 import flock
+
+
+@contextmanager
+def locked(folder: Path, name: str = ".zero8_lock") -> Iterator[None]:
+    """Keep other processes from holding the lock of the same folder during the block.
+
+    On a file system that has no locks the block runs without one.
+
+    Raises:
+        BlockingIOError: if another process holds it; the message says which.
+        OSError: if the lock cannot be made, or something else has its name.
+    """
+    path = folder / name
+    with flock.opened(path) as file:
+        try:
+            is_ours = flock.take(file)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            is_ours = True
+        if not is_ours:
+            raise BlockingIOError(
+                errno.EWOULDBLOCK,
+                f"another job saves into this folder, or prunes it: {flock.holder(path)} holds "
+                f"{path}; give each job a folder of its own",
+            )
+        yield

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest of a folder: size, hash and writer of every file; it is written last.
+
+    {"format": 1, "sequence": 7, "world_size": 2,
+     "files": [{"path": "a/b.pt", "size_bytes": 5, "hash": "32 hexadecimal digits", "rank": 1}],
+     "hash": "of all that stands before, as written"}
+
+A folder with a manifest is complete.  A manifest comes from a disk that may be damaged and from
+people: it is read as data that may say anything, and nothing outside its folder is ever looked at,
+nor what a link in the folder leads to.
+"""
+
+import heapq
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+import xxhash
+
+from zero8.checkpoint.files.atomic import TEMPORARY, write_atomically
+from zero8.checkpoint.files.hashes import Progress, hash_of
+from zero8.checkpoint.files.inside import (
+    MAX_DEPTH,
+    leads_out,
+    opened,
+    paths_of,
+    read_at_most,
+    size_bytes_of,
+)
+
+MANIFEST = "zero8_manifest.json"
+MARKER = "zero8_incomplete"
+"""Stands in a folder from the beginning of a save to its end; see `zero8.checkpoint.files.tags`."""
+
+FORMAT_VERSION = 1
+LIMIT_BYTES = 64 << 20
+LARGEST_SEQUENCE = 2**53
+"""More tags than anybody saves; one that says more would leave no number for the next."""
+_HASH = re.compile(r"[0-9a-f]{32}")
+_LARGEST = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a folder.
+
+    Attributes:
+        path: relative to the folder, with slashes.
+        size_bytes: its size.
+        hash: as `zero8.checkpoint.files.hashes.hash_of` returns it.
+        rank: which rank wrote it.
+    """
+
+    path: str
+    size_bytes: int
+    hash: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a file.
+
+    Attributes:
+        path: relative to the folder.
+        rank: which rank wrote it; None if nobody has, as far as is known.
+        reason: what is wrong.
+    """
+
+    path: str
+    rank: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        """Return a line for people."""
+        writer = "" if self.rank is None else f" (written by rank {self.rank})"
+        return f"{self.path}{writer}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete folder holds.
+
+    Attributes:
+        sequence: larger than those of the tags beside it that were begun before.
+        world_size: number of ranks that wrote it; 0 if it is not known, all ranks are 0 then.
+        files: in the order of their paths.
+    """
+
+    sequence: int
+    world_size: int
+    files: tuple[File, ...]
+
+    @classmethod
+    def of(cls, sequence: int, world_size: int, files: Iterable[File]) -> "Manifest":
+        """Return the manifest of these files.
+
+        Raises:
+            ValueError: if what they say cannot be written down: two that are the same one, say.
+        """
+        manifest = cls(sequence, world_size, tuple(sorted(files, key=lambda file: file.path)))
+        return cls.parsed(manifest.text().encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Return the manifest of a folder.
+
+        Raises:
+            FileNotFoundError: if there is none: the folder is not complete.
+            ValueError: if it is damaged, of a newer format, or cannot be read.
+        """
+        path = Path(folder, MANIFEST)
+        try:
+            return cls.parsed(read_at_most(folder, MANIFEST, LIMIT_BYTES))
+        except FileNotFoundError:
+            raise
+        except (ValueError, OSError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ValueError(reason if str(path) in reason else f"{path}: {reason}") from error
+
+    @classmethod
+    def parsed(cls, data: bytes) -> "Manifest":
+        """Return the manifest in these bytes; raises ValueError if there is none."""
+        try:
+            found = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"damaged, not JSON: {error}") from error
+        version = found.get("format") if isinstance(found, dict) else None
+        if type(version) is int and version > FORMAT_VERSION:
+            raise ValueError(
+                f"got format {version}, this zero8 reads {FORMAT_VERSION}; use a newer zero8"
+            )
+        names = ["format", "sequence", "world_size", "files", "hash"]
+        if not isinstance(found, dict) or list(found) != names or version != FORMAT_VERSION:
+            raise ValueError(f"damaged, expected a format, 1, and the entries {names[1:]}")
+        files = found["files"]
+        if not isinstance(files, list):
+            raise ValueError("damaged, expected a list of files")
+        manifest = cls(
+            _integer("sequence", found["sequence"], 1, LARGEST_SEQUENCE),
+            _integer("world_size", found["world_size"], 0),
+            tuple(_file(entry) for entry in files),
+        )
+        if manifest.text().encode() != data:  # the hash, the order, and every space
+            raise ValueError("damaged, its text is not what its own hash says")
+        if len({file.path for file in manifest.files}) < len(manifest.files):
+            raise ValueError("damaged, names a file twice")
+        ranks = manifest.world_size or 1
+        if any(file.rank >= ranks for file in manifest.files):
+            raise ValueError(f"damaged, only {ranks} rank(s) can have written files")
+        return manifest
+
+    def text(self) -> str:
+        """Return the JSON text."""
+        files = ",\n".join(f"  {json.dumps(vars(file))}" for file in self.files)
+        before = (
+            f'{{\n "format": {FORMAT_VERSION},\n "sequence": {self.sequence},\n'
+            f' "world_size": {self.world_size},\n "files": [\n{files}\n ],\n'
+        )
+        return f'{before} "hash": "{xxhash.xxh3_128_hexdigest(before.encode())}"\n}}\n'
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest, by which the folder becomes complete: all files must be synced."""
+        write_atomically(Path(folder, MANIFEST), self.text().encode())
+
+    def check(
+        self,
+        folder: Path,
+        share: tuple[int, int] = (0, 1),
+        progress: Progress | None = None,
+        is_part: Callable[[str], bool] = lambda path: True,
+    ) -> list[Damage]:
+        """Return what is wrong with the folder; costs one read of the share's files.
+
+        Args:
+            folder: that the manifest is of.
+            share: (i, n): check the files of share i of n only; all shares together are all files.
+            progress: called with the numbers of bytes read.
+            is_part: whether a file that the manifest does not have is damage, by its path.
+        """
+        index, count = share
+        found = [
+            Damage(file.path, file.rank, reason)
+            for file in self.shares(count)[index]
+            if (reason := self.damage_of(folder, file, progress))
+        ]
+        return found + (self.strangers(folder, is_part) if index == 0 else [])
+
+    def strangers(
+        self, folder: Path, is_part: Callable[[str], bool] = lambda path: True
+    ) -> list[Damage]:
+        """Return what is in the folder and not in the manifest, as far as `is_part` counts it."""
+        known = {file.path for file in self.files}
+        return [
+            Damage(path, None, "not in the manifest, belongs to something else")
+            for path in paths_in(folder)
+            if path not in known and is_part(path)
+        ]
+
+    def damage_of(self, folder: Path, file: File, progress: Progress | None = None) -> str:
+        """Return what is wrong with a file of the folder, "" if nothing is."""
+        try:
+            with opened(folder, file.path) as contents:
+                if reason := _wrong_size(os.fstat(contents.fileno()).st_size, file):
+                    return reason
+                digits = hash_of(contents, progress)
+        except (OSError, ValueError) as error:
+            return _unreadable(error)
+        if digits == file.hash:
+            return ""
+        other = self._by_hash.get(digits)
+        whose = f": they are those of {other.path} of rank {other.rank}" if other else ""
+        return f"contents differ{whose}"
+
+    def is_there(self, folder: Path) -> bool:
+        """Return whether there are files, all with their sizes; their bytes are not read."""
+        try:
+            sizes_bytes = [size_bytes_of(folder, file.path) for file in self.files]
+        except (OSError, ValueError):
+            return False
+        return bool(sizes_bytes) and sizes_bytes == [file.size_bytes for file in self.files]
+
+    @cached_property
+    def _by_hash(self) -> dict[str, File]:
+        return {file.hash: file for file in reversed(self.files)}
+
+    def shares(self, count: int) -> list[list[File]]:
+        """Return the files in `count` shares of about equal bytes.
+
+        As many ranks as wrote them get their own: those are what they read next.
+        """
+        shares: list[list[File]] = [[] for _ in range(count)]
+        if count == self.world_size:
+            for file in self.files:
+                shares[file.rank].append(file)
+            return shares
+        lightest = [(0, index) for index in range(count)]
+        for file in sorted(self.files, key=lambda file: (-file.size_bytes, file.path)):
+            num_bytes, index = lightest[0]
+            shares[index].append(file)
+            heapq.heapreplace(lightest, (num_bytes + file.size_bytes, index))
+        return shares
+
+
+def paths_in(folder: Path) -> Iterator[str]:
+    """Yield the paths of all files in a folder, relative and with slashes, without our own.
+
+    Links, pipes and devices are among them: whoever opens them refuses them by their names.
+    """
+    for path in paths_of(folder):
+        name = path.rpartition("/")[2]
+        # NFS calls a file so that was deleted while someone has it open.
+        passing = name.endswith(TEMPORARY) or name.startswith(".nfs")
+        if path not in (MANIFEST, MARKER) and not passing:
+            yield path
+
+
+def _wrong_size(got: int, file: File) -> str:
+    if got == file.size_bytes:
+        return ""
+    kind = "truncated" if got < file.size_bytes else "too long"
+    return f"{kind}: got {got} bytes, expected {file.size_bytes}"
+
+
+def _unreadable(error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "missing"
+    return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+
+
+def _file(entry: object) -> File:
+    if not isinstance(entry, dict) or list(entry) != ["path", "size_bytes", "hash", "rank"]:
+        raise ValueError(f"damaged, got {str(entry)[:80]} as a file")
+    digits = entry["hash"]
+    if not isinstance(digits, str) or not _HASH.fullmatch(digits):
+        raise ValueError(f"damaged, got hash {str(digits)[:80]!r}")
+    size_bytes = _integer("size_bytes", entry["size_bytes"], 0)
+    return File(_inside(entry["path"]), size_bytes, digits, _integer("rank", entry["rank"], 0))
+
+
+def _inside(path: object) -> str:
+    """Return a path that does not lead out of its folder."""
+    if not isinstance(path, str) or not 0 < len(path) <= 4096 or not path.isprintable():
+        raise ValueError(f"damaged, got path {str(path)[:80]!r}")
+    is_path = not leads_out(path) and PurePosixPath(path).as_posix() == path
+    if not is_path or path.count("/") > MAX_DEPTH or path in (MANIFEST, MARKER):
+        raise ValueError(f"got path {path[:80]!r}, expected one of a file inside the folder")
+    return path
+
+
+def _integer(name: str, value: object, smallest: int, largest: int = _LARGEST) -> int:
+    if type(value) is not int or not smallest <= value <= largest:
+        raise ValueError(
+            f"damaged, got {name} {str(value)[:80]}, expected one from {smallest} to {largest}"
+        )
+    return value

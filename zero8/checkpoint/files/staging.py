@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a conversion works: tensors on disk instead of in memory, and an output that is whole."""
+
+import contextlib
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+FILE_BYTES = 1 << 26
+"""How large the files of `Staging` are; tensors that are larger have one of their own."""
+_ALIGNMENT_BYTES = 64
+
+
+class Staging:
+    """Tensors in files that are mapped into memory, and gone when nobody holds a tensor.
+
+    The system writes their pages to disk where memory is short.
+    """
+
+    def __init__(self, folder: Path):
+        """Keep the files in a folder; they have no names there."""
+        self._folder = folder
+        self._storage, self._used_bytes = torch.UntypedStorage(0), 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor with a storage of its own, as `torch.save` needs it.
+
+        Raises:
+            OSError: if the disk is full.
+        """
+        needed_bytes = math.prod(shape) * dtype.itemsize
+        if needed_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        if self._used_bytes + needed_bytes > self._storage.nbytes():
+            self._storage, self._used_bytes = self._file(max(needed_bytes, FILE_BYTES)), 0
+        begin = self._used_bytes
+        self._used_bytes += -(-needed_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        storage = self._storage[begin : begin + needed_bytes]
+        stride = torch.empty(shape, device="meta").stride()
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
+
+    def copy(self, values: Tensor) -> Tensor:
+        """Return a copy of a tensor."""
+        return self.empty(tuple(values.shape), values.dtype).copy_(values.detach())
+
+    def _file(self, size_bytes: int) -> torch.UntypedStorage:
+        handle, path = tempfile.mkstemp(dir=self._folder)
+        try:
+            # Pages that the disk has no room for would kill the process when they are written.
+            os.posix_fallocate(handle, 0, size_bytes)
+            made = torch.UntypedStorage.from_file(path, shared=True, nbytes=size_bytes)
+            return made  # type: ignore[return-value]  # torch annotates a base of it
+        finally:
+            os.close(handle)
+            os.unlink(path)
+
+
+@contextlib.contextmanager
+def made_beside(target: Path) -> Iterator[Path]:
+    """Yield a path to write a file or a folder to, which becomes `target` at the end of the block.
+
+    It lies in a hidden folder beside `target`, which is gone afterwards.  After an error there is
+    no target.
+
+    Raises:
+        FileExistsError: if there is a target already.
+    """
+    _check_is_free(target)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    try:
+        yield folder / target.name
+        _flush(path for path, _, _ in os.walk(folder / target.name))
+        _check_is_free(target)
+        (folder / target.name).rename(target)
+        _flush([target.parent])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def save(content: object, path: Path) -> None:
+    """Write a file by `torch.save`, all the way to the disk."""
+    with open(path, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check_is_free(target: Path) -> None:
+    if target.exists() or target.is_symlink():
+        raise FileExistsError(f"{target} exists; remove it or name another output")
+
+
+def _flush(folders: Iterable[str | Path]) -> None:
+    """Write the entries of folders to the disk, so that the names of files are there."""
+    for folder in folders:
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries 8-bit AdamW states of bitsandbytes to zero8's `dynamic` codec and back.
+
+Both use the same maps (arXiv:2110.02861) and keep per parameter `step`, 8-bit codes, and one
+float32 scale per block.  They differ in two things:
+
+* bitsandbytes cuts the flattened parameter into blocks of 256, zero8 cuts rows, and puts narrow
+  ones together: the blocks coincide where a row, or a group of narrow rows, is a multiple of 256
+  elements long;
+* the scale of a block of m is bitsandbytes' largest magnitude, and zero8's extreme element with its
+  sign, so that the extreme decodes exactly.
+
+Where the blocks coincide, codes and scales are taken verbatim on import.  On export a block of m
+whose extreme is negative is coded again, within half a code; all others are verbatim.  Elsewhere
+the moments pass through float32 and are quantized by the optimizer that loads them.
+"""
+
+import torch
+from torch import Tensor
+
+from zero8.algorithms.adam import ADAM
+from zero8.spec import dither
+from zero8.spec.codec import CODECS, dequantize, quantize
+from zero8.spec.dynamic import DynamicCode
+from zero8.spec.grid import BlockGrid
+from zero8.state.extent import Extent
+from zero8.state.header import StateHeader
+from zero8.state.memory import unknown_memory
+from zero8.state.plain import PlainState, format_entry
+from zero8.state.table import Piece
+
+BLOCK_SIZE = 256
+_KEYS = {"exp_avg": ("state1", "absmax1", "qmap1"), "exp_avg_sq": ("state2", "absmax2", "qmap2")}
+
+
+def from_bitsandbytes(state_dict: dict) -> dict:
+    """Return a state dict for `Adam8bitBlockwise(codec="dynamic").load_state_dict`.
+
+    Args:
+        state_dict: what `bitsandbytes.optim.AdamW8bit.state_dict()` returned: per parameter `step`,
+            `state1`, `state2` (shaped as the parameter), and for 8-bit ones `absmax1`, `absmax2`
+            (numel/256,), `qmap1`, `qmap2` (256,).
+
+    Raises:
+        ValueError: if the maps are not the dynamic maps, or sizes do not fit.
+    """
+    states = {index: _imported(index, s) for index, s in state_dict["state"].items()}
+    groups = [
+        {k: g[k] for k in ("params", "lr", "betas", "eps", "weight_decay") if k in g}
+        for g in state_dict["param_groups"]
+    ]
+    return {"state": states, "param_groups": groups}
+
+
+def to_bitsandbytes(state_dict: dict) -> dict:
+    """Return a state dict for `bitsandbytes.optim.AdamW8bit.load_state_dict`.
+
+    Args:
+        state_dict: what `Adam8bitBlockwise.state_dict()` returned; any codec and block size.
+    """
+    states = {index: _exported(state) for index, state in state_dict["state"].items()}
+    return {"state": states, "param_groups": state_dict["param_groups"]}
+
+
+def _imported(index: int, state: dict) -> dict:
+    shape = tuple(state["state1"].shape)
+    if "absmax1" not in state:
+        dense = {name: state[_KEYS[name][0]] for name in ADAM.moment_names}
+        return {"step": int(state["step"]), **dense}
+    if not _blocks_coincide(shape, BLOCK_SIZE):
+        dense = {name: _decoded(state, name) for name in ADAM.moment_names}
+        return {"step": int(state["step"]), **dense}
+    numel = torch.Size(shape).numel()
+    piece = Piece(0, numel, 0, shape, dither.identity_of(index), BLOCK_SIZE, str(index))
+    entries = format_entry(ADAM, CODECS["dynamic"], piece)
+    entries |= {"step": int(state["step"]), **unknown_memory(ADAM)}
+    for name in ADAM.moment_names:
+        codes, scales = _checked(state, name)
+        entries[f"{name}_q8"] = codes
+        entries[f"{name}_scale"] = scales.view(piece.grid.scale_shape(shape))
+    return entries
+
+
+def _checked(state: dict, name: str) -> tuple[Tensor, Tensor]:
+    codes, scales, levels = (state[key] for key in _KEYS[name])
+    if not torch.equal(levels.float().cpu(), _map_of(name).levels):
+        raise ValueError(
+            f"{_KEYS[name][2]}: not the dynamic map of {name}; zero8 reads states of "
+            "bitsandbytes' 8-bit Adam and AdamW only"
+        )
+    expected = -(-codes.numel() // BLOCK_SIZE)
+    if scales.numel() != expected:
+        raise ValueError(
+            f"{_KEYS[name][1]}: got {scales.numel()} scales, expected {expected}, one per "
+            f"{BLOCK_SIZE} elements; block-wise states only"
+        )
+    return codes, scales.float()
+
+
+def _decoded(state: dict, name: str) -> Tensor:
+    codes, scales = _checked(state, name)
+    code = _map_of(name)
+    return dequantize(code, codes.reshape(-1), scales, _block_numbers(codes)).view(codes.shape)
+
+
+def _exported(state: dict) -> dict:
+    header = StateHeader.of(state, "")
+    shape, block_size = header.shape, header.block_size
+    exported: dict = {"step": int(state["step"])}
+    if block_size == 0:
+        return exported | {_KEYS[name][0]: state[name] for name in ADAM.moment_names}
+    is_dynamic = header.codec == CODECS["dynamic"]
+    verbatim = is_dynamic and _blocks_coincide(shape, block_size)
+    stores = PlainState.local(state, Extent.whole(shape), "").stores("")
+    for store in stores:
+        code = _map_of(store.name)
+        if verbatim:
+            codes, scales = store.codes.clone(), store.scales
+        else:
+            codes, scales = _flat_codes(code, store.read(0, store.table.numel))
+        _make_positive(code, codes, scales)
+        keys = _KEYS[store.name]
+        values = (codes.view(shape), scales.abs(), code.levels.to(codes.device, copy=True))
+        exported |= dict(zip(keys, values, strict=True))
+    return exported
+
+
+def _map_of(name: str) -> DynamicCode:
+    """Return the dynamic map of a moment."""
+    code = CODECS["dynamic"].code_of(ADAM.moment(name))
+    assert isinstance(code, DynamicCode), "the codec `dynamic` has no other codes"
+    return code
+
+
+def _flat_codes(code: DynamicCode, x: Tensor) -> tuple[Tensor, Tensor]:
+    block = _block_numbers(x)
+    return quantize(code, x, block, int(block[-1]) + 1)
+
+
+def _make_positive(code: DynamicCode, codes: Tensor, scales: Tensor) -> None:
+    """Code again, in place, the blocks whose scale is negative; the scale's magnitude stays."""
+    levels, thresholds = code.levels.to(codes.device), code.thresholds.to(codes.device)
+    negative = (scales < 0)[_block_numbers(codes)]
+    mirrored = -levels[codes[negative].to(torch.int64)]
+    codes[negative] = torch.searchsorted(thresholds, mirrored, right=True).to(torch.uint8)
+
+
+def _block_numbers(x: Tensor) -> Tensor:
+    return torch.arange(x.numel(), dtype=torch.int64, device=x.device) // BLOCK_SIZE
+
+
+def _blocks_coincide(shape: tuple[int, ...], block_size: int) -> bool:
+    grid = BlockGrid.of(shape, block_size)
+    return grid is not None and block_size == BLOCK_SIZE and grid.row_length % BLOCK_SIZE == 0

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that a checkpoint holds, whole: what the writers of other checkpoints start from."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from zero8.checkpoint.files.staging import Staging
+from zero8.checkpoint.read.coverage import Coverage
+from zero8.checkpoint.read.joined import Assembly, Parameter
+from zero8.checkpoint.read.source import Source
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint without its framework.
+
+    Attributes:
+        parameters: by name, those that have moments.
+        groups: settings of the parameter groups, each with the names of its "params".
+        is_named: whether these are names, or numbers in constructor order.
+        model: the model's tensors by name; master weights where there are.
+        tied: second names of parameters, and their first.
+        counters: a run's progress, under DeepSpeed's names.
+        notes: what has not been taken over, in words.
+    """
+
+    parameters: dict[str, Parameter]
+    groups: list[dict]
+    is_named: bool
+    model: dict[str, Tensor]
+    tied: dict[str, str]
+    counters: dict
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters' names in the order of the groups."""
+        return [name for group in self.groups for name in group["params"]]
+
+    def settings(self, group: dict) -> dict:
+        """Return the settings of a group alone."""
+        return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+    def step(self) -> int:
+        """Return the step of all parameters.
+
+        Raises:
+            ValueError: if they have taken different numbers of steps.
+        """
+        steps = {parameter.step: name for name, parameter in self.parameters.items()}
+        if len(steps) > 1:
+            (low, one), (high, other) = min(steps.items()), max(steps.items())
+            raise ValueError(
+                f"{one} has taken {low} steps and {other} {high}, expected one number: ZeRO counts "
+                "the steps of all parameters together"
+            )
+        return next(iter(steps))
+
+    def check_is_named(self) -> None:
+        """Raise ValueError unless the checkpoint says the parameters' names."""
+        if not self.is_named:
+            raise ValueError(
+                "the checkpoint has numbers for its parameters, expected names: make the optimizer "
+                "of model.named_parameters(), load the checkpoint, and save it again"
+            )
+
+    def note_corrections(self, where: str) -> None:
+        """Note what becomes of the corrections of bfloat16 weights, if there are."""
+        if any(parameter.correction is not None for parameter in self.parameters.values()):
+            self.notes.append(f"corrections of bfloat16 weights: {where}")
+
+
+def read(source: Source, staging: Staging) -> Contents:
+    """Return what a checkpoint holds, in tensors of `staging`.
+
+    Memory holds one file of states if it is mapped, or one chunk of `torch.distributed.checkpoint`.
+
+    Raises:
+        ValueError: naming parameter and file, if an element of a parameter is missing or there
+            twice, its parts are of different steps, or a file is damaged.
+        OSError: if a file cannot be read.
+    """
+    assemblies, coverage = dict[str, Assembly](), Coverage()
+    for file in tqdm(source.files(), desc="read", unit="file", disable=None):
+        for fragment in source.fragments(file):
+            if fragment.part:
+                raise ValueError(
+                    f"{file}: got a part of a model that is split among ranks ({fragment.part}), "
+                    "which is not joined here; expected a checkpoint without model parallelism"
+                )
+            coverage.add(fragment)
+            if fragment.name not in assemblies:
+                assemblies[fragment.name] = Assembly(fragment, staging)
+            assemblies[fragment.name].add(fragment)
+    if not assemblies:
+        raise ValueError(f"{source.path}: got no states; was it saved before the first step?")
+    if problems := coverage.problems():
+        raise ValueError(f"{source.path}: {_first_of(problems)}")
+    parameters = {name: assembly.finished() for name, assembly in assemblies.items()}
+    groups = source.groups()
+    _check_groups(source, parameters, groups)
+    kind = source.facts().kind
+    return Contents(
+        parameters,
+        groups,
+        kind != "plain" or _are_named(groups),
+        _model(source, parameters, staging),
+        source.tied(),
+        source.counters(),
+    )
+
+
+def _first_of(problems: list[str], most: int = 5) -> str:
+    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+    return "; ".join(problems[:most] + more)
+
+
+def _check_groups(source: Source, parameters: dict[str, Parameter], groups: list[dict]) -> None:
+    """Raise ValueError unless the groups have all parameters that have states, each once."""
+    counts = Counter(name for group in groups for name in group["params"])
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"{source.path}: got {twice[:3]} in two parameter groups")
+    is_zero = source.facts().kind == "zero"
+    if strangers := [name for name in parameters if name not in counts]:
+        hint = "; are the files of model states there?" if is_zero else ""
+        raise ValueError(
+            f"{source.path}: got states of {strangers[:3]}, which are in no parameter group{hint}"
+        )
+    # All that ZeRO partitions has states.
+    if missing := [name for name in counts if is_zero and name not in parameters]:
+        raise ValueError(
+            f"{source.path}: got no state of {missing[:3]}; expected it in one of "
+            f"{[file.name for file in source.files()]}.  Is a rank's file missing?"
+        )
+
+
+def _are_named(groups: list[dict]) -> bool:
+    return all(
+        "param_names" in group or not all(name.isdigit() for name in group["params"])
+        for group in groups
+        if group["params"]
+    )
+
+
+def _model(source: Source, parameters: dict[str, Parameter], staging: Staging) -> dict[str, Tensor]:
+    """Return the model's tensors by name: the weights beside the moments, where there are."""
+    tied, found = source.tied(), {}
+    readers = source.tensors()
+    for name in tqdm([*readers, *tied, *parameters], desc="model", unit="tensor", disable=None):
+        owner = tied.get(name, name)
+        if name in found:
+            continue
+        if owner in parameters and parameters[owner].weights is not None:
+            found[name] = parameters[owner].weights
+        elif name in readers:
+            found[name] = staging.copy(readers[name]())
+    return found
+
+
+def weights_of(contents: Contents, name: str) -> Tensor:
+    """Return the weights of a parameter in float32, with their corrections if there are.
+
+    Raises:
+        ValueError: if the checkpoint does not have them.
+    """
+    parameter = contents.parameters.get(name)
+    weights = parameter.corrected_weights() if parameter else None
+    weights = contents.model.get(name) if weights is None else weights
+    if weights is None:
+        raise ValueError(
+            f"{name}: got no weights in the checkpoint, expected those of the model beside the "
+            "states of the optimizer"
+        )
+    if parameter and math.prod(weights.shape) != parameter.piece.numel:
+        raise ValueError(
+            f"{name}: got weights of shape {tuple(weights.shape)}, its moments have "
+            f"{parameter.piece.shape}"
+        )
+    return weights.to(torch.float32)

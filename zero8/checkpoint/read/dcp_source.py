@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of `torch.distributed.checkpoint`: tensors in chunks, and a file that says where.
+
+State dicts of optimizers are found by their names: `<prefix>state.<parameter>.<entry>`, which is
+what torch.distributed.checkpoint.state_dict makes, flattened or not.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero8.algorithms.table import ALGORITHMS
+from zero8.checkpoint.read.dcp_metadata import Chunk, Entry, Place, load_metadata
+from zero8.checkpoint.read.fragment import Fragment
+from zero8.checkpoint.read.safe_load import damage_in, load
+from zero8.checkpoint.read.source import Facts, Source, size_bytes_of_path
+from zero8.checkpoint.read.states import fragment_of
+from zero8.spec.grid import is_narrow
+from zero8.spec.shown import shown
+from zero8.state.extent import Extent
+from zero8.state.header import StateHeader
+
+METADATA = ".metadata"
+_MODEL = "model."
+"""What the names of a model's tensors begin with."""
+_MOMENT = re.compile(r"(?P<prefix>.*?)state\.(?P<name>.+)\.exp_avg(?:_q8)?")
+_CODES = (".exp_avg", ".exp_avg_q8")
+_OF_ALL = ("step", "format", *{entry.name for one in ALGORITHMS for entry in one.memory})
+"""Entries of a state that are the same on all ranks."""
+_MOMENTS = list(dict.fromkeys(name for one in ALGORITHMS for name in one.moment_names))
+_ENTRIES = (
+    *_OF_ALL,
+    "param_correction",
+    *(f"{name}{kind}" for name in _MOMENTS for kind in ("", "_q8", "_scale")),
+)
+
+
+MOST_READS = 16
+"""How often a byte of the files is read at most: few commands read one more than twice."""
+MOST_GROUPS = 1000
+
+
+class DcpSource(Source):
+    """See `Source`."""
+
+    def __init__(self, folder: Path):
+        """Look at a folder."""
+        self.path = folder
+        self._metadata = load_metadata(folder / METADATA)
+        self._entries, self._places = self._metadata.entries, self._metadata.places
+        # The other keys, which are anything, would cost the square of their length.
+        found = [_MOMENT.fullmatch(key) for key in self._entries if key.endswith(_CODES)]
+        self._prefixes = {match["name"]: match["prefix"] for match in found if match}
+        files = self._files_of(self._places)
+        self._left_bytes = MOST_READS * sum(map(size_bytes_of_path, files))
+
+    def facts(self) -> Facts:
+        """See `Source`."""
+        ranks = {re.match(r"__(\d+)_", file.name) for file in self._files_of(self._entries)}
+        numbers = [int(match[1]) for match in ranks if match]
+        return Facts("dcp", max(numbers) + 1 if numbers else None)
+
+    def files(self) -> list[Path]:
+        """See `Source`: the files of codes, which those of scales are."""
+        return self._files_of(self._codes.values())
+
+    def _fragments(self, file: Path) -> Iterator[Fragment]:
+        """See `Source`."""
+        for name, key, chunk in self._chunks.get(file, ()):
+            with damage_in(file):
+                fragment = self._fragment(name, key, chunk)
+            yield fragment
+
+    def groups(self) -> list[dict]:
+        """See `Source`."""
+        groups: dict[str, dict] = {}
+        for key in self._entries:
+            number, _, setting = key.partition("param_groups.")[2].rpartition(".")
+            if number:
+                groups.setdefault(number, {})[setting] = self._value(key)
+        if all("params" in group for group in groups.values()):
+            return [groups[number] for number in sorted(groups, key=_as_number)]
+        # Flattened: each parameter's settings under its own name.
+        made: list[dict] = []
+        for name, settings in groups.items():
+            like = next((g for g in made if {**g, "params": 0} == {**settings, "params": 0}), None)
+            if len(made) > MOST_GROUPS:  # each is compared with all
+                raise ValueError(f"{self.path}: got more than {MOST_GROUPS} parameter groups")
+            if like is None:
+                made.append({**settings, "params": []})
+            (like or made[-1])["params"].append(name)
+        for group in made:
+            order = {name: at for at, name in enumerate(group.get("param_names") or [])}
+            group["params"].sort(key=lambda name, order=order: order.get(name, len(order)))
+        return made
+
+    def tensors(self) -> dict[str, Callable[[], Tensor]]:
+        """See `Source`."""
+        return {
+            key.removeprefix(_MODEL): partial(self._tensor, key)
+            for key, entry in self._entries.items()
+            if key.startswith(_MODEL) and entry.dtype is not None
+        }
+
+    def _tensor(self, key: str) -> Tensor:
+        """Return a tensor, put together from its chunks."""
+        entry = self._entries[key]
+        whole = torch.empty(entry.size, dtype=entry.dtype)
+        for chunk in entry.chunks:  # which cover it: the metadata have been looked at
+            box = zip(chunk.offsets, chunk.sizes, strict=True)
+            values = self._value(key, chunk.offsets)
+            whole[tuple(slice(at, at + size) for at, size in box)] = values
+        return whole
+
+    @cached_property
+    def _codes(self) -> dict[str, str]:
+        """By parameter, the key of what is cut as it is: codes, or float32 moments."""
+        keys = {}
+        for name, prefix in self._prefixes.items():
+            options = (f"{prefix}state.{name}.{entry}" for entry in ("exp_avg_q8", "exp_avg"))
+            keys[name] = next(key for key in options if key in self._entries)
+        return keys
+
+    @cached_property
+    def _chunks(self) -> dict[Path, list[tuple[str, str, Chunk]]]:
+        """By file, what of `_codes` lies in it: name, key, chunk."""
+        found: dict[Path, list[tuple[str, str, Chunk]]] = {}
+        for name, key in self._codes.items():
+            for chunk in self._entries[key].chunks:
+                file = self.path / self._place(key, chunk.offsets).file
+                found.setdefault(file, []).append((name, key, chunk))
+        return found
+
+    def _fragment(self, name: str, key: str, chunk: Chunk) -> Fragment:
+        """Return what lies in a chunk of the codes, or of the float32 moments, called `key`."""
+        extent = Extent(self._entries[key].size, chunk.sizes, chunk.offsets)
+        prefix = key.removesuffix(key.rpartition(".")[2])
+        there = [entry for entry in _ENTRIES if prefix + entry in self._entries]
+        entries = {e: self._value(prefix + e) for e in there if e in _OF_ALL}
+        scales_at = _offset_of_scales(entries, name, extent)
+        for entry in there:
+            if entry not in _OF_ALL:
+                at = scales_at if entry.endswith("_scale") else extent.offset
+                entries[entry] = self._value(prefix + entry, at)
+        file = self.path / self._place(key, extent.offset).file
+        return fragment_of(file, name, entries, extent, self._weights(name, extent))
+
+    def _weights(self, name: str, extent: Extent) -> Tensor | None:
+        """Return the parameter's elements, None if they are not saved, or cut otherwise."""
+        key = _MODEL + name
+        places = self._places.get(key, {})
+        return self._value(key, extent.offset) if extent.offset in places else None
+
+    def _value(self, key: str, offset: tuple[int, ...] | None = None) -> object:
+        """Return what is stored of an entry, a chunk of it if it has an offset."""
+        place = self._place(key, offset)
+        path = self.path / place.file
+        found = load(path, self.path, place.offset, place.length)
+        self._left_bytes -= place.length
+        if self._left_bytes < 0:
+            raise ValueError(f"{path}: damaged: got values that share the bytes of the files")
+        entry = self._entries.get(key, Entry())
+        if not entry.chunks:
+            return found
+        at = self._chunk_offset(key, offset)
+        sizes = entry.sizes_at.get(at)
+        got = (tuple(found.shape), found.dtype) if isinstance(found, Tensor) else found
+        if got != (sizes, entry.dtype):
+            raise ValueError(
+                f"{path}: got {shown(got) if got is found else got} for {key}, expected a tensor "
+                f"of {sizes}, {entry.dtype}"
+            )
+        return found
+
+    def _place(self, key: str, offset: tuple[int, ...] | None) -> Place:
+        """Return where an entry is, or a chunk of it."""
+        at = self._chunk_offset(key, offset)
+        return self._places[key][at]
+
+    def _chunk_offset(self, key: str, offset: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Return the offset of what is at one in the first dimensions, or of all that there is."""
+        places = self._places.get(key, {})
+        # What has no offset is one thing; what has more dimensions is whole in those.
+        at = next(iter(places), ()) if offset is None else offset
+        at += (0,) * (len(next(iter(places), ())) - len(at))
+        if at not in places:
+            raise ValueError(f"{self.path / METADATA}: got no place of {key} at {offset}")
+        return at
+
+    def _files_of(self, keys) -> list[Path]:
+        places = (place for key in keys for place in self._places.get(key, {}).values())
+        return sorted({self.path / place.file for place in places})
+
+
+def _as_number(key: str) -> tuple[int, str]:
+    return (int(key) if key.isdigit() else -1), key
+
+
+def _offset_of_scales(entries: dict, name: str, extent: Extent) -> tuple[int, ...]:
+    """Return where the scales of a part of a parameter begin, in their first dimensions."""
+    if "format" not in entries:
+        return ()
+    piece = StateHeader.of(entries, name).piece(name)
+    if not piece.is_quantized or is_narrow(extent.shape):
+        return extent.offset[:1]
+    _, offset = extent.scale_box(piece)
+    return offset

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of one parameter's state that one file of a checkpoint holds."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from zero8.algorithms.table import algorithm_called
+from zero8.spec.algorithm import Algorithm
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece, PieceTable
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Some elements of a parameter with their moments.
+
+    Attributes:
+        part: which part of the model the parameter is of: "" but under model parallelism, where
+            parts have parameters of the same names.
+        name: the parameter's name.
+        file: where it was found.
+        step: steps taken.
+        memory: what the algorithm remembers, by name (`zero8.state.memory`).
+        stores: the moments, over one segment table of this parameter alone.
+        weights: (table.numel,) master weights, None where they are kept apart.
+        correction: (table.numel,) int8, the corrections of bfloat16 weights, if there are.
+        is_of_fp32: whether it is of an fp32 optimizer, which says nothing of blocks and codes.
+    """
+
+    part: str
+    name: str
+    file: Path
+    step: int
+    memory: dict[str, float]
+    stores: tuple[MomentStore, ...]
+    weights: Tensor | None = None
+    correction: Tensor | None = None
+    is_of_fp32: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Which parameter it is of."""
+        return self.part, self.name
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The runs of elements."""
+        return self.stores[0].table.pieces
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """Whose moments they are."""
+        return algorithm_called(self.stores[0].rule.algorithm)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the moments are 8-bit."""
+        return self.stores[0].table.size(quantized=True) > 0 or any(
+            piece.is_quantized for piece in self.pieces
+        )
+
+
+def of_piece(store: MomentStore, number: int) -> MomentStore:
+    """Return the live part of a store that is of one piece."""
+    piece, moment = store.table.pieces[number], store.piece(number)
+    table = PieceTable((replace(piece, start=0),), piece.numel)
+    if piece.is_quantized:
+        buffers = moment.values, moment.scales, store.dense[:0]
+    else:
+        buffers = store.codes[:0], store.scales[:0], moment.values
+    return MomentStore(store.codec, store.rule, table, *buffers)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fragments of a parameter put together: its whole state, 8-bit as it was.
+
+A block that lies in one fragment keeps its codes and scales.  One that a shard boundary cut has
+scales on each side: it is decoded by them and encoded as one, to nearest, so that each moment stays
+within half a code (`zero8.spec.codec`) of what it was; where both sides have the same scales,
+nothing changes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from zero8.checkpoint.files.staging import Staging
+from zero8.checkpoint.read.fragment import Fragment
+from zero8.spec.algorithm import Algorithm
+from zero8.spec.codec import RETIRED, dequantize, quantize
+from zero8.state.extent import Extent
+from zero8.state.plain import PlainState
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece, PieceTable
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A whole parameter with its moments.
+
+    Attributes:
+        piece: it as one piece.
+        step: steps taken.
+        memory: what the algorithm remembers, by name.
+        is_of_fp32: whether the moments are of an fp32 optimizer, which nothing has encoded.
+        algorithm: whose moments they are.
+        stores: the moments.
+        weights: shaped as the parameter, None if they are not known.
+        correction: int8, shaped as the parameter: the corrections of bfloat16 weights, if any.
+        num_joined: how many blocks have been encoded again.
+    """
+
+    piece: Piece
+    step: int
+    memory: dict[str, float]
+    is_of_fp32: bool
+    algorithm: Algorithm
+    stores: tuple[MomentStore, ...]
+    weights: Tensor | None
+    correction: Tensor | None
+    num_joined: int
+
+    def entries(self) -> dict:
+        """Return the state as a state dict of our optimizer, or of the fp32 one, carries it."""
+        if self.is_of_fp32:
+            return self.in_float32(lambda values: values)
+        extent = Extent.whole(self.piece.shape)
+        numbers = {"step": self.step, **self.memory}
+        plain = PlainState.of(self.algorithm, list(self.stores), self.piece, extent, numbers)
+        correction = {} if self.correction is None else {"param_correction": self.correction}
+        return plain.saved() | correction
+
+    def in_float32(self, keep: Callable[[Tensor], Tensor]) -> dict:
+        """Return the state of the fp32 optimizer; decoded moments pass through `keep`."""
+        entries = {"step": torch.tensor(float(self.step))}
+        for store in self.stores:
+            is_decoded = self.piece.is_quantized
+            values = keep(store.read(0, self.piece.numel)) if is_decoded else store.dense
+            entries[store.name] = values.view(self.piece.shape)
+        return entries
+
+    def corrected_weights(self) -> Tensor | None:
+        """Return the weights, those that have corrections in float32 with all of their 24 bits."""
+        if self.weights is None or self.correction is None:
+            return self.weights
+        bits = self.weights.view(torch.int16).to(torch.int32) << 16
+        return (bits + (self.correction.to(torch.int32) << 8)).view(torch.float32)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a fragment has of a block that it holds in part."""
+
+    begin: int
+    end: int
+    scale: Tensor
+
+
+class Assembly:
+    """A parameter whose fragments arrive one by one."""
+
+    def __init__(self, first: Fragment, staging: Staging):
+        """Make room for a parameter.
+
+        Args:
+            first: one of its fragments, not added yet.
+            staging: where the tensors are to be.
+        """
+        of_all = first.pieces[0]
+        whole = Extent.whole(of_all.shape)
+        self._piece = replace(of_all, start=0, first=0, numel=whole.numel)
+        self._like, self._staging = first, staging
+        self._table = whole.table(self._piece)
+        self._stores = tuple(_room(store, self._table, staging) for store in first.stores)
+        self._weights = self._room_for(first.weights)
+        self._correction = self._room_for(first.correction)
+        self._memory: dict[str, float] = {}
+        self._cut: dict[int, list[tuple[_Part, ...]]] = {}
+
+    def add(self, fragment: Fragment) -> None:
+        """Take in a fragment; nothing of it is needed afterwards.
+
+        Raises:
+            ValueError: if it is damaged, or of another kind than the first.
+        """
+        self._check_is_alike(fragment)
+        for name, value in fragment.memory.items():
+            self._memory[name] = max(value, self._memory.get(name, 0.0))
+        if fragment.weights is None:
+            self._weights = None
+        for number, piece in enumerate(fragment.pieces):
+            there = slice(piece.first, piece.first + piece.numel)
+            here = slice(piece.start, piece.start + piece.numel)
+            if self._weights is not None:
+                self._weights[there] = fragment.weights[here]
+            if self._correction is not None:
+                self._correction[there] = fragment.correction[here]
+            if piece.numel:
+                self._take_moments(fragment, number)
+
+    def finished(self) -> Parameter:
+        """Return the parameter, all of whose elements have arrived once (`Coverage` knows).
+
+        Raises:
+            ValueError: if it has a block to be encoded that this version does not encode.
+        """
+        shape, num_joined = self._piece.shape, 0
+        for block, parts in self._cut.items():
+            if self._piece.is_quantized:
+                num_joined += self._join(block, parts)
+        return Parameter(
+            self._piece,
+            self._like.step,
+            self._memory,
+            self._like.is_of_fp32,
+            self._like.algorithm,
+            self._stores,
+            *(None if t is None else t.view(shape) for t in (self._weights, self._correction)),
+            num_joined,
+        )
+
+    def _room_for(self, values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        return self._staging.empty((self._piece.numel,), values.dtype)
+
+    def _check_is_alike(self, fragment: Fragment) -> None:
+        ours, theirs = _facts(self._like), _facts(fragment)
+        for what, expected in ours.items():
+            if theirs[what] != expected:
+                raise ValueError(
+                    f"{fragment.name}: got {what} {theirs[what]} in {fragment.file}, expected "
+                    f"{expected}, as in {self._like.file}; are the files of one checkpoint?"
+                )
+        for store in fragment.stores:
+            try:
+                store.check_values()
+            except ValueError as error:
+                raise ValueError(f"{fragment.file}: {error}") from error
+        correction = fragment.correction
+        numel = fragment.stores[0].table.numel
+        if correction is not None and (
+            correction.dtype != torch.int8 or correction.numel() != numel
+        ):
+            raise ValueError(
+                f"{fragment.file}: param_correction of {fragment.name}: got "
+                f"{correction.numel()} elements of {correction.dtype}, expected {numel} of int8"
+            )
+
+    def _take_moments(self, fragment: Fragment, number: int) -> None:
+        piece = fragment.pieces[number]
+        begin, end = piece.first, piece.first + piece.numel
+        moments = [store.piece(number) for store in fragment.stores]
+        if not piece.is_quantized:
+            for store, moment in zip(self._stores, moments, strict=True):
+                store.dense[begin:end] = moment.values
+            return
+        first, last = piece.grid.block_of(begin), piece.grid.block_of(end - 1)
+        for store, moment in zip(self._stores, moments, strict=True):
+            store.codes[begin:end] = moment.values
+            store.scales[first : last + 1] = moment.scales
+        for block in {first, last}:
+            low, high = _elements(self._piece, block)
+            if low < begin or end < high:
+                parts = (
+                    _Part(max(low, begin), min(high, end), moment.scales[block - first].clone())
+                    for moment in moments
+                )
+                self._cut.setdefault(block, []).append(tuple(parts))
+
+    def _join(self, block: int, sides: list[tuple[_Part, ...]]) -> bool:
+        """Encode a block as one; return whether that was necessary."""
+        changed = False
+        for store, parts in zip(self._stores, zip(*sides, strict=True), strict=True):
+            parts = sorted(parts, key=lambda part: part.begin)
+            store.scales[block] = parts[0].scale
+            if all(torch.equal(part.scale, parts[0].scale) for part in parts):
+                continue
+            if store.codec == RETIRED:
+                raise ValueError(
+                    f"{self._piece.name}: got a block of {RETIRED.name!r} in two parts, which this "
+                    "version does not encode; load the checkpoint by the framework that wrote it, "
+                    "save it again, and convert that"
+                )
+            values = [_decoded(store, part) for part in parts]
+            x = torch.cat(values)
+            codes, scales = quantize(store.code, x, torch.zeros(len(x), dtype=torch.int64), 1)
+            store.codes[parts[0].begin : parts[-1].end] = codes
+            store.scales[block] = scales[0]
+            changed = True
+        return changed
+
+
+def _facts(fragment: Fragment) -> dict:
+    """Return what is the same in all fragments of a parameter, by what messages call it."""
+    piece, store = fragment.pieces[0], fragment.stores[0]
+    return {
+        "codec": store.codec.name if piece.is_quantized else None,
+        "identity": piece.identity,
+        "algorithm": fragment.algorithm.name,
+        "moments of an fp32 optimizer": fragment.is_of_fp32,
+        "corrections of weights": fragment.correction is not None,
+    }
+
+
+def _room(like: MomentStore, table: PieceTable, staging: Staging) -> MomentStore:
+    (piece,) = table.pieces
+    if not piece.is_quantized:
+        dense = staging.empty((piece.numel,), torch.float32)
+        return MomentStore(like.codec, like.rule, table, dense[:0].byte(), dense[:0], dense)
+    codes = staging.empty((piece.numel,), torch.uint8)
+    scales = staging.empty((table.num_blocks, *like.code.scale_shape), torch.float32)
+    return MomentStore(like.codec, like.rule, table, codes, scales, scales.flatten()[:0])
+
+
+def _elements(whole: Piece, block: int) -> tuple[int, int]:
+    """Return the first element of a block in the parameter, and the one after its last."""
+    grid = whole.grid
+
+    def first_of(number: int) -> int:
+        row, in_row = divmod(number, grid.blocks_per_row)
+        return row * grid.row_length + in_row * grid.block_size
+
+    return first_of(block), min(first_of(block + 1), whole.numel)
+
+
+def _decoded(store: MomentStore, part: _Part) -> Tensor:
+    codes = store.codes[part.begin : part.end]
+    return dequantize(
+        store.code, codes, part.scale[None], torch.zeros_like(codes, dtype=torch.int64)
+    )

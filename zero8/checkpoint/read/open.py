@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds out what a path holds."""
+
+import os
+from pathlib import Path
+
+from zero8.checkpoint.files.tags import LATEST, folder_of, read_latest
+from zero8.checkpoint.read.dcp_source import METADATA, DcpSource
+from zero8.checkpoint.read.plain_source import PlainSource
+from zero8.checkpoint.read.source import Source
+from zero8.checkpoint.read.zero_source import ZeroSource
+from zero8.spec.shown import shown
+
+
+def open_checkpoint(path: Path) -> Source:
+    """Return the checkpoint at a path.
+
+    Args:
+        path: a file of `torch.save`, a folder of `torch.distributed.checkpoint`, the folder of one
+            of DeepSpeed's tags, or a folder of those, of which the file `latest` names one.
+
+    Raises:
+        ValueError: if it is none of these.
+        OSError: if it cannot be read.
+    """
+    if path.is_file():
+        return PlainSource(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: not found")
+    if os.path.lexists(path / METADATA):
+        return DcpSource(path)
+    if ZeroSource.is_at(path):
+        return ZeroSource(path)
+    if tag := read_latest(path):
+        if found := folder_of(path, tag):
+            return open_checkpoint(found)
+        raise ValueError(f"{path / LATEST}: got {shown(tag)}, which is no folder beside it")
+    raise ValueError(
+        f"{path}: no checkpoint that zero8 knows; expected a file of torch.save, a folder of "
+        "torch.distributed.checkpoint, or one of DeepSpeed's with ZeRO states of Adam8bitBlockwise"
+    )

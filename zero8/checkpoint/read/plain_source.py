@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One file of `torch.save` with the state dict of an optimizer, by itself or among others.
+
+The optimizer's: Adam8bitBlockwise's, an fp32 Adam's, or that of bitsandbytes' 8-bit AdamW.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from pathlib import Path
+
+from torch import Tensor
+
+from zero8.checkpoint.read.bitsandbytes import from_bitsandbytes
+from zero8.checkpoint.read.fragment import Fragment
+from zero8.checkpoint.read.safe_load import damage_in, load
+from zero8.checkpoint.read.source import Facts, Source
+from zero8.checkpoint.read.states import fragment_of
+from zero8.spec.shown import shown, shown_keys
+from zero8.state.extent import Extent
+
+
+class PlainSource(Source):
+    """See `Source`."""
+
+    def __init__(self, path: Path):
+        """Look at a file."""
+        self.path = path
+
+    def facts(self) -> Facts:
+        """See `Source`."""
+        return Facts("plain", 1)
+
+    def files(self) -> list[Path]:
+        """See `Source`."""
+        return [self.path]
+
+    def sizes_bytes(self) -> dict[Path, int]:
+        """See `Source`; the file may be reached through a link, as whoever names it says."""
+        return {self.path: self.path.stat().st_size}
+
+    def _fragments(self, file: Path) -> Iterator[Fragment]:
+        """See `Source`."""
+        for key, state in self._state_dict["state"].items():
+            if not isinstance(state, dict):
+                raise ValueError(f"{file}: got a state of {shown(key)} that is no dict")
+            if state:
+                with damage_in(file):
+                    fragment = self._fragment(file, key, state)
+                yield fragment
+
+    def _fragment(self, file: Path, key: object, state: dict) -> Fragment:
+        name = self._names.get(key, str(key))
+        extent = Extent.whole(_shape_of(state, name, file))
+        return fragment_of(file, name, state, extent, self._weights.get(name))
+
+    def groups(self) -> list[dict]:
+        """See `Source`."""
+        names = self._names
+        return [
+            {**group, "params": [names.get(key, str(key)) for key in group["params"]]}
+            for group in self._state_dict["param_groups"]
+        ]
+
+    def tensors(self) -> dict[str, Callable[[], Tensor]]:
+        """See `Source`."""
+        return {name: partial(_itself, values) for name, values in self._weights.items()}
+
+    @cached_property
+    def _whole(self) -> dict:
+        found = load(self.path)
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def _state_dict(self) -> dict:
+        """The state dict of the optimizer."""
+        found = [d for d in (self._whole, *self._whole.values()) if _is_of_optimizer(d)]
+        if len(found) != 1:
+            raise ValueError(
+                f"{self.path}: got {len(found)} state dicts of optimizers (dicts with the keys "
+                '"state" and "param_groups"), expected one'
+            )
+        if not any(
+            isinstance(state, dict) and "state1" in state for state in found[0]["state"].values()
+        ):
+            return found[0]
+        try:
+            return _with_names(from_bitsandbytes(found[0]), found[0])
+        except (ValueError, KeyError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{self.path}: states of bitsandbytes: {error!r}") from error
+
+    @cached_property
+    def _names(self) -> dict:
+        """The parameters' names, where the groups say them."""
+        names = {}
+        for group in self._state_dict["param_groups"]:
+            if not isinstance(group, dict) or "params" not in group:
+                raise ValueError(f"{self.path}: got a parameter group without params")
+            keys, texts = group["params"], group.get("param_names") or []
+            if not isinstance(keys, list) or not isinstance(texts, list):
+                raise ValueError(f"{self.path}: got a parameter group whose params are no list")
+            if not all(isinstance(key, int | str) for key in keys + texts):
+                raise ValueError(f"{self.path}: got params that are neither numbers nor names")
+            names |= {key: str(text) for key, text in zip(keys, texts, strict=False)}
+        return names
+
+    @cached_property
+    def _weights(self) -> dict[str, Tensor]:
+        """The model's parameters, if they are in the file."""
+        model = self._whole.get("model")
+        model = model if isinstance(model, dict) else {}
+        return {k: v for k, v in model.items() if isinstance(v, Tensor)}
+
+
+def _itself(values: Tensor) -> Tensor:
+    return values
+
+
+def _with_names(state_dict: dict, like: dict) -> dict:
+    """Return a state dict with the names that the groups of another one have."""
+    pairs = zip(state_dict["param_groups"], like["param_groups"], strict=True)
+    named = [{**ours, **_only(theirs, "param_names")} for ours, theirs in pairs]
+    return {**state_dict, "param_groups": named}
+
+
+def _only(group: dict, key: str) -> dict:
+    return {key: group[key]} if key in group else {}
+
+
+def _is_of_optimizer(found: object) -> bool:
+    return (
+        isinstance(found, dict)
+        and isinstance(found.get("state"), dict)
+        and isinstance(found.get("param_groups"), list)
+    )
+
+
+def _shape_of(state: dict, name: str, file: Path) -> tuple[int, ...]:
+    for key in ("exp_avg_q8", "exp_avg"):
+        if isinstance(state.get(key), Tensor):
+            return tuple(state[key].shape)
+    raise ValueError(
+        f"{file}: state of {name}: got entries {shown_keys(state)}, expected those of "
+        "Adam8bitBlockwise or of an fp32 Adam"
+    )

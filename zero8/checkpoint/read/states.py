@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fragments from the entries of plain states, ours or an fp32 optimizer's."""
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero8.algorithms.adam import ADAM
+from zero8.checkpoint.read.fragment import Fragment
+from zero8.spec import dither
+from zero8.spec.buffers import check_entry
+from zero8.spec.shown import shown_keys
+from zero8.state.extent import Extent
+from zero8.state.header import StateHeader
+from zero8.state.memory import checked_memory, unknown_memory
+from zero8.state.plain import PlainState, check_dense, checked_step, is_of_fp32
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece
+
+
+def fragment_of(
+    file: Path, name: str, entries: dict, extent: Extent, weights: Tensor | None
+) -> Fragment:
+    """Return the fragment that the entries of a state make.
+
+    Args:
+        file: where they are from.
+        name: the parameter's.
+        entries: those of `zero8.state.plain`, as checkpoints carry them, or of an fp32
+            optimizer; of a part of the parameter.
+        extent: which part.
+        weights: the parameter's part, if it is known.
+
+    Raises:
+        ValueError: naming the file, if they do not fit together.
+    """
+    try:
+        step = checked_step(entries) if "step" in entries else None
+        if step is None:
+            raise ValueError(f"state of {name}: got entries {shown_keys(entries)}, without step")
+        if is_of_fp32(entries):
+            memory, stores = unknown_memory(ADAM), _of_fp32_adam(name, entries, extent)
+        else:
+            memory = checked_memory(StateHeader.of(entries, name).algorithm, entries)
+            stores = PlainState.local(entries, extent, name).stores(name)
+        correction = entries.get("param_correction")
+        if correction is not None:
+            check_entry("param_correction", correction, extent.numel, [torch.int8])
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{file}: {error}") from error
+    return Fragment(
+        "",
+        name,
+        file,
+        step,
+        memory,
+        tuple(stores),
+        weights.reshape(-1) if weights is not None and weights.numel() == extent.numel else None,
+        None if correction is None else correction.reshape(-1),
+        is_of_fp32(entries),
+    )
+
+
+def _of_fp32_adam(name: str, entries: dict, extent: Extent) -> list[MomentStore]:
+    """Return an fp32 Adam's moments over the extent's segment table."""
+    identity = dither.identity_of(name)
+    whole = Piece(0, math.prod(extent.shape), 0, extent.shape, identity, 0, name)
+    table, stores = extent.table(whole), []
+    none = torch.empty(0)
+    for rule in ADAM.moments:
+        values = entries.get(rule.name)
+        check_dense(rule, name, values)
+        if values.numel() != extent.numel:
+            raise ValueError(
+                f"{rule.name} of {name}: got {values.numel()} elements, expected {extent.numel}"
+            )
+        dense = values.reshape(-1).to(torch.float32)
+        stores.append(MomentStore(None, rule, table, none.byte(), none, dense))
+    return stores

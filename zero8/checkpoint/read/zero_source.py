@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of DeepSpeed's ZeRO: the folder of a tag, with a file of states for each rank."""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero8.algorithms.table import algorithm_called
+from zero8.checkpoint.files.inside import paths_of
+from zero8.checkpoint.read.fragment import Fragment, of_piece
+from zero8.checkpoint.read.safe_load import damage_in, load
+from zero8.checkpoint.read.safe_pickle import Inert
+from zero8.checkpoint.read.source import Facts, Source
+from zero8.spec.buffers import check_entry
+from zero8.spec.shown import shown_keys
+from zero8.state.memory import checked_memory
+from zero8.state.plain import checked_step
+from zero8.state.table import PieceTable
+from zero8.zero import swap_file
+from zero8.zero.moment_tensor import MomentTensor
+
+STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
+_SWAPPED = re.compile(r"offloaded_tensors/rank[^/]*/zero8-[^/]*\.tensor\.swp")
+# Names of master weights in stages 1 and 2 (and BF16_Optimizer), and in stage 3.
+_WEIGHTS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
+# Names of our state dict within ZeRO's.
+_STATES = ("base_optimizer_state", "optimizer_state_dict")
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
+
+
+class ZeroSource(Source):
+    """See `Source`."""
+
+    def __init__(self, folder: Path):
+        """Look at the folder of a tag."""
+        self.path = folder
+        self._files = sorted(
+            (path for path in folder.iterdir() if STATES.fullmatch(path.name)), key=_ranks
+        )
+
+    @classmethod
+    def is_at(cls, folder: Path) -> bool:
+        """Return whether a folder is that of a tag of ZeRO's."""
+        return any(STATES.fullmatch(path.name) for path in folder.iterdir())
+
+    def facts(self) -> Facts:
+        """See `Source`."""
+        zero = self._zero(self._files[0])
+        stage, count = zero.get("zero_stage"), zero.get("partition_count")
+        stage = stage.args[0] if isinstance(stage, Inert) and stage.args else stage
+        counts = count if isinstance(count, list) else [count]
+        count = max((one for one in counts if isinstance(one, int)), default=None)
+        return Facts("zero", count, stage if isinstance(stage, int) else None)
+
+    def files(self) -> list[Path]:
+        """See `Source`; with states on NVMe also their swap files."""
+        swapped = [path for path in paths_of(self.path) if _SWAPPED.fullmatch(path)]
+        return self._files + [self.path / path for path in sorted(swapped)]
+
+    def _fragments(self, file: Path) -> Iterator[Fragment]:
+        """See `Source`."""
+        if not STATES.fullmatch(file.name):
+            yield from self._swapped(file)
+            return
+        zero = self._zero(file)
+        with damage_in(file):
+            all_weights = _first(zero, _WEIGHTS, file)
+            states = _first(zero, _STATES, file)["state"]
+            pairs = [(states[n], w) for n, w in enumerate(all_weights) if states.get(n)]
+        for state, weights in pairs:
+            yield from _of_partition(file, _part(file), state, weights)
+
+    def _swapped(self, file: Path) -> Iterator[Fragment]:
+        found = swap_file.read_whole(str(file), self.path)
+        if found is not None:
+            yield from _of_partition(file, "", found[0], None)
+
+    def groups(self) -> list[dict]:
+        """See `Source`; names are in the order of the model."""
+        file = self._files[0]
+        with damage_in(file):
+            groups = _first(self._zero(file), _STATES, file)["param_groups"]
+            # A list of names for each partition: of a group, or, in stage 3, of a sub-group.
+            names = [list(of_partition) for of_partition in self._model.get("param_shapes") or []]
+            if sorted(n for group in groups for n in group["params"]) != list(range(len(names))):
+                return []
+            return [
+                {**group, "params": [name for n in group["params"] for name in names[n]]}
+                for group in groups
+            ]
+
+    def tensors(self) -> dict[str, Callable[[], Tensor]]:
+        """See `Source`; what stage 3 keeps in partitions is there if it is frozen."""
+        buffers = self._model.get("buffer_names") or []
+        found: dict[str, Callable[[], Tensor]] = {}
+        for name, values in (self._model.get("module") or {}).items():
+            if name in self._frozen_shapes:
+                found[name] = partial(self._frozen, name)
+            elif isinstance(values, Tensor) and (values.numel() or name in buffers):
+                found[name] = partial(_itself, values)
+        return found
+
+    def tied(self) -> dict[str, str]:
+        """See `Source`."""
+        return self._model.get("shared_params") or {}
+
+    def counters(self) -> dict:
+        """See `Source`."""
+        return {key: self._model[key] for key in _COUNTERS if key in self._model}
+
+    def _frozen(self, name: str) -> Tensor:
+        """Return a frozen parameter, of which each rank has saved a part, or the whole."""
+        shape = torch.Size(self._frozen_shapes[name])
+        parts = [model["frozen_param_fragments"][name].view(-1) for model in self._models]
+        if parts[0].numel() == shape.numel():
+            return parts[0].view(shape)
+        whole = torch.cat(parts)
+        if whole.numel() < shape.numel():
+            raise ValueError(
+                f"{self.path}: got {whole.numel()} elements of {name} in {len(parts)} files of "
+                f"model states, expected {shape.numel()}"
+            )
+        return whole[: shape.numel()].view(shape)
+
+    @property
+    def _frozen_shapes(self) -> dict:
+        return self._model.get("frozen_param_shapes") or {}
+
+    @cached_property
+    def _model(self) -> dict:
+        """What is saved of the model beside the states, by the first rank; {} if nothing is."""
+        found = self._models[0] if self._models else {}
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def _models(self) -> list:
+        return [load(file, self.path) for file in self._model_files]
+
+    @cached_property
+    def _model_files(self) -> list[Path]:
+        """A file of each rank in stage 3, one in the other stages."""
+        files = (path for path in self.path.iterdir() if _MODEL_STATES.fullmatch(path.name))
+        return sorted(files, key=_number)
+
+    def _zero(self, file: Path) -> dict:
+        """Return ZeRO's own state dict in a file."""
+        found = load(file, self.path)
+        zero = found.get("optimizer_state_dict") if isinstance(found, dict) else None
+        if not isinstance(zero, dict):
+            raise ValueError(f"{file}: not a file of ZeRO's states: no optimizer_state_dict in it")
+        return zero
+
+
+def _of_partition(file: Path, part: str, state: dict, weights: object) -> Iterator[Fragment]:
+    """Yield the fragments of a partition, one for each piece of its segment table."""
+    with damage_in(file):
+        moments = _moments(file, state)
+        stores = [moment.store for moment in moments]
+        step = checked_step(state)
+        memory = checked_memory(algorithm_called(stores[0].rule.algorithm), state)
+    table = stores[0].table
+    weights = _checked_weights(file, weights, table)
+    correction = state.get("param_correction")
+    if correction is not None:
+        with damage_in(file):
+            check_entry("param_correction", correction, table.numel, [torch.int8])
+    for number, piece in enumerate(table.pieces):
+        here = slice(piece.start, piece.start + piece.numel)
+        yield Fragment(
+            part,
+            piece.name,
+            file,
+            step,
+            memory,
+            tuple(of_piece(store, number) for store in stores),
+            None if weights is None else weights[here],
+            None if correction is None else correction.reshape(-1)[here],
+        )
+
+
+def _checked_weights(file: Path, weights: object, table: PieceTable) -> Tensor | None:
+    """Return the master weights of a partition, perhaps without the padding at its end."""
+    if not isinstance(weights, Tensor) or weights.numel() == 0:
+        return None  # swapped out
+    end = max((piece.start + piece.numel for piece in table.pieces), default=0)
+    if not end <= weights.numel() <= table.numel:
+        raise ValueError(
+            f"{file}: got {weights.numel()} master weights, expected {table.numel}, or {end} "
+            "without padding"
+        )
+    return weights.view(-1)
+
+
+def _itself(values: Tensor) -> Tensor:
+    return values
+
+
+def _number(path: Path) -> int:
+    return int(_MODEL_STATES.fullmatch(path.name).group(1) or 0)
+
+
+def _moments(file: Path, state: dict) -> list[MomentTensor]:
+    moments = [x for x in state.values() if isinstance(x, MomentTensor)]
+    if not moments:
+        raise ValueError(
+            f"{file}: got a state with entries {shown_keys(state)} that are no 8-bit moments; was "
+            "it saved by another optimizer?"
+        )
+    algorithm = algorithm_called(moments[0].store.rule.algorithm)
+    moments = [state.get(name) for name in algorithm.moment_names]
+    for moment in moments:
+        if not isinstance(moment, MomentTensor):
+            raise ValueError(
+                f"{file}: got a state with entries {shown_keys(state)}, expected 8-bit moments "
+                f"{algorithm.moment_names}"
+            )
+        moment.store.check()
+        moment.compare_hash()
+    stores = [moment.store for moment in moments]
+    alike = all((one.table, one.codec) == (stores[0].table, stores[0].codec) for one in stores)
+    if not alike or [one.rule for one in stores] != list(algorithm.moments):
+        raise ValueError(f"{file}: its moments are of different elements")
+    return moments
+
+
+def _ranks(path: Path) -> tuple[int, int]:
+    data, model = map(int, STATES.fullmatch(path.name).groups())
+    return model, data
+
+
+def _part(path: Path) -> str:
+    model, _ = _ranks(path)
+    return f"mp_rank_{model:02d}" if model else ""
+
+
+def _first(found: dict, names: tuple[str, ...], file: Path) -> object:
+    for name in names:
+        if name in found:
+            return found[name]
+    raise ValueError(f"{file}: got entries {shown_keys(found)}, without one of {list(names)}")

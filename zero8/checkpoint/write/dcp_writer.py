@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a folder of `torch.distributed.checkpoint` with the state dicts of model and optimizer."""
+
+import warnings
+from pathlib import Path
+
+import torch
+
+from zero8.checkpoint.files.staging import Staging
+from zero8.checkpoint.read.contents import Contents
+from zero8.spec.codec import Codec
+from zero8.spec.dither import identity_of
+from zero8.state.extent import Extent
+from zero8.state.plain import PlainState
+from zero8.state.policy import Policy
+from zero8.state.table import Piece
+
+
+def write_dcp(contents: Contents, path: Path, staging: Staging) -> None:
+    """Write what `get_state_dict` returns under the keys "model" and "optimizer".
+
+    `get_state_dict` makes states of all parameters before it loads them, so parameters that never
+    got a gradient need states too: they get zeros at step 0, which are as good as none.
+
+    Raises:
+        ValueError: if the parameters have no names, or some moments are ours and some an fp32
+            Adam's, which no optimizer's state dict has together.
+        RuntimeError: if torch.distributed.checkpoint fails.
+    """
+    from torch.distributed import checkpoint
+
+    contents.check_is_named()
+    _check_are_alike(contents)
+    state = {name: parameter.entries() for name, parameter in contents.parameters.items()}
+    if without := [name for name in contents.names if name not in state and name in contents.model]:
+        state |= _zeros(contents, without)
+        contents.notes.append(f"got no states of {without}: they are zeros at step 0")
+    groups = [
+        {
+            **contents.settings(group),
+            "params": list(group["params"]),
+            "param_names": list(group["params"]),
+        }
+        for group in contents.groups
+    ]
+    optimizer = {"state": state, "param_groups": groups}
+    model = {"model": contents.model} if contents.model else {}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group
+            checkpoint.save({**model, "optimizer": optimizer}, checkpoint_id=path, no_dist=True)
+    except checkpoint.CheckpointException as error:  # no Exception
+        raise RuntimeError(f"torch.distributed.checkpoint failed: {error}") from error
+
+
+def _check_are_alike(contents: Contents) -> None:
+    by_kind = {parameter.is_of_fp32: name for name, parameter in contents.parameters.items()}
+    if len(by_kind) > 1:
+        raise ValueError(
+            f"got 8-bit moments of {by_kind[False]} and an fp32 Adam's of {by_kind[True]}; load "
+            "the checkpoint by Adam8bitBlockwise, save it again, and convert that"
+        )
+    if True in by_kind:
+        contents.notes.append(
+            "got moments of an fp32 Adam, which stay float32: AdamW loads them, and "
+            'Adam8bitBlockwise with state_dict_format="fp32"'
+        )
+
+
+def _zeros(contents: Contents, names: list[str]) -> dict[str, dict]:
+    """Return states of parameters that have none, by the policy that the others show."""
+    pieces = [p.piece for p in contents.parameters.values()]
+    if all(parameter.is_of_fp32 for parameter in contents.parameters.values()):
+        return {
+            name: {"step": torch.tensor(0.0)}
+            | {key: torch.zeros_like(contents.model[name]) for key in ("exp_avg", "exp_avg_sq")}
+            for name in names
+        }
+    sizes = [piece.block_size for piece in pieces if piece.is_quantized]
+    codecs = [p.stores[0].codec for p in contents.parameters.values() if p.piece.is_quantized]
+    policy = Policy(block_size=sizes[0]) if sizes else None
+    return {
+        name: _zero(name, tuple(contents.model[name].shape), policy, *codecs[:1]) for name in names
+    }
+
+
+def _zero(
+    name: str, shape: tuple[int, ...], policy: Policy | None, codec: Codec | None = None
+) -> dict:
+    grid = policy.decide(name, shape).grid if policy else None
+    numel = torch.Size(shape).numel()
+    piece = Piece(0, numel, 0, shape, identity_of(name), grid.block_size if grid else 0, name)
+    return PlainState.zeros(codec, piece, Extent.whole(shape), "cpu").saved()

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes one file of `torch.save`: {"model": ..., "optimizer": ...}, for one process.
+
+Without weights, as in the optimizer.pt of Hugging Face's Trainer, it is the optimizer's state dict
+by itself.  That is Adam8bitBlockwise's, that of torch's AdamW in float32, or that of bitsandbytes'
+AdamW8bit.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero8.checkpoint.files.staging import Staging, save
+from zero8.checkpoint.read.bitsandbytes import to_bitsandbytes
+from zero8.checkpoint.read.contents import Contents
+
+_ADAMW = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+"""Settings that torch's AdamW has in its groups, where a checkpoint does not."""
+
+
+def write_plain(contents: Contents, path: Path, staging: Staging) -> None:
+    """Write what `Adam8bitBlockwise.state_dict()` returns, moments 8-bit as they are."""
+    state = {name: parameter.entries() for name, parameter in contents.parameters.items()}
+    _save(contents.model, _packed(contents, state), path)
+
+
+def write_fp32(contents: Contents, path: Path, staging: Staging) -> None:
+    """Write what the `state_dict()` of torch's AdamW returns."""
+    contents.note_corrections("are in the weights, which are float32 with 24 bits")
+    state = {name: p.in_float32(staging.copy) for name, p in contents.parameters.items()}
+    packed = _packed(contents, state)
+    packed["param_groups"] = [{**_ADAMW, **group} for group in packed["param_groups"]]
+    _save(_corrected(contents), packed, path)
+
+
+def write_bitsandbytes(contents: Contents, path: Path, staging: Staging) -> None:
+    """Write what the `state_dict()` of bitsandbytes' AdamW8bit returns; codes pass memory.
+
+    Raises:
+        ValueError: if the moments are an fp32 Adam's.
+    """
+    if dense := [name for name, p in contents.parameters.items() if p.is_of_fp32]:
+        raise ValueError(
+            f"{dense[0]}: got moments of an fp32 Adam, expected 8-bit ones: load the checkpoint by "
+            'Adam8bitBlockwise(codec="dynamic"), and save it again'
+        )
+    contents.note_corrections("lost, as bitsandbytes has none")
+    state = {name: parameter.entries() for name, parameter in contents.parameters.items()}
+    _save(contents.model, to_bitsandbytes(_packed(contents, state)), path)
+
+
+def _corrected(contents: Contents) -> dict[str, Tensor]:
+    """Return the model with the corrections of its weights in them."""
+    model, owner = dict(contents.model), dict(contents.tied)
+    for name, parameter in contents.parameters.items():
+        if parameter.weights is None or parameter.correction is None:
+            continue
+        for other in model.keys() - set(contents.names) - owner.keys():
+            # A second name, where the checkpoint does not say which names are one parameter's.
+            if torch.equal(model[other], parameter.weights):
+                owner[other] = name
+        model[name] = parameter.corrected_weights()
+    return {name: model[owner.get(name, name)] for name in model}
+
+
+def _packed(contents: Contents, state: dict[str, dict]) -> dict:
+    """Return a state dict with numbers in the place of names, as torch's optimizers have them."""
+    numbers = {name: number for number, name in enumerate(contents.names)}
+    groups = []
+    for group in contents.groups:
+        params = [numbers[name] for name in group["params"]]
+        names = {"param_names": list(group["params"])} if contents.is_named else {}
+        groups.append({**contents.settings(group), "params": params, **names})
+    ordered = sorted(state, key=numbers.__getitem__)
+    return {"state": {numbers[name]: state[name] for name in ordered}, "param_groups": groups}
+
+
+def _save(model: dict, optimizer: dict, path: Path) -> None:
+    save({"model": model, "optimizer": optimizer} if model else optimizer, path)

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Universal checkpoints: DeepSpeed's converter, and what it leaves out.
+
+A ZeRO checkpoint becomes one folder per parameter, with its master weight and its moments in
+float32, which engines of any world size read under `"checkpoint": {"load_universal": true}`.
+quantize(dequantize(q)) is q, so that nothing is lost on the way.
+
+DeepSpeed's converter writes what an engine of the same stage reads.  What one of another stage
+looks for is added:
+
+    of stages 1 and 2   the name of stage 3's model-state files, and the step and the parameter
+                        groups where stage 3 looks for them
+    of stage 3          the name of the others' model-state files, `step.pt` of every parameter,
+                        weights and moments with their shapes, and the version of DeepSpeed
+
+and the moments of rank 0, which it leaves in `optimizer_state.pt` of stage 3, are taken out.
+"""
+
+import contextlib
+import math
+import os
+import re
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from io import FileIO
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero8 import flock
+from zero8.algorithms.adam import ADAM
+from zero8.checkpoint.files.inside import is_folder, leads_out
+from zero8.checkpoint.files.tags import LATEST_UNIVERSAL, write_latest
+from zero8.spec.shown import shown, shown_keys
+from zero8.state.memory import new_memory
+
+LEADS_CONVERTER = "universal_checkpoint_info", "ds_autoep_layers", "autoep_layers"
+"""Entries of a model's states that DeepSpeed's converter acts upon."""
+OPTIMIZER_FILES, MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
+EXPERT_FILES = "layer_*_expert_*_model_states.pt"
+STAGE3_MODEL = "zero_pp_rank_0_mp_rank_{}_model_states.pt"
+STAGE12_MODEL = "mp_rank_{}_model_states.pt"
+
+
+def convert(
+    source: Path, target: Path, workers: int, copy: Callable[[Path, Path], None] | None = None
+) -> dict:
+    """Convert the folder of a ZeRO checkpoint's tag; return what it was and what was made of it.
+
+    The target is complete from the moment that it exists: it is written beside, and renamed.
+    DeepSpeed's converter runs what the files that it reads say.
+
+    Args:
+        source: the folder of the tag.
+        target: the folder to make; `latest_universal` beside it will name it.
+        workers: number of processes; each holds one rank's states.
+        copy: makes files in an empty folder, of those in the folder of the tag, that are read in
+            their place; None if the files of the tag are to be trusted.
+
+    Raises:
+        FileExistsError: if there is such a folder already.
+        RuntimeError: if DeepSpeed is missing, or its converter fails.
+        ValueError: if the source is nothing that can be converted.
+    """
+    try:
+        from deepspeed.checkpoint import ds_to_universal
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"needs DeepSpeed, whose converter it calls (no module {error.name!r}); pip install "
+            "'zero8[deepspeed]'"
+        ) from error
+    if target.exists():
+        raise FileExistsError(f"{target} exists; remove it or name another folder by --out")
+    _check_names(source)
+    with _beside(target) as made:
+        trusted = source
+        if copy is not None:
+            trusted = made.parent / "checked"
+            trusted.mkdir()
+            copy(source, trusted)
+        try:
+            found = check(source, trusted)
+        except (AttributeError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"{source}: damaged: {type(error).__name__}: {str(error)[:200]}"
+            ) from error
+        options = Namespace(
+            input_folder=str(trusted),
+            output_folder=str(made),
+            num_extract_workers=workers,
+            num_merge_workers=workers,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,  # which only clients of Megatron's kind save
+        )
+        try:
+            ds_to_universal.main(options)
+        # Assertions, missing keys, workers that died: it has no errors of its own.
+        except Exception as error:
+            raise RuntimeError(f"DeepSpeed's converter failed: {error!r}") from error
+        (_complete_stage3 if found["zero_stage"] == 3 else _complete_stage12)(made, workers)
+        made.rename(target)
+    write_latest(target.parent, target.name, LATEST_UNIVERSAL)
+    return {
+        "source": str(source),
+        "target": str(target),
+        **found,
+        "parameters": len(list((target / "zero").glob("**/exp_avg.pt"))),
+        "bytes": sum(path.stat().st_size for path in target.rglob("*") if path.is_file()),
+    }
+
+
+def check_content(content: object) -> None:
+    """Raise ValueError if DeepSpeed's converter could be led astray by what is in a file.
+
+    It makes folders that are called as parameters are, reads files of experts at places that the
+    file says, and searches names by regular expressions of the file.
+
+    Args:
+        content: what a file of the optimizer's or the model's states holds.
+    """
+    found = _dict("a file", content)
+    for key in LEADS_CONVERTER:
+        if found.get(key):
+            raise ValueError(
+                f"got {key}, by which the file tells DeepSpeed's converter what to do; if you "
+                "trust whoever wrote it, --trust lets DeepSpeed read it"
+            )
+    states = found.get("optimizer_state_dict")
+    states = {} if states is None else _dict("optimizer_state_dict", states)
+    for key, groups in (
+        ("param_slice_mappings", states.get("param_slice_mappings")),
+        ("param_shapes", found.get("param_shapes")),
+        ("module", [found.get("module") or {}]),
+        ("frozen_param_shapes", [found.get("frozen_param_shapes") or {}]),
+    ):
+        if groups is not None and not isinstance(groups, list):
+            raise ValueError(f"got {key} that is no list")
+        for group in groups or ():
+            for name in _dict(key, group):
+                if not isinstance(name, str) or leads_out(name):
+                    raise ValueError(
+                        f"got a parameter called {shown(name)}, which is no name of a folder"
+                    )
+
+
+def _dict(name: str, found: object) -> dict:
+    if not isinstance(found, dict):
+        raise ValueError(f"got {name} that is no dict")
+    return found
+
+
+def _check_names(source: Path) -> None:
+    """Raise ValueError if the names of the files show that they cannot be converted."""
+    if (source / "zero").is_dir():
+        raise ValueError(f"{source} is a universal checkpoint already")
+    if not any(source.glob(OPTIMIZER_FILES)):
+        raise ValueError(
+            f"{source}: got no files {OPTIMIZER_FILES}, expected a checkpoint that "
+            "engine.save_checkpoint saved under ZeRO stage 1, 2 or 3"
+        )
+    if (source / "offloaded_tensors").is_dir():
+        raise ValueError(
+            f"{source}: its optimizer states are in swap files of NVMe, and {OPTIMIZER_FILES} hold "
+            "none for DeepSpeed to convert; it loads at the world size that it was saved with"
+        )
+    if not set(source.glob(MODEL_FILES)) - set(source.glob(EXPERT_FILES)):
+        raise ValueError(f"{source}: got no files {MODEL_FILES}; it is incomplete")
+
+
+def check(source: Path, trusted: Path) -> dict:
+    """Return of a tag's folder `zero_stage`, the number of `ranks`, and what is `not_carried` over.
+
+    Args:
+        source: the folder of the tag, which messages name.
+        trusted: the folder with its files, or with copies of them.
+
+    Raises:
+        ValueError: if it cannot be converted; it says why.
+    """
+    files = sorted(trusted.glob(OPTIMIZER_FILES), key=_numbers)
+    states = _load(files[0]).get("optimizer_state_dict") or {}
+    stage = int(states.get("zero_stage", 1))  # which BF16_Optimizer does not save
+    kept = "base_optimizer_state" if stage < 3 else "optimizer_state_dict"
+    if kept not in states:
+        raise ValueError(f"{source}: got {files[0].name} without {kept}: not saved under ZeRO")
+    base = states[kept]
+    _check_moments(source, base)
+    experts = set(trusted.glob(EXPERT_FILES))
+    model = _load(min(set(trusted.glob(MODEL_FILES)) - experts, key=_numbers))
+    if experts and not model.get("ds_autoep_layers"):
+        raise ValueError(
+            f"{source}: got files {EXPERT_FILES}, experts of DeepSpeed's MoE, which its converter "
+            "leaves out; it loads at the world size that it was saved with"
+        )
+    sizes = [model.get(key, 1) for key in ("dp_world_size", "mp_world_size")]
+    if not all(type(size) is int for size in sizes):
+        raise ValueError(f"{source}: damaged: got a world size that is no number")
+    expected = math.prod(sizes)
+    if len(files) != expected and not experts:
+        raise ValueError(
+            f"{source}: got {len(files)} files {OPTIMIZER_FILES}, expected those of {expected} "
+            "ranks; it is incomplete"
+        )
+    if stage < 3 and _is_round_robin(model):
+        _check_order(source, files, model["param_shapes"])
+    entries = {entry for state in base["state"].values() for entry in state}
+    return {
+        "zero_stage": stage,
+        "ranks": len(files),
+        "not_carried": sorted(entries - {"step", *new_memory(ADAM), *ADAM.moment_names}),
+    }
+
+
+def _check_moments(source: Path, base: object) -> None:
+    """Raise ValueError unless the states of a base optimizer are Adam's."""
+    if not isinstance(base, dict):
+        raise ValueError(
+            f"{source}: was saved with elastic_checkpoint; DeepSpeed converts checkpoints without"
+        )
+    if not base["state"]:
+        raise ValueError(f"{source}: was saved before the first step: it has no moments to convert")
+    for state in base["state"].values():
+        if missing := [name for name in ADAM.moment_names if name not in _dict("a state", state)]:
+            raise ValueError(
+                f"{source}: got states {shown_keys(state)}, without {missing}; DeepSpeed converts "
+                "those of Adam"
+            )
+
+
+def _is_round_robin(model: dict) -> bool:
+    section = (model.get("ds_config") or {}).get("zero_optimization", {})
+    return bool(section.get("round_robin_gradients"))
+
+
+def _check_order(source: Path, files: list[Path], shapes: list[dict]) -> None:
+    """Raise ValueError if a checkpoint's map of its partitions is not in their order.
+
+    Under `round_robin_gradients` DeepSpeed lays the parameters in another order than it writes into
+    the map by which its converter takes them out (zero8's engines write the right one).
+    """
+    maps = [_load(path)["optimizer_state_dict"]["param_slice_mappings"] for path in files]
+    for group, shape_of in enumerate(shapes):
+        names = []
+        for of_rank in maps:
+            names += sorted(of_rank[group], key=lambda name: of_rank[group][name].start)
+        if list(dict.fromkeys(names)) != list(shape_of):
+            raise ValueError(
+                f"{source}: was saved under round_robin_gradients, where DeepSpeed's map of the "
+                "partitions is in the wrong order: its converter would exchange parameters.  Load "
+                "it with Adam8bitBlockwise at the same world size, and save it again"
+            )
+
+
+@contextlib.contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """Yield a path to make a folder at that is to become `target`; tidy up after it, and before.
+
+    Raises:
+        RuntimeError: if another process is at work on the same.
+    """
+    folder = target.with_name(f".{target.name}.unfinished")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not is_folder(folder):
+        raise ValueError(f"{folder}: got a symbolic link, expected a folder; remove it")
+    with flock.opened(folder / "lock") as lock:
+        if not (flock.take(lock) and _is_at(folder / "lock", lock)):
+            raise RuntimeError(f"another process is making {target}")
+        try:
+            for left in set(folder.iterdir()) - {folder / "lock"}:  # by one that was killed
+                shutil.rmtree(left) if is_folder(left) else left.unlink()
+            yield folder / target.name
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_at(path: Path, file: FileIO) -> bool:
+    """Return whether a path leads to an open file still, and not to one that was made since."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _complete_stage12(made: Path, _: int) -> None:
+    """Add what an engine of stage 3 looks for."""
+    for path in made.glob(STAGE12_MODEL.format("*")):
+        _alias(path, STAGE3_MODEL)
+    steps = {int(torch.load(path)) for path in (made / "zero").glob("**/step.pt")}
+    if len(steps) != 1:
+        raise ValueError(f"got steps {sorted(steps)}, expected one for all parameters")
+    common = _load(made / "zero" / "optimizer_state.pt")
+    groups = common["param_groups"]
+    common["optimizer_state_dict"] = {"state": {0: {"step": steps.pop()}}, "param_groups": groups}
+    _save(common, made / "zero" / "optimizer_state.pt")
+
+
+def _complete_stage3(made: Path, workers: int) -> None:
+    """Add what an engine of stage 1 or 2 looks for, and take out the moments of rank 0."""
+    for path in made.glob(STAGE3_MODEL.format("*")):
+        _alias(path, STAGE12_MODEL)
+    model = _load(min(made.glob(MODEL_FILES), key=_numbers))
+    common = _load(made / "zero" / "optimizer_state.pt")
+    base = common["optimizer_state_dict"]
+    steps = {number: {"step": state["step"]} for number, state in base["state"].items()}
+    common["optimizer_state_dict"] = {"state": steps, "param_groups": base["param_groups"]}
+    del common["fp32_flat_groups"]
+    common["ds_version"] = model["ds_version"]
+    _save(common, made / "zero" / "optimizer_state.pt")
+    parameters = [
+        (made / "zero" / name, tuple(shape), steps[number]["step"])
+        for number, shape_of in enumerate(model["param_shapes"])
+        for name, shape in shape_of.items()
+    ]
+    if workers == 1:
+        list(map(_add_shapes_and_step, parameters))
+    else:
+        with ProcessPoolExecutor(max_workers=workers) as pool:
+            list(pool.map(_add_shapes_and_step, parameters))
+
+
+def _add_shapes_and_step(parameter: tuple[Path, tuple[int, ...], int]) -> None:
+    """Write a parameter's files of stage 3 as they are in the other stages."""
+    folder, shape, step = parameter
+    for name in ("fp32", *ADAM.moment_names):
+        values = torch.load(folder / f"{name}.pt", weights_only=False)
+        if isinstance(values, Tensor):  # with tensor parallelism it is the other form already
+            torch.save({"param": values.view(shape)}, folder / f"{name}.pt")
+    torch.save(step, folder / "step.pt")
+
+
+def _alias(path: Path, pattern: str) -> None:
+    """Give a model-state file a second name, that of another stage."""
+    rank = re.search(r"mp_rank_(.+)_model_states", path.name).group(1)
+    try:
+        os.link(path, path.with_name(pattern.format(rank)))
+    except OSError:  # a file system without links
+        shutil.copy2(path, path.with_name(pattern.format(rank)))
+
+
+def _load(path: Path) -> dict:
+    """Return what a file of DeepSpeed's holds; tensors stay on the disk until they are used."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+
+
+def _save(entries: dict, path: Path) -> None:
+    """Replace a file by what `_load` has read of it; tensors may still be in the old file."""
+    part = path.with_suffix(".part")
+    torch.save(entries, part)
+    part.replace(path)
+
+
+def _numbers(path: Path) -> list:
+    """Return a key that sorts names with numbers in them as DeepSpeed does."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]

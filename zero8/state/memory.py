@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers that states keep beside their moments, as `Algorithm.memory` lists them."""
+
+from collections.abc import Callable
+from operator import itemgetter
+
+from zero8.spec.algorithm import Algorithm
+from zero8.spec.shown import shown
+from zero8.state.header import Entries
+
+
+def unknown_memory(algorithm: Algorithm) -> Entries:
+    """Return the entries for moments that no counted steps have made."""
+    return {one.name: one.unknown for one in algorithm.memory}
+
+
+def new_memory(algorithm: Algorithm) -> Entries:
+    """Return the entries before the first step."""
+    return {one.name: 0.0 for one in algorithm.memory}
+
+
+def counters_of(algorithm: Algorithm) -> Callable[[Entries], tuple[float, ...]]:
+    """Return what reads the step and the memory of a state, quickly: of each, at every step."""
+    names = [one.name for one in algorithm.memory]
+    if not names:
+        return lambda state: (state["step"],)
+    return itemgetter("step", *names)
+
+
+def checked_memory(algorithm: Algorithm, saved: Entries) -> Entries:
+    """Return the entries of a saved state, which has them.
+
+    Raises:
+        ValueError: if one is not a number that a save writes.
+    """
+    for one in algorithm.memory:
+        value = saved[one.name]
+        if type(value) is not float or not 0.0 <= value <= one.unknown:
+            raise ValueError(
+                f"state entry {one.name}: got {shown(value)}, expected a float from 0 to "
+                f"{one.unknown}"
+            )
+    return {one.name: saved[one.name] for one in algorithm.memory}
