@@ -3,7 +3,7 @@
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -174,12 +174,18 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     @torch._disable_dynamo  # as torch's own load_state_dict: addresses mean nothing to it
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step, as `zero8.spec.reference` and `zero8.algorithms` define it.
 
         Steps and loads of one optimizer in several threads wait for each other.
         After the first step the host does not wait for a GPU.  A step that is captured in a CUDA
         graph changes nothing yet; see `before_replay`.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returned, None without one.
 
         Raises:
             ValueError: if a gradient is sparse, complex or of a dtype that is not served, or a
@@ -282,7 +288,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             if skipped := self._stepper.before_replay(self.param_groups, self.state):
                 self._report(skipped)
 
-    def check_finite(self, process_group=None) -> None:
+    def check_finite(self, process_group: "torch.distributed.ProcessGroup | None" = None) -> None:
         """Raise FloatingPointError on every rank if any rank has met a non-finite number.
 
         One all_reduce of 8 bytes, or one for each dimension of the mesh; all ranks of the group

@@ -2,6 +2,7 @@
 """The optimizers that users name: their keywords."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -51,12 +52,9 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
             effect; `amsgrad=True` and the like are refused.
 
     Attributes:
-        settings: what holds for the whole optimizer.
-        state_dict_format: as the argument; may be set between two calls of `state_dict`.
-        kinds: the kinds of state that it serves (`zero8.frameworks.kinds`), with these settings.
-        nonfinite_blocks: how many blocks steps have left as they were because of a gradient that
-            was not finite, as far as that is known and reported.
-        on_disk: parameters whose states are swapped out, and what their files hold.
+        state_dict_format (str): as the argument; may be set between two calls of `state_dict`.
+        nonfinite_blocks (int): how many blocks steps have left as they were because of a gradient
+            that was not finite, as far as that is known and reported.
 
     Raises:
         ValueError: for an unknown key or a bad value, or a parameter that it can never step.
@@ -85,7 +83,7 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
         seed: int = 0,
         huge_pages: bool = False,
         state_dict_format: str = "8bit",
-        **others,
+        **others: Any,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
         is_decoupled = keywords.check_flag("adam_w_mode", adam_w_mode)

@@ -2,11 +2,12 @@
 """For DeepSpeed's engines; all that needs no call of yours is in `zero8.zero`."""
 
 import functools
+from typing import Any
 
 from zero8.integrations.health import Reports
 
 
-def monitor(engine, every: int = 50) -> None:
+def monitor(engine: Any, every: int = 50) -> None:
     """Write the health of the optimizer to the engine's monitor, at every n-th optimizer step.
 
         from zero8.integrations.deepspeed import monitor

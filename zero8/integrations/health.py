@@ -39,6 +39,9 @@ def health(optimizer: Adam8bitBlockwise) -> dict[str, float]:
     - clipped: of `UPDATES_NUMEL` elements with 8-bit moments, the share whose |m|, as stored, is
       more than `MARGIN` times sqrt(K v), with K of (S1).  Exact moments keep that bound: steps clip
       such updates to it.  Rounding alone comes near it where gradients repeat.
+
+    Args:
+        optimizer: of plain PyTorch or FSDP2, or the one inside ZeRO's or Accelerate's wrappers.
     """
     moments = optimizer.all_moments()
     stores, on_disk = list(moments.values()), list(optimizer.on_disk.values())

@@ -14,7 +14,7 @@ from zero8.integrations.health import Reports
 from zero8.optimizer import Adam8bitBlockwise
 
 
-def optimizer(args: TrainingArguments, **settings) -> tuple[Callable, dict[str, Any]]:
+def optimizer(args: TrainingArguments, **settings: Any) -> tuple[Callable, dict[str, Any]]:
     """Return what Trainer takes as `optimizer_cls_and_kwargs`.
 
         Trainer(model, args, optimizer_cls_and_kwargs=hf.optimizer(args), ...)

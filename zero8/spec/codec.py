@@ -102,7 +102,8 @@ def quantize(
         settling: of a step's signed moment, which has to be able to decay to 0: see (C2').
 
     Returns:
-        codes: (numel,) uint8.  scales: (num_blocks, *code.scale_shape) float32.
+        codes: (numel,) uint8.
+        scales: (num_blocks, *code.scale_shape) float32.
 
     Raises:
         ValueError: for a retired code.
@@ -121,6 +122,7 @@ def dequantize(
 
     With the decay rate as gain this is the first term of a moving average.
 
-    Returns: (numel,) float32.
+    Returns:
+        (numel,) float32.
     """
     return code.decode(codes, scales[block], gain)

@@ -11,6 +11,7 @@ one cell instead of growing like a random walk.
 
 Gradients that repeat after a Fibonacci number of steps meet thresholds that move by little from
 period to period, and always the same way.  Two remedies:
+
 - h starts each run of 32 steps elsewhere.  Without it, periods of 34, 55 or 89 steps would meet
   nearly the same thresholds again and again, and give more than double the error of independent
   thresholds.

@@ -15,8 +15,8 @@ from zero8.spec.blocks import block_absmax
 class DynamicCode:
     """The nearest entry of the paper's dynamic tree map; a tie goes to the larger entry.
 
-    n = x * (1/scale);  code = number of thresholds <= n                                     (C5)
-    scale = the block's element of largest magnitude, with its sign                          (C6)
+        n = x * (1/scale);  code = number of thresholds <= n                                 (C5)
+        scale = the block's element of largest magnitude, with its sign                      (C6)
 
     Error: at most half the gap around n, times |scale|; the largest gap is 0.0141 (m) or 0.0070
     (v).

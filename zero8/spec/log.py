@@ -28,9 +28,9 @@ def settling(beta: float) -> float:
 class Octaves:
     """Levels of magnitude: linear near 0, and above octaves of 2^mantissa_bits levels each.
 
-    k = (bits(fma(|x|, 1/scale, 1)) - bits(1) + half a cell) >> (23 - mantissa_bits)         (C2)
-    level(k) = float_from_bits(bits(1) + (k << (23 - mantissa_bits))) - 1                    (C3)
-    scale = absmax / top,  top = level(127)                                                  (C4)
+        k = (bits(fma(|x|, 1/scale, 1)) - bits(1) + half a cell) >> (23 - mantissa_bits)     (C2)
+        level(k) = float_from_bits(bits(1) + (k << (23 - mantissa_bits))) - 1                (C3)
+        scale = absmax / top,  top = level(127)                                              (C4)
 
     The block's largest element decodes to top * scale, which gives the same scale again: a test
     goes through all mantissas.  Error: at most half a cell, which is 2^-mantissa_bits of
@@ -38,8 +38,8 @@ class Octaves:
 
     Steps round to nearest, but down where nearest would undo a moment's decay:
 
-    k = (min(bits(y) + half a cell, bits(y')) - bits(1)) >> (23 - mantissa_bits)            (C2')
-    y' = fma(|x|, 1/scale * settling, 1),  settling = 1 + 0.97 (1/beta - 1), at most 2
+        k = (min(bits(y) + half a cell, bits(y')) - bits(1)) >> (23 - mantissa_bits)        (C2')
+        y' = fma(|x|, 1/scale * settling, 1),  settling = 1 + 0.97 (1/beta - 1), at most 2
 
     Nearest rounding holds codes that the decay by beta moves by less than half a cell, such as all
     below 0.5/(1 - beta): a first moment whose gradient has ended would never reach 0 while v
@@ -94,11 +94,11 @@ class SignedLogCode:
 
     A code is an integer from -127 to 127 in two's complement, and decodes to
 
-    x = sign(code) * level(|code|) * scale                                                   (C1)
+        x = sign(code) * level(|code|) * scale                                               (C1)
 
     The levels are 4 octaves of 32, or, where the stored scale is negative, `wide`, 8 octaves of 16:
 
-    wide:  fewer than 11/16 of the sampled elements have |x| >= t,  t = 0.75 s               (C9)
+        wide:  fewer than 11/16 of the sampled elements have |x| >= t,  t = 0.75 s           (C9)
 
     s is the scale of the narrow levels, and at least 2^-100: below, where smallest scales are near,
     blocks are narrow.  Sampled are the elements whose place in the block, or in the part of it that
@@ -171,10 +171,10 @@ class LogCode:
     The block stores its largest element `high`, and `step` in sixteenths of a unit, an integer.
     With bits(x) the pattern of x, and integer divisions that round down,
 
-    x(c) = float_from_bits(base + c * step / 16)  for c from 1 to 255,  x(0) = 0             (C7)
-    base = bits(high) - 255 * step / 16
-    step = (16 * span + 127) / 254,  span = bits(high) - bits(low), from 2 to 28 octaves     (C8)
-    c = trunc(fma(bits(x) - base - 8 step, 16/step, 128 + q/65536)),  q = 16 modulo 32
+        x(c) = float_from_bits(base + c * step / 16)  for c from 1 to 255,  x(0) = 0         (C7)
+        base = bits(high) - 255 * step / 16
+        step = (16 * span + 127) / 254,  span = bits(high) - bits(low), from 2 to 28 octaves (C8)
+        c = trunc(fma(bits(x) - base - 8 step, 16/step, 128 + q/65536)),  q = 16 modulo 32
 
     where `low` is the smallest element that is not 0, or 16 units above the smallest normal float,
     and q = 32768 to nearest.  What is not 0 but below x(1), or below the first x(c) that is a

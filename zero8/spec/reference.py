@@ -150,7 +150,8 @@ def corrected_bfloat16(x: Tensor) -> tuple[Tensor, Tensor]:
         x: (numel,) float32.
 
     Returns:
-        param: (numel,) bfloat16.  correction: (numel,) int8.
+        param: (numel,) bfloat16.
+        correction: (numel,) int8.
     """
     bits = x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     wide = (bits + 128) >> 8

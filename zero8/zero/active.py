@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells whether an engine really steps with the optimizer that was asked for."""
 
+from typing import Any
+
 from zero8.optimizer import Adam8bitBlockwise
 from zero8.ranks.agree import gathered
 from zero8.zero.accelerate import SETTING
@@ -8,7 +10,7 @@ from zero8.zero.claims import IN_CONFIG
 from zero8.zero.modes import unsupported_mode
 
 
-def assert_active(engine) -> None:
+def assert_active(engine: Any) -> None:
     """Raise on all ranks alike if a DeepSpeed engine does not step with Adam8bitBlockwise.
 
     All ranks must call it: they exchange what they found.
