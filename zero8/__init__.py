@@ -5,8 +5,14 @@ Importing it registers the DeepSpeed optimizer type "Adam8bitBlockwise".
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from zero8 import autoload
+
+if TYPE_CHECKING:  # type checkers, editors and the API reference cannot follow `__getattr__`
+    from zero8.optimizer import Adam8bitBlockwise as Adam8bitBlockwise
+    from zero8.way_back import export as export
+    from zero8.zero.active import assert_active as assert_active
 
 __version__ = "0.2.0.dev0"
 # The modules of the public names; each is imported when its name is first used.
