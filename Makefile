@@ -11,7 +11,7 @@ CXX_FILES := csrc/*.cpp csrc/*.h csrc/cuda/*.cu csrc/cuda/*.h tests/support/*.cp
 # .venv/.NAME says that the extra NAME of pyproject.toml is installed; `test` and `dev` have others
 # in them.
 IN_test := train bench
-IN_dev := test $(IN_test)
+IN_dev := test docs $(IN_test)
 IN_integrations := test $(IN_test)
 
 # DeepSpeed builds its ops with the ninja on PATH, and pip puts it into .venv/bin.
@@ -37,7 +37,7 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
     echo "zero8: missing on this machine; as root: apt-get install $$missing" >&2; exit 1; }
 
 .PHONY: help setup train bench fidelity gpu-check gpu-train test test-slow test-multinode \
-  test-integrations test-full test-sanitizers fuzz fuzz-kernel soak lint
+  test-integrations test-full test-sanitizers fuzz fuzz-kernel soak lint docs
 .NOTPARALLEL:
 
 help:
@@ -65,6 +65,7 @@ help:
 	@echo "                compare the bits with those of the reference"
 	@echo "make soak       kill trainings KILLS (100) times, and compare them with undisturbed ones"
 	@echo "make lint       check style and types, without changing anything"
+	@echo "make docs       make runs/site/index.html of the documentation, with an API reference"
 	@echo "make setup      only install what CI needs"
 
 setup: .venv/.dev
@@ -148,6 +149,11 @@ lint: .venv/.dev
 	.venv/bin/clang-format --style=file:csrc/.clang-format --dry-run --Werror $(CXX_FILES)
 	$(TIDY) csrc/*.cpp -- $$($(VENV_PYTHON) -c '$(PRINT_TIDY_FLAGS)') \
 	  -idirafter $$($${CXX:-c++} -print-file-name=include)
+
+# Reads the sources and imports none; a broken link or a docstring that does not fit its signature
+# is an error.
+docs: .venv/.docs
+	$(RUN) -m mkdocs build --strict
 
 # Where it is set, every process would compile torch and DeepSpeed to bytecode anew.
 export PYTHONDONTWRITEBYTECODE :=

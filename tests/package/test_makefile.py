@@ -80,6 +80,7 @@ def machine(tmp_path):
         ("lint", "-m mypy"),
         ("lint", "clang-format"),
         ("lint", "clang-tidy"),
+        ("docs", "-m mkdocs build --strict"),
     ],
 )
 def test_target_dry_run_names_its_command(target, expected):
@@ -114,6 +115,7 @@ def test_gpu_check_installs_the_peers_or_with_a_python_that_has_all_nothing(chec
         ("bench", "bench", "bench step"),
         ("fidelity", "bench", "-m benchmarks.fidelity"),
         ("lint", "dev", "ruff check"),
+        ("docs", "docs", "mkdocs build"),
     ],
 )
 def test_target_in_a_fresh_checkout_installs_what_it_needs_first(checkout, target, extra, command):
@@ -156,7 +158,8 @@ def test_setup_serves_every_target_but_one(checkout):
     mark_installed(checkout)
     done = make("setup", "VENV_PYTHON=true", folder=checkout)
     assert done.returncode == 0, done.stderr
-    for target in ("train", "test", "test-slow", "test-multinode", "bench", "fidelity", "lint"):
+    targets = "train", "test", "test-slow", "test-multinode", "bench", "fidelity", "lint", "docs"
+    for target in targets:
         assert "pip install" not in make("-n", target, folder=checkout).stdout, target
     assert "pip install" in make("-n", "test-integrations", folder=checkout).stdout
 

@@ -45,6 +45,7 @@ def test_sdist_holds_every_file_of_the_folders_that_users_read(dist):
     assert len(files) > 500
     assert [str(path) for path in files if path.as_posix() not in names] == []
     assert {"Makefile", "README.md", "CHANGELOG.md", "LICENSE", "CONTRIBUTING.md"} <= names
+    assert "mkdocs.yml" in names
 
 
 def test_wheel_holds_the_package_and_every_source_file(wheel):
