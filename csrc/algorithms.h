@@ -9,14 +9,14 @@
 
 namespace zero8 {
 
-enum Algorithm : int32_t { kAdam = 1 };
+enum Algorithm : int32_t { kAdam = 1, kLion = 2 };
 
 // The moments of an algorithm, in order: whether each one can be negative.
 struct MomentSigns {
   int count;
   bool is_signed[kMaxMoments];
 };
-constexpr MomentSigns kMomentSigns[] = {{0, {}}, {2, {true, false}}};
+constexpr MomentSigns kMomentSigns[] = {{0, {}}, {2, {true, false}}, {1, {true}}};
 constexpr int kNumAlgorithms = sizeof kMomentSigns / sizeof kMomentSigns[0];  // and one more, 0
 
 struct AdamScalars {
@@ -27,9 +27,17 @@ struct AdamScalars {
   float settling;
 };
 
+struct LionScalars {
+  float beta1, beta2;
+  float one_minus_beta1, one_minus_beta2;
+  float lr, decay, l2, grad_sign;
+  float settling;
+};
+
 // One step's scalars, those of the segment's algorithm.
 union StepScalars {
   AdamScalars adam;
+  LionScalars lion;
 };
 
 }  // namespace zero8

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fused step on the CPU: decode, update (adam.h), encode, in one pass over memory.
+// The fused step on the CPU: decode, update (arithmetic.h), encode, in one pass over memory.
 //
 //     block b:    decode the moments -> the new ones, and what the parameter needs, to a buffer
 //     block b:    scales of the moments
@@ -21,7 +21,7 @@
 #include "format.h"
 #include "moments.h"
 // In terms of these:
-#include "adam.h"
+#include "arithmetic.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
@@ -455,7 +455,9 @@ int64_t step_of(const Segment& seg, const StepScalars& s, const DynamicMaps& map
 template <class P, class G>
 int64_t step_typed(const Segment& seg, const StepScalars& s, const DynamicMaps& maps, int64_t begin,
                    int64_t end) {
-  return step_of<Adam, P, G>(seg, s, maps, begin, end);
+  return with_algorithm(seg, [&](auto algorithm) {
+    return step_of<decltype(algorithm), P, G>(seg, s, maps, begin, end);
+  });
 }
 
 template <class P>

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""zero8: Adam with 8-bit block-wise states for DeepSpeed ZeRO-offload and plain PyTorch.
+"""zero8: 8-bit block-wise optimizer states for DeepSpeed ZeRO-offload and plain PyTorch.
 
-Importing it registers the DeepSpeed optimizer type "Adam8bitBlockwise".
+Importing it registers its optimizers as types of DeepSpeed's configs, such as "Adam8bitBlockwise".
 """
 
 from importlib import import_module
@@ -11,6 +11,7 @@ from zero8 import autoload
 
 if TYPE_CHECKING:  # type checkers, editors and the API reference cannot follow `__getattr__`
     from zero8.optimizer import Adam8bitBlockwise as Adam8bitBlockwise
+    from zero8.optimizer import Lion8bitBlockwise as Lion8bitBlockwise
     from zero8.way_back import export as export
     from zero8.zero.active import assert_active as assert_active
 
@@ -18,6 +19,7 @@ __version__ = "0.2.0.dev0"
 # The modules of the public names; each is imported when its name is first used.
 _MODULES = {
     "Adam8bitBlockwise": "zero8.optimizer",
+    "Lion8bitBlockwise": "zero8.optimizer",
     "assert_active": "zero8.zero.active",
     "export": "zero8.way_back",
 }

@@ -11,7 +11,7 @@ import warnings
 
 
 def install() -> None:
-    """Set `torch.optim.Adam8bitBlockwise`, allow our pickles, fit into DeepSpeed's op builders.
+    """Set `torch.optim.Adam8bitBlockwise` and the like, allow our pickles, fit into op builders.
 
     Other optimizers only gain a clear error when given our states.
     """
@@ -19,12 +19,13 @@ def install() -> None:
         import torch
 
         from zero8 import known_frameworks, way_back
-        from zero8.optimizer import Adam8bitBlockwise
+        from zero8.optimizer import OPTIMIZERS
         from zero8.zero.moment_tensor import rebuild_moment
         from zero8.zero.when_imported import when_imported
 
         known_frameworks.register()
-        torch.optim.Adam8bitBlockwise = Adam8bitBlockwise
+        for optimizer in OPTIMIZERS:
+            setattr(torch.optim, optimizer.__name__, optimizer)
         torch.serialization.add_safe_globals([rebuild_moment])
         way_back.explain_refusals()
         when_imported("deepspeed.runtime.engine", _note_engines)

@@ -3,10 +3,12 @@
 
 from collections.abc import Iterable
 from typing import Any
+from typing import Any
 
 from torch import Tensor
 
 from zero8.algorithms.adam import ADAM
+from zero8.algorithms.lion import LION
 from zero8.blockwise import BlockwiseOptimizer
 from zero8.spec.codec import DEFAULT_CODEC
 from zero8.state import keywords
@@ -110,3 +112,48 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
             "state_dict_format": state_dict_format,
         }
         super().__init__(params, options, whole, others)
+
+
+class Lion8bitBlockwise(BlockwiseOptimizer):
+    r"""Lion whose moment is kept as 8-bit codes with one float32 scale per block.
+
+    The step is Lion's (Chen et al., arXiv:2302.06675) with the moment decoded before and encoded
+    after it: `zero8.algorithms.lion` has the equations, `zero8.spec.codec` the codes and their
+    error bounds.  State: 1 + 4/block_size bytes per element of an 8-bit parameter instead of 4.
+
+    Args:
+        params: as those of `Adam8bitBlockwise`.
+        lr: learning rate, a number or a one-element tensor; Lion's papers advise a third to a tenth
+            of AdamW's.
+        betas: decay rates: of the average whose sign is the update, and of the moment.
+        weight_decay: decoupled; AdamW's times 3 to 10, as lr is smaller.
+        maximize: ascend.
+        **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
+
+    Attributes:
+        settings: what holds for the whole optimizer.
+
+    Raises:
+        ValueError: for an unknown key or a bad value, or a parameter that it can never step.
+    """
+
+    algorithm = LION
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **settings: Any,
+    ):
+        """Check the arguments and set up the groups; moments are made by the first step."""
+        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        whole, others = keywords.split(settings)
+        super().__init__(params, options, whole, others)
+
+
+OPTIMIZERS: tuple[type[BlockwiseOptimizer], ...] = (Adam8bitBlockwise, Lion8bitBlockwise)
+"""Those whose names are public, and known to `torch.optim` and so to DeepSpeed's configs."""

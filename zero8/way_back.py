@@ -5,33 +5,37 @@ import functools
 
 import torch
 
-from zero8.optimizer import Adam8bitBlockwise
+from zero8.blockwise import BlockwiseOptimizer
 from zero8.zero.active import innermost
 from zero8.zero.moment_tensor import MomentTensor
 
 REMEDY = (
-    "Go on with Adam8bitBlockwise, or make float32 states first: "
+    "Go on with that, such as Adam8bitBlockwise, or make float32 states first: "
     "zero8 checkpoint convert IN OUT --to fp32 for a file or a folder of FSDP2, zero8 checkpoint "
     "universal DIR for a checkpoint of DeepSpeed, zero8.export(optimizer) in Python"
 )
 
 
 def export(optimizer: torch.optim.Optimizer) -> dict:
-    """Return a state dict that torch's AdamW loads: float32 moments, exactly those of the codes.
+    """Return a state dict that the fp32 optimizer loads: moments exactly those of the codes.
 
-    Four times as large as `state_dict()`.  Under FSDP2 all ranks must call it, and the tensors are
-    DTensors.
+    That is torch's AdamW for `Adam8bitBlockwise`.  Four times as large as `state_dict()`.  Under
+    FSDP2 all ranks must call it, and the tensors are DTensors.
 
     Args:
-        optimizer: an `Adam8bitBlockwise`, or what a trainer has wrapped around it.
+        optimizer: an `Adam8bitBlockwise` or another of zero8's, or what a trainer has wrapped
+            around it.
 
     Raises:
         ValueError: if it is another, or steps partitions of ZeRO, which only DeepSpeed's own
             checkpoints describe.
     """
     ours = innermost(optimizer)
-    if not isinstance(ours, Adam8bitBlockwise):
-        raise ValueError(f"export: got a {type(ours).__name__}, expected an Adam8bitBlockwise")
+    if not isinstance(ours, BlockwiseOptimizer):
+        raise ValueError(
+            f"export: got a {type(ours).__name__}, expected an optimizer of zero8, such as "
+            "Adam8bitBlockwise"
+        )
     if any(_is_of_zero(state) for state in ours.state.values()) or ours.on_disk:
         raise ValueError(
             "export: got an optimizer that steps partitions of ZeRO; save a checkpoint instead, "
@@ -57,9 +61,9 @@ def explain_refusals() -> None:
 
     @functools.wraps(original)
     def load_state_dict(self, state_dict):
-        if not isinstance(self, Adam8bitBlockwise) and _has_ours(state_dict):
+        if not isinstance(self, BlockwiseOptimizer) and _has_ours(state_dict):
             raise ValueError(
-                f"load_state_dict: got 8-bit states of zero8's Adam8bitBlockwise, which "
+                f"load_state_dict: got 8-bit states of an optimizer of zero8, which "
                 f"{type(self).__name__} cannot read. {REMEDY}"
             )
         return original(self, state_dict)

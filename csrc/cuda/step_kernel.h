@@ -18,7 +18,7 @@
 // In terms of that vocabulary:
 #include "moments.h"
 // In terms of these:
-#include "adam.h"
+#include "arithmetic.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
@@ -370,7 +370,9 @@ __device__ bool step_block_of(const Segment& seg, const StepScalars& raw, const 
 
 __device__ inline bool step_block(const Segment& seg, const StepScalars& raw,
                                   const DynamicMaps& maps, const Block& block) {
-  return step_block_of<Adam>(seg, raw, maps, block);
+  return with_algorithm(seg, [&](auto algorithm) {
+    return step_block_of<decltype(algorithm)>(seg, raw, maps, block);
+  });
 }
 
 // --- The list ------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from segments import (
 )
 
 from zero8.algorithms.adam import ADAM
+from zero8.algorithms.lion import LION
 from zero8.op import kernel
 from zero8.op.launch import Launch
 from zero8.op.structs import scalars_dtype
@@ -75,6 +76,8 @@ HYPERS = {
     "no memory": {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.1},
     "subnormal scalars": {"lr": 1e-40, "betas": (1e-30, 0.9), "eps": 1e-40, "weight_decay": 0.1},
     "large rate": {"lr": 2.0**119, "betas": (0.9, 0.999), "eps": 1.0, "weight_decay": 0.0},
+    "lion": {"algorithm": LION, "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
+    "lion, subnormal scalars": {"algorithm": LION, "lr": 1e-40, "betas": (1e-30, 0.9)},
 }  # fmt: skip
 
 
@@ -164,7 +167,8 @@ def test_cuda_step_one_launch_over_all_kinds_does_not_depend_on_the_grid(host, g
 
 
 def test_cuda_step_segments_keep_their_own_scalars(host):
-    segments = [make("log", places(256)[0], scalars_at(3, hyper)) for hyper in HYPERS.values()]
+    hypers = [hyper for hyper in HYPERS.values() if "algorithm" not in hyper]
+    segments = [make("log", places(256)[0], scalars_at(3, hyper)) for hyper in hypers]
     for number, segment in enumerate(segments):
         segment.grad.copy_(gradient(number % 2, segment.grad.numel(), number) + 1 / 64)
     mine = [copied(segment) for segment in segments]

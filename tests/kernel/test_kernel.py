@@ -19,6 +19,7 @@ from segments import (
     set_phases,
 )
 
+from zero8.algorithms.lion import LION
 from zero8.op import kernel
 from zero8.spec import reference
 from zero8.spec.segment import Rounding, Segment
@@ -62,6 +63,11 @@ HYPERS = {
     },
     "no memory": {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.1},
     "large eps": {"lr": 1.0, "betas": (0.95, 0.9), "eps": 1.0, "weight_decay": 0.5},
+    "lion": {"algorithm": LION, "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
+    "lion, exact betas, maximize": {
+        "algorithm": LION, "lr": 0.25, "betas": (0.5, 0.25), "maximize": True
+    },
+    "lion, no memory": {"algorithm": LION, "lr": 1e-3, "betas": (0.0, 0.0)},
 }  # fmt: skip
 
 
@@ -172,7 +178,8 @@ def test_kernel_step_many_segments_any_threads_give_the_same_bits():
 
 def test_kernel_step_segments_with_different_scalars_equal_reference():
     place = PLACES[4]
-    segments = [make("log", place, scalars_at(3, hyper)) for hyper in HYPERS.values()]
+    hypers = [hyper for hyper in HYPERS.values() if "algorithm" not in hyper]
+    segments = [make("log", place, scalars_at(3, hyper)) for hyper in hypers]
     for number, segment in enumerate(segments):
         segment.grad.copy_(gradient(number % 2, place.numel, number) + 1 / 64)
     mine = [copied(segment) for segment in segments]

@@ -25,6 +25,7 @@ from segments import (
 )
 from tqdm import trange
 
+from zero8.algorithms.lion import LION
 from zero8.op import kernel
 from zero8.spec import reference
 from zero8.spec.grid import BlockGrid
@@ -53,8 +54,10 @@ def place_of(chance: random.Random, codec: str | None) -> Place:
     return Place((rows, row), block_size, first, numel, offset=chance.randrange(6))
 
 
-def hyper_of(chance: random.Random) -> dict:
-    return {
+def hyper_of(number: int, chance: random.Random) -> dict:
+    """Return hyperparameters: of Lion in each third case."""
+    algorithm = {"algorithm": LION} if number % 3 == 2 else {}
+    return algorithm | {
         "lr": 10 ** chance.uniform(-6, 0),
         "betas": (
             chance.choice((0.0, 0.5, 0.8, 0.9, 0.95, 0.99)),
@@ -68,13 +71,12 @@ def hyper_of(chance: random.Random) -> dict:
     }
 
 
-def segment_of(chance: random.Random) -> Segment:
+def segment_of(hyper: dict, chance: random.Random) -> Segment:
     codec = chance.choice(CODEC_NAMES)
     dtype = chance.choice((FP32, BF16))
     rounding = chance.choice(list(Rounding))
     place, grad_dtype = place_of(chance, codec), chance.choice(GRADIENTS[dtype])
-    scalars = scalars_at(1, {"lr": 0.1, "betas": (0.9, 0.999), "eps": 0.0, "weight_decay": 0.0})
-    segment = make(codec, place, scalars, dtype, grad_dtype, rounding)
+    segment = make(codec, place, scalars_at(1, hyper), dtype, grad_dtype, rounding)
     if dtype == BF16 and chance.random() < 0.3:
         generator = torch.Generator().manual_seed(chance.randrange(2**32))
         correction = torch.randint(-128, 128, (place.numel,), generator=generator)
@@ -92,7 +94,8 @@ def copy_of(segment: Segment) -> Segment:
 def check(number: int) -> None:
     """Take a few steps of one case on every instruction set, and on the reference."""
     chance = random.Random(number)
-    hyper, segment = hyper_of(chance), segment_of(chance)
+    hyper = hyper_of(number, chance)
+    segment = segment_of(hyper, chance)
     followers = {isa: copy_of(segment) for isa in kernel.isas()}
     for step in range(1, STEPS + 1):
         grad = gradient(

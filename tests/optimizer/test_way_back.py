@@ -87,7 +87,7 @@ def test_lightnings_wrapper_exports_and_counts_as_the_optimizer_does(monkeypatch
 
 
 def test_export_of_another_optimizer_is_refused():
-    with pytest.raises(ValueError, match="got a AdamW, expected an Adam8bitBlockwise"):
+    with pytest.raises(ValueError, match="got a AdamW, expected .* such as Adam8bitBlockwise"):
         zero8.export(trained(torch.optim.AdamW)[1])
 
 

@@ -7,7 +7,13 @@ import zero8
 
 
 def test_public_names_are_in_dir_and_can_be_imported():
-    assert set(zero8.__all__) == {"Adam8bitBlockwise", "__version__", "assert_active", "export"}
+    assert set(zero8.__all__) == {
+        "Adam8bitBlockwise",
+        "Lion8bitBlockwise",
+        "__version__",
+        "assert_active",
+        "export",
+    }
     assert set(zero8.__all__) <= set(dir(zero8))
     for name in zero8.__all__:
         assert getattr(zero8, name) is not None

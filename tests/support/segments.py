@@ -6,7 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zero8.algorithms.adam import ADAM, AdamScalars, next_history
+from zero8.algorithms.adam import AdamScalars, next_history
+from zero8.algorithms.lion import LION
+from zero8.algorithms.table import ALGORITHMS
+from zero8.spec.algorithm import MomentRule, Scalars
 from zero8.spec.codec import CODECS, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.spec.segment import Moment, Rounding, Segment
@@ -55,10 +58,10 @@ def set_phases(segment: Segment, moment_phase: int, param_phase: int) -> None:
     segment.param_phase = param_phase
 
 
-def zero_moment(codec: str | None, which: str, grid: BlockGrid, place: Place) -> Moment:
+def zero_moment(codec: str | None, rule: MomentRule, grid: BlockGrid, place: Place) -> Moment:
     if codec is None:
         return Moment(shifted(torch.zeros(place.numel), place.offset), phase=MOMENT_PHASE)
-    code = CODECS[codec].code_of(ADAM.moment(which))
+    code = CODECS[codec].code_of(rule)
     values = torch.full((place.numel,), code.zero_code, dtype=torch.uint8)
     scales = torch.zeros(grid.num_blocks_touched(place.first, place.numel), *code.scale_shape)
     return Moment(shifted(values, place.offset), shifted(scales, place.offset), MOMENT_PHASE)
@@ -72,15 +75,19 @@ def make(
     grad_dtype=torch.float32,
     rounding=Rounding.NEAREST,
 ):
-    """Return a segment with random parameters, zero moments and zero gradients."""
+    """Return a segment with random parameters, zero moments and zero gradients.
+
+    The scalars say of which algorithm.
+    """
+    (algorithm,) = (one for one in ALGORITHMS if one.scalars_type is type(scalars))
     generator = torch.Generator().manual_seed(place.numel)
     grid = place.grid(codec)
     param = torch.randn(place.numel, generator=generator).to(param_dtype)
     return Segment(
         param=shifted(param, place.offset),
         grad=shifted(torch.zeros(place.numel, dtype=grad_dtype), place.offset),
-        algorithm=ADAM,
-        moments=[zero_moment(codec, name, grid, place) for name in ADAM.moment_names],
+        algorithm=algorithm,
+        moments=[zero_moment(codec, rule, grid, place) for rule in algorithm.moments],
         codec=None if codec is None else CODECS[codec],
         grid=grid,
         first=place.first,
@@ -93,7 +100,7 @@ def make(
 def tensors(segment: Segment) -> dict[str, torch.Tensor]:
     """Return everything that a step may change."""
     found = {"param": segment.param}
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name in segment.algorithm.moment_names:
         moment = moment_of(segment, name)
         found[name] = moment.values
         if moment.scales is not None:
@@ -177,7 +184,10 @@ def factors(count: int, low: int, high: int, seed: int) -> torch.Tensor:
     return torch.ldexp(sign * significand, exponent - 23).float()
 
 
-def scalars_at(step: int, hyper: dict) -> AdamScalars:
+def scalars_at(step: int, hyper: dict) -> Scalars:
+    """Return the scalars of a step, of Adam unless "algorithm" says another."""
+    if hyper.get("algorithm") is LION:
+        return LION.scalars(step, (), {**LION.options, **hyper}, True)
     history = 0.0
     for _ in range(step):
         history = next_history(history, *hyper["betas"])

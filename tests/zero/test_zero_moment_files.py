@@ -87,7 +87,7 @@ def test_saved_file_takes_a_byte_per_element():
 
 DAMAGES = {
     "another version": (lambda d: d.update(version=4), "version 4"),
-    "another algorithm": (lambda d: d.update(algorithm="lion"), "algorithm 'lion'"),
+    "another algorithm": (lambda d: d.update(algorithm="adagrad"), "algorithm 'adagrad'"),
     "unknown codec": (lambda d: d.update(codec=99), "codec number 99"),
     "piece with other size": (lambda d: d["pieces"][0].update(numel=599), "damaged"),
     "piece with other blocks": (

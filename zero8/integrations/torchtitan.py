@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.utils import init_optim_state
 
-from zero8.optimizer import Adam8bitBlockwise
+from zero8.optimizer import OPTIMIZERS
 
 
 class Adam8bitContainer(OptimizersContainer):
-    """torchtitan's container of optimizers, in whose configs `Adam8bitBlockwise` has a name.
+    """torchtitan's container of optimizers, in whose configs zero8's have names.
 
     Checkpoints have torchtitan's flat names, and are resharded as its own.  Those of AdamW load
     where `optimizer_factory_kwargs_by_name` sets `state_dict_format="fp32"`.
@@ -22,8 +22,9 @@ class Adam8bitContainer(OptimizersContainer):
 
     @staticmethod
     def _resolve_optimizer_factory(name: str):
-        if name == "Adam8bitBlockwise":
-            return Adam8bitBlockwise
+        for optimizer in OPTIMIZERS:
+            if name == optimizer.__name__:
+                return optimizer
         return OptimizersContainer._resolve_optimizer_factory(name)
 
     def load_state_dict(self, state_dict: dict) -> None:

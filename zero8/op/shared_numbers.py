@@ -39,8 +39,9 @@ _CODES = {
     },
     DynamicCode: {"zero_code": "kZeroCode", "min_scale": "kMinScale"},
 }
+_SCALARS = {f"{one.name.capitalize()}Scalars": structs.scalars_dtype(one) for one in ALGORITHMS}
 _STRUCTS = {
-    **{f"{one.name.capitalize()}Scalars": structs.scalars_dtype(one) for one in ALGORITHMS},
+    **_SCALARS,
     "Moment": structs.MOMENT,
     "Segment": structs.SEGMENT,
     "DynamicMap": structs.DYNAMIC_MAP,
@@ -67,7 +68,7 @@ def assertions(namespace: str, numbers: Mapping[str, float]) -> str:
 def op_source() -> str:
     """Return a C++ file for the op, which is nothing but assertions."""
     headers = '#define ZERO8_TARGET numbers\n#include "check.h"\n#include "vec_scalar.h"\n'
-    headers += '#include "moments.h"\n#include "adam.h"\n'
+    headers += '#include "moments.h"\n#include "arithmetic.h"\n'
     numbers = shared_numbers() | offsets() | {"kMaxElements": grid.MAX_NUMEL}
     return headers + assertions("numbers", numbers)
 
@@ -107,7 +108,9 @@ def shared_numbers() -> dict[str, float]:
     for algorithm in ALGORITHMS:
         numbers |= _numbers_of_algorithm(algorithm)
     for name, layout in _STRUCTS.items():
-        numbers[f"sizeof({name})"] = layout.itemsize
+        # Those of scalars are members of a union, which is as long as the longest.
+        is_member = layout in _SCALARS.values()
+        numbers["sizeof(StepScalars)" if is_member else f"sizeof({name})"] = layout.itemsize
         for field, (dtype, *_) in _fields(layout).items():
             numbers[f"sizeof({name}::{field})"] = dtype.itemsize
     return numbers

@@ -80,6 +80,8 @@ class Algorithm(ABC):
         memory: what it remembers of each parameter.
         options: the settings of a parameter group, and what they are by default.
         keywords: those of its optimizer, but for what every optimizer of zero8 takes.
+        needs_step: whether a step depends on its number, but for dithers; else fp32 states may have
+            none.
         fp32_options: what groups of fp32 optimizers have besides, so that state dicts go either
             way.
         scalars_type: the NamedTuple of a step's scalars, field by field those of csrc/algorithms.h.
@@ -93,6 +95,7 @@ class Algorithm(ABC):
     memory: tuple[Remembered, ...] = ()
     options: Mapping[str, Any]
     keywords: tuple[str, ...]
+    needs_step: bool = True
     fp32_options: Mapping[str, Any] = MappingProxyType({})
     scalars_type: type[Any]
 

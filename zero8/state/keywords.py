@@ -10,6 +10,7 @@ import torch
 
 from zero8.algorithms.adam import SMALLEST_EPS
 from zero8.spec.algorithm import Algorithm
+from zero8.spec.codec import DEFAULT_CODEC
 from zero8.spec.segment import Rounding
 from zero8.spec.shown import shown
 from zero8.state.other_names import hint
@@ -56,6 +57,31 @@ ROUNDINGS = {
 }
 
 STATE_DICT_FORMATS = ("8bit", "fp32")
+
+DEFAULTS = {
+    "bias_correction": True,
+    "block_size": 256,
+    "codec": DEFAULT_CODEC,
+    "min_8bit_size": 4096,
+    "fp32_params": (),
+    "stochastic_rounding": "auto",
+    "weight_correction_bits": 0,
+    "seed": 0,
+    "huge_pages": False,
+    "state_dict_format": STATE_DICT_FORMATS[0],
+}
+"""What settings of the whole optimizer are if they are not given."""
+
+
+def split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of the whole optimizer, defaults included, and the other keywords.
+
+    Args:
+        settings: of an algorithm without `bias_correction`, which is none of its keywords.
+    """
+    whole = {key: settings.get(key, default) for key, default in DEFAULTS.items()}
+    whole["bias_correction"] = DEFAULTS["bias_correction"]
+    return whole, {key: value for key, value in settings.items() if key not in OWN_KEYS}
 
 
 def check_other_keys(algorithm: Algorithm, others: Mapping[str, Any]) -> None:

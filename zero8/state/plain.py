@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero8.algorithms.table import algorithm_of_fp32
 from zero8.spec.algorithm import Algorithm, MomentRule
 from zero8.spec.buffers import check_entry
 from zero8.spec.codec import RETIRED, Codec
@@ -260,12 +261,18 @@ class PlainState:
         device: torch.device,
     ) -> "PlainState":
         name = parameter.name
-        step = checked_step(saved) if "step" in saved else None
-        if missing := [key for key in ("step", *algorithm.moment_names) if key not in saved]:
+        step = checked_step(saved) if "step" in saved else 0
+        needed = (*("step",) * algorithm.needs_step, *algorithm.moment_names)
+        if missing := [key for key in needed if key not in saved]:
             raise ValueError(
                 f"state of {name}: got entries {shown_keys(saved)}, without {missing}; expected "
                 f"a state of {algorithm.class_name} or of {algorithm.fp32_name}, which "
                 'torch.distributed.checkpoint reads through state_dict_format="fp32", not flattened'
+            )
+        if (theirs := algorithm_of_fp32(saved)) is not algorithm:
+            raise ValueError(
+                f"state of {name}: got one of {theirs.fp32_name}, expected one of "
+                f"{algorithm.fp32_name} or of {algorithm.class_name}"
             )
         new = cls.zeros(algorithm, codec, parameter, extent, device)
         moments = []

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from zero8.optimizer import Adam8bitBlockwise
+from zero8.blockwise import BlockwiseOptimizer
 from zero8.ranks.agree import gathered
 from zero8.zero.accelerate import SETTING
 from zero8.zero.claims import IN_CONFIG
@@ -11,7 +11,7 @@ from zero8.zero.modes import unsupported_mode
 
 
 def assert_active(engine: Any) -> None:
-    """Raise on all ranks alike if a DeepSpeed engine does not step with Adam8bitBlockwise.
+    """Raise on all ranks alike if a DeepSpeed engine does not step with an optimizer of zero8.
 
     All ranks must call it: they exchange what they found.
 
@@ -34,9 +34,12 @@ def _problem(engine) -> str | None:
     if not hasattr(engine, "client_optimizer"):
         return f"assert_active: got a {type(engine).__name__}, expected a DeepSpeed engine"
     optimizer = innermost(engine.optimizer)
-    if isinstance(optimizer, Adam8bitBlockwise):
+    if isinstance(optimizer, BlockwiseOptimizer):
         reason = unsupported_mode(engine._config.zero_config)
-        return reason and f"Adam8bitBlockwise does not take the steps of this engine: {reason}"
+        return (
+            reason
+            and f"{type(optimizer).__name__} does not take the steps of this engine: {reason}"
+        )
     name, config_type = type(optimizer).__name__, engine._config.optimizer_name
     if engine.client_optimizer is not None:
         why = "it was given to deepspeed.initialize, by your script or by a trainer: " + (
@@ -49,7 +52,7 @@ def _problem(engine) -> str | None:
         why = f'the DeepSpeed config says "type": "{config_type}"; set {IN_CONFIG}'
     else:
         name, why = "no optimizer", f"the DeepSpeed config has none; set {IN_CONFIG}"
-    return f"the engine steps with {name}, not with Adam8bitBlockwise: {why}"
+    return f"the engine steps with {name}, not with an optimizer of zero8: {why}"
 
 
 def innermost(optimizer):

@@ -68,13 +68,14 @@ def check(engine, basic_optimizer: torch.optim.Optimizer, optimizer_class: type)
             unmet.append((name, claim))
     if not unmet:
         return
-    first = f"the Adam8bitBlockwise that was made for {unmet[0][0]}"
+    first = f"the {optimizer_class.__name__} that was made for {unmet[0][0]}"
     if len(unmet) > 1:
         first += f" and {len(unmet) - 1} other parameter(s)"
     if isinstance(basic_optimizer, optimizer_class):
         logger.warning(
-            "zero8: DeepSpeed steps with an Adam8bitBlockwise that it made from its config; %s is "
-            "not used, nor are its settings",
+            "zero8: DeepSpeed steps with an %s that it made from its config; %s is not used, nor "
+            "are its settings",
+            type(basic_optimizer).__name__,
             first,
         )
         for _, claim in unmet:
@@ -84,5 +85,6 @@ def check(engine, basic_optimizer: torch.optim.Optimizer, optimizer_class: type)
         f"DeepSpeed would step with {type(basic_optimizer).__name__}, not with {first}. Trainers "
         "such as Hugging Face's drop the optimizer object that they are given when they make an "
         f"engine: name it in the DeepSpeed config instead, {IN_CONFIG}, and make none. To step "
-        f"with {type(basic_optimizer).__name__}, make a new model, and no Adam8bitBlockwise"
+        f"with {type(basic_optimizer).__name__}, make a new model, and no "
+        f"{optimizer_class.__name__}"
     )

@@ -13,6 +13,7 @@ from zero8.checkpoint.files.staging import Staging
 from zero8.checkpoint.read.coverage import Coverage
 from zero8.checkpoint.read.joined import Assembly, Parameter
 from zero8.checkpoint.read.source import Source
+from zero8.spec.algorithm import Algorithm
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class Contents:
     def names(self) -> list[str]:
         """The parameters' names in the order of the groups."""
         return [name for group in self.groups for name in group["params"]]
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """Whose moments the parameters have; `read` has checked that there is one."""
+        return next(iter(self.parameters.values())).algorithm
 
     def settings(self, group: dict) -> dict:
         """Return the settings of a group alone."""
@@ -102,6 +108,9 @@ def read(source: Source, staging: Staging) -> Contents:
     if problems := coverage.problems():
         raise ValueError(f"{source.path}: {_first_of(problems)}")
     parameters = {name: assembly.finished() for name, assembly in assemblies.items()}
+    if len(found := {p.algorithm: name for name, p in parameters.items()}) > 1:
+        states = ", ".join(f"{one.name} of {name}" for one, name in found.items())
+        raise ValueError(f"{source.path}: got states of several algorithms: {states}")
     groups = source.groups()
     _check_groups(source, parameters, groups)
     kind = source.facts().kind

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero8.algorithms.adam import ADAM
+from zero8.algorithms.table import algorithm_of_fp32
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.spec import dither
+from zero8.spec.algorithm import Algorithm
 from zero8.spec.buffers import check_entry
 from zero8.spec.shown import shown_keys
 from zero8.state.extent import Extent
@@ -37,14 +38,16 @@ def fragment_of(
         ValueError: naming the file, if they do not fit together.
     """
     try:
-        step = checked_step(entries) if "step" in entries else None
-        if step is None:
-            raise ValueError(f"state of {name}: got entries {shown_keys(entries)}, without step")
         if is_of_fp32(entries):
-            memory, stores = unknown_memory(ADAM), _of_fp32_adam(name, entries, extent)
+            algorithm = algorithm_of_fp32(entries)
+            memory, stores = unknown_memory(algorithm), _of_fp32(algorithm, name, entries, extent)
         else:
-            memory = checked_memory(StateHeader.of(entries, name).algorithm, entries)
+            algorithm = StateHeader.of(entries, name).algorithm
+            memory = checked_memory(algorithm, entries)
             stores = PlainState.local(entries, extent, name).stores(name)
+        if "step" not in entries and algorithm.needs_step:
+            raise ValueError(f"state of {name}: got entries {shown_keys(entries)}, without step")
+        step = checked_step(entries) if "step" in entries else 0
         correction = entries.get("param_correction")
         if correction is not None:
             check_entry("param_correction", correction, extent.numel, [torch.int8])
@@ -63,13 +66,13 @@ def fragment_of(
     )
 
 
-def _of_fp32_adam(name: str, entries: dict, extent: Extent) -> list[MomentStore]:
-    """Return an fp32 Adam's moments over the extent's segment table."""
+def _of_fp32(algorithm: Algorithm, name: str, entries: dict, extent: Extent) -> list[MomentStore]:
+    """Return an fp32 optimizer's moments over the extent's segment table."""
     identity = dither.identity_of(name)
     whole = Piece(0, math.prod(extent.shape), 0, extent.shape, identity, 0, name)
     table, stores = extent.table(whole), []
     none = torch.empty(0)
-    for rule in ADAM.moments:
+    for rule in algorithm.moments:
         values = entries.get(rule.name)
         check_dense(rule, name, values)
         if values.numel() != extent.numel:

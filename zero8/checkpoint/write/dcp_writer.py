@@ -8,6 +8,7 @@ import torch
 
 from zero8.checkpoint.files.staging import Staging
 from zero8.checkpoint.read.contents import Contents
+from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import Codec
 from zero8.spec.dither import identity_of
 from zero8.state.extent import Extent
@@ -69,25 +70,33 @@ def _check_are_alike(contents: Contents) -> None:
 
 def _zeros(contents: Contents, names: list[str]) -> dict[str, dict]:
     """Return states of parameters that have none, by the policy that the others show."""
+    algorithm = contents.algorithm
     pieces = [p.piece for p in contents.parameters.values()]
     if all(parameter.is_of_fp32 for parameter in contents.parameters.values()):
         return {
             name: {"step": torch.tensor(0.0)}
-            | {key: torch.zeros_like(contents.model[name]) for key in ("exp_avg", "exp_avg_sq")}
+            | {key: torch.zeros_like(contents.model[name]) for key in algorithm.moment_names}
             for name in names
         }
     sizes = [piece.block_size for piece in pieces if piece.is_quantized]
     codecs = [p.stores[0].codec for p in contents.parameters.values() if p.piece.is_quantized]
     policy = Policy(block_size=sizes[0]) if sizes else None
     return {
-        name: _zero(name, tuple(contents.model[name].shape), policy, *codecs[:1]) for name in names
+        name: _zero(
+            contents.algorithm, name, tuple(contents.model[name].shape), policy, *codecs[:1]
+        )
+        for name in names
     }
 
 
 def _zero(
-    name: str, shape: tuple[int, ...], policy: Policy | None, codec: Codec | None = None
+    algorithm: Algorithm,
+    name: str,
+    shape: tuple[int, ...],
+    policy: Policy | None,
+    codec: Codec | None = None,
 ) -> dict:
     grid = policy.decide(name, shape).grid if policy else None
     numel = torch.Size(shape).numel()
     piece = Piece(0, numel, 0, shape, identity_of(name), grid.block_size if grid else 0, name)
-    return PlainState.zeros(codec, piece, Extent.whole(shape), "cpu").saved()
+    return PlainState.zeros(algorithm, codec, piece, Extent.whole(shape), "cpu").saved()

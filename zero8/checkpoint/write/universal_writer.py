@@ -3,7 +3,8 @@
 
     OUT/latest_universal                    the name of the folder beside it
     OUT/global_step<n>_universal/
-        zero/<name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": float32 as the parameter}
+        zero/<name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": float32 as the parameter}; the
+                                            moments are those of the algorithm
         zero/<name>/step.pt                 a number
         zero/optimizer_state.pt             the parameter groups, where each stage looks for them
         mp_rank_00_model_states.pt, zero_pp_rank_0_mp_rank_00_model_states.pt
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.files.inside import leads_out
 from zero8.checkpoint.files.staging import Staging, save
 from zero8.checkpoint.files.tags import LATEST_UNIVERSAL, write_latest
@@ -63,7 +63,7 @@ def _write_parameter(contents: Contents, name: str, step: int, folder: Path) -> 
     weights = weights_of(contents, name)
     _save_values(weights, folder / "fp32.pt")
     parameter = contents.parameters.get(name)
-    for number, moment in enumerate(ADAM.moment_names):
+    for number, moment in enumerate(contents.algorithm.moment_names):
         if parameter is None:
             values = torch.zeros_like(weights)
         else:

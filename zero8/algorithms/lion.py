@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lion (Chen et al., arXiv:2302.06675, algorithm 2) on one moment m.
+
+With g the gradient, and every operation rounded once as `zero8.spec.arithmetic` says:
+
+    c  = fma(1-beta1, g, beta1*m)            the direction                                   (L1)
+    m' = fma(1-beta2, g, beta2*m)                                                            (L2)
+    p  = fma(-lr, sign(c), (1 - lr*weight_decay) * p)                                        (L3)
+
+sign(c) is 2^126 * c clipped to +-1: 0 where c is 0, and +-1 elsewhere, as c is no subnormal.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from zero8.spec import arithmetic as ieee
+from zero8.spec.algorithm import Algorithm, Group, MomentRule
+from zero8.spec.log import settling
+
+
+class LionScalars(NamedTuple):
+    """The scalars of equations (R1) and (L1)-(L3), all float32 values."""
+
+    beta1: float
+    beta2: float
+    one_minus_beta1: float
+    one_minus_beta2: float
+    lr: float
+    decay: float
+    l2: float
+    grad_sign: float
+    settling: float
+
+
+class Lion(Algorithm):
+    """Lion: the sign of an average of gradients, with decoupled weight decay."""
+
+    name = "lion"
+    number = 2
+    class_name = "Lion8bitBlockwise"
+    fp32_name = "an fp32 Lion"
+    moments = (MomentRule("lion", "exp_avg", is_signed=True, settling="settling"),)
+    options = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
+    keywords = ("lr", "betas", "weight_decay", "maximize")
+    needs_step = False
+    scalars_type = LionScalars
+
+    def next_memory(self, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
+        """See `Algorithm`; there is none."""
+        return memory
+
+    def scalars(
+        self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
+    ) -> LionScalars:
+        """See `Algorithm`; every step has the same."""
+        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        exact = LionScalars(
+            beta1=beta1,
+            beta2=beta2,
+            one_minus_beta1=1 - beta1,
+            one_minus_beta2=1 - beta2,
+            lr=lr,
+            decay=1 - lr * group["weight_decay"],
+            l2=0.0,
+            grad_sign=-1.0 if group["maximize"] else 1.0,
+            settling=settling(beta2),
+        )
+        return LionScalars(*np.array(exact, np.float32).tolist())
+
+    def advance(
+        self, s: LionScalars, g: Tensor, moments: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
+        """See `Algorithm`; what is carried is the direction."""
+        (m,) = moments
+        direction = ieee.fma(s.one_minus_beta1, g, ieee.mul(s.beta1, m))
+        return [ieee.fma(s.one_minus_beta2, g, ieee.mul(s.beta2, m))], direction
+
+    def param(
+        self, s: LionScalars, p: Tensor, moments: Sequence[Tensor], carried: Tensor
+    ) -> Tensor:
+        """See `Algorithm`."""
+        sign = ieee.mul(2.0**126, carried).clamp(-1.0, 1.0)
+        return ieee.fma(-s.lr, sign, ieee.mul(s.decay, p))
+
+
+LION = Lion()
