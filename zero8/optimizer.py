@@ -3,7 +3,6 @@
 
 from collections.abc import Iterable
 from typing import Any
-from typing import Any
 
 from torch import Tensor
 
