@@ -337,8 +337,8 @@ __device__ void encode(const Segment& seg, const Place& place, const StepScalars
 
 // Returns whether the block's gradients and new moments are finite; if not, it is as it was.
 template <class Algorithm>
-__device__ bool step_block_of(const Segment& seg, const StepScalars& raw, const DynamicMaps& maps,
-                              const Block& block) {
+__device__ bool step_block(const Segment& seg, const StepScalars& raw, const DynamicMaps& maps,
+                           const Block& block) {
   const Place place(block);
   const Stored<Algorithm> stored(seg, place);
   Values p = param_of(seg, stored.param, stored.correction, place);
@@ -368,13 +368,6 @@ __device__ bool step_block_of(const Segment& seg, const StepScalars& raw, const 
   return true;
 }
 
-__device__ inline bool step_block(const Segment& seg, const StepScalars& raw,
-                                  const DynamicMaps& maps, const Block& block) {
-  return with_algorithm(seg, [&](auto algorithm) {
-    return step_block_of<decltype(algorithm)>(seg, raw, maps, block);
-  });
-}
-
 // --- The list ------------------------------------------------------------------------------------
 
 struct Task {
@@ -400,22 +393,12 @@ __device__ inline Task task_at(const Segment* segments, const int64_t* first_blo
   return {low, block_at(segments[low], number - first_blocks[low])};
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
-
-// Steps over all segments.  Launched with thread blocks of (largest block size / 8, teams), at most
-// 512 threads, and any grid; block sizes are powers of two from 64 to 4096.
-//
-// first_blocks: num_segments + 1 running sums of the segments' numbers of blocks.
-// scalars: without subnormal numbers.
-// maps: null if no segment has the codec `dynamic`.
-// nonfinite_blocks: of each segment, counted up by the blocks left as they were.
-extern "C" __global__ void __maxnreg__(96)
-    zero8_step(const zero8::Segment* segments, const int64_t* first_blocks, int64_t num_segments,
-               const zero8::StepScalars* scalars, const zero8::DynamicMaps* maps,
-               unsigned long long* nonfinite_blocks) {
-  using namespace zero8::cuda;
-  __shared__ zero8::DynamicMaps shared_maps;
+// A thread block's share of the blocks of all segments, which are of one algorithm.
+template <class Algorithm>
+__device__ void step_share(const Segment* segments, const int64_t* first_blocks,
+                           int64_t num_segments, const StepScalars* scalars,
+                           const DynamicMaps* maps, unsigned long long* nonfinite_blocks) {
+  __shared__ DynamicMaps shared_maps;
   __shared__ Task tasks[kMaxTasks];
   const int threads = static_cast<int>(blockDim.x * blockDim.y);
   const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
@@ -445,9 +428,32 @@ extern "C" __global__ void __maxnreg__(96)
     __syncthreads();
     for (int i = static_cast<int>(threadIdx.y); i < count; i += static_cast<int>(blockDim.y)) {
       const Task& task = tasks[i];
-      const zero8::Segment& seg = segments[task.segment];
-      const bool finite = step_block(seg, scalars[seg.scalars], shared_maps, task.block);
+      const Segment& seg = segments[task.segment];
+      const bool finite = step_block<Algorithm>(seg, scalars[seg.scalars], shared_maps, task.block);
       if (!finite && threadIdx.x == 0) atomicAdd(&nonfinite_blocks[task.segment], 1ull);
     }
   }
 }
+
+}  // namespace ZERO8_TARGET
+}  // namespace zero8
+
+// Steps over all segments, a kernel for each algorithm: together they would take the registers of
+// the largest.  Launched with thread blocks of (largest block size / 8, teams), at most 512
+// threads, and any grid; block sizes are powers of two from 64 to 4096.
+//
+// first_blocks: num_segments + 1 running sums of the segments' numbers of blocks.
+// scalars: without subnormal numbers.
+// maps: null if no segment has the codec `dynamic`.
+// nonfinite_blocks: of each segment, counted up by the blocks left as they were.
+#define ZERO8_KERNEL(name, Algorithm)                                                              \
+  extern "C" __global__ void __maxnreg__(96)                                                       \
+      name(const zero8::Segment* segments, const int64_t* first_blocks, int64_t num_segments,      \
+           const zero8::StepScalars* scalars, const zero8::DynamicMaps* maps,                      \
+           unsigned long long* nonfinite_blocks) {                                                 \
+    zero8::cuda::step_share<zero8::cuda::Algorithm>(segments, first_blocks, num_segments, scalars, \
+                                                    maps, nonfinite_blocks);                       \
+  }
+ZERO8_KERNEL(zero8_step_adam, Adam)
+ZERO8_KERNEL(zero8_step_lion, Lion)
+#undef ZERO8_KERNEL

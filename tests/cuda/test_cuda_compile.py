@@ -13,7 +13,9 @@ import pytest
 from needs import need_nvcc, need_nvrtc
 from places import ROOT
 
+from zero8.algorithms.table import ALGORITHMS
 from zero8.op import cuda_compile
+from zero8.op.launch import kernel_of
 
 # Each takes seconds to compile for: `make test` does one, `make test-slow` the others.
 QUICK, SLOW = (90,), (80, 100)
@@ -61,12 +63,13 @@ def compiled(tmp_path_factory):
     return of
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: one.name)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_cuda_kernel_needs_registers_only(compiled, architecture):
+def test_cuda_kernel_needs_registers_only(compiled, architecture, algorithm):
     """Neither spills nor arrays that went to memory; few enough registers for 20 warps."""
     _, report = compiled(architecture)
     (entry,) = re.findall(
-        rf"Compiling entry function 'zero8_step' for 'sm_{architecture}'\n.*\n"
+        rf"Compiling entry function '{kernel_of(algorithm)}' for 'sm_{architecture}'\n.*\n"
         r"\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
         r"ptxas info\s*: Used (\d+) registers, used (\d+) barriers",
         report,
@@ -141,8 +144,8 @@ def cache(tmp_path_factory):
 
 
 def names_in(code: bytes) -> set[bytes]:
-    """Return the symbols of an ELF file that end in _step."""
-    return set(re.findall(rb"\0(\w+_step)\0", code))
+    """Return the symbols of an ELF file of kernels."""
+    return set(re.findall(rb"\0(zero8_step_\w+)\0", code))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,7 @@ def test_cuda_both_backends_compile_the_same_source_for_the_device(cache, backen
     need()
     code = cuda_compile.machine_code(90, backend)
     assert code.startswith(b"\x7fELF")
-    assert names_in(code) == {b"zero8_step"}
+    assert names_in(code) == {kernel_of(one).encode() for one in ALGORITHMS}
     (path,) = cache.glob(f"zero8_cuda/step_sm_90_*_{backend}_*.cubin")
     assert path.read_bytes() == code
     assert path.stat().st_mode & 0o777 == 0o644  # another user's processes load it

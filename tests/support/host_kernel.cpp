@@ -192,21 +192,32 @@ struct Arguments {
   unsigned long long* nonfinite_blocks;
 } arguments;
 
+struct Kernel {
+  zero8::Algorithm algorithm;
+  const char* name;
+  decltype(zero8_step_adam)* run;
+};
+const Kernel kernels[] = {{zero8::kAdam, "zero8_step_adam", zero8_step_adam},
+                          {zero8::kLion, "zero8_step_lion", zero8_step_lion}};
+const Kernel* kernel;
+
 void kernel_body() {
   const Arguments& a = arguments;
-  zero8_step(a.segments, a.first_blocks, a.num_segments, a.scalars, a.maps, a.nonfinite_blocks);
+  kernel->run(a.segments, a.first_blocks, a.num_segments, a.scalars, a.maps, a.nonfinite_blocks);
 }
 
 }  // namespace
 
-// Runs the kernel; the stream stands for the order in which threads run.  Returns 1 if they wait
-// for each other in vain.
+// Runs the kernel of the segments; the stream stands for the order in which threads run.  Returns 1
+// if they wait for each other in vain.
 extern "C" int zero8_step_launch(const zero8::Segment* segments, const int64_t* first_blocks,
                                  int64_t num_segments, const zero8::StepScalars* scalars,
                                  const zero8::DynamicMaps* maps,
                                  unsigned long long* nonfinite_blocks, int team_threads, int teams,
                                  int grid, void* stream) {
   arguments = {segments, first_blocks, num_segments, scalars, maps, nonfinite_blocks};
+  kernel = kernels;
+  while (num_segments > 0 && kernel->algorithm != segments[0].algorithm) ++kernel;
   body = kernel_body;
   num_fibers = team_threads * teams;
   blockDim = {static_cast<uint32_t>(team_threads), static_cast<uint32_t>(teams), 1};
@@ -243,13 +254,20 @@ extern "C" int cuModuleLoadData(void** module, const char* code) {
   return 0;
 }
 extern "C" int cuModuleGetFunction(void** function, void* module, const char* name) {
-  if (module != &arguments || __builtin_strcmp(name, "zero8_step") != 0) return 500;
-  *function = &body;
-  return 0;
+  for (const Kernel& one : kernels) {
+    if (module != &arguments || __builtin_strcmp(name, one.name) != 0) continue;
+    *function = const_cast<Kernel*>(&one);
+    return 0;
+  }
+  return 500;
+}
+static bool is_kernel(const void* function) {
+  return std::any_of(std::begin(kernels), std::end(kernels),
+                     [=](const Kernel& one) { return &one == function; });
 }
 extern "C" int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* count, void* function, int threads,
                                                            size_t shared_bytes) {
-  if (function != &body || shared_bytes != 0) return 1;
+  if (!is_kernel(function) || shared_bytes != 0) return 1;
   *count = 640 / threads;
   return 0;
 }
@@ -257,12 +275,15 @@ extern "C" int cuLaunchKernel(void* function, uint32_t grid, uint32_t grid_y, ui
                               uint32_t team_threads, uint32_t teams, uint32_t block_z,
                               uint32_t shared_bytes, void* stream, void** values, void** extra) {
   const bool flat = grid_y == 1 && grid_z == 1 && block_z == 1;
-  if (function != &body || !flat || shared_bytes != 0 || extra) return 1;
+  if (!is_kernel(function) || !flat || shared_bytes != 0 || extra) return 1;
   if (grid == 0 || team_threads * teams > 512) return 1;
   const auto argument = [=](int i) { return *static_cast<uint64_t*>(values[i]); };
+  const auto* segments = reinterpret_cast<zero8::Segment*>(argument(0));
+  const auto algorithm = static_cast<const Kernel*>(function)->algorithm;
+  if (argument(2) > 0 && segments[0].algorithm != algorithm) return 1;
   return zero8_step_launch(
-      reinterpret_cast<zero8::Segment*>(argument(0)), reinterpret_cast<int64_t*>(argument(1)),
-      static_cast<int64_t>(argument(2)), reinterpret_cast<zero8::StepScalars*>(argument(3)),
+      segments, reinterpret_cast<int64_t*>(argument(1)), static_cast<int64_t>(argument(2)),
+      reinterpret_cast<zero8::StepScalars*>(argument(3)),
       reinterpret_cast<zero8::DynamicMaps*>(argument(4)),
       reinterpret_cast<unsigned long long*>(argument(5)), static_cast<int>(team_threads),
       static_cast<int>(teams), static_cast<int>(grid), stream);

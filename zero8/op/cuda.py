@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero8.algorithms.table import ALGORITHMS
 from zero8.op import cuda_compile, kernel
 from zero8.op.cuda_driver import Driver
 from zero8.op.dynamic_tables import dynamic_maps
-from zero8.op.launch import Launch
+from zero8.op.launch import Launch, kernel_of
 from zero8.spec.segment import Segment
 
 
@@ -74,7 +75,7 @@ class CudaKernel:
         with torch.cuda.device(device):
             # The driver works in the context of the thread: a call of the runtime gives it one.
             torch.cuda.synchronize()
-            self._function = _loaded(self._driver, code)
+            self._functions = _loaded(self._driver, code)
         self._maps: Tensor | None = None
 
     def step(self, records: np.ndarray, scalars: np.ndarray) -> Launched:
@@ -127,11 +128,11 @@ class CudaKernel:
             maps,
             skipped.data_ptr(),
         ]
-        block = launch.team_threads, launch.teams
-        resident = self._driver.resident_blocks(self._function, block[0] * block[1])
+        block, function = (launch.team_threads, launch.teams), self._functions[launch.kernel]
+        resident = self._driver.resident_blocks(function, block[0] * block[1])
         grid = launch.grid(resident * self._processors)
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._driver.launch(self._function, grid, block, arguments, stream)
+        self._driver.launch(function, grid, block, arguments, stream)
         return Launched(launch, table, skipped)
 
     @staticmethod
@@ -140,9 +141,9 @@ class CudaKernel:
         return torch.from_numpy(array).pin_memory()
 
 
-def _loaded(driver: Driver, code: bytes) -> ctypes.c_void_p:
+def _loaded(driver: Driver, code: bytes) -> dict[str, ctypes.c_void_p]:
     try:
-        return driver.function(code, "zero8_step")
+        return driver.functions(code, map(kernel_of, ALGORITHMS))
     except RuntimeError as error:
         raise RuntimeError(
             f"{error}; is the driver older than the compiler of the kernel (zero8 doctor names it, "

@@ -2,7 +2,7 @@
 """Loads and launches kernels through the CUDA driver, which every machine with a GPU has."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 LIBRARY = "libcuda.so.1"
 
@@ -14,12 +14,14 @@ class Driver:
         """Load the driver's library; raises OSError where there is none."""
         self._library = ctypes.CDLL(LIBRARY)
 
-    def function(self, code: bytes, name: str) -> ctypes.c_void_p:
-        """Load machine code into the current context and return a kernel of it, for good."""
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    def functions(self, code: bytes, names: Iterable[str]) -> dict[str, ctypes.c_void_p]:
+        """Load machine code into the current context, for good; return kernels of it by name."""
+        module, found = ctypes.c_void_p(), {}
         self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(code))
-        self._call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
-        return function
+        for name in names:
+            found[name] = ctypes.c_void_p()
+            self._call("cuModuleGetFunction", ctypes.byref(found[name]), module, name.encode())
+        return found
 
     def resident_blocks(self, function: ctypes.c_void_p, threads: int) -> int:
         """Return how many thread blocks of a kernel a multiprocessor works on at a time."""

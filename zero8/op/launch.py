@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from zero8.algorithms.adam import ADAM
+from zero8.algorithms.table import algorithm_called
 from zero8.op import kernel
+from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import CODECS
 
 # csrc/cuda/team.h
@@ -21,11 +24,17 @@ MIN_THREADS = 128
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
+def kernel_of(algorithm: Algorithm) -> str:
+    """Return the name of the kernel of an algorithm."""
+    return f"zero8_step_{algorithm.name}"
+
+
 @dataclass(frozen=True)
 class Launch:
-    """The arguments of `zero8_step`, but for the dynamic maps and the counters.
+    """The arguments of a kernel, but for the dynamic maps and the counters.
 
     Attributes:
+        kernel: its name.
         table: (bytes,) uint8: the segments, their first blocks, and the scalars.
         first_blocks_at: where in the table the running sums of numbers of blocks begin, in bytes.
         scalars_at: where the scalars begin, in bytes.
@@ -36,6 +45,7 @@ class Launch:
         uses_maps: whether any segment has the codec `dynamic`.
     """
 
+    kernel: str
     table: np.ndarray
     first_blocks_at: int
     scalars_at: int
@@ -47,12 +57,14 @@ class Launch:
 
     @classmethod
     def of(cls, records: np.ndarray, scalars: np.ndarray) -> "Launch":
-        """Return the launch for packed segments and scalars of `zero8.op.kernel`.
+        """Return the launch for packed segments of one algorithm and scalars of `zero8.op.kernel`.
 
         Raises:
             ValueError: if the kernel could not rely on a segment; it names the field.
         """
         kernel.check(records, len(scalars))
+        numbers = np.unique(records["algorithm"]).tolist() or [ADAM.number]
+        (algorithm,) = map(algorithm_called, numbers)
         first_blocks = np.zeros(len(records) + 1, np.int64)
         np.cumsum(_num_blocks(records), out=first_blocks[1:])
         parts = [part.view(np.uint8) for part in (records, first_blocks, _flushed(scalars))]
@@ -61,6 +73,7 @@ class Launch:
         block_size = int(records["block_size"].max(initial=PER_THREAD * WARP))
         team_threads = block_size // PER_THREAD
         return cls(
+            kernel=kernel_of(algorithm),
             table=np.concatenate(parts),
             first_blocks_at=parts[0].nbytes,
             scalars_at=parts[0].nbytes + parts[1].nbytes,
