@@ -13,10 +13,10 @@ from torch import nn
 
 import zero8
 from zero8.op import devices
+from zero8.op.describe import Seen
 from zero8.ranks import numbers
 from zero8.spec.codec import CODECS
 from zero8.step import stepper
-from zero8.step.batch import Seen
 from zero8.step.check import check_tensors
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

@@ -12,6 +12,66 @@ from torch import Tensor
 from zero8.op import kernel
 from zero8.op.structs import MAX_HASHED, TENSOR, WITHOUT_MEMORY
 
+Contents = tuple[object, list[Tensor | float]]
+"""What describes some states beside tensors and numbers, and these."""
+
+
+class Seen:
+    """Where parameters, gradients and states were when they were looked at, and of what kind.
+
+    Attributes:
+        addresses: (2, parameters) uint64, of parameters and gradients.
+    """
+
+    def __init__(self, values: list[Tensor], grads: list[Tensor], contents: Contents):
+        """Look at parameters.
+
+        Args:
+            values: what this rank holds of them.
+            grads: of the values.
+            contents: of their states, from the kinds of these.
+        """
+        self._description, entries = contents
+        self._count = len(values)
+        self._records = described([*values, *grads, *entries])
+        self.addresses = self._tensors["data"].copy()
+
+    def again(
+        self, values: list[Tensor], grads: list[Tensor], contents: Contents
+    ) -> np.ndarray | None:
+        """Return where parameters and gradients are now: `addresses`.
+
+        Args:
+            values: of the same parameters.
+            grads: of the values.
+            contents: of their states.
+
+        Returns:
+            None unless all else is as it was, so that the same records fit; also where a parameter
+            or a gradient has no memory.
+        """
+        description, entries = contents
+        if description != self._description:
+            return None
+        objects = [*values, *grads, *entries]
+        addresses = addresses_if_same(objects, self._records, 2 * self._count)
+        return None if addresses is None else addresses.reshape(2, -1)
+
+    @property
+    def contiguous(self) -> np.ndarray:
+        """Whether the elements of parameters and gradients lie in order; (2, parameters) bool."""
+        return self._tensors["contiguous"].astype(bool)
+
+    @property
+    def devices(self) -> np.ndarray:
+        """A number per parameter, equal for equal devices."""
+        devices: np.ndarray = self._tensors["kind"][0] >> 32
+        return devices
+
+    @property
+    def _tensors(self) -> np.ndarray:
+        return self._records[: 2 * self._count].reshape(2, -1)
+
 
 def described(objects: list[Tensor | float]) -> np.ndarray:
     """Return address, number of elements, kind and contiguity of tensors, and what small ones say.

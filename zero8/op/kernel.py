@@ -145,9 +145,9 @@ class CpuStep:
         """Take what the kernel has counted: (segments,) blocks left as they were."""
         self._nonfinite_blocks = nonfinite_blocks
 
-    def counts(self) -> "CpuStep":
-        """Return the numbers of blocks, which are here: as those of a GPU will be."""
-        return self
+    def counts(self) -> "CpuStep | None":
+        """Return the numbers of blocks, as those of a GPU will be; None if all are 0."""
+        return self if self._nonfinite_blocks.any() else None
 
     def have_arrived(self) -> bool:
         """Return True."""
@@ -170,11 +170,14 @@ class CpuKernel:
         isa = default_isa()
         self._step, self._isa, self._maps = module_for(isa).step, isas()[isa], dynamic_maps()
         self._max_threads = host_share()
+        self._team = 0, 0, 0  # process, number of threads, and how many of them it can have
 
     def step(self, records: np.ndarray, scalars: np.ndarray) -> CpuStep:
         """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive."""
-        num_threads = min(torch.get_num_threads(), self._max_threads)
-        self._step(records, scalars, self._maps, alive(num_threads), self._isa)
+        process, num_threads = os.getpid(), min(torch.get_num_threads(), self._max_threads)
+        if self._team[:2] != (process, num_threads):
+            self._team = process, num_threads, alive(num_threads)
+        self._step(records, scalars, self._maps, self._team[2], self._isa)
         return CpuStep(records["nonfinite_blocks"].copy())
 
 

@@ -4,6 +4,8 @@
 The build of the op compares them with the structs: `zero8.op.shared_numbers`.
 """
 
+from functools import cache
+
 import numpy as np
 import torch
 
@@ -73,6 +75,7 @@ MAX_HASHED = 128
 _MOST_SCALARS = max(len(one.scalars_type._fields) for one in ALGORITHMS)
 
 
+@cache
 def scalars_dtype(algorithm: Algorithm) -> np.dtype:
     """Return the struct of an algorithm's scalars, as long as that of any."""
     names = algorithm.scalars_type._fields

@@ -6,7 +6,7 @@ The pattern of a positive float, read as an integer, is a piecewise linear logar
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ ONE_BITS = 0x3F800000
 """Bit pattern of 1.0, where the levels of first moments start to count."""
 
 
+@lru_cache
 def settling(beta: float) -> float:
     """Return the settling of equation (C2') for a moment that each step multiplies by `beta`."""
     # float32 tells it from 1.

@@ -11,8 +11,7 @@ from zero8.op.cuda import CudaKernel, Launched
 from zero8.op.devices import BlockCounts
 from zero8.op.launch import Launch
 from zero8.step.batch import Batch
-from zero8.step.plan import Part, Plan
-from zero8.step.records import NextStep
+from zero8.step.plan import NextStep, Part, Plan
 
 TOO_EARLY = (
     "CUDA graph: a captured step needs states and a compiled kernel; call step() once before "
@@ -90,8 +89,8 @@ class CapturedStep:
             )
         self._plan.kinds.note_writes(batch.states)
 
-    def launches(self, steps: Sequence[NextStep], which: Sequence[int]) -> list[Launch]:
-        """Return the launches that take a step; see `StepRecords.filled` for the arguments.
+    def launches(self, steps: Sequence[NextStep], which: np.ndarray) -> list[Launch]:
+        """Return the launches that take a step; see `Part.filled` for the arguments.
 
         Raises:
             RuntimeError: if it has more scalars than the step that was captured.
@@ -118,7 +117,7 @@ class CapturedStep:
         if self.is_refreshed:
             self.is_refreshed = False
             for one in self._parts:
-                yield one.part.records.labels, one.counts()
+                yield one.part.labels, one.counts()
 
 
 def _kernel_of(part: Part) -> CudaKernel:

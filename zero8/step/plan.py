@@ -3,16 +3,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from zero8.op import kernel
+from zero8.op.describe import Seen
 from zero8.op.devices import Kernel, Taken, kernel_on
-from zero8.spec.algorithm import Algorithm
+from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.state.header import Entries
 from zero8.state.kind import RecordKey, StateKind
-from zero8.step.batch import Batch, Seen
-from zero8.step.records import NextStep, ParamRecords, StepRecords
+from zero8.step.batch import Batch
+from zero8.step.records import ParamRecords
 
 
 class Kinds:
@@ -36,6 +40,10 @@ class Kinds:
 
     def note_writes(self, states: Sequence[Entries]) -> None:
         """See `StateKind`."""
+        if len(self._places) == 1:
+            (kind,) = self._places
+            kind.note_writes(states)
+            return
         for kind, mine in self._shares(states):
             kind.note_writes(mine)
 
@@ -43,27 +51,72 @@ class Kinds:
         return [(kind, [states[at] for at in places]) for kind, places in self._places.items()]
 
 
+class NextStep(NamedTuple):
+    """The step that parameters with equal settings take.
+
+    Attributes:
+        step: its number, from 1.
+        entries: what states note of it: the number, and what the algorithm remembers.
+        scalars: what the equations take from both and from the group's settings.
+    """
+
+    step: int
+    entries: Entries
+    scalars: Scalars
+
+
 @dataclass(eq=False)
 class Part:
     """The parameters of one kernel call.
 
     Attributes:
+        algorithm: what they step by.
         places: their numbers in the batch.
         is_all: whether these are all parameters of the batch.
         is_contiguous: whether the kernel can work on parameters and gradients as they lie.
         device: where they are.
-        records: theirs.
+        labels: what the parameter of each piece is called.
+        records: (pieces,) `SEGMENT`.
+        kept: (pieces,) `KEPT_PIECE`.
         kernel: who steps.
         taken: the last step that was taken, None if none was.
     """
 
+    algorithm: Algorithm
     places: list[int]
     is_all: bool
     is_contiguous: bool
     device: torch.device
-    records: StepRecords
+    labels: tuple[str, ...]
+    records: np.ndarray
+    kept: np.ndarray
     kernel: Kernel
     taken: Taken | None = None
+
+    @classmethod
+    def joined(
+        cls,
+        algorithm: Algorithm,
+        places: list[int],
+        is_all: bool,
+        is_contiguous: bool,
+        device: torch.device,
+        records: Sequence[ParamRecords],
+    ) -> "Part":
+        """Return the part of parameters that have these records."""
+        kept = np.concatenate([one.kept for one in records])
+        kept["owner"] = np.repeat(np.arange(len(records)), [len(one.records) for one in records])
+        return cls(
+            algorithm,
+            places,
+            is_all,
+            is_contiguous,
+            device,
+            tuple(chain.from_iterable(one.labels for one in records)),
+            np.concatenate([one.records for one in records]),
+            kept,
+            kernel_on(device),
+        )
 
     def of(self, batch: Batch) -> Batch:
         """Return the part of a batch, as it is."""
@@ -74,29 +127,32 @@ class Part:
         contiguous: Batch | None,
         addresses: np.ndarray,
         steps: Sequence[NextStep],
-        which: Sequence[int],
+        which: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the kernel's structs of a step.
+        """Return the kernel's structs of a step, as `kernel.packed` does; valid until the next.
 
         Args:
             contiguous: copies to step over, None where `is_contiguous`.
-            addresses: of the batch's parameters and gradients.
-            steps: as `StepRecords.filled`.
-            which: of these, one number for each parameter of the batch.
+            addresses: (2, parameters) uint64, of the batch's parameters and gradients.
+            steps: the steps that parameters of the batch take, without repetitions.
+            which: (parameters,) int64, of these that of each parameter of the batch.
         """
         if contiguous is not None:
             addresses = contiguous.addresses()
         elif not self.is_all:
             addresses = addresses[:, self.places]
         if not self.is_all:
-            which = [which[place] for place in self.places]
-        return self.records.filled(addresses, steps, which)
+            which = which[self.places]
+        numbers = np.array([one.step for one in steps], np.int64)
+        kernel.fill(self.records, self.kept, addresses, which, numbers)
+        scalars = kernel.packed_scalars(self.algorithm, [one.scalars for one in steps])
+        return self.records, scalars
 
     def step(
-        self, batch: Batch, addresses: np.ndarray, steps: Sequence[NextStep], which: Sequence[int]
+        self, batch: Batch, addresses: np.ndarray, steps: Sequence[NextStep], which: np.ndarray
     ) -> Taken:
         """Take the step of this part of a batch, and return it; it is also `taken` from now on."""
-        mine = self.of(batch)
+        mine = batch if self.is_all else batch.at(self.places)
         # The kernel goes by addresses, unseen by autograd.
         torch.autograd.graph.increment_version(mine.values)
         if self.is_contiguous:
@@ -117,16 +173,18 @@ class Plan:
         kinds: of their states.
         seen: what it was made from; it fits where that is so again.
         parts: in the order in which they step.
+        is_on_gpus: whether any part is.
     """
 
     ids: list[int]
     kinds: Kinds
     seen: Seen
     parts: list[Part]
+    is_on_gpus: bool
 
     def addresses_of(self, batch: Batch) -> np.ndarray | None:
         """Return `Seen.addresses` of a batch of the same parameters, None if it does not fit."""
-        return self.seen.again(batch, self.kinds.contents(batch.states))
+        return self.seen.again(batch.values, batch.grads, self.kinds.contents(batch.states))
 
     @classmethod
     def of(
@@ -150,8 +208,9 @@ class Plan:
         for places in (list(map(int, places)) for places in (*together, *apart)):
             if places:
                 is_contiguous = bool(seen.contiguous[:, places].all())
-                mine = StepRecords(algorithm, [records[place] for place in places])
+                mine = [records[place] for place in places]
                 device = batch.values[places[0]].device
                 is_all = len(places) == len(batch.params)
-                parts.append(Part(places, is_all, is_contiguous, device, mine, kernel_on(device)))
-        return cls(batch.ids, kinds, seen, parts)
+                parts.append(Part.joined(algorithm, places, is_all, is_contiguous, device, mine))
+        is_on_gpus = not all(isinstance(part.kernel, kernel.CpuKernel) for part in parts)
+        return cls(list(map(id, batch.params)), kinds, seen, parts, is_on_gpus)

@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from zero8.op.describe import Seen
 from zero8.spec import dither
 from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.spec.buffers import check_apart, check_buffer
@@ -17,7 +18,7 @@ from zero8.state.kind import StateKind
 from zero8.state.params import ParamInfo
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
-from zero8.step.batch import Batch, Seen
+from zero8.step.batch import Batch
 from zero8.step.records import ParamRecords
 
 
@@ -43,7 +44,7 @@ def prepared(settings: Settings, kind: StateKind, single: Batch, info: ParamInfo
     segments = [_segment(settings, number, stores, state, *flat) for number in range(len(pieces))]
     labels = tuple(piece.name for piece in pieces)
     keys = [_stream_keys(settings, piece.identity) for piece in pieces]
-    seen = Seen(single, kind.contents([state]))
+    seen = Seen(single.values, single.grads, kind.contents([state]))
     return ParamRecords.of(kind, seen, labels, flat, segments, keys)
 
 

@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes the steps of an optimizer, and keeps what one step can leave for the next."""
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from zero8.op import kernel
+from zero8.op.describe import Seen
 from zero8.op.devices import is_capturing, kernel_on
+from zero8.state.extent import PLAIN, local
 from zero8.state.header import Entries
 from zero8.state.kind import StateKind, kind_of
 from zero8.state.memory import counters_of
 from zero8.state.params import KnownParams
 from zero8.state.settings import Settings
-from zero8.step.batch import Batch, Group, Seen
+from zero8.step.batch import Batch, Group, local_grad
 from zero8.step.check import check_tensors
 from zero8.step.cuda_graph import TOO_EARLY, CapturedStep
 from zero8.step.interrupts import put_off
 from zero8.step.nonfinite import Ledger
-from zero8.step.plan import Kinds, Plan
+from zero8.step.plan import Kinds, NextStep, Plan
 from zero8.step.prepare import prepared
-from zero8.step.records import NextStep, ParamRecords
+from zero8.step.records import ParamRecords
 
 
 class Stepper:
@@ -34,7 +36,9 @@ class Stepper:
         """Take what the optimizer knows; nothing is compiled yet."""
         self.counts = Ledger()
         self._settings, self._params, self._kinds = settings, params, kinds
-        self._counters = counters_of(settings.algorithm)
+        self._algorithm = settings.algorithm
+        self._remembered = tuple(one.name for one in self._algorithm.memory)
+        self._counters = counters_of(self._algorithm)
         self._kept: dict[int, ParamRecords] = {}  # by the parameter's id
         # By the first parameter's id: ZeRO-3 steps over one sub-group after the other.
         self._plans: dict[int, Plan] = {}
@@ -56,9 +60,9 @@ class Stepper:
             ValueError: if a parameter, a gradient or a state is not served; nothing has changed.
         """
         kernel.module()  # a failure to compile must come before anything has been changed
-        is_captured = self.step_batch(Batch.stepping(groups, state), groups, state)
+        is_captured = self.step_batch(_stepping(groups, state), groups, state)
         # To ask whether counts have arrived would end the capture of a graph.
-        return {} if is_captured else self.counts.take()
+        return self.counts.take() if self.counts.pending and not is_captured else {}
 
     def step_batch(
         self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
@@ -67,10 +71,13 @@ class Stepper:
         if not batch.params:
             return False
         plan, addresses = self._plan_for(batch, groups, state)
-        if any(capturing := [is_capturing(part.device) for part in plan.parts]):
-            self._capture(batch, plan, addresses, all(capturing))
-            return True
-        self.count_replays()
+        if plan.is_on_gpus:
+            capturing = [is_capturing(part.device) for part in plan.parts]
+            if any(capturing):
+                self._capture(batch, plan, addresses, all(capturing))
+                return True
+        if self._captured is not None:
+            self.count_replays()
         self._run(batch, plan, addresses)
         self._is_just_captured = False
         return False
@@ -79,17 +86,16 @@ class Stepper:
         self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
     ) -> tuple[Plan, np.ndarray]:
         """Return the plan of an earlier step where it fits, else a new one; `Seen.addresses`."""
-        plan = self._plans.get(id(batch.params[0]))
-        if plan is not None and plan.ids == batch.ids:
+        ids = list(map(id, batch.params))
+        plan = self._plans.get(ids[0])
+        if plan is not None and plan.ids == ids:
             if (addresses := plan.addresses_of(batch)) is not None:
                 return plan, addresses
         self._keep_records(batch, groups, state)
-        records = [self._kept[number] for number in batch.ids]
+        records = [self._kept[number] for number in ids]
         kinds = Kinds([one.kind for one in records])
-        seen = Seen(batch, kinds.contents(batch.states))
-        self._plans[batch.ids[0]] = plan = Plan.of(
-            self._settings.algorithm, batch, seen, kinds, records
-        )
+        seen = Seen(batch.values, batch.grads, kinds.contents(batch.states))
+        self._plans[ids[0]] = plan = Plan.of(self._algorithm, batch, seen, kinds, records)
         return plan, seen.addresses
 
     def _keep_records(
@@ -121,19 +127,21 @@ class Stepper:
         kept = self._kept.get(id(single.params[0]))
         if kept is None or not single.states[0]:
             return False
-        return kept.seen.again(single, kept.kind.contents(single.states)) is not None
+        contents = kept.kind.contents(single.states)
+        return kept.seen.again(single.values, single.grads, contents) is not None
 
     def _run(self, batch: Batch, plan: Plan, addresses: np.ndarray) -> None:
         plan.kinds.note_writes(batch.states)
         steps, which = self._next_steps(batch)
         with put_off():  # Ctrl-C after the kernel would leave a step that is taken and not noted
             for part in plan.parts:
-                taken = part.step(batch, addresses, steps, which)
-                self.counts.add(part.records.labels, taken.counts())
+                counts = part.step(batch, addresses, steps, which).counts()
+                if counts is not None:
+                    self.counts.add(part.labels, counts)
                 for place in part.places:
                     batch.states[place].update(steps[which[place]].entries)
 
-    def _next_steps(self, batch: Batch) -> tuple[list[NextStep], list[int]]:
+    def _next_steps(self, batch: Batch) -> tuple[list[NextStep], np.ndarray]:
         """Return the steps that parameters take now, and which of these is each parameter's."""
         number: dict[tuple[int, tuple[float, ...]], int] = {}
         which = [
@@ -141,15 +149,15 @@ class Stepper:
             for group, state in zip(batch.groups, batch.states, strict=True)
         ]
         groups = {id(group): group for group in batch.groups}
-        return [self._next_step(groups[at], *counters) for at, counters in number], which
+        steps = [self._next_step(groups[at], *counters) for at, counters in number]
+        return steps, np.array(which, np.int64)
 
     def _next_step(self, group: Group, step: float, *memory: float) -> NextStep:
-        algorithm, corrects = self._settings.algorithm, self._settings.bias_correction
         number = int(step) + 1
-        after = algorithm.next_memory(tuple(map(float, memory)), group)
-        names = (one.name for one in algorithm.memory)
-        entries = {"step": number, **dict(zip(names, after, strict=True))}
-        return NextStep(number, entries, algorithm.scalars(number, after, group, corrects))
+        after = self._algorithm.next_memory(tuple(map(float, memory)), group)
+        entries = {"step": number, **dict(zip(self._remembered, after, strict=True))}
+        corrects = self._settings.bias_correction
+        return NextStep(number, entries, self._algorithm.scalars(number, after, group, corrects))
 
     # --- CUDA graphs ----------------------------------------------------------------------------
 
@@ -199,6 +207,26 @@ class Stepper:
             for labels, counts in captured.take_counts():
                 self.counts.add(labels, counts)
         self._replaced = []
+
+
+def _stepping(groups: Iterable[Group], state: Mapping[Tensor, Entries]) -> Batch:
+    """Return the parameters that have gradients.
+
+    Args:
+        groups: of the optimizer.
+        state: of the optimizer; makes an empty one for a parameter that has none.
+    """
+    batch = Batch([], [], [], [], [])
+    for group in groups:
+        for p in group["params"]:
+            if (grad := p.grad) is not None:
+                batch.groups.append(group)
+                batch.params.append(p)
+                is_plain = type(p) in PLAIN  # as most are: no call for them
+                batch.values.append(p if is_plain else local(p))
+                batch.grads.append(grad if is_plain else local_grad(p, grad))
+                batch.states.append(state[p])
+    return batch
 
 
 def _as_it_is(
