@@ -3,11 +3,13 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim.optimizer import ParamsT
 
 from zero8 import frameworks, notices
 from zero8.loading import load
@@ -55,7 +57,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable,
+        params: ParamsT,
         options: Mapping[str, Any],
         whole: Mapping[str, Any],
         others: Mapping[str, Any],
@@ -101,10 +103,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._use = frameworks.Use()
         self._in_backward: InBackward | None = None
         self._lacks_decay = False  # whether there is a group without a weight_decay of its own
-        self._groups_seen: tuple[list[dict], dict[Tensor, dict]] = ([], {})
+        self._groups_seen: tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]] = ([], {})
         self.on_disk: dict[Tensor, SwappedState] = {}
 
-    def add_param_group(self, param_group: dict) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with its own lr, betas, eps and weight_decay if given."""
         if isinstance(param_group, dict):
             if "params" not in param_group:
@@ -134,7 +136,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and deepcopy keep, the settings included."""
         return {
             **super().__getstate__(),
@@ -143,7 +145,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             "nonfinite_blocks": self.nonfinite_blocks,
         }
 
-    def __setstate__(self, state: dict) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what `__getstate__` kept; groups of fp32 optimizers get the keys they lack."""
         settings = self.__dict__.get("settings")
         super().__setstate__(state)
@@ -172,7 +174,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     # --- Steps ----------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # as torch's own load_state_dict: addresses mean nothing to it
+    @_disable_dynamo  # as torch's own load_state_dict: addresses mean nothing to it
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step, as `zero8.spec.reference` and `zero8.algorithms` define it.
@@ -240,7 +242,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._in_backward.watch(self._all_params())
         return self._in_backward
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     @torch.no_grad()
     def _step_one(self, p: Tensor, grad: Tensor) -> None:
         with self._lock:
@@ -342,9 +344,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     # --- States ---------------------------------------------------------------------------------
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     @torch.no_grad()
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """Return the states, in the form that `state_dict_format` says, and the groups.
 
         The tensors are the live ones, as those of any optimizer of torch, but for moments that are
@@ -361,7 +363,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 packed["state"][number] = kind.saved(p, state, in_fp32)
         return packed
 
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or of the fp32 one, whose moments are quantized.
 
         Where parameters are sharded all ranks must call it: one all_reduce of 40 bytes for each
@@ -376,7 +378,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             groups = frameworks.process_groups(self._all_params())
             load(self, state_dict, super().load_state_dict, self._adopt_loaded, groups)
 
-    def _adopt_loaded(self, states: dict[Tensor, dict]) -> dict[Tensor, dict]:
+    def _adopt_loaded(self, states: dict[Tensor, dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
         """Return the states of a state dict, and check its groups, which are in place already."""
         for group in self.param_groups:
             if "capturable" in group:
@@ -391,7 +393,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             kind.reencoded.tell()
         return kept
 
-    def adopted(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
+    def adopted(self, p: Tensor, saved: dict[str, Any], info: ParamInfo | None) -> dict[str, Any]:
         """Return a loaded state of a parameter as this optimizer keeps it, in tensors of its own.
 
         Raises:

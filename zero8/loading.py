@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,22 +12,22 @@ from zero8.ranks import numbers
 from zero8.spec.shown import shown_keys
 from zero8.state.plain import is_of_fp32
 
-States = dict[Tensor, dict]
+States = dict[Tensor, dict[str, Any]]
 
 
 @dataclass
 class _Wrapped:
     """A saved state on its way through torch's `load_state_dict`."""
 
-    state: dict
+    state: dict[str, Any]
 
 
 def load(
     optimizer: torch.optim.Optimizer,
-    state_dict: dict,
-    by_torch: Callable[[dict], None],
+    state_dict: dict[str, Any],
+    by_torch: Callable[[dict[str, Any]], None],
     adopt: Callable[[States], States],
-    groups: list,
+    groups: list[Any],
 ) -> None:
     """Load a state dict.
 
@@ -43,7 +44,7 @@ def load(
             been changed then.
     """
 
-    def adopt_states(_):
+    def adopt_states(_: torch.optim.Optimizer) -> None:
         if unknown := [key for key in optimizer.state if not isinstance(key, Tensor)]:
             raise ValueError(
                 f"load_state_dict: got states of {shown_keys(unknown)}, which are no parameters of "
@@ -79,7 +80,7 @@ def load(
         raise error
 
 
-def _wrap_states(_: torch.optim.Optimizer, state_dict: dict) -> dict:
+def _wrap_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     states = state_dict["state"]
     if not isinstance(states, dict) or not all(isinstance(s, dict) for s in states.values()):
         raise ValueError("load_state_dict: got states that are no dicts, expected one of dicts")
@@ -87,7 +88,7 @@ def _wrap_states(_: torch.optim.Optimizer, state_dict: dict) -> dict:
     return {**state_dict, "state": wrapped}
 
 
-def _detached(state: dict) -> dict:
+def _detached(state: dict[str, Any]) -> dict[str, Any]:
     # An optimizer whose states are part of a graph could not be copied, and would keep the graph.
     return {
         key: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
@@ -96,7 +97,7 @@ def _detached(state: dict) -> dict:
 
 
 def _error_of_ranks(
-    error: Exception | None, state_dict: dict, step: int, groups: list
+    error: Exception | None, state_dict: dict[str, Any], step: int, groups: list[Any]
 ) -> Exception | None:
     """Return what the ranks of some process groups raise: their own errors, or a common one.
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.lion import LION
@@ -66,7 +67,7 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
 
     def __init__(
         self,
-        params: Iterable,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -140,7 +141,7 @@ class Lion8bitBlockwise(BlockwiseOptimizer):
 
     def __init__(
         self,
-        params: Iterable,
+        params: ParamsT,
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,

@@ -43,7 +43,9 @@ class PrivateName:
 
 
 NAMES = (
-    PrivateName("torch", "_disable_dynamo", "keeps steps and state dicts out of compiled graphs"),
+    PrivateName(
+        "torch._compile", "_disable_dynamo", "keeps steps and state dicts out of compiled graphs"
+    ),
     PrivateName(
         "torch", "_C._disabled_torch_function_impl", "keeps operations on moments from wrapping"
     ),

@@ -393,6 +393,11 @@ __device__ inline Task task_at(const Segment* segments, const int64_t* first_blo
   return {low, block_at(segments[low], number - first_blocks[low])};
 }
 
+// Four bytes of any type.
+struct alignas(4) AnyWord {
+  unsigned char bytes[4];
+};
+
 // A thread block's share of the blocks of all segments, which are of one algorithm.
 template <class Algorithm>
 __device__ void step_share(const Segment* segments, const int64_t* first_blocks,
@@ -403,9 +408,9 @@ __device__ void step_share(const Segment* segments, const int64_t* first_blocks,
   const int threads = static_cast<int>(blockDim.x * blockDim.y);
   const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
   if (maps) {
-    constexpr int kWords = sizeof shared_maps / sizeof(uint32_t);
+    constexpr int kWords = sizeof shared_maps / sizeof(AnyWord);
     for (int i = thread; i < kWords; i += threads) {
-      reinterpret_cast<uint32_t*>(&shared_maps)[i] = reinterpret_cast<const uint32_t*>(maps)[i];
+      reinterpret_cast<AnyWord*>(&shared_maps)[i] = reinterpret_cast<const AnyWord*>(maps)[i];
     }
   }
   // A thread block takes neighbouring blocks, which lie together in memory.  In shared memory this

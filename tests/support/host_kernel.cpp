@@ -19,10 +19,11 @@
 #define __shared__ static
 #define __maxnreg__(count)
 
-struct uint2 {
+// By these CUDA moves bytes of any type.
+struct __attribute__((may_alias)) uint2 {
   uint32_t x, y;
 };
-struct alignas(16) uint4 {
+struct __attribute__((may_alias, aligned(16))) uint4 {
   uint32_t x, y, z, w;
 };
 struct uint3 {

@@ -17,8 +17,8 @@ from zero8.op.launch import Launch
 from zero8.spec.segment import Segment
 
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared"]
-# Allowed are pragmas of CUDA and its way to move 16 bytes of any type at once.
-WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
+# Allowed are pragmas of CUDA.
+WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 
 
 class Host:
