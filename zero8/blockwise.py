@@ -386,11 +386,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 group["capturable"] = False
             keywords.check_group(self.algorithm, {**self.defaults, **group})
         infos = self._infos()
-        for kind in self.kinds:
-            kind.reencoded.forget()
-        kept = {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}
-        for kind in self.kinds if numbers.rank() == 0 else ():
-            kind.reencoded.tell()
+        try:
+            kept = {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}
+            for kind in self.kinds if numbers.rank() == 0 else ():
+                kind.reencoded.tell()
+        finally:
+            for kind in self.kinds:
+                kind.reencoded.forget()
         return kept
 
     def adopted(self, p: Tensor, saved: dict[str, Any], info: ParamInfo | None) -> dict[str, Any]:

@@ -21,9 +21,11 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 from full_disk import file_size_limit
+from log_lines import warned
 from needs import need_nvme
 from nvme_worker import (
     BF16_MASTERS,
+    TowerWithAMatrix,
     count_bytes,
     held_everywhere,
     make_tower,
@@ -298,26 +300,30 @@ def test_zero3_nvme_moment_read_before_a_step_stays_what_it_was(met):
 def start_over_and_load(folder):
     """Train over stale files, load, train on."""
     checkpoints = f"{folder}/checkpoints"
-    engine = make_tower(nvme_config(f"{folder}/swap"))
+    engine = make_tower(nvme_config(f"{folder}/swap"), TowerWithAMatrix)
     result = {"fresh": train(engine, BEFORE)}
-    engine.load_checkpoint(checkpoints, tag="good")
-    result["loaded"] = held_everywhere(engine)
-    result["losses"] = train(engine, AFTER, first=BEFORE)
-    return result
+    with warned() as lines:
+        engine.load_checkpoint(checkpoints, tag="good")
+        result["loaded"] = held_everywhere(engine)
+        result["losses"] = train(engine, AFTER, first=BEFORE)
+    return result | {"lines": lines}
 
 
 def load_into(folder, options):
     """Load into an optimizer with other settings, and train on."""
-    engine = make_tower(nvme_config(f"{folder}/swap", **options))
-    engine.load_checkpoint(f"{folder}/checkpoints", tag="good")
-    loaded = held_everywhere(engine)
-    losses = train(engine, AFTER, first=BEFORE)
-    return {"loaded": loaded, "losses": losses}
+    engine = make_tower(nvme_config(f"{folder}/swap", **options), TowerWithAMatrix)
+    with warned() as lines:
+        engine.load_checkpoint(f"{folder}/checkpoints", tag="good")
+        loaded = held_everywhere(engine)
+        losses = train(engine, AFTER, first=BEFORE)
+    with warned() as lines_of_another:
+        engine.load_checkpoint(f"{folder}/checkpoints", tag="good")
+    return {"loaded": loaded, "losses": losses, "lines": [lines, lines_of_another]}
 
 
 def save_and_train_on(folder):
     """Train, save, train on."""
-    engine = make_tower(nvme_config(f"{folder}/swap"))
+    engine = make_tower(nvme_config(f"{folder}/swap"), TowerWithAMatrix)
     losses = train(engine, BEFORE)
     engine.save_checkpoint(f"{folder}/checkpoints", tag="good")
     saved = held_everywhere(engine)
@@ -368,6 +374,26 @@ def test_zero3_nvme_load_with_another_codec_encodes_anew(fresh):
                 expected = target.codes, target.scales, target.dense
                 assert difference(ours[which], expected) == ""
         assert len(set(other["losses"])) == AFTER
+
+
+def test_zero3_nvme_load_with_another_codec_logs_one_line_of_all_parameters_on_rank_0(fresh):
+    for number, (saved, _, other) in enumerate(fresh):
+        pieces = [piece for state in saved["saved"]["states"] for piece in state["pieces"]]
+        quantized = {piece.name for piece in pieces if piece.is_quantized}
+        assert {"embed.weight", "last.weight"} < quantized  # swapped, and not
+        for logged in other["lines"]:
+            lines = [line for line in logged if "were saved with" in line]
+            assert len(lines) == (number == 0)
+            for line in lines:
+                assert line.startswith(
+                    f"zero8: {len(quantized)} parameter(s) were saved with codec='log', "
+                    "block_size=256 and loaded with codec='dynamic', block_size=128, "
+                )
+
+
+def test_zero3_nvme_load_with_the_same_codec_logs_nothing_of_it(fresh):
+    for _, loaded, _ in fresh:
+        assert not any("were saved with" in line for line in loaded["lines"])
 
 
 # --- Other optimizers ----------------------------------------------------------------------------

@@ -33,6 +33,18 @@ class Tower(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+class TowerWithAMatrix(Tower):
+    """A Tower with a matrix in the tail, whose moments are 8-bit and in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Linear(1061, 5, bias=False)
+
+    def forward(self, tokens, targets):
+        loss = super().forward(tokens, targets)
+        return loss + self.last(torch.ones(1061)).square().mean()
+
+
 SUB_GROUPS = 4
 SWAPPED = 3
 
@@ -60,10 +72,10 @@ def nvme_config(folder, dtype=None, pipelined=False, aio=None, **options):
     return made | {"gradient_clipping": 1.0, "aio": aio or {}}
 
 
-def make_tower(ds_config):
+def make_tower(ds_config, model_class=Tower):
     """Return an engine over a freshly seeded Tower."""
     torch.manual_seed(7)
-    return make_engine(ds_config, Tower())
+    return make_engine(ds_config, model_class())
 
 
 def swapper_of(engine):

@@ -2,15 +2,14 @@
 """DeepSpeed's access to single moments, and states that arrive from elsewhere."""
 
 import copy
-import logging
 import math
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+from log_lines import warned
 from zero_worker import (
     MOMENTS,
     Bag,
@@ -28,7 +27,6 @@ from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import DEFAULT_CODEC, codec_named
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
-from zero8.state.tell import tell_once
 
 STAGES = (2, 3)
 SET = "conv"  # lies on both ranks
@@ -128,17 +126,6 @@ def share():
 def set_first_piece(store, **change):
     first, *others = store.table.pieces
     store.table = PieceTable((replace(first, **change), *others), store.table.numel)
-
-
-@contextmanager
-def warned():
-    """Yield the list of what is logged in the block."""
-    lines, handler = [], logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    tell_once.cache_clear()
-    logging.getLogger("zero8").addHandler(handler)
-    yield lines
-    logging.getLogger("zero8").removeHandler(handler)
 
 
 def load_states():

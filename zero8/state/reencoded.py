@@ -27,18 +27,17 @@ class Reencoded:
             self._counts[forms] += 1
 
     def forget(self) -> None:
-        """Forget what was counted, by a load that failed, say."""
+        """Forget what was counted."""
         self._counts.clear()
 
     def tell(self) -> None:
-        """Log what was counted, once in the process, and forget it."""
+        """Log what was counted, once in the process."""
         for (saved, kept), count in self._counts.items():
             tell_once(
                 f"zero8: {count} parameter(s) were saved with {saved} and loaded with {kept}, the "
                 "optimizer's settings: each moment is within half a code of the saved one; to keep "
                 "the saved form, make the optimizer with the settings of the checkpoint"
             )
-        self.forget()
 
 
 def _form(codec: Codec | None, block_size: int) -> str:

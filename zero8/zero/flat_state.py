@@ -127,11 +127,22 @@ class FlatPartition(StateKind):
         if same_blocks and saved.codec == codec:
             return replace(saved.clone(), table=wanted)
         saved.tell_if_retired()
-        for ours, theirs in pairs if rule == self._settings.algorithm.moments[0] else ():
-            self.reencoded.note((saved.codec, theirs.block_size), (codec, ours.block_size))
+        if rule == self._settings.algorithm.moments[0]:
+            self.note_forms(saved, table)
         store = MomentStore.zeros(codec, rule, wanted)
         store.write(0, saved.read(0, table.numel))
         return store
+
+    def note_forms(self, saved: MomentStore, table: PieceTable) -> None:
+        """Count the parameters whose moments are kept in another form than they were saved in.
+
+        Args:
+            saved: the first of their moments in the checkpoint.
+            table: the segment table that it is kept over, with the same places.
+        """
+        for ours, theirs in zip(table.pieces, saved.table.pieces, strict=True):
+            kept = self._settings.codec, ours.block_size
+            self.reencoded.note((saved.codec, theirs.block_size), kept)
 
     def contents(self, states: Sequence[dict]) -> RecordKey:
         """See `StateKind`."""

@@ -104,10 +104,10 @@ def agree_on_swapped(engine_class: type, zero3_class: type) -> None:
         if not swap_checkpoint.is_swapping(self.optimizer):
             return load(self, *args, **kwargs)
         options = load_signature.bind(self, *args, **kwargs).arguments
-        swap_checkpoint.check(self, options["load_dir"], options["tag"], options)
+        moments = swap_checkpoint.check(self, options["load_dir"], options["tag"], options)
         self.optimizer.optimizer_swapper.expect_other_files()
         result = load(self, *args, **kwargs)
-        swap_checkpoint.restore(self, options["load_dir"], options["tag"])
+        swap_checkpoint.restore(self, options["load_dir"], options["tag"], moments)
         return result
 
     engine_class._configure_zero_optimizer = configured

@@ -8,6 +8,7 @@ Whatever one rank cannot do is an error on all of them, before anything has been
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,9 +16,24 @@ from torch import Tensor
 
 from zero8.checkpoint.engine.layout import swap_folder
 from zero8.ranks.agree import raise_together_quickly
+from zero8.state.store import MomentStore
+from zero8.state.table import PieceTable
 from zero8.zero import swap_file
 from zero8.zero.flat_state import check_places
 from zero8.zero.swapper import SwapsStates
+
+
+@dataclass(frozen=True)
+class SavedMoment:
+    """The first moment of a swapped sub-group in a checkpoint.
+
+    Attributes:
+        store: as it was saved, on the meta device.
+        table: the segment table that it will be kept over.
+    """
+
+    store: MomentStore
+    table: PieceTable
 
 
 def is_swapping(zero) -> bool:
@@ -40,8 +56,11 @@ def prepare(zero) -> None:
     raise_together_quickly(error, "take the disk space for its optimizer states")
 
 
-def check(engine, load_dir: str, tag: str, options: dict) -> None:
+def check(engine, load_dir: str, tag: str, options: dict) -> list[SavedMoment]:
     """Look at all that this rank will load; a checkpoint is loaded by all ranks or by none.
+
+    Returns:
+        For each swap file that has a state, its first moment.
 
     Args:
         engine: the engine.
@@ -60,19 +79,27 @@ def check(engine, load_dir: str, tag: str, options: dict) -> None:
             "loads a checkpoint with states on NVMe in whole; load it in whole, or save weights "
             "apart with save_16bit_model"
         )
-    error = None
+    error, found = None, []
     try:
         _zero_file(engine, load_dir, tag)
         folder = swap_folder(engine, load_dir, tag)
         for parameter in _swapped(engine.optimizer):
-            _check_files(engine.optimizer.optimizer_swapper, parameter, folder)
+            found += _check_files(engine.optimizer.optimizer_swapper, parameter, folder)
     except (OSError, ValueError) as caught:
         error = caught
     raise_together_quickly(error, f"load the checkpoint {Path(load_dir, tag)}")
+    return found
 
 
-def restore(engine, load_dir: str, tag: str) -> None:
-    """Load what is not in swap files; DeepSpeed copies and reads those next."""
+def restore(engine, load_dir: str, tag: str, moments: list[SavedMoment]) -> None:
+    """Load what is not in swap files; DeepSpeed copies and reads those next.
+
+    Args:
+        engine: the engine.
+        load_dir: folder of checkpoints.
+        tag: name of one.
+        moments: what `check` returned.
+    """
     zero = engine.optimizer
     path = str(_zero_file(engine, load_dir, tag))
     saved = engine.checkpoint_engine.load(path, map_location="cpu")["optimizer_state_dict"]
@@ -80,6 +107,9 @@ def restore(engine, load_dir: str, tag: str) -> None:
     zero.dynamic_loss_scale = saved["dynamic_loss_scale"]
     zero.overflow = saved["overflow"]
     zero._set_fp32_optimizer_param_groups()
+    # The line that this load logs counts swapped states, too, which are encoded at their swap-in.
+    for moment in moments:
+        zero.optimizer_swapper.kind.note_forms(moment.store, moment.table)
     zero.optimizer.load_state_dict(saved["optimizer_state_dict"])
     zero._clear_fp32_optimizer_param_groups()
     for number, weights in enumerate(zero.fp32_partitioned_groups_flat):
@@ -138,8 +168,13 @@ def _zero_file(engine, load_dir: str, tag: str) -> Path:
     return found[0]
 
 
-def _check_files(swapper: SwapsStates, parameter: Tensor, folder: str) -> None:
-    """Raise OSError or ValueError if the files of a sub-group do not fit or are damaged."""
+def _check_files(swapper: SwapsStates, parameter: Tensor, folder: str) -> Iterator[SavedMoment]:
+    """Yield the first moment of a sub-group, if its file has a state.
+
+    Raises:
+        OSError: if a file is missing.
+        ValueError: if the files do not fit or are damaged.
+    """
     weights, expected = swapper.weights_path(parameter, folder), swapper.weights_bytes(parameter)
     path = swapper.state_path(parameter, folder)
     for needed in (weights, path):
@@ -159,6 +194,8 @@ def _check_files(swapper: SwapsStates, parameter: Tensor, folder: str) -> None:
         try:
             for like in layout.like:
                 state[like.name].store.check_values()
-            check_places(layout.table, swapper.planned_layout(parameter).table)
+            planned = swapper.planned_layout(parameter)
+            check_places(layout.table, planned.table)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+        yield SavedMoment(layout.like[0], planned.table)

@@ -67,13 +67,14 @@ class SwapsStates(OptimizerSwapper):
         """Return the layout that the file of a sub-group's state will have."""
         self._set_dtype(parameter)
         numel = self.swap_params_info[parameter.ds_id].numel()
-        table, settings = self._kind.table(parameter, numel), self.optimizer.settings
+        table, settings = self.kind.table(parameter, numel), self.optimizer.settings
         rules = settings.algorithm.moments
         like = tuple(MomentStore.zeros(settings.codec, rule, table, "meta") for rule in rules)
         return Layout(like, numel if settings.corrects(parameter) else 0)
 
     @property
-    def _kind(self) -> FlatPartition:
+    def kind(self) -> FlatPartition:
+        """The optimizer's kind of state of partitions."""
         (kind,) = [kind for kind in self.optimizer.kinds if isinstance(kind, FlatPartition)]
         return kind
 
@@ -163,6 +164,7 @@ class SwapsStates(OptimizerSwapper):
             return
         # It was loaded: codec, block size or policy may not be ours.
         state = self.optimizer.adopted(parameter, state, None)
+        self.kind.reencoded.forget()  # the load has logged it
         self._layouts[key] = Layout.of_state(state)
         self._hand_over(parameter, state)
         self._pool.give_back(buffer)
@@ -181,8 +183,8 @@ class SwapsStates(OptimizerSwapper):
             self._write_empty(parameter)
             self.optimizer.on_disk.pop(parameter, None)
             return 0
-        self._kind.moments(parameter, state, None)  # encodes what was loaded as float32
-        self._kind.note_writes([state])
+        self.kind.moments(parameter, state, None)  # encodes what was loaded as float32
+        self.kind.note_writes([state])
         layout, left = self._layouts.get(key), None
         if layout is None or not layout.fits(state):
             layout = self._layouts[key] = Layout.of_state(state)
