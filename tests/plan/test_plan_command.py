@@ -90,13 +90,12 @@ def test_plan_of_a_deepspeed_config_takes_its_settings(capsys, tmp_path):
         "stage": 3,
         "offload": "nvme",
         "offload_params": True,
-        "dtype": "bf16-masters",
+        "dtype": "24-bit-masters",
         "accumulation_steps": 4,
         "sub_group_numel": 1_000_000,
         "reduce_bucket_numel": Setup().reduce_bucket_numel,
         "buffer_count": 6,
         "pipelined": True,
-        "correction_bits": 8,
     }
     assert {key: setup[key] for key in expected} == expected
     assert setup["policy"]["block_size"] == 128
@@ -105,6 +104,29 @@ def test_plan_of_a_deepspeed_config_takes_its_settings(capsys, tmp_path):
 def test_plan_without_sections_in_the_deepspeed_config_has_deepspeeds_defaults():
     setup = with_deepspeed_config(Setup(), {})
     assert (setup.stage, setup.offload, setup.dtype) == (0, "none", "fp32")
+
+
+MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
+PRECISIONS = [
+    (MASTERS, "Adam8bitBlockwise", 8, "24-bit-masters"),
+    (MASTERS, "Adam8bitBlockwise", 0, "bf16-masters"),
+    (MASTERS, "AdamW", 8, "bf16-masters"),
+    ({"enabled": True}, "Adam8bitBlockwise", 8, "bf16"),
+    ({"enabled": False}, "Adam8bitBlockwise", 8, "fp32"),
+]
+
+
+@pytest.mark.parametrize(("bf16", "optimizer", "bits", "dtype"), PRECISIONS)
+def test_plan_of_a_deepspeed_config_has_24_bit_masters_where_zero8_corrects_bf16_masters(
+    bf16, optimizer, bits, dtype
+):
+    section = {"type": optimizer, "params": {"weight_correction_bits": bits}}
+    assert with_deepspeed_config(Setup(), {"bf16": bf16, "optimizer": section}).dtype == dtype
+
+
+def test_plan_of_a_deepspeed_config_without_params_of_the_optimizer_has_bf16_masters():
+    config = {"bf16": MASTERS, "optimizer": {"type": "Adam8bitBlockwise"}}
+    assert with_deepspeed_config(Setup(), config).dtype == "bf16-masters"
 
 
 def test_plan_takes_cores_and_bandwidths_as_they_are_given(capsys):
@@ -132,7 +154,7 @@ REFUSED = {
     "stage 0 with offload": (["--stage", "0"], "expected stage 1, 2 or 3"),
     "nvme with stage 2": (["--offload", "nvme"], "stage 3 alone"),
     "nvme of no speed": (["--offload", "nvme", "--stage", "3"], "--nvme-bandwidth: expected"),
-    "fsdp2 with fp16": (["--engine", "fsdp2", "--dtype", "fp16"], "expected 'bf16' or 'fp32'"),
+    "fsdp2 with fp16": (["--engine", "fsdp2", "--dtype", "fp16"], "dtype: got 'fp16' with fsdp2"),
     "no ranks": (["--world-size", "0"], "world_size: got 0"),
     "no ranks on a host": (["--ranks-per-host", "0"], "ranks_per_host: got 0"),
     "no bandwidth": (["--bandwidth", "0"], "gb_per_s: got 0.0, expected more than 0"),

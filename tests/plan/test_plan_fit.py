@@ -59,6 +59,29 @@ def test_verdict_names_single_changes_with_what_they_need():
     assert "--world-size 16" in ranks.what and "2 host(s)" in ranks.what
 
 
+def test_verdict_names_24_bit_masters_where_they_fit_with_a_byte_more_than_bf16_ones():
+    found = verdict(MODEL, Setup(), Limits(72 * GIB, 24 * GIB))
+    corrected, masters, *_ = found.changes
+    assert corrected.what == "24-bit master weights (--dtype 24-bit-masters)"
+    assert corrected.need.host_bytes == NUMEL * (2 + 1 + 2 + 2) + 2 * LARGEST + MOMENTS
+    assert corrected.need.host_bytes - masters.need.host_bytes == NUMEL
+    assert corrected.need.gpu_bytes == masters.need.gpu_bytes == GPU
+
+
+def test_verdict_under_fsdp2_names_masters_of_less_than_32_bits():
+    found = verdict(MODEL, Setup(engine="fsdp2"), Limits(64 * GIB, None))
+    corrected, masters, _ = found.changes
+    assert "--dtype 24-bit-masters" in corrected.what and "--dtype bf16-masters" in masters.what
+    assert corrected.need.host_bytes == NUMEL * (2 + 1 + 2) + MOMENTS
+    assert masters.need.host_bytes == NUMEL * (2 + 2) + MOMENTS
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16-masters", "24-bit-masters"])
+def test_verdict_of_a_run_without_fp32_masters_beside_its_weights_names_no_smaller_ones(dtype):
+    changes = verdict(MODEL, Setup(dtype=dtype), Limits(32 * GIB, None)).changes
+    assert changes and not any("master weights" in change.what for change in changes)
+
+
 def test_verdict_names_the_smallest_number_of_ranks_that_fits():
     limits = Limits(64 * GIB, None)
     (ranks,) = (c for c in verdict(MODEL, Setup(), limits).changes if "ranks" in c.what)
@@ -100,6 +123,12 @@ def test_plan_with_limits_prints_the_verdict_below_the_table(capsys):
         ["89.79", "15.86", "NO", "zero8"],
     ]
     assert rows[2].split()[2] == "yes" and rows[2].endswith("(--dtype bf16-masters)")
+    assert max(map(len, printed.splitlines())) <= 120
+
+
+def test_plan_with_pairs_of_changes_breaks_their_lines_between_words(capsys):
+    _, printed = plan(capsys, "--host-memory", "24", "--gpu-memory", "8")
+    assert "--stage 3 --offload nvme" in printed and " and " in printed
     assert max(map(len, printed.splitlines())) <= 120
 
 

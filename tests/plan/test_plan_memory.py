@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_worker import BUCKET, SUB_GROUP, Stack, config_of, held_by_engines
+from plan_worker import BUCKET, SUB_GROUP, Stack, config_of, held_by_engines, held_by_fsdp2
 
 import zero8
 from zero8.bench.states import state_bytes
@@ -16,17 +16,19 @@ from zero8.plan.share import share_of
 from zero8.state.policy import Policy
 
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
-# Stage, offload, section of bf16, optimizer, accumulation steps.
+# Stage, offload, section of bf16, optimizer, accumulation steps, weight_correction_bits.
 CASES = {
     "zero1 offload": (1, "cpu", {}, "Adam8bitBlockwise", 1),
     "zero2 offload": (2, "cpu", {}, "Adam8bitBlockwise", 1),
     "zero2 offload, fp32": (2, "cpu", None, "Adam8bitBlockwise", 1),
     "zero2 offload, accumulated": (2, "cpu", {}, "Adam8bitBlockwise", 2),
     "zero2 offload, bf16 masters": (2, "cpu", BF16_MASTERS, "Adam8bitBlockwise", 1),
+    "zero2 offload, 24-bit masters": (2, "cpu", BF16_MASTERS, "Adam8bitBlockwise", 1, 8),
     "zero2 offload, AdamW": (2, "cpu", {}, "AdamW", 1),
     "zero2": (2, None, {}, "Adam8bitBlockwise", 1),
     "zero3 offload": (3, "cpu", {}, "Adam8bitBlockwise", 1),
     "zero3 offload, bf16 masters": (3, "cpu", BF16_MASTERS, "Adam8bitBlockwise", 1),
+    "zero3 offload, 24-bit masters": (3, "cpu", BF16_MASTERS, "Adam8bitBlockwise", 1, 8),
     "zero3 offload, AdamW": (3, "cpu", {}, "AdamW", 1),
     "zero3": (3, None, {}, "Adam8bitBlockwise", 1),
     "zero3, fp32": (3, None, None, "Adam8bitBlockwise", 1),
@@ -72,6 +74,27 @@ def test_plan_of_deepspeed_is_within_5_percent_of_what_engines_hold(standing_ran
                     wrong.append((case, what, num_bytes, held[what]))
     assert wrong == []
     assert compared > 5 * len(CASES)
+
+
+def test_plan_of_24_bit_masters_under_deepspeed_counts_corrections():
+    """Guards the test above, which compares what is planned for."""
+    for case in CASES:
+        rows = planned(case, 2)
+        assert ("corrections of bf16 weights" in rows) == ("24-bit" in case)
+
+
+FSDP2 = {
+    "fp32": (torch.float32, {}),
+    "bf16-masters": (torch.bfloat16, {}),
+    "24-bit-masters": (torch.bfloat16, {"weight_correction_bits": 8}),
+}
+
+
+def test_plan_of_fsdp2_is_exactly_what_its_first_rank_holds(standing_ranks):
+    held, _ = standing_ranks(2).run(held_by_fsdp2, cases=FSDP2)
+    for dtype in FSDP2:
+        rows = rows_of(model_of(Stack()), Setup(engine="fsdp2", dtype=dtype, world_size=2))
+        assert held[dtype] == {row.what: row.zero8_bytes for row in rows}, dtype
 
 
 @pytest.mark.parametrize("options", [{}, {"codec": "dynamic", "block_size": 64}])
@@ -141,10 +164,17 @@ def test_plan_of_nvme_has_masters_gradients_and_moments_there():
     assert many[names[1]] == pytest.approx(3 * few[names[1]], abs=3)
 
 
-def test_plan_of_corrections_has_a_byte_for_each_bf16_weight():
-    setup = Setup(dtype="bf16-masters", correction_bits=8)
+def test_plan_of_24_bit_masters_has_a_byte_more_for_each_weight_than_bf16_masters():
     model = model_of(Stack())
-    rows = {row.what: row for row in rows_of(model, setup)}
-    assert rows["corrections of bf16 weights"].zero8_bytes == share_of(model, setup).numel
-    with_masters = rows_of(model, replace(setup, dtype="bf16"))
-    assert "corrections of bf16 weights" not in {row.what for row in with_masters}
+    with_bits, without = (
+        {row.what: row.zero8_bytes for row in rows_of(model, Setup(dtype=dtype))}
+        for dtype in ("24-bit-masters", "bf16-masters")
+    )
+    numel = share_of(model, Setup()).numel
+    assert with_bits == without | {"corrections of bf16 weights": numel}
+    assert "corrections of bf16 weights" not in without
+
+
+def test_plan_of_24_bit_masters_gives_an_fp32_adam_no_corrections():
+    rows = rows_of(model_of(Stack()), Setup(dtype="24-bit-masters"))
+    assert [r.fp32_bytes for r in rows if r.what == "corrections of bf16 weights"] == [0]

@@ -31,7 +31,7 @@ def test_traffic_of_a_step_without_masters_is_22_bytes_and_10_and_the_scales():
     setup = Setup(dtype="bf16-masters")
     fp32, zero8 = (one.step_bytes / MODEL.numel for one in traffic_of(MODEL, setup))
     assert (fp32, zero8) == (22, 6 + 2 * (2 + 12 / 256))
-    corrected = Setup(dtype="bf16-masters", correction_bits=8)
+    corrected = Setup(dtype="24-bit-masters")
     assert traffic_of(MODEL, corrected)[1].step_bytes / MODEL.numel == zero8 + 2
 
 

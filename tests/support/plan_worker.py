@@ -4,9 +4,12 @@
 import deepspeed
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from zero_worker import base_optimizer, config, make_engine, take_step
 
+import zero8
 from zero8.bench.states import state_bytes
+from zero8.train.engine_fsdp2 import join_ranks
 
 BUCKET = 50_000
 SUB_GROUP = 200_000
@@ -28,9 +31,11 @@ class Stack(torch.nn.Module):
         return hidden.float().square().mean()
 
 
-def config_of(stage, offload, dtype, optimizer, accumulation):
+def config_of(stage, offload, dtype, optimizer, accumulation, correction_bits=0):
     zero = {"reduce_bucket_size": BUCKET, "sub_group_size": SUB_GROUP}
-    made = config(stage=stage, offload=offload, dtype=dtype, optimizer=optimizer, zero=zero)
+    params = {"weight_correction_bits": correction_bits} if correction_bits else {}
+    kinds = {"dtype": dtype, "optimizer": optimizer}
+    made = config(stage=stage, offload=offload, zero=zero, **kinds, **params)
     return made | {"gradient_accumulation_steps": accumulation}
 
 
@@ -50,15 +55,46 @@ def _held(ds_config):
         take_step(engine, torch.randint(0, ROWS, (2, 3)))
     zero = engine.optimizer
     found = _of_stage3(zero) if hasattr(zero, "fp32_partitioned_groups_flat") else _of_flat(zero)
-    found["moments"] = _moments(base_optimizer(engine))
+    found |= _states(base_optimizer(engine))
     engine.destroy()
     return {what: num_bytes for what, num_bytes in found.items() if num_bytes}
 
 
-def _moments(optimizer):
-    if hasattr(optimizer, "memory_report"):
-        return sum(row.state_bytes for row in optimizer.memory_report().rows)
-    return state_bytes(optimizer)
+def held_by_fsdp2(cases):
+    """Return, by case, the bytes that this rank holds of each kind of thing after a step.
+
+    Args:
+        cases: by name the dtype of the weights, and settings of the optimizer.
+    """
+    return {name: _held_by_fsdp2(*case) for name, case in cases.items()}
+
+
+def _held_by_fsdp2(dtype, settings):
+    join_ranks()
+    model = Stack().to(dtype)
+    for layer in model.layers:
+        fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = zero8.Adam8bitBlockwise(model.named_parameters(), lr=1e-2, **settings)
+    model(torch.randint(0, ROWS, (2, 3))).backward()
+    optimizer.step()
+    params = list(model.parameters())
+    found = {
+        "weights": nbytes([p.to_local() for p in params]),
+        "gradients": nbytes([p.grad.to_local() for p in params]),
+        **_states(optimizer),
+    }
+    return {what: num_bytes for what, num_bytes in found.items() if num_bytes}
+
+
+def _states(optimizer):
+    if not hasattr(optimizer, "memory_report"):
+        return {"moments": state_bytes(optimizer)}
+    rows = optimizer.memory_report().rows
+    return {
+        "moments": sum(row.state_bytes for row in rows),
+        "corrections of bf16 weights": sum(row.correction_bytes for row in rows),
+    }
 
 
 def _of_flat(zero):

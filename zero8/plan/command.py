@@ -49,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--engine", choices=ENGINES, help="default deepspeed")
     run.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="of ZeRO, default 2")
     run.add_argument("--offload", choices=DEVICES, help="of optimizer states; default cpu")
-    help_text = "default bf16; bf16-masters: without fp32 master weights"
+    help_text = (
+        "default bf16; bf16-masters: without fp32 master weights; 24-bit-masters: the same, with "
+        "weight_correction_bits 8"
+    )
     run.add_argument("--dtype", choices=tuple(WEIGHT_BYTES), help=help_text)
     fit = parser.add_argument_group("the memory that there is, for a verdict: fits or not")
     fit.add_argument("--host-memory", type=float, metavar="GIB", help="memory of each host")

@@ -102,10 +102,11 @@ def _single_changes(setup: Setup) -> Iterator[tuple[str, dict]]:
         stage = setup.stage or 2
         options = f"--offload cpu --stage {stage}" if setup.stage == 0 else "--offload cpu"
         yield f"states in host memory ({options})", {"offload": "cpu", "stage": stage}
+    if setup.master_bytes == 4 and setup.dtype != "fp32":
+        yield "24-bit master weights (--dtype 24-bit-masters)", {"dtype": "24-bit-masters"}
+        yield "bfloat16 master weights (--dtype bf16-masters)", {"dtype": "bf16-masters"}
     if setup.engine != "deepspeed":
         return
-    if setup.dtype in ("bf16", "fp16"):
-        yield "no float32 master weights (--dtype bf16-masters)", {"dtype": "bf16-masters"}
     if setup.stage < 3:
         yield "ZeRO stage 3 (--stage 3)", {"stage": 3}
     if setup.offload != "nvme":
@@ -114,7 +115,7 @@ def _single_changes(setup: Setup) -> Iterator[tuple[str, dict]]:
     if not setup.offload_params:
         params = {"stage": 3, "offload_params": True}
         yield 'weights in host memory (stage 3 with "offload_param" in --ds-config)', params
-    if setup.dtype in ("bf16", "fp32") and setup.offload != "nvme":
+    if setup.dtype != "fp16" and setup.offload != "nvme":
         yield (
             "FSDP2, less what its layers gather (--engine fsdp2)",
             {"engine": "fsdp2", "offload_params": False},

@@ -45,8 +45,8 @@ def rows_of(model: Model, setup: Setup) -> list[Row]:
         rows = _stages_0_to_2(model, setup, share)
     home = HOME[setup.offload]
     rows.append(Row(home, "moments", share.fp32_bytes, share.zero8_bytes))
-    if setup.correction_bits and setup.dtype == "bf16-masters":
-        rows.append(Row(home, "corrections of bf16 weights", 0, share.numel))
+    correction_bytes = setup.correction_bytes * share.numel
+    rows.append(Row(home, "corrections of bf16 weights", 0, correction_bytes))
     return [row for row in rows if row.fp32_bytes or row.zero8_bytes]
 
 
@@ -85,7 +85,7 @@ def _buffers_of_offload(model: Model, setup: Setup, share: Share) -> list[Row]:
         _same(HOST, "largest gradient", weight * largest),
         _same(GPU, "largest gradient", weight * largest),
     ]
-    if setup.accumulation_steps > 1 and setup.dtype != "bf16-masters":
+    if setup.accumulation_steps > 1 and setup.master_bytes == 4:
         rows.append(_same(HOST, "accumulated gradients", weight * share.touched_numel))
     return rows
 
@@ -131,7 +131,7 @@ def _buckets(setup: Setup, default_overlap: bool) -> list[Row]:
 
 
 def _fsdp2(setup: Setup, share: Share) -> list[Row]:
-    """Parameters and gradients are fp32 shards; what a layer gathers is left out."""
+    """Parameters and gradients are shards of one dtype; what a layer gathers is left out."""
     home = HOME[setup.offload]
     what = ("weights", "gradients")
-    return [_same(home, name, 4 * share.numel) for name in what]
+    return [_same(home, name, setup.master_bytes * share.numel) for name in what]

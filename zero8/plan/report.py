@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan as a table and as one JSON object."""
 
+import textwrap
 from dataclasses import asdict
 
 from tabulate import tabulate
@@ -14,6 +15,9 @@ from zero8.plan.traffic import traffic_of
 
 GIB = 2**30
 NAMES = ("fp32 Adam", "zero8")
+
+PLAN_COLUMNS = 62
+"""Columns for a plan in the verdict, which is then 120 wide at most."""
 
 
 def summary(model: Model, setup: Setup, hardware: Hardware, found: Verdict | None) -> dict:
@@ -122,7 +126,8 @@ def _verdict_lines(found: Verdict) -> list[str]:
     cases += [(f"{NAMES[1]}, {change.what}", change.need) for change in found.changes]
     for what, need in cases:
         fits = "yes" if need.fits(limits) else "NO"
-        rows.append([_in_gib(need.host_bytes), _in_gib(need.gpu_bytes), fits, what])
+        lines = textwrap.fill(what, PLAN_COLUMNS, break_on_hyphens=False)
+        rows.append([_in_gib(need.host_bytes), _in_gib(need.gpu_bytes), fits, lines])
     headers = [_limit("host", limits.host_bytes), _limit("GPU", limits.gpu_bytes), "fits", "plan"]
     align = [*["right"] * 3, "left"]
     lines = tabulate(rows, headers, disable_numparse=True, colalign=align).splitlines()

@@ -9,11 +9,15 @@ from zero8.state.policy import Policy
 ENGINES = ("deepspeed", "fsdp2")
 DEVICES = ("none", "cpu", "nvme")
 
-WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bf16-masters": 2}
-"""Bytes of a weight in the forward pass; `bf16-masters` is bf16 without fp32 master weights."""
+WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bf16-masters": 2, "24-bit-masters": 2}
+"""Bytes of a weight in the forward pass.
 
-MASTER_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "bf16-masters": 2}
-"""Bytes of what the optimizer steps over."""
+`bf16-masters` is bf16 without fp32 master weights; `24-bit-masters` is the same, but zero8 keeps 8
+more bits of each weight in its state (`weight_correction_bits`).
+"""
+
+MASTER_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "bf16-masters": 2, "24-bit-masters": 2}
+"""Bytes of what the optimizer steps over, without those 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,6 @@ class Setup:
         pipelined: whether transfers to and from NVMe go on while a step computes.
         policy: which moments zero8 keeps in 8 bits.
         codec: zero8's.
-        correction_bits: zero8's `weight_correction_bits`, of bf16 masters.
 
     Raises:
         ValueError: on construction, if settings do not go together.
@@ -59,7 +62,6 @@ class Setup:
     pipelined: bool = False
     policy: Policy = Policy()
     codec: str = DEFAULT_CODEC
-    correction_bits: int = 0
 
     def __post_init__(self):
         """Check the values."""
@@ -87,8 +89,8 @@ class Setup:
             )
         if self.offload_params and self.stage != 3:
             raise ValueError(f"stage: got {self.stage} with offloaded parameters, expected 3")
-        if self.engine == "fsdp2" and self.dtype not in ("bf16", "fp32"):
-            raise ValueError(f"dtype: got {self.dtype!r} with fsdp2, expected 'bf16' or 'fp32'")
+        if self.engine == "fsdp2" and self.dtype == "fp16":
+            raise ValueError("dtype: got 'fp16' with fsdp2, which is not planned for; take 'bf16'")
 
     @property
     def weight_bytes(self) -> int:
@@ -99,6 +101,11 @@ class Setup:
     def master_bytes(self) -> int:
         """Bytes of a weight that the optimizer steps over, and of the gradient it reads."""
         return MASTER_BYTES[self.dtype]
+
+    @property
+    def correction_bytes(self) -> int:
+        """Bytes of a weight that zero8 keeps in its state."""
+        return int(self.dtype == "24-bit-masters")
 
     @property
     def ranks_here(self) -> int:
@@ -154,17 +161,26 @@ def _is_number(value: object) -> bool:
 def _dtype(config: dict) -> str:
     bf16 = config.get("bf16", {})
     if bf16.get("enabled"):
-        return "bf16-masters" if bf16.get("bf16_master_weights_and_grads") else "bf16"
+        if not bf16.get("bf16_master_weights_and_grads"):
+            return "bf16"
+        optimizer = config.get("optimizer", {})
+        is_corrected = _is_ours(optimizer) and optimizer.get("params", {}).get(
+            "weight_correction_bits"
+        )
+        return "24-bit-masters" if is_corrected else "bf16-masters"
     return "fp16" if config.get("fp16", {}).get("enabled") else "fp32"
 
 
 def _of_optimizer(section: dict) -> dict:
-    if section.get("type") != "Adam8bitBlockwise":
+    if not _is_ours(section):
         return {}
     params = section.get("params", {})
     keys = ("block_size", "min_8bit_size", "fp32_params")
     return {
         "policy": Policy(**{key: params[key] for key in keys if key in params}),
         "codec": params.get("codec", DEFAULT_CODEC),
-        "correction_bits": params.get("weight_correction_bits", 0),
     }
+
+
+def _is_ours(section: dict) -> bool:
+    return section.get("type") == "Adam8bitBlockwise"

@@ -55,7 +55,7 @@ class StepTime:
 def step_times(model: Model, setup: Setup, hardware: Hardware) -> tuple[StepTime, StepTime]:
     """Return the times with an fp32 Adam and with zero8."""
     numel = share_of(model, setup).numel
-    rates = hardware.rates.of(2 if setup.dtype == "bf16-masters" else 4)
+    rates = hardware.rates.of(setup.master_bytes)
     fp32, zero8 = (
         _step_time(setup, hardware, numel, traffic, rate)
         for traffic, rate in zip(traffic_of(model, setup), rates, strict=True)

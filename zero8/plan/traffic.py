@@ -31,18 +31,17 @@ class Traffic:
 def traffic_of(model: Model, setup: Setup) -> tuple[Traffic, Traffic]:
     """Return the traffic with an fp32 Adam and with zero8."""
     share = share_of(model, setup)
-    correction_bytes = share.numel if setup.correction_bits and setup.master_bytes == 2 else 0
+    zero8_bytes = share.zero8_bytes + setup.correction_bytes * share.numel
     return (
         _with(model, setup, share.numel, share.fp32_bytes),
-        _with(model, setup, share.numel, share.zero8_bytes + correction_bytes),
+        _with(model, setup, share.numel, zero8_bytes),
     )
 
 
 def _with(model: Model, setup: Setup, numel: int, state_bytes: int) -> Traffic:
-    is_fsdp2 = setup.engine == "fsdp2"
-    stepped = 4 if is_fsdp2 else setup.master_bytes
-    moved = 4 if is_fsdp2 else setup.weight_bytes
-    master_bytes = stepped * numel
+    # FSDP2 casts weights on the GPU, after they have crossed the link.
+    moved = setup.master_bytes if setup.engine == "fsdp2" else setup.weight_bytes
+    master_bytes = setup.master_bytes * numel
     swapped = setup.offload == "nvme"
     return Traffic(
         step_bytes=3 * master_bytes + 2 * state_bytes,
