@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from doc_blocks import blocks_of_test
 from fake_cuda import FakeCuda
 from host_kernel import Host
 from hypothesis import settings
@@ -35,6 +36,19 @@ def pytest_collection_modifyitems(items):
         return 3 if any(path.is_relative_to(needing) for needing in NEEDING_AIO) else 2
 
     items.sort(key=turn)
+
+
+def pytest_generate_tests(metafunc):
+    """Run a test that takes `block` for each block of the pages that the ledger gives to it."""
+    if "block" in metafunc.fixturenames:
+        blocks = blocks_of_test(metafunc.function.__name__)
+        metafunc.parametrize("block", blocks, ids=lambda block: block.page)
+
+
+@pytest.fixture
+def blocks(request):
+    """All blocks of the pages that the ledger gives to a test."""
+    return blocks_of_test(request.function.__name__)
 
 
 @pytest.fixture

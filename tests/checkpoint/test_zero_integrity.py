@@ -3,6 +3,7 @@
 
 import logging
 import os
+import re
 import resource
 import shutil
 from contextlib import contextmanager, nullcontext
@@ -176,6 +177,22 @@ def test_load_of_a_damaged_checkpoint_names_file_writer_and_reason(damaged, name
     assert "checkpoints/latest" in errors["latest, garbage"][1]
     assert "mp_rank_07_model_states.pt: not in the manifest" in errors["a file too many"][1]
     assert errors["latest, of nothing"][0] == "FileNotFoundError"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_load_of_a_damaged_checkpoint_is_the_error_that_readme_shows(block, damaged, name):
+    """But for names and numbers."""
+    expected = re.escape(block.text.strip())
+    for shown, pattern in (
+        (r"runs/7b/global_step800", r"\S+/new"),
+        (r"global_step400,\ global_step600", "old"),
+        (r"zero_pp_rank_1_mp_rank_00", r"(bf16_)?zero_pp_rank_1_mp_rank_00"),
+        (r"got\ 4096\ bytes,\ expected\ 73664", r"got \d+ bytes, expected \d+"),
+    ):
+        assert shown in expected, shown
+        expected = expected.replace(shown, pattern)
+    _, message = damaged(name)[0][0]["errors"]["rank 1, cut"]
+    assert re.fullmatch(expected, message), message
 
 
 @pytest.mark.parametrize("name", NAMES)

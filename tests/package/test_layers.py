@@ -111,6 +111,13 @@ def test_layers_imports_of_rooms_of_one_folder_are_told_apart():
         part_of("checkpoint/new/file.py")
 
 
+def test_layers_line_of_the_architecture_is_in_the_order_of_the_table(block):
+    groups = [group.strip().split(", ") for group in block.text.split("<-")]
+    layers = [{layer_of(part) for part in group} for group in groups]
+    assert all(len(layer) == 1 for layer in layers)
+    assert layers == sorted(layers, key=min) and len(set().union(*layers)) == len(groups)
+
+
 def test_layers_name_parts_that_exist():
     parts = {part_of(source) for source in SOURCES}
     assert sum(map(len, LAYERS)) == len(set().union(*LAYERS)) == len(parts)

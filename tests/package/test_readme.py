@@ -4,42 +4,61 @@
 import inspect
 import json
 import re
-import sys
 
 import pytest
-import torch
+from doc_blocks import reader, type_in
+from doc_worker import bits_in_an_engine
 from places import ROOT
-from processes import run
+from ranks import build_ops
 
-import zero8
 from zero8.checkpoint.files import tags
 from zero8.optimizer import Adam8bitBlockwise
+from zero8.train import report
 
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-
-
-def test_readme_python_example_runs_and_prints_the_report(capsys):
-    exec(blocks("python")[0], {})
+def test_readme_python_example_runs_and_prints_the_report(block, capsys):
+    exec(block.text, {})
     assert "8-bit: 131,072 elements" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_readme_fsdp2_example_prints_the_report_that_readme_shows(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "fsdp2.py").write_text(blocks("python")[1])
-    ((words, printed),) = re.findall(r"\$ torchrun (.*)\n((?:.+\n)+?)```", README)
-    done = run([sys.executable, "-m", "torch.distributed.run", *words.split()], OMP_NUM_THREADS="1")
-    assert (done.returncode, done.stdout) == (0, printed), done.stderr
+def test_readme_fsdp2_example_prints_the_report_that_readme_shows(blocks, tmp_path):
+    script, shell = blocks
+    (tmp_path / "fsdp2.py").write_text(script.text)
+    ((command, shown),) = shell.session
+    assert type_in(tmp_path, command) == shown
 
 
-def test_readme_example_of_tags_makes_a_complete_one(tmp_path, monkeypatch):
+def test_readme_example_of_tags_makes_a_complete_one(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(blocks("python")[2], {})
+    exec(block.text, {})
     assert tags.read_latest(tmp_path / "runs" / "7b") == "step400"
+
+
+STEPS = 4
+TRAIN = "python -m torch.distributed.run --standalone --nproc-per-node 2 -m zero8.train"
+DEMO = f"--optimizer Adam8bitBlockwise --config configs/zero2_offload.json --steps {STEPS}"
+# What differs from run to run: a speed, the use of codes, and the bytes of what is packed.
+MEASURED = re.compile(r"[\d.]+ GB/s|(?<=\b25)\d(?= of)|\b\d\.\d\d\b|\d\.\de-\d+|\d+ bytes|\.\.\.")
+
+
+@pytest.mark.slow
+def test_readme_commands_of_checkpoints_print_what_readme_shows(block, tmp_path):
+    """After the first steps of the run that `make train` does; but for what is measured."""
+    build_ops()
+    type_in(reader(tmp_path), f"DS_ACCELERATOR=cpu {TRAIN} {DEMO} --out runs/demo", seconds=240)
+    for command, shown in block.session:
+        shown = shown.replace("step400", f"step{STEPS}").replace("step 400", f"step {STEPS}")
+        printed = type_in(tmp_path, command)
+        if "..." in shown:
+            before, _ = shown.split("...\n")
+            printed = printed[: len(before)]
+            shown = before
+        assert MEASURED.sub("#", printed) == MEASURED.sub("#", shown)
+    assert (tmp_path / "codes.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "other" / "latest_universal").read_text() == "universal"
 
 
 def test_readme_tests_of_its_tables_are_there():
@@ -48,12 +67,10 @@ def test_readme_tests_of_its_tables_are_there():
     assert names and not [name for name in names if f"def {name}(" not in sources]
 
 
-def test_readme_json_example_is_a_config_of_our_optimizer():
-    (example,) = blocks("json")
-    section = json.loads(example)["optimizer"]
-    optimizer_class = getattr(torch.optim, section["type"])
-    assert optimizer_class is zero8.Adam8bitBlockwise
-    optimizer_class([torch.nn.Parameter(torch.zeros(2, 2))], **section["params"])
+def test_readme_json_example_steps_in_an_engine(block, standing_ranks):
+    for found in standing_ranks(2).run(bits_in_an_engine, ds_config=json.loads(block.text)):
+        assert 8 in found.pop("bits")
+        assert found == {"type": "Adam8bitBlockwise", "stage": 2, "offload": "cpu"}
 
 
 def test_readme_table_of_settings_names_the_defaults():
@@ -70,9 +87,6 @@ def test_readme_figure_is_there():
         assert (ROOT / path).is_file()
 
 
-def test_readme_bytes_of_the_demo_are_those_of_its_record():
+def test_readme_tables_of_the_demo_are_its_records(block):
     record = ROOT / "benchmarks" / "records" / "demo_cpu_202611.json"
-    for row in json.loads(record.read_text())["runs"]:
-        assert f"{row['state_bytes_per_param']:.3f}" in README
-        assert f"{row['val_loss']:.4f}" in README
-        assert f"{row['step_ms']:.2f}" in README
+    assert block.text.strip("\n") in report.text(json.loads(record.read_text()))

@@ -2,9 +2,11 @@
 """`zero8 plan` from its options to its output, and what it refuses."""
 
 import json
-import re
+import shlex
 
 import pytest
+from doc_blocks import blocks_of, is_shown
+from model_configs import LLAMA_8B
 from places import ROOT
 
 from zero8 import cli
@@ -220,17 +222,39 @@ def test_plan_needs_one_model(words):
         cli.main(["plan", *words])
 
 
-SHOWN = [
-    (path, *shown)
-    for path in ("README.md", "launch/README.md")
-    for shown in re.findall(r"\$ zero8 plan (.*)\n((?:.*\n)*?)```", (ROOT / path).read_text())
-]
+def test_plan_in_a_page_is_what_the_command_prints(block, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))  # which the page describes
+    ((command, shown),) = block.session
+    status, printed = plan(capsys, *shlex.split(command)[2:])
+    assert status == 0
+    assert is_shown(shown, printed), printed
 
 
-@pytest.mark.parametrize(("path", "words", "shown"), SHOWN)
-def test_plan_in_a_readme_is_what_the_command_prints(capsys, path, words, shown):
-    assert plan(capsys, *words.split()) == (0, shown)
+SHOWN = [shown for block in blocks_of("launch/README.md") for shown in block.session]
 
 
-def test_plan_is_in_both_readmes():
-    assert [path for path, *_ in SHOWN] == ["README.md"] + ["launch/README.md"] * 3
+@pytest.mark.parametrize(("command", "shown"), [s for s in SHOWN if s[0].startswith("zero8 plan")])
+def test_plan_in_the_readme_of_launch_is_what_the_command_prints(capsys, command, shown):
+    assert plan(capsys, *shlex.split(command)[2:]) == (0, shown)
+
+
+def test_plan_is_in_the_readme_of_launch():
+    """Guards the test above."""
+    assert len([command for command, _ in SHOWN if command.startswith("zero8 plan")]) == 3
+
+
+def test_plan_of_each_size_that_the_docs_name_prints_a_plan(block, capsys):
+    for command in block.commands:
+        status, printed = plan(capsys, *shlex.split(command)[2:])
+        assert status == 0 and "each host" in printed
+    assert len(block.commands) == 3
+
+
+def test_plan_without_fp32_masters_takes_what_the_docs_say(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    text = (ROOT / "docs" / "from-adamw-to-8-bit.md").read_text()
+    for dtype in ("bf16", "bf16-masters", "24-bit-masters"):
+        words = ("--model", str(tmp_path / "config.json"), "--stage", "2", "--dtype", dtype)
+        gib = planned(capsys, *words)["zero8"]["host_bytes"] / 2**30
+        assert f"{gib:.2f}" in text, dtype

@@ -4,19 +4,10 @@
 import json
 
 import pytest
+from model_configs import LLAMA_8B
 
 from zero8.plan.model import Model
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
 MIXTRAL = LLAMA_8B | {"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8}
 QWEN2_7B = {
     "model_type": "qwen2",

@@ -101,8 +101,7 @@ def convert(source: Path, target: Path, to: str) -> dict:
         RuntimeError: if torch fails to write.
     """
     write, _ = TARGETS[to]
-    target = target.absolute()
-    with made_beside(target) as made:
+    with made_beside(target.absolute()) as made:
         staging = Staging(made.parent)
         opened = open_checkpoint(source)
         found = contents_of.read(opened, staging)

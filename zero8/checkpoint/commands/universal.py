@@ -68,7 +68,8 @@ def _convert(arguments: argparse.Namespace) -> dict:
     copy = None if arguments.trust else _checked_copy
     source = _source(arguments.folder, arguments.tag)
     target = arguments.out or source.with_name(f"{source.name}_universal")
-    return universal_converter.convert(source, target.absolute(), arguments.workers, copy)
+    result = universal_converter.convert(source, target.absolute(), arguments.workers, copy)
+    return result | {"target": str(target)}
 
 
 def _checked_copy(source: Path, target: Path) -> None:

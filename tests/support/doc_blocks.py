@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fenced blocks of README.md and docs/, as the pages show them.
+
+A test that takes `block` runs once for each block that `doc_ledger.RUN` gives to it; one that takes
+`blocks` gets all of them, in the order of the page.
+"""
+
+import os
+import re
+import sys
+import sysconfig
+import textwrap
+from dataclasses import dataclass
+
+import doc_ledger
+import processes
+from places import ROOT
+
+PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+SESSION = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        page: the path of the page in the repository.
+        language: as the fence names it, "" if it does not.
+        text: what is between the fences, as far left as it goes.
+    """
+
+    page: str
+    language: str
+    text: str
+
+    @property
+    def commands(self) -> list[str]:
+        """The lines that a reader types: those after "$ ", or all if there is none."""
+        return [command for command, _ in self.session] or self.text.splitlines()
+
+    @property
+    def session(self) -> list[tuple[str, str]]:
+        """Commands after "$ ", each with what it prints."""
+        return SESSION.findall(self.text)
+
+
+def blocks_of(page: str) -> list[Block]:
+    """Return all blocks of a page."""
+    found = FENCE.findall((ROOT / page).read_text())
+    return [Block(page, language, textwrap.dedent(text)) for language, text in found]
+
+
+def block_with(page: str, phrase: str) -> Block:
+    """Return the only block of a page that has a phrase."""
+    (block,) = [block for block in blocks_of(page) if phrase in block.text]
+    return block
+
+
+def blocks_of_test(name: str) -> list[Block]:
+    """Return the blocks that the ledger gives to a test."""
+    return [
+        block_with(page, phrase)
+        for page, entries in doc_ledger.RUN.items()
+        for phrase, test in entries.items()
+        if test == name
+    ]
+
+
+def is_shown(shown: str, printed: str) -> bool:
+    """Return whether a page shows what was printed; a line of three dots stands for any lines."""
+    parts = map(re.escape, shown.split("...\n"))
+    return re.fullmatch("(?s:.*)".join(parts), printed) is not None
+
+
+def reader(folder):
+    """Make a folder the one that a reader works in: a checkout, as far as the pages name files."""
+    (folder / "configs").symlink_to(ROOT / "configs")
+    return folder
+
+
+def type_in(folder, command: str, seconds: float = 120) -> str:
+    """Return what a command line prints that is typed into a shell in a folder."""
+    path = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
+    line = f"cd {folder} && {command}"
+    done = processes.run(["bash", "-c", line], seconds, PATH=path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_script(folder, *parts: str, seconds: float = 300, **env) -> str:
+    """Return what a script prints that is made of parts, and started in a folder."""
+    script = folder / "script.py"
+    script.write_text("\n".join(parts))
+    command = f"cd {folder} && exec {sys.executable} {script}"
+    done = processes.run(["bash", "-c", command], seconds, OMP_NUM_THREADS="1", **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
