@@ -249,6 +249,22 @@ def under_zero(folder: Path, **keywords) -> dict[str, dict]:
         return cut_off(Model, folder, options)
 
 
+def under_block(text: str, folder: Path) -> dict:
+    """Train under the `strategy` that a block of the docs makes, and return what steps."""
+    names: dict = {}
+    exec(text, names)
+    strategy = names["strategy"]
+    strategy._process_group_backend = "gloo"  # ranks without a GPU
+    with on_ranks(lambda: strategy, accelerator=CPUInTheNameOfCUDA()) as options:
+        engine = fit(Model(), folder, **options()).trainer.strategy.deepspeed_engine
+    return {
+        "optimizer": type(engine.basic_optimizer).__name__,
+        "stage": engine.zero_optimization_stage(),
+        "device": str(engine.zero_offload_optimizer().device),
+        "steps": engine.global_steps,
+    }
+
+
 def error_under_zero(**arguments) -> tuple[str, str] | None:
     """Return the type and text of what `under_zero` raises."""
     return error_of(under_zero, **arguments)

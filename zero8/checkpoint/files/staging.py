@@ -66,12 +66,13 @@ def made_beside(target: Path) -> Iterator[Path]:
     """Yield a path to write a file or a folder to, which becomes `target` at the end of the block.
 
     It lies in a hidden folder beside `target`, which is gone afterwards.  After an error there is
-    no target.
+    no target.  The folder that is to hold the target is made if it is not there.
 
     Raises:
         FileExistsError: if there is a target already.
     """
     _check_is_free(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     try:
         yield folder / target.name

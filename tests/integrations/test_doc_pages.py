@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of docs/ that need others' trainers, run as the pages show them.
+
+Each script is made of what the page says that the reader has, of blocks, and of what the page
+promises.  See tests/support/doc_ledger.py.
+"""
+
+import importlib
+import json
+import re
+import shutil
+from importlib.util import find_spec
+
+import pytest
+from doc_blocks import reader, run_script, type_in
+from needs import need
+from places import ROOT, TESTS
+from ranks import build_ops, free_port
+
+pytestmark = [pytest.mark.integrations, pytest.mark.timeout(600)]
+
+BEGIN = f"import sys; sys.path.insert(0, {str(TESTS / 'support')!r})\nfrom doc_model import *\n"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+SFT = """
+from datasets import Dataset
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+save_base("base")
+model = LlamaForCausalLM.from_pretrained("base")
+lora = LoraConfig(r=16, target_modules="all-linear")
+data = Dataset.from_list([{"text": " ".join(f"w{n + k}" for k in range(16))} for n in range(32)])
+SFTConfig = on_the_cpu(SFTConfig)
+"""
+BYTES = re.compile(r"\b\d+ bytes")
+"""Of files, in which names and versions are."""
+
+ADAPTERS = """
+rows = optimizer.memory_report().rows
+assert len(rows) == 28 and all("lora_" in row.name and row.bits == 8 for row in rows), rows
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ops():
+    """Build the ops here: the time limits are for the scripts."""
+    build_ops()
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Return a function that runs a script of parts in a reader's folder; it returns the output."""
+    folder = reader(tmp_path)
+
+    def run(*parts, launched=False, **env):
+        """Run it; `launched` gives it the variables that a launcher gives to an only rank."""
+        if launched:
+            env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        return run_script(folder, *parts, **OFFLINE | env)
+
+    return run
+
+
+# --- docs/from-adamw-to-8-bit.md ------------------------------------------------------------------
+
+TRAINER = """
+def new_trainer(config, max_steps):
+    args = TrainingArguments(
+        output_dir="out", deepspeed=config, bf16=True, max_steps=max_steps, save_steps=20,
+        per_device_train_batch_size=4,
+    )
+    return Trainer(model=new_model(), args=args, train_dataset=data)
+"""
+
+
+def test_page_on_adamw_is_what_happens(blocks, script, tmp_path):
+    """A run of AdamW is checked, resumed in 8 bits, and carried elsewhere."""
+    check, error, report, resume, universal, convert = blocks
+    config = json.loads((ROOT / "configs" / "hf" / "zero3_offload.json").read_text())
+    config["optimizer"]["type"] = "AdamW"
+    (tmp_path / "old.json").write_text(json.dumps(config))
+    script(BEGIN, TRAINER, "new_trainer('old.json', 20).train()", launched=True)
+
+    printed = script(
+        *(BEGIN, TRAINER, "trainer = new_trainer('old.json', 1)", check.text),
+        "try:\n    trainer.train()",
+        "except RuntimeError as error:\n    print('RuntimeError:', error)",
+        launched=True,
+    )
+    assert " ".join(error.text.split()) in printed
+
+    printed = script(
+        *(BEGIN, TRAINER, "trainer = new_trainer('configs/hf/zero3_offload.json', 40)"),
+        *(check.text, resume.text),
+        "print([row['step'] for row in trainer.state.log_history])",
+        "print(trainer.model_wrapped.optimizer.optimizer.memory_report())",
+        launched=True,
+    )
+    assert printed.endswith(report.text)
+    for block in (universal, convert):
+        ((command, shown),) = block.session
+        assert BYTES.sub("#", type_in(tmp_path, command)) == BYTES.sub("#", shown)
+
+
+# --- docs/integrations.md: Hugging Face -----------------------------------------------------------
+
+
+def test_trainer_block_with_a_deepspeed_config_trains(block, script):
+    printed = script(
+        BEGIN,
+        "import zero8",
+        "class Trainer(Trainer):\n"
+        "    def train(self):\n"
+        "        super().train()\n"
+        "        zero8.assert_active(self.model_wrapped)\n"
+        "        print(self.model_wrapped.optimizer.optimizer.memory_report())",
+        "model = new_model()",
+        block.text,
+        launched=True,
+    )
+    assert "8-bit: 1,441,792 elements" in printed
+
+
+def test_trainer_blocks_without_deepspeed_train(blocks, script, tmp_path):
+    """With the health of the optimizer; its checkpoint leads back to AdamW."""
+    factory, monitor, convert = blocks
+    begin = (BEGIN, "model = new_model()")
+    arguments = "args = TrainingArguments(output_dir='out', max_steps={}, save_steps=10)"
+    printed = script(
+        *(*begin, arguments.format(50), factory.text, monitor.text, "trainer.train()"),
+        "print(trainer.state.log_history)",
+        "print(trainer.optimizer.optimizer.memory_report())",
+    )
+    assert "'zero8/share_8bit'" in printed
+    assert re.search(r"^model\.embed_tokens\.weight +32 ", printed, re.MULTILINE)
+    ((command, shown),) = convert.session
+    assert BYTES.sub("#", type_in(tmp_path, command)) == BYTES.sub("#", shown)
+    for path in (tmp_path / "out" / "checkpoint-10").iterdir():
+        if path.name != "optimizer.pt":
+            shutil.copy(path, tmp_path / "back")
+    printed = script(
+        *(*begin, arguments.format(12)),
+        "trainer = Trainer(model=model, args=args, train_dataset=data)",
+        'trainer.train(resume_from_checkpoint="back")',
+        "steps = {int(state['step']) for state in trainer.optimizer.state.values()}",
+        "print(type(trainer.optimizer.optimizer).__name__, steps)",
+    )
+    assert printed.endswith("AdamW {12}\n")
+
+
+def test_accelerate_block_steps(block, script):
+    printed = script(
+        BEGIN,
+        "from accelerate import Accelerator",
+        "model, accelerator = new_model(), Accelerator(cpu=True)",
+        block.text,
+        "batch = data[0]['input_ids'][None]",
+        "accelerator.backward(model(input_ids=batch, labels=batch).loss)",
+        "optimizer.step()",
+        "accelerator.save_state('state')",
+        "accelerator.load_state('state')",
+        "print(optimizer.optimizer.memory_report())",
+    )
+    assert "8-bit: 1,441,792 elements" in printed
+
+
+def test_peft_blocks_by_hand_and_with_sfttrainer_train_adapters(blocks, script):
+    by_hand, trainer = blocks
+    script(
+        *(BEGIN, SFT, "import zero8", "from peft import get_peft_model"),
+        "from zero8.integrations import hf",
+        "args = SFTConfig(output_dir='out', max_steps=2)",
+        trainer.text,
+        "trainer.train()",
+        "optimizer = trainer.optimizer.optimizer",
+        ADAPTERS,
+        "model = new_model()",
+        by_hand.text,
+        "batch = torch.arange(16)[None]",
+        "model(input_ids=batch, labels=batch).loss.backward()",
+        "optimizer.step()",
+        ADAPTERS,
+    )
+
+
+def test_sfttrainer_block_with_a_deepspeed_config_trains_adapters(block, script):
+    script(
+        *(BEGIN, SFT, block.text, "trainer.train()"),
+        "optimizer = trainer.model_wrapped.optimizer.optimizer",
+        ADAPTERS,
+        launched=True,
+    )
+
+
+# --- docs/integrations.md: others -----------------------------------------------------------------
+
+
+def test_lightning_blocks_train_alone_and_under_fsdp2(blocks, script, tmp_path):
+    alone, sharded = blocks
+    printed = script(
+        alone.text,
+        sharded.text,
+        "trainer.fit(Sharded(), torch.utils.data.DataLoader(torch.randn(64, 256), batch_size=8))",
+        "optimizer = trainer.lightning_module.optimizers(use_pl_optimizer=False)",
+        "if trainer.global_rank == 0:\n    print(trainer.global_step, optimizer.memory_report())",
+    )
+    # 64 rows in batches of 8, of which each of two ranks takes half, twice.
+    assert "\n8 parameter " in printed
+    assert "8-bit: 65,536 elements" in printed  # half of both matrices
+    assert (tmp_path / "model.ckpt").is_file()
+
+
+def test_lightning_block_of_deepspeed_trains_on_a_standin_for_cuda(block, standing_ranks, tmp_path):
+    worker = importlib.import_module("lightning_worker")
+    for found in standing_ranks(2).run(worker.under_block, text=block.text, folder=tmp_path):
+        assert found == {"optimizer": "Adam8bitBlockwise", "stage": 2, "device": "cpu", "steps": 12}
+
+
+def test_torchtitan_block_builds_an_optimizer_that_steps(block, script):
+    need(None if find_spec("torchtitan") else "no torchtitan: make test-integrations installs it")
+    printed = script(
+        "import torch",
+        block.text,
+        "model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))",
+        'optimizers = adam8bit(codec="dynamic").build(model_parts=[model])',
+        "model(torch.ones(8, 256)).square().mean().backward()",
+        "optimizers.step()",
+        "(optimizer,) = optimizers",
+        "print(type(optimizer).__name__, optimizer.codec.name, optimizer.param_groups[0]['betas'])",
+        "print(optimizer.memory_report())",
+    )
+    assert printed.startswith("Adam8bitBlockwise dynamic (0.9, 0.95)\n")
+    assert "8-bit: 131,072 elements" in printed
+
+
+def test_deepspeed_monitor_block_writes_the_health(block, script, tmp_path):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam8bitBlockwise", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
+    }
+    script(
+        "import deepspeed, torch",
+        "from zero8.zero.ops import leave_out_shared_memory",
+        "leave_out_shared_memory()",
+        "model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64))",
+        f"config = {config!r}",
+        block.text,
+        "for _ in range(50):\n"
+        "    engine.backward(engine(torch.ones(2, 64)).square().mean())\n"
+        "    engine.step()",
+        launched=True,
+    )
+    (path,) = tmp_path.glob("job/*share_8bit*.csv")
+    assert len(path.read_text().splitlines()) == 2  # a header, and step 50
