@@ -15,6 +15,9 @@ from importlib import import_module
 import zero8
 from zero8 import extras
 
+ABOUT = "Tools for Adam with 8-bit states."
+FIRST = "Begin with zero8 doctor, and zero8 plan --parameters 8B."
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return the exit status."""
@@ -80,12 +83,12 @@ def _print(text: str) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with those of all commands."""
-    parser = _Command(prog="zero8", description="8-bit Adam states: tools.")
+    parser = _Command(prog="zero8", description=ABOUT, epilog=FIRST)
     parser.add_argument("--version", action="version", version=f"zero8 {zero8.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, help_text in (
-        ("build", _build, "compile now, for all instruction sets and GPUs, not at the first step"),
-        ("doctor", _doctor, "report versions, op, instruction sets and the fit to DeepSpeed"),
+        ("doctor", _doctor, "say whether everything works here, and if not, why"),
+        ("build", _build, "compile the kernels ahead; the first step does it otherwise"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_argument("--json", action="store_true", help="print one JSON object")
@@ -106,13 +109,9 @@ def make_parser() -> argparse.ArgumentParser:
                 help="build there; a copy of it serves where TORCH_EXTENSIONS_DIR names the copy",
             )
     for name, add, help_text in (
-        ("plan", _plan, "estimate memory, traffic and step time of a run; see zero8 plan --help"),
-        (
-            "checkpoint",
-            _checkpoint,
-            "verify, inspect, compare and convert; see zero8 checkpoint --help",
-        ),
-        ("bench", _bench, "measure; see zero8 bench --help"),
+        ("plan", _plan, "estimate memory, traffic and step time of a run"),
+        ("checkpoint", _checkpoint, "verify, inspect, compare, convert and delete checkpoints"),
+        ("bench", _bench, "measure the step, steps in the backward, and the plan's estimates"),
     ):
         commands.add_parser(name, help=help_text).add_arguments = add
     return parser

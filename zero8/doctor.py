@@ -255,7 +255,7 @@ def as_text(report: dict, verbose: bool = False) -> str:
     if op:
         lines.append(("op", f"{op['path']} (loaded in {op['load_seconds']:.1f} s)"))
         lines.append(("instruction sets", ", ".join(op["instruction_sets"])))
-        lines.append(("used", f"{op['used']}, {op['threads']} threads"))
+        lines.append(("used", f"{op['used']}, threads: {op['threads']}"))
     else:
         lines.append(("op", "cannot be loaded"))
     locks = report["locks"] or []
@@ -264,7 +264,7 @@ def as_text(report: dict, verbose: bool = False) -> str:
     lines += _gpu_lines(report["cuda_kernel"])
     lines += _deepspeed_lines(report, verbose)
     if report["accelerate"]:
-        lines.append(("seam", f"{accelerate.REPLACES}: {report['accelerate']} (Accelerate)"))
+        lines.append(("accelerate", f"{accelerate.REPLACES}: {report['accelerate']}"))
     autoload = report["autoload"] or {"active": False, "reason": "unknown"}
     why = "active" if autoload["active"] else f"inactive: {autoload['reason']}; import zero8"
     lines.append(("autoload", why))

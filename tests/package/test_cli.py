@@ -104,6 +104,13 @@ def seam_lines(text):
     return [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith("seam")]
 
 
+def test_doctor_names_accelerate_apart_from_the_seams_of_deepspeed():
+    text = doctor.as_text(doctor.examine() | {"accelerate": "installed"})
+    (line,) = [line for line in text.splitlines() if line.startswith("accelerate")]
+    assert line.endswith("map_pytorch_optim_to_deepspeed: installed")
+    assert len(seam_lines(text)) == 1
+
+
 def test_doctor_counts_seams_and_lists_all_of_them_with_verbose(capsys):
     report = doctor.examine()
     count = len(report["seams"])

@@ -36,7 +36,7 @@ def test_plan_prints_both_optimizers_side_by_side_in_few_lines(capsys):
     assert len(lines) <= 30 and max(map(len, lines)) <= 100
     (moments,) = [line.split() for line in lines if line.startswith("- moments")]
     assert moments == ["-", "moments", "65.19", "16.68"]
-    assert "64 GPU(s) on 8 host(s)" in printed
+    assert "64 GPUs on 8 hosts" in printed
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_verdict_names_single_changes_with_what_they_need():
     assert "--stage 3 --offload nvme" in nvme.what
     # 16-bit gradients; 4 buffers of a sub-group of 10^9 float32 weights; its states.
     assert nvme.need.host_bytes == 2 * NUMEL + 4 * 4 * 10**9 + MOMENTS * 10**9 // NUMEL
-    assert "--world-size 16" in ranks.what and "2 host(s)" in ranks.what
+    assert "--world-size 16" in ranks.what and "2 hosts" in ranks.what
 
 
 def test_verdict_names_24_bit_masters_where_they_fit_with_a_byte_more_than_bf16_ones():

@@ -8,7 +8,7 @@ from itertools import combinations
 
 from zero8.plan.memory import GPU, HOST, rows_of, total
 from zero8.plan.model import Model
-from zero8.plan.setup import Setup
+from zero8.plan.setup import Setup, counted
 
 MOST_CHANGES = 6
 """Changes that are named at most."""
@@ -141,4 +141,5 @@ def _more_ranks(model: Model, setup: Setup, limits: Limits, before: str = "") ->
         return
     count = next(count for count in counts if needed(count).fits(limits))
     hosts = -(-count // setup.ranks_per_host)
-    yield Change(f"{before}{count} ranks on {hosts} host(s) (--world-size {count})", needed(count))
+    what = f"{before}{count} ranks on {counted(hosts, 'host')} (--world-size {count})"
+    yield Change(what, needed(count))

@@ -9,7 +9,7 @@ from tabulate import tabulate
 from zero8.plan.fit import Verdict
 from zero8.plan.memory import GPU, HOST, NVME, Row, rows_of, total
 from zero8.plan.model import Model
-from zero8.plan.setup import Setup
+from zero8.plan.setup import Setup, counted
 from zero8.plan.step_time import Hardware, step_times
 from zero8.plan.traffic import traffic_of
 
@@ -63,7 +63,7 @@ def _memory_lines(rows: list[Row], ranks: int) -> list[list[str]]:
     lines = []
     for place, title, scale in (
         (GPU, "each GPU, GiB", 1),
-        (HOST, f"each host ({ranks} rank(s)), GiB", ranks),
+        (HOST, f"each host ({counted(ranks, 'rank')}), GiB", ranks),
         (NVME, "NVMe of each host, GiB", ranks),
     ):
         here = [row for row in rows if row.place == place]
@@ -102,19 +102,18 @@ def _time_lines(model: Model, setup: Setup, hardware: Hardware) -> list[list[str
 
 
 def _remarks(setup: Setup, hardware: Hardware) -> list[str]:
-    lines = ["Without activations, and what CUDA and allocators add."]
+    lines = ["Not counted: activations, and what CUDA and allocators add."]
     if setup.offload == "none":
         gpu = f"{hardware.gpu_gb_per_s:g} GB/s (--gpu-bandwidth)"
         return [*lines, f"Step time: the bytes over a GPU's {gpu}; a real step takes longer."]
     rates = hardware.rates
-    lines.append(
-        f"Step time: hosts of {hardware.host.cores} cores and {hardware.host.gb_per_s:.0f} GB/s; "
-        f"one core {rates.fp32_adam:.2f} ns/param for fp32 Adam,"
-    )
-    lines.append(
-        f"{rates.zero8:.2f} for zero8, {rates.zero8_bf16:.2f} without fp32 masters "
-        f"({rates.source})."
-    )
+    lines += [
+        f"Step time: for hosts of {counted(hardware.host.cores, 'core')} and "
+        f"{hardware.host.gb_per_s:.0f} GB/s (--cores, --bandwidth, or --measure).",
+        f"One core takes {rates.fp32_adam:.2f} ns/param for fp32 Adam, {rates.zero8:.2f} for "
+        f"zero8, {rates.zero8_bf16:.2f} without fp32 masters",
+        f"({rates.source}).",
+    ]
     if setup.offload == "nvme":
         lines.append(f"NVMe: {hardware.nvme_gb_per_s:g} GB/s of each host (--nvme-bandwidth).")
     return lines

@@ -117,8 +117,13 @@ class Setup:
         hosts = -(-self.world_size // self.ranks_per_host)
         how = "FSDP2" if self.engine == "fsdp2" else f"ZeRO stage {self.stage}"
         where = {"none": "no offload", "cpu": "offload to the CPU", "nvme": "offload to NVMe"}
-        counts = f"{self.world_size} GPU(s) on {hosts} host(s)"
+        counts = f"{counted(self.world_size, 'GPU')} on {counted(hosts, 'host')}"
         return f"{how}, {where[self.offload]}, {self.dtype}, {counts}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def with_deepspeed_config(setup: Setup, config: dict) -> Setup:
