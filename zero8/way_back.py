@@ -5,14 +5,16 @@ import functools
 
 import torch
 
+from zero8.algorithms.table import algorithm_called
 from zero8.blockwise import BlockwiseOptimizer
+from zero8.state.header import StateHeader
 from zero8.zero.active import innermost
 from zero8.zero.moment_tensor import MomentTensor
 
 REMEDY = (
-    "Go on with that, such as Adam8bitBlockwise, or make float32 states first: "
-    "zero8 checkpoint convert IN OUT --to fp32 for a file or a folder of FSDP2, zero8 checkpoint "
-    "universal DIR for a checkpoint of DeepSpeed, zero8.export(optimizer) in Python"
+    "or make float32 states first: zero8 checkpoint convert IN OUT --to fp32 for a file or a "
+    "folder of FSDP2, zero8 checkpoint universal DIR for a checkpoint of DeepSpeed, "
+    "zero8.export(optimizer) in Python"
 )
 
 
@@ -61,10 +63,10 @@ def explain_refusals() -> None:
 
     @functools.wraps(original)
     def load_state_dict(self, state_dict):
-        if not isinstance(self, BlockwiseOptimizer) and _has_ours(state_dict):
+        if not isinstance(self, BlockwiseOptimizer) and (ours := _owner_of(state_dict)):
             raise ValueError(
-                f"load_state_dict: got 8-bit states of an optimizer of zero8, which "
-                f"{type(self).__name__} cannot read. {REMEDY}"
+                f"load_state_dict: got 8-bit states of zero8's {ours}, which "
+                f"{type(self).__name__} cannot read. Go on with {ours}, {REMEDY}"
             )
         return original(self, state_dict)
 
@@ -72,11 +74,15 @@ def explain_refusals() -> None:
     torch.optim.Optimizer.load_state_dict = load_state_dict
 
 
-def _has_ours(state_dict: dict) -> bool:
+def _owner_of(state_dict: dict) -> str | None:
+    """Return the class of the 8-bit states in a state dict, None if there are none."""
     states = state_dict.get("state") if isinstance(state_dict, dict) else None
-    if not isinstance(states, dict):
-        return False
-    return any(isinstance(s, dict) and (_is_plain(s) or _is_of_zero(s)) for s in states.values())
+    for state in states.values() if isinstance(states, dict) else ():
+        if isinstance(state, dict) and _is_plain(state):
+            return StateHeader.of(state, "it").algorithm.class_name
+        if isinstance(state, dict) and _is_of_zero(state):
+            return algorithm_called(state["exp_avg"].store.rule.algorithm).class_name
+    return None
 
 
 def _is_plain(state: dict) -> bool:

@@ -242,7 +242,7 @@ def test_lion_states_and_others_refuse_each_other(ours, make, theirs, message):
 
 def test_lion_is_refused_by_other_optimizers_and_exported_for_them():
     state_dict = states_of(Lion8bitBlockwise)
-    with pytest.raises(ValueError, match="got 8-bit states of an optimizer of zero8"):
+    with pytest.raises(ValueError, match="states of zero8's Lion8bitBlockwise, which AdamW"):
         torch.optim.AdamW([param(20, 300)]).load_state_dict(state_dict)
     p = param(20, 300)
     optimizer = Lion8bitBlockwise([p])
