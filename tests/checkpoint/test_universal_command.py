@@ -264,7 +264,7 @@ def test_universal_command_without_deepspeed_says_what_to_install(tmp_path, monk
 @pytest.mark.parametrize("stage", STAGES)
 def test_universal_command_with_several_workers_makes_the_same(tmp_path, stage):
     code = (
-        "import argparse; from zero8.checkpoint import universal; "
+        "import argparse; from zero8.checkpoint.commands import universal; "
         "parser = argparse.ArgumentParser(); universal.add_arguments(parser); "
         f"print(universal.run(parser.parse_args([{str(tmp_path)!r}, '--workers', '3'])))"
     )
