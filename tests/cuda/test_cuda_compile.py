@@ -145,7 +145,7 @@ def cache(tmp_path_factory):
 
 def names_in(code: bytes) -> set[bytes]:
     """Return the symbols of an ELF file of kernels."""
-    return set(re.findall(rb"\0(zero8_step_\w+)\0", code))
+    return set(re.findall(rb"\0(zero8_step_\w+)(?=\0)", code))
 
 
 @pytest.mark.parametrize(
