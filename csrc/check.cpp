@@ -65,11 +65,16 @@ std::string wrong_kind(const Segment& s, int64_t num_scalars) {
   return {};
 }
 
-std::string wrong_address(const std::string& field, const void* p, int64_t alignment_bytes) {
+bool is_address(const void* p, uint64_t alignment_bytes) {
   const auto address = reinterpret_cast<uint64_t>(p);
-  if (address == 0) return field + ": got no memory";
-  if (address % alignment_bytes == 0) return {};
-  return wrong(field, static_cast<int64_t>(address),
+  return address != 0 && address % alignment_bytes == 0;
+}
+
+// What is wrong with one that is none.  Names of fields are made only then: with them the check of
+// a small segment would take as long as its step.
+std::string wrong_address(const std::string& field, const void* p, uint64_t alignment_bytes) {
+  if (!p) return field + ": got no memory";
+  return wrong(field, reinterpret_cast<int64_t>(p),
                "an address that is a multiple of " + std::to_string(alignment_bytes));
 }
 
@@ -83,16 +88,21 @@ std::string wrong_moment(const Segment& s, int k, int64_t num_blocks) {
   }
   if (s.numel == 0) return {};
   const bool is_quantized = moment.codec != kFloat32;
-  std::string found = wrong_address(of_moment(k, "values"), moment.values, is_quantized ? 1 : 4);
-  if (!found.empty() || !is_quantized) return found;
+  const uint64_t alignment_bytes = is_quantized ? 1 : 4;
+  if (!is_address(moment.values, alignment_bytes)) {
+    return wrong_address(of_moment(k, "values"), moment.values, alignment_bytes);
+  }
+  if (!is_quantized || is_address(moment.scales, 4)) return {};
   return wrong_address(of_moment(k, "scales"), moment.scales, 4);
 }
 
 std::string wrong_memory(const Segment& s) {
   std::string found;
   if (s.numel != 0) {
-    found = wrong_address("param", s.param, s.param_dtype == kFP32 ? 4 : 2);
-    if (found.empty()) found = wrong_address("grad", s.grad, s.grad_dtype == kFP32 ? 4 : 2);
+    const uint64_t param_bytes = s.param_dtype == kFP32 ? 4 : 2;
+    const uint64_t grad_bytes = s.grad_dtype == kFP32 ? 4 : 2;
+    if (!is_address(s.param, param_bytes)) return wrong_address("param", s.param, param_bytes);
+    if (!is_address(s.grad, grad_bytes)) return wrong_address("grad", s.grad, grad_bytes);
   }
   const int64_t blocks = check::num_blocks(s);
   for (int k = 0; k < kMomentSigns[s.algorithm].count && found.empty(); ++k) {
