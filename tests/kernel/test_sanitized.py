@@ -95,7 +95,7 @@ def test_sanitizer_stops_a_step_over_memory_that_is_not_its_own(op, tmp_path):
         "made = make('log', Place((4, 1000), 256, 0, 4000), scalars_at(1, hyper))\n"
         "records, scalars = kernel.packed([made])\n"
         "codes = torch.zeros(100, dtype=torch.uint8)\n"
-        "records['exp_avg'] = codes.data_ptr()\n"
+        "records['moments']['values'][0, 0] = codes.data_ptr()\n"
         "kernel.run(records, scalars, 1, 'baseline')\n"
         "print('survived')\n"
     )

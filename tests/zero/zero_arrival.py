@@ -279,10 +279,10 @@ def file_with(data, text, change):
     return memory
 
 
-def each_piece(*which, **values):
+def each_piece(**values):
     def change(description):
-        for name in which:
-            for piece in description[name]["pieces"]:
+        for moment in description["moments"]:
+            for piece in moment["pieces"]:
                 if piece["block_size"]:
                     piece.update(values)
 
@@ -290,18 +290,16 @@ def each_piece(*which, **values):
 
 
 DISK = {
-    "blocks of 65536": (each_piece(*MOMENTS, block_size=65536), "description is damaged"),
-    "blocks of 2**62": (each_piece(*MOMENTS, block_size=2**62), "description is damaged"),
-    "other first": (each_piece(*MOMENTS, first=64), "other ranges|description is damaged"),
+    "blocks of 65536": (each_piece(block_size=65536), "description is damaged"),
+    "blocks of 2**62": (each_piece(block_size=2**62), "description is damaged"),
+    "other first": (each_piece(first=64), "other ranges|description is damaged"),
     "negative corrections": (lambda d: d.update(correction_numel=-5), "description is damaged"),
     "corrections that are not there": (lambda d: d.update(correction_numel=2**40), "damaged"),
     "another codec": (
-        lambda d: [d[which].update(codec=1) for which in MOMENTS], "file is damaged|cut short"
+        lambda d: [one.update(codec=1) for one in d["moments"]], "file is damaged|cut short"
     ),
-    "twins of two codecs": (lambda d: d["exp_avg"].update(codec=1), None),
-    "moments exchanged": (
-        lambda d: d.update(exp_avg=d["exp_avg_sq"], exp_avg_sq=d["exp_avg"]), "damaged|whole"
-    ),
+    "twins of two codecs": (lambda d: d["moments"][0].update(codec=1), None),
+    "moments exchanged": (lambda d: d["moments"].reverse(), "description is damaged"),
 }  # fmt: skip
 
 
