@@ -91,6 +91,7 @@ def shared_numbers() -> dict[str, float]:
         "kMaxHashed": structs.MAX_HASHED,
         "kMaxMoments": structs.MAX_MOMENTS,
         "kNumAlgorithms": len(ALGORITHMS) + 1,
+        "sizeof(StepScalars)": structs.scalars_dtype(ALGORITHMS[0]).itemsize,
         "kPieceFactor": dynamic_tables.PIECE_FACTOR,
         "kPieceShift": dynamic_tables.PIECE_SHIFT,
         "kElementStep": dither.ELEMENT_STEP,
