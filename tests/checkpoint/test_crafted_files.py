@@ -9,7 +9,16 @@ import os
 import sys
 
 import pytest
-from crafted_cases import CASES, dcp_folder, floats, metadata, with_codes, with_moments
+from crafted_cases import (
+    CASES,
+    dcp_folder,
+    floats,
+    metadata,
+    second_moment,
+    with_codes,
+    with_first_moment,
+    with_moments,
+)
 from crafted_files import tensor, value
 from places import FOLDERS
 from processes import started
@@ -167,6 +176,12 @@ SAYS = {
     "got a hash of an integer of 332193 bits": ("ZeRO: a hash of 10^5 digits",),
     "got a hash of a value of type list": ("ZeRO: a hash of laughs",),
     "those that were saved 0000000000000001": ("ZeRO: another hash",),
+    "expected 8-bit moments ['exp_avg', 'exp_avg_sq']": ("ZeRO: one moment alone",),
+    "its moments are of different elements": (
+        "ZeRO: one moment twice",
+        "ZeRO: moments of other elements",
+        "ZeRO: moments of two codecs",
+    ),
     "got 'x', expected its description": ("ZeRO: a description of text",),
     "got 1, expected its description": ("ZeRO: codes that are a number",),
     "not a file of ZeRO's states: no optimizer_state_dict in it": ("ZeRO: none of ZeRO's",),
@@ -236,9 +251,12 @@ SAYS = {
         "folder: swap: a description beyond",
         "folder: swap: nested lists",
         "folder: swap: a list",
+        "folder: swap: an empty list of moments",
         "folder: swap: a number of 5000 digits",
     ),
     "got a value of type list, expected its description": ("folder: swap: lists of moments",),
+    "got moments ['exp_avg']": ("folder: swap: one moment alone",),
+    "got moments ['exp_avg_sq', 'exp_avg']": ("folder: swap: moments exchanged",),
     "got 4096 bytes with tensors of (0, 0, 0, 0, 0, 0, 0)": ("folder: swap: 2^48 elements",),
     "got 4096 bytes with tensors of ()": ("folder: swap: no numbers",),
     "got a header with 4294967295 and 4294967295 numbers": ("folder: swap: 2^32 numbers",),
@@ -277,6 +295,11 @@ def test_good_files_of_the_same_make_are_read(tmp_path):
     (tmp_path / "adam.pt").write_bytes(with_moments(tensor(floats(), [256], [1])))
     (fragment,) = open_checkpoint(tmp_path / "adam.pt").all_fragments()
     assert (fragment.step, fragment.memory) == (1, {"history": UNKNOWN_HISTORY})
+    (tmp_path / "rank").mkdir()
+    path = tmp_path / "rank" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    path.write_bytes(with_first_moment(history=value(1.0), exp_avg_sq=second_moment()))
+    (fragment,) = open_checkpoint(tmp_path / "rank").all_fragments()
+    assert (fragment.step, fragment.memory) == (1, {"history": 1.0})
     (tmp_path / "ours.pt").write_bytes(with_codes("step", value(7)))
     (fragment,) = open_checkpoint(tmp_path / "ours.pt").all_fragments()
     assert (fragment.step, fragment.is_quantized) == (7, True)

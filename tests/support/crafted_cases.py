@@ -99,6 +99,12 @@ FITTING = {"shape": [4, 64], "numel": 256}
 
 def moment(**changes) -> bytes:
     """Return a file of a ZeRO rank, in whose description something is something else."""
+    made = made_moment(**changes)
+    return zero_file(dict_of({"exp_avg": made, "exp_avg_sq": made, "step": value(1)}))
+
+
+def made_moment(scales=(0,), **changes) -> bytes:
+    """Return a pickled moment, in whose description something is something else."""
     piece = {
         "name": "p",
         "identity": 1,
@@ -116,10 +122,19 @@ def moment(**changes) -> bytes:
     content = {key: value(x) for key, x in (described | {"written": False}).items()} | changes
     items = {key: x if isinstance(x, bytes) else value(x) for key, x in piece.items()}
     content["pieces"] = list_of(dict_of(items)) if pieces is None else pieces
-    none = tensor(storage("ByteStorage", "1", 0), [0], [1])
-    buffers = none, tensor(storage("FloatStorage", "1", 0), [0], [1]), tensor(floats(), [256], [1])
-    made = call("zero8.zero.moment_tensor", "rebuild_moment", dict_of(content), *buffers)
-    return zero_file(dict_of({"exp_avg": made, "exp_avg_sq": made, "step": value(1)}))
+    codes = tensor(storage("ByteStorage", "1", 0), [0], [1])
+    scales = tensor(storage("FloatStorage", "1", 0), list(scales), [1] * len(scales))
+    buffers = codes, scales, tensor(floats(), [256], [1])
+    return call("zero8.zero.moment_tensor", "rebuild_moment", dict_of(content), *buffers)
+
+
+def with_first_moment(**moments: bytes) -> bytes:
+    """Return a file of a ZeRO rank with a first moment, and others, that are well formed."""
+    return zero_file(dict_of({"exp_avg": made_moment(**FITTING), "step": value(1), **moments}))
+
+
+def second_moment(**changes) -> bytes:
+    return made_moment(**{"scales": (0, 2), "which": value("exp_avg_sq"), **FITTING, **changes})
 
 
 def zero_file(state: bytes) -> bytes:
@@ -327,6 +342,14 @@ ZERO = {
     "a hash of 10^5 digits": lambda: moment(**FITTING, hash=value(10**100_000)),
     "a hash of laughs": lambda: moment(**FITTING, hash=laughs()),
     "another hash": lambda: moment(**FITTING, hash=value(1)),
+    "one moment alone": with_first_moment,
+    "one moment twice": lambda: with_first_moment(exp_avg_sq=made_moment(**FITTING)),
+    "moments of other elements": lambda: with_first_moment(
+        exp_avg_sq=second_moment(shape=[8, 64], first=64)
+    ),
+    "moments of two codecs": lambda: with_first_moment(
+        exp_avg_sq=second_moment(codec=value(1), scales=(0,))
+    ),
     "a description of text": lambda: zero_file(
         dict_of({"exp_avg": call("zero8.zero.moment_tensor", "rebuild_moment", *[value("x")] * 4)})
     ),
@@ -548,10 +571,19 @@ def swap_of_format_3(memory: int, tensors: int):
     return make
 
 
+EMPTY_MOMENT = {"version": 2, "algorithm": "adam", "codec": 4, "numel": 0, "pieces": []}
+
+
 def described(**changes) -> bytes:
-    one = {"version": 2, "algorithm": "adam", "codec": 4, "numel": 0, "pieces": []}
-    moments = {which: {**one, "which": which, **changes} for which in ("exp_avg", "exp_avg_sq")}
+    moments = {
+        which: {**EMPTY_MOMENT, "which": which, **changes} for which in ("exp_avg", "exp_avg_sq")
+    }
     return json.dumps({**moments, "correction_numel": 0}).encode()
+
+
+def described_in_format_3(*moments: str) -> bytes:
+    listed = [{**EMPTY_MOMENT, "which": which} for which in moments]
+    return json.dumps({"moments": listed, "correction_numel": 0}).encode()
 
 
 FOLDERS_OF_ZERO = {
@@ -582,6 +614,9 @@ FOLDERS_OF_ZERO = {
     "swap: lists of moments": swap(
         b'{"exp_avg": [], "exp_avg_sq": [], "correction_numel": 0}'
     ),
+    "swap: one moment alone": swap(described_in_format_3("exp_avg")),
+    "swap: moments exchanged": swap(described_in_format_3("exp_avg_sq", "exp_avg")),
+    "swap: an empty list of moments": swap(described_in_format_3()),
     "swap: 2^48 elements": swap(described(numel=2**48, pieces=[
         {"name": "p", "identity": 1, "shape": [2**24, 2**24], "first": 0, "start": 0,
          "numel": 2**48, "block_size": 256}])),
