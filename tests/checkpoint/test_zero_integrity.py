@@ -521,9 +521,10 @@ def test_save_of_other_optimizers_and_on_local_disks_is_as_deepspeeds(otherwise,
 
 
 def resume_alone(folder):
-    """Load what two ranks saved."""
+    """Load what two ranks saved, and of that the weights of the module alone."""
     engine = make_engine(config())
-    return error_of(engine.load_checkpoint, folder, tag="one")
+    error = error_of(engine.load_checkpoint, folder, tag="one")
+    return error, error_of(engine.load_checkpoint, folder, tag="one", load_module_only=True)
 
 
 def test_load_of_a_tag_that_was_sealed_later_is_verified(otherwise):
@@ -534,8 +535,8 @@ def test_load_of_a_tag_that_was_sealed_later_is_verified(otherwise):
 
 @pytest.mark.slow
 def test_load_by_another_number_of_ranks_says_what_to_do(otherwise, standing_ranks):
-    (error,) = standing_ranks(1).run(resume_alone, folder=str(otherwise[1]))
-    assert error[0] == "ValueError"
+    ((error, of_module),) = standing_ranks(1).run(resume_alone, folder=str(otherwise[1]))
+    assert (error[0], of_module) == ("ValueError", None)
     assert "was saved by 2 rank(s), this run has 1" in error[1]
     assert "zero8 checkpoint universal" in error[1]
 

@@ -243,6 +243,25 @@ def checkpoint_weights(lab):
         assert torch.equal(ours.to(p.dtype), theirs.to(q.dtype)), name
 
 
+@behaviour("load_module_only restores the module's weights only", "zero2 offload")
+def checkpoint_module(lab):
+    saved = lab.engine(steps=2)
+    saved.save_checkpoint(lab.path("module"))
+    loaded = lab.engine()
+    loaded.load_checkpoint(lab.path("module"), load_module_only=True)
+    for (name, p), (_, q) in zip(params(saved), params(loaded), strict=True):
+        assert torch.equal(p, q), name
+    assert snapshot(loaded).moments == []
+
+
+@behaviour("a client's state is saved, and returned by the load", "zero2 offload", "zero3 offload")
+def checkpoint_client_state(lab):
+    engine = lab.stepped()
+    engine.save_checkpoint(lab.path("client"), client_state={"note": 17})
+    _, client_state = engine.load_checkpoint(lab.path("client"))
+    assert client_state["note"] == 17
+
+
 @behaviour("a checkpoint from before the first step loads, and training goes on", *ALL)
 def checkpoint_early(lab):
     saved, loaded = lab.engine(), lab.engine(steps=1)

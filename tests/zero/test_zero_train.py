@@ -128,6 +128,7 @@ def test_adamw_checkpoint_loads_with_its_moments_to_the_nearest_code(ranks):
         loaded, saved = rank["from fp32"], rank["fp32"]
         (state,) = loaded["held"]["states"]
         assert (loaded["step"], state["step"]) == (STEPS, STEPS + 1)
+        assert state["history"] > 1e38  # a bound that its steps were not counted for would clip
         table = PieceTable(state["pieces"], SHARD)
         for which in MOMENTS:
             stores = [
