@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import replace
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ import torch
 from zero8 import cli
 from zero8.bench import gpu
 from zero8.bench.step import command as step
+from zero8.bench.step import devices, timing
 from zero8.bench.step import kernel as step_kernel
 from zero8.bench.step.contenders import flat_params, peer_contenders
 from zero8.bench.step.devices import CPU, DEVICES, GPU, half_copier
+from zero8.bench.step.kernel import HYPER
 from zero8.bench.step.targets import checks
 from zero8.bench.step.timing import time_by_the_wall
-from zero8.bench.step.variants import BF16_CORRECTED, CUDA_VARIANTS
+from zero8.bench.step.variants import BF16_CORRECTED, CUDA_VARIANTS, VARIANTS
 from zero8.op import kernel
 from zero8.spec.codec import CODECS
 
@@ -107,6 +110,27 @@ def test_gpu_run_that_is_not_possible_is_a_usage_error(
     assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+def test_gpu_time_begins_when_the_host_has_asked_for_everything(monkeypatch):
+    cuda, samples = Mock(), timing.Samples()
+    cuda.Event.side_effect = [cuda.began, cuda.ended]
+    cuda.began.elapsed_time.return_value = 0.25
+    monkeypatch.setattr(timing, "torch", Mock(cuda=cuda))
+    timing.time_on_gpu(cuda.work, samples)
+    assert samples.times == [250_000]
+    cuda.began.elapsed_time.assert_called_once_with(cuda.ended)
+    cuda._sleep.assert_called_once_with(timing.CYCLES_PER_NS * samples.host_ns[0])
+    called = [name for name, *_ in cuda.mock_calls if name != "Event"]
+    first = ["synchronize", "work", "synchronize", "_sleep"]
+    timed = ["began.record", "work", "ended.record", "ended.synchronize", "began.elapsed_time"]
+    assert called == first + timed
+
+
+def test_gpu_variants_of_a_torch_without_grad_dtype_have_gradients_as_their_parameters(monkeypatch):
+    assert devices.gpu_variants() == CUDA_VARIANTS
+    monkeypatch.setattr(devices, "Tensor", object)
+    assert devices.gpu_variants() == VARIANTS
+
+
 def test_gpu_check_steps_on_every_codec_and_variant():
     seen = []
 
@@ -185,6 +209,23 @@ def test_flashoptim_has_its_master_bits_and_bytes(monkeypatch):
     counts = {one.variant: one.bytes_per_param for one in found}
     assert counts == {"fp32": 16, "bf16_corrected": 12} and skipped == []
     assert log == [None, 24]
+
+
+@pytest.mark.parametrize(
+    ("name", "variants"), [("bitsandbytes", ["fp32", "bf16"]), ("torchao", ["fp32"])]
+)
+def test_8bit_peer_has_the_settings_of_all_and_steps_on_its_variants(monkeypatch, name, variants):
+    class AdamW8bit(torch.optim.AdamW):
+        def __init__(self, params, block_size=256, **hyper):
+            assert (block_size, hyper) == (256, HYPER)
+            super().__init__(params, **hyper)
+
+    package = ModuleType(f"{name}.optim")
+    package.AdamW8bit = AdamW8bit
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    found, skipped = peer_contenders([name], flat_params(NUMEL, ON_CPU))
+    assert ([one.variant for one in found], skipped) == (variants, [])
 
 
 # --- Targets -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from argparse import ArgumentParser
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from zero8.bench.step import kernel as step_kernel
 from zero8.bench.step import machines
 from zero8.bench.step import targets as step_targets
 from zero8.bench.step.contenders import flat_params, peer_contenders, zero8_contenders
-from zero8.bench.step.devices import CPU
+from zero8.bench.step.devices import CPU, GPU
 from zero8.bench.step.report import busy_lines
 from zero8.bench.step.tensors import flat_shape, model_shapes
 from zero8.bench.step.timing import Timed, interleaved, peak_extra_bytes, spread
@@ -286,10 +287,11 @@ def test_flat_shape_has_its_total():
 # --- The contenders ------------------------------------------------------------------------------
 
 
-def test_contenders_share_tensors_and_step_on_all_of_them():
-    params = flat_params(NUMEL)
+@pytest.mark.parametrize("device", [CPU, replace(GPU, place=CPU.place)], ids=["cpu", "gpu"])
+def test_contenders_share_tensors_and_step_on_all_of_them(device):
+    params = flat_params(NUMEL, device)
     ours = zero8_contenders(["log"], params)
-    for contender, variant in zip(ours, VARIANTS, strict=True):
+    for contender, variant in zip(ours, device.variants, strict=True):
         shared = params.parameter(variant)
         assert (contender.param.dtype, shared.grad.dtype) == (variant.dtype, variant.grad_dtype)
         assert contender.param.data_ptr() == shared.data_ptr()

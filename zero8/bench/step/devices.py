@@ -50,6 +50,12 @@ class Device:
     isa: Callable[[], str]
 
 
+def gpu_variants() -> tuple[Variant, ...]:
+    """Return the kinds of parameters that this torch can have on a GPU."""
+    # Only newer releases allow gradients of another dtype than their parameter's.
+    return CUDA_VARIANTS if hasattr(Tensor, "grad_dtype") else VARIANTS
+
+
 def _check_gpu(codecs: Sequence[str], isas: Sequence[str], num_threads: int) -> None:
     step_kernel.check_on(torch.device("cuda"), cuda.step, codecs)
 
@@ -72,13 +78,11 @@ CPU = Device(
     copier=lambda *tensors: partial(kernel.copy, *tensors),
     isa=kernel.default_isa,
 )
-# Only newer releases of torch allow gradients of another dtype than their parameter's.
-GPU_VARIANTS = CUDA_VARIANTS if hasattr(Tensor, "grad_dtype") else VARIANTS
 GPU = Device(
     name="cuda",
     place=torch.device("cuda"),
     numel=2**26,
-    variants=GPU_VARIANTS,
+    variants=gpu_variants(),
     check=_check_gpu,
     time_call=time_on_gpu,
     extra_bytes=lambda call: None,
