@@ -60,24 +60,21 @@ def wait_for(file: FileIO) -> None:
     _sign(file)
 
 
-def is_held(path: Path) -> bool:
-    """Return whether a process holds a lock; the file need only be readable.
-
-    Raises:
-        OSError: if it cannot be opened.
-    """
-    with FileIO(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+def is_held(file: FileIO) -> bool:
+    """Return whether another process holds the lock of a file, which need only be readable."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
     return False
 
 
-def holder(path: Path) -> str:
-    """Return who holds a lock, as far as that process has said."""
-    with FileIO(path) as file:
-        name = file.read(LONGEST_NAME_BYTES).decode(errors="replace").strip()
+def holder(file: FileIO) -> str:
+    """Return who holds the lock of a file, as far as that process has said.
+
+    It reads the file that was opened: by now its name may be a pipe's, which would keep it waiting.
+    """
+    name = os.pread(file.fileno(), LONGEST_NAME_BYTES, 0).decode(errors="replace").strip()
     return name or "another process, which has not said who it is"
 
 

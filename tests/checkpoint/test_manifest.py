@@ -15,6 +15,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zero8 import flock
 from zero8.checkpoint.files import atomic, folder_lock, hashes
 from zero8.checkpoint.files.manifest import MANIFEST, MARKER, Damage, File, Manifest, paths_in
 from zero8.checkpoint.files.seal import seal, verify
@@ -396,6 +397,21 @@ def test_lock_that_another_holds_is_refused_with_its_name_and_free_afterwards(tm
                 pass
     with folder_lock.locked(tmp_path):
         pass
+
+
+def test_lock_whose_name_becomes_a_pipes_is_refused_at_once_with_its_holder(tmp_path, monkeypatch):
+    take = flock.take
+
+    def refuse(file):
+        take(file)
+        (tmp_path / ".zero8_lock").unlink()
+        os.mkfifo(tmp_path / ".zero8_lock")
+        return False
+
+    monkeypatch.setattr(flock, "take", refuse)
+    with pytest.raises(BlockingIOError, match=f"process {os.getpid()} on "):
+        with folder_lock.locked(tmp_path):
+            pass
 
 
 @pytest.mark.parametrize(("number", "runs"), [(errno.ENOLCK, True), (errno.EIO, False)])

@@ -59,7 +59,7 @@ def _acquire(file: FileIO, path: Path) -> None:
                 "a network file system can keep the lock of a dead host), remove that file and "
                 "start again",
                 PATIENCE_S,
-                flock.holder(path),
+                flock.holder(file),
                 path,
             )
             flock.wait_for(file)
@@ -107,9 +107,9 @@ def find(root: Path) -> list[Lock]:
 
 
 def _of_zero8(path: Path) -> Lock | None:
-    with suppress(OSError):  # it may be another user's
-        if flock.is_held(path):
-            return Lock(str(path), _age(path), flock.holder(path), removable=False)
+    with suppress(OSError), FileIO(path) as file:  # it may be another user's
+        if flock.is_held(file):
+            return Lock(str(path), _age(path), flock.holder(file), removable=False)
     return None
 
 

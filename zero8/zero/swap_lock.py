@@ -28,13 +28,13 @@ def take(folder: str) -> None:
         return
     file = flock.opened(path)
     if not flock.take(file):
-        file.close()
-        raise OSError(
-            errno.EBUSY,
-            f"in use: {flock.holder(path)} keeps its optimizer states there; give each job an "
-            "nvme_path of its own",
-            folder,
-        )
+        with file:
+            raise OSError(
+                errno.EBUSY,
+                f"in use: {flock.holder(file)} keeps its optimizer states there; give each job an "
+                "nvme_path of its own",
+                folder,
+            )
     _ours[path] = file
 
 

@@ -30,7 +30,7 @@ def locked(folder: Path, name: str = ".zero8_lock") -> Iterator[None]:
         if not is_ours:
             raise BlockingIOError(
                 errno.EWOULDBLOCK,
-                f"another job saves into this folder, or prunes it: {flock.holder(path)} holds "
+                f"another job saves into this folder, or prunes it: {flock.holder(file)} holds "
                 f"{path}; give each job a folder of its own",
             )
         yield
