@@ -110,8 +110,8 @@ def shared_numbers() -> dict[str, float]:
         numbers |= _numbers_of_algorithm(algorithm)
     for name, layout in _STRUCTS.items():
         # Those of scalars are members of a union, which is as long as the longest.
-        is_member = layout in _SCALARS.values()
-        numbers["sizeof(StepScalars)" if is_member else f"sizeof({name})"] = layout.itemsize
+        num_bytes = 4 * len(_fields(layout)) if name in _SCALARS else layout.itemsize
+        numbers[f"sizeof({name})"] = num_bytes
         for field, (dtype, *_) in _fields(layout).items():
             numbers[f"sizeof({name}::{field})"] = dtype.itemsize
     return numbers
