@@ -51,7 +51,7 @@ def segments_of(codec: str | None, grad: Tensor, row_length: int, hyper: dict) -
     numel = grad.numel()
     place = Place((numel,), 64, 0, numel)
     grid = BlockGrid(-(-numel // row_length), row_length, 64)
-    moments = [zero_moment(codec, name, grid, place) for name in ADAM.moment_names]
+    moments = [zero_moment(codec, rule, grid, place) for rule in ADAM.moments]
     plain = make(None, place, scalars_at(1, hyper))
     wide = replace(plain, codec=CODECS.get(codec), grid=grid, grad=grad.float(), moments=moments)
     return [replace(copied(wide), grad=grad.clone()), wide]
