@@ -89,7 +89,7 @@ class CapturedStep:
             )
         self._plan.kinds.note_writes(batch.states)
 
-    def launches(self, steps: Sequence[NextStep], which: np.ndarray) -> list[Launch]:
+    def launches(self, steps: Sequence[NextStep], which: Sequence[int]) -> list[Launch]:
         """Return the launches that take a step; see `Part.filled` for the arguments.
 
         Raises:

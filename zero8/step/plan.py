@@ -127,7 +127,7 @@ class Part:
         contiguous: Batch | None,
         addresses: np.ndarray,
         steps: Sequence[NextStep],
-        which: np.ndarray,
+        which: Sequence[int],
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the kernel's structs of a step, as `kernel.packed` does; valid until the next.
 
@@ -135,21 +135,21 @@ class Part:
             contiguous: copies to step over, None where `is_contiguous`.
             addresses: (2, parameters) uint64, of the batch's parameters and gradients.
             steps: the steps that parameters of the batch take, without repetitions.
-            which: (parameters,) int64, of these that of each parameter of the batch.
+            which: of these, one number for each parameter of the batch.
         """
         if contiguous is not None:
             addresses = contiguous.addresses()
         elif not self.is_all:
             addresses = addresses[:, self.places]
         if not self.is_all:
-            which = which[self.places]
+            which = [which[place] for place in self.places]
         numbers = np.array([one.step for one in steps], np.int64)
-        kernel.fill(self.records, self.kept, addresses, which, numbers)
+        kernel.fill(self.records, self.kept, addresses, np.array(which, np.int64), numbers)
         scalars = kernel.packed_scalars(self.algorithm, [one.scalars for one in steps])
         return self.records, scalars
 
     def step(
-        self, batch: Batch, addresses: np.ndarray, steps: Sequence[NextStep], which: np.ndarray
+        self, batch: Batch, addresses: np.ndarray, steps: Sequence[NextStep], which: Sequence[int]
     ) -> Taken:
         """Take the step of this part of a batch, and return it; it is also `taken` from now on."""
         mine = batch if self.is_all else batch.at(self.places)
@@ -162,6 +162,18 @@ class Part:
         self.taken = self.kernel.step(*self.filled(contiguous, addresses, steps, which))
         contiguous.copy_to(mine)
         return self.taken
+
+    def note(
+        self, states: Sequence[Entries], steps: Sequence[NextStep], which: Sequence[int]
+    ) -> None:
+        """Note a step that has been taken in the states of the batch."""
+        if self.is_all and len(steps) == 1:
+            (step,) = steps
+            for state in states:
+                state.update(step.entries)
+            return
+        for place in self.places:
+            states[place].update(steps[which[place]].entries)
 
 
 @dataclass(frozen=True, eq=False)

@@ -138,10 +138,9 @@ class Stepper:
                 counts = part.step(batch, addresses, steps, which).counts()
                 if counts is not None:
                     self.counts.add(part.labels, counts)
-                for place in part.places:
-                    batch.states[place].update(steps[which[place]].entries)
+                part.note(batch.states, steps, which)
 
-    def _next_steps(self, batch: Batch) -> tuple[list[NextStep], np.ndarray]:
+    def _next_steps(self, batch: Batch) -> tuple[list[NextStep], list[int]]:
         """Return the steps that parameters take now, and which of these is each parameter's."""
         number: dict[tuple[int, tuple[float, ...]], int] = {}
         which = [
@@ -149,8 +148,7 @@ class Stepper:
             for group, state in zip(batch.groups, batch.states, strict=True)
         ]
         groups = {id(group): group for group in batch.groups}
-        steps = [self._next_step(groups[at], *counters) for at, counters in number]
-        return steps, np.array(which, np.int64)
+        return [self._next_step(groups[at], *counters) for at, counters in number], which
 
     def _next_step(self, group: Group, step: float, *memory: float) -> NextStep:
         number = int(step) + 1
