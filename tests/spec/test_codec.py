@@ -2,10 +2,12 @@
 """The four moment codes, element by element; tests/spec/test_codec_blocks.py has whole blocks."""
 
 import hashlib
+import sys
 from fractions import Fraction
 
 import pytest
 import torch
+from processes import run
 
 from zero8.algorithms.adam import ADAM, AdamScalars
 from zero8.spec import arithmetic as ieee
@@ -61,18 +63,31 @@ def test_codec_unknown_number_raises(number):
 # --- The dynamic maps ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("which", "digest"),
-    [
-        ("exp_avg", "e732639a65f497b4ad684bb166a4467708255edd5207757de8b8f0c7e1fda89c"),
-        ("exp_avg_sq", "305f002cc11278fb769d13b25b9fd0c7c83c8402c40a878fe086f4039fde6398"),
-    ],
-)
+DIGESTS = {
+    "exp_avg": "e732639a65f497b4ad684bb166a4467708255edd5207757de8b8f0c7e1fda89c",
+    "exp_avg_sq": "305f002cc11278fb769d13b25b9fd0c7c83c8402c40a878fe086f4039fde6398",
+}
+PRINT_DIGESTS = """
+import hashlib
+import torch
+from zero8.spec.dynamic import DynamicCode
+assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+for signed in (True, False):
+    print(hashlib.sha256(DynamicCode(signed).levels.numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize(("which", "digest"), DIGESTS.items())
 def test_dynamic_map_equals_that_of_bitsandbytes(which, digest):
     """The digests are of bitsandbytes 0.50.2's `create_dynamic_map`, as float32."""
     levels = DYNAMIC[which].levels
     assert levels.dtype == torch.float32 and levels.shape == (256,)
     assert hashlib.sha256(levels.numpy().tobytes()).hexdigest() == digest
+
+
+def test_dynamic_map_is_the_same_where_torch_computes_without_fma():
+    done = run([sys.executable, "-c", PRINT_DIGESTS], ATEN_CPU_CAPABILITY="default")
+    assert done.stdout.split() == list(DIGESTS.values()), done.stderr
 
 
 @pytest.mark.parametrize(("which", "gap"), [("exp_avg", 0.0141), ("exp_avg_sq", 0.0070)])

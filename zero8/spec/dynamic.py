@@ -41,8 +41,7 @@ class DynamicCode:
         # are the entries.  0 and 1 complete the 256.
         entries = [torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")]
         for decade in range(7):
-            num_edges = (1 << decade + (not self.signed)) + 1
-            edges = torch.linspace(0.1, 1.0, num_edges, dtype=torch.float32, device="cpu")
+            edges = _edges(1 << decade + (not self.signed))
             midpoints = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0)
             entries += [midpoints, -midpoints] if self.signed else [midpoints]
         return torch.cat(entries).sort().values
@@ -83,3 +82,19 @@ class DynamicCode:
         if not self.signed:
             code = torch.where(x > 0, code.clamp(min=1), code)
         return code.to(torch.uint8)
+
+
+def _edges(num_cells: int) -> Tensor:
+    """Return the edges of equal cells from 0.1 to 1, shape (num_cells + 1,), float32.
+
+    These are the numbers of `torch.linspace` on a processor with fma.  On others it rounds twice,
+    and codes would stand for other values there.
+    """
+    number = torch.arange(num_cells + 1, dtype=torch.float32, device="cpu")
+    first = torch.tensor(0.1, dtype=torch.float32, device="cpu")
+    width = (1 - first) / num_cells
+    return torch.where(
+        number < (num_cells + 1) // 2,
+        ieee.fma(width, number, first),
+        ieee.fma(-width, num_cells - number, 1.0),
+    )
