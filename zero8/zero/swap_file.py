@@ -150,7 +150,9 @@ class Layout:
             AttributeError,
             RecursionError,
         ) as error:
-            raise ValueError(f"{path}: its description is damaged: {error}") from error
+            raise ValueError(
+                f"{path}: its description is damaged, or of a later zero8: {error}"
+            ) from error
 
     @property
     def algorithm(self) -> Algorithm:

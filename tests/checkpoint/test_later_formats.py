@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of a later zero8 are refused by their numbers, and an earlier zero8 can refuse ours."""
+
+import json
+import struct
+
+import pytest
+import torch
+from moment_samples import MOMENTS, moment
+
+from zero8 import Adam8bitBlockwise
+from zero8.checkpoint.files.hashes import hash_64
+from zero8.zero import swap_file
+from zero8.zero.moment_tensor import moment_description, rebuild_moment
+from zero8.zero.swap_file import BLOCK_BYTES, HEADER_BYTES, Layout
+
+VERSIONS_OF_0_1_0 = {1, 2}
+
+
+def made():
+    """Return a parameter and its optimizer, whose state is a step old."""
+    p = torch.nn.Parameter(torch.ones(10, 100))
+    optimizer = Adam8bitBlockwise([("wide", p)], lr=0.1, min_8bit_size=100)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    return p, optimizer
+
+
+def plain_of(version=None, algorithm=None):
+    """Read a state dict."""
+    _, optimizer = made()
+    saved = optimizer.state_dict()
+    packed = saved["state"][0]["format"].clone()
+    packed[0] = version or packed[0]
+    packed[1] = 77 if algorithm else packed[1]
+    saved["state"][0]["format"] = packed
+    made()[1].load_state_dict(saved)
+
+
+def changed(description, version, algorithm):
+    new = {"version": version, "algorithm": algorithm}
+    return description | {key: value for key, value in new.items() if value}
+
+
+def moment_of(version=None, algorithm=None):
+    """Read a pickled moment of ZeRO."""
+    store = moment("log", "exp_avg").store
+    rebuild_moment(changed(moment_description(store), version, algorithm), *store.buffers)
+
+
+def swap_file_of(version=None, algorithm=None):
+    """Read a file of a swapped state."""
+    state = {"step": 7, "history": 0.25, **{name: moment("log", name) for name in MOMENTS}}
+    layout = Layout.of_state(state)
+    parts = json.loads(layout.description)
+    moments = [changed(one, None, algorithm) for one in parts["moments"]]
+    text = json.dumps({**parts, "moments": moments}).encode()
+    layout = Layout(layout.like, layout.correction_numel, text)
+    buffer = torch.zeros(layout.file_bytes(BLOCK_BYTES), dtype=torch.uint8)
+    swap_file.pack(state, layout, buffer)
+    if version:
+        buffer.numpy()[16:20] = list(struct.pack("<I", version))
+    buffer.numpy()[8:16] = 0
+    buffer.numpy()[8:16] = list(struct.pack("<Q", hash_64((buffer.numpy(),))))
+    return swap_file.unpack(buffer, "the file"), buffer
+
+
+READERS = [plain_of, moment_of, swap_file_of]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_state_of_this_format_is_read(read):
+    read()
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_state_of_a_later_format_is_refused_by_its_version(read):
+    with pytest.raises(ValueError, match="got format version 9, this zero8 reads .*1.*3"):
+        read(version=9)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_state_of_an_unknown_algorithm_is_refused_by_its_name(read):
+    with pytest.raises(ValueError, match="got a state of algorithm ('ours'|77), expected 'adam'"):
+        read(algorithm="ours")
+
+
+def test_swap_file_of_an_unknown_algorithm_is_not_only_called_damaged():
+    with pytest.raises(ValueError, match="the file: .* damaged, or of a later zero8"):
+        swap_file_of(algorithm="ours")
+
+
+def test_saved_versions_are_where_0_1_0_looks_and_none_that_it_reads():
+    p, optimizer = made()
+    _, buffer = swap_file_of()
+    versions = {
+        "plain": optimizer.state[p]["format"][0].item(),
+        "moment": moment_description(moment("log", "exp_avg").store)["version"],
+        "swap file": struct.unpack("<I", bytes(buffer[16:20].numpy()))[0],
+    }
+    assert bytes(buffer[:8].numpy()) == b"zero8swp" and len(buffer) >= HEADER_BYTES
+    assert VERSIONS_OF_0_1_0.isdisjoint(versions.values()), versions
