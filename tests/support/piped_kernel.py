@@ -45,15 +45,16 @@ class PipedKernel:
         arrays = []
         for record, segment in zip(records, segments, strict=True):
             for name, tensor in buffers(segment).items():
+                part_of_record, field = place_of(record, segment, name)
                 # As far from an aligned address as here.
-                begin = size + int(record[name]) % _ALIGNMENT_BYTES
+                begin = size + int(part_of_record[field]) % _ALIGNMENT_BYTES
                 end = -(-(begin + tensor.nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
                 part = np.zeros(end - size, np.uint8)
                 content = integers(tensor).flatten().view(torch.uint8).numpy()
                 part[begin - size :][: tensor.nbytes] = content
                 parts.append(part)
                 arrays.append((tensor, begin))
-                record[name], size = begin, end
+                part_of_record[field], size = begin, end
         sizes = np.array([len(records), len(scalars), size, num_threads])
         written = self._run("step", sizes, records, scalars, dynamic_maps(), *parts)
         counts = written[: records.nbytes].view(records.dtype)["nonfinite_blocks"].tolist()
@@ -65,6 +66,15 @@ class PipedKernel:
 
 
 def buffers(segment: Segment) -> dict[str, Tensor]:
-    """Return all tensors of a segment by the fields of the kernel's record."""
+    """Return all tensors of a segment by name."""
     found = tensors(segment) | {"grad": segment.grad}
     return found if segment.correction is None else found | {"correction": segment.correction}
+
+
+def place_of(record: np.void, segment: Segment, name: str) -> tuple[np.void, str]:
+    """Return where the address of a tensor stands in the kernel's record: a part, and its field."""
+    moment = name.removesuffix("_scale")
+    if moment not in segment.algorithm.moment_names:
+        return record, name
+    part = record["moments"][segment.algorithm.moment_names.index(moment)]
+    return part, "values" if moment == name else "scales"
