@@ -20,8 +20,11 @@ def command(argv):
 cli._main, sys.argv = command, ["zero8", "checkpoint", *{arguments}]
 sys.exit(cli.main())
 """
-WAIT = "print(os.getpid(), flush=True); signal.pause()"
-"""A command that waits for ever, when it has said which process it is in."""
+WAIT = "print(os.getpid(), flush=True); [signal.sigtimedwait([], 1) for _ in iter(int, 1)]"
+"""A command that waits for ever, when it has said which process it is in.
+
+Not by one pause(): of a signal that comes just before it, Python would call the handler after it.
+"""
 
 
 def code_of(command, *arguments):
