@@ -152,7 +152,7 @@ class Part:
         self, batch: Batch, addresses: np.ndarray, steps: Sequence[NextStep], which: Sequence[int]
     ) -> Taken:
         """Take the step of this part of a batch, and return it; it is also `taken` from now on."""
-        mine = batch if self.is_all else batch.at(self.places)
+        mine = self.of(batch)
         # The kernel goes by addresses, unseen by autograd.
         torch.autograd.graph.increment_version(mine.values)
         if self.is_contiguous:
