@@ -8,6 +8,7 @@ import torch
 from convert_cases import STAGES, converted, refusal
 from convert_model import saved_plain
 
+from zero8 import Adam8bitBlockwise, Lion8bitBlockwise
 from zero8.checkpoint.commands import convert
 
 
@@ -134,3 +135,32 @@ def test_convert_to_dcp_of_8_bit_and_float32_moments_together_is_refused(tmp_pat
     torch.save(content, tmp_path / "in")
     assert "fp32 Adam's of embed" in refusal(tmp_path / "in", tmp_path / "out", "dcp")
     converted(tmp_path / "in", tmp_path / "out", "plain")
+
+
+def saved_lion(path, states_of_adam=False):
+    """Save two parameters and their Lion; perhaps the second one's state is Adam's."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(2)))
+    states = {}
+    for optimizer_class in (Lion8bitBlockwise, Adam8bitBlockwise):
+        optimizer = optimizer_class(model.named_parameters(), min_8bit_size=1)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        states[optimizer_class] = optimizer.state_dict()
+    saved = states[Lion8bitBlockwise]
+    if states_of_adam:
+        saved["state"][1] = states[Adam8bitBlockwise]["state"][1]
+    torch.save({"model": model.state_dict(), "optimizer": saved}, path)
+
+
+@pytest.mark.parametrize("to", ["fp32", "bitsandbytes"])
+def test_convert_of_lion_to_an_adam_is_refused_and_leaves_nothing(to, tmp_path):
+    saved_lion(tmp_path / "in")
+    error = refusal(tmp_path / "in", tmp_path / "out", to)
+    assert "of Lion8bitBlockwise, expected" in error and "of Adam8bitBlockwise" in error
+
+
+def test_convert_of_states_of_two_algorithms_is_refused(tmp_path):
+    saved_lion(tmp_path / "in", states_of_adam=True)
+    error = refusal(tmp_path / "in", tmp_path / "out", "plain")
+    assert "states of several algorithms: lion of 0.weight, adam of 1.weight" in error

@@ -57,6 +57,9 @@ def to_bitsandbytes(state_dict: dict) -> dict:
 
     Args:
         state_dict: what `Adam8bitBlockwise.state_dict()` returned; any codec and block size.
+
+    Raises:
+        ValueError: if a state is of another optimizer.
     """
     states = {index: _exported(state) for index, state in state_dict["state"].items()}
     return {"state": states, "param_groups": state_dict["param_groups"]}
@@ -110,6 +113,11 @@ def _decoded(state: dict, name: str) -> Tensor:
 
 def _exported(state: dict) -> dict:
     header = StateHeader.of(state, "")
+    if header.algorithm is not ADAM:
+        raise ValueError(
+            f"got a state of {header.algorithm.class_name}, expected one of {ADAM.class_name}: it "
+            "becomes one of bitsandbytes' AdamW8bit"
+        )
     shape, block_size = header.shape, header.block_size
     exported: dict = {"step": int(state["step"])}
     if block_size == 0:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.files.staging import Staging, save
 from zero8.checkpoint.read.bitsandbytes import to_bitsandbytes
 from zero8.checkpoint.read.contents import Contents
@@ -34,7 +35,17 @@ def write_plain(contents: Contents, path: Path, staging: Staging) -> None:
 
 
 def write_fp32(contents: Contents, path: Path, staging: Staging) -> None:
-    """Write what the `state_dict()` of torch's AdamW returns."""
+    """Write what the `state_dict()` of torch's AdamW returns.
+
+    Raises:
+        ValueError: if the moments are not Adam's.
+    """
+    if contents.algorithm is not ADAM:
+        raise ValueError(
+            f"got states of {contents.algorithm.class_name}, expected those of {ADAM.class_name}: "
+            "what is written is for torch's AdamW; zero8.export(optimizer) makes the fp32 states "
+            "of others"
+        )
     contents.note_corrections("are in the weights, which are float32 with 24 bits")
     state = {name: p.in_float32(staging.copy) for name, p in contents.parameters.items()}
     packed = _packed(contents, state)
