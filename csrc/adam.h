@@ -51,7 +51,7 @@ struct Adam {
 
     ZERO8_DEVICE explicit Scalars(const StepScalars& all) : Scalars(all.adam) {}
     ZERO8_DEVICE explicit Scalars(const AdamScalars& s)
-        : Gradient(s.l2, s.grad_sign),
+        : Gradient(s.l2, s.grad_sign, s.grad_factor),
           one_minus_beta1(Vec::set(with_sign(s.one_minus_beta1))),
           sqrt_one_minus_beta2(Vec::set(s.sqrt_one_minus_beta2)),
           inverse_sqrt_correction2(Vec::set(s.inverse_sqrt_correction2)),

@@ -24,14 +24,14 @@ struct AdamScalars {
   float one_minus_beta1, sqrt_one_minus_beta2;
   float inverse_sqrt_correction2, eps, max_ratio;
   float step_size, decay, l2, grad_sign;
-  float settling;
+  float settling, grad_factor;
 };
 
 struct LionScalars {
   float beta1, beta2;
   float one_minus_beta1, one_minus_beta2;
   float lr, decay, l2, grad_sign;
-  float settling;
+  float settling, grad_factor;
 };
 
 // One step's scalars, those of the segment's algorithm.

@@ -23,7 +23,7 @@ struct Lion {
 
     ZERO8_DEVICE explicit Scalars(const StepScalars& all) : Scalars(all.lion) {}
     ZERO8_DEVICE explicit Scalars(const LionScalars& s)
-        : Gradient(s.l2, s.grad_sign),
+        : Gradient(s.l2, s.grad_sign, s.grad_factor),
           beta1(Vec::set(s.beta1)),
           beta2(Vec::set(s.beta2)),
           one_minus_beta1(Vec::set(with_sign(s.one_minus_beta1))),

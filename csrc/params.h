@@ -273,18 +273,59 @@ class CorrectedBFloat16 {
 // A gradient at or above this, or NaN, counts as not finite: its square would overflow.
 constexpr uint32_t kGradientLimitBits = (127 + 63) << 23;
 
+// x rounded to the nearest number of a gradient's type, to even in a tie; what is beyond the
+// largest becomes infinite.  The lower 16 bits of a NaN must be 0.
+template <class G>
+ZERO8_DEVICE inline Vec::F nearest(Vec::F x) {
+  return x;
+}
+template <>
+ZERO8_DEVICE inline Vec::F nearest<uint16_t>(Vec::F x) {
+  const Vec::I bits = Vec::as_int(x);
+  const Vec::I odd = Vec::andi(Vec::shr<16>(bits), Vec::seti(1));
+  const Vec::I sum = Vec::addi(bits, Vec::addi(odd, Vec::seti(0x7FFF)));
+  return Vec::as_float(Vec::andi(sum, Vec::seti(0xFFFF0000)));
+}
+template <>
+ZERO8_DEVICE inline Vec::F nearest<Half>(Vec::F x) {
+  constexpr uint32_t kLargest = 0x477FE000, kSmallestNormal = 0x38800000;  // 65504 and 2^-14
+  const Vec::I bits = magnitude_bits(x);
+  const Vec::I odd = Vec::andi(Vec::shr<13>(bits), Vec::seti(1));
+  Vec::I rounded =
+      Vec::andi(Vec::addi(bits, Vec::addi(odd, Vec::seti(0x0FFF))), Vec::seti(~0x1FFF));
+  rounded =
+      Vec::choose(Vec::above(rounded, Vec::seti(kLargest)), Vec::seti(kInfinityBits), rounded);
+  rounded = Vec::choose(Vec::above(bits, Vec::seti(kInfinityBits - 1)), bits, rounded);
+  // Subnormal halves are multiples of 2^-24, and so is the last bit of 0.75 and what follows it.
+  const Vec::F shifted = Vec::fma_far(Vec::set(1.0f), Vec::as_float(bits), Vec::set(0.75f));
+  const Vec::I multiple = Vec::subi(Vec::as_int(shifted), Vec::seti(0x3F400000));
+  const Vec::F subnormal = Vec::mul_far(Vec::to_float(multiple), Vec::set(0x1p-24f));
+  const Vec::Mask is_subnormal = Vec::above(Vec::seti(kSmallestNormal), bits);
+  rounded = Vec::choose(is_subnormal, Vec::as_int(subnormal), rounded);
+  return Vec::as_float(Vec::ori(rounded, Vec::andi(Vec::as_int(x), Vec::seti(kSignBit))));
+}
+
 // (R1)
 struct Gradient {
-  Vec::F l2, grad_sign;
-  bool has_l2;
+  Vec::F l2, grad_sign, grad_factor;
+  bool has_l2, has_factor;
   float sign;  // that is left to what an algorithm multiplies a gradient by
 
-  ZERO8_DEVICE Gradient(float l2_factor, float sign_of_gradients)
+  ZERO8_DEVICE Gradient(float l2_factor, float sign_of_gradients, float factor)
       : l2(Vec::set(l2_factor)),
         grad_sign(Vec::set(sign_of_gradients)),
+        grad_factor(Vec::set(factor)),
         has_l2(has_bits(l2_factor)),
+        has_factor(factor != 1.0f),
         sign(has_l2 ? 1.0f : sign_of_gradients) {}
 
+  // Whether gradients are taken as they are in memory.
+  ZERO8_DEVICE bool are_as_stored() const { return !has_l2 && !has_factor; }
+  // A gradient of type G multiplied by the factor, as if the product had been stored.
+  template <class G>
+  ZERO8_DEVICE Vec::F scaled(Vec::F g) const {
+    return has_factor ? nearest<G>(Vec::mul(grad_factor, g)) : g;
+  }
   // Without L2 the gradient as it is: the algorithm's factor `with_sign` carries the sign.
   ZERO8_DEVICE Vec::F gradient(Vec::F p, Vec::F g) const {
     return has_l2 ? Vec::fma(l2, p, Vec::mul(grad_sign, g)) : g;

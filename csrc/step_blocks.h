@@ -176,18 +176,21 @@ struct Reader {
       : s(scalars), param(seg, b), g(static_cast<const G*>(seg.grad) + b.begin), count(b.count) {}
 
   // (R1)
-  template <bool kPairs, bool kL2>
+  template <bool kPairs, bool kAsStored>
   ZERO8_INLINE void two_gradients(int i, Vec::F* x) const {
     load_two<kPairs>(g + i, x);
-    if constexpr (kL2) {
-      Vec::F p[2];
-      param.template read_two<kPairs>(i, p);
-      for (int k = 0; k < 2; ++k) x[k] = s.gradient(p[k], x[k]);
+    if constexpr (!kAsStored) {
+      for (int k = 0; k < 2; ++k) x[k] = s.template scaled<G>(x[k]);
+      if (s.has_l2) {
+        Vec::F p[2];
+        param.template read_two<kPairs>(i, p);
+        for (int k = 0; k < 2; ++k) x[k] = s.gradient(p[k], x[k]);
+      }
     }
   }
   template <class Lanes>
   ZERO8_INLINE Vec::F gradient(int i, Lanes lanes) const {
-    const Vec::F x = Vec::flushed(load(g + i, lanes));
+    const Vec::F x = s.template scaled<G>(Vec::flushed(load(g + i, lanes)));
     Vec vec;
     return s.has_l2 ? s.gradient(param.read(vec, i, lanes), x) : x;
   }
@@ -196,7 +199,7 @@ struct Reader {
   bool is_finite() const {
     Vec::I largest = Vec::seti(0);
     int i = 0;
-    if (!s.has_l2) {
+    if (s.are_as_stored()) {
       for (; i + kChunk <= count; i += kChunk)
         largest = Vec::maxu(largest, largest_of_chunk(g + i));
     }
@@ -364,8 +367,10 @@ struct Chunk {
       : decoded(sources.at(Number<k>()).decode.chunk(sources.at(Number<k>()).codes + i)) {}
 };
 
-// The whole chunks of a block; returns where they end.  kL2 instead of a question in the loop.
-template <bool kPairs, bool kL2, class Algorithm, class Codec, class AllSources, class AnyReader>
+// The whole chunks of a block; returns where they end.  kAsStored: gradients are; instead of a
+// question in the loop.
+template <bool kPairs, bool kAsStored, class Algorithm, class Codec, class AllSources,
+          class AnyReader>
 ZERO8_INLINE inline int advance_chunks(const AnyReader& reader, const AllSources& sources,
                                        Advanced<Algorithm, Codec>& to) {
   constexpr int kMoments = Buffer<Algorithm>::kMoments;
@@ -377,7 +382,7 @@ ZERO8_INLINE inline int advance_chunks(const AnyReader& reader, const AllSources
     for (int k = 0; k < 4; k += 2) {
       const int at = i + k * Vec::kLanes;
       Vec::F g[2], first[kMoments], second[kMoments];
-      reader.template two_gradients<kPairs, kL2>(at, g);
+      reader.template two_gradients<kPairs, kAsStored>(at, g);
       chunks.visit([&](auto moment, const auto& chunk) ZERO8_INLINE {
         Vec::F x[2];
         chunk.decoded.template two<kPairs>(k, x);
@@ -413,8 +418,8 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const Dynamic
     const Reader<Scalars, P, G> reader(seg, s, b);
     const AllSources sources(seg, raw, maps, b);
     Advanced<Algorithm, Codec> to{{memory + half * kRows * stride, stride}, {}};
-    const int whole = s.has_l2 ? advance_chunks<kPairs, true>(reader, sources, to)
-                               : advance_chunks<kPairs, false>(reader, sources, to);
+    const int whole = s.are_as_stored() ? advance_chunks<kPairs, true>(reader, sources, to)
+                                        : advance_chunks<kPairs, false>(reader, sources, to);
     for_vectors(whole, b.count, [&](int i, auto lanes) ZERO8_INLINE {
       Vec vec;
       Vec::F m[kMoments];

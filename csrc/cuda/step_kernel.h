@@ -151,21 +151,24 @@ __device__ void for_vectors_quickly(Body body) {
   quickly([&](auto& vec) { for_vectors([&](int i) { body(vec, i); }); });
 }
 
-// The gradients, which are of type T in memory.
+// The gradients, which are of type T in memory, times their factor.
 template <class T>
-__device__ Values widened(const Words& grad) {
+__device__ Values scaled(const Gradient& s, const Words& grad) {
   T narrow[kPerThread];
   unpack(grad, narrow);
   Values g;
   for_vectors_quickly(
       [&](auto& vec, int i) { Vec::store(g.x + i, vec.flushed(Vec::load(narrow + i))); });
+  if (s.has_factor) {
+    for_vectors([&](int i) { Vec::store(g.x + i, s.template scaled<T>(Vec::load(g.x + i))); });
+  }
   return g;
 }
 
-__device__ inline Values grad_of(const Segment& seg, const Words& grad) {
-  if (seg.grad_dtype == kFP32) return widened<float>(grad);
-  if (seg.grad_dtype == kFP16) return widened<Half>(grad);
-  return widened<uint16_t>(grad);
+__device__ inline Values grad_of(const Segment& seg, const Gradient& s, const Words& grad) {
+  if (seg.grad_dtype == kFP32) return scaled<float>(s, grad);
+  if (seg.grad_dtype == kFP16) return scaled<Half>(s, grad);
+  return scaled<uint16_t>(s, grad);
 }
 
 // The thread's parameters as a segment of kind P of their own.
@@ -342,7 +345,7 @@ __device__ bool step_block(const Segment& seg, const StepScalars& raw, const Dyn
   const Place place(block);
   const Stored<Algorithm> stored(seg, place);
   Values p = param_of(seg, stored.param, stored.correction, place);
-  Values g = grad_of(seg, stored.grad);
+  Values g = grad_of(seg, typename Algorithm::Scalars(raw), stored.grad);
   Vec::I largest = Vec::seti(0);
   for_vectors([&](int i) {
     const Vec::F x =

@@ -67,6 +67,17 @@ HYPERS = {
     "lion, exact betas, maximize": {
         "algorithm": LION, "lr": 0.25, "betas": (0.5, 0.25), "maximize": True
     },
+    "factor": {
+        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1,
+        "grad_factor": 21 / 128,
+    },
+    "factor, l2, maximize": {
+        "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "decoupled": False,
+        "maximize": True, "grad_factor": 21 / 128,
+    },
+    "lion, factor": {
+        "algorithm": LION, "lr": 1e-3, "betas": (0.9, 0.99), "grad_factor": 21 / 128
+    },
     "lion, no memory": {"algorithm": LION, "lr": 1e-3, "betas": (0.0, 0.0)},
 }  # fmt: skip
 

@@ -22,8 +22,8 @@ constexpr zero8::Rounding kRoundings[] = {zero8::kNearest, zero8::kDither, zero8
 
 // With L2 and without.
 constexpr zero8::StepScalars kScalars[] = {
-    {{0.9f, 0.999f, 0.1f, 0.0316f, 1.0f, 1e-8f, 10.0f, 1e-3f, 0.99f, 0.01f, 1.0f, 1.1f}},
-    {{0.9f, 0.999f, 0.1f, 0.0316f, 1.0f, 1e-8f, 10.0f, 1e-3f, 0.99f, 0.0f, 1.0f, 1.1f}},
+    {{0.9f, 0.999f, 0.1f, 0.0316f, 1.0f, 1e-8f, 10.0f, 1e-3f, 0.99f, 0.01f, 1.0f, 1.1f, 1.0f}},
+    {{0.9f, 0.999f, 0.1f, 0.0316f, 1.0f, 1e-8f, 10.0f, 1e-3f, 0.99f, 0.0f, 1.0f, 1.1f, 1.0f}},
 };
 
 // Powers of two, as patterns of exponents: equal ones in the first half, then ones of `octaves`.

@@ -186,6 +186,9 @@ def factors(count: int, low: int, high: int, seed: int) -> torch.Tensor:
 
 def scalars_at(step: int, hyper: dict) -> Scalars:
     """Return the scalars of a step, of Adam unless "algorithm" says another."""
+    if "grad_factor" in hyper:
+        others = {key: value for key, value in hyper.items() if key != "grad_factor"}
+        return scalars_at(step, others)._replace(grad_factor=hyper["grad_factor"])
     if hyper.get("algorithm") is LION:
         return LION.scalars(step, (), {**LION.options, **hyper}, True)
     history = 0.0

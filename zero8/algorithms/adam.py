@@ -44,6 +44,7 @@ class AdamScalars(NamedTuple):
     l2: float
     grad_sign: float
     settling: float
+    grad_factor: float = 1.0
 
     @classmethod
     def at(

@@ -33,6 +33,7 @@ class LionScalars(NamedTuple):
     l2: float
     grad_sign: float
     settling: float
+    grad_factor: float = 1.0
 
 
 class Lion(Algorithm):

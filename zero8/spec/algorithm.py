@@ -30,6 +30,13 @@ class Scalars(Protocol):
     def grad_sign(self) -> float:
         """-1.0 to ascend, 1.0 to descend."""
 
+    @property
+    def grad_factor(self) -> float:
+        """What gradients are multiplied by before anything else, such as a clipping factor."""
+
+    def _replace(self, *, grad_factor: float) -> "Scalars":
+        """Return the same with another factor, as NamedTuple does."""
+
     def __hash__(self) -> int:
         """Equal scalars are handed over once."""
 

@@ -4,7 +4,8 @@
 One step of an algorithm on 8-bit moments.  With g the gradient, p the parameter, and every
 operation rounded once as `arithmetic.py` says:
 
-    g  = sign * g                                          maximize                          (R1)
+    g  = factor * g, rounded to the gradient's dtype       only where the factor is not 1    (R1)
+    g  = sign * g                                          maximize
     g  = fma(l2, p, g)                                     only where weight decay is L2
     moments', p' = the algorithm's                         (R2)-(R6) of zero8/algorithms/
     p  rounded to bfloat16 where the parameter is          equation (D2) of dither.py           (R7)
@@ -37,7 +38,7 @@ def step(segment: Segment) -> int:
     moments = list(zip(algorithm.moments, segment.moments, strict=True))
     block, num_blocks = segment.grid.block_numbers(segment.first, segment.param.numel())
     p = ieee.flush(_wide_param(segment))
-    g = ieee.mul(s.grad_sign, segment.grad.float())
+    g = ieee.mul(s.grad_sign, _scaled_grad(segment))
     if s.l2 != 0.0:
         g = ieee.fma(s.l2, p, g)
     decoded = [_decoded(segment, rule, moment, block) for rule, moment in moments]
@@ -54,6 +55,17 @@ def step(segment: Segment) -> int:
     for (rule, moment), x in zip(moments, new, strict=True):
         _store(segment, rule, moment, x, good, block, bad_blocks)
     return int(bad_blocks.sum())
+
+
+def _scaled_grad(segment: Segment) -> Tensor:
+    """Return the gradient times its factor, as if the product had been stored in its place.
+
+    Only gradients and products below 2^-126 differ from that: they count as 0.
+    """
+    grad, factor = segment.grad, segment.scalars.grad_factor
+    if factor == 1.0:
+        return grad.float()
+    return ieee.mul(factor, grad.float()).to(grad.dtype).float()
 
 
 def _decoded(segment: Segment, rule: MomentRule, moment: Moment, block: Tensor) -> Tensor:

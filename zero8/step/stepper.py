@@ -30,11 +30,13 @@ class Stepper:
 
     Attributes:
         counts: blocks that steps have left as they were, not yet reported.
+        grad_factor: what the next step multiplies its gradients by; the step sets it to 1.
     """
 
     def __init__(self, settings: Settings, params: KnownParams, kinds: Sequence[StateKind]):
         """Take what the optimizer knows; nothing is compiled yet."""
         self.counts = Ledger()
+        self.grad_factor = 1.0
         self._settings, self._params, self._kinds = settings, params, kinds
         self._algorithm = settings.algorithm
         self._remembered = tuple(one.name for one in self._algorithm.memory)
@@ -69,6 +71,7 @@ class Stepper:
     ) -> bool:
         """Take a step over some parameters, as `step`; return whether a graph has captured it."""
         if not batch.params:
+            self.grad_factor = 1.0
             return False
         plan, addresses = self._plan_for(batch, groups, state)
         if plan.is_on_gpus:
@@ -139,6 +142,7 @@ class Stepper:
                 if counts is not None:
                     self.counts.add(part.labels, counts)
                 part.note(batch.states, steps, which)
+            self.grad_factor = 1.0
 
     def _next_steps(self, batch: Batch) -> tuple[list[NextStep], list[int]]:
         """Return the steps that parameters take now, and which of these is each parameter's."""
@@ -155,7 +159,10 @@ class Stepper:
         after = self._algorithm.next_memory(tuple(map(float, memory)), group)
         entries = {"step": number, **dict(zip(self._remembered, after, strict=True))}
         corrects = self._settings.bias_correction
-        return NextStep(number, entries, self._algorithm.scalars(number, after, group, corrects))
+        scalars = self._algorithm.scalars(number, after, group, corrects)
+        if self.grad_factor != 1.0:
+            scalars = scalars._replace(grad_factor=self.grad_factor)
+        return NextStep(number, entries, scalars)
 
     # --- CUDA graphs ----------------------------------------------------------------------------
 
@@ -197,6 +204,7 @@ class Stepper:
             self._captured.refresh(launches)
             for one, number in zip(batch.states, which, strict=True):
                 one.update(steps[number].entries)
+            self.grad_factor = 1.0
         return self.counts.take()
 
     def count_replays(self) -> None:

@@ -15,7 +15,7 @@ from types import ModuleType
 
 from zero8.checkpoint.engine.install import keep_whole
 from zero8.versions import TESTED, warn_if_untested
-from zero8.zero import accelerate, access, jit, universal_load
+from zero8.zero import accelerate, access, jit, universal_load, unscaling
 from zero8.zero.when_imported import when_imported
 
 
@@ -179,6 +179,17 @@ SEAMS = (
         f"DeepSpeedZeroOptimizer.{universal_load.LINKS}",
         change="finds parameters where round_robin_gradients has put them",
     ),
+    *(
+        Seam(
+            module,
+            f"{name}.{unscaling.UNSCALES}",
+            change="leaves the factor of the gradients to our step, on the CPU",
+        )
+        for module, name in (
+            (_STAGE12, "DeepSpeedZeroOptimizer"),
+            (_STAGE3, "DeepSpeedZeroOptimizer_Stage3"),
+        )
+    ),
     Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", change="raises on all ranks or on none"),
     Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._post_step", change="lets the ranks agree"),
     Seam("deepspeed.ops.op_builder.all_ops", "ALL_OPS", change="has the row of ds_report"),
@@ -288,6 +299,7 @@ def install(optimizer_class: type) -> None:
     universal_load.find_places_in_round_robin(stage_1_and_2.DeepSpeedZeroOptimizer, optimizer_class)
     access.offload_codes(stage_1_and_2, optimizer_class)
     access.refuse_to_move_states(zero3_class, optimizer_class)
+    unscaling.leave_to_step(stage_1_and_2.DeepSpeedZeroOptimizer, zero3_class, optimizer_class)
     overrides.swap_states(stage3, optimizer_class)
     overrides.agree_on_swapped(engine_class, zero3_class)
     overrides.finish_steps(engine_class, optimizer_class)

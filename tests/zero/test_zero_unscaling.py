@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clipping and unscaling inside the step have the bits of DeepSpeed's pass over the gradients."""
+
+import inspect
+from types import MethodType, SimpleNamespace
+
+import pytest
+import torch
+from zero_worker import Bag, base_optimizer, config, difference, held, make_engine, take_step
+
+from zero8.zero.unscaling import UNSCALES, leave_to_step
+
+STEPS = 3
+CLIP = {"gradient_clipping": 0.5}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+BF16_MASTERS = {"bf16_master_weights_and_grads": True}
+FUSED = {
+    "zero1, clipped": config(stage=1) | CLIP,
+    "zero2, clipped": config(stage=2) | CLIP,
+    "zero2, clipped, Lion": config(stage=2, optimizer="Lion8bitBlockwise") | CLIP,
+    "zero2, bf16 masters, clipped": config(stage=2, dtype=BF16_MASTERS) | CLIP,
+    "zero2, fp16, scaled": config(stage=2) | FP16,
+    "zero2, fp16, scaled and clipped": config(stage=2) | FP16 | CLIP,
+    "zero2, no offload, clipped": config(stage=2, offload=None) | CLIP,
+    "zero3, clipped": config(stage=3) | CLIP,
+    "zero3, sub-groups, clipped": config(stage=3, zero={"sub_group_size": 5000}) | CLIP,
+    "zero3, bf16 masters, clipped": config(stage=3, dtype=BF16_MASTERS) | CLIP,
+    "zero3, fp16, scaled and clipped": config(stage=3) | FP16 | CLIP,
+}
+WITHOUT_A_FACTOR = {"zero2, neither": config(stage=2)}
+
+
+def unfused(engine):
+    """Give an engine DeepSpeed's own method back."""
+    zero = engine.optimizer
+    own = inspect.unwrap(getattr(type(zero), UNSCALES))
+    setattr(zero, UNSCALES, MethodType(own, zero))
+    return engine
+
+
+def steps_with_factors(engine):
+    """Take steps; return the factors that the optimizer was given."""
+    optimizer, factors = base_optimizer(engine), []
+    scale_grads = optimizer.scale_grads
+
+    def noted(factor):
+        factors.append(float(factor))
+        scale_grads(factor)
+
+    optimizer.scale_grads = noted
+    for step in range(STEPS):
+        take_step(engine, step)
+    del optimizer.scale_grads
+    return factors
+
+
+def step_pairs(layouts):
+    """Return, by layout, what fused and unfused engines hold, and the factors of both."""
+    result = {}
+    for name, ds_config in layouts.items():
+        engines = make_engine(ds_config, Bag()), unfused(make_engine(ds_config, Bag()))
+        factors = [steps_with_factors(engine) for engine in engines]
+        result[name] = *map(held, engines), *factors
+    return result
+
+
+@pytest.fixture(scope="module")
+def pairs(standing_ranks):
+    return standing_ranks(2).run(step_pairs, timeout_s=300, layouts=FUSED | WITHOUT_A_FACTOR)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_factor_in_the_step_equals_a_pass_over_the_gradients(pairs, name):
+    for rank in pairs:
+        fused, plain, factors, no_factors = rank[name]
+        assert difference(fused, plain) == ""
+        assert len(factors) >= STEPS and any(factor != 1.0 for factor in factors)
+        assert no_factors == []
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_FACTOR)
+def test_step_without_clipping_or_loss_scale_has_no_factor(pairs, name):
+    for rank in pairs:
+        fused, plain, *factors = rank[name]
+        assert difference(fused, plain) == ""
+        assert factors == [[], []]
+
+
+class Optimizer:
+    """Stands for ours, and notes factors."""
+
+    def __init__(self):
+        self.factors = []
+
+    def scale_grads(self, factor):
+        self.factors.append(factor)
+
+
+def zero_classes():
+    """Return classes that multiply as DeepSpeed's do, changed by the seam."""
+
+    class Stage12:
+        torch_autocast_gradscaler = None
+
+        def __init__(self, optimizer, grad):
+            self.optimizer, self.grad = optimizer, grad
+
+        def unscale_and_clip_grads(self, grad_groups_flat, total_norm):
+            for grad in grad_groups_flat:
+                grad.data.mul_(1.0 / total_norm)
+
+    class Stage3(Stage12):
+        @property
+        def fp32_partitioned_groups_flat(self):
+            return [SimpleNamespace(grad=self.grad)]
+
+        def unscale_and_clip_grads(self, sub_group_id, total_norm):
+            self.fp32_partitioned_groups_flat[sub_group_id].grad.mul_(1.0 / total_norm)
+
+    leave_to_step(Stage12, Stage3, Optimizer)
+    return Stage12, Stage3
+
+
+def unscale(zero, grad):
+    first = 0 if hasattr(zero, "fp32_partitioned_groups_flat") else [grad]
+    zero.unscale_and_clip_grads(first, 4.0)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["stages 1 and 2", "stage 3"])
+@pytest.mark.parametrize("case", ["ours", "GPU", "other optimizer", "variant", "autocast scaler"])
+def test_unscaling_is_left_to_our_step_on_the_cpu_only(place, case):
+    zero_class = zero_classes()[place]
+    grad = torch.ones(3, device="meta" if case == "GPU" else "cpu")
+    optimizer = Optimizer()
+    zero = zero_class(optimizer if case != "other optimizer" else object(), grad)
+    if case == "variant":
+        zero.__class__ = type("Variant", (zero_class,), {})
+    if case == "autocast scaler":
+        zero.torch_autocast_gradscaler = object()
+    unscale(zero, grad)
+    assert optimizer.factors == ([0.25] if case == "ours" else [])
+    if grad.device.type == "cpu":
+        assert grad.tolist() == [1.0 if case == "ours" else 0.25] * 3
