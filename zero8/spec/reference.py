@@ -11,9 +11,9 @@ operation rounded once as `arithmetic.py` says:
     moments = quantize(moments')                           (C1)-(C9) of log.py and dynamic.py   (R8)
 
 A block in which any g (after (R1)) is NaN, infinite, or at least 2^63 in magnitude, so that its
-square could overflow, is left exactly as it was, parameter and moments, and counted.  So is one in
-which any new moment is not finite, or has the sign of negative numbers though it cannot be
-negative: what steps make of finite gradients is never so, but a state may have come from anywhere.
+square could overflow, is left exactly as it was, parameter and moments, and counted.  So is a block
+in which any new moment is not finite, or any unsigned one has its sign bit set: steps on finite
+gradients make no such moments, but a loaded state may hold them.
 """
 
 import torch
