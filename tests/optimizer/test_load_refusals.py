@@ -46,7 +46,7 @@ REFUSED = {
     "a step of 5000 digits": (entry("step", 10**5000), "step: got an integer of 16610 bits"),
     "a history of laughs": (entry("history", laughs()), "history: got a value of type list"),
     "a format of 10^5 sizes": (entry("format", torch.ones(10**5).long()), "got 100000 numbers"),
-    "a format of laughs": (entry("format", laughs()), "no row of int64: a value of type list"),
+    "a format of laughs": (entry("format", laughs()), "not a row of int64: a value of type list"),
     "an entry whose key is a number": (state(0, {1: 2, "x": 3}), r"got entries \['x', 1\]"),
     "a state of None": (state(0, None), "states that are no dicts"),
     "a state of a number": (state(0, 1.5), "states that are no dicts"),
