@@ -388,7 +388,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         try:
             kept = {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}
             for kind in self.kinds if numbers.rank() == 0 else ():
-                kind.reencoded.tell()
+                kind.reencoded.log()
         finally:
             for kind in self.kinds:
                 kind.reencoded.forget()

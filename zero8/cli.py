@@ -55,7 +55,7 @@ class _Command(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def complete(self) -> None:
-        """Add the arguments, once."""
+        """Add the arguments; idempotent."""
         add, self.add_arguments = self.add_arguments, None
         self.set_defaults(program=self.prog)
         if add is not None:
@@ -82,7 +82,7 @@ def _print(text: str) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line, with those of all commands."""
+    """Return the parser of the command line, including all commands."""
     parser = _Command(prog="zero8", description=ABOUT, epilog=FIRST)
     parser.add_argument("--version", action="version", version=f"zero8 {zero8.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

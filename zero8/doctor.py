@@ -134,7 +134,7 @@ def _cuda_kernel(report: dict) -> dict:
         return {"backend": None, "version": None, "reason": str(error), "gpus": gpus}
     reason = "nvcc comes before nvrtc" if compiler.name == "nvcc" else "there is no nvcc"
     if asked != "auto":
-        reason = "ZERO8_CUDA_BACKEND asks for it"
+        reason = "ZERO8_CUDA_BACKEND selects it"
     found = {"backend": compiler.name, "version": compiler.version, "reason": reason}
     return {**found, "gpus": gpus}
 

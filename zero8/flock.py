@@ -50,14 +50,14 @@ def take(file: FileIO) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    _sign(file)
+    _write_holder(file)
     return True
 
 
 def wait_for(file: FileIO) -> None:
     """Wait for the lock of a file, and take it until the file is closed."""
     fcntl.flock(file, fcntl.LOCK_EX)
-    _sign(file)
+    _write_holder(file)
 
 
 def is_held(file: FileIO) -> bool:
@@ -78,7 +78,7 @@ def holder(file: FileIO) -> str:
     return name or "an unknown process"
 
 
-def _sign(file: FileIO) -> None:
+def _write_holder(file: FileIO) -> None:
     """Write this process into the file of a lock as its holder; a full disk is ignored."""
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     with suppress(OSError):

@@ -11,7 +11,7 @@ class Driver:
     """The calls of the CUDA driver that a launch needs; torch has made the context."""
 
     def __init__(self) -> None:
-        """Load the driver's library; raises OSError where there is none."""
+        """Load the driver's library; raises OSError if it is missing."""
         self._library = ctypes.CDLL(LIBRARY)
 
     def functions(self, code: bytes, names: Iterable[str]) -> dict[str, ctypes.c_void_p]:

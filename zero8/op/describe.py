@@ -16,7 +16,7 @@ Contents = tuple[object, list[Tensor | float]]
 """A description of some states without their tensors and numbers, and these entries."""
 
 
-class Seen:
+class Snapshot:
     """A snapshot of the addresses, sizes, dtypes and devices of parameters, gradients and states.
 
     Attributes:
@@ -36,7 +36,7 @@ class Seen:
         self._records = described([*values, *grads, *entries])
         self.addresses = self._tensors["data"].copy()
 
-    def again(
+    def addresses_if_same(
         self, values: list[Tensor], grads: list[Tensor], contents: Contents
     ) -> np.ndarray | None:
         """Return the present addresses of parameters and gradients, as `addresses`.

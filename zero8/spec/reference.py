@@ -32,7 +32,7 @@ _BF16_INFINITY = 0x7F80
 
 
 def step(segment: Segment) -> int:
-    """Take one step on a segment, in place; return the number of blocks left as they were."""
+    """Take one step on a segment, in place; return the number of blocks left unchanged."""
     s, algorithm = segment.scalars, segment.algorithm
     moments = list(zip(algorithm.moments, segment.moments, strict=True))
     block, num_blocks = segment.grid.block_numbers(segment.first, segment.param.numel())
@@ -161,6 +161,6 @@ def corrected_bfloat16(x: Tensor) -> tuple[Tensor, Tensor]:
     low = torch.where(beyond, remainder.clamp(max=127), remainder)
     high = torch.where(x.isnan(), _BF16_INFINITY | 0x40, high)
     low = torch.where(x.isnan(), 0, low)
-    # Narrowing keeps the low bits, which are the two's complement of what they stand for.
+    # Narrowing keeps the low bits, which are in two's complement.
     param = high.to(torch.int32).to(torch.int16).view(torch.bfloat16)
     return param, low.to(torch.int32).to(torch.int8)

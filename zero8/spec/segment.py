@@ -45,7 +45,7 @@ class Segment:
         moments: the algorithm's moments, in its order.
         codec: the codec of the moments; None for float32 moments.
         grid: the parameter's block grid; for float32 moments, one row cut into blocks, which then
-            only bound what a non-finite gradient stops.
+            only limit the effect of a non-finite gradient.
         first: index in the parameter of the segment's first element.
         scalars: this step's scalars.
         param_phase: the phase of the dither of the parameter's rounding.

@@ -21,13 +21,13 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 Value = TypeVar("Value", bound=Tensor | float)
-PLAIN = frozenset((torch.nn.Parameter, Tensor, int, float))
+NEVER_SHARDED = frozenset((torch.nn.Parameter, Tensor, int, float))
 """Types that are never sharded; tested first, because every step tests many values."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A box of a parameter; the methods here are for a whole one, in plain tensors.
+    """A box of a parameter; these methods are for plain tensors, a subclass's for sharded ones.
 
     Attributes:
         shape: the parameter's global shape.
@@ -129,7 +129,7 @@ class Extent:
 
 def local(value: Value) -> Value:
     """Return the local tensor of a DTensor, and any other value as it is."""
-    if type(value) in PLAIN or not hasattr(value, "to_local"):
+    if type(value) in NEVER_SHARDED or not hasattr(value, "to_local"):
         return value
     with torch.no_grad():  # autograd must not record it
         here: Value = value.to_local()

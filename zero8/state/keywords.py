@@ -43,7 +43,7 @@ NO_EFFECT_KEYS = ("torch_adam", "set_grad_none", "foreach", "fused", "fp32_optim
 # Keys for features that zero8 lacks: the harmless value, and the reason.
 REFUSED_KEYS = {
     "amsgrad": (False, "the maximum of past second moments would need a third moment"),
-    "capturable": (False, "CUDA graphs take any step: leave it out, see before_replay()"),
+    "capturable": (False, "CUDA graphs can capture any step: leave it out, see before_replay()"),
     "differentiable": (False, "the step is not differentiable"),
 }
 
@@ -122,7 +122,7 @@ def check_refused_keys(algorithm: Algorithm, values: Mapping[str, Any]) -> None:
 
 
 def checked_settings(algorithm: Algorithm, whole: Mapping[str, Any]) -> Settings:
-    """Return the settings of an optimizer from its keywords, those of the whole optimizer.
+    """Return `Settings` from the keywords of the whole optimizer.
 
     Raises:
         ValueError: for a bad value.

@@ -13,7 +13,7 @@ from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 
 RecordKey = tuple[object, list[Tensor | float]]
-"""How to read some states (equal if the reading is the same), and all their entries."""
+"""A description of how to read some states, equal for equal readings, and all their entries."""
 
 
 class StateKind(ABC):
@@ -71,7 +71,7 @@ class StateKind(ABC):
     def adopted(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """Return a loaded state in new tensors, in the form that the optimizer keeps.
 
-        Codes are taken verbatim where codec, block size and policy agree with what was saved.
+        Codes are kept verbatim if codec, block size and policy match the saved ones.
 
         Raises:
             ValueError: if it does not fit the parameter.

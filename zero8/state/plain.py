@@ -46,7 +46,7 @@ from zero8.state.reencoded import Reencoded
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 
-_OF_OTHERS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_LOADABLE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Dtypes of other optimizers' moments."""
 
 
@@ -209,8 +209,8 @@ class PlainState:
     ) -> "PlainState":
         """Return a loaded state in new tensors, in the form that the optimizer keeps.
 
-        Codes are taken verbatim where codec, block size and policy agree with what was saved, and
-        otherwise requantized; float32 moments of another optimizer are quantized.
+        Codes are kept verbatim if codec, block size and policy match the saved ones, otherwise they
+        are requantized; float32 moments of another optimizer are quantized.
 
         Args:
             saved: the entries as loaded.
@@ -332,7 +332,7 @@ def check_dense(rule: MomentRule, owner: str, values: object) -> None:
     if isinstance(values, Tensor) and not values.is_floating_point():
         raise ValueError(f"{name}: got dtype {values.dtype}, expected float32 values")
     numel = values.numel() if isinstance(values, Tensor) else 0
-    checked = check_entry(name, values, numel, _OF_OTHERS)
+    checked = check_entry(name, values, numel, _LOADABLE_DTYPES)
     if found := fault_of_values(checked, is_signed=rule.is_signed):
         raise ValueError(f"{name}: got {found}; was the checkpoint saved by a run that diverged?")
 

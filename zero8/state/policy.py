@@ -14,9 +14,9 @@ from functools import lru_cache
 
 from zero8.spec.grid import BlockGrid, check_block_size, is_narrow, rows_per_block
 
-OF_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 """Parts of parameter names that FSDP1, activation checkpointing and torch.compile insert."""
-PREFIXES = ("module.", "base_model.model.")
+WRAPPER_PREFIXES = ("module.", "base_model.model.")
 """Prefixes of parameter names that DistributedDataParallel and PEFT add."""
 
 
@@ -133,8 +133,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 @lru_cache(maxsize=65536)
 def _bare(name: str) -> str:
-    for part in OF_WRAPPERS:
+    for part in WRAPPER_PARTS:
         name = name.replace(part, "")
-    for prefix in PREFIXES:
+    for prefix in WRAPPER_PREFIXES:
         name = name.removeprefix(prefix)
     return name

@@ -30,7 +30,7 @@ class Reencoded:
         """Reset the counts."""
         self._counts.clear()
 
-    def tell(self) -> None:
+    def log(self) -> None:
         """Log the counts, each message once per process."""
         for (saved, kept), count in self._counts.items():
             tell_once(

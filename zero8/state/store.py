@@ -24,7 +24,7 @@ CHUNK_NUMEL = 1 << 22
 
 @dataclass
 class MomentStore:
-    """One moment of a shard: 8-bit codes and scales, and float32 values where policy says so.
+    """One moment of a shard: 8-bit codes and scales, and float32 values for pieces without.
 
     Attributes:
         codec: the codec of 8-bit pieces; None if all pieces are float32.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from zero8.op import kernel
-from zero8.op.describe import Seen
+from zero8.op.describe import Snapshot
 from zero8.op.devices import Kernel, Taken, kernel_on
 from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.state.header import Entries
@@ -187,27 +187,28 @@ class Plan:
     Attributes:
         ids: the `id` of each parameter.
         kinds: the kinds of their states.
-        seen: the tensors that the plan was made for; it is valid while they match.
+        snapshot: the tensors that the plan was made for; it is valid while they match.
         parts: the kernel calls, in order.
         is_on_gpus: whether any part is on a GPU.
     """
 
     ids: list[int]
     kinds: Kinds
-    seen: Seen
+    snapshot: Snapshot
     parts: list[Part]
     is_on_gpus: bool
 
     def addresses_of(self, batch: Batch) -> np.ndarray | None:
-        """Return `Seen.addresses` of a batch of the same parameters, None if the plan is stale."""
-        return self.seen.again(batch.values, batch.grads, self.kinds.contents(batch.states))
+        """Return the addresses of a batch of the same parameters, None if the plan is stale."""
+        contents = self.kinds.contents(batch.states)
+        return self.snapshot.addresses_if_same(batch.values, batch.grads, contents)
 
     @classmethod
     def of(
         cls,
         algorithm: Algorithm,
         batch: Batch,
-        seen: Seen,
+        snapshot: Snapshot,
         kinds: Kinds,
         records: Sequence[ParamRecords],
     ) -> "Plan":
@@ -220,20 +221,20 @@ class Plan:
         Args:
             algorithm: the algorithm of the step.
             batch: the parameters.
-            seen: their tensors.
+            snapshot: their tensors.
             kinds: the kinds of their states.
             records: their records.
         """
-        in_order, devices = seen.contiguous[0], seen.devices
+        in_order, devices = snapshot.contiguous[0], snapshot.devices
         together = [np.flatnonzero(in_order & (devices == one)) for one in np.unique(devices)]
         apart = [np.array([place]) for place in np.flatnonzero(~in_order)]
         parts = []
         for places in (list(map(int, places)) for places in (*together, *apart)):
             if places:
-                is_contiguous = bool(seen.contiguous[:, places].all())
+                is_contiguous = bool(snapshot.contiguous[:, places].all())
                 mine = [records[place] for place in places]
                 device = batch.values[places[0]].device
                 is_all = len(places) == len(batch.params)
                 parts.append(Part.joined(algorithm, places, is_all, is_contiguous, device, mine))
         is_on_gpus = not all(isinstance(part.kernel, kernel.CpuKernel) for part in parts)
-        return cls(list(map(id, batch.params)), kinds, seen, parts, is_on_gpus)
+        return cls(list(map(id, batch.params)), kinds, snapshot, parts, is_on_gpus)

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from zero8.op.describe import Seen
+from zero8.op.describe import Snapshot
 from zero8.spec import dither
 from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.spec.buffers import check_apart, check_buffer
@@ -44,8 +44,8 @@ def prepared(settings: Settings, kind: StateKind, single: Batch, info: ParamInfo
     segments = [_segment(settings, number, stores, state, *flat) for number in range(len(pieces))]
     labels = tuple(piece.name for piece in pieces)
     keys = [_stream_keys(settings, piece.identity) for piece in pieces]
-    seen = Seen(single.values, single.grads, kind.contents([state]))
-    return ParamRecords.of(kind, seen, labels, flat, segments, keys)
+    snapshot = Snapshot(single.values, single.grads, kind.contents([state]))
+    return ParamRecords.of(kind, snapshot, labels, flat, segments, keys)
 
 
 def _make_contiguous(state: Entries) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from zero8.op import kernel
-from zero8.op.describe import Seen
+from zero8.op.describe import Snapshot
 from zero8.op.structs import KEPT_PIECE
 from zero8.spec.segment import Segment
 from zero8.state.kind import StateKind
@@ -24,14 +24,14 @@ class ParamRecords:
 
     Attributes:
         kind: the kind of its state.
-        seen: the tensors that they were made for; they are valid while these match.
+        snapshot: the tensors that they were made for; they are valid while these match.
         records: (pieces,) `SEGMENT`; `zero8.op.kernel.fill` sets the fields that steps change.
         kept: (pieces,) `KEPT_PIECE`, the constants that `fill` needs.
         labels: the parameter's label, for each piece.
     """
 
     kind: StateKind
-    seen: Seen
+    snapshot: Snapshot
     records: np.ndarray
     kept: np.ndarray
     labels: tuple[str, ...]
@@ -40,7 +40,7 @@ class ParamRecords:
     def of(
         cls,
         kind: StateKind,
-        seen: Seen,
+        snapshot: Snapshot,
         labels: tuple[str, ...],
         flat: tuple[Tensor, Tensor],
         segments: Sequence[Segment],
@@ -50,7 +50,7 @@ class ParamRecords:
 
         Args:
             kind: see the attribute.
-            seen: see the attribute.
+            snapshot: see the attribute.
             labels: see the attribute.
             flat: the parameter and its gradient, or contiguous copies, in one dimension.
             segments: its pieces, views of `flat` and of the live state.
@@ -63,4 +63,4 @@ class ParamRecords:
         for one, (moment_keys, param_key) in zip(kept, keys, strict=True):
             one["moment_keys"][: len(moment_keys)] = moment_keys
             one["param_key"] = param_key
-        return cls(kind, seen, records, kept, labels)
+        return cls(kind, snapshot, records, kept, labels)

@@ -7,9 +7,9 @@ import numpy as np
 from torch import Tensor
 
 from zero8.op import kernel
-from zero8.op.describe import Seen
+from zero8.op.describe import Snapshot
 from zero8.op.devices import is_capturing, kernel_on
-from zero8.state.extent import PLAIN, local
+from zero8.state.extent import NEVER_SHARDED, local
 from zero8.state.header import Entries
 from zero8.state.kind import StateKind, kind_of
 from zero8.state.memory import counters_of
@@ -85,7 +85,7 @@ class Stepper:
     def _plan_for(
         self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
     ) -> tuple[Plan, np.ndarray]:
-        """Return an earlier step's plan if it is still valid, else a new one; `Seen.addresses`."""
+        """Return an earlier step's plan if still valid, else a new one; and the addresses."""
         ids = list(map(id, batch.params))
         plan = self._plans.get(ids[0])
         if plan is not None and plan.ids == ids:
@@ -94,9 +94,9 @@ class Stepper:
         self._keep_records(batch, groups, state)
         records = [self._kept[number] for number in ids]
         kinds = Kinds([one.kind for one in records])
-        seen = Seen(batch.values, batch.grads, kinds.contents(batch.states))
-        self._plans[ids[0]] = plan = Plan.of(self._algorithm, batch, seen, kinds, records)
-        return plan, seen.addresses
+        snapshot = Snapshot(batch.values, batch.grads, kinds.contents(batch.states))
+        self._plans[ids[0]] = plan = Plan.of(self._algorithm, batch, snapshot, kinds, records)
+        return plan, snapshot.addresses
 
     def _keep_records(
         self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
@@ -128,7 +128,7 @@ class Stepper:
         if kept is None or not single.states[0]:
             return False
         contents = kept.kind.contents(single.states)
-        return kept.seen.again(single.values, single.grads, contents) is not None
+        return kept.snapshot.addresses_if_same(single.values, single.grads, contents) is not None
 
     def _run(self, batch: Batch, plan: Plan, addresses: np.ndarray) -> None:
         plan.kinds.note_writes(batch.states)
@@ -220,7 +220,7 @@ def _stepping(groups: Iterable[Group], state: Mapping[Tensor, Entries]) -> Batch
             if (grad := p.grad) is not None:
                 batch.groups.append(group)
                 batch.params.append(p)
-                is_plain = type(p) in PLAIN  # most are; saves the calls
+                is_plain = type(p) in NEVER_SHARDED  # most are; saves the calls
                 batch.values.append(p if is_plain else local(p))
                 batch.grads.append(grad if is_plain else local_grad(p, grad))
                 batch.states.append(state[p])
