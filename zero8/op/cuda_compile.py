@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the CUDA kernel: with nvcc, or with NVRTC through CuPy where there is no nvcc.
+"""Compiles the CUDA kernel: with nvcc, or with NVRTC through CuPy if there is no nvcc.
 
 Both make machine code for one architecture, which is cached beside the compiled ops.
 """

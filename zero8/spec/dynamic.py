@@ -28,7 +28,7 @@ class DynamicCode:
 
     @property
     def min_scale(self) -> float:
-        """The smallest scale: its smallest entry is normal, and no normal float32 rounds to 0."""
+        """Smaller scales are raised to it: entries stay normal, and no normal float rounds to 0."""
         return 2.0**-105 if self.signed else 2.0**-104
 
     @cached_property

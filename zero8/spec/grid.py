@@ -72,7 +72,7 @@ class BlockGrid:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block_size: int) -> "BlockGrid | None":
-        """Return the grid of a parameter of global `shape`, or None where it has none.
+        """Return the grid of a parameter of global `shape`, or None if it has none.
 
         Keeps k >= 1 leading dimensions, k the largest that leaves a row (the product of the other
         dimensions) of at least 64 elements.  Where even `shape[1:]` has fewer, a row of the grid is
