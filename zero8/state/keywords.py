@@ -21,7 +21,7 @@ logger = logging.getLogger("zero8")
 
 MAX_NUMBER = torch.finfo(torch.float32).max
 
-# Keys that no other Adam has.
+# Keys that no other optimizer has.
 OWN_KEYS = (
     "block_size",
     "codec",
