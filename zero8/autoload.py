@@ -2,16 +2,16 @@
 """Makes DeepSpeed find the optimizer and the op by name.
 
 `import zero8` calls `install`, and so does every `import torch` (entry point `torch.backends`).
-An exception here would break `import torch` for the whole machine, so nothing is let out: a
-failure becomes a warning, and using the optimizer then says what is wrong.  deepspeed is never
-imported from here: it imports torch.
+An exception here would break `import torch` for the whole machine, so errors become warnings, and
+using the optimizer then says what is wrong.  deepspeed is never imported from here, because it
+imports torch.
 """
 
 import warnings
 
 
 def install() -> None:
-    """Set `torch.optim.Adam8bitBlockwise` and the like, allow our pickles, fit into op builders.
+    """Add our optimizers to `torch.optim`, our pickles to torch's safe ones, our op to DeepSpeed's.
 
     Other optimizers only gain a clear error when given our states.
     """

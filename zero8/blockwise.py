@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer of every algorithm: torch's protocol, over 8-bit states of the kinds there are."""
+"""The optimizer base class of all algorithms: torch's optimizer protocol over 8-bit states."""
 
 import logging
 import threading
@@ -35,23 +35,23 @@ logger = logging.getLogger("zero8")
 
 
 class SwappedState(Protocol):
-    """What is known of a state that a framework has swapped out."""
+    """The description of a state that a framework has swapped out."""
 
     like: Sequence[MomentStore]
     correction_numel: int
 
 
 class BlockwiseOptimizer(torch.optim.Optimizer):
-    """An algorithm on 8-bit moments; subclasses have its keywords.
+    """An optimizer with 8-bit moments; a subclass sets the algorithm and takes its keywords.
 
     Attributes:
-        algorithm: what a step computes.
-        settings: what holds for the whole optimizer.
-        state_dict_format: as the argument; may be set between two calls of `state_dict`.
-        kinds: the kinds of state that it serves (`zero8.frameworks.kinds`), with these settings.
-        nonfinite_blocks: how many blocks steps have left as they were because of a gradient that
-            was not finite, as far as that is known and reported.
-        on_disk: parameters whose states are swapped out, and what their files hold.
+        algorithm: the algorithm of its steps.
+        settings: the settings of the whole optimizer.
+        state_dict_format: see the argument; may be set between two calls of `state_dict`.
+        kinds: its kinds of state (`zero8.frameworks.kinds`), with these settings.
+        nonfinite_blocks: how many blocks steps have left unchanged because of a gradient that was
+            not finite, as far as reported yet.
+        on_disk: the parameters whose states are swapped out, with descriptions of these.
     """
 
     algorithm: ClassVar[Algorithm]
@@ -67,9 +67,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
         Args:
             params: parameters, groups, or `model.named_parameters()`.
-            options: of groups that have none of their own, as `Algorithm.options` lists them;
-                `weight_decay` may be None, for 0.
-            whole: keywords that hold for the whole optimizer: `keywords.checked_settings`, and
+            options: the defaults of groups, those of `Algorithm.options`; `weight_decay` may be
+                None, which means 0.
+            whole: keywords of the whole optimizer: those of `keywords.checked_settings`, and
                 `state_dict_format`.
             others: keywords that the subclass does not know.
 
@@ -84,15 +84,15 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         has_decay = options["weight_decay"] is not None
         decay = {} if has_decay else {"weight_decay": 0.0}
         super().__init__(params, {**options, **decay, **self.algorithm.fp32_options})
-        notices.tell_what_stays_float32(self.settings, self._infos().values())
+        notices.log_float32_shares(self.settings, self._infos().values())
         engine, _ = frameworks.constructing_engine()
         if not has_decay and self._lacks_decay and engine is None:
-            notices.tell_of_no_decay(options)
-        # DeepSpeed constructs us before ZeRO: the last moment to fit the two together.
+            notices.warn_of_missing_decay(options)
+        # DeepSpeed makes the optimizer before ZeRO, which must be patched before it starts.
         frameworks.fit(type(self))
         if any(p.device.type in DEVICES for p in self._all_params()):
-            kernel.prepare()  # while an engine is made, where a wait is expected
-        if engine is None:  # last: an optimizer that could not be made claims nothing
+            kernel.prepare()  # users expect to wait here rather than in the first step
+        if engine is None:  # last, so that a failed constructor claims nothing
             frameworks.claim(self, self._all_params(), self._use)
 
     def _begin(self) -> None:
@@ -103,7 +103,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._stepper = Stepper(self.settings, self._params, self.kinds)
         self._use = frameworks.Use()
         self._in_backward: InBackward | None = None
-        self._lacks_decay = False  # whether there is a group without a weight_decay of its own
+        self._lacks_decay = False  # whether a group was added without a weight_decay
         self._groups_seen: tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]] = ([], {})
         self.on_disk: dict[Tensor, SwappedState] = {}
 
@@ -113,7 +113,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             if "params" not in param_group:
                 raise ValueError(
                     f"got a parameter group with {shown_keys(param_group)}, without 'params'; "
-                    'expected {"params": [...]}, with settings of the group beside it'
+                    'expected {"params": [...]}, and the settings of the group as further entries'
                 )
             keywords.check_new_group(self.algorithm, {**self.defaults, **param_group})
             self._lacks_decay |= "weight_decay" not in param_group
@@ -121,12 +121,12 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         if len(set(map(id, params := self.param_groups[-1]["params"]))) < len(params):
             self.param_groups.pop()
             raise ValueError("got a parameter twice in one group, expected each parameter once")
-        # DeepSpeed will replace them in the groups by flat partitions or float32 copies.
+        # DeepSpeed will replace the parameters by flat partitions or float32 copies.
         engine, names = frameworks.constructing_engine()
         self._params.remember(self.param_groups, names, frameworks.global_shape)
         infos = self._infos()
         try:
-            # What can never be stepped must fail here, not at the first step.
+            # A parameter that can never step must fail here, not at the first step.
             for p in params:
                 info = infos[p]
                 self.settings.policy.decide(info.name, info.shape)
@@ -138,7 +138,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle and deepcopy keep, the settings included."""
+        """Return the members that pickle and deepcopy keep."""
         return {
             **super().__getstate__(),
             "settings": self.settings,
@@ -147,11 +147,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` kept; groups of fp32 optimizers get the keys they lack."""
+        """Restore the members of `__getstate__`; groups of fp32 optimizers get missing keys."""
         settings = self.__dict__.get("settings")
         super().__setstate__(state)
         counted = self.__dict__.pop("nonfinite_blocks", None)
-        if self.settings != settings:  # otherwise what this object has counted and knows stays
+        if self.settings != settings:  # torch also calls this on a live object, while loading
             self._begin()
         if counted is not None:
             self.nonfinite_blocks = counted
@@ -161,7 +161,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     @property
     def nonfinite_blocks(self) -> int:
-        """Reported skipped blocks; kept on the stepper, as Lightning copies our `__dict__`."""
+        """Blocks reported as skipped; the stepper has the count, as Lightning copies `__dict__`."""
         return self._stepper.counts.reported
 
     @nonfinite_blocks.setter
@@ -175,7 +175,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     # --- Steps ----------------------------------------------------------------------------------
 
-    @_disable_dynamo  # as torch's own load_state_dict: addresses mean nothing to it
+    @_disable_dynamo  # torch.compile cannot trace it: it passes addresses
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step, as `zero8.spec.reference` and `zero8.algorithms` define it.
 
@@ -187,15 +187,15 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             closure: evaluates the model again and returns the loss.
 
         Returns:
-            What the closure returned, None without one.
+            The result of the closure, None without one.
 
         Raises:
-            ValueError: if a gradient is sparse, complex or of a dtype that is not served, or a
-                state does not fit its parameter; nothing has been changed then.
-            FloatingPointError: if a gradient is NaN or infinite, or a moment, which no step makes
-                so.  The blocks that it touches, and only they, are left as they were; the step
-                counts, and the state can be saved and stepped on.  On a GPU it is raised by a later
-                step, or by `check_finite`; under ZeRO by `check_finite` only.
+            ValueError: if a gradient is sparse, complex or of an unsupported dtype, or a state does
+                not fit its parameter; nothing has been changed then.
+            FloatingPointError: if a gradient is NaN or infinite, or a moment is, which steps never
+                cause.  Only the blocks with such numbers are left unchanged; the step counts, and
+                the state can be saved and stepped further.  On a GPU a later step raises it, or
+                `check_finite`; under ZeRO only `check_finite` does.
         """
         loss = None
         if closure is not None:
@@ -225,11 +225,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             self._stepper.grad_factor *= float(np.float32(float(factor)))
 
     def step_in_backward(self, model: torch.nn.Module) -> InBackward:
-        """Step each parameter in the backward, as soon as its gradient is there, and free that.
+        """Step each parameter in the backward, as soon as its gradient arrives, and free that.
 
-        `step` then waits for what is left, and counts and reports as ever: schedulers and hooks of
-        steps go on as they were.  The bits are those of steps after the backward.  On the CPU one
-        thread steps while the backward goes on.
+        `step` then only waits for pending steps, and counts and reports as usual, so that
+        schedulers and hooks of steps work unchanged.  The bits are those of steps after the
+        backward.  On the CPU one thread steps while the backward goes on.
 
             optimizer.step_in_backward(model)
             for batch in batches:
@@ -237,16 +237,15 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 optimizer.step()
 
         Args:
-            model: the model of whose parameters this is the optimizer; under FSDP2 or in one
-                process.
+            model: the model of this optimizer's parameters, under FSDP2 or in one process.
 
         Returns:
-            What ends it, by its `remove()`.
+            A handle, whose `remove()` ends it.
 
         Raises:
             ValueError: if gradients are not complete when they arrive, or are not the model's.
-            RuntimeError: later, for what needs a gradient that has been used: clipping by the norm
-                of all, GradScaler, gradient accumulation.
+            RuntimeError: later, from code that needs a gradient that has been used: clipping by the
+                norm of all gradients, GradScaler, gradient accumulation.
         """
         check_model(model, self._all_params())
         if self._in_backward is not None:
@@ -267,7 +266,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             self._stepper.step_batch(batch, self.param_groups, self.state)
 
     def _wait(self) -> None:
-        """Wait for steps that have begun in the backward."""
+        """Wait for pending steps of the backward."""
         if self._in_backward is not None:
             self._in_backward.wait()
 
@@ -277,12 +276,12 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def before_replay(self) -> None:
         """Make the next replay of the CUDA graph with `step` in it take the next step.
 
-        Counts the step, and gives the graph what depends on it: lr and the other settings of the
-        groups, bias corrections, dither phases.  Call it before every replay, the first one too (it
-        would read gradients that are gone), on the same stream.  The host waits only for an lr that
-        is on a GPU.
+        Counts the step, and updates the graph's lr and other settings of the groups, bias
+        corrections and dither phases.  Call it before every replay, also the first (which would
+        otherwise read freed gradients), on the same stream.  The host waits only for an lr that is
+        on a GPU.
 
-            optimizer.step()  # once before: makes the states, compiles the kernel
+            optimizer.step()  # one ordinary step: makes the states, compiles the kernel
             with torch.cuda.graph(graph):
                 loss = loss_of(model(inputs))
                 loss.backward()
@@ -292,19 +291,20 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 optimizer.before_replay()
                 graph.replay()
 
-        One graph at a time, with one step in it: a new capture, after a replay or an ordinary step,
-        takes the place of the one before.
+        It supports one graph at a time, with one step in it: a new capture, after a replay or an
+        ordinary step, replaces the previous one.
 
         Raises:
             RuntimeError: if no step has been captured, or parameters or states have moved since.
-            FloatingPointError: as `step`, of an earlier replay; the next can follow nevertheless.
+            FloatingPointError: as `step`, for an earlier replay; the next replay is prepared all
+                the same.
         """
         with self._lock:
             if skipped := self._stepper.before_replay(self.param_groups, self.state):
                 self._report(skipped)
 
     def check_finite(self, process_group: "torch.distributed.ProcessGroup | None" = None) -> None:
-        """Raise FloatingPointError on every rank if any rank has met a non-finite number.
+        """Raise FloatingPointError on every rank if steps of any rank met a non-finite number.
 
         One all_reduce of 8 bytes, or one for each dimension of the mesh; all ranks of the group
         must call it.  Waits until a GPU has finished the steps so far.
@@ -321,11 +321,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         if count := numbers.total(self.nonfinite_blocks, meant):
             raise FloatingPointError(
                 f"{count} blocks met a non-finite gradient or moment so far (all ranks); they "
-                "were left as they were"
+                "were left unchanged"
             )
 
     def _report(self, skipped: dict[str, int]) -> None:
-        # One rank must not raise while the others wait in a collective: log, and go on.
+        # A rank must not raise alone while the others wait in a collective; then it only logs.
         if not self._raises_alone():
             self._log(skipped)
             return
@@ -334,15 +334,15 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         raise FloatingPointError(
             f"non-finite gradient or moment in {len(skipped)} parameter(s): "
             + ", ".join(f"{label} ({count} blocks)" for label, count in worst)
-            + "; these blocks were left as they were, all others have stepped.  To train on, catch "
-            "this error; to find the cause, run a backward in torch.autograd.detect_anomaly()"
+            + "; these blocks were left unchanged, all others have stepped.  To go on training, "
+            "catch this error; to find the cause, run a backward in torch.autograd.detect_anomaly()"
         )
 
     def _raises_alone(self) -> bool:
         states = [(p, state) for p, state in self.state.items() if state]
         if not all(kind_of(self.kinds, *pair).raises_alone for pair in states):
             return False
-        # Ranks with the same gradients raise at the same step, but counts of GPUs may arrive later.
+        # Ranks with equal gradients raise at the same step, unless the counts of a GPU arrive late.
         return numbers.num_ranks() == 1 or not self._has_params_on_gpus()
 
     def _has_params_on_gpus(self) -> bool:
@@ -352,7 +352,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self.nonfinite_blocks += sum(skipped.values())
         for label, count in skipped.items():
             logger.warning(
-                "non-finite gradient or moment: %s: %d blocks left as they were", label, count
+                "non-finite gradient or moment: %s: %d blocks left unchanged", label, count
             )
 
     # --- States ---------------------------------------------------------------------------------
@@ -360,10 +360,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     @_disable_dynamo
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the states, in the form that `state_dict_format` says, and the groups.
+        """Return the states, in the format `state_dict_format`, and the groups.
 
-        The tensors are the live ones, as those of any optimizer of torch, but for moments that are
-        decoded for this.
+        The tensors are the live ones, as with torch's optimizers, except for decoded moments.
         """
         self._wait()
         in_fp32 = keywords.check_state_dict_format(self.state_dict_format) == "fp32"
@@ -379,8 +378,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or of the fp32 one, whose moments are quantized.
 
-        Where parameters are sharded all ranks must call it: one all_reduce of 40 bytes for each
-        dimension of the mesh.
+        If parameters are sharded, all ranks must call it: it makes one all_reduce of 40 bytes for
+        each dimension of the mesh.
 
         Raises:
             ValueError: if a state does not fit its parameter, on this or on another rank; nothing
@@ -392,24 +391,24 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             load(self, state_dict, super().load_state_dict, self._adopt_loaded, groups)
 
     def _adopt_loaded(self, states: dict[Tensor, dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-        """Return the states of a state dict, and check its groups, which are in place already."""
+        """Return the states of a state dict as kept; check its groups, which are loaded already."""
         for group in self.param_groups:
             if "capturable" in group:
-                # An AdamW whose steps are captured or compiled needs it; our steps do not.
+                # Only torch's AdamW needs it, for steps that are captured or compiled.
                 group["capturable"] = False
             keywords.check_group(self.algorithm, {**self.defaults, **group})
         infos = self._infos()
         try:
             kept = {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}
             for kind in self.kinds if numbers.rank() == 0 else ():
-                kind.reencoded.tell()
+                kind.reencoded.log()
         finally:
             for kind in self.kinds:
                 kind.reencoded.forget()
         return kept
 
     def adopted(self, p: Tensor, saved: dict[str, Any], info: ParamInfo | None) -> dict[str, Any]:
-        """Return a loaded state of a parameter as this optimizer keeps it, in tensors of its own.
+        """Return a loaded state of a parameter as this optimizer keeps it, in new tensors.
 
         Raises:
             ValueError: if it does not fit the parameter.
@@ -418,7 +417,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         return kind.adopted(p, saved, info) | kind.correction(p, saved, info)
 
     def moments(self, p: Tensor) -> list[MomentStore]:
-        """Return the live moments of a parameter that has state, as the algorithm lists them.
+        """Return the live moments of a parameter that has state, in the algorithm's order.
 
         Raises:
             ValueError: if the state does not fit the parameter.
@@ -428,7 +427,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         return kind_of(self.kinds, p, state).moments(p, state, self._infos().get(p))
 
     def all_moments(self) -> dict[Tensor, list[MomentStore]]:
-        """Return what `moments` does, of every parameter that has state."""
+        """Return the `moments` of every parameter that has state."""
         self._wait()
         infos = self._infos()
         return {

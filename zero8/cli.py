@@ -15,7 +15,7 @@ from importlib import import_module
 import zero8
 from zero8 import extras
 
-ABOUT = "Tools for Adam with 8-bit states."
+ABOUT = "Tools for optimizers with 8-bit states."
 FIRST = "Begin with zero8 doctor, and zero8 plan --parameters 8B."
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is not None or sys.argv[1:2] != ["checkpoint"]:
         return _main(sys.argv[1:] if argv is None else list(argv))
     argv = sys.argv[1:]
-    # Before anything is imported that starts threads.
+    # Fork before importing modules that start threads.
     from zero8.checkpoint.commands.guard import FileCutError, in_child
 
     try:
@@ -42,7 +42,7 @@ def _main(argv: list[str]) -> int:
 
 
 class _Command(argparse.ArgumentParser):
-    """A parser that adds its arguments when it is used, so that only its command imports them."""
+    """A parser that adds its arguments on first use, so that other commands import no modules."""
 
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
 
@@ -55,7 +55,7 @@ class _Command(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def complete(self) -> None:
-        """Add the arguments, once."""
+        """Add the arguments; idempotent."""
         add, self.add_arguments = self.add_arguments, None
         self.set_defaults(program=self.prog)
         if add is not None:
@@ -65,7 +65,7 @@ class _Command(argparse.ArgumentParser):
 
 def _with_result(run: Callable, arguments: argparse.Namespace) -> int:
     """Run a command that returns its status, a JSON object and a text; print one of the two."""
-    # DeepSpeed logs to stdout from its import on; our stdout carries the result and nothing else.
+    # DeepSpeed logs to stdout as soon as it is imported; our stdout must have only the result.
     with contextlib.redirect_stdout(sys.stderr):
         status, result, text = run(arguments)
     _print(json.dumps(result, indent=2) if arguments.json else text)
@@ -73,16 +73,16 @@ def _with_result(run: Callable, arguments: argparse.Namespace) -> int:
 
 
 def _print(text: str) -> None:
-    """Print; whoever reads may stop, as head(1) does."""
+    """Print; ignores a closed pipe, such as head(1)'s."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # Python flushes once more at its end, and would complain.
+        # Python flushes again at exit, which would print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line, with those of all commands."""
+    """Return the parser of the command line, including all commands."""
     parser = _Command(prog="zero8", description=ABOUT, epilog=FIRST)
     parser.add_argument("--version", action="version", version=f"zero8 {zero8.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -106,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--into",
                 metavar="FOLDER",
-                help="build there; a copy of it serves where TORCH_EXTENSIONS_DIR names the copy",
+                help="build in this folder; TORCH_EXTENSIONS_DIR=FOLDER uses it, or a copy of it",
             )
     for name, add, help_text in (
         ("plan", _plan, "estimate memory, traffic and step time of a run"),
@@ -149,7 +149,7 @@ def _measurement(module: str, parser: argparse.ArgumentParser) -> None:
 def _measure(run: Callable, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from zero8.bench.usage import UsageError
 
-    extras.need("cpuinfo", "matplotlib")  # now, not when all is measured and has to be written
+    extras.need("cpuinfo", "matplotlib")  # fail now, not after the measurements
     try:
         return run(arguments)
     except UsageError as error:
@@ -200,7 +200,7 @@ def _build(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
 
 def _ops_of_deepspeed(path: str) -> list[str]:
-    """Return the builders of DeepSpeed whose ops a config needs, after a check that they can."""
+    """Return DeepSpeed's builders of the ops that a config needs; raises if one cannot build."""
     config = _read_config(path)
     from zero8.zero import ops
 
@@ -222,12 +222,12 @@ def _read_config(path: str) -> dict:
     except (OSError, ValueError) as error:
         raise ValueError(f"got {path}, expected DeepSpeed's JSON config: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"got {path}, expected DeepSpeed's JSON config: it is no object")
+        raise ValueError(f"got {path}, expected DeepSpeed's JSON config: it is not an object")
     return config
 
 
 def _cuda_kernels() -> dict[str, str]:
-    """Compile the CUDA kernel for this machine's GPUs; return by architecture what came of it."""
+    """Compile the CUDA kernel for this machine's GPUs; return the outcome by architecture."""
     from zero8.op import cuda, cuda_compile
 
     made = {}
@@ -235,7 +235,7 @@ def _cuda_kernels() -> dict[str, str]:
         try:
             code = cuda_compile.machine_code(architecture, cuda_compile.default_backend())
             made[f"sm_{architecture}"] = f"{len(code)} bytes"
-        except (RuntimeError, ValueError) as error:  # which offloading does not need
+        except (RuntimeError, ValueError) as error:  # offloading works without it
             made[f"sm_{architecture}"] = f"not compiled: {error}"
     return made
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out whether zero8 works on this machine, and if not, why not."""
+"""`zero8 doctor`: checks whether zero8 works on this machine."""
 
 import importlib
 import importlib.metadata as metadata
@@ -18,9 +18,9 @@ from zero8.zero import accelerate, seams
 
 
 def examine() -> dict:
-    """Return what was found, as plain data; builds the op if it is not built.
+    """Return the findings as plain data; builds the op if it is not built.
 
-    "problems" keep zero8 from working, and "usable" says that there are none; "warnings" do not.
+    "problems" keep zero8 from working, "warnings" do not; it is "usable" without problems.
     """
     report: dict = {"problems": [], "warnings": []}
     for name, part in (
@@ -42,7 +42,7 @@ def examine() -> dict:
             continue
         try:
             report[name] = part(report)
-        except Exception as error:  # the other parts still tell something
+        except Exception as error:  # the other parts are still useful
             report[name] = None
             report["problems"].append(f"{name}: {type(error).__name__}: {error}")
     report["usable"] = not report["problems"]
@@ -50,7 +50,7 @@ def examine() -> dict:
 
 
 def _deepspeed(report: dict) -> bool:
-    """Return whether DeepSpeed is installed; plain PyTorch needs none."""
+    """Return whether DeepSpeed is installed; plain PyTorch does not need it."""
     try:
         importlib.import_module("deepspeed")
     except ModuleNotFoundError as error:
@@ -80,12 +80,12 @@ def _versions(report: dict) -> dict:
 
 def _torch_names(report: dict) -> dict:
     """Return how many private names of torch zero8 uses, and which this torch lacks."""
-    gone = torch_names.missing()
+    missing = torch_names.missing()
     report["warnings"] += [
-        f"torch {metadata.version('torch')} has no {name}, by which zero8 {name.use}"
-        for name in gone
+        f"torch {metadata.version('torch')} has no {name}, with which zero8 {name.use}"
+        for name in missing
     ]
-    return {"used": len(torch_names.NAMES), "missing": [str(name) for name in gone]}
+    return {"used": len(torch_names.NAMES), "missing": [str(name) for name in missing]}
 
 
 def _build_tools(report: dict) -> dict:
@@ -121,7 +121,7 @@ def _locks(report: dict) -> list[dict]:
 
 
 def _cuda_kernel(report: dict) -> dict:
-    """Return what the CUDA kernel is compiled with, or None and the reason, and for which GPUs."""
+    """Return the compiler of the CUDA kernel and the reason for it, or for None, and the GPUs."""
     from zero8.op import cuda, cuda_compile
 
     gpus = [gpu._asdict() for gpu in cuda.gpus()]
@@ -134,7 +134,7 @@ def _cuda_kernel(report: dict) -> dict:
         return {"backend": None, "version": None, "reason": str(error), "gpus": gpus}
     reason = "nvcc comes before nvrtc" if compiler.name == "nvcc" else "there is no nvcc"
     if asked != "auto":
-        reason = "ZERO8_CUDA_BACKEND asks for it"
+        reason = "ZERO8_CUDA_BACKEND selects it"
     found = {"backend": compiler.name, "version": compiler.version, "reason": reason}
     return {**found, "gpus": gpus}
 
@@ -146,14 +146,14 @@ def _accelerator(report: dict) -> str:
 
 
 def _libaio(report: dict) -> bool:
-    """Return whether DeepSpeed finds what its swapping to NVMe is compiled with."""
+    """Return whether DeepSpeed finds libaio, which its op for swapping to NVMe needs."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return AsyncIOBuilder().is_compatible(verbose=False)
 
 
 def _seams(report: dict) -> dict[str, str]:
-    """Return of each seam "missing", "present", or, if it is present and in use, "installed"."""
+    """Return the state of each seam: "missing", "present", or "installed" (present and in use)."""
     from zero8.optimizer import Adam8bitBlockwise
 
     changed = [seam for seam in seams.SEAMS if seam.change]
@@ -170,7 +170,7 @@ def _seams(report: dict) -> dict[str, str]:
 
 
 def _accelerate(report: dict) -> str | None:
-    """Return the state of what keeps Accelerate from replacing the optimizer, None without it."""
+    """Return the state of the guard against Accelerate replacing the optimizer, None without it."""
     from zero8.optimizer import Adam8bitBlockwise
 
     try:
@@ -199,7 +199,7 @@ def _cuda_line(found: dict | None) -> str:
         return "unknown"
     if not found["backend"]:
         return f"cannot be compiled: {found['reason']}"
-    release = re.search(r"\d+\.\d+", found["version"])  # nvcc's own line has a number of its build
+    release = re.search(r"\d+\.\d+", found["version"])  # nvcc's line also has a build number
     compiler = f"{found['backend']} {release[0] if release else found['version']}"
     return (
         f"experimental, not yet run on a GPU; {compiler} compiles it where parameters are on one "
@@ -242,8 +242,8 @@ def as_text(report: dict, verbose: bool = False) -> str:
     """Return the report of `examine` as lines for people.
 
     Args:
-        report: what `examine` returned.
-        verbose: whether seams that fit are listed, too.
+        report: the result of `examine`.
+        verbose: whether to list also the seams that fit.
     """
     lines = [("package", str(Path(__file__).parent))]
     for name, version in (report["versions"] or {}).items():

@@ -13,14 +13,14 @@ EXTRAS = {
     "psutil": "launch",
     "tomli": "train",
 }
-"""Extras by the name under which a package is imported."""
+"""The extra of each package, by the name under which it is imported."""
 
 USAGE = 2
-"""Exit status of a command that cannot start, as that of wrong usage."""
+"""Exit status of a command that cannot start, the same as for wrong usage."""
 
 
 def need(*names: str) -> None:
-    """Import packages; a command that needs them late fails before its work, not after it.
+    """Import packages, so that a command that needs them late fails before its work.
 
     Raises:
         ModuleNotFoundError: for the first that is not installed.
@@ -31,7 +31,7 @@ def need(*names: str) -> None:
 
 @contextmanager
 def explained(program: str) -> Iterator[None]:
-    """End the process with one line, instead of a traceback, where an extra is not installed."""
+    """End the process with one line instead of a traceback if an extra is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

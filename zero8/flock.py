@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """File locks that end with the process that holds them, and name it.
 
-The operating system releases them however their holder ends; their files stay.  filelock, which
-torch requires, names no holder, and takes another program's file that has the lock's name.
+The operating system releases a lock when its holder ends in any way; its file stays.  filelock,
+which torch requires, names no holder, and would use any file that has the lock's name.
 """
 
 import errno
@@ -19,10 +19,10 @@ LONGEST_NAME_BYTES = 200
 
 
 def opened(path: Path) -> FileIO:
-    """Open the file of a lock, to be read and written; it is made where there is none.
+    """Open the file of a lock for reading and writing; creates it if it is missing.
 
     Raises:
-        OSError: if it cannot be opened, or is a link, or a second name of another file.
+        OSError: if it cannot be opened, or is a symbolic or hard link.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -41,7 +41,7 @@ def opened(path: Path) -> FileIO:
 
 
 def take(file: FileIO) -> bool:
-    """Take the lock of a file until that is closed, if it is free; return whether it was.
+    """Take the lock of a file, if it is free, until the file is closed; return whether it was free.
 
     Raises:
         OSError: if the file system has no locks.
@@ -50,14 +50,14 @@ def take(file: FileIO) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    _sign(file)
+    _write_holder(file)
     return True
 
 
 def wait_for(file: FileIO) -> None:
-    """Take the lock of a file until that is closed, when its holder has released it."""
+    """Wait for the lock of a file, and take it until the file is closed."""
     fcntl.flock(file, fcntl.LOCK_EX)
-    _sign(file)
+    _write_holder(file)
 
 
 def is_held(file: FileIO) -> bool:
@@ -70,16 +70,16 @@ def is_held(file: FileIO) -> bool:
 
 
 def holder(file: FileIO) -> str:
-    """Return who holds the lock of a file, as far as that process has said.
+    """Return the holder of the lock of a file, as the holder has written it there.
 
-    It reads the file that was opened: by now its name may be a pipe's, which would keep it waiting.
+    Reads the open file: the path may have become a pipe, which would block.
     """
     name = os.pread(file.fileno(), LONGEST_NAME_BYTES, 0).decode(errors="replace").strip()
-    return name or "another process, which has not said who it is"
+    return name or "an unknown process"
 
 
-def _sign(file: FileIO) -> None:
-    """Write into the file of a lock which process holds it; on a full disk nothing is written."""
+def _write_holder(file: FileIO) -> None:
+    """Write this process into the file of a lock as its holder; a full disk is ignored."""
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     with suppress(OSError):
         file.truncate(0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What frameworks tell the optimizer, which knows none of them.
+"""The interface between the optimizer and frameworks such as DeepSpeed and FSDP.
 
-A framework shards parameters, or puts others in their place in the optimizer's groups.  It
-registers itself here; `zero8.known_frameworks` lists those that zero8 serves.
+A framework shards parameters, or replaces them in the optimizer's groups.  It is registered here;
+`zero8.known_frameworks` lists the supported ones.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,39 +18,39 @@ from zero8.state.whole import WholeTensor
 
 @dataclass
 class Use:
-    """Whether anything steps with an optimizer; frameworks keep it longer than the optimizer.
+    """Whether an optimizer is in use; frameworks keep this longer than the optimizer.
 
     Attributes:
-        is_met: whether it has stepped, or is the one that an engine steps with.
+        is_met: whether it has stepped, or an engine steps with it.
     """
 
     is_met: bool = False
 
 
 class Framework:
-    """A framework, as far as the optimizer has to do with it; this one has no wishes."""
+    """A framework, as the optimizer sees it; this base class changes nothing."""
 
     kinds: tuple[type[StateKind], ...] = ()
-    """The kinds of state of what it puts in the place of parameters."""
+    """The kinds of state of its parameters."""
 
     def fit(self, optimizer_class: type) -> None:
-        """Fit the optimizer's class into the framework; called whenever an optimizer is made."""
+        """Make the framework work with the optimizer's class; called for every new optimizer."""
         return
 
     def constructing_engine(self) -> object | None:
-        """Return the framework's engine that is making the optimizer, None if none is."""
+        """Return the framework's engine that is constructing the optimizer, None if none is."""
         return None
 
     def names_in(self, engine: object) -> Mapping[Tensor, str]:
-        """Return what an engine calls parameters."""
+        """Return an engine's names of parameters."""
         return {}
 
     def global_shape(self, p: Tensor) -> tuple[int, ...] | None:
-        """Return the shape of a parameter of which there is only a part here, None of others."""
+        """Return the global shape of a parameter that the framework shards, else None."""
         return None
 
     def claim(self, optimizer: torch.optim.Optimizer, params: Iterable[Tensor], use: Use) -> None:
-        """Note that an optimizer was made for parameters, by no engine."""
+        """Note that an optimizer was made for parameters without an engine."""
         return
 
     def process_groups(self, params: Iterable[Tensor]) -> list[Group]:
@@ -62,36 +62,36 @@ _registered: list[Framework] = []
 
 
 def register(framework: Framework) -> None:
-    """Have all optimizers that are made from now on serve a framework."""
+    """Make all new optimizers support a framework."""
     _registered.append(framework)
 
 
 def kinds() -> tuple[type[StateKind], ...]:
-    """Return the kinds of state in the order in which they are asked whether a parameter is theirs.
+    """Return the kinds of state, in order: the first that serves a parameter keeps its state.
 
     Raises:
         RuntimeError: if no framework is registered: sharded parameters would be taken for whole.
     """
     if not _registered:
         raise RuntimeError(
-            "zero8 could not register the frameworks that it serves; the warning of `import zero8` "
-            "says why"
+            "zero8 could not register the frameworks that it supports; the warning of "
+            "`import zero8` says why"
         )
     return (*(kind for framework in _registered for kind in framework.kinds), WholeTensor)
 
 
 def fit(optimizer_class: type) -> None:
-    """Fit the optimizer's class into all frameworks.
+    """Make all frameworks work with the optimizer's class.
 
     Raises:
-        RuntimeError: if one that is loaded does not fit.
+        RuntimeError: if a loaded framework lacks a needed interface.
     """
     for framework in _registered:
         framework.fit(optimizer_class)
 
 
 def constructing_engine() -> tuple[object | None, Mapping[Tensor, str]]:
-    """Return the engine that is making the optimizer and its names of parameters; None and {}."""
+    """Return the engine that is constructing the optimizer, with its names, or None and {}."""
     for framework in _registered:
         engine = framework.constructing_engine()
         if engine is not None:

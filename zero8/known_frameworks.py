@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frameworks that zero8 serves."""
+"""The frameworks that zero8 supports."""
 
 from functools import cache
 
@@ -10,6 +10,6 @@ from zero8.zero.framework import DeepSpeed
 
 @cache
 def register() -> None:
-    """Register them, once."""
+    """Register all of them; idempotent."""
     for framework in (Fsdp(), DeepSpeed()):
         frameworks.register(framework)

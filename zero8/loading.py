@@ -17,7 +17,7 @@ States = dict[Tensor, dict[str, Any]]
 
 @dataclass
 class _Wrapped:
-    """A saved state on its way through torch's `load_state_dict`."""
+    """A saved state, wrapped so that torch's `load_state_dict` passes it through unchanged."""
 
     state: dict[str, Any]
 
@@ -32,10 +32,10 @@ def load(
     """Load a state dict.
 
     Args:
-        optimizer: into which.
-        state_dict: of it, or of the fp32 optimizer.
-        by_torch: torch's own `load_state_dict` of the optimizer.
-        adopt: returns the loaded states in the form that the optimizer keeps; called when the
+        optimizer: the optimizer to load into.
+        state_dict: a state dict of it, or of the fp32 optimizer.
+        by_torch: the optimizer's `load_state_dict` of torch.
+        adopt: returns the loaded states in the form that the optimizer keeps; called after the
             groups have been loaded.
         groups: the process groups of ranks that share its parameters.
 
@@ -47,13 +47,13 @@ def load(
     def adopt_states(_: torch.optim.Optimizer) -> None:
         if unknown := [key for key in optimizer.state if not isinstance(key, Tensor)]:
             raise ValueError(
-                f"load_state_dict: got states of {shown_keys(unknown)}, which are no parameters of "
-                "its groups"
+                f"load_state_dict: got states of {shown_keys(unknown)}, which are not parameters "
+                "of its groups"
             )
         optimizer.state.update(adopt({p: saved.state for p, saved in optimizer.state.items()}))
 
-    # torch casts every tensor to the parameter's dtype, which would destroy codes and scales; what
-    # is no tensor and no container crosses it untouched, so states cross it wrapped.
+    # torch casts every tensor to the parameter's dtype, which would destroy codes and scales.  It
+    # leaves objects that are neither tensors nor containers unchanged, so states are wrapped.
     kept = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     hooks = (
         optimizer.register_load_state_dict_pre_hook(_wrap_states),
@@ -62,9 +62,9 @@ def load(
     error = None
     try:
         by_torch(state_dict)
-    except Exception as raised:  # whatever it is, nothing may have been changed
+    except Exception as raised:  # restored below, on all ranks
         error = raised
-    except BaseException:  # Ctrl-C, which the other ranks have to notice by themselves
+    except BaseException:  # Ctrl-C: restore here; the other ranks cannot be notified
         optimizer.__dict__.update(kept)
         raise
     finally:
@@ -73,7 +73,7 @@ def load(
     steps = [state.get("step", 0) for state in optimizer.state.values()] if error is None else []
     try:
         error = _error_of_ranks(error, state_dict, max(steps, default=0), groups)
-    except Exception as raised:  # by a collective: other ranks are gone, say
+    except Exception as raised:  # from a collective, for example because other ranks have died
         error = raised
     if error is not None:
         optimizer.__dict__.update(kept)
@@ -83,13 +83,13 @@ def load(
 def _wrap_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     states = state_dict["state"]
     if not isinstance(states, dict) or not all(isinstance(s, dict) for s in states.values()):
-        raise ValueError("load_state_dict: got states that are no dicts, expected one of dicts")
+        raise ValueError("load_state_dict: got states that are not dicts, expected a dict of dicts")
     wrapped = {key: _Wrapped(_detached(state)) for key, state in states.items()}
     return {**state_dict, "state": wrapped}
 
 
 def _detached(state: dict[str, Any]) -> dict[str, Any]:
-    # An optimizer whose states are part of a graph could not be copied, and would keep the graph.
+    # States that are part of an autograd graph could not be copied, and would keep it alive.
     return {
         key: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
         for key, value in state.items()
@@ -99,13 +99,13 @@ def _detached(state: dict[str, Any]) -> dict[str, Any]:
 def _error_of_ranks(
     error: Exception | None, state_dict: dict[str, Any], step: int, groups: list[Any]
 ) -> Exception | None:
-    """Return what the ranks of some process groups raise: their own errors, or a common one.
+    """Return the error that this rank must raise, its own or one because of others, or None.
 
     Args:
-        error: what the load raised here.
-        state_dict: that was loaded.
-        step: the largest one in the states that have been loaded.
-        groups: of the ranks.
+        error: the error of the load on this rank.
+        state_dict: the state dict that was loaded.
+        step: the largest step in the loaded states.
+        groups: the process groups of the ranks.
     """
     if not groups:
         return error
@@ -121,11 +121,11 @@ def _error_of_ranks(
         )
     if error is None and some and none:
         return ValueError(
-            "load_state_dict: got states of an fp32 optimizer on some ranks only: they have come "
-            "through a state dict of another form than the checkpoint's; set state_dict_format to "
-            'the checkpoint\'s, "8bit" or "fp32"'
+            "load_state_dict: got states of an fp32 optimizer on some ranks only: the checkpoint "
+            'was read with another state_dict_format than its own; set it to "8bit" or "fp32", as '
+            "the checkpoint was saved"
         )
-    # Ranks of one mesh hold the same parameters; of several some may train what others do not.
+    # Ranks of one mesh hold the same parameters; with several meshes, some ranks may train others.
     if error is None and groups != [None] and last != -first:
         return ValueError(
             f"load_state_dict: got states of step {step} on this rank, of steps {-first} to {last} "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer logs when it is made, if users might not expect it."""
+"""Logs properties of a new optimizer that users might not expect."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -11,13 +11,13 @@ from zero8.state.settings import Settings
 from zero8.state.tell import tell_once
 
 FLOAT32_SHARE_TO_WARN = 0.01
-"""Above this share of the elements, float32 moments are worth a warning."""
+"""The share of elements with float32 moments above which they are logged as a warning."""
 
 logger = logging.getLogger("zero8")
 
 
-def tell_what_stays_float32(settings: Settings, infos: Collection[ParamInfo]) -> None:
-    """Log which share of the elements keeps float32 moments, and patterns that match nothing."""
+def log_float32_shares(settings: Settings, infos: Collection[ParamInfo]) -> None:
+    """Log the share of elements that keep float32 moments, and patterns that match no name."""
     names = [info.name or "" for info in infos]
     for pattern in settings.policy.patterns_without(names):
         near = settings.policy.nearest(pattern, names)
@@ -31,7 +31,7 @@ def tell_what_stays_float32(settings: Settings, infos: Collection[ParamInfo]) ->
         return
     whole = sum(shares.values())
     causes = ", ".join(f"{cause}: {share:.1%}" for cause, share in shares.items())
-    # Norms and biases, which every model has, are no news.
+    # Norms and biases alone, which every model has, need no warning.
     logger.log(
         logging.WARNING if whole > FLOAT32_SHARE_TO_WARN else logging.INFO,
         "zero8: %.1f %% of the elements keep float32 moments (%s): memory_report() lists them",
@@ -40,8 +40,8 @@ def tell_what_stays_float32(settings: Settings, infos: Collection[ParamInfo]) ->
     )
 
 
-def tell_of_no_decay(options: Mapping[str, Any]) -> None:
-    """Log that weight_decay is 0 though the AdamW of other libraries would decay."""
+def warn_of_missing_decay(options: Mapping[str, Any]) -> None:
+    """Warn that weight_decay is 0 by default, whereas torch's AdamW decays."""
     if numbers.rank() == 0 and options.get("decoupled_weight_decay"):
         tell_once(
             "zero8: weight_decay is not given and is 0, where torch's AdamW has 0.01: pass "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers that users name: their keywords."""
+"""The public optimizers and their keywords."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -26,44 +26,43 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
 
     Args:
         params: parameters, groups, or `model.named_parameters()`; float32 or bfloat16, on the CPU
-            or on CUDA GPUs.  Gradients are either, of float32 parameters float16 too.
-        lr: learning rate, a number or a one-element tensor; for one that is on a GPU every step
-            waits.
+            or on CUDA GPUs.  Gradients have one of these dtypes, or float16 for float32 parameters.
+        lr: learning rate, a number or a one-element tensor; every step waits for one on a GPU.
         betas: decay rates of the moments.
-        eps: added to the root of the second moment; with 0, what has no gradient stays, too.
-        weight_decay: decoupled (`adam_w_mode`) or added to the gradient; None (default) is 0, as
-            DeepSpeed's, and is logged once where a script of plain PyTorch leaves it so.
-        adam_w_mode: AdamW (default) or Adam with L2 regularisation.
+        eps: added to the root of the second moment; 0 is safe even where gradients are 0.
+        weight_decay: decoupled (`adam_w_mode`) or added to the gradient; None (default) means 0, as
+            in DeepSpeed, and is logged once outside DeepSpeed.
+        adam_w_mode: AdamW (default) or Adam with L2 regularization.
         bias_correction: divide the moments by 1 - beta^t.
-        maximize: ascend.
+        maximize: ascend instead of descend.
         block_size: elements per scale, a power of two in 64..4096.
         codec: "log" (default) or "dynamic"; see `zero8.spec.codec`.
         min_8bit_size: parameters with fewer elements keep float32 moments.
         fp32_params: glob patterns of parameter names that keep float32 moments.
-        stochastic_rounding: of bfloat16 parameters: "auto" or "dither" (golden-ratio sequence),
-            "hash" (independent), or False (nearest).
-        weight_correction_bits: 8 keeps the 8 bits below those of each bfloat16 weight beside the
-            states and rounds to the nearest of these 24-bit weights, without noise; 0 does not.
-        seed: of the dither; no generator state exists.
-        state_dict_format: "8bit" (default), or "fp32": state dicts are those of torch's AdamW, four
-            times as large.  `torch.distributed.checkpoint` reads a checkpoint of AdamW through one
-            of that form.  Both are exact, and `load_state_dict` takes either.
+        stochastic_rounding: rounding of bfloat16 parameters: "auto" or "dither" (golden-ratio
+            sequence), "hash" (independent), or False (nearest).
+        weight_correction_bits: 0, or 8 to keep 8 more bits of each bfloat16 weight beside the
+            states: the 24-bit weights are rounded to nearest, without noise.
+        seed: seed of the dither; there is no generator state.
+        state_dict_format: "8bit" (default), or "fp32" for state dicts like those of torch's AdamW,
+            four times as large, through which `torch.distributed.checkpoint` can read a checkpoint
+            of AdamW.  Both are exact, and `load_state_dict` takes either.
         huge_pages: move parameters and gradients to huge pages before their first step (Linux 6.1;
-            states are made there anyway): faster steps where memory is the limit.
+            states are made there anyway): faster steps if memory bandwidth is the limit.
         **others: keys of DeepSpeed's and torch's Adam that select an implementation have no
             effect; `amsgrad=True` and the like are refused.
 
     Attributes:
-        state_dict_format (str): as the argument; may be set between two calls of `state_dict`.
-        nonfinite_blocks (int): how many blocks steps have left as they were because of a gradient
-            that was not finite, as far as that is known and reported.
+        state_dict_format (str): see the argument; may be set between two calls of `state_dict`.
+        nonfinite_blocks (int): how many blocks steps have left unchanged because of a gradient that
+            was not finite, as far as reported yet.
 
     Raises:
         ValueError: for an unknown key or a bad value, or a parameter that it can never step.
     """
 
     algorithm = ADAM
-    fp32_optimizer_states = False  # what DeepSpeed asks of an optimizer for bf16 states
+    fp32_optimizer_states = False  # DeepSpeed requires the attribute for bf16 states
 
     def __init__(
         self,
@@ -122,16 +121,16 @@ class Lion8bitBlockwise(BlockwiseOptimizer):
     error bounds.  State: 1 + 4/block_size bytes per element of an 8-bit parameter instead of 4.
 
     Args:
-        params: as those of `Adam8bitBlockwise`.
-        lr: learning rate, a number or a one-element tensor; Lion's papers advise a third to a tenth
-            of AdamW's.
-        betas: decay rates: of the average whose sign is the update, and of the moment.
-        weight_decay: decoupled; AdamW's times 3 to 10, as lr is smaller.
-        maximize: ascend.
+        params: see `Adam8bitBlockwise`.
+        lr: learning rate, a number or a one-element tensor; the paper advises a tenth to a third of
+            AdamW's.
+        betas: decay rates of the average whose sign is the update, and of the moment.
+        weight_decay: decoupled weight decay; the paper advises 3 to 10 times AdamW's.
+        maximize: ascend instead of descend.
         **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
 
     Attributes:
-        settings: what holds for the whole optimizer.
+        settings: the settings of the whole optimizer.
 
     Raises:
         ValueError: for an unknown key or a bad value, or a parameter that it can never step.
@@ -156,4 +155,4 @@ class Lion8bitBlockwise(BlockwiseOptimizer):
 
 
 OPTIMIZERS: tuple[type[BlockwiseOptimizer], ...] = (Adam8bitBlockwise, Lion8bitBlockwise)
-"""Those whose names are public, and known to `torch.optim` and so to DeepSpeed's configs."""
+"""The public optimizers; `torch.optim` gets their names, and so do DeepSpeed's configs."""

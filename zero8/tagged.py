@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of any writer that are complete or not there: tags of a folder, as DeepSpeed's.
+"""Checkpoints of any writer as tags of a folder, like DeepSpeed's: each is complete or invalid.
 
 With torch.distributed.checkpoint, on all ranks, or in one process without torch.distributed:
 
@@ -23,22 +23,22 @@ from zero8.ranks.agree import from_rank_0, raise_together
 
 @contextmanager
 def saving(folder: Path | str, name: str, keep: int = 0) -> Iterator[Path]:
-    """Make a tag that is complete when the block has ended on all ranks, and not before.
+    """Make a tag that becomes complete after the block has ended on all ranks.
 
-    Rank 0 then reads its files once, writes sizes and hashes into a manifest, and has the folder's
-    `latest` name it.  After an error, or a kill, the tag is incomplete and `latest` as it was.
-    Wait for what `dcp.async_save` returned in the block, by its `result()`.
+    Rank 0 then reads its files once, writes their sizes and hashes into a manifest, and makes the
+    folder's `latest` name the tag.  After an error or a kill the tag is incomplete and `latest`
+    unchanged.  In the block, call `result()` of the future that `dcp.async_save` returns.
 
     Args:
-        folder: of the tags; one that all ranks see.
-        name: of the tag; an existing one is replaced.
-        keep: number of complete tags to keep, of which this is one; 0 keeps all.
+        folder: the folder of the tags, shared by all ranks.
+        name: the tag's name; an existing tag is replaced.
+        keep: number of complete tags to keep, this one included; 0 keeps all.
 
     Raises:
-        OSError, ValueError: on all ranks, if one of them has an error in the block; that one raises
-            its own.
-        ValueError: on all ranks, if nothing has been written, or not all of it; `latest` is as it
-            was.  Before the block: if the tag is a symbolic link or holds one.
+        OSError, ValueError: on all ranks, if one of them has an error in the block; that rank
+            raises its own.
+        ValueError: on all ranks, if nothing or not everything was written; `latest` is unchanged.
+            Before the block: if the tag is a symbolic link or contains one.
         OSError: on all ranks, before the block: if another job saves into the folder.
     """
     tag = Path(folder) / name
@@ -47,19 +47,19 @@ def saving(folder: Path | str, name: str, keep: int = 0) -> Iterator[Path]:
         error = None
         try:
             yield tag
-        except Exception as raised:  # whatever it is, the others have to know
+        except Exception as raised:  # all ranks must raise
             error = raised
         raise_together(error, f"saving {tag}")
         from_rank_0(lambda: _end(tag, keep))
 
 
 def newest(folder: Path | str) -> Path | None:
-    """Return the newest complete tag of a folder, which all ranks agree on; None if it has none.
+    """Return the newest complete tag of a folder, the same on all ranks; None if it has none.
 
-    Costs one read of the tag's files, by rank 0.
+    Rank 0 reads the tag's files once.
 
     Raises:
-        ValueError: on all ranks, if it is damaged: a file of it is not what it was.
+        ValueError: on all ranks, if the tag is damaged: a file differs from its manifest.
     """
     return from_rank_0(lambda: _newest(Path(folder)))
 
@@ -72,7 +72,7 @@ def _begin(tag: Path, stack: ExitStack) -> None:
 
 def _end(tag: Path, keep: int) -> None:
     _check_is_written(tag)
-    seal(tag, force=True)  # it is marked as incomplete until then
+    seal(tag, force=True)  # force: the tag has been marked as incomplete
     tags.write_latest(tag.parent, tag.name)
     if keep:
         tags.prune(tag.parent, keep)
@@ -80,14 +80,14 @@ def _end(tag: Path, keep: int) -> None:
 
 def _check_is_written(tag: Path) -> None:
     paths = [tag / path for path in paths_in(tag)]
-    # torch.distributed.checkpoint writes .metadata when all else is there.
+    # torch.distributed.checkpoint writes .metadata last.
     under_way = {path.parent for path in paths if path.suffix == ".distcp"}
     under_way = sorted(str(parent) for parent in under_way if not (parent / ".metadata").is_file())
     if under_way or not paths:
         raise ValueError(
             f"saving {tag}: got {f'no .metadata in {under_way}' if paths else 'no files'} when the "
-            "block ended, expected all that is to be saved; wait for what dcp.async_save returned "
-            "in the block, by its result()"
+            "block ended, expected a complete checkpoint; in the block, call result() of the "
+            "future that dcp.async_save returns"
         )
 
 

@@ -16,10 +16,10 @@ class PrivateName:
     """A private name of torch.
 
     Attributes:
-        module: that has it, or the class that has it.
-        name: there, with the class in front if it is one's.
-        use: what zero8 does with it.
-        parameters: what it takes, as far as zero8 passes them by name.
+        module: the module that has it.
+        name: its name in the module, with dots if it is in a class or a submodule.
+        use: what zero8 does with it, as a verb phrase.
+        parameters: the parameters that zero8 passes by name.
     """
 
     module: str
@@ -51,13 +51,13 @@ NAMES = (
     ),
     PrivateName("torch", "Tensor._make_wrapper_subclass", "makes the tensors of moments"),
     PrivateName("torch", "cuda._sleep", "keeps a GPU busy in measurements"),
-    PrivateName("torch._subclasses", "FakeTensor", "recognises a moment that is traced"),
+    PrivateName("torch._subclasses", "FakeTensor", "recognizes moments that are traced"),
     PrivateName("torch.utils", "_pytree.tree_map_only", "finds moments among arguments"),
     PrivateName("torch.utils", "_pytree.tree_leaves", "finds tensors among results"),
     PrivateName(
         "torch.utils._python_dispatch",
         "is_traceable_wrapper_subclass",
-        "recognises tensors that bear no weak references",
+        "recognizes tensors that must not have weak references",
     ),
     PrivateName(
         "torch.distributed.tensor._dtensor_spec", "DTensorSpec", "makes the DTensors of states"
@@ -68,7 +68,7 @@ NAMES = (
     PrivateName(
         "torch.distributed.tensor.placement_types",
         "_StridedShard",
-        "recognises shards whose rows are not consecutive",
+        "recognizes shards whose rows are not consecutive",
     ),
     PrivateName(
         "torch.distributed.tensor.placement_types",

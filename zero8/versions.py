@@ -8,7 +8,7 @@ from importlib.metadata import version
 from packaging.version import Version
 
 TESTED = {"torch": ("2.11", "2.16"), "deepspeed": ("0.19.8", "0.20")}
-"""The versions tested, by package: from the first to below the second."""
+"""The tested versions of each package: from the first to below the second."""
 
 
 @lru_cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way from 8-bit states back to fp32 Adams, and what those say when they are given ours."""
+"""Export of 8-bit states to fp32 optimizers, and a clear error when those load ours directly."""
 
 import functools
 
@@ -19,18 +19,17 @@ REMEDY = (
 
 
 def export(optimizer: torch.optim.Optimizer) -> dict:
-    """Return a state dict that the fp32 optimizer loads: moments exactly those of the codes.
+    """Return a state dict for the fp32 optimizer, with the exact decoded moments.
 
-    That is torch's AdamW for `Adam8bitBlockwise`.  Four times as large as `state_dict()`.  Under
-    FSDP2 all ranks must call it, and the tensors are DTensors.
+    For `Adam8bitBlockwise` this is torch's AdamW.  It is four times as large as `state_dict()`.
+    Under FSDP2 all ranks must call it, and the tensors are DTensors.
 
     Args:
-        optimizer: an `Adam8bitBlockwise` or another of zero8's, or what a trainer has wrapped
-            around it.
+        optimizer: an optimizer of zero8, also in the wrappers of a trainer.
 
     Raises:
-        ValueError: if it is another, or steps partitions of ZeRO, which only DeepSpeed's own
-            checkpoints describe.
+        ValueError: if it is another optimizer, or steps partitions of ZeRO, which only DeepSpeed's
+            own checkpoints describe.
     """
     ours = innermost(optimizer)
     if not isinstance(ours, BlockwiseOptimizer):
@@ -53,9 +52,9 @@ def export(optimizer: torch.optim.Optimizer) -> dict:
 
 
 def explain_refusals() -> None:
-    """Have other optimizers refuse our states when they load them; idempotent.
+    """Make other optimizers refuse to load our states; idempotent.
 
-    They would take them, and fail at the first step for want of an `exp_avg`.
+    Otherwise they would load them, and fail at the first step because `exp_avg` is missing.
     """
     original = torch.optim.Optimizer.load_state_dict
     if hasattr(original, "of_zero8"):

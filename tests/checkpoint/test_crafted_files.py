@@ -120,7 +120,7 @@ SAYS = {
     "state entry step: got None": ("plain: no step",),
     "exp_avg_sq of 0: got 256 elements": ("plain: moments of other lengths",),
     "state entry format of 0: got 131072 numbers": ("plain: format of many sizes",),
-    "state of 0: got a format that is no row of int64: a value of t": ("plain: format of floats",),
+    "state of 0: got a format that is not a row of int64": ("plain: format of floats",),
     "state of 0: got moments of shape (4, 256), the parameter has (": ("plain: codes of floats",),
     "param_correction: got 8 elements": ("plain: a correction of another length",),
     "state entry history: got a value of type list": ("plain: history of laughs",),

@@ -13,7 +13,7 @@ from torch import nn
 
 import zero8
 from zero8.op import devices
-from zero8.op.describe import Seen
+from zero8.op.describe import Snapshot
 from zero8.ranks import numbers
 from zero8.spec.codec import CODECS
 from zero8.step import stepper
@@ -89,7 +89,7 @@ def test_cuda_optimizer_parameters_of_two_devices_step_in_a_launch_each(gpu, mon
     set_grads(mine[0], 0)
     set_grads(theirs[0], 0)
     theirs[1].step()
-    monkeypatch.setattr(Seen, "devices", property(lambda seen: np.arange(len(mine[0])) % 2))
+    monkeypatch.setattr(Snapshot, "devices", property(lambda snapshot: np.arange(len(mine[0])) % 2))
     gpu.launches = 0
     mine[1].step()
     assert gpu.launches == 2
@@ -235,7 +235,7 @@ def test_cuda_graph_of_steps_in_the_backward_is_refused(gpu):
             optimizer._step_one(p, p.grad)
 
     step_each()
-    with gpu.graph(), pytest.raises(RuntimeError, match="none of step_in_backward"):
+    with gpu.graph(), pytest.raises(RuntimeError, match="not step_in_backward"):
         step_each()
 
 
@@ -319,7 +319,7 @@ def test_cuda_graph_capture_of_other_parameters_than_stepped_together_is_refused
 def test_cuda_graph_capture_with_parameters_on_the_cpu_is_refused(gpu, monkeypatch):
     params, optimizer = made()
     set_grads(params, 0)
-    monkeypatch.setattr(Seen, "devices", property(lambda seen: np.arange(len(params)) % 2))
+    monkeypatch.setattr(Snapshot, "devices", property(lambda snapshot: np.arange(len(params)) % 2))
     optimizer.step()
     capturing = iter([True, False, True, False])
     monkeypatch.setattr(stepper, "is_capturing", lambda device: next(capturing))

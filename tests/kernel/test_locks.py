@@ -29,7 +29,7 @@ def held(tmp_path):
 
 @pytest.mark.parametrize(
     ("written", "said"),
-    [("process 7 on node3", "process 7 on node3"), ("", "another process, which has not said who")],
+    [("process 7 on node3", "process 7 on node3"), ("", "an unknown process")],
 )
 def test_lock_that_is_held_is_waited_for_and_its_holder_named_with_the_remedy(
     held, caplog, monkeypatch, written, said

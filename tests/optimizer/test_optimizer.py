@@ -274,7 +274,7 @@ NEVER = {
         "parameter b: got one of dtype torch.complex64.*view_as_real",
     ),
     "sparse": (torch.eye(64).to_sparse(), "parameter b: got layout torch.sparse_coo"),
-    "meta": (torch.ones(64, 64, device="meta"), "parameter b: got it on the meta device"),
+    "meta": (torch.ones(64, 64, device="meta"), "parameter b: got one on the meta device"),
 }
 
 

@@ -232,7 +232,7 @@ def test_doctor_says_what_the_cuda_kernel_is_compiled_with_and_why(monkeypatch):
 def test_doctor_names_the_backend_that_the_environment_asks_for(monkeypatch):
     need_nvrtc()
     monkeypatch.setenv("ZERO8_CUDA_BACKEND", "nvrtc")
-    assert doctor.examine()["cuda_kernel"]["reason"] == "ZERO8_CUDA_BACKEND asks for it"
+    assert doctor.examine()["cuda_kernel"]["reason"] == "ZERO8_CUDA_BACKEND selects it"
     monkeypatch.setenv("ZERO8_CUDA_BACKEND", "hip")
     found = doctor.examine()["cuda_kernel"]
     assert found["backend"] is None and "got 'hip', expected one of" in found["reason"]

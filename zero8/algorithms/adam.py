@@ -23,10 +23,10 @@ from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered
 from zero8.spec.log import settling
 
 UNKNOWN_HISTORY = 3.4e38
-"""Bound on m^2/v where the moments were not made by steps that were counted."""
+"""Bound on m^2/v for moments of unknown origin."""
 
 SMALLEST_EPS = 2.0**-126
-"""The smallest normal float: kernels take less for 0, and 0/0, of what has no gradient, is no 0."""
+"""The smallest normal float: kernels flush smaller ones to 0, and 0/0 without a gradient is NaN."""
 
 
 class AdamScalars(NamedTuple):
@@ -63,13 +63,13 @@ class AdamScalars(NamedTuple):
         """Return the scalars of step number `step` (the first is 1).
 
         Args:
-            step: how many steps the moments will have seen after this one.
+            step: the number of steps in the moments, this one included.
             history: bound on m^2/v after this step, from `next_history`.
             lr: learning rate.
             betas: decay rates of the two moments.
             eps: added to the root of the corrected second moment; 0 stands for `SMALLEST_EPS`.
             weight_decay: per unit of lr where `decoupled`, else added to the gradient.
-            decoupled: AdamW (True) or Adam with L2 regularisation (False).
+            decoupled: AdamW (True) or Adam with L2 regularization (False).
             bias_correction: divide the moments by 1 - beta^step.
             maximize: ascend instead of descend.
         """
@@ -77,7 +77,7 @@ class AdamScalars(NamedTuple):
         correction1 = 1 - beta1**step if bias_correction else 1.0
         correction2 = 1 - beta2**step if bias_correction else 1.0
         # max_ratio bounds |m| / (sqrt(v)/sqrt(correction2) + eps) for exact moments, so clipping
-        # there only takes rounding errors away.  Three roundings to float32 follow, 2^-24 each: of
+        # there only removes rounding errors.  Three roundings to float32 follow, 2^-24 each: of
         # max_ratio, of step_size and of their product.  2^-22 less keeps |u| under its bound.
         below = 1 - 2.0**-22
         exact = cls(
@@ -98,7 +98,7 @@ class AdamScalars(NamedTuple):
 
 
 class Adam(Algorithm):
-    """AdamW, or Adam with L2 regularisation."""
+    """AdamW, or Adam with L2 regularization."""
 
     name = "adam"
     number = 1
@@ -159,7 +159,7 @@ class Adam(Algorithm):
     def advance(
         self, s: AdamScalars, g: Tensor, moments: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """See `Algorithm`; what is carried is the denominator."""
+        """See `Algorithm`; the carried tensor is the denominator."""
         m = ieee.fma(s.one_minus_beta1, g, moments[0])
         h = ieee.mul(s.sqrt_one_minus_beta2, g)
         v = ieee.fma(h, h, moments[1])

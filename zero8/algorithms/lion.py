@@ -7,7 +7,7 @@ With g the gradient, and every operation rounded once as `zero8.spec.arithmetic`
     m' = fma(1-beta2, g, beta2*m)                                                            (L2)
     p  = fma(-lr, sign(c), (1 - lr*weight_decay) * p)                                        (L3)
 
-sign(c) is 2^126 * c clipped to +-1: 0 where c is 0, and +-1 elsewhere, as c is no subnormal.
+sign(c) is 2^126 * c clipped to +-1: 0 where c is 0, and +-1 elsewhere, as c is never subnormal.
 """
 
 from collections.abc import Sequence
@@ -50,13 +50,13 @@ class Lion(Algorithm):
     scalars_type = LionScalars
 
     def next_memory(self, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
-        """See `Algorithm`; there is none."""
+        """See `Algorithm`; Lion remembers no numbers."""
         return memory
 
     def scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
     ) -> LionScalars:
-        """See `Algorithm`; every step has the same."""
+        """See `Algorithm`; every step has the same scalars."""
         lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
         exact = LionScalars(
             beta1=beta1,
@@ -74,7 +74,7 @@ class Lion(Algorithm):
     def advance(
         self, s: LionScalars, g: Tensor, moments: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """See `Algorithm`; what is carried is the direction."""
+        """See `Algorithm`; the carried tensor is the direction."""
         (m,) = moments
         direction = ieee.fma(s.one_minus_beta1, g, ieee.mul(s.beta1, m))
         return [ieee.fma(s.one_minus_beta2, g, ieee.mul(s.beta2, m))], direction

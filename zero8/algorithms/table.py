@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The algorithms that there are, by the names and numbers that saved states have."""
+"""The table of algorithms, with lookups by their names and numbers in saved states."""
 
 from collections.abc import Iterable
 
@@ -12,10 +12,10 @@ ALGORITHMS: tuple[Algorithm, ...] = (ADAM, LION)
 
 
 def algorithm_of_fp32(entries: Iterable[object]) -> Algorithm:
-    """Return the algorithm whose moments the entries of an fp32 optimizer's state are.
+    """Return the algorithm whose moments are among the entries of an fp32 optimizer's state.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if no algorithm's are.
     """
     found = set(entries)
     fitting = [one for one in ALGORITHMS if found.issuperset(one.moment_names)]
@@ -25,7 +25,7 @@ def algorithm_of_fp32(entries: Iterable[object]) -> Algorithm:
 
 
 def algorithm_called(name_or_number: object) -> Algorithm:
-    """Return the algorithm that states call so, or raise ValueError with those there are."""
+    """Return the algorithm with this name or number in states; raise ValueError if unknown."""
     for one in ALGORITHMS:
         if type(name_or_number) in (str, int) and name_or_number in (one.name, one.number):
             return one

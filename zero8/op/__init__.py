@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled step: how it is built, and how it is called."""
+"""The compiled step: building it and calling it."""

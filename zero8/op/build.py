@@ -51,10 +51,10 @@ logger = logging.getLogger("zero8")
 
 @dataclass(frozen=True)
 class Extension:
-    """A Python module in C++: what it is made of, and its place in the cache.
+    """A Python module in C++, and its place in the cache.
 
     Attributes:
-        name: begins the name of its folder.
+        name: the beginning of its folder's name.
         sources: .cpp files; every .h beside the first one counts as included.
         seconds: about how long two processors take to compile it.
         generated: the text of one more .cpp file.
@@ -66,7 +66,7 @@ class Extension:
     generated: str = ""
 
     def folder(self) -> Path:
-        """Return where a build of these very sources is, or would be."""
+        """Return the folder of a build of exactly these sources, which may not exist."""
         # The suffix names the Python and the kind of processor.
         parts = [torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"), *FLAGS, *LINK_FLAGS]
         digest = hashlib.sha256(" ".join([*parts, self.generated]).encode())
@@ -80,9 +80,9 @@ class Extension:
         return is_complete(self.folder())
 
     def load(self) -> ModuleType:
-        """Return the module, compiled now unless it is built.
+        """Return the module; compiles it unless it is built.
 
-        Processes that start together compile once.
+        Of processes that start together, one compiles.
 
         Raises:
             RuntimeError: if there is no compiler, it fails, or the cache cannot be written to.
@@ -94,14 +94,14 @@ class Extension:
         return load_once(folder, folder.name, self.name, self._compile_into)
 
     def check_loadable(self) -> None:
-        """Raise RuntimeError, which says what to install, if it is not built and cannot be."""
+        """Raise RuntimeError, which says what to install, if it can neither be loaded nor built."""
         if not self.is_built():
             check_compiler(self.folder())
 
     def _compile_into(self, folder: Path) -> ModuleType:
         generated = folder / "generated.cpp"
         generated.write_text(self.generated)
-        # A warning, because lower levels are not shown unless logging has been set up.
+        # A warning, because Python shows lower levels only after logging has been set up.
         logger.warning(
             "zero8: compiling its CPU kernel once, about %d s; `zero8 build` does it ahead",
             self.seconds,
@@ -134,16 +134,16 @@ def op_for_steps() -> Extension:
 
 
 def target_of_steps() -> str:
-    """Return ZERO8_ISA of the environment if it is served here, else the fastest of `TARGETS`."""
-    flags, asked = processor_flags(), os.environ.get("ZERO8_ISA")
-    served = [target for target, needed in TARGETS.items() if needed <= flags]
-    return asked if asked in served else served[-1]
+    """Return ZERO8_ISA of the environment if this processor has it, else the fastest target."""
+    flags, chosen = processor_flags(), os.environ.get("ZERO8_ISA")
+    supported = [target for target, needed in TARGETS.items() if needed <= flags]
+    return chosen if chosen in supported else supported[-1]
 
 
 def processor_flags() -> set[str]:
-    """Return what Linux says that the processor has; nothing elsewhere.
+    """Return the processor's flags from /proc/cpuinfo, none if there is no such file.
 
-    A guess of what to compile: what runs is decided by the op, which asks the processor.
+    They only guess what to compile: the op asks the processor which code to run.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -178,7 +178,7 @@ def ninja() -> str | None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether a build has been finished in this folder."""
+    """Return whether this folder holds a complete build."""
     return (folder / _COMPLETE).is_file()
 
 
@@ -195,12 +195,12 @@ def check_compiler(folder: Path) -> None:
 def load_once(
     folder: Path, name: str, lock: str, compile_into: Callable[[Path], ModuleType]
 ) -> ModuleType:
-    """Return the module of a folder, which one process compiles, once.
+    """Return the module of a folder; compiles it if needed, in one process at a time.
 
     Args:
-        folder: its name stands for all that the build depends on.
-        name: the module's.
-        lock: names the lock, beside the folder, under which it is compiled.
+        folder: the build's folder, whose name has a digest of all that the build depends on.
+        name: the module's name.
+        lock: the name of the lock file beside the folder, without its ending.
         compile_into: compiles the module into an empty folder and returns it.
 
     Raises:
@@ -220,7 +220,7 @@ def _compiled(folder: Path, name: str, compile_into: Callable[[Path], ModuleType
     if folder.exists():
         _discard(folder)
     folder.mkdir()
-    # torch numbers what a process builds again, and does not retry a build that has failed.
+    # torch renames modules that a process builds again, and does not retry failed builds.
     cpp_extension.imported().JIT_EXTENSION_VERSIONER.entries.pop(name, None)
     try:
         module = compile_into(folder)
@@ -242,9 +242,9 @@ def _imported(library: Path) -> ModuleType:
 
 
 def _discard(folder: Path) -> None:
-    """Move what a killed build left away, and remove it.
+    """Move the remains of a killed build to another folder, and remove them.
 
-    Its compilers may still be writing: they take their folder with them.
+    Its compilers may still be writing, and then do so in the moved folder.
     """
     grave = tempfile.mkdtemp(prefix=f"{folder.name}.killed.", dir=folder.parent)
     shutil.rmtree(folder.rename(grave), ignore_errors=True)
@@ -254,8 +254,8 @@ def _discard(folder: Path) -> None:
 def own_ninja_first() -> Iterator[None]:
     """Put the ninja of this Python first on PATH.
 
-    pip puts it beside the interpreter, which only an activated environment has on PATH.  Another
-    version would compile again whatever this one has built.
+    pip puts it beside the interpreter, which is on PATH only in an activated environment.  Another
+    version of ninja would rebuild everything.
     """
     path = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = os.pathsep.join((sysconfig.get_path("scripts"), path))

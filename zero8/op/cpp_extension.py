@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports torch's cpp_extension without its warning of machines that have nvcc and no GPU.
+"""Imports torch's cpp_extension without its warning on machines that have nvcc and no GPU.
 
-The warning ("No CUDA runtime is found, using CUDA_HOME=...") is logged once in each process that
-imports the module, so once per rank, and asks for nothing: the CPU kernel needs no CUDA.
+The warning ("No CUDA runtime is found, using CUDA_HOME=...") would be logged once per rank, and is
+irrelevant: the CPU kernel needs no CUDA.
 """
 
 import logging
@@ -13,7 +13,7 @@ _WARNING = "No CUDA runtime is found"
 
 
 def imported() -> ModuleType:
-    """Return `torch.utils.cpp_extension`; its import takes a while, as it imports setuptools."""
+    """Return `torch.utils.cpp_extension`, whose import is slow because it imports setuptools."""
     logger = logging.getLogger(_LOGGER)
     logger.addFilter(_is_another)
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the CUDA kernel: at once, or as a part of a CUDA graph.
+"""Calls the CUDA kernel: directly, or captured in a CUDA graph.
 
-The host waits for the GPU when a kernel is loaded, and then no more.
+The host waits for the GPU only when a kernel is loaded.
 """
 
 import ctypes
@@ -23,10 +23,10 @@ from zero8.spec.segment import Segment
 
 
 class Counts:
-    """Numbers that a GPU will have written, on their way to the host."""
+    """Numbers written by a GPU, copied asynchronously to the host."""
 
     def __init__(self, counts: Tensor):
-        """Ask for a copy, behind the work of torch's current stream."""
+        """Start the copy, behind the work of torch's current stream."""
         with torch.cuda.device(counts.device):
             self._host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu").pin_memory()
             self._host.copy_(counts, non_blocking=True)
@@ -34,7 +34,7 @@ class Counts:
             self._copied.record()
 
     def have_arrived(self) -> bool:
-        """Return whether `read` need not wait."""
+        """Return whether `read` would return at once."""
         arrived: bool = self._copied.query()
         return arrived
 
@@ -46,12 +46,12 @@ class Counts:
 
 @dataclass(frozen=True)
 class Launched:
-    """What a launch left on the GPU.
+    """A launch, with its tensors on the GPU.
 
     Attributes:
-        launch: what was launched.
+        launch: the launch.
         table: its table, `Launch.table`, on the GPU.
-        nonfinite_blocks: (num_segments,) int64, blocks left as they were.
+        nonfinite_blocks: (num_segments,) int64, the counts of blocks left unchanged.
     """
 
     launch: Launch
@@ -59,7 +59,7 @@ class Launched:
     nonfinite_blocks: Tensor
 
     def counts(self) -> Counts:
-        """Ask for the numbers of blocks, as they will be where torch's current stream is now."""
+        """Start the copy of the counts, behind the work of torch's current stream."""
         return Counts(self.nonfinite_blocks)
 
 
@@ -73,7 +73,7 @@ class CudaKernel:
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._driver = Driver()
         with torch.cuda.device(device):
-            # The driver works in the context of the thread: a call of the runtime gives it one.
+            # The driver needs a context in this thread, which a call of the runtime makes.
             torch.cuda.synchronize()
             self._functions = _loaded(self._driver, code)
         self._maps: Tensor | None = None
@@ -82,7 +82,7 @@ class CudaKernel:
         """Take a step over `kernel.packed` segments, behind the work of torch's current stream.
 
         Raises:
-            ValueError: if the kernel could not rely on a segment; it names the field.
+            ValueError: if a field of a segment is invalid; the message names it.
         """
         return self.launch(Launch.of(records, scalars))
 
@@ -95,10 +95,10 @@ class CudaKernel:
             return self._launched(launch, table)
 
     def capture(self, before: Launched) -> Launched:
-        """Launch as a part of the graph that is being captured.
+        """Launch within the capture of a CUDA graph.
 
-        Replays do what the table of an earlier launch says by then; nothing is allocated here but
-        the counts, which the graph sets to zero first.
+        Replays read the table of an earlier launch.  Only the counts are allocated here, which the
+        graph sets to zero first.
         """
         with torch.cuda.device(self._device):
             return self._launched(before.launch, before.table)
@@ -107,8 +107,8 @@ class CudaKernel:
         """Overwrite the table of a captured launch, on torch's current stream.
 
         Args:
-            launch: of the same segments, with at most as many scalars.
-            captured: what `capture` returned.
+            launch: a launch of the same segments, with at most as many scalars.
+            captured: the result of `capture`.
         """
         captured.table.record_stream(torch.cuda.current_stream(self._device))
         begin = captured.table[: launch.table.size]
@@ -118,7 +118,7 @@ class CudaKernel:
         skipped = torch.zeros(launch.num_segments, dtype=torch.int64, device=self._device)
         base, maps = table.data_ptr(), 0
         if launch.uses_maps:
-            assert self._maps is not None, "every launch of such a segment makes them first"
+            assert self._maps is not None, "the first launch that uses maps makes them"
             maps = self._maps.data_ptr()
         arguments = [
             base,
@@ -137,7 +137,7 @@ class CudaKernel:
 
     @staticmethod
     def _pinned(array: np.ndarray) -> Tensor:
-        # The host need not wait for a copy of pinned memory; torch keeps it until the copy is done.
+        # Copies from pinned memory are asynchronous; torch keeps it until the copy is done.
         return torch.from_numpy(array).pin_memory()
 
 
@@ -146,14 +146,14 @@ def _loaded(driver: Driver, code: bytes) -> dict[str, ctypes.c_void_p]:
         return driver.functions(code, map(kernel_of, ALGORITHMS))
     except RuntimeError as error:
         raise RuntimeError(
-            f"{error}; is the driver older than the compiler of the kernel (zero8 doctor names it, "
-            "nvidia-smi the CUDA version that the driver serves)?  For CUDA 12: pip install "
-            "'zero8[cuda12]' and ZERO8_CUDA_BACKEND=nvrtc"
+            f"{error}; is the driver older than the kernel's compiler (zero8 doctor names the "
+            "compiler, nvidia-smi the CUDA version of the driver)?  For CUDA 12: pip install "
+            "'zero8[cuda12]' and set ZERO8_CUDA_BACKEND=nvrtc"
         ) from error
 
 
 class Gpu(NamedTuple):
-    """A GPU: name, compute capability as one number (9.0 is 90), whether the kernel serves it."""
+    """A GPU: name, compute capability as one number (9.0 is 90), whether the kernel supports it."""
 
     name: str
     architecture: int
@@ -178,7 +178,7 @@ def cuda_kernel(device: torch.device, backend: str | None = None) -> CudaKernel:
     """Return the kernel on a GPU, compiled and loaded on first use.
 
     Args:
-        device: with its number.
+        device: the GPU, with its index.
         backend: one of `cuda_compile.BACKENDS`; `cuda_compile.default_backend()` if None.
     """
     return CudaKernel(device, backend or cuda_compile.default_backend())
@@ -194,7 +194,7 @@ def step(segments: Sequence[Segment], backend: str | None = None) -> Tensor:
         backend: how the kernel is compiled on first use; see `cuda_kernel`.
 
     Returns:
-        For each segment the number of blocks left as they were because a gradient was not finite;
+        For each segment the number of blocks left unchanged because a gradient was not finite;
         (num_segments,) int64, on the GPU.
 
     Raises:

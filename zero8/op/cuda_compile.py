@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the CUDA kernel: with nvcc, or with NVRTC through CuPy where there is no nvcc.
+"""Compiles the CUDA kernel: with nvcc, or with NVRTC through CuPy if there is no nvcc.
 
-Both make machine code of one architecture, which is kept beside the compiled ops.
+Both make machine code for one architecture, which is cached beside the compiled ops.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ USUAL_FOLDER = "/usr/local/cuda/bin"
 
 # IEEE arithmetic, operation by operation.
 FLAGS = ["-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
-# Options of each compiler; before 13.5 NVRTC takes lambdas for host functions without its one.
+# Options of each compiler; without its option, NVRTC before 13.5 compiles lambdas for the host.
 _OWN_FLAGS = {"nvcc": ["-O3"], "nvrtc": ["-default-device"]}
 
 
@@ -38,8 +38,8 @@ class CudaCompiler(NamedTuple):
 
     Attributes:
         name: "nvcc" or "nvrtc".
-        version: tells machine code of different compilers apart.
-        compile: from a compute capability, such as 90, to machine code.
+        version: its version, which is a part of cached files' names.
+        compile: maps a compute capability, such as 90, to machine code.
     """
 
     name: str
@@ -48,7 +48,7 @@ class CudaCompiler(NamedTuple):
 
 
 def nvcc() -> str | None:
-    """Return the path of nvcc, of CUDA_HOME, PATH, pip or CUDA's usual folder, or None."""
+    """Return the path of nvcc in CUDA_HOME, PATH, pip's folder or CUDA's usual one, else None."""
     folders = [os.path.join(os.environ["CUDA_HOME"], "bin")] if os.environ.get("CUDA_HOME") else []
     folders += os.environ.get("PATH", os.defpath).split(os.pathsep)
     packages = Path(sysconfig.get_path("purelib")) / "nvidia"
@@ -67,7 +67,7 @@ def compiler(backend: str = "auto") -> CudaCompiler:
 
     Raises:
         ValueError: if the backend is unknown.
-        RuntimeError: if there is no such compiler; it says what to install.
+        RuntimeError: if there is no such compiler; the message says what to install.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected one of {list(BACKENDS)}")
@@ -81,9 +81,9 @@ def compiler(backend: str = "auto") -> CudaCompiler:
 
 @lru_cache(maxsize=4)
 def machine_code(architecture: int, backend: str) -> bytes:
-    """Return the compiled kernel for a compute capability, such as 90, from the cache if there.
+    """Return the compiled kernel for a compute capability, such as 90, from the cache if possible.
 
-    Processes that start together compile once.  What is in the cache needs no compiler.
+    Of processes that start together, one compiles.  Cached code needs no compiler.
 
     Raises:
         ValueError: if the backend is unknown, or the architecture too old.
@@ -113,7 +113,7 @@ def machine_code(architecture: int, backend: str) -> bytes:
 
 
 def _compiled(chosen: CudaCompiler, architecture: int, backend: str) -> bytes:
-    """Return what a compiler makes; "auto" goes on to NVRTC where nvcc is too old, say."""
+    """Return the compiled kernel; "auto" falls back to NVRTC if nvcc fails."""
     try:
         return chosen.compile(architecture)
     except RuntimeError as error:
@@ -128,7 +128,7 @@ def _compiled(chosen: CudaCompiler, architecture: int, backend: str) -> bytes:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Write a file of the cache, whole or not at all, for everybody to read."""
+    """Write a file of the cache atomically, readable by all users."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(code)
     os.chmod(file.name, 0o644)
@@ -136,18 +136,18 @@ def _write(path: Path, code: bytes) -> None:
 
 
 def program() -> Path:
-    """Return the path of what is compiled."""
+    """Return the path of the CUDA source."""
     return source_folder() / "cuda" / "step.cu"
 
 
 def assertions() -> str:
-    """Return what is compiled after it: that its numbers are Python's."""
+    """Return the C++ that is compiled after it: assertions that its numbers are Python's."""
     launches = {"kPerThread": launch.PER_THREAD, "kWarp": launch.WARP}
     return shared_numbers.assertions("cuda", shared_numbers.shared_numbers() | launches)
 
 
 def include_folders() -> list[Path]:
-    """Return where the kernel's headers are."""
+    """Return the folders of the kernel's headers."""
     return [source_folder()]
 
 
@@ -168,7 +168,7 @@ def _nvcc(path: str) -> CudaCompiler:
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode != 0:
                 raise RuntimeError(
-                    f"{path} failed; ZERO8_CUDA_BACKEND=nvrtc takes CuPy's NVRTC instead:\n"
+                    f"{path} failed; ZERO8_CUDA_BACKEND=nvrtc uses CuPy's NVRTC instead:\n"
                     f"{done.stderr or done.stdout}"
                 )
             return result.read_bytes()
@@ -184,10 +184,10 @@ def _nvrtc() -> CudaCompiler:
         from cupy.cuda import nvrtc
 
         version = ".".join(map(str, nvrtc.getVersion()))
-    except Exception as error:  # CuPy's own, and those of what it looks for NVRTC with
+    except Exception as error:  # from CuPy, or from its search for NVRTC
         raise RuntimeError(
             "there is no nvcc, and NVRTC cannot be used through CuPy: pip install 'zero8[cuda]', "
-            "or 'zero8[cuda12]' where the driver serves CUDA 12 only"
+            "or 'zero8[cuda12]' if the driver supports CUDA 12 only"
         ) from error
 
     def compile(architecture: int) -> bytes:

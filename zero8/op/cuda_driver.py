@@ -8,14 +8,14 @@ LIBRARY = "libcuda.so.1"
 
 
 class Driver:
-    """The calls of the CUDA driver that a launch takes; torch has made the context."""
+    """The calls of the CUDA driver that a launch needs; torch has made the context."""
 
     def __init__(self) -> None:
-        """Load the driver's library; raises OSError where there is none."""
+        """Load the driver's library; raises OSError if it is missing."""
         self._library = ctypes.CDLL(LIBRARY)
 
     def functions(self, code: bytes, names: Iterable[str]) -> dict[str, ctypes.c_void_p]:
-        """Load machine code into the current context, for good; return kernels of it by name."""
+        """Load machine code into the current context, permanently; return its kernels by name."""
         module, found = ctypes.c_void_p(), {}
         self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(code))
         for name in names:
@@ -24,7 +24,7 @@ class Driver:
         return found
 
     def resident_blocks(self, function: ctypes.c_void_p, threads: int) -> int:
-        """Return how many thread blocks of a kernel a multiprocessor works on at a time."""
+        """Return how many thread blocks of a kernel a multiprocessor runs at a time."""
         count = ctypes.c_int()
         name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
         self._call(name, ctypes.byref(count), function, threads, ctypes.c_size_t(0))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tensors are and of what kind, of many tensors at once.
+"""Describes many tensors at once: addresses, sizes, dtypes and devices.
 
-A step asks this of every parameter, gradient and state, and the step before has driven the objects
-out of the caches: one by one, that takes longer than the step of a small parameter.
+Every step needs these of all parameters, gradients and states, and the previous step has evicted
+the objects from the caches: one by one, this takes longer than the step of a small parameter.
 """
 
 import numpy as np
@@ -13,42 +13,42 @@ from zero8.op import kernel
 from zero8.op.structs import MAX_HASHED, TENSOR, WITHOUT_MEMORY
 
 Contents = tuple[object, list[Tensor | float]]
-"""What describes some states beside tensors and numbers, and these."""
+"""A description of some states without their tensors and numbers, and these entries."""
 
 
-class Seen:
-    """Where parameters, gradients and states were when they were looked at, and of what kind.
+class Snapshot:
+    """A snapshot of the addresses, sizes, dtypes and devices of parameters, gradients and states.
 
     Attributes:
         addresses: (2, parameters) uint64, of parameters and gradients.
     """
 
     def __init__(self, values: list[Tensor], grads: list[Tensor], contents: Contents):
-        """Look at parameters.
+        """Take a snapshot.
 
         Args:
-            values: what this rank holds of them.
-            grads: of the values.
-            contents: of their states, from the kinds of these.
+            values: the local tensors of the parameters.
+            grads: the gradients of `values`.
+            contents: the contents of the parameters' states, `StateKind.contents`.
         """
         self._description, entries = contents
         self._count = len(values)
         self._records = described([*values, *grads, *entries])
         self.addresses = self._tensors["data"].copy()
 
-    def again(
+    def addresses_if_same(
         self, values: list[Tensor], grads: list[Tensor], contents: Contents
     ) -> np.ndarray | None:
-        """Return where parameters and gradients are now: `addresses`.
+        """Return the present addresses of parameters and gradients, as `addresses`.
 
         Args:
-            values: of the same parameters.
-            grads: of the values.
-            contents: of their states.
+            values: the local tensors of the same parameters.
+            grads: the gradients of `values`.
+            contents: the contents of their states.
 
         Returns:
-            None unless all else is as it was, so that the same records fit; also where a parameter
-            or a gradient has no memory.
+            None if anything but these addresses has changed, so that records are invalid; also if a
+            parameter or a gradient has no memory.
         """
         description, entries = contents
         if description != self._description:
@@ -59,7 +59,7 @@ class Seen:
 
     @property
     def contiguous(self) -> np.ndarray:
-        """Whether the elements of parameters and gradients lie in order; (2, parameters) bool."""
+        """Whether parameters and gradients are contiguous; (2, parameters) bool."""
         return self._tensors["contiguous"].astype(bool)
 
     @property
@@ -74,16 +74,16 @@ class Seen:
 
 
 def described(objects: list[Tensor | float]) -> np.ndarray:
-    """Return address, number of elements, kind and contiguity of tensors, and what small ones say.
+    """Return address, size, kind and contiguity of tensors, and a hash of small ones' contents.
 
-    Numbers may be among them, as they are in states: asking which is what would take longer.
+    Numbers may be among them, as they are in states: separating them would take longer.
 
     Returns:
         (len(objects),) `TENSOR`.  `kind` is equal for equal dtype and device, its upper 32 bits for
-        equal device; it is `WITHOUT_MEMORY` for tensors that have none of their own, such as sparse
+        equal device; it is `WITHOUT_MEMORY` for tensors without memory of their own, such as sparse
         ones.  `contents` is equal for equal contents of int64 tensors in host memory of at most
-        `MAX_HASHED` elements, as those that describe states are; it is 0 for others.  A number is
-        contiguous, and otherwise 0.
+        `MAX_HASHED` elements, such as a state's `format`; it is 0 for others.  The record of a
+        number is contiguous, and otherwise 0.
     """
     records, api = np.empty(len(objects), TENSOR), _exchange_api()
     if api is None or not kernel.module().describe(api, Tensor, objects, records):
@@ -95,15 +95,15 @@ def described(objects: list[Tensor | float]) -> np.ndarray:
 def addresses_if_same(
     objects: list[Tensor | float], before: np.ndarray, num_addresses: int
 ) -> np.ndarray | None:
-    """Return the addresses of the first objects, None unless all else is as it was described.
+    """Return the addresses of the first objects, None if anything else has changed.
 
     Args:
-        objects: as `described`.
-        before: what `described` returned of them.
-        num_addresses: how many of them, the first ones, may be elsewhere now.
+        objects: tensors and numbers.
+        before: the earlier result of `described` for them.
+        num_addresses: the number of objects, from the first on, whose addresses may have changed.
 
     Returns:
-        (num_addresses,) uint64.  None also where one of these has elements and no memory.
+        (num_addresses,) uint64.  None also if one of these has elements and no memory.
     """
     addresses, api = np.empty(num_addresses, np.uint64), _exchange_api()
     is_same = None
@@ -119,7 +119,7 @@ def _exchange_api() -> object:
 
 
 def _is_same(records: np.ndarray, before: np.ndarray, addresses: np.ndarray) -> bool:
-    """Do what `describe_again` does, for torch before 2.10."""
+    """Do the same as the op's `describe_again`, for torch before 2.10."""
     if len(records) != len(before):
         return False
     first = records[: len(addresses)]
@@ -131,7 +131,7 @@ def _is_same(records: np.ndarray, before: np.ndarray, addresses: np.ndarray) -> 
 
 
 def _described(one: Tensor | float) -> tuple[int, int, int, bool, int]:
-    """Return one record, as torch before 2.10 can tell it."""
+    """Return one record, for torch before 2.10."""
     if not isinstance(one, Tensor):
         return 0, 0, 0, True, 0
     try:

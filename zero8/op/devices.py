@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel steps on a device."""
+"""The kernel of each device."""
 
 import torch
 
@@ -14,19 +14,19 @@ BlockCounts = CpuStep | Counts
 
 
 def kernel_on(device: torch.device) -> Kernel:
-    """Return the kernel on a device, one of `DEVICES`; compiles it if need be.
+    """Return the kernel on a device, one of `DEVICES`; compiles it if needed.
 
     Raises:
-        ValueError: if ZERO8_ISA, ZERO8_CUDA_BACKEND or a launcher's variable is not served, or the
-            GPU is too old.
+        ValueError: if ZERO8_ISA, ZERO8_CUDA_BACKEND or a launcher's variable is invalid, or the GPU
+            is too old.
         RuntimeError: if there is no compiler, or it fails.
     """
     return CpuKernel() if device.type == "cpu" else cuda_kernel(device)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether what is done on a device now becomes a part of a CUDA graph."""
+    """Return whether a CUDA graph is being captured on torch's current stream of a device."""
     if device.type != "cuda":
         return False
-    with torch.cuda.device(device):  # each has a current stream of its own
+    with torch.cuda.device(device):  # each device has its own current stream
         return torch.cuda.is_current_stream_capturing()

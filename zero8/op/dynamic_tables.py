@@ -6,12 +6,12 @@ of entries between 0 and x is a linear function of |x| in each decade.  Between 
 entry and the next one's first the threshold lies one cell beyond the decade's end: there one piece
 of the function joins the next.
 
-The kernels guess the piece by the pattern of x, which grows almost as its logarithm, and go on to
+The kernels guess the piece by the bit pattern of x, which grows almost like its logarithm, and take
 the next one above its joint.  They estimate the number of entries by that piece, and compare with
-the exact threshold only where the estimate is within 2^-12 of an integer.  For that the estimate
-has to be an integer at every threshold.  So the first entry of the signed map, which has a decade
-of its own, and the last of all, 1.0, have lines of their own.  In the unsigned map nothing but 0 is
-taken for 0.
+the exact threshold only where the estimate is within 2^-12 of an integer.  This requires an
+estimate that is an integer at every threshold.  So the first entry of the signed map, which has a
+decade of its own, and the last entry, 1.0, have separate pieces.  In the unsigned map only 0 gets
+the code of 0.
 """
 
 from functools import lru_cache
@@ -31,7 +31,7 @@ _MARGIN = 2.0**-21
 _NOWHERE = 0x7F800000  # a joint above all numbers
 
 PIECE_FACTOR, PIECE_SHIFT = 10304, 22
-"""Steps of the guess: 3.18 octaves in whole numbers, a little less than a decade."""
+"""The step of the guess in integer arithmetic: 3.18 octaves, a little less than a decade."""
 # Number of the first decade's piece, and the smallest pattern that is guessed to lie in it.
 _FIRST_PIECE = 33
 _SMALLEST = 13433 << 16

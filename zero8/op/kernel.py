@@ -32,23 +32,23 @@ CPU = torch.device("cpu")
 
 @lru_cache(maxsize=1)
 def module() -> ModuleType:
-    """Return the compiled module, built on first use; perhaps for one instruction set only."""
+    """Return the compiled module, built on first use, possibly for one instruction set only."""
     return build.op_for_steps().load()
 
 
 @lru_cache(maxsize=8)
 def module_for(isa: str) -> ModuleType:
-    """Return a compiled module for an instruction set; one for all if `module` is for another."""
+    """Return a compiled module with an instruction set: `module`, or one with all of them."""
     return module() if isa in module().targets() else build.op().load()
 
 
 def prepare() -> None:
-    """Build the op now rather than in the first step; what fails here, that step will raise."""
+    """Build the op now instead of in the first step; ignores errors, which that step raises."""
     with contextlib.suppress(Exception):
         module_for(default_isa())
 
 
-@lru_cache(maxsize=1)  # asked at every step
+@lru_cache(maxsize=1)  # called at every step
 def isas() -> dict[str, int]:
     """Return the instruction sets that this processor can run: name -> number, slowest first."""
     found: dict[str, int] = module().isas()
@@ -59,7 +59,7 @@ def default_isa() -> str:
     """Return the instruction set of steps: ZERO8_ISA of the environment, else the fastest.
 
     Raises:
-        ValueError: if the processor lacks what ZERO8_ISA names.
+        ValueError: if the processor lacks ZERO8_ISA.
     """
     chosen, supported = os.environ.get("ZERO8_ISA"), list(isas())
     if chosen and chosen not in supported:
@@ -78,7 +78,7 @@ def step(
         isa: instruction set, one of `isas()`; `default_isa()` by default.
 
     Returns:
-        For each segment the number of blocks left as they were because a gradient was not finite.
+        For each segment the number of blocks left unchanged because a gradient was not finite.
 
     Raises:
         ValueError: if a tensor has the wrong dtype, device, layout or size, or if the processor
@@ -99,8 +99,8 @@ def packed(
     """Return the kernel's structs for segments on a device, and for the scalars they refer to.
 
     Args:
-        segments: of one algorithm.
-        device: where their tensors must be.
+        segments: segments of one algorithm.
+        device: the device that their tensors must be on.
     """
     distinct = dict.fromkeys(segment.scalars for segment in segments)
     scalars = {key: number for number, key in enumerate(distinct)}
@@ -114,9 +114,9 @@ def records_of(
     """Return the kernel's structs for segments on a device.
 
     Args:
-        segments: what they describe.
-        device: where their tensors must be.
-        scalars: the number of each segment's scalars; those that are not in it get 0.
+        segments: the segments to describe.
+        device: the device that their tensors must be on.
+        scalars: the index of each segment's scalars; segments with other scalars get 0.
 
     Raises:
         ValueError: if a tensor has the wrong dtype, device, layout or size.
@@ -129,7 +129,7 @@ def records_of(
 
 
 def packed_scalars(algorithm: Algorithm, scalars: Iterable[Scalars]) -> np.ndarray:
-    """Return the kernel's structs for scalars of an algorithm, in order."""
+    """Return the kernel's structs for an algorithm's scalars, in order."""
     return np.array(list(scalars), scalars_dtype(algorithm))
 
 
@@ -142,11 +142,11 @@ class CpuStep:
     """A step that the CPU has taken."""
 
     def __init__(self, nonfinite_blocks: np.ndarray):
-        """Take what the kernel has counted: (segments,) blocks left as they were."""
+        """Keep the kernel's counts of blocks left unchanged, (segments,)."""
         self._nonfinite_blocks = nonfinite_blocks
 
     def counts(self) -> "CpuStep | None":
-        """Return the numbers of blocks, as those of a GPU will be; None if all are 0."""
+        """Return the counts, with the interface of a GPU's; None if all are 0."""
         return self if self._nonfinite_blocks.any() else None
 
     def have_arrived(self) -> bool:
@@ -154,23 +154,23 @@ class CpuStep:
         return True
 
     def read(self) -> np.ndarray:
-        """Return the numbers."""
+        """Return the counts."""
         return self._nonfinite_blocks
 
 
 class CpuKernel:
-    """The kernel on the CPU, as `default_isa` and `step_threads` say when this is made."""
+    """The kernel on the CPU, with the `default_isa` and `host_share` of its construction."""
 
     def __init__(self) -> None:
-        """Build the op if need be.
+        """Build the op if needed.
 
         Raises:
-            ValueError: if this processor lacks ZERO8_ISA, or a launcher's variable is no number.
+            ValueError: if this processor lacks ZERO8_ISA, or a launcher's variable is not a number.
         """
         isa = default_isa()
         self._step, self._isa, self._maps = module_for(isa).step, isas()[isa], dynamic_maps()
         self._max_threads = host_share()
-        self._team = 0, 0, 0  # process, number of threads, and how many of them it can have
+        self._team = 0, 0, 0  # process, number of threads, and its result from `alive`
 
     def step(self, records: np.ndarray, scalars: np.ndarray) -> CpuStep:
         """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive."""
@@ -188,32 +188,31 @@ def fill(
     which: np.ndarray,
     steps: np.ndarray,
 ) -> None:
-    """Fill into kept records what changes from step to step, and set their counts to 0.
+    """Fill the fields of a step into records: addresses, phases, scalars' indices, counts of 0.
 
-    That is: addresses of parameters and gradients, phases of equation (D1) of `zero8.spec.dither`,
-    which scalars they refer to.
+    Phases are those of equation (D1) of `zero8.spec.dither`.
 
     Args:
         records: (pieces,) `SEGMENT`.
-        kept: (pieces,) `KEPT_PIECE`, where and whose they are.
+        kept: (pieces,) `KEPT_PIECE`, offset, parameter and dither keys of each piece.
         addresses: (2, parameters) uint64, of parameters and gradients.
-        which: (parameters,) int64, places in `steps`, and in the scalars of the step.
+        which: (parameters,) int64, indices in `steps`, and in the scalars of the step.
         steps: int64, numbers of steps, from 1.
 
     Raises:
-        ValueError: if one refers to what is not there.
+        ValueError: if an index is out of range.
     """
     module().fill(records, kept, addresses.reshape(-1), which, steps)
 
 
 def check(records: np.ndarray, num_scalars: int) -> None:
-    """Raise ValueError, naming the field, unless kernels can rely on packed segments.
+    """Raise ValueError, which names the field, if packed segments are invalid.
 
-    `run` does so by itself; whoever launches a kernel in another way calls this.
+    `run` calls it itself; call it before launching a kernel in another way.
 
     Args:
         records: (segments,) `SEGMENT`.
-        num_scalars: how many scalars the segments can refer to.
+        num_scalars: the number of scalars that the segments can refer to.
     """
     module().check(records, num_scalars)
 
@@ -221,7 +220,7 @@ def check(records: np.ndarray, num_scalars: int) -> None:
 def copy(
     param: Tensor, grad: Tensor, states: Sequence[Tensor], num_threads: int | None = None
 ) -> None:
-    """Move the memory of a step and compute nothing: the time is a bound for steps.
+    """Make the memory accesses of a step without its arithmetic: a lower bound for its time.
 
     Reads the gradient, reads and writes back the parameter and the states, all unchanged.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch of the CUDA kernel is given: one table in memory and the shape of the launch.
+"""The arguments of a launch of the CUDA kernel: one table in memory, and the launch's shape.
 
-Everything that changes from step to step is in the table, so a CUDA graph that reads the table from
-where it lies can be replayed with another step in it.
+The table holds everything that changes from step to step.  So a CUDA graph, which reads it from a
+fixed address, takes another step when the table is overwritten.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from zero8.spec.codec import CODECS
 # csrc/cuda/team.h
 PER_THREAD = 8
 WARP = 32
-# Smaller thread blocks leave fewer threads without registers; larger ones only for large blocks.
+# Smaller thread blocks fit a multiprocessor's registers better; only large blocks need more.
 MIN_THREADS = 128
 
 _SMALLEST_NORMAL = np.float32(2.0**-126)
@@ -31,13 +31,13 @@ def kernel_of(algorithm: Algorithm) -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """The arguments of a kernel, but for the dynamic maps and the counters.
+    """The arguments of a kernel, without the dynamic maps and the counters.
 
     Attributes:
-        kernel: its name.
+        kernel: the kernel's name.
         table: (bytes,) uint8: the segments, their first blocks, and the scalars.
-        first_blocks_at: where in the table the running sums of numbers of blocks begin, in bytes.
-        scalars_at: where the scalars begin, in bytes.
+        first_blocks_at: byte offset in the table of the running sums of numbers of blocks.
+        scalars_at: byte offset in the table of the scalars.
         num_segments: number of segments, and of counters.
         num_blocks: number of blocks of all segments.
         team_threads: threads that share a block.
@@ -60,7 +60,7 @@ class Launch:
         """Return the launch for packed segments of one algorithm and scalars of `zero8.op.kernel`.
 
         Raises:
-            ValueError: if the kernel could not rely on a segment; it names the field.
+            ValueError: if a field of a segment is invalid; the message names it.
         """
         kernel.check(records, len(scalars))
         numbers = np.unique(records["algorithm"]).tolist() or [ADAM.number]
@@ -102,7 +102,7 @@ def _num_blocks(records: np.ndarray) -> np.ndarray:
 
 
 def _flushed(scalars: np.ndarray) -> np.ndarray:
-    """Return scalars with subnormal numbers replaced by zeros, which is what they count as."""
+    """Return scalars with subnormal numbers replaced by zeros, as CPU kernels read them."""
     numbers = scalars.view(np.float32)
     tiny = np.abs(numbers) < _SMALLEST_NORMAL
     return np.where(tiny, np.copysign(np.float32(0), numbers), numbers)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locks of builds: zero8's own, and those of torch's builds that it finds.
+"""Locks of builds: zero8's own, and a search for torch's.
 
-torch's is a file `lock` in the folder of the build.  A build that is killed leaves it behind, and
-every later build of plain DeepSpeed waits for it without end.  The file is empty: whether its
-holder lives can only be guessed, and nothing here removes one.
+torch's lock is a file `lock` in the folder of the build.  A killed build leaves it behind, and
+every later build of plain DeepSpeed waits for it forever.  The file is empty, so whether its holder
+is alive can only be guessed, and nothing here removes one.
 """
 
 import logging
@@ -22,11 +22,11 @@ from zero8 import flock
 ANOTHER_PLACE = "TORCH_EXTENSIONS_DIR chooses another place"
 
 PATIENCE_S = 10.0
-"""Seconds that a process waits for a lock before it says for whom."""
+"""Seconds that a process waits for a lock before it logs the holder."""
 QUIET_S = 3600.0
-"""Seconds after which a folder that nobody writes to is no build in progress, on any host."""
+"""Seconds without writes to a folder after which no host can be building there."""
 
-# Folders that are built under our own lock, and what killed builds of them have left.
+# Folders that are built under our own lock, and the remains of killed builds.
 _OURS = re.compile(r"_[0-9a-f]{16}(\.killed\.\w+)?$")
 _POLL_S = 0.1
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("zero8")
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a build; a process that waits for it says for whom.
+    """Hold the lock of a build; a process that waits for long logs the holder.
 
     Raises:
         RuntimeError: if files cannot be written, the lock's or within the block.
@@ -55,9 +55,9 @@ def _acquire(file: FileIO, path: Path) -> None:
         if time.monotonic() > deadline:
             logger.warning(
                 "zero8: has waited %.0f s for %s, which has locked %s to build an op. This process "
-                "goes on when that one ends, however it ends. If it is gone already (the server of "
-                "a network file system can keep the lock of a dead host), remove that file and "
-                "start again",
+                "goes on when that one ends, even if it is killed. If it is gone already (the "
+                "server of a network file system can keep the lock of a dead host), remove that "
+                "file and start again",
                 PATIENCE_S,
                 flock.holder(file),
                 path,
@@ -69,13 +69,13 @@ def _acquire(file: FileIO, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Lock:
-    """A lock of a build, which somebody holds or has left behind.
+    """A lock of a build, held or left behind.
 
     Attributes:
         path: the file.
         age_s: seconds since it was taken.
-        holder: who holds it; None if that is not known.
-        removable: whether nobody holds it any more, as far as can be seen from this host.
+        holder: the process and host that hold it; None if unknown.
+        removable: whether it appears to have no holder, as seen from this host.
     """
 
     path: str
@@ -84,23 +84,23 @@ class Lock:
     removable: bool
 
     def __str__(self) -> str:
-        """Say whose it is and what to do."""
+        """Return a line that names the lock and its holder, or says what to do."""
         if self.removable:
-            said = f"left by a build that was killed; remove it: rm '{self.path}'"
+            text = f"left by a build that was killed; remove it: rm '{self.path}'"
         elif self.holder:
-            said = f"held by {self.holder}"
+            text = f"held by {self.holder}"
         else:
-            said = (
+            text = (
                 "no process of this host builds there. If none of another host does, remove it: "
-                "DeepSpeed without zero8 waits for it without end"
+                "DeepSpeed without zero8 waits for it forever"
             )
-        return f"{self.path} ({self.age_s:.0f} s old): {said}"
+        return f"{self.path} ({self.age_s:.0f} s old): {text}"
 
 
 def find(root: Path) -> list[Lock]:
-    """Return our locks that are held, and torch's that exist, in a folder of builds."""
+    """Return zero8's locks that are held, and all of torch's, in a folder of builds."""
     ours = (_of_zero8(path) for path in sorted(root.glob("*.flock")))
-    # Builds that torch places itself are a folder deeper, which names Python and CUDA.
+    # torch's own builds are one level deeper, in a folder named after Python and CUDA.
     paths = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")})
     torchs = (_of_torch(path) for path in paths if not _OURS.search(path.parent.name))
     return [lock for lock in (*ours, *torchs) if lock]
@@ -115,10 +115,10 @@ def _of_zero8(path: Path) -> Lock | None:
 
 def _of_torch(path: Path) -> Lock | None:
     try:
-        # A file that the compiler works on may not change for minutes.
+        # A file that the compiler is writing may not change for minutes.
         quiet_s = min(_age(other) for other in (path.parent, *path.parent.iterdir()))
         age_s = _age(path)
-    except FileNotFoundError:  # the build has just ended
+    except FileNotFoundError:  # the build just ended
         return None
     if workers := _workers(path.parent):
         return Lock(str(path), age_s, f"process {workers[0]} on {socket.gethostname()}", False)
@@ -131,7 +131,7 @@ def _age(path: Path) -> float:
 
 
 def _workers(folder: Path) -> list[int]:
-    """Return the processes of this host that work in a folder: torch starts ninja there."""
+    """Return the processes of this host whose working directory is in a folder, as ninja's is."""
     found = []
     for link in Path("/proc").glob("[0-9]*/cwd"):
         with suppress(OSError):  # it has ended, or is another user's

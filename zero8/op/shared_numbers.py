@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers that stand in Python and in C++, compared where C++ is compiled.
+"""The numbers that are defined both in Python and in C++, compared when C++ is compiled.
 
-Each becomes a static_assert, in the op and in the CUDA kernel.  Where the two sides differ, the
-build ends with an error that names the number.
+Each becomes a static_assert, in the op and in the CUDA kernel.  If the two sides differ, the build
+fails with an error that names the number.
 """
 
 import math
@@ -52,11 +52,11 @@ _STRUCTS = {
 
 
 def assertions(namespace: str, numbers: Mapping[str, float]) -> str:
-    """Return C++ that compiles if all numbers are Python's; follows the headers that define them.
+    """Return C++, to follow the headers, that compiles only if all numbers are Python's.
 
     Args:
-        namespace: within zero8, the one of the target that the headers were included for.
-        numbers: what Python has for C++ expressions.
+        namespace: the namespace within zero8 of the target that the headers were included for.
+        numbers: Python's value of each C++ expression.
     """
     lines = [
         f'static_assert({expression} == {_literal(number)}, "{expression}: Python has {number}");'
@@ -66,7 +66,7 @@ def assertions(namespace: str, numbers: Mapping[str, float]) -> str:
 
 
 def op_source() -> str:
-    """Return a C++ file for the op, which is nothing but assertions."""
+    """Return a C++ file for the op that contains only assertions."""
     headers = '#define ZERO8_TARGET numbers\n#include "check.h"\n#include "vec_scalar.h"\n'
     headers += '#include "moments.h"\n#include "arithmetic.h"\n'
     numbers = shared_numbers() | offsets() | {"kMaxElements": grid.MAX_NUMEL}
@@ -74,7 +74,7 @@ def op_source() -> str:
 
 
 def shared_numbers() -> dict[str, float]:
-    """Return Python's numbers by what C++ calls them."""
+    """Return Python's numbers, by their names in C++."""
     numbers = {
         "kFloat32": structs.FLOAT32_MOMENTS,
         **{f"k{one.name.capitalize()}": one.number for one in CODECS.values()},
@@ -109,7 +109,7 @@ def shared_numbers() -> dict[str, float]:
     for algorithm in ALGORITHMS:
         numbers |= _numbers_of_algorithm(algorithm)
     for name, layout in _STRUCTS.items():
-        # Those of scalars are members of a union, which is as long as the longest.
+        # Structs of scalars are members of a union, as long as the longest of them.
         num_bytes = 4 * len(_fields(layout)) if name in _SCALARS else layout.itemsize
         numbers[f"sizeof({name})"] = num_bytes
         for field, (dtype, *_) in _fields(layout).items():
@@ -118,7 +118,7 @@ def shared_numbers() -> dict[str, float]:
 
 
 def offsets() -> dict[str, int]:
-    """Return where numpy has the fields of structs; NVRTC before 13.5 cannot tell its own."""
+    """Return numpy's offsets of structs' fields; NVRTC before 13.5 cannot compile offsetof."""
     return {
         f"__builtin_offsetof({name}, {field})": offset
         for name, layout in _STRUCTS.items()

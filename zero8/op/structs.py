@@ -13,7 +13,7 @@ from zero8.algorithms.table import ALGORITHMS
 from zero8.spec.algorithm import Algorithm
 
 MAX_MOMENTS = 2
-"""Of any algorithm; records have a place for each."""
+"""The most moments that an algorithm has; records have a place for each."""
 MOMENT = np.dtype(
     [("values", "u8"), ("scales", "u8"), ("num_scales", "i8"), ("codec", "i4"), ("phase", "u4")]
 )
@@ -65,19 +65,19 @@ TENSOR = np.dtype(
 )
 
 FLOAT32_MOMENTS = 0
-"""The codec of a `SEGMENT` without one."""
+"""The codec number of float32 moments in a `SEGMENT`."""
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 WITHOUT_MEMORY = -1
 """The kind of a `TENSOR` that has no memory of its own."""
 MAX_HASHED = 128
-"""Up to how many elements of an int64 tensor the contents count."""
+"""The most elements of an int64 tensor whose contents are hashed."""
 
 _MOST_SCALARS = max(len(one.scalars_type._fields) for one in ALGORITHMS)
 
 
 @cache
 def scalars_dtype(algorithm: Algorithm) -> np.dtype:
-    """Return the struct of an algorithm's scalars, as long as that of any."""
+    """Return the struct of an algorithm's scalars, padded to the longest of all algorithms."""
     names = algorithm.scalars_type._fields
     return np.dtype(
         {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many threads a step takes."""
+"""The number of threads of a step."""
 
 import logging
 import os
@@ -11,24 +11,23 @@ NO_LIMIT = 1 << 30
 
 logger = logging.getLogger("zero8")
 
-# Whether a kernel of several threads has run: in this process; in one that it was forked from.
+# Whether a kernel has run with several threads: in this process, in an ancestor before a fork.
 _has_threads = _had_threads = False
 
 
 def step_threads() -> int:
-    """Return torch's number of threads, at most `host_share`; raises as it does."""
+    """Return torch's number of threads, at most `host_share`, which may raise ValueError."""
     return min(torch.get_num_threads(), host_share())
 
 
 def host_share() -> int:
-    """Return how many threads this rank may take so that the ranks of a host do not take turns.
+    """Return how many threads this rank may use so that the ranks of a host do not compete.
 
-    Launchers tell a rank how many it shares the host with (torchrun by LOCAL_WORLD_SIZE,
-    DeepSpeed by LOCAL_SIZE).  Without OMP_NUM_THREADS and without binding each of them would take
-    all processors.
+    Launchers set the number of ranks of the host (torchrun LOCAL_WORLD_SIZE, DeepSpeed LOCAL_SIZE).
+    Without OMP_NUM_THREADS and without binding, each rank would use all processors.
 
     Returns:
-        This rank's share of the processors, `NO_LIMIT` where something else shares them out.
+        This rank's share of the processors; `NO_LIMIT` if OMP_NUM_THREADS or binding limits it.
 
     Raises:
         ValueError: if LOCAL_WORLD_SIZE or LOCAL_SIZE is not a number.
@@ -37,31 +36,31 @@ def host_share() -> int:
         return NO_LIMIT
     processors = len(os.sched_getaffinity(0))
     if processors < len(os.sched_getaffinity(os.getppid())):
-        return NO_LIMIT  # bound: these are this rank's own, not what the launcher shares out
+        return NO_LIMIT  # bound: these processors are this rank's own
     return max(1, processors // max(1, _ranks_of_this_host()))
 
 
 def alive(num_threads: int) -> int:
-    """Return how many of these threads a kernel can have that runs now: all, or 1 after a fork.
+    """Return how many of these threads a kernel can use now: all, or 1 after a fork.
 
     OpenMP keeps the threads of one kernel for the next.  They do not survive a fork, and a kernel
-    in the child would wait for them without end.  The bits of a step do not depend on it.
+    in the child would wait for them forever.  The bits of a step do not depend on the number.
     """
     global _has_threads
     if num_threads == 1:
         return 1
     if _had_threads:
-        _tell(os.getpid())
+        _warn(os.getpid())
         return 1
     _has_threads = True
     return num_threads
 
 
 @cache
-def _tell(process: int) -> None:
+def _warn(process: int) -> None:
     logger.warning(
         "zero8: process %d was forked from one that had taken steps, and steps in one thread; "
-        "start processes that train with the method 'spawn' to have more",
+        "start training processes with the method 'spawn' to use more",
         process,
     )
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step is: grid, codes, dither, arithmetic, and the whole step in plain PyTorch."""
+"""The definition of a step: grid, codes, dither, arithmetic, and a reference in plain PyTorch."""

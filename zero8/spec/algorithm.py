@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an algorithm: what the state, the kernels and the optimizer ask of it."""
+"""The contract of an algorithm with states, kernels and optimizers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,15 +16,15 @@ Group = Mapping[str, Any]
 
 
 class Scalars(Protocol):
-    """What one step of an algorithm needs besides tensors: a NamedTuple of float32 values.
+    """The scalars of one step: a NamedTuple of values computed in double and rounded to float32.
 
-    Computed in double and handed over as float32.  Nothing in a kernel depends on the step count or
-    on hyper-parameters except through it, so every kernel and the reference agree bit for bit.
+    Kernels see the step count and the hyperparameters only through them, so every kernel and the
+    reference agree bit for bit.
     """
 
     @property
     def l2(self) -> float:
-        """What is added to the gradient per unit of the parameter; 0 where decay is decoupled."""
+        """The L2 coefficient: the gradient gains l2 * parameter; 0 where decay is decoupled."""
 
     @property
     def grad_sign(self) -> float:
@@ -38,7 +38,7 @@ class Scalars(Protocol):
         """Return the same with another factor, as NamedTuple does."""
 
     def __hash__(self) -> int:
-        """Equal scalars are handed over once."""
+        """Scalars are hashable: kernels get equal ones once."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,11 @@ class MomentRule:
     """One moment of an algorithm.
 
     Attributes:
-        algorithm: what saved states call the algorithm.
+        algorithm: the algorithm's name in saved states.
         name: its entry in states, such as `exp_avg`; also the stream of its dither.
         is_signed: whether it can be negative.
-        decay: which of the scalars the stored moment is multiplied by when it is decoded, None for
-            none.
-        settling: which of them is the settling of its encoding (`zero8.spec.log`), None for none.
+        decay: the name of the scalar that multiplies the moment when it is decoded, or None.
+        settling: the name of the scalar that settles its encoding (`zero8.spec.log`), or None.
     """
 
     algorithm: str
@@ -67,8 +66,7 @@ class Remembered:
 
     Attributes:
         name: its entry in states.
-        unknown: its largest value, which holds for moments that no counted steps have made; it is 0
-            before the first step.
+        unknown: its largest value, for moments of unknown origin; before the first step it is 0.
     """
 
     name: str
@@ -79,19 +77,19 @@ class Algorithm(ABC):
     """An algorithm; `zero8.algorithms.table` lists them.
 
     Attributes:
-        name: what saved states call it.
-        number: the same in kernels and in plain states.
-        class_name: of its optimizer, for messages.
-        fp32_name: what messages call the fp32 optimizers whose states it takes.
-        moments: what it remembers of each element, in the order of csrc/algorithms.h.
-        memory: what it remembers of each parameter.
-        options: the settings of a parameter group, and what they are by default.
-        keywords: those of its optimizer, but for what every optimizer of zero8 takes.
-        needs_step: whether a step depends on its number, but for dithers; else fp32 states may have
-            none.
-        fp32_options: what groups of fp32 optimizers have besides, so that state dicts go either
-            way.
-        scalars_type: the NamedTuple of a step's scalars, field by field those of csrc/algorithms.h.
+        name: its name in saved states.
+        number: its number in kernels and in plain states.
+        class_name: its optimizer class, for messages.
+        fp32_name: the fp32 optimizers whose states it loads, for messages.
+        moments: the values kept per element, in the order of csrc/algorithms.h.
+        memory: the numbers kept per parameter.
+        options: the settings of a parameter group, with their defaults.
+        keywords: the keywords of its optimizer, without those of every zero8 optimizer.
+        needs_step: whether anything but the dither depends on the step number; if not, fp32 states
+            may lack it.
+        fp32_options: further settings in groups of fp32 optimizers, so that these can load our
+            state dicts.
+        scalars_type: the NamedTuple of a step's scalars, with the fields of csrc/algorithms.h.
     """
 
     name: str
@@ -108,7 +106,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def next_memory(self, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
-        """Return what is remembered of a parameter after one more step."""
+        """Return a parameter's remembered numbers after one more step."""
 
     @abstractmethod
     def scalars(
@@ -117,15 +115,15 @@ class Algorithm(ABC):
         """Return the scalars of step number `step` (the first is 1).
 
         Args:
-            step: how many steps the moments will have seen after this one.
-            memory: after this step, from `next_memory`.
+            step: the number of steps in the moments, this one included.
+            memory: the remembered numbers after this step, from `next_memory`.
             group: the settings of the parameter's group.
-            bias_correction: whether moments are divided by what is missing in their weights.
+            bias_correction: whether to correct the bias of the moments toward 0.
         """
 
     @abstractmethod
     def advance(self, s: Any, g: Tensor, moments: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Return the new moments, and what `param` needs besides them.
+        """Return the new moments, and a tensor that `param` takes as `carried`.
 
         Args:
             s: the step's scalars.
@@ -135,10 +133,10 @@ class Algorithm(ABC):
 
     @abstractmethod
     def param(self, s: Any, p: Tensor, moments: Sequence[Tensor], carried: Tensor) -> Tensor:
-        """Return the new parameters, float32, not rounded yet; arguments as `advance` has them."""
+        """Return the new parameters in float32, from the results of `advance`."""
 
     def moment(self, name: object) -> MomentRule:
-        """Return the moment called `name`, or raise ValueError with the names there are."""
+        """Return the moment called `name`, or raise ValueError with the valid names."""
         for rule in self.moments:
             if rule.name == name:
                 return rule

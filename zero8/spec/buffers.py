@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that tensors are memory that a kernel can work on: it gets addresses and sizes only."""
+"""Checks of the memory of tensors: kernels get only addresses and sizes."""
 
 from collections.abc import Collection
 
@@ -17,11 +17,11 @@ def check_buffer(
     """Return the tensor; raise ValueError unless it is contiguous memory for this many elements.
 
     Args:
-        name: what to call it.
-        tensor: what was given.
-        numel: the number of elements that it must have.
-        dtypes: the dtypes that it may have.
-        device: where it must be; None allows any device that has memory.
+        name: its name in messages.
+        tensor: the value to check.
+        numel: the expected number of elements.
+        dtypes: the allowed dtypes.
+        device: the expected device; None allows any device that has memory.
     """
     tensor = check_entry(name, tensor, numel, dtypes, device)
     if not tensor.is_contiguous():
@@ -38,7 +38,7 @@ def check_entry(
 ) -> Tensor:
     """Return the tensor; raise ValueError unless it has this many elements in memory.
 
-    Its strides may be any.
+    Any strides are valid.  See `check_buffer` for the arguments.
     """
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: got {type(tensor).__name__}, expected a tensor")

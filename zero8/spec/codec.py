@@ -7,7 +7,7 @@ code.  Two rules hold for every codec:
 * quantize is idempotent: for all codes and scales that quantize can produce,
   `quantize(dequantize(codes, scales))` returns them, scales included;
 * zero means zero: an element decodes to 0 exactly when its float32 value was 0, except that a
-  signed moment may round to 0; what is never negative is stored as 0 only if it is 0.
+  signed moment may round to 0; an unsigned moment is stored as 0 only if it is 0.
 
 A codec has one code for moments that can be negative, such as Adam's first one, m, and one for
 those that cannot, such as its second one, v:
@@ -61,18 +61,18 @@ CODECS = {
 DEFAULT_CODEC = "log"
 
 RETIRED = Codec("log of format 1", 3, SignMagnitudeLogCode(), LogRootCode())
-"""States of it are read, and encoded again when an optimizer adopts them."""
+"""The codec of format 1: its states are read, and encoded again when an optimizer loads them."""
 
 
 def codec_named(name: str) -> Codec:
-    """Return the codec called `name`, or raise ValueError with the names there are."""
+    """Return the codec called `name`, or raise ValueError with the valid names."""
     if name not in CODECS:
         raise ValueError(f"codec: got {shown(name)}, expected one of {sorted(CODECS)}")
     return CODECS[name]
 
 
 def codec_numbered(number: int) -> Codec:
-    """Return the codec that files call `number`, perhaps `RETIRED`, or raise ValueError."""
+    """Return the codec with this number in files, possibly `RETIRED`, or raise ValueError."""
     readable = [*CODECS.values(), RETIRED]
     for codec in readable:
         if type(number) is int and codec.number == number:
@@ -99,7 +99,8 @@ def quantize(
         block: (numel,) int64, the block of each element, ascending from 0.
         num_blocks: number of blocks.
         dither: (numel,) int64 of `zero8.spec.dither.in_blocks`, or None to round to nearest.
-        settling: of a step's signed moment, which has to be able to decay to 0: see (C2').
+        settling: the scalar of (C2'), in a step on a signed moment, which must be able to decay
+            to 0.
 
     Returns:
         codes: (numel,) uint8.
@@ -118,7 +119,7 @@ def quantize(
 def dequantize(
     code: MomentCode, codes: Tensor, scales: Tensor, block: Tensor, gain: float = 1.0
 ) -> Tensor:
-    """Return the moment that `codes` stand for, times `gain`.
+    """Return the decoded moment, times `gain`.
 
     With the decay rate as gain this is the first term of a moving average.
 

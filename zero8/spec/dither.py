@@ -20,13 +20,14 @@ period to period, and always the same way.  Two remedies:
   large at beta2 0.99 and period 5, 0.7 % too small at period 3 (benchmarks/fidelity/resonance.py).
   In the other direction the bias has the other sign.
 
-Kernels round 16 bits, and count them up in steps of 16 bits, which are cheaper than 32.  So an
-element of a block (`zero8.spec.grid`) that begins at element i0 of the parameter has the threshold
+Kernels use thresholds of 16 bits, computed by 16-bit additions, which are cheaper than 32-bit ones.
+So element i of a block (`zero8.spec.grid`) that begins at element i0 of the parameter has the
+threshold
 
     q(i, t) = floor(r(i0, t) / 2^16) + (i - i0) * C   modulo 2^16                            (D2)
 
-where C = 32 * 1601, of the odd multiples of 32 one whose multiples are most even over the range.
-It repeats after 2048 elements, and the next block starts elsewhere.
+where C = 32 * 1601: no odd multiple of 32 has multiples that are more evenly spread over the range.
+The sequence repeats after 2048 elements; each block starts elsewhere.
 
 `hashed` stochastic rounding passes (D1), element by element, through a 32-bit mixer instead
 (Wellons' lowbias32): every element and step independent.  Nothing is drawn and no generator state
@@ -47,7 +48,7 @@ IN_BLOCK_STEP = 32 * 1601
 GOLDEN_STEP = 0x9E3779B9
 RUN_STEPS = 32
 HASH_FACTORS = 0x7FEB352D, 0x846CA68B
-"""Those of lowbias32."""
+"""The multipliers of lowbias32."""
 _MASK = 0xFFFFFFFF
 
 Integers = TypeVar("Integers", int, np.ndarray)
@@ -68,7 +69,7 @@ def stream_key(seed: int, identity: int, stream: str) -> int:
 
 
 def phase_of(key: Integers, step: Integers) -> Integers:
-    """Return r(0, t) of equation (D1), what a kernel needs to know of seed, identity and step.
+    """Return r(0, t) of equation (D1), in which kernels get seed, identity and step.
 
     Key and step are integers, or int64 arrays.
     """
@@ -108,7 +109,7 @@ def hashed(phase: int, first: int, numel: int) -> Tensor:
 
 
 def _mixed(x: Bits) -> Bits:
-    """Return lowbias32 of an unsigned 32-bit number, or of those in an int64 tensor."""
+    """Return lowbias32 of an unsigned 32-bit number, or of each in an int64 tensor."""
     # int64 products wrap modulo 2^64, which keeps their low 32 bits right.
     x = ((x ^ (x >> 16)) * HASH_FACTORS[0]) & _MASK
     x = ((x ^ (x >> 15)) * HASH_FACTORS[1]) & _MASK

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codes of `dynamic`: the paper's maps, the interchange with bitsandbytes."""
+"""The codes of `dynamic`: the maps of the 8-bit optimizers paper and of bitsandbytes."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,10 +28,7 @@ class DynamicCode:
 
     @property
     def min_scale(self) -> float:
-        """Scales below this are raised to it: the smallest entry stays a normal float32.
-
-        No normal float32 is nearest to 0 under it.
-        """
+        """Smaller scales are raised to it: entries stay normal, and no normal float rounds to 0."""
         return 2.0**-105 if self.signed else 2.0**-104
 
     @cached_property
@@ -69,13 +66,13 @@ class DynamicCode:
         return torch.where(absmax == 0, 0.0, scale)
 
     def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
-        """Return what codes stand for, times `gain`, equation (C1); float32."""
+        """Return the decoded values, times `gain`, equation (C1); float32."""
         return ieee.mul(self.levels.to(codes.device)[codes.to(torch.int64)], ieee.mul(scale, gain))
 
     def encode(
         self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
     ) -> Tensor:
-        """Return the code of each element, equation (C5); uint8.  The last two are not used."""
+        """Return the code of each element, equation (C5), uint8; ignores dither and settling."""
         inverse = torch.where(scale == 0, 0.0, ieee.div(1.0, scale))
         normalized = ieee.mul(x, inverse)
         code = torch.searchsorted(self.thresholds.to(x.device), normalized, right=True)
@@ -87,8 +84,8 @@ class DynamicCode:
 def _edges(num_cells: int) -> Tensor:
     """Return the edges of equal cells from 0.1 to 1, shape (num_cells + 1,), float32.
 
-    These are the numbers of `torch.linspace` on a processor with fma.  On others it rounds twice,
-    and codes would stand for other values there.
+    These are the numbers of `torch.linspace` on a processor with fma; without fma it rounds twice,
+    which would change the values of codes.
     """
     number = torch.arange(num_cells + 1, dtype=torch.float32, device="cpu")
     first = torch.tensor(0.1, dtype=torch.float32, device="cpu")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with codes and scales that came from outside.
+"""Checks of the values of moments that come from outside, such as from a checkpoint.
 
-A step takes for granted that they decode to finite numbers, and to none below zero where a moment
-cannot be negative: one that does not makes weights NaN, and nothing says so.
+Steps assume that moments decode to finite numbers, and unsigned ones to none below 0; others would
+silently make weights NaN.
 """
 
 import math
@@ -19,17 +19,17 @@ _CHUNK_NUMEL = 1 << 22
 
 
 BlockNumbers = Callable[[int, int], Tensor]
-"""Returns the block of each element from the first number to before the second, int64."""
+"""Maps (begin, end) to the block of each element from begin to end - 1, int64."""
 
 
 def fault(code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: BlockNumbers) -> str:
-    """Return what is wrong with a moment, "" if nothing is.
+    """Return the fault of a moment in words, "" if it has none.
 
     Args:
         code: the code of this moment.
         codes: (numel,) uint8.
         scales: (num_blocks, *code.scale_shape) float32.
-        block_numbers: of the elements; seldom called.
+        block_numbers: computes the blocks of elements; seldom called.
     """
     if not scales.isfinite().all():
         return "a scale that is not finite"
@@ -43,17 +43,17 @@ def fault(code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: BlockN
     if isinstance(code, SignedLogCode):
         largest = torch.where(scales < 0, code.wide.top, code.narrow.top) * scales
         if not largest.isfinite().all():
-            return "a scale of which the largest code is not finite"
+            return "a scale whose largest code is not finite"
         if any((chunk == 128).any() for chunk in codes.split(_CHUNK_NUMEL)):
             return "a code of -128, expected -127 to 127"
     return ""
 
 
 def fault_of_values(values: Tensor, *, is_signed: bool) -> str:
-    """Return what is wrong with a moment in float32, "" if nothing is.
+    """Return the fault of a moment in float32 in words, "" if it has none.
 
     Args:
-        values: of any shape.
+        values: the moment, of any shape.
         is_signed: whether it can be negative.
     """
     largest = torch.finfo(torch.float32).max
@@ -73,14 +73,14 @@ def _fault_of_log(code: LogCode, codes: Tensor, scales: Tensor, block_numbers: B
     in_range = (step >= least) & (step <= most) & (step == step.round())
     if not torch.where(high == 0, step == 0, in_range).all():
         return f"a range of codes that is not between {least} and {most}"
-    # Codes of blocks whose levels reach below the normal floats: most checkpoints have no such one.
+    # Blocks whose levels reach below the normal floats; most checkpoints have none.
     bits = high.contiguous().view(torch.int32).to(torch.int64)
     base = bits - (255 * step.to(torch.int64) >> 4)
     low = (high > 0) & (base + (step.to(torch.int64) >> 4) < code.NORMAL_BITS)
     if not low.any():
         return ""
-    # A run that is beyond reproach has some, where gradients ended long ago: chunk by chunk, as
-    # numbers of blocks and levels take 48 bytes an element.
+    # A sound run has some, where gradients ended long ago.  Chunk by chunk, because block numbers
+    # and levels take 48 bytes per element.
     for begin in range(0, codes.numel(), _CHUNK_NUMEL):
         here = codes[begin : begin + _CHUNK_NUMEL]
         block = block_numbers(begin, begin + len(here))

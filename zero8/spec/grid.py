@@ -2,16 +2,16 @@
 """The block grid: which elements of a parameter share one scale.
 
 The grid is a pure function of the parameter's global shape, never of the shard: ranks that hold
-different pieces of one parameter agree on every block without talking to each other, and a
-checkpoint read at another world size finds the same blocks.
+different pieces of one parameter agree on every block without communication, and a checkpoint read
+at another world size finds the same blocks.
 
 Long rows are cut into blocks; narrow rows, of fewer than 64 elements, are put together: a group of
 `block_size // row` consecutive rows is one block.  No block holds part of a narrow row unless a
 shard boundary cuts it.
 
-Shards that meet between two blocks (of narrow rows: between two groups) step over them with the
-same bits as one tensor does.  A block that a shard boundary cuts gets independent scales on each
-side, so its codes differ from the whole block's; all other blocks keep their bits.
+Shards that meet between two blocks (of narrow rows: between two groups) step with the same bits as
+one whole tensor.  A block that a shard boundary cuts gets independent scales on each side, so its
+codes differ from the whole block's; all other blocks keep their bits.
 """
 
 import math
@@ -48,7 +48,7 @@ def check_block_size(block_size: int) -> int:
 
 
 def is_narrow(shape: tuple[int, ...]) -> bool:
-    """Return whether even the longest rows, `shape[1:]`, have fewer than 64 elements, but some."""
+    """Return whether the longest rows, those of `shape[1:]`, have 1 to 63 elements."""
     return len(shape) > 1 and 0 < math.prod(shape[1:]) < MIN_ROW_LENGTH
 
 
@@ -72,7 +72,7 @@ class BlockGrid:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block_size: int) -> "BlockGrid | None":
-        """Return the grid of a parameter of global `shape`, or None where it has none.
+        """Return the grid of a parameter of global `shape`, or None if it has none.
 
         Keeps k >= 1 leading dimensions, k the largest that leaves a row (the product of the other
         dimensions) of at least 64 elements.  Where even `shape[1:]` has fewer, a row of the grid is
@@ -112,7 +112,7 @@ class BlockGrid:
     def block_numbers(
         self, first: int, numel: int, device: torch.device | str = "cpu"
     ) -> tuple[Tensor, int]:
-        """Return the block of each element `first .. first + numel - 1`, and how many there are.
+        """Return the block of each element `first .. first + numel - 1`, and the number of blocks.
 
         Blocks are counted from the one that holds `first`; shape (numel,), int64.
         """

@@ -15,13 +15,13 @@ from zero8.spec import arithmetic as ieee
 from zero8.spec.blocks import block_absmax, place_in_block
 
 ONE_BITS = 0x3F800000
-"""Bit pattern of 1.0, where the levels of first moments start to count."""
+"""Bit pattern of 1.0, from which the levels of first moments count."""
 
 
 @lru_cache
 def settling(beta: float) -> float:
     """Return the settling of equation (C2') for a moment that each step multiplies by `beta`."""
-    # float32 tells it from 1.
+    # At least 2^-20, so that its float32 value exceeds 1.
     return 1 + max(2.0**-20, 0.97 * min(1.0, 1 / beta - 1 if beta else 1.0))
 
 
@@ -33,11 +33,10 @@ class Octaves:
         level(k) = float_from_bits(bits(1) + (k << (23 - mantissa_bits))) - 1                (C3)
         scale = absmax / top,  top = level(127)                                              (C4)
 
-    The block's largest element decodes to top * scale, which gives the same scale again: a test
-    goes through all mantissas.  Error: at most half a cell, which is 2^-mantissa_bits of
-    |x| + scale.
+    The block's largest element decodes to top * scale, which gives the same scale again (a test
+    covers all mantissas).  Error: at most half a cell, which is 2^-mantissa_bits of |x| + scale.
 
-    Steps round to nearest, but down where nearest would undo a moment's decay:
+    Steps round to nearest, except down where nearest would undo a moment's decay:
 
         k = (min(bits(y) + half a cell, bits(y')) - bits(1)) >> (23 - mantissa_bits)        (C2')
         y' = fma(|x|, 1/scale * settling, 1),  settling = 1 + 0.97 (1/beta - 1), at most 2
@@ -101,18 +100,18 @@ class SignedLogCode:
 
         wide:  fewer than 11/16 of the sampled elements have |x| >= t,  t = 0.75 s           (C9)
 
-    s is the scale of the narrow levels, and at least 2^-100: below, where smallest scales are near,
-    blocks are narrow.  Sampled are the elements whose place in the block, or in the part of it that
-    a shard has, is below 32 modulo 128.  t is 1/20 of the block's largest |x|: where many are
-    smaller, fine steps near 0 count for more than those near the top.
+    s is the scale of the narrow levels; blocks with s below 2^-100, near the smallest scales, are
+    narrow.  The sampled elements are those whose place in the block, or in a shard's part of it, is
+    below 32 modulo 128.  t is 1/20 of the block's largest |x|: where many are smaller, fine steps
+    near 0 count for more than those near the top.
 
     Quantized values choose the same levels again, whichever elements are sampled.  t is a narrow
-    level, so what is not below it rounds to it or above, and decodes to t or more, with the same s;
+    level, so values of at least t round to it or above, and decode to t or more, with the same s;
     steps settle down (C2') to levels only, and no decay rate lets settling - 1 be lost in rounding.
-    Among the wide levels t is 12.56, or 0.12 cells above 12.5: what is below t rounds to that level
+    Among the wide levels t is 12.56, or 0.12 cells above 12.5: values below t round to that level
     or lower.
 
-    Error: that of the levels that were chosen.
+    Error: that of the chosen levels.
     """
 
     narrow = Octaves(mantissa_bits=5)  # 4 octaves
@@ -138,7 +137,7 @@ class SignedLogCode:
         return torch.where(is_wide, -self.wide.scales(absmax), narrow)
 
     def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
-        """Return what codes stand for, times `gain`, equation (C1); float32."""
+        """Return the decoded values, times `gain`, equation (C1); float32."""
         code = codes.view(torch.int8).to(torch.int64)
         narrow, wide = (q.levels.to(codes.device)[code.abs()] for q in (self.narrow, self.wide))
         decayed = ieee.mul(scale.abs(), gain)
@@ -151,13 +150,13 @@ class SignedLogCode:
     ) -> Tensor:
         """Return the code of each element, equation (C2); uint8.
 
-        First moments are not dithered, and the choice of the levels counts on that.
+        First moments are not dithered, and the choice of the levels relies on that.
 
         Args:
             x: float32, already flushed.
             scale: float32, the scale of each element's block.
             dither: not used.
-            settling: that of (C2'), None for a moment that is not a step's.
+            settling: the scalar of (C2') in a step, else None.
         """
         narrow = self.narrow.magnitudes(x, scale.abs(), settling)
         wide = self.wide.magnitudes(x, scale.abs(), settling)
@@ -178,20 +177,20 @@ class LogCode:
         c = trunc(fma(bits(x) - base - 8 step, 16/step, 128 + q/65536)),  q = 16 modulo 32
 
     where `low` is the smallest element that is not 0, or 16 units above the smallest normal float,
-    and q = 32768 to nearest.  What is not 0 but below x(1), or below the first x(c) that is a
-    normal float, is raised to there.
+    and q = 32768 to nearest.  Elements above 0 but below x(1), or below the first x(c) that is a
+    normal float, are raised to it.
 
     The decoded span gives the same step again, as span and 254 * step / 16 are within 8 units of
-    each other: a test goes through all steps.  Decoded values are within 3/65536 of a cell of their
+    each other (a test covers all steps).  Decoded values are within 3/65536 of a cell of their
     code, and the smallest element within 12/65536 of code 1: a unit of the pattern is at most
     1/65536, and the conversion to a float, 16/step and the fma err by half of that each.  So no q
     moves them.
 
     Error: one cell (dithered) or half a cell (nearest).  A cell is step/16 units of the last place,
     so at most step * 2^-27 of the value: 0.8 % where the block spans 2 octaves, 5.5 % for 14, 11 %
-    for 28; sqrt(v) has half of that.  Elements more than 28 octaves below `high` are raised to
-    there: 8 bits of first moment reach 13 octaves down, which are 26 of v, and weights whose
-    gradient has ended would take codes from others.
+    for 28; sqrt(v) has half of that.  Elements more than 28 octaves below `high` are raised to that
+    range: 8-bit first moments reach 13 octaves down, which are 26 of v, and a wider range would
+    spend codes on weights whose gradient has ended.
     """
 
     signed = False
@@ -218,7 +217,7 @@ class LogCode:
         return torch.where((high == 0)[:, None], 0.0, scales)
 
     def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
-        """Return what codes stand for, times `gain`, equation (C7); float32."""
+        """Return the decoded values, times `gain`, equation (C7); float32."""
         step, base = self._step_and_base(scale)
         bits = base + (codes.to(torch.int64) * step >> 4)
         x = torch.where(codes == 0, 0.0, bits.to(torch.int32).view(torch.float32))
@@ -235,7 +234,7 @@ class LogCode:
             dither: unsigned 16-bit values of `zero8.spec.dither` in int64, or None for nearest.
             settling: not used.
         """
-        # What takes 8 bytes per element is gone before fma takes more.
+        # The int64 temporaries, of 8 bytes per element, are freed before fma allocates more.
         threshold = 0.5 if dither is None else ((dither & ~31 | 16) / 65536).to(torch.float32)
         step = scale[..., 1]
         inverse = torch.where(step == 0, 0.0, ieee.div(16.0, step))
@@ -245,7 +244,7 @@ class LogCode:
         return torch.where(x > 0, position, 0.0).to(torch.uint8)
 
     def _distance(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Return bits(x) - base - 8 step, of x raised to the first level; float32."""
+        """Return bits(x) - base - 8 step for x raised to the first level; float32."""
         step, base = self._step_and_base(scale)
         first = ((16 * (self.NORMAL_BITS - base) + step - 1) // step.clamp(min=1)).clamp(min=1)
         bits = x.view(torch.int32).maximum((base + (first * step >> 4)).to(torch.int32))

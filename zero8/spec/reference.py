@@ -12,9 +12,9 @@ operation rounded once as `arithmetic.py` says:
     moments = quantize(moments')                           (C1)-(C9) of log.py and dynamic.py   (R8)
 
 A block in which any g (after (R1)) is NaN, infinite, or at least 2^63 in magnitude, so that its
-square could overflow, is left exactly as it was, parameter and moments, and counted.  So is one in
-which any new moment is not finite, or has the sign of negative numbers though it cannot be
-negative: what steps make of finite gradients is never so, but a state may have come from anywhere.
+square could overflow, is left exactly as it was, parameter and moments, and counted.  So is a block
+in which any new moment is not finite, or any unsigned one has its sign bit set: steps on finite
+gradients make no such moments, but a loaded state may hold them.
 """
 
 import torch
@@ -33,7 +33,7 @@ _BF16_INFINITY = 0x7F80
 
 
 def step(segment: Segment) -> int:
-    """Take one step on a segment, in place; return the number of blocks left as they were."""
+    """Take one step on a segment, in place; return the number of blocks left unchanged."""
     s, algorithm = segment.scalars, segment.algorithm
     moments = list(zip(algorithm.moments, segment.moments, strict=True))
     block, num_blocks = segment.grid.block_numbers(segment.first, segment.param.numel())
@@ -173,6 +173,6 @@ def corrected_bfloat16(x: Tensor) -> tuple[Tensor, Tensor]:
     low = torch.where(beyond, remainder.clamp(max=127), remainder)
     high = torch.where(x.isnan(), _BF16_INFINITY | 0x40, high)
     low = torch.where(x.isnan(), 0, low)
-    # Narrowing keeps the low bits, which are the two's complement of what they stand for.
+    # Narrowing keeps the low bits, which are in two's complement.
     param = high.to(torch.int32).to(torch.int16).view(torch.bfloat16)
     return param, low.to(torch.int32).to(torch.int8)

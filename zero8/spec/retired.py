@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes that are read and no longer written: those of `log` in states of format 1."""
+"""Codes that are read but no longer written: those of `log` in states of format 1."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class SignMagnitudeLogCode:
     zero_code = 0
 
     def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
-        """Return what codes stand for, times `gain`; float32."""
+        """Return the decoded values, times `gain`; float32."""
         magnitude, is_negative = codes & 127, codes > 127
         signed = torch.where(is_negative, -magnitude.to(torch.int8), magnitude.to(torch.int8))
         return SignedLogCode().decode(signed.view(torch.uint8), scale, gain)
@@ -41,7 +41,7 @@ class LogRootCode:
     MIN_BITS = (127 - 63) << 23
 
     def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
-        """Return what codes stand for, times `gain`; float32."""
+        """Return the decoded values, times `gain`; float32."""
         offset = ieee.mul(codes.to(torch.float32), scale[..., 1]).round().to(torch.int32)
         high = scale[..., 0].contiguous().view(torch.int32)
         root = (high - offset).clamp(min=self.MIN_BITS).view(torch.float32)

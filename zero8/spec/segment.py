@@ -26,7 +26,7 @@ class Moment:
     Attributes:
         values: (numel,) uint8 codes or float32 values, contiguous.
         scales: (blocks touched, *code.scale_shape) float32, contiguous; None for float32 values.
-        phase: of its dither (`zero8.spec.dither`).
+        phase: the phase of its dither (`zero8.spec.dither`).
     """
 
     values: Tensor
@@ -41,14 +41,14 @@ class Segment:
     Attributes:
         param: (numel,) float32 or bfloat16, contiguous, updated in place.
         grad: (numel,) float32 or bfloat16, or float16 if the parameter is float32, contiguous.
-        algorithm: what the step computes.
-        moments: those of the algorithm, in its order.
-        codec: how the moments are coded; None keeps them in float32.
+        algorithm: the algorithm of the step.
+        moments: the algorithm's moments, in its order.
+        codec: the codec of the moments; None for float32 moments.
         grid: the parameter's block grid; for float32 moments, one row cut into blocks, which then
-            only bound what a non-finite gradient stops.
+            only limit the effect of a non-finite gradient.
         first: index in the parameter of the segment's first element.
         scalars: this step's scalars.
-        param_phase: phase of the parameter's rounding.
+        param_phase: the phase of the dither of the parameter's rounding.
         rounding: how a bfloat16 parameter is rounded; float32 parameters ignore it.
         correction: (numel,) int8, contiguous, updated in place: the 8 bits below those of a
             bfloat16 parameter, or None.  With it the parameter is rounded to 24 bits, to nearest.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How messages show values that came from outside: in a few words, whatever they are.
+"""How messages show values from outside: as a short text, whatever they are.
 
-A list that holds itself twice, and that one twice, and so on, is a few bytes in a file, and more
-than any memory as text.
+Nested lists that share their items can be a few bytes in a file, and more text than memory holds.
 """
 
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ MAX_ITEMS = 20
 
 
 def shown(value: object) -> str:
-    """Return a number or a short text as Python writes it, of all else what it is."""
+    """Return a number or a short text as Python writes it; for other values, their type or size."""
     if isinstance(value, str | bytes):
         rest = f"... ({len(value)} characters)" if len(value) > MAX_CHARACTERS else ""
         return repr(value[:MAX_CHARACTERS]) + rest
@@ -25,7 +24,7 @@ def shown(value: object) -> str:
 
 
 def shown_keys(keys: Iterable[object]) -> str:
-    """Return the keys of a dict as a sorted list of them is written, of many the first ones."""
+    """Return the keys of a dict as the text of a sorted list, cut after `MAX_ITEMS` keys."""
     texts = sorted(map(shown, keys))
     rest = f", ... ({len(texts)} in all)" if len(texts) > MAX_ITEMS else ""
     return f"[{', '.join(texts[:MAX_ITEMS])}{rest}]"

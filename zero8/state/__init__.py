@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of a parameter between steps, and what decides it."""
+"""The states that parameters keep between steps, and the policy and settings for them."""

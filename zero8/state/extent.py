@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a parameter that a rank holds: a box of it, one range of indices per dimension.
 
-The state of the part lies in memory as its elements do, in row-major order of the box.
+The tensors of its state are in the order of its elements, row-major within the box.
 """
 
 import itertools
@@ -21,13 +21,13 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 Value = TypeVar("Value", bound=Tensor | float)
-PLAIN = frozenset((torch.nn.Parameter, Tensor, int, float))
-"""Types of what is whole on every rank; asked first, because a step asks this of many."""
+NEVER_SHARDED = frozenset((torch.nn.Parameter, Tensor, int, float))
+"""Types that are never sharded; tested first, because every step tests many values."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A box of a parameter; the methods are those of a whole one, in plain tensors.
+    """A box of a parameter; these methods are for plain tensors, a subclass's for sharded ones.
 
     Attributes:
         shape: the parameter's global shape.
@@ -56,7 +56,7 @@ class Extent:
 
     @property
     def loaded(self) -> "Extent":
-        """The extent of what tensors hold that a checkpoint gives for this one."""
+        """The extent of this one's tensors as a checkpoint loads them."""
         return self
 
     def table(self, parameter: Piece) -> PieceTable:
@@ -74,7 +74,7 @@ class Extent:
     def scale_box(self, piece: Piece) -> Box:
         """Return the box of the scales of an 8-bit parameter, in its `BlockGrid.scale_shape`.
 
-        The blocks that elements of the box touch; of narrow rows, in the first dimension alone.
+        It has the blocks that the box touches; for narrow rows, a range of groups.
         """
         kept = len(piece.grid.scale_shape(self.shape)) - 1
         if is_narrow(self.shape):
@@ -89,12 +89,12 @@ class Extent:
         return (*self.local_shape[:kept], count), (*self.offset[:kept], block)
 
     def entry(self, local: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
-        """Return a tensor of the state as it stands there.
+        """Return a local tensor in the form that it has in the state.
 
         Args:
             local: the elements that this rank holds.
-            shape: the global shape, of more dimensions than the box if all of them are here.
-            box: of the elements.
+            shape: the global shape; its dimensions beyond those of the box are not sharded.
+            box: the box of the elements.
         """
         return local.view((*box[0], *shape[len(box[0]) :]))
 
@@ -102,13 +102,13 @@ class Extent:
         """Return this rank's elements of a loaded tensor.
 
         Args:
-            name: what to call it.
+            name: its name in messages.
             saved: the tensor, whole or sharded.
             shape: as in `entry`.
             box: as in `entry`.
 
         Raises:
-            ValueError: if there is no telling which they are.
+            ValueError: if it is unclear which they are.
         """
         return saved.full_tensor() if hasattr(saved, "full_tensor") else saved
 
@@ -128,9 +128,9 @@ class Extent:
 
 
 def local(value: Value) -> Value:
-    """Return what this rank holds of a tensor: of a DTensor, `to_local()`, of others themselves."""
-    if type(value) in PLAIN or not hasattr(value, "to_local"):
+    """Return the local tensor of a DTensor, and any other value as it is."""
+    if type(value) in NEVER_SHARDED or not hasattr(value, "to_local"):
         return value
-    with torch.no_grad():  # not as a step of a computation
+    with torch.no_grad():  # autograd must not record it
         here: Value = value.to_local()
     return here

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a saved state says of itself, so that it can be read without a model.
+"""The header of a saved state, which makes it readable without a model.
 
 The entry `format` of a whole parameter's state is an int64 tensor:
 
     format version, algorithm, codes, block size, identity, global shape
 
 The algorithm names the moments.  `codes` has a byte for each of them, the first one in the lowest:
-the number of its codec, 0 for float32.  Format 2, whose states are read, had one codec number for
-all moments there; format 1 had no algorithm.
+the number of its codec, 0 for float32.  The older formats are read: format 2 had one codec number
+for all moments there, and format 1 also had no algorithm.
 """
 
 import math
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zero8.algorithms.adam import ADAM
-from zero8.algorithms.table import algorithm_called
+from zero8.algorithms.table import ALGORITHMS, algorithm_called
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.buffers import check_entry
 from zero8.spec.codec import Codec, codec_numbered
@@ -38,8 +38,8 @@ class StateHeader:
     """The entry `format` of a state.
 
     Attributes:
-        algorithm: whose moments these are.
-        codec: of all moments, None for float32 moments.
+        algorithm: the algorithm of the moments.
+        codec: the codec of all moments, None for float32 moments.
         block_size: elements per block, 0 for float32 moments.
         identity: the parameter's 64-bit identity (`zero8.spec.dither.identity_of`).
         shape: the parameter's global shape.
@@ -60,20 +60,21 @@ class StateHeader:
 
     @classmethod
     def of(cls, entries: Entries, name: str) -> "StateHeader":
-        """Return the header of a state's entries, that of the parameter called `name`.
+        """Return the header of the state of the parameter called `name`.
 
         Raises:
-            ValueError: if there is none, or none that this version reads.
+            ValueError: if it is missing, or this version does not read it.
         """
         if "format" not in entries:
             raise ValueError(
                 f"state of {name}: got entries {shown_keys(entries)}, without format; expected a "
-                "state of Adam8bitBlockwise (load_state_dict reads those of an fp32 Adam too)"
+                f"state of {' or '.join(one.class_name for one in ALGORITHMS)} (load_state_dict "
+                "also reads states of fp32 optimizers)"
             )
         packed = entries["format"]
         if not isinstance(packed, Tensor) or packed.dtype != torch.int64 or packed.ndim != 1:
             raise ValueError(
-                f"state of {name}: got a format that is no row of int64: {shown(packed)}"
+                f"state of {name}: got a format that is not a row of int64: {shown(packed)}"
             )
         if packed.numel() > 5 + MAX_DIMS:
             raise ValueError(f"state entry format of {name}: got {packed.numel()} numbers")
@@ -96,7 +97,7 @@ class StateHeader:
 
 
 def _codec_of(what: str, version: int, algorithm: Algorithm, codes: int) -> Codec:
-    """Return the codec of all moments from what a header says of their codes."""
+    """Return the codec of all moments from the number `codes` of a header."""
     if version < 3:
         return codec_numbered(codes)
     numbers = {codes >> 8 * place & 0xFF for place in range(len(algorithm.moments))}
@@ -109,7 +110,7 @@ def _codec_of(what: str, version: int, algorithm: Algorithm, codes: int) -> Code
 
 
 def check_version(what: str, version: object) -> None:
-    """Raise ValueError unless this zero8 reads a version of the format."""
+    """Raise ValueError unless this zero8 reads this version of the format."""
     if type(version) is not int or version not in READABLE_VERSIONS:
         raise ValueError(
             f"{what}: got format version {shown(version)}, this zero8 reads "
@@ -118,7 +119,7 @@ def check_version(what: str, version: object) -> None:
 
 
 def algorithm_of(what: str, name_or_number: object) -> Algorithm:
-    """Return the algorithm of a state that has this name or number, or raise ValueError."""
+    """Return the algorithm with this name or number; `what` begins the message of ValueError."""
     try:
         return algorithm_called(name_or_number)
     except ValueError as error:

@@ -35,7 +35,7 @@ def collapse(x: Tensor) -> bool:
 def _advise(x: Tensor, advice: int) -> bool:
     if x.device.type != "cpu" or not x.is_contiguous():
         return False
-    # Whole huge pages only: their neighbours belong to somebody else.
+    # Whole huge pages only: the memory beside them belongs to other tensors.
     begin = -(-x.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     end = (x.data_ptr() + x.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     madvise = _madvise()

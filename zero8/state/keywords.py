@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the keywords of the optimizer: every refusal says what to do instead."""
+"""Checks the keywords of the optimizer; every error says what to do instead."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ logger = logging.getLogger("zero8")
 
 MAX_NUMBER = torch.finfo(torch.float32).max
 
-# Keys that no other Adam has.
+# Keys that no other optimizer has.
 OWN_KEYS = (
     "block_size",
     "codec",
@@ -37,14 +37,13 @@ OWN_KEYS = (
 # Keys that hold for the whole optimizer and have no meaning in one parameter group.
 WHOLE_OPTIMIZER_KEYS = ("adam_w_mode", "adamw_mode", "bias_correction", *OWN_KEYS)
 
-# Keys of DeepSpeed's and torch's Adam that select an implementation: there is only one here, and
-# whoever names it has asked for 8-bit states.
+# Keys of DeepSpeed's and torch's Adam that select an implementation; zero8 has only one.
 NO_EFFECT_KEYS = ("torch_adam", "set_grad_none", "foreach", "fused", "fp32_optimizer_states")
 
-# Keys that ask for something this optimizer does not do, and the value that is harmless.
+# Keys for features that zero8 lacks: the harmless value, and the reason.
 REFUSED_KEYS = {
     "amsgrad": (False, "the maximum of past second moments would need a third moment"),
-    "capturable": (False, "CUDA graphs take any step: leave it out, see before_replay()"),
+    "capturable": (False, "CUDA graphs can capture any step: leave it out, see before_replay()"),
     "differentiable": (False, "the step is not differentiable"),
 }
 
@@ -70,14 +69,14 @@ DEFAULTS = {
     "huge_pages": False,
     "state_dict_format": STATE_DICT_FORMATS[0],
 }
-"""What settings of the whole optimizer are if they are not given."""
+"""Default settings of the whole optimizer."""
 
 
 def split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of the whole optimizer, defaults included, and the other keywords.
 
     Args:
-        settings: of an algorithm without `bias_correction`, which is none of its keywords.
+        settings: the keywords of an algorithm without `bias_correction`.
     """
     whole = {key: settings.get(key, default) for key, default in DEFAULTS.items()}
     whole["bias_correction"] = DEFAULTS["bias_correction"]
@@ -88,19 +87,19 @@ def check_other_keys(algorithm: Algorithm, others: Mapping[str, Any]) -> None:
     """Check keywords that are neither the algorithm's nor zero8's own.
 
     Raises:
-        ValueError: for an unknown key (lists the valid ones), or one that asks for what this
-            optimizer does not do.
+        ValueError: for an unknown key (lists the valid ones), or one for a feature that zero8
+            lacks.
     """
     check_refused_keys(algorithm, others)
     for key, value in others.items():
         if key in REFUSED_KEYS:
             continue
         if key not in NO_EFFECT_KEYS:
-            served = (*algorithm.keywords, *OWN_KEYS)
+            valid = (*algorithm.keywords, *OWN_KEYS)
             texts = (
                 f"unknown parameter {key!r} for {algorithm.class_name}.",
-                hint(key, served),
-                f"Valid ones are {', '.join(served)}; accepted without effect: "
+                hint(key, valid),
+                f"Valid ones are {', '.join(valid)}; accepted without effect: "
                 f"{', '.join(NO_EFFECT_KEYS)}",
             )
             raise ValueError("  ".join(filter(None, texts)))
@@ -109,7 +108,10 @@ def check_other_keys(algorithm: Algorithm, others: Mapping[str, Any]) -> None:
 
 
 def check_refused_keys(algorithm: Algorithm, values: Mapping[str, Any]) -> None:
-    """Raise ValueError if settings, such as those of a loaded group, ask for what is not done."""
+    """Raise ValueError if settings, such as a loaded group's, ask for a feature that zero8 lacks.
+
+    See `REFUSED_KEYS`.
+    """
     for key, (harmless, reason) in REFUSED_KEYS.items():
         value = values.get(key)
         if value is not None and not (isinstance(value, int) and value == harmless):
@@ -120,7 +122,7 @@ def check_refused_keys(algorithm: Algorithm, values: Mapping[str, Any]) -> None:
 
 
 def checked_settings(algorithm: Algorithm, whole: Mapping[str, Any]) -> Settings:
-    """Return the settings of an optimizer from its keywords for the whole of it.
+    """Return `Settings` from the keywords of the whole optimizer.
 
     Raises:
         ValueError: for a bad value.
@@ -153,7 +155,7 @@ def check_correction_bits(bits: object) -> int:
 
 
 def check_state_dict_format(name: object) -> str:
-    """Return the form of state dicts, or raise ValueError."""
+    """Return the format of state dicts, or raise ValueError."""
     if name not in STATE_DICT_FORMATS:
         raise ValueError(
             f"state_dict_format: got {name!r}, expected one of {list(STATE_DICT_FORMATS)}"
@@ -176,7 +178,7 @@ def check_seed(seed: object) -> int:
 
 
 def check_new_group(algorithm: Algorithm, group: dict[str, Any]) -> None:
-    """Check the settings of a parameter group that a user adds, or raise ValueError."""
+    """Raise ValueError unless the settings of a parameter group that a user adds are valid."""
     for key in WHOLE_OPTIMIZER_KEYS:
         if key in group:
             raise ValueError(
@@ -187,7 +189,7 @@ def check_new_group(algorithm: Algorithm, group: dict[str, Any]) -> None:
 
 
 def check_group(algorithm: Algorithm, group: dict[str, Any]) -> None:
-    """Check the settings of a group, perhaps of an fp32 optimizer, or raise ValueError."""
+    """Raise ValueError unless the settings of a group, perhaps an fp32 optimizer's, are valid."""
     check_refused_keys(algorithm, group)
     names = group.get("param_names")
     names = [] if names is None else names
@@ -253,7 +255,7 @@ def _numbers_shown(values: object) -> str:
     return shown(values)
 
 
-# By the name of an option of `Algorithm.options`.
+# The checks of `Algorithm.options`, by name.
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "lr": _check_lr,
     "betas": _check_betas,

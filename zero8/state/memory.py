@@ -10,7 +10,7 @@ from zero8.state.header import Entries
 
 
 def unknown_memory(algorithm: Algorithm) -> Entries:
-    """Return the entries for moments that no counted steps have made."""
+    """Return the entries for moments of unknown origin."""
     return {one.name: one.unknown for one in algorithm.memory}
 
 
@@ -20,7 +20,7 @@ def new_memory(algorithm: Algorithm) -> Entries:
 
 
 def counters_of(algorithm: Algorithm) -> Callable[[Entries], tuple[float, ...]]:
-    """Return what reads the step and the memory of a state, quickly: of each, at every step."""
+    """Return a fast reader of the step and the remembered numbers of a state, for every step."""
     names = [one.name for one in algorithm.memory]
     if not names:
         return lambda state: (state["step"],)
@@ -28,10 +28,10 @@ def counters_of(algorithm: Algorithm) -> Callable[[Entries], tuple[float, ...]]:
 
 
 def checked_memory(algorithm: Algorithm, saved: Entries) -> Entries:
-    """Return the entries of a saved state, which has them.
+    """Return the entries of a saved state, which must have them.
 
     Raises:
-        ValueError: if one is not a number that a save writes.
+        ValueError: if one is not a float in its range.
     """
     for one in algorithm.memory:
         value = saved[one.name]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the optimizer stores for each parameter, and why, for people and for programs."""
+"""The memory report: the size and format of each parameter's moments, with the reason."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -7,16 +7,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """The moments of one parameter, as far as this process holds them.
+    """The moments of one parameter in this process.
 
     Attributes:
         name: the parameter's name, or its index in constructor order.
         shape: its global shape.
         numel: elements that this process holds.
         bits: bits per moment, 8 or 32.
-        reason: why.
+        reason: why the moments have these bits.
         state_bytes: bytes of all moments with their scales.
-        correction_bytes: bytes of the corrections of bfloat16 weights, where they are kept.
+        correction_bytes: bytes of the corrections of bfloat16 weights, 0 if there are none.
     """
 
     name: str
@@ -44,7 +44,7 @@ class MemoryReport:
     rows: tuple[MemoryRow, ...]
 
     def state_bytes_per_param(self, bits: int | None = None) -> float:
-        """Return bytes of moments per element, over rows of these bits (all rows for None)."""
+        """Return bytes of moments per element, over the rows with these bits, or all for None."""
         rows = [row for row in self.rows if bits in (None, row.bits)]
         return sum(row.state_bytes for row in rows) / max(1, sum(row.numel for row in rows))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales of narrow rows in checkpoints: one for each row, equal ones within a group.
+"""Scales of narrow rows in checkpoints: one per row, equal within a group.
 
 A group of narrow rows has one scale (`zero8.spec.grid`), or one on each side of a shard boundary
-that cuts it.  With one for each row, scales are sharded as rows are, whatever the world size.
+that cuts it.  With one scale per row, scales are sharded as rows are, for any world size.
 """
 
 import torch
@@ -16,12 +16,12 @@ from zero8.state.table import Piece
 
 
 def rows(extent: Extent) -> Box:
-    """Return the box of a part of a parameter in the scales of its rows, (rows, 1)."""
+    """Return the box of a part of a parameter in its scales of rows, which have shape (rows, 1)."""
     return (extent.local_shape[0], 1), (extent.offset[0], 0)
 
 
 def has_scales_of_rows(parameter: Piece, extent: Extent, scales: object) -> bool:
-    """Return whether the scales of a parameter, as loaded, are those of its rows."""
+    """Return whether the loaded scales of a parameter are one per narrow row."""
     if not is_narrow(extent.shape) or not isinstance(scales, Tensor) or scales.ndim == 0:
         return False
     loaded = extent.loaded
@@ -40,8 +40,8 @@ def grouped(
 ) -> tuple[Tensor, Tensor]:
     """Return codes, and scales of groups, of a moment that has scales of rows.
 
-    Where a group's rows come from both sides of a boundary that is gone, they are decoded by the
-    scales they have and encoded together, each moment within half a code.  All else is verbatim.
+    Rows of a group that a former shard boundary cut have different scales: they are decoded and
+    encoded again together, each moment within half a code.  All other codes are kept.
 
     Args:
         code: the code of this moment.
@@ -51,7 +51,8 @@ def grouped(
         block_size: elements per block.
 
     Returns:
-        codes: as the argument.  scales: (groups touched, 1, *code.scale_shape) float32.
+        codes: in the shape of the argument.
+        scales: (groups touched, 1, *code.scale_shape) float32.
     """
     group = _group_of_row(extent, block_size).to(scales.device)
     first = torch.nonzero(torch.diff(group, prepend=group[:1] - 1)).flatten()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints for keywords that the optimizer does not know: other libraries' names, and misspellings."""
+"""Hints for unknown keywords: other libraries' names, and misspellings."""
 
 import difflib
 from collections.abc import Iterable
@@ -8,14 +8,14 @@ _BETAS = "Did you mean 'betas', as in betas=(0.9, 0.999)?"
 
 ADVICE = {
     # bitsandbytes
-    "optim_bits": "Leave it out: moments are 8-bit, but for those that fp32_params names.",
+    "optim_bits": "Leave it out: moments are 8-bit, except those that fp32_params names.",
     "args": "Leave it out: every setting is a keyword.",
     "block_wise": "Leave it out: every block of block_size elements has a scale.",
     "percentile_clipping": "Leave it out, and clip by torch.nn.utils.clip_grad_norm_.",
     "is_paged": "Leave it out: DeepSpeed's offload_optimizer or FSDP2's CPUOffloadPolicy keeps "
     "states in host memory.",
     # torchao
-    "compile_backend": "Leave it out: the kernel is compiled ahead, not by torch.compile.",
+    "compile_backend": "Leave it out: the kernel is C++, compiled without torch.compile.",
     "bf16_stochastic_round": "Did you mean 'stochastic_rounding'?  It is on by default.",
     # Trainers, papers and other frameworks
     "wd": "Did you mean 'weight_decay'?",
@@ -24,11 +24,11 @@ ADVICE = {
     "beta2": _BETAS,
     "momentum": _BETAS,
 }
-"""What to do with keywords of others, as a sentence."""
+"""What to do with other libraries' keywords, in sentences."""
 
 
 def hint(key: str, valid: Iterable[str]) -> str:
-    """Return what to do with an unknown keyword, "" if nothing like it is known."""
+    """Return advice on an unknown keyword, "" if it resembles none."""
     if key in ADVICE:
         return ADVICE[key]
     near = difflib.get_close_matches(key.lower(), list(valid), n=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the optimizer knows of its parameters: their names, their order, their global shapes."""
+"""The names, order and global shapes of an optimizer's parameters."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +14,7 @@ from zero8.spec import dither
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """What policy and dither know of a parameter: its name if it has one, its place, its shape."""
+    """A parameter's name (or None), its index in constructor order, and its global shape."""
 
     name: str | None
     index: int
@@ -38,7 +38,7 @@ class KnownParams:
     """
 
     def __init__(self) -> None:
-        """Know none."""
+        """Start without parameters."""
         self._originals: dict[int, tuple[weakref.ref[Tensor], ParamInfo]] = {}
 
     def remember(
@@ -49,11 +49,11 @@ class KnownParams:
     ) -> None:
         """Note the parameters in groups that are not known yet.
 
-        But none that `bears_weak_references` excludes: nothing will replace it in the groups.
+        Those that `bears_weak_references` excludes are skipped: no framework replaces them.
 
         Args:
-            groups: of the optimizer.
-            names: what a framework calls parameters that come without a name.
+            groups: the optimizer's parameter groups.
+            names: a framework's names for parameters that come without one.
             shape_of: returns the global shape of a parameter.
         """
         for p, info in _infos_of(groups).items():
@@ -67,7 +67,7 @@ class KnownParams:
         return ref is not None and ref() is p
 
     def alive(self) -> dict[Tensor, ParamInfo]:
-        """Return those that still exist, in constructor order."""
+        """Return the parameters that still exist, in constructor order."""
         pairs = [(ref(), info) for ref, info in self._originals.values()]
         return {p: info for p, info in pairs if p is not None}
 
@@ -75,7 +75,7 @@ class KnownParams:
         """Return name, place and global shape of every parameter in the optimizer's groups."""
         known, infos = self.alive(), _infos_of(groups)
         copies = [p for p in infos if p not in known]
-        # Without ZeRO, DeepSpeed steps over float32 copies of what is trained, in the same order.
+        # Without ZeRO, DeepSpeed steps float32 copies of the trained parameters, in their order.
         replaced = [(p, info) for p, info in known.items() if p not in infos]
         trained = [info for p, info in replaced if p.requires_grad and p.numel()]
         if [tuple(p.shape) for p in copies] == [info.shape for info in trained]:
@@ -84,24 +84,24 @@ class KnownParams:
 
 
 def _infos_of(groups: Iterable[dict[str, Any]]) -> dict[Tensor, ParamInfo]:
-    """Return what groups say about their parameters."""
+    """Return name, index and local shape of the parameters in groups."""
     infos: dict[Tensor, ParamInfo] = {}
     for group in groups:
         names = group.get("param_names") or []
-        # Others may have put flat or fewer tensors in the place of the named parameters.
+        # A framework may have replaced the named parameters by flat or fewer tensors.
         if len(names) != len(group["params"]):
             names = [None] * len(group["params"])
         for name, p in zip(names, group["params"], strict=True):
-            # A compiled model's parameters are called as the model's own, as in its checkpoints.
+            # A compiled model's parameters have the names of the model itself.
             name = name.replace("_orig_mod.", "") if name else None
             infos[p] = ParamInfo(name, len(infos), tuple(p.shape))
     return infos
 
 
 def bears_weak_references(p: Tensor) -> bool:
-    """Return whether a parameter may have weak references, which is not so of DTensors.
+    """Return whether weak references to a parameter are safe: not to DTensors and other wrappers.
 
-    `model.to` exchanges tensors that wrap others (`torch.utils.swap_tensors`), and fails if there
-    is a weak reference to one.
+    `model.to` exchanges tensors that wrap others (`torch.utils.swap_tensors`), which fails if one
+    has a weak reference.
     """
     return not is_traceable_wrapper_subclass(p)

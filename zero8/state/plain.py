@@ -5,22 +5,23 @@ Entries (tensors and numbers, so that every checkpoint writer can carry them):
 
     step              int, steps taken
     format            int64 tensor, `zero8.state.header`
-    MEMORY            floats, those of the algorithm: Adam's `history` (equation (S1) of
+    MEMORY            floats that the algorithm remembers: Adam's `history` (equation (S1) of
                       zero8.algorithms.adam)
     MOMENT_q8         uint8 codes, shaped as the parameter, for each MOMENT of the algorithm:
                       exp_avg and exp_avg_sq of Adam
-    MOMENT_scale      float32, shape[:k] + (blocks per row,) + what one block has; where rows are
-                      narrow, groups of which make a block (see zero8.spec.grid), (groups, 1) + what
-                      one block has
+    MOMENT_scale      float32, shape[:k] + (blocks per row,) + scale_shape, which is the code's;
+                      for narrow rows, groups of which make a block (see zero8.spec.grid),
+                      (groups, 1) + scale_shape
     MOMENT            float32 moments, in place of the two above
 
-The names differ from those of fp32 optimizers where the contents do: a reader that expects float32
-moments finds them missing instead of taking codes for numbers.  Of a box (`zero8.state.extent`) the
-tensors are those of the whole parameter as its framework shards them.
+The names differ from those of fp32 optimizers where the contents do, so that a reader of float32
+moments finds none instead of misreading codes.  For a box (`zero8.state.extent`) the tensors are
+those of the whole parameter, sharded as its framework does.
 
-Checkpoints (`saved`) carry the same, but (rows, 1) + ... scales of narrow rows, equal ones in a
-group: a shard boundary may cut a group, and then each side has scales of its own.  In float32
-(`in_float32`) they carry what torch's AdamW would: step, a float32 tensor, and the moments.
+Checkpoints (`saved`) carry the same entries, except that narrow rows have one scale each
+(`zero8.state.narrow`), (rows, 1) + scale_shape: a shard boundary may cut a group, whose parts then
+have different scales.  In float32 (`in_float32`) checkpoints carry the entries of torch's AdamW:
+step, a float32 tensor, and the moments.
 """
 
 import math
@@ -45,13 +46,13 @@ from zero8.state.reencoded import Reencoded
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 
-_OF_OTHERS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_LOADABLE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Dtypes of other optimizers' moments."""
 
 
 @dataclass
 class PlainState:
-    """The entries of one parameter's state, and the part of the parameter that they are of.
+    """The entries of the state of one parameter, or of this rank's part of it.
 
     Attributes:
         entries: see above.
@@ -76,8 +77,8 @@ class PlainState:
             algorithm: the optimizer's.
             codec: the optimizer's.
             parameter: the whole parameter as a piece.
-            extent: the part that is here.
-            device: where it is.
+            extent: this rank's part.
+            device: the device of the part.
         """
         table = extent.table(parameter)
         stores = [MomentStore.zeros(codec, rule, table, device) for rule in algorithm.moments]
@@ -95,11 +96,11 @@ class PlainState:
         """Return the state whose moments are the (live) buffers of stores.
 
         Args:
-            algorithm: whose moments they are.
+            algorithm: the algorithm of the moments.
             stores: in the algorithm's order.
             parameter: the whole parameter as a piece.
-            extent: the part that is here.
-            numbers: step, and what the algorithm remembers.
+            extent: this rank's part.
+            numbers: step and the algorithm's remembered numbers.
         """
         entries = numbers | format_entry(algorithm, stores[0].codec, parameter)
         for store in stores:
@@ -108,7 +109,7 @@ class PlainState:
                 continue
             entries[f"{store.name}_q8"] = extent.entry(store.codes, extent.shape, extent.box)
             scales, per_block = store.scales, store.code.scale_shape
-            if is_narrow(extent.shape):  # no sharding of rows is one of groups
+            if is_narrow(extent.shape):  # groups are not sharded as rows are
                 entries[f"{store.name}_scale"] = scales.view(-1, 1, *per_block)
                 continue
             shape = (*parameter.grid.scale_shape(extent.shape), *per_block)
@@ -156,9 +157,9 @@ class PlainState:
         return entries
 
     def in_float32(self) -> Entries:
-        """Return the entries of the fp32 optimizer; exact: they are encoded to the same codes.
+        """Return the entries of the fp32 optimizer, which encode to the same codes.
 
-        Moments that are float32 are the live ones, as AdamW's.
+        Float32 moments are the live tensors, as in AdamW's state dicts.
         """
         extent = self.extent
         entries = {"step": torch.tensor(float(self.entries["step"]), device="cpu")}
@@ -169,12 +170,12 @@ class PlainState:
 
     @classmethod
     def local(cls, saved: Entries, extent: Extent, name: str) -> "PlainState":
-        """Return the live form of what a checkpoint carries; tensors may be the same.
+        """Return the live form of a checkpoint's entries; it may share their tensors.
 
         Args:
             saved: the entries as loaded: of this part, or of the whole parameter.
-            extent: the part that is here.
-            name: the parameter's.
+            extent: this rank's part.
+            name: the parameter's name.
 
         Raises:
             ValueError: if they do not fit.
@@ -206,18 +207,18 @@ class PlainState:
         device: torch.device,
         reencoded: Reencoded,
     ) -> "PlainState":
-        """Return a loaded state in tensors of its own, in the form that the optimizer keeps.
+        """Return a loaded state in new tensors, in the form that the optimizer keeps.
 
-        Codes are taken verbatim where codec, block size and policy agree with what was saved, and
-        otherwise requantized; float32 moments of another optimizer are quantized.
+        Codes are kept verbatim if codec, block size and policy match the saved ones, otherwise they
+        are requantized; float32 moments of another optimizer are quantized.
 
         Args:
             saved: the entries as loaded.
             algorithm: the optimizer's algorithm.
             codec: the optimizer's codec.
             parameter: the whole parameter as a piece, under the optimizer's policy.
-            extent: the part that is here.
-            device: where it is.
+            extent: this rank's part.
+            device: the device of the part.
             reencoded: notes the parameter if its codes are requantized.
 
         Raises:
@@ -291,7 +292,7 @@ class PlainState:
 
 def is_of_fp32(saved: Entries) -> bool:
     """Return whether a loaded state is that of an fp32 optimizer."""
-    # Those that merge a loaded state into ours leave our other entries beside the other's.
+    # Loaders that merge it into a live state of ours leave our `format` beside its entries.
     return bool(saved) and ("format" not in saved or isinstance(saved.get("step"), Tensor))
 
 
@@ -312,7 +313,7 @@ def checked_step(saved: Entries) -> int:
     try:
         number = int(step)
         valid = 0 <= number < 2**62 and bool(number == step)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # what tensors and others raise
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: tensors
         valid = False
     if not valid:
         raise ValueError(f"state entry step: got {shown(step)}, expected a whole number of steps")
@@ -320,18 +321,18 @@ def checked_step(saved: Entries) -> int:
 
 
 def check_dense(rule: MomentRule, owner: str, values: object) -> None:
-    """Raise ValueError unless an fp32 optimizer's moment is a tensor of numbers it can have.
+    """Raise ValueError unless an fp32 optimizer's moment is a tensor of valid numbers.
 
     Args:
         rule: which moment.
-        owner: whose moment it is, for messages.
-        values: what was loaded.
+        owner: the parameter's name, for messages.
+        values: the loaded value.
     """
     name = f"{rule.name} of {owner}"
     if isinstance(values, Tensor) and not values.is_floating_point():
         raise ValueError(f"{name}: got dtype {values.dtype}, expected float32 values")
     numel = values.numel() if isinstance(values, Tensor) else 0
-    checked = check_entry(name, values, numel, _OF_OTHERS)
+    checked = check_entry(name, values, numel, _LOADABLE_DTYPES)
     if found := fault_of_values(checked, is_signed=rule.is_signed):
         raise ValueError(f"{name}: got {found}; was the checkpoint saved by a run that diverged?")
 
@@ -350,9 +351,9 @@ def _part(
     shape: tuple[int, ...] | None = None,
     box: Box | None = None,
 ) -> Any:
-    """Return this rank's part of a loaded entry, which is shaped as the parameter or as said.
+    """Return this rank's part of a loaded entry, by default one shaped as the parameter.
 
-    What is no tensor is returned as it is: the check that follows refuses it.
+    Other values than tensors are returned as they are; a later check refuses them.
     """
     _check_is_there(saved, key)
     if not isinstance(saved[key], Tensor):

@@ -14,17 +14,17 @@ from functools import lru_cache
 
 from zero8.spec.grid import BlockGrid, check_block_size, is_narrow, rows_per_block
 
-OF_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-"""What FSDP1, activation checkpointing and torch.compile put into the names of parameters."""
-PREFIXES = ("module.", "base_model.model.")
-"""What DistributedDataParallel and PEFT put before them."""
+WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"""Parts of parameter names that FSDP1, activation checkpointing and torch.compile insert."""
+WRAPPER_PREFIXES = ("module.", "base_model.model.")
+"""Prefixes of parameter names that DistributedDataParallel and PEFT add."""
 
 
 @dataclass(frozen=True)
 class Decision:
     """A parameter's block grid, None if its moments stay float32, and the reason in words.
 
-    `cause` is the kind of reason, the same for many parameters; empty for 8-bit moments.
+    `cause` is the category of the reason; empty for 8-bit moments.
     """
 
     grid: BlockGrid | None
@@ -100,7 +100,7 @@ class Policy:
         return [p for p in self.fp32_params if not any(_matches(name, p) for name in names)]
 
     def nearest(self, pattern: str, names: Iterable[str]) -> list[str]:
-        """Return the names, at most three, that a pattern which matches none may have meant."""
+        """Return up to three names that resemble a pattern without matches."""
         meant: dict[str, str] = {}
         for name in names:
             for text in (*name.split("."), name):
@@ -111,13 +111,13 @@ class Policy:
     def float32_shares(
         self, params: Iterable[tuple[str | None, tuple[int, ...]]]
     ) -> dict[str, float]:
-        """Return by `Decision.cause` the share of all elements that keep float32 moments for it.
+        """Return the shares of all elements that keep float32 moments, by `Decision.cause`.
 
         Args:
             params: name and global shape of each parameter.
 
         Returns:
-            Causes with any elements, that of most elements first.
+            The causes that occur, largest share first.
         """
         numel_of: Counter[str] = Counter()
         for name, shape in params:
@@ -127,14 +127,14 @@ class Policy:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a name; what wrappers have added to either is left aside."""
+    """Return whether a pattern matches a name, also without the parts that wrappers have added."""
     return any(fnmatchcase(n, p) for n in {name, _bare(name)} for p in {pattern, _bare(pattern)})
 
 
 @lru_cache(maxsize=65536)
 def _bare(name: str) -> str:
-    for part in OF_WRAPPERS:
+    for part in WRAPPER_PARTS:
         name = name.replace(part, "")
-    for prefix in PREFIXES:
+    for prefix in WRAPPER_PREFIXES:
         name = name.removeprefix(prefix)
     return name

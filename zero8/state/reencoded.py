@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters a load has encoded with other settings than they were saved with."""
+"""Counts the parameters whose moments a load has encoded with other settings than saved."""
 
 from collections import Counter
 
@@ -11,27 +11,27 @@ class Reencoded:
     """Counts of parameters, by the form in which their moments were saved and the one kept."""
 
     def __init__(self) -> None:
-        """Count none."""
+        """Start without counts."""
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def note(self, saved: tuple[Codec | None, int], kept: tuple[Codec | None, int]) -> None:
-        """Count a parameter if its moments have another form than they were saved in.
+        """Count a parameter if its moments are kept in another form than the saved one.
 
         Args:
             saved: codec and block size of the loaded state; block size 0 for float32 moments.
-            kept: those of the optimizer.
+            kept: codec and block size of the optimizer.
         """
         forms = _form(*saved), _form(*kept)
-        # `MomentStore.tell_if_retired` logs the codec that is gone.
+        # `MomentStore.tell_if_retired` logs retired codecs.
         if forms[0] != forms[1] and saved[0] != RETIRED:
             self._counts[forms] += 1
 
     def forget(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         self._counts.clear()
 
-    def tell(self) -> None:
-        """Log what was counted, once in the process."""
+    def log(self) -> None:
+        """Log the counts, each message once per process."""
         for (saved, kept), count in self._counts.items():
             tell_once(
                 f"zero8: {count} parameter(s) were saved with {saved} and loaded with {kept}, the "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for a whole optimizer, and what follows from it for the state of each parameter."""
+"""The settings of a whole optimizer, and their effect on the state of each parameter."""
 
 import logging
 from collections.abc import Sequence
@@ -26,17 +26,17 @@ logger = logging.getLogger("zero8")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of an optimizer that no parameter group has of its own.
+    """The settings of an optimizer that hold for all its parameter groups.
 
     Attributes:
         policy: which parameters get 8-bit moments.
         codec_name: the codec of new states.
-        rounding: of bfloat16 parameters.
-        correction_bits: 0, or 8 bits kept beside each bfloat16 parameter.
-        seed: of the dither.
+        rounding: the rounding of bfloat16 parameters.
+        correction_bits: bits kept beside each bfloat16 weight, 0 or 8.
+        seed: the seed of the dither.
         huge_pages: whether parameters and gradients are moved to huge pages.
-        bias_correction: whether moments are divided by what is missing in their weights.
-        algorithm_name: what saved states call the algorithm.
+        bias_correction: whether to correct the bias of the moments toward 0.
+        algorithm_name: the algorithm's name in saved states.
 
     Raises:
         ValueError: if there is no such codec.
@@ -52,7 +52,7 @@ class Settings:
     algorithm_name: str = ADAM.name
 
     def __post_init__(self) -> None:
-        """Check the one value that others have not checked."""
+        """Check the codec; the other values have been checked."""
         codec_named(self.codec_name)
 
     @property
@@ -76,7 +76,7 @@ class Settings:
         return self.correction_bits == 8 and p.dtype == torch.bfloat16
 
     def correction_from(self, p: Tensor, saved: Entries) -> Entries:
-        """Return the correction entry of a loaded state, empty where none is kept.
+        """Return the correction entry of a loaded state, {} if it has or needs none.
 
         Raises:
             ValueError: if it does not fit the parameter.
@@ -85,7 +85,7 @@ class Settings:
         if correction is None:
             return {}
         if not self.corrects(p):
-            logger.warning("weight_correction_bits is 0: the corrections of a checkpoint are lost")
+            logger.warning("weight_correction_bits is 0: ignoring the corrections in a checkpoint")
             return {}
         check_entry("param_correction", correction, p.numel(), [torch.int8])
         if correction.shape != p.shape:
@@ -97,7 +97,7 @@ class Settings:
     def memory_rows(
         self, stores: Sequence[MomentStore], corrected: bool, remark: str = ""
     ) -> list[MemoryRow]:
-        """Return what moments take, a row for each parameter of their segment table."""
+        """Return the memory of moments, a row per parameter of their segment table."""
         rows: dict[str, MemoryRow] = {}
         for number, piece in enumerate(stores[0].table.pieces):
             moments = [store.piece(number) for store in stores]
@@ -107,6 +107,6 @@ class Settings:
             bits = 8 if piece.is_quantized else 32
             sizes = (piece.numel, bits, reason, state_bytes, piece.numel * corrected)
             row = MemoryRow(piece.name, piece.shape, *sizes)
-            # A part of a parameter that is no single run of its elements has several pieces.
+            # A box that is not one run of elements has several pieces.
             rows[piece.name] = row + rows[piece.name] if piece.name in rows else row
         return list(rows.values())

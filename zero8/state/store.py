@@ -19,15 +19,15 @@ from zero8.state.table import Piece, PieceTable
 from zero8.state.tell import tell_once
 
 CHUNK_NUMEL = 1 << 22
-"""About how many elements are encoded or decoded at once: up to 110 bytes each for a while."""
+"""About how many elements are encoded or decoded at once, with temporaries of 110 bytes each."""
 
 
 @dataclass
 class MomentStore:
-    """One moment of a shard: 8-bit codes and scales, and float32 values where policy says so.
+    """One moment of a shard: 8-bit codes and scales, and float32 values for pieces without.
 
     Attributes:
-        codec: how it is coded; None where all pieces are float32.
+        codec: the codec of 8-bit pieces; None if all pieces are float32.
         rule: which moment of an algorithm it is.
         table: the shard's pieces.
         codes: (elements in 8-bit pieces,) uint8.
@@ -64,10 +64,9 @@ class MomentStore:
         )
 
     def check(self) -> None:
-        """Raise ValueError unless the buffers are what the segment table says.
+        """Raise ValueError unless the buffers fit the segment table.
 
-        Whoever steps over a moment that came from outside calls this first: the kernels take
-        addresses and sizes for granted.
+        Call it before a step over a moment from outside: kernels rely on addresses and sizes.
         """
         like = (
             (torch.uint8, (self.table.size(quantized=True),)),
@@ -85,9 +84,9 @@ class MomentStore:
             )
 
     def check_values(self) -> None:
-        """Raise ValueError unless all elements decode to finite numbers that the moment can have.
+        """Raise ValueError unless all elements decode to valid numbers for this moment.
 
-        Of a moment that came from outside; `check` comes first.
+        Call it, after `check`, for a moment from outside.
         """
         for number, piece in enumerate(self.table.pieces):
             moment = self.piece(number)
@@ -104,7 +103,7 @@ class MomentStore:
 
     @property
     def name(self) -> str:
-        """What states call the moment, such as `exp_avg`."""
+        """The moment's name in states, such as `exp_avg`."""
         return self.rule.name
 
     @property
@@ -125,15 +124,15 @@ class MomentStore:
 
     @property
     def named_buffers(self) -> dict[str, Tensor]:
-        """The same by what messages call them."""
+        """The buffers, by their names in messages."""
         names = ("codes", "scales", "float32 values")
         return {f"{self.name} {n}": t for n, t in zip(names, self.buffers, strict=True)}
 
     def to(
         self, device: torch.device | str, non_blocking: bool = False, *, copy: bool = False
     ) -> "MomentStore":
-        """Return the store on another device; itself if it is there already, unless `copy` is."""
-        # Whether it is there torch knows: "cuda" is one of "cuda:0", "cuda:1", ...
+        """Return the store on a device; itself if it is there already, unless `copy` is set."""
+        # torch decides whether it is there: "cuda" may be "cuda:0".
         moved = self._with(lambda t: t.to(device, non_blocking=non_blocking, copy=copy))
         return self if moved.codes is self.codes else moved
 
@@ -150,7 +149,7 @@ class MomentStore:
         return replace(self, codes=codes, scales=scales, dense=dense)
 
     def tell_if_retired(self) -> None:
-        """Say, once in the process, that states of a retired codec are encoded again."""
+        """Warn, once per process, that states of a retired codec are encoded again."""
         if self.codec == RETIRED:
             tell_once(
                 f"zero8: loaded states are of {RETIRED.name!r}; they are encoded again, each "
@@ -178,10 +177,10 @@ class MomentStore:
         return out
 
     def write(self, start: int, values: Tensor) -> None:
-        """Write float32 values over elements of the shard; padding ignores what is written.
+        """Write float32 values over elements of the shard; values over padding are ignored.
 
         A block that is written in part is decoded, changed and encoded again as a whole: its other
-        elements move by at most half a code, and not at all if its scale stays.
+        elements move by at most half a code, and not at all if its scale is unchanged.
         """
         self.written = True
         for number, begin, end in self._chunks(start, values.numel()):
@@ -248,7 +247,7 @@ class MomentStore:
 
 
 def _block_numbers(piece: Piece, device: torch.device, begin: int, end: int) -> Tensor:
-    """Return the blocks of some elements of a piece, numbered from its first one on."""
+    """Return the blocks of elements begin to end - 1 of a piece, counted from its first block."""
     grid, first = piece.grid, piece.first + begin
     block, _ = grid.block_numbers(first, end - begin, device)
     return block + (grid.block_of(first) - grid.block_of(piece.first))
@@ -257,6 +256,6 @@ def _block_numbers(piece: Piece, device: torch.device, begin: int, end: int) -> 
 def _filled(
     value: float, *shape: int, device: torch.device | str, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    # torch fills with the threads, and in the contiguous shares, that a step uses: pages come to
-    # lie with the processor that will work on them.
+    # torch fills with the threads, and in the contiguous shares, that a step uses, so that each
+    # page is near the processor that will work on it.
     return advise_huge(torch.empty(shape, dtype=dtype, device=device)).fill_(value)

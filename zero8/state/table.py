@@ -26,10 +26,10 @@ class Piece:
         shape: the parameter's global shape.
         identity: the parameter's 64-bit identity (`zero8.spec.dither.identity_of`).
         block_size: elements per block, 0 where the moments stay float32.
-        name: the parameter's name, or its index in constructor order; for people.
+        name: the parameter's name, or its index in constructor order; for messages.
 
     Raises:
-        ValueError: if it is not a run of elements of such a parameter.
+        ValueError: if no parameter of this shape has such a run of elements.
     """
 
     start: int
@@ -41,7 +41,7 @@ class Piece:
     name: str
 
     def __post_init__(self) -> None:
-        """Check it: descriptions of pieces come from files."""
+        """Check the values, which may come from files."""
         if not isinstance(self.name, str):
             raise ValueError(f"got a piece called {shown(self.name)}, expected text")
         _check_int(f"{self.name}: identity", self.identity, -(2**63), 2**63 - 1)
@@ -88,7 +88,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class PieceTable:
-    """The pieces of a shard, in order of `start`, and how long the shard is in elements.
+    """The pieces of a shard, in order of `start`, and the shard's number of elements.
 
     Raises:
         ValueError: if pieces overlap, or one reaches beyond the shard.
@@ -98,7 +98,7 @@ class PieceTable:
     numel: int
 
     def __post_init__(self) -> None:
-        """Check that every piece has a place of its own."""
+        """Check that pieces are in order, do not overlap, and lie in the shard."""
         _check_int("number of elements of a shard", self.numel, 0, MAX_NUMEL)
         end = 0
         for piece in self.pieces:
@@ -107,12 +107,12 @@ class PieceTable:
 
     @property
     def places(self) -> list[tuple[int, int, int, tuple[int, ...], int]]:
-        """What the buffers and blocks depend on: all of the pieces but names and identities."""
+        """All of the pieces except names and identities: buffers and blocks depend on these."""
         return [(q.start, q.numel, q.first, q.shape, q.block_size) for q in self.pieces]
 
     @cached_property
     def value_offsets(self) -> tuple[int, ...]:
-        """Where each piece starts in the code buffer (8-bit) or in the float32 buffer."""
+        """The start of each piece in the code buffer (8-bit) or in the float32 buffer."""
         counts = {True: 0, False: 0}
         offsets = []
         for piece in self.pieces:
@@ -122,7 +122,7 @@ class PieceTable:
 
     @cached_property
     def scale_offsets(self) -> tuple[int, ...]:
-        """Where the scales of each piece start; float32 pieces have none."""
+        """The start of each piece in the scale buffer; float32 pieces have no scales."""
         counts = [piece.num_blocks if piece.is_quantized else 0 for piece in self.pieces]
         return tuple(itertools.accumulate(counts, initial=0))[:-1]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings that are given once in a process."""
+"""Warnings that are logged once per process."""
 
 import logging
 from functools import cache

@@ -16,17 +16,17 @@ from zero8.state.store import MomentStore
 from zero8.state.table import Piece
 from zero8.state.tell import tell_once
 
-_KNOWN = "every parameter in the groups is known, but for flat partitions, of another kind"
+_KNOWN = "only flat partitions, which another kind serves, have no ParamInfo"
 
 
 class WholeTensor(StateKind):
-    """Plain tensors, codes shaped as the parameter: of plain PyTorch, and whatever else is whole.
+    """Plain tensors with codes shaped as the parameter, for parameters that are not sharded.
 
-    Where several ranks have such states, they hold the same and meet the same gradients.
+    Ranks that replicate such a parameter have equal states and get equal gradients.
     """
 
     def serves(self, p: Tensor, state: Entries) -> bool:
-        """Return True: no other kind has claimed it."""
+        """Return True: this kind comes last, and serves all that the others do not."""
         return True
 
     def new(self, p: Tensor, info: ParamInfo | None) -> Entries:
@@ -85,14 +85,14 @@ class WholeTensor(StateKind):
 
     def contents(self, states: Sequence[Entries]) -> RecordKey:
         """See `StateKind`."""
-        # The keys say which entries are whose; what `format` says is seen with the entries.
+        # The keys assign the entries to states; the caller sees the values of `format`.
         return list(map(tuple, states)), list(chain.from_iterable(map(dict.values, states)))
 
     def note_writes(self, states: Sequence[Entries]) -> None:
-        """Do nothing: steps notice other tensors in a state, and nobody writes into these."""
+        """Do nothing: steps notice replaced tensors, and only they write into the existing ones."""
 
     def _extent(self, p: Tensor, parameter: Piece) -> Extent:
-        """Return the part of a parameter that is here; `parameter` is it as a whole piece."""
+        """Return this rank's part of a parameter; `parameter` is the whole one as a piece."""
         return Extent.whole(parameter.shape)
 
     def _parameter(self, info: ParamInfo | None) -> Piece:
@@ -102,6 +102,6 @@ class WholeTensor(StateKind):
 
 
 def _bring_format_to_host(state: Entries) -> None:
-    header = state.get("format")  # somebody has moved the whole state to another device, perhaps
+    header = state.get("format")  # the user may have moved the whole state to another device
     if isinstance(header, Tensor) and not header.is_meta:
         state["format"] = header.cpu()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step needs around the kernel: kept records, CUDA graphs, counts of bad blocks."""
+"""The step around the kernel: cached records, CUDA graphs, counts of non-finite blocks."""

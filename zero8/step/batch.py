@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters that take a step together."""
+"""A batch: the parameters that take a step together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ class Batch:
     """The parameters of one step, as parallel lists.
 
     Attributes:
-        groups: of the optimizer, to which they belong.
-        params: as they stand there.
-        values: what this rank holds of each; itself, but for a DTensor.
-        grads: of the values.
-        states: of the parameters.
+        groups: the optimizer's group of each parameter.
+        params: the parameters in these groups.
+        values: the local tensor of each parameter: itself, except for a DTensor.
+        grads: the gradient of each of `values`.
+        states: the state of each parameter.
     """
 
     groups: list[Group]
@@ -38,7 +38,7 @@ class Batch:
     def single(
         cls, group: Group, p: Tensor, grad: Tensor, state: Mapping[Tensor, Entries]
     ) -> "Batch":
-        """Return one parameter of a group with a gradient that it does not hold."""
+        """Return the batch of one parameter, with a gradient that is not its `grad`."""
         return cls([group], [p], [local(p)], [local_grad(p, grad)], [state[p]])
 
     def at(self, places: Sequence[int]) -> "Batch":
@@ -60,29 +60,29 @@ class Batch:
         return [self.at([place]) for place in range(len(self.params))]
 
     def contiguous(self) -> "Batch":
-        """Return this batch, with copies of the tensors whose elements lie in another order."""
+        """Return this batch, with contiguous copies of tensors that are not contiguous."""
         values, grads = ([t.contiguous() for t in ts] for ts in (self.values, self.grads))
         return Batch(self.groups, self.params, values, grads, self.states)
 
     def addresses(self) -> np.ndarray:
-        """Return where parameters and gradients are; (2, parameters) uint64."""
+        """Return the addresses of parameters and gradients; (2, parameters) uint64."""
         columns = self.values, self.grads
         return np.array([[t.data_ptr() for t in tensors] for tensors in columns], np.uint64)
 
     def copy_to(self, batch: "Batch") -> None:
-        """Write values that are copies of another batch's back to it."""
+        """Copy the values back to the batch that `contiguous` was called on."""
         for values, ours in zip(batch.values, self.values, strict=True):
             if values is not ours:
                 values.copy_(ours)
 
 
 def local_grad(p: Tensor, grad: Tensor) -> Tensor:
-    """Return what this rank holds of a gradient, sharded as its parameter is."""
+    """Return the local tensor of a gradient, redistributed to its parameter's placements."""
     if not hasattr(p, "placements") or not hasattr(grad, "placements"):
         return grad
     ours: Any = p  # a DTensor, as its gradient
     theirs: Any = grad
     if theirs.placements != ours.placements:
-        # On all ranks alike: a collective of tensor parallelism.
+        # A collective: with tensor parallelism, all ranks get here.
         grad = theirs.redistribute(ours.device_mesh, ours.placements)
     return local(grad)

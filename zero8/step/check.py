@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step asks of a parameter and of its gradient."""
+"""Checks of a parameter and of its gradient before a step."""
 
 import sys
 from collections.abc import Collection
@@ -15,7 +15,7 @@ _REAL_VIEW = (
     "torch.view_as_complex on it in the forward"
 )
 
-# What to do, by dtype that is not served.
+# What to do about each dtype that is not supported.
 REMEDIES = {
     torch.float16: "; to compute in float16 keep float32 weights: use torch.autocast, or "
     "DeepSpeed's fp16 without fp16_master_weights_and_grads",
@@ -27,23 +27,23 @@ REMEDIES = {
 
 
 def check_new(label: str, p: Tensor) -> None:
-    """Raise ValueError if a parameter that an optimizer is made for can never be stepped.
+    """Raise ValueError if a parameter of a new optimizer can never take a step.
 
-    float16 ones can where DeepSpeed puts float32 masters in their place.
+    A float16 one can under DeepSpeed, which replaces it by a float32 master copy.
     """
     if p.layout != torch.strided:
         raise ValueError(f"parameter {label}: got layout {p.layout}, expected a dense parameter")
     if p.is_meta:
         raise ValueError(
-            f"parameter {label}: got it on the meta device, where it stays: to_empty() and the "
-            "like make another one; make the optimizer after them"
+            f"parameter {label}: got one on the meta device; to_empty() and the like replace it, "
+            "so make the optimizer after them"
         )
     if p.dtype != torch.float16 or "deepspeed" not in sys.modules:
         _check_dtype(f"parameter {label}: got one", p, kernel.DTYPES)
 
 
 def check_tensors(label: str, p: Tensor, grad: Tensor) -> None:
-    """Raise ValueError if a parameter or its gradient, as this rank holds them, is not served."""
+    """Raise ValueError if a local parameter or its local gradient is not supported."""
     owner = f"parameter {label}: "
     if p.device.type not in DEVICES or (p.device.type == "cuda" and torch.version.hip):
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step that has become a part of a CUDA graph."""
+"""Steps that are captured in a CUDA graph."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ TOO_EARLY = (
 
 @dataclass
 class CapturedPart:
-    """What the graph does for one part of the plan.
+    """The graph's launch for one part of the plan.
 
     Attributes:
         part: the part, on a GPU.
-        contiguous: what the kernel steps over, if it is copies; the graph makes them.
-        launched: the captured launch: what its table says, replays do.
-        stream: where its table was written last.
+        contiguous: the copies that the kernel steps over, made by the graph; None if it needs none.
+        launched: the captured launch; replays read its table.
+        stream: the stream of the last write to its table.
     """
 
     part: Part
@@ -37,7 +37,7 @@ class CapturedPart:
 
     @classmethod
     def of(cls, part: Part, batch: Batch) -> "CapturedPart":
-        """Capture the step that has been taken last."""
+        """Capture a launch like that of the last step."""
         taken = part.taken
         assert isinstance(taken, Launched), "the step of a part on a GPU has been taken"
         if part.is_contiguous:
@@ -49,7 +49,7 @@ class CapturedPart:
         return cls(part, contiguous, launched)
 
     def refresh(self, launch: Launch) -> None:
-        """Make the next replay do this, behind the work of torch's current stream."""
+        """Make the next replay do this launch, behind the work of torch's current stream."""
         _kernel_of(self.part).refresh(launch, self.launched)
         self.stream = torch.cuda.current_stream(self.launched.table.device)
 
@@ -60,15 +60,15 @@ class CapturedPart:
 
 
 class CapturedStep:
-    """The step over a batch as replays of the graph take it; the batch is kept alive with this.
+    """The step over a batch that replays of the graph take; keeps the batch alive.
 
     Attributes:
         batch: the parameters and their gradients.
-        is_refreshed: whether a replay has been prepared and its counts have not been asked for.
+        is_refreshed: whether a replay was prepared whose counts have not been requested.
     """
 
     def __init__(self, batch: Batch, plan: Plan, addresses: np.ndarray):
-        """Capture a step for whose plan an ordinary step has been taken.
+        """Capture a step; an ordinary step with the same plan must have been taken.
 
         Raises:
             RuntimeError: if none has.
@@ -80,12 +80,12 @@ class CapturedStep:
         self._parts = [CapturedPart.of(part, batch) for part in plan.parts]
 
     def check_is_at(self, batch: Batch) -> None:
-        """Raise RuntimeError unless the graph would step over the memory that this batch has."""
+        """Raise RuntimeError unless the graph would step over the memory of this batch."""
         addresses = self._plan.addresses_of(batch)
         if addresses is None or not np.array_equal(addresses, self._addresses):
             raise RuntimeError(
-                "before_replay: parameters or states are not where the CUDA graph has them (was a "
-                "checkpoint loaded since?); capture it again"
+                "before_replay: parameters or states have moved since the CUDA graph was captured "
+                "(was a checkpoint loaded?); capture it again"
             )
         self._plan.kinds.note_writes(batch.states)
 
@@ -93,7 +93,7 @@ class CapturedStep:
         """Return the launches that take a step; see `Part.filled` for the arguments.
 
         Raises:
-            RuntimeError: if it has more scalars than the step that was captured.
+            RuntimeError: if the step has more distinct scalars than the captured one.
         """
         launches = []
         for one in self._parts:
@@ -107,13 +107,13 @@ class CapturedStep:
         return launches
 
     def refresh(self, launches: Sequence[Launch]) -> None:
-        """Make the next replay do this, behind the work of torch's current stream."""
+        """Make the next replay do these launches, behind the work of torch's current stream."""
         for one, launch in zip(self._parts, launches, strict=True):
             one.refresh(launch)
         self.is_refreshed = True
 
     def take_counts(self) -> Iterator[tuple[Sequence[str], BlockCounts]]:
-        """Yield labels and counts of the last replay, unless they have been asked for before."""
+        """Yield labels and counts of the last replay, unless they have been requested before."""
         if self.is_refreshed:
             self.is_refreshed = False
             for one in self._parts:

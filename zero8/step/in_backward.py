@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps in the backward: each parameter's as soon as its gradient is there, which is then freed.
+"""Steps in the backward: each parameter steps as soon as its gradient arrives and frees it.
 
-On the CPU a thread of its own steps while the backward goes on; on a GPU the step joins the stream
-that the gradient comes from.  In a process that was forked off, which has not that thread, the
-backward waits for each step.
+On the CPU a separate thread steps while the backward goes on; on a GPU the step joins the stream
+of the gradient.  A forked process lacks that thread, and its backward waits for each step.
 """
 
 import os
@@ -19,32 +18,32 @@ from torch.nn.parallel import DistributedDataParallel
 from zero8.state.extent import local
 
 USED = (
-    "step_in_backward has stepped with this gradient and freed it.  What needs gradients after the "
-    "backward, or of several backwards, cannot be had with it: clipping by the norm of all "
-    "gradients, GradScaler, gradient accumulation (but that of FSDP2's "
-    "set_requires_gradient_sync).  Call remove() of what step_in_backward returned"
+    "step_in_backward has stepped with this gradient and freed it.  It rules out whatever needs "
+    "gradients after the backward or across backwards: clipping by the norm of all gradients, "
+    "GradScaler, gradient accumulation (except FSDP2's set_requires_gradient_sync).  Call remove() "
+    "on the object that step_in_backward returned to get gradients again"
 )
 
 MOST_WAITING_BYTES = 1 << 30
 """The backward blocks while queued gradients exceed this many bytes."""
 
 TakeStep = Callable[[Tensor, Tensor], None]
-"""Takes the step of a parameter, given it and its gradient."""
+"""Takes the step of a parameter, from the parameter and its gradient."""
 
 
 class UsedGradient(Tensor):
-    """Stands for a gradient that has been used: whatever is done with it raises RuntimeError.
+    """Replaces a gradient that has been used: every operation on it raises RuntimeError.
 
-    Without it clipping would take no gradient for one of norm 0, and do nothing.
+    With None instead, gradient clipping would silently do nothing.
     """
 
     @staticmethod
     def __new__(cls, grad: Tensor) -> "UsedGradient":
-        """Return one for a gradient."""
+        """Return the replacement of a gradient."""
         return Tensor._make_wrapper_subclass(cls, grad.shape, dtype=grad.dtype, device=grad.device)
 
-    def __repr__(self) -> str:  # type: ignore[override]  # that of torch has a keyword of its own
-        """Say what it is."""
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has a keyword
+        """Return a constant; torch's would read values."""
         return "UsedGradient()"
 
     @classmethod
@@ -65,13 +64,13 @@ class InBackward:
         self._pending: list[Future[None]] = []
         self._used: list[Tensor] = []
         self._waiting_bytes, self._room = 0, threading.Condition()
-        self._process = os.getpid()  # whose the worker is: a fork does not have it
+        self._process = os.getpid()  # the worker is its thread; forks lack it
         self._worker: ThreadPoolExecutor | None = ThreadPoolExecutor(
             1, "zero8-step", torch.set_num_threads, (torch.get_num_threads(),)
         )
 
     def watch(self, params: Iterable[Tensor]) -> None:
-        """Step the parameters, those of them that are new, from the next backward on."""
+        """Step also these parameters from the next backward on."""
         if self._worker is None:
             return
         for p in params:
@@ -79,7 +78,7 @@ class InBackward:
                 self._hooks[p] = p.register_post_accumulate_grad_hook(self._step)
 
     def remove(self) -> None:
-        """Finish, and step no more in the backward."""
+        """Finish pending steps, and remove the hooks."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
@@ -89,19 +88,19 @@ class InBackward:
             self._worker = None
 
     def wait(self) -> None:
-        """Wait for the steps that have begun; raise what one has raised."""
+        """Wait for pending steps; raise the first exception that one has raised."""
         pending, self._pending = self._pending, []
         if os.getpid() != self._process and not all(one.done() for one in pending):
             raise RuntimeError(
-                "this process was forked while the one before took steps in its backward, which "
-                "are not done here; fork after optimizer.step()"
+                "this process was forked while its parent took steps in the backward, which are "
+                "missing here; fork after optimizer.step()"
             )
         for error in [one.exception() for one in pending]:
             if error is not None:
                 raise error
 
     def finish(self) -> None:
-        """Wait, and make place for the gradients of the next backward."""
+        """Wait for pending steps, and clear used gradients for the next backward."""
         used, self._used = self._used, []
         for p in used:
             p.grad = None
@@ -115,10 +114,10 @@ class InBackward:
         if p.device.type != "cpu" or os.getpid() != self._process:
             self._take_step(p, grad)
             if (mine := local(grad)).is_cuda:
-                # It may come from another stream, which takes its memory as soon as it is freed.
+                # Its stream may be another one, which reuses its memory as soon as it is freed.
                 mine.record_stream(torch.cuda.current_stream(mine.device))
             return
-        assert self._worker is not None, "it ends when the hooks are removed"
+        assert self._worker is not None, "the hooks are removed before it ends"
         num_bytes, arrival = local(grad).nbytes, arrival_of_gradient(p)
         with self._room:
             self._room.wait_for(lambda: self._has_room_for(num_bytes))
@@ -133,7 +132,7 @@ class InBackward:
     ) -> None:
         try:
             if arrival is not None:
-                # On its GPU: this thread would else take memory for a context on the first one.
+                # On its GPU: otherwise this thread would create a context on the first one.
                 with torch.cuda.device(arrival.device):
                     arrival.synchronize()
             self._take_step(p, grad)
@@ -144,10 +143,10 @@ class InBackward:
 
 
 def arrival_of_gradient(p: Tensor) -> torch.cuda.Event | None:
-    """Return the event after which the gradient of a parameter on the CPU can be read, if any.
+    """Return the event after which the gradient of a parameter on the CPU can be read, or None.
 
-    FSDP2 copies gradients of what CPUOffloadPolicy keeps in page-locked memory from the GPU, and
-    before PyTorch 2.13 calls hooks while the copy is under way, on the stream current in them.
+    With CPUOffloadPolicy, FSDP2 copies gradients from the GPU to page-locked memory, and before
+    PyTorch 2.13 it calls hooks while the copy is pending on their current stream.
     """
     mesh = getattr(p, "device_mesh", None)
     if mesh is None or mesh.device_type != "cuda":
@@ -158,11 +157,11 @@ def arrival_of_gradient(p: Tensor) -> torch.cuda.Event | None:
 
 
 def check_model(model: nn.Module, params: Sequence[Tensor]) -> None:
-    """Raise ValueError unless the gradients that arrive in the backward are those of a step.
+    """Raise ValueError unless gradients are final when they arrive in the backward.
 
     Args:
         model: the model.
-        params: of the optimizer.
+        params: the optimizer's parameters.
     """
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts signals off, so that what has to be done together is done or not begun."""
+"""Defers signal handlers, so that they cannot interrupt changes that belong together."""
 
 # The functions of `signal` call these, and make enums of all numbers: half a millisecond in all.
 import _signal
@@ -13,11 +13,11 @@ SIGNALS = tuple(_signal.valid_signals())
 
 @contextmanager
 def put_off() -> Iterator[None]:
-    """Run the block to its end before any handler of a signal that is written in Python.
+    """Run the block to its end before any signal handler that is written in Python.
 
-    Such handlers run between two instructions of the main thread, and may raise, as that of Ctrl-C
-    does.  Those of signals that arrive in the block run when it has ended.  Where the block waits
-    for something that may never come, Ctrl-C does not end it: it should do neither much nor wait.
+    Such handlers run between two instructions of the main thread, and may raise, as Ctrl-C's does.
+    The handlers of signals that arrive in the block run after it.  Ctrl-C cannot end the block, so
+    it must be short and must not wait.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -27,7 +27,7 @@ def put_off() -> Iterator[None]:
     has_ended = False
 
     def later(number: int, frame: FrameType | None) -> None:
-        if has_ended:  # an exception below has kept it from being put back
+        if has_ended:  # an exception below kept the handler from being restored
             handlers[number](number, frame)
         else:
             arrived.append((number, frame))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of blocks that steps have left as they were, because a number was not finite."""
+"""Counts of blocks that steps have left unchanged because a number was not finite."""
 
 from collections.abc import Sequence
 
@@ -10,21 +10,25 @@ class Ledger:
     """Counts not yet reported; a GPU's arrive asynchronously.
 
     Attributes:
-        pending: by step, what the parameters of its pieces are called, and their counts.
-        reported: how many blocks have been reported.
+        pending: for each kernel call, the labels of its pieces and their counts.
+        reported: the number of blocks reported so far.
     """
 
     def __init__(self) -> None:
-        """Start with nothing."""
+        """Start without counts."""
         self.pending: list[tuple[Sequence[str], BlockCounts]] = []
         self.reported = 0
 
     def add(self, labels: Sequence[str], counts: BlockCounts) -> None:
-        """Note the counts of a step, and what the parameters of its pieces are called."""
+        """Note the counts of a kernel call, with the label of each piece."""
         self.pending.append((labels, counts))
 
     def take(self, *, wait: bool = False) -> dict[str, int]:
-        """Return the blocks by label, and forget them: those that are there, or, waiting, all."""
+        """Return and forget the blocks by label, of the counts that have arrived, or of all.
+
+        Args:
+            wait: whether to wait for all counts.
+        """
         taken: dict[str, int] = {}
         waiting = []
         for labels, counts in self.pending:

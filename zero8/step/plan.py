@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How parameters that step together are shared out among kernel calls; kept between steps."""
+"""The plan of a step: how its parameters are divided among kernel calls; kept between steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from zero8.op import kernel
-from zero8.op.describe import Seen
+from zero8.op.describe import Snapshot
 from zero8.op.devices import Kernel, Taken, kernel_on
 from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.state.header import Entries
@@ -23,13 +23,17 @@ class Kinds:
     """The kinds of state of the parameters of a batch."""
 
     def __init__(self, kinds: Sequence[StateKind]):
-        """Take one for each parameter."""
+        """Group the parameters by kind.
+
+        Args:
+            kinds: one per parameter.
+        """
         self._places: dict[StateKind, list[int]] = {}
         for place, kind in enumerate(kinds):
             self._places.setdefault(kind, []).append(place)
 
     def contents(self, states: Sequence[Entries]) -> RecordKey:
-        """Return the contents of all states, as `StateKind.contents` those of one kind."""
+        """Return the contents of the states of all kinds; see `StateKind.contents`."""
         if len(self._places) == 1:
             (kind,) = self._places
             return kind.contents(states)
@@ -52,12 +56,12 @@ class Kinds:
 
 
 class NextStep(NamedTuple):
-    """The step that parameters with equal settings take.
+    """The step that parameters with equal settings and counters take.
 
     Attributes:
         step: its number, from 1.
-        entries: what states note of it: the number, and what the algorithm remembers.
-        scalars: what the equations take from both and from the group's settings.
+        entries: the entries of states after it: the step and the remembered numbers.
+        scalars: its scalars.
     """
 
     step: int
@@ -70,16 +74,16 @@ class Part:
     """The parameters of one kernel call.
 
     Attributes:
-        algorithm: what they step by.
-        places: their numbers in the batch.
+        algorithm: the algorithm of the step.
+        places: the parameters' indices in the batch.
         is_all: whether these are all parameters of the batch.
-        is_contiguous: whether the kernel can work on parameters and gradients as they lie.
-        device: where they are.
-        labels: what the parameter of each piece is called.
+        is_contiguous: whether parameters and gradients are contiguous; else copies are stepped.
+        device: the device of the parameters.
+        labels: the parameter's label, for each piece.
         records: (pieces,) `SEGMENT`.
         kept: (pieces,) `KEPT_PIECE`.
-        kernel: who steps.
-        taken: the last step that was taken, None if none was.
+        kernel: the kernel of the device.
+        taken: the last step, None before the first.
     """
 
     algorithm: Algorithm
@@ -103,7 +107,7 @@ class Part:
         device: torch.device,
         records: Sequence[ParamRecords],
     ) -> "Part":
-        """Return the part of parameters that have these records."""
+        """Return the part with the records of its parameters, which are joined."""
         kept = np.concatenate([one.kept for one in records])
         kept["owner"] = np.repeat(np.arange(len(records)), [len(one.records) for one in records])
         return cls(
@@ -119,7 +123,7 @@ class Part:
         )
 
     def of(self, batch: Batch) -> Batch:
-        """Return the part of a batch, as it is."""
+        """Return this part's parameters of a batch."""
         return batch if self.is_all else batch.at(self.places)
 
     def filled(
@@ -134,8 +138,8 @@ class Part:
         Args:
             contiguous: copies to step over, None where `is_contiguous`.
             addresses: (2, parameters) uint64, of the batch's parameters and gradients.
-            steps: the steps that parameters of the batch take, without repetitions.
-            which: of these, one number for each parameter of the batch.
+            steps: the distinct steps of the batch's parameters.
+            which: for each parameter of the batch, the index of its step in `steps`.
         """
         if contiguous is not None:
             addresses = contiguous.addresses()
@@ -151,9 +155,9 @@ class Part:
     def step(
         self, batch: Batch, addresses: np.ndarray, steps: Sequence[NextStep], which: Sequence[int]
     ) -> Taken:
-        """Take the step of this part of a batch, and return it; it is also `taken` from now on."""
+        """Take the step of this part of a batch, and return it, also as `taken`."""
         mine = self.of(batch)
-        # The kernel goes by addresses, unseen by autograd.
+        # Autograd does not see writes by the kernel.
         torch.autograd.graph.increment_version(mine.values)
         if self.is_contiguous:
             self.taken = self.kernel.step(*self.filled(None, addresses, steps, which))
@@ -166,7 +170,7 @@ class Part:
     def note(
         self, states: Sequence[Entries], steps: Sequence[NextStep], which: Sequence[int]
     ) -> None:
-        """Note a step that has been taken in the states of the batch."""
+        """Write the entries of a step that was taken into the states of the batch."""
         if self.is_all and len(steps) == 1:
             (step,) = steps
             for state in states:
@@ -181,48 +185,56 @@ class Plan:
     """The parts of a step over certain parameters.
 
     Attributes:
-        ids: of the parameters.
-        kinds: of their states.
-        seen: what it was made from; it fits where that is so again.
-        parts: in the order in which they step.
-        is_on_gpus: whether any part is.
+        ids: the `id` of each parameter.
+        kinds: the kinds of their states.
+        snapshot: the tensors that the plan was made for; it is valid while they match.
+        parts: the kernel calls, in order.
+        is_on_gpus: whether any part is on a GPU.
     """
 
     ids: list[int]
     kinds: Kinds
-    seen: Seen
+    snapshot: Snapshot
     parts: list[Part]
     is_on_gpus: bool
 
     def addresses_of(self, batch: Batch) -> np.ndarray | None:
-        """Return `Seen.addresses` of a batch of the same parameters, None if it does not fit."""
-        return self.seen.again(batch.values, batch.grads, self.kinds.contents(batch.states))
+        """Return the addresses of a batch of the same parameters, None if the plan is stale."""
+        contents = self.kinds.contents(batch.states)
+        return self.snapshot.addresses_if_same(batch.values, batch.grads, contents)
 
     @classmethod
     def of(
         cls,
         algorithm: Algorithm,
         batch: Batch,
-        seen: Seen,
+        snapshot: Snapshot,
         kinds: Kinds,
         records: Sequence[ParamRecords],
     ) -> "Plan":
-        """Return the plan for a batch, seen as it is, with the records of its parameters.
+        """Return the plan for a batch.
 
-        A part is what can step together: what is on one device.  The format is defined by the
-        logical order of the elements: a parameter of another layout, such as channels_last, steps
-        on a copy, and alone.
+        The contiguous parameters of one device form a part.  Blocks are defined in the logical
+        order of the elements: a parameter in another layout, such as channels_last, steps on a
+        copy, in a part of its own.
+
+        Args:
+            algorithm: the algorithm of the step.
+            batch: the parameters.
+            snapshot: their tensors.
+            kinds: the kinds of their states.
+            records: their records.
         """
-        in_order, devices = seen.contiguous[0], seen.devices
+        in_order, devices = snapshot.contiguous[0], snapshot.devices
         together = [np.flatnonzero(in_order & (devices == one)) for one in np.unique(devices)]
         apart = [np.array([place]) for place in np.flatnonzero(~in_order)]
         parts = []
         for places in (list(map(int, places)) for places in (*together, *apart)):
             if places:
-                is_contiguous = bool(seen.contiguous[:, places].all())
+                is_contiguous = bool(snapshot.contiguous[:, places].all())
                 mine = [records[place] for place in places]
                 device = batch.values[places[0]].device
                 is_all = len(places) == len(batch.params)
                 parts.append(Part.joined(algorithm, places, is_all, is_contiguous, device, mine))
         is_on_gpus = not all(isinstance(part.kernel, kernel.CpuKernel) for part in parts)
-        return cls(list(map(id, batch.params)), kinds, seen, parts, is_on_gpus)
+        return cls(list(map(id, batch.params)), kinds, snapshot, parts, is_on_gpus)

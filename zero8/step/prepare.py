@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a parameter ready for its steps: its state, checked, and its kernel records."""
+"""Prepares a parameter for its steps: makes or checks its state, and makes its kernel records."""
 
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from zero8.op.describe import Seen
+from zero8.op.describe import Snapshot
 from zero8.spec import dither
 from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.spec.buffers import check_apart, check_buffer
@@ -23,7 +23,7 @@ from zero8.step.records import ParamRecords
 
 
 def prepared(settings: Settings, kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
-    """Return the records of one parameter, which gets a state if it has none.
+    """Return the records of one parameter; makes its state if it has none.
 
     Raises:
         ValueError: if its state does not fit it.
@@ -44,12 +44,12 @@ def prepared(settings: Settings, kind: StateKind, single: Batch, info: ParamInfo
     segments = [_segment(settings, number, stores, state, *flat) for number in range(len(pieces))]
     labels = tuple(piece.name for piece in pieces)
     keys = [_stream_keys(settings, piece.identity) for piece in pieces]
-    seen = Seen(single.values, single.grads, kind.contents([state]))
-    return ParamRecords.of(kind, seen, labels, flat, segments, keys)
+    snapshot = Snapshot(single.values, single.grads, kind.contents([state]))
+    return ParamRecords.of(kind, snapshot, labels, flat, segments, keys)
 
 
 def _make_contiguous(state: Entries) -> None:
-    # The kernel works on the state itself, in the order that it has when it is contiguous.
+    # The kernel works on the state in place, and needs it contiguous.
     for key, value in state.items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             continue
@@ -58,7 +58,7 @@ def _make_contiguous(state: Entries) -> None:
 
 
 def _check(values: Tensor, stores: list[MomentStore], state: Entries, info: ParamInfo) -> None:
-    """Raise ValueError unless a state is of the parameter's size, in memory of its own."""
+    """Raise ValueError unless a state has the parameter's size and its tensors share no memory."""
     if stores[0].table.numel != values.numel():
         raise ValueError(
             f"{info.label}: got a parameter of {values.numel()} elements, its state has "
@@ -99,7 +99,7 @@ def _segment(
         codec=stores[0].codec if piece.is_quantized else None,
         grid=piece.grid,
         first=piece.first,
-        scalars=_none_of(algorithm),  # each step puts its own into the records, and the phases
+        scalars=_zero_scalars(algorithm),  # each step fills its scalars and phases into the records
         param_phase=0,
         rounding=settings.rounding,
         correction=correction,
@@ -107,13 +107,13 @@ def _segment(
 
 
 @lru_cache
-def _none_of(algorithm: Algorithm) -> Scalars:
+def _zero_scalars(algorithm: Algorithm) -> Scalars:
     scalars: Scalars = algorithm.scalars_type._make(0.0 for _ in algorithm.scalars_type._fields)
     return scalars
 
 
 def _stream_keys(settings: Settings, identity: int) -> tuple[list[int], int]:
-    """Return the keys of the dithers of each moment, and of the parameter."""
+    """Return the dither keys of each moment, and that of the parameter."""
     streams = settings.algorithm.moment_names
     keys = [_stream_key(settings.seed, identity, stream) for stream in streams]
     return keys, _stream_key(settings.seed, identity, "param")

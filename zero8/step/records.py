@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel records of a parameter, which are kept between steps.
+"""The kernel records of a parameter, kept between steps.
 
-Making them takes about 100 microseconds per parameter, much compared with the step of a small
-tensor.  They hold addresses, never tensors, so they keep nothing alive.
+Making them takes about 100 microseconds per parameter, long compared with the step of a small
+tensor.  They hold addresses, not tensors, so they keep nothing alive.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from zero8.op import kernel
-from zero8.op.describe import Seen
+from zero8.op.describe import Snapshot
 from zero8.op.structs import KEPT_PIECE
 from zero8.spec.segment import Segment
 from zero8.state.kind import StateKind
@@ -20,18 +20,18 @@ from zero8.state.kind import StateKind
 
 @dataclass(frozen=True, eq=False)
 class ParamRecords:
-    """The records of one parameter, and what they depend on.
+    """The records of one parameter, and the tensors that they depend on.
 
     Attributes:
         kind: the kind of its state.
-        seen: what they were made from; they fit where that is so again.
-        records: (pieces,) `SEGMENT`; `zero8.step.plan` fills in what changes from step to step.
-        kept: (pieces,) `KEPT_PIECE`, what does not change.
-        labels: what the parameter of each piece is called.
+        snapshot: the tensors that they were made for; they are valid while these match.
+        records: (pieces,) `SEGMENT`; `zero8.op.kernel.fill` sets the fields that steps change.
+        kept: (pieces,) `KEPT_PIECE`, the constants that `fill` needs.
+        labels: the parameter's label, for each piece.
     """
 
     kind: StateKind
-    seen: Seen
+    snapshot: Snapshot
     records: np.ndarray
     kept: np.ndarray
     labels: tuple[str, ...]
@@ -40,7 +40,7 @@ class ParamRecords:
     def of(
         cls,
         kind: StateKind,
-        seen: Seen,
+        snapshot: Snapshot,
         labels: tuple[str, ...],
         flat: tuple[Tensor, Tensor],
         segments: Sequence[Segment],
@@ -49,12 +49,12 @@ class ParamRecords:
         """Return the records of one parameter.
 
         Args:
-            kind: as the attribute.
-            seen: as the attribute.
-            labels: as the attribute.
-            flat: the parameter and its gradient, or copies, in one dimension.
-            segments: its pieces, which lie in these two and in the live state.
-            keys: of each segment, those of the dithers of its moments and of the parameter.
+            kind: see the attribute.
+            snapshot: see the attribute.
+            labels: see the attribute.
+            flat: the parameter and its gradient, or contiguous copies, in one dimension.
+            segments: its pieces, views of `flat` and of the live state.
+            keys: for each segment, the dither keys of its moments and that of the parameter.
         """
         records = kernel.records_of(segments, flat[0].device, {})
         kept = np.zeros(len(records), KEPT_PIECE)
@@ -63,4 +63,4 @@ class ParamRecords:
         for one, (moment_keys, param_key) in zip(kept, keys, strict=True):
             one["moment_keys"][: len(moment_keys)] = moment_keys
             one["param_key"] = param_key
-        return cls(kind, seen, records, kept, labels)
+        return cls(kind, snapshot, records, kept, labels)

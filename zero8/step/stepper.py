@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the steps of an optimizer, and keeps what one step can leave for the next."""
+"""Takes the steps of an optimizer, and caches plans and records between them."""
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
@@ -7,9 +7,9 @@ import numpy as np
 from torch import Tensor
 
 from zero8.op import kernel
-from zero8.op.describe import Seen
+from zero8.op.describe import Snapshot
 from zero8.op.devices import is_capturing, kernel_on
-from zero8.state.extent import PLAIN, local
+from zero8.state.extent import NEVER_SHARDED, local
 from zero8.state.header import Entries
 from zero8.state.kind import StateKind, kind_of
 from zero8.state.memory import counters_of
@@ -29,12 +29,12 @@ class Stepper:
     """The steps of one optimizer.
 
     Attributes:
-        counts: blocks that steps have left as they were, not yet reported.
-        grad_factor: what the next step multiplies its gradients by; the step sets it to 1.
+        counts: blocks that steps have left unchanged, not yet reported.
+        grad_factor: the factor of the gradients of the next step, which sets it to 1.
     """
 
     def __init__(self, settings: Settings, params: KnownParams, kinds: Sequence[StateKind]):
-        """Take what the optimizer knows; nothing is compiled yet."""
+        """Start without plans; compiles nothing yet."""
         self.counts = Ledger()
         self.grad_factor = 1.0
         self._settings, self._params, self._kinds = settings, params, kinds
@@ -42,34 +42,34 @@ class Stepper:
         self._remembered = tuple(one.name for one in self._algorithm.memory)
         self._counters = counters_of(self._algorithm)
         self._kept: dict[int, ParamRecords] = {}  # by the parameter's id
-        # By the first parameter's id: ZeRO-3 steps over one sub-group after the other.
+        # By the first parameter's id: ZeRO-3 steps one sub-group after the other.
         self._plans: dict[int, Plan] = {}
         self._captured: CapturedStep | None = None
-        self._is_just_captured = False  # and neither replayed since, nor an ordinary step taken
-        self._replaced: list[CapturedStep] = []  # earlier ones whose counts are awaited
+        self._is_just_captured = False  # no replay or ordinary step since the capture
+        self._replaced: list[CapturedStep] = []  # earlier captures with counts to request
 
     def step(self, groups: list[Group], state: MutableMapping[Tensor, Entries]) -> dict[str, int]:
-        """Take a step over the parameters that have gradients, or make it a part of a CUDA graph.
+        """Take a step over the parameters that have gradients, or capture it in a CUDA graph.
 
         Args:
-            groups: of the optimizer.
-            state: of the optimizer.
+            groups: the optimizer's groups.
+            state: the optimizer's state.
 
         Returns:
-            By label, the blocks that steps so far have left as they were, as far as it is known.
+            By label, the blocks that steps have left unchanged, of the counts that have arrived.
 
         Raises:
-            ValueError: if a parameter, a gradient or a state is not served; nothing has changed.
+            ValueError: if a parameter, gradient or state is not supported; nothing has changed.
         """
         kernel.module()  # a failure to compile must come before anything has been changed
         is_captured = self.step_batch(_stepping(groups, state), groups, state)
-        # To ask whether counts have arrived would end the capture of a graph.
+        # Querying whether counts have arrived would invalidate the capture of a graph.
         return self.counts.take() if self.counts.pending and not is_captured else {}
 
     def step_batch(
         self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
     ) -> bool:
-        """Take a step over some parameters, as `step`; return whether a graph has captured it."""
+        """Take a step over a batch, like `step`; return whether a CUDA graph has captured it."""
         if not batch.params:
             self.grad_factor = 1.0
             return False
@@ -88,7 +88,7 @@ class Stepper:
     def _plan_for(
         self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
     ) -> tuple[Plan, np.ndarray]:
-        """Return the plan of an earlier step where it fits, else a new one; `Seen.addresses`."""
+        """Return an earlier step's plan if still valid, else a new one; and the addresses."""
         ids = list(map(id, batch.params))
         plan = self._plans.get(ids[0])
         if plan is not None and plan.ids == ids:
@@ -97,14 +97,14 @@ class Stepper:
         self._keep_records(batch, groups, state)
         records = [self._kept[number] for number in ids]
         kinds = Kinds([one.kind for one in records])
-        seen = Seen(batch.values, batch.grads, kinds.contents(batch.states))
-        self._plans[ids[0]] = plan = Plan.of(self._algorithm, batch, seen, kinds, records)
-        return plan, seen.addresses
+        snapshot = Snapshot(batch.values, batch.grads, kinds.contents(batch.states))
+        self._plans[ids[0]] = plan = Plan.of(self._algorithm, batch, snapshot, kinds, records)
+        return plan, snapshot.addresses
 
     def _keep_records(
         self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
     ) -> None:
-        """Make the records of the parameters for which none are kept that fit."""
+        """Make the records of the parameters that have no valid ones."""
         unfit = [single for single in batch.singles() if not self._is_kept(single)]
         without_state = [single for single in unfit if not single.states[0]]
         infos = self._params.infos(groups) if unfit else {}
@@ -120,23 +120,23 @@ class Stepper:
                 (p,), (its_state,) = single.params, single.states
                 kind = kind_of(self._kinds, p, its_state)
                 self._kept[id(p)] = prepared(self._settings, kind, single, infos[p])
-        except Exception:  # whatever it is, states of no step must not stay
+        except Exception:  # a failed step must not leave new states behind
             for single in without_state:
                 del state[single.params[0]]
             raise
 
     def _is_kept(self, single: Batch) -> bool:
-        """Return whether there are records for a parameter, and they fit."""
+        """Return whether a parameter has valid records."""
         kept = self._kept.get(id(single.params[0]))
         if kept is None or not single.states[0]:
             return False
         contents = kept.kind.contents(single.states)
-        return kept.seen.again(single.values, single.grads, contents) is not None
+        return kept.snapshot.addresses_if_same(single.values, single.grads, contents) is not None
 
     def _run(self, batch: Batch, plan: Plan, addresses: np.ndarray) -> None:
         plan.kinds.note_writes(batch.states)
         steps, which = self._next_steps(batch)
-        with put_off():  # Ctrl-C after the kernel would leave a step that is taken and not noted
+        with put_off():  # Ctrl-C after the kernel would leave a step that states do not count
             for part in plan.parts:
                 counts = part.step(batch, addresses, steps, which).counts()
                 if counts is not None:
@@ -145,7 +145,7 @@ class Stepper:
             self.grad_factor = 1.0
 
     def _next_steps(self, batch: Batch) -> tuple[list[NextStep], list[int]]:
-        """Return the steps that parameters take now, and which of these is each parameter's."""
+        """Return the distinct next steps, and for each parameter the index of its own."""
         number: dict[tuple[int, tuple[float, ...]], int] = {}
         which = [
             number.setdefault((id(group), self._counters(state)), len(number))
@@ -169,17 +169,17 @@ class Stepper:
     def _capture(self, batch: Batch, plan: Plan, addresses: np.ndarray, is_all: bool) -> None:
         if not is_all:
             raise RuntimeError(
-                "a step that is captured in a CUDA graph: got parameters that are not on the GPU, "
-                "expected an optimizer of their own for them"
+                "CUDA graph: got parameters that are not on the GPU in a captured step; put them "
+                "into a separate optimizer"
             )
         if self._is_just_captured:
             raise RuntimeError(
-                "got a second captured step before a replay of the first: before_replay() serves "
-                "one step a graph, and none of step_in_backward, which has one for each "
-                "parameter; to capture another graph instead, take an ordinary step() first"
+                "got a second captured step before a replay of the first: before_replay() supports "
+                "one step per graph, and not step_in_backward, which steps each parameter; to "
+                "capture another graph instead, take an ordinary step() first"
             )
         captured = CapturedStep(batch, plan, addresses)
-        # While a graph is captured counts of an earlier one cannot be asked for.
+        # The counts of an earlier graph cannot be requested during a capture.
         if self._captured is not None and self._captured.is_refreshed:
             self._replaced.append(self._captured)
         self._captured, self._is_just_captured = captured, True
@@ -187,7 +187,7 @@ class Stepper:
     def before_replay(
         self, groups: Iterable[Group], state: MutableMapping[Tensor, Entries]
     ) -> dict[str, int]:
-        """Make the next replay take the next step; arguments and what is returned as `step`.
+        """Make the next replay take the next step; arguments and result are those of `step`.
 
         Raises:
             RuntimeError: if no step has been captured, or parameters or states have moved since.
@@ -208,7 +208,7 @@ class Stepper:
         return self.counts.take()
 
     def count_replays(self) -> None:
-        """Ask for the counts of replays that have not been asked for."""
+        """Request the counts of replays that have not been requested."""
         for captured in (*self._replaced, *([self._captured] if self._captured else [])):
             for labels, counts in captured.take_counts():
                 self.counts.add(labels, counts)
@@ -219,8 +219,8 @@ def _stepping(groups: Iterable[Group], state: Mapping[Tensor, Entries]) -> Batch
     """Return the parameters that have gradients.
 
     Args:
-        groups: of the optimizer.
-        state: of the optimizer; makes an empty one for a parameter that has none.
+        groups: the optimizer's groups.
+        state: the optimizer's state, a defaultdict that adds empty states.
     """
     batch = Batch([], [], [], [], [])
     for group in groups:
@@ -228,7 +228,7 @@ def _stepping(groups: Iterable[Group], state: Mapping[Tensor, Entries]) -> Batch
             if (grad := p.grad) is not None:
                 batch.groups.append(group)
                 batch.params.append(p)
-                is_plain = type(p) in PLAIN  # as most are: no call for them
+                is_plain = type(p) in NEVER_SHARDED  # most are; saves the calls
                 batch.values.append(p if is_plain else local(p))
                 batch.grads.append(grad if is_plain else local_grad(p, grad))
                 batch.states.append(state[p])
@@ -238,7 +238,7 @@ def _stepping(groups: Iterable[Group], state: Mapping[Tensor, Entries]) -> Batch
 def _as_it_is(
     batch: Batch, groups: Iterable[Group], state: MutableMapping[Tensor, Entries]
 ) -> Batch:
-    """Return a batch of the same parameters, with their groups and states of today."""
+    """Return a batch of the same parameters, with their present groups and states."""
     group_of = {p: group for group in groups for p in group["params"]}
     states = [state[p] for p in batch.params]
     groups = [group_of[p] for p in batch.params]
