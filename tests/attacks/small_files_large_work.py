@@ -166,7 +166,7 @@ def sparse_pickle(num_bytes: int):
 
 ATTACKS = (
     Attack("1,500 tensors in a misaligned storage", misaligned_storage, (0, 1, 2), seconds=20),
-    Attack("3,000 states in one storage", states_that_share_a_storage, (1,), ("share bytes",)),
+    Attack("3,000 states in one storage", states_that_share_a_storage, (1,), ("share the bytes",)),
     Attack("16,807 chunks in five dimensions", chunks_in_five_dimensions, (0, 1)),
     Attack("20,000 long names", pickled(long_names()), (1,), ("too long",)),
     *(

@@ -114,7 +114,7 @@ def test_size_that_is_none_is_refused(text):
         pytest.param(MIXTRAL | {"num_local_experts": None}, "num_local_experts", id="experts"),
         pytest.param(DEEPSEEK_V3 | {"kv_lora_rank": None}, "kv_lora_rank", id="latent"),
         pytest.param({"a": [3, -1]}, "model_type", id="negative shape"),
-        pytest.param([1], "no JSON object", id="list"),
+        pytest.param([1], "a JSON object that is not empty", id="list"),
         pytest.param({}, "a JSON object that is not empty", id="empty"),
     ],
 )
