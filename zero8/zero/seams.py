@@ -154,7 +154,7 @@ SEAMS = (
         _STAGE12,
         access.OFFLOADS,
         ("optimizer", "device", "pin_memory", "non_blocking"),
-        "keeps 8-bit moments as they are",
+        "keeps moments in 8 bits",
     ),
     Seam(
         _STAGE3,

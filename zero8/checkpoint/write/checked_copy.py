@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies files of `torch.save` for unsafe readers, such that the copies cannot run code.
 
-A file is read as data and written anew, so that a copy holds only tensors, plain data and objects
+A file is read as data and written again, so that a copy holds only tensors, plain data and objects
 of a few known classes.
 """
 
