@@ -43,7 +43,7 @@ _claims = WeakTensorKeyDictionary()
 
 
 def claim(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], use: Use) -> None:
-    """Claim parameters for an optimizer, over earlier claims."""
+    """Claim parameters for an optimizer, replacing earlier claims."""
     made = Claim(weakref.ref(optimizer), use)
     for p in filter(bears_weak_references, params):  # DeepSpeed's engines take no others
         _claims[p] = made

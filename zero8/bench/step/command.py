@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what a step costs on a CPU or a GPU: zero8's, those of other optimizers, a copy's.
+"""Measure times and memory of steps on a CPU or a GPU: zero8's, other optimizers', and a copy's.
 
 Checks the kernel's bits first.  Writes OUT (JSON), and a table (.md) and a figure (.png) beside it.
 """

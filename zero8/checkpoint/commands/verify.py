@@ -76,7 +76,7 @@ def _against_manifest(folder: Path) -> tuple[dict[Path, int] | None, list[str]]:
 
     found = [str(damage) for damage in each_file("hashes", sizes_bytes, check) if damage]
     try:
-        found += map(str, manifest.strangers(folder))
+        found += map(str, manifest.unlisted(folder))
     except (ValueError, OSError) as error:
         found.append(str(error))
     return sizes_bytes, found

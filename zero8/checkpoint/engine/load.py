@@ -111,7 +111,7 @@ def _without_latest(load_dir: Path, latest: str) -> _Choice:
     for tag in found:
         if tag.state == tags.INCOMPLETE:
             logger.warning("%s is incomplete: saving it was interrupted", load_dir / tag.name)
-    return _Choice(None)  # DeepSpeed then logs a warning and returns (None, None)
+    return _Choice(None)  # DeepSpeed reports that it is missing
 
 
 def _choice_of(load_dir: Path, name: str) -> _Choice:

@@ -187,9 +187,9 @@ class Manifest:
             for file in self.shares(count)[index]
             if (reason := self.damage_of(folder, file, progress))
         ]
-        return found + (self.strangers(folder, is_part) if index == 0 else [])
+        return found + (self.unlisted(folder, is_part) if index == 0 else [])
 
-    def strangers(
+    def unlisted(
         self, folder: Path, is_part: Callable[[str], bool] = lambda path: True
     ) -> list[Damage]:
         """Return the files in the folder that the manifest does not list, if `is_part`."""
