@@ -197,7 +197,7 @@ SAYS = {
     "got a file '', expected a name in the same folder": ("DCP: no file",),
     "got a file 'a\\x00b', expected a name in the same folder": ("DCP: a file with a zero in it",),
     "got a file 3, expected a name in the same folder": ("DCP: a file of a number",),
-    "got a file a value of type list, expected a name in the same folder": ("DCP: a file of laughs",),
+    "got a file a value of type list, expected a name": ("DCP: a file of laughs",),
     "No such file or directory": ("DCP: a file that is not there",),
     "got a folder": (
         "DCP: a folder for a file",
