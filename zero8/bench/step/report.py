@@ -49,17 +49,16 @@ GPU_COLUMNS = (
     ("host us", lambda row: f"{row['host_us']:.0f}"),
 )
 NOTES = (
-    "Medians of wall time through `step()`, all in turns in one process. A copy reads and "
-    "writes the arrays of a step and computes nothing; `of its stream` is its time over the "
-    "step's. `waited` is the share of the threads' time for which others had their core."
+    "Medians of wall time of `step()`, all in turns in one process. A copy reads and writes the "
+    "arrays of a step without computing; `of its stream` is the copy's time over the step's. "
+    "`waited` is the share of the threads' time that they waited for a core."
 )
 GPU_NOTES = (
-    "Medians of times between CUDA events around `step()`, all in turns in one process. Before "
-    "each the GPU is kept waiting until the host has asked for everything: the host's own time, "
-    "`host us`, is not in them. `bytes/param` are read or written: the gradient once, parameters "
-    "and states twice; scales of blocks (0.05 to 0.3 bytes) are not counted. `of its stream` is "
-    "the time of a copy over the step's: `Tensor.copy_` within GPU memory, which reads half as "
-    "many bytes as the step reads and writes together, and writes the other half."
+    "Medians of times between CUDA events around `step()`, all in turns in one process. The GPU "
+    "sleeps until the host has launched everything, so they exclude the host's time, `host us`. "
+    "`bytes/param` are read or written: the gradient once, parameters and states twice, without "
+    "scales of blocks (0.05 to 0.3 bytes). `of its stream` is the time of a copy over the step's: "
+    "`Tensor.copy_` within GPU memory, which reads and writes as many bytes in total."
 )
 
 
@@ -164,7 +163,7 @@ def busy_lines(result: dict) -> list[str]:
     if share <= MOST_WAITED:
         return []
     return [
-        f"The machine was busy: for {share:.1%} of their time threads waited for a core. Measure "
+        f"The machine was busy: threads waited for a core for {share:.1%} of their time. Measure "
         "again when it is idle."
     ]
 
@@ -200,8 +199,8 @@ def _machine_lines(result: dict) -> list[str]:
         *table_lines(["step", "one core in the cache, ns/param", *titles], cells),
         "",
         "The first number is the least ns/param with cores like these: the larger of one core's "
-        "time over the number of cores and of bytes over bandwidth. The second is how many cores "
-        "are as fast as the memory; more do not help.",
+        "time over the number of cores, and bytes over bandwidth. The second is the number of "
+        "cores that saturate the memory; more do not help.",
     ]
 
 
