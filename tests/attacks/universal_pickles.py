@@ -166,7 +166,7 @@ ATTACKS = (
         "attribute that is a method",
         in_file(MODEL, with_entry(with_method())),
         (1,),
-        (MODEL, "attributes that no Namespace has"),
+        (MODEL, "attributes that a Namespace does not have"),
     ),
     Attack("catastrophic pattern", in_file(MODEL, with_pattern), (1,), (MODEL, "--trust")),
 )

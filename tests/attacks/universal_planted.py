@@ -19,7 +19,7 @@ EVIL = f"{'../' * 4}{OUTSIDE}/evil"
 NAMES = [EVIL, "/tmp/evil", ".."]
 MODEL = "mp_rank_00_model_states.pt"
 EXPERT = f"_expert_0_{MODEL}"
-NO_NAME, NO_LIST = "which is no name of a folder", "that is no list"
+NO_NAME, NO_LIST = "which cannot name a folder", "that is not a list"
 
 
 def universal(folder: Path) -> list[str]:

@@ -93,8 +93,8 @@ def test_gpu_run_tabulates_and_draws_the_gpu_and_leaves_out_the_cpu(result):
     ("words", "message"),
     [
         ([], f"--device cuda: looked for a CUDA device with torch {torch.__version__}"),
-        (["--threads", "2"], "--threads: got it with --device cuda, expected --device cpu"),
-        (["--isa", "avx2"], "--isa: got it with --device cuda, expected --device cpu"),
+        (["--threads", "2"], "--threads: got --device cuda, expected --device cpu"),
+        (["--isa", "avx2"], "--isa: got --device cuda, expected --device cpu"),
         (["--against", "deepspeed"], "--against: got 'deepspeed', expected one of ['torch'"),
     ],
 )
@@ -157,7 +157,7 @@ def test_gpu_check_of_other_bits_raises(name):
                 tensor.view(torch.uint8)[-1] ^= 64
         kernel.step(segments)
 
-    with pytest.raises(RuntimeError, match="of codec .*, on cpu: got other bits than the CPU"):
+    with pytest.raises(RuntimeError, match="of codec .*, on cpu: bits differ from the CPU"):
         step_kernel.check_on(CPU.place, wrong, ["log"], [(2, 300)])
 
 

@@ -248,7 +248,7 @@ def test_check_other_bits_stop_the_run_before_it_times(tmp_path, monkeypatch, na
     monkeypatch.setattr(step, "_time_out_of_cache", lambda plan: pytest.fail("has timed"))
     monkeypatch.setattr(step_kernel, "time_in_cache", lambda *_: pytest.fail("has timed"))
     with pytest.raises(
-        RuntimeError, match=f"{name} of codec .*other bits than zero8.spec.reference"
+        RuntimeError, match=f"{name} of codec .*bits differ from zero8.spec.reference"
     ):
         step.run(parsed(tmp_path / "x.json"))
     assert not list(tmp_path.iterdir())

@@ -44,18 +44,18 @@ SAYS = {
         "plain: a memo of 2^31",
         "plain: states in a list",
     ),
-    "it sets attributes of what it has not made": (
+    "it sets attributes of an object that it has not made": (
         "plain: an attribute of a class",
         "plain: an attribute of a function",
         "plain: set_ by BUILD",
         "DCP: an attribute of a class of torch's",
     ),
-    "it calls what is no class or function": ("plain: what is no function",),
+    "it calls something that is not a class or function": ("plain: what is no function",),
     "damaged: got a copy of a dict": ("plain: copies of a dict",),
     "damaged: got a tensor that ends at 268435456 in a storage of 2": ("plain: a size beyond",),
     "damaged: got a tensor that ends at 1073741826 in a storage of": ("plain: a stride beyond",),
     "damaged: got a tensor that ends at 257 in a storage of 256": ("plain: an offset beyond",),
-    "damaged: got a tensor with a size, stride or offset that canno": (
+    "damaged: got a tensor with an impossible size, stride or offset": (
         "plain: a negative offset",
         "plain: a negative stride",
         "plain: a negative size",
@@ -93,7 +93,7 @@ SAYS = {
         "plain: laughs for a moment",
         "plain: a moment of text",
     ),
-    "damaged: got a tensor of sizes that cannot be": ("plain: empty, of huge sizes",),
+    "damaged: got a tensor of impossible sizes": ("plain: empty, of huge sizes",),
     "damaged: got a tensor of 2000 dimensions": ("plain: 2000 dimensions",),
     "got a key of a dict that is neither text nor a number": (
         "plain: nested tuples as a key",
@@ -128,7 +128,7 @@ SAYS = {
         "plain: history of NaN",
         "folder: swap: a history of NaN",
     ),
-    "got a state of 0 that is no dict": ("plain: a state that is no dict",),
+    "got a state of 0 that is not a dict": ("plain: a state that is no dict",),
     "got a parameter group without params": (
         "plain: groups without params",
         "plain: groups of numbers",
@@ -137,7 +137,7 @@ SAYS = {
     "got 0 records data.pkl": ("plain: no data.pkl",),
     "damaged: got two entries of the zip with one name": ("plain: two data.pkl",),
     "got compressed entries, which torch.save does not write": ("plain: compressed",),
-    "damaged: entry 'archive/version' of the zip is not there": ("plain: an entry beyond",),
+    "damaged: entry 'archive/version' of the zip is missing": ("plain: an entry beyond",),
     "damaged: entries of the zip overlap": ("plain: entries that overlap",),
     "got numbers that are not little-endian": ("plain: another byte order",),
     "not a file of torch.save": (
@@ -191,13 +191,13 @@ SAYS = {
         "DCP: another object",
     ),
     "not metadata of torch.distributed.checkpoint: got None": ("DCP: a memo of 2^31",),
-    "got a file '../x.distcp', expected one in its folder": ("DCP: a file above",),
-    "got a file '/etc/passwd', expected one in its folder": ("DCP: an absolute file",),
-    "got a file '..', expected one in its folder": ("DCP: the folder above",),
-    "got a file '', expected one in its folder": ("DCP: no file",),
-    "got a file 'a\\x00b', expected one in its folder": ("DCP: a file with a zero in it",),
-    "got a file 3, expected one in its folder": ("DCP: a file of a number",),
-    "got a file a value of type list, expected one in its folder": ("DCP: a file of laughs",),
+    "got a file '../x.distcp', expected a name in the same folder": ("DCP: a file above",),
+    "got a file '/etc/passwd', expected a name in the same folder": ("DCP: an absolute file",),
+    "got a file '..', expected a name in the same folder": ("DCP: the folder above",),
+    "got a file '', expected a name in the same folder": ("DCP: no file",),
+    "got a file 'a\\x00b', expected a name in the same folder": ("DCP: a file with a zero in it",),
+    "got a file 3, expected a name in the same folder": ("DCP: a file of a number",),
+    "got a file a value of type list, expected a name": ("DCP: a file of laughs",),
     "No such file or directory": ("DCP: a file that is not there",),
     "got a folder": (
         "DCP: a folder for a file",
@@ -210,13 +210,13 @@ SAYS = {
     "got a place from '0', of 1624 bytes": ("DCP: an offset of text",),
     "got a tensor that is compressed or encrypted, which zero8 does": ("DCP: compressed",),
     "got a chunk without a place in a file": ("DCP: no place",),
-    "got two places of what is at (0, 0)": ("DCP: two places",),
+    "got two places of the chunk at (0, 0)": ("DCP: two places",),
     "got ((4, 64), torch.float32) for state.p.exp_avg": (
         "DCP: another dtype",
         "DCP: another shape",
         "DCP: one column of 2^40 rows",
     ),
-    "got chunks that overlap, or are not all of it": (
+    "got chunks that overlap, or do not cover the tensor": (
         "DCP: a chunk twice",
         "DCP: chunks that overlap",
         "DCP: chunks that are not all",
@@ -227,7 +227,7 @@ SAYS = {
         "DCP: a million chunks",
         "DCP: sizes of laughs",
     ),
-    "got sizes or offsets of a chunk that cannot be": (
+    "got impossible sizes or offsets of a chunk": (
         "DCP: sizes of 10^6 dimensions",
         "DCP: negative sizes",
     ),
@@ -241,12 +241,12 @@ SAYS = {
     "damaged, got 'a\\x00b', expected the name of a tag": ("folder: latest with a zero",),
     "damaged, expected the name of a tag: 'utf-8' codec": ("folder: latest no text",),
     "damaged, expected the name of a tag: got more than": ("folder: latest of 1 GiB",),
-    "got 'global_step3', which is no folder beside it": ("folder: latest not there",),
-    "no checkpoint that zero8 knows; expected a file of torch.save,": (
+    "got 'global_step3', which is not a folder beside it": ("folder: latest not there",),
+    "not a checkpoint that zero8 knows; expected a file of torch.save,": (
         "folder: latest of a folder without anything",
         "folder: nothing",
     ),
-    "got 'tag', which is no folder beside it": ("folder: tags for ever",),
+    "got 'tag', which is not a folder beside it": ("folder: tags for ever",),
     "its description is damaged": (
         "folder: swap: a description beyond",
         "folder: swap: nested lists",

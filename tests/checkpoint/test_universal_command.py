@@ -73,7 +73,7 @@ SPOILED = {
     "elastic": (lambda place: change(states_of(place)[0], make_elastic), "elastic_checkpoint"),
     "round robin": (
         lambda place: change(place / "mp_rank_00_model_states.pt", order_differently),
-        "would exchange parameters",
+        "would mix up parameters",
     ),
 }
 

@@ -316,7 +316,7 @@ def test_load_without_latest_takes_the_newest_complete_and_says_so(by_tag):
 
 def test_load_of_a_damaged_checkpoint_takes_the_one_before_only_if_allowed(by_tag):
     message = refused(by_tag, "damaged, not allowed")
-    assert "complete are first, second" in message and "load_previous_if_damaged" in message
+    assert "complete tags: first, second" in message and "load_previous_if_damaged" in message
     steps, log = loaded(by_tag, "damaged, allowed")
     assert steps == 2
     (line,) = [line for line in log if "instead" in line]

@@ -155,7 +155,7 @@ def stand_in(**others):
     ("others", "message"),
     [
         ({"monitor": SimpleNamespace(enabled=False)}, '"csv_monitor": {"enabled": true'),
-        ({"pipeline_parallelism": True}, "got an engine of a pipeline"),
+        ({"pipeline_parallelism": True}, "got a pipeline engine"),
         ({"optimizer": torch.optim.AdamW([param(4, 4)])}, "got AdamW, expected Adam8bitBlockwise"),
     ],
 )

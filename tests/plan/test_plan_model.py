@@ -114,8 +114,8 @@ def test_size_that_is_none_is_refused(text):
         pytest.param(MIXTRAL | {"num_local_experts": None}, "num_local_experts", id="experts"),
         pytest.param(DEEPSEEK_V3 | {"kv_lora_rank": None}, "kv_lora_rank", id="latent"),
         pytest.param({"a": [3, -1]}, "model_type", id="negative shape"),
-        pytest.param([1], "no JSON object", id="list"),
-        pytest.param({}, "no JSON object", id="empty"),
+        pytest.param([1], "a JSON object that is not empty", id="list"),
+        pytest.param({}, "a JSON object that is not empty", id="empty"),
     ],
 )
 def test_file_that_is_not_understood_is_refused(tmp_path, content, message):
@@ -126,5 +126,5 @@ def test_file_that_is_not_understood_is_refused(tmp_path, content, message):
 def test_file_without_json_is_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text("{")
-    with pytest.raises(ValueError, match="got no JSON"):
+    with pytest.raises(ValueError, match="not JSON"):
         Model.of_file(path)

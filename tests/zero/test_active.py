@@ -172,7 +172,7 @@ def test_accelerate_that_would_replace_our_optimizer_is_refused(accelerate_packa
     weight = torch.nn.Parameter(torch.zeros(2))
     ours = zero8.Adam8bitBlockwise([weight])
     accelerator = importlib.import_module("accelerate.accelerator").Accelerator()
-    with pytest.raises(ValueError, match="DeepSpeedCPUAdam in place of Adam8bit") as caught:
+    with pytest.raises(ValueError, match="replace Adam8bitBlockwise by DeepSpeedCPUAdam") as caught:
         accelerator.prepare(ours)
     assert SETTING in str(caught.value)
     assert accelerator.prepare(torch.optim.SGD([weight])) == "replaced SGD"

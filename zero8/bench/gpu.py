@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether there is a GPU to measure on, and which."""
+"""The GPU to measure on, if there is one."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ import torch
 
 
 def absence() -> str | None:
-    """Return what was looked for and what was found if no GPU can be used, else None."""
+    """Return why no GPU can be used, None if one can."""
     if torch.cuda.is_available():
         return None
     cuda = torch.version.cuda
@@ -20,7 +20,7 @@ def absence() -> str | None:
 
 
 def machine() -> dict:
-    """Return what the times depend on: the GPU, its memory and its software."""
+    """Describe the GPU, its memory and its software."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "gpu": properties.name,
@@ -34,7 +34,7 @@ def machine() -> dict:
 
 
 def _nvidia_smi(fields: str) -> str | None:
-    """Return fields of the first GPU, None if nvidia-smi says nothing."""
+    """Return fields of the first GPU, None if nvidia-smi fails."""
     path = shutil.which("nvidia-smi")
     if path is None:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the records of all measurements share: where they were made, and how they are written."""
+"""The common parts of all records of measurements: the environment, and writing them."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def cpu() -> str:
 
 
 def machine() -> dict:
-    """Return what times depend on besides the processor, measured before we keep it busy."""
+    """Describe the machine besides its processor; to be called before the measurement loads it."""
     return {
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
@@ -42,7 +42,7 @@ def machine() -> dict:
 
 
 def commit() -> str | None:
-    """Return the git commit of the checkout that runs, None outside of one."""
+    """Return the git commit of this checkout, None outside of one."""
     root = Path(zero8.__file__).parents[1]
     if not (root / ".git").exists():
         return None
@@ -79,13 +79,13 @@ def print_checks(checks: list[dict]) -> None:
 
 
 def print_skipped(skipped: list[dict]) -> None:
-    """Print a line for what could not be measured."""
+    """Print a line for each skipped measurement."""
     for entry in skipped:
         print(f"skipped {entry['name']}: {entry['reason']}")
 
 
 def skipped_lines(skipped: list[dict]) -> list[str]:
-    """Return the lines of a markdown section on what could not be measured, if there is any."""
+    """Return the lines of a markdown section on skipped measurements, if there are any."""
     lines = [f"- {entry['name']}: {entry['reason']}" for entry in skipped]
     return ["", "## Skipped", "", *lines] if lines else []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors behind an optimizer's state, whatever wraps them."""
+"""The plain tensors of an optimizer's state."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of the storage behind an optimizer's state; what is shared counts once."""
+    """Return the bytes of the storages of an optimizer's state; shared ones count once."""
     storages = (t.untyped_storage() for t in plain_tensors(list(optimizer.state.values())))
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
@@ -22,5 +22,5 @@ def plain_tensors(value: object) -> Iterator[Tensor]:
     elif isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from plain_tensors(item)
-    elif hasattr(value, "quantized"):  # FlashOptim's, which are no tensors
+    elif hasattr(value, "quantized"):  # FlashOptim's, which are not tensors
         yield from plain_tensors([value.quantized, value.scales])

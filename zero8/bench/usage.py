@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error for options that cannot be measured, apart from errors of the measurement itself."""
+"""The error for invalid options, as opposed to errors of the measurement itself."""
 
 from collections.abc import Collection
 
 
 class UsageError(ValueError):
-    """An option has a value that is not served; the text says which are."""
+    """An option has an invalid value; the message names valid ones."""
 
 
 def check_names(option: str, names: Collection[str], valid: Collection[str]) -> None:
@@ -27,5 +27,5 @@ def check_multiple(option: str, value: int, unit: int, least: int) -> None:
 
 
 def chosen(words: str | None, default: Collection[str]) -> tuple[str, ...]:
-    """Return the names in an option's value, which commas separate, or all by default."""
+    """Return the comma-separated names in an option's value, or the default."""
     return tuple(default) if words is None else tuple(filter(None, words.split(",")))

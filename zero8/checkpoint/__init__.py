@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: complete or not there, read as data, and written for others.
+"""Checkpoints: manifests, readers, and writers for other frameworks.
 
-It imports nothing: importing one of its rooms runs this file.
+Imports nothing, because every import of a subpackage runs this file.
 """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's FSDP: the kinds of state of what it puts in the place of parameters."""
+"""PyTorch's FSDP: the kinds of state of its sharded and flattened parameters."""

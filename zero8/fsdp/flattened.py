@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kind of state of what FSDP1 makes of parameters: one dimension, of one or of many of them.
+"""The kind of state of FSDP1's flattened parameters.
 
-It has no block grid, so its moments stay float32.  FSDP1 saves no tensors but of the parameter's
-shape and dtype, so checkpoints carry what torch's AdamW would.
+They have no block grid, so their moments stay float32.  FSDP1 saves only tensors of the parameter's
+shape and dtype, so checkpoints have the states of torch's AdamW.
 """
 
 from torch import Tensor
@@ -13,9 +13,9 @@ from zero8.state.whole import WholeTensor
 
 
 class FlattenedTensor(WholeTensor):
-    """States of FSDP1's parameters, with `use_orig_params` and without."""
+    """The state of a parameter of FSDP1, with or without `use_orig_params`."""
 
-    raises_alone = False  # ranks meet different gradients, and wait for each other in collectives
+    raises_alone = False  # gradients differ between ranks, which wait for each other in collectives
     remark = ", flattened by FSDP1"
 
     def serves(self, p: Tensor, state: dict) -> bool:
@@ -26,7 +26,7 @@ class FlattenedTensor(WholeTensor):
         """See `StateKind`."""
         tell_once(
             "zero8: parameters that FSDP1 has flattened keep float32 moments, 8 bytes per element; "
-            "under FSDP2 (torch.distributed.fsdp.fully_shard) they are 8-bit, 2.05 bytes"
+            "FSDP2 (torch.distributed.fsdp.fully_shard) allows 8-bit moments, 2.05 bytes"
         )
 
     def saved(self, p: Tensor, state: dict, in_fp32: bool) -> dict:

@@ -12,7 +12,7 @@ from zero8.fsdp.sharded import ShardedTensor
 
 
 class Fsdp(Framework):
-    """FSDP2, and FSDP1 as far as its flat parameters keep float32 moments."""
+    """FSDP2, and FSDP1, whose flat parameters keep float32 moments."""
 
     kinds = (ShardedTensor, FlattenedTensor)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that hold the parts of sharded parameters, and so have to agree."""
+"""The process groups of sharded parameters, whose ranks have to agree."""
 
 from collections.abc import Iterable
 
@@ -7,11 +7,12 @@ from torch import Tensor
 
 
 def process_groups(params: Iterable[Tensor]) -> list:
-    """Return the groups over which a sum, one after the other, reaches all who share parameters.
+    """Return groups; all_reduces over them in turn reach all ranks that share parameters.
 
-    Of several meshes those of the first that has the ranks of all others: stages of a pipeline, of
-    which some have experts on a second mesh, must not wait for one another.  Where there is none,
-    the group of all ranks, which is None.  Empty if no parameter is sharded.
+    With several meshes, they are the groups of the first mesh that includes the ranks of all
+    others, because stages of a pipeline, some of which have experts on a second mesh, must not wait
+    for each other.  If no mesh does, it is the group of all ranks, None.  Empty if no parameter is
+    sharded.
     """
     meshes = list(dict.fromkeys(p.device_mesh for p in params if hasattr(p, "device_mesh")))
     ranks = [set(mesh.mesh.flatten().tolist()) for mesh in meshes]

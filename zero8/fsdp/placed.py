@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a DTensor that this rank holds, and the entries of its state, DTensors too.
+"""The part of a DTensor on this rank, and the entries of its state, which are DTensors, too.
 
 The entries have the mesh and the placements of the parameter, so that
-`torch.distributed.checkpoint` saves and reshards them as it does parameters.  For the scales that
-is right where no boundary falls inside a block, whatever the rank: `check_blocks`.
+`torch.distributed.checkpoint` saves and reshards them like parameters.  For scales this requires
+that no boundary between ranks falls inside a block: `check_blocks`.
 """
 
 import itertools
@@ -23,12 +23,12 @@ from zero8.state.extent import Box, Extent
 from zero8.state.table import Piece
 
 Cut = tuple[Placement, int]
-"""A placement that shards a dimension, and into how many parts."""
+"""A placement that shards a dimension, and the number of parts."""
 
 
 @dataclass(frozen=True)
 class PlacedExtent(Extent):
-    """The box of a parameter that its placements on a mesh leave to this rank.
+    """This rank's box of a parameter.
 
     Attributes:
         mesh: the parameter's.
@@ -43,7 +43,7 @@ class PlacedExtent(Extent):
         """Return the extent of the parameter called `name`.
 
         Raises:
-            ValueError: on all ranks, if what one of them holds is no box of the parameter.
+            ValueError: on all ranks, if the part of one of them is not a box of the parameter.
         """
         ranges = []
         for dim, size in enumerate(p.shape):
@@ -54,7 +54,7 @@ class PlacedExtent(Extent):
             if is_strided and not all(_held(size, cuts, at) for at in ranks):
                 raise ValueError(
                     f"{name}: got shape {tuple(p.shape)} sharded as {p.placements}, which gives a "
-                    "rank rows that are not consecutive; expected consecutive ones, as FSDP2 makes"
+                    "rank rows that are not consecutive; expected consecutive rows, as in FSDP2"
                 )
             ranges.append(_held(size, cuts, tuple(coordinate[mesh_dim] for mesh_dim in sizes)))
         offset, local_shape = zip(*ranges, strict=True) if ranges else ((), ())
@@ -62,19 +62,19 @@ class PlacedExtent(Extent):
 
     @property
     def loaded(self) -> Extent:
-        """See `Extent`: DTensors have global shapes, and others come whole."""
+        """See `Extent`: DTensors have global shapes, and other tensors are whole."""
         return Extent.whole(self.shape)
 
     def check_blocks(self, parameter: Piece) -> None:
         """Raise ValueError unless the blocks of every rank are blocks of the whole parameter.
 
-        Narrow rows, whose groups a boundary may cut, need not be: see `zero8.state.narrow`.
+        Groups of narrow rows are exempt: see `zero8.state.narrow`.
         """
         if not parameter.is_quantized:
             return
         scale_shape = parameter.grid.scale_shape(self.shape)
-        row = range(len(scale_shape) - 1, len(self.shape))  # the dimensions that make a row
-        if not all(self._falls_between_blocks(parameter, scale_shape, dim) for dim in row):
+        row = range(len(scale_shape) - 1, len(self.shape))  # the dimensions of a row
+        if not all(self._keeps_blocks(parameter, scale_shape, dim) for dim in row):
             raise ValueError(
                 f"{parameter.name}: got shape {self.shape} sharded as {self.placements}, which "
                 f"cuts blocks of {parameter.block_size} elements, expected parts of rows that "
@@ -82,10 +82,8 @@ class PlacedExtent(Extent):
                 f"this parameter: fp32_params=[{parameter.name!r}]"
             )
 
-    def _falls_between_blocks(
-        self, parameter: Piece, scale_shape: tuple[int, ...], dim: int
-    ) -> bool:
-        """Return whether all cuts through a dimension of rows leave blocks, and scales, whole."""
+    def _keeps_blocks(self, parameter: Piece, scale_shape: tuple[int, ...], dim: int) -> bool:
+        """Return whether the cuts through a dimension of rows fall between blocks."""
         cuts, sizes = _cuts(self.placements, self.mesh, dim)
         row = len(scale_shape) - 1
         if not cuts:
@@ -106,7 +104,7 @@ class PlacedExtent(Extent):
         local = super().entry(local, shape, box)
         like = torch.empty(shape, device="meta")
         meta = TensorMeta(like.shape, like.stride(), local.dtype)
-        # from_local would move what is offloaded to the CPU back to the mesh's device.
+        # from_local would move offloaded tensors from the CPU to the mesh's device.
         return DTensor(local, DTensorSpec(self.mesh, self.placements, meta), requires_grad=False)
 
     def part_of(self, name: str, saved: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
@@ -127,7 +125,7 @@ class PlacedExtent(Extent):
 def _cuts(
     placements: Sequence[Placement], mesh: DeviceMesh, dim: int
 ) -> tuple[tuple[Cut, ...], dict[int, int]]:
-    """Return the cuts through a dimension, and which dimensions of the mesh make them: sizes."""
+    """Return the cuts through a dimension, and the sizes of the mesh dimensions that make them."""
     sizes = {
         mesh_dim: mesh.size(mesh_dim)
         for mesh_dim, placement in enumerate(placements)
@@ -138,12 +136,12 @@ def _cuts(
 
 @lru_cache(maxsize=65536)
 def _held(size: int, cuts: tuple[Cut, ...], at: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return (first index, number) of what a rank holds of a dimension, None for parts of it.
+    """Return (first index, number) of a rank's range of a dimension, None if it is not a range.
 
     Args:
         size: of the dimension.
         cuts: through it.
-        at: the rank's number in each.
+        at: the rank's part of each cut.
     """
     index = torch.arange(size, device="cpu")
     for (placement, number), place in zip(cuts, at, strict=True):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kind of state of a DTensor, such as a parameter of FSDP2.
 
-The entries are those of a whole parameter (`zero8.state.plain`) as DTensors with the parameter's
-mesh and placements; scales of narrow rows are plain tensors of this rank's groups.
+The entries are a whole parameter's (`zero8.state.plain`), as DTensors with the parameter's mesh and
+placements; scales of narrow rows are plain tensors of this rank's groups.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from zero8.state.whole import WholeTensor
 
 
 class ShardedTensor(WholeTensor):
-    """States of DTensors; where no boundary cuts a block, the same bits on any number of ranks."""
+    """The state of a DTensor; unless a boundary cuts a block, bits do not depend on world size."""
 
-    raises_alone = False  # ranks meet different gradients, and wait for each other in collectives
+    raises_alone = False  # gradients differ between ranks, which wait for each other in collectives
 
     def serves(self, p: Tensor, state: dict) -> bool:
         """See `StateKind`."""
@@ -36,7 +36,7 @@ class ShardedTensor(WholeTensor):
         return list(map(tuple, states)), list(map(local, entries))
 
     def _extent(self, p: Tensor, parameter: Piece) -> Extent:
-        # Who has DTensors has loaded this already: it would add a third to the time of the import.
+        # At the top of the file, it would make `import zero8` a third slower.
         from zero8.fsdp.placed import PlacedExtent
 
         extent = PlacedExtent.of(p, parameter.name)

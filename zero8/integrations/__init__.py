@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other trainers need besides the optimizer itself; each module imports its framework."""
+"""Helpers for trainers and monitors; each module imports its framework."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer holds and has met, as a few numbers for monitors."""
+"""Figures on an optimizer's states, for monitors."""
 
 import math
 import time
@@ -16,32 +16,33 @@ from zero8.state.store import MomentStore
 from zero8.zero.active import innermost
 
 SAMPLE_NUMEL = 1 << 18
-"""How many codes of each moment are counted, at most."""
+"""The most codes of each moment that are counted."""
 UPDATES_NUMEL = 1 << 13
-"""How many updates are looked at, at most: their moments must be decoded."""
+"""The most updates that are examined; it is smaller, as their moments must be decoded."""
 MARGIN = 1.1
-"""By what factor an update is above its bound if it counts as clipped."""
+"""An update counts as clipped if it exceeds its bound by this factor."""
 RUN_NUMEL = 4096
-"""How many codes are taken from one place: a whole block, however long blocks are."""
+"""The number of consecutive codes in a sample: at least a whole block."""
 
 
 def health(optimizer: Adam8bitBlockwise) -> dict[str, float]:
-    """Return what this rank's part of an optimizer is like, by names for a monitor.
+    """Return figures on this rank's states, by names for a monitor.
 
-    The names begin with `zero8/`, or, of several ranks, with `zero8/rank0/`: no rank asks others.
+    The names begin with `zero8/`, or with `zero8/rank0/` if there are several ranks; there is no
+    communication.
 
-    - state_bytes: of moments with their scales and weight corrections; those on a disk, too.
-    - share_8bit: of the elements, how many have 8-bit moments.
-    - nonfinite_blocks: `Adam8bitBlockwise.nonfinite_blocks`; a GPU's arrive later.
-    - exp_avg_at_top, exp_avg_at_floor, and of exp_avg_sq: shares of saturated codes, as `zero8
-      checkpoint inspect` shows them.  Counted are `SAMPLE_NUMEL` codes, in runs at equal distances
-      over all tensors: the same places each time.  Left out while no codes are in memory.
-    - clipped: of `UPDATES_NUMEL` elements with 8-bit moments, the share whose |m|, as stored, is
-      more than `MARGIN` times sqrt(K v), with K of (S1).  Exact moments keep that bound: steps clip
-      such updates to it.  Rounding alone comes near it where gradients repeat.
+    - state_bytes: moments with their scales, and weight corrections, on a disk, too.
+    - share_8bit: the share of elements with 8-bit moments.
+    - nonfinite_blocks: `Adam8bitBlockwise.nonfinite_blocks`; a GPU's count arrives later.
+    - exp_avg_at_top, exp_avg_at_floor, and for exp_avg_sq: shares of saturated codes, as in `zero8
+      checkpoint inspect`, of `SAMPLE_NUMEL` codes: runs at equal distances over all tensors, the
+      same ones each time.  Omitted if no codes are in memory.
+    - clipped: of `UPDATES_NUMEL` elements with 8-bit moments, the share whose stored |m| is more
+      than `MARGIN` times sqrt(K v), with K of (S1).  Steps clip such updates to the bound, which
+      exact moments never exceed.  If gradients repeat, rounding alone can reach it.
 
     Args:
-        optimizer: of plain PyTorch or FSDP2, or the one inside ZeRO's or Accelerate's wrappers.
+        optimizer: in plain PyTorch or FSDP2, or the one inside ZeRO's or Accelerate's wrappers.
     """
     moments = optimizer.all_moments()
     stores, on_disk = list(moments.values()), list(optimizer.on_disk.values())
@@ -73,7 +74,7 @@ def health(optimizer: Adam8bitBlockwise) -> dict[str, float]:
 def _clipped(
     optimizer: Adam8bitBlockwise, moments: dict[Tensor, list[MomentStore]]
 ) -> float | None:
-    """Return the share of updates that (R5) clips so, eps aside; None if there are no codes."""
+    """Return the share of updates that (R5) clips, neglecting eps; None without codes."""
     pieces = [
         (state, pair, piece)
         for state, pair in ((optimizer.state[p], pair) for p, pair in moments.items())
@@ -91,16 +92,16 @@ def _clipped(
 
 
 def _runs(codes: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the codes that are counted."""
+    """Yield the codes to count."""
     for number, begin, end in _sampled([x.numel() for x in codes], SAMPLE_NUMEL):
         yield codes[number][begin:end]
 
 
 def _sampled(lengths: Sequence[int], sample_numel: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (which, begin, end) of every n-th run, counted through sequences of these lengths."""
+    """Yield (index of the sequence, begin, end) of runs at equal distances over sequences."""
     num_runs = sum(math.ceil(length / RUN_NUMEL) for length in lengths)
     every = max(1, math.ceil(num_runs * RUN_NUMEL / sample_numel))
-    first = 0  # the next run, counted from the start of the sequence
+    first = 0  # the number of the next run in the sequence
     for which, length in enumerate(lengths):
         num_runs = math.ceil(length / RUN_NUMEL)
         for number in range(first, num_runs, every):
@@ -109,24 +110,24 @@ def _sampled(lengths: Sequence[int], sample_numel: int) -> Iterator[tuple[int, i
 
 
 class Reports:
-    """The health of an optimizer at every n-th training step, with the time of its steps.
+    """The health of an optimizer every `every` training steps, with the time of its steps.
 
-    step_ms is the wall time of `optimizer.step` for a training step, on average since the last
-    report; left out where a parameter is on a GPU, for which the host does not wait.
+    step_ms is the mean wall time of `optimizer.step` per training step since the last report;
+    omitted if a parameter is on a GPU, for which the host does not wait.
 
-    A report costs about 8 ms on a CPU, and 0.2 ms for each parameter that has a state of its own
-    (a partition of ZeRO's is one): at every 50th step 0.7 % of the steps over a partition of 2^25.
+    A report takes about 8 ms on a CPU, and 0.2 ms per state (ZeRO has one per partition): 0.7 % of
+    the time of steps over a partition of 2^25, if every 50th step reports.
     """
 
     def __init__(self, optimizer, every: int):
-        """Begin to take the time.
+        """Start the timing.
 
         Args:
             optimizer: an `Adam8bitBlockwise`, or a wrapper of ZeRO or Accelerate around one.
-            every: how many training steps lie between two reports.
+            every: training steps between two reports.
 
         Raises:
-            ValueError: if it is another optimizer, or `every` is no positive integer.
+            ValueError: if it is another optimizer, or `every` is not a positive integer.
         """
         self._optimizer = innermost(optimizer)
         if not isinstance(self._optimizer, Adam8bitBlockwise):
@@ -148,7 +149,7 @@ class Reports:
         self._seconds += time.perf_counter() - self._began
 
     def after(self, step: int) -> dict[str, float]:
-        """Return what there is to report after a training step: nothing but at every n-th."""
+        """Return the report after a training step; {} unless `every` divides `step`."""
         self._steps += 1
         if step % self._every:
             return {}
@@ -156,12 +157,12 @@ class Reports:
         stepped = (*self._optimizer.state, *self._optimizer.on_disk)
         if not any(p.is_cuda for p in stepped):
             prefix = next(iter(values)).rpartition("/")[0]
-            # ZeRO calls `step` for each of its groups or sub-groups.
+            # ZeRO calls `optimizer.step` for each of its groups or sub-groups.
             values[f"{prefix}/step_ms"] = 1e3 * self._seconds / self._steps
         self._steps, self._seconds = 0, 0.0
         return values
 
     def close(self) -> None:
-        """Take no more time."""
+        """Stop the timing."""
         for hook in self._hooks:
             hook.remove()

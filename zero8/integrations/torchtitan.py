@@ -10,15 +10,15 @@ from zero8.optimizer import OPTIMIZERS
 
 
 class Adam8bitContainer(OptimizersContainer):
-    """torchtitan's container of optimizers, in whose configs zero8's have names.
+    """torchtitan's container of optimizers, whose config can also name zero8's.
 
-    Checkpoints have torchtitan's flat names, and are resharded as its own.  Those of AdamW load
-    where `optimizer_factory_kwargs_by_name` sets `state_dict_format="fp32"`.
+    Checkpoints have torchtitan's flat names and can be resharded.  Checkpoints of AdamW load if
+    `optimizer_factory_kwargs_by_name` sets `state_dict_format="fp32"`.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """As torchtitan's; a config builds the container in which its class stands."""
+        """torchtitan's config, nested here because a config builds its enclosing class."""
 
     @staticmethod
     def _resolve_optimizer_factory(name: str):
@@ -28,12 +28,13 @@ class Adam8bitContainer(OptimizersContainer):
         return OptimizersContainer._resolve_optimizer_factory(name)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load what `state_dict` returns, by the names that it gives.
+        """Load a state dict of `state_dict`, by its names.
 
-        torchtitan's own goes by those of the live states, which are codes in either format.
+        torchtitan's method looks up the names of the live states, which are codes even if
+        `state_dict_format` is "fp32".
 
         Raises:
-            ValueError: if a state does not fit its parameter, or is not there.
+            ValueError: if a state is missing or does not fit its parameter.
         """
         for optimizer in self.optimizers:
             init_optim_state(optimizer)
@@ -53,7 +54,7 @@ class Adam8bitContainer(OptimizersContainer):
 def _entry(state_dict: dict, name: str) -> object:
     if name not in state_dict:
         raise ValueError(
-            f"load_state_dict: got no {name}; a checkpoint of AdamW, or of "
-            'state_dict_format="fp32", loads with state_dict_format="fp32" only'
+            f"load_state_dict: got no {name}; a checkpoint of AdamW, or with "
+            'state_dict_format="fp32", loads only with state_dict_format="fp32"'
         )
     return state_dict[name]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run will need before it starts: `zero8 plan`."""
+"""`zero8 plan`: estimates the memory, traffic and step time of a training run."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameter shapes of decoders, from the `config.json` that Hugging Face models come with."""
+"""Parameter shapes of decoders, from the `config.json` of Hugging Face models."""
 
 from collections.abc import Iterator
 
@@ -20,13 +20,13 @@ NEEDED_OF_OTHERS = ("num_attention_heads",)
 
 
 def shapes_of(config: dict) -> Named:
-    """Yield name and shape of every parameter of the model that a `config.json` describes.
+    """Yield name and shape of every parameter of a model.
 
     Args:
-        config: the object in the file.
+        config: the object in its `config.json`.
 
     Raises:
-        ValueError: if `model_type` is none of `MODEL_TYPES`, or a size is missing or no size.
+        ValueError: if `model_type` is not in `MODEL_TYPES`, or a size is missing or invalid.
     """
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
@@ -47,7 +47,7 @@ def shapes_of(config: dict) -> Named:
 
 
 def _check_size(key: str, value: object) -> None:
-    # "first_k_dense_replace" may be 0: no layer is dense.
+    # "first_k_dense_replace" may be 0.
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{key} of the model's config: got {value!r}, expected a size")
 
@@ -72,7 +72,7 @@ def _inner(config: dict) -> int:
 
 
 def _attention(kind: str, config: dict) -> Named:
-    """Attention with heads of keys and values that heads of queries share."""
+    """Attention, possibly with grouped queries."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or width // heads
     rows = {"q": heads * size}
@@ -91,7 +91,7 @@ def _attention(kind: str, config: dict) -> Named:
 
 
 def _latent_attention(config: dict) -> Named:
-    """DeepSeek's: keys and values are made from one short vector."""
+    """DeepSeek's multi-head latent attention."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
     rank = config["kv_lora_rank"]
     plain, rotated = config["qk_nope_head_dim"], config["qk_rope_head_dim"]

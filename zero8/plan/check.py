@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare estimated step times with measured ones: `zero8 bench plan`.
 
-Measures the machine as `zero8 plan --measure` does, and in the same rounds steps of other sizes and
-thread counts, whose times it then estimates.  Writes OUT (JSON), and a table (.md) beside it.
+Measures the machine as `zero8 plan --measure` does, and in the same rounds times steps of other
+sizes and thread counts, which it then estimates.  Writes OUT (JSON), and a table (.md) beside it.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from zero8.spec.codec import DEFAULT_CODEC
 NUMEL = 2**25
 ROUNDS = 15
 SIZES = (0.5, 1)
-"""Sizes of the steps that are estimated, in those of the calibration."""
+"""Sizes of the estimated steps, relative to the calibration's."""
 
 LIMIT_PERCENT = 15.0
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(numel: int, rounds: int) -> dict:
-    """Return the machine, its rates, and a row for each step that was estimated and timed."""
+    """Return the machine, its rates, and a row for each step, estimated and timed."""
     counts = thread_counts(torch.get_num_threads())
     calibration = Calibration(numel, counts[-1])
     cases = [(c, n) for size in SIZES for c in _contenders(int(size * numel)) for n in counts]

@@ -16,16 +16,16 @@ from zero8.plan.setup import DEVICES, ENGINES, WEIGHT_BYTES, Setup, with_deepspe
 from zero8.plan.step_time import Hardware
 
 TROUBLE = 2
-"""Exit status where nothing could be planned, as that of wrong usage."""
+"""Exit status of a failed plan, as of wrong usage."""
 
 HOST = OTHERS[-1]
-"""The host where none is given or measured."""
+"""The default host."""
 
 GPU_GB_PER_S = 3350.0
 """The memory bandwidth of an H100 SXM, by its data sheet."""
 
 SETTINGS = ("engine", "stage", "offload", "dtype")
-"""Options that a DeepSpeed config settles."""
+"""Options that a DeepSpeed config replaces."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "weight_correction_bits 8"
     )
     run.add_argument("--dtype", choices=tuple(WEIGHT_BYTES), help=help_text)
-    fit = parser.add_argument_group("the memory that there is, for a verdict: fits or not")
+    fit = parser.add_argument_group("the available memory, to check whether the run fits")
     fit.add_argument("--host-memory", type=float, metavar="GIB", help="memory of each host")
     fit.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of each GPU")
     _add_hardware(parser.add_argument_group("the hardware, for the step time"))
@@ -94,7 +94,7 @@ def _planned(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     result = summary(model, setup, hardware, found)
     lines = text(model, setup, hardware, found)
     if arguments.plot is not None:
-        from zero8.plan.figure import plot  # which needs matplotlib
+        from zero8.plan.figure import plot  # needs matplotlib
 
         plot(model, setup, hardware, arguments.plot)
         lines += f"\nwrote {arguments.plot}"
@@ -119,10 +119,10 @@ def _setup(arguments: argparse.Namespace) -> Setup:
     if arguments.ds_config is None:
         return Setup(**sizes, **given)
     if given:
-        raise ValueError(f"--ds-config: got --{next(iter(given))} too, which the config settles")
+        raise ValueError(f"--ds-config: got --{next(iter(given))} too, which the config contains")
     config = json.loads(arguments.ds_config.read_text())
     if not isinstance(config, dict):
-        raise ValueError(f"{arguments.ds_config}: got no JSON object, expected a DeepSpeed config")
+        raise ValueError(f"{arguments.ds_config}: not a JSON object, expected a DeepSpeed config")
     return with_deepspeed_config(Setup(**sizes), config)
 
 
@@ -131,7 +131,7 @@ def _hardware(arguments: argparse.Namespace, setup: Setup) -> Hardware:
         raise ValueError("--nvme-bandwidth: expected GB/s of a host's drives, for offload to nvme")
     machine, rates = HOST, RECORDED
     if arguments.measure:
-        from zero8.plan.measure import measure  # which needs PyTorch, and time
+        from zero8.plan.measure import measure  # needs PyTorch
 
         machine, rates, _ = measure()
     given = {"cores": arguments.cores, "gb_per_s": arguments.bandwidth}

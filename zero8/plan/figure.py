@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of `zero8 plan --plot`: memory by place, and the time of the step."""
+"""The plot of `zero8 plan --plot`: memory by place, and the time of the step."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from zero8.plan.step_time import Hardware, step_times
 
 
 def plot(model: Model, setup: Setup, hardware: Hardware, path: Path) -> None:
-    """Draw the bytes of each place, stacked by what they are, and the step times, side by side."""
+    """Draw stacked bars of the memory of each place, and the step times, side by side."""
     rows, ranks = rows_of(model, setup), setup.ranks_here
     titles = {GPU: ("each GPU", 1), HOST: ("each host", ranks), NVME: ("NVMe of a host", ranks)}
     places = [place for place in titles if any(row.place == place for row in rows)]
@@ -35,5 +35,5 @@ def _stack(axes, rows: list[Row], scale: int) -> None:
         values = [scale * value / GIB for value in (row.fp32_bytes, row.zero8_bytes)]
         axes.bar(NAMES, values, bottom=heights, label=row.what)
         heights = [below + value for below, value in zip(heights, values, strict=True)]
-    axes.set_ylim(0, 1.4 * max(heights))  # the legend stands above the bars
+    axes.set_ylim(0, 1.4 * max(heights))  # leaves room for the legend
     axes.legend(fontsize=7)

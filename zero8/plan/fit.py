@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run fits into the memory of its hosts and GPUs, and which changes make it fit."""
+"""Checks whether a run fits into the memory of its hosts and GPUs, and finds changes that help."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,15 +11,15 @@ from zero8.plan.model import Model
 from zero8.plan.setup import Setup, counted
 
 MOST_CHANGES = 6
-"""Changes that are named at most."""
+"""The most changes reported."""
 
 MOST_DOUBLINGS = 10
-"""How often the number of ranks is doubled at most."""
+"""The most doublings of the number of ranks that are tried."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes of memory that a host and a GPU have, None where it is not known."""
+    """Bytes of memory of a host and of a GPU; None if unknown."""
 
     host_bytes: int | None
     gpu_bytes: int | None
@@ -27,24 +27,24 @@ class Limits:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a run takes of each host and of each GPU with one optimizer."""
+    """Bytes that a run needs on each host and on each GPU with one optimizer."""
 
     host_bytes: int
     gpu_bytes: int
 
     def fits(self, limits: Limits) -> bool:
-        """Return whether no limit that is known is exceeded."""
+        """Return whether all known limits hold."""
         pairs = (self.host_bytes, limits.host_bytes), (self.gpu_bytes, limits.gpu_bytes)
         return all(limit is None or need <= limit for need, limit in pairs)
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something else to plan for.
+    """A change of settings that makes a run fit.
 
     Attributes:
-        what: in words, with its options.
-        need: of zero8, after the change.
+        what: a description, with its options.
+        need: with zero8, after the change.
     """
 
     what: str
@@ -52,7 +52,7 @@ class Change:
 
 
 def needs(model: Model, setup: Setup) -> tuple[Need, Need]:
-    """Return what a run needs with an fp32 Adam and with zero8."""
+    """Return the needs with an fp32 Adam and with zero8."""
     rows, ranks = rows_of(model, setup), setup.ranks_here
     pairs = zip(total(rows, HOST), total(rows, GPU), strict=True)
     fp32, zero8 = (Need(ranks * host, gpu) for host, gpu in pairs)
@@ -64,10 +64,10 @@ class Verdict:
     """Whether a run fits.
 
     Attributes:
-        limits: the memory that there is.
-        fp32_adam: what it needs with an fp32 Adam.
-        zero8: what it needs with zero8.
-        changes: with which zero8 fits, if it does not without.
+        limits: the available memory.
+        fp32_adam: the need with an fp32 Adam.
+        zero8: the need with zero8.
+        changes: changes that make zero8 fit, if it does not.
     """
 
     limits: Limits
@@ -77,7 +77,7 @@ class Verdict:
 
 
 def verdict(model: Model, setup: Setup, limits: Limits) -> Verdict:
-    """Return whether a run fits, and else single changes that help, or pairs if none does."""
+    """Return whether a run fits, and if not, single changes that help, or else pairs."""
     fp32_adam, zero8 = needs(model, setup)
     if zero8.fits(limits):
         return Verdict(limits, fp32_adam, zero8, ())
@@ -97,7 +97,7 @@ def _pairs(changes: list[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
 
 
 def _single_changes(setup: Setup) -> Iterator[tuple[str, dict]]:
-    """Yield what may be changed, in words, and the attributes of `Setup` that it sets."""
+    """Yield possible changes: a description, and the attributes of `Setup` to set."""
     if setup.offload == "none":
         stage = setup.stage or 2
         options = f"--offload cpu --stage {stage}" if setup.stage == 0 else "--offload cpu"
@@ -117,7 +117,7 @@ def _single_changes(setup: Setup) -> Iterator[tuple[str, dict]]:
         yield 'weights in host memory (stage 3 with "offload_param" in --ds-config)', params
     if setup.dtype != "fp16" and setup.offload != "nvme":
         yield (
-            "FSDP2, less what its layers gather (--engine fsdp2)",
+            "FSDP2, without the weights that layers gather (--engine fsdp2)",
             {"engine": "fsdp2", "offload_params": False},
         )
 
@@ -126,7 +126,7 @@ def _fitting(model: Model, setup: Setup, limits: Limits, changes) -> Iterator[Ch
     for what, attributes in changes:
         try:
             changed = replace(setup, **attributes)
-        except ValueError:  # settings that do not go together
+        except ValueError:  # incompatible settings
             continue
         _, need = needs(model, changed)
         if need.fits(limits):
@@ -134,7 +134,7 @@ def _fitting(model: Model, setup: Setup, limits: Limits, changes) -> Iterator[Ch
 
 
 def _more_ranks(model: Model, setup: Setup, limits: Limits, before: str = "") -> Iterator[Change]:
-    """Yield the smallest number of ranks, in doublings, that fits; `before` comes before it."""
+    """Yield the smallest doubled number of ranks that fits; `before` is the description's start."""
     counts = [setup.world_size * 2**power for power in range(1, 1 + MOST_DOUBLINGS)]
     needed = lru_cache(lambda count: needs(model, replace(setup, world_size=count))[1])
     if not needed(counts[-1]).fits(limits):

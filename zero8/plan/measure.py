@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine does: bandwidth of its memory, and ns per parameter of one core."""
+"""Measures this machine: bandwidth of its memory, and ns per parameter of one core."""
 
 from collections.abc import Callable
 
@@ -18,10 +18,10 @@ ROUNDS = 7
 
 
 class Calibration:
-    """The calls that `--measure` times, and what follows from their times.
+    """The calls that `--measure` times, and their evaluation.
 
-    Steps of an fp32 Adam (PyTorch's fused AdamW) and of zero8 on one thread, and copies of the same
-    memory on one thread, two, four and so on up to all.
+    They are steps of an fp32 Adam (PyTorch's fused AdamW) and of zero8 on one thread, and copies of
+    the same memory on 1, 2, 4, ... and all threads.
     """
 
     def __init__(self, numel: int, num_threads: int):
@@ -29,7 +29,7 @@ class Calibration:
 
         Args:
             numel: parameters, a multiple of 4096; they should not fit in the cache.
-            num_threads: how many threads "all" are.
+            num_threads: number of all threads.
         """
         params = contenders.flat_params(numel)
         (adam,), _ = contenders.peer_contenders(["torch"], params)
@@ -42,16 +42,12 @@ class Calibration:
 
     @property
     def timed(self) -> list[Timed]:
-        """The calls, to be timed in turns."""
+        """The calls to time in turns."""
         copies = [on_threads(self._copy, count) for count in self._counts]
         return [*(on_threads(step, 1) for step in self._steps), *copies]
 
     def result(self, times_ns: list[float]) -> tuple[Machine, Rates, dict[int, float]]:
-        """Return what follows from the times of `timed`.
-
-        Returns:
-            The machine; its rates; the bandwidth by number of threads, GB/s.
-        """
+        """Return the machine, its rates, and GB/s by number of threads; takes times of `timed`."""
         steps, copies = times_ns[: len(self._steps)], times_ns[len(self._steps) :]
         moved = self._copy.bytes_per_param * self._numel
         bandwidths = {n: moved / ns for n, ns in zip(self._counts, copies, strict=True)}
@@ -68,17 +64,17 @@ def measure() -> tuple[Machine, Rates, dict[int, float]]:
 
 
 def fastest_ns(samples: Samples) -> float:
-    """Return the shortest time: what else runs on the machine can only add to it."""
+    """Return the shortest time: other load on the machine can only add to it."""
     return min(samples.times)
 
 
 def thread_counts(most: int) -> list[int]:
-    """Return 1, 2, 4 and so on, and `most`."""
+    """Return the powers of two up to `most`, and `most`."""
     return sorted({1 << k for k in range(most.bit_length())} | {most})
 
 
 def on_threads(contender: Contender, count: int) -> Timed:
-    """Return a contender's step on so many of torch's threads."""
+    """Return a contender's step on `count` of torch's threads."""
     return Timed(_on_threads(contender.step, count))
 
 

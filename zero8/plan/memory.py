@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank keeps on its GPU, in host memory and on NVMe.
+"""The memory of each rank: on its GPU, in host memory and on NVMe.
 
-Read off DeepSpeed 0.19.8 and PyTorch's FSDP2, and compared in tests/plan with the tensors that
-engines hold.  Left out are activations, what CUDA and the frameworks take for themselves, and what
-allocators round up.
+Derived from the sources of DeepSpeed 0.19.8 and PyTorch's FSDP2; tests/plan compares it with the
+tensors of engines.  It excludes activations, the memory of CUDA and the frameworks themselves, and
+the overhead of allocators.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from zero8.plan.share import Share, share_of
 
 GPU, HOST, NVME = "GPU", "host", "NVMe"
 HOME = {"none": GPU, "cpu": HOST, "nvme": NVME}
-"""Where the optimizer's states are."""
+"""The place of the optimizer's states."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Row:
 
     Attributes:
         place: `GPU`, `HOST` or `NVME`.
-        what: what it is.
+        what: a description.
         fp32_bytes: with an fp32 Adam.
         zero8_bytes: with zero8.
     """
@@ -35,7 +35,7 @@ class Row:
 
 
 def rows_of(model: Model, setup: Setup) -> list[Row]:
-    """Return what one rank keeps, a row for each kind of thing; none is empty."""
+    """Return the nonempty rows of one rank."""
     share = share_of(model, setup)
     if setup.engine == "fsdp2":
         rows = _fsdp2(setup, share)
@@ -93,7 +93,7 @@ def _buffers_of_offload(model: Model, setup: Setup, share: Share) -> list[Row]:
 def _stage3(model: Model, setup: Setup, share: Share) -> list[Row]:
     weight, master = setup.weight_bytes, setup.master_bytes
     home, numel = HOME[setup.offload], share.numel
-    # A single rank's weights are whole where they are.
+    # A single rank gathers nothing unless its weights are offloaded.
     is_gathered = setup.world_size > 1 or setup.offload_params
     gathered = min(setup.max_live_numel, model.numel) if is_gathered else 0
     sub_group = min(setup.sub_group_numel, numel)
@@ -124,14 +124,14 @@ def _buckets(setup: Setup, default_overlap: bool) -> list[Row]:
     if setup.stage == 0:
         return []
     overlap = default_overlap if setup.overlap_comm is None else setup.overlap_comm
-    # Stage 3 has one bucket, whether it overlaps or not.
+    # Stage 3 has one bucket, even if it overlaps.
     count = 2 if overlap and setup.stage < 3 else 1
     num_bytes = count * setup.weight_bytes * setup.reduce_bucket_numel
     return [_same(GPU, "buckets of gradients", num_bytes)]
 
 
 def _fsdp2(setup: Setup, share: Share) -> list[Row]:
-    """Parameters and gradients are shards of one dtype; what a layer gathers is left out."""
+    """Parameters and gradients are shards of one dtype; gathered weights are not counted."""
     home = HOME[setup.offload]
     what = ("weights", "gradients")
     return [_same(home, name, setup.master_bytes * share.numel) for name in what]

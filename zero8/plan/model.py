@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained: the shapes of a model's parameters."""
+"""The shapes of a model's parameters."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from pathlib import Path
 from zero8.plan.architectures import shapes_of
 
 SIDE = 4096
-"""Rows and columns of the matrices that stand for a model of which only the size is known."""
+"""Rows and columns of the matrices that a model of unknown shapes is assumed to have."""
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -22,8 +22,8 @@ class Model:
     """A model's parameters.
 
     Attributes:
-        title: what it is called in reports.
-        params: name and shape of every parameter, in the order in which an engine gets them.
+        title: its name in reports.
+        params: name and shape of every parameter, in the engine's order.
     """
 
     title: str
@@ -31,13 +31,13 @@ class Model:
 
     @classmethod
     def of_size(cls, text: str) -> "Model":
-        """Return a model of which only the number of parameters is known, such as "8B".
+        """Return a model with a number of parameters such as "8B", and unknown shapes.
 
-        It is taken to be matrices of 4096 x 4096, the last one shorter: all of its moments are
-        8-bit, in whole blocks, and no parameter is large.
+        It is assumed to be matrices of 4096 x 4096, the last one shorter: all moments are 8-bit, in
+        whole blocks, and no parameter is large.
 
         Raises:
-            ValueError: if the text is no size of at least one row.
+            ValueError: if the text is not a size of at least one row.
         """
         found = re.fullmatch(r"(\d+(?:\.\d*)?)([KMBT]?)", text.strip().upper())
         numel = round(float(found[1]) * UNITS[found[2]]) if found else 0
@@ -62,9 +62,9 @@ class Model:
         try:
             content = json.loads(path.read_text())
         except ValueError as error:
-            raise ValueError(f"{path}: got no JSON ({error})") from error
+            raise ValueError(f"{path}: not JSON ({error})") from error
         if not isinstance(content, dict) or not content:
-            raise ValueError(f"{path}: got no JSON object with anything in it, expected one")
+            raise ValueError(f"{path}: expected a JSON object that is not empty")
         if all(_is_shape(value) for value in content.values()):
             params = tuple((name, tuple(shape)) for name, shape in content.items())
         else:
@@ -84,7 +84,7 @@ class Model:
 
     @cached_property
     def shapes(self) -> Counter[tuple[int, ...]]:
-        """How many parameters have each shape."""
+        """The number of parameters of each shape."""
         return Counter(shape for _, shape in self.params)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one core does of a step, in ns per parameter over data in memory."""
+"""The speed of a step on one core, in ns per parameter."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class Rates:
         fp32_adam: an fp32 Adam, float32 weights.
         zero8: zero8, float32 weights.
         zero8_bf16: zero8, bf16 weights and gradients.
-        source: where the numbers are from.
+        source: the source of the numbers.
     """
 
     fp32_adam: float
@@ -21,12 +21,12 @@ class Rates:
     source: str
 
     def of(self, weight_bytes: int) -> tuple[float, float]:
-        """Return ns per parameter of an fp32 Adam and of zero8, over weights of so many bytes.
+        """Return ns per parameter of an fp32 Adam and of zero8, for weights of this many bytes.
 
-        Over bf16 weights an fp32 Adam is taken to need what it needs over float32 ones.
+        An fp32 Adam is assumed to be as fast on bf16 weights as on float32 ones.
         """
         return self.fp32_adam, self.zero8 if weight_bytes == 4 else self.zero8_bf16
 
 
 RECORDED = Rates(1.635, 1.092, 1.239, "benchmarks/records/plan_cpu_202611.md")
-"""One core of a Xeon with AVX-512, as the record says."""
+"""One core of the Xeon with AVX-512 in that record."""

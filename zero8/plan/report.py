@@ -17,11 +17,11 @@ GIB = 2**30
 NAMES = ("fp32 Adam", "zero8")
 
 PLAN_COLUMNS = 62
-"""Columns for a plan in the verdict, which is then 120 wide at most."""
+"""The width of the verdict's last column, such that its table has at most 120 columns."""
 
 
 def summary(model: Model, setup: Setup, hardware: Hardware, found: Verdict | None) -> dict:
-    """Return the plan as an object for JSON; bytes are those of one rank unless named otherwise."""
+    """Return the plan as an object for JSON; bytes are of one rank unless named otherwise."""
     rows, ranks = rows_of(model, setup), setup.ranks_here
     totals = {place: total(rows, place) for place in (GPU, HOST, NVME)}
     result = {
@@ -131,7 +131,7 @@ def _verdict_lines(found: Verdict) -> list[str]:
     align = [*["right"] * 3, "left"]
     lines = tabulate(rows, headers, disable_numparse=True, colalign=align).splitlines()
     if not found.zero8.fits(limits) and not found.changes:
-        lines.append("No change of the settings that was tried makes zero8 fit.")
+        lines.append("None of the changes tried makes zero8 fit.")
     return lines
 
 

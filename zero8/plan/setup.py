@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model is trained: the engine, its stage, where states are kept, and the precision."""
+"""The settings of a run: the engine, its stage, the place of states, and the precision."""
 
 from dataclasses import dataclass, replace
 
@@ -17,33 +17,33 @@ more bits of each weight in its state (`weight_correction_bits`).
 """
 
 MASTER_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "bf16-masters": 2, "24-bit-masters": 2}
-"""Bytes of what the optimizer steps over, without those 8 bits."""
+"""Bytes of a weight that the optimizer updates, without those 8 bits."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings of a training run that decide what is kept where.
+    """The settings of a training run that affect memory.
 
     Attributes:
         engine: `deepspeed` or `fsdp2`.
         stage: of ZeRO, 0 to 3; FSDP2 is like 3.
-        offload: where optimizer states are: `none` (the GPU), `cpu` or `nvme`.
+        offload: the place of optimizer states: `none` (the GPU), `cpu` or `nvme`.
         offload_params: whether 16-bit weights are in host memory, too (stage 3).
         dtype: a key of `WEIGHT_BYTES`.
         world_size: number of ranks, each with a GPU.
         ranks_per_host: ranks that share the memory of a host.
-        accumulation_steps: micro-batches of a step.
+        accumulation_steps: micro-batches per step.
         reduce_bucket_numel: DeepSpeed's `reduce_bucket_size`, elements.
         overlap_comm: DeepSpeed's; None: its default, on for stage 3.
         sub_group_numel: DeepSpeed's `sub_group_size`, elements of a rank.
         max_live_numel: DeepSpeed's `stage3_max_live_parameters`.
-        buffer_count: DeepSpeed's, of swapping to NVMe.
-        pipelined: whether transfers to and from NVMe go on while a step computes.
+        buffer_count: DeepSpeed's, for swapping to NVMe.
+        pipelined: whether transfers to and from NVMe overlap with the step.
         policy: which moments zero8 keeps in 8 bits.
         codec: zero8's.
 
     Raises:
-        ValueError: on construction, if settings do not go together.
+        ValueError: on construction, if settings are invalid or incompatible.
     """
 
     engine: str = "deepspeed"
@@ -82,7 +82,7 @@ class Setup:
 
     def _check_together(self) -> None:
         if self.offload == "nvme" and (self.engine, self.stage) != ("deepspeed", 3):
-            raise ValueError("offload: got 'nvme', which DeepSpeed's stage 3 alone can do")
+            raise ValueError("offload: got 'nvme', which only DeepSpeed's stage 3 supports")
         if self.stage == 0 and self.offload != "none":
             raise ValueError(
                 f"stage: got 0 with offload {self.offload!r}, expected stage 1, 2 or 3"
@@ -90,7 +90,7 @@ class Setup:
         if self.offload_params and self.stage != 3:
             raise ValueError(f"stage: got {self.stage} with offloaded parameters, expected 3")
         if self.engine == "fsdp2" and self.dtype == "fp16":
-            raise ValueError("dtype: got 'fp16' with fsdp2, which is not planned for; take 'bf16'")
+            raise ValueError("dtype: got 'fp16' with fsdp2, which is not supported; use 'bf16'")
 
     @property
     def weight_bytes(self) -> int:
@@ -99,7 +99,7 @@ class Setup:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of a weight that the optimizer steps over, and of the gradient it reads."""
+        """Bytes of a weight that the optimizer updates, and of its gradient."""
         return MASTER_BYTES[self.dtype]
 
     @property
@@ -122,20 +122,20 @@ class Setup:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things in words."""
+    """Return a number with its noun, such as "2 hosts"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def with_deepspeed_config(setup: Setup, config: dict) -> Setup:
-    """Return a setup with what a DeepSpeed config says of it.
+    """Return a setup with the settings of a DeepSpeed config.
 
     Raises:
-        ValueError: if the config has something that is not planned for.
+        ValueError: if the config has an unsupported setting.
     """
     zero = config.get("zero_optimization", {})
     optimizer = zero.get("offload_optimizer") or {}
     if config.get("data_types", {}).get("grad_accum_dtype") == "fp32":
-        raise ValueError("grad_accum_dtype: got 'fp32', which is not planned for; leave it out")
+        raise ValueError("grad_accum_dtype: got 'fp32', which is not supported; leave it out")
     stage = zero.get("stage", 0)
     found = {
         "stage": stage,
@@ -159,7 +159,7 @@ def with_deepspeed_config(setup: Setup, config: dict) -> Setup:
 
 
 def _is_number(value: object) -> bool:
-    # The Hugging Face Trainer fills in "auto" later: DeepSpeed's default is as good a guess.
+    # "auto", which the Hugging Face Trainer fills in later, is taken as DeepSpeed's default.
     return isinstance(value, int | float)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank steps over: how many elements, and what their moments take.
+"""The share of one rank: its number of elements, and the bytes of their moments.
 
-Shares are cut as the engines cut them.  ZeRO 1 and 2 lay all parameters one after another and cut
-the whole into equal parts; ZeRO 3 cuts every parameter; FSDP2 cuts every parameter between rows.
+ZeRO 1 and 2 concatenate all parameters and cut the whole into equal parts; ZeRO 3 cuts every
+parameter; FSDP2 cuts every parameter between rows.
 """
 
 import math
@@ -20,7 +20,7 @@ FP32_MOMENT_BYTES = 8
 """Bytes per element of the two moments of an fp32 Adam."""
 
 FLAT_ALIGNMENT = 2
-"""ZeRO 1 and 2 pad the whole to a multiple of this many elements per rank."""
+"""ZeRO 1 and 2 pad each rank's part to a multiple of this many elements."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Share:
 
     Attributes:
         numel: elements, padding included.
-        touched_numel: elements of all parameters that the rank has any part of.
+        touched_numel: elements of all parameters that the rank holds a part of.
         fp32_bytes: moments of an fp32 Adam.
         zero8_bytes: codes, scales and float32 moments of zero8.
     """
@@ -51,7 +51,7 @@ def share_of(model: Model, setup: Setup) -> Share:
 
 
 def _of_each_parameter(model: Model, setup: Setup) -> tuple[int, int]:
-    """The first rank has the first elements, and no rank has more."""
+    """Return numel and zero8_bytes of the first rank, as no rank has more."""
     grid_of = _grids(setup)
     numel = zero8_bytes = 0
     counts = model.shapes.items() if not setup.policy.fp32_params else ()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the optimizer's step takes, and how many cores saturate the memory.
+"""The time of the optimizer's step, and the number of cores that saturate the memory.
 
 A step over data in memory takes, by equation (B1) of `zero8.bench.step.machines`,
 
     ns/param = max(ns of one core / cores, bytes per parameter / bandwidth)
 
-where ns of one core is that of a single thread over data in memory.  States on NVMe add the time of
-their transfers, or take the longer of the two where transfers and steps overlap.
+with ns of one core measured on a single thread over data in memory.  With states on NVMe the time
+of transfers is added or, if transfers and steps overlap, is a lower bound.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from zero8.plan.traffic import Traffic, traffic_of
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where steps are taken.
+    """The hardware of a run.
 
     Attributes:
         host: cores and memory bandwidth of a host.
-        rates: what one core does.
-        nvme_gb_per_s: of all drives of a host together, reading as fast as writing; None if
+        rates: the speed of one core.
+        nvme_gb_per_s: of all drives of a host together, for reading and for writing; None if
             nothing is offloaded there.
         gpu_gb_per_s: memory bandwidth of a GPU.
     """
@@ -43,8 +43,8 @@ class StepTime:
 
     Attributes:
         seconds: estimated.
-        limit: what it is limited by: `cores`, `memory`, `NVMe` or `GPU memory`.
-        saturating_cores: cores of a host that are as fast as its memory; None on a GPU.
+        limit: the bottleneck: `cores`, `memory`, `NVMe` or `GPU memory`.
+        saturating_cores: the number of cores that saturate a host's memory; None on a GPU.
     """
 
     seconds: float
@@ -67,7 +67,7 @@ def _step_time(
     setup: Setup, hardware: Hardware, numel: int, traffic: Traffic, rate: float
 ) -> StepTime:
     if setup.offload == "none":
-        # Only the bytes: how close to the bandwidth kernels come has not been measured.
+        # A lower bound: the kernels' share of the bandwidth has not been measured.
         return StepTime(traffic.step_bytes / hardware.gpu_gb_per_s / 1e9, "GPU memory", None)
     bytes_per_param = traffic.step_bytes / numel
     cores = hardware.host.saturating_cores(rate, bytes_per_param)

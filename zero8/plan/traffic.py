@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank moves in a step: through memory, over its GPU's link, to NVMe and to others."""
+"""The bytes that each rank moves per step: in memory, over its GPU's link, on NVMe and network."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ class Traffic:
     """Bytes that one rank moves in a step with one optimizer.
 
     Attributes:
-        step_bytes: that the optimizer reads and writes in memory: the gradient is read, the weights
-            and their moments are read and written.
+        step_bytes: read and written in memory by the optimizer: it reads gradients, and reads and
+            writes weights and moments.
         link_bytes: between GPU and host: gradients down, weights up.
         nvme_read_bytes: read from NVMe.
         nvme_write_bytes: written to it.
@@ -54,7 +54,7 @@ def _with(model: Model, setup: Setup, numel: int, state_bytes: int) -> Traffic:
 
 
 def _network_bytes(model: Model, setup: Setup) -> int:
-    """Return what a rank sends: rings, in which each sends all but its own share."""
+    """Return the bytes that a rank sends, in rings: everything but its own share."""
     sharded_weights = setup.engine == "fsdp2" or setup.stage == 3
     micro_batches = setup.accumulation_steps
     # Sharded weights are gathered for the forward and for the backward of each micro-batch.

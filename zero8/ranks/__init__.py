@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement between ranks: whatever one of them cannot do, all know before they go on."""
+"""Collectives of zero8: agreement between ranks, and numbers reduced over them."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks have to know before any of them goes on; every rank must call these.
+"""Agreement between ranks: an error of one is raised on all.  Every rank must call these.
 
-In one process without a process group they work as on one rank.
+Without a process group, the process is the only rank.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def gathered(value: T) -> list[T]:
-    """Return the values of all ranks, small and picklable, in the order of the ranks."""
+    """Return the (small, picklable) values of all ranks, in the order of the ranks."""
     values: list[Any] = [value] * numbers.num_ranks()
     if not numbers.is_alone():
         distributed.all_gather_object(values, value)
@@ -23,11 +23,11 @@ def gathered(value: T) -> list[T]:
 
 
 def from_rank_0(function: Callable[[], T]) -> T:
-    """Return on all ranks what a function returns on rank 0, which alone calls it.
+    """Call a function on rank 0 only, and return its result on all ranks.
 
     Raises:
-        OSError, ValueError: what rank 0's call raised, on all ranks; RuntimeError for others.  In
-            one process: whatever it raises.
+        OSError, ValueError, RuntimeError: on all ranks, the error of rank 0's call; RuntimeError
+            for any other class.  Without a process group, the error itself.
     """
     if numbers.is_alone():
         return function()
@@ -39,7 +39,7 @@ def from_rank_0(function: Callable[[], T]) -> T:
             answer[1] = OSError(str(error))
         except ValueError as error:
             answer[1] = ValueError(str(error))
-        except Exception as error:  # whatever it is, the others wait for it
+        except Exception as error:  # of any class, as the other ranks wait
             answer[1] = RuntimeError(f"{type(error).__name__}: {error}")
     distributed.broadcast_object_list(answer)
     if answer[1] is not None:
@@ -49,12 +49,12 @@ def from_rank_0(function: Callable[[], T]) -> T:
 
 
 def raise_together(error: Exception | None, what: str) -> None:
-    """Raise, on all ranks, if one of them has an error; the others say what it was.
+    """Raise on all ranks if one of them has an error.
 
     Args:
-        error: this rank's, which it then raises; the others raise one of the same kind, ValueError
-            or OSError, that says which rank had which.
-        what: was tried, for the message.
+        error: this rank's error, which it raises.  Ranks without one raise ValueError or OSError
+            with the first failed rank's message.
+        what: the action, for the message.
     """
     kind = ValueError if isinstance(error, ValueError) else OSError
     texts = gathered(None if error is None else (kind, f"{type(error).__name__}: {error}"))
@@ -63,13 +63,13 @@ def raise_together(error: Exception | None, what: str) -> None:
     failed = [(rank, *text) for rank, text in enumerate(texts) if text is not None]
     if failed:
         rank, kind, text = failed[0]
-        raise kind(f"{what}: {len(failed)} rank(s) could not, rank {rank}: {text}")
+        raise kind(f"{what}: {len(failed)} rank(s) failed, rank {rank}: {text}")
 
 
 def raise_together_quickly(error: Exception | None, what: str) -> None:
-    """Do what `raise_together` does by one all_reduce of 8 bytes, which every step can afford.
+    """Do the same as `raise_together` by one all_reduce of 8 bytes, cheap enough for every step.
 
-    The other ranks raise OSError, and do not say what the error was.
+    Ranks without an error raise OSError, without the others' messages.
     """
     count = numbers.total(int(error is not None), [None])
     if error is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many ranks there are, and numbers reduced over them; one process is one rank."""
+"""The number of ranks, and integers reduced over them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 Group = Any
-"""A process group of torch.distributed, which not every build of torch has; None is that of all."""
+"""A process group of torch.distributed, which some builds of torch lack; None: all ranks."""
 
 
 def is_alone() -> bool:
@@ -16,26 +16,26 @@ def is_alone() -> bool:
 
 
 def num_ranks() -> int:
-    """Return how many ranks there are."""
+    """Return the world size, 1 without a process group."""
     return 1 if is_alone() else torch.distributed.get_world_size()
 
 
 def rank() -> int:
-    """Return the number of this rank, 0 if there is one only."""
+    """Return this rank, 0 without a process group."""
     return 0 if is_alone() else torch.distributed.get_rank()
 
 
 def total(number: int, process_groups: Sequence[Group]) -> int:
-    """Return the sum of a number over the ranks of groups, one after the other.
+    """Return the sum of a number over groups in turn, by an all_reduce of 8 bytes each.
 
-    All ranks must call this.  One all_reduce of 8 bytes per group; None is the group of all.
+    All ranks must call this.
     """
     (number,) = _reduced([number], process_groups, "SUM")
     return number
 
 
 def largest(numbers: Sequence[int], process_groups: Sequence[Group]) -> list[int]:
-    """Return the largest of each number over the ranks of groups, called as `total`."""
+    """Return the maximum of each number over groups in turn.  All ranks must call this."""
     return _reduced(numbers, process_groups, "MAX")
 
 
@@ -50,8 +50,8 @@ def _reduced(numbers: Sequence[int], process_groups: Sequence[Group], op: str) -
 
 
 def _device_of(process_group: Group) -> str:
-    """Return the type of device whose tensors a group can reduce: of NCCL alone, "cuda"."""
-    # get_backend_config of a group that a mesh split off may name backends of its parent alone.
+    """Return a device type whose tensors a group can reduce, preferably "cpu"."""
+    # Not from get_backend_config: for groups split off by a mesh it may name only the parent's.
     group: Group = torch.distributed.group.WORLD if process_group is None else process_group
     devices = [device.type for device in group._device_types]
     return "cpu" if "cpu" in devices else devices[0]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The glue to DeepSpeed's ZeRO: registration, the state layout, the segment tables."""
+"""DeepSpeed's ZeRO: registration, the state of a flat partition, its segment table."""

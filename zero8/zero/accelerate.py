@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps Hugging Face Accelerate from replacing the optimizer in silence.
+"""Keeps Hugging Face Accelerate from silently replacing the optimizer.
 
-With offload, Accelerate exchanges any optimizer object for DeepSpeedCPUAdam before DeepSpeed sees
-it: float32 moments, Adam's L2 decay in place of AdamW's, betas and eps of its own.
+With offload, Accelerate replaces any optimizer object by DeepSpeedCPUAdam before DeepSpeed sees it:
+float32 moments, Adam's L2 decay instead of AdamW's, default betas and eps.
 """
 
 import functools
@@ -10,20 +10,26 @@ import logging
 from dataclasses import dataclass
 from types import ModuleType
 
+from zero8.zero.claims import in_config
+
 logger = logging.getLogger("zero8")
 
 REPLACES = "map_pytorch_optim_to_deepspeed"
-"""The function of accelerate.accelerator that exchanges optimizers."""
+"""The function of accelerate.accelerator that replaces optimizers."""
 
 UNKNOWN = (
     "cannot tell whether this Accelerate replaces optimizers under offload: "
     "call zero8.assert_active(engine)"
 )
 SETTING = '"zero_force_ds_cpu_optimizer": false'
-REMEDY = (
-    f"set {SETTING} at the top level of the DeepSpeed config, or name the optimizer there: "
-    '"optimizer": {"type": "Adam8bitBlockwise", "params": {...}} (and give Accelerate a DummyOptim)'
-)
+
+
+def remedy(optimizer: object) -> str:
+    """Return how to make DeepSpeed take an optimizer under offload."""
+    return (
+        f"set {SETTING} at the top level of the DeepSpeed config, or name the optimizer there: "
+        f"{in_config(type(optimizer).__name__)} (and give Accelerate a DummyOptim)"
+    )
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,12 @@ class Guard:
     optimizer_class: type
 
     def __call__(self, accelerator: ModuleType) -> None:
-        """Guard our optimizer from it."""
+        """Call `guard`."""
         guard(accelerator, self.optimizer_class)
 
 
 def guard(accelerator: ModuleType, optimizer_class: type) -> None:
-    """Have `accelerate.accelerator` refuse, with the remedy, to replace our optimizer."""
+    """Have `accelerate.accelerator` raise, with the remedy, instead of replacing our optimizer."""
     original = getattr(accelerator, REPLACES, None)
     if original is None:
         logger.warning(UNKNOWN)
@@ -50,8 +56,8 @@ def guard(accelerator: ModuleType, optimizer_class: type) -> None:
     def mapped(optimizer):
         if isinstance(optimizer, optimizer_class):
             raise ValueError(
-                "Accelerate would train with DeepSpeedCPUAdam in place of Adam8bitBlockwise, as "
-                f"it does with every optimizer object under offload; {REMEDY}"
+                f"Accelerate would replace {type(optimizer).__name__} by DeepSpeedCPUAdam, as it "
+                f"does with every optimizer object under offload; {remedy(optimizer)}"
             )
         return original(optimizer)
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps DeepSpeed's access to single states (safe_get and safe_set) in touch with our states.
+"""Keeps DeepSpeed's access to single states (safe_get and safe_set) consistent with our states.
 
 ZeRO 1 and 2 and BF16_Optimizer take views of the states once, after the first step of the first
-parameter group: states of other groups do not exist then, and later ones (loaded, offloaded and
-reloaded) are others.  The views are stale or missing from then on, with any optimizer, and a rank
-that misses one raises while the others wait.  For our optimizer they are taken again.
+parameter group.  States of other groups do not exist then, and loading or offloading replaces
+states.  So views are stale or missing, with any optimizer, and a rank that misses one raises while
+the others hang.  For our optimizers the views are refreshed.
 
-`offload_states` of ZeRO 1 and 2 asks for page-locked memory for floats, as many as a state has: for
-our optimizer it gets the codes and scales in such memory instead.  ZeRO 3 takes no views, but moves
-the states of FusedAdam only.
+`offload_states` of ZeRO 1 and 2 allocates page-locked memory for a state's elements as floats; for
+our optimizers only codes and scales are copied there.  ZeRO 3 takes no views, but can move only
+FusedAdam's states.
 """
 
 import functools
@@ -21,20 +21,20 @@ from zero8.zero.moment_tensor import MomentTensor
 
 MOVING = ("offload_states", "reload_states")
 RELINKING = ("_lazy_init_hp_params_optimizer_state", "load_state_dict", *MOVING)
-"""Methods after which views may be missing: a step's, a load's, and those that move states."""
+"""Methods after which views may be stale or missing."""
 
 OFFLOADS = "offload_optimizer_states"
-"""The function of DeepSpeed's that moves the states for `offload_states` of ZeRO 1 and 2."""
+"""The function that moves the states for `offload_states` of ZeRO 1 and 2."""
 
 
 def keep_views_fresh(zero_class: type, groups: str, partitions: str, optimizer_class: type) -> None:
-    """Have a ZeRO class take its views of our states again when they have changed.
+    """Have a ZeRO class refresh its views of our states when they have changed.
 
     Args:
-        zero_class: a class that wraps an optimizer.
+        zero_class: the ZeRO optimizer of stages 1 and 2, or BF16_Optimizer.
         groups: its attribute with the parameters of each group.
         partitions: its attribute with this rank's flat partition of each group.
-        optimizer_class: whose states are meant.
+        optimizer_class: the optimizer class to patch it for.
     """
 
     def refreshing(name: str):
@@ -45,7 +45,7 @@ def keep_views_fresh(zero_class: type, groups: str, partitions: str, optimizer_c
             if not isinstance(self.optimizer, optimizer_class):
                 return original(self, *args, **kwargs)
             if name in MOVING:
-                # They would keep what is moved alive where it was.
+                # Views would keep the memory alive that the states move from.
                 for params in getattr(self, groups):
                     _drop_views(params)
             result = original(self, *args, **kwargs)
@@ -73,7 +73,7 @@ def _drop_views(params: list) -> None:
 def _take_views(params: list, flat, state: dict | None) -> None:
     mappings = _mappings(params)
     if not state or all(_is_fresh(mapping, state) for mapping in mappings[:1]):
-        return  # the views of a group are all taken at once
+        return  # one stands for all: a group's views are taken together
     for mapping in mappings:
         mapping.set_optim_state_fragment(flat, state)
 
@@ -88,11 +88,11 @@ def _is_fresh(mapping, state: dict) -> bool:
 
 
 def offload_codes(module: ModuleType, optimizer_class: type) -> None:
-    """Have the offload of states to page-locked memory keep 8-bit moments as they are.
+    """Have the offload to page-locked memory keep moments in 8 bits.
 
     Args:
-        module: the one that calls `offload_optimizer_states`.
-        optimizer_class: whose states are meant.
+        module: the module that calls `offload_optimizer_states`.
+        optimizer_class: the optimizer class to patch it for.
     """
     original = getattr(module, OFFLOADS)
 
@@ -103,14 +103,14 @@ def offload_codes(module: ModuleType, optimizer_class: type) -> None:
                 moments = {name: x for name, x in state.items() if isinstance(x, MomentTensor)}
                 for name, moment in moments.items():
                     state[name] = _page_locked(moment, non_blocking)
-        # What is on the host already stays.
+        # It leaves states that are on the host already.
         return original(optimizer, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
     setattr(module, OFFLOADS, offload)
 
 
 def _page_locked(moment: MomentTensor, non_blocking: bool) -> MomentTensor:
-    """Return a moment in page-locked memory of DeepSpeed's kind; itself if it is on the host."""
+    """Return a moment in DeepSpeed's page-locked memory; itself if it is on the host."""
     if moment.device.type == "cpu":
         return moment
     from deepspeed.accelerator import get_accelerator
@@ -126,7 +126,7 @@ def _page_locked(moment: MomentTensor, non_blocking: bool) -> MomentTensor:
 
 
 def refuse_to_move_states(zero3_class: type, optimizer_class: type) -> None:
-    """Have ZeRO 3's `offload_states` say, for our optimizer, what it can move and what not."""
+    """Have ZeRO 3's `offload_states` raise for states of our optimizer, which it cannot move."""
     original = zero3_class.offload_states
 
     @functools.wraps(original)
@@ -135,8 +135,8 @@ def refuse_to_move_states(zero3_class: type, optimizer_class: type) -> None:
         if isinstance(self.optimizer, optimizer_class):
             if refused := {"everything", "optim_states", "hp_params"} & set(asked):
                 raise ValueError(
-                    f"offload_states: got {sorted(refused)}, but in ZeRO stage 3 DeepSpeed moves "
-                    "optimizer states and master weights of FusedAdam only; include lp_params, "
+                    f"offload_states: got {sorted(refused)}, but in ZeRO stage 3 DeepSpeed can "
+                    "move only FusedAdam's states and master weights; include lp_params, "
                     "lp_grads or contiguous_grad_buffer, or use stage 1 or 2, or keep the states "
                     'in host memory with "offload_optimizer": {"device": "cpu"}'
                 )

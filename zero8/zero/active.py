@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells whether an engine really steps with the optimizer that was asked for."""
+"""`assert_active`: checks that an engine steps with an optimizer of zero8."""
 
 from typing import Any
 
 from zero8.blockwise import BlockwiseOptimizer
 from zero8.ranks.agree import gathered
 from zero8.zero.accelerate import SETTING
-from zero8.zero.claims import IN_CONFIG
+from zero8.zero.claims import in_config
 from zero8.zero.modes import unsupported_mode
 
 
 def assert_active(engine: Any) -> None:
-    """Raise on all ranks alike if a DeepSpeed engine does not step with an optimizer of zero8.
+    """Raise on all ranks unless a DeepSpeed engine steps with an optimizer of zero8.
 
-    All ranks must call it: they exchange what they found.
+    All ranks must call it: it is a collective.
 
     Args:
-        engine: what `deepspeed.initialize` or Accelerate's `prepare` made of the model.
+        engine: the result of `deepspeed.initialize` or of Accelerate's `prepare`.
 
     Raises:
-        RuntimeError: naming what the engine steps with, and the setting to change.
+        RuntimeError: naming the engine's optimizer, and the setting to change.
     """
     found = gathered(_problem(engine))
     if any(found):
@@ -30,35 +30,32 @@ def assert_active(engine: Any) -> None:
 
 
 def _problem(engine) -> str | None:
-    """Return what keeps the engine from stepping with ours, None if nothing does."""
+    """Return why the engine does not step with an optimizer of zero8, None if it does."""
     if not hasattr(engine, "client_optimizer"):
         return f"assert_active: got a {type(engine).__name__}, expected a DeepSpeed engine"
     optimizer = innermost(engine.optimizer)
     if isinstance(optimizer, BlockwiseOptimizer):
         reason = unsupported_mode(engine._config.zero_config)
-        return (
-            reason
-            and f"{type(optimizer).__name__} does not take the steps of this engine: {reason}"
-        )
+        return reason and f"{type(optimizer).__name__} does not work with this engine: {reason}"
     name, config_type = type(optimizer).__name__, engine._config.optimizer_name
     if engine.client_optimizer is not None:
         why = "it was given to deepspeed.initialize, by your script or by a trainer: " + (
             "under offload Accelerate replaces optimizer objects unless the DeepSpeed config says "
             f"{SETTING}"
             if engine.zero_force_ds_cpu_optimizer()
-            else f"set {IN_CONFIG} in the DeepSpeed config, and make no optimizer object"
+            else f"set {in_config()} in the DeepSpeed config, and make no optimizer object"
         )
     elif config_type is not None:
-        why = f'the DeepSpeed config says "type": "{config_type}"; set {IN_CONFIG}'
+        why = f'the DeepSpeed config says "type": "{config_type}"; set {in_config()}'
     else:
-        name, why = "no optimizer", f"the DeepSpeed config has none; set {IN_CONFIG}"
+        name, why = "no optimizer", f"the DeepSpeed config has none; set {in_config()}"
     return f"the engine steps with {name}, not with an optimizer of zero8: {why}"
 
 
 def innermost(optimizer):
     """Return the optimizer inside the wrappers of ZeRO, Accelerate and Lightning.
 
-    Lightning's are instances of its class, too, with attributes of their own.
+    Lightning's wrapper is an instance of the wrapped class, too; so this does not test the class.
     """
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knows which of DeepSpeed's engines is making its optimizer.
+"""Records which DeepSpeed engine is constructing its optimizer.
 
-An engine makes it in `_configure_optimizer`: of the type that the config names, or by the function
-that `deepspeed.initialize` was given.  An optimizer object that it was given was made before.
+An engine does so in `_configure_optimizer`, from the config's type or from the callable given to
+`deepspeed.initialize`.  An optimizer object given to `deepspeed.initialize` exists before it.
 """
 
 import functools
@@ -13,12 +13,13 @@ _engine: ContextVar[object | None] = ContextVar("engine", default=None)
 
 
 def note_engines(module: ModuleType) -> None:
-    """Have the engines of `deepspeed.runtime.engine` be known while they make their optimizers.
+    """Record each engine of `deepspeed.runtime.engine` while it constructs its optimizer.
 
-    When that is imported: the first optimizer of a process is made within an engine, too late.
+    To be called when that module is imported: the first optimizer of a process may be constructed
+    by an engine, which is too late to wrap its method.
 
     Raises:
-        AttributeError: if this DeepSpeed lacks the seam; making an optimizer then says so.
+        AttributeError: if this DeepSpeed lacks the method; `seams.install` then reports it.
     """
     engine_class = module.DeepSpeedEngine
     original = engine_class._configure_optimizer
@@ -35,5 +36,5 @@ def note_engines(module: ModuleType) -> None:
 
 
 def constructing_engine() -> object | None:
-    """Return the engine that is making its optimizer in this thread, None if none is."""
+    """Return the engine that is constructing its optimizer in this thread, or None."""
     return _engine.get()

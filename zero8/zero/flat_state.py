@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kind of state of a flat ZeRO partition: `MomentTensor`s, which DeepSpeed takes for dense.
+"""The kind of state of a flat ZeRO partition: `MomentTensor`s, which DeepSpeed treats as dense.
 
 Entries:
 
     step      int, steps taken
-    MEMORY    floats, those of the algorithm: `zero8.state.memory`
-    MOMENT    `MomentTensor`, over the segment table of the partition, for each of the algorithm's
+    MEMORY    floats of the algorithm (`zero8.state.memory`)
+    MOMENT    `MomentTensor` over the partition's segment table, one per moment of the algorithm
 """
 
 from collections.abc import Sequence
@@ -29,20 +29,20 @@ from zero8.zero.partition import table_of
 
 
 class FlatPartition(StateKind):
-    """States of what ZeRO puts in the place of parameters: a rank's part of a flat buffer."""
+    """The state of a rank's partition of a flat buffer, which ZeRO steps instead of parameters."""
 
-    raises_alone = False  # ranks meet different gradients, and wait for each other in collectives
+    raises_alone = False  # gradients differ between ranks, which wait for each other in collectives
 
     def __init__(self, settings: Settings, params: KnownParams):
         """See `StateKind`."""
         super().__init__(settings, params)
-        self._tables = WeakTensorKeyDictionary()  # of partitions; they never change
+        self._tables = WeakTensorKeyDictionary()  # by partition; tables never change
 
     def serves(self, p: Tensor, state: dict) -> bool:
         """See `StateKind`."""
         if p in self._params:
             return False
-        # A copied optimizer does not know its partitions, so that its own states have to say.
+        # A copied optimizer does not know its partitions; its states identify them.
         return bool(state and "format" not in state) or self.table(p) is not None
 
     def table(self, p: Tensor, numel: int | None = None) -> PieceTable | None:
@@ -50,7 +50,7 @@ class FlatPartition(StateKind):
 
         Args:
             p: the partition.
-            numel: its number of elements if it is swapped out, and so has none.
+            numel: its number of elements, if it is swapped out and its tensor is empty.
         """
         known = self._params.alive()
 
@@ -60,7 +60,7 @@ class FlatPartition(StateKind):
         table = table_of(p, p.numel() if numel is None else numel, list(known), piece)
         if table is not None and table.pieces:
             self._tables[p] = table
-        # While DeepSpeed's offload_states has taken away what says it, a partition looks empty.
+        # DeepSpeed's offload_states removes the tensors that `table_of` reads.
         return None if table is None else self._tables.get(p, table)
 
     def new(self, p: Tensor, info: ParamInfo | None) -> dict:
@@ -70,7 +70,7 @@ class FlatPartition(StateKind):
         return {"step": 0, **new_memory(algorithm), **_moments_of(stores)}
 
     def moments(self, p: Tensor, state: dict, info: ParamInfo | None) -> list[MomentStore]:
-        """See `StateKind`; dense moments come from universal checkpoints and from fp32 Adams."""
+        """See `StateKind`; dense moments come from universal checkpoints and fp32 optimizers."""
         if "format" in state:
             raise ValueError(
                 "got the state of a whole parameter for a ZeRO partition of "
@@ -85,7 +85,7 @@ class FlatPartition(StateKind):
             _check_fits(p, rule, store.table, table)
             found[rule.name], like = store, (store.codec, store.table)
         arrived = [
-            _absorbed(algorithm, p, rule, state[rule.name], like)
+            _encoded(algorithm, p, rule, state[rule.name], like)
             for rule in algorithm.moments
             if rule.name not in found
         ]
@@ -109,17 +109,17 @@ class FlatPartition(StateKind):
         stores = [
             self._fitted(rule, saved[rule.name], table).to(p.device)
             if rule in quantized
-            else _absorbed(algorithm, p, rule, saved[rule.name], like)
+            else _encoded(algorithm, p, rule, saved[rule.name], like)
             for rule in algorithm.moments
         ]
         return {**numbers, **_moments_of(stores)}
 
     def _fitted(self, rule: MomentRule, moment: MomentTensor, table: PieceTable) -> MomentStore:
-        """Return a saved moment over this partition's table: verbatim where the two agree."""
+        """Return a saved moment over this partition's table, verbatim if codec and blocks agree."""
         saved, codec = _store_of(rule, moment), self._settings.codec
         saved.check_values()
         check_places(saved.table, table)
-        # The dither goes on where it was: identities come from the checkpoint.
+        # The checkpoint's identities continue its dither.
         pairs = list(zip(table.pieces, saved.table.pieces, strict=True))
         pieces = tuple(replace(ours, identity=theirs.identity) for ours, theirs in pairs)
         wanted = PieceTable(pieces, table.numel)
@@ -134,11 +134,11 @@ class FlatPartition(StateKind):
         return store
 
     def note_forms(self, saved: MomentStore, table: PieceTable) -> None:
-        """Count the parameters whose moments are kept in another form than they were saved in.
+        """Count the parameters whose moments are re-encoded on loading.
 
         Args:
-            saved: the first of their moments in the checkpoint.
-            table: the segment table that it is kept over, with the same places.
+            saved: the partition's first moment in the checkpoint.
+            table: the partition's segment table now, with the same ranges.
         """
         for ours, theirs in zip(table.pieces, saved.table.pieces, strict=True):
             kept = self._settings.codec, ours.block_size
@@ -170,7 +170,7 @@ class FlatPartition(StateKind):
 
 
 def check_places(saved: PieceTable, table: PieceTable) -> None:
-    """Raise ValueError if a saved segment table has other ranges of parameters than this one."""
+    """Raise ValueError unless a saved segment table has the same ranges of parameters."""
     places = [[(q.start, q.numel, q.first, q.shape) for q in t.pieces] for t in (saved, table)]
     if places[0] != places[1] or saved.numel != table.numel:
         raise ValueError(
@@ -181,23 +181,23 @@ def check_places(saved: PieceTable, table: PieceTable) -> None:
 
 
 def _moments_of(stores: Sequence[MomentStore]) -> dict:
-    """Return the entries of moments."""
+    """Return the state's entries for these moments."""
     return {store.name: MomentTensor(store) for store in stores}
 
 
 def _quantized(algorithm: Algorithm, state: dict) -> list[MomentRule]:
-    """Return the moments that are 8-bit already."""
+    """Return the moments that are 8-bit in a state."""
     return [rule for rule in algorithm.moments if isinstance(state[rule.name], MomentTensor)]
 
 
-def _absorbed(
+def _encoded(
     algorithm: Algorithm,
     p: Tensor,
     rule: MomentRule,
     values: Tensor,
     like: tuple[Codec, PieceTable] | None,
 ) -> MomentStore:
-    """Return a moment that arrived in float32, encoded by a codec over a segment table."""
+    """Return a dense moment encoded as `like`: by this codec, over this segment table."""
     check_dense(rule, "a ZeRO partition", values)
     if like is None:
         raise ValueError(
@@ -225,7 +225,7 @@ def _check_has_moments(algorithm: Algorithm, state: dict, *others: str) -> None:
 
 
 def _store_of(rule: MomentRule, moment: MomentTensor) -> MomentStore:
-    """Return the store of a moment that came from outside; raises ValueError if it is not whole."""
+    """Return the store of a loaded moment; raises ValueError if it is a view or damaged."""
     if moment.store.rule != rule or not moment.is_whole:
         raise ValueError(
             f"{rule.name} of a ZeRO partition: got {moment!r}, expected the whole {rule.name}"
@@ -236,7 +236,7 @@ def _store_of(rule: MomentRule, moment: MomentTensor) -> MomentStore:
 
 
 def _check_fits(p: Tensor, rule: MomentRule, table: PieceTable, wanted: PieceTable | None) -> None:
-    """Raise ValueError unless a moment's table is one for this partition, as far as is known."""
+    """Raise ValueError unless a moment's table fits this partition and `wanted`, if given."""
     if table.numel != p.numel():
         raise ValueError(
             f"{rule.name} of a ZeRO partition: got a moment of {table.numel} elements, expected "
@@ -247,7 +247,7 @@ def _check_fits(p: Tensor, rule: MomentRule, table: PieceTable, wanted: PieceTab
 
 
 def _check_alike(stores: Sequence[MomentStore]) -> None:
-    """Raise ValueError unless one description of blocks and codes holds for all moments."""
+    """Raise ValueError unless all moments have the same codec and blocks."""
     first = stores[0]
     expected = first.codec.name, first.table.places
     for store in stores[1:]:

@@ -25,18 +25,18 @@ class DeepSpeed(Framework):
         return constructing.constructing_engine()
 
     def names_in(self, engine) -> Mapping[Tensor, str]:
-        """Return the names of parameters in an engine.
+        """Return the names of an engine's parameters.
 
-        DeepSpeed's map for debugging, which would be at hand, belongs to the process: an older
-        engine empties it when it is collected, on this rank perhaps only.
+        Not from DeepSpeed's debug map, which is global: the collection of an older engine empties
+        it, possibly on this rank alone.
         """
         return engine.param_names
 
     def global_shape(self, p: Tensor) -> tuple[int, ...] | None:
-        """Return the shape of a parameter of which ZeRO-3 has left an empty tensor."""
+        """Return the full shape of a parameter that ZeRO-3 has partitioned, else None."""
         shape = getattr(p, "ds_shape", None)
         return None if shape is None else tuple(shape)
 
     def claim(self, optimizer: torch.optim.Optimizer, params: Iterable[Tensor], use: Use) -> None:
         """See `Framework`."""
-        claims.lay(optimizer, params, use)
+        claims.claim(optimizer, params, use)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the ops of DeepSpeed as our own: once, in a folder for each version, under our lock.
+"""Builds DeepSpeed's ops as ours: once, in a folder per version, under our lock.
 
-DeepSpeed has torch build all versions of an op in one folder.  A build that is killed leaves a lock
-there for which later runs wait without end, another ninja or another virtual environment compiles
-everything again, and an op for the processor of one host is loaded on all that share the folder.
-Here the folder's name stands for the sources, the flags, torch, Python and, where the compiler is
-told to use all that the processor has, the processor.
+DeepSpeed has torch build all versions of an op in one folder.  There, a killed build leaves a lock
+that later runs wait for endlessly, another ninja or virtual environment compiles everything again,
+and hosts that share the folder load an op compiled for one host's processor.  Here the folder's
+name is a hash of the sources, the flags, torch, Python and, for flags that say "native", the
+processor.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from zero8.op import build
 
 BUILDS = "OpBuilder.jit_load"
 
-# About how long two processors take to compile an op.
+# Approximate compile times on two processors.
 SECONDS = {
     "cpu_adam": 45,
     "pin_memory": 45,
@@ -36,14 +36,14 @@ logger = logging.getLogger("zero8")
 
 
 def build_once(op_builder: type) -> None:
-    """Have all builders of this base class build once; calling it again changes nothing."""
+    """Have all builders of this base class build once.  Idempotent."""
     original = op_builder.jit_load
     if original.__globals__ is globals():
         return
 
     @wraps(original)
     def jit_load(self, verbose=True):
-        # Torch refuses to start without a ninja on PATH.
+        # torch requires a ninja on PATH.
         with build.own_ninja_first(), _loads_by(partial(_load, self.name)):
             return original(self, verbose)
 
@@ -52,7 +52,7 @@ def build_once(op_builder: type) -> None:
 
 @contextmanager
 def _loads_by(load: Callable[..., ModuleType]) -> Iterator[None]:
-    """Have `load`, given torch's and its arguments, called in place of torch's."""
+    """Replace torch's `load` by `load`, which gets torch's function and its arguments."""
     from torch.utils import cpp_extension
 
     real = cpp_extension.load
@@ -64,9 +64,9 @@ def _loads_by(load: Callable[..., ModuleType]) -> Iterator[None]:
 
 
 def _load(op: str, real: Callable[..., ModuleType], *others, **arguments) -> ModuleType:
-    """Return the module that torch's `load` returns for these arguments, built once."""
+    """Return the module that torch's `load` (`real`) returns for these arguments, built once."""
     name = arguments.get("name")
-    if name != op:  # an extension of another thread
+    if name != op:  # a call by another thread
         return real(*others, **arguments)
     folder = _folder(**arguments)
     if not build.is_complete(folder) and build.compiler() is None:
@@ -87,7 +87,7 @@ def _load(op: str, real: Callable[..., ModuleType], *others, **arguments) -> Mod
 
 
 def _is_built_by_deepspeed(name: str) -> bool:
-    """Return whether torch can load a build of DeepSpeed's own, for a machine without compiler."""
+    """Return whether torch has a finished build of this op, usable without a compiler."""
     from torch.utils import cpp_extension
 
     folder = Path(cpp_extension._get_build_directory(name, verbose=False))
@@ -110,11 +110,11 @@ def _folder(
 
 
 def _files(sources: list[str], include_paths: list[str]) -> list[Path]:
-    """Return the sources, and the headers that DeepSpeed has for them.
+    """Return the sources and DeepSpeed's headers for them.
 
-    A toolkit's headers are many and are those of torch's version.
+    The headers of toolkits such as CUDA are left out: torch's version implies theirs.
     """
-    import deepspeed  # which is being imported when this module is
+    import deepspeed  # here, because this module is imported during DeepSpeed's import
 
     package = Path(deepspeed.__file__).parent
     paths = [Path(source) for source in sources]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modes of ZeRO cannot work with Adam8bitBlockwise."""
+"""The modes of ZeRO that cannot work with an 8-bit optimizer."""
 
 
 def unsupported_mode(zero_config) -> str | None:
-    """Return why a ZeRO mode cannot work with Adam8bitBlockwise and what to do, None if it can."""
+    """Return why a ZeRO mode cannot work with an 8-bit optimizer and what to do, or None."""
     reason = None
     offload = zero_config.offload_optimizer
     if getattr(zero_config, "zenflow", None) is not None:

@@ -6,12 +6,12 @@ flat partition: it takes `narrow` views once and keeps them, reads them with `cl
 writes them with `copy_`, moves and pickles them.  A MomentTensor is such a tensor without float
 storage: a live view of a `MomentStore`, whose 8-bit codes the optimizer updates in place.
 
-Reading decodes.  Writing encodes, to within half a code.  Other in-place operations are refused,
-and so are views other than contiguous ranges: writes would change a decoded copy and be lost.
+Reading decodes.  Writing encodes, to within half a code.  Other in-place operations, and views
+other than contiguous ranges, raise: their writes would change a decoded copy and be lost.
 
-A pickled moment carries the hash of its bytes, as `torch.load` does not look at the CRCs that
-`torch.save` writes.  It is compared when the moment is first used: files in torch's legacy format,
-which DeepSpeed can write, have the bytes behind all objects.
+A pickled moment carries the hash of its bytes, because `torch.load` does not check the CRCs that
+`torch.save` writes.  The hash is compared at the moment's first use, not on unpickling: in torch's
+legacy format, which DeepSpeed can write, the bytes follow all objects.
 """
 
 import pickle
@@ -34,16 +34,16 @@ from zero8.state.table import Piece, PieceTable
 aten = torch.ops.aten
 
 HASH = "hash"
-"""The key of a pickled description under which the hash of the moment's bytes is."""
+"""The key of the hash of a moment's bytes in its pickled description."""
 
 
 class MomentTensor(torch.Tensor):
-    """Elements `start .. start + numel - 1` of a moment, float32 to look at, 8-bit in memory.
+    """Elements `start .. start + numel - 1` of a moment: read as float32, stored as 8-bit codes.
 
     Attributes:
         store: the moment of the whole shard; views share it.
         start: index in the shard of the first element.
-        saved_hash: of the bytes that were pickled, until they have been compared with it.
+        saved_hash: the hash of the pickled bytes, until it has been compared.
     """
 
     store: MomentStore
@@ -60,7 +60,7 @@ class MomentTensor(torch.Tensor):
         numel: int | None = None,
         dtype: torch.dtype = torch.float32,
     ):
-        """Make a view; `dtype` is only what it claims to be and what reading returns."""
+        """Make a view; `dtype` is the dtype that it reports and that reads return."""
         numel = store.table.numel if numel is None else numel
         self = torch.Tensor._make_wrapper_subclass(
             cls, (numel,), dtype=dtype, device=store.codes.device
@@ -74,7 +74,7 @@ class MomentTensor(torch.Tensor):
         return self.start == 0 and self.numel() == self.store.table.numel
 
     def compare_hash(self) -> None:
-        """Raise ValueError if this was unpickled, and not with the bytes that were pickled."""
+        """Raise ValueError if this was unpickled with other bytes than were pickled."""
         if self.saved_hash is None or not _have_bytes(self.store.buffers):
             return
         if problem := _difference(self.saved_hash, self.store.buffers):
@@ -104,7 +104,7 @@ class MomentTensor(torch.Tensor):
         return self.store.codes.is_shared()
 
     def __repr__(self) -> str:
-        """Return what it is, without decoding it."""
+        """Describe it, without decoding it."""
         return (
             f"MomentTensor({self.store.name}, {self.numel()} elements from {self.start} of "
             f"{self.store.table.numel}, codec={self.store.codec.name})"
@@ -117,18 +117,18 @@ class MomentTensor(torch.Tensor):
         return memo.setdefault(id(self), copy)
 
     def __reduce_ex__(self, protocol):
-        """Pickle codes, scales and a description in plain numbers; of a view, its elements."""
+        """Pickle codes, scales and a plain description; of a view, the decoded elements."""
         if not self.is_whole:
             return self.dense().__reduce_ex__(protocol)
         self.compare_hash()
         description = moment_description(self.store)
-        if _keeps_its_bytes(self.store):
+        if _has_stable_bytes(self.store):
             description[HASH] = _hash_of(self.store.buffers)
         return rebuild_moment, (description, *self.store.buffers)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        """Serve what views and moves need; decode for anything else that only reads."""
+        """Run the operations of `_SERVED` on the codes; decode for others that only read."""
         kwargs = kwargs or {}
         for x in args:
             if isinstance(x, MomentTensor):
@@ -150,7 +150,7 @@ class MomentTensor(torch.Tensor):
 
 
 def _written(func, args: tuple, kwargs: dict) -> list:
-    """Return what `func` writes to: its own tensor, each of a list, or the one given as `out`."""
+    """Return the arguments that `func` writes to, with lists flattened."""
     arguments = {argument.name: argument.alias_info for argument in func._schema.arguments}
     given = dict(zip(arguments, args, strict=False)) | kwargs
     written = [x for name, x in given.items() if arguments[name] and arguments[name].is_write]
@@ -158,7 +158,7 @@ def _written(func, args: tuple, kwargs: dict) -> list:
 
 
 def moment_description(store: MomentStore) -> dict:
-    """Return the description that makes a saved moment readable without a model: plain data."""
+    """Return plain data that makes a saved moment readable without a model."""
     return {
         "version": FORMAT_VERSION,
         "algorithm": store.rule.algorithm,
@@ -181,11 +181,11 @@ def moment_description(store: MomentStore) -> dict:
     }
 
 
-def _keeps_its_bytes(store: MomentStore) -> bool:
-    """Return whether what is pickled now are the bytes that will be read.
+def _has_stable_bytes(store: MomentStore) -> bool:
+    """Return whether the reader of a pickle will see the present bytes.
 
-    Shared memory may be written by other processes meanwhile.  torch says of mapped files, too,
-    that they are shared, and of any memory of a GPU.
+    Other processes may write shared memory meanwhile.  For torch, mapped files and all GPU memory
+    are shared, too.
     """
     is_shared = any(t.device.type == "cpu" and t.is_shared() for t in store.buffers)
     return not is_shared and _have_bytes(store.buffers)
@@ -196,13 +196,13 @@ def _have_bytes(tensors: Iterable[Tensor]) -> bool:
 
 
 def _hash_of(buffers: Iterable[Tensor]) -> int:
-    """Return the 64-bit XXH3 of the bytes of tensors, in order; those of a GPU come in chunks."""
+    """Return the 64-bit XXH3 of the bytes of tensors, in order; GPU tensors are read in chunks."""
     flat = (tensor.detach().resolve_neg().contiguous().view(-1) for tensor in buffers)
     return hash_64(chunk.cpu().numpy() for one in flat for chunk in one.split(CHUNK_NUMEL))
 
 
 def _reduced_live(x: MomentTensor) -> tuple:
-    """Return what is sent to another process, which gets the memory itself, not its bytes."""
+    """Reduce a moment for another process, which shares its memory; without a hash."""
     if not x.is_whole:
         return x.dense().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     x.compare_hash()
@@ -215,11 +215,13 @@ ForkingPickler.register(MomentTensor, _reduced_live)
 def rebuild_moment(
     description: dict, codes: Tensor, scales: Tensor, dense: Tensor
 ) -> "MomentTensor":
-    """Return a moment from what `MomentTensor` pickles.
+    """Return the moment that `MomentTensor` pickled.
+
+    Checkpoints refer to this function by its name.
 
     Raises:
-        ValueError: if the format is of an unknown version, or the description is damaged or
-            contradicts the tensors.
+        ValueError: if the format version is unknown, or the description is damaged or contradicts
+            the tensors.
     """
     like, tensors = store_like(description), (codes, scales, dense)
     got, expected = (
@@ -231,15 +233,14 @@ def rebuild_moment(
             f"8-bit moment: got codes, scales and float32 values of {got}, its segment table "
             f"describes {expected}; the file is damaged"
         )
-    # Files from before they were saved do not have these two.
-    written = description.get("written", False) is True
+    written = description.get("written", False) is True  # older files lack it
     moment = MomentTensor(MomentStore(like.codec, like.rule, like.table, *tensors, written))
     moment.saved_hash = _hash_in(description)
     return moment
 
 
 def _hash_in(description: dict) -> int | None:
-    """Return a pickled hash, None if there is none, as of shared memory."""
+    """Return the pickled hash; None in older files and for shared memory."""
     if HASH not in description:
         return None
     found = description[HASH]
@@ -252,7 +253,7 @@ def _hash_in(description: dict) -> int | None:
 
 
 def _difference(expected: int, tensors: tuple[Tensor, ...]) -> str:
-    """Return what is wrong with the bytes of tensors that have this hash, "" if nothing is."""
+    """Return what is wrong with tensors whose bytes should have this hash, "" if nothing is."""
     try:
         if any(t.nbytes > t.untyped_storage().nbytes() for t in tensors):
             return "got tensors of more elements than are in the file"
@@ -265,15 +266,15 @@ def _difference(expected: int, tensors: tuple[Tensor, ...]) -> str:
 
 
 def store_like(description: dict) -> MomentStore:
-    """Return a moment on the meta device, without values, from what `moment_description` returns.
+    """Return a moment on the meta device from a `moment_description`.
 
     Raises:
-        ValueError: if the format is of an unknown version, or the description is damaged.
+        ValueError: if the format version is unknown, or the description is damaged.
     """
     if not isinstance(description, dict):
         raise ValueError(f"8-bit moment: got {shown(description)}, expected its description")
     check_version("8-bit moment", description.get("version"))
-    # Format 1 has none.
+    # Format 1 names no algorithm: its moments are Adam's.
     algorithm = algorithm_of("8-bit moment", description.get("algorithm", ADAM.name))
     try:
         codec, rule = codec_numbered(description["codec"]), algorithm.moment(description["which"])
@@ -287,14 +288,14 @@ def store_like(description: dict) -> MomentStore:
 
 
 def _pieces(described: Iterable[dict]) -> Iterator[Piece]:
-    """Yield pieces from their descriptions, no more of them than there are places for."""
+    """Yield pieces from their descriptions, which must ascend without overlap."""
     end = 0
     for saved in described:
         shape = saved["shape"] if isinstance(saved, dict) else None
         if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS:
             raise ValueError(f"got a piece of shape {shown(shape)}")
         piece = Piece(**{**saved, "shape": tuple(shape)})
-        if piece.start < end or not piece.numel:  # one and the same may stand there a million times
+        if piece.start < end or not piece.numel:  # a crafted file may repeat one a million times
             raise ValueError(f"got a piece of {piece.numel} elements from {piece.start}")
         end = piece.start + piece.numel
         yield piece

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The op as DeepSpeed's op builders are: the row of ds_report."""
+"""A DeepSpeed op builder for our op, which gives it a row in ds_report."""
 
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
@@ -10,12 +10,11 @@ from zero8.op.sources import source_folder
 class Zero8AdamBuilder(CUDAOpBuilder):
     """The `zero8_adam` row of ds_report: the fused 8-bit step.
 
-    The op is the same as without DeepSpeed, in the same cache: `zero8.op.build` builds and loads
-    it.  DS_BUILD_* do not apply: they choose ops that are compiled into DeepSpeed's own package.
-    `zero8 build --into` builds ahead.
+    `zero8.op.build` builds and loads the op, as without DeepSpeed.  DS_BUILD_* do not apply: they
+    choose ops that are compiled into DeepSpeed's own package.  `zero8 build --into` builds ahead.
 
-    The CUDA kernel is no part of it and is compiled when a GPU is to step: training with offload
-    needs no nvcc, and an nvcc of another version than torch's CUDA will do.
+    The CUDA kernel is not part of it: the first step on a GPU compiles that.  So training with
+    offload needs no nvcc.
     """
 
     NAME = build.NAME
@@ -27,15 +26,15 @@ class Zero8AdamBuilder(CUDAOpBuilder):
 
     @property
     def build_for_cpu(self) -> bool:
-        """Whether the extension of torch has no CUDA in it: always."""
+        """Whether the extension has no CUDA code: always."""
         return True
 
     @build_for_cpu.setter
     def build_for_cpu(self, _: bool) -> None:
-        """Leave it so: DeepSpeed sets it to whether there is no GPU."""
+        """Ignore DeepSpeed, which sets it if there is no GPU."""
 
     def absolute_name(self) -> str:
-        """Return the name that DeepSpeed would import a prebuilt module by; there is none."""
+        """Return the name of a prebuilt module, which does not exist."""
         return f"zero8.op.{self.NAME}"
 
     def sources(self) -> list[str]:
@@ -43,7 +42,7 @@ class Zero8AdamBuilder(CUDAOpBuilder):
         return [str(path) for path in build.op().sources]
 
     def include_paths(self) -> list[str]:
-        """Return the absolute path of the headers."""
+        """Return the absolute path of the headers' folder."""
         return [str(source_folder())]
 
     def cxx_args(self) -> list[str]:
@@ -55,7 +54,7 @@ class Zero8AdamBuilder(CUDAOpBuilder):
         return list(build.LINK_FLAGS)
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return whether the op is built or can be; if not, say what to install."""
+        """Return whether the op is built or can be; if not, `error_log` says what to install."""
         try:
             build.op_for_steps().check_loadable()
         except RuntimeError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of DeepSpeed's ops an engine needs, and how they are built before it starts."""
+"""The ops of DeepSpeed that an engine needs, and building them before it starts."""
 
 import time
 
@@ -9,8 +9,7 @@ from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
 SHARED_MEMORY = "ShareMemCommBuilder"
 
-# The builders of DeepSpeed's own optimizers: with the optimizer offloaded, and without; None for
-# those of torch.
+# The builders of DeepSpeed's optimizers, with and without offload; None if torch's is used.
 _ADAM = ("CPUAdamBuilder", "FusedAdamBuilder")
 _OPTIMIZERS = {
     "adam": _ADAM,
@@ -27,7 +26,7 @@ def needed(config: dict, accelerator: str) -> list[str]:
 
     Args:
         config: DeepSpeed's JSON config.
-        accelerator: a name as `accelerator` returns it.
+        accelerator: the result of `accelerator`.
     """
     zero = config.get("zero_optimization", {})
     devices = {
@@ -50,16 +49,16 @@ def accelerator() -> str:
 
 
 def check(names: list[str]) -> None:
-    """Raise RuntimeError, which says what to install, if one of these ops cannot be built."""
+    """Raise RuntimeError, saying what to install, if one of these ops cannot be built."""
     if "AsyncIOBuilder" in names and (missing := missing_for_nvme()):
         raise RuntimeError(missing)
 
 
 def build(name: str) -> dict:
-    """Build an op of DeepSpeed, named by its builder, unless that has been done, and load it.
+    """Build an op of DeepSpeed, named by its builder, unless it is built, and load it.
 
     Returns:
-        "op", its name, "path", of its library, and "seconds", that it took.
+        "op", its name; "path" of its library; "seconds" taken.
 
     Raises:
         RuntimeError: if it cannot be built.
@@ -71,8 +70,8 @@ def build(name: str) -> dict:
 
 
 def missing_for_nvme() -> str | None:
-    """Return what optimizer states on a disk lack on this machine, None if it is nothing."""
-    # DeepSpeed's own test.  AsyncIOBuilder.is_compatible would print advice, too.
+    """Return what this machine lacks for optimizer states on a disk, or None."""
+    # DeepSpeed's own test; AsyncIOBuilder.is_compatible would also print advice.
     if get_accelerator().create_op_builder("AsyncIOBuilder").has_function("io_submit", ("aio",)):
         return None
     return (
@@ -82,8 +81,8 @@ def missing_for_nvme() -> str | None:
 
 
 def leave_out_shared_memory() -> None:
-    """Keep DeepSpeed from compiling an all_reduce that is never called under torchrun.
+    """Keep DeepSpeed from compiling an all_reduce that it does not call under torchrun.
 
-    It is for ranks that DeepSpeed's own launcher started, whose environment has LOCAL_SIZE.
+    DeepSpeed uses it only if its own launcher has set LOCAL_SIZE.
     """
     deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What takes the place of DeepSpeed's methods; for other optimizers each does what it did."""
+"""Patches of DeepSpeed's methods; other optimizers still get DeepSpeed's own behavior."""
 
 import functools
 import inspect
@@ -7,18 +7,18 @@ from types import ModuleType
 
 from zero8.step.interrupts import put_off
 from zero8.zero import claims, swap_checkpoint, swapper
-from zero8.zero.accelerate import REMEDY
+from zero8.zero.accelerate import remedy
 from zero8.zero.modes import unsupported_mode
 
 SWAPPERS = {
     "PartitionedOptimizerSwapper": "PartitionedSwapper",
     "PipelinedOptimizerSwapper": "PipelinedSwapper",
 }
-"""Names in deepspeed.runtime.zero.stage3, and in `zero8.zero.swapper` what takes their place."""
+"""Classes in deepspeed.runtime.zero.stage3, and their replacements in `zero8.zero.swapper`."""
 
 
 def guard_choice(engine_class: type, optimizer_class: type) -> None:
-    """Have the engine refuse modes, or optimizers, that would step in the place of ours."""
+    """Have the engine raise for modes and other optimizers that would step instead of ours."""
     original = engine_class._do_optimizer_sanity_check
 
     @functools.wraps(original)
@@ -26,14 +26,15 @@ def guard_choice(engine_class: type, optimizer_class: type) -> None:
         claims.check(self, basic_optimizer, optimizer_class)
         if isinstance(basic_optimizer, optimizer_class):
             if reason := unsupported_mode(self._config.zero_config):
-                raise ValueError(f"Adam8bitBlockwise does not work with {reason}")
+                name = type(basic_optimizer).__name__
+                raise ValueError(f"{name} does not work with {reason}")
         return original(self, basic_optimizer)
 
     engine_class._do_optimizer_sanity_check = checked
 
 
 def explain_refusal(engine_class: type, optimizer_class: type) -> None:
-    """Have the engine say what to set when it refuses our optimizer as an object under offload."""
+    """Have the engine name the setting when it refuses our optimizer object under offload."""
     original = engine_class._configure_optimizer
 
     @functools.wraps(original)
@@ -41,8 +42,8 @@ def explain_refusal(engine_class: type, optimizer_class: type) -> None:
         refused = self.zero_use_cpu_optimizer() and self.zero_force_ds_cpu_optimizer()
         if refused and isinstance(client_optimizer, optimizer_class):
             raise ValueError(
-                "DeepSpeed takes no optimizer object other than its own under offload unless it is "
-                f"told to; {REMEDY}"
+                "under offload DeepSpeed by default takes no optimizer object other than its own; "
+                f"{remedy(client_optimizer)}"
             )
         return original(self, client_optimizer, *args, **kwargs)
 
@@ -50,9 +51,9 @@ def explain_refusal(engine_class: type, optimizer_class: type) -> None:
 
 
 def allow_bf16_masters(zero_class: type, optimizer_class: type) -> None:
-    """Lift the demand that bf16 master weights in host memory be stepped by DeepSpeedCPUAdam."""
+    """Allow bf16 master weights in host memory, for which DeepSpeed requires DeepSpeedCPUAdam."""
     original = zero_class._configure_master_weights
-    # The validator of bf16, which has had two names; fp16's stays.
+    # The validator of bf16, whose name differs between versions; fp16's stays.
     validators = {n for n in inspect.signature(original).parameters if n.endswith("_validator")}
     names = validators - {"fp16_offload_validator"}
 
@@ -61,9 +62,10 @@ def allow_bf16_masters(zero_class: type, optimizer_class: type) -> None:
         if isinstance(self.optimizer, optimizer_class):
             if kwargs.get("fp16_master_weights_and_gradients"):
                 raise ValueError(
-                    "Adam8bitBlockwise does not work with fp16_master_weights_and_grads: float16 "
-                    "weights cannot hold its updates; leave it out, for float32 masters, or use "
-                    '"bf16" with "bf16_master_weights_and_grads"'
+                    f"{type(self.optimizer).__name__} does not work with "
+                    "fp16_master_weights_and_grads: float16 weights cannot hold its updates; leave "
+                    'it out, for float32 masters, or use "bf16" with '
+                    '"bf16_master_weights_and_grads"'
                 )
             kwargs |= dict.fromkeys(names)
         return original(self, *args, **kwargs)
@@ -72,7 +74,7 @@ def allow_bf16_masters(zero_class: type, optimizer_class: type) -> None:
 
 
 def swap_states(stage3: ModuleType, optimizer_class: type) -> None:
-    """Have ZeRO-3 make swappers that can carry 8-bit states."""
+    """Have ZeRO-3 use our swappers, which can carry 8-bit states."""
 
     def choice(theirs: type, ours: type):
         @functools.wraps(theirs, updated=())
@@ -87,7 +89,7 @@ def swap_states(stage3: ModuleType, optimizer_class: type) -> None:
 
 
 def agree_on_swapped(engine_class: type, zero3_class: type) -> None:
-    """Have swapped states get errors on all ranks, space on the disk, and a complete resume."""
+    """Apply `zero8.zero.swap_checkpoint` to engines that swap 8-bit states."""
     swap_checkpoint.step_together(zero3_class)
     configure, load = engine_class._configure_zero_optimizer, engine_class._load_checkpoint
     load_signature = inspect.signature(load)
@@ -115,11 +117,10 @@ def agree_on_swapped(engine_class: type, zero3_class: type) -> None:
 
 
 def finish_steps(engine_class: type, optimizer_class: type) -> None:
-    """Have handlers of signals wait for the end of the engine's step that they arrive in.
+    """Defer Python's signal handlers during the engine's step.
 
-    It steps over groups or sub-groups in turn and counts at the end.  What a handler saved in
-    between would be half of a step.  Where it waits for other ranks, no handler of Python's would
-    run anyway.
+    A step updates groups or sub-groups in turn and counts at the end, so a checkpoint saved by a
+    handler in between would hold half a step.
     """
     original = engine_class.step
 

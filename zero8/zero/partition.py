@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out which ranges of which parameters a flat ZeRO partition holds.
+"""Computes which ranges of which parameters a flat ZeRO partition holds.
 
 ZeRO hands the optimizer one flat tensor per parameter group (stages 1 and 2, BF16_Optimizer) or
-per sub-group (stage 3).  What it knows of the parameters hangs on the parameters themselves:
-`_hp_mapping` and `_dp_group`, or `_z3_optimizer`.  They are set while the ZeRO optimizer is
-built, after ours, so the table is made by the first step.
+per sub-group (stage 3), and describes it in attributes of the parameters: `_hp_mapping` and
+`_dp_group`, or `_z3_optimizer`.  The ZeRO optimizer sets them when it is constructed, after ours,
+so the first step makes the table.
 """
 
 import logging
@@ -26,8 +26,8 @@ def table_of(
     """Return the segment table of a flat partition, or None if `flat` is not one of ZeRO's.
 
     Args:
-        flat: the tensor that ZeRO gave the optimizer to step over.
-        numel: its number of elements, which it does not have while it is swapped out.
+        flat: a tensor in the optimizer's groups.
+        numel: its number of elements; the tensor itself is empty while swapped out.
         params: the parameters that the optimizer was constructed with.
         make: makes a piece of one of them.
     """
@@ -41,10 +41,10 @@ def table_of(
 
 
 def _stage12_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> list[Piece]:
-    """Pieces of a group's partition, from where its parameters lie in the group's flat buffer.
+    """Return the pieces of a group's partition, from the parameters' offsets in the flat buffer.
 
-    `_hp_mapping` says which parameters touch the partition; its offsets are not used, because
-    DeepSpeed computes them in the wrong order under `round_robin_gradients`.
+    `_hp_mapping` only says which parameters touch the partition; DeepSpeed computes its offsets in
+    the wrong order under `round_robin_gradients`.
     """
     storage = flat.untyped_storage().data_ptr()
     touching = [
@@ -55,7 +55,7 @@ def _stage12_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> 
         and p._hp_mapping.hp_fragment.untyped_storage().data_ptr() == storage
     ]
     if not touching:
-        return []  # a rank that holds nothing but the group's padding
+        return []  # this rank's partition is all padding
     group_storage = touching[0].untyped_storage().data_ptr()
     partition_start = _rank_in(touching[0]._dp_group) * flat.numel()
     pieces = []
@@ -70,7 +70,7 @@ def _stage12_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> 
 
 
 def _stage3_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> list[Piece]:
-    """Pieces of a sub-group's partition: every parameter is cut into world-size equal parts."""
+    """Return the pieces of a sub-group's partition; each parameter is cut into world-size parts."""
     pieces = []
     for p in params:
         zero = getattr(p, "_z3_optimizer", None)

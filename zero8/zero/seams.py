@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where zero8 fits into DeepSpeed: every seam is checked before any is used.
+"""The places ("seams") where zero8 patches DeepSpeed; all are checked before any is patched.
 
-All changes are for our optimizer only and leave every other as it was.
+Patches act on our optimizers only.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from importlib.metadata import version
 from operator import attrgetter
 from types import ModuleType
 
-from zero8.checkpoint.engine.install import keep_whole
+from zero8.checkpoint.engine.install import add_manifests
 from zero8.versions import TESTED, warn_if_untested
 from zero8.zero import accelerate, access, jit, universal_load, unscaling
 from zero8.zero.when_imported import when_imported
@@ -21,13 +21,13 @@ from zero8.zero.when_imported import when_imported
 
 @dataclass(frozen=True)
 class Seam:
-    """A place in DeepSpeed that zero8 changes or builds on.
+    """A member of DeepSpeed that zero8 patches or relies on.
 
     Attributes:
-        module: the module that has it.
-        name: of the attribute there, with the class in front if it is one's.
-        parameters: what it takes, as far as zero8 relies on that.
-        change: what zero8 does there; empty if it only calls or overrides it.
+        module: its module.
+        name: its name there, such as `Class.method`.
+        parameters: the parameters that zero8 relies on.
+        change: the effect of zero8's patch; empty if zero8 only calls or overrides the member.
         essential: whether the optimizer cannot work without it.
     """
 
@@ -38,14 +38,14 @@ class Seam:
     essential: bool = True
 
     def found(self) -> object | None:
-        """Return what is there, None if nothing is."""
+        """Return the member, None if it is missing."""
         try:
             return attrgetter(self.name)(importlib.import_module(self.module))
         except (ImportError, AttributeError):
             return None
 
     def check(self) -> None:
-        """Raise RuntimeError unless it is what zero8 relies on."""
+        """Raise RuntimeError unless it exists and takes the parameters."""
         there = self.found()
         if self.name == SUPPORTED:
             fits = isinstance(there, list)
@@ -65,7 +65,7 @@ class Seam:
 
     @property
     def state(self) -> str:
-        """What there is: "missing", "present", or, if it is present and in use, "installed"."""
+        """Return "missing", "present", or "installed" if zero8 has patched it."""
         return state_of(self.found())
 
 
@@ -79,36 +79,36 @@ _SWAP = "deepspeed.runtime.swap_tensor"
 _PARTITIONED = f"{_SWAP}.partitioned_optimizer_swapper"
 _PIPELINED = f"{_SWAP}.pipelined_optimizer_swapper"
 _CHECKPOINT = "deepspeed.runtime.checkpoint_engine"
-_PADDING = "loads universal checkpoints on ranks that hold nothing but padding, too"
-_VIEWS = "takes views of states again that have changed"
+_PADDING = "loads universal checkpoints on ranks that hold only padding, too"
+_VIEWS = "refreshes views of states that have changed"
 
 _BUILDS = Seam(
     "deepspeed.ops.op_builder.builder",
     jit.BUILDS,
     ("verbose",),
-    "builds an op once, in a folder for each version of it, under a lock that dies with its holder",
+    "builds an op once, in a folder per version, under a lock that is freed when its process ends",
     essential=False,
 )
 
 SEAMS = (
-    Seam(f"{_ZERO}.utils", SUPPORTED, change="takes our optimizer, by its exact type"),
+    Seam(f"{_ZERO}.utils", SUPPORTED, change="lists the classes of our optimizers"),
     Seam(
         _ENGINE,
         "DeepSpeedEngine._do_optimizer_sanity_check",
         ("basic_optimizer",),
-        "refuses modes, and other optimizers, that would step in the place of ours",
+        "refuses modes and other optimizers that would step instead of ours",
     ),
     Seam(
         _ENGINE,
         "DeepSpeedEngine._configure_optimizer",
         ("client_optimizer",),
-        "tells our optimizer which engine makes it, and which setting takes it as an object",
+        "records the engine, and names the setting that allows our optimizer as an object",
     ),
     Seam(
         "deepspeed.runtime.base_optimizer",
         "ZeROOptimizer._configure_master_weights",
         ("fp16_master_weights_and_gradients", "fp16_offload_validator"),
-        "asks no DeepSpeedCPUAdam for bf16 master weights in host memory",
+        "does not require DeepSpeedCPUAdam for bf16 master weights in host memory",
     ),
     Seam(_STAGE3, "PartitionedOptimizerSwapper", change="carries 8-bit states"),
     Seam(_STAGE3, "PipelinedOptimizerSwapper", change="carries 8-bit states"),
@@ -116,13 +116,13 @@ SEAMS = (
         _ENGINE,
         "DeepSpeedEngine._configure_zero_optimizer",
         ("optimizer",),
-        "takes the disk space for swapped states, on all ranks or on none",
+        "reserves disk space for swapped states, on all ranks or on none",
     ),
     Seam(
         _ENGINE,
         "DeepSpeedEngine._load_checkpoint",
         ("load_dir", "tag", "load_optimizer_states", "load_module_only"),
-        "looks at swap files before it loads them, and loads all that belongs to them",
+        "checks swap files before it loads them, and restores groups and small sub-groups, too",
     ),
     Seam(
         _ENGINE,
@@ -139,7 +139,7 @@ SEAMS = (
     Seam(
         _ENGINE,
         "DeepSpeedEngine.step",
-        change="lets handlers of signals wait until the step is done and counted",
+        change="defers signal handlers until the step is done and counted",
     ),
     Seam(_ENGINE, "DeepSpeedEngine._optimizer_has_ckpt_event_epilogue"),
     Seam(f"{_CHECKPOINT}.torch_checkpoint_engine", "TorchCheckpointEngine.save", ("path",)),
@@ -154,7 +154,7 @@ SEAMS = (
         _STAGE12,
         access.OFFLOADS,
         ("optimizer", "device", "pin_memory", "non_blocking"),
-        "keeps 8-bit moments as they are",
+        "keeps moments in 8 bits",
     ),
     Seam(
         _STAGE3,
@@ -177,7 +177,7 @@ SEAMS = (
     Seam(
         _STAGE12,
         f"DeepSpeedZeroOptimizer.{universal_load.LINKS}",
-        change="finds parameters where round_robin_gradients has put them",
+        change="finds parameters correctly under round_robin_gradients",
     ),
     *(
         Seam(
@@ -191,8 +191,8 @@ SEAMS = (
         )
     ),
     Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", change="raises on all ranks or on none"),
-    Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._post_step", change="lets the ranks agree"),
-    Seam("deepspeed.ops.op_builder.all_ops", "ALL_OPS", change="has the row of ds_report"),
+    Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._post_step", change="has the ranks agree first"),
+    Seam("deepspeed.ops.op_builder.all_ops", "ALL_OPS", change="lists our op, for ds_report"),
     _BUILDS,
     *(
         Seam(module, f"{name}.{method}", parameters)
@@ -237,40 +237,40 @@ SEAMS = (
         for method, parameters in methods.items()
     ),
 )
-"""Every place in DeepSpeed that zero8 depends on."""
+"""All of DeepSpeed that zero8 depends on."""
 
 
 def fit_in(optimizer_class: type) -> None:
-    """Fit `optimizer_class` into DeepSpeed and Accelerate, now or when they are imported.
+    """Patch DeepSpeed and Accelerate for `optimizer_class`, now or when they are imported.
 
     Raises:
         RuntimeError: as `install`, if DeepSpeed is loaded.
     """
     if sys.modules.get("deepspeed"):
         install(optimizer_class)
-    else:  # an engine that is given an optimizer object may be imported later
-        when_imported("deepspeed.runtime.engine", _Late(optimizer_class))
+    else:  # a script may make its optimizer first
+        when_imported("deepspeed.runtime.engine", _Install(optimizer_class))
     when_imported("accelerate.accelerator", accelerate.Guard(optimizer_class))
 
 
 @dataclass(frozen=True)
-class _Late:
-    """Installs the seams when DeepSpeed has been imported."""
+class _Install:
+    """Calls `install` once DeepSpeed has been imported."""
 
     optimizer_class: type
 
     def __call__(self, _: ModuleType) -> None:
         try:
             install(self.optimizer_class)
-        except RuntimeError as error:  # `import deepspeed` must not fail; engines will say more
+        except RuntimeError as error:  # `import deepspeed` must not fail
             warnings.warn(str(error), stacklevel=2)
 
 
 def install(optimizer_class: type) -> None:
-    """Fit `optimizer_class` into the DeepSpeed that is loaded; calling it again changes nothing.
+    """Patch the loaded DeepSpeed for `optimizer_class`.  Idempotent.
 
     Raises:
-        RuntimeError: if this DeepSpeed lacks one of the seams; nothing has been changed then.
+        RuntimeError: if this DeepSpeed lacks one of the seams; nothing is patched then.
     """
     from deepspeed.runtime import base_optimizer, bf16_optimizer, engine
     from deepspeed.runtime.zero import stage3, stage_1_and_2, utils
@@ -281,7 +281,7 @@ def install(optimizer_class: type) -> None:
     for seam in SEAMS:
         if seam.essential:
             seam.check()
-    from zero8.zero import overrides  # whose modules need DeepSpeed's swappers
+    from zero8.zero import overrides  # imports DeepSpeed's swappers
 
     engine_class, zero3_class = engine.DeepSpeedEngine, stage3.DeepSpeedZeroOptimizer_Stage3
     overrides.guard_choice(engine_class, optimizer_class)
@@ -303,7 +303,7 @@ def install(optimizer_class: type) -> None:
     overrides.swap_states(stage3, optimizer_class)
     overrides.agree_on_swapped(engine_class, zero3_class)
     overrides.finish_steps(engine_class, optimizer_class)
-    keep_whole(engine_class, optimizer_class)
+    add_manifests(engine_class, optimizer_class)
     utils.ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
 
 
@@ -318,19 +318,20 @@ def add_op(all_ops) -> None:
 
 
 def build_ops_once(builder: ModuleType) -> None:
-    """Have the builders of `deepspeed.ops.op_builder.builder` build as `jit` says.
+    """Have the builders of `deepspeed.ops.op_builder.builder` build through `jit`.
 
-    When that is imported, because `init_distributed` builds an op before there is an engine.
+    To be called when that module is imported: `init_distributed` builds an op before any engine
+    exists.
 
     Raises:
-        RuntimeError: if this DeepSpeed lacks the seam; it then builds as it does without zero8.
+        RuntimeError: if this DeepSpeed lacks the seam; its own builds are then unchanged.
     """
     _BUILDS.check()
     jit.build_once(builder.OpBuilder)
 
 
 def state_of(found: object | None) -> str:
-    """Return the `state` of a seam where this was found."""
+    """Return the `state` of a seam, from its member."""
     if found is None:
         return "missing"
     if isinstance(found, list | dict):  # a list of classes, a table of builders

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed leaves out around swapped states: space at the start, errors, a complete resume.
+"""What DeepSpeed lacks for swapped states: reserved disk space, checks, a complete resume.
 
-DeepSpeed saves the swap files with a checkpoint and copies them back.  It looks at nothing before
-it does, and restores neither learning rate and loss scale nor sub-groups too small to be swapped.
-Whatever one rank cannot do is an error on all of them, before anything has been changed.
+DeepSpeed saves the swap files with a checkpoint and copies them back, unchecked.  It does not
+restore learning rate, loss scale and the sub-groups too small to be swapped.  Here a failure of one
+rank raises on all, before anything is changed.
 """
 
 import functools
@@ -29,7 +29,7 @@ class SavedMoment:
 
     Attributes:
         store: as it was saved, on the meta device.
-        table: the segment table that it will be kept over.
+        table: the sub-group's segment table in this run.
     """
 
     store: MomentStore
@@ -42,7 +42,7 @@ def is_swapping(zero) -> bool:
 
 
 def prepare(zero) -> None:
-    """Take the disk space for all states, and so find out before the first step if there is none.
+    """Reserve the disk space for all states, so that a full disk raises before the first step.
 
     Raises:
         OSError: on all ranks, if one has no room; it names the file.
@@ -57,27 +57,27 @@ def prepare(zero) -> None:
 
 
 def check(engine, load_dir: str, tag: str, options: dict) -> list[SavedMoment]:
-    """Look at all that this rank will load; a checkpoint is loaded by all ranks or by none.
-
-    Returns:
-        For each swap file that has a state, its first moment.
+    """Check every file that this rank will load; all ranks load a checkpoint, or none does.
 
     Args:
         engine: the engine.
         load_dir: folder of checkpoints.
-        tag: name of one.
-        options: of the engine's `load_checkpoint`.
+        tag: the checkpoint's name there.
+        options: the arguments of the engine's `load_checkpoint`.
+
+    Returns:
+        For each swap file that has a state, its first moment.
 
     Raises:
         OSError: on all ranks, if one misses a file; it names the file.
         ValueError: on all ranks, if a file of one is damaged, or of another model or world size;
-            if only a part of the checkpoint is wanted.
+            if the options ask for a part of the checkpoint only.
     """
     if options.get("load_module_only") or not options.get("load_optimizer_states", True):
         raise ValueError(
             "load_checkpoint: got load_module_only=True or load_optimizer_states=False; DeepSpeed "
-            "loads a checkpoint with states on NVMe in whole; load it in whole, or save weights "
-            "apart with save_16bit_model"
+            "can only load all of a checkpoint with states on NVMe; load all, or save the weights "
+            "separately with save_16bit_model"
         )
     error, found = None, []
     try:
@@ -92,13 +92,13 @@ def check(engine, load_dir: str, tag: str, options: dict) -> list[SavedMoment]:
 
 
 def restore(engine, load_dir: str, tag: str, moments: list[SavedMoment]) -> None:
-    """Load what is not in swap files; DeepSpeed copies and reads those next.
+    """Load everything that is not in swap files, which DeepSpeed reads at the next step.
 
     Args:
         engine: the engine.
         load_dir: folder of checkpoints.
-        tag: name of one.
-        moments: what `check` returned.
+        tag: the checkpoint's name there.
+        moments: the result of `check`.
     """
     zero = engine.optimizer
     path = str(_zero_file(engine, load_dir, tag))
@@ -107,7 +107,7 @@ def restore(engine, load_dir: str, tag: str, moments: list[SavedMoment]) -> None
     zero.dynamic_loss_scale = saved["dynamic_loss_scale"]
     zero.overflow = saved["overflow"]
     zero._set_fp32_optimizer_param_groups()
-    # The line that this load logs counts swapped states, too, which are encoded at their swap-in.
+    # `load_state_dict` logs the re-encoded states; swapped ones are re-encoded at their swap-in.
     for moment in moments:
         zero.optimizer_swapper.kind.note_forms(moment.store, moment.table)
     zero.optimizer.load_state_dict(saved["optimizer_state_dict"])
@@ -118,9 +118,9 @@ def restore(engine, load_dir: str, tag: str, moments: list[SavedMoment]) -> None
 
 
 def step_together(zero3_class: type) -> None:
-    """Wrap `step`: what one rank cannot swap in or out is an error on all, none waits for it.
+    """Have a swap error of one rank in `step` raise on all ranks, instead of hanging the others.
 
-    The ranks agree when their sub-groups have stepped, before what they do together.
+    The ranks agree after their sub-groups have stepped, before `_post_step`'s collectives.
     """
     step, post_step = zero3_class.step, zero3_class._post_step
     what = "swap its optimizer states during a step"
@@ -154,7 +154,7 @@ def _swapped(zero) -> Iterator[Tensor]:
 
 
 def _zero_file(engine, load_dir: str, tag: str) -> Path:
-    """Return the file of what ZeRO saves of this rank, of a run with or without bfloat16."""
+    """Return ZeRO's checkpoint file of this rank, from a run with or without bfloat16."""
     rank = torch.distributed.get_rank(engine.optimizer.dp_process_group)
     paths = [
         Path(engine._get_rank_zero_ckpt_name(load_dir, tag, engine.checkpoint_mp_rank, rank, bf16))
@@ -169,7 +169,7 @@ def _zero_file(engine, load_dir: str, tag: str) -> Path:
 
 
 def _check_files(swapper: SwapsStates, parameter: Tensor, folder: str) -> Iterator[SavedMoment]:
-    """Yield the first moment of a sub-group, if its file has a state.
+    """Check a sub-group's files, and yield its first moment if there is a state.
 
     Raises:
         OSError: if a file is missing.
@@ -180,8 +180,8 @@ def _check_files(swapper: SwapsStates, parameter: Tensor, folder: str) -> Iterat
     for needed in (weights, path):
         if not Path(needed).exists():
             raise FileNotFoundError(
-                f"{needed}: not found; a checkpoint of 8-bit states on NVMe is loaded by the same "
-                "model, world size and sub_group_size, in a process that made no engine before"
+                f"{needed}: not found; a checkpoint of 8-bit states on NVMe needs the same model, "
+                "world size and sub_group_size, and a process that made no engine before"
             )
     if Path(weights).stat().st_size != expected:
         raise ValueError(

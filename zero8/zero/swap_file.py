@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file that holds the optimizer state of one ZeRO-3 sub-group on a local disk.
 
-    header         magic, checksum, format version, step, what the algorithm remembers, numbers of
-                   bytes: BEGIN, then a float64 for each number remembered, then a uint64 for each
-                   tensor
+    header         BEGIN (magic, checksum, format version, description bytes, step, counts), then
+                   the algorithm's memory (`zero8.state.memory`), a float64 each, then the number of
+                   bytes of each tensor, a uint64 each
     description    JSON: the moments, as in a saved `MomentTensor`, and the number of corrections;
-                   from HEADER_BYTES on
+                   at offset HEADER_BYTES
     tensors        codes, scales and float32 values of each moment, corrections of bfloat16 weights;
-                   raw, each from a multiple of TENSOR_ALIGNMENT_BYTES on
+                   raw, each at a multiple of TENSOR_ALIGNMENT_BYTES
 
-All numbers are little-endian.  A header whose description has no bytes stands for "no state yet".
-The checksum is the 64-bit XXH3 of the whole file with 0 in its own place.  It finds what was never
-written, because DeepSpeed's aio does not report failed transfers, and what has changed places.
+All numbers are little-endian.  Description bytes 0 mean "no state yet".  The checksum is the 64-bit
+XXH3 of the whole file, with 0 in the checksum's place.  It detects writes that never happened
+(DeepSpeed's aio does not report failed transfers) and misplaced ones.
 
-Formats 1 and 2, which are read, had a header for Adam alone (OLD_HEADER) and a description that
-named its two moments; in format 1 the checksum was the sum, modulo 2^64, of the file as 64-bit
-words.
+Formats 1 and 2 can be read.  Their header is Adam's (OLD_HEADER) and their description names its
+two moments; format 1's checksum is the sum, modulo 2^64, of the file as 64-bit words.
 """
 
 import errno
@@ -51,11 +50,11 @@ HEADER_BYTES = 512
 _CHECKSUM = slice(8, 16)
 TENSOR_ALIGNMENT_BYTES = 64
 BLOCK_BYTES = 4096
-"""What transfers that bypass the page cache are multiples of."""
+"""Transfers that bypass the page cache are multiples of this."""
 
 
 class SwapHeader(NamedTuple):
-    """The numbers at the start of a file."""
+    """The header of a file."""
 
     checksum: int
     version: int
@@ -69,7 +68,7 @@ class SwapHeader(NamedTuple):
         """Return the header in the first bytes of a file.
 
         Raises:
-            ValueError: if there is none, or one of another format version.
+            ValueError: if there is none, or its format version is unknown.
         """
         if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
             raise ValueError(f"{path}: not a file of 8-bit optimizer states, or damaged")
@@ -102,12 +101,12 @@ class SwapHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What the file of a state holds, and where.
+    """The contents of a state's file, and their offsets.
 
     Attributes:
         like: the moments, on the meta device.
         correction_numel: number of weight corrections, one byte each.
-        text: the description in a file, empty for a file that is to be written.
+        text: the description as read from a file; empty for a file to be written.
     """
 
     like: tuple[MomentStore, ...]
@@ -126,7 +125,7 @@ class Layout:
 
     @classmethod
     def from_description(cls, text: bytes, path: str) -> "Layout":
-        """Return the layout that a file's description stands for.
+        """Return the layout that a file's description describes.
 
         Raises:
             ValueError: if the description is damaged.
@@ -156,7 +155,7 @@ class Layout:
 
     @property
     def algorithm(self) -> Algorithm:
-        """Whose moments they are."""
+        """The algorithm of the moments."""
         return algorithm_called(self.like[0].rule.algorithm)
 
     @property
@@ -188,7 +187,7 @@ class Layout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor begins, and where the last one ends."""
+        """The offset of each tensor, and of the end of the last one."""
         ends = [aligned(n, TENSOR_ALIGNMENT_BYTES) for n in self.num_bytes]
         first = aligned(HEADER_BYTES + len(self.description), TENSOR_ALIGNMENT_BYTES)
         return tuple(itertools.accumulate(ends, initial=first))
@@ -202,7 +201,7 @@ class Layout:
 
         Args:
             buffer: (bytes,) uint8.
-            numbers: its entries that are no tensors.
+            numbers: the state's other entries.
         """
         views = [
             buffer[offset : offset + count]
@@ -229,7 +228,7 @@ def aligned(num_bytes: int, alignment_bytes: int) -> int:
 def pack(state: dict, layout: Layout, buffer: Tensor) -> SwapHeader:
     """Write the bytes of a file into a buffer, shape (file bytes,) uint8; return its header.
 
-    Tensors that are in their places already, as `unpack` leaves them, are not copied.
+    Tensors that are already views of the buffer, as from `unpack`, are not copied.
     """
     step, *memory = counters_of(layout.algorithm)(state)
     numbers = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
@@ -256,16 +255,16 @@ def pack(state: dict, layout: Layout, buffer: Tensor) -> SwapHeader:
 def unpack(
     buffer: Tensor, path: str, known: Layout | None = None, expected: SwapHeader | None = None
 ) -> tuple[dict, Layout] | None:
-    """Return the state in the bytes of a file, as views of them, and its layout, or None.
+    """Return a file's state, as views of its bytes, and its layout; None for "no state yet".
 
     Args:
         buffer: (file bytes,) uint8.
         path: the file's name, for messages.
-        known: the layout that the file may well have.
-        expected: of what was written last, if that is known: the checksum makes it unique.
+        known: the likely layout, which saves parsing it.
+        expected: the header written last, if known; its checksum makes it unique.
 
     Raises:
-        ValueError: if the bytes are not what was written, or not what was written last.
+        ValueError: if the bytes are damaged, or not those written last.
     """
     header = SwapHeader.parsed(bytes(buffer[:HEADER_BYTES].numpy()), path)
     if not header.description_bytes:
@@ -303,15 +302,15 @@ def _check_last(header: SwapHeader, expected: SwapHeader | None, path: str) -> N
 
 
 def read_whole(path: str, folder: Path | None = None) -> tuple[dict, Layout] | None:
-    """Return what `unpack` returns for a file that is mapped into memory.
+    """Map a file into memory and return the result of `unpack`.
 
     Args:
         path: of the file.
-        folder: on the path; no link below it is followed.
+        folder: a parent of it; links below it are not followed.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it is not what was written.
+        ValueError: if it is damaged.
     """
     data = mapped(Path(path), folder)
     if len(data) < HEADER_BYTES or len(data) % 8:
@@ -320,16 +319,14 @@ def read_whole(path: str, folder: Path | None = None) -> tuple[dict, Layout] | N
 
 
 def write_empty(path: str, num_bytes: int) -> SwapHeader:
-    """Replace a file, whatever it holds, by one of this size that stands for "no state yet"."""
+    """Write a file of this size that means "no state yet", over any old one; return its header."""
     header = SwapHeader(0, FORMAT_VERSION, 0, 0, (), ())
     Path(path).write_bytes(header.packed().ljust(num_bytes, b"\0"))
     return header
 
 
 def reserve(path: str, num_bytes: int) -> None:
-    """Make a file at least this long, on disk blocks that are its own from now on.
-
-    Writing over them can no longer fail because a disk is full.
+    """Allocate disk blocks for a file, so that writing this many bytes cannot find the disk full.
 
     Raises:
         OSError: naming the file, if there is no room.
@@ -350,7 +347,7 @@ def reserve(path: str, num_bytes: int) -> None:
 
 
 def _moments_of_format_2(found: dict) -> list:
-    """Return the descriptions of moments that a description names, in Adam's order."""
+    """Return the descriptions of the moments in a description of format 1 or 2."""
     return [found[name] for name in ADAM.moment_names]
 
 
@@ -371,7 +368,7 @@ def _put(buffer: Tensor, offset: int, data: bytes) -> None:
 
 
 def checksum(buffer: Tensor, version: int = FORMAT_VERSION) -> int:
-    """Return the checksum that the bytes of a file, shape (file bytes,) uint8, have to carry."""
+    """Return the checksum for the bytes of a file, shape (file bytes,) uint8."""
     begin = bytearray(buffer[:HEADER_BYTES].numpy())
     begin[_CHECKSUM] = bytes(8)
     rest = buffer[HEADER_BYTES:]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One job for each folder of swap files: two would write over each other's states.
+"""A lock on each folder of swap files: two jobs would overwrite each other's states.
 
-DeepSpeed names the files after its own counts, so those of two jobs with one `nvme_path` are the
-same.  A lock beside the folder belongs to the process until it ends, however it ends: engines of
-one process share a folder, as their counts go on.  DeepSpeed copies the folder itself with every
-checkpoint, and the lock must not be in it.
+DeepSpeed numbers the files from a counter of the process, so two jobs with one `nvme_path` use the
+same names, while engines of one process do not.  The process holds the lock until it ends, in any
+way.  The lock lies beside the folder, whose files DeepSpeed copies into every checkpoint.
 """
 
 import errno
@@ -18,10 +17,10 @@ _ours: dict[Path, FileIO] = {}
 
 
 def take(folder: str) -> None:
-    """Make a folder this process's own.
+    """Lock a folder for this process.
 
     Raises:
-        OSError: naming the process that has it; if its lock cannot be opened.
+        OSError: naming the process that holds it; if the lock cannot be opened.
     """
     path = Path(f"{Path(folder).resolve()}.flock")
     if path in _ours:
@@ -39,10 +38,10 @@ def take(folder: str) -> None:
 
 
 def take_on_all(folder: str) -> None:
-    """Make the folders of all ranks their own.  All ranks must call it.
+    """Lock the folder of each rank.  All ranks must call it.
 
     Raises:
-        OSError: on all ranks, if one cannot have its folder; it says which and why.
+        OSError: on all ranks, if one cannot lock its folder; it says which and why.
     """
     error = None
     try:

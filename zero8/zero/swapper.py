@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer states of ZeRO-3 on a local disk: DeepSpeed's swappers, for 8-bit states.
 
-DeepSpeed's own take every state tensor for one of the master weights' dtype and length, so they
+DeepSpeed's own assume that every state tensor has the master weights' dtype and length, so they
 cannot carry codes.  These leave master weights and gradients to DeepSpeed and keep the whole state
-of a sub-group in one file (`zero8.zero.swap_file`), which moves with the same handles, in the same
-two rhythms.  Between a swap-out and the next swap-in `optimizer.state` has no entry: the state's
-memory is a page-locked buffer that the next sub-group uses.
+of a sub-group in one file (`zero8.zero.swap_file`).  They use DeepSpeed's aio handles, and swap one
+sub-group at a time or in a pipeline, as DeepSpeed does.  Between a swap-out and the next swap-in
+`optimizer.state` has no entry: another sub-group may use the page-locked buffer.
 
-Gradients, which DeepSpeed reads to where they belong in the partition, are cut at places that the
-disk can read into; `zero8.zero.swap_io` has the transfers.
+DeepSpeed reads gradients directly into the partition; they are split at sector boundaries here.
+`zero8.zero.swap_io` has the transfers.
 """
 
 import os
@@ -27,10 +27,10 @@ from zero8.zero.swap_io import Buffer, BufferPool, CheckedHandle
 
 
 class SwapsStates(OptimizerSwapper):
-    """What both swappers share: where the state of each sub-group is.
+    """The part that both swappers share.
 
-    A state is in its file; or on its way in, in a buffer (`_arriving`); or in `optimizer.state`, in
-    a buffer (`_resident`) or, before its first swap-out, in memory of its own.
+    A state is in its file; or being read into a buffer (`_arriving`); or in `optimizer.state`, in a
+    buffer (`_resident`) or, before its first swap-out, in memory of its own.
     """
 
     def _begin(self) -> None:
@@ -46,7 +46,7 @@ class SwapsStates(OptimizerSwapper):
         self._layouts: dict[str, Layout] = {}
         self._arriving: dict[str, tuple[Buffer, Tensor]] = {}
         self._resident: dict[str, Buffer] = {}
-        self._written: dict[str, SwapHeader] = {}  # of what each file has to hold
+        self._written: dict[str, SwapHeader] = {}  # the header last written to each file
         self.print_exclude_list += ["_pool", "_layouts", "_arriving", "_resident", "_written"]
 
     def state_path(self, parameter: Tensor, folder: str | None = None) -> str:
@@ -74,19 +74,18 @@ class SwapsStates(OptimizerSwapper):
 
     @property
     def kind(self) -> FlatPartition:
-        """The optimizer's kind of state of partitions."""
+        """The optimizer's kind of state for ZeRO partitions."""
         (kind,) = [kind for kind in self.optimizer.kinds if isinstance(kind, FlatPartition)]
         return kind
 
     def reserve(self, parameter: Tensor) -> None:
-        """Take the disk space for a sub-group's state, and note the memory that it will need."""
+        """Reserve the disk space for a sub-group's state, and size the buffers for it."""
         num_bytes = self.planned_layout(parameter).file_bytes(self._alignment_bytes)
         swap_file.reserve(self.state_path(parameter), num_bytes)
         self._pool.size_bytes = max(self._pool.size_bytes, num_bytes)
 
     def _create_param_swap_info(self, parameter, numel):
-        # A file of this name is of an earlier run.
-        self._write_empty(parameter)
+        self._write_empty(parameter)  # over a file of an earlier run
         return super()._create_param_swap_info(parameter, numel)
 
     def _write_empty(self, parameter: Tensor) -> None:
@@ -94,14 +93,14 @@ class SwapsStates(OptimizerSwapper):
         self._written[parameter.ds_id] = swap_file.write_empty(path, self._alignment_bytes)
 
     def expect_other_files(self) -> None:
-        """Take the files for what others will have written: those of a checkpoint."""
+        """Accept files that this run did not write, such as a checkpoint's."""
         self._written.clear()
 
     def _get_state_tensors(self, parameter):
-        return []  # none for DeepSpeed's own files
+        return []  # DeepSpeed shall write no files for states
 
     def _adjust_for_misaligned_lengths(self, tensors, offsets):
-        # DeepSpeed cuts off the end that is no whole sector, but not the beginning.
+        # DeepSpeed cuts off a partial sector at the end, but not at the beginning.
         parts: list[tuple[Tensor, int]] = []
         for tensor, offset in zip(tensors, offsets, strict=True):
             head = min(-offset % self.numel_alignment, tensor.numel())
@@ -112,14 +111,14 @@ class SwapsStates(OptimizerSwapper):
         cut, offsets = super()._adjust_for_misaligned_lengths(
             [tensor for tensor, _ in parts], [offset for _, offset in parts]
         )
-        # What is too small for a file is kept until the step, but not what it was cut off from.
+        # Parts too small for a file are kept in memory until the step: clones, not views.
         return [t if self.is_swappable_tensor(tensor=t) else t.clone() for t in cut], offsets
 
     def _is_swapped(self, parameter: Tensor) -> bool:
         return parameter.ds_id in self.swap_params_info
 
     def _set_dtype(self, parameter: Tensor) -> None:
-        # DeepSpeed releases weights to an empty float32 tensor, and then asks for their dtype.
+        # DeepSpeed leaves an empty float32 tensor for released weights, but relies on their dtype.
         if parameter.dtype != self.dtype:
             parameter.data = torch.empty(0, dtype=self.dtype, device=parameter.device)
 
@@ -129,7 +128,7 @@ class SwapsStates(OptimizerSwapper):
         """Begin to read a state, and return the number of transfers begun."""
         path = self.state_path(parameter)
         if self.optimizer.state.get(parameter):
-            return 0  # it was loaded by hand, and is newer
+            return 0  # load_state_dict has set it; it is newer than the file
         size = os.stat(path).st_size
         if not size or size % self._alignment_bytes:
             raise ValueError(
@@ -162,9 +161,9 @@ class SwapsStates(OptimizerSwapper):
             self._resident[key] = buffer
             self._hand_over(parameter, state)
             return
-        # It was loaded: codec, block size or policy may not be ours.
+        # A checkpoint's file: codec, block size or policy may differ from ours.
         state = self.optimizer.adopted(parameter, state, None)
-        self.kind.reencoded.forget()  # the load has logged it
+        self.kind.reencoded.forget()  # logged by the load
         self._layouts[key] = Layout.of_state(state)
         self._hand_over(parameter, state)
         self._pool.give_back(buffer)
@@ -183,7 +182,7 @@ class SwapsStates(OptimizerSwapper):
             self._write_empty(parameter)
             self.optimizer.on_disk.pop(parameter, None)
             return 0
-        self.kind.moments(parameter, state, None)  # encodes what was loaded as float32
+        self.kind.moments(parameter, state, None)  # encodes moments that were loaded in float32
         self.kind.note_writes([state])
         layout, left = self._layouts.get(key), None
         if layout is None or not layout.fits(state):
@@ -202,13 +201,13 @@ class SwapsStates(OptimizerSwapper):
         return 1
 
     def _forget(self, parameter: Tensor) -> Buffer | None:
-        """Take a state out of memory; return its buffer, which a write may still be using."""
+        """Drop a state from memory; return its buffer, which a write may still be using."""
         if self.optimizer.state.pop(parameter, None):
             self.optimizer.on_disk[parameter] = self._layouts[parameter.ds_id]
         return self._resident.pop(parameter.ds_id, None)
 
     def release_swap_buffers(self, parameter):
-        """Release a sub-group's memory; what has changed since the last swap-out is lost."""
+        """Release a sub-group's memory; changes since the last swap-out are lost."""
         super().release_swap_buffers(parameter)
         if self._is_swapped(parameter):
             self._release(parameter)
@@ -223,7 +222,7 @@ class PartitionedSwapper(SwapsStates, PartitionedOptimizerSwapper):
     """Swaps one sub-group at a time: in, step, out."""
 
     def __init__(self, **kwargs):
-        """Take what DeepSpeed's takes."""
+        """Take the arguments of DeepSpeed's swapper."""
         super().__init__(**kwargs)
         self.aio_handle = CheckedHandle(self.aio_handle)
         self.gradient_swapper.aio_handle = self.aio_handle
@@ -247,33 +246,31 @@ class PartitionedSwapper(SwapsStates, PartitionedOptimizerSwapper):
 
 
 class PipelinedSwapper(SwapsStates, PipelinedOptimizerSwapper):
-    """Reads the next sub-group and writes the last one while the optimizer steps over one."""
+    """Reads the next sub-group and writes the previous one while the optimizer steps one."""
 
     def __init__(self, **kwargs):
-        """Take what DeepSpeed's takes."""
+        """Take the arguments of DeepSpeed's swapper."""
         super().__init__(**kwargs)
         self.read_aio_handle = CheckedHandle(self.read_aio_handle)
         self.write_aio_handle = CheckedHandle(self.write_aio_handle)
         self.aio_handle = self.gradient_swapper.aio_handle = self.write_aio_handle
-        self._departing: dict[str, Buffer] = {}  # by kind of swap-out
         self._in_step = False
         self._begin()
-        self.print_exclude_list += ["_departing"]
 
     def swap_in_optimizer_state(self, parameter, async_parameter):
-        """Read weights, gradients and state of a sub-group, and begin to read another's."""
+        """Read a sub-group's weights, gradients and state, and begin to read another's."""
         super().swap_in_optimizer_state(parameter, async_parameter)
         if self._is_swapped(parameter):
             self._install(parameter)
         self._in_step = async_parameter is not None
 
     def swap_out_optimizer_state(self, parameter, async_swap):
-        """Write a sub-group's weights and state; in a step, go on before they are written."""
-        # DeepSpeed would leave the write of a changed state under way, for others to read the file.
+        """Write a sub-group's weights and state; within a step, asynchronously."""
+        # Outside of a step nothing would wait for the write before the file is read.
         super().swap_out_optimizer_state(parameter, async_swap and self._in_step)
 
     def writeback_optimizer_state_and_gradients(self, parameter, write_opt_state, write_gradients):
-        """Write what is asked for, and release a sub-group's memory."""
+        """Write the state or gradients, and release a sub-group's memory."""
         super().writeback_optimizer_state_and_gradients(parameter, write_opt_state, write_gradients)
         self._release(parameter)
 

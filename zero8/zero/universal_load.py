@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed gets wrong about universal checkpoints and the partitions they are loaded into.
+"""Fixes DeepSpeed's loading of universal checkpoints, for our optimizers.
 
-All of it happens with every optimizer, and is mended for ours:
+DeepSpeed's bugs, with any optimizer:
 
-* Stages 1 and 2 fail on a rank that holds nothing but the padding of a parameter group, and the
-  other ranks wait for it.  It is lent an empty fragment of a parameter for the load.
-* Stage 3 gives all parameter groups the learning rate, weight decay and so on of the first.
-* Groups that the checkpoint does not have are left as they are, silently.
-* Under `round_robin_gradients` stages 1 and 2 look for parameters at the wrong places.
+* Stages 1 and 2 fail on a rank that holds only padding of a parameter group, and the other ranks
+  hang.  Here such a rank gets an empty fragment of a parameter during the load.
+* Stage 3 gives all parameter groups the options (learning rate, weight decay, ...) of the first.
+* Groups that the checkpoint lacks are silently not loaded.
+* Under `round_robin_gradients` stages 1 and 2 compute wrong offsets of parameters.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ import torch
 from zero8.state.keywords import check_refused_keys
 
 LOADS = "load_hp_checkpoint_state_from_checkpoint_dir"
-"""The method that loads a universal checkpoint, of stages 1 and 2 and BF16_Optimizer."""
+"""The method of stages 1 and 2 and BF16_Optimizer that loads a universal checkpoint."""
 LOADS_STAGE3 = f"{LOADS}_stage3"
 LINKS = "_link_all_hp_params"
-"""The method of stages 1 and 2 that finds the places of the parameters in the partitions."""
+"""The method of stages 1 and 2 that locates the parameters in the partitions."""
 
 
 def load_into_padding(zero_class: type, partitions: str, optimizer_class: type) -> None:
-    """Have a ZeRO class load universal checkpoints on ranks that hold nothing of a group, too.
+    """Have a ZeRO class load universal checkpoints on ranks that hold only padding of a group, too.
 
     Args:
-        zero_class: a class that wraps an optimizer, of stages 1 and 2.
+        zero_class: the ZeRO optimizer of stages 1 and 2, or BF16_Optimizer.
         partitions: its attribute with this rank's flat partition of each group.
-        optimizer_class: whose states are meant.
+        optimizer_class: the optimizer class to patch it for.
     """
     original = getattr(zero_class, LOADS)
 
@@ -49,7 +49,7 @@ def load_into_padding(zero_class: type, partitions: str, optimizer_class: type) 
 
 @contextlib.contextmanager
 def _lent_fragments(groups: list, partitions: list) -> Iterator[None]:
-    """Give the first parameter of a group of which this rank holds nothing an empty fragment."""
+    """Give the first parameter of each group that is only padding here an empty fragment."""
     from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 
     lent = []
@@ -76,7 +76,7 @@ def _lent_fragments(groups: list, partitions: list) -> Iterator[None]:
 
 
 def load_all_groups(zero3_class: type, optimizer_class: type) -> None:
-    """Have ZeRO 3 load every parameter group's options, not those of the first for all."""
+    """Have ZeRO 3 load the options of every parameter group, instead of the first's for all."""
     original = getattr(zero3_class, LOADS_STAGE3)
 
     @functools.wraps(original)
@@ -95,8 +95,8 @@ def _check_groups(checkpoint_dir: str, optimizer) -> list[dict]:
     """Return the parameter groups of a universal checkpoint.
 
     Raises:
-        ValueError: on all ranks, if there are more or fewer than the optimizer has, or one asks for
-            what it does not do.
+        ValueError: on all ranks, if their number is not the optimizer's, or one has an option that
+            it refuses.
     """
     path = Path(checkpoint_dir) / "zero" / "optimizer_state.pt"
     saved = torch.load(path, map_location="cpu", mmap=True, weights_only=False)["param_groups"]
@@ -105,17 +105,17 @@ def _check_groups(checkpoint_dir: str, optimizer) -> list[dict]:
     groups = optimizer.param_groups
     if len(saved) != len(groups):
         raise ValueError(
-            f"{checkpoint_dir}: got a checkpoint of {len(saved)} parameter groups, expected "
-            f"{len(groups)}, as the optimizer has"
+            f"{checkpoint_dir}: got a checkpoint of {len(saved)} parameter groups, expected the "
+            f"optimizer's {len(groups)}"
         )
     return saved
 
 
 def find_places_in_round_robin(zero_class: type, optimizer_class: type) -> None:
-    """Have ZeRO 1 and 2 find parameters where `round_robin_gradients` has put them.
+    """Have ZeRO 1 and 2 locate parameters correctly under `round_robin_gradients`.
 
-    DeepSpeed looks at the offsets only where there is padding between parameters, though they are
-    right in any case.
+    DeepSpeed reads the true offsets only if there is padding between parameters, so this pretends
+    that there is.
     """
     original = getattr(zero_class, LINKS)
 

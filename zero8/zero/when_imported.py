@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acts on another package's module when it is imported, without importing it."""
+"""Import hooks: acts on another package's module when it is imported, without importing it."""
 
 import importlib.util
 import sys
@@ -10,7 +10,7 @@ from types import ModuleType
 def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
     """Call `call(module)` now if the module is loaded, or else when it is imported.
 
-    Asking again for the same call changes nothing.  What `call` raises, the import raises.
+    Idempotent per `call`.  The import raises the exceptions of `call`.
     """
     if name in sys.modules:
         call(sys.modules[name])
@@ -19,13 +19,13 @@ def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder:
-    """Finds one module as if it were not there, and has us called when it has run."""
+    """A meta path finder that finds one module by the others, and wraps its loader."""
 
     def __init__(self, name: str, call: Callable[[ModuleType], None]):
         self.name, self.call = name, call
 
     def waits_for(self, name: str, call: Callable[[ModuleType], None]) -> bool:
-        """Return whether it was made for this call."""
+        """Return whether it has these arguments."""
         return (self.name, self.call) == (name, call)
 
     def find_spec(self, name, path=None, target=None):
@@ -40,13 +40,13 @@ class _Finder:
 
 
 class _Loader:
-    """Loads a module as its own loader does, which other modules may share, and then calls."""
+    """Runs a module by its own loader, and then calls `call`."""
 
     def __init__(self, loader, call: Callable[[ModuleType], None]):
         self.loader, self.call = loader, call
 
     def create_module(self, spec):
-        """Leave it to the module's own loader."""
+        """Delegate to the module's own loader."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps in the backward win and cost: `zero8 bench backward`."""
+"""`zero8 bench backward`: gains and costs of steps in the backward."""

@@ -25,9 +25,9 @@ OPTIONS = {
     "hidden": (2048, 1, "width of the model"),
     "layers": (12, 1, "linear layers of the model"),
 }
-"""Options by name: default, least value, and what they are."""
+"""Options by name: default, least value, and meaning."""
 
-# With less there is little to hide, and the times say nothing.
+# With a smaller share of the step there is little to hide, and the times are meaningless.
 LEAST_SHARE = 0.1
 
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, write both files, print the share of the step; return the exit status.
 
     Raises:
-        RuntimeError: if the weights are not those of steps after the backward; nothing is written.
+        RuntimeError: if the weights differ from those of steps after the backward; writes nothing.
     """
     if arguments.threads is None:
         arguments.threads = torch.get_num_threads()
@@ -69,7 +69,7 @@ def _command(arguments: argparse.Namespace) -> str:
 
 def _result(arguments: argparse.Namespace) -> dict:
     hidden, layers = arguments.hidden, arguments.layers
-    machine = record.machine()  # before it is us who keep it busy
+    machine = record.machine()  # before the measurement loads it
     with threads(arguments.threads):
         rows = measure(hidden, layers, arguments.steps)
     plain = next(row for row in rows if row["name"] == PLAIN)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training loops that take turns: gradients alive, and times, with steps in the backward or after.
+"""Measures training loops in turns: live gradients and times, with steps in the backward or after.
 
-All loops begin with the same weights and see the same batches.
+All loops start with the same weights and get the same batches.
 """
 
 import copy
@@ -27,13 +27,13 @@ PLAIN, IN_BACKWARD, TORCH = "zero8, plain loop", "zero8, in the backward", "torc
 
 
 class GradientCount:
-    """Counts the bytes of gradients that are alive whenever one more has arrived.
+    """Counts the bytes of live gradients whenever a new one arrives.
 
-    Its hooks have to be the first: the step's take the gradients away.
+    Its hooks must be registered before the step's, which free the gradients.
     """
 
     def __init__(self, params: Iterable[Tensor]):
-        """Count from the next backward on."""
+        """Start counting."""
         self.peak_bytes = 0
         self._grads: list[weakref.ref[Tensor]] = []
         for p in params:
@@ -45,20 +45,20 @@ class GradientCount:
         return peak_bytes
 
     def _arrived(self, p: Tensor) -> None:
-        # Held from here to the end of the count, or another thread would free some meanwhile.
+        # References keep them alive during the count, as another thread frees them.
         alive = [grad for ref in self._grads if (grad := ref()) is not None] + [p.grad]
         self._grads = [weakref.ref(grad) for grad in alive]
         self.peak_bytes = max(self.peak_bytes, sum(grad.nbytes for grad in alive))
 
 
 class Iteration(NamedTuple):
-    """What was measured of an iteration, besides its wall time.
+    """The measurements of an iteration, besides its wall time.
 
     Attributes:
         step_ns: wall time of `step()` itself.
-        peak_bytes: of gradients, the most that were alive at one time.
+        peak_bytes: the largest total of live gradients.
         cpu_ms: CPU time of all threads.
-        page_faults: new pages of memory that the system gave.
+        page_faults: minor page faults.
     """
 
     step_ns: int
@@ -68,10 +68,10 @@ class Iteration(NamedTuple):
 
 
 class Loop:
-    """A model that trains, and its iterations so far."""
+    """A training loop, and its iterations so far."""
 
     def __init__(self, model: nn.Sequential, optimizer: torch.optim.Optimizer):
-        """Begin with a model that is this loop's own, and the optimizer of it."""
+        """Take a model of this loop's own, and its optimizer."""
         self.model = model
         self.optimizer = optimizer
         self.iterations: list[Iteration] = []
@@ -79,7 +79,7 @@ class Loop:
         self._batches = torch.Generator().manual_seed(1)
 
     def iterate(self) -> None:
-        """Go forward and backward, and step."""
+        """Run a forward, a backward and a step."""
         before = _used()
         inputs = torch.randn(BATCH, self.model[0].in_features, generator=self._batches)
         nn.functional.mse_loss(self.model(inputs), inputs).backward()
@@ -119,7 +119,7 @@ def measure(hidden: int, layers: int, steps: int) -> list[dict]:
     """Return a row per loop.
 
     Raises:
-        RuntimeError: if steps in the backward and after it end with other weights.
+        RuntimeError: if steps in the backward and after it lead to different weights.
     """
     found = loops(hidden, layers)
     samples = interleaved([Timed(loop.iterate) for loop in found.values()], steps)

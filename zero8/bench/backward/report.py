@@ -5,14 +5,14 @@ from zero8.bench.record import check_lines, table_lines
 from zero8.bench.step.report import header_lines
 
 REMARK = (
-    "Here the backward runs on the CPU and keeps all of its cores busy, so that no step can hide "
-    "behind it: CPU times with it and without are expected to be about equal, and what is won is "
-    "the memory of gradients. Wall times say less: on a machine that is busy with other work too, "
-    "a loop with more threads gets more of the cores. Where malloc gives freed gradients back to "
-    "the system, as glibc's does by default, the page faults of a plain loop cost time, which is "
-    "no merit of the order of steps: large MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ avoid "
+    "Here the backward runs on the CPU and keeps all of its cores busy, so steps cannot overlap "
+    "with it: CPU times with steps in the backward and without should be about equal, and the gain "
+    "is the memory of gradients. Wall times are less reliable: on a machine with other load, a "
+    "loop with more threads gets more of the cores. If malloc returns freed gradients to the "
+    "system, as glibc's does by default, page faults slow a plain loop down, which has nothing to "
+    "do with the order of steps: large MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ avoid "
     "them for every loop. With the backward on a GPU and the step on the CPU (FSDP2 with CPU "
-    "offload) the CPU is free for steps meanwhile; this record says nothing of that."
+    "offload) the CPU is free for steps meanwhile; this record does not cover that."
 )
 
 HEADERS = (
@@ -41,12 +41,12 @@ def markdown(result: dict) -> str:
         "",
         f"{result['layers']} linear layers of {result['hidden']} x {result['hidden']}, fp32, "
         f"batches of {result['batch']} rows. Medians of {result['steps']} iterations, all loops in "
-        "turns in one process; torch's is AdamW with `fused=True`. Gradients alive are counted "
-        "whenever one has arrived: the most in any iteration, and the median of the iterations' "
-        "peaks. `step()` is the wall time of that call alone, an iteration that of forward, "
-        "backward and step, `CPU` the CPU time of all its threads. `waited` is the time that "
-        "threads were ready without a core, over that of all threads; threads of one loop that "
-        "wait for each other count too. Both loops of zero8 ended with equal bits of all weights.",
+        "turns in one process; torch's is AdamW with `fused=True`. Live gradients are counted "
+        "whenever one arrives: the most in any iteration, and the median of the iterations' "
+        "peaks. `step()` is the wall time of that call alone, an iteration is forward, backward "
+        "and step, `CPU` is the CPU time of all its threads. `waited` is the share of the threads' "
+        "time that they were ready to run without a core, including threads of one loop that "
+        "compete with each other. Both loops of zero8 ended with equal bits of all weights.",
         "",
         result["remark"],
         "",

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs: `zero8 bench step`."""
+"""`zero8 bench step`: times and memory of a step."""

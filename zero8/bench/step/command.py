@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what a step costs on a CPU or a GPU: zero8's, those of other optimizers, a copy's.
+"""Measure times and memory of steps on a CPU or a GPU: zero8's, other optimizers', and a copy's.
 
 Checks the kernel's bits first.  Writes OUT (JSON), and a table (.md) and a figure (.png) beside it.
 """
@@ -37,7 +37,7 @@ ROUNDS = 30
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured; `isa` None means the fastest, and all of them in the cache."""
+    """A measurement; `isa` None means the fastest one, and all of them in the cache."""
 
     device: Device
     numel: int
@@ -47,7 +47,7 @@ class Plan:
     against: tuple[str, ...]
 
     def __post_init__(self):
-        """Raise UsageError for what cannot be measured."""
+        """Raise UsageError for invalid values."""
         check_multiple("--numel", self.numel, ROW, LEAST_NUMEL)
         check_least("--threads", self.threads, 1)
         check_names("--codec", self.codecs, CODECS)
@@ -56,11 +56,11 @@ class Plan:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "Plan":
-        """Return what options ask for; raises as the constructor does."""
+        """Return the plan of the options; raises as the constructor does."""
         device = DEVICES[arguments.device]
         for option in ("threads", "isa") if device.name == "cuda" else ():
             if getattr(arguments, option) is not None:
-                raise UsageError(f"--{option}: got it with --device cuda, expected --device cpu")
+                raise UsageError(f"--{option}: got --device cuda, expected --device cpu")
         return cls(
             device=device,
             numel=device.numel if arguments.numel is None else arguments.numel,
@@ -82,9 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="default cpu")
     sizes = f"default {CPU.numel}; {GPU.numel} on a GPU"
     parser.add_argument("--numel", type=int, help=f"parameters, {sizes}")
-    parser.add_argument("--threads", type=int, help="of all, on the CPU")
-    parser.add_argument("--codec", help="one of zero8's codecs instead of all")
-    parser.add_argument("--isa", help="instruction set of zero8, on the CPU, not the fastest")
+    parser.add_argument("--threads", type=int, help="threads on the CPU, default all")
+    parser.add_argument("--codec", help="one of zero8's codecs, default all")
+    parser.add_argument("--isa", help="zero8's instruction set on the CPU, default the fastest")
     names, on_gpu = (",".join(step_contenders.peers_on(device)) for device in (CPU, GPU))
     parser.add_argument("--against", metavar="NAME,...", help=f"default {names}; {on_gpu} on a GPU")
 
@@ -93,12 +93,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, write the three files, print the targets; return the exit status.
 
     Raises:
-        UsageError: if there is no such device, or an option is not served.
+        UsageError: if there is no such device, or an option is invalid.
         RuntimeError: if the kernel's bits are not as expected.
     """
     if arguments.device == "cuda" and (absence := gpu.absence()) is not None:
         raise UsageError(f"--device cuda: {absence}")
-    from zero8.bench.step.figure import plot  # which needs matplotlib
+    from zero8.bench.step.figure import plot  # needs matplotlib
 
     plan = Plan.of(arguments)
     began = time.perf_counter()
@@ -124,7 +124,7 @@ def _command(plan: Plan, out: Path) -> str:
 
 
 def measure(plan: Plan) -> dict:
-    """Return the result of a plan, all but the time it took and the command.
+    """Return the result of a plan, without its duration and the command.
 
     Raises:
         RuntimeError: if the kernel's bits are not as expected.
@@ -132,7 +132,7 @@ def measure(plan: Plan) -> dict:
     with threads(plan.threads), _isa(plan.isa):
         isas = [plan.isa] if plan.isa else list(kernel.isas())
         plan.device.check(plan.codecs, isas, plan.threads)
-        machine = _machine()  # before it is us who keep it busy
+        machine = _machine()  # before the measurement loads it
         if plan.device.name == "cuda":
             machine |= {"gpu": gpu.machine()}
             isas = []
@@ -164,7 +164,7 @@ def _isa(name: str | None) -> Iterator[None]:
 
 
 def _time_out_of_cache(plan: Plan) -> tuple[dict, int | None]:
-    """Return the rows, the list and what was skipped, and the bytes that lay in huge pages."""
+    """Return the rows, the tensor list's time and skipped peers; and the bytes in huge pages."""
     params = step_contenders.flat_params(plan.numel, plan.device)
     ours = step_contenders.zero8_contenders(plan.codecs, params)
     peers, skipped = step_contenders.peer_contenders(plan.against, params)
@@ -208,7 +208,7 @@ def _row(contender: Contender, samples: Samples, plan: Plan) -> dict:
 
 
 def _compare(rows: list[dict], ceilings: list[dict]) -> None:
-    """Add to each row how it compares with its ceiling and with DeepSpeed's fp32 step."""
+    """Add to each row its ratios to its ceiling and to DeepSpeed's fp32 step."""
     by_key = {_key(row): row["ns_per_param"] for row in rows}
     deepspeed = by_key.get(("deepspeed", FP32.name, None))
     for row, ceiling in zip(rows, ceilings, strict=True):
@@ -219,7 +219,7 @@ def _compare(rows: list[dict], ceilings: list[dict]) -> None:
 
 
 def _machine() -> dict:
-    """Return what the times depend on, this measurement's huge pages and caches too."""
+    """Describe the machine, with caches and huge pages."""
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
         **record.machine(),
@@ -236,7 +236,7 @@ def _last_level_cache_bytes() -> int | None:
 
 
 def _anonymous_huge_bytes() -> int | None:
-    """Return how much of this process's memory lies in huge pages."""
+    """Return the bytes of this process's memory in huge pages."""
     rollup = Path("/proc/self/smaps_rollup")
     if not rollup.is_file():
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose steps are timed: zero8's, those of other optimizers, and copies as their ceilings."""
+"""The steps that are timed: zero8's, other optimizers', and copies as their ceilings."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -18,23 +18,23 @@ from zero8.bench.step.tensors import flat_shape, model_shapes
 from zero8.bench.step.timing import Timed
 from zero8.bench.step.variants import BF16, BF16_CORRECTED, FP32, Variant
 
-# What is tens of times slower has fewer parameters, and one round in 5.
+# Peers that are tens of times slower get fewer parameters, and are timed in one round of 5.
 SLOW_NUMEL = 2**22
 SLOW_EVERY = 5
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A step that is timed, over one parameter whose state exists.
+    """A timed step over one parameter whose state exists.
 
     Attributes:
-        name: whose it is: `zero8`, a package, or `copy`.
-        variant: which kind of parameter and state; a name.
-        param: what is stepped over.
-        states: the arrays of its state that have as many elements as it has.
+        name: `zero8`, a package, or `copy`.
+        variant: the name of a kind of parameter and state.
+        param: the parameter.
+        states: the arrays of its state with as many elements.
         step: takes a step.
         codec: of zero8's states.
-        every: in every how many rounds it is timed.
+        every: it is timed in every `every`-th round.
     """
 
     name: str
@@ -52,16 +52,16 @@ class Contender:
 
     @property
     def bytes_per_param(self) -> int:
-        """Bytes that a step must move: it reads the gradient, and reads and writes all else.
+        """Bytes that a step must move: it reads the gradient, and reads and writes all others.
 
-        Scales of blocks are left out: 0.05 to 0.3 bytes.
+        Without scales of blocks: 0.05 to 0.3 bytes.
         """
         grad, *others = self.streams
         return grad + 2 * sum(others)
 
     @property
     def timed(self) -> Timed:
-        """What to time."""
+        """The call to time."""
         return Timed(self.step, self.every)
 
 
@@ -69,7 +69,7 @@ class Params:
     """Weights and gradients of one matrix on a device, which all contenders share."""
 
     def __init__(self, numel: int, device: Device):
-        """Make nothing yet."""
+        """Defer making tensors."""
         self.numel, self.device = numel, device
         self._tensors: dict[tuple[torch.dtype, float], Tensor] = {}
 
@@ -107,7 +107,7 @@ def _parameter(weight: Tensor, grad: Tensor) -> nn.Parameter:
 def contender(
     name: str, variant: str, p: nn.Parameter, optimizer: Optimizer, **others: object
 ) -> Contender:
-    """Return an optimizer of one parameter as a contender; its first step makes the state."""
+    """Return an optimizer of one parameter as a contender, after a first step."""
     optimizer.step()
     states = [t for t in plain_tensors(optimizer.state[p]) if t.numel() == p.numel()]
     return Contender(name, variant, p, states, optimizer.step, **others)
@@ -160,9 +160,9 @@ class Peer(NamedTuple):
 
     Attributes:
         make: returns it for parameters of a variant.
-        cpu: the variants that it is timed on there; none if it does not step there.
-        cuda: those on a GPU.
-        is_slow_on_cpu: whether it is tens of times slower there.
+        cpu: its variants on a CPU; () if it does not support CPUs.
+        cuda: its variants on a GPU; () if it does not support GPUs.
+        is_slow_on_cpu: whether it is tens of times slower on a CPU.
     """
 
     make: Callable[[list[nn.Parameter], Variant], Optimizer]
@@ -186,14 +186,14 @@ class Peer(NamedTuple):
 def _deepspeed(params: list[nn.Parameter], variant: Variant) -> Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    # States in float32 for float32 parameters, in bfloat16 for bfloat16 ones.
+    # States get the dtype of their parameters.
     optimizer = DeepSpeedCPUAdam(params, fp32_optimizer_states=False, **HYPER)
     set_threads(optimizer)
     return optimizer
 
 
 def set_threads(optimizer: Optimizer) -> None:
-    """Give a DeepSpeedCPUAdam as many threads as torch has, whichever OpenMP it brought along."""
+    """Give a DeepSpeedCPUAdam as many threads as torch has, in whichever OpenMP it is linked to."""
     library = optimizer.ds_opt_adam.__file__
     openmp, expected = ctypes.CDLL(library), torch.get_num_threads()
     openmp.omp_set_num_threads(expected)
@@ -239,7 +239,7 @@ def peers_on(device: Device) -> tuple[str, ...]:
 
 
 def peer_contenders(names: Sequence[str], params: Params) -> tuple[list[Contender], list[dict]]:
-    """Return the contenders of these packages, and of those that cannot step here the reasons."""
+    """Return the contenders of these packages, and the reasons of those that cannot step here."""
     found, skipped = [], []
     for name in names:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between devices: how bits are checked, calls are timed and memory is copied."""
+"""The differences between devices: checking bits, timing calls and copying memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ class Device:
     Attributes:
         name: `cpu` or `cuda`.
         place: where the tensors are.
-        numel: how many parameters there are by default; no cache holds them.
+        numel: default number of parameters; no cache holds them.
         variants: kinds of parameters that zero8 is timed on.
-        check: raises RuntimeError if the step has other bits than expected with these codecs,
-            instruction sets and number of threads.
+        check: raises RuntimeError if the step's bits are wrong with these codecs, instruction sets
+            and number of threads.
         time_call: adds the time of a call to samples.
-        extra_bytes: returns how much memory a call takes meanwhile, None if nobody counts it.
+        extra_bytes: returns the peak of additional memory during a call, None if unknown.
         copier: returns a call that moves as many bytes as a step over a parameter, its gradient
-            and its states, and computes nothing.
-        isa: returns what zero8 steps with.
+            and its states, without computing.
+        isa: returns the name of zero8's instruction set, or "cuda".
     """
 
     name: str

@@ -12,7 +12,7 @@ from zero8.bench.step.report import where
 from zero8.bench.step.variants import CUDA_VARIANTS
 
 COLORS = {"zero8": "tab:blue", "other optimizers": "tab:orange"}
-# Slower rows than this many of zero8's default are cut at the edge.
+# Bars are cut at this multiple of zero8's default.
 LONGEST = 3.0
 
 
@@ -56,7 +56,7 @@ def _draw(axes: Axes, rows: list[dict], ceilings: dict[str, float], longest: flo
 
 
 def _write_time(axes: Axes, y: float, row: dict, longest: float) -> None:
-    """Write the time behind its bar, or into it where there is no room."""
+    """Write the time behind its bar, or into it if there is no room."""
     ns, end = row["ns_per_param"], max(row["ns_per_param"], row["ns_per_param_p90"])
     text = {"va": "center", "fontsize": 8}
     if end < 0.92 * longest:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled step by itself: that its bits are the reference's, and its time in the cache."""
+"""The compiled step alone: checks its bits against the reference, and times it in the cache."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -27,17 +27,17 @@ BLOCK_SIZE = 256
 CHECK_SHAPE = (5, 300)
 CHECK_STEPS = 3
 
-# More thread blocks than a GPU works on at a time; whole blocks and short ones.
+# More thread blocks than a GPU runs at a time; whole blocks and short ones.
 CUDA_CHECK_SHAPE = (1001, 2100)
 
 # With fp32 parameters 160 KiB: more than a first-level cache, less than a second-level one.
 CACHED_SHAPE = (64, 256)
 CACHED_REPEATS = 30
-CACHED_SECONDS = 2e-3  # of one repeat: long against the clock's resolution and the call from Python
+CACHED_SECONDS = 2e-3  # of one repeat: much longer than the clock's resolution and Python's call
 
 
 def sample(codec: str, variant: Variant, shape: tuple[int, int]) -> Segment:
-    """Return a parameter that has taken no step, the same for the same arguments."""
+    """Return a segment before its first step, with values that depend on the arguments only."""
     numel = shape[0] * shape[1]
     piece = Piece(0, numel, 0, shape, dither.identity_of("bench"), BLOCK_SIZE, "bench")
     table = PieceTable((piece,), numel)
@@ -91,7 +91,7 @@ def check_on(
     codecs: Iterable[str],
     shapes: Iterable[tuple[int, int]] = (CHECK_SHAPE, CUDA_CHECK_SHAPE),
 ) -> None:
-    """Raise RuntimeError unless a step on a device gives the bits of the CPU's."""
+    """Raise RuntimeError unless a step on a device gives the same bits as on the CPU."""
     for codec, variant, shape in product(codecs, CUDA_VARIANTS, shapes):
         ours, wanted = moved(sample(codec, variant, shape), device), sample(codec, variant, shape)
         case = f"codec {codec}, {variant.name}, on {device}"
@@ -128,8 +128,8 @@ def _compare(case: str, ours: Stepping, wanted: Stepping, whose: str) -> None:
         for name, tensor in _results(ours[1]).items():
             if not torch.equal(tensor, expected[name]):
                 raise RuntimeError(
-                    f"{name} of {case}: got other bits than {whose} after step {number}; nothing "
-                    "has been timed"
+                    f"{name} of {case}: bits differ from {whose} after step {number}; nothing has "
+                    "been timed"
                 )
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a measurement says of other machines: where cores limit the step, and where memory does.
+"""Extrapolates to other machines: whether cores or memory limit the step.
 
 A step over data in memory takes at least
 
     ns/param = max(ns of one core in the cache / cores, bytes per parameter / bandwidth)        (B1)
 
-so `bandwidth * ns of one core / bytes` cores are as fast as the memory, and more do not help.
+so `bandwidth * ns of one core / bytes` cores saturate the memory, and more do not help.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """Cores as fast as those that were measured, and memory.
+    """A machine with cores as fast as the measured ones.
 
     Attributes:
-        name: what it is called.
-        cores: how many.
-        gb_per_s: bandwidth of its memory, read and written.
+        name: its name in reports.
+        cores: number of cores.
+        gb_per_s: bandwidth of its memory, reads and writes together.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Machine:
         return max(ns_in_cache / self.cores, bytes_per_param / self.gb_per_s)
 
     def saturating_cores(self, ns_in_cache: float, bytes_per_param: float) -> float:
-        """Return how many cores are as fast as the memory."""
+        """Return the number of cores that saturate the memory."""
         return self.gb_per_s * ns_in_cache / bytes_per_param
 
 
@@ -38,15 +38,15 @@ OTHERS = (Machine("desktop", 8, 80.0), Machine("server", 64, 200.0))
 
 
 def machines(result: dict) -> list[Machine]:
-    """Return the machine of a result, with what its fastest copy moves, and two others."""
+    """Return the machine of a result, with the bandwidth of its fastest copy, and two others."""
     copied = [row["gb_per_s"] for row in result["rows"] if row["name"] == "copy"]
     return [Machine("this one", result["threads"], max(copied)), *OTHERS]
 
 
 def rows(result: dict) -> list[dict]:
-    """Return for each of zero8's steps what limits it on each of `machines`.
+    """Return the bounds of zero8's steps on each of `machines`.
 
-    Only steps that were timed in the cache too, each with the instruction set that it stepped with.
+    Only for steps that were also timed in the cache with the same instruction set.
     """
     in_cache = {
         (row["variant"], row["codec"], row["isa"]): row["ns_per_param"]

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from zero8.bench.record import check_lines, skipped_lines, table_lines
 from zero8.bench.step import machines
 
-# Share of the threads' time; above it, waits for other processes show in the measurement.
+# Share of the threads' time; above it, waiting for other processes distorts the measurement.
 MOST_WAITED = 0.02
 
 Column = tuple[str, Callable[[dict], str]]
 
 
 def time_columns(ns: str, rate: str) -> tuple[Column, ...]:
-    """Return the columns of a step and its time; times and rates have these formats."""
+    """Return the columns of a step and its time, with formats of times and rates."""
     spread = f"{{ns_per_param_p10:{ns}}} to {{ns_per_param_p90:{ns}}}"
     return (
         ("step", label),
@@ -26,12 +26,12 @@ def time_columns(ns: str, rate: str) -> tuple[Column, ...]:
 
 
 def label(row: dict) -> str:
-    """Return what the row of a step is called."""
+    """Return the name of a step's row."""
     return " ".join([row["name"], row["variant"]] + [f"`{row['codec']}`"] * bool(row["codec"]))
 
 
 def optional(value: float | None, form: str, unit: float = 1) -> str:
-    """Return a number in its unit, or a dash for what was not measured."""
+    """Return a number in its unit, or a dash for None."""
     return "-" if value is None else form.format(value / unit)
 
 
@@ -49,17 +49,16 @@ GPU_COLUMNS = (
     ("host us", lambda row: f"{row['host_us']:.0f}"),
 )
 NOTES = (
-    "Medians of wall time through `step()`, all in turns in one process. A copy reads and "
-    "writes the arrays of a step and computes nothing; `of its stream` is its time over the "
-    "step's. `waited` is the share of the threads' time for which others had their core."
+    "Medians of wall time of `step()`, all in turns in one process. A copy reads and writes the "
+    "arrays of a step without computing; `of its stream` is the copy's time over the step's. "
+    "`waited` is the share of the threads' time that they waited for a core."
 )
 GPU_NOTES = (
-    "Medians of times between CUDA events around `step()`, all in turns in one process. Before "
-    "each the GPU is kept waiting until the host has asked for everything: the host's own time, "
-    "`host us`, is not in them. `bytes/param` are read or written: the gradient once, parameters "
-    "and states twice; scales of blocks (0.05 to 0.3 bytes) are not counted. `of its stream` is "
-    "the time of a copy over the step's: `Tensor.copy_` within GPU memory, which reads half as "
-    "many bytes as the step reads and writes together, and writes the other half."
+    "Medians of times between CUDA events around `step()`, all in turns in one process. The GPU "
+    "sleeps until the host has launched everything, so they exclude the host's time, `host us`. "
+    "`bytes/param` are read or written: the gradient once, parameters and states twice, without "
+    "scales of blocks (0.05 to 0.3 bytes). `of its stream` is the time of a copy over the step's: "
+    "`Tensor.copy_` within GPU memory, which reads and writes as many bytes in total."
 )
 
 
@@ -93,14 +92,14 @@ def markdown(result: dict) -> str:
 
 
 def where(result: dict) -> str:
-    """Return what stepped: the name of a GPU, or how many threads."""
+    """Return the name of the GPU, or the number of threads."""
     if "gpu" in result["machine"]:
         return result["machine"]["gpu"]["gpu"]
     return f"{result['threads']} thread" + "s" * (result["threads"] > 1)
 
 
 def _cpu_lines(result: dict) -> list[str]:
-    """Return what the speed of one core says."""
+    """Return the sections on the speed of one core and on other machines."""
     return [
         "",
         "## In the cache, one thread, ns/param of CPU time",
@@ -127,7 +126,7 @@ def _header(result: dict) -> list[str]:
 
 
 def _gpu(gpu: dict) -> tuple[str, str]:
-    """Return what a GPU is, and its software."""
+    """Describe a GPU, and its software."""
     return (
         f"{gpu['gpu']} of compute capability {gpu['compute_capability']}, "
         f"{gpu['memory_bytes'] / 2**30:.0f} GiB, {gpu['multiprocessors']} multiprocessors",
@@ -136,12 +135,12 @@ def _gpu(gpu: dict) -> tuple[str, str]:
 
 
 def header_lines(result: dict, processor: str, more: str) -> list[str]:
-    """Return how, on what and with what a result was made, and whether the machine was busy.
+    """Return a result's command, machine and versions, and whether the machine was busy.
 
     Args:
         result: the result.
-        processor: what to say of it besides its name.
-        more: what else to say of the machine; may be empty.
+        processor: a description of the processor besides its name.
+        more: a further description of the machine; may be empty.
     """
     parts = [
         f"`{result['command']}`, {result['seconds']:.0f} s, commit {result['commit'] or 'unknown'}",
@@ -159,12 +158,12 @@ def _mib(value: int | None) -> str:
 
 
 def busy_lines(result: dict) -> list[str]:
-    """Return a warning if others used the cores meanwhile."""
+    """Return a warning if other processes used the cores."""
     share = statistics.median(row["waited_share"] for row in result["rows"])
     if share <= MOST_WAITED:
         return []
     return [
-        f"The machine was busy: for {share:.1%} of their time threads waited for a core. Measure "
+        f"The machine was busy: threads waited for a core for {share:.1%} of their time. Measure "
         "again when it is idle."
     ]
 
@@ -200,8 +199,8 @@ def _machine_lines(result: dict) -> list[str]:
         *table_lines(["step", "one core in the cache, ns/param", *titles], cells),
         "",
         "The first number is the least ns/param with cores like these: the larger of one core's "
-        "time over the number of cores and of bytes over bandwidth. The second is how many cores "
-        "are as fast as the memory; more do not help.",
+        "time over the number of cores, and bytes over bandwidth. The second is the number of "
+        "cores that saturate the memory; more do not help.",
     ]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the steps are held to, and whether a result meets it.
+"""Targets for the steps, and whether a result meets them.
 
-Speeds are ratios of medians of one run, against DeepSpeedCPUAdam on the same fp32 tensors unless
-another optimizer is named.  Limits depend on what zero8 stepped with: an instruction set, or a GPU.
+Speeds are ratios of medians of one run, relative to DeepSpeedCPUAdam on the same fp32 tensors
+unless another optimizer is named.  Limits depend on zero8's instruction set, or are a GPU's.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from zero8.spec.grid import MAX_BLOCK_SIZE
 
 AVX2, AVX512, GPU = "AVX2", "AVX-512", "GPU"
 
-# By variant and codec, and what zero8 stepped with (AVX2 also stands for less): the least value.
+# The least value, by variant and codec, and by instruction set (AVX2 includes older ones) or GPU.
 Limits = dict[tuple[str, str], dict[str, float]]
 SPEED_OVER_FP32: Limits = {
     (FP32.name, "log"): {AVX2: 1.3, AVX512: 1.5},
     (BF16.name, "log"): {AVX2: 1.4, AVX512: 2.05},
     (FP32.name, "dynamic"): {AVX2: 0.6, AVX512: 1.0},
 }
-# Over DeepSpeed's own bf16 states, which is what somebody with bf16 weights would run otherwise.
+# Over DeepSpeed's own bf16 states, the alternative for bf16 weights.
 SPEED_OVER_BF16_STATES: Limits = {(BF16.name, "log"): {AVX2: 3.0, AVX512: 1.0}}
 FRACTION_OF_STREAM: Limits = {(v.name, "log"): {GPU: 0.85} for v in CUDA_VARIANTS}
 FRACTION_OF_STREAM[FP32.name, "log"] |= {AVX2: 0.75, AVX512: 0.95}
@@ -32,17 +32,16 @@ SPEED_OVER: Limits = {
     ("bitsandbytes", BF16.name): {GPU: 1.4},
 }
 LIST_OVER_FLAT = 1.15
-# On a GPU; its cache holds smaller ones.
+# On a GPU, whose cache holds smaller ones.
 LEAST_NUMEL_ON_GPU = 2**26
 
-# Two moments and a denominator of two blocks in float32, and the 64 pages that Linux may count
-# late.
+# Two moments and a denominator of two blocks in float32, and 64 pages that Linux may count late.
 EXTRA_BYTES_PER_THREAD = 3 * 2 * 4 * MAX_BLOCK_SIZE
 PAGES_UNCOUNTED = 64
 
 
 def checks(result: dict) -> list[dict]:
-    """Return, for every target whose rows were measured: value, limit, and whether it is met."""
+    """Return value, limit and whether it is met, for every target whose rows were measured."""
     rows = result["rows"]
     on_gpu = "gpu" in result["machine"]
     if on_gpu and result["numel"] < LEAST_NUMEL_ON_GPU:

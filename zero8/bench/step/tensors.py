@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of the tensors that a step is timed on: one large matrix, or a list as models have it."""
+"""Shapes of the tensors that a step is timed on: one large matrix, or a list like a model's."""
 
 import math
 from bisect import bisect_right
 
 ROW = 4096
 NUM_TENSORS = 400
-# Elements of the whole list; fewer do not make 400 tensors.
+# Elements of the whole list, enough for 400 tensors.
 LEAST_NUMEL = 2**16
-# The largest tensor of the list is a 10-million-element one where the total is 2^25.
+# The largest tensor of the list has 10 million elements if the total is 2^25.
 LARGEST_SHARE = 10_000_000 / 2**25
 # Smaller tensors are vectors: biases and norms.
 SMALLEST_MATRIX = 4096
@@ -42,7 +42,7 @@ def _shape(size: int) -> tuple[int, ...]:
 
 
 def _filled_up(shapes: list[tuple[int, ...]], total: int) -> list[tuple[int, ...]]:
-    """Add what is missing in rows to all matrices but the largest, and the rest to a vector."""
+    """Add rows to all matrices but the largest, and the rest to a vector, to reach the total."""
     missing = total - sum(map(math.prod, shapes))
     filled = list(shapes)
     for number in reversed(range(len(shapes) - 1)):

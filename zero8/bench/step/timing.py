@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How calls are timed against each other, and how much memory they take while they run."""
+"""Times calls in turns, and measures the memory that they need."""
 
 import ctypes
 import gc
@@ -16,13 +16,13 @@ import torch
 from tqdm import tqdm
 
 WARM_UP_ROUNDS = 3
-# No GPU runs faster than 2.5 GHz: it waits at least 1.6 times as long as the host was seen to take.
+# For a GPU of up to 2.5 GHz this is a wait of at least 1.6 times the host's time.
 CYCLES_PER_NS = 4
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What is timed: a call, in every round or in every `every`-th one."""
+    """A call to time, in every `every`-th round."""
 
     call: Callable[[], object]
     every: int = 1
@@ -30,12 +30,12 @@ class Timed:
 
 @dataclass
 class Samples:
-    """What was measured of one call.
+    """The measurements of one call.
 
     Attributes:
-        times: times in ns: of the wall, or of the GPU's work.
-        waited_ns: how long threads of ours were ready to run but had no core, in all calls.
-        host_ns: how long calls kept the host that it did not wait for.
+        times: wall times, or the GPU's times, in ns.
+        waited_ns: time that our threads were ready to run but had no core, over all calls.
+        host_ns: the host's times of calls on a GPU, without waiting for it.
     """
 
     times: list[float] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Samples:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Give torch this many threads for a while."""
+    """Give torch this many threads during the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -64,10 +64,10 @@ def time_by_the_wall(call: Callable[[], object], samples: Samples) -> None:
 
 
 def time_on_gpu(call: Callable[[], object], samples: Samples) -> None:
-    """Add how long a GPU works on a call, and how long the call keeps the host.
+    """Add the GPU's time of a call, and the host's.
 
-    The GPU is kept waiting until the host has asked for everything, as it is in training, where the
-    queue is long.  A call that waits for the GPU by itself has that wait counted.
+    The GPU sleeps until the host has launched everything, as if behind the long queue of a
+    training.  If a call waits for the GPU itself, that wait is included.
     """
     torch.cuda.synchronize()
     asked = time.perf_counter_ns()
@@ -89,11 +89,11 @@ def interleaved(
     rounds: int,
     time_call: Callable[[Callable[[], object], Samples], None] = time_by_the_wall,
 ) -> list[Samples]:
-    """Time all calls, which take turns in one process.
+    """Time all calls in turns, in one process.
 
-    The speed of a shared machine's memory drifts by tens of percent within minutes: calls of the
-    same rounds meet the same machine.  Every round has an order of its own, so that no call always
-    finds what the same other one has left in the cache.
+    The speed of a shared machine's memory drifts by tens of percent within minutes; calls of the
+    same round meet the same conditions.  Each round has a random order, so that no call always
+    follows the same other one and its contents of the cache.
     """
     samples = [Samples() for _ in timed]
     order, shuffle = list(range(len(timed))), random.Random(0).shuffle
@@ -111,7 +111,7 @@ def interleaved(
 
 
 def _waited_ns() -> int:
-    """Return how long threads of this process have waited for a core so far; 0 if nobody counts."""
+    """Return the time that this process's threads have waited for a core; 0 if unknown."""
     # The second number of three: Linux, Documentation/scheduler/sched-stats.rst.
     stats = Path("/proc/self/task").glob("*/schedstat")
     return sum(int(stat.read_text().split()[1]) for stat in stats)
@@ -130,14 +130,13 @@ def spread(times: Sequence[float], numel: int) -> dict[str, float]:
 
 
 def peak_extra_bytes(call: Callable[[], object]) -> int | None:
-    """Return by how much resident memory rises above what it was while a call runs.
+    """Return the rise of resident memory during a call, None if the system does not count it.
 
-    None where the system does not count it.  Linux counts in steps of up to 64 pages a processor.
+    Linux counts in steps of up to 64 pages per processor.
     """
     try:
-        # What the allocator keeps from earlier calls must not hide what this one takes.
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        ctypes.CDLL(None).malloc_trim(0)  # memory kept from earlier calls would hide this one's
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _status_bytes("VmRSS")
         call()
         return max(0, _status_bytes("VmHWM") - before)

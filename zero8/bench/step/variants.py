@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Variant:
-    """A type of parameters and gradients, and whether 8 more bits of each weight are kept."""
+    """Dtypes of parameters and gradients, and the number of further bits kept per weight."""
 
     name: str
     title: str
@@ -29,4 +29,4 @@ CUDA_VARIANTS = (
     Variant("fp32_bf16_grad", "fp32 parameters, bf16 gradients", _FP32, _BF16),
     Variant("fp32_fp16_grad", "fp32 parameters, fp16 gradients", _FP32, torch.float16),
 )
-"""On a GPU autocast and ZeRO also make gradients of fewer bits than the weights have."""
+"""On a GPU, autocast and ZeRO also make gradients with fewer bits than the weights."""

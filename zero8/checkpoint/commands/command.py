@@ -6,20 +6,20 @@ import argparse
 from zero8.checkpoint.commands import convert, diff, inspect, prune, seal, universal, verify
 
 COMMANDS = (
-    ("verify", verify, "whether a checkpoint is whole: exit status 0, or 1 if it is damaged"),
-    ("inspect", inspect, "what a checkpoint holds, and how its codes are used"),
+    ("verify", verify, "check that a checkpoint is whole: exit status 0, or 1 if it is damaged"),
+    ("inspect", inspect, "show the contents of a checkpoint, and how its codes are used"),
     (
         "diff",
         diff,
-        "which parameters of two checkpoints differ: exit status 0 for none, 1 for some",
+        "list parameters that differ in two checkpoints: exit status 0 for none, else 1",
     ),
-    ("convert", convert, "a checkpoint of one framework for another, 8-bit as it is"),
-    ("universal", universal, "convert one of ZeRO's for another world size, stage or Adam"),
-    ("seal", seal, "write a manifest for a folder, by which verify will know its files again"),
+    ("convert", convert, "convert a checkpoint of one framework for another, keeping 8-bit codes"),
+    ("universal", universal, "convert a ZeRO checkpoint for another world size, stage or Adam"),
+    ("seal", seal, "write a manifest for a folder, for verify to compare it with"),
     ("prune", prune, "delete the oldest tags of a folder, never the last complete one"),
 )
 TROUBLE = 2
-"""Exit status where a command could not do its work, as that of wrong usage."""
+"""Exit status of a command that failed, as of wrong usage."""
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -39,5 +39,5 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     except (ValueError, OSError) as error:
         return TROUBLE, {"error": str(error)}, f"zero8 checkpoint: {error}"
     except (MemoryError, RecursionError) as error:
-        text = f"{type(error).__name__}: the checkpoint asks for more than this process has"
+        text = f"{type(error).__name__}: the checkpoint needs more memory or stack than available"
         return TROUBLE, {"error": text}, f"zero8 checkpoint: {text}"

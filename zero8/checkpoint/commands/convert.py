@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zero8 checkpoint convert`: a checkpoint of one framework for another.
+"""`zero8 checkpoint convert`: converts a checkpoint of one framework for another.
 
-Moments stay 8-bit with their codes and scales wherever the target keeps them in 8 bits; only blocks
-that a shard boundary cut are encoded again (`zero8.checkpoint.read.joined`).  Everything is read
-and checked before the output is begun, and the output is there when it is whole.
+If the target is 8-bit, moments keep their codes and scales; only blocks that a shard boundary cuts
+are re-encoded (`zero8.checkpoint.read.joined`).  Everything is read and checked before the output
+is written, and the output appears only when it is complete.
 
-Memory: what is joined lies in files beside the output, mapped into memory, whose pages the system
-writes out where memory is short.  Beyond these it takes one chunk of a folder of
-torch.distributed.checkpoint, and where moments are decoded up to 110 bytes for each of 4 million
-elements and 4 for each of one parameter.  `bitsandbytes` takes all codes.  Disk: for a while what
-the source has, once more.
+Memory: joined tensors are in mapped temporary files beside the output, which the system writes out
+if memory is short.  Besides, it needs one chunk of a folder of torch.distributed.checkpoint, and,
+for decoding, up to 110 bytes for each of 4 million elements and 4 for each of one parameter.
+`bitsandbytes` needs all codes.  Disk: temporarily the size of the source once more.
 """
 
 import argparse
@@ -46,25 +45,25 @@ TARGETS: dict[str, tuple[Write, str]] = {
         f"bitsandbytes.optim.AdamW8bit: .load_state_dict({_LOADED})",
     ),
 }
-"""By name: what writes it, and how it is loaded."""
+"""By name: the function that writes it, and how to load it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command; `--json` is for who prints the result to add."""
+    """Add the arguments of the command."""
     parser.add_argument(
         "source",
         metavar="IN",
         type=Path,
-        help="a file of torch.save, a folder of torch.distributed.checkpoint, or one of DeepSpeed",
+        help="a file of torch.save, or a folder of torch.distributed.checkpoint or of DeepSpeed",
     )
-    parser.add_argument("target", metavar="OUT", type=Path, help="what to make; it must not exist")
+    parser.add_argument("target", metavar="OUT", type=Path, help="the output; it must not exist")
     parser.add_argument(
         "--to",
         required=True,
         choices=list(TARGETS),
-        help="zero: a folder that engines of DeepSpeed load as universal checkpoint; dcp: a folder "
-        "of torch.distributed.checkpoint, for FSDP2; plain: a file of torch.save; fp32: one with "
-        "the float32 moments of torch's AdamW; bitsandbytes: one for its AdamW8bit",
+        help="zero: a folder that DeepSpeed's engines load as universal checkpoint; dcp: a folder "
+        "of torch.distributed.checkpoint, for FSDP2; plain: a file of torch.save; fp32: a file "
+        "with float32 moments for torch's AdamW; bitsandbytes: a file for its AdamW8bit",
     )
 
 
@@ -87,17 +86,17 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
 
 def convert(source: Path, target: Path, to: str) -> dict:
-    """Convert a checkpoint; return what it was and what was made of it.
+    """Convert a checkpoint; return a summary.
 
     Args:
-        source: what `open_checkpoint` reads.
+        source: a path for `open_checkpoint`.
         target: the file or folder to make.
-        to: one of TARGETS.
+        to: a key of TARGETS.
 
     Raises:
-        ValueError: if the source is damaged or incomplete, or has not what the target needs.
-        FileExistsError: if there is a target already.
-        OSError: if the source cannot be read, or the target not be written.
+        ValueError: if the source is damaged or incomplete, or lacks something for the target.
+        FileExistsError: if the target exists.
+        OSError: if the source cannot be read, or the target cannot be written.
         RuntimeError: if torch fails to write.
     """
     write, _ = TARGETS[to]

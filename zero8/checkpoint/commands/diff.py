@@ -24,14 +24,14 @@ Fragments = dict[tuple[str, str], list[Fragment]]
 
 @dataclass
 class MomentDifference:
-    """How a moment of one parameter differs.
+    """The differences of a moment of one parameter.
 
     Attributes:
         compared: elements compared.
-        differing: elements with other codes, or other values where one side has no codes.
-        largest: the largest difference, in codes; None where values were compared.
+        differing: elements with different codes, or values if the sides' blocks or codecs differ.
+        largest: the largest difference, in codes; None if values were compared.
         largest_relative: the largest difference of values, relative to the larger of the two.
-        scales: blocks, or parts of blocks, with other scales.
+        scales: blocks, or parts of blocks, with different scales.
     """
 
     compared: int = 0
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
 
 def compare(first: Fragments, second: Fragments) -> dict:
-    """Return the JSON object without the paths: what only one has, and what differs."""
+    """Return the JSON object without the paths: parameters of one side only, and differences."""
     common = [key for key in first if key in second]
     params = []
     for key in tqdm(common, desc="diff", unit="param", disable=None):
@@ -109,7 +109,7 @@ def _by_param(path: Path) -> Fragments:
 
 
 def _entry(first: list[Fragment], second: list[Fragment]) -> dict:
-    """Return what differs of a parameter, by name of what it is: sentences."""
+    """Return the differences of a parameter: a sentence for each entry that differs."""
     entry = {}
     for what, a, b in (
         ("shape", first[0].pieces[0].shape, second[0].pieces[0].shape),
@@ -150,7 +150,7 @@ def _sentence(d: MomentDifference) -> str:
 def _overlaps(
     first: list[Fragment], second: list[Fragment]
 ) -> Iterator[tuple[Fragment, Piece, Fragment, Piece, int, int]]:
-    """Yield (fragment, piece) of both sides, and the elements of the parameter that both have."""
+    """Yield fragment and piece of both sides, and the range of elements that both have."""
     ours, theirs = _in_order(first), _in_order(second)
     i = j = 0
     while i < len(ours) and j < len(theirs):
@@ -216,7 +216,7 @@ def _live(store: MomentStore, piece: Piece) -> tuple[Tensor, Tensor]:
 
 
 def _weights(first: list[Fragment], second: list[Fragment]) -> int:
-    """Return how many master weights differ, of those that both checkpoints have."""
+    """Return the number of differing master weights, among those in both checkpoints."""
     count = 0
     for a, p, b, q, begin, end in _overlaps(first, second):
         if a.weights is None or b.weights is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Works through the files of a checkpoint, some at once, under one progress bar."""
+"""Processes the files of a checkpoint in threads, with a progress bar."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -15,15 +15,14 @@ Result = TypeVar("Result")
 def each_file(
     label: str, sizes_bytes: Mapping[Path, int], work: Callable[[Path], Result]
 ) -> Iterator[Result]:
-    """Yield what `work` returns of each file, in order; threads take one file each.
+    """Yield the results of `work` for each file, in order; each thread takes a file at a time.
 
-    Torch's and the hash's loops run outside of Python's lock, so threads share the processors, and
-    no more files are open than there are threads.
+    torch and the hash release Python's lock, so threads run in parallel.
 
     Args:
         label: of the progress bar, which shows bytes, on stderr if that is a terminal.
         sizes_bytes: of each file; the largest should not come last.
-        work: what to do with a file; what it raises is raised here.
+        work: processes a file; its exceptions are raised here.
     """
     total = sum(sizes_bytes.values())
     bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1024, disable=None)

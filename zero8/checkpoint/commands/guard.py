@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a command in a process of its own, so that the end of that process becomes an error.
+"""Runs a command in a child process, so that SIGBUS there becomes an error message.
 
-Files are mapped into memory.  The kernel ends a process by SIGBUS if it looks at bytes of a mapped
-file that another program has cut off meanwhile, and Python cannot catch that signal.
+If another program truncates a file that is mapped into memory, access to the missing bytes kills
+the process by SIGBUS, which Python cannot catch.
 """
 
 import ctypes
@@ -24,12 +24,12 @@ class FileCutError(Exception):
 def in_child(command: Callable[[], int]) -> int:
     """Run a command in a forked process, before there are threads; return its exit status.
 
-    Signals that somebody sends this process are forwarded, those of a terminal the child gets by
-    itself.  What ends the child ends this process as well.
+    Signals sent to this process are forwarded, except a terminal's, which the child gets itself.  A
+    signal that kills the child kills this process, too.
 
     Raises:
-        FileCutError: if the child was ended by SIGBUS.
-        OSError: if no process can be made.
+        FileCutError: if SIGBUS killed the child.
+        OSError: if the fork fails.
     """
     parent = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD})
@@ -37,7 +37,7 @@ def in_child(command: Callable[[], int]) -> int:
     if child == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED, signal.SIGCHLD})
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it has ended before the call
+        if os.getppid() != parent:  # the parent ended before prctl
             sys.exit(1)
         sys.exit(command())
     status = _status_of(child)
@@ -55,12 +55,12 @@ def in_child(command: Callable[[], int]) -> int:
 
 
 def _status_of(child: int) -> int:
-    """Wait for a process, and forward signals to it meanwhile; return its exit status."""
+    """Wait for a process, forwarding signals to it; return its exit status."""
     while True:
         info = signal.sigwaitinfo({*FORWARDED, signal.SIGCHLD})
         if info.si_signo == signal.SIGCHLD:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status)
-        elif info.si_code <= 0:  # sent by a process, and not by a terminal to all of its group
+        elif info.si_code <= 0:  # from a process, and not from a terminal to the process group
             os.kill(child, info.si_signo)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of `zero8 checkpoint inspect --plot`: how often each code is used."""
+"""The plot of `zero8 checkpoint inspect --plot`: how often each code is used."""
 
 from pathlib import Path
 
@@ -10,13 +10,13 @@ from zero8.checkpoint.commands.param_counts import Found, ParamCounts
 from zero8.checkpoint.read.statistics import order_of_codes
 
 MOST_ROWS = 60
-"""Parameters in the picture, the largest ones: more rows cannot be read."""
+"""The number of parameters in the plot, the largest ones, so that rows stay readable."""
 
 
 def plot(found: Found, path: Path) -> None:
-    """Draw, for each moment, the share of each code over all, and a row per parameter.
+    """Draw the share of each code for each moment, in total and per parameter.
 
-    Codes are in the order of the numbers they stand for.
+    Codes are in the order of their values.
 
     Raises:
         ValueError: if there are no 8-bit moments.
@@ -41,7 +41,7 @@ def plot(found: Found, path: Path) -> None:
         image = below.imshow(logarithms, aspect="auto", interpolation="nearest", vmin=-7, vmax=-1)
         labels = [_label(key) for key in rows if name in params[key].moments]
         below.set_yticks(range(len(labels)), labels, fontsize=6)
-        below.set_xlabel("codes, by the number they stand for")
+        below.set_xlabel("codes, in the order of their values")
         figure.colorbar(image, ax=below, label="log10 of the share")
     figure.savefig(path, dpi=120)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zero8 checkpoint inspect`: what a checkpoint holds, and how its codes are used."""
+"""`zero8 checkpoint inspect`: shows the contents of a checkpoint, and how its codes are used."""
 
 import argparse
 from collections import Counter
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     """Return exit status, JSON object and text."""
     if arguments.plot is not None:
-        from zero8.checkpoint.commands.histograms import plot  # which needs matplotlib
+        from zero8.checkpoint.commands.histograms import plot  # needs matplotlib
     source = open_checkpoint(arguments.path)
     found = count(source)
     result = summary(source, found)
@@ -39,10 +39,10 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
 
 def count(source: Source) -> Found:
-    """Return what is counted of each parameter, by part of the model and name."""
+    """Return the counts of each parameter, by part of the model and name."""
 
     def counted(file: Path) -> list[tuple[Fragment, dict[str, MomentCounts]]]:
-        return [(_place_only(f), counts_of(f.stores)) for f in source.fragments(file)]
+        return [(_description(f), counts_of(f.stores)) for f in source.fragments(file)]
 
     found: Found = {}
     for fragments in each_file("inspect", source.sizes_bytes(), counted):
@@ -56,18 +56,11 @@ def count(source: Source) -> Found:
     return dict(sorted(found.items()))
 
 
-def _place_only(fragment: Fragment) -> tuple:
-    """Return what is kept of a fragment when its tensors are let go."""
-    store = fragment.stores[0]
-    piece = fragment.pieces[0]
-    return (
-        fragment.key,
-        piece,
-        store.codec,
-        fragment.algorithm,
-        fragment.step,
-        store.table.numel,
-    )
+def _description(fragment: Fragment) -> tuple:
+    """Return a description of a fragment without its tensors, whose memory can then be freed."""
+    store, piece = fragment.stores[0], fragment.pieces[0]
+    numel = store.table.numel
+    return fragment.key, piece, store.codec, fragment.algorithm, fragment.step, numel
 
 
 def summary(source: Source, found: Found) -> dict:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `zero8 checkpoint inspect` finds of each parameter."""
+"""The counts of `zero8 checkpoint inspect` for each parameter."""
 
 from dataclasses import dataclass, field
 
@@ -10,16 +10,16 @@ from zero8.spec.codec import Codec, MomentCode
 
 @dataclass
 class ParamCounts:
-    """What is found of one parameter.
+    """The counts of one parameter.
 
     Attributes:
         shape: its global shape.
         block_size: elements per block, 0 for float32 moments.
         codec: None for float32 moments.
-        steps: the steps taken; more than one number if parts of it disagree.
+        steps: the steps taken; several numbers if its parts disagree.
         numel: elements found.
-        algorithm: whose moments they are.
-        moments: what is counted of each, by name.
+        algorithm: the algorithm of the moments.
+        moments: the counts of each moment, by name.
     """
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class ParamCounts:
     moments: dict[str, MomentCounts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Begin to count every moment."""
+        """Start with empty counts."""
         self.moments = {name: MomentCounts() for name in self.algorithm.moment_names}
 
     def code_of(self, name: str) -> MomentCode | None:

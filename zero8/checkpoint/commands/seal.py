@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zero8 checkpoint seal`: a manifest for a folder that something else has written."""
+"""`zero8 checkpoint seal`: writes a manifest for a folder of another writer."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,9 @@ from zero8.checkpoint.files import seal
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("path", type=Path, metavar="DIR", help="a folder that is written in whole")
+    parser.add_argument(
+        "path", type=Path, metavar="DIR", help="a folder that is completely written"
+    )
     parser.add_argument("--force", action="store_true", help="also if it is marked as incomplete")
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zero8 checkpoint universal`: a ZeRO checkpoint for another world size, stage or Adam.
+"""`zero8 checkpoint universal`: converts a ZeRO checkpoint for another world size, stage or Adam.
 
-DeepSpeed's converter does the work; `zero8.checkpoint.write.universal_converter` adds what it
-leaves out.  DeepSpeed runs what the files that it reads say, so it is given checked copies
+DeepSpeed's converter does the work, and `zero8.checkpoint.write.universal_converter` completes its
+output.  As DeepSpeed can run code in the files that it reads, it gets checked copies
 (`zero8.checkpoint.write.checked_copy`).
 """
 
@@ -20,28 +20,28 @@ NEXT = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command; `--json` is for who prints the result to add."""
-    parser.add_argument("folder", metavar="DIR", type=Path, help="what save_checkpoint was given")
-    parser.add_argument("--tag", help="which of the checkpoints there (default: the latest)")
+    """Add the arguments of the command."""
+    parser.add_argument("folder", metavar="DIR", type=Path, help="the folder of save_checkpoint")
+    parser.add_argument("--tag", help="the checkpoint's tag (default: the latest)")
     parser.add_argument(
         "--out",
         metavar="DIR",
         type=Path,
-        help="the folder to make, beside which latest_universal will name it "
-        "(default: DIR/TAG_universal).  It takes 12 bytes per parameter, and for a while 12 more "
-        "and once more what the checkpoint takes",
+        help="the folder to make (default: DIR/TAG_universal); latest_universal beside it will "
+        "name it.  It takes 12 bytes per parameter, and temporarily 12 more and the size of the "
+        "checkpoint once more",
     )
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="let DeepSpeed read the files as they are, and run what they say, without a copy",
+        help="let DeepSpeed read the files themselves, not checked copies: it can run code in them",
     )
     parser.add_argument(
         "--workers",
         type=_positive,
         default=2,
         metavar="N",
-        help="processes, each of which holds the states of one rank in memory (default: 2)",
+        help="number of processes; each holds the states of one rank in memory (default: 2)",
     )
 
 
@@ -85,7 +85,7 @@ def _source(folder: Path, tag: str | None) -> Path:
     """Return the folder of a tag.
 
     Raises:
-        ValueError: if there is none, or no telling which is meant.
+        ValueError: if it does not exist, or no tag is given and there is no latest one.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zero8 checkpoint verify`: whether a checkpoint is whole.
+"""`zero8 checkpoint verify`: checks that a checkpoint is whole.
 
-Files are compared with the manifest, if there is one, which costs one read of all of them; states
-are read, and their values looked at; and every element of every parameter must be there once.
+It compares the files with the manifest, if there is one, which costs one read of all of them; it
+reads the states and checks their values; and every element of every parameter must exist once.
 """
 
 import argparse
@@ -56,18 +56,15 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
 
 def _against_manifest(folder: Path) -> tuple[dict[Path, int] | None, list[str]]:
-    """Return the files that a manifest lists with their sizes, and what is wrong with them.
-
-    Without a manifest there is None in the place of the files.
-    """
+    """Return the files in a manifest with their sizes, None without one, and their damages."""
     if not folder.is_dir():
         return None, []
     try:
         manifest = Manifest.read(folder)
     except FileNotFoundError:
-        torn = tag_at(folder).state == INCOMPLETE
-        what = f"{folder}: saving or deleting it was interrupted: it is not complete"
-        return None, [what] if torn else []
+        is_incomplete = tag_at(folder).state == INCOMPLETE
+        what = f"{folder} is incomplete: saving or deleting it was interrupted"
+        return None, [what] if is_incomplete else []
     except ValueError as error:
         return {}, [str(error)]
     files = {folder / file.path: file for file in manifest.files}
@@ -79,14 +76,14 @@ def _against_manifest(folder: Path) -> tuple[dict[Path, int] | None, list[str]]:
 
     found = [str(damage) for damage in each_file("hashes", sizes_bytes, check) if damage]
     try:
-        found += map(str, manifest.strangers(folder))
+        found += map(str, manifest.unlisted(folder))
     except (ValueError, OSError) as error:
         found.append(str(error))
     return sizes_bytes, found
 
 
 def _contents(source: Source) -> list[str]:
-    """Return what is wrong with the states, whatever the manifest says."""
+    """Return the damages of the states."""
     coverage, problems = Coverage(), []
 
     def read(file: Path) -> tuple[list[Fragment], list[str]]:

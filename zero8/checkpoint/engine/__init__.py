@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests around what DeepSpeed's engine saves and loads."""
+"""Manifests for the checkpoints that DeepSpeed's engine saves and loads."""

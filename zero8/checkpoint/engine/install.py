@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has DeepSpeed's engine save and load whole checkpoints; other optimizers' stay as they were."""
+"""Patches DeepSpeed's engine to write and verify manifests, for our optimizers only."""
 
 import functools
 import inspect
@@ -8,25 +8,22 @@ from zero8.checkpoint.engine import load, save
 from zero8.checkpoint.engine.settings import CheckpointSettings
 
 
-def keep_whole(engine_class: type, optimizer_class: type) -> None:
-    """Have the engine write a manifest with each checkpoint, and verify before it loads one."""
+def add_manifests(engine_class: type, optimizer_class: type) -> None:
+    """Have the engine write a manifest with each checkpoint, and verify it before loading."""
     sanity_check = engine_class._do_optimizer_sanity_check
 
     @functools.wraps(sanity_check)
     def checked(self, basic_optimizer):
         if isinstance(basic_optimizer, optimizer_class):
-            CheckpointSettings.of(self._config._param_dict)  # bad ones are refused at once
+            CheckpointSettings.of(self._config._param_dict)  # raises for bad settings
         return sanity_check(self, basic_optimizer)
 
     engine_class._do_optimizer_sanity_check = checked
-    for name, ours in (
-        ("save_checkpoint", save.save),
-        ("load_checkpoint", load.load),
-    ):
-        setattr(engine_class, name, _guarded(getattr(engine_class, name), ours, optimizer_class))
+    for name, ours in (("save_checkpoint", save.save), ("load_checkpoint", load.load)):
+        setattr(engine_class, name, _patched(getattr(engine_class, name), ours, optimizer_class))
 
 
-def _guarded(original, ours, optimizer_class: type):
+def _patched(original, ours, optimizer_class: type):
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -36,7 +33,7 @@ def _guarded(original, ours, optimizer_class: type):
         options = dict(signature.bind(self, *args, **kwargs).arguments)
         del options["self"]
         if not options.get("save_dir", options.get("load_dir")):
-            return original(self, *args, **kwargs)  # which says what it wants
+            return original(self, *args, **kwargs)  # which raises
         return ours(self, original, options)
 
     return method

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading through DeepSpeed's engine what is whole, on all ranks or on none.
+"""Loading through DeepSpeed's engine: verified first, and on all ranks or on none.
 
-Before anything in the engine changes, the ranks agree on a tag, and each looks at its share of the
-files: one read of the checkpoint, which the load then finds in the page cache.
+Before anything in the engine changes, the ranks agree on a tag, and each verifies its share of the
+files.  That is one read of the checkpoint, which then is in the page cache.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ from zero8.state.tell import logger, tell_once
 
 @dataclass(frozen=True)
 class _Choice:
-    """A tag that may be loaded.
+    """A candidate for loading.
 
     Attributes:
         tag: its name; None if there is nothing to load.
-        manifest: of a complete one.
-        problem: why it cannot be loaded, "" if nothing is known against it.
-        missing: whether it is not there at all.
+        manifest: its manifest, if it is complete.
+        problem: why it cannot be loaded, "" if no reason is known.
+        missing: whether it does not exist.
     """
 
     tag: str | None
@@ -44,14 +44,14 @@ def load(engine, original: Callable, options: dict) -> tuple:
     """Load a checkpoint; every rank must call it.
 
     Args:
-        engine: DeepSpeed's, with our optimizer.
+        engine: a DeepSpeed engine with our optimizer.
         original: its `load_checkpoint`.
         options: the arguments of `load_checkpoint` by their names.
 
     Raises:
-        ValueError: on all ranks, if files are damaged or missing, the tag is incomplete, or was
-            saved by another world size; nothing has been changed then.  It names each file and the
-            rank that wrote it.  If ranks have loaded different steps from a tag without a manifest.
+        ValueError: on all ranks, if files are damaged or missing, or the tag is incomplete or of
+            another world size; it names each file and the rank that wrote it, and nothing is
+            changed.  Also if ranks loaded different steps, from a tag without a manifest.
         FileNotFoundError: on all ranks, if there is no such tag.
     """
     reason = reason_not_covered(engine)
@@ -102,7 +102,7 @@ def _first_choice(load_dir: Path, asked: str | None, latest: str) -> _Choice:
 
 
 def _without_latest(load_dir: Path, latest: str) -> _Choice:
-    """Return the newest complete tag, if there is one and `latest` does not say which to load."""
+    """Choose the newest complete tag of a folder that has no file `latest`."""
     found = tags.tags_in(load_dir) if load_dir.is_dir() and latest == tags.LATEST else []
     complete = [tag.name for tag in found if tag.state == tags.COMPLETE]
     if complete:
@@ -111,7 +111,7 @@ def _without_latest(load_dir: Path, latest: str) -> _Choice:
     for tag in found:
         if tag.state == tags.INCOMPLETE:
             logger.warning("%s is incomplete: saving it was interrupted", load_dir / tag.name)
-    return _Choice(None)  # DeepSpeed says so and returns nothing
+    return _Choice(None)  # DeepSpeed reports that it is missing
 
 
 def _choice_of(load_dir: Path, name: str) -> _Choice:
@@ -130,7 +130,7 @@ def _choice_of(load_dir: Path, name: str) -> _Choice:
 
 
 def _choice_before(load_dir: Path, refused: list[_Choice]) -> _Choice | None:
-    """Return the newest complete tag that was saved before those that were refused."""
+    """Return the newest complete tag older than all refused ones."""
     known = [old.manifest.sequence for old in refused if old.manifest]
     torn = [load_dir / old.tag for old in refused if old.tag and not (old.manifest or old.missing)]
     known += [tag.sequence for tag in map(tags.tag_at, torn) if tag.sequence]
@@ -150,7 +150,7 @@ def _others(load_dir: Path, refused: list[_Choice]) -> list[str]:
 
 
 def _check_world_size(engine, load_dir: Path, choice: _Choice, options: dict) -> None:
-    """Raise ValueError if ranks would look for parts of the optimizer state that are not there."""
+    """Raise ValueError if optimizer states would be loaded that another world size saved."""
     if choice.manifest is None or not choice.manifest.world_size:
         return
     loads_parts = options.get("load_optimizer_states", True) and not options.get("load_module_only")
@@ -165,14 +165,14 @@ def _check_world_size(engine, load_dir: Path, choice: _Choice, options: dict) ->
 
 
 def _damages(load_dir: Path, choice: _Choice) -> str:
-    """Return what all ranks together find wrong with a tag, "" if nothing."""
+    """Return the damages of a tag that all ranks together find, "" if there are none."""
     if choice.manifest is None:
         return ""
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     folder, manifest = load_dir / choice.tag, choice.manifest
     try:
         found = manifest.check(folder, (rank, ranks), is_part=is_part)
-    except Exception as error:  # raised alone, it would leave the others waiting
+    except Exception as error:  # raising it on this rank alone would hang the others
         found = [Damage(".", rank, f"{type(error).__name__}: {error}")]
     damages = [damage for of_rank in gathered(found) for damage in of_rank]
     return f"{folder} is damaged:\n{lines(damages)}" if damages else ""
@@ -183,7 +183,7 @@ def _error(load_dir: Path, refused: list[_Choice], others: list[str]) -> Excepti
     remedy = "restore the files, or load another tag"
     if others:
         remedy += (
-            f"; complete are {', '.join(others)}. To load the one before in such a case, set "
+            f"; complete tags: {', '.join(others)}. To load the previous one automatically, set "
             f'"{SECTION}": {{"load_previous_if_damaged": true}} in the DeepSpeed config'
         )
     kind = FileNotFoundError if refused[0].missing else ValueError
@@ -191,7 +191,7 @@ def _error(load_dir: Path, refused: list[_Choice], others: list[str]) -> Excepti
 
 
 def _load_together(engine, original: Callable, options: dict) -> tuple:
-    """Load; what one rank cannot load is an error on all, before what they do together."""
+    """Load; an error of one rank raises on all, before the load's collectives."""
     before = engine._optimizer_has_ckpt_event_epilogue
     what = f"load_checkpoint: {Path(options['load_dir'])}, tag {options['tag']}"
     has_agreed = False
@@ -218,12 +218,12 @@ def _load_together(engine, original: Callable, options: dict) -> tuple:
 
 
 def _check_steps(engine, what: str) -> None:
-    """Raise ValueError on all ranks if these have loaded different steps.
+    """Raise ValueError on all ranks if they have loaded different steps.
 
-    Without a manifest nothing else tells a file of another tag from the right one.
+    Without a manifest only this detects a file of another tag.
     """
     own = [int(state["step"]) for state in engine.basic_optimizer.state.values() if "step" in state]
-    steps = gathered(max(own, default=None))  # none where a rank holds nothing but padding
+    steps = gathered(max(own, default=None))  # None on a rank that holds only padding
     if len(set(steps) - {None}) > 1:
         raise ValueError(
             f"{what}: the ranks have loaded different steps, rank by rank {steps}: some files are "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving through DeepSpeed's engine so that a checkpoint is complete or known not to be.
+"""Saving through DeepSpeed's engine, so that an incomplete checkpoint can be recognized.
 
-DeepSpeed writes as it does.  Around that: the tag is made incomplete first, every rank notes what
-it writes, syncs and hashes it, and rank 0 writes the manifest and then `latest`.  Whatever one rank
-cannot do is an OSError on all of them, and `latest` names what it named before.
+The tag is marked incomplete first.  DeepSpeed writes its files; every rank records, syncs and
+hashes its own; then rank 0 writes the manifest and then `latest`.  A failure of one rank raises
+OSError on all, and `latest` is unchanged.
 """
 
 import shutil
@@ -28,36 +28,36 @@ from zero8.ranks.agree import from_rank_0, gathered
 from zero8.state.tell import logger, tell_once
 
 VISIBLE_WITHIN_S = 5.0
-"""How long a file of rank 0 may take to be seen by the others on a shared file system."""
+"""How long a file of rank 0 may take to become visible to others on a shared file system."""
 
 
 def reason_not_covered(engine) -> str:
-    """Return why an engine's checkpoints have no manifest, "" if they have."""
+    """Return why an engine's checkpoints get no manifest, "" if they do."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     if engine.use_node_local_storage():
         return "they are on disks of single nodes (use_node_local_storage)"
     if not isinstance(engine.checkpoint_engine, TorchCheckpointEngine):
-        return f"{type(engine.checkpoint_engine).__name__} writes them in a way of its own"
+        return f"{type(engine.checkpoint_engine).__name__} writes them in another way"
     return ""
 
 
 def tell_not_covered(reason: str) -> None:
-    """Say once that checkpoints have no manifest, and why."""
-    tell_once(f"checkpoints are saved and loaded as DeepSpeed does, without a manifest: {reason}")
+    """Log once that checkpoints have no manifest, and why."""
+    tell_once(f"DeepSpeed saves and loads checkpoints without a manifest: {reason}")
 
 
 def save(engine, original: Callable, options: dict) -> bool:
     """Save a checkpoint; every rank must call it.
 
     Args:
-        engine: DeepSpeed's, with our optimizer.
+        engine: a DeepSpeed engine with our optimizer.
         original: its `save_checkpoint`.
         options: the arguments of `save_checkpoint` by their names.
 
     Raises:
         OSError: on all ranks, if one of them could not write; it names the file and the rank.
-            If another process saves into the same folder.
+            Also if another process saves into the same folder.
     """
     tag = options.get("tag")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
@@ -85,12 +85,12 @@ def save(engine, original: Callable, options: dict) -> bool:
 
 
 class _Record:
-    """What a rank has written during a save, and what it could not.
+    """The files that a rank has written during a save, and its first error.
 
     Attributes:
-        error: what went wrong first, None if nothing has.
-        text: the same, with the file.
-        is_of_caller: whether DeepSpeed refused what it was asked to do.
+        error: the first error, or None.
+        text: its message, with the file; "" if there is none.
+        is_of_caller: whether DeepSpeed rejected the arguments of the save.
     """
 
     def __init__(self, engine, folder: Path):
@@ -101,7 +101,7 @@ class _Record:
         self._has_written = False
 
     def run(self, original: Callable, options: dict) -> None:
-        """Have DeepSpeed save; a rank that fails still takes part in what ranks do together."""
+        """Have DeepSpeed save; a rank that fails still takes part in the save's collectives."""
         engine, write = self._engine, self._engine.checkpoint_engine.save
         before = engine._optimizer_has_ckpt_event_epilogue
 
@@ -117,19 +117,19 @@ class _Record:
                 original(engine, **options)
             except Exception as error:
                 if self._has_written:
-                    raise  # what comes then is done together, and fails together
+                    raise  # collectives follow, whose errors all ranks get
                 self.is_of_caller = self.error is None and not isinstance(error, OSError)
                 self._fail(error, self._folder)
                 if before():
                     engine.optimizer.checkpoint_event_epilogue()
                 distributed.barrier()
-        if engine.zero_nvme_offload_optimizer():  # DeepSpeed copied a folder of this rank
+        if engine.zero_nvme_offload_optimizer():  # DeepSpeed has copied this rank's swap files
             copied = Path(swap_folder(engine, options["save_dir"], options["tag"]))
             copies = [copied / path for path in paths_in(copied)]
             self._paths |= {path.relative_to(self._folder).as_posix() for path in copies}
 
     def entries(self) -> list[File]:
-        """Return the entries of this rank's files in the manifest, when they are on the disk."""
+        """Sync this rank's files to the disk; return their entries in the manifest."""
         rank, found, path = distributed.get_rank(), [], ""
         try:
             for path in sorted(self._paths):
@@ -146,7 +146,7 @@ class _Record:
                 return
             try:
                 save(state_dict, path)
-            except Exception as error:  # torch's writer has no OSError for a full disk
+            except Exception as error:  # for a full disk, torch's writer raises no OSError
                 self._fail(error, Path(path))
                 return
             if Path(path).is_relative_to(self._folder):
@@ -159,7 +159,7 @@ class _Record:
             return
         self.error = error
         reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, shutil.Error):  # of copytree: a list of (from, to, why)
+        if isinstance(error, shutil.Error):  # of copytree: a list of (source, target, reason)
             _, path, reason = error.args[0][0]
         elif isinstance(error, OSError) and error.strerror:
             reason = error.strerror
@@ -169,7 +169,7 @@ class _Record:
 
 
 def _begin(stack: ExitStack, save_dir: Path, tag: str) -> tuple[int, str]:
-    """Take the lock and make the tag incomplete; return its number and what the marker says."""
+    """Take the lock and mark the tag incomplete; return its sequence number and a unique note."""
     save_dir.mkdir(parents=True, exist_ok=True)
     stack.enter_context(locked(save_dir))
     sequence, token = tags.next_sequence(save_dir), uuid.uuid4().hex
@@ -178,7 +178,7 @@ def _begin(stack: ExitStack, save_dir: Path, tag: str) -> tuple[int, str]:
 
 
 def _sees(folder: Path, token: str) -> bool:
-    """Return whether this rank sees what rank 0 wrote, so that the folder is a shared one."""
+    """Return whether this rank sees the marker of rank 0: whether they share the folder."""
     deadline = time.monotonic() + VISIBLE_WITHIN_S
     while tags.note_of(folder) != token:
         if time.monotonic() > deadline:
@@ -196,7 +196,7 @@ def _write_manifest(folder: Path, sequence: int, record: _Record) -> None:
         if record.is_of_caller:
             raise record.error
         message = f"save_checkpoint: {folder} is incomplete: " + "; ".join(failed)
-        raise OSError(f"{message}; 'latest' names what it named before") from record.error
+        raise OSError(f"{message}; 'latest' is unchanged") from record.error
 
     def complete() -> None:
         files = {file.path: file for of_rank, _ in answers for file in of_rank}
@@ -211,8 +211,7 @@ def _prune(engine, save_dir: Path) -> None:
         return
     try:
         deleted = tags.prune(save_dir, keep)
-    # The checkpoint is saved, which is what was asked for.
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # the save itself has succeeded
         logger.warning("%s: cannot delete old checkpoints: %s", save_dir, error)
     else:
         if deleted:

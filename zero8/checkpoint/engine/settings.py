@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section "zero8" of a DeepSpeed config, which DeepSpeed itself passes over."""
+"""The section "zero8" of a DeepSpeed config, which DeepSpeed ignores."""
 
 from dataclasses import dataclass, fields
 
@@ -8,13 +8,12 @@ SECTION = "zero8"
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """What the user wants of checkpoints.
+    """Settings of checkpoints.
 
     Attributes:
-        load_previous_if_damaged: whether the complete checkpoint before is loaded if the one that
-            `latest` names is damaged or incomplete; one that is asked for by its tag never is
-            replaced.
-        keep_checkpoints: how many complete checkpoints stay after a save; 0: all of them.
+        load_previous_if_damaged: whether to load the previous complete checkpoint if the one that
+            `latest` names is damaged or incomplete; not if the caller gives a tag.
+        keep_checkpoints: how many complete checkpoints to keep after a save; 0: all of them.
     """
 
     load_previous_if_damaged: bool = False
@@ -25,7 +24,7 @@ class CheckpointSettings:
         """Return the settings in a DeepSpeed config.
 
         Raises:
-            ValueError: for unknown keys and bad values, with the valid ones.
+            ValueError: for unknown keys and bad values; it names the valid ones.
         """
         section = config.get(SECTION, {})
         valid = [field.name for field in fields(cls)]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that are complete or not there: manifests of folders, and the tags of a folder."""
+"""Files of checkpoints: manifests, tags, atomic writes, safe access."""

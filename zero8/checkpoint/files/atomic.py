@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are there in whole or not at all.
+"""Atomic writes of files.
 
 After a loss of power a file has its contents only if it was synced, and its name only if its folder
 was.
@@ -12,18 +12,18 @@ from contextlib import suppress
 from pathlib import Path
 
 TEMPORARY = ".zero8-tmp"
-"""The end of the name of a file that `write_atomically` has not finished."""
+"""The suffix of files that `write_atomically` has not finished."""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that at any time, even after a loss of power, it is the old or the new one.
 
-    A link of that name is replaced; the file that it leads to stays as it is.
+    A link of that name is replaced, and its target is unchanged.
 
     Raises:
-        OSError: if it cannot be written; it names the file, which is the old one then.
+        OSError: if it cannot be written; it names the file, which is unchanged.
     """
-    # Nobody can guess the name and put a link there.
+    # A random name, so that nobody can put a link there before.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
     try:
         with open(temporary, "xb") as file:
@@ -39,7 +39,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk; some file systems cannot, and need not."""
+    """Sync the names in a folder to the disk; a no-op on file systems without such a sync."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -11,13 +11,13 @@ from zero8 import flock
 
 @contextmanager
 def locked(folder: Path, name: str = ".zero8_lock") -> Iterator[None]:
-    """Keep other processes from holding the lock of the same folder during the block.
+    """Hold the lock of a folder during the block.
 
-    On a file system that has no locks the block runs without one.
+    On a file system without locks the block runs unlocked.
 
     Raises:
         BlockingIOError: if another process holds it; the message says which.
-        OSError: if the lock cannot be made, or something else has its name.
+        OSError: if the lock cannot be created, or is not a regular file.
     """
     path = folder / name
     with flock.opened(path) as file:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hashes of files and of bytes in memory: they find accidents, and are no protection from people.
+"""XXH3 hashes of files and of bytes in memory.
 
-XXH3 changes with bytes that are exchanged, flipped or of another file, and takes the time of one
-read at the speed of the page cache or the disk.
+They detect accidents, not manipulation: XXH3 is not cryptographic.
 """
 
 import os
@@ -40,7 +39,7 @@ def hash_64(parts: "Iterable[Buffer]") -> int:
     """Return the XXH3 hash of bytes in memory, 64 bits as a number.
 
     Args:
-        parts: what holds them, in order: contiguous objects with the buffer protocol.
+        parts: contiguous objects with the buffer protocol, in order.
     """
     state = xxhash.xxh3_64()
     for part in parts:

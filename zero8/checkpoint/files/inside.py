@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access to the files inside a folder that anybody may have made.
+"""Access to the files inside an untrusted folder.
 
-A folder of checkpoints can hold symbolic links that lead out of it, and pipes or devices whose
-readers wait for ever.  These functions follow no link below the folder, and open regular files
-only.  The folder itself is the caller's, and may be reached through links.
+A checkpoint can hold symbolic links that lead out of it, and pipes or devices whose readers block.
+These functions follow no link below the folder, and open regular files only.  The folder's own path
+is the caller's, and may contain links.
 """
 
 import os
@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 MAX_DEPTH = 64
-"""How deep folders are nested at most; the tools of the system walk them by recursion."""
-# Without O_NONBLOCK a pipe would keep its reader waiting.
+"""The largest depth of nested folders; `os.walk` and `shutil.rmtree` recurse."""
+# Without O_NONBLOCK, opening a pipe would block.
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -29,13 +29,14 @@ def opened(folder: Path, path: str) -> FileIO:
 
     Raises:
         OSError: if it cannot be opened.
-        ValueError: if it is no regular file, or reached through a symbolic link.
+        ValueError: if it is not a regular file, or reached through a symbolic link.
     """
     with _parent_of(folder, path) as (parent, name):
-        _check_is_file(os.lstat(name, dir_fd=parent), Path(folder, path))  # devices feel an open
+        # Before the open, which can act on a device; and after it, as the file may be replaced.
+        _check_is_file(os.lstat(name, dir_fd=parent), Path(folder, path))
         file = FileIO(os.open(name, _FILE, dir_fd=parent))
     try:
-        _check_is_file(os.fstat(file.fileno()), Path(folder, path))  # it may be another one by now
+        _check_is_file(os.fstat(file.fileno()), Path(folder, path))
     except ValueError:
         file.close()
         raise
@@ -47,7 +48,7 @@ def size_bytes_of(folder: Path, path: str) -> int:
 
     Raises:
         OSError: if there is no such file.
-        ValueError: if it is something else, or reached through a symbolic link.
+        ValueError: if it is not a regular file, or reached through a symbolic link.
     """
     with _parent_of(folder, path) as (parent, name):
         info = os.lstat(name, dir_fd=parent)
@@ -56,7 +57,7 @@ def size_bytes_of(folder: Path, path: str) -> int:
 
 
 def remove(folder: Path, path: str) -> None:
-    """Remove a file, or a link itself, if it is there.
+    """Remove a file, or a link itself, if it exists.
 
     Raises:
         OSError: if it cannot be removed.
@@ -84,9 +85,9 @@ def read_at_most(folder: Path, path: str, limit_bytes: int) -> bytes:
 
 
 def paths_of(folder: Path) -> Iterator[str]:
-    """Yield the paths, relative and with slashes, of all that is in a folder but folders.
+    """Yield the paths, relative and with slashes, of everything in a folder except folders.
 
-    Links to folders are among them, and are not followed.
+    Links to folders are included, and not followed.
 
     Raises:
         OSError: if a folder in it cannot be read.
@@ -96,7 +97,7 @@ def paths_of(folder: Path) -> Iterator[str]:
     while pending:
         inner = pending.pop()
         if inner.count("/") >= MAX_DEPTH:
-            raise ValueError(f"{folder}: got folders in {MAX_DEPTH} others, expected fewer")
+            raise ValueError(f"{folder}: got folders nested {MAX_DEPTH} deep, expected fewer")
         with os.scandir(Path(folder, inner)) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
         folders = [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
@@ -105,13 +106,13 @@ def paths_of(folder: Path) -> Iterator[str]:
 
 
 def leads_out(path: str) -> bool:
-    """Return whether a relative path is none, or that of something outside of its folder."""
+    """Return whether a path is empty, absolute, or may lead out of the folder it is relative to."""
     parts = PurePosixPath(path).parts
     return not parts or parts[0] == "/" or ".." in parts or "\0" in path
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a path is that of a folder, and not of a link to one."""
+    """Return whether a path is a folder, and not a link to one."""
     return os.path.isdir(path) and not os.path.islink(path)
 
 
@@ -129,7 +130,7 @@ def _parent_of(folder: Path, path: str) -> Iterator[tuple[int, str]]:
             os.close(descriptor)
             descriptor = inner
         yield descriptor, name
-    except OSError as error:  # which names the last part alone
+    except OSError as error:  # it names only the last part of the path
         raise OSError(error.errno, error.strerror, str(Path(folder, path))) from error
     finally:
         if descriptor is not None:

@@ -3,11 +3,10 @@
 
     {"format": 1, "sequence": 7, "world_size": 2,
      "files": [{"path": "a/b.pt", "size_bytes": 5, "hash": "32 hexadecimal digits", "rank": 1}],
-     "hash": "of all that stands before, as written"}
+     "hash": "hash of all the text before"}
 
-A folder with a manifest is complete.  A manifest comes from a disk that may be damaged and from
-people: it is read as data that may say anything, and nothing outside its folder is ever looked at,
-nor what a link in the folder leads to.
+A folder with a manifest is complete.  Manifests are untrusted: they may be damaged or crafted.  No
+file outside the folder is read, and no link in it is followed.
 """
 
 import heapq
@@ -34,12 +33,12 @@ from zero8.checkpoint.files.inside import (
 
 MANIFEST = "zero8_manifest.json"
 MARKER = "zero8_incomplete"
-"""Stands in a folder from the beginning of a save to its end; see `zero8.checkpoint.files.tags`."""
+"""A file that marks an unfinished save or deletion; see `zero8.checkpoint.files.tags`."""
 
 FORMAT_VERSION = 1
 LIMIT_BYTES = 64 << 20
 LARGEST_SEQUENCE = 2**53
-"""More tags than anybody saves; one that says more would leave no number for the next."""
+"""The largest valid sequence number."""
 _HASH = re.compile(r"[0-9a-f]{32}")
 _LARGEST = 2**63 - 1
 
@@ -67,8 +66,8 @@ class Damage:
 
     Attributes:
         path: relative to the folder.
-        rank: which rank wrote it; None if nobody has, as far as is known.
-        reason: what is wrong.
+        rank: which rank wrote it; None if unknown.
+        reason: the damage.
     """
 
     path: str
@@ -83,11 +82,11 @@ class Damage:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete folder holds.
+    """The contents of a complete folder.
 
     Attributes:
-        sequence: larger than those of the tags beside it that were begun before.
-        world_size: number of ranks that wrote it; 0 if it is not known, all ranks are 0 then.
+        sequence: larger than that of every tag saved before into the same parent folder.
+        world_size: number of ranks that wrote it; 0 if unknown, and all files are of rank 0 then.
         files: in the order of their paths.
     """
 
@@ -100,7 +99,7 @@ class Manifest:
         """Return the manifest of these files.
 
         Raises:
-            ValueError: if what they say cannot be written down: two that are the same one, say.
+            ValueError: if they are invalid, for example if two have the same path.
         """
         manifest = cls(sequence, world_size, tuple(sorted(files, key=lambda file: file.path)))
         return cls.parsed(manifest.text().encode())
@@ -110,7 +109,7 @@ class Manifest:
         """Return the manifest of a folder.
 
         Raises:
-            FileNotFoundError: if there is none: the folder is not complete.
+            FileNotFoundError: if there is none, so that the folder is not complete.
             ValueError: if it is damaged, of a newer format, or cannot be read.
         """
         path = Path(folder, MANIFEST)
@@ -124,7 +123,7 @@ class Manifest:
 
     @classmethod
     def parsed(cls, data: bytes) -> "Manifest":
-        """Return the manifest in these bytes; raises ValueError if there is none."""
+        """Return the manifest in these bytes; raises ValueError if they are damaged."""
         try:
             found = json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -145,8 +144,8 @@ class Manifest:
             _integer("world_size", found["world_size"], 0),
             tuple(_file(entry) for entry in files),
         )
-        if manifest.text().encode() != data:  # the hash, the order, and every space
-            raise ValueError("damaged, its text is not what its own hash says")
+        if manifest.text().encode() != data:  # compares the hash, the order and all spaces
+            raise ValueError("damaged, its text does not match its hash")
         if len({file.path for file in manifest.files}) < len(manifest.files):
             raise ValueError("damaged, names a file twice")
         ranks = manifest.world_size or 1
@@ -164,7 +163,7 @@ class Manifest:
         return f'{before} "hash": "{xxhash.xxh3_128_hexdigest(before.encode())}"\n}}\n'
 
     def write(self, folder: Path) -> None:
-        """Write the manifest, by which the folder becomes complete: all files must be synced."""
+        """Write the manifest, which makes the folder complete: all files must be synced before."""
         write_atomically(Path(folder, MANIFEST), self.text().encode())
 
     def check(
@@ -174,13 +173,13 @@ class Manifest:
         progress: Progress | None = None,
         is_part: Callable[[str], bool] = lambda path: True,
     ) -> list[Damage]:
-        """Return what is wrong with the folder; costs one read of the share's files.
+        """Return the damages of the folder; costs one read of the share's files.
 
         Args:
-            folder: that the manifest is of.
-            share: (i, n): check the files of share i of n only; all shares together are all files.
+            folder: the manifest's folder.
+            share: (i, n): check only share i of n shares of the files.
             progress: called with the numbers of bytes read.
-            is_part: whether a file that the manifest does not have is damage, by its path.
+            is_part: whether an unlisted file is a damage, by its path.
         """
         index, count = share
         found = [
@@ -188,21 +187,21 @@ class Manifest:
             for file in self.shares(count)[index]
             if (reason := self.damage_of(folder, file, progress))
         ]
-        return found + (self.strangers(folder, is_part) if index == 0 else [])
+        return found + (self.unlisted(folder, is_part) if index == 0 else [])
 
-    def strangers(
+    def unlisted(
         self, folder: Path, is_part: Callable[[str], bool] = lambda path: True
     ) -> list[Damage]:
-        """Return what is in the folder and not in the manifest, as far as `is_part` counts it."""
+        """Return the files in the folder that the manifest does not list, if `is_part`."""
         known = {file.path for file in self.files}
         return [
-            Damage(path, None, "not in the manifest, belongs to something else")
+            Damage(path, None, "not in the manifest")
             for path in paths_in(folder)
             if path not in known and is_part(path)
         ]
 
     def damage_of(self, folder: Path, file: File, progress: Progress | None = None) -> str:
-        """Return what is wrong with a file of the folder, "" if nothing is."""
+        """Return the damage of a file of the folder, "" if there is none."""
         try:
             with opened(folder, file.path) as contents:
                 if reason := _wrong_size(os.fstat(contents.fileno()).st_size, file):
@@ -217,7 +216,7 @@ class Manifest:
         return f"contents differ{whose}"
 
     def is_there(self, folder: Path) -> bool:
-        """Return whether there are files, all with their sizes; their bytes are not read."""
+        """Return whether there are files and all have their sizes; does not read them."""
         try:
             sizes_bytes = [size_bytes_of(folder, file.path) for file in self.files]
         except (OSError, ValueError):
@@ -231,7 +230,8 @@ class Manifest:
     def shares(self, count: int) -> list[list[File]]:
         """Return the files in `count` shares of about equal bytes.
 
-        As many ranks as wrote them get their own: those are what they read next.
+        If `count` is the world size that wrote them, each share has the files of its rank, which
+        that rank reads next.
         """
         shares: list[list[File]] = [[] for _ in range(count)]
         if count == self.world_size:
@@ -247,15 +247,15 @@ class Manifest:
 
 
 def paths_in(folder: Path) -> Iterator[str]:
-    """Yield the paths of all files in a folder, relative and with slashes, without our own.
+    """Yield the paths of all files in a folder, relative and with slashes, except our own.
 
-    Links, pipes and devices are among them: whoever opens them refuses them by their names.
+    Links, pipes and devices are included, so that opening them raises with their names.
     """
     for path in paths_of(folder):
         name = path.rpartition("/")[2]
-        # NFS calls a file so that was deleted while someone has it open.
-        passing = name.endswith(TEMPORARY) or name.startswith(".nfs")
-        if path not in (MANIFEST, MARKER) and not passing:
+        # NFS keeps a deleted file that is still open under a name with .nfs.
+        is_temporary = name.endswith(TEMPORARY) or name.startswith(".nfs")
+        if path not in (MANIFEST, MARKER) and not is_temporary:
             yield path
 
 
@@ -288,7 +288,7 @@ def _inside(path: object) -> str:
         raise ValueError(f"damaged, got path {str(path)[:80]!r}")
     is_path = not leads_out(path) and PurePosixPath(path).as_posix() == path
     if not is_path or path.count("/") > MAX_DEPTH or path in (MANIFEST, MARKER):
-        raise ValueError(f"got path {path[:80]!r}, expected one of a file inside the folder")
+        raise ValueError(f"got path {path[:80]!r}, expected one inside the folder")
     return path
 
 

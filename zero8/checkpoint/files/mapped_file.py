@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files as memory, so that of a large one only what is used is read."""
+"""Files mapped into memory."""
 
 import errno
 import os
@@ -12,21 +12,21 @@ from zero8.checkpoint.files.inside import opened
 
 
 def mapped(path: Path, folder: Path | None = None) -> Tensor:
-    """Return the bytes of a file mapped into memory, so that only what is used is read.
+    """Map a file into memory, so that only the bytes used are read.
 
-    A process that looks at bytes which another one has cut off meanwhile ends by SIGBUS; see
+    If another process truncates the file meanwhile, access to the missing bytes raises SIGBUS; see
     `zero8.checkpoint.commands.guard`.
 
     Args:
         path: of a file that is not empty.
-        folder: on the path; no link below it is followed.  None: the path is the caller's own.
+        folder: a parent of it, below which links are not followed; None if all may be.
 
     Returns:
-        (bytes,) uint8; what is written to it stays in memory.
+        (bytes,) uint8; writes to it do not reach the file.
 
     Raises:
         OSError: if it cannot be opened.
-        ValueError: if it is empty, no regular file, or reached through a link below the folder.
+        ValueError: if it is empty, not a regular file, or reached through a link below the folder.
     """
     if folder is None:
         place = path.resolve()
@@ -37,9 +37,9 @@ def mapped(path: Path, folder: Path | None = None) -> Tensor:
         size_bytes = os.fstat(file.fileno()).st_size
         if not size_bytes:
             raise ValueError(f"{path}: got an empty file; was it cut short?")
-        # torch opens files by their names; this one is that of the open file.
+        # torch opens files by name; this name is the open file's.
         own_name = f"/proc/self/fd/{file.fileno()}"
         try:
             return torch.from_file(own_name, size=size_bytes, dtype=torch.uint8)
-        except RuntimeError as error:  # more than there is address space, say
+        except RuntimeError as error:  # for example, too little address space
             raise OSError(errno.ENOMEM, "cannot be mapped into memory", str(path)) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests for folders that something else has written: DCP, torch.save, a conversion."""
+"""Manifests for folders of other writers: DCP, torch.save, a conversion."""
 
 import os
 from pathlib import Path
@@ -12,27 +12,28 @@ from zero8.checkpoint.files.tags import INCOMPLETE, end, next_sequence, tag_at
 
 
 def seal(folder: Path, progress: Progress | None = None, force: bool = False) -> Manifest:
-    """Write the manifest of all files in a folder; one process does, when all have written.
+    """Write the manifest of all files in a folder, which makes it complete.
 
-    Costs one read of all files, mostly from the page cache.  The manifest names rank 0 as the
-    writer of all, and no world size: who wrote them is not known here.
+    To be called by one process, after all have written.  Costs one read of all files, mostly from
+    the page cache.  The manifest has world size 0 and rank 0 for all files, as the writers are
+    unknown.
 
     Args:
-        folder: to be complete from now on.
+        folder: the folder.
         progress: called with the numbers of bytes read.
-        force: whether a folder that is marked as incomplete is sealed, too.
+        force: whether to seal even a folder that is marked as incomplete.
 
     Raises:
         ValueError: if a save into the folder, or its deletion, was interrupted; if it holds
-            something else than files, such as a link or a pipe; if a tag beside it has taken the
-            last number.
-        OSError: if a file cannot be read, or the manifest not be written.
+            something other than files, such as a link or a pipe; if a tag beside it has the
+            largest sequence number.
+        OSError: if a file cannot be read, or the manifest cannot be written.
     """
     folder = Path(folder)
     if not force and tag_at(folder).state == INCOMPLETE:
         raise ValueError(
             f"{folder}: is incomplete: saving or deleting it was interrupted, so that files may be "
-            "missing; seal it all the same by --force (force=True)"
+            "missing; to seal it anyway, use --force (force=True)"
         )
     sequence = next_sequence(folder.resolve().parent)
     files = [file_entry(folder, path, 0, progress) for path in paths_in(folder)]
@@ -44,18 +45,18 @@ def seal(folder: Path, progress: Progress | None = None, force: bool = False) ->
 
 
 def file_entry(folder: Path, path: str, rank: int, progress: Progress | None = None) -> File:
-    """Return a file's entry in a manifest, when its contents are on the disk."""
+    """Sync a file to the disk, and return its entry in a manifest."""
     with opened(folder, path) as file:
         os.fsync(file.fileno())
         return File(path, os.fstat(file.fileno()).st_size, hash_of(file, progress), rank)
 
 
 def verify(folder: Path, progress: Progress | None = None) -> Manifest:
-    """Return the manifest of a folder; costs one read of all its files.
+    """Compare a folder with its manifest, which is returned; costs one read of all files.
 
     Raises:
         FileNotFoundError: if there is no manifest: the folder was not sealed.
-        ValueError: if anything in the folder is not what it was; the message lists it all.
+        ValueError: if anything in the folder differs; the message lists it.
     """
     manifest = Manifest.read(folder)
     if damages := manifest.check(folder, progress=progress):
@@ -64,7 +65,7 @@ def verify(folder: Path, progress: Progress | None = None) -> Manifest:
 
 
 def lines(damages: list[Damage], most: int = 20) -> str:
-    """Return a line for each damage, up to so many."""
+    """Return a line for each damage, up to `most`."""
     shown = [f"  {damage}" for damage in damages[:most]]
     if len(damages) > most:
         shown.append(f"  and {len(damages) - most} more")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a conversion works: tensors on disk instead of in memory, and an output that is whole."""
+"""For conversions: tensors on disk instead of in memory, and atomic output."""
 
 import contextlib
 import math
@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 FILE_BYTES = 1 << 26
-"""How large the files of `Staging` are; tensors that are larger have one of their own."""
+"""The size of the files of `Staging`; a larger tensor has its own."""
 _ALIGNMENT_BYTES = 64
 
 
 class Staging:
-    """Tensors in files that are mapped into memory, and gone when nobody holds a tensor.
+    """Tensors in mapped temporary files, which the system can write to disk if memory is short.
 
-    The system writes their pages to disk where memory is short.
+    A file is freed with its last tensor.
     """
 
     def __init__(self, folder: Path):
-        """Keep the files in a folder; they have no names there."""
+        """Create the files, without names, on the file system of a folder."""
         self._folder = folder
         self._storage, self._used_bytes = torch.UntypedStorage(0), 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor with a storage of its own, as `torch.save` needs it.
+        """Return an uninitialized tensor with its own storage: `torch.save` writes whole storages.
 
         Raises:
             OSError: if the disk is full.
@@ -52,7 +52,7 @@ class Staging:
     def _file(self, size_bytes: int) -> torch.UntypedStorage:
         handle, path = tempfile.mkstemp(dir=self._folder)
         try:
-            # Pages that the disk has no room for would kill the process when they are written.
+            # Otherwise writing to a page on a full disk would kill the process.
             os.posix_fallocate(handle, 0, size_bytes)
             made = torch.UntypedStorage.from_file(path, shared=True, nbytes=size_bytes)
             return made  # type: ignore[return-value]  # torch annotates a base of it
@@ -63,13 +63,13 @@ class Staging:
 
 @contextlib.contextmanager
 def made_beside(target: Path) -> Iterator[Path]:
-    """Yield a path to write a file or a folder to, which becomes `target` at the end of the block.
+    """Yield a path for a file or a folder that is renamed to `target` at the end of the block.
 
-    It lies in a hidden folder beside `target`, which is gone afterwards.  After an error there is
-    no target.  The folder that is to hold the target is made if it is not there.
+    It lies in a temporary hidden folder beside `target`.  An error in the block leaves no target.
+    Missing parents of the target are created.
 
     Raises:
-        FileExistsError: if there is a target already.
+        FileExistsError: if the target exists.
     """
     _check_is_free(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def made_beside(target: Path) -> Iterator[Path]:
 
 
 def save(content: object, path: Path) -> None:
-    """Write a file by `torch.save`, all the way to the disk."""
+    """Write a file by `torch.save`, and sync it to the disk."""
     with open(path, "wb") as file:
         torch.save(content, file)
         file.flush()
@@ -98,7 +98,7 @@ def _check_is_free(target: Path) -> None:
 
 
 def _flush(folders: Iterable[str | Path]) -> None:
-    """Write the entries of folders to the disk, so that the names of files are there."""
+    """Sync the names in folders to the disk."""
     for folder in folders:
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tags of a folder of checkpoints: which of them are complete, which is the newest.
 
-A tag is a folder, and no link to one.  It is complete if it has a manifest, which is all that
-counts: a marker beside it is left over.  With a marker and no manifest, a save or a deletion was
-interrupted.  With neither, it was saved without zero8, and nobody can tell.
+A tag is a folder, and not a link to one.  It is complete if it has a manifest, with or without a
+marker.  With a marker alone, a save or a deletion was interrupted.  With neither, it was saved
+without zero8, and its state is unknown.  Steps, in order:
 
-    save      marker, manifest (of an earlier save) away, files, manifest, marker away
-    delete    marker, manifest away, files away, marker away
+    save      write marker, remove old manifest, write files, write manifest, remove marker
+    delete    write marker, remove manifest, remove files, remove marker
 
-The order of tags is that of their sequence numbers: clocks and times of files do not matter.
+Tags are ordered by their sequence numbers, not by clocks.
 """
 
 import json
@@ -25,7 +25,7 @@ from zero8.checkpoint.files.inside import is_folder, leads_out, read_at_most, re
 from zero8.checkpoint.files.manifest import LARGEST_SEQUENCE, MANIFEST, MARKER, Manifest, paths_in
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
-"""Files beside tags that name the one to load, and the one to load as a universal checkpoint."""
+"""Files beside tags that name the tag to load, and the universal checkpoint to load."""
 LIMIT_BYTES = 4096
 
 COMPLETE, INCOMPLETE, UNVERIFIED, DAMAGED = "complete", "incomplete", "unverified", "damaged"
@@ -33,14 +33,14 @@ COMPLETE, INCOMPLETE, UNVERIFIED, DAMAGED = "complete", "incomplete", "unverifie
 
 @dataclass(frozen=True)
 class Tag:
-    """A folder in a folder of checkpoints.
+    """A tag, without its files.
 
     Attributes:
         name: of the folder.
         state: COMPLETE; INCOMPLETE: saving or deleting it was interrupted; UNVERIFIED: saved
             without zero8; DAMAGED: its manifest cannot be read.
-        sequence: its number; 0 if it is not known.
-        problem: what is wrong with the manifest of a damaged one.
+        sequence: its sequence number; 0 if unknown.
+        problem: if DAMAGED, the error of reading the manifest.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Tag:
 
 
 def tag_at(folder: Path) -> Tag:
-    """Return what the folder of a tag is; it must exist."""
+    """Return the tag at an existing folder."""
     folder = Path(folder)
     try:
         return Tag(folder.name, COMPLETE, Manifest.read(folder).sequence)
@@ -61,12 +61,12 @@ def tag_at(folder: Path) -> Tag:
         return Tag(folder.name, DAMAGED, 0, str(error))
     sequence = _marker(folder).get("sequence")
     if not (type(sequence) is int and 0 <= sequence <= LARGEST_SEQUENCE):
-        sequence = 0  # only the order suffers
+        sequence = 0  # it only orders tags
     return Tag(folder.name, INCOMPLETE, sequence)
 
 
 def tags_in(folder: Path) -> list[Tag]:
-    """Return the tags of a folder by their sequence number, those without one first."""
+    """Return the tags of a folder, sorted by sequence number."""
     found = [tag_at(path) for path in Path(folder).iterdir() if is_folder(path)]
     return sorted(found, key=lambda tag: (tag.sequence, tag.name))
 
@@ -82,16 +82,16 @@ def whole_tags(folder: Path) -> list[Tag]:
 
 
 def next_sequence(folder: Path) -> int:
-    """Return the number for the next tag of a folder.
+    """Return the sequence number for the next tag of a folder.
 
     Raises:
-        ValueError: if a tag has the largest number that there is.
+        ValueError: if a tag has the largest one.
     """
     tags = tags_in(folder)
     if tags and tags[-1].sequence == LARGEST_SEQUENCE:
         raise ValueError(
-            f"{Path(folder, tags[-1].name)}: got sequence {LARGEST_SEQUENCE}, after which there is "
-            "none; delete this tag, or save into another folder"
+            f"{Path(folder, tags[-1].name)}: got sequence {LARGEST_SEQUENCE}, the largest; delete "
+            "this tag, or save into another folder"
         )
     return 1 + (tags[-1].sequence if tags else 0)
 
@@ -99,19 +99,19 @@ def next_sequence(folder: Path) -> int:
 def begin(
     folder: Path, sequence: int, note: str = "", is_part: Callable[[str], bool] = lambda path: True
 ) -> None:
-    """Make a tag incomplete, new or not; files of an earlier save of it are deleted.
+    """Mark a new or existing tag incomplete, and delete the files of its earlier save, if any.
 
-    Those of a tag that was saved without zero8 stay.
+    Files of a tag that was saved without zero8 stay.
 
     Args:
         folder: of the tag; its parent must exist.
-        sequence: its number, see `next_sequence`.
+        sequence: from `next_sequence`.
         note: kept in the marker.
-        is_part: whether a file that no manifest has belongs to an earlier save, by its path.
+        is_part: whether an unlisted file belongs to an earlier save, by its path.
 
     Raises:
-        ValueError: if the tag is a symbolic link, or holds one in place of a part: whoever saves
-            would write where it leads.  Nothing has been changed then.
+        ValueError: if the tag is a symbolic link, or has one in place of a part, through which the
+            save would write; nothing is changed then.
     """
     if folder.is_symlink():
         raise ValueError(
@@ -125,31 +125,31 @@ def begin(
         earlier = [path for path in present if is_part(path)]
     with suppress(FileNotFoundError, ValueError):
         earlier += [file.path for file in Manifest.read(folder).files]
-    # A link may stand for a part, or for a folder of parts.
+    # A link may be in the place of a part, or of a folder of parts.
     parts = [path for path in present if is_part(path) or is_part(f"{path}/")]
     _check_no_links(folder, [*parts, *earlier])
     _make_incomplete(folder, sequence, note)
     for path in earlier:
         remove(folder, path)
-    for parent, _, _ in os.walk(folder, topdown=False):  # DeepSpeed wants to make some of them
-        with suppress(OSError):  # it holds something else
+    for parent, _, _ in os.walk(folder, topdown=False):  # DeepSpeed requires some not to exist
+        with suppress(OSError):  # not empty
             os.rmdir(parent)
 
 
 def abandon(folder: Path) -> None:
-    """Undo `begin` for a tag that will have no manifest: nobody can tell whether it is complete."""
+    """Remove the marker of a tag that will get no manifest, which makes it unverified."""
     (folder / MARKER).unlink(missing_ok=True)
 
 
 def note_of(folder: Path) -> str | None:
-    """Return the note of the save that goes on, or was interrupted, in the folder of a tag."""
+    """Return the note in the marker of a tag, None without a marker."""
     return _marker(folder).get("note")
 
 
 def end(folder: Path, manifest: Manifest) -> None:
     """Make a tag complete; all of its files must be on the disk."""
     manifest.write(folder)
-    with suppress(OSError):  # beside a manifest it means nothing
+    with suppress(OSError):  # a marker beside a manifest is ignored
         (folder / MARKER).unlink()
 
 
@@ -157,7 +157,7 @@ def read_latest(folder: Path, name: str = LATEST) -> str | None:
     """Return the tag that a folder's `latest` names, None without such a file.
 
     Raises:
-        ValueError: if it names none.
+        ValueError: if its content is not a tag's name.
     """
     path = Path(folder, name)
     try:
@@ -168,11 +168,11 @@ def read_latest(folder: Path, name: str = LATEST) -> str | None:
         raise ValueError(f"{path}: damaged, expected the name of a tag: {error}") from error
     if leads_out(text) or not text.isprintable():
         raise ValueError(f"{path}: damaged, got {text[:80]!r}, expected the name of a tag")
-    return PurePosixPath(text).as_posix()  # without a slash at its end, and "./" before it
+    return PurePosixPath(text).as_posix()  # strips "./" and a trailing slash
 
 
 def folder_of(folder: Path, tag: str) -> Path | None:
-    """Return the folder of a tag, None if there is none, or it is reached through a link."""
+    """Return the folder of a tag, None if it does not exist or is reached through a link."""
     if leads_out(tag):
         return None
     path = Path(folder)
@@ -189,21 +189,21 @@ def write_latest(folder: Path, tag: str, name: str = LATEST) -> None:
 
 
 def prune(folder: Path, keep: int) -> list[str]:
-    """Delete the oldest complete tags, and interrupted ones that a complete tag follows.
+    """Delete the oldest complete tags, and incomplete ones older than the newest complete tag.
 
-    The tag that `latest` names stays, and so do those saved without zero8, those whose manifest is
-    damaged, those that lack a file of their manifest or have one of another size, and links.  The
-    files that stay are not read: `zero8 checkpoint verify` does that.
+    Never deletes the tag that `latest` names, tags saved without zero8, tags whose manifest is
+    damaged, tags with missing files or files of another size, and links.  Contents of files are not
+    verified.
 
     Args:
-        folder: of the tags, whose lock the caller holds.
+        folder: of the tags; the caller holds its lock.
         keep: number of complete tags to keep, at least 1.
 
     Returns:
-        The names of the deleted.
+        The names of the deleted tags.
 
     Raises:
-        ValueError: if `keep` is less than 1, or `latest` names no tag: it could be any.
+        ValueError: if `keep` is less than 1, or `latest` is damaged.
         OSError: if something cannot be deleted.
     """
     if keep < 1:
@@ -245,7 +245,7 @@ def _make_incomplete(folder: Path, sequence: int, note: str) -> None:
 
 
 def _delete(folder: Path, sequence: int) -> None:
-    for _ in paths_in(folder):  # raises for folders that cannot be deleted, while all is there
+    for _ in paths_in(folder):  # raises before anything is deleted, if folders are too deep
         pass
     _make_incomplete(folder, sequence, "is being deleted")
     for path in folder.iterdir():
@@ -259,7 +259,7 @@ def _delete(folder: Path, sequence: int) -> None:
 
 
 def _marker(folder: Path) -> dict[str, Any]:
-    """Return what the marker of a tag says, as far as it can be read."""
+    """Return the content of a tag's marker, {} if it cannot be read."""
     try:
         found = json.loads(read_at_most(Path(folder), MARKER, LIMIT_BYTES))
     except (OSError, ValueError, RecursionError):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of all kinds of checkpoints: files are read as data, and run nothing."""
+"""Readers of all kinds of checkpoints, which execute nothing in them."""

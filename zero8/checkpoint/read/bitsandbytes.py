@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries 8-bit AdamW states of bitsandbytes to zero8's `dynamic` codec and back.
+"""Converts 8-bit AdamW states of bitsandbytes to zero8's `dynamic` codec and back.
 
 Both use the same maps (arXiv:2110.02861) and keep per parameter `step`, 8-bit codes, and one
-float32 scale per block.  They differ in two things:
+float32 scale per block.  They differ in two points:
 
-* bitsandbytes cuts the flattened parameter into blocks of 256, zero8 cuts rows, and puts narrow
-  ones together: the blocks coincide where a row, or a group of narrow rows, is a multiple of 256
-  elements long;
-* the scale of a block of m is bitsandbytes' largest magnitude, and zero8's extreme element with its
-  sign, so that the extreme decodes exactly.
+* bitsandbytes divides the flattened parameter into blocks of 256; zero8 divides rows, and groups
+  narrow ones.  The blocks coincide if rows, or groups of narrow rows, are multiples of 256 long.
+* The scale of a block of m is the largest magnitude in bitsandbytes, and in zero8 the extreme
+  element with its sign, so that it decodes exactly.
 
-Where the blocks coincide, codes and scales are taken verbatim on import.  On export a block of m
-whose extreme is negative is coded again, within half a code; all others are verbatim.  Elsewhere
-the moments pass through float32 and are quantized by the optimizer that loads them.
+If the blocks coincide, import keeps codes and scales.  Export does, too, except that it re-encodes
+blocks of m with a negative scale, within half a code.  Otherwise moments are decoded to float32,
+and quantized by the optimizer that loads them.
 """
 
 import torch
@@ -37,12 +36,12 @@ def from_bitsandbytes(state_dict: dict) -> dict:
     """Return a state dict for `Adam8bitBlockwise(codec="dynamic").load_state_dict`.
 
     Args:
-        state_dict: what `bitsandbytes.optim.AdamW8bit.state_dict()` returned: per parameter `step`,
-            `state1`, `state2` (shaped as the parameter), and for 8-bit ones `absmax1`, `absmax2`
-            (numel/256,), `qmap1`, `qmap2` (256,).
+        state_dict: of `bitsandbytes.optim.AdamW8bit`: per parameter `step`, `state1`, `state2`
+            (shaped as the parameter), and for 8-bit ones `absmax1`, `absmax2` (numel/256,),
+            `qmap1`, `qmap2` (256,).
 
     Raises:
-        ValueError: if the maps are not the dynamic maps, or sizes do not fit.
+        ValueError: if the maps are not the dynamic maps, or sizes do not match.
     """
     states = {index: _imported(index, s) for index, s in state_dict["state"].items()}
     groups = [
@@ -56,7 +55,7 @@ def to_bitsandbytes(state_dict: dict) -> dict:
     """Return a state dict for `bitsandbytes.optim.AdamW8bit.load_state_dict`.
 
     Args:
-        state_dict: what `Adam8bitBlockwise.state_dict()` returned; any codec and block size.
+        state_dict: of `Adam8bitBlockwise`; any codec and block size.
 
     Raises:
         ValueError: if a state is of another optimizer.
@@ -101,7 +100,7 @@ def _checked(state: dict, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _is_map(levels: Tensor, ours: Tensor) -> bool:
-    # Without AVX2 torch rounds some entries of bitsandbytes' maps in another way.
+    # Without AVX2, torch rounds some entries of bitsandbytes' maps differently.
     return levels.shape == ours.shape and torch.allclose(levels, ours, rtol=2.0**-20, atol=0.0)
 
 
@@ -115,8 +114,8 @@ def _exported(state: dict) -> dict:
     header = StateHeader.of(state, "")
     if header.algorithm is not ADAM:
         raise ValueError(
-            f"got a state of {header.algorithm.class_name}, expected one of {ADAM.class_name}: it "
-            "becomes one of bitsandbytes' AdamW8bit"
+            f"got a state of {header.algorithm.class_name}, expected one of {ADAM.class_name}, for "
+            "bitsandbytes' AdamW8bit"
         )
     shape, block_size = header.shape, header.block_size
     exported: dict = {"step": int(state["step"])}
@@ -151,7 +150,7 @@ def _flat_codes(code: DynamicCode, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _make_positive(code: DynamicCode, codes: Tensor, scales: Tensor) -> None:
-    """Code again, in place, the blocks whose scale is negative; the scale's magnitude stays."""
+    """Re-encode, in place, the blocks whose scale is negative, for the scale's magnitude."""
     levels, thresholds = code.levels.to(codes.device), code.thresholds.to(codes.device)
     negative = (scales < 0)[_block_numbers(codes)]
     mirrored = -levels[codes[negative].to(torch.int64)]

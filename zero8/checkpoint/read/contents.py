@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that a checkpoint holds, whole: what the writers of other checkpoints start from."""
+"""The joined contents of a checkpoint, which the writers of other checkpoints take."""
 
 import math
 from collections import Counter
@@ -18,16 +18,16 @@ from zero8.spec.algorithm import Algorithm
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint without its framework.
+    """The contents of a checkpoint, independent of frameworks.
 
     Attributes:
-        parameters: by name, those that have moments.
-        groups: settings of the parameter groups, each with the names of its "params".
-        is_named: whether these are names, or numbers in constructor order.
-        model: the model's tensors by name; master weights where there are.
-        tied: second names of parameters, and their first.
+        parameters: the parameters that have moments, by name.
+        groups: options of the parameter groups, each with the names of its "params".
+        is_named: whether these are names, not numbers in constructor order.
+        model: the model's tensors by name; master weights if there are any.
+        tied: further names of shared parameters, with their first names.
         counters: a run's progress, under DeepSpeed's names.
-        notes: what has not been taken over, in words.
+        notes: messages on contents that a conversion drops.
     """
 
     parameters: dict[str, Parameter]
@@ -45,11 +45,11 @@ class Contents:
 
     @property
     def algorithm(self) -> Algorithm:
-        """Whose moments the parameters have; `read` has checked that there is one."""
+        """The algorithm of all moments; `read` has checked that there is one."""
         return next(iter(self.parameters.values())).algorithm
 
     def settings(self, group: dict) -> dict:
-        """Return the settings of a group alone."""
+        """Return the options of a group without its parameters."""
         return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
     def step(self) -> int:
@@ -68,26 +68,26 @@ class Contents:
         return next(iter(steps))
 
     def check_is_named(self) -> None:
-        """Raise ValueError unless the checkpoint says the parameters' names."""
+        """Raise ValueError unless the checkpoint has the parameters' names."""
         if not self.is_named:
             raise ValueError(
                 "the checkpoint has numbers for its parameters, expected names: make the optimizer "
-                "of model.named_parameters(), load the checkpoint, and save it again"
+                "from model.named_parameters(), load the checkpoint, and save it again"
             )
 
     def note_corrections(self, where: str) -> None:
-        """Note what becomes of the corrections of bfloat16 weights, if there are."""
+        """Add a note on the corrections of bfloat16 weights, if there are any."""
         if any(parameter.correction is not None for parameter in self.parameters.values()):
             self.notes.append(f"corrections of bfloat16 weights: {where}")
 
 
 def read(source: Source, staging: Staging) -> Contents:
-    """Return what a checkpoint holds, in tensors of `staging`.
+    """Return the contents of a checkpoint, in tensors of `staging`.
 
-    Memory holds one file of states if it is mapped, or one chunk of `torch.distributed.checkpoint`.
+    Needs memory for one mapped file of states, or one chunk of `torch.distributed.checkpoint`.
 
     Raises:
-        ValueError: naming parameter and file, if an element of a parameter is missing or there
+        ValueError: naming parameter and file, if an element of a parameter is missing or appears
             twice, its parts are of different steps, or a file is damaged.
         OSError: if a file cannot be read.
     """
@@ -96,8 +96,8 @@ def read(source: Source, staging: Staging) -> Contents:
         for fragment in source.fragments(file):
             if fragment.part:
                 raise ValueError(
-                    f"{file}: got a part of a model that is split among ranks ({fragment.part}), "
-                    "which is not joined here; expected a checkpoint without model parallelism"
+                    f"{file}: got a part of a model-parallel model ({fragment.part}), expected a "
+                    "checkpoint without model parallelism"
                 )
             coverage.add(fragment)
             if fragment.name not in assemblies:
@@ -130,7 +130,7 @@ def _first_of(problems: list[str], most: int = 5) -> str:
 
 
 def _check_groups(source: Source, parameters: dict[str, Parameter], groups: list[dict]) -> None:
-    """Raise ValueError unless the groups have all parameters that have states, each once."""
+    """Raise ValueError unless every parameter with a state is in exactly one group."""
     counts = Counter(name for group in groups for name in group["params"])
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"{source.path}: got {twice[:3]} in two parameter groups")
@@ -140,7 +140,7 @@ def _check_groups(source: Source, parameters: dict[str, Parameter], groups: list
         raise ValueError(
             f"{source.path}: got states of {strangers[:3]}, which are in no parameter group{hint}"
         )
-    # All that ZeRO partitions has states.
+    # ZeRO has a state for every parameter of its groups.
     if missing := [name for name in counts if is_zero and name not in parameters]:
         raise ValueError(
             f"{source.path}: got no state of {missing[:3]}; expected it in one of "
@@ -157,7 +157,7 @@ def _are_named(groups: list[dict]) -> bool:
 
 
 def _model(source: Source, parameters: dict[str, Parameter], staging: Staging) -> dict[str, Tensor]:
-    """Return the model's tensors by name: the weights beside the moments, where there are."""
+    """Return the model's tensors by name, preferring the weights stored with the moments."""
     tied, found = source.tied(), {}
     readers = source.tensors()
     for name in tqdm([*readers, *tied, *parameters], desc="model", unit="tensor", disable=None):
@@ -172,18 +172,18 @@ def _model(source: Source, parameters: dict[str, Parameter], staging: Staging) -
 
 
 def weights_of(contents: Contents, name: str) -> Tensor:
-    """Return the weights of a parameter in float32, with their corrections if there are.
+    """Return the weights of a parameter in float32, with their corrections applied, if any.
 
     Raises:
-        ValueError: if the checkpoint does not have them.
+        ValueError: if the checkpoint lacks them.
     """
     parameter = contents.parameters.get(name)
     weights = parameter.corrected_weights() if parameter else None
     weights = contents.model.get(name) if weights is None else weights
     if weights is None:
         raise ValueError(
-            f"{name}: got no weights in the checkpoint, expected those of the model beside the "
-            "states of the optimizer"
+            f"{name}: got no weights in the checkpoint, expected the model's besides the states of "
+            "the optimizer"
         )
     if parameter and math.prod(weights.shape) != parameter.piece.numel:
         raise ValueError(

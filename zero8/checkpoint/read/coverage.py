@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the fragments of a checkpoint make whole parameters: each element once, one step."""
+"""Checks that fragments make whole parameters: every element once, all of one step."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,17 +17,17 @@ class _Param:
 
 
 class Coverage:
-    """Takes the fragments of a checkpoint, and says what is missing."""
+    """Records the fragments of a checkpoint, and reports missing and duplicate elements."""
 
     def __init__(self):
         """Start empty."""
         self._params: dict[tuple[str, str], _Param] = {}
 
     def add(self, fragment: Fragment) -> None:
-        """Take a fragment, whose tensors are not kept.
+        """Record a fragment; its tensors are not kept.
 
         Raises:
-            ValueError: if it is of another shape or block size than those before it.
+            ValueError: if its shape or block size differs from the parameter's earlier fragments.
         """
         for piece in fragment.pieces:
             param = self._params.setdefault(fragment.key, _Param(piece, fragment.file))

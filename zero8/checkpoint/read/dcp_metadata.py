@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the file `.metadata` of torch.distributed.checkpoint says: which tensors, in which chunks.
+"""The file `.metadata` of torch.distributed.checkpoint: which tensors, in which chunks.
 
-Read as plain data, and looked at before anything else is: chunks lie apart, inside their tensor,
-and cover it.
+It is untrusted: its pickle is read without execution, and chunks must tile their tensor.
 """
 
 import math
@@ -25,11 +24,11 @@ from zero8.spec.shown import shown
 _MODULE = "torch.distributed.checkpoint.metadata"
 MAX_KEY_CHARACTERS = 4096
 MAX_CUT_DIMS = 6
-"""Along how many dimensions a tensor may be cut; meshes of devices have fewer."""
+"""The most dimensions that a tensor may be cut along; device meshes have fewer."""
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, as long as its sizes in each dimension, from its offsets on."""
+    """A box of a tensor: its offsets and sizes in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -45,11 +44,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in chunks, or something else, without any.
+    """A tensor in chunks, or another object, without chunks.
 
     Attributes:
         size: the tensor's shape.
-        dtype: the tensor's, None if it is of a kind that states are not.
+        dtype: the tensor's dtype, None if unknown.
         chunks: its parts.
     """
 
@@ -65,11 +64,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Metadata:
-    """What is in a folder.
+    """The contents of a folder.
 
     Attributes:
         entries: by key.
-        places: by key, and there by the offset of the chunk, () for what is in one piece.
+        places: by key, and then by the offset of the chunk, () for objects without chunks.
     """
 
     entries: dict[str, Entry]
@@ -77,10 +76,10 @@ class Metadata:
 
 
 def load_metadata(path: Path) -> Metadata:
-    """Return the metadata of a folder of torch.distributed.checkpoint, its file `.metadata`.
+    """Return the metadata in a file `.metadata`.
 
     Raises:
-        ValueError: naming the file, if it is damaged, or is something else.
+        ValueError: naming the file, if it is damaged, or not such a file.
         OSError: if it cannot be opened.
     """
     data = mapped(path, path.parent)
@@ -98,7 +97,7 @@ def load_metadata(path: Path) -> Metadata:
             offset = () if at.get("offset") is None else _sizes(at["offset"], at["fqn"])
             of_key = places.setdefault(_key(at["fqn"]), {})
             if offset in of_key:
-                raise ValueError(f"{at['fqn']}: got two places of what is at {offset}")
+                raise ValueError(f"{at['fqn']}: got two places of the chunk at {offset}")
             of_key[offset] = _place(info)
         for key, entry in entries.items():
             there = places.get(key, {})
@@ -115,7 +114,7 @@ _MAKERS = {"torch.Size": lambda size=(): size}
 
 
 def _attributes(found: object, name: str) -> dict:
-    """Return what an object of a class of torch's has been made of."""
+    """Return the attributes of an unpickled object of this class; raises ValueError for others."""
     if not (isinstance(found, Inert) and found.name == name and isinstance(found.state, dict)):
         raise ValueError(f"not metadata of torch.distributed.checkpoint: got {shown(found)}")
     return found.state
@@ -130,7 +129,7 @@ def _key(key: object) -> str:
 def _sizes(sizes: object, key: str) -> tuple[int, ...]:
     is_row = isinstance(sizes, tuple | list) and len(sizes) <= MAX_DIMS
     if not is_row or not all(type(n) is int and 0 <= n <= MAX_NUMEL for n in sizes):
-        raise ValueError(f"{shown(key)}: got sizes or offsets of a chunk that cannot be")
+        raise ValueError(f"{shown(key)}: got impossible sizes or offsets of a chunk")
     return tuple(sizes)
 
 
@@ -140,7 +139,7 @@ def _entry(key: str, found: object) -> Entry:
     saved = _attributes(found, f"{_MODULE}.TensorStorageMetadata")
     size = _sizes(saved["size"], key)
     if not isinstance(saved["chunks"], list):
-        raise ValueError(f"{shown(key)}: got chunks that are no list")
+        raise ValueError(f"{shown(key)}: got chunks that are not a list")
     if len(set(map(id, saved["chunks"]))) < len(saved["chunks"]):
         raise ValueError(f"{shown(key)}: got a chunk twice")
     found = (_attributes(chunk, f"{_MODULE}.ChunkStorageMetadata") for chunk in saved["chunks"])
@@ -150,7 +149,7 @@ def _entry(key: str, found: object) -> Entry:
 
 
 def _dtype(properties: object) -> torch.dtype | None:
-    """Return the dtype that properties begin with, where it is one that this torch has."""
+    """Return the dtype in pickled `TensorProperties`, None if this torch lacks it."""
     state = properties.state if isinstance(properties, Inert) else None
     name = getattr(state[0], "name", "") if isinstance(state, tuple) and state else ""
     dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
@@ -158,10 +157,7 @@ def _dtype(properties: object) -> torch.dtype | None:
 
 
 def _check_cover(key: str, size: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:
-    """Raise ValueError unless chunks are in the tensor, apart from each other, and are all of it.
-
-    Those with elements are; a rank that has none may have an empty chunk anywhere.
-    """
+    """Raise ValueError unless the chunks tile the tensor, apart from empty chunks anywhere."""
     boxes = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     for offsets, sizes in boxes:
         reaches = zip(offsets, sizes, size, strict=False)
@@ -176,16 +172,16 @@ def _check_cover(key: str, size: tuple[int, ...], chunks: tuple[Chunk, ...]) -> 
         )
     whole = [Chunk((0,) * len(size), size)] if math.prod(size) else []
     if _corners(boxes, cut) != _corners(whole, cut):
-        raise ValueError(f"{shown(key)}: got chunks that overlap, or are not all of it")
+        raise ValueError(f"{shown(key)}: got chunks that overlap, or do not cover the tensor")
 
 
 def _corners(boxes: Iterable[Chunk], axes: list[int]) -> dict[tuple[int, ...], int]:
-    """Return the corners of boxes with how often each is there, those of odd ends counted down.
+    """Return the signed counts of the boxes' corners, without zeros.
 
     A box's indicator function is the sum over its 2^n corners c of (-1)^(ends in c) times the
     indicator of all points that are at least c in every coordinate.  These indicators are linearly
-    independent, so boxes cover something exactly once if and only if its corners have these counts.
-    It takes a time of 2^n for each box, however they lie.
+    independent, so boxes tile a whole if and only if their counts equal the whole's.  The time is
+    2^n per box, however they lie.
     """
     counts: Counter[tuple[int, ...]] = Counter()
     for offsets, sizes in boxes:
@@ -200,7 +196,7 @@ def _place(found: object) -> Place:
     name, offset, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     is_name = isinstance(name, str) and len(name) <= 255 and name not in ("", ".", "..")
     if not is_name or Path(name).name != name or "\0" in name:
-        raise ValueError(f"got a file {shown(name)}, expected one in its folder")
+        raise ValueError(f"got a file {shown(name)}, expected a name in the same folder")
     if not all(type(number) is int and 0 <= number < 2**62 for number in (offset, length)):
         raise ValueError(f"{name}: got a place from {shown(offset)}, of {shown(length)} bytes")
     if info.get("transform_descriptors"):

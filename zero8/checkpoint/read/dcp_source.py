@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of `torch.distributed.checkpoint`: tensors in chunks, and a file that says where.
+"""Folders of `torch.distributed.checkpoint`: chunks of tensors, and a file of metadata.
 
-State dicts of optimizers are found by their names: `<prefix>state.<parameter>.<entry>`, which is
-what torch.distributed.checkpoint.state_dict makes, flattened or not.
+Optimizer states are recognized by the keys that torch.distributed.checkpoint.state_dict makes,
+flattened or not: `<prefix>state.<parameter>.<entry>`.
 """
 
 import re
@@ -26,7 +26,7 @@ from zero8.state.header import StateHeader
 
 METADATA = ".metadata"
 _MODEL = "model."
-"""What the names of a model's tensors begin with."""
+"""The prefix of the keys of a model's tensors."""
 _MOMENT = re.compile(r"(?P<prefix>.*?)state\.(?P<name>.+)\.exp_avg(?:_q8)?")
 _CODES = (".exp_avg", ".exp_avg_q8")
 _OF_ALL = ("step", "format", *{entry.name for one in ALGORITHMS for entry in one.memory})
@@ -40,7 +40,7 @@ _ENTRIES = (
 
 
 MOST_READS = 16
-"""How often a byte of the files is read at most: few commands read one more than twice."""
+"""The limit on bytes read, in file sizes; commands read most bytes once or twice."""
 MOST_GROUPS = 1000
 
 
@@ -48,11 +48,11 @@ class DcpSource(Source):
     """See `Source`."""
 
     def __init__(self, folder: Path):
-        """Look at a folder."""
+        """Read the metadata of a folder."""
         self.path = folder
-        self._metadata = load_metadata(folder / METADATA)
-        self._entries, self._places = self._metadata.entries, self._metadata.places
-        # The other keys, which are anything, would cost the square of their length.
+        metadata = load_metadata(folder / METADATA)
+        self._entries, self._places = metadata.entries, metadata.places
+        # Matching costs the square of a key's length, so keys with other endings are skipped.
         found = [_MOMENT.fullmatch(key) for key in self._entries if key.endswith(_CODES)]
         self._prefixes = {match["name"]: match["prefix"] for match in found if match}
         files = self._files_of(self._places)
@@ -65,7 +65,7 @@ class DcpSource(Source):
         return Facts("dcp", max(numbers) + 1 if numbers else None)
 
     def files(self) -> list[Path]:
-        """See `Source`: the files of codes, which those of scales are."""
+        """See `Source`: the files with codes, or float32 moments."""
         return self._files_of(self._codes.values())
 
     def _fragments(self, file: Path) -> Iterator[Fragment]:
@@ -88,7 +88,7 @@ class DcpSource(Source):
         made: list[dict] = []
         for name, settings in groups.items():
             like = next((g for g in made if {**g, "params": 0} == {**settings, "params": 0}), None)
-            if len(made) > MOST_GROUPS:  # each is compared with all
+            if len(made) > MOST_GROUPS:  # the time is quadratic in their number
                 raise ValueError(f"{self.path}: got more than {MOST_GROUPS} parameter groups")
             if like is None:
                 made.append({**settings, "params": []})
@@ -107,10 +107,10 @@ class DcpSource(Source):
         }
 
     def _tensor(self, key: str) -> Tensor:
-        """Return a tensor, put together from its chunks."""
+        """Return a tensor, joined from its chunks."""
         entry = self._entries[key]
         whole = torch.empty(entry.size, dtype=entry.dtype)
-        for chunk in entry.chunks:  # which cover it: the metadata have been looked at
+        for chunk in entry.chunks:  # they cover it, as `load_metadata` has checked
             box = zip(chunk.offsets, chunk.sizes, strict=True)
             values = self._value(key, chunk.offsets)
             whole[tuple(slice(at, at + size) for at, size in box)] = values
@@ -118,7 +118,7 @@ class DcpSource(Source):
 
     @cached_property
     def _codes(self) -> dict[str, str]:
-        """By parameter, the key of what is cut as it is: codes, or float32 moments."""
+        """By parameter, the key of its codes, or else of its float32 moments."""
         keys = {}
         for name, prefix in self._prefixes.items():
             options = (f"{prefix}state.{name}.{entry}" for entry in ("exp_avg_q8", "exp_avg"))
@@ -127,7 +127,7 @@ class DcpSource(Source):
 
     @cached_property
     def _chunks(self) -> dict[Path, list[tuple[str, str, Chunk]]]:
-        """By file, what of `_codes` lies in it: name, key, chunk."""
+        """By file, the chunks of `_codes` in it: name, key, chunk."""
         found: dict[Path, list[tuple[str, str, Chunk]]] = {}
         for name, key in self._codes.items():
             for chunk in self._entries[key].chunks:
@@ -136,7 +136,7 @@ class DcpSource(Source):
         return found
 
     def _fragment(self, name: str, key: str, chunk: Chunk) -> Fragment:
-        """Return what lies in a chunk of the codes, or of the float32 moments, called `key`."""
+        """Return the fragment of a chunk of the codes, or of the float32 moments, at `key`."""
         extent = Extent(self._entries[key].size, chunk.sizes, chunk.offsets)
         prefix = key.removesuffix(key.rpartition(".")[2])
         there = [entry for entry in _ENTRIES if prefix + entry in self._entries]
@@ -150,19 +150,19 @@ class DcpSource(Source):
         return fragment_of(file, name, entries, extent, self._weights(name, extent))
 
     def _weights(self, name: str, extent: Extent) -> Tensor | None:
-        """Return the parameter's elements, None if they are not saved, or cut otherwise."""
+        """Return the parameter's elements, None if they are not saved, or in other chunks."""
         key = _MODEL + name
         places = self._places.get(key, {})
         return self._value(key, extent.offset) if extent.offset in places else None
 
     def _value(self, key: str, offset: tuple[int, ...] | None = None) -> object:
-        """Return what is stored of an entry, a chunk of it if it has an offset."""
+        """Return the stored value of an entry, or its chunk at an offset."""
         place = self._place(key, offset)
         path = self.path / place.file
         found = load(path, self.path, place.offset, place.length)
         self._left_bytes -= place.length
         if self._left_bytes < 0:
-            raise ValueError(f"{path}: damaged: got values that share the bytes of the files")
+            raise ValueError(f"{path}: damaged: got values that share bytes of the files")
         entry = self._entries.get(key, Entry())
         if not entry.chunks:
             return found
@@ -177,14 +177,14 @@ class DcpSource(Source):
         return found
 
     def _place(self, key: str, offset: tuple[int, ...] | None) -> Place:
-        """Return where an entry is, or a chunk of it."""
+        """Return the place of an entry, or of its chunk at an offset."""
         at = self._chunk_offset(key, offset)
         return self._places[key][at]
 
     def _chunk_offset(self, key: str, offset: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the offset of what is at one in the first dimensions, or of all that there is."""
+        """Return the offset in `_places` of a chunk, from its offset in the first dimensions."""
         places = self._places.get(key, {})
-        # What has no offset is one thing; what has more dimensions is whole in those.
+        # Without an offset there is one place; chunks are not cut in further dimensions.
         at = next(iter(places), ()) if offset is None else offset
         at += (0,) * (len(next(iter(places), ())) - len(at))
         if at not in places:
@@ -201,7 +201,7 @@ def _as_number(key: str) -> tuple[int, str]:
 
 
 def _offset_of_scales(entries: dict, name: str, extent: Extent) -> tuple[int, ...]:
-    """Return where the scales of a part of a parameter begin, in their first dimensions."""
+    """Return the offset of the scales of a part of a parameter, in their first dimensions."""
     if "format" not in entries:
         return ()
     piece = StateHeader.of(entries, name).piece(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of one parameter's state that one file of a checkpoint holds."""
+"""A fragment: the part of a parameter's state in one file of a checkpoint."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,16 +17,16 @@ class Fragment:
     """Some elements of a parameter with their moments.
 
     Attributes:
-        part: which part of the model the parameter is of: "" but under model parallelism, where
-            parts have parameters of the same names.
+        part: the model-parallel part, whose parameters share their names with other parts'; ""
+            without model parallelism.
         name: the parameter's name.
-        file: where it was found.
+        file: its file.
         step: steps taken.
-        memory: what the algorithm remembers, by name (`zero8.state.memory`).
-        stores: the moments, over one segment table of this parameter alone.
-        weights: (table.numel,) master weights, None where they are kept apart.
-        correction: (table.numel,) int8, the corrections of bfloat16 weights, if there are.
-        is_of_fp32: whether it is of an fp32 optimizer, which says nothing of blocks and codes.
+        memory: the algorithm's memory (`zero8.state.memory`), by name.
+        stores: the moments, over a segment table of this parameter alone.
+        weights: (table.numel,) master weights, None if they are stored elsewhere.
+        correction: (table.numel,) int8, the corrections of bfloat16 weights, if any.
+        is_of_fp32: whether it is of an fp32 optimizer, without blocks and codes.
     """
 
     part: str
@@ -41,7 +41,7 @@ class Fragment:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Which parameter it is of."""
+        """The parameter's part and name."""
         return self.part, self.name
 
     @property
@@ -51,7 +51,7 @@ class Fragment:
 
     @property
     def algorithm(self) -> Algorithm:
-        """Whose moments they are."""
+        """The algorithm of the moments."""
         return algorithm_called(self.stores[0].rule.algorithm)
 
     @property
@@ -63,7 +63,7 @@ class Fragment:
 
 
 def of_piece(store: MomentStore, number: int) -> MomentStore:
-    """Return the live part of a store that is of one piece."""
+    """Return the part of a store that belongs to one piece, as views."""
     piece, moment = store.table.pieces[number], store.piece(number)
     table = PieceTable((replace(piece, start=0),), piece.numel)
     if piece.is_quantized:

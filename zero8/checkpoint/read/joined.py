@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fragments of a parameter put together: its whole state, 8-bit as it was.
+"""Joins the fragments of a parameter into its whole state, in 8 bits.
 
-A block that lies in one fragment keeps its codes and scales.  One that a shard boundary cut has
-scales on each side: it is decoded by them and encoded as one, to nearest, so that each moment stays
-within half a code (`zero8.spec.codec`) of what it was; where both sides have the same scales,
-nothing changes.
+A block within one fragment keeps its codes and scales.  A block that a shard boundary cuts has
+scales on each side.  If these differ, it is decoded and encoded as one, to nearest, so that each
+moment changes by at most half a code (`zero8.spec.codec`).
 """
 
 from collections.abc import Callable
@@ -28,15 +27,15 @@ class Parameter:
     """A whole parameter with its moments.
 
     Attributes:
-        piece: it as one piece.
+        piece: the whole parameter as a piece.
         step: steps taken.
-        memory: what the algorithm remembers, by name.
-        is_of_fp32: whether the moments are of an fp32 optimizer, which nothing has encoded.
-        algorithm: whose moments they are.
+        memory: the algorithm's memory, by name.
+        is_of_fp32: whether the moments are of an fp32 optimizer, and were never encoded.
+        algorithm: the algorithm of the moments.
         stores: the moments.
-        weights: shaped as the parameter, None if they are not known.
+        weights: shaped as the parameter, None if unknown.
         correction: int8, shaped as the parameter: the corrections of bfloat16 weights, if any.
-        num_joined: how many blocks have been encoded again.
+        num_joined: number of blocks re-encoded.
     """
 
     piece: Piece
@@ -50,7 +49,7 @@ class Parameter:
     num_joined: int
 
     def entries(self) -> dict:
-        """Return the state as a state dict of our optimizer, or of the fp32 one, carries it."""
+        """Return the state's entries in a state dict of our optimizer, or of the fp32 one."""
         if self.is_of_fp32:
             return self.in_float32(lambda values: values)
         extent = Extent.whole(self.piece.shape)
@@ -60,7 +59,7 @@ class Parameter:
         return plain.saved() | correction
 
     def in_float32(self, keep: Callable[[Tensor], Tensor]) -> dict:
-        """Return the state of the fp32 optimizer; decoded moments pass through `keep`."""
+        """Return the state's entries for the fp32 optimizer; `keep` maps decoded moments."""
         entries = {"step": torch.tensor(float(self.step))}
         for store in self.stores:
             is_decoded = self.piece.is_quantized
@@ -69,7 +68,7 @@ class Parameter:
         return entries
 
     def corrected_weights(self) -> Tensor | None:
-        """Return the weights, those that have corrections in float32 with all of their 24 bits."""
+        """Return the weights; with corrections, as float32 of 24 significant bits."""
         if self.weights is None or self.correction is None:
             return self.weights
         bits = self.weights.view(torch.int16).to(torch.int32) << 16
@@ -78,7 +77,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a fragment has of a block that it holds in part."""
+    """The elements of a cut block in one fragment, and their scale."""
 
     begin: int
     end: int
@@ -86,14 +85,14 @@ class _Part:
 
 
 class Assembly:
-    """A parameter whose fragments arrive one by one."""
+    """Joins the fragments of a parameter one by one."""
 
     def __init__(self, first: Fragment, staging: Staging):
-        """Make room for a parameter.
+        """Allocate the parameter's tensors.
 
         Args:
-            first: one of its fragments, not added yet.
-            staging: where the tensors are to be.
+            first: one of its fragments; it is not added.
+            staging: allocates the tensors.
         """
         of_all = first.pieces[0]
         whole = Extent.whole(of_all.shape)
@@ -107,10 +106,10 @@ class Assembly:
         self._cut: dict[int, list[tuple[_Part, ...]]] = {}
 
     def add(self, fragment: Fragment) -> None:
-        """Take in a fragment; nothing of it is needed afterwards.
+        """Copy a fragment.
 
         Raises:
-            ValueError: if it is damaged, or of another kind than the first.
+            ValueError: if it is damaged, or does not match the first.
         """
         self._check_is_alike(fragment)
         for name, value in fragment.memory.items():
@@ -128,10 +127,10 @@ class Assembly:
                 self._take_moments(fragment, number)
 
     def finished(self) -> Parameter:
-        """Return the parameter, all of whose elements have arrived once (`Coverage` knows).
+        """Return the parameter; `Coverage` has checked that each element was added once.
 
         Raises:
-            ValueError: if it has a block to be encoded that this version does not encode.
+            ValueError: if a block would have to be re-encoded by a retired codec.
         """
         shape, num_joined = self._piece.shape, 0
         for block, parts in self._cut.items():
@@ -198,7 +197,7 @@ class Assembly:
                 self._cut.setdefault(block, []).append(tuple(parts))
 
     def _join(self, block: int, sides: list[tuple[_Part, ...]]) -> bool:
-        """Encode a block as one; return whether that was necessary."""
+        """Re-encode a cut block if its scales differ; return whether they did."""
         changed = False
         for store, parts in zip(self._stores, zip(*sides, strict=True), strict=True):
             parts = sorted(parts, key=lambda part: part.begin)
@@ -208,7 +207,7 @@ class Assembly:
             if store.codec == RETIRED:
                 raise ValueError(
                     f"{self._piece.name}: got a block of {RETIRED.name!r} in two parts, which this "
-                    "version does not encode; load the checkpoint by the framework that wrote it, "
+                    "version cannot encode; load the checkpoint with the framework that wrote it, "
                     "save it again, and convert that"
                 )
             values = [_decoded(store, part) for part in parts]
@@ -221,7 +220,7 @@ class Assembly:
 
 
 def _facts(fragment: Fragment) -> dict:
-    """Return what is the same in all fragments of a parameter, by what messages call it."""
+    """Return what all fragments of a parameter must share, keyed by a description for messages."""
     piece, store = fragment.pieces[0], fragment.stores[0]
     return {
         "codec": store.codec.name if piece.is_quantized else None,
@@ -243,7 +242,7 @@ def _room(like: MomentStore, table: PieceTable, staging: Staging) -> MomentStore
 
 
 def _elements(whole: Piece, block: int) -> tuple[int, int]:
-    """Return the first element of a block in the parameter, and the one after its last."""
+    """Return the range of a block's elements in the parameter: first, and last + 1."""
     grid = whole.grid
 
     def first_of(number: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out what a path holds."""
+"""Recognizes the kind of a checkpoint."""
 
 import os
 from pathlib import Path
@@ -16,8 +16,8 @@ def open_checkpoint(path: Path) -> Source:
     """Return the checkpoint at a path.
 
     Args:
-        path: a file of `torch.save`, a folder of `torch.distributed.checkpoint`, the folder of one
-            of DeepSpeed's tags, or a folder of those, of which the file `latest` names one.
+        path: a file of `torch.save`, a folder of `torch.distributed.checkpoint`, the folder of a
+            DeepSpeed tag, or a folder of tags with a file `latest`.
 
     Raises:
         ValueError: if it is none of these.
@@ -34,8 +34,8 @@ def open_checkpoint(path: Path) -> Source:
     if tag := read_latest(path):
         if found := folder_of(path, tag):
             return open_checkpoint(found)
-        raise ValueError(f"{path / LATEST}: got {shown(tag)}, which is no folder beside it")
+        raise ValueError(f"{path / LATEST}: got {shown(tag)}, which is not a folder beside it")
     raise ValueError(
-        f"{path}: no checkpoint that zero8 knows; expected a file of torch.save, a folder of "
-        "torch.distributed.checkpoint, or one of DeepSpeed's with ZeRO states of Adam8bitBlockwise"
+        f"{path}: not a checkpoint that zero8 knows; expected a file of torch.save, a folder of "
+        "torch.distributed.checkpoint, or a DeepSpeed checkpoint with ZeRO states of zero8"
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file of `torch.save` with the state dict of an optimizer, by itself or among others.
+"""A file of `torch.save` that is, or contains, one state dict of an optimizer.
 
-The optimizer's: Adam8bitBlockwise's, an fp32 Adam's, or that of bitsandbytes' 8-bit AdamW.
+The optimizer is one of zero8, an fp32 Adam or Lion, or bitsandbytes' 8-bit AdamW.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ class PlainSource(Source):
     """See `Source`."""
 
     def __init__(self, path: Path):
-        """Look at a file."""
+        """Refer to a file, which is read on demand."""
         self.path = path
 
     def facts(self) -> Facts:
@@ -35,14 +35,14 @@ class PlainSource(Source):
         return [self.path]
 
     def sizes_bytes(self) -> dict[Path, int]:
-        """See `Source`; the file may be reached through a link, as whoever names it says."""
+        """See `Source`; the path may be a link, as the caller gives it."""
         return {self.path: self.path.stat().st_size}
 
     def _fragments(self, file: Path) -> Iterator[Fragment]:
         """See `Source`."""
         for key, state in self._state_dict["state"].items():
             if not isinstance(state, dict):
-                raise ValueError(f"{file}: got a state of {shown(key)} that is no dict")
+                raise ValueError(f"{file}: got a state of {shown(key)} that is not a dict")
             if state:
                 with damage_in(file):
                     fragment = self._fragment(file, key, state)
@@ -90,14 +90,14 @@ class PlainSource(Source):
 
     @cached_property
     def _names(self) -> dict:
-        """The parameters' names, where the groups say them."""
+        """The parameters' names, if the groups have them."""
         names = {}
         for group in self._state_dict["param_groups"]:
             if not isinstance(group, dict) or "params" not in group:
                 raise ValueError(f"{self.path}: got a parameter group without params")
             keys, texts = group["params"], group.get("param_names") or []
             if not isinstance(keys, list) or not isinstance(texts, list):
-                raise ValueError(f"{self.path}: got a parameter group whose params are no list")
+                raise ValueError(f"{self.path}: got a parameter group whose params are not a list")
             if not all(isinstance(key, int | str) for key in keys + texts):
                 raise ValueError(f"{self.path}: got params that are neither numbers nor names")
             names |= {key: str(text) for key, text in zip(keys, texts, strict=False)}
@@ -116,7 +116,7 @@ def _itself(values: Tensor) -> Tensor:
 
 
 def _with_names(state_dict: dict, like: dict) -> dict:
-    """Return a state dict with the names that the groups of another one have."""
+    """Return a state dict with the parameter names of another one's groups."""
     pairs = zip(state_dict["param_groups"], like["param_groups"], strict=True)
     named = [{**ours, **_only(theirs, "param_names")} for ours, theirs in pairs]
     return {**state_dict, "param_groups": named}
@@ -139,6 +139,6 @@ def _shape_of(state: dict, name: str, file: Path) -> tuple[int, ...]:
         if isinstance(state.get(key), Tensor):
             return tuple(state[key].shape)
     raise ValueError(
-        f"{file}: state of {name}: got entries {shown_keys(state)}, expected those of "
-        "Adam8bitBlockwise or of an fp32 Adam"
+        f"{file}: state of {name}: got entries {shown_keys(state)}, expected those of an "
+        "optimizer of zero8, or of an fp32 Adam or Lion"
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads files of `torch.save` without running code, and without memory by the numbers in them.
+"""Reads files of `torch.save` without running code, or allocating by the numbers in them.
 
-Files are mapped into memory; a tensor is a part of its file.  torch's own reader is not used: see
+Files are mapped into memory, and tensors are views of them.  For why not torch's reader, see
 `zero8.checkpoint.read.safe_pickle`.
 """
 
@@ -27,7 +27,7 @@ from zero8.spec.grid import MAX_DIMS, MAX_NUMEL
 from zero8.zero.moment_tensor import rebuild_moment
 
 MAX_PICKLE_BYTES = 1 << 30
-"""The longest pickle that is read into memory; a sparse file can claim any size."""
+"""The longest pickle that is read into memory; sparse files can have any size."""
 _MAX_KEY_CHARACTERS = 64
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _DTYPES = {
@@ -50,13 +50,13 @@ _DTYPES = {
 def load(
     path: Path, folder: Path | None = None, begin: int = 0, num_bytes: int | None = None
 ) -> object:
-    """Return what `torch.save` wrote to a file, or to some bytes of it; tensors are mapped.
+    """Return the object that `torch.save` wrote to a file, or to a range of it; tensors are mapped.
 
     Args:
         path: the file.
-        folder: on the path; no link below it is followed.
+        folder: a parent of it; links below it are not followed.
         begin: the first byte.
-        num_bytes: how many bytes; None for all that follow.
+        num_bytes: number of bytes; None for all that follow.
 
     Raises:
         ValueError: naming the file, if it is damaged, or not such a file.
@@ -72,9 +72,9 @@ def load(
 
 @contextmanager
 def damage_in(path: Path) -> Iterator[None]:
-    """Raise what is not ValueError or OSError as ValueError, and all with the file's name.
+    """Turn all exceptions but OSError into ValueError with the file's name.
 
-    Readers check what they use; what a damaged file makes them raise besides is its damage too.
+    Readers check their input; anything else that they raise is due to a damaged file.
     """
     try:
         yield
@@ -101,13 +101,13 @@ class _Archive:
     """A zip of torch.save: `<folder>/data.pkl` and the records `<folder>/data/<key>`."""
 
     def __init__(self, data: Tensor):
-        """Look at the bytes of one, (bytes,) uint8."""
+        """Parse the directory of a zip in (bytes,) uint8."""
         self._data = data
         self._storages: dict[str, torch.UntypedStorage] = {}
         try:
             with zipfile.ZipFile(io.BufferedReader(_File(data))) as archive:
                 entries = archive.infolist()
-        except Exception as error:  # whatever a damaged file makes zipfile raise
+        except Exception as error:  # zipfile may raise anything for a damaged file
             raise ValueError(f"not a file of torch.save, or damaged: {error}") from error
         self._places = self._checked(entries)
         pickles = [name for name in self._places if name.endswith("/data.pkl")]
@@ -116,21 +116,20 @@ class _Archive:
         self._folder = pickles[0].removesuffix("data.pkl")
 
     def content(self) -> object:
-        """Return what has been saved."""
+        """Return the saved object."""
         order = self._places.get(self._folder + "byteorder")
         if order and self._read(order) != sys.byteorder.encode():
             raise ValueError(f"got numbers that are not {sys.byteorder}-endian")
         place = self._places[self._folder + "data.pkl"]
         data = self._read(place)
-        if place.crc not in (0, zlib.crc32(data)):  # 0 where torch wrote none
+        if place.crc not in (0, zlib.crc32(data)):  # 0 if torch wrote none
             raise ValueError("damaged: the checksum of data.pkl is wrong")
         return SafePickle(data, _MAKERS, self._storage).load()
 
     def _checked(self, entries: list[zipfile.ZipInfo]) -> "dict[str, _Place]":
-        """Return where the records are; no two share bytes, and torch would find the same ones.
+        """Return the places of the records; no two overlap, and torch would find the same ones.
 
-        torch takes a file that does not begin as a zip for a pickle, and looks records up without
-        regard to case.
+        torch reads a file that does not begin as a zip as a pickle, and ignores the case of names.
         """
         places, end = {}, 0
         if bytes(self._data[:4]) != b"PK\3\4":
@@ -147,7 +146,7 @@ class _Archive:
             begin = entry.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
             end = begin + entry.file_size
             if magic != b"PK\3\4" or end > len(self._data) or entry.filename in places:
-                raise ValueError(f"damaged: entry {entry.filename!r} of the zip is not there")
+                raise ValueError(f"damaged: entry {entry.filename!r} of the zip is missing")
             places[entry.filename] = _Place(begin, end, entry.CRC)
         return places
 
@@ -162,7 +161,7 @@ class _Archive:
         return self._data[begin : begin + count].numpy().tobytes()
 
     def _storage(self, pid: object) -> _Storage:
-        """Return a storage, from ("storage", its class, key, device, number of elements)."""
+        """Return the storage of ("storage", class, key, device, number of elements)."""
         _, kind, key, _, numel = pid
         dtype = _DTYPES.get(kind.name) if isinstance(kind, Inert) else None
         is_key = isinstance(key, str) and len(key) <= _MAX_KEY_CHARACTERS
@@ -172,14 +171,14 @@ class _Archive:
         held = place.end - place.begin
         if type(numel) is not int or not 0 <= numel * dtype.itemsize <= held:
             raise ValueError(f"damaged: got {held} bytes of tensor {key}, expected more")
-        if key not in self._storages:  # one for all tensors in it
+        if key not in self._storages:  # tensors share it
             self._storages[key] = self._bytes_at(place)
         found, used_bytes = self._storages[key], numel * dtype.itemsize
         return _Storage(dtype, found if used_bytes == len(found) else found[:used_bytes])
 
     def _bytes_at(self, place: "_Place") -> torch.UntypedStorage:
         part = self._data[place.begin : place.end]
-        if part.data_ptr() % 16:  # which torch.save never writes, but chunks begin anywhere
+        if part.data_ptr() % 16:  # torch.save aligns records, but chunks of DCP begin anywhere
             part = part.clone()
         begin = part.storage_offset()
         return part.untyped_storage()[begin : begin + part.numel()]
@@ -192,7 +191,7 @@ class _Place(NamedTuple):
 
 
 class _File(io.RawIOBase):
-    """Bytes as a file that can be read."""
+    """Bytes as a readable file."""
 
     def __init__(self, data: Tensor):
         self._data, self._at = memoryview(data.numpy()), 0
@@ -218,7 +217,7 @@ class _File(io.RawIOBase):
 
 
 def _tensor(storage, offset, size, stride, _requires_grad, _hooks, *_) -> Tensor | Inert:
-    """Return a tensor in its storage; `Inert` if it is of a kind that states are not."""
+    """Return a view of a storage; `Inert` for tensors that states never are."""
     if not isinstance(storage, _Storage):
         return Inert("torch.Tensor", ())
     held = len(storage.bytes) // storage.dtype.itemsize
@@ -226,15 +225,15 @@ def _tensor(storage, offset, size, stride, _requires_grad, _hooks, *_) -> Tensor
     if len(size) != len(stride) or len(size) > MAX_DIMS:
         raise ValueError(f"damaged: got a tensor of {len(size)} dimensions")
     if not all(type(number) is int and 0 <= number <= MAX_NUMEL for number in numbers):
-        raise ValueError("damaged: got a tensor with a size, stride or offset that cannot be")
+        raise ValueError("damaged: got a tensor with an impossible size, stride or offset")
     numel = math.prod(size)
     end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if numel and end > held:
         raise ValueError(f"damaged: got a tensor that ends at {end} in a storage of {held}")
-    if numel > held:  # one element stands for many: as large as a number says
+    if numel > held:  # expanded: copying it could allocate any number of bytes
         return Inert("torch.Tensor.expand", ())
     if math.prod(max(n, 1) for n in size) > MAX_NUMEL:
-        raise ValueError("damaged: got a tensor of sizes that cannot be")
+        raise ValueError("damaged: got a tensor of impossible sizes")
     return torch.empty(0, dtype=storage.dtype).set_(storage.bytes, offset, size, stride)
 
 
@@ -246,7 +245,7 @@ def _size(size=()) -> torch.Size:
 
 def _ordered_dict(*items) -> OrderedDict:
     if items:
-        raise ValueError("damaged: got a copy of a dict")  # as large as often it is made
+        raise ValueError("damaged: got a copy of a dict")  # repeated copies use any memory
     return OrderedDict()
 
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads pickles as data: nothing that they name is imported, called or changed.
 
-A pickle is a program: it can call what it names, set attributes of classes, and ask for memory by
-numbers.  Here a name stands for itself, an `Inert`, and so does what a pickle makes by it, but for
-the few makers that the caller gives.  Memory and time are of the order of the pickle's length.
+A pickle is a program: it can call any function by name, set attributes of classes, and allocate any
+number of bytes.  Here classes, functions and the objects made by them become `Inert` placeholders,
+except for the few makers that the caller gives.  Memory and time are of the order of the pickle's
+length.
 
-Not used: `pickle.Unpickler`, in C, allocates by the numbers of its memo, and sets attributes of the
-classes and functions that it has found; torch's for `weights_only` calls `bytearray` and
-`torch.Tensor` with any number, and both crash where they hash a tuple in a tuple in a tuple ...
+Why not other unpicklers: the C `pickle.Unpickler` allocates by the numbers of its memo, and sets
+attributes of the classes and functions that it finds; torch's for `weights_only` calls `bytearray`
+and `torch.Tensor` with any number; and both crash when they hash deeply nested tuples.
 """
 
 import io
@@ -18,33 +19,33 @@ Maker = Callable[..., object]
 
 MAX_NAME_CHARACTERS = 1000
 MAX_ARGS = 16
-"""The most arguments of a maker: a pickle can call one often with the same long ones."""
+"""The most arguments of a maker: a pickle can repeat a call with a long list at little cost."""
 _NAMES_OF_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-"""Modules under the names that protocol 2 gives them."""
+"""Names of modules in protocol 2, and in Python 3."""
 
 
 class Inert:
-    """Stands for an object of a class that is not needed to read states; does nothing.
+    """A placeholder for a class, a function, or an object that is not needed to read states.
 
     Attributes:
         name: of the class or function, as `module.name`.
-        args: what it would have been made of; None for the class or function itself.
-        state: what its attributes would have been set from.
-        items: what would have been added to it.
+        args: the arguments of its construction; None for the class or function itself.
+        state: the state that would have set its attributes.
+        items: the items that would have been added to it.
     """
 
     def __init__(self, name: str, args: tuple | None = None):
-        """Remember what it stands for."""
+        """Make a placeholder without state and items."""
         self.name, self.args, self.state = name, args, None
         self.items: list = []
 
     def __repr__(self) -> str:
-        """Return what it stands for, without what is in it."""
+        """Return the name only."""
         return f"<{self.name}>"
 
 
 class SafePickle(pickle._Unpickler):
-    """An unpickler in Python; `load` returns what is in the pickle."""
+    """An unpickler in Python; `load` returns the pickled object."""
 
     def __init__(
         self, data: bytes, makers: Mapping[str, Maker], storage: Callable[[tuple], object]
@@ -53,14 +54,14 @@ class SafePickle(pickle._Unpickler):
 
         Args:
             data: its bytes.
-            makers: by name, what makes the objects that are not to be `Inert`.
-            storage: makes what a persistent id stands for.
+            makers: by name, the functions to call; others become `Inert`.
+            storage: returns the object for a persistent id.
         """
         super().__init__(io.BytesIO(data))
         self._makers, self._storage = makers, storage
 
     def find_class(self, module: str, name: str) -> Inert:
-        """Return what stands for a class or function."""
+        """Return the placeholder of a class or function."""
         if len(module) + len(name) > MAX_NAME_CHARACTERS:
             raise pickle.UnpicklingError("got the name of a class that is too long")
         return Inert(f"{_NAMES_OF_PYTHON_2.get(module, module)}.{name}")
@@ -70,11 +71,11 @@ class SafePickle(pickle._Unpickler):
         return self._storage(pid)
 
     def make(self, what: object, args: object) -> object:
-        """Return what calling a class or function stands for."""
+        """Return the result of a call: that of the maker, or a placeholder."""
         if not (isinstance(what, Inert) and what.args is None and isinstance(args, tuple)):
-            raise pickle.UnpicklingError("it calls what is no class or function")
+            raise pickle.UnpicklingError("it calls something that is not a class or function")
         if what.name == "torch._tensor._rebuild_from_type_v2":
-            maker, _, args, _ = args  # a tensor with attributes, which are left out
+            maker, _, args, _ = args  # a tensor with attributes, which are dropped
             return self.make(maker, args)
         maker = self._makers.get(what.name)
         if maker is None:
@@ -97,7 +98,7 @@ class SafePickle(pickle._Unpickler):
         if isinstance(built, Inert) and built.args is not None:
             built.state = state
         elif not isinstance(built, dict):
-            raise pickle.UnpicklingError("it sets attributes of what it has not made")
+            raise pickle.UnpicklingError("it sets attributes of an object that it has not made")
 
     def _append(self) -> None:
         item = self.stack.pop()
@@ -113,7 +114,7 @@ class SafePickle(pickle._Unpickler):
         elif isinstance(target, Inert):
             target.items.extend(items)
         else:
-            raise pickle.UnpicklingError("it appends to what is no list")
+            raise pickle.UnpicklingError("it appends to something that is not a list")
 
     def _set_item(self) -> None:
         item = self.stack.pop()
@@ -129,7 +130,7 @@ class SafePickle(pickle._Unpickler):
                 check_key(key)
             target.update(zip(items[::2], items[1::2], strict=True))
         elif not isinstance(target, Inert):
-            raise pickle.UnpicklingError("it sets items of what is no dict")
+            raise pickle.UnpicklingError("it sets items of something that is not a dict")
 
     def _empty_set(self) -> None:
         self.append(Inert("builtins.set", ()))
@@ -137,7 +138,7 @@ class SafePickle(pickle._Unpickler):
     def _frozen_set(self) -> None:
         self.append(Inert("builtins.frozenset", (self.pop_mark(),)))
 
-    # Opcodes of protocols 2 to 5, which alone torch writes; all others are refused.
+    # The opcodes of protocols 2 to 5 that torch writes; all others raise.
     dispatch = {
         getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]]
         for name in (
@@ -166,8 +167,8 @@ class SafePickle(pickle._Unpickler):
 
 
 def check_key(key: object) -> None:
-    """Raise UnpicklingError for what is not hashed at once: all but text, small numbers, names."""
-    # The hash of nested tuples overruns the stack; those of large integers can be made all equal.
+    """Raise UnpicklingError for keys other than text, small integers, None and `Inert`."""
+    # Hashing nested tuples overflows the stack; large integers can be crafted to collide.
     if isinstance(key, str | Inert) or key is None:
         return
     if isinstance(key, int) and abs(key) < 2**60:

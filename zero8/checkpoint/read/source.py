@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint as files of fragments, whichever framework has written it."""
+"""The interface of the readers of checkpoints: files of fragments."""
 
 import os
 from abc import ABC, abstractmethod
@@ -15,12 +15,12 @@ from zero8.checkpoint.read.fragment import Fragment
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a checkpoint as a whole.
+    """Facts on a checkpoint as a whole.
 
     Attributes:
         kind: "zero", "dcp" or "plain".
-        world_size: ranks that have written it, None if it does not say.
-        stage: of ZeRO, None elsewhere.
+        world_size: number of ranks that wrote it, None if unknown.
+        stage: ZeRO's stage, None without ZeRO.
     """
 
     kind: str
@@ -29,34 +29,34 @@ class Facts:
 
 
 MOST_BYTES_PER_BYTE = 8
-"""How many bytes of moments a byte of the files may become; the most are 2, where bfloat16 moments
-of another Adam are decoded to float32."""
+"""The limit on the bytes of moments per byte of the files; in valid files it is at most 2, for
+bfloat16 moments that are read as float32."""
 
 
 class Source(ABC):
     """A checkpoint that can be read file by file, without a model, an engine or a GPU."""
 
     path: Path
-    """What holds it: a folder, or the one file."""
+    """Its folder, or its only file."""
 
     @abstractmethod
     def facts(self) -> Facts:
-        """Return what is known of the whole."""
+        """Return facts on the whole."""
 
     @abstractmethod
     def files(self) -> list[Path]:
         """Return the files that hold states of the optimizer."""
 
     def sizes_bytes(self) -> dict[Path, int]:
-        """Return the sizes of `files`, 0 of those that cannot be looked at."""
+        """Return the sizes of `files`, 0 for files that cannot be read."""
         return {file: size_bytes_of_path(file) for file in self.files()}
 
     def fragments(self, file: Path) -> Iterator[Fragment]:
-        """Yield what a file holds; tensors are mapped into memory or of one chunk.
+        """Yield the fragments of a file; tensors are mapped, or of one chunk.
 
         Raises:
             ValueError: naming the file, if it is damaged, or its moments share bytes, so that a
-                small file would take long; values are not looked at.
+                small file would take long to read; values are not checked.
             OSError: if it cannot be read.
         """
         left_bytes = MOST_BYTES_PER_BYTE * self._num_bytes
@@ -73,25 +73,25 @@ class Source(ABC):
 
     @abstractmethod
     def _fragments(self, file: Path) -> Iterator[Fragment]:
-        """Yield what `fragments` yields."""
+        """Yield the fragments of a file, without the check of `fragments`."""
 
     @abstractmethod
     def groups(self) -> list[dict]:
-        """Return the settings of the parameter groups, each with the names of its "params"."""
+        """Return the options of the parameter groups, each with the names of its "params"."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Callable[[], Tensor]]:
-        """Return, by name, functions that read the model's tensors as far as they are saved.
+        """Return, by name, functions that read the saved tensors of the model.
 
-        Parameters whose master weights are in fragments may be there in lower precision.
+        Parameters whose master weights are in fragments may have lower precision here.
         """
 
     def tied(self) -> dict[str, str]:
-        """Return second names of parameters, and their first, where the checkpoint says so."""
+        """Return the further names of shared parameters, with their first names, if saved."""
         return {}
 
     def counters(self) -> dict:
-        """Return what is saved of a run's progress, under DeepSpeed's names."""
+        """Return the saved progress of the run, under DeepSpeed's names."""
         return {}
 
     def all_fragments(self) -> Iterator[Fragment]:
@@ -101,8 +101,8 @@ class Source(ABC):
 
 
 def size_bytes_of_path(path: Path) -> int:
-    """Return the size of a file, 0 if it cannot be looked at."""
+    """Return the size of a file, 0 if it cannot be read; its reader raises then."""
     try:
         return os.lstat(path).st_size
-    except OSError:  # whoever reads it says so
+    except OSError:
         return 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fragments from the entries of plain states, ours or an fp32 optimizer's."""
+"""Makes fragments from states of our optimizers and of fp32 ones."""
 
 import math
 from pathlib import Path
@@ -24,18 +24,17 @@ from zero8.state.table import Piece
 def fragment_of(
     file: Path, name: str, entries: dict, extent: Extent, weights: Tensor | None
 ) -> Fragment:
-    """Return the fragment that the entries of a state make.
+    """Return the fragment of a state, or of a part of one.
 
     Args:
-        file: where they are from.
-        name: the parameter's.
-        entries: those of `zero8.state.plain`, as checkpoints carry them, or of an fp32
-            optimizer; of a part of the parameter.
-        extent: which part.
-        weights: the parameter's part, if it is known.
+        file: its file.
+        name: the parameter's name.
+        entries: the state, of `zero8.state.plain` or of an fp32 optimizer.
+        extent: the part of the parameter.
+        weights: the weights of that part, if known.
 
     Raises:
-        ValueError: naming the file, if they do not fit together.
+        ValueError: naming the file, if the entries are inconsistent.
     """
     try:
         if is_of_fp32(entries):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the codes of a moment are used: counted over fragments, summed up for people."""
+"""Counts and summarizes the codes of moments."""
 
 from dataclasses import dataclass, field
 
@@ -16,15 +16,15 @@ _CHUNK_NUMEL = 1 << 22
 
 @dataclass
 class MomentCounts:
-    """What is counted of one moment of a parameter.
+    """Counts of one moment of a parameter.
 
     Attributes:
-        codes: (256,) int64, how many elements have each code.
-        scale_min, scale_max: of the magnitudes of scales other than 0 (of v in `log`, the blocks'
-            largest values).
-        zero_blocks, num_blocks: blocks whose scale is 0, and all.
-        values: number of elements in float32, which have no codes.
-        zeros: how many of those are 0.
+        codes: (256,) int64, number of elements with each code.
+        scale_min, scale_max: extremes of the magnitudes of nonzero scales (for v in `log`, of the
+            blocks' largest values).
+        zero_blocks, num_blocks: number of blocks whose scale is 0, and of all blocks.
+        values: number of elements kept in float32.
+        zeros: number of those that are 0.
     """
 
     codes: Tensor = field(
@@ -54,7 +54,7 @@ class MomentCounts:
         return counts
 
     def add(self, other: "MomentCounts") -> None:
-        """Add what was counted elsewhere."""
+        """Add other counts."""
         self.codes += other.codes
         self.scale_min = min(self.scale_min, other.scale_min)
         self.scale_max = max(self.scale_max, other.scale_max)
@@ -64,12 +64,12 @@ class MomentCounts:
         self.zeros += other.zeros
 
     def summary(self, code: MomentCode | None) -> dict:
-        """Return numbers for people and programs; `code` is None for float32 moments.
+        """Return a summary; `code` is None for float32 moments.
 
-        Keys: zeros (share of elements that decode to 0) and, of codes, codes_used (of 256), at_top
-        (share of elements at the code of largest magnitude: each block has one or more), at_floor
-        (v: at the smallest code that is not 0, where what is smaller is raised to; m: at +-1),
-        zero_blocks (share), scale_min, scale_max.
+        Keys: zeros (share of elements that decode to 0) and, for codes, codes_used (of 256), at_top
+        (share of elements with the code of largest magnitude; every block has one), at_floor (share
+        with the codes of smallest magnitude but 0; v rounds smaller values up to it), zero_blocks
+        (share), scale_min, scale_max.
         """
         if code is None:
             return {"zeros": self.zeros / max(1, self.values)}
@@ -87,18 +87,18 @@ class MomentCounts:
 
 
 def order_of_codes(code: MomentCode) -> Tensor:
-    """Return the codes that there are by the numbers they stand for, ascending; int64."""
+    """Return the valid codes, in ascending order of their values; int64."""
     codes = torch.arange(NUM_CODES, dtype=torch.uint8, device="cpu")
-    if isinstance(code, SignedLogCode):  # -128 stands for nothing
+    if isinstance(code, SignedLogCode):  # -128 is invalid
         codes = codes[codes != 128]
     scale = torch.ones((len(codes), *code.scale_shape), dtype=torch.float32, device="cpu")
-    if code.scale_shape:  # of v in `log`: the largest value, and the width of a code
+    if code.scale_shape:  # v in `log`: the largest value, and the width of a code
         scale[:, 1] = 2.0**20
     return codes.to(torch.int64)[code.decode(codes, scale, 1.0).argsort(stable=True)]
 
 
 def _places(code: MomentCode) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes there are, those of largest, and those of smallest magnitude but 0."""
+    """Return the valid codes, those of largest, and those of smallest nonzero magnitude."""
     order = order_of_codes(code)
     zero = int((order == code.zero_code).nonzero())
     if code.signed:

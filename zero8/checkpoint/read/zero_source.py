@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of DeepSpeed's ZeRO: the folder of a tag, with a file of states for each rank."""
+"""Checkpoints of DeepSpeed's ZeRO: the folder of a tag, with a file of states per rank."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ class ZeroSource(Source):
     """See `Source`."""
 
     def __init__(self, folder: Path):
-        """Look at the folder of a tag."""
+        """List the files of states in the folder of a tag."""
         self.path = folder
         self._files = sorted(
             (path for path in folder.iterdir() if STATES.fullmatch(path.name)), key=_ranks
@@ -46,7 +46,7 @@ class ZeroSource(Source):
 
     @classmethod
     def is_at(cls, folder: Path) -> bool:
-        """Return whether a folder is that of a tag of ZeRO's."""
+        """Return whether a folder is a tag with states of ZeRO."""
         return any(STATES.fullmatch(path.name) for path in folder.iterdir())
 
     def facts(self) -> Facts:
@@ -86,7 +86,7 @@ class ZeroSource(Source):
         file = self._files[0]
         with damage_in(file):
             groups = _first(self._zero(file), _STATES, file)["param_groups"]
-            # A list of names for each partition: of a group, or, in stage 3, of a sub-group.
+            # A list of names per partition: of a group, or, in stage 3, of a sub-group.
             names = [list(of_partition) for of_partition in self._model.get("param_shapes") or []]
             if sorted(n for group in groups for n in group["params"]) != list(range(len(names))):
                 return []
@@ -96,7 +96,7 @@ class ZeroSource(Source):
             ]
 
     def tensors(self) -> dict[str, Callable[[], Tensor]]:
-        """See `Source`; what stage 3 keeps in partitions is there if it is frozen."""
+        """See `Source`; of stage 3's partitioned parameters only the frozen ones."""
         buffers = self._model.get("buffer_names") or []
         found: dict[str, Callable[[], Tensor]] = {}
         for name, values in (self._model.get("module") or {}).items():
@@ -134,7 +134,7 @@ class ZeroSource(Source):
 
     @cached_property
     def _model(self) -> dict:
-        """What is saved of the model beside the states, by the first rank; {} if nothing is."""
+        """The model states saved by the first rank; {} if there are none."""
         found = self._models[0] if self._models else {}
         return found if isinstance(found, dict) else {}
 
@@ -144,7 +144,7 @@ class ZeroSource(Source):
 
     @cached_property
     def _model_files(self) -> list[Path]:
-        """A file of each rank in stage 3, one in the other stages."""
+        """The files of model states: one per rank in stage 3, else one."""
         files = (path for path in self.path.iterdir() if _MODEL_STATES.fullmatch(path.name))
         return sorted(files, key=_number)
 
@@ -158,7 +158,7 @@ class ZeroSource(Source):
 
 
 def _of_partition(file: Path, part: str, state: dict, weights: object) -> Iterator[Fragment]:
-    """Yield the fragments of a partition, one for each piece of its segment table."""
+    """Yield the fragments of a partition, one per piece of its segment table."""
     with damage_in(file):
         moments = _moments(file, state)
         stores = [moment.store for moment in moments]
@@ -185,7 +185,7 @@ def _of_partition(file: Path, part: str, state: dict, weights: object) -> Iterat
 
 
 def _checked_weights(file: Path, weights: object, table: PieceTable) -> Tensor | None:
-    """Return the master weights of a partition, perhaps without the padding at its end."""
+    """Return the master weights of a partition, with or without its padding; None if absent."""
     if not isinstance(weights, Tensor) or weights.numel() == 0:
         return None  # swapped out
     end = max((piece.start + piece.numel for piece in table.pieces), default=0)
@@ -209,8 +209,8 @@ def _moments(file: Path, state: dict) -> list[MomentTensor]:
     moments = [x for x in state.values() if isinstance(x, MomentTensor)]
     if not moments:
         raise ValueError(
-            f"{file}: got a state with entries {shown_keys(state)} that are no 8-bit moments; was "
-            "it saved by another optimizer?"
+            f"{file}: got a state with entries {shown_keys(state)}, without 8-bit moments; was it "
+            "saved by another optimizer?"
         )
     algorithm = algorithm_called(moments[0].store.rule.algorithm)
     moments = [state.get(name) for name in algorithm.moment_names]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies files of `torch.save` without what could run code, for readers that run what is in them.
+"""Copies files of `torch.save` for unsafe readers, such that the copies cannot run code.
 
-A file is read as data, and what was read is written into a new one: the reader of the copy meets
-tensors, plain data and objects of a few known classes, whatever the bytes of the file were.
+A file is read as data and written again, so that a copy holds only tensors, plain data and objects
+of a few known classes.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,9 +15,7 @@ from zero8.checkpoint.read.safe_pickle import Inert, check_key
 Restore = Callable[[tuple, dict], object]
 
 
-TRUST = (
-    "if you trust whoever wrote the file, --trust lets DeepSpeed read it, which runs what it says"
-)
+TRUST = "if you trust the file's author, --trust lets DeepSpeed read it, which can run code in it"
 _SETS = {"builtins.set": set, "builtins.frozenset": frozenset}
 
 
@@ -25,9 +23,9 @@ class CheckedCopy:
     """Copies files.
 
     Attributes:
-        restore: by the name of a class, what makes an object of its arguments and attributes.
-        constants: by the name that it is pickled by, what is neither made nor called.
-        check: looks at what is in a file, and raises ValueError to refuse it.
+        restore: by name of a class, a function that makes an object from arguments and attributes.
+        constants: by pickled name, objects that are neither made nor called.
+        check: raises ValueError to refuse the content of a file.
     """
 
     def __init__(
@@ -36,7 +34,7 @@ class CheckedCopy:
         constants: Mapping[str, object],
         check: Callable[[object], None],
     ):
-        """Know what may be in a file."""
+        """Set the attributes."""
         self.restore, self.constants, self.check = restore, constants, check
 
     def copy(self, source: Path, target: Path) -> None:
@@ -56,7 +54,7 @@ class CheckedCopy:
 
 
 class _Restored:
-    """Puts objects in the place of what stands for them; what is there twice stays one object."""
+    """Replaces `Inert` placeholders by objects; shared objects stay shared."""
 
     def __init__(self, known: CheckedCopy):
         self._known = known
@@ -83,7 +81,7 @@ class _Restored:
             self._keep(found, type(found)(map(self.of, found)))
 
     def _keep(self, found: object, made):
-        self._made[id(found)] = found, made  # with what was found, whose id is its own so long
+        self._made[id(found)] = found, made  # keeps `found` alive, and its id unique
         return made
 
     def _object(self, found: Inert) -> object:
@@ -99,10 +97,10 @@ class _Restored:
         return restore(self.of(found.args), state if isinstance(state, dict) else {})
 
     def _members(self, found: Inert) -> list:
-        """Return the members of a set, which has them as its argument or gets them afterwards."""
+        """Return the members of a set: of its argument, and those added afterwards."""
         (members,) = found.args or ([],)
         if not isinstance(members, list | tuple):
-            raise ValueError("got a set of what is no list")
+            raise ValueError("got a set whose argument is not a list")
         members = [*members, *found.items]
         for member in members:
             check_key(member)

@@ -18,14 +18,14 @@ from zero8.state.table import Piece
 
 
 def write_dcp(contents: Contents, path: Path, staging: Staging) -> None:
-    """Write what `get_state_dict` returns under the keys "model" and "optimizer".
+    """Write the state dicts of `get_state_dict` under the keys "model" and "optimizer".
 
-    `get_state_dict` makes states of all parameters before it loads them, so parameters that never
-    got a gradient need states too: they get zeros at step 0, which are as good as none.
+    `get_state_dict` expects states of all parameters, so parameters that never got a gradient get
+    zeros at step 0, which have no effect.
 
     Raises:
-        ValueError: if the parameters have no names, or some moments are ours and some an fp32
-            Adam's, which no optimizer's state dict has together.
+        ValueError: if the parameters have no names, or some moments are 8-bit and others of an fp32
+            optimizer, which no single optimizer can load.
         RuntimeError: if torch.distributed.checkpoint fails.
     """
     from torch.distributed import checkpoint
@@ -35,7 +35,7 @@ def write_dcp(contents: Contents, path: Path, staging: Staging) -> None:
     state = {name: parameter.entries() for name, parameter in contents.parameters.items()}
     if without := [name for name in contents.names if name not in state and name in contents.model]:
         state |= _zeros(contents, without)
-        contents.notes.append(f"got no states of {without}: they are zeros at step 0")
+        contents.notes.append(f"got no states of {without}; wrote zeros at step 0")
     groups = [
         {
             **contents.settings(group),
@@ -48,28 +48,29 @@ def write_dcp(contents: Contents, path: Path, staging: Staging) -> None:
     model = {"model": contents.model} if contents.model else {}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group
+            warnings.simplefilter("ignore")  # about the missing process group
             checkpoint.save({**model, "optimizer": optimizer}, checkpoint_id=path, no_dist=True)
-    except checkpoint.CheckpointException as error:  # no Exception
+    except checkpoint.CheckpointException as error:  # not a subclass of Exception
         raise RuntimeError(f"torch.distributed.checkpoint failed: {error}") from error
 
 
 def _check_are_alike(contents: Contents) -> None:
     by_kind = {parameter.is_of_fp32: name for name, parameter in contents.parameters.items()}
+    ours, fp32 = contents.algorithm.class_name, contents.algorithm.fp32_name
     if len(by_kind) > 1:
         raise ValueError(
-            f"got 8-bit moments of {by_kind[False]} and an fp32 Adam's of {by_kind[True]}; load "
-            "the checkpoint by Adam8bitBlockwise, save it again, and convert that"
+            f"got 8-bit moments of {by_kind[False]} and {fp32}'s of {by_kind[True]}; load the "
+            f"checkpoint with {ours}, save it again, and convert that"
         )
     if True in by_kind:
         contents.notes.append(
-            "got moments of an fp32 Adam, which stay float32: AdamW loads them, and "
-            'Adam8bitBlockwise with state_dict_format="fp32"'
+            f"got moments of {fp32}, which stay float32, for that optimizer or for {ours} with "
+            'state_dict_format="fp32"'
         )
 
 
 def _zeros(contents: Contents, names: list[str]) -> dict[str, dict]:
-    """Return states of parameters that have none, by the policy that the others show."""
+    """Return zero states for these parameters, by the policy inferred from the others."""
     algorithm = contents.algorithm
     pieces = [p.piece for p in contents.parameters.values()]
     if all(parameter.is_of_fp32 for parameter in contents.parameters.values()):

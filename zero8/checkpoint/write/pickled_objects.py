@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objects that DeepSpeed's checkpoints hold beside tensors and plain data.
+"""The objects in DeepSpeed's checkpoints besides tensors and plain data.
 
-Their classes keep values.  What a file says of them is checked before one is made.
+Their classes only hold values, which are checked before an object is made.
 """
 
 import argparse
@@ -15,14 +15,14 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from zero8.spec.grid import MAX_NUMEL
 
 Restore = Callable[[tuple, dict], object]
-"""Makes an object of its arguments and its attributes."""
+"""Makes an object from its arguments and its attributes."""
 
 
 def _with_attributes(kind: type) -> Restore:
     def restore(args: tuple, attributes: dict) -> object:
         names = list(attributes)
         if args or not all(isinstance(n, str) and not n.startswith("__") for n in names):
-            raise ValueError(f"got arguments or attributes that no {kind.__name__} has")
+            raise ValueError(f"got arguments or attributes that a {kind.__name__} does not have")
         made = kind.__new__(kind)
         vars(made).update(attributes)
         return made
@@ -32,7 +32,7 @@ def _with_attributes(kind: type) -> Restore:
 
 def _stage(args: tuple, _: dict) -> ZeroStageEnum:
     if len(args) != 1 or type(args[0]) is not int or args[0] not in range(4):
-        raise ValueError("got a stage of ZeRO that is none of 0 to 3")
+        raise ValueError("got a stage of ZeRO other than 0 to 3")
     return ZeroStageEnum(args[0])
 
 
@@ -40,7 +40,7 @@ def _address(args: tuple, attributes: dict) -> fragment_address:
     numbers = list(attributes.values())
     is_place = not args and set(attributes) == {"numel", "start"}
     if not is_place or not all(type(n) is int and 0 <= n <= MAX_NUMEL for n in numbers):
-        raise ValueError("got a place of a parameter that cannot be")
+        raise ValueError("got an impossible place of a parameter")
     return fragment_address(**attributes)
 
 
@@ -51,7 +51,7 @@ def _device(args: tuple, _: dict) -> torch.device:
         or len(index) > 1
         or any(type(n) is not int for n in index)
     ):
-        raise ValueError("got a device that cannot be")
+        raise ValueError("got an impossible device")
     return torch.device(kind, *index)
 
 
@@ -63,7 +63,7 @@ RESTORE: dict[str, Restore] = {
     "deepspeed.utils.tensor_fragment.fragment_address": _address,
     "torch.device": _device,
 }
-"""By the names of the classes, in pickles."""
+"""By name of the class in pickles."""
 
 DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
-"""The dtypes of torch, which are pickled by their names alone."""
+"""torch's dtypes, which are pickled by name."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes one file of `torch.save`: {"model": ..., "optimizer": ...}, for one process.
 
-Without weights, as in the optimizer.pt of Hugging Face's Trainer, it is the optimizer's state dict
-by itself.  That is Adam8bitBlockwise's, that of torch's AdamW in float32, or that of bitsandbytes'
-AdamW8bit.
+Without weights, as for the optimizer.pt of Hugging Face's Trainer, it is the optimizer's state dict
+alone.  The optimizer is one of zero8, torch's AdamW, or bitsandbytes' AdamW8bit.
 """
 
 from pathlib import Path
@@ -25,28 +24,27 @@ _ADAMW = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-"""Settings that torch's AdamW has in its groups, where a checkpoint does not."""
+"""Options of torch's AdamW, for groups that lack them."""
 
 
 def write_plain(contents: Contents, path: Path, staging: Staging) -> None:
-    """Write what `Adam8bitBlockwise.state_dict()` returns, moments 8-bit as they are."""
+    """Write the state dict of our optimizer, with the same codes."""
     state = {name: parameter.entries() for name, parameter in contents.parameters.items()}
     _save(contents.model, _packed(contents, state), path)
 
 
 def write_fp32(contents: Contents, path: Path, staging: Staging) -> None:
-    """Write what the `state_dict()` of torch's AdamW returns.
+    """Write a state dict of torch's AdamW.
 
     Raises:
         ValueError: if the moments are not Adam's.
     """
     if contents.algorithm is not ADAM:
         raise ValueError(
-            f"got states of {contents.algorithm.class_name}, expected those of {ADAM.class_name}: "
-            "what is written is for torch's AdamW; zero8.export(optimizer) makes the fp32 states "
-            "of others"
+            f"got states of {contents.algorithm.class_name}, expected those of {ADAM.class_name}, "
+            "for torch's AdamW; zero8.export(optimizer) makes the fp32 states of others"
         )
-    contents.note_corrections("are in the weights, which are float32 with 24 bits")
+    contents.note_corrections("included in the weights, which are float32 of 24 bits")
     state = {name: p.in_float32(staging.copy) for name, p in contents.parameters.items()}
     packed = _packed(contents, state)
     packed["param_groups"] = [{**_ADAMW, **group} for group in packed["param_groups"]]
@@ -54,29 +52,29 @@ def write_fp32(contents: Contents, path: Path, staging: Staging) -> None:
 
 
 def write_bitsandbytes(contents: Contents, path: Path, staging: Staging) -> None:
-    """Write what the `state_dict()` of bitsandbytes' AdamW8bit returns; codes pass memory.
+    """Write a state dict of bitsandbytes' AdamW8bit; needs memory for all codes.
 
     Raises:
-        ValueError: if the moments are an fp32 Adam's.
+        ValueError: if some moments are an fp32 optimizer's.
     """
     if dense := [name for name, p in contents.parameters.items() if p.is_of_fp32]:
         raise ValueError(
-            f"{dense[0]}: got moments of an fp32 Adam, expected 8-bit ones: load the checkpoint by "
-            'Adam8bitBlockwise(codec="dynamic"), and save it again'
+            f"{dense[0]}: got moments of an fp32 Adam, expected 8-bit ones: load the checkpoint "
+            'with Adam8bitBlockwise(codec="dynamic"), and save it again'
         )
-    contents.note_corrections("lost, as bitsandbytes has none")
+    contents.note_corrections("lost, as bitsandbytes has no such entry")
     state = {name: parameter.entries() for name, parameter in contents.parameters.items()}
     _save(contents.model, to_bitsandbytes(_packed(contents, state)), path)
 
 
 def _corrected(contents: Contents) -> dict[str, Tensor]:
-    """Return the model with the corrections of its weights in them."""
+    """Return the model with the corrections applied to its weights."""
     model, owner = dict(contents.model), dict(contents.tied)
     for name, parameter in contents.parameters.items():
         if parameter.weights is None or parameter.correction is None:
             continue
         for other in model.keys() - set(contents.names) - owner.keys():
-            # A second name, where the checkpoint does not say which names are one parameter's.
+            # A further name of the parameter, if the checkpoint does not list shared parameters.
             if torch.equal(model[other], parameter.weights):
                 owner[other] = name
         model[name] = parameter.corrected_weights()
@@ -84,7 +82,7 @@ def _corrected(contents: Contents) -> dict[str, Tensor]:
 
 
 def _packed(contents: Contents, state: dict[str, dict]) -> dict:
-    """Return a state dict with numbers in the place of names, as torch's optimizers have them."""
+    """Return a state dict with numbers instead of names, as torch's optimizers have."""
     numbers = {name: number for number, name in enumerate(contents.names)}
     groups = []
     for group in contents.groups:

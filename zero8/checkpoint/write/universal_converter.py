@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Universal checkpoints: DeepSpeed's converter, and what it leaves out.
+"""Universal checkpoints by DeepSpeed's converter, completed for all stages.
 
 A ZeRO checkpoint becomes one folder per parameter, with its master weight and its moments in
 float32, which engines of any world size read under `"checkpoint": {"load_universal": true}`.
-quantize(dequantize(q)) is q, so that nothing is lost on the way.
+quantize(dequantize(q)) is q, so that no information is lost.
 
-DeepSpeed's converter writes what an engine of the same stage reads.  What one of another stage
-looks for is added:
+DeepSpeed's converter writes files for engines of the same stage.  For other stages this adds
 
-    of stages 1 and 2   the name of stage 3's model-state files, and the step and the parameter
-                        groups where stage 3 looks for them
-    of stage 3          the name of the others' model-state files, `step.pt` of every parameter,
+    to stages 1 and 2   the name of stage 3's model-state files, and the step and the parameter
+                        groups at stage 3's place
+    to stage 3          the name of the others' model-state files, `step.pt` of every parameter,
                         weights and moments with their shapes, and the version of DeepSpeed
 
-and the moments of rank 0, which it leaves in `optimizer_state.pt` of stage 3, are taken out.
+and removes rank 0's moments, which the converter leaves in stage 3's `optimizer_state.pt`.
 """
 
 import contextlib
@@ -38,7 +37,7 @@ from zero8.spec.shown import shown, shown_keys
 from zero8.state.memory import new_memory
 
 LEADS_CONVERTER = "universal_checkpoint_info", "ds_autoep_layers", "autoep_layers"
-"""Entries of a model's states that DeepSpeed's converter acts upon."""
+"""Entries of model states that control DeepSpeed's converter."""
 OPTIMIZER_FILES, MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
 EXPERT_FILES = "layer_*_expert_*_model_states.pt"
 STAGE3_MODEL = "zero_pp_rank_0_mp_rank_{}_model_states.pt"
@@ -48,22 +47,22 @@ STAGE12_MODEL = "mp_rank_{}_model_states.pt"
 def convert(
     source: Path, target: Path, workers: int, copy: Callable[[Path, Path], None] | None = None
 ) -> dict:
-    """Convert the folder of a ZeRO checkpoint's tag; return what it was and what was made of it.
+    """Convert the folder of a ZeRO checkpoint's tag; return a summary.
 
-    The target is complete from the moment that it exists: it is written beside, and renamed.
-    DeepSpeed's converter runs what the files that it reads say.
+    The target is written under another name and then renamed, so that it is never incomplete.
+    DeepSpeed's converter can run code in the files that it reads.
 
     Args:
         source: the folder of the tag.
         target: the folder to make; `latest_universal` beside it will name it.
         workers: number of processes; each holds one rank's states.
-        copy: makes files in an empty folder, of those in the folder of the tag, that are read in
-            their place; None if the files of the tag are to be trusted.
+        copy: makes safe copies of a tag's files in an empty folder, for the converter; None to
+            trust the files of the tag.
 
     Raises:
-        FileExistsError: if there is such a folder already.
+        FileExistsError: if the target exists.
         RuntimeError: if DeepSpeed is missing, or its converter fails.
-        ValueError: if the source is nothing that can be converted.
+        ValueError: if the source cannot be converted.
     """
     try:
         from deepspeed.checkpoint import ds_to_universal
@@ -94,12 +93,11 @@ def convert(
             num_merge_workers=workers,
             keep_temp_folder=False,
             strict=True,
-            inject_missing_state=True,  # which only clients of Megatron's kind save
+            inject_missing_state=True,  # which only Megatron's clients save
         )
         try:
             ds_to_universal.main(options)
-        # Assertions, missing keys, workers that died: it has no errors of its own.
-        except Exception as error:
+        except Exception as error:  # assertions, missing keys, dead workers: any class
             raise RuntimeError(f"DeepSpeed's converter failed: {error!r}") from error
         (_complete_stage3 if found["zero_stage"] == 3 else _complete_stage12)(made, workers)
         made.rename(target)
@@ -114,20 +112,20 @@ def convert(
 
 
 def check_content(content: object) -> None:
-    """Raise ValueError if DeepSpeed's converter could be led astray by what is in a file.
+    """Raise ValueError if the content of a file could misuse DeepSpeed's converter.
 
-    It makes folders that are called as parameters are, reads files of experts at places that the
-    file says, and searches names by regular expressions of the file.
+    The converter makes folders named after parameters, reads files of experts at paths in the file,
+    and searches names by regular expressions in the file.
 
     Args:
-        content: what a file of the optimizer's or the model's states holds.
+        content: of a file of the optimizer's or the model's states.
     """
     found = _dict("a file", content)
     for key in LEADS_CONVERTER:
         if found.get(key):
             raise ValueError(
-                f"got {key}, by which the file tells DeepSpeed's converter what to do; if you "
-                "trust whoever wrote it, --trust lets DeepSpeed read it"
+                f"got {key}, which controls DeepSpeed's converter; if you trust the file's author, "
+                "--trust lets DeepSpeed read it"
             )
     states = found.get("optimizer_state_dict")
     states = {} if states is None else _dict("optimizer_state_dict", states)
@@ -138,23 +136,23 @@ def check_content(content: object) -> None:
         ("frozen_param_shapes", [found.get("frozen_param_shapes") or {}]),
     ):
         if groups is not None and not isinstance(groups, list):
-            raise ValueError(f"got {key} that is no list")
+            raise ValueError(f"got {key} that is not a list")
         for group in groups or ():
             for name in _dict(key, group):
                 if not isinstance(name, str) or leads_out(name):
                     raise ValueError(
-                        f"got a parameter called {shown(name)}, which is no name of a folder"
+                        f"got a parameter called {shown(name)}, which cannot name a folder"
                     )
 
 
 def _dict(name: str, found: object) -> dict:
     if not isinstance(found, dict):
-        raise ValueError(f"got {name} that is no dict")
+        raise ValueError(f"got {name} that is not a dict")
     return found
 
 
 def _check_names(source: Path) -> None:
-    """Raise ValueError if the names of the files show that they cannot be converted."""
+    """Raise ValueError if the folder's file names show that it cannot be converted."""
     if (source / "zero").is_dir():
         raise ValueError(f"{source} is a universal checkpoint already")
     if not any(source.glob(OPTIMIZER_FILES)):
@@ -164,26 +162,26 @@ def _check_names(source: Path) -> None:
         )
     if (source / "offloaded_tensors").is_dir():
         raise ValueError(
-            f"{source}: its optimizer states are in swap files of NVMe, and {OPTIMIZER_FILES} hold "
-            "none for DeepSpeed to convert; it loads at the world size that it was saved with"
+            f"{source}: its optimizer states are in swap files of NVMe, not in {OPTIMIZER_FILES}, "
+            "which DeepSpeed converts; it loads at the world size that it was saved with"
         )
     if not set(source.glob(MODEL_FILES)) - set(source.glob(EXPERT_FILES)):
         raise ValueError(f"{source}: got no files {MODEL_FILES}; it is incomplete")
 
 
 def check(source: Path, trusted: Path) -> dict:
-    """Return of a tag's folder `zero_stage`, the number of `ranks`, and what is `not_carried` over.
+    """Return a tag's `zero_stage`, number of `ranks`, and entries of states that are `not_carried`.
 
     Args:
-        source: the folder of the tag, which messages name.
+        source: the folder of the tag, for messages.
         trusted: the folder with its files, or with copies of them.
 
     Raises:
-        ValueError: if it cannot be converted; it says why.
+        ValueError: if it cannot be converted.
     """
     files = sorted(trusted.glob(OPTIMIZER_FILES), key=_numbers)
     states = _load(files[0]).get("optimizer_state_dict") or {}
-    stage = int(states.get("zero_stage", 1))  # which BF16_Optimizer does not save
+    stage = int(states.get("zero_stage", 1))  # BF16_Optimizer saves none
     kept = "base_optimizer_state" if stage < 3 else "optimizer_state_dict"
     if kept not in states:
         raise ValueError(f"{source}: got {files[0].name} without {kept}: not saved under ZeRO")
@@ -198,7 +196,7 @@ def check(source: Path, trusted: Path) -> dict:
         )
     sizes = [model.get(key, 1) for key in ("dp_world_size", "mp_world_size")]
     if not all(type(size) is int for size in sizes):
-        raise ValueError(f"{source}: damaged: got a world size that is no number")
+        raise ValueError(f"{source}: damaged: got a world size that is not a number")
     expected = math.prod(sizes)
     if len(files) != expected and not experts:
         raise ValueError(
@@ -219,7 +217,7 @@ def _check_moments(source: Path, base: object) -> None:
     """Raise ValueError unless the states of a base optimizer are Adam's."""
     if not isinstance(base, dict):
         raise ValueError(
-            f"{source}: was saved with elastic_checkpoint; DeepSpeed converts checkpoints without"
+            f"{source}: was saved with elastic_checkpoint, which DeepSpeed does not convert"
         )
     if not base["state"]:
         raise ValueError(f"{source}: was saved before the first step: it has no moments to convert")
@@ -227,7 +225,7 @@ def _check_moments(source: Path, base: object) -> None:
         if missing := [name for name in ADAM.moment_names if name not in _dict("a state", state)]:
             raise ValueError(
                 f"{source}: got states {shown_keys(state)}, without {missing}; DeepSpeed converts "
-                "those of Adam"
+                "only Adam's"
             )
 
 
@@ -237,10 +235,10 @@ def _is_round_robin(model: dict) -> bool:
 
 
 def _check_order(source: Path, files: list[Path], shapes: list[dict]) -> None:
-    """Raise ValueError if a checkpoint's map of its partitions is not in their order.
+    """Raise ValueError if a checkpoint's map of its partitions is in the wrong order.
 
-    Under `round_robin_gradients` DeepSpeed lays the parameters in another order than it writes into
-    the map by which its converter takes them out (zero8's engines write the right one).
+    Under `round_robin_gradients` the order of parameters differs from the order in DeepSpeed's map,
+    which its converter uses; engines with zero8's optimizers save a correct map.
     """
     maps = [_load(path)["optimizer_state_dict"]["param_slice_mappings"] for path in files]
     for group, shape_of in enumerate(shapes):
@@ -250,17 +248,17 @@ def _check_order(source: Path, files: list[Path], shapes: list[dict]) -> None:
         if list(dict.fromkeys(names)) != list(shape_of):
             raise ValueError(
                 f"{source}: was saved under round_robin_gradients, where DeepSpeed's map of the "
-                "partitions is in the wrong order: its converter would exchange parameters.  Load "
-                "it with Adam8bitBlockwise at the same world size, and save it again"
+                "partitions is in the wrong order: its converter would mix up parameters.  Load it "
+                "with Adam8bitBlockwise at the same world size, and save it again"
             )
 
 
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[Path]:
-    """Yield a path to make a folder at that is to become `target`; tidy up after it, and before.
+    """Yield a path for a folder that becomes `target`; clean up before and afterwards.
 
     Raises:
-        RuntimeError: if another process is at work on the same.
+        RuntimeError: if another process is making the same target.
     """
     folder = target.with_name(f".{target.name}.unfinished")
     folder.mkdir(parents=True, exist_ok=True)
@@ -270,7 +268,7 @@ def _beside(target: Path) -> Iterator[Path]:
         if not (flock.take(lock) and _is_at(folder / "lock", lock)):
             raise RuntimeError(f"another process is making {target}")
         try:
-            for left in set(folder.iterdir()) - {folder / "lock"}:  # by one that was killed
+            for left in set(folder.iterdir()) - {folder / "lock"}:  # of a killed process
                 shutil.rmtree(left) if is_folder(left) else left.unlink()
             yield folder / target.name
         finally:
@@ -278,7 +276,7 @@ def _beside(target: Path) -> Iterator[Path]:
 
 
 def _is_at(path: Path, file: FileIO) -> bool:
-    """Return whether a path leads to an open file still, and not to one that was made since."""
+    """Return whether a path still is that of an open file, and not of a newer one."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:
@@ -286,7 +284,7 @@ def _is_at(path: Path, file: FileIO) -> bool:
 
 
 def _complete_stage12(made: Path, _: int) -> None:
-    """Add what an engine of stage 3 looks for."""
+    """Add the files and entries for engines of stage 3."""
     for path in made.glob(STAGE12_MODEL.format("*")):
         _alias(path, STAGE3_MODEL)
     steps = {int(torch.load(path)) for path in (made / "zero").glob("**/step.pt")}
@@ -299,7 +297,7 @@ def _complete_stage12(made: Path, _: int) -> None:
 
 
 def _complete_stage3(made: Path, workers: int) -> None:
-    """Add what an engine of stage 1 or 2 looks for, and take out the moments of rank 0."""
+    """Add the files and entries for engines of stages 1 and 2, and remove rank 0's moments."""
     for path in made.glob(STAGE3_MODEL.format("*")):
         _alias(path, STAGE12_MODEL)
     model = _load(min(made.glob(MODEL_FILES), key=_numbers))
@@ -323,17 +321,17 @@ def _complete_stage3(made: Path, workers: int) -> None:
 
 
 def _add_shapes_and_step(parameter: tuple[Path, tuple[int, ...], int]) -> None:
-    """Write a parameter's files of stage 3 as they are in the other stages."""
+    """Rewrite a parameter's files of stage 3 in the form of the other stages."""
     folder, shape, step = parameter
     for name in ("fp32", *ADAM.moment_names):
         values = torch.load(folder / f"{name}.pt", weights_only=False)
-        if isinstance(values, Tensor):  # with tensor parallelism it is the other form already
+        if isinstance(values, Tensor):  # with tensor parallelism it has that form already
             torch.save({"param": values.view(shape)}, folder / f"{name}.pt")
     torch.save(step, folder / "step.pt")
 
 
 def _alias(path: Path, pattern: str) -> None:
-    """Give a model-state file a second name, that of another stage."""
+    """Give a model-state file a second name: another stage's."""
     rank = re.search(r"mp_rank_(.+)_model_states", path.name).group(1)
     try:
         os.link(path, path.with_name(pattern.format(rank)))
@@ -342,17 +340,17 @@ def _alias(path: Path, pattern: str) -> None:
 
 
 def _load(path: Path) -> dict:
-    """Return what a file of DeepSpeed's holds; tensors stay on the disk until they are used."""
+    """Return the content of a trusted file; tensors are mapped."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
 
 def _save(entries: dict, path: Path) -> None:
-    """Replace a file by what `_load` has read of it; tensors may still be in the old file."""
+    """Replace a file; tensors may still be mapped from the old one."""
     part = path.with_suffix(".part")
     torch.save(entries, part)
     part.replace(path)
 
 
 def _numbers(path: Path) -> list:
-    """Return a key that sorts names with numbers in them as DeepSpeed does."""
+    """Return a key that sorts numbers in names numerically, as DeepSpeed does."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]

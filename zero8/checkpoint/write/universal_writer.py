@@ -6,11 +6,11 @@
         zero/<name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": float32 as the parameter}; the
                                             moments are those of the algorithm
         zero/<name>/step.pt                 a number
-        zero/optimizer_state.pt             the parameter groups, where each stage looks for them
+        zero/optimizer_state.pt             the parameter groups, at each stage's place
         mp_rank_00_model_states.pt, zero_pp_rank_0_mp_rank_00_model_states.pt
                                             counters of the run; tensors of the model without
-                                            moments, of which no engine reads frozen parameters and
-                                            buffers
+                                            moments (engines do not read frozen parameters and
+                                            buffers from here)
 
 It is in float32 and loads with the same codes and scales: quantize(dequantize(q)) is q.
 """
@@ -29,23 +29,25 @@ from zero8.checkpoint.read.contents import Contents, weights_of
 from zero8.spec.shown import shown
 
 MODEL_FILES = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
-"""Those that stages 1 and 2, and that stage 3 look for."""
+"""The names for stages 1 and 2, and for stage 3."""
 DEEPSPEED_VERSION = "0.19.8"
-"""Whose layout of universal checkpoints this is."""
+"""The version of DeepSpeed whose layout this is."""
 
 
 def write_universal(contents: Contents, path: Path, staging: Staging) -> None:
     """Write the folder.
 
     Raises:
-        ValueError: if parameters have no weights, or no names that folders can have, or have taken
-            different numbers of steps, which ZeRO does not count by parameter.
+        ValueError: if parameters have no weights, or names that cannot be those of folders, or
+            different step counts, as ZeRO has a single one.
     """
     contents.check_is_named()
     for name in contents.names:
         if leads_out(name):
-            raise ValueError(f"got a parameter called {shown(name)}, which is no name of a folder")
-    contents.note_corrections("are in the float32 master weights; bfloat16 ones will lose them")
+            raise ValueError(f"got a parameter called {shown(name)}, which cannot name a folder")
+    contents.note_corrections(
+        "included in the float32 master weights; a run with bfloat16 master weights loses them"
+    )
     step = contents.step()
     folder = path / f"global_step{step}_universal"
     trained = [
@@ -97,8 +99,8 @@ def _write_counters(contents: Contents, step: int, folder: Path) -> None:
     }
     if rest:
         contents.notes.append(
-            "engines read no frozen parameters and buffers of universal checkpoints: what has no "
-            f'moments is under "module" in the model-state files: {list(rest)}'
+            "engines do not read frozen parameters and buffers from universal checkpoints: tensors "
+            f'without moments are under "module" in the model-state files: {list(rest)}'
         )
     states = {
         "module": rest,
