@@ -11,9 +11,9 @@ from doc_worker import bits_in_an_engine
 from places import ROOT
 from ranks import build_ops
 
+from examples.gpt import report
 from zero8.checkpoint.files import tags
 from zero8.optimizer import Adam8bitBlockwise
-from zero8.train import report
 
 README = (ROOT / "README.md").read_text()
 
@@ -38,7 +38,7 @@ def test_readme_example_of_tags_makes_a_complete_one(block, tmp_path, monkeypatc
 
 
 STEPS = 4
-TRAIN = "python -m torch.distributed.run --standalone --nproc-per-node 2 -m zero8.train"
+TRAIN = "python -m torch.distributed.run --standalone --nproc-per-node 2 -m examples.gpt"
 DEMO = f"--optimizer Adam8bitBlockwise --config configs/zero2_offload.json --steps {STEPS}"
 # What differs from run to run: a speed, the use of codes, and the bytes of what is packed.
 MEASURED = re.compile(r"[\d.]+ GB/s|(?<=\b25)\d(?= of)|\b\d\.\d\d\b|\d\.\de-\d+|\d+ bytes|\.\.\.")
