@@ -51,7 +51,7 @@ def parts(base: Path) -> list[Part]:
     """Return all parts; the files of the measurement go beside a record without suffix, `base`."""
     tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q"]
     sanitizer = [*tests, "tests/kernel/test_gpu_sanitizer.py", "-k"]
-    build = [sys.executable, "-m", "zero8.train.build", "configs/zero2_offload.json"]
+    build = [sys.executable, "-m", "examples.gpt.build", "configs/zero2_offload.json"]
     bench = [sys.executable, "-m", "zero8.cli", "bench", "step", "--device", "cuda"]
     return [
         Part("build", build, 240),

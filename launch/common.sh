@@ -28,7 +28,7 @@ TOKENIZERS_ WANDB_ DS_ DEEPSPEED_ ZERO8_ ${EXPORT:-}"
 PATH=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
 
 common_usage='  SCRIPT [ARGUMENT ...]   a Python script and its arguments, or
-  -m MODULE [ARGUMENT ...]   a module: -m zero8.train --engine deepspeed
+  -m MODULE [ARGUMENT ...]   a module: -m examples.gpt --engine deepspeed
   --dry-run   print the command and end
   --help      print this and end
 

@@ -89,9 +89,9 @@ trap stop INT TERM HUP
 # What DeepSpeed needs and was not compiled before is compiled first.
 train() {
   if [[ $engine == deepspeed ]]; then
-    $run "$python" -m zero8.train.build "$config" "$1"
+    $run "$python" -m examples.gpt.build "$config" "$1"
   fi
-  $run "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m zero8.train \
+  $run "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m examples.gpt \
     --engine "$engine" --optimizer "$1" --config "$config" --model "$model" --steps "$steps" \
     --seed "$seed" --out "$out" ${DATA:+--data "$DATA"} &
   child=$!
@@ -104,5 +104,5 @@ train AdamW
 
 echo "timing steps over 2^25 parameters"
 settings="ENGINE=$engine MODEL=$model STEPS=$steps RANKS=$ranks CONFIG=$config${DATA:+ DATA=$DATA}"
-OMP_NUM_THREADS=$cores $run "$python" -m zero8.train.report "$out" --command \
+OMP_NUM_THREADS=$cores $run "$python" -m examples.gpt.report "$out" --command \
   "$settings SEED=$seed launch/local.sh"

@@ -39,6 +39,8 @@ def main() -> None:
     sys.argv = [name, *rest]
     if is_module:
         sys.path[0] = os.getcwd()
+        # Last, as only the modules of the checkout that nothing else provides are meant.
+        sys.path.append(str(Path(__file__).resolve().parents[1]))
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(name).resolve().parent)

@@ -6,7 +6,7 @@ usage='usage: launch/torchrun.sh [--dry-run] [--help] SCRIPT [ARGUMENT ...]
 
 Start torchrun on every host of HOSTFILE, over pdsh and ssh; or, with RENDEZVOUS set, on this host
 only, as a cluster manager that starts one command per host wants it.  Ranks are started again
-RESTARTS times when one has failed; scripts must then go on from a checkpoint (zero8.train --resume).
+RESTARTS times when one has failed; scripts must then go on from a checkpoint (examples.gpt --resume).
 
   RENDEZVOUS  HOST:PORT where the hosts meet; the others must be given the same []
   RUN_ID      any name, the same on all hosts [the name of RUN_DIR]

@@ -56,7 +56,7 @@ class Training:
         ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         settings = ["--steps", STEPS, "--save-every", EVERY, "--data", ROOT / "zero8" / "spec"]
         out = ["--out", self.folder / "out", "--resume"]
-        words = ["--nproc-per-node", 2, "-m", "zero8.train", *settings, *out, *self._engine()]
+        words = ["--nproc-per-node", 2, "-m", "examples.gpt", *settings, *out, *self._engine()]
         return ranks + [str(word) for word in words]
 
     def _engine(self) -> list:
@@ -101,7 +101,7 @@ class Training:
 def ranks_of(job: subprocess.Popen) -> Processes:
     with suppress(psutil.NoSuchProcess):
         everyone = psutil.Process(job.pid).children(recursive=True)
-        return [p for p in everyone if p.is_running() and "zero8.train" in p.cmdline()]
+        return [p for p in everyone if p.is_running() and "examples.gpt" in p.cmdline()]
     return []
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.fidelity.text import TextTask
-from zero8.train.model import Block
+from examples.gpt.model import Block
 
 # The windows that the model has seen before are others than those that adapters are trained on.
 PRETRAINING_SEED = 1000

@@ -7,8 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from zero8.train.data import Text, load_text, train_batch, validation_windows
-from zero8.train.model import GPT, GPTConfig
+from examples.gpt.data import Text, load_text, train_batch, validation_windows
+from examples.gpt.model import GPT, GPTConfig
 
 VALIDATION_WINDOWS = 512
 PRUNED_MATRIX = "blocks.0.mlp.0.weight"

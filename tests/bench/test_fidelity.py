@@ -25,7 +25,7 @@ from benchmarks.fidelity.states import ClosedLoop, Updates
 from benchmarks.fidelity.targets import _robustness_checks
 from benchmarks.fidelity.text import TextTask
 from benchmarks.fidelity.training import Gradients, Layout, Recipe, TrainingRun
-from zero8.train.model import GPTConfig
+from examples.gpt.model import GPTConfig
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

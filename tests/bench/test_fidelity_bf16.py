@@ -16,9 +16,9 @@ from benchmarks.fidelity.losses import FP32, final_loss
 from benchmarks.fidelity.metrics import bf16_ulp, weight_distance
 from benchmarks.fidelity.text import TextTask
 from benchmarks.fidelity.training import Recipe, TrainingRun
+from examples.gpt.model import GPTConfig
 from zero8.state.keywords import ROUNDINGS as SETTINGS
 from zero8.state.keywords import check_rounding
-from zero8.train.model import GPTConfig
 
 TINY = Recipe(
     steps=6,

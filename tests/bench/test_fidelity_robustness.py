@@ -21,7 +21,7 @@ from benchmarks.fidelity.robustness import SETTINGS, replay_codecs
 from benchmarks.fidelity.text import TextTask
 from benchmarks.fidelity.training import Recipe, TrainingRun, adamw
 from benchmarks.fidelity.zipf import ZipfTask
-from zero8.train.model import GPTConfig
+from examples.gpt.model import GPTConfig
 
 TINY_GPT = TextTask(GPTConfig(context=64, width=64, layers=1, heads=2), window=16, batch_size=2)
 

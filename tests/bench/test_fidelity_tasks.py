@@ -10,8 +10,8 @@ from benchmarks.fidelity import zipf as zipf
 from benchmarks.fidelity.lora import LoraTask
 from benchmarks.fidelity.text import TextTask
 from benchmarks.fidelity.training import Gradients, Recipe, TrainingRun, adamw
+from examples.gpt.model import GPTConfig
 from zero8.spec.grid import BlockGrid
-from zero8.train.model import GPTConfig
 
 ZIPF, IMAGES = zipf.ZipfTask(batch_size=64), images.ImageTask(batch_size=8)
 LORA = LoraTask(TextTask(GPTConfig(context=16, layers=1), window=16, batch_size=4), pretraining=2)

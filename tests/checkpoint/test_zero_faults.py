@@ -10,8 +10,9 @@ import pytest
 import torch
 from fault_worker import RANKS, Server
 from full_disk import file_size_limit
+from nests import difference
 from ranks import error_of
-from zero_worker import config, difference, held, make_engine, train
+from zero_worker import config, held, make_engine, train
 
 from zero8.checkpoint.files import atomic, folder_lock, tags
 from zero8.checkpoint.files.seal import verify

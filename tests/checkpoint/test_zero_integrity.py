@@ -16,9 +16,10 @@ import torch
 from deepspeed.checkpoint.constants import CHECKPOINT_PARALLEL_DIMS
 from moment_samples import buffers, flipped_in
 from needs import need_nvme
+from nests import difference
 from nvme_worker import held_everywhere, make_tower, nvme_config
 from ranks import error_of, run_ranks
-from zero_worker import base_optimizer, config, difference, held, make_engine, train
+from zero_worker import base_optimizer, config, held, make_engine, train
 
 from zero8.checkpoint.engine import save as checkpoint_save
 from zero8.checkpoint.files import tags

@@ -25,9 +25,9 @@ from segments import (
     KINDS,
     Place,
     assert_same,
+    assert_steps_inside,
     copied,
     factors,
-    framed_copy,
     gradient,
     make,
     moment_of,
@@ -205,13 +205,7 @@ def test_cuda_step_with_a_correction_equals_the_cpu(host, codec, grad_dtype, hyp
         numel = segment.param.numel()
         segment.correction = torch.arange(numel, dtype=torch.int8)
         segment.param[::5] = 0.0  # then the correction is a subnormal number of its own
-    mine = [replace(copied(one), correction=one.correction.clone()) for one in segments]
-    for step in advance(segments, mine, hyper, 3):
-        kernel.step(segments)
-        host.step(mine)
-        for number, (ours, theirs) in enumerate(zip(mine, segments, strict=True)):
-            assert_same(ours, theirs, f"step {step}, segment {number}")
-            assert torch.equal(ours.correction, theirs.correction)
+    assert_follows_cpu(host, segments, hyper)
 
 
 @codec_names
@@ -281,14 +275,8 @@ def test_cuda_step_writes_nothing_beside_its_segment(host, codec, dtype):
     for numel in (1, 7, 8, 9, 15, 16, 17, 31, 33, 255):
         place = Place((3, 300), 256, 296, numel)
         segment = make(codec, place, scalars_at(1, ADAMW), dtype)
-        framed, frames = framed_copy(segment)
-        for one in (segment, framed):
-            one.grad.copy_(gradient(0, numel, seed=numel))
-        kernel.step([segment])
-        host.step([framed])
-        assert_same(framed, segment, f"{numel} elements")
-        for name, frame in frames.items():
-            assert (frame[:100] == 77).all() and (frame[-100:] == 77).all(), name
+        segment.grad.copy_(gradient(0, numel, seed=numel))
+        assert_steps_inside(segment, kernel.step, host.step, f"{numel} elements")
 
 
 def at_the_end(x: torch.Tensor) -> torch.Tensor:

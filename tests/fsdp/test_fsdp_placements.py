@@ -7,17 +7,10 @@ A rank that fails does not leave the others waiting.
 import fsdp_placements as ranks
 import pytest
 import torch
-from fsdp_placements import CASES, ON_FOUR, PLACED, REFUSED, equal
+from fsdp_placements import CASES, ON_FOUR, PLACED, REFUSED
+from nests import assert_same
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
-
-def assert_same(got: list[dict], expected: list[dict]) -> None:
-    """Assert that results are equal bit by bit."""
-    assert len(got) == len(expected)
-    for number, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
-        assert ours.keys() == theirs.keys(), number
-        assert [key for key in ours if not equal(ours[key], theirs[key])] == [], number
 
 
 # --- Steps ----------------------------------------------------------------------------------------
@@ -155,7 +148,7 @@ def test_whole_states_load_into_distributed_parameters_as_into_plain_ones(
 def test_distributed_states_are_saved_as_those_of_one_process(name, form, standing_ranks):
     expected = ranks.saved_alone(name, form)
     for got in standing_ranks(2).run(ranks.saved_whole, name=name, form=form):
-        assert equal(got, expected)
+        assert_same(got, expected)
 
 
 @pytest.mark.slow

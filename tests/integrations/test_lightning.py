@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from needs import need
-from zero_worker import difference
+from nests import difference
 
 from zero8.checkpoint.files import seal
 

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters of narrow rows, whose blocks are groups of rows: steps, shards, requantization."""
 
-import itertools
 import math
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from moment_samples import MOMENTS, spread_values
 from segments import (
-    KINDS,
     Place,
     assert_same,
+    assert_steps_inside,
     copied,
-    framed_copy,
     gradient,
     make,
     moment_of,
     scalars_at,
-    set_phases,
+    stepped_parts,
     tensors,
 )
+from test_kernel import assert_follows_reference, follow, steps
 
 from zero8.algorithms.adam import ADAM
 from zero8.op import kernel
@@ -49,31 +48,12 @@ PLACES = [
 ]
 
 
-def set_gradients(segments, step):
-    """Give segments the gradients, scalars and phases of a step; each sees another kind."""
-    for number, segment in enumerate(segments):
-        kind = (number + step) % KINDS
-        segment.grad.copy_(
-            gradient(kind, segment.grad.numel(), 100 * step + number, segment.grad.dtype)
-        )
-        segment.scalars = scalars_at(step, ADAMW)
-        set_phases(segment, 1000 * step, 2000 * step)
-
-
 @codecs
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_kernel_step_over_groups_of_rows_equals_reference(codec, dtype):
     scalars = scalars_at(1, ADAMW)
     segments = [make(codec, p, scalars, dtype, dtype, Rounding.DITHER) for p in PLACES]
-    followers = {isa: [copied(segment) for segment in segments] for isa in kernel.isas()}
-    for step in range(1, 4):
-        set_gradients(segments, step)
-        wanted = [reference.step(segment) for segment in segments]
-        for isa, follower in followers.items():
-            set_gradients(follower, step)
-            assert kernel.step(follower, isa=isa, num_threads=2) == wanted
-            for number, (mine, theirs) in enumerate(zip(follower, segments, strict=True)):
-                assert_same(mine, theirs, f"{isa}, step {step}, segment {number}")
+    assert_follows_reference(segments, ADAMW, count=3, num_threads=2)
 
 
 @codecs
@@ -81,9 +61,9 @@ def test_cuda_step_over_groups_of_rows_equals_the_cpu(host_kernel, codec):
     """The kernel for GPUs, compiled for the host, and its list of blocks."""
     segments = [make(codec, place, scalars_at(1, ADAMW)) for place in PLACES]
     mine = [copied(segment) for segment in segments]
-    for step in range(1, 4):
-        for each in (segments, mine):
-            set_gradients(each, step)
+    for step in steps(segments, ADAMW, 3):
+        for ours, theirs in zip(mine, segments, strict=True):
+            follow(ours, theirs)
         assert host_kernel.step(mine) == kernel.step(segments)
         for number, pair in enumerate(zip(mine, segments, strict=True)):
             assert_same(*pair, f"step {step}, segment {number}")
@@ -94,13 +74,9 @@ def test_kernel_step_over_a_short_group_writes_nothing_beside_its_segment(codec)
     place = Place((60, 5), 256, 0, 300)  # groups of 51 and of 9 rows
     for isa in kernel.isas():
         segment = make(codec, place, scalars_at(1, ADAMW))
-        framed, frames = framed_copy(segment)
-        for one in (segment, framed):
-            one.grad.copy_(gradient(0, place.numel, seed=1))
-            kernel.step([one], isa=isa)
-        assert_same(framed, segment, isa)
-        for name, frame in frames.items():
-            assert (frame[:100] == 77).all() and (frame[-100:] == 77).all(), name
+        segment.grad.copy_(gradient(0, place.numel, seed=1))
+        step = partial(kernel.step, isa=isa)
+        assert_steps_inside(segment, step, step, isa)
 
 
 @codecs
@@ -138,34 +114,15 @@ both_steppers = pytest.mark.parametrize("stepper", STEPPERS.values(), ids=STEPPE
 all_cuts = pytest.mark.parametrize(("cuts", "cut_blocks"), CUTS.values(), ids=CUTS)
 
 
-def stepped_parts(codec, cuts, stepper, steps):
-    """Return the segments between the cuts after some steps on the same gradients."""
-    whole = make(codec, WHOLE, scalars_at(1, ADAMW), BF16, FP32, Rounding.DITHER)
-    parts = []
-    for begin, end in itertools.pairwise([0, *cuts, WHOLE.numel]):
-        place = replace(WHOLE, first=begin, numel=end - begin)
-        part = make(codec, place, whole.scalars, BF16, FP32, Rounding.DITHER)
-        part.param.copy_(whole.param[begin:end])
-        parts.append(part)
-    for step in range(1, steps + 1):
-        grad = gradient(0, WHOLE.numel, seed=step)
-        for part in parts:
-            part.scalars = scalars_at(step, ADAMW)
-            set_phases(part, 1000 * step, 2000 * step)
-            part.grad.copy_(grad[part.first : part.first + part.grad.numel()])
-        stepper(parts)
-    return parts
-
-
 @both_steppers
 @all_cuts
 @codecs
 def test_step_over_shards_keeps_the_bits_of_groups_that_no_boundary_cuts(
     codec, cuts, cut_blocks, stepper
 ):
-    (whole,) = stepped_parts(codec, [], stepper, steps=4)
+    (whole,) = stepped_parts(codec, WHOLE, [], BF16, ADAMW, stepper, steps=4)
     block = torch.arange(WHOLE.numel) // 252
-    for part in stepped_parts(codec, cuts, stepper, steps=4):
+    for part in stepped_parts(codec, WHOLE, cuts, BF16, ADAMW, stepper, steps=4):
         here = block[part.first : part.first + part.grad.numel()]
         blocks = here.unique().tolist()
         uncut = torch.tensor([number not in cut_blocks for number in blocks])
@@ -205,7 +162,7 @@ def test_step_over_shards_is_within_a_code_where_a_boundary_cuts_a_group(
     """The first moments of the first step are .1 g, the second .001 g^2: six roundings at most."""
     exact = {"exp_avg": 0.1 * gradient(0, WHOLE.numel, seed=1)}
     exact["exp_avg_sq"] = 0.1 * exact["exp_avg"].square()
-    for part in stepped_parts(codec, cuts, stepper, steps=1):
+    for part in stepped_parts(codec, WHOLE, cuts, BF16, ADAMW, stepper, steps=1):
         numel = part.grad.numel()
         block, num_blocks = part.grid.block_numbers(part.first, numel)
         assert num_blocks == len(moment_of(part, "exp_avg").scales)

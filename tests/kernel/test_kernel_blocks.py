@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,14 +15,14 @@ from segments import (
     CODEC_NAMES,
     Place,
     assert_same,
+    assert_steps_inside,
     copied,
-    framed_copy,
     gradient,
     make,
     moment_of,
     poison_moment,
     scalars_at,
-    set_phases,
+    stepped_parts,
     tensors,
     with_moments,
 )
@@ -30,7 +31,7 @@ from zero8.algorithms.adam import ADAM, UNKNOWN_HISTORY, AdamScalars, next_histo
 from zero8.op import kernel
 from zero8.spec import reference
 from zero8.spec.codec import CODECS, quantize
-from zero8.spec.segment import Moment, Rounding, Segment
+from zero8.spec.segment import Moment, Segment
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -49,38 +50,19 @@ CUTS = {
 }
 
 
-def stepped_pieces(codec: str, cuts: list[int], dtype: torch.dtype) -> list[tuple[int, Segment]]:
-    """Return (first, segment) of each piece after 4 steps on the same gradients."""
-    whole = make(codec, WHOLE, scalars_at(1, ADAMW), dtype, FP32, Rounding.DITHER)
-    bounds = [0, *cuts, WHOLE.numel]
-    pieces = []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
-        place = replace(WHOLE, first=begin, numel=end - begin)
-        piece = make(codec, place, whole.scalars, dtype, FP32, Rounding.DITHER)
-        piece.param.copy_(whole.param[begin:end])
-        pieces.append((begin, piece))
-    for step in range(1, 5):
-        grad = gradient(0, WHOLE.numel, seed=step)
-        for begin, piece in pieces:
-            piece.scalars = scalars_at(step, ADAMW)
-            set_phases(piece, 1000 * step, 2000 * step)
-            piece.grad.copy_(grad[begin : begin + piece.grad.numel()])
-        kernel.step([piece for _, piece in pieces])
-    return pieces
-
-
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("codec", CODECS)
 def test_kernel_step_uncut_blocks_do_not_depend_on_shards(codec, cuts, dtype):
     """Codes, scales and parameters of every block that no boundary cuts, bit for bit."""
     grid = WHOLE.grid(codec)
-    ((_, whole),) = stepped_pieces(codec, [], dtype)
+    (whole,) = stepped_parts(codec, WHOLE, [], dtype, ADAMW, kernel.step, steps=4)
     block, _ = grid.block_numbers(0, WHOLE.numel)
     cut_blocks = {grid.block_of(c) for c in cuts if grid.block_of(c) == grid.block_of(c - 1)}
     assert len(cut_blocks) < grid.num_blocks
     assert bool(cut_blocks) == (cuts != CUTS["at block ends"])
-    for begin, piece in stepped_pieces(codec, cuts, dtype):
+    for piece in stepped_parts(codec, WHOLE, cuts, dtype, ADAMW, kernel.step, steps=4):
+        begin = piece.first
         here = block[begin : begin + piece.param.numel()]
         uncut = torch.tensor([int(b) not in cut_blocks for b in here])
         blocks = [b for b in here.unique().tolist() if b not in cut_blocks]
@@ -101,13 +83,9 @@ def test_kernel_step_writes_nothing_beside_its_segment(codec, dtype):
     for isa, numel in itertools.product(kernel.isas(), (1, 15, 17, 63, 255)):
         place = Place((3, 300), 256, 299, numel)
         segment = make(codec, place, scalars_at(1, ADAMW), dtype)
-        framed, frames = framed_copy(segment)
-        for one in (segment, framed):
-            one.grad.copy_(gradient(0, numel, seed=numel))
-            kernel.step([one], isa=isa)
-        assert_same(framed, segment, f"{isa}, {numel} elements")
-        for name, frame in frames.items():
-            assert (frame[:100] == 77).all() and (frame[-100:] == 77).all(), name
+        segment.grad.copy_(gradient(0, numel, seed=numel))
+        step = partial(kernel.step, isa=isa)
+        assert_steps_inside(segment, step, step, f"{isa}, {numel} elements")
 
 
 # --- Non-finite gradients ------------------------------------------------------------------------

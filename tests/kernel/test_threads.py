@@ -4,11 +4,10 @@
 import copy
 import os
 import pickle
-import signal
-import subprocess
 import sys
 import threading
 
+import processes
 import pytest
 import torch
 
@@ -135,20 +134,12 @@ if child:
 def test_step_in_a_fork_of_a_process_that_has_stepped_takes_one_thread_and_the_same_bits(tmp_path):
     """Its parent's threads are gone; a kernel of two would wait for the second without end."""
     paths = [str(tmp_path / name) for name in ("child", "parent")]
-    with subprocess.Popen(
-        [sys.executable, "-c", STEP_IN_A_FORK, *paths],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={k: v for k, v in os.environ.items() if k not in VARIABLES},
-    ) as started:
-        try:
-            _, said = started.communicate(timeout=60)
-        finally:
-            if started.poll() is None:
-                os.killpg(started.pid, signal.SIGKILL)  # with the child
-    assert started.returncode == 0, said
-    assert said.count("was forked from one that had taken steps, and steps in one thread") == 1
+    command = [sys.executable, "-c", STEP_IN_A_FORK, *paths]
+    done = processes.run(command, seconds=60, **dict.fromkeys(VARIABLES))
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stderr.count("was forked from one that had taken steps, and steps in one thread") == 1
+    )
     child, parent = (torch.load(path)["state"][0] for path in paths)
     assert child.keys() == parent.keys()
     assert all(torch.equal(torch.as_tensor(child[k]), torch.as_tensor(parent[k])) for k in child)

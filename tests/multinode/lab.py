@@ -142,10 +142,6 @@ class Lab:
         """Pull a host's network cable."""
         self._link(host, "down")
 
-    def plug_in(self, host: str) -> None:
-        """Put a host's network cable back."""
-        self._link(host, "up")
-
     def restore(self, host: str) -> None:
         """Make a host as it was at first: on, connected, with one interface."""
         if host in self._is_changed:

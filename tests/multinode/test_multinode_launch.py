@@ -4,6 +4,7 @@
 import ast
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -258,6 +259,22 @@ def test_rank_script_finds_its_own_modules_and_none_of_launch(tmp_path, kind):
     )
     assert result.returncode == 0, result.stdout
     assert "mine\n0\n" in result.stdout
+
+
+def test_rank_finds_the_modules_of_the_checkout_from_any_folder(tmp_path):
+    checkout = tmp_path / "checkout"
+    shutil.copytree(LAUNCH, checkout / "launch")
+    (checkout / "found.py").write_text("print('found')")
+    command = [sys.executable, str(checkout / "launch" / "rank.py"), "-m", "found"]
+    result = subprocess.run(
+        command,
+        env={**os.environ, **ONE_RANK},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "found\n" in result.stdout, result.stdout + result.stderr
 
 
 BINDINGS = {

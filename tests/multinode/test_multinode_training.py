@@ -28,7 +28,7 @@ DATA = REPOSITORY / "zero8" / "spec"
 
 def training(engine: str, out: Path, *arguments: object) -> list[str]:
     settings = ["--engine", engine, "--steps", STEPS, "--save-every", EVERY, "--data", DATA]
-    return ["-m", "zero8.train", *map(str, [*settings, "--out", out, *arguments])]
+    return ["-m", "examples.gpt", *map(str, [*settings, "--out", out, *arguments])]
 
 
 def loss(out: Path) -> float:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from needs import need_nvme
+from nests import difference
 from nvme_worker import (
     BF16_MASTERS,
     SUB_GROUPS,
@@ -23,7 +24,7 @@ from nvme_worker import (
     swapper_of,
 )
 from ranks import report, run_ranks
-from zero_worker import MOMENTS, base_optimizer, difference, train
+from zero_worker import MOMENTS, base_optimizer, train
 
 # DeepSpeed's aio is built by a first run, which takes minutes; a build that is interrupted leaves a
 # lock behind.  `make test` looks at the files and their buffers only: test_zero3_nvme_file.

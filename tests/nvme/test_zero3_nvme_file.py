@@ -12,7 +12,8 @@ import pytest
 import torch
 import xxhash
 from moment_samples import MOMENTS, NUMEL, moment
-from zero_worker import difference, plain
+from nests import difference
+from zero_worker import plain
 
 from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import CODECS

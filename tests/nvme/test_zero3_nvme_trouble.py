@@ -23,6 +23,7 @@ from deepspeed.utils import (
 from full_disk import file_size_limit
 from log_lines import warned
 from needs import need_nvme
+from nests import difference
 from nvme_worker import (
     BF16_MASTERS,
     TowerWithAMatrix,
@@ -35,7 +36,7 @@ from nvme_worker import (
     swapper_of,
 )
 from ranks import error_of, run_ranks
-from zero_worker import MOMENTS, base_optimizer, difference, train
+from zero_worker import MOMENTS, base_optimizer, train
 
 from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.files.manifest import MANIFEST

@@ -2,8 +2,6 @@
 """Steps in the backward: the bits of steps after it, and what cannot be had with them."""
 
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -11,8 +9,10 @@ import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import processes
 import pytest
 import torch
+from nests import difference
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -56,14 +56,12 @@ def after_backward(dtype: torch.dtype = torch.float32, **keywords):
     return model, Adam8bitBlockwise(model.named_parameters(), **{**KEYWORDS, **keywords})
 
 
+def held(model, optimizer) -> dict:
+    return {name: (p, optimizer.state[p]) for name, p in model.named_parameters()}
+
+
 def assert_same(model, optimizer, other_model, other) -> None:
-    for (name, p), q in zip(model.named_parameters(), other_model.parameters(), strict=True):
-        assert torch.equal(p, q), name
-        assert optimizer.state[p].keys() == other.state[q].keys()
-        for key, value in optimizer.state[p].items():
-            theirs = other.state[q][key]
-            same = torch.equal(value, theirs) if torch.is_tensor(value) else value == theirs
-            assert same, (name, key)
+    assert difference(held(model, optimizer), held(other_model, other)) == ""
 
 
 STEP_IN_A_FORK = """
@@ -92,13 +90,8 @@ def test_in_backward_in_a_fork_has_the_bits_of_its_parent(tmp_path):
     """The thread that steps is not there; to wait for it would have no end."""
     paths = [str(tmp_path / name) for name in ("child", "parent")]
     command = [sys.executable, "-c", STEP_IN_A_FORK, *paths]
-    with subprocess.Popen(command, start_new_session=True) as started:
-        try:
-            started.wait(timeout=60)
-        finally:
-            if started.poll() is None:
-                os.killpg(started.pid, signal.SIGKILL)  # with the child
-    assert started.returncode == 0
+    done = processes.run(command, seconds=60)
+    assert done.returncode == 0, done.stderr
     child, parent = (torch.load(path)["state"] for path in paths)
     for number, entries in parent.items():
         for key, value in entries.items():

@@ -21,33 +21,6 @@ codecs = pytest.mark.parametrize("codec", CODECS)
 # --- torch's interface ---------------------------------------------------------------------------
 
 
-def test_optimizer_lr_as_tensor_and_scheduler_equal_numbers():
-    models = [small_model() for _ in range(2)]
-    tensor = Adam8bitBlockwise(models[0].parameters(), lr=torch.tensor(0.5))
-    number = Adam8bitBlockwise(models[1].parameters(), lr=0.5)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(tensor, gamma=0.5)
-    for step in range(4):
-        run(tensor, list(models[0].parameters()), 1, step)
-        number.param_groups[0]["lr"] = 0.5 ** (step + 1)
-        run(number, list(models[1].parameters()), 1, step)
-        schedule.step()
-    assert_equal(models[0].parameters(), models[1].parameters())
-
-
-def test_optimizer_closure_is_called_with_gradients_and_its_loss_returned():
-    model = small_model()
-    optimizer = Adam8bitBlockwise(model.parameters())
-
-    def closure():
-        loss = model(torch.ones(2, 300)).square().mean()
-        loss.backward()
-        return loss
-
-    losses = [optimizer.step(closure).item() for _ in range(3)]
-    expected = small_model()(torch.ones(2, 300)).square().mean().item()
-    assert losses[2] < losses[0] == expected
-
-
 LAYOUTS = {
     "channels_last": lambda x: x.to(memory_format=torch.channels_last),
     "transposed": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
@@ -110,26 +83,6 @@ def test_optimizer_states_that_were_looked_at_early_do_no_harm():
     run(optimizer, [p], 2)
     run(other, [q], 2)
     assert_equal([p], [q])
-
-
-def test_optimizer_groups_have_their_own_hyperparameters():
-    """As if each group had an optimizer of its own; names make the dither the same."""
-    keywords = [
-        {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.2},
-        {"lr": 0.01, "eps": 1e-3, "maximize": True},
-    ]
-    together = [param(64, 100, seed=n, dtype=BF16) for n in range(2)]
-    apart = [param(64, 100, seed=n, dtype=BF16) for n in range(2)]
-    joint = Adam8bitBlockwise([{"params": [("p0", together[0])], **keywords[0]}])
-    joint.add_param_group({"params": [("p1", together[1])], **keywords[1]})
-    single = [Adam8bitBlockwise([(f"p{n}", apart[n])], **keywords[n]) for n in range(2)]
-    for step in range(4):
-        set_grads(together, step)
-        joint.step()
-        for p, q, optimizer in zip(together, apart, single, strict=True):
-            q.grad = p.grad
-            optimizer.step()
-    assert_equal(together, apart)
 
 
 def test_optimizer_named_parameters_dither_by_name_and_not_by_order():

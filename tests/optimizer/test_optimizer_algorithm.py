@@ -3,11 +3,12 @@
 
 import pytest
 import torch
-from small_optimizers import assert_equal, param, run, set_grads, small_model
+from small_optimizers import assert_equal, gamma, param, run, set_grads, small_model
 from torch import nn
 
 from zero8 import Adam8bitBlockwise
 from zero8.algorithms.adam import ADAM, AdamScalars, next_history
+from zero8.optimizer import OPTIMIZERS
 from zero8.spec import dither, reference
 from zero8.spec.codec import CODECS
 from zero8.spec.grid import BlockGrid
@@ -16,11 +17,6 @@ from zero8.spec.segment import Moment, Rounding, Segment
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
 codecs = pytest.mark.parametrize("codec", CODECS)
-
-
-def gamma(n: int) -> float:
-    """Relative error of n roundings to float32: Higham's n u/(1 - n u)."""
-    return n * 2.0**-24 / (1 - n * 2.0**-24)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -122,10 +118,11 @@ def test_optimizer_l2_adds_decay_to_the_gradient():
     assert_equal([mine], [theirs])
 
 
-def test_optimizer_maximize_equals_negated_gradients():
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_optimizer_maximize_equals_negated_gradients(optimizer_class):
     model, other = small_model(), small_model()
-    up = Adam8bitBlockwise(model.parameters(), maximize=True)
-    down = Adam8bitBlockwise(other.parameters())
+    up = optimizer_class(model.parameters(), maximize=True)
+    down = optimizer_class(other.parameters())
     for step in range(5):
         set_grads(model.parameters(), step)
         for p, q in zip(model.parameters(), other.parameters(), strict=True):

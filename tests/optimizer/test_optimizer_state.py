@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nests import assert_same
 from places import GOLDEN
 from torch import nn
 
@@ -23,8 +24,6 @@ from zero8.state.tell import tell_once
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SAVED = GOLDEN / "plain_state_v3.pt"
-FORMAT_2 = GOLDEN / "plain_state_v2.pt"
-FORMAT_1 = GOLDEN / "plain_state_v1.pt"
 GOLDEN_SHAPES = {"wide": (2, 333), "experts": (2, 2, 100), "vector": (17,)}
 SMALL = {"lr": 0.1, "min_8bit_size": 100}
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -76,15 +75,6 @@ def assert_equal(params, others) -> None:
         assert torch.equal(p, q), name
 
 
-def assert_same_state(state: dict, other: dict) -> None:
-    assert state.keys() == other.keys()
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            assert value.dtype == other[key].dtype and torch.equal(value, other[key]), key
-        else:
-            assert value == other[key], key
-
-
 def through_file(state_dict: dict, tmp_path: Path) -> dict:
     torch.save(state_dict, tmp_path / "state.pt")
     return torch.load(tmp_path / "state.pt", weights_only=True)
@@ -103,7 +93,7 @@ def test_state_dict_through_a_file_continues_with_the_same_bits(codec, dtype, ro
     other = Adam8bitBlockwise(resumed, **SMALL, **keywords)
     other.load_state_dict(through_file(optimizer.state_dict(), tmp_path))
     for (_, p), (_, q) in zip(params, resumed, strict=True):
-        assert_same_state(optimizer.state[p], other.state[q])
+        assert_same(optimizer.state[p], other.state[q])
     run(optimizer, params, 3, start=3)
     run(other, resumed, 3, start=3)
     assert_equal(params, resumed)
@@ -152,7 +142,7 @@ def test_loaded_state_shares_no_memory_with_the_dict(dtype):
     assert not theirs & ours
     run(optimizer, params, 1, start=3)
     for key, state in untouched["state"].items():
-        assert_same_state(state_dict["state"][key], state)
+        assert_same(state_dict["state"][key], state)
 
 
 @pytest.mark.parametrize("theirs", [Adam8bitBlockwise, torch.optim.AdamW])
@@ -474,31 +464,22 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda both: pickle.loads(pickle.
 
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
-def test_optimizer_copy_continues_with_the_same_bits(duplicate, named):
-    params = make_params(BF16)
-    keywords = {"lr": 0.1, "codec": "dynamic", "seed": 7, "stochastic_rounding": "hash"}
-    keywords |= {"bias_correction": False, "block_size": 64, "min_8bit_size": 500}
-    optimizer = Adam8bitBlockwise(params if named else [p for _, p in params], **keywords)
-    run(optimizer, params, 2)
-    params2, optimizer2 = duplicate((params, optimizer))
-    assert type(optimizer2) is Adam8bitBlockwise
-    run(optimizer, params, 3, start=2)
-    run(optimizer2, params2, 3, start=2)
-    assert_equal(params, params2)
-
-
-@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-def test_optimizer_copy_before_the_first_step_makes_the_same_states(duplicate):
+@pytest.mark.parametrize("steps", [0, 2])
+def test_optimizer_copy_continues_with_the_same_bits(duplicate, named, steps):
     """The settings that states are made by are copied too."""
     params = make_params(BF16)
-    keywords = {"codec": "dynamic", "seed": 7, "block_size": 64, "fp32_params": ["wide"]} | SMALL
-    optimizer = Adam8bitBlockwise(params, **keywords)
+    keywords = {"lr": 0.1, "codec": "dynamic", "seed": 7, "stochastic_rounding": "hash"}
+    keywords |= {"bias_correction": False, "block_size": 64}
+    keywords |= SMALL | {"fp32_params": ["wide"]} if named else {"min_8bit_size": 500}
+    optimizer = Adam8bitBlockwise(params if named else [p for _, p in params], **keywords)
+    run(optimizer, params, steps)
     params2, optimizer2 = duplicate((params, optimizer))
-    run(optimizer, params, 2)
-    run(optimizer2, params2, 2)
+    assert type(optimizer2) is Adam8bitBlockwise
+    run(optimizer, params, 3, start=steps)
+    run(optimizer2, params2, 3, start=steps)
     assert_equal(params, params2)
     for (_, p), (_, q) in zip(params, params2, strict=True):
-        assert_same_state(optimizer.state[p], optimizer2.state[q])
+        assert_same(optimizer.state[p], optimizer2.state[q])
 
 
 # --- The golden file -----------------------------------------------------------------------------
@@ -518,58 +499,35 @@ def write_golden() -> None:
     torch.save(golden, SAVED)
 
 
-@codecs
+# --- All formats ---------------------------------------------------------------------------------
+
+
+def golden(version: int, codec: str, dtype: torch.dtype) -> dict:
+    """Return a state dict of a format, and the moments that its states decode to."""
+    path = GOLDEN / f"plain_state_v{version}.pt"
+    return torch.load(path, weights_only=True)[f"{codec} {dtype}"]
+
+
+FORMATS = [(version, codec) for version in (3, 2) for codec in CODECS] + [(1, "dynamic")]
+
+
 @dtypes
-def test_golden_state_loads_and_decodes_to_the_moments_beside_it(codec, dtype):
-    saved = torch.load(SAVED, weights_only=True)[f"{codec} {dtype}"]
-    params = make_params(dtype)
-    optimizer = Adam8bitBlockwise(params, codec=codec, min_8bit_size=100)
-    optimizer.load_state_dict(copy.deepcopy(saved["state_dict"]))
-    for number, (name, p) in enumerate(params):
-        assert_same_state(optimizer.state[p], saved["state_dict"]["state"][number])
-        for which, value in moments(optimizer.state[p]).items():
-            assert torch.equal(value, saved["moments"][number][which]), f"{name} {which}"
-            assert value.any()
-    run(optimizer, params, 1, start=5)
-
-
-# --- Older formats -------------------------------------------------------------------------------
-
-
-@codecs
-@dtypes
-def test_state_of_format_2_loads_verbatim(codec, dtype):
-    saved = torch.load(FORMAT_2, weights_only=True)[f"{codec} {dtype}"]
-    params = make_params(dtype)
+@pytest.mark.parametrize(("version", "codec"), FORMATS)
+def test_golden_state_loads_verbatim_and_decodes_to_the_moments_beside_it(version, codec, dtype):
+    saved, params = golden(version, codec, dtype), make_params(dtype)
     optimizer = Adam8bitBlockwise(params, codec=codec, min_8bit_size=100)
     optimizer.load_state_dict(copy.deepcopy(saved["state_dict"]))
     for number, (name, p) in enumerate(params):
         state, older = optimizer.state[p], saved["state_dict"]["state"][number]
-        assert state["format"][0] == 3 and older["format"][0] == 2
-        assert_same_state({**state, "format": 0}, {**older, "format": 0})
-        assert torch.equal(state["format"][3:], older["format"][3:])
+        assert (state["format"][0], older["format"][0]) == (3, version)
+        if version > 1:  # format 3 numbers the codes of each moment
+            same = slice(0 if version == 3 else 3, None)
+            assert torch.equal(state["format"][same], older["format"][same])
+        assert_same({**state, "format": 0}, {**older, "format": 0})
         for which, value in moments(state).items():
             assert torch.equal(value, saved["moments"][number][which]), f"{name} {which}"
-
-
-def format_1(dtype, codec: str) -> tuple[dict, list[dict[str, torch.Tensor]]]:
-    """Return a state dict of format 1, and the moments that its states decode to."""
-    saved = torch.load(FORMAT_1, weights_only=True)[f"{codec} {dtype}"]
-    return saved["state_dict"], saved["moments"]
-
-
-@dtypes
-def test_state_of_format_1_with_dynamic_codes_loads_verbatim(dtype):
-    state_dict, expected = format_1(dtype, "dynamic")
-    params = make_params(dtype)
-    optimizer = Adam8bitBlockwise(params, codec="dynamic", min_8bit_size=100)
-    optimizer.load_state_dict(copy.deepcopy(state_dict))
-    for number, (name, p) in enumerate(params):
-        state, saved = optimizer.state[p], state_dict["state"][number]
-        assert state["format"][0] == 3 and saved["format"][0] == 1
-        assert_same_state({**state, "format": 0}, {**saved, "format": 0})
-        for which, value in moments(state).items():
-            assert torch.equal(value, expected[number][which]), f"{name} {which}"
+            assert value.any()
+    run(optimizer, params, 1, start=5)
 
 
 @dtypes
@@ -578,14 +536,14 @@ def test_state_of_format_1_with_log_codes_is_encoded_again_and_logged_once(dtype
     1/14.75 of the block's largest; of v half a code is 14/254 at most.
     """
     tell_once.cache_clear()
-    state_dict, expected = format_1(dtype, "log")
+    saved = golden(1, "log", dtype)
     for _ in range(2):
         params = make_params(dtype)
         optimizer = Adam8bitBlockwise(params, codec="log", min_8bit_size=100)
-        optimizer.load_state_dict(copy.deepcopy(state_dict))
+        optimizer.load_state_dict(copy.deepcopy(saved["state_dict"]))
     for number, (name, p) in enumerate(params):
         got = moments(optimizer.state[p])
-        m, v = (expected[number][which] for which in ("exp_avg", "exp_avg_sq"))
+        m, v = (saved["moments"][number][which] for which in ("exp_avg", "exp_avg_sq"))
         slack = 2.0**-5 * (m.abs() + m.abs().max() / 14.75)
         assert ((got["exp_avg"] - m).abs() <= slack).all(), name
         assert ((got["exp_avg_sq"] - v).abs() <= (14 / 254 + 2.0**-18) * v).all(), name

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from zero_worker import difference
+from nests import difference
 
 import zero8
 

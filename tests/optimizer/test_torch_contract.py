@@ -11,13 +11,13 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from nests import assert_same
 from small_optimizers import assert_equal, param, run, set_grads, small_model
 from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoints
 from torch.optim import AdamW, lr_scheduler, swa_utils
 from torch.optim import optimizer as torch_optimizer
 from torch.profiler import ProfilerActivity
-from torch.utils._pytree import tree_flatten
 
 from zero8 import Adam8bitBlockwise
 
@@ -58,18 +58,6 @@ def through_file(contents):
 
 def everything(model, optimizer):
     return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-
-
-def assert_same(got, expected) -> None:
-    """Check that two nests of containers, tensors and values are equal, tensors to the bit."""
-    leaves, structure = tree_flatten(got)
-    others, other_structure = tree_flatten(expected)
-    assert structure == other_structure
-    for ours, theirs in zip(leaves, others, strict=True):
-        if isinstance(theirs, torch.Tensor):
-            assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-        else:
-            assert ours == theirs
 
 
 def assert_go_on_alike(model, optimizer, other, its_optimizer) -> None:
@@ -163,13 +151,15 @@ def test_repr_of_an_optimizer_shows_the_settings_of_its_groups():
 
 
 def test_group_that_joins_in_training_steps_as_in_an_optimizer_of_its_own():
+    its_own = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.2}
+    newer = {"lr": 0.5, "eps": 1e-3, "maximize": True}
     together, apart = ([param(64, 128, seed=n, dtype=BF16) for n in range(2)] for _ in range(2))
-    joint = Adam8bitBlockwise([("old", together[0])], lr=0.1)
-    old = Adam8bitBlockwise([("old", apart[0])], lr=0.1)
+    joint = Adam8bitBlockwise([{"params": [("old", together[0])], **its_own}])
+    old = Adam8bitBlockwise([("old", apart[0])], **its_own)
     run(joint, together[:1], 2)
     run(old, apart[:1], 2)
-    joint.add_param_group({"params": [("new", together[1])], "lr": 0.5})
-    new = Adam8bitBlockwise([("new", apart[1])], lr=0.5)
+    joint.add_param_group({"params": [("new", together[1])], **newer})
+    new = Adam8bitBlockwise([("new", apart[1])], **newer)
     for step in (2, 3):
         run(joint, together, 1, start=step)
         set_grads(apart, step)
@@ -198,6 +188,7 @@ def test_group_refused_in_training_leaves_the_optimizer_as_it_was(make, error):
 
 
 LRS = {
+    "float32": torch.tensor(0.5),
     "1 dimension": torch.tensor([0.5]),
     "2 dimensions": torch.tensor([[0.5]]),
     "float64": torch.tensor(0.5, dtype=torch.float64),
@@ -205,7 +196,7 @@ LRS = {
 
 
 @pytest.mark.parametrize("value", LRS.values(), ids=LRS)
-def test_lr_as_a_tensor_of_another_kind_under_a_schedule_steps_as_a_number(value):
+def test_lr_as_a_tensor_of_any_kind_under_a_schedule_steps_as_a_number(value):
     lr, params = value.clone(), [param(64, 128) for _ in range(2)]
     optimizers = [Adam8bitBlockwise([p], lr=one) for p, one in zip(params, (lr, 0.5), strict=True)]
     schedules = [lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moment_samples import MOMENTS, buffers, moment, same, values_for
+from nests import assert_same
 
 from zero8 import Adam8bitBlockwise
 from zero8.algorithms.adam import ADAM
@@ -68,18 +69,6 @@ def train(codec):
         state = optimizer.state_dict()
         results.append(copy.deepcopy([state, [p.detach() for p in params]]))
     return results
-
-
-def assert_same(got, expected):
-    leaves, structure = torch.utils._pytree.tree_flatten(got)
-    others, other_structure = torch.utils._pytree.tree_flatten(expected)
-    assert structure == other_structure
-    for ours, theirs in zip(leaves, others, strict=True):
-        if isinstance(theirs, torch.Tensor):
-            assert (ours.dtype, ours.device) == (theirs.dtype, theirs.device)
-            assert torch.equal(ours, theirs)
-        else:
-            assert ours == theirs
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -10,7 +10,7 @@ from places import ROOT
 from processes import run
 from ranks import build_ops, free_port
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("[!_]*.py"))
 SCRIPTS = ("deepspeed_zero2_offload", "fsdp2_offload")
 # Compiling DeepSpeed's all_reduce over shared memory, which two ranks do not need, takes a minute.
 RUN = """

@@ -42,7 +42,7 @@ for words in json.loads(sys.argv[1]):
     statuses[" ".join(words)] = [status, printed.getvalue()]
 print(json.dumps(statuses))
 """
-MODULES = ["zero8", "zero8.cli", "zero8.train", "zero8.train.report"]
+MODULES = ["zero8", "zero8.cli", "examples.gpt", "examples.gpt.report"]
 
 
 def commands(parser, words=()):

@@ -8,8 +8,8 @@ import pytest
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from places import ROOT
 
+from examples.gpt import build
 from zero8.op import cuda_compile
-from zero8.train import build
 
 NEEDS = {
     "nvcc": (needs.need_nvcc, "no nvcc"),

@@ -207,24 +207,18 @@ def joined_groups(group, edges):
     return joined
 
 
-def cut_case(codec, which, factor, shape, block_size, edges):
-    """Return the code, the group of each row, codes and scales encoded apart, and their extent."""
-    code, group = (
-        CODECS[codec].code_of(ADAM.moment(which)),
-        groups_of(shape, block_size, edges[0], edges[-1]),
-    )
-    codes, scales = encoded_apart(code, which, shape, block_size, edges, factor)
-    return code, group, codes, scales, part(shape, edges[0], edges[-1])
-
-
 @every_cut
 @every_factor
 @every_code
-def test_grouped_changes_groups_that_were_cut_and_no_others(
+def test_grouped_encodes_cut_groups_once_from_what_both_sides_hold_and_keeps_the_others(
     codec, which, factor, shape, block_size, edges
 ):
-    case = cut_case(codec, which, factor, shape, block_size, edges)
-    code, group, codes, scales, extent = case
+    code = CODECS[codec].code_of(ADAM.moment(which))
+    group, extent = (
+        groups_of(shape, block_size, edges[0], edges[-1]),
+        part(shape, edges[0], edges[-1]),
+    )
+    codes, scales = encoded_apart(code, which, shape, block_size, edges, factor)
     arguments = codes.clone(), scales.clone()
     got_codes, got_scales = narrow.grouped(code, codes, scales, extent, block_size)
     assert torch.equal(codes, arguments[0]) and torch.equal(scales, arguments[1])
@@ -233,37 +227,16 @@ def test_grouped_changes_groups_that_were_cut_and_no_others(
     assert torch.equal(got_scales[group][kept[group]], scales[kept[group]])
     assert got_scales.shape == (len(kept), 1, *code.scale_shape)
 
-
-@every_cut
-@every_factor
-@every_code
-def test_grouped_encodes_a_cut_group_once_from_what_both_sides_hold(
-    codec, which, factor, shape, block_size, edges
-):
-    case = cut_case(codec, which, factor, shape, block_size, edges)
-    code, group, codes, scales, extent = case
     before = decoded(code, codes, scales)
-    codes, scales = narrow.grouped(code, codes, scales, extent, block_size)
     wanted_codes, wanted_scales = encoded(code, before, group, shape)
-    assert torch.equal(codes, wanted_codes)
-    assert torch.equal(scales, wanted_scales.unsqueeze(1))
-    after = decoded(code, codes, scales[group])
-    of_element = scales[group].squeeze(1).repeat_interleave(codes[0].numel(), dim=0)
+    assert torch.equal(got_codes, wanted_codes)
+    assert torch.equal(got_scales, wanted_scales.unsqueeze(1))
+    after = decoded(code, got_codes, got_scales[group])
+    of_element = got_scales[group].squeeze(1).repeat_interleave(codes[0].numel(), dim=0)
     assert_within_an_encoding(code, before, after, of_element)
 
-
-@every_cut
-@every_factor
-@every_code
-def test_grouped_of_what_it_has_returned_is_verbatim(
-    codec, which, factor, shape, block_size, edges
-):
-    case = cut_case(codec, which, factor, shape, block_size, edges)
-    code, group, *apart, extent = case
-    codes, scales = narrow.grouped(code, *apart, extent, block_size)
-    again_codes, again_scales = narrow.grouped(code, codes, scales[group], extent, block_size)
-    assert torch.equal(again_codes, codes)
-    assert torch.equal(again_scales, scales)
+    again = narrow.grouped(code, got_codes, got_scales[group], extent, block_size)
+    assert torch.equal(again[0], got_codes) and torch.equal(again[1], got_scales)
 
 
 def test_grouped_joins_sides_that_differ_in_one_number_of_their_scales():

@@ -534,7 +534,7 @@ def a_link_to_nowhere(path: Path) -> None:
     (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").symlink_to("/nowhere")
 
 
-def swap(description: bytes, checksum: bool = True, **header):
+def swap(description: bytes, **header):
     """Return what makes a folder with a swap file whose description is this."""
 
     def make(path: Path) -> None:

@@ -76,7 +76,8 @@ def is_shown(shown: str, printed: str) -> bool:
 
 def reader(folder):
     """Make a folder the one that a reader works in: a checkout, as far as the pages name files."""
-    (folder / "configs").symlink_to(ROOT / "configs")
+    for name in ("configs", "examples"):
+        (folder / name).symlink_to(ROOT / name)
     return folder
 
 

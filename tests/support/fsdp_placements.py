@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from fsdp_worker import start, whole
+from nests import difference
 from ranks import error_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -441,7 +442,7 @@ def loaded_broken(breakage: str) -> dict:
         BREAKAGES[breakage](broken["state"][1])
     before, groups = held(params, optimizer), copy.deepcopy(settings_of(optimizer))
     error = error_of(optimizer.load_state_dict, broken)
-    same = equal(held(params, optimizer), before) and settings_of(optimizer) == groups
+    same = not difference((held(params, optimizer), settings_of(optimizer)), (before, groups))
     run(case, mesh, params, optimizer, 2, 3)
     return {"error": error, "same": same, "results": results(params, optimizer)}
 
@@ -457,24 +458,13 @@ def loaded_of_another_step() -> dict:
     before = held(params, optimizer)
     mine = second if torch.distributed.get_rank() == 0 else first
     error = error_of(optimizer.load_state_dict, mine)
-    same = equal(held(params, optimizer), before)
+    same = not difference(held(params, optimizer), before)
     run(case, mesh, params, optimizer, 2, 3)
     return {"error": error, "same": same, "results": results(params, optimizer)}
 
 
 def settings_of(optimizer) -> list[dict]:
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-
-
-def equal(ours: object, theirs: object) -> bool:
-    """Return whether two nests of lists, dictionaries, tensors and numbers are equal."""
-    if isinstance(ours, Tensor):
-        return torch.equal(ours, theirs)
-    if isinstance(ours, dict):
-        return ours.keys() == theirs.keys() and all(equal(ours[k], theirs[k]) for k in ours)
-    if isinstance(ours, list | tuple):
-        return len(ours) == len(theirs) and all(map(equal, ours, theirs))
-    return ours == theirs
 
 
 # --- Copies, loads and the report -----------------------------------------------------------------

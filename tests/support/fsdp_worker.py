@@ -10,9 +10,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from examples.gpt.engine_fsdp2 import join_ranks
 from zero8 import Adam8bitBlockwise
 from zero8.spec.grid import is_narrow, rows_per_block
-from zero8.train.engine_fsdp2 import join_ranks
 
 # Ragged rows, rows of no whole number of blocks, an empty shard on all ranks but one, experts cut
 # in their first and in their second dimension, narrow rows whose groups are cut and are not.

@@ -67,8 +67,7 @@ class PipedKernel:
 
 def buffers(segment: Segment) -> dict[str, Tensor]:
     """Return all tensors of a segment by name."""
-    found = tensors(segment) | {"grad": segment.grad}
-    return found if segment.correction is None else found | {"correction": segment.correction}
+    return tensors(segment) | {"grad": segment.grad}
 
 
 def place_of(record: np.void, segment: Segment, name: str) -> tuple[np.void, str]:

@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -100,6 +101,8 @@ def make(
 def tensors(segment: Segment) -> dict[str, torch.Tensor]:
     """Return everything that a step may change."""
     found = {"param": segment.param}
+    if segment.correction is not None:
+        found["correction"] = segment.correction
     for name in segment.algorithm.moment_names:
         moment = moment_of(segment, name)
         found[name] = moment.values
@@ -113,7 +116,8 @@ def copied(segment: Segment) -> Segment:
         return None if x is None else shifted(x, x.storage_offset())
 
     moments = [Moment(copy(m.values), copy(m.scales), m.phase) for m in segment.moments]
-    return replace(segment, param=copy(segment.param), grad=copy(segment.grad), moments=moments)
+    own = {name: copy(getattr(segment, name)) for name in ("param", "grad", "correction")}
+    return replace(segment, **own, moments=moments)
 
 
 def framed_copy(segment: Segment) -> tuple[Segment, dict[str, torch.Tensor]]:
@@ -126,13 +130,23 @@ def framed_copy(segment: Segment) -> tuple[Segment, dict[str, torch.Tensor]]:
         rows = value.numel()
         frames[name] = torch.full((rows + 200,), 77, dtype=value.dtype)
         inner = frames[name][100 : 100 + rows].view(value.shape).copy_(value)
-        if name == "param":
-            framed.param = inner
+        if name in ("param", "correction"):
+            setattr(framed, name, inner)
         elif name.endswith("_scale"):
             moment_of(framed, name.removesuffix("_scale")).scales = inner
         else:
             moment_of(framed, name).values = inner
     return framed, frames
+
+
+def assert_steps_inside(segment: Segment, expected_step, step, label: str) -> None:
+    """Step over a segment, and over its copy in larger buffers, whose other elements must stay."""
+    framed, frames = framed_copy(segment)
+    expected_step([segment])
+    step([framed])
+    assert_same(framed, segment, label)
+    for name, frame in frames.items():
+        assert (frame[:100] == 77).all() and (frame[-100:] == 77).all(), f"{label}: {name}"
 
 
 def integers(x: torch.Tensor) -> torch.Tensor:
@@ -195,6 +209,25 @@ def scalars_at(step: int, hyper: dict) -> Scalars:
     for _ in range(step):
         history = next_history(history, *hyper["betas"])
     return AdamScalars.at(step, history, **hyper)
+
+
+def stepped_parts(codec, place, cuts, dtype, hyper, stepper, steps) -> list[Segment]:
+    """Return the segments between the cuts of a place after some steps on the same gradients."""
+    whole = make(codec, place, scalars_at(1, hyper), dtype, rounding=Rounding.DITHER)
+    parts = []
+    for begin, end in pairwise([0, *cuts, place.numel]):
+        here = replace(place, first=begin, numel=end - begin)
+        part = make(codec, here, whole.scalars, dtype, rounding=Rounding.DITHER)
+        part.param.copy_(whole.param[begin:end])
+        parts.append(part)
+    for step in range(1, steps + 1):
+        grad = gradient(0, place.numel, seed=step)
+        for part in parts:
+            part.scalars = scalars_at(step, hyper)
+            set_phases(part, 1000 * step, 2000 * step)
+            part.grad.copy_(grad[part.first : part.first + part.grad.numel()])
+        stepper(parts)
+    return parts
 
 
 def poison_moment(segment: Segment, which: str, value: float) -> int:

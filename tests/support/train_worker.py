@@ -11,12 +11,12 @@ import torch
 from places import ROOT
 from ranks import error_of
 
-from zero8.train import run
-from zero8.train.config_fsdp2 import FSDP2Settings
-from zero8.train.data import load_text, train_batch
-from zero8.train.engine import CONFIGS, FSDP2
-from zero8.train.engines import engine_class
-from zero8.train.model import GPT, GPTConfig
+from examples.gpt import run
+from examples.gpt.config_fsdp2 import FSDP2Settings
+from examples.gpt.data import load_text, train_batch
+from examples.gpt.engine import CONFIGS, FSDP2
+from examples.gpt.engines import engine_class
+from examples.gpt.model import GPT, GPTConfig
 
 # Of the learning rate's schedule, as in the job itself.
 TOTAL_STEPS = 400

@@ -4,8 +4,8 @@ import json
 import pytest
 from ranks import build_ops
 
-from zero8.train import at_scale
-from zero8.train.engine import CONFIGS
+from examples.gpt import at_scale
+from examples.gpt.engine import CONFIGS
 
 NUMEL = 2**16
 

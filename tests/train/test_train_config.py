@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 from places import ROOT
 
+from examples.gpt import config
+from examples.gpt.config import load_config
+from examples.gpt.engine import BASELINE, EIGHT_BIT
 from zero8.state.keywords import OWN_KEYS
-from zero8.train import config
-from zero8.train.config import load_config
-from zero8.train.engine import BASELINE, EIGHT_BIT
 
 DEFAULT = ROOT / "configs" / "zero2_offload.json"
 

@@ -5,9 +5,9 @@ import re
 import pytest
 from places import ROOT
 
+from examples.gpt.config_fsdp2 import load_config
+from examples.gpt.engine import BASELINE, EIGHT_BIT
 from zero8.state.keywords import OWN_KEYS
-from zero8.train.config_fsdp2 import load_config
-from zero8.train.engine import BASELINE, EIGHT_BIT
 
 DEFAULT = ROOT / "configs" / "fsdp2_offload.toml"
 

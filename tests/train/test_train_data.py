@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from zero8.train import data
+from examples.gpt import data
 
 
 def write_files(folder, count):

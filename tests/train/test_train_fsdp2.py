@@ -12,10 +12,10 @@ from places import FOLDERS, ROOT
 from ranks import free_port
 from train_worker import error_of_row, losses_under_fsdp2, row
 
+from examples.gpt.engine import BASELINE, DEEPSPEED, EIGHT_BIT, FSDP2
 from zero8 import cli
 from zero8.checkpoint.files import tags
 from zero8.checkpoint.files.manifest import MANIFEST
-from zero8.train.engine import BASELINE, DEEPSPEED, EIGHT_BIT, FSDP2
 
 RANKS = 2
 # The first two have learning rate 0, so three change the weights.
@@ -173,7 +173,7 @@ class Absent:
             raise ModuleNotFoundError("No module named 'deepspeed'", name=name)
 sys.meta_path.insert(0, Absent)
 from train_worker import small_job
-from zero8.train import at_scale, report, run
+from examples.gpt import at_scale, report, run
 out = Path({out!r})
 with small_job():
     for optimizer in ("AdamW", "Adam8bitBlockwise"):

@@ -8,7 +8,7 @@ SPEAK = """
 import logging, sys, warnings
 from pathlib import Path
 from deepspeed.utils import logger
-from zero8.train.log import log_warnings
+from examples.gpt.log import log_warnings
 log_warnings(Path(sys.argv[1]))
 warnings.warn("a captured warning", FutureWarning)
 logger.warning("a warning of DeepSpeed")

@@ -5,14 +5,14 @@ import processes
 
 RANK = """
 import atexit, sys
-import zero8.train.__main__ as command
+import examples.gpt.__main__ as command
 def train(**arguments):
     # As what a thread of gloo still holds when the interpreter shuts down.
     atexit.register(print, "shutdown")
     print("trained", end="")
     {action}
 command.train = train
-sys.argv = ["zero8.train", "--steps", "1"]
+sys.argv = ["examples.gpt", "--steps", "1"]
 command.main()
 """
 

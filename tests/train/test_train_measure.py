@@ -3,8 +3,8 @@ from types import SimpleNamespace
 
 import torch
 
-from zero8.train import measure
-from zero8.train.measure import StepTimer
+from examples.gpt import measure
+from examples.gpt.measure import StepTimer
 
 
 def test_step_timer_counts_all_that_a_step_asks_a_gpu_for_and_nothing_from_before(monkeypatch):

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from zero8.train.model import GPT, GPTConfig
+from examples.gpt.model import GPT, GPTConfig
 
 SMALL = GPTConfig(context=16, width=32, layers=2, heads=2)
 

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from zero8.train.report import report
+from examples.gpt.report import report
 
 SUMMARY_KEYS = {
     "engine",

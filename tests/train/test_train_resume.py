@@ -4,7 +4,7 @@
 import deepspeed
 import pytest
 
-from zero8.train import engine_deepspeed
+from examples.gpt import engine_deepspeed
 
 
 def test_resume_has_a_gpu_to_each_rank_before_the_first_collective(monkeypatch, tmp_path):

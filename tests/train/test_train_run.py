@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What zero8.train.run does on each of several ranks, one after the other in this process."""
+"""What examples.gpt.run does on each of several ranks, one after the other in this process."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from zero8.train import run
+from examples.gpt import run
 
 
 class Counting(torch.nn.Module):

@@ -3,7 +3,7 @@ import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupCosineLR
 
-from zero8.train.schedule import Schedule
+from examples.gpt.schedule import Schedule
 
 
 @pytest.mark.parametrize("total_steps", [4, 40, 41, 100])

@@ -18,8 +18,9 @@ from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedO
 from deepspeed.runtime.zero import stage3, stage_1_and_2, utils
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+from nests import difference
 from ranks import error_of, run_ranks
-from zero_worker import Bag, base_optimizer, config, difference, held, make_engine, take_step
+from zero_worker import Bag, base_optimizer, config, held, make_engine, take_step
 
 import zero8
 from zero8 import versions

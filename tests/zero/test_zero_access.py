@@ -10,12 +10,12 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from log_lines import warned
+from nests import difference
 from zero_worker import (
     MOMENTS,
     Bag,
     base_optimizer,
     config,
-    difference,
     held,
     make_engine,
     pattern,

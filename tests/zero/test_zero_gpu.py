@@ -10,7 +10,8 @@ import test_zero_access as access
 import test_zero_layouts as layouts
 import test_zero_matrix as matrix
 import torch
-from zero_worker import config, difference
+from nests import difference
+from zero_worker import config
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,7 +4,8 @@
 import signal
 
 import pytest
-from zero_worker import Bag, base_optimizer, config, difference, held, make_engine, take_step
+from nests import difference
+from zero_worker import Bag, base_optimizer, config, held, make_engine, take_step
 
 import zero8  # noqa: F401  registers the optimizer type
 

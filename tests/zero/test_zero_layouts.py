@@ -9,18 +9,10 @@ partition boundary cuts may differ, as each side has a scale of its own.
 import deepspeed
 import pytest
 import torch
+from nests import difference
 from zero_experts import EXPERT_LAYOUTS, expert_reference, step_experts
 from zero_shards import assert_equals_plain, put_together
-from zero_worker import (
-    MOMENTS,
-    Bag,
-    base_optimizer,
-    config,
-    difference,
-    held,
-    make_engine,
-    take_step,
-)
+from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
 
 import zero8
 

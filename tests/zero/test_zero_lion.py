@@ -2,7 +2,8 @@
 """Lion under ZeRO, by one word of the config: saved, loaded in fresh engines, gone on with."""
 
 import pytest
-from zero_worker import base_optimizer, config, difference, held, make_engine, train
+from nests import difference
+from zero_worker import base_optimizer, config, held, make_engine, train
 
 CLIPPED = {"gradient_clipping": 1.0}
 LAYOUTS = {

@@ -7,9 +7,10 @@ The cells, and what is varied with each, are in `zero_matrix.CELLS`; to run one:
 
 import pytest
 import torch
+from nests import difference
 from zero_matrix import CELLS, RANKS, SAVED_AFTER, STEPS, run_cell
 from zero_shards import block_of_elements
-from zero_worker import MOMENTS, difference
+from zero_worker import MOMENTS
 
 # The other parameters have less than 4096 elements or less than two dimensions.
 QUANTIZED = {"embed.weight", "inner.weight", "head.weight", "down.weight", "unused"}

@@ -7,16 +7,8 @@ import os
 
 import pytest
 import torch
-from zero_worker import (
-    MOMENTS,
-    Bag,
-    base_optimizer,
-    config,
-    difference,
-    held,
-    make_engine,
-    take_step,
-)
+from nests import difference
+from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
 
 # fp32: DeepSpeed finds the NaN and skips the step.  bf16 without its check: the step is taken.
 LAYOUTS = {

@@ -5,8 +5,9 @@ import itertools
 
 import pytest
 import torch
+from nests import difference
 from ranks import report, run_ranks
-from zero_worker import config, difference, held, make_engine, train
+from zero_worker import config, held, make_engine, train
 
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 # Every cell of test_zero_matrix resumes in a fresh engine of the same process.  Fresh processes are

@@ -5,8 +5,9 @@ import gc
 
 import pytest
 import torch
+from nests import difference
 from torch.utils._python_dispatch import TorchDispatchMode
-from zero_worker import MOMENTS, base_optimizer, config, difference, held, make_engine, train
+from zero_worker import MOMENTS, base_optimizer, config, held, make_engine, train
 
 from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import DEFAULT_CODEC, codec_named

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from nests import difference
 from nvme_worker import make_tower, nvme_config, swapped_in, swapper_of
-from zero_worker import Bag, base_optimizer, config, difference, make_engine, plain, take_step
+from zero_worker import Bag, base_optimizer, config, make_engine, plain, take_step
 
 from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import CODECS

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import zero8
+from examples.gpt.engine import BASELINE, EIGHT_BIT
+from examples.gpt.engines import engine_class
 from zero8.bench.states import state_bytes
 from zero8.bench.step.kernel import HYPER
 from zero8.bench.step.tensors import flat_shape
 from zero8.bench.step.timing import Timed, interleaved
-from zero8.train.engine import BASELINE, EIGHT_BIT
-from zero8.train.engines import engine_class
 
 NUMEL = 2**25
 ROUNDS = 30

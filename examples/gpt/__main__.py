@@ -6,16 +6,17 @@ import os
 import sys
 from pathlib import Path
 
+from examples.gpt.engine import BASELINE, CONFIGS, DEEPSPEED, EIGHT_BIT, FOLDERS
+from examples.gpt.model import MODELS
+from examples.gpt.run import train
 from zero8 import extras
-from zero8.train.engine import BASELINE, CONFIGS, DEEPSPEED, EIGHT_BIT, FOLDERS
-from zero8.train.model import MODELS
-from zero8.train.run import train
 
 
 def main() -> None:
     """Parse the arguments and train."""
     parser = argparse.ArgumentParser(
-        prog="python -m torch.distributed.run --standalone -m zero8.train", description=main.__doc__
+        prog="python -m torch.distributed.run --standalone -m examples.gpt",
+        description=main.__doc__,
     )
     parser.add_argument("--optimizer", choices=(BASELINE, EIGHT_BIT), default=EIGHT_BIT)
     parser.add_argument("--engine", choices=CONFIGS, default=DEEPSPEED)
@@ -55,7 +56,7 @@ def main() -> None:
         )
     if "LOCAL_RANK" not in os.environ:
         parser.error("no LOCAL_RANK in the environment: start it with torchrun (see the usage)")
-    with extras.explained("python -m zero8.train"):
+    with extras.explained("python -m examples.gpt"):
         train(**vars(arguments))
     # Not through the interpreter's shutdown: a thread of gloo may drop the tensor of the last
     # collective only then, which ends it within a destructor, and so aborts the process (PyTorch

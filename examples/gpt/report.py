@@ -7,10 +7,10 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
+from examples.gpt import at_scale
+from examples.gpt.engine import BASELINE, EIGHT_BIT
 from zero8 import extras
 from zero8.bench import record
-from zero8.train import at_scale
-from zero8.train.engine import BASELINE, EIGHT_BIT
 
 CURVES = ("train_curve", "val_curve")
 # True of both runs, or they are not comparable.
@@ -162,7 +162,7 @@ def report(out: Path, scale: dict, command: str) -> dict:
 
 def main() -> None:
     """Compare the runs in a folder, and step both optimizers once more at scale."""
-    parser = argparse.ArgumentParser(prog="python -m zero8.train.report", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.gpt.report", description=main.__doc__)
     parser.add_argument("out", type=Path, help="folder with AdamW.json and Adam8bitBlockwise.json")
     parser.add_argument("--command", default="", help="command that made the runs, for the record")
     arguments = parser.parse_args()

@@ -6,9 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from examples.gpt.engine import BASELINE, EIGHT_BIT
+from examples.gpt.schedule import Schedule
 from zero8.state.keywords import OWN_KEYS
-from zero8.train.engine import BASELINE, EIGHT_BIT
-from zero8.train.schedule import Schedule
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from tqdm import trange
 
-from zero8.train.data import Text, load_text, train_batch, unigram_entropy, validation_windows
-from zero8.train.engine import Engine
-from zero8.train.engines import engine_class
-from zero8.train.log import log_warnings
-from zero8.train.measure import (
+from examples.gpt.data import Text, load_text, train_batch, unigram_entropy, validation_windows
+from examples.gpt.engine import Engine
+from examples.gpt.engines import engine_class
+from examples.gpt.log import log_warnings
+from examples.gpt.measure import (
     StepTimer,
     gpu_peak_gib,
     host_peak_gib,
@@ -24,7 +24,7 @@ from zero8.train.measure import (
     steady_median,
     sum_over_ranks,
 )
-from zero8.train.model import GPT, MODELS, GPTConfig
+from examples.gpt.model import GPT, MODELS, GPTConfig
 
 VALIDATION_EVERY = 50
 VALIDATION_WINDOWS = 256

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 
+from examples.gpt.engine import EIGHT_BIT
 from zero8.state.keywords import OWN_KEYS
-from zero8.train.engine import EIGHT_BIT
 
 
 def offload_device(config: dict) -> str:

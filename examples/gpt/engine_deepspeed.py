@@ -12,13 +12,13 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import distributed
 
 import zero8  # noqa: F401 - registers the optimizer type "Adam8bitBlockwise"
+from examples.gpt.config import load_config
+from examples.gpt.engine import Engine
+from examples.gpt.model import GPT
 from zero8.checkpoint.files.manifest import Manifest
 from zero8.checkpoint.files.tags import complete_tags
 from zero8.checkpoint.write import universal_converter
 from zero8.ranks.agree import from_rank_0
-from zero8.train.config import load_config
-from zero8.train.engine import Engine
-from zero8.train.model import GPT
 from zero8.zero.ops import leave_out_shared_memory
 
 UNIVERSAL = "_universal"

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
+from examples.gpt.config_fsdp2 import FSDP2Settings, Settings, load_config
+from examples.gpt.engine import EIGHT_BIT, Engine
+from examples.gpt.model import GPT
 from zero8 import Adam8bitBlockwise, tagged
-from zero8.train.config_fsdp2 import FSDP2Settings, Settings, load_config
-from zero8.train.engine import EIGHT_BIT, Engine
-from zero8.train.model import GPT
 
 # Tags that are kept: the one that is saved next may be cut short.
 KEPT = 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the ops of a run before it starts: `python -m zero8.train.build CONFIG [OPTIMIZER]`.
+"""Builds the ops of a run before it starts: `python -m examples.gpt.build CONFIG [OPTIMIZER]`.
 
 Ranks would build them, too, but what they say while it takes minutes is in their logs.
 """
@@ -7,9 +7,9 @@ Ranks would build them, too, but what they say while it takes minutes is in thei
 import sys
 from pathlib import Path
 
+from examples.gpt.config import load_config
+from examples.gpt.engine import BASELINE, EIGHT_BIT
 from zero8.op.build import op_for_steps
-from zero8.train.config import load_config
-from zero8.train.engine import BASELINE, EIGHT_BIT
 from zero8.zero import ops
 
 

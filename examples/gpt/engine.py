@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero8.train.model import GPT
+from examples.gpt.model import GPT
 
 BASELINE = "AdamW"
 EIGHT_BIT = "Adam8bitBlockwise"
