@@ -59,6 +59,12 @@ std::string wrong_kind(const Segment& s, int64_t num_scalars) {
   if (s.correction && s.param_dtype != kBF16) {
     return wrong("param_dtype", s.param_dtype, "1 (bfloat16) with a correction");
   }
+  if (s.copy && (s.param_dtype != kFP32 || s.grad_dtype != kFP32)) {
+    return wrong("param_dtype", s.param_dtype, "0 (float32) with a copy, and gradients too");
+  }
+  if (s.copy && s.copy_dtype != kBF16 && s.copy_dtype != kFP16) {
+    return wrong("copy_dtype", s.copy_dtype, "1 (bfloat16) or 2 (float16)");
+  }
   if (s.scalars < 0 || s.scalars >= num_scalars) {
     return wrong("scalars", s.scalars, "less than " + std::to_string(num_scalars));
   }
@@ -103,6 +109,7 @@ std::string wrong_memory(const Segment& s) {
     const uint64_t grad_bytes = s.grad_dtype == kFP32 ? 4 : 2;
     if (!is_address(s.param, param_bytes)) return wrong_address("param", s.param, param_bytes);
     if (!is_address(s.grad, grad_bytes)) return wrong_address("grad", s.grad, grad_bytes);
+    if (s.copy && !is_address(s.copy, 2)) return wrong_address("copy", s.copy, 2);
   }
   const int64_t blocks = check::num_blocks(s);
   for (int k = 0; k < kMomentSigns[s.algorithm].count && found.empty(); ++k) {

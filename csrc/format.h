@@ -56,6 +56,7 @@ struct Segment {
   void* param;       // float or bfloat16, updated in place
   const void* grad;  // float, bfloat16, or Half if param is float; any element alignment
   void* correction;  // int8_t, 8 more bits of a bfloat16 parameter; null without
+  void* copy;        // of type copy_dtype, the nearest to a float parameter; null without
   Moment moments[kMaxMoments];
   int64_t numel;
   int64_t first;
@@ -68,7 +69,7 @@ struct Segment {
   int32_t rounding;
   int32_t scalars;  // index into the array of StepScalars
   uint32_t param_phase;
-  int32_t unused;  // 0
+  int32_t copy_dtype;  // kBF16 or kFP16 with a copy
 };
 
 constexpr uint32_t kPieceFactor = 10304;

@@ -64,6 +64,52 @@ ZERO8_DEVICE inline bool any_extreme_of_two(const Vec::F* x) {
   return any_extreme(Vec::maxu(magnitude_bits(x[0]), magnitude_bits(x[1])));
 }
 
+// The patterns of the nearest bfloat16 and float16, to even in a tie; what is beyond the largest
+// becomes infinite, and every NaN the same.
+ZERO8_DEVICE inline Vec::I nearest_bfloat16(Vec::F x) {
+  const Vec::I bits = Vec::as_int(x);
+  const Vec::I odd = Vec::andi(Vec::shr<16>(bits), Vec::seti(1));
+  const Vec::I sum = Vec::addi(bits, Vec::addi(odd, Vec::seti(0x7FFF)));
+  return Vec::choose(is_nan(x), Vec::seti(0x7FC0), Vec::shr<16>(sum));
+}
+ZERO8_DEVICE inline Vec::I nearest_half(Vec::F x) {
+  constexpr uint32_t kLargest = 0x477FE000, kSmallestNormal = 0x38800000;  // 65504 and 2^-14
+  const Vec::I bits = magnitude_bits(x);
+  const Vec::I odd = Vec::andi(Vec::shr<13>(bits), Vec::seti(1));
+  const Vec::I sum = Vec::addi(bits, Vec::addi(odd, Vec::seti(0x0FFF)));
+  // Half of the difference between the biases of the exponents: 127 - 15.
+  Vec::I half = Vec::shr<13>(Vec::subi(sum, Vec::seti(112u << 23)));
+  half = Vec::choose(Vec::above(sum, Vec::seti(kLargest | 0x1FFF)), Vec::seti(kHalfInfinityBits),
+                     half);
+  // Subnormal halves are multiples of 2^-24, and so is the last bit of 0.75 and what follows it.
+  const Vec::F shifted = Vec::fma_far(Vec::set(1.0f), Vec::as_float(bits), Vec::set(0.75f));
+  const Vec::I multiple = Vec::subi(Vec::as_int(shifted), Vec::seti(0x3F400000));
+  half = Vec::choose(Vec::above(Vec::seti(kSmallestNormal), bits), multiple, half);
+  half = Vec::choose(is_nan(x), Vec::seti(0x7E00), half);
+  return Vec::ori(half, Vec::shr<16>(Vec::andi(Vec::as_int(x), Vec::seti(kSignBit))));
+}
+// x rounded to a gradient's type: float, bfloat16 or float16.
+template <class G>
+ZERO8_DEVICE inline Vec::F nearest(Vec::F x) {
+  return x;
+}
+template <>
+ZERO8_DEVICE inline Vec::F nearest<uint16_t>(Vec::F x) {
+  return Vec::as_float(Vec::shl<16>(nearest_bfloat16(x)));
+}
+template <>
+ZERO8_DEVICE inline Vec::F nearest<Half>(Vec::F x) {
+  const Vec::I half = nearest_half(x), magnitude = Vec::andi(half, Vec::seti(0x7FFF));
+  // Subnormal ones, and the others, as floats; 2^-24 is exact in both.
+  const Vec::F subnormal = Vec::mul_far(Vec::to_float(magnitude), Vec::set(0x1p-24f));
+  const Vec::I normal = Vec::addi(Vec::shl<13>(magnitude), Vec::seti(112u << 23));
+  Vec::I bits =
+      Vec::choose(Vec::above(Vec::seti(0x0400), magnitude), Vec::as_int(subnormal), normal);
+  const Vec::I beyond = Vec::addi(Vec::shl<13>(magnitude), Vec::seti(224u << 23));
+  bits = Vec::choose(Vec::above(magnitude, Vec::seti(kHalfInfinityBits - 1)), beyond, bits);
+  return Vec::as_float(Vec::ori(bits, Vec::andi(Vec::as_int(x), Vec::seti(kSignBit))));
+}
+
 // (D1) and (D2) of the first of a block's elements.
 struct Thresholds {
   uint32_t r, q;
@@ -83,7 +129,7 @@ struct Thresholds {
 class Float32 {
  public:
   using Stored = float;
-  static constexpr bool kCorrected = false, kHasPairs = false;
+  static constexpr bool kCorrected = false, kHasPairs = false, kIsCopied = false;
   float* p;
 
   ZERO8_DEVICE Float32() : p(nullptr) {}
@@ -108,12 +154,42 @@ class Float32 {
   }
 };
 
+// A float whose nearest bfloat16 or float16 is written too, for an engine that feeds its 16-bit
+// weights from there.
+class CopiedFloat32 : public Float32 {
+ public:
+  static constexpr bool kIsCopied = true;
+
+  CopiedFloat32() : copy_(nullptr), is_half_(false) {}
+  CopiedFloat32(const Segment& seg, const Block& b)
+      : Float32(seg, b),
+        copy_(static_cast<uint16_t*>(seg.copy) + b.begin),
+        is_half_(seg.copy_dtype == kFP16) {}
+  template <class Lanes>
+  void write(int i, Vec::F x, Lanes lanes) {
+    Float32::write(i, x, lanes);
+    copy(i, x, lanes);
+  }
+  template <bool, class V = Vec>
+  ZERO8_INLINE void write_two(int i, const typename V::F* x) {
+    for (int k = 0; k < 2; ++k) write(i + k * V::kLanes, x[k], All());
+  }
+  template <class Lanes>
+  void copy(int i, Vec::F x, Lanes lanes) const {
+    store16(copy_ + i, is_half_ ? nearest_half(x) : nearest_bfloat16(x), lanes);
+  }
+
+ private:
+  uint16_t* copy_;
+  bool is_half_;
+};
+
 // kOnlyDithered: `rounding` is known to be that.
 template <bool kOnlyDithered>
 class BFloat16 {
  public:
   using Stored = uint16_t;
-  static constexpr bool kCorrected = false, kHasPairs = kOnlyDithered;
+  static constexpr bool kCorrected = false, kHasPairs = kOnlyDithered, kIsCopied = false;
   uint16_t* p;
 
   ZERO8_DEVICE BFloat16() : p(nullptr), rounding_(kNearest), r_(Vec::seti(0)) {}
@@ -186,7 +262,7 @@ class BFloat16 {
 class CorrectedBFloat16 {
  public:
   using Stored = uint16_t;
-  static constexpr bool kCorrected = true, kHasPairs = true;
+  static constexpr bool kCorrected = true, kHasPairs = true, kIsCopied = false;
   uint16_t* p;
 
   ZERO8_DEVICE CorrectedBFloat16() : p(nullptr), correction_(nullptr) {}
@@ -272,38 +348,6 @@ class CorrectedBFloat16 {
 
 // A gradient at or above this, or NaN, counts as not finite: its square would overflow.
 constexpr uint32_t kGradientLimitBits = (127 + 63) << 23;
-
-// x rounded to the nearest number of a gradient's type, to even in a tie; what is beyond the
-// largest becomes infinite.  The lower 16 bits of a NaN must be 0.
-template <class G>
-ZERO8_DEVICE inline Vec::F nearest(Vec::F x) {
-  return x;
-}
-template <>
-ZERO8_DEVICE inline Vec::F nearest<uint16_t>(Vec::F x) {
-  const Vec::I bits = Vec::as_int(x);
-  const Vec::I odd = Vec::andi(Vec::shr<16>(bits), Vec::seti(1));
-  const Vec::I sum = Vec::addi(bits, Vec::addi(odd, Vec::seti(0x7FFF)));
-  return Vec::as_float(Vec::andi(sum, Vec::seti(0xFFFF0000)));
-}
-template <>
-ZERO8_DEVICE inline Vec::F nearest<Half>(Vec::F x) {
-  constexpr uint32_t kLargest = 0x477FE000, kSmallestNormal = 0x38800000;  // 65504 and 2^-14
-  const Vec::I bits = magnitude_bits(x);
-  const Vec::I odd = Vec::andi(Vec::shr<13>(bits), Vec::seti(1));
-  Vec::I rounded =
-      Vec::andi(Vec::addi(bits, Vec::addi(odd, Vec::seti(0x0FFF))), Vec::seti(~0x1FFF));
-  rounded =
-      Vec::choose(Vec::above(rounded, Vec::seti(kLargest)), Vec::seti(kInfinityBits), rounded);
-  rounded = Vec::choose(Vec::above(bits, Vec::seti(kInfinityBits - 1)), bits, rounded);
-  // Subnormal halves are multiples of 2^-24, and so is the last bit of 0.75 and what follows it.
-  const Vec::F shifted = Vec::fma_far(Vec::set(1.0f), Vec::as_float(bits), Vec::set(0.75f));
-  const Vec::I multiple = Vec::subi(Vec::as_int(shifted), Vec::seti(0x3F400000));
-  const Vec::F subnormal = Vec::mul_far(Vec::to_float(multiple), Vec::set(0x1p-24f));
-  const Vec::Mask is_subnormal = Vec::above(Vec::seti(kSmallestNormal), bits);
-  rounded = Vec::choose(is_subnormal, Vec::as_int(subnormal), rounded);
-  return Vec::as_float(Vec::ori(rounded, Vec::andi(Vec::as_int(x), Vec::seti(kSignBit))));
-}
 
 // (R1)
 struct Gradient {

@@ -280,6 +280,16 @@ struct Pending {
 
 // --- The step ------------------------------------------------------------------------------------
 
+// A block stays as it is; its copy is made, which may have held anything.
+template <class P>
+void leave(const P& param, int count) {
+  if constexpr (P::kIsCopied) {
+    for_vectors(0, count, [&](int i, auto lanes) ZERO8_INLINE {
+      param.copy(i, load(param.p + i, lanes), lanes);
+    });
+  }
+}
+
 // Whether a block with these largest patterns of new moments has finite gradients and moments.
 template <class Algorithm, class P, class G>
 ZERO8_INLINE inline bool can_step(const Reader<typename Algorithm::Scalars, P, G>& reader,
@@ -327,6 +337,7 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, int64_t begin, in
     uint32_t largest[kMoments];
     for (int k = 0; k < kMoments; ++k) largest[k] = Vec::reduce_maxu(patterns[k]);
     if (!can_step<Algorithm>(reader, largest)) {
+      leave(reader.param, b.count);
       ++skipped;
       continue;
     }
@@ -433,6 +444,7 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const Dynamic
                       ZERO8_INLINE { has_finite_scales &= source.has_finite_scales(); });
     to.ranges.visit([&](auto k, auto& range) ZERO8_INLINE { largest[k.value] = range.largest(); });
     if (!has_finite_scales || !can_step<Algorithm>(reader, largest)) {
+      leave(reader.param, b.count);
       ++skipped;
       continue;
     }
@@ -475,6 +487,7 @@ int64_t step_param(const Segment& seg, const StepScalars& s, const DynamicMaps& 
 inline int64_t step_blocks(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
                            int64_t begin, int64_t end) {
   if (seg.param_dtype == kFP32) {
+    if (seg.copy) return step_typed<CopiedFloat32, float>(seg, s, maps, begin, end);
     if (seg.grad_dtype == kFP16) return step_typed<Float32, Half>(seg, s, maps, begin, end);
     return step_param<Float32>(seg, s, maps, begin, end);
   }

@@ -224,6 +224,16 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         with self._lock:
             self._stepper.grad_factor *= float(np.float32(float(factor)))
 
+    @property
+    def copies(self) -> dict[Tensor, Tensor]:
+        """By float32 parameter on the CPU, a tensor to which the next step writes it, rounded.
+
+        Contiguous, bfloat16 or float16, of as many elements.  The bits are those of `copy_` after
+        the step.  The step takes out the copies that it has written; it writes none of parameters
+        without gradients, with gradients of 16 bits, or in another layout than contiguous.
+        """
+        return self._stepper.copies
+
     def step_in_backward(self, model: torch.nn.Module) -> InBackward:
         """Step each parameter in the backward, as soon as its gradient arrives, and free that.
 

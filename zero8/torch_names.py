@@ -49,7 +49,13 @@ NAMES = (
     PrivateName(
         "torch", "_C._disabled_torch_function_impl", "keeps operations on moments from wrapping"
     ),
+    PrivateName(
+        "torch", "_C.DisableTorchFunctionSubclass", "lets buffers of weights act as plain tensors"
+    ),
     PrivateName("torch", "Tensor._make_wrapper_subclass", "makes the tensors of moments"),
+    PrivateName(
+        "torch.optim.optimizer", "_global_optimizer_post_hooks", "notices hooks of all steps"
+    ),
     PrivateName("torch", "cuda._sleep", "keeps a GPU busy in measurements"),
     PrivateName("torch._subclasses", "FakeTensor", "recognizes moments that are traced"),
     PrivateName("torch.utils", "_pytree.tree_map_only", "finds moments among arguments"),

@@ -48,4 +48,4 @@ def test_fsdp1_flat_parameters_are_warned_of_and_fsdp2_is_named(caplog):
     p._fsdp_flattened = True
     tell_once.cache_clear()
     Adam8bitBlockwise([p])
-    assert "8 bytes per element; under FSDP2" in caplog.text
+    assert "8 bytes per element; FSDP2" in caplog.text

@@ -154,7 +154,7 @@ def test_plan_draws_a_figure(capsys, tmp_path):
 
 REFUSED = {
     "stage 0 with offload": (["--stage", "0"], "expected stage 1, 2 or 3"),
-    "nvme with stage 2": (["--offload", "nvme"], "stage 3 alone"),
+    "nvme with stage 2": (["--offload", "nvme"], "only DeepSpeed's stage 3"),
     "nvme of no speed": (["--offload", "nvme", "--stage", "3"], "--nvme-bandwidth: expected"),
     "fsdp2 with fp16": (["--engine", "fsdp2", "--dtype", "fp16"], "dtype: got 'fp16' with fsdp2"),
     "no ranks": (["--world-size", "0"], "world_size: got 0"),

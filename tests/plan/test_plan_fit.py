@@ -135,7 +135,7 @@ def test_plan_without_limits_prints_no_verdict(capsys):
 
 
 def test_plan_where_nothing_helps_says_so(capsys):
-    assert "No change of the settings" in plan(capsys, "--host-memory", "0.001")[1]
+    assert "None of the changes tried" in plan(capsys, "--host-memory", "0.001")[1]
 
 
 def test_plan_in_json_has_limits_verdict_and_changes(capsys):

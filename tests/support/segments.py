@@ -101,8 +101,9 @@ def make(
 def tensors(segment: Segment) -> dict[str, torch.Tensor]:
     """Return everything that a step may change."""
     found = {"param": segment.param}
-    if segment.correction is not None:
-        found["correction"] = segment.correction
+    for name in ("correction", "copy"):
+        if getattr(segment, name) is not None:
+            found[name] = getattr(segment, name)
     for name in segment.algorithm.moment_names:
         moment = moment_of(segment, name)
         found[name] = moment.values
@@ -116,7 +117,7 @@ def copied(segment: Segment) -> Segment:
         return None if x is None else shifted(x, x.storage_offset())
 
     moments = [Moment(copy(m.values), copy(m.scales), m.phase) for m in segment.moments]
-    own = {name: copy(getattr(segment, name)) for name in ("param", "grad", "correction")}
+    own = {name: copy(getattr(segment, name)) for name in ("param", "grad", "correction", "copy")}
     return replace(segment, **own, moments=moments)
 
 
@@ -130,7 +131,7 @@ def framed_copy(segment: Segment) -> tuple[Segment, dict[str, torch.Tensor]]:
         rows = value.numel()
         frames[name] = torch.full((rows + 200,), 77, dtype=value.dtype)
         inner = frames[name][100 : 100 + rows].view(value.shape).copy_(value)
-        if name in ("param", "correction"):
+        if name in ("param", "correction", "copy"):
             setattr(framed, name, inner)
         elif name.endswith("_scale"):
             moment_of(framed, name.removesuffix("_scale")).scales = inner

@@ -6,7 +6,8 @@ from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
-from zero_worker import Bag, base_optimizer, config, difference, held, make_engine, take_step
+from nests import difference
+from zero_worker import Bag, base_optimizer, config, held, make_engine, take_step
 
 from zero8.zero.unscaling import UNSCALES, leave_to_step
 

@@ -263,6 +263,10 @@ def _fill(record: np.void, segment: Segment, device: torch.device) -> None:
     if segment.correction is not None:
         check("param with a correction", segment.param, numel, torch.bfloat16)
         record["correction"] = check("correction", segment.correction, numel, torch.int8)
+    if segment.copy is not None:
+        dtypes = torch.bfloat16, torch.float16
+        record["copy"] = check("copy", segment.copy, numel, *dtypes)
+        record["copy_dtype"] = DTYPE_NUMBERS[segment.copy.dtype]
     record["numel"], record["first"] = numel, segment.first
     record["row_length"] = segment.grid.row_length
     record["block_size"] = segment.grid.block_size

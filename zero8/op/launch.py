@@ -63,6 +63,7 @@ class Launch:
             ValueError: if a field of a segment is invalid; the message names it.
         """
         kernel.check(records, len(scalars))
+        assert not records["copy"].any(), "only the CPU's kernel writes copies"
         numbers = np.unique(records["algorithm"]).tolist() or [ADAM.number]
         (algorithm,) = map(algorithm_called, numbers)
         first_blocks = np.zeros(len(records) + 1, np.int64)

@@ -22,6 +22,7 @@ SEGMENT = np.dtype(
         ("param", "u8"),
         ("grad", "u8"),
         ("correction", "u8"),
+        ("copy", "u8"),
         ("moments", MOMENT, MAX_MOMENTS),
         ("numel", "i8"),
         ("first", "i8"),
@@ -34,7 +35,7 @@ SEGMENT = np.dtype(
         ("rounding", "i4"),
         ("scalars", "i4"),
         ("param_phase", "u4"),
-        ("unused", "i4"),
+        ("copy_dtype", "i4"),
     ]
 )
 DYNAMIC_MAP = np.dtype(

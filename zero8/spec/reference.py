@@ -54,6 +54,9 @@ def step(segment: Segment) -> int:
     _store_param(segment, algorithm.param(s, p, new, carried), good)
     for (rule, moment), x in zip(moments, new, strict=True):
         _store(segment, rule, moment, x, good, block, bad_blocks)
+    if segment.copy is not None:
+        segment.copy.copy_(segment.param)
+        segment.copy[segment.param.isnan()] = torch.nan  # torch's vector code writes others
     return int(bad_blocks.sum())
 
 

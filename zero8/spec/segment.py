@@ -52,6 +52,9 @@ class Segment:
         rounding: how a bfloat16 parameter is rounded; float32 parameters ignore it.
         correction: (numel,) int8, contiguous, updated in place: the 8 bits below those of a
             bfloat16 parameter, or None.  With it the parameter is rounded to 24 bits, to nearest.
+        copy: (numel,) bfloat16 or float16, contiguous: receives the float32 parameter rounded to
+            nearest, also where the step leaves it unchanged; None without.  On the CPU, for
+            float32 gradients.
     """
 
     param: Tensor
@@ -65,3 +68,4 @@ class Segment:
     param_phase: int
     rounding: Rounding
     correction: Tensor | None = None
+    copy: Tensor | None = None

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a step: how its parameters are divided among kernel calls; kept between steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from zero8.op import kernel
 from zero8.op.describe import Snapshot
@@ -16,6 +17,7 @@ from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.state.header import Entries
 from zero8.state.kind import RecordKey, StateKind
 from zero8.step.batch import Batch
+from zero8.step.copies import set_copies
 from zero8.step.records import ParamRecords
 
 
@@ -96,6 +98,7 @@ class Part:
     kept: np.ndarray
     kernel: Kernel
     taken: Taken | None = None
+    has_copies: bool = False
 
     @classmethod
     def joined(
@@ -153,19 +156,37 @@ class Part:
         return self.records, scalars
 
     def step(
-        self, batch: Batch, addresses: np.ndarray, steps: Sequence[NextStep], which: Sequence[int]
+        self,
+        batch: Batch,
+        addresses: np.ndarray,
+        steps: Sequence[NextStep],
+        which: Sequence[int],
+        copies: MutableMapping[Tensor, Tensor],
     ) -> Taken:
-        """Take the step of this part of a batch, and return it, also as `taken`."""
+        """Take the step of this part of a batch, and return it, also as `taken`.
+
+        `copies`, by parameter, are taken out where the step has written them.
+        """
         mine = self.of(batch)
         # Autograd does not see writes by the kernel.
         torch.autograd.graph.increment_version(mine.values)
         if self.is_contiguous:
+            written = self._set_copies(mine, copies)
             self.taken = self.kernel.step(*self.filled(None, addresses, steps, which))
+            for p in written:
+                del copies[p]
             return self.taken
         contiguous = mine.contiguous()
         self.taken = self.kernel.step(*self.filled(contiguous, addresses, steps, which))
         contiguous.copy_to(mine)
         return self.taken
+
+    def _set_copies(self, mine: Batch, copies: Mapping[Tensor, Tensor]) -> list[Tensor]:
+        if self.device.type != "cpu" or not (copies or self.has_copies):
+            return []
+        written = set_copies(self.records, self.kept, mine.params, copies)
+        self.has_copies = bool(written)
+        return written
 
     def note(
         self, states: Sequence[Entries], steps: Sequence[NextStep], which: Sequence[int]

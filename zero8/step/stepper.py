@@ -31,12 +31,15 @@ class Stepper:
     Attributes:
         counts: blocks that steps have left unchanged, not yet reported.
         grad_factor: the factor of the gradients of the next step, which sets it to 1.
+        copies: by float32 parameter on the CPU, the bfloat16 or float16 tensor to which the next
+            step also writes it, rounded to nearest; the step takes out those that it has written.
     """
 
     def __init__(self, settings: Settings, params: KnownParams, kinds: Sequence[StateKind]):
         """Start without plans; compiles nothing yet."""
         self.counts = Ledger()
         self.grad_factor = 1.0
+        self.copies: dict[Tensor, Tensor] = {}
         self._settings, self._params, self._kinds = settings, params, kinds
         self._algorithm = settings.algorithm
         self._remembered = tuple(one.name for one in self._algorithm.memory)
@@ -138,7 +141,7 @@ class Stepper:
         steps, which = self._next_steps(batch)
         with put_off():  # Ctrl-C after the kernel would leave a step that states do not count
             for part in plan.parts:
-                counts = part.step(batch, addresses, steps, which).counts()
+                counts = part.step(batch, addresses, steps, which, self.copies).counts()
                 if counts is not None:
                     self.counts.add(part.labels, counts)
                 part.note(batch.states, steps, which)

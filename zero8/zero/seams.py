@@ -15,7 +15,7 @@ from types import ModuleType
 
 from zero8.checkpoint.engine.install import add_manifests
 from zero8.versions import TESTED, warn_if_untested
-from zero8.zero import accelerate, access, jit, universal_load, unscaling
+from zero8.zero import accelerate, access, jit, universal_load, unscaling, weight_copies
 from zero8.zero.when_imported import when_imported
 
 
@@ -190,6 +190,18 @@ SEAMS = (
             (_STAGE3, "DeepSpeedZeroOptimizer_Stage3"),
         )
     ),
+    *(
+        Seam(
+            module,
+            f"{name}.{method}",
+            change="takes 16-bit weights in host memory from our step, which has written them",
+        )
+        for module, name, method in (
+            (_STAGE12, "DeepSpeedZeroOptimizer", weight_copies.STEPS),
+            (_STAGE3, "DeepSpeedZeroOptimizer_Stage3", weight_copies.STEPS),
+            (_STAGE3, "DeepSpeedZeroOptimizer_Stage3", weight_copies.REASSIGNS),
+        )
+    ),
     Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", change="raises on all ranks or on none"),
     Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._post_step", change="has the ranks agree first"),
     Seam("deepspeed.ops.op_builder.all_ops", "ALL_OPS", change="lists our op, for ds_report"),
@@ -300,6 +312,7 @@ def install(optimizer_class: type) -> None:
     access.offload_codes(stage_1_and_2, optimizer_class)
     access.refuse_to_move_states(zero3_class, optimizer_class)
     unscaling.leave_to_step(stage_1_and_2.DeepSpeedZeroOptimizer, zero3_class, optimizer_class)
+    weight_copies.write_in_step(stage_1_and_2.DeepSpeedZeroOptimizer, zero3_class, optimizer_class)
     overrides.swap_states(stage3, optimizer_class)
     overrides.agree_on_swapped(engine_class, zero3_class)
     overrides.finish_steps(engine_class, optimizer_class)

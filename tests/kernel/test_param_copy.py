@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The 16-bit copy of a float32 parameter that the step writes is torch's copy_ of the parameter."""
+
+import numpy as np
+import pytest
+import torch
+from segments import (
+    CODEC_NAMES,
+    Place,
+    assert_same,
+    copied,
+    framed_copy,
+    gradient,
+    make,
+    scalars_at,
+)
+
+from zero8.op import kernel
+from zero8.spec import reference
+
+PLACES = [
+    Place((4, 64), 64, 0, 1),
+    Place((4, 100), 64, 37, 255, offset=2),
+    Place((3, 300), 256, 299, 257, offset=3),
+    Place((3, 257), 256, 0, 3 * 257),
+    Place((2, 5000), 4096, 4095, 3001),
+    Place((3, 300), 256, 50, 0),
+]
+BF16, FP16 = torch.bfloat16, torch.float16
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+FROZEN = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.0}
+
+
+def with_copy(segment, dtype):
+    """Return the segment with a copy that has not been written yet."""
+    segment.copy = torch.full((segment.param.numel() + 1,), 77.0, dtype=dtype)[1:]
+    return segment
+
+
+@DTYPES
+@pytest.mark.parametrize("codec", CODEC_NAMES, ids=str)
+def test_kernel_copy_of_any_place_equals_reference_and_stays_inside(codec, dtype):
+    for place in PLACES:
+        segment = with_copy(make(codec, place, scalars_at(1, ADAM)), dtype)
+        segment.grad.copy_(gradient(0, place.numel, seed=3))
+        wanted, followers = copied(segment), {isa: framed_copy(segment) for isa in kernel.isas()}
+        reference.step(wanted)
+        assert torch.equal(wanted.copy, wanted.param.to(dtype))
+        for isa, (mine, frames) in followers.items():
+            kernel.step([mine], isa=isa)
+            assert_same(mine, wanted, isa)
+            for frame in frames.values():
+                assert (frame[:100] == 77).all() and (frame[-100:] == 77).all()
+
+
+@DTYPES
+def test_kernel_copy_of_every_kind_of_float_equals_torch(dtype):
+    """Parameters around every 16-bit number and every tie, stepped with a rate of 0.
+
+    A step reads subnormal parameters as 0 and writes what it has read.
+    """
+    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    bits = patterns.view(torch.int32)
+    step = 1 << (16 if dtype == BF16 else 13)
+    around = [bits, *(bits + shift for shift in (-1, 1, step // 2 - 1, step // 2, step // 2 + 1))]
+    param = torch.cat(around).view(torch.float32)
+    param = torch.where(param.abs() < 2.0**-126, 0.0, param)
+    place = Place((6 * 2**8, 2**8), 256, 0, 6 * 2**16)
+    segment = with_copy(make("log", place, scalars_at(1, FROZEN)), dtype)
+    segment.param.copy_(param)
+    wanted = param.to(dtype)
+    for isa in kernel.isas():
+        mine = copied(segment)
+        kernel.step([mine], isa=isa)
+        finite = ~param.isnan()
+        assert torch.equal(mine.copy.view(torch.int16)[finite], wanted.view(torch.int16)[finite])
+        assert mine.copy[~finite].isnan().all()
+
+
+@DTYPES
+@pytest.mark.parametrize("codec", CODEC_NAMES, ids=str)
+def test_kernel_copy_of_a_block_that_is_left_unchanged_is_made(codec, dtype):
+    """The buffer may never have been written; subnormal numbers stay as they are here."""
+    for place in PLACES:
+        segment = with_copy(make(codec, place, scalars_at(1, ADAM)), dtype)
+        segment.param[::3] = 2.0**-130
+        segment.grad.fill_(torch.nan)
+        for isa in kernel.isas():
+            mine = copied(segment)
+            kernel.step([mine], isa=isa)
+            assert torch.equal(mine.param, segment.param)
+            assert torch.equal(mine.copy, segment.param.to(dtype)), isa
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("copy_dtype", 0, "copy_dtype: got 0, expected 1"),
+        ("copy_dtype", 3, "copy_dtype: got 3, expected 1"),
+        ("copy", 2**40 + 1, "copy: got 1099511627777, expected an address"),
+        ("param_dtype", 1, "param_dtype: got 1, expected 0"),
+        ("grad_dtype", 1, "param_dtype: got 0, expected 0"),
+    ],
+)
+def test_record_with_a_copy_that_kernels_cannot_write_is_refused(field, value, message):
+    segment = with_copy(make("log", PLACES[4], scalars_at(1, ADAM)), BF16)
+    records, scalars = kernel.packed([segment])
+    kernel.check(records, len(scalars))
+    records[field] = np.array(value)
+    with pytest.raises(ValueError, match=message):
+        kernel.check(records, len(scalars))

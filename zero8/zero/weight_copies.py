@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The 16-bit copy of float32 master weights under ZeRO, written by the step itself.
+
+After the step DeepSpeed rounds the master weights in host memory to the model's dtype: 4 bytes per
+parameter read and 2 written.  The step writes the same bits while it has the weights at hand, and
+DeepSpeed's copy is skipped.  Where it cannot, for one step or for all, DeepSpeed copies as ever.
+
+Master weights that are bfloat16 themselves, in host memory, need no copy: the buffer of ZeRO 1 and
+2 that DeepSpeed copies them to becomes a name for their own memory, which saves 2 bytes per
+parameter.
+"""
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils.weak import WeakTensorKeyDictionary
+
+STEPS = "_optimizer_step"
+REASSIGNS = "_reassign_or_swap_out_partitioned_parameters"
+BUFFERS = "param_buffer_of_bit16_for_cpu_offload_groups"
+
+
+class CopyTarget(torch.Tensor):
+    """A buffer that skips one copy of the weights that a step has already written to it.
+
+    Attributes:
+        written_from: the address of these weights; None if the next copy is to be made.
+    """
+
+    written_from: int | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Skip that copy; `.data` is the buffer itself; everything else is as of a plain tensor."""
+        target = args[0] if args else None
+        if isinstance(target, cls):
+            if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+                return target
+            if func is torch.Tensor.copy_ and target.written_from is not None:
+                written_from, target.written_from = target.written_from, None
+                if args[1].data_ptr() == written_from:
+                    return target
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class _Copies:
+    """Which partitions' copies the step may write, and which it has written."""
+
+    def __init__(self) -> None:
+        self._noted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def step(self, optimizer: Any, p: Tensor, target: Tensor | None, step: Any) -> bool:
+        """Call `step`; return whether it has written the copy of a partition to `target`.
+
+        The elements between parameters, which no step touches, are copied by DeepSpeed once; if
+        another than our steps has written to the partition since, again.
+        """
+        if target is None or not _can_write(optimizer, p, target):
+            step()
+            return False
+        expected = target.data_ptr(), p._version
+        if self._noted.get(p) == expected:
+            optimizer.copies[p] = target
+        try:
+            step()
+            is_written = self._noted.get(p) == expected and p not in optimizer.copies
+        finally:
+            optimizer.copies.clear()
+        self._noted[p] = target.data_ptr(), p._version
+        return is_written
+
+
+def _can_write(optimizer: Any, p: Tensor, target: Tensor) -> bool:
+    return (
+        p.dtype == torch.float32
+        and target.dtype in (torch.bfloat16, torch.float16)
+        and p.device.type == target.device.type == "cpu"
+        and target.is_contiguous()
+        and p.numel() == target.numel()
+        # A hook may change the weights after the step.
+        and not optimizer._optimizer_step_post_hooks
+        and not _global_optimizer_post_hooks
+    )
+
+
+class _WithTarget:
+    """ZeRO-3's optimizer, for which the copy of one sub-group has been made."""
+
+    def __init__(self, zero: Any, sub_group_id: int):
+        self._zero = zero
+        skipped = SimpleNamespace(copy_=lambda weights: None)
+        self.fp16_partitioned_groups_flat = {sub_group_id: SimpleNamespace(data=skipped)}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._zero, name)
+
+
+def write_in_step(stage12_class: type, stage3_class: type, optimizer_class: type) -> None:
+    """Have the steps of our optimizer write the copies of these classes."""
+    _write_in_stage12(stage12_class, optimizer_class)
+    _write_in_stage3(stage3_class, optimizer_class)
+
+
+def _write_in_stage12(zero_class: type, optimizer_class: type) -> None:
+    step, copies = getattr(zero_class, STEPS), _Copies()
+
+    @functools.wraps(step)
+    def in_stage12(self: Any, group_no: int) -> None:
+        if not (
+            type(self) is zero_class
+            and isinstance(self.optimizer, optimizer_class)
+            and self.cpu_offload
+        ):
+            step(self, group_no)
+            return
+        p, buffers = self.single_partition_of_fp32_groups[group_no], getattr(self, BUFFERS)
+        if hasattr(buffers[group_no], "ds_pin_base"):
+            # DeepSpeed frees such page-locked memory with this very object.
+            step(self, group_no)
+            return
+        if p.dtype == buffers[group_no].dtype and p.device == buffers[group_no].device:
+            buffers[group_no] = p.data
+        elif not isinstance(buffers[group_no], CopyTarget):
+            buffers[group_no] = buffers[group_no].as_subclass(CopyTarget)
+        target = buffers[group_no]
+        if copies.step(self.optimizer, p, target, lambda: step(self, group_no)):
+            target.written_from = p.data_ptr()
+
+    setattr(zero_class, STEPS, in_stage12)
+
+
+def _write_in_stage3(zero_class: type, optimizer_class: type) -> None:
+    step, reassign = getattr(zero_class, STEPS), getattr(zero_class, REASSIGNS)
+    copies = _Copies()
+    written: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+
+    @functools.wraps(step)
+    def in_stage3(self: Any, sub_group_id: int) -> None:
+        if not (type(self) is zero_class and isinstance(self.optimizer, optimizer_class)):
+            step(self, sub_group_id)
+            return
+        p = self.fp32_partitioned_groups_flat[sub_group_id]
+        target = self.fp16_partitioned_groups_flat[sub_group_id]
+        if copies.step(self.optimizer, p, target, lambda: step(self, sub_group_id)):
+            written.setdefault(self, set()).add(sub_group_id)
+
+    @functools.wraps(reassign)
+    def reassign_in_stage3(self: Any, sub_group_id: int) -> None:
+        if sub_group_id not in written.get(self, ()):
+            reassign(self, sub_group_id)
+            return
+        written[self].remove(sub_group_id)
+        reassign(_WithTarget(self, sub_group_id), sub_group_id)
+
+    setattr(zero_class, STEPS, in_stage3)
+    setattr(zero_class, REASSIGNS, reassign_in_stage3)
