@@ -105,7 +105,9 @@ def _of_flat(zero):
         "gradients of the step": nbytes([p.grad for p in masters if p.grad is not None]),
     }
     if zero.cpu_offload:
-        found["weights on their way"] = nbytes(zero.param_buffer_of_bit16_for_cpu_offload_groups)
+        places = {p.data_ptr() for p in masters}
+        buffers = zero.param_buffer_of_bit16_for_cpu_offload_groups
+        found["weights on their way"] = nbytes([b for b in buffers if b.data_ptr() not in places])
         found["largest gradient"] = zero.temp_grad_buffer_for_cpu_offload.nbytes
         found["accumulated gradients"] = nbytes(zero.accumulated_grads_in_cpu.values())
     return found

@@ -80,8 +80,11 @@ def _stages_0_to_2(model: Model, setup: Setup, share: Share) -> list[Row]:
 
 def _buffers_of_offload(model: Model, setup: Setup, share: Share) -> list[Row]:
     weight, largest = setup.weight_bytes, model.largest_numel
+    on_their_way = weight * share.numel
+    # zero8 sends master weights of the model's own dtype from where they are.
+    is_needed = setup.master_bytes != weight
     rows = [
-        _same(HOST, "weights on their way", weight * share.numel),
+        Row(HOST, "weights on their way", on_their_way, on_their_way if is_needed else 0),
         _same(HOST, "largest gradient", weight * largest),
         _same(GPU, "largest gradient", weight * largest),
     ]
