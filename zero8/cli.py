@@ -111,7 +111,11 @@ def make_parser() -> argparse.ArgumentParser:
     for name, add, help_text in (
         ("plan", _plan, "estimate memory, traffic and step time of a run"),
         ("checkpoint", _checkpoint, "verify, inspect, compare, convert and delete checkpoints"),
-        ("bench", _bench, "measure the step, steps in the backward, and the plan's estimates"),
+        (
+            "bench",
+            _bench,
+            "measure the step, whole engines, steps in the backward, and the plan's estimates",
+        ),
     ):
         commands.add_parser(name, help=help_text).add_arguments = add
     return parser
@@ -129,6 +133,11 @@ def _bench(parser: argparse.ArgumentParser) -> None:
             "backward",
             "zero8.bench.backward.command",
             "gradients alive and times of steps in the backward, and of steps after it",
+        ),
+        (
+            "engine",
+            "zero8.bench.engine.command",
+            "time of `engine.step()` of whole DeepSpeed engines, its AdamW's beside zero8's",
         ),
         (
             "plan",

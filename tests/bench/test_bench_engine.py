@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The measurement of whole engines: every contender is timed, in a table of medians and ratios."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zero8 import cli
+from zero8.bench.engine import command, contenders, report
+
+NAMES = [contender.name for contender in contenders.CONTENDERS]
+SIDE = 64
+
+
+def bench(out, *words):
+    sizes = ["--numel", 2 * SIDE**2, "--rounds", 2, "--threads", 1]
+    return cli.main(["bench", "engine", "--json", *map(str, (out, *sizes, *words))])
+
+
+def measured(out):
+    """Measure small engines in this process; return the status."""
+    contenders.SIDE, command.UNIT = SIDE, SIDE**2
+    return bench(out, "--stages", "2,3", "--clipping", "1.0")
+
+
+@pytest.fixture(scope="module")
+def result(standing_ranks, tmp_path_factory):
+    out = tmp_path_factory.mktemp("engine") / "engine.json"
+    assert standing_ranks(1).run(measured, timeout_s=300, out=str(out)) == [0]
+    return json.loads(out.read_text()), Path(out).with_suffix(".md").read_text()
+
+
+@pytest.mark.slow
+def test_bench_engine_times_every_contender_at_every_stage(result):
+    rows = result[0]["rows"]
+    assert [(row["stage"], row["name"]) for row in rows] == [(s, n) for s in (2, 3) for n in NAMES]
+    for row in rows:
+        assert 0 < row["inner_ms"] < row["phase_ms"]
+        assert row["phase_ms_p10"] <= row["phase_ms"] <= row["phase_ms_p90"]
+        assert (row["ratio"] == 1.0) is (row["name"] == row["over"])
+        is_bf16 = "bf16" in row["name"]
+        assert row["over"] == (contenders.DEEPSPEED_BF16 if is_bf16 else contenders.DEEPSPEED)
+
+
+@pytest.mark.slow
+def test_bench_engine_table_has_a_line_per_row_and_target(result):
+    found, table = result
+    assert [check["met"] for check in found["checks"]] == [
+        row["ratio"] >= report.LIMITS[row["name"]]
+        for row in found["rows"]
+        if row["name"] in report.LIMITS
+    ]
+    for row in found["rows"]:
+        assert (
+            f"| ZeRO-{row['stage']}, clipped at 1, {row['name']} | {row['phase_ms']:.1f} |" in table
+        )
+    for check in found["checks"]:
+        assert f"| {check['target']} | {check['value']:.4g} |" in table
+    assert found["command"] in table and "1 rank(s)" in table
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--stages", "4"], "--stages: got '4'"),
+        (["--clipping", "0.5"], "--clipping: got '0.5'"),
+        (["--rounds", "1"], "--rounds: got 1"),
+        (["--threads", "0"], "--threads: got 0"),
+        (["--numel", "4097"], "--numel: got 4097"),
+    ],
+)
+def test_bench_engine_bad_argument_is_a_usage_error(words, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench(tmp_path / "out.json", "--numel", str(2048**2), *words)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure `engine.step()` of DeepSpeed engines, its AdamW beside Adam8bitBlockwise, in turns.
+
+Writes OUT (JSON), and a table (.md) beside it.  Under a launcher, such as torchrun, all ranks
+measure and rank 0 writes.
+"""
+
+import argparse
+import logging
+import shlex
+import time
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from zero8.bench import record
+from zero8.bench.engine import contenders
+from zero8.bench.engine.measure import Case, measure
+from zero8.bench.engine.report import checks, markdown
+from zero8.bench.step.timing import threads
+from zero8.bench.usage import check_least, check_multiple, check_names, chosen
+from zero8.op import kernel
+from zero8.ranks import numbers
+
+STAGES = ("1", "2", "3")
+CLIPPING = ("1.0", "0.0")
+UNIT = contenders.SIDE**2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the measurement to a parser."""
+    parser.add_argument("--json", type=Path, required=True, metavar="OUT", help="result file")
+    parser.add_argument(
+        "--numel", type=int, default=2**26, metavar="N", help="parameters, default 2^26"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=10, metavar="N", help="measured steps, default 10"
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="of torch in each rank, default all"
+    )
+    parser.add_argument("--stages", metavar="LIST", help="ZeRO stages, default 2,3")
+    parser.add_argument(
+        "--clipping", metavar="LIST", help="limits of the gradients' norm, default 1.0,0.0 (none)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, write both files, print the targets; return the exit status."""
+    if arguments.threads is None:
+        arguments.threads = torch.get_num_threads()
+    check_multiple("--numel", arguments.numel, UNIT, UNIT)
+    check_least("--rounds", arguments.rounds, 2)
+    check_least("--threads", arguments.threads, 1)
+    stages = chosen(arguments.stages, ("2", "3"))
+    clipping = chosen(arguments.clipping, CLIPPING)
+    check_names("--stages", stages, STAGES)
+    check_names("--clipping", clipping, CLIPPING)
+    contenders.join_ranks()
+    machine, began = record.machine(), time.perf_counter()
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    rows: list[dict] = []
+    with threads(arguments.threads):
+        for stage, limit in product(map(int, stages), map(float, clipping)):
+            rows += measure(Case(stage, limit), arguments.numel, arguments.rounds)
+    if numbers.rank() != 0:
+        return 0
+    result = {
+        "numel": arguments.numel,
+        "rounds": arguments.rounds,
+        "threads": arguments.threads,
+        "world_size": numbers.num_ranks(),
+        "isa": kernel.default_isa(),
+        "rows": rows,
+        "checks": checks(rows),
+        "versions": record.versions(),
+        "commit": record.commit(),
+        "cpu": record.cpu(),
+        "machine": machine,
+        "seconds": time.perf_counter() - began,
+        "command": _command(arguments, stages, clipping),
+    }
+    files = record.write(result, arguments.json, markdown)
+    record.print_checks(result["checks"])
+    print("wrote", *files)
+    return 0
+
+
+def _command(
+    arguments: argparse.Namespace, stages: tuple[str, ...], clipping: tuple[str, ...]
+) -> str:
+    words = ["zero8", "bench", "engine", "--json", str(arguments.json)]
+    for name in ("numel", "rounds", "threads"):
+        words += [f"--{name}", str(getattr(arguments, name))]
+    return shlex.join([*words, "--stages", ",".join(stages), "--clipping", ",".join(clipping)])

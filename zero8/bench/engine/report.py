@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The result of whole engines as a markdown table."""
+
+from zero8.bench.record import check_lines, table_lines
+from zero8.bench.step.targets import at_least
+
+HEADERS = (
+    "ZeRO, clipping, optimizer",
+    "`engine.step()`, ms",
+    "10 to 90 %",
+    "optimizer's step, ms",
+    "the rest, ms",
+    "times as fast as DeepSpeed",
+)
+# The least ratios, by row.
+LIMITS = {
+    "zero8, fp32 masters": 2.0,
+    "zero8, 24-bit masters": 2.5,
+    "zero8, bf16 masters": 1.5,
+}
+
+
+def checks(rows: list[dict]) -> list[dict]:
+    """Return whether the phases with clipping meet their targets."""
+    return [
+        at_least(f"ZeRO-{row['stage']}, clipped: {row['name']}", row["ratio"], LIMITS[row["name"]])
+        for row in rows
+        if row["clipping"] and row["name"] in LIMITS
+    ]
+
+
+def markdown(result: dict) -> str:
+    """Return the table of a result."""
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    lines = [
+        f"# Whole engines, {result['numel']:,} parameters, {result['threads']} threads",
+        "",
+        f"`{result['command']}`, {result['seconds']:.0f} s, commit "
+        f"{result['commit'] or 'unknown'}; {result['cpu']}, {machine['cores']} cores, instruction "
+        f"set {result['isa']}; load average before it {machine['load_average']:.2f}; {versions}.",
+        "",
+        *table_lines(list(HEADERS), [_cells(row) for row in result["rows"]]),
+        "",
+        f"A bf16 model of matrices of 2048 x 2048 on {result['world_size']} rank(s), its optimizer "
+        "in host memory; rank 0's times. Medians of "
+        f"{result['rounds']} steps; the engines of one stage step in turns in one process, and a "
+        "ratio is the median over the rounds. bf16 masters are compared with DeepSpeed's bf16 "
+        "masters and states, all others with its fp32 masters. `engine.step()` is everything from "
+        "the last gradient to the next forward: norm, unscaling and clipping, the optimizer's "
+        "step, 16-bit weights.",
+        "",
+        *check_lines(result["checks"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: dict) -> list[str]:
+    clipping = f"clipped at {row['clipping']:g}" if row["clipping"] else "not clipped"
+    return [
+        f"ZeRO-{row['stage']}, {clipping}, {row['name']}",
+        f"{row['phase_ms']:.1f}",
+        f"{row['phase_ms_p10']:.1f} to {row['phase_ms_p90']:.1f}",
+        f"{row['inner_ms']:.1f}",
+        f"{row['phase_ms'] - row['inner_ms']:.1f}",
+        f"{row['ratio']:.2f}",
+    ]
