@@ -27,6 +27,7 @@ from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.store import MomentStore
 from zero8.step.batch import Batch
 from zero8.step.check import check_new
+from zero8.step.clipping import Clipped, factor_of
 from zero8.step.in_backward import InBackward, check_model
 from zero8.step.stepper import Stepper
 from zero8.versions import warn_if_untested
@@ -222,7 +223,55 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             factor: rounded to float32, as `mul_` does.  If it is not finite, no gradient is.
         """
         with self._lock:
-            self._stepper.grad_factor *= float(np.float32(float(factor)))
+            self._stepper.scale_grads(float(np.float32(float(factor))))
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_`, in the next `step`.
+
+        Reads the gradients once; the step multiplies them, with the same bits but for gradients and
+        products below 2^-126.  In memory they stay as they are.  On a GPU they are multiplied at
+        once, as torch does.  Call it right before `step`; `zero_grad` takes it back.
+
+        Args:
+            max_norm: as torch's.
+            norm_type: as torch's.
+            error_if_nonfinite: as torch's.
+            foreach: as torch's.
+
+        Returns:
+            The norm before clipping, as torch returns it: a DTensor if the gradients are.
+
+        Raises:
+            RuntimeError: with steps in the backward, which use gradients before their norm is
+                known; later, by `step`, if gradients have changed since.
+        """
+        if self._in_backward is not None:
+            raise RuntimeError("clip_grad_norm_: got steps in the backward, which use gradients")
+        params = self._all_params()
+        grads = [p.grad for p in params if p.grad is not None]
+        get_norm, clip = torch.nn.utils.get_total_norm, torch.nn.utils.clip_grads_with_norm_
+        total = get_norm(grads, norm_type, error_if_nonfinite, foreach)
+        if any(grad.is_cuda for grad in grads):
+            clip(params, max_norm, total, foreach)
+            return total
+        factor = float(np.float32(factor_of(float(max_norm), total)))
+        with self._lock:
+            self._stepper.forget_factor()
+            self._stepper.scale_grads(factor, Clipped(grads))
+        return total
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as torch's, and what `clip_grad_norm_` has left for the step."""
+        super().zero_grad(set_to_none)
+        self._stepper.forget_factor()
 
     @property
     def copies(self) -> dict[Tensor, Tensor]:

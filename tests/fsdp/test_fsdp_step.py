@@ -5,6 +5,7 @@ import pytest
 from fsdp_worker import (
     LAYOUTS,
     accumulated,
+    clipped,
     differing,
     trained,
     trained_alone,
@@ -43,6 +44,19 @@ def test_fsdp2_step_in_the_backward_of_the_last_micro_batch_has_the_bits_of_one_
         run(accumulated, layout="offload", in_backward=True), expected, strict=True
     ):
         assert differing(ours, theirs) == []
+
+
+@pytest.mark.parametrize("layout", ["offload", "bfloat16"])
+def test_fsdp2_step_with_a_clipped_norm_has_the_bits_of_torchs_clipping(layout, standing_ranks):
+    run = standing_ranks(2).run
+    pairs = zip(
+        run(clipped, layout=layout, by_torch=False),
+        run(clipped, layout=layout, by_torch=True),
+        strict=True,
+    )
+    for (ours, our_norms), (theirs, their_norms) in pairs:
+        assert differing(ours, theirs) == []
+        assert our_norms == their_norms and all(norm > 0.5 for norm in our_norms)
 
 
 def test_fsdp2_step_of_an_optimizer_made_before_sharding_has_the_bits_of_one_process(

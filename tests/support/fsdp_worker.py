@@ -144,6 +144,23 @@ def trained(layout: str, steps: int, in_backward: bool = False) -> dict[str, dic
     return results(model, optimizer)
 
 
+def clipped(layout: str, by_torch: bool) -> tuple[dict[str, dict], list[Tensor]]:
+    """Return `results` after steps that are clipped, and the norms."""
+    start()
+    model = sharded(LAYOUTS[layout])
+    optimizer = optimizer_of(model, LAYOUTS[layout])
+    norms = []
+    for step in range(3):
+        model(step).backward()
+        if by_torch:
+            norms.append(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        else:
+            norms.append(whole(optimizer.clip_grad_norm_(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return results(model, optimizer), norms
+
+
 def accumulated(layout: str, in_backward: bool) -> dict[str, dict]:
     """Return `results` after steps of two micro-batches, the first without synchronization."""
     start()

@@ -17,6 +17,7 @@ from zero8.state.params import KnownParams
 from zero8.state.settings import Settings
 from zero8.step.batch import Batch, Group, local_grad
 from zero8.step.check import check_tensors
+from zero8.step.clipping import Clipped
 from zero8.step.cuda_graph import TOO_EARLY, CapturedStep
 from zero8.step.interrupts import put_off
 from zero8.step.nonfinite import Ledger
@@ -31,6 +32,7 @@ class Stepper:
     Attributes:
         counts: blocks that steps have left unchanged, not yet reported.
         grad_factor: the factor of the gradients of the next step, which sets it to 1.
+        clipped: the gradients that the factor is for, None if for whichever come.
         copies: by float32 parameter on the CPU, the bfloat16 or float16 tensor to which the next
             step also writes it, rounded to nearest; the step takes out those that it has written.
     """
@@ -39,6 +41,7 @@ class Stepper:
         """Start without plans; compiles nothing yet."""
         self.counts = Ledger()
         self.grad_factor = 1.0
+        self.clipped: Clipped | None = None
         self.copies: dict[Tensor, Tensor] = {}
         self._settings, self._params, self._kinds = settings, params, kinds
         self._algorithm = settings.algorithm
@@ -50,6 +53,28 @@ class Stepper:
         self._captured: CapturedStep | None = None
         self._is_just_captured = False  # no replay or ordinary step since the capture
         self._replaced: list[CapturedStep] = []  # earlier captures with counts to request
+
+    def scale_grads(self, factor: float, clipped: Clipped | None = None) -> None:
+        """Multiply the factor of the next step's gradients; `clipped` if it is for these only."""
+        self.grad_factor *= factor
+        self.clipped = clipped
+
+    def forget_factor(self) -> None:
+        """Take the next step's gradients as they are."""
+        self.grad_factor, self.clipped = 1.0, None
+
+    def _check_clipped(self, grads: Sequence[Tensor]) -> None:
+        """Forget a factor that was for gradients which are gone; raises as `Clipped`."""
+        clipped, self.clipped = self.clipped, None
+        if clipped is None:
+            return
+        try:
+            is_meant = clipped.are_there(grads)
+        except RuntimeError:
+            self.grad_factor = 1.0
+            raise
+        if not is_meant:
+            self.grad_factor = 1.0
 
     def step(self, groups: list[Group], state: MutableMapping[Tensor, Entries]) -> dict[str, int]:
         """Take a step over the parameters that have gradients, or capture it in a CUDA graph.
@@ -65,7 +90,10 @@ class Stepper:
             ValueError: if a parameter, gradient or state is not supported; nothing has changed.
         """
         kernel.module()  # a failure to compile must come before anything has been changed
-        is_captured = self.step_batch(_stepping(groups, state), groups, state)
+        batch = _stepping(groups, state)
+        if self.clipped is not None:
+            self._check_clipped([p.grad for p in batch.params if p.grad is not None])
+        is_captured = self.step_batch(batch, groups, state)
         # Querying whether counts have arrived would invalidate the capture of a graph.
         return self.counts.take() if self.counts.pending and not is_captured else {}
 

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`optimizer.clip_grad_norm_`: torch's norm, and the bits of torch's clipping in the step."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from nests import assert_same
+from small_optimizers import set_grads, small_model
+
+from zero8 import Adam8bitBlockwise
+from zero8.optimizer import OPTIMIZERS
+
+SHAPES = {"wide": (64, 96), "narrow": (300, 7), "conv": (8, 16, 3, 3), "bias": (96,)}
+
+
+def params_of(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    params = []
+    for name, shape in SHAPES.items():
+        value = torch.randn(shape, generator=generator).to(dtype)
+        if name == "conv":
+            value = value.to(memory_format=torch.channels_last)
+        params.append(torch.nn.Parameter(value))
+    return params
+
+
+def give_grads(params, step, scale=1.0):
+    generator = torch.Generator().manual_seed(step)
+    for p in params:
+        p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p.dtype)
+
+
+def clip_by_torch(params, *args, **kwargs):
+    return torch.nn.utils.clip_grad_norm_(params, *args, **kwargs)
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("max_norm", "norm_type"), [(1.0, 2.0), (0.01, 1.0), (0.3, float("inf")), (1e9, 2.0)]
+)
+def test_clip_equals_torchs_clipping_before_the_step(optimizer_class, dtype, max_norm, norm_type):
+    ours, theirs = params_of(dtype), params_of(dtype)
+    optimizer, plain = optimizer_class(ours, lr=0.01), optimizer_class(theirs, lr=0.01)
+    for step in range(3):
+        give_grads(ours, step)
+        give_grads(theirs, step)
+        norm = optimizer.clip_grad_norm_(max_norm, norm_type)
+        assert torch.equal(norm, clip_by_torch(theirs, max_norm, norm_type))
+        before = [p.grad.clone() for p in ours]
+        optimizer.step(), plain.step()
+        assert_same(before, [p.grad for p in ours])
+        assert_same(ours, theirs)
+    assert_same(optimizer.state_dict()["state"], plain.state_dict()["state"])
+
+
+@pytest.fixture
+def pair():
+    models = small_model(), small_model()
+    params = [list(model.parameters()) for model in models]
+    return params, [Adam8bitBlockwise(one, lr=0.1) for one in params]
+
+
+def test_clip_is_for_one_step(pair):
+    (ours, theirs), (optimizer, plain) = pair
+    for step in range(2):
+        set_grads(ours, step)
+        set_grads(theirs, step)
+        if step == 0:
+            optimizer.clip_grad_norm_(1e-3)
+            clip_by_torch(theirs, 1e-3)
+        optimizer.step(), plain.step()
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("way", ["zero_grad", "zero_grad, zeros", "others", "set again"])
+def test_clip_of_gradients_that_are_gone_is_forgotten(pair, way):
+    (ours, theirs), (optimizer, plain) = pair
+    set_grads(ours, 0)
+    optimizer.clip_grad_norm_(1e-3)
+    if way == "set again":  # the last call counts
+        optimizer.clip_grad_norm_(1e9)
+    elif way == "others":
+        for p in ours:
+            p.grad = None
+    else:
+        optimizer.zero_grad(set_to_none="zeros" not in way)
+    if way != "set again":
+        set_grads(ours, 1)
+    set_grads(theirs, 0 if way == "set again" else 1)
+    optimizer.step(), plain.step()
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("change", ["written to", "one is gone", "one is new", "more"])
+def test_step_after_gradients_changed_since_clip_is_refused_and_changes_nothing(pair, change):
+    (ours, theirs), (optimizer, plain) = pair
+    set_grads(ours, 0)
+    if change == "more":
+        ours[-1].grad = None
+    optimizer.clip_grad_norm_(1e-3)
+    if change == "written to":
+        ours[0].grad.add_(1.0)
+    elif change == "one is gone":
+        ours[0].grad = None
+    elif change == "one is new":
+        ours[0].grad = ours[0].grad.clone()
+    else:
+        ours[-1].grad = torch.ones_like(ours[-1])
+    before = [p.detach().clone() for p in ours]
+    with pytest.raises(RuntimeError, match="changed since clip_grad_norm_"):
+        optimizer.step()
+    assert_same(before, [p.detach() for p in ours])
+    set_grads(ours, 1)
+    set_grads(theirs, 1)
+    optimizer.step(), plain.step()
+    assert_same(ours, theirs)
+
+
+def test_clip_that_is_pending_leaves_copies_and_pickles_alone(pair):
+    (ours, _), (optimizer, _) = pair
+    set_grads(ours, 0)
+    optimizer.step()
+    optimizer.clip_grad_norm_(1e-3)
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        copied.step()  # without gradients
+
+
+def test_clip_non_finite_norm_is_an_error_if_asked_for(pair):
+    (ours, _), (optimizer, _) = pair
+    set_grads(ours, 0)
+    ours[0].grad.fill_(torch.inf)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    before = [p.detach().clone() for p in ours]
+    optimizer.clip_grad_norm_(1.0)  # the factor is 0, and infinity times 0 is NaN
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    assert_same(before[0], ours[0].detach())
+
+
+def test_clip_with_steps_in_the_backward_is_refused():
+    model = torch.nn.Linear(64, 64)
+    optimizer = Adam8bitBlockwise(model.parameters())
+    optimizer.step_in_backward(model)
+    with pytest.raises(RuntimeError, match="steps in the backward"):
+        optimizer.clip_grad_norm_(1.0)

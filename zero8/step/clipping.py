@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clipping by the norm of all gradients, whose factor the step applies as it reads them."""
+
+from collections.abc import Sequence
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+CHANGED = (
+    "gradients have changed since clip_grad_norm_(), whose factor was for those before: call it "
+    "after the last backward and right before step()"
+)
+
+
+class Clipped:
+    """The gradients that a factor was computed for."""
+
+    def __init__(self, grads: Sequence[Tensor]):
+        """Note them as they are now, without keeping them alive."""
+        self._noted = [(ref(grad), grad._version) for grad in grads]
+
+    def are_there(self, grads: Sequence[Tensor]) -> bool:
+        """Return whether the gradients are the noted ones; False if these are gone.
+
+        Raises:
+            RuntimeError: if some are gone, or have been written to.
+        """
+        before = [(noted(), version) for noted, version in self._noted]
+        if all(grad is None for grad, _ in before):
+            return False
+        now = [(grad, grad._version) for grad in grads]
+        if len(now) != len(before) or any(
+            grad is not noted or version != its_version
+            for (grad, version), (noted, its_version) in zip(now, before, strict=True)
+        ):
+            raise RuntimeError(CHANGED)
+        return True
+
+
+def factor_of(max_norm: float, total_norm: Tensor) -> float:
+    """Return the factor by which `torch.nn.utils.clip_grads_with_norm_` multiplies gradients."""
+    norm = total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm
+    return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
