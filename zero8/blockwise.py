@@ -216,8 +216,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """Have the next `step` multiply all gradients by a factor, without a pass over them.
 
         The bits are those of `grad.mul_(factor)` before the step, but for gradients and products
-        below 2^-126, which count as 0.  The gradients in memory stay as they are.  Factors of
-        several calls before one step are multiplied.
+        below 2^-126, which count as 0.  The gradients in memory stay as they are.  The last
+        call before a step counts.
 
         Args:
             factor: rounded to float32, as `mul_` does.  If it is not finite, no gradient is.
@@ -264,7 +264,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             return total
         factor = float(np.float32(factor_of(float(max_norm), total)))
         with self._lock:
-            self._stepper.forget_factor()
             self._stepper.scale_grads(factor, Clipped(grads))
         return total
 

@@ -128,6 +128,22 @@ def test_clip_that_is_pending_leaves_copies_and_pickles_alone(pair):
         copied.step()  # without gradients
 
 
+def test_factor_of_a_step_that_raised_is_replaced_by_the_next(pair):
+    (ours, theirs), (optimizer, plain) = pair
+    set_grads(ours, 0)
+    optimizer.scale_grads(0.5)
+    good, ours[0].grad = ours[0].grad, torch.ones_like(ours[0]).to_sparse()
+    with pytest.raises(ValueError, match="sparse"):
+        optimizer.step()
+    ours[0].grad = good
+    optimizer.scale_grads(0.25)
+    set_grads(theirs, 0)
+    for p in theirs:
+        p.grad.mul_(0.25)
+    optimizer.step(), plain.step()
+    assert_same(ours, theirs)
+
+
 def test_clip_non_finite_norm_is_an_error_if_asked_for(pair):
     (ours, _), (optimizer, _) = pair
     set_grads(ours, 0)

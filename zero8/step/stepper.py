@@ -55,9 +55,8 @@ class Stepper:
         self._replaced: list[CapturedStep] = []  # earlier captures with counts to request
 
     def scale_grads(self, factor: float, clipped: Clipped | None = None) -> None:
-        """Multiply the factor of the next step's gradients; `clipped` if it is for these only."""
-        self.grad_factor *= factor
-        self.clipped = clipped
+        """Set the factor of the next step's gradients; `clipped` if it is for these only."""
+        self.grad_factor, self.clipped = factor, clipped
 
     def forget_factor(self) -> None:
         """Take the next step's gradients as they are."""
