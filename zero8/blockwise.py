@@ -221,7 +221,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
         Args:
             factor: rounded to float32, as `mul_` does.  If it is not finite, no gradient is.
+
+        Raises:
+            RuntimeError: with steps in the backward, which use each gradient as it arrives.
         """
+        self._check_not_in_backward("scale_grads")
         with self._lock:
             self._stepper.scale_grads(float(np.float32(float(factor))))
 
@@ -253,8 +257,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             RuntimeError: with steps in the backward, which use gradients before their norm is
                 known; later, by `step`, if gradients have changed since.
         """
-        if self._in_backward is not None:
-            raise RuntimeError("clip_grad_norm_: got steps in the backward, which use gradients")
+        self._check_not_in_backward("clip_grad_norm_")
         params = self._all_params()
         grads = [p.grad for p in params if p.grad is not None]
         get_norm, clip = torch.nn.utils.get_total_norm, torch.nn.utils.clip_grads_with_norm_
@@ -266,6 +269,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         with self._lock:
             self._stepper.scale_grads(factor, Clipped(grads))
         return total
+
+    def _check_not_in_backward(self, what: str) -> None:
+        if self._in_backward is not None:
+            raise RuntimeError(f"{what}: got steps in the backward, which use gradients at once")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch's, and what `clip_grad_norm_` has left for the step."""

@@ -161,5 +161,32 @@ def test_clip_with_steps_in_the_backward_is_refused():
     model = torch.nn.Linear(64, 64)
     optimizer = Adam8bitBlockwise(model.parameters())
     optimizer.step_in_backward(model)
-    with pytest.raises(RuntimeError, match="steps in the backward"):
+    with pytest.raises(RuntimeError, match="clip_grad_norm_: got steps in the backward"):
         optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match="scale_grads: got steps in the backward"):
+        optimizer.scale_grads(0.5)
+
+
+@pytest.mark.parametrize(
+    "copy_of", [torch.empty(3).bfloat16(), torch.empty(64, 64), torch.empty(128, 64).half()[::2]]
+)
+def test_step_with_a_copy_that_cannot_be_written_is_refused_and_changes_nothing(copy_of):
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    p.grad = torch.ones(64, 64)
+    optimizer = Adam8bitBlockwise([p])
+    optimizer.copies[p] = copy_of
+    with pytest.raises(ValueError, match="copy"):
+        optimizer.step()
+    assert torch.equal(p.detach(), torch.ones(64, 64))
+
+
+def test_step_writes_the_copy_of_a_parameter_and_takes_it_out():
+    p = torch.nn.Parameter(torch.randn(64, 70))
+    optimizer, copied = Adam8bitBlockwise([p], lr=0.1), torch.zeros(64, 70, dtype=torch.bfloat16)
+    for is_copied in (True, False):
+        p.grad = torch.randn(64, 70)
+        if is_copied:
+            optimizer.copies[p] = copied
+        optimizer.step()
+        assert not optimizer.copies
+        assert torch.equal(copied, p.detach().bfloat16()) is is_copied

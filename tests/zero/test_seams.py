@@ -231,6 +231,12 @@ class Views:
     def unscale_and_clip_grads(self, grad_groups_flat, total_norm):
         return grad_groups_flat, total_norm
 
+    def reset_cpu_buffers(self):
+        return "reset"
+
+    def async_accumulate_grad_in_cpu_via_gpu(self, param):
+        return param
+
     def _optimizer_step(self, group_no):
         return group_no
 
@@ -269,6 +275,9 @@ class Zero3(Zero):
 
     def unscale_and_clip_grads(self, sub_group_id, total_norm):
         return sub_group_id, total_norm
+
+    def reset_cpu_buffers(self):
+        return "reset"
 
     def _optimizer_step(self, sub_group_id):
         return sub_group_id

@@ -96,9 +96,12 @@ def ranks(standing_ranks, tmp_path_factory):
 
 
 def test_no_float32_moments_are_hidden_anywhere(ranks):
-    """Against AdamW, which has two float32 moments as long as the shard, two buffers are gone."""
+    """Against AdamW two float32 moments as long as the shard are gone.
+
+    So is DeepSpeed's buffer of the weights, which are float32 here: it is the masters' memory.
+    """
     for rank in ranks:
-        assert rank["8bit"]["long buffers"] == rank["fp32"]["long buffers"] - 2
+        assert rank["8bit"]["long buffers"] == rank["fp32"]["long buffers"] - 3
 
 
 def test_step_makes_no_collective_of_its_own(ranks):

@@ -7,13 +7,13 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 from nests import difference
-from zero_worker import Bag, base_optimizer, config, held, make_engine, take_step
+from zero_worker import Bag, base_optimizer, config, held, make_engine, pattern, take_step
 
 from zero8.zero.unscaling import UNSCALES, leave_to_step
 
 STEPS = 3
 CLIP = {"gradient_clipping": 0.5}
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 FUSED = {
     "zero1, clipped": config(stage=1) | CLIP,
@@ -55,6 +55,68 @@ def steps_with_factors(engine):
     return factors
 
 
+class Idle(torch.nn.Module):
+    """Two parameters, of which the second is not used in every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.always = torch.nn.Parameter(pattern("always", (64, 64)))
+        self.at_times = torch.nn.Parameter(pattern("at times", (64, 64)))
+
+    def forward(self, step, is_used, is_infinite=False):
+        loss = (self.always * pattern(f"a {step}", (64, 64)).to(self.always.dtype)).sum()
+        if is_used:
+            loss = loss + (self.at_times * pattern(f"b {step}", (64, 64)).to(loss.dtype)).sum()
+        return loss + self.always.sum() * torch.inf if is_infinite else loss
+
+
+# For each micro-batch, the arguments after the step's number.
+USES = {
+    "idle": [(1,), (1,), (0,), (0,), (1,), (0,)],
+    "idle after an overflow": [(1,), (1,), (1, True), (0,), (0,), (1,), (0,)],
+    "idle in the first micro-batch": [(1,), (1,), (0,), (1,), (0,), (1,), (0,), (0,)],
+}
+GAS = {"gradient_accumulation_steps": 2}
+IDLE = {
+    "zero1, clipped": (config(stage=1, dtype={}) | CLIP, "idle"),
+    "zero2, clipped": (config(stage=2, dtype={}) | CLIP, "idle"),
+    "zero2, no offload, clipped": (config(stage=2, offload=None, dtype={}) | CLIP, "idle"),
+    "zero2, fp16": (config(stage=2) | FP16, "idle after an overflow"),
+    "zero2, bf16 masters, accumulated": (
+        config(stage=2, dtype=BF16_MASTERS) | CLIP | GAS,
+        "idle in the first micro-batch",
+    ),
+    "zero2, accumulated": (
+        config(stage=2, dtype={}) | CLIP | GAS,
+        "idle in the first micro-batch",
+    ),
+    "zero3, clipped": (config(stage=3, dtype={}) | CLIP, "idle"),
+    "zero3, fp16": (config(stage=3) | FP16 | CLIP, "idle after an overflow"),
+    "zero3, bf16 masters, accumulated": (
+        config(stage=3, dtype=BF16_MASTERS) | CLIP | GAS,
+        "idle in the first micro-batch",
+    ),
+}
+
+
+def train_idle(engine, uses):
+    for step, use in enumerate(uses):
+        engine.backward(engine(step, *use))
+        engine.step()
+    return held(engine)
+
+
+def idle_pairs(layouts):
+    """Return, by layout, what fused and unfused engines hold after steps that use not all."""
+    return {
+        name: [
+            train_idle(engine, USES[uses])
+            for engine in (make_engine(ds_config, Idle()), unfused(make_engine(ds_config, Idle())))
+        ]
+        for name, (ds_config, uses) in layouts.items()
+    }
+
+
 def step_pairs(layouts):
     """Return, by layout, what fused and unfused engines hold, and the factors of both."""
     result = {}
@@ -68,6 +130,19 @@ def step_pairs(layouts):
 @pytest.fixture(scope="module")
 def pairs(standing_ranks):
     return standing_ranks(2).run(step_pairs, timeout_s=300, layouts=FUSED | WITHOUT_A_FACTOR)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def idle(request, standing_ranks):
+    return standing_ranks(request.param).run(idle_pairs, timeout_s=300, layouts=IDLE)
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_gradient_that_is_used_again_has_been_multiplied_each_time(idle, name):
+    """DeepSpeed does not clear the buffer of a parameter that gets no gradient."""
+    for rank in idle:
+        fused, plain = rank[name]
+        assert difference(fused, plain) == ""
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -102,6 +177,7 @@ def zero_classes():
 
     class Stage12:
         torch_autocast_gradscaler = None
+        cpu_offload = offload_optimizer = swap_optimizer = False
 
         def __init__(self, optimizer, grad):
             self.optimizer, self.grad = optimizer, grad
@@ -109,6 +185,12 @@ def zero_classes():
         def unscale_and_clip_grads(self, grad_groups_flat, total_norm):
             for grad in grad_groups_flat:
                 grad.data.mul_(1.0 / total_norm)
+
+        def reset_cpu_buffers(self):
+            pass
+
+        def async_accumulate_grad_in_cpu_via_gpu(self, param):
+            pass
 
     class Stage3(Stage12):
         @property
@@ -128,7 +210,9 @@ def unscale(zero, grad):
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["stages 1 and 2", "stage 3"])
-@pytest.mark.parametrize("case", ["ours", "GPU", "other optimizer", "variant", "autocast scaler"])
+@pytest.mark.parametrize(
+    "case", ["ours", "GPU", "other optimizer", "variant", "autocast scaler", "NVMe"]
+)
 def test_unscaling_is_left_to_our_step_on_the_cpu_only(place, case):
     zero_class = zero_classes()[place]
     grad = torch.ones(3, device="meta" if case == "GPU" else "cpu")
@@ -136,6 +220,8 @@ def test_unscaling_is_left_to_our_step_on_the_cpu_only(place, case):
     zero = zero_class(optimizer if case != "other optimizer" else object(), grad)
     if case == "variant":
         zero.__class__ = type("Variant", (zero_class,), {})
+    if case == "NVMe":
+        zero.swap_optimizer = True
     if case == "autocast scaler":
         zero.torch_autocast_gradscaler = object()
     unscale(zero, grad)

@@ -4,11 +4,13 @@
 import inspect
 from types import MethodType
 
+import deepspeed
 import pytest
 import torch
 from nests import difference
 from zero_worker import Bag, base_optimizer, config, held, make_engine, take_step
 
+import zero8
 from zero8.zero.weight_copies import BUFFERS, REASSIGNS, STEPS, CopyTarget
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -123,11 +125,35 @@ def run_hooked(ds_config):
     return [[part.detach().clone() for part in parts] for parts in partitions(engine)]
 
 
+class Derived(zero8.Adam8bitBlockwise):
+    """An optimizer whose class and base class both patch DeepSpeed."""
+
+
+def run_derived(ds_config):
+    """Return, for each step, whether the weights are the rounded masters; a hook comes later."""
+    ds_config = {key: value for key, value in ds_config.items() if key != "optimizer"}
+    bag = Bag()
+    engine, *_ = deepspeed.initialize(
+        model=bag,
+        optimizer=Derived(bag.parameters(), lr=0.01),
+        config={**ds_config, "zero_force_ds_cpu_optimizer": False},
+    )
+    rounded = []
+    for step in range(5):
+        if step == 3:
+            base_optimizer(engine).register_step_post_hook(lambda *_: None)
+        take_step(engine, step)
+        rounded.append(all(map(is_rounded, *partitions(engine))))
+    return rounded
+
+
 def run_everything(layouts, masters):
+    some = [layouts[name] for name in ("zero2", "zero3")]
     return (
         run_pairs(layouts),
         run_masters(masters),
-        [run_hooked(layouts[name]) for name in ("zero2", "zero3")],
+        [run_hooked(ds_config) for ds_config in some],
+        [run_derived(ds_config) for ds_config in some],
     )
 
 
@@ -152,10 +178,15 @@ def test_weights_that_the_step_writes_equal_those_that_deepspeed_copies(ranks, n
 
 @pytest.mark.parametrize("name", MASTERS)
 def test_buffer_of_bf16_masters_is_their_own_memory(ranks, name):
-    for _, masters, _ in ranks:
+    for _, masters, *_ in ranks:
         ours, theirs, (shared, not_shared) = masters[name]
         assert all(shared) and not any(not_shared)
         assert all(ours) and all(theirs)
+
+
+def test_weights_of_a_derived_optimizer_are_the_rounded_masters(ranks):
+    for *_, derived in ranks:
+        assert derived == [[True] * 5] * 2
 
 
 def test_copy_target_skips_one_copy_of_the_weights_that_were_written():
@@ -176,7 +207,7 @@ def test_copy_target_skips_one_copy_of_the_weights_that_were_written():
 
 
 def test_weights_after_a_hook_of_the_step_are_those_that_it_left(ranks):
-    for *_, hooked in ranks:
+    for *_, hooked, _ in ranks:
         for masters, weights in hooked:
             for master, weight in zip(masters, weights, strict=True):
                 assert torch.equal(master.to(weight.dtype), weight)

@@ -4,9 +4,12 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from zero8.op.kernel import CPU
 from zero8.op.structs import DTYPE_NUMBERS
+from zero8.spec.buffers import check_buffer
 
 _FLOAT32_BYTES, _COPY_BYTES = 4, 2
 
@@ -24,10 +27,14 @@ def set_copies(
 
     Returns:
         The parameters whose copies the step writes: float32 ones with float32 gradients.
+
+    Raises:
+        ValueError: if a copy has another size, dtype, layout or device.
     """
     addresses, dtypes = np.zeros(len(params), np.uint64), np.zeros(len(params), np.int32)
     for place, p in enumerate(params):
         if (copy := copies.get(p)) is not None:
+            check_buffer("copy", copy, p.numel(), (torch.bfloat16, torch.float16), CPU)
             addresses[place], dtypes[place] = copy.data_ptr(), DTYPE_NUMBERS[copy.dtype]
     owner = kept["owner"]
     is_served = (records["param_dtype"] | records["grad_dtype"]) == 0

@@ -182,12 +182,15 @@ SEAMS = (
     *(
         Seam(
             module,
-            f"{name}.{unscaling.UNSCALES}",
+            f"{name}.{method}",
             change="leaves the factor of the gradients to our step, on the CPU",
         )
-        for module, name in (
-            (_STAGE12, "DeepSpeedZeroOptimizer"),
-            (_STAGE3, "DeepSpeedZeroOptimizer_Stage3"),
+        for module, name, method in (
+            (_STAGE12, "DeepSpeedZeroOptimizer", unscaling.UNSCALES),
+            (_STAGE12, "DeepSpeedZeroOptimizer", unscaling.RESETS),
+            (_STAGE12, "DeepSpeedZeroOptimizer", unscaling.ACCUMULATES),
+            (_STAGE3, "DeepSpeedZeroOptimizer_Stage3", unscaling.UNSCALES),
+            (_STAGE3, "DeepSpeedZeroOptimizer_Stage3", unscaling.RESETS),
         )
     ),
     *(

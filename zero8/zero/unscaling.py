@@ -3,16 +3,25 @@
 
 DeepSpeed multiplies the gradients of a partition by one factor just before it calls the optimizer,
 which reads and writes 8 bytes per parameter.  The step multiplies as it reads them, with the same
-bits (`BlockwiseOptimizer.scale_grads`).  On a GPU DeepSpeed's pass stays.
+bits (`BlockwiseOptimizer.scale_grads`).  On a GPU, and for gradients on NVMe, DeepSpeed's pass
+stays.
+
+In host memory the gradients of a partition lie in a buffer that DeepSpeed does not clear.  If a
+parameter gets no gradient, its last one is used again, and has been multiplied each time.  Here the
+buffer owes such a gradient the factor of the step before, which is paid when it is used again.
 """
 
 import functools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 UNSCALES = "unscale_and_clip_grads"
+RESETS = "reset_cpu_buffers"
+ACCUMULATES = "async_accumulate_grad_in_cpu_via_gpu"
 
 
 class _Grad:
@@ -39,9 +48,61 @@ class _WithGrad:
         return getattr(self._zero, name)
 
 
+class _Owed:
+    """The factors that gradients in buffers have not been multiplied by, by parameter."""
+
+    def __init__(self) -> None:
+        self._factors: WeakKeyDictionary[Any, dict[int, float | Tensor]] = WeakKeyDictionary()
+
+    def pay_unused(self, zero: Any, params: list) -> None:
+        """Multiply the gradients of parameters that have got none since the step before."""
+        owed = self._factors.get(zero)
+        for number, grad in _gradients(zero, params) if owed else ():
+            if number in owed and number not in zero.norm_for_param_grads:
+                grad.mul_(owed.pop(number))
+
+    def pay(self, zero: Any, param: Any) -> None:
+        """Multiply the gradient of a parameter, to which another is added."""
+        owed = self._factors.get(zero, {})
+        for number, grad in _gradients(zero, [param]):
+            if number in owed:
+                grad.mul_(owed.pop(number))
+
+    def note(self, zero: Any, params: list, factor: "float | Tensor | None") -> None:
+        """Note the factor of a step; None if it had none."""
+        owed = self._factors.setdefault(zero, {})
+        for param in params:
+            number = zero.get_param_id(param)
+            if factor is None:
+                owed.pop(number, None)
+            else:
+                owed[number] = factor
+
+    def forget_arrived(self, zero: Any) -> None:
+        """Owe nothing to gradients that have arrived for a step that is skipped."""
+        owed = self._factors.get(zero, {})
+        for number in zero.norm_for_param_grads:
+            owed.pop(number, None)
+
+
+def _gradients(zero: Any, params: list) -> Iterator[tuple[int, Tensor]]:
+    """Yield the number of each parameter, and its gradient in the buffer of this rank."""
+    for param in params:
+        number = zero.get_param_id(param)
+        if number in zero.grad_position:
+            group, *_, offset, numel = map(int, zero.grad_position[number])
+            yield number, _masters(zero)[group].grad.view(-1).narrow(0, offset, numel)
+
+
+def _masters(zero: Any) -> list[Tensor]:
+    is_stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
+    return zero.fp32_partitioned_groups_flat if is_stage3 else zero.single_partition_of_fp32_groups
+
+
 def leave_to_step(stage12_class: type, stage3_class: type, optimizer_class: type) -> None:
     """Have the optimizers of ZeRO leave the multiplication to ours, for gradients on the CPU."""
     unscale12, unscale3 = (getattr(one, UNSCALES) for one in (stage12_class, stage3_class))
+    owed = _Owed()
 
     def is_ours(zero: Any, zero_class: type, grads: list[Tensor | None]) -> bool:
         # Variants that derive from these classes step in other ways, and torch's scaler, which is
@@ -50,6 +111,7 @@ def leave_to_step(stage12_class: type, stage3_class: type, optimizer_class: type
             type(zero) is zero_class
             and isinstance(zero.optimizer, optimizer_class)
             and getattr(zero, "torch_autocast_gradscaler", None) is None
+            and not getattr(zero, "swap_optimizer", False)
             and all(isinstance(grad, Tensor) and grad.device.type == "cpu" for grad in grads)
         )
 
@@ -58,20 +120,56 @@ def leave_to_step(stage12_class: type, stage3_class: type, optimizer_class: type
         if not is_ours(self, stage12_class, grad_groups_flat):
             unscale12(self, grad_groups_flat, total_norm)
             return
-        grad = _Grad()
+        grad, params = _Grad(), []
+        if self.cpu_offload:
+            masters = self.single_partition_of_fp32_groups
+            (group,) = (at for at, p in enumerate(masters) if p.grad is grad_groups_flat[0])
+            params = self.params_in_partition[group]
+        owed.pay_unused(self, params)
         unscale12(self, [grad], total_norm)
         if grad.factor is not None:  # None: nothing to clip and no loss scale
             self.optimizer.scale_grads(grad.factor)
+        owed.note(self, params, grad.factor)
 
     @functools.wraps(unscale3)
     def in_stage3(self: Any, sub_group_id: int, total_norm: Any) -> None:
         if not is_ours(self, stage3_class, [self.fp32_partitioned_groups_flat[sub_group_id].grad]):
             unscale3(self, sub_group_id, total_norm)
             return
+        params = self.fp16_groups[sub_group_id] if self.offload_optimizer else []
+        owed.pay_unused(self, params)
         grad = _Grad()
         unscale3(_WithGrad(self, sub_group_id, grad), sub_group_id, total_norm)
         assert grad.factor is not None, "ZeRO-3 multiplies always"
         self.optimizer.scale_grads(grad.factor)
+        owed.note(self, params, grad.factor)
 
     setattr(stage12_class, UNSCALES, in_stage12)
     setattr(stage3_class, UNSCALES, in_stage3)
+    for zero_class in (stage12_class, stage3_class):
+        _forget_on_overflow(zero_class, owed)
+    _pay_before_accumulation(stage12_class, owed)
+
+
+def _forget_on_overflow(zero_class: type, owed: _Owed) -> None:
+    reset = getattr(zero_class, RESETS)
+
+    @functools.wraps(reset)
+    def after_overflow(self: Any) -> None:
+        if self.overflow:
+            owed.forget_arrived(self)
+        reset(self)
+
+    setattr(zero_class, RESETS, after_overflow)
+
+
+def _pay_before_accumulation(zero_class: type, owed: _Owed) -> None:
+    accumulate = getattr(zero_class, ACCUMULATES)
+
+    @functools.wraps(accumulate)
+    def paid(self: Any, param: Any) -> None:
+        if self.low_precision_master_weights_and_grads:  # in the buffer itself
+            owed.pay(self, param)
+        accumulate(self, param)
+
+    setattr(zero_class, ACCUMULATES, paid)

@@ -93,12 +93,12 @@ class _WithTarget:
     """ZeRO-3's optimizer, for which the copy of one sub-group has been made."""
 
     def __init__(self, zero: Any, sub_group_id: int):
-        self._zero = zero
+        self.zero = zero
         skipped = SimpleNamespace(copy_=lambda weights: None)
         self.fp16_partitioned_groups_flat = {sub_group_id: SimpleNamespace(data=skipped)}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._zero, name)
+        return getattr(self.zero, name)
 
 
 def write_in_step(stage12_class: type, stage3_class: type, optimizer_class: type) -> None:
@@ -129,8 +129,9 @@ def _write_in_stage12(zero_class: type, optimizer_class: type) -> None:
         elif not isinstance(buffers[group_no], CopyTarget):
             buffers[group_no] = buffers[group_no].as_subclass(CopyTarget)
         target = buffers[group_no]
-        if copies.step(self.optimizer, p, target, lambda: step(self, group_no)):
-            target.written_from = p.data_ptr()
+        is_written = copies.step(self.optimizer, p, target, lambda: step(self, group_no))
+        if isinstance(target, CopyTarget):
+            target.written_from = p.data_ptr() if is_written else None
 
     setattr(zero_class, STEPS, in_stage12)
 
@@ -147,16 +148,19 @@ def _write_in_stage3(zero_class: type, optimizer_class: type) -> None:
             return
         p = self.fp32_partitioned_groups_flat[sub_group_id]
         target = self.fp16_partitioned_groups_flat[sub_group_id]
+        mine = written.setdefault(self, set())
+        mine.discard(sub_group_id)
         if copies.step(self.optimizer, p, target, lambda: step(self, sub_group_id)):
-            written.setdefault(self, set()).add(sub_group_id)
+            mine.add(sub_group_id)
 
     @functools.wraps(reassign)
     def reassign_in_stage3(self: Any, sub_group_id: int) -> None:
-        if sub_group_id not in written.get(self, ()):
-            reassign(self, sub_group_id)
-            return
-        written[self].remove(sub_group_id)
-        reassign(_WithTarget(self, sub_group_id), sub_group_id)
+        # The patch for a class that this optimizer's derives from may call this one.
+        zero = self.zero if isinstance(self, _WithTarget) else self
+        if sub_group_id in written.get(zero, ()):
+            written[zero].remove(sub_group_id)
+            self = _WithTarget(zero, sub_group_id)
+        reassign(self, sub_group_id)
 
     setattr(zero_class, STEPS, in_stage3)
     setattr(zero_class, REASSIGNS, reassign_in_stage3)
