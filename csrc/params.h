@@ -160,22 +160,22 @@ class CopiedFloat32 : public Float32 {
  public:
   static constexpr bool kIsCopied = true;
 
-  CopiedFloat32() : copy_(nullptr), is_half_(false) {}
-  CopiedFloat32(const Segment& seg, const Block& b)
+  ZERO8_DEVICE CopiedFloat32() : copy_(nullptr), is_half_(false) {}
+  ZERO8_DEVICE CopiedFloat32(const Segment& seg, const Block& b)
       : Float32(seg, b),
         copy_(static_cast<uint16_t*>(seg.copy) + b.begin),
         is_half_(seg.copy_dtype == kFP16) {}
   template <class Lanes>
-  void write(int i, Vec::F x, Lanes lanes) {
+  ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes) {
     Float32::write(i, x, lanes);
     copy(i, x, lanes);
   }
   template <bool, class V = Vec>
-  ZERO8_INLINE void write_two(int i, const typename V::F* x) {
+  ZERO8_DEVICE ZERO8_INLINE void write_two(int i, const typename V::F* x) {
     for (int k = 0; k < 2; ++k) write(i + k * V::kLanes, x[k], All());
   }
   template <class Lanes>
-  void copy(int i, Vec::F x, Lanes lanes) const {
+  ZERO8_DEVICE void copy(int i, Vec::F x, Lanes lanes) const {
     store16(copy_ + i, is_half_ ? nearest_half(x) : nearest_bfloat16(x), lanes);
   }
 
