@@ -25,6 +25,7 @@ MOST_REGISTERS = 96
 
 # All that floats may go through: one rounding each, to nearest, or none.
 ROUNDING = {"fma.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32", "rcp.rn.f32"}
+ROUNDING |= {"add.rn.f32"}  # an fma by 1; with its rounding named, it is not contracted
 EXACT = {"abs.f32", "neg.f32", "min.f32", "max.f32", "mov.f32", "selp.f32"}
 EXACT |= {"min.NaN.f32", "max.NaN.f32"}
 CONVERSIONS = {"cvt.rn.f32.s32", "cvt.rn.f32.u32", "cvt.rni.s32.f32", "cvt.rzi.s32.f32"}
