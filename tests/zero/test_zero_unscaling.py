@@ -132,7 +132,11 @@ def pairs(standing_ranks):
     return standing_ranks(2).run(step_pairs, timeout_s=300, layouts=FUSED | WITHOUT_A_FACTOR)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.slow)],
+    ids=["one rank", "two ranks"],
+)
 def idle(request, standing_ranks):
     return standing_ranks(request.param).run(idle_pairs, timeout_s=300, layouts=IDLE)
 
