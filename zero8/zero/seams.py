@@ -183,27 +183,25 @@ SEAMS = (
         Seam(
             module,
             f"{name}.{method}",
-            change="leaves the factor of the gradients to our step, on the CPU",
+            change=change,
         )
-        for module, name, method in (
-            (_STAGE12, "DeepSpeedZeroOptimizer", unscaling.UNSCALES),
-            (_STAGE12, "DeepSpeedZeroOptimizer", unscaling.RESETS),
-            (_STAGE12, "DeepSpeedZeroOptimizer", unscaling.ACCUMULATES),
-            (_STAGE3, "DeepSpeedZeroOptimizer_Stage3", unscaling.UNSCALES),
-            (_STAGE3, "DeepSpeedZeroOptimizer_Stage3", unscaling.RESETS),
+        for change, methods12, methods3 in (
+            (
+                "leaves the factor of the gradients to our step, on the CPU",
+                (unscaling.UNSCALES, unscaling.RESETS, unscaling.ACCUMULATES),
+                (unscaling.UNSCALES, unscaling.RESETS),
+            ),
+            (
+                "takes 16-bit weights in host memory from our step, which has written them",
+                (weight_copies.STEPS,),
+                (weight_copies.STEPS, weight_copies.REASSIGNS),
+            ),
         )
-    ),
-    *(
-        Seam(
-            module,
-            f"{name}.{method}",
-            change="takes 16-bit weights in host memory from our step, which has written them",
+        for module, name, methods in (
+            (_STAGE12, "DeepSpeedZeroOptimizer", methods12),
+            (_STAGE3, "DeepSpeedZeroOptimizer_Stage3", methods3),
         )
-        for module, name, method in (
-            (_STAGE12, "DeepSpeedZeroOptimizer", weight_copies.STEPS),
-            (_STAGE3, "DeepSpeedZeroOptimizer_Stage3", weight_copies.STEPS),
-            (_STAGE3, "DeepSpeedZeroOptimizer_Stage3", weight_copies.REASSIGNS),
-        )
+        for method in methods
     ),
     Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", change="raises on all ranks or on none"),
     Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._post_step", change="has the ranks agree first"),

@@ -39,7 +39,7 @@ class CopyTarget(torch.Tensor):
         """Skip that copy; `.data` is the buffer itself; everything else is as of a plain tensor."""
         target = args[0] if args else None
         if isinstance(target, cls):
-            if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            if func == torch.Tensor.data.__get__:  # equal, but another object at each access
                 return target
             if func is torch.Tensor.copy_ and target.written_from is not None:
                 written_from, target.written_from = target.written_from, None
