@@ -19,6 +19,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from zero8.zero.stand_in import StandIn
+
 UNSCALES = "unscale_and_clip_grads"
 RESETS = "reset_cpu_buffers"
 ACCUMULATES = "async_accumulate_grad_in_cpu_via_gpu"
@@ -35,17 +37,6 @@ class _Grad:
 
     def mul_(self, factor: "float | Tensor") -> None:
         self.factor = factor
-
-
-class _WithGrad:
-    """ZeRO-3's optimizer, with a stand-in for the gradient of one sub-group."""
-
-    def __init__(self, zero: Any, sub_group_id: int, grad: _Grad):
-        self._zero = zero
-        self.fp32_partitioned_groups_flat = {sub_group_id: SimpleNamespace(grad=grad)}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._zero, name)
 
 
 class _Owed:
@@ -139,7 +130,9 @@ def leave_to_step(stage12_class: type, stage3_class: type, optimizer_class: type
         params = self.fp16_groups[sub_group_id] if self.offload_optimizer else []
         owed.pay_unused(self, params)
         grad = _Grad()
-        unscale3(_WithGrad(self, sub_group_id, grad), sub_group_id, total_norm)
+        groups = {sub_group_id: SimpleNamespace(grad=grad)}
+        with_grad = StandIn(self, fp32_partitioned_groups_flat=groups)
+        unscale3(with_grad, sub_group_id, total_norm)
         assert grad.factor is not None, "ZeRO-3 multiplies always"
         self.optimizer.scale_grads(grad.factor)
         owed.note(self, params, grad.factor)

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero8.zero.stand_in import StandIn
+
 STEPS = "_optimizer_step"
 REASSIGNS = "_reassign_or_swap_out_partitioned_parameters"
 BUFFERS = "param_buffer_of_bit16_for_cpu_offload_groups"
@@ -89,18 +91,6 @@ def _can_write(optimizer: Any, p: Tensor, target: Tensor) -> bool:
     )
 
 
-class _WithTarget:
-    """ZeRO-3's optimizer, for which the copy of one sub-group has been made."""
-
-    def __init__(self, zero: Any, sub_group_id: int):
-        self.zero = zero
-        skipped = SimpleNamespace(copy_=lambda weights: None)
-        self.fp16_partitioned_groups_flat = {sub_group_id: SimpleNamespace(data=skipped)}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.zero, name)
-
-
 def write_in_step(stage12_class: type, stage3_class: type, optimizer_class: type) -> None:
     """Have the steps of our optimizer write the copies of these classes."""
     _write_in_stage12(stage12_class, optimizer_class)
@@ -156,10 +146,11 @@ def _write_in_stage3(zero_class: type, optimizer_class: type) -> None:
     @functools.wraps(reassign)
     def reassign_in_stage3(self: Any, sub_group_id: int) -> None:
         # The patch for a class that this optimizer's derives from may call this one.
-        zero = self.zero if isinstance(self, _WithTarget) else self
+        zero = self.original if isinstance(self, StandIn) else self
         if sub_group_id in written.get(zero, ()):
             written[zero].remove(sub_group_id)
-            self = _WithTarget(zero, sub_group_id)
+            copied = SimpleNamespace(data=SimpleNamespace(copy_=lambda weights: None))
+            self = StandIn(zero, fp16_partitioned_groups_flat={sub_group_id: copied})
         reassign(self, sub_group_id)
 
     setattr(zero_class, STEPS, in_stage3)
