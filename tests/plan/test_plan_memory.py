@@ -16,7 +16,8 @@ from zero8.plan.share import share_of
 from zero8.state.policy import Policy
 
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
-# Stage, offload, section of bf16, optimizer, accumulation steps, weight_correction_bits.
+# Stage, offload, section of bf16, optimizer, accumulation steps, weight_correction_bits, offload of
+# parameters.
 CASES = {
     "zero1 offload": (1, "cpu", {}, "Adam8bitBlockwise", 1),
     "zero2 offload": (2, "cpu", {}, "Adam8bitBlockwise", 1),
@@ -27,8 +28,9 @@ CASES = {
     "zero2 offload, AdamW": (2, "cpu", {}, "AdamW", 1),
     "zero2": (2, None, {}, "Adam8bitBlockwise", 1),
     "zero3 offload": (3, "cpu", {}, "Adam8bitBlockwise", 1),
-    "zero3 offload, bf16 masters": (3, "cpu", BF16_MASTERS, "Adam8bitBlockwise", 1),
-    "zero3 offload, 24-bit masters": (3, "cpu", BF16_MASTERS, "Adam8bitBlockwise", 1, 8),
+    "zero3 offload, bf16 masters": (3, "cpu", BF16_MASTERS, "Adam8bitBlockwise", 2, 0, "cpu"),
+    "zero3 offload, 24-bit masters": (3, "cpu", BF16_MASTERS, "Adam8bitBlockwise", 1, 8, "cpu"),
+    "zero3 offload, fp32": (3, "cpu", None, "Adam8bitBlockwise", 1, 0, "cpu"),
     "zero3 offload, AdamW": (3, "cpu", {}, "AdamW", 1),
     "zero3": (3, None, {}, "Adam8bitBlockwise", 1),
     "zero3, fp32": (3, None, None, "Adam8bitBlockwise", 1),

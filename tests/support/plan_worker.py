@@ -31,8 +31,10 @@ class Stack(torch.nn.Module):
         return hidden.float().square().mean()
 
 
-def config_of(stage, offload, dtype, optimizer, accumulation, correction_bits=0):
+def config_of(stage, offload, dtype, optimizer, accumulation, correction_bits=0, params_on=None):
     zero = {"reduce_bucket_size": BUCKET, "sub_group_size": SUB_GROUP}
+    if params_on:
+        zero["offload_param"] = {"device": params_on}
     params = {"weight_correction_bits": correction_bits} if correction_bits else {}
     kinds = {"dtype": dtype, "optimizer": optimizer}
     made = config(stage=stage, offload=offload, zero=zero, **kinds, **params)
@@ -105,23 +107,31 @@ def _of_flat(zero):
         "gradients of the step": nbytes([p.grad for p in masters if p.grad is not None]),
     }
     if zero.cpu_offload:
-        places = {p.data_ptr() for p in masters}
         buffers = zero.param_buffer_of_bit16_for_cpu_offload_groups
-        found["weights on their way"] = nbytes([b for b in buffers if b.data_ptr() not in places])
+        found["weights on their way"] = nbytes(not_within(masters, buffers))
         found["largest gradient"] = zero.temp_grad_buffer_for_cpu_offload.nbytes
         found["accumulated gradients"] = nbytes(zero.accumulated_grads_in_cpu.values())
     return found
 
 
 def _of_stage3(zero):
-    masters = zero.fp32_partitioned_groups_flat
+    masters, weights = zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat
+    gradients = zero.grad_partitions_flat_buffer
     return {
-        "weights": zero.lp_param_buffer.nbytes,
-        "master weights": nbytes(masters),
-        "gradients": zero.grad_partitions_flat_buffer.nbytes,
-        "gradients of the step": nbytes([p.grad for p in masters if p.grad is not None]),
+        "weights": nbytes(weights),
+        "master weights": nbytes(not_within(weights, masters)),
+        "gradients": gradients.nbytes,
+        "gradients of the step": nbytes(
+            not_within([gradients], [p.grad for p in masters if p.grad is not None])
+        ),
         "buckets of gradients": nbytes([b.buffer for b in zero.ipg_buckets.values()]),
     }
+
+
+def not_within(others: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors that have memory of their own."""
+    memories = {t.untyped_storage().data_ptr() for t in others}
+    return [t for t in tensors if t.untyped_storage().data_ptr() not in memories]
 
 
 def nbytes(tensors: list[Tensor]) -> int:

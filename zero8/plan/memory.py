@@ -100,15 +100,18 @@ def _stage3(model: Model, setup: Setup, share: Share) -> list[Row]:
     is_gathered = setup.world_size > 1 or setup.offload_params
     gathered = min(setup.max_live_numel, model.numel) if is_gathered else 0
     sub_group = min(setup.sub_group_numel, numel)
+    masters = master * numel
+    step_grads = master * (sub_group if setup.offload == "none" else numel)
+    # In host memory zero8 keeps once what has one dtype.
+    is_shared = setup.offload == "cpu" and master == weight
     rows = [
         _same(HOST if setup.offload_params else GPU, "weights", weight * numel),
         _same(GPU, "gathered weights, at most", weight * gathered),
         _same(GPU if setup.offload == "none" else HOST, "gradients", weight * numel),
         *_buckets(setup, default_overlap=True),
-        _same(home, "master weights", master * numel),
+        Row(home, "master weights", masters, 0 if is_shared and setup.offload_params else masters),
+        Row(home, "gradients of the step", step_grads, 0 if is_shared else step_grads),
     ]
-    one_group = setup.offload == "none"
-    rows.append(_same(home, "gradients of the step", master * (sub_group if one_group else numel)))
     if setup.offload == "nvme":
         buffers = master * sub_group * setup.buffer_count
         rows.append(_same(HOST, "buffers of swapping", buffers))

@@ -15,7 +15,7 @@ from types import ModuleType
 
 from zero8.checkpoint.engine.install import add_manifests
 from zero8.versions import TESTED, warn_if_untested
-from zero8.zero import accelerate, access, jit, universal_load, unscaling, weight_copies
+from zero8.zero import accelerate, access, jit, sharing, universal_load, unscaling, weight_copies
 from zero8.zero.when_imported import when_imported
 
 
@@ -196,6 +196,11 @@ SEAMS = (
                 (weight_copies.STEPS,),
                 (weight_copies.STEPS, weight_copies.REASSIGNS),
             ),
+            (
+                "keeps weights and gradients of one dtype in host memory once",
+                (),
+                (sharing.CREATES, sharing.SETS_UP),
+            ),
         )
         for module, name, methods in (
             (_STAGE12, "DeepSpeedZeroOptimizer", methods12),
@@ -313,6 +318,7 @@ def install(optimizer_class: type) -> None:
     access.offload_codes(stage_1_and_2, optimizer_class)
     access.refuse_to_move_states(zero3_class, optimizer_class)
     unscaling.leave_to_step(stage_1_and_2.DeepSpeedZeroOptimizer, zero3_class, optimizer_class)
+    sharing.share_in_stage3(zero3_class, optimizer_class)
     weight_copies.write_in_step(stage_1_and_2.DeepSpeedZeroOptimizer, zero3_class, optimizer_class)
     overrides.swap_states(stage3, optimizer_class)
     overrides.agree_on_swapped(engine_class, zero3_class)
