@@ -15,6 +15,7 @@ CLI = """
 import os, resource, signal, sys
 from zero8 import cli
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs of a shell's background
 def command(argv):
     {command}
 cli._main, sys.argv = command, ["zero8", "checkpoint", *{arguments}]

@@ -35,6 +35,26 @@ def test_traffic_of_a_step_without_masters_is_22_bytes_and_10_and_the_scales():
     assert traffic_of(MODEL, corrected)[1].step_bytes / MODEL.numel == zero8 + 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "fp32", "zero8"),
+    [
+        ({}, 8 + 6 + 2, 2 + 2),
+        ({"dtype": "bf16-masters"}, 4 + 4 + 2, 2),
+        ({"dtype": "24-bit-masters"}, 4 + 4 + 2, 2),
+        ({"stage": 3}, 8 + 4, 4),
+        ({"stage": 3, "offload_params": True}, 8 + 6, 2),
+        ({"stage": 3, "offload_params": True, "dtype": "bf16-masters"}, 4 + 4, 0),
+        ({"stage": 3, "offload_params": True, "offload": "nvme"}, 8 + 6, 8 + 6),
+        ({"engine": "fsdp2"}, 4 + 8 + 4, 4 + 4),
+        ({"offload": "none"}, 0, 0),
+    ],
+    ids=str,
+)
+def test_traffic_around_the_step_is_what_passes_and_their_absence_leave(settings, fp32, zero8):
+    each = traffic_of(MODEL, Setup(**settings))
+    assert [one.passes_bytes / MODEL.numel for one in each] == [fp32, zero8]
+
+
 def test_traffic_over_the_network_is_the_same_for_both_and_none_for_one_rank():
     for setup, times in (
         (Setup(stage=2, world_size=4), 2),
@@ -66,6 +86,17 @@ def test_step_time_with_many_cores_is_that_of_the_memory_for_all_ranks_of_a_host
     assert (fp32.limit, zero8.limit) == ("memory", "memory")
     assert fp32.seconds == pytest.approx(4 * 28 * MODEL.numel / 16 / 100e9)
     assert zero8.seconds < fp32.seconds
+
+
+def test_phase_adds_the_passes_of_all_ranks_of_a_host_at_the_memorys_speed():
+    setup = Setup(world_size=16, ranks_per_host=4)
+    for traffic, time in zip(
+        traffic_of(MODEL, setup), step_times(MODEL, setup, hardware()), strict=True
+    ):
+        passes = 4 * traffic.passes_bytes / 100e9
+        assert time.phase_seconds == pytest.approx(time.seconds + passes) and passes > 0
+    on_gpu, _ = step_times(MODEL, Setup(offload="none"), hardware())
+    assert on_gpu.phase_seconds == on_gpu.seconds
 
 
 def test_step_time_without_masters_uses_the_rate_of_bf16():

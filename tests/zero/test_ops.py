@@ -23,6 +23,7 @@ OURS_AND_ADAMW = {
     "zero2_bf16_masters_offload.json": ([], ["CPUAdamBuilder"]),
     "zero2_bf16_offload.json": ([], ["CPUAdamBuilder"]),
     "zero2_offload.json": ([], ["CPUAdamBuilder"]),
+    "zero3_bf16_masters_offload.json": ([], ["CPUAdamBuilder"]),
     "zero3_bf16_offload.json": ([], ["CPUAdamBuilder"]),
     "zero3_nvme.json": (NVME, ["CPUAdamBuilder", *NVME]),
 }

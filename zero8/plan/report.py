@@ -81,6 +81,7 @@ def _traffic_lines(model: Model, setup: Setup) -> list[list[str]]:
     each = traffic_of(model, setup)
     lines = [
         (f"step, memory of {place}, GiB", [scale * one.step_bytes for one in each]),
+        ("around it, memory of each host, GiB", [scale * one.passes_bytes for one in each]),
         ("step, GPU link, both ways, GiB", [one.link_bytes for one in each]),
         ("step, NVMe of each host, read, GiB", [ranks * one.nvme_read_bytes for one in each]),
         ("step, NVMe of each host, written, GiB", [ranks * one.nvme_write_bytes for one in each]),
@@ -98,6 +99,8 @@ def _time_lines(model: Model, setup: Setup, hardware: Hardware) -> list[list[str
     if setup.offload != "none":
         cores = [f"{one.saturating_cores:.1f}" for one in times]
         lines.append(["- cores that saturate the memory", *cores])
+        what = "clipping and step, ms" if setup.engine == "fsdp2" else "engine.step(), ms"
+        lines.append([what, *(f"{1e3 * one.phase_seconds:,.1f}" for one in times)])
     return lines
 
 
@@ -113,6 +116,7 @@ def _remarks(setup: Setup, hardware: Hardware) -> list[str]:
         f"One core takes {rates.fp32_adam:.2f} ns/param for fp32 Adam, {rates.zero8:.2f} for "
         f"zero8, {rates.zero8_bf16:.2f} without fp32 masters",
         f"({rates.source}).",
+        "Around the step: clipping, and 16-bit weights on their way to the model.",
     ]
     if setup.offload == "nvme":
         lines.append(f"NVMe: {hardware.nvme_gb_per_s:g} GB/s of each host (--nvme-bandwidth).")

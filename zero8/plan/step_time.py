@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of the optimizer's step, and the number of cores that saturate the memory.
+"""The time of the step and of the passes around it; the cores that saturate the memory.
 
 A step over data in memory takes, by equation (B1) of `zero8.bench.step.machines`,
 
     ns/param = max(ns of one core / cores, bytes per parameter / bandwidth)
 
-with ns of one core measured on a single thread over data in memory.  With states on NVMe the time
+with ns of one core measured on a single thread over data in memory.  The passes that engines make
+around it are limited by the memory.  With states on NVMe the time
 of transfers is added or, if transfers and steps overlap, is a lower bound.
 """
 
@@ -43,11 +44,13 @@ class StepTime:
 
     Attributes:
         seconds: estimated.
+        phase_seconds: with the passes around it; the same on a GPU, where these are not counted.
         limit: the bottleneck: `cores`, `memory`, `NVMe` or `GPU memory`.
         saturating_cores: the number of cores that saturate a host's memory; None on a GPU.
     """
 
     seconds: float
+    phase_seconds: float
     limit: str
     saturating_cores: float | None
 
@@ -68,15 +71,18 @@ def _step_time(
 ) -> StepTime:
     if setup.offload == "none":
         # A lower bound: the kernels' share of the bandwidth has not been measured.
-        return StepTime(traffic.step_bytes / hardware.gpu_gb_per_s / 1e9, "GPU memory", None)
+        seconds = traffic.step_bytes / hardware.gpu_gb_per_s / 1e9
+        return StepTime(seconds, seconds, "GPU memory", None)
     bytes_per_param = traffic.step_bytes / numel
     cores = hardware.host.saturating_cores(rate, bytes_per_param)
     seconds = setup.ranks_here * numel * hardware.host.ns_per_param(rate, bytes_per_param) / 1e9
+    passes_seconds = setup.ranks_here * traffic.passes_bytes / hardware.host.gb_per_s / 1e9
     limit = "cores" if cores > hardware.host.cores else "memory"
     if setup.offload != "nvme":
-        return StepTime(seconds, limit, cores)
+        return StepTime(seconds, seconds + passes_seconds, limit, cores)
     nvme_bytes = setup.ranks_here * (traffic.nvme_read_bytes + traffic.nvme_write_bytes)
     nvme_seconds = nvme_bytes / hardware.nvme_gb_per_s / 1e9
     limit = "NVMe" if nvme_seconds > seconds else limit
     joined = max if setup.pipelined else lambda a, b: a + b
-    return StepTime(joined(seconds, nvme_seconds), limit, cores)
+    seconds = joined(seconds, nvme_seconds)
+    return StepTime(seconds, seconds + passes_seconds, limit, cores)

@@ -15,6 +15,8 @@ class Traffic:
     Attributes:
         step_bytes: read and written in memory by the optimizer: it reads gradients, and reads and
             writes weights and moments.
+        passes_bytes: the same by the passes around it: clipping, and 16-bit weights on their way to
+            the model.  Not counted on a GPU.
         link_bytes: between GPU and host: gradients down, weights up.
         nvme_read_bytes: read from NVMe.
         nvme_write_bytes: written to it.
@@ -22,6 +24,7 @@ class Traffic:
     """
 
     step_bytes: int
+    passes_bytes: int
     link_bytes: int
     nvme_read_bytes: int
     nvme_write_bytes: int
@@ -32,19 +35,44 @@ def traffic_of(model: Model, setup: Setup) -> tuple[Traffic, Traffic]:
     """Return the traffic with an fp32 Adam and with zero8."""
     share = share_of(model, setup)
     zero8_bytes = share.zero8_bytes + setup.correction_bytes * share.numel
+    fp32_passes, zero8_passes = _passes_bytes_per_param(setup)
     return (
-        _with(model, setup, share.numel, share.fp32_bytes),
-        _with(model, setup, share.numel, zero8_bytes),
+        _with(model, setup, share.numel, share.fp32_bytes, fp32_passes),
+        _with(model, setup, share.numel, zero8_bytes, zero8_passes),
     )
 
 
-def _with(model: Model, setup: Setup, numel: int, state_bytes: int) -> Traffic:
+def _passes_bytes_per_param(setup: Setup) -> tuple[int, int]:
+    """Return what the engine's passes around the step read and write, per parameter.
+
+    With zero8 the step itself clips, and writes the 16-bit weights, except with states on NVMe.
+    """
+    weight, master = setup.weight_bytes, setup.master_bytes
+    if setup.offload == "none":
+        return 0, 0
+    clipping, sent = 2 * master, weight
+    if setup.engine == "fsdp2":  # one more read for the norm; master weights are sent
+        return clipping + 2 * master, 2 * master
+    if setup.stage < 3:
+        return clipping + master + weight + sent, (weight if master != weight else 0) + sent
+    copied = master + weight if setup.offload_params else master
+    if setup.offload == "nvme":
+        return clipping + copied, clipping + copied
+    if not setup.offload_params:
+        return clipping + copied, copied
+    return clipping + copied, weight if master != weight else 0
+
+
+def _with(
+    model: Model, setup: Setup, numel: int, state_bytes: int, passes_bytes_per_param: int
+) -> Traffic:
     # FSDP2 casts weights on the GPU, after they have crossed the link.
     moved = setup.master_bytes if setup.engine == "fsdp2" else setup.weight_bytes
     master_bytes = setup.master_bytes * numel
     swapped = setup.offload == "nvme"
     return Traffic(
         step_bytes=3 * master_bytes + 2 * state_bytes,
+        passes_bytes=passes_bytes_per_param * numel,
         link_bytes=2 * moved * numel if setup.offload != "none" else 0,
         # Gradients are written in the backward, and read by the step.
         nvme_read_bytes=swapped * (2 * master_bytes + state_bytes),
