@@ -12,6 +12,7 @@
 #include "fill.h"
 #include "format.h"
 #include "isa.h"
+#include "norm.h"
 #include "stream.h"
 
 namespace py = pybind11;
@@ -111,6 +112,13 @@ void copy(const py::buffer& param, const py::buffer& grad, const std::vector<py:
                                numel};
   const py::gil_scoped_release release;
   zero8::copy(streams, num_threads);
+}
+
+double sum_of_squares(const py::buffer& gradients, int num_threads) {
+  const py::buffer_info info = gradients.request();
+  const auto* numbers = records<const zero8::Numbers>(info, "gradient");
+  const py::gil_scoped_release release;
+  return zero8::sum_of_squares(numbers, info.size, num_threads);
 }
 
 // FNV-1a over whole numbers, of what is small enough to be a description; 0 for other tensors.
@@ -232,6 +240,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("check", &check_records, "Raise ValueError if a segment is not what kernels rely on.");
   module.def("fill", &fill, "Fill into kept records what changes from step to step: fill.h.");
   module.def("copy", &copy, "Move the memory of a step, and change nothing: stream.h.");
+  module.def("sum_of_squares", &sum_of_squares, "Read gradients once, for their norm: norm.h.");
   module.def("describe", &describe, "Write down where tensors are, and of what kind.");
   module.def("describe_again", &describe_again, "Compare tensors with what was written down.");
   module.def("targets", &targets, "Names of the instruction sets that were compiled in.");

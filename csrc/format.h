@@ -103,6 +103,14 @@ struct KeptPiece {
   uint32_t unused;                    // 0
 };
 
+// The numbers of one gradient, in the order of memory, for its norm: norm.h.
+struct Numbers {
+  const void* data;
+  int64_t numel;
+  int32_t dtype;   // kFP32 or kBF16
+  int32_t unused;  // 0
+};
+
 // What a step asks of a tensor: zero8/op/describe.py.
 struct TensorRecord {
   uint64_t data;

@@ -7,6 +7,7 @@ A framework shards parameters, or replaces them in the optimizer's groups.  It i
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,18 @@ class Use:
     """
 
     is_met: bool = False
+
+
+class Part(NamedTuple):
+    """The part of a sharded tensor on this rank.
+
+    Attributes:
+        local: its elements.
+        process_groups: sums over parts, added over these groups in turn, are those of the tensor.
+    """
+
+    local: Tensor
+    process_groups: tuple[Group, ...]
 
 
 class Framework:
@@ -56,6 +69,14 @@ class Framework:
     def process_groups(self, params: Iterable[Tensor]) -> list[Group]:
         """Return the groups of ranks that share parameters, [] if none are shared."""
         return []
+
+    def part_of(self, t: Tensor) -> Part | None:
+        """Return this rank's part of a tensor that the framework shards, else None.
+
+        Raises:
+            ValueError: if a rank holds no part whose elements could be added to those of others.
+        """
+        return None
 
 
 _registered: list[Framework] = []
@@ -109,6 +130,20 @@ def claim(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], use: Use) 
     """Note in all frameworks that an optimizer was made for parameters."""
     for framework in _registered:
         framework.claim(optimizer, params, use)
+
+
+def parts_of(tensors: Iterable[Tensor]) -> dict[tuple[Group, ...], list[Tensor]]:
+    """Return this rank's parts of tensors, by the process groups of their `Part`; () if whole.
+
+    Raises:
+        ValueError: see `Framework.part_of`.
+    """
+    parts: dict[tuple[Group, ...], list[Tensor]] = {}
+    for t in tensors:
+        found = (framework.part_of(t) for framework in _registered)
+        part = next((one for one in found if one is not None), Part(t, ()))
+        parts.setdefault(part.process_groups, []).append(part.local)
+    return parts
 
 
 def process_groups(params: Sequence[Tensor]) -> list[Group]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`optimizer.clip_grad_norm_`: torch's norm, and the bits of torch's clipping in the step."""
+"""`optimizer.clip_grad_norm_`: the norm, and the bits of torch's clipping by it in the step."""
 
 import copy
 import pickle
@@ -32,8 +32,46 @@ def give_grads(params, step, scale=1.0):
         p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p.dtype)
 
 
-def clip_by_torch(params, *args, **kwargs):
-    return torch.nn.utils.clip_grad_norm_(params, *args, **kwargs)
+def norm_by_torch(params, norm_type=2.0):
+    return torch.nn.utils.get_total_norm([p.grad for p in params], norm_type)
+
+
+def clip_by_torch(params, max_norm):
+    """Clip by the norm that zero8 finds."""
+    norm = Adam8bitBlockwise(params).clip_grad_norm_(max_norm)
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+
+
+def assert_is_norm_of(params, norm):
+    """Assert that a norm is the nearest float32 but for the last bit, and torch's to its own error.
+
+    The sum of squares in double precision is off by less than 2^-40, and its root by half of that.
+    torch sums float32 in float32, and returns bfloat16 for bfloat16.
+    """
+    exact = torch.cat([p.grad.flatten().double() for p in params]).norm()
+    assert norm.dtype == torch.float32 and abs(norm.double() / exact - 1) <= 2**-24 + 2**-40
+    theirs = norm_by_torch(params)
+    assert abs(theirs.double() / exact - 1) <= (1e-6 if theirs.dtype == norm.dtype else 2**-7)
+
+
+@pytest.mark.parametrize("layout", ["strided", "expanded", "float64"])
+def test_clip_of_gradients_that_the_kernel_cannot_read_has_torchs_norm(layout):
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    p.grad = {
+        "strided": torch.randn(64, 128)[:, ::2],
+        "expanded": torch.randn(64, 1).expand(64, 64),
+        "float64": None,
+    }[layout]
+    if layout == "float64":
+        p.grad_dtype = torch.float64
+        p.grad = torch.randn(64, 64, dtype=torch.float64)
+    norm = Adam8bitBlockwise([p]).clip_grad_norm_(1.0)
+    assert torch.equal(norm, norm_by_torch([p]))
+
+
+def test_clip_without_gradients_has_norm_zero():
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    assert Adam8bitBlockwise([p]).clip_grad_norm_(1.0).item() == 0.0
 
 
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS, ids=lambda one: one.__name__)
@@ -48,7 +86,11 @@ def test_clip_equals_torchs_clipping_before_the_step(optimizer_class, dtype, max
         give_grads(ours, step)
         give_grads(theirs, step)
         norm = optimizer.clip_grad_norm_(max_norm, norm_type)
-        assert torch.equal(norm, clip_by_torch(theirs, max_norm, norm_type))
+        if norm_type == 2.0:
+            assert_is_norm_of(theirs, norm)
+        else:
+            assert torch.equal(norm, norm_by_torch(theirs, norm_type))
+        torch.nn.utils.clip_grads_with_norm_(theirs, max_norm, norm)
         before = [p.grad.clone() for p in ours]
         optimizer.step(), plain.step()
         assert_same(before, [p.grad for p in ours])
@@ -148,7 +190,7 @@ def test_clip_non_finite_norm_is_an_error_if_asked_for(pair):
     (ours, _), (optimizer, _) = pair
     set_grads(ours, 0)
     ours[0].grad.fill_(torch.inf)
-    with pytest.raises(RuntimeError, match="non-finite"):
+    with pytest.raises(RuntimeError, match="not finite"):
         optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
     before = [p.detach().clone() for p in ours]
     optimizer.clip_grad_norm_(1.0)  # the factor is 0, and infinity times 0 is NaN

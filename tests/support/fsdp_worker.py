@@ -144,18 +144,28 @@ def trained(layout: str, steps: int, in_backward: bool = False) -> dict[str, dic
     return results(model, optimizer)
 
 
-def clipped(layout: str, by_torch: bool) -> tuple[dict[str, dict], list[Tensor]]:
-    """Return `results` after steps that are clipped, and the norms."""
+def clipped(
+    layout: str, by_norms: list[Tensor] | None = None
+) -> tuple[dict[str, dict], list[Tensor]]:
+    """Return `results` after steps that are clipped, and the norms.
+
+    Args:
+        layout: a key of `LAYOUTS`.
+        by_norms: a norm for each step, by which torch clips before it; the norms returned are
+            torch's then.
+    """
     start()
     model = sharded(LAYOUTS[layout])
     optimizer = optimizer_of(model, LAYOUTS[layout])
     norms = []
     for step in range(3):
         model(step).backward()
-        if by_torch:
-            norms.append(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        if by_norms is None:
+            norms.append(optimizer.clip_grad_norm_(0.5))
         else:
-            norms.append(whole(optimizer.clip_grad_norm_(0.5)))
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            norms.append(whole(torch.nn.utils.get_total_norm(grads)))
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, by_norms[step])
         optimizer.step()
         optimizer.zero_grad()
     return results(model, optimizer), norms

@@ -4,10 +4,11 @@
 from collections.abc import Iterable
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from zero8.frameworks import Framework
+from zero8.frameworks import Framework, Part
 from zero8.fsdp.flattened import FlattenedTensor
-from zero8.fsdp.meshes import process_groups
+from zero8.fsdp.meshes import process_groups, shard_groups
 from zero8.fsdp.sharded import ShardedTensor
 
 
@@ -19,3 +20,7 @@ class Fsdp(Framework):
     def process_groups(self, params: Iterable[Tensor]) -> list:
         """See `Framework`."""
         return process_groups(params)
+
+    def part_of(self, t: Tensor) -> Part | None:
+        """See `Framework`."""
+        return Part(t.to_local(), shard_groups(t)) if isinstance(t, DTensor) else None

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups of sharded parameters, whose ranks have to agree."""
+"""The process groups of sharded tensors: whose ranks have to agree, and whose parts differ."""
 
 from collections.abc import Iterable
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def process_groups(params: Iterable[Tensor]) -> list:
@@ -20,3 +22,18 @@ def process_groups(params: Iterable[Tensor]) -> list:
         if all(others <= its_ranks for others in ranks):
             return list(mesh.get_all_groups())
     return [None] if meshes else []
+
+
+def shard_groups(t: DTensor) -> tuple:
+    """Return the groups over whose ranks a tensor is sharded.
+
+    Raises:
+        ValueError: if it is neither sharded nor replicated along a dimension of its mesh.
+    """
+    groups = []
+    for dim, placement in enumerate(t.placements):
+        if isinstance(placement, Shard | _StridedShard):
+            groups.append(t.device_mesh.get_group(dim))
+        elif not placement.is_replicate():
+            raise ValueError(f"got placement {placement}, expected Shard or Replicate")
+    return tuple(groups)

@@ -47,6 +47,7 @@ _STRUCTS = {
     "DynamicMap": structs.DYNAMIC_MAP,
     "DynamicMaps": structs.DYNAMIC_MAPS,
     "KeptPiece": structs.KEPT_PIECE,
+    "Numbers": structs.NUMBERS,
     "TensorRecord": structs.TENSOR,
 }
 

@@ -61,6 +61,7 @@ KEPT_PIECE = np.dtype(
         ("unused", "u4"),
     ]
 )
+NUMBERS = np.dtype([("data", "u8"), ("numel", "i8"), ("dtype", "i4"), ("unused", "i4")])
 TENSOR = np.dtype(
     [("data", "u8"), ("numel", "i8"), ("kind", "i8"), ("contiguous", "i8"), ("contents", "i8")]
 )

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of ranks, and integers reduced over them."""
+"""The number of ranks, and numbers reduced over them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+Number = TypeVar("Number", int, float)
 Group = Any
 """A process group of torch.distributed, which some builds of torch lack; None: all ranks."""
 
@@ -25,7 +26,7 @@ def rank() -> int:
     return 0 if is_alone() else torch.distributed.get_rank()
 
 
-def total(number: int, process_groups: Sequence[Group]) -> int:
+def total(number: Number, process_groups: Sequence[Group]) -> Number:
     """Return the sum of a number over groups in turn, by an all_reduce of 8 bytes each.
 
     All ranks must call this.
@@ -39,11 +40,12 @@ def largest(numbers: Sequence[int], process_groups: Sequence[Group]) -> list[int
     return _reduced(numbers, process_groups, "MAX")
 
 
-def _reduced(numbers: Sequence[int], process_groups: Sequence[Group], op: str) -> list[int]:
+def _reduced(numbers: Sequence[Number], process_groups: Sequence[Group], op: str) -> list[Number]:
     if is_alone():
         return list(numbers)
+    dtype = torch.int64 if isinstance(numbers[0], int) else torch.float64
     for group in process_groups:
-        reduced = torch.tensor(numbers, dtype=torch.int64, device=_device_of(group))
+        reduced = torch.tensor(numbers, dtype=dtype, device=_device_of(group))
         torch.distributed.all_reduce(reduced, getattr(torch.distributed.ReduceOp, op), group)
         numbers = reduced.tolist()
     return list(numbers)

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clipping by the norm of all gradients, whose factor the step applies as it reads them."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from weakref import ref
 
 import torch
 from torch import Tensor
+
+from zero8.op import norm
+from zero8.ranks import numbers
 
 CHANGED = (
     "gradients have changed since clip_grad_norm_(), whose factor was for those before: call it "
@@ -36,6 +40,25 @@ class Clipped:
         ):
             raise RuntimeError(CHANGED)
         return True
+
+
+def total_norm(parts: Mapping[tuple[numbers.Group, ...], Sequence[Tensor]]) -> Tensor | None:
+    """Return the 2-norm of all gradients, read once; None if the CPU's kernel cannot read them.
+
+    The bits do not depend on the number of threads.  The norm is within 2^-23 of the exact one,
+    relatively, where torch's own also depends on the lengths of its sums.  All ranks must call
+    this, with gradients in the same order.
+
+    Args:
+        parts: this rank's parts of gradients, by the groups over which their sums are added.
+
+    Returns:
+        0-d float32 on the CPU, the same on all ranks.
+    """
+    if not all(norm.is_served(grad) for grads in parts.values() for grad in grads):
+        return None
+    squares = (numbers.total(norm.sum_of_squares(grads), groups) for groups, grads in parts.items())
+    return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float32)
 
 
 def factor_of(max_norm: float, total_norm: Tensor) -> float:
