@@ -282,7 +282,8 @@ def test_build_that_takes_a_while_is_done_once_and_whoever_waits_says_for_whom(
     env, go_on = compiler_in(tmp_path / "bin"), tmp_path / "go_on"
     command = [sys.executable, "-c", LOAD_TINY, str(tiny.sources[0])]
     monkeypatch.setattr(locks, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(locks.flock, "wait_for", once_told(go_on, locks.flock.wait_for))
+    wait_for = locks.flock.wait_for
+    monkeypatch.setattr(locks.flock, "wait_for", lambda file: [go_on.touch(), wait_for(file)])
     with processes.started(command, STALL=str(go_on), **env) as first:
         wait_until(lambda: compiled(tmp_path / "bin"))
         assert tiny.load().number == 1
@@ -293,16 +294,6 @@ def test_build_that_takes_a_while_is_done_once_and_whoever_waits_says_for_whom(
     assert err.count(said) == 1
     (message,) = caplog.messages
     assert f"has waited 0 s for process {first.pid} on {os.uname().nodename}, since " in message
-
-
-def once_told(go_on, wait_for):
-    """Return `wait_for`, which first lets the compiler go on."""
-
-    def waiting(file):
-        go_on.touch()
-        wait_for(file)
-
-    return waiting
 
 
 def test_header_that_changed_is_built_anew_and_the_old_build_stays(tiny, monkeypatch):
