@@ -35,7 +35,7 @@ def test_build_json_prints_one_object_with_the_path(zero8):
 def test_command_whose_reader_stops_says_nothing_of_it():
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "zero8.cli", "plan", "--parameters", "1B"]
+    command = [sys.executable, "-m", "zero8", "plan", "--parameters", "1B"]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")

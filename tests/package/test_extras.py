@@ -4,9 +4,7 @@
 import argparse
 import json
 import re
-import sys
 
-import processes
 import pytest
 import torch
 from forks import Forks
@@ -159,6 +157,6 @@ def test_command_without_its_subcommand_prints_help_and_exits_2(words, capsys):
     assert " ".join(["usage: zero8", *words]) in printed.err and "--help" in printed.err
 
 
-def test_module_zero8_runs_the_command_line():
-    done = processes.run([sys.executable, "-m", "zero8", "--version"])
+def test_module_zero8_runs_the_command_line(base_only):
+    done = base_only("import runpy; runpy.run_module('zero8', run_name='__main__')", "--version")
     assert (done.returncode, done.stdout) == (0, f"zero8 {zero8.__version__}\n")
