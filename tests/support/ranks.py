@@ -20,24 +20,27 @@ from pathlib import Path
 import torch
 from places import FOLDERS
 
+FIRST_ENGINE = "deepspeed.runtime.zero.muon.muon_optimizer"
+"""A module that imports all that the first engine of a process does, which takes ten seconds."""
+
 
 class StandingRanks:
     """Ranks that stay and run one function after another: they start, and import, only once.
 
-    On the CPU they are forks of one process per test run, which has imported what takes seconds.
+    On the CPU they are forks of one process per test run, which has done the slow imports.
 
     Args:
         world_size: number of ranks.
         tmp_path: a folder to work in.
         device: "cpu", or "cuda", one GPU to a rank.
-        forked: whether they are forks; else they begin with nothing imported.
+        imports: the module that forks have imported, by default with all of an engine's.
     """
 
     def __init__(
-        self, world_size: int, tmp_path: Path, device: str = "cpu", forked: bool | None = None
+        self, world_size: int, tmp_path: Path, device: str = "cpu", imports: str = FIRST_ENGINE
     ):
         self._world_size, self._tmp_path, self._device = world_size, tmp_path, device
-        self._forked = device == "cpu" if forked is None else forked
+        self._imports = imports
         self._processes: list[subprocess.Popen | ForkedRank] = []
 
     def run(self, function, timeout_s: float = 180, kill: bool = False, **kwargs) -> list:
@@ -94,18 +97,20 @@ class StandingRanks:
         for rank in range(self._world_size):
             env = _environment(rank, self._world_size, port, self._device)
             log = self._logs / f"rank{rank}.log"
-            self._processes.append(_server().fork(env, log) if self._forked else _start(env, log))
+            is_forked = self._device == "cpu"
+            started = _server(self._imports).fork(env, log) if is_forked else _start(env, log)
+            self._processes.append(started)
 
 
 def run_ranks(
-    function, world_size: int, tmp_path: Path, forked: bool | None = None, **arguments
+    function, world_size: int, tmp_path: Path, imports: str = FIRST_ENGINE, **arguments
 ) -> list:
     """Run a function on ranks of its own, which are gone afterwards; see `StandingRanks`.
 
     For what needs processes that have done nothing before; most tests take the fixture
     `standing_ranks`.
     """
-    ranks = StandingRanks(world_size, tmp_path, forked=forked)
+    ranks = StandingRanks(world_size, tmp_path, imports=imports)
     try:
         return ranks.run(function, **arguments)
     finally:
@@ -220,18 +225,27 @@ def free_port() -> int:
 
 
 class RankServer:
-    """A process that forks into ranks, and says how they ended."""
+    """A process that forks into ranks, and says how they ended.
 
-    def __init__(self):
+    Args:
+        imports: a module that it imports first.
+    """
+
+    def __init__(self, imports: str):
         """Start it; it ends with this process."""
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"import ranks; ranks.fork_ranks({theirs.fileno()})"],
+                [
+                    sys.executable,
+                    "-c",
+                    f"import ranks; ranks.fork_ranks({theirs.fileno()}, {imports!r})",
+                ],
                 env=_environment(0, 1, 0, "cpu"),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                start_new_session=True,  # an interrupt of the tests ends the ranks first
             )
 
     def fork(self, env: dict[str, str], log: Path) -> "ForkedRank":
@@ -269,16 +283,14 @@ class ForkedRank:
         return self.returncode
 
 
-@lru_cache(maxsize=1)
-def _server() -> RankServer:
-    return RankServer()
+@lru_cache(maxsize=2)
+def _server(imports: str) -> RankServer:
+    return RankServer(imports)
 
 
-def fork_ranks(descriptor: int) -> None:
+def fork_ranks(descriptor: int, imports: str) -> None:
     """Do the jobs of a socket until it is closed; return in no fork before `serve` does."""
-    # All that the first engine of a process imports.
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-
+    importlib.import_module(imports)
     with socket.socket(fileno=descriptor) as jobs:
         while True:
             size, descriptors, *_ = socket.recv_fds(jobs, 8, 2)
