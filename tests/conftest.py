@@ -8,6 +8,7 @@ import pytest
 import torch
 from doc_blocks import blocks_of_test
 from fake_cuda import FakeCuda
+from forks import Forks
 from host_kernel import Host
 from hypothesis import settings
 from places import TESTS
@@ -77,6 +78,14 @@ def standing_ranks(tmp_path_factory):
     yield of
     for ranks in sets.values():
         ranks.close()
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """A process that has imported torch, and therefore zero8, and nothing else; see `Forks`."""
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    forks.close()
 
 
 @pytest.fixture(scope="session")

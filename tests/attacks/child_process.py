@@ -22,8 +22,8 @@ from zero8.checkpoint.commands import command  # noqa: F401, for the children
 
 ADDRESS_SPACE_BYTES = 4 << 30
 """The address space that a command may add, so that it does not take the machine's memory."""
-FRESH = [sys.executable, "-m", "zero8.cli"]
-"""The beginning of a command that runs in a new Python, not in a fork of this one."""
+AS_A_PROGRAM = [sys.executable, "-m", "zero8.cli"]
+"""The beginning of a command that zero8 runs in a child, as it does when a shell starts it."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,6 @@ def _become(line: Sequence[str], output: Path) -> None:
     limit = _memory_bytes(0) + ADDRESS_SPACE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if line[: len(FRESH)] == FRESH:
-        os.execv(line[0], line)
     status = _status_of(line)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -125,6 +123,9 @@ def _status_of(line: Sequence[str]) -> int:
     try:
         if line[0] == "zero8":
             return cli.main(line[1:])
+        if line[:3] == AS_A_PROGRAM:
+            sys.argv = ["zero8", *line[3:]]
+            return cli.main()
         exec(line[2], {"__name__": "__main__"})
         return 0
     except SystemExit as end:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 from attack import Attack, main
-from child_process import FRESH, Answer, start
+from child_process import AS_A_PROGRAM, Answer, start
 from crafted_files import dict_of, saved, state_dict, storage, tensor, value
 
 MOMENT_FLOATS = 16 << 20
@@ -28,7 +28,7 @@ def large_file(command: str):
             entries[which] = tensor(floats, [4096, 4096], [4096, 1])
             records[which] = bytes(4 * MOMENT_FLOATS)
         (folder / "states.pt").write_bytes(saved(state_dict(dict_of(entries)), records))
-        return [*FRESH, "checkpoint", command, str(folder / "states.pt")]
+        return [*AS_A_PROGRAM, "checkpoint", command, str(folder / "states.pt")]
 
     return plant
 

@@ -21,6 +21,13 @@ CASES = [
     for script in SCRIPTS
     for one in getattr(importlib.import_module(script), "ATTACKS", ())
 ]
+# They take seconds; each has a quick one of the same script beside it.
+SLOW = {
+    ("cut_short", "inspect"),
+    ("deep_folders", "1,500 folders on the disk, verify"),
+    ("many_files", "files with other contents"),
+    ("small_files_large_work", "300 steps in one place"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +51,13 @@ def answer_to(request, tmp_path_factory):
         yield answer
 
 
-@pytest.mark.parametrize("case", CASES, ids=" - ".join)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=" - ".join(case), marks=[pytest.mark.slow] * (case in SLOW))
+        for case in CASES
+    ],
+)
 def test_attack_gets_the_expected_answer(answer_to, case):
     how = answer_to(case)
     assert how["wrong"] == [], how
@@ -52,3 +65,4 @@ def test_attack_gets_the_expected_answer(answer_to, case):
 
 def test_attack_names_are_unique():
     assert len(set(CASES)) == len(CASES)
+    assert set(CASES) >= SLOW

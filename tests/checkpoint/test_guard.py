@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that a command of `zero8 checkpoint` runs in, and the one that waits for it."""
+"""The process that a command of `zero8 checkpoint` runs in, and the one that waits for it.
+
+Neither needs torch here, whose import takes seconds.  One test starts the command with it.
+"""
 
 import os
 import select
@@ -11,6 +14,11 @@ import pytest
 from processes import python, started
 
 LIMIT_SECONDS = 60
+WITHOUT_TORCH = """
+import sys, warnings
+sys.modules["torch"] = None
+warnings.simplefilter("ignore")  # zero8 says that it cannot register itself
+"""
 CLI = """
 import os, resource, signal, sys
 from zero8 import cli
@@ -28,14 +36,14 @@ Not by one pause(): of a signal that comes just before it, Python would call the
 """
 
 
-def code_of(command, *arguments):
-    return CLI.format(command=command, arguments=arguments)
+def code_of(command, *arguments, before=WITHOUT_TORCH):
+    return before + CLI.format(command=command, arguments=arguments)
 
 
 @contextmanager
-def waiting(*arguments):
+def waiting(*arguments, **how):
     """Start zero8 with a command that waits; yield its process, the child, and a handle of that."""
-    with started([sys.executable, "-c", code_of(WAIT, *arguments)]) as process:
+    with started([sys.executable, "-c", code_of(WAIT, *arguments, **how)]) as process:
         readable, _, _ = select.select([process.stdout], [], [], LIMIT_SECONDS)
         assert readable, "time limit"
         child = int(process.stdout.readline())
@@ -58,6 +66,13 @@ def test_signal_sent_to_the_parent_alone_ends_both_with_it(number):
         process.send_signal(number)
         assert has_ended(descriptor)
         assert process.wait(LIMIT_SECONDS) == -number
+
+
+def test_signal_sent_to_the_parent_alone_ends_both_with_it_where_torch_is_imported():
+    with waiting(before="import torch") as (process, _, descriptor):
+        process.send_signal(signal.SIGTERM)
+        assert has_ended(descriptor)
+        assert process.wait(LIMIT_SECONDS) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])

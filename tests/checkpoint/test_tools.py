@@ -5,13 +5,10 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from moment_samples import buffers, flipped_in
-from places import ROOT
 from small_checkpoints import KINDS, SHAPES, STEPS, plain_file, trained, zero_folder
 
 from zero8.algorithms.adam import ADAM
@@ -301,7 +298,7 @@ def test_prune_deletes_the_oldest_and_never_the_last_complete_tag(made, tmp_path
     assert "expected 1 or more" in called(capsys, "prune", tmp_path, "--keep", 0, status=2)["error"]
 
 
-def test_tools_load_neither_deepspeed_nor_an_op(made):
+def test_tools_load_neither_deepspeed_nor_an_op(forks, made):
     """They work where nothing can be compiled."""
     code = (
         "import sys; from zero8.cli import main; "
@@ -309,7 +306,8 @@ def test_tools_load_neither_deepspeed_nor_an_op(made):
         "assert status == 0; assert 'deepspeed' not in sys.modules; "
         "assert 'torch.utils.cpp_extension' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
+    done = forks.run(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_inspect_of_a_folder_with_latest_takes_the_tag_that_it_names(tmp_path, capsys):

@@ -133,15 +133,19 @@ def test_cuda_instructions_of_a_wrong_build_are_noticed(compiled, right, wrong):
         assert_ieee_only(text.replace(right, wrong, 1))
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
     """An empty cache of compiled kernels."""
-    folder = tmp_path_factory.mktemp("cuda_cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
-        cuda_compile.machine_code.cache_clear()
-        yield folder
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     cuda_compile.machine_code.cache_clear()
+    yield tmp_path / "cache"
+    cuda_compile.machine_code.cache_clear()
+
+
+def compile_at_once(monkeypatch):
+    """Let NVRTC, which compiles for twenty seconds, return another code."""
+    quick = cuda_compile.compiler("nvrtc")._replace(compile=lambda architecture: b"\x7fELF, quick")
+    monkeypatch.setattr(cuda_compile, "_nvrtc", lambda: quick)
 
 
 def names_in(code: bytes) -> set[bytes]:
@@ -151,8 +155,9 @@ def names_in(code: bytes) -> set[bytes]:
 
 @pytest.mark.parametrize(
     ("backend", "need"),
-    [pytest.param("nvcc", need_nvcc, marks=pytest.mark.slow), ("nvrtc", need_nvrtc)],
+    [("nvcc", need_nvcc), ("nvrtc", need_nvrtc)],
 )
+@pytest.mark.slow
 def test_cuda_both_backends_compile_the_same_source_for_the_device(cache, backend, need):
     need()
     code = cuda_compile.machine_code(90, backend)
@@ -169,6 +174,7 @@ def no_compiler(backend="auto"):
 
 def test_cuda_code_of_the_cache_needs_no_compiler(cache, monkeypatch):
     need_nvrtc()
+    compile_at_once(monkeypatch)
     code = cuda_compile.machine_code(90, "nvrtc")
     monkeypatch.setattr(cuda_compile, "compiler", no_compiler)
     for backend in ("nvrtc", "auto"):
@@ -181,6 +187,7 @@ def test_cuda_code_of_the_cache_needs_no_compiler(cache, monkeypatch):
 
 def test_cuda_auto_goes_on_to_nvrtc_where_nvcc_fails_and_says_so(cache, monkeypatch, tmp_path):
     need_nvrtc()
+    compile_at_once(monkeypatch)
     nvcc = tmp_path / "nvcc"
     nvcc.write_text('#!/bin/sh\ntest "$1" = --version && echo old || { echo too old; exit 1; }\n')
     nvcc.chmod(0o755)
@@ -200,7 +207,9 @@ def test_cuda_auto_goes_on_to_nvrtc_where_nvcc_fails_and_says_so(cache, monkeypa
 
 def test_cuda_code_of_the_cache_is_used_until_sources_change(cache, monkeypatch, tmp_path):
     need_nvrtc()
-    code = cuda_compile.machine_code(90, "nvrtc")
+    with monkeypatch.context() as patch:
+        compile_at_once(patch)
+        code = cuda_compile.machine_code(90, "nvrtc")
     cuda_compile.machine_code.cache_clear()
     wrong = tmp_path / "step.cu"
     wrong.write_text("#error not compiled again")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the op is built, kept and loaded.
 
-The op itself is compiled twice here, without optimisation; the rest is shown on a tiny extension.
+`make test-slow` compiles the op for one target, without optimization; the rest uses the op that the
+test run has built, or a tiny extension.
 """
 
 import json
@@ -12,10 +13,13 @@ from pathlib import Path
 
 import processes
 import pytest
+import torch
 from processes import compiled, compiler_in, wait_until
 from tiny_op import SOURCE
 
-from zero8.op import build
+import zero8
+from zero8 import cli
+from zero8.op import build, kernel, locks
 from zero8.zero.op_builder import Zero8AdamBuilder
 
 NO_COMPILER = "no-such-c++"
@@ -26,15 +30,12 @@ NO_COMPILER = "no-such-c++"
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
-    """A folder that `zero8 build --into` has filled, and what it printed."""
-    folder = tmp_path_factory.mktemp("whole")
-    into = folder / "new" / "extensions"
-    env = compiler_in(folder / "bin", "-O0")
-    command = [sys.executable, "-m", "zero8.cli", "build", "--json", "--into", str(into)]
-    done = processes.run(command, TORCH_EXTENSIONS_DIR=str(folder / "unused"), **env)
-    assert done.returncode == 0, done.stderr
-    assert not (folder / "unused").exists()
-    return into, json.loads(done.stdout)
+    """A copy of the folder in which this test run has built the op for all targets."""
+    op = build.op()
+    op.load()
+    into = tmp_path_factory.mktemp("image") / "extensions"
+    shutil.copytree(op.folder(), into / op.folder().name)
+    return into
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +51,7 @@ def first_steps(tmp_path_factory):
     return folder, [out for out, _ in results], [err for _, err in results]
 
 
+@pytest.mark.slow
 def test_build_two_processes_on_an_empty_folder_compile_one_target_once(first_steps):
     folder, printed, _ = first_steps
     assert all("stepped" in out for out in printed)
@@ -59,6 +61,7 @@ def test_build_two_processes_on_an_empty_folder_compile_one_target_once(first_st
     assert names == [f"{extension.name}.flock", extension.folder().name]
 
 
+@pytest.mark.slow
 def test_build_that_takes_a_while_says_so_and_whoever_waits_says_for_whom(first_steps):
     _, _, errors = first_steps
     said = "".join(errors)
@@ -81,6 +84,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_op_for_one_target_refuses_the_others(first_steps):
     env = {"TORCH_EXTENSIONS_DIR": str(first_steps[0] / "extensions"), "ZERO8_ISA": None}
     done = processes.python(OTHER_TARGET, **env)
@@ -88,16 +92,6 @@ def test_op_for_one_target_refuses_the_others(first_steps):
     targets, refusal = done.stdout.splitlines()
     assert targets == str([build.target_of_steps()])
     assert "built without the instruction set asked for" in refusal
-
-
-def test_build_into_a_folder_prints_the_path_of_an_op_for_all_targets(whole):
-    folder, printed = whole
-    assert Path(printed["path"]).is_file()
-    assert Path(printed["path"]).parent.parent == folder
-    assert printed["seconds"] > 0
-    code = "from zero8.op import kernel; print(*kernel.module().targets())"
-    done = processes.python(code, TORCH_EXTENSIONS_DIR=str(folder), CXX=NO_COMPILER)
-    assert done.stdout.split() == list(build.TARGETS), done.stderr
 
 
 # Root may write to any folder, so the process refuses on its own what a read-only one would.
@@ -112,14 +106,38 @@ sys.addaudithook(refuse)
 """
 
 
-def test_copy_of_a_built_folder_that_is_read_only_loads_without_compiler_and_ninja(whole, tmp_path):
-    copy = tmp_path / "image" / "extensions"
-    shutil.copytree(whole[0], copy)
-    (tmp_path / "bin").mkdir()
-    env = {"TORCH_EXTENSIONS_DIR": str(copy), "PATH": str(tmp_path / "bin"), "CXX": None}
-    done = processes.python(READ_ONLY + processes.STEP, **env)
-    assert f"stepped with {copy}" in done.stdout, done.stderr
+CONSTRUCTED = """
+import torch, zero8
+from zero8.op import kernel
+for device in ("meta", "cpu"):
+    p = torch.nn.Parameter(torch.ones(64, 64, device=device), requires_grad=device == "cpu")
+    zero8.Adam8bitBlockwise([p])
+    print(device, kernel.module.cache_info().currsize)
+print(*kernel.module().targets())
+"""
+
+
+@pytest.fixture(scope="session")
+def from_a_copy(forks, whole, tmp_path_factory):
+    """What a process prints that can only read a copy, and has neither compiler nor ninja."""
+    nothing = tmp_path_factory.mktemp("nothing")
+    env = {"TORCH_EXTENSIONS_DIR": str(whole), "PATH": str(nothing), "CXX": None}
+    done = forks.run(READ_ONLY + CONSTRUCTED + processes.STEP, **env)
+    assert done.returncode == 0, done.stderr
     assert "compiling" not in done.stderr
+    return done.stdout.splitlines()
+
+
+def test_copy_of_a_built_folder_that_is_read_only_loads_without_compiler_and_ninja(
+    from_a_copy, whole
+):
+    targets, stepped = from_a_copy[-2:]
+    assert stepped.startswith(f"stepped with {whole}")
+    assert targets.split() == list(build.TARGETS)
+
+
+def test_constructor_loads_the_op_for_parameters_on_a_served_device(from_a_copy):
+    assert from_a_copy[:2] == ["meta 0", "cpu 1"]
 
 
 WITHOUT_DEEPSPEED = """
@@ -160,50 +178,31 @@ assert not any(name.startswith("deepspeed") for name in sys.modules)
 """
 
 
-def test_without_deepspeed_it_steps_saves_loads_and_doctor_has_one_line_about_it(whole):
-    done = processes.python(WITHOUT_DEEPSPEED, TORCH_EXTENSIONS_DIR=str(whole[0]))
+def test_without_deepspeed_it_steps_saves_loads_and_doctor_has_one_line_about_it(forks, whole):
+    done = forks.run(WITHOUT_DEEPSPEED, TORCH_EXTENSIONS_DIR=str(whole))
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if "deepspeed" in line.lower()]
     assert [line.split()[:3] for line in lines] == [["deepspeed", "not", "installed;"]]
     assert "pip install 'zero8[deepspeed]'" in lines[0]
 
 
-STEP_THAT_CANNOT = """
-import torch, zero8
-p = torch.nn.Parameter(torch.ones(8192))
-p.grad = torch.ones(8192)
-optimizer = zero8.Adam8bitBlockwise([p], lr=0.1)
-try:
-    optimizer.step()
-except RuntimeError as error:
-    print(error)
-assert not optimizer.state
-assert (p == 1).all()
-"""
-
-
-def test_step_without_compiler_says_what_to_install_and_changes_nothing(tmp_path):
-    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": str(tmp_path), "CXX": None}
-    done = processes.python(STEP_THAT_CANNOT, **env)
-    assert done.returncode == 0, done.stderr
-    assert "apt-get install g++" in done.stdout
-    assert f"{tmp_path}/zero8_adam_" in done.stdout
+def test_step_without_compiler_says_what_to_install_and_changes_nothing(monkeypatch, tmp_path):
+    for name in ("TORCH_EXTENSIONS_DIR", "PATH"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    # As in a process that has not loaded the op.
+    monkeypatch.setattr(kernel, "module", kernel.module.__wrapped__)
+    for function in (kernel.module_for, kernel.isas):
+        monkeypatch.setattr(kernel, function.__name__, function.__wrapped__)
+    p = torch.nn.Parameter(torch.ones(8192))
+    p.grad = torch.ones(8192)
+    optimizer = zero8.Adam8bitBlockwise([p], lr=0.1)
+    with pytest.raises(RuntimeError, match="apt-get install g") as caught:
+        optimizer.step()
+    assert f"{tmp_path}/zero8_adam_" in str(caught.value)
+    assert not optimizer.state
+    assert (p == 1).all()
     assert list(tmp_path.iterdir()) == []
-
-
-CONSTRUCTED = """
-import torch, zero8
-from zero8.op import kernel
-for device in ("meta", "cpu"):
-    p = torch.nn.Parameter(torch.ones(64, 64, device=device), requires_grad=device == "cpu")
-    zero8.Adam8bitBlockwise([p])
-    print(device, kernel.module.cache_info().currsize)
-"""
-
-
-def test_constructor_loads_the_op_for_parameters_on_a_served_device(whole):
-    done = processes.python(CONSTRUCTED, TORCH_EXTENSIONS_DIR=str(whole[0]))
-    assert done.stdout.splitlines() == ["meta 0", "cpu 1"], done.stderr
 
 
 def test_flags_of_the_build_keep_floating_point_exact():
@@ -263,6 +262,38 @@ def tiny(tmp_path, monkeypatch):
     source.write_text(SOURCE)
     source.with_name("number.h").write_text("#define NUMBER 1\n")
     return build.Extension("tiny", (source,), seconds=1)
+
+
+def test_build_into_a_folder_prints_the_path_of_the_op_there(tiny, monkeypatch, tmp_path, capsys):
+    unused, into = tmp_path / "unused", tmp_path / "new" / "extensions"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(unused))
+    monkeypatch.setattr(build, "op", lambda: tiny)  # for all targets
+    assert cli.main(["build", "--json", "--into", str(into)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert Path(printed["path"]).is_file()
+    assert Path(printed["path"]).parent.parent == into
+    assert printed["seconds"] > 0
+    assert not unused.exists()
+
+
+def test_build_that_takes_a_while_is_done_once_and_whoever_waits_says_for_whom(
+    tiny, tmp_path, monkeypatch, caplog
+):
+    env, go_on = compiler_in(tmp_path / "bin"), tmp_path / "go_on"
+    command = [sys.executable, "-c", LOAD_TINY, str(tiny.sources[0])]
+    monkeypatch.setattr(locks, "PATIENCE_S", 0.1)
+    wait_for = locks.flock.wait_for
+    monkeypatch.setattr(locks.flock, "wait_for", lambda file: [go_on.touch(), wait_for(file)])
+    with processes.started(command, STALL=str(go_on), **env) as first:
+        wait_until(lambda: compiled(tmp_path / "bin"))
+        assert tiny.load().number == 1
+        out, err = first.communicate(timeout=60)
+    assert (first.returncode, out) == (0, "1\n"), err
+    assert len(compiled(tmp_path / "bin")) == len(tiny.sources) + 1  # what is generated
+    said = "zero8: compiling its CPU kernel once, about 1 s; `zero8 build` does"
+    assert err.count(said) == 1
+    (message,) = caplog.messages
+    assert f"has waited 0 s for process {first.pid} on {os.uname().nodename}, since " in message
 
 
 def test_header_that_changed_is_built_anew_and_the_old_build_stays(tiny, monkeypatch):
@@ -347,8 +378,7 @@ def test_build_killed_half_way_the_next_build_succeeds_in_a_new_folder(tiny, tmp
         first.kill()
         first.wait(10)
         assert (tiny.folder() / "lock").exists()
-        second = processes.run(command, **env)
-        assert second.stdout == "1\n", second.stderr
+        assert tiny.load().number == 1
         # The compilers of the killed build live on, but cannot write into the new folder.
         places = [os.readlink(f"/proc/{pid}/cwd") for pid in processes.session(first.pid)]
         assert places
@@ -375,7 +405,7 @@ def test_is_compatible_if_the_op_is_built_or_there_is_a_compiler(
     monkeypatch, tmp_path, whole, cxx, expected
 ):
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(whole[0] if cxx == "built" else tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(whole if cxx == "built" else tmp_path))
     if cxx is not None:
         monkeypatch.setenv("CXX", cxx)
     builder = Zero8AdamBuilder()
@@ -383,10 +413,7 @@ def test_is_compatible_if_the_op_is_built_or_there_is_a_compiler(
     assert (builder.error_log is None) is expected
 
 
-def test_op_builder_loads_the_op_that_plain_pytorch_steps_with(whole):
-    code = (
-        "from zero8.op import kernel; from zero8.zero.op_builder import Zero8AdamBuilder; "
-        "print(Zero8AdamBuilder().load(verbose=False) is kernel.module())"
-    )
-    done = processes.python(code, TORCH_EXTENSIONS_DIR=str(whole[0]), CXX=NO_COMPILER)
-    assert done.stdout.splitlines()[-1] == "True", done.stderr
+def test_op_builder_loads_the_op_that_plain_pytorch_steps_with(monkeypatch):
+    module = kernel.module()
+    monkeypatch.setenv("CXX", NO_COMPILER)
+    assert Zero8AdamBuilder().load(verbose=False) is module

@@ -3,9 +3,7 @@
 
 import json
 import signal
-import sys
 
-import processes
 import pytest
 import torch
 
@@ -71,9 +69,9 @@ print(json.dumps(statuses))
 """
 
 
-def test_copy_writes_every_array_but_the_gradient():
+def test_copy_writes_every_array_but_the_gradient(forks):
     """A process that writes to a page it may only read is killed."""
-    done = processes.run([sys.executable, "-c", PROTECTED])
+    done = forks.run(PROTECTED)
     assert done.returncode == 0, done.stderr
     arrays = ["param", "grad", "exp_avg", "exp_avg_sq"]
     assert json.loads(done.stdout.splitlines()[-1]) == [

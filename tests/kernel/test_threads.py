@@ -4,10 +4,8 @@
 import copy
 import os
 import pickle
-import sys
 import threading
 
-import processes
 import pytest
 import torch
 
@@ -131,11 +129,12 @@ if child:
 
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_step_in_a_fork_of_a_process_that_has_stepped_takes_one_thread_and_the_same_bits(tmp_path):
+def test_step_in_a_fork_of_a_process_that_has_stepped_takes_one_thread_and_the_same_bits(
+    forks, tmp_path
+):
     """Its parent's threads are gone; a kernel of two would wait for the second without end."""
     paths = [str(tmp_path / name) for name in ("child", "parent")]
-    command = [sys.executable, "-c", STEP_IN_A_FORK, *paths]
-    done = processes.run(command, seconds=60, **dict.fromkeys(VARIABLES))
+    done = forks.run(STEP_IN_A_FORK, *paths, seconds=60, **dict.fromkeys(VARIABLES))
     assert done.returncode == 0, done.stderr
     assert (
         done.stderr.count("was forked from one that had taken steps, and steps in one thread") == 1

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from places import SUPPORT
 from test_csrc import COMPILER, CSRC, on_x86, output_of
 
@@ -64,6 +65,7 @@ def test_vec_operations_of_cuda_threads_equal_the_definition(host_kernel):
     assert set(results) == operations("vec_scalar.h") & operations("cuda/vec_thread.h")
 
 
+@pytest.mark.slow
 @on_x86
 def test_vec_operations_that_are_wrong_are_found(tmp_path):
     """Guards the tests above: unsigned maxima, and pairs stored in order."""

@@ -221,6 +221,23 @@ def rank_command(tmp_path: Path, script: str, *options: str) -> list[str]:
 
 
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+# All that launch/run_script.py uses of torch, whose import takes seconds.
+STAND_IN = """
+def rendezvous(): pass
+def _new_process_group_helper(timeout): pass
+"""
+
+
+@pytest.fixture
+def without_torch(tmp_path, monkeypatch):
+    """For ranks whose scripts make no process group."""
+    folder = tmp_path / "stand_in" / "torch" / "distributed"
+    folder.mkdir(parents=True)
+    (folder / "distributed_c10d.py").write_text(STAND_IN)
+    (folder / "__init__.py").touch()
+    (folder.parent / "__init__.py").touch()
+    paths = [str(tmp_path / "stand_in"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 
 
 def run_rank(tmp_path, script, *options, **env):
@@ -233,6 +250,7 @@ def run_rank(tmp_path, script, *options, **env):
     )
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_rank_hands_the_script_its_arguments_output_and_status(tmp_path):
     result = run_rank(tmp_path, "import sys; print(sys.argv[1:], __name__); sys.exit(5)")
     assert result.returncode == 5
@@ -242,6 +260,7 @@ def test_rank_hands_the_script_its_arguments_output_and_status(tmp_path):
     assert log.read_text() == "['one', 'two words'] __main__\n"
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("kind", ["script", "module"])
 def test_rank_script_finds_its_own_modules_and_none_of_launch(tmp_path, kind):
     """The folder of a script comes first, the current one for a module, as Python has it."""
@@ -261,6 +280,7 @@ def test_rank_script_finds_its_own_modules_and_none_of_launch(tmp_path, kind):
     assert "mine\n0\n" in result.stdout
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_rank_finds_the_modules_of_the_checkout_from_any_folder(tmp_path):
     checkout = tmp_path / "checkout"
     shutil.copytree(LAUNCH, checkout / "launch")
@@ -341,6 +361,7 @@ for group in (None, dist.new_group(), dist.new_group(timeout=timedelta(hours=9))
     assert limits == ["7.0", "7.0", "7.0", "3.0"]
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_rank_ends_when_nobody_listens_any_more(tmp_path):
     """As behind an ssh whose client is gone: the rank prints nothing that could fail."""
     process = subprocess.Popen(
@@ -364,6 +385,7 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_rank_that_leaves_a_process_behind_ends_it(tmp_path):
     script = "import subprocess; print('left', subprocess.Popen(['sleep', '600']).pid)"
     result = run_rank(tmp_path, script)
@@ -455,7 +477,17 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize(("options", "script", "status", "words"), JOBS.values(), ids=JOBS)
+# The launcher is killed after ten seconds.
+SLOW_JOBS = ["launcher ignores signals"]
+
+
+@pytest.mark.parametrize(
+    ("options", "script", "status", "words"),
+    [
+        pytest.param(*job, id=name, marks=[pytest.mark.slow] * (name in SLOW_JOBS))
+        for name, job in JOBS.items()
+    ],
+)
 def test_job_status_and_report(options, script, status, words):
     result = job_of(script, *options)
     assert result.returncode == status, result.stdout

@@ -24,7 +24,9 @@ def start(program, folder):
 
 
 @pytest.mark.timeout(120)
-def test_folder_is_refused_while_another_process_has_it_and_free_when_that_is_killed(tmp_path):
+def test_folder_is_refused_while_another_process_has_it_and_free_when_that_is_killed(
+    forks, tmp_path
+):
     folder = tmp_path / "rank0"
     folder.mkdir()
     with start(TAKE_AND_WAIT, folder) as first:
@@ -36,8 +38,7 @@ def test_folder_is_refused_while_another_process_has_it_and_free_when_that_is_ki
         finally:
             first.kill()
     swap_lock.take(str(folder))
-    with start(TAKE, folder) as second:
-        assert f"in use: process {os.getpid()} on " in second.communicate()[1]
+    assert f"in use: process {os.getpid()} on " in forks.run(TAKE, str(folder)).stderr
 
 
 def test_folder_that_this_process_has_is_its_own_again(tmp_path):

@@ -2,14 +2,12 @@
 """Steps in the backward: the bits of steps after it, and what cannot be had with them."""
 
 import os
-import sys
 import threading
 import time
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import processes
 import pytest
 import torch
 from nests import difference
@@ -86,11 +84,10 @@ if child:
 
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_in_backward_in_a_fork_has_the_bits_of_its_parent(tmp_path):
+def test_in_backward_in_a_fork_has_the_bits_of_its_parent(forks, tmp_path):
     """The thread that steps is not there; to wait for it would have no end."""
     paths = [str(tmp_path / name) for name in ("child", "parent")]
-    command = [sys.executable, "-c", STEP_IN_A_FORK, *paths]
-    done = processes.run(command, seconds=60)
+    done = forks.run(STEP_IN_A_FORK, *paths, seconds=60)
     assert done.returncode == 0, done.stderr
     child, parent = (torch.load(path)["state"] for path in paths)
     for number, entries in parent.items():

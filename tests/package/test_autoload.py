@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from places import GOLDEN
-from processes import python, run
+from processes import python
 
 SAVED = GOLDEN / "zero_moment_v2.pt"
 
@@ -16,10 +16,10 @@ def slow(*values):
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def run_python(code, **env):
+def run_python(code, run=python, **env):
     """Run code in a fresh process; return what it printed, as a list of lines, and its stderr."""
     autoload = env.pop("autoload", None)
-    done = python(code, DS_ACCELERATOR="cpu", TORCH_DEVICE_BACKEND_AUTOLOAD=autoload, **env)
+    done = run(code, DS_ACCELERATOR="cpu", TORCH_DEVICE_BACKEND_AUTOLOAD=autoload, **env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr
 
@@ -67,57 +67,75 @@ print(torch.ones(2).sum().item(), hasattr(torch.optim, "Adam8bitBlockwise"))
     assert module in errors
 
 
-def test_ops_table_that_does_not_fit_warns_and_import_deepspeed_succeeds():
+def test_ops_table_that_does_not_fit_warns_and_import_deepspeed_succeeds(forks):
     """The row of ds_report is set while deepspeed is imported: that must not fail either."""
-    lines, errors = run_python("""
+    lines, errors = run_python(
+        """
 import sys
 sys.modules["zero8.zero.op_builder"] = None
 import torch, deepspeed
 from deepspeed.ops.op_builder import all_ops
 print("zero8_adam" in all_ops.ALL_OPS, "cpu_adam" in all_ops.ALL_OPS)
 print(any(type(finder).__module__ == "zero8.zero.when_imported" for finder in sys.meta_path))
-""")
+""",
+        forks.run,
+    )
     assert lines == ["False True", "False"]
     assert "zero8 could not add its op to ds_report" in errors
 
 
-def test_op_builder_that_does_not_fit_warns_and_import_deepspeed_succeeds():
-    lines, errors = run_python("""
+def test_op_builder_that_does_not_fit_warns_and_import_deepspeed_succeeds(forks):
+    lines, errors = run_python(
+        """
 import torch
 from zero8.zero import seams
 del seams.build_ops_once
 import deepspeed
 from deepspeed.ops.op_builder.builder import OpBuilder
 print(OpBuilder.jit_load.__module__, OpBuilder.jit_load.__globals__["__name__"])
-""")
+""",
+        forks.run,
+    )
     assert lines == ["deepspeed.ops.op_builder.builder deepspeed.ops.op_builder.builder"]
     assert "zero8 leaves it to DeepSpeed to build its ops" in errors
 
 
-def test_engine_that_does_not_fit_warns_and_import_deepspeed_succeeds():
+def test_engine_that_does_not_fit_warns_and_import_deepspeed_succeeds(forks):
     """An optimizer that is made then says what this DeepSpeed lacks."""
-    lines, errors = run_python("""
+    lines, errors = run_python(
+        """
 import torch
 from zero8.zero import constructing
 del constructing.note_engines
 import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
 print(DeepSpeedEngine._configure_optimizer.__globals__["__name__"])
-""")
+""",
+        forks.run,
+    )
     assert lines == ["deepspeed.runtime.engine"]
     assert "zero8 cannot follow DeepSpeed's engines" in errors
 
 
 @pytest.mark.parametrize(
     "order",
-    ["import zero8, deepspeed", *slow("import deepspeed, zero8", "import torch, deepspeed")],
+    [
+        "import zero8, deepspeed",
+        *slow(
+            "import deepspeed, zero8",
+            "import torch, deepspeed",
+            "import deepspeed.ops.op_builder.all_ops, zero8",
+        ),
+    ],
 )
-def test_first_engine_is_known_to_its_optimizer_whatever_is_imported_first(order):
+def test_op_is_listed_and_first_engine_known_to_its_optimizer_whatever_is_imported_first(order):
     """Without an import line only torch's autoload can be first."""
     lines, _ = run_python(
         f"""
 {order}
 import torch
+from deepspeed.ops.op_builder import Zero8AdamBuilder, all_ops
+print("listed:", type(all_ops.ALL_OPS["zero8_adam"]) is Zero8AdamBuilder)
 from zero8.zero import ops
 ops.leave_out_shared_memory()
 store = torch.distributed.HashStore()
@@ -135,31 +153,14 @@ print([row["name"] for row in engine.basic_optimizer.memory_report().to_dicts()]
         autoload=None if "zero8" not in order else "0",
         LOCAL_RANK="0",
     )
+    assert "listed: True" in lines
     assert lines[-1] == "['weight', 'bias']"
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        "import zero8, deepspeed",
-        *slow("import deepspeed, zero8", "import deepspeed.ops.op_builder.all_ops, zero8"),
-    ],
-)
-def test_op_is_listed_whatever_is_imported_first(order):
-    lines, _ = run_python(
-        f"""
-{order}
-from deepspeed.ops.op_builder import Zero8AdamBuilder, all_ops
-print(type(all_ops.ALL_OPS["zero8_adam"]) is Zero8AdamBuilder)
-""",
-        autoload="0",
-    )
-    assert lines == ["True"]
-
-
-def test_ds_report_has_a_row_for_the_op_and_says_it_can_be_built():
-    report = Path(sys.executable).with_name("ds_report")
-    done = run([sys.executable, str(report)], seconds=200, DS_ACCELERATOR="cpu")
+def test_ds_report_has_a_row_for_the_op_and_says_it_can_be_built(forks):
+    report = str(Path(sys.executable).with_name("ds_report"))
+    code = f"import runpy; runpy.run_path({report!r}, run_name='__main__')"
+    done = forks.run(code, seconds=200, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr
     (row,) = [line for line in done.stdout.splitlines() if line.startswith("zero8_adam")]
     assert row.count("OKAY") == 1, row

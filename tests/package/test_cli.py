@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import functools
 import json
 import os
 import re
@@ -6,7 +7,6 @@ import subprocess
 import sys
 import types
 
-import processes
 import pytest
 import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -18,12 +18,15 @@ from zero8.op import build, cuda_compile, locks
 from zero8.zero import seams
 
 
-def zero8(*arguments, **env):
+@pytest.fixture
+def zero8(forks):
+    """Return a function that runs zero8's command line in a process of its own."""
+    code = "import sys; from zero8 import cli; sys.exit(cli.main())"
     # Builds may compile for all instruction sets.
-    return processes.run([sys.executable, "-m", "zero8.cli", *arguments], seconds=280, **env)
+    return functools.partial(forks.run, code, seconds=280)
 
 
-def test_build_json_prints_one_object_with_the_path():
+def test_build_json_prints_one_object_with_the_path(zero8):
     done = zero8("build", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["path"].endswith(".so")
@@ -32,27 +35,27 @@ def test_build_json_prints_one_object_with_the_path():
 def test_command_whose_reader_stops_says_nothing_of_it():
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "zero8.cli", "plan", "--parameters", "1B"]
+    command = [sys.executable, "-m", "zero8", "plan", "--parameters", "1B"]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_build_prints_path_and_seconds():
+def test_build_prints_path_and_seconds(zero8):
     done = zero8("build")
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     assert re.search(r"/zero8_adam_\w+\.so \(", line)
 
 
-def test_build_without_compiler_exits_1_and_says_what_to_install(tmp_path):
+def test_build_without_compiler_exits_1_and_says_what_to_install(zero8, tmp_path):
     done = zero8("build", PATH=str(tmp_path), CXX=None, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert done.returncode == 1
     assert done.stdout == ""
     assert "apt-get install g++" in done.stderr.splitlines()[-1]
 
 
-def test_doctor_json_on_a_good_machine_prints_one_object_and_exits_0():
+def test_doctor_json_on_a_good_machine_prints_one_object_and_exits_0(zero8):
     done = zero8("doctor", "--json", CXX=None, TORCH_DEVICE_BACKEND_AUTOLOAD=None)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -67,7 +70,7 @@ def test_doctor_json_on_a_good_machine_prints_one_object_and_exits_0():
     assert report["build_tools"]["compiler"].endswith("c++")
 
 
-def test_doctor_without_compiler_exits_1_with_the_reason(tmp_path):
+def test_doctor_without_compiler_exits_1_with_the_reason(zero8, tmp_path):
     done = zero8("doctor", PATH=str(tmp_path), CXX=None, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert done.returncode == 1
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())

@@ -3,7 +3,6 @@
 
 import logging
 
-import processes
 import pytest
 
 from zero8.op import cpp_extension
@@ -19,19 +18,25 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TORCH_EXTENSIONS_DIR": None}
 WARNING = "No CUDA runtime is found, using CUDA_HOME"
 
 
-def printed(code, tmp_path):
+@pytest.fixture
+def printed(forks, tmp_path):
+    """Return a function: of code, what it writes to stderr where there is nvcc and no GPU."""
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\nexit 1\n")
     nvcc.chmod(0o755)
-    done = processes.python(WITH_CUDA + code, CUDA_HOME=str(tmp_path), **ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+
+    def of(code):
+        done = forks.run(WITH_CUDA + code, CUDA_HOME=str(tmp_path), **ENVIRONMENT)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    return of
 
 
-def test_torch_prints_the_warning_itself(tmp_path):
+def test_torch_prints_the_warning_itself(printed):
     """Guards the test below."""
-    assert WARNING in printed("import torch.utils.cpp_extension", tmp_path)
+    assert WARNING in printed("import torch.utils.cpp_extension")
 
 
 @pytest.mark.parametrize(
@@ -42,12 +47,12 @@ def test_torch_prints_the_warning_itself(tmp_path):
         "from zero8 import cli; assert cli.main(['doctor']) == 0",
     ],
 )
-def test_our_processes_print_no_warning_of_a_missing_cuda_runtime(code, tmp_path):
+def test_our_processes_print_no_warning_of_a_missing_cuda_runtime(code, printed):
     end = "\nimport torch.utils.cpp_extension as c; assert c.CUDA_HOME"
-    assert WARNING not in printed(code + end, tmp_path)
+    assert WARNING not in printed(code + end)
 
 
-def test_other_warnings_of_the_module_are_printed(tmp_path):
+def test_other_warnings_of_the_module_are_printed(printed):
     code = """
 import logging
 from zero8.op import cpp_extension
@@ -55,7 +60,7 @@ logger = logging.getLogger("torch.utils.cpp_extension")
 cpp_extension.imported().logger.warning("another")
 logger.warning("No CUDA runtime is found, later")
 """
-    lines = printed(code, tmp_path)
+    lines = printed(code)
     assert "another" in lines and "No CUDA runtime is found, later" in lines
 
 

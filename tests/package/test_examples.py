@@ -31,15 +31,18 @@ def ops():
 
 
 @pytest.fixture
-def example(tmp_path):
+def example(forks, tmp_path):
     """Return a function that runs a script to its end and returns its losses by step."""
     runner = tmp_path / "runner.py"
     runner.write_text(RUN)
 
     def losses(script, *launcher, **env):
-        arguments = [runner, ROOT / "examples" / f"{script}.py", "--out", tmp_path / "out"]
-        command = [sys.executable, *launcher, *map(str, arguments)]
-        done = run(command, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", LOCAL_SIZE=None, **env)
+        arguments = [str(ROOT / "examples" / f"{script}.py"), "--out", str(tmp_path / "out")]
+        env |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": None}
+        if launcher:
+            done = run([sys.executable, *launcher, str(runner), *arguments], **env)
+        else:
+            done = forks.run(RUN, *arguments, **env)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count("state bytes per element") == 2, done.stdout
         printed = re.findall(r"^step (\d+): loss ([\d.]+)$", done.stdout, re.MULTILINE)

@@ -4,19 +4,18 @@
 import argparse
 import json
 import re
-import sys
 
-import processes
 import pytest
 import torch
+from forks import Forks
 from places import ROOT
 
 import zero8
 from zero8 import cli, extras
 
-# Runs a module's command line where no package of an extra can be imported.
+# No package of an extra can be imported in this process and its forks.
 BASE_ONLY = """
-import runpy, sys
+import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
@@ -24,11 +23,12 @@ class Refuse:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Refuse())
+import torch
 """
 BASE_ONLY = BASE_ONLY.format(refused=set(extras.EXTRAS))
 # Prints the exit status and the last line of the help of every command.
 EVERY_HELP = """
-import contextlib, io, json
+import contextlib, io, json, sys
 from zero8 import cli
 
 statuses = {}
@@ -56,8 +56,12 @@ def commands(parser, words=()):
     return found
 
 
-def base_only(code, *arguments):
-    return processes.run([sys.executable, "-c", BASE_ONLY + code, *arguments], seconds=120)
+@pytest.fixture(scope="module")
+def base_only(tmp_path_factory):
+    """Return a function that runs code with arguments where only the base is installed."""
+    forks = Forks(tmp_path_factory.mktemp("base_only"), BASE_ONLY)
+    yield forks.run
+    forks.close()
 
 
 def test_commands_are_found_by_walking_the_parser():
@@ -66,7 +70,7 @@ def test_commands_are_found_by_walking_the_parser():
     assert len(found) > 15
 
 
-def test_help_of_every_command_works_without_extras():
+def test_help_of_every_command_works_without_extras(base_only):
     done = base_only(EVERY_HELP, json.dumps(commands(cli.make_parser())))
     assert done.returncode == 0, done.stderr
     for words, (status, printed) in json.loads(done.stdout.splitlines()[-1]).items():
@@ -75,9 +79,8 @@ def test_help_of_every_command_works_without_extras():
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_module_help_works_without_extras(module):
-    code = f"sys.argv[1:] = ['--help']\nrunpy.run_module({module!r}, run_name='__main__')"
-    done = base_only(code)
+def test_module_help_works_without_extras(base_only, module):
+    done = base_only(f"import runpy; runpy.run_module({module!r}, run_name='__main__')", "--help")
     assert (done.returncode, "usage:" in done.stdout) == (0, True), done.stderr
 
 
@@ -88,10 +91,12 @@ def test_module_help_works_without_extras(module):
         (["true"], 2, "launch/job.py: needs psutil: pip install 'zero8[launch]'\n"),
     ],
 )
-def test_launch_job_without_psutil_helps_and_says_what_to_install(words, status, expected):
+def test_launch_job_without_psutil_helps_and_says_what_to_install(
+    base_only, words, status, expected
+):
     folder = str(ROOT / "launch")
-    code = f"sys.path.insert(0, {folder!r})\nrunpy.run_module('job', run_name='__main__')"
-    done = base_only(f"sys.argv[:] = {['job.py', *words]!r}\n{code}")
+    code = f"import runpy, sys; sys.argv[0] = 'job.py'; sys.path.insert(0, {folder!r})"
+    done = base_only(f"{code}; runpy.run_module('job', run_name='__main__')", *words)
     assert done.returncode == status, done.stderr
     assert (done.stdout if status == 0 else done.stderr).startswith(expected)
 
@@ -121,13 +126,13 @@ def checkpoint(tmp_path_factory):
     ],
 )
 def test_command_without_its_extra_names_it_in_one_line(
-    words, package, extra, checkpoint, tmp_path
+    base_only, words, package, extra, checkpoint, tmp_path
 ):
     out, config = tmp_path / "out", tmp_path / "config.json"
     config.write_text("{}")
     names = {"OUT": out, "CHECKPOINT": checkpoint, "CONFIG": config}
     arguments = [str(names.get(word, word)) for word in words.split()]
-    done = base_only("from zero8 import cli; sys.exit(cli.main(sys.argv[1:]))", *arguments)
+    done = base_only("import sys; from zero8 import cli; sys.exit(cli.main())", *arguments)
     command = re.match(r"(?:[a-z]+ ?)+(?= |$)", words)[0].strip()
     expected = f"zero8 {command}: needs {package}: pip install 'zero8[{extra}]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
@@ -152,6 +157,6 @@ def test_command_without_its_subcommand_prints_help_and_exits_2(words, capsys):
     assert " ".join(["usage: zero8", *words]) in printed.err and "--help" in printed.err
 
 
-def test_module_zero8_runs_the_command_line():
-    done = processes.run([sys.executable, "-m", "zero8", "--version"])
+def test_module_zero8_runs_the_command_line(base_only):
+    done = base_only("import runpy; runpy.run_module('zero8', run_name='__main__')", "--version")
     assert (done.returncode, done.stdout) == (0, f"zero8 {zero8.__version__}\n")

@@ -102,9 +102,13 @@ def wait_until(condition, seconds=60):
         time.sleep(0.02)
 
 
-def outcomes_of(worker, **env):
-    """Run a worker of tests/ and return {check: what went wrong, None if nothing}."""
-    done = run([sys.executable, str(Path(__file__).with_name(worker))], seconds=240, **env)
+def outcomes_of(forks, worker, **env):
+    """Run a worker of tests/support and return {check: what went wrong, None if nothing}."""
+    path = Path(__file__).with_name(worker)
+    code = f"import runpy, sys; sys.path.insert(0, {str(path.parent)!r}); "
+    done = forks.run(
+        f"{code}runpy.run_path({str(path)!r}, run_name='__main__')", seconds=240, **env
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

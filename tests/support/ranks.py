@@ -3,13 +3,16 @@
 
 import gc
 import importlib
+import json
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -17,19 +20,28 @@ from pathlib import Path
 import torch
 from places import FOLDERS
 
+FIRST_ENGINE = "deepspeed.runtime.zero.muon.muon_optimizer"
+"""A module that imports all that the first engine of a process does, which takes ten seconds."""
+
 
 class StandingRanks:
     """Ranks that stay and run one function after another: they start, and import, only once.
+
+    On the CPU they are forks of one process per test run, which has done the slow imports.
 
     Args:
         world_size: number of ranks.
         tmp_path: a folder to work in.
         device: "cpu", or "cuda", one GPU to a rank.
+        imports: the module that forks have imported, by default with all of an engine's.
     """
 
-    def __init__(self, world_size: int, tmp_path: Path, device: str = "cpu"):
+    def __init__(
+        self, world_size: int, tmp_path: Path, device: str = "cpu", imports: str = FIRST_ENGINE
+    ):
         self._world_size, self._tmp_path, self._device = world_size, tmp_path, device
-        self._processes: list[subprocess.Popen] = []
+        self._imports = imports
+        self._processes: list[subprocess.Popen | ForkedRank] = []
 
     def run(self, function, timeout_s: float = 180, kill: bool = False, **kwargs) -> list:
         """Return what `function(**kwargs)` returned, or passed to `report`, on each rank.
@@ -83,16 +95,22 @@ class StandingRanks:
         build_ops()
         self._logs, port = _make_folder(self._tmp_path, {}), free_port()
         for rank in range(self._world_size):
-            self._processes.append(_start(self._logs, rank, self._world_size, port, self._device))
+            env = _environment(rank, self._world_size, port, self._device)
+            log = self._logs / f"rank{rank}.log"
+            is_forked = self._device == "cpu"
+            started = _server(self._imports).fork(env, log) if is_forked else _start(env, log)
+            self._processes.append(started)
 
 
-def run_ranks(function, world_size: int, tmp_path: Path, **arguments) -> list:
-    """Run a function on ranks of its own, which are gone afterwards; see `StandingRanks.run`.
+def run_ranks(
+    function, world_size: int, tmp_path: Path, imports: str = FIRST_ENGINE, **arguments
+) -> list:
+    """Run a function on ranks of its own, which are gone afterwards; see `StandingRanks`.
 
     For what needs processes that have done nothing before; most tests take the fixture
     `standing_ranks`.
     """
-    ranks = StandingRanks(world_size, tmp_path)
+    ranks = StandingRanks(world_size, tmp_path, imports=imports)
     try:
         return ranks.run(function, **arguments)
     finally:
@@ -130,8 +148,7 @@ def build_ops() -> None:
     ops.build("CPUAdamBuilder")
 
 
-def _start(logs: Path, rank: int, world_size: int, port: int, device: str) -> subprocess.Popen:
-    """Start a rank on the jobs (module, function, folder) that its stdin will name."""
+def _environment(rank: int, world_size: int, port: int, device: str) -> dict[str, str]:
     # Without LOCAL_SIZE DeepSpeed's all_reduce over shared memory stays off: it would leave 66 MiB
     # per rank and run in /dev/shm, which is memory.
     env = {name: value for name, value in os.environ.items() if name != "LOCAL_SIZE"} | {
@@ -142,19 +159,21 @@ def _start(logs: Path, rank: int, world_size: int, port: int, device: str) -> su
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": device,
-        **(
-            {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-        ),  # for what is without DeepSpeed
         "PYTHONPATH": os.pathsep.join(filter(None, (*FOLDERS, os.environ.get("PYTHONPATH")))),
     }
     if device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""  # for what runs without DeepSpeed
-    with open(logs / f"rank{rank}.log", "w") as log:
+    return env
+
+
+def _start(env: dict[str, str], log: Path) -> subprocess.Popen:
+    """Start a rank on the jobs (module, function, folder) that its stdin will name."""
+    with open(log, "w") as file:
         return subprocess.Popen(
             [sys.executable, "-c", "import ranks; ranks.serve()"],
             env=env,
             stdin=subprocess.PIPE,
-            stdout=log,
+            stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -200,6 +219,101 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+# --- Ranks that are forks ------------------------------------------------------------------------
+
+
+class RankServer:
+    """A process that forks into ranks, and says how they ended.
+
+    Args:
+        imports: a module that it imports first.
+    """
+
+    def __init__(self, imports: str):
+        """Start it; it ends with this process."""
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    f"import ranks; ranks.fork_ranks({theirs.fileno()}, {imports!r})",
+                ],
+                env=_environment(0, 1, 0, "cpu"),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # an interrupt of the tests ends the ranks first
+            )
+
+    def fork(self, env: dict[str, str], log: Path) -> "ForkedRank":
+        """Start a rank with an environment, as `_start` does."""
+        ours, stdin = os.pipe()
+        with open(log, "w") as file:
+            pid = self.answer(["fork", env], [ours, file.fileno()])
+        os.close(ours)
+        return ForkedRank(self, pid, os.fdopen(stdin, "wb"))
+
+    def answer(self, job: list, descriptors: Sequence[int] = ()) -> int:
+        """Return the answer to a job: a rank's process, or its exit status."""
+        text = json.dumps(job).encode()
+        socket.send_fds(self._socket, [len(text).to_bytes(8, "big")], descriptors)
+        self._socket.sendall(text)
+        return int(json.loads(self._socket.recv(64)))
+
+
+class ForkedRank:
+    """A rank as subprocess.Popen would present it."""
+
+    def __init__(self, server: RankServer, pid: int, stdin):
+        self.pid, self.stdin, self.returncode = pid, stdin, None
+        self._server, self._descriptor = server, os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Return the exit status if it has ended."""
+        return self.wait(0)
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Wait until it ends; return the exit status."""
+        if self.returncode is None and select.select([self._descriptor], [], [], seconds)[0]:
+            os.close(self._descriptor)
+            self.returncode = self._server.answer(["wait", self.pid])
+        return self.returncode
+
+
+@lru_cache(maxsize=2)
+def _server(imports: str) -> RankServer:
+    return RankServer(imports)
+
+
+def fork_ranks(descriptor: int, imports: str) -> None:
+    """Do the jobs of a socket until it is closed; return in no fork before `serve` does."""
+    importlib.import_module(imports)
+    with socket.socket(fileno=descriptor) as jobs:
+        while True:
+            size, descriptors, *_ = socket.recv_fds(jobs, 8, 2)
+            if not size:
+                return
+            what, argument = json.loads(jobs.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL))
+            if what == "wait":
+                status = os.waitstatus_to_exitcode(os.waitpid(argument, 0)[1])
+                jobs.sendall(str(status).encode())
+            elif not os.fork():
+                os.setsid()
+                jobs.sendall(str(os.getpid()).encode())
+                break
+            for one in descriptors:
+                os.close(one)
+    stdin, log = descriptors
+    for number, one in enumerate((stdin, log, log)):
+        os.dup2(one, number)
+    os.close(stdin)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(argument)
+    serve()
 
 
 def serve() -> None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An op of DeepSpeed's kind that compiles in a second.
 
-As a script: `tiny_op.py FOLDER [PATIENCE_S]` loads it from the sources in a folder and prints its
-number.
+As a script: `tiny_op.py FOLDER` loads it from the sources in a folder and prints its number.
 """
 
 import sys
@@ -10,7 +9,6 @@ import sys
 from deepspeed.ops.op_builder.builder import OpBuilder
 
 import zero8  # noqa: F401 - fits into DeepSpeed
-from zero8.op import locks
 
 SOURCE = """
 #include <Python.h>
@@ -50,5 +48,4 @@ class TinyBuilder(OpBuilder):
 
 
 if __name__ == "__main__":
-    locks.PATIENCE_S = float((sys.argv[2:] or [locks.PATIENCE_S])[0])
     print(TinyBuilder(sys.argv[1]).load().number)

@@ -144,7 +144,7 @@ CELLS = {
     "zero2_cpu_masters": Cell(2, "cpu", "masters", "odd", options=GAS, poisoned=3),
     "zero2_cpu_states": Cell(2, "cpu", "states", zero=NO_SCATTER, options=CLIP),
     "zero2_cpu_fp16": Cell(2, "cpu", "fp16", "odd", options=CLIP | TIMERS),
-    "zero3_fp32": Cell(3, None, "fp32", "odd", options=GAS | CLIP, quick=True),
+    "zero3_fp32": Cell(3, None, "fp32", "odd", options=GAS | CLIP),
     "zero3_bf16": Cell(3, None, "bf16", "groups", zero=SMALL_SUB_GROUPS, poisoned=3),
     "zero3_accum32": Cell(3, None, "accum32", "odd", options=GAS),
     "zero3_masters": Cell(3, None, "masters", options=CLIP | WARMUP),

@@ -3,10 +3,8 @@
 
 import itertools
 import json
-import os
 import shutil
 
-import processes
 import pytest
 from places import FOLDERS, ROOT
 from ranks import free_port
@@ -92,7 +90,7 @@ def test_run_that_is_resumed_has_the_bits_of_one_that_never_stopped(
     assert standing_ranks(RANKS).run(row, **resume, resume=True) == [None, None]
 
 
-@pytest.mark.parametrize("engine", [DEEPSPEED, FSDP2])
+@pytest.mark.parametrize("engine", [pytest.param(DEEPSPEED, marks=pytest.mark.slow), FSDP2])
 def test_run_that_is_resumed_on_another_number_of_ranks_goes_on(
     standing_ranks, stopped_before_the_last_step, engine
 ):
@@ -167,6 +165,7 @@ def test_fsdp2_losses_do_not_depend_on_how_it_is_done(rows, standing_ranks, chan
 WITHOUT_DEEPSPEED = """
 import sys
 from pathlib import Path
+sys.path[:0] = {folders!r}
 class Absent:
     def find_spec(name, path=None, target=None):
         if name == "deepspeed":
@@ -186,13 +185,14 @@ assert not [name for name in sys.modules if name.split(".")[0] == "deepspeed"]
 """
 
 
-def test_fsdp2_job_where_deepspeed_cannot_be_imported_writes_the_summary(tmp_path):
+def test_fsdp2_job_where_deepspeed_cannot_be_imported_writes_the_summary(forks, tmp_path):
     code = WITHOUT_DEEPSPEED.format(
+        folders=FOLDERS,
         out=str(tmp_path),
         config=str(ROOT / "configs" / "fsdp2_offload.toml"),
         data=str(ROOT / "zero8"),
     )
-    done = processes.python(
+    done = forks.run(
         code,
         RANK="0",
         LOCAL_RANK="0",
@@ -200,7 +200,6 @@ def test_fsdp2_job_where_deepspeed_cannot_be_imported_writes_the_summary(tmp_pat
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(free_port()),
         CUDA_VISIBLE_DEVICES="",
-        PYTHONPATH=os.pathsep.join(FOLDERS),
     )
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank says: warnings in a file, errors on the screen too."""
 
-import processes
 import pytest
 
 SPEAK = """
@@ -21,10 +20,9 @@ ERROR = "an error of DeepSpeed"
 
 
 @pytest.mark.parametrize("action", ["pass", "raise OSError('disk full')"])
-def test_warnings_are_in_the_file_and_errors_on_the_screen(tmp_path, action):
+def test_warnings_are_in_the_file_and_errors_on_the_screen(forks, tmp_path, action):
     path = tmp_path / "new" / "rank0.log"
-    code = SPEAK.format(action=action).replace("sys.argv[1]", repr(str(path)))
-    done = processes.python(code)
+    done = forks.run(SPEAK.format(action=action), str(path))
     screen, file = done.stdout + done.stderr, path.read_text()
     for line in SAID:
         assert line in file and line not in screen

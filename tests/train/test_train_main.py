@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the process of a rank ends."""
 
-import processes
-
 RANK = """
 import atexit, sys
 import examples.gpt.__main__ as command
@@ -17,14 +15,14 @@ command.main()
 """
 
 
-def test_rank_that_has_trained_ends_with_its_output_and_without_shutdown():
-    done = processes.python(RANK.format(action="pass"), LOCAL_RANK="0")
+def test_rank_that_has_trained_ends_with_its_output_and_without_shutdown(forks):
+    done = forks.run(RANK.format(action="pass"), LOCAL_RANK="0")
     assert done.returncode == 0, done.stderr
     # DeepSpeed may have said something before.
     assert done.stdout.endswith("trained") and "shutdown" not in done.stdout
 
 
-def test_rank_that_fails_ends_with_the_error():
-    done = processes.python(RANK.format(action="raise OSError('disk full')"), LOCAL_RANK="0")
+def test_rank_that_fails_ends_with_the_error(forks):
+    done = forks.run(RANK.format(action="raise OSError('disk full')"), LOCAL_RANK="0")
     assert done.returncode == 1
     assert "OSError: disk full" in done.stderr

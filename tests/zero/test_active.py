@@ -25,7 +25,7 @@ BASE = {
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("active")
-    return run_ranks(try_everything, 2, folder, timeout_s=400, base=BASE)
+    return run_ranks(try_everything, 2, folder, timeout_s=400, imports="torch._dynamo", base=BASE)
 
 
 def test_initialize_with_our_object_under_offload_names_the_setting(ranks):

@@ -22,9 +22,9 @@ CHECKS = (
 
 
 @pytest.fixture(scope="module")
-def outcomes():
+def outcomes(forks):
     """The pretended GPU is for a whole process, so this one must not have it."""
-    return outcomes_of("device_worker.py")
+    return outcomes_of(forks, "device_worker.py")
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -14,7 +14,7 @@ from processes import compiled, compiler_in, wait_until
 from tiny_op import SOURCE, TinyBuilder
 from torch.utils import cpp_extension
 
-from zero8.op import build
+from zero8.op import build, locks
 from zero8.zero import jit, seams
 
 WORKER = str(SUPPORT / "tiny_op.py")
@@ -151,33 +151,45 @@ def test_load_of_another_extension_meanwhile_is_left_to_torch(monkeypatch):
     assert cpp_extension.load is real
 
 
-def test_two_processes_that_start_together_compile_once(sources, tmp_path):
+@pytest.fixture
+def builder(sources, tmp_path, monkeypatch):
+    """A process that stops where it compiles the op until there is the file `go_on`.
+
+    This one does not wait for a lock before it says for whom.
+    """
     env = compiler_in(tmp_path / "bin")
+    monkeypatch.setenv("PATH", env["PATH"])
+    monkeypatch.setattr(locks, "PATIENCE_S", 0.1)
     command = [sys.executable, WORKER, str(sources)]
-    with processes.started(command, **env) as a, processes.started(command, **env) as b:
-        results = [process.communicate(timeout=120) for process in (a, b)]
-    assert [out.split()[-1:] for out, _ in results] == [["1"], ["1"]], results
+    with processes.started(command, STALL=str(tmp_path / "go_on"), **env) as process:
+        wait_until(lambda: compiled(tmp_path / "bin"), seconds=120)
+        yield process
+
+
+def do_before_waiting(monkeypatch, action):
+    """Do something when this process has named the holder of a lock and is going to wait."""
+    wait_for = locks.flock.wait_for
+    monkeypatch.setattr(locks.flock, "wait_for", lambda file: [action(), wait_for(file)])
+
+
+def test_two_processes_compile_once(load, builder, tmp_path, monkeypatch, caplog):
+    do_before_waiting(monkeypatch, (tmp_path / "go_on").touch)
+    assert load().number == 1
+    out, err = builder.communicate(timeout=60)
+    assert out.split()[-1:] == ["1"], err
     assert len(compiled(tmp_path / "bin")) == 1
-    said = "".join(err for _, err in results)
+    said = err + "".join(caplog.messages)
     assert said.count("zero8: compiling DeepSpeed's op tiny once; `zero8 build CONFIG`") == 1
 
 
 def test_builder_is_waited_for_and_named_after_a_while_and_when_it_is_killed_the_next_builds(
-    sources, tmp_path
+    load, builder, monkeypatch, caplog
 ):
-    env = compiler_in(tmp_path / "bin")
-    command = [sys.executable, WORKER, str(sources)]
-    with processes.started(command, STALL="never", **env) as first:
-        wait_until(lambda: compiled(tmp_path / "bin"), seconds=120)
-        with processes.started([*command, "0.5"], **env) as second:
-            said = ""
-            while "has waited" not in said:
-                said = second.stderr.readline()
-            (left,) = build.cache_root().glob("*/lock")  # torch's
-            first.kill()
-            out, errors = second.communicate(timeout=60)
-    assert out.split()[-1:] == ["1"], errors
-    assert f"has waited 0 s for process {first.pid} on {os.uname().nodename}, since " in said
+    (left,) = build.cache_root().glob("*/lock")  # torch's
+    do_before_waiting(monkeypatch, builder.kill)
+    assert load().number == 1
+    said = caplog.messages[0]
+    assert f"has waited 0 s for process {builder.pid} on {os.uname().nodename}, since " in said
     assert "goes on when that one ends" in said
     assert not left.exists()
 

@@ -10,6 +10,7 @@ import deepspeed
 import pytest
 import torch
 from nests import difference
+from params import layouts_to_run
 from zero_experts import EXPERT_LAYOUTS, expert_reference, step_experts
 from zero_shards import assert_equals_plain, put_together
 from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
@@ -49,6 +50,19 @@ LAYOUTS = {
     "zero3, bf16 states": config(stage=3, offload=None, dtype=BF16_STATES),
     "zero3 accumulated, all-reduce": config(stage=3, offload=None, zero={"reduce_scatter": False})
     | {"gradient_accumulation_steps": 2},
+}
+# For `make test-slow`: a quick layout takes the same way, with one setting more or another dtype.
+SLOW = {
+    "zero2 offload",
+    "zero2 offload, dynamic",
+    "zero2 offload, bf16",
+    "zero2 offload, accumulated",
+    "zero2 all-reduce",
+    "zero3 offload",
+    "zero3 offload, fp16",
+    "zero3, bf16 states",
+    "zero1 fp16",
+    "zero0 bf16",
 }
 WITHOUT_ZERO = {
     "zero0": config(stage=0, offload=None),
@@ -143,10 +157,17 @@ def step_on_four(layouts):
     return step_layouts(layouts), step_experts(STEPS)
 
 
+def each(layouts):
+    """Run a test for each layout, `SLOW` ones as slow tests."""
+    marks = {name: [pytest.mark.slow] * (name in SLOW) for name in layouts}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
+
+
 @pytest.fixture(scope="module")
-def two_ranks(standing_ranks, tmp_path_factory):
+def two_ranks(request, standing_ranks, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("layouts"))
     layouts = LAYOUTS | WITHOUT_ZERO
+    layouts = {name: layouts[name] for name in layouts_to_run(request, layouts)}
     return standing_ranks(2).run(step_everything, timeout_s=500, layouts=layouts, folder=folder)
 
 
@@ -193,7 +214,7 @@ def assert_equals_reference(ranks, name, ds_config, cut_per_param):
     return made
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@each(LAYOUTS)
 def test_layout_on_two_ranks_equals_plain_optimizer_in_uncut_blocks(two_ranks, name):
     """Two ranks make one boundary within a flat group or a parameter: one cut block at most."""
     ranks = [layouts[name] for layouts, *_ in two_ranks]
@@ -239,7 +260,7 @@ def assert_each_equals_reference(ranks, name):
             assert difference(state, plain_state) == ""
 
 
-@pytest.mark.parametrize("name", WITHOUT_ZERO)
+@each(WITHOUT_ZERO)
 def test_layout_without_zero_equals_plain_optimizer_on_each_rank(two_ranks, name):
     assert_each_equals_reference([layouts[name] for layouts, *_ in two_ranks], name)
 
@@ -252,7 +273,7 @@ def test_layout_on_one_rank_equals_plain_optimizer_in_all_blocks(standing_ranks)
         assert_equals_reference([held_here[name]], name, LAYOUTS[name], cut_per_param=0)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@each(LAYOUTS)
 def test_parameter_without_gradient_keeps_zero_moments(two_ranks, name):
     made = put_together(
         [layouts[name] for layouts, *_ in two_ranks],
@@ -263,7 +284,7 @@ def test_parameter_without_gradient_keeps_zero_moments(two_ranks, name):
         assert made["unused"][which].unique().numel() == 1  # the code of zero
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@each(LAYOUTS)
 def test_memory_report_lists_what_the_rank_holds(two_ranks, name):
     for rank, (layouts, *_) in enumerate(two_ranks):
         states, rows = layouts[name]["states"], layouts[name]["report"]

@@ -8,8 +8,8 @@ from zero8.spec.codec import CODECS
 
 
 @pytest.fixture(scope="module")
-def outcomes():
-    return outcomes_of("offload_worker.py", DS_ACCELERATOR="cpu")
+def outcomes(forks):
+    return outcomes_of(forks, "offload_worker.py", DS_ACCELERATOR="cpu")
 
 
 @pytest.mark.parametrize("codec", CODECS)

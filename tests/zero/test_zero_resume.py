@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from nests import difference
+from params import layouts_to_run
 from ranks import report, run_ranks
 from zero_worker import config, held, make_engine, train
 
@@ -17,14 +18,19 @@ LAYOUTS = {
     "zero3 offload, bf16 masters": config(stage=3, dtype=BF16_MASTERS, stochastic_rounding="hash"),
     "no zero": config(stage=0, offload=None),
 }
+# `make test` resumes one; the others are slow.
+every_layout = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * ("zero2" not in name)) for name in LAYOUTS],
+)
 BEFORE, AFTER = 3, 3
 
 
-def train_through_and_save(folder):
+def train_through_and_save(folder, names):
     """Train without a break; train again, save after `BEFORE` steps; go on until killed."""
     result = {}
-    for name, ds_config in LAYOUTS.items():
-        ds_config = ds_config | {"gradient_clipping": 1.0}
+    for name in names:
+        ds_config = LAYOUTS[name] | {"gradient_clipping": 1.0}
         engine = make_engine(ds_config)
         losses = train(engine, BEFORE + AFTER)
         result[name] = {"losses": losses[BEFORE:], **held(engine)}
@@ -36,11 +42,11 @@ def train_through_and_save(folder):
         train(engine, 1, first=step)
 
 
-def load_and_train(folder):
+def load_and_train(folder, names):
     """Load each checkpoint and train on."""
     result = {}
-    for name, ds_config in LAYOUTS.items():
-        engine = make_engine(ds_config | {"gradient_clipping": 1.0})
+    for name in names:
+        engine = make_engine(LAYOUTS[name] | {"gradient_clipping": 1.0})
         path, _ = engine.load_checkpoint(folder, tag=name)
         assert path is not None
         losses = train(engine, AFTER, first=BEFORE)
@@ -49,25 +55,26 @@ def load_and_train(folder):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(request, tmp_path_factory):
     """Return by layout, for each rank, what went through and what was resumed."""
     folder = tmp_path_factory.mktemp("resume")
-    kwargs = {"folder": str(folder / "checkpoints"), "timeout_s": 280}
+    names = layouts_to_run(request, LAYOUTS)
+    kwargs = {"folder": str(folder / "checkpoints"), "timeout_s": 280, "names": names}
     through = run_ranks(train_through_and_save, 2, folder, kill=True, **kwargs)
     # Not in standing ranks: ZeRO-3 replaces torch's linear in a process for good, by one that
     # rounds bfloat16 otherwise.
     resumed = run_ranks(load_and_train, 2, folder, **kwargs)
     ranks = list(zip(through, resumed, strict=True))
-    return {name: [(a[name], b[name]) for a, b in ranks] for name in LAYOUTS}
+    return {name: [(a[name], b[name]) for a, b in ranks] for name in names}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@every_layout
 def test_resume_in_fresh_processes_is_bit_identical(runs, name):
     for through, resumed in runs[name]:
         assert difference(through, resumed) == ""
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@every_layout
 def test_resumed_run_has_moved_and_its_state_is_8bit(runs, name):
     """What the test above compares is not empty."""
     for rank, (_, resumed) in enumerate(runs[name]):

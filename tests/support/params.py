@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of the tests that pytest is going to run."""
+
+from collections.abc import Iterable
+
+import pytest
+
+
+def layouts_to_run(request: pytest.FixtureRequest, layouts: Iterable[str]) -> list[str]:
+    """Return the layouts that tests of the requesting file, of those to run, have as `name`.
+
+    All tests of a file run in one process, in `make test` too.
+    """
+    items = [item for item in request.session.items if item.path == request.path]
+    asked = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
+    return [name for name in layouts if name in asked]
