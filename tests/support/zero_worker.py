@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models, configs and helpers for what runs on the ranks of the ZeRO tests."""
 
+import inspect
 import math
 import os
 import zlib
+from contextlib import contextmanager
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 import zero8  # noqa: F401  registers the optimizer type
 from zero8.zero.ops import leave_out_shared_memory
+from zero8.zero.sharing import CREATES, SETS_UP
 
 leave_out_shared_memory()  # without LOCAL_SIZE it would not be called
 
@@ -121,6 +125,20 @@ def make_engine(ds_config, model=None, groups=None, **options):
         **options,
     )
     return engine
+
+
+@contextmanager
+def copying():
+    """Have engines that are made meanwhile keep two of each, as DeepSpeed does."""
+    zero_class = DeepSpeedZeroOptimizer_Stage3
+    ours = {name: getattr(zero_class, name) for name in (CREATES, SETS_UP)}
+    for name, patched in ours.items():
+        setattr(zero_class, name, inspect.unwrap(patched))
+    try:
+        yield
+    finally:
+        for name, patched in ours.items():
+            setattr(zero_class, name, patched)
 
 
 def batch(step, micro=4):

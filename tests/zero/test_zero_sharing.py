@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines of ZeRO-3 that keep weights and gradients once hold the bits of those that copy them."""
 
-import inspect
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param
 from nests import difference
 from torch import Tensor
-from zero_worker import Bag, config, held, make_engine, take_step, train
-
-from zero8.zero.sharing import CREATES, SETS_UP
+from zero_worker import Bag, config, copying, held, make_engine, take_step, train
 
 CLIP = {"gradient_clipping": 0.5}
 GAS = {"gradient_accumulation_steps": 2}
@@ -37,20 +33,6 @@ DEEPSPEEDS = config(3, zero=ON_CPU, optimizer="AdamW")
 STEPS = 6
 MOVED = "bf16 masters"
 SAVED = "bf16 masters, weights offloaded"
-
-
-@contextmanager
-def copying():
-    """Have engines that are made meanwhile keep two of each, as DeepSpeed does."""
-    zero_class = DeepSpeedZeroOptimizer_Stage3
-    ours = {name: getattr(zero_class, name) for name in (CREATES, SETS_UP)}
-    for name, patched in ours.items():
-        setattr(zero_class, name, inspect.unwrap(patched))
-    try:
-        yield
-    finally:
-        for name, patched in ours.items():
-            setattr(zero_class, name, patched)
 
 
 def copying_engine(ds_config):

@@ -7,7 +7,7 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 from nests import difference
-from zero_worker import Bag, base_optimizer, config, held, make_engine, pattern, take_step
+from zero_worker import Bag, base_optimizer, config, copying, held, make_engine, pattern, take_step
 
 from zero8.zero.unscaling import UNSCALES, leave_to_step
 
@@ -31,8 +31,10 @@ FUSED = {
 WITHOUT_A_FACTOR = {"zero2, neither": config(stage=2)}
 
 
-def unfused(engine):
-    """Give an engine DeepSpeed's own method back."""
+def unfused_engine(ds_config, model):
+    """Make an engine with DeepSpeed's own method and its own memory for gradients."""
+    with copying():
+        engine = make_engine(ds_config, model)
     zero = engine.optimizer
     own = inspect.unwrap(getattr(type(zero), UNSCALES))
     setattr(zero, UNSCALES, MethodType(own, zero))
@@ -74,7 +76,7 @@ class Idle(torch.nn.Module):
 USES = {
     "idle": [(1,), (1,), (0,), (0,), (1,), (0,)],
     "idle after an overflow": [(1,), (1,), (1, True), (0,), (0,), (1,), (0,)],
-    "idle in the first micro-batch": [(1,), (1,), (0,), (1,), (0,), (1,), (0,), (0,)],
+    "idle in the first micro-batch": [(1,), (1,), *3 * [(0,), (1,)], (0,), (0,), (0,), (1,)],
 }
 GAS = {"gradient_accumulation_steps": 2}
 IDLE = {
@@ -111,7 +113,7 @@ def idle_pairs(layouts):
     return {
         name: [
             train_idle(engine, USES[uses])
-            for engine in (make_engine(ds_config, Idle()), unfused(make_engine(ds_config, Idle())))
+            for engine in (make_engine(ds_config, Idle()), unfused_engine(ds_config, Idle()))
         ]
         for name, (ds_config, uses) in layouts.items()
     }
@@ -121,7 +123,7 @@ def step_pairs(layouts):
     """Return, by layout, what fused and unfused engines hold, and the factors of both."""
     result = {}
     for name, ds_config in layouts.items():
-        engines = make_engine(ds_config, Bag()), unfused(make_engine(ds_config, Bag()))
+        engines = make_engine(ds_config, Bag()), unfused_engine(ds_config, Bag())
         factors = [steps_with_factors(engine) for engine in engines]
         result[name] = *map(held, engines), *factors
     return result

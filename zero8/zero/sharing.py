@@ -30,6 +30,7 @@ def share_in_stage3(zero_class: type, optimizer_class: type) -> None:
             and isinstance(zero.optimizer, optimizer_class)
             and zero.offload_optimizer
             and not zero.swap_optimizer
+            and zero.torch_autocast_gradscaler is None  # it multiplies gradients in memory
             and not zero.params_in_nvme_and_cpu
         )
 
@@ -69,6 +70,21 @@ def _share_gradients(zero: Any) -> None:
         first += numel
         if _are_alike(p.grad, reduced):
             p.grad = reduced
+
+
+def separate_gradients(zero: Any, params: list) -> None:
+    """Give the gradients of a sub-group memory of their own, before they are multiplied in it.
+
+    With gradient accumulation, DeepSpeed adds to what a parameter's partition holds if the
+    parameter was not used in the first micro-batch, be it a gradient of an earlier step.
+    """
+    if not hasattr(zero, "grad_partitions_flat_buffer") or zero.gradient_accumulation_steps == 1:
+        return
+    memory = zero.grad_partitions_flat_buffer.untyped_storage().data_ptr()
+    for group in {int(zero.grad_position[zero.get_param_id(param)][0]) for param in params}:
+        p = zero.fp32_partitioned_groups_flat[group]
+        if p.grad.untyped_storage().data_ptr() == memory:
+            p.grad = p.grad.clone()
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from zero8.zero import sharing
 from zero8.zero.stand_in import StandIn
 
 UNSCALES = "unscale_and_clip_grads"
@@ -40,40 +41,47 @@ class _Grad:
 
 
 class _Owed:
-    """The factors that gradients in buffers have not been multiplied by, by parameter."""
+    """The factors that gradients in buffers have not been multiplied by.
+
+    By number of the parameter, for all that have ever got a gradient; 1 if nothing is owed.
+    """
 
     def __init__(self) -> None:
         self._factors: WeakKeyDictionary[Any, dict[int, float | Tensor]] = WeakKeyDictionary()
 
     def pay_unused(self, zero: Any, params: list) -> None:
         """Multiply the gradients of parameters that have got none since the step before."""
-        owed = self._factors.get(zero)
-        for number, grad in _gradients(zero, params) if owed else ():
-            if number in owed and number not in zero.norm_for_param_grads:
-                grad.mul_(owed.pop(number))
+        unused = [
+            param
+            for param in params
+            if self._of(zero).get(number := zero.get_param_id(param), 1.0) != 1.0
+            and number not in zero.norm_for_param_grads
+        ]
+        sharing.separate_gradients(zero, unused)
+        for param in unused:
+            self.pay(zero, param)
 
     def pay(self, zero: Any, param: Any) -> None:
-        """Multiply the gradient of a parameter, to which another is added."""
-        owed = self._factors.get(zero, {})
+        """Multiply the gradient of a parameter, before it is used again or another is added."""
         for number, grad in _gradients(zero, [param]):
-            if number in owed:
-                grad.mul_(owed.pop(number))
+            factor = self._of(zero).get(number, 1.0)
+            if factor != 1.0:
+                grad.mul_(factor)
+                self._of(zero)[number] = 1.0
 
     def note(self, zero: Any, params: list, factor: "float | Tensor | None") -> None:
         """Note the factor of a step; None if it had none."""
-        owed = self._factors.setdefault(zero, {})
         for param in params:
             number = zero.get_param_id(param)
-            if factor is None:
-                owed.pop(number, None)
-            else:
-                owed[number] = factor
+            if number in zero.norm_for_param_grads or number in self._of(zero):
+                self._of(zero)[number] = 1.0 if factor is None else factor
 
     def forget_arrived(self, zero: Any) -> None:
         """Owe nothing to gradients that have arrived for a step that is skipped."""
-        owed = self._factors.get(zero, {})
-        for number in zero.norm_for_param_grads:
-            owed.pop(number, None)
+        self._of(zero).update(dict.fromkeys(zero.norm_for_param_grads, 1.0))
+
+    def _of(self, zero: Any) -> "dict[int, float | Tensor]":
+        return self._factors.setdefault(zero, {})
 
 
 def _gradients(zero: Any, params: list) -> Iterator[tuple[int, Tensor]]:
