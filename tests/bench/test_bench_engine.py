@@ -9,7 +9,8 @@ import pytest
 from zero8 import cli
 from zero8.bench.engine import command, contenders, report
 
-NAMES = [contender.name for contender in contenders.CONTENDERS]
+ENGINES = ("ZeRO-2", "ZeRO-3", "FSDP2")
+NAMES = [(name, one.name) for name in ENGINES for one in contenders.CONTENDERS[name]]
 SIDE = 64
 
 
@@ -21,7 +22,7 @@ def bench(out, *words):
 def measured(out):
     """Measure small engines in this process; return the status."""
     contenders.SIDE, command.UNIT = SIDE, SIDE**2
-    return bench(out, "--stages", "2,3", "--clipping", "1.0")
+    return bench(out, "--engines", ",".join(ENGINES), "--clipping", "1.0")
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +33,15 @@ def result(standing_ranks, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_bench_engine_times_every_contender_at_every_stage(result):
+def test_bench_engine_times_every_contender_of_every_engine(result):
     rows = result[0]["rows"]
-    assert [(row["stage"], row["name"]) for row in rows] == [(s, n) for s in (2, 3) for n in NAMES]
+    assert [(row["engine"], row["name"]) for row in rows] == NAMES
     for row in rows:
         assert 0 < row["inner_ms"] < row["phase_ms"]
         assert row["phase_ms_p10"] <= row["phase_ms"] <= row["phase_ms_p90"]
         assert (row["ratio"] == 1.0) is (row["name"] == row["over"])
-        is_bf16 = "bf16" in row["name"]
-        assert row["over"] == (contenders.DEEPSPEED_BF16 if is_bf16 else contenders.DEEPSPEED)
+        own = contenders.DEEPSPEED_BF16 if "bf16" in row["name"] else contenders.DEEPSPEED
+        assert row["over"] == (contenders.TORCH if row["engine"] == "FSDP2" else own)
 
 
 @pytest.mark.slow
@@ -52,9 +53,7 @@ def test_bench_engine_table_has_a_line_per_row_and_target(result):
         if row["name"] in report.LIMITS
     ]
     for row in found["rows"]:
-        assert (
-            f"| ZeRO-{row['stage']}, clipped at 1, {row['name']} | {row['phase_ms']:.1f} |" in table
-        )
+        assert f"| {row['engine']}, clipped at 1, {row['name']} | {row['phase_ms']:.1f} |" in table
     for check in found["checks"]:
         assert f"| {check['target']} | {check['value']:.4g} |" in table
     assert found["command"] in table and "1 rank(s)" in table
@@ -63,7 +62,7 @@ def test_bench_engine_table_has_a_line_per_row_and_target(result):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--stages", "4"], "--stages: got '4'"),
+        (["--engines", "ZeRO-4"], "--engines: got 'ZeRO-4'"),
         (["--clipping", "0.5"], "--clipping: got '0.5'"),
         (["--rounds", "1"], "--rounds: got 1"),
         (["--threads", "0"], "--threads: got 0"),

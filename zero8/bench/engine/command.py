@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure `engine.step()` of DeepSpeed engines, its AdamW beside Adam8bitBlockwise, in turns.
+"""Measure the steps of engines in turns: Adam8bitBlockwise, and DeepSpeed's AdamW or torch's.
+
+Under ZeRO that is `engine.step()`, under FSDP2 clipping and the optimizer's step.
 
 Writes OUT (JSON), and a table (.md) beside it.  Under a launcher, such as torchrun, all ranks
 measure and rank 0 writes.
@@ -16,14 +18,15 @@ import torch
 
 from zero8.bench import record
 from zero8.bench.engine import contenders
-from zero8.bench.engine.measure import Case, measure
+from zero8.bench.engine.contenders import ENGINES, Case
+from zero8.bench.engine.measure import measure
 from zero8.bench.engine.report import checks, markdown
 from zero8.bench.step.timing import threads
 from zero8.bench.usage import check_least, check_multiple, check_names, chosen
 from zero8.op import kernel
 from zero8.ranks import numbers
 
-STAGES = ("1", "2", "3")
+DEFAULT_ENGINES = tuple(name for name in ENGINES if name != "ZeRO-1")
 CLIPPING = ("1.0", "0.0")
 UNIT = contenders.SIDE**2
 
@@ -40,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, metavar="N", help="of torch in each rank, default all"
     )
-    parser.add_argument("--stages", metavar="LIST", help="ZeRO stages, default 2,3")
+    parser.add_argument(
+        "--engines",
+        metavar="LIST",
+        help=f"of {','.join(ENGINES)}; default {','.join(DEFAULT_ENGINES)}",
+    )
     parser.add_argument(
         "--clipping", metavar="LIST", help="limits of the gradients' norm, default 1.0,0.0 (none)"
     )
@@ -53,17 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
     check_multiple("--numel", arguments.numel, UNIT, UNIT)
     check_least("--rounds", arguments.rounds, 2)
     check_least("--threads", arguments.threads, 1)
-    stages = chosen(arguments.stages, ("2", "3"))
+    engines = chosen(arguments.engines, DEFAULT_ENGINES)
     clipping = chosen(arguments.clipping, CLIPPING)
-    check_names("--stages", stages, STAGES)
+    check_names("--engines", engines, ENGINES)
     check_names("--clipping", clipping, CLIPPING)
     contenders.join_ranks()
     machine, began = record.machine(), time.perf_counter()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     rows: list[dict] = []
     with threads(arguments.threads):
-        for stage, limit in product(map(int, stages), map(float, clipping)):
-            rows += measure(Case(stage, limit), arguments.numel, arguments.rounds)
+        for engine, limit in product(engines, map(float, clipping)):
+            rows += measure(Case(engine, limit, arguments.numel), arguments.rounds)
     if numbers.rank() != 0:
         return 0
     result = {
@@ -79,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         "cpu": record.cpu(),
         "machine": machine,
         "seconds": time.perf_counter() - began,
-        "command": _command(arguments, stages, clipping),
+        "command": _command(arguments, engines, clipping),
     }
     files = record.write(result, arguments.json, markdown)
     record.print_checks(result["checks"])
@@ -88,9 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _command(
-    arguments: argparse.Namespace, stages: tuple[str, ...], clipping: tuple[str, ...]
+    arguments: argparse.Namespace, engines: tuple[str, ...], clipping: tuple[str, ...]
 ) -> str:
     words = ["zero8", "bench", "engine", "--json", str(arguments.json)]
     for name in ("numel", "rounds", "threads"):
         words += [f"--{name}", str(getattr(arguments, name))]
-    return shlex.join([*words, "--stages", ",".join(stages), "--clipping", ",".join(clipping)])
+    return shlex.join([*words, "--engines", ",".join(engines), "--clipping", ",".join(clipping)])

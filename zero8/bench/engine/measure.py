@@ -1,46 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times `engine.step()` of engines in turns, and the optimizer's step inside."""
+"""Times the steps of engines in turns, and the optimizer's step inside."""
 
 import gc
 import random
 import statistics
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from zero8.bench.engine.contenders import CONTENDERS, DEEPSPEED, DEEPSPEED_BF16, Contender, engine
+from zero8.bench.engine.contenders import CONTENDERS, Case, Contender
 from zero8.bench.step.timing import WARM_UP_ROUNDS
-
-
-class Case(NamedTuple):
-    """The settings that engines in turns have in common."""
-
-    stage: int
-    clipping: float
 
 
 class Clocked:
     """An engine, and the times of its steps in ms.
 
     Attributes:
-        phase_ms: of `engine.step()`.
+        phase_ms: of the engine's step.
         inner_ms: of the optimizer's step within, summed over its calls.
     """
 
-    def __init__(self, contender: Contender, case: Case, numel: int):
+    def __init__(self, contender: Contender, case: Case):
         """Make the engine."""
         self.contender = contender
         self.phase_ms: list[float] = []
         self.inner_ms: list[float] = []
-        self._engine = engine(contender, *case, numel)
+        self._engine = contender.make(case)
         self._inner = 0.0
-        self._watch(self._engine.optimizer.optimizer)
+        self._watch(self._engine.base_optimizer)
 
     def step(self) -> None:
         """Run a forward and a backward, and time the step."""
-        self._engine.backward(self._engine())
+        self._engine.backward()
         self._inner, began = 0.0, _now()
         self._engine.step()
         self.phase_ms.append(1e3 * (_now() - began))
@@ -48,7 +41,7 @@ class Clocked:
 
     def close(self) -> None:
         """Free the engine."""
-        self._engine.destroy()
+        self._engine.close()
         del self._engine
 
     def _watch(self, optimizer: Any) -> None:
@@ -71,12 +64,12 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def measure(case: Case, numel: int, rounds: int) -> list[dict]:
+def measure(case: Case, rounds: int) -> list[dict]:
     """Return a row per contender; all step in turns, in a new order each round."""
-    clocks = [Clocked(contender, case, numel) for contender in CONTENDERS]
+    clocks = [Clocked(contender, case) for contender in CONTENDERS[case.engine]]
     order, shuffle = list(clocks), random.Random(0).shuffle
     gc.collect()
-    for _ in tqdm(range(WARM_UP_ROUNDS + rounds), desc=f"ZeRO-{case.stage}", unit="round"):
+    for _ in tqdm(range(WARM_UP_ROUNDS + rounds), desc=case.engine, unit="round"):
         shuffle(order)
         for clock in order:
             clock.step()
@@ -89,20 +82,19 @@ def measure(case: Case, numel: int, rounds: int) -> list[dict]:
 
 def _row(case: Case, clock: Clocked, phases: dict[str, list[float]]) -> dict:
     contender = clock.contender
-    base = DEEPSPEED_BF16 if contender.masters == "bf16" else DEEPSPEED
     mine = phases[contender.name]
     phase_ms, inner_ms = statistics.median(mine), statistics.median(clock.inner_ms[WARM_UP_ROUNDS:])
     tenths = statistics.quantiles(mine, n=10, method="inclusive")
     # Of the same rounds, as the speed of memory drifts.
-    ratio = statistics.median(b / m for b, m in zip(phases[base], mine, strict=True))
+    ratio = statistics.median(b / m for b, m in zip(phases[contender.over], mine, strict=True))
     return {
-        "stage": case.stage,
+        "engine": case.engine,
         "clipping": case.clipping,
         "name": contender.name,
         "phase_ms": phase_ms,
         "phase_ms_p10": tenths[0],
         "phase_ms_p90": tenths[-1],
         "inner_ms": inner_ms,
-        "over": base,
+        "over": contender.over,
         "ratio": ratio,
     }
