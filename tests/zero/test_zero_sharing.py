@@ -8,7 +8,11 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_set_full_fp32_param,
+)
 from nests import difference
 from torch import Tensor
 from zero_worker import Bag, config, copying, held, make_engine, take_step, train
@@ -89,12 +93,15 @@ def run_moved(ds_config):
 
 
 def run_written(ds_config):
-    """Return the weights that the next forward sees after a write to a master weight."""
+    """Return weights after writes to their masters, and masters after a write to their weights."""
     engine = make_engine(ds_config, Bag())
-    p = engine.module.wide
-    safe_set_full_fp32_param(p, torch.full(p.ds_shape, 0.25))
-    with deepspeed.zero.GatheredParameters([p]):
-        return p.detach().clone()
+    wide, conv = engine.module.wide, engine.module.conv
+    safe_set_full_fp32_param(wide, torch.full(wide.ds_shape, 0.25))
+    with deepspeed.zero.GatheredParameters([conv], modifier_rank=0):
+        if engine.global_rank == 0:
+            conv.data.fill_(0.5)
+    with deepspeed.zero.GatheredParameters([wide]):
+        return wide.detach().clone(), safe_get_full_fp32_param(conv)
 
 
 def run_saved(ds_config, folder):
@@ -147,9 +154,10 @@ def test_weights_that_deepspeed_moves_are_copied_from_then_on(ranks):
         assert difference(ours, theirs) == ""
 
 
-def test_write_to_a_shared_master_weight_is_seen_by_the_next_forward(ranks):
-    for _, _, written, *_ in ranks:
-        assert torch.equal(written, torch.full_like(written, 0.25))
+def test_write_to_shared_weights_changes_the_masters_and_the_other_way_round(ranks):
+    for _, _, (weights, masters), *_ in ranks:
+        assert torch.equal(weights, torch.full_like(weights, 0.25))
+        assert torch.equal(masters, torch.full_like(masters, 0.5))
 
 
 def test_checkpoint_of_shared_memory_goes_on_in_engines_of_both_kinds(ranks):
