@@ -120,9 +120,9 @@ def main() -> None:
     machine = record.machine()
     result = measure(config, int(arguments.numel), arguments.steps)
     total = 1024 * int(Path("/proc/meminfo").read_text().split()[1])
-    options = f"--config {arguments.config} --numel {arguments.numel:g} --json {arguments.json}"
+    options = f"--config {arguments.config} --numel {arguments.numel:g} --steps {arguments.steps}"
     result |= {
-        "command": f"python -m benchmarks.host_memory {options}",
+        "command": f"python -m benchmarks.host_memory {options} --json {arguments.json}",
         "commit": record.commit(),
         "cpu": record.cpu(),
         "machine": machine,

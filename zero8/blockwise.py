@@ -3,7 +3,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -25,7 +25,7 @@ from zero8.state.kind import kind_of
 from zero8.state.memory_report import MemoryReport
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.store import MomentStore
-from zero8.step.batch import Batch
+from zero8.step.batch import Batch, local_grad
 from zero8.step.check import check_new
 from zero8.step.clipping import Clipped, factor_of, total_norm
 from zero8.step.in_backward import InBackward, check_model
@@ -252,11 +252,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             foreach: as torch's; without effect on the 2-norm on the CPU.
 
         Returns:
-            The norm before clipping.  The 2-norm on the CPU is float32, within 2^-23 of the exact
-            one, the same for any number of threads, and the norm over all ranks.  Others are as
-            torch returns them: in the gradients' dtype, and DTensors if the gradients are.
+            The norm before clipping, over all ranks that share the parameters; the stages of a
+            pipeline have a norm each.  The 2-norm on the CPU is float32, within 2^-23 of the exact
+            one, and the same for any number of threads.  Others are as torch returns them: in the
+            gradients' dtype, and DTensors if the gradients are.
 
         Raises:
+            ValueError: if FSDP1 has flattened a parameter: the model's `clip_grad_norm_` clips.
             RuntimeError: if the norm is not finite, if asked for; with steps in the backward, which
                 use gradients before their norm is known; later, by `step`, if gradients have
                 changed since.
@@ -264,21 +266,36 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._check_not_in_backward("clip_grad_norm_")
         params = self._all_params()
         grads = [p.grad for p in params if p.grad is not None]
-        total = total_norm(frameworks.parts_of(grads)) if float(norm_type) == 2.0 else None
-        if total is None:
+        is_on_gpu = any(p.is_cuda for p in params)
+        if is_on_gpu or float(norm_type) != 2.0:
             total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
-        elif error_if_nonfinite and not total.isfinite():
-            raise RuntimeError(
-                "clip_grad_norm_: the norm of the gradients is not finite; with "
-                "error_if_nonfinite=False they are scaled by it"
-            )
-        if any(grad.is_cuda for grad in grads):
+        else:
+            total = total_norm(self._parts_of_grads(params))
+            if error_if_nonfinite and not total.isfinite():
+                raise RuntimeError(
+                    "clip_grad_norm_: the norm of the gradients is not finite; with "
+                    "error_if_nonfinite=False they are scaled by it"
+                )
+        if is_on_gpu:
             torch.nn.utils.clip_grads_with_norm_(params, max_norm, total, foreach)
             return total
         factor = float(np.float32(factor_of(float(max_norm), total)))
         with self._lock:
             self._stepper.scale_grads(factor, Clipped(grads))
         return total
+
+    @staticmethod
+    def _parts_of_grads(params: Iterable[Tensor]) -> dict[tuple[numbers.Group, ...], list[Tensor]]:
+        """Return this rank's parts of gradients, by the groups over which they are sharded.
+
+        A rank without gradients has the same groups, as sums over them are collectives.
+        """
+        parts: dict[tuple[numbers.Group, ...], list[Tensor]] = {}
+        for p in params:
+            grads = parts.setdefault(frameworks.shard_groups(p), [])
+            if p.grad is not None:
+                grads.append(local_grad(p, p.grad))
+        return parts
 
     def _check_not_in_backward(self, what: str) -> None:
         if self._in_backward is not None:

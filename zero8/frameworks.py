@@ -7,7 +7,6 @@ A framework shards parameters, or replaces them in the optimizer's groups.  It i
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,18 +25,6 @@ class Use:
     """
 
     is_met: bool = False
-
-
-class Part(NamedTuple):
-    """The part of a sharded tensor on this rank.
-
-    Attributes:
-        local: its elements.
-        process_groups: sums over parts, added over these groups in turn, are those of the tensor.
-    """
-
-    local: Tensor
-    process_groups: tuple[Group, ...]
 
 
 class Framework:
@@ -70,13 +57,15 @@ class Framework:
         """Return the groups of ranks that share parameters, [] if none are shared."""
         return []
 
-    def part_of(self, t: Tensor) -> Part | None:
-        """Return this rank's part of a tensor that the framework shards, else None.
+    def shard_groups(self, p: Tensor) -> tuple[Group, ...]:
+        """Return the groups over which sums over this rank's part are those over the parameter.
+
+        They are added over these groups in turn; () for parameters that the framework leaves whole.
 
         Raises:
-            ValueError: if a rank holds no part whose elements could be added to those of others.
+            ValueError: if the framework does not tell which part of the parameter this rank has.
         """
-        return None
+        return ()
 
 
 _registered: list[Framework] = []
@@ -132,18 +121,13 @@ def claim(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], use: Use) 
         framework.claim(optimizer, params, use)
 
 
-def parts_of(tensors: Iterable[Tensor]) -> dict[tuple[Group, ...], list[Tensor]]:
-    """Return this rank's parts of tensors, by the process groups of their `Part`; () if whole.
+def shard_groups(p: Tensor) -> tuple[Group, ...]:
+    """Return the groups over whose ranks a parameter is sharded, () if it is whole.
 
     Raises:
-        ValueError: see `Framework.part_of`.
+        ValueError: see `Framework.shard_groups`.
     """
-    parts: dict[tuple[Group, ...], list[Tensor]] = {}
-    for t in tensors:
-        found = (framework.part_of(t) for framework in _registered)
-        part = next((one for one in found if one is not None), Part(t, ()))
-        parts.setdefault(part.process_groups, []).append(part.local)
-    return parts
+    return tuple(group for framework in _registered for group in framework.shard_groups(p))
 
 
 def process_groups(params: Sequence[Tensor]) -> list[Group]:

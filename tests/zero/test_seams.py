@@ -291,6 +291,9 @@ class Zero3(Zero):
     def _setup_for_real_optimizer(self):
         return "set up"
 
+    def partition_grads(self, params_to_release, grad_partitions):
+        return grad_partitions
+
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir):
         return checkpoint_dir
 

@@ -27,7 +27,7 @@ FP32_GRADS = {"data_types": {"grad_accum_dtype": "fp32"}}
 LAYOUTS = {
     "bf16 masters": (config(3, **BF16) | CLIP, True, True),
     "bf16 masters, weights offloaded": (config(3, **BF16, zero=SMALL | ON_CPU) | CLIP, True, True),
-    "bf16 masters, accumulated": (config(3, **BF16, zero=SMALL) | CLIP | GAS, True, True),
+    "bf16 masters, accumulated": (config(3, **BF16, zero=SMALL) | CLIP | GAS, True, False),
     "24-bit masters": (config(3, **BF16, weight_correction_bits=8) | CLIP, True, True),
     "fp32 throughout": (config(3, zero=ON_CPU), True, True),
     "fp32 masters": (config(3, dtype={}) | CLIP, False, False),
@@ -92,6 +92,19 @@ def run_moved(ds_config):
     return result
 
 
+def run_grown(ds_config):
+    """Return what engines hold that go on with two micro-batches per step."""
+    result = []
+    for own in (False, True):
+        with copying() if own else nullcontext():
+            engine = make_engine(ds_config, Bag())
+        steps(engine)
+        engine.set_train_batch_size(2 * engine.train_batch_size())
+        steps(engine, STEPS)
+        result.append((is_shared(engine), held(engine)))
+    return result
+
+
 def run_written(ds_config):
     """Return weights after writes to their masters, and masters after a write to their weights."""
     engine = make_engine(ds_config, Bag())
@@ -129,6 +142,7 @@ def run_everything(layouts, folder):
         run_written(configs[SAVED]),
         run_saved(configs[SAVED], folder),
         is_shared(make_engine(DEEPSPEEDS, Bag())),
+        run_grown(configs[MOVED]),
     )
 
 
@@ -161,11 +175,17 @@ def test_write_to_shared_weights_changes_the_masters_and_the_other_way_round(ran
 
 
 def test_checkpoint_of_shared_memory_goes_on_in_engines_of_both_kinds(ranks):
-    for *_, (engines, sizes), _ in ranks:
+    for _, _, _, (engines, sizes), *_ in ranks:
         assert [difference(engines[0], other) for other in engines[1:]] == [""] * 5
         assert sizes["shared"] <= 1.01 * sizes["copied"]
 
 
 def test_memory_of_another_optimizer_stays_as_deepspeed_makes_it(ranks):
-    for *_, shared in ranks:
+    for *_, shared, _ in ranks:
         assert not any(shared)
+
+
+def test_gradients_are_separate_once_micro_batches_are_accumulated(ranks):
+    for *_, ((shared, ours), (copied, theirs)) in ranks:
+        assert shared == (True, False) and not any(copied)
+        assert difference(ours, theirs) == ""

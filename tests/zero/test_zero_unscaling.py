@@ -77,6 +77,7 @@ USES = {
     "idle": [(1,), (1,), (0,), (0,), (1,), (0,)],
     "idle after an overflow": [(1,), (1,), (1, True), (0,), (0,), (1,), (0,)],
     "idle in the first micro-batch": [(1,), (1,), *3 * [(0,), (1,)], (0,), (0,), (0,), (1,)],
+    "idle in the last micro-batch": [(1,), (1,), *2 * [(1,), (0,)], (0,), (0,), (1,), (0,)],
 }
 GAS = {"gradient_accumulation_steps": 2}
 IDLE = {
@@ -94,6 +95,10 @@ IDLE = {
     ),
     "zero3, clipped": (config(stage=3, dtype={}) | CLIP, "idle"),
     "zero3, fp16": (config(stage=3) | FP16 | CLIP, "idle after an overflow"),
+    "zero3, bf16 masters, idle at last": (
+        config(stage=3, dtype=BF16_MASTERS) | CLIP | GAS,
+        "idle in the last micro-batch",
+    ),
     "zero3, bf16 masters, accumulated": (
         config(stage=3, dtype=BF16_MASTERS) | CLIP | GAS,
         "idle in the first micro-batch",

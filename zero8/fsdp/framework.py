@@ -4,9 +4,8 @@
 from collections.abc import Iterable
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from zero8.frameworks import Framework, Part
+from zero8.frameworks import Framework
 from zero8.fsdp.flattened import FlattenedTensor
 from zero8.fsdp.meshes import process_groups, shard_groups
 from zero8.fsdp.sharded import ShardedTensor
@@ -21,6 +20,6 @@ class Fsdp(Framework):
         """See `Framework`."""
         return process_groups(params)
 
-    def part_of(self, t: Tensor) -> Part | None:
+    def shard_groups(self, p: Tensor) -> tuple:
         """See `Framework`."""
-        return Part(t.to_local(), shard_groups(t)) if isinstance(t, DTensor) else None
+        return shard_groups(p)

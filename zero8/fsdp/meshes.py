@@ -24,16 +24,21 @@ def process_groups(params: Iterable[Tensor]) -> list:
     return [None] if meshes else []
 
 
-def shard_groups(t: DTensor) -> tuple:
-    """Return the groups over whose ranks a tensor is sharded.
+def shard_groups(p: Tensor) -> tuple:
+    """Return the groups over whose ranks a parameter is sharded.
 
     Raises:
-        ValueError: if it is neither sharded nor replicated along a dimension of its mesh.
+        ValueError: if FSDP1 has flattened it.
     """
-    groups = []
-    for dim, placement in enumerate(t.placements):
-        if isinstance(placement, Shard | _StridedShard):
-            groups.append(t.device_mesh.get_group(dim))
-        elif not placement.is_replicate():
-            raise ValueError(f"got placement {placement}, expected Shard or Replicate")
-    return tuple(groups)
+    if getattr(p, "_fsdp_flattened", False):
+        raise ValueError(
+            "got a parameter that FSDP1 has flattened, whose norm only the model knows; call its "
+            "clip_grad_norm_(max_norm) instead of the optimizer's"
+        )
+    if not isinstance(p, DTensor):
+        return ()
+    return tuple(
+        p.device_mesh.get_group(dim)
+        for dim, placement in enumerate(p.placements)
+        if isinstance(placement, Shard | _StridedShard)
+    )

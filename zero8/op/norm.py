@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm of gradients on the CPU, in one read."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,12 +15,31 @@ from zero8.op.threads import alive, step_threads
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def is_served(grad: Tensor) -> bool:
-    """Return whether `sum_of_squares` reads such a gradient: one without gaps, on the CPU."""
+def sum_of_squares(grads: Sequence[Tensor], num_threads: int | None = None) -> float:
+    """Return the sum of squares of gradients on the CPU, in double precision.
+
+    The bits do not depend on the number of threads.  The relative error is below 2^-40.  Gradients
+    with gaps in memory, and of other dtypes than `DTYPES`, are read by torch.
+
+    Args:
+        grads: any shapes.
+        num_threads: threads to use; `step_threads()` by default.
+    """
+    served = [grad for grad in grads if _is_served(grad)]
+    others = [grad for grad in grads if not _is_served(grad)]
+    records = np.zeros(len(served), NUMBERS)
+    records["data"] = [grad.data_ptr() for grad in served]
+    records["numel"] = [grad.numel() for grad in served]
+    records["dtype"] = [DTYPE_NUMBERS[grad.dtype] for grad in served]
+    threads = step_threads() if num_threads is None else num_threads
+    total: float = module().sum_of_squares(records, alive(threads))
+    return total + math.fsum(float(grad.double().square().sum()) for grad in others)
+
+
+def _is_served(grad: Tensor) -> bool:
+    """Return whether the kernel can read a gradient."""
     return (
-        type(grad) is Tensor
-        and grad.device.type == "cpu"
-        and grad.layout == torch.strided
+        grad.layout == torch.strided
         and grad.dtype in DTYPES
         and (grad.is_contiguous() or _is_dense(grad))
     )
@@ -34,21 +54,3 @@ def _is_dense(t: Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def sum_of_squares(grads: Sequence[Tensor], num_threads: int | None = None) -> float:
-    """Return the sum of squares of gradients that are served, in double precision.
-
-    The bits do not depend on the number of threads.  The relative error is below 2^-40.
-
-    Args:
-        grads: any shapes.
-        num_threads: threads to use; `step_threads()` by default.
-    """
-    records = np.zeros(len(grads), NUMBERS)
-    records["data"] = [grad.data_ptr() for grad in grads]
-    records["numel"] = [grad.numel() for grad in grads]
-    records["dtype"] = [DTYPE_NUMBERS[grad.dtype] for grad in grads]
-    threads = step_threads() if num_threads is None else num_threads
-    total: float = module().sum_of_squares(records, alive(threads))
-    return total

@@ -102,15 +102,16 @@ def _stage3(model: Model, setup: Setup, share: Share) -> list[Row]:
     sub_group = min(setup.sub_group_numel, numel)
     masters = master * numel
     step_grads = master * (sub_group if setup.offload == "none" else numel)
-    # In host memory zero8 keeps once what has one dtype.
+    # In host memory zero8 keeps once what has one dtype, but sums of gradients.
     is_shared = setup.offload == "cpu" and master == weight
+    has_one_gradient = is_shared and setup.accumulation_steps == 1
     rows = [
         _same(HOST if setup.offload_params else GPU, "weights", weight * numel),
         _same(GPU, "gathered weights, at most", weight * gathered),
         _same(GPU if setup.offload == "none" else HOST, "gradients", weight * numel),
         *_buckets(setup, default_overlap=True),
         Row(home, "master weights", masters, 0 if is_shared and setup.offload_params else masters),
-        Row(home, "gradients of the step", step_grads, 0 if is_shared else step_grads),
+        Row(home, "gradients of the step", step_grads, 0 if has_one_gradient else step_grads),
     ]
     if setup.offload == "nvme":
         buffers = master * sub_group * setup.buffer_count

@@ -55,7 +55,9 @@ def _passes_bytes_per_param(setup: Setup) -> tuple[int, int]:
         return clipping + 2 * master, 2 * master
     if setup.stage < 3:
         return clipping + master + weight + sent, (weight if master != weight else 0) + sent
-    copied = master + weight if setup.offload_params else master
+    # torch converts on the CPU before it sends to a GPU.
+    converted = 0 if master == weight else master + weight
+    copied = converted or 2 * weight if setup.offload_params else converted + sent
     if setup.offload == "nvme":
         return clipping + copied, clipping + copied
     if not setup.offload_params:

@@ -42,21 +42,18 @@ class Clipped:
         return True
 
 
-def total_norm(parts: Mapping[tuple[numbers.Group, ...], Sequence[Tensor]]) -> Tensor | None:
-    """Return the 2-norm of all gradients, read once; None if the CPU's kernel cannot read them.
+def total_norm(parts: Mapping[tuple[numbers.Group, ...], Sequence[Tensor]]) -> Tensor:
+    """Return the 2-norm of all gradients, each read once.
 
-    The bits do not depend on the number of threads.  The norm is within 2^-23 of the exact one,
-    relatively, where torch's own also depends on the lengths of its sums.  All ranks must call
-    this, with gradients in the same order.
+    The bits do not depend on the number of threads.  All ranks must call this, with the same groups
+    in the same order.
 
     Args:
-        parts: this rank's parts of gradients, by the groups over which their sums are added.
+        parts: this rank's parts of gradients on the CPU, by the groups over which sums are added.
 
     Returns:
-        0-d float32 on the CPU, the same on all ranks.
+        0-d float32 on the CPU, within 2^-23 of the exact norm, relatively.
     """
-    if not all(norm.is_served(grad) for grads in parts.values() for grad in grads):
-        return None
     squares = (numbers.total(norm.sum_of_squares(grads), groups) for groups, grads in parts.items())
     return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float32)
 

@@ -199,7 +199,7 @@ SEAMS = (
             (
                 "keeps weights and gradients of one dtype in host memory once",
                 (),
-                (sharing.CREATES, sharing.SETS_UP),
+                (sharing.CREATES, sharing.SETS_UP, sharing.PARTITIONS),
             ),
         )
         for module, name, methods in (

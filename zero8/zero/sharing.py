@@ -6,8 +6,13 @@ copies the master weights to the weights after each step, and each gradient from
 it was reduced to into the buffer that the step reads.  Here the master weights are the weights and
 that buffer is the partitions: 4 bytes per parameter less, and two passes.
 
-DeepSpeed's copies are still called, and copy nothing, as torch skips a copy onto itself.  So they
-work again if DeepSpeed moves either side, as `offload_states` does.
+DeepSpeed's copies are still called.  torch skips a copy of memory onto itself, and they work again
+if DeepSpeed moves either side, as `offload_states` does.  On a GPU a gradient still crosses the
+link as often as before.
+
+Gradients are shared as long as each step has one micro-batch.  With more, a partition holds a sum,
+and the step uses the gradient of an earlier one for a parameter that the last micro-batch does not
+use.
 """
 
 import functools
@@ -17,11 +22,14 @@ from torch import Tensor
 
 CREATES = "_create_fp32_partitions"
 SETS_UP = "_setup_for_real_optimizer"
+PARTITIONS = "partition_grads"
 
 
 def share_in_stage3(zero_class: type, optimizer_class: type) -> None:
     """Have the master weights and gradients of our optimizer share memory where they can."""
-    create, set_up = getattr(zero_class, CREATES), getattr(zero_class, SETS_UP)
+    create, set_up, partition = (
+        getattr(zero_class, name) for name in (CREATES, SETS_UP, PARTITIONS)
+    )
 
     def may_share(zero: Any) -> bool:
         # Variants that derive from this class, and NVMe, move these tensors in other ways.
@@ -43,11 +51,19 @@ def share_in_stage3(zero_class: type, optimizer_class: type) -> None:
     @functools.wraps(set_up)
     def is_set_up(self: Any) -> None:
         set_up(self)
-        if may_share(self):
+        if may_share(self) and self.gradient_accumulation_steps == 1:
             _share_gradients(self)
+
+    @functools.wraps(partition)
+    def partitioned(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The number of micro-batches may change in training.
+        if not self.is_gradient_accumulation_boundary() and may_share(self):
+            _separate_gradients(self)
+        return partition(self, *args, **kwargs)
 
     setattr(zero_class, CREATES, created)
     setattr(zero_class, SETS_UP, is_set_up)
+    setattr(zero_class, PARTITIONS, partitioned)
 
 
 def _share_weights(zero: Any) -> None:
@@ -72,18 +88,10 @@ def _share_gradients(zero: Any) -> None:
             p.grad = reduced
 
 
-def separate_gradients(zero: Any, params: list) -> None:
-    """Give the gradients of a sub-group memory of their own, before they are multiplied in it.
-
-    With gradient accumulation, DeepSpeed adds to what a parameter's partition holds if the
-    parameter was not used in the first micro-batch, be it a gradient of an earlier step.
-    """
-    if not hasattr(zero, "grad_partitions_flat_buffer") or zero.gradient_accumulation_steps == 1:
-        return
-    memory = zero.grad_partitions_flat_buffer.untyped_storage().data_ptr()
-    for group in {int(zero.grad_position[zero.get_param_id(param)][0]) for param in params}:
-        p = zero.fp32_partitioned_groups_flat[group]
-        if p.grad.untyped_storage().data_ptr() == memory:
+def _separate_gradients(zero: Any) -> None:
+    partitions = zero.grad_partitions_flat_buffer.untyped_storage().data_ptr()
+    for p in zero.fp32_partitioned_groups_flat:
+        if p.grad is not None and p.grad.untyped_storage().data_ptr() == partitions:
             p.grad = p.grad.clone()
 
 

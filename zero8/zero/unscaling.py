@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from zero8.zero import sharing
 from zero8.zero.stand_in import StandIn
 
 UNSCALES = "unscale_and_clip_grads"
@@ -51,15 +50,9 @@ class _Owed:
 
     def pay_unused(self, zero: Any, params: list) -> None:
         """Multiply the gradients of parameters that have got none since the step before."""
-        unused = [
-            param
-            for param in params
-            if self._of(zero).get(number := zero.get_param_id(param), 1.0) != 1.0
-            and number not in zero.norm_for_param_grads
-        ]
-        sharing.separate_gradients(zero, unused)
-        for param in unused:
-            self.pay(zero, param)
+        for param in params:
+            if zero.get_param_id(param) not in zero.norm_for_param_grads:
+                self.pay(zero, param)
 
     def pay(self, zero: Any, param: Any) -> None:
         """Multiply the gradient of a parameter, before it is used again or another is added."""
