@@ -31,6 +31,22 @@ def test_distributed_parameters_on_four_ranks_step_with_the_bits_of_one(name, st
         assert_same(got, expected)
 
 
+@pytest.mark.parametrize(
+    ("cases", "num_ranks"), [(CASES, 2), pytest.param(ON_FOUR, 4, marks=pytest.mark.slow)]
+)
+def test_norm_of_distributed_gradients_is_that_of_one_process_on_all_ranks(
+    cases, num_ranks, standing_ranks
+):
+    """A rank without a gradient still takes part, and what it had is not counted."""
+    expected = ranks.norms_alone(list(cases))
+    first, *others = standing_ranks(num_ranks).run(ranks.norms, names=list(cases))
+    for name, (norm, fewer) in first.items():
+        assert norm == pytest.approx(expected[name], rel=2**-23)
+        assert fewer <= norm
+    # Ranks whose own gradients are replicated keep them.
+    assert all(other[name][0] == first[name][0] for other in others for name in first)
+
+
 def test_distributed_parameters_in_strides_step_with_the_bits_of_one_process(standing_ranks):
     expected = ranks.stepped_alone("columns small")
     for got in standing_ranks(2).run(ranks.stepped_in_strides):

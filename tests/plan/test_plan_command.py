@@ -185,6 +185,10 @@ CONFIGS = {
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
         "offloaded parameters, expected 3",
     ),
+    "parameters on NVMe": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        "offload_param: got device 'nvme'",
+    ),
     "accumulation": ({"gradient_accumulation_steps": 0}, "accumulation_steps: got 0"),
     "block size": (
         {"optimizer": {"type": "Adam8bitBlockwise", "params": {"block_size": 3}}},

@@ -194,6 +194,28 @@ def stepped_alone(name: str) -> list[dict]:
     return results(params, optimizer)
 
 
+def norms(names: list[str]) -> dict[str, tuple[float, float]]:
+    """Return, by case, the norm of all gradients, and without the last one of the last rank."""
+    found = {}
+    for name in names:
+        case = EVERY[name]
+        mesh, params, optimizer = make_distributed(case)
+        set_distributed(case, mesh, params, 0)
+        norm = optimizer.clip_grad_norm_(1.0).item()
+        if torch.distributed.get_rank() == mesh.size() - 1:
+            params[-1].grad = None
+        # Redistributed gradients must be there on all ranks.
+        fewer = optimizer.clip_grad_norm_(1.0).item() if case.grads is None else norm
+        found[name] = norm, fewer
+    return found
+
+
+def norms_alone(names: list[str]) -> dict[str, float]:
+    """Return the same norms of all gradients, of one process on plain tensors."""
+    flat = {name: [grad.flatten() for grad in gradients_of(EVERY[name], 0)] for name in names}
+    return {name: torch.cat(grads).double().norm().item() for name, grads in flat.items()}
+
+
 def stepped_in_strides() -> list[dict]:
     """Return `results` where what each rank holds of a matrix is a view of all its columns."""
     start()

@@ -136,11 +136,14 @@ def with_deepspeed_config(setup: Setup, config: dict) -> Setup:
     optimizer = zero.get("offload_optimizer") or {}
     if config.get("data_types", {}).get("grad_accum_dtype") == "fp32":
         raise ValueError("grad_accum_dtype: got 'fp32', which is not supported; leave it out")
+    params_on = (zero.get("offload_param") or {}).get("device", "none")
+    if params_on == "nvme":
+        raise ValueError("offload_param: got device 'nvme', which is not supported")
     stage = zero.get("stage", 0)
     found = {
         "stage": stage,
         "offload": optimizer.get("device", "none"),
-        "offload_params": (zero.get("offload_param") or {}).get("device", "none") != "none",
+        "offload_params": params_on != "none",
         "dtype": _dtype(config),
         "overlap_comm": zero["overlap_comm"] if type(zero.get("overlap_comm")) is bool else None,
         "buffer_count": optimizer.get("buffer_count", setup.buffer_count),
