@@ -11,11 +11,12 @@ import select
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from forks import status_of
 
 from zero8 import cli, tagged  # noqa: F401, for the children
 from zero8.checkpoint.commands import command  # noqa: F401, for the children
@@ -112,30 +113,21 @@ def _become(line: Sequence[str], output: Path) -> None:
     limit = _memory_bytes(0) + ADDRESS_SPACE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    status = _status_of(line)
+    status = status_of(lambda: _run(line))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def _status_of(line: Sequence[str]) -> int:
-    """Return the exit status of a command, and print errors as Python does at its end."""
-    try:
-        if line[0] == "zero8":
-            return cli.main(line[1:])
-        if line[:3] == AS_A_PROGRAM:
-            sys.argv = ["zero8", *line[3:]]
-            return cli.main()
-        exec(line[2], {"__name__": "__main__"})
-        return 0
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-            return 1
-        return end.code or 0
-    except BaseException:
-        traceback.print_exc()
-        return 1
+def _run(line: Sequence[str]) -> int | None:
+    """Run a command and return its status."""
+    if line[0] == "zero8":
+        return cli.main(line[1:])
+    if line[:3] == AS_A_PROGRAM:
+        sys.argv = ["zero8", *line[3:]]
+        return cli.main()
+    exec(line[2], {"__name__": "__main__"})
+    return None
 
 
 def _memory_bytes(column: int) -> int:

@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def _become(code: str, arguments: list[str], variables: dict, paths: list[str]) 
         os.environ.clear()
         os.environ.update(variables)
         sys.argv[:] = arguments
-        status = _status_of(code)
+        status = status_of(lambda: exec(code, {"__name__": "__main__"}))
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -95,11 +96,10 @@ def _become(code: str, arguments: list[str], variables: dict, paths: list[str]) 
     os._exit(status)  # the end of an interpreter that has imported torch takes a second
 
 
-def _status_of(code: str) -> int:
-    """Return the exit status of code, and print errors as Python does."""
+def status_of(call: Callable[[], int | None]) -> int:
+    """Return the exit status of a call, and print errors as Python does."""
     try:
-        exec(code, {"__name__": "__main__"})
-        return 0
+        return call() or 0
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
