@@ -8,6 +8,8 @@
 
 #include <omp.h>
 
+#include "clones.h"
+
 namespace zero8 {
 namespace {
 
@@ -25,11 +27,8 @@ inline void rewrite(uint8_t* __restrict__ x, const uint8_t* __restrict__ other, 
   for (int64_t i = 0; i < bytes; ++i) x[i] ^= other[i] & zero;
 }
 
-// Elements begin .. end - 1; the loader picks the widest clone that the processor can run.
-#if defined(__x86_64__)
-__attribute__((target_clones("avx512f", "avx2", "default")))
-#endif
-void copy_elements(const Streams& s, int64_t begin, int64_t end) {
+// Elements begin .. end - 1.
+ZERO8_CLONES void copy_elements(const Streams& s, int64_t begin, int64_t end) {
   const uint8_t zero = kZero;
   for (int64_t i = begin; i < end; i += kBlock) {
     const int64_t count = i + kBlock < end ? kBlock : end - i;

@@ -3,7 +3,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -25,7 +25,7 @@ from zero8.state.kind import kind_of
 from zero8.state.memory_report import MemoryReport
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.store import MomentStore
-from zero8.step.batch import Batch, local_grad
+from zero8.step.batch import Batch
 from zero8.step.check import check_new
 from zero8.step.clipping import Clipped, factor_of, total_norm
 from zero8.step.in_backward import InBackward, check_model
@@ -270,7 +270,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         if is_on_gpu or float(norm_type) != 2.0:
             total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
         else:
-            total = total_norm(self._parts_of_grads(params))
+            total = total_norm(frameworks.parts_of_grads(params))
             if error_if_nonfinite and not total.isfinite():
                 raise RuntimeError(
                     "clip_grad_norm_: the norm of the gradients is not finite; with "
@@ -283,19 +283,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         with self._lock:
             self._stepper.scale_grads(factor, Clipped(grads))
         return total
-
-    @staticmethod
-    def _parts_of_grads(params: Iterable[Tensor]) -> dict[tuple[numbers.Group, ...], list[Tensor]]:
-        """Return this rank's parts of gradients, by the groups over which they are sharded.
-
-        A rank without gradients has the same groups, as sums over them are collectives.
-        """
-        parts: dict[tuple[numbers.Group, ...], list[Tensor]] = {}
-        for p in params:
-            grads = parts.setdefault(frameworks.shard_groups(p), [])
-            if p.grad is not None:
-                grads.append(local_grad(p, p.grad))
-        return parts
 
     def _check_not_in_backward(self, what: str) -> None:
         if self._in_backward is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from zero8.ranks.numbers import Group
 from zero8.state.kind import StateKind
 from zero8.state.whole import WholeTensor
+from zero8.step.batch import local_grad
 
 
 @dataclass
@@ -121,13 +122,21 @@ def claim(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], use: Use) 
         framework.claim(optimizer, params, use)
 
 
-def shard_groups(p: Tensor) -> tuple[Group, ...]:
-    """Return the groups over whose ranks a parameter is sharded, () if it is whole.
+def parts_of_grads(params: Iterable[Tensor]) -> dict[tuple[Group, ...], list[Tensor]]:
+    """Return this rank's parts of gradients, by the groups over whose ranks they are sharded.
+
+    A rank without gradients has the same groups, as sums over them are collectives.
 
     Raises:
         ValueError: see `Framework.shard_groups`.
     """
-    return tuple(group for framework in _registered for group in framework.shard_groups(p))
+    parts: dict[tuple[Group, ...], list[Tensor]] = {}
+    for p in params:
+        groups = (group for framework in _registered for group in framework.shard_groups(p))
+        grads = parts.setdefault(tuple(groups), [])
+        if p.grad is not None:
+            grads.append(local_grad(p, p.grad))
+    return parts
 
 
 def process_groups(params: Sequence[Tensor]) -> list[Group]:

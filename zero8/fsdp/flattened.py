@@ -12,6 +12,11 @@ from zero8.state.tell import tell_once
 from zero8.state.whole import WholeTensor
 
 
+def is_flattened(p: Tensor) -> bool:
+    """Return whether FSDP1 has flattened a parameter."""
+    return getattr(p, "_fsdp_flattened", False)
+
+
 class FlattenedTensor(WholeTensor):
     """The state of a parameter of FSDP1, with or without `use_orig_params`."""
 
@@ -20,7 +25,7 @@ class FlattenedTensor(WholeTensor):
 
     def serves(self, p: Tensor, state: dict) -> bool:
         """See `StateKind`."""
-        return getattr(p, "_fsdp_flattened", False)
+        return is_flattened(p)
 
     def check_new(self, p: Tensor, info: ParamInfo) -> None:
         """See `StateKind`."""

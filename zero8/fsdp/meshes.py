@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from zero8.fsdp.flattened import is_flattened
+
 
 def process_groups(params: Iterable[Tensor]) -> list:
     """Return groups; all_reduces over them in turn reach all ranks that share parameters.
@@ -30,7 +32,7 @@ def shard_groups(p: Tensor) -> tuple:
     Raises:
         ValueError: if FSDP1 has flattened it.
     """
-    if getattr(p, "_fsdp_flattened", False):
+    if is_flattened(p):
         raise ValueError(
             "got a parameter that FSDP1 has flattened, whose norm only the model knows; call its "
             "clip_grad_norm_(max_norm) instead of the optimizer's"

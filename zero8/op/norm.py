@@ -25,8 +25,10 @@ def sum_of_squares(grads: Sequence[Tensor], num_threads: int | None = None) -> f
         grads: any shapes.
         num_threads: threads to use; `step_threads()` by default.
     """
-    served = [grad for grad in grads if _is_served(grad)]
-    others = [grad for grad in grads if not _is_served(grad)]
+    served: list[Tensor] = []
+    others: list[Tensor] = []
+    for grad in grads:
+        (served if _is_served(grad) else others).append(grad)
     records = np.zeros(len(served), NUMBERS)
     records["data"] = [grad.data_ptr() for grad in served]
     records["numel"] = [grad.numel() for grad in served]
