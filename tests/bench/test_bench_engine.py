@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero8 import cli
-from zero8.bench.engine import command, contenders, report
+from zero8.bench.engine import command, contenders, engines, report
 
 ENGINES = ("ZeRO-2", "ZeRO-3", "FSDP2")
 NAMES = [(name, one.name) for name in ENGINES for one in contenders.CONTENDERS[name]]
@@ -21,7 +21,7 @@ def bench(out, *words):
 
 def measured(out):
     """Measure small engines in this process; return the status."""
-    contenders.SIDE, command.UNIT = SIDE, SIDE**2
+    engines.SIDE, command.UNIT = SIDE, SIDE**2
     return bench(out, "--engines", ",".join(ENGINES), "--clipping", "1.0")
 
 

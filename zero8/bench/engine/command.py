@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 
 from zero8.bench import record
-from zero8.bench.engine import contenders
-from zero8.bench.engine.contenders import ENGINES, Case
+from zero8.bench.engine.engines import ENGINES, SIDE, Case, join_ranks
 from zero8.bench.engine.measure import measure
 from zero8.bench.engine.report import checks, markdown
 from zero8.bench.step.timing import threads
@@ -28,7 +27,7 @@ from zero8.ranks import numbers
 
 DEFAULT_ENGINES = tuple(name for name in ENGINES if name != "ZeRO-1")
 CLIPPING = ("1.0", "0.0")
-UNIT = contenders.SIDE**2
+UNIT = SIDE**2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     clipping = chosen(arguments.clipping, CLIPPING)
     check_names("--engines", engines, ENGINES)
     check_names("--clipping", clipping, CLIPPING)
-    contenders.join_ranks()
+    join_ranks()
     machine, began = record.machine(), time.perf_counter()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     rows: list[dict] = []

@@ -1,58 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizers that are measured in turns, by the kind of engine that steps them."""
 
-import os
-import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zero8
+from zero8.bench.engine.engines import (
+    ENGINES,
+    FSDP2,
+    HYPER,
+    Case,
+    DeepSpeedEngine,
+    Engine,
+    Fsdp2Engine,
+)
 
-SIDE = 2048
-HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 OURS = zero8.Adam8bitBlockwise.__name__
-ZERO_STAGES = {"ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3}
-FSDP2 = "FSDP2"
-ENGINES = (*ZERO_STAGES, FSDP2)
-
-
-class Case(NamedTuple):
-    """The settings that engines in turns have in common.
-
-    Attributes:
-        engine: one of `ENGINES`.
-        clipping: the limit of the gradients' norm, 0 for none.
-        numel: the number of parameters.
-    """
-
-    engine: str
-    clipping: float
-    numel: int
-
-
-class Engine(Protocol):
-    """An engine around a model.
-
-    Attributes:
-        base_optimizer: the optimizer whose step is a part of the engine's.
-    """
-
-    base_optimizer: Optimizer
-
-    def backward(self) -> None:
-        """Run a forward and a backward."""
-
-    def step(self) -> None:
-        """Clip, step, and get ready for the next forward."""
-
-    def close(self) -> None:
-        """Free the memory."""
 
 
 class Contender(NamedTuple):
@@ -67,101 +35,6 @@ class Contender(NamedTuple):
     name: str
     over: str
     make: Callable[[Case], Engine]
-
-
-class Matrices(nn.Module):
-    """Square matrices whose gradients are large enough for clipping; the forward is short."""
-
-    def __init__(self, numel: int):
-        """Make `numel` parameters."""
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.matrices = nn.ParameterList(
-            nn.Parameter(torch.randn(SIDE, SIDE, generator=generator) / SIDE**0.5)
-            for _ in range(numel // SIDE**2)
-        )
-
-    def forward(self) -> Tensor:
-        """Return half the sum of squares."""
-        return sum((p.float().square().sum() for p in self.matrices), torch.zeros(())) / 2
-
-
-class DeepSpeedEngine:
-    """DeepSpeed's engine with its optimizer in host memory."""
-
-    def __init__(self, optimizer: str, params: dict, bf16: dict, case: Case):
-        """Make it.
-
-        Args:
-            optimizer: the type in DeepSpeed's config.
-            params: its parameters there, besides `HYPER`.
-            bf16: more of the section "bf16".
-            case: the other settings.
-        """
-        import deepspeed
-
-        offload = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_clipping": case.clipping,
-            "bf16": {"enabled": True, **bf16},
-            "optimizer": {"type": optimizer, "params": {**HYPER, **params}},
-            "zero_optimization": {
-                "stage": ZERO_STAGES[case.engine],
-                "offload_optimizer": offload,
-            },
-            "steps_per_print": 10**9,
-        }
-        self._engine = deepspeed.initialize(model=Matrices(case.numel), config=config)[0]
-        self.base_optimizer = self._engine.optimizer.optimizer
-
-    def backward(self) -> None:
-        """See `Engine`."""
-        self._engine.backward(self._engine())
-
-    def step(self) -> None:
-        """See `Engine`."""
-        self._engine.step()
-
-    def close(self) -> None:
-        """See `Engine`."""
-        self._engine.destroy()
-        del self._engine, self.base_optimizer
-
-
-class Fsdp2Engine:
-    """FSDP2 with float32 parameters in host memory, and bf16 in the forward and backward."""
-
-    def __init__(self, optimizer: Callable[[Any], Optimizer], case: Case):
-        """Make it; an optimizer with a `clip_grad_norm_` of its own clips by that."""
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group()
-        self._model, self._clipping = Matrices(case.numel), case.clipping
-        fully_shard(
-            self._model,
-            offload_policy=CPUOffloadPolicy(pin_memory=torch.cuda.is_available()),
-            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        )
-        self.base_optimizer = optimizer(self._model.parameters())
-        by_torch = partial(torch.nn.utils.clip_grad_norm_, list(self._model.parameters()))
-        self._clip = getattr(self.base_optimizer, "clip_grad_norm_", by_torch)
-
-    def backward(self) -> None:
-        """See `Engine`."""
-        self._model().backward()
-
-    def step(self) -> None:
-        """See `Engine`."""
-        if self._clipping:
-            self._clip(self._clipping)
-        self.base_optimizer.step()
-        self.base_optimizer.zero_grad()
-
-    def close(self) -> None:
-        """See `Engine`."""
-        del self._model, self.base_optimizer, self._clip
 
 
 DEEPSPEED, DEEPSPEED_BF16 = "DeepSpeed, fp32 masters", "DeepSpeed, bf16 masters and states"
@@ -191,13 +64,3 @@ _IN_FSDP2 = (
 )
 CONTENDERS = {name: _IN_FSDP2 if name == FSDP2 else _IN_DEEPSPEED for name in ENGINES}
 """By engine."""
-
-
-def join_ranks() -> None:
-    """Take a launcher's variables, or be the only rank."""
-    if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from zero8.bench.engine.contenders import CONTENDERS, Case, Contender
+from zero8.bench.engine.contenders import CONTENDERS, Contender
+from zero8.bench.engine.engines import Case
 from zero8.bench.step.timing import WARM_UP_ROUNDS
 
 
