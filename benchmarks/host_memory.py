@@ -8,21 +8,22 @@ a table (.md) beside it.
 
 import argparse
 import json
-import resource
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 from zero8.bench import record
-from zero8.bench.engine.contenders import join_ranks
+from zero8.bench.engine.engines import join_ranks
+from zero8.bench.step.timing import peak_extra_bytes
 from zero8.plan.memory import rows_of
 from zero8.plan.model import Model
+from zero8.plan.report import GIB
 from zero8.plan.setup import Setup, with_deepspeed_config
 
-GIB = 2**30
 WIDTH = 4096
 TOKENS = 16
 LR = 2e-5
@@ -44,45 +45,65 @@ class Chain(nn.Module):
 
 
 def measure(config: dict[str, Any], numel: int, steps: int, width: int = WIDTH) -> dict[str, Any]:
-    """Train, and return the planned and the measured bytes, and the times of steps."""
+    """Train, and return the planned and the measured bytes, and the times of steps.
+
+    Raises:
+        RuntimeError: if the system does not count the peak of a process's memory.
+    """
+    # A scheduler's first steps would be too small to be seen in three losses.
+    config = {key: value for key, value in config.items() if key != "scheduler"}
+    config["train_micro_batch_size_per_gpu"] = 1
+    config["optimizer"]["params"]["lr"] = LR
+    layers = numel // width**2
+    shapes = tuple((f"layers.{k}.weight", (width, width)) for k in range(layers))
+    rows = rows_of(Model("", shapes), with_deepspeed_config(Setup(), config))
+    taken: list[tuple[float, float]] = []
+    peak = peak_extra_bytes(lambda: taken.extend(train(config, layers, steps, width)))
+    if peak is None:
+        raise RuntimeError("this system does not count the peak of a process's memory")
+    return {
+        "numel": layers * width**2,
+        "planned_bytes": {f"{row.place}, {row.what}": row.zero8_bytes for row in rows},
+        "planned_fp32_adam_bytes": sum(row.fp32_bytes for row in rows),
+        "peak_bytes": peak,
+        "losses": [loss for loss, _ in taken],
+        "step_ms": [ms for _, ms in taken],
+    }
+
+
+def train(config: dict[str, Any], layers: int, steps: int, width: int) -> list[tuple[float, float]]:
+    """Return for each step its loss, and the time of `engine.step()` in ms."""
     import deepspeed
 
     join_ranks()
-    before = _peak_bytes()
-    layers = numel // width**2
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = Chain(layers, width)
     engine = deepspeed.initialize(model=model, config=config)[0]
     x = torch.randn(TOKENS, width, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
-    losses, step_ms = [], []
+    taken = []
     for _ in range(steps):
         loss = engine(x)
         engine.backward(loss)
         began = time.perf_counter()
         engine.step()
-        step_ms.append(1e3 * (time.perf_counter() - began))
-        losses.append(loss.item())
-    shapes = tuple((f"layers.{k}.weight", (width, width)) for k in range(layers))
-    setup = with_deepspeed_config(Setup(), config)
-    rows = rows_of(Model("", shapes), setup)
-    return {
-        "numel": layers * width**2,
-        "planned_bytes": {f"{row.place}, {row.what}": row.zero8_bytes for row in rows},
-        "planned_fp32_adam_bytes": sum(row.fp32_bytes for row in rows),
-        "peak_bytes": _peak_bytes() - before,
-        "losses": losses,
-        "step_ms": step_ms,
-    }
-
-
-def _peak_bytes() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        taken.append((loss.item(), 1e3 * (time.perf_counter() - began)))
+    return taken
 
 
 def markdown(result: dict) -> str:
     """Return the table of a result."""
-    rows = [f"| {what} | {n / GIB:.2f} |" for what, n in result["planned_bytes"].items() if n]
-    planned = sum(result["planned_bytes"].values())
+
+    def gib(num_bytes: int) -> str:
+        return f"{num_bytes / GIB:.2f}"
+
+    planned = result["planned_bytes"]
+    rows = [[what, gib(num_bytes)] for what, num_bytes in planned.items() if num_bytes]
+    peak = "**peak of the process, without what it held before**"
+    rows += [
+        ["**planned**", f"**{gib(sum(planned.values()))}**"],
+        [peak, f"**{gib(result['peak_bytes'])}**"],
+        ["planned with DeepSpeed's Adam", gib(result["planned_fp32_adam_bytes"])],
+    ]
     times = ", ".join(f"{ms:,.0f}" for ms in result["step_ms"])
     lines = [
         f"# Memory of {result['numel']:,} parameters in one process",
@@ -90,13 +111,7 @@ def markdown(result: dict) -> str:
         f"`{result['command']}`, commit {result['commit'] or 'unknown'}; {result['cpu']}, "
         f"{result['machine']['cores']} cores, {result['memory_bytes'] / GIB:.1f} GiB.",
         "",
-        "| | GiB |",
-        "| --- | ---: |",
-        *rows,
-        f"| **planned** | **{planned / GIB:.2f}** |",
-        f"| **peak of the process, without what it held before** | "
-        f"**{result['peak_bytes'] / GIB:.2f}** |",
-        f"| planned with DeepSpeed's Adam | {result['planned_fp32_adam_bytes'] / GIB:.2f} |",
+        *record.table_lines(["", "GiB"], rows),
         "",
         f"Losses of the steps: {', '.join(f'{loss:.4f}' for loss in result['losses'])}; "
         f"`engine.step()` took {times} ms.",
@@ -112,21 +127,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--json", type=Path, required=True, metavar="OUT")
     arguments = parser.parse_args()
-    config = json.loads(arguments.config.read_text())
-    config["train_micro_batch_size_per_gpu"] = 1
-    # A scheduler's first steps would be too small to be seen in three losses.
-    config.pop("scheduler", None)
-    config["optimizer"]["params"]["lr"] = LR
-    machine = record.machine()
+    machine, config = record.machine(), json.loads(arguments.config.read_text())
     result = measure(config, int(arguments.numel), arguments.steps)
-    total = 1024 * int(Path("/proc/meminfo").read_text().split()[1])
     options = f"--config {arguments.config} --numel {arguments.numel:g} --steps {arguments.steps}"
     result |= {
         "command": f"python -m benchmarks.host_memory {options} --json {arguments.json}",
         "commit": record.commit(),
         "cpu": record.cpu(),
         "machine": machine,
-        "memory_bytes": total,
+        "memory_bytes": psutil.virtual_memory().total,
         "versions": record.versions(),
     }
     print(*record.write(result, arguments.json, markdown))

@@ -14,9 +14,6 @@ CONFIG = "configs/zero3_bf16_masters_offload.json"
 def measured():
     config = json.loads((ROOT / CONFIG).read_text())
     config["zero_optimization"]["reduce_bucket_size"] = 2**20
-    config["train_micro_batch_size_per_gpu"] = 1
-    del config["scheduler"]
-    config["optimizer"]["params"]["lr"] = host_memory.LR
     return host_memory.measure(config, 2**25, 3, width=1024)
 
 
