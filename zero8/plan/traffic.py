@@ -57,7 +57,8 @@ def _passes_bytes_per_param(setup: Setup) -> tuple[int, int]:
         return clipping + master + weight + sent, (weight if master != weight else 0) + sent
     # torch converts on the CPU before it sends to a GPU.
     converted = 0 if master == weight else master + weight
-    copied = converted or 2 * weight if setup.offload_params else converted + sent
+    copied_in_host = converted or 2 * weight
+    copied = copied_in_host if setup.offload_params else converted + sent
     if setup.offload == "nvme":
         return clipping + copied, clipping + copied
     if not setup.offload_params:
