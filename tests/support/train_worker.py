@@ -41,16 +41,19 @@ def row(
     checkpoint: str,
     save_every: int | None = None,
     resume: bool = False,
+    config: str | None = None,
+    total_steps: int = TOTAL_STEPS,
+    model: GPTConfig = SMALL,
 ) -> dict | None:
     """Return the measurements of the first steps of a run, which is saved to a folder."""
     kind = engine_class(engine)
-    settings = kind.load_config(ROOT / CONFIGS[engine], optimizer, TOTAL_STEPS)
+    settings = kind.load_config(Path(config or ROOT / CONFIGS[engine]), optimizer, total_steps)
     with small_job():
         return run.measured(
             kind,
             settings,
             corpus(),
-            config=run.MODELS["demo"],
+            config=model,
             seed=0,
             steps=steps,
             name=optimizer,
