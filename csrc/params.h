@@ -88,7 +88,7 @@ ZERO8_DEVICE inline Vec::I nearest_half(Vec::F x) {
   half = Vec::choose(is_nan(x), Vec::seti(0x7E00), half);
   return Vec::ori(half, Vec::shr<16>(Vec::andi(Vec::as_int(x), Vec::seti(kSignBit))));
 }
-// x rounded to a gradient's type: float, bfloat16 or float16.
+// x rounded to a type of products (R1): float or bfloat16.
 template <class G>
 ZERO8_DEVICE inline Vec::F nearest(Vec::F x) {
   return x;
@@ -96,18 +96,6 @@ ZERO8_DEVICE inline Vec::F nearest(Vec::F x) {
 template <>
 ZERO8_DEVICE inline Vec::F nearest<uint16_t>(Vec::F x) {
   return Vec::as_float(Vec::shl<16>(nearest_bfloat16(x)));
-}
-template <>
-ZERO8_DEVICE inline Vec::F nearest<Half>(Vec::F x) {
-  const Vec::I half = nearest_half(x), magnitude = Vec::andi(half, Vec::seti(0x7FFF));
-  // Subnormal ones, and the others, as floats; 2^-24 is exact in both.
-  const Vec::F subnormal = Vec::mul_far(Vec::to_float(magnitude), Vec::set(0x1p-24f));
-  const Vec::I normal = Vec::addi(Vec::shl<13>(magnitude), Vec::seti(112u << 23));
-  Vec::I bits =
-      Vec::choose(Vec::above(Vec::seti(0x0400), magnitude), Vec::as_int(subnormal), normal);
-  const Vec::I beyond = Vec::addi(Vec::shl<13>(magnitude), Vec::seti(224u << 23));
-  bits = Vec::choose(Vec::above(magnitude, Vec::seti(kHalfInfinityBits - 1)), beyond, bits);
-  return Vec::as_float(Vec::ori(bits, Vec::andi(Vec::as_int(x), Vec::seti(kSignBit))));
 }
 
 // (D1) and (D2) of the first of a block's elements.
@@ -125,10 +113,13 @@ struct Thresholds {
 // The parameters of one block: how they are read as float32, by Vec or, on CUDA, QuickVec, and
 // rounded and written (R7), vector by vector, in order.  `start(i, pairs)` comes before element i.
 // On the CPU two vectors at once can be read and written too, in order, or, if kHasPairs, as a
-// pair: see Dither.  V is Vec: that of CUDA, which has no pairs, does not get there.
+// pair: see Dither.  V is Vec: that of CUDA, which has no pairs, does not get there.  Product is
+// the wider of their type and of G, that of their gradients.
 class Float32 {
  public:
   using Stored = float;
+  template <class G>
+  using Product = float;
   static constexpr bool kCorrected = false, kHasPairs = false, kIsCopied = false;
   float* p;
 
@@ -189,6 +180,8 @@ template <bool kOnlyDithered>
 class BFloat16 {
  public:
   using Stored = uint16_t;
+  template <class G>
+  using Product = G;
   static constexpr bool kCorrected = false, kHasPairs = kOnlyDithered, kIsCopied = false;
   uint16_t* p;
 
@@ -262,6 +255,8 @@ class BFloat16 {
 class CorrectedBFloat16 {
  public:
   using Stored = uint16_t;
+  template <class G>
+  using Product = G;
   static constexpr bool kCorrected = true, kHasPairs = true, kIsCopied = false;
   uint16_t* p;
 
@@ -365,10 +360,10 @@ struct Gradient {
 
   // Whether gradients are taken as they are in memory.
   ZERO8_DEVICE bool are_as_stored() const { return !has_l2 && !has_factor; }
-  // A gradient of type G multiplied by the factor, as if the product had been stored.
-  template <class G>
+  // A gradient multiplied by the factor, as if the product had been stored in this type.
+  template <class Product>
   ZERO8_DEVICE Vec::F scaled(Vec::F g) const {
-    return has_factor ? nearest<G>(Vec::mul(grad_factor, g)) : g;
+    return has_factor ? nearest<Product>(Vec::mul(grad_factor, g)) : g;
   }
   // Without L2 the gradient as it is: the algorithm's factor `with_sign` carries the sign.
   ZERO8_DEVICE Vec::F gradient(Vec::F p, Vec::F g) const {

@@ -167,6 +167,7 @@ class BlockWalk {
 // The gradients of one block, and its parameters.
 template <class Scalars, class P, class G>
 struct Reader {
+  using Product = typename P::template Product<G>;
   const Scalars& s;
   P param;
   const G* g;
@@ -180,7 +181,7 @@ struct Reader {
   ZERO8_INLINE void two_gradients(int i, Vec::F* x) const {
     load_two<kPairs>(g + i, x);
     if constexpr (!kAsStored) {
-      for (int k = 0; k < 2; ++k) x[k] = s.template scaled<G>(x[k]);
+      for (int k = 0; k < 2; ++k) x[k] = s.template scaled<Product>(x[k]);
       if (s.has_l2) {
         Vec::F p[2];
         param.template read_two<kPairs>(i, p);
@@ -190,7 +191,7 @@ struct Reader {
   }
   template <class Lanes>
   ZERO8_INLINE Vec::F gradient(int i, Lanes lanes) const {
-    const Vec::F x = s.template scaled<G>(Vec::flushed(load(g + i, lanes)));
+    const Vec::F x = s.template scaled<Product>(Vec::flushed(load(g + i, lanes)));
     Vec vec;
     return s.has_l2 ? s.gradient(param.read(vec, i, lanes), x) : x;
   }
@@ -484,12 +485,18 @@ int64_t step_param(const Segment& seg, const StepScalars& s, const DynamicMaps& 
   return step_typed<P, uint16_t>(seg, s, maps, begin, end);
 }
 
+template <class P>
+int64_t step_float32(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
+                     int64_t begin, int64_t end) {
+  if (seg.grad_dtype == kFP16) return step_typed<P, Half>(seg, s, maps, begin, end);
+  return step_param<P>(seg, s, maps, begin, end);
+}
+
 inline int64_t step_blocks(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
                            int64_t begin, int64_t end) {
   if (seg.param_dtype == kFP32) {
-    if (seg.copy) return step_typed<CopiedFloat32, float>(seg, s, maps, begin, end);
-    if (seg.grad_dtype == kFP16) return step_typed<Float32, Half>(seg, s, maps, begin, end);
-    return step_param<Float32>(seg, s, maps, begin, end);
+    if (seg.copy) return step_float32<CopiedFloat32>(seg, s, maps, begin, end);
+    return step_float32<Float32>(seg, s, maps, begin, end);
   }
   if (seg.correction) return step_param<CorrectedBFloat16>(seg, s, maps, begin, end);
   if (seg.rounding == kDither) return step_param<BFloat16<true>>(seg, s, maps, begin, end);

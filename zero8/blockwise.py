@@ -216,8 +216,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """Have the next `step` multiply all gradients by a factor, without a pass over them.
 
         The bits are those of `grad.mul_(factor)` before the step, but for gradients and products
-        below 2^-126, which count as 0.  The gradients in memory stay as they are.  The last
-        call before a step counts.
+        below 2^-126, which count as 0; products of 16-bit gradients with a float32 parameter are
+        rounded to float32.  The gradients in memory stay as they are.  The last call before a step
+        counts.
 
         Args:
             factor: rounded to float32, as `mul_` does.  If it is not finite, no gradient is.
@@ -299,7 +300,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
         Contiguous, bfloat16 or float16, of as many elements.  The bits are those of `copy_` after
         the step.  The step takes out the copies that it has written; it writes none of parameters
-        without gradients, with gradients of 16 bits, or in another layout than contiguous.
+        without gradients or in another layout than contiguous.
         """
         return self._stepper.copies
 

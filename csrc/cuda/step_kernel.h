@@ -152,7 +152,7 @@ __device__ void for_vectors_quickly(Body body) {
 }
 
 // The gradients, which are of type T in memory, times their factor.
-template <class T>
+template <class T, class Product>
 __device__ Values scaled(const Gradient& s, const Words& grad) {
   T narrow[kPerThread];
   unpack(grad, narrow);
@@ -160,15 +160,17 @@ __device__ Values scaled(const Gradient& s, const Words& grad) {
   for_vectors_quickly(
       [&](auto& vec, int i) { Vec::store(g.x + i, vec.flushed(Vec::load(narrow + i))); });
   if (s.has_factor) {
-    for_vectors([&](int i) { Vec::store(g.x + i, s.template scaled<T>(Vec::load(g.x + i))); });
+    for_vectors(
+        [&](int i) { Vec::store(g.x + i, s.template scaled<Product>(Vec::load(g.x + i))); });
   }
   return g;
 }
 
 __device__ inline Values grad_of(const Segment& seg, const Gradient& s, const Words& grad) {
-  if (seg.grad_dtype == kFP32) return scaled<float>(s, grad);
-  if (seg.grad_dtype == kFP16) return scaled<Half>(s, grad);
-  return scaled<uint16_t>(s, grad);
+  if (seg.grad_dtype == kFP32) return scaled<float, float>(s, grad);
+  if (seg.grad_dtype == kFP16) return scaled<Half, float>(s, grad);
+  if (seg.param_dtype == kFP32) return scaled<uint16_t, float>(s, grad);
+  return scaled<uint16_t, uint16_t>(s, grad);
 }
 
 // The thread's parameters as a segment of kind P of their own.

@@ -38,19 +38,25 @@ def pair(codec, place, dtypes, factor, hyper):
 
 def assert_steps_alike(one, other, factor):
     """Multiply the gradients of `other` as torch does, and compare the steps."""
-    other.grad.mul_(factor)
+    multiply(other, factor)
     for isa in kernel.isas():
         mine, theirs = copied(one), copied(other)
         counts = kernel.step([mine], isa=isa)
         assert counts == kernel.step([theirs], isa=isa)
-        theirs.grad.copy_(mine.grad)
+        theirs.grad = mine.grad
         assert_same(mine, theirs, f"{isa}, factor {factor}")
+
+
+def multiply(segment, factor):
+    """Multiply the gradients in the wider dtype of them and the parameter."""
+    wider = torch.promote_types(segment.grad.dtype, segment.param.dtype)
+    segment.grad = segment.grad.to(wider).mul_(factor)
 
 
 @pytest.mark.parametrize("codec", CODEC_NAMES, ids=str)
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize(
-    "dtypes", [(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16)], ids=str
+    "dtypes", [(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16), (BF16, FP32)], ids=str
 )
 def test_kernel_grad_factor_equals_gradients_multiplied_by_torch(codec, dtypes, factor):
     for place in PLACES:
@@ -61,28 +67,28 @@ def test_kernel_grad_factor_equals_gradients_multiplied_by_torch(codec, dtypes, 
 
 
 @pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_kernel_grad_factor_of_every_16_bit_gradient_equals_torch(dtype, factor):
+@pytest.mark.parametrize("dtypes", [(FP32, BF16), (FP32, FP16), (BF16, BF16)], ids=str)
+def test_kernel_grad_factor_of_every_16_bit_gradient_equals_torch(dtypes, factor):
     """But for gradients and products below 2^-126, which count as 0."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    every = patterns.view(dtype)
+    every = patterns.view(dtypes[1])
     smallest = every.float().abs().minimum(every.float().mul(float32(factor)).abs())
     every = torch.where((smallest < 2.0**-125) & (smallest != 0), 0.0, every)
     place = Place((256, 256), 256, 0, 2**16)
-    one, other = pair(None, place, (FP32, dtype), factor, BARE)
+    one, other = pair(None, place, dtypes, factor, BARE)
     for grad in (one.grad, other.grad):
         grad.copy_(every)
     assert_steps_alike(one, other, factor)
 
 
 def test_reference_grad_factor_equals_gradients_multiplied_by_torch():
-    for dtypes in ((FP32, FP32), (BF16, BF16), (FP32, FP16)):
+    for dtypes in ((FP32, FP32), (BF16, BF16), (FP32, FP16), (FP32, BF16), (BF16, FP32)):
         one, other = pair("log", PLACES[1], dtypes, 1 / 3, ADAM)
         for grad in (one.grad, other.grad):
             grad.copy_(gradient(0, grad.numel(), seed=5, dtype=dtypes[1]))
-        other.grad.mul_(1 / 3)
+        multiply(other, 1 / 3)
         reference.step(one), reference.step(other)
-        other.grad.copy_(one.grad)
+        other.grad = one.grad
         assert_same(one, other, str(dtypes))
 
 

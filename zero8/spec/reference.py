@@ -4,7 +4,7 @@
 One step of an algorithm on 8-bit moments.  With g the gradient, p the parameter, and every
 operation rounded once as `arithmetic.py` says:
 
-    g  = factor * g, rounded to the gradient's dtype       only where the factor is not 1    (R1)
+    g  = factor * g, rounded to the wider dtype of g and p only where the factor is not 1    (R1)
     g  = sign * g                                          maximize
     g  = fma(l2, p, g)                                     only where weight decay is L2
     moments', p' = the algorithm's                         (R2)-(R6) of zero8/algorithms/
@@ -61,14 +61,15 @@ def step(segment: Segment) -> int:
 
 
 def _scaled_grad(segment: Segment) -> Tensor:
-    """Return the gradient times its factor, as if the product had been stored in its place.
+    """Return the gradient times its factor, as if it had been stored before.
 
     Only gradients and products below 2^-126 differ from that: they count as 0.
     """
     grad, factor = segment.grad, segment.scalars.grad_factor
     if factor == 1.0:
         return grad.float()
-    return ieee.mul(factor, grad.float()).to(grad.dtype).float()
+    product = ieee.mul(factor, grad.float())
+    return product.to(torch.promote_types(grad.dtype, segment.param.dtype)).float()
 
 
 def _decoded(segment: Segment, rule: MomentRule, moment: Moment, block: Tensor) -> Tensor:

@@ -20,13 +20,13 @@ def set_copies(
     """Set the copies that a step over contiguous parameters on the CPU writes.
 
     Args:
-        records: (pieces,) `SEGMENT`, of float32 parameters and gradients or of others.
+        records: (pieces,) `SEGMENT`, of float32 parameters or of others.
         kept: (pieces,) `KEPT_PIECE`.
         params: the parameters that the records refer to.
         copies: for some of them, a contiguous bfloat16 or float16 tensor of as many elements.
 
     Returns:
-        The parameters whose copies the step writes: float32 ones with float32 gradients.
+        The parameters whose copies the step writes: float32 ones.
 
     Raises:
         ValueError: if a copy has another size, dtype, layout or device.
@@ -37,7 +37,7 @@ def set_copies(
             check_buffer("copy", copy, p.numel(), (torch.bfloat16, torch.float16), CPU)
             addresses[place], dtypes[place] = copy.data_ptr(), DTYPE_NUMBERS[copy.dtype]
     owner = kept["owner"]
-    is_served = (records["param_dtype"] | records["grad_dtype"]) == 0
+    is_served = records["param_dtype"] == DTYPE_NUMBERS[torch.float32]
     offsets = kept["param_offset"] // _FLOAT32_BYTES * _COPY_BYTES
     has_copy = is_served & (addresses[owner] != 0)
     records["copy"] = np.where(has_copy, addresses[owner] + offsets, 0)
