@@ -40,17 +40,21 @@ def test_plan_prints_both_optimizers_side_by_side_in_few_lines(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "place"),
+    ("words", "place", "grad_bytes"),
     [
-        (["--offload", "none"], "gpu_bytes"),
-        (["--offload", "cpu"], "host_bytes"),
-        (["--offload", "nvme", "--stage", "3", "--nvme-bandwidth", "5"], "nvme_bytes_of_host"),
+        (["--offload", "none"], "gpu_bytes", 0),
+        (["--offload", "cpu"], "host_bytes", 2),
+        (["--offload", "cpu", "--stage", "3"], "host_bytes", 4),
+        (["--offload", "cpu", "--dtype", "bf16-masters"], "host_bytes", 2),  # of weights
+        (["--offload", "cpu", "--dtype", "fp32"], "host_bytes", 4),  # of weights
+        (["--offload", "nvme", "--stage", "3", "--nvme-bandwidth", "5"], "nvme_bytes_of_host", 0),
     ],
 )
-def test_plan_saves_where_the_states_are(capsys, words, place):
+def test_plan_saves_where_the_states_are(capsys, words, place, grad_bytes):
+    """Of the moments, and of gradients or weights, which zero8 keeps once, or in 2 bytes."""
     result = planned(capsys, "--parameters", "1B", *words)
     saved = result["fp32_adam"][place] - result["zero8"][place]
-    assert saved == pytest.approx((8 - 2 - 12 / 256) * 1e9, rel=1e-3)
+    assert saved == pytest.approx((8 - 2 - 12 / 256 + grad_bytes) * 1e9, rel=1e-3)
 
 
 def test_plan_of_ranks_of_one_host_counts_them_all(capsys):

@@ -16,20 +16,21 @@ NUMEL = 8_000_000_000 // 4096 * 4096
 LARGEST = 4096 * 4096
 # Codes of both moments, and for each block of 256 a scale of m and two of v.
 MOMENTS = NUMEL * 2 + NUMEL // 256 * 12
-# Master weights, gradients of the step, 16-bit weights and gradients on their way.
-OTHERS = NUMEL * (4 + 4 + 2) + 2 * LARGEST
+# Master weights, 16-bit weights on their way, and the largest gradient.
+OTHERS = NUMEL * (4 + 2) + 2 * LARGEST
 GPU = 2 * NUMEL + 2 * 500_000_000 + 2 * LARGEST
 
 
 def test_need_is_the_sum_of_what_a_host_and_a_gpu_keep():
     fp32_adam, zero8 = needs(MODEL, Setup())
-    assert (fp32_adam.host_bytes, fp32_adam.gpu_bytes) == (OTHERS + 8 * NUMEL, GPU)
-    assert (zero8.host_bytes, zero8.gpu_bytes) == (OTHERS + MOMENTS, GPU)
+    assert (fp32_adam.host_bytes, fp32_adam.gpu_bytes) == (OTHERS + (4 + 8) * NUMEL, GPU)
+    assert (zero8.host_bytes, zero8.gpu_bytes) == (OTHERS + 2 * NUMEL + MOMENTS, GPU)
 
 
 def test_need_of_a_host_is_that_of_all_its_ranks():
     _, zero8 = needs(MODEL, Setup(world_size=16, ranks_per_host=8))
-    assert zero8.host_bytes == pytest.approx((OTHERS + MOMENTS) / 2 + 7 * 2 * LARGEST, rel=1e-3)
+    expected = (OTHERS + 2 * NUMEL + MOMENTS) / 2 + 7 * 2 * LARGEST
+    assert zero8.host_bytes == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -48,9 +49,11 @@ def test_verdict_of_what_fits_names_no_change():
 
 def test_verdict_names_single_changes_with_what_they_need():
     found = verdict(MODEL, Setup(), Limits(64 * GIB, 24 * GIB))
-    _, masters, nvme, ranks = found.changes
+    _, masters, stage3, nvme, ranks = found.changes
     assert "--dtype bf16-masters" in masters.what
     assert masters.need.host_bytes == NUMEL * (2 + 2) + 2 * LARGEST + MOMENTS
+    assert stage3.what == "ZeRO stage 3 (--stage 3)"  # which keeps gradients once
+    assert stage3.need.host_bytes == NUMEL * (4 + 2) + MOMENTS
     assert "--stage 3 --offload nvme" in nvme.what
     # 16-bit gradients; 4 buffers of a sub-group of 10^9 float32 weights; its states.
     assert nvme.need.host_bytes == 2 * NUMEL + 4 * 4 * 10**9 + MOMENTS * 10**9 // NUMEL
@@ -118,7 +121,7 @@ def test_plan_with_limits_prints_the_verdict_below_the_table(capsys):
     assert headers.split() == "each host, GiB, of 64 each GPU, GiB, of 24 fits plan".split()
     assert [row.split()[:4] for row in rows[:2]] == [
         ["134.14", "15.86", "NO", "fp32"],
-        ["89.79", "15.86", "NO", "zero8"],
+        ["74.89", "15.86", "NO", "zero8"],
     ]
     assert rows[3].split()[:3] == ["45.08", "15.86", "yes"]
     assert rows[3].endswith("(--dtype bf16-masters)")

@@ -21,10 +21,41 @@ def hardware(cores=64, gb_per_s=100.0):
     return Hardware(Machine("host", cores, gb_per_s), RATES, nvme_gb_per_s=5.0, gpu_gb_per_s=1e3)
 
 
-def test_traffic_of_a_step_is_28_bytes_and_16_and_the_scales():
-    fp32, zero8 = (one.step_bytes / MODEL.numel for one in traffic_of(MODEL, Setup()))
+@pytest.mark.parametrize(
+    ("settings", "grad_bytes"),
+    [
+        ({}, 2),
+        ({"stage": 3}, 2),
+        ({"dtype": "fp32"}, 4),
+        ({"engine": "fsdp2"}, 4),
+        ({"offload": "none"}, 4),
+        ({"stage": 3, "offload": "nvme"}, 4),
+    ],
+    ids=str,
+)
+def test_traffic_of_a_step_is_28_bytes_and_that_of_codes_and_gradients(settings, grad_bytes):
+    each = traffic_of(MODEL, Setup(**settings))
+    fp32, zero8 = (one.step_bytes / MODEL.numel for one in each)
     assert fp32 == 28
-    assert zero8 == 12 + 2 * (2 + 12 / 256)
+    assert zero8 == 8 + grad_bytes + 2 * (2 + 12 / 256)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fp32", "zero8"),
+    [
+        ({}, 4 + 2, 2 + 2),
+        ({"dtype": "bf16-masters"}, 2 + 2, 2 + 2),
+        ({"stage": 3}, 2 + 2 + 4 + 2, 2 + 2 + 2 + 2),
+        ({"stage": 3, "offload": "nvme"}, 2 + 2 + 4 + 2, 2 + 2 + 4 + 2),
+        ({"engine": "fsdp2"}, 4 + 4, 4 + 4),
+        ({"offload": "none"}, 0, 0),
+    ],
+    ids=str,
+)
+def test_traffic_of_the_link_is_gradients_down_and_weights_up(settings, fp32, zero8):
+    """In stage 3 a gradient goes down to its partition, up again, and down to the step."""
+    each = traffic_of(MODEL, Setup(**settings))
+    assert [one.link_bytes / MODEL.numel for one in each] == [fp32, zero8]
 
 
 def test_traffic_of_a_step_without_masters_is_22_bytes_and_10_and_the_scales():

@@ -11,8 +11,10 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 import zero8  # noqa: F401  registers the optimizer type
+from zero8.zero.narrow_grads import STATES
 from zero8.zero.ops import leave_out_shared_memory
 from zero8.zero.sharing import CREATES, SETS_UP
 
@@ -130,15 +132,16 @@ def make_engine(ds_config, model=None, groups=None, **options):
 @contextmanager
 def copying():
     """Have engines that are made meanwhile keep two of each, as DeepSpeed does."""
-    zero_class = DeepSpeedZeroOptimizer_Stage3
-    ours = {name: getattr(zero_class, name) for name in (CREATES, SETS_UP)}
-    for name, patched in ours.items():
+    stage12, stage3 = DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
+    places = (stage12, STATES), (stage3, CREATES), (stage3, SETS_UP)
+    ours = [(*place, getattr(*place)) for place in places]
+    for zero_class, name, patched in ours:
         setattr(zero_class, name, inspect.unwrap(patched))
     try:
         yield
     finally:
-        for name, patched in ours.items():
-            setattr(zero_class, name, patched)
+        for place in ours:
+            setattr(*place)
 
 
 def batch(step, micro=4):

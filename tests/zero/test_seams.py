@@ -225,6 +225,8 @@ class Zero:
 
 
 class Views:
+    cpu_offload = False
+
     def __init__(self, optimizer):
         self.optimizer = optimizer
 
@@ -257,6 +259,9 @@ class Views:
 
     def _link_all_hp_params(self):
         return self.round_robin_bit16_padding
+
+    def initialize_optimizer_states(self):
+        return "initialized"
 
 
 def offload(optimizer, device, pin_memory=False, non_blocking=False):
@@ -293,6 +298,18 @@ class Zero3(Zero):
 
     def partition_grads(self, params_to_release, grad_partitions):
         return grad_partitions
+
+    def set_fp32_grad_for_param(self, value, param):
+        return value, param
+
+    def set_local_grad_for_param(self, value, param):
+        return value, param
+
+    def update_fp32_grad_for_param_vectorized(self, update_func, param_list):
+        return update_func, param_list
+
+    def get_fp32_grad_partitions(self):
+        return {}
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir):
         return checkpoint_dir

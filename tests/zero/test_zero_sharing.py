@@ -30,7 +30,8 @@ LAYOUTS = {
     "bf16 masters, accumulated": (config(3, **BF16, zero=SMALL) | CLIP | GAS, True, False),
     "24-bit masters": (config(3, **BF16, weight_correction_bits=8) | CLIP, True, True),
     "fp32 throughout": (config(3, zero=ON_CPU), True, True),
-    "fp32 masters": (config(3, dtype={}) | CLIP, False, False),
+    "fp32 masters": (config(3, dtype={}) | CLIP, False, True),
+    "fp32 masters, accumulated": (config(3, dtype={}) | CLIP | GAS, False, False),
     "fp32 masters and gradients": (config(3, dtype={}) | CLIP | FP32_GRADS, False, True),
 }
 DEEPSPEEDS = config(3, zero=ON_CPU, optimizer="AdamW")

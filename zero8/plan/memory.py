@@ -72,7 +72,8 @@ def _stages_0_to_2(model: Model, setup: Setup, share: Share) -> list[Row]:
     rows += _buckets(setup, default_overlap=False)
     if setup.stage or setup.dtype != "fp32":
         rows.append(_same(home, "master weights", master * share.numel))
-        rows.append(_same(home, "gradients of the step", master * share.numel))
+        step_grads = master * share.numel, setup.zero8_grad_bytes * share.numel
+        rows.append(Row(home, "gradients of the step", *step_grads))
     if offloaded:
         rows += _buffers_of_offload(model, setup, share)
     return rows
@@ -101,17 +102,19 @@ def _stage3(model: Model, setup: Setup, share: Share) -> list[Row]:
     gathered = min(setup.max_live_numel, model.numel) if is_gathered else 0
     sub_group = min(setup.sub_group_numel, numel)
     masters = master * numel
-    step_grads = master * (sub_group if setup.offload == "none" else numel)
+    num_grads = sub_group if setup.offload == "none" else numel
     # In host memory zero8 keeps once what has one dtype, but sums of gradients.
-    is_shared = setup.offload == "cpu" and master == weight
-    has_one_gradient = is_shared and setup.accumulation_steps == 1
+    is_in_host = setup.offload == "cpu"
+    has_one_weight = is_in_host and setup.offload_params and master == weight
+    has_one_gradient = is_in_host and setup.accumulation_steps == 1
+    own_grads = 0 if has_one_gradient else setup.zero8_grad_bytes * num_grads
     rows = [
         _same(HOST if setup.offload_params else GPU, "weights", weight * numel),
         _same(GPU, "gathered weights, at most", weight * gathered),
         _same(GPU if setup.offload == "none" else HOST, "gradients", weight * numel),
         *_buckets(setup, default_overlap=True),
-        Row(home, "master weights", masters, 0 if is_shared and setup.offload_params else masters),
-        Row(home, "gradients of the step", step_grads, 0 if has_one_gradient else step_grads),
+        Row(home, "master weights", masters, 0 if has_one_weight else masters),
+        Row(home, "gradients of the step", master * num_grads, own_grads),
     ]
     if setup.offload == "nvme":
         buffers = master * sub_group * setup.buffer_count

@@ -99,8 +99,14 @@ class Setup:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of a weight that the optimizer updates, and of its gradient."""
+        """Bytes of a weight that the optimizer updates, and of the gradient that it reads."""
         return MASTER_BYTES[self.dtype]
+
+    @property
+    def zero8_grad_bytes(self) -> int:
+        """Bytes of a gradient that zero8 reads: in host memory DeepSpeed's stay narrow."""
+        is_narrow = self.engine == "deepspeed" and self.offload == "cpu"
+        return self.weight_bytes if is_narrow else self.master_bytes
 
     @property
     def correction_bytes(self) -> int:

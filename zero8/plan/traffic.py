@@ -36,9 +36,10 @@ def traffic_of(model: Model, setup: Setup) -> tuple[Traffic, Traffic]:
     share = share_of(model, setup)
     zero8_bytes = share.zero8_bytes + setup.correction_bytes * share.numel
     fp32_passes, zero8_passes = _passes_bytes_per_param(setup)
+    master, own = setup.master_bytes, setup.zero8_grad_bytes
     return (
-        _with(model, setup, share.numel, share.fp32_bytes, fp32_passes),
-        _with(model, setup, share.numel, zero8_bytes, zero8_passes),
+        _with(model, setup, share.numel, share.fp32_bytes, master, fp32_passes),
+        _with(model, setup, share.numel, zero8_bytes, own, zero8_passes),
     )
 
 
@@ -67,21 +68,35 @@ def _passes_bytes_per_param(setup: Setup) -> tuple[int, int]:
 
 
 def _with(
-    model: Model, setup: Setup, numel: int, state_bytes: int, passes_bytes_per_param: int
+    model: Model,
+    setup: Setup,
+    numel: int,
+    state_bytes: int,
+    grad_bytes_per_param: int,
+    passes_bytes_per_param: int,
 ) -> Traffic:
-    # FSDP2 casts weights on the GPU, after they have crossed the link.
-    moved = setup.master_bytes if setup.engine == "fsdp2" else setup.weight_bytes
     master_bytes = setup.master_bytes * numel
     swapped = setup.offload == "nvme"
     return Traffic(
-        step_bytes=3 * master_bytes + 2 * state_bytes,
+        step_bytes=2 * master_bytes + grad_bytes_per_param * numel + 2 * state_bytes,
         passes_bytes=passes_bytes_per_param * numel,
-        link_bytes=2 * moved * numel if setup.offload != "none" else 0,
+        link_bytes=_link_bytes_per_param(setup, grad_bytes_per_param) * numel,
         # Gradients are written in the backward, and read by the step.
         nvme_read_bytes=swapped * (2 * master_bytes + state_bytes),
         nvme_write_bytes=swapped * (2 * master_bytes + state_bytes),
         network_bytes=_network_bytes(model, setup),
     )
+
+
+def _link_bytes_per_param(setup: Setup, grad_bytes: int) -> int:
+    weight = setup.weight_bytes
+    if setup.offload == "none":
+        return 0
+    if setup.engine == "fsdp2":  # it casts weights on the GPU, after they have crossed the link
+        return 2 * setup.master_bytes
+    # Stage 3 sends a gradient to its partition, fetches it, and sends it to the step.
+    partitions = 2 * weight if setup.stage == 3 else 0
+    return partitions + grad_bytes + weight
 
 
 def _network_bytes(model: Model, setup: Setup) -> int:

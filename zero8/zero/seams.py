@@ -15,7 +15,16 @@ from types import ModuleType
 
 from zero8.checkpoint.engine.install import add_manifests
 from zero8.versions import TESTED, warn_if_untested
-from zero8.zero import accelerate, access, jit, sharing, universal_load, unscaling, weight_copies
+from zero8.zero import (
+    accelerate,
+    access,
+    jit,
+    narrow_grads,
+    sharing,
+    universal_load,
+    unscaling,
+    weight_copies,
+)
 from zero8.zero.when_imported import when_imported
 
 
@@ -201,6 +210,11 @@ SEAMS = (
                 (),
                 (sharing.CREATES, sharing.SETS_UP, sharing.PARTITIONS),
             ),
+            (
+                "keeps gradients in host memory in the dtype that they were reduced in",
+                (narrow_grads.STATES,),
+                narrow_grads.TOUCHES,
+            ),
         )
         for module, name, methods in (
             (_STAGE12, "DeepSpeedZeroOptimizer", methods12),
@@ -318,6 +332,7 @@ def install(optimizer_class: type) -> None:
     access.offload_codes(stage_1_and_2, optimizer_class)
     access.refuse_to_move_states(zero3_class, optimizer_class)
     unscaling.leave_to_step(stage_1_and_2.DeepSpeedZeroOptimizer, zero3_class, optimizer_class)
+    narrow_grads.keep_narrow(stage_1_and_2.DeepSpeedZeroOptimizer, zero3_class, optimizer_class)
     sharing.share_in_stage3(zero3_class, optimizer_class)
     weight_copies.write_in_step(stage_1_and_2.DeepSpeedZeroOptimizer, zero3_class, optimizer_class)
     overrides.swap_states(stage3, optimizer_class)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One memory for what ZeRO-3 would keep twice in the same dtype and place.
 
-With bfloat16 master weights in host memory, and bfloat16 weights offloaded there, too, DeepSpeed
-copies the master weights to the weights after each step, and each gradient from the partition that
-it was reduced to into the buffer that the step reads.  Here the master weights are the weights and
-that buffer is the partitions: 4 bytes per parameter less, and two passes.
+DeepSpeed copies each gradient from the partition that it was reduced to into the buffer that the
+step reads; here that buffer is the partitions, whatever the dtype of the master weights.  With
+bfloat16 master weights in host memory, and bfloat16 weights offloaded there, too, it copies the
+master weights to the weights after each step; here the master weights are the weights.
 
 DeepSpeed's copies are still called.  torch skips a copy of memory onto itself, and they work again
 if DeepSpeed moves either side, as `offload_states` does.  On a GPU a gradient still crosses the
@@ -12,13 +12,16 @@ link as often as before.
 
 Gradients are shared as long as each step has one micro-batch.  With more, a partition holds a sum,
 and the step uses the gradient of an earlier one for a parameter that the last micro-batch does not
-use.
+use.  The gradients of the step then have a buffer of their own, of the dtype of the partitions:
+`zero8.zero.narrow_grads`.
 """
 
 import functools
 from typing import Any
 
 from torch import Tensor
+
+from zero8.zero.narrow_grads import can_hold, narrow, set_grad
 
 CREATES = "_create_fp32_partitions"
 SETS_UP = "_setup_for_real_optimizer"
@@ -51,8 +54,8 @@ def share_in_stage3(zero_class: type, optimizer_class: type) -> None:
     @functools.wraps(set_up)
     def is_set_up(self: Any) -> None:
         set_up(self)
-        if may_share(self) and self.gradient_accumulation_steps == 1:
-            _share_gradients(self)
+        if may_share(self):
+            _share_gradients(self, self.gradient_accumulation_steps == 1)
 
     @functools.wraps(partition)
     def partitioned(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,24 +78,27 @@ def _share_weights(zero: Any) -> None:
             p.data = weight.data
 
 
-def _share_gradients(zero: Any) -> None:
+def _share_gradients(zero: Any, is_one_micro_batch: bool) -> None:
     partitions = zero.grad_partitions_flat_buffer
-    if _is_freed_by_deepspeed(partitions):
-        return
     first = 0
     for p, params in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
         numel = sum(param.partition_numel() for param in params)
         reduced = partitions.narrow(0, first, numel)
         first += numel
-        if _are_alike(p.grad, reduced):
-            p.grad = reduced
+        is_fit = (p.grad.device, p.grad.shape) == (reduced.device, reduced.shape)
+        if not is_fit or not can_hold(p, reduced.dtype):
+            continue
+        if is_one_micro_batch and not _is_freed_by_deepspeed(partitions):
+            set_grad(p, reduced)
+        elif p.grad.dtype != reduced.dtype:
+            narrow(p, reduced.dtype)
 
 
 def _separate_gradients(zero: Any) -> None:
     partitions = zero.grad_partitions_flat_buffer.untyped_storage().data_ptr()
     for p in zero.fp32_partitioned_groups_flat:
         if p.grad is not None and p.grad.untyped_storage().data_ptr() == partitions:
-            p.grad = p.grad.clone()
+            set_grad(p, p.grad.clone())
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

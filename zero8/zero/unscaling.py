@@ -12,13 +12,13 @@ buffer owes such a gradient the factor of the step before, which is paid when it
 """
 
 import functools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from zero8.zero.narrow_grads import masters_of, widen
 from zero8.zero.stand_in import StandIn
 
 UNSCALES = "unscale_and_clip_grads"
@@ -56,11 +56,12 @@ class _Owed:
 
     def pay(self, zero: Any, param: Any) -> None:
         """Multiply the gradient of a parameter, before it is used again or another is added."""
-        for number, grad in _gradients(zero, [param]):
-            factor = self._of(zero).get(number, 1.0)
-            if factor != 1.0:
-                grad.mul_(factor)
-                self._of(zero)[number] = 1.0
+        number = zero.get_param_id(param)
+        factor = self._of(zero).get(number, 1.0)
+        if factor != 1.0 and number in zero.grad_position:
+            widen(zero, "DeepSpeed uses the last gradient of a parameter that got none")
+            _gradient(zero, number).mul_(factor)
+            self._of(zero)[number] = 1.0
 
     def note(self, zero: Any, params: list, factor: "float | Tensor | None") -> None:
         """Note the factor of a step; None if it had none."""
@@ -77,18 +78,12 @@ class _Owed:
         return self._factors.setdefault(zero, {})
 
 
-def _gradients(zero: Any, params: list) -> Iterator[tuple[int, Tensor]]:
-    """Yield the number of each parameter, and its gradient in the buffer of this rank."""
-    for param in params:
-        number = zero.get_param_id(param)
-        if number in zero.grad_position:
-            group, *_, offset, numel = map(int, zero.grad_position[number])
-            yield number, _masters(zero)[group].grad.view(-1).narrow(0, offset, numel)
-
-
-def _masters(zero: Any) -> list[Tensor]:
-    is_stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
-    return zero.fp32_partitioned_groups_flat if is_stage3 else zero.single_partition_of_fp32_groups
+def _gradient(zero: Any, number: int) -> Tensor:
+    """Return the gradient of the parameter with a number, in the buffer of this rank."""
+    group, *_, offset, numel = map(int, zero.grad_position[number])
+    grad = masters_of(zero)[group].grad
+    assert grad is not None, "the buffers of gradients stay"
+    return grad.view(-1).narrow(0, offset, numel)
 
 
 def leave_to_step(stage12_class: type, stage3_class: type, optimizer_class: type) -> None:

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients in host memory that have the model's dtype give the bits of float32 ones."""
+
+import logging
+
+import pytest
+import torch
+from deepspeed.utils import (
+    safe_get_full_grad,
+    safe_set_full_grad,
+    safe_set_local_grad,
+    safe_update_full_grad_vectorized,
+)
+from nests import difference
+from zero_worker import Bag, config, copying, held, make_engine, take_step
+
+from zero8.zero import narrow_grads
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CLIP = {"gradient_clipping": 0.5}
+GAS = {"gradient_accumulation_steps": 2}
+SMALL = {"sub_group_size": 5000}
+HALF = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+FP32_GRADS = {"data_types": {"grad_accum_dtype": "fp32"}}
+# By layout: its config, and the dtype of the gradients.
+LAYOUTS = {
+    "zero1": (config(1, dtype={}) | CLIP, BF16),
+    "zero2": (config(2, dtype={}) | CLIP, BF16),
+    "zero2, round robin": (config(2, dtype={}, zero={"round_robin_gradients": True}) | CLIP, BF16),
+    "zero2, without clipping": (config(2, dtype={}), BF16),
+    "zero2, accumulated": (config(2, dtype={}) | CLIP | GAS, BF16),
+    "zero2, Lion": (config(2, dtype={}, optimizer="Lion8bitBlockwise") | CLIP, BF16),
+    "zero2, fp16": (config(2) | CLIP | HALF, FP16),
+    "zero2, summed in fp32": (config(2, dtype={}) | CLIP | GAS | FP32_GRADS, FP32),
+    "zero2, fp32": (config(2) | CLIP, FP32),
+    "zero3": (config(3, dtype={}) | CLIP, BF16),
+    "zero3, sub-groups, accumulated": (config(3, dtype={}, zero=SMALL) | CLIP | GAS, BF16),
+    "zero3, fp16": (config(3) | CLIP | HALF, FP16),
+    "zero3, summed in fp32": (config(3, dtype={}) | CLIP | GAS | FP32_GRADS, FP32),
+    "zero2, no offload": (config(2, offload=None, dtype={}) | CLIP, None),
+}
+THEIRS = config(2, dtype={}, optimizer="AdamW")
+STEPS = 4
+
+
+def grads_of(engine):
+    """Return the gradients of the master weights."""
+    return [p.grad for p in narrow_grads.masters_of(engine.optimizer)]
+
+
+def dtype_of(engine):
+    """Return the dtype of the gradients of the step, None if there are none."""
+    (dtype,) = {None if grad is None else grad.dtype for grad in grads_of(engine)}
+    return dtype
+
+
+def steps(engine, first=0):
+    """Train, with a NaN on one rank; return the gradients of a parameter after each step."""
+    grads = []
+    for step in range(first, first + STEPS):
+        is_poisoned = step == 2 and engine.global_rank == 1
+        take_step(engine, step, *["wide"] * is_poisoned)
+        if dtype_of(engine) and engine.is_gradient_accumulation_boundary():
+            grads.append(safe_get_full_grad(engine.module.conv).clone())
+    return grads
+
+
+def pair(ds_config):
+    """Return an engine, and one with the gradients that DeepSpeed makes."""
+    engine = make_engine(ds_config, Bag())
+    with copying():
+        return engine, make_engine(ds_config, Bag())
+
+
+def run_layouts(layouts):
+    """Return, by layout, for engines of both kinds: their gradients' dtype, and what they hold."""
+    return {
+        name: [(steps(one), dtype_of(one), held(one)) for one in pair(ds_config)]
+        for name, (ds_config, _) in layouts.items()
+    }
+
+
+def a_third(grad, *_):
+    """Return numbers that bfloat16 does not hold."""
+    return grad / 3
+
+
+def write_full(engine, param):
+    safe_set_full_grad(param, a_third(safe_get_full_grad(param)))
+
+
+def write_vectorized(engine, param):
+    safe_update_full_grad_vectorized([param], a_third)
+
+
+def write_local(engine, param):
+    numel = param.ds_tensor.numel()
+    safe_set_local_grad(param, torch.full((numel,), 1 / 3))
+
+
+def write_partitions(engine, param):
+    partitions = engine.optimizer.get_fp32_grad_partitions()
+    for grad in (grad for of_group in partitions.values() for grad in of_group.values()):
+        grad.copy_(a_third(grad))
+
+
+WRITES = {
+    "zero2, full": ("zero2", write_full),
+    "zero2, vectorized": ("zero2", write_vectorized),
+    "zero2, round robin, full": ("zero2, round robin", write_full),
+    "zero3, full": ("zero3", write_full),
+    "zero3, vectorized": ("zero3", write_vectorized),
+    "zero3, local": ("zero3", write_local),
+    "zero3, partitions": ("zero3", write_partitions),
+}
+
+
+def run_writes(layouts):
+    """Return, by way of writing, what engines of both kinds hold after a script wrote gradients."""
+    result = {}
+    for name, (layout, write) in WRITES.items():
+        result[name] = []
+        for engine in pair(layouts[layout][0]):
+            take_step(engine, 0)
+            for step in (1, 2):
+                engine.backward(engine(step))
+                write(engine, engine.module.conv)
+                read = safe_get_full_grad(engine.module.conv).clone()
+                engine.step()
+            steps(engine, 3)
+            result[name].append((dtype_of(engine), read, held(engine)))
+    return result
+
+
+def run_everything(layouts):
+    return run_layouts(layouts), run_writes(layouts), dtype_of(make_engine(THEIRS, Bag()))
+
+
+@pytest.fixture(scope="module")
+def ranks(standing_ranks):
+    return standing_ranks(2).run(run_everything, timeout_s=400, layouts=LAYOUTS)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_step_with_gradients_of_16_bits_holds_the_bits_of_float32_ones(ranks, name):
+    _, expected = LAYOUTS[name]
+    for pairs, *_ in ranks:
+        (grads, dtype, ours), (their_grads, their_dtype, theirs) = pairs[name]
+        assert (dtype, their_dtype) == (expected, expected and FP32)
+        assert difference(ours, theirs) == ""
+        assert difference([g.float() for g in grads], [g.float() for g in their_grads]) == ""
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_gradients_that_a_script_writes_are_kept_in_float32(ranks, name):
+    for _, writes, _ in ranks:
+        (dtype, read, ours), (_, their_read, theirs) = writes[name]
+        assert dtype == FP32
+        assert torch.equal(read, their_read) and not torch.equal(read, read.to(BF16).float())
+        assert difference(ours, theirs) == ""
+
+
+def test_gradients_of_another_optimizer_stay_as_deepspeed_makes_them(ranks):
+    assert [theirs for *_, theirs in ranks] == [FP32, FP32]
+
+
+class Zero:
+    """Stands for an engine's optimizer, of ZeRO-2."""
+
+    def __init__(self, grad):
+        self.single_partition_of_fp32_groups = [torch.zeros(3, requires_grad=True)]
+        (p,) = self.single_partition_of_fp32_groups
+        p.grad = grad
+        self.refreshed = 0
+
+    def _get_offload_gradient_dict(self):
+        self.refreshed += 1
+
+
+def test_narrow_memory_that_deepspeed_frees_itself_stays():
+    (p,) = Zero(torch.zeros(3)).single_partition_of_fp32_groups
+    p.grad.ds_pin_base = p.grad
+    narrow_grads.narrow(p, BF16)
+    assert p.grad.dtype == FP32
+
+
+def test_narrow_without_grad_dtype_in_torch_leaves_float32(monkeypatch):
+    (p,) = Zero(torch.zeros(3)).single_partition_of_fp32_groups
+    monkeypatch.setattr(narrow_grads, "Tensor", object)
+    narrow_grads.narrow(p, BF16)
+    assert p.grad.dtype == FP32
+    assert narrow_grads.can_hold(p, FP32)
+
+
+def test_widen_keeps_values_tells_why_once_and_refreshes_views(caplog):
+    zero = Zero(torch.zeros(3))
+    (p,) = zero.single_partition_of_fp32_groups
+    narrow_grads.narrow(p, BF16)
+    p.grad.fill_(1.5)
+    with caplog.at_level(logging.WARNING, "zero8"):
+        for _ in range(2):
+            narrow_grads.widen(zero, "of a test")
+    assert p.grad.tolist() == [1.5] * 3 and p.grad.dtype == FP32
+    assert zero.refreshed == 1
+    assert caplog.messages == [
+        "zero8: gradients in host memory now take 4 bytes per parameter instead of 2: of a test"
+    ]
