@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from zero8 import cli
-from zero8.bench.engine import command, contenders, engines, report
+from zero8.bench.engine import command, contenders, engines, figure, report
 
 ENGINES = ("ZeRO-2", "ZeRO-3", "FSDP2")
 NAMES = [(name, one.name) for name in ENGINES for one in contenders.CONTENDERS[name]]
@@ -57,6 +58,36 @@ def test_bench_engine_table_has_a_line_per_row_and_target(result):
     for check in found["checks"]:
         assert f"| {check['target']} | {check['value']:.4g} |" in table
     assert found["command"] in table and "1 rank(s)" in table
+
+
+@pytest.mark.parametrize("names", [ENGINES, ENGINES[:1]])
+def test_bench_engine_figure_has_a_bar_for_step_and_rest_of_every_row(names, tmp_path, monkeypatch):
+    rows = [
+        {
+            "engine": name,
+            "clipping": 1.0,
+            "name": one.name,
+            "over": one.over,
+            "phase_ms": 400.0 if "bf16" in one.name else 90.0,
+            "phase_ms_p10": 85.0,
+            "phase_ms_p90": 500.0 if "bf16" in one.name else 100.0,
+            "inner_ms": 60.0,
+            "ratio": 1.5,
+        }
+        for name in names
+        for one in contenders.CONTENDERS[name]
+    ]
+    result = {"rows": rows, "numel": 2**26, "world_size": 1, "threads": 2, "cpu": "", "isa": "avx2"}
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    figure.plot(result, tmp_path / "engine.png")
+    panels = drawn[0].axes
+    assert [axes.get_title("left") for axes in panels] == [f"{n}, clipped at 1" for n in names]
+    for axes, name in zip(panels, names, strict=True):
+        widths = [bar.get_width() for bar in axes.patches]
+        assert widths[::2] == [60.0] * len(contenders.CONTENDERS[name])
+        assert sum(widths) == sum(row["phase_ms"] for row in rows if row["engine"] == name)
+        assert axes.get_xlim()[1] == 180.0
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 
 Under ZeRO that is `engine.step()`, under FSDP2 clipping and the optimizer's step.
 
-Writes OUT (JSON), and a table (.md) beside it.  Under a launcher, such as torchrun, all ranks
+Writes OUT (JSON), and a table (.md) and a figure (.png) beside it.  Under a launcher, such as torchrun, all ranks
 measure and rank 0 writes.
 """
 
@@ -87,7 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
         "seconds": time.perf_counter() - began,
         "command": _command(arguments, engines, clipping),
     }
-    files = record.write(result, arguments.json, markdown)
+    from zero8.bench.engine.figure import plot  # needs matplotlib
+
+    files = record.write(result, arguments.json, markdown, plot)
     record.print_checks(result["checks"])
     print("wrote", *files)
     return 0

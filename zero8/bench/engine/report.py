@@ -57,10 +57,15 @@ def markdown(result: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cells(row: dict) -> list[str]:
+def kind_of(row: dict) -> str:
+    """Return the engine and the clipping of a row, in words."""
     clipping = f"clipped at {row['clipping']:g}" if row["clipping"] else "not clipped"
+    return f"{row['engine']}, {clipping}"
+
+
+def _cells(row: dict) -> list[str]:
     return [
-        f"{row['engine']}, {clipping}, {row['name']}",
+        f"{kind_of(row)}, {row['name']}",
         f"{row['phase_ms']:.1f}",
         f"{row['phase_ms_p10']:.1f} to {row['phase_ms_p90']:.1f}",
         f"{row['inner_ms']:.1f}",
