@@ -25,7 +25,7 @@ from zero8.plan.report import GIB
 from zero8.plan.setup import Setup, with_deepspeed_config
 
 WIDTH = 4096
-LR = 2e-5
+LR = 1e-6
 
 
 class Layer(nn.Linear):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer base class of all algorithms: torch's optimizer protocol over 8-bit states."""
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import Codec
 from zero8.spec.shown import shown_keys
 from zero8.state import keywords
+from zero8.state.grads import deep_copied, has_other_dtype
 from zero8.state.kind import kind_of
 from zero8.state.memory_report import MemoryReport
 from zero8.state.params import KnownParams, ParamInfo
@@ -146,6 +148,15 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             "state_dict_format": self.state_dict_format,
             "nonfinite_blocks": self.nonfinite_blocks,
         }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BlockwiseOptimizer":
+        """Return a deep copy, with parameters of its own unless they are in `memo`."""
+        new = memo[id(self)] = type(self).__new__(type(self))
+        for p in (*self._all_params(), *self.state):  # ZeRO-3 lends the groups its partitions
+            if has_other_dtype(p) and id(p) not in memo:
+                memo[id(p)] = deep_copied(p, memo)
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the members of `__getstate__`; groups of fp32 optimizers get missing keys."""

@@ -53,8 +53,9 @@ NAMES = (
         "torch", "_C.DisableTorchFunctionSubclass", "lets buffers of weights act as plain tensors"
     ),
     PrivateName("torch", "Tensor._make_wrapper_subclass", "makes the tensors of moments"),
-    PrivateName(
-        "torch.optim.optimizer", "_global_optimizer_post_hooks", "notices hooks of all steps"
+    *(
+        PrivateName("torch.optim.optimizer", name, "notices hooks of all steps")
+        for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     ),
     PrivateName("torch", "cuda._sleep", "keeps a GPU busy in measurements"),
     PrivateName("torch._subclasses", "FakeTensor", "recognizes moments that are traced"),

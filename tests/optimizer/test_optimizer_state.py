@@ -160,6 +160,24 @@ def test_loaded_state_of_tensors_in_a_graph_is_not_part_of_the_graph(theirs):
     run(copy.deepcopy(optimizer), params, 1)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_deepcopy_with_a_gradient_of_another_dtype_goes_on_with_the_same_bits():
+    """torch's deepcopy of such a parameter fails."""
+    p = torch.nn.Parameter(torch.linspace(-1, 1, 4096).view(64, 64))
+    p.grad_dtype = torch.bfloat16
+    p.grad = torch.linspace(1, 2, 4096).view(64, 64).to(torch.bfloat16)
+    optimizer = Adam8bitBlockwise([p], lr=0.1)
+    optimizer.step()
+    new = copy.deepcopy({"again": optimizer, "optimizer": optimizer})
+    assert new["again"] is new["optimizer"]
+    (q,) = new["again"].param_groups[0]["params"]
+    assert q is not p and q.grad is not p.grad
+    assert q.grad.dtype == torch.bfloat16 and torch.equal(q.grad, p.grad)
+    for one in (optimizer, new["again"]):
+        one.step()
+    assert torch.equal(p, q)
+
+
 def tensors_of(states: dict) -> list[torch.Tensor]:
     found = [value for state in states.values() for value in state.values()]
     return [value for value in found if isinstance(value, torch.Tensor)]

@@ -46,6 +46,9 @@ def test_traffic_of_a_step_is_28_bytes_and_that_of_codes_and_gradients(settings,
         ({}, 4 + 2, 2 + 2),
         ({"dtype": "bf16-masters"}, 2 + 2, 2 + 2),
         ({"stage": 3}, 2 + 2 + 4 + 2, 2 + 2 + 2 + 2),
+        ({"stage": 3, "accumulation_steps": 8}, 32 + 4 + 2, 32 + 2 + 2),
+        ({"stage": 2, "accumulation_steps": 8}, 30 + 4 + 2, 30 + 2 + 2),
+        ({"stage": 1, "accumulation_steps": 8}, 4 + 2, 2 + 2),
         ({"stage": 3, "offload": "nvme"}, 2 + 2 + 4 + 2, 2 + 2 + 4 + 2),
         ({"engine": "fsdp2"}, 4 + 4, 4 + 4),
         ({"offload": "none"}, 0, 0),
@@ -53,7 +56,10 @@ def test_traffic_of_a_step_is_28_bytes_and_that_of_codes_and_gradients(settings,
     ids=str,
 )
 def test_traffic_of_the_link_is_gradients_down_and_weights_up(settings, fp32, zero8):
-    """In stage 3 a gradient goes down to its partition, up again, and down to the step."""
+    """In stage 3 a gradient goes down to its partition, up again, and down to the step.
+
+    With micro-batches the sum so far goes up, and down again, for each of them.
+    """
     each = traffic_of(MODEL, Setup(**settings))
     assert [one.link_bytes / MODEL.numel for one in each] == [fp32, zero8]
 

@@ -311,6 +311,9 @@ class Zero3(Zero):
     def get_fp32_grad_partitions(self):
         return {}
 
+    def _rigid_state_dict(self):
+        return {}
+
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir):
         return checkpoint_dir
 

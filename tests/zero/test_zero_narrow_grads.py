@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients in host memory that have the model's dtype give the bits of float32 ones."""
 
+import copy
 import logging
 
 import pytest
@@ -12,7 +13,7 @@ from deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 from nests import difference
-from zero_worker import Bag, config, copying, held, make_engine, take_step
+from zero_worker import Bag, base_optimizer, config, copying, held, make_engine, take_step
 
 from zero8.zero import narrow_grads
 
@@ -40,6 +41,7 @@ LAYOUTS = {
     "zero2, no offload": (config(2, offload=None, dtype={}) | CLIP, None),
 }
 THEIRS = config(2, dtype={}, optimizer="AdamW")
+COPIED = ("zero2", "zero3", "zero3, sub-groups, accumulated")
 STEPS = 4
 
 
@@ -132,8 +134,70 @@ def run_writes(layouts):
     return result
 
 
+def divide(optimizer, *_):
+    """Write gradients, as a hook of the optimizer's step."""
+    for p in optimizer.param_groups[0]["params"]:
+        if p.grad is not None:
+            p.grad.div_(3)
+
+
+def run_hooks(layouts):
+    """Return, by layout, what engines of both kinds hold after steps with a hook."""
+    result = {}
+    for name in COPIED:
+        result[name] = []
+        for engine in pair(layouts[name][0]):
+            take_step(engine, 0)
+            base_optimizer(engine).register_step_pre_hook(divide)
+            steps(engine, 1)
+            result[name].append((dtype_of(engine), held(engine)))
+    return result
+
+
+def run_copies(layouts):
+    """Return, by layout, whether a deep copy of the optimizer has equal tensors of its own."""
+    result = {}
+    for name in COPIED:
+        engine = make_engine(layouts[name][0], Bag())
+        steps(engine)
+        optimizer = base_optimizer(engine)
+        new = copy.deepcopy(optimizer)
+        pairs = [
+            (ours, theirs)
+            for p, q in zip(optimizer.state, new.state, strict=True)
+            for ours, theirs in ((p, q), (p.grad, q.grad))
+            if ours is not None
+        ]
+        assert pairs
+        result[name] = all(
+            difference(ours, theirs) == "" and ours.data_ptr() != theirs.data_ptr()
+            for ours, theirs in pairs
+        )
+    return result
+
+
+def run_saved(ds_config):
+    """Return ZeRO-3's masters in a copied state dict, its own, and whether a dict has these."""
+    engine = make_engine(ds_config, Bag())
+    steps(engine)
+    saved = copy.deepcopy(engine.optimizer.state_dict())["fp32_flat_groups"]
+    (alive, *_), (p, *_) = (
+        engine.optimizer.state_dict()["fp32_flat_groups"],
+        narrow_grads.masters_of(engine.optimizer),
+    )
+    is_same = alive.data_ptr() == p.data_ptr() and alive.requires_grad == p.requires_grad
+    return saved, narrow_grads.masters_of(engine.optimizer), is_same and vars(alive) == vars(p)
+
+
 def run_everything(layouts):
-    return run_layouts(layouts), run_writes(layouts), dtype_of(make_engine(THEIRS, Bag()))
+    return (
+        run_layouts(layouts),
+        run_writes(layouts),
+        dtype_of(make_engine(THEIRS, Bag())),
+        run_hooks(layouts),
+        run_copies(layouts),
+        run_saved(layouts["zero3"][0]),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +217,7 @@ def test_step_with_gradients_of_16_bits_holds_the_bits_of_float32_ones(ranks, na
 
 @pytest.mark.parametrize("name", WRITES)
 def test_gradients_that_a_script_writes_are_kept_in_float32(ranks, name):
-    for _, writes, _ in ranks:
+    for _, writes, *_ in ranks:
         (dtype, read, ours), (_, their_read, theirs) = writes[name]
         assert dtype == FP32
         assert torch.equal(read, their_read) and not torch.equal(read, read.to(BF16).float())
@@ -161,17 +225,39 @@ def test_gradients_that_a_script_writes_are_kept_in_float32(ranks, name):
 
 
 def test_gradients_of_another_optimizer_stay_as_deepspeed_makes_them(ranks):
-    assert [theirs for *_, theirs in ranks] == [FP32, FP32]
+    assert [theirs for _, _, theirs, *_ in ranks] == [FP32, FP32]
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_gradients_that_a_hook_before_the_step_writes_are_kept_in_float32(ranks, name):
+    for *_, hooks, _, _ in ranks:
+        (dtype, ours), (_, theirs) = hooks[name]
+        assert dtype == FP32
+        assert difference(ours, theirs) == ""
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_deep_copy_of_the_optimizer_has_gradients_of_its_own(ranks, name):
+    assert [copies[name] for *_, copies, _ in ranks] == [True, True]
+
+
+def test_state_dict_of_zero3_can_be_copied_and_has_the_masters_memory(ranks):
+    for *_, (saved, masters, is_same) in ranks:
+        assert is_same
+        assert difference(saved, masters) == ""
 
 
 class Zero:
-    """Stands for an engine's optimizer, of ZeRO-2."""
+    """Stands for an engine's optimizer, of ZeRO-2; a gradient of 1.5 is on its way from a GPU."""
 
     def __init__(self, grad):
         self.single_partition_of_fp32_groups = [torch.zeros(3, requires_grad=True)]
         (p,) = self.single_partition_of_fp32_groups
         p.grad = grad
         self.refreshed = 0
+
+    def _wait_for_offload_copies(self):
+        self.single_partition_of_fp32_groups[0].grad.fill_(1.5)
 
     def _get_offload_gradient_dict(self):
         self.refreshed += 1
@@ -192,16 +278,22 @@ def test_narrow_without_grad_dtype_in_torch_leaves_float32(monkeypatch):
     assert narrow_grads.can_hold(p, FP32)
 
 
-def test_widen_keeps_values_tells_why_once_and_refreshes_views(caplog):
+def test_narrow_of_the_dtype_that_is_there_keeps_the_memory():
+    (p,) = Zero(torch.zeros(3)).single_partition_of_fp32_groups
+    before = p.grad
+    narrow_grads.narrow(p, FP32)
+    assert p.grad is before
+
+
+def test_widen_keeps_values_that_arrive_tells_why_once_and_refreshes_views(caplog):
     zero = Zero(torch.zeros(3))
     (p,) = zero.single_partition_of_fp32_groups
     narrow_grads.narrow(p, BF16)
-    p.grad.fill_(1.5)
     with caplog.at_level(logging.WARNING, "zero8"):
         for _ in range(2):
             narrow_grads.widen(zero, "of a test")
     assert p.grad.tolist() == [1.5] * 3 and p.grad.dtype == FP32
     assert zero.refreshed == 1
     assert caplog.messages == [
-        "zero8: gradients in host memory now take 4 bytes per parameter instead of 2: of a test"
+        "zero8: gradients in host memory are float32 from now on, and take more: of a test"
     ]

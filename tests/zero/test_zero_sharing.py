@@ -12,6 +12,7 @@ from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_set_full_fp32_param,
+    safe_set_full_grad,
 )
 from nests import difference
 from torch import Tensor
@@ -106,6 +107,21 @@ def run_grown(ds_config):
     return result
 
 
+def run_between(ds_config):
+    """Return what engines hold after a write to a gradient between two backwards of a step."""
+    result = []
+    for own in (False, True):
+        with copying() if own else nullcontext():
+            engine = make_engine(ds_config, Bag())
+        for step in range(STEPS):
+            engine.backward(engine(step))
+            safe_set_full_grad(engine.module.conv, torch.full(Bag.SHAPES["conv"], 0.5))
+            engine.backward(engine(step + STEPS))
+            engine.step()
+        result.append(held(engine))
+    return result
+
+
 def run_written(ds_config):
     """Return weights after writes to their masters, and masters after a write to their weights."""
     engine = make_engine(ds_config, Bag())
@@ -144,6 +160,7 @@ def run_everything(layouts, folder):
         run_saved(configs[SAVED], folder),
         is_shared(make_engine(DEEPSPEEDS, Bag())),
         run_grown(configs[MOVED]),
+        run_between(configs[MOVED]),
     )
 
 
@@ -182,11 +199,16 @@ def test_checkpoint_of_shared_memory_goes_on_in_engines_of_both_kinds(ranks):
 
 
 def test_memory_of_another_optimizer_stays_as_deepspeed_makes_it(ranks):
-    for *_, shared, _ in ranks:
+    for *_, shared, _, _ in ranks:
         assert not any(shared)
 
 
 def test_gradients_are_separate_once_micro_batches_are_accumulated(ranks):
-    for *_, ((shared, ours), (copied, theirs)) in ranks:
+    for *_, ((shared, ours), (copied, theirs)), _ in ranks:
         assert shared == (True, False) and not any(copied)
+        assert difference(ours, theirs) == ""
+
+
+def test_second_backward_of_a_step_does_not_add_to_a_gradient_that_a_script_wrote(ranks):
+    for *_, (ours, theirs) in ranks:
         assert difference(ours, theirs) == ""

@@ -94,9 +94,11 @@ def _link_bytes_per_param(setup: Setup, grad_bytes: int) -> int:
         return 0
     if setup.engine == "fsdp2":  # it casts weights on the GPU, after they have crossed the link
         return 2 * setup.master_bytes
-    # Stage 3 sends a gradient to its partition, fetches it, and sends it to the step.
-    partitions = 2 * weight if setup.stage == 3 else 0
-    return partitions + grad_bytes + weight
+    micro_batches = setup.accumulation_steps
+    # Stage 3 sends a gradient to its partition in each micro-batch, and fetches it for the step or
+    # the next sum; stage 2 does so with sums only.
+    crossings = {1: 0, 2: 2 * micro_batches - 1 if micro_batches > 1 else 0, 3: 2 * micro_batches}
+    return crossings[setup.stage] * weight + grad_bytes + weight
 
 
 def _network_bytes(model: Model, setup: Setup) -> int:

@@ -7,7 +7,8 @@ parameter less, and half of what crosses the link to a GPU.  The step multiplies
 factor in float32, so that its bits do not change.
 
 Where a gradient may become a number that only float32 holds, the engine's are float32 from then on:
-before a script writes one, and before DeepSpeed uses the last one of a parameter that got none.
+before a script writes one, before DeepSpeed uses the last one of a parameter that got none, and
+while the optimizer has hooks that run before its step.
 """
 
 import functools
@@ -17,18 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from zero8.state.grads import has_other_dtype, set_grad
 from zero8.state.tell import tell_once
 from zero8.zero.universal_load import LINKS
 
 STATES = "initialize_optimizer_states"
-TOUCHES = (
-    "set_fp32_grad_for_param",
-    "set_local_grad_for_param",
-    "update_fp32_grad_for_param_vectorized",
-    "get_fp32_grad_partitions",
-)
-"""The methods of ZeRO-3 that write gradients of the step, or give them away to be written."""
+SAVES = "_rigid_state_dict"
 
 _MASTERS = "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"
 
@@ -47,93 +44,116 @@ def can_hold(p: Tensor, dtype: torch.dtype) -> bool:
     return dtype == p.dtype or (is_narrower and hasattr(Tensor, "grad_dtype"))
 
 
-def set_grad(p: Tensor, grad: Tensor) -> None:
-    """Set the gradient of a master weight, of a dtype that it `can_hold`."""
-    p.grad = None
-    if hasattr(Tensor, "grad_dtype"):
-        p.grad_dtype = grad.dtype
-    p.grad = grad
-
-
 def narrow(p: Tensor, dtype: torch.dtype) -> None:
     """Replace the gradient of a master weight, which has not been written yet, by a narrower one.
 
     One in memory that DeepSpeed has page-locked itself stays: it frees this very tensor.
     """
     old = p.grad
-    if hasattr(old, "ds_pin_base") or not can_hold(p, dtype):
+    assert old is not None, "DeepSpeed has made it"
+    if hasattr(old, "ds_pin_base") or old.dtype == dtype or not can_hold(p, dtype):
         return
     set_grad(p, torch.zeros_like(old, dtype=dtype, pin_memory=old.is_pinned()))
 
 
+def free_page_locked() -> None:
+    """Return the page-locked memory of tensors that are gone, which torch keeps, to the system."""
+    if torch.cuda.is_available() and hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+
+
 def widen(zero: Any, why: str) -> None:
     """Have all gradients of an engine's master weights in the dtype of these, from now on."""
-    masters = [p for p in masters_of(zero) if p.grad is not None and p.grad.dtype != p.dtype]
-    for p in masters:
-        set_grad(p, p.grad.to(p.dtype))
+    masters = list(filter(has_other_dtype, masters_of(zero)))
     if not masters:
         return
-    tell_once(f"zero8: gradients in host memory now take 4 bytes per parameter instead of 2: {why}")
+    _wait_for_gradients(zero)
+    for p in masters:
+        wide = torch.empty_like(p.grad, dtype=p.dtype, pin_memory=p.grad.is_pinned())
+        set_grad(p, wide.copy_(p.grad))
+    tell_once(f"zero8: gradients in host memory are float32 from now on, and take more: {why}")
     if hasattr(zero, "_get_offload_gradient_dict"):  # views, for safe_get_full_grad
         zero._get_offload_gradient_dict()
 
 
-def keep_narrow(stage12_class: type, stage3_class: type, optimizer_class: type) -> None:
-    """Keep the gradients of our optimizer narrow in ZeRO 1 and 2; widen those of all stages.
+def widen_for_hooks(zero: Any) -> None:
+    """Widen if hooks run before the optimizer's step: they may change the gradients."""
+    if zero.optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
+        widen(zero, "the optimizer has hooks before its step")
 
-    `zero8.zero.sharing` makes those of ZeRO-3 narrow.
+
+def _wait_for_gradients(zero: Any) -> None:
+    """Wait for gradients on their way from a GPU."""
+    if hasattr(zero, "_wait_for_offload_copies"):
+        zero._wait_for_offload_copies()
+    elif torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def keep_narrow(stage12_class: type, stage3_class: type, optimizer_class: type) -> None:
+    """Keep the gradients of our optimizer narrow in ZeRO 1 and 2.
+
+    `zero8.zero.sharing` does so in ZeRO-3, whose state dicts then have master weights without
+    gradients, as torch cannot deep-copy them together.
     """
     initialize, link = getattr(stage12_class, STATES), getattr(stage12_class, LINKS)
+    save = getattr(stage3_class, SAVES)
 
     def is_ours(zero: Any) -> bool:
-        return type(zero) is stage12_class and isinstance(zero.optimizer, optimizer_class)
+        return (
+            type(zero) is stage12_class
+            and isinstance(zero.optimizer, optimizer_class)
+            and zero.cpu_offload
+        )
 
     @functools.wraps(initialize)
     def initialized(self: Any) -> None:
         initialize(self)
         if (
             is_ours(self)
-            and self.cpu_offload
             and self.gradient_accumulation_dtype == self.dtype
             and self.torch_autocast_gradscaler is None  # it multiplies gradients in memory
         ):
             for p in masters_of(self):
                 narrow(p, self.dtype)
+            free_page_locked()
 
     @functools.wraps(link)
     def linked(self: Any) -> Any:
         result = link(self)
-        if is_ours(self) and self.cpu_offload:
+        if is_ours(self):
             for param in (param for group in self.bit16_groups for param in group):
                 param.set_full_hp_grad = _widening(param.set_full_hp_grad, weakref.ref(self))
         return result
 
+    @functools.wraps(save)
+    def saved(self: Any) -> Any:
+        state_dict, masters = save(self), masters_of(self)
+        if isinstance(self.optimizer, optimizer_class) and any(map(has_other_dtype, masters)):
+            (name,) = (key for key, value in state_dict.items() if value is masters)
+            state_dict[name] = list(map(_without_grad, masters))
+        return state_dict
+
     setattr(stage12_class, STATES, initialized)
     setattr(stage12_class, LINKS, linked)
-    for name in TOUCHES:
-        _widen_before(stage3_class, name, optimizer_class)
+    setattr(stage3_class, SAVES, saved)
 
 
-_WRITES = "a script writes gradients"
+WRITES = "a script writes gradients"
 
 
 def _widening(write: Callable, zero: Callable) -> Callable:
     @functools.wraps(write)
     def widened(*args: Any) -> Any:
         if (alive := zero()) is not None:
-            widen(alive, _WRITES)
+            widen(alive, WRITES)
         return write(*args)
 
     return widened
 
 
-def _widen_before(zero_class: type, name: str, optimizer_class: type) -> None:
-    method = getattr(zero_class, name)
-
-    @functools.wraps(method)
-    def widened(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.optimizer, optimizer_class) and self.offload_optimizer:
-            widen(self, _WRITES)
-        return method(self, *args, **kwargs)
-
-    setattr(zero_class, name, widened)
+def _without_grad(p: Tensor) -> Tensor:
+    """Return a leaf of the same memory and attributes."""
+    same = p.detach().requires_grad_(p.requires_grad)
+    vars(same).update(vars(p))
+    return same

@@ -208,12 +208,12 @@ SEAMS = (
             (
                 "keeps weights and gradients of one dtype in host memory once",
                 (),
-                (sharing.CREATES, sharing.SETS_UP, sharing.PARTITIONS),
+                (sharing.CREATES, sharing.SETS_UP, sharing.PARTITIONS, *sharing.TOUCHES),
             ),
             (
                 "keeps gradients in host memory in the dtype that they were reduced in",
                 (narrow_grads.STATES,),
-                narrow_grads.TOUCHES,
+                (narrow_grads.SAVES,),
             ),
         )
         for module, name, methods in (

@@ -17,15 +17,24 @@ use.  The gradients of the step then have a buffer of their own, of the dtype of
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from zero8.zero.narrow_grads import can_hold, narrow, set_grad
+from zero8.state.grads import set_grad
+from zero8.zero.narrow_grads import WRITES, can_hold, free_page_locked, narrow, widen
 
 CREATES = "_create_fp32_partitions"
 SETS_UP = "_setup_for_real_optimizer"
 PARTITIONS = "partition_grads"
+TOUCHES = (
+    "set_fp32_grad_for_param",
+    "set_local_grad_for_param",
+    "update_fp32_grad_for_param_vectorized",
+    "get_fp32_grad_partitions",
+)
+"""The methods that write gradients of the step, or give them away to be written."""
 
 
 def share_in_stage3(zero_class: type, optimizer_class: type) -> None:
@@ -56,6 +65,7 @@ def share_in_stage3(zero_class: type, optimizer_class: type) -> None:
         set_up(self)
         if may_share(self):
             _share_gradients(self, self.gradient_accumulation_steps == 1)
+            free_page_locked()
 
     @functools.wraps(partition)
     def partitioned(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,6 +77,19 @@ def share_in_stage3(zero_class: type, optimizer_class: type) -> None:
     setattr(zero_class, CREATES, created)
     setattr(zero_class, SETS_UP, is_set_up)
     setattr(zero_class, PARTITIONS, partitioned)
+    for name in TOUCHES:
+        setattr(zero_class, name, _apart_before(getattr(zero_class, name), may_share))
+
+
+def _apart_before(method: Callable, may_share: Callable) -> Callable:
+    @functools.wraps(method)
+    def apart(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if may_share(self):
+            widen(self, WRITES)
+            _separate_gradients(self)  # a second backward must not add to what is written
+        return method(self, *args, **kwargs)
+
+    return apart
 
 
 def _share_weights(zero: Any) -> None:
@@ -90,7 +113,7 @@ def _share_gradients(zero: Any, is_one_micro_batch: bool) -> None:
             continue
         if is_one_micro_batch and not _is_freed_by_deepspeed(partitions):
             set_grad(p, reduced)
-        elif p.grad.dtype != reduced.dtype:
+        else:
             narrow(p, reduced.dtype)
 
 

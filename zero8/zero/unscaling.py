@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from zero8.zero.narrow_grads import masters_of, widen
+from zero8.zero.narrow_grads import masters_of, widen, widen_for_hooks
 from zero8.zero.stand_in import StandIn
 
 UNSCALES = "unscale_and_clip_grads"
@@ -112,6 +112,7 @@ def leave_to_step(stage12_class: type, stage3_class: type, optimizer_class: type
             masters = self.single_partition_of_fp32_groups
             (group,) = (at for at, p in enumerate(masters) if p.grad is grad_groups_flat[0])
             params = self.params_in_partition[group]
+            widen_for_hooks(self)
         owed.pay_unused(self, params)
         unscale12(self, [grad], total_norm)
         if grad.factor is not None:  # None: nothing to clip and no loss scale
@@ -123,7 +124,10 @@ def leave_to_step(stage12_class: type, stage3_class: type, optimizer_class: type
         if not is_ours(self, stage3_class, [self.fp32_partitioned_groups_flat[sub_group_id].grad]):
             unscale3(self, sub_group_id, total_norm)
             return
-        params = self.fp16_groups[sub_group_id] if self.offload_optimizer else []
+        params = []
+        if self.offload_optimizer:
+            params = self.fp16_groups[sub_group_id]
+            widen_for_hooks(self)
         owed.pay_unused(self, params)
         grad = _Grad()
         groups = {sub_group_id: SimpleNamespace(grad=grad)}

@@ -3,8 +3,8 @@
 
 Under ZeRO that is `engine.step()`, under FSDP2 clipping and the optimizer's step.
 
-Writes OUT (JSON), and a table (.md) and a figure (.png) beside it.  Under a launcher, such as torchrun, all ranks
-measure and rank 0 writes.
+Writes OUT (JSON), and a table (.md) and a figure (.png) beside it.  Under a launcher, such as
+torchrun, all ranks measure and rank 0 writes.
 """
 
 import argparse
