@@ -98,7 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _command(
     arguments: argparse.Namespace, engines: tuple[str, ...], clipping: tuple[str, ...]
 ) -> str:
-    words = ["zero8", "bench", "engine", "--json", str(arguments.json)]
+    program = ["zero8"]
+    if (ranks := numbers.num_ranks()) > 1:
+        program = ["torchrun", "--nproc-per-node", str(ranks), "-m", "zero8.cli"]
+    words = [*program, "bench", "engine", "--json", str(arguments.json)]
     for name in ("numel", "rounds", "threads"):
         words += [f"--{name}", str(getattr(arguments, name))]
     return shlex.join([*words, "--engines", ",".join(engines), "--clipping", ",".join(clipping)])
