@@ -2,6 +2,7 @@
 """The measurement of whole engines: every contender is timed, in a table of medians and ratios."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,10 @@ def test_bench_engine_bad_argument_is_a_usage_error(words, message, tmp_path, ca
         bench(tmp_path / "out.json", "--numel", str(2048**2), *words)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_bench_engine_command_of_several_ranks_starts_with_their_launcher(monkeypatch):
+    monkeypatch.setattr(command.numbers, "num_ranks", lambda: 2)
+    arguments = Namespace(json=Path("out.json"), numel=4096, rounds=2, threads=1)
+    words = command._command(arguments, ("ZeRO-2",), ("1.0",)).split()
+    assert words[:6] == ["torchrun", "--nproc-per-node", "2", "-m", "zero8.cli", "bench"]
