@@ -23,7 +23,9 @@ CLI = """
 import os, resource, signal, sys
 from zero8 import cli
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs of a shell's background
+# Ignored in jobs of a shell's background, and under nohup.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 def command(argv):
     {command}
 cli._main, sys.argv = command, ["zero8", "checkpoint", *{arguments}]
