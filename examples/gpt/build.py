@@ -18,12 +18,17 @@ def main() -> None:
     path, *optimizers = sys.argv[1:]
     try:
         for optimizer in optimizers or (EIGHT_BIT, BASELINE):
-            _build(Path(path), optimizer)
+            build_for(Path(path), optimizer)
     except RuntimeError as error:
         sys.exit(f"zero8: {error}")
 
 
-def _build(path: Path, optimizer: str) -> None:
+def build_for(path: Path, optimizer: str) -> None:
+    """Build what a run with one optimizer needs.
+
+    Raises:
+        RuntimeError: if this machine lacks something.
+    """
     config = load_config(path, optimizer, steps=0)
     names = ops.needed(config, ops.accelerator())
     ops.check(names)
