@@ -144,6 +144,16 @@ def copying():
             setattr(*place)
 
 
+def pair(ds_config, model=Bag):
+    """Return an engine over a new model, and one that keeps two of each, as DeepSpeed does.
+
+    `model` makes the model; None stands for a `Model`.
+    """
+    engine = make_engine(ds_config, model())
+    with copying():
+        return engine, make_engine(ds_config, model())
+
+
 def batch(step, micro=4):
     """Return tokens and targets that depend on the step and the rank."""
     rank = int(os.environ["RANK"])

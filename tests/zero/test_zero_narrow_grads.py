@@ -14,7 +14,7 @@ from deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 from nests import difference
-from zero_worker import Bag, base_optimizer, config, copying, held, make_engine, take_step
+from zero_worker import Bag, base_optimizer, config, held, make_engine, pair, take_step
 
 from zero8.zero import narrow_grads
 
@@ -69,13 +69,6 @@ def steps(engine, first=0):
         if dtype_of(engine) and engine.is_gradient_accumulation_boundary():
             grads.append(safe_get_full_grad(engine.module.conv).clone())
     return grads
-
-
-def pair(ds_config):
-    """Return an engine, and one with the gradients that DeepSpeed makes."""
-    engine = make_engine(ds_config, Bag())
-    with copying():
-        return engine, make_engine(ds_config, Bag())
 
 
 def run_layouts(layouts):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines of ZeRO-3 that keep weights and gradients once hold the bits of those that copy them."""
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import deepspeed
@@ -16,7 +15,7 @@ from deepspeed.utils import (
 )
 from nests import difference
 from torch import Tensor
-from zero_worker import Bag, config, copying, held, make_engine, take_step, train
+from zero_worker import Bag, config, held, make_engine, pair, take_step, train
 
 CLIP = {"gradient_clipping": 0.5}
 GAS = {"gradient_accumulation_steps": 2}
@@ -39,11 +38,6 @@ DEEPSPEEDS = config(3, zero=ON_CPU, optimizer="AdamW")
 STEPS = 6
 MOVED = "bf16 masters"
 SAVED = "bf16 masters, weights offloaded"
-
-
-def copying_engine(ds_config):
-    with copying():
-        return make_engine(ds_config, Bag())
 
 
 def is_shared(engine):
@@ -75,17 +69,17 @@ def run_pairs(layouts):
     """Return, by layout, for engines that share and that copy: what is shared, and what is held."""
     result = {}
     for name, (ds_config, *_) in layouts.items():
-        engines = make_engine(ds_config, Bag()), copying_engine(ds_config)
-        result[name] = [(is_shared(one), steps(one), held(one), is_shared(one)) for one in engines]
+        result[name] = [
+            (is_shared(one), steps(one), held(one), is_shared(one)) for one in pair(ds_config)
+        ]
     return result
 
 
 def run_moved(ds_config):
     """Return what engines hold that go on after DeepSpeed has moved the weights."""
     result = []
-    for own in (False, True):
-        with copying() if own else nullcontext():
-            engine = make_engine(ds_config)  # DeepSpeed fails to move the frozen weights of a Bag
+    # DeepSpeed fails to move the frozen weights of a Bag.
+    for engine in pair(ds_config, model=lambda: None):
         train(engine, 2)
         engine.offload_states(include=[OffloadStateTypeEnum.lp_params])  # copies to new memory
         engine.reload_states()
@@ -97,9 +91,7 @@ def run_moved(ds_config):
 def run_grown(ds_config):
     """Return what engines hold that go on with two micro-batches per step."""
     result = []
-    for own in (False, True):
-        with copying() if own else nullcontext():
-            engine = make_engine(ds_config, Bag())
+    for engine in pair(ds_config):
         steps(engine)
         engine.set_train_batch_size(2 * engine.train_batch_size())
         steps(engine, STEPS)
@@ -110,9 +102,7 @@ def run_grown(ds_config):
 def run_between(ds_config):
     """Return what engines hold after a write to a gradient between two backwards of a step."""
     result = []
-    for own in (False, True):
-        with copying() if own else nullcontext():
-            engine = make_engine(ds_config, Bag())
+    for engine in pair(ds_config):
         for step in range(STEPS):
             engine.backward(engine(step))
             safe_set_full_grad(engine.module.conv, torch.full(Bag.SHAPES["conv"], 0.5))
@@ -137,14 +127,13 @@ def run_written(ds_config):
 def run_saved(ds_config, folder):
     """Return what engines hold that go on from checkpoints of each kind, and the files' bytes."""
     result, sizes = [], {}
-    for kind, made in (("shared", make_engine), ("copied", None)):
-        engine = made(ds_config, Bag()) if made else copying_engine(ds_config)
+    for kind, engine in zip(("shared", "copied"), pair(ds_config), strict=True):
         steps(engine)
         engine.save_checkpoint(folder, tag=kind)
         sizes[kind] = sum(path.stat().st_size for path in Path(folder, kind).glob("*optim*"))
         steps(engine, STEPS)
         result.append(held(engine))
-        for other in (make_engine(ds_config, Bag()), copying_engine(ds_config)):
+        for other in pair(ds_config):
             other.load_checkpoint(folder, tag=kind)
             steps(other, STEPS)
             result.append(held(other))

@@ -7,7 +7,7 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 from nests import difference
-from zero_worker import Bag, base_optimizer, config, copying, held, make_engine, pattern, take_step
+from zero_worker import Bag, base_optimizer, config, held, pair, pattern, take_step
 
 from zero8.zero.unscaling import UNSCALES, leave_to_step
 
@@ -31,14 +31,13 @@ FUSED = {
 WITHOUT_A_FACTOR = {"zero2, neither": config(stage=2)}
 
 
-def unfused_engine(ds_config, model):
-    """Make an engine with DeepSpeed's own method and its own memory for gradients."""
-    with copying():
-        engine = make_engine(ds_config, model)
-    zero = engine.optimizer
+def fused_and_not(ds_config, model):
+    """Return an engine, and one with DeepSpeed's own method and its own memory for gradients."""
+    fused, unfused = pair(ds_config, model)
+    zero = unfused.optimizer
     own = inspect.unwrap(getattr(type(zero), UNSCALES))
     setattr(zero, UNSCALES, MethodType(own, zero))
-    return engine
+    return fused, unfused
 
 
 def steps_with_factors(engine):
@@ -116,10 +115,7 @@ def train_idle(engine, uses):
 def idle_pairs(layouts):
     """Return, by layout, what fused and unfused engines hold after steps that use not all."""
     return {
-        name: [
-            train_idle(engine, USES[uses])
-            for engine in (make_engine(ds_config, Idle()), unfused_engine(ds_config, Idle()))
-        ]
+        name: [train_idle(engine, USES[uses]) for engine in fused_and_not(ds_config, Idle)]
         for name, (ds_config, uses) in layouts.items()
     }
 
@@ -128,7 +124,7 @@ def step_pairs(layouts):
     """Return, by layout, what fused and unfused engines hold, and the factors of both."""
     result = {}
     for name, ds_config in layouts.items():
-        engines = make_engine(ds_config, Bag()), unfused_engine(ds_config, Bag())
+        engines = fused_and_not(ds_config, Bag)
         factors = [steps_with_factors(engine) for engine in engines]
         result[name] = *map(held, engines), *factors
     return result

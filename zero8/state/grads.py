@@ -20,10 +20,9 @@ def set_grad(p: Tensor, grad: Tensor) -> None:
 
 
 def deep_copied(p: Tensor, memo: dict[int, object]) -> Tensor:
-    """Return a deep copy of a parameter; torch's own fails for a gradient of another dtype."""
+    """Return a deep copy of a parameter that `has_other_dtype`, for which torch's own fails."""
     grad = p.grad
-    if grad is None or grad.dtype == p.dtype:
-        return copy.deepcopy(p, memo)
+    assert grad is not None, "has_other_dtype"
     p.grad = None
     try:
         new = copy.deepcopy(p, memo)

@@ -103,15 +103,15 @@ def _share_weights(zero: Any) -> None:
 
 def _share_gradients(zero: Any, is_one_micro_batch: bool) -> None:
     partitions = zero.grad_partitions_flat_buffer
+    can_share = is_one_micro_batch and not _is_freed_by_deepspeed(partitions)
     first = 0
     for p, params in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
         numel = sum(param.partition_numel() for param in params)
         reduced = partitions.narrow(0, first, numel)
         first += numel
-        is_fit = (p.grad.device, p.grad.shape) == (reduced.device, reduced.shape)
-        if not is_fit or not can_hold(p, reduced.dtype):
+        if (p.grad.device, p.grad.shape) != (reduced.device, reduced.shape):
             continue
-        if is_one_micro_batch and not _is_freed_by_deepspeed(partitions):
+        if can_share and can_hold(p, reduced.dtype):
             set_grad(p, reduced)
         else:
             narrow(p, reduced.dtype)
