@@ -111,8 +111,8 @@ struct Thresholds {
 };
 
 // The parameters of one block: how they are read as float32, by Vec or, on CUDA, QuickVec, and
-// rounded and written (R7), vector by vector, in order.  `start(i, pairs)` comes before element i.
-// On the CPU two vectors at once can be read and written too, in order, or, if kHasPairs, as a
+// rounded and written (R7), vector by vector, in order, after `start(i, pairs)` for the first one
+// i. On the CPU two vectors at once can be read and written too, in order, or, if kHasPairs, as a
 // pair: see Dither.  V is Vec: that of CUDA, which has no pairs, does not get there.  Product is
 // the wider of their type and of G, that of their gradients.
 class Float32 {
@@ -185,14 +185,19 @@ class BFloat16 {
   static constexpr bool kCorrected = false, kHasPairs = kOnlyDithered, kIsCopied = false;
   uint16_t* p;
 
-  ZERO8_DEVICE BFloat16() : p(nullptr), rounding_(kNearest), r_(Vec::seti(0)) {}
+  ZERO8_DEVICE BFloat16() : p(nullptr), rounding_(kNearest) {}
   ZERO8_DEVICE BFloat16(const Segment& seg, const Block& b)
       : p(static_cast<uint16_t*>(seg.param) + b.begin), rounding_(seg.rounding) {
     const Thresholds first(seg, b, seg.param_phase);
     dither_ = Dither(first.q);
-    r_ = Vec::ramp(first.r, kElementStep);
+    first_r_ = first.r;
   }
-  ZERO8_DEVICE void start(int i, bool pairs) { dither_.start(i, pairs); }
+  ZERO8_DEVICE void start(int i, bool pairs) {
+    dither_.start(i, pairs);
+    if constexpr (!kOnlyDithered) {
+      r_ = Vec::ramp(first_r_ + static_cast<uint32_t>(i) * kElementStep, kElementStep);
+    }
+  }
   template <class AnyVec, class Lanes>
   ZERO8_DEVICE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
     return vec.flushed(load(p + i, lanes));
@@ -248,6 +253,7 @@ class BFloat16 {
 
   int32_t rounding_;
   Dither dither_;
+  uint32_t first_r_ = 0;
   Vec::I r_;  // (D1), to be hashed
 };
 

@@ -342,6 +342,7 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, int64_t begin, in
       ++skipped;
       continue;
     }
+    reader.param.start(0, false);
     for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
       step_param(s, buffer, reader.param, i, lanes);
       for (int k = 0; k < kMoments; ++k) {

@@ -215,6 +215,7 @@ __device__ inline void write_param(const Segment& seg, const Place& place, const
   for_param(seg, [&](auto own) {
     using P = typename decltype(own)::Kind;
     auto param = own.param(seg, place);
+    param.start(0, false);
     for_vectors([&](int i) { param.write(i, Vec::load(p.x + i), All()); });
     write(static_cast<typename P::Stored*>(seg.param) + place.at, own.p, place.n);
     if constexpr (P::kCorrected) {
@@ -319,6 +320,7 @@ __device__ void encode(const Segment& seg, const Place& place, const StepScalars
       const NewValues made{moments->x, kStride, kPerThread, Place::before(), place.block.count};
       Row<Algorithm, Codec, Sinks<Algorithm>::template Sink> sinks(
           own.segment(seg, place), raw, maps, place.own_block(), made, ranges);
+      sinks.visit([&](auto, auto& sink) { sink.start(0, false); });
       for_vectors([&](int i) { sinks.visit([&](auto, auto& sink) { sink.write(i, All()); }); });
       for_moments<Algorithm>([&](auto number) {
         constexpr int k = decltype(number)::value, kScales = CodeOf<Algorithm, Codec, k>::kScales;
