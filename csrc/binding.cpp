@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "check.h"
@@ -19,17 +20,38 @@ namespace py = pybind11;
 
 namespace {
 
-// The records of a one-dimensional numpy array whose items have the size of T.
+// The records of a one-dimensional numpy array whose items have the size of T; the array stays
+// where it is for as long.
+//
+// py::buffer_info would ask for their format, a text that numpy makes anew each time: 1 us.
 template <class T>
-T* records(const py::buffer_info& info, const char* name) {
-  if (info.ndim != 1 || info.itemsize != static_cast<py::ssize_t>(sizeof(T)) ||
-      (info.size > 1 && info.strides[0] != info.itemsize)) {
-    throw py::value_error(std::string("zero8: ") + name + " records of " +
-                          std::to_string(info.itemsize) + " bytes, the kernel expects a row of " +
-                          std::to_string(sizeof(T)) + "; rebuild the op with `zero8 build`");
+class Records {
+ public:
+  Records(const py::buffer& array, const char* name) {
+    constexpr int kFlags = PyBUF_STRIDES | (std::is_const_v<T> ? 0 : PyBUF_WRITABLE);
+    if (PyObject_GetBuffer(array.ptr(), &view_, kFlags) != 0) throw py::error_already_set();
+    if (is_row()) return;
+    const std::string found = std::to_string(view_.itemsize);
+    PyBuffer_Release(&view_);
+    throw py::value_error(std::string("zero8: ") + name + " records of " + found +
+                          " bytes, the kernel expects a row of " + std::to_string(sizeof(T)) +
+                          "; rebuild the op with `zero8 build`");
   }
-  return static_cast<T*>(info.ptr);
-}
+  ~Records() { PyBuffer_Release(&view_); }
+  Records(const Records&) = delete;
+  Records& operator=(const Records&) = delete;
+
+  T* data() const { return static_cast<T*>(view_.buf); }
+  int64_t size() const { return view_.shape[0]; }
+
+ private:
+  Py_buffer view_;
+
+  bool is_row() const {
+    return view_.ndim == 1 && view_.itemsize == static_cast<py::ssize_t>(sizeof(T)) &&
+           (view_.shape[0] <= 1 || view_.strides[0] == view_.itemsize);
+  }
+};
 
 void check(const zero8::Segment* segments, int64_t num_segments, int64_t num_scalars) {
   const std::string found = zero8::violation(segments, num_segments, num_scalars);
@@ -38,8 +60,8 @@ void check(const zero8::Segment* segments, int64_t num_segments, int64_t num_sca
 
 // What `step` checks, for a kernel that is launched from Python.
 void check_records(const py::buffer& segments, int64_t num_scalars) {
-  const py::buffer_info info = segments.request();
-  check(records<const zero8::Segment>(info, "segment"), info.size, num_scalars);
+  const Records<const zero8::Segment> rows(segments, "segment");
+  check(rows.data(), rows.size(), num_scalars);
 }
 
 void step(const py::buffer& segments, const py::buffer& scalars, const py::buffer& maps,
@@ -50,33 +72,27 @@ void step(const py::buffer& segments, const py::buffer& scalars, const py::buffe
   if (!zero8::kIsas[isa].step_blocks) {
     throw py::value_error("zero8: this op was built without the instruction set asked for");
   }
-  const py::buffer_info segment_info = segments.request(true), scalar_info = scalars.request(),
-                        map_info = maps.request();
-  auto* segment = records<zero8::Segment>(segment_info, "segment");
-  const auto* scalar = records<zero8::StepScalars>(scalar_info, "scalar");
-  const auto* map = records<zero8::DynamicMaps>(map_info, "map");
-  if (map_info.size != 1) throw py::value_error("zero8: expected one record of maps");
-  check(segment, segment_info.size, scalar_info.size);
+  const Records<zero8::Segment> segment(segments, "segment");
+  const Records<const zero8::StepScalars> scalar(scalars, "scalar");
+  const Records<const zero8::DynamicMaps> map(maps, "map");
+  if (map.size() != 1) throw py::value_error("zero8: expected one record of maps");
+  check(segment.data(), segment.size(), scalar.size());
   const py::gil_scoped_release release;
-  zero8::step(segment, segment_info.size, scalar, *map, num_threads, zero8::kIsas[isa]);
+  zero8::step(segment.data(), segment.size(), scalar.data(), *map.data(), num_threads,
+              zero8::kIsas[isa]);
 }
 
 void fill(const py::buffer& segments, const py::buffer& pieces, const py::buffer& addresses,
           const py::buffer& which, const py::buffer& steps) {
-  const py::buffer_info segment_info = segments.request(true), piece_info = pieces.request(),
-                        address_info = addresses.request(), which_info = which.request(),
-                        step_info = steps.request();
-  auto* segment = records<zero8::Segment>(segment_info, "segment");
-  const auto* piece = records<const zero8::KeptPiece>(piece_info, "piece");
-  const auto* address = records<const uint64_t>(address_info, "address");
-  const zero8::StepsOfParams of{address,
-                                address + which_info.size,
-                                records<const int64_t>(which_info, "index"),
-                                which_info.size,
-                                records<const int64_t>(step_info, "step"),
-                                step_info.size};
-  if (segment_info.size != piece_info.size || address_info.size != 2 * which_info.size ||
-      !zero8::fill(segment, piece, segment_info.size, of)) {
+  const Records<zero8::Segment> segment(segments, "segment");
+  const Records<const zero8::KeptPiece> piece(pieces, "piece");
+  const Records<const uint64_t> address(addresses, "address");
+  const Records<const int64_t> index(which, "index"), step(steps, "step");
+  const zero8::StepsOfParams of{address.data(), address.data() + index.size(),
+                                index.data(),   index.size(),
+                                step.data(),    step.size()};
+  if (segment.size() != piece.size() || address.size() != 2 * index.size() ||
+      !zero8::fill(segment.data(), piece.data(), segment.size(), of)) {
     throw py::value_error("zero8: got records of other parameters than step");
   }
 }
@@ -115,10 +131,9 @@ void copy(const py::buffer& param, const py::buffer& grad, const std::vector<py:
 }
 
 double sum_of_squares(const py::buffer& gradients, int num_threads) {
-  const py::buffer_info info = gradients.request();
-  const auto* numbers = records<const zero8::Numbers>(info, "gradient");
+  const Records<const zero8::Numbers> numbers(gradients, "gradient");
   const py::gil_scoped_release release;
-  return zero8::sum_of_squares(numbers, info.size, num_threads);
+  return zero8::sum_of_squares(numbers.data(), numbers.size(), num_threads);
 }
 
 // FNV-1a over whole numbers, of what is small enough to be a description; 0 for other tensors.
@@ -181,11 +196,11 @@ bool describe(const py::capsule& exchange_api, const py::type& tensor_type, cons
               const py::buffer& out) {
   const Describer describer(exchange_api, tensor_type);
   if (!describer.is_known()) return false;
-  const py::buffer_info info = out.request(true);
-  auto* record = records<zero8::TensorRecord>(info, "tensor");
-  if (info.size != static_cast<py::ssize_t>(objects.size())) {
+  const Records<zero8::TensorRecord> records(out, "tensor");
+  if (records.size() != static_cast<py::ssize_t>(objects.size())) {
     throw py::value_error("zero8: got another number of records than of objects");
   }
+  zero8::TensorRecord* record = records.data();
   for (const py::handle& object : objects) *record++ = describer(object);
   return true;
 }
@@ -197,14 +212,13 @@ py::object describe_again(const py::capsule& exchange_api, const py::type& tenso
                           const py::buffer& addresses) {
   const Describer describer(exchange_api, tensor_type);
   if (!describer.is_known()) return py::none();
-  const py::buffer_info before_info = before.request(), address_info = addresses.request(true);
-  const auto* record = records<const zero8::TensorRecord>(before_info, "tensor");
-  auto* address = records<uint64_t>(address_info, "address");
-  if (address_info.size > before_info.size) {
-    throw py::value_error("zero8: got more addresses than objects");
-  }
-  if (before_info.size != static_cast<py::ssize_t>(objects.size())) return py::bool_(false);
-  uint64_t* const end = address + address_info.size;
+  const Records<const zero8::TensorRecord> records(before, "tensor");
+  const Records<uint64_t> to(addresses, "address");
+  if (to.size() > records.size()) throw py::value_error("zero8: got more addresses than objects");
+  if (records.size() != static_cast<py::ssize_t>(objects.size())) return py::bool_(false);
+  const zero8::TensorRecord* record = records.data();
+  uint64_t* address = to.data();
+  uint64_t* const end = address + to.size();
   for (const py::handle& object : objects) {
     zero8::TensorRecord now = describer(object);
     if (address != end) {

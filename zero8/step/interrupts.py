@@ -40,6 +40,7 @@ def put_off() -> Iterator[None]:
         has_ended = True
         for number, handler in handlers.items():
             _signal.signal(number, handler)
-        with ExitStack() as each:  # calls all, whatever one of them raises
-            for number, frame in reversed(arrived):
-                each.callback(handlers[number], number, frame)
+        if arrived:
+            with ExitStack() as each:  # calls all, whatever one of them raises
+                for number, frame in reversed(arrived):
+                    each.callback(handlers[number], number, frame)
