@@ -107,6 +107,7 @@ def _of_flat(zero):
         "gradients of the step": nbytes([p.grad for p in masters if p.grad is not None]),
     }
     if zero.cpu_offload:
+        # Without a GPU those of float32 masters are in the weights' memory; the plan is for a GPU.
         buffers = zero.param_buffer_of_bit16_for_cpu_offload_groups
         found["weights on their way"] = nbytes(not_within(masters, buffers))
         found["largest gradient"] = zero.temp_grad_buffer_for_cpu_offload.nbytes

@@ -25,7 +25,11 @@ LAYOUTS = {
     "zero3, sub-groups": config(stage=3, dtype={}, zero={"sub_group_size": 5000}),
     "zero3, fp16": config(stage=3) | FP16,
 }
-MASTERS = {"zero2, bf16 masters": config(2, dtype={"bf16_master_weights_and_grads": True})}
+# In whose memory DeepSpeed's buffer is.
+BUFFERED = {
+    "masters": config(2, dtype={"bf16_master_weights_and_grads": True}),
+    "weights": config(2, dtype={}),
+}
 STEPS_TAKEN = 6
 
 
@@ -94,20 +98,21 @@ def run_pairs(layouts):
     return result
 
 
-def run_masters(layouts):
-    """Return, by layout, what `run` returns, and whether DeepSpeed's buffer is the masters'."""
+def run_buffered(layouts):
+    """Return, by owner, what `run` returns, and whether the buffer is the owner's memory."""
     result = {}
-    for name, ds_config in layouts.items():
+    for owner, ds_config in layouts.items():
         engine, plain = make_engine(ds_config, Bag()), unfused(make_engine(ds_config, Bag()))
-        ours, theirs = run(engine, name)[0], run(plain, name)[0]
-        shared = [
-            [p.data_ptr() == buffer.data_ptr() for p, buffer in zip(*pair, strict=True)]
-            for pair in (
-                (partitions(one)[0], getattr(one.optimizer, BUFFERS)) for one in (engine, plain)
-            )
-        ]
-        result[name] = ours, theirs, shared
+        ours, theirs = run(engine, owner)[0], run(plain, owner)[0]
+        result[owner] = ours, theirs, is_owner(engine, owner), is_owner(plain, owner)
     return result
+
+
+def is_owner(engine, owner):
+    """Return whether DeepSpeed's buffer is in the memory of the masters or of the weights."""
+    owners = partitions(engine)[("masters", "weights").index(owner)]
+    buffers = getattr(engine.optimizer, BUFFERS)
+    return all(one.data_ptr() == other.data_ptr() for one, other in zip(owners, buffers, strict=True))
 
 
 def run_hooked(ds_config):
@@ -147,11 +152,11 @@ def run_derived(ds_config):
     return rounded
 
 
-def run_everything(layouts, masters):
+def run_everything(layouts, buffered):
     some = [layouts[name] for name in ("zero2", "zero3")]
     return (
         run_pairs(layouts),
-        run_masters(masters),
+        run_buffered(buffered),
         [run_hooked(ds_config) for ds_config in some],
         [run_derived(ds_config) for ds_config in some],
     )
@@ -160,7 +165,7 @@ def run_everything(layouts, masters):
 @pytest.fixture(scope="module")
 def ranks(standing_ranks):
     run = standing_ranks(2).run
-    return run(run_everything, timeout_s=400, layouts=LAYOUTS, masters=MASTERS)
+    return run(run_everything, timeout_s=400, layouts=LAYOUTS, buffered=BUFFERED)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -176,11 +181,11 @@ def test_weights_that_the_step_writes_equal_those_that_deepspeed_copies(ranks, n
         assert not any(none)
 
 
-@pytest.mark.parametrize("name", MASTERS)
-def test_buffer_of_bf16_masters_is_their_own_memory(ranks, name):
-    for _, masters, *_ in ranks:
-        ours, theirs, (shared, not_shared) = masters[name]
-        assert all(shared) and not any(not_shared)
+@pytest.mark.parametrize("owner", BUFFERED)
+def test_buffer_of_masters_or_weights_in_host_memory_is_their_own_memory(ranks, owner):
+    for _, buffered, *_ in ranks:
+        ours, theirs, is_shared, is_plain_shared = buffered[owner]
+        assert is_shared and not is_plain_shared
         assert all(ours) and all(theirs)
 
 

@@ -5,6 +5,10 @@ After the step DeepSpeed rounds the master weights in host memory to the model's
 parameter read and 2 written.  The step writes the same bits while it has the weights at hand, and
 DeepSpeed's copy is skipped.  Where it cannot, for one step or for all, DeepSpeed copies as ever.
 
+ZeRO 1 and 2 copy to a buffer in host memory, and from there to the model's weights.  Where these
+are in host memory themselves, as on a machine without GPU, they are the buffer, which saves 2 bytes
+per parameter and the second copy: torch skips a copy of memory onto itself.
+
 Master weights that are bfloat16 themselves, in host memory, need no copy: the buffer of ZeRO 1 and
 2 that DeepSpeed copies them to becomes a name for their own memory, which saves 2 bytes per
 parameter.
@@ -25,6 +29,7 @@ from zero8.zero.stand_in import StandIn
 STEPS = "_optimizer_step"
 REASSIGNS = "_reassign_or_swap_out_partitioned_parameters"
 BUFFERS = "param_buffer_of_bit16_for_cpu_offload_groups"
+WEIGHTS = "parallel_partitioned_bit16_groups"
 
 
 class CopyTarget(torch.Tensor):
@@ -114,16 +119,32 @@ def _write_in_stage12(zero_class: type, optimizer_class: type) -> None:
             # DeepSpeed frees such page-locked memory with this very object.
             step(self, group_no)
             return
-        if p.dtype == buffers[group_no].dtype and p.device == buffers[group_no].device:
-            buffers[group_no] = p.data
-        elif not isinstance(buffers[group_no], CopyTarget):
-            buffers[group_no] = buffers[group_no].as_subclass(CopyTarget)
-        target = buffers[group_no]
+        buffers[group_no] = target = _buffer(p, buffers[group_no], _weights(self, group_no))
         is_written = copies.step(self.optimizer, p, target, lambda: step(self, group_no))
         if isinstance(target, CopyTarget):
             target.written_from = p.data_ptr() if is_written else None
 
     setattr(zero_class, STEPS, in_stage12)
+
+
+def _weights(zero: Any, group_no: int) -> Tensor:
+    """Return this rank's partition of the model's weights."""
+    rank = torch.distributed.get_rank(zero.real_dp_process_group[group_no])
+    weights: Tensor = getattr(zero, WEIGHTS)[group_no][rank]
+    return weights
+
+
+def _buffer(p: Tensor, buffer: Tensor, weights: Tensor) -> Tensor:
+    """Return what to copy the master weights to instead of DeepSpeed's buffer, or that."""
+    if _are_alike(p, buffer):
+        return p.data
+    if _are_alike(weights, buffer):
+        return weights.detach().as_subclass(CopyTarget)
+    return buffer if isinstance(buffer, CopyTarget) else buffer.as_subclass(CopyTarget)
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
 
 
 def _write_in_stage3(zero_class: type, optimizer_class: type) -> None:
