@@ -111,8 +111,8 @@ def run_buffered(layouts):
 def is_owner(engine, owner):
     """Return whether DeepSpeed's buffer is in the memory of the masters or of the weights."""
     owners = partitions(engine)[("masters", "weights").index(owner)]
-    buffers = getattr(engine.optimizer, BUFFERS)
-    return all(one.data_ptr() == other.data_ptr() for one, other in zip(owners, buffers, strict=True))
+    pairs = zip(owners, getattr(engine.optimizer, BUFFERS), strict=True)
+    return all(one.data_ptr() == buffer.data_ptr() for one, buffer in pairs)
 
 
 def run_hooked(ds_config):
