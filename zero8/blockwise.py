@@ -22,7 +22,7 @@ from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import Codec
 from zero8.spec.shown import shown_keys
 from zero8.state import keywords
-from zero8.state.grads import deep_copied, has_other_dtype
+from zero8.state.grads import deep_copied, grad_bytes_by_dtype, has_other_dtype
 from zero8.state.kind import kind_of
 from zero8.state.memory_report import MemoryReport
 from zero8.state.params import KnownParams, ParamInfo
@@ -307,11 +307,12 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     @property
     def copies(self) -> dict[Tensor, Tensor]:
-        """By float32 parameter on the CPU, a tensor to which the next step writes it, rounded.
+        """By parameter on the CPU, a 16-bit tensor to which the next step also writes it.
 
-        Contiguous, bfloat16 or float16, of as many elements.  The bits are those of `copy_` after
-        the step.  The step takes out the copies that it has written; it writes none of parameters
-        without gradients or in another layout than contiguous.
+        Contiguous, of as many elements: bfloat16 or float16 for a float32 parameter, bfloat16 for a
+        bfloat16 one.  The bits are those of `copy_` after the step.  The step takes out the copies
+        that it has written; it writes none of parameters without gradients or in another layout
+        than contiguous.
         """
         return self._stepper.copies
 
@@ -528,7 +529,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         }
 
     def memory_report(self) -> MemoryReport:
-        """Return, per parameter, whether its moments are 8-bit or float32, why, and their bytes."""
+        """Return, per parameter, whether its moments are 8-bit or float32, why, and their bytes.
+
+        Also the bytes of these parameters' gradients, of those that there are now.
+        """
         rows = []
         for p, stores in self.all_moments().items():
             state = self.state[p]
@@ -536,7 +540,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             rows += self.settings.memory_rows(stores, "param_correction" in state, remark)
         for layout in self.on_disk.values():
             rows += self.settings.memory_rows(layout.like, layout.correction_numel > 0)
-        return MemoryReport(tuple(rows))
+        return MemoryReport(tuple(rows), grad_bytes_by_dtype(self.state))
 
     def _infos(self) -> dict[Tensor, ParamInfo]:
         return self._params.infos(self.param_groups)

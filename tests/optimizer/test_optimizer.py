@@ -301,6 +301,10 @@ def test_optimizer_memory_report_counts_the_bytes_of_state(codec):
     assert report.state_bytes_per_param(8) == expected[0][-1] / 19200
     assert report.state_bytes_per_param() == sum(e[-1] for e in expected) / 25650
     assert "8-bit: 19,200 elements" in str(report) and "32-bit: 6,450 elements" in str(report)
+    assert report.grad_bytes == {"float32": 4 * 25650}
+    assert "gradients in float32: 102,600 bytes" in str(report)
+    optimizer.zero_grad()
+    assert optimizer.memory_report().grad_bytes == {}
 
 
 @codecs

@@ -71,10 +71,19 @@ def steps(engine, first=0):
     return grads
 
 
+def is_reported(engine):
+    """Return whether the optimizer's report counts the bytes of the gradients in their dtype."""
+    report = base_optimizer(engine).memory_report().grad_bytes
+    grads = [grad for grad in grads_of(engine) if grad is not None]
+    return sum(report.values()) == sum(grad.nbytes for grad in grads) and set(report) == {
+        str(grad.dtype).removeprefix("torch.") for grad in grads
+    }
+
+
 def run_layouts(layouts):
     """Return, by layout, for engines of both kinds: their gradients' dtype, and what they hold."""
     return {
-        name: [(steps(one), dtype_of(one), held(one)) for one in pair(ds_config)]
+        name: [(steps(one), dtype_of(one), held(one), is_reported(one)) for one in pair(ds_config)]
         for name, (ds_config, _) in layouts.items()
     }
 
@@ -215,8 +224,10 @@ def pairs_of(standing_ranks):
 @pytest.mark.parametrize("name", NAMES)
 def test_step_with_gradients_of_16_bits_holds_the_bits_of_float32_ones(pairs_of, name):
     _, expected = (QUICK | SLOW)[name]
-    for (grads, dtype, ours), (their_grads, their_dtype, theirs) in pairs_of(name):
+    for one, other in pairs_of(name):
+        (grads, dtype, ours, reports), (their_grads, their_dtype, theirs, also_reports) = one, other
         assert (dtype, their_dtype) == (expected, expected and FP32)
+        assert reports and also_reports
         assert difference(ours, theirs) == ""
         assert difference([g.float() for g in grads], [g.float() for g in their_grads]) == ""
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory report: the size and format of each parameter's moments, with the reason."""
+"""The memory report: each parameter's moments, with the reason for their format; gradients."""
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -39,9 +40,15 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The rows of all parameters that have moments; prints as a table."""
+    """What the optimizer holds and reads in this process; prints as a table.
+
+    Attributes:
+        rows: a row for each parameter that has moments.
+        grad_bytes: by dtype, the bytes of the gradients that the next step would read.
+    """
 
     rows: tuple[MemoryRow, ...]
+    grad_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def state_bytes_per_param(self, bits: int | None = None) -> float:
         """Return bytes of moments per element, over the rows with these bits, or all for None."""
@@ -68,4 +75,8 @@ class MemoryReport:
                     f"{bits}-bit: {numel:,} elements, "
                     f"{self.state_bytes_per_param(bits):.3f} state bytes per element"
                 )
+        lines += [
+            f"gradients in {dtype}: {num_bytes:,} bytes"
+            for dtype, num_bytes in sorted(self.grad_bytes.items())
+        ]
         return "\n".join(lines)
