@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from zero8 import cli
-from zero8.bench.engine import command, contenders, engines, figure, report
+from zero8.bench.engine import command, contenders, engines, figure, report, traffic
 
 ENGINES = ("ZeRO-2", "ZeRO-3", "FSDP2")
 NAMES = [(name, one.name) for name in ENGINES for one in contenders.CONTENDERS[name]]
@@ -56,9 +56,37 @@ def test_bench_engine_table_has_a_line_per_row_and_target(result):
     ]
     for row in found["rows"]:
         assert f"| {row['engine']}, clipped at 1, {row['name']} | {row['phase_ms']:.1f} |" in table
+        assert f" | {row['inner_ms']:.1f} | {row['step_bytes']:.1f} | " in table
     for check in found["checks"]:
         assert f"| {check['target']} | {check['value']:.4g} |" in table
     assert found["command"] in table and "1 rank(s)" in table
+
+
+STATES = 2 + 12 / 256  # codes, and three float32 scales per block
+# By engine and optimizer, bytes per parameter of the step, of the rest, and of the rest clipped.
+BYTES = {
+    ("ZeRO-2", "DeepSpeed, fp32 masters"): (28, 10, 18),
+    ("ZeRO-2", "zero8, fp32 masters"): (12 + 2 * STATES, 0, 0),
+    ("ZeRO-2", "zero8, 24-bit masters"): (10 + 2 * STATES, 0, 0),
+    ("ZeRO-2", "DeepSpeed, bf16 masters and states"): (14, 8, 12),
+    ("ZeRO-2", "zero8, bf16 masters"): (8 + 2 * STATES, 0, 0),
+    ("ZeRO-3", "DeepSpeed, fp32 masters"): (28, 14, 14),
+    ("ZeRO-3", "zero8, fp32 masters"): (12 + 2 * STATES, 0, 0),
+    ("ZeRO-3", "zero8, 24-bit masters"): (8 + 2 * STATES, 0, 0),
+    ("ZeRO-3", "DeepSpeed, bf16 masters and states"): (14, 8, 8),
+    ("ZeRO-3", "zero8, bf16 masters"): (6 + 2 * STATES, 0, 0),
+    ("FSDP2", "torch's fused AdamW"): (28, 0, 12),
+    ("FSDP2", "zero8"): (12 + 2 * STATES, 0, 4),
+}
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_bench_engine_bytes_are_those_of_each_pass(clipping):
+    for engine, one in ((name, one) for name in ENGINES for one in contenders.CONTENDERS[name]):
+        step, rest, clipped = BYTES[engine, one.name]
+        case = engines.Case(engine, clipping, 2**26)
+        found = traffic.traffic(case, one.entry)
+        assert found == (step, clipped if clipping else rest)
 
 
 @pytest.mark.parametrize("names", [ENGINES, ENGINES[:1]])

@@ -18,6 +18,7 @@ from zero8.bench.engine.engines import (
     Engine,
     Fsdp2Engine,
 )
+from zero8.bench.engine.traffic import Entry, our_states
 
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 OURS = zero8.Adam8bitBlockwise.__name__
@@ -29,11 +30,13 @@ class Contender(NamedTuple):
     Attributes:
         name: the name of its row.
         over: the name of the row that it is compared with.
+        entry: what its step reads and writes.
         make: makes a new engine.
     """
 
     name: str
     over: str
+    entry: Entry
     make: Callable[[Case], Engine]
 
 
@@ -41,26 +44,35 @@ DEEPSPEED, DEEPSPEED_BF16 = "DeepSpeed, fp32 masters", "DeepSpeed, bf16 masters 
 TORCH = "torch's fused AdamW"
 
 
-def _in_deepspeed(name: str, over: str, optimizer: str, params: dict, bf16: dict) -> Contender:
-    return Contender(name, over, partial(DeepSpeedEngine, optimizer, params, bf16))
+def _in_deepspeed(
+    name: str, over: str, entry: Entry, optimizer: str, params: dict, bf16: dict
+) -> Contender:
+    return Contender(name, over, entry, partial(DeepSpeedEngine, optimizer, params, bf16))
 
 
-def _in_fsdp2(name: str, optimizer: Callable[..., Optimizer], **params: Any) -> Contender:
-    return Contender(name, TORCH, partial(Fsdp2Engine, partial(optimizer, **HYPER, **params)))
+def _in_fsdp2(
+    name: str, entry: Entry, optimizer: Callable[..., Optimizer], **params: Any
+) -> Contender:
+    make = partial(Fsdp2Engine, partial(optimizer, **HYPER, **params))
+    return Contender(name, TORCH, entry, make)
 
 
 _CORRECTED = {"weight_correction_bits": 8}
 _BF16_STATES = BF16_MASTERS | {"bf16_optimizer_states": True}
+_FP32, _BF16 = Entry(4, 8, 4), Entry(2, 4, 2)
+_OUR_FP32 = Entry(4, our_states(), 2, is_ours=True)
+_OUR_24_BITS = Entry(2, our_states() + 1, 2, is_ours=True)
+_OUR_BF16 = Entry(2, our_states(), 2, is_ours=True)
 _IN_DEEPSPEED = (
-    _in_deepspeed(DEEPSPEED, DEEPSPEED, "AdamW", {}, {}),
-    _in_deepspeed("zero8, fp32 masters", DEEPSPEED, OURS, {}, {}),
-    _in_deepspeed("zero8, 24-bit masters", DEEPSPEED, OURS, _CORRECTED, BF16_MASTERS),
-    _in_deepspeed(DEEPSPEED_BF16, DEEPSPEED_BF16, "AdamW", {}, _BF16_STATES),
-    _in_deepspeed("zero8, bf16 masters", DEEPSPEED_BF16, OURS, {}, BF16_MASTERS),
+    _in_deepspeed(DEEPSPEED, DEEPSPEED, _FP32, "AdamW", {}, {}),
+    _in_deepspeed("zero8, fp32 masters", DEEPSPEED, _OUR_FP32, OURS, {}, {}),
+    _in_deepspeed("zero8, 24-bit masters", DEEPSPEED, _OUR_24_BITS, OURS, _CORRECTED, BF16_MASTERS),
+    _in_deepspeed(DEEPSPEED_BF16, DEEPSPEED_BF16, _BF16, "AdamW", {}, _BF16_STATES),
+    _in_deepspeed("zero8, bf16 masters", DEEPSPEED_BF16, _OUR_BF16, OURS, {}, BF16_MASTERS),
 )
 _IN_FSDP2 = (
-    _in_fsdp2(TORCH, torch.optim.AdamW, fused=True),
-    _in_fsdp2("zero8", zero8.Adam8bitBlockwise),
+    _in_fsdp2(TORCH, _FP32, torch.optim.AdamW, fused=True),
+    _in_fsdp2("zero8", _OUR_FP32._replace(grad=4), zero8.Adam8bitBlockwise),
 )
 CONTENDERS = {name: _IN_FSDP2 if name == FSDP2 else _IN_DEEPSPEED for name in ENGINES}
 """By engine."""

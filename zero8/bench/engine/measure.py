@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from zero8.bench.engine.contenders import CONTENDERS, Contender
 from zero8.bench.engine.engines import Case
+from zero8.bench.engine.traffic import traffic
 from zero8.bench.step.timing import WARM_UP_ROUNDS
 
 
@@ -96,6 +97,8 @@ def _row(case: Case, clock: Clocked, phases: dict[str, list[float]]) -> dict:
         "phase_ms_p10": tenths[0],
         "phase_ms_p90": tenths[-1],
         "inner_ms": inner_ms,
+        # With a GPU other passes take place, on it and over its link.
+        **({} if torch.cuda.is_available() else traffic(case, contender.entry)._asdict()),
         "over": contender.over,
         "ratio": ratio,
     }

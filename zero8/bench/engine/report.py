@@ -9,7 +9,9 @@ HEADERS = (
     "the engine's step, ms",
     "10 to 90 %",
     "optimizer's step, ms",
+    "bytes/param",
     "the rest, ms",
+    "bytes/param",
     "times as fast",
 )
 # The least ratios, by row.
@@ -50,7 +52,9 @@ def markdown(result: dict) -> str:
         "DeepSpeed's bf16 masters and states, all others with its fp32 masters; under FSDP2, "
         "whose parameters are float32, with torch's fused AdamW. The engine's step is everything "
         "from the last gradient to the next forward: `engine.step()`, or clipping and the "
-        "optimizer's step. zero8 clips by `optimizer.clip_grad_norm_` under FSDP2.",
+        "optimizer's step. zero8 clips by `optimizer.clip_grad_norm_` under FSDP2. Bytes are those "
+        "that a machine without a GPU reads and writes (`zero8/bench/engine/traffic.py`), besides "
+        "what ranks exchange.",
         "",
         *check_lines(result["checks"]),
     ]
@@ -69,6 +73,12 @@ def _cells(row: dict) -> list[str]:
         f"{row['phase_ms']:.1f}",
         f"{row['phase_ms_p10']:.1f} to {row['phase_ms_p90']:.1f}",
         f"{row['inner_ms']:.1f}",
+        _bytes(row, "step_bytes"),
         f"{row['phase_ms'] - row['inner_ms']:.1f}",
+        _bytes(row, "rest_bytes"),
         f"{row['ratio']:.2f}",
     ]
+
+
+def _bytes(row: dict, name: str) -> str:
+    return f"{row[name]:.1f}" if name in row else "-"
