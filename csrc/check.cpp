@@ -59,11 +59,11 @@ std::string wrong_kind(const Segment& s, int64_t num_scalars) {
   if (s.correction && s.param_dtype != kBF16) {
     return wrong("param_dtype", s.param_dtype, "1 (bfloat16) with a correction");
   }
-  if (s.copy && s.param_dtype != kFP32) {
-    return wrong("param_dtype", s.param_dtype, "0 (float32) with a copy");
-  }
   if (s.copy && s.copy_dtype != kBF16 && s.copy_dtype != kFP16) {
     return wrong("copy_dtype", s.copy_dtype, "1 (bfloat16) or 2 (float16)");
+  }
+  if (s.copy && s.param_dtype == kBF16 && s.copy_dtype != kBF16) {
+    return wrong("copy_dtype", s.copy_dtype, "1 (bfloat16), as the parameter");
   }
   if (s.scalars < 0 || s.scalars >= num_scalars) {
     return wrong("scalars", s.scalars, "less than " + std::to_string(num_scalars));

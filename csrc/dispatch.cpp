@@ -5,6 +5,9 @@
 #include <cpuid.h>
 #endif
 
+#include <algorithm>
+#include <cstring>
+
 #define ZERO8_TARGET dispatch
 #include "blocks.h"
 #include "flush_to_zero.h"
@@ -29,6 +32,24 @@ Place place_of(const Segment* segments, int64_t num_segments, int64_t element) {
   return {i, dispatch::block_of(seg, seg.first + element) - dispatch::block_of(seg, seg.first)};
 }
 
+// Steps over blocks first .. stop - 1 of a segment, and copies a bfloat16 parameter: a part at a
+// time, which is in the cache then.  Copies of float parameters are the step's own.
+int64_t step_segment(const Segment& seg, const StepScalars& scalars, const DynamicMaps& maps,
+                     StepBlocks* step_blocks, int64_t first, int64_t stop) {
+  if (!seg.copy || seg.param_dtype == kFP32) return step_blocks(seg, scalars, maps, first, stop);
+  const int64_t blocks_of_part = 16384 / seg.block_size;
+  int64_t skipped = 0;
+  for (; first < stop; first += blocks_of_part) {
+    const int64_t end = std::min(first + blocks_of_part, stop);
+    skipped += step_blocks(seg, scalars, maps, first, end);
+    const dispatch::Block last = dispatch::block_at(seg, end - 1);
+    const int64_t from = dispatch::block_at(seg, first).begin, to = last.begin + last.count;
+    std::memcpy(static_cast<uint16_t*>(seg.copy) + from,
+                static_cast<const uint16_t*>(seg.param) + from, (to - from) * sizeof(uint16_t));
+  }
+  return skipped;
+}
+
 // Steps over the blocks from `begin` to just before `end`.
 void step_range(Segment* segments, int64_t num_segments, const StepScalars* scalars,
                 const DynamicMaps& maps, StepBlocks* step_blocks, Place begin, Place end) {
@@ -38,7 +59,7 @@ void step_range(Segment* segments, int64_t num_segments, const StepScalars* scal
     const int64_t first = i == begin.segment ? begin.block : 0;
     const int64_t stop = i == end.segment ? end.block : dispatch::num_blocks(seg);
     if (first >= stop) continue;
-    const int64_t skipped = step_blocks(seg, scalars[seg.scalars], maps, first, stop);
+    const int64_t skipped = step_segment(seg, scalars[seg.scalars], maps, step_blocks, first, stop);
     if (skipped) __atomic_fetch_add(&seg.nonfinite_blocks, skipped, __ATOMIC_RELAXED);
   }
 }

@@ -56,7 +56,7 @@ struct Segment {
   void* param;       // float or bfloat16, updated in place
   const void* grad;  // float, bfloat16, or Half if param is float; any element alignment
   void* correction;  // int8_t, 8 more bits of a bfloat16 parameter; null without
-  void* copy;        // of type copy_dtype, the nearest to a float parameter; null without
+  void* copy;        // of copy_dtype: the nearest to a float, or a bfloat16 as it is; null without
   Moment moments[kMaxMoments];
   int64_t numel;
   int64_t first;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 16-bit copy of a float32 parameter that the step writes is torch's copy_ of the parameter."""
+"""The 16-bit copy of a parameter that the step writes is torch's copy_ of the parameter."""
 
 import numpy as np
 import pytest
@@ -18,16 +18,23 @@ from segments import (
 from zero8.op import kernel
 from zero8.spec import reference
 
+# The last but one has several of the parts in which bfloat16 parameters are copied.
 PLACES = [
     Place((4, 64), 64, 0, 1),
     Place((4, 100), 64, 37, 255, offset=2),
     Place((3, 300), 256, 299, 257, offset=3),
     Place((3, 257), 256, 0, 3 * 257),
     Place((2, 5000), 4096, 4095, 3001),
+    Place((600, 70), 64, 33, 40_001),
     Place((3, 300), 256, 50, 0),
 ]
 BF16, FP16 = torch.bfloat16, torch.float16
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+# Dtypes of parameter, gradient and copy.
+ALL_DTYPES = [
+    *((torch.float32, grad, copy) for grad in (torch.float32, BF16, FP16) for copy in (BF16, FP16)),
+    *((BF16, grad, BF16) for grad in (torch.float32, BF16)),
+]
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 FROZEN = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.0}
 
@@ -38,19 +45,19 @@ def with_copy(segment, dtype):
     return segment
 
 
-@DTYPES
-@pytest.mark.parametrize("grad_dtype", [torch.float32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtypes", ALL_DTYPES, ids=str)
 @pytest.mark.parametrize("codec", CODEC_NAMES, ids=str)
-def test_kernel_copy_of_any_place_equals_reference_and_stays_inside(codec, grad_dtype, dtype):
+def test_kernel_copy_of_any_place_equals_reference_and_stays_inside(codec, dtypes):
+    param_dtype, grad_dtype, dtype = dtypes
     for place in PLACES:
-        made = make(codec, place, scalars_at(1, ADAM), torch.float32, grad_dtype)
+        made = make(codec, place, scalars_at(1, ADAM), param_dtype, grad_dtype)
         segment = with_copy(made, dtype)
         segment.grad.copy_(gradient(0, place.numel, seed=3))
         wanted, followers = copied(segment), {isa: framed_copy(segment) for isa in kernel.isas()}
         reference.step(wanted)
         assert torch.equal(wanted.copy, wanted.param.to(dtype))
         for isa, (mine, frames) in followers.items():
-            kernel.step([mine], isa=isa)
+            kernel.step([mine], isa=isa, num_threads=3)
             assert_same(mine, wanted, isa)
             for frame in frames.values():
                 assert (frame[:100] == 77).all() and (frame[-100:] == 77).all()
@@ -80,12 +87,29 @@ def test_kernel_copy_of_every_kind_of_float_equals_torch(dtype):
         assert mine.copy[~finite].isnan().all()
 
 
-@DTYPES
+def test_kernel_copy_of_a_corrected_parameter_is_its_upper_16_bits():
+    for place in PLACES:
+        segment = with_copy(make("log", place, scalars_at(1, ADAM), BF16, BF16), BF16)
+        segment.correction = torch.zeros(place.numel, dtype=torch.int8)
+        segment.grad.copy_(gradient(0, place.numel, seed=4))
+        for isa in kernel.isas():
+            mine, plain = copied(segment), copied(segment)
+            plain.copy = None
+            kernel.step([mine], isa=isa)
+            kernel.step([plain], isa=isa)
+            assert torch.equal(mine.copy, plain.param) and torch.equal(mine.param, plain.param)
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "dtype"),
+    [(torch.float32, BF16), (torch.float32, FP16), (BF16, BF16)],
+    ids=str,
+)
 @pytest.mark.parametrize("codec", CODEC_NAMES, ids=str)
-def test_kernel_copy_of_a_block_that_is_left_unchanged_is_made(codec, dtype):
+def test_kernel_copy_of_a_block_that_is_left_unchanged_is_made(codec, param_dtype, dtype):
     """The buffer may never have been written; subnormal numbers stay as they are here."""
     for place in PLACES:
-        segment = with_copy(make(codec, place, scalars_at(1, ADAM)), dtype)
+        segment = with_copy(make(codec, place, scalars_at(1, ADAM), param_dtype), dtype)
         segment.param[::3] = 2.0**-130
         segment.grad.fill_(torch.nan)
         for isa in kernel.isas():
@@ -101,11 +125,11 @@ def test_kernel_copy_of_a_block_that_is_left_unchanged_is_made(codec, dtype):
         ("copy_dtype", 0, "copy_dtype: got 0, expected 1"),
         ("copy_dtype", 3, "copy_dtype: got 3, expected 1"),
         ("copy", 2**40 + 1, "copy: got 1099511627777, expected an address"),
-        ("param_dtype", 1, "param_dtype: got 1, expected 0"),
+        ("param_dtype", 1, "copy_dtype: got 2, expected 1"),
     ],
 )
 def test_record_with_a_copy_that_kernels_cannot_write_is_refused(field, value, message):
-    segment = with_copy(make("log", PLACES[4], scalars_at(1, ADAM)), BF16)
+    segment = with_copy(make("log", PLACES[4], scalars_at(1, ADAM)), FP16)
     records, scalars = kernel.packed([segment])
     kernel.check(records, len(scalars))
     records[field] = np.array(value)

@@ -107,9 +107,12 @@ def _of_flat(zero):
         "gradients of the step": nbytes([p.grad for p in masters if p.grad is not None]),
     }
     if zero.cpu_offload:
-        # Without a GPU those of float32 masters are in the weights' memory; the plan is for a GPU.
+        # Without a GPU ours are in the weights' memory; with one, for which the plan is, those of
+        # bfloat16 masters are in these.
         buffers = zero.param_buffer_of_bit16_for_cpu_offload_groups
-        found["weights on their way"] = nbytes(not_within(masters, buffers))
+        is_rounded = masters[0].dtype != buffers[0].dtype
+        own = buffers if is_rounded else not_within(zero.bit16_groups_flat, buffers)
+        found["weights on their way"] = nbytes(own)
         found["largest gradient"] = zero.temp_grad_buffer_for_cpu_offload.nbytes
         found["accumulated gradients"] = nbytes(zero.accumulated_grads_in_cpu.values())
     return found

@@ -8,27 +8,26 @@ import deepspeed
 import pytest
 import torch
 from nests import difference
+from plan_worker import not_within
 from zero_worker import Bag, base_optimizer, config, held, make_engine, take_step
 
 import zero8
-from zero8.zero.weight_copies import BUFFERS, REASSIGNS, STEPS, CopyTarget
+from zero8.zero.weight_copies import BUFFERS, REASSIGNS, STEPS, CopyTarget, _buffer
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 UNCHECKED = {"check_grad_overflow": False}
+BF16 = {"dtype": {"bf16_master_weights_and_grads": True}}
 LAYOUTS = {
     "zero1": config(stage=1, dtype={}),
     "zero2": config(stage=2, dtype={}) | {"gradient_clipping": 0.5},
     "zero2, fp16": config(stage=2) | FP16,
     "zero2, dynamic, Lion": config(2, dtype={}, optimizer="Lion8bitBlockwise", codec="dynamic"),
+    "zero2, bf16 masters": config(2, **BF16) | {"gradient_clipping": 0.5},
+    "zero2, 24-bit masters": config(2, **BF16, weight_correction_bits=8),
     "zero2, NaN": config(stage=2, dtype=UNCHECKED),
     "zero3": config(stage=3, dtype={}),
     "zero3, sub-groups": config(stage=3, dtype={}, zero={"sub_group_size": 5000}),
     "zero3, fp16": config(stage=3) | FP16,
-}
-# In whose memory DeepSpeed's buffer is.
-BUFFERED = {
-    "masters": config(2, dtype={"bf16_master_weights_and_grads": True}),
-    "weights": config(2, dtype={}),
 }
 STEPS_TAKEN = 6
 
@@ -94,25 +93,17 @@ def run_pairs(layouts):
     result = {}
     for name, ds_config in layouts.items():
         engines = make_engine(ds_config, Bag()), unfused(make_engine(ds_config, Bag()))
-        result[name] = [(*run(engine, name), held(engine)) for engine in engines]
+        result[name] = [
+            (*run(engine, name), held(engine), has_buffers(engine)) for engine in engines
+        ]
     return result
 
 
-def run_buffered(layouts):
-    """Return, by owner, what `run` returns, and whether the buffer is the owner's memory."""
-    result = {}
-    for owner, ds_config in layouts.items():
-        engine, plain = make_engine(ds_config, Bag()), unfused(make_engine(ds_config, Bag()))
-        ours, theirs = run(engine, owner)[0], run(plain, owner)[0]
-        result[owner] = ours, theirs, is_owner(engine, owner), is_owner(plain, owner)
-    return result
-
-
-def is_owner(engine, owner):
-    """Return whether DeepSpeed's buffer is in the memory of the masters or of the weights."""
-    owners = partitions(engine)[("masters", "weights").index(owner)]
-    pairs = zip(owners, getattr(engine.optimizer, BUFFERS), strict=True)
-    return all(one.data_ptr() == buffer.data_ptr() for one, buffer in pairs)
+def has_buffers(engine):
+    """Return whether DeepSpeed's buffers between masters and weights have memory of their own."""
+    zero = engine.optimizer
+    weights = getattr(zero, "bit16_groups_flat", [])
+    return bool(not_within(weights, getattr(zero, BUFFERS, [])))
 
 
 def run_hooked(ds_config):
@@ -152,11 +143,10 @@ def run_derived(ds_config):
     return rounded
 
 
-def run_everything(layouts, buffered):
+def run_everything(layouts):
     some = [layouts[name] for name in ("zero2", "zero3")]
     return (
         run_pairs(layouts),
-        run_buffered(buffered),
         [run_hooked(ds_config) for ds_config in some],
         [run_derived(ds_config) for ds_config in some],
     )
@@ -165,13 +155,15 @@ def run_everything(layouts, buffered):
 @pytest.fixture(scope="module")
 def ranks(standing_ranks):
     run = standing_ranks(2).run
-    return run(run_everything, timeout_s=400, layouts=LAYOUTS, buffered=BUFFERED)
+    return run(run_everything, timeout_s=400, layouts=LAYOUTS)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_weights_that_the_step_writes_equal_those_that_deepspeed_copies(ranks, name):
     for pairs, *_ in ranks:
-        (ours, asked, our_states), (theirs, none, their_states) = pairs[name]
+        (ours, asked, our_states, ours_have), (theirs, none, their_states, they_have) = pairs[name]
+        # Without a GPU the weights are the buffer.
+        assert not ours_have and they_have == name.startswith(("zero1", "zero2"))
         assert all(ours) and all(theirs) and difference(our_states, their_states) == ""
         # DeepSpeed makes the first copy, and the one after the write from outside.
         per_step = len(asked) // STEPS_TAKEN
@@ -181,12 +173,13 @@ def test_weights_that_the_step_writes_equal_those_that_deepspeed_copies(ranks, n
         assert not any(none)
 
 
-@pytest.mark.parametrize("owner", BUFFERED)
-def test_buffer_of_masters_or_weights_in_host_memory_is_their_own_memory(ranks, owner):
-    for _, buffered, *_ in ranks:
-        ours, theirs, is_shared, is_plain_shared = buffered[owner]
-        assert is_shared and not is_plain_shared
-        assert all(ours) and all(theirs)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_buffer_beside_weights_on_a_gpu_is_that_of_deepspeed_or_bf16_masters(dtype):
+    p, weights = torch.ones(6, dtype=dtype), torch.ones(6, dtype=torch.bfloat16, device="meta")
+    buffer = torch.zeros(6, dtype=torch.bfloat16)
+    found = _buffer(p, buffer, weights)
+    assert found.data_ptr() == (buffer if dtype == torch.float32 else p).data_ptr()
+    assert isinstance(found, CopyTarget) is (dtype == torch.float32)
 
 
 def test_weights_of_a_derived_optimizer_are_the_rounded_masters(ranks):

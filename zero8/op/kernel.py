@@ -27,6 +27,11 @@ DTYPES = {
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),
     torch.bfloat16: (torch.float32, torch.bfloat16),
 }
+# Of copies that the CPU's step writes, by dtype of the parameter.
+COPY_DTYPES = {
+    torch.float32: (torch.bfloat16, torch.float16),
+    torch.bfloat16: (torch.bfloat16,),
+}
 CPU = torch.device("cpu")
 
 
@@ -264,7 +269,7 @@ def _fill(record: np.void, segment: Segment, device: torch.device) -> None:
         check("param with a correction", segment.param, numel, torch.bfloat16)
         record["correction"] = check("correction", segment.correction, numel, torch.int8)
     if segment.copy is not None:
-        dtypes = torch.bfloat16, torch.float16
+        dtypes = COPY_DTYPES[segment.param.dtype]
         record["copy"] = check("copy", segment.copy, numel, *dtypes)
         record["copy_dtype"] = DTYPE_NUMBERS[segment.copy.dtype]
     record["numel"], record["first"] = numel, segment.first

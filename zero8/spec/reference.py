@@ -56,7 +56,8 @@ def step(segment: Segment) -> int:
         _store(segment, rule, moment, x, good, block, bad_blocks)
     if segment.copy is not None:
         segment.copy.copy_(segment.param)
-        segment.copy[segment.param.isnan()] = torch.nan  # torch's vector code writes others
+        if segment.param.dtype == torch.float32:  # of NaN torch's vector code makes others
+            segment.copy[segment.param.isnan()] = torch.nan
     return int(bad_blocks.sum())
 
 

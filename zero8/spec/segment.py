@@ -53,8 +53,8 @@ class Segment:
         correction: (numel,) int8, contiguous, updated in place: the 8 bits below those of a
             bfloat16 parameter, or None.  With it the parameter is rounded to 24 bits, to nearest.
         copy: (numel,) bfloat16 or float16, contiguous: receives the float32 parameter rounded to
-            nearest, also where the step leaves it unchanged; None without.  On the CPU, for
-            float32 gradients.
+            nearest, also where the step leaves it unchanged, or of bfloat16 the bfloat16 parameter
+            as it is; None without.  On the CPU.
     """
 
     param: Tensor

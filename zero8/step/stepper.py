@@ -33,8 +33,8 @@ class Stepper:
         counts: blocks that steps have left unchanged, not yet reported.
         grad_factor: the factor of the gradients of the next step, which sets it to 1.
         clipped: the gradients that the factor is for, None if for whichever come.
-        copies: by float32 parameter on the CPU, the bfloat16 or float16 tensor to which the next
-            step also writes it, rounded to nearest; the step takes out those that it has written.
+        copies: by parameter on the CPU, the 16-bit tensor to which the next step also writes it,
+            rounded to nearest; the step takes out those that it has written.
     """
 
     def __init__(self, settings: Settings, params: KnownParams, kinds: Sequence[StateKind]):

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 16-bit copy of float32 master weights under ZeRO, written by the step itself.
+"""The 16-bit copy of master weights under ZeRO, written by the step itself.
 
 After the step DeepSpeed rounds the master weights in host memory to the model's dtype: 4 bytes per
 parameter read and 2 written.  The step writes the same bits while it has the weights at hand, and
 DeepSpeed's copy is skipped.  Where it cannot, for one step or for all, DeepSpeed copies as ever.
 
-ZeRO 1 and 2 copy to a buffer in host memory, and from there to the model's weights.  Where these
-are in host memory themselves, as on a machine without GPU, they are the buffer, which saves 2 bytes
-per parameter and the second copy: torch skips a copy of memory onto itself.
-
-Master weights that are bfloat16 themselves, in host memory, need no copy: the buffer of ZeRO 1 and
-2 that DeepSpeed copies them to becomes a name for their own memory, which saves 2 bytes per
-parameter.
+ZeRO 1 and 2 copy to a buffer in host memory, and from there to the model's weights.  The buffer is
+replaced where that saves its 2 bytes per parameter: without a GPU by the weights themselves, for
+torch skips a copy of memory onto itself; else by master weights that are bfloat16 already.
 """
 
 import functools
@@ -24,6 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero8.op.kernel import COPY_DTYPES
 from zero8.zero.stand_in import StandIn
 
 STEPS = "_optimizer_step"
@@ -85,9 +82,9 @@ class _Copies:
 
 def _can_write(optimizer: Any, p: Tensor, target: Tensor) -> bool:
     return (
-        p.dtype == torch.float32
-        and target.dtype in (torch.bfloat16, torch.float16)
+        target.dtype in COPY_DTYPES.get(p.dtype, ())
         and p.device.type == target.device.type == "cpu"
+        and p.data_ptr() != target.data_ptr()
         and target.is_contiguous()
         and p.numel() == target.numel()
         # A hook may change the weights after the step.
@@ -136,10 +133,10 @@ def _weights(zero: Any, group_no: int) -> Tensor:
 
 def _buffer(p: Tensor, buffer: Tensor, weights: Tensor) -> Tensor:
     """Return what to copy the master weights to instead of DeepSpeed's buffer, or that."""
-    if _are_alike(p, buffer):
-        return p.data
     if _are_alike(weights, buffer):
         return weights.detach().as_subclass(CopyTarget)
+    if _are_alike(p, buffer):
+        return p.data
     return buffer if isinstance(buffer, CopyTarget) else buffer.as_subclass(CopyTarget)
 
 
