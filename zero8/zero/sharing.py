@@ -97,7 +97,7 @@ def _share_weights(zero: Any) -> None:
         return
     masters, weights = zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat
     for p, weight in zip(masters, weights, strict=True):
-        if _are_alike(p, weight):
+        if are_alike(p, weight):
             p.data = weight.data
 
 
@@ -124,7 +124,8 @@ def _separate_gradients(zero: Any) -> None:
             set_grad(p, p.grad.clone())
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
+def are_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether one tensor can take the other's memory."""
     return (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
 
 

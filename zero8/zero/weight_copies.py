@@ -21,6 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero8.op.kernel import COPY_DTYPES
+from zero8.zero.sharing import are_alike
 from zero8.zero.stand_in import StandIn
 
 STEPS = "_optimizer_step"
@@ -133,15 +134,11 @@ def _weights(zero: Any, group_no: int) -> Tensor:
 
 def _buffer(p: Tensor, buffer: Tensor, weights: Tensor) -> Tensor:
     """Return what to copy the master weights to instead of DeepSpeed's buffer, or that."""
-    if _are_alike(weights, buffer):
+    if are_alike(weights, buffer):
         return weights.detach().as_subclass(CopyTarget)
-    if _are_alike(p, buffer):
+    if are_alike(p, buffer):
         return p.data
     return buffer if isinstance(buffer, CopyTarget) else buffer.as_subclass(CopyTarget)
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
 
 
 def _write_in_stage3(zero_class: type, optimizer_class: type) -> None:
