@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from zero8.ranks.at_exit import leave_time_for_gloo
+
 Number = TypeVar("Number", int, float)
 Group = Any
 """A process group of torch.distributed, which some builds of torch lack; None: all ranks."""
@@ -43,6 +45,7 @@ def largest(numbers: Sequence[int], process_groups: Sequence[Group]) -> list[int
 def _reduced(numbers: Sequence[Number], process_groups: Sequence[Group], op: str) -> list[Number]:
     if is_alone():
         return list(numbers)
+    leave_time_for_gloo()
     dtype = torch.int64 if isinstance(numbers[0], int) else torch.float64
     for group in process_groups:
         reduced = torch.tensor(numbers, dtype=dtype, device=_device_of(group))

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that ends right after the ranks have agreed ends with status 0."""
+
+import pytest
+from processes import python
+from ranks import free_port
+
+# Ranks by forks.  The threads of gloo, which drop a collective's tensors last, share a core with
+# their rank and get none of it before the rank waits for something.
+RUN = """
+import os, sys
+import torch.distributed
+from zero8.ranks import agree, numbers
+
+AGREEMENTS = (
+    lambda: agree.gathered(1),
+    lambda: agree.from_rank_0(int),
+    lambda: numbers.total(1, [None]),
+)
+
+def become(rank):
+    os.environ["RANK"] = str(rank)
+    torch.distributed.init_process_group("gloo")
+    torch.distributed.barrier()
+    cores = sorted(os.sched_getaffinity(0))
+    for thread in map(int, os.listdir("/proc/self/task")):
+        os.sched_setaffinity(thread, {cores[rank % len(cores)]})
+        with open(f"/proc/self/task/{thread}/comm") as name:
+            if name.read().startswith("pt_gloo_runloop"):
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+                print("found a thread")
+    return torch.distributed.group.WORLD
+
+for agreement, port in zip(AGREEMENTS, os.environ["PORTS"].split(), strict=True):
+    os.environ["MASTER_PORT"] = port
+    ranks = []
+    for rank in range(2):
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            held = become(rank)
+            agreement()
+            sys.exit()
+    print([os.waitpid(rank, 0)[1] for rank in ranks], flush=True)
+"""
+REGISTERED = """
+import atexit, sys
+import torch.distributed
+from zero8.ranks import agree, numbers
+
+registered = []
+atexit.register = lambda *call: registered.append(call)
+eval(sys.argv[1])
+assert not registered, "a process without a process group"
+torch.distributed.init_process_group("gloo")
+for _ in range(2):
+    eval(sys.argv[1])
+((sleep, seconds),) = registered
+assert seconds >= 0.05
+sleep(seconds)
+"""
+
+
+def test_process_that_ends_after_an_agreement_is_not_aborted():
+    """Without `leave_time_for_gloo` torch aborts a quarter of the ranks."""
+    ports = " ".join(str(free_port()) for _ in range(3))
+    done = python(RUN, PORTS=ports, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
+    assert "found a thread" in done.stdout
+    assert done.stdout.count("[0, 0]") == 3, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "agreement", ("agree.gathered(1)", "agree.from_rank_0(int)", "numbers.total(1, [None])")
+)
+def test_agreement_between_ranks_registers_one_pause_at_the_end(forks, agreement):
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = forks.run(REGISTERED, agreement, MASTER_PORT=str(free_port()), **world)
+    assert done.returncode == 0, done.stderr
