@@ -21,7 +21,7 @@ namespace ZERO8_TARGET {
 //       Its number, and how many values of each element go from the first loop to the last one, so
 //       that one has the square root and the other the division.
 //   decay(StepScalars, k), settling(StepScalars, k)
-//       By which factor moment k is decoded, and the settling of (C2'), 0 for none.
+//       By which factor moment k is decoded, and the settling of (C2'), 0 where the dither rounds.
 //   Scalars(StepScalars)
 //       The scalars in every lane, with those of the gradient, and what `step` functions need:
 //   advance(vec, Vec::F g, Vec::F* m, Vec::F* carried)

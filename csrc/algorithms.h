@@ -9,15 +9,17 @@
 
 namespace zero8 {
 
-enum Algorithm : int32_t { kAdam = 1, kLion = 2 };
+enum Algorithm : int32_t { kAdam = 1, kLion = 2, kSgd = 3 };
 
-// The moments of an algorithm, in order: whether each one can be negative.
-struct MomentSigns {
+// The moments of an algorithm, in order: whether each one can be negative, and whether the dither
+// rounds its codes.
+struct MomentsOf {
   int count;
-  bool is_signed[kMaxMoments];
+  bool is_signed[kMaxMoments], is_dithered[kMaxMoments];
 };
-constexpr MomentSigns kMomentSigns[] = {{0, {}}, {2, {true, false}}, {1, {true}}};
-constexpr int kNumAlgorithms = sizeof kMomentSigns / sizeof kMomentSigns[0];  // and one more, 0
+constexpr MomentsOf kMomentsOf[] = {
+    {0, {}, {}}, {2, {true, false}, {false, true}}, {1, {true}, {true}}, {1, {true}, {true}}};
+constexpr int kNumAlgorithms = sizeof kMomentsOf / sizeof kMomentsOf[0];  // and one more, 0
 
 struct AdamScalars {
   float beta1, beta2;
@@ -30,14 +32,19 @@ struct AdamScalars {
 struct LionScalars {
   float beta1, beta2;
   float one_minus_beta1, one_minus_beta2;
-  float lr, decay, l2, grad_sign;
-  float settling, grad_factor;
+  float lr, decay, l2, grad_sign, grad_factor;
+};
+
+struct SgdScalars {
+  float momentum, grad_share, update_of_moment, update_of_grad;
+  float lr, decay, l2, grad_sign, grad_factor;
 };
 
 // One step's scalars, those of the segment's algorithm.
 union StepScalars {
   AdamScalars adam;
   LionScalars lion;
+  SgdScalars sgd;
 };
 
 }  // namespace zero8

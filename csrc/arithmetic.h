@@ -4,6 +4,7 @@
 // Included once per target, after params.h, so in the target's namespace.
 #include "adam.h"
 #include "lion.h"
+#include "sgd.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
@@ -12,6 +13,7 @@ namespace ZERO8_TARGET {
 template <class Body>
 ZERO8_DEVICE ZERO8_INLINE inline auto with_algorithm(const Segment& seg, Body&& body) {
   if (seg.algorithm == kLion) return body(Lion());
+  if (seg.algorithm == kSgd) return body(Sgd());
   return body(Adam());
 }
 

@@ -37,7 +37,7 @@ std::string wrong_kind(const Segment& s, int64_t num_scalars) {
   if (s.algorithm < 1 || s.algorithm >= kNumAlgorithms) {
     return wrong("algorithm", s.algorithm, "1 to " + std::to_string(kNumAlgorithms - 1));
   }
-  for (int k = 0; k < kMomentSigns[s.algorithm].count; ++k) {
+  for (int k = 0; k < kMomentsOf[s.algorithm].count; ++k) {
     const int32_t codec = s.moments[k].codec, first = s.moments[0].codec;
     if (codec != kFloat32 && codec != kDynamic && codec != kLog) {
       return wrong(of_moment(k, "codec"), codec, "0 (float32), 1 (dynamic) or 4 (log)");
@@ -86,7 +86,7 @@ std::string wrong_address(const std::string& field, const void* p, uint64_t alig
 
 std::string wrong_moment(const Segment& s, int k, int64_t num_blocks) {
   const Moment& moment = s.moments[k];
-  const bool is_signed = kMomentSigns[s.algorithm].is_signed[k];
+  const bool is_signed = kMomentsOf[s.algorithm].is_signed[k];
   const ScalesPerBlock per_block = kScalesPerBlock[moment.codec];
   const int64_t expected = num_blocks * (is_signed ? per_block.of_signed : per_block.of_unsigned);
   if (moment.num_scales != expected) {
@@ -112,7 +112,7 @@ std::string wrong_memory(const Segment& s) {
     if (s.copy && !is_address(s.copy, 2)) return wrong_address("copy", s.copy, 2);
   }
   const int64_t blocks = check::num_blocks(s);
-  for (int k = 0; k < kMomentSigns[s.algorithm].count && found.empty(); ++k) {
+  for (int k = 0; k < kMomentsOf[s.algorithm].count && found.empty(); ++k) {
     found = wrong_moment(s, k, blocks);
   }
   return found;

@@ -282,6 +282,37 @@ struct SignedLog {
   };
 };
 
+// Signed values in `log` that live long: (C2")
+struct DitheredLog : SignedLog {
+  static constexpr bool kIsDithered = true;
+
+  struct Encoder {
+    static constexpr Left kLeft = Left::kSign;
+    float inverse = 0.0f;
+
+    ZERO8_DEVICE Encoder() {}
+    ZERO8_DEVICE Encoder(const Range& range, const DynamicMap&, const BlockValues&, float* stored) {
+      const float absmax = range.value();
+      const bool is_zero = absmax == 0.0f;
+      const float scale = is_zero ? 0.0f : Narrow::scale(absmax);
+      *stored = scale;
+      inverse = is_zero ? 0.0f : 1.0f / scale;
+    }
+    // A cell has 2^18 units of the pattern, of which the threshold takes 8 to 2^18 - 8: no code can
+    // exceed the largest, as for SignedLog, and the block's largest element has that one.
+    ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I threshold) const {
+      static_assert(Narrow::kShift == 18);
+      const Vec::F magnitude = Vec::as_float(magnitude_bits(x));
+      const Vec::I y = Vec::as_int(Vec::fma_far(magnitude, Vec::set(inverse), Vec::set(1.0f)));
+      const Vec::I raised = Vec::addi(Vec::shl<2>(threshold), Vec::subi(y, Vec::seti(kOneBits)));
+      return Vec::shr<18>(raised);
+    }
+  };
+
+  // The threshold is q, with the last two bits replaced by 2.
+  ZERO8_DEVICE static Dither dither(uint32_t q) { return Dither((q & ~3u) | 2u); }
+};
+
 // Values that are never negative in `log`: (C7), (C8)
 struct Log {
   static constexpr bool kSigned = false, kIsDithered = true;

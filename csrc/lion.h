@@ -16,7 +16,7 @@ struct Lion {
 
   // Both of Lion's averages start from the same moment, so it is decoded as it is.
   ZERO8_DEVICE static float decay(const StepScalars&, int) { return 1.0f; }
-  ZERO8_DEVICE static float settling(const StepScalars& s, int) { return s.lion.settling; }
+  ZERO8_DEVICE static float settling(const StepScalars&, int) { return 0.0f; }
 
   struct Scalars : Gradient {
     Vec::F beta1, beta2, one_minus_beta1, one_minus_beta2, minus_lr, decay;

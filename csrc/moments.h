@@ -19,12 +19,16 @@ struct Number {
   static constexpr int value = k;
 };
 
+// The code of moment k of an algorithm.
+template <class Algorithm, class Codec, int k>
+using CodeOf = typename Codec::template Code<kMomentsOf[Algorithm::kNumber].is_signed[k],
+                                             kMomentsOf[Algorithm::kNumber].is_dithered[k]>;
+
 // Part<Code> for each moment of an algorithm: types differ where codes do.
 template <class Algorithm, class Codec, template <class Code> class Part, int k = 0,
-          bool kIsEnd = k == kMomentSigns[Algorithm::kNumber].count>
+          bool kIsEnd = k == kMomentsOf[Algorithm::kNumber].count>
 struct Row {
-  using Code = typename Codec::template Code<kMomentSigns[Algorithm::kNumber].is_signed[k]>;
-  Part<Code> item;
+  Part<CodeOf<Algorithm, Codec, k>> item;
   Row<Algorithm, Codec, Part, k + 1> rest;
 
   ZERO8_DEVICE Row() {}
@@ -63,22 +67,29 @@ struct Row<Algorithm, Codec, Part, k, true> {
 
 // --- Codecs --------------------------------------------------------------------------------------
 
-template <bool kSigned>
-struct LogOf {
+template <bool kSigned, bool kDithered>
+struct LogOf;
+template <>
+struct LogOf<true, false> {
   using Code = SignedLog;
 };
 template <>
-struct LogOf<false> {
+struct LogOf<true, true> {
+  using Code = DitheredLog;
+};
+template <>
+struct LogOf<false, true> {
   using Code = Log;
 };
 struct InLog {
   static constexpr bool kHasPairs = true;
-  template <bool kSigned>
-  using Code = typename LogOf<kSigned>::Code;
+  template <bool kSigned, bool kDithered>
+  using Code = typename LogOf<kSigned, kDithered>::Code;
 };
+// Rounds to nearest, whatever the moment.
 struct InDynamic {
   static constexpr bool kHasPairs = false;
-  template <bool kSigned>
+  template <bool kSigned, bool>
   using Code = Dynamic<kSigned>;
 };
 
@@ -86,12 +97,13 @@ struct InDynamic {
 template <class Code>
 constexpr bool kIsValid =
     Code::kScales >= 1 && Code::kScales <= kMaxScales && Code::kZeroCode < 256;
+template <class Code, int kScales>
+constexpr bool kHasScales = kIsValid<Code> && Code::kScales == kScales;
 template <class InCodec, Codec kCodec>
 constexpr bool kIsCodec =
-    kIsValid<typename InCodec::template Code<true>> &&
-    kIsValid<typename InCodec::template Code<false>> &&
-    InCodec::template Code<true>::kScales == kScalesPerBlock[kCodec].of_signed &&
-    InCodec::template Code<false>::kScales == kScalesPerBlock[kCodec].of_unsigned;
+    kHasScales<typename InCodec::template Code<true, false>, kScalesPerBlock[kCodec].of_signed> &&
+    kHasScales<typename InCodec::template Code<true, true>, kScalesPerBlock[kCodec].of_signed> &&
+    kHasScales<typename InCodec::template Code<false, true>, kScalesPerBlock[kCodec].of_unsigned>;
 static_assert(kIsCodec<InDynamic, kDynamic>);
 static_assert(kIsCodec<InLog, kLog>);
 
@@ -216,8 +228,7 @@ struct Sinks {
 template <class Algorithm>
 ZERO8_DEVICE inline bool are_moments(const uint32_t* largest) {
   bool are = true;
-  for (int k = 0; k < kMomentSigns[Algorithm::kNumber].count; ++k)
-    are &= largest[k] < kInfinityBits;
+  for (int k = 0; k < kMomentsOf[Algorithm::kNumber].count; ++k) are &= largest[k] < kInfinityBits;
   return are;
 }
 

@@ -215,7 +215,7 @@ struct Reader {
 // algorithm carries from one loop to the other.
 template <class Algorithm>
 struct Buffer {
-  static constexpr int kMoments = kMomentSigns[Algorithm::kNumber].count;
+  static constexpr int kMoments = kMomentsOf[Algorithm::kNumber].count;
   static constexpr int kRows = kMoments + Algorithm::kCarried;
   float* values = nullptr;
   int stride = 0;
@@ -331,7 +331,7 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, int64_t begin, in
       s.advance(vec, reader.gradient(i, lanes), m, carried);
       buffer.put(i, m, carried);
       for (int k = 0; k < kMoments; ++k) {
-        const bool is_signed = kMomentSigns[Algorithm::kNumber].is_signed[k];
+        const bool is_signed = kMomentsOf[Algorithm::kNumber].is_signed[k];
         patterns[k] = Vec::maxu(patterns[k], is_signed ? magnitude_bits(m[k]) : Vec::as_int(m[k]));
       }
     });

@@ -12,6 +12,7 @@ from zero8 import autoload
 if TYPE_CHECKING:  # type checkers, editors and the API reference cannot follow `__getattr__`
     from zero8.optimizer import Adam8bitBlockwise as Adam8bitBlockwise
     from zero8.optimizer import Lion8bitBlockwise as Lion8bitBlockwise
+    from zero8.optimizer import SGD8bitBlockwise as SGD8bitBlockwise
     from zero8.way_back import export as export
     from zero8.zero.active import assert_active as assert_active
 
@@ -20,6 +21,7 @@ __version__ = "0.2.0.dev0"
 _MODULES = {
     "Adam8bitBlockwise": "zero8.optimizer",
     "Lion8bitBlockwise": "zero8.optimizer",
+    "SGD8bitBlockwise": "zero8.optimizer",
     "assert_active": "zero8.zero.active",
     "export": "zero8.way_back",
 }

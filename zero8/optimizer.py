@@ -9,8 +9,10 @@ from torch.optim.optimizer import ParamsT
 
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.lion import LION
+from zero8.algorithms.sgd import SGD
 from zero8.blockwise import BlockwiseOptimizer
 from zero8.spec.codec import DEFAULT_CODEC
+from zero8.spec.options import check_flag
 from zero8.state import keywords
 
 
@@ -87,9 +89,9 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
         **others: Any,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
-        is_decoupled = keywords.check_flag("adam_w_mode", adam_w_mode)
+        is_decoupled = check_flag("adam_w_mode", adam_w_mode)
         if (adamw_mode := others.pop("adamw_mode", None)) is not None:
-            is_decoupled = keywords.check_flag("adamw_mode", adamw_mode)
+            is_decoupled = check_flag("adamw_mode", adamw_mode)
         options = {
             "lr": lr,
             "betas": betas,
@@ -154,5 +156,65 @@ class Lion8bitBlockwise(BlockwiseOptimizer):
         super().__init__(params, options, whole, others)
 
 
-OPTIMIZERS: tuple[type[BlockwiseOptimizer], ...] = (Adam8bitBlockwise, Lion8bitBlockwise)
+class SGD8bitBlockwise(BlockwiseOptimizer):
+    r"""SGD with momentum whose moment is kept as 8-bit codes with one float32 scale per block.
+
+    The step is that of `torch.optim.SGD` with the moment decoded before and encoded after it:
+    `zero8.algorithms.sgd` has the equations, `zero8.spec.codec` the codes and their error bounds.
+    State: 1 + 4/block_size bytes per element of an 8-bit parameter instead of 4.
+
+    In a DeepSpeed config: `"optimizer": {"type": "SGD8bitBlockwise", "params": {...}}`.
+
+    Args:
+        params: see `Adam8bitBlockwise`.
+        lr: learning rate, a number or a one-element tensor.
+        momentum: decay rate of the moment, above 0: without momentum SGD has no states.
+        dampening: 1 minus the share of the gradient in the moment, from the second step on.
+        weight_decay: added to the gradient, or decoupled.
+        nesterov: Nesterov's momentum, which needs a dampening of 0.
+        maximize: ascend instead of descend.
+        decoupled_weight_decay: AdamW's decay instead of torch's, which is L2 regularization.
+        **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
+
+    Attributes:
+        settings: the settings of the whole optimizer.
+
+    Raises:
+        ValueError: for an unknown key or a bad value, or a parameter that it can never step.
+    """
+
+    algorithm = SGD
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        **settings: Any,
+    ):
+        """Check the arguments and set up the groups; moments are made by the first step."""
+        options = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        whole, others = keywords.split(settings)
+        super().__init__(params, options, whole, others)
+
+
+OPTIMIZERS: tuple[type[BlockwiseOptimizer], ...] = (
+    Adam8bitBlockwise,
+    Lion8bitBlockwise,
+    SGD8bitBlockwise,
+)
 """The public optimizers; `torch.optim` gets their names, and so do DeepSpeed's configs."""

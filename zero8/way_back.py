@@ -37,7 +37,7 @@ def export(optimizer: torch.optim.Optimizer) -> dict:
             f"export: got a {type(ours).__name__}, expected an optimizer of zero8, such as "
             "Adam8bitBlockwise"
         )
-    if any(_is_of_zero(state) for state in ours.state.values()) or ours.on_disk:
+    if any(_of_zero(state) for state in ours.state.values()) or ours.on_disk:
         raise ValueError(
             "export: got an optimizer that steps partitions of ZeRO; save a checkpoint instead, "
             "and convert it: zero8 checkpoint universal DIR for DeepSpeed's Adams, "
@@ -79,8 +79,8 @@ def _owner_of(state_dict: dict) -> str | None:
     for state in states.values() if isinstance(states, dict) else ():
         if isinstance(state, dict) and _is_plain(state):
             return StateHeader.of(state, "it").algorithm.class_name
-        if isinstance(state, dict) and _is_of_zero(state):
-            return algorithm_called(state["exp_avg"].store.rule.algorithm).class_name
+        if isinstance(state, dict) and _of_zero(state):
+            return algorithm_called(_of_zero(state)[0].store.rule.algorithm).class_name
     return None
 
 
@@ -88,5 +88,6 @@ def _is_plain(state: dict) -> bool:
     return torch.is_tensor(state.get("format")) and not torch.is_tensor(state.get("step"))
 
 
-def _is_of_zero(state: dict) -> bool:
-    return isinstance(state.get("exp_avg"), MomentTensor)
+def _of_zero(state: dict) -> list[MomentTensor]:
+    """Return the moments of a state of ZeRO; none of another one."""
+    return [value for value in state.values() if isinstance(value, MomentTensor)]

@@ -65,13 +65,10 @@ constexpr bool kIsQuantized = true;
 template <>
 constexpr bool kIsQuantized<InFloat32> = false;
 
-template <class Algorithm, class Codec, int k>
-using CodeOf = typename Codec::template Code<kMomentSigns[Algorithm::kNumber].is_signed[k]>;
-
 // Calls body(Number<k>) for each moment of an algorithm.
 template <class Algorithm, int k = 0, class Body>
 __device__ void for_moments(Body body) {
-  if constexpr (k < kMomentSigns[Algorithm::kNumber].count) {
+  if constexpr (k < kMomentsOf[Algorithm::kNumber].count) {
     body(Number<k>());
     for_moments<Algorithm, k + 1>(body);
   }
@@ -365,7 +362,7 @@ __device__ bool step_block(const Segment& seg, const StepScalars& raw, const Dyn
     for_moments<Algorithm>([&](auto number) {
       constexpr int k = decltype(number)::value;
       const Vec::F x = Vec::load(moments[k].x + i);
-      const bool is_signed = kMomentSigns[Algorithm::kNumber].is_signed[k];
+      const bool is_signed = kMomentsOf[Algorithm::kNumber].is_signed[k];
       largest = Vec::maxu(largest, is_signed ? magnitude_bits(x) : Vec::as_int(x));
     });
   });
@@ -468,4 +465,5 @@ __device__ void step_share(const Segment* segments, const int64_t* first_blocks,
   }
 ZERO8_KERNEL(zero8_step_adam, Adam)
 ZERO8_KERNEL(zero8_step_lion, Lion)
+ZERO8_KERNEL(zero8_step_sgd, Sgd)
 #undef ZERO8_KERNEL

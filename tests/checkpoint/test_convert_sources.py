@@ -1,11 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversions of what is not our own 8-bit state with names: AdamW, bitsandbytes, numbers."""
 
+import pytest
 import torch
 from convert_cases import converted, refusal, same
 from convert_model import named_groups, saved_plain
+from small_optimizers import run, small_model
 
-from zero8 import Adam8bitBlockwise
+import zero8
+from zero8 import Adam8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
+
+SGD = {"lr": 0.01, "momentum": 0.9, "nesterov": True}
+
+
+def saved_with(made, path, **options):
+    """Save a small model and its optimizer, of float32 and of 8-bit moments; return both."""
+    model = small_model()
+    optimizer = made(model.named_parameters(), **options)
+    run(optimizer, list(model.parameters()), 3)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return model, optimizer
+
+
+def assert_same_states(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for key, entries in theirs.items():
+        assert ours[key].keys() == entries.keys()
+        for name, value in entries.items():
+            assert torch.equal(torch.as_tensor(ours[key][name]), torch.as_tensor(value)), name
+
+
+@pytest.mark.parametrize(
+    ("made", "options"), [(Lion8bitBlockwise, {}), (SGD8bitBlockwise, SGD)], ids=["lion", "sgd"]
+)
+def test_convert_of_one_moment_keeps_its_codes_and_decodes_to_fp32(made, options, tmp_path):
+    model, optimizer = saved_with(made, tmp_path / "in", **options)
+    converted(tmp_path / "in", tmp_path / "folder", "dcp")
+    converted(tmp_path / "folder", tmp_path / "back", "plain")
+    back = torch.load(tmp_path / "back", weights_only=True)["optimizer"]
+    assert_same_states(back["state"], optimizer.state_dict()["state"])
+    converted(tmp_path / "in", tmp_path / "fp32", "fp32")
+    fp32 = torch.load(tmp_path / "fp32", weights_only=True)["optimizer"]
+    assert_same_states(fp32["state"], zero8.export(optimizer)["state"])
+    if made is SGD8bitBlockwise:
+        other = torch.optim.SGD(small_model().named_parameters(), **SGD)
+        other.load_state_dict(fp32)
+        run(other, other.param_groups[0]["params"], 1)
+
+
+def test_convert_of_torchs_sgd_keeps_its_float32_moments(tmp_path):
+    """Its states do not say their step: they have taken one at least."""
+    _, theirs = saved_with(torch.optim.SGD, tmp_path / "in", **SGD)
+    for to in ("plain", "fp32"):
+        converted(tmp_path / "in", tmp_path / to, to)
+        state = torch.load(tmp_path / to, weights_only=True)["optimizer"]["state"]
+        for number, entries in theirs.state_dict()["state"].items():
+            assert torch.equal(state[number]["momentum_buffer"], entries["momentum_buffer"])
+            assert int(state[number]["step"]) == 1
 
 
 def test_convert_of_adamw_keeps_its_float32_moments(tmp_path):

@@ -41,7 +41,8 @@ def saved(standing_ranks, tmp_path_factory):
         for layout in ("corrected", "offload")
         for pair in RESHARDED
         for mode in MODES
-    ],
+    ]
+    + [("sgd", 2, 3, "sharded"), pytest.param("lion", 3, 2, "sharded", marks=pytest.mark.slow)],
 )
 def test_fsdp2_checkpoint_loads_and_goes_on_with_the_same_bits(
     layout, before, after, mode, saved, standing_ranks

@@ -70,10 +70,33 @@ def test_factory_settings_have_precedence_over_those_of_trainer(tmp_path):
     assert settings["weight_decay"] == hf_models.WEIGHT_DECAY
 
 
-def test_trainer_resumes_to_the_bits_of_a_run_that_was_not_cut_off(tmp_path):
-    whole = trained(tmp_path / "whole")
-    trained(tmp_path / "cut", stop_after=3)
-    resumed = trained(tmp_path / "cut", resume=tmp_path / "cut" / "checkpoint-3")
+KINDS = {
+    "adam": {},
+    "lion": {"kind": "lion"},
+    "sgd": {"kind": "sgd", "momentum": 0.9, "nesterov": True},
+}
+
+
+def test_factory_makes_the_kind_that_is_asked_for_with_what_it_takes(tmp_path):
+    args = hf_models.arguments(tmp_path)
+    make, settings = hf.optimizer(args, kind="lion")
+    assert settings == {
+        "lr": hf_models.LR,
+        "betas": hf_models.BETAS,
+        "weight_decay": hf_models.WEIGHT_DECAY,
+    }
+    made = make()(hf_models.small_llama(), **settings)
+    assert type(made) is zero8.Lion8bitBlockwise
+    assert len(made.param_groups) == 2 and made.param_groups[1]["weight_decay"] == 0.0
+    with pytest.raises(ValueError, match="kind: got 'adamw', expected one of .*'sgd'"):
+        hf.optimizer(args, kind="adamw")
+
+
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
+def test_trainer_resumes_to_the_bits_of_a_run_that_was_not_cut_off(tmp_path, settings):
+    whole = trained(tmp_path / "whole", settings=settings)
+    trained(tmp_path / "cut", stop_after=3, settings=settings)
+    resumed = trained(tmp_path / "cut", resume=tmp_path / "cut" / "checkpoint-3", settings=settings)
     assert resumed.state.global_step == 6
     assert hf_models.same_weights(whole.model, resumed.model)
     assert not hf_models.same_weights(whole.model, hf_models.small_llama())

@@ -20,6 +20,7 @@ from segments import (
 )
 
 from zero8.algorithms.lion import LION
+from zero8.algorithms.sgd import SGD
 from zero8.op import kernel
 from zero8.spec import reference
 from zero8.spec.segment import Rounding, Segment
@@ -79,6 +80,12 @@ HYPERS = {
         "algorithm": LION, "lr": 1e-3, "betas": (0.9, 0.99), "grad_factor": 21 / 128
     },
     "lion, no memory": {"algorithm": LION, "lr": 1e-3, "betas": (0.0, 0.0)},
+    "sgd": {"algorithm": SGD, "lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
+    "sgd, nesterov, decoupled, maximize, factor": {
+        "algorithm": SGD, "lr": 1e-2, "momentum": 0.99, "weight_decay": 0.1, "nesterov": True,
+        "decoupled_weight_decay": True, "maximize": True, "grad_factor": 21 / 128,
+    },
+    "sgd, dampening": {"algorithm": SGD, "lr": 0.25, "momentum": 0.5, "dampening": 0.25},
 }  # fmt: skip
 
 

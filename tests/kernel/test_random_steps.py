@@ -26,6 +26,7 @@ from segments import (
 from tqdm import trange
 
 from zero8.algorithms.lion import LION
+from zero8.algorithms.sgd import SGD
 from zero8.op import kernel
 from zero8.spec import reference
 from zero8.spec.grid import BlockGrid
@@ -55,7 +56,19 @@ def place_of(chance: random.Random, codec: str | None) -> Place:
 
 
 def hyper_of(number: int, chance: random.Random) -> dict:
-    """Return hyperparameters: of Lion in each third case."""
+    """Return hyperparameters, of each algorithm in turn."""
+    if number % 3 == 1:
+        nesterov = chance.random() < 0.5
+        return {
+            "algorithm": SGD,
+            "lr": 10 ** chance.uniform(-6, 0),
+            "momentum": chance.choice((1e-3, 0.5, 0.9, 0.99, 0.9999)),
+            "dampening": 0.0 if nesterov else chance.choice((0.0, 0.5, 0.9, 1.0)),
+            "nesterov": nesterov,
+            "weight_decay": chance.choice((0.0, 1e-40, 0.01, 0.5)),
+            "decoupled_weight_decay": chance.random() < 0.5,
+            "maximize": chance.random() < 0.2,
+        }
     algorithm = {"algorithm": LION} if number % 3 == 2 else {}
     return algorithm | {
         "lr": 10 ** chance.uniform(-6, 0),

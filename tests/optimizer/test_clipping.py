@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from nests import assert_same
-from small_optimizers import set_grads, small_model
+from small_optimizers import required_by, set_grads, small_model
 
 from zero8 import Adam8bitBlockwise
 from zero8.optimizer import OPTIMIZERS
@@ -84,7 +84,8 @@ def test_clip_without_gradients_has_norm_zero():
 )
 def test_clip_equals_torchs_clipping_before_the_step(optimizer_class, dtype, max_norm, norm_type):
     ours, theirs = params_of(dtype), params_of(dtype)
-    optimizer, plain = optimizer_class(ours, lr=0.01), optimizer_class(theirs, lr=0.01)
+    options = {"lr": 0.01, **required_by(optimizer_class)}
+    optimizer, plain = optimizer_class(ours, **options), optimizer_class(theirs, **options)
     for step in range(3):
         give_grads(ours, step)
         give_grads(theirs, step)

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from small_optimizers import assert_equal, gamma, param, run, set_grads, small_model
+from small_optimizers import assert_equal, gamma, param, required_by, run, set_grads, small_model
 from torch import nn
 
 from zero8 import Adam8bitBlockwise
@@ -121,8 +121,9 @@ def test_optimizer_l2_adds_decay_to_the_gradient():
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 def test_optimizer_maximize_equals_negated_gradients(optimizer_class):
     model, other = small_model(), small_model()
-    up = optimizer_class(model.parameters(), maximize=True)
-    down = optimizer_class(other.parameters())
+    options = required_by(optimizer_class)
+    up = optimizer_class(model.parameters(), maximize=True, **options)
+    down = optimizer_class(other.parameters(), **options)
     for step in range(5):
         set_grads(model.parameters(), step)
         for p, q in zip(model.parameters(), other.parameters(), strict=True):

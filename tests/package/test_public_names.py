@@ -10,6 +10,7 @@ def test_public_names_are_in_dir_and_can_be_imported():
     assert set(zero8.__all__) == {
         "Adam8bitBlockwise",
         "Lion8bitBlockwise",
+        "SGD8bitBlockwise",
         "__version__",
         "assert_active",
         "export",

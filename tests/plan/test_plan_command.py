@@ -3,6 +3,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 from doc_blocks import blocks_of, is_shown
@@ -12,8 +13,11 @@ from places import ROOT
 from zero8 import cli
 from zero8.bench.step.machines import Machine
 from zero8.plan import measure
+from zero8.plan.model import Model
 from zero8.plan.rates import Rates
 from zero8.plan.setup import Setup, with_deepspeed_config
+from zero8.plan.share import share_of
+from zero8.state.policy import Policy
 
 NVME = ("--nvme-bandwidth", "5")
 
@@ -133,6 +137,17 @@ def test_plan_of_a_deepspeed_config_has_24_bit_masters_where_zero8_corrects_bf16
 def test_plan_of_a_deepspeed_config_without_params_of_the_optimizer_has_bf16_masters():
     config = {"bf16": MASTERS, "optimizer": {"type": "Adam8bitBlockwise"}}
     assert with_deepspeed_config(Setup(), config).dtype == "bf16-masters"
+
+
+@pytest.mark.parametrize(("name", "num_bytes"), [("Adam", 8), ("Lion", 4), ("SGD", 4)])
+def test_plan_of_a_config_counts_the_moments_of_its_optimizer(name, num_bytes):
+    section = {"type": f"{name}8bitBlockwise", "params": {"min_8bit_size": 10**9}}
+    setup = with_deepspeed_config(Setup(), {"optimizer": section})
+    model = Model("one", (("weight", (1000, 1000)),))
+    share = share_of(model, setup)
+    assert share.fp32_bytes == share.zero8_bytes == num_bytes * 10**6
+    in_8bit = share_of(model, replace(setup, policy=Policy())).zero8_bytes
+    assert 1 < 4 * in_8bit / share.fp32_bytes < 1.05
 
 
 def test_plan_takes_cores_and_bandwidths_as_they_are_given(capsys):

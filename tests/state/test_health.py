@@ -212,7 +212,7 @@ def test_reports_take_no_time_once_they_are_closed(clock):
 
 
 def test_reports_refuse_other_optimizers_and_a_distance_that_is_none():
-    with pytest.raises(ValueError, match="got AdamW, expected Adam8bitBlockwise"):
+    with pytest.raises(ValueError, match="got AdamW, expected an optimizer of zero8"):
         Reports(torch.optim.AdamW([param(4, 4)]), 1)
     for every in (0, -1, 1.5, True, "50"):
         with pytest.raises(ValueError, match="expected a positive integer"):

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.gpt.engine_fsdp2 import join_ranks
-from zero8 import Adam8bitBlockwise
+from zero8 import Adam8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
+from zero8.blockwise import BlockwiseOptimizer
 from zero8.spec.grid import is_narrow, rows_per_block
 
 # Ragged rows, rows of no whole number of blocks, an empty shard on all ranks but one, experts cut
@@ -61,7 +62,8 @@ class Layout:
         offload: whether parameters are kept on the CPU by policy.
         mixed: whether the forward and the backward are in bfloat16.
         replicas: how many groups of ranks hold the same.
-        keywords: of the optimizer.
+        keywords: of the optimizer, beside `OPTIONS`.
+        made: the optimizer's class.
     """
 
     dtype: torch.dtype = torch.float32
@@ -69,6 +71,7 @@ class Layout:
     mixed: bool = False
     replicas: int = 1
     keywords: tuple = ()
+    made: type = Adam8bitBlockwise
 
 
 LAYOUTS = {
@@ -78,6 +81,10 @@ LAYOUTS = {
     "bfloat16": Layout(torch.bfloat16),
     "corrected": Layout(torch.bfloat16, keywords=(("weight_correction_bits", 8),)),
     "dynamic": Layout(keywords=(("codec", "dynamic"),)),
+    "lion": Layout(torch.bfloat16, made=Lion8bitBlockwise),
+    "sgd": Layout(
+        offload=True, keywords=(("momentum", 0.9), ("nesterov", True)), made=SGD8bitBlockwise
+    ),
 }
 
 
@@ -99,9 +106,11 @@ def sharded(layout: Layout, model: nn.Module | None = None) -> nn.Module:
     )
 
 
-def optimizer_of(model: nn.Module, layout: Layout, **keywords) -> Adam8bitBlockwise:
-    keywords = {**OPTIONS, **dict(layout.keywords), **keywords}
-    return Adam8bitBlockwise(model.named_parameters(), **keywords)
+def optimizer_of(model: nn.Module, layout: Layout, **keywords) -> BlockwiseOptimizer:
+    known = layout.made.algorithm.keywords
+    options = {key: value for key, value in OPTIONS.items() if key in known}
+    keywords = {**options, **dict(layout.keywords), **keywords}
+    return layout.made(model.named_parameters(), **keywords)
 
 
 def run(model: nn.Module, optimizer, begin: int, end: int) -> None:

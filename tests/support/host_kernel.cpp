@@ -199,7 +199,8 @@ struct Kernel {
   decltype(zero8_step_adam)* run;
 };
 const Kernel kernels[] = {{zero8::kAdam, "zero8_step_adam", zero8_step_adam},
-                          {zero8::kLion, "zero8_step_lion", zero8_step_lion}};
+                          {zero8::kLion, "zero8_step_lion", zero8_step_lion},
+                          {zero8::kSgd, "zero8_step_sgd", zero8_step_sgd}};
 const Kernel* kernel;
 
 void kernel_body() {

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import deepspeed
 import torch
-from zero_worker import base_optimizer, config, make_engine, plain
+from zero_worker import base_optimizer, config, make_engine, moments_of, plain
 
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 
@@ -106,7 +106,7 @@ def held_everywhere(engine):
             state = base_optimizer(engine).state.get(p, {})
             entry = {key: plain(value) for key, value in state.items()}
             entry["master"] = torch.zeros(p.shape, dtype=p.dtype)
-            entry["pieces"] = state["exp_avg"].store.table.pieces if state else ()
+            entry["pieces"] = moments_of(state)[0].store.table.pieces if state else ()
             for piece in entry["pieces"]:
                 here = slice(piece.start, piece.start + piece.numel)
                 entry["master"][here] = p.detach()[here]

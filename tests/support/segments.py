@@ -8,7 +8,6 @@ from itertools import pairwise
 import torch
 
 from zero8.algorithms.adam import AdamScalars, next_history
-from zero8.algorithms.lion import LION
 from zero8.algorithms.table import ALGORITHMS
 from zero8.spec.algorithm import MomentRule, Scalars
 from zero8.spec.codec import CODECS, quantize
@@ -204,8 +203,8 @@ def scalars_at(step: int, hyper: dict) -> Scalars:
     if "grad_factor" in hyper:
         others = {key: value for key, value in hyper.items() if key != "grad_factor"}
         return scalars_at(step, others)._replace(grad_factor=hyper["grad_factor"])
-    if hyper.get("algorithm") is LION:
-        return LION.scalars(step, (), {**LION.options, **hyper}, True)
+    if algorithm := hyper.get("algorithm"):
+        return algorithm.scalars(step, (), {**algorithm.options, **hyper}, True)
     history = 0.0
     for _ in range(step):
         history = next_history(history, *hyper["betas"])

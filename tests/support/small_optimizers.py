@@ -12,6 +12,11 @@ def param(*shape: int, seed: int = 0, dtype: torch.dtype = FP32) -> nn.Parameter
     return nn.Parameter(torch.randn(*shape, generator=generator).to(dtype))
 
 
+def required_by(made) -> dict:
+    """Return the keywords that an optimizer cannot be made without."""
+    return {"momentum": 0.9} if "momentum" in made.algorithm.keywords else {}
+
+
 def set_grads(params, step: int) -> None:
     for number, p in enumerate(params):
         generator = torch.Generator().manual_seed(1000 * step + number)

@@ -180,6 +180,11 @@ def base_optimizer(engine):
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
+def moments_of(state):
+    """Return the 8-bit moments of a state."""
+    return [value for value in state.values() if hasattr(value, "store")]
+
+
 def held(engine):
     """Return copies on the CPU of the parameters, and of what this rank steps over with its state.
 
@@ -194,8 +199,8 @@ def held(engine):
     for p, state in base_optimizer(engine).state.items():
         entry = {key: plain(value) for key, value in state.items()}
         entry["master"] = p.detach().clone().cpu()
-        if hasattr(state.get("exp_avg"), "store"):
-            entry["pieces"] = state["exp_avg"].store.table.pieces
+        if moments := moments_of(state):
+            entry["pieces"] = moments[0].store.table.pieces
             held_here = torch.zeros(p.shape, dtype=torch.bool)
             for piece in entry["pieces"]:
                 held_here[piece.start : piece.start + piece.numel] = True

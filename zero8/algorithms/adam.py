@@ -21,12 +21,17 @@ from torch import Tensor
 from zero8.spec import arithmetic as ieee
 from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered
 from zero8.spec.log import settling
+from zero8.spec.options import (
+    SMALLEST_EPS,
+    check_decay_rates,
+    check_eps,
+    check_flag,
+    check_lr,
+    check_not_negative,
+)
 
 UNKNOWN_HISTORY = 3.4e38
 """Bound on m^2/v for moments of unknown origin."""
-
-SMALLEST_EPS = 2.0**-126
-"""The smallest normal float: kernels flush smaller ones to 0, and 0/0 without a gradient is NaN."""
 
 
 class AdamScalars(NamedTuple):
@@ -134,6 +139,15 @@ class Adam(Algorithm):
         "fused": None,
     }
     scalars_type = AdamScalars
+
+    def check(self, group: Group) -> None:
+        """See `Algorithm`."""
+        check_lr("lr", group["lr"])
+        check_decay_rates("betas", group["betas"], example=(0.9, 0.999))
+        check_eps("eps", group["eps"])
+        check_not_negative("weight_decay", group["weight_decay"])
+        check_flag("maximize", group["maximize"])
+        check_flag("decoupled_weight_decay", group["decoupled_weight_decay"])
 
     def next_memory(self, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
         """See `Algorithm`."""

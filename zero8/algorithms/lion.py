@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
 from zero8.spec.algorithm import Algorithm, Group, MomentRule
-from zero8.spec.log import settling
+from zero8.spec.options import check_decay_rates, check_flag, check_lr, check_not_negative
 
 
 class LionScalars(NamedTuple):
@@ -32,7 +32,6 @@ class LionScalars(NamedTuple):
     decay: float
     l2: float
     grad_sign: float
-    settling: float
     grad_factor: float = 1.0
 
 
@@ -43,11 +42,18 @@ class Lion(Algorithm):
     number = 2
     class_name = "Lion8bitBlockwise"
     fp32_name = "an fp32 Lion"
-    moments = (MomentRule("lion", "exp_avg", is_signed=True, settling="settling"),)
+    moments = (MomentRule("lion", "exp_avg", is_signed=True),)
     options = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
     keywords = ("lr", "betas", "weight_decay", "maximize")
-    needs_step = False
+    step_if_unknown = 0
     scalars_type = LionScalars
+
+    def check(self, group: Group) -> None:
+        """See `Algorithm`."""
+        check_lr("lr", group["lr"])
+        check_decay_rates("betas", group["betas"], example=(0.9, 0.99))
+        check_not_negative("weight_decay", group["weight_decay"])
+        check_flag("maximize", group["maximize"])
 
     def next_memory(self, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
         """See `Algorithm`; Lion remembers no numbers."""
@@ -67,7 +73,6 @@ class Lion(Algorithm):
             decay=1 - lr * group["weight_decay"],
             l2=0.0,
             grad_sign=-1.0 if group["maximize"] else 1.0,
-            settling=settling(beta2),
         )
         return LionScalars(*np.array(exact, np.float32).tolist())
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from zero8.algorithms.adam import ADAM
+from zero8.blockwise import BlockwiseOptimizer
 from zero8.checkpoint.read.statistics import NUM_CODES, MomentCounts
-from zero8.optimizer import Adam8bitBlockwise
 from zero8.ranks import numbers
 from zero8.state.extent import local
 from zero8.state.store import MomentStore
@@ -25,7 +26,7 @@ RUN_NUMEL = 4096
 """The number of consecutive codes in a sample: at least a whole block."""
 
 
-def health(optimizer: Adam8bitBlockwise) -> dict[str, float]:
+def health(optimizer: BlockwiseOptimizer) -> dict[str, float]:
     """Return figures on this rank's states, by names for a monitor.
 
     The names begin with `zero8/`, or with `zero8/rank0/` if there are several ranks; there is no
@@ -33,13 +34,13 @@ def health(optimizer: Adam8bitBlockwise) -> dict[str, float]:
 
     - state_bytes: moments with their scales, and weight corrections, on a disk, too.
     - share_8bit: the share of elements with 8-bit moments.
-    - nonfinite_blocks: `Adam8bitBlockwise.nonfinite_blocks`; a GPU's count arrives later.
-    - exp_avg_at_top, exp_avg_at_floor, and for exp_avg_sq: shares of saturated codes, as in `zero8
-      checkpoint inspect`, of `SAMPLE_NUMEL` codes: runs at equal distances over all tensors, the
-      same ones each time.  Omitted if no codes are in memory.
-    - clipped: of `UPDATES_NUMEL` elements with 8-bit moments, the share whose stored |m| is more
-      than `MARGIN` times sqrt(K v), with K of (S1).  Steps clip such updates to the bound, which
-      exact moments never exceed.  If gradients repeat, rounding alone can reach it.
+    - nonfinite_blocks: the optimizer's `nonfinite_blocks`; a GPU's count arrives later.
+    - exp_avg_at_top, exp_avg_at_floor, and for other moments: shares of saturated codes, as in
+      `zero8 checkpoint inspect`, of `SAMPLE_NUMEL` codes: runs at equal distances over all tensors,
+      the same ones each time.  Omitted if no codes are in memory.
+    - clipped: Adam's only; of `UPDATES_NUMEL` elements with 8-bit moments, the share whose stored
+      |m| is more than `MARGIN` times sqrt(K v), with K of (S1).  Steps clip such updates to the
+      bound, which exact moments never exceed.  If gradients repeat, rounding alone can reach it.
 
     Args:
         optimizer: in plain PyTorch or FSDP2, or the one inside ZeRO's or Accelerate's wrappers.
@@ -65,14 +66,14 @@ def health(optimizer: Adam8bitBlockwise) -> dict[str, float]:
             counts = MomentCounts(torch.bincount(codes, minlength=NUM_CODES))
             summary = counts.summary(optimizer.codec.code_of(of_one[0].rule))
             values |= {f"{of_one[0].name}_{end}": summary[end] for end in ("at_top", "at_floor")}
-    if (share := _clipped(optimizer, moments)) is not None:
+    if optimizer.algorithm is ADAM and (share := _clipped(optimizer, moments)) is not None:
         values["clipped"] = share
     prefix = "zero8/" if numbers.num_ranks() == 1 else f"zero8/rank{numbers.rank()}/"
     return {prefix + name: float(value) for name, value in values.items()}
 
 
 def _clipped(
-    optimizer: Adam8bitBlockwise, moments: dict[Tensor, list[MomentStore]]
+    optimizer: BlockwiseOptimizer, moments: dict[Tensor, list[MomentStore]]
 ) -> float | None:
     """Return the share of updates that (R5) clips, neglecting eps; None without codes."""
     pieces = [
@@ -123,16 +124,16 @@ class Reports:
         """Start the timing.
 
         Args:
-            optimizer: an `Adam8bitBlockwise`, or a wrapper of ZeRO or Accelerate around one.
+            optimizer: one of zero8, or a wrapper of ZeRO or Accelerate around one.
             every: training steps between two reports.
 
         Raises:
             ValueError: if it is another optimizer, or `every` is not a positive integer.
         """
         self._optimizer = innermost(optimizer)
-        if not isinstance(self._optimizer, Adam8bitBlockwise):
+        if not isinstance(self._optimizer, BlockwiseOptimizer):
             name = type(self._optimizer).__name__
-            raise ValueError(f"monitor: got {name}, expected Adam8bitBlockwise")
+            raise ValueError(f"monitor: got {name}, expected an optimizer of zero8")
         if type(every) is not int or every < 1:
             raise ValueError(f"monitor: every: got {every!r}, expected a positive integer")
         self._every = every

@@ -5,27 +5,43 @@ With a DeepSpeed config, which names the optimizer, only `Monitor` is useful.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from zero8.blockwise import BlockwiseOptimizer
 from zero8.integrations.health import Reports
-from zero8.optimizer import Adam8bitBlockwise
+from zero8.optimizer import OPTIMIZERS
+from zero8.spec.shown import shown
+
+_KINDS = {one.algorithm.name: one for one in OPTIMIZERS}
 
 
-def optimizer(args: TrainingArguments, **settings: Any) -> tuple[Callable, dict[str, Any]]:
+def optimizer(
+    args: TrainingArguments, kind: str = "adam", **settings: Any
+) -> tuple[Callable, dict[str, Any]]:
     """Return the argument `optimizer_cls_and_kwargs` for Trainer.
 
         Trainer(model, args, optimizer_cls_and_kwargs=hf.optimizer(args), ...)
 
-    Trainer then makes an `Adam8bitBlockwise` from the model's named parameters, so that
-    `fp32_params` applies and the dither does not depend on the order of parameters.
+    Trainer then makes the optimizer from the model's named parameters, so that `fp32_params`
+    applies and the dither does not depend on the order of parameters.
 
     Args:
-        args: the Trainer's; supplies learning rate, betas, epsilon and weight decay.
-        **settings: keywords of `Adam8bitBlockwise`; they override `args`.
+        args: the Trainer's; supplies learning rate, betas, epsilon and weight decay, as far as the
+            optimizer takes them.  As in Trainer's own Lion, `adam_beta1` and `adam_beta2` are
+            Lion's betas, too.
+        kind: "adam" for `Adam8bitBlockwise`, "lion" or "sgd".
+        **settings: keywords of the optimizer; they override `args`.
+
+    Raises:
+        ValueError: for another kind.
     """
+    if kind not in _KINDS:
+        raise ValueError(f"kind: got {shown(kind)}, expected one of {list(_KINDS)}")
+    made = _KINDS[kind]
     from_args = {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
@@ -33,7 +49,8 @@ def optimizer(args: TrainingArguments, **settings: Any) -> tuple[Callable, dict[
         "weight_decay": args.weight_decay,
     }
     # Trainer calls a factory that is not a class, and calls its result with the model.
-    return lambda: _made, from_args | settings
+    taken = {key: from_args[key] for key in from_args if key in made.algorithm.keywords}
+    return lambda: partial(_made, made), taken | settings
 
 
 def named_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -58,8 +75,10 @@ def named_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
     return groups
 
 
-def _made(model: torch.nn.Module, *, weight_decay: float, **settings) -> Adam8bitBlockwise:
-    return Adam8bitBlockwise(named_groups(model, weight_decay), **settings)
+def _made(
+    made: type[BlockwiseOptimizer], model: torch.nn.Module, *, weight_decay: float, **settings: Any
+) -> BlockwiseOptimizer:
+    return made(named_groups(model, weight_decay), **settings)
 
 
 class Monitor(TrainerCallback):

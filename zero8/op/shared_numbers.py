@@ -103,10 +103,10 @@ def shared_numbers() -> dict[str, float]:
         "kHashFactor2": dither.HASH_FACTORS[1],
     }
     for one in CODECS.values():
-        for sign, is_signed in (("of_signed", "true"), ("of_unsigned", "false")):
+        for sign, kind in (("of_signed", "true, false"), ("of_unsigned", "false, true")):
             code, name = getattr(one, sign), one.name.capitalize()
             numbers[f"kScalesPerBlock[k{name}].{sign}"] = math.prod(code.scale_shape)
-            numbers |= _numbers_of_code(f"In{name}::Code<{is_signed}>", code)
+            numbers |= _numbers_of_code(f"In{name}::Code<{kind}>", code)
     for algorithm in ALGORITHMS:
         numbers |= _numbers_of_algorithm(algorithm)
     for name, layout in _STRUCTS.items():
@@ -142,10 +142,11 @@ def _numbers_of_code(name: str, code: MomentCode | Octaves) -> dict[str, float]:
 
 
 def _numbers_of_algorithm(algorithm: Algorithm) -> dict[str, float]:
-    name, signs = f"k{algorithm.name.capitalize()}", f"kMomentSigns[{algorithm.number}]"
-    numbers: dict[str, float] = {name: algorithm.number, f"{signs}.count": len(algorithm.moments)}
+    name, moments = f"k{algorithm.name.capitalize()}", f"kMomentsOf[{algorithm.number}]"
+    numbers: dict[str, float] = {name: algorithm.number, f"{moments}.count": len(algorithm.moments)}
     for place, rule in enumerate(algorithm.moments):
-        numbers[f"{signs}.is_signed[{place}]"] = rule.is_signed
+        numbers[f"{moments}.is_signed[{place}]"] = rule.is_signed
+        numbers[f"{moments}.is_dithered[{place}]"] = rule.is_dithered
     return numbers
 
 

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from zero8.plan.memory import GPU, HOST, NVME, Row, rows_of
 from zero8.plan.model import Model
-from zero8.plan.report import GIB, NAMES
+from zero8.plan.report import GIB
 from zero8.plan.setup import Setup
 from zero8.plan.step_time import Hardware, step_times
 
@@ -21,19 +21,19 @@ def plot(model: Model, setup: Setup, hardware: Hardware, path: Path) -> None:
     axes = figure.subplots(1, len(places) + 1)
     for place, one in zip(places, axes, strict=False):
         title, scale = titles[place]
-        _stack(one, [row for row in rows if row.place == place], scale)
+        _stack(one, [row for row in rows if row.place == place], scale, setup.optimizers)
         one.set(title=f"{title}, GiB")
-    axes[-1].bar(NAMES, [1e3 * t.seconds for t in step_times(model, setup, hardware)])
+    axes[-1].bar(setup.optimizers, [1e3 * t.seconds for t in step_times(model, setup, hardware)])
     axes[-1].set(title="optimizer step, ms (estimated)")
     figure.suptitle(f"{model.title}\n{setup.describe()}", fontsize=9)
     figure.savefig(path, dpi=120)
 
 
-def _stack(axes, rows: list[Row], scale: int) -> None:
+def _stack(axes, rows: list[Row], scale: int, optimizers: tuple[str, str]) -> None:
     heights = [0.0, 0.0]
     for row in rows:
         values = [scale * value / GIB for value in (row.fp32_bytes, row.zero8_bytes)]
-        axes.bar(NAMES, values, bottom=heights, label=row.what)
+        axes.bar(optimizers, values, bottom=heights, label=row.what)
         heights = [below + value for below, value in zip(heights, values, strict=True)]
     axes.set_ylim(0, 1.4 * max(heights))  # leaves room for the legend
     axes.legend(fontsize=7)

@@ -14,7 +14,6 @@ from zero8.plan.step_time import Hardware, step_times
 from zero8.plan.traffic import traffic_of
 
 GIB = 2**30
-NAMES = ("fp32 Adam", "zero8")
 
 PLAN_COLUMNS = 62
 """The width of the verdict's last column, such that its table has at most 120 columns."""
@@ -54,8 +53,10 @@ def text(model: Model, setup: Setup, hardware: Hardware, found: Verdict | None) 
         *_traffic_lines(model, setup),
         *_time_lines(model, setup, hardware),
     ]
-    table = tabulate(lines, ["", *NAMES], disable_numparse=True, colalign=("left", *["right"] * 2))
-    below = _remarks(setup, hardware) + ([] if found is None else ["", *_verdict_lines(found)])
+    align, headers = ["left", "right", "right"], ["", *setup.optimizers]
+    table = tabulate(lines, headers, disable_numparse=True, colalign=align)
+    verdict = [] if found is None else ["", *_verdict_lines(found, setup.optimizers)]
+    below = _remarks(setup, hardware) + verdict
     return "\n".join([model.title, setup.describe(), "", table, "", *below])
 
 
@@ -123,10 +124,11 @@ def _remarks(setup: Setup, hardware: Hardware) -> list[str]:
     return lines
 
 
-def _verdict_lines(found: Verdict) -> list[str]:
+def _verdict_lines(found: Verdict, optimizers: tuple[str, str]) -> list[str]:
     limits, rows = found.limits, []
-    cases = [(NAMES[0], found.fp32_adam), (NAMES[1], found.zero8)]
-    cases += [(f"{NAMES[1]}, {change.what}", change.need) for change in found.changes]
+    fp32, zero8 = optimizers
+    cases = [(fp32, found.fp32_adam), (zero8, found.zero8)]
+    cases += [(f"{zero8}, {change.what}", change.need) for change in found.changes]
     for what, need in cases:
         fits = "yes" if need.fits(limits) else "NO"
         lines = textwrap.fill(what, PLAN_COLUMNS, break_on_hyphens=False)

@@ -3,6 +3,9 @@
 
 from dataclasses import dataclass, replace
 
+from zero8.algorithms.adam import ADAM
+from zero8.algorithms.table import ALGORITHMS, algorithm_called
+from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import DEFAULT_CODEC, codec_named
 from zero8.state.policy import Policy
 
@@ -41,6 +44,7 @@ class Setup:
         pipelined: whether transfers to and from NVMe overlap with the step.
         policy: which moments zero8 keeps in 8 bits.
         codec: zero8's.
+        algorithm_name: of zero8's optimizer and of the fp32 one beside it.
 
     Raises:
         ValueError: on construction, if settings are invalid or incompatible.
@@ -62,6 +66,7 @@ class Setup:
     pipelined: bool = False
     policy: Policy = Policy()
     codec: str = DEFAULT_CODEC
+    algorithm_name: str = ADAM.name
 
     def __post_init__(self):
         """Check the values."""
@@ -91,6 +96,16 @@ class Setup:
             raise ValueError(f"stage: got {self.stage} with offloaded parameters, expected 3")
         if self.engine == "fsdp2" and self.dtype == "fp16":
             raise ValueError("dtype: got 'fp16' with fsdp2, which is not supported; use 'bf16'")
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm of both optimizers."""
+        return algorithm_called(self.algorithm_name)
+
+    @property
+    def optimizers(self) -> tuple[str, str]:
+        """What reports call the fp32 optimizer and zero8's."""
+        return self.algorithm.fp32_name.removeprefix("an "), "zero8"
 
     @property
     def weight_bytes(self) -> int:
@@ -178,7 +193,7 @@ def _dtype(config: dict) -> str:
         if not bf16.get("bf16_master_weights_and_grads"):
             return "bf16"
         optimizer = config.get("optimizer", {})
-        is_corrected = _is_ours(optimizer) and optimizer.get("params", {}).get(
+        is_corrected = _algorithm(optimizer) and optimizer.get("params", {}).get(
             "weight_correction_bits"
         )
         return "24-bit-masters" if is_corrected else "bf16-masters"
@@ -186,15 +201,17 @@ def _dtype(config: dict) -> str:
 
 
 def _of_optimizer(section: dict) -> dict:
-    if not _is_ours(section):
+    if not (found := _algorithm(section)):
         return {}
     params = section.get("params", {})
     keys = ("block_size", "min_8bit_size", "fp32_params")
     return {
+        "algorithm_name": found[0].name,
         "policy": Policy(**{key: params[key] for key in keys if key in params}),
         "codec": params.get("codec", DEFAULT_CODEC),
     }
 
 
-def _is_ours(section: dict) -> bool:
-    return section.get("type") == "Adam8bitBlockwise"
+def _algorithm(section: dict) -> list[Algorithm]:
+    """Return the algorithm of an optimizer of zero8; nothing for another one."""
+    return [one for one in ALGORITHMS if one.class_name == section.get("type")]

@@ -10,14 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from zero8.algorithms.adam import ADAM
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup
 from zero8.spec.codec import codec_named
 from zero8.spec.grid import BlockGrid
-
-FP32_MOMENT_BYTES = 8
-"""Bytes per element of the two moments of an fp32 Adam."""
 
 FLAT_ALIGNMENT = 2
 """ZeRO 1 and 2 pad each rank's part to a multiple of this many elements."""
@@ -30,7 +26,7 @@ class Share:
     Attributes:
         numel: elements, padding included.
         touched_numel: elements of all parameters that the rank holds a part of.
-        fp32_bytes: moments of an fp32 Adam.
+        fp32_bytes: moments of the fp32 optimizer.
         zero8_bytes: codes, scales and float32 moments of zero8.
     """
 
@@ -47,7 +43,7 @@ def share_of(model: Model, setup: Setup) -> Share:
         touched_numel = model.numel
     else:
         numel, touched_numel, zero8_bytes = _of_flat(model, setup)
-    return Share(numel, touched_numel, FP32_MOMENT_BYTES * numel, zero8_bytes)
+    return Share(numel, touched_numel, 4 * len(setup.algorithm.moments) * numel, zero8_bytes)
 
 
 def _of_each_parameter(model: Model, setup: Setup) -> tuple[int, int]:
@@ -105,9 +101,9 @@ def _grids(setup: Setup):
 
 
 def _moment_bytes(setup: Setup, grid: BlockGrid | None, first: int, numel: int) -> int:
+    moments = setup.algorithm.moments
     if grid is None:
-        return FP32_MOMENT_BYTES * numel
+        return 4 * len(moments) * numel
     codec = codec_named(setup.codec)
-    moments = ADAM.moments
     scales = sum(math.prod(codec.code_of(rule).scale_shape) for rule in moments)
     return len(moments) * numel + 4 * scales * grid.num_blocks_touched(first, numel)

@@ -50,7 +50,9 @@ class MomentRule:
         name: its entry in states, such as `exp_avg`; also the stream of its dither.
         is_signed: whether it can be negative.
         decay: the name of the scalar that multiplies the moment when it is decoded, or None.
-        settling: the name of the scalar that settles its encoding (`zero8.spec.log`), or None.
+        settling: the name of the scalar that settles its codes, which are the nearest
+            (`zero8.spec.log`); None if the dither rounds them, as it must where a step moves the
+            moment by less than half a code.
     """
 
     algorithm: str
@@ -58,6 +60,11 @@ class MomentRule:
     is_signed: bool
     decay: str | None = None
     settling: str | None = None
+
+    @property
+    def is_dithered(self) -> bool:
+        """Whether codes that round by the dither do so for this moment."""
+        return self.settling is None
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,7 @@ class Algorithm(ABC):
         memory: the numbers kept per parameter.
         options: the settings of a parameter group, with their defaults.
         keywords: the keywords of its optimizer, without those of every zero8 optimizer.
-        needs_step: whether anything but the dither depends on the step number; if not, fp32 states
-            may lack it.
+        step_if_unknown: the step number of fp32 states that lack it; None if they must have it.
         fp32_options: further settings in groups of fp32 optimizers, so that these can load our
             state dicts.
         scalars_type: the NamedTuple of a step's scalars, with the fields of csrc/algorithms.h.
@@ -100,9 +106,13 @@ class Algorithm(ABC):
     memory: tuple[Remembered, ...] = ()
     options: Mapping[str, Any]
     keywords: tuple[str, ...]
-    needs_step: bool = True
+    step_if_unknown: int | None = None
     fp32_options: Mapping[str, Any] = MappingProxyType({})
     scalars_type: type[Any]
+
+    @abstractmethod
+    def check(self, group: Group) -> None:
+        """Raise ValueError unless the options of a group are valid; `zero8.spec.options` helps."""
 
     @abstractmethod
     def next_memory(self, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:

@@ -9,13 +9,14 @@ code.  Two rules hold for every codec:
 * zero means zero: an element decodes to 0 exactly when its float32 value was 0, except that a
   signed moment may round to 0; an unsigned moment is stored as 0 only if it is 0.
 
-A codec has one code for moments that can be negative, such as Adam's first one, m, and one for
-those that cannot, such as its second one, v:
+A codec has a code for moments that can be negative, such as Adam's first one, m, another for those
+of them that live long, such as Lion's, and one for moments that cannot, such as Adam's second one,
+v:
 
 * `log` (`zero8.spec.log`): m is a sign and 4 octaves of 32 levels, in blocks with many small
-  elements 8 octaves of 16, nearest; v is on a logarithmic scale between the block's largest and
-  smallest non-zero element, rounded by the dither of `zero8.spec.dither`, with a code of its own
-  for 0.
+  elements 8 octaves of 16, nearest.  A long-lived m is always on the 4 octaves, and rounded by the
+  dither of `zero8.spec.dither`.  v is on a logarithmic scale between the block's largest and
+  smallest non-zero element, rounded by the dither, with a code of its own for 0.
 * `dynamic` (`zero8.spec.dynamic`): the dynamic tree maps of Dettmers et al., "8-bit Optimizers via
   Block-wise Quantization" (arXiv:2110.02861, section 2.1), signed for m, unsigned for v; nearest
   code.  The scale of m is the block's extreme element with its sign, so that the extreme decodes
@@ -29,38 +30,49 @@ from torch import Tensor
 from zero8.spec import arithmetic as ieee
 from zero8.spec.algorithm import MomentRule
 from zero8.spec.dynamic import DynamicCode
-from zero8.spec.log import LogCode, SignedLogCode
+from zero8.spec.log import DitheredLogCode, LogCode, SignedLogCode
 from zero8.spec.retired import LogRootCode, SignMagnitudeLogCode
 from zero8.spec.shown import shown
 
 RetiredCode = SignMagnitudeLogCode | LogRootCode
-MomentCode = SignedLogCode | LogCode | DynamicCode | RetiredCode
+MomentCode = SignedLogCode | DitheredLogCode | LogCode | DynamicCode | RetiredCode
 
 
 @dataclass(frozen=True)
 class Codec:
-    """The codes of signed and of unsigned moments, and the number that kernels and files use."""
+    """The codes of all kinds of moments, and the number that kernels and files use.
+
+    Attributes:
+        name: in settings.
+        number: in kernels and files.
+        of_signed: of moments that can be negative.
+        of_dithered: of those among them that are dithered; it decodes like `of_signed`.
+        of_unsigned: of moments that cannot be negative.
+    """
 
     name: str
     number: int
     of_signed: MomentCode
+    of_dithered: MomentCode
     of_unsigned: MomentCode
 
     def code_of(self, moment: MomentRule) -> MomentCode:
         """Return the code of a moment."""
-        return self.of_signed if moment.is_signed else self.of_unsigned
+        if not moment.is_signed:
+            return self.of_unsigned
+        return self.of_dithered if moment.is_dithered else self.of_signed
 
 
 CODECS = {
     codec.name: codec
     for codec in (
-        Codec("dynamic", 1, DynamicCode(signed=True), DynamicCode(signed=False)),
-        Codec("log", 4, SignedLogCode(), LogCode()),
+        Codec("dynamic", 1, DynamicCode(True), DynamicCode(True), DynamicCode(False)),
+        Codec("log", 4, SignedLogCode(), DitheredLogCode(), LogCode()),
     )
 }
 DEFAULT_CODEC = "log"
 
-RETIRED = Codec("log of format 1", 3, SignMagnitudeLogCode(), LogRootCode())
+RETIRED = Codec("log of format 1", 3, SignMagnitudeLogCode(), SignMagnitudeLogCode(), LogRootCode())
 """The codec of format 1: its states are read, and encoded again when an optimizer loads them."""
 
 

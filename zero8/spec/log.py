@@ -45,6 +45,16 @@ class Octaves:
     below 0.5/(1 - beta): a first moment whose gradient has ended would never reach 0 while v
     decays, and its updates would grow up to their bound.  Decayed from a code's level l * scale, y'
     is 1 + l (0.97 + 0.03 beta) < 1 + l, so every code decays.
+
+    That costs up to a cell at every step, which a moment of long memory adds up.  Such moments are
+    rounded by the dither, unbiased, and decay as they should:
+
+        k = (bits(y) + (q << (7 - mantissa_bits)) - bits(1)) >> (23 - mantissa_bits)        (C2")
+
+    with q of equation (D2), its last two bits replaced by 2.  So q is 2 to 65534 units of 2^-16
+    cells, and a level, which (C2) meets within 3 units of the last place, gives its own code for
+    every q.  A moment that moves by less than 2^-15 of a cell in a step, which is beta above
+    0.99997 at level 1, can stop.
     """
 
     mantissa_bits: int
@@ -77,11 +87,16 @@ class Octaves:
         scale = ieee.div(absmax, self.top)
         return torch.where(absmax == 0, 0.0, scale.clamp(min=self.min_scale))
 
-    def magnitudes(self, x: Tensor, scale: Tensor, settling: float | None) -> Tensor:
-        """Return k of each element, equation (C2), or (C2') if `settling` is given; int64."""
+    def magnitudes(
+        self, x: Tensor, scale: Tensor, settling: float | None, dither: Tensor | None = None
+    ) -> Tensor:
+        """Return k of each element, int64: (C2), with `settling` (C2'), with `dither` (C2")."""
         inverse = torch.where(scale == 0, 0.0, ieee.div(1.0, scale))
         y = ieee.fma(x.abs(), inverse, 1.0)
-        offset = y.view(torch.int32).to(torch.int64) - ONE_BITS + (1 << (self.shift - 1))
+        raised: int | Tensor = 1 << (self.shift - 1)
+        if dither is not None:
+            raised = (dither & ~3 | 2) << (self.shift - 16)
+        offset = y.view(torch.int32).to(torch.int64) - ONE_BITS + raised
         if settling is not None:
             settled = ieee.fma(x.abs(), ieee.mul(inverse, settling), 1.0)
             offset = offset.minimum(settled.view(torch.int32).to(torch.int64) - ONE_BITS)
@@ -161,6 +176,35 @@ class SignedLogCode:
         narrow = self.narrow.magnitudes(x, scale.abs(), settling)
         wide = self.wide.magnitudes(x, scale.abs(), settling)
         magnitude = torch.where(scale < 0, wide, narrow)
+        return torch.where(x < 0, -magnitude, magnitude).to(torch.int8).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class DitheredLogCode(SignedLogCode):
+    """A sign and a magnitude among 4 octaves of 32 levels, rounded by the dither in steps.
+
+    It decodes like `SignedLogCode`, and never chooses the wide levels: the choice between both sets
+    relies on rounding to nearest.
+
+    Error: one cell (dithered) or half a cell (nearest); a cell is 1/32 of |x| + scale at most.
+    """
+
+    def scales(self, x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
+        """Return the scale of each block, equation (C4); 0 for a block of zeros."""
+        return self.narrow.scales(block_absmax(x, block, num_blocks))
+
+    def encode(
+        self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
+    ) -> Tensor:
+        """Return the code of each element, equation (C2") in steps and (C2) without dither; uint8.
+
+        Args:
+            x: float32, already flushed.
+            scale: float32, the scale of each element's block.
+            dither: unsigned 16-bit values of `zero8.spec.dither` in int64, or None for nearest.
+            settling: not used.
+        """
+        magnitude = self.narrow.magnitudes(x, scale, None, dither)
         return torch.where(x < 0, -magnitude, magnitude).to(torch.int8).view(torch.uint8)
 
 

@@ -2,15 +2,12 @@
 """Checks the keywords of the optimizer; every error says what to do instead."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from zero8.algorithms.adam import SMALLEST_EPS
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import DEFAULT_CODEC
+from zero8.spec.options import check_flag
 from zero8.spec.segment import Rounding
 from zero8.spec.shown import shown
 from zero8.state.other_names import hint
@@ -18,8 +15,6 @@ from zero8.state.policy import Policy
 from zero8.state.settings import Settings
 
 logger = logging.getLogger("zero8")
-
-MAX_NUMBER = torch.finfo(torch.float32).max
 
 # Keys that no other optimizer has.
 OWN_KEYS = (
@@ -163,13 +158,6 @@ def check_state_dict_format(name: object) -> str:
     return name
 
 
-def check_flag(name: str, value: object) -> bool:
-    """Return a bool, or raise ValueError."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}: got {shown(value)}, expected true or false")
-    return value
-
-
 def check_seed(seed: object) -> int:
     """Return a seed, an integer, or raise ValueError."""
     if not isinstance(seed, int) or isinstance(seed, bool):
@@ -197,70 +185,4 @@ def check_group(algorithm: Algorithm, group: dict[str, Any]) -> None:
         n is None or isinstance(n, str) for n in names
     ):
         raise ValueError(f"param_names: got {shown(names)}, expected a list of names")
-    for option in algorithm.options:
-        _CHECKS[option](option, group[option])
-
-
-def _check_lr(name: str, lr: object) -> None:
-    if isinstance(lr, torch.Tensor):
-        if lr.numel() != 1 or lr.is_meta or lr.layout != torch.strided:
-            raise ValueError(
-                f"{name}: got a tensor of shape {tuple(lr.shape)}, expected one element"
-            )
-        lr = lr.item()
-    _check_not_negative(name, lr)
-
-
-def _check_betas(name: str, betas: object) -> None:
-    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
-        raise ValueError(
-            f"{name}: got {_numbers_shown(betas)}, expected two numbers, such as [0.9, 0.999]"
-        )
-    for beta in betas:
-        _check_not_negative(name, beta)
-        if beta >= 1.0:
-            raise ValueError(f"{name}: got {shown(beta)}, expected numbers below 1")
-
-
-def _check_eps(name: str, eps: Any) -> None:
-    _check_not_negative(name, eps)
-    if 0 < eps < SMALLEST_EPS:
-        raise ValueError(
-            f"{name}: got {shown(eps)}, expected 0 or at least {SMALLEST_EPS} (2^-126)"
-        )
-
-
-def _check_not_negative(name: str, value: object) -> None:
-    _check_number(name, value, minimum=0.0)
-
-
-def _check_number(name: str, value: object, minimum: float) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool) or not _in_range(value):
-        quoted = ", without quotes (YAML reads 1e-3 as text: write 1.0e-3)"
-        raise ValueError(
-            f"{name}: got {shown(value)}, expected a finite number"
-            + quoted * isinstance(value, str)
-        )
-    if value < minimum:
-        raise ValueError(f"{name}: got {shown(value)}, expected at least {minimum}")
-
-
-def _in_range(value: Any) -> bool:  # Real has no comparison with float in typeshed
-    return bool(abs(value) <= MAX_NUMBER)
-
-
-def _numbers_shown(values: object) -> str:
-    if isinstance(values, tuple | list) and len(values) < 5:
-        return "[" + ", ".join(map(shown, values)) + "]"
-    return shown(values)
-
-
-# The checks of `Algorithm.options`, by name.
-_CHECKS: dict[str, Callable[[str, Any], object]] = {
-    "lr": _check_lr,
-    "betas": _check_betas,
-    "eps": _check_eps,
-    "weight_decay": _check_not_negative,
-    "maximize": check_flag,
-    "decoupled_weight_decay": check_flag,
-}
+    algorithm.check(group)

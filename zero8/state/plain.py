@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero8.algorithms.table import algorithm_of_fp32
+from zero8.algorithms.table import ALGORITHMS, algorithm_of_fp32
 from zero8.spec.algorithm import Algorithm, MomentRule
 from zero8.spec.buffers import check_entry
 from zero8.spec.codec import RETIRED, Codec
@@ -45,6 +45,10 @@ from zero8.state.memory import checked_memory, new_memory, unknown_memory
 from zero8.state.reencoded import Reencoded
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
+
+_FIRST_MOMENTS = list(dict.fromkeys(one.moment_names[0] for one in ALGORITHMS))
+FIRST_ENTRIES = tuple(f"{name}{kind}" for kind in ("_q8", "") for name in _FIRST_MOMENTS)
+"""Keys of the codes or the values of first moments, codes first: each state has one of them."""
 
 _LOADABLE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Dtypes of other optimizers' moments."""
@@ -262,8 +266,8 @@ class PlainState:
         device: torch.device,
     ) -> "PlainState":
         name = parameter.name
-        step = checked_step(saved) if "step" in saved else 0
-        needed = (*("step",) * algorithm.needs_step, *algorithm.moment_names)
+        step = checked_step(saved) if "step" in saved else algorithm.step_if_unknown
+        needed = (*("step",) * (step is None), *algorithm.moment_names)
         if missing := [key for key in needed if key not in saved]:
             raise ValueError(
                 f"state of {name}: got entries {shown_keys(saved)}, without {missing}; expected "

@@ -23,12 +23,13 @@ from zero8.spec.grid import is_narrow
 from zero8.spec.shown import shown
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
+from zero8.state.plain import FIRST_ENTRIES
 
 METADATA = ".metadata"
 _MODEL = "model."
 """The prefix of the keys of a model's tensors."""
-_MOMENT = re.compile(r"(?P<prefix>.*?)state\.(?P<name>.+)\.exp_avg(?:_q8)?")
-_CODES = (".exp_avg", ".exp_avg_q8")
+_MOMENT = re.compile(rf"(?P<prefix>.*?)state\.(?P<name>.+)\.(?:{'|'.join(FIRST_ENTRIES)})")
+_CODES = tuple(f".{entry}" for entry in FIRST_ENTRIES)
 _OF_ALL = ("step", "format", *{entry.name for one in ALGORITHMS for entry in one.memory})
 """Entries of a state that are the same on all ranks."""
 _MOMENTS = list(dict.fromkeys(name for one in ALGORITHMS for name in one.moment_names))
@@ -121,7 +122,7 @@ class DcpSource(Source):
         """By parameter, the key of its codes, or else of its float32 moments."""
         keys = {}
         for name, prefix in self._prefixes.items():
-            options = (f"{prefix}state.{name}.{entry}" for entry in ("exp_avg_q8", "exp_avg"))
+            options = (f"{prefix}state.{name}.{entry}" for entry in FIRST_ENTRIES)
             keys[name] = next(key for key in options if key in self._entries)
         return keys
 

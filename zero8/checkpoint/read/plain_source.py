@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A file of `torch.save` that is, or contains, one state dict of an optimizer.
 
-The optimizer is one of zero8, an fp32 Adam or Lion, or bitsandbytes' 8-bit AdamW.
+The optimizer is one of zero8, an fp32 one of the same algorithm, or bitsandbytes' 8-bit AdamW.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from zero8.algorithms.table import ALGORITHMS
 from zero8.checkpoint.read.bitsandbytes import from_bitsandbytes
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.safe_load import damage_in, load
@@ -17,6 +18,7 @@ from zero8.checkpoint.read.source import Facts, Source
 from zero8.checkpoint.read.states import fragment_of
 from zero8.spec.shown import shown, shown_keys
 from zero8.state.extent import Extent
+from zero8.state.plain import FIRST_ENTRIES
 
 
 class PlainSource(Source):
@@ -135,10 +137,11 @@ def _is_of_optimizer(found: object) -> bool:
 
 
 def _shape_of(state: dict, name: str, file: Path) -> tuple[int, ...]:
-    for key in ("exp_avg_q8", "exp_avg"):
+    for key in FIRST_ENTRIES:
         if isinstance(state.get(key), Tensor):
             return tuple(state[key].shape)
+    fp32 = ", ".join(one.fp32_name for one in ALGORITHMS)
     raise ValueError(
         f"{file}: state of {name}: got entries {shown_keys(state)}, expected those of an "
-        "optimizer of zero8, or of an fp32 Adam or Lion"
+        f"optimizer of zero8, or of {fp32}"
     )

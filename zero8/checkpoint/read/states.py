@@ -44,9 +44,9 @@ def fragment_of(
             algorithm = StateHeader.of(entries, name).algorithm
             memory = checked_memory(algorithm, entries)
             stores = PlainState.local(entries, extent, name).stores(name)
-        if "step" not in entries and algorithm.needs_step:
+        if "step" not in entries and algorithm.step_if_unknown is None:
             raise ValueError(f"state of {name}: got entries {shown_keys(entries)}, without step")
-        step = checked_step(entries) if "step" in entries else 0
+        step = checked_step({"step": algorithm.step_if_unknown, **entries})
         correction = entries.get("param_correction")
         if correction is not None:
             check_entry("param_correction", correction, extent.numel, [torch.int8])

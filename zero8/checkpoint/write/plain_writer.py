@@ -2,29 +2,20 @@
 """Writes one file of `torch.save`: {"model": ..., "optimizer": ...}, for one process.
 
 Without weights, as for the optimizer.pt of Hugging Face's Trainer, it is the optimizer's state dict
-alone.  The optimizer is one of zero8, torch's AdamW, or bitsandbytes' AdamW8bit.
+alone.  The optimizer is one of zero8, an fp32 one such as torch's AdamW, or bitsandbytes'
+AdamW8bit.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.files.staging import Staging, save
 from zero8.checkpoint.read.bitsandbytes import to_bitsandbytes
 from zero8.checkpoint.read.contents import Contents
-
-_ADAMW = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
-"""Options of torch's AdamW, for groups that lack them."""
+from zero8.spec.algorithm import Algorithm
 
 
 def write_plain(contents: Contents, path: Path, staging: Staging) -> None:
@@ -34,20 +25,12 @@ def write_plain(contents: Contents, path: Path, staging: Staging) -> None:
 
 
 def write_fp32(contents: Contents, path: Path, staging: Staging) -> None:
-    """Write a state dict of torch's AdamW.
-
-    Raises:
-        ValueError: if the moments are not Adam's.
-    """
-    if contents.algorithm is not ADAM:
-        raise ValueError(
-            f"got states of {contents.algorithm.class_name}, expected those of {ADAM.class_name}, "
-            "for torch's AdamW; zero8.export(optimizer) makes the fp32 states of others"
-        )
+    """Write a state dict of the fp32 optimizer, torch's AdamW for Adam's states."""
     contents.note_corrections("included in the weights, which are float32 of 24 bits")
     state = {name: p.in_float32(staging.copy) for name, p in contents.parameters.items()}
     packed = _packed(contents, state)
-    packed["param_groups"] = [{**_ADAMW, **group} for group in packed["param_groups"]]
+    options = _options_of_fp32(contents.algorithm)
+    packed["param_groups"] = [{**options, **group} for group in packed["param_groups"]]
     _save(_corrected(contents), packed, path)
 
 
@@ -65,6 +48,12 @@ def write_bitsandbytes(contents: Contents, path: Path, staging: Staging) -> None
     contents.note_corrections("lost, as bitsandbytes has no such entry")
     state = {name: parameter.entries() for name, parameter in contents.parameters.items()}
     _save(contents.model, to_bitsandbytes(_packed(contents, state)), path)
+
+
+def _options_of_fp32(algorithm: Algorithm) -> dict[str, Any]:
+    """Return what groups of the fp32 optimizer have, for groups that lack it."""
+    flags = {key: value for key, value in algorithm.options.items() if isinstance(value, bool)}
+    return {**algorithm.fp32_options, **flags}
 
 
 def _corrected(contents: Contents) -> dict[str, Tensor]:

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stochastic gradient descent with momentum, as `torch.optim.SGD` has it, on one moment m.
+
+Sutskever et al. (2013), "On the importance of initialization and momentum in deep learning", in
+torch's form, in which the learning rate multiplies the moment when it is used.  With g the
+gradient, and every operation rounded once as `zero8.spec.arithmetic` says:
+
+    m' = fma(1-dampening, g, M)   M = momentum*m decoded with momentum folded into the scale (M1)
+    u  = fma(momentum, m', g)     Nesterov's update; without it u = fma(1, m', 0*g)          (M2)
+    p  = fma(-lr, u, (1 - lr*weight_decay) * p)                                              (M3)
+
+The first step has no dampening, as in torch: m' = g.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from zero8.spec import arithmetic as ieee
+from zero8.spec.algorithm import Algorithm, Group, MomentRule
+from zero8.spec.options import check_flag, check_lr, check_not_negative
+from zero8.spec.shown import shown
+
+
+class SgdScalars(NamedTuple):
+    """The scalars of equations (R1) and (M1)-(M3), all float32 values."""
+
+    momentum: float
+    grad_share: float
+    update_of_moment: float
+    update_of_grad: float
+    lr: float
+    decay: float
+    l2: float
+    grad_sign: float
+    grad_factor: float = 1.0
+
+
+class Sgd(Algorithm):
+    """SGD with momentum, perhaps Nesterov's, and L2 or decoupled weight decay."""
+
+    name = "sgd"
+    number = 3
+    class_name = "SGD8bitBlockwise"
+    fp32_name = "an fp32 SGD with momentum"
+    moments = (MomentRule("sgd", "momentum_buffer", is_signed=True, decay="momentum"),)
+    options = {
+        "lr": 1e-3,
+        "momentum": 0.9,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+        "maximize": False,
+        "decoupled_weight_decay": False,
+    }
+    keywords = tuple(options)
+    step_if_unknown = 1  # torch's states do not say theirs; they have taken one at least
+    fp32_options = {"foreach": None, "differentiable": False, "fused": None}
+    scalars_type = SgdScalars
+
+    def check(self, group: Group) -> None:
+        """See `Algorithm`."""
+        check_lr("lr", group["lr"])
+        for name in ("momentum", "dampening", "weight_decay"):
+            check_not_negative(name, group[name])
+        for name in ("nesterov", "maximize", "decoupled_weight_decay"):
+            check_flag(name, group[name])
+        momentum, dampening = group["momentum"], group["dampening"]
+        if not 0 < momentum < 1:
+            raise ValueError(
+                f"momentum: got {shown(momentum)}, expected a number above 0 and below 1; "
+                "without momentum SGD has no states: use torch.optim.SGD"
+            )
+        if dampening > 1:
+            raise ValueError(f"dampening: got {shown(dampening)}, expected at most 1")
+        if group["nesterov"] and dampening:
+            raise ValueError(
+                f"nesterov: got true with a dampening of {shown(dampening)}, expected 0 beside it"
+            )
+
+    def next_memory(self, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
+        """See `Algorithm`; SGD remembers no numbers."""
+        return memory
+
+    def scalars(
+        self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
+    ) -> SgdScalars:
+        """See `Algorithm`; only the first step has other scalars than the rest."""
+        lr, momentum, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
+        is_decoupled, nesterov = group["decoupled_weight_decay"], group["nesterov"]
+        exact = SgdScalars(
+            momentum=momentum,
+            grad_share=1.0 if step == 1 else 1 - group["dampening"],
+            update_of_moment=momentum if nesterov else 1.0,
+            update_of_grad=1.0 if nesterov else 0.0,
+            lr=lr,
+            decay=1 - lr * decay if is_decoupled else 1.0,
+            l2=0.0 if is_decoupled else decay,
+            grad_sign=-1.0 if group["maximize"] else 1.0,
+        )
+        return SgdScalars(*np.array(exact, np.float32).tolist())
+
+    def advance(
+        self, s: SgdScalars, g: Tensor, moments: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
+        """See `Algorithm`; the carried tensor is the update."""
+        m = ieee.fma(s.grad_share, g, moments[0])
+        return [m], ieee.fma(s.update_of_moment, m, ieee.mul(s.update_of_grad, g))
+
+    def param(self, s: SgdScalars, p: Tensor, moments: Sequence[Tensor], carried: Tensor) -> Tensor:
+        """See `Algorithm`."""
+        return ieee.fma(-s.lr, carried, ieee.mul(s.decay, p))
+
+
+SGD = Sgd()
