@@ -10,8 +10,31 @@ import torch
 from torch import Tensor
 
 from zero8.spec import dither
-from zero8.spec.codec import CODECS, dequantize, quantize
+from zero8.spec.codec import CODECS, MomentCode, dequantize, quantize
 from zero8.spec.grid import BlockGrid
+
+
+def quantized(
+    code: MomentCode, x: Tensor, step: int, settling: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the codes and the scales of a moment in blocks, rounded as zero8 does at a step."""
+    numel, block_size = x.numel(), x.shape[1]
+    grid = BlockGrid(1, numel, block_size)
+    thresholds = dither.in_blocks(dither.phase_of(0, step), 0, numel, grid)
+    blocks = torch.arange(numel) // block_size
+    codes, scales = quantize(code, x.reshape(-1), blocks, len(x), thresholds, settling)
+    return codes.view(x.shape), scales
+
+
+def dequantized(code: MomentCode, codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the moment that `quantized` made codes and scales of."""
+    blocks = torch.arange(codes.numel()) // codes.shape[1]
+    return dequantize(code, codes.reshape(-1), scales, blocks).view(codes.shape)
+
+
+def nearest(x: Tensor, levels: Tensor) -> Tensor:
+    """Return the index of the level nearest to each element, uint8; levels ascend."""
+    return torch.bucketize(x, (levels[:-1] + levels[1:]) / 2).to(torch.uint8)
 
 
 class FlashCode:
@@ -55,16 +78,10 @@ class RatioCode:
         """Pick the code of v."""
         self._v_code = CODECS["log"].of_unsigned
 
-    def _blocks(self, num_blocks: int) -> Tensor:
-        return torch.arange(num_blocks * self.block_size) // self.block_size
-
     def encode(self, m: Tensor, v: Tensor, step: int) -> dict[str, Tensor]:
         """Return codes and scales of both moments."""
-        block, numel = self._blocks(len(v)), v.numel()
-        grid = BlockGrid(1, numel, self.block_size)
-        thresholds = dither.in_blocks(dither.phase_of(0, step), 0, numel, grid)
-        codes, scales = quantize(self._v_code, v.reshape(-1), block, len(v), thresholds)
-        root = dequantize(self._v_code, codes, scales, block).view_as(v).sqrt()
+        codes, scales = quantized(self._v_code, v, step)
+        root = dequantized(self._v_code, codes, scales).sqrt()
         ratio = torch.where(root > 0, m / root, 0.0)
         m_scale = ratio.abs().amax(1, keepdim=True)
         m_codes = torch.where(m_scale > 0, 127 * ratio / m_scale, 0.0).round().to(torch.int8)
@@ -72,8 +89,7 @@ class RatioCode:
 
     def decode(self, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the moments."""
-        block = self._blocks(len(state["m"]))
-        v = dequantize(self._v_code, state["v"], state["v_scale"], block).view(state["m"].shape)
+        v = dequantized(self._v_code, state["v"], state["v_scale"])
         return state["m"].float() / 127 * state["m_scale"] * v.sqrt(), v
 
 
@@ -111,8 +127,7 @@ class FourBitCode:
 def _encoded(x: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest codes, two to a byte, and the scales."""
     scale = x.abs().amax(1, keepdim=True)
-    middles = (levels[:-1] + levels[1:]) / 2
-    codes = torch.bucketize(x / scale.clamp(min=1e-38), middles).to(torch.uint8)
+    codes = nearest(x / scale.clamp(min=1e-38), levels)
     return codes[:, ::2] | codes[:, 1::2] << 4, scale
 
 
@@ -123,7 +138,8 @@ def _unpacked(packed: Tensor) -> Tensor:
 class CodedAdam(torch.optim.Optimizer):
     """Adam in plain PyTorch, float32, whose moments are kept in one of the codes above.
 
-    The sizes of the parameters must be multiples of the code's block size.
+    The sizes of the parameters must be multiples of the code's block size; where that is None, a
+    parameter is one block.
     """
 
     def __init__(self, params, code, lr: float, betas: tuple[float, float], eps: float = 1e-8):
@@ -134,7 +150,7 @@ class CodedAdam(torch.optim.Optimizer):
     def moments(self, p: Tensor) -> tuple[Tensor, Tensor]:
         """Return the stored m and v of a parameter, [blocks, block_size]."""
         if not self.state[p]:
-            zeros = torch.zeros(p.numel() // self._code.block_size, self._code.block_size)
+            zeros = torch.zeros(p.numel()).view(-1, self._code.block_size or p.numel())
             return zeros, zeros.clone()
         return self._code.decode(self.state[p]["codes"])
 

@@ -22,8 +22,6 @@ Keys of the JSON object; what only the full measurement has is marked (full):
 """
 
 import argparse
-import os
-import resource
 import shlex
 import time
 from collections.abc import Sequence
@@ -32,7 +30,7 @@ from typing import Any, Protocol
 
 from benchmarks.fidelity.bf16 import Bf16Weights
 from benchmarks.fidelity.figure import plot
-from benchmarks.fidelity.pool import Job, run_jobs
+from benchmarks.fidelity.pool import Job, cores, cpu_seconds, run_jobs
 from benchmarks.fidelity.report import markdown, skipped_label
 from benchmarks.fidelity.resonance import Resonance
 from benchmarks.fidelity.robustness import Robustness
@@ -78,13 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, required=True, metavar="OUT", help="result file")
     parser.add_argument("--quick", action="store_true", help="main schemes only, under 10 minutes")
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of every run")
-    parser.add_argument("--workers", type=int, default=_cores(), help="processes, one thread each")
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    parser.add_argument("--workers", type=int, default=cores(), help="processes, one thread each")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -95,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     result = measure(arguments.quick, arguments.steps, arguments.workers)
     result |= {
         "seconds": time.perf_counter() - began,
-        "cpu_seconds": _cpu_seconds(),
+        "cpu_seconds": cpu_seconds(),
         "command": _command(arguments),
     }
     files = record.write(result, arguments.json, markdown, plot)
@@ -104,12 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"skipped {skipped_label(entry)}: {entry['reason']}")
     print("wrote", *files)
     return 0
-
-
-def _cpu_seconds() -> float:
-    """Return the CPU time of this process and its workers: what a busy machine does not stretch."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _command(arguments: argparse.Namespace) -> str:

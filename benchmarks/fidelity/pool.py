@@ -3,6 +3,7 @@
 
 import multiprocessing
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
@@ -78,3 +79,16 @@ def run_jobs(jobs: Iterable[Job], *, workers: int, label: str) -> dict[Job, Any]
                 future.result()  # raises at once what the job raised
             bar.update(finished.value - bar.n)
     return {job: future.result() for job, future in zip(jobs, futures, strict=True)}
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and its workers: what a busy machine does not stretch."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
