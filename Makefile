@@ -36,7 +36,7 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
   test -z "$$missing" || { \
     echo "zero8: missing on this machine; as root: apt-get install $$missing" >&2; exit 1; }
 
-.PHONY: help setup train bench fidelity gpu-check gpu-train test test-slow test-multinode \
+.PHONY: help setup train bench fidelity maps gpu-check gpu-train test test-slow test-multinode \
   test-integrations test-full test-sanitizers fuzz fuzz-kernel soak lint docs
 .NOTPARALLEL:
 
@@ -49,6 +49,9 @@ help:
 	@echo "make fidelity   measure how far every codec is from fp32, in a quarter of an hour; writes OUT"
 	@echo "                (runs/fidelity_quick.json) and a table and a figure beside it; with FULL=1"
 	@echo "                five seeds, every peer and other settings, in an hour"
+	@echo "make maps       compare the maps of the 8-bit optimizers paper with log, in some minutes; writes"
+	@echo "                OUT (runs/maps_quick.json), tables and figures beside it; with FULL=1 more"
+	@echo "                values of hyperparameters, in a quarter of an hour"
 	@echo "make gpu-check  on a machine with a GPU: tests, training, times, compute-sanitizer; PARTS are"
 	@echo "                those to run; with GPU_PYTHON=python3 by that Python, which installs nothing"
 	@echo "make gpu-train  train a GPT of 1.2 G parameters there, under ZeRO-2 and under FSDP2, with its"
@@ -79,6 +82,10 @@ bench: .venv/.bench
 FIDELITY_OUT = $(or $(OUT),runs/fidelity_$(if $(FULL),full,quick).json)
 fidelity: .venv/.bench
 	$(RUN) -m benchmarks.fidelity $(if $(FULL),,--quick )--json $(FIDELITY_OUT)
+
+MAPS_OUT = $(or $(OUT),runs/maps_$(if $(FULL),full,quick).json)
+maps: .venv/.bench
+	$(RUN) -m benchmarks.maps $(if $(FULL),,--quick )--json $(MAPS_OUT)
 
 # On a machine without a network: with a Python that has torch with CUDA, and all else, already.
 gpu-check: $(if $(GPU_PYTHON),,.venv/.dev .venv/.peers)
