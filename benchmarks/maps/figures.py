@@ -122,19 +122,27 @@ def _draw_grains(axes: Axes, rows: list[dict]) -> None:
 
 
 def draw_sensitivity(result: dict, path: Path) -> None:
-    """Draw final losses against each hyperparameter, the others at their defaults."""
+    """Draw final losses, and below their differences to fp32's, against each hyperparameter.
+
+    The other hyperparameters have their defaults; all runs have the first seed.
+    """
     default, *rows = result["sensitivity"]
     names = list(dict.fromkeys(row["hyperparameter"] for row in rows))
-    figure = Figure(figsize=(3 * len(names), 3.6), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(names), sharey=True), names, strict=True):
+    figure = Figure(figsize=(2.6 * len(names), 5.4), layout="constrained")
+    grid = figure.subplots(2, len(names), sharex="col", sharey="row")
+    for (above, below), name in zip(grid.T, names, strict=True):
         points = [(row["value"], row) for row in rows if row["hyperparameter"] == name]
         points = sorted([*points, (result["defaults"][name], default)], key=lambda point: point[0])
+        losses = [{s: x[0] for s, x in row["val_losses"].items()} for _, row in points]
         for scheme in default["val_losses"]:
-            losses = [row["val_losses"][scheme][0] for _, row in points]
-            axes.plot(losses, ".-", color=COLORS[scheme], label=scheme)
-        axes.set_xticks(range(len(points)), [f"{value:g}" for value, _ in points])
-        axes.set_xlabel(name)
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("validation loss, nats per byte")
-    figure.axes[0].legend()
+            style = {"color": COLORS[scheme], "label": scheme}
+            above.plot([loss[scheme] for loss in losses], ".-", **style)
+            below.plot([loss[scheme] - loss[FP32] for loss in losses], ".-", **style)
+        below.set_xticks(range(len(points)), [f"{value:g}" for value, _ in points])
+        below.set_xlabel(name)
+        for axes in (above, below):
+            axes.grid(alpha=0.3)
+    grid[0][0].set_ylabel("validation loss, nats per byte")
+    grid[1][0].set_ylabel("minus that of fp32")
+    grid[0][0].legend()
     write_png(figure, path)
