@@ -151,9 +151,8 @@ def test_tally_on_made_up_updates_has_their_errors():
 
 
 def test_final_loss_depends_on_every_hyperparameter():
-    recipe = Recipe(3, 0.999, task=TINY_TASK)
+    recipe = Recipe(2, 0.999, task=TINY_TASK)
     default = final_loss_with_eps(recipe, 1e-8, "fp32", lambda: None)
-    assert default == final_loss_with_eps(recipe, 1e-8, "fp32", lambda: None)
     changes = ({"peak_lr": 1e-2}, {"beta1": 0.5}, {"beta2": 0.5}, {"weight_decay": 1.0})
     others = [(replace(recipe, **change), 1e-8) for change in changes] + [(recipe, 1e-2)]
     for changed, eps in others:
@@ -183,11 +182,11 @@ def tiny_results(jobs, *, workers, label):
 
 @pytest.fixture(scope="module")
 def quick_run(tmp_path_factory):
-    """The JSON object of a quick run of 4 steps whose jobs are tiny, and the path of its file."""
+    """The JSON object of a quick run of 2 steps whose jobs are tiny, and the path of its file."""
     out = tmp_path_factory.mktemp("maps") / "new" / "quick.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "run_jobs", tiny_results)
-        arguments = ["--quick", "--steps", "4", "--workers", "1", "--json", str(out)]
+        arguments = ["--quick", "--steps", "2", "--workers", "1", "--json", str(out)]
         assert command.main(arguments) == 0
     return json.loads(out.read_text()), out
 

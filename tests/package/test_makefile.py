@@ -70,6 +70,7 @@ def machine(tmp_path):
         ("train", "launch/local.sh"),
         ("bench", "bench step --json runs/bench_step.json"),
         ("fidelity", "-m benchmarks.fidelity --quick --json runs/fidelity_quick.json"),
+        ("maps", "-m benchmarks.maps --quick --json runs/maps_quick.json"),
         ("gpu-check", "-m benchmarks.gpu_check"),
         ("test", '-m pytest -m "not slow and not multinode and not integrations"'),
         ("test-full", "-m pytest -m slow"),
@@ -89,14 +90,15 @@ def test_target_dry_run_names_its_command(target, expected):
     assert expected in done.stdout
 
 
-@pytest.mark.parametrize("target", ["bench", "fidelity"])
+@pytest.mark.parametrize("target", ["bench", "fidelity", "maps"])
 def test_measurement_writes_where_out_says(target):
     assert "--json there.json" in make("-n", target, OUT="there.json").stdout
 
 
-def test_fidelity_with_full_runs_the_full_measurement():
-    printed = make("-n", "fidelity", FULL="1").stdout
-    assert "-m benchmarks.fidelity --json runs/fidelity_full.json" in printed
+@pytest.mark.parametrize("target", ["fidelity", "maps"])
+def test_target_with_full_runs_the_full_measurement(target):
+    printed = make("-n", target, FULL="1").stdout
+    assert f"-m benchmarks.{target} --json runs/{target}_full.json" in printed
 
 
 def test_gpu_check_installs_the_peers_or_with_a_python_that_has_all_nothing(checkout):
@@ -114,6 +116,7 @@ def test_gpu_check_installs_the_peers_or_with_a_python_that_has_all_nothing(chec
         ("test", "test", "-m pytest"),
         ("bench", "bench", "bench step"),
         ("fidelity", "bench", "-m benchmarks.fidelity"),
+        ("maps", "bench", "-m benchmarks.maps"),
         ("lint", "dev", "ruff check"),
         ("docs", "docs", "mkdocs build"),
     ],
@@ -158,8 +161,8 @@ def test_setup_serves_every_target_but_one(checkout):
     mark_installed(checkout)
     done = make("setup", "VENV_PYTHON=true", folder=checkout)
     assert done.returncode == 0, done.stderr
-    targets = "train", "test", "test-slow", "test-multinode", "bench", "fidelity", "lint", "docs"
-    for target in targets:
+    targets = "train", "test", "test-slow", "test-multinode", "bench", "fidelity", "maps", "lint"
+    for target in (*targets, "docs"):
         assert "pip install" not in make("-n", target, folder=checkout).stdout, target
     assert "pip install" in make("-n", "test-integrations", folder=checkout).stdout
 
