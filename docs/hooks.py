@@ -20,6 +20,17 @@ OTHERS = (
     "SECURITY.md",
     "benchmarks/README.md",
     "benchmarks/records/demo_cpu_202611.png",
+    *(
+        f"benchmarks/records/maps_202611_{name}.png"
+        for name in (
+            "first_moment",
+            "maps",
+            "pairs_block",
+            "pairs_tensor",
+            "sensitivity",
+            "update_error",
+        )
+    ),
     "configs/README.md",
     "docs/site.css",
     "launch/README.md",
