@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # type checkers, editors and the API reference cannot follow 
     from zero8.optimizer import Adam8bitBlockwise as Adam8bitBlockwise
     from zero8.optimizer import Lion8bitBlockwise as Lion8bitBlockwise
     from zero8.optimizer import SGD8bitBlockwise as SGD8bitBlockwise
+    from zero8.stable_embedding import StableEmbedding as StableEmbedding
     from zero8.way_back import export as export
     from zero8.zero.active import assert_active as assert_active
 
@@ -22,6 +23,7 @@ _MODULES = {
     "Adam8bitBlockwise": "zero8.optimizer",
     "Lion8bitBlockwise": "zero8.optimizer",
     "SGD8bitBlockwise": "zero8.optimizer",
+    "StableEmbedding": "zero8.stable_embedding",
     "assert_active": "zero8.zero.active",
     "export": "zero8.way_back",
 }

@@ -88,6 +88,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         decay = {} if has_decay else {"weight_decay": 0.0}
         super().__init__(params, {**options, **decay, **self.algorithm.fp32_options})
         notices.log_float32_shares(self.settings, self._infos().values())
+        notices.warn_of_copied_embeddings(self.settings, self._infos().values())
         engine, _ = frameworks.constructing_engine()
         if not has_decay and self._lacks_decay and engine is None:
             notices.warn_of_missing_decay(options)
@@ -132,7 +133,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             # A parameter that can never step must fail here, not at the first step.
             for p in params:
                 info = infos[p]
-                self.settings.policy.decide(info.name, info.shape)
+                self.settings.decide(info)
                 if engine is None and p.requires_grad:  # else DeepSpeed replaces it
                     check_new(info.label, p)
                     kind_of(self.kinds, p, {}).check_new(p, info)
@@ -142,11 +143,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the members that pickle and deepcopy keep."""
+        stable = [p for p, info in self._infos().items() if info.in_stable_embedding]
         return {
             **super().__getstate__(),
             "settings": self.settings,
             "state_dict_format": self.state_dict_format,
             "nonfinite_blocks": self.nonfinite_blocks,
+            "in_stable_embeddings": stable,
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockwiseOptimizer":
@@ -163,8 +166,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         settings = self.__dict__.get("settings")
         super().__setstate__(state)
         counted = self.__dict__.pop("nonfinite_blocks", None)
+        stable = self.__dict__.pop("in_stable_embeddings", ())
         if self.settings != settings:  # torch also calls this on a live object, while loading
             self._begin()
+        self._params.keep_in_float32(stable)
         if counted is not None:
             self.nonfinite_blocks = counted
         for group in self.param_groups:
@@ -534,12 +539,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         Also the bytes of these parameters' gradients, of those that there are now.
         """
         rows = []
+        stable = self._params.in_stable_embeddings(self.param_groups)
         for p, stores in self.all_moments().items():
             state = self.state[p]
             remark = kind_of(self.kinds, p, state).remark
-            rows += self.settings.memory_rows(stores, "param_correction" in state, remark)
+            rows += self.settings.memory_rows(stores, "param_correction" in state, stable, remark)
         for layout in self.on_disk.values():
-            rows += self.settings.memory_rows(layout.like, layout.correction_numel > 0)
+            rows += self.settings.memory_rows(layout.like, layout.correction_numel > 0, stable)
         return MemoryReport(tuple(rows), grad_bytes_by_dtype(self.state))
 
     def _infos(self) -> dict[Tensor, ParamInfo]:

@@ -67,6 +67,13 @@ def test_python_block_of_the_docs_runs(block, capsys):
     assert ("print" in block.text) == bool(printed)
 
 
+def test_optimizer_section_of_the_docs_makes_that_optimizer(block):
+    section = json.loads(block.text)["optimizer"]
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    made = getattr(torch.optim, section["type"])([p], **section["params"])
+    assert made.param_groups[0].items() >= section["params"].items()
+
+
 def test_word_to_change_is_the_only_difference_from_a_config_of_adamw(block):
     lines = block.text.splitlines()
     sections = [

@@ -21,7 +21,7 @@ LAYERS = [
     {"algorithms"},
     {"state", "op", "checkpoint/files", "ranks"},
     {"step", "tagged", "checkpoint/engine", "notices"},
-    {"frameworks", "loading"},
+    {"frameworks", "loading", "stable_embedding"},
     {"blockwise"},
     {"optimizer"},
     {"zero", "fsdp"},

@@ -118,13 +118,19 @@ def test_policy_float32_shares_are_of_all_elements_by_cause():
         "model.embed.weight": (50, 64),  # 3200 of 20,000
         "a.weight": (128, 100),  # 8-bit
         "a.bias": (128,),
-        "lora_B": (425, 8),  # 8-bit too
+        "lora_B": (425, 8),  # in a StableEmbedding
         "mask": (8, 59),
         "empty": (0, 64),
     }
     assert sum(rows * (columns or [1])[0] for rows, *columns in shapes.values()) == 20_000
-    shares = Policy(min_8bit_size=1000, fp32_params=["*embed*"]).float32_shares(shapes.items())
-    assert list(shares) == ["fp32_params", "small", "of fewer than 2 dimensions"]
-    assert list(shares.values()) == [0.16, 472 / 20_000, 128 / 20_000]
-    assert Policy().float32_shares([(None, (64, 64)), (None, (4096, 8))]) == {}
+    params = [(name, shape, name == "lora_B") for name, shape in shapes.items()]
+    shares = Policy(min_8bit_size=1000, fp32_params=["*embed*"]).float32_shares(params)
+    assert list(shares) == [
+        "in a StableEmbedding",
+        "fp32_params",
+        "small",
+        "of fewer than 2 dimensions",
+    ]
+    assert list(shares.values()) == [0.17, 0.16, 472 / 20_000, 128 / 20_000]
+    assert Policy().float32_shares([(None, (64, 64), False), (None, (4096, 8), False)]) == {}
     assert Policy().float32_shares([]) == {}

@@ -23,6 +23,9 @@ RUN = {
         "$ zero8 checkpoint verify": "test_readme_commands_of_checkpoints_print_what_readme_shows",
         "$ zero8 plan": "test_plan_in_a_page_is_what_the_command_prints",
     },
+    "docs/algorithms.md": {
+        "SGD8bitBlockwise": "test_optimizer_section_of_the_docs_makes_that_optimizer",
+    },
     "docs/architecture.md": {
         "spec <-": "test_layers_line_of_the_architecture_is_in_the_order_of_the_table",
     },

@@ -10,15 +10,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero8.spec import dither
+from zero8.state import float32_modules
 
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """A parameter's name (or None), its index in constructor order, and its global shape."""
+    """A parameter, as the optimizer was given it.
+
+    Attributes:
+        name: its name, None if it has none.
+        index: its index in constructor order.
+        shape: its global shape.
+        in_stable_embedding: whether it is of a `zero8.StableEmbedding`.
+    """
 
     name: str | None
     index: int
     shape: tuple[int, ...]
+    in_stable_embedding: bool = False
 
     @property
     def label(self) -> str:
@@ -40,6 +49,7 @@ class KnownParams:
     def __init__(self) -> None:
         """Start without parameters."""
         self._originals: dict[int, tuple[weakref.ref[Tensor], ParamInfo]] = {}
+        self._in_stable_embeddings: set[Tensor] = set()  # those that `_originals` cannot have
 
     def remember(
         self,
@@ -56,7 +66,7 @@ class KnownParams:
             names: a framework's names for parameters that come without one.
             shape_of: returns the global shape of a parameter.
         """
-        for p, info in _infos_of(groups).items():
+        for p, info in self._infos_of(groups).items():
             if id(p) not in self._originals and bears_weak_references(p):
                 info = replace(info, name=info.name or names.get(p), shape=shape_of(p))
                 self._originals[id(p)] = (weakref.ref(p), info)
@@ -66,6 +76,10 @@ class KnownParams:
         ref, _ = self._originals.get(id(p), (None, None))
         return ref is not None and ref() is p
 
+    def keep_in_float32(self, params: Iterable[Tensor]) -> None:
+        """Take parameters for those of a `zero8.StableEmbedding`: copies have no such module."""
+        self._in_stable_embeddings |= set(params)
+
     def alive(self) -> dict[Tensor, ParamInfo]:
         """Return the parameters that still exist, in constructor order."""
         pairs = [(ref(), info) for ref, info in self._originals.values()]
@@ -73,7 +87,7 @@ class KnownParams:
 
     def infos(self, groups: Iterable[dict[str, Any]]) -> dict[Tensor, ParamInfo]:
         """Return name, place and global shape of every parameter in the optimizer's groups."""
-        known, infos = self.alive(), _infos_of(groups)
+        known, infos = self.alive(), self._infos_of(groups)
         copies = [p for p in infos if p not in known]
         # Without ZeRO, DeepSpeed steps float32 copies of the trained parameters, in their order.
         replaced = [(p, info) for p, info in known.items() if p not in infos]
@@ -82,20 +96,30 @@ class KnownParams:
             known |= dict(zip(copies, trained, strict=True))
         return {p: known.get(p, info) for p, info in infos.items()}
 
+    def in_stable_embeddings(self, groups: Iterable[dict[str, Any]]) -> set[str]:
+        """Return the labels of the parameters of every `zero8.StableEmbedding`."""
+        # Under ZeRO the groups have flat partitions instead.
+        infos = (*self.alive().values(), *self.infos(groups).values())
+        return {info.label for info in infos if info.in_stable_embedding}
 
-def _infos_of(groups: Iterable[dict[str, Any]]) -> dict[Tensor, ParamInfo]:
-    """Return name, index and local shape of the parameters in groups."""
-    infos: dict[Tensor, ParamInfo] = {}
-    for group in groups:
-        names = group.get("param_names") or []
-        # A framework may have replaced the named parameters by flat or fewer tensors.
-        if len(names) != len(group["params"]):
-            names = [None] * len(group["params"])
-        for name, p in zip(names, group["params"], strict=True):
-            # A compiled model's parameters have the names of the model itself.
-            name = name.replace("_orig_mod.", "") if name else None
-            infos[p] = ParamInfo(name, len(infos), tuple(p.shape))
-    return infos
+    def _infos_of(self, groups: Iterable[dict[str, Any]]) -> dict[Tensor, ParamInfo]:
+        """Return what is known without names of a framework, and local shapes."""
+        infos: dict[Tensor, ParamInfo] = {}
+        in_modules = float32_modules.params()
+        for group in groups:
+            names = group.get("param_names") or []
+            # A framework may have replaced the named parameters by flat or fewer tensors.
+            if len(names) != len(group["params"]):
+                names = [None] * len(group["params"])
+            for name, p in zip(names, group["params"], strict=True):
+                # A compiled model's parameters have the names of the model itself.
+                name = name.replace("_orig_mod.", "") if name else None
+                if p in in_modules and not bears_weak_references(p):
+                    # FSDP2 takes it out of its module between forward and backward.
+                    self._in_stable_embeddings.add(p)
+                is_stable = p in in_modules or p in self._in_stable_embeddings
+                infos[p] = ParamInfo(name, len(infos), tuple(p.shape), is_stable)
+        return infos
 
 
 def bears_weak_references(p: Tensor) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters get 8-bit moments: decided by name, global shape and configuration only.
+"""Which parameters get 8-bit moments: decided by name, module, global shape and configuration only.
 
 The shard is never looked at, so ranks, restarts and other world sizes always agree.
 """
@@ -65,8 +65,15 @@ class Policy:
             raise ValueError(f"fp32_params: got {bad[0]!r} in the list, expected strings")
         object.__setattr__(self, "fp32_params", tuple(patterns))
 
-    def decide(self, name: str | None, shape: tuple[int, ...]) -> Decision:
-        """Return the decision for a parameter of global `shape`.
+    def decide(
+        self, name: str | None, shape: tuple[int, ...], in_stable_embedding: bool = False
+    ) -> Decision:
+        """Return the decision for a parameter.
+
+        Args:
+            name: its name, if it has one.
+            shape: its global shape.
+            in_stable_embedding: whether it is of a `zero8.StableEmbedding`.
 
         Raises:
             ValueError: if there are patterns but the parameter has no name.
@@ -83,6 +90,8 @@ class Policy:
         numel = math.prod(shape)
         if len(shape) < 2:
             return Decision(None, f"{len(shape)}-dimensional", "of fewer than 2 dimensions")
+        if in_stable_embedding:
+            return Decision(None, "in a StableEmbedding", "in a StableEmbedding")
         if numel < self.min_8bit_size:
             reason = f"{numel} elements, fewer than min_8bit_size"
             return Decision(None, reason, "small")
@@ -109,19 +118,20 @@ class Policy:
         return list(dict.fromkeys(meant[text] for text in texts))
 
     def float32_shares(
-        self, params: Iterable[tuple[str | None, tuple[int, ...]]]
+        self, params: Iterable[tuple[str | None, tuple[int, ...], bool]]
     ) -> dict[str, float]:
         """Return the shares of all elements that keep float32 moments, by `Decision.cause`.
 
         Args:
-            params: name and global shape of each parameter.
+            params: the arguments of `decide` for each parameter.
 
         Returns:
             The causes that occur, largest share first.
         """
         numel_of: Counter[str] = Counter()
-        for name, shape in params:
-            numel_of[self.decide(name, shape).cause] += math.prod(shape)
+        for name, shape, in_stable_embedding in params:
+            decision = self.decide(name, shape, in_stable_embedding)
+            numel_of[decision.cause] += math.prod(shape)
         kept = [(cause, numel) for cause, numel in numel_of.most_common() if cause and numel]
         return {cause: numel / numel_of.total() for cause, numel in kept}
 

@@ -2,7 +2,7 @@
 """The settings of a whole optimizer, and their effect on the state of each parameter."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from zero8.spec.segment import Rounding
 from zero8.state.header import Entries
 from zero8.state.memory_report import MemoryRow
 from zero8.state.params import ParamInfo
-from zero8.state.policy import Policy
+from zero8.state.policy import Decision, Policy
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
 
@@ -65,9 +65,13 @@ class Settings:
         """The codec of new states."""
         return codec_named(self.codec_name)
 
+    def decide(self, info: ParamInfo) -> Decision:
+        """Return whether a parameter gets 8-bit moments; see `Policy.decide`."""
+        return self.policy.decide(info.name, info.shape, info.in_stable_embedding)
+
     def piece(self, info: ParamInfo, start: int, numel: int, first: int) -> Piece:
         """Return a piece of a parameter, 8-bit or float32 as the policy decides; see `Piece`."""
-        grid = self.policy.decide(info.name, info.shape).grid
+        grid = self.decide(info).grid
         block_size = grid.block_size if grid else 0
         return Piece(start, numel, first, info.shape, info.identity, block_size, info.label)
 
@@ -95,15 +99,27 @@ class Settings:
         return {"param_correction": correction.to(p.device, copy=True).contiguous()}
 
     def memory_rows(
-        self, stores: Sequence[MomentStore], corrected: bool, remark: str = ""
+        self,
+        stores: Sequence[MomentStore],
+        corrected: bool,
+        in_stable_embeddings: Collection[str],
+        remark: str = "",
     ) -> list[MemoryRow]:
-        """Return the memory of moments, a row per parameter of their segment table."""
+        """Return the memory of moments, a row per parameter of their segment table.
+
+        Args:
+            stores: the moments.
+            corrected: whether there are corrections of bfloat16 weights.
+            in_stable_embeddings: labels of parameters of a `zero8.StableEmbedding`.
+            remark: the addition of a kind of state to the reason.
+        """
         rows: dict[str, MemoryRow] = {}
         for number, piece in enumerate(stores[0].table.pieces):
             moments = [store.piece(number) for store in stores]
             tensors = [t for m in moments for t in (m.values, m.scales)]
             state_bytes = sum(t.nbytes for t in tensors if t is not None)
-            reason = self.policy.decide(piece.name, piece.shape).reason + remark
+            is_stable = piece.name in in_stable_embeddings
+            reason = self.policy.decide(piece.name, piece.shape, is_stable).reason + remark
             bits = 8 if piece.is_quantized else 32
             sizes = (piece.numel, bits, reason, state_bytes, piece.numel * corrected)
             row = MemoryRow(piece.name, piece.shape, *sizes)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A StableEmbedding keeps float32 moments under FSDP2, which exchanges its parameters."""
+
+import pytest
+import torch
+from fsdp_checkpoints import load, save
+from fsdp_worker import results, start
+from nests import difference
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from zero8 import Adam8bitBlockwise, StableEmbedding
+
+SHAPE = (90, 64)
+FLOAT32 = 32, "in a StableEmbedding"
+MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+WAYS = ("sharded", "offload", "mixed", "own", "meta", "made before", "moved", "unsharded")
+
+
+class Tied(nn.Module):
+    """A net whose last layer has the weight of the first; one row stays on the first rank."""
+
+    def __init__(self, dtype=torch.float32, device=None):
+        super().__init__()
+        kept = {"dtype": dtype, "device": device}
+        self.embed = StableEmbedding(*SHAPE, **kept)
+        self.inner = nn.Linear(64, 64, **kept)
+        self.head = nn.Linear(64, 90, bias=False, **kept)
+        self.head.weight = self.embed.weight
+        self.one_row = StableEmbedding(1, 5000, **kept)
+
+    def forward(self, step):
+        tokens = torch.arange(step, step + 8) % 90  # the same on all ranks
+        logits = self.head(torch.tanh(self.inner(self.embed(tokens))))
+        scale = self.one_row(torch.zeros(1, dtype=torch.long)).float().sigmoid().mean()
+        return nn.functional.cross_entropy(logits.float() * scale, tokens)
+
+
+def optimizer_of(model):
+    return Adam8bitBlockwise(model.named_parameters(), lr=0.01, weight_decay=0.0)
+
+
+def made(way):
+    """Return a model under FSDP2, with its optimizer."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    options = {"mesh": mesh}
+    if way == "offload":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if way == "mixed":
+        options["mp_policy"] = MIXED
+    if way == "meta":
+        model = fully_shard(Tied(device="meta"), **options)
+        model.to_empty(device="cpu")
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        return model, optimizer_of(model)
+    model = Tied()
+    if way == "made before":  # as Accelerate makes it
+        optimizer = optimizer_of(model)
+        (group,) = optimizer.param_groups
+        group["params"] = [torch.empty(1) for _ in group["params"]]
+        group["params"] = list(fully_shard(model, **options).parameters())
+        return model, optimizer
+    if way == "own":
+        fully_shard(model.one_row, **options)
+    optimizer = optimizer_of(fully_shard(model, **options))
+    if way == "moved":
+        model.to(torch.bfloat16)
+    if way == "unsharded":  # it holds whole parameters between backward and step
+        model.set_reshard_after_backward(False)
+    return model, optimizer
+
+
+def train(model, optimizer, steps, first=0):
+    for step in range(first, first + steps):
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def rows_of(optimizer):
+    return {row.name: (row.bits, row.reason, row.numel) for row in optimizer.memory_report().rows}
+
+
+def reported(way):
+    start()
+    model, optimizer = made(way)
+    model(0).backward()
+    optimizer.step()
+    return rows_of(optimizer)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fsdp2_stable_embedding_has_float32_moments_on_all_ranks(way, standing_ranks):
+    ranks = standing_ranks(2).run(reported, way=way)
+    for name, shape in (("embed.weight", SHAPE), ("one_row.weight", (1, 5000))):
+        rows = [rank[name] for rank in ranks]
+        assert {row[:2] for row in rows} == {FLOAT32}
+        assert sum(row[2] for row in rows) == shape[0] * shape[1]
+    assert ranks[1]["one_row.weight"][2] == 0
+    assert {rank["inner.weight"][0] for rank in ranks} == {8}
+
+
+def saved(folder):
+    start()
+    model, optimizer = made("sharded")
+    train(model, optimizer, 2)
+    save(model, optimizer, "sharded", folder)
+    return results(model, optimizer)
+
+
+def loaded(folder):
+    start()
+    model, optimizer = made("sharded")
+    load(model, optimizer, "sharded", folder)
+    return results(model, optimizer), rows_of(optimizer)
+
+
+def test_fsdp2_stable_embedding_loads_at_another_world_size_with_the_same_bits(
+    standing_ranks, tmp_path
+):
+    expected = standing_ranks(2).run(saved, folder=tmp_path)[0]
+    ((got, rows),) = standing_ranks(1).run(loaded, folder=tmp_path)
+    assert difference(got, expected) == ""
+    assert rows["embed.weight"][:2] == rows["one_row.weight"][:2] == FLOAT32

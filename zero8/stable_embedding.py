@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedding layer of the 8-bit optimizers paper."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero8.state import float32_modules
+
+
+class StableEmbedding(nn.Embedding):
+    r"""A `torch.nn.Embedding` for 8-bit training: scaled start, normed output, 32-bit moments.
+
+    Section 2.3 of Dettmers et al., arXiv:2110.02861.  For token t
+
+        y = LayerNorm(weight[t]),    weight ~ U(-a, a),    a = sqrt(6 / (num_embeddings + dim))
+
+    (Xavier's uniform distribution).  At the start y has the variance s / (s + 1e-5), where s =
+    2 / (num_embeddings + dim) is that of the weight and 1e-5 the norm's eps: 1.0 for 500 tokens,
+    0.8 for 50,000.  Position embeddings are added after it.
+
+    zero8's optimizers keep the moments of its parameters in float32 without a setting, also where
+    `weight` is tied to another layer, in plain PyTorch, under DeepSpeed and under FSDP2.
+
+    Input and output have the shapes and dtypes of `torch.nn.Embedding`: integers (*), and (*,
+    embedding_dim) in the dtype of `weight`, under autocast, too.  `norm` has that dtype as well.
+    The row of `padding_idx` starts at 0 and gets no gradient; the output there is `norm.bias`.
+
+    A state dict has `weight`, `norm.weight` and `norm.bias`, the names of bitsandbytes.  That of a
+    plain embedding, which has only `weight`, loads with `strict=False`: the norm keeps its values.
+
+    Args:
+        num_embeddings: as torch's, and so are all others.
+        embedding_dim: the size of an embedding.
+        padding_idx: the token that is not trained.
+        max_norm: the norm to which `weight[t]` is shortened before it is used.
+        norm_type: p of that norm.
+        scale_grad_by_freq: whether to divide gradients by the token's count in the batch.
+        sparse: whether gradients are sparse; zero8's optimizers refuse to step with these.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Attributes:
+        norm: the `torch.nn.LayerNorm`.
+
+    Raises:
+        AssertionError: if `padding_idx` is not a token, as from torch.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """Make the weight, which `_weight` replaces, and the norm."""
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            _weight,
+            _freeze,
+            device,
+            dtype,
+        )
+        # A given weight has its own device and dtype.
+        given = self.weight
+        self.norm = nn.LayerNorm(embedding_dim, device=given.device, dtype=given.dtype)
+        float32_modules.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied or unpickled layer."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's has no annotations
+        float32_modules.add(self)
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew, with zeros at `padding_idx`; `norm` has its own method."""
+        nn.init.xavier_uniform_(self.weight)
+        self._fill_padding_idx_with_zero()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normed embeddings, (*, embedding_dim), of tokens (*)."""
+        embedded = super().forward(input)
+        normed: Tensor = self.norm(embedded)
+        return normed.to(embedded.dtype)  # autocast norms to float32
