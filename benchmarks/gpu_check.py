@@ -55,7 +55,7 @@ def parts(base: Path) -> list[Part]:
     bench = [sys.executable, "-m", "zero8.cli", "bench", "step", "--device", "cuda"]
     return [
         Part("build", build, 240),
-        Part("tests", [*tests, "tests/cuda"], 180),
+        Part("tests", [*tests, "tests/cuda", "tests/optimizer"], 180),
         Part("fsdp", [*tests, "tests/fsdp/test_fsdp_gpu.py"], 180),
         Part("zero", [*tests, "tests/zero/test_zero_gpu.py"], 300),
         Part("memcheck", [*sanitizer, "memcheck"], 90),

@@ -9,7 +9,7 @@
 
 namespace zero8 {
 
-enum Algorithm : int32_t { kAdam = 1, kLion = 2, kSgd = 3 };
+enum Algorithm : int32_t { kAdam = 1, kLion = 2, kSgd = 3, kAdemamix = 4 };
 
 // The moments of an algorithm, in order: whether each one can be negative, and whether the dither
 // rounds its codes.
@@ -18,7 +18,12 @@ struct MomentsOf {
   bool is_signed[kMaxMoments], is_dithered[kMaxMoments];
 };
 constexpr MomentsOf kMomentsOf[] = {
-    {0, {}, {}}, {2, {true, false}, {false, true}}, {1, {true}, {true}}, {1, {true}, {true}}};
+    {0, {}, {}},
+    {2, {true, false}, {false, true}},
+    {1, {true}, {true}},
+    {1, {true}, {true}},
+    {3, {true, true, false}, {false, true, true}},
+};
 constexpr int kNumAlgorithms = sizeof kMomentsOf / sizeof kMomentsOf[0];  // and one more, 0
 
 struct AdamScalars {
@@ -40,11 +45,20 @@ struct SgdScalars {
   float lr, decay, l2, grad_sign, grad_factor;
 };
 
+struct AdemamixScalars {
+  float beta1, beta3, beta2;
+  float one_minus_beta1, one_minus_beta3, sqrt_one_minus_beta2;
+  float inverse_sqrt_correction2, eps, inverse_correction1, alpha, max_ratio;
+  float lr, decay, l2, grad_sign;
+  float settling, grad_factor;
+};
+
 // One step's scalars, those of the segment's algorithm.
 union StepScalars {
   AdamScalars adam;
   LionScalars lion;
   SgdScalars sgd;
+  AdemamixScalars ademamix;
 };
 
 }  // namespace zero8

@@ -3,6 +3,7 @@
 //
 // Included once per target, after params.h, so in the target's namespace.
 #include "adam.h"
+#include "ademamix.h"
 #include "lion.h"
 #include "sgd.h"
 
@@ -14,6 +15,7 @@ template <class Body>
 ZERO8_DEVICE ZERO8_INLINE inline auto with_algorithm(const Segment& seg, Body&& body) {
   if (seg.algorithm == kLion) return body(Lion());
   if (seg.algorithm == kSgd) return body(Sgd());
+  if (seg.algorithm == kAdemamix) return body(Ademamix());
   return body(Adam());
 }
 

@@ -27,7 +27,7 @@ enum Rounding : int32_t { kNearest = 0, kDither = 1, kHash = 2 };
 
 constexpr int kMinBlockSize = 64;
 constexpr int kMaxBlockSize = 4096;
-constexpr int kMaxMoments = 2;  // of any algorithm: algorithms.h
+constexpr int kMaxMoments = 3;  // of any algorithm: algorithms.h
 
 // How many floats each block of a moment stores, by Codec; moments.h compares it with the codes'.
 struct ScalesPerBlock {
@@ -100,7 +100,6 @@ struct KeptPiece {
   int64_t owner;                      // which of the parameters that step together
   uint32_t moment_keys[kMaxMoments];  // of the dither of each moment
   uint32_t param_key;                 // of the dither of the parameter
-  uint32_t unused;                    // 0
 };
 
 // The numbers of one gradient, in the order of memory, for its norm: norm.h.

@@ -11,6 +11,7 @@ from zero8 import autoload
 
 if TYPE_CHECKING:  # type checkers, editors and the API reference cannot follow `__getattr__`
     from zero8.optimizer import Adam8bitBlockwise as Adam8bitBlockwise
+    from zero8.optimizer import AdEMAMix8bitBlockwise as AdEMAMix8bitBlockwise
     from zero8.optimizer import Lion8bitBlockwise as Lion8bitBlockwise
     from zero8.optimizer import SGD8bitBlockwise as SGD8bitBlockwise
     from zero8.stable_embedding import StableEmbedding as StableEmbedding
@@ -21,6 +22,7 @@ __version__ = "0.2.0.dev0"
 # The modules of the public names; each is imported when its name is first used.
 _MODULES = {
     "Adam8bitBlockwise": "zero8.optimizer",
+    "AdEMAMix8bitBlockwise": "zero8.optimizer",
     "Lion8bitBlockwise": "zero8.optimizer",
     "SGD8bitBlockwise": "zero8.optimizer",
     "StableEmbedding": "zero8.stable_embedding",

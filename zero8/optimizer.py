@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from zero8.algorithms.adam import ADAM
+from zero8.algorithms.ademamix import ADEMAMIX
 from zero8.algorithms.lion import LION
 from zero8.algorithms.sgd import SGD
 from zero8.blockwise import BlockwiseOptimizer
@@ -212,9 +213,70 @@ class SGD8bitBlockwise(BlockwiseOptimizer):
         super().__init__(params, options, whole, others)
 
 
+class AdEMAMix8bitBlockwise(BlockwiseOptimizer):
+    r"""AdEMAMix whose three moments are kept as 8-bit codes with float32 scales per block.
+
+    The step is AdEMAMix's (Pagliardini et al., arXiv:2409.03137): Adam with a second average of the
+    gradients, whose memory is long.  `zero8.algorithms.ademamix` has the equations,
+    `zero8.spec.codec` the codes and their error bounds.  State: 3 + 16/block_size bytes per element
+    of an 8-bit parameter instead of 12.
+
+    In a DeepSpeed config: `"optimizer": {"type": "AdEMAMix8bitBlockwise", "params": {...}}`.
+
+    Args:
+        params: see `Adam8bitBlockwise`.
+        lr: learning rate, a number or a one-element tensor.
+        betas: decay rates of the fast average, of the second moment, and of the slow average.
+        alpha: the weight of the slow average.
+        t_alpha: the steps over which alpha comes up from 0; None: it is constant.
+        t_beta3: the steps over which beta3 comes up from beta1; None: it is constant.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay.
+        maximize: ascend instead of descend.
+        **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
+
+    Attributes:
+        settings: the settings of the whole optimizer.
+
+    Raises:
+        ValueError: for an unknown key or a bad value, or a parameter that it can never step.
+    """
+
+    algorithm = ADEMAMIX
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        alpha: float = 5.0,
+        t_alpha: float | None = None,
+        t_beta3: float | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **settings: Any,
+    ):
+        """Check the arguments and set up the groups; moments are made by the first step."""
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "alpha": alpha,
+            "t_alpha": t_alpha,
+            "t_beta3": t_beta3,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        whole, others = keywords.split(settings)
+        super().__init__(params, options, whole, others)
+
+
 OPTIMIZERS: tuple[type[BlockwiseOptimizer], ...] = (
     Adam8bitBlockwise,
     Lion8bitBlockwise,
     SGD8bitBlockwise,
+    AdEMAMix8bitBlockwise,
 )
 """The public optimizers; `torch.optim` gets their names, and so do DeepSpeed's configs."""

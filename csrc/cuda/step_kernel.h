@@ -449,21 +449,23 @@ __device__ void step_share(const Segment* segments, const int64_t* first_blocks,
 
 // Steps over all segments, a kernel for each algorithm: together they would take the registers of
 // the largest.  Launched with thread blocks of (largest block size / 8, teams), at most 512
-// threads, and any grid; block sizes are powers of two from 64 to 4096.
+// threads, and any grid; block sizes are powers of two from 64 to 4096.  `registers` are those that
+// a thread needs without spilling; 128 fit 512 threads on an SM.
 //
 // first_blocks: num_segments + 1 running sums of the segments' numbers of blocks.
 // scalars: without subnormal numbers.
 // maps: null if no segment has the codec `dynamic`.
 // nonfinite_blocks: of each segment, counted up by the blocks left as they were.
-#define ZERO8_KERNEL(name, Algorithm)                                                              \
-  extern "C" __global__ void __maxnreg__(96)                                                       \
+#define ZERO8_KERNEL(name, Algorithm, registers)                                                   \
+  extern "C" __global__ void __maxnreg__(registers)                                                \
       name(const zero8::Segment* segments, const int64_t* first_blocks, int64_t num_segments,      \
            const zero8::StepScalars* scalars, const zero8::DynamicMaps* maps,                      \
            unsigned long long* nonfinite_blocks) {                                                 \
     zero8::cuda::step_share<zero8::cuda::Algorithm>(segments, first_blocks, num_segments, scalars, \
                                                     maps, nonfinite_blocks);                       \
   }
-ZERO8_KERNEL(zero8_step_adam, Adam)
-ZERO8_KERNEL(zero8_step_lion, Lion)
-ZERO8_KERNEL(zero8_step_sgd, Sgd)
+ZERO8_KERNEL(zero8_step_adam, Adam, 96)
+ZERO8_KERNEL(zero8_step_lion, Lion, 96)
+ZERO8_KERNEL(zero8_step_sgd, Sgd, 96)
+ZERO8_KERNEL(zero8_step_ademamix, Ademamix, 128)
 #undef ZERO8_KERNEL

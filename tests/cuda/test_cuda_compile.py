@@ -67,7 +67,7 @@ def compiled(tmp_path_factory):
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: one.name)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_cuda_kernel_needs_registers_only(compiled, architecture, algorithm):
-    """Neither spills nor arrays that went to memory; few enough registers for 20 warps."""
+    """Neither spills nor arrays that went to memory; few enough registers for 20 warps, or 16."""
     _, report = compiled(architecture)
     (entry,) = re.findall(
         rf"Compiling entry function '{kernel_of(algorithm)}' for 'sm_{architecture}'\n.*\n"
@@ -77,7 +77,7 @@ def test_cuda_kernel_needs_registers_only(compiled, architecture, algorithm):
     )
     stack, stores, loads, registers, barriers = map(int, entry)
     assert (stack, stores, loads) == (0, 0, 0)
-    assert registers <= MOST_REGISTERS
+    assert registers <= (MOST_REGISTERS if len(algorithm.moments) < 3 else 128)
     assert barriers == 3  # of __syncthreads and of two teams; all 16 if one were not constant
 
 

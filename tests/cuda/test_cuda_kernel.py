@@ -36,6 +36,7 @@ from segments import (
 )
 
 from zero8.algorithms.adam import ADAM
+from zero8.algorithms.ademamix import ADEMAMIX
 from zero8.algorithms.lion import LION
 from zero8.algorithms.sgd import SGD
 from zero8.op import kernel
@@ -77,6 +78,9 @@ HYPERS = {
     "large rate": {"lr": 2.0**119, "betas": (0.9, 0.999), "eps": 1.0, "weight_decay": 0.0},
     "lion": {"algorithm": LION, "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
     "lion, subnormal scalars": {"algorithm": LION, "lr": 1e-40, "betas": (1e-30, 0.9)},
+    "ademamix": {
+        "algorithm": ADEMAMIX, "lr": 1e-3, "weight_decay": 0.1, "t_alpha": 5, "t_beta3": 9
+    },
     "sgd, l2": {"algorithm": SGD, "lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
     "sgd, nesterov, subnormal scalars": {
         "algorithm": SGD, "lr": 1e-40, "momentum": 1e-30, "nesterov": True

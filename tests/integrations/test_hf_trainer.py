@@ -74,6 +74,7 @@ KINDS = {
     "adam": {},
     "lion": {"kind": "lion"},
     "sgd": {"kind": "sgd", "momentum": 0.9, "nesterov": True},
+    "ademamix": {"kind": "ademamix", "t_beta3": 6},
 }
 
 

@@ -19,6 +19,7 @@ from segments import (
     set_phases,
 )
 
+from zero8.algorithms.ademamix import ADEMAMIX
 from zero8.algorithms.lion import LION
 from zero8.algorithms.sgd import SGD
 from zero8.op import kernel
@@ -84,6 +85,13 @@ HYPERS = {
     "sgd, nesterov, decoupled, maximize, factor": {
         "algorithm": SGD, "lr": 1e-2, "momentum": 0.99, "weight_decay": 0.1, "nesterov": True,
         "decoupled_weight_decay": True, "maximize": True, "grad_factor": 21 / 128,
+    },
+    "ademamix": {
+        "algorithm": ADEMAMIX, "lr": 1e-3, "weight_decay": 0.1, "t_alpha": 5, "t_beta3": 9
+    },
+    "ademamix, maximize, factor": {
+        "algorithm": ADEMAMIX, "lr": 1e-2, "betas": (0.5, 0.75, 0.875), "alpha": 2.0,
+        "maximize": True, "grad_factor": 21 / 128,
     },
     "sgd, dampening": {"algorithm": SGD, "lr": 0.25, "momentum": 0.5, "dampening": 0.25},
 }  # fmt: skip

@@ -25,6 +25,7 @@ from segments import (
 )
 from tqdm import trange
 
+from zero8.algorithms.ademamix import ADEMAMIX
 from zero8.algorithms.lion import LION
 from zero8.algorithms.sgd import SGD
 from zero8.op import kernel
@@ -67,6 +68,18 @@ def hyper_of(number: int, chance: random.Random) -> dict:
             "nesterov": nesterov,
             "weight_decay": chance.choice((0.0, 1e-40, 0.01, 0.5)),
             "decoupled_weight_decay": chance.random() < 0.5,
+            "maximize": chance.random() < 0.2,
+        }
+    if number % 6 == 2:
+        betas = (0.0, 0.5, 0.9), (0.25, 0.95, 0.999, 0.9999), (0.5, 0.9, 0.9999)
+        return {
+            "algorithm": ADEMAMIX,
+            "lr": 10 ** chance.uniform(-6, 0),
+            "betas": tuple(map(chance.choice, betas)),
+            "alpha": chance.choice((0.0, 1.0, 5.0, 1e3)),
+            "t_alpha": chance.choice((None, 2, 1000)),
+            "eps": chance.choice((0.0, 1e-8, 1.0)),
+            "weight_decay": chance.choice((0.0, 0.1)),
             "maximize": chance.random() < 0.2,
         }
     algorithm = {"algorithm": LION} if number % 3 == 2 else {}

@@ -11,7 +11,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.gpt.engine_fsdp2 import join_ranks
-from zero8 import Adam8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
+from zero8 import (
+    Adam8bitBlockwise,
+    AdEMAMix8bitBlockwise,
+    Lion8bitBlockwise,
+    SGD8bitBlockwise,
+)
 from zero8.blockwise import BlockwiseOptimizer
 from zero8.spec.grid import is_narrow, rows_per_block
 
@@ -82,6 +87,9 @@ LAYOUTS = {
     "corrected": Layout(torch.bfloat16, keywords=(("weight_correction_bits", 8),)),
     "dynamic": Layout(keywords=(("codec", "dynamic"),)),
     "lion": Layout(torch.bfloat16, made=Lion8bitBlockwise),
+    "ademamix": Layout(
+        keywords=(("betas", (0.9, 0.95, 0.99)), ("t_beta3", 3)), made=AdEMAMix8bitBlockwise
+    ),
     "sgd": Layout(
         offload=True, keywords=(("momentum", 0.9), ("nesterov", True)), made=SGD8bitBlockwise
     ),

@@ -200,7 +200,8 @@ struct Kernel {
 };
 const Kernel kernels[] = {{zero8::kAdam, "zero8_step_adam", zero8_step_adam},
                           {zero8::kLion, "zero8_step_lion", zero8_step_lion},
-                          {zero8::kSgd, "zero8_step_sgd", zero8_step_sgd}};
+                          {zero8::kSgd, "zero8_step_sgd", zero8_step_sgd},
+                          {zero8::kAdemamix, "zero8_step_ademamix", zero8_step_ademamix}};
 const Kernel* kernel;
 
 void kernel_body() {

@@ -204,7 +204,10 @@ def scalars_at(step: int, hyper: dict) -> Scalars:
         others = {key: value for key, value in hyper.items() if key != "grad_factor"}
         return scalars_at(step, others)._replace(grad_factor=hyper["grad_factor"])
     if algorithm := hyper.get("algorithm"):
-        return algorithm.scalars(step, (), {**algorithm.options, **hyper}, True)
+        group, memory = {**algorithm.options, **hyper}, (0.0,) * len(algorithm.memory)
+        for number in range(1, step + 1):
+            memory = algorithm.next_memory(number, memory, group)
+        return algorithm.scalars(step, memory, group, True)
     history = 0.0
     for _ in range(step):
         history = next_history(history, *hyper["betas"])

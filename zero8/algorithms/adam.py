@@ -149,7 +149,7 @@ class Adam(Algorithm):
         check_flag("maximize", group["maximize"])
         check_flag("decoupled_weight_decay", group["decoupled_weight_decay"])
 
-    def next_memory(self, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
+    def next_memory(self, step: int, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
         """See `Algorithm`."""
         betas = group["betas"]
         return (next_history(memory[0], float(betas[0]), float(betas[1])),)

@@ -55,7 +55,7 @@ class Lion(Algorithm):
         check_not_negative("weight_decay", group["weight_decay"])
         check_flag("maximize", group["maximize"])
 
-    def next_memory(self, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
+    def next_memory(self, step: int, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
         """See `Algorithm`; Lion remembers no numbers."""
         return memory
 

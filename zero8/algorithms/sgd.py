@@ -80,7 +80,7 @@ class Sgd(Algorithm):
                 f"nesterov: got true with a dampening of {shown(dampening)}, expected 0 beside it"
             )
 
-    def next_memory(self, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
+    def next_memory(self, step: int, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
         """See `Algorithm`; SGD remembers no numbers."""
         return memory
 

@@ -33,7 +33,7 @@ def optimizer(
         args: the Trainer's; supplies learning rate, betas, epsilon and weight decay, as far as the
             optimizer takes them.  As in Trainer's own Lion, `adam_beta1` and `adam_beta2` are
             Lion's betas, too.
-        kind: "adam" for `Adam8bitBlockwise`, "lion" or "sgd".
+        kind: "adam" for `Adam8bitBlockwise`, "lion", "sgd" or "ademamix".
         **settings: keywords of the optimizer; they override `args`.
 
     Raises:
@@ -42,9 +42,10 @@ def optimizer(
     if kind not in _KINDS:
         raise ValueError(f"kind: got {shown(kind)}, expected one of {list(_KINDS)}")
     made = _KINDS[kind]
+    more_betas = made.algorithm.options.get("betas", ())[2:]
     from_args = {
         "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
+        "betas": (args.adam_beta1, args.adam_beta2, *more_betas),
         "eps": args.adam_epsilon,
         "weight_decay": args.weight_decay,
     }

@@ -12,7 +12,7 @@ import torch
 from zero8.algorithms.table import ALGORITHMS
 from zero8.spec.algorithm import Algorithm
 
-MAX_MOMENTS = 2
+MAX_MOMENTS = 3
 """The most moments that an algorithm has; records have a place for each."""
 MOMENT = np.dtype(
     [("values", "u8"), ("scales", "u8"), ("num_scales", "i8"), ("codec", "i4"), ("phase", "u4")]
@@ -58,7 +58,6 @@ KEPT_PIECE = np.dtype(
         ("owner", "i8"),
         ("moment_keys", "u4", MAX_MOMENTS),
         ("param_key", "u4"),
-        ("unused", "u4"),
     ]
 )
 NUMBERS = np.dtype([("data", "u8"), ("numel", "i8"), ("dtype", "i4"), ("unused", "i4")])

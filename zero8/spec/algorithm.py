@@ -115,8 +115,8 @@ class Algorithm(ABC):
         """Raise ValueError unless the options of a group are valid; `zero8.spec.options` helps."""
 
     @abstractmethod
-    def next_memory(self, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
-        """Return a parameter's remembered numbers after one more step."""
+    def next_memory(self, step: int, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
+        """Return a parameter's remembered numbers after step number `step`."""
 
     @abstractmethod
     def scalars(

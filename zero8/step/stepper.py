@@ -186,7 +186,7 @@ class Stepper:
 
     def _next_step(self, group: Group, step: float, *memory: float) -> NextStep:
         number = int(step) + 1
-        after = self._algorithm.next_memory(tuple(map(float, memory)), group)
+        after = self._algorithm.next_memory(number, tuple(map(float, memory)), group)
         entries = {"step": number, **dict(zip(self._remembered, after, strict=True))}
         corrects = self._settings.bias_correction
         scalars = self._algorithm.scalars(number, after, group, corrects)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers with one moment, Lion and SGD: steps as the reference defines them, and states."""
+"""Optimizers beside Adam: steps as their papers and the reference define them, and states."""
 
 import copy
 import inspect
@@ -11,7 +11,13 @@ from small_optimizers import assert_equal, gamma, param, run, set_grads
 from torch import nn
 
 import zero8
-from zero8 import Adam8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
+from zero8 import (
+    Adam8bitBlockwise,
+    AdEMAMix8bitBlockwise,
+    Lion8bitBlockwise,
+    SGD8bitBlockwise,
+)
+from zero8.algorithms.ademamix import beta3_at
 from zero8.algorithms.table import ALGORITHMS
 from zero8.optimizer import OPTIMIZERS
 from zero8.spec import dither, reference
@@ -24,13 +30,15 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
 LR, BETAS, DECAY = 1e-2, (0.9, 0.99), 0.1
 codecs = pytest.mark.parametrize("codec", CODECS)
-LION, SGD = Lion8bitBlockwise, SGD8bitBlockwise
+LION, SGD, MIX = Lion8bitBlockwise, SGD8bitBlockwise, AdEMAMix8bitBlockwise
 OPTIONS = {
     LION: {"lr": LR, "betas": BETAS, "weight_decay": DECAY},
     SGD: {"lr": LR, "momentum": 0.9, "weight_decay": DECAY, "nesterov": True},
+    MIX: {"lr": LR, "weight_decay": DECAY, "alpha": 2.0, "t_alpha": 4, "t_beta3": 8},
 }
 """Keywords of each optimizer; SGD must be given a momentum."""
-both = pytest.mark.parametrize("made", OPTIONS, ids=lambda one: one.algorithm.name)
+every = pytest.mark.parametrize("made", OPTIONS, ids=lambda one: one.algorithm.name)
+one_moment = pytest.mark.parametrize("made", [LION, SGD], ids=lambda one: one.algorithm.name)
 
 
 def entry_of(made) -> str:
@@ -132,45 +140,107 @@ def test_sgd_float32_moments_follow_torch(options):
     assert error.max() < LR / 50
 
 
-@both
+def test_ademamix_float32_moments_follow_the_paper():
+    """Algorithm 1 in float64 is the exact value.
+
+    A term of an average rounds 3 times per step, so f and s are within gamma(3t) of the sums of
+    their terms' magnitudes, F and S, and v, whose terms are positive, within gamma(4t) of itself.
+    So the denominator d is within gamma(4t+3) of itself, the numerator within
+
+        gamma(3t+3) (alpha S + F/(1-beta1^t)),
+
+    and the ratio has one more rounding, and perhaps its bound's.  p rounds lr, decay, their
+    products and the sum:
+
+        e_t = decay (1 + gamma(3)) e_{t-1} + lr e_r + gamma(3) (decay |p| + lr |r|)
+    """
+    (beta1, beta2, _), alpha = (0.9, 0.999, 0.9999), 5.0
+    group = {"lr": LR, "weight_decay": DECAY, "alpha": alpha, "t_alpha": 10, "t_beta3": 20}
+    p = param(70, 90)
+    exact = p.detach().double()
+    optimizer = AdEMAMix8bitBlockwise([p], min_8bit_size=10**9, **group)
+    f, s, v, f_size, s_size, error = (torch.zeros(70, 90).double() for _ in range(6))
+    for t in range(1, 41):
+        set_grads([p], t)
+        g = p.grad.double()
+        optimizer.step()
+        beta3 = beta3_at(t, {**optimizer.defaults, **group})
+        f, f_size = beta1 * f + (1 - beta1) * g, beta1 * f_size + (1 - beta1) * g.abs()
+        s, s_size = beta3 * s + (1 - beta3) * g, beta3 * s_size + (1 - beta3) * g.abs()
+        v = beta2 * v + (1 - beta2) * g * g
+        d = (v / (1 - beta2**t)).sqrt() + 1e-8
+        weight, correction = alpha * min(1, t / 10), 1 - beta1**t
+        ratio = (f / correction + weight * s) / d
+        size = (f_size / correction + weight * s_size) / d
+        ratio_error = gamma(3 * t + 3) * size + gamma(4 * t + 5) * size
+        decay = 1 - LR * DECAY
+        error = decay * (1 + gamma(3)) * error + LR * ratio_error
+        error += gamma(3) * (decay * exact.abs() + LR * size)
+        exact = decay * exact - LR * ratio
+        assert ((p.detach() - exact).abs() <= error).all(), f"step {t}"
+    assert error.max() < LR / 50
+
+
+def test_ademamix_beta3_comes_up_so_that_the_memory_grows_in_equal_steps():
+    """1/ln(beta3), which is the memory, is linear in t between those of beta1 and beta3."""
+    group = {"betas": (0.9, 0.999, 0.9999), "t_beta3": 100}
+    memory = [1 / math.log(beta3_at(t, group)) for t in range(1, 101)]
+    start, end = 1 / math.log(0.9), 1 / math.log(0.9999)
+    for t, found in enumerate(memory, 1):
+        assert found == pytest.approx(start + (end - start) * t / 100, rel=1e-9)
+    assert beta3_at(101, group) == beta3_at(1, {**group, "t_beta3": None}) == 0.9999
+
+
+@every
 @codecs
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_one_moment_steps_are_those_of_the_reference(made, codec, dtype):
+def test_algorithm_steps_are_those_of_the_reference(made, codec, dtype):
     """Scalars, phases and blocks as documented: keys from seed and name, phases from the step."""
     mine, theirs = param(20, 300, dtype=dtype), param(20, 300, dtype=dtype)
-    algorithm, name = made.algorithm, entry_of(made)
+    algorithm = made.algorithm
     optimizer = made([("layer.weight", mine)], codec=codec, seed=5, **OPTIONS[made])
     grid, identity = BlockGrid.of((20, 300), 256), dither.identity_of("layer.weight")
-    code = CODECS[codec].code_of(algorithm.moments[0])
-    codes = torch.full((6000,), code.zero_code, dtype=torch.uint8)
-    moment = Moment(codes, torch.zeros(grid.num_blocks, *code.scale_shape))
+    group, memory = {**algorithm.options, **OPTIONS[made]}, (0.0,) * len(algorithm.memory)
+    codes = [CODECS[codec].code_of(rule) for rule in algorithm.moments]
+    moments = [
+        Moment(
+            torch.full((6000,), code.zero_code, dtype=torch.uint8),
+            torch.zeros(grid.num_blocks, *code.scale_shape),
+        )
+        for code in codes
+    ]
     for step in range(1, 6):
         set_grads([mine], step)
         optimizer.step()
-        keys = [dither.stream_key(5, identity, stream) for stream in (name, "param")]
-        moment.phase, param_phase = (dither.phase_of(key, step) for key in keys)
+        streams = (*algorithm.moment_names, "param")
+        keys = [dither.stream_key(5, identity, stream) for stream in streams]
+        *phases, param_phase = (dither.phase_of(key, step) for key in keys)
+        for moment, phase in zip(moments, phases, strict=True):
+            moment.phase = phase
+        memory = algorithm.next_memory(step, memory, group)
         segment = Segment(
             param=theirs.detach().view(-1),
             grad=mine.grad.view(-1),
             algorithm=algorithm,
-            moments=[moment],
+            moments=moments,
             codec=CODECS[codec],
             grid=grid,
             first=0,
-            scalars=algorithm.scalars(step, (), {**algorithm.options, **OPTIONS[made]}, True),
+            scalars=algorithm.scalars(step, memory, group, True),
             param_phase=param_phase,
             rounding=Rounding.DITHER,
         )
         assert reference.step(segment) == 0
         assert_equal([mine], [theirs])
         state = optimizer.state[mine]
-        assert torch.equal(state[f"{name}_q8"].view(-1), moment.values)
-        assert torch.equal(state[f"{name}_scale"].view(moment.scales.shape), moment.scales)
+        for name, moment in zip(algorithm.moment_names, moments, strict=True):
+            assert torch.equal(state[f"{name}_q8"].view(-1), moment.values)
+            assert torch.equal(state[f"{name}_scale"].view(moment.scales.shape), moment.scales)
 
 
-@both
+@every
 @codecs
-def test_one_moment_zero_gradients_never_move_parameters(made, codec):
+def test_algorithm_zero_gradients_never_move_parameters(made, codec):
     p = param(16, 300)
     idle = torch.rand(16, 300, generator=torch.Generator().manual_seed(1)) < 0.5
     before = p.detach().clone()
@@ -182,7 +252,7 @@ def test_one_moment_zero_gradients_never_move_parameters(made, codec):
         assert torch.equal(p[idle], before[idle])
         if step == 0:
             assert (p != before)[~idle].all()
-            assert made is SGD or ((p - before).abs()[~idle] - 0.1).abs().max() < 1e-6
+            assert made is not LION or ((p - before).abs()[~idle] - 0.1).abs().max() < 1e-6
 
 
 def averaging(beta: float, start: torch.Tensor):
@@ -235,9 +305,9 @@ def test_long_lived_moment_whose_gradient_has_ended_reaches_zero(beta):
     assert (m[:, 1:] == 0).all() and (m[:, 0] > 0.9).all()
 
 
-@both
+@every
 @pytest.mark.parametrize("value", [math.nan, math.inf, -(2.0**63)])
-def test_one_moment_gradient_that_is_not_finite_stops_its_block_only(made, value):
+def test_algorithm_gradient_that_is_not_finite_stops_its_block_only(made, value):
     p, other = param(4, 512), param(4, 512)
     optimizer, twin = made([p], **OPTIONS[made]), made([other], **OPTIONS[made])
     set_grads([p], 1)
@@ -256,22 +326,25 @@ def test_one_moment_gradient_that_is_not_finite_stops_its_block_only(made, value
 # --- States --------------------------------------------------------------------------------------
 
 
-@both
-def test_one_moment_state_has_its_bytes(made):
+@every
+def test_algorithm_state_has_its_bytes(made):
     p = param(64, 512)
-    optimizer, name = made([("w", p)], **OPTIONS[made]), entry_of(made)
+    algorithm, optimizer = made.algorithm, made([("w", p)], **OPTIONS[made])
     run(optimizer, [p], 2)
     state = optimizer.state[p]
-    assert sorted(state) == sorted(["format", "step", f"{name}_q8", f"{name}_scale"])
-    assert state["format"].tolist()[:4] == [3, made.algorithm.number, 4, 256]
+    moments = [f"{name}{kind}" for name in algorithm.moment_names for kind in ("_q8", "_scale")]
+    memory = [one.name for one in algorithm.memory]
+    assert sorted(state) == sorted(["format", "step", *memory, *moments])
+    assert state["format"].tolist()[:2] == [3, algorithm.number]
     (row,) = optimizer.memory_report().rows
-    assert (row.bits, row.state_bytes) == (8, 64 * 512 + 4 * 64 * 2)
+    scales = 4 if made is MIX else 1  # v has two
+    assert row.state_bytes == len(algorithm.moments) * 64 * 512 + 4 * scales * 64 * 2
 
 
-@both
+@every
 @codecs
 @pytest.mark.parametrize("form", ["8bit", "fp32"])
-def test_one_moment_state_dict_through_a_file_continues_with_the_same_bits(
+def test_algorithm_state_dict_through_a_file_continues_with_the_same_bits(
     made, codec, form, tmp_path
 ):
     p = param(20, 300, dtype=FP32)
@@ -281,12 +354,17 @@ def test_one_moment_state_dict_through_a_file_continues_with_the_same_bits(
     q = nn.Parameter(p.detach().clone())
     other = made([("w", q)], codec=codec, **OPTIONS[made])
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    if form == "fp32" and made is MIX:  # the bounds of its updates are forgotten
+        for mine, theirs in zip(optimizer.moments(p), other.moments(q), strict=True):
+            assert torch.equal(mine.codes, theirs.codes)
+            assert torch.equal(mine.scales, theirs.scales)
+        return
     run(optimizer, [p], 3, start=3)
     run(other, [q], 3, start=3)
     assert_equal([p], [q])
 
 
-@both
+@one_moment
 def test_one_moment_of_another_library_loads_without_a_step(made):
     """The states of the usual Lion and of torch's SGD are their moments alone."""
     p = param(20, 300)
@@ -332,6 +410,9 @@ FOREIGN = {
     "Adam from Lion": (Adam8bitBlockwise, states_of, LION, "one of Lion8bitBlockwise"),
     "SGD from Lion": (SGD, states_of, LION, "one of Lion8bitBlockwise"),
     "Lion from AdamW": (LION, states_of, torch.optim.AdamW, "one of an fp32 Adam"),
+    "AdEMAMix from Adam": (MIX, states_of, Adam8bitBlockwise, "betas: got .* three numbers"),
+    "Adam from AdEMAMix": (Adam8bitBlockwise, states_of, MIX, "betas: got .* two numbers"),
+    "Lion from AdEMAMix": (LION, states_of, MIX, "betas: got .* two numbers"),
     "SGD from AdamW": (SGD, states_of, torch.optim.AdamW, r"without \['momentum_buffer'\]"),
     "Adam from an fp32 Lion": (
         Adam8bitBlockwise,
@@ -357,8 +438,8 @@ def test_states_of_other_algorithms_are_refused(ours, make, theirs, message):
     )
 
 
-@both
-def test_one_moment_is_refused_by_other_optimizers_and_exported_for_them(made):
+@every
+def test_algorithm_is_refused_by_other_optimizers_and_exported_for_them(made):
     state_dict, name = states_of(made), made.__name__
     with pytest.raises(ValueError, match=f"states of zero8's {name}, which AdamW"):
         torch.optim.AdamW([param(20, 300)]).load_state_dict(state_dict)
@@ -366,17 +447,19 @@ def test_one_moment_is_refused_by_other_optimizers_and_exported_for_them(made):
     optimizer = made([p], **OPTIONS[made])
     run(optimizer, [p], 1)
     exported = zero8.export(optimizer)["state"][0]
-    assert sorted(exported) == sorted([entry_of(made), "step"])
+    assert sorted(exported) == sorted([*made.algorithm.moment_names, "step"])
     assert exported[entry_of(made)].dtype == FP32
 
 
 # --- Keywords ------------------------------------------------------------------------------------
 
 
-@both
+@every
 @pytest.mark.parametrize("key", ["eps", "bias_correction", "adam_w_mode", "betas2"])
 def test_keyword_that_is_not_its_own_is_refused_with_those_that_are(made, key):
-    known = "betas" if made is LION else "dampening"
+    known = {LION: "betas", SGD: "dampening", MIX: "alpha"}[made]
+    if key in made.algorithm.keywords:
+        return
     with pytest.raises(ValueError, match=f"unknown parameter '{key}' for {made.__name__}.*{known}"):
         made([param(4, 4)], **OPTIONS[made], **{key: True})
 
@@ -391,6 +474,19 @@ BAD_SGDS = {
     ),
     "flag": ({"momentum": 0.9, "nesterov": 1}, "nesterov: got 1, expected true or false"),
 }
+
+
+BAD_MIXES = {
+    "two betas": ({"betas": (0.9, 0.999)}, "betas: got .*, expected three numbers, such as"),
+    "alpha": ({"alpha": -1.0}, r"alpha: got -1\.0, expected at least 0"),
+    "schedule": ({"betas": (0.0, 0.9, 0.99), "t_beta3": 5}, "t_beta3: got 5 .*beta1 above 0"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_MIXES.values(), ids=BAD_MIXES)
+def test_ademamix_option_that_is_invalid_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        AdEMAMix8bitBlockwise([param(4, 4)], **options)
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_SGDS.values(), ids=BAD_SGDS)
