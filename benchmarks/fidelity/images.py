@@ -13,6 +13,8 @@ CLASSES, CHANNELS, SIZE = 10, 3, 16
 # So many labels are drawn at random, which keeps gradients alive once the classes are learnt.
 MISLABELLED = 0.1
 PRUNED_EVERY = 16
+# The examples of validation are drawn with a seed that no training has.
+VALIDATION_SEED, VALIDATION_EXAMPLES = 1_000_000, 2048
 
 
 @cache
@@ -77,3 +79,8 @@ class ImageTask:
     def mark_untrained(self, marks: dict[str, Tensor]) -> None:
         """Mark every 16th input channel of one convolution, which is treated as pruned."""
         marks["convolutions.2.weight"][:, ::PRUNED_EVERY] = True
+
+    @torch.no_grad()
+    def validation_loss(self, model: nn.Module) -> float:
+        """Return the mean loss on new examples, a tenth of them mislabelled as in training."""
+        return model(*examples(VALIDATION_SEED, 0, VALIDATION_EXAMPLES)).item()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.fidelity.pool import Job
-from benchmarks.fidelity.schemes import FP32_CONTROL
+from benchmarks.fidelity.schemes import zero8_states
 from benchmarks.fidelity.training import Recipe, TrainingRun, adamw
 from zero8.optimizer import Adam8bitBlockwise
 
@@ -38,12 +38,11 @@ def final_loss(recipe: Recipe, scheme: str, on_step: Callable[[], None]) -> floa
     run = TrainingRun(recipe)
     if scheme == FP32:
         return train(run, adamw(run.model, recipe), on_step)
-    states = {"fp32_params": ["*"]} if scheme == FP32_CONTROL else {"codec": scheme}
     optimizer = Adam8bitBlockwise(
         run.model.named_parameters(),
         betas=recipe.betas,
         weight_decay=recipe.weight_decay,
-        **states,
+        **zero8_states(scheme),
     )
     return train(run, optimizer, on_step)
 

@@ -26,6 +26,34 @@ def update_bounds(betas: tuple[float, float]) -> Iterator[float]:
         yield math.sqrt(history * (1 - beta2**step)) / (1 - beta1**step)
 
 
+class Errors:
+    """Root mean squares of the differences of updates u_q to u, and of their sums, flat float32."""
+
+    def __init__(self, numel: int):
+        """Start empty, for this number of parameters."""
+        self._difference_squares = self.reference_squares = 0.0
+        self._difference_sum, self._reference_sum = torch.zeros(numel), torch.zeros(numel)
+
+    def compare(self, update: Tensor, reference: Tensor) -> Tensor:
+        """Add a step; return the difference."""
+        difference = update - reference
+        self._difference_squares += torch.dot(difference, difference).item()
+        self.reference_squares += torch.dot(reference, reference).item()
+        self._difference_sum += difference
+        self._reference_sum += reference
+        return difference
+
+    @property
+    def rms(self) -> float:
+        """RMS(u_q - u) / RMS(u)."""
+        return math.sqrt(self._difference_squares / self.reference_squares)
+
+    @property
+    def drift(self) -> float:
+        """The same of the sums of updates."""
+        return (self._difference_sum.norm() / self._reference_sum.norm()).item()
+
+
 class Tally:
     """Compares the updates u_q of one scheme with the updates u of fp32 Adam.
 
@@ -42,9 +70,8 @@ class Tally:
         self._untrained = untrained
         self._moved = torch.zeros(untrained.numel(), dtype=torch.bool)
         self._max_update = self._max_bound = self._max_excess = 0.0
-        self._difference_squares = self._reference_squares = 0.0
+        self._errors = Errors(numel)
         self._histogram = torch.zeros(_NUM_BINS, dtype=torch.int64)
-        self._difference_sum, self._reference_sum = torch.zeros(numel), torch.zeros(numel)
         self._log_ratio = self._nonzero = self._lost = self._positive = 0.0
 
     def watch(self, update: Tensor, bound: float) -> None:
@@ -57,12 +84,7 @@ class Tally:
 
     def compare(self, update: Tensor, reference: Tensor) -> None:
         """Add a step to the error statistics."""
-        difference = update - reference
-        self._difference_squares += torch.dot(difference, difference).item()
-        self._reference_squares += torch.dot(reference, reference).item()
-        self._difference_sum += difference
-        self._reference_sum += reference
-        bins = difference.abs_().view(torch.int32) >> _BIN_SHIFT
+        bins = self._errors.compare(update, reference).abs_().view(torch.int32) >> _BIN_SHIFT
         self._histogram += torch.bincount(bins, minlength=_NUM_BINS)
 
     def compare_second_moments(self, stored: Tensor, reference: Tensor) -> None:
@@ -84,14 +106,14 @@ class Tally:
     def result(self) -> dict:
         """Return the metrics of everything seen so far, ready for JSON."""
         samples = self._histogram.sum().item()
-        rms = math.sqrt(self._reference_squares / samples)
+        rms = math.sqrt(self._errors.reference_squares / samples)
         return {
-            "rms_update_error": math.sqrt(self._difference_squares / self._reference_squares),
+            "rms_update_error": self._errors.rms,
             "p999_update_error": self._percentile(0.999) / rms,
             "max_abs_u": self._max_update,
             "max_abs_u_bound": self._max_bound,
             "max_u_over_bound": self._max_excess,
-            "drift": (self._difference_sum.norm() / self._reference_sum.norm()).item(),
+            "drift": self._errors.drift,
             "zero_grad_moved": int(self._moved.sum()),
             "zero_grad_count": self._untrained.numel(),
             "sqrt_v_bias": math.exp(self._log_ratio / self._nonzero),

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class Scheme:
     Attributes:
         name: what rows call it; zero8's codecs have their own names.
         make: returns the optimizer for named parameters and betas, with lr 1 and no weight decay.
-        second_moment: returns the stored v of a parameter, any shape.
+        second_moment: returns the stored v of a parameter, any shape; None where there is no v.
         block_size: elements per scale, None where there are no blocks.
         implementation: "zero8", "package" (the published one) or "reimplemented".
         note: what a reader of the row must know.
@@ -37,7 +38,7 @@ class Scheme:
 
     name: str
     make: Callable[[Named, tuple[float, float]], Optimizer]
-    second_moment: Callable[[Optimizer, Tensor], Tensor]
+    second_moment: Callable[[Optimizer, Tensor], Tensor] | None
     block_size: int | None
     implementation: str
     note: str = ""
@@ -99,6 +100,11 @@ def usable(schemes: list[Scheme], betas: tuple[float, float]) -> tuple[list[Sche
 # --- zero8 ---------------------------------------------------------------------------------------
 
 
+def zero8_states(name: str) -> dict[str, Any]:
+    """Return the keywords for states in a codec, or for zero8's own float32 ones."""
+    return {"fp32_params": ["*"]} if name == FP32_CONTROL else {"codec": name}
+
+
 def zero8_scheme(codec: str, block_size: int = 256) -> Scheme:
     """Return one of zero8's codecs; blocks of more than 256 run through rows laid end to end."""
 
@@ -115,7 +121,7 @@ def zero8_fp32() -> Scheme:
     """Return zero8's own float32 moments: what differs from torch is rounding."""
 
     def make(named: Named, betas: tuple[float, float]) -> Optimizer:
-        return Adam8bitBlockwise(named, lr=1.0, betas=betas, fp32_params=["*"])
+        return Adam8bitBlockwise(named, lr=1.0, betas=betas, **zero8_states(FP32_CONTROL))
 
     note = "control: float32 moments of zero8 against those of torch"
     return Scheme(FP32_CONTROL, make, _zero8_v, None, "zero8", note)
