@@ -2,21 +2,25 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Train the same small GPT twice from the same seed on this machine, with one of configs/ (by default
-# under ZeRO-2 with the optimizer offloaded to the host): once with Adam8bitBlockwise, once with the
-# fp32 AdamW of DeepSpeed, or, under FSDP2, of PyTorch. Then time steps of both over 2^25 parameters,
-# with all cores, write OUT/summary.json and OUT/loss.png and print tables. Warnings of each rank are
-# in OUT/*.log.
+# under ZeRO-2 with the optimizer offloaded to the host): once with one of zero8's optimizers, once
+# with its fp32 twin: the AdamW or Lion of DeepSpeed, or the SGD of PyTorch, which under FSDP2 also has
+# the AdamW. Then time steps of both over 2^25 parameters, with all cores, write OUT/summary.json and
+# OUT/loss.png and print tables. Warnings of each rank are in OUT/*.log.
 #
 # usage: launch/local.sh [--dry-run | --help], with these environment variables (defaults in brackets):
 # Relative paths count from the repository's root.
 #   ENGINE  deepspeed, or fsdp2 for pure PyTorch [deepspeed]
+#   OPTIMIZER  Adam8bitBlockwise, SGD8bitBlockwise or, with deepspeed, Lion8bitBlockwise
+#           [Adam8bitBlockwise]
 #   STEPS   optimizer steps of each run [400]
 #   RANKS   processes [2; with CUDA the number of GPUs]
-#   CONFIG  config of the engine; the AdamW run replaces only its optimizer type
-#           [configs/zero2_offload.json; with fsdp2 configs/fsdp2_offload.toml]
+#   CONFIG  config of the engine; the fp32 run replaces only its optimizer type
+#           [configs/zero2_offload.json; with fsdp2 configs/fsdp2_offload.toml; with Lion or SGD
+#           that file whose name also ends in _lion or _sgd]
 #   MODEL   its size: demo (1.7 M parameters), 1b or 3b [demo]
 #   DATA    text to train on, a file or folder [the Python standard library's own sources]
-#   OUT     folder for the results [runs/demo; with fsdp2 runs/demo-fsdp2]
+#   OUT     folder for the results [runs/demo; with fsdp2 runs/demo-fsdp2; with Lion or SGD the
+#           name also ends in -lion or -sgd]
 #   SEED    of initialization and batches [0]
 #   PYTHON  interpreter [.venv/bin/python, else python3]
 #   OMP_NUM_THREADS  threads of each rank [cores / RANKS, at least 1]
@@ -41,14 +45,30 @@ python=${PYTHON:-.venv/bin/python}
 [[ -n ${PYTHON:-} || -x $python ]] || python=python3
 
 engine=${ENGINE:-deepspeed}
+optimizer=${OPTIMIZER:-Adam8bitBlockwise}
+case $optimizer in
+  Adam8bitBlockwise) twin=AdamW ending= ;;
+  Lion8bitBlockwise) twin=Lion ending=lion ;;
+  SGD8bitBlockwise) twin=SGD ending=sgd ;;
+  *)
+    echo "zero8: got OPTIMIZER=$optimizer, expected Adam8bitBlockwise, Lion8bitBlockwise or" \
+      "SGD8bitBlockwise" >&2
+    exit 1
+    ;;
+esac
 case $engine in
-  deepspeed) config=configs/zero2_offload.json out=runs/demo ;;
-  fsdp2) config=configs/fsdp2_offload.toml out=runs/demo-fsdp2 ;;
+  deepspeed) config=configs/zero2_offload${ending:+_$ending}.json out=runs/demo${ending:+-$ending} ;;
+  fsdp2) config=configs/fsdp2_offload${ending:+_$ending}.toml out=runs/demo-fsdp2${ending:+-$ending} ;;
   *)
     echo "zero8: got ENGINE=$engine, expected deepspeed or fsdp2" >&2
     exit 1
     ;;
 esac
+if [[ $engine == fsdp2 && $twin == Lion ]]; then
+  echo "zero8: got OPTIMIZER=$optimizer with ENGINE=fsdp2, expected Adam8bitBlockwise or" \
+    "SGD8bitBlockwise, as PyTorch has no Lion to compare with; run it with ENGINE=deepspeed" >&2
+  exit 1
+fi
 config=${CONFIG:-$config}
 out=${OUT:-$out}
 
@@ -99,10 +119,10 @@ train() {
 }
 
 # In this order, because our op compiles in a fifth of the time of DeepSpeed's.
-train Adam8bitBlockwise
-train AdamW
+train "$optimizer"
+train "$twin"
 
 echo "timing steps over 2^25 parameters"
-settings="ENGINE=$engine MODEL=$model STEPS=$steps RANKS=$ranks CONFIG=$config${DATA:+ DATA=$DATA}"
-OMP_NUM_THREADS=$cores $run "$python" -m examples.gpt.report "$out" --command \
-  "$settings SEED=$seed launch/local.sh"
+settings="ENGINE=$engine OPTIMIZER=$optimizer MODEL=$model STEPS=$steps RANKS=$ranks CONFIG=$config${DATA:+ DATA=$DATA}"
+OMP_NUM_THREADS=$cores $run "$python" -m examples.gpt.report "$out" \
+  --optimizer "$optimizer" --command "$settings SEED=$seed launch/local.sh"

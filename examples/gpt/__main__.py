@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from examples.gpt.engine import BASELINE, CONFIGS, DEEPSPEED, EIGHT_BIT, FOLDERS
+from examples.gpt.engine import DEEPSPEED, DEFAULTS, TWINS, defaults
 from examples.gpt.model import MODELS
 from examples.gpt.run import train
 from zero8 import extras
@@ -18,9 +18,13 @@ def main() -> None:
         prog="python -m torch.distributed.run --standalone -m examples.gpt",
         description=main.__doc__,
     )
-    parser.add_argument("--optimizer", choices=(BASELINE, EIGHT_BIT), default=EIGHT_BIT)
-    parser.add_argument("--engine", choices=CONFIGS, default=DEEPSPEED)
-    parser.add_argument("--config", type=Path, help=f"default: {' or '.join(CONFIGS.values())}")
+    parser.add_argument(
+        "--optimizer", choices=[*TWINS, *TWINS.values()], default="Adam8bitBlockwise"
+    )
+    parser.add_argument("--engine", choices=DEFAULTS, default=DEEPSPEED)
+    pairs = [pair for of_engine in DEFAULTS.values() for pair in of_engine.values()]
+    configs, folders = zip(*pairs, strict=True)
+    parser.add_argument("--config", type=Path, help=f"default: {' or '.join(configs)}")
     parser.add_argument("--model", choices=MODELS, default="demo", help="its size")
     parser.add_argument("--data", help="file or folder; default: Python's standard library")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
@@ -28,7 +32,7 @@ def main() -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        help=f"folder for the result; default: {' or '.join(FOLDERS.values())}",
+        help=f"folder for the result; default: {' or '.join(folders)}",
     )
     parser.add_argument(
         "--save-every",
@@ -43,8 +47,12 @@ def main() -> None:
         "it, those of an earlier run of the optimizer there are deleted",
     )
     arguments = parser.parse_args()
-    arguments.config = arguments.config or Path(CONFIGS[arguments.engine])
-    arguments.out = arguments.out or Path(FOLDERS[arguments.engine])
+    try:
+        config, out = defaults(arguments.engine, arguments.optimizer)
+    except ValueError as error:
+        parser.error(str(error))
+    arguments.config = arguments.config or Path(config)
+    arguments.out = arguments.out or Path(out)
     arguments.save_every = arguments.steps if arguments.save_every is None else arguments.save_every
     for name in ("steps", "save_every"):
         if (value := getattr(arguments, name)) < 1:

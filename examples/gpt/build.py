@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the ops of a run before it starts: `python -m examples.gpt.build CONFIG [OPTIMIZER]`.
+"""Builds the ops of a run before it starts: `python -m examples.gpt.build CONFIG [OPTIMIZER ...]`.
 
 Ranks would build them, too, but what they say while it takes minutes is in their logs.
 """
@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 from examples.gpt.config import load_config
-from examples.gpt.engine import BASELINE, EIGHT_BIT
+from examples.gpt.engine import TWINS
 from zero8.op.build import op_for_steps
 from zero8.zero import ops
 
 
 def main() -> None:
-    """Build what runs with one optimizer, or with both, need; or end with what is missing."""
+    """Build what runs with some optimizers, or Adam's, need; or end with what is missing."""
     path, *optimizers = sys.argv[1:]
     try:
-        for optimizer in optimizers or (EIGHT_BIT, BASELINE):
+        for optimizer in optimizers or ("Adam8bitBlockwise", "AdamW"):
             build_for(Path(path), optimizer)
     except RuntimeError as error:
         sys.exit(f"zero8: {error}")
@@ -32,7 +32,7 @@ def build_for(path: Path, optimizer: str) -> None:
     config = load_config(path, optimizer, steps=0)
     names = ops.needed(config, ops.accelerator())
     ops.check(names)
-    if optimizer == EIGHT_BIT:
+    if optimizer in TWINS:
         op_for_steps().load()
     for name in names:
         if name != ops.SHARED_MEMORY:  # which DeepSpeedEngine leaves out

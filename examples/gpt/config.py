@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 
-from examples.gpt.engine import EIGHT_BIT
+from examples.gpt.engine import eight_bit_of
 from zero8.state.keywords import OWN_KEYS
 
 
@@ -30,19 +30,22 @@ def load_config(path: Path, optimizer: str, steps: int) -> dict:
     `total_num_steps` is that of a run, whatever the file says.
     """
     config = json.loads(path.read_text())
-    section = config.get("optimizer", {})
-    if section.get("type") != EIGHT_BIT:
+    section, eight_bit = config.get("optimizer", {}), eight_bit_of(optimizer)
+    if section.get("type") != eight_bit:
         raise ValueError(
             f"got optimizer type {section.get('type')!r} in {str(path)!r}, expected "
-            f'{EIGHT_BIT!r}; write "optimizer": {{"type": "{EIGHT_BIT}", "params": ...}}'
+            f'{eight_bit!r}; write "optimizer": {{"type": "{eight_bit}", "params": ...}}'
         )
     section["type"] = optimizer
-    if optimizer != EIGHT_BIT:
-        # DeepSpeed hands every key of "params" to the optimizer, and AdamW does not know these.
+    if optimizer != eight_bit:
+        # DeepSpeed hands every key of "params" to the optimizer, and the twin does not know these.
         for key in OWN_KEYS:
             section.get("params", {}).pop(key, None)
-        if is_stepped_by_torch(config):
-            section.setdefault("params", {})["torch_adam"] = True
+    if optimizer == "AdamW" and is_stepped_by_torch(config):
+        section.setdefault("params", {})["torch_adam"] = True
+    if optimizer == "SGD":  # torch's, which DeepSpeed has not tested under ZeRO
+        section.setdefault("params", {})["fused"] = True
+        config["zero_allow_untested_optimizer"] = True
     schedule = config.get("scheduler", {}).get("params", {})
     if "total_num_steps" in schedule:
         schedule["total_num_steps"] = steps

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from examples.gpt.engine import BASELINE, EIGHT_BIT
+from examples.gpt.engine import TWINS, eight_bit_of
 from examples.gpt.schedule import Schedule
 from zero8.state.keywords import OWN_KEYS
 
@@ -16,8 +16,11 @@ else:
     import tomli as tomllib
 
 PRECISIONS = ("none", "bf16")
-# All of them must be given: the defaults of the two optimizers differ.
-SHARED_KEYS = ("lr", "betas", "eps", "weight_decay")
+# All of them must be given: the defaults of zero8's optimizer and of its twin may differ.
+SHARED_KEYS = {
+    "Adam8bitBlockwise": ("lr", "betas", "eps", "weight_decay"),
+    "SGD8bitBlockwise": ("lr", "momentum", "nesterov", "weight_decay"),
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class OptimizerSettings:
     """The section [optimizer], for one of the optimizers.
 
     Attributes:
-        name: `BASELINE` or `EIGHT_BIT`.
+        name: zero8's optimizer, or its twin.
         keywords: what it is made with.
     """
 
@@ -90,13 +93,14 @@ def load_config(path: Path, optimizer: str, steps: int) -> Settings:
 
 
 def _optimizer(section: dict, name: str) -> OptimizerSettings:
-    _check_keys(section, "[optimizer]", {"type", *SHARED_KEYS}, OWN_KEYS)
-    if section["type"] != EIGHT_BIT:
+    eight_bit = eight_bit_of(name)
+    _check_keys(section, "[optimizer]", {"type", *SHARED_KEYS[eight_bit]}, OWN_KEYS)
+    if section["type"] != eight_bit:
         raise ValueError(
-            f"got optimizer type {section['type']!r}, expected {EIGHT_BIT!r}; the run with "
-            f"{BASELINE} takes the same file"
+            f"got optimizer type {section['type']!r}, expected {eight_bit!r}; the run with "
+            f"{TWINS[eight_bit]} takes the same file"
         )
-    dropped = {"type"} if name == EIGHT_BIT else {"type", *OWN_KEYS}
+    dropped = {"type"} if name == eight_bit else {"type", *OWN_KEYS}
     keywords = {key: value for key, value in section.items() if key not in dropped}
     return OptimizerSettings(name, keywords)
 

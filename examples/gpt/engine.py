@@ -10,14 +10,43 @@ from torch import nn
 
 from examples.gpt.model import GPT
 
-BASELINE = "AdamW"
-EIGHT_BIT = "Adam8bitBlockwise"
+# zero8's optimizers, each with its fp32 twin, which it is compared with.
+TWINS = {"Adam8bitBlockwise": "AdamW", "Lion8bitBlockwise": "Lion", "SGD8bitBlockwise": "SGD"}
 
 DEEPSPEED = "deepspeed"
 FSDP2 = "fsdp2"
-# The names of the engines, and the config and the folder for results that each takes by default.
-CONFIGS = {DEEPSPEED: "configs/zero2_offload.json", FSDP2: "configs/fsdp2_offload.toml"}
-FOLDERS = {DEEPSPEED: "runs/demo", FSDP2: "runs/demo-fsdp2"}
+# Of each engine: a config and a folder for results for each optimizer whose twin it has.
+DEFAULTS = {
+    DEEPSPEED: {
+        "Adam8bitBlockwise": ("configs/zero2_offload.json", "runs/demo"),
+        "Lion8bitBlockwise": ("configs/zero2_offload_lion.json", "runs/demo-lion"),
+        "SGD8bitBlockwise": ("configs/zero2_offload_sgd.json", "runs/demo-sgd"),
+    },
+    FSDP2: {
+        "Adam8bitBlockwise": ("configs/fsdp2_offload.toml", "runs/demo-fsdp2"),
+        "SGD8bitBlockwise": ("configs/fsdp2_offload_sgd.toml", "runs/demo-fsdp2-sgd"),
+    },
+}
+
+
+def eight_bit_of(optimizer: str) -> str:
+    """Return zero8's optimizer of a pair that has an optimizer of this name."""
+    return next(ours for ours, twin in TWINS.items() if optimizer in (ours, twin))
+
+
+def defaults(engine: str, optimizer: str) -> tuple[str, str]:
+    """Return the config and the folder for results of a run with one optimizer of a pair.
+
+    Raises:
+        ValueError: if the engine has no twin of zero8's optimizer.
+    """
+    if (ours := eight_bit_of(optimizer)) not in DEFAULTS[engine]:
+        pairs = [name for ours in DEFAULTS[engine] for name in (TWINS[ours], ours)]
+        raise ValueError(
+            f"got optimizer {optimizer} for the engine {engine}, expected one of {pairs}, as it "
+            f"has no {TWINS[ours]}; run it with the engine {DEEPSPEED}"
+        )
+    return DEFAULTS[engine][ours]
 
 
 class Engine(ABC):
@@ -26,7 +55,7 @@ class Engine(ABC):
     Made of a model, what `load_config` returned, and, to go on from there, the folder of `save`.
 
     Attributes:
-        adamw: the fp32 AdamW of this engine on the CPU.
+        twins: the fp32 optimizers of this engine on the CPU, by name.
         model: the model.
         module: what is called in the place of the model; takes windows and returns their loss.
         optimizer: the one that steps, under whatever wraps it.
@@ -36,7 +65,7 @@ class Engine(ABC):
         steps_done: those of the checkpoint it goes on from, 0 without one.
     """
 
-    adamw: Callable[..., torch.optim.Optimizer]
+    twins: dict[str, Callable[..., torch.optim.Optimizer]]
     model: GPT
     module: nn.Module
     optimizer: torch.optim.Optimizer

@@ -3,15 +3,17 @@
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.lion import DeepSpeedCPULion
 from torch import distributed
 
-import zero8  # noqa: F401 - registers the optimizer type "Adam8bitBlockwise"
+import zero8  # noqa: F401 - registers the types of zero8's optimizers
 from examples.gpt.config import load_config
 from examples.gpt.engine import Engine
 from examples.gpt.model import GPT
@@ -27,7 +29,11 @@ UNIVERSAL = "_universal"
 class DeepSpeedEngine(Engine):
     """See `Engine`."""
 
-    adamw = DeepSpeedCPUAdam
+    twins = {
+        "AdamW": DeepSpeedCPUAdam,
+        "Lion": DeepSpeedCPULion,
+        "SGD": partial(torch.optim.SGD, fused=True),
+    }
     load_config = staticmethod(load_config)
 
     def __init__(self, model: GPT, settings: dict, checkpoint: Path | None = None):
@@ -78,7 +84,7 @@ class DeepSpeedEngine(Engine):
 def loadable_tag(folder: Path, world_size: int) -> str | None:
     """Return the newest tag of a folder as so many ranks can load it, None if it has none.
 
-    Tags of AdamW have no manifest: for them it is the one that `latest` names.
+    Tags of fp32 optimizers have no manifest: for them it is the one that `latest` names.
     """
     complete = complete_tags(folder) if folder.is_dir() else []
     complete = [tag.name for tag in complete if not tag.name.endswith(UNIVERSAL)]

@@ -14,10 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
+import zero8
 from examples.gpt.config_fsdp2 import FSDP2Settings, Settings, load_config
-from examples.gpt.engine import EIGHT_BIT, Engine
+from examples.gpt.engine import Engine
 from examples.gpt.model import GPT
-from zero8 import Adam8bitBlockwise, tagged
+from zero8 import tagged
 
 # Tags that are kept: the one that is saved next may be cut short.
 KEPT = 2
@@ -28,7 +29,10 @@ class FSDP2Engine(Engine):
     """See `Engine`."""
 
     # The fastest of torch's: one kernel a step, as ours.
-    adamw = staticmethod(partial(torch.optim.AdamW, fused=True))
+    twins = {
+        "AdamW": partial(torch.optim.AdamW, fused=True),
+        "SGD": partial(torch.optim.SGD, fused=True),
+    }
     load_config = staticmethod(load_config)
 
     def __init__(self, model: GPT, settings: Settings, checkpoint: Path | None = None):
@@ -39,7 +43,8 @@ class FSDP2Engine(Engine):
         """
         self.device = join_ranks()
         self.model = self.module = shard(model, self.device, settings.fsdp2)
-        make = Adam8bitBlockwise if settings.optimizer.name == EIGHT_BIT else self.adamw
+        name = settings.optimizer.name
+        make = self.twins[name] if name in self.twins else getattr(zero8, name)
         self.optimizer = make(model.named_parameters(), **settings.optimizer.keywords)
         self.micro_batch_size = settings.micro_batch_size
         self.accumulation_steps = settings.accumulation_steps

@@ -58,7 +58,7 @@ def state_report(optimizer: torch.optim.Optimizer, device: torch.device) -> dict
     """Count the optimizer's live state tensors over all ranks.
 
     `state_bytes_per_param` is over the elements that the optimizer holds in its own format (8 bits
-    for Adam8bitBlockwise, everything for AdamW), `state_bytes_per_param_all` over everything.
+    for zero8's, everything for an fp32 one), `state_bytes_per_param_all` over everything.
     """
     if hasattr(optimizer, "memory_report"):
         rows = [(r.state_bytes, r.numel, r.bits == 8) for r in optimizer.memory_report().rows]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from examples.gpt import at_scale
-from examples.gpt.engine import BASELINE, EIGHT_BIT
+from examples.gpt.engine import TWINS
 from zero8 import extras
 from zero8.bench import record
 
@@ -45,11 +45,11 @@ AT_SCALE_COLUMNS = (
 )
 
 
-def read_runs(out: Path) -> list[dict]:
-    """Return the AdamW and the Adam8bitBlockwise result in `out`, in this order."""
+def read_runs(out: Path, optimizer: str) -> list[dict]:
+    """Return the results in `out` of the fp32 twin and of zero8's optimizer, in this order."""
     runs = []
-    for optimizer in (BASELINE, EIGHT_BIT):
-        path = out / f"{optimizer}.json"
+    for name in (TWINS[optimizer], optimizer):
+        path = out / f"{name}.json"
         if not path.is_file():
             raise ValueError(f"found no {path}, expected a finished run; run launch/local.sh")
         runs.append(json.loads(path.read_text()))
@@ -101,7 +101,8 @@ def text(summary: dict) -> str:
         [
             table([c for c in COLUMNS if c[1] != "gpu_peak_gib" or on_gpu], runs),
             f"unigram entropy of the validation text: {summary['unigram_entropy']:.4f} nats/byte",
-            f"validation loss of {EIGHT_BIT} against {BASELINE}: {100 * gap:+.2f} %",
+            f"validation loss of {eight_bit['optimizer']} against {baseline['optimizer']}: "
+            f"{100 * gap:+.2f} %",
             "",
             f"{scale['numel']:,} float32 parameters, stepped on the CPU by one process with "
             f"{scale['threads']} threads:",
@@ -143,15 +144,16 @@ def plot(runs: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def report(out: Path, scale: dict, command: str) -> dict:
+def report(out: Path, optimizer: str, scale: dict, command: str) -> dict:
     """Write OUT/summary.json and OUT/loss.png, print the tables, and return the summary.
 
     Args:
         out: the folder of both runs.
+        optimizer: zero8's.
         scale: what `at_scale.measure` returned.
         command: what made the runs, for the record.
     """
-    runs = read_runs(out)
+    runs = read_runs(out, optimizer)
     summary = summarize(runs, scale, command)
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     plot(runs, out / "loss.png")
@@ -163,13 +165,15 @@ def report(out: Path, scale: dict, command: str) -> dict:
 def main() -> None:
     """Compare the runs in a folder, and step both optimizers once more at scale."""
     parser = argparse.ArgumentParser(prog="python -m examples.gpt.report", description=main.__doc__)
-    parser.add_argument("out", type=Path, help="folder with AdamW.json and Adam8bitBlockwise.json")
+    parser.add_argument("out", type=Path, help="folder of both runs")
+    parser.add_argument("--optimizer", choices=TWINS, default="Adam8bitBlockwise")
     parser.add_argument("--command", default="", help="command that made the runs, for the record")
     arguments = parser.parse_args()
     with extras.explained(parser.prog):
         extras.need("cpuinfo", "matplotlib")
-        engine = read_runs(arguments.out)[0]["engine"]
-        report(arguments.out, at_scale.measure(engine), arguments.command)
+        out, optimizer = arguments.out, arguments.optimizer
+        engine = read_runs(out, optimizer)[0]["engine"]
+        report(out, optimizer, at_scale.measure(engine, optimizer), arguments.command)
 
 
 if __name__ == "__main__":

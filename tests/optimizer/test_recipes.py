@@ -15,6 +15,7 @@ from recipe_worker import steps_of
 from train_worker import row as measured_row
 
 from examples.gpt.build import build_for
+from examples.gpt.engine import TWINS
 from examples.gpt.model import GPTConfig
 
 # A first run also builds DeepSpeed's ops.
@@ -28,7 +29,8 @@ FILES = sorted(
 OF_DEEPSPEED = [name for name in FILES if name.endswith(".json")]
 ROW = re.compile(
     r"^\| `(?P<file>\w+\.(json|toml))` \| (?P<shows>[^|]+) "
-    r"\| `(ENGINE=(?P<engine>\w+) )?CONFIG=(?P<config>\S+) launch/local.sh` "
+    r"\| `(ENGINE=(?P<engine>\w+) )?(OPTIMIZER=(?P<optimizer>\w+) )?CONFIG=(?P<config>\S+) "
+    r"launch/local.sh` "
     r"\| (?P<own>[0-9.]+) \((?P<all>[0-9.]+)\) \| (?P<fp32>[0-9.]+) \|$",
     re.MULTILINE,
 )
@@ -95,8 +97,8 @@ def test_recipe_trains_both_optimizers_with_the_state_bytes_of_its_row(
     if path.suffix == ".json":
         config, path = ready(path, tmp_path)
         is_sharded = bool(config.get("zero_optimization"))
-    runs = {}
-    for optimizer in ("AdamW", "Adam8bitBlockwise"):
+    runs, eight_bit = {}, row["optimizer"] or "Adam8bitBlockwise"
+    for optimizer in (TWINS[eight_bit], eight_bit):
         if path.suffix == ".json":
             build_for(path, optimizer)  # not within the ranks' time limit
         runs[optimizer], _ = standing_ranks(RANKS).run(

@@ -14,7 +14,7 @@ from ranks import error_of
 from examples.gpt import run
 from examples.gpt.config_fsdp2 import FSDP2Settings
 from examples.gpt.data import load_text, train_batch
-from examples.gpt.engine import CONFIGS, FSDP2
+from examples.gpt.engine import FSDP2, defaults
 from examples.gpt.engines import engine_class
 from examples.gpt.model import GPT, GPTConfig
 
@@ -47,7 +47,8 @@ def row(
 ) -> dict | None:
     """Return the measurements of the first steps of a run, which is saved to a folder."""
     kind = engine_class(engine)
-    settings = kind.load_config(Path(config or ROOT / CONFIGS[engine]), optimizer, total_steps)
+    path = Path(config or ROOT / defaults(engine, optimizer)[0])
+    settings = kind.load_config(path, optimizer, total_steps)
     with small_job():
         return run.measured(
             kind,
@@ -77,7 +78,7 @@ def losses_under_fsdp2(
 ) -> list[float]:
     """Return this rank's losses at the steps of `row`, on the same windows."""
     kind = engine_class(FSDP2)
-    settings = kind.load_config(ROOT / CONFIGS[FSDP2], optimizer, TOTAL_STEPS)
+    settings = kind.load_config(ROOT / defaults(FSDP2, optimizer)[0], optimizer, TOTAL_STEPS)
     settings = replace(settings, fsdp2=FSDP2Settings(offload, mixed_precision))
     torch.manual_seed(0)
     engine = kind(GPT(SMALL), settings)

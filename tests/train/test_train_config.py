@@ -7,18 +7,24 @@ from places import ROOT
 
 from examples.gpt import config
 from examples.gpt.config import load_config
-from examples.gpt.engine import BASELINE, EIGHT_BIT
+from examples.gpt.engine import DEEPSPEED, TWINS, defaults
 from zero8.state.keywords import OWN_KEYS
 
 DEFAULT = ROOT / "configs" / "zero2_offload.json"
+BASELINE, EIGHT_BIT = "AdamW", "Adam8bitBlockwise"
 
 
-def test_load_config_default_file_differs_in_the_type_word_only():
-    baseline = load_config(DEFAULT, BASELINE, 400)
-    eight_bit = load_config(DEFAULT, EIGHT_BIT, 400)
-    assert baseline["optimizer"].pop("type") == "AdamW"
-    assert eight_bit["optimizer"].pop("type") == "Adam8bitBlockwise"
-    assert baseline == eight_bit
+@pytest.mark.parametrize(("eight_bit", "twin"), TWINS.items())
+def test_load_config_default_file_differs_in_the_type_word_only(eight_bit, twin):
+    path = ROOT / defaults(DEEPSPEED, twin)[0]
+    fp32, quantized = load_config(path, twin, 400), load_config(path, eight_bit, 400)
+    assert fp32["optimizer"].pop("type") == twin
+    assert quantized["optimizer"].pop("type") == eight_bit
+    if twin == "SGD":
+        # torch's, which DeepSpeed knows nothing of, in its fastest form.
+        assert fp32.pop("zero_allow_untested_optimizer")
+        assert fp32["optimizer"]["params"].pop("fused")
+    assert fp32 == quantized
 
 
 def test_load_config_8bit_only_keys_are_dropped_for_adamw(tmp_path):
@@ -48,11 +54,12 @@ def test_load_config_schedule_without_total_steps_stays_without(tmp_path, schedu
 
 
 @pytest.mark.parametrize("content", ['{"optimizer": {"type": "AdamW"}}', "{}"])
-def test_load_config_other_type_raises(tmp_path, content):
+@pytest.mark.parametrize(("eight_bit", "twin"), TWINS.items())
+def test_load_config_other_type_raises(tmp_path, content, eight_bit, twin):
     path = tmp_path / "config.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match="expected 'Adam8bitBlockwise'"):
-        load_config(path, BASELINE, 1)
+    with pytest.raises(ValueError, match=f"expected '{eight_bit}'"):
+        load_config(path, twin, 1)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -6,10 +6,10 @@ import pytest
 from places import ROOT
 
 from examples.gpt.config_fsdp2 import load_config
-from examples.gpt.engine import BASELINE, EIGHT_BIT
 from zero8.state.keywords import OWN_KEYS
 
 DEFAULT = ROOT / "configs" / "fsdp2_offload.toml"
+BASELINE, EIGHT_BIT = "AdamW", "Adam8bitBlockwise"
 
 
 @pytest.fixture
@@ -27,14 +27,15 @@ def changed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "mixed_precision"),
+    ("ours", "theirs", "optimizer", "mixed_precision"),
     [
-        ("fsdp2_offload.toml", "zero2_offload.json", "none"),
-        ("gpu/fsdp2_offload_1b.toml", "gpu/zero2_offload_1b.json", "bf16"),
+        ("fsdp2_offload.toml", "zero2_offload.json", "Adam8bitBlockwise", "none"),
+        ("fsdp2_offload_sgd.toml", "zero2_offload_sgd.json", "SGD8bitBlockwise", "none"),
+        ("gpu/fsdp2_offload_1b.toml", "gpu/zero2_offload_1b.json", "Adam8bitBlockwise", "bf16"),
     ],
 )
-def test_load_config_file_is_the_twin_of_deepspeeds(ours, theirs, mixed_precision):
-    ours = load_config(ROOT / "configs" / ours, EIGHT_BIT, 123)
+def test_load_config_file_is_the_twin_of_deepspeeds(ours, theirs, optimizer, mixed_precision):
+    ours = load_config(ROOT / "configs" / ours, optimizer, 123)
     theirs = json.loads((ROOT / "configs" / theirs).read_text())
     assert ours.micro_batch_size == theirs["train_micro_batch_size_per_gpu"]
     assert ours.accumulation_steps == theirs.get("gradient_accumulation_steps", 1)

@@ -10,12 +10,13 @@ from places import FOLDERS, ROOT
 from ranks import free_port
 from train_worker import error_of_row, losses_under_fsdp2, row
 
-from examples.gpt.engine import BASELINE, DEEPSPEED, EIGHT_BIT, FSDP2
+from examples.gpt.engine import DEEPSPEED, FSDP2
 from zero8 import cli
 from zero8.checkpoint.files import tags
 from zero8.checkpoint.files.manifest import MANIFEST
 
 RANKS = 2
+BASELINE, EIGHT_BIT = "AdamW", "Adam8bitBlockwise"
 # The first two have learning rate 0, so three change the weights.
 STEPS = 5
 
@@ -127,6 +128,19 @@ def test_fsdp2_first_losses_are_those_under_deepspeed(rows, optimizer):
     assert theirs["train_curve"][0] - theirs["train_curve"][-1] > 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["SGD", "SGD8bitBlockwise"])
+def test_fsdp2_losses_of_sgd_are_those_under_deepspeed(standing_ranks, tmp_path, optimizer):
+    ours, theirs = (
+        standing_ranks(RANKS).run(
+            row, engine=engine, optimizer=optimizer, steps=STEPS, checkpoint=str(tmp_path / engine)
+        )[0]
+        for engine in (FSDP2, DEEPSPEED)
+    )
+    assert ours["train_curve"] == pytest.approx(theirs["train_curve"], abs=TOLERANCE)
+    assert ours["val_loss"] == pytest.approx(theirs["val_loss"], abs=TOLERANCE)
+
+
 @pytest.mark.parametrize("optimizer", [BASELINE, EIGHT_BIT])
 def test_fsdp2_measurements_have_the_keys_of_deepspeeds(rows, optimizer):
     assert list(rows[FSDP2, optimizer]) == list(rows[DEEPSPEED, optimizer])
@@ -180,7 +194,8 @@ with small_job():
             engine="fsdp2", optimizer=optimizer, config=Path({config!r}), model="demo",
             data={data!r}, seed=0, steps=2, out=out, save_every=2, resume=False,
         )
-report.report(out, at_scale.measure("fsdp2", numel=2**16, rounds=1), "")
+scale = at_scale.measure("fsdp2", "Adam8bitBlockwise", numel=2**16, rounds=1)
+report.report(out, "Adam8bitBlockwise", scale, "")
 assert not [name for name in sys.modules if name.split(".")[0] == "deepspeed"]
 """
 

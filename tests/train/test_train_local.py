@@ -8,8 +8,10 @@ import sys
 import psutil
 import pytest
 from places import ROOT
+from processes import run
 from ranks import build_ops
 
+from examples.gpt.engine import DEFAULTS, TWINS, defaults
 from zero8 import cli
 
 # Seconds.
@@ -72,31 +74,45 @@ def start_local(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(TIME_LIMIT + 2 * STOP_LIMIT)
-def test_local_sh_four_steps_writes_summary_of_both_runs(tmp_path, start_local):
-    process = start_local()
+@pytest.mark.parametrize(
+    ("optimizer", "fp32_bytes", "bytes_8bit"),
+    [
+        ("Adam8bitBlockwise", 8, 2.1),
+        # DeepSpeed's Lion has a second moment, which it never reads.
+        ("Lion8bitBlockwise", 8, 1.05),
+        ("SGD8bitBlockwise", 4, 1.05),
+    ],
+)
+def test_local_sh_four_steps_writes_summary_of_both_runs(
+    tmp_path, start_local, optimizer, fp32_bytes, bytes_8bit
+):
+    twin = TWINS[optimizer]
+    process = start_local(OPTIMIZER=optimizer)
     output = process.communicate(timeout=TIME_LIMIT)[0]
     assert process.returncode == 0, output
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (summary["ranks"], summary["seed"], summary["steps"]) == (2, 1, 4)
     assert summary["data"]["files"] == 4
     baseline, eight_bit = summary["runs"]
-    assert baseline["optimizer"] == "AdamW"
-    assert baseline["state_bytes_per_param"] == 8.0
-    assert eight_bit["optimizer"] == "Adam8bitBlockwise"
-    assert eight_bit["state_bytes_per_param"] < 2.1
+    assert baseline["optimizer"] == twin
+    assert baseline["state_bytes_per_param"] == fp32_bytes
+    assert eight_bit["optimizer"] == optimizer
+    assert eight_bit["state_bytes_per_param"] < bytes_8bit
     # Same seed, same batches: the first two steps have learning rate 0.
     assert baseline["val_loss"] == pytest.approx(eight_bit["val_loss"], rel=1e-3)
     assert (tmp_path / "out" / "loss.png").exists()
-    assert cli.main(["checkpoint", "verify", f"{tmp_path}/out/Adam8bitBlockwise.checkpoint"]) == 0
+    assert cli.main(["checkpoint", "verify", f"{tmp_path}/out/{optimizer}.checkpoint"]) == 0
     fp32, quantized = summary["at_scale"]["rows"]
-    assert fp32["state_bytes"] == 8 * summary["at_scale"]["numel"] > 3.8 * quantized["state_bytes"]
+    numel = summary["at_scale"]["numel"]
+    assert fp32["state_bytes"] == fp32_bytes * numel
+    assert quantized["state_bytes"] < bytes_8bit * numel
     # The screen has progress and results; warnings are where it says.
-    assert "Adam8bitBlockwise: 100%" in output and "optimizer step ms" in output
+    assert f"{optimizer}: 100%" in output and "optimizer step ms" in output
     assert "WARNING" not in output and "Warning" not in output
-    assert f"{tmp_path}/out/AdamW.rank*.log" in output
-    for run in ("AdamW", "Adam8bitBlockwise"):
+    assert f"{tmp_path}/out/{twin}.rank*.log" in output
+    for name in (twin, optimizer):
         for rank in range(2):
-            log = (tmp_path / "out" / f"{run}.rank{rank}.log").read_text()
+            log = (tmp_path / "out" / f"{name}.rank{rank}.log").read_text()
             assert "total_num_steps 4 is less than warmup_num_steps" in log
 
 
@@ -114,11 +130,43 @@ def test_local_sh_failing_run_exits_nonzero(tmp_path, start_local):
     assert not (tmp_path / "out").exists()
 
 
-def test_local_sh_unknown_engine_exits_with_the_valid_ones(tmp_path, start_local):
-    process = start_local(ENGINE="fsdp")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ENGINE": "fsdp"}, "got ENGINE=fsdp, expected deepspeed or fsdp2"),
+        (
+            {"OPTIMIZER": "Lion"},
+            "got OPTIMIZER=Lion, expected Adam8bitBlockwise, Lion8bitBlockwise or SGD8bitBlockwise",
+        ),
+        (
+            {"ENGINE": "fsdp2", "OPTIMIZER": "Lion8bitBlockwise"},
+            "got OPTIMIZER=Lion8bitBlockwise with ENGINE=fsdp2, expected Adam8bitBlockwise or "
+            "SGD8bitBlockwise, as PyTorch has no Lion to compare with; run it with "
+            "ENGINE=deepspeed",
+        ),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
+)
+def test_local_sh_invalid_setting_exits_with_the_valid_ones(start_local, settings, message):
+    process = start_local(**settings)
     output = process.communicate(timeout=STOP_LIMIT)[0]
     assert process.returncode == 1
-    assert output == "zero8: got ENGINE=fsdp, expected deepspeed or fsdp2\n"
+    assert output == f"zero8: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("engine", "optimizer"), [(engine, name) for engine in DEFAULTS for name in DEFAULTS[engine]]
+)
+def test_local_sh_dry_run_has_the_defaults_of_the_program(engine, optimizer):
+    command = ["bash", str(ROOT / "launch" / "local.sh"), "--dry-run"]
+    settings = {"ENGINE": engine, "OPTIMIZER": optimizer, "DS_ACCELERATOR": "cpu"}
+    done = run(command, PYTHON=sys.executable, **settings)
+    assert done.returncode == 0, done.stderr
+    config, out = defaults(engine, optimizer)
+    for name in (optimizer, TWINS[optimizer]):
+        (line,) = [x for x in done.stdout.splitlines() if f"--optimizer {name} --config" in x]
+        assert f"--config {config} " in line and line.endswith(f" --out {out}")
+    assert f"examples.gpt.report {out} --optimizer {optimizer} " in done.stdout
 
 
 def processes_of(out):

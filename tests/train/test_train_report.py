@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from examples.gpt.engine import TWINS
 from examples.gpt.report import report
 
 SUMMARY_KEYS = {
@@ -76,7 +77,7 @@ def write_run(out, optimizer, **changes):
 def test_report_two_runs_writes_summary_and_plot(tmp_path, capsys):
     write_run(tmp_path, "Adam8bitBlockwise", val_loss=2.55, state_bytes_per_param=2.03)
     write_run(tmp_path, "AdamW")
-    report(tmp_path, AT_SCALE, "launch/local.sh")
+    report(tmp_path, "Adam8bitBlockwise", AT_SCALE, "launch/local.sh")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["versions"].keys() >= {"python", "torch", "deepspeed", "zero8", "platform"}
@@ -96,7 +97,7 @@ def test_report_two_runs_writes_summary_and_plot(tmp_path, capsys):
 def test_report_of_runs_on_a_gpu_has_its_peak(tmp_path, capsys):
     for optimizer in ("AdamW", "Adam8bitBlockwise"):
         write_run(tmp_path, optimizer, device="cuda", gpu_peak_gib=12.345)
-    report(tmp_path, AT_SCALE, "")
+    report(tmp_path, "Adam8bitBlockwise", AT_SCALE, "")
     printed = capsys.readouterr().out
     assert "GPU peak GiB" in printed and printed.count(" 12.35") == 2
 
@@ -104,19 +105,31 @@ def test_report_of_runs_on_a_gpu_has_its_peak(tmp_path, capsys):
 def test_report_no_8bit_parameter_prints_a_dash(tmp_path, capsys):
     write_run(tmp_path, "AdamW")
     write_run(tmp_path, "Adam8bitBlockwise", state_bytes_per_param=None)
-    report(tmp_path, AT_SCALE, "")
+    report(tmp_path, "Adam8bitBlockwise", AT_SCALE, "")
     row = next(x for x in capsys.readouterr().out.splitlines() if "Adam8bitBlockwise  " in x)
     assert row.split()[1] == "-"
 
 
-def test_report_missing_run_raises(tmp_path):
-    write_run(tmp_path, "AdamW")
-    with pytest.raises(ValueError, match=r"found no .*Adam8bitBlockwise\.json"):
-        report(tmp_path, AT_SCALE, "")
+@pytest.mark.parametrize(("optimizer", "twin"), TWINS.items())
+def test_report_of_a_folder_with_all_runs_names_the_two_of_the_optimizer(
+    tmp_path, capsys, optimizer, twin
+):
+    for name in (*TWINS, *TWINS.values()):
+        write_run(tmp_path, name)
+    summary = report(tmp_path, optimizer, {**AT_SCALE, "rows": []}, "")
+    assert [run["optimizer"] for run in summary["runs"]] == [twin, optimizer]
+    assert f"validation loss of {optimizer} against {twin}: +0.00 %" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("optimizer", "twin"), TWINS.items())
+def test_report_missing_run_raises(tmp_path, optimizer, twin):
+    write_run(tmp_path, twin)
+    with pytest.raises(ValueError, match=rf"found no .*{optimizer}\.json"):
+        report(tmp_path, optimizer, AT_SCALE, "")
 
 
 def test_report_runs_of_different_seeds_raises(tmp_path):
     write_run(tmp_path, "AdamW")
     write_run(tmp_path, "Adam8bitBlockwise", seed=1)
     with pytest.raises(ValueError, match="different seed: 0 and 1"):
-        report(tmp_path, AT_SCALE, "")
+        report(tmp_path, "Adam8bitBlockwise", AT_SCALE, "")
