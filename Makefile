@@ -43,7 +43,8 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
 help:
 	@echo "make train      train a small GPT with fp32 AdamW and with Adam8bitBlockwise, and compare;"
 	@echo "                takes MODEL, STEPS, RANKS, CONFIG, DATA, OUT, SEED: see launch/local.sh;"
-	@echo "                with ENGINE=fsdp2 under PyTorch's FSDP2 instead of DeepSpeed"
+	@echo "                with ENGINE=fsdp2 under PyTorch's FSDP2 instead of DeepSpeed; with OPTIMIZER="
+	@echo "                Lion8bitBlockwise or SGD8bitBlockwise with these and their fp32 twins"
 	@echo "make bench      time the step against other optimizers; writes OUT (runs/bench_step.json)"
 	@echo "                and a table and a figure beside it"
 	@echo "make fidelity   measure how far every codec is from fp32, in a quarter of an hour; writes OUT"

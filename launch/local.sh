@@ -10,7 +10,7 @@
 # usage: launch/local.sh [--dry-run | --help], with these environment variables (defaults in brackets):
 # Relative paths count from the repository's root.
 #   ENGINE  deepspeed, or fsdp2 for pure PyTorch [deepspeed]
-#   OPTIMIZER  Adam8bitBlockwise, SGD8bitBlockwise or, with deepspeed, Lion8bitBlockwise
+#   OPTIMIZER  zero8's: Adam8bitBlockwise, SGD8bitBlockwise or, with deepspeed only, Lion8bitBlockwise
 #           [Adam8bitBlockwise]
 #   STEPS   optimizer steps of each run [400]
 #   RANKS   processes [2; with CUDA the number of GPUs]
@@ -123,6 +123,7 @@ train "$optimizer"
 train "$twin"
 
 echo "timing steps over 2^25 parameters"
-settings="ENGINE=$engine OPTIMIZER=$optimizer MODEL=$model STEPS=$steps RANKS=$ranks CONFIG=$config${DATA:+ DATA=$DATA}"
-OMP_NUM_THREADS=$cores $run "$python" -m examples.gpt.report "$out" \
-  --optimizer "$optimizer" --command "$settings SEED=$seed launch/local.sh"
+settings="ENGINE=$engine OPTIMIZER=$optimizer MODEL=$model STEPS=$steps RANKS=$ranks"
+settings="$settings CONFIG=$config${DATA:+ DATA=$DATA} SEED=$seed"
+OMP_NUM_THREADS=$cores $run "$python" -m examples.gpt.report "$out" --optimizer "$optimizer" \
+  --command "$settings launch/local.sh"

@@ -19,13 +19,13 @@ from zero8.bench.step.timing import Timed, interleaved
 
 NUMEL = 2**25
 ROUNDS = 30
-# All have a decay and the moment that they are for; the learning rate is small, as weights stay.
+# Of both optimizers of a pair.
+LR = 1e-6
 HYPER = {
     "Adam8bitBlockwise": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
     "Lion8bitBlockwise": {"betas": (0.9, 0.99), "weight_decay": 0.01},
     "SGD8bitBlockwise": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
 }
-LR = 1e-6
 
 
 def measure(engine: str, optimizer: str, numel: int = NUMEL, rounds: int = ROUNDS) -> dict:
@@ -42,12 +42,12 @@ def measure(engine: str, optimizer: str, numel: int = NUMEL, rounds: int = ROUND
     twin = TWINS[optimizer]
     classes = {twin: engine_class(engine).twins[twin], optimizer: getattr(zero8, optimizer)}
     optimizers = {name: make([param], lr=LR, **HYPER[optimizer]) for name, make in classes.items()}
-    for optimizer in optimizers.values():
-        optimizer.step()  # makes the states
-    samples = interleaved([Timed(optimizer.step) for optimizer in optimizers.values()], rounds)
+    for one in optimizers.values():
+        one.step()  # makes the states
+    samples = interleaved([Timed(one.step) for one in optimizers.values()], rounds)
     rows = []
-    for (name, optimizer), of_one in zip(optimizers.items(), samples, strict=True):
-        states = state_bytes(optimizer)
+    for (name, one), of_one in zip(optimizers.items(), samples, strict=True):
+        states = state_bytes(one)
         row = {"optimizer": name, "state_bytes": states}
         row["host_bytes"] = param.nbytes + param.grad.nbytes + states
         rows.append(row | {"step_ms": statistics.median(of_one.times) / 1e6})

@@ -2,6 +2,7 @@
 import json
 
 import pytest
+from places import ROOT
 
 from examples.gpt.engine import TWINS
 from examples.gpt.report import report
@@ -133,3 +134,16 @@ def test_report_runs_of_different_seeds_raises(tmp_path):
     write_run(tmp_path, "Adam8bitBlockwise", seed=1)
     with pytest.raises(ValueError, match="different seed: 0 and 1"):
         report(tmp_path, "Adam8bitBlockwise", AT_SCALE, "")
+
+
+@pytest.mark.parametrize("optimizer", ["Lion8bitBlockwise", "SGD8bitBlockwise"])
+def test_record_of_an_optimizer_is_its_row_in_the_page_of_algorithms(optimizer):
+    twin = TWINS[optimizer]
+    path = ROOT / "benchmarks" / "records" / f"demo_{twin.lower()}_cpu_202611.json"
+    runs = json.loads(path.read_text())["runs"]
+    assert [run["optimizer"] for run in runs] == [twin, optimizer]
+    fp32, quantized = (run["val_loss"] for run in runs)
+    cells = [f"{fp32:.4f}", f"{quantized:.4f}", f"{100 * (quantized / fp32 - 1):+.2f} %"]
+    cells += [f"{run['state_bytes'] / 2**20:.2f}" for run in runs]
+    row = f"| `{optimizer}` | {' | '.join(cells)} |"
+    assert row in (ROOT / "docs" / "algorithms.md").read_text()
