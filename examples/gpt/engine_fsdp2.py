@@ -28,10 +28,10 @@ _TAG = "step"
 class FSDP2Engine(Engine):
     """See `Engine`."""
 
-    # The fastest of torch's: one kernel a step, as ours.
+    # The fastest of torch's: AdamW in one kernel a step, as ours. Its fused SGD knows no DTensors.
     twins = {
         "AdamW": partial(torch.optim.AdamW, fused=True),
-        "SGD": partial(torch.optim.SGD, fused=True),
+        "SGD": partial(torch.optim.SGD, foreach=True),
     }
     load_config = staticmethod(load_config)
 
