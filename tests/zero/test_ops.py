@@ -10,19 +10,22 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 from places import ROOT
 
+from examples.gpt.engine import TWINS
 from zero8 import cli
 from zero8.zero import ops
 
 CONFIGS = {path.name: path for path in sorted((ROOT / "configs").glob("*.json"))}
 SHARED, NVME = ["ShareMemCommBuilder"], ["PinMemoryBuilder", "AsyncIOBuilder"]
-# What an engine loads on a GPU: with our optimizer, and with DeepSpeed's AdamW in its place.
-OURS_AND_ADAMW = {
+# What an engine loads on a GPU: with our optimizer, and with its fp32 twin in its place.
+OURS_AND_TWIN = {
     "zero0.json": ([], ["FusedAdamBuilder"]),
     "zero1_bf16.json": ([], ["FusedAdamBuilder"]),
     "zero2_bf16.json": ([], ["FusedAdamBuilder"]),
     "zero2_bf16_masters_offload.json": ([], ["CPUAdamBuilder"]),
     "zero2_bf16_offload.json": ([], ["CPUAdamBuilder"]),
     "zero2_offload.json": ([], ["CPUAdamBuilder"]),
+    "zero2_offload_lion.json": ([], ["CPULionBuilder"]),
+    "zero2_offload_sgd.json": ([], []),
     "zero3_bf16_masters_offload.json": ([], ["CPUAdamBuilder"]),
     "zero3_bf16_offload.json": ([], ["CPUAdamBuilder"]),
     "zero3_nvme.json": (NVME, ["CPUAdamBuilder", *NVME]),
@@ -30,18 +33,18 @@ OURS_AND_ADAMW = {
 
 
 def test_needed_is_known_for_every_config():
-    assert sorted(OURS_AND_ADAMW) == sorted(CONFIGS)
+    assert sorted(OURS_AND_TWIN) == sorted(CONFIGS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_needed_of_a_config_with_ours_and_with_deepspeeds_adamw(name):
+def test_needed_of_a_config_with_ours_and_with_its_twin(name):
     config = json.loads(CONFIGS[name].read_text())
-    ours, adamw = OURS_AND_ADAMW[name]
+    ours, twin = OURS_AND_TWIN[name]
     assert ops.needed(config, "cuda") == ours
     assert ops.needed(config, "cpu") == SHARED + ours
-    config["optimizer"]["type"] = "AdamW"
-    assert ops.needed(config, "cuda") == adamw
-    assert ops.needed(config, "cpu") == SHARED + adamw
+    config["optimizer"]["type"] = TWINS[config["optimizer"]["type"]]
+    assert ops.needed(config, "cuda") == twin
+    assert ops.needed(config, "cpu") == SHARED + twin
 
 
 @pytest.mark.parametrize(
