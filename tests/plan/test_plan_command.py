@@ -139,7 +139,9 @@ def test_plan_of_a_deepspeed_config_without_params_of_the_optimizer_has_bf16_mas
     assert with_deepspeed_config(Setup(), config).dtype == "bf16-masters"
 
 
-@pytest.mark.parametrize(("name", "num_bytes"), [("Adam", 8), ("Lion", 4), ("SGD", 4), ("AdEMAMix", 12)])
+@pytest.mark.parametrize(
+    ("name", "num_bytes"), [("Adam", 8), ("Lion", 4), ("SGD", 4), ("AdEMAMix", 12)]
+)
 def test_plan_of_a_config_counts_the_moments_of_its_optimizer(name, num_bytes):
     section = {"type": f"{name}8bitBlockwise", "params": {"min_8bit_size": 10**9}}
     setup = with_deepspeed_config(Setup(), {"optimizer": section})
