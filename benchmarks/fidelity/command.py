@@ -22,15 +22,14 @@ Keys of the JSON object; what only the full measurement has is marked (full):
 """
 
 import argparse
-import shlex
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.fidelity import runs
 from benchmarks.fidelity.bf16 import Bf16Weights
 from benchmarks.fidelity.figure import plot
-from benchmarks.fidelity.pool import Job, cores, cpu_seconds, run_jobs
+from benchmarks.fidelity.pool import Job, run_jobs
 from benchmarks.fidelity.report import markdown, skipped_label
 from benchmarks.fidelity.resonance import Resonance
 from benchmarks.fidelity.robustness import Robustness
@@ -38,8 +37,7 @@ from benchmarks.fidelity.silence import Silence
 from benchmarks.fidelity.states import ClosedLoop, Updates
 from benchmarks.fidelity.targets import checks
 from zero8.bench import record
-from zero8.bench.usage import UsageError, check_least
-from zero8.op import kernel
+from zero8.bench.usage import UsageError
 from zero8.spec.codec import DEFAULT_CODEC
 
 STEPS = 1200
@@ -71,25 +69,12 @@ def experiments(quick: bool, steps: int) -> list[Experiment]:
     ]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the measurement to a parser."""
-    parser.add_argument("--json", type=Path, required=True, metavar="OUT", help="result file")
-    parser.add_argument("--quick", action="store_true", help="main schemes only, under 10 minutes")
-    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of every run")
-    parser.add_argument("--workers", type=int, default=cores(), help="processes, one thread each")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the three files, print the targets; return the exit status."""
-    for name, least in (("steps", 2), ("workers", 1)):
-        check_least(f"--{name}", getattr(arguments, name), least)
+    runs.check(arguments)
     began = time.perf_counter()
     result = measure(arguments.quick, arguments.steps, arguments.workers)
-    result |= {
-        "seconds": time.perf_counter() - began,
-        "cpu_seconds": cpu_seconds(),
-        "command": _command(arguments),
-    }
+    result |= runs.spent(began, runs.command("benchmarks.fidelity", arguments, STEPS))
     files = record.write(result, arguments.json, markdown, plot)
     record.print_checks(result["checks"])
     for entry in result["skipped"]:
@@ -98,16 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _command(arguments: argparse.Namespace) -> str:
-    flags = ["--quick"] * arguments.quick + ["--json", str(arguments.json)]
-    flags += ["--steps", str(arguments.steps)] * (arguments.steps != STEPS)
-    return shlex.join(["python", "-m", "benchmarks.fidelity", *flags])
-
-
 def measure(quick: bool, steps: int, workers: int) -> dict:
     """Run all experiments and return the result, all but the time and the command."""
-    kernel.module()  # compiled here, rather than by two workers at a time
-    commit = record.commit()  # now: the checkout may move on before the last job has ended
+    environment = runs.environment(workers, steps)
     parts = experiments(quick, steps)
     results = run_jobs(
         (job for part in parts for job in part.jobs()), workers=workers, label="fidelity"
@@ -117,11 +95,7 @@ def measure(quick: bool, steps: int, workers: int) -> dict:
         "default": DEFAULT_CODEC,
         **{key: value for entries in found for key, value in entries.items()},
         "skipped": [entry for entries in found for entry in entries.get("skipped", [])],
-        "versions": record.versions(),
-        "commit": commit,
-        "cpu": record.cpu(),
-        "workers": workers,
-        "steps": steps,
+        **environment,
     }
     return {**result, "checks": checks(result)}
 
@@ -129,7 +103,7 @@ def measure(quick: bool, steps: int, workers: int) -> dict:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity", description=__doc__)
-    add_arguments(parser)
+    runs.add_arguments(parser, STEPS, quick="main schemes only, under 10 minutes")
     arguments = parser.parse_args(argv)
     try:
         return run(arguments)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fidelity result as markdown tables."""
 
+from benchmarks.fidelity.runs import title_lines
 from benchmarks.fidelity.sections import (
     bf16_lines,
     resonance_lines,
@@ -35,15 +36,9 @@ SECTIONS = {
 
 def markdown(result: dict) -> str:
     """Return the tables of a result."""
+    where = f"on {result['workers']} cores of {result['cpu']}; default codec `{result['default']}`"
     lines = [
-        f"# Fidelity of the optimizer states, {result['steps']} steps",
-        "",
-        f"`{result['command']}`, {result['seconds']:.0f} s (CPU: {result['cpu_seconds']:.0f} s), "
-        f"commit {result['commit'] or 'unknown'}, on {result['workers']} cores of "
-        f"{result['cpu']}; default codec `{result['default']}`; "
-        + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        + ".",
-        "",
+        *title_lines(result, "Fidelity of the optimizer states", where),
         "Errors are of u = mhat/(sqrt(vhat) + eps) against fp32 Adam on the same gradients, second "
         "half of the run, in units of RMS(u). zero8 clips |u| at its bound.",
     ]

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result as markdown tables."""
 
+from benchmarks.fidelity.runs import title_lines
 from benchmarks.fidelity.tables import number
 from zero8.bench.record import table_lines
 
 
 def markdown(result: dict) -> str:
     """Return the tables of a result."""
+    where = f"{result['workers']} worker(s) on {result['cpu']}"
     lines = [
-        f"# Maps of 8-bit states, {result['steps']} steps",
-        "",
-        f"`{result['command']}`, {result['seconds']:.0f} s (CPU: {result['cpu_seconds']:.0f} s), "
-        f"commit {result['commit'] or 'unknown'}, {result['workers']} worker(s) on "
-        f"{result['cpu']}; "
-        + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        + ".",
-        "",
+        *title_lines(result, "Maps of 8-bit states", where),
         "Errors are of Adam's update u = mhat/(sqrt(vhat) + eps), on gradients of the "
         "demonstration's GPT, beta1 0.9, beta2 0.999. RMS errors are in units of RMS(u). "
         "Blocks have 256 elements; `tensor`: one scale for each tensor.",

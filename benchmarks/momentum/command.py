@@ -18,7 +18,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.fidelity.pool import Job, cores, cpu_seconds, run_jobs
+from benchmarks.fidelity import runs
+from benchmarks.fidelity.pool import Job, cores, run_jobs
 from benchmarks.fidelity.training import Recipe
 from benchmarks.momentum.adam import BETA1S, adam
 from benchmarks.momentum.averages import averages
@@ -26,7 +27,6 @@ from benchmarks.momentum.losses import loss_jobs, loss_rows
 from benchmarks.momentum.report import markdown
 from benchmarks.momentum.signs import signs
 from zero8.bench import record
-from zero8.op import kernel
 
 STEPS = 200
 BETA2 = 0.999
@@ -34,8 +34,7 @@ BETA2 = 0.999
 
 def measure(workers: int) -> dict:
     """Run everything and return the result, all but the time and the command."""
-    kernel.module()  # compiled here, rather than by two workers at a time
-    commit = record.commit()
+    environment = runs.environment(workers, STEPS)
     recipe = Recipe(STEPS, BETA2)
     of_averages, of_signs = (Job(function, (recipe,), STEPS) for function in (averages, signs))
     of_adam = [Job(adam, (Recipe(STEPS, BETA2, beta1),), STEPS) for beta1 in BETA1S]
@@ -46,11 +45,7 @@ def measure(workers: int) -> dict:
         "signs": results[of_signs],
         "adam": [row for job in of_adam for row in results[job]],
         "losses": loss_rows(results),
-        "versions": record.versions(),
-        "commit": commit,
-        "cpu": record.cpu(),
-        "workers": workers,
-        "steps": STEPS,
+        **environment,
     }
 
 
@@ -61,10 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = parser.parse_args(argv).json
     began = time.perf_counter()
     result = measure(cores())
-    result |= {
-        "seconds": time.perf_counter() - began,
-        "cpu_seconds": cpu_seconds(),
-        "command": shlex.join(["python", "-m", "benchmarks.momentum", "--json", str(out)]),
-    }
+    repeat = shlex.join(["python", "-m", "benchmarks.momentum", "--json", str(out)])
+    result |= runs.spent(began, repeat)
     print("wrote", *record.write(result, out, markdown))
     return 0

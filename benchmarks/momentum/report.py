@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result as markdown tables."""
 
+from benchmarks.fidelity.runs import title_lines
 from benchmarks.fidelity.schemes import FP32_CONTROL
 from benchmarks.fidelity.tables import number
 from zero8.bench.record import table_lines
@@ -8,14 +9,9 @@ from zero8.bench.record import table_lines
 
 def markdown(result: dict) -> str:
     """Return the tables of a result."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    where = f"on {result['workers']} cores of {result['cpu']}"
     lines = [
-        f"# Moments of SGD and Lion in 8 bits, {result['steps']} steps",
-        "",
-        f"`{result['command']}`, {result['seconds']:.0f} s (CPU: {result['cpu_seconds']:.0f} s), "
-        f"commit {result['commit'] or 'unknown'}, on {result['workers']} cores of "
-        f"{result['cpu']}; {versions}.",
-        "",
+        *title_lines(result, "Moments of SGD and Lion in 8 bits", where),
         "Errors are those of a small GPT's gradients, taken from one run with fp32 AdamW and fed "
         "to all optimizers alike; blocks of 256; the second half of the steps counts.",
     ]

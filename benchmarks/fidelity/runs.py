@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What measurements in several processes share: their options, and what results say of the run."""
+
+import argparse
+import shlex
+import time
+from pathlib import Path
+
+from benchmarks.fidelity.pool import cores, cpu_seconds
+from zero8.bench import record
+from zero8.bench.usage import check_least
+from zero8.op import kernel
+
+
+def add_arguments(parser: argparse.ArgumentParser, steps: int, quick: str) -> None:
+    """Add the options of a measurement to a parser.
+
+    Args:
+        parser: of the command.
+        steps: the default number of steps.
+        quick: the help of `--quick`.
+    """
+    parser.add_argument("--json", type=Path, required=True, metavar="OUT", help="result file")
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps of every run")
+    parser.add_argument("--workers", type=int, default=cores(), help="processes, one thread each")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise UsageError unless the numbers are large enough."""
+    for name, least in (("steps", 2), ("workers", 1)):
+        check_least(f"--{name}", getattr(arguments, name), least)
+
+
+def command(package: str, arguments: argparse.Namespace, steps: int) -> str:
+    """Return the command that repeats a measurement, whose default is so many steps."""
+    flags = ["--quick"] * arguments.quick + ["--json", str(arguments.json)]
+    flags += ["--steps", str(arguments.steps)] * (arguments.steps != steps)
+    return shlex.join(["python", "-m", package, *flags])
+
+
+def environment(workers: int, steps: int) -> dict:
+    """Prepare a measurement, and return what its result says of the place where it runs."""
+    kernel.module()  # compiled here, rather than by two workers at a time
+    return {
+        "versions": record.versions(),
+        "commit": record.commit(),  # now: the checkout may move on before the last job has ended
+        "cpu": record.cpu(),
+        "workers": workers,
+        "steps": steps,
+    }
+
+
+def spent(began: float, command: str) -> dict:
+    """Return what the result says of the run, which `time.perf_counter` saw begin."""
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds(), "command": command}
+
+
+def title_lines(result: dict, title: str, where: str) -> list[str]:
+    """Return the head of a record: its title, and what was run where."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return [
+        f"# {title}, {result['steps']} steps",
+        "",
+        f"`{result['command']}`, {result['seconds']:.0f} s (CPU: {result['cpu_seconds']:.0f} s), "
+        f"commit {result['commit'] or 'unknown'}, {where}; {versions}.",
+        "",
+    ]
