@@ -153,8 +153,7 @@ class Lion8bitBlockwise(BlockwiseOptimizer):
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        whole, others = keywords.split(settings)
-        super().__init__(params, options, whole, others)
+        super().__init__(params, options, *keywords.split(settings))
 
 
 class SGD8bitBlockwise(BlockwiseOptimizer):
@@ -209,8 +208,7 @@ class SGD8bitBlockwise(BlockwiseOptimizer):
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        whole, others = keywords.split(settings)
-        super().__init__(params, options, whole, others)
+        super().__init__(params, options, *keywords.split(settings))
 
 
 class AdEMAMix8bitBlockwise(BlockwiseOptimizer):
@@ -269,8 +267,7 @@ class AdEMAMix8bitBlockwise(BlockwiseOptimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
         }
-        whole, others = keywords.split(settings)
-        super().__init__(params, options, whole, others)
+        super().__init__(params, options, *keywords.split(settings))
 
 
 OPTIMIZERS: tuple[type[BlockwiseOptimizer], ...] = (

@@ -9,7 +9,7 @@ from zero8.algorithms.table import algorithm_called
 from zero8.blockwise import BlockwiseOptimizer
 from zero8.state.header import StateHeader
 from zero8.zero.active import innermost
-from zero8.zero.moment_tensor import MomentTensor
+from zero8.zero.moment_tensor import moments_in
 
 REMEDY = (
     "or make float32 states first: zero8 checkpoint convert IN OUT --to fp32 for a file or a "
@@ -37,7 +37,7 @@ def export(optimizer: torch.optim.Optimizer) -> dict:
             f"export: got a {type(ours).__name__}, expected an optimizer of zero8, such as "
             "Adam8bitBlockwise"
         )
-    if any(_of_zero(state) for state in ours.state.values()) or ours.on_disk:
+    if any(moments_in(state) for state in ours.state.values()) or ours.on_disk:
         raise ValueError(
             "export: got an optimizer that steps partitions of ZeRO; save a checkpoint instead, "
             "and convert it: zero8 checkpoint universal DIR for DeepSpeed's Adams, "
@@ -79,15 +79,10 @@ def _owner_of(state_dict: dict) -> str | None:
     for state in states.values() if isinstance(states, dict) else ():
         if isinstance(state, dict) and _is_plain(state):
             return StateHeader.of(state, "it").algorithm.class_name
-        if isinstance(state, dict) and _of_zero(state):
-            return algorithm_called(_of_zero(state)[0].store.rule.algorithm).class_name
+        if isinstance(state, dict) and (moments := moments_in(state)):
+            return algorithm_called(next(iter(moments.values())).store.rule.algorithm).class_name
     return None
 
 
 def _is_plain(state: dict) -> bool:
     return torch.is_tensor(state.get("format")) and not torch.is_tensor(state.get("step"))
-
-
-def _of_zero(state: dict) -> list[MomentTensor]:
-    """Return the moments of a state of ZeRO; none of another one."""
-    return [value for value in state.values() if isinstance(value, MomentTensor)]

@@ -201,17 +201,19 @@ def _dtype(config: dict) -> str:
 
 
 def _of_optimizer(section: dict) -> dict:
-    if not (found := _algorithm(section)):
+    algorithm = _algorithm(section)
+    if algorithm is None:
         return {}
     params = section.get("params", {})
     keys = ("block_size", "min_8bit_size", "fp32_params")
     return {
-        "algorithm_name": found[0].name,
+        "algorithm_name": algorithm.name,
         "policy": Policy(**{key: params[key] for key in keys if key in params}),
         "codec": params.get("codec", DEFAULT_CODEC),
     }
 
 
-def _algorithm(section: dict) -> list[Algorithm]:
-    """Return the algorithm of an optimizer of zero8; nothing for another one."""
-    return [one for one in ALGORITHMS if one.class_name == section.get("type")]
+def _algorithm(section: dict) -> Algorithm | None:
+    """Return the algorithm of an optimizer of zero8, None for another one."""
+    fitting = (one for one in ALGORITHMS if one.class_name == section.get("type"))
+    return next(fitting, None)

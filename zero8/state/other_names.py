@@ -2,7 +2,7 @@
 """Hints for unknown keywords: other libraries' names, and misspellings."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 _BETAS = "Did you mean 'betas', as in betas=(0.9, 0.999)?"
 
@@ -27,9 +27,10 @@ ADVICE = {
 """What to do with other libraries' keywords, in sentences."""
 
 
-def hint(key: str, valid: Iterable[str]) -> str:
+def hint(key: str, valid: Sequence[str]) -> str:
     """Return advice on an unknown keyword, "" if it resembles none."""
-    if key in ADVICE:
-        return ADVICE[key]
-    near = difflib.get_close_matches(key.lower(), list(valid), n=1)
+    advice = ADVICE.get(key)
+    if advice and (advice is not _BETAS or "betas" in valid):
+        return advice
+    near = difflib.get_close_matches(key.lower(), valid, n=1)
     return f"Did you mean {near[0]!r}?" if near else ""

@@ -17,7 +17,7 @@ from types import ModuleType
 from torch import Tensor
 
 from zero8.state.store import MomentStore
-from zero8.zero.moment_tensor import MomentTensor
+from zero8.zero.moment_tensor import MomentTensor, moments_in
 
 MOVING = ("offload_states", "reload_states")
 RELINKING = ("_lazy_init_hp_params_optimizer_state", "load_state_dict", *MOVING)
@@ -80,7 +80,7 @@ def _take_views(params: list, flat, state: dict | None) -> None:
 
 def _is_fresh(mapping, state: dict) -> bool:
     views = mapping.optim_fragment or {}
-    moments = {name: x for name, x in state.items() if isinstance(x, MomentTensor)}
+    moments = moments_in(state)
     return bool(moments) and all(
         isinstance(views.get(name), MomentTensor) and views[name].store is moment.store
         for name, moment in moments.items()
@@ -100,8 +100,7 @@ def offload_codes(module: ModuleType, optimizer_class: type) -> None:
     def offload(optimizer, device, pin_memory=False, non_blocking=False):
         if pin_memory and isinstance(optimizer, optimizer_class):
             for state in optimizer.state.values():
-                moments = {name: x for name, x in state.items() if isinstance(x, MomentTensor)}
-                for name, moment in moments.items():
+                for name, moment in moments_in(state).items():
                     state[name] = _page_locked(moment, non_blocking)
         # It leaves states that are on the host already.
         return original(optimizer, device, pin_memory=pin_memory, non_blocking=non_blocking)

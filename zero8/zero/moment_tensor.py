@@ -15,8 +15,9 @@ legacy format, which DeepSpeed can write, the bytes follow all objects.
 """
 
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,6 +148,11 @@ class MomentTensor(torch.Tensor):
             )
         tree = torch.utils._pytree.tree_map_only(MomentTensor, MomentTensor.dense, (args, kwargs))
         return func(*tree[0], **tree[1])
+
+
+def moments_in(state: Mapping[str, Any]) -> dict[str, MomentTensor]:
+    """Return the moments of a parameter's state by name; none of a state that is not ZeRO's."""
+    return {name: x for name, x in state.items() if isinstance(x, MomentTensor)}
 
 
 def _written(func, args: tuple, kwargs: dict) -> list:

@@ -40,7 +40,7 @@ from zero8.state.memory import checked_memory, counters_of
 from zero8.state.plain import checked_step
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
-from zero8.zero.moment_tensor import MomentTensor, moment_description, store_like
+from zero8.zero.moment_tensor import MomentTensor, moment_description, moments_in, store_like
 
 MAGIC = b"zero8swp"
 FORMAT_VERSION = 3
@@ -353,7 +353,7 @@ def _moments_of_format_2(found: dict) -> list:
 
 def _stores(state: dict) -> list[MomentStore]:
     """Return the moments of a state in the algorithm's order."""
-    found = {key: x.store for key, x in state.items() if isinstance(x, MomentTensor)}
+    found = {name: moment.store for name, moment in moments_in(state).items()}
     algorithm = algorithm_called(next(iter(found.values())).rule.algorithm)
     return [found[name] for name in algorithm.moment_names]
 

@@ -21,7 +21,7 @@ from zero8.state.memory import checked_memory
 from zero8.state.plain import checked_step
 from zero8.state.table import PieceTable
 from zero8.zero import swap_file
-from zero8.zero.moment_tensor import MomentTensor
+from zero8.zero.moment_tensor import MomentTensor, moments_in
 
 STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
@@ -206,13 +206,13 @@ def _number(path: Path) -> int:
 
 
 def _moments(file: Path, state: dict) -> list[MomentTensor]:
-    moments = [x for x in state.values() if isinstance(x, MomentTensor)]
-    if not moments:
+    found = list(moments_in(state).values())
+    if not found:
         raise ValueError(
             f"{file}: got a state with entries {shown_keys(state)}, without 8-bit moments; was it "
             "saved by another optimizer?"
         )
-    algorithm = algorithm_called(moments[0].store.rule.algorithm)
+    algorithm = algorithm_called(found[0].store.rule.algorithm)
     moments = [state.get(name) for name in algorithm.moment_names]
     for moment in moments:
         if not isinstance(moment, MomentTensor):
