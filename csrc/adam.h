@@ -43,35 +43,24 @@ struct Adam {
   }
 
   struct Scalars : Gradient {
-    Vec::F one_minus_beta1, sqrt_one_minus_beta2, inverse_sqrt_correction2, eps;
-    Vec::F max_ratio, min_ratio, minus_step_size, decay;
-    // A block whose largest v' has a pattern below this has only finite gradients, below 2^63: of
-    // another, (1 - beta2) g^2, and so v', is at least twice as large, or NaN.
-    uint32_t large_square;
+    SecondMoment second;
+    Vec::F one_minus_beta1, max_ratio, min_ratio, minus_step_size, decay;
 
     ZERO8_DEVICE explicit Scalars(const StepScalars& all) : Scalars(all.adam) {}
     ZERO8_DEVICE explicit Scalars(const AdamScalars& s)
         : Gradient(s.l2, s.grad_sign, s.grad_factor),
+          second(s),
           one_minus_beta1(Vec::set(with_sign(s.one_minus_beta1))),
-          sqrt_one_minus_beta2(Vec::set(s.sqrt_one_minus_beta2)),
-          inverse_sqrt_correction2(Vec::set(s.inverse_sqrt_correction2)),
-          eps(Vec::set(s.eps)),
           max_ratio(Vec::set(s.max_ratio)),
           min_ratio(Vec::set(-s.max_ratio)),
           minus_step_size(Vec::set(-s.step_size)),
-          decay(Vec::set(s.decay)),
-          large_square(bits_of(s.sqrt_one_minus_beta2 * s.sqrt_one_minus_beta2 * 0x1p125f)) {}
+          decay(Vec::set(s.decay)) {}
 
-    // Far from the smallest numbers are: h, as what is below 2^-126 has a square of 0 beside any v;
-    // the denominator, as roots of normal numbers are at least 2^-63 and the correction at least 1;
-    // where v is 0 it is eps itself, at least 2^-126, without rounding.
     template <class AnyVec>
     ZERO8_DEVICE ZERO8_INLINE void advance(AnyVec& vec, Vec::F g, Vec::F* m,
                                            Vec::F* carried) const {
       m[0] = vec.fma(one_minus_beta1, g, m[0]);  // (R2)
-      const Vec::F h = vec.mul_far(sqrt_one_minus_beta2, g);
-      m[1] = vec.fma(h, h, m[1]);                                             // (R3)
-      *carried = vec.fma_far(vec.sqrt(m[1]), inverse_sqrt_correction2, eps);  // (R4)
+      *carried = second.advance(vec, g, m[1]);   // (R3), (R4)
     }
     template <class AnyVec>
     ZERO8_DEVICE ZERO8_INLINE Vec::F param(AnyVec& vec, Vec::F p, const Vec::F* m,
@@ -81,7 +70,7 @@ struct Adam {
       return vec.fma(minus_step_size, clipped, vec.mul(decay, p));           // (R6)
     }
     ZERO8_DEVICE bool proves_finite(const uint32_t* largest) const {
-      return largest[1] < large_square;
+      return second.proves_finite(largest[1]);
     }
   };
 };

@@ -22,47 +22,40 @@ struct Ademamix {
   }
 
   struct Scalars : Gradient {
-    Vec::F one_minus_beta1, one_minus_beta3, sqrt_one_minus_beta2;
-    Vec::F inverse_sqrt_correction2, eps, inverse_correction1, alpha;
+    SecondMoment second;
+    Vec::F one_minus_beta1, one_minus_beta3, inverse_correction1, alpha;
     Vec::F max_ratio, min_ratio, minus_lr, decay;
-    uint32_t large_square;  // as that of Adam
 
     ZERO8_DEVICE explicit Scalars(const StepScalars& all) : Scalars(all.ademamix) {}
     ZERO8_DEVICE explicit Scalars(const AdemamixScalars& s)
         : Gradient(s.l2, s.grad_sign, s.grad_factor),
+          second(s),
           one_minus_beta1(Vec::set(with_sign(s.one_minus_beta1))),
           one_minus_beta3(Vec::set(with_sign(s.one_minus_beta3))),
-          sqrt_one_minus_beta2(Vec::set(s.sqrt_one_minus_beta2)),
-          inverse_sqrt_correction2(Vec::set(s.inverse_sqrt_correction2)),
-          eps(Vec::set(s.eps)),
           inverse_correction1(Vec::set(s.inverse_correction1)),
           alpha(Vec::set(s.alpha)),
           max_ratio(Vec::set(s.max_ratio)),
           min_ratio(Vec::set(-s.max_ratio)),
           minus_lr(Vec::set(-s.lr)),
-          decay(Vec::set(s.decay)),
-          large_square(bits_of(s.sqrt_one_minus_beta2 * s.sqrt_one_minus_beta2 * 0x1p125f)) {}
+          decay(Vec::set(s.decay)) {}
 
-    // Adam's advance says what is far from the smallest numbers.
     template <class AnyVec>
     ZERO8_DEVICE ZERO8_INLINE void advance(AnyVec& vec, Vec::F g, Vec::F* m,
                                            Vec::F* carried) const {
       m[0] = vec.fma(one_minus_beta1, g, m[0]);  // (E1)
       m[1] = vec.fma(one_minus_beta3, g, m[1]);  // (E2)
-      const Vec::F h = vec.mul_far(sqrt_one_minus_beta2, g);
-      m[2] = vec.fma(h, h, m[2]);                                             // (E3)
-      *carried = vec.fma_far(vec.sqrt(m[2]), inverse_sqrt_correction2, eps);  // (E4)
+      *carried = second.advance(vec, g, m[2]);   // (R3), (R4)
     }
     template <class AnyVec>
     ZERO8_DEVICE ZERO8_INLINE Vec::F param(AnyVec& vec, Vec::F p, const Vec::F* m,
                                            const Vec::F* carried) const {
       const Vec::F fast = vec.mul(inverse_correction1, m[0]);
       const Vec::F ratio = vec.div(vec.fma(alpha, m[1], fast), *carried);
-      const Vec::F clipped = vec.min(max_ratio, vec.max(min_ratio, ratio));  // (E5)
-      return vec.fma(minus_lr, clipped, vec.mul(decay, p));                  // (E6)
+      const Vec::F clipped = vec.min(max_ratio, vec.max(min_ratio, ratio));  // (E3)
+      return vec.fma(minus_lr, clipped, vec.mul(decay, p));                  // (E4)
     }
     ZERO8_DEVICE bool proves_finite(const uint32_t* largest) const {
-      return largest[2] < large_square;
+      return second.proves_finite(largest[2]);
     }
   };
 };

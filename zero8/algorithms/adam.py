@@ -13,7 +13,7 @@ With g the gradient, and every operation rounded once as `zero8.spec.arithmetic`
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -175,9 +175,8 @@ class Adam(Algorithm):
     ) -> tuple[list[Tensor], Tensor]:
         """See `Algorithm`; the carried tensor is the denominator."""
         m = ieee.fma(s.one_minus_beta1, g, moments[0])
-        h = ieee.mul(s.sqrt_one_minus_beta2, g)
-        v = ieee.fma(h, h, moments[1])
-        return [m, v], ieee.fma(ieee.sqrt(v), s.inverse_sqrt_correction2, s.eps)
+        v, denominator = second_moment(s, g, moments[1])
+        return [m, v], denominator
 
     def param(
         self, s: AdamScalars, p: Tensor, moments: Sequence[Tensor], carried: Tensor
@@ -185,6 +184,29 @@ class Adam(Algorithm):
         """See `Algorithm`."""
         ratio = ieee.div(moments[0], carried).clamp(-s.max_ratio, s.max_ratio)
         return ieee.fma(-s.step_size, ratio, ieee.mul(s.decay, p))
+
+
+class SecondMomentScalars(Protocol):
+    """The scalars of equations (R3) and (R4), of Adam's or of another algorithm's."""
+
+    @property
+    def sqrt_one_minus_beta2(self) -> float:
+        """The root of the share of a squared gradient in v."""
+
+    @property
+    def inverse_sqrt_correction2(self) -> float:
+        """The correction of the root of v."""
+
+    @property
+    def eps(self) -> float:
+        """What is added to the corrected root."""
+
+
+def second_moment(s: SecondMomentScalars, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the new second moment and the denominator, equations (R3) and (R4)."""
+    h = ieee.mul(s.sqrt_one_minus_beta2, g)
+    new = ieee.fma(h, h, v)
+    return new, ieee.fma(ieee.sqrt(new), s.inverse_sqrt_correction2, s.eps)
 
 
 def next_history(history: float, beta1: float, beta2: float) -> float:

@@ -6,11 +6,9 @@ every operation rounded once as `zero8.spec.arithmetic` says:
 
     f' = fma(1-beta1, g, F)      F = beta1*f  decoded with beta1 folded into the scale       (E1)
     s' = fma(1-beta3, g, S)      S = beta3*s  decoded with beta3 folded in                   (E2)
-    h  = sqrt(1-beta2) * g
-    v' = fma(h, h, V)            V = beta2*v  decoded with beta2 folded in                   (E3)
-    d  = fma(sqrt(v'), 1/sqrt(1-beta2^t), eps)             eps at least 2^-126               (E4)
-    r  = fma(alpha, s', f'/(1-beta1^t))/d, clipped to +-max_ratio                            (E5)
-    p  = fma(-lr, r, (1 - lr*weight_decay) * p)                                              (E6)
+    v', d                        Adam's, equations (R3) and (R4)
+    r  = fma(alpha, s', f'/(1-beta1^t))/d, clipped to +-max_ratio                            (E3)
+    p  = fma(-lr, r, (1 - lr*weight_decay) * p)                                              (E4)
 
 f'/(1-beta1^t) is the product with the rounded inverse.  alpha and beta3 come up to their values
 over the first t_alpha and t_beta3 steps:
@@ -29,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from zero8.algorithms.adam import UNKNOWN_HISTORY, next_history
+from zero8.algorithms.adam import UNKNOWN_HISTORY, next_history, second_moment
 from zero8.spec import arithmetic as ieee
 from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered
 from zero8.spec.log import settling
@@ -45,7 +43,7 @@ from zero8.spec.shown import shown
 
 
 class AdemamixScalars(NamedTuple):
-    """The scalars of equations (R1) and (E1)-(E6), all float32 values."""
+    """The scalars of equations (R1), (R3), (R4) and (E1)-(E4), all float32 values."""
 
     beta1: float
     beta3: float
@@ -154,9 +152,8 @@ class Ademamix(Algorithm):
         """See `Algorithm`; the carried tensor is the denominator."""
         fast = ieee.fma(s.one_minus_beta1, g, moments[0])
         slow = ieee.fma(s.one_minus_beta3, g, moments[1])
-        h = ieee.mul(s.sqrt_one_minus_beta2, g)
-        v = ieee.fma(h, h, moments[2])
-        return [fast, slow, v], ieee.fma(ieee.sqrt(v), s.inverse_sqrt_correction2, s.eps)
+        v, denominator = second_moment(s, g, moments[2])
+        return [fast, slow, v], denominator
 
     def param(
         self, s: AdemamixScalars, p: Tensor, moments: Sequence[Tensor], carried: Tensor
