@@ -42,7 +42,16 @@ def saved(standing_ranks, tmp_path_factory):
         for pair in RESHARDED
         for mode in MODES
     ]
-    + [("sgd", 2, 3, "sharded"), pytest.param("lion", 3, 2, "sharded", marks=pytest.mark.slow)],
+    + [
+        slow_unless(quick, layout, *pair, mode)
+        for quick, layout, *pair, mode in (
+            (True, "sgd", 2, 3, "sharded"),
+            (False, "lion", 3, 2, "sharded"),
+            (True, "ademamix", 2, 3, "sharded"),
+            (False, "ademamix", 2, 1, "sharded"),
+            (False, "ademamix", 2, 3, "broadcast"),
+        )
+    ],
 )
 def test_fsdp2_checkpoint_loads_and_goes_on_with_the_same_bits(
     layout, before, after, mode, saved, standing_ranks

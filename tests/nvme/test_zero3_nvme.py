@@ -36,12 +36,19 @@ PRECISIONS = {
     "bf16 masters": {"dtype": BF16_MASTERS, "weight_correction_bits": 8},
     "bf16, Lion": {"dtype": {}, "optimizer": "Lion8bitBlockwise"},
     "bf16, SGD": {"dtype": {}, "optimizer": "SGD8bitBlockwise", "momentum": 0.9, "nesterov": True},
+    "bf16, AdEMAMix": {
+        "dtype": {},
+        "optimizer": "AdEMAMix8bitBlockwise",
+        "t_alpha": 4,
+        "t_beta3": 4,
+    },
 }
+LEFT_OUT = [("bf16, Lion", True), ("bf16, SGD", False), ("bf16, AdEMAMix", False)]
 CELLS = [
     pytest.param((precision, pipelined), id=f"{precision}{', pipelined' if pipelined else ''}")
     for precision in PRECISIONS
     for pipelined in (False, True)
-    if (precision, pipelined) not in [("bf16, Lion", True), ("bf16, SGD", False)]
+    if (precision, pipelined) not in LEFT_OUT
 ]
 BEFORE, AFTER = 2, 3
 CHANGED_LR, CHANGED_SCALE = 4e-3, 0.5

@@ -16,6 +16,7 @@ from nests import difference
 from zero_worker import plain
 
 from zero8.algorithms.adam import ADAM
+from zero8.algorithms.table import ALGORITHMS
 from zero8.spec.codec import CODECS
 from zero8.state.store import MomentStore
 from zero8.zero import swap_file
@@ -24,11 +25,13 @@ from zero8.zero.swap_file import BLOCK_BYTES, HEADER_BYTES, Layout
 from zero8.zero.swap_io import Buffer, BufferPool, CheckedHandle
 
 
-def state_of(codec="log", correction=False):
+def state_of(codec="log", correction=False, algorithm=ADAM):
     """Return a state with 8-bit and float32 pieces."""
-    state = {"step": 7, "history": 0.25}
-    for which in MOMENTS:
-        state[which] = moment(codec, which)
+    state = {"step": 7}
+    for number, one in enumerate(algorithm.memory, 1):
+        state[one.name] = number / 4
+    for seed, which in enumerate(algorithm.moment_names, 1):
+        state[which] = moment(codec, which, seed, algorithm)
     if correction:
         state["param_correction"] = torch.arange(NUMEL).to(torch.int8)
     return state
@@ -52,15 +55,16 @@ def contents(state):
     return {key: plain(value) for key, value in state.items()}
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: one.name)
 @pytest.mark.parametrize("correction", [False, True])
 @pytest.mark.parametrize("codec", CODECS)
-def test_zero3_nvme_file_restores_every_bit_of_a_state(tmp_path, codec, correction):
-    state = state_of(codec, correction)
+def test_zero3_nvme_file_restores_every_bit_of_a_state(tmp_path, codec, correction, algorithm):
+    state = state_of(codec, correction, algorithm)
     path = written(tmp_path / "file", packed(state))
     found, layout = swap_file.read_whole(path)
     assert difference(contents(found), contents(state)) == ""
     assert layout.fits(state) and layout.fits(found)
-    for which in MOMENTS:
+    for which in algorithm.moment_names:
         assert found[which].store.table == state[which].store.table
         assert found[which].store.codec == state[which].store.codec
 

@@ -88,7 +88,8 @@ LAYOUTS = {
     "dynamic": Layout(keywords=(("codec", "dynamic"),)),
     "lion": Layout(torch.bfloat16, made=Lion8bitBlockwise),
     "ademamix": Layout(
-        keywords=(("betas", (0.9, 0.95, 0.99)), ("t_beta3", 3)), made=AdEMAMix8bitBlockwise
+        keywords=(("betas", (0.9, 0.95, 0.99)), ("t_alpha", 6), ("t_beta3", 6)),
+        made=AdEMAMix8bitBlockwise,
     ),
     "sgd": Layout(
         offload=True, keywords=(("momentum", 0.9), ("nesterov", True)), made=SGD8bitBlockwise

@@ -35,9 +35,10 @@ def spread_values(which, numel, seed):
     return x.square() if which == "exp_avg_sq" else x
 
 
-def moment(codec="log", which="exp_avg", seed=1):
+def moment(codec="log", which="exp_avg", seed=1, algorithm=ADAM):
     """Return a moment of the whole partition, filled."""
-    store = MomentStore.zeros(codec_named(codec), ADAM.moment(which), PieceTable(PIECES, NUMEL))
+    rule = algorithm.moment(which)
+    store = MomentStore.zeros(codec_named(codec), rule, PieceTable(PIECES, NUMEL))
     store.write(0, values_for(which, seed))
     return MomentTensor(store)
 
