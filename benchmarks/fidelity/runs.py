@@ -58,10 +58,14 @@ def spent(began: float, command: str) -> dict:
 
 
 def title_lines(result: dict, title: str, where: str) -> list[str]:
-    """Return the head of a record: its title, and what was run where."""
+    """Return the head of a record: its title, and what was run where.
+
+    The title has the number of steps if it is the same for all runs.
+    """
+    steps = f", {result['steps']} steps" if "steps" in result else ""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return [
-        f"# {title}, {result['steps']} steps",
+        f"# {title}{steps}",
         "",
         f"`{result['command']}`, {result['seconds']:.0f} s (CPU: {result['cpu_seconds']:.0f} s), "
         f"commit {result['commit'] or 'unknown'}, {where}; {versions}.",

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rounding the one moment of SGD and Lion costs: `python -m benchmarks.momentum`."""
+"""What rounding the moments of SGD, Lion and AdEMAMix costs: `python -m benchmarks.momentum`."""

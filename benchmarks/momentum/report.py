@@ -10,8 +10,11 @@ from zero8.bench.record import table_lines
 def markdown(result: dict) -> str:
     """Return the tables of a result."""
     where = f"on {result['workers']} cores of {result['cpu']}"
+    if "averages" not in result:
+        head = title_lines(result, "Final losses with moments in 8 bits", where)
+        return "\n".join([*head, *_loss_lines(result)]) + "\n"
     lines = [
-        *title_lines(result, "Moments of SGD and Lion in 8 bits", where),
+        *title_lines(result, "Moments of SGD, Lion and AdEMAMix in 8 bits", where),
         "Errors are those of a small GPT's gradients, taken from one run with fp32 AdamW and fed "
         "to all optimizers alike; blocks of 256; the second half of the steps counts.",
     ]
@@ -85,7 +88,18 @@ def _adam_lines(result: dict) -> list[str]:
 
 
 def _loss_lines(result: dict) -> list[str]:
-    headers = ["task", "optimizer", "states", "mean", "lowest", "highest", "minus fp32", "std"]
+    seeds = result["losses"][0]["seeds"]
+    headers = [
+        "task",
+        "optimizer",
+        "states",
+        "mean",
+        "lowest",
+        "highest",
+        "minus fp32",
+        "std",
+        "error",
+    ]
     cells = [
         [
             row["task"],
@@ -94,6 +108,7 @@ def _loss_lines(result: dict) -> list[str]:
             *(f"{row[f'val_loss_{key}']:.4f}" for key in ("mean", "lowest", "highest")),
             f"{row['difference_mean']:+.4f}",
             f"{row['difference_std']:.4f}",
+            f"{row['difference_standard_error']:.4f}",
             "yes" if row["mean_within_fp32s_range"] else "**no**",
         ]
         for row in result["losses"]
@@ -101,10 +116,13 @@ def _loss_lines(result: dict) -> list[str]:
     return [
         "## Validation losses",
         "",
-        f"Trainings to the end with {len(result['losses'][0]['seeds'])} seeds. `{FP32_CONTROL}` "
-        "has zero8's float32 states, so that runs of one seed differ by rounding alone; *within*: "
-        "whether the mean is between the lowest and the highest loss of float32. Lion has betas "
-        "0.9 and 0.99, SGD Nesterov's momentum of 0.9. " + _settings(result["losses"]),
+        f"Trainings to the end with {len(seeds)} seeds, {seeds[0]} to {seeds[-1]}. "
+        f"`{FP32_CONTROL}` has zero8's float32 states, so that runs of one seed differ by rounding "
+        "alone. *minus fp32* and *std* are the mean and the standard deviation of their "
+        "differences, *error* is the mean's standard error; *within*: whether the mean is between "
+        "the lowest and the highest loss of float32. Lion has betas 0.9 and 0.99, SGD Nesterov's "
+        "momentum of 0.9, AdEMAMix betas 0.9, 0.999 and 0.9999 and an alpha of 5, of which beta3 "
+        "and alpha come up over all steps. " + _settings(result["losses"]),
         "",
         *table_lines([*headers, "within"], cells),
     ]

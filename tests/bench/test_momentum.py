@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurement of moments of SGD and Lion: its errors, counts, bound, and what it writes."""
+"""The measurement of SGD's, Lion's and AdEMAMix's moments: its errors, counts, bound, and files."""
 
 import json
 import math
@@ -104,13 +104,15 @@ def test_wrong_signs_are_counted_alike_and_by_the_size_of_directions():
 
 def test_loss_rows_compare_the_mean_with_the_range_of_float32():
     losses = {FP32_CONTROL: [1.0, 2.0, 1.5, 1.5, 1.5], "log": [1.9] * 5, "dynamic": [2.5] * 5}
-    fp32, log, dynamic = rows_of(SETTINGS[0], losses)
+    fp32, log, dynamic = rows_of(SETTINGS[0], range(1, 6), losses)
     assert (fp32["val_loss_lowest"], fp32["val_loss_highest"]) == (1.0, 2.0)
     assert log["mean_within_fp32s_range"] and not dynamic["mean_within_fp32s_range"]
     assert log["difference_mean"] == pytest.approx(0.4)
+    assert log["difference_std"] == pytest.approx(math.sqrt(0.5 / 4))
+    assert log["difference_standard_error"] == pytest.approx(math.sqrt(0.5 / 4 / 5))
 
 
-@pytest.mark.parametrize(("optimizer", "lr"), [("Lion", 1e-3), ("SGD", 0.3)])
+@pytest.mark.parametrize(("optimizer", "lr"), [("Lion", 1e-3), ("SGD", 0.3), ("AdEMAMix", 3e-3)])
 def test_final_loss_of_a_small_run_in_8_bits_is_close_to_float32s(optimizer, lr):
     recipe = Recipe(steps=4, beta2=0.99, task=ImageTask(batch_size=8), peak_lr=lr)
     fp32, again, log = (
@@ -141,7 +143,7 @@ def test_command_writes_all_parts_as_json_and_tables(tmp_path, monkeypatch, caps
     assert command.main(["--json", str(out)]) == 0
     result = json.loads(out.read_text())
     counts = {key: len(result[key]) for key in ("averages", "signs", "adam", "losses")}
-    assert counts == {"averages": 9, "signs": 4, "adam": 4, "losses": 12}
+    assert counts == {"averages": 9, "signs": 4, "adam": 4, "losses": 18}
     for row in result["averages"]:
         assert 0 < row["rms_error"] < 0.2 and 0 < row["bound_of_run"] < row["bound"]
     for row in result["signs"]:
@@ -151,3 +153,33 @@ def test_command_writes_all_parts_as_json_and_tables(tmp_path, monkeypatch, caps
         assert f"## {heading}\n" in table
     assert f"| text | Lion | {FP32_CONTROL} | 2.0300 | 2.0100 | 2.0500 | +0.0000" in table
     assert str(out) in capsys.readouterr().out
+
+
+def test_command_with_losses_only_trains_these_settings_with_these_seeds(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "run_jobs", small_results)
+    out = tmp_path / "lion.json"
+    options = ["--losses", "convolutions/Lion", "--seeds", "3", "--first-seed", "6"]
+    assert command.main([*options, "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert result.keys().isdisjoint({"averages", "signs", "adam", "steps"})
+    assert [(row["task"], row["optimizer"], row["seeds"]) for row in result["losses"]] == [
+        ("convolutions", "Lion", [6, 7, 8])
+    ] * 3
+    assert result["command"] == f"python -m benchmarks.momentum {' '.join(options)} --json {out}"
+    table = out.with_suffix(".md").read_text()
+    assert table.startswith("# Final losses with moments in 8 bits\n")
+    assert f"| convolutions | Lion | {FP32_CONTROL} | 2.0700 | 2.0600 | 2.0800 |" in table
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--losses", "text/Adam"], "--losses: invalid choice: 'text/Adam'"),
+        (["--seeds", "1"], "--seeds: got 1, expected at least 2"),
+        (["--first-seed", "-1"], "--first-seed: got -1, expected at least 0"),
+    ],
+)
+def test_command_option_that_is_invalid_is_refused(tmp_path, capsys, options, message):
+    with pytest.raises(SystemExit):
+        command.main([*options, "--json", str(tmp_path / "out.json")])
+    assert message in capsys.readouterr().err
