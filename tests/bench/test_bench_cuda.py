@@ -15,9 +15,9 @@ from zero8.bench import gpu
 from zero8.bench.step import command as step
 from zero8.bench.step import devices, timing
 from zero8.bench.step import kernel as step_kernel
+from zero8.bench.step.algorithms import HYPER, ZERO8
 from zero8.bench.step.contenders import flat_params, peer_contenders
 from zero8.bench.step.devices import CPU, DEVICES, GPU, half_copier
-from zero8.bench.step.kernel import HYPER
 from zero8.bench.step.targets import checks
 from zero8.bench.step.timing import time_by_the_wall
 from zero8.bench.step.variants import BF16_CORRECTED, CUDA_VARIANTS, VARIANTS
@@ -51,7 +51,7 @@ def result(tmp_path_factory):
         samples.host_ns.append(5000)
 
     def check(*_):
-        step_kernel.check_on(CPU.place, kernel.step, ["log"], [step_kernel.CHECK_SHAPE])
+        step_kernel.check_on(CPU.place, kernel.step, ["adam"], ["log"], [step_kernel.CHECK_SHAPE])
 
     out = tmp_path_factory.mktemp("bench") / "step.json"
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +59,8 @@ def result(tmp_path_factory):
         patch.setattr(gpu, "machine", lambda: MACHINE)
         patch.setattr(step, "ROUNDS", 2)
         patch.setitem(DEVICES, "cuda", replace(ON_CPU, time_call=time_call, check=check))
-        assert bench(out, "--numel", NUMEL, "--against", "torch") == 0
+        words = ["--algorithm", "adam", "--numel", NUMEL, "--against", "torch"]
+        assert bench(out, *words) == 0
     return json.loads(out.read_text()), out
 
 
@@ -84,7 +85,7 @@ def test_gpu_run_tabulates_and_draws_the_gpu_and_leaves_out_the_cpu(result):
     assert "--device cuda" in found["command"] and "--threads" not in found["command"]
     table = out.with_suffix(".md").read_text()
     assert "# Optimizer steps on a GPU, 65,536 parameters, NVIDIA Made Up" in table
-    assert "driver 580.1, CUDA 13.0" in table and "| zero8 fp32_bf16_grad `log` |" in table
+    assert "driver 580.1, CUDA 13.0" in table and "| zero8 adam fp32_bf16_grad `log` |" in table
     assert "## In the cache" not in table
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
@@ -131,17 +132,19 @@ def test_gpu_variants_of_a_torch_without_grad_dtype_have_gradients_as_their_para
     assert devices.gpu_variants() == VARIANTS
 
 
-def test_gpu_check_steps_on_every_codec_and_variant():
+def test_gpu_check_steps_on_every_algorithm_codec_and_variant():
     seen = []
 
     def record_step(segments):
         (one,) = segments
-        seen.append((one.codec.name, one.param.dtype, one.grad.dtype, one.correction is None))
+        kind = one.algorithm.name, one.codec.name, one.param.dtype, one.grad.dtype
+        seen.append((*kind, one.correction is None))
         kernel.step(segments)
 
-    step_kernel.check_on(CPU.place, record_step, CODECS, [(2, 300)])
+    step_kernel.check_on(CPU.place, record_step, ZERO8, CODECS, [(2, 300)])
     wanted = {
-        (codec, v.dtype, v.grad_dtype, not v.correction_bits)
+        (algorithm, codec, v.dtype, v.grad_dtype, not v.correction_bits)
+        for algorithm in ZERO8
         for codec in CODECS
         for v in CUDA_VARIANTS
     }
@@ -157,12 +160,14 @@ def test_gpu_check_of_other_bits_raises(name):
                 tensor.view(torch.uint8)[-1] ^= 64
         kernel.step(segments)
 
-    with pytest.raises(RuntimeError, match="of codec .*, on cpu: bits differ from the CPU"):
-        step_kernel.check_on(CPU.place, wrong, ["log"], [(2, 300)])
+    with pytest.raises(
+        RuntimeError, match="of adam, codec log, .*, on cpu: bits differ from the CPU"
+    ):
+        step_kernel.check_on(CPU.place, wrong, ["adam"], ["log"], [(2, 300)])
 
 
 def test_moved_segment_shares_nothing():
-    segment = step_kernel.sample("log", BF16_CORRECTED, (2, 300))
+    segment = step_kernel.sample("adam", "log", BF16_CORRECTED, (2, 300))
     before = [t.clone() for t in step_kernel._results(segment).values()]
     kernel.step([step_kernel.prepared(step_kernel.moved(segment, CPU.place), 1)])
     assert all(map(torch.equal, step_kernel._results(segment).values(), before))
@@ -217,7 +222,7 @@ def test_flashoptim_has_its_master_bits_and_bytes(monkeypatch):
 def test_8bit_peer_has_the_settings_of_all_and_steps_on_its_variants(monkeypatch, name, variants):
     class AdamW8bit(torch.optim.AdamW):
         def __init__(self, params, block_size=256, **hyper):
-            assert (block_size, hyper) == (256, HYPER)
+            assert (block_size, hyper) == (256, HYPER["adam"])
             super().__init__(params, **hyper)
 
     package = ModuleType(f"{name}.optim")
@@ -237,7 +242,7 @@ def made_up_result(numel=2**26, ns=0.004, fraction=0.9, variants=CUDA_VARIANTS):
     peers.append(("torch", "fp32", None, None, 0.007))
     rows = [
         dict(zip(("name", "variant", "codec", "isa", "ns_per_param"), row, strict=True))
-        | {"fraction_of_stream": fraction, "ratio_vs_deepspeed_fp32": None}
+        | {"algorithm": "adam", "fraction_of_stream": fraction, "ratio_vs_deepspeed_fp32": None}
         for row in ours + peers
     ]
     return {"numel": numel, "machine": {"gpu": MACHINE}, "default": "log", "rows": rows}

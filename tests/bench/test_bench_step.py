@@ -9,16 +9,20 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from dataclasses import replace
+from itertools import product
+from types import ModuleType
 
 import pytest
 import torch
 
 from zero8 import cli
+from zero8.algorithms.table import ALGORITHMS
 from zero8.bench.step import command as step
 from zero8.bench.step import contenders as step_contenders
 from zero8.bench.step import kernel as step_kernel
 from zero8.bench.step import machines
 from zero8.bench.step import targets as step_targets
+from zero8.bench.step.algorithms import HYPER, ZERO8, scalars_at
 from zero8.bench.step.contenders import flat_params, peer_contenders, zero8_contenders
 from zero8.bench.step.devices import CPU, GPU
 from zero8.bench.step.report import busy_lines
@@ -31,6 +35,7 @@ from zero8.spec.codec import CODECS, DEFAULT_CODEC
 
 NUMEL = 2**16
 ROW_KEYS = {
+    "algorithm",
     "name",
     "variant",
     "codec",
@@ -52,6 +57,7 @@ ROW_KEYS = {
 }
 RESULT_KEYS = {
     "default",
+    "algorithms",
     "numel",
     "threads",
     "repeats",
@@ -67,6 +73,21 @@ RESULT_KEYS = {
     "machine",
     "command",
     "seconds",
+}
+
+
+# Bytes that a step of each algorithm moves per parameter, by its copy.
+STREAMS = {
+    "adam": {"fp32": 16, "bf16": 10, "bf16_corrected": 12, "fp32_states": 28, "bf16_states": 14},
+    "lion": {"fp32": 14, "bf16": 8, "bf16_corrected": 10, "fp32_states": 20, "bf16_states": 10},
+    "sgd": {"fp32": 14, "bf16": 8, "bf16_corrected": 10, "fp32_states": 20},
+    "ademamix": {"fp32": 18, "bf16": 12, "bf16_corrected": 14},
+}
+PEER_ROWS = {
+    "adam": [("deepspeed", "fp32"), ("deepspeed", "bf16"), ("torch", "fp32")],
+    "lion": [("deepspeed", "fp32"), ("deepspeed", "bf16")],
+    "sgd": [("torch", "fp32")],
+    "ademamix": [],
 }
 
 
@@ -87,7 +108,7 @@ def few_rounds(monkeypatch):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """The paths of one small run through the command line, of every codec."""
+    """The path of one small run through the command line, of every algorithm and codec."""
     out = tmp_path_factory.mktemp("bench") / "new" / "step.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "ROUNDS", 2)
@@ -110,40 +131,45 @@ def test_run_writes_the_promised_keys(tiny):
 
 def test_run_has_a_row_for_every_step_and_a_copy_of_its_streams(tiny):
     rows = json.loads(tiny.read_text())["rows"]
-    kinds = {(row["name"], row["variant"], row["codec"]): row for row in rows}
-    assert len(kinds) == len(rows)
-    ours = {("zero8", v.name, codec) for v in VARIANTS for codec in CODECS}
-    others = {("deepspeed", "fp32", None), ("deepspeed", "bf16", None), ("torch", "fp32", None)}
-    streams = {"fp32": 16, "bf16": 10, "bf16_corrected": 12, "fp32_states": 28, "bf16_states": 14}
-    assert kinds.keys() == ours | others | {("copy", variant, None) for variant in streams}
-    for (name, variant, _), row in kinds.items():
-        assert row["ceiling"] == variant if name in ("zero8", "copy") else f"{variant}_states"
-        ceiling = kinds["copy", row["ceiling"], None]
-        assert row["bytes_per_param"] == ceiling["bytes_per_param"] == streams[row["ceiling"]]
-        ratio = ceiling["ns_per_param"] / row["ns_per_param"]
-        assert row["fraction_of_stream"] == pytest.approx(ratio)
-        deepspeed = kinds["deepspeed", "fp32", None]["ns_per_param"]
-        assert row["ratio_vs_deepspeed_fp32"] == pytest.approx(deepspeed / row["ns_per_param"])
+    assert list(dict.fromkeys(row["algorithm"] for row in rows)) == list(STREAMS)
+    for algorithm, streams in STREAMS.items():
+        of_one = [row for row in rows if row["algorithm"] == algorithm]
+        kinds = {(row["name"], row["variant"], row["codec"]): row for row in of_one}
+        assert len(kinds) == len(of_one)
+        ours = {("zero8", v.name, codec) for v in VARIANTS for codec in CODECS}
+        others = {(*peer, None) for peer in PEER_ROWS[algorithm]}
+        assert kinds.keys() == ours | others | {("copy", variant, None) for variant in streams}
+        deepspeed = kinds.get(("deepspeed", "fp32", None))
+        for (name, variant, _), row in kinds.items():
+            assert row["ceiling"] == variant if name in ("zero8", "copy") else f"{variant}_states"
+            ceiling = kinds["copy", row["ceiling"], None]
+            assert row["bytes_per_param"] == ceiling["bytes_per_param"] == streams[row["ceiling"]]
+            ratio = ceiling["ns_per_param"] / row["ns_per_param"]
+            assert row["fraction_of_stream"] == pytest.approx(ratio)
+            speed = row["ratio_vs_deepspeed_fp32"]
+            ns = deepspeed and pytest.approx(deepspeed["ns_per_param"])
+            assert (speed and speed * row["ns_per_param"]) == ns
 
 
 def test_run_times_every_instruction_set_in_the_cache(tiny):
     rows = json.loads(tiny.read_text())["in_cache"]
-    cases = {(row["codec"], row["variant"], row["isa"]) for row in rows}
-    assert cases == {(c, v.name, isa) for c in CODECS for v in VARIANTS for isa in kernel.isas()}
+    cases = {(row["algorithm"], row["codec"], row["variant"], row["isa"]) for row in rows}
+    variants = [v.name for v in VARIANTS]
+    assert cases == set(product(STREAMS, CODECS, variants, kernel.isas()))
 
 
 def test_run_says_of_each_step_what_limits_it_elsewhere(tiny):
     result = json.loads(tiny.read_text())
     found = result["on_machines"]
-    assert {(r["variant"], r["codec"]) for r in found} == {
-        (v.name, codec) for v in VARIANTS for codec in CODECS
-    }
+    steps = {(row["algorithm"], row["variant"], row["codec"]) for row in found}
+    assert steps == set(product(STREAMS, (v.name for v in VARIANTS), CODECS))
     copied = max(row["gb_per_s"] for row in result["rows"] if row["name"] == "copy")
     assert f"| this one: 2 cores, {copied:.0f} GB/s |" in tiny.with_suffix(".md").read_text()
 
 
 def test_machines_are_limited_by_their_cores_or_by_their_memory():
-    step = {"variant": "fp32", "codec": "log", "isa": "avx2"}
+    step = {"algorithm": "lion", "variant": "fp32", "codec": "log", "isa": "avx2"}
+    other = {**step, "algorithm": "sgd"}
     result = {
         "threads": 2,
         "rows": [
@@ -152,10 +178,10 @@ def test_machines_are_limited_by_their_cores_or_by_their_memory():
             {"name": "copy", "gb_per_s": 32.0},
             {"name": "copy", "gb_per_s": 30.0},
         ],
-        "in_cache": [{**step, "ns_per_param": 1.6}],
+        "in_cache": [{**step, "ns_per_param": ns} for step, ns in ((step, 1.6), (other, 9.9))],
     }
     (row,) = machines.rows(result)
-    assert (row["codec"], row["ns_in_cache"]) == ("log", 1.6)
+    assert (row["algorithm"], row["codec"], row["ns_in_cache"]) == ("lion", "log", 1.6)
     bounds = [(on["machine"], on["ns_per_param"], on["saturating_cores"]) for on in row["on"]]
     assert bounds == [
         ("this one", 0.8, pytest.approx(3.2)),
@@ -167,24 +193,26 @@ def test_machines_are_limited_by_their_cores_or_by_their_memory():
 def test_run_draws_and_tabulates_every_row(tiny):
     assert tiny.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     table = tiny.with_suffix(".md").read_text()
-    assert f"| zero8 fp32 `{DEFAULT_CODEC}` |" in table
-    assert "| deepspeed bf16 |" in table and "| copy fp32_states |" in table
-    assert "400 tensors, 65,536 elements together" in table
+    assert f"| zero8 adam fp32 `{DEFAULT_CODEC}` |" in table
+    assert "| deepspeed lion bf16 |" in table and "| copy sgd fp32_states |" in table
+    assert "400 tensors, 65,536 elements together, adam fp32" in table
 
 
 @pytest.mark.slow
 def test_run_missing_peer_is_listed_with_its_reason(tmp_path, monkeypatch, few_rounds, capsys):
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     out = tmp_path / "step.json"
-    assert step.run(parsed(out, "--codec", "log", "--against", "torchao")) == 0
+    words = ["--algorithm", "lion,adam", "--codec", "log", "--against", "bitsandbytes"]
+    assert step.run(parsed(out, *words)) == 0
     result = json.loads(out.read_text())
-    (entry,) = result["skipped"]
-    assert entry["name"] == "torchao" and "ModuleNotFoundError" in entry["reason"]
-    assert "skipped torchao: ModuleNotFoundError" in capsys.readouterr().out
-    assert "- torchao: ModuleNotFoundError" in out.with_suffix(".md").read_text()
+    (entry,) = result["skipped"]  # once for both algorithms
+    assert entry["name"] == "bitsandbytes" and "ModuleNotFoundError" in entry["reason"]
+    assert "skipped bitsandbytes: ModuleNotFoundError" in capsys.readouterr().out
+    assert "- bitsandbytes: ModuleNotFoundError" in out.with_suffix(".md").read_text()
     assert {row["name"] for row in result["rows"]} == {"zero8", "copy"}
     assert {row["ratio_vs_deepspeed_fp32"] for row in result["rows"]} == {None}
-    assert result["tensor_list"]["codec"] == "log"
+    listed = result["tensor_list"]
+    assert (listed["algorithm"], listed["codec"]) == ("lion", "log")
 
 
 def test_run_isa_is_that_of_every_step_and_restored(tmp_path, monkeypatch, few_rounds):
@@ -198,12 +226,12 @@ def test_run_isa_is_that_of_every_step_and_restored(tmp_path, monkeypatch, few_r
 
     monkeypatch.setattr(kernel, "run", run)
     out = tmp_path / "step.json"
-    words = ["--codec", "log", "--isa", "baseline", "--threads", "1", "--against", "torch"]
-    step.run(parsed(out, *words))
+    words = ["--algorithm", "sgd", "--codec", "log", "--isa", "baseline", "--threads", "1"]
+    step.run(parsed(out, *words, "--against", "torch"))
     assert set(seen) == {"baseline"}
     rows = json.loads(out.read_text())["rows"]
     assert {row["isa"] for row in rows if row["name"] == "zero8"} == {"baseline"}
-    assert {row["threads"] for row in rows} == {1}
+    assert {(row["algorithm"], row["threads"]) for row in rows} == {("sgd", 1)}
     assert os.environ["ZERO8_ISA"] == "" and torch.get_num_threads() == threads
 
 
@@ -213,6 +241,7 @@ def test_run_isa_is_that_of_every_step_and_restored(tmp_path, monkeypatch, few_r
         (["--numel", "70000"], "--numel: got 70000, expected a multiple of 4096, at least 65536"),
         (["--numel", "4096"], "--numel: got 4096, expected a multiple of 4096, at least 65536"),
         (["--threads", "0"], "--threads: got 0, expected at least 1"),
+        (["--algorithm", "adam,lamb"], r"--algorithm: got 'lamb', expected one of \['adam'"),
         (["--codec", "gzip"], r"--codec: got 'gzip', expected one of \['dynamic', .*'log'\]"),
         (["--isa", "mmx"], r"--isa: got 'mmx', expected one of \['baseline'"),
         (["--against", "torch,lion"], r"--against: got 'lion', expected one of \['deepspeed'"),
@@ -248,16 +277,17 @@ def test_check_other_bits_stop_the_run_before_it_times(tmp_path, monkeypatch, na
     monkeypatch.setattr(step, "_time_out_of_cache", lambda plan: pytest.fail("has timed"))
     monkeypatch.setattr(step_kernel, "time_in_cache", lambda *_: pytest.fail("has timed"))
     with pytest.raises(
-        RuntimeError, match=f"{name} of codec .*bits differ from zero8.spec.reference"
+        RuntimeError, match=f"{name} of adam, codec .*bits differ from zero8.spec.reference"
     ):
         step.run(parsed(tmp_path / "x.json"))
     assert not list(tmp_path.iterdir())
 
 
 def test_check_looks_at_everything_that_a_step_changes():
-    changed = step_kernel._results(step_kernel.sample("log", BF16_CORRECTED, (5, 300)))
-    moments = {f"exp_avg{kind}" for kind in ("", "_sq", "_scale", "_sq_scale")}
-    assert changed.keys() == moments | {"param", "param_correction"}
+    for algorithm in ALGORITHMS:
+        sample = step_kernel.sample(algorithm.name, "log", BF16_CORRECTED, (5, 300))
+        moments = {f"{name}{kind}" for name in algorithm.moment_names for kind in ("", "_scale")}
+        assert step_kernel._results(sample).keys() == moments | {"param", "param_correction"}
 
 
 # --- The tensors ---------------------------------------------------------------------------------
@@ -287,10 +317,11 @@ def test_flat_shape_has_its_total():
 # --- The contenders ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: one.name)
 @pytest.mark.parametrize("device", [CPU, replace(GPU, place=CPU.place)], ids=["cpu", "gpu"])
-def test_contenders_share_tensors_and_step_on_all_of_them(device):
+def test_contenders_share_tensors_and_step_on_all_of_them(device, algorithm):
     params = flat_params(NUMEL, device)
-    ours = zero8_contenders(["log"], params)
+    ours = zero8_contenders(["log"], params, algorithm.name)
     for contender, variant in zip(ours, device.variants, strict=True):
         shared = params.parameter(variant)
         assert (contender.param.dtype, shared.grad.dtype) == (variant.dtype, variant.grad_dtype)
@@ -298,7 +329,8 @@ def test_contenders_share_tensors_and_step_on_all_of_them(device):
         assert contender.param.grad.data_ptr() == shared.grad.data_ptr()
         before = [t.clone() for t in contender.states]
         contender.step()
-        assert [t.numel() for t in contender.states] == [NUMEL] * len(before)
+        arrays = len(algorithm.moments) + bool(variant.correction_bits)
+        assert [t.numel() for t in contender.states] == [NUMEL] * arrays
         assert not all(map(torch.equal, contender.states, before))
 
 
@@ -313,27 +345,84 @@ def test_copies_leave_the_tensors_of_their_contenders_alone():
         assert all(map(torch.equal, (copy.param, *copy.states), before))
 
 
-def test_deepspeed_has_the_threads_of_torch():
+@pytest.mark.parametrize("algorithm", ["adam", "lion"])
+def test_deepspeed_has_the_threads_of_torch(algorithm):
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            (fp32, _), skipped = peer_contenders(["deepspeed"], flat_params(NUMEL))
+            (fp32, _), skipped = peer_contenders(["deepspeed"], flat_params(NUMEL), algorithm)
             assert skipped == []
-            library = ctypes.CDLL(fp32.step.__self__.ds_opt_adam.__file__)
+            library = ctypes.CDLL(getattr(fp32.step.__self__, f"ds_opt_{algorithm}").__file__)
             assert library.omp_get_max_threads() == threads
     finally:
         torch.set_num_threads(before)
 
 
 def test_peer_whose_step_fails_is_skipped(monkeypatch):
-    def fail(params, variant):
+    def fail(variant):
         raise OSError("no such thing\nas a second line")
 
-    monkeypatch.setitem(step_contenders.PEERS, "torchao", step_contenders.Peer(fail, (FP32,)))
+    peer = step_contenders.PEERS["torch"]._replace(keywords=fail)
+    monkeypatch.setitem(step_contenders.PEERS, "torchao", peer)
     found, skipped = peer_contenders(["torchao", "torch"], flat_params(NUMEL))
     assert [c.name for c in found] == ["torch"]
     assert skipped == [{"name": "torchao", "reason": "OSError: no such thing"}]
+
+
+def test_peer_without_the_algorithm_is_neither_found_nor_skipped():
+    assert peer_contenders(["torch", "deepspeed"], flat_params(NUMEL), "ademamix") == ([], [])
+
+
+def test_peer_arrays_that_no_step_reads_are_not_counted():
+    """DeepSpeed's Lion has a second moment that it never reads."""
+    (fp32, bf16), _ = peer_contenders(["deepspeed"], flat_params(NUMEL), "lion")
+    assert "exp_avg_sq" in fp32.step.__self__.state[fp32.param]
+    assert (fp32.streams, bf16.streams) == ((4, 4, 4), (2, 2, 2))
+
+
+def test_peer_moments_that_share_a_tensor_are_counted_each(monkeypatch):
+    """bitsandbytes stacks two of AdEMAMix's."""
+
+    class Stacked(torch.optim.Optimizer):
+        def __init__(self, params, **hyper):
+            super().__init__(params, {})
+
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                two = torch.zeros(2, *p.shape, dtype=torch.uint8)
+                self.state[p] = {"state1": two, "state2": two[0].clone()}
+
+    package = ModuleType("bitsandbytes.optim")
+    package.AdEMAMix8bit = Stacked
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    (found,), _ = peer_contenders(["bitsandbytes"], flat_params(NUMEL), "ademamix")
+    assert found.streams == (4, 4, 1, 1, 1)
+
+
+def test_settings_of_every_algorithm_are_keywords_of_its_optimizer():
+    for algorithm in ALGORITHMS:
+        assert set(HYPER[algorithm.name]) <= set(algorithm.keywords)
+    assert list(HYPER) == list(ZERO8) == [algorithm.name for algorithm in ALGORITHMS]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: one.name)
+def test_scalars_of_a_sample_are_those_of_the_optimizer(algorithm, monkeypatch):
+    """So the step that is checked, and timed in the cache, is that which is timed out of it."""
+    seen, real = [], algorithm.scalars
+
+    def scalars(self, *args, **kwargs):
+        seen.append(real(*args, **kwargs))
+        return seen[-1]
+
+    monkeypatch.setattr(type(algorithm), "scalars", scalars)
+    (fp32, *_) = zero8_contenders(["log"], flat_params(NUMEL), algorithm.name)
+    del seen[1:]  # of the other variants
+    for _ in range(2):
+        fp32.step()
+    monkeypatch.undo()
+    assert seen == [scalars_at(algorithm, number) for number in (1, 2, 3)]
 
 
 # --- Timing --------------------------------------------------------------------------------------
@@ -395,9 +484,10 @@ def test_peak_extra_bytes_sees_memory_that_comes_and_goes():
 # --- Targets -------------------------------------------------------------------------------------
 
 
-def made_up_row(name, variant, codec, ns, isa=None):
+def made_up_row(name, variant, codec, ns, isa=None, algorithm="adam"):
     ratio, extra = 0.36 / ns, 4096
     return {
+        "algorithm": algorithm,
         "name": name,
         "variant": variant,
         "codec": codec,
@@ -421,6 +511,7 @@ def made_up_result(isa="avx512vbmi", **changes):
     rows.append(made_up_row("deepspeed", BF16.name, None, 0.22))
     return {
         "default": "log",
+        "algorithms": ["adam"],
         "threads": 2,
         "rows": rows,
         "in_cache": [{"variant": "fp32", "isa": isa, "ns_per_param": 0.57}],
@@ -434,9 +525,9 @@ def test_checks_hold_each_target_against_its_row():
     met = {check["target"]: check["met"] for check in step_targets.checks(made_up_result())}
     assert len(met) == 10
     assert [target for target, good in met.items() if not good] == [
-        "zero8 bf16 `log`, speed over DeepSpeed's fp32, AVX-512, at least",
-        "zero8 fp32 `dynamic`, speed over DeepSpeed's fp32, AVX-512, at least",
-        "zero8 fp32 `log`, fraction of its own stream, AVX-512, at least",
+        "zero8 adam bf16 `log`, speed over DeepSpeed's fp32, AVX-512, at least",
+        "zero8 adam fp32 `dynamic`, speed over DeepSpeed's fp32, AVX-512, at least",
+        "zero8 adam fp32 `log`, fraction of its own stream, AVX-512, at least",
     ]
 
 
@@ -445,7 +536,7 @@ def test_checks_of_other_instruction_sets_have_other_limits(isa):
     """The same numbers miss other targets: DeepSpeed's bf16 states are slow on AVX2."""
     checks = step_targets.checks(made_up_result(isa))
     assert [check["target"] for check in checks if not check["met"]] == [
-        "zero8 bf16 `log`, speed over DeepSpeed's bf16 states, AVX2, at least",
+        "zero8 adam bf16 `log`, speed over DeepSpeed's bf16 states, AVX2, at least",
     ]
 
 
@@ -457,6 +548,29 @@ def test_checks_of_what_was_not_measured_are_left_out():
     ]
     checks = step_targets.checks(made_up_result(rows=rows))
     assert [check["target"].split(",")[0] for check in checks] == [
-        "zero8 fp32 `log`",
+        "zero8 adam fp32 `log`",
         "400 tensors",
     ]
+
+
+@pytest.mark.parametrize(("isa", "limit"), [("avx512", 0.85), ("avx2", 0.6)])
+@pytest.mark.parametrize("algorithm", ["lion", "sgd", "ademamix"])
+def test_checks_hold_every_algorithm_against_its_stream(algorithm, isa, limit):
+    """Adam's targets are not theirs, even if the same peers were measured."""
+    peers = [made_up_row("torch", FP32.name, None, 1.0, algorithm=algorithm)]
+    peers.append(made_up_row("torch", FP32.name, None, 1.0))
+    for fraction in (limit, limit - 0.01):
+        ours = made_up_row("zero8", FP32.name, "log", 0.2, isa, algorithm)
+        ours |= {"fraction_of_stream": fraction, "extra_bytes": None}
+        rows = [ours, *peers]
+        first, _ = step_targets.checks(made_up_result(rows=rows, algorithms=[algorithm]))
+        assert first["target"].startswith(f"zero8 {algorithm} fp32 `log`, fraction of its own")
+        assert (first["limit"], first["met"]) == (limit, fraction == limit)
+
+
+def test_checks_allow_the_memory_of_the_algorithm_with_the_most_moments():
+    def limit_of(*algorithms):
+        return step_targets.checks(made_up_result(algorithms=algorithms))[-1]["limit"]
+
+    more = limit_of("lion", "ademamix") - limit_of("lion")
+    assert more == 2 * (limit_of("adam") - limit_of("lion")) == 2 * 2 * 2 * 4 * 4096

@@ -22,7 +22,8 @@ from zero8.spec.codec import CODECS
 from zero8.op import cuda
 for block_size in (256, 512, 4096):  # teams of a warp, of two, and of sixteen
     step_kernel.BLOCK_SIZE = block_size
-    step_kernel.check_on(torch.device("cuda"), cuda.step, CODECS, [step_kernel.CHECK_SHAPE])
+    shapes = [step_kernel.CHECK_SHAPE]
+    step_kernel.check_on(torch.device("cuda"), cuda.step, ["adam"], CODECS, shapes)
 """
 ERRORS_FOUND = 97  # the exit status that we ask for
 OPTIONS = {

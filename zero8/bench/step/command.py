@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure times and memory of steps on a CPU or a GPU: zero8's, other optimizers', and a copy's.
 
-Checks the kernel's bits first.  Writes OUT (JSON), and a table (.md) and a figure (.png) beside it.
+Checks the kernel's bits first.  Times one algorithm after the other, the steps of each in turns.
+Writes OUT (JSON), and a table (.md) and a figure (.png) beside it.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +23,8 @@ from zero8.bench import gpu, record
 from zero8.bench.step import contenders as step_contenders
 from zero8.bench.step import kernel as step_kernel
 from zero8.bench.step import machines
-from zero8.bench.step.contenders import Contender
+from zero8.bench.step.algorithms import ZERO8
+from zero8.bench.step.contenders import Contender, Params
 from zero8.bench.step.devices import CPU, DEVICES, GPU, Device
 from zero8.bench.step.report import busy_lines, markdown
 from zero8.bench.step.targets import checks
@@ -42,6 +45,7 @@ class Plan:
     device: Device
     numel: int
     threads: int
+    algorithms: tuple[str, ...]
     codecs: tuple[str, ...]
     isa: str | None
     against: tuple[str, ...]
@@ -50,6 +54,7 @@ class Plan:
         """Raise UsageError for invalid values."""
         check_multiple("--numel", self.numel, ROW, LEAST_NUMEL)
         check_least("--threads", self.threads, 1)
+        check_names("--algorithm", self.algorithms, ZERO8)
         check_names("--codec", self.codecs, CODECS)
         check_names("--isa", () if self.isa is None else (self.isa,), kernel.isas())
         check_names("--against", self.against, step_contenders.peers_on(self.device))
@@ -65,6 +70,7 @@ class Plan:
             device=device,
             numel=device.numel if arguments.numel is None else arguments.numel,
             threads=torch.get_num_threads() if arguments.threads is None else arguments.threads,
+            algorithms=chosen(arguments.algorithm, ZERO8),
             codecs=tuple(CODECS) if arguments.codec is None else (arguments.codec,),
             isa=arguments.isa,
             against=chosen(arguments.against, step_contenders.peers_on(device)),
@@ -83,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = f"default {CPU.numel}; {GPU.numel} on a GPU"
     parser.add_argument("--numel", type=int, help=f"parameters, {sizes}")
     parser.add_argument("--threads", type=int, help="threads on the CPU, default all")
+    parser.add_argument("--algorithm", metavar="NAME,...", help=f"default {','.join(ZERO8)}")
     parser.add_argument("--codec", help="one of zero8's codecs, default all")
     parser.add_argument("--isa", help="zero8's instruction set on the CPU, default the fastest")
     names, on_gpu = (",".join(step_contenders.peers_on(device)) for device in (CPU, GPU))
@@ -117,7 +124,7 @@ def _command(plan: Plan, out: Path) -> str:
     words = ["zero8", "bench", "step", "--json", out, "--numel", plan.numel]
     on_gpu = plan.device.name == "cuda"
     words += ["--device", "cuda"] if on_gpu else ["--threads", plan.threads]
-    words += ["--against", ",".join(plan.against)]
+    words += ["--algorithm", ",".join(plan.algorithms), "--against", ",".join(plan.against)]
     words += ["--codec", *plan.codecs] if len(plan.codecs) == 1 else []
     words += ["--isa", plan.isa] if plan.isa else []
     return shlex.join(map(str, words))
@@ -131,15 +138,16 @@ def measure(plan: Plan) -> dict:
     """
     with threads(plan.threads), _isa(plan.isa):
         isas = [plan.isa] if plan.isa else list(kernel.isas())
-        plan.device.check(plan.codecs, isas, plan.threads)
+        plan.device.check(plan.algorithms, plan.codecs, isas, plan.threads)
         machine = _machine()  # before the measurement loads it
         if plan.device.name == "cuda":
             machine |= {"gpu": gpu.machine()}
             isas = []
-        in_cache = step_kernel.time_in_cache(plan.codecs, isas)
+        in_cache = step_kernel.time_in_cache(plan.algorithms, plan.codecs, isas)
         timed, huge_bytes = _time_out_of_cache(plan)
         result = {
             "default": DEFAULT_CODEC,
+            "algorithms": plan.algorithms,
             "numel": plan.numel,
             "threads": plan.threads,
             "repeats": ROUNDS,
@@ -163,28 +171,63 @@ def _isa(name: str | None) -> Iterator[None]:
         os.environ["ZERO8_ISA"] = before
 
 
+class Timings(NamedTuple):
+    """The rows of one algorithm, its skipped peers, and the bytes in huge pages meanwhile."""
+
+    rows: list[dict]
+    skipped: list[dict]
+    huge_bytes: int | None
+
+
 def _time_out_of_cache(plan: Plan) -> tuple[dict, int | None]:
     """Return the rows, the tensor list's time and skipped peers; and the bytes in huge pages."""
     params = step_contenders.flat_params(plan.numel, plan.device)
-    ours = step_contenders.zero8_contenders(plan.codecs, params)
-    peers, skipped = step_contenders.peer_contenders(plan.against, params)
+    timings = [_time_algorithm(algorithm, plan, params) for algorithm in plan.algorithms]
+    skipped: list[dict] = []
+    for one in timings:
+        skipped += (entry for entry in one.skipped if entry not in skipped)
+    result = {
+        "rows": [row for one in timings for row in one.rows],
+        "tensor_list": _time_tensor_list(plan, params),
+        "skipped": skipped,
+    }
+    return result, timings[0].huge_bytes
+
+
+def _time_algorithm(algorithm: str, plan: Plan, params: Params) -> Timings:
+    ours = step_contenders.zero8_contenders(plan.codecs, params, algorithm)
+    peers, skipped = step_contenders.peer_contenders(plan.against, params, algorithm)
     ceilings = step_contenders.copies([*ours, *peers], plan.device)
     contenders = [*ours, *peers, *ceilings.values()]
-    list_step = step_contenders.list_step(plan.list_codec, plan.numel, plan.device)
-    calls = [*(c.timed for c in contenders), list_step]
-    *samples, list_samples = interleaved(calls, ROUNDS, plan.device.time_call)
-    rows = [_row(*pair, plan) for pair in zip(contenders, samples, strict=True)]
+    samples = interleaved([c.timed for c in contenders], ROUNDS, plan.device.time_call)
+    rows = [
+        {"algorithm": algorithm, **_row(*pair, plan)}
+        for pair in zip(contenders, samples, strict=True)
+    ]
     _compare(rows, [rows[contenders.index(ceilings[c.streams])] for c in contenders])
-    flat = next(row for row in rows if _key(row) == ("zero8", FP32.name, plan.list_codec))
-    tensor_list = {"codec": plan.list_codec, "tensors": NUM_TENSORS, "numel": plan.numel}
-    tensor_list |= spread(list_samples.times, plan.numel)
-    tensor_list["ratio"] = tensor_list["ns_per_param"] / flat["ns_per_param"]
-    result = {"rows": rows, "tensor_list": tensor_list, "skipped": skipped}
-    return result, _anonymous_huge_bytes()
+    return Timings(rows, skipped, _anonymous_huge_bytes())
 
 
-def _key(row: dict) -> tuple[str, str, str | None]:
-    return row["name"], row["variant"], row["codec"]
+def _time_tensor_list(plan: Plan, params: Params) -> dict:
+    """Return the time of the first algorithm's step over many tensors, beside that over one."""
+    algorithm, codec = plan.algorithms[0], plan.list_codec
+    ours = step_contenders.zero8_contenders([codec], params, algorithm)
+    calls = [
+        next(one.timed for one in ours if one.variant == FP32.name),
+        step_contenders.list_step(codec, plan.numel, plan.device, algorithm),
+    ]
+    flat, listed = (
+        spread(samples.times, plan.numel)
+        for samples in interleaved(calls, ROUNDS, plan.device.time_call)
+    )
+    return {
+        "algorithm": algorithm,
+        "codec": codec,
+        "tensors": NUM_TENSORS,
+        "numel": plan.numel,
+        **listed,
+        "ratio": listed["ns_per_param"] / flat["ns_per_param"],
+    }
 
 
 def _row(contender: Contender, samples: Samples, plan: Plan) -> dict:
@@ -209,8 +252,8 @@ def _row(contender: Contender, samples: Samples, plan: Plan) -> dict:
 
 def _compare(rows: list[dict], ceilings: list[dict]) -> None:
     """Add to each row its ratios to its ceiling and to DeepSpeed's fp32 step."""
-    by_key = {_key(row): row["ns_per_param"] for row in rows}
-    deepspeed = by_key.get(("deepspeed", FP32.name, None))
+    times = {(row["name"], row["variant"]): row["ns_per_param"] for row in rows}
+    deepspeed = times.get(("deepspeed", FP32.name))
     for row, ceiling in zip(rows, ceilings, strict=True):
         ns = row["ns_per_param"]
         row["ceiling"] = ceiling["variant"]

@@ -2,18 +2,23 @@
 """The steps that are timed: zero8's, other optimizers', and copies as their ceilings."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pkgutil import resolve_name
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import zero8
+from zero8.algorithms.adam import ADAM
+from zero8.algorithms.ademamix import ADEMAMIX
+from zero8.algorithms.lion import LION
+from zero8.algorithms.sgd import SGD
 from zero8.bench.states import plain_tensors
+from zero8.bench.step.algorithms import HYPER, ZERO8
 from zero8.bench.step.devices import CPU, Device
-from zero8.bench.step.kernel import HYPER
 from zero8.bench.step.tensors import flat_shape, model_shapes
 from zero8.bench.step.timing import Timed
 from zero8.bench.step.variants import BF16, BF16_CORRECTED, FP32, Variant
@@ -105,38 +110,57 @@ def _parameter(weight: Tensor, grad: Tensor) -> nn.Parameter:
 
 
 def contender(
-    name: str, variant: str, p: nn.Parameter, optimizer: Optimizer, **others: object
+    name: str,
+    variant: str,
+    p: nn.Parameter,
+    optimizer: Optimizer,
+    unread: Collection[str] = (),
+    **others: Any,
 ) -> Contender:
-    """Return an optimizer of one parameter as a contender, after a first step."""
+    """Return an optimizer of one parameter as a contender, after a first step.
+
+    Args:
+        name: `zero8`, or a package.
+        variant: the name of the kind of parameter.
+        p: the parameter.
+        optimizer: its optimizer.
+        unread: entries of its state that steps never read.
+        **others: further fields of the contender.
+    """
     optimizer.step()
-    states = [t for t in plain_tensors(optimizer.state[p]) if t.numel() == p.numel()]
+    read = {key: value for key, value in optimizer.state[p].items() if key not in unread}
+    # bitsandbytes stacks two moments of AdEMAMix in one tensor.
+    parts = [part for t in plain_tensors(read) for part in t.view(-1).split(p.numel())]
+    states = [part for part in parts if part.numel() == p.numel()]
     return Contender(name, variant, p, states, optimizer.step, **others)
 
 
-def zero8_contenders(codecs: Sequence[str], params: Params) -> list[Contender]:
+def zero8_contenders(
+    codecs: Sequence[str], params: Params, algorithm: str = ADAM.name
+) -> list[Contender]:
     """Return zero8 with these codecs on every kind of parameter."""
     return [
-        contender("zero8", v.name, p, _zero8([p], codec, v), codec=codec)
+        contender("zero8", v.name, p, _zero8(algorithm, [p], codec, v), codec=codec)
         for v in params.device.variants
         for p in [params.parameter(v)]
         for codec in codecs
     ]
 
 
-def list_step(codec: str, numel: int, device: Device = CPU) -> Timed:
+def list_step(codec: str, numel: int, device: Device = CPU, algorithm: str = ADAM.name) -> Timed:
     """Return the step of zero8 over the tensors of a model, `numel` elements in all."""
     params = [
         _parameter(*(_random(shape, FP32.dtype, device.place, scale) for scale in (1.0, 1e-3)))
         for shape in model_shapes(numel)
     ]
-    optimizer = _zero8(params, codec, FP32)
+    optimizer = _zero8(algorithm, params, codec, FP32)
     optimizer.step()
     return Timed(optimizer.step)
 
 
-def _zero8(params: list[nn.Parameter], codec: str, variant: Variant) -> Optimizer:
-    bits = variant.correction_bits
-    return zero8.Adam8bitBlockwise(params, codec=codec, weight_correction_bits=bits, **HYPER)
+def _zero8(algorithm: str, params: list[nn.Parameter], codec: str, variant: Variant) -> Optimizer:
+    kept = {"codec": codec, "weight_correction_bits": variant.correction_bits}
+    return ZERO8[algorithm](params, **kept, **HYPER[algorithm])
 
 
 def copies(
@@ -156,94 +180,113 @@ def copies(
 
 
 class Peer(NamedTuple):
-    """Another optimizer.
+    """Optimizers of another package.
 
     Attributes:
-        make: returns it for parameters of a variant.
-        cpu: its variants on a CPU; () if it does not support CPUs.
-        cuda: its variants on a GPU; () if it does not support GPUs.
-        is_slow_on_cpu: whether it is tens of times slower on a CPU.
+        classes: the optimizers by name of the algorithm, as `module:class`.
+        cpu: their variants on a CPU; () if they do not support CPUs.
+        cuda: their variants on a GPU; () if they do not support GPUs.
+        keywords: returns the keywords for a variant besides the settings that all packages get.
+        prepare: is called with a new optimizer.
+        is_slow_on_cpu: whether they are tens of times slower on a CPU.
+        unread: by name of the algorithm, entries of states that steps never read.
     """
 
-    make: Callable[[list[nn.Parameter], Variant], Optimizer]
+    classes: Mapping[str, str]
     cpu: tuple[Variant, ...] = ()
     cuda: tuple[Variant, ...] = ()
+    keywords: Callable[[Variant], dict[str, Any]] = lambda variant: {}
+    prepare: Callable[[Optimizer], object] = lambda optimizer: None
     is_slow_on_cpu: bool = False
+    unread: Mapping[str, Collection[str]] = MappingProxyType({})
 
-    def contenders(self, name: str, params: Params) -> list[Contender]:
-        """Return its steps on the device of parameters."""
+    def contenders(self, name: str, params: Params, algorithm: str) -> list[Contender]:
+        """Return its steps on the device of parameters; none if it lacks the algorithm."""
+        if algorithm not in self.classes:
+            return []
         every = 1
         if self.is_slow_on_cpu and params.device.name == "cpu":
             params = Params(min(SLOW_NUMEL, params.numel), params.device)
             every = SLOW_EVERY
-        return [
-            contender(name, variant.name, p, self.make([p], variant), every=every)
-            for variant in getattr(self, params.device.name)
-            for p in [params.parameter(variant)]
-        ]
-
-
-def _deepspeed(params: list[nn.Parameter], variant: Variant) -> Optimizer:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    # States get the dtype of their parameters.
-    optimizer = DeepSpeedCPUAdam(params, fp32_optimizer_states=False, **HYPER)
-    set_threads(optimizer)
-    return optimizer
+        make, unread = resolve_name(self.classes[algorithm]), self.unread.get(algorithm, ())
+        found = []
+        for variant in getattr(self, params.device.name):
+            p = params.parameter(variant)
+            optimizer = make([p], **self.keywords(variant), **HYPER[algorithm])
+            self.prepare(optimizer)
+            found.append(contender(name, variant.name, p, optimizer, unread, every=every))
+        return found
 
 
 def set_threads(optimizer: Optimizer) -> None:
-    """Give a DeepSpeedCPUAdam as many threads as torch has, in whichever OpenMP it is linked to."""
-    library = optimizer.ds_opt_adam.__file__
-    openmp, expected = ctypes.CDLL(library), torch.get_num_threads()
+    """Give an optimizer of DeepSpeed as many threads as torch, in the OpenMP it is linked to."""
+    (op,) = (value for name, value in vars(optimizer).items() if name.startswith("ds_opt_"))
+    openmp, expected = ctypes.CDLL(op.__file__), torch.get_num_threads()
     openmp.omp_set_num_threads(expected)
     if (threads := openmp.omp_get_max_threads()) != expected:
-        raise RuntimeError(f"got {threads} OpenMP threads in {library}, expected {expected}")
-
-
-def _torch(params: list[nn.Parameter], variant: Variant) -> Optimizer:
-    return torch.optim.AdamW(params, fused=True, **HYPER)
-
-
-def _bitsandbytes(params: list[nn.Parameter], variant: Variant) -> Optimizer:
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit(params, **HYPER)
-
-
-def _torchao(params: list[nn.Parameter], variant: Variant) -> Optimizer:
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(params, block_size=256, **HYPER)
-
-
-def _flashoptim(params: list[nn.Parameter], variant: Variant) -> Optimizer:
-    from flashoptim import FlashAdamW
-
-    bits = 24 if variant.correction_bits else None
-    return FlashAdamW(params, master_weight_bits=bits, **HYPER)
+        raise RuntimeError(f"got {threads} OpenMP threads in {op.__file__}, expected {expected}")
 
 
 PEERS = {
-    "deepspeed": Peer(_deepspeed, cpu=(FP32, BF16)),
-    "torch": Peer(_torch, cpu=(FP32,), cuda=(FP32, BF16)),
-    "bitsandbytes": Peer(_bitsandbytes, (FP32,), (FP32, BF16), is_slow_on_cpu=True),
-    "torchao": Peer(_torchao, (FP32,), (FP32,), is_slow_on_cpu=True),
-    "flashoptim": Peer(_flashoptim, cuda=(FP32, BF16_CORRECTED)),
+    "deepspeed": Peer(
+        {
+            ADAM.name: "deepspeed.ops.adam:DeepSpeedCPUAdam",
+            LION.name: "deepspeed.ops.lion:DeepSpeedCPULion",
+        },
+        cpu=(FP32, BF16),
+        keywords=lambda variant: {"fp32_optimizer_states": False},  # but the parameters' dtype
+        prepare=set_threads,
+        unread={LION.name: ["exp_avg_sq"]},
+    ),
+    "torch": Peer(
+        {ADAM.name: "torch.optim:AdamW", SGD.name: "torch.optim:SGD"},
+        cpu=(FP32,),
+        cuda=(FP32, BF16),
+        keywords=lambda variant: {"fused": True},
+    ),
+    "bitsandbytes": Peer(
+        {
+            ADAM.name: "bitsandbytes.optim:AdamW8bit",
+            LION.name: "bitsandbytes.optim:Lion8bit",
+            SGD.name: "bitsandbytes.optim:SGD8bit",
+            ADEMAMIX.name: "bitsandbytes.optim:AdEMAMix8bit",
+        },
+        cpu=(FP32,),
+        cuda=(FP32, BF16),
+        is_slow_on_cpu=True,
+    ),
+    "torchao": Peer(
+        {ADAM.name: "torchao.optim:AdamW8bit"},
+        cpu=(FP32,),
+        cuda=(FP32,),
+        keywords=lambda variant: {"block_size": 256},
+        is_slow_on_cpu=True,
+    ),
+    "flashoptim": Peer(
+        {
+            ADAM.name: "flashoptim:FlashAdamW",
+            LION.name: "flashoptim:FlashLion",
+            SGD.name: "flashoptim:FlashSGD",
+        },
+        cuda=(FP32, BF16_CORRECTED),
+        keywords=lambda variant: {"master_weight_bits": 24 if variant.correction_bits else None},
+    ),
 }
 
 
 def peers_on(device: Device) -> tuple[str, ...]:
-    """Return the names of the optimizers that step on a device."""
+    """Return the names of the packages whose optimizers step on a device."""
     return tuple(name for name, peer in PEERS.items() if getattr(peer, device.name))
 
 
-def peer_contenders(names: Sequence[str], params: Params) -> tuple[list[Contender], list[dict]]:
+def peer_contenders(
+    names: Sequence[str], params: Params, algorithm: str = ADAM.name
+) -> tuple[list[Contender], list[dict]]:
     """Return the contenders of these packages, and the reasons of those that cannot step here."""
     found, skipped = [], []
     for name in names:
         try:
-            found += PEERS[name].contenders(name, params)
+            found += PEERS[name].contenders(name, params, algorithm)
         except Exception as error:  # a package may be missing, or lack an op or a compiler
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             skipped.append({"name": name, "reason": reason})

@@ -11,24 +11,25 @@ from matplotlib.patches import Patch
 from zero8.bench.step.report import where
 from zero8.bench.step.variants import CUDA_VARIANTS
 
+TITLES = {variant.name: variant.title for variant in CUDA_VARIANTS}
 COLORS = {"zero8": "tab:blue", "other optimizers": "tab:orange"}
 # Bars are cut at this multiple of zero8's default.
 LONGEST = 3.0
 
 
 def plot(result: dict, path: Path) -> None:
-    """Draw, per kind of parameter, the time of every step, and the copy of its memory."""
+    """Draw, per algorithm and kind of parameter, each step's time and the copy of its memory."""
     steps = [row for row in result["rows"] if row["name"] != "copy"]
-    ceilings = {r["variant"]: r["ns_per_param"] for r in result["rows"] if r["name"] == "copy"}
-    variants = [v for v in CUDA_VARIANTS if any(row["variant"] == v.name for row in steps)]
-    groups = [[row for row in steps if row["variant"] == v.name] for v in variants]
+    ceilings = {_kind(r): r["ns_per_param"] for r in result["rows"] if r["name"] == "copy"}
+    kinds = dict.fromkeys(map(_kind, steps))
+    groups = [[row for row in steps if _kind(row) == kind] for kind in kinds]
     heights = [len(group) + 1 for group in groups]
     figure = Figure(figsize=(9, 1.5 + 0.36 * sum(heights)), layout="constrained")
     grid = figure.subplots(len(groups), 1, sharex=True, height_ratios=heights)
     longest = LONGEST * max(row["ns_per_param"] for row in steps if _is_default(row, result))
-    for axes, group, variant in zip(grid, groups, variants, strict=True):
+    for axes, group, (algorithm, variant) in zip(grid, groups, kinds, strict=True):
         _draw(axes, group, ceilings, longest)
-        axes.set_title(variant.title, loc="left", fontsize=10)
+        axes.set_title(f"{algorithm}, {TITLES[variant]}", loc="left", fontsize=10)
     grid[-1].set_xlabel("ns per parameter")
     grid[-1].set_xlim(0, longest)
     _add_legend(figure)
@@ -36,11 +37,17 @@ def plot(result: dict, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def _kind(row: dict) -> tuple[str, str]:
+    return row["algorithm"], row["variant"]
+
+
 def _is_default(row: dict, result: dict) -> bool:
     return row["codec"] == result["tensor_list"]["codec"]
 
 
-def _draw(axes: Axes, rows: list[dict], ceilings: dict[str, float], longest: float) -> None:
+def _draw(
+    axes: Axes, rows: list[dict], ceilings: dict[tuple[str, str], float], longest: float
+) -> None:
     names = [" ".join(filter(None, (row["name"], row["codec"]))) for row in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -50,7 +57,7 @@ def _draw(axes: Axes, rows: list[dict], ceilings: dict[str, float], longest: flo
         axes.barh(y, min(ns, longest), color=color, height=0.7)
         spread = [row["ns_per_param_p10"], row["ns_per_param_p90"]]
         axes.plot(spread, [y, y], color="black", alpha=0.5, linewidth=1)
-        ceiling = ceilings[row["ceiling"]]
+        ceiling = ceilings[row["algorithm"], row["ceiling"]]
         axes.plot([ceiling, ceiling], [y - 0.4, y + 0.4], color="red", linewidth=2)
         _write_time(axes, y, row, longest)
 

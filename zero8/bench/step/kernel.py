@@ -10,7 +10,8 @@ from itertools import product
 import numpy as np
 import torch
 
-from zero8.algorithms.adam import ADAM, AdamScalars, next_history
+from zero8.algorithms.table import algorithm_called
+from zero8.bench.step.algorithms import scalars_at
 from zero8.bench.step.timing import spread
 from zero8.bench.step.variants import CUDA_VARIANTS, VARIANTS, Variant
 from zero8.op import kernel
@@ -20,7 +21,6 @@ from zero8.spec.segment import Moment, Rounding, Segment
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 
-HYPER = {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 BLOCK_SIZE = 256
 
 # A row of a whole block and a short one; one thread's share ends inside a row.
@@ -36,18 +36,18 @@ CACHED_REPEATS = 30
 CACHED_SECONDS = 2e-3  # of one repeat: much longer than the clock's resolution and Python's call
 
 
-def sample(codec: str, variant: Variant, shape: tuple[int, int]) -> Segment:
+def sample(algorithm: str, codec: str, variant: Variant, shape: tuple[int, int]) -> Segment:
     """Return a segment before its first step, with values that depend on the arguments only."""
-    numel = shape[0] * shape[1]
+    numel, rules = shape[0] * shape[1], algorithm_called(algorithm)
     piece = Piece(0, numel, 0, shape, dither.identity_of("bench"), BLOCK_SIZE, "bench")
     table = PieceTable((piece,), numel)
-    moments = [MomentStore.zeros(CODECS[codec], rule, table).piece(0) for rule in ADAM.moments]
+    moments = [MomentStore.zeros(CODECS[codec], rule, table).piece(0) for rule in rules.moments]
     param = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(variant.dtype)
     correction = torch.zeros(numel, dtype=torch.int8) if variant.correction_bits else None
     segment = Segment(
         param=param,
         grad=torch.empty_like(param, dtype=variant.grad_dtype),
-        algorithm=ADAM,
+        algorithm=rules,
         moments=moments,
         codec=CODECS[codec],
         grid=piece.grid,
@@ -66,35 +66,36 @@ def prepared(segment: Segment, step: int) -> Segment:
     scale = torch.logspace(-6, 0, segment.grad.numel())
     segment.grad.copy_(torch.randn(segment.grad.numel(), generator=generator) * scale)
     segment.grad[::17] = 0.0
-    history = 0.0
-    for _ in range(step):
-        history = next_history(history, *HYPER["betas"])
-    segment.scalars = AdamScalars.at(step, history, **HYPER)
+    segment.scalars = scalars_at(segment.algorithm, step)
     for moment in segment.moments:
         moment.phase = dither.phase_of(1, step)
     segment.param_phase = dither.phase_of(2, step)
     return segment
 
 
-def check(codecs: Iterable[str], isas: Iterable[str], num_threads: int) -> None:
+def check(
+    algorithms: Iterable[str], codecs: Iterable[str], isas: Iterable[str], num_threads: int
+) -> None:
     """Raise RuntimeError unless the kernel's bits are those of `zero8.spec.reference`."""
-    for codec, variant, isa in product(codecs, VARIANTS, isas):
-        ours, wanted = (sample(codec, variant, CHECK_SHAPE) for _ in range(2))
+    for algorithm, codec, variant, isa in product(algorithms, codecs, VARIANTS, isas):
+        ours, wanted = (sample(algorithm, codec, variant, CHECK_SHAPE) for _ in range(2))
         step = partial(_step_on_cpu, num_threads=num_threads, isa=isa)
-        case = f"codec {codec}, {variant.name}, on {isa}"
+        case = f"{algorithm}, codec {codec}, {variant.name}, on {isa}"
         _compare(case, (step, ours), (reference.step, wanted), "zero8.spec.reference")
 
 
 def check_on(
     device: torch.device,
     step: Callable[[list[Segment]], object],
+    algorithms: Iterable[str],
     codecs: Iterable[str],
     shapes: Iterable[tuple[int, int]] = (CHECK_SHAPE, CUDA_CHECK_SHAPE),
 ) -> None:
     """Raise RuntimeError unless a step on a device gives the same bits as on the CPU."""
-    for codec, variant, shape in product(codecs, CUDA_VARIANTS, shapes):
-        ours, wanted = moved(sample(codec, variant, shape), device), sample(codec, variant, shape)
-        case = f"codec {codec}, {variant.name}, on {device}"
+    for *kind, variant, shape in product(algorithms, codecs, CUDA_VARIANTS, shapes):
+        wanted = sample(*kind, variant, shape)
+        ours = moved(wanted, device)
+        case = f"{kind[0]}, codec {kind[1]}, {variant.name}, on {device}"
         _compare(case, (lambda one: step([one]), ours), (_step_on_cpu, wanted), "the CPU")
 
 
@@ -136,25 +137,27 @@ def _compare(case: str, ours: Stepping, wanted: Stepping, whose: str) -> None:
 def _results(segment: Segment) -> dict[str, torch.Tensor]:
     """Return the bytes of everything that a step changes."""
     tensors = {"param": segment.param, "param_correction": segment.correction}
-    for name, moment in zip(ADAM.moment_names, segment.moments, strict=True):
+    for name, moment in zip(segment.algorithm.moment_names, segment.moments, strict=True):
         tensors |= {name: moment.values, f"{name}_scale": moment.scales}
     found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     return {name: tensor.cpu().view(-1).view(torch.uint8) for name, tensor in found.items()}
 
 
-def time_in_cache(codecs: Iterable[str], isas: Iterable[str]) -> list[dict]:
-    """Return a row per codec, variant and instruction set: one thread's CPU time."""
-    return [_cached_row(*case) for case in product(codecs, VARIANTS, isas)]
+def time_in_cache(
+    algorithms: Iterable[str], codecs: Iterable[str], isas: Iterable[str]
+) -> list[dict]:
+    """Return a row per algorithm, codec, variant and instruction set: one thread's CPU time."""
+    return [_cached_row(*case) for case in product(algorithms, codecs, VARIANTS, isas)]
 
 
-def _cached_row(codec: str, variant: Variant, isa: str) -> dict:
-    segment = sample(codec, variant, CACHED_SHAPE)
+def _cached_row(algorithm: str, codec: str, variant: Variant, isa: str) -> dict:
+    segment = sample(algorithm, codec, variant, CACHED_SHAPE)
     records, scalars = kernel.packed([segment])
     _thread_ns(records, scalars, isa)
     once = _thread_ns(records, scalars, isa)
     batch = np.repeat(records, max(1, round(CACHED_SECONDS * 1e9 / once)))
     times = [_thread_ns(batch, scalars, isa) / len(batch) for _ in range(CACHED_REPEATS)]
-    case = {"codec": codec, "variant": variant.name, "isa": isa}
+    case = {"algorithm": algorithm, "codec": codec, "variant": variant.name, "isa": isa}
     return case | spread(times, segment.param.numel())
 
 

@@ -34,6 +34,9 @@ class Machine:
         return self.gb_per_s * ns_in_cache / bytes_per_param
 
 
+STEP = ("algorithm", "variant", "codec")
+"""What tells zero8's steps apart."""
+
 OTHERS = (Machine("desktop", 8, 80.0), Machine("server", 64, 200.0))
 
 
@@ -49,15 +52,15 @@ def rows(result: dict) -> list[dict]:
     Only for steps that were also timed in the cache with the same instruction set.
     """
     in_cache = {
-        (row["variant"], row["codec"], row["isa"]): row["ns_per_param"]
+        tuple(row[name] for name in (*STEP, "isa")): row["ns_per_param"]
         for row in result["in_cache"]
     }
     found = []
     for row in (row for row in result["rows"] if row["name"] == "zero8"):
-        ns = in_cache.get((row["variant"], row["codec"], row["isa"]))
+        ns = in_cache.get(tuple(row[name] for name in (*STEP, "isa")))
         if ns is None:
             continue
-        step = {name: row[name] for name in ("name", "variant", "codec", "bytes_per_param")}
+        step = {name: row[name] for name in ("name", *STEP, "bytes_per_param")}
         on = [
             {
                 "machine": machine.name,

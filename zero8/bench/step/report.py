@@ -27,7 +27,8 @@ def time_columns(ns: str, rate: str) -> tuple[Column, ...]:
 
 def label(row: dict) -> str:
     """Return the name of a step's row."""
-    return " ".join([row["name"], row["variant"]] + [f"`{row['codec']}`"] * bool(row["codec"]))
+    codec = f"`{row['codec']}`" if row["codec"] else None
+    return " ".join(filter(None, (row["name"], row["algorithm"], row["variant"], codec)))
 
 
 def optional(value: float | None, form: str, unit: float = 1) -> str:
@@ -51,6 +52,7 @@ GPU_COLUMNS = (
 NOTES = (
     "Medians of wall time of `step()`, all in turns in one process. A copy reads and writes the "
     "arrays of a step without computing; `of its stream` is the copy's time over the step's. "
+    "Speeds are relative to DeepSpeed's fp32 step of the same algorithm. "
     "`waited` is the share of the threads' time that they waited for a core."
 )
 GPU_NOTES = (
@@ -175,12 +177,11 @@ def _smaller(rows: list[dict], numel: int) -> list[str]:
 
 def _cached_lines(rows: list[dict]) -> list[str]:
     isas = list(dict.fromkeys(row["isa"] for row in rows))
-    times = {(row["variant"], row["codec"], row["isa"]): row["ns_per_param"] for row in rows}
-    cases = dict.fromkeys((row["variant"], row["codec"]) for row in rows)
-    cells = [
-        [f"{variant} `{codec}`", *(f"{times[variant, codec, isa]:.3f}" for isa in isas)]
-        for variant, codec in cases
-    ]
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        step = f"{row['algorithm']} {row['variant']} `{row['codec']}`"
+        times.setdefault(step, {})[row["isa"]] = row["ns_per_param"]
+    cells = [[step, *(f"{ns[isa]:.3f}" for isa in isas)] for step, ns in times.items()]
     return table_lines(["step", *isas], cells)
 
 
@@ -206,7 +207,7 @@ def _machine_lines(result: dict) -> list[str]:
 
 def _list_line(listed: dict) -> str:
     return (
-        f"{listed['tensors']} tensors, {listed['numel']:,} elements together, `{listed['codec']}`, "
-        f"fp32: {listed['ns_per_param']:.3f} ns/param, {listed['ratio']:.2f} times the time of one "
-        "tensor of as many elements."
+        f"{listed['tensors']} tensors, {listed['numel']:,} elements together, "
+        f"{listed['algorithm']} fp32 `{listed['codec']}`: {listed['ns_per_param']:.3f} ns/param, "
+        f"{listed['ratio']:.2f} times the time of one tensor of as many elements."
     )
