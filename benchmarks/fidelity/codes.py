@@ -37,6 +37,22 @@ def nearest(x: Tensor, levels: Tensor) -> Tensor:
     return torch.bucketize(x, (levels[:-1] + levels[1:]) / 2).to(torch.uint8)
 
 
+def nearest_of_blocks(x: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes nearest to x over its block's largest magnitude, and these magnitudes."""
+    scale = x.abs().amax(1, keepdim=True)
+    return nearest(x / scale.clamp(min=1e-38), levels), scale
+
+
+def four_bit_levels() -> Tensor:
+    """Return the 16 levels of a signed 4-bit moment: three decades of 1, 2 and 4 midpoints."""
+    entries = [torch.tensor([0.0, 1.0])]
+    for decade in range(3):
+        edges = torch.linspace(0.1, 1.0, 2**decade + 1)
+        midpoints = 10.0 ** (decade - 2) * (edges[:-1] + edges[1:]) / 2
+        entries += [midpoints, -midpoints]
+    return torch.cat(entries).sort().values
+
+
 class FlashCode:
     """FlashOptim (arXiv:2602.23349): softsign m, linear sqrt(v), groups of 32, float16 scales.
 
@@ -103,13 +119,8 @@ class FourBitCode:
     block_size = 128
 
     def __init__(self):
-        """Make the levels: three decades of 1, 2 and 4 midpoints for m, i/16 for v."""
-        entries = [torch.tensor([0.0, 1.0])]
-        for decade in range(3):
-            edges = torch.linspace(0.1, 1.0, 2**decade + 1)
-            midpoints = 10.0 ** (decade - 2) * (edges[:-1] + edges[1:]) / 2
-            entries += [midpoints, -midpoints]
-        self._m_levels = torch.cat(entries).sort().values
+        """Make the levels: those of `four_bit_levels` for m, i/16 for v."""
+        self._m_levels = four_bit_levels()
         self._v_levels = torch.arange(1, 17) / 16
 
     def encode(self, m: Tensor, v: Tensor, step: int) -> dict[str, Tensor]:
@@ -126,8 +137,7 @@ class FourBitCode:
 
 def _encoded(x: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest codes, two to a byte, and the scales."""
-    scale = x.abs().amax(1, keepdim=True)
-    codes = nearest(x / scale.clamp(min=1e-38), levels)
+    codes, scale = nearest_of_blocks(x, levels)
     return codes[:, ::2] | codes[:, 1::2] << 4, scale
 
 

@@ -109,9 +109,21 @@ def loss_rows(
     return rows
 
 
-def rows_of(setting: Setting, seeds: Sequence[int], losses: dict[str, list[float]]) -> list[dict]:
-    """Return a row per states from the final losses, in the order of the seeds."""
-    fp32 = losses[FP32_CONTROL]
+def rows_of(
+    setting: Setting,
+    seeds: Sequence[int],
+    losses: dict[str, list[float]],
+    fp32: list[float] | None = None,
+) -> list[dict]:
+    """Return a row per states from the final losses, in the order of the seeds.
+
+    Args:
+        setting: what was trained.
+        seeds: of the trainings.
+        losses: of every states, a loss per seed.
+        fp32: the losses to compare with; by default those of zero8's float32 states.
+    """
+    fp32 = losses[FP32_CONTROL] if fp32 is None else fp32
     rows = [
         {
             "task": setting.task_name,

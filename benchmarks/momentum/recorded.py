@@ -39,15 +39,16 @@ def replay(
     return comparisons
 
 
-def sgd(states: str) -> Scheme:
+def sgd(states: str, nesterov: bool = False) -> Scheme:
     """Return SGD whose momentum is beta1, without dampening.
 
-    Its update is the moving average of the gradients over 1 - beta1; relative errors are the
-    average's.
+    Its update is the moving average of the gradients over 1 - beta1, or what Nesterov's momentum
+    makes of that average; relative errors are the average's.
     """
 
     def make(named: Named, betas: tuple[float, float]) -> Optimizer:
-        return SGD8bitBlockwise(named, lr=1.0, momentum=betas[0], **zero8_states(states))
+        options = {"momentum": betas[0], "nesterov": nesterov, **zero8_states(states)}
+        return SGD8bitBlockwise(named, lr=1.0, **options)
 
     return Scheme(states, make, None, 256, "zero8")
 

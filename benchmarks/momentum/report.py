@@ -87,8 +87,8 @@ def _adam_lines(result: dict) -> list[str]:
     ]
 
 
-def _loss_lines(result: dict) -> list[str]:
-    seeds = result["losses"][0]["seeds"]
+def loss_table(rows: list[dict]) -> list[str]:
+    """Return the lines of a table of final losses."""
     headers = [
         "task",
         "optimizer",
@@ -99,6 +99,7 @@ def _loss_lines(result: dict) -> list[str]:
         "minus fp32",
         "std",
         "error",
+        "within",
     ]
     cells = [
         [
@@ -111,31 +112,44 @@ def _loss_lines(result: dict) -> list[str]:
             f"{row['difference_standard_error']:.4f}",
             "yes" if row["mean_within_fp32s_range"] else "**no**",
         ]
-        for row in result["losses"]
+        for row in rows
     ]
-    return [
-        "## Validation losses",
-        "",
+    return table_lines(headers, cells)
+
+
+def loss_words(rows: list[dict]) -> str:
+    """Return what a table of final losses needs said about its trainings and columns."""
+    seeds = rows[0]["seeds"]
+    return (
         f"Trainings to the end with {len(seeds)} seeds, {seeds[0]} to {seeds[-1]}. "
         f"`{FP32_CONTROL}` has zero8's float32 states, so that runs of one seed differ by rounding "
         "alone. *minus fp32* and *std* are the mean and the standard deviation of their "
         "differences, *error* is the mean's standard error; *within*: whether the mean is between "
-        "the lowest and the highest loss of float32. Lion has betas 0.9 and 0.99, SGD Nesterov's "
-        "momentum of 0.9, AdEMAMix betas 0.9, 0.999 and 0.9999 and an alpha of 5, of which beta3 "
-        "and alpha come up over all steps. " + _settings(result["losses"]),
-        "",
-        *table_lines([*headers, "within"], cells),
-    ]
+        "the lowest and the highest loss of float32."
+    )
 
 
-def _settings(rows: list[dict]) -> str:
+def setting_words(rows: list[dict]) -> str:
+    """Return with what every optimizer was trained."""
     settings = [
         f"{row['task']}, {row['optimizer']}: {row['steps']} steps, peak lr {row['peak_lr']:g}, "
         f"weight decay {row['weight_decay']:g}"
         for row in rows
-        if row["states"] == FP32_CONTROL
     ]
-    return "; ".join(settings) + "."
+    return "; ".join(dict.fromkeys(settings)) + "."
+
+
+def _loss_lines(result: dict) -> list[str]:
+    rows = result["losses"]
+    return [
+        "## Validation losses",
+        "",
+        f"{loss_words(rows)} Lion has betas 0.9 and 0.99, SGD Nesterov's momentum of 0.9, AdEMAMix "
+        "betas 0.9, 0.999 and 0.9999 and an alpha of 5, of which beta3 and alpha come up over all "
+        f"steps. {setting_words(rows)}",
+        "",
+        *loss_table(rows),
+    ]
 
 
 def _pair(betas: list[float]) -> str:
