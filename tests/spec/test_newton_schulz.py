@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Orthogonalized matrices: equation (N1), its singular values, and what makes it NaN."""
+
+import newton_schulz
+import numpy as np
+import pytest
+import torch
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from zero8.spec.newton_schulz import COEFFICIENTS, SKIPPED, orthogonalized
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+FP32, BF16 = torch.float32, torch.bfloat16
+SHAPES = {"wide": (1, 8, 24), "tall": (1, 24, 8), "square": (1, 12, 12), "batch": (5, 7, 10)}
+shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+dtypes = pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@shapes
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_orthogonalized_follows_float64(shape, steps):
+    """Within the bound of `newton_schulz.with_bound`, which is far below the elements."""
+    x = random(*shape)
+    for got, matrix in zip(orthogonalized(x, steps=steps), x, strict=True):
+        expected, bound = newton_schulz.with_bound(matrix.numpy(), steps=steps)
+        assert np.linalg.norm(got.numpy() - expected) <= bound
+        assert bound < np.linalg.norm(expected) / 20
+
+
+def test_orthogonalized_takes_coefficients_and_the_least_norm():
+    """Norms below eps are divided by eps."""
+    x, coefficients, eps = random(1, 6, 9), (1.5, -0.5, 0.25), 100.0
+    (got,) = orthogonalized(x, coefficients, 2, eps)
+    expected, bound = newton_schulz.with_bound(x[0].numpy(), 0.0, coefficients, 2, eps)
+    assert np.linalg.norm(got.numpy() - expected) <= bound < np.linalg.norm(expected) / 20
+
+
+def test_newton_schulz_moves_singular_values_near_one():
+    """For all from 0.003 to 1, which have never more than 5e-7 to the next of a million points.
+
+    f has its largest value below 1.21 at the root 0.5529 of f', 1.2024, so it never leaves that
+    range, where |f'| < 4: five applications of f add at most 4^5 * 5e-7 < 0.001 between points.
+    """
+    a, b, c = COEFFICIENTS
+    s = np.linspace(0.003, 1.0, 1_000_001)
+    for _ in range(5):
+        s = a * s + b * s**3 + c * s**5
+    assert 0.68 + 0.001 < s.min() and s.max() < 1.2025
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 32, 96), (1, 96, 32), (1, 48, 48), (4, 16, 40)], ids=["wide", "tall", "sq", "4"]
+)
+def test_orthogonalized_has_singular_values_near_one(shape):
+    """Those of at least 0.003 of the norm end in 0.68..1.21, and the order may change."""
+    x = random(*shape).double().numpy()
+    for before, after in zip(x, orthogonalized(random(*shape)).double().numpy(), strict=True):
+        known = np.linalg.svd(before, compute_uv=False) / np.linalg.norm(before)
+        values = np.linalg.svd(after, compute_uv=False)
+        assert values.max() < 1.3
+        assert (values >= 0.6).sum() >= (known >= 0.003).sum() >= len(values) - 1
+
+
+@pytest.mark.parametrize("shape", [(1, 24, 64), (1, 64, 24), (1, 40, 40)], ids=str)
+def test_orthogonalized_in_bfloat16_is_as_near_as_torchs(shape):
+    """Both round the same numbers as often, to the same precision; torch the norm besides.
+
+    So the errors have one distribution.  Theirs are sums over 1,500 elements, whose sizes do not
+    differ by a factor of 2.
+    """
+    x = random(*shape).to(BF16)
+    expected = newton_schulz.exact(x[0].double().numpy())
+    theirs = _zeropower_via_newtonschulz(x[0], COEFFICIENTS, 5, 1e-7)
+    ours = orthogonalized(x)[0]
+    assert ours.dtype == BF16 and ours.shape == theirs.shape
+    error, torchs = (np.linalg.norm(o.double().numpy() - expected) for o in (ours, theirs))
+    assert error <= 2 * torchs < np.linalg.norm(expected) / 5
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(3, 8, 24), (3, 24, 8), (3, 1, 1), (3, 200, 300)], ids=str)
+def test_orthogonalized_matrix_with_a_skipped_element_is_nan_and_its_neighbours_are_not(
+    shape, dtype
+):
+    x = random(*shape).to(dtype)
+    expected = orthogonalized(x)
+    assert expected.isfinite().all()
+    x[1, -1, 0] = SKIPPED
+    got = orthogonalized(x)
+    assert got[1].isnan().all()
+    assert torch.equal(got[[0, 2]], expected[[0, 2]])
+
+
+@dtypes
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, -SKIPPED])
+def test_orthogonalized_matrix_that_is_not_finite_is_nan(bad, dtype):
+    x = random(2, 5, 7).to(dtype)
+    x[0, 2, 3] = bad
+    got = orthogonalized(x)
+    assert got[0].isnan().all() and got[1].isfinite().all()
+
+
+@dtypes
+def test_orthogonalized_zeros_are_zeros(dtype):
+    x = random(3, 8, 24).to(dtype)
+    x[1] = 0.0
+    got = orthogonalized(x)
+    assert (got[1] == 0).all() and (got[0] != 0).any()
+
+
+@dtypes
+def test_orthogonalized_leaves_its_argument(dtype):
+    x = random(2, 9, 6).to(dtype)
+    before = x.clone()
+    orthogonalized(x)
+    assert torch.equal(x, before)
