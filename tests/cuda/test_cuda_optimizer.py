@@ -170,7 +170,7 @@ def test_cuda_optimizer_of_several_ranks_logs_instead_of_raising(gpu, monkeypatc
 )
 def test_cuda_optimizer_check_finite_counts_where_the_ranks_can_reduce(devices, expected):
     group = SimpleNamespace(_device_types=list(map(torch.device, devices)))
-    assert numbers._device_of(group) == expected
+    assert numbers.device_of(group) == expected
 
 
 # --- Graphs --------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_cuda_graph_captured_anew_keeps_the_counts_of_the_one_before(gpu):
     assert optimizer.nonfinite_blocks == 1 and optimizer.state[params[0]]["step"] == 4
 
 
-def test_cuda_graph_capture_asks_the_device_of_the_parameters(monkeypatch):
+def test_cuda_graph_capture_asks_thedevice_of_the_parameters(monkeypatch):
     """The current stream of another GPU may be one that is being captured."""
     asked = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(asked.append(device)))

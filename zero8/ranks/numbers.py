@@ -48,13 +48,13 @@ def _reduced(numbers: Sequence[Number], process_groups: Sequence[Group], op: str
     leave_time_for_gloo()
     dtype = torch.int64 if isinstance(numbers[0], int) else torch.float64
     for group in process_groups:
-        reduced = torch.tensor(numbers, dtype=dtype, device=_device_of(group))
+        reduced = torch.tensor(numbers, dtype=dtype, device=device_of(group))
         torch.distributed.all_reduce(reduced, getattr(torch.distributed.ReduceOp, op), group)
         numbers = reduced.tolist()
     return list(numbers)
 
 
-def _device_of(process_group: Group) -> str:
+def device_of(process_group: Group) -> str:
     """Return a device type whose tensors a group can reduce, preferably "cpu"."""
     # Not from get_backend_config: for groups split off by a mesh it may name only the parent's.
     group: Group = torch.distributed.group.WORLD if process_group is None else process_group
