@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from zero8 import autoload
 
 if TYPE_CHECKING:  # type checkers, editors and the API reference cannot follow `__getattr__`
+    from zero8.muon import Muon8bitBlockwise as Muon8bitBlockwise
     from zero8.optimizer import Adam8bitBlockwise as Adam8bitBlockwise
     from zero8.optimizer import AdEMAMix8bitBlockwise as AdEMAMix8bitBlockwise
     from zero8.optimizer import Lion8bitBlockwise as Lion8bitBlockwise
@@ -24,6 +25,7 @@ _MODULES = {
     "Adam8bitBlockwise": "zero8.optimizer",
     "AdEMAMix8bitBlockwise": "zero8.optimizer",
     "Lion8bitBlockwise": "zero8.optimizer",
+    "Muon8bitBlockwise": "zero8.muon",
     "SGD8bitBlockwise": "zero8.optimizer",
     "StableEmbedding": "zero8.stable_embedding",
     "assert_active": "zero8.zero.active",

@@ -5,6 +5,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ from zero8.spec.codec import Codec
 from zero8.spec.shown import shown_keys
 from zero8.state import keywords
 from zero8.state.grads import deep_copied, grad_bytes_by_dtype, has_other_dtype
-from zero8.state.kind import kind_of
+from zero8.state.kind import StateKind, kind_of
 from zero8.state.memory_report import MemoryReport
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.store import MomentStore
@@ -103,13 +104,41 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """Create run-time members, which pickling omits."""
         self._lock = threading.RLock()
         self._params = KnownParams()
-        self.kinds = [kind(self.settings, self._params) for kind in frameworks.kinds()]
-        self._stepper = Stepper(self.settings, self._params, self.kinds)
+        self.kinds = [
+            kind(replace(self.settings, algorithm_name=algorithm.name), self._params)
+            for algorithm in self.algorithms
+            for kind in frameworks.kinds()
+        ]
+        self._stepper = Stepper(self.settings, self._params, self.kind_of, self.algorithm_of)
         self._use = frameworks.Use()
         self._in_backward: InBackward | None = None
         self._lacks_decay = False  # whether a group was added without a weight_decay
         self._groups_seen: tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]] = ([], {})
         self.on_disk: dict[Tensor, SwappedState] = {}
+
+    @property
+    def algorithms(self) -> tuple[Algorithm, ...]:
+        """The algorithms of its groups."""
+        return (self.algorithm,)
+
+    def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
+        """Return the algorithm of a parameter group."""
+        return self.algorithm
+
+    def kind_of(self, p: Tensor, state: dict[str, Any]) -> StateKind:
+        """Return the kind of a parameter's state; `state` is empty if it has none."""
+        if len(self.algorithms) == 1:
+            return kind_of(self.kinds, p, state)
+        algorithm = self._algorithm_in(state) or self.algorithm_of(self._group_of(p))
+        return kind_of([one for one in self.kinds if one.algorithm is algorithm], p, state)
+
+    def _algorithm_in(self, state: Mapping[str, Any]) -> Algorithm | None:
+        """Return the algorithm whose moments are in a state, None if it has none."""
+        names = tuple(map(str, state))
+        for one in self.algorithms:
+            if any(name.startswith(one.moment_names[0]) for name in names):
+                return one
+        return None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with its own lr, betas, eps and weight_decay if given."""
@@ -119,7 +148,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                     f"got a parameter group with {shown_keys(param_group)}, without 'params'; "
                     'expected {"params": [...]}, and the settings of the group as further entries'
                 )
-            keywords.check_new_group(self.algorithm, {**self.defaults, **param_group})
+            keywords.check_new_group(
+                self.algorithm_of(param_group), {**self.defaults, **param_group}
+            )
             self._lacks_decay |= "weight_decay" not in param_group
         super().add_param_group(param_group)
         if len(set(map(id, params := self.param_groups[-1]["params"]))) < len(params):
@@ -136,7 +167,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 self.settings.decide(info)
                 if engine is None and p.requires_grad:  # else DeepSpeed replaces it
                     check_new(info.label, p)
-                    kind_of(self.kinds, p, {}).check_new(p, info)
+                    self.kind_of(p, {}).check_new(p, info)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -355,12 +386,15 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _step_one(self, p: Tensor, grad: Tensor) -> None:
         with self._lock:
-            groups, group_of = self._groups_seen
-            if groups is not self.param_groups or p not in group_of:
-                group_of = {one: group for group in self.param_groups for one in group["params"]}
-                self._groups_seen = self.param_groups, group_of
-            batch = Batch.single(group_of[p], p, grad, self.state)
+            batch = Batch.single(self._group_of(p), p, grad, self.state)
             self._stepper.step_batch(batch, self.param_groups, self.state)
+
+    def _group_of(self, p: Tensor) -> dict[str, Any]:
+        groups, group_of = self._groups_seen
+        if groups is not self.param_groups or p not in group_of:
+            group_of = {one: group for group in self.param_groups for one in group["params"]}
+            self._groups_seen = self.param_groups, group_of
+        return group_of[p]
 
     def _wait(self) -> None:
         """Wait for pending steps of the backward."""
@@ -437,7 +471,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def _raises_alone(self) -> bool:
         states = [(p, state) for p, state in self.state.items() if state]
-        if not all(kind_of(self.kinds, *pair).raises_alone for pair in states):
+        if not all(self.kind_of(*pair).raises_alone for pair in states):
             return False
         # Ranks with equal gradients raise at the same step, unless the counts of a GPU arrive late.
         return numbers.num_ranks() == 1 or not self._has_params_on_gpus()
@@ -468,7 +502,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         for number, state in packed["state"].items():
             if state and isinstance(number, int):
                 p = params[number]
-                kind = kind_of(self.kinds, p, state)
+                kind = self.kind_of(p, state)
                 packed["state"][number] = kind.saved(p, state, in_fp32)
         return packed
 
@@ -493,7 +527,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             if "capturable" in group:
                 # Only torch's AdamW needs it, for steps that are captured or compiled.
                 group["capturable"] = False
-            keywords.check_group(self.algorithm, {**self.defaults, **group})
+            keywords.check_group(self.algorithm_of(group), {**self.defaults, **group})
         infos = self._infos()
         try:
             kept = {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}
@@ -510,7 +544,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: if it does not fit the parameter.
         """
-        kind = kind_of(self.kinds, p, {})
+        kind = self.kind_of(p, {})
         return kind.adopted(p, saved, info) | kind.correction(p, saved, info)
 
     def moments(self, p: Tensor) -> list[MomentStore]:
@@ -521,14 +555,14 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """
         self._wait()
         state = self.state[p]
-        return kind_of(self.kinds, p, state).moments(p, state, self._infos().get(p))
+        return self.kind_of(p, state).moments(p, state, self._infos().get(p))
 
     def all_moments(self) -> dict[Tensor, list[MomentStore]]:
         """Return the `moments` of every parameter that has state."""
         self._wait()
         infos = self._infos()
         return {
-            p: kind_of(self.kinds, p, state).moments(p, state, infos.get(p))
+            p: self.kind_of(p, state).moments(p, state, infos.get(p))
             for p, state in self.state.items()
             if state
         }
@@ -542,7 +576,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         stable = self._params.in_stable_embeddings(self.param_groups)
         for p, stores in self.all_moments().items():
             state = self.state[p]
-            remark = kind_of(self.kinds, p, state).remark
+            remark = self.kind_of(p, state).remark
             rows += self.settings.memory_rows(stores, "param_correction" in state, stable, remark)
         for layout in self.on_disk.values():
             rows += self.settings.memory_rows(layout.like, layout.correction_numel > 0, stable)

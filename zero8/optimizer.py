@@ -12,6 +12,7 @@ from zero8.algorithms.ademamix import ADEMAMIX
 from zero8.algorithms.lion import LION
 from zero8.algorithms.sgd import SGD
 from zero8.blockwise import BlockwiseOptimizer
+from zero8.muon import Muon8bitBlockwise
 from zero8.spec.codec import DEFAULT_CODEC
 from zero8.spec.options import check_flag
 from zero8.state import keywords
@@ -275,5 +276,6 @@ OPTIMIZERS: tuple[type[BlockwiseOptimizer], ...] = (
     Lion8bitBlockwise,
     SGD8bitBlockwise,
     AdEMAMix8bitBlockwise,
+    Muon8bitBlockwise,
 )
 """The public optimizers; `torch.optim` gets their names, and so do DeepSpeed's configs."""

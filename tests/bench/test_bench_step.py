@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from zero8 import cli
-from zero8.algorithms.table import ALGORITHMS
+from zero8.algorithms.table import ELEMENTWISE
 from zero8.bench.step import command as step
 from zero8.bench.step import contenders as step_contenders
 from zero8.bench.step import kernel as step_kernel
@@ -284,7 +284,7 @@ def test_check_other_bits_stop_the_run_before_it_times(tmp_path, monkeypatch, na
 
 
 def test_check_looks_at_everything_that_a_step_changes():
-    for algorithm in ALGORITHMS:
+    for algorithm in ELEMENTWISE:
         sample = step_kernel.sample(algorithm.name, "log", BF16_CORRECTED, (5, 300))
         moments = {f"{name}{kind}" for name in algorithm.moment_names for kind in ("", "_scale")}
         assert step_kernel._results(sample).keys() == moments | {"param", "param_correction"}
@@ -317,7 +317,7 @@ def test_flat_shape_has_its_total():
 # --- The contenders ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: one.name)
+@pytest.mark.parametrize("algorithm", ELEMENTWISE, ids=lambda one: one.name)
 @pytest.mark.parametrize("device", [CPU, replace(GPU, place=CPU.place)], ids=["cpu", "gpu"])
 def test_contenders_share_tensors_and_step_on_all_of_them(device, algorithm):
     params = flat_params(NUMEL, device)
@@ -402,12 +402,12 @@ def test_peer_moments_that_share_a_tensor_are_counted_each(monkeypatch):
 
 
 def test_settings_of_every_algorithm_are_keywords_of_its_optimizer():
-    for algorithm in ALGORITHMS:
+    for algorithm in ELEMENTWISE:
         assert set(HYPER[algorithm.name]) <= set(algorithm.keywords)
-    assert list(HYPER) == list(ZERO8) == [algorithm.name for algorithm in ALGORITHMS]
+    assert list(HYPER) == list(ZERO8) == [algorithm.name for algorithm in ELEMENTWISE]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: one.name)
+@pytest.mark.parametrize("algorithm", ELEMENTWISE, ids=lambda one: one.name)
 def test_scalars_of_a_sample_are_those_of_the_optimizer(algorithm, monkeypatch):
     """So the step that is checked, and timed in the cache, is that which is timed out of it."""
     seen, real = [], algorithm.scalars

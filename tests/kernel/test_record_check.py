@@ -6,12 +6,12 @@ import pytest
 import torch
 from segments import Place, assert_same, copied, make, moment_of, scalars_at
 
-from zero8.algorithms.table import ALGORITHMS
+from zero8.algorithms.table import ELEMENTWISE
 from zero8.op import kernel
 from zero8.op.launch import Launch
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-NUM_ALGORITHMS = len(ALGORITHMS)
+NUM_ALGORITHMS = len(ELEMENTWISE)
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 # Two rows of 256 + 44 elements: four blocks, of which the segment touches three.
 PLACE = Place((2, 300), 256, 200, 300)

@@ -70,7 +70,7 @@ def test_python_block_of_the_docs_runs(block, capsys):
 def test_optimizer_section_of_the_docs_makes_that_optimizer(block):
     section = json.loads(block.text)["optimizer"]
     p = torch.nn.Parameter(torch.ones(64, 64))
-    made = getattr(torch.optim, section["type"])([p], **section["params"])
+    made = getattr(torch.optim, section["type"])([("weight", p)], **section["params"])
     assert made.param_groups[0].items() >= section["params"].items()
 
 

@@ -23,6 +23,7 @@ LAYERS = [
     {"step", "tagged", "checkpoint/engine", "notices"},
     {"frameworks", "loading", "stable_embedding"},
     {"blockwise"},
+    {"muon"},
     {"optimizer"},
     {"zero", "fsdp"},
     {"known_frameworks", "way_back"},

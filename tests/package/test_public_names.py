@@ -11,6 +11,7 @@ def test_public_names_are_in_dir_and_can_be_imported():
         "Adam8bitBlockwise",
         "AdEMAMix8bitBlockwise",
         "Lion8bitBlockwise",
+        "Muon8bitBlockwise",
         "SGD8bitBlockwise",
         "StableEmbedding",
         "__version__",

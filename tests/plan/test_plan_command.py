@@ -152,6 +152,12 @@ def test_plan_of_a_config_counts_the_moments_of_its_optimizer(name, num_bytes):
     assert 1 < 4 * in_8bit / share.fp32_bytes < 1.05
 
 
+def test_plan_of_a_config_of_muon_is_refused():
+    """Some of its parameters have one moment, some two."""
+    with pytest.raises(ValueError, match="plan Adam8bitBlockwise instead"):
+        with_deepspeed_config(Setup(), {"optimizer": {"type": "Muon8bitBlockwise"}})
+
+
 def test_plan_takes_cores_and_bandwidths_as_they_are_given(capsys):
     words = ("--parameters", "1B", "--cores", "2", "--bandwidth", "1000")
     hardware = planned(capsys, *words)["hardware"]

@@ -14,7 +14,8 @@ def param(*shape: int, seed: int = 0, dtype: torch.dtype = FP32) -> nn.Parameter
 
 def required_by(made) -> dict:
     """Return the keywords that an optimizer cannot be made without."""
-    return {"momentum": 0.9} if "momentum" in made.algorithm.keywords else {}
+    required = {"momentum": 0.9, "adam_params": ()}  # of parameters without names
+    return {key: value for key, value in required.items() if key in made.algorithm.keywords}
 
 
 def set_grads(params, step: int) -> None:

@@ -6,11 +6,15 @@ from collections.abc import Iterable
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.ademamix import ADEMAMIX
 from zero8.algorithms.lion import LION
+from zero8.algorithms.muon import MUON
 from zero8.algorithms.sgd import SGD
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.shown import shown, shown_keys
 
-ALGORITHMS: tuple[Algorithm, ...] = (ADAM, LION, SGD, ADEMAMIX)
+ALGORITHMS: tuple[Algorithm, ...] = (ADAM, LION, SGD, ADEMAMIX, MUON)
+
+ELEMENTWISE = tuple(one for one in ALGORITHMS if not one.is_of_matrices)
+"""Those whose whole step is one kernel call."""
 
 
 def algorithm_of_fp32(entries: Iterable[object]) -> Algorithm:

@@ -10,6 +10,7 @@ from itertools import chain
 
 from torch import Tensor
 
+from zero8.ranks.numbers import Group
 from zero8.state.extent import Extent, local
 from zero8.state.kind import RecordKey
 from zero8.state.params import ParamInfo
@@ -29,6 +30,22 @@ class ShardedTensor(WholeTensor):
     def check_new(self, p: Tensor, info: ParamInfo) -> None:
         """See `StateKind`."""
         self._extent(p, self._parameter(info))
+
+    def process_group(self, p: Tensor) -> Group:
+        """See `StateKind`.
+
+        Raises:
+            ValueError: if several dimensions of the mesh cut it.
+        """
+        from zero8.fsdp.meshes import shard_groups
+
+        groups = shard_groups(p)
+        if len(groups) > 1:
+            raise ValueError(
+                f"got a matrix sharded as {p.placements}, over {len(groups)} dimensions of the "
+                "mesh; Muon8bitBlockwise supports one (and replicas)"
+            )
+        return groups[0] if groups else None
 
     def contents(self, states: Sequence[dict]) -> RecordKey:
         """See `StateKind`."""

@@ -33,7 +33,7 @@ def optimizer(
         args: the Trainer's; supplies learning rate, betas, epsilon and weight decay, as far as the
             optimizer takes them.  As in Trainer's own Lion, `adam_beta1` and `adam_beta2` are
             Lion's betas, too.
-        kind: "adam" for `Adam8bitBlockwise`, "lion", "sgd" or "ademamix".
+        kind: "adam" for `Adam8bitBlockwise`, "lion", "sgd", "ademamix" or "muon".
         **settings: keywords of the optimizer; they override `args`.
 
     Raises:

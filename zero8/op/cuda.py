@@ -143,7 +143,7 @@ class CudaKernel:
 
 def _loaded(driver: Driver, code: bytes) -> dict[str, ctypes.c_void_p]:
     try:
-        return driver.functions(code, map(kernel_of, ALGORITHMS))
+        return driver.functions(code, {kernel_of(one) for one in ALGORITHMS})
     except RuntimeError as error:
         raise RuntimeError(
             f"{error}; is the driver older than the kernel's compiler (zero8 doctor names the "

@@ -1,16 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of each device."""
 
+from typing import Protocol
+
+import numpy as np
 import torch
 
-from zero8.op.cuda import Counts, CudaKernel, Launched, cuda_kernel
-from zero8.op.kernel import CpuKernel, CpuStep
+from zero8.op.cuda import CudaKernel, cuda_kernel
+from zero8.op.kernel import CpuKernel
 
 DEVICES = ("cpu", "cuda")
 
 Kernel = CpuKernel | CudaKernel
-Taken = CpuStep | Launched
-BlockCounts = CpuStep | Counts
+
+
+class BlockCounts(Protocol):
+    """Counts of blocks that a step has left unchanged, a number for each segment."""
+
+    def have_arrived(self) -> bool:
+        """Return whether they can be read without waiting."""
+
+    def read(self) -> np.ndarray:
+        """Return them, (segments,) int64; waits for a GPU."""
+
+
+class Taken(Protocol):
+    """A step that a kernel has taken."""
+
+    def counts(self) -> BlockCounts | None:
+        """Return its counts, None if they are known to be 0."""
 
 
 def kernel_on(device: torch.device) -> Kernel:

@@ -15,7 +15,7 @@ from torch import Tensor
 from zero8.algorithms.adam import ADAM
 from zero8.op import build
 from zero8.op.dynamic_tables import dynamic_maps
-from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, SEGMENT, scalars_dtype
+from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, MOST_SCALARS, SEGMENT, scalars_dtype
 from zero8.op.threads import alive, host_share, step_threads
 from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.spec.buffers import check_buffer
@@ -134,8 +134,15 @@ def records_of(
 
 
 def packed_scalars(algorithm: Algorithm, scalars: Iterable[Scalars]) -> np.ndarray:
-    """Return the kernel's structs for an algorithm's scalars, in order."""
-    return np.array(list(scalars), scalars_dtype(algorithm))
+    """Return the kernel's structs for an algorithm's scalars, in order.
+
+    Among the scalars may be those of other algorithms, which its segments do not refer to.
+    """
+    of_all = [tuple(one) for one in scalars]
+    structs = np.zeros((len(of_all), MOST_SCALARS), np.float32)
+    for struct, one in zip(structs, of_all, strict=True):
+        struct[: len(one)] = one
+    return structs.reshape(-1).view(scalars_dtype(algorithm))
 
 
 def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) -> None:
@@ -275,7 +282,7 @@ def _fill(record: np.void, segment: Segment, device: torch.device) -> None:
     record["numel"], record["first"] = numel, segment.first
     record["row_length"] = segment.grid.row_length
     record["block_size"] = segment.grid.block_size
-    record["algorithm"] = segment.algorithm.number
+    record["algorithm"] = segment.algorithm.kernel.number
     record["param_dtype"] = DTYPE_NUMBERS[segment.param.dtype]
     record["grad_dtype"] = DTYPE_NUMBERS[segment.grad.dtype]
     record["rounding"], record["param_phase"] = segment.rounding, segment.param_phase

@@ -26,7 +26,7 @@ _SMALLEST_NORMAL = np.float32(2.0**-126)
 
 def kernel_of(algorithm: Algorithm) -> str:
     """Return the name of the kernel of an algorithm."""
-    return f"zero8_step_{algorithm.name}"
+    return f"zero8_step_{algorithm.kernel.name}"
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ _CODES = {
     },
     DynamicCode: {"zero_code": "kZeroCode", "min_scale": "kMinScale"},
 }
-_SCALARS = {f"{one.name.capitalize()}Scalars": structs.scalars_dtype(one) for one in ALGORITHMS}
+_WITH_KERNELS = [one for one in ALGORITHMS if one.kernel is one]
+_SCALARS = {f"{one.name.capitalize()}Scalars": structs.scalars_dtype(one) for one in _WITH_KERNELS}
 _STRUCTS = {
     **_SCALARS,
     "Moment": structs.MOMENT,
@@ -91,7 +92,7 @@ def shared_numbers() -> dict[str, float]:
         "kOneBits": log.ONE_BITS,
         "kMaxHashed": structs.MAX_HASHED,
         "kMaxMoments": structs.MAX_MOMENTS,
-        "kNumAlgorithms": len(ALGORITHMS) + 1,
+        "kNumAlgorithms": len(_WITH_KERNELS) + 1,
         "sizeof(StepScalars)": structs.scalars_dtype(ALGORITHMS[0]).itemsize,
         "kPieceFactor": dynamic_tables.PIECE_FACTOR,
         "kPieceShift": dynamic_tables.PIECE_SHIFT,
@@ -107,7 +108,7 @@ def shared_numbers() -> dict[str, float]:
             code, name = getattr(one, sign), one.name.capitalize()
             numbers[f"kScalesPerBlock[k{name}].{sign}"] = math.prod(code.scale_shape)
             numbers |= _numbers_of_code(f"In{name}::Code<{kind}>", code)
-    for algorithm in ALGORITHMS:
+    for algorithm in _WITH_KERNELS:
         numbers |= _numbers_of_algorithm(algorithm)
     for name, layout in _STRUCTS.items():
         # Structs of scalars are members of a union, as long as the longest of them.

@@ -73,7 +73,7 @@ WITHOUT_MEMORY = -1
 MAX_HASHED = 128
 """The most elements of an int64 tensor whose contents are hashed."""
 
-_MOST_SCALARS = max(len(one.scalars_type._fields) for one in ALGORITHMS)
+MOST_SCALARS = max(len(one.scalars_type._fields) for one in ALGORITHMS)
 
 
 @cache
@@ -85,6 +85,6 @@ def scalars_dtype(algorithm: Algorithm) -> np.dtype:
             "names": list(names),
             "formats": ["f4"] * len(names),
             "offsets": [4 * place for place in range(len(names))],
-            "itemsize": 4 * _MOST_SCALARS,
+            "itemsize": 4 * MOST_SCALARS,
         }
     )

@@ -204,6 +204,11 @@ def _of_optimizer(section: dict) -> dict:
     algorithm = _algorithm(section)
     if algorithm is None:
         return {}
+    if algorithm.is_of_matrices:
+        raise ValueError(
+            f"optimizer: got {algorithm.class_name}, whose memory is not planned yet; plan "
+            f"{ADAM.class_name} instead, which needs more"
+        )
     params = section.get("params", {})
     keys = ("block_size", "min_8bit_size", "fp32_params")
     return {

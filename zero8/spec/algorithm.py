@@ -2,7 +2,7 @@
 """The contract of an algorithm with states, kernels and optimizers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -36,6 +36,9 @@ class Scalars(Protocol):
 
     def _replace(self, *, grad_factor: float) -> "Scalars":
         """Return the same with another factor, as NamedTuple does."""
+
+    def __iter__(self) -> Iterator[float]:
+        """Return an iterator of the values, in the order of csrc/algorithms.h."""
 
     def __hash__(self) -> int:
         """Scalars are hashable: kernels get equal ones once."""
@@ -96,6 +99,7 @@ class Algorithm(ABC):
         fp32_options: further settings in groups of fp32 optimizers, so that these can load our
             state dicts.
         scalars_type: the NamedTuple of a step's scalars, with the fields of csrc/algorithms.h.
+        is_of_matrices: whether an update depends on the whole matrix (`zero8.step.matrix_part`).
     """
 
     name: str
@@ -109,6 +113,12 @@ class Algorithm(ABC):
     step_if_unknown: int | None = None
     fp32_options: Mapping[str, Any] = MappingProxyType({})
     scalars_type: type[Any]
+    is_of_matrices: bool = False
+
+    @property
+    def kernel(self) -> "Algorithm":
+        """The algorithm whose kernel computes this one's elementwise equations."""
+        return self
 
     @abstractmethod
     def check(self, group: Group) -> None:

@@ -2,10 +2,12 @@
 """The contract of a kind of state: the interface to one way of keeping moments."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 from torch import Tensor
 
+from zero8.spec.algorithm import Algorithm
 from zero8.state.header import Entries
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.reencoded import Reencoded
@@ -37,8 +39,15 @@ class StateKind(ABC):
 
     def __init__(self, settings: Settings, params: KnownParams):
         """Serve an optimizer with these settings and parameters."""
-        self._settings, self._params = settings, params
+        self.settings, self._params = settings, params
+        # What ranks have agreed on, by a key that changes on all of them in the same step.
+        self.agreed: dict[Hashable, Any] = {}
         self.reencoded = Reencoded()
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm of the steps of its parameters."""
+        return self.settings.algorithm
 
     @abstractmethod
     def serves(self, p: Tensor, state: Entries) -> bool:
@@ -48,6 +57,10 @@ class StateKind(ABC):
             p: the parameter in the optimizer's groups.
             state: its state; empty before its first step and during loading.
         """
+
+    def process_group(self, p: Tensor) -> Any:
+        """Return the ranks among which a parameter is cut, None if this rank has it whole."""
+        return None
 
     def check_new(self, p: Tensor, info: ParamInfo) -> None:
         """Raise ValueError, before there is a state, if one can never be made for a parameter."""
@@ -83,7 +96,7 @@ class StateKind(ABC):
         Raises:
             ValueError: if it does not fit the parameter.
         """
-        return self._settings.correction_from(p, saved)
+        return self.settings.correction_from(p, saved)
 
     def saved(self, p: Tensor, state: Entries, in_fp32: bool) -> Entries:
         """Return the entries that checkpoints carry for a state.

@@ -2,6 +2,7 @@
 """The numbers that states keep beside their moments, as `Algorithm.memory` lists them."""
 
 from collections.abc import Callable
+from functools import cache
 from operator import itemgetter
 
 from zero8.spec.algorithm import Algorithm
@@ -19,6 +20,7 @@ def new_memory(algorithm: Algorithm) -> Entries:
     return {one.name: 0.0 for one in algorithm.memory}
 
 
+@cache
 def counters_of(algorithm: Algorithm) -> Callable[[Entries], tuple[float, ...]]:
     """Return a fast reader of the step and the remembered numbers of a state, for every step."""
     names = [one.name for one in algorithm.memory]

@@ -274,7 +274,8 @@ class PlainState:
                 f"a state of {algorithm.class_name} or of {algorithm.fp32_name}, which "
                 'torch.distributed.checkpoint reads through state_dict_format="fp32", not flattened'
             )
-        if (theirs := algorithm_of_fp32(saved)) is not algorithm:
+        # SGD and Muon have the same.
+        if (theirs := algorithm_of_fp32(saved)).moment_names != algorithm.moment_names:
             raise ValueError(
                 f"state of {name}: got one of {theirs.fp32_name}, expected one of "
                 f"{algorithm.fp32_name} or of {algorithm.class_name}"

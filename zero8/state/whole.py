@@ -32,7 +32,7 @@ class WholeTensor(StateKind):
     def new(self, p: Tensor, info: ParamInfo | None) -> Entries:
         """See `StateKind`."""
         parameter = self._parameter(info)
-        extent, settings = self._extent(p, parameter), self._settings
+        extent, settings = self._extent(p, parameter), self.settings
         zeros = PlainState.zeros(settings.algorithm, settings.codec, parameter, extent, p.device)
         return zeros.entries
 
@@ -52,7 +52,7 @@ class WholeTensor(StateKind):
     def adopted(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """See `StateKind`; moments of an fp32 optimizer are encoded."""
         parameter = self._parameter(info)
-        extent, settings = self._extent(p, parameter), self._settings
+        extent, settings = self._extent(p, parameter), self.settings
         adopted = PlainState.adopted(
             saved,
             settings.algorithm,
@@ -71,7 +71,7 @@ class WholeTensor(StateKind):
             return super().correction(p, saved, info)
         extent = self._extent(p, self._parameter(info))
         part = extent.part_of(key, saved[key], extent.shape, extent.box)
-        kept = self._settings.correction_from(local(p), {key: part})
+        kept = self.settings.correction_from(local(p), {key: part})
         return {key: extent.entry(kept[key], extent.shape, extent.box)} if kept else {}
 
     def saved(self, p: Tensor, state: Entries, in_fp32: bool) -> Entries:
@@ -98,7 +98,7 @@ class WholeTensor(StateKind):
     def _parameter(self, info: ParamInfo | None) -> Piece:
         """Return the whole parameter as a piece."""
         assert info is not None, _KNOWN
-        return self._settings.piece(info, 0, math.prod(info.shape), 0)
+        return self.settings.piece(info, 0, math.prod(info.shape), 0)
 
 
 def _bring_format_to_host(state: Entries) -> None:

@@ -11,7 +11,8 @@ from zero8.op.cuda import CudaKernel, Launched
 from zero8.op.devices import BlockCounts
 from zero8.op.launch import Launch
 from zero8.step.batch import Batch
-from zero8.step.plan import NextStep, Part, Plan
+from zero8.step.part import NextStep, Part
+from zero8.step.plan import Plan
 
 TOO_EARLY = (
     "CUDA graph: a captured step needs states and a compiled kernel; call step() once before "
@@ -75,6 +76,11 @@ class CapturedStep:
         """
         self.batch, self.is_refreshed = batch, False
         self._plan, self._addresses = plan, addresses
+        if any(part.algorithm.is_of_matrices for part in plan.parts):
+            raise RuntimeError(
+                "CUDA graph: got a step of Muon8bitBlockwise, which is several kernel calls; "
+                "capture the forward and the backward only, and call step() after a replay"
+            )
         if any(part.taken is None for part in plan.parts):
             raise RuntimeError(TOO_EARLY)
         self._parts = [CapturedPart.of(part, batch) for part in plan.parts]

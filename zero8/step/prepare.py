@@ -22,13 +22,14 @@ from zero8.step.batch import Batch
 from zero8.step.records import ParamRecords
 
 
-def prepared(settings: Settings, kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
+def prepared(kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
     """Return the records of one parameter; makes its state if it has none.
 
     Raises:
         ValueError: if its state does not fit it.
     """
     (p,), (values,), (grad,), (state,) = single.params, single.values, single.grads, single.states
+    settings = kind.settings
     if not state:
         state |= kind.new(p, info)
     if settings.corrects(p) and "param_correction" not in state:
@@ -42,10 +43,9 @@ def prepared(settings: Settings, kind: StateKind, single: Batch, info: ParamInfo
     flat = values.contiguous().view(-1), grad.contiguous().view(-1)
     pieces = stores[0].table.pieces
     segments = [_segment(settings, number, stores, state, *flat) for number in range(len(pieces))]
-    labels = tuple(piece.name for piece in pieces)
     keys = [_stream_keys(settings, piece.identity) for piece in pieces]
     snapshot = Snapshot(single.values, single.grads, kind.contents([state]))
-    return ParamRecords.of(kind, snapshot, labels, flat, segments, keys)
+    return ParamRecords.of(kind, snapshot, pieces, flat, segments, keys)
 
 
 def _make_contiguous(state: Entries) -> None:

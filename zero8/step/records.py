@@ -16,6 +16,7 @@ from zero8.op.describe import Snapshot
 from zero8.op.structs import KEPT_PIECE
 from zero8.spec.segment import Segment
 from zero8.state.kind import StateKind
+from zero8.state.table import Piece
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,21 +28,21 @@ class ParamRecords:
         snapshot: the tensors that they were made for; they are valid while these match.
         records: (pieces,) `SEGMENT`; `zero8.op.kernel.fill` sets the fields that steps change.
         kept: (pieces,) `KEPT_PIECE`, the constants that `fill` needs.
-        labels: the parameter's label, for each piece.
+        pieces: the pieces.
     """
 
     kind: StateKind
     snapshot: Snapshot
     records: np.ndarray
     kept: np.ndarray
-    labels: tuple[str, ...]
+    pieces: tuple[Piece, ...]
 
     @classmethod
     def of(
         cls,
         kind: StateKind,
         snapshot: Snapshot,
-        labels: tuple[str, ...],
+        pieces: tuple[Piece, ...],
         flat: tuple[Tensor, Tensor],
         segments: Sequence[Segment],
         keys: Sequence[tuple[list[int], int]],
@@ -51,7 +52,7 @@ class ParamRecords:
         Args:
             kind: see the attribute.
             snapshot: see the attribute.
-            labels: see the attribute.
+            pieces: see the attribute.
             flat: the parameter and its gradient, or contiguous copies, in one dimension.
             segments: its pieces, views of `flat` and of the live state.
             keys: for each segment, the dither keys of its moments and that of the parameter.
@@ -63,4 +64,4 @@ class ParamRecords:
         for one, (moment_keys, param_key) in zip(kept, keys, strict=True):
             one["moment_keys"][: len(moment_keys)] = moment_keys
             one["param_key"] = param_key
-        return cls(kind, snapshot, records, kept, labels)
+        return cls(kind, snapshot, records, kept, pieces)

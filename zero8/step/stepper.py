@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes the steps of an optimizer, and caches plans and records between them."""
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -9,9 +9,10 @@ from torch import Tensor
 from zero8.op import kernel
 from zero8.op.describe import Snapshot
 from zero8.op.devices import is_capturing, kernel_on
+from zero8.spec.algorithm import Algorithm
 from zero8.state.extent import NEVER_SHARDED, local
 from zero8.state.header import Entries
-from zero8.state.kind import StateKind, kind_of
+from zero8.state.kind import StateKind
 from zero8.state.memory import counters_of
 from zero8.state.params import KnownParams
 from zero8.state.settings import Settings
@@ -21,7 +22,8 @@ from zero8.step.clipping import Clipped
 from zero8.step.cuda_graph import TOO_EARLY, CapturedStep
 from zero8.step.interrupts import put_off
 from zero8.step.nonfinite import Ledger
-from zero8.step.plan import Kinds, NextStep, Plan
+from zero8.step.part import NextStep
+from zero8.step.plan import Kinds, Plan
 from zero8.step.prepare import prepared
 from zero8.step.records import ParamRecords
 
@@ -37,16 +39,27 @@ class Stepper:
             rounded to nearest; the step takes out those that it has written.
     """
 
-    def __init__(self, settings: Settings, params: KnownParams, kinds: Sequence[StateKind]):
-        """Start without plans; compiles nothing yet."""
+    def __init__(
+        self,
+        settings: Settings,
+        params: KnownParams,
+        kind_of: Callable[[Tensor, Entries], StateKind],
+        algorithm_of: Callable[[Group], Algorithm],
+    ):
+        """Start without plans; compiles nothing yet.
+
+        Args:
+            settings: the settings of the optimizer.
+            params: its parameters.
+            kind_of: returns the kind of a parameter's state.
+            algorithm_of: returns the algorithm of a group.
+        """
         self.counts = Ledger()
         self.grad_factor = 1.0
         self.clipped: Clipped | None = None
         self.copies: dict[Tensor, Tensor] = {}
-        self._settings, self._params, self._kinds = settings, params, kinds
-        self._algorithm = settings.algorithm
-        self._remembered = tuple(one.name for one in self._algorithm.memory)
-        self._counters = counters_of(self._algorithm)
+        self._params, self._kind_of, self._algorithm_of = params, kind_of, algorithm_of
+        self._corrects_bias = settings.bias_correction
         self._kept: dict[int, ParamRecords] = {}  # by the parameter's id
         # By the first parameter's id: ZeRO-3 steps one sub-group after the other.
         self._plans: dict[int, Plan] = {}
@@ -128,7 +141,7 @@ class Stepper:
         records = [self._kept[number] for number in ids]
         kinds = Kinds([one.kind for one in records])
         snapshot = Snapshot(batch.values, batch.grads, kinds.contents(batch.states))
-        self._plans[ids[0]] = plan = Plan.of(self._algorithm, batch, snapshot, kinds, records)
+        self._plans[ids[0]] = plan = Plan.of(batch, snapshot, kinds, records)
         return plan, snapshot.addresses
 
     def _keep_records(
@@ -148,8 +161,8 @@ class Stepper:
                 kernel_on(device)
             for single in unfit:
                 (p,), (its_state,) = single.params, single.states
-                kind = kind_of(self._kinds, p, its_state)
-                self._kept[id(p)] = prepared(self._settings, kind, single, infos[p])
+                kind = self._kind_of(p, its_state)
+                self._kept[id(p)] = prepared(kind, single, infos[p])
         except Exception:  # a failed step must not leave new states behind
             for single in without_state:
                 del state[single.params[0]]
@@ -177,19 +190,20 @@ class Stepper:
     def _next_steps(self, batch: Batch) -> tuple[list[NextStep], list[int]]:
         """Return the distinct next steps, and for each parameter the index of its own."""
         number: dict[tuple[int, tuple[float, ...]], int] = {}
+        groups = {id(group): group for group in batch.groups}
+        counters = {key: counters_of(self._algorithm_of(group)) for key, group in groups.items()}
         which = [
-            number.setdefault((id(group), self._counters(state)), len(number))
+            number.setdefault((id(group), counters[id(group)](state)), len(number))
             for group, state in zip(batch.groups, batch.states, strict=True)
         ]
-        groups = {id(group): group for group in batch.groups}
-        return [self._next_step(groups[at], *counters) for at, counters in number], which
+        return [self._next_step(groups[at], *counts) for at, counts in number], which
 
     def _next_step(self, group: Group, step: float, *memory: float) -> NextStep:
-        number = int(step) + 1
-        after = self._algorithm.next_memory(number, tuple(map(float, memory)), group)
-        entries = {"step": number, **dict(zip(self._remembered, after, strict=True))}
-        corrects = self._settings.bias_correction
-        scalars = self._algorithm.scalars(number, after, group, corrects)
+        number, algorithm = int(step) + 1, self._algorithm_of(group)
+        after = algorithm.next_memory(number, tuple(map(float, memory)), group)
+        names = (one.name for one in algorithm.memory)
+        entries = {"step": number, **dict(zip(names, after, strict=True))}
+        scalars = algorithm.scalars(number, after, group, self._corrects_bias)
         if self.grad_factor != 1.0:
             scalars = scalars._replace(grad_factor=self.grad_factor)
         return NextStep(number, entries, scalars)

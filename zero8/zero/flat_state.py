@@ -14,6 +14,7 @@ from dataclasses import replace
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero8.ranks.numbers import Group
 from zero8.spec.algorithm import Algorithm, MomentRule
 from zero8.spec.codec import Codec
 from zero8.spec.shown import shown_keys
@@ -25,7 +26,7 @@ from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 from zero8.zero.moment_tensor import MomentTensor
-from zero8.zero.partition import table_of
+from zero8.zero.partition import group_of, table_of
 
 
 class FlatPartition(StateKind):
@@ -55,7 +56,7 @@ class FlatPartition(StateKind):
         known = self._params.alive()
 
         def piece(q: Tensor, start: int, numel: int, first: int) -> Piece:
-            return self._settings.piece(known[q], start, numel, first)
+            return self.settings.piece(known[q], start, numel, first)
 
         table = table_of(p, p.numel() if numel is None else numel, list(known), piece)
         if table is not None and table.pieces:
@@ -63,9 +64,13 @@ class FlatPartition(StateKind):
         # DeepSpeed's offload_states removes the tensors that `table_of` reads.
         return None if table is None else self._tables.get(p, table)
 
+    def process_group(self, p: Tensor) -> Group:
+        """See `StateKind`; a partition's parameters are cut among the same ranks."""
+        return group_of(p, list(self._params.alive()))
+
     def new(self, p: Tensor, info: ParamInfo | None) -> dict:
         """See `StateKind`."""
-        algorithm, codec, table = self._settings.algorithm, self._settings.codec, self.table(p)
+        algorithm, codec, table = self.settings.algorithm, self.settings.codec, self.table(p)
         stores = [MomentStore.zeros(codec, rule, table, p.device) for rule in algorithm.moments]
         return {"step": 0, **new_memory(algorithm), **_moments_of(stores)}
 
@@ -76,9 +81,9 @@ class FlatPartition(StateKind):
                 "got the state of a whole parameter for a ZeRO partition of "
                 f"{p.numel()} elements; was the checkpoint saved without ZeRO?"
             )
-        algorithm, table = self._settings.algorithm, self.table(p)
+        algorithm, table = self.settings.algorithm, self.table(p)
         _check_has_moments(algorithm, state)
-        like = None if table is None else (self._settings.codec, table)
+        like = None if table is None else (self.settings.codec, table)
         found: dict[str, MomentStore] = {}
         for rule in _quantized(algorithm, state):
             store = _store_of(rule, state[rule.name])
@@ -98,14 +103,14 @@ class FlatPartition(StateKind):
 
     def adopted(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
         """See `StateKind`."""
-        algorithm, table = self._settings.algorithm, self.table(p)
+        algorithm, table = self.settings.algorithm, self.table(p)
         _check_has_moments(algorithm, saved, "step")
         numbers = {"step": checked_step(saved), **unknown_memory(algorithm)}
         quantized = _quantized(algorithm, saved)
         if len(quantized) == len(algorithm.moments):
             _check_has_moments(algorithm, saved, *new_memory(algorithm))
             numbers |= checked_memory(algorithm, saved)
-        like = self._settings.codec, table
+        like = self.settings.codec, table
         stores = [
             self._fitted(rule, saved[rule.name], table).to(p.device)
             if rule in quantized
@@ -116,7 +121,7 @@ class FlatPartition(StateKind):
 
     def _fitted(self, rule: MomentRule, moment: MomentTensor, table: PieceTable) -> MomentStore:
         """Return a saved moment over this partition's table, verbatim if codec and blocks agree."""
-        saved, codec = _store_of(rule, moment), self._settings.codec
+        saved, codec = _store_of(rule, moment), self.settings.codec
         saved.check_values()
         check_places(saved.table, table)
         # The checkpoint's identities continue its dither.
@@ -127,7 +132,7 @@ class FlatPartition(StateKind):
         if same_blocks and saved.codec == codec:
             return replace(saved.clone(), table=wanted)
         saved.tell_if_retired()
-        if rule == self._settings.algorithm.moments[0]:
+        if rule == self.settings.algorithm.moments[0]:
             self.note_forms(saved, table)
         store = MomentStore.zeros(codec, rule, wanted)
         store.write(0, saved.read(0, table.numel))
@@ -141,7 +146,7 @@ class FlatPartition(StateKind):
             table: the partition's segment table now, with the same ranges.
         """
         for ours, theirs in zip(table.pieces, saved.table.pieces, strict=True):
-            kept = self._settings.codec, ours.block_size
+            kept = self.settings.codec, ours.block_size
             self.reencoded.note((saved.codec, theirs.block_size), kept)
 
     def contents(self, states: Sequence[dict]) -> RecordKey:
@@ -161,7 +166,7 @@ class FlatPartition(StateKind):
 
     def note_writes(self, states: Sequence[dict]) -> None:
         """See `StateKind`."""
-        algorithm = self._settings.algorithm
+        algorithm = self.settings.algorithm
         for state in states:
             for name in algorithm.moment_names:
                 if state[name].store.written:

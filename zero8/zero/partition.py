@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from zero8.ranks.numbers import Group
 from zero8.state.table import Piece, PieceTable
 
 logger = logging.getLogger("zero8")
@@ -40,20 +41,28 @@ def table_of(
     return PieceTable(tuple(sorted(pieces, key=lambda piece: piece.start)), numel)
 
 
+def group_of(flat: Tensor, params: Sequence[Tensor]) -> Group:
+    """Return the ranks that hold the other parts of what a flat partition was cut from.
+
+    Args:
+        flat: the partition.
+        params: the parameters that the optimizer was constructed with.
+    """
+    stage3 = [p.ds_process_group for p in params if hasattr(p, "_z3_optimizer")]
+    if stage3:
+        return _if_shared(stage3[0])
+    storage = flat.untyped_storage().data_ptr()
+    groups = [getattr(p, "_dp_group", None) for p in _touching(params, storage) or params]
+    return _if_shared(next((one for one in groups if one is not None), None))
+
+
 def _stage12_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> list[Piece]:
     """Return the pieces of a group's partition, from the parameters' offsets in the flat buffer.
 
     `_hp_mapping` only says which parameters touch the partition; DeepSpeed computes its offsets in
     the wrong order under `round_robin_gradients`.
     """
-    storage = flat.untyped_storage().data_ptr()
-    touching = [
-        p
-        for p in params
-        if getattr(p, "_hp_mapping", None) is not None
-        and p._hp_mapping.hp_fragment is not None
-        and p._hp_mapping.hp_fragment.untyped_storage().data_ptr() == storage
-    ]
+    touching = _touching(params, flat.untyped_storage().data_ptr())
     if not touching:
         return []  # this rank's partition is all padding
     group_storage = touching[0].untyped_storage().data_ptr()
@@ -84,6 +93,26 @@ def _stage3_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> l
         if numel > 0:
             pieces.append(make(p, start, numel, first))
     return pieces
+
+
+def _touching(params: Sequence[Tensor], storage: int) -> list[Tensor]:
+    """Return the parameters of which a partition of ZeRO 1 or 2 has elements."""
+    return [
+        p
+        for p in params
+        if getattr(p, "_hp_mapping", None) is not None
+        and p._hp_mapping.hp_fragment is not None
+        and p._hp_mapping.hp_fragment.untyped_storage().data_ptr() == storage
+    ]
+
+
+def _if_shared(process_group: Group) -> Group:
+    """Return a process group, None if it has one rank only."""
+    from deepspeed import comm
+
+    if process_group is None or comm.get_world_size(group=process_group) == 1:
+        return None
+    return process_group
 
 
 def _rank_in(process_group) -> int:

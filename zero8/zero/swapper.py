@@ -75,7 +75,13 @@ class SwapsStates(OptimizerSwapper):
     @property
     def kind(self) -> FlatPartition:
         """The optimizer's kind of state for ZeRO partitions."""
-        (kind,) = [kind for kind in self.optimizer.kinds if isinstance(kind, FlatPartition)]
+        kinds = [kind for kind in self.optimizer.kinds if isinstance(kind, FlatPartition)]
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{type(self.optimizer).__name__}: got states on NVMe, where it is not supported; "
+                "offload them to the CPU"
+            )
+        (kind,) = kinds
         return kind
 
     def reserve(self, parameter: Tensor) -> None:

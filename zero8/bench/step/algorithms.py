@@ -24,7 +24,11 @@ HYPER: dict[str, dict[str, Any]] = {
 }
 """Keywords by name of the algorithm.  Every package spells these as zero8 does."""
 
-ZERO8 = {optimizer.algorithm.name: optimizer for optimizer in OPTIMIZERS}
+ZERO8 = {
+    optimizer.algorithm.name: optimizer
+    for optimizer in OPTIMIZERS
+    if not optimizer.algorithm.is_of_matrices  # its step has other costs than memory
+}
 """zero8's optimizers by name of the algorithm."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from operator import itemgetter
 
 from zero8.algorithms.adam import ADAM
-from zero8.algorithms.table import ALGORITHMS, algorithm_called
+from zero8.algorithms.table import ELEMENTWISE, algorithm_called
 from zero8.bench.step.variants import BF16, CUDA_VARIANTS, FP32
 from zero8.spec.grid import MAX_BLOCK_SIZE
 
@@ -27,7 +27,7 @@ SPEED_OVER_FP32: Limits = {
 # Over DeepSpeed's own bf16 states, the alternative for bf16 weights.
 SPEED_OVER_BF16_STATES: Limits = {(ADAM.name, BF16.name, "log"): {AVX2: 3.0, AVX512: 1.0}}
 FRACTION_OF_STREAM: Limits = {
-    **{(one.name, FP32.name, "log"): {AVX2: 0.6, AVX512: 0.85} for one in ALGORITHMS},
+    **{(one.name, FP32.name, "log"): {AVX2: 0.6, AVX512: 0.85} for one in ELEMENTWISE},
     **{(ADAM.name, v.name, "log"): {GPU: 0.85} for v in CUDA_VARIANTS},
     (ADAM.name, FP32.name, "log"): {AVX2: 0.75, AVX512: 0.95, GPU: 0.85},
 }

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon under FSDP2: steps of one process, checkpoints, and gradients that are not finite."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from fsdp_checkpoints import load, save
+from fsdp_worker import whole
+from muon_worker import LATE, OPTIONS, STEPS, Known, alone, optimizer_of, wrong
+from nests import assert_same, difference
+from ranks import error_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+from examples.gpt.engine_fsdp2 import join_ranks
+from zero8.muon import Muon8bitBlockwise
+
+sizes = pytest.mark.parametrize(
+    "world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)], ids=str
+)
+
+
+def sharded(offload: bool = False) -> nn.Module:
+    device = join_ranks().type
+    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    return fully_shard(Known(), mesh=mesh, **policy)
+
+
+def run(model, optimizer, begin: int, end: int, late: str = "") -> None:
+    for step in range(begin, end):
+        model(step, late if step == 0 else "").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def results(model, optimizer) -> dict[str, dict]:
+    """Return by parameter its values and its moments in float32, whole."""
+    before, optimizer.state_dict_format = optimizer.state_dict_format, "fp32"
+    states = optimizer.state_dict()["state"]
+    optimizer.state_dict_format = before
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    values = dict(model.named_parameters())
+    found = {}
+    for number, name in enumerate(names):
+        moments = [
+            whole(states[number][key])
+            for key in ("momentum_buffer", "exp_avg", "exp_avg_sq")
+            if key in states[number]
+        ]
+        found[name] = {"values": whole(values[name].detach()), "moments": moments}
+    return found
+
+
+def codes(optimizer) -> dict:
+    """Return the saved states, whole."""
+    return {
+        number: {key: whole(value) for key, value in state.items()}
+        for number, state in optimizer.state_dict()["state"].items()
+    }
+
+
+def trained(late: str = "", offload: bool = False) -> dict[str, dict]:
+    model = sharded(offload)
+    optimizer = optimizer_of(model)
+    run(model, optimizer, 0, STEPS, late)
+    return results(model, optimizer)
+
+
+DTYPES = {"a": "bfloat16", "conv": "bfloat16", "b": "float32", "experts": "float32"}
+
+
+def trained_in_two_dtypes(is_alone: bool = False) -> dict[str, torch.Tensor]:
+    """Return the values of matrices of two groups, which are orthogonalized in other dtypes."""
+    torch.set_num_threads(1)
+    model = Known() if is_alone else sharded()
+    groups = [
+        {"params": [(n, getattr(model, n)) for n in DTYPES if DTYPES[n] == one], "ns_dtype": one}
+        for one in ("bfloat16", "float32")
+    ]
+    optimizer = Muon8bitBlockwise(groups, **{**OPTIONS, "ns_dtype": "auto"})
+    for step in range(2):
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(getattr(model, name).detach()) for name in DTYPES}
+
+
+def through(folder: Path) -> tuple:
+    """Return what was saved after 2 steps, and what there is after 2 more."""
+    model = sharded()
+    optimizer = optimizer_of(model)
+    run(model, optimizer, 0, 2)
+    save(model, optimizer, "sharded", folder)
+    saved = codes(optimizer)
+    run(model, optimizer, 2, 4)
+    return saved, codes(optimizer), results(model, optimizer)
+
+
+def resumed(folder: Path) -> tuple:
+    """Return what was loaded, and what there is after 2 more steps."""
+    model = sharded()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    optimizer = optimizer_of(model, lr=7.0)
+    load(model, optimizer, "sharded", folder)
+    loaded = codes(optimizer)
+    run(model, optimizer, 2, 4)
+    return loaded, codes(optimizer), results(model, optimizer)
+
+
+def poisoned(name: str) -> dict:
+    """Return results before and after a step in which one rank's first element is NaN."""
+    model = sharded()
+    optimizer = optimizer_of(model)
+    run(model, optimizer, 0, 2)
+    before = results(model, optimizer)
+    model(2).backward()
+    if torch.distributed.get_rank() == 0:
+        getattr(model, name).grad.to_local().view(-1)[0] = torch.nan
+    error = error_of(optimizer.step) or error_of(optimizer.check_finite)
+    optimizer.zero_grad()
+    return {
+        "error": error,
+        "blocks": optimizer.nonfinite_blocks,
+        "before": before,
+        "after": results(model, optimizer),
+        "next": error_of(run, model, optimizer, 3, 4),
+    }
+
+
+@sizes
+def test_fsdp2_muon_steps_are_those_of_one_process(world_size, standing_ranks):
+    expected = alone()
+    for got in standing_ranks(world_size).run(trained):
+        assert wrong(got, expected) == []
+
+
+def test_fsdp2_muon_steps_of_a_late_gradient_are_those_of_one_process(standing_ranks):
+    """The rounds of the first step have a parameter less; and parameters may be offloaded."""
+    expected = alone(late=LATE)
+    for got in standing_ranks(2).run(trained, late=LATE, offload=True):
+        assert wrong(got, expected) == []
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+def test_fsdp2_muon_groups_are_orthogonalized_in_their_own_dtypes(standing_ranks):
+    """As in one process, to the bit."""
+    expected = trained_in_two_dtypes(is_alone=True)
+    for got in standing_ranks(2).run(trained_in_two_dtypes):
+        assert difference(got, expected) == ""
+
+
+@sizes
+def test_fsdp2_muon_resumes_with_the_same_bits(world_size, standing_ranks, tmp_path):
+    ranks = standing_ranks(world_size)
+    expected = ranks.run(through, folder=tmp_path)
+    for ours, theirs in zip(ranks.run(resumed, folder=tmp_path), expected, strict=True):
+        assert difference(ours, theirs) == ""
+
+
+def test_fsdp2_muon_checkpoint_of_two_ranks_resumes_on_one(standing_ranks, tmp_path):
+    """No block is cut; so the loaded states are the same, and the momentum that follows."""
+    (saved, later, _), _ = standing_ranks(2).run(through, folder=tmp_path)
+    ((loaded, later_here, got),) = standing_ranks(1).run(resumed, folder=tmp_path)
+    assert_same(loaded, saved)
+    assert_same(later_here, later)
+    assert wrong(got, alone(4)) == []
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+@sizes
+def test_fsdp2_muon_gradient_that_is_not_finite_leaves_its_matrix_on_all_ranks(
+    name, world_size, standing_ranks
+):
+    """On the other ranks nothing but the matrix that they get is not finite."""
+    expected = alone()
+    for rank in standing_ranks(world_size).run(poisoned, name=name):
+        kind, text = rank["error"]
+        assert kind == "FloatingPointError" and name in text and rank["blocks"] > 0
+        before, after = rank["before"], rank["after"]
+        assert torch.equal(after[name]["values"], before[name]["values"])
+        (m,), (m_before,), (m_clean,) = (one[name]["moments"] for one in (after, before, expected))
+        m, m_before, m_clean = (x.view(-1) for x in (m, m_before, m_clean))
+        assert torch.equal(m[:256], m_before[:256]) and torch.equal(m[256:], m_clean[256:])
+        others = {key: value for key, value in after.items() if key != name}
+        assert wrong(others, {key: expected[key] for key in others}) == []
+        assert rank["next"] is None

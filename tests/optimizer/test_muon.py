@@ -1,0 +1,530 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon on plain tensors: its steps, which parameters it takes, its states, and what it refuses."""
+
+import copy
+import math
+import pickle
+
+import newton_schulz
+import numpy as np
+import pytest
+import torch
+from nests import assert_same
+from small_optimizers import assert_equal, gamma, param, set_grads
+from torch import nn
+
+from zero8 import Adam8bitBlockwise, SGD8bitBlockwise, StableEmbedding
+from zero8.algorithms.muon import MUON
+from zero8.muon import Muon8bitBlockwise
+from zero8.spec import dither, reference
+from zero8.spec.codec import CODECS
+from zero8.spec.grid import BlockGrid
+from zero8.spec.segment import Moment, Rounding, Segment
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+FP32, BF16 = torch.float32, torch.bfloat16
+EXACT = {"ns_dtype": "float32", "adjust_lr_fn": "original"}
+codecs = pytest.mark.parametrize("codec", CODECS)
+nesterovs = pytest.mark.parametrize("nesterov", [True, False])
+
+
+def muon(*params: nn.Parameter, **keywords) -> Muon8bitBlockwise:
+    """Return an optimizer of matrices called 0, 1, ..."""
+    return Muon8bitBlockwise(
+        [(str(number), p) for number, p in enumerate(params)], **{"lr": 0.01, **EXACT, **keywords}
+    )
+
+
+def run(optimizer, params, steps: int, start: int = 0) -> None:
+    for step in range(start, start + steps):
+        set_grads(params, step)
+        optimizer.step()
+
+
+def codes_of(optimizer, p) -> dict[str, torch.Tensor]:
+    """Return the entries of a moment."""
+    return {k: v for k, v in optimizer.state[p].items() if k.startswith("momentum_buffer")}
+
+
+# --- The step ------------------------------------------------------------------------------------
+
+
+@nesterovs
+@pytest.mark.parametrize("shape", [(4, 12), (12, 4)], ids=["wide", "tall"])
+def test_muon_float32_moments_follow_float64(shape, nesterov):
+    """Keller Jordan's Muon in float64, written here, is the exact value.
+
+    m = sum a_i g_i: a term rounds 3 times per step (constant, product, sum), so m is within
+    gamma(3t) M, where M = sum a_i |g_i|; and u, of three roundings more, within
+
+        d = gamma(3t + 3) U,   U = momentum M + (1-momentum) |g|   or M without Nesterov.
+
+    `newton_schulz.with_bound` makes of |d| a bound o on O.  p has rounded lr, decay, their products
+    and the sum, and so with size = lr ratio:
+
+        e_t = decay (1 + gamma(3)) e_{t-1} + size o + gamma(3) (decay |p| + size (|O| + o))
+    """
+    lr, momentum, weight_decay = 0.02, 0.9, 0.1
+    p = param(*shape)
+    keywords = {"momentum": momentum, "weight_decay": weight_decay, "fp32_params": ["*"]}
+    optimizer = muon(p, lr=lr, nesterov=nesterov, **keywords)
+    exact = p.detach().double().numpy()
+    m, absolute, error = (np.zeros(shape) for _ in range(3))
+    size, decay = lr * math.sqrt(max(1, shape[0] / shape[1])), 1 - lr * weight_decay
+    for t in range(1, 5):
+        set_grads([p], t)
+        g = p.grad.double().numpy()
+        optimizer.step()
+        m = m + (1 - momentum) * (g - m)
+        absolute = momentum * absolute + (1 - momentum) * np.abs(g)
+        u, u_size = m, absolute
+        if nesterov:
+            u = g + momentum * (m - g)
+            u_size = momentum * absolute + (1 - momentum) * np.abs(g)
+        u_error = float(np.linalg.norm(gamma(3 * t + 4) * u_size))
+        o, o_error = newton_schulz.with_bound(u, u_error)
+        error = decay * (1 + gamma(4)) * error + size * o_error
+        error += gamma(4) * (decay * np.abs(exact) + size * (np.abs(o) + o_error))
+        exact = decay * exact - size * o
+        assert (np.abs(p.detach().double().numpy() - exact) <= error).all(), f"step {t}"
+    assert error.max() < lr / 5  # the bound is below one update, whose norm is about lr sqrt(8)
+    found = optimizer.state[p]["momentum_buffer"].double().numpy()
+    assert (np.abs(found - m) <= gamma(3 * 4 + 1) * absolute).all()
+
+
+@codecs
+@nesterovs
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_muon_momentum_has_the_bits_of_the_reference(codec, nesterov, dtype):
+    """(O1) with the key of its name; what the reference does to a parameter is not Muon's."""
+    p = param(20, 300, dtype=dtype)
+    optimizer = Muon8bitBlockwise(
+        [("layer.weight", p)], codec=codec, seed=5, nesterov=nesterov, momentum=0.9
+    )
+    grid, identity = BlockGrid.of((20, 300), 256), dither.identity_of("layer.weight")
+    code = CODECS[codec].code_of(MUON.moments[0])
+    values = torch.full((6000,), code.zero_code, dtype=torch.uint8)
+    moment = Moment(values, torch.zeros(grid.num_blocks, *code.scale_shape))
+    key = dither.stream_key(5, identity, MUON.moment_names[0])
+    for step in range(1, 5):
+        set_grads([p], step)
+        optimizer.step()
+        moment.phase = dither.phase_of(key, step)
+        segment = Segment(
+            param=torch.zeros(6000),
+            grad=p.grad.view(-1),
+            algorithm=MUON,
+            moments=[moment],
+            codec=CODECS[codec],
+            grid=grid,
+            first=0,
+            scalars=MUON.scalars(step, (), optimizer.param_groups[0], True),
+            param_phase=0,
+            rounding=Rounding.NEAREST,
+        )
+        assert reference.step(segment) == 0
+        state = optimizer.state[p]
+        assert torch.equal(state["momentum_buffer_q8"].view(-1), moment.values)
+        scales = state["momentum_buffer_scale"].view(moment.scales.shape)
+        assert torch.equal(scales, moment.scales)
+
+
+@codecs
+def test_muon_momentum_has_the_bits_of_sgd_with_equal_dampening(codec):
+    """SGD's first step has no dampening: there the gradient is 0, and the moment with it."""
+    p, q = param(20, 300), param(20, 300)
+    ours = muon(p, codec=codec, momentum=0.9)
+    sgd = SGD8bitBlockwise([("0", q)], codec=codec, momentum=0.9, dampening=0.9)
+    for step in range(5):
+        set_grads([p, q], step)
+        if step == 0:
+            p.grad.zero_()
+        q.grad = p.grad.clone()
+        ours.step()
+        sgd.step()
+        assert_same(codes_of(ours, p), codes_of(sgd, q))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_muon_steps_other_parameters_as_adamw(dtype):
+    shapes = {"embed_tokens.weight": (40, 300), "bias": (5000,), "norm": (17,)}
+    mine = {name: param(*shape, dtype=dtype) for name, shape in shapes.items()}
+    theirs = {name: param(*shape, dtype=dtype) for name, shape in shapes.items()}
+    matrix = param(30, 300, dtype=dtype)
+    keywords = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.2, "seed": 3}
+    ours = Muon8bitBlockwise([*mine.items(), ("matrix", matrix)], **keywords)
+    adam = Adam8bitBlockwise(list(theirs.items()), **keywords)
+    for step in range(4):
+        set_grads([*mine.values(), matrix], step)
+        set_grads(theirs.values(), step)
+        ours.step()
+        adam.step()
+    assert_equal(mine.values(), theirs.values())
+    for name in shapes:
+        assert_same(ours.state[mine[name]], adam.state[theirs[name]])
+
+
+def test_muon_zero_gradients_leave_a_matrix_without_decay():
+    p = param(16, 300)
+    before = p.detach().clone()
+    p.grad = torch.zeros_like(p)
+    muon(p, weight_decay=0.0).step()
+    assert torch.equal(p, before)
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64)], ids=["wide", "tall"])
+def test_muon_learning_rates_have_the_ratio_of_adjust_lr_fn(shape):
+    """From zeros a step is one product; with an lr of 1 and a ratio of 1 or 2 it is exact."""
+    found = {}
+    for adjust_lr_fn in ("original", "match_rms_adamw", None):
+        p = nn.Parameter(torch.zeros(shape))
+        run(muon(p, lr=1.0, adjust_lr_fn=adjust_lr_fn), [p], 1)
+        found[adjust_lr_fn] = p.detach()
+    assert torch.equal(found[None], found["original"])
+    direction = found["original"] / math.sqrt(max(1, shape[0] / shape[1]))
+    assert 0.5 < direction.norm() / math.sqrt(min(shape)) < 1.2025  # the mean of singular values
+    assert torch.equal(found["match_rms_adamw"], torch.tensor(0.2 * math.sqrt(256)) * direction)
+
+
+def difference_bound(optimizer, p, matrices: int) -> float:
+    """Return how far two orthogonalizations in float32 of the next u can be apart, times lr.
+
+    Each is within the bound from the exact one; u, computed here in float64, has 6 roundings there.
+    """
+    g = p.grad.double().numpy()
+    momentum, lr = optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["lr"]
+    before = np.zeros(g.shape)
+    if optimizer.state[p]:
+        (store,) = optimizer.moments(p)
+        before = store.read(0, p.numel()).view(p.shape).double().numpy()
+    u = momentum * (momentum * before + (1 - momentum) * g) + (1 - momentum) * g
+    size = np.abs(momentum**2 * before) + np.abs((1 - momentum**2) * g)
+    bounds = []
+    for one, one_size in zip(*(x.reshape(matrices, -1) for x in (u, size)), strict=True):
+        rows = p.shape[1] if matrices > 1 else p.shape[0]
+        one = one.reshape(rows, -1)
+        error = float(np.linalg.norm(gamma(6) * one_size))
+        ratio = math.sqrt(max(1, one.shape[0] / one.shape[1]))
+        # Two more roundings each, of the product and of the weight, which is below 8.
+        bounds.append(2 * lr * ratio * newton_schulz.with_bound(one, error)[1] + 16 * gamma(2))
+    return max(bounds)
+
+
+def test_muon_experts_step_as_the_matrices_one_by_one():
+    """The same momentum where rows are the same blocks, and weights that differ by roundings."""
+    stacked = param(3, 4, 12)
+    singles = [nn.Parameter(one.clone()) for one in stacked.detach()]
+    settings = {"fp32_params": ["*"], "weight_decay": 0.0}
+    together, apart = muon(stacked, **settings), muon(*singles, **settings)
+    bound = 0.0
+    for step in range(3):
+        set_grads([stacked], step)
+        for p, g in zip(singles, stacked.grad, strict=True):
+            p.grad = g.clone()
+        bound += difference_bound(together, stacked, 3)
+        together.step()
+        apart.step()
+        for number, p in enumerate(singles):
+            m, alone = together.state[stacked]["momentum_buffer"][number], apart.state[p]
+            assert torch.equal(m, alone["momentum_buffer"])
+            assert (stacked[number] - p).abs().max() <= bound
+    assert bound < 0.01 / 5
+
+
+def test_muon_filters_step_as_the_matrix_of_their_rows():
+    filters = param(4, 3, 2, 2)
+    matrix = nn.Parameter(filters.detach().clone().view(4, 12))
+    settings = {"fp32_params": ["*"], "weight_decay": 0.0}
+    ours, theirs = muon(filters, **settings), muon(matrix, **settings)
+    bound = 0.0
+    for step in range(3):
+        set_grads([filters], step)
+        matrix.grad = filters.grad.clone().view(4, 12)
+        bound += difference_bound(theirs, matrix, 1)
+        ours.step()
+        theirs.step()
+        assert (filters.view(4, 12) - matrix).abs().max() <= bound
+    assert bound < 0.01 / 5
+
+
+def test_muon_bfloat16_weights_are_dithered_by_seed():
+    def trained(seed):
+        p, q = param(40, 256, dtype=BF16), param(3, 10, 64, dtype=BF16)
+        run(muon(p, q, seed=seed, lr=1e-4), [p, q], 3)
+        return p, q
+
+    ours = trained(1)
+    assert_equal(ours, trained(1))
+    assert any((p != q).any() for p, q in zip(ours, trained(2), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_muon_chunks_of_equal_shapes_take_the_steps_of_each_alone(dtype):
+    """Momentum to the bit; the gradients do not depend on the weights."""
+    params = [param(16, 256, seed=n, dtype=dtype) for n in range(4)]
+    together = muon(*params)
+    run(together, params, 2)
+    for number in range(4):
+        q = param(16, 256, seed=number, dtype=dtype)
+        alone = Muon8bitBlockwise([(str(number), q)], lr=0.01, **EXACT)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(1000 * step + number)
+            q.grad = torch.randn(q.shape, generator=generator).to(dtype)
+            alone.step()
+        assert_same(codes_of(together, params[number]), codes_of(alone, q))
+
+
+# --- Numbers that are not finite -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 2.0**63])
+@pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(16, 512), (4, 8, 256), (1, 1)], ids=str)
+def test_muon_gradient_that_is_not_finite_leaves_its_matrix(shape, ns_dtype, bad):
+    """Its weights as they were, the momentum of its other blocks stepped, and so all others."""
+    params = [param(*shape, seed=n) for n in range(3)] + [param(5000)]
+    good = [param(*shape, seed=n) for n in range(3)] + [param(5000)]
+    ours, theirs = muon(*params, ns_dtype=ns_dtype), muon(*good, ns_dtype=ns_dtype)
+    for step in range(2):
+        for optimizer, those in ((ours, params), (theirs, good)):
+            set_grads(those, step)
+            if step == 0:
+                optimizer.step()
+    before = params[1].detach().clone()
+    m_before = ours.moments(params[1])[0].read(0, before.numel())
+    params[1].grad.view(-1)[0] = bad
+    with pytest.raises(FloatingPointError, match=r"in 1 parameter\(s\): '?1'? "):
+        ours.step()
+    theirs.step()
+    m = ours.moments(params[1])[0].read(0, before.numel())
+    expected = theirs.moments(good[1])[0].read(0, before.numel())
+    block = min(256, before.numel())
+    assert torch.equal(m[:block], m_before[:block])
+    assert torch.equal(m[block:], expected[block:])
+    per_matrix = before.numel() // (shape[0] if len(shape) == 3 else 1)
+    assert torch.equal(params[1].view(-1)[:per_matrix], before.view(-1)[:per_matrix])
+    assert torch.equal(params[1].view(-1)[per_matrix:], good[1].view(-1)[per_matrix:])
+    for number in (0, 2, 3):
+        assert torch.equal(params[number], good[number])
+    assert ours.nonfinite_blocks > 0
+    run(ours, params, 1, start=2)
+    assert (params[1] != before).any()
+
+
+# --- Which parameters it takes -------------------------------------------------------------------
+
+
+def groups_of(optimizer) -> dict[bool, list[str]]:
+    """Return the names in the groups of Muon and of AdamW."""
+    return {group["use_muon"]: group["param_names"] for group in optimizer.param_groups}
+
+
+def model() -> nn.Module:
+    made = nn.Module()
+    made.embed_tokens = nn.Embedding(20, 64)
+    made.stable = StableEmbedding(20, 64)
+    made.inner = nn.Linear(64, 64)
+    made.conv = nn.Conv2d(4, 8, 3)
+    made.lm_head = nn.Linear(64, 20)
+    return made
+
+
+def test_muon_takes_matrices_by_their_names():
+    expected = {"inner.weight", "conv.weight"}
+    whole = model()
+    groups = groups_of(Muon8bitBlockwise(whole.named_parameters()))
+    assert set(groups[True]) == expected
+    assert set(groups[False]) == {name for name, _ in whole.named_parameters()} - expected
+
+
+def test_muon_takes_matrices_that_no_pattern_matches():
+    whole = model()
+    optimizer = Muon8bitBlockwise(whole.named_parameters(), adam_params=["inner*", "co*"])
+    assert set(groups_of(optimizer)[True]) == {"embed_tokens.weight", "lm_head.weight"}
+    matrices = {"inner.weight", "lm_head.weight", "embed_tokens.weight", "conv.weight"}
+    optimizer = Muon8bitBlockwise(whole.named_parameters(), adam_params=[])
+    assert set(groups_of(optimizer)[True]) == matrices
+
+
+def test_muon_takes_parameters_by_their_attribute_before_their_names():
+    made = model()
+    for p in made.parameters():
+        p.use_muon = False
+    made.lm_head.weight.use_muon = True
+    groups = groups_of(Muon8bitBlockwise(made.named_parameters()))
+    assert groups[True] == ["lm_head.weight"] and len(groups[False]) == 9
+    optimizer = Muon8bitBlockwise(made.parameters())  # without names, which nothing needs
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 9]
+
+
+def test_muon_keeps_groups_that_say_who_takes_them():
+    embed, matrix, bias = param(20, 64), param(30, 64, seed=1), param(64)
+    groups = [
+        {"params": [embed], "use_muon": True, "lr": 0.5},
+        {"params": [matrix, bias], "use_muon": False},
+    ]
+    optimizer = Muon8bitBlockwise(groups)
+    found = [(g["use_muon"], g["lr"], len(g["params"])) for g in optimizer.param_groups]
+    assert found == [(True, 0.5, 1), (False, 1e-3, 2)]
+    run(optimizer, [embed, matrix, bias], 1)
+    assert "exp_avg_sq" in "".join(optimizer.state[matrix])
+    assert "momentum_buffer" in "".join(optimizer.state[embed])
+
+
+def test_muon_splits_each_group_and_keeps_its_settings():
+    params = [("a", param(8, 64)), ("a.bias", param(64)), ("b", param(9, 64)), ("b.bias", param(7))]
+    groups = [{"params": params[:2], "lr": 0.5}, {"params": params[2:], "weight_decay": 0.3}]
+    optimizer = Muon8bitBlockwise(groups)
+    found = [
+        (g["use_muon"], g["param_names"], g["lr"], g["weight_decay"])
+        for g in optimizer.param_groups
+    ]
+    assert found == [
+        (True, ["a"], 0.5, 0.1),
+        (False, ["a.bias"], 0.5, 0.1),
+        (True, ["b"], 1e-3, 0.3),
+        (False, ["b.bias"], 1e-3, 0.3),
+    ]
+
+
+def test_muon_added_group_is_split():
+    optimizer = Muon8bitBlockwise([("first", param(8, 64))])
+    optimizer.add_param_group({"params": [("embed", param(8, 64)), ("inner", param(8, 64))]})
+    found = [(group["use_muon"], group["param_names"]) for group in optimizer.param_groups]
+    assert found == [(True, ["first"]), (True, ["inner"]), (False, ["embed"])]
+
+
+def test_muon_refused_group_leaves_no_part():
+    """AdamW's part is refused, after Muon's was added."""
+    optimizer = Muon8bitBlockwise([("first", param(8, 64))])
+    group = {"params": [("inner", param(8, 64)), ("bias", param(64))], "betas": (2.0, 0.9)}
+    with pytest.raises(ValueError, match="betas"):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_muon_parameters_without_names_raise():
+    with pytest.raises(ValueError, match=r"pass model\.named_parameters\(\)"):
+        Muon8bitBlockwise(model().parameters())
+
+
+def test_muon_group_of_vectors_raises():
+    with pytest.raises(ValueError, match=r"use_muon: .*expected 2 dimensions"):
+        Muon8bitBlockwise([{"params": [param(64)], "use_muon": True}])
+
+
+def test_muon_vector_with_the_attribute_raises():
+    p = param(64)
+    p.use_muon = True
+    with pytest.raises(ValueError, match=r"use_muon: .*expected 2 dimensions"):
+        Muon8bitBlockwise([("p", p)])
+
+
+# --- States --------------------------------------------------------------------------------------
+
+SHAPES = {
+    "embed": (20, 300),
+    "inner": (16, 512),
+    "experts": (3, 10, 256),
+    "conv": (16, 8, 3, 3),
+    "bias": (5000,),
+}
+
+
+def made(dtype=FP32, **keywords):
+    params = {name: param(*shape, dtype=dtype) for name, shape in SHAPES.items()}
+    keywords = {"lr": 0.01, **keywords}
+    return params, Muon8bitBlockwise(list(params.items()), **keywords)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_muon_state_dict_resumes_with_the_same_bits(dtype, tmp_path):
+    params, optimizer = made(dtype)
+    run(optimizer, params.values(), 2)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    others, resumed = made(dtype, lr=7.0)
+    with torch.no_grad():
+        for p, q in zip(others.values(), params.values(), strict=True):
+            p.copy_(q)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for p, q in zip(others.values(), params.values(), strict=True):
+        assert_same(resumed.state[p], optimizer.state[q])
+    run(optimizer, params.values(), 2, start=2)
+    run(resumed, others.values(), 2, start=2)
+    assert_equal(others.values(), params.values())
+
+
+def test_muon_fp32_state_dict_loads_with_the_moments():
+    """The codes of decoded moments are the same, up to the dither: float32 moments keep them."""
+    params, optimizer = made(state_dict_format="fp32")
+    run(optimizer, params.values(), 2)
+    others, resumed = made(fp32_params=["*"])
+    resumed.load_state_dict(optimizer.state_dict())
+    for p, q in zip(others.values(), params.values(), strict=True):
+        assert resumed.state[p]["step"] == 2
+        for ours, theirs in zip(resumed.moments(p), optimizer.moments(q), strict=True):
+            assert torch.equal(ours.read(0, p.numel()), theirs.read(0, p.numel()))
+
+
+def test_muon_state_dict_of_torchs_muon_loads_with_the_moments():
+    """Whose groups have no use_muon, and whose eps is that of the norm."""
+    p, q = param(16, 300), param(16, 300)
+    twin = torch.optim.Muon([("inner", q)], lr=0.02)
+    run(twin, [q], 2)
+    optimizer = Muon8bitBlockwise([("inner", p)], fp32_params=["*"])
+    optimizer.load_state_dict(twin.state_dict())
+    assert torch.equal(optimizer.state[p]["momentum_buffer"], twin.state[q]["momentum_buffer"])
+    assert optimizer.param_groups[0]["lr"] == 0.02
+    run(optimizer, [p], 1, start=2)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_muon_copies_go_on_with_the_same_bits(copied):
+    params, optimizer = made(BF16, adam_params=["em*"])
+    run(optimizer, params.values(), 2)
+    other = copied(optimizer)
+    assert other.adam_params == ("em*",)
+    assert [g["use_muon"] for g in other.param_groups] == [True, False]
+    theirs = {
+        name: p
+        for group in other.param_groups
+        for name, p in zip(group["param_names"], group["params"], strict=True)
+    }
+    run(optimizer, params.values(), 2, start=2)
+    run(other, [theirs[name] for name in params], 2, start=2)
+    for name, p in params.items():
+        assert torch.equal(p, theirs[name]) and p is not theirs[name]
+        assert_same(optimizer.state[p], other.state[theirs[name]])
+    other.add_param_group({"params": [("new", param(8, 64))]})
+
+
+# --- Values that it refuses ----------------------------------------------------------------------
+
+BAD = {
+    "lr": [-1.0, math.nan, "fast"],
+    "weight_decay": [-0.1, math.nan, "much"],
+    "momentum": [0.0, 1.0, -0.5, math.nan, "0.9", None],
+    "nesterov": ["yes", 2],
+    "ns_coefficients": [(1.0, 2.0), 3.0, "abc", ("a", "b", "c"), (1.0, math.nan, 2.0), None],
+    "ns_steps": [0, -1, 100, 2.5, True, "5"],
+    "ns_eps": [-1e-7, math.nan, "small"],
+    "ns_dtype": ["float16", torch.float32, None],
+    "adjust_lr_fn": ["matched", 3, "Original"],
+    "betas": [(1.0, 0.9), (0.9,), 0.9],
+    "eps": [-1e-8, "small"],
+    "adam_params": ["embed", [3], [None]],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in BAD.items() for value in values], ids=str
+)
+def test_muon_bad_values_raise(name, value):
+    """Those of both algorithms, as soon as there are parameters of each."""
+    with pytest.raises(ValueError, match=name):
+        Muon8bitBlockwise([("inner", param(8, 64)), ("bias", param(64))], **{name: value})
+
+
+def test_muon_unknown_keywords_raise():
+    with pytest.raises(ValueError, match="ns_step"):
+        Muon8bitBlockwise([("inner", param(8, 64))], ns_step=5)

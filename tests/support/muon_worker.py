@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that Muon steps on known gradients, in one process and on ranks, and what came of it."""
+
+import torch
+from torch import Tensor, nn
+
+from zero8.muon import Muon8bitBlockwise
+
+# Six ranks' partitions of Muon's parameters, of AdamW's, and of each alone have whole blocks of
+# 256.  Rows of FSDP2 are ragged, and one rank of three has none of the experts.
+SHAPES = {
+    "a": (18, 256),
+    "b": (12, 512),
+    "experts": (2, 6, 256),
+    "conv": (6, 16, 4, 4),
+    "embed": (12, 256),
+    "bias": (1536,),
+}
+MATRICES = ("a", "b", "experts", "conv")
+LATE = "b"
+"""It has no gradient in the first step."""
+LR, MOMENTUM = 1e-3, 0.9
+OPTIONS = {
+    "lr": LR,
+    "momentum": MOMENTUM,
+    "ns_dtype": "float32",
+    "weight_decay": 0.1,
+    "min_8bit_size": 1,
+}
+STEPS = 3
+
+
+class Known(nn.Module):
+    """Parameters whose gradients are known: those of the sum of their products with them."""
+
+    def __init__(self):
+        super().__init__()
+        for number, (name, shape) in enumerate(SHAPES.items()):
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+            self.register_parameter(name, nn.Parameter(values))
+
+    def forward(self, step: int, without: str = "") -> Tensor:
+        """Return the loss of a step, which one parameter may have no part in."""
+        return sum(
+            (p * gradient(name, step).to(p.device)).sum()
+            for name, p in self.named_parameters()
+            if name != without
+        )
+
+
+def gradient(name: str, step: int) -> Tensor:
+    """Return a gradient of three times 4 bits: means over up to 3 ranks are exact."""
+    generator = torch.Generator().manual_seed(1000 * step + list(SHAPES).index(name))
+    return 3 * torch.randn(SHAPES[name], generator=generator).to(torch.float8_e4m3fn).float()
+
+
+def optimizer_of(model: nn.Module, **options) -> Muon8bitBlockwise:
+    return Muon8bitBlockwise(model.named_parameters(), **{**OPTIONS, **options})
+
+
+def alone(steps: int = STEPS, late: str = "") -> dict[str, dict]:
+    """Return by parameter its values and its moments in float32 after steps of one process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as ranks have
+    try:
+        model = Known()
+        optimizer = optimizer_of(model)
+        for step in range(steps):
+            model(step, late if step == 0 else "").backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        name: {
+            "values": p.detach().clone(),
+            "moments": [one.read(0, p.numel()).view(p.shape) for one in optimizer.moments(p)],
+        }
+        for name, p in model.named_parameters()
+    }
+
+
+def wrong(got: dict[str, dict], expected: dict[str, dict]) -> list[str]:
+    """Return what has not the bits of one process.
+
+    Moments have them as no block is cut.  So updates are equal before they are orthogonalized; the
+    shapes differ, so each matrix is orthogonalized by itself here and there, by the same calls on
+    one thread, on memory that torch aligns.  AdamW's parameters have the same gradients.
+    """
+    found = []
+    for name, entries in expected.items():
+        ours = got[name]
+        pairs = zip(ours["moments"], entries["moments"], strict=True)
+        if not all(torch.equal(x, y) for x, y in pairs):
+            found.append(f"{name}: moments")
+        if not torch.equal(ours["values"], entries["values"]):
+            distance = (ours["values"] - entries["values"]).abs().max().item()
+            found.append(f"{name}: {distance} apart")
+    return found

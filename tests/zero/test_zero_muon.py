@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon under ZeRO: steps of one process in every stage, and checkpoints."""
+
+import deepspeed
+import pytest
+from deepspeed.utils import safe_get_full_optimizer_state
+from muon_worker import MATRICES, OPTIONS, SHAPES, STEPS, Known, alone, wrong
+from nests import difference
+from zero_worker import base_optimizer, config, held, make_engine, take_step
+
+MUON = {"optimizer": "Muon8bitBlockwise", **OPTIONS}
+LAYOUTS = {
+    "no zero": config(stage=0, offload=None, **MUON),
+    "zero1": config(stage=1, offload=None, **MUON),
+    "zero2": config(stage=2, offload=None, **MUON),
+    "zero2 offload": config(**MUON),
+    "zero3": config(stage=3, offload=None, **MUON),
+    "zero3 offload": config(stage=3, **MUON),
+    # Partitions in several parts, of which each is stepped by itself.
+    "zero3 offload, parts": config(stage=3, zero={"sub_group_size": 4000}, **MUON),
+}
+BFLOAT16 = config(dtype={}, **MUON)
+QUICK = ("zero2 offload", "zero3 offload, parts")
+
+
+def results(engine) -> dict[str, dict]:
+    """Return by parameter its values and its moments in float32, whole."""
+    found = {}
+    for name, p in engine.module.named_parameters():
+        keys = ("momentum_buffer",) if name in MATRICES else ("exp_avg", "exp_avg_sq")
+        moments = [safe_get_full_optimizer_state(p, key) for key in keys]
+        with deepspeed.zero.GatheredParameters([p] if hasattr(p, "ds_id") else []):
+            values = p.detach().clone()
+        found[name] = {"values": values, "moments": [one.view(SHAPES[name]) for one in moments]}
+    return found
+
+
+def trained(layout: str) -> tuple[dict, list]:
+    """Return `results` after some steps, and the groups' use_muon."""
+    engine = make_engine(LAYOUTS[layout], Known())
+    for step in range(STEPS):
+        take_step(engine, step)
+    return results(engine), [group["use_muon"] for group in base_optimizer(engine).param_groups]
+
+
+def trained_without_zero() -> dict:
+    """Return the values without ZeRO, whose optimizer's states DeepSpeed does not look for."""
+    engine = make_engine(LAYOUTS["no zero"], Known())
+    for step in range(STEPS):
+        take_step(engine, step)
+    optimizer, found = base_optimizer(engine), {}
+    for name, p in engine.module.named_parameters():
+        moments = [one.read(0, p.numel()).view(p.shape) for one in optimizer.moments(p)]
+        found[name] = {"values": p.detach().clone(), "moments": moments}
+    return found
+
+
+def train_through_and_resumed(folder: str, ds_config: dict) -> tuple:
+    """Return what a run holds that never stopped, and one that was saved and loaded."""
+    engine = make_engine(ds_config, Known())
+    for step in range(2):
+        take_step(engine, step)
+    engine.save_checkpoint(folder, tag="muon")
+    for step in range(2, 4):
+        take_step(engine, step)
+    through = held(engine)
+    engine = make_engine(ds_config, Known())
+    engine.load_checkpoint(folder, tag="muon")
+    for step in range(2, 4):
+        take_step(engine, step)
+    return through, held(engine)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        pytest.param(
+            layout, size, marks=[] if layout in QUICK and size == 2 else [pytest.mark.slow]
+        )
+        for layout in LAYOUTS
+        if layout != "no zero"
+        for size in (1, 2, 3)
+    ],
+)
+def test_zero_muon_steps_are_those_of_one_process(layout, world_size, standing_ranks):
+    expected = alone()
+    for got, use_muon in standing_ranks(world_size).run(trained, layout=layout):
+        assert wrong(got, expected) == []
+        assert set(use_muon) == {True, False}
+
+
+def test_deepspeed_muon_steps_without_zero_are_those_of_one_process(standing_ranks):
+    expected = alone()
+    for got in standing_ranks(2).run(trained_without_zero):
+        assert wrong(got, expected) == []
+
+
+@pytest.mark.parametrize(
+    "ds_config",
+    [
+        LAYOUTS["zero2 offload"],
+        pytest.param(BFLOAT16, marks=pytest.mark.slow),
+        pytest.param(LAYOUTS["zero1"], marks=pytest.mark.slow),
+        pytest.param(LAYOUTS["zero3 offload, parts"], marks=pytest.mark.slow),
+    ],
+    ids=["zero2 offload", "zero2 offload, bf16", "zero1", "zero3 offload, parts"],
+)
+def test_zero_muon_resumes_with_the_same_bits(ds_config, standing_ranks, tmp_path):
+    arguments = {"folder": str(tmp_path), "ds_config": ds_config}
+    for through, resumed in standing_ranks(2).run(train_through_and_resumed, **arguments):
+        assert difference(through, resumed) == ""

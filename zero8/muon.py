@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Muon8bitBlockwise`: Muon for matrices and AdamW for all else, in one optimizer."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from zero8 import frameworks
+from zero8.algorithms.adam import ADAM
+from zero8.algorithms.muon import MUON
+from zero8.blockwise import BlockwiseOptimizer
+from zero8.spec.algorithm import Algorithm
+from zero8.spec.newton_schulz import COEFFICIENTS
+from zero8.spec.shown import shown
+from zero8.state import float32_modules, keywords
+from zero8.step.in_backward import InBackward
+
+ADAM_PARAMS = ("*embed*", "*lm_head*")
+"""Names of matrices that AdamW steps by default, as in DeepSpeed."""
+
+
+class Muon8bitBlockwise(BlockwiseOptimizer):
+    r"""Muon whose momentum is kept as 8-bit codes, with 8-bit AdamW for all that is no matrix.
+
+    The step is that of `torch.optim.Muon` with the moment decoded before and encoded after it:
+    `zero8.algorithms.muon` has the equations, `zero8.spec.codec` the codes and their error bounds.
+    State: 1 + 4/block_size bytes per element of a matrix instead of 4; AdamW's parameters have the
+    states of `Adam8bitBlockwise`.
+
+    Each group is split into one with `use_muon` and one without.  Muon gets the parameters of two
+    and more dimensions whose names match no pattern of `adam_params`, and that are not of a
+    `zero8.StableEmbedding`.  A group that has `use_muon` stays as it is, and an attribute
+    `use_muon` of a parameter decides before its name; both are DeepSpeed's.  Three dimensions are
+    taken for matrices of experts; of four and more, as filters have, the first are the rows.
+
+    A matrix that is cut between ranks is orthogonalized by one of them, which gets the update in
+    `ns_dtype` and returns it; momentum stays where it is.
+
+    Args:
+        params: see `Adam8bitBlockwise`; with names, unless groups or parameters have `use_muon`.
+        lr: learning rate of both, a number or a one-element tensor.
+        weight_decay: decoupled, of both.
+        momentum: decay rate of Muon's moment.
+        nesterov: Nesterov's momentum.
+        ns_coefficients: a, b and c of equation (N1) of `zero8.spec.newton_schulz`.
+        ns_steps: the number of its steps.
+        ns_eps: the least norm that matrices are divided by; torch's Muon calls it eps.
+        ns_dtype: the dtype of updates and of (N1): "bfloat16", "float32", or "auto" for bfloat16
+            where the processor multiplies it fast.
+        adjust_lr_fn: "match_rms_adamw", with which one lr suits both, or Keller Jordan's
+            "original".
+        betas: decay rates of AdamW's moments.
+        eps: added to the root of AdamW's second moment.
+        maximize: ascend instead of descend.
+        adam_params: glob patterns of names of matrices that AdamW steps; without patterns, all
+            parameters of two and more dimensions are Muon's, and names are not needed.
+        **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
+
+    Attributes:
+        settings: the settings of the whole optimizer.
+
+    Raises:
+        ValueError: for an unknown key or a bad value, or a parameter that it can never step.
+    """
+
+    algorithm = MUON
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Sequence[float] = COEFFICIENTS,
+        ns_steps: int = 5,
+        *,
+        ns_eps: float = 1e-7,
+        ns_dtype: str = "auto",
+        adjust_lr_fn: str | None = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        maximize: bool = False,
+        adam_params: Iterable[str] = ADAM_PARAMS,
+        **settings: Any,
+    ):
+        """Check the arguments and set up the groups; moments are made by the first step."""
+        if isinstance(adam_params, str) or not all(isinstance(one, str) for one in adam_params):
+            raise ValueError(
+                f"adam_params: got {shown(adam_params)}, expected a list of glob patterns such as "
+                f"{list(ADAM_PARAMS)}"
+            )
+        self.adam_params = tuple(adam_params)
+        options = {
+            **ADAM.options,
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "ns_eps": ns_eps,
+            "ns_dtype": ns_dtype,
+            "adjust_lr_fn": adjust_lr_fn or "original",
+            "betas": betas,
+            "eps": eps,
+            "maximize": maximize,
+        }
+        super().__init__(params, options, *keywords.split(settings))
+
+    @property
+    def algorithms(self) -> tuple[Algorithm, ...]:
+        """See `BlockwiseOptimizer`."""
+        return MUON, ADAM
+
+    def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
+        """See `BlockwiseOptimizer`."""
+        return MUON if group["use_muon"] else ADAM
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, split into matrices of Muon and the others.
+
+        Raises:
+            ValueError: if parameters have neither names nor `use_muon`; or as
+                `BlockwiseOptimizer.add_param_group`.
+        """
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            return super().add_param_group(param_group)
+        before = len(self.param_groups)
+        try:
+            for group in self._split(param_group):
+                super().add_param_group(group)
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this optimizer, or the moments of `torch.optim.Muon`.
+
+        See `BlockwiseOptimizer.load_state_dict`.
+        """
+        groups = state_dict["param_groups"]
+        if len(groups) == len(self.param_groups):
+            ours = [group["use_muon"] for group in self.param_groups]
+            named = [_as_ours(*pair) for pair in zip(groups, ours, strict=True)]
+            state_dict = {**state_dict, "param_groups": named}
+        super().load_state_dict(state_dict)
+
+    def step_in_backward(self, model: torch.nn.Module) -> InBackward:
+        """Raise ValueError: ranks that share a matrix exchange it, in the order of the groups."""
+        raise ValueError("step_in_backward: got Muon8bitBlockwise, which steps after the backward")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """See `BlockwiseOptimizer`."""
+        return {**super().__getstate__(), "adam_params": self.adam_params}
+
+    def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return a group of Muon's parameters and one of the others, if there are any."""
+        if "adjust_lr_fn" in group and group["adjust_lr_fn"] is None:
+            group = {**group, "adjust_lr_fn": "original"}
+        given = group["params"]
+        members = [given] if isinstance(given, Tensor) else list(given)
+        if "use_muon" in group:
+            parts = {bool(group["use_muon"]): members}
+        else:
+            parts = {True: [], False: []}
+            names = _names_of(group, members)
+            for member, name in zip(members, names, strict=True):
+                p = member[1] if isinstance(member, tuple) else member
+                parts[self._is_for_muon(p, name)].append(member)
+        for p in parts.get(True, []):
+            _check_matrix(p[1] if isinstance(p, tuple) else p)
+        rest = {key: value for key, value in group.items() if key != "param_names"}
+        split = []
+        for use_muon, those in parts.items():
+            if not those:
+                continue
+            part = {**rest, "params": those, "use_muon": use_muon}
+            if "param_names" in group:
+                place_of = {id(member): at for at, member in enumerate(members)}
+                part["param_names"] = [group["param_names"][place_of[id(one)]] for one in those]
+            split.append(part)
+        return split or [{**group, "use_muon": False}]
+
+    def _is_for_muon(self, p: Tensor, name: str | None) -> bool:
+        if (flag := getattr(p, "use_muon", None)) is not None:
+            return bool(flag)
+        if len(frameworks.global_shape(p)) < 2 or p in float32_modules.params():
+            return False
+        if name is None and self.adam_params:
+            raise ValueError(
+                "Muon8bitBlockwise: got parameters without names, and embeddings look like "
+                "matrices; pass model.named_parameters() instead of model.parameters(), or groups "
+                "with use_muon"
+            )
+        return not any(fnmatchcase(str(name).lower(), one) for one in self.adam_params)
+
+
+def _as_ours(group: dict[str, Any], use_muon: bool) -> dict[str, Any]:
+    """Return a group of a state dict with our names; torch's Muon calls ns_eps eps."""
+    if "use_muon" in group:
+        return group
+    given = {**group, "use_muon": use_muon}
+    if use_muon and "ns_eps" not in group and "eps" in group:
+        given["ns_eps"] = given.pop("eps")
+    if "adjust_lr_fn" in group and group["adjust_lr_fn"] is None:
+        given["adjust_lr_fn"] = "original"
+    return given
+
+
+def _names_of(group: Mapping[str, Any], members: Sequence[Any]) -> list[str | None]:
+    """Return the names of a group's members, None for those without."""
+    _, of_engine = frameworks.constructing_engine()
+    names = group.get("param_names") or [None] * len(members)
+    return [
+        member[0] if isinstance(member, tuple) else name or of_engine.get(member)
+        for member, name in zip(members, names, strict=True)
+    ]
+
+
+def _check_matrix(p: Tensor) -> None:
+    shape = frameworks.global_shape(p)
+    if len(shape) < 2:
+        raise ValueError(
+            f"use_muon: got a parameter of shape {shape}, expected 2 dimensions or more; put it "
+            "into a group with use_muon false, whose parameters AdamW steps"
+        )
