@@ -187,6 +187,12 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
         return split or [{**group, "use_muon": False}]
 
     def _is_for_muon(self, p: Tensor, name: str | None) -> bool:
+        if getattr(p, "_fsdp_flattened", False):
+            # Its matrices would look like vectors, and AdamW would step them.
+            raise ValueError(
+                "Muon8bitBlockwise: got parameters that FSDP1 has flattened; shard the model with "
+                "FSDP2 (torch.distributed.fsdp.fully_shard)"
+            )
         if (flag := getattr(p, "use_muon", None)) is not None:
             return bool(flag)
         if len(frameworks.global_shape(p)) < 2 or p in float32_modules.params():

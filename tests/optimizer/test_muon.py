@@ -408,6 +408,13 @@ def test_muon_parameters_without_names_raise():
         Muon8bitBlockwise(model().parameters())
 
 
+def test_muon_parameter_that_fsdp1_has_flattened_raises():
+    p = param(4096)
+    p._fsdp_flattened = True
+    with pytest.raises(ValueError, match="FSDP1 has flattened"):
+        Muon8bitBlockwise([("inner", p)])
+
+
 def test_muon_group_of_vectors_raises():
     with pytest.raises(ValueError, match=r"use_muon: .*expected 2 dimensions"):
         Muon8bitBlockwise([{"params": [param(64)], "use_muon": True}])
