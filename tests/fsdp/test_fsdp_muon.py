@@ -22,9 +22,12 @@ sizes = pytest.mark.parametrize(
 )
 
 
-def sharded(offload: bool = False) -> nn.Module:
+def sharded(offload: bool = False, replicas: int = 1) -> nn.Module:
     device = join_ranks().type
-    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    world_size = torch.distributed.get_world_size()
+    sizes = (replicas, world_size // replicas)
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicas", "shards"))
+    mesh = mesh if replicas > 1 else mesh["shards"]
     policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
     return fully_shard(Known(), mesh=mesh, **policy)
 
@@ -62,8 +65,8 @@ def codes(optimizer) -> dict:
     }
 
 
-def trained(late: str = "", offload: bool = False) -> dict[str, dict]:
-    model = sharded(offload)
+def trained(late: str = "", offload: bool = False, replicas: int = 1) -> dict[str, dict]:
+    model = sharded(offload, replicas)
     optimizer = optimizer_of(model)
     run(model, optimizer, 0, STEPS, late)
     return results(model, optimizer)
@@ -136,6 +139,14 @@ def poisoned(name: str) -> dict:
 def test_fsdp2_muon_steps_are_those_of_one_process(world_size, standing_ranks):
     expected = alone()
     for got in standing_ranks(world_size).run(trained):
+        assert wrong(got, expected) == []
+
+
+@pytest.mark.slow
+def test_fsdp2_muon_steps_of_replicas_are_those_of_one_process(standing_ranks):
+    """HSDP: each replica exchanges among its own ranks."""
+    expected = alone()
+    for got in standing_ranks(4).run(trained, replicas=2):
         assert wrong(got, expected) == []
 
 

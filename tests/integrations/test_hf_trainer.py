@@ -75,6 +75,7 @@ KINDS = {
     "lion": {"kind": "lion"},
     "sgd": {"kind": "sgd", "momentum": 0.9, "nesterov": True},
     "ademamix": {"kind": "ademamix", "t_beta3": 6},
+    "muon": {"kind": "muon", "ns_dtype": "float32"},
 }
 
 

@@ -121,10 +121,10 @@ def op(target: str | None = None) -> Extension:
     """Return the op for one of `TARGETS`, or, if None, for all of them."""
     paths, numbers = sorted(source_folder().glob("*.cpp")), op_source()
     if target is None:
-        return Extension(NAME, tuple(paths), seconds=25, generated=numbers)
+        return Extension(NAME, tuple(paths), seconds=100, generated=numbers)
     others = {f"step_{name}" for name in TARGETS} - {f"step_{target}"}
     needed = tuple(path for path in paths if path.stem not in others)
-    return Extension(f"{NAME}_{target}", needed, seconds=10, generated=numbers)
+    return Extension(f"{NAME}_{target}", needed, seconds=40, generated=numbers)
 
 
 def op_for_steps() -> Extension:
