@@ -9,6 +9,7 @@ shape together; the others are gathered on one rank each (`zero8.ranks.owners`).
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -98,7 +99,7 @@ class Unit:
         """The whole parameter's shape."""
         return self.pieces[0].shape
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether this rank has all elements."""
         return sum(piece.numel for piece in self.pieces) == math.prod(self.shape)
@@ -124,7 +125,7 @@ class MatrixPart(Part):
 
     def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> StepInParts:
         """See `Part`; all ranks that share the parameters must call it."""
-        units = self._units()
+        units = self._units
         calls = _Calls(self, mine.groups, records, scalars)
         for chunk in _chunks([one for one in units.values() if one.is_whole], mine.groups):
             calls.step(chunk)
@@ -132,6 +133,7 @@ class MatrixPart(Part):
             calls.step_together(exchange, units)
         return StepInParts(calls.taken, calls.places, len(records))
 
+    @cached_property
     def _units(self) -> dict[int, Unit]:
         """Return the parameters on this rank by their identity."""
         units: dict[int, Unit] = {}

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -88,7 +89,7 @@ class Part:
             kernel_on(device),
         )
 
-    @property
+    @cached_property
     def pieces(self) -> list[Piece]:
         """The piece of each record."""
         return list(chain.from_iterable(one.pieces for one in self.owners))
