@@ -105,7 +105,7 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
             "ns_steps": ns_steps,
             "ns_eps": ns_eps,
             "ns_dtype": ns_dtype,
-            "adjust_lr_fn": adjust_lr_fn or "original",
+            "adjust_lr_fn": adjust_lr_fn,
             "betas": betas,
             "eps": eps,
             "maximize": maximize,
@@ -160,8 +160,6 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return a group of Muon's parameters and one of the others, if there are any."""
-        if "adjust_lr_fn" in group and group["adjust_lr_fn"] is None:
-            group = {**group, "adjust_lr_fn": "original"}
         given = group["params"]
         members = [given] if isinstance(given, Tensor) else list(given)
         if "use_muon" in group:
@@ -213,8 +211,6 @@ def _as_ours(group: dict[str, Any], use_muon: bool) -> dict[str, Any]:
     given = {**group, "use_muon": use_muon}
     if use_muon and "ns_eps" not in group and "eps" in group:
         given["ns_eps"] = given.pop("eps")
-    if "adjust_lr_fn" in group and group["adjust_lr_fn"] is None:
-        given["adjust_lr_fn"] = "original"
     return given
 
 

@@ -36,8 +36,8 @@ class MuonScalars(SgdScalars):
     """The scalars of equations (R1) and (O1)-(O4); `lr` is not multiplied by the ratio yet."""
 
 
-RATIOS = ("match_rms_adamw", "original")
-"""The valid `adjust_lr_fn`."""
+RATIOS = ("match_rms_adamw", "original", None)
+"""The valid `adjust_lr_fn`; None means "original", as in torch."""
 PRECISIONS = ("auto", "bfloat16", "float32")
 """The valid `ns_dtype`."""
 LEAST_EPS = 2.0**-63
@@ -139,11 +139,11 @@ class Muon(Algorithm):
         return SGD.param(s, p, moments, carried)
 
 
-def lr_ratio(adjust_lr_fn: str, rows: int, columns: int) -> float:
+def lr_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
     """Return what the learning rate of a matrix is multiplied by."""
-    if adjust_lr_fn == "original":
-        return math.sqrt(max(1.0, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns))
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
 
 
 def forming(s: MuonScalars) -> MuonScalars:
