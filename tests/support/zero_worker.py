@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -117,6 +118,9 @@ def make_engine(ds_config, model=None, groups=None, **options):
     """Return an engine over a freshly seeded model; options are those of `initialize`."""
     # DeepSpeed asks for the processor's own fp16 instructions; torch computes without them.
     get_accelerator().is_fp16_supported = lambda: True
+    # DeepSpeed does not forget that an engine has used autocast: all later ones of the process
+    # would get its GradScaler.
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     if model is None:
         torch.manual_seed(7)
         model = Model()
