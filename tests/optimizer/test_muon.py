@@ -20,6 +20,7 @@ from zero8.spec import dither, reference
 from zero8.spec.codec import CODECS
 from zero8.spec.grid import BlockGrid
 from zero8.spec.segment import Moment, Rounding, Segment
+from zero8.step.clipping import factor_of
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -275,6 +276,24 @@ def test_muon_chunks_of_equal_shapes_take_the_steps_of_each_alone(dtype):
 
 
 # --- Numbers that are not finite -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP32, BF16), (BF16, BF16)], ids=str)
+def test_muon_clipping_rounds_to_the_wider_type_of_weight_and_gradient(dtypes, ns_dtype):
+    """Whatever dtype the orthogonalization has, which depends on the processor."""
+    of_weight, of_grad = dtypes
+    ours, theirs = param(64, 96, dtype=of_weight), param(64, 96, dtype=of_weight)
+    ours.grad_dtype = of_grad
+    clipping, plain = muon(ours, ns_dtype=ns_dtype), muon(theirs, ns_dtype=ns_dtype)
+    for step in range(3):
+        g = torch.randn(64, 96, generator=torch.Generator().manual_seed(step)).to(of_grad)
+        ours.grad = g.clone()
+        norm = clipping.clip_grad_norm_(0.3)
+        theirs.grad = (g.float() * factor_of(0.3, norm)).to(of_weight)
+        clipping.step(), plain.step()
+        assert torch.equal(ours, theirs)
+    assert_same(codes_of(clipping, ours), codes_of(plain, theirs))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 2.0**63])

@@ -230,17 +230,32 @@ class _Calls:
         self._apply(places, one.returned(whole))
 
     def _formed(self, places: Places, dtype: torch.dtype) -> Tensor:
-        """Return u of (O2) for some records, one after the other; moments are stepped."""
-        numels = [self._pieces[place].numel for place in places]
-        # The kernel multiplies what is there by 0, unless it skips the block.
-        update = torch.full((sum(numels),), SKIPPED, dtype=dtype, device=self._device)
+        """Return u of (O2) for some records, one after the other; moments are stepped.
+
+        It is formed in bfloat16 where parameter and gradient are, and else in float32, because the
+        kernel rounds the product of a gradient and the factor of clipping to the wider type of the
+        gradient and of what it writes.
+        """
         records = self._records[places]
-        records["param"] = _addresses(update, numels)
-        records["param_dtype"] = DTYPE_NUMBERS[dtype]
+        narrow = DTYPE_NUMBERS[torch.bfloat16]
+        is_narrow = (records["param_dtype"] == narrow) & (records["grad_dtype"] == narrow)
+        # The kernel multiplies what is there by 0, unless it skips the block.
+        updates = [
+            torch.full(
+                (self._pieces[place].numel,),
+                SKIPPED,
+                dtype=torch.bfloat16 if here else torch.float32,
+                device=self._device,
+            )
+            for place, here in zip(places, is_narrow.tolist(), strict=True)
+        ]
+        records["param"] = [update.data_ptr() for update in updates]
+        records["param_dtype"] = [DTYPE_NUMBERS[update.dtype] for update in updates]
         records["correction"], records["copy"] = 0, 0
         records["rounding"] = Rounding.NEAREST
         self._kernel.step(records, _packed(map(forming, self._scalars)))
-        return update
+        nothing = torch.empty(0, dtype=dtype, device=self._device)
+        return torch.cat([nothing, *(update.to(dtype) for update in updates)])
 
     def _apply(self, places: Places, update: Tensor) -> None:
         """Apply O to the parameters; (O4)."""
