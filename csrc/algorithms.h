@@ -11,6 +11,11 @@ namespace zero8 {
 
 enum Algorithm : int32_t { kAdam = 1, kLion = 2, kSgd = 3, kAdemamix = 4 };
 
+// Calls the macro X(target, algorithm) for each, in the order of their numbers, with the name of
+// the struct that has its arithmetic.
+#define ZERO8_ALGORITHMS(X, target) \
+  X(target, Adam) X(target, Lion) X(target, Sgd) X(target, Ademamix)
+
 // The moments of an algorithm, in order: whether each one can be negative, and whether the dither
 // rounds its codes.
 struct MomentsOf {

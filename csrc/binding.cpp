@@ -69,14 +69,16 @@ void step(const py::buffer& segments, const py::buffer& scalars, const py::buffe
   if (isa < 0 || isa >= zero8::kNumIsas || !zero8::kIsas[isa].is_supported()) {
     throw py::value_error("zero8: this processor does not have the instruction set asked for");
   }
-  if (!zero8::kIsas[isa].step_blocks) {
-    throw py::value_error("zero8: this op was built without the instruction set asked for");
-  }
   const Records<zero8::Segment> segment(segments, "segment");
   const Records<const zero8::StepScalars> scalar(scalars, "scalar");
   const Records<const zero8::DynamicMaps> map(maps, "map");
   if (map.size() != 1) throw py::value_error("zero8: expected one record of maps");
   check(segment.data(), segment.size(), scalar.size());
+  for (int64_t i = 0; i < segment.size(); ++i) {
+    if (!zero8::kIsas[isa].step_blocks[segment.data()[i].algorithm]) {
+      throw py::value_error("zero8: this op was built without the algorithm and instruction set");
+    }
+  }
   const py::gil_scoped_release release;
   zero8::step(segment.data(), segment.size(), scalar.data(), *map.data(), num_threads,
               zero8::kIsas[isa]);
@@ -231,10 +233,14 @@ py::object describe_again(const py::capsule& exchange_api, const py::type& tenso
   return py::bool_(true);
 }
 
-py::list targets() {
+py::list steps() {
   py::list compiled;
   for (int isa = 0; isa < zero8::kNumIsas; ++isa) {
-    if (zero8::kIsas[isa].step_blocks) compiled.append(zero8::kIsas[isa].name);
+    for (int algorithm = 1; algorithm < zero8::kNumAlgorithms; ++algorithm) {
+      if (zero8::kIsas[isa].step_blocks[algorithm]) {
+        compiled.append(py::make_tuple(zero8::kIsas[isa].name, algorithm));
+      }
+    }
   }
   return compiled;
 }
@@ -257,6 +263,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("sum_of_squares", &sum_of_squares, "Read gradients once, for their norm: norm.h.");
   module.def("describe", &describe, "Write down where tensors are, and of what kind.");
   module.def("describe_again", &describe_again, "Compare tensors with what was written down.");
-  module.def("targets", &targets, "Names of the instruction sets that were compiled in.");
+  module.def("steps", &steps, "Name of instruction set, number of algorithm: what was compiled.");
   module.def("isas", &isas, "Instruction sets this processor has, slowest first: name -> number.");
 }

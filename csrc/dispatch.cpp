@@ -52,14 +52,15 @@ int64_t step_segment(const Segment& seg, const StepScalars& scalars, const Dynam
 
 // Steps over the blocks from `begin` to just before `end`.
 void step_range(Segment* segments, int64_t num_segments, const StepScalars* scalars,
-                const DynamicMaps& maps, StepBlocks* step_blocks, Place begin, Place end) {
+                const DynamicMaps& maps, const Isa& isa, Place begin, Place end) {
   const FlushToZero mode;
   for (int64_t i = begin.segment; i < num_segments && i <= end.segment; ++i) {
     Segment& seg = segments[i];
     const int64_t first = i == begin.segment ? begin.block : 0;
     const int64_t stop = i == end.segment ? end.block : dispatch::num_blocks(seg);
     if (first >= stop) continue;
-    const int64_t skipped = step_segment(seg, scalars[seg.scalars], maps, step_blocks, first, stop);
+    const int64_t skipped =
+        step_segment(seg, scalars[seg.scalars], maps, isa.step_blocks[seg.algorithm], first, stop);
     if (skipped) __atomic_fetch_add(&seg.nonfinite_blocks, skipped, __ATOMIC_RELAXED);
   }
 }
@@ -86,12 +87,13 @@ bool has_avx512vbmi() { return __builtin_cpu_supports("avx512vbmi") && has_avx51
 
 }  // namespace
 
+#define ZERO8_LIST_STEP(target, algorithm) ZERO8_STEP_BLOCKS(target, algorithm),
 const Isa kIsas[] = {
-    {"baseline", step_blocks_baseline, [] { return true; }},
+    {"baseline", {nullptr, ZERO8_ALGORITHMS(ZERO8_LIST_STEP, baseline)}, [] { return true; }},
 #if defined(__x86_64__)
-    {"avx2", step_blocks_avx2, has_avx2},
-    {"avx512", step_blocks_avx512, has_avx512},
-    {"avx512vbmi", step_blocks_avx512vbmi, has_avx512vbmi},
+    {"avx2", {nullptr, ZERO8_ALGORITHMS(ZERO8_LIST_STEP, avx2)}, has_avx2},
+    {"avx512", {nullptr, ZERO8_ALGORITHMS(ZERO8_LIST_STEP, avx512)}, has_avx512},
+    {"avx512vbmi", {nullptr, ZERO8_ALGORITHMS(ZERO8_LIST_STEP, avx512vbmi)}, has_avx512vbmi},
 #endif
 };
 const int kNumIsas = sizeof kIsas / sizeof kIsas[0];
@@ -107,7 +109,7 @@ void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
   // A static partition into equal parts, but in whole blocks: every block is done by one thread, in
   // any case alike.
   const auto step_part = [&](int64_t part, int64_t parts) {
-    step_range(segments, num_segments, scalars, maps, isa.step_blocks,
+    step_range(segments, num_segments, scalars, maps, isa,
                place_of(segments, num_segments, numel * part / parts),
                place_of(segments, num_segments, numel * (part + 1) / parts));
   };

@@ -14,14 +14,19 @@ namespace zero8 {
 using StepBlocks = int64_t(const Segment&, const StepScalars&, const DynamicMaps&, int64_t begin,
                            int64_t end);
 
-// Each in csrc/step_NAME.cpp; weak, as an op may be built without some of them.
-__attribute__((weak)) StepBlocks step_blocks_baseline, step_blocks_avx2, step_blocks_avx512,
-    step_blocks_avx512vbmi;
+// Of each target and algorithm; weak, as an op may be built without some of them.
+#define ZERO8_STEP_BLOCKS(target, algorithm) step_blocks_##target##_##algorithm
+#define ZERO8_DECLARE_STEP(target, algorithm) \
+  __attribute__((weak)) StepBlocks ZERO8_STEP_BLOCKS(target, algorithm);
+ZERO8_ALGORITHMS(ZERO8_DECLARE_STEP, baseline)
+ZERO8_ALGORITHMS(ZERO8_DECLARE_STEP, avx2)
+ZERO8_ALGORITHMS(ZERO8_DECLARE_STEP, avx512)
+ZERO8_ALGORITHMS(ZERO8_DECLARE_STEP, avx512vbmi)
 
 struct Isa {
-  const char* name;         // a key of TARGETS in zero8/op/build.py, in the same order
-  StepBlocks* step_blocks;  // null in an op that was built without it
-  bool (*is_supported)();   // by this processor
+  const char* name;                         // a key of TARGETS in zero8/op/build.py, in this order
+  StepBlocks* step_blocks[kNumAlgorithms];  // by number; null in an op that was built without it
+  bool (*is_supported)();                   // by this processor
 };
 
 // Slowest first.  The table is in dispatch.cpp.

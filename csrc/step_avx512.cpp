@@ -20,10 +20,7 @@
 // In terms of that vocabulary:
 #include "step_blocks.h"
 
-int64_t zero8::step_blocks_avx512(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
-                                  int64_t begin, int64_t end) {
-  return avx512::step_blocks(seg, s, maps, begin, end);
-}
+ZERO8_DEFINE_STEPS
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

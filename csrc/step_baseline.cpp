@@ -7,7 +7,4 @@
 // In terms of that vocabulary:
 #include "step_blocks.h"
 
-int64_t zero8::step_blocks_baseline(const Segment& seg, const StepScalars& s,
-                                    const DynamicMaps& maps, int64_t begin, int64_t end) {
-  return baseline::step_blocks(seg, s, maps, begin, end);
-}
+ZERO8_DEFINE_STEPS

@@ -471,38 +471,47 @@ int64_t step_of(const Segment& seg, const StepScalars& s, const DynamicMaps& map
   return step_plain<Algorithm, P, G>(seg, s, begin, end);
 }
 
-template <class P, class G>
-int64_t step_typed(const Segment& seg, const StepScalars& s, const DynamicMaps& maps, int64_t begin,
-                   int64_t end) {
-  return with_algorithm(seg, [&](auto algorithm) {
-    return step_of<decltype(algorithm), P, G>(seg, s, maps, begin, end);
-  });
+template <class Algorithm, class P>
+int64_t step_of_param(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
+                      int64_t begin, int64_t end) {
+  if (seg.grad_dtype == kFP32) return step_of<Algorithm, P, float>(seg, s, maps, begin, end);
+  return step_of<Algorithm, P, uint16_t>(seg, s, maps, begin, end);
 }
 
-template <class P>
-int64_t step_param(const Segment& seg, const StepScalars& s, const DynamicMaps& maps, int64_t begin,
-                   int64_t end) {
-  if (seg.grad_dtype == kFP32) return step_typed<P, float>(seg, s, maps, begin, end);
-  return step_typed<P, uint16_t>(seg, s, maps, begin, end);
+template <class Algorithm, class P>
+int64_t step_of_float32(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
+                        int64_t begin, int64_t end) {
+  if (seg.grad_dtype == kFP16) return step_of<Algorithm, P, Half>(seg, s, maps, begin, end);
+  return step_of_param<Algorithm, P>(seg, s, maps, begin, end);
 }
 
-template <class P>
-int64_t step_float32(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
-                     int64_t begin, int64_t end) {
-  if (seg.grad_dtype == kFP16) return step_typed<P, Half>(seg, s, maps, begin, end);
-  return step_param<P>(seg, s, maps, begin, end);
-}
-
-inline int64_t step_blocks(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
-                           int64_t begin, int64_t end) {
+template <class Algorithm>
+int64_t step_blocks(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
+                    int64_t begin, int64_t end) {
   if (seg.param_dtype == kFP32) {
-    if (seg.copy) return step_float32<CopiedFloat32>(seg, s, maps, begin, end);
-    return step_float32<Float32>(seg, s, maps, begin, end);
+    if (seg.copy) return step_of_float32<Algorithm, CopiedFloat32>(seg, s, maps, begin, end);
+    return step_of_float32<Algorithm, Float32>(seg, s, maps, begin, end);
   }
-  if (seg.correction) return step_param<CorrectedBFloat16>(seg, s, maps, begin, end);
-  if (seg.rounding == kDither) return step_param<BFloat16<true>>(seg, s, maps, begin, end);
-  return step_param<BFloat16<false>>(seg, s, maps, begin, end);
+  if (seg.correction) return step_of_param<Algorithm, CorrectedBFloat16>(seg, s, maps, begin, end);
+  if (seg.rounding == kDither) {
+    return step_of_param<Algorithm, BFloat16<true>>(seg, s, maps, begin, end);
+  }
+  return step_of_param<Algorithm, BFloat16<false>>(seg, s, maps, begin, end);
 }
 
 }  // namespace ZERO8_TARGET
 }  // namespace zero8
+
+// Defines the functions of isa.h for the target: of all algorithms, or of ZERO8_ALGORITHM alone, so
+// that an op can be compiled in parallel, and for one algorithm.
+#define ZERO8_DEFINE_STEP(target, algorithm)                                                    \
+  int64_t zero8::ZERO8_STEP_BLOCKS(target, algorithm)(const Segment& seg, const StepScalars& s, \
+                                                      const DynamicMaps& maps, int64_t begin,   \
+                                                      int64_t end) {                            \
+    return target::step_blocks<target::algorithm>(seg, s, maps, begin, end);                    \
+  }
+#ifdef ZERO8_ALGORITHM
+#define ZERO8_DEFINE_STEPS ZERO8_DEFINE_STEP(ZERO8_TARGET, ZERO8_ALGORITHM)
+#else
+#define ZERO8_DEFINE_STEPS ZERO8_ALGORITHMS(ZERO8_DEFINE_STEP, ZERO8_TARGET)
+#endif

@@ -96,7 +96,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         # DeepSpeed makes the optimizer before ZeRO, which must be patched before it starts.
         frameworks.fit(type(self))
         if any(p.device.type in DEVICES for p in self._all_params()):
-            kernel.prepare()  # users expect to wait here rather than in the first step
+            for algorithm in self.algorithms:
+                kernel.prepare(algorithm)  # users expect to wait here rather than in the first step
         if engine is None:  # last, so that a failed constructor claims nothing
             frameworks.claim(self, self._all_params(), self._use)
 

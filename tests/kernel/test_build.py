@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the op is built, kept and loaded.
 
-`make test-slow` compiles the op for one target, without optimization; the rest uses the op that the
-test run has built, or a tiny extension.
+`make test-slow` compiles the op for one target and algorithm, without optimization; the rest uses
+the op that the test run has built, or a tiny extension.
 """
 
 import json
@@ -19,6 +19,7 @@ from tiny_op import SOURCE
 
 import zero8
 from zero8 import cli
+from zero8.algorithms.table import ADAM, ELEMENTWISE, MUON
 from zero8.op import build, kernel, locks
 from zero8.zero.op_builder import Zero8AdamBuilder
 
@@ -52,11 +53,11 @@ def first_steps(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_build_two_processes_on_an_empty_folder_compile_one_target_once(first_steps):
+def test_build_two_processes_on_an_empty_folder_compile_one_step_once(first_steps):
     folder, printed, _ = first_steps
     assert all("stepped" in out for out in printed)
-    extension = build.op(build.target_of_steps())
-    assert len(compiled(folder / "bin")) == len(extension.sources) + 1  # what is generated
+    extension = build.op_for(build.target_of_steps(), ADAM)
+    assert len(compiled(folder / "bin")) == len(extension.sources) + len(extension.generated)
     names = sorted(path.name for path in (folder / "extensions").iterdir())
     assert names == [f"{extension.name}.flock", extension.folder().name]
 
@@ -65,33 +66,42 @@ def test_build_two_processes_on_an_empty_folder_compile_one_target_once(first_st
 def test_build_that_takes_a_while_says_so_and_whoever_waits_says_for_whom(first_steps):
     _, _, errors = first_steps
     said = "".join(errors)
-    assert said.count("zero8: compiling its CPU kernel once, about 40 s; `zero8 build` does") == 1
+    assert said.count("zero8: compiling its CPU kernel once, about 25 s; `zero8 build` does") == 1
     assert said.count("zero8: has waited 0 s for process ") == 1
     assert f" on {os.uname().nodename}, since " in said
 
 
-OTHER_TARGET = """
+OTHER_STEPS = """
+import os, torch, zero8
 from zero8.op import kernel
-from zero8.op.dynamic_tables import dynamic_maps
+
 op = kernel.module()
-print(op.targets())
-(other,) = [name for name in ("baseline", "avx2") if name not in op.targets()][:1]
-empty = kernel.packed([])
-try:
-    op.step(*empty, dynamic_maps(), 1, kernel.isas()[other])
-except ValueError as error:
-    print(error)
+print(op.steps())
+kernel.module, kernel.module_for = lambda algorithm=None: op, lambda isa, algorithm: op
+compiled = {isa for isa, _ in op.steps()}
+others = [(zero8.Adam8bitBlockwise, isa) for isa in kernel.isas() if isa not in compiled]
+for optimizer_class, isa in [(zero8.Lion8bitBlockwise, *compiled), *others]:
+    os.environ["ZERO8_ISA"] = isa
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    p.grad = torch.ones(64, 64)
+    try:
+        optimizer_class([p]).step()
+    except ValueError as error:
+        print(error)
+    else:
+        print("stepped")
 """
 
 
 @pytest.mark.slow
-def test_op_for_one_target_refuses_the_others(first_steps):
+def test_op_for_one_step_refuses_others(first_steps):
     env = {"TORCH_EXTENSIONS_DIR": str(first_steps[0] / "extensions"), "ZERO8_ISA": None}
-    done = processes.python(OTHER_TARGET, **env)
+    done = processes.python(OTHER_STEPS, **env)
     assert done.returncode == 0, done.stderr
-    targets, refusal = done.stdout.splitlines()
-    assert targets == str([build.target_of_steps()])
-    assert "built without the instruction set asked for" in refusal
+    steps, *refusals = done.stdout.splitlines()
+    assert steps == str([(build.target_of_steps(), ADAM.number)])
+    assert len(refusals) == len(kernel.isas())
+    assert all("built without the algorithm and instruction set" in one for one in refusals)
 
 
 # Root may write to any folder, so the process refuses on its own what a read-only one would.
@@ -112,8 +122,11 @@ from zero8.op import kernel
 for device in ("meta", "cpu"):
     p = torch.nn.Parameter(torch.ones(64, 64, device=device), requires_grad=device == "cpu")
     zero8.Adam8bitBlockwise([p])
-    print(device, kernel.module.cache_info().currsize)
-print(*kernel.module().targets())
+    print(device, *(one.name for one in kernel._loaded))
+p.grad = torch.ones(64, 64)
+zero8.Muon8bitBlockwise([p], adam_params=[]).step()
+print(len({id(one) for one in kernel._loaded.values()}), *kernel._loaded.values())
+print(*dict(kernel.module().steps()))
 """
 
 
@@ -131,13 +144,14 @@ def from_a_copy(forks, whole, tmp_path_factory):
 def test_copy_of_a_built_folder_that_is_read_only_loads_without_compiler_and_ninja(
     from_a_copy, whole
 ):
-    targets, stepped = from_a_copy[-2:]
+    modules, targets, stepped = from_a_copy[-3:]
+    assert modules.startswith("1 <")
     assert stepped.startswith(f"stepped with {whole}")
     assert targets.split() == list(build.TARGETS)
 
 
 def test_constructor_loads_the_op_for_parameters_on_a_served_device(from_a_copy):
-    assert from_a_copy[:2] == ["meta 0", "cpu 1"]
+    assert from_a_copy[:2] == ["meta", "cpu adam"]
 
 
 WITHOUT_DEEPSPEED = """
@@ -191,8 +205,8 @@ def test_step_without_compiler_says_what_to_install_and_changes_nothing(monkeypa
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     # As in a process that has not loaded the op.
-    monkeypatch.setattr(kernel, "module", kernel.module.__wrapped__)
-    for function in (kernel.module_for, kernel.isas):
+    monkeypatch.setattr(kernel, "_loaded", {})
+    for function in (kernel._module_of, kernel.isas):
         monkeypatch.setattr(kernel, function.__name__, function.__wrapped__)
     p = torch.nn.Parameter(torch.ones(8192))
     p.grad = torch.ones(8192)
@@ -236,10 +250,19 @@ def test_target_of_steps_is_what_the_environment_asks_for_or_the_fastest(
     assert build.target_of_steps() == expected
 
 
-def test_op_for_one_target_has_the_code_of_that_target_and_all_that_is_shared():
-    stems = {path.stem for path in build.op("avx2").sources}
-    everything = {path.stem for path in build.op().sources}
-    assert everything - stems == {f"step_{name}" for name in build.TARGETS if name != "avx2"}
+def test_op_for_one_step_compiles_that_step_and_all_that_is_shared():
+    whole, one = build.op(), build.op_for("avx2", MUON)
+    assert one.sources == whole.sources
+    assert {name for name, _ in one.generated} == {"step_avx2_sgd.cpp", "numbers.cpp"}
+    steps = {f"step_{t}_{a.name}.cpp" for t in build.TARGETS for a in ELEMENTWISE}
+    assert {name for name, _ in whole.generated} == steps | {"numbers.cpp"}
+    assert set(one.generated) < set(whole.generated)
+
+
+def test_change_of_a_file_that_a_generated_one_includes_is_built_anew(tiny):
+    before = tiny.folder()
+    tiny.sources[0].with_name("step_tiny.cpp").write_text("")
+    assert tiny.folder() != before
 
 
 # --- A tiny extension ----------------------------------------------------------------------------
@@ -289,7 +312,7 @@ def test_build_that_takes_a_while_is_done_once_and_whoever_waits_says_for_whom(
         assert tiny.load().number == 1
         out, err = first.communicate(timeout=60)
     assert (first.returncode, out) == (0, "1\n"), err
-    assert len(compiled(tmp_path / "bin")) == len(tiny.sources) + 1  # what is generated
+    assert len(compiled(tmp_path / "bin")) == len(tiny.sources)
     said = "zero8: compiling its CPU kernel once, about 1 s; `zero8 build` does"
     assert err.count(said) == 1
     (message,) = caplog.messages

@@ -9,6 +9,7 @@ import torch
 
 from zero8.op import cuda, cuda_compile, cuda_driver, devices
 from zero8.op.kernel import CpuKernel
+from zero8.spec.algorithm import Algorithm
 from zero8.step import part, stepper
 
 
@@ -72,8 +73,8 @@ class FakeCuda:
             counts.zero_()
             launch(*arguments)
 
-    def _kernel_on(self, device: torch.device) -> devices.Kernel:
-        return cuda.cuda_kernel(device) if self.is_on else CpuKernel()
+    def _kernel_on(self, device: torch.device, algorithm: Algorithm) -> devices.Kernel:
+        return cuda.cuda_kernel(device) if self.is_on else CpuKernel(algorithm)
 
     def _machine_code(self, architecture: int, backend: str) -> bytes:
         self.compiled.append((architecture, backend))

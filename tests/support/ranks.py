@@ -141,10 +141,10 @@ def _make_folder(tmp_path: Path, kwargs: dict) -> Path:
 @lru_cache(maxsize=1)
 def build_ops() -> None:
     # Here, because the time limits of ranks are for what they test.
-    from zero8.op.build import op_for_steps
+    from zero8.op import kernel
     from zero8.zero import ops
 
-    op_for_steps().load()
+    kernel.module()
     ops.build("CPUAdamBuilder")
 
 

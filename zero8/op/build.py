@@ -15,18 +15,21 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, product
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
+from zero8.algorithms.table import ALGORITHMS
 from zero8.op import cpp_extension
 from zero8.op.locks import ANOTHER_PLACE, locked
 from zero8.op.shared_numbers import op_source
 from zero8.op.sources import source_folder
+from zero8.spec.algorithm import Algorithm
 
 NAME = "zero8_adam"
 
@@ -55,22 +58,23 @@ class Extension:
 
     Attributes:
         name: the beginning of its folder's name.
-        sources: .cpp files; every .h beside the first one counts as included.
+        sources: .cpp files; every .h and .cpp beside the first one counts as included.
         seconds: about how long two processors take to compile it.
-        generated: the text of one more .cpp file.
+        generated: the names and texts of more .cpp files.
     """
 
     name: str
     sources: tuple[Path, ...]
     seconds: int
-    generated: str = ""
+    generated: tuple[tuple[str, str], ...] = ()
 
     def folder(self) -> Path:
         """Return the folder of a build of exactly these sources, which may not exist."""
         # The suffix names the Python and the kind of processor.
         parts = [torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"), *FLAGS, *LINK_FLAGS]
-        digest = hashlib.sha256(" ".join([*parts, self.generated]).encode())
-        for path in sorted({*self.sources, *self.sources[0].parent.glob("*.h")}):
+        digest = hashlib.sha256(" ".join([*parts, *chain(*self.generated)]).encode())
+        beside = self.sources[0].parent
+        for path in sorted({*self.sources, *beside.glob("*.h"), *beside.glob("*.cpp")}):
             content = path.read_bytes()
             digest.update(f"\n{path.name} {len(content)}\n".encode() + content)
         return cache_root() / f"{self.name}_{digest.hexdigest()[:16]}"
@@ -99,8 +103,9 @@ class Extension:
             check_compiler(self.folder())
 
     def _compile_into(self, folder: Path) -> ModuleType:
-        generated = folder / "generated.cpp"
-        generated.write_text(self.generated)
+        generated = [folder / name for name, _ in self.generated]
+        for path, (_, text) in zip(generated, self.generated, strict=True):
+            path.write_text(text)
         # A warning, because Python shows lower levels only after logging has been set up.
         logger.warning(
             "zero8: compiling its CPU kernel once, about %d s; `zero8 build` does it ahead",
@@ -108,7 +113,7 @@ class Extension:
         )
         module: ModuleType = cpp_extension.imported().load(
             folder.name,
-            [str(path) for path in (*self.sources, generated)],
+            [str(path) for path in (*self.sources, *generated)],
             extra_cflags=list(FLAGS),
             extra_ldflags=list(LINK_FLAGS),  # which torch adds to
             extra_include_paths=[str(self.sources[0].parent)],
@@ -117,20 +122,33 @@ class Extension:
         return module
 
 
-def op(target: str | None = None) -> Extension:
-    """Return the op for one of `TARGETS`, or, if None, for all of them."""
-    paths, numbers = sorted(source_folder().glob("*.cpp")), op_source()
-    if target is None:
-        return Extension(NAME, tuple(paths), seconds=100, generated=numbers)
-    others = {f"step_{name}" for name in TARGETS} - {f"step_{target}"}
-    needed = tuple(path for path in paths if path.stem not in others)
-    return Extension(f"{NAME}_{target}", needed, seconds=40, generated=numbers)
+def op() -> Extension:
+    """Return the op for all of `TARGETS` and all algorithms."""
+    return _op(NAME, list(product(TARGETS, ALGORITHMS)), seconds=100)
 
 
-def op_for_steps() -> Extension:
-    """Return the op for all targets if it is built, else for the one that steps will use."""
+def op_for(target: str, algorithm: Algorithm) -> Extension:
+    """Return the op for one of `TARGETS` and one algorithm."""
+    name = f"{NAME}_{target}_{algorithm.kernel.name}"
+    return _op(name, [(target, algorithm)], seconds=25)
+
+
+def _op(name: str, steps: Sequence[tuple[str, Algorithm]], seconds: int) -> Extension:
+    # Each file of a target is compiled once per algorithm: in parallel, and only what is needed.
+    generated = {
+        f"step_{target}_{one.kernel.name}.cpp": f"#define ZERO8_ALGORITHM "
+        f'{one.kernel.name.capitalize()}\n#include "step_{target}.cpp"\n'
+        for target, one in steps
+    }
+    generated["numbers.cpp"] = op_source()
+    shared = [path for path in source_folder().glob("*.cpp") if not path.match("step_*")]
+    return Extension(name, tuple(sorted(shared)), seconds, tuple(generated.items()))
+
+
+def op_for_steps(algorithm: Algorithm) -> Extension:
+    """Return the op for all steps if it is built, else for the algorithm's on this processor."""
     whole = op()
-    return whole if whole.is_built() else op(target_of_steps())
+    return whole if whole.is_built() else op_for(target_of_steps(), algorithm)
 
 
 def target_of_steps() -> str:

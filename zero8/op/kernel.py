@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zero8.algorithms.adam import ADAM
+from zero8.algorithms.table import ALGORITHMS
 from zero8.op import build
 from zero8.op.dynamic_tables import dynamic_maps
 from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, MOST_SCALARS, SEGMENT, scalars_dtype
@@ -35,22 +36,39 @@ COPY_DTYPES = {
 CPU = torch.device("cpu")
 
 
-@lru_cache(maxsize=1)
-def module() -> ModuleType:
-    """Return the compiled module, built on first use, possibly for one instruction set only."""
-    return build.op_for_steps().load()
+_loaded: dict[Algorithm, ModuleType] = {}  # what `module` returns
 
 
-@lru_cache(maxsize=8)
-def module_for(isa: str) -> ModuleType:
-    """Return a compiled module with an instruction set: `module`, or one with all of them."""
-    return module() if isa in module().targets() else build.op().load()
+def module(algorithm: Algorithm | None = None) -> ModuleType:
+    """Return a compiled module, built on first use, possibly for one algorithm and processor.
+
+    Args:
+        algorithm: whose step it must have; None if only functions that all modules have are used.
+    """
+    if algorithm is None:
+        algorithm = next(iter(_loaded), ADAM)
+    if algorithm not in _loaded:
+        _loaded[algorithm] = _module_of(build.op_for_steps(algorithm))
+    return _loaded[algorithm]
 
 
-def prepare() -> None:
+@lru_cache
+def _module_of(extension: build.Extension) -> ModuleType:
+    return extension.load()
+
+
+def module_for(isa: str, algorithm: Algorithm) -> ModuleType:
+    """Return a compiled module with an algorithm's step on an instruction set."""
+    found = module(algorithm)
+    if (isa, algorithm.kernel.number) in found.steps():
+        return found
+    return _module_of(build.op())
+
+
+def prepare(algorithm: Algorithm) -> None:
     """Build the op now instead of in the first step; ignores errors, which that step raises."""
     with contextlib.suppress(Exception):
-        module_for(default_isa())
+        CpuKernel(algorithm)
 
 
 @lru_cache(maxsize=1)  # called at every step
@@ -147,7 +165,11 @@ def packed_scalars(algorithm: Algorithm, scalars: Iterable[Scalars]) -> np.ndarr
 
 def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) -> None:
     """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive."""
-    module_for(isa).step(records, scalars, dynamic_maps(), alive(num_threads), isas()[isa])
+    numbers = {one.number: one for one in ALGORITHMS}
+    # Any module refuses invalid records.
+    algorithm = next((numbers[one] for one in records["algorithm"] if one in numbers), ADAM)
+    step = module_for(isa, algorithm).step
+    step(records, scalars, dynamic_maps(), alive(num_threads), isas()[isa])
 
 
 class CpuStep:
@@ -171,16 +193,18 @@ class CpuStep:
 
 
 class CpuKernel:
-    """The kernel on the CPU, with the `default_isa` and `host_share` of its construction."""
+    """An algorithm's kernel on the CPU; its `default_isa` and `host_share` are those of now."""
 
-    def __init__(self) -> None:
+    def __init__(self, algorithm: Algorithm) -> None:
         """Build the op if needed.
 
         Raises:
             ValueError: if this processor lacks ZERO8_ISA, or a launcher's variable is not a number.
         """
+        module(algorithm)  # whose table of instruction sets comes next
         isa = default_isa()
-        self._step, self._isa, self._maps = module_for(isa).step, isas()[isa], dynamic_maps()
+        self._step, self._isa = module_for(isa, algorithm).step, isas()[isa]
+        self._maps = dynamic_maps()
         self._max_threads = host_share()
         self._team = 0, 0, 0  # process, number of threads, and its result from `alive`
 

@@ -86,7 +86,7 @@ class Part:
             list(records),
             np.concatenate([one.records for one in records]),
             kept,
-            kernel_on(device),
+            kernel_on(device, algorithm),
         )
 
     @cached_property

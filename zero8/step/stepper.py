@@ -101,7 +101,8 @@ class Stepper:
         Raises:
             ValueError: if a parameter, gradient or state is not supported; nothing has changed.
         """
-        kernel.module()  # a failure to compile must come before anything has been changed
+        for group in groups:  # a failure to compile must come before anything has been changed
+            kernel.module(self._algorithm_of(group))
         batch = _stepping(groups, state)
         if self.clipped is not None:
             self._check_clipped([p.grad for p in batch.params if p.grad is not None])
@@ -154,11 +155,13 @@ class Stepper:
         try:
             for single in unfit:
                 check_tensors(infos[single.params[0]].label, *single.values, *single.grads)
-            devices = {single.values[0].device for single in unfit}
-            if any(map(is_capturing, devices)):
+            kernels = {
+                (single.values[0].device, self._algorithm_of(single.groups[0])) for single in unfit
+            }
+            if any(is_capturing(device) for device, _ in kernels):
                 raise RuntimeError(TOO_EARLY)
-            for device in devices:
-                kernel_on(device)
+            for device, algorithm in kernels:
+                kernel_on(device, algorithm)
             for single in unfit:
                 (p,), (its_state,) = single.params, single.states
                 kind = self._kind_of(p, its_state)
