@@ -17,9 +17,8 @@ from zero8.algorithms.table import ALGORITHMS
 from zero8.op import cuda_compile
 from zero8.op.launch import kernel_of
 
-# Each takes seconds to compile for: `make test` does one, `make test-slow` the others.
-QUICK, SLOW = (90,), (80, 100)
-ARCHITECTURES = [*QUICK, *(pytest.param(number, marks=pytest.mark.slow) for number in SLOW)]
+# Each takes a minute to compile for.
+ARCHITECTURES = [pytest.param(number, marks=pytest.mark.slow) for number in (90, 80, 100)]
 # Three thread blocks of 256 threads, or five of 128, have place on a multiprocessor.
 MOST_REGISTERS = 96
 
@@ -37,31 +36,18 @@ def compiled(tmp_path_factory):
     """Return a function: of an architecture, the PTX that nvcc made for it, and nvcc's report."""
 
     @lru_cache
-    def compile_for(architectures):
+    def compile_for(architecture):
         folder = tmp_path_factory.mktemp("nvcc")
         need_nvcc()
-        command = cuda_compile.nvcc_command(cuda_compile.nvcc(), architectures)
-        command += [
-            "-Werror",
-            "all-warnings",
-            "-Xptxas=-v",
-            "--keep",
-            f"--keep-dir={folder}",
-            "--threads=2",
-        ]
+        command = cuda_compile.nvcc_command(cuda_compile.nvcc(), [architecture])
+        command += ["-Werror", "all-warnings", "-Xptxas=-v", "--keep", f"--keep-dir={folder}"]
         command += ["-c", cuda_compile.program(), "-o", folder / "step.o"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr
-        return folder, done.stdout + done.stderr
+        (ptx,) = folder.glob("*.ptx")
+        return ptx.read_text(), done.stdout + done.stderr
 
-    def of(architecture):
-        together = QUICK if architecture in QUICK else SLOW
-        folder, report = compile_for(together)
-        # nvcc does not name the architecture where there is only one.
-        (ptx,) = folder.glob(f"*compute_{architecture}.ptx" if len(together) > 1 else "*.ptx")
-        return ptx.read_text(), report
-
-    return of
+    return compile_for
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: one.name)
@@ -111,6 +97,7 @@ def test_cuda_ptx_moves_16_bytes_at_once(compiled, architecture):
         assert [n for n in found if n.startswith(kind) and ".v4." in n and n.endswith("32")], kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
