@@ -13,6 +13,7 @@ from ranks import error_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from examples.gpt.engine_fsdp2 import join_ranks
 from zero8.muon import Muon8bitBlockwise
@@ -135,6 +136,12 @@ def poisoned(name: str) -> dict:
     }
 
 
+def made_on_two_dimensions() -> tuple[str, str] | None:
+    mesh = init_device_mesh(join_ranks().type, (1, 1), mesh_dim_names=("rows", "columns"))
+    p = distribute_tensor(torch.zeros(8, 512), mesh, [Shard(0), Shard(1)])
+    return error_of(Muon8bitBlockwise, [("weight", nn.Parameter(p))])
+
+
 @sizes
 def test_fsdp2_muon_steps_are_those_of_one_process(world_size, standing_ranks):
     expected = alone()
@@ -180,6 +187,14 @@ def test_fsdp2_muon_checkpoint_of_two_ranks_resumes_on_one(standing_ranks, tmp_p
     assert_same(loaded, saved)
     assert_same(later_here, later)
     assert wrong(got, alone(4)) == []
+
+
+def test_fsdp2_muon_of_matrices_cut_in_two_dimensions_raises_at_once(standing_ranks):
+    ((kind, text),) = standing_ranks(1).run(made_on_two_dimensions)
+    assert kind == "ValueError"
+    assert text.startswith(
+        "got a matrix sharded as (Shard(dim=0), Shard(dim=1)), over 2 dimensions"
+    )
 
 
 @pytest.mark.parametrize("name", ["a", "b"])

@@ -30,6 +30,8 @@ class ShardedTensor(WholeTensor):
     def check_new(self, p: Tensor, info: ParamInfo) -> None:
         """See `StateKind`."""
         self._extent(p, self._parameter(info))
+        if self.algorithm.is_of_matrices:
+            self.process_group(p)
 
     def process_group(self, p: Tensor) -> Group:
         """See `StateKind`.
