@@ -15,6 +15,7 @@ from zero8.algorithms.muon import MUON
 from zero8.blockwise import BlockwiseOptimizer
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.newton_schulz import COEFFICIENTS
+from zero8.spec.options import check_lr
 from zero8.spec.shown import shown
 from zero8.state import float32_modules, keywords
 from zero8.step.in_backward import InBackward
@@ -43,6 +44,9 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
     Args:
         params: see `Adam8bitBlockwise`; with names, unless groups or parameters have `use_muon`.
         lr: learning rate of both, a number or a one-element tensor.
+        muon_lr: learning rate of Muon's parameters instead of `lr`, unless their group has its own;
+            like `adam_lr` and `ns_method` one of DeepSpeed's names.
+        adam_lr: the same of AdamW's.
         weight_decay: decoupled, of both.
         momentum: decay rate of Muon's moment.
         nesterov: Nesterov's momentum.
@@ -62,6 +66,8 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
 
     Attributes:
         settings: the settings of the whole optimizer.
+        adam_params: see the argument.
+        own_lrs: `muon_lr` and `adam_lr`, where they were given.
 
     Raises:
         ValueError: for an unknown key or a bad value, or a parameter that it can never step.
@@ -86,6 +92,8 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
         eps: float = 1e-8,
         maximize: bool = False,
         adam_params: Iterable[str] = ADAM_PARAMS,
+        muon_lr: float | Tensor | None = None,
+        adam_lr: float | Tensor | None = None,
         **settings: Any,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
@@ -95,6 +103,10 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
                 f"{list(ADAM_PARAMS)}"
             )
         self.adam_params = tuple(adam_params)
+        given = {"muon_lr": muon_lr, "adam_lr": adam_lr}
+        self.own_lrs = {name: value for name, value in given.items() if value is not None}
+        for name, value in self.own_lrs.items():
+            check_lr(name, value)
         options = {
             **ADAM.options,
             "lr": lr,
@@ -156,7 +168,8 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """See `BlockwiseOptimizer`."""
-        return {**super().__getstate__(), "adam_params": self.adam_params}
+        own = {"adam_params": self.adam_params, "own_lrs": self.own_lrs}
+        return {**super().__getstate__(), **own}
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return a group of Muon's parameters and one of the others, if there are any."""
@@ -178,6 +191,8 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
             if not those:
                 continue
             part = {**rest, "params": those, "use_muon": use_muon}
+            if (name := "muon_lr" if use_muon else "adam_lr") in self.own_lrs:
+                part.setdefault("lr", self.own_lrs[name])
             if "param_names" in group:
                 place_of = {id(member): at for at, member in enumerate(members)}
                 part["param_names"] = [group["param_names"][place_of[id(one)]] for one in those]

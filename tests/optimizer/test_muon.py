@@ -406,6 +406,29 @@ def test_muon_splits_each_group_and_keeps_its_settings():
     ]
 
 
+def test_muon_learning_rates_of_both_are_deepspeeds_muon_lr_and_adam_lr():
+    """A group's own lr comes first, as there."""
+    weights = {"inner": param(8, 64), "bias": param(64)}
+    own = {"params": [("late", param(8, 64)), ("last", param(64))], "lr": 0.5}
+    optimizer = Muon8bitBlockwise(weights.items(), lr=0.1, muon_lr=0.2, adam_lr=torch.tensor(0.3))
+    copied = pickle.loads(pickle.dumps(optimizer))
+    optimizer.add_param_group(own)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx(
+        [0.2, 0.3, 0.5, 0.5]
+    )
+    copied.add_param_group({"params": [("next", param(8, 64))]})
+    assert copied.param_groups[-1]["lr"] == 0.2
+    (matrices, others) = Muon8bitBlockwise(weights.items(), lr=0.1, adam_lr=0.3).param_groups
+    assert (matrices["lr"], others["lr"]) == (0.1, 0.3)
+
+
+def test_muon_newton_schulz_method_of_deepspeed_has_no_effect_and_is_logged(caplog):
+    Muon8bitBlockwise([("inner", param(64, 64))], ns_method="gram")
+    assert "ns_method='gram' has no effect on Muon8bitBlockwise" in caplog.messages
+    with pytest.raises(ValueError, match="unknown parameter 'ns_method' for Adam8bitBlockwise"):
+        Adam8bitBlockwise([param(64, 64)], ns_method="gram")
+
+
 def test_muon_added_group_is_split():
     optimizer = Muon8bitBlockwise([("first", param(8, 64))])
     optimizer.add_param_group({"params": [("embed", param(8, 64)), ("inner", param(8, 64))]})
@@ -528,6 +551,8 @@ def test_muon_copies_go_on_with_the_same_bits(copied):
 
 BAD = {
     "lr": [-1.0, math.nan, "fast"],
+    "muon_lr": [-1.0, "fast"],
+    "adam_lr": [-1.0, "fast"],
     "weight_decay": [-0.1, math.nan, "much"],
     "momentum": [0.0, 1.0, -0.5, math.nan, "0.9", None],
     "nesterov": ["yes", 2],

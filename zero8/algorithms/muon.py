@@ -66,7 +66,8 @@ class Muon(Algorithm):
         "adjust_lr_fn": RATIOS[0],
         "maximize": False,
     }
-    keywords = (*options, "betas", "eps", "adam_params")
+    keywords = (*options, "betas", "eps", "adam_params", "muon_lr", "adam_lr")
+    no_effect_keys = ("ns_method",)  # DeepSpeed's: two ways of computing (N1)
     step_if_unknown = 1  # torch's states do not say theirs; they have taken one at least
     scalars_type = MuonScalars
     is_of_matrices = True

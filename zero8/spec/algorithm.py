@@ -95,6 +95,7 @@ class Algorithm(ABC):
         memory: the numbers kept per parameter.
         options: the settings of a parameter group, with their defaults.
         keywords: the keywords of its optimizer, without those of every zero8 optimizer.
+        no_effect_keys: keywords of the same algorithm elsewhere that select an implementation.
         step_if_unknown: the step number of fp32 states that lack it; None if they must have it.
         fp32_options: further settings in groups of fp32 optimizers, so that these can load our
             state dicts.
@@ -110,6 +111,7 @@ class Algorithm(ABC):
     memory: tuple[Remembered, ...] = ()
     options: Mapping[str, Any]
     keywords: tuple[str, ...]
+    no_effect_keys: tuple[str, ...] = ()
     step_if_unknown: int | None = None
     fp32_options: Mapping[str, Any] = MappingProxyType({})
     scalars_type: type[Any]

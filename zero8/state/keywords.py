@@ -86,16 +86,17 @@ def check_other_keys(algorithm: Algorithm, others: Mapping[str, Any]) -> None:
             lacks.
     """
     check_refused_keys(algorithm, others)
+    no_effect = (*NO_EFFECT_KEYS, *algorithm.no_effect_keys)
     for key, value in others.items():
         if key in REFUSED_KEYS:
             continue
-        if key not in NO_EFFECT_KEYS:
+        if key not in no_effect:
             valid = (*algorithm.keywords, *OWN_KEYS)
             texts = (
                 f"unknown parameter {key!r} for {algorithm.class_name}.",
                 hint(key, valid),
                 f"Valid ones are {', '.join(valid)}; accepted without effect: "
-                f"{', '.join(NO_EFFECT_KEYS)}",
+                f"{', '.join(no_effect)}",
             )
             raise ValueError("  ".join(filter(None, texts)))
         if value:
