@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from examples.gpt.config import load_config
-from examples.gpt.engine import TWINS
+from zero8.algorithms.table import ALGORITHMS
 from zero8.op.build import op_for_steps
 from zero8.zero import ops
 
@@ -32,8 +32,9 @@ def build_for(path: Path, optimizer: str) -> None:
     config = load_config(path, optimizer, steps=0)
     names = ops.needed(config, ops.accelerator())
     ops.check(names)
-    if optimizer in TWINS:
-        op_for_steps().load()
+    for algorithm in ALGORITHMS:
+        if algorithm.class_name == optimizer:
+            op_for_steps(algorithm).load()
     for name in names:
         if name != ops.SHARED_MEMORY:  # which DeepSpeedEngine leaves out
             print("op {op}: {path} ({seconds:.1f} s)".format(**ops.build(name)), flush=True)
