@@ -11,6 +11,8 @@ from places import FOLDERS, ROOT, TESTS
 from ranks import build_ops, free_port
 from test_csrc import COMPILER, CSRC, SANITIZERS, compile_all, output_of, python_headers
 
+from zero8.op import build
+
 
 def runtime(name):
     """Return the path of a library of the compiler's."""
@@ -32,8 +34,10 @@ def op(tmp_path_factory):
         "-fopenmp",
         "-ffp-contract=off",
     ]
-    others = ("step_avx2", "step_avx512", "step_avx512vbmi", "binding")
-    kernels = [path for path in sorted(CSRC.glob("*.cpp")) if path.stem not in others]
+    whole = build.op()
+    kernels = [path for path in whole.sources if path.stem != "binding"]
+    # A file for each algorithm, as the builder has them: all in one take minutes.
+    kernels += [path for path in whole.written(folder) if path.match("step_baseline_*")]
     flags = ["-O0", "-DTORCH_EXTENSION_NAME=zero8_sanitized", *python_headers()]
     made = compile_all(kernels, [*watched, "-fPIC"], folder)
     made += compile_all([CSRC / "binding.cpp"], [*flags, "-fPIC"], folder)

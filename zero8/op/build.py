@@ -102,10 +102,14 @@ class Extension:
         if not self.is_built():
             check_compiler(self.folder())
 
-    def _compile_into(self, folder: Path) -> ModuleType:
-        generated = [folder / name for name, _ in self.generated]
-        for path, (_, text) in zip(generated, self.generated, strict=True):
+    def written(self, folder: Path) -> list[Path]:
+        """Write the generated files into a folder, and return their paths."""
+        paths = [folder / name for name, _ in self.generated]
+        for path, (_, text) in zip(paths, self.generated, strict=True):
             path.write_text(text)
+        return paths
+
+    def _compile_into(self, folder: Path) -> ModuleType:
         # A warning, because Python shows lower levels only after logging has been set up.
         logger.warning(
             "zero8: compiling its CPU kernel once, about %d s; `zero8 build` does it ahead",
@@ -113,7 +117,7 @@ class Extension:
         )
         module: ModuleType = cpp_extension.imported().load(
             folder.name,
-            [str(path) for path in (*self.sources, *generated)],
+            [str(path) for path in (*self.sources, *self.written(folder))],
             extra_cflags=list(FLAGS),
             extra_ldflags=list(LINK_FLAGS),  # which torch adds to
             extra_include_paths=[str(self.sources[0].parent)],
