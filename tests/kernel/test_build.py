@@ -206,7 +206,7 @@ def test_step_without_compiler_says_what_to_install_and_changes_nothing(monkeypa
     monkeypatch.delenv("CXX", raising=False)
     # As in a process that has not loaded the op.
     monkeypatch.setattr(kernel, "_loaded", {})
-    for function in (kernel._module_of, kernel.isas):
+    for function in (kernel._module_of, kernel.module_for, kernel.isas):
         monkeypatch.setattr(kernel, function.__name__, function.__wrapped__)
     p = torch.nn.Parameter(torch.ones(8192))
     p.grad = torch.ones(8192)
@@ -259,12 +259,6 @@ def test_op_for_one_step_compiles_that_step_and_all_that_is_shared():
     assert set(one.generated) < set(whole.generated)
 
 
-def test_change_of_a_file_that_a_generated_one_includes_is_built_anew(tiny):
-    before = tiny.folder()
-    tiny.sources[0].with_name("step_tiny.cpp").write_text("")
-    assert tiny.folder() != before
-
-
 # --- A tiny extension ----------------------------------------------------------------------------
 
 LOAD_TINY = """
@@ -285,6 +279,12 @@ def tiny(tmp_path, monkeypatch):
     source.write_text(SOURCE)
     source.with_name("number.h").write_text("#define NUMBER 1\n")
     return build.Extension("tiny", (source,), seconds=1)
+
+
+def test_change_of_a_file_that_a_generated_one_includes_is_built_anew(tiny):
+    before = tiny.folder()
+    tiny.sources[0].with_name("step_tiny.cpp").write_text("")
+    assert tiny.folder() != before
 
 
 def test_build_into_a_folder_prints_the_path_of_the_op_there(tiny, monkeypatch, tmp_path, capsys):

@@ -275,9 +275,6 @@ def test_muon_chunks_of_equal_shapes_take_the_steps_of_each_alone(dtype):
         assert_same(codes_of(together, params[number]), codes_of(alone, q))
 
 
-# --- Numbers that are not finite -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP32, BF16), (BF16, BF16)], ids=str)
 def test_muon_clipping_rounds_to_the_wider_type_of_weight_and_gradient(dtypes, ns_dtype):
@@ -294,6 +291,9 @@ def test_muon_clipping_rounds_to_the_wider_type_of_weight_and_gradient(dtypes, n
         clipping.step(), plain.step()
         assert torch.equal(ours, theirs)
     assert_same(codes_of(clipping, ours), codes_of(plain, theirs))
+
+
+# --- Numbers that are not finite -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 2.0**63])

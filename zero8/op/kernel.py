@@ -57,6 +57,7 @@ def _module_of(extension: build.Extension) -> ModuleType:
     return extension.load()
 
 
+@lru_cache
 def module_for(isa: str, algorithm: Algorithm) -> ModuleType:
     """Return a compiled module with an algorithm's step on an instruction set."""
     found = module(algorithm)
