@@ -3,24 +3,24 @@
 #
 # Train the same small GPT twice from the same seed on this machine, with one of configs/ (by default
 # under ZeRO-2 with the optimizer offloaded to the host): once with one of zero8's optimizers, once
-# with its fp32 twin: the AdamW or Lion of DeepSpeed, or the SGD of PyTorch, which under FSDP2 also has
-# the AdamW. Then time steps of both over 2^25 parameters, with all cores, write OUT/summary.json and
+# with its fp32 twin: the AdamW, Lion or Muon of DeepSpeed, or the SGD of PyTorch, which under FSDP2 also
+# has the AdamW. Then time steps of both over 2^25 parameters, with all cores, write OUT/summary.json and
 # OUT/loss.png and print tables. Warnings of each rank are in OUT/*.log.
 #
 # usage: launch/local.sh [--dry-run | --help], with these environment variables (defaults in brackets):
 # Relative paths count from the repository's root.
 #   ENGINE  deepspeed, or fsdp2 for pure PyTorch [deepspeed]
 #   OPTIMIZER  zero8's: Adam8bitBlockwise, SGD8bitBlockwise or, with deepspeed only, Lion8bitBlockwise
-#           [Adam8bitBlockwise]
+#           or Muon8bitBlockwise [Adam8bitBlockwise]
 #   STEPS   optimizer steps of each run [400]
 #   RANKS   processes [2; with CUDA the number of GPUs]
 #   CONFIG  config of the engine; the fp32 run replaces only its optimizer type
-#           [configs/zero2_offload.json; with fsdp2 configs/fsdp2_offload.toml; with Lion or SGD
-#           that file whose name also ends in _lion or _sgd]
+#           [configs/zero2_offload.json; with fsdp2 configs/fsdp2_offload.toml; with another optimizer
+#           that file whose name also ends in _lion, _sgd or _muon]
 #   MODEL   its size: demo (1.7 M parameters), 1b or 3b [demo]
 #   DATA    text to train on, a file or folder [the Python standard library's own sources]
-#   OUT     folder for the results [runs/demo; with fsdp2 runs/demo-fsdp2; with Lion or SGD the
-#           name also ends in -lion or -sgd]
+#   OUT     folder for the results [runs/demo; with fsdp2 runs/demo-fsdp2; with another optimizer
+#           the name also ends in -lion, -sgd or -muon]
 #   SEED    of initialization and batches [0]
 #   PYTHON  interpreter [.venv/bin/python, else python3]
 #   OMP_NUM_THREADS  threads of each rank [cores / RANKS, at least 1]
@@ -50,9 +50,10 @@ case $optimizer in
   Adam8bitBlockwise) twin=AdamW ending= ;;
   Lion8bitBlockwise) twin=Lion ending=lion ;;
   SGD8bitBlockwise) twin=SGD ending=sgd ;;
+  Muon8bitBlockwise) twin=Muon ending=muon ;;
   *)
-    echo "zero8: got OPTIMIZER=$optimizer, expected Adam8bitBlockwise, Lion8bitBlockwise or" \
-      "SGD8bitBlockwise" >&2
+    echo "zero8: got OPTIMIZER=$optimizer, expected Adam8bitBlockwise, Lion8bitBlockwise," \
+      "SGD8bitBlockwise or Muon8bitBlockwise" >&2
     exit 1
     ;;
 esac
@@ -64,9 +65,10 @@ case $engine in
     exit 1
     ;;
 esac
-if [[ $engine == fsdp2 && $twin == Lion ]]; then
+if [[ $engine == fsdp2 && ($twin == Lion || $twin == Muon) ]]; then
   echo "zero8: got OPTIMIZER=$optimizer with ENGINE=fsdp2, expected Adam8bitBlockwise or" \
-    "SGD8bitBlockwise, as PyTorch has no Lion to compare with; run it with ENGINE=deepspeed" >&2
+    "SGD8bitBlockwise, as PyTorch has no $twin of a whole model to compare with; run it with" \
+    "ENGINE=deepspeed" >&2
   exit 1
 fi
 config=${CONFIG:-$config}

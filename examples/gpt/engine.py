@@ -11,7 +11,12 @@ from torch import nn
 from examples.gpt.model import GPT
 
 # zero8's optimizers, each with its fp32 twin, which it is compared with.
-TWINS = {"Adam8bitBlockwise": "AdamW", "Lion8bitBlockwise": "Lion", "SGD8bitBlockwise": "SGD"}
+TWINS = {
+    "Adam8bitBlockwise": "AdamW",
+    "Lion8bitBlockwise": "Lion",
+    "SGD8bitBlockwise": "SGD",
+    "Muon8bitBlockwise": "Muon",
+}
 
 DEEPSPEED = "deepspeed"
 FSDP2 = "fsdp2"
@@ -21,6 +26,7 @@ DEFAULTS = {
         "Adam8bitBlockwise": ("configs/zero2_offload.json", "runs/demo"),
         "Lion8bitBlockwise": ("configs/zero2_offload_lion.json", "runs/demo-lion"),
         "SGD8bitBlockwise": ("configs/zero2_offload_sgd.json", "runs/demo-sgd"),
+        "Muon8bitBlockwise": ("configs/zero2_offload_muon.json", "runs/demo-muon"),
     },
     FSDP2: {
         "Adam8bitBlockwise": ("configs/fsdp2_offload.toml", "runs/demo-fsdp2"),
@@ -59,6 +65,8 @@ class Engine(ABC):
         model: the model.
         module: what is called in the place of the model; takes windows and returns their loss.
         optimizer: the one that steps, under whatever wraps it.
+        has_whole_step: whether its `step()` is all of the step; DeepSpeed's Muon is orthogonalized
+            by what wraps it.
         device: where the windows of this rank must be.
         micro_batch_size: windows of one rank at a time.
         accumulation_steps: micro batches of a step.
@@ -69,6 +77,7 @@ class Engine(ABC):
     model: GPT
     module: nn.Module
     optimizer: torch.optim.Optimizer
+    has_whole_step: bool = True
     device: torch.device
     micro_batch_size: int
     accumulation_steps: int

@@ -26,6 +26,14 @@ from zero8.zero.ops import leave_out_shared_memory
 UNIVERSAL = "_universal"
 
 
+def muon(groups: list[dict], **keywords) -> torch.optim.Optimizer:
+    """Return DeepSpeed's Muon of groups of parameters that have `use_muon`."""
+    # Here, because the import takes seconds, as its functions are torch.compile's.
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    return MuonWithAuxAdam([{**keywords, **group} for group in groups])
+
+
 class DeepSpeedEngine(Engine):
     """See `Engine`."""
 
@@ -33,6 +41,7 @@ class DeepSpeedEngine(Engine):
         "AdamW": DeepSpeedCPUAdam,
         "Lion": DeepSpeedCPULion,
         "SGD": partial(torch.optim.SGD, fused=True),
+        "Muon": muon,
     }
     load_config = staticmethod(load_config)
 
@@ -55,6 +64,7 @@ class DeepSpeedEngine(Engine):
             model=model, model_parameters=model.parameters(), config=settings
         )
         self.optimizer = self.module.basic_optimizer
+        self.has_whole_step = type(self.optimizer).__name__ != "MuonWithAuxAdam"
         self.device = self.module.device
         self.micro_batch_size = self.module.train_micro_batch_size_per_gpu()
         self.accumulation_steps = self.module.gradient_accumulation_steps()

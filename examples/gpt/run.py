@@ -119,12 +119,10 @@ def fit(
         curves.train.append(train_step(engine, text.train, seed=seed, step=step))
         curves.iteration_ms.append(1e3 * (time.perf_counter() - started))
         curves.step_ms.append(timer.take_ms())
-        progress.set_postfix_str(
-            f"loss {curves.train[-1]:.3f} nats/byte, "
-            f"{1e3 * tokens / curves.iteration_ms[-1]:.0f} tokens/s, "
-            f"optimizer step {curves.step_ms[-1]:.1f} ms",
-            refresh=False,
-        )
+        speed = f"{1e3 * tokens / curves.iteration_ms[-1]:.0f} tokens/s"
+        if engine.has_whole_step:
+            speed += f", optimizer step {curves.step_ms[-1]:.1f} ms"
+        progress.set_postfix_str(f"loss {curves.train[-1]:.3f} nats/byte, {speed}", refresh=False)
         if (step + 1) % VALIDATION_EVERY == 0 or step + 1 == steps:
             curves.validation.append((step + 1, validate(engine, windows)))
         if (step + 1) % save_every == 0 or step + 1 == steps:
@@ -153,7 +151,7 @@ def result(engine: Engine, text: Text, curves: Curves) -> dict:
         "host_peak_gib": host_peak_gib(engine.device),
         "gpu_peak_gib": gpu_peak_gib(engine.device),
         # Rank 0's; the ranks hold equal shares and wait for one another.
-        "step_ms": steady_median(curves.step_ms),
+        "step_ms": steady_median(curves.step_ms) if engine.has_whole_step else None,
         "iteration_ms": steady_median(curves.iteration_ms),
         "tokens_per_step": tokens_per_step(engine),
         "device": engine.device.type,

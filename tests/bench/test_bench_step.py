@@ -358,7 +358,11 @@ def test_copies_leave_the_tensors_of_their_contenders_alone():
         assert all(map(torch.equal, (copy.param, *copy.states), before))
 
 
-@pytest.mark.parametrize("algorithm", ["adam", "lion"])
+@pytest.mark.parametrize(
+    "algorithm",
+    # DeepSpeed's Lion compiles for a minute.
+    ["adam", pytest.param("lion", marks=pytest.mark.slow)],
+)
 def test_deepspeed_has_the_threads_of_torch(algorithm):
     before = torch.get_num_threads()
     try:

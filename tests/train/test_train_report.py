@@ -103,6 +103,17 @@ def test_report_of_runs_on_a_gpu_has_its_peak(tmp_path, capsys):
     assert "GPU peak GiB" in printed and printed.count(" 12.35") == 2
 
 
+def test_report_of_an_untimed_step_prints_a_dash(tmp_path, capsys):
+    write_run(tmp_path, "Muon", step_ms=None)
+    write_run(tmp_path, "Muon8bitBlockwise")
+    report(tmp_path, "Muon8bitBlockwise", {**AT_SCALE, "rows": []}, "")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[-2:] for line in lines if line and line[0].startswith("Muon")] == [
+        ["-", "100.0"],
+        ["0.50", "100.0"],
+    ]
+
+
 def test_report_no_8bit_parameter_prints_a_dash(tmp_path, capsys):
     write_run(tmp_path, "AdamW")
     write_run(tmp_path, "Adam8bitBlockwise", state_bytes_per_param=None)

@@ -25,6 +25,7 @@ OURS_AND_TWIN = {
     "zero2_bf16_offload.json": ([], ["CPUAdamBuilder"]),
     "zero2_offload.json": ([], ["CPUAdamBuilder"]),
     "zero2_offload_lion.json": ([], ["CPULionBuilder"]),
+    "zero2_offload_muon.json": ([], ["CPUAdamBuilder"]),
     "zero2_offload_sgd.json": ([], []),
     "zero3_bf16_masters_offload.json": ([], ["CPUAdamBuilder"]),
     "zero3_bf16_offload.json": ([], ["CPUAdamBuilder"]),

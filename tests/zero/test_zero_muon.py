@@ -3,6 +3,7 @@
 
 import deepspeed
 import pytest
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_optimizer_state
 from muon_worker import MATRICES, OPTIONS, SHAPES, STEPS, Known, alone, wrong
 from nests import difference
@@ -21,6 +22,52 @@ LAYOUTS = {
 }
 BFLOAT16 = config(dtype={}, **MUON)
 QUICK = ("zero2 offload", "zero3 offload, parts")
+
+
+# What both Muons understand.
+OF_DEEPSPEED = {
+    "muon_lr": 2e-2,
+    "adam_lr": 1e-3,
+    "momentum": 0.9,
+    "betas": [0.9, 0.95],
+    "eps": 1e-8,
+    "ns_method": "gram",
+}
+IN_FLOAT32 = {"adjust_lr_fn": "original", "ns_dtype": "float32", "min_8bit_size": 10**9}
+
+
+class WithoutFilters(Known):
+    """DeepSpeed's Muon fails on them."""
+
+    def __init__(self):
+        super().__init__()
+        del self.conv
+
+
+def moved(optimizer: str, stage: int, **options) -> dict:
+    """Return by parameter how far some steps have moved it."""
+    ds_config = config(
+        stage=stage,
+        zero={"reduce_scatter": stage < 3},  # DeepSpeed refuses it in stage 3
+        optimizer=optimizer,
+        **OF_DEEPSPEED,
+        **options,
+    )
+    engine = make_engine(ds_config, WithoutFilters())
+    # Else DeepSpeed would orthogonalize in float16.
+    get_accelerator().is_fp16_supported = lambda: False
+    before = values_of(engine)
+    for step in range(STEPS):
+        take_step(engine, step)
+    return {name: after - before[name] for name, after in values_of(engine).items()}
+
+
+def values_of(engine) -> dict:
+    values = {}
+    for name, p in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([p] if hasattr(p, "ds_id") else []):
+            values[name] = p.detach().clone()
+    return values
 
 
 def results(engine) -> dict[str, dict]:
@@ -93,6 +140,23 @@ def test_deepspeed_muon_steps_without_zero_are_those_of_one_process(standing_ran
     expected = alone()
     for got in standing_ranks(2).run(trained_without_zero):
         assert wrong(got, expected) == []
+
+
+# DeepSpeed's functions are torch.compile's, which takes half a minute.
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_muon_steps_are_those_of_deepspeeds(stage, standing_ranks):
+    """Newton-Schulz multiplies what is small by up to 3.4445^5 = 485 in its five iterations.
+
+    So errors of 2^-24 in the sums of up to 512 products become sqrt(512) * 485 * 2^-24 = 6.5e-4 of
+    the largest entries at most.  Adam's are a few roundings.
+    """
+    ranks = standing_ranks(2)
+    (theirs, *_) = ranks.run(moved, timeout_s=400, optimizer="Muon", stage=stage)
+    (ours, *_) = ranks.run(moved, optimizer="Muon8bitBlockwise", stage=stage, **IN_FLOAT32)
+    for name, expected in theirs.items():
+        distance = (ours[name] - expected).norm() / expected.norm()
+        assert distance < 6.5e-4, name
 
 
 @pytest.mark.parametrize(
