@@ -12,18 +12,17 @@ import re
 import processes
 import pytest
 from places import SUPPORT
-from test_csrc import COMPILER, CSRC, compile_all, output_of
+from test_csrc import ADAM_ALONE, COMPILER, CSRC, WARNINGS, compile_all, output_of
 
 from zero8.op import build
 
 SANITIZER = "-fsanitize=thread"
-FLAGS = ["-O1", "-g1", SANITIZER, "-fopenmp", "-ffp-contract=off"]
+FLAGS = ["-O1", "-g1", SANITIZER, *ADAM_ALONE, *WARNINGS, "-fopenmp", "-ffp-contract=off"]
 SERVED = [name for name, needed in build.TARGETS.items() if needed <= build.processor_flags()]
 REPORTED = 66
 """The exit status of a program in which the sanitizer found a race."""
 
-# A target takes 10 to 30 seconds to compile; on a busy machine several times as long.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
