@@ -26,14 +26,7 @@ def op(tmp_path_factory):
     The sanitizers' libraries come with the process.
     """
     folder = tmp_path_factory.mktemp("sanitized")
-    # Optimized, as the tests run for longer than it takes to compile.
-    watched = [
-        *SANITIZERS,
-        "-O1",
-        "-fsanitize=float-cast-overflow",
-        "-fopenmp",
-        "-ffp-contract=off",
-    ]
+    watched = [*SANITIZERS, "-fsanitize=float-cast-overflow", "-fopenmp", "-ffp-contract=off"]
     whole = build.op()
     kernels = [path for path in whole.sources if path.stem != "binding"]
     # A file for each algorithm, as the builder has them: all in one take minutes.

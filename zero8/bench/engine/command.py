@@ -16,8 +16,10 @@ from pathlib import Path
 
 import torch
 
+from zero8.algorithms.adam import ADAM
 from zero8.bench import record
-from zero8.bench.engine.engines import ENGINES, SIDE, Case, join_ranks
+from zero8.bench.engine.contenders import CONTENDERS
+from zero8.bench.engine.engines import ENGINES, SIDES, Case, join_ranks
 from zero8.bench.engine.measure import measure
 from zero8.bench.engine.report import checks, markdown
 from zero8.bench.step.timing import threads
@@ -27,12 +29,14 @@ from zero8.ranks import numbers
 
 DEFAULT_ENGINES = tuple(name for name in ENGINES if name != "ZeRO-1")
 CLIPPING = ("1.0", "0.0")
-UNIT = SIDE**2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the measurement to a parser."""
     parser.add_argument("--json", type=Path, required=True, metavar="OUT", help="result file")
+    parser.add_argument(
+        "--algorithm", choices=CONTENDERS, default=ADAM.name, help="default %(default)s"
+    )
     parser.add_argument(
         "--numel", type=int, default=2**26, metavar="N", help="parameters, default 2^26"
     )
@@ -45,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engines",
         metavar="LIST",
-        help=f"of {','.join(ENGINES)}; default {','.join(DEFAULT_ENGINES)}",
+        help=f"of {','.join(ENGINES)}; default {','.join(DEFAULT_ENGINES)}; Muon's are of ZeRO",
     )
     parser.add_argument(
         "--clipping", metavar="LIST", help="limits of the gradients' norm, default 1.0,0.0 (none)"
@@ -56,12 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, write both files, print the targets; return the exit status."""
     if arguments.threads is None:
         arguments.threads = torch.get_num_threads()
-    check_multiple("--numel", arguments.numel, UNIT, UNIT)
+    unit = SIDES[arguments.algorithm] ** 2
+    check_multiple("--numel", arguments.numel, unit, unit)
     check_least("--rounds", arguments.rounds, 2)
     check_least("--threads", arguments.threads, 1)
-    engines = chosen(arguments.engines, DEFAULT_ENGINES)
+    valid = tuple(CONTENDERS[arguments.algorithm])
+    engines = chosen(arguments.engines, tuple(name for name in DEFAULT_ENGINES if name in valid))
     clipping = chosen(arguments.clipping, CLIPPING)
-    check_names("--engines", engines, ENGINES)
+    check_names("--engines", engines, valid)
     check_names("--clipping", clipping, CLIPPING)
     join_ranks()
     machine, began = record.machine(), time.perf_counter()
@@ -69,10 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
     rows: list[dict] = []
     with threads(arguments.threads):
         for engine, limit in product(engines, map(float, clipping)):
-            rows += measure(Case(engine, limit, arguments.numel), arguments.rounds)
+            case = Case(engine, limit, arguments.numel, arguments.algorithm)
+            rows += measure(case, arguments.rounds)
     if numbers.rank() != 0:
         return 0
     result = {
+        "algorithm": arguments.algorithm,
         "numel": arguments.numel,
         "rounds": arguments.rounds,
         "threads": arguments.threads,
@@ -102,6 +110,6 @@ def _command(
     if (ranks := numbers.num_ranks()) > 1:
         program = ["torchrun", "--nproc-per-node", str(ranks), "-m", "zero8.cli"]
     words = [*program, "bench", "engine", "--json", str(arguments.json)]
-    for name in ("numel", "rounds", "threads"):
+    for name in ("algorithm", "numel", "rounds", "threads"):
         words += [f"--{name}", str(getattr(arguments, name))]
     return shlex.join([*words, "--engines", ",".join(engines), "--clipping", ",".join(clipping)])

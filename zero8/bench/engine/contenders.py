@@ -9,10 +9,13 @@ import torch
 from torch.optim import Optimizer
 
 import zero8
+from zero8.algorithms.adam import ADAM
+from zero8.algorithms.muon import MUON
 from zero8.bench.engine.engines import (
     ENGINES,
     FSDP2,
-    HYPER,
+    HYPERS,
+    ZERO_STAGES,
     Case,
     DeepSpeedEngine,
     Engine,
@@ -30,22 +33,23 @@ class Contender(NamedTuple):
     Attributes:
         name: the name of its row.
         over: the name of the row that it is compared with.
-        entry: what its step reads and writes.
+        entry: what its step reads and writes; None where that is not the time's measure.
         make: makes a new engine.
     """
 
     name: str
     over: str
-    entry: Entry
+    entry: Entry | None
     make: Callable[[Case], Engine]
 
 
 DEEPSPEED, DEEPSPEED_BF16 = "DeepSpeed, fp32 masters", "DeepSpeed, bf16 masters and states"
+DEEPSPEED_MUON, OUR_MUON = "DeepSpeed's Muon", "zero8's Muon"
 TORCH = "torch's fused AdamW"
 
 
 def _in_deepspeed(
-    name: str, over: str, entry: Entry, optimizer: str, params: dict, bf16: dict
+    name: str, over: str, entry: Entry | None, optimizer: str, params: dict, bf16: dict
 ) -> Contender:
     return Contender(name, over, entry, partial(DeepSpeedEngine, optimizer, params, bf16))
 
@@ -53,8 +57,13 @@ def _in_deepspeed(
 def _in_fsdp2(
     name: str, entry: Entry, optimizer: Callable[..., Optimizer], **params: Any
 ) -> Contender:
-    make = partial(Fsdp2Engine, partial(optimizer, **HYPER, **params))
+    make = partial(Fsdp2Engine, partial(optimizer, **HYPERS[ADAM.name], **params))
     return Contender(name, TORCH, entry, make)
+
+
+def _our_muon(name: str, **params: Any) -> Contender:
+    params["adjust_lr_fn"] = "original"  # as DeepSpeed's
+    return _in_deepspeed(name, DEEPSPEED_MUON, None, zero8.Muon8bitBlockwise.__name__, params, {})
 
 
 _CORRECTED = {"weight_correction_bits": 8}
@@ -74,5 +83,13 @@ _IN_FSDP2 = (
     _in_fsdp2(TORCH, _FP32, torch.optim.AdamW, fused=True),
     _in_fsdp2("zero8", _OUR_FP32._replace(grad=4), zero8.Adam8bitBlockwise),
 )
-CONTENDERS = {name: _IN_FSDP2 if name == FSDP2 else _IN_DEEPSPEED for name in ENGINES}
-"""By engine."""
+_MUONS = (
+    _in_deepspeed(DEEPSPEED_MUON, DEEPSPEED_MUON, None, "Muon", {}, {}),
+    _our_muon(OUR_MUON),
+    _our_muon("zero8's Muon, float32", ns_dtype="float32"),
+)
+CONTENDERS = {
+    ADAM.name: {name: _IN_FSDP2 if name == FSDP2 else _IN_DEEPSPEED for name in ENGINES},
+    MUON.name: dict.fromkeys(ZERO_STAGES, _MUONS),
+}
+"""By algorithm and engine."""

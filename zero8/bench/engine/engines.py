@@ -11,8 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-SIDE = 2048
-HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+from zero8.algorithms.adam import ADAM
+from zero8.algorithms.muon import MUON
+
+# By algorithm.  Muon multiplies the matrices: its step takes as many times longer as they are wide.
+SIDES = {ADAM.name: 2048, MUON.name: 512}
+HYPERS = {
+    ADAM.name: {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1},
+    MUON.name: {"lr": 1e-4, "momentum": 0.95, "weight_decay": 0.1},
+}
 ZERO_STAGES = {"ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3}
 FSDP2 = "FSDP2"
 ENGINES = (*ZERO_STAGES, FSDP2)
@@ -25,11 +32,13 @@ class Case(NamedTuple):
         engine: one of `ENGINES`.
         clipping: the limit of the gradients' norm, 0 for none.
         numel: the number of parameters.
+        algorithm: the name of that of all optimizers, a key of `SIDES`.
     """
 
     engine: str
     clipping: float
     numel: int
+    algorithm: str = ADAM.name
 
 
 class Engine(Protocol):
@@ -54,13 +63,13 @@ class Engine(Protocol):
 class Matrices(nn.Module):
     """Square matrices whose gradients are large enough for clipping; the forward is short."""
 
-    def __init__(self, numel: int):
+    def __init__(self, numel: int, side: int):
         """Make `numel` parameters."""
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.matrices = nn.ParameterList(
-            nn.Parameter(torch.randn(SIDE, SIDE, generator=generator) / SIDE**0.5)
-            for _ in range(numel // SIDE**2)
+            nn.Parameter(torch.randn(side, side, generator=generator) / side**0.5)
+            for _ in range(numel // side**2)
         )
 
     def forward(self) -> Tensor:
@@ -76,25 +85,29 @@ class DeepSpeedEngine:
 
         Args:
             optimizer: the type in DeepSpeed's config.
-            params: its parameters there, besides `HYPER`.
+            params: its parameters there, besides those of `HYPERS`.
             bf16: more of the section "bf16".
             case: the other settings.
         """
         import deepspeed
 
         offload = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        stage = ZERO_STAGES[case.engine]
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": case.clipping,
             "bf16": {"enabled": True, **bf16},
-            "optimizer": {"type": optimizer, "params": {**HYPER, **params}},
+            "optimizer": {"type": optimizer, "params": {**HYPERS[case.algorithm], **params}},
             "zero_optimization": {
-                "stage": ZERO_STAGES[case.engine],
+                "stage": stage,
                 "offload_optimizer": offload,
+                # DeepSpeed's Muon refuses the default in stage 3.
+                "reduce_scatter": case.algorithm != MUON.name or stage < 3,
             },
             "steps_per_print": 10**9,
         }
-        self._engine = deepspeed.initialize(model=Matrices(case.numel), config=config)[0]
+        model = Matrices(case.numel, SIDES[case.algorithm])
+        self._engine = deepspeed.initialize(model=model, config=config)[0]
         self.base_optimizer = self._engine.optimizer.optimizer
 
     def backward(self) -> None:
@@ -120,7 +133,8 @@ class Fsdp2Engine:
 
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group()
-        self._model, self._clipping = Matrices(case.numel), case.clipping
+        self._model = Matrices(case.numel, SIDES[case.algorithm])
+        self._clipping = case.clipping
         fully_shard(
             self._model,
             offload_policy=CPUOffloadPolicy(pin_memory=torch.cuda.is_available()),

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from zero8.bench.engine.contenders import CONTENDERS, Contender
 from zero8.bench.engine.engines import Case
+from zero8.bench.engine.sent import sent_by
 from zero8.bench.engine.traffic import traffic
 from zero8.bench.step.timing import WARM_UP_ROUNDS
 
@@ -22,6 +23,7 @@ class Clocked:
     Attributes:
         phase_ms: of the engine's step.
         inner_ms: of the optimizer's step within, summed over its calls.
+        sent_bytes: sent by this rank in the engine's step, after `count`.
     """
 
     def __init__(self, contender: Contender, case: Case):
@@ -29,6 +31,7 @@ class Clocked:
         self.contender = contender
         self.phase_ms: list[float] = []
         self.inner_ms: list[float] = []
+        self.sent_bytes = 0
         self._engine = contender.make(case)
         self._inner = 0.0
         self._watch(self._engine.base_optimizer)
@@ -40,6 +43,11 @@ class Clocked:
         self._engine.step()
         self.phase_ms.append(1e3 * (_now() - began))
         self.inner_ms.append(1e3 * self._inner)
+
+    def count(self) -> None:
+        """Run a forward, a backward and a step that is not timed."""
+        self._engine.backward()
+        self.sent_bytes = sent_by(self._engine.step)
 
     def close(self) -> None:
         """Free the engine."""
@@ -68,13 +76,16 @@ def _now() -> float:
 
 def measure(case: Case, rounds: int) -> list[dict]:
     """Return a row per contender; all step in turns, in a new order each round."""
-    clocks = [Clocked(contender, case) for contender in CONTENDERS[case.engine]]
+    contenders = CONTENDERS[case.algorithm][case.engine]
+    clocks = [Clocked(contender, case) for contender in contenders]
     order, shuffle = list(clocks), random.Random(0).shuffle
     gc.collect()
     for _ in tqdm(range(WARM_UP_ROUNDS + rounds), desc=case.engine, unit="round"):
         shuffle(order)
         for clock in order:
             clock.step()
+    for clock in clocks:
+        clock.count()
     for clock in clocks:
         clock.close()
     gc.collect()
@@ -89,6 +100,8 @@ def _row(case: Case, clock: Clocked, phases: dict[str, list[float]]) -> dict:
     tenths = statistics.quantiles(mine, n=10, method="inclusive")
     # Of the same rounds, as the speed of memory drifts.
     ratio = statistics.median(b / m for b, m in zip(phases[contender.over], mine, strict=True))
+    # With a GPU other passes take place, on it and over its link.
+    is_counted = contender.entry is not None and not torch.cuda.is_available()
     return {
         "engine": case.engine,
         "clipping": case.clipping,
@@ -97,8 +110,8 @@ def _row(case: Case, clock: Clocked, phases: dict[str, list[float]]) -> dict:
         "phase_ms_p10": tenths[0],
         "phase_ms_p90": tenths[-1],
         "inner_ms": inner_ms,
-        # With a GPU other passes take place, on it and over its link.
-        **({} if torch.cuda.is_available() else traffic(case, contender.entry)._asdict()),
+        **(traffic(case, contender.entry)._asdict() if is_counted else {}),
+        "sent_bytes": clock.sent_bytes / case.numel,
         "over": contender.over,
         "ratio": ratio,
     }
