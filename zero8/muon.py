@@ -216,7 +216,18 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
                 "matrices; pass model.named_parameters() instead of model.parameters(), or groups "
                 "with use_muon"
             )
-        return not any(fnmatchcase(str(name).lower(), one) for one in self.adam_params)
+        return is_for_muon(str(name), frameworks.global_shape(p), self.adam_params)
+
+
+def is_for_muon(name: str, shape: Sequence[int], adam_params: Iterable[str]) -> bool:
+    """Return whether Muon steps a parameter, unless a `use_muon` says it.
+
+    Args:
+        name: its name.
+        shape: its whole shape.
+        adam_params: glob patterns of names of matrices that AdamW steps.
+    """
+    return len(shape) >= 2 and not any(fnmatchcase(name.lower(), one) for one in adam_params)
 
 
 def _as_ours(group: dict[str, Any], use_muon: bool) -> dict[str, Any]:

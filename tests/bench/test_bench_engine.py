@@ -16,6 +16,10 @@ from zero8.algorithms.adam import ADAM
 from zero8.algorithms.muon import MUON
 from zero8.bench.engine import command, contenders, engines, figure, report, traffic
 from zero8.bench.engine.sent import sent_by
+from zero8.bench.engine.traffic import WEIGHT_BYTES
+from zero8.plan.matrices import sent_by_deepspeed, sent_by_zero8
+from zero8.plan.model import Model
+from zero8.plan.setup import Setup
 
 ENGINES = ("ZeRO-2", "ZeRO-3", "FSDP2")
 CONTENDERS = contenders.CONTENDERS[ADAM.name]
@@ -75,20 +79,24 @@ def test_sent_bytes_are_those_that_go_to_other_ranks(standing_ranks):
 
 
 @pytest.mark.slow
-def test_bench_engine_of_muon_counts_what_it_and_deepspeeds_send(standing_ranks, tmp_path):
+def test_bytes_that_muon_and_deepspeeds_send_are_those_of_the_plan(standing_ranks, tmp_path):
     out = tmp_path / "muon.json"
     assert standing_ranks(2).run(measured_muon, timeout_s=400, out=str(out)) == [0, 0]
     found = json.loads(out.read_text())
     sent = {(row["engine"], row["name"]): row["sent_bytes"] for row in found["rows"]}
     theirs, ours, in_float32 = (one.name for one in contenders.CONTENDERS[MUON.name]["ZeRO-2"])
     assert list(sent) == [(e, name) for e in ENGINES[:2] for name in (theirs, ours, in_float32)]
-    # Weights of 2 bytes; DeepSpeed's gathers gradients and moments of 4 bytes as well.  A factor of
-    # the gradients is not there yet, as nothing is clipped; the rest are flags and norms.
-    extra = 100 / (3 * SIDE**2)
-    assert 5 <= sent["ZeRO-2", theirs] < 5 + extra
-    # Half a matrix of three to its owner, or back; in bfloat16, if the processor is fast in it.
-    assert 1 + 4 / 6 <= sent["ZeRO-2", in_float32] < 1 + 4 / 6 + extra
-    assert sent["ZeRO-2", ours] <= sent["ZeRO-2", in_float32]
+    # Flags, norms, and ZeRO-3's small matrices, which are gathered as soon as they are stepped.
+    model = Model("", tuple((str(number), (SIDE, SIDE)) for number in range(3)))
+    for stage, engine in ((2, "ZeRO-2"), (3, "ZeRO-3")):
+        setup = Setup(stage=stage, world_size=2, algorithm_name=MUON.name)
+        weights = model.numel * WEIGHT_BYTES // 2
+        planned = sent_by_deepspeed(model, setup), 2 * sent_by_zero8(model, setup)
+        for name, num_bytes in zip((theirs, in_float32), planned, strict=True):
+            flags = model.numel * sent[engine, name] - weights - num_bytes
+            assert 0 <= flags < 100, (engine, name)
+        # In bfloat16, if the processor is fast in it.
+        assert sent[engine, ours] <= sent[engine, in_float32]
     assert "zero8's Muon, float32" in out.with_suffix(".md").read_text()
 
 

@@ -152,10 +152,42 @@ def test_plan_of_a_config_counts_the_moments_of_its_optimizer(name, num_bytes):
     assert 1 < 4 * in_8bit / share.fp32_bytes < 1.05
 
 
-def test_plan_of_a_config_of_muon_is_refused():
-    """Some of its parameters have one moment, some two."""
-    with pytest.raises(ValueError, match="plan Adam8bitBlockwise instead"):
-        with_deepspeed_config(Setup(), {"optimizer": {"type": "Muon8bitBlockwise"}})
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_plan_of_a_config_of_muon_counts_one_moment_of_matrices_and_two_of_the_others(stage):
+    params = {"min_8bit_size": 10**9, "adam_params": ["embed"]}
+    config = {"optimizer": {"type": "Muon8bitBlockwise", "params": params}}
+    setup = replace(with_deepspeed_config(Setup(), config), stage=stage, world_size=2)
+    shapes = {"embed": (1000, 10), "weight": (1000, 1000), "bias": (1000,)}
+    share = share_of(Model("", tuple(shapes.items())), setup)
+    ranks = 2 if stage else 1
+    assert share.fp32_bytes * ranks == 4 * 10**6 + 8 * 11_000
+    assert share.zero8_bytes * ranks == pytest.approx(share.fp32_bytes * ranks, rel=0.01)
+
+
+def test_plan_of_muon_has_operations_instead_of_a_time(capsys, tmp_path):
+    path, config = tmp_path / "plan.png", tmp_path / "config.json"
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    optimizer = {"type": "Muon8bitBlockwise"}
+    config.write_text(json.dumps({"zero_optimization": offload, "optimizer": optimizer}))
+    words = ("--parameters", "1B", "--world-size", "4", "--ds-config", str(config))
+    result = planned(capsys, *words)
+    # Five times three products, each of 2 * 4096^3 operations, for each of the 59.6 matrices.
+    assert result["flop_per_rank"]["fp32_adam"] == pytest.approx(1e9 * 5 * 3 * 2 * 4096, rel=0.01)
+    assert result["flop_per_rank"]["zero8"] == result["flop_per_rank"]["fp32_adam"] / 4
+    assert result["zero8"]["step"] is None
+    status, printed = plan(capsys, *words, "--plot", str(path))
+    assert status == 0 and path.read_bytes().startswith(b"\x89PNG")
+    assert max(map(len, printed.splitlines())) <= 100
+    (products,) = [x.split() for x in printed.splitlines() if x.startswith("products of matrices")]
+    assert [float(one) for one in products[-2:]] == pytest.approx([122.9, 30.7], rel=0.01)
+    assert "Muon steps 100.0 % of the parameters" in printed and "ms" not in printed.split()
+
+
+def test_plan_of_muon_on_nvme_is_refused():
+    offload = {"stage": 3, "offload_optimizer": {"device": "nvme"}}
+    config = {"zero_optimization": offload, "optimizer": {"type": "Muon8bitBlockwise"}}
+    with pytest.raises(ValueError, match="'nvme' with Muon8bitBlockwise.*use 'cpu'"):
+        with_deepspeed_config(Setup(), config)
 
 
 def test_plan_takes_cores_and_bandwidths_as_they_are_given(capsys):

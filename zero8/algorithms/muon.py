@@ -140,6 +140,28 @@ class Muon(Algorithm):
         return SGD.param(s, p, moments, carried)
 
 
+def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Return how many matrices a parameter has, and their rows and columns.
+
+    Three dimensions are the matrices of experts; of four and more, such as filters of convolutions,
+    the first are the rows, as in Keller Jordan's Muon.
+    """
+    if len(shape) == 3:
+        return shape[0], shape[1], shape[2]
+    return 1, shape[0], math.prod(shape[1:])
+
+
+def multiplications(shape: Sequence[int]) -> int:
+    """Return the multiplications of a step of (N1) of `zero8.spec.newton_schulz`.
+
+    Its three products of matrices have 2 r^2 c + r^3 of them, with r the smaller of rows and
+    columns, and c the larger.
+    """
+    matrices, rows, columns = matrices_of(shape)
+    r, c = sorted((rows, columns))
+    return matrices * (2 * r**2 * c + r**3)
+
+
 def lr_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
     """Return what the learning rate of a matrix is multiplied by."""
     if adjust_lr_fn == "match_rms_adamw":

@@ -17,14 +17,17 @@ def plot(model: Model, setup: Setup, hardware: Hardware, path: Path) -> None:
     rows, ranks = rows_of(model, setup), setup.ranks_here
     titles = {GPU: ("each GPU", 1), HOST: ("each host", ranks), NVME: ("NVMe of a host", ranks)}
     places = [place for place in titles if any(row.place == place for row in rows)]
-    figure = Figure((4 * len(places) + 4, 5), layout="constrained")
-    axes = figure.subplots(1, len(places) + 1)
+    times = step_times(model, setup, hardware)
+    count = len(places) + (times is not None)
+    figure = Figure((4 * count, 5), layout="constrained")
+    axes = figure.subplots(1, count, squeeze=False)[0]
     for place, one in zip(places, axes, strict=False):
         title, scale = titles[place]
         _stack(one, [row for row in rows if row.place == place], scale, setup.optimizers)
         one.set(title=f"{title}, GiB")
-    axes[-1].bar(setup.optimizers, [1e3 * t.seconds for t in step_times(model, setup, hardware)])
-    axes[-1].set(title="optimizer step, ms (estimated)")
+    if times is not None:
+        axes[-1].bar(setup.optimizers, [1e3 * one.seconds for one in times])
+        axes[-1].set(title="optimizer step, ms (estimated)")
     figure.suptitle(f"{model.title}\n{setup.describe()}", fontsize=9)
     figure.savefig(path, dpi=120)
 

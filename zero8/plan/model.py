@@ -14,6 +14,9 @@ from zero8.plan.architectures import shapes_of
 SIDE = 4096
 """Rows and columns of the matrices that a model of unknown shapes is assumed to have."""
 
+Param = tuple[str, tuple[int, ...]]
+"""A parameter's name and shape."""
+
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -27,7 +30,7 @@ class Model:
     """
 
     title: str
-    params: tuple[tuple[str, tuple[int, ...]], ...]
+    params: tuple[Param, ...]
 
     @classmethod
     def of_size(cls, text: str) -> "Model":

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan as a table and as one JSON object."""
 
+import math
 import textwrap
 from dataclasses import asdict
 
 from tabulate import tabulate
 
 from zero8.plan.fit import Verdict
+from zero8.plan.groups import matrices_in
+from zero8.plan.matrices import multiplied
 from zero8.plan.memory import GPU, HOST, NVME, Row, rows_of, total
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup, counted
@@ -35,14 +38,19 @@ def summary(model: Model, setup: Setup, hardware: Hardware, found: Verdict | Non
         for name, need in (("fp32_adam", found.fp32_adam), ("zero8", found.zero8)):
             result.setdefault("fits", {})[name] = need.fits(found.limits)
         result["changes_that_fit"] = [asdict(change) for change in found.changes]
+    times = step_times(model, setup, hardware) or (None, None)
     for number, name in enumerate(("fp32_adam", "zero8")):
+        step = times[number]
         result[name] = {
             "gpu_bytes": totals[GPU][number],
             "host_bytes": ranks * totals[HOST][number],
             "nvme_bytes_of_host": ranks * totals[NVME][number],
             "traffic": asdict(traffic_of(model, setup)[number]),
-            "step": asdict(step_times(model, setup, hardware)[number]),
+            "step": None if step is None else asdict(step),
         }
+    if setup.algorithm.is_of_matrices:
+        names = ("fp32_adam", "zero8")
+        result["flop_per_rank"] = dict(zip(names, multiplied(model, setup), strict=True))
     return result
 
 
@@ -56,7 +64,7 @@ def text(model: Model, setup: Setup, hardware: Hardware, found: Verdict | None) 
     align, headers = ["left", "right", "right"], ["", *setup.optimizers]
     table = tabulate(lines, headers, disable_numparse=True, colalign=align)
     verdict = [] if found is None else ["", *_verdict_lines(found, setup.optimizers)]
-    below = _remarks(setup, hardware) + verdict
+    below = _remarks(model, setup, hardware) + verdict
     return "\n".join([model.title, setup.describe(), "", table, "", *below])
 
 
@@ -93,6 +101,9 @@ def _traffic_lines(model: Model, setup: Setup) -> list[list[str]]:
 
 def _time_lines(model: Model, setup: Setup, hardware: Hardware) -> list[list[str]]:
     times = step_times(model, setup, hardware)
+    if times is None:
+        flop = (f"{one / 1e12:,.2f}" for one in multiplied(model, setup))
+        return [["products of matrices, TFLOP of each rank", *flop]]
     lines = [
         ["optimizer step, ms", *(f"{1e3 * one.seconds:,.1f}" for one in times)],
         ["- limited by", *(one.limit for one in times)],
@@ -105,8 +116,18 @@ def _time_lines(model: Model, setup: Setup, hardware: Hardware) -> list[list[str
     return lines
 
 
-def _remarks(setup: Setup, hardware: Hardware) -> list[str]:
+def _remarks(model: Model, setup: Setup, hardware: Hardware) -> list[str]:
     lines = ["Not counted: activations, and what CUDA and allocators add."]
+    if setup.algorithm.is_of_matrices:
+        numel = sum(map(math.prod, matrices_in(model, setup)))
+        return [
+            *lines,
+            "Nor are matrices as they are orthogonalized, and on their way to a GPU and back.",
+            f"Muon steps {100 * numel / model.numel:.1f} % of the parameters, AdamW those of one "
+            "dimension",
+            f"and those called {', '.join(setup.adam_params) or 'nothing'} (adam_params).",
+            "Step time: not estimated, as products of matrices take most of it.",
+        ]
     if setup.offload == "none":
         gpu = f"{hardware.gpu_gb_per_s:g} GB/s (--gpu-bandwidth)"
         return [*lines, f"Step time: the bytes over a GPU's {gpu}; a real step takes longer."]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.table import ALGORITHMS, algorithm_called
+from zero8.muon import ADAM_PARAMS
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import DEFAULT_CODEC, codec_named
 from zero8.state.policy import Policy
@@ -45,6 +46,7 @@ class Setup:
         policy: which moments zero8 keeps in 8 bits.
         codec: zero8's.
         algorithm_name: of zero8's optimizer and of the fp32 one beside it.
+        adam_params: glob patterns of names of matrices that are not Muon's.
 
     Raises:
         ValueError: on construction, if settings are invalid or incompatible.
@@ -67,6 +69,7 @@ class Setup:
     policy: Policy = Policy()
     codec: str = DEFAULT_CODEC
     algorithm_name: str = ADAM.name
+    adam_params: tuple[str, ...] = ADAM_PARAMS
 
     def __post_init__(self):
         """Check the values."""
@@ -88,6 +91,11 @@ class Setup:
     def _check_together(self) -> None:
         if self.offload == "nvme" and (self.engine, self.stage) != ("deepspeed", 3):
             raise ValueError("offload: got 'nvme', which only DeepSpeed's stage 3 supports")
+        if self.offload == "nvme" and self.algorithm.is_of_matrices:
+            raise ValueError(
+                f"offload: got 'nvme' with {self.algorithm.class_name}, which does not support it; "
+                "use 'cpu'"
+            )
         if self.stage == 0 and self.offload != "none":
             raise ValueError(
                 f"stage: got 0 with offload {self.offload!r}, expected stage 1, 2 or 3"
@@ -204,17 +212,13 @@ def _of_optimizer(section: dict) -> dict:
     algorithm = _algorithm(section)
     if algorithm is None:
         return {}
-    if algorithm.is_of_matrices:
-        raise ValueError(
-            f"optimizer: got {algorithm.class_name}, whose memory is not planned yet; plan "
-            f"{ADAM.class_name} instead, which needs more"
-        )
     params = section.get("params", {})
     keys = ("block_size", "min_8bit_size", "fp32_params")
     return {
         "algorithm_name": algorithm.name,
         "policy": Policy(**{key: params[key] for key in keys if key in params}),
         "codec": params.get("codec", DEFAULT_CODEC),
+        "adam_params": tuple(params.get("adam_params", ADAM_PARAMS)),
     }
 
 

@@ -6,12 +6,15 @@ parameter; FSDP2 cuts every parameter between rows.
 """
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from zero8.plan.model import Model
+from zero8.plan.groups import groups_of
+from zero8.plan.model import Model, Param
 from zero8.plan.setup import Setup
+from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import codec_named
 from zero8.spec.grid import BlockGrid
 
@@ -38,27 +41,32 @@ class Share:
 
 def share_of(model: Model, setup: Setup) -> Share:
     """Return the share of one rank."""
+    groups = groups_of(model, setup)
     if setup.engine == "fsdp2" or setup.stage == 3:
-        numel, zero8_bytes = _of_each_parameter(model, setup)
-        touched_numel = model.numel
-    else:
-        numel, touched_numel, zero8_bytes = _of_flat(model, setup)
-    return Share(numel, touched_numel, 4 * len(setup.algorithm.moments) * numel, zero8_bytes)
+        return _of_each_parameter(groups, setup)
+    return _of_flat(groups, setup)
 
 
-def _of_each_parameter(model: Model, setup: Setup) -> tuple[int, int]:
-    """Return numel and zero8_bytes of the first rank, as no rank has more."""
+def _of_each_parameter(groups: Sequence[tuple[Algorithm, Sequence[Param]]], setup: Setup) -> Share:
+    """Return the share of the first rank, as no rank has more."""
     grid_of = _grids(setup)
-    numel = zero8_bytes = 0
-    counts = model.shapes.items() if not setup.policy.fp32_params else ()
-    named = [("", shape, count) for shape, count in counts]
-    named = named or [(name, shape, 1) for name, shape in model.params]
-    for name, shape, count in named:
-        here = _first_part(shape, setup)
-        numel += count * here
-        held = min(here, math.prod(shape))
-        zero8_bytes += count * _moment_bytes(setup, grid_of(name, shape), 0, held)
-    return numel, zero8_bytes
+    numel = touched = fp32_bytes = zero8_bytes = 0
+    for algorithm, params in groups:
+        for (name, shape), count in _counted(params, setup).items():
+            here, whole = _first_part(shape, setup), math.prod(shape)
+            numel += count * here
+            touched += count * whole
+            fp32_bytes += count * _fp32_bytes(algorithm, here)
+            held = _moment_bytes(setup, algorithm, grid_of(name, shape), 0, min(here, whole))
+            zero8_bytes += count * held
+    return Share(numel, touched, fp32_bytes, zero8_bytes)
+
+
+def _counted(params: Sequence[Param], setup: Setup) -> Counter[Param]:
+    """Return the parameters with their numbers, without names where these do not matter."""
+    if setup.policy.fp32_params:
+        return Counter(params)
+    return Counter(("", shape) for _, shape in params)
 
 
 def _first_part(shape: tuple[int, ...], setup: Setup) -> int:
@@ -67,27 +75,37 @@ def _first_part(shape: tuple[int, ...], setup: Setup) -> int:
     return -(-math.prod(shape) // setup.world_size)
 
 
-def _of_flat(model: Model, setup: Setup) -> tuple[int, int, int]:
+def _of_flat(groups: Sequence[tuple[Algorithm, Sequence[Param]]], setup: Setup) -> Share:
     ranks = 1 if setup.stage == 0 else setup.world_size
-    unit = FLAT_ALIGNMENT * ranks
-    numel = -(-model.numel // unit) * unit // ranks
     grid_of = _grids(setup)
+    numel = fp32_bytes = 0
     bytes_of, touched_by = [0] * ranks, [0] * ranks
-    for name, shape, rank, first, held in _pieces(model, numel):
-        bytes_of[rank] += _moment_bytes(setup, grid_of(name, shape), first, held)
-        touched_by[rank] += math.prod(shape)
-    return numel, max(touched_by), max(bytes_of)
+    for algorithm, params in groups:
+        rank_numel = flat_numel(params, ranks)
+        numel += rank_numel
+        fp32_bytes += _fp32_bytes(algorithm, rank_numel)
+        for place, rank, first, held in pieces_of(params, rank_numel):
+            name, shape = params[place]
+            bytes_of[rank] += _moment_bytes(setup, algorithm, grid_of(name, shape), first, held)
+            touched_by[rank] += math.prod(shape)
+    return Share(numel, max(touched_by), fp32_bytes, max(bytes_of))
 
 
-def _pieces(model: Model, rank_numel: int) -> Iterator[tuple[str, tuple[int, ...], int, int, int]]:
-    """Yield (name, shape, rank, first element in the parameter, numel) of all ranks' pieces."""
+def flat_numel(params: Sequence[Param], ranks: int) -> int:
+    """Return the elements of each rank's part of some parameters, padding included."""
+    unit = FLAT_ALIGNMENT * ranks
+    return -(-sum(math.prod(shape) for _, shape in params) // unit) * FLAT_ALIGNMENT
+
+
+def pieces_of(params: Sequence[Param], rank_numel: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (place of the parameter, rank, its first element there, numel) of all ranks' pieces."""
     at = 0
-    for name, shape in model.params:
+    for place, (_, shape) in enumerate(params):
         first, numel = 0, math.prod(shape)
         while first < numel:
             rank = (at + first) // rank_numel
             end = min(numel, (rank + 1) * rank_numel - at)
-            yield name, shape, rank, first, end - first
+            yield place, rank, first, end - first
             first = end
         at += numel
 
@@ -100,10 +118,15 @@ def _grids(setup: Setup):
     return lambda name, shape: of_shape(shape)
 
 
-def _moment_bytes(setup: Setup, grid: BlockGrid | None, first: int, numel: int) -> int:
-    moments = setup.algorithm.moments
+def _fp32_bytes(algorithm: Algorithm, numel: int) -> int:
+    return 4 * len(algorithm.moments) * numel
+
+
+def _moment_bytes(
+    setup: Setup, algorithm: Algorithm, grid: BlockGrid | None, first: int, numel: int
+) -> int:
     if grid is None:
-        return 4 * len(moments) * numel
-    codec = codec_named(setup.codec)
+        return _fp32_bytes(algorithm, numel)
+    codec, moments = codec_named(setup.codec), algorithm.moments
     scales = sum(math.prod(codec.code_of(rule).scale_shape) for rule in moments)
     return len(moments) * numel + 4 * scales * grid.num_blocks_touched(first, numel)

@@ -55,8 +55,10 @@ class StepTime:
     saturating_cores: float | None
 
 
-def step_times(model: Model, setup: Setup, hardware: Hardware) -> tuple[StepTime, StepTime]:
-    """Return the times with an fp32 Adam and with zero8."""
+def step_times(model: Model, setup: Setup, hardware: Hardware) -> tuple[StepTime, StepTime] | None:
+    """Return the times with an fp32 Adam and with zero8; None for products of matrices."""
+    if setup.algorithm.is_of_matrices:
+        return None
     numel = share_of(model, setup).numel
     rates = hardware.rates.of(setup.master_bytes)
     fp32, zero8 = (

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from zero8.plan.matrices import sent_by_deepspeed, sent_by_zero8
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup
 from zero8.plan.share import share_of
@@ -14,7 +15,7 @@ class Traffic:
 
     Attributes:
         step_bytes: read and written in memory by the optimizer: it reads gradients, and reads and
-            writes weights and moments.
+            writes weights and moments.  Of Muon its products of matrices are not counted.
         passes_bytes: the same by the passes around it: clipping, and 16-bit weights on their way to
             the model.  Not counted on a GPU.
         link_bytes: between GPU and host: gradients down, weights up.
@@ -34,12 +35,15 @@ class Traffic:
 def traffic_of(model: Model, setup: Setup) -> tuple[Traffic, Traffic]:
     """Return the traffic with an fp32 Adam and with zero8."""
     share = share_of(model, setup)
+    sent = (0, 0)
+    if setup.algorithm.is_of_matrices:
+        sent = sent_by_deepspeed(model, setup), sent_by_zero8(model, setup)
     zero8_bytes = share.zero8_bytes + setup.correction_bytes * share.numel
     fp32_passes, zero8_passes = _passes_bytes_per_param(setup)
     master, own = setup.master_bytes, setup.zero8_grad_bytes
     return (
-        _with(model, setup, share.numel, share.fp32_bytes, master, fp32_passes),
-        _with(model, setup, share.numel, zero8_bytes, own, zero8_passes),
+        _with(model, setup, share.numel, share.fp32_bytes, master, fp32_passes, sent[0]),
+        _with(model, setup, share.numel, zero8_bytes, own, zero8_passes, sent[1]),
     )
 
 
@@ -74,6 +78,7 @@ def _with(
     state_bytes: int,
     grad_bytes_per_param: int,
     passes_bytes_per_param: int,
+    exchanged_bytes: int,
 ) -> Traffic:
     master_bytes = setup.master_bytes * numel
     swapped = setup.offload == "nvme"
@@ -84,7 +89,7 @@ def _with(
         # Gradients are written in the backward, and read by the step.
         nvme_read_bytes=swapped * (2 * master_bytes + state_bytes),
         nvme_write_bytes=swapped * (2 * master_bytes + state_bytes),
-        network_bytes=_network_bytes(model, setup),
+        network_bytes=_network_bytes(model, setup) + exchanged_bytes,
     )
 
 

@@ -109,8 +109,7 @@ class Round:
 def rounds_of(held: Mapping[int, Held], group: Group) -> list[Round]:
     """Return the rounds in which parameters are gathered.
 
-    The most costly parameters are given away first, each to the rank with the least cost so far.
-    All ranks of the group must call it.
+    `owned_by` says who owns which.  All ranks of the group must call it.
 
     Args:
         held: what this rank holds, by the parameter's identity; ranks may hold none of a parameter.
@@ -128,7 +127,7 @@ def rounds_of(held: Mapping[int, Held], group: Group) -> list[Round]:
         _check_whole(
             math.prod(one.shape), [of[identity].ranges for of in of_ranks if identity in of]
         )
-    queues = _owned_by(everywhere, size)
+    queues = owned_by({identity: one.cost for identity, one in everywhere.items()}, size)
     rank = distributed.get_rank(group)
     rounds = []
     for owned in zip_longest(*queues):
@@ -141,14 +140,17 @@ def rounds_of(held: Mapping[int, Held], group: Group) -> list[Round]:
     return rounds
 
 
-def _owned_by(parameters: Mapping[int, Held], size: int) -> list[list[int]]:
-    """Return the identities of each rank's own parameters."""
+def owned_by(costs: Mapping[int, float], size: int) -> list[list[int]]:
+    """Return the identities of each rank's own parameters, with their costs for those of all.
+
+    The most costly parameters are given away first, each to the rank with the least cost so far.
+    """
     queues: list[list[int]] = [[] for _ in range(size)]
-    costs = [0.0] * size
-    for identity in sorted(parameters, key=lambda one: (-parameters[one].cost, one)):
-        rank = costs.index(min(costs))
+    totals = [0.0] * size
+    for identity in sorted(costs, key=lambda one: (-costs[one], one)):
+        rank = totals.index(min(totals))
         queues[rank].append(identity)
-        costs[rank] += parameters[identity].cost
+        totals[rank] += costs[identity]
     return queues
 
 

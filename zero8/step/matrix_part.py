@@ -16,7 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero8.algorithms.muon import MUON, MuonScalars, applying, forming, lr_ratio
+from zero8.algorithms.muon import (
+    MUON,
+    MuonScalars,
+    applying,
+    forming,
+    lr_ratio,
+    matrices_of,
+    multiplications,
+)
 from zero8.op import kernel
 from zero8.op.devices import BlockCounts, Taken
 from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS
@@ -107,10 +115,8 @@ class Unit:
     @property
     def held(self) -> Held:
         """What other ranks need to know."""
-        matrices, rows, columns = matrices_of(self.shape)
         ranges = tuple((piece.first, piece.numel) for piece in self.pieces)
-        cost = float(matrices * rows * columns * min(rows, columns))
-        return Held(self.shape, self.owner, cost, ranges)
+        return Held(self.shape, self.owner, float(multiplications(self.shape)), ranges)
 
 
 class Exchange(NamedTuple):
@@ -276,17 +282,6 @@ class _Calls:
         records["moments"]["codec"][:, 0] = FLOAT32_MOMENTS
         self.taken.append(self._kernel.step(records, _packed(scalars)))
         self.places.append(places)
-
-
-def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Return how many matrices a parameter has, and their rows and columns.
-
-    Three dimensions are the matrices of experts; of four and more, such as filters of convolutions,
-    the first are the rows, as in Keller Jordan's Muon.
-    """
-    if len(shape) == 3:
-        return shape[0], shape[1], shape[2]
-    return 1, shape[0], math.prod(shape[1:])
 
 
 def _chunks(units: Sequence[Unit], groups: Sequence[Group]) -> Iterator[list[Unit]]:
