@@ -22,6 +22,7 @@ OTHERS = (
     "benchmarks/records/demo_cpu_202611.png",
     "benchmarks/records/demo_lion_cpu_202611.png",
     "benchmarks/records/demo_sgd_cpu_202611.png",
+    "benchmarks/records/demo_muon_cpu_202611.png",
     *(
         f"benchmarks/records/maps_202611_{name}.png"
         for name in (

@@ -150,6 +150,13 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
             del self.param_groups[before:]
             raise
 
+    def state_dict(self) -> dict[str, Any]:
+        """See `BlockwiseOptimizer.state_dict`; in fp32 with the names of `torch.optim.Muon`."""
+        packed = super().state_dict()
+        if self.state_dict_format == "fp32":
+            packed["param_groups"] = [MUON.fp32_group(one) for one in packed["param_groups"]]
+        return packed
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or the moments of `torch.optim.Muon`.
 

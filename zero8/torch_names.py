@@ -67,6 +67,11 @@ NAMES = (
         "recognizes tensors that must not have weak references",
     ),
     PrivateName(
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode",
+        "counts the bytes that ranks send in measurements",
+    ),
+    PrivateName(
         "torch.distributed.tensor._dtensor_spec", "DTensorSpec", "makes the DTensors of states"
     ),
     PrivateName(

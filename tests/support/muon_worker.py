@@ -54,8 +54,9 @@ def gradient(name: str, step: int) -> Tensor:
     return 3 * torch.randn(SHAPES[name], generator=generator).to(torch.float8_e4m3fn).float()
 
 
-def optimizer_of(model: nn.Module, **options) -> Muon8bitBlockwise:
-    return Muon8bitBlockwise(model.named_parameters(), **{**OPTIONS, **options})
+def optimizer_of(model: nn.Module, params=None, **options) -> Muon8bitBlockwise:
+    params = model.named_parameters() if params is None else params
+    return Muon8bitBlockwise(params, **{**OPTIONS, **options})
 
 
 def alone(steps: int = STEPS, late: str = "") -> dict[str, dict]:

@@ -147,7 +147,9 @@ def test_report_runs_of_different_seeds_raises(tmp_path):
         report(tmp_path, "Adam8bitBlockwise", AT_SCALE, "")
 
 
-@pytest.mark.parametrize("optimizer", ["Lion8bitBlockwise", "SGD8bitBlockwise"])
+@pytest.mark.parametrize(
+    "optimizer", ["Lion8bitBlockwise", "SGD8bitBlockwise", "Muon8bitBlockwise"]
+)
 def test_record_of_an_optimizer_is_its_row_in_the_page_of_algorithms(optimizer):
     twin = TWINS[optimizer]
     path = ROOT / "benchmarks" / "records" / f"demo_{twin.lower()}_cpu_202611.json"

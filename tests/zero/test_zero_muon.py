@@ -4,44 +4,13 @@
 import deepspeed
 import pytest
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_optimizer_state
-from muon_worker import MATRICES, OPTIONS, SHAPES, STEPS, Known, alone, wrong
+from muon_in_zero import IN_FLOAT32, LAYOUTS, MUON, OF_DEEPSPEED, WithoutFilters, results
+from muon_worker import STEPS, Known, alone, wrong
 from nests import difference
 from zero_worker import base_optimizer, config, held, make_engine, take_step
 
-MUON = {"optimizer": "Muon8bitBlockwise", **OPTIONS}
-LAYOUTS = {
-    "no zero": config(stage=0, offload=None, **MUON),
-    "zero1": config(stage=1, offload=None, **MUON),
-    "zero2": config(stage=2, offload=None, **MUON),
-    "zero2 offload": config(**MUON),
-    "zero3": config(stage=3, offload=None, **MUON),
-    "zero3 offload": config(stage=3, **MUON),
-    # Partitions in several parts, of which each is stepped by itself.
-    "zero3 offload, parts": config(stage=3, zero={"sub_group_size": 4000}, **MUON),
-}
 BFLOAT16 = config(dtype={}, **MUON)
 QUICK = ("zero2 offload", "zero3 offload, parts")
-
-
-# What both Muons understand.
-OF_DEEPSPEED = {
-    "muon_lr": 2e-2,
-    "adam_lr": 1e-3,
-    "momentum": 0.9,
-    "betas": [0.9, 0.95],
-    "eps": 1e-8,
-    "ns_method": "gram",
-}
-IN_FLOAT32 = {"adjust_lr_fn": "original", "ns_dtype": "float32", "min_8bit_size": 10**9}
-
-
-class WithoutFilters(Known):
-    """DeepSpeed's Muon fails on them."""
-
-    def __init__(self):
-        super().__init__()
-        del self.conv
 
 
 def moved(optimizer: str, stage: int, **options) -> dict:
@@ -68,18 +37,6 @@ def values_of(engine) -> dict:
         with deepspeed.zero.GatheredParameters([p] if hasattr(p, "ds_id") else []):
             values[name] = p.detach().clone()
     return values
-
-
-def results(engine) -> dict[str, dict]:
-    """Return by parameter its values and its moments in float32, whole."""
-    found = {}
-    for name, p in engine.module.named_parameters():
-        keys = ("momentum_buffer",) if name in MATRICES else ("exp_avg", "exp_avg_sq")
-        moments = [safe_get_full_optimizer_state(p, key) for key in keys]
-        with deepspeed.zero.GatheredParameters([p] if hasattr(p, "ds_id") else []):
-            values = p.detach().clone()
-        found[name] = {"values": values, "moments": [one.view(SHAPES[name]) for one in moments]}
-    return found
 
 
 def trained(layout: str) -> tuple[dict, list]:

@@ -21,6 +21,7 @@ Jordan's sqrt(max(1, rows/columns)).
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -76,6 +77,11 @@ class Muon(Algorithm):
     def kernel(self) -> Algorithm:
         """See `Algorithm`."""
         return SGD
+
+    def fp32_group(self, group: Group) -> dict[str, Any]:
+        """See `Algorithm`; torch's Muon calls ns_eps eps, which is AdamW's in other groups."""
+        has_matrices = group.get("use_muon", False) and "ns_eps" in group
+        return {**group, "eps": group["ns_eps"]} if has_matrices else dict(group)
 
     def check(self, group: Group) -> None:
         """See `Algorithm`."""

@@ -122,6 +122,10 @@ class Algorithm(ABC):
         """The algorithm whose kernel computes this one's elementwise equations."""
         return self
 
+    def fp32_group(self, group: Group) -> dict[str, Any]:
+        """Return a group of ours as the fp32 optimizer reads it, where a name differs."""
+        return dict(group)
+
     @abstractmethod
     def check(self, group: Group) -> None:
         """Raise ValueError unless the options of a group are valid; `zero8.spec.options` helps."""

@@ -104,6 +104,8 @@ class FlatPartition(StateKind):
     def adopted(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
         """See `StateKind`."""
         algorithm, table = self.settings.algorithm, self.table(p)
+        if algorithm.step_if_unknown is not None:
+            saved = {"step": algorithm.step_if_unknown, **saved}
         _check_has_moments(algorithm, saved, "step")
         numbers = {"step": checked_step(saved), **unknown_memory(algorithm)}
         quantized = _quantized(algorithm, saved)

@@ -6,17 +6,19 @@ DeepSpeed's bugs, with any optimizer:
 * Stages 1 and 2 fail on a rank that holds only padding of a parameter group, and the other ranks
   hang.  Here such a rank gets an empty fragment of a parameter during the load.
 * Stage 3 gives all parameter groups the options (learning rate, weight decay, ...) of the first.
+* Stage 3 loads Adam's two moments, whatever the optimizer has.
 * Groups that the checkpoint lacks are silently not loaded.
 * Under `round_robin_gradients` stages 1 and 2 compute wrong offsets of parameters.
 """
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
+from zero8.algorithms.adam import ADAM
 from zero8.state.keywords import check_refused_keys
 
 LOADS = "load_hp_checkpoint_state_from_checkpoint_dir"
@@ -76,7 +78,7 @@ def _lent_fragments(groups: list, partitions: list) -> Iterator[None]:
 
 
 def load_all_groups(zero3_class: type, optimizer_class: type) -> None:
-    """Have ZeRO 3 load the options of every parameter group, instead of the first's for all."""
+    """Have ZeRO 3 load every group's own options and moments, instead of the first's and Adam's."""
     original = getattr(zero3_class, LOADS_STAGE3)
 
     @functools.wraps(original)
@@ -84,11 +86,49 @@ def load_all_groups(zero3_class: type, optimizer_class: type) -> None:
         if not isinstance(self.optimizer, optimizer_class):
             return original(self, checkpoint_dir)
         saved = _check_groups(checkpoint_dir, self.optimizer)
-        original(self, checkpoint_dir)
+        has_adams = all(one is ADAM for one in self.optimizer.algorithms)
+        if has_adams:
+            original(self, checkpoint_dir)
+        else:
+            _load_without_moments(self, original, checkpoint_dir)
         for group, options in zip(self.optimizer.param_groups, saved, strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
+        if not has_adams:
+            _load_moments(self, Path(checkpoint_dir) / "zero")
 
     setattr(zero3_class, LOADS_STAGE3, load)
+
+
+def _load_without_moments(zero3, original: Callable, checkpoint_dir: str) -> None:
+    """Have DeepSpeed load all but the moments, of which it gets no elements."""
+    read = zero3.load_hp_checkpoint_state
+
+    def read_weights(folder, key, param=None):
+        return read(folder, key, param=param) if key == "fp32" else torch.empty(0)
+
+    zero3.load_hp_checkpoint_state = read_weights
+    try:
+        original(zero3, checkpoint_dir)
+    finally:
+        del zero3.load_hp_checkpoint_state
+
+
+def _load_moments(zero3, folder: Path) -> None:
+    """Load the moments of each group's algorithm into the states, in float32."""
+    optimizer = zero3.optimizer
+    for number, params in enumerate(zero3.fp16_groups):
+        flat = zero3.fp32_partitioned_groups_flat[number]
+        group = optimizer.param_groups[zero3.sub_group_to_group_id[number]]
+        state = optimizer.state[flat]
+        for name in ADAM.moment_names:
+            state.pop(name, None)
+        for name in optimizer.algorithm_of(group).moment_names:
+            state[name], at = torch.zeros_like(flat), 0
+            for p in params:
+                path = str(folder / zero3.param_names[p])
+                part = zero3.load_hp_checkpoint_state(path, name, param=p)
+                state[name].narrow(0, at, part.numel()).copy_(part)
+                at += part.numel()
 
 
 def _check_groups(checkpoint_dir: str, optimizer) -> list[dict]:

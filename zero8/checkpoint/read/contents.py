@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from zero8.algorithms.adam import ADAM
+from zero8.algorithms.muon import MUON
 from zero8.checkpoint.files.staging import Staging
 from zero8.checkpoint.read.coverage import Coverage
 from zero8.checkpoint.read.joined import Assembly, Parameter
@@ -45,8 +47,16 @@ class Contents:
 
     @property
     def algorithm(self) -> Algorithm:
-        """The algorithm of all moments; `read` has checked that there is one."""
-        return next(iter(self.parameters.values())).algorithm
+        """The algorithm of the optimizer; Muon if AdamW steps what is no matrix."""
+        found = {parameter.algorithm for parameter in self.parameters.values()}
+        return MUON if MUON in found else found.pop()
+
+    def algorithm_of(self, name: str) -> Algorithm:
+        """Return the algorithm that steps a parameter, which may have no moments yet."""
+        if name in self.parameters:
+            return self.parameters[name].algorithm
+        (group,) = (group for group in self.groups if name in group["params"])
+        return ADAM if group.get("use_muon") is False else self.algorithm
 
     def settings(self, group: dict) -> dict:
         """Return the options of a group without its parameters."""
@@ -108,10 +118,12 @@ def read(source: Source, staging: Staging) -> Contents:
     if problems := coverage.problems():
         raise ValueError(f"{source.path}: {_first_of(problems)}")
     parameters = {name: assembly.finished() for name, assembly in assemblies.items()}
-    if len(found := {p.algorithm: name for name, p in parameters.items()}) > 1:
+    groups = source.groups()
+    _tell_muons(parameters, groups)
+    found = {p.algorithm: name for name, p in parameters.items()}
+    if len(found) > 1 and found.keys() != {MUON, ADAM}:
         states = ", ".join(f"{one.name} of {name}" for one, name in found.items())
         raise ValueError(f"{source.path}: got states of several algorithms: {states}")
-    groups = source.groups()
     _check_groups(source, parameters, groups)
     kind = source.facts().kind
     return Contents(
@@ -122,6 +134,15 @@ def read(source: Source, staging: Staging) -> Contents:
         source.tied(),
         source.counters(),
     )
+
+
+def _tell_muons(parameters: dict[str, Parameter], groups: list[dict]) -> None:
+    """Mark Muon's moments in fp32, which look like SGD's; its groups have settings of their own."""
+    for group in groups:
+        if group.get("use_muon", "ns_steps" in group):
+            for name in parameters.keys() & set(group["params"]):
+                if parameters[name].is_of_fp32:
+                    parameters[name] = parameters[name].of(MUON)
 
 
 def _first_of(problems: list[str], most: int = 5) -> str:

@@ -48,6 +48,12 @@ class Parameter:
     correction: Tensor | None
     num_joined: int
 
+    def of(self, algorithm: Algorithm) -> "Parameter":
+        """Return the same with moments of another algorithm, which have the same names."""
+        pairs = zip(self.stores, algorithm.moments, strict=True)
+        stores = tuple(replace(store, rule=rule) for store, rule in pairs)
+        return replace(self, algorithm=algorithm, stores=stores)
+
     def entries(self) -> dict:
         """Return the state's entries in a state dict of our optimizer, or of the fp32 one."""
         if self.is_of_fp32:

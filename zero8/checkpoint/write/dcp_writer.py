@@ -71,22 +71,23 @@ def _check_are_alike(contents: Contents) -> None:
 
 def _zeros(contents: Contents, names: list[str]) -> dict[str, dict]:
     """Return zero states for these parameters, by the policy inferred from the others."""
-    algorithm = contents.algorithm
     pieces = [p.piece for p in contents.parameters.values()]
     if all(parameter.is_of_fp32 for parameter in contents.parameters.values()):
         return {
             name: {"step": torch.tensor(0.0)}
-            | {key: torch.zeros_like(contents.model[name]) for key in algorithm.moment_names}
+            | {
+                key: torch.zeros_like(contents.model[name])
+                for key in contents.algorithm_of(name).moment_names
+            }
             for name in names
         }
     sizes = [piece.block_size for piece in pieces if piece.is_quantized]
     codecs = [p.stores[0].codec for p in contents.parameters.values() if p.piece.is_quantized]
     policy = Policy(block_size=sizes[0]) if sizes else None
+    shapes = {name: tuple(contents.model[name].shape) for name in names}
     return {
-        name: _zero(
-            contents.algorithm, name, tuple(contents.model[name].shape), policy, *codecs[:1]
-        )
-        for name in names
+        name: _zero(contents.algorithm_of(name), name, shape, policy, *codecs[:1])
+        for name, shape in shapes.items()
     }
 
 

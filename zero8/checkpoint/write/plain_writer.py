@@ -29,8 +29,9 @@ def write_fp32(contents: Contents, path: Path, staging: Staging) -> None:
     contents.note_corrections("included in the weights, which are float32 of 24 bits")
     state = {name: p.in_float32(staging.copy) for name, p in contents.parameters.items()}
     packed = _packed(contents, state)
-    options = _options_of_fp32(contents.algorithm)
-    packed["param_groups"] = [{**options, **group} for group in packed["param_groups"]]
+    packed["param_groups"] = [
+        fp32_group(contents.algorithm, group) for group in packed["param_groups"]
+    ]
     _save(_corrected(contents), packed, path)
 
 
@@ -50,10 +51,10 @@ def write_bitsandbytes(contents: Contents, path: Path, staging: Staging) -> None
     _save(contents.model, to_bitsandbytes(_packed(contents, state)), path)
 
 
-def _options_of_fp32(algorithm: Algorithm) -> dict[str, Any]:
-    """Return what groups of the fp32 optimizer have, for groups that lack it."""
+def fp32_group(algorithm: Algorithm, group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group as the fp32 optimizer has it, with what it may lack."""
     flags = {key: value for key, value in algorithm.options.items() if isinstance(value, bool)}
-    return {**algorithm.fp32_options, **flags}
+    return algorithm.fp32_group({**algorithm.fp32_options, **flags, **group})
 
 
 def _corrected(contents: Contents) -> dict[str, Tensor]:

@@ -225,7 +225,7 @@ def _check_moments(source: Path, base: object) -> None:
         if missing := [name for name in ADAM.moment_names if name not in _dict("a state", state)]:
             raise ValueError(
                 f"{source}: got states {shown_keys(state)}, without {missing}; DeepSpeed converts "
-                "only Adam's"
+                "only Adam's: zero8 checkpoint convert DIR OUT --to zero does others"
             )
 
 

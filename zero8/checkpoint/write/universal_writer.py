@@ -65,7 +65,7 @@ def _write_parameter(contents: Contents, name: str, step: int, folder: Path) -> 
     weights = weights_of(contents, name)
     _save_values(weights, folder / "fp32.pt")
     parameter = contents.parameters.get(name)
-    for number, moment in enumerate(contents.algorithm.moment_names):
+    for number, moment in enumerate(contents.algorithm_of(name).moment_names):
         if parameter is None:
             values = torch.zeros_like(weights)
         else:

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversions of Muon's checkpoints, in which AdamW steps what is no matrix."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from convert_cases import converted
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from fsdp_checkpoints import save
+from muon_in_zero import IN_FLOAT32, LAYOUTS, OF_DEEPSPEED, WithoutFilters, results
+from muon_sharded import codes, resumed, run, sharded
+from muon_worker import MATRICES, SHAPES, Known, alone, optimizer_of, wrong
+from zero_worker import base_optimizer, config, make_engine, take_step
+
+from zero8 import export
+
+SAVED_AFTER, STEPS = 2, 4
+SOURCES = ("plain", "fsdp2", "zero2 offload", "zero3 offload, parts")
+RANKS = 2
+
+
+def save_zero(layout: str, folder: str) -> None:
+    engine = make_engine(LAYOUTS[layout], Known())
+    for step in range(SAVED_AFTER):
+        take_step(engine, step)
+    engine.save_checkpoint(folder)
+
+
+def load_zero(layout: str, folder: str) -> tuple[dict, dict]:
+    """Return what there is after a universal checkpoint has been loaded, and two steps later."""
+    ds_config = LAYOUTS[layout] | {"checkpoint": {"load_universal": True}}
+    engine = make_engine(ds_config, Known())
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    loaded = results(engine)
+    for step in range(SAVED_AFTER, STEPS):
+        take_step(engine, step)
+    return loaded, results(engine)
+
+
+def save_fsdp2(folder: str) -> None:
+    model = sharded()
+    optimizer = optimizer_of(model)
+    run(model, optimizer, 0, SAVED_AFTER)
+    save(model, optimizer, "sharded", Path(folder))
+
+
+def one_thread(function, *arguments):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as ranks have
+    try:
+        return function(*arguments)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def plain(path: Path) -> None:
+    model = Known()
+    optimizer = optimizer_of(model)
+    one_thread(run, model, optimizer, 0, SAVED_AFTER)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+
+@pytest.fixture(scope="module")
+def source_at(standing_ranks, tmp_path_factory):
+    """Return a function that returns the path of a source."""
+    folder, paths = tmp_path_factory.mktemp("muon"), {}
+
+    def of(source: str) -> Path:
+        if source not in paths:
+            paths[source] = folder / source
+            if source == "plain":
+                plain(paths[source])
+            elif source == "fsdp2":
+                standing_ranks(RANKS).run(save_fsdp2, folder=str(folder))
+                paths[source] = folder / "sharded"
+            else:
+                arguments = {"layout": source, "folder": str(paths[source])}
+                standing_ranks(RANKS).run(save_zero, **arguments)
+        return paths[source]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "source", [s if s == "plain" else pytest.param(s, marks=pytest.mark.slow) for s in SOURCES]
+)
+def test_convert_of_muon_to_plain_goes_on_with_the_same_bits(source, source_at, tmp_path):
+    made = converted(source_at(source), tmp_path / "made", "plain")
+    assert made["parameters"] == len(SHAPES) and made["blocks_joined"] == 0
+    content = torch.load(tmp_path / "made", weights_only=True)
+    model = Known()
+    model.load_state_dict(content["model"])
+    optimizer = optimizer_of(model, lr=7.0)
+    optimizer.load_state_dict(content["optimizer"])
+    one_thread(run, model, optimizer, SAVED_AFTER, STEPS)
+    got = {
+        name: {
+            "values": p.detach(),
+            "moments": [one.read(0, p.numel()).view(p.shape) for one in optimizer.moments(p)],
+        }
+        for name, p in model.named_parameters()
+    }
+    assert wrong(got, alone(STEPS)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
+def test_convert_of_muon_to_dcp_goes_on_under_fsdp2(source, source_at, tmp_path, standing_ranks):
+    converted(source_at(source), tmp_path / "sharded", "dcp")
+    for _, _, got in standing_ranks(3).run(resumed, folder=tmp_path):
+        assert wrong(got, alone(STEPS)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [(s, "zero3 offload" if at % 2 else "zero2 offload") for at, s in enumerate(SOURCES)],
+)
+def test_convert_of_muon_to_zero_goes_on(source, layout, source_at, tmp_path, standing_ranks):
+    """The bound of m^2/v of AdamW's parameters is in no universal checkpoint."""
+    converted(source_at(source), tmp_path / "made", "zero")
+    arguments = {"layout": layout, "folder": str(tmp_path / "made")}
+    for loaded, stepped in standing_ranks(3).run(load_zero, **arguments):
+        assert wrong(loaded, alone(SAVED_AFTER)) == []
+        expected = alone(STEPS)
+        assert wrong(stepped, {name: expected[name] for name in MATRICES}) == []
+
+
+def test_convert_of_muon_to_fp32_has_the_moments_that_the_codes_mean(source_at, tmp_path):
+    converted(source_at("plain"), tmp_path / "made", "fp32")
+    content = torch.load(tmp_path / "made", weights_only=True)["optimizer"]
+    names = [name for group in content["param_groups"] for name in group["param_names"]]
+    for number, name in enumerate(names):
+        keys = ("momentum_buffer",) if name in MATRICES else ("exp_avg", "exp_avg_sq")
+        for key, values in zip(keys, alone(SAVED_AFTER)[name]["moments"], strict=True):
+            assert torch.equal(content["state"][number][key], values), name
+    # And back: quantize(dequantize(q)) is q.
+    optimizer = optimizer_of(Known())
+    optimizer.load_state_dict(content)
+    saved = torch.load(source_at("plain"), weights_only=True)["optimizer"]["state"]
+    for number, entries in optimizer.state_dict()["state"].items():
+        for key in entries.keys() - {"history"}:
+            got, expected = (
+                torch.as_tensor(one[number][key]) for one in ({number: entries}, saved)
+            )
+            assert torch.equal(got, expected), (names[number], key)
+
+
+@pytest.mark.parametrize("way", ["export", "convert"])
+def test_muon_of_matrices_alone_goes_to_torchs_muon_and_back(way, tmp_path):
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(12, 512))
+    p.grad = torch.randn_like(p)
+    group = {"params": [p], "use_muon": True}
+    ours = optimizer_of(torch.nn.ParameterList(), params=[group], ns_eps=1e-6)
+    ours.step()
+    exported = export(ours)
+    if way == "convert":
+        torch.save(ours.state_dict(), tmp_path / "ours")
+        converted(tmp_path / "ours", tmp_path / "made", "fp32")
+        exported = torch.load(tmp_path / "made", weights_only=True)
+    theirs = torch.optim.Muon([p])
+    theirs.load_state_dict(exported)
+    assert theirs.param_groups[0]["eps"] == 1e-6  # and not AdamW's
+    (moment,) = ours.moments(p)
+    assert torch.equal(theirs.state[p]["momentum_buffer"].flatten(), moment.read(0, p.numel()))
+    theirs.step()
+    back = optimizer_of(torch.nn.ParameterList(), params=[group])
+    back.load_state_dict(theirs.state_dict())
+    assert back.param_groups[0]["ns_eps"] == 1e-6
+
+
+def save_deepspeeds(stage: int, folder: str) -> dict:
+    zero = {"reduce_scatter": stage < 3}
+    engine = make_engine(
+        config(stage=stage, zero=zero, optimizer="Muon", **OF_DEEPSPEED), WithoutFilters()
+    )
+    for step in range(SAVED_AFTER):
+        take_step(engine, step)
+    engine.save_checkpoint(folder)
+    return of_matrices(engine)
+
+
+def of_matrices(engine) -> dict:
+    """Return by matrix its values and moments; DeepSpeed's Muon does not give AdamW's away."""
+    found = {}
+    for name, p in engine.module.named_parameters():
+        if name in MATRICES:
+            moment = safe_get_full_optimizer_state(p, "momentum_buffer")
+            weights = safe_get_full_fp32_param(p)
+            found[name] = {"values": weights, "moments": [moment.view(weights.shape)]}
+    return found
+
+
+def load_deepspeeds(stage: int, folder: str) -> tuple[dict, int]:
+    """Return what zero8's Muon has loaded in float32, and the steps after one more."""
+    options = OF_DEEPSPEED | IN_FLOAT32
+    engine = make_engine(
+        config(stage=stage, optimizer="Muon8bitBlockwise", **options), WithoutFilters()
+    )
+    engine.load_checkpoint(folder)
+    loaded = of_matrices(engine)
+    take_step(engine, SAVED_AFTER)
+    steps = {int(state["step"]) for state in base_optimizer(engine).state.values()}
+    return loaded, max(steps)
+
+
+# DeepSpeed's functions are torch.compile's, which takes half a minute.
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoint_of_deepspeeds_muon_goes_on_in_zero8s(stage, standing_ranks, tmp_path):
+    arguments = {"stage": stage, "folder": str(tmp_path / "theirs")}
+    ranks = standing_ranks(RANKS)
+    (expected, *_) = ranks.run(save_deepspeeds, timeout_s=400, **arguments)
+    for loaded, steps in ranks.run(load_deepspeeds, **arguments):
+        assert wrong(loaded, expected) == []
+        assert steps == SAVED_AFTER + 1
+
+
+def test_convert_of_muon_to_bitsandbytes_is_refused(source_at, tmp_path):
+    with pytest.raises(AssertionError, match="expected one of Adam8bitBlockwise"):
+        converted(source_at("plain"), tmp_path / "made", "bitsandbytes")
+
+
+def test_codes_of_a_converted_folder_are_those_of_the_source(source_at, tmp_path):
+    """Nothing is encoded anew; the quick guard of the slow tests above."""
+    source = source_at("plain")
+    converted(source, tmp_path / "dcp", "dcp")
+    converted(tmp_path / "dcp", tmp_path / "made", "plain")
+    shutil.rmtree(tmp_path / "dcp")
+    saved, made = (
+        torch.load(path, weights_only=True)["optimizer"] for path in (source, tmp_path / "made")
+    )
+    model = Known()
+    optimizer = optimizer_of(model)
+    optimizer.load_state_dict(made)
+    mine = codes(optimizer)
+    for number, entries in saved["state"].items():
+        for key, values in entries.items():
+            assert torch.equal(torch.as_tensor(mine[number][key]), torch.as_tensor(values)), key

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of muon_worker.py under FSDP2, its steps and checkpoints, and what came of it."""
+
+from pathlib import Path
+
+import torch
+from fsdp_checkpoints import load, save
+from fsdp_worker import whole
+from muon_worker import Known, optimizer_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+from examples.gpt.engine_fsdp2 import join_ranks
+
+
+def sharded(offload: bool = False, replicas: int = 1) -> nn.Module:
+    device = join_ranks().type
+    world_size = torch.distributed.get_world_size()
+    sizes = (replicas, world_size // replicas)
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicas", "shards"))
+    mesh = mesh if replicas > 1 else mesh["shards"]
+    policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    return fully_shard(Known(), mesh=mesh, **policy)
+
+
+def run(model, optimizer, begin: int, end: int, late: str = "") -> None:
+    for step in range(begin, end):
+        model(step, late if step == 0 else "").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def results(model, optimizer) -> dict[str, dict]:
+    """Return by parameter its values and its moments in float32, whole."""
+    before, optimizer.state_dict_format = optimizer.state_dict_format, "fp32"
+    states = optimizer.state_dict()["state"]
+    optimizer.state_dict_format = before
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    values = dict(model.named_parameters())
+    found = {}
+    for number, name in enumerate(names):
+        moments = [
+            whole(states[number][key])
+            for key in ("momentum_buffer", "exp_avg", "exp_avg_sq")
+            if key in states[number]
+        ]
+        found[name] = {"values": whole(values[name].detach()), "moments": moments}
+    return found
+
+
+def codes(optimizer) -> dict:
+    """Return the saved states, whole."""
+    return {
+        number: {key: whole(value) for key, value in state.items()}
+        for number, state in optimizer.state_dict()["state"].items()
+    }
+
+
+def through(folder: Path) -> tuple:
+    """Return what was saved after 2 steps, and what there is after 2 more."""
+    model = sharded()
+    optimizer = optimizer_of(model)
+    run(model, optimizer, 0, 2)
+    save(model, optimizer, "sharded", folder)
+    saved = codes(optimizer)
+    run(model, optimizer, 2, 4)
+    return saved, codes(optimizer), results(model, optimizer)
+
+
+def resumed(folder: Path) -> tuple:
+    """Return what was loaded, and what there is after 2 more steps."""
+    model = sharded()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    optimizer = optimizer_of(model, lr=7.0)
+    load(model, optimizer, "sharded", folder)
+    loaded = codes(optimizer)
+    run(model, optimizer, 2, 4)
+    return loaded, codes(optimizer), results(model, optimizer)
