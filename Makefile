@@ -105,9 +105,11 @@ PYTEST := OMP_WAIT_POLICY=passive $(RUN) -m pytest
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 # For all instruction sets: a test that steps first would compile the fastest alone, and others all.
 BUILD := $(RUN) -m zero8.cli build
+# And DeepSpeed's AdamW beside it, which compiles for a minute on one core.
+BUILD_ADAMW := $(RUN) -m examples.gpt.build configs/zero2_offload.json AdamW
 
 test: .venv/.test
-	$(BUILD)
+	$(BUILD) & ours=$$!; $(BUILD_ADAMW) && wait $$ours
 	$(PYTEST) -m "not slow and not multinode and not integrations" $(TWO_FILES)
 
 test-slow: .venv/.test

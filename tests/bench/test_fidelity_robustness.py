@@ -77,6 +77,7 @@ def test_jobs_of_all_parts_survive_pickle_and_count_their_steps():
             assert job.steps > 0
 
 
+@pytest.mark.slow
 def test_run_jobs_with_equal_jobs_runs_them_once():
     job = Job(weight_distances, (Recipe(2, 0.999, task=TINY_GPT),), 2)
     results = run_jobs([job, job], workers=1, label="test")
@@ -84,6 +85,7 @@ def test_run_jobs_with_equal_jobs_runs_them_once():
     assert results[job][0]["weights"] == "nearest"
 
 
+@pytest.mark.slow
 def test_run_jobs_that_is_killed_leaves_no_worker(tmp_path):
     (tmp_path / "endless.py").write_text(ENDLESS)
     script = [sys.executable, str(tmp_path / "endless.py")]

@@ -105,6 +105,7 @@ def marked(mark):
     return [line for line in lines if mark in line]
 
 
+@pytest.mark.slow
 def test_gpu_check_part_that_hangs_is_stopped_with_all_it_has_started(check, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "LEAST_S", 1)
     mark = str(tmp_path / "mark")
@@ -116,6 +117,7 @@ def test_gpu_check_part_that_hangs_is_stopped_with_all_it_has_started(check, tmp
     wait_until(lambda: not marked(mark))
 
 
+@pytest.mark.slow
 def test_gpu_check_command_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "GRACE_S", 0.5)
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -124,6 +126,7 @@ def test_gpu_check_command_that_ignores_sigterm_is_killed(tmp_path, monkeypatch)
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_gpu_check_that_is_terminated_stops_its_part(tmp_path):
     mark = str(tmp_path / "mark")
     script = f"""

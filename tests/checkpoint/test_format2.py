@@ -21,7 +21,13 @@ def test_run_of_format_2_resumed_goes_on_with_the_same_bits(tmp_path, name):
     assert differences(got, EXPECTED[name]) == []
 
 
-@pytest.mark.parametrize("name", RANKS_RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if "test_golden" in name else pytest.param(name, marks=pytest.mark.slow)
+        for name in RANKS_RUNS
+    ],
+)
 def test_run_of_format_2_resumed_on_ranks_goes_on_with_the_same_bits(
     standing_ranks, tmp_path, name
 ):

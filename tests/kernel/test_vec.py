@@ -49,6 +49,7 @@ def differing(results: dict[str, str]) -> dict[str, str]:
     return {name: result for name, result in results.items() if result != "0"}
 
 
+@pytest.mark.slow
 def test_vec_operations_of_the_cpus_targets_equal_the_definition(tmp_path):
     targets = [name for name in kernel.isas() if name != "baseline"]
     with ThreadPoolExecutor(2) as pool:

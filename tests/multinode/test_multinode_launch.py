@@ -515,6 +515,7 @@ def test_job_arguments_without_a_command_are_refused():
     assert "expected a command" in result.stderr
 
 
+@pytest.mark.slow
 def test_rank_whose_world_does_not_come_together_ends_within_the_limit(tmp_path):
     script = "import torch.distributed as dist; dist.init_process_group('gloo')"
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

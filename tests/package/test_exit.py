@@ -60,6 +60,7 @@ sleep(seconds)
 """
 
 
+@pytest.mark.slow
 def test_process_that_ends_after_an_agreement_is_not_aborted():
     """Without `leave_time_for_gloo` torch aborts a quarter of the ranks."""
     ports = " ".join(str(free_port()) for _ in range(3))

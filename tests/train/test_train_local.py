@@ -182,6 +182,7 @@ def processes_of(out):
     return [line for line in lines if str(out) in line]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIME_LIMIT + 2 * STOP_LIMIT)
 def test_local_sh_sigterm_while_training_leaves_no_rank(tmp_path, start_local):
     process = start_local(STEPS="100000", ENGINE="fsdp2")  # which starts sooner

@@ -16,6 +16,7 @@ def hang(folder):
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_ranks_past_their_time_limit_say_so_and_are_gone(tmp_path):
     with pytest.raises(AssertionError, match="rank 0: time limit"):
         run_ranks(hang, 1, tmp_path, timeout_s=4, folder=str(tmp_path))
@@ -32,6 +33,7 @@ def own_process(wrong_rank=None):
     return os.getpid()
 
 
+@pytest.mark.slow
 def test_standing_ranks_stay_until_one_fails_or_they_are_closed(tmp_path):
     """A failure shows the rank's output and ends the others, which would wait for it for ever."""
     ranks = StandingRanks(2, tmp_path)
