@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,15 +18,21 @@ from benchmarks.momentum.losses import Setting, rows_of
 from benchmarks.muon.orthogonal import is_hidden, orthogonalized
 from benchmarks.muon.states import nesterov
 
-MOMENTUM = 0.95
 UPDATE_RMS = 0.2
 """What Moonlight's Muon (arXiv:2502.16982) scales the RMS of updates to, which is about AdamW's."""
 
 TRAINED_STATES = (FP32_CONTROL, "log", "int8")
 STEPS = 160
-# The learning rates are the best for float32 with seed 6: of 0.001, 0.002, 0.003, 0.006, 0.01 and
-# 0.02 with Muon, of 0.0003, 0.0006, 0.001, 0.002, 0.003 and 0.006 with AdamW.
-MUON = Setting("text", "Muon", TextTask(), steps=STEPS, peak_lr=6e-3, weight_decay=0.1)
+# By momentum.  The learning rates are the best for float32 with seed 6: of 0.001, 0.002, 0.003,
+# 0.006, 0.01 and 0.02 with Muon (with momentum 0.99 of 0.003, 0.006 and 0.01), of 0.0003, 0.0006,
+# 0.001, 0.002, 0.003 and 0.006 with AdamW.
+PEAK_LRS = {0.95: 6e-3, 0.99: 6e-3}
+MUONS = {
+    momentum: Setting(
+        "text", f"Muon {momentum}", TextTask(), steps=STEPS, peak_lr=lr, weight_decay=0.1
+    )
+    for momentum, lr in PEAK_LRS.items()
+}
 ADAMW = Setting("text", "AdamW", TextTask(), steps=STEPS, peak_lr=1e-3, weight_decay=0.1)
 
 
@@ -38,14 +45,14 @@ class Muon:
         param_groups: Muon's and AdamW's, as `TrainingRun.update` sets their learning rates.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, states: str):
-        """Make the momentum in one of `STATES`, and AdamW."""
+    def __init__(self, model: nn.Module, recipe: Recipe, states: str, momentum: float):
+        """Make the moment in one of `STATES`, of a momentum, and AdamW."""
         named = list(model.named_parameters())
         self._matrices = [p for name, p in named if is_hidden(name, p.shape)]
         others = [p for name, p in named if not is_hidden(name, p.shape)]
         names = tuple(name for name, p in named if is_hidden(name, p.shape))
         self._layout = Layout(names, tuple(tuple(p.shape) for p in self._matrices))
-        self._momentum = Shadow(nesterov(states), self._layout, (MOMENTUM, MOMENTUM))
+        self._momentum = Shadow(nesterov(states), self._layout, (momentum, momentum))
         decay = {"weight_decay": recipe.weight_decay}
         self._adamw = torch.optim.AdamW(others, betas=recipe.betas, fused=True, **decay)
         self._group = {"params": self._matrices, "lr": recipe.peak_lr, **decay}
@@ -62,16 +69,16 @@ class Muon:
         self._adamw.step()
 
 
-def final_loss(recipe: Recipe, states: str, on_step: Callable[[], None]) -> float:
+def final_loss(recipe: Recipe, states: str, momentum: float, on_step: Callable[[], None]) -> float:
     """Train with Muon and return the validation loss."""
     run = TrainingRun(recipe)
-    return train(run, Muon(run.model, recipe, states), on_step)
+    return train(run, Muon(run.model, recipe, states, momentum), on_step)
 
 
-def muon_jobs(states: str, seeds: Sequence[int]) -> list[Job]:
+def muon_jobs(momentum: float, states: str, seeds: Sequence[int]) -> list[Job]:
     """Return the trainings with Muon, a job per seed."""
-    recipes = [MUON.recipe(seed) for seed in seeds]
-    return [Job(final_loss, (recipe, states), recipe.steps) for recipe in recipes]
+    recipes = [MUONS[momentum].recipe(seed) for seed in seeds]
+    return [Job(final_loss, (recipe, states, momentum), recipe.steps) for recipe in recipes]
 
 
 def adamw_jobs(seeds: Sequence[int]) -> list[Job]:
@@ -81,15 +88,16 @@ def adamw_jobs(seeds: Sequence[int]) -> list[Job]:
 
 def loss_jobs(seeds: Sequence[int]) -> list[Job]:
     """Return all trainings."""
-    muon = [job for states in TRAINED_STATES for job in muon_jobs(states, seeds)]
-    return [*muon, *adamw_jobs(seeds)]
+    kinds = product(MUONS, TRAINED_STATES)
+    return [*(job for kind in kinds for job in muon_jobs(*kind, seeds)), *adamw_jobs(seeds)]
 
 
 def loss_rows(seeds: Sequence[int], results: dict[Job, Any]) -> list[dict]:
-    """Return a row per optimizer and states, all compared with Muon in float32."""
-    muon = {s: [results[job] for job in muon_jobs(s, seeds)] for s in TRAINED_STATES}
+    """Return a row per optimizer and states; AdamW is compared with the first Muon in float32."""
+    rows, of_fp32 = [], []
+    for momentum, setting in MUONS.items():
+        found = {s: [results[job] for job in muon_jobs(momentum, s, seeds)] for s in TRAINED_STATES}
+        rows += rows_of(setting, seeds, found)
+        of_fp32.append(found[FP32_CONTROL])
     adamw = {FP32: [results[job] for job in adamw_jobs(seeds)]}
-    return [
-        *rows_of(MUON, seeds, muon),
-        *rows_of(ADAMW, seeds, adamw, fp32=muon[FP32_CONTROL]),
-    ]
+    return [*rows, *rows_of(ADAMW, seeds, adamw, fp32=of_fp32[0])]

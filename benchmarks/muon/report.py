@@ -6,7 +6,6 @@ from benchmarks.fidelity.schemes import FP32_CONTROL
 from benchmarks.fidelity.tables import number
 from benchmarks.momentum.report import loss_table, loss_words, setting_words
 from benchmarks.muon.errors import COMPARED_EVERY
-from benchmarks.muon.losses import MOMENTUM
 from benchmarks.muon.orthogonal import COEFFICIENTS, ITERATIONS
 from zero8.bench.record import table_lines
 
@@ -94,10 +93,10 @@ def _loss_lines(result: dict) -> list[str]:
     return [
         "## Validation losses",
         "",
-        f"{loss_words(rows)} All rows are compared with Muon in float32. Muon has a momentum of "
-        f"{MOMENTUM}, updates scaled by 0.2 sqrt(max(rows, columns)), decoupled weight decay and "
-        "Newton-Schulz in float32; embeddings, biases and norms are AdamW's, of betas 0.9 and "
-        f"0.99, as is everything in the last row. {setting_words(rows)}",
+        f"{loss_words(rows)} Each Muon, here with its momentum, is compared with that in float32, "
+        "AdamW with the first. Muon has updates scaled by 0.2 sqrt(max(rows, columns)), decoupled "
+        "weight decay and Newton-Schulz in float32; embeddings, biases and norms are AdamW's, of "
+        f"betas 0.9 and 0.99, as is everything in the last row. {setting_words(rows)}",
         "",
         *loss_table(rows),
     ]

@@ -130,7 +130,7 @@ def test_step_of_muon_moves_matrices_by_the_scaled_update_and_the_rest_as_adamw(
     run = TrainingRun(TINY)
     run.backward(0)
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    optimizer = Muon(run.model, TINY, FP32_CONTROL)
+    optimizer = Muon(run.model, TINY, FP32_CONTROL, momentum=0.95)
     run.update(optimizer, 0)
     lr, decay = TINY.lr(0), TINY.weight_decay
     for name, p in run.model.named_parameters():
@@ -163,7 +163,8 @@ def test_command_writes_all_states_as_json_and_tables(tmp_path, monkeypatch, cap
     found = [(row["momentum"], row["states"]) for row in result["updates"]]
     assert found == [(mu, states) for mu in MOMENTA for states in (*STATES, YARDSTICK)]
     trained = [(row["optimizer"], row["states"]) for row in result["losses"]]
-    assert trained == [*(("Muon", states) for states in TRAINED_STATES), ("AdamW", "fp32")]
+    muons = [(f"Muon {mu}", states) for mu in (0.95, 0.99) for states in TRAINED_STATES]
+    assert trained == [*muons, ("AdamW", "fp32")]
     assert result["command"] == f"python -m benchmarks.muon --json {out}"
     table = out.with_suffix(".md").read_text()
     for heading in ("Updates", "Matrices", "Validation losses"):
