@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the steps of engines in turns: Adam8bitBlockwise, and DeepSpeed's AdamW or torch's.
 
+With --algorithm muon: Muon8bitBlockwise and DeepSpeed's Muon.
+
 Under ZeRO that is `engine.step()`, under FSDP2 clipping and the optimizer's step.
 
 Writes OUT (JSON), and a table (.md) and a figure (.png) beside it.  Under a launcher, such as

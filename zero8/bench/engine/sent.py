@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ALL_GATHER, ALL_TO_ALL, ALL_REDUCE = "_allgather_base_", "alltoall_base_", "allreduce_"
@@ -47,12 +47,8 @@ def _sent(name: str, args: Sequence[Any]) -> int:
         own = sizes[distributed.get_rank()] if sizes else x.shape[0] // (others + 1)
         return x.nbytes - own * x[:1].nbytes
     if name == ALL_REDUCE:
-        return sum(2 * others * _nbytes(x) // (others + 1) for x in args[0])
+        return sum(2 * others * x.nbytes // (others + 1) for x in args[0])
     raise NotImplementedError(f"{name}: the bytes of this collective are not counted")
-
-
-def _nbytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
 
 
 def sent_by(step: Any) -> int:

@@ -30,7 +30,7 @@ def write_fp32(contents: Contents, path: Path, staging: Staging) -> None:
     state = {name: p.in_float32(staging.copy) for name, p in contents.parameters.items()}
     packed = _packed(contents, state)
     packed["param_groups"] = [
-        fp32_group(contents.algorithm, group) for group in packed["param_groups"]
+        _fp32_group(contents.algorithm, group) for group in packed["param_groups"]
     ]
     _save(_corrected(contents), packed, path)
 
@@ -51,7 +51,7 @@ def write_bitsandbytes(contents: Contents, path: Path, staging: Staging) -> None
     _save(contents.model, to_bitsandbytes(_packed(contents, state)), path)
 
 
-def fp32_group(algorithm: Algorithm, group: dict[str, Any]) -> dict[str, Any]:
+def _fp32_group(algorithm: Algorithm, group: dict[str, Any]) -> dict[str, Any]:
     """Return a group as the fp32 optimizer has it, with what it may lack."""
     flags = {key: value for key, value in algorithm.options.items() if isinstance(value, bool)}
     return algorithm.fp32_group({**algorithm.fp32_options, **flags, **group})
