@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Muon8bitBlockwise`: Muon for matrices and AdamW for all else, in one optimizer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from zero8.spec.options import check_lr
 from zero8.spec.shown import shown
 from zero8.state import float32_modules, keywords
 from zero8.step.in_backward import InBackward
+
+Matrix = TypeVar("Matrix")
 
 ADAM_PARAMS = ("*embed*", "*lm_head*")
 """Names of matrices that AdamW steps by default, as in DeepSpeed."""
@@ -188,10 +190,11 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
             parts = {True: [], False: []}
             names = _names_of(group, members)
             for member, name in zip(members, names, strict=True):
-                p = member[1] if isinstance(member, tuple) else member
-                parts[self._is_for_muon(p, name)].append(member)
-        for p in parts.get(True, []):
-            _check_matrix(p[1] if isinstance(p, tuple) else p)
+                parts[self._is_for_muon(_param(member), name)].append(member)
+        for member in parts.get(True, []):
+            _check_matrix(_param(member))
+        if True in parts and frameworks.constructing_engine()[0] is not None:
+            parts[True] = largest_first(parts[True], lambda one: _param(one).shape)
         rest = {key: value for key, value in group.items() if key != "param_names"}
         split = []
         for use_muon, those in parts.items():
@@ -235,6 +238,20 @@ def is_for_muon(name: str, shape: Sequence[int], adam_params: Iterable[str]) -> 
         adam_params: glob patterns of names of matrices that AdamW steps.
     """
     return len(shape) >= 2 and not any(fnmatchcase(name.lower(), one) for one in adam_params)
+
+
+def largest_first(
+    matrices: Iterable[Matrix], shape_of: Callable[[Matrix], Sequence[int]]
+) -> list[Matrix]:
+    """Return matrices in the order of DeepSpeed's Muon.
+
+    ZeRO concatenates them in the order of the optimizer, and its checkpoints are read by position.
+    """
+    return sorted(matrices, key=lambda one: tuple(shape_of(one)), reverse=True)
+
+
+def _param(member: Tensor | tuple[str, Tensor]) -> Tensor:
+    return member[1] if isinstance(member, tuple) else member
 
 
 def _as_ours(group: dict[str, Any], use_muon: bool) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon under FSDP2: steps of one process, checkpoints, and gradients that are not finite."""
 
+import math
+
 import pytest
 import torch
 from fsdp_worker import whole
-from muon_sharded import results, resumed, run, sharded, through
-from muon_worker import LATE, OPTIONS, STEPS, Known, alone, optimizer_of, wrong
+from muon_sharded import by_rows, results, resumed, run, sharded, through
+from muon_worker import LATE, OPTIONS, SHAPES, STEPS, Known, alone, optimizer_of, wrong
 from nests import assert_same, difference
 from ranks import error_of
 from torch import nn
@@ -13,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from examples.gpt.engine_fsdp2 import join_ranks
+from zero8.bench.engine.sent import sent_by
 from zero8.muon import Muon8bitBlockwise
+from zero8.step import matrix_part
 
 sizes = pytest.mark.parametrize(
     "world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)], ids=str
@@ -25,6 +29,30 @@ def trained(late: str = "", offload: bool = False, replicas: int = 1) -> dict[st
     optimizer = optimizer_of(model)
     run(model, optimizer, 0, STEPS, late)
     return results(model, optimizer)
+
+
+def trained_by_rows() -> dict[str, dict]:
+    """Return `results` where ranks have rows of all experts, two of which are gathered at once."""
+    before, matrix_part.MAX_NUMEL = matrix_part.MAX_NUMEL, 2 * math.prod(SHAPES["experts"][1:])
+    try:
+        model = sharded(placement_of=by_rows)
+        optimizer = optimizer_of(model)
+        run(model, optimizer, 0, STEPS)
+        return results(model, optimizer)
+    finally:
+        matrix_part.MAX_NUMEL = before
+
+
+def sent_of_experts() -> dict[str, int]:
+    """Return the bytes that this rank sends in a step of the experts, by where it has them."""
+    found = {}
+    for name, placement_of in (("whole", None), ("rows", by_rows)):
+        model = sharded(placement_of=placement_of)
+        optimizer = optimizer_of(model, [("experts", model.experts)])
+        run(model, optimizer, 0, 1)
+        model(1).backward()
+        found[name] = sent_by(optimizer.step)
+    return found
 
 
 DTYPES = {"a": "bfloat16", "conv": "bfloat16", "b": "float32", "experts": "float32"}
@@ -77,6 +105,23 @@ def test_fsdp2_muon_steps_are_those_of_one_process(world_size, standing_ranks):
     expected = alone()
     for got in standing_ranks(world_size).run(trained):
         assert wrong(got, expected) == []
+
+
+def test_fsdp2_muon_steps_of_experts_that_are_cut_are_those_of_one_process(standing_ranks):
+    expected = alone()
+    for got in standing_ranks(2).run(trained_by_rows):
+        assert wrong(got, expected) == []
+
+
+def test_fsdp2_muon_sends_no_experts_that_a_rank_has_whole(standing_ranks):
+    """Of two ranks each has half of every expert: it sends that to the owner, or returns it.
+
+    Both also send what all ranks agree on: flags, which are the same bytes in both.
+    """
+    half_bytes = 4 * math.prod(SHAPES["experts"]) // 2
+    for sent in standing_ranks(2).run(sent_of_experts):
+        assert sent["whole"] < 100
+        assert sent["rows"] - sent["whole"] == half_bytes
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from places import ROOT
 from zero8 import cli
 from zero8.bench.step.machines import Machine
 from zero8.plan import measure
+from zero8.plan.matrices import sent_by_zero8
 from zero8.plan.model import Model
 from zero8.plan.rates import Rates
 from zero8.plan.setup import Setup, with_deepspeed_config
@@ -162,6 +163,19 @@ def test_plan_of_a_config_of_muon_counts_one_moment_of_matrices_and_two_of_the_o
     ranks = 2 if stage else 1
     assert share.fp32_bytes * ranks == 4 * 10**6 + 8 * 11_000
     assert share.zero8_bytes * ranks == pytest.approx(share.fp32_bytes * ranks, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_bytes"),
+    [
+        # Halves of the third of five experts: one to its owner, one back.
+        ("deepspeed", 2 * (4 * 64) // 2),
+        ("fsdp2", 0),  # three experts and two
+    ],
+)
+def test_plan_of_muon_counts_of_experts_those_that_are_cut(engine, num_bytes):
+    setup = Setup(engine=engine, stage=3, world_size=2, algorithm_name="muon")
+    assert sent_by_zero8(Model("", (("experts", (5, 4, 64)),)), setup) == num_bytes
 
 
 def test_plan_of_muon_has_operations_instead_of_a_time(capsys, tmp_path):

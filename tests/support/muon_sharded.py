@@ -10,18 +10,24 @@ from muon_worker import Known, optimizer_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from examples.gpt.engine_fsdp2 import join_ranks
 
 
-def sharded(offload: bool = False, replicas: int = 1) -> nn.Module:
+def by_rows(p: nn.Parameter) -> Shard | None:
+    """Return the placement that gives each rank rows of all experts."""
+    return Shard(1) if p.dim() == 3 else None
+
+
+def sharded(offload: bool = False, replicas: int = 1, placement_of=None) -> nn.Module:
     device = join_ranks().type
     world_size = torch.distributed.get_world_size()
     sizes = (replicas, world_size // replicas)
     mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicas", "shards"))
     mesh = mesh if replicas > 1 else mesh["shards"]
     policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
-    return fully_shard(Known(), mesh=mesh, **policy)
+    return fully_shard(Known(), mesh=mesh, shard_placement_fn=placement_of, **policy)
 
 
 def run(model, optimizer, begin: int, end: int, late: str = "") -> None:

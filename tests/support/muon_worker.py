@@ -7,16 +7,18 @@ from torch import Tensor, nn
 from zero8.muon import Muon8bitBlockwise
 
 # Six ranks' partitions of Muon's parameters, of AdamW's, and of each alone have whole blocks of
-# 256.  Rows of FSDP2 are ragged, and one rank of three has none of the experts.
+# 256.  Rows of FSDP2 are ragged, and one rank of three has none of "pair".  In ZeRO-3 two ranks and
+# three have some experts whole, and parts of others.
 SHAPES = {
     "a": (18, 256),
     "b": (12, 512),
-    "experts": (2, 6, 256),
+    "pair": (2, 6, 256),
+    "experts": (5, 6, 256),
     "conv": (6, 16, 4, 4),
     "embed": (12, 256),
     "bias": (1536,),
 }
-MATRICES = ("a", "b", "experts", "conv")
+MATRICES = ("a", "b", "pair", "experts", "conv")
 LATE = "b"
 """It has no gradient in the first step."""
 LR, MOMENTUM = 1e-3, 0.9

@@ -20,7 +20,7 @@ Jordan's sqrt(max(1, rows/columns)).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -155,6 +155,25 @@ def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:
     if len(shape) == 3:
         return shape[0], shape[1], shape[2]
     return 1, shape[0], math.prod(shape[1:])
+
+
+def ranges_by_matrix(
+    shape: Sequence[int], first: int, numel: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (number of a matrix, first element in it, numel) for consecutive elements.
+
+    Args:
+        shape: the whole parameter's.
+        first: the first element in the parameter.
+        numel: the number of elements.
+    """
+    _, rows, columns = matrices_of(shape)
+    end = first + numel
+    while first < end:
+        number, inside = divmod(first, rows * columns)
+        here = min(end - first, rows * columns - inside)
+        yield number, inside, here
+        first += here
 
 
 def multiplications(shape: Sequence[int]) -> int:

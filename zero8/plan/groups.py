@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.muon import MUON
-from zero8.muon import is_for_muon
+from zero8.muon import is_for_muon, largest_first
 from zero8.plan.model import Model, Param
 from zero8.plan.setup import Setup
 from zero8.spec.algorithm import Algorithm
@@ -20,6 +20,8 @@ def groups_of(model: Model, setup: Setup) -> list[tuple[Algorithm, Sequence[Para
     for name, shape in model.params:
         is_muons = is_for_muon(name, shape, setup.adam_params)
         groups[MUON if is_muons else ADAM].append((name, shape))
+    if setup.engine == "deepspeed":
+        groups[MUON] = largest_first(groups[MUON], lambda param: param[1])
     return list(groups.items())
 
 

@@ -10,14 +10,14 @@ both.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from zero8.algorithms.muon import multiplications
+from zero8.algorithms.muon import matrices_of, multiplications, ranges_by_matrix
 from zero8.plan.groups import matrices_in, muons_params
-from zero8.plan.model import Model
+from zero8.plan.model import Model, Param
 from zero8.plan.setup import Setup
-from zero8.plan.share import flat_numel, pieces_of
-from zero8.ranks.owners import owned_by
+from zero8.plan.share import first_part, flat_numel, pieces_of
+from zero8.ranks.owners import Key, owned_by
 
 UPDATE_BYTES = 2
 DEEPSPEED_BUFFER_BYTES = 64 << 20
@@ -64,33 +64,39 @@ def _batches_of_deepspeed(model: Model, setup: Setup, max_numel: int) -> Iterato
 def sent_by_zero8(model: Model, setup: Setup) -> int:
     """Return the bytes that a rank sends with zero8's Muon besides weights and gradients.
 
-    Of ZeRO 1 and 2 they are those of the rank that sends most; in ZeRO 3 and FSDP2, which cut every
-    matrix between all ranks, ranks send about the same.
+    They are those of the rank that sends most.
     """
     if setup.stage == 0 and setup.engine == "deepspeed":
         return 0
-    if setup.engine == "fsdp2" or setup.stage == 3:
-        # To the owner and back, but not the owner's own part.
-        sent = 2 * sum(map(math.prod, matrices_in(model, setup)))
-        return UPDATE_BYTES * sent * (setup.world_size - 1) // setup.world_size**2
-    return UPDATE_BYTES * _sent_over_boundaries(model, setup)
-
-
-def _sent_over_boundaries(model: Model, setup: Setup) -> int:
-    """Return the most elements that a rank sends if ranks share one buffer of all matrices."""
     params = muons_params(model, setup)
-    parts: dict[int, dict[int, int]] = defaultdict(dict)
-    for place, rank, _, numel in pieces_of(params, flat_numel(params, setup.world_size)):
-        parts[place][rank] = numel
-    cut = {place: of_ranks for place, of_ranks in parts.items() if len(of_ranks) > 1}
-    costs = {place: float(multiplications(params[place][1])) for place in cut}
+    cut = {key: of for key, of in _holders(params, setup).items() if len(of) > 1}
+    costs = {key: float(multiplications(matrices_of(params[key[0]][1])[1:])) for key in cut}
     sent = [0] * setup.world_size
-    for owner, places in enumerate(owned_by(costs, setup.world_size)):
-        for rank, numel in (pair for place in places for pair in cut[place].items()):
+    for owner, keys in enumerate(owned_by(costs, cut, setup.world_size)):
+        for rank, numel in (pair for key in keys for pair in cut[key].items()):
             if rank != owner:
                 sent[rank] += numel  # of the update
                 sent[owner] += numel  # of what it became
-    return max(sent)
+    return UPDATE_BYTES * max(sent)
+
+
+def _holders(params: Sequence[Param], setup: Setup) -> dict[Key, dict[int, int]]:
+    """Return the elements of each rank of each matrix, by the parameter's place and its number."""
+    holders: dict[Key, dict[int, int]] = defaultdict(dict)
+    for place, rank, begin, count in _pieces(params, setup):
+        for number, _, numel in ranges_by_matrix(params[place][1], begin, count):
+            holders[place, number][rank] = numel
+    return holders
+
+
+def _pieces(params: Sequence[Param], setup: Setup) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (place of the parameter, rank, its first element there, numel) of all ranks' pieces."""
+    if setup.engine != "fsdp2" and setup.stage != 3:
+        yield from pieces_of(params, flat_numel(params, setup.world_size))
+        return
+    for place, one in enumerate(params):
+        for _, rank, first, numel in pieces_of([one], first_part(one[1], setup)):
+            yield place, rank, first, numel
 
 
 def multiplied(model: Model, setup: Setup, ns_steps: int = 5) -> tuple[float, float]:

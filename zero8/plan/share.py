@@ -53,7 +53,7 @@ def _of_each_parameter(groups: Sequence[tuple[Algorithm, Sequence[Param]]], setu
     numel = touched = fp32_bytes = zero8_bytes = 0
     for algorithm, params in groups:
         for (name, shape), count in _counted(params, setup).items():
-            here, whole = _first_part(shape, setup), math.prod(shape)
+            here, whole = first_part(shape, setup), math.prod(shape)
             numel += count * here
             touched += count * whole
             fp32_bytes += count * _fp32_bytes(algorithm, here)
@@ -69,7 +69,8 @@ def _counted(params: Sequence[Param], setup: Setup) -> Counter[Param]:
     return Counter(("", shape) for _, shape in params)
 
 
-def _first_part(shape: tuple[int, ...], setup: Setup) -> int:
+def first_part(shape: tuple[int, ...], setup: Setup) -> int:
+    """Return the elements of the first rank if each parameter is cut; others have no more."""
     if setup.engine == "fsdp2" and shape:
         return -(-shape[0] // setup.world_size) * math.prod(shape[1:])
     return -(-math.prod(shape) // setup.world_size)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers parameters that are cut between ranks, each on one rank, its owner, and returns them.
+"""Gathers matrices that are cut between ranks, each on one rank, its owner, and returns them.
 
-For steps that need a whole parameter.  In each round every rank owns at most one, so that the
-memory of a round is one parameter and this rank's parts of as many as there are ranks.
+In each round a rank owns one matrix, or several equal ones that are small.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -16,81 +15,94 @@ from torch import Tensor, distributed
 from zero8.ranks.at_exit import leave_time_for_gloo
 from zero8.ranks.numbers import Group, device_of
 
+Key = tuple[int, int]
+"""A matrix: the identity of its parameter, and the number of the matrix in it."""
+
 Range = tuple[int, int]
-"""The first of some consecutive elements of a parameter, and their number."""
+"""The first of some consecutive elements of a matrix, and their number."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds of a parameter.
+    """What a rank holds of a matrix.
 
     Attributes:
-        shape: the whole parameter's.
-        owner: the index among the parameters of the step of that which has it.
-        cost: of the computation on the whole parameter, in any unit.
-        ranges: the elements on this rank.
+        shape: the whole matrix's.
+        like: the index among the parameters of the step of the first that has the same settings.
+        cost: of the computation on the whole matrix, in any unit.
+        ranges: the elements on this rank; at least one.
     """
 
-    shape: tuple[int, ...]
-    owner: int
+    shape: tuple[int, int]
+    like: int
     cost: float
     ranges: tuple[Range, ...]
 
 
 @dataclass(frozen=True)
 class Round:
-    """Parameters that are gathered at once, by at most one on each rank.
+    """Matrices that are gathered at once.
 
     Attributes:
         group: the ranks that share them.
         rank: this rank's number in the group.
-        owned: the identity of the parameter that each rank gathers, None for ranks without one.
-        ranges: for each rank, the elements that it holds of each of `owned`.
-        own: of this rank's own parameter, what a rank holds of it; None if it owns none.
+        owned: the matrices that each rank gathers; equal in shape and settings.
+        held: what each rank holds, of the matrices of all rounds.
+        own: what a rank holds of the first of this rank's own matrices; None if it owns none.
     """
 
     group: Group
     rank: int
-    owned: tuple[int | None, ...]
-    ranges: tuple[tuple[tuple[Range, ...], ...], ...]
+    owned: tuple[tuple[Key, ...], ...]
+    held: Sequence[Mapping[Key, Held]]
     own: Held | None
 
     def gathered(self, parts: Tensor) -> Tensor:
-        """Return this rank's own parameter, (numel,), which is empty if it owns none.
+        """Return this rank's own matrices, (elements,), one after the other.
 
         Args:
-            parts: (elements,), this rank's ranges of all parameters, in the order of `owned`.
+            parts: (elements,), this rank's ranges of all matrices, in the order of `owned`.
         """
         arrived = self._exchanged(parts, self._sent(), self._received())
-        whole = arrived.new_empty(math.prod(self.own.shape) if self.own else 0)
+        whole = arrived.new_empty(len(self._mine) * self._numel)
         start = 0
-        for ranges in self.ranges:
-            for first, numel in ranges[self.rank]:
-                whole[first : first + numel] = arrived[start : start + numel]
-                start += numel
+        for first, numel in self._ranges_of_own():
+            whole[first : first + numel] = arrived[start : start + numel]
+            start += numel
         return whole
 
     def returned(self, whole: Tensor) -> Tensor:
-        """Return this rank's ranges of all parameters, like the `parts` of `gathered`.
+        """Return this rank's ranges of all matrices, like the `parts` of `gathered`.
 
         Args:
-            whole: (numel,), this rank's own parameter.
+            whole: (elements,), this rank's own matrices.
         """
-        pieces = [
-            whole[first : first + numel]
-            for ranges in self.ranges
-            for first, numel in ranges[self.rank]
-        ]
+        pieces = [whole[first : first + numel] for first, numel in self._ranges_of_own()]
         leaving = torch.cat(pieces) if pieces else whole.new_empty(0)
         return self._exchanged(leaving, self._received(), self._sent())
 
+    @property
+    def _mine(self) -> tuple[Key, ...]:
+        return self.owned[self.rank]
+
+    @property
+    def _numel(self) -> int:
+        return math.prod(self.own.shape) if self.own else 0
+
+    def _ranges_of_own(self) -> Iterator[Range]:
+        """Yield what each rank holds of this rank's own matrices, as ranges of all of these."""
+        for held in self.held:
+            for place, key in enumerate(self._mine):
+                for first, numel in _ranges(held, key):
+                    yield place * self._numel + first, numel
+
     def _sent(self) -> list[int]:
-        """Return how many elements this rank holds of each owner's parameter."""
-        return [sum(numel for _, numel in ranges) for ranges in self.ranges[self.rank]]
+        """Return how many elements this rank holds of each owner's matrices."""
+        return [_numel_of(self.held[self.rank], keys) for keys in self.owned]
 
     def _received(self) -> list[int]:
-        """Return how many elements each rank holds of this rank's own parameter."""
-        return [sum(numel for _, numel in ranges[self.rank]) for ranges in self.ranges]
+        """Return how many elements each rank holds of this rank's own matrices."""
+        return [_numel_of(held, self._mine) for held in self.held]
 
     def _exchanged(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         item_bytes, x = x.element_size(), x.to(device_of(self.group))
@@ -106,52 +118,78 @@ class Round:
         return out.view(x.dtype)
 
 
-def rounds_of(held: Mapping[int, Held], group: Group) -> list[Round]:
-    """Return the rounds in which parameters are gathered.
+def rounds_of(held: Mapping[Key, Held], group: Group, max_numel: int) -> list[Round]:
+    """Return the rounds in which matrices are gathered.
 
     `owned_by` says who owns which.  All ranks of the group must call it.
 
     Args:
-        held: what this rank holds, by the parameter's identity; ranks may hold none of a parameter.
-        group: the ranks that share the parameters.
+        held: what this rank holds.
+        group: the ranks that share the matrices.
+        max_numel: the most elements that a rank gathers in a round, unless one matrix has more.
 
     Raises:
-        ValueError: on all ranks, if the ranks do not hold every element of a parameter once.
+        ValueError: on all ranks, if the ranks do not hold every element of a matrix once.
     """
-    size = distributed.get_world_size(group)
-    of_ranks: list[dict[int, Held]] = [{} for _ in range(size)]
+    of_ranks: list[dict[Key, Held]] = [{} for _ in range(distributed.get_world_size(group))]
     leave_time_for_gloo()
     distributed.all_gather_object(of_ranks, dict(held), group=group)
-    everywhere = {identity: one for of_rank in of_ranks for identity, one in of_rank.items()}
-    for identity, one in everywhere.items():
-        _check_whole(
-            math.prod(one.shape), [of[identity].ranges for of in of_ranks if identity in of]
-        )
-    queues = owned_by({identity: one.cost for identity, one in everywhere.items()}, size)
+    everywhere = {key: one for of_rank in of_ranks for key, one in of_rank.items()}
+    holders = {key: [r for r, of in enumerate(of_ranks) if key in of] for key in everywhere}
+    for key, one in everywhere.items():
+        _check_whole(math.prod(one.shape), [of_ranks[r][key].ranges for r in holders[key]])
+    costs = {key: one.cost for key, one in everywhere.items()}
+    queues = owned_by(costs, holders, len(of_ranks))
     rank = distributed.get_rank(group)
+    sets = [_sets(keys, everywhere, max_numel) for keys in queues]
     rounds = []
-    for owned in zip_longest(*queues):
-        ranges = tuple(
-            tuple(of[one].ranges if one in of else () for one in owned) for of in of_ranks
-        )
-        mine = owned[rank]
-        own = None if mine is None else everywhere[mine]
-        rounds.append(Round(group, rank, owned, ranges, own))
+    for owned in zip_longest(*sets, fillvalue=()):
+        own = everywhere[owned[rank][0]] if owned[rank] else None
+        rounds.append(Round(group, rank, owned, of_ranks, own))
     return rounds
 
 
-def owned_by(costs: Mapping[int, float], size: int) -> list[list[int]]:
-    """Return the identities of each rank's own parameters, with their costs for those of all.
+def owned_by(
+    costs: Mapping[Key, float], holders: Mapping[Key, Collection[int]], size: int
+) -> list[list[Key]]:
+    """Return each rank's own matrices.
 
-    The most costly parameters are given away first, each to the rank with the least cost so far.
+    The most costly are given away first, each to the one of its holders with the least cost so far.
+
+    Args:
+        costs: of each matrix.
+        holders: the ranks that hold a part of it.
+        size: the number of ranks.
     """
-    queues: list[list[int]] = [[] for _ in range(size)]
+    queues: list[list[Key]] = [[] for _ in range(size)]
     totals = [0.0] * size
-    for identity in sorted(costs, key=lambda one: (-costs[one], one)):
-        rank = totals.index(min(totals))
-        queues[rank].append(identity)
-        totals[rank] += costs[identity]
+    for key in sorted(costs, key=lambda one: (-costs[one], one)):
+        rank = min(holders[key], key=lambda one: (totals[one], one))
+        queues[rank].append(key)
+        totals[rank] += costs[key]
     return queues
+
+
+def _sets(
+    keys: Sequence[Key], everywhere: Mapping[Key, Held], max_numel: int
+) -> Iterator[tuple[Key, ...]]:
+    """Yield a rank's own matrices, those of equal shape and settings together."""
+    alike: dict[tuple[tuple[int, int], int], list[Key]] = {}
+    for key in keys:
+        one = everywhere[key]
+        alike.setdefault((one.shape, one.like), []).append(key)
+    for (shape, _), those in alike.items():
+        count = max(1, max_numel // math.prod(shape))
+        for start in range(0, len(those), count):
+            yield tuple(those[start : start + count])
+
+
+def _ranges(held: Mapping[Key, Held], key: Key) -> tuple[Range, ...]:
+    return held[key].ranges if key in held else ()
+
+
+def _numel_of(held: Mapping[Key, Held], keys: Sequence[Key]) -> int:
+    return sum(numel for key in keys for _, numel in _ranges(held, key))
 
 
 def _check_whole(numel: int, held: Sequence[Sequence[Range]]) -> None:
@@ -165,5 +203,5 @@ def _check_whole(numel: int, held: Sequence[Sequence[Range]]) -> None:
             return
     raise ValueError(
         f"got ranks that together hold {sorted(one for ranges in held for one in ranges)[:4]}... "
-        f"of a parameter of {numel} elements, expected each element on one rank"
+        f"of a matrix of {numel} elements, expected each element on one rank"
     )

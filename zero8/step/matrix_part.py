@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a step whose updates depend on whole matrices: equations (O1) to (O4) of Muon.
 
-The kernel forms the updates of some matrices in a buffer, they are orthogonalized there, and the
-kernel applies them.  Parameters that this rank holds whole take their steps here, those of equal
+The kernel forms the updates of some parameters in a buffer, they are orthogonalized there, and the
+kernel applies them.  Matrices that this rank holds whole are orthogonalized here, those of equal
 shape together; the others are gathered on one rank each (`zero8.ranks.owners`).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,114 +15,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero8.algorithms.muon import (
-    MUON,
-    MuonScalars,
-    applying,
-    forming,
-    lr_ratio,
-    matrices_of,
-    multiplications,
-)
+from zero8.algorithms.muon import MUON, MuonScalars, applying, forming, lr_ratio, matrices_of
 from zero8.op import kernel
-from zero8.op.devices import BlockCounts, Taken
+from zero8.op.devices import Taken
 from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS
 from zero8.ranks import numbers
-from zero8.ranks.owners import Held, Round, rounds_of
+from zero8.ranks.owners import Round, rounds_of
 from zero8.spec.newton_schulz import SKIPPED, orthogonalized
 from zero8.spec.segment import Rounding
-from zero8.state.table import Piece
 from zero8.step.batch import Batch, Group
+from zero8.step.in_parts import Places, StepInParts
+from zero8.step.matrices import Unit
 from zero8.step.part import Part
 
 MAX_NUMEL = 1 << 24
-"""The most elements that are orthogonalized together, unless one parameter has more."""
+"""The most elements that are orthogonalized together, unless one matrix has more."""
 
-Places = list[int]
-"""Numbers of records of a part."""
-
-
-@dataclass(frozen=True)
-class StepInParts:
-    """A step that several kernel calls have taken, each some of the records.
-
-    Attributes:
-        taken: the calls.
-        places: the records of each.
-        num_records: the number of all records.
-    """
-
-    taken: Sequence[Taken]
-    places: Sequence[Places]
-    num_records: int
-
-    def counts(self) -> "CountsInParts | None":
-        """Return the blocks left unchanged, None if it is known that there are none."""
-        parts = [(at, t.counts()) for at, t in zip(self.places, self.taken, strict=True)]
-        known = [(at, counts) for at, counts in parts if counts is not None]
-        return CountsInParts(known, self.num_records) if known else None
-
-
-@dataclass(frozen=True)
-class CountsInParts:
-    """The counts of several kernel calls, in the order of the part's records.
-
-    Attributes:
-        parts: the records of each call, and its counts.
-        num_records: the number of all records.
-    """
-
-    parts: Sequence[tuple[Places, BlockCounts]]
-    num_records: int
-
-    def have_arrived(self) -> bool:
-        """Return whether all counts have."""
-        return all(counts.have_arrived() for _, counts in self.parts)
-
-    def read(self) -> np.ndarray:
-        """Return the counts of all records."""
-        read = np.zeros(self.num_records, np.int64)
-        for places, counts in self.parts:
-            read[places] = counts.read()
-        return read
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The elements of one parameter on this rank.
-
-    Attributes:
-        pieces: the pieces; at least one.
-        places: their records.
-        owner: the index in the batch of the parameter that has them.
-    """
-
-    pieces: list[Piece]
-    places: Places
-    owner: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The whole parameter's shape."""
-        return self.pieces[0].shape
-
-    @cached_property
-    def is_whole(self) -> bool:
-        """Whether this rank has all elements."""
-        return sum(piece.numel for piece in self.pieces) == math.prod(self.shape)
-
-    @property
-    def held(self) -> Held:
-        """What other ranks need to know."""
-        ranges = tuple((piece.first, piece.numel) for piece in self.pieces)
-        return Held(self.shape, self.owner, float(multiplications(self.shape)), ranges)
+Units = Mapping[int, Unit]
+"""Parameters on this rank by their identity."""
 
 
 class Exchange(NamedTuple):
-    """A round in which parameters are gathered, and the dtype in which all ranks send them."""
+    """A round in which matrices are gathered.
+
+    Attributes:
+        round: the round.
+        dtype: that in which all ranks send updates.
+        begun: the identities of the parameters whose first matrices are gathered.
+        ended: those whose last are.
+    """
 
     round: Round
     dtype: torch.dtype
+    begun: Collection[int]
+    ended: Collection[int]
 
 
 class MatrixPart(Part):
@@ -131,17 +56,16 @@ class MatrixPart(Part):
 
     def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> StepInParts:
         """See `Part`; all ranks that share the parameters must call it."""
-        units = self._units
         calls = _Calls(self, mine.groups, records, scalars)
-        for chunk in _chunks([one for one in units.values() if one.is_whole], mine.groups):
+        for chunk in _chunks([one for one in self._units.values() if not one.cut], mine.groups):
             calls.step(chunk)
-        for exchange in self._exchanges(mine, units):
-            calls.step_together(exchange, units)
+        cut = {identity: one for identity, one in self._units.items() if one.cut}
+        for exchange in self._exchanges(mine, cut):
+            calls.step_together(exchange, cut)
         return StepInParts(calls.taken, calls.places, len(records))
 
     @cached_property
-    def _units(self) -> dict[int, Unit]:
-        """Return the parameters on this rank by their identity."""
+    def _units(self) -> Units:
         units: dict[int, Unit] = {}
         place = 0
         for owner, one in enumerate(self.owners):
@@ -153,8 +77,8 @@ class MatrixPart(Part):
                 place += 1
         return units
 
-    def _exchanges(self, mine: Batch, units: Mapping[int, Unit]) -> list[Exchange]:
-        """Return the exchanges of the parameters that are cut between ranks.
+    def _exchanges(self, mine: Batch, cut: Units) -> list[Exchange]:
+        """Return the exchanges of the matrices that are cut between ranks.
 
         The kind keeps them: a plan can be made anew on some ranks only, which must not wait for the
         others then.
@@ -162,30 +86,48 @@ class MatrixPart(Part):
         agreed = self.owners[0].kind.agreed
         key = tuple(map(id, mine.params))
         if key not in agreed:
-            agreed[key] = self._agreed(mine, units)
+            agreed[key] = self._agreed(mine, cut)
         exchanges: list[Exchange] = agreed[key]
         return exchanges
 
-    def _agreed(self, mine: Batch, units: Mapping[int, Unit]) -> list[Exchange]:
+    def _agreed(self, mine: Batch, cut: Units) -> list[Exchange]:
         """Agree with the other ranks on the exchanges, process group by process group."""
         groups = [
             one.kind.process_group(p) for one, p in zip(self.owners, mine.params, strict=True)
         ]
         settings = [group["ns_dtype"] for group in mine.groups]
         keys = list(zip(groups, settings, strict=True))
-        exchanges = []
+        first_in: dict[int, int] = {}
+        for owner, group in enumerate(mine.groups):
+            first_in.setdefault(id(group), owner)
+        exchanges: list[Exchange] = []
         for group, setting in dict.fromkeys(key for key in keys if key[0] is not None):
             held = {
-                identity: unit.held
-                for identity, unit in units.items()
-                if keys[unit.owner] == (group, setting) and not unit.is_whole
+                (identity, number): unit.held(number, first_in[id(mine.groups[unit.owner])])
+                for identity, unit in cut.items()
+                for number in unit.cut
+                if keys[unit.owner] == (group, setting)
             }
             here = _dtype({"ns_dtype": setting}, self.device)
             # Processors may differ, but all ranks have to send the same dtype.
             (is_float32,) = numbers.largest([int(here is torch.float32)], [group])
             dtype = torch.float32 if is_float32 else torch.bfloat16
-            exchanges += [Exchange(one, dtype) for one in rounds_of(held, group)]
+            exchanges += _exchanges_of(rounds_of(held, group, MAX_NUMEL), dtype)
         return exchanges
+
+
+def _exchanges_of(rounds: Sequence[Round], dtype: torch.dtype) -> Iterator[Exchange]:
+    """Yield the exchanges of some rounds, which have all matrices of their parameters."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for place, one in enumerate(rounds):
+        for identity in (identity for keys in one.owned for identity, _ in keys):
+            first.setdefault(identity, place)
+            last[identity] = place
+    for place, one in enumerate(rounds):
+        begun = [identity for identity, at in first.items() if at == place]
+        ended = [identity for identity, at in last.items() if at == place]
+        yield Exchange(one, dtype, begun, ended)
 
 
 class _Calls:
@@ -217,23 +159,57 @@ class _Calls:
         self._groups, self._records = groups, records
         self._group_of = [groups[owner] for owner in part.kept["owner"]]
         self._scalars = [MuonScalars(*row.tolist()) for row in scalars]
+        self._updates: dict[int, Tensor] = {}  # of parameters between `_begin` and `_end`
 
     def step(self, units: Sequence[Unit]) -> None:
-        """Take the step of parameters of one shape that this rank has whole."""
+        """Take the step of parameters of one shape and group, of which no matrix is cut."""
         places = [place for unit in units for place in unit.places]
-        shape, group = units[0].shape, self._groups[units[0].owner]
+        shape, group = units[0].matrix_shape, self._groups[units[0].owner]
         update = self._formed(places, _dtype(group, self._device))
         self._apply(places, _orthogonal(update, shape, group))
 
-    def step_together(self, exchange: Exchange, units: Mapping[int, Unit]) -> None:
-        """Take the step of the parameters that are gathered in a round."""
-        one, dtype = exchange
-        here = [units[owned] for owned in one.owned if owned is not None and owned in units]
-        places = [place for unit in here for place in unit.places]
-        whole = one.gathered(self._formed(places, dtype))
+    def step_together(self, exchange: Exchange, cut: Units) -> None:
+        """Take what a round has of the step of the parameters with matrices that are cut."""
+        one, dtype, begun, ended = exchange
+        self._begin([cut[identity] for identity in begun if identity in cut], dtype)
+        views = [
+            view
+            for keys in one.owned
+            for identity, number in keys
+            if identity in cut
+            for view in self._views(cut[identity], number)
+        ]
+        whole = one.gathered(torch.cat([self._nothing(dtype), *views]))
         if one.own is not None:
-            whole = _orthogonal(whole, one.own.shape, self._groups[one.own.owner])
-        self._apply(places, one.returned(whole))
+            whole = _orthogonal(whole, one.own.shape, self._groups[one.own.like])
+        _fill(views, one.returned(whole))
+        self._end([cut[identity] for identity in ended if identity in cut])
+
+    def _begin(self, units: Sequence[Unit], dtype: torch.dtype) -> None:
+        """Form the updates of parameters, and orthogonalize those of their whole matrices."""
+        updates = self._formed([place for unit in units for place in unit.places], dtype)
+        for unit, update in zip(units, updates.split([one.numel for one in units]), strict=True):
+            self._updates[unit.identity] = update
+            shape, group = unit.matrix_shape, self._groups[unit.owner]
+            count = max(1, MAX_NUMEL // math.prod(shape))
+            for start in range(0, len(unit.whole), count):
+                numbers_here = unit.whole[start : start + count]
+                views = [view for number in numbers_here for view in self._views(unit, number)]
+                _fill(views, _orthogonal(torch.cat(views), shape, group))
+
+    def _views(self, unit: Unit, number: int) -> list[Tensor]:
+        """Return what there is of the update of a matrix."""
+        update = self._updates[unit.identity]
+        return [update[run.start : run.start + run.numel] for run in unit.runs.get(number, ())]
+
+    def _end(self, units: Sequence[Unit]) -> None:
+        """Apply the updates of parameters, all of whose matrices are orthogonalized."""
+        if units:
+            updates = [self._updates.pop(unit.identity) for unit in units]
+            self._apply([place for unit in units for place in unit.places], torch.cat(updates))
+
+    def _nothing(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(0, dtype=dtype, device=self._device)
 
     def _formed(self, places: Places, dtype: torch.dtype) -> Tensor:
         """Return u of (O2) for some records, one after the other; moments are stepped.
@@ -260,8 +236,7 @@ class _Calls:
         records["correction"], records["copy"] = 0, 0
         records["rounding"] = Rounding.NEAREST
         self._kernel.step(records, _packed(map(forming, self._scalars)))
-        nothing = torch.empty(0, dtype=dtype, device=self._device)
-        return torch.cat([nothing, *(update.to(dtype) for update in updates)])
+        return torch.cat([self._nothing(dtype), *(update.to(dtype) for update in updates)])
 
     def _apply(self, places: Places, update: Tensor) -> None:
         """Apply O to the parameters; (O4)."""
@@ -295,10 +270,15 @@ def _chunks(units: Sequence[Unit], groups: Sequence[Group]) -> Iterator[list[Uni
             yield those[start : start + count]
 
 
-def _orthogonal(update: Tensor, shape: tuple[int, ...], group: Group) -> Tensor:
-    """Return O of parameters of a shape, one after the other, where they were computed."""
-    _, rows, columns = matrices_of(shape)
-    x = update.view(-1, rows, columns).to(_computes_on(update.device))
+def _fill(views: Sequence[Tensor], x: Tensor) -> None:
+    """Copy elements that lie one after the other to some views."""
+    for view, part in zip(views, x.split([view.numel() for view in views]), strict=True):
+        view.copy_(part)
+
+
+def _orthogonal(update: Tensor, shape: tuple[int, int], group: Group) -> Tensor:
+    """Return O of matrices of a shape, one after the other, where they were computed."""
+    x = update.view(-1, *shape).to(_computes_on(update.device))
     settings = group["ns_coefficients"], group["ns_steps"], group["ns_eps"]
     return orthogonalized(x, *settings).reshape(-1)
 

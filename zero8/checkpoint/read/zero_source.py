@@ -90,10 +90,16 @@ class ZeroSource(Source):
             names = [list(of_partition) for of_partition in self._model.get("param_shapes") or []]
             if sorted(n for group in groups for n in group["params"]) != list(range(len(names))):
                 return []
-            return [
+            named = [
                 {**group, "params": [name for n in group["params"] for name in names[n]]}
                 for group in groups
             ]
+        place_of = {name: place for place, name in enumerate(self._model.get("module") or {})}
+        for group in named:
+            # DeepSpeed's engines have them in the order of their sizes.
+            if group.get("use_muon") and place_of.keys() >= set(group["params"]):
+                group["params"].sort(key=place_of.__getitem__)
+        return named
 
     def tensors(self) -> dict[str, Callable[[], Tensor]]:
         """See `Source`; of stage 3's partitioned parameters only the frozen ones."""
