@@ -49,6 +49,7 @@ pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 RANK = int(os.environ.get("RANK", 0))
 BEFORE, AFTER = 2, 2
+MUON = {"optimizer": "Muon8bitBlockwise", "adam_params": ["*embed*", "*outer*"]}
 
 
 def first_state_file(folder):
@@ -192,6 +193,16 @@ def meet_everything(folder, pipelined):
     return result
 
 
+def meet_a_damaged_file_of_muon(folder, number):
+    """Take a step of which one rank cannot read a sub-group, between exchanges of matrices."""
+    engine = make_tower(nvme_config(f"{folder}/swap", pipelined=number == 1, **MUON))
+    train(engine, 1)
+    files = sorted(Path(swapper_of(engine).swap_folder).glob("zero8-*"))
+    if RANK == 1:
+        cut(files[number])
+    return {"files": len(files), "step": error_of(train, engine, 1)}
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "pipelined"])
 def met(request, tmp_path_factory):
     """Not in standing ranks: no one knows what is left of processes that have met all this."""
@@ -266,6 +277,24 @@ def test_zero3_nvme_step_that_one_rank_cannot_take_is_an_error_on_both(met):
     assert first[0] == "OSError"
     assert first[1].startswith("1 other rank(s) could not swap its optimizer states during a step")
     assert second[0] == "ValueError" and "rank1/zero8-" in second[1] and "cut short" in second[1]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_zero3_nvme_step_of_muon_that_one_rank_cannot_take_is_an_error_on_both(tmp_path, number):
+    """Ranks that exchange matrices wait for each other within the step, too.
+
+    Two sub-groups are Muon's, the last is AdamW's, which exchanges nothing.
+    """
+    need_nvme()
+    first, second = run_ranks(
+        meet_a_damaged_file_of_muon, 2, tmp_path, timeout_s=300, folder=str(tmp_path), number=number
+    )
+    assert first["files"] == second["files"] == 3
+    kind, message = first["step"]
+    assert kind == "OSError"
+    assert message.startswith("1 other rank(s) could not swap its optimizer states during a step")
+    kind, message = second["step"]
+    assert kind == "ValueError" and "zero8-" in message
 
 
 def test_zero3_nvme_full_disk_is_an_error_at_the_start_on_all_ranks(met):

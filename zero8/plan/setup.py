@@ -91,11 +91,6 @@ class Setup:
     def _check_together(self) -> None:
         if self.offload == "nvme" and (self.engine, self.stage) != ("deepspeed", 3):
             raise ValueError("offload: got 'nvme', which only DeepSpeed's stage 3 supports")
-        if self.offload == "nvme" and self.algorithm.is_of_matrices:
-            raise ValueError(
-                f"offload: got 'nvme' with {self.algorithm.class_name}, which does not support it; "
-                "use 'cpu'"
-            )
         if self.stage == 0 and self.offload != "none":
             raise ValueError(
                 f"stage: got 0 with offload {self.offload!r}, expected stage 1, 2 or 3"

@@ -2,7 +2,7 @@
 """The contract of a kind of state: the interface to one way of keeping moments."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -43,6 +43,8 @@ class StateKind(ABC):
         # What ranks have agreed on, by a key that changes on all of them in the same step.
         self.agreed: dict[Hashable, Any] = {}
         self.reencoded = Reencoded()
+        # Called before ranks wait for each other in a step, to raise on all if one cannot go on.
+        self.before_exchange: Callable[[], None] = lambda: None
 
     @property
     def algorithm(self) -> Algorithm:

@@ -56,6 +56,7 @@ class MatrixPart(Part):
 
     def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> StepInParts:
         """See `Part`; all ranks that share the parameters must call it."""
+        self.owners[0].kind.before_exchange()
         calls = _Calls(self, mine.groups, records, scalars)
         for chunk in _chunks([one for one in self._units.values() if not one.cut], mine.groups):
             calls.step(chunk)

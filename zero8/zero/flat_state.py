@@ -26,7 +26,7 @@ from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 from zero8.zero.moment_tensor import MomentTensor
-from zero8.zero.partition import group_of, table_of
+from zero8.zero.partition import group_number_of, group_of, table_of
 
 
 class FlatPartition(StateKind):
@@ -63,6 +63,10 @@ class FlatPartition(StateKind):
             self._tables[p] = table
         # DeepSpeed's offload_states removes the tensors that `table_of` reads.
         return None if table is None else self._tables.get(p, table)
+
+    def group_number(self, p: Tensor) -> int:
+        """Return the number of the optimizer's group that a sub-group of ZeRO 3 belongs to."""
+        return group_number_of(p, list(self._params.alive()))
 
     def process_group(self, p: Tensor) -> Group:
         """See `StateKind`; a partition's parameters are cut among the same ranks."""

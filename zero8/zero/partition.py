@@ -56,6 +56,19 @@ def group_of(flat: Tensor, params: Sequence[Tensor]) -> Group:
     return _if_shared(next((one for one in groups if one is not None), None))
 
 
+def group_number_of(flat: Tensor, params: Sequence[Tensor]) -> int:
+    """Return the number of the optimizer's group that a sub-group of ZeRO 3 belongs to.
+
+    Args:
+        flat: the sub-group's partition.
+        params: the parameters that the optimizer was constructed with.
+    """
+    zero = next(p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer"))
+    partitions = zero.fp32_partitioned_groups_flat
+    (sub_group,) = (number for number, one in enumerate(partitions) if one is flat)
+    return zero.sub_group_to_group_id[sub_group]
+
+
 def _stage12_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> list[Piece]:
     """Return the pieces of a group's partition, from the parameters' offsets in the flat buffer.
 

@@ -20,7 +20,7 @@ from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
 from zero8.zero import swap_file
 from zero8.zero.flat_state import check_places
-from zero8.zero.swapper import SwapsStates
+from zero8.zero.swapper import STEP, SwapsStates
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,9 @@ def restore(engine, load_dir: str, tag: str, moments: list[SavedMoment]) -> None
     zero._set_fp32_optimizer_param_groups()
     # `load_state_dict` logs the re-encoded states; swapped ones are re-encoded at their swap-in.
     for moment in moments:
-        zero.optimizer_swapper.kind.note_forms(moment.store, moment.table)
+        for kind in zero.optimizer_swapper.kinds:
+            if moment.store.rule in kind.algorithm.moments:
+                kind.note_forms(moment.store, moment.table)
     zero.optimizer.load_state_dict(saved["optimizer_state_dict"])
     zero._clear_fp32_optimizer_param_groups()
     for number, weights in enumerate(zero.fp32_partitioned_groups_flat):
@@ -120,10 +122,10 @@ def restore(engine, load_dir: str, tag: str, moments: list[SavedMoment]) -> None
 def step_together(zero3_class: type) -> None:
     """Have a swap error of one rank in `step` raise on all ranks, instead of hanging the others.
 
-    The ranks agree after their sub-groups have stepped, before `_post_step`'s collectives.
+    The ranks agree before they exchange matrices (`SwapsStates.agree`), and after their sub-groups
+    have stepped, before `_post_step`'s collectives.
     """
     step, post_step = zero3_class.step, zero3_class._post_step
-    what = "swap its optimizer states during a step"
 
     @functools.wraps(step)
     def stepped(self, *args, **kwargs):
@@ -134,14 +136,14 @@ def step_together(zero3_class: type) -> None:
             return step(self, *args, **kwargs)
         except (OSError, ValueError) as error:
             if not self.optimizer_swapper.has_agreed:
-                raise_together_quickly(error, what)
+                raise_together_quickly(error, STEP)
             raise
 
     @functools.wraps(post_step)
     def post_stepped(self, *args, **kwargs):
         if is_swapping(self):
             self.optimizer_swapper.has_agreed = True
-            raise_together_quickly(None, what)
+            raise_together_quickly(None, STEP)
         return post_step(self, *args, **kwargs)
 
     zero3_class.step, zero3_class._post_step = stepped, post_stepped

@@ -19,11 +19,14 @@ from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import Partitio
 from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
 from torch import Tensor
 
+from zero8.ranks.agree import raise_together_quickly
 from zero8.state.store import MomentStore
 from zero8.zero import swap_file, swap_lock
 from zero8.zero.flat_state import FlatPartition
 from zero8.zero.swap_file import BLOCK_BYTES, Layout, SwapHeader
 from zero8.zero.swap_io import Buffer, BufferPool, CheckedHandle
+
+STEP = "swap its optimizer states during a step"
 
 
 class SwapsStates(OptimizerSwapper):
@@ -31,7 +34,12 @@ class SwapsStates(OptimizerSwapper):
 
     A state is in its file; or being read into a buffer (`_arriving`); or in `optimizer.state`, in a
     buffer (`_resident`) or, before its first swap-out, in memory of its own.
+
+    Attributes:
+        has_agreed: whether the other ranks know already why a step raises.
     """
+
+    has_agreed = False
 
     def _begin(self) -> None:
         """Finish the constructor.
@@ -40,6 +48,8 @@ class SwapsStates(OptimizerSwapper):
             OSError: on all ranks, if another process swaps to the folder of one.
         """
         swap_lock.take_on_all(self.swap_folder)
+        for kind in self.kinds:
+            kind.before_exchange = self.agree
         parallelism = self.aio_config["intra_op_parallelism"]
         self._alignment_bytes = BLOCK_BYTES * parallelism
         self._pool = BufferPool(self.aio_handle)
@@ -67,22 +77,32 @@ class SwapsStates(OptimizerSwapper):
         """Return the layout that the file of a sub-group's state will have."""
         self._set_dtype(parameter)
         numel = self.swap_params_info[parameter.ds_id].numel()
-        table, settings = self.kind.table(parameter, numel), self.optimizer.settings
+        kind = self._kind_of(parameter)
+        table, settings = kind.table(parameter, numel), kind.settings
         rules = settings.algorithm.moments
         like = tuple(MomentStore.zeros(settings.codec, rule, table, "meta") for rule in rules)
         return Layout(like, numel if settings.corrects(parameter) else 0)
 
+    def _kind_of(self, parameter: Tensor) -> FlatPartition:
+        """Return the kind of a sub-group's state, which may be swapped out."""
+        group = self.optimizer.param_groups[self.kinds[0].group_number(parameter)]
+        algorithm = self.optimizer.algorithm_of(group)
+        return next(kind for kind in self.kinds if kind.algorithm is algorithm)
+
     @property
-    def kind(self) -> FlatPartition:
-        """The optimizer's kind of state for ZeRO partitions."""
-        kinds = [kind for kind in self.optimizer.kinds if isinstance(kind, FlatPartition)]
-        if len(kinds) > 1:
-            raise ValueError(
-                f"{type(self.optimizer).__name__}: got states on NVMe, where it is not supported; "
-                "offload them to the CPU"
-            )
-        (kind,) = kinds
-        return kind
+    def kinds(self) -> list[FlatPartition]:
+        """The optimizer's kinds of state for ZeRO partitions, one per algorithm."""
+        return [kind for kind in self.optimizer.kinds if isinstance(kind, FlatPartition)]
+
+    def agree(self) -> None:
+        """Raise OSError on all ranks if one of them could not swap.
+
+        Ranks call it before they wait for each other in a step; one that could not swap meets
+        them in `swap_checkpoint.step_together`.
+        """
+        self.has_agreed = True
+        raise_together_quickly(None, STEP)
+        self.has_agreed = False
 
     def reserve(self, parameter: Tensor) -> None:
         """Reserve the disk space for a sub-group's state, and size the buffers for it."""
@@ -169,7 +189,7 @@ class SwapsStates(OptimizerSwapper):
             return
         # A checkpoint's file: codec, block size or policy may differ from ours.
         state = self.optimizer.adopted(parameter, state, None)
-        self.kind.reencoded.forget()  # logged by the load
+        self._kind_of(parameter).reencoded.forget()  # logged by the load
         self._layouts[key] = Layout.of_state(state)
         self._hand_over(parameter, state)
         self._pool.give_back(buffer)
@@ -188,8 +208,9 @@ class SwapsStates(OptimizerSwapper):
             self._write_empty(parameter)
             self.optimizer.on_disk.pop(parameter, None)
             return 0
-        self.kind.moments(parameter, state, None)  # encodes moments that were loaded in float32
-        self.kind.note_writes([state])
+        kind = self._kind_of(parameter)
+        kind.moments(parameter, state, None)  # encodes moments that were loaded in float32
+        kind.note_writes([state])
         layout, left = self._layouts.get(key), None
         if layout is None or not layout.fits(state):
             layout = self._layouts[key] = Layout.of_state(state)
