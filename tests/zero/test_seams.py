@@ -245,7 +245,7 @@ class Views:
     def _lazy_init_hp_params_optimizer_state(self):
         return "looked at"
 
-    def load_state_dict(self):
+    def load_state_dict(self, state_dict_list):
         return "loaded"
 
     def offload_states(self, include=None):
@@ -406,10 +406,10 @@ def test_installed_views_of_other_optimizers_are_left_alone(stand_ins):
     seams.install(Ours)
     other = stand_ins.views(object())
     assert other._lazy_init_hp_params_optimizer_state() == "looked at"
-    assert other.load_state_dict() == "loaded"
+    assert other.load_state_dict([]) == "loaded"
     assert (other.offload_states("x"), other.reload_states()) == ("x", "reloaded")
     with pytest.raises(AttributeError, match="bit16_groups"):
-        stand_ins.views(Ours()).load_state_dict()
+        stand_ins.views(Ours()).load_state_dict([])
 
 
 def test_installed_loads_of_universal_checkpoints_leave_other_optimizers_alone(stand_ins):

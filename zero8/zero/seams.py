@@ -20,6 +20,7 @@ from zero8.zero import (
     access,
     jit,
     narrow_grads,
+    saved_order,
     sharing,
     universal_load,
     unscaling,
@@ -90,6 +91,7 @@ _PIPELINED = f"{_SWAP}.pipelined_optimizer_swapper"
 _CHECKPOINT = "deepspeed.runtime.checkpoint_engine"
 _PADDING = "loads universal checkpoints on ranks that hold only padding, too"
 _VIEWS = "refreshes views of states that have changed"
+_ORDER = "refuses checkpoints whose parameters are in another order"
 
 _BUILDS = Seam(
     "deepspeed.ops.op_builder.builder",
@@ -153,9 +155,12 @@ SEAMS = (
     Seam(_ENGINE, "DeepSpeedEngine._optimizer_has_ckpt_event_epilogue"),
     Seam(f"{_CHECKPOINT}.torch_checkpoint_engine", "TorchCheckpointEngine.save", ("path",)),
     *(
-        Seam(module, f"{name}.{method}", change=_VIEWS)
+        Seam(module, f"{name}.{method}", parameters, change)
         for module, name in ((_STAGE12, "DeepSpeedZeroOptimizer"), (_BF16, "BF16_Optimizer"))
-        for method in ("_lazy_init_hp_params_optimizer_state", "load_state_dict")
+        for method, parameters, change in (
+            ("_lazy_init_hp_params_optimizer_state", (), _VIEWS),
+            ("load_state_dict", ("state_dict_list",), f"{_VIEWS}; {_ORDER}"),
+        )
     ),
     Seam(_STAGE12, "DeepSpeedZeroOptimizer.offload_states", change=_VIEWS),
     Seam(_STAGE12, "DeepSpeedZeroOptimizer.reload_states", change=_VIEWS),
@@ -323,6 +328,8 @@ def install(optimizer_class: type) -> None:
     access.keep_views_fresh(stage_1_and_2.DeepSpeedZeroOptimizer, *zero12, optimizer_class)
     bf16 = ("bf16_groups", "fp32_groups_flat_partition")
     access.keep_views_fresh(bf16_optimizer.BF16_Optimizer, *bf16, optimizer_class)
+    saved_order.refuse_other_order(stage_1_and_2.DeepSpeedZeroOptimizer, optimizer_class)
+    saved_order.refuse_other_order(bf16_optimizer.BF16_Optimizer, optimizer_class)
     universal_load.load_into_padding(
         stage_1_and_2.DeepSpeedZeroOptimizer, zero12[1], optimizer_class
     )
