@@ -198,6 +198,43 @@ def test_universal_command_copies_the_objects_of_a_model_state_file(tmp_path):
     assert torch.equal(copied["tensor"], held["tensor"])
 
 
+class ByName:
+    """Is pickled as an attribute of something, as Python 3.11.0 to 3.11.3 do it for enums."""
+
+    def __init__(self, owner: object, name: str):
+        self.reduced = getattr, (owner, name)
+
+    def __reduce__(self):
+        return self.reduced
+
+
+def test_universal_command_copies_a_stage_that_was_pickled_by_name(tmp_path):
+    name = "mp_rank_00_model_states.pt"
+    stage = ByName(ZeroStageEnum, "gradients")
+    change(write(tmp_path) / name, lambda model: model.update(client_state=stage))
+    status, _, text = command(tmp_path)
+    assert status == 0, text
+    copied = torch.load(tmp_path / "saved_universal" / name, weights_only=False)["client_state"]
+    assert copied is ZeroStageEnum.gradients
+
+
+@pytest.mark.parametrize(
+    ("planted", "message"),
+    [
+        pytest.param(ByName(ZeroStageEnum, "mro"), "got an attribute", id="no stage"),
+        pytest.param(ByName(ZeroStageEnum, ["mro"]), "got an attribute", id="no name"),
+        pytest.param(ByName(ZeroStageEnum.gradients, "name"), "got an attribute", id="no class"),
+        pytest.param(ByName(torch.device, "type"), "an object of torch.device", id="other class"),
+    ],
+)
+def test_universal_command_refuses_other_attributes(tmp_path, planted, message):
+    name = "mp_rank_00_model_states.pt"
+    change(write(tmp_path) / name, lambda model: model.update(client_state=planted))
+    status, result, _ = command(tmp_path)
+    assert status == 1 and not (tmp_path / "saved_universal").exists()
+    assert message in result["error"]
+
+
 def test_universal_command_does_not_write_over_a_folder(tmp_path):
     write(tmp_path)
     (tmp_path / "saved_universal").mkdir()

@@ -20,7 +20,9 @@ def unpacked(saved: str | None, folder: Path) -> Path | None:
     archive = GOLDEN / "format2" / f"{saved}.tar.xz"
     if archive.exists():
         with tarfile.open(archive) as opened:
-            opened.extractall(target, filter="data")
+            # Python before 3.10.12 and 3.11.4 has no filters; the archives are our own.
+            safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+            opened.extractall(target, **safely)
     elif source.is_dir():
         shutil.copytree(source, target)
     else:

@@ -76,7 +76,7 @@ def _checked_copy(source: Path, target: Path) -> None:
     from zero8.checkpoint.write import pickled_objects, universal_converter
 
     known = CheckedCopy(
-        pickled_objects.RESTORE, pickled_objects.DTYPES, universal_converter.check_content
+        pickled_objects.RESTORE, pickled_objects.CONSTANTS, universal_converter.check_content
     )
     known.copy(source, target)
 

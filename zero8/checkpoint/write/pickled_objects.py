@@ -36,6 +36,14 @@ def _stage(args: tuple, _: dict) -> ZeroStageEnum:
     return ZeroStageEnum(args[0])
 
 
+def _member(args: tuple, _: dict) -> ZeroStageEnum:
+    """Return a stage of ZeRO that Python 3.11.0 to 3.11.3 has pickled, by its name."""
+    owner, name = args if len(args) == 2 else (None, None)
+    if owner is not ZeroStageEnum or name not in list(ZeroStageEnum.__members__):
+        raise ValueError("got an attribute of a class or function")
+    return ZeroStageEnum[name]
+
+
 def _address(args: tuple, attributes: dict) -> fragment_address:
     numbers = list(attributes.values())
     is_place = not args and set(attributes) == {"numel", "start"}
@@ -55,15 +63,21 @@ def _device(args: tuple, _: dict) -> torch.device:
     return torch.device(kind, *index)
 
 
+_STAGES = "deepspeed.runtime.zero.config.ZeroStageEnum"
+
 RESTORE: dict[str, Restore] = {
+    "builtins.getattr": _member,
     "argparse.Namespace": _with_attributes(argparse.Namespace),
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _with_attributes(DynamicLossScaler),
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": _with_attributes(LossScaler),
-    "deepspeed.runtime.zero.config.ZeroStageEnum": _stage,
+    _STAGES: _stage,
     "deepspeed.utils.tensor_fragment.fragment_address": _address,
     "torch.device": _device,
 }
 """By name of the class in pickles."""
 
-DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
-"""torch's dtypes, which are pickled by name."""
+CONSTANTS: dict[str, object] = {
+    str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)
+}
+CONSTANTS[_STAGES] = ZeroStageEnum
+"""What is pickled by name: torch's dtypes, and the class of `_member`."""
