@@ -189,7 +189,7 @@ class SwapsStates(OptimizerSwapper):
             return
         # A checkpoint's file: codec, block size or policy may differ from ours.
         state = self.optimizer.adopted(parameter, state, None)
-        self._kind_of(parameter).reencoded.forget()  # logged by the load
+        self.optimizer.kind_of(parameter, state).reencoded.forget()  # logged by the load
         self._layouts[key] = Layout.of_state(state)
         self._hand_over(parameter, state)
         self._pool.give_back(buffer)
@@ -208,7 +208,7 @@ class SwapsStates(OptimizerSwapper):
             self._write_empty(parameter)
             self.optimizer.on_disk.pop(parameter, None)
             return 0
-        kind = self._kind_of(parameter)
+        kind = self.optimizer.kind_of(parameter, state)
         kind.moments(parameter, state, None)  # encodes moments that were loaded in float32
         kind.note_writes([state])
         layout, left = self._layouts.get(key), None
