@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The 8-bit codes of the moments in terms of Vec: zero8/spec/log.py and dynamic.py, equation by
-// equation.
+// equation.  fp8.h has those of `fp8`.
 //
 // A code is a struct with four parts, so that the step can arrange them as it likes:
 //

@@ -21,7 +21,7 @@
 namespace zero8 {
 
 // 2 and 3 were codecs of format 1.
-enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kLog = 4 };
+enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kLog = 4, kFp8 = 5 };
 enum DType : int32_t { kFP32 = 0, kBF16 = 1, kFP16 = 2 };
 enum Rounding : int32_t { kNearest = 0, kDither = 1, kHash = 2 };
 
@@ -33,7 +33,7 @@ constexpr int kMaxMoments = 3;  // of any algorithm: algorithms.h
 struct ScalesPerBlock {
   int of_signed, of_unsigned;
 };
-constexpr ScalesPerBlock kScalesPerBlock[] = {{0, 0}, {1, 1}, {0, 0}, {0, 0}, {1, 2}};
+constexpr ScalesPerBlock kScalesPerBlock[] = {{0, 0}, {1, 1}, {0, 0}, {0, 0}, {1, 2}, {1, 1}};
 
 // A float16 in memory, as a type of its own: uint16_t is a bfloat16.
 struct Half {

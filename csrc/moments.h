@@ -7,6 +7,8 @@
 
 #include "algorithms.h"
 #include "params.h"
+// In terms of codes.h:
+#include "fp8.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
@@ -92,6 +94,12 @@ struct InDynamic {
   template <bool kSigned, bool>
   using Code = Dynamic<kSigned>;
 };
+// As InDynamic.
+struct InFp8 {
+  static constexpr bool kHasPairs = true;
+  template <bool kSigned, bool>
+  using Code = Fp8<kSigned>;
+};
 
 // Not a function: NVRTC takes those without __device__ for the host's.
 template <class Code>
@@ -106,6 +114,7 @@ constexpr bool kIsCodec =
     kHasScales<typename InCodec::template Code<false, true>, kScalesPerBlock[kCodec].of_unsigned>;
 static_assert(kIsCodec<InDynamic, kDynamic>);
 static_assert(kIsCodec<InLog, kLog>);
+static_assert(kIsCodec<InFp8, kFp8>);
 
 template <class Code>
 ZERO8_DEVICE const DynamicMap& map_of(const DynamicMaps& maps) {

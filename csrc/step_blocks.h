@@ -468,6 +468,7 @@ int64_t step_of(const Segment& seg, const StepScalars& s, const DynamicMaps& map
   if (codec == kDynamic) {
     return step_quantized<Algorithm, InDynamic, P, G>(seg, s, maps, begin, end);
   }
+  if (codec == kFp8) return step_quantized<Algorithm, InFp8, P, G>(seg, s, maps, begin, end);
   return step_plain<Algorithm, P, G>(seg, s, begin, end);
 }
 

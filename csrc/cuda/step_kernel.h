@@ -56,6 +56,8 @@ __device__ void for_codec(const Segment& seg, Body body) {
     body(InLog());
   } else if (codec == kDynamic) {
     body(InDynamic());
+  } else if (codec == kFp8) {
+    body(InFp8());
   } else {
     body(InFloat32());
   }

@@ -48,7 +48,7 @@ LORA = LoraTask(TextTask(GPTConfig(context=16, layers=1), window=16, batch_size=
 def test_replay_of_a_task_keeps_bounds_and_moves_nothing_untrained(task, beta2):
     rows, skipped = replay_codecs(Recipe(steps=4, beta2=beta2, task=task), lambda: None)
     assert not skipped
-    assert [row["scheme"] for row in rows] == ["dynamic", "log", "deepspeed_bf16"]
+    assert [row["scheme"] for row in rows] == ["dynamic", "log", "fp8", "deepspeed_bf16"]
     for row in rows[:2]:
         assert 0 < row["rms_update_error"] < 0.3
         assert row["max_u_over_bound"] < 1.001

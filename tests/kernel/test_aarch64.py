@@ -37,6 +37,7 @@ from zero8.op import build, kernel
 from zero8.op.shared_numbers import op_source
 from zero8.spec import arithmetic as ieee
 from zero8.spec.codec import CODECS, MomentCode
+from zero8.spec.dynamic import DynamicCode
 from zero8.spec.log import LogCode, SignedLogCode
 from zero8.spec.segment import Segment
 
@@ -247,9 +248,8 @@ def blocks_next_to_tiny(code: MomentCode, beta: float) -> tuple[Tensor, Tensor, 
         high = values.view(torch.int32) + ((255 * step >> 4) - (CODES * step >> 4)[:, None]).int()
         scales = torch.stack([high.view(FP32), torch.full(high.shape, float(step))], dim=2)
         return CODES, scales, is_rounded_up(values.double() * beta).expand(high.shape)
-    is_log = isinstance(code, SignedLogCode)
-    codes = CODES if is_log else CODES + 128
-    levels = (code.narrow if is_log else code).levels[codes]
+    codes = CODES + 128 if isinstance(code, DynamicCode) else CODES
+    levels = (code.narrow if isinstance(code, SignedLogCode) else code).levels[codes]
     scales = next_to_tiny(levels * beta)
     exact = ieee.mul(scales, beta).double() * levels.double()[:, None]
     return codes, scales, is_rounded_up(exact)

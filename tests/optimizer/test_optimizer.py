@@ -285,7 +285,7 @@ def test_optimizer_memory_report_counts_the_bytes_of_state(codec):
     optimizer = Adam8bitBlockwise(model.named_parameters(), codec=codec, fp32_params=["1"])
     run(optimizer, list(model), 1)
     report = optimizer.memory_report()
-    per_block = {"dynamic": 2, "log": 3}[codec]
+    per_block = {"dynamic": 2, "log": 3, "fp8": 2}[codec]
     expected = [
         ("0", (64, 300), 19200, 8, "64 rows x 2 blocks", 2 * 19200 + 128 * per_block * 4),
         ("1", (64, 100), 6400, 32, "matches fp32_params pattern '1'", 8 * 6400),

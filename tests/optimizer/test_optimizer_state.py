@@ -527,7 +527,7 @@ def golden(version: int, codec: str, dtype: torch.dtype) -> dict:
     return torch.load(path, weights_only=True)[f"{codec} {dtype}"]
 
 
-FORMATS = [(version, codec) for version in (3, 2) for codec in CODECS] + [(1, "dynamic")]
+FORMATS = [*((3, codec) for codec in CODECS), (2, "dynamic"), (2, "log"), (1, "dynamic")]
 
 
 @dtypes

@@ -55,7 +55,7 @@ def train(codec):
     params[2] = params[2].bfloat16()
     params = [torch.nn.Parameter(p) for p in params]
     grads = [torch.randn(p.shape, **options).to(p.dtype) for p in params]
-    (other,) = set(CODECS) - {codec}
+    other = next(name for name in CODECS if name != codec)
     results, state = [], None
     for name in (codec, codec, other, codec):
         optimizer = Adam8bitBlockwise(

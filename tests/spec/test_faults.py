@@ -86,6 +86,24 @@ def test_fault_of_a_code_that_quantize_never_makes_is_found():
 
 
 @pytest.mark.parametrize("which", MOMENTS)
+@pytest.mark.parametrize("nan", [127, 255])
+def test_fault_of_a_code_of_fp8_that_is_nan_is_found(which, nan):
+    code, codes, scales = made("fp8", which)
+    codes[1000] = nan
+    assert "a code that is NaN" in fault(code, codes, scales, blocks)
+
+
+def test_fault_of_fp8_scales_and_codes_that_steps_cannot_take_is_found():
+    code, codes, scales = made("fp8", "exp_avg")
+    assert "negative scale" in fault(code, codes, -scales, blocks)
+    scales[0] = FLT_MAX / 447
+    assert "largest code is not finite" in fault(code, codes, scales, blocks)
+    code, codes, scales = made("fp8", "exp_avg_sq")
+    codes[1000] = 129
+    assert "NaN or negative" in fault(code, codes, scales, blocks)
+
+
+@pytest.mark.parametrize("which", MOMENTS)
 def test_fault_of_random_bytes_is_found_or_they_decode_to_finite_numbers(which):
     """Whatever passes is safe to step over: scales of random patterns, and random codes."""
     passed = 0

@@ -9,6 +9,7 @@ import torch
 from moment_samples import MOMENTS, spread_values
 
 from zero8.algorithms.adam import ADAM
+from zero8.checkpoint.read.statistics import order_of_codes
 from zero8.spec.codec import CODECS, dequantize, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.spec.log import LogCode, SignedLogCode
@@ -114,13 +115,13 @@ def bits(x):
 def assert_within_an_encoding(code, before, after, scale):
     """Assert that moments have moved by no more than an encoding to nearest may move them.
 
-    The bounds are those of `zero8.spec.log` and `zero8.spec.dynamic`, for each element by itself:
+    The bounds are those of the codes in `zero8.spec`, for each element by itself:
 
     * signed log: half a cell; one is 2^-mantissa_bits of the octave that 1 + |x|/scale is in;
     * log: half a cell of step/16 patterns; 12/65536 of one, which is what the smallest element may
       be off its code; and 1 as decoding rounds down.  What lies below the first code, 28 octaves
       below the largest element, is raised to it;
-    * dynamic: half the gap between the two entries around x/scale, the whole one for a second
+    * dynamic and fp8: half the gap between the two entries around x/scale, the whole one for a second
       moment next to 0, which may not become 0; times |scale|.  Outside of the map, where -1 is,
       half the outermost gap.
 
@@ -149,8 +150,9 @@ def assert_within_an_encoding(code, before, after, scale):
         _, exponent = torch.frexp(1 + x.abs() / size.where(size != 0, 1.0))
         bound = torch.exp2((exponent - 1 - mantissa_bits - 1).double()) * size
     else:
-        levels = code.levels.double()
-        above = torch.searchsorted(levels, x / scale.double().where(scale != 0, 1.0)).clamp(1, 255)
+        levels = code.levels[order_of_codes(code)].double()
+        place = torch.searchsorted(levels, x / scale.double().where(scale != 0, 1.0))
+        above = place.clamp(1, len(levels) - 1)
         gap = levels.diff()[above - 1]
         next_to_zero = (above == 1) & (not code.signed)
         bound = torch.where(next_to_zero, gap, gap / 2) * size

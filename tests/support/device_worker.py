@@ -194,7 +194,7 @@ def adam_state():
 @check
 def adopted(codec):
     """States that are on the GPU already, and those that come from the CPU."""
-    (other,) = set(CODECS) - {codec}
+    other = next(name for name in CODECS if name != codec)
     saved = {
         "fp32 Adam": adam_state(),
         "the same codec": adopt(adam_state(), codec, "cpu"),

@@ -267,10 +267,14 @@ def test_description_in_a_swap_file_is_without_a_hash():
 # --- Files that are out in the world -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [FORMAT_2, SAVED], ids=["format 2", "format 3"])
-def test_golden_file_reads_as_the_stored_values(path):
+@pytest.mark.parametrize(
+    ("path", "codecs"),
+    [(FORMAT_2, ["dynamic", "log"]), (SAVED, sorted(CODECS))],
+    ids=["format 2", "format 3"],
+)
+def test_golden_file_reads_as_the_stored_values(path, codecs):
     content = torch.load(path, weights_only=True)
-    assert sorted(content) == sorted(CODECS)
+    assert sorted(content) == codecs
     for name, moments in content.items():
         assert sorted(moments) == sorted(MOMENTS)
         for which, (x, values) in moments.items():

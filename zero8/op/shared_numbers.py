@@ -18,6 +18,7 @@ from zero8.spec import blocks, dither, grid, log, reference
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import CODECS, MomentCode
 from zero8.spec.dynamic import DynamicCode
+from zero8.spec.fp8 import Fp8Code
 from zero8.spec.log import LogCode, Octaves, SignedLogCode
 from zero8.spec.segment import Rounding
 
@@ -38,6 +39,7 @@ _CODES = {
         "LOWEST_BITS": "kLowestBits",
     },
     DynamicCode: {"zero_code": "kZeroCode", "min_scale": "kMinScale"},
+    Fp8Code: {"zero_code": "kZeroCode", "TOP": "kTop", "min_scale": "kMinScale"},
 }
 _WITH_KERNELS = [one for one in ALGORITHMS if one.kernel is one]
 _SCALARS = {f"{one.name.capitalize()}Scalars": structs.scalars_dtype(one) for one in _WITH_KERNELS}

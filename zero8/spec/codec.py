@@ -21,6 +21,7 @@ v:
   Block-wise Quantization" (arXiv:2110.02861, section 2.1), signed for m, unsigned for v; nearest
   code.  The scale of m is the block's extreme element with its sign, so that the extreme decodes
   exactly (the signed map ends at -0.993 and +1).
+* `fp8` (`zero8.spec.fp8`): 8-bit floats of 3 bits of mantissa, E4M3, for m and v; nearest code.
 """
 
 from dataclasses import dataclass
@@ -30,12 +31,13 @@ from torch import Tensor
 from zero8.spec import arithmetic as ieee
 from zero8.spec.algorithm import MomentRule
 from zero8.spec.dynamic import DynamicCode
+from zero8.spec.fp8 import Fp8Code
 from zero8.spec.log import DitheredLogCode, LogCode, SignedLogCode
 from zero8.spec.retired import LogRootCode, SignMagnitudeLogCode
 from zero8.spec.shown import shown
 
 RetiredCode = SignMagnitudeLogCode | LogRootCode
-MomentCode = SignedLogCode | DitheredLogCode | LogCode | DynamicCode | RetiredCode
+MomentCode = SignedLogCode | DitheredLogCode | LogCode | DynamicCode | Fp8Code | RetiredCode
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ CODECS = {
     for codec in (
         Codec("dynamic", 1, DynamicCode(True), DynamicCode(True), DynamicCode(False)),
         Codec("log", 4, SignedLogCode(), DitheredLogCode(), LogCode()),
+        Codec("fp8", 5, Fp8Code(True), Fp8Code(True), Fp8Code(False)),
     )
 }
 DEFAULT_CODEC = "log"

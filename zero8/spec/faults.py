@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zero8.spec.codec import MomentCode, dequantize
+from zero8.spec.fp8 import Fp8Code
 from zero8.spec.log import LogCode, SignedLogCode
 from zero8.spec.retired import LogRootCode, SignMagnitudeLogCode
 
@@ -46,6 +47,20 @@ def fault(code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: BlockN
             return "a scale whose largest code is not finite"
         if any((chunk == 128).any() for chunk in codes.split(_CHUNK_NUMEL)):
             return "a code of -128, expected -127 to 127"
+    if isinstance(code, Fp8Code):
+        return _fault_of_fp8(code, codes, scales)
+    return ""
+
+
+def _fault_of_fp8(code: Fp8Code, codes: Tensor, scales: Tensor) -> str:
+    if (scales < 0).any():
+        return "a negative scale"
+    if not (code.TOP * scales).isfinite().all():
+        return "a scale whose largest code is not finite"
+    for chunk in codes.split(_CHUNK_NUMEL):
+        magnitude = chunk & 127 if code.signed else chunk
+        if (magnitude > code.MAX).any():
+            return "a code that is NaN" if code.signed else "a code that is NaN or negative"
     return ""
 
 

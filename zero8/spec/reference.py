@@ -9,7 +9,7 @@ operation rounded once as `arithmetic.py` says:
     g  = fma(l2, p, g)                                     only where weight decay is L2
     moments', p' = the algorithm's                         (R2)-(R6) of zero8/algorithms/
     p  rounded to bfloat16 where the parameter is          equation (D2) of dither.py           (R7)
-    moments = quantize(moments')                           (C1)-(C9) of log.py and dynamic.py   (R8)
+    moments = quantize(moments')                           (C1)-(C11) of the codes              (R8)
 
 A block in which any g (after (R1)) is NaN, infinite, or at least 2^63 in magnitude, so that its
 square could overflow, is left exactly as it was, parameter and moments, and counted.  So is a block

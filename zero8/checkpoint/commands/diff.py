@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.open import open_checkpoint
-from zero8.spec.log import SignedLogCode
+from zero8.checkpoint.read.statistics import NUM_CODES, order_of_codes
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
 
@@ -179,15 +179,16 @@ def _moment(number: int, first: list[Fragment], second: list[Fragment]) -> Momen
 
 def _compare_codes(found, ours, p, theirs, q, begin, end) -> None:
     found.largest = found.largest or 0
-    signed = isinstance(ours.code, SignedLogCode)
+    order = order_of_codes(ours.code)
+    place = torch.zeros(NUM_CODES, dtype=torch.int64, device="cpu")
+    place[order] = torch.arange(len(order), device="cpu")
     (x, scales), (y, other_scales) = (_live(s, piece) for s, piece in ((ours, p), (theirs, q)))
     for at in range(begin, end, CHUNK_NUMEL):
         stop = min(at + CHUNK_NUMEL, end)
         a, b = x[at - p.first : stop - p.first], y[at - q.first : stop - q.first]
         if torch.equal(a, b):
             continue
-        a, b = (c.view(torch.int8).short() if signed else c.short() for c in (a, b))
-        distance = (a - b).abs()
+        distance = (place[a.to(torch.int64)] - place[b.to(torch.int64)]).abs()
         found.differing += int((distance > 0).sum())
         found.largest = max(found.largest, int(distance.max()))
     grid = p.grid

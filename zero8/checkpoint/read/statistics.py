@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zero8.spec.codec import MomentCode
+from zero8.spec.fp8 import Fp8Code
 from zero8.spec.log import SignedLogCode
 from zero8.state.store import MomentStore
 
@@ -91,6 +92,8 @@ def order_of_codes(code: MomentCode) -> Tensor:
     codes = torch.arange(NUM_CODES, dtype=torch.uint8, device="cpu")
     if isinstance(code, SignedLogCode):  # -128 is invalid
         codes = codes[codes != 128]
+    if isinstance(code, Fp8Code):  # 127 is NaN, 128 is -0
+        codes = codes[(codes & 127 <= code.MAX) & (codes != 128) & (code.signed | (codes < 128))]
     scale = torch.ones((len(codes), *code.scale_shape), dtype=torch.float32, device="cpu")
     if code.scale_shape:  # v in `log`: the largest value, and the width of a code
         scale[:, 1] = 2.0**20

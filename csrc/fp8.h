@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// The codes of `fp8` in terms of Vec: zero8/spec/fp8.py, equation by equation.  codes.h says what a
+// code consists of and promises.
+//
+// Included once per target, so in the target's namespace.
+#include <cstdint>
+
+namespace zero8 {
+namespace ZERO8_TARGET {
+
+// E4M3: (C10), (C11)
+template <bool kIsSigned>
+struct Fp8 {
+  static constexpr bool kSigned = kIsSigned, kIsDithered = false;
+  static constexpr int kScales = 1;
+  static constexpr uint32_t kZeroCode = 0;
+  static constexpr bool kTwosComplement = false, kHasPairs = true;
+  static constexpr float kTop = 448.0f;
+  static constexpr float kMinScale = 0x1p-117f;
+  // The place of a code in the pattern of a float, whose exponent has another bias.
+  static constexpr int kShift = 20;
+  static constexpr uint32_t kBias = (127 - 7) << 3;
+  // Codes below are multiples of 2^-9, which is the last place of 2^14 in a float.
+  static constexpr uint32_t kFirstNormal = 8;
+  static constexpr float kSmallUnit = 0x1p-9f, kSmallBase = 0x1p14f;
+
+  struct Decoder {
+    Vec::F scale;
+
+    ZERO8_DEVICE Decoder(const float* stored, float gain, const DynamicMap&)
+        : scale(Vec::mul(Vec::set(*stored), Vec::set(gain))) {}
+    template <class AnyVec>
+    ZERO8_DEVICE ZERO8_INLINE Vec::F operator()(AnyVec& vec, Vec::I code) const {
+      const Vec::I magnitude = kSigned ? Vec::andi(code, Vec::seti(127)) : code;
+      const Vec::I normal = Vec::shl<kShift>(Vec::addi(magnitude, Vec::seti(kBias)));
+      const Vec::F small = Vec::mul_far(Vec::to_float(magnitude), Vec::set(kSmallUnit));
+      const Vec::Mask is_small = Vec::above(Vec::seti(kFirstNormal), magnitude);
+      const Vec::F level = Vec::as_float(Vec::choose(is_small, Vec::as_int(small), normal));
+      return vec.mul(level, kSigned ? Vec::negated(scale, Vec::shl<24>(code)) : scale);
+    }
+    // As that of SignedLog.
+    template <bool kPairs, class V = Vec>
+    ZERO8_DEVICE ZERO8_INLINE void two(const uint8_t* codes, typename V::F* x) const {
+      V vec;
+      typename V::I code[2];
+      if constexpr (kPairs) {
+        V::load8_pair(codes, code);
+      } else {
+        code[0] = V::load8(codes);
+        code[1] = V::load8(codes + V::kLanes);
+      }
+      x[0] = (*this)(vec, code[0]);
+      x[1] = (*this)(vec, code[1]);
+    }
+    using Chunk = ChunkOf<Decoder>;
+    ZERO8_DEVICE Chunk chunk(const uint8_t* codes) const { return {*this, codes}; }
+  };
+
+  using Range = Absmax<kSigned>;
+
+  struct Encoder {
+    // A code with its sign is complete, and not negative.
+    static constexpr Left kLeft = kSigned ? Left::kClamp : Left::kUnlessZero;
+    float inverse = 0.0f;
+
+    ZERO8_DEVICE Encoder() {}
+    ZERO8_DEVICE Encoder(const Range& range, const DynamicMap&, const BlockValues&, float* stored) {
+      const float absmax = range.value();
+      const float rounded = float_of((bits_of(absmax / kTop) + 8u) & ~15u);
+      const float scale = rounded < kMinScale ? kMinScale : rounded;
+      *stored = absmax == 0.0f ? 0.0f : scale;
+      inverse = absmax == 0.0f ? 0.0f : 1.0f / scale;
+    }
+    // No code can exceed the largest, as for SignedLog.
+    ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I) const {
+      const Vec::I bits = magnitude_bits(Vec::mul_far(x, Vec::set(inverse)));
+      const Vec::I last = Vec::andi(Vec::shr<kShift>(bits), Vec::seti(1));
+      const Vec::I raised = Vec::addi(Vec::addi(bits, Vec::seti((1u << (kShift - 1)) - 1u)), last);
+      const Vec::I normal = Vec::subi(Vec::shr<kShift>(raised), Vec::seti(kBias));
+      const Vec::F shifted =
+          Vec::fma_far(Vec::as_float(bits), Vec::set(1.0f), Vec::set(kSmallBase));
+      const Vec::I small = Vec::subi(Vec::as_int(shifted), Vec::seti(bits_of(kSmallBase)));
+      const Vec::I smallest_normal = Vec::seti((kFirstNormal + kBias) << kShift);
+      const Vec::I code = Vec::choose(Vec::above(smallest_normal, bits), small, normal);
+      if constexpr (!kSigned) return Vec::maxu(code, Vec::seti(1));
+      const Vec::I sign = Vec::andi(Vec::shr<24>(Vec::as_int(x)), Vec::seti(128));
+      return Vec::ori(code, Vec::unless_zero(sign, code));
+    }
+  };
+};
+
+}  // namespace ZERO8_TARGET
+}  // namespace zero8
