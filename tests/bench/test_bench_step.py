@@ -255,7 +255,7 @@ def test_run_isa_is_that_of_every_step_and_restored(tmp_path, monkeypatch, few_r
         (["--numel", "4096"], "--numel: got 4096, expected a multiple of 4096, at least 65536"),
         (["--threads", "0"], "--threads: got 0, expected at least 1"),
         (["--algorithm", "adam,lamb"], r"--algorithm: got 'lamb', expected one of \['adam'"),
-        (["--codec", "gzip"], r"--codec: got 'gzip', expected one of \['dynamic', .*'log'\]"),
+        (["--codec", "gzip"], r"--codec: got 'gzip', expected one of \['dynamic', 'log', "),
         (["--isa", "mmx"], r"--isa: got 'mmx', expected one of \['baseline'"),
         (["--against", "torch,lion"], r"--against: got 'lion', expected one of \['deepspeed'"),
     ],

@@ -23,7 +23,7 @@ def valid(which: str) -> torch.Tensor:
 
 
 def test_fp8_levels_are_those_of_the_format_and_of_torch():
-    """(1 + f/8) 2^(e-7) for exponent e and fraction f, f/8 2^-6 for e = 0; 8 or more is negative."""
+    """(1 + f/8) 2^(e-7) for exponent e and fraction f, f/8 2^-6 for e = 0; from 128 on negative."""
     levels = SIGNED.levels
     for code, level in enumerate(levels.tolist()):
         exponent, fraction = code >> 3 & 15, code & 7

@@ -121,7 +121,7 @@ def assert_within_an_encoding(code, before, after, scale):
     * log: half a cell of step/16 patterns; 12/65536 of one, which is what the smallest element may
       be off its code; and 1 as decoding rounds down.  What lies below the first code, 28 octaves
       below the largest element, is raised to it;
-    * dynamic and fp8: half the gap between the two entries around x/scale, the whole one for a second
+    * dynamic, fp8: half the gap between the two entries around x/scale, the whole one for a second
       moment next to 0, which may not become 0; times |scale|.  Outside of the map, where -1 is,
       half the outermost gap.
 
