@@ -20,9 +20,9 @@ struct Fp8 {
   // The place of a code in the pattern of a float, whose exponent has another bias.
   static constexpr int kShift = 20;
   static constexpr uint32_t kBias = (127 - 7) << 3;
-  // Codes below are multiples of 2^-9, which is the last place of 2^14 in a float.
+  // The smallest normal code.  Those below count in the same unit as its octave.
   static constexpr uint32_t kFirstNormal = 8;
-  static constexpr float kSmallUnit = 0x1p-9f, kSmallBase = 0x1p14f;
+  static constexpr float kSmallUnit = 0x1p-9f;
 
   struct Decoder {
     Vec::F scale;
@@ -32,10 +32,11 @@ struct Fp8 {
     template <class AnyVec>
     ZERO8_DEVICE ZERO8_INLINE Vec::F operator()(AnyVec& vec, Vec::I code) const {
       const Vec::I magnitude = kSigned ? Vec::andi(code, Vec::seti(127)) : code;
-      const Vec::I normal = Vec::shl<kShift>(Vec::addi(magnitude, Vec::seti(kBias)));
-      const Vec::F small = Vec::mul_far(Vec::to_float(magnitude), Vec::set(kSmallUnit));
-      const Vec::Mask is_small = Vec::above(Vec::seti(kFirstNormal), magnitude);
-      const Vec::F level = Vec::as_float(Vec::choose(is_small, Vec::as_int(small), normal));
+      // The level of a normal code, from which others are so many units away.
+      const Vec::I normal = Vec::maxu(magnitude, Vec::seti(kFirstNormal));
+      const Vec::F base = Vec::as_float(Vec::shl<kShift>(Vec::addi(normal, Vec::seti(kBias))));
+      const Vec::F distance = Vec::to_float(Vec::subi(magnitude, normal));
+      const Vec::F level = Vec::fma_far(distance, Vec::set(kSmallUnit), base);
       return vec.mul(level, kSigned ? Vec::negated(scale, Vec::shl<24>(code)) : scale);
     }
     // As that of SignedLog.
@@ -71,17 +72,18 @@ struct Fp8 {
       *stored = absmax == 0.0f ? 0.0f : scale;
       inverse = absmax == 0.0f ? 0.0f : 1.0f / scale;
     }
-    // No code can exceed the largest, as for SignedLog.
+    // The sum with 2^20 octaves is rounded, to even in a tie, at the unit of the octave that n is
+    // in: its last bits count these units.  No code can exceed the largest, as for SignedLog.
     ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I) const {
       const Vec::I bits = magnitude_bits(Vec::mul_far(x, Vec::set(inverse)));
-      const Vec::I last = Vec::andi(Vec::shr<kShift>(bits), Vec::seti(1));
-      const Vec::I raised = Vec::addi(Vec::addi(bits, Vec::seti((1u << (kShift - 1)) - 1u)), last);
-      const Vec::I normal = Vec::subi(Vec::shr<kShift>(raised), Vec::seti(kBias));
-      const Vec::F shifted =
-          Vec::fma_far(Vec::as_float(bits), Vec::set(1.0f), Vec::set(kSmallBase));
-      const Vec::I small = Vec::subi(Vec::as_int(shifted), Vec::seti(bits_of(kSmallBase)));
-      const Vec::I smallest_normal = Vec::seti((kFirstNormal + kBias) << kShift);
-      const Vec::I code = Vec::choose(Vec::above(smallest_normal, bits), small, normal);
+      const Vec::I octave = Vec::maxu(Vec::andi(bits, Vec::seti(kInfinityBits)),
+                                      Vec::seti((kFirstNormal + kBias) << kShift));
+      const Vec::I far = Vec::addi(octave, Vec::seti(kShift << 23));
+      const Vec::F sum = Vec::fma_far(Vec::as_float(bits), Vec::set(1.0f), Vec::as_float(far));
+      const Vec::I units = Vec::subi(Vec::as_int(sum), far);
+      // The first octave's units are codes, and each one above has kFirstNormal more.
+      const Vec::I below = Vec::subi(Vec::shr<kShift>(octave), Vec::seti(kFirstNormal + kBias));
+      const Vec::I code = Vec::addi(units, below);
       if constexpr (!kSigned) return Vec::maxu(code, Vec::seti(1));
       const Vec::I sign = Vec::andi(Vec::shr<24>(Vec::as_int(x)), Vec::seti(128));
       return Vec::ori(code, Vec::unless_zero(sign, code));

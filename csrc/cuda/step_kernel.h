@@ -280,27 +280,33 @@ __device__ void with_decoded(const Segment& seg, const Stored<Algorithm>& stored
   }
 }
 
-// Turns parameters and gradients into updated ones, and the moments into what will be encoded.
+// Turns parameters and gradients into updated ones, and the moments into what will be encoded.  The
+// update itself stands here once, and not for each codec: copies of it would need more registers.
 template <class Algorithm>
 __device__ void update(const Segment& seg, const Stored<Algorithm>& stored, const Place& place,
                        const StepScalars& raw, const DynamicMaps& maps, const Values& g, Values& p,
                        Values* moments) {
   for_codec(seg, [&](auto codec) {
-    const typename Algorithm::Scalars s(raw);
-    const auto step = [&](auto read) {
+    with_decoded<Algorithm, decltype(codec)>(seg, stored, place, raw, maps, [&](auto read) {
       for_vectors([&](int i) {
-        Vec::F x, m[kMaxMoments];
-        quickly([&](auto& vec) {
-          Vec::F carried[Algorithm::kCarried];
-          read(vec, i, m);
-          s.advance(vec, Vec::load(g.x + i), m, carried);
-          x = s.param(vec, Vec::load(p.x + i), m, carried);
-        });
-        Vec::store(p.x + i, x);
+        Vec vec;
+        Vec::F m[kMaxMoments];
+        read(vec, i, m);
         for_moments<Algorithm>([&](auto k) { Vec::store(moments[k.value].x + i, m[k.value]); });
       });
-    };
-    with_decoded<Algorithm, decltype(codec)>(seg, stored, place, raw, maps, step);
+    });
+  });
+  const typename Algorithm::Scalars s(raw);
+  for_vectors([&](int i) {
+    Vec::F x, m[kMaxMoments];
+    quickly([&](auto& vec) {
+      Vec::F carried[Algorithm::kCarried];
+      for_moments<Algorithm>([&](auto k) { m[k.value] = Vec::load(moments[k.value].x + i); });
+      s.advance(vec, Vec::load(g.x + i), m, carried);
+      x = s.param(vec, Vec::load(p.x + i), m, carried);
+    });
+    Vec::store(p.x + i, x);
+    for_moments<Algorithm>([&](auto k) { Vec::store(moments[k.value].x + i, m[k.value]); });
   });
 }
 

@@ -66,7 +66,7 @@ def test_build_two_processes_on_an_empty_folder_compile_one_step_once(first_step
 def test_build_that_takes_a_while_says_so_and_whoever_waits_says_for_whom(first_steps):
     _, _, errors = first_steps
     said = "".join(errors)
-    assert said.count("zero8: compiling its CPU kernel once, about 25 s; `zero8 build` does") == 1
+    assert said.count("zero8: compiling its CPU kernel once, about 35 s; `zero8 build` does") == 1
     assert said.count("zero8: has waited 0 s for process ") == 1
     assert f" on {os.uname().nodename}, since " in said
 

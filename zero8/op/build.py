@@ -128,13 +128,13 @@ class Extension:
 
 def op() -> Extension:
     """Return the op for all of `TARGETS` and all algorithms."""
-    return _op(NAME, list(product(TARGETS, ALGORITHMS)), seconds=100)
+    return _op(NAME, list(product(TARGETS, ALGORITHMS)), seconds=180)
 
 
 def op_for(target: str, algorithm: Algorithm) -> Extension:
     """Return the op for one of `TARGETS` and one algorithm."""
     name = f"{NAME}_{target}_{algorithm.kernel.name}"
-    return _op(name, [(target, algorithm)], seconds=25)
+    return _op(name, [(target, algorithm)], seconds=35)
 
 
 def _op(name: str, steps: Sequence[tuple[str, Algorithm]], seconds: int) -> Extension:
