@@ -4,8 +4,8 @@
 Both use the same maps (arXiv:2110.02861) and keep per parameter `step`, 8-bit codes, and one
 float32 scale per block.  They differ in two points:
 
-* bitsandbytes divides the flattened parameter into blocks of 256; zero8 divides rows, and groups
-  narrow ones.  The blocks coincide if rows, or groups of narrow rows, are multiples of 256 long.
+* bitsandbytes divides the flattened parameter into blocks of 256, which are zero8's for some shapes
+  (`zero8.checkpoint.read.flat_blocks`).
 * The scale of a block of m is the largest magnitude in bitsandbytes, and in zero8 the extreme
   element with its sign, so that it decodes exactly.
 
@@ -18,18 +18,26 @@ import torch
 from torch import Tensor
 
 from zero8.algorithms.adam import ADAM
-from zero8.spec import dither
-from zero8.spec.codec import CODECS, dequantize, quantize
+from zero8.checkpoint.read.flat_blocks import (
+    block_numbers,
+    coincide,
+    dynamic_map,
+    imported,
+    is_dynamic_map,
+)
+from zero8.spec.codec import CODECS, quantize
 from zero8.spec.dynamic import DynamicCode
-from zero8.spec.grid import BlockGrid
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
-from zero8.state.memory import unknown_memory
-from zero8.state.plain import PlainState, format_entry
-from zero8.state.table import Piece
+from zero8.state.plain import PlainState
 
 BLOCK_SIZE = 256
 _KEYS = {"exp_avg": ("state1", "absmax1", "qmap1"), "exp_avg_sq": ("state2", "absmax2", "qmap2")}
+
+
+def is_of_bitsandbytes(state: object) -> bool:
+    """Return whether the state of a parameter has the entries of bitsandbytes."""
+    return isinstance(state, dict) and "state1" in state
 
 
 def from_bitsandbytes(state_dict: dict) -> dict:
@@ -65,27 +73,16 @@ def to_bitsandbytes(state_dict: dict) -> dict:
 
 
 def _imported(index: int, state: dict) -> dict:
-    shape = tuple(state["state1"].shape)
     if "absmax1" not in state:
         dense = {name: state[_KEYS[name][0]] for name in ADAM.moment_names}
         return {"step": int(state["step"]), **dense}
-    if not _blocks_coincide(shape, BLOCK_SIZE):
-        dense = {name: _decoded(state, name) for name in ADAM.moment_names}
-        return {"step": int(state["step"]), **dense}
-    numel = torch.Size(shape).numel()
-    piece = Piece(0, numel, 0, shape, dither.identity_of(index), BLOCK_SIZE, str(index))
-    entries = format_entry(ADAM, CODECS["dynamic"], piece)
-    entries |= {"step": int(state["step"]), **unknown_memory(ADAM)}
-    for name in ADAM.moment_names:
-        codes, scales = _checked(state, name)
-        entries[f"{name}_q8"] = codes
-        entries[f"{name}_scale"] = scales.view(piece.grid.scale_shape(shape))
-    return entries
+    moments = {name: _checked(state, name) for name in ADAM.moment_names}
+    return imported(index, int(state["step"]), CODECS["dynamic"], BLOCK_SIZE, moments)
 
 
 def _checked(state: dict, name: str) -> tuple[Tensor, Tensor]:
     codes, scales, levels = (state[key] for key in _KEYS[name])
-    if not _is_map(levels.float().cpu(), _map_of(name).levels):
+    if not is_dynamic_map(levels.float().cpu(), name):
         raise ValueError(
             f"{_KEYS[name][2]}: not the dynamic map of {name}; zero8 reads states of "
             "bitsandbytes' 8-bit Adam and AdamW only"
@@ -97,17 +94,6 @@ def _checked(state: dict, name: str) -> tuple[Tensor, Tensor]:
             f"{BLOCK_SIZE} elements; block-wise states only"
         )
     return codes, scales.float()
-
-
-def _is_map(levels: Tensor, ours: Tensor) -> bool:
-    # Without AVX2, torch rounds some entries of bitsandbytes' maps differently.
-    return levels.shape == ours.shape and torch.allclose(levels, ours, rtol=2.0**-20, atol=0.0)
-
-
-def _decoded(state: dict, name: str) -> Tensor:
-    codes, scales = _checked(state, name)
-    code = _map_of(name)
-    return dequantize(code, codes.reshape(-1), scales, _block_numbers(codes)).view(codes.shape)
 
 
 def _exported(state: dict) -> dict:
@@ -122,10 +108,10 @@ def _exported(state: dict) -> dict:
     if block_size == 0:
         return exported | {_KEYS[name][0]: state[name] for name in ADAM.moment_names}
     is_dynamic = header.codec == CODECS["dynamic"]
-    verbatim = is_dynamic and _blocks_coincide(shape, block_size)
+    verbatim = is_dynamic and block_size == BLOCK_SIZE and coincide(shape, BLOCK_SIZE)
     stores = PlainState.local(state, Extent.whole(shape), "").stores("")
     for store in stores:
-        code = _map_of(store.name)
+        code = dynamic_map(store.name)
         if verbatim:
             codes, scales = store.codes.clone(), store.scales
         else:
@@ -137,30 +123,14 @@ def _exported(state: dict) -> dict:
     return exported
 
 
-def _map_of(name: str) -> DynamicCode:
-    """Return the dynamic map of a moment."""
-    code = CODECS["dynamic"].code_of(ADAM.moment(name))
-    assert isinstance(code, DynamicCode), "the codec `dynamic` has no other codes"
-    return code
-
-
 def _flat_codes(code: DynamicCode, x: Tensor) -> tuple[Tensor, Tensor]:
-    block = _block_numbers(x)
+    block = block_numbers(x, BLOCK_SIZE)
     return quantize(code, x, block, int(block[-1]) + 1)
 
 
 def _make_positive(code: DynamicCode, codes: Tensor, scales: Tensor) -> None:
     """Re-encode, in place, the blocks whose scale is negative, for the scale's magnitude."""
     levels, thresholds = code.levels.to(codes.device), code.thresholds.to(codes.device)
-    negative = (scales < 0)[_block_numbers(codes)]
+    negative = (scales < 0)[block_numbers(codes, BLOCK_SIZE)]
     mirrored = -levels[codes[negative].to(torch.int64)]
     codes[negative] = torch.searchsorted(thresholds, mirrored, right=True).to(torch.uint8)
-
-
-def _block_numbers(x: Tensor) -> Tensor:
-    return torch.arange(x.numel(), dtype=torch.int64, device=x.device) // BLOCK_SIZE
-
-
-def _blocks_coincide(shape: tuple[int, ...], block_size: int) -> bool:
-    grid = BlockGrid.of(shape, block_size)
-    return grid is not None and block_size == BLOCK_SIZE and grid.row_length % BLOCK_SIZE == 0

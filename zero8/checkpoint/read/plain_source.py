@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A file of `torch.save` that is, or contains, one state dict of an optimizer.
 
-The optimizer is one of zero8, an fp32 one of the same algorithm, or bitsandbytes' 8-bit AdamW.
+The optimizer is one of zero8, an fp32 one of the same algorithm, or an 8-bit AdamW of
+bitsandbytes or torchao.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,14 +12,21 @@ from pathlib import Path
 from torch import Tensor
 
 from zero8.algorithms.table import ALGORITHMS
-from zero8.checkpoint.read.bitsandbytes import from_bitsandbytes
+from zero8.checkpoint.read.bitsandbytes import from_bitsandbytes, is_of_bitsandbytes
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.safe_load import damage_in, load
 from zero8.checkpoint.read.source import Facts, Source
 from zero8.checkpoint.read.states import fragment_of
+from zero8.checkpoint.read.torchao import from_torchao, is_of_torchao
 from zero8.spec.shown import shown, shown_keys
 from zero8.state.extent import Extent
 from zero8.state.plain import FIRST_ENTRIES
+
+LIBRARIES: dict[str, tuple[Callable[[object], bool], Callable[[dict], dict]]] = {
+    "bitsandbytes": (is_of_bitsandbytes, from_bitsandbytes),
+    "torchao": (is_of_torchao, from_torchao),
+}
+"""By name: whether a state is of this library, and what converts a state dict of it."""
 
 
 class PlainSource(Source):
@@ -81,14 +89,13 @@ class PlainSource(Source):
                 f"{self.path}: got {len(found)} state dicts of optimizers (dicts with the keys "
                 '"state" and "param_groups"), expected one'
             )
-        if not any(
-            isinstance(state, dict) and "state1" in state for state in found[0]["state"].values()
-        ):
-            return found[0]
-        try:
-            return _with_names(from_bitsandbytes(found[0]), found[0])
-        except (ValueError, KeyError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"{self.path}: states of bitsandbytes: {error!r}") from error
+        for library, (is_of_it, convert) in LIBRARIES.items():
+            if any(map(is_of_it, found[0]["state"].values())):
+                try:
+                    return _with_names(convert(found[0]), found[0])
+                except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+                    raise ValueError(f"{self.path}: states of {library}: {error!r}") from error
+        return found[0]
 
     @cached_property
     def _names(self) -> dict:

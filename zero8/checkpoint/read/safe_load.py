@@ -237,6 +237,13 @@ def _tensor(storage, offset, size, stride, _requires_grad, _hooks, *_) -> Tensor
     return torch.empty(0, dtype=storage.dtype).set_(storage.bytes, offset, size, stride)
 
 
+def _tensor_of_bytes(storage, offset, size, stride, grad, hooks, dtype, *_) -> Tensor | Inert:
+    """Return 8-bit floats as their bytes, uint8; `Inert` for other dtypes that torch saves so."""
+    if not isinstance(dtype, Inert) or dtype.name != "torch.float8_e4m3fn":
+        return Inert("torch.Tensor", ())
+    return _tensor(storage, offset, size, stride, grad, hooks)
+
+
 def _size(size=()) -> torch.Size:
     if len(size) > MAX_DIMS:
         raise ValueError(f"damaged: got a size of {len(size)} dimensions")
@@ -251,6 +258,7 @@ def _ordered_dict(*items) -> OrderedDict:
 
 _MAKERS = {
     "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_bytes,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch.Size": _size,
     "collections.OrderedDict": _ordered_dict,

@@ -75,8 +75,10 @@ class SafePickle(pickle._Unpickler):
         if not (isinstance(what, Inert) and what.args is None and isinstance(args, tuple)):
             raise pickle.UnpicklingError("it calls something that is not a class or function")
         if what.name == "torch._tensor._rebuild_from_type_v2":
-            maker, _, args, _ = args  # a tensor with attributes, which are dropped
-            return self.make(maker, args)
+            maker, kind, args, state = args
+            if isinstance(maker, Inert) and maker.name == "torch._utils._rebuild_wrapper_subclass":
+                return _subclass(kind, state)
+            return self.make(maker, args)  # a tensor with attributes, which are dropped
         maker = self._makers.get(what.name)
         if maker is None:
             return Inert(what.name, args)
@@ -164,6 +166,15 @@ class SafePickle(pickle._Unpickler):
         pickle.EMPTY_SET[0]: _empty_set,
         pickle.FROZENSET[0]: _frozen_set,
     }
+
+
+def _subclass(kind: object, state: object) -> Inert:
+    """Return the placeholder of a tensor that holds others, which are in its `state`."""
+    if not isinstance(kind, Inert) or kind.args is not None:
+        raise pickle.UnpicklingError("it makes a tensor of something that is not a class")
+    made = Inert(kind.name, ())
+    made.state = state
+    return made
 
 
 def check_key(key: object) -> None:

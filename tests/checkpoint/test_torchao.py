@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of torchao 0.18, made by tests/golden/write_torchao.py, with what they decode to."""
+
+import copy
+
+import pytest
+import torch
+from places import GOLDEN
+
+from zero8 import Adam8bitBlockwise
+from zero8.algorithms.adam import ADAM
+from zero8.checkpoint.commands.convert import convert
+from zero8.checkpoint.read.safe_load import load
+from zero8.checkpoint.read.torchao import from_torchao
+
+CODECS = {"8bit": "dynamic", "fp8": "fp8"}
+ROWS_OF_BLOCKS, ROWS_ACROSS_BLOCKS, SMALL = range(3)
+both = pytest.mark.parametrize("name", CODECS)
+
+
+def golden(name):
+    """Return the content of a file as zero8's reader sees it, but for mapped memory."""
+    return copy.deepcopy(load(GOLDEN / f"torchao_{name}.pt"))
+
+
+@pytest.fixture(params=CODECS)
+def converted(request, tmp_path):
+    """The codec, the state dict that `zero8 checkpoint convert` made, and the moments in it."""
+    convert(GOLDEN / f"torchao_{request.param}.pt", tmp_path / "out.pt", "plain")
+    state_dict = torch.load(tmp_path / "out.pt", weights_only=True)
+    return CODECS[request.param], state_dict, golden(request.param)
+
+
+def test_convert_of_torchao_where_blocks_coincide_keeps_codes_and_scales(converted):
+    codec, state_dict, theirs = converted
+    saved, state = theirs["optimizer"]["state"][ROWS_OF_BLOCKS], state_dict["state"][ROWS_OF_BLOCKS]
+    for which in ADAM.moment_names:
+        codes, scale = saved[which].state["codes"], saved[which].state["scale"]
+        if codec == "fp8":  # -0 is 0
+            codes = torch.where(codes == 128, 0, codes)
+        assert torch.equal(state[f"{which}_q8"], codes) and codes.any()
+        assert torch.equal(state[f"{which}_scale"].flatten(), scale)
+
+
+def test_convert_of_torchao_where_blocks_differ_decodes_exactly(converted):
+    _, state_dict, theirs = converted
+    for number in (ROWS_ACROSS_BLOCKS, SMALL):
+        for which in ADAM.moment_names:
+            expected = theirs["moments"][number][which]
+            assert torch.equal(state_dict["state"][number][which], expected) and expected.any()
+
+
+def test_convert_of_torchao_loads_and_goes_on(converted):
+    codec, state_dict, theirs = converted
+    shapes = [moments["exp_avg"].shape for moments in theirs["moments"]]
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    optimizer = Adam8bitBlockwise(params, codec=codec)
+    optimizer.load_state_dict(state_dict)
+    (group,) = optimizer.param_groups
+    assert (group["betas"], group["weight_decay"]) == ((0.9, 0.99), 0.1)
+    assert group["lr"] == pytest.approx(1e-3) and type(group["lr"]) is float
+    for number in (ROWS_OF_BLOCKS, SMALL):
+        p = params[number]
+        for store in optimizer.moments(p):
+            moment = store.read(0, p.numel()).view(p.shape)
+            assert torch.equal(moment, theirs["moments"][number][store.name])
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all(optimizer.state[p]["step"] == 18 and p.isfinite().all() for p in params)
+
+
+def changed(name, **changes):
+    """Return a state dict in which exp_avg_sq of the first parameter holds something else."""
+    state_dict = golden(name)["optimizer"]
+    state_dict["state"][ROWS_OF_BLOCKS]["exp_avg_sq"].state |= changes
+    return state_dict
+
+
+@both
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": torch.ones(17)}, "exp_avg_sq: got 17 scales of 4096 codes"),
+        ({"scale": torch.ones(0)}, "exp_avg_sq: got 0 scales of 4096 codes"),
+        ({"scale": torch.ones(32)}, "exp_avg_sq: got blocks of 128, expected 256 as exp_avg has"),
+        ({"scale": torch.ones(16, dtype=torch.float16)}, "codes or scales of an unknown type"),
+        ({"codes": torch.ones(8, 512)}, "codes or scales of an unknown type"),
+        ({"codes": torch.ones(4, 1024, dtype=torch.uint8)}, r"got codes of shape \(4, 1024\)"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_import_of_torchao_with_other_codes_or_scales_is_refused(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        from_torchao(changed(name, **changes))
+
+
+def test_import_of_torchao_with_another_map_is_refused():
+    with pytest.raises(ValueError, match="exp_avg_sq: got a map that is not the dynamic one"):
+        from_torchao(changed("8bit", qmap=torch.linspace(0, 1, 256)))
+
+
+@both
+def test_import_of_torchao_of_4_bits_is_refused(name):
+    state_dict = golden(name)["optimizer"]
+    for moment in ("exp_avg", "exp_avg_sq"):
+        state_dict["state"][ROWS_OF_BLOCKS][moment].name = "torchao.optim.x.OptimState4bit"
+    with pytest.raises(ValueError, match="OptimState4bit.*expected one of.*OptimState8bit"):
+        from_torchao(state_dict)
+
+
+def test_import_of_torchao_with_moments_of_two_kinds_is_refused():
+    state_dict = golden("fp8")["optimizer"]
+    other = golden("8bit")["optimizer"]["state"][ROWS_OF_BLOCKS]["exp_avg_sq"]
+    state_dict["state"][ROWS_OF_BLOCKS]["exp_avg_sq"] = other
+    with pytest.raises(ValueError, match="exp_avg_sq: got 'OptimState8bit', expected Opt"):
+        from_torchao(state_dict)
+
+
+def test_convert_of_torchao_with_a_code_that_is_nan_is_refused(tmp_path):
+    content = (GOLDEN / "torchao_fp8.pt").read_bytes()
+    codes = golden("fp8")["optimizer"]["state"][ROWS_OF_BLOCKS]["exp_avg"].state["codes"]
+    whole = codes.numpy().tobytes()
+    assert content.count(whole) == 1
+    (tmp_path / "in.pt").write_bytes(content.replace(whole, b"\x7f" + whole[1:]))
+    with pytest.raises(ValueError, match="a code that is NaN"):
+        convert(tmp_path / "in.pt", tmp_path / "out.pt", "plain")

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of other libraries' Adam, whose blocks run through the flattened parameter.
+
+zero8 divides rows, and groups narrow ones.  The blocks coincide if rows, or groups of narrow rows,
+are a multiple of a block long.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from zero8.algorithms.adam import ADAM
+from zero8.spec import dither
+from zero8.spec.codec import CODECS, Codec, dequantize
+from zero8.spec.dynamic import DynamicCode
+from zero8.spec.grid import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, BlockGrid
+from zero8.state.memory import unknown_memory
+from zero8.state.plain import format_entry
+from zero8.state.table import Piece
+
+
+def imported(
+    index: int,
+    step: int,
+    codec: Codec,
+    block_size: int,
+    moments: Mapping[str, tuple[Tensor, Tensor]],
+) -> dict:
+    """Return Adam's state of a parameter: verbatim if the blocks coincide, else in float32.
+
+    Args:
+        index: of the parameter.
+        step: the number of steps.
+        codec: the codec of the codes.
+        block_size: elements of a block.
+        moments: by name, codes shaped as the parameter, uint8, and the scales of blocks, float32.
+    """
+    shape = tuple(moments[ADAM.moment_names[0]][0].shape)
+    if not coincide(shape, block_size):
+        return {
+            "step": step,
+            **{name: _decoded(codec, name, block_size, *moments[name]) for name in moments},
+        }
+    numel = torch.Size(shape).numel()
+    piece = Piece(0, numel, 0, shape, dither.identity_of(index), block_size, str(index))
+    entries = format_entry(ADAM, codec, piece) | {"step": step, **unknown_memory(ADAM)}
+    for name, (codes, scales) in moments.items():
+        entries[f"{name}_q8"] = codes
+        entries[f"{name}_scale"] = scales.view(piece.grid.scale_shape(shape))
+    return entries
+
+
+def _decoded(codec: Codec, name: str, block_size: int, codes: Tensor, scales: Tensor) -> Tensor:
+    code, flat = codec.code_of(ADAM.moment(name)), codes.reshape(-1)
+    return dequantize(code, flat, scales, block_numbers(flat, block_size)).view(codes.shape)
+
+
+def block_numbers(x: Tensor, block_size: int) -> Tensor:
+    """Return the block of each element of a flattened parameter, (numel,) int64."""
+    return torch.arange(x.numel(), dtype=torch.int64, device=x.device) // block_size
+
+
+def coincide(shape: tuple[int, ...], block_size: int) -> bool:
+    """Return whether the blocks are those of zero8."""
+    is_size = MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE and block_size & block_size - 1 == 0
+    grid = BlockGrid.of(shape, block_size) if is_size else None
+    return grid is not None and grid.row_length % block_size == 0
+
+
+def dynamic_map(name: str) -> DynamicCode:
+    """Return the dynamic map of one of Adam's moments."""
+    code = CODECS["dynamic"].code_of(ADAM.moment(name))
+    assert isinstance(code, DynamicCode), "the codec `dynamic` has no other codes"
+    return code
+
+
+def is_dynamic_map(levels: Tensor, name: str) -> bool:
+    """Return whether levels are those of the dynamic map of one of Adam's moments."""
+    ours = dynamic_map(name).levels
+    # Without AVX2, torch rounds some entries of the libraries' maps differently.
+    return levels.shape == ours.shape and torch.allclose(levels, ours, rtol=2.0**-20, atol=0.0)

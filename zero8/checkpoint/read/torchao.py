@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converts states of torchao's AdamW8bit and AdamWFp8 to zero8's codecs `dynamic` and `fp8`.
+
+Both keep moments as tensors of their own classes, which hold codes and one float32 scale per block
+of the flattened parameter.  The maps of 8 bits are those of `dynamic`, the codes of FP8 those of
+`fp8`.  Where the blocks are zero8's (`zero8.checkpoint.read.flat_blocks`), import keeps codes and
+scales; otherwise moments are decoded to float32, and quantized by the optimizer that loads them.
+"""
+
+import torch
+from torch import Tensor
+
+from zero8.algorithms.adam import ADAM
+from zero8.checkpoint.read.flat_blocks import imported, is_dynamic_map
+from zero8.checkpoint.read.safe_pickle import Inert
+from zero8.spec.codec import CODECS
+from zero8.spec.shown import shown
+
+_CODECS = {"OptimState8bit": CODECS["dynamic"], "OptimStateFp8": CODECS["fp8"]}
+_NEGATIVE_ZERO = 128
+
+
+def is_of_torchao(state: object) -> bool:
+    """Return whether the state of a parameter has moments of torchao's classes."""
+    return isinstance(state, dict) and any(_class_of(x) for x in state.values())
+
+
+def from_torchao(state_dict: dict) -> dict:
+    """Return a state dict for `Adam8bitBlockwise` with the codec of the states.
+
+    Args:
+        state_dict: of `torchao.optim.AdamW8bit` or `AdamWFp8`, read by
+            `zero8.checkpoint.read.safe_load`.
+
+    Raises:
+        ValueError: if the moments have other classes, maps or sizes.
+    """
+    states = {index: _imported(index, state) for index, state in state_dict["state"].items()}
+    keys = ("params", "lr", "betas", "eps", "weight_decay")
+    groups = [
+        {key: _number(group[key]) for key in keys if key in group}
+        for group in state_dict["param_groups"]
+    ]
+    return {"state": states, "param_groups": groups}
+
+
+def _number(value: object) -> object:
+    # torchao keeps the learning rate in a tensor.
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _class_of(moment: object) -> str:
+    """Return the name of torchao's class, "" for anything else."""
+    if not isinstance(moment, Inert) or not moment.name.startswith("torchao."):
+        return ""
+    return moment.name.rpartition(".")[2]
+
+
+def _imported(index: int, state: dict) -> dict:
+    step, kind = int(state["step"]), _class_of(state["exp_avg"])
+    if not kind:
+        return {"step": step, **{name: state[name].float() for name in ADAM.moment_names}}
+    if kind not in _CODECS:
+        expected = sorted(_CODECS)
+        raise ValueError(f"got moments of torchao's {shown(kind)}, expected one of {expected}")
+    moments = {name: _checked(name, kind, state[name]) for name in ADAM.moment_names}
+    codes, scales = moments["exp_avg"]
+    for name, (others, _) in moments.items():
+        if others.shape != codes.shape:
+            got = f"got codes of shape {tuple(others.shape)}"
+            raise ValueError(f"{name}: {got}, expected {tuple(codes.shape)} as exp_avg has")
+    size, other = (c.numel() // s.numel() for c, s in moments.values())
+    if size != other:
+        raise ValueError(f"exp_avg_sq: got blocks of {other}, expected {size} as exp_avg has")
+    return imported(index, step, _CODECS[kind], size, moments)
+
+
+def _checked(name: str, kind: str, moment: Inert) -> tuple[Tensor, Tensor]:
+    """Return the codes and the scales of a moment."""
+    if _class_of(moment) != kind:
+        raise ValueError(f"{name}: got {shown(_class_of(moment))}, expected {kind} as exp_avg has")
+    held = moment.state
+    codes, scales = held["codes"], held["scale"]
+    if codes.dtype != torch.uint8 or scales.dtype != torch.float32 or scales.ndim != 1:
+        raise ValueError(f"{name}: got codes or scales of an unknown type")
+    if not scales.numel() or codes.numel() % scales.numel():
+        raise ValueError(
+            f"{name}: got {scales.numel()} scales of {codes.numel()} codes, expected equal blocks"
+        )
+    if kind == "OptimStateFp8":
+        return torch.where(codes == _NEGATIVE_ZERO, 0, codes), scales
+    if not is_dynamic_map(held["qmap"], name):
+        raise ValueError(f"{name}: got a map that is not the dynamic one")
+    return codes, scales
