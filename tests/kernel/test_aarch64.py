@@ -257,7 +257,12 @@ def blocks_next_to_tiny(code: MomentCode, beta: float) -> tuple[Tensor, Tensor, 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_aarch64_step_moments_decoded_next_to_the_smallest_normal_number_equal_x86(arm, codec):
-    """A block for each level, in which every second element has a moment."""
+    """A block for each level, in which every second element has a moment.
+
+    None of fp8 is rounded up, which takes a product of less than a quarter of an ulp below 2^-126.
+    With a level's significand of 8 to 15 and a scale's of 24 bits, that is more than 2^27 - 4 out
+    of 2^27, and the nearest products below it are 2^27 - 7.
+    """
     segments, rounded_up = [], {"exp_avg": 0, "exp_avg_sq": 0}
     for betas in torch.rand(8, 2, generator=torch.Generator().manual_seed(1)).tolist():
         scalars = scalars_at(1, {**HYPERS["adamw"], "betas": betas})
@@ -270,7 +275,10 @@ def test_aarch64_step_moments_decoded_next_to_the_smallest_normal_number_equal_x
             moment.scales.copy_(scales.reshape(moment.scales.shape))
             rounded_up[name] += int(hits.sum())
         segments.append(segment)
-    assert min(rounded_up.values()) > 20
+    if codec.name == "fp8":
+        assert not any(rounded_up.values())
+    else:
+        assert min(rounded_up.values()) > 20
     step_everywhere(arm, segments)
 
 

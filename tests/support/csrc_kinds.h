@@ -17,7 +17,7 @@ constexpr Types kTypes[] = {
     {zero8::kBF16, zero8::kBF16},       {zero8::kBF16, zero8::kFP32, true},
     {zero8::kBF16, zero8::kBF16, true},
 };
-constexpr zero8::Codec kCodecs[] = {zero8::kFloat32, zero8::kDynamic, zero8::kLog};
+constexpr zero8::Codec kCodecs[] = {zero8::kFloat32, zero8::kDynamic, zero8::kLog, zero8::kFp8};
 constexpr zero8::Rounding kRoundings[] = {zero8::kNearest, zero8::kDither, zero8::kHash};
 
 // With L2 and without.
