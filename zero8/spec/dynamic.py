@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
 from zero8.spec.blocks import block_absmax
+from zero8.spec.levels import decoded
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class DynamicCode:
 
     def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
         """Return the decoded values, times `gain`, equation (C1); float32."""
-        return ieee.mul(self.levels.to(codes.device)[codes.to(torch.int64)], ieee.mul(scale, gain))
+        return decoded(self.levels, codes, scale, gain)
 
     def encode(
         self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None

@@ -24,6 +24,7 @@ from zero8.checkpoint.read.flat_blocks import (
     dynamic_map,
     imported,
     is_dynamic_map,
+    options_of,
 )
 from zero8.spec.codec import CODECS, quantize
 from zero8.spec.dynamic import DynamicCode
@@ -52,10 +53,7 @@ def from_bitsandbytes(state_dict: dict) -> dict:
         ValueError: if the maps are not the dynamic maps, or sizes do not match.
     """
     states = {index: _imported(index, s) for index, s in state_dict["state"].items()}
-    groups = [
-        {k: g[k] for k in ("params", "lr", "betas", "eps", "weight_decay") if k in g}
-        for g in state_dict["param_groups"]
-    ]
+    groups = [options_of(group) for group in state_dict["param_groups"]]
     return {"state": states, "param_groups": groups}
 
 

@@ -51,6 +51,12 @@ def imported(
     return entries
 
 
+def options_of(group: dict) -> dict:
+    """Return the entries of a parameter group that the libraries' AdamW shares with zero8's."""
+    keys = ("params", "lr", "betas", "eps", "weight_decay")
+    return {key: group[key] for key in keys if key in group}
+
+
 def _decoded(codec: Codec, name: str, block_size: int, codes: Tensor, scales: Tensor) -> Tensor:
     code, flat = codec.code_of(ADAM.moment(name)), codes.reshape(-1)
     return dequantize(code, flat, scales, block_numbers(flat, block_size)).view(codes.shape)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero8.algorithms.adam import ADAM
-from zero8.checkpoint.read.flat_blocks import imported, is_dynamic_map
+from zero8.checkpoint.read.flat_blocks import imported, is_dynamic_map, options_of
 from zero8.checkpoint.read.safe_pickle import Inert
 from zero8.spec.codec import CODECS
 from zero8.spec.shown import shown
@@ -36,9 +36,8 @@ def from_torchao(state_dict: dict) -> dict:
         ValueError: if the moments have other classes, maps or sizes.
     """
     states = {index: _imported(index, state) for index, state in state_dict["state"].items()}
-    keys = ("params", "lr", "betas", "eps", "weight_decay")
     groups = [
-        {key: _number(group[key]) for key in keys if key in group}
+        {key: _number(value) for key, value in options_of(group).items()}
         for group in state_dict["param_groups"]
     ]
     return {"state": states, "param_groups": groups}
