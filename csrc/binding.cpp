@@ -75,8 +75,9 @@ void step(const py::buffer& segments, const py::buffer& scalars, const py::buffe
   if (map.size() != 1) throw py::value_error("zero8: expected one record of maps");
   check(segment.data(), segment.size(), scalar.size());
   for (int64_t i = 0; i < segment.size(); ++i) {
-    if (!zero8::kIsas[isa].step_blocks[segment.data()[i].algorithm]) {
-      throw py::value_error("zero8: this op was built without the algorithm and instruction set");
+    if (!zero8::kIsas[isa].step_of(segment.data()[i])) {
+      throw py::value_error(
+          "zero8: this op was built without the algorithm, codec and instruction set");
     }
   }
   const py::gil_scoped_release release;
@@ -236,9 +237,11 @@ py::object describe_again(const py::capsule& exchange_api, const py::type& tenso
 py::list steps() {
   py::list compiled;
   for (int isa = 0; isa < zero8::kNumIsas; ++isa) {
-    for (int algorithm = 1; algorithm < zero8::kNumAlgorithms; ++algorithm) {
-      if (zero8::kIsas[isa].step_blocks[algorithm]) {
-        compiled.append(py::make_tuple(zero8::kIsas[isa].name, algorithm));
+    for (int algorithm = 0; algorithm < zero8::kNumAlgorithms; ++algorithm) {
+      for (int codec = 0; codec < zero8::kNumCodecs; ++codec) {
+        if (zero8::kIsas[isa].step_blocks[algorithm][codec]) {
+          compiled.append(py::make_tuple(zero8::kIsas[isa].name, algorithm, codec));
+        }
       }
     }
   }
@@ -263,6 +266,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("sum_of_squares", &sum_of_squares, "Read gradients once, for their norm: norm.h.");
   module.def("describe", &describe, "Write down where tensors are, and of what kind.");
   module.def("describe_again", &describe_again, "Compare tensors with what was written down.");
-  module.def("steps", &steps, "Name of instruction set, number of algorithm: what was compiled.");
+  module.def("steps", &steps,
+             "Name of instruction set, numbers of algorithm and codec: what was compiled.");
   module.def("isas", &isas, "Instruction sets this processor has, slowest first: name -> number.");
 }

@@ -60,7 +60,7 @@ void step_range(Segment* segments, int64_t num_segments, const StepScalars* scal
     const int64_t stop = i == end.segment ? end.block : dispatch::num_blocks(seg);
     if (first >= stop) continue;
     const int64_t skipped =
-        step_segment(seg, scalars[seg.scalars], maps, isa.step_blocks[seg.algorithm], first, stop);
+        step_segment(seg, scalars[seg.scalars], maps, isa.step_of(seg), first, stop);
     if (skipped) __atomic_fetch_add(&seg.nonfinite_blocks, skipped, __ATOMIC_RELAXED);
   }
 }
@@ -87,13 +87,20 @@ bool has_avx512vbmi() { return __builtin_cpu_supports("avx512vbmi") && has_avx51
 
 }  // namespace
 
-#define ZERO8_LIST_STEP(target, algorithm) ZERO8_STEP_BLOCKS(target, algorithm),
+// By number, among which are those of retired codecs.
+#define ZERO8_LIST_STEPS(target, algorithm)       \
+  {ZERO8_STEP_BLOCKS(target, algorithm, Float32), \
+   ZERO8_STEP_BLOCKS(target, algorithm, Dynamic), \
+   nullptr,                                       \
+   nullptr,                                       \
+   ZERO8_STEP_BLOCKS(target, algorithm, Log),     \
+   ZERO8_STEP_BLOCKS(target, algorithm, Fp8)},
 const Isa kIsas[] = {
-    {"baseline", {nullptr, ZERO8_ALGORITHMS(ZERO8_LIST_STEP, baseline)}, [] { return true; }},
+    {"baseline", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, baseline)}, [] { return true; }},
 #if defined(__x86_64__)
-    {"avx2", {nullptr, ZERO8_ALGORITHMS(ZERO8_LIST_STEP, avx2)}, has_avx2},
-    {"avx512", {nullptr, ZERO8_ALGORITHMS(ZERO8_LIST_STEP, avx512)}, has_avx512},
-    {"avx512vbmi", {nullptr, ZERO8_ALGORITHMS(ZERO8_LIST_STEP, avx512vbmi)}, has_avx512vbmi},
+    {"avx2", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, avx2)}, has_avx2},
+    {"avx512", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, avx512)}, has_avx512},
+    {"avx512vbmi", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, avx512vbmi)}, has_avx512vbmi},
 #endif
 };
 const int kNumIsas = sizeof kIsas / sizeof kIsas[0];

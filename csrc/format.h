@@ -22,6 +22,7 @@ namespace zero8 {
 
 // 2 and 3 were codecs of format 1.
 enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kLog = 4, kFp8 = 5 };
+constexpr int kNumCodecs = 6;  // these two included
 enum DType : int32_t { kFP32 = 0, kBF16 = 1, kFP16 = 2 };
 enum Rounding : int32_t { kNearest = 0, kDither = 1, kHash = 2 };
 

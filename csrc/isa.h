@@ -14,19 +14,25 @@ namespace zero8 {
 using StepBlocks = int64_t(const Segment&, const StepScalars&, const DynamicMaps&, int64_t begin,
                            int64_t end);
 
-// Of each target and algorithm; weak, as an op may be built without some of them.
-#define ZERO8_STEP_BLOCKS(target, algorithm) step_blocks_##target##_##algorithm
-#define ZERO8_DECLARE_STEP(target, algorithm) \
-  __attribute__((weak)) StepBlocks ZERO8_STEP_BLOCKS(target, algorithm);
-ZERO8_ALGORITHMS(ZERO8_DECLARE_STEP, baseline)
-ZERO8_ALGORITHMS(ZERO8_DECLARE_STEP, avx2)
-ZERO8_ALGORITHMS(ZERO8_DECLARE_STEP, avx512)
-ZERO8_ALGORITHMS(ZERO8_DECLARE_STEP, avx512vbmi)
+// Of each target, algorithm and codec; weak, as an op may be built without some of them.
+#define ZERO8_STEP_BLOCKS(target, algorithm, codec) step_blocks_##target##_##algorithm##_##codec
+#define ZERO8_DECLARE_STEP(target, algorithm, codec) \
+  __attribute__((weak)) StepBlocks ZERO8_STEP_BLOCKS(target, algorithm, codec);
+#define ZERO8_DECLARE_STEPS(target, algorithm) ZERO8_CODECS(ZERO8_DECLARE_STEP, target, algorithm)
+ZERO8_ALGORITHMS(ZERO8_DECLARE_STEPS, baseline)
+ZERO8_ALGORITHMS(ZERO8_DECLARE_STEPS, avx2)
+ZERO8_ALGORITHMS(ZERO8_DECLARE_STEPS, avx512)
+ZERO8_ALGORITHMS(ZERO8_DECLARE_STEPS, avx512vbmi)
 
 struct Isa {
-  const char* name;                         // a key of TARGETS in zero8/op/build.py, in this order
-  StepBlocks* step_blocks[kNumAlgorithms];  // by number; null in an op that was built without it
-  bool (*is_supported)();                   // by this processor
+  const char* name;  // a key of TARGETS in zero8/op/build.py, in this order
+  // By the numbers of algorithm and codec; null in an op that was built without it.
+  StepBlocks* step_blocks[kNumAlgorithms][kNumCodecs];
+  bool (*is_supported)();  // by this processor
+
+  StepBlocks* step_of(const Segment& seg) const {
+    return step_blocks[seg.algorithm][seg.moments[0].codec];
+  }
 };
 
 // Slowest first.  The table is in dispatch.cpp.

@@ -460,59 +460,74 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const Dynamic
   return skipped;
 }
 
-template <class Algorithm, class P, class G>
+// Beside the codecs of moments.h: moments that are float32.
+struct InFloat32 {};
+template <class Codec>
+constexpr bool kIsFloat32 = false;
+template <>
+constexpr bool kIsFloat32<InFloat32> = true;
+
+template <class Algorithm, class Codec, class P, class G>
 int64_t step_of(const Segment& seg, const StepScalars& s, const DynamicMaps& maps, int64_t begin,
                 int64_t end) {
-  const int32_t codec = seg.moments[0].codec;
-  if (codec == kLog) return step_quantized<Algorithm, InLog, P, G>(seg, s, maps, begin, end);
-  if (codec == kDynamic) {
-    return step_quantized<Algorithm, InDynamic, P, G>(seg, s, maps, begin, end);
+  if constexpr (kIsFloat32<Codec>) {
+    return step_plain<Algorithm, P, G>(seg, s, begin, end);
+  } else {
+    return step_quantized<Algorithm, Codec, P, G>(seg, s, maps, begin, end);
   }
-  if (codec == kFp8) return step_quantized<Algorithm, InFp8, P, G>(seg, s, maps, begin, end);
-  return step_plain<Algorithm, P, G>(seg, s, begin, end);
 }
 
-template <class Algorithm, class P>
+template <class Algorithm, class Codec, class P>
 int64_t step_of_param(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
                       int64_t begin, int64_t end) {
-  if (seg.grad_dtype == kFP32) return step_of<Algorithm, P, float>(seg, s, maps, begin, end);
-  return step_of<Algorithm, P, uint16_t>(seg, s, maps, begin, end);
+  if (seg.grad_dtype == kFP32) return step_of<Algorithm, Codec, P, float>(seg, s, maps, begin, end);
+  return step_of<Algorithm, Codec, P, uint16_t>(seg, s, maps, begin, end);
 }
 
-template <class Algorithm, class P>
+template <class Algorithm, class Codec, class P>
 int64_t step_of_float32(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
                         int64_t begin, int64_t end) {
-  if (seg.grad_dtype == kFP16) return step_of<Algorithm, P, Half>(seg, s, maps, begin, end);
-  return step_of_param<Algorithm, P>(seg, s, maps, begin, end);
+  if (seg.grad_dtype == kFP16) return step_of<Algorithm, Codec, P, Half>(seg, s, maps, begin, end);
+  return step_of_param<Algorithm, Codec, P>(seg, s, maps, begin, end);
 }
 
-template <class Algorithm>
+template <class Algorithm, class Codec>
 int64_t step_blocks(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
                     int64_t begin, int64_t end) {
   if (seg.param_dtype == kFP32) {
-    if (seg.copy) return step_of_float32<Algorithm, CopiedFloat32>(seg, s, maps, begin, end);
-    return step_of_float32<Algorithm, Float32>(seg, s, maps, begin, end);
+    if (seg.copy) return step_of_float32<Algorithm, Codec, CopiedFloat32>(seg, s, maps, begin, end);
+    return step_of_float32<Algorithm, Codec, Float32>(seg, s, maps, begin, end);
   }
-  if (seg.correction) return step_of_param<Algorithm, CorrectedBFloat16>(seg, s, maps, begin, end);
+  if (seg.correction) {
+    return step_of_param<Algorithm, Codec, CorrectedBFloat16>(seg, s, maps, begin, end);
+  }
   if (seg.rounding == kDither) {
-    return step_of_param<Algorithm, BFloat16<true>>(seg, s, maps, begin, end);
+    return step_of_param<Algorithm, Codec, BFloat16<true>>(seg, s, maps, begin, end);
   }
-  return step_of_param<Algorithm, BFloat16<false>>(seg, s, maps, begin, end);
+  return step_of_param<Algorithm, Codec, BFloat16<false>>(seg, s, maps, begin, end);
 }
 
 }  // namespace ZERO8_TARGET
 }  // namespace zero8
 
-// Defines the functions of isa.h for the target: of all algorithms, or of ZERO8_ALGORITHM alone, so
-// that an op can be compiled in parallel, and for one algorithm.
-#define ZERO8_DEFINE_STEP(target, algorithm)                                                    \
-  int64_t zero8::ZERO8_STEP_BLOCKS(target, algorithm)(const Segment& seg, const StepScalars& s, \
-                                                      const DynamicMaps& maps, int64_t begin,   \
-                                                      int64_t end) {                            \
-    return target::step_blocks<target::algorithm>(seg, s, maps, begin, end);                    \
+// Defines the functions of isa.h for the target: of all algorithms and codecs, or of
+// ZERO8_ALGORITHM and ZERO8_CODEC alone, so that an op can be compiled in parallel, and only what
+// is needed of it.
+#define ZERO8_IN(codec) In##codec
+#define ZERO8_DEFINE_STEP(target, algorithm, codec)                                             \
+  int64_t zero8::ZERO8_STEP_BLOCKS(target, algorithm, codec)(                                   \
+      const Segment& seg, const StepScalars& s, const DynamicMaps& maps, int64_t begin,         \
+      int64_t end) {                                                                            \
+    return target::step_blocks<target::algorithm, target::ZERO8_IN(codec)>(seg, s, maps, begin, \
+                                                                           end);                \
   }
-#ifdef ZERO8_ALGORITHM
-#define ZERO8_DEFINE_STEPS ZERO8_DEFINE_STEP(ZERO8_TARGET, ZERO8_ALGORITHM)
+#ifdef ZERO8_CODEC
+#define ZERO8_DEFINE_CODECS(target, algorithm) ZERO8_DEFINE_STEP(target, algorithm, ZERO8_CODEC)
 #else
-#define ZERO8_DEFINE_STEPS ZERO8_ALGORITHMS(ZERO8_DEFINE_STEP, ZERO8_TARGET)
+#define ZERO8_DEFINE_CODECS(target, algorithm) ZERO8_CODECS(ZERO8_DEFINE_STEP, target, algorithm)
+#endif
+#ifdef ZERO8_ALGORITHM
+#define ZERO8_DEFINE_STEPS ZERO8_DEFINE_CODECS(ZERO8_TARGET, ZERO8_ALGORITHM)
+#else
+#define ZERO8_DEFINE_STEPS ZERO8_ALGORITHMS(ZERO8_DEFINE_CODECS, ZERO8_TARGET)
 #endif

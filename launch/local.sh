@@ -12,6 +12,7 @@
 #   ENGINE  deepspeed, or fsdp2 for pure PyTorch [deepspeed]
 #   OPTIMIZER  zero8's: Adam8bitBlockwise, SGD8bitBlockwise or, with deepspeed only, Lion8bitBlockwise
 #           or Muon8bitBlockwise [Adam8bitBlockwise]
+#   CODEC   of zero8's states: log, dynamic or fp8 [the config's, which is log]
 #   STEPS   optimizer steps of each run [400]
 #   RANKS   processes [2; with CUDA the number of GPUs]
 #   CONFIG  config of the engine; the fp32 run replaces only its optimizer type
@@ -20,7 +21,7 @@
 #   MODEL   its size: demo (1.7 M parameters), 1b or 3b [demo]
 #   DATA    text to train on, a file or folder [the Python standard library's own sources]
 #   OUT     folder for the results [runs/demo; with fsdp2 runs/demo-fsdp2; with another optimizer
-#           the name also ends in -lion, -sgd or -muon]
+#           the name also ends in -lion, -sgd or -muon, with CODEC then in that]
 #   SEED    of initialization and batches [0]
 #   PYTHON  interpreter [.venv/bin/python, else python3]
 #   OMP_NUM_THREADS  threads of each rank [cores / RANKS, at least 1]
@@ -72,7 +73,7 @@ if [[ $engine == fsdp2 && -n $not_in_fsdp2 ]]; then
   exit 1
 fi
 config=${CONFIG:-$config}
-out=${OUT:-$out}
+out=${OUT:-$out${CODEC:+-$CODEC}}
 
 # DeepSpeed builds its ops with the ninja of this Python, also when no environment is activated.
 export PATH="$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
@@ -111,11 +112,12 @@ trap stop INT TERM HUP
 # What DeepSpeed needs and was not compiled before is compiled first.
 train() {
   if [[ $engine == deepspeed ]]; then
-    $run "$python" -m examples.gpt.build "$config" "$1"
+    $run "$python" -m examples.gpt.build "$config" "$1" ${CODEC:+--codec "$CODEC"}
   fi
   $run "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m examples.gpt \
     --engine "$engine" --optimizer "$1" --config "$config" --model "$model" --steps "$steps" \
-    --seed "$seed" --out "$out" ${DATA:+--data "$DATA"} &
+    --seed "$seed" --out "$out" ${CODEC:+--codec "$CODEC"} \
+    ${DATA:+--data "$DATA"} &
   child=$!
   wait "$child"
 }
@@ -126,6 +128,6 @@ train "$twin"
 
 echo "timing steps over 2^25 parameters"
 settings="ENGINE=$engine OPTIMIZER=$optimizer MODEL=$model STEPS=$steps RANKS=$ranks"
-settings="$settings CONFIG=$config${DATA:+ DATA=$DATA} SEED=$seed"
+settings="$settings CONFIG=$config${CODEC:+ CODEC=$CODEC}${DATA:+ DATA=$DATA} SEED=$seed"
 OMP_NUM_THREADS=$cores $run "$python" -m examples.gpt.report "$out" --optimizer "$optimizer" \
   --command "$settings launch/local.sh"

@@ -97,7 +97,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         frameworks.fit(type(self))
         if any(p.device.type in DEVICES for p in self._all_params()):
             for algorithm in self.algorithms:
-                kernel.prepare(algorithm)  # users expect to wait here rather than in the first step
+                # Users expect to wait here rather than in the first step.
+                kernel.prepare((algorithm, self.codec))
         if engine is None:  # last, so that a failed constructor claims nothing
             frameworks.claim(self, self._all_params(), self._use)
 

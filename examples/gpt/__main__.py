@@ -10,6 +10,7 @@ from examples.gpt.engine import DEEPSPEED, DEFAULTS, TWINS, defaults
 from examples.gpt.model import MODELS
 from examples.gpt.run import train
 from zero8 import extras
+from zero8.spec.codec import CODECS
 
 
 def main() -> None:
@@ -22,6 +23,7 @@ def main() -> None:
         "--optimizer", choices=[*TWINS, *TWINS.values()], default="Adam8bitBlockwise"
     )
     parser.add_argument("--engine", choices=DEFAULTS, default=DEEPSPEED)
+    parser.add_argument("--codec", choices=CODECS, help="of zero8's states; default: the config's")
     pairs = [pair for of_engine in DEFAULTS.values() for pair in of_engine.values()]
     configs, folders = zip(*pairs, strict=True)
     parser.add_argument("--config", type=Path, help=f"default: {' or '.join(configs)}")
@@ -52,7 +54,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     arguments.config = arguments.config or Path(config)
-    arguments.out = arguments.out or Path(out)
+    arguments.out = arguments.out or Path(f"{out}-{arguments.codec}" if arguments.codec else out)
     arguments.save_every = arguments.steps if arguments.save_every is None else arguments.save_every
     for name in ("steps", "save_every"):
         if (value := getattr(arguments, name)) < 1:

@@ -7,6 +7,7 @@ of the host memory.  Here neither is so.
 
 import math
 import statistics
+from functools import partial
 
 import torch
 from torch import nn
@@ -40,12 +41,15 @@ def shapes(optimizer: str, numel: int) -> list[tuple[int, int]]:
     return [flat_shape(numel)]
 
 
-def measure(engine: str, optimizer: str, numel: int = NUMEL, rounds: int | None = None) -> dict:
+def measure(
+    engine: str, optimizer: str, codec: str, numel: int = NUMEL, rounds: int | None = None
+) -> dict:
     """Return the memory of each optimizer and the median time of its step, ready for JSON.
 
     Args:
         engine: whose twin is measured.
         optimizer: zero8's.
+        codec: of its states.
         numel: float32 parameters, see `shapes`; both optimizers step over the same ones.
         rounds: timed steps of each optimizer, which take turns; by default 30, or 5 of matrices.
     """
@@ -55,7 +59,8 @@ def measure(engine: str, optimizer: str, numel: int = NUMEL, rounds: int | None 
         param.grad = torch.randn_like(param).mul_(1e-3)
     group = {"params": params} | ({"use_muon": True} if optimizer in MATRICES else {})
     twin = TWINS[optimizer]
-    classes = {twin: engine_class(engine).twins[twin], optimizer: getattr(zero8, optimizer)}
+    ours = partial(getattr(zero8, optimizer), codec=codec)
+    classes = {twin: engine_class(engine).twins[twin], optimizer: ours}
     optimizers = {
         name: make([{**group}], lr=LR, **HYPER[optimizer]) for name, make in classes.items()
     }

@@ -24,10 +24,10 @@ def is_stepped_by_torch(config: dict) -> bool:
     return get_accelerator().device_name() == "cuda" and offload_device(config) == "none"
 
 
-def load_config(path: Path, optimizer: str, steps: int) -> dict:
+def load_config(path: Path, optimizer: str, steps: int, codec: str | None = None) -> dict:
     """Return the config at `path` with this optimizer's `type`, and the schedule of so many steps.
 
-    `total_num_steps` is that of a run, whatever the file says.
+    `total_num_steps` is that of a run, whatever the file says, and so is the codec, if given.
     """
     config = json.loads(path.read_text())
     section, eight_bit = config.get("optimizer", {}), eight_bit_of(optimizer)
@@ -37,6 +37,8 @@ def load_config(path: Path, optimizer: str, steps: int) -> dict:
             f'{eight_bit!r}; write "optimizer": {{"type": "{eight_bit}", "params": ...}}'
         )
     section["type"] = optimizer
+    if optimizer == eight_bit and codec is not None:
+        section.setdefault("params", {})["codec"] = codec
     if optimizer != eight_bit:
         # DeepSpeed hands every key of "params" to the optimizer, and the twin does not know these.
         for key in OWN_KEYS:

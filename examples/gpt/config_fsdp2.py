@@ -70,8 +70,10 @@ class Settings:
     fsdp2: FSDP2Settings
 
 
-def load_config(path: Path, optimizer: str, steps: int) -> Settings:
+def load_config(path: Path, optimizer: str, steps: int, codec: str | None = None) -> Settings:
     """Return the config at `path` for a run with one of the optimizers, `steps` steps long.
+
+    The codec is that of the run, if given.
 
     Raises:
         ValueError: for what is no such config; it names the file and what is wrong.
@@ -81,7 +83,7 @@ def load_config(path: Path, optimizer: str, steps: int) -> Settings:
         _check_keys(content, "top level", [field.name for field in fields(Settings)])
         schedule = _checked(Schedule, content["scheduler"], "[scheduler]", total_steps=steps)
         sections = {
-            "optimizer": _optimizer(content["optimizer"], optimizer),
+            "optimizer": _optimizer(content["optimizer"], optimizer, codec),
             "scheduler": schedule,
             "fsdp2": _fsdp2(content["fsdp2"]),
         }
@@ -92,7 +94,7 @@ def load_config(path: Path, optimizer: str, steps: int) -> Settings:
         ) from error
 
 
-def _optimizer(section: dict, name: str) -> OptimizerSettings:
+def _optimizer(section: dict, name: str, codec: str | None) -> OptimizerSettings:
     eight_bit = eight_bit_of(name)
     _check_keys(section, "[optimizer]", {"type", *SHARED_KEYS[eight_bit]}, OWN_KEYS)
     if section["type"] != eight_bit:
@@ -102,6 +104,8 @@ def _optimizer(section: dict, name: str) -> OptimizerSettings:
         )
     dropped = {"type"} if name == eight_bit else {"type", *OWN_KEYS}
     keywords = {key: value for key, value in section.items() if key not in dropped}
+    if name == eight_bit and codec is not None:
+        keywords["codec"] = codec
     return OptimizerSettings(name, keywords)
 
 

@@ -85,8 +85,10 @@ class Engine(ABC):
 
     @staticmethod
     @abstractmethod
-    def load_config(path: Path, optimizer: str, steps: int) -> object:
+    def load_config(path: Path, optimizer: str, steps: int, codec: str | None = None) -> object:
         """Return the settings in a config for a run with one optimizer, `steps` steps long.
+
+        The codec is that of zero8's states in the run; None for the config's.
 
         Raises:
             ValueError: for a config that is not for this engine, or not for both optimizers.

@@ -158,6 +158,7 @@ def report(out: Path, optimizer: str, scale: dict, command: str) -> dict:
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     plot(runs, out / "loss.png")
     print(text(summary))
+    print(f"codec of {optimizer}: {runs[1]['codec']}")
     print(f"wrote {out / 'summary.json'} and {out / 'loss.png'}")
     return summary
 
@@ -172,8 +173,9 @@ def main() -> None:
     with extras.explained(parser.prog):
         extras.need("cpuinfo", "matplotlib")
         out, optimizer = arguments.out, arguments.optimizer
-        engine = read_runs(out, optimizer)[0]["engine"]
-        report(out, optimizer, at_scale.measure(engine, optimizer), arguments.command)
+        engine, codec = (read_runs(out, optimizer)[1][key] for key in ("engine", "codec"))
+        scale = at_scale.measure(engine, optimizer, codec)
+        report(out, optimizer, scale, arguments.command)
 
 
 if __name__ == "__main__":

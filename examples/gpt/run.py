@@ -141,10 +141,17 @@ def describe(text: Text) -> str:
     )
 
 
+def codec_of(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the name of the codec of zero8's states, None of an fp32 optimizer."""
+    codec = getattr(optimizer, "codec", None)
+    return None if codec is None else codec.name
+
+
 def result(engine: Engine, text: Text, curves: Curves) -> dict:
     """Return the measured part of a run's result; every rank must call it."""
     last = curves.train[-TRAIN_LOSS_STEPS:]
     return {
+        "codec": codec_of(engine.optimizer),
         "val_loss": curves.validation[-1][1],
         "train_loss": sum(last) / len(last),
         **state_report(engine.optimizer, engine.device),
@@ -221,6 +228,7 @@ def train(
     *,
     engine: str,
     optimizer: str,
+    codec: str | None,
     config: Path,
     model: str,
     data: str | None,
@@ -233,7 +241,7 @@ def train(
     """Train once from `seed`; write OUT/<optimizer>.checkpoint and, from rank 0, the .json."""
     kind, rank = engine_class(engine), int(os.environ["RANK"])
     text = load_text(data)
-    settings = kind.load_config(config, optimizer, steps)
+    settings = kind.load_config(config, optimizer, steps, codec)
     log_warnings(out / f"{optimizer}.rank{rank}.log")
     checkpoint = out / f"{optimizer}.checkpoint"
     if rank == 0:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the op is built, kept and loaded.
 
-`make test-slow` compiles the op for one target and algorithm, without optimization; the rest uses
+`make test-slow` compiles the op for one target, algorithm and codec, not optimized; the rest uses
 the op that the test run has built, or a tiny extension.
 """
 
@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+from itertools import product
 from pathlib import Path
 
 import processes
@@ -21,6 +22,8 @@ import zero8
 from zero8 import cli
 from zero8.algorithms.table import ADAM, ELEMENTWISE, MUON
 from zero8.op import build, kernel, locks
+from zero8.op.structs import FLOAT32_MOMENTS
+from zero8.spec.codec import CODECS
 from zero8.zero.op_builder import Zero8AdamBuilder
 
 NO_COMPILER = "no-such-c++"
@@ -56,7 +59,7 @@ def first_steps(tmp_path_factory):
 def test_build_two_processes_on_an_empty_folder_compile_one_step_once(first_steps):
     folder, printed, _ = first_steps
     assert all("stepped" in out for out in printed)
-    extension = build.op_for(build.target_of_steps(), ADAM)
+    extension = build.op_for(build.target_of_steps(), *kernel.DEFAULT_STEPS)
     assert len(compiled(folder / "bin")) == len(extension.sources) + len(extension.generated)
     names = sorted(path.name for path in (folder / "extensions").iterdir())
     assert names == [f"{extension.name}.flock", extension.folder().name]
@@ -66,7 +69,7 @@ def test_build_two_processes_on_an_empty_folder_compile_one_step_once(first_step
 def test_build_that_takes_a_while_says_so_and_whoever_waits_says_for_whom(first_steps):
     _, _, errors = first_steps
     said = "".join(errors)
-    assert said.count("zero8: compiling its CPU kernel once, about 35 s; `zero8 build` does") == 1
+    assert said.count("zero8: compiling its CPU kernel once, about 25 s; `zero8 build` does") == 1
     assert said.count("zero8: has waited 0 s for process ") == 1
     assert f" on {os.uname().nodename}, since " in said
 
@@ -77,15 +80,16 @@ from zero8.op import kernel
 
 op = kernel.module()
 print(op.steps())
-kernel.module, kernel.module_for = lambda algorithm=None: op, lambda isa, algorithm: op
-compiled = {isa for isa, _ in op.steps()}
-others = [(zero8.Adam8bitBlockwise, isa) for isa in kernel.isas() if isa not in compiled]
-for optimizer_class, isa in [(zero8.Lion8bitBlockwise, *compiled), *others]:
+kernel.module, kernel.module_for = lambda steps=None: op, lambda isa, steps: op
+compiled = {isa for isa, *_ in op.steps()}
+others = [(zero8.Adam8bitBlockwise, "log", isa) for isa in kernel.isas() if isa not in compiled]
+others += [(zero8.Lion8bitBlockwise, "log", *compiled), (zero8.Adam8bitBlockwise, "fp8", *compiled)]
+for optimizer_class, codec, isa in others:
     os.environ["ZERO8_ISA"] = isa
     p = torch.nn.Parameter(torch.ones(64, 64))
     p.grad = torch.ones(64, 64)
     try:
-        optimizer_class([p]).step()
+        optimizer_class([p], codec=codec).step()
     except ValueError as error:
         print(error)
     else:
@@ -99,9 +103,10 @@ def test_op_for_one_step_refuses_others(first_steps):
     done = processes.python(OTHER_STEPS, **env)
     assert done.returncode == 0, done.stderr
     steps, *refusals = done.stdout.splitlines()
-    assert steps == str([(build.target_of_steps(), ADAM.number)])
-    assert len(refusals) == len(kernel.isas())
-    assert all("built without the algorithm and instruction set" in one for one in refusals)
+    target, codecs = build.target_of_steps(), (FLOAT32_MOMENTS, CODECS["log"].number)
+    assert steps == str([(target, ADAM.number, codec) for codec in codecs])
+    assert len(refusals) == len(kernel.isas()) + 1
+    assert all("without the algorithm, codec and instruction set" in one for one in refusals)
 
 
 # Root may write to any folder, so the process refuses on its own what a read-only one would.
@@ -122,11 +127,11 @@ from zero8.op import kernel
 for device in ("meta", "cpu"):
     p = torch.nn.Parameter(torch.ones(64, 64, device=device), requires_grad=device == "cpu")
     zero8.Adam8bitBlockwise([p])
-    print(device, *(one.name for one in kernel._loaded))
+    print(device, *(algorithm.name for algorithm, _ in kernel._loaded))
 p.grad = torch.ones(64, 64)
 zero8.Muon8bitBlockwise([p], adam_params=[]).step()
 print(len({id(one) for one in kernel._loaded.values()}), *kernel._loaded.values())
-print(*dict(kernel.module().steps()))
+print(*dict.fromkeys(isa for isa, *_ in kernel.module().steps()))
 """
 
 
@@ -251,10 +256,12 @@ def test_target_of_steps_is_what_the_environment_asks_for_or_the_fastest(
 
 
 def test_op_for_one_step_compiles_that_step_and_all_that_is_shared():
-    whole, one = build.op(), build.op_for("avx2", MUON)
+    whole, one = build.op(), build.op_for("avx2", MUON, CODECS["fp8"])
     assert one.sources == whole.sources
-    assert {name for name, _ in one.generated} == {"step_avx2_sgd.cpp", "numbers.cpp"}
-    steps = {f"step_{t}_{a.name}.cpp" for t in build.TARGETS for a in ELEMENTWISE}
+    mine = {"step_avx2_sgd_float32.cpp", "step_avx2_sgd_fp8.cpp"}
+    assert {name for name, _ in one.generated} == mine | {"numbers.cpp"}
+    every = product(build.TARGETS, ELEMENTWISE, ("float32", *CODECS))
+    steps = {f"step_{target}_{algorithm.name}_{codec}.cpp" for target, algorithm, codec in every}
     assert {name for name, _ in whole.generated} == steps | {"numbers.cpp"}
     assert set(one.generated) < set(whole.generated)
 

@@ -14,6 +14,7 @@ from torch.utils import cpp_extension
 
 from zero8.algorithms.table import ELEMENTWISE
 from zero8.op import build, kernel
+from zero8.spec.codec import CODECS
 
 CSRC = ROOT / "csrc"
 # torch 2.8, the oldest that zero8 allows, builds extensions as C++17.
@@ -62,14 +63,14 @@ def python_headers():
 
 @pytest.fixture(scope="module")
 def objects():
-    """Folder of the objects that the builder has made: of each target one for each algorithm."""
+    """Folder of the objects that the builder has made: of each target, algorithm and codec one."""
     build.op().load()
     return build.op().folder()
 
 
 def test_targets_of_the_build_are_all_that_there_are():
     assert {f"step_{name}" for name in build.TARGETS} == {p.stem for p in CSRC.glob("step_*.cpp")}
-    pattern = r'\{"(\w+)", \{nullptr, ZERO8_ALGORITHMS\(ZERO8_LIST_STEP, (\w+)\)\}, '
+    pattern = r'\{"(\w+)", \{\{\}, ZERO8_ALGORITHMS\(ZERO8_LIST_STEPS, (\w+)\)\}, '
     rows = re.findall(pattern, (CSRC / "dispatch.cpp").read_text())
     assert rows == [(name, name) for name in build.TARGETS]
 
@@ -106,7 +107,8 @@ def test_headers_compile_alone_and_twice_where_two_files_include_them(tmp_path):
 @pytest.mark.parametrize("target", build.TARGETS)
 def test_object_of_a_target_defines_symbols_of_its_own_only(objects, target):
     # Of equal weak symbols the linker keeps one: AVX-512 code for processors without, perhaps.
-    paths = [objects / f"step_{target}_{one.name}.o" for one in ELEMENTWISE]
+    codecs = ("float32", *CODECS)
+    paths = [objects / f"step_{target}_{a.name}_{c}.o" for a in ELEMENTWISE for c in codecs]
     lines = output_of(["nm", "-AC", "--extern-only", "--defined-only", *paths]).splitlines()
     names = [line.split(maxsplit=2)[2] for line in lines]
     own = (f"zero8::{target}::", f"zero8::step_blocks_{target}_")
@@ -129,7 +131,7 @@ def instructions(path):
 @pytest.mark.parametrize("mnemonic", ["vfmadd", "vsqrtps", "vdivps"])
 @pytest.mark.parametrize(("target", "register"), [("avx2", "%ymm"), ("avx512", "%zmm")])
 def test_vector_target_uses_full_width_arithmetic(objects, target, register, mnemonic):
-    found = instructions(objects / f"step_{target}_adam.o")
+    found = instructions(objects / f"step_{target}_adam_log.o")
     assert any(
         register in operands
         for name, uses in found.items()
@@ -174,6 +176,6 @@ def test_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_others(object
     """In 34 GiB of address space, of which the last two rows are written to."""
     made = compile_all([SUPPORT / "csrc_large.cpp"], ["-O1"], tmp_path)
     program = tmp_path / "large"
-    kernels = [objects / "dispatch.o", *objects.glob("step_*_adam.o")]
+    kernels = [objects / "dispatch.o", *objects.glob("step_*_adam_*.o")]
     output_of([*COMPILER, "-fopenmp", *made, *kernels, "-o", program])
     assert "baseline" in output_of([program])

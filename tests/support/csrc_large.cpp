@@ -68,8 +68,8 @@ int main() {
   for (int i = 0; i < zero8::kNumIsas; ++i) {
     const zero8::Isa& isa = zero8::kIsas[i];
     if (!isa.is_supported()) continue;
-    isa.step_blocks[zero8::kAdam](large, scalars, *maps, kFirstBlock, kBlocks);
-    isa.step_blocks[zero8::kAdam](small, scalars, *maps, 0, kBlocks - kFirstBlock);
+    isa.step_of(large)(large, scalars, *maps, kFirstBlock, kBlocks);
+    isa.step_of(small)(small, scalars, *maps, 0, kBlocks - kFirstBlock);
     compare<float>(large.param, small.param, kFirst, kRest, "param");
     for (int k = 0; k < 2; ++k) {
       const zero8::Moment &ours = large.moments[k], &theirs = small.moments[k];

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from zero8.op import cuda, cuda_compile, cuda_driver, devices
-from zero8.op.kernel import CpuKernel
-from zero8.spec.algorithm import Algorithm
+from zero8.op.kernel import CpuKernel, Steps
 from zero8.step import part, stepper
 
 
@@ -73,8 +72,8 @@ class FakeCuda:
             counts.zero_()
             launch(*arguments)
 
-    def _kernel_on(self, device: torch.device, algorithm: Algorithm) -> devices.Kernel:
-        return cuda.cuda_kernel(device) if self.is_on else CpuKernel(algorithm)
+    def _kernel_on(self, device: torch.device, steps: Steps) -> devices.Kernel:
+        return cuda.cuda_kernel(device) if self.is_on else CpuKernel(steps)
 
     def _machine_code(self, architecture: int, backend: str) -> bytes:
         self.compiled.append((architecture, backend))

@@ -35,7 +35,7 @@ COMPILED = ("Lion8bitBlockwise", "Muon8bitBlockwise")
     ],
 )
 def test_at_scale_counts_the_memory_of_both_optimizers_and_times_them(engine, optimizer):
-    result = at_scale.measure(engine, optimizer, numel=NUMEL, rounds=2)
+    result = at_scale.measure(engine, optimizer, "log", numel=NUMEL, rounds=2)
     twin = TWINS[optimizer]
     assert json.loads(json.dumps(result)) == result
     assert (result["numel"], result["rounds"]) == (NUMEL, 2)

@@ -35,6 +35,16 @@ def test_load_config_8bit_only_keys_are_dropped_for_adamw(tmp_path):
     assert load_config(path, EIGHT_BIT, 1)["optimizer"]["params"] == params
 
 
+def test_load_config_codec_of_the_run_replaces_that_of_the_file(tmp_path):
+    path = tmp_path / "config.json"
+    for params in ({}, {"codec": "dynamic"}):
+        path.write_text(json.dumps({"optimizer": {"type": EIGHT_BIT, "params": params}}))
+        assert load_config(path, EIGHT_BIT, 1)["optimizer"]["params"] == params
+        ours = load_config(path, EIGHT_BIT, 1, "fp8")
+        assert ours["optimizer"]["params"] == {"codec": "fp8"}
+        assert load_config(path, BASELINE, 1, "fp8")["optimizer"]["params"] == {}
+
+
 @pytest.mark.parametrize("total", [400, "auto"])
 def test_load_config_total_steps_of_the_file_becomes_steps_and_nothing_else(tmp_path, total):
     asked = json.loads(DEFAULT.read_text())

@@ -49,6 +49,12 @@ def test_load_config_file_is_the_twin_of_deepspeeds(ours, theirs, optimizer, mix
     assert theirs.get("bf16", {}).get("enabled", False) == (mixed_precision == "bf16")
 
 
+def test_load_config_codec_of_the_run_replaces_that_of_the_file():
+    ours, twin = (load_config(DEFAULT, name, 1, "fp8") for name in (EIGHT_BIT, BASELINE))
+    assert ours.optimizer.keywords["codec"] == "fp8"
+    assert "codec" not in twin.optimizer.keywords
+
+
 def test_load_config_8bit_only_keys_are_dropped_for_adamw(changed):
     path = changed("lr = 2e-3", "\n".join(["lr = 2e-3", *(f"{key} = 1" for key in OWN_KEYS)]))
     assert set(load_config(path, EIGHT_BIT, 1).optimizer.keywords) >= set(OWN_KEYS)

@@ -191,10 +191,10 @@ out = Path({out!r})
 with small_job():
     for optimizer in ("AdamW", "Adam8bitBlockwise"):
         run.train(
-            engine="fsdp2", optimizer=optimizer, config=Path({config!r}), model="demo",
+            engine="fsdp2", optimizer=optimizer, codec="fp8", config=Path({config!r}), model="demo",
             data={data!r}, seed=0, steps=2, out=out, save_every=2, resume=False,
         )
-scale = at_scale.measure("fsdp2", "Adam8bitBlockwise", numel=2**16, rounds=1)
+scale = at_scale.measure("fsdp2", "Adam8bitBlockwise", "fp8", numel=2**16, rounds=1)
 report.report(out, "Adam8bitBlockwise", scale, "")
 assert not [name for name in sys.modules if name.split(".")[0] == "deepspeed"]
 """

@@ -11,7 +11,7 @@ from places import ROOT
 from processes import run
 from ranks import build_ops
 
-from examples.gpt.engine import DEFAULTS, TWINS, defaults
+from examples.gpt.engine import DEEPSPEED, DEFAULTS, TWINS, defaults
 from zero8 import cli
 
 # Seconds.
@@ -182,6 +182,17 @@ def test_local_sh_dry_run_has_the_defaults_of_the_program(engine, optimizer):
         (line,) = [x for x in done.stdout.splitlines() if f"--optimizer {name} --config" in x]
         assert f"--config {config} " in line and line.endswith(f" --out {out}")
     assert f"examples.gpt.report {out} --optimizer {optimizer} " in done.stdout
+
+
+def test_local_sh_codec_goes_to_every_command_and_into_the_name_of_the_folder():
+    command = ["bash", str(ROOT / "launch" / "local.sh"), "--dry-run"]
+    done = run(command, PYTHON=sys.executable, CODEC="fp8", DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr
+    _, out = defaults(DEEPSPEED, "Adam8bitBlockwise")
+    lines = done.stdout.splitlines()
+    assert sum("-m examples.gpt" in line and "--codec fp8" in line for line in lines) == 4
+    assert sum(f"--out {out}-fp8 " in line for line in lines) == 2
+    assert f"examples.gpt.report {out}-fp8 " in done.stdout and " CODEC=fp8 " in done.stdout
 
 
 def processes_of(out):

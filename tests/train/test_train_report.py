@@ -50,6 +50,7 @@ def write_run(out, optimizer, **changes):
     run = {
         "engine": "deepspeed",
         "optimizer": optimizer,
+        "codec": None if optimizer in TWINS.values() else "log",
         "steps": 3,
         "seed": 0,
         "config": "configs/zero2_offload.json",
@@ -88,6 +89,7 @@ def test_report_two_runs_writes_summary_and_plot(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "2.030" in printed and "GPU" not in printed
     assert "+2.00 %" in printed
+    assert "codec of Adam8bitBlockwise: log\n" in printed
     assert summary["at_scale"] == AT_SCALE
     assert "4,096 float32 parameters" in printed and "2 threads" in printed
     lines = [line.split() for line in printed.splitlines()]

@@ -30,6 +30,7 @@ from zero8.op.locks import ANOTHER_PLACE, locked
 from zero8.op.shared_numbers import op_source
 from zero8.op.sources import source_folder
 from zero8.spec.algorithm import Algorithm
+from zero8.spec.codec import CODECS, Codec
 
 NAME = "zero8_adam"
 
@@ -127,32 +128,40 @@ class Extension:
 
 
 def op() -> Extension:
-    """Return the op for all of `TARGETS` and all algorithms."""
-    return _op(NAME, list(product(TARGETS, ALGORITHMS)), seconds=180)
+    """Return the op for all of `TARGETS`, algorithms and codecs."""
+    return _op(NAME, list(product(TARGETS, ALGORITHMS, (None, *CODECS.values()))), seconds=180)
 
 
-def op_for(target: str, algorithm: Algorithm) -> Extension:
-    """Return the op for one of `TARGETS` and one algorithm."""
-    name = f"{NAME}_{target}_{algorithm.kernel.name}"
-    return _op(name, [(target, algorithm)], seconds=35)
+def op_for(target: str, algorithm: Algorithm, codec: Codec) -> Extension:
+    """Return the op for one of `TARGETS`, and an algorithm's moments in a codec and in float32."""
+    name = f"{NAME}_{target}_{algorithm.kernel.name}_{codec.name}"
+    return _op(name, [(target, algorithm, one) for one in (None, codec)], seconds=25)
 
 
-def _op(name: str, steps: Sequence[tuple[str, Algorithm]], seconds: int) -> Extension:
-    # Each file of a target is compiled once per algorithm: in parallel, and only what is needed.
-    generated = {
-        f"step_{target}_{one.kernel.name}.cpp": f"#define ZERO8_ALGORITHM "
-        f'{one.kernel.name.capitalize()}\n#include "step_{target}.cpp"\n'
-        for target, one in steps
-    }
+def _op(name: str, steps: Sequence[tuple[str, Algorithm, Codec | None]], seconds: int) -> Extension:
+    # Each file of a target is compiled once per algorithm and codec: in parallel, and only what is
+    # needed.
+    generated = dict(_generated(*step) for step in steps)
     generated["numbers.cpp"] = op_source()
     shared = [path for path in source_folder().glob("*.cpp") if not path.match("step_*")]
     return Extension(name, tuple(sorted(shared)), seconds, tuple(generated.items()))
 
 
-def op_for_steps(algorithm: Algorithm) -> Extension:
-    """Return the op for all steps if it is built, else for the algorithm's on this processor."""
+def _generated(target: str, algorithm: Algorithm, codec: Codec | None) -> tuple[str, str]:
+    """Return the name and the text of the file that has these steps."""
+    kernel, moments = algorithm.kernel.name, "float32" if codec is None else codec.name
+    text = (
+        f"#define ZERO8_ALGORITHM {kernel.capitalize()}\n"
+        f"#define ZERO8_CODEC {moments.capitalize()}\n"
+        f'#include "step_{target}.cpp"\n'
+    )
+    return f"step_{target}_{kernel}_{moments}.cpp", text
+
+
+def op_for_steps(algorithm: Algorithm, codec: Codec) -> Extension:
+    """Return the op for all steps if it is built, else for these ones on this processor."""
     whole = op()
-    return whole if whole.is_built() else op_for(target_of_steps(), algorithm)
+    return whole if whole.is_built() else op_for(target_of_steps(), algorithm, codec)
 
 
 def target_of_steps() -> str:

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from zero8.op.cuda import CudaKernel, cuda_kernel
-from zero8.op.kernel import CpuKernel
-from zero8.spec.algorithm import Algorithm
+from zero8.op.kernel import CpuKernel, Steps
 
 DEVICES = ("cpu", "cuda")
 
@@ -32,15 +31,15 @@ class Taken(Protocol):
         """Return its counts, None if they are known to be 0."""
 
 
-def kernel_on(device: torch.device, algorithm: Algorithm) -> Kernel:
-    """Return the kernel of an algorithm on a device, one of `DEVICES`; compiles it if needed.
+def kernel_on(device: torch.device, steps: Steps) -> Kernel:
+    """Return the kernel of steps on a device, one of `DEVICES`; compiles it if needed.
 
     Raises:
         ValueError: if ZERO8_ISA, ZERO8_CUDA_BACKEND or a launcher's variable is invalid, or the GPU
             is too old.
         RuntimeError: if there is no compiler, or it fails.
     """
-    return CpuKernel(algorithm) if device.type == "cpu" else cuda_kernel(device)
+    return CpuKernel(steps) if device.type == "cpu" else cuda_kernel(device)
 
 
 def is_capturing(device: torch.device) -> bool:

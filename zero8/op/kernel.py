@@ -20,6 +20,7 @@ from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, MOST_SCALARS, SEGME
 from zero8.op.threads import alive, host_share, step_threads
 from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.spec.buffers import check_buffer
+from zero8.spec.codec import CODECS, DEFAULT_CODEC, Codec
 from zero8.spec.grid import check_block_size
 from zero8.spec.segment import Segment
 
@@ -36,20 +37,25 @@ COPY_DTYPES = {
 CPU = torch.device("cpu")
 
 
-_loaded: dict[Algorithm, ModuleType] = {}  # what `module` returns
+Steps = tuple[Algorithm, Codec]
+"""An algorithm's steps on moments in a codec, and in float32."""
+
+DEFAULT_STEPS = ADAM, CODECS[DEFAULT_CODEC]
+
+_loaded: dict[Steps, ModuleType] = {}  # what `module` returns
 
 
-def module(algorithm: Algorithm | None = None) -> ModuleType:
-    """Return a compiled module, built on first use, possibly for one algorithm and processor.
+def module(steps: Steps | None = None) -> ModuleType:
+    """Return a compiled module, built on first use, possibly for these steps on this processor.
 
     Args:
-        algorithm: whose step it must have; None if only functions that all modules have are used.
+        steps: which it must have; None if only functions that all modules have are used.
     """
-    if algorithm is None:
-        algorithm = next(iter(_loaded), ADAM)
-    if algorithm not in _loaded:
-        _loaded[algorithm] = _module_of(build.op_for_steps(algorithm))
-    return _loaded[algorithm]
+    if steps is None:
+        steps = next(iter(_loaded), DEFAULT_STEPS)
+    if steps not in _loaded:
+        _loaded[steps] = _module_of(build.op_for_steps(*steps))
+    return _loaded[steps]
 
 
 @lru_cache
@@ -58,18 +64,18 @@ def _module_of(extension: build.Extension) -> ModuleType:
 
 
 @lru_cache
-def module_for(isa: str, algorithm: Algorithm) -> ModuleType:
-    """Return a compiled module with an algorithm's step on an instruction set."""
-    found = module(algorithm)
-    if (isa, algorithm.kernel.number) in found.steps():
+def module_for(isa: str, steps: Steps) -> ModuleType:
+    """Return a compiled module with these steps on an instruction set."""
+    found, (algorithm, codec) = module(steps), steps
+    if (isa, algorithm.kernel.number, codec.number) in found.steps():
         return found
     return _module_of(build.op())
 
 
-def prepare(algorithm: Algorithm) -> None:
+def prepare(steps: Steps) -> None:
     """Build the op now instead of in the first step; ignores errors, which that step raises."""
     with contextlib.suppress(Exception):
-        CpuKernel(algorithm)
+        CpuKernel(steps)
 
 
 @lru_cache(maxsize=1)  # called at every step
@@ -166,11 +172,24 @@ def packed_scalars(algorithm: Algorithm, scalars: Iterable[Scalars]) -> np.ndarr
 
 def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) -> None:
     """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive."""
-    numbers = {one.number: one for one in ALGORITHMS}
-    # Any module refuses invalid records.
-    algorithm = next((numbers[one] for one in records["algorithm"] if one in numbers), ADAM)
-    step = module_for(isa, algorithm).step
-    step(records, scalars, dynamic_maps(), alive(num_threads), isas()[isa])
+    steps = _steps_of(records)
+    compiled = _module_of(build.op()) if steps is None else module_for(isa, steps)
+    compiled.step(records, scalars, dynamic_maps(), alive(num_threads), isas()[isa])
+
+
+def _steps_of(records: np.ndarray) -> Steps | None:
+    """Return the steps that all of the records need, None if there are several.
+
+    For records that are invalid they are any: every module refuses them.
+    """
+    numbers = set(records["algorithm"].tolist())
+    algorithms = [one for one in ALGORITHMS if one is one.kernel and one.number in numbers]
+    numbers = set(records["moments"]["codec"][:, 0].tolist())
+    codecs = [one for one in CODECS.values() if one.number in numbers]
+    if len(algorithms) > 1 or len(codecs) > 1:
+        return None
+    algorithm, codec = DEFAULT_STEPS
+    return (algorithms or [algorithm])[0], (codecs or [codec])[0]
 
 
 class CpuStep:
@@ -194,17 +213,17 @@ class CpuStep:
 
 
 class CpuKernel:
-    """An algorithm's kernel on the CPU; its `default_isa` and `host_share` are those of now."""
+    """The kernel of steps on the CPU; its `default_isa` and `host_share` are those of now."""
 
-    def __init__(self, algorithm: Algorithm) -> None:
+    def __init__(self, steps: Steps) -> None:
         """Build the op if needed.
 
         Raises:
             ValueError: if this processor lacks ZERO8_ISA, or a launcher's variable is not a number.
         """
-        module(algorithm)  # whose table of instruction sets comes next
+        module(steps)  # whose table of instruction sets comes next
         isa = default_isa()
-        self._step, self._isa = module_for(isa, algorithm).step, isas()[isa]
+        self._step, self._isa = module_for(isa, steps).step, isas()[isa]
         self._maps = dynamic_maps()
         self._max_threads = host_share()
         self._team = 0, 0, 0  # process, number of threads, and its result from `alive`

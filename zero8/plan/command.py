@@ -14,6 +14,7 @@ from zero8.plan.rates import RECORDED
 from zero8.plan.report import GIB, summary, text
 from zero8.plan.setup import DEVICES, ENGINES, WEIGHT_BYTES, Setup, with_deepspeed_config
 from zero8.plan.step_time import Hardware
+from zero8.spec.codec import CODECS, DEFAULT_CODEC
 
 TROUBLE = 2
 """Exit status of a failed plan, as of wrong usage."""
@@ -24,7 +25,7 @@ HOST = OTHERS[-1]
 GPU_GB_PER_S = 3350.0
 """The memory bandwidth of an H100 SXM, by its data sheet."""
 
-SETTINGS = ("engine", "stage", "offload", "dtype")
+SETTINGS = ("engine", "stage", "offload", "dtype", "codec")
 """Options that a DeepSpeed config replaces."""
 
 
@@ -54,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "weight_correction_bits 8"
     )
     run.add_argument("--dtype", choices=tuple(WEIGHT_BYTES), help=help_text)
+    codecs = tuple(CODECS)
+    run.add_argument("--codec", choices=codecs, help=f"of zero8's states, default {DEFAULT_CODEC}")
     fit = parser.add_argument_group("the available memory, to check whether the run fits")
     fit.add_argument("--host-memory", type=float, metavar="GIB", help="memory of each host")
     fit.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of each GPU")

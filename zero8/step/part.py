@@ -86,7 +86,7 @@ class Part:
             list(records),
             np.concatenate([one.records for one in records]),
             kept,
-            kernel_on(device, algorithm),
+            kernel_on(device, (algorithm, records[0].kind.settings.codec)),
         )
 
     @cached_property

@@ -59,7 +59,7 @@ class Stepper:
         self.clipped: Clipped | None = None
         self.copies: dict[Tensor, Tensor] = {}
         self._params, self._kind_of, self._algorithm_of = params, kind_of, algorithm_of
-        self._corrects_bias = settings.bias_correction
+        self._codec, self._corrects_bias = settings.codec, settings.bias_correction
         self._kept: dict[int, ParamRecords] = {}  # by the parameter's id
         # By the first parameter's id: ZeRO-3 steps one sub-group after the other.
         self._plans: dict[int, Plan] = {}
@@ -102,7 +102,7 @@ class Stepper:
             ValueError: if a parameter, gradient or state is not supported; nothing has changed.
         """
         for group in groups:  # a failure to compile must come before anything has been changed
-            kernel.module(self._algorithm_of(group))
+            kernel.module((self._algorithm_of(group), self._codec))
         batch = _stepping(groups, state)
         if self.clipped is not None:
             self._check_clipped([p.grad for p in batch.params if p.grad is not None])
@@ -161,7 +161,7 @@ class Stepper:
             if any(is_capturing(device) for device, _ in kernels):
                 raise RuntimeError(TOO_EARLY)
             for device, algorithm in kernels:
-                kernel_on(device, algorithm)
+                kernel_on(device, (algorithm, self._codec))
             for single in unfit:
                 (p,), (its_state,) = single.params, single.states
                 kind = self._kind_of(p, its_state)

@@ -3,7 +3,6 @@
 
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
-from zero8.algorithms.adam import ADAM
 from zero8.op import build, kernel
 from zero8.op.sources import source_folder
 
@@ -57,7 +56,7 @@ class Zero8AdamBuilder(CUDAOpBuilder):
     def is_compatible(self, verbose: bool = False) -> bool:
         """Return whether the op is built or can be; if not, `error_log` says what to install."""
         try:
-            build.op_for_steps(ADAM).check_loadable()
+            build.op_for_steps(*kernel.DEFAULT_STEPS).check_loadable()
         except RuntimeError as error:
             self.error_log = str(error)
             if verbose:
