@@ -22,13 +22,13 @@ def spreads(recipe: Recipe, on_step: Callable[[], None]) -> list[dict]:
     optimizer = adamw(run.model, recipe)
     train(run, optimizer, on_step)
     return [
-        {"matrix": name, "shape": list(p.shape), **_of(optimizer.state[p]["exp_avg_sq"])}
+        {"matrix": name, "shape": list(p.shape), **spreads_of(optimizer.state[p]["exp_avg_sq"])}
         for name, p in run.model.named_parameters()
         if is_matrix(p)
     ]
 
 
-def _of(v: Tensor) -> dict:
+def spreads_of(v: Tensor) -> dict:
     """Return the spreads of a matrix, rows without any gradient left out."""
     rows = v[(v > 0).any(1)]
     rows = rows[: len(rows) // SIZE * SIZE or len(rows)].clamp(min=1e-38).log2() / 2
