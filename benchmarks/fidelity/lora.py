@@ -76,3 +76,7 @@ class LoraTask:
     def mark_untrained(self, marks: dict[str, Tensor]) -> None:
         """Mark every 16th row of one B, which is treated as pruned."""
         marks[PRUNED_MATRIX][::PRUNED_EVERY] = True
+
+    def validation_loss(self, model: nn.Module) -> float:
+        """Return the mean loss of the model with its adapters, nats per byte."""
+        return self.text.validation_loss(model)
