@@ -118,7 +118,7 @@ def plot(runs: list[dict], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for run, color, dash in zip(runs, ("tab:blue", "tab:orange"), ("-", "--"), strict=True):
-        name = run["optimizer"]
+        name = run["optimizer"] + (f" ({run['codec']})" if run["codec"] else "")
         steps = range(1, len(run["train_curve"]) + 1)
         axes.plot(steps, run["train_curve"], color=color, alpha=0.3, linewidth=1)
         axes.plot(
