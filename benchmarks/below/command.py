@@ -11,11 +11,7 @@ Keys of the JSON object:
     losses: final validation losses, a row per model and kind of state.
 """
 
-import argparse
-import shlex
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.below.codes import BITS, TwelveBitCode
@@ -27,13 +23,11 @@ from benchmarks.fidelity.codes import FourBitCode
 from benchmarks.fidelity.images import ImageTask
 from benchmarks.fidelity.lora import LoraTask
 from benchmarks.fidelity.losses import FP32, loss_job, loss_statistics, train
-from benchmarks.fidelity.pool import Job, cores, run_jobs
+from benchmarks.fidelity.pool import Job, run_jobs
 from benchmarks.fidelity.replay import replay
 from benchmarks.fidelity.schemes import reimplemented
 from benchmarks.fidelity.states import BETA2S
 from benchmarks.fidelity.training import Recipe, TrainingRun
-from zero8.bench import record
-from zero8.bench.usage import check_least
 
 FOUR_BIT = "4bit"
 CODES = {f"m {bits} + v {BITS - bits} bits": TwelveBitCode(bits) for bits in (4, 5, 6)}
@@ -130,22 +124,12 @@ def rows_of(results: dict[Job, Any]) -> dict:
     }
 
 
+def measure(workers: int) -> dict:
+    """Run everything and return the result, all but the time and the command."""
+    environment = runs.environment(workers)
+    return {**rows_of(run_jobs(jobs(), workers=workers, label="below")), **environment}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write both files."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.below",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, required=True, metavar="OUT", help="result file")
-    parser.add_argument("--workers", type=int, default=cores(), help="processes, one thread each")
-    arguments = parser.parse_args(argv)
-    check_least("--workers", arguments.workers, 1)
-    began = time.perf_counter()
-    environment = runs.environment(arguments.workers, REPLAYED_STEPS)
-    del environment["steps"]  # there are several numbers of them
-    results = run_jobs(jobs(), workers=arguments.workers, label="below")
-    command = shlex.join(["python", "-m", "benchmarks.below", "--json", str(arguments.json)])
-    result = {**rows_of(results), **environment, **runs.spent(began, command)}
-    print("wrote", *record.write(result, arguments.json, markdown))
-    return 0
+    return runs.main("benchmarks.below", __doc__, measure, markdown, argv)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result as markdown tables."""
 
-from benchmarks.fidelity.runs import title_lines
+from benchmarks.fidelity.runs import section_lines
 from benchmarks.fidelity.tables import LOSS_HEADERS, loss_cells, number
 from zero8.bench.record import table_lines
 
@@ -13,11 +13,8 @@ _UPDATE_HEADERS = [
 
 def markdown(result: dict) -> str:
     """Return the tables of a result."""
-    where = f"on {result['workers']} cores of {result['cpu']}"
-    lines = title_lines(result, "States below two bytes per parameter", where)
-    for section in (_update_lines, _spread_lines, _loss_lines):
-        lines += [*section(result), ""]
-    return "\n".join(lines)
+    sections = (_update_lines, _spread_lines, _loss_lines)
+    return "\n".join(section_lines(result, "States below two bytes per parameter", sections))
 
 
 def _update_lines(result: dict) -> list[str]:

@@ -11,22 +11,17 @@ Keys of the JSON object:
     skipped: what could not run, and why.
 """
 
-import argparse
-import shlex
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.codecs.report import markdown
 from benchmarks.fidelity import runs
 from benchmarks.fidelity.losses import FP32, loss_job, loss_statistics
-from benchmarks.fidelity.pool import Job, cores, run_jobs
+from benchmarks.fidelity.pool import Job, run_jobs
 from benchmarks.fidelity.robustness import SETTINGS, replay_codecs
 from benchmarks.fidelity.silence import Silence
 from benchmarks.fidelity.states import BETA2S
 from benchmarks.fidelity.training import Recipe
-from zero8.bench import record
 from zero8.spec.codec import CODECS
 
 REPLAYED_STEPS = 600
@@ -77,20 +72,12 @@ def rows_of(results: dict[Job, Any]) -> dict:
     return {"updates": updates, **SILENT.result(results), "losses": losses, "skipped": skipped}
 
 
+def measure(workers: int) -> dict:
+    """Run everything and return the result, all but the time and the command."""
+    environment = runs.environment(workers)
+    return {**rows_of(run_jobs(jobs(), workers=workers, label="codecs")), **environment}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write both files."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.codecs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, required=True, metavar="OUT", help="result file")
-    out = parser.parse_args(argv).json
-    began = time.perf_counter()
-    environment = runs.environment(cores(), REPLAYED_STEPS)
-    del environment["steps"]  # there are several numbers of them
-    results = run_jobs(jobs(), workers=cores(), label="codecs")
-    command = shlex.join(["python", "-m", "benchmarks.codecs", "--json", str(out)])
-    result = {**rows_of(results), **environment, **runs.spent(began, command)}
-    print("wrote", *record.write(result, out, markdown))
-    return 0
+    return runs.main("benchmarks.codecs", __doc__, measure, markdown, argv)

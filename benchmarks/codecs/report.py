@@ -2,7 +2,7 @@
 """The result as markdown tables."""
 
 from benchmarks.fidelity.report import skipped_label
-from benchmarks.fidelity.runs import title_lines
+from benchmarks.fidelity.runs import section_lines
 from benchmarks.fidelity.tables import LOSS_HEADERS, loss_cells, number
 from zero8.bench.record import table_lines
 
@@ -14,10 +14,8 @@ _UPDATE_HEADERS = [
 
 def markdown(result: dict) -> str:
     """Return the tables of a result."""
-    where = f"on {result['workers']} cores of {result['cpu']}"
-    lines = title_lines(result, "The codecs of Adam's states", where)
-    for section in (_update_lines, _silence_lines, _loss_lines):
-        lines += [*section(result), ""]
+    sections = (_update_lines, _silence_lines, _loss_lines)
+    lines = section_lines(result, "The codecs of Adam's states", sections)
     lines += [f"- skipped {skipped_label(entry)}: {entry['reason']}" for entry in result["skipped"]]
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@
 import argparse
 import shlex
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.fidelity.pool import cores, cpu_seconds
@@ -39,15 +40,50 @@ def command(package: str, arguments: argparse.Namespace, steps: int) -> str:
     return shlex.join(["python", "-m", package, *flags])
 
 
-def environment(workers: int, steps: int) -> dict:
-    """Prepare a measurement, and return what its result says of the place where it runs."""
+def main(
+    package: str,
+    doc: str | None,
+    measure: Callable[[int], dict],
+    markdown: Callable[[dict], str],
+    argv: Sequence[str] | None,
+) -> int:
+    """Run the command of a measurement whose one option is its file; return the exit status.
+
+    Args:
+        package: of the command.
+        doc: its description.
+        measure: returns the result, all but the time and the command, by the number of workers.
+        markdown: returns the tables of a result.
+        argv: the arguments.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {package}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, required=True, metavar="OUT", help="result file")
+    out = parser.parse_args(argv).json
+    began = time.perf_counter()
+    result = measure(cores())
+    result |= spent(began, shlex.join(["python", "-m", package, "--json", str(out)]))
+    print("wrote", *record.write(result, out, markdown))
+    return 0
+
+
+def environment(workers: int, steps: int | None = None) -> dict:
+    """Prepare a measurement, and return what its result says of the place where it runs.
+
+    Args:
+        workers: number of processes.
+        steps: of every run; None if there are several numbers of them.
+    """
     kernel.module()  # compiled here, rather than by two workers at a time
     return {
         "versions": record.versions(),
         "commit": record.commit(),  # now: the checkout may move on before the last job has ended
         "cpu": record.cpu(),
         "workers": workers,
-        "steps": steps,
+        **({} if steps is None else {"steps": steps}),
     }
 
 
@@ -71,3 +107,19 @@ def title_lines(result: dict, title: str, where: str) -> list[str]:
         f"commit {result['commit'] or 'unknown'}, {where}; {versions}.",
         "",
     ]
+
+
+def section_lines(
+    result: dict, title: str, sections: Sequence[Callable[[dict], list[str]]]
+) -> list[str]:
+    """Return the head of a record of some workers, and its sections, with an empty line after each.
+
+    Args:
+        result: the result.
+        title: of the record.
+        sections: return the lines of a section.
+    """
+    lines = title_lines(result, title, f"on {result['workers']} cores of {result['cpu']}")
+    for section in sections:
+        lines += [*section(result), ""]
+    return lines

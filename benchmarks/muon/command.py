@@ -10,19 +10,14 @@ Keys of the JSON object:
     losses: final validation losses, a row per optimizer and states.
 """
 
-import argparse
-import shlex
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.fidelity import runs
-from benchmarks.fidelity.pool import Job, cores, run_jobs
+from benchmarks.fidelity.pool import Job, run_jobs
 from benchmarks.fidelity.training import Recipe
 from benchmarks.muon.errors import update_errors
 from benchmarks.muon.losses import loss_jobs, loss_rows
 from benchmarks.muon.report import markdown
-from zero8.bench import record
 
 STEPS = 200
 BETA2 = 0.999
@@ -43,15 +38,4 @@ def measure(workers: int) -> dict:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write both files."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.muon",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, required=True, metavar="OUT", help="result file")
-    out = parser.parse_args(argv).json
-    began = time.perf_counter()
-    result = measure(cores())
-    result |= runs.spent(began, shlex.join(["python", "-m", "benchmarks.muon", "--json", str(out)]))
-    print("wrote", *record.write(result, out, markdown))
-    return 0
+    return runs.main("benchmarks.muon", __doc__, measure, markdown, argv)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result as markdown tables."""
 
-from benchmarks.fidelity.runs import title_lines
+from benchmarks.fidelity.runs import section_lines
 from benchmarks.fidelity.schemes import FP32_CONTROL
 from benchmarks.fidelity.tables import number
 from benchmarks.momentum.report import loss_table, loss_words, setting_words
@@ -12,11 +12,8 @@ from zero8.bench.record import table_lines
 
 def markdown(result: dict) -> str:
     """Return the tables of a result."""
-    where = f"on {result['workers']} cores of {result['cpu']}"
-    lines = title_lines(result, "The momentum of Muon in 8 bits", where)
-    for section in (_update_lines, _matrix_lines, _loss_lines):
-        lines += [*section(result), ""]
-    return "\n".join(lines)
+    sections = (_update_lines, _matrix_lines, _loss_lines)
+    return "\n".join(section_lines(result, "The momentum of Muon in 8 bits", sections))
 
 
 def _update_lines(result: dict) -> list[str]:
