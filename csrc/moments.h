@@ -101,6 +101,13 @@ struct InFp8 {
   using Code = Fp8<kSigned>;
 };
 
+// Moments that have no code.
+struct InFloat32 {};
+template <class Codec>
+constexpr bool kIsQuantized = true;
+template <>
+constexpr bool kIsQuantized<InFloat32> = false;
+
 // Not a function: NVRTC takes those without __device__ for the host's.
 template <class Code>
 constexpr bool kIsValid =

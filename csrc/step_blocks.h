@@ -460,20 +460,13 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const Dynamic
   return skipped;
 }
 
-// Beside the codecs of moments.h: moments that are float32.
-struct InFloat32 {};
-template <class Codec>
-constexpr bool kIsFloat32 = false;
-template <>
-constexpr bool kIsFloat32<InFloat32> = true;
-
 template <class Algorithm, class Codec, class P, class G>
 int64_t step_of(const Segment& seg, const StepScalars& s, const DynamicMaps& maps, int64_t begin,
                 int64_t end) {
-  if constexpr (kIsFloat32<Codec>) {
-    return step_plain<Algorithm, P, G>(seg, s, begin, end);
-  } else {
+  if constexpr (kIsQuantized<Codec>) {
     return step_quantized<Algorithm, Codec, P, G>(seg, s, maps, begin, end);
+  } else {
+    return step_plain<Algorithm, P, G>(seg, s, begin, end);
   }
 }
 

@@ -48,7 +48,6 @@ struct Place {
 };
 
 // Calls body(codec), an object of the type that says how the segment's moments are coded.
-struct InFloat32 {};
 template <class Body>
 __device__ void for_codec(const Segment& seg, Body body) {
   const int32_t codec = seg.moments[0].codec;
@@ -62,11 +61,6 @@ __device__ void for_codec(const Segment& seg, Body body) {
     body(InFloat32());
   }
 }
-template <class Codec>
-constexpr bool kIsQuantized = true;
-template <>
-constexpr bool kIsQuantized<InFloat32> = false;
-
 // Calls body(Number<k>) for each moment of an algorithm.
 template <class Algorithm, int k = 0, class Body>
 __device__ void for_moments(Body body) {
