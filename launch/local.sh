@@ -21,7 +21,7 @@
 #   MODEL   its size: demo (1.7 M parameters), 1b or 3b [demo]
 #   DATA    text to train on, a file or folder [the Python standard library's own sources]
 #   OUT     folder for the results [runs/demo; with fsdp2 runs/demo-fsdp2; with another optimizer
-#           the name also ends in -lion, -sgd or -muon, with CODEC then in that]
+#           the name also ends in -lion, -sgd or -muon, and with CODEC in its name]
 #   SEED    of initialization and batches [0]
 #   PYTHON  interpreter [.venv/bin/python, else python3]
 #   OMP_NUM_THREADS  threads of each rank [cores / RANKS, at least 1]
