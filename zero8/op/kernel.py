@@ -52,7 +52,9 @@ def module(steps: Steps | None = None) -> ModuleType:
         steps: which it must have; None if only functions that all modules have are used.
     """
     if steps is None:
-        steps = next(iter(_loaded), DEFAULT_STEPS)
+        if _loaded:
+            return next(iter(_loaded.values()))  # hashes no steps: each step comes here
+        steps = DEFAULT_STEPS
     if steps not in _loaded:
         _loaded[steps] = _module_of(build.op_for_steps(*steps))
     return _loaded[steps]

@@ -58,10 +58,6 @@ class Codec:
     of_dithered: MomentCode
     of_unsigned: MomentCode
 
-    def __hash__(self) -> int:
-        """Return a hash of the number: each step looks up what was compiled for its codec."""
-        return hash(self.number)
-
     def code_of(self, moment: MomentRule) -> MomentCode:
         """Return the code of a moment."""
         if not moment.is_signed:
