@@ -45,7 +45,7 @@ help:
 	@echo "                takes MODEL, STEPS, RANKS, CONFIG, DATA, OUT, SEED: see launch/local.sh;"
 	@echo "                with ENGINE=fsdp2 under PyTorch's FSDP2 instead of DeepSpeed; with OPTIMIZER="
 	@echo "                Lion8bitBlockwise, SGD8bitBlockwise or Muon8bitBlockwise with these and their"
-	@echo "                fp32 twins; with CODEC=dynamic or CODEC=fp8 with states in these codes"
+	@echo "                fp32 twins; with CODEC=log6, dynamic or fp8 with states in these codes"
 	@echo "make bench      time the step against other optimizers; writes OUT (runs/bench_step.json)"
 	@echo "                and a table and a figure beside it"
 	@echo "make fidelity   measure how far every codec is from fp32, in a quarter of an hour; writes OUT"

@@ -119,8 +119,9 @@ void copy(const py::buffer& param, const py::buffer& grad, const std::vector<py:
   for (const py::buffer& state : states) {
     state_infos.push_back(bytes_of(state, true));
     const py::buffer_info& info = state_infos.back();
-    items.push_back({static_cast<uint8_t*>(info.ptr), info.size / numel});
-    whole = whole && info.size % numel == 0;
+    const int64_t bits = 8 * info.size / numel;
+    items.push_back({static_cast<uint8_t*>(info.ptr), bits});
+    whole = whole && bits * numel == 8 * info.size && (bits % 8 == 0 || bits == 6);
   }
   if (!whole) throw py::value_error("zero8: got arrays of different numbers of elements");
   const zero8::Streams streams{static_cast<uint8_t*>(param_info.ptr),

@@ -25,6 +25,9 @@ std::string wrong_size(const Segment& s) {
   if (s.row_length < 1 || s.row_length > kMaxElements) {
     return wrong("row_length", s.row_length, "1 to 2^48");
   }
+  if (s.own_row_length < 1 || s.row_length % s.own_row_length != 0) {
+    return wrong("own_row_length", s.own_row_length, "a divisor of row_length");
+  }
   if (s.numel < 0 || s.numel > kMaxElements) return wrong("numel", s.numel, "0 to 2^48");
   if (s.first < 0 || s.first > kMaxElements - s.numel) {
     return wrong("first", s.first, "an element of a parameter of at most 2^48");
@@ -39,8 +42,10 @@ std::string wrong_kind(const Segment& s, int64_t num_scalars) {
   }
   for (int k = 0; k < kMomentsOf[s.algorithm].count; ++k) {
     const int32_t codec = s.moments[k].codec, first = s.moments[0].codec;
-    if (codec != kFloat32 && codec != kDynamic && codec != kLog && codec != kFp8) {
-      return wrong(of_moment(k, "codec"), codec, "0 (float32), 1 (dynamic), 4 (log) or 5 (fp8)");
+    if (codec != kFloat32 && codec != kDynamic && codec != kLog && codec != kFp8 &&
+        codec != kLog6) {
+      return wrong(of_moment(k, "codec"), codec,
+                   "0 (float32), 1 (dynamic), 4 (log), 5 (fp8) or 6 (log6)");
     }
     if (codec != first) {
       return wrong(of_moment(k, "codec"), codec, std::to_string(first) + ", as the first has");

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 8-bit codes of the moments in terms of Vec: zero8/spec/log.py and dynamic.py, equation by
-// equation.  fp8.h has those of `fp8`.
+// The codes of the moments in terms of Vec: zero8/spec/log.py and dynamic.py, equation by equation.
+//  fp8.h has those of `fp8`.
 //
 // A code is a struct with four parts, so that the step can arrange them as it likes:
 //
-//   kSigned, kScales, kZeroCode, kTwosComplement, kHasPairs, kIsDithered
-//       Whether it has codes of negative values; how many floats each block stores, 1 to
-//       kMaxScales; the code of exact 0; whether codes are in two's complement, and so to be loaded
-//       by Vec::load8s instead of Vec::load8; whether pairs of vectors are served; whether
-//       thresholds are used, and so is dither().
+//   kBits, kSigned, kScales, kZeroCode, kTwosComplement, kHasPairs, kIsDithered
+//       The bits of a code in memory, 8 or 6, of which packing.h makes bytes; whether it has codes
+//       of negative values; how many floats each block stores, 1 to kMaxScales; the code of exact
+//       0; whether codes are in two's complement, and so to be loaded by Vec::load8s instead of
+//       Vec::load8, those of 6 bits times 4, in the upper bits of their bytes; whether pairs of
+//       vectors are served; whether thresholds are used, and so is dither().
 //   Decoder(const float* stored, float gain, const DynamicMap&)
 //       Of one block, by its kScales floats.  `decode(vec, Vec::I codes)` returns a Vec::F: the
 //       values times `gain`; `vec` is a Vec or, on CUDA, a QuickVec.  On the CPU
@@ -177,15 +178,17 @@ struct Octaves {
   }
 };
 
-// Signed values in `log`: (C1), (C9)
+// Signed values in `log` and `log6`: (C1), (C9)
+template <int kCodeBits>
 struct SignedLog {
+  static constexpr int kBits = kCodeBits;
   static constexpr bool kSigned = true, kIsDithered = false;
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = 0;
   static constexpr bool kTwosComplement = true, kHasPairs = true;
-  using Narrow = Octaves<4, 5>;
-  using Wide = Octaves<8, 4>;
-  static constexpr float kJoint = 0.75f;  // (C3) of code 24
+  using Narrow = Octaves<4, kBits - 3>;
+  using Wide = Octaves<8, kBits - 4>;
+  static constexpr float kJoint = 0.75f;  // (C3) of `joint`
   static constexpr float kMinScale = 0x1p-100f;
   static constexpr int kSample = 32, kSampleOf = 128;
 
@@ -195,7 +198,7 @@ struct SignedLog {
 
     ZERO8_DEVICE Decoder(const float* stored, float gain, const DynamicMap&)
         : scale(Vec::mul(Vec::set(float_of(bits_of(*stored) & ~kSignBit)), Vec::set(gain))) {
-      const uint32_t bits = *stored < 0.0f ? Wide::kShift : Narrow::kShift;
+      const uint32_t bits = (*stored < 0.0f ? Wide::kShift : Narrow::kShift) - (8 - kBits);
       shift = Vec::seti(bits);
       shift_from_top = Vec::seti(24 - bits);
     }
@@ -255,8 +258,8 @@ struct SignedLog {
       half = is_wide ? Wide::kHalf : Narrow::kHalf;
     }
     // (C2').  No code can exceed the largest: a moment that a step makes of finite gradients is
-    // less than kSaturation, so the block's largest element comes within 5 ulps of 127, too few to
-    // carry.
+    // less than kSaturation, so the block's largest element comes within 5 ulps of the largest
+    // code, too few to carry.
     ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I) const {
       const Vec::F magnitude = Vec::as_float(magnitude_bits(x));
       const Vec::I y = Vec::as_int(Vec::fma_far(magnitude, Vec::set(inverse), Vec::set(1.0f)));
@@ -282,9 +285,12 @@ struct SignedLog {
   };
 };
 
-// Signed values in `log` that live long: (C2")
-struct DitheredLog : SignedLog {
+// Signed values in `log` and `log6` that live long: (C2")
+template <int kCodeBits>
+struct DitheredLog : SignedLog<kCodeBits> {
   static constexpr bool kIsDithered = true;
+  using Narrow = typename SignedLog<kCodeBits>::Narrow;
+  using Range = typename SignedLog<kCodeBits>::Range;
 
   struct Encoder {
     static constexpr Left kLeft = Left::kSign;
@@ -298,14 +304,15 @@ struct DitheredLog : SignedLog {
       *stored = scale;
       inverse = is_zero ? 0.0f : 1.0f / scale;
     }
-    // A cell has 2^18 units of the pattern, of which the threshold takes 8 to 2^18 - 8: no code can
-    // exceed the largest, as for SignedLog, and the block's largest element has that one.
+    // A cell has 2^kShift units of the pattern, 2^18 for 8 bits, of which the threshold takes 8 to
+    // 2^18 - 8: no code can exceed the largest, as for SignedLog, and the block's largest element
+    // has that one.
     ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I threshold) const {
-      static_assert(Narrow::kShift == 18);
       const Vec::F magnitude = Vec::as_float(magnitude_bits(x));
       const Vec::I y = Vec::as_int(Vec::fma_far(magnitude, Vec::set(inverse), Vec::set(1.0f)));
-      const Vec::I raised = Vec::addi(Vec::shl<2>(threshold), Vec::subi(y, Vec::seti(kOneBits)));
-      return Vec::shr<18>(raised);
+      constexpr int kShift = Narrow::kShift;
+      const Vec::I distance = Vec::subi(y, Vec::seti(kOneBits));
+      return Vec::shr<kShift>(Vec::addi(Vec::shl<kShift - 16>(threshold), distance));
     }
   };
 
@@ -313,14 +320,19 @@ struct DitheredLog : SignedLog {
   ZERO8_DEVICE static Dither dither(uint32_t q) { return Dither((q & ~3u) | 2u); }
 };
 
-// Values that are never negative in `log`: (C7), (C8)
+// Values that are never negative in `log` and `log6`: (C7), (C8)
+template <int kCodeBits>
 struct Log {
+  static constexpr int kBits = kCodeBits;
   static constexpr bool kSigned = false, kIsDithered = true;
   static constexpr int kScales = 2;
   static constexpr uint32_t kZeroCode = 0;
   static constexpr bool kTwosComplement = false, kHasPairs = true;
   static constexpr int32_t kMinSpan = 2 << 23, kMaxSpan = 28 << 23;
   static constexpr uint32_t kNormalBits = 0x00800000, kLowestBits = kNormalBits + 16;
+  static constexpr uint32_t kTop = (1u << kBits) - 1;
+  static constexpr int kPartBits = kBits - 4;
+  static constexpr uint32_t kMiddle = kBits == 8 ? 128 : 0;
   // The smallest element may lie that many units below code 1.
   static constexpr int32_t kMargin = 9;
   // Beyond all numbers: what a block of zeros counts from, so that all of them get code 0.
@@ -332,12 +344,12 @@ struct Log {
 
     ZERO8_DEVICE Decoder(const float* stored, float factor, const DynamicMap&)
         : step(Vec::truncate(Vec::set(stored[1]))), gain(Vec::set(factor)) {
-      const Vec::I span = Vec::shr<4>(Vec::muli(step, Vec::seti(255)));
+      const Vec::I span = Vec::shr<kPartBits>(Vec::muli(step, Vec::seti(kTop)));
       base = Vec::subi(Vec::seti(bits_of(stored[0])), span);
     }
     template <class AnyVec>
     ZERO8_DEVICE ZERO8_INLINE Vec::F operator()(AnyVec& vec, Vec::I code) const {
-      const Vec::I bits = Vec::addi(Vec::shr<4>(Vec::muli(code, step)), base);
+      const Vec::I bits = Vec::addi(Vec::shr<kPartBits>(Vec::muli(code, step)), base);
       return vec.mul(Vec::as_float(Vec::unless_zero(bits, code)), gain);
     }
     // As that of SignedLog.
@@ -383,29 +395,32 @@ struct Log {
       const uint32_t low = Vec::reduce_minu(range.below_low) + 1u;
       int32_t span = static_cast<int32_t>(high - (low < kLowestBits ? kLowestBits : low));
       span = span < kMinSpan ? kMinSpan : span > kMaxSpan ? kMaxSpan : span;
-      const uint32_t step = (16u * static_cast<uint32_t>(span) + 127u) / 254u;
-      const uint32_t base = high - ((255u * step) >> 4);
+      const uint32_t step = ((static_cast<uint32_t>(span) << kPartBits) + kTop / 2) / (kTop - 1);
+      const uint32_t base = high - ((kTop * step) >> kPartBits);
       const bool is_zero = high == 0;
       stored[0] = float_of(high);
       stored[1] = is_zero ? 0.0f : static_cast<float>(step);
-      inverse = 16.0f / static_cast<float>(step);
-      minus_middle = 0u - (is_zero ? kBeyond : base + 8u * step);
+      inverse = static_cast<float>(1 << kPartBits) / static_cast<float>(step);
+      minus_middle = 0u - (is_zero ? kBeyond : base + ((kMiddle * step) >> kPartBits));
       const uint32_t first = first_code(base, step);
-      const uint32_t lowest = base + ((first * step) >> 4);
+      const uint32_t lowest = base + ((first * step) >> kPartBits);
       const bool is_below = static_cast<int32_t>(lowest - low) > kMargin;
       if (!is_zero && (first > 1 || is_below)) raise(block, lowest);
     }
     ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I threshold) const {
       const Vec::F distance = Vec::to_float(Vec::addi(Vec::as_int(x), Vec::seti(minus_middle)));
-      return Vec::truncate(Vec::fma_far(distance, Vec::set(inverse), Vec::as_float(threshold)));
+      const Vec::I code =
+          Vec::truncate(Vec::fma_far(distance, Vec::set(inverse), Vec::as_float(threshold)));
+      if constexpr (kMiddle == 128) return code;
+      return Vec::subi(code, Vec::seti(128 - kMiddle));
     }
 
    private:
     // The first code that decodes to a normal number.
     ZERO8_DEVICE static uint32_t first_code(uint32_t base, uint32_t step) {
       const bool all =
-          static_cast<int32_t>(base + (step >> 4)) >= static_cast<int32_t>(kNormalBits);
-      return all ? 1u : (16u * (kNormalBits - base) + step - 1u) / step;
+          static_cast<int32_t>(base + (step >> kPartBits)) >= static_cast<int32_t>(kNormalBits);
+      return all ? 1u : (((kNormalBits - base) << kPartBits) + step - 1u) / step;
     }
     // Raises what is not 0 to the pattern `lowest` at least.  Where code 1 is below the normal
     // numbers, 0 has a place among the codes: it moves far down.
@@ -428,6 +443,7 @@ struct Log {
 // (C5), (C6)
 template <bool kIsSigned>
 struct Dynamic {
+  static constexpr int kBits = 8;
   static constexpr bool kSigned = kIsSigned, kIsDithered = false;
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = kSigned ? 127 : 0;

@@ -94,7 +94,8 @@ bool has_avx512vbmi() { return __builtin_cpu_supports("avx512vbmi") && has_avx51
    nullptr,                                       \
    nullptr,                                       \
    ZERO8_STEP_BLOCKS(target, algorithm, Log),     \
-   ZERO8_STEP_BLOCKS(target, algorithm, Fp8)},
+   ZERO8_STEP_BLOCKS(target, algorithm, Fp8),     \
+   ZERO8_STEP_BLOCKS(target, algorithm, Log6)},
 const Isa kIsas[] = {
     {"baseline", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, baseline)}, [] { return true; }},
 #if defined(__x86_64__)

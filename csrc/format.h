@@ -21,8 +21,8 @@
 namespace zero8 {
 
 // 2 and 3 were codecs of format 1.
-enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kLog = 4, kFp8 = 5 };
-constexpr int kNumCodecs = 6;  // these two included
+enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kLog = 4, kFp8 = 5, kLog6 = 6 };
+constexpr int kNumCodecs = 7;  // these two included
 enum DType : int32_t { kFP32 = 0, kBF16 = 1, kFP16 = 2 };
 enum Rounding : int32_t { kNearest = 0, kDither = 1, kHash = 2 };
 
@@ -34,7 +34,8 @@ constexpr int kMaxMoments = 3;  // of any algorithm: algorithms.h
 struct ScalesPerBlock {
   int of_signed, of_unsigned;
 };
-constexpr ScalesPerBlock kScalesPerBlock[] = {{0, 0}, {1, 1}, {0, 0}, {0, 0}, {1, 2}, {1, 1}};
+constexpr ScalesPerBlock kScalesPerBlock[] = {{0, 0}, {1, 1}, {0, 0}, {0, 0},
+                                              {1, 2}, {1, 1}, {1, 2}};
 
 // A float16 in memory, as a type of its own: uint16_t is a bfloat16.
 struct Half {
@@ -44,7 +45,7 @@ constexpr uint32_t kHalfInfinityBits = 0x7C00;
 
 // One moment of a segment.
 struct Moment {
-  void* values;        // uint8_t codes, or float for kFloat32
+  void* values;        // codes as packing.h has them, or float for kFloat32
   float* scales;       // per block touched as many as the code has; null for kFloat32
   int64_t num_scales;  // floats at `scales`
   int32_t codec;       // the same for all moments of a segment
@@ -62,6 +63,7 @@ struct Segment {
   int64_t numel;
   int64_t first;
   int64_t row_length;
+  int64_t own_row_length;    // of the parameter's rows where these are shorter, as they are narrow
   int64_t nonfinite_blocks;  // out: blocks left as they were
   int32_t block_size;
   int32_t algorithm;

@@ -11,6 +11,7 @@ namespace ZERO8_TARGET {
 // E4M3: (C10), (C11)
 template <bool kIsSigned>
 struct Fp8 {
+  static constexpr int kBits = 8;
   static constexpr bool kSigned = kIsSigned, kIsDithered = false;
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = 0;

@@ -58,6 +58,14 @@ struct Row {
       return rest.at(Number<kOther>());
     }
   }
+  template <int kOther>
+  ZERO8_DEVICE auto& at(Number<kOther>) {
+    if constexpr (kOther == k) {
+      return item;
+    } else {
+      return rest.at(Number<kOther>());
+    }
+  }
 };
 template <class Algorithm, class Codec, template <class Code> class Part, int k>
 struct Row<Algorithm, Codec, Part, k, true> {
@@ -69,25 +77,28 @@ struct Row<Algorithm, Codec, Part, k, true> {
 
 // --- Codecs --------------------------------------------------------------------------------------
 
-template <bool kSigned, bool kDithered>
+template <int kBits, bool kSigned, bool kDithered>
 struct LogOf;
-template <>
-struct LogOf<true, false> {
-  using Code = SignedLog;
+template <int kBits>
+struct LogOf<kBits, true, false> {
+  using Code = SignedLog<kBits>;
 };
-template <>
-struct LogOf<true, true> {
-  using Code = DitheredLog;
+template <int kBits>
+struct LogOf<kBits, true, true> {
+  using Code = DitheredLog<kBits>;
 };
-template <>
-struct LogOf<false, true> {
-  using Code = Log;
+template <int kBits>
+struct LogOf<kBits, false, true> {
+  using Code = Log<kBits>;
 };
-struct InLog {
+template <int kBits>
+struct InLogOf {
   static constexpr bool kHasPairs = true;
   template <bool kSigned, bool kDithered>
-  using Code = typename LogOf<kSigned, kDithered>::Code;
+  using Code = typename LogOf<kBits, kSigned, kDithered>::Code;
 };
+using InLog = InLogOf<8>;
+using InLog6 = InLogOf<6>;
 // Rounds to nearest, whatever the moment.
 struct InDynamic {
   static constexpr bool kHasPairs = false;
@@ -122,6 +133,7 @@ constexpr bool kIsCodec =
 static_assert(kIsCodec<InDynamic, kDynamic>);
 static_assert(kIsCodec<InLog, kLog>);
 static_assert(kIsCodec<InFp8, kFp8>);
+static_assert(kIsCodec<InLog6, kLog6>);
 
 template <class Code>
 ZERO8_DEVICE const DynamicMap& map_of(const DynamicMaps& maps) {
@@ -147,10 +159,12 @@ struct Sources {
     const float* scales;
     typename Code::Decoder decode;
 
-    template <int k>
+    // `all_codes` is a Row whose items give the codes of block b, a byte each, and a place for the
+    // new ones.
+    template <int k, class AllCodes>
     ZERO8_DEVICE Source(Number<k>, const Segment& seg, const StepScalars& s,
-                        const DynamicMaps& maps, const Block& b)
-        : codes(static_cast<const uint8_t*>(seg.moments[k].values) + b.begin),
+                        const DynamicMaps& maps, const Block& b, AllCodes* all_codes)
+        : codes(all_codes->at(Number<k>()).next(b)),
           scales(seg.moments[k].scales + b.local * Code::kScales),
           decode(scales, Algorithm::decay(s, k), map_of<Code>(maps)) {}
 
@@ -205,11 +219,12 @@ struct Sinks {
     Dither dither;
 
     ZERO8_DEVICE Sink() : codes(nullptr), values(nullptr) {}
-    // `ranges` is a Row of RangeOf.
-    template <int k, class Ranges>
+    // `ranges` is a Row of RangeOf; `all_codes` is as for a Source.
+    template <int k, class Ranges, class AllCodes>
     ZERO8_DEVICE Sink(Number<k>, const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
-                      const Block& b, const NewValues& made, const Ranges& ranges)
-        : codes(static_cast<uint8_t*>(seg.moments[k].values) + b.begin),
+                      const Block& b, const NewValues& made, const Ranges& ranges,
+                      AllCodes* all_codes)
+        : codes(all_codes->at(Number<k>()).replaced(b)),
           values(made.values + k * made.stride),
           encode(ranges.at(Number<k>()), map_of<Code>(maps),
                  {made.values + k * made.stride, made.count, made.place, made.size,

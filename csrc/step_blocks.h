@@ -20,107 +20,15 @@
 
 #include "format.h"
 #include "moments.h"
-// In terms of these:
+// In terms of moments.h:
+#include "chunks.h"
+// In terms of chunks.h:
+#include "packing.h"
+// In terms of all these:
 #include "arithmetic.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
-
-constexpr int64_t kPrefetchDistance = 512;  // elements
-constexpr int kChunk = 4 * Vec::kLanes;
-
-// --- Whole vectors and tails -------------------------------------------------------------------
-
-// The first n lanes of a vector: a block's tail.
-struct First {
-  int n;
-};
-
-// Calls body(i, lanes) for the vectors of elements begin .. count - 1, the tail last.
-template <class Body>
-ZERO8_INLINE inline void for_vectors(int begin, int count, Body&& body) {
-  int i = begin;
-  for (; i + Vec::kLanes <= count; i += Vec::kLanes) body(i, All());
-  if (i < count) body(i, First{count - i});
-}
-
-template <class T>
-Vec::F load(const T* x, First tail) {
-  return Vec::load_n(x, tail.n);
-}
-inline Vec::I load8(const uint8_t* x, uint32_t fill, First tail) {
-  return Vec::load8_n(x, tail.n, fill);
-}
-inline Vec::I load8s(const uint8_t* x, First tail) { return Vec::load8s_n(x, tail.n); }
-inline void store(float* p, Vec::F x, First tail) { Vec::store_n(p, x, tail.n); }
-inline void store16(uint16_t* p, Vec::I x, First tail) { Vec::store16_n(p, x, tail.n); }
-inline void store8(uint8_t* p, Vec::I x, First tail) { Vec::store8_n(p, x, tail.n); }
-
-// --- Chunks: four vectors ------------------------------------------------------------------------
-
-// The lines of one chunk that will be needed a little later.
-template <class T>
-ZERO8_INLINE inline void prefetch_chunk(const T* x) {
-  constexpr int kLine = 64 / sizeof(T);
-  for (int i = 0; i < kChunk; i += kLine) Vec::prefetch(x + kPrefetchDistance + i);
-}
-
-// The largest magnitudes, as patterns, of the floats in a chunk.
-inline Vec::I largest_of_chunk(const float* x) {
-  const Vec::I ab =
-      Vec::maxu(magnitude_bits(Vec::load(x)), magnitude_bits(Vec::load(x + Vec::kLanes)));
-  x += 2 * Vec::kLanes;
-  const Vec::I cd =
-      Vec::maxu(magnitude_bits(Vec::load(x)), magnitude_bits(Vec::load(x + Vec::kLanes)));
-  return Vec::maxu(ab, cd);
-}
-// The same of 16-bit numbers, two in each lane; and the larger of these two, in the upper half.
-template <class T>
-ZERO8_INLINE inline Vec::I largest_pairs(const T* x) {
-  const Vec::I magnitude = Vec::seti(0x7FFF7FFF);
-  const Vec::I ab = Vec::andi(Vec::load_pairs(x), magnitude);
-  const Vec::I cd = Vec::andi(Vec::load_pairs(x + 2 * Vec::kLanes), magnitude);
-  return Vec::maxu16(ab, cd);
-}
-inline Vec::I larger_of_pairs(Vec::I pairs) {
-  return Vec::maxu(Vec::shl<16>(pairs), Vec::andi(pairs, Vec::seti(0xFFFF0000)));
-}
-inline Vec::I largest_of_chunk(const uint16_t* x) { return larger_of_pairs(largest_pairs(x)); }
-// All finite halves can be squared.  So not the float's pattern, but the half's, moved to where
-// infinity is the limit; the smallest ones become 0.
-inline Vec::I largest_of_chunk(const Half* x) {
-  const uint32_t distance = kHalfInfinityBits - (kGradientLimitBits >> 16);
-  const Vec::I distances = Vec::seti(distance << 16 | distance);
-  return larger_of_pairs(Vec::subi(Vec::maxu16(largest_pairs(x), distances), distances));
-}
-
-template <bool kPairs>
-ZERO8_INLINE inline void load_two(const uint16_t* p, Vec::F* x) {
-  load_two<kPairs, Vec>(p, x);
-}
-template <bool, class T>
-ZERO8_INLINE inline void load_two(const T* p, Vec::F* x) {
-  x[0] = Vec::load(p);
-  x[1] = Vec::load(p + Vec::kLanes);
-}
-
-template <bool kPairs, class Encoder>
-ZERO8_INLINE inline void encode_four(const Encoder& encode, const float* values,
-                                     const Vec::I* threshold, uint8_t* codes) {
-  Vec::F x[4];
-  Vec::I code[4];
-  for (int k = 0; k < 4; ++k) {
-    x[k] = Vec::load(values + k * Vec::kLanes);
-    code[k] = encode(x[k], threshold[k]);
-  }
-  if constexpr (Encoder::kLeft == Left::kSign) {
-    Vec::store8x4_signed(codes, code[0], code[1], code[2], code[3], x, kPairs);
-  } else if constexpr (Encoder::kLeft == Left::kUnlessZero) {
-    Vec::store8x4_unless_zero(codes, code[0], code[1], code[2], code[3], x, kPairs);
-  } else {
-    Vec::store8x4(codes, code[0], code[1], code[2], code[3], kPairs);
-  }
-}
 
 template <bool kPairs, class Sink>
 ZERO8_INLINE inline void encode_chunk(Sink& sink, int i) {
@@ -251,7 +159,9 @@ struct Pending {
   Buffer<Algorithm> buffer;
   int count = 0;
 
-  ZERO8_INLINE void finish(const typename Algorithm::Scalars& s) {
+  // `codes` are those of the block's moments.
+  ZERO8_INLINE void finish(const typename Algorithm::Scalars& s,
+                           Row<Algorithm, Codec, BlockCodes>& codes) {
     int i = 0;
     start(i, kPairs);
     for (; i + kChunk <= count; i += kChunk) {
@@ -263,13 +173,16 @@ struct Pending {
         param.template write_two<kPairs>(at, p);
       }
       sinks.visit([&](auto, auto& sink) ZERO8_INLINE { encode_chunk<kPairs>(sink, i); });
+      codes.visit([&](auto, auto& one) ZERO8_INLINE { one.store(i); });
     }
-    if (i == count) return;
-    start(i, false);
-    for_vectors(i, count, [&](int k, auto lanes) ZERO8_INLINE {
-      step_param(s, buffer, param, k, lanes);
-      sinks.visit([&](auto, auto& sink) ZERO8_INLINE { sink.write(k, lanes); });
-    });
+    if (i < count) {
+      start(i, false);
+      for_vectors(i, count, [&](int k, auto lanes) ZERO8_INLINE {
+        step_param(s, buffer, param, k, lanes);
+        sinks.visit([&](auto, auto& sink) ZERO8_INLINE { sink.write(k, lanes); });
+      });
+    }
+    codes.visit([](auto, auto& one) ZERO8_INLINE { one.store_rest(); });
   }
 
  private:
@@ -385,12 +298,13 @@ struct Chunk {
 template <bool kPairs, bool kAsStored, class Algorithm, class Codec, class AllSources,
           class AnyReader>
 ZERO8_INLINE inline int advance_chunks(const AnyReader& reader, const AllSources& sources,
+                                       Row<Algorithm, Codec, BlockCodes>& codes,
                                        Advanced<Algorithm, Codec>& to) {
   constexpr int kMoments = Buffer<Algorithm>::kMoments;
   int i = 0;
   for (; i + kChunk <= reader.count; i += kChunk) {
     prefetch_chunk(reader.g + i);
-    sources.visit([&](auto, auto& source) ZERO8_INLINE { prefetch_chunk(source.codes + i); });
+    codes.visit([&](auto, auto& one) ZERO8_INLINE { one.load(i); });
     const Row<Algorithm, Codec, Chunk> chunks(sources, i);
     for (int k = 0; k < 4; k += 2) {
       const int at = i + k * Vec::kLanes;
@@ -423,16 +337,17 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const Dynamic
   alignas(64) float memory[2 * kRows * (kMaxBlockSize + Vec::kLanes)];
   const int stride = seg.block_size + Vec::kLanes;
   Pending<Algorithm, Codec, P, kPairs> pending;
+  Row<Algorithm, Codec, BlockCodes> codes(seg, begin);
   int64_t skipped = 0;
   int half = 0;
   BlockWalk walk(seg, begin);
   for (int64_t local = begin; local < end; ++local, walk.advance()) {
     const Block b = walk.block();
     const Reader<Scalars, P, G> reader(seg, s, b);
-    const AllSources sources(seg, raw, maps, b);
+    const AllSources sources(seg, raw, maps, b, &codes);
     Advanced<Algorithm, Codec> to{{memory + half * kRows * stride, stride}, {}};
-    const int whole = s.are_as_stored() ? advance_chunks<kPairs, true>(reader, sources, to)
-                                        : advance_chunks<kPairs, false>(reader, sources, to);
+    const int whole = s.are_as_stored() ? advance_chunks<kPairs, true>(reader, sources, codes, to)
+                                        : advance_chunks<kPairs, false>(reader, sources, codes, to);
     for_vectors(whole, b.count, [&](int i, auto lanes) ZERO8_INLINE {
       Vec vec;
       Vec::F m[kMoments];
@@ -451,12 +366,13 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const Dynamic
       continue;
     }
     const NewValues made{to.buffer.values, stride, b.count, 0, b.count};
-    const AllSinks sinks(seg, raw, maps, b, made, to.ranges);
-    pending.finish(s);
+    const AllSinks sinks(seg, raw, maps, b, made, to.ranges, &codes);
+    pending.finish(s, codes);
+    codes.visit([&](auto, auto& one) ZERO8_INLINE { one.keep(b); });
     pending = {reader.param, sinks, to.buffer, b.count};
     half = 1 - half;
   }
-  pending.finish(s);
+  pending.finish(s, codes);
   return skipped;
 }
 

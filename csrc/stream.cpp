@@ -35,7 +35,7 @@ ZERO8_CLONES void copy_elements(const Streams& s, int64_t begin, int64_t end) {
     rewrite(s.param + i * s.param_size, s.grad + i * s.param_size, count * s.param_size, zero);
     for (int64_t k = 0; k < s.num_states; ++k) {
       const State& state = s.states[k];
-      rewrite(state.data + i * state.size, count * state.size, zero);
+      rewrite(state.data + i * state.bits / 8, (count * state.bits + 7) / 8, zero);
     }
   }
 }

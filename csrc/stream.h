@@ -6,16 +6,16 @@
 
 namespace zero8 {
 
-// An array of states; sizes are in bytes per element.
+// An array of states.
 struct State {
   uint8_t* data;
-  int64_t size;
+  int64_t bits;  // per element
 };
 
 struct Streams {
   uint8_t* param;
   const uint8_t* grad;
-  int64_t param_size;  // of the gradient too
+  int64_t param_size;  // bytes per element, of the gradient too
   const State* states;
   int64_t num_states;
   int64_t numel;

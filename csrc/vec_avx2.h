@@ -112,6 +112,32 @@ struct Vec {
     store8(whole, x);
     for (int i = 0; i < n; ++i) p[i] = whole[i];
   }
+  // As base64 encodes: the second of the three bytes twice in each lane, so that two codes begin in
+  // each half of it, which products shift to their places.
+  template <bool kUpper>
+  static I load6(const uint8_t* p) {
+    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8));
+    // Twelve bytes in each half, the last ones of the second.
+    const I halves = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+    const I x = _mm256_shuffle_epi8(
+        halves, _mm256_setr_epi32(0x01020001, 0x04050304, 0x07080607, 0x0A0B090A,  //
+                                  0x05060405, 0x08090708, 0x0B0C0A0B, 0x0E0F0D0E));
+    const I even =
+        _mm256_mulhi_epu16(andi(x, seti(0x0FC0FC00)), seti(kUpper ? 0x10000100 : 0x04000040));
+    const I odd =
+        _mm256_mullo_epi16(andi(x, seti(0x003F03F0)), seti(kUpper ? 0x04000040 : 0x01000010));
+    return ori(even, odd);
+  }
+  static void store6(uint8_t* p, I x) {
+    const I twos = _mm256_maddubs_epi16(andi(x, seti(0x3F3F3F3F)), seti(0x01400140));
+    const I units = _mm256_madd_epi16(twos, seti(0x00011000));
+    const __m128i bytes = _mm_setr_epi8(2, 1, 0, 6, 5, 4, 10, 9, 8, 14, 13, 12, -1, -1, -1, -1);
+    const I halves = _mm256_shuffle_epi8(units, _mm256_broadcastsi128_si256(bytes));
+    const I words = _mm256_permutevar8x32_epi32(halves, _mm256_setr_epi32(0, 1, 2, 4, 5, 6, 7, 7));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(words));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p + 16), _mm256_extracti128_si256(words, 1));
+  }
   static void store8_pair(uint8_t* p, I even, I odd) {
     const I words = ori(even, shl<16>(odd));
     const I bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(words, words), 0xD8);

@@ -69,6 +69,21 @@ struct Vec {
   }
   static void store8(uint8_t* p, I x) { *p = static_cast<uint8_t>(x); }
   static void store8_n(uint8_t* p, I x, int) { store8(p, x); }
+  // A unit of four 6-bit codes for each lane (zero8/spec/packing.py), of which each gets a byte:
+  // its upper bits if kUpper, else its lower ones.  And back, of the lower six bits of each byte.
+  template <bool kUpper>
+  static I load6(const uint8_t* p) {
+    const uint32_t unit =
+        static_cast<uint32_t>(p[0]) << 16 | static_cast<uint32_t>(p[1]) << 8 | p[2];
+    I codes = 0;
+    for (int k = 0; k < 4; ++k) codes |= (unit >> (18 - 6 * k) & 63) << (8 * k);
+    return kUpper ? codes << 2 : codes;
+  }
+  static void store6(uint8_t* p, I x) {
+    uint32_t unit = 0;
+    for (int k = 0; k < 4; ++k) unit |= (x >> (8 * k) & 63) << (18 - 6 * k);
+    for (int k = 0; k < 3; ++k) p[k] = static_cast<uint8_t>(unit >> (16 - 8 * k));
+  }
   static void store8_pair(uint8_t* p, I even, I odd) {
     store8(p, even);
     store8(p + 1, odd);

@@ -7,7 +7,7 @@ from torch import Tensor
 from benchmarks.maps.codes import BLOCK_SIZE, LOG, LogPairCode
 from benchmarks.maps.levels import MAPS
 from zero8.spec.codec import CODECS
-from zero8.spec.log import Octaves, SignedLogCode
+from zero8.spec.log import Octaves
 
 WIDE = "log, 8 octaves"
 """The second set of levels that a block of m can have."""
@@ -28,8 +28,8 @@ def shown_maps(m: Tensor, v: Tensor) -> dict[str, dict]:
             values[moment][name] = levels_of(normalized, moment == "m").tolist()
     state = LogPairCode().encode(m, v, 1)
     steps = state["v_scale"][:, 1]
-    values["m"][LOG] = _octave_levels(SignedLogCode.narrow)
-    values["m"][WIDE] = _octave_levels(SignedLogCode.wide)
+    values["m"][LOG] = _octave_levels(CODECS[LOG].of_signed.narrow)
+    values["m"][WIDE] = _octave_levels(CODECS[LOG].of_signed.wide)
     values["v"][LOG] = _log_levels(steps.median())
     octaves = 255 * steps / 16 / 2**23
     return values | {
@@ -44,7 +44,7 @@ def shown_maps(m: Tensor, v: Tensor) -> dict[str, dict]:
 
 def _octave_levels(octaves: Octaves) -> list[float]:
     """Return the 255 values of m, from -1 to 1."""
-    magnitudes = octaves.levels[: octaves.MAX + 1] / octaves.top
+    magnitudes = octaves.levels[: octaves.largest + 1] / octaves.top
     return torch.cat([-magnitudes.flip(0)[:-1], magnitudes]).tolist()
 
 

@@ -19,33 +19,12 @@
 #include "moments.h"
 // In terms of these:
 #include "arithmetic.h"
+#include "cuda/units.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
 
-// --- What a thread has of a block ----------------------------------------------------------------
-
-// Elements at .. at + n - 1 of a segment.
-struct Place {
-  const Block& block;  // that they are in
-  int64_t at;
-  int n;
-
-  __device__ explicit Place(const Block& whole) : block(whole), at(whole.begin + before()) {
-    const int rest = block.count - before();
-    n = rest < 0 ? 0 : rest < kPerThread ? rest : kPerThread;
-  }
-  // How many elements the threads before this one have.
-  __device__ static int before() { return static_cast<int>(threadIdx.x) * kPerThread; }
-
-  // The elements as a segment of one block, in arrays of the thread's own.
-  __device__ Segment own(const Segment& seg) const {
-    Segment own = seg;
-    own.first += at;
-    return own;
-  }
-  __device__ Block own_block() const { return {0, 0, kPerThread, block.offset + before()}; }
-};
+// --- Codecs and moments --------------------------------------------------------------------------
 
 // Calls body(codec), an object of the type that says how the segment's moments are coded.
 template <class Body>
@@ -57,6 +36,8 @@ __device__ void for_codec(const Segment& seg, Body body) {
     body(InDynamic());
   } else if (codec == kFp8) {
     body(InFp8());
+  } else if (codec == kLog6) {
+    body(InLog6());
   } else {
     body(InFloat32());
   }
@@ -69,6 +50,18 @@ __device__ void for_moments(Body body) {
     for_moments<Algorithm, k + 1>(body);
   }
 }
+
+// A thread's own codes, a byte each.
+template <class Code>
+struct OwnCodes {
+  uint8_t* codes;
+
+  template <int k>
+  __device__ OwnCodes(Number<k>, const Segment& seg)
+      : codes(static_cast<uint8_t*>(seg.moments[k].values)) {}
+  __device__ const uint8_t* next(const Block& b) const { return codes + b.begin; }
+  __device__ uint8_t* replaced(const Block& b) const { return codes + b.begin; }
+};
 
 template <int kCount>
 __device__ void copy(float* to, const float* from) {
@@ -93,7 +86,11 @@ struct Stored {
         const Moment& moment = seg.moments[k];
         if constexpr (kIsQuantized<Codec>) {
           using Code = CodeOf<Algorithm, Codec, k>;
-          moments[k] = bytes(moment.values, Code::kZeroCode, place);
+          if constexpr (Code::kBits == 8) {
+            moments[k] = bytes(moment.values, Code::kZeroCode, place);
+          } else {
+            moments[k] = read_units<Code::kTwosComplement>(seg, place, moment);
+          }
           copy<Code::kScales>(scales[k], moment.scales + place.block.local * Code::kScales);
         } else {
           moments[k] = floats(moment.values, kFP32, place);
@@ -256,8 +253,9 @@ __device__ void with_decoded(const Segment& seg, const Stored<Algorithm>& stored
   if constexpr (kIsQuantized<Codec>) {
     // Two variables: an array that its own struct points to would not stay in registers.
     OwnMoments<uint8_t> own = unpacked<Algorithm, Codec>(stored);
+    Row<Algorithm, Codec, OwnCodes> codes(own.segment(seg, place));
     const Row<Algorithm, Codec, Sources<Algorithm>::template Source> sources(
-        own.segment(seg, place), raw, maps, place.own_block());
+        own.segment(seg, place), raw, maps, place.own_block(), &codes);
     body([&](auto& vec, int i, Vec::F* m) {
       sources.visit([&](auto k, const auto& source) { m[k.value] = source.read(vec, i, All()); });
     });
@@ -317,8 +315,9 @@ __device__ void encode(const Segment& seg, const Place& place, const StepScalars
       });
       constexpr int kStride = sizeof(Values) / sizeof(float);
       const NewValues made{moments->x, kStride, kPerThread, Place::before(), place.block.count};
+      Row<Algorithm, Codec, OwnCodes> codes(own.segment(seg, place));
       Row<Algorithm, Codec, Sinks<Algorithm>::template Sink> sinks(
-          own.segment(seg, place), raw, maps, place.own_block(), made, ranges);
+          own.segment(seg, place), raw, maps, place.own_block(), made, ranges, &codes);
       sinks.visit([&](auto, auto& sink) { sink.start(0, false); });
       for_vectors([&](int i) { sinks.visit([&](auto, auto& sink) { sink.write(i, All()); }); });
       for_moments<Algorithm>([&](auto number) {
@@ -328,7 +327,11 @@ __device__ void encode(const Segment& seg, const Place& place, const StepScalars
         if (threadIdx.x == 0) {
           copy<kScales>(moment.scales + place.block.local * kScales, own.scales[k]);
         }
-        write(static_cast<uint8_t*>(moment.values) + place.at, own.values[k], place.n);
+        if constexpr (CodeOf<Algorithm, Codec, k>::kBits == 8) {
+          write(static_cast<uint8_t*>(moment.values) + place.at, own.values[k], place.n);
+        } else {
+          write_units(seg, place, moment, own.values[k]);
+        }
       });
     } else {
       for_moments<Algorithm>([&](auto k) {

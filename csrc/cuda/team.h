@@ -54,5 +54,14 @@ __device__ uint32_t reduced(uint32_t x, InWarp in_warp, OfTwo of_two) {
   return x;
 }
 
+// Waits for the team's threads, which then see what each has written.
+__device__ inline void team_sync() {
+  if (blockDim.x <= kWarp) {
+    __syncwarp(team_mask());
+  } else {
+    named_barrier(1 + threadIdx.y, blockDim.x);
+  }
+}
+
 }  // namespace ZERO8_TARGET
 }  // namespace zero8

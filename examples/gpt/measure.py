@@ -61,7 +61,7 @@ def state_report(optimizer: torch.optim.Optimizer, device: torch.device) -> dict
     for zero8's, everything for an fp32 one), `state_bytes_per_param_all` over everything.
     """
     if hasattr(optimizer, "memory_report"):
-        rows = [(r.state_bytes, r.numel, r.bits == 8) for r in optimizer.memory_report().rows]
+        rows = [(r.state_bytes, r.numel, r.bits < 32) for r in optimizer.memory_report().rows]
     else:
         rows = [
             (sum(map(_bytes_here, state.values())), local(param).numel(), True)

@@ -39,6 +39,7 @@ from zero8.spec import arithmetic as ieee
 from zero8.spec.codec import CODECS, MomentCode
 from zero8.spec.dynamic import DynamicCode
 from zero8.spec.log import LogCode, SignedLogCode
+from zero8.spec.packing import packed
 from zero8.spec.segment import Segment
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
@@ -230,8 +231,6 @@ def test_aarch64_step_every_half_equals_x86(arm, row_length):
 # --- Steps next to the smallest normal number ----------------------------------------------------
 
 NEIGHBOURS = torch.arange(-3, 4, dtype=torch.int32)
-CODES = torch.arange(1, 128)
-ROWS = len(CODES) * len(NEIGHBOURS)
 
 
 def next_to_tiny(factors: Tensor | float) -> Tensor:
@@ -242,13 +241,16 @@ def next_to_tiny(factors: Tensor | float) -> Tensor:
 
 def blocks_next_to_tiny(code: MomentCode, beta: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return a code for each block of 7, their scales, and which are rounded up when decoded."""
+    positive = torch.arange(1, 2 ** (code.bits - 1))
     if isinstance(code, LogCode):
         # Blocks that span the fewest octaves.
-        step, values = 16 * code.MIN_SPAN // 254, next_to_tiny(beta)
-        high = values.view(torch.int32) + ((255 * step >> 4) - (CODES * step >> 4)[:, None]).int()
+        parts = code.bits - 4
+        step, values = (code.MIN_SPAN << parts) // (2**code.bits - 2), next_to_tiny(beta)
+        above = ((2**code.bits - 1) * step >> parts) - (positive * step >> parts)[:, None]
+        high = values.view(torch.int32) + above.int()
         scales = torch.stack([high.view(FP32), torch.full(high.shape, float(step))], dim=2)
-        return CODES, scales, is_rounded_up(values.double() * beta).expand(high.shape)
-    codes = CODES + 128 if isinstance(code, DynamicCode) else CODES
+        return positive, scales, is_rounded_up(values.double() * beta).expand(high.shape)
+    codes = positive + 128 if isinstance(code, DynamicCode) else positive
     levels = (code.narrow if isinstance(code, SignedLogCode) else code).levels[codes]
     scales = next_to_tiny(levels * beta)
     exact = ieee.mul(scales, beta).double() * levels.double()[:, None]
@@ -266,12 +268,16 @@ def test_aarch64_step_moments_decoded_next_to_the_smallest_normal_number_equal_x
     segments, rounded_up = [], {"exp_avg": 0, "exp_avg_sq": 0}
     for betas in torch.rand(8, 2, generator=torch.Generator().manual_seed(1)).tolist():
         scalars = scalars_at(1, {**HYPERS["adamw"], "betas": betas})
-        segment = make(codec.name, Place((ROWS, 64), 64, 0, ROWS * 64), scalars)
+        num_rows = (2 ** (codec.of_signed.bits - 1) - 1) * len(NEIGHBOURS)
+        segment = make(codec.name, Place((num_rows, 64), 64, 0, num_rows * 64), scalars)
         for name, beta in (("exp_avg", scalars.beta1), ("exp_avg_sq", scalars.beta2)):
             code, moment = codec.code_of(ADAM.moment(name)), moment_of(segment, name)
             codes, scales, hits = blocks_next_to_tiny(code, beta)
             rows = codes.repeat_interleave(len(NEIGHBOURS))
-            moment.values.view(ROWS, 64)[:, ::2] = rows[:, None].to(torch.uint8)
+            in_place = torch.zeros(num_rows, 64, dtype=torch.uint8)
+            in_place[:, ::2] = rows[:, None].to(torch.uint8)
+            stored = packed(in_place.flatten(), segment.grid, 0, code.bits)
+            moment.values.copy_(stored)
             moment.scales.copy_(scales.reshape(moment.scales.shape))
             rounded_up[name] += int(hits.sum())
         segments.append(segment)

@@ -17,7 +17,7 @@ from segments import (
     moment_of,
     scalars_at,
     stepped_parts,
-    tensors,
+    tensors_by_element,
 )
 from test_kernel import assert_follows_reference, follow, steps
 
@@ -127,25 +127,27 @@ def test_step_over_shards_keeps_the_bits_of_groups_that_no_boundary_cuts(
         blocks = here.unique().tolist()
         uncut = torch.tensor([number not in cut_blocks for number in blocks])
         assert uncut.any() or len(blocks) == 1
-        for name, value in tensors(part).items():
+        for name, value in tensors_by_element(part).items():
             if name.endswith("scale"):
-                mask, expected = uncut, tensors(whole)[name][blocks]
+                mask, expected = uncut, tensors_by_element(whole)[name][blocks]
             else:
                 mask = uncut[here - blocks[0]]
-                expected = tensors(whole)[name][part.first : part.first + part.grad.numel()]
+                expected = tensors_by_element(whole)[name][
+                    part.first : part.first + part.grad.numel()
+                ]
             assert torch.equal(value[mask], expected[mask]), name
 
 
-def decoded_and_widths(code, moment, block):
+def decoded_and_widths(code, codes, scales, block):
     """Return what a moment decodes to, and for each element the wider of the gaps beside its code.
 
     Gaps are those between all numbers that a code may stand for in the element's block.
     """
-    x = dequantize(code, moment.values, moment.scales, block)
-    num_blocks = len(moment.scales)
-    every_code = torch.arange(256, dtype=torch.uint8).repeat(num_blocks)
-    of_block = torch.arange(num_blocks).repeat_interleave(256)
-    levels = dequantize(code, every_code, moment.scales, of_block).view(num_blocks, 256)
+    x = dequantize(code, codes, scales, block)
+    num_blocks, num_codes = len(scales), 2**code.bits
+    every_code = torch.arange(num_codes, dtype=torch.uint8).repeat(num_blocks)
+    of_block = torch.arange(num_blocks).repeat_interleave(num_codes)
+    levels = dequantize(code, every_code, scales, of_block).view(num_blocks, num_codes)
     distance = levels[block] - x[:, None]
     above = torch.where(distance > 0, distance, math.inf).amin(1)
     below = torch.where(distance < 0, -distance, math.inf).amin(1)
@@ -168,7 +170,8 @@ def test_step_over_shards_is_within_a_code_where_a_boundary_cuts_a_group(
         assert num_blocks == len(moment_of(part, "exp_avg").scales)
         for which in MOMENTS:
             code = CODECS[codec].code_of(ADAM.moment(which))
-            x, width = decoded_and_widths(code, moment_of(part, which), block)
+            codes, scales = tensors_by_element(part)[which], moment_of(part, which).scales
+            x, width = decoded_and_widths(code, codes, scales, block)
             expected = exact[which][part.first : part.first + numel]
             slack = 6 * 2.0**-24 * expected.abs()
             assert ((x - expected).abs() <= width + slack).all(), which

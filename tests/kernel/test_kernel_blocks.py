@@ -23,7 +23,7 @@ from segments import (
     poison_moment,
     scalars_at,
     stepped_parts,
-    tensors,
+    tensors_by_element,
     with_moments,
 )
 
@@ -31,6 +31,7 @@ from zero8.algorithms.adam import ADAM, UNKNOWN_HISTORY, AdamScalars, next_histo
 from zero8.op import kernel
 from zero8.spec import reference
 from zero8.spec.codec import CODECS, quantize
+from zero8.spec.packing import packed
 from zero8.spec.segment import Moment, Segment
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -66,8 +67,8 @@ def test_kernel_step_uncut_blocks_do_not_depend_on_shards(codec, cuts, dtype):
         here = block[begin : begin + piece.param.numel()]
         uncut = torch.tensor([int(b) not in cut_blocks for b in here])
         blocks = [b for b in here.unique().tolist() if b not in cut_blocks]
-        for name, value in tensors(piece).items():
-            of_whole = tensors(whole)[name]
+        for name, value in tensors_by_element(piece).items():
+            of_whole = tensors_by_element(whole)[name]
             if name.endswith("scale"):
                 local = torch.tensor(blocks, dtype=torch.int64)
                 assert torch.equal(value[local - int(here[0])], of_whole[local]), name
@@ -117,10 +118,10 @@ def test_kernel_step_nonfinite_gradient_leaves_its_block_as_it_was(codec, poison
     assert kernel.step([clean, poisoned], isa=isa) == [0, 2]
     good = ~torch.isin(block, bad_blocks)
     good_blocks = ~torch.isin(block.unique(), bad_blocks)
-    for name, value in tensors(poisoned).items():
+    for name, value in tensors_by_element(poisoned).items():
         mask = good_blocks if name.endswith("scale") else good
-        assert torch.equal(value[mask], tensors(clean)[name][mask]), name
-        assert torch.equal(value[~mask], tensors(before)[name][~mask]), name
+        assert torch.equal(value[mask], tensors_by_element(clean)[name][mask]), name
+        assert torch.equal(value[~mask], tensors_by_element(before)[name][~mask]), name
     assert not torch.equal(poisoned.param[good], before.param[good])
     assert reference.step(following) == 2
     assert_same(poisoned, following, isa)
@@ -281,7 +282,7 @@ def store(segment: Segment, name: str, values: torch.Tensor, block: torch.Tensor
     code = segment.codec.code_of(ADAM.moment(name))
     codes, scales = quantize(code, values, block, int(block.max()) + 1)
     moment: Moment = moment_of(segment, name)
-    moment.values.copy_(codes)
+    moment.values.copy_(packed(codes, segment.grid, segment.first, code.bits))
     moment.scales.copy_(scales)
 
 

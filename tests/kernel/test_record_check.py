@@ -22,6 +22,7 @@ OUTSIDE_INT32 = [-(2**31), -1, 2**31 - 1]
 BAD = {
     "block_size": [*OUTSIDE_INT32, 0, 1, 32, 63, 65, 255, 300, 4097, 8192, 65536],
     "row_length": [-(2**63), -1, 0, 2**48 + 1, 2**62, 2**63 - 1],
+    "own_row_length": [-(2**63), -1, 0, 299, 301, 2**63 - 1],
     "numel": [-(2**63), -1, 2**48 + 1, 2**63 - 1],
     "first": [-(2**63), -1, 2**48 - 299, 2**63 - 1],
     "algorithm": [*OUTSIDE_INT32, 0, NUM_ALGORITHMS + 1],
@@ -34,8 +35,8 @@ BAD = {
 }
 # By moment and field; the codec 0 or 1 of one moment alone is none of both.
 BAD_OF_MOMENTS = {
-    (0, "codec"): [*OUTSIDE_INT32, 2, 3, 6],
-    (1, "codec"): [*OUTSIDE_INT32, 0, 1, 2, 3, 5, 6],
+    (0, "codec"): [*OUTSIDE_INT32, 2, 3, 7],
+    (1, "codec"): [*OUTSIDE_INT32, 0, 1, 2, 3, 5, 6, 7],
     (0, "num_scales"): [-1, 0, 2, 4, 2**63 - 1],
     (1, "num_scales"): [-1, 0, 3, 5, 7, 2**63 - 1],
     (0, "values"): [0],

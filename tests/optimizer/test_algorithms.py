@@ -23,6 +23,7 @@ from zero8.optimizer import OPTIMIZERS
 from zero8.spec import dither, reference
 from zero8.spec.codec import CODECS
 from zero8.spec.grid import BlockGrid
+from zero8.spec.packing import packed
 from zero8.spec.segment import Moment, Rounding, Segment
 from zero8.state.keywords import DEFAULTS, OWN_KEYS
 
@@ -204,7 +205,7 @@ def test_algorithm_steps_are_those_of_the_reference(made, codec, dtype):
     codes = [CODECS[codec].code_of(rule) for rule in algorithm.moments]
     moments = [
         Moment(
-            torch.full((6000,), code.zero_code, dtype=torch.uint8),
+            packed(torch.full((6000,), code.zero_code, dtype=torch.uint8), grid, 0, code.bits),
             torch.zeros(grid.num_blocks, *code.scale_shape),
         )
         for code in codes
@@ -233,8 +234,8 @@ def test_algorithm_steps_are_those_of_the_reference(made, codec, dtype):
         assert reference.step(segment) == 0
         assert_equal([mine], [theirs])
         state = optimizer.state[mine]
-        for name, moment in zip(algorithm.moment_names, moments, strict=True):
-            assert torch.equal(state[f"{name}_q8"].view(-1), moment.values)
+        for name, code, moment in zip(algorithm.moment_names, codes, moments, strict=True):
+            assert torch.equal(state[f"{name}_q{code.bits}"].view(-1), moment.values)
             assert torch.equal(state[f"{name}_scale"].view(moment.scales.shape), moment.scales)
 
 

@@ -19,6 +19,7 @@ from zero8.muon import Muon8bitBlockwise
 from zero8.spec import dither, reference
 from zero8.spec.codec import CODECS
 from zero8.spec.grid import BlockGrid
+from zero8.spec.packing import packed
 from zero8.spec.segment import Moment, Rounding, Segment
 from zero8.step.clipping import factor_of
 
@@ -104,7 +105,8 @@ def test_muon_momentum_has_the_bits_of_the_reference(codec, nesterov, dtype):
     )
     grid, identity = BlockGrid.of((20, 300), 256), dither.identity_of("layer.weight")
     code = CODECS[codec].code_of(MUON.moments[0])
-    values = torch.full((6000,), code.zero_code, dtype=torch.uint8)
+    codes = torch.full((6000,), code.zero_code, dtype=torch.uint8)
+    values = packed(codes, grid, 0, code.bits)
     moment = Moment(values, torch.zeros(grid.num_blocks, *code.scale_shape))
     key = dither.stream_key(5, identity, MUON.moment_names[0])
     for step in range(1, 5):
@@ -125,7 +127,7 @@ def test_muon_momentum_has_the_bits_of_the_reference(codec, nesterov, dtype):
         )
         assert reference.step(segment) == 0
         state = optimizer.state[p]
-        assert torch.equal(state["momentum_buffer_q8"].view(-1), moment.values)
+        assert torch.equal(state[f"momentum_buffer_q{code.bits}"].view(-1), moment.values)
         scales = state["momentum_buffer_scale"].view(moment.scales.shape)
         assert torch.equal(scales, moment.scales)
 

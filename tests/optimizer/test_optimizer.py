@@ -285,9 +285,17 @@ def test_optimizer_memory_report_counts_the_bytes_of_state(codec):
     optimizer = Adam8bitBlockwise(model.named_parameters(), codec=codec, fp32_params=["1"])
     run(optimizer, list(model), 1)
     report = optimizer.memory_report()
-    per_block = {"dynamic": 2, "log": 3, "fp8": 2}[codec]
+    per_block = {"dynamic": 2, "log": 3, "log6": 3, "fp8": 2}[codec]
+    bits = 6 if codec == "log6" else 8
     expected = [
-        ("0", (64, 300), 19200, 8, "64 rows x 2 blocks", 2 * 19200 + 128 * per_block * 4),
+        (
+            "0",
+            (64, 300),
+            19200,
+            bits,
+            "64 rows x 2 blocks",
+            2 * 19200 * bits // 8 + 512 * per_block,
+        ),
         ("1", (64, 100), 6400, 32, "matches fp32_params pattern '1'", 8 * 6400),
         ("2", (50,), 50, 32, "1-dimensional", 400),
     ]
@@ -298,9 +306,9 @@ def test_optimizer_memory_report_counts_the_bytes_of_state(codec):
     for row, state in zip(report.rows, optimizer.state.values(), strict=True):
         tensors = [t for key, t in state.items() if key.startswith("exp_avg")]
         assert row.state_bytes == sum(t.nbytes for t in tensors)
-    assert report.state_bytes_per_param(8) == expected[0][-1] / 19200
+    assert report.state_bytes_per_param(bits) == expected[0][-1] / 19200
     assert report.state_bytes_per_param() == sum(e[-1] for e in expected) / 25650
-    assert "8-bit: 19,200 elements" in str(report) and "32-bit: 6,450 elements" in str(report)
+    assert f"{bits}-bit: 19,200 elements" in str(report) and "32-bit: 6,450 elements" in str(report)
     assert report.grad_bytes == {"float32": 4 * 25650}
     assert "gradients in float32: 102,600 bytes" in str(report)
     optimizer.zero_grad()

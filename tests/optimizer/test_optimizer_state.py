@@ -20,6 +20,7 @@ from zero8 import Adam8bitBlockwise
 from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import CODECS, RETIRED, codec_numbered, dequantize, quantize
 from zero8.spec.grid import BlockGrid
+from zero8.spec.packing import packed, unpacked
 from zero8.state.tell import tell_once
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -60,12 +61,14 @@ def moments(state: dict) -> dict[str, torch.Tensor]:
     _, _, codes, block_size, _, *shape = state["format"].tolist()
     if not block_size:
         return {which: state[which] for which in ("exp_avg", "exp_avg_sq")}
-    block, _ = BlockGrid.of(tuple(shape), block_size).block_numbers(0, torch.Size(shape).numel())
+    grid, numel = BlockGrid.of(tuple(shape), block_size), torch.Size(shape).numel()
+    block, _ = grid.block_numbers(0, numel)
     decoded = {}
     for place, which in enumerate(("exp_avg", "exp_avg_sq")):
         code = codec_numbered(codes >> 8 * place & 0xFF).code_of(ADAM.moment(which))
         scales = state[f"{which}_scale"].reshape(-1, *code.scale_shape)
-        x = dequantize(code, state[f"{which}_q8"].flatten(), scales, block)
+        stored = state[f"{which}_q{code.bits}"].flatten()
+        x = dequantize(code, unpacked(stored, grid, 0, numel, code.bits), scales, block)
         decoded[which] = x.view(shape)
     return decoded
 
@@ -330,7 +333,8 @@ def test_load_state_dict_of_float32_moments_of_narrow_rows_quantizes_them(codec)
     for which in ("exp_avg", "exp_avg_sq"):
         code = CODECS[codec].code_of(ADAM.moment(which))
         codes, scales = quantize(code, before[which].flatten(), block, 18)
-        assert torch.equal(state[f"{which}_q8"].flatten(), codes)
+        expected = packed(codes, BlockGrid.of(shape, 256), 0, code.bits)
+        assert torch.equal(state[f"{which}_q{code.bits}"].flatten(), expected)
         assert torch.equal(state[f"{which}_scale"], scales.view(18, 1, *code.scale_shape))
     run(optimizer, [("lora_B", p)], 1, start=3)
 

@@ -18,7 +18,7 @@ from zero8.plan.model import Model
 from zero8.plan.rates import Rates
 from zero8.plan.setup import Setup, with_deepspeed_config
 from zero8.plan.share import share_of
-from zero8.spec.codec import CODECS, DEFAULT_CODEC
+from zero8.spec.codec import CODECS
 from zero8.state.policy import Policy
 
 NVME = ("--nvme-bandwidth", "5")
@@ -64,14 +64,15 @@ def test_plan_saves_where_the_states_are(capsys, words, place, grad_bytes):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_plan_of_a_codec_counts_its_scales(capsys, codec):
-    """Per block of 256, `log` has one float more than the others: the span of v."""
+def test_plan_of_a_codec_counts_its_codes_and_scales(capsys, codec):
+    """Per block of 256, `log` and `log6` have one float more than the others: the span of v."""
     default, chosen = (
         planned(capsys, "--parameters", "1B", *words) for words in ((), ("--codec", codec))
     )
     assert chosen["setup"]["codec"] == codec
     saved = default["zero8"]["host_bytes"] - chosen["zero8"]["host_bytes"]
-    assert saved == pytest.approx((codec != DEFAULT_CODEC) * 4 / 256 * 1e9, rel=1e-3)
+    expected = {"log": 0, "log6": 0.5, "dynamic": 4 / 256, "fp8": 4 / 256}[codec]
+    assert saved == pytest.approx(expected * 1e9, rel=1e-3)
 
 
 def test_plan_of_ranks_of_one_host_counts_them_all(capsys):

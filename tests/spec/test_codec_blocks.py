@@ -154,15 +154,17 @@ def test_quantize_every_code_under_many_scales_is_idempotent(code):
     """All codes in each of 512 blocks, under scales that quantize makes of random numbers."""
     x = torch.cat([spread(code, 256 * 8, octaves, seed=3, zeros=0) for octaves in (4, 40)])
     _, scales = quantize(code, x, blocks_of(8, 512), 512)
-    codes = torch.arange(256, dtype=torch.uint8).expand(512, 256)
+    num_codes = 1 << code.bits
+    codes = torch.arange(num_codes, dtype=torch.uint8).expand(512, -1)
     if isinstance(code, SignedLogCode):
         # In the order in which the sampled elements choose the block's levels again: of 64, those
         # at the joint or above are all where the largest come first, and 32 of the wide levels
-        # where the smallest do.  -128 is never produced.
-        magnitudes = torch.arange(-127, 128).abs()
+        # where the smallest do.  -128, or -32, is never produced.
+        signed = torch.arange(1 - num_codes // 2, num_codes // 2)
+        magnitudes = signed.abs()
         rising = magnitudes.argsort(stable=True)
         order = torch.where((scales < 0)[:, None], rising, rising.flip(0))
-        codes = torch.arange(-127, 128).to(torch.int8).view(torch.uint8)[order]
+        codes = (signed & num_codes - 1).to(torch.uint8)[order]
         assert 100 < (scales < 0).sum() < 412
     if isinstance(code, Fp8Code):
         codes = order_of_codes(code).to(torch.uint8).expand(512, -1)
@@ -266,11 +268,11 @@ def test_quantize_error_is_within_the_documented_bound(code):
 
     log      m  The code is read off y = 1 + |x|/s with three roundings, of 1/s, y and the decoded
                 value, each relative to at most |x| + s, so the error is (1/2 cell + 4u)(|x| + s),
-                where a cell is 2^-5, or 2^-4 among wide levels.
+                where a cell is 2^-5, or 2^-4 among wide levels; with 6 bits 2^-3 or 2^-2.
     dynamic     Half of the largest gap, and three roundings relative to s: (gap/2 + 4u) s.
     log      v  On bit patterns: the position is within 1.5/65536 of a cell, which is less than
                 what thresholds stay clear of its ends, and a level is rounded down to a unit:
-                (1/2 + 1.5/65536) step/16 + 1 to nearest, step/16 + 1 dithered.
+                (1/2 + 1.5/65536) step/parts + 1 to nearest, step/parts + 1 dithered.
     fp8         Half a cell is at most 2^-4 |x|, or 2^-10 s among multiples of 2^-9 s; a v rounded
                 up to code 1 is within 2^-9 s.  Three roundings, of 1/s, x/s and the decoded value,
                 which is exact here: 4u |x| more.
@@ -287,7 +289,7 @@ def test_quantize_error_is_within_the_documented_bound(code):
         if isinstance(code, LogCode):
             error = (bits(got) - bits(x)).abs()[x > 0].double()
             cell = 0.5 + 1.5 / 65536 if thresholds is None else 1.0
-            bound = (cell * scale[:, 1] / 16 + 1)[x > 0]
+            bound = (cell * scale[:, 1] / 2**code.part_bits + 1)[x > 0]
         else:
             error = (got.double() - x.double()).abs()
             if isinstance(code, DynamicCode):
@@ -298,7 +300,7 @@ def test_quantize_error_is_within_the_documented_bound(code):
                 least = (2.0**-10 if code.signed else 2.0**-9) * scale
                 bound = torch.maximum(2.0**-4 * magnitude, least) + 4 * UNIT * magnitude
             else:
-                cell = torch.where(scale < 0, 2.0**-4, 2.0**-5)
+                cell = torch.where(scale < 0, 2.0 ** (4 - code.bits), 2.0 ** (3 - code.bits))
                 bound = (cell / 2 + 4 * UNIT) * (x.double().abs() + scale.abs())
         assert (error <= bound).all(), name
 

@@ -107,16 +107,21 @@ def test_health_clipped_updates_are_those_that_the_next_step_clips():
 
 def test_health_samples_runs_at_equal_distances_through_all_tensors(monkeypatch):
     monkeypatch.setattr(module, "RUN_NUMEL", 4)
-    tensors = torch.arange(10), torch.arange(10, 13), torch.arange(13, 34)  # 3 + 1 + 6 runs
+    # 3 + 1 + 6 runs, and one that is not quantized
+    pieces = [SimpleNamespace(numel=numel, is_quantized=numel != 5) for numel in (10, 5, 3, 21)]
+    codes = [torch.arange(10), None, torch.arange(10, 13), torch.arange(13, 34)]
+    store = SimpleNamespace(
+        table=SimpleNamespace(pieces=pieces), codes_of=lambda n, begin, end: codes[n][begin:end]
+    )
     for sample, expected in (
         (8, [[0, 1, 2, 3], [17, 18, 19, 20]]),  # runs 0 and 5
         (12, [[0, 1, 2, 3], [13, 14, 15, 16], [29, 30, 31, 32]]),  # 0, 4 and 8
         (20, [[0, 1, 2, 3], [8, 9], [13, 14, 15, 16], [21, 22, 23, 24], [29, 30, 31, 32]]),
     ):
         monkeypatch.setattr(module, "SAMPLE_NUMEL", sample)
-        assert [run.tolist() for run in module._runs(tensors)] == expected
+        assert [run.tolist() for run in module._runs([store])] == expected
     monkeypatch.setattr(module, "SAMPLE_NUMEL", 40)
-    assert torch.equal(torch.cat(list(module._runs(tensors))), torch.arange(34))
+    assert torch.equal(torch.cat(list(module._runs([store]))), torch.arange(34))
 
 
 def test_health_counts_blocks_that_met_a_non_finite_gradient():

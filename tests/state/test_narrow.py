@@ -11,8 +11,9 @@ from moment_samples import MOMENTS, spread_values
 from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.read.statistics import order_of_codes
 from zero8.spec.codec import CODECS, dequantize, quantize
-from zero8.spec.grid import BlockGrid
+from zero8.spec.grid import UNITS, BlockGrid
 from zero8.spec.log import LogCode, SignedLogCode
+from zero8.spec.packing import packed, unpacked
 from zero8.state import narrow
 from zero8.state.extent import Extent
 from zero8.state.store import MomentStore
@@ -118,8 +119,8 @@ def assert_within_an_encoding(code, before, after, scale):
     The bounds are those of the codes in `zero8.spec`, for each element by itself:
 
     * signed log: half a cell; one is 2^-mantissa_bits of the octave that 1 + |x|/scale is in;
-    * log: half a cell of step/16 patterns; 12/65536 of one, which is what the smallest element may
-      be off its code; and 1 as decoding rounds down.  What lies below the first code, 28 octaves
+    * log: half a cell of step/parts patterns; 12/65536 of one, as the smallest element may be so
+      far off its code; and 1 as decoding rounds down.  What lies below the first code, 28 octaves
       below the largest element, is raised to it;
     * dynamic, fp8: half the gap between the two entries around x/scale, the whole one for a second
       moment next to 0, which may not become 0; times |scale|.  Outside of the map, where -1 is,
@@ -135,11 +136,11 @@ def assert_within_an_encoding(code, before, after, scale):
         scale: of each element.
     """
     if isinstance(code, LogCode):
-        every = torch.arange(1, 256, dtype=torch.uint8).repeat(len(after), 1)
+        every = torch.arange(1, code.top + 1, dtype=torch.uint8).repeat(len(after), 1)
         levels = code.decode(every, scale.unsqueeze(1), 1.0)
         lowest = torch.where(levels > 0, levels, math.inf).amin(1)
         raised = torch.where(before > 0, before.maximum(lowest), 0.0)
-        cell = scale[:, 1].double() / 16
+        cell = scale[:, 1].double() / 2**code.part_bits
         bound = cell / 2 + cell * 12 / 65536 + 1
         assert ((bits(after) - bits(raised)).abs() <= bound).all()
         assert torch.equal(after == 0, before == 0)
@@ -164,15 +165,30 @@ def assert_within_an_encoding(code, before, after, scale):
 # --- Groups that nobody cuts ----------------------------------------------------------------------
 
 
+def whole(shape, block_size):
+    """Return a parameter as a piece."""
+    return Piece(0, math.prod(shape), 0, shape, 7, block_size, "p")
+
+
+def grouped(code, codes, scales, extent, block_size):
+    """Call `narrow.grouped` with codes as they are stored, and return them a byte each."""
+    parameter, numel = whole(extent.shape, block_size), codes.numel()
+    place = parameter.grid, extent.offset[0] * math.prod(extent.shape[1:])
+    row_bytes = place[0].units_per_row(code.bits) * UNITS[code.bits].num_bytes
+    stored = packed(codes.flatten(), *place, code.bits).view(len(codes), row_bytes)
+    stored, of_group = narrow.grouped(code, stored, scales, extent, parameter)
+    return unpacked(stored.flatten(), *place, numel, code.bits).view_as(codes), of_group
+
+
 @every_part
 @every_code
 def test_scales_of_rows_are_those_of_their_groups(codec, which, shape, block_size, begin, end):
     extent, code = part(shape, begin, end), CODECS[codec].code_of(ADAM.moment(which))
-    parameter = Piece(0, math.prod(shape), 0, shape, 7, block_size, "p")
-    store = MomentStore.zeros(CODECS[codec], ADAM.moment(which), extent.table(parameter))
+    table = extent.table(whole(shape, block_size))
+    store = MomentStore.zeros(CODECS[codec], ADAM.moment(which), table)
     store.write(0, values_of(which, shape, begin, end))
     codes, scales = encoded_apart(code, which, shape, block_size, (begin, end), 1.0)
-    assert torch.equal(store.codes, codes.flatten())
+    assert torch.equal(store.codes_of(0, 0, codes.numel()), codes.flatten())
     got = narrow.scales_of_rows(store, extent)
     assert got.shape == (end - begin, 1, *code.scale_shape)
     assert torch.equal(got, scales)
@@ -188,7 +204,7 @@ def test_grouped_returns_uncut_groups_verbatim(codec, which, shape, block_size, 
     )
     codes, of_group = encoded(code, values_of(which, shape, begin, end), group, shape)
     scales, extent = of_group[group].unsqueeze(1), part(shape, begin, end)
-    got_codes, got_scales = narrow.grouped(code, codes, scales, extent, block_size)
+    got_codes, got_scales = grouped(code, codes, scales, extent, block_size)
     assert torch.equal(got_codes, codes)
     assert torch.equal(got_scales, of_group.unsqueeze(1))
 
@@ -222,7 +238,7 @@ def test_grouped_encodes_cut_groups_once_from_what_both_sides_hold_and_keeps_the
     )
     codes, scales = encoded_apart(code, which, shape, block_size, edges, factor)
     arguments = codes.clone(), scales.clone()
-    got_codes, got_scales = narrow.grouped(code, codes, scales, extent, block_size)
+    got_codes, got_scales = grouped(code, codes, scales, extent, block_size)
     assert torch.equal(codes, arguments[0]) and torch.equal(scales, arguments[1])
     kept = ~joined_groups(group, edges)
     assert torch.equal(got_codes[kept[group]], codes[kept[group]])
@@ -237,7 +253,7 @@ def test_grouped_encodes_cut_groups_once_from_what_both_sides_hold_and_keeps_the
     of_element = got_scales[group].squeeze(1).repeat_interleave(codes[0].numel(), dim=0)
     assert_within_an_encoding(code, before, after, of_element)
 
-    again = narrow.grouped(code, got_codes, got_scales[group], extent, block_size)
+    again = grouped(code, got_codes, got_scales[group], extent, block_size)
     assert torch.equal(again[0], got_codes) and torch.equal(again[1], got_scales)
 
 
@@ -252,7 +268,7 @@ def test_grouped_joins_sides_that_differ_in_one_number_of_their_scales():
     assert few[0] == many[0] and few[1] < many[1]
     scales = torch.stack([few, few, many, many, many]).unsqueeze(1)
     before, extent = decoded(code, codes, scales), part(shape, 0, 5)
-    got_codes, got_scales = narrow.grouped(code, codes, scales, extent, 64)
+    got_codes, got_scales = grouped(code, codes, scales, extent, 64)
     wanted_codes, wanted_scales = encoded(code, before, group, shape)
     assert torch.equal(got_codes, wanted_codes)
     assert torch.equal(got_scales, wanted_scales.unsqueeze(1))

@@ -34,7 +34,7 @@ def test_policy_block_size_and_smallest_size_are_those_given():
     policy = Policy(block_size=64, min_8bit_size=1)
     assert policy.decide(None, (1, 300)).grid == BlockGrid(1, 300, 64)
     assert Policy(min_8bit_size=0).decide(None, (0, 300)).grid == BlockGrid(0, 300, 256)
-    assert policy.decide(None, (100, 20)).grid == BlockGrid(34, 60, 64)
+    assert policy.decide(None, (100, 20)).grid == BlockGrid(34, 60, 64, 20)
 
 
 def test_policy_rows_without_elements_stay_float32_at_any_smallest_size():

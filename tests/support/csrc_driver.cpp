@@ -12,14 +12,10 @@
 
 namespace {
 
-struct Shape {
-  int64_t numel, first, row_length;
-  int32_t block_size;
-  int64_t num_blocks;
-};
 constexpr Shape kShapes[] = {
     {1237, 501, 700, 256, 2 + 3 + 2},  // the end of a row, a row, the beginning of a row
     {9001, 0, 9001, zero8::kMaxBlockSize, 3},
+    kNarrow,
 };
 
 // Elements that end where an inaccessible page begins: the address sanitizer does not see masked
@@ -60,17 +56,18 @@ void step(const zero8::DynamicMaps& maps, const Shape& shape, const zero8::Isa& 
     const uint32_t half = exponent_of(i, numel, 15, 14) << 10;
     narrow_grad[i] = static_cast<uint16_t>(is_half ? half : bits >> 16);
   }
-  Array<uint8_t> m_code(numel, 0), v_code(numel, 0), correction(numel, 1);
-  Array<float> m(numel, 0.0f), v(numel, 0.0f), m_scale(num_blocks, 0.0f);
+  const int64_t bytes = moment_bytes(codec, shape);
+  Array<uint8_t> m(bytes, 0), v(bytes, 0), correction(numel, 1);
+  Array<float> m_scale(num_blocks, 0.0f);
   Array<float> v_scale(zero8::kScalesPerBlock[codec].of_unsigned * num_blocks, 0.0f);
   zero8::Segment segment{};
-  const bool is_wide = types.param == zero8::kFP32, is_plain = codec == zero8::kFloat32;
+  const bool is_wide = types.param == zero8::kFP32;
   segment.param = is_wide ? static_cast<void*>(wide_param.get()) : narrow_param.get();
   segment.grad =
       types.grad == zero8::kFP32 ? static_cast<void*>(wide_grad.get()) : narrow_grad.get();
   segment.algorithm = zero8::kAdam;
-  segment.moments[0].values = is_plain ? static_cast<void*>(m.get()) : m_code.get();
-  segment.moments[1].values = is_plain ? static_cast<void*>(v.get()) : v_code.get();
+  segment.moments[0].values = m.get();
+  segment.moments[1].values = v.get();
   segment.moments[0].scales = m_scale.get();
   segment.moments[1].scales = v_scale.get();
   for (zero8::Moment& moment : segment.moments) moment.codec = codec;
@@ -78,6 +75,7 @@ void step(const zero8::DynamicMaps& maps, const Shape& shape, const zero8::Isa& 
   segment.numel = numel;
   segment.first = shape.first;
   segment.row_length = shape.row_length;
+  segment.own_row_length = shape.own_row_length;
   segment.block_size = shape.block_size;
   segment.param_dtype = types.param;
   segment.grad_dtype = types.grad;
@@ -101,10 +99,10 @@ int main() {
   for (int i = 0; i < zero8::kNumIsas; ++i) {
     const zero8::Isa& isa = zero8::kIsas[i];
     if (!isa.is_supported()) continue;
-    for (int kind = 0; kind < 3 * 3; ++kind) {
+    for (const zero8::Codec codec : kCodecs) {
       for (const Types types : kTypes) {
-        for (const Shape& shape : kShapes) {
-          step(*maps, shape, isa, kCodecs[kind / 3], types, kRoundings[kind % 3]);
+        for (const zero8::Rounding rounding : kRoundings) {
+          for (const Shape& shape : kShapes) step(*maps, shape, isa, codec, types, rounding);
         }
       }
     }

@@ -17,7 +17,8 @@ constexpr Types kTypes[] = {
     {zero8::kBF16, zero8::kBF16},       {zero8::kBF16, zero8::kFP32, true},
     {zero8::kBF16, zero8::kBF16, true},
 };
-constexpr zero8::Codec kCodecs[] = {zero8::kFloat32, zero8::kDynamic, zero8::kLog, zero8::kFp8};
+constexpr zero8::Codec kCodecs[] = {zero8::kFloat32, zero8::kDynamic, zero8::kLog, zero8::kFp8,
+                                    zero8::kLog6};
 constexpr zero8::Rounding kRoundings[] = {zero8::kNearest, zero8::kDither, zero8::kHash};
 
 // With L2 and without.
@@ -25,6 +26,26 @@ constexpr zero8::StepScalars kScalars[] = {
     {{0.9f, 0.999f, 0.1f, 0.0316f, 1.0f, 1e-8f, 10.0f, 1e-3f, 0.99f, 0.01f, 1.0f, 1.1f, 1.0f}},
     {{0.9f, 0.999f, 0.1f, 0.0316f, 1.0f, 1e-8f, 10.0f, 1e-3f, 0.99f, 0.0f, 1.0f, 1.1f, 1.0f}},
 };
+
+struct Shape {
+  int64_t numel, first, row_length;
+  int32_t block_size;
+  int64_t num_blocks;
+  int64_t own_row_length = row_length;
+};
+// Whose rows share their blocks.
+constexpr Shape kNarrow = {650, 3, 60, 64, 11, 5};
+
+// Of one moment: floats, a byte for each code, or four codes of 6 bits in three bytes.
+inline int64_t moment_bytes(zero8::Codec codec, const Shape& shape) {
+  if (codec == zero8::kFloat32) return 4 * shape.numel;
+  if (codec != zero8::kLog6) return shape.numel;
+  const auto unit_of = [&](int64_t element) {
+    const int64_t row = shape.own_row_length;
+    return element / row * ((row + 3) / 4) + element % row / 4;
+  };
+  return 3 * (unit_of(shape.first + shape.numel - 1) - unit_of(shape.first) + 1);
+}
 
 // Powers of two, as patterns of exponents: equal ones in the first half, then ones of `octaves`.
 // Blocks of `log` are of both kinds then, and some hold more than they can tell apart.

@@ -14,18 +14,14 @@
 
 namespace {
 
-struct Shape {
-  int64_t numel, first, row_length;
-  int32_t block_size;
-  int64_t num_blocks;
-};
 constexpr Shape kShapes[] = {
     {1237, 501, 700, 256, 2 + 3 + 2},  // the end of a row, a row, the beginning of a row
     {5, 0, 5, 64, 1},
     {4 * 1031, 0, 1031, 256, 4 * 5},
     {9001, 0, 9001, zero8::kMaxBlockSize, 3},
+    kNarrow,
 };
-constexpr int64_t kNumel = 1237 + 5 + 4 * 1031 + 9001, kNumBlocks = 7 + 1 + 20 + 3;
+constexpr int64_t kNumel = 1237 + 5 + 4 * 1031 + 9001 + 650, kNumBlocks = 7 + 1 + 20 + 3 + 11;
 constexpr int kNumSegments = sizeof kShapes / sizeof kShapes[0];
 // Every second block of this one gets an infinite gradient.  3 threads cut it, and so do 8: several
 // of them add to its count of such blocks.
@@ -45,15 +41,16 @@ class List {
  public:
   explicit List(const Kind& kind) {
     const int64_t param_size = kind.types.param == zero8::kFP32 ? 4 : 2;
-    const int64_t moment_size = kind.codec == zero8::kFloat32 ? 4 : 1;
+    int64_t num_moment_bytes = 0;
+    for (const Shape& shape : kShapes) num_moment_bytes += moment_bytes(kind.codec, shape);
     const zero8::ScalesPerBlock scales = zero8::kScalesPerBlock[kind.codec];
     grad_size_ = kind.types.grad == zero8::kFP32 ? 4 : 2;
     is_half_ = kind.types.grad == zero8::kFP16;
     param_.resize(kNumel * param_size);
     grad_.resize(kNumel * grad_size_);
     correction_.resize(kNumel);
-    exp_avg_.resize(kNumel * moment_size);
-    exp_avg_sq_.resize(kNumel * moment_size);
+    exp_avg_.resize(num_moment_bytes);
+    exp_avg_sq_.resize(num_moment_bytes);
     exp_avg_scale_.resize(kNumBlocks * scales.of_signed);
     exp_avg_sq_scale_.resize(kNumBlocks * scales.of_unsigned);
     for (int64_t i = 0; i < kNumel; ++i) {
@@ -62,15 +59,15 @@ class List {
       write_grad(i, is_half_ ? exponent_of(i, kNumel, 15, 14) << 10
                              : exponent_of(i, kNumel, 127, 40) << 23);
     }
-    int64_t element = 0, block = 0;
+    int64_t element = 0, block = 0, moment_byte = 0;
     for (int k = 0; k < kNumSegments; ++k) {
       const Shape& shape = kShapes[k];
       zero8::Segment& segment = segments_[k];
       segment.param = param_.data() + element * param_size;
       segment.grad = grad_.data() + element * grad_size_;
       segment.algorithm = zero8::kAdam;
-      segment.moments[0].values = exp_avg_.data() + element * moment_size;
-      segment.moments[1].values = exp_avg_sq_.data() + element * moment_size;
+      segment.moments[0].values = exp_avg_.data() + moment_byte;
+      segment.moments[1].values = exp_avg_sq_.data() + moment_byte;
       segment.moments[0].scales = exp_avg_scale_.data() + block * scales.of_signed;
       segment.moments[1].scales = exp_avg_sq_scale_.data() + block * scales.of_unsigned;
       for (zero8::Moment& moment : segment.moments) moment.codec = kind.codec;
@@ -78,12 +75,14 @@ class List {
       segment.numel = shape.numel;
       segment.first = shape.first;
       segment.row_length = shape.row_length;
+      segment.own_row_length = shape.own_row_length;
       segment.block_size = shape.block_size;
       segment.param_dtype = kind.types.param;
       segment.grad_dtype = kind.types.grad;
       segment.rounding = kind.rounding;
       element += shape.numel;
       block += shape.num_blocks;
+      moment_byte += moment_bytes(kind.codec, shape);
     }
   }
 

@@ -55,7 +55,7 @@ inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long x)
 
 namespace {
 
-enum class Op { kNone, kMax, kMin, kAdd, kNamedBarrier, kAllThreads };
+enum class Op { kNone, kMax, kMin, kAdd, kWarpBarrier, kNamedBarrier, kAllThreads };
 
 // What a stopped fiber waits for: threads of its warp, or as many as come to the same barrier.
 struct Meeting {
@@ -156,6 +156,7 @@ inline uint32_t __reduce_min_sync(uint32_t mask, uint32_t x) {
 inline uint32_t __reduce_add_sync(uint32_t mask, uint32_t x) {
   return meet_in_warp(Op::kAdd, mask, x);
 }
+inline void __syncwarp(uint32_t mask) { meet_in_warp(Op::kWarpBarrier, mask, 0); }
 inline void __syncthreads() { meet({Op::kAllThreads, 0, static_cast<uint32_t>(num_fibers), 0}); }
 
 #include "cuda/step_kernel.h"

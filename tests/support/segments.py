@@ -12,6 +12,7 @@ from zero8.algorithms.table import ALGORITHMS
 from zero8.spec.algorithm import MomentRule, Scalars
 from zero8.spec.codec import CODECS, quantize
 from zero8.spec.grid import BlockGrid
+from zero8.spec.packing import packed, unpacked
 from zero8.spec.segment import Moment, Rounding, Segment
 
 CODEC_NAMES = [None, *CODECS]
@@ -62,7 +63,8 @@ def zero_moment(codec: str | None, rule: MomentRule, grid: BlockGrid, place: Pla
     if codec is None:
         return Moment(shifted(torch.zeros(place.numel), place.offset), phase=MOMENT_PHASE)
     code = CODECS[codec].code_of(rule)
-    values = torch.full((place.numel,), code.zero_code, dtype=torch.uint8)
+    codes = torch.full((place.numel,), code.zero_code, dtype=torch.uint8)
+    values = packed(codes, grid, place.first, code.bits)
     scales = torch.zeros(grid.num_blocks_touched(place.first, place.numel), *code.scale_shape)
     return Moment(shifted(values, place.offset), shifted(scales, place.offset), MOMENT_PHASE)
 
@@ -108,6 +110,17 @@ def tensors(segment: Segment) -> dict[str, torch.Tensor]:
         found[name] = moment.values
         if moment.scales is not None:
             found[f"{name}_scale"] = moment.scales
+    return found
+
+
+def tensors_by_element(segment: Segment) -> dict[str, torch.Tensor]:
+    """Return `tensors`, with a byte for each code."""
+    found = tensors(segment)
+    if segment.codec is not None:
+        for rule in segment.algorithm.moments:
+            bits = segment.codec.code_of(rule).bits
+            place = segment.grid, segment.first, segment.param.numel()
+            found[rule.name] = unpacked(found[rule.name], *place, bits)
     return found
 
 

@@ -79,6 +79,9 @@ struct Operands {
   const uint16_t* narrow() const { return &arrays().narrow[i]; }
   const zero8::Half* halves() const { return reinterpret_cast<const zero8::Half*>(narrow()); }
   const uint8_t* codes() const { return &arrays().code[i]; }
+  const uint8_t* bytes() const {
+    return reinterpret_cast<const uint8_t*>(arrays().pattern[0].data());
+  }
   uint32_t same() const { return arrays().pattern[0][i / 64 * 64]; }  // in all lanes
 
   typename V::F raw(int k) const { return V::load(floats(k)); }
@@ -87,6 +90,10 @@ struct Operands {
   typename V::I below(int k, uint32_t end) const {  // `end` is a power of two
     return V::andi(integer(k), V::seti(end - 1));
   }
+};
+
+struct Three {
+  uint8_t bytes[3];
 };
 
 // --- What contracts ask of operands
@@ -498,6 +505,12 @@ void compare_chunks_and_tails(Test& test) {
     v.prefetch(x.codes());
     return v.seti(0);
   });
+  test.lanes("load6", [](auto v, auto x) {
+    const auto lower = v.template load6<false>(x.bytes() + 3 * x.i);
+    return v.xori(lower, v.template load6<true>(x.bytes() + 3 * x.i));
+  });
+  test.template writes<Three>(
+      "store6", 1, [](auto v, auto x, Three* out) { v.store6(out->bytes, x.integer(0)); });
   compare_pair<Floats>(test, "load_pair",
                        [](auto v, auto x, auto* pair) { v.load_pair(x.narrow(), pair); });
   compare_pair<Integers>(test, "load8_pair",

@@ -6,6 +6,9 @@ import math
 import torch
 from zero_worker import MOMENTS
 
+from zero8.spec.grid import BlockGrid
+from zero8.spec.packing import unpacked
+
 
 def block_of_elements(shape, block_size):
     """Return the block of each element: rows as short as they may be, cut at block_size.
@@ -22,7 +25,7 @@ def block_of_elements(shape, block_size):
     return index // row_length * per_row + index % row_length // block_size
 
 
-def put_together(ranks, block_size):
+def put_together(ranks, block_size, bits=8):
     """Return, by parameter, its weights and moments per element, from what all ranks hold.
 
     Moments are codes and scales, or float32 values and None.  `whole` tells where a block is not
@@ -37,8 +40,10 @@ def put_together(ranks, block_size):
             quantized = "exp_avg_scale" in entry
             entry["holders"][here] += 1
             entry["weights"][here] = state["master"][piece.start : piece.start + piece.numel]
-            there = slice(offsets[quantized], offsets[quantized] + piece.numel)
-            offsets[quantized] += piece.numel
+            place = piece.shape, block_size, piece.first, piece.numel, bits
+            size = num_code_bytes(*place) if quantized else piece.numel
+            there = slice(offsets[quantized], offsets[quantized] + size)
+            offsets[quantized] += size
             if quantized:
                 block = block_of_elements(piece.shape, block_size)
                 touched, local, count = block[here].unique(return_inverse=True, return_counts=True)
@@ -48,13 +53,28 @@ def put_together(ranks, block_size):
                 offsets["scales"] += len(touched)
             for which in MOMENTS:
                 codes, scales, dense = state[which]
-                entry[which][here] = (codes if quantized else dense)[there]
+                entry[which][here] = by_element(codes[there], *place) if quantized else dense[there]
                 if quantized:
                     entry[f"{which}_scale"][here] = scales[first_scale:][local]
         for which in MOMENTS:
             sizes = [len(tensor) for tensor in state[which]]
             assert sizes == [offsets[True], offsets["scales"], offsets[False]]
     return made
+
+
+def num_code_bytes(shape, block_size, first, numel, bits):
+    """Return how many bytes the codes of a shard take: those of each unit that it touches."""
+    if bits == 8:
+        return numel
+    grid = BlockGrid.of(shape, block_size)
+    row = grid.own_row_length or grid.row_length
+    units = {n // row * math.ceil(row / 4) + n % row // 4 for n in range(first, first + numel)}
+    return 3 * len(units)
+
+
+def by_element(stored, shape, block_size, first, numel, bits):
+    """Return a byte for each code of a shard."""
+    return unpacked(stored, BlockGrid.of(shape, block_size), first, numel, bits)
 
 
 def empty_entry(piece, state):
@@ -88,13 +108,15 @@ def assert_equals_plain(made, expected, block_size, cut_per_param):
         assert entry["holders"].eq(1).all(), parameter
         assert entry["weights"].dtype == weights.dtype
         assert torch.equal(entry["weights"][whole], weights.flatten()[whole]), parameter
-        if "exp_avg_q8" in state:
+        bits = next((bits for bits in (8, 6) if f"exp_avg_q{bits}" in state), None)
+        if bits:
             block = block_of_elements(weights.shape, block_size)
             assert block[~whole].unique().numel() <= cut_per_param, parameter
-        for which in MOMENTS if "exp_avg_q8" in state else ():
-            codes, scales = state[f"{which}_q8"].flatten(), entry[f"{which}_scale"]
+        for which in MOMENTS if bits else ():
+            stored, scales = state[f"{which}_q{bits}"].flatten(), entry[f"{which}_scale"]
+            codes = by_element(stored, weights.shape, block_size, 0, weights.numel(), bits)
             assert torch.equal(entry[which][whole], codes[whole]), parameter
             per_block = state[f"{which}_scale"].reshape(-1, *scales.shape[1:])
             assert torch.equal(scales[whole], per_block[block][whole]), parameter
-        for which in () if "exp_avg_q8" in state else MOMENTS:
+        for which in () if bits else MOMENTS:
             assert torch.equal(entry[which], state[which].flatten()), parameter

@@ -143,14 +143,14 @@ def levels_around(x, piece_number, element):
     store, piece = x.store, x.store.table.pieces[piece_number]
     block = piece.grid.block_of(piece.first + element) - piece.grid.block_of(piece.first)
     scales = store.piece(piece_number).scales[block : block + 1]
-    codes = torch.arange(256, dtype=torch.uint8)
-    levels = store.code.decode(codes, scales.expand(256, *scales.shape[1:]), 1.0)
+    codes = torch.arange(1 << store.code.bits, dtype=torch.uint8)
+    levels = store.code.decode(codes, scales.expand(len(codes), *scales.shape[1:]), 1.0)
     return coordinate(store, levels).unique()
 
 
 def coordinate(store, values):
     """Return where rounding to the nearest code is plain rounding; log: the float's bits."""
-    if store.codec.name == "log" and store.name == "exp_avg_sq":
+    if store.codec.name in ("log", "log6") and store.name == "exp_avg_sq":
         return values.abs().view(torch.int32).double()
     return values.double()
 

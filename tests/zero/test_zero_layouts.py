@@ -16,6 +16,7 @@ from zero_shards import assert_equals_plain, put_together
 from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
 
 import zero8
+from zero8.spec.codec import CODECS, DEFAULT_CODEC
 
 STEPS = 4
 TRAINED = tuple(name for name in Bag.SHAPES if name != "frozen")
@@ -33,11 +34,13 @@ LAYOUTS = {
     "zero2 offload, round robin": config(stage=2, zero={"round_robin_gradients": True}),
     "zero2 offload, bf16": config(stage=2, dtype={}),
     "zero2 offload, dynamic": config(stage=2, codec="dynamic", block_size=128),
+    "zero2 offload, log6": config(stage=2, codec="log6"),
     "zero2 offload, groups": config(stage=2),
     "zero2 offload, fp32 embedding": config(stage=2, fp32_params=["*embed*"]),
     "zero2 offload, bf16 masters": config(stage=2, dtype={"bf16_master_weights_and_grads": True}),
     "zero3 offload": config(stage=3),
     "zero3 offload, groups": config(stage=3),
+    "zero3 offload, log6": config(stage=3, codec="log6"),
     "zero3 offload, small sub-groups": config(stage=3, zero={"sub_group_size": 5000}),
     "zero3, under zero.Init": config(stage=3, offload=None),
     "zero3 offload, bf16 masters": config(stage=3, dtype={"bf16_master_weights_and_grads": True}),
@@ -206,10 +209,15 @@ def reference(name, ds_config):
     return {n: (getattr(bag, n).detach(), optimizer.state[getattr(bag, n)]) for n in TRAINED}
 
 
+def bits_of(ds_config):
+    """Return the bits of a code."""
+    return CODECS[ds_config["optimizer"]["params"].get("codec", DEFAULT_CODEC)].of_signed.bits
+
+
 def assert_equals_reference(ranks, name, ds_config, cut_per_param):
     """Compare what the ranks hold with the plain optimizer, where blocks are whole."""
     block_size = ds_config["optimizer"]["params"].get("block_size", 256)
-    made = put_together(ranks, block_size)
+    made = put_together(ranks, block_size, bits_of(ds_config))
     assert_equals_plain(made, reference(name, ds_config), block_size, cut_per_param)
     return made
 
@@ -278,6 +286,7 @@ def test_parameter_without_gradient_keeps_zero_moments(two_ranks, name):
     made = put_together(
         [layouts[name] for layouts, *_ in two_ranks],
         LAYOUTS[name]["optimizer"]["params"].get("block_size", 256),
+        bits_of(LAYOUTS[name]),
     )
     for which in MOMENTS:
         assert made["unused"][f"{which}_scale"].eq(0).all()
@@ -290,7 +299,8 @@ def test_memory_report_lists_what_the_rank_holds(two_ranks, name):
         states, rows = layouts[name]["states"], layouts[name]["report"]
         pieces = [piece for state in states for piece in state["pieces"]]
         got = [(row["name"], row["numel"], row["bits"]) for row in rows]
-        assert got == [(p.name, p.numel, 8 if p.block_size else 32) for p in pieces], rank
+        bits = bits_of(LAYOUTS[name])
+        assert got == [(p.name, p.numel, bits if p.block_size else 32) for p in pieces], rank
         held_bytes = sum(t.nbytes for s in states for which in MOMENTS for t in s[which])
         assert sum(row["state_bytes"] for row in rows) == held_bytes
 

@@ -53,7 +53,7 @@ def health(optimizer: BlockwiseOptimizer) -> dict[str, float]:
     in_8bit = in_fp32 = 0
     for pair in [*stores, *(layout.like for layout in on_disk)]:
         num_bytes += sum(store.nbytes for store in pair)
-        in_8bit += pair[0].codes.numel()
+        in_8bit += pair[0].table.size(quantized=True)
         in_fp32 += pair[0].dense.numel()
     values = {
         "state_bytes": num_bytes,
@@ -61,10 +61,11 @@ def health(optimizer: BlockwiseOptimizer) -> dict[str, float]:
         "nonfinite_blocks": optimizer.nonfinite_blocks,
     }
     for of_one in zip(*stores, strict=True):
-        if sample := list(_runs([store.codes for store in of_one])):
+        if sample := list(_runs(of_one)):
+            code = optimizer.codec.code_of(of_one[0].rule)
             codes = torch.cat([run.cpu() for run in sample])
             counts = MomentCounts(torch.bincount(codes, minlength=NUM_CODES))
-            summary = counts.summary(optimizer.codec.code_of(of_one[0].rule))
+            summary = counts.summary(code)
             values |= {f"{of_one[0].name}_{end}": summary[end] for end in ("at_top", "at_floor")}
     if optimizer.algorithm is ADAM and (share := _clipped(optimizer, moments)) is not None:
         values["clipped"] = share
@@ -92,10 +93,17 @@ def _clipped(
     return clipped / total if total else None
 
 
-def _runs(codes: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the codes to count."""
-    for number, begin, end in _sampled([x.numel() for x in codes], SAMPLE_NUMEL):
-        yield codes[number][begin:end]
+def _runs(stores: Sequence[MomentStore]) -> Iterator[Tensor]:
+    """Yield the codes to count, a byte each."""
+    pieces = [
+        (store, number, piece.numel)
+        for store in stores
+        for number, piece in enumerate(store.table.pieces)
+        if piece.is_quantized
+    ]
+    for place, begin, end in _sampled([numel for *_, numel in pieces], SAMPLE_NUMEL):
+        store, number, _ = pieces[place]
+        yield store.codes_of(number, begin, end)
 
 
 def _sampled(lengths: Sequence[int], sample_numel: int) -> Iterator[tuple[int, int, int]]:

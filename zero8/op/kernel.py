@@ -285,7 +285,7 @@ def copy(
     Args:
         param: contiguous, any shape.
         grad: contiguous, as many bytes as `param`.
-        states: contiguous, as many elements as `param`.
+        states: contiguous, a whole number of bytes for each element of `param`, or 6 bits.
         num_threads: threads to use; `step_threads()` by default.
 
     Raises:
@@ -308,8 +308,12 @@ def _fill(record: np.void, segment: Segment, device: torch.device) -> None:
     for place, (rule, moment) in enumerate(zip(rules, segment.moments, strict=True)):
         # A view of one item, through which its fields are set.
         of_moment = record["moments"][place : place + 1]
-        dtype = torch.float32 if codec is None else torch.uint8
-        of_moment["values"] = check(rule.name, moment.values, numel, dtype)
+        if codec is None:
+            of_moment["values"] = check(rule.name, moment.values, numel, torch.float32)
+        else:
+            bits = codec.code_of(rule).bits
+            num_bytes = segment.grid.num_bytes(segment.first, numel, bits)
+            of_moment["values"] = check(rule.name, moment.values, num_bytes, torch.uint8)
         of_moment["codec"] = FLOAT32_MOMENTS if codec is None else codec.number
         of_moment["phase"] = moment.phase
         if codec is not None:
@@ -327,6 +331,7 @@ def _fill(record: np.void, segment: Segment, device: torch.device) -> None:
         record["copy_dtype"] = DTYPE_NUMBERS[segment.copy.dtype]
     record["numel"], record["first"] = numel, segment.first
     record["row_length"] = segment.grid.row_length
+    record["own_row_length"] = segment.grid.own_row_length or segment.grid.row_length
     record["block_size"] = segment.grid.block_size
     record["algorithm"] = segment.algorithm.kernel.number
     record["param_dtype"] = DTYPE_NUMBERS[segment.param.dtype]

@@ -26,20 +26,25 @@ from zero8.spec.segment import Rounding
 _CODES = {
     Octaves: {"shift": "kShift", "top": "kTop", "min_scale": "kMinScale"},
     SignedLogCode: {
+        "bits": "kBits",
         "zero_code": "kZeroCode",
         "MIN_SCALE": "kMinScale",
         "SAMPLE": "kSample",
         "SAMPLE_OF": "kSampleOf",
     },
     LogCode: {
+        "bits": "kBits",
         "zero_code": "kZeroCode",
+        "top": "kTop",
+        "part_bits": "kPartBits",
+        "middle": "kMiddle",
         "MIN_SPAN": "kMinSpan",
         "MAX_SPAN": "kMaxSpan",
         "NORMAL_BITS": "kNormalBits",
         "LOWEST_BITS": "kLowestBits",
     },
-    DynamicCode: {"zero_code": "kZeroCode", "min_scale": "kMinScale"},
-    Fp8Code: {"zero_code": "kZeroCode", "TOP": "kTop", "min_scale": "kMinScale"},
+    DynamicCode: {"bits": "kBits", "zero_code": "kZeroCode", "min_scale": "kMinScale"},
+    Fp8Code: {"bits": "kBits", "zero_code": "kZeroCode", "TOP": "kTop", "min_scale": "kMinScale"},
 }
 _WITH_KERNELS = [one for one in ALGORITHMS if one.kernel is one]
 _SCALARS = {f"{one.name.capitalize()}Scalars": structs.scalars_dtype(one) for one in _WITH_KERNELS}
@@ -138,7 +143,7 @@ def _fields(layout: np.dtype) -> Mapping[str, tuple[Any, ...]]:
 def _numbers_of_code(name: str, code: MomentCode | Octaves) -> dict[str, float]:
     numbers = {f"{name}::{cpp}": getattr(code, attr) for attr, cpp in _CODES[type(code)].items()}
     if isinstance(code, SignedLogCode):
-        numbers[f"{name}::kJoint"] = float(code.narrow.levels[code.JOINT])
+        numbers[f"{name}::kJoint"] = float(code.narrow.levels[code.joint])
         numbers |= _numbers_of_code(f"{name}::Narrow", code.narrow)
         numbers |= _numbers_of_code(f"{name}::Wide", code.wide)
     return numbers

@@ -27,6 +27,7 @@ SEGMENT = np.dtype(
         ("numel", "i8"),
         ("first", "i8"),
         ("row_length", "i8"),
+        ("own_row_length", "i8"),
         ("nonfinite_blocks", "i8"),
         ("block_size", "i4"),
         ("algorithm", "i4"),

@@ -129,5 +129,7 @@ def _moment_bytes(
     if grid is None:
         return _fp32_bytes(algorithm, numel)
     codec, moments = codec_named(setup.codec), algorithm.moments
-    scales = sum(math.prod(codec.code_of(rule).scale_shape) for rule in moments)
-    return len(moments) * numel + 4 * scales * grid.num_blocks_touched(first, numel)
+    codes = [codec.code_of(rule) for rule in moments]
+    scales = sum(math.prod(code.scale_shape) for code in codes)
+    code_bytes = sum(grid.num_bytes(first, numel, code.bits) for code in codes)
+    return code_bytes + 4 * scales * grid.num_blocks_touched(first, numel)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 8-bit formats of moments: the written definition, in plain PyTorch.
+"""The formats of moments in few bits: the written definition, in plain PyTorch.
 
 A moment is cut into blocks (`zero8.spec.grid`); each block keeps float32 scales, each element a
 code.  Two rules hold for every codec:
@@ -17,6 +17,7 @@ v:
   elements 8 octaves of 16, nearest.  A long-lived m is always on the 4 octaves, and rounded by the
   dither of `zero8.spec.dither`.  v is on a logarithmic scale between the block's largest and
   smallest non-zero element, rounded by the dither, with a code of its own for 0.
+* `log6`: the same with 6 bits: octaves of 8 levels or 4, and 63 codes of v.
 * `dynamic` (`zero8.spec.dynamic`): the dynamic tree maps of Dettmers et al., "8-bit Optimizers via
   Block-wise Quantization" (arXiv:2110.02861, section 2.1), signed for m, unsigned for v; nearest
   code.  The scale of m is the block's extreme element with its sign, so that the extreme decodes
@@ -24,6 +25,7 @@ v:
 * `fp8` (`zero8.spec.fp8`): 8-bit floats of 3 bits of mantissa, E4M3, for m and v; nearest code.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -58,6 +60,11 @@ class Codec:
     of_dithered: MomentCode
     of_unsigned: MomentCode
 
+    def bits_of(self, moments: Sequence[MomentRule]) -> float:
+        """Return the mean of the bits of moments' codes, an int if it is a whole number."""
+        total = sum(self.code_of(moment).bits for moment in moments)
+        return total / len(moments) if total % len(moments) else total // len(moments)
+
     def code_of(self, moment: MomentRule) -> MomentCode:
         """Return the code of a moment."""
         if not moment.is_signed:
@@ -70,6 +77,7 @@ CODECS = {
     for codec in (
         Codec("dynamic", 1, DynamicCode(True), DynamicCode(True), DynamicCode(False)),
         Codec("log", 4, SignedLogCode(), DitheredLogCode(), LogCode()),
+        Codec("log6", 6, SignedLogCode(6), DitheredLogCode(6), LogCode(6)),
         Codec("fp8", 5, Fp8Code(True), Fp8Code(True), Fp8Code(False)),
     )
 }
@@ -106,7 +114,7 @@ def quantize(
     dither: Tensor | None = None,
     settling: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a moment block by block to 8-bit codes.
+    """Quantize a moment block by block.
 
     Args:
         code: the code of this moment, not a retired one.
@@ -118,7 +126,7 @@ def quantize(
             to 0.
 
     Returns:
-        codes: (numel,) uint8.
+        codes: (numel,) uint8, each less than 2^code.bits; `zero8.spec.packing` stores them.
         scales: (num_blocks, *code.scale_shape) float32.
 
     Raises:

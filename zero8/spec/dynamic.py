@@ -25,6 +25,7 @@ class DynamicCode:
 
     signed: bool
 
+    bits = 8
     scale_shape = ()
 
     @property

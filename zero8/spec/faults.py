@@ -45,8 +45,9 @@ def fault(code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: BlockN
         largest = torch.where(scales < 0, code.wide.top, code.narrow.top) * scales
         if not largest.isfinite().all():
             return "a scale whose largest code is not finite"
-        if any((chunk == 128).any() for chunk in codes.split(_CHUNK_NUMEL)):
-            return "a code of -128, expected -127 to 127"
+        least = 1 << code.bits - 1
+        if any((chunk == least).any() for chunk in codes.split(_CHUNK_NUMEL)):
+            return f"a code of -{least}, expected -{least - 1} to {least - 1}"
     if isinstance(code, Fp8Code):
         return _fault_of_fp8(code, codes, scales)
     return ""
@@ -84,14 +85,14 @@ def fault_of_values(values: Tensor, *, is_signed: bool) -> str:
 
 def _fault_of_log(code: LogCode, codes: Tensor, scales: Tensor, block_numbers: BlockNumbers) -> str:
     high, step = scales.unbind(1)
-    least, most = ((16 * span + 127) // 254 for span in (code.MIN_SPAN, code.MAX_SPAN))
+    least, most = code.step_of(torch.tensor([code.MIN_SPAN, code.MAX_SPAN])).tolist()
     in_range = (step >= least) & (step <= most) & (step == step.round())
     if not torch.where(high == 0, step == 0, in_range).all():
         return f"a range of codes that is not between {least} and {most}"
     # Blocks whose levels reach below the normal floats; most checkpoints have none.
     bits = high.contiguous().view(torch.int32).to(torch.int64)
-    base = bits - (255 * step.to(torch.int64) >> 4)
-    low = (high > 0) & (base + (step.to(torch.int64) >> 4) < code.NORMAL_BITS)
+    base = bits - (code.top * step.to(torch.int64) >> code.part_bits)
+    low = (high > 0) & (base + (step.to(torch.int64) >> code.part_bits) < code.NORMAL_BITS)
     if not low.any():
         return ""
     # A sound run has some, where gradients ended long ago.  Chunk by chunk, because block numbers
@@ -101,7 +102,9 @@ def _fault_of_log(code: LogCode, codes: Tensor, scales: Tensor, block_numbers: B
         block = block_numbers(begin, begin + len(here))
         chosen = low[block] & (here != 0)
         at = block[chosen]
-        level = base[at] + (here[chosen].to(torch.int64) * step[at].to(torch.int64) >> 4)
+        level = base[at] + (
+            here[chosen].to(torch.int64) * step[at].to(torch.int64) >> code.part_bits
+        )
         if (level < code.NORMAL_BITS).any():
             return "a code below the smallest normal float"
     return ""

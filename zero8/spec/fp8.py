@@ -35,6 +35,7 @@ class Fp8Code:
 
     signed: bool
 
+    bits = 8
     scale_shape = ()
     zero_code = 0
 

@@ -16,6 +16,7 @@ codes differ from the whole block's; all other blocks keep their bits.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,22 @@ MAX_NUMEL = 2**48
 
 MAX_DIMS = 64
 """More dimensions than torch works on."""
+
+
+class Unit(NamedTuple):
+    """The codes that lie together in whole bytes.
+
+    Attributes:
+        numel: number of codes.
+        num_bytes: number of bytes.
+    """
+
+    numel: int
+    num_bytes: int
+
+
+UNITS = {8: Unit(1, 1), 6: Unit(4, 3), 4: Unit(2, 1)}
+"""By the bits of a code."""
 
 
 def check_block_size(block_size: int) -> int:
@@ -64,11 +81,18 @@ class BlockGrid:
     A row is `row_length` consecutive elements of the parameter in row-major order; the last block
     of a row may be short, so no block crosses a row.  Where the parameter's own rows are narrow, a
     row of the grid is a group of them, which is one block; the last group may be short.
+
+    Attributes:
+        num_rows: number of rows.
+        row_length: elements of a row.
+        block_size: the most elements of a block.
+        own_row_length: elements of one of the parameter's own rows where they are narrow, else 0.
     """
 
     num_rows: int
     row_length: int
     block_size: int
+    own_row_length: int = 0
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block_size: int) -> "BlockGrid | None":
@@ -80,8 +104,8 @@ class BlockGrid:
         without elements.
         """
         if is_narrow(shape):
-            rows = rows_per_block(shape, block_size)
-            return cls(-(-shape[0] // rows), rows * math.prod(shape[1:]), block_size)
+            rows, own = rows_per_block(shape, block_size), math.prod(shape[1:])
+            return cls(-(-shape[0] // rows), rows * own, block_size, own)
         for kept in range(len(shape) - 1, 0, -1):
             row_length = math.prod(shape[kept:])
             if row_length >= MIN_ROW_LENGTH:
@@ -109,6 +133,41 @@ class BlockGrid:
             return 0
         return self.block_of(first + numel - 1) - self.block_of(first) + 1
 
+    # --- The bytes of codes ----------------------------------------------------------------------
+
+    def unit_of(self, element: int, bits: int) -> int:
+        """Return the number of the unit that holds the code of `element`, of so many bits.
+
+        Codes lie in units of whole bytes: `UNITS`.  Each row begins with a unit, also the
+        parameter's own where they are narrow; so a block does, too.  Units are numbered through
+        the parameter.  A shard has each unit that its elements touch; where its boundary cuts one,
+        both sides have one, and the other's codes are 0 there.
+        """
+        row, column = divmod(element, self.own_row_length or self.row_length)
+        return row * self.units_per_row(bits) + column // UNITS[bits].numel
+
+    def units_per_row(self, bits: int) -> int:
+        """Return how many units the codes of a row take, of the parameter's own if it is narrow."""
+        return -(-(self.own_row_length or self.row_length) // UNITS[bits].numel)
+
+    def num_bytes(self, first: int, numel: int, bits: int) -> int:
+        """Return how many bytes hold the codes of elements `first .. first + numel - 1`."""
+        if numel == 0:
+            return 0
+        units = self.unit_of(first + numel - 1, bits) - self.unit_of(first, bits) + 1
+        return units * UNITS[bits].num_bytes
+
+    def code_shape(self, shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
+        """Return the shape of the codes of a whole parameter of this `shape`.
+
+        That of the parameter for codes of 8 bits; else `shape[:k] + (units per row, bytes of a
+        unit)`, or `(rows, units per row, bytes of a unit)` where rows are narrow.
+        """
+        if bits == 8:
+            return shape
+        kept = 1 if is_narrow(shape) else self._kept(shape)
+        return (*shape[:kept], self.units_per_row(bits), UNITS[bits].num_bytes)
+
     def block_numbers(
         self, first: int, numel: int, device: torch.device | str = "cpu"
     ) -> tuple[Tensor, int]:
@@ -128,5 +187,8 @@ class BlockGrid:
         """
         if is_narrow(shape):
             return (self.num_rows, 1)
-        kept = max(k for k in range(1, len(shape)) if math.prod(shape[k:]) == self.row_length)
-        return (*shape[:kept], self.blocks_per_row)
+        return (*shape[: self._kept(shape)], self.blocks_per_row)
+
+    def _kept(self, shape: tuple[int, ...]) -> int:
+        """Return how many leading dimensions of a parameter number its rows."""
+        return max(k for k in range(1, len(shape)) if math.prod(shape[k:]) == self.row_length)

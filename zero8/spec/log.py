@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codes of `log`, the default: levels at equal distances in bit patterns.
+"""The codes of `log`, the default, and `log6`: levels at equal distances in bit patterns.
 
 The pattern of a positive float, read as an integer, is a piecewise linear logarithm of it, with
-2^23 units to an octave.  Neither code needs a table, a logarithm or an exponential.
+2^23 units to an octave.  No code needs a table, a logarithm or an exponential.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Octaves:
 
         k = (bits(fma(|x|, 1/scale, 1)) - bits(1) + half a cell) >> (23 - mantissa_bits)     (C2)
         level(k) = float_from_bits(bits(1) + (k << (23 - mantissa_bits))) - 1                (C3)
-        scale = absmax / top,  top = level(127)                                              (C4)
+        scale = absmax / top,  top = level(largest)                                          (C4)
 
     The block's largest element decodes to top * scale, which gives the same scale again (a test
     covers all mantissas).  Error: at most half a cell, which is 2^-mantissa_bits of |x| + scale.
@@ -55,11 +55,14 @@ class Octaves:
     cells, and a level, which (C2) meets within 3 units of the last place, gives its own code for
     every q.  A moment that moves by less than 2^-15 of a cell in a step, which is beta above
     0.99997 at level 1, can stop.
+
+    Attributes:
+        mantissa_bits: the logarithm of the number of levels in an octave.
+        largest: the largest k, 127 for codes of 8 bits.
     """
 
     mantissa_bits: int
-
-    MAX = 127
+    largest: int
 
     @property
     def shift(self) -> int:
@@ -69,7 +72,7 @@ class Octaves:
     @property
     def top(self) -> float:
         """The largest level, such as 247 for 8 octaves of 16."""
-        return float(self.levels[self.MAX])
+        return float(self.levels[self.largest])
 
     @property
     def min_scale(self) -> float:
@@ -78,8 +81,8 @@ class Octaves:
 
     @cached_property
     def levels(self) -> Tensor:
-        """(129,) float32: equation (C3) for the magnitudes of all 8-bit integers."""
-        magnitude = torch.arange(129, dtype=torch.int32, device="cpu")
+        """(largest + 2,) float32: equation (C3) for all magnitudes of integers of a code's bits."""
+        magnitude = torch.arange(self.largest + 2, dtype=torch.int32, device="cpu")
         return ((magnitude << self.shift) + ONE_BITS).view(torch.float32) - 1.0
 
     def scales(self, absmax: Tensor) -> Tensor:
@@ -100,51 +103,69 @@ class Octaves:
         if settling is not None:
             settled = ieee.fma(x.abs(), ieee.mul(inverse, settling), 1.0)
             offset = offset.minimum(settled.view(torch.int32).to(torch.int64) - ONE_BITS)
-        return (offset >> self.shift).clamp(max=self.MAX)
+        return (offset >> self.shift).clamp(max=self.largest)
 
 
 @dataclass(frozen=True)
 class SignedLogCode:
     """A sign and a magnitude among one of two sets of levels, block by block.
 
-    A code is an integer from -127 to 127 in two's complement, and decodes to
+    A code is an integer from -largest to largest, 127 or 31, in two's complement of its bits, and
+    decodes to
 
         x = sign(code) * level(|code|) * scale                                               (C1)
 
-    The levels are 4 octaves of 32, or, where the stored scale is negative, `wide`, 8 octaves of 16:
+    The levels are 4 octaves of 32, or, where the stored scale is negative, `wide`, 8 octaves of 16;
+    with 6 bits 4 octaves of 8, or 8 of 4:
 
         wide:  fewer than 11/16 of the sampled elements have |x| >= t,  t = 0.75 s           (C9)
 
     s is the scale of the narrow levels; blocks with s below 2^-100, near the smallest scales, are
     narrow.  The sampled elements are those whose place in the block, or in a shard's part of it, is
-    below 32 modulo 128.  t is 1/20 of the block's largest |x|: where many are smaller, fine steps
-    near 0 count for more than those near the top.
+    below 32 modulo 128.  t is 1/20 of the block's largest |x|, with 6 bits 1/19: where many are
+    smaller, fine steps near 0 count for more than those near the top.
 
     Quantized values choose the same levels again, whichever elements are sampled.  t is a narrow
     level, so values of at least t round to it or above, and decode to t or more, with the same s;
     steps settle down (C2') to levels only, and no decay rate lets settling - 1 be lost in rounding.
     Among the wide levels t is 12.56, or 0.12 cells above 12.5: values below t round to that level
-    or lower.
+    or lower.  With 6 bits t is 11.95, or 0.47 cells above 11.
 
     Error: that of the chosen levels.
+
+    Attributes:
+        bits: of a code, 8 or 6.
     """
 
-    narrow = Octaves(mantissa_bits=5)  # 4 octaves
-    wide = Octaves(mantissa_bits=4)  # 8
+    bits: int = 8
 
     signed = True
     scale_shape = ()
     zero_code = 0
 
-    JOINT = 24
     MIN_SCALE = 2.0**-100
     SAMPLE, SAMPLE_OF = 32, 128
+
+    @cached_property
+    def narrow(self) -> Octaves:
+        """The levels of 4 octaves."""
+        return Octaves(self.bits - 3, 2 ** (self.bits - 1) - 1)
+
+    @cached_property
+    def wide(self) -> Octaves:
+        """The levels of 8 octaves."""
+        return Octaves(self.bits - 4, 2 ** (self.bits - 1) - 1)
+
+    @property
+    def joint(self) -> int:
+        """The narrow code whose level is 0.75, t over s."""
+        return 3 << self.narrow.mantissa_bits - 2
 
     def scales(self, x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
         """Return the scale of each block, equations (C4) and (C9); 0 for a block of zeros."""
         absmax = block_absmax(x, block, num_blocks)
         narrow = self.narrow.scales(absmax)
-        joint = ieee.mul(self.narrow.levels[self.JOINT], narrow)
+        joint = ieee.mul(self.narrow.levels[self.joint], narrow)
         sampled = place_in_block(block, num_blocks) % self.SAMPLE_OF < self.SAMPLE
         large = torch.bincount(block[sampled & (x.abs() >= joint[block])], minlength=num_blocks)
         samples = torch.bincount(block[sampled], minlength=num_blocks)
@@ -153,7 +174,8 @@ class SignedLogCode:
 
     def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
         """Return the decoded values, times `gain`, equation (C1); float32."""
-        code = codes.view(torch.int8).to(torch.int64)
+        sign = 1 << self.bits - 1
+        code = (codes.to(torch.int64) ^ sign) - sign
         narrow, wide = (q.levels.to(codes.device)[code.abs()] for q in (self.narrow, self.wide))
         decayed = ieee.mul(scale.abs(), gain)
         x = ieee.mul(torch.where(scale < 0, wide, narrow), torch.where(code < 0, -1, 1) * decayed)
@@ -175,18 +197,22 @@ class SignedLogCode:
         """
         narrow = self.narrow.magnitudes(x, scale.abs(), settling)
         wide = self.wide.magnitudes(x, scale.abs(), settling)
-        magnitude = torch.where(scale < 0, wide, narrow)
-        return torch.where(x < 0, -magnitude, magnitude).to(torch.int8).view(torch.uint8)
+        return self._signed(torch.where(scale < 0, wide, narrow), x)
+
+    def _signed(self, magnitude: Tensor, x: Tensor) -> Tensor:
+        code = torch.where(x < 0, -magnitude, magnitude)
+        return (code & (1 << self.bits) - 1).to(torch.uint8)
 
 
 @dataclass(frozen=True)
 class DitheredLogCode(SignedLogCode):
-    """A sign and a magnitude among 4 octaves of 32 levels, rounded by the dither in steps.
+    """A sign and a magnitude among 4 octaves of 32 levels (of 8), rounded by the dither in steps.
 
     It decodes like `SignedLogCode`, and never chooses the wide levels: the choice between both sets
     relies on rounding to nearest.
 
-    Error: one cell (dithered) or half a cell (nearest); a cell is 1/32 of |x| + scale at most.
+    Error: one cell (dithered) or half a cell (nearest); a cell is at most 1/32 of |x| + scale, with
+    6 bits 1/8.
     """
 
     def scales(self, x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
@@ -204,38 +230,43 @@ class DitheredLogCode(SignedLogCode):
             dither: unsigned 16-bit values of `zero8.spec.dither` in int64, or None for nearest.
             settling: not used.
         """
-        magnitude = self.narrow.magnitudes(x, scale, None, dither)
-        return torch.where(x < 0, -magnitude, magnitude).to(torch.int8).view(torch.uint8)
+        return self._signed(self.narrow.magnitudes(x, scale, None, dither), x)
 
 
 @dataclass(frozen=True)
 class LogCode:
     """v by its bit pattern, on a logarithmic scale of the block's own range; 0 is a code.
 
-    The block stores its largest element `high`, and `step` in sixteenths of a unit, an integer.
-    With bits(x) the pattern of x, and integer divisions that round down,
+    The block stores its largest element `high`, and `step` in parts of a unit, an integer.  With
+    bits(x) the pattern of x, parts = 16, top = 255 and middle = 128, or 4, 63 and 0 for codes of 6
+    bits, and integer divisions that round down,
 
-        x(c) = float_from_bits(base + c * step / 16)  for c from 1 to 255,  x(0) = 0         (C7)
-        base = bits(high) - 255 * step / 16
-        step = (16 * span + 127) / 254,  span = bits(high) - bits(low), from 2 to 28 octaves (C8)
-        c = trunc(fma(bits(x) - base - 8 step, 16/step, 128 + q/65536)),  q = 16 modulo 32
+        x(c) = float_from_bits(base + c * step / parts)  for c from 1 to top,  x(0) = 0      (C7)
+        base = bits(high) - top * step / parts
+        step = (parts * span + top/2) / (top - 1),
+               span = bits(high) - bits(low), from 2 to 28 octaves                           (C8)
+        c = trunc(fma(bits(x) - base - middle * step / parts, parts/step, 128 + q/65536))
+            - (128 - middle),  q = 16 modulo 32
 
     where `low` is the smallest element that is not 0, or 16 units above the smallest normal float,
     and q = 32768 to nearest.  Elements above 0 but below x(1), or below the first x(c) that is a
     normal float, are raised to it.
 
-    The decoded span gives the same step again, as span and 254 * step / 16 are within 8 units of
-    each other (a test covers all steps).  Decoded values are within 3/65536 of a cell of their
-    code, and the smallest element within 12/65536 of code 1: a unit of the pattern is at most
-    1/65536, and the conversion to a float, 16/step and the fma err by half of that each.  So no q
-    moves them.
+    The decoded span gives the same step again, as span and (top - 1) * step / parts are within 8
+    units of each other (a test covers all steps).  Decoded values are within 3/65536 of a cell of
+    their code, and the smallest element within 12/65536 of code 1: a unit of the pattern is at most
+    1/65536, and the conversion to a float, parts/step and the fma err by half of that each.  So no
+    q moves them.
 
-    Error: one cell (dithered) or half a cell (nearest).  A cell is step/16 units of the last place,
-    so at most step * 2^-27 of the value: 0.8 % where the block spans 2 octaves, 5.5 % for 14, 11 %
-    for 28; sqrt(v) has half of that.  Elements more than 28 octaves below `high` are raised to that
-    range: 8-bit first moments reach 13 octaves down, which are 26 of v, and a wider range would
-    spend codes on weights whose gradient has ended.
+    Error: one cell (dithered) or half a cell (nearest).  A cell is step/parts units of the last
+    place, so at most step / (2^23 parts) of the value: 0.8 % where the block spans 2 octaves, 5.5 %
+    for 14, 11 % for 28, with 6 bits 3.2 %, 23 % and 45 %; sqrt(v) has half of
+    that.  Elements more than 28 octaves below `high` are raised to that range: first moments of 8
+    bits reach 13 octaves down, which are 26 of v, and a wider range would spend codes on weights
+    whose gradient has ended.
     """
+
+    bits: int = 8
 
     signed = False
     scale_shape = (2,)
@@ -245,6 +276,26 @@ class LogCode:
     MAX_SPAN = 28 << 23
     NORMAL_BITS = 0x00800000
     LOWEST_BITS = NORMAL_BITS + 16
+
+    @property
+    def top(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def part_bits(self) -> int:
+        """The logarithm of how many parts of a unit `step` counts; it is less than 2^24 in all."""
+        return self.bits - 4
+
+    @property
+    def middle(self) -> int:
+        """The code from which (C8) counts: a float holds the distances from it well enough."""
+        return 128 if self.bits == 8 else 0
+
+    def step_of(self, span: Tensor) -> Tensor:
+        """Return the step of spans in units, (C8); int64."""
+        step: Tensor = ((span << self.part_bits) + self.top // 2) // (self.top - 1)
+        return step
 
     def scales(self, x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
         """Return (high, step) of each block, equation (C8), 0 for a block of zeros.
@@ -256,14 +307,14 @@ class LogCode:
         nonzero = torch.where(x > 0, bits, 2**31)
         low = torch.full_like(high, 2**31).scatter_reduce(0, block, nonzero, "amin")
         span = (high - low.clamp(min=self.LOWEST_BITS)).clamp(self.MIN_SPAN, self.MAX_SPAN)
-        step = (16 * span + 127) // 254
+        step = self.step_of(span)
         scales = torch.stack([high.to(torch.int32).view(torch.float32), step.float()], dim=1)
         return torch.where((high == 0)[:, None], 0.0, scales)
 
     def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
         """Return the decoded values, times `gain`, equation (C7); float32."""
         step, base = self._step_and_base(scale)
-        bits = base + (codes.to(torch.int64) * step >> 4)
+        bits = base + (codes.to(torch.int64) * step >> self.part_bits)
         x = torch.where(codes == 0, 0.0, bits.to(torch.int32).view(torch.float32))
         return ieee.mul(x, gain)
 
@@ -281,20 +332,22 @@ class LogCode:
         # The int64 temporaries, of 8 bytes per element, are freed before fma allocates more.
         threshold = 0.5 if dither is None else ((dither & ~31 | 16) / 65536).to(torch.float32)
         step = scale[..., 1]
-        inverse = torch.where(step == 0, 0.0, ieee.div(16.0, step))
+        inverse = torch.where(step == 0, 0.0, ieee.div(float(1 << self.part_bits), step))
         position = ieee.fma(
             self._distance(x, scale), inverse, torch.full_like(x, 128.0) + threshold
         )
-        return torch.where(x > 0, position, 0.0).to(torch.uint8)
+        offset = 128 - self.middle
+        return torch.where(x > 0, position - offset, 0.0).to(torch.uint8)
 
     def _distance(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Return bits(x) - base - 8 step for x raised to the first level; float32."""
-        step, base = self._step_and_base(scale)
-        first = ((16 * (self.NORMAL_BITS - base) + step - 1) // step.clamp(min=1)).clamp(min=1)
-        bits = x.view(torch.int32).maximum((base + (first * step >> 4)).to(torch.int32))
-        return (bits - base - 8 * step).to(torch.float32)
+        """Return the distance of (C8) from its middle, of x raised to the first level; float32."""
+        (step, base), shift = self._step_and_base(scale), self.part_bits
+        parts_below = (self.NORMAL_BITS - base << shift) + step - 1
+        first = (parts_below // step.clamp(min=1)).clamp(min=1)
+        bits = x.view(torch.int32).maximum((base + (first * step >> shift)).to(torch.int32))
+        return (bits - base - (self.middle * step >> shift)).to(torch.float32)
 
     def _step_and_base(self, scale: Tensor) -> tuple[Tensor, Tensor]:
         high = scale[..., 0].contiguous().view(torch.int32).to(torch.int64)
         step = scale[..., 1].to(torch.int64)
-        return step, high - (255 * step >> 4)
+        return step, high - (self.top * step >> self.part_bits)

@@ -24,6 +24,7 @@ from zero8.spec import arithmetic as ieee
 from zero8.spec import dither
 from zero8.spec.algorithm import MomentRule
 from zero8.spec.codec import dequantize, quantize
+from zero8.spec.packing import packed, unpacked
 from zero8.spec.segment import Moment, Rounding, Segment
 
 GRADIENT_LIMIT = 2.0**63
@@ -79,7 +80,8 @@ def _decoded(segment: Segment, rule: MomentRule, moment: Moment, block: Tensor) 
     if segment.codec is None:
         return ieee.mul(moment.values, decay)
     code = segment.codec.code_of(rule)
-    return dequantize(code, moment.values, _scales(moment), block, decay)
+    codes = unpacked(moment.values, segment.grid, segment.first, block.numel(), code.bits)
+    return dequantize(code, codes, _scales(moment), block, decay)
 
 
 def _scales(moment: Moment) -> Tensor:
@@ -104,7 +106,9 @@ def _store(
     settling = None if rule.settling is None else getattr(segment.scalars, rule.settling)
     kept = torch.where(good, x, 0.0)
     codes, scales = quantize(code, kept, block, bad_blocks.numel(), thresholds, settling)
-    moment.values[good] = codes[good]
+    place = segment.grid, segment.first
+    before = unpacked(moment.values, *place, block.numel(), code.bits)
+    moment.values[:] = packed(torch.where(good, codes, before), *place, code.bits)
     _scales(moment)[~bad_blocks] = scales[~bad_blocks]
 
 

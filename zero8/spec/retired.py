@@ -15,6 +15,7 @@ class SignMagnitudeLogCode:
     """The levels of `SignedLogCode`, with the sign in the top bit of the code."""
 
     signed = True
+    bits = 8
     scale_shape = ()
     zero_code = 0
 
@@ -35,6 +36,7 @@ class LogRootCode:
     """
 
     signed = False
+    bits = 8
     scale_shape = (2,)
     zero_code = 255
 

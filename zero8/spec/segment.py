@@ -21,10 +21,11 @@ class Rounding(IntEnum):
 
 @dataclass
 class Moment:
-    """One moment of one segment: 8-bit codes and block scales, or plain float32 values.
+    """One moment of one segment: codes and block scales, or plain float32 values.
 
     Attributes:
-        values: (numel,) uint8 codes or float32 values, contiguous.
+        values: uint8 codes as `zero8.spec.packing` stores them, or (numel,) float32 values;
+            contiguous.
         scales: (blocks touched, *code.scale_shape) float32, contiguous; None for float32 values.
         phase: the phase of its dither (`zero8.spec.dither`).
     """

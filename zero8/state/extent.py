@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from zero8.spec.grid import is_narrow
+from zero8.spec.grid import UNITS, is_narrow
 from zero8.state.table import Piece, PieceTable
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -71,22 +71,34 @@ class Extent:
         ]
         return PieceTable(tuple(pieces), self.numel)
 
+    def code_box(self, piece: Piece, bits: int) -> Box:
+        """Return the box of a parameter's codes of so many bits, in its `BlockGrid.code_shape`."""
+        if bits == 8:
+            return self.box
+        if is_narrow(self.shape):
+            return (self.local_shape[0], piece.grid.units_per_row(bits)), (self.offset[0], 0)
+        return self._box_of_rows(piece, UNITS[bits].numel)
+
     def scale_box(self, piece: Piece) -> Box:
-        """Return the box of the scales of an 8-bit parameter, in its `BlockGrid.scale_shape`.
+        """Return the box of the scales of a quantized parameter, in its `BlockGrid.scale_shape`.
 
         It has the blocks that the box touches; for narrow rows, a range of groups.
         """
-        kept = len(piece.grid.scale_shape(self.shape)) - 1
         if is_narrow(self.shape):
             first = self.offset[0] * math.prod(self.shape[1:])
             begin = piece.grid.block_of(first) if self.numel else 0
             return (piece.grid.num_blocks_touched(first, self.numel), 1), (begin, 0)
+        return self._box_of_rows(piece, piece.block_size)
+
+    def _box_of_rows(self, piece: Piece, size: int) -> Box:
+        """Return the box of what each row of a parameter has once for so many elements."""
+        kept = len(piece.grid.scale_shape(self.shape)) - 1
         in_row = math.prod(self.shape[kept + 1 :])
         column = self.offset[kept] * in_row
         end = column + self.local_shape[kept] * in_row
-        block = column // piece.block_size
-        count = -(-end // piece.block_size) - block if self.local_shape[kept] else 0
-        return (*self.local_shape[:kept], count), (*self.offset[:kept], block)
+        first = column // size
+        count = -(-end // size) - first if self.local_shape[kept] else 0
+        return (*self.local_shape[:kept], count), (*self.offset[:kept], first)
 
     def entry(self, local: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
         """Return a local tensor in the form that it has in the state.

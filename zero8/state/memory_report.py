@@ -14,7 +14,7 @@ class MemoryRow:
         name: the parameter's name, or its index in constructor order.
         shape: its global shape.
         numel: elements that this process holds.
-        bits: bits per moment, 8 or 32.
+        bits: bits of a code, the mean over moments; 32 where they are float32.
         reason: why the moments have these bits.
         state_bytes: bytes of all moments with their scales.
         correction_bytes: bytes of the corrections of bfloat16 weights, 0 if there are none.
@@ -23,7 +23,7 @@ class MemoryRow:
     name: str
     shape: tuple[int, ...]
     numel: int
-    bits: int
+    bits: float
     reason: str
     state_bytes: int
     correction_bytes: int = 0
@@ -50,7 +50,7 @@ class MemoryReport:
     rows: tuple[MemoryRow, ...]
     grad_bytes: Mapping[str, int] = field(default_factory=dict)
 
-    def state_bytes_per_param(self, bits: int | None = None) -> float:
+    def state_bytes_per_param(self, bits: float | None = None) -> float:
         """Return bytes of moments per element, over the rows with these bits, or all for None."""
         rows = [row for row in self.rows if bits in (None, row.bits)]
         return sum(row.state_bytes for row in rows) / max(1, sum(row.numel for row in rows))
@@ -65,16 +65,15 @@ class MemoryReport:
         lines = [f"{'parameter':{width}}  bits  elements here  state bytes  why"]
         for row in self.rows:
             lines.append(
-                f"{row.name:{width}}  {row.bits:4}  {row.numel:13,}  {row.state_bytes:11,}  "
+                f"{row.name:{width}}  {row.bits:4g}  {row.numel:13,}  {row.state_bytes:11,}  "
                 f"{row.reason}"
             )
-        for bits in (8, 32):
+        for bits in sorted({row.bits for row in self.rows if row.numel}):
             numel = sum(row.numel for row in self.rows if row.bits == bits)
-            if numel:
-                lines.append(
-                    f"{bits}-bit: {numel:,} elements, "
-                    f"{self.state_bytes_per_param(bits):.3f} state bytes per element"
-                )
+            lines.append(
+                f"{bits:g}-bit: {numel:,} elements, "
+                f"{self.state_bytes_per_param(bits):.3f} state bytes per element"
+            )
         lines += [
             f"gradients in {dtype}: {num_bytes:,} bytes"
             for dtype, num_bytes in sorted(self.grad_bytes.items())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zero8.spec.codec import MomentCode, dequantize, quantize
 from zero8.spec.grid import is_narrow, rows_per_block
+from zero8.spec.packing import packed, unpacked
 from zero8.state.extent import Box, Extent
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
@@ -36,7 +37,7 @@ def scales_of_rows(store: MomentStore, extent: Extent) -> Tensor:
 
 
 def grouped(
-    code: MomentCode, codes: Tensor, scales: Tensor, extent: Extent, block_size: int
+    code: MomentCode, codes: Tensor, scales: Tensor, extent: Extent, parameter: Piece
 ) -> tuple[Tensor, Tensor]:
     """Return codes, and scales of groups, of a moment that has scales of rows.
 
@@ -45,16 +46,16 @@ def grouped(
 
     Args:
         code: the code of this moment.
-        codes: uint8, shaped as the part.
+        codes: (rows, bytes) uint8, as they are stored.
         scales: (rows, 1, *code.scale_shape) float32.
         extent: the part.
-        block_size: elements per block.
+        parameter: the whole parameter as a piece.
 
     Returns:
         codes: in the shape of the argument.
         scales: (groups touched, 1, *code.scale_shape) float32.
     """
-    group = _group_of_row(extent, block_size).to(scales.device)
+    group = _group_of_row(extent, parameter.block_size).to(scales.device)
     first = torch.nonzero(torch.diff(group, prepend=group[:1] - 1)).flatten()
     of_group = scales[first].clone()
     differs = (scales != of_group[group]).flatten(1).any(1)
@@ -62,13 +63,17 @@ def grouped(
         return codes, of_group
     joined, number = group[differs].unique(), torch.arange(len(group), device=group.device)
     place = torch.isin(group, joined)
+    # Rows begin with a unit: those that are taken out lie as the first ones of a parameter do.
+    where, row_length = (parameter.grid, 0), parameter.grid.own_row_length
     mixed = codes[place]
-    row = number[place].repeat_interleave(mixed[0].numel())
-    x = dequantize(code, mixed.flatten(), scales.squeeze(1), row)
+    row = number[place].repeat_interleave(row_length)
+    of_rows = unpacked(mixed.flatten(), *where, row.numel(), code.bits)
+    x = dequantize(code, of_rows, scales.squeeze(1), row)
     block = torch.searchsorted(joined, group[row])
     codes = codes.clone()
     new, of_joined = quantize(code, x, block, len(joined))
-    codes[place], of_group[joined] = new.view_as(mixed), of_joined.unsqueeze(1)
+    codes[place] = packed(new, *where, code.bits).view_as(mixed)
+    of_group[joined] = of_joined.unsqueeze(1)
     return codes, of_group
 
 

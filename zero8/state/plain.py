@@ -9,6 +9,7 @@ Entries (tensors and numbers, so that every checkpoint writer can carry them):
                       zero8.algorithms.adam)
     MOMENT_q8         uint8 codes, shaped as the parameter, for each MOMENT of the algorithm:
                       exp_avg and exp_avg_sq of Adam
+    MOMENT_q4, _q6    in place of these, codes of 4 or 6 bits in units: BlockGrid.code_shape
     MOMENT_scale      float32, shape[:k] + (blocks per row,) + scale_shape, which is the code's;
                       for narrow rows, groups of which make a block (see zero8.spec.grid),
                       (groups, 1) + scale_shape
@@ -34,9 +35,9 @@ from torch import Tensor
 from zero8.algorithms.table import ALGORITHMS, algorithm_of_fp32
 from zero8.spec.algorithm import Algorithm, MomentRule
 from zero8.spec.buffers import check_entry
-from zero8.spec.codec import RETIRED, Codec
+from zero8.spec.codec import RETIRED, Codec, MomentCode
 from zero8.spec.faults import fault_of_values
-from zero8.spec.grid import is_narrow
+from zero8.spec.grid import UNITS, is_narrow
 from zero8.spec.shown import shown, shown_keys
 from zero8.state import narrow
 from zero8.state.extent import Box, Extent, local
@@ -47,7 +48,9 @@ from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 
 _FIRST_MOMENTS = list(dict.fromkeys(one.moment_names[0] for one in ALGORITHMS))
-FIRST_ENTRIES = tuple(f"{name}{kind}" for kind in ("_q8", "") for name in _FIRST_MOMENTS)
+CODES_ENDINGS = tuple(f"_q{bits}" for bits in UNITS)
+"""Ends of the keys of codes."""
+FIRST_ENTRIES = tuple(f"{name}{end}" for end in (*CODES_ENDINGS, "") for name in _FIRST_MOMENTS)
 """Keys of the codes or the values of first moments, codes first: each state has one of them."""
 
 _LOADABLE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -111,12 +114,15 @@ class PlainState:
             if not parameter.is_quantized:
                 entries[store.name] = extent.entry(store.dense, extent.shape, extent.box)
                 continue
-            entries[f"{store.name}_q8"] = extent.entry(store.codes, extent.shape, extent.box)
+            bits, grid = store.code.bits, parameter.grid
+            box = extent.code_box(parameter, bits)
+            codes = extent.entry(store.codes, grid.code_shape(extent.shape, bits), box)
+            entries[codes_key(store.rule, store.code)] = codes
             scales, per_block = store.scales, store.code.scale_shape
             if is_narrow(extent.shape):  # groups are not sharded as rows are
                 entries[f"{store.name}_scale"] = scales.view(-1, 1, *per_block)
                 continue
-            shape = (*parameter.grid.scale_shape(extent.shape), *per_block)
+            shape = (*grid.scale_shape(extent.shape), *per_block)
             box = extent.scale_box(parameter)
             entries[f"{store.name}_scale"] = extent.entry(scales, shape, box)
         return cls(entries, extent)
@@ -137,9 +143,10 @@ class PlainState:
         if codec is None:
             dense = _entry(self.entries, name, torch.float32, table.numel)
             return MomentStore(codec, rule, table, dense[:0].byte(), dense[:0], dense)
-        per_block = codec.code_of(rule).scale_shape
+        code = codec.code_of(rule)
+        per_block, num_bytes = code.scale_shape, table.code_offsets(code.bits)[-1]
         num_scales = table.num_blocks * math.prod(per_block)
-        codes = _entry(self.entries, f"{name}_q8", torch.uint8, table.numel)
+        codes = _entry(self.entries, codes_key(rule, code), torch.uint8, num_bytes)
         scales = _entry(self.entries, f"{name}_scale", torch.float32, num_scales)
         return MomentStore(codec, rule, table, codes, scales.view(-1, *per_block), scales[:0])
 
@@ -295,6 +302,11 @@ class PlainState:
             store.write(0, values)
 
 
+def codes_key(rule: MomentRule, code: MomentCode) -> str:
+    """Return the key of the codes of a moment in the entries of a state."""
+    return f"{rule.name}_q{code.bits}"
+
+
 def is_of_fp32(saved: Entries) -> bool:
     """Return whether a loaded state is that of an fp32 optimizer."""
     # Loaders that merge it into a live state of ours leave our `format` beside its entries.
@@ -372,20 +384,24 @@ def _local_codes(
 ) -> Entries:
     """Return this rank's part of the codes and scales of a loaded moment."""
     code = codec.code_of(rule)
-    keys, per_block = (f"{rule.name}_q8", f"{rule.name}_scale"), code.scale_shape
-    codes, grid = _part(saved, keys[0], extent), parameter.grid
+    keys, per_block = (codes_key(rule, code), f"{rule.name}_scale"), code.scale_shape
+    grid, rows_of_codes = parameter.grid, extent.code_box(parameter, code.bits)
+    shape = grid.code_shape(extent.shape, code.bits)
+    codes = _part(saved, keys[0], extent, shape, rows_of_codes)
     if not narrow.has_scales_of_rows(parameter, extent, saved.get(keys[1])):
         shape = (*grid.scale_shape(extent.shape), *per_block)
         scales = _part(saved, keys[1], extent, shape, extent.scale_box(parameter))
         return dict(zip(keys, (codes, scales), strict=True))
     box = narrow.rows(extent)
     scales = _part(saved, keys[1], extent, (extent.shape[0], 1, *per_block), box)
-    check_entry(f"state entry {keys[0]}", codes, extent.numel, [torch.uint8])
+    of_rows = (*rows_of_codes[0], *shape[len(rows_of_codes[0]) :])
+    check_entry(f"state entry {keys[0]}", codes, math.prod(of_rows), [torch.uint8])
     num_scales = math.prod((*box[0], *per_block))
     check_entry(f"state entry {keys[1]}", scales, num_scales, [torch.float32])
-    codes, scales = codes.reshape(extent.local_shape), scales.reshape(*box[0], *per_block)
-    grouped = narrow.grouped(code, codes, scales, extent, parameter.block_size)
-    return dict(zip(keys, grouped, strict=True))
+    codes = codes.reshape(of_rows[0], math.prod(of_rows[1:]))
+    scales = scales.reshape(*box[0], *per_block)
+    codes, scales = narrow.grouped(code, codes, scales, extent, parameter)
+    return dict(zip(keys, (codes.view(of_rows), scales), strict=True))
 
 
 def _check_is_there(entries: Entries, key: str) -> None:

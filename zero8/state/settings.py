@@ -120,7 +120,7 @@ class Settings:
             state_bytes = sum(t.nbytes for t in tensors if t is not None)
             is_stable = piece.name in in_stable_embeddings
             reason = self.policy.decide(piece.name, piece.shape, is_stable).reason + remark
-            bits = 8 if piece.is_quantized else 32
+            bits = self.codec.bits_of(self.algorithm.moments) if piece.is_quantized else 32
             sizes = (piece.numel, bits, reason, state_bytes, piece.numel * corrected)
             row = MemoryRow(piece.name, piece.shape, *sizes)
             # A box that is not one run of elements has several pieces.

@@ -13,6 +13,8 @@ from zero8.spec.algorithm import MomentRule
 from zero8.spec.buffers import check_buffer
 from zero8.spec.codec import DEFAULT_CODEC, RETIRED, Codec, MomentCode, dequantize, quantize
 from zero8.spec.faults import fault, fault_of_values
+from zero8.spec.grid import UNITS
+from zero8.spec.packing import packed, unpacked
 from zero8.spec.segment import Moment
 from zero8.state.huge_pages import advise_huge
 from zero8.state.table import Piece, PieceTable
@@ -24,13 +26,13 @@ CHUNK_NUMEL = 1 << 22
 
 @dataclass
 class MomentStore:
-    """One moment of a shard: 8-bit codes and scales, and float32 values for pieces without.
+    """One moment of a shard: codes and scales, and float32 values for pieces without.
 
     Attributes:
-        codec: the codec of 8-bit pieces; None if all pieces are float32.
+        codec: the codec of the pieces that have one; None if all pieces are float32.
         rule: which moment of an algorithm it is.
         table: the shard's pieces.
-        codes: (elements in 8-bit pieces,) uint8.
+        codes: (table.code_offsets(code.bits)[-1],) uint8.
         scales: (blocks touched, *code.scale_shape) float32.
         dense: (elements in float32 pieces,) float32.
         written: whether something other than a step has changed the moment since the last step.
@@ -54,11 +56,13 @@ class MomentStore:
     ) -> "MomentStore":
         """Return a store that decodes to zeros."""
         code = codec.code_of(rule)
+        num_bytes = table.code_offsets(code.bits)[-1]
+        assert code.bits == 8 or code.zero_code == 0, "places that hold no code are 0"
         return cls(
             codec,
             rule,
             table,
-            _filled(code.zero_code, table.size(quantized=True), dtype=torch.uint8, device=device),
+            _filled(code.zero_code, num_bytes, dtype=torch.uint8, device=device),
             _filled(0.0, table.num_blocks, *code.scale_shape, device=device),
             _filled(0.0, table.size(quantized=False), device=device),
         )
@@ -69,7 +73,7 @@ class MomentStore:
         Call it before a step over a moment from outside: kernels rely on addresses and sizes.
         """
         like = (
-            (torch.uint8, (self.table.size(quantized=True),)),
+            (torch.uint8, (self.num_code_bytes,)),
             (torch.float32, (self.table.num_blocks, *self.code.scale_shape)),
             (torch.float32, (self.table.size(quantized=False),)),
         )
@@ -94,7 +98,8 @@ class MomentStore:
                 found = fault_of_values(moment.values, is_signed=self.rule.is_signed)
             else:
                 blocks = partial(_block_numbers, piece, self.codes.device)
-                found = fault(self.code, moment.values, moment.scales, blocks)
+                codes = self.codes_of(number, 0, piece.numel)
+                found = fault(self.code, codes, moment.scales, blocks)
             if found:
                 raise ValueError(
                     f"{self.name} of {piece.name}: got {found}; the checkpoint is damaged, or its "
@@ -156,17 +161,34 @@ class MomentStore:
                 f"moment within half a code of `{DEFAULT_CODEC}`"
             )
 
+    @property
+    def num_code_bytes(self) -> int:
+        """The size of `codes`."""
+        return 0 if self.codec is None else self.table.code_offsets(self.code.bits)[-1]
+
     def piece(self, number: int) -> Moment:
-        """Return the live codes and scales, or values, of one piece."""
-        piece = self.table.pieces[number]
-        offset = self.table.value_offsets[number]
-        if not piece.is_quantized:
-            return Moment(self.dense.narrow(0, offset, piece.numel))
-        scale_offset = self.table.scale_offsets[number]
+        """Return the live codes, as they are stored, and scales, or values, of one piece."""
+        table = self.table
+        if not table.pieces[number].is_quantized:
+            return Moment(self.dense[_range(table.dense_offsets, number)])
         return Moment(
-            self.codes.narrow(0, offset, piece.numel),
-            self.scales.narrow(0, scale_offset, piece.num_blocks),
+            self.codes[_range(table.code_offsets(self.code.bits), number)],
+            self.scales[_range(table.scale_offsets, number)],
         )
+
+    def codes_of(self, number: int, begin: int, end: int) -> Tensor:
+        """Return the codes of elements begin to end - 1 of a piece, a byte each; a view or not."""
+        piece = self.table.pieces[number]
+        stored = self.piece(number).values[self.bytes_of(number, begin, end)]
+        return unpacked(stored, piece.grid, piece.first + begin, end - begin, self.code.bits)
+
+    def bytes_of(self, number: int, begin: int, end: int) -> slice:
+        """Return which bytes of a piece hold the codes of its elements begin to end - 1."""
+        piece, bits = self.table.pieces[number], self.code.bits
+        first = piece.first + begin
+        units = piece.grid.unit_of(first, bits) - piece.grid.unit_of(piece.first, bits)
+        start = units * UNITS[bits].num_bytes
+        return slice(start, start + piece.grid.num_bytes(first, end - begin, bits))
 
     def read(self, start: int, numel: int) -> Tensor:
         """Return elements of the shard as float32, zeros in padding; shape (numel,)."""
@@ -227,8 +249,8 @@ class MomentStore:
             piece.first + wide_begin, wide_end - wide_begin, self.codes.device
         )
         scales = moment.scales.narrow(0, first_block, count)
-        x = dequantize(self.code, moment.values[wide_begin:wide_end], scales, block)
-        return x[begin - wide_begin : end - wide_begin]
+        codes = self.codes_of(number, wide_begin, wide_end)
+        return dequantize(self.code, codes, scales, block)[begin - wide_begin : end - wide_begin]
 
     def _encode(self, number: int, begin: int, new: Tensor) -> None:
         moment = self.piece(number)
@@ -242,8 +264,13 @@ class MomentStore:
         x[begin - wide_begin : end - wide_begin] = new
         block, _ = piece.grid.block_numbers(piece.first + wide_begin, x.numel(), x.device)
         codes, scales = quantize(self.code, x, block, count)
-        moment.values[wide_begin:wide_end] = codes
+        stored = packed(codes, piece.grid, piece.first + wide_begin, self.code.bits)
+        moment.values[self.bytes_of(number, wide_begin, wide_end)] = stored
         moment.scales.narrow(0, first_block, count).copy_(scales)
+
+
+def _range(offsets: tuple[int, ...], number: int) -> slice:
+    return slice(offsets[number], offsets[number + 1])
 
 
 def _block_numbers(piece: Piece, device: torch.device, begin: int, end: int) -> Tensor:

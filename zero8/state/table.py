@@ -7,7 +7,7 @@ one parameter.  Elements outside every piece are padding and have no moments.
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,6 +85,10 @@ class Piece:
         """Number of blocks that the piece touches."""
         return self.grid.num_blocks_touched(self.first, self.numel)
 
+    def num_bytes(self, bits: int) -> int:
+        """Return how many bytes its codes of so many bits take, 0 for float32 moments."""
+        return self.grid.num_bytes(self.first, self.numel, bits) if self.is_quantized else 0
+
 
 @dataclass(frozen=True)
 class PieceTable:
@@ -111,29 +115,37 @@ class PieceTable:
         return [(q.start, q.numel, q.first, q.shape, q.block_size) for q in self.pieces]
 
     @cached_property
-    def value_offsets(self) -> tuple[int, ...]:
-        """The start of each piece in the code buffer (8-bit) or in the float32 buffer."""
-        counts = {True: 0, False: 0}
-        offsets = []
-        for piece in self.pieces:
-            offsets.append(counts[piece.is_quantized])
-            counts[piece.is_quantized] += piece.numel
-        return tuple(offsets)
+    def dense_offsets(self) -> tuple[int, ...]:
+        """The start of each piece in the float32 buffer, whose last one is its size."""
+        return _sums(0 if piece.is_quantized else piece.numel for piece in self.pieces)
+
+    def code_offsets(self, bits: int) -> tuple[int, ...]:
+        """Return the start of each piece in a buffer of codes, whose last one is its size.
+
+        Args:
+            bits: of a code.
+        """
+        if bits not in self._code_offsets:
+            self._code_offsets[bits] = _sums(piece.num_bytes(bits) for piece in self.pieces)
+        return self._code_offsets[bits]
+
+    @cached_property
+    def _code_offsets(self) -> dict[int, tuple[int, ...]]:
+        return {}
 
     @cached_property
     def scale_offsets(self) -> tuple[int, ...]:
-        """The start of each piece in the scale buffer; float32 pieces have no scales."""
-        counts = [piece.num_blocks if piece.is_quantized else 0 for piece in self.pieces]
-        return tuple(itertools.accumulate(counts, initial=0))[:-1]
+        """The start of each piece in the buffer of scales, whose last one is its size."""
+        return _sums(piece.num_blocks if piece.is_quantized else 0 for piece in self.pieces)
 
     def size(self, *, quantized: bool) -> int:
-        """Return the number of elements in 8-bit (or in float32) pieces."""
+        """Return the number of elements in pieces with codes (or in float32)."""
         return sum(p.numel for p in self.pieces if p.is_quantized == quantized)
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the 8-bit pieces."""
-        return sum(p.num_blocks for p in self.pieces if p.is_quantized)
+        """Number of blocks of the pieces with codes."""
+        return self.scale_offsets[-1]
 
     def overlapping(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
         """Yield (piece number, begin, end) in the shard for pieces that touch the given range."""
@@ -141,6 +153,10 @@ class PieceTable:
             begin, end = max(start, piece.start), min(start + numel, piece.start + piece.numel)
             if begin < end:
                 yield number, begin, end
+
+
+def _sums(counts: Iterable[int]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(counts, initial=0))
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

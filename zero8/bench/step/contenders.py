@@ -22,10 +22,14 @@ from zero8.bench.step.devices import CPU, Device
 from zero8.bench.step.tensors import flat_shape, model_shapes
 from zero8.bench.step.timing import Timed
 from zero8.bench.step.variants import BF16, BF16_CORRECTED, FP32, Variant
+from zero8.spec.codec import CODECS
 
 # Peers that are tens of times slower get fewer parameters, and are timed in one round of 5.
 SLOW_NUMEL = 2**22
 SLOW_EVERY = 5
+
+# Bits per element of arrays of states; what has fewer are scales of blocks.
+WIDTHS = (6, 8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Contender:
         name: `zero8`, a package, or `copy`.
         variant: the name of a kind of parameter and state.
         param: the parameter.
-        states: the arrays of its state with as many elements.
+        states: the arrays of its state that have `WIDTHS` for each element.
         step: takes a step.
         codec: of zero8's states.
         every: it is timed in every `every`-th round.
@@ -51,12 +55,13 @@ class Contender:
     every: int = 1
 
     @property
-    def streams(self) -> tuple[int, ...]:
+    def streams(self) -> tuple[float, ...]:
         """Bytes per element of the gradient, of the parameter and of the states."""
-        return tuple(t.element_size() for t in (self.param.grad, self.param, *self.states))
+        arrays = self.param.grad, self.param, *self.states
+        return tuple(t.nbytes / self.param.numel() for t in arrays)
 
     @property
-    def bytes_per_param(self) -> int:
+    def bytes_per_param(self) -> float:
         """Bytes that a step must move: it reads the gradient, and reads and writes all others.
 
         Without scales of blocks: 0.05 to 0.3 bytes.
@@ -131,7 +136,7 @@ def contender(
     read = {key: value for key, value in optimizer.state[p].items() if key not in unread}
     # bitsandbytes stacks two moments of AdEMAMix in one tensor.
     parts = [part for t in plain_tensors(read) for part in t.view(-1).split(p.numel())]
-    states = [part for part in parts if part.numel() == p.numel()]
+    states = [part for part in parts if 8 * part.nbytes in (bits * p.numel() for bits in WIDTHS)]
     return Contender(name, variant, p, states, optimizer.step, **others)
 
 
@@ -165,12 +170,14 @@ def _zero8(algorithm: str, params: list[nn.Parameter], codec: str, variant: Vari
 
 def copies(
     contenders: Sequence[Contender], device: Device = CPU
-) -> dict[tuple[int, ...], Contender]:
+) -> dict[tuple[float, ...], Contender]:
     """Return, by `streams`, copies of as many bytes as contenders move."""
-    found: dict[tuple[int, ...], Contender] = {}
+    found: dict[tuple[float, ...], Contender] = {}
     for ours in contenders:
         if ours.streams not in found and ours.every == 1:
-            variant = ours.variant if ours.codec else f"{ours.variant}_states"
+            bits = CODECS[ours.codec].of_signed.bits if ours.codec else 0
+            suffix = {0: "_states", 8: ""}.get(bits, f"_{bits}_bits")
+            variant = ours.variant + suffix
             move = device.copier(ours.param, ours.param.grad, ours.states)
             found[ours.streams] = Contender("copy", variant, ours.param, ours.states, move)
     return found

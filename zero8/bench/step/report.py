@@ -20,7 +20,7 @@ def time_columns(ns: str, rate: str) -> tuple[Column, ...]:
         ("step", label),
         ("ns/param", f"{{ns_per_param:{ns}}}".format_map),
         ("10 to 90 %", spread.format_map),
-        ("bytes/param", "{bytes_per_param}".format_map),
+        ("bytes/param", "{bytes_per_param:g}".format_map),
         ("GB/s", f"{{gb_per_s:{rate}}}".format_map),
     )
 

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import torch
 from tabulate import tabulate
-from torch import Tensor
 from tqdm import tqdm
 
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.open import open_checkpoint
 from zero8.checkpoint.read.statistics import NUM_CODES, order_of_codes
-from zero8.state.store import MomentStore
 from zero8.state.table import Piece
 
 CHUNK_NUMEL = 1 << 22
@@ -182,10 +180,12 @@ def _compare_codes(found, ours, p, theirs, q, begin, end) -> None:
     order = order_of_codes(ours.code)
     place = torch.zeros(NUM_CODES, dtype=torch.int64, device="cpu")
     place[order] = torch.arange(len(order), device="cpu")
-    (x, scales), (y, other_scales) = (_live(s, piece) for s, piece in ((ours, p), (theirs, q)))
+    one, other_one = ours.table.pieces.index(p), theirs.table.pieces.index(q)
+    scales, other_scales = ours.piece(one).scales, theirs.piece(other_one).scales
     for at in range(begin, end, CHUNK_NUMEL):
         stop = min(at + CHUNK_NUMEL, end)
-        a, b = x[at - p.first : stop - p.first], y[at - q.first : stop - q.first]
+        a = ours.codes_of(one, at - p.first, stop - p.first)
+        b = theirs.codes_of(other_one, at - q.first, stop - q.first)
         if torch.equal(a, b):
             continue
         distance = (place[a.to(torch.int64)] - place[b.to(torch.int64)]).abs()
@@ -209,11 +209,6 @@ def _compare_values(found, ours, p, theirs, q, begin, end) -> None:
         larger = torch.maximum(a.abs(), b.abs())
         relative = torch.where(larger > 0, (a - b).abs() / larger, 0.0)
         found.largest_relative = max(found.largest_relative or 0.0, float(relative.max()))
-
-
-def _live(store: MomentStore, piece: Piece) -> tuple[Tensor, Tensor]:
-    moment = store.piece(store.table.pieces.index(piece))
-    return moment.values, moment.scales
 
 
 def _weights(first: list[Fragment], second: list[Fragment]) -> int:

@@ -98,7 +98,7 @@ def text(result: dict) -> str:
         f"step {', '.join(map(str, result['steps']))}; codec {codecs}, blocks of {blocks}; "
         f"{result['numel']} elements, {share:.1f} % of them 8-bit\n"
     )
-    quantized = [param for param in result["params"] if param["bits"] == 8]
+    quantized = [param for param in result["params"] if param["bits"] < 32]
     rows = [_row(param, name) for param in quantized for name in _moments_of(param)]
     headers = ["parameter", "shape", "moment", "codes used", "zeros %", "at top %", "at floor %"]
     table = tabulate(rows, [*headers, "scales"], disable_numparse=True)
@@ -122,4 +122,4 @@ def _row(param: dict, moment_name: str) -> list[str]:
     ]
     shares = (f"{100 * moment[key]:.2f}" for key in ("zeros", "at_top", "at_floor"))
     scales = f"{moment['scale_min']:.1e} to {moment['scale_max']:.1e}"
-    return [*cells, f"{moment['codes_used']} of 256", *shares, scales]
+    return [*cells, f"{moment['codes_used']} of {moment['codes']}", *shares, scales]

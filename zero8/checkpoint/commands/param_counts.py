@@ -43,10 +43,11 @@ class ParamCounts:
     def entry(self) -> dict:
         """Return a JSON object."""
         quantized = self.codec if self.block_size else None
+        bits = quantized.bits_of(self.algorithm.moments) if quantized else 32
         return {
             "shape": list(self.shape),
             "numel": self.numel,
-            "bits": 8 if self.block_size else 32,
+            "bits": bits,
             "block_size": self.block_size,
             "codec": quantized.name if quantized else None,
             "steps": sorted(self.steps),

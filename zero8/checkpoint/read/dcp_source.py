@@ -5,6 +5,7 @@ Optimizer states are recognized by the keys that torch.distributed.checkpoint.st
 flattened or not: `<prefix>state.<parameter>.<entry>`.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
@@ -19,11 +20,11 @@ from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.safe_load import damage_in, load
 from zero8.checkpoint.read.source import Facts, Source, size_bytes_of_path
 from zero8.checkpoint.read.states import fragment_of
-from zero8.spec.grid import is_narrow
+from zero8.spec.grid import UNITS, is_narrow
 from zero8.spec.shown import shown
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
-from zero8.state.plain import FIRST_ENTRIES
+from zero8.state.plain import CODES_ENDINGS, FIRST_ENTRIES
 
 METADATA = ".metadata"
 _MODEL = "model."
@@ -36,7 +37,7 @@ _MOMENTS = list(dict.fromkeys(name for one in ALGORITHMS for name in one.moment_
 _ENTRIES = (
     *_OF_ALL,
     "param_correction",
-    *(f"{name}{kind}" for name in _MOMENTS for kind in ("", "_q8", "_scale")),
+    *(f"{name}{kind}" for name in _MOMENTS for kind in ("", *CODES_ENDINGS, "_scale")),
 )
 
 
@@ -138,14 +139,15 @@ class DcpSource(Source):
 
     def _fragment(self, name: str, key: str, chunk: Chunk) -> Fragment:
         """Return the fragment of a chunk of the codes, or of the float32 moments, at `key`."""
-        extent = Extent(self._entries[key].size, chunk.sizes, chunk.offsets)
         prefix = key.removesuffix(key.rpartition(".")[2])
         there = [entry for entry in _ENTRIES if prefix + entry in self._entries]
         entries = {e: self._value(prefix + e) for e in there if e in _OF_ALL}
+        extent = _extent_of(entries, name, key, self._entries[key].size, chunk)
         scales_at = _offset_of_scales(entries, name, extent)
         for entry in there:
             if entry not in _OF_ALL:
                 at = scales_at if entry.endswith("_scale") else extent.offset
+                at = chunk.offsets if entry.endswith(CODES_ENDINGS) else at
                 entries[entry] = self._value(prefix + entry, at)
         file = self.path / self._place(key, extent.offset).file
         return fragment_of(file, name, entries, extent, self._weights(name, extent))
@@ -199,6 +201,35 @@ class DcpSource(Source):
 
 def _as_number(key: str) -> tuple[int, str]:
     return (int(key) if key.isdigit() else -1), key
+
+
+def _extent_of(entries: dict, name: str, key: str, size: tuple[int, ...], chunk: Chunk) -> Extent:
+    """Return the part of a parameter of which a chunk has the codes or the values.
+
+    Args:
+        entries: of its state, with its format.
+        name: the parameter's.
+        key: of the codes or values.
+        size: the shape of all of them.
+        chunk: the chunk.
+    """
+    bits = next((bits for bits in UNITS if key.endswith(f"_q{bits}")), 8)
+    if bits == 8:
+        return Extent(size, chunk.sizes, chunk.offsets)
+    piece = StateHeader.of(entries, name).piece(name)
+    if not piece.is_quantized or piece.grid.code_shape(piece.shape, bits) != tuple(size):
+        raise ValueError(f"{key}: got shape {tuple(size)} for a parameter of shape {piece.shape}")
+    kept = len(size) - 2
+    in_row, numel = math.prod(piece.shape[kept + 1 :]), UNITS[bits].numel
+    # A chunk begins in a row where a unit does; its last unit may have fewer codes.
+    begin = chunk.offsets[kept] * numel // in_row
+    end = min(-(-(chunk.offsets[kept] + chunk.sizes[kept]) * numel // in_row), piece.shape[kept])
+    zeros = (0,) * (len(piece.shape) - kept - 1)
+    return Extent(
+        piece.shape,
+        (*chunk.sizes[:kept], end - begin, *piece.shape[kept + 1 :]),
+        (*chunk.offsets[:kept], begin, *zeros),
+    )
 
 
 def _offset_of_scales(entries: dict, name: str, extent: Extent) -> tuple[int, ...]:

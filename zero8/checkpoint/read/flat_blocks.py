@@ -16,7 +16,7 @@ from zero8.spec.codec import CODECS, Codec, dequantize
 from zero8.spec.dynamic import DynamicCode
 from zero8.spec.grid import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, BlockGrid
 from zero8.state.memory import unknown_memory
-from zero8.state.plain import format_entry
+from zero8.state.plain import codes_key, format_entry
 from zero8.state.table import Piece
 
 
@@ -46,7 +46,8 @@ def imported(
     piece = Piece(0, numel, 0, shape, dither.identity_of(index), block_size, str(index))
     entries = format_entry(ADAM, codec, piece) | {"step": step, **unknown_memory(ADAM)}
     for name, (codes, scales) in moments.items():
-        entries[f"{name}_q8"] = codes
+        rule = ADAM.moment(name)
+        entries[codes_key(rule, codec.code_of(rule))] = codes
         entries[f"{name}_scale"] = scales.view(piece.grid.scale_shape(shape))
     return entries
 

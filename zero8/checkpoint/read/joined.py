@@ -16,6 +16,7 @@ from zero8.checkpoint.files.staging import Staging
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import RETIRED, dequantize, quantize
+from zero8.spec.packing import packed
 from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
@@ -191,7 +192,11 @@ class Assembly:
             return
         first, last = piece.grid.block_of(begin), piece.grid.block_of(end - 1)
         for store, moment in zip(self._stores, moments, strict=True):
-            store.codes[begin:end] = moment.values
+            codes = store.codes[store.bytes_of(0, begin, end)]
+            if store.code.bits == 8:
+                codes.copy_(moment.values)
+            else:  # two fragments may each have one half of a byte
+                codes |= moment.values
             store.scales[first : last + 1] = moment.scales
         for block in {first, last}:
             low, high = _elements(self._piece, block)
@@ -219,7 +224,9 @@ class Assembly:
             values = [_decoded(store, part) for part in parts]
             x = torch.cat(values)
             codes, scales = quantize(store.code, x, torch.zeros(len(x), dtype=torch.int64), 1)
-            store.codes[parts[0].begin : parts[-1].end] = codes
+            begin, end = parts[0].begin, parts[-1].end
+            stored = packed(codes, self._piece.grid, begin, store.code.bits)
+            store.codes[store.bytes_of(0, begin, end)] = stored
             store.scales[block] = scales[0]
             changed = True
         return changed
@@ -242,7 +249,9 @@ def _room(like: MomentStore, table: PieceTable, staging: Staging) -> MomentStore
     if not piece.is_quantized:
         dense = staging.empty((piece.numel,), torch.float32)
         return MomentStore(like.codec, like.rule, table, dense[:0].byte(), dense[:0], dense)
-    codes = staging.empty((piece.numel,), torch.uint8)
+    codes = staging.empty((piece.num_bytes(like.code.bits),), torch.uint8)
+    if like.code.bits < 8:
+        codes.zero_()
     scales = staging.empty((table.num_blocks, *like.code.scale_shape), torch.float32)
     return MomentStore(like.codec, like.rule, table, codes, scales, scales.flatten()[:0])
 
@@ -259,7 +268,7 @@ def _elements(whole: Piece, block: int) -> tuple[int, int]:
 
 
 def _decoded(store: MomentStore, part: _Part) -> Tensor:
-    codes = store.codes[part.begin : part.end]
+    codes = store.codes_of(0, part.begin, part.end)
     return dequantize(
         store.code, codes, part.scale[None], torch.zeros_like(codes, dtype=torch.int64)
     )

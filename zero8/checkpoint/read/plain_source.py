@@ -20,7 +20,8 @@ from zero8.checkpoint.read.states import fragment_of
 from zero8.checkpoint.read.torchao import from_torchao, is_of_torchao
 from zero8.spec.shown import shown, shown_keys
 from zero8.state.extent import Extent
-from zero8.state.plain import FIRST_ENTRIES
+from zero8.state.header import StateHeader
+from zero8.state.plain import CODES_ENDINGS, FIRST_ENTRIES
 
 LIBRARIES: dict[str, tuple[Callable[[object], bool], Callable[[dict], dict]]] = {
     "bitsandbytes": (is_of_bitsandbytes, from_bitsandbytes),
@@ -146,7 +147,8 @@ def _is_of_optimizer(found: object) -> bool:
 def _shape_of(state: dict, name: str, file: Path) -> tuple[int, ...]:
     for key in FIRST_ENTRIES:
         if isinstance(state.get(key), Tensor):
-            return tuple(state[key].shape)
+            is_packed = key.endswith(CODES_ENDINGS) and not key.endswith("_q8")
+            return StateHeader.of(state, name).shape if is_packed else tuple(state[key].shape)
     fp32 = ", ".join(one.fp32_name for one in ALGORITHMS)
     raise ValueError(
         f"{file}: state of {name}: got entries {shown_keys(state)}, expected those of an "

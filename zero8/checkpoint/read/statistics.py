@@ -44,8 +44,10 @@ class MomentCounts:
         counts = cls()
         counts.values = store.dense.numel()
         counts.zeros = int((store.dense == 0).sum())
-        for chunk in store.codes.split(_CHUNK_NUMEL):
-            counts.codes += torch.bincount(chunk, minlength=NUM_CODES)
+        for number, piece in enumerate(store.table.pieces):
+            for begin in range(0, piece.numel if piece.is_quantized else 0, _CHUNK_NUMEL):
+                codes = store.codes_of(number, begin, min(begin + _CHUNK_NUMEL, piece.numel))
+                counts.codes += torch.bincount(codes, minlength=NUM_CODES)
         if store.scales.numel():
             scales = store.scales.view(len(store.scales), -1)[:, 0].abs()
             used = scales[scales > 0]
@@ -67,10 +69,10 @@ class MomentCounts:
     def summary(self, code: MomentCode | None) -> dict:
         """Return a summary; `code` is None for float32 moments.
 
-        Keys: zeros (share of elements that decode to 0) and, for codes, codes_used (of 256), at_top
-        (share of elements with the code of largest magnitude; every block has one), at_floor (share
-        with the codes of smallest magnitude but 0; v rounds smaller values up to it), zero_blocks
-        (share), scale_min, scale_max.
+        Keys: zeros (share of elements that decode to 0) and, for codes, codes_used (of codes),
+        at_top (share of elements with the code of largest magnitude; every block has one), at_floor
+        (share with the codes of smallest magnitude but 0; v rounds smaller values up to it),
+        zero_blocks (share), scale_min, scale_max.
         """
         if code is None:
             return {"zeros": self.zeros / max(1, self.values)}
@@ -79,6 +81,7 @@ class MomentCounts:
         return {
             "zeros": int(self.codes[code.zero_code]) / total,
             "codes_used": int((self.codes[used] > 0).sum()),
+            "codes": 2**code.bits,
             "at_top": int(self.codes[top].sum()) / total,
             "at_floor": int(self.codes[floor].sum()) / total,
             "zero_blocks": self.zero_blocks / max(1, self.num_blocks),
@@ -89,9 +92,9 @@ class MomentCounts:
 
 def order_of_codes(code: MomentCode) -> Tensor:
     """Return the valid codes, in ascending order of their values; int64."""
-    codes = torch.arange(NUM_CODES, dtype=torch.uint8, device="cpu")
-    if isinstance(code, SignedLogCode):  # -128 is invalid
-        codes = codes[codes != 128]
+    codes = torch.arange(2**code.bits, dtype=torch.uint8, device="cpu")
+    if isinstance(code, SignedLogCode):  # -128, or -32 of 6 bits, is invalid
+        codes = codes[codes != 1 << code.bits - 1]
     if isinstance(code, Fp8Code):  # 127 is NaN, 128 is -0
         codes = codes[(codes & 127 <= code.MAX) & (codes != 128) & (code.signed | (codes < 128))]
     scale = torch.ones((len(codes), *code.scale_shape), dtype=torch.float32, device="cpu")

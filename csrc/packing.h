@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+// Codes of fewer than 8 bits: from memory to a byte each, and back.  zero8/spec/packing.py has the
+// units in which they lie, zero8/spec/grid.py says where units begin.
+//
+// Codes are made bytes before they are decoded, and units after they have been encoded, in the
+// first-level cache: so the codes themselves, in codes.h, know of bytes alone.
+//
+// Included once per target, so in the target's namespace.
+#include <cstdint>
+
+namespace zero8 {
+namespace ZERO8_TARGET {
+
+constexpr int kUnitCodes = 4, kUnitBytes = 3;  // of 6 bits
+
+inline constexpr int units_of(int codes) { return (codes + kUnitCodes - 1) / kUnitCodes; }
+inline constexpr int bytes_of(int codes) { return units_of(codes) * kUnitBytes; }
+
+inline void store_bytes(uint8_t* codes, Vec::I x) {
+  Vec::store(reinterpret_cast<float*>(codes), Vec::as_float(x));
+}
+
+// Expands whole units; codes in two's complement become the upper bits of their bytes.
+template <bool kTwosComplement>
+inline void expand_units(const uint8_t* units, int num_units, uint8_t* codes) {
+  int i = 0;
+  for (; i + Vec::kLanes <= num_units; i += Vec::kLanes) {
+    const Vec::I x = Vec::load6<kTwosComplement>(units + kUnitBytes * i);
+    store_bytes(codes + kUnitCodes * i, x);
+  }
+  if (i == num_units) return;
+  uint8_t rest[kUnitBytes * Vec::kLanes] = {}, expanded[kUnitCodes * Vec::kLanes];
+  __builtin_memcpy(rest, units + kUnitBytes * i, kUnitBytes * (num_units - i));
+  const Vec::I x = Vec::load6<kTwosComplement>(rest);
+  store_bytes(expanded, x);
+  __builtin_memcpy(codes + kUnitCodes * i, expanded, kUnitCodes * (num_units - i));
+}
+
+inline Vec::I load_bytes(const uint8_t* codes) {
+  return Vec::as_int(Vec::load(reinterpret_cast<const float*>(codes)));
+}
+
+inline void pack_units(const uint8_t* codes, int num_units, uint8_t* units) {
+  int i = 0;
+  for (; i + Vec::kLanes <= num_units; i += Vec::kLanes) {
+    Vec::store6(units + kUnitBytes * i, load_bytes(codes + kUnitCodes * i));
+  }
+  if (i == num_units) return;
+  uint8_t rest[kUnitCodes * Vec::kLanes] = {}, made[kUnitBytes * Vec::kLanes];
+  __builtin_memcpy(rest, codes + kUnitCodes * i, kUnitCodes * (num_units - i));
+  Vec::store6(made, load_bytes(rest));
+  __builtin_memcpy(units + kUnitBytes * i, made, kUnitBytes * (num_units - i));
+}
+
+// Packs `count` codes behind `skipped` places of their first unit, which become 0 like those behind
+// them.
+inline void pack_row(const uint8_t* codes, int skipped, int count, uint8_t* units) {
+  const auto pack_part = [&](int at, int number) {
+    uint8_t one[kUnitCodes] = {};
+    for (int i = 0; i < number; ++i) one[at + i] = *codes++;
+    pack_units(one, 1, units);
+    units += kUnitBytes;
+    count -= number;
+  };
+  if (skipped) pack_part(skipped, count < kUnitCodes - skipped ? count : kUnitCodes - skipped);
+  const int whole = count / kUnitCodes;
+  pack_units(codes, whole, units);
+  codes += kUnitCodes * whole;
+  units += kUnitBytes * whole;
+  count -= kUnitCodes * whole;
+  if (count) pack_part(0, count);
+}
+
+// Where a block's codes begin: its first unit, and the column of its first element in a row.
+struct UnitPlace {
+  uint8_t* units;
+  int64_t column;
+};
+
+// Calls body(units, skipped, count) for the part of a block in each row: its first unit, how many
+// codes of it are not the block's, and how many are.  Returns the place of the next block.
+template <class Body>
+UnitPlace for_rows(UnitPlace place, int64_t row_length, int count, Body&& body) {
+  while (count > 0) {
+    const int64_t left = row_length - place.column;
+    const int here = left < count ? static_cast<int>(left) : count;
+    const int skipped = static_cast<int>(place.column % kUnitCodes);
+    body(place.units, skipped, here);
+    place.units += bytes_of(skipped + here);
+    place.column = here == left ? 0 : place.column + here;
+    count -= here;
+  }
+  return place;
+}
+
+// --- The codes of a moment ----------------------------------------------------------------------
+
+// The codes of a moment's blocks, in order, a byte each.
+//
+//   CodesOf(Number<k>, segment, local)   of moment k, from block number `local` of a segment on
+//   next(block), replaced(block)         of the next block: its codes, and where new ones go
+//   load(i)                              its chunks are read in order, now that from element i on
+//   keep(block)                          the new codes will be that block's
+//   store(i), store_rest()               they are made in order, now that chunk, or all others
+template <int kBits, bool kTwosComplement>
+class CodesOf;
+template <class Code>
+struct BlockCodes : CodesOf<Code::kBits, Code::kTwosComplement> {
+  using CodesOf<Code::kBits, Code::kTwosComplement>::CodesOf;
+};
+
+// Of 8 bits: those in memory.
+template <bool kTwosComplement>
+class CodesOf<8, kTwosComplement> {
+ public:
+  template <int k>
+  CodesOf(Number<k>, const Segment& seg, int64_t)
+      : values_(static_cast<uint8_t*>(seg.moments[k].values)) {}
+  const uint8_t* next(const Block& b) {
+    codes_ = values_ + b.begin;
+    return codes_;
+  }
+  ZERO8_INLINE void load(int i) const { prefetch_chunk(codes_ + i); }
+  uint8_t* replaced(const Block& b) const { return values_ + b.begin; }
+  void keep(const Block&) {}
+  ZERO8_INLINE void store(int) const {}
+  void store_rest() const {}
+
+ private:
+  uint8_t* values_;
+  const uint8_t* codes_ = nullptr;
+};
+
+// Of 6 bits: copies.  Where a block lies in one row, and begins there with a unit, its chunks are
+// expanded and packed among those that are decoded and encoded: the processor does so while it
+// waits for its square roots and divisions.  There they are a chunk ahead, and behind: else each
+// chunk would wait for its own.
+template <bool kTwosComplement>
+class CodesOf<6, kTwosComplement> {
+ public:
+  template <int k>
+  CodesOf(Number<k>, const Segment& seg, int64_t local) : row_length_(seg.own_row_length) {
+    const int64_t units_per_row = (row_length_ + kUnitCodes - 1) / kUnitCodes;
+    const auto unit_of = [&](int64_t element) {
+      return element / row_length_ * units_per_row + element % row_length_ / kUnitCodes;
+    };
+    const int64_t first = seg.first + block_at(seg, local).begin;
+    next_.units = static_cast<uint8_t*>(seg.moments[k].values) +
+                  (unit_of(first) - unit_of(seg.first)) * kUnitBytes;
+    next_.column = first % row_length_;
+  }
+  ZERO8_INLINE const uint8_t* next(const Block& b) {
+    read_ = {next_, b.count, in_chunks(b.count)};
+    if (read_.in_chunks == 0) {
+      expand_rows();
+    } else {
+      next_.units += bytes_of(b.count);
+      next_.column += b.count;
+      if (next_.column == row_length_) next_.column = 0;
+      expand_chunk(0);
+      if (read_.in_chunks < b.count) expand_rest();
+    }
+    return old_ + kMargin;
+  }
+  ZERO8_INLINE void load(int i) {
+    if (i + kChunk < read_.in_chunks) expand_chunk(i + kChunk);
+  }
+  uint8_t* replaced(const Block&) { return new_ + kMargin; }
+  void keep(const Block&) { kept_ = read_; }
+  ZERO8_INLINE void store(int i) const {
+    if (0 < i && i < kept_.in_chunks) pack_chunk(i - kChunk);
+  }
+  ZERO8_INLINE void store_rest() {
+    if (kept_.in_chunks == 0) {
+      pack_rows();
+    } else {
+      pack_chunk(kept_.in_chunks - kChunk);
+      if (kept_.in_chunks < kept_.count) pack_rest();
+    }
+    kept_ = {};
+  }
+
+ private:
+  // Of which three bytes before, and a vector behind, are used.
+  static constexpr int kMargin = 64;
+  static constexpr int kSize = kMargin + kMaxBlockSize + kMargin;
+
+  // A block: where its units begin, its elements, and how many of them are in chunks of whole
+  // units.
+  struct Run {
+    UnitPlace place;
+    int count, in_chunks;
+  };
+
+  int in_chunks(int count) const {
+    const bool is_one_run = next_.column % kUnitCodes == 0 && count <= row_length_ - next_.column;
+    return is_one_run ? count / kChunk * kChunk : 0;
+  }
+  ZERO8_INLINE void expand_chunk(int i) {
+    const uint8_t* units = read_.place.units + bytes_of(i);
+    Vec::prefetch(units + bytes_of(kPrefetchDistance));
+    store_bytes(old_ + kMargin + i, Vec::load6<kTwosComplement>(units));
+  }
+  void expand_rest() {
+    const int i = read_.in_chunks;
+    expand_units<kTwosComplement>(read_.place.units + bytes_of(i), units_of(read_.count - i),
+                                  old_ + kMargin + i);
+  }
+  void expand_rows() {
+    uint8_t* codes = old_ + kMargin;
+    next_ = for_rows(
+        next_, row_length_, read_.count, [&](const uint8_t* units, int skipped, int count) {
+          // Writes over what is before and behind, where the next row's codes come.
+          expand_units<kTwosComplement>(units, units_of(skipped + count), codes - skipped);
+          codes += count;
+        });
+  }
+  ZERO8_INLINE void pack_chunk(int i) const {
+    Vec::store6(kept_.place.units + bytes_of(i), load_bytes(new_ + kMargin + i));
+  }
+  void pack_rest() const {
+    const int i = kept_.in_chunks;
+    pack_row(new_ + kMargin + i, 0, kept_.count - i, kept_.place.units + bytes_of(i));
+  }
+  void pack_rows() const {
+    const uint8_t* codes = new_ + kMargin;
+    for_rows(kept_.place, row_length_, kept_.count, [&](uint8_t* units, int skipped, int count) {
+      pack_row(codes, skipped, count, units);
+      codes += count;
+    });
+  }
+
+  int64_t row_length_;
+  UnitPlace next_;
+  Run read_ = {}, kept_ = {};
+  alignas(64) uint8_t old_[kSize];
+  alignas(64) uint8_t new_[kSize];
+};
+
+}  // namespace ZERO8_TARGET
+}  // namespace zero8
