@@ -85,7 +85,7 @@ def fault_of_values(values: Tensor, *, is_signed: bool) -> str:
 
 def _fault_of_log(code: LogCode, codes: Tensor, scales: Tensor, block_numbers: BlockNumbers) -> str:
     high, step = scales.unbind(1)
-    least, most = code.step_of(torch.tensor([code.MIN_SPAN, code.MAX_SPAN])).tolist()
+    least, most = code.step_of(torch.tensor([code.MIN_SPAN, code.MAX_SPAN], device="cpu")).tolist()
     in_range = (step >= least) & (step <= most) & (step == step.round())
     if not torch.where(high == 0, step == 0, in_range).all():
         return f"a range of codes that is not between {least} and {most}"
