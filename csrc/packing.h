@@ -17,7 +17,7 @@ inline constexpr int units_of(int codes) { return (codes + kUnitCodes - 1) / kUn
 inline constexpr int bytes_of(int codes) { return units_of(codes) * kUnitBytes; }
 
 inline void store_bytes(uint8_t* codes, Vec::I x) {
-  Vec::store(reinterpret_cast<float*>(codes), Vec::as_float(x));
+  __builtin_memcpy(codes, &x, sizeof x);
 }
 
 // Expands whole units; codes in two's complement become the upper bits of their bytes.
@@ -37,7 +37,9 @@ inline void expand_units(const uint8_t* units, int num_units, uint8_t* codes) {
 }
 
 inline Vec::I load_bytes(const uint8_t* codes) {
-  return Vec::as_int(Vec::load(reinterpret_cast<const float*>(codes)));
+  Vec::I x;
+  __builtin_memcpy(&x, codes, sizeof x);
+  return x;
 }
 
 inline void pack_units(const uint8_t* codes, int num_units, uint8_t* units) {
