@@ -16,9 +16,7 @@ constexpr int kUnitCodes = 4, kUnitBytes = 3;  // of 6 bits
 inline constexpr int units_of(int codes) { return (codes + kUnitCodes - 1) / kUnitCodes; }
 inline constexpr int bytes_of(int codes) { return units_of(codes) * kUnitBytes; }
 
-inline void store_bytes(uint8_t* codes, Vec::I x) {
-  __builtin_memcpy(codes, &x, sizeof x);
-}
+inline void store_bytes(uint8_t* codes, Vec::I x) { __builtin_memcpy(codes, &x, sizeof x); }
 
 // Expands whole units; codes in two's complement become the upper bits of their bytes.
 template <bool kTwosComplement>
