@@ -67,7 +67,7 @@ def num_code_bytes(shape, block_size, first, numel, bits):
     if bits == 8:
         return numel
     grid = BlockGrid.of(shape, block_size)
-    row = grid.own_row_length or grid.row_length
+    row = grid.code_row_length
     units = {n // row * math.ceil(row / 4) + n % row // 4 for n in range(first, first + numel)}
     return 3 * len(units)
 

@@ -331,7 +331,7 @@ def _fill(record: np.void, segment: Segment, device: torch.device) -> None:
         record["copy_dtype"] = DTYPE_NUMBERS[segment.copy.dtype]
     record["numel"], record["first"] = numel, segment.first
     record["row_length"] = segment.grid.row_length
-    record["own_row_length"] = segment.grid.own_row_length or segment.grid.row_length
+    record["own_row_length"] = segment.grid.code_row_length
     record["block_size"] = segment.grid.block_size
     record["algorithm"] = segment.algorithm.kernel.number
     record["param_dtype"] = DTYPE_NUMBERS[segment.param.dtype]

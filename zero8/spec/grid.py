@@ -135,6 +135,11 @@ class BlockGrid:
 
     # --- The bytes of codes ----------------------------------------------------------------------
 
+    @property
+    def code_row_length(self) -> int:
+        """Elements of a row that begins with a unit of codes: the parameter's own where narrow."""
+        return self.own_row_length or self.row_length
+
     def unit_of(self, element: int, bits: int) -> int:
         """Return the number of the unit that holds the code of `element`, of so many bits.
 
@@ -143,12 +148,12 @@ class BlockGrid:
         the parameter.  A shard has each unit that its elements touch; where its boundary cuts one,
         both sides have one, and the other's codes are 0 there.
         """
-        row, column = divmod(element, self.own_row_length or self.row_length)
+        row, column = divmod(element, self.code_row_length)
         return row * self.units_per_row(bits) + column // UNITS[bits].numel
 
     def units_per_row(self, bits: int) -> int:
         """Return how many units the codes of a row take, of the parameter's own if it is narrow."""
-        return -(-(self.own_row_length or self.row_length) // UNITS[bits].numel)
+        return -(-self.code_row_length // UNITS[bits].numel)
 
     def num_bytes(self, first: int, numel: int, bits: int) -> int:
         """Return how many bytes hold the codes of elements `first .. first + numel - 1`."""

@@ -54,7 +54,7 @@ def _places(
     grid: BlockGrid, first: int, numel: int, bits: int, device: torch.device
 ) -> slice | Tensor:
     """Return the places of elements' codes among those of their units."""
-    length, of_unit = grid.own_row_length or grid.row_length, UNITS[bits].numel
+    length, of_unit = grid.code_row_length, UNITS[bits].numel
     begin = first % length % of_unit
     if length % of_unit == 0 or first % length + numel <= length:
         return slice(begin, begin + numel)  # all units between the first and the last are full

@@ -24,7 +24,7 @@ from zero8.spec.grid import UNITS, is_narrow
 from zero8.spec.shown import shown
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
-from zero8.state.plain import CODES_ENDINGS, FIRST_ENTRIES
+from zero8.state.plain import CODES_ENDINGS, FIRST_ENTRIES, bits_at
 
 METADATA = ".metadata"
 _MODEL = "model."
@@ -213,8 +213,8 @@ def _extent_of(entries: dict, name: str, key: str, size: tuple[int, ...], chunk:
         size: the shape of all of them.
         chunk: the chunk.
     """
-    bits = next((bits for bits in UNITS if key.endswith(f"_q{bits}")), 8)
-    if bits == 8:
+    bits = bits_at(key)
+    if bits in (None, 8):
         return Extent(size, chunk.sizes, chunk.offsets)
     piece = StateHeader.of(entries, name).piece(name)
     if not piece.is_quantized or piece.grid.code_shape(piece.shape, bits) != tuple(size):

@@ -21,7 +21,7 @@ from zero8.checkpoint.read.torchao import from_torchao, is_of_torchao
 from zero8.spec.shown import shown, shown_keys
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
-from zero8.state.plain import CODES_ENDINGS, FIRST_ENTRIES
+from zero8.state.plain import FIRST_ENTRIES, bits_at
 
 LIBRARIES: dict[str, tuple[Callable[[object], bool], Callable[[dict], dict]]] = {
     "bitsandbytes": (is_of_bitsandbytes, from_bitsandbytes),
@@ -147,8 +147,8 @@ def _is_of_optimizer(found: object) -> bool:
 def _shape_of(state: dict, name: str, file: Path) -> tuple[int, ...]:
     for key in FIRST_ENTRIES:
         if isinstance(state.get(key), Tensor):
-            is_packed = key.endswith(CODES_ENDINGS) and not key.endswith("_q8")
-            return StateHeader.of(state, name).shape if is_packed else tuple(state[key].shape)
+            has_shape = bits_at(key) in (None, 8)
+            return tuple(state[key].shape) if has_shape else StateHeader.of(state, name).shape
     fp32 = ", ".join(one.fp32_name for one in ALGORITHMS)
     raise ValueError(
         f"{file}: state of {name}: got entries {shown_keys(state)}, expected those of an "
