@@ -71,7 +71,7 @@ void step(const py::buffer& segments, const py::buffer& scalars, const py::buffe
   }
   const Records<zero8::Segment> segment(segments, "segment");
   const Records<const zero8::StepScalars> scalar(scalars, "scalar");
-  const Records<const zero8::DynamicMaps> map(maps, "map");
+  const Records<const zero8::CodecMaps> map(maps, "map");
   if (map.size() != 1) throw py::value_error("zero8: expected one record of maps");
   check(segment.data(), segment.size(), scalar.size());
   for (int64_t i = 0; i < segment.size(); ++i) {
@@ -121,7 +121,7 @@ void copy(const py::buffer& param, const py::buffer& grad, const std::vector<py:
     const py::buffer_info& info = state_infos.back();
     const int64_t bits = 8 * info.size / numel;
     items.push_back({static_cast<uint8_t*>(info.ptr), bits});
-    whole = whole && bits * numel == 8 * info.size && (bits % 8 == 0 || bits == 6);
+    whole = whole && bits * numel == 8 * info.size && (bits % 8 == 0 || bits == 6 || bits == 4);
   }
   if (!whole) throw py::value_error("zero8: got arrays of different numbers of elements");
   const zero8::Streams streams{static_cast<uint8_t*>(param_info.ptr),

@@ -44,5 +44,15 @@ ZERO8_DEVICE inline Block block_at(const Segment& seg, int64_t local) {
   return {begin - seg.first, local, static_cast<int>(end - begin), static_cast<int>(begin - whole)};
 }
 
+// Number of the unit of codes, each of at most `codes` of one row, that holds element `element` of
+// the parameter: BlockGrid.unit_of.
+ZERO8_DEVICE inline int64_t units_per_row(const Segment& seg, int codes) {
+  return (seg.own_row_length + codes - 1) / codes;
+}
+ZERO8_DEVICE inline int64_t unit_of(const Segment& seg, int64_t element, int codes) {
+  const int64_t row = seg.own_row_length;
+  return element / row * units_per_row(seg, codes) + element % row / codes;
+}
+
 }  // namespace ZERO8_TARGET
 }  // namespace zero8

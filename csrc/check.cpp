@@ -43,9 +43,9 @@ std::string wrong_kind(const Segment& s, int64_t num_scalars) {
   for (int k = 0; k < kMomentsOf[s.algorithm].count; ++k) {
     const int32_t codec = s.moments[k].codec, first = s.moments[0].codec;
     if (codec != kFloat32 && codec != kDynamic && codec != kLog && codec != kFp8 &&
-        codec != kLog6) {
+        codec != kLog6 && codec != kLinear4) {
       return wrong(of_moment(k, "codec"), codec,
-                   "0 (float32), 1 (dynamic), 4 (log), 5 (fp8) or 6 (log6)");
+                   "0 (float32), 1 (dynamic), 4 (log), 5 (fp8), 6 (log6) or 7 (linear4)");
     }
     if (codec != first) {
       return wrong(of_moment(k, "codec"), codec, std::to_string(first) + ", as the first has");

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // The codes of the moments in terms of Vec: zero8/spec/log.py and dynamic.py, equation by equation.
-//  fp8.h has those of `fp8`.
+// fp8.h has those of `fp8`, linear4.h those of `linear4`.
 //
 // A code is a struct with four parts, so that the step can arrange them as it likes:
 //
 //   kBits, kSigned, kScales, kZeroCode, kTwosComplement, kHasPairs, kIsDithered
-//       The bits of a code in memory, 8 or 6, of which packing.h makes bytes; whether it has codes
-//       of negative values; how many floats each block stores, 1 to kMaxScales; the code of exact
-//       0; whether codes are in two's complement, and so to be loaded by Vec::load8s instead of
-//       Vec::load8, those of 6 bits times 4, in the upper bits of their bytes; whether pairs of
+//       The bits of a code in memory, 8, 6 or 4; whether it has codes of negative values; how many
+//       floats each block stores, 1 to kMaxScales; the code of exact 0; whether codes are in two's
+//       complement, and so to be loaded by Vec::load8s instead of Vec::load8; whether pairs of
 //       vectors are served; whether thresholds are used, and so is dither().
-//   Decoder(const float* stored, float gain, const DynamicMap&)
+//   kRaised, kLowered
+//       With fewer than 8 bits packing.h makes bytes of codes, and codes of what the Encoder gives:
+//       it adds the one and subtracts the other.  Codes in two's complement get the upper bits of
+//       their bytes, so they are multiplied by 4.
+//   Decoder(const float* stored, float gain, const CodecMaps&)
 //       Of one block, by its kScales floats.  `decode(vec, Vec::I codes)` returns a Vec::F: the
 //       values times `gain`; `vec` is a Vec or, on CUDA, a QuickVec.  On the CPU
 //       `decode.chunk(const uint8_t*)` returns a Chunk for the next four vectors, whose
@@ -21,7 +24,7 @@
 //       in any order, while values are made.  Zeros may be added, as beyond a tail, and on CUDA
 //       each thread adds its own values: the Encoder reduces over the block.  It tells the
 //       `largest()` pattern, which without kSigned is that of NaN if there is one.
-//   Encoder(const Range&, const DynamicMap&, const BlockValues&, float* stored)
+//   Encoder(const Range&, const CodecMaps&, const BlockValues&, float* stored)
 //       Makes the scales and writes kScales floats; it may change the values.  `encode(Vec::F,
 //       Vec::I threshold)` returns a Vec::I of codes, to which `completed<kLeft>` is still to be
 //       applied: on packed bytes that is cheaper.  Encoder() encodes nothing.  Its members are
@@ -52,6 +55,13 @@ constexpr uint32_t kOneBits = 0x3F800000;
 constexpr uint32_t kSignBit = 0x80000000, kInfinityBits = 0x7F800000;
 constexpr float kSaturation = 0x1p126f;
 constexpr int kMaxScales = 2;  // of any code, per block
+
+// A unit of codes of fewer than 8 bits: how many it has, and their bytes.  UNITS of
+// zero8/spec/grid.py.
+template <class Code>
+constexpr int kUnitCodes = Code::kBits == 6 ? 4 : 2;
+template <class Code>
+constexpr int kUnitBytes = Code::kBits == 6 ? 3 : 1;
 
 ZERO8_DEVICE inline uint32_t bits_of(float x) {
   uint32_t bits;
@@ -160,6 +170,28 @@ struct Absmax {
   }
 };
 
+// The element of largest magnitude, with its sign: (C6).
+template <bool kSigned>
+struct Extremes {
+  Absmax<kSigned> absmax;
+  Vec::I positive;  // the largest of the elements that are not negative
+
+  ZERO8_DEVICE Extremes() : positive(Vec::seti(0)) {}
+
+  ZERO8_DEVICE ZERO8_INLINE void add(Vec::F x) {
+    absmax.add(x);
+    if constexpr (kSigned) positive = Vec::maxs(positive, Vec::as_int(x));
+  }
+  ZERO8_DEVICE uint32_t largest() const { return absmax.largest(); }
+  // The scale, or `min_scale` if that is more; 0 for a block of zeros.
+  ZERO8_DEVICE float scale(float min_scale) const {
+    const float magnitude = absmax.value();
+    const bool is_positive = !kSigned || float_of(Vec::reduce_maxu(positive)) >= magnitude;
+    if (magnitude == 0.0f) return 0.0f;
+    return magnitude < min_scale ? min_scale : is_positive ? magnitude : -magnitude;
+  }
+};
+
 // (C2)-(C4)
 template <int kOctaves, int kMantissaBits>
 struct Octaves {
@@ -185,6 +217,7 @@ struct SignedLog {
   static constexpr bool kSigned = true, kIsDithered = false;
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = 0;
+  static constexpr uint32_t kRaised = 0, kLowered = 0;
   static constexpr bool kTwosComplement = true, kHasPairs = true;
   using Narrow = Octaves<4, kBits - 3>;
   using Wide = Octaves<8, kBits - 4>;
@@ -196,7 +229,7 @@ struct SignedLog {
     Vec::F scale;
     Vec::I shift, shift_from_top;
 
-    ZERO8_DEVICE Decoder(const float* stored, float gain, const DynamicMap&)
+    ZERO8_DEVICE Decoder(const float* stored, float gain, const CodecMaps&)
         : scale(Vec::mul(Vec::set(float_of(bits_of(*stored) & ~kSignBit)), Vec::set(gain))) {
       const uint32_t bits = (*stored < 0.0f ? Wide::kShift : Narrow::kShift) - (8 - kBits);
       shift = Vec::seti(bits);
@@ -242,7 +275,7 @@ struct SignedLog {
     uint32_t shift = 0, half = 0;
 
     ZERO8_DEVICE Encoder() {}
-    ZERO8_DEVICE Encoder(const Range& range, const DynamicMap&, const BlockValues& block,
+    ZERO8_DEVICE Encoder(const Range& range, const CodecMaps&, const BlockValues& block,
                          float* stored) {
       const float absmax = range.value();
       const float narrow = Narrow::scale(absmax), wide = Wide::scale(absmax);
@@ -297,7 +330,7 @@ struct DitheredLog : SignedLog<kCodeBits> {
     float inverse = 0.0f;
 
     ZERO8_DEVICE Encoder() {}
-    ZERO8_DEVICE Encoder(const Range& range, const DynamicMap&, const BlockValues&, float* stored) {
+    ZERO8_DEVICE Encoder(const Range& range, const CodecMaps&, const BlockValues&, float* stored) {
       const float absmax = range.value();
       const bool is_zero = absmax == 0.0f;
       const float scale = is_zero ? 0.0f : Narrow::scale(absmax);
@@ -326,7 +359,7 @@ struct Log {
   static constexpr int kBits = kCodeBits;
   static constexpr bool kSigned = false, kIsDithered = true;
   static constexpr int kScales = 2;
-  static constexpr uint32_t kZeroCode = 0;
+  static constexpr uint32_t kZeroCode = 0, kRaised = 0, kLowered = 0;
   static constexpr bool kTwosComplement = false, kHasPairs = true;
   static constexpr int32_t kMinSpan = 2 << 23, kMaxSpan = 28 << 23;
   static constexpr uint32_t kNormalBits = 0x00800000, kLowestBits = kNormalBits + 16;
@@ -342,7 +375,7 @@ struct Log {
     Vec::I base, step;
     Vec::F gain;
 
-    ZERO8_DEVICE Decoder(const float* stored, float factor, const DynamicMap&)
+    ZERO8_DEVICE Decoder(const float* stored, float factor, const CodecMaps&)
         : step(Vec::truncate(Vec::set(stored[1]))), gain(Vec::set(factor)) {
       const Vec::I span = Vec::shr<kPartBits>(Vec::muli(step, Vec::seti(kTop)));
       base = Vec::subi(Vec::seti(bits_of(stored[0])), span);
@@ -389,7 +422,7 @@ struct Log {
     float inverse = 0.0f;
 
     ZERO8_DEVICE Encoder() {}
-    ZERO8_DEVICE Encoder(const Range& range, const DynamicMap&, const BlockValues& block,
+    ZERO8_DEVICE Encoder(const Range& range, const CodecMaps&, const BlockValues& block,
                          float* stored) {
       const uint32_t high = range.largest();
       const uint32_t low = Vec::reduce_minu(range.below_low) + 1u;
@@ -450,12 +483,16 @@ struct Dynamic {
   static constexpr bool kTwosComplement = false, kHasPairs = false;
   static constexpr float kMinScale = kSigned ? 0x1p-105f : 0x1p-104f;
 
+  ZERO8_DEVICE static const DynamicMap& map_of(const CodecMaps& maps) {
+    return kSigned ? maps.of_signed : maps.of_unsigned;
+  }
+
   struct Decoder {
     const DynamicMap* map;
     Vec::F scale;
 
-    ZERO8_DEVICE Decoder(const float* stored, float gain, const DynamicMap& dynamic_map)
-        : map(&dynamic_map), scale(Vec::mul(Vec::set(*stored), Vec::set(gain))) {}
+    ZERO8_DEVICE Decoder(const float* stored, float gain, const CodecMaps& maps)
+        : map(&map_of(maps)), scale(Vec::mul(Vec::set(*stored), Vec::set(gain))) {}
     template <class AnyVec>
     ZERO8_DEVICE ZERO8_INLINE Vec::F operator()(AnyVec& vec, Vec::I code) const {
       return vec.mul(Vec::look_up(map->levels, code), scale);
@@ -478,18 +515,7 @@ struct Dynamic {
     }
   };
 
-  struct Range {
-    Absmax<kSigned> absmax;
-    Vec::I positive;  // the largest of the elements that are not negative
-
-    ZERO8_DEVICE Range() : positive(Vec::seti(0)) {}
-
-    ZERO8_DEVICE ZERO8_INLINE void add(Vec::F x) {
-      absmax.add(x);
-      if constexpr (kSigned) positive = Vec::maxs(positive, Vec::as_int(x));
-    }
-    ZERO8_DEVICE uint32_t largest() const { return absmax.largest(); }
-  };
+  using Range = Extremes<kSigned>;
 
   struct Encoder {
     static constexpr Left kLeft = kSigned ? Left::kClamp : Left::kUnlessZero;
@@ -497,15 +523,11 @@ struct Dynamic {
     float inverse = 0.0f;
 
     ZERO8_DEVICE Encoder() {}
-    ZERO8_DEVICE Encoder(const Range& range, const DynamicMap& dynamic_map, const BlockValues&,
+    ZERO8_DEVICE Encoder(const Range& range, const CodecMaps& maps, const BlockValues&,
                          float* stored)
-        : map(&dynamic_map) {
-      const float absmax = range.absmax.value();
-      const bool positive = !kSigned || float_of(Vec::reduce_maxu(range.positive)) >= absmax;
-      float scale = positive ? absmax : -absmax;
-      if (absmax < kMinScale) scale = kMinScale;
-      *stored = absmax == 0.0f ? 0.0f : scale;
-      inverse = absmax == 0.0f ? 0.0f : 1.0f / scale;
+        : map(&map_of(maps)) {
+      *stored = range.scale(kMinScale);
+      inverse = *stored == 0.0f ? 0.0f : 1.0f / *stored;
     }
     ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I) const {
       const Vec::F n = Vec::mul(x, Vec::set(inverse));

@@ -34,7 +34,7 @@ Place place_of(const Segment* segments, int64_t num_segments, int64_t element) {
 
 // Steps over blocks first .. stop - 1 of a segment, and copies a bfloat16 parameter: a part at a
 // time, which is in the cache then.  Copies of float parameters are the step's own.
-int64_t step_segment(const Segment& seg, const StepScalars& scalars, const DynamicMaps& maps,
+int64_t step_segment(const Segment& seg, const StepScalars& scalars, const CodecMaps& maps,
                      StepBlocks* step_blocks, int64_t first, int64_t stop) {
   if (!seg.copy || seg.param_dtype == kFP32) return step_blocks(seg, scalars, maps, first, stop);
   const int64_t blocks_of_part = 16384 / seg.block_size;
@@ -52,7 +52,7 @@ int64_t step_segment(const Segment& seg, const StepScalars& scalars, const Dynam
 
 // Steps over the blocks from `begin` to just before `end`.
 void step_range(Segment* segments, int64_t num_segments, const StepScalars* scalars,
-                const DynamicMaps& maps, const Isa& isa, Place begin, Place end) {
+                const CodecMaps& maps, const Isa& isa, Place begin, Place end) {
   const FlushToZero mode;
   for (int64_t i = begin.segment; i < num_segments && i <= end.segment; ++i) {
     Segment& seg = segments[i];
@@ -95,7 +95,8 @@ bool has_avx512vbmi() { return __builtin_cpu_supports("avx512vbmi") && has_avx51
    nullptr,                                       \
    ZERO8_STEP_BLOCKS(target, algorithm, Log),     \
    ZERO8_STEP_BLOCKS(target, algorithm, Fp8),     \
-   ZERO8_STEP_BLOCKS(target, algorithm, Log6)},
+   ZERO8_STEP_BLOCKS(target, algorithm, Log6),    \
+   ZERO8_STEP_BLOCKS(target, algorithm, Linear4)},
 const Isa kIsas[] = {
     {"baseline", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, baseline)}, [] { return true; }},
 #if defined(__x86_64__)
@@ -107,7 +108,7 @@ const Isa kIsas[] = {
 const int kNumIsas = sizeof kIsas / sizeof kIsas[0];
 
 void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
-          const DynamicMaps& maps, int num_threads, const Isa& isa) {
+          const CodecMaps& maps, int num_threads, const Isa& isa) {
   int64_t blocks = 0, numel = 0;
   for (int64_t i = 0; i < num_segments; ++i) {
     blocks += dispatch::num_blocks(segments[i]);

@@ -21,8 +21,8 @@
 namespace zero8 {
 
 // 2 and 3 were codecs of format 1.
-enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kLog = 4, kFp8 = 5, kLog6 = 6 };
-constexpr int kNumCodecs = 7;  // these two included
+enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kLog = 4, kFp8 = 5, kLog6 = 6, kLinear4 = 7 };
+constexpr int kNumCodecs = 8;  // these two included
 enum DType : int32_t { kFP32 = 0, kBF16 = 1, kFP16 = 2 };
 enum Rounding : int32_t { kNearest = 0, kDither = 1, kHash = 2 };
 
@@ -35,7 +35,7 @@ struct ScalesPerBlock {
   int of_signed, of_unsigned;
 };
 constexpr ScalesPerBlock kScalesPerBlock[] = {{0, 0}, {1, 1}, {0, 0}, {0, 0},
-                                              {1, 2}, {1, 1}, {1, 2}};
+                                              {1, 2}, {1, 1}, {1, 2}, {1, 1}};
 
 // A float16 in memory, as a type of its own: uint16_t is a bfloat16.
 struct Half {
@@ -78,7 +78,7 @@ struct Segment {
 constexpr uint32_t kPieceFactor = 10304;
 constexpr int kPieceShift = 22;
 
-// A dynamic map, ascending, and what finds the nearest entry: zero8/op/dynamic_tables.py.
+// A dynamic map, ascending, and what finds the nearest entry: zero8/op/codec_maps.py.
 struct DynamicMap {
   float levels[256];
   float thresholds[256];        // smallest value whose nearest entry is i + 1; the last is +inf
@@ -92,8 +92,16 @@ struct DynamicMap {
   uint32_t last[8];   // largest distance in the piece
   uint32_t smallest;  // smaller patterns count as this one
 };
-struct DynamicMaps {
+// The map of first moments in `linear4`.
+struct Linear4Map {
+  float levels[16];
+  // The smallest value whose nearest entry is i + 1, in the order of a search by halves: row k has
+  // those that cut the 2^k parts of the map which k comparisons tell apart.
+  float thresholds[4][8];
+};
+struct CodecMaps {
   DynamicMap of_signed, of_unsigned;
+  Linear4Map of_linear4;
 };
 
 // What a Segment depends on that stays from step to step: zero8/step/records.py.

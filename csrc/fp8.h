@@ -28,7 +28,7 @@ struct Fp8 {
   struct Decoder {
     Vec::F scale;
 
-    ZERO8_DEVICE Decoder(const float* stored, float gain, const DynamicMap&)
+    ZERO8_DEVICE Decoder(const float* stored, float gain, const CodecMaps&)
         : scale(Vec::mul(Vec::set(*stored), Vec::set(gain))) {}
     template <class AnyVec>
     ZERO8_DEVICE ZERO8_INLINE Vec::F operator()(AnyVec& vec, Vec::I code) const {
@@ -66,7 +66,7 @@ struct Fp8 {
     float inverse = 0.0f;
 
     ZERO8_DEVICE Encoder() {}
-    ZERO8_DEVICE Encoder(const Range& range, const DynamicMap&, const BlockValues&, float* stored) {
+    ZERO8_DEVICE Encoder(const Range& range, const CodecMaps&, const BlockValues&, float* stored) {
       const float absmax = range.value();
       const float rounded = float_of((bits_of(absmax / kTop) + 8u) & ~15u);
       const float scale = rounded < kMinScale ? kMinScale : rounded;

@@ -11,7 +11,7 @@ namespace zero8 {
 
 // Steps over blocks begin .. end - 1 of one segment and returns how many of them it left as they
 // were because a gradient or a new moment was not finite.
-using StepBlocks = int64_t(const Segment&, const StepScalars&, const DynamicMaps&, int64_t begin,
+using StepBlocks = int64_t(const Segment&, const StepScalars&, const CodecMaps&, int64_t begin,
                            int64_t end);
 
 // Of each target, algorithm and codec; weak, as an op may be built without some of them.
@@ -41,6 +41,6 @@ extern const int kNumIsas;
 
 // Steps over all segments with `num_threads` threads.
 void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
-          const DynamicMaps& maps, int num_threads, const Isa& isa);
+          const CodecMaps& maps, int num_threads, const Isa& isa);
 
 }  // namespace zero8

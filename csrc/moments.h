@@ -9,6 +9,7 @@
 #include "params.h"
 // In terms of codes.h:
 #include "fp8.h"
+#include "linear4.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
@@ -111,6 +112,12 @@ struct InFp8 {
   template <bool kSigned, bool>
   using Code = Fp8<kSigned>;
 };
+// As InDynamic.
+struct InLinear4 {
+  static constexpr bool kHasPairs = true;
+  template <bool kSigned, bool>
+  using Code = Linear4<kSigned>;
+};
 
 // Moments that have no code.
 struct InFloat32 {};
@@ -134,11 +141,7 @@ static_assert(kIsCodec<InDynamic, kDynamic>);
 static_assert(kIsCodec<InLog, kLog>);
 static_assert(kIsCodec<InFp8, kFp8>);
 static_assert(kIsCodec<InLog6, kLog6>);
-
-template <class Code>
-ZERO8_DEVICE const DynamicMap& map_of(const DynamicMaps& maps) {
-  return Code::kSigned ? maps.of_signed : maps.of_unsigned;
-}
+static_assert(kIsCodec<InLinear4, kLinear4>);
 
 // --- Decoding ------------------------------------------------------------------------------------
 
@@ -162,11 +165,11 @@ struct Sources {
     // `all_codes` is a Row whose items give the codes of block b, a byte each, and a place for the
     // new ones.
     template <int k, class AllCodes>
-    ZERO8_DEVICE Source(Number<k>, const Segment& seg, const StepScalars& s,
-                        const DynamicMaps& maps, const Block& b, AllCodes* all_codes)
+    ZERO8_DEVICE Source(Number<k>, const Segment& seg, const StepScalars& s, const CodecMaps& maps,
+                        const Block& b, AllCodes* all_codes)
         : codes(all_codes->at(Number<k>()).next(b)),
           scales(seg.moments[k].scales + b.local * Code::kScales),
-          decode(scales, Algorithm::decay(s, k), map_of<Code>(maps)) {}
+          decode(scales, Algorithm::decay(s, k), maps) {}
 
     template <class AnyVec, class Lanes>
     ZERO8_DEVICE ZERO8_INLINE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
@@ -221,12 +224,12 @@ struct Sinks {
     ZERO8_DEVICE Sink() : codes(nullptr), values(nullptr) {}
     // `ranges` is a Row of RangeOf; `all_codes` is as for a Source.
     template <int k, class Ranges, class AllCodes>
-    ZERO8_DEVICE Sink(Number<k>, const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
+    ZERO8_DEVICE Sink(Number<k>, const Segment& seg, const StepScalars& s, const CodecMaps& maps,
                       const Block& b, const NewValues& made, const Ranges& ranges,
                       AllCodes* all_codes)
         : codes(all_codes->at(Number<k>()).replaced(b)),
           values(made.values + k * made.stride),
-          encode(ranges.at(Number<k>()), map_of<Code>(maps),
+          encode(ranges.at(Number<k>()), maps,
                  {made.values + k * made.stride, made.count, made.place, made.size,
                   Algorithm::settling(s, k)},
                  seg.moments[k].scales + b.local * Code::kScales) {

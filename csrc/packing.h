@@ -11,65 +11,81 @@
 namespace zero8 {
 namespace ZERO8_TARGET {
 
-constexpr int kUnitCodes = 4, kUnitBytes = 3;  // of 6 bits
-
-inline constexpr int units_of(int codes) { return (codes + kUnitCodes - 1) / kUnitCodes; }
-inline constexpr int bytes_of(int codes) { return units_of(codes) * kUnitBytes; }
-
-inline void store_bytes(uint8_t* codes, Vec::I x) { __builtin_memcpy(codes, &x, sizeof x); }
-
-// Expands whole units; codes in two's complement become the upper bits of their bytes.
-template <bool kTwosComplement>
-inline void expand_units(const uint8_t* units, int num_units, uint8_t* codes) {
-  int i = 0;
-  for (; i + Vec::kLanes <= num_units; i += Vec::kLanes) {
-    const Vec::I x = Vec::load6<kTwosComplement>(units + kUnitBytes * i);
-    store_bytes(codes + kUnitCodes * i, x);
-  }
-  if (i == num_units) return;
-  uint8_t rest[kUnitBytes * Vec::kLanes] = {}, expanded[kUnitCodes * Vec::kLanes];
-  __builtin_memcpy(rest, units + kUnitBytes * i, kUnitBytes * (num_units - i));
-  const Vec::I x = Vec::load6<kTwosComplement>(rest);
-  store_bytes(expanded, x);
-  __builtin_memcpy(codes + kUnitCodes * i, expanded, kUnitCodes * (num_units - i));
-}
-
 inline Vec::I load_bytes(const uint8_t* codes) {
   Vec::I x;
   __builtin_memcpy(&x, codes, sizeof x);
   return x;
 }
+inline void store_bytes(uint8_t* codes, Vec::I x) { __builtin_memcpy(codes, &x, sizeof x); }
 
-inline void pack_units(const uint8_t* codes, int num_units, uint8_t* units) {
-  int i = 0;
-  for (; i + Vec::kLanes <= num_units; i += Vec::kLanes) {
-    Vec::store6(units + kUnitBytes * i, load_bytes(codes + kUnitCodes * i));
+// Units of a code of 6 or 4 bits.
+template <class Code>
+struct Units {
+  static_assert(Code::kBits == 6 || Code::kBits == 4);
+  static constexpr int kCodes = kUnitCodes<Code>, kBytes = kUnitBytes<Code>;
+  // Whose codes fill a vector of bytes.
+  static constexpr int kVector = 4 * Vec::kLanes / kCodes;
+
+  static constexpr int count(int codes) { return (codes + kCodes - 1) / kCodes; }
+  static constexpr int bytes_of(int codes) { return count(codes) * kBytes; }
+
+  // kVector units from and to bytes, as Code::kTwosComplement, kRaised and kLowered have them.
+  ZERO8_INLINE static Vec::I load(const uint8_t* units) {
+    if constexpr (Code::kBits == 6) return Vec::load6<Code::kTwosComplement>(units);
+    return Vec::addi(Vec::load4(units), Vec::seti(Code::kRaised * 0x01010101u));
   }
-  if (i == num_units) return;
-  uint8_t rest[kUnitCodes * Vec::kLanes] = {}, made[kUnitBytes * Vec::kLanes];
-  __builtin_memcpy(rest, codes + kUnitCodes * i, kUnitCodes * (num_units - i));
-  Vec::store6(made, load_bytes(rest));
-  __builtin_memcpy(units + kUnitBytes * i, made, kUnitBytes * (num_units - i));
-}
+  ZERO8_INLINE static void store(uint8_t* units, Vec::I codes) {
+    if constexpr (Code::kBits == 6) {
+      Vec::store6(units, codes);
+    } else {
+      // In four bits.
+      Vec::store4(units, Vec::addi(codes, Vec::seti((16 - Code::kLowered) * 0x01010101u)));
+    }
+  }
 
-// Packs `count` codes behind `skipped` places of their first unit, which become 0 like those behind
-// them.
-inline void pack_row(const uint8_t* codes, int skipped, int count, uint8_t* units) {
-  const auto pack_part = [&](int at, int number) {
-    uint8_t one[kUnitCodes] = {};
-    for (int i = 0; i < number; ++i) one[at + i] = *codes++;
-    pack_units(one, 1, units);
-    units += kUnitBytes;
-    count -= number;
-  };
-  if (skipped) pack_part(skipped, count < kUnitCodes - skipped ? count : kUnitCodes - skipped);
-  const int whole = count / kUnitCodes;
-  pack_units(codes, whole, units);
-  codes += kUnitCodes * whole;
-  units += kUnitBytes * whole;
-  count -= kUnitCodes * whole;
-  if (count) pack_part(0, count);
-}
+  static void expand(const uint8_t* units, int num_units, uint8_t* codes) {
+    int i = 0;
+    for (; i + kVector <= num_units; i += kVector) {
+      store_bytes(codes + kCodes * i, load(units + kBytes * i));
+    }
+    if (i == num_units) return;
+    uint8_t rest[kBytes * kVector] = {}, expanded[kCodes * kVector];
+    __builtin_memcpy(rest, units + kBytes * i, kBytes * (num_units - i));
+    store_bytes(expanded, load(rest));
+    __builtin_memcpy(codes + kCodes * i, expanded, kCodes * (num_units - i));
+  }
+  static void pack(const uint8_t* codes, int num_units, uint8_t* units) {
+    int i = 0;
+    for (; i + kVector <= num_units; i += kVector) {
+      store(units + kBytes * i, load_bytes(codes + kCodes * i));
+    }
+    if (i == num_units) return;
+    uint8_t rest[kCodes * kVector] = {}, made[kBytes * kVector];
+    __builtin_memcpy(rest, codes + kCodes * i, kCodes * (num_units - i));
+    store(made, load_bytes(rest));
+    __builtin_memcpy(units + kBytes * i, made, kBytes * (num_units - i));
+  }
+  // `count` codes behind `skipped` places of their first unit, of which all bits become 0 like
+  // those of places behind them.
+  static void pack_row(const uint8_t* codes, int skipped, int count, uint8_t* units) {
+    const auto pack_part = [&](int at, int number) {
+      uint8_t one[kCodes];
+      for (int i = 0; i < kCodes; ++i) {
+        one[i] = i < at || i >= at + number ? static_cast<uint8_t>(Code::kLowered) : *codes++;
+      }
+      pack(one, 1, units);
+      units += kBytes;
+      count -= number;
+    };
+    if (skipped) pack_part(skipped, count < kCodes - skipped ? count : kCodes - skipped);
+    const int whole = count / kCodes;
+    pack(codes, whole, units);
+    codes += kCodes * whole;
+    units += kBytes * whole;
+    count -= kCodes * whole;
+    if (count) pack_part(0, count);
+  }
+};
 
 // Where a block's codes begin: its first unit, and the column of its first element in a row.
 struct UnitPlace {
@@ -79,14 +95,14 @@ struct UnitPlace {
 
 // Calls body(units, skipped, count) for the part of a block in each row: its first unit, how many
 // codes of it are not the block's, and how many are.  Returns the place of the next block.
-template <class Body>
+template <class Units, class Body>
 UnitPlace for_rows(UnitPlace place, int64_t row_length, int count, Body&& body) {
   while (count > 0) {
     const int64_t left = row_length - place.column;
     const int here = left < count ? static_cast<int>(left) : count;
-    const int skipped = static_cast<int>(place.column % kUnitCodes);
+    const int skipped = static_cast<int>(place.column % Units::kCodes);
     body(place.units, skipped, here);
-    place.units += bytes_of(skipped + here);
+    place.units += Units::bytes_of(skipped + here);
     place.column = here == left ? 0 : place.column + here;
     count -= here;
   }
@@ -97,21 +113,21 @@ UnitPlace for_rows(UnitPlace place, int64_t row_length, int count, Body&& body) 
 
 // The codes of a moment's blocks, in order, a byte each.
 //
-//   CodesOf(Number<k>, segment, local)   of moment k, from block number `local` of a segment on
+//   BlockCodes(Number<k>, segment, local)   of moment k, from block number `local` of a segment on
 //   next(block), replaced(block)         of the next block: its codes, and where new ones go
 //   load(i)                              its chunks are read in order, now that from element i on
 //   keep(block)                          the new codes will be that block's
 //   store(i), store_rest()               they are made in order, now that chunk, or all others
-template <int kBits, bool kTwosComplement>
+template <class Code, int kBits>
 class CodesOf;
 template <class Code>
-struct BlockCodes : CodesOf<Code::kBits, Code::kTwosComplement> {
-  using CodesOf<Code::kBits, Code::kTwosComplement>::CodesOf;
+struct BlockCodes : CodesOf<Code, Code::kBits> {
+  using CodesOf<Code, Code::kBits>::CodesOf;
 };
 
 // Of 8 bits: those in memory.
-template <bool kTwosComplement>
-class CodesOf<8, kTwosComplement> {
+template <class Code>
+class CodesOf<Code, 8> {
  public:
   template <int k>
   CodesOf(Number<k>, const Segment& seg, int64_t)
@@ -131,22 +147,19 @@ class CodesOf<8, kTwosComplement> {
   const uint8_t* codes_ = nullptr;
 };
 
-// Of 6 bits: copies.  Where a block lies in one row, and begins there with a unit, its chunks are
+// Of fewer: copies.  Where a block lies in one row, and begins there with a unit, its chunks are
 // expanded and packed among those that are decoded and encoded: the processor does so while it
 // waits for its square roots and divisions.  There they are a chunk ahead, and behind: else each
 // chunk would wait for its own.
-template <bool kTwosComplement>
-class CodesOf<6, kTwosComplement> {
+template <class Code, int kBits>
+class CodesOf {
  public:
   template <int k>
   CodesOf(Number<k>, const Segment& seg, int64_t local) : row_length_(seg.own_row_length) {
-    const int64_t units_per_row = (row_length_ + kUnitCodes - 1) / kUnitCodes;
-    const auto unit_of = [&](int64_t element) {
-      return element / row_length_ * units_per_row + element % row_length_ / kUnitCodes;
-    };
     const int64_t first = seg.first + block_at(seg, local).begin;
-    next_.units = static_cast<uint8_t*>(seg.moments[k].values) +
-                  (unit_of(first) - unit_of(seg.first)) * kUnitBytes;
+    const int64_t units =
+        unit_of(seg, first, Units::kCodes) - unit_of(seg, seg.first, Units::kCodes);
+    next_.units = static_cast<uint8_t*>(seg.moments[k].values) + units * Units::kBytes;
     next_.column = first % row_length_;
   }
   ZERO8_INLINE const uint8_t* next(const Block& b) {
@@ -154,7 +167,7 @@ class CodesOf<6, kTwosComplement> {
     if (read_.in_chunks == 0) {
       expand_rows();
     } else {
-      next_.units += bytes_of(b.count);
+      next_.units += Units::bytes_of(b.count);
       next_.column += b.count;
       if (next_.column == row_length_) next_.column = 0;
       expand_chunk(0);
@@ -181,7 +194,8 @@ class CodesOf<6, kTwosComplement> {
   }
 
  private:
-  // Of which three bytes before, and a vector behind, are used.
+  using Units = zero8::ZERO8_TARGET::Units<Code>;
+  // Of which a unit before, and a vector behind, are used.
   static constexpr int kMargin = 64;
   static constexpr int kSize = kMargin + kMaxBlockSize + kMargin;
 
@@ -193,41 +207,44 @@ class CodesOf<6, kTwosComplement> {
   };
 
   int in_chunks(int count) const {
-    const bool is_one_run = next_.column % kUnitCodes == 0 && count <= row_length_ - next_.column;
+    const bool is_one_run =
+        next_.column % Units::kCodes == 0 && count <= row_length_ - next_.column;
     return is_one_run ? count / kChunk * kChunk : 0;
   }
   ZERO8_INLINE void expand_chunk(int i) {
-    const uint8_t* units = read_.place.units + bytes_of(i);
-    Vec::prefetch(units + bytes_of(kPrefetchDistance));
-    store_bytes(old_ + kMargin + i, Vec::load6<kTwosComplement>(units));
+    const uint8_t* units = read_.place.units + Units::bytes_of(i);
+    Vec::prefetch(units + Units::bytes_of(kPrefetchDistance));
+    store_bytes(old_ + kMargin + i, Units::load(units));
   }
   void expand_rest() {
     const int i = read_.in_chunks;
-    expand_units<kTwosComplement>(read_.place.units + bytes_of(i), units_of(read_.count - i),
-                                  old_ + kMargin + i);
+    Units::expand(read_.place.units + Units::bytes_of(i), Units::count(read_.count - i),
+                  old_ + kMargin + i);
   }
   void expand_rows() {
     uint8_t* codes = old_ + kMargin;
-    next_ = for_rows(
-        next_, row_length_, read_.count, [&](const uint8_t* units, int skipped, int count) {
-          // Writes over what is before and behind, where the next row's codes come.
-          expand_units<kTwosComplement>(units, units_of(skipped + count), codes - skipped);
-          codes += count;
-        });
+    next_ = for_rows<Units>(next_, row_length_, read_.count,
+                            [&](const uint8_t* units, int skipped, int count) {
+                              // Writes over what is before and behind, where the next row's codes
+                              // come.
+                              Units::expand(units, Units::count(skipped + count), codes - skipped);
+                              codes += count;
+                            });
   }
   ZERO8_INLINE void pack_chunk(int i) const {
-    Vec::store6(kept_.place.units + bytes_of(i), load_bytes(new_ + kMargin + i));
+    Units::store(kept_.place.units + Units::bytes_of(i), load_bytes(new_ + kMargin + i));
   }
   void pack_rest() const {
     const int i = kept_.in_chunks;
-    pack_row(new_ + kMargin + i, 0, kept_.count - i, kept_.place.units + bytes_of(i));
+    Units::pack_row(new_ + kMargin + i, 0, kept_.count - i, kept_.place.units + Units::bytes_of(i));
   }
   void pack_rows() const {
     const uint8_t* codes = new_ + kMargin;
-    for_rows(kept_.place, row_length_, kept_.count, [&](uint8_t* units, int skipped, int count) {
-      pack_row(codes, skipped, count, units);
-      codes += count;
-    });
+    for_rows<Units>(kept_.place, row_length_, kept_.count,
+                    [&](uint8_t* units, int skipped, int count) {
+                      Units::pack_row(codes, skipped, count, units);
+                      codes += count;
+                    });
   }
 
   int64_t row_length_;

@@ -12,7 +12,7 @@
 namespace zero8 {
 namespace ZERO8_TARGET {
 
-// Which lanes of a vector count: all, known to the compiler.  step_blocks.h has tails too.
+// Which lanes of a vector count: all, known to the compiler.  chunks.h has tails too.
 struct All {};
 
 template <class T>

@@ -324,7 +324,7 @@ ZERO8_INLINE inline int advance_chunks(const AnyReader& reader, const AllSources
 }
 
 template <class Algorithm, class Codec, class P, class G>
-int64_t step_quantized(const Segment& seg, const StepScalars& raw, const DynamicMaps& maps,
+int64_t step_quantized(const Segment& seg, const StepScalars& raw, const CodecMaps& maps,
                        int64_t begin, int64_t end) {
   using Scalars = typename Algorithm::Scalars;
   using AllSources = Row<Algorithm, Codec, Sources<Algorithm>::template Source>;
@@ -377,7 +377,7 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const Dynamic
 }
 
 template <class Algorithm, class Codec, class P, class G>
-int64_t step_of(const Segment& seg, const StepScalars& s, const DynamicMaps& maps, int64_t begin,
+int64_t step_of(const Segment& seg, const StepScalars& s, const CodecMaps& maps, int64_t begin,
                 int64_t end) {
   if constexpr (kIsQuantized<Codec>) {
     return step_quantized<Algorithm, Codec, P, G>(seg, s, maps, begin, end);
@@ -387,22 +387,22 @@ int64_t step_of(const Segment& seg, const StepScalars& s, const DynamicMaps& map
 }
 
 template <class Algorithm, class Codec, class P>
-int64_t step_of_param(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
+int64_t step_of_param(const Segment& seg, const StepScalars& s, const CodecMaps& maps,
                       int64_t begin, int64_t end) {
   if (seg.grad_dtype == kFP32) return step_of<Algorithm, Codec, P, float>(seg, s, maps, begin, end);
   return step_of<Algorithm, Codec, P, uint16_t>(seg, s, maps, begin, end);
 }
 
 template <class Algorithm, class Codec, class P>
-int64_t step_of_float32(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
+int64_t step_of_float32(const Segment& seg, const StepScalars& s, const CodecMaps& maps,
                         int64_t begin, int64_t end) {
   if (seg.grad_dtype == kFP16) return step_of<Algorithm, Codec, P, Half>(seg, s, maps, begin, end);
   return step_of_param<Algorithm, Codec, P>(seg, s, maps, begin, end);
 }
 
 template <class Algorithm, class Codec>
-int64_t step_blocks(const Segment& seg, const StepScalars& s, const DynamicMaps& maps,
-                    int64_t begin, int64_t end) {
+int64_t step_blocks(const Segment& seg, const StepScalars& s, const CodecMaps& maps, int64_t begin,
+                    int64_t end) {
   if (seg.param_dtype == kFP32) {
     if (seg.copy) return step_of_float32<Algorithm, Codec, CopiedFloat32>(seg, s, maps, begin, end);
     return step_of_float32<Algorithm, Codec, Float32>(seg, s, maps, begin, end);
@@ -425,7 +425,7 @@ int64_t step_blocks(const Segment& seg, const StepScalars& s, const DynamicMaps&
 #define ZERO8_IN(codec) In##codec
 #define ZERO8_DEFINE_STEP(target, algorithm, codec)                                             \
   int64_t zero8::ZERO8_STEP_BLOCKS(target, algorithm, codec)(                                   \
-      const Segment& seg, const StepScalars& s, const DynamicMaps& maps, int64_t begin,         \
+      const Segment& seg, const StepScalars& s, const CodecMaps& maps, int64_t begin,           \
       int64_t end) {                                                                            \
     return target::step_blocks<target::algorithm, target::ZERO8_IN(codec)>(seg, s, maps, begin, \
                                                                            end);                \

@@ -138,6 +138,15 @@ struct Vec {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(words));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p + 16), _mm256_extracti128_si256(words, 1));
   }
+  static I load4(const uint8_t* p) {
+    const I x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return ori(_mm256_srli_epi16(x, 4), andi(_mm256_slli_epi16(x, 8), seti(0x0F000F00)));
+  }
+  static void store4(uint8_t* p, I x) {
+    const I twos = _mm256_maddubs_epi16(andi(x, seti(0x0F0F0F0F)), seti(0x01100110));
+    const I bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(twos, twos), 0xD8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(bytes));
+  }
   static void store8_pair(uint8_t* p, I even, I odd) {
     const I words = ori(even, shl<16>(odd));
     const I bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(words, words), 0xD8);
@@ -245,6 +254,10 @@ struct Vec {
   }
   static F look_up8(const float* table, I index) {
     return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
+  }
+  static F look_up16(const float* table, I index) {
+    const F is_high = as_float(_mm256_slli_epi32(index, 28));  // by the sign
+    return _mm256_blendv_ps(look_up8(table, index), look_up8(table + 8, index), is_high);
   }
   // Loads one by one take little more than half of the time of a gathering one.
   static void look_up_codes(const float* levels, const uint8_t (*)[256], const uint8_t* p, F* x) {

@@ -121,6 +121,14 @@ struct Vec {
         _mm512_setr_epi32(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, 15, 15, 15, 15), quarters);
     _mm512_mask_storeu_epi32(p, 0x0FFF, words);
   }
+  static I load4(const uint8_t* p) {
+    const I x = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return ori(_mm512_srli_epi16(x, 4), andi(_mm512_slli_epi16(x, 8), seti(0x0F000F00)));
+  }
+  static void store4(uint8_t* p, I x) {
+    const I twos = _mm512_maddubs_epi16(andi(x, seti(0x0F0F0F0F)), seti(0x01100110));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi16_epi8(twos));
+  }
   static void store8_pair(uint8_t* p, I even, I odd) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                         _mm512_cvtepi16_epi8(ori(even, shl<16>(odd))));
@@ -240,6 +248,9 @@ struct Vec {
   }
   static F look_up8(const float* table, I index) {
     return as_float(look_up8(reinterpret_cast<const uint32_t*>(table), index));
+  }
+  static F look_up16(const float* table, I index) {
+    return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
   }
 #if defined(ZERO8_VBMI)
   static I look_up_bytes(const uint8_t* table, I index) {

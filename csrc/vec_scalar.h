@@ -84,6 +84,17 @@ struct Vec {
     for (int k = 0; k < 4; ++k) unit |= (x >> (8 * k) & 63) << (18 - 6 * k);
     for (int k = 0; k < 3; ++k) p[k] = static_cast<uint8_t>(unit >> (16 - 8 * k));
   }
+  // The same of four bits: two units of two codes.
+  static I load4(const uint8_t* p) {
+    I codes = 0;
+    for (int k = 0; k < 4; ++k)
+      codes |= static_cast<I>(p[k / 2] >> (k % 2 ? 0 : 4) & 15) << (8 * k);
+    return codes;
+  }
+  static void store4(uint8_t* p, I x) {
+    for (int k = 0; k < 2; ++k, x >>= 16)
+      p[k] = static_cast<uint8_t>((x & 15) << 4 | (x >> 8 & 15));
+  }
   static void store8_pair(uint8_t* p, I even, I odd) {
     store8(p, even);
     store8(p + 1, odd);
@@ -205,6 +216,8 @@ struct Vec {
   // Tables of 8 numbers; only the low 3 bits of the index count.
   static I look_up8(const uint32_t* table, I index) { return table[index & 7]; }
   static F look_up8(const float* table, I index) { return table[index & 7]; }
+  // Of 16 numbers; only the low 4 bits count.
+  static F look_up16(const float* table, I index) { return table[index & 15]; }
   // The levels of four vectors of codes; bytes[k] holds byte k of every level.
   static void look_up_codes(const float* levels, const uint8_t (*)[256], const uint8_t* p, F* x) {
     for (int k = 0; k < 4; ++k) x[k] = levels[p[k]];

@@ -12,7 +12,7 @@
 #   ENGINE  deepspeed, or fsdp2 for pure PyTorch [deepspeed]
 #   OPTIMIZER  zero8's: Adam8bitBlockwise, SGD8bitBlockwise or, with deepspeed only, Lion8bitBlockwise
 #           or Muon8bitBlockwise [Adam8bitBlockwise]
-#   CODEC   of zero8's states: log, log6, dynamic or fp8 [the config's, which is log]
+#   CODEC   of zero8's states: log, log6, dynamic, fp8 or linear4 [the config's, which is log]
 #   STEPS   optimizer steps of each run [400]
 #   RANKS   processes [2; with CUDA the number of GPUs]
 #   CONFIG  config of the engine; the fp32 run replaces only its optimizer type

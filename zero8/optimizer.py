@@ -40,7 +40,8 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
         bias_correction: divide the moments by 1 - beta^t.
         maximize: ascend instead of descend.
         block_size: elements per scale, a power of two in 64..4096.
-        codec: "log" (default), "log6", "dynamic" or "fp8"; see `zero8.spec.codec`.
+        codec: "log" (default), "log6", "dynamic", "fp8" or "linear4"; see
+            `zero8.spec.codec`.
         min_8bit_size: parameters with fewer elements keep float32 moments.
         fp32_params: glob patterns of parameter names that keep float32 moments.
         stochastic_rounding: rounding of bfloat16 parameters: "auto" or "dither" (golden-ratio

@@ -38,6 +38,8 @@ __device__ void for_codec(const Segment& seg, Body body) {
     body(InFp8());
   } else if (codec == kLog6) {
     body(InLog6());
+  } else if (codec == kLinear4) {
+    body(InLinear4());
   } else {
     body(InFloat32());
   }
@@ -89,7 +91,7 @@ struct Stored {
           if constexpr (Code::kBits == 8) {
             moments[k] = bytes(moment.values, Code::kZeroCode, place);
           } else {
-            moments[k] = read_units<Code::kTwosComplement>(seg, place, moment);
+            moments[k] = read_units<Code>(seg, place, moment);
           }
           copy<Code::kScales>(scales[k], moment.scales + place.block.local * Code::kScales);
         } else {
@@ -248,7 +250,7 @@ __device__ OwnMoments<uint8_t> unpacked(const Stored<Algorithm>& stored) {
 // algorithm's decays.
 template <class Algorithm, class Codec, class Body>
 __device__ void with_decoded(const Segment& seg, const Stored<Algorithm>& stored,
-                             const Place& place, const StepScalars& raw, const DynamicMaps& maps,
+                             const Place& place, const StepScalars& raw, const CodecMaps& maps,
                              Body body) {
   if constexpr (kIsQuantized<Codec>) {
     // Two variables: an array that its own struct points to would not stay in registers.
@@ -276,7 +278,7 @@ __device__ void with_decoded(const Segment& seg, const Stored<Algorithm>& stored
 // update itself stands here once, and not for each codec: copies of it would need more registers.
 template <class Algorithm>
 __device__ void update(const Segment& seg, const Stored<Algorithm>& stored, const Place& place,
-                       const StepScalars& raw, const DynamicMaps& maps, const Values& g, Values& p,
+                       const StepScalars& raw, const CodecMaps& maps, const Values& g, Values& p,
                        Values* moments) {
   for_codec(seg, [&](auto codec) {
     with_decoded<Algorithm, decltype(codec)>(seg, stored, place, raw, maps, [&](auto read) {
@@ -304,7 +306,7 @@ __device__ void update(const Segment& seg, const Stored<Algorithm>& stored, cons
 
 template <class Algorithm>
 __device__ void encode(const Segment& seg, const Place& place, const StepScalars& raw,
-                       const DynamicMaps& maps, Values* moments) {
+                       const CodecMaps& maps, Values* moments) {
   for_codec(seg, [&](auto codec) {
     using Codec = decltype(codec);
     if constexpr (kIsQuantized<Codec>) {
@@ -330,7 +332,7 @@ __device__ void encode(const Segment& seg, const Place& place, const StepScalars
         if constexpr (CodeOf<Algorithm, Codec, k>::kBits == 8) {
           write(static_cast<uint8_t*>(moment.values) + place.at, own.values[k], place.n);
         } else {
-          write_units(seg, place, moment, own.values[k]);
+          write_units<CodeOf<Algorithm, Codec, k>>(seg, place, moment, own.values[k]);
         }
       });
     } else {
@@ -346,7 +348,7 @@ __device__ void encode(const Segment& seg, const Place& place, const StepScalars
 
 // Returns whether the block's gradients and new moments are finite; if not, it is as it was.
 template <class Algorithm>
-__device__ bool step_block(const Segment& seg, const StepScalars& raw, const DynamicMaps& maps,
+__device__ bool step_block(const Segment& seg, const StepScalars& raw, const CodecMaps& maps,
                            const Block& block) {
   const Place place(block);
   const Stored<Algorithm> stored(seg, place);
@@ -410,9 +412,9 @@ struct alignas(4) AnyWord {
 // A thread block's share of the blocks of all segments, which are of one algorithm.
 template <class Algorithm>
 __device__ void step_share(const Segment* segments, const int64_t* first_blocks,
-                           int64_t num_segments, const StepScalars* scalars,
-                           const DynamicMaps* maps, unsigned long long* nonfinite_blocks) {
-  __shared__ DynamicMaps shared_maps;
+                           int64_t num_segments, const StepScalars* scalars, const CodecMaps* maps,
+                           unsigned long long* nonfinite_blocks) {
+  __shared__ CodecMaps shared_maps;
   __shared__ Task tasks[kMaxTasks];
   const int threads = static_cast<int>(blockDim.x * blockDim.y);
   const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
@@ -422,24 +424,24 @@ __device__ void step_share(const Segment* segments, const int64_t* first_blocks,
       reinterpret_cast<AnyWord*>(&shared_maps)[i] = reinterpret_cast<const AnyWord*>(maps)[i];
     }
   }
-  // A thread block takes neighbouring blocks, which lie together in memory.  In shared memory this
-  // takes no registers of the loop.
-  __shared__ int64_t begin;
-  __shared__ int size;
+  // A thread block takes neighbouring blocks, which lie together in memory.  In shared memory what
+  // is left of them takes no registers of the loop.
+  __shared__ int64_t next, end;
   if (thread == 0) {
     const int64_t total = first_blocks[num_segments];
-    begin = total * blockIdx.x / gridDim.x;
-    size = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x - begin);
+    next = total * blockIdx.x / gridDim.x;
+    end = total * (blockIdx.x + 1) / gridDim.x;
   }
-  __syncthreads();
-  const int most = threads < kMaxTasks ? threads : kMaxTasks;
-  for (int done = 0; done < size; done += most) {
-    const int count = size - done < most ? size - done : most;
+  while (true) {
     __syncthreads();  // the tasks before are done
+    const int most = threads < kMaxTasks ? threads : kMaxTasks;
+    const int count = end - next < most ? static_cast<int>(end - next) : most;
+    if (count == 0) break;
     if (thread < count) {
-      tasks[thread] = task_at(segments, first_blocks, num_segments, begin + done + thread);
+      tasks[thread] = task_at(segments, first_blocks, num_segments, next + thread);
     }
     __syncthreads();
+    if (thread == 0) next += count;
     for (int i = static_cast<int>(threadIdx.y); i < count; i += static_cast<int>(blockDim.y)) {
       const Task& task = tasks[i];
       const Segment& seg = segments[task.segment];
@@ -459,12 +461,12 @@ __device__ void step_share(const Segment* segments, const int64_t* first_blocks,
 //
 // first_blocks: num_segments + 1 running sums of the segments' numbers of blocks.
 // scalars: without subnormal numbers.
-// maps: null if no segment has the codec `dynamic`.
+// maps: null if no segment has a codec with maps.
 // nonfinite_blocks: of each segment, counted up by the blocks left as they were.
 #define ZERO8_KERNEL(name, Algorithm, registers)                                                   \
   extern "C" __global__ void __maxnreg__(registers)                                                \
       name(const zero8::Segment* segments, const int64_t* first_blocks, int64_t num_segments,      \
-           const zero8::StepScalars* scalars, const zero8::DynamicMaps* maps,                      \
+           const zero8::StepScalars* scalars, const zero8::CodecMaps* maps,                        \
            unsigned long long* nonfinite_blocks) {                                                 \
     zero8::cuda::step_share<zero8::cuda::Algorithm>(segments, first_blocks, num_segments, scalars, \
                                                     maps, nonfinite_blocks);                       \

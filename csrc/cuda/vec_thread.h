@@ -287,6 +287,9 @@ struct Vec {
   __device__ static F look_up8(const float* table, I index) {
     return each<F>([=](int k) { return table[index.x[k] & 7u]; });
   }
+  __device__ static F look_up16(const float* table, I index) {
+    return each<F>([=](int k) { return table[index.x[k] & 15u]; });
+  }
 
   // --- Over the whole block ----------------------------------------------------------------------
 

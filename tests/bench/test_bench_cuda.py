@@ -70,8 +70,13 @@ def test_gpu_run_has_a_row_for_every_step_and_a_copy_of_its_bytes(result):
     others = {("torch", "fp32", None), ("torch", "bf16", None)}
     sizes = {"fp32": 16, "bf16": 10, "bf16_corrected": 12, "fp32_states": 28, "bf16_states": 14}
     sizes |= {"fp32_bf16_grad": 14, "fp32_fp16_grad": 14}
-    sizes |= {f"{v.name}_6_bits": sizes[v.name] - 1 for v in CUDA_VARIANTS}
-    same = ("fp32_fp16_grad", "fp32_fp16_grad_6_bits")  # as with gradients of bfloat16
+    sizes |= {
+        f"{v.name}_{bits}_bits": sizes[v.name] - 4 * (1 - bits / 8)
+        for v in CUDA_VARIANTS
+        for bits in (4, 6)
+    }
+    half = "fp32_fp16_grad"
+    same = (half, f"{half}_6_bits", f"{half}_4_bits")  # as with gradients of bfloat16
     copies = {("copy", variant, None) for variant in sizes if variant not in same}
     assert rows.keys() == ours | others | copies
     for row in rows.values():

@@ -150,14 +150,19 @@ def test_run_has_a_row_for_every_step_and_a_copy_of_its_streams(tiny, algorithms
         ours = {("zero8", v.name, codec) for v in VARIANTS for codec in CODECS}
         others = {(*peer, None) for peer in PEER_ROWS[algorithm]}
         copies = {("copy", variant, None) for variant in streams}
-        copies |= {("copy", f"{v.name}_6_bits", None) for v in VARIANTS}
+        copies |= {("copy", f"{v.name}_{bits}_bits", None) for v in VARIANTS for bits in (4, 6)}
         assert kinds.keys() == ours | others | copies
         deepspeed = kinds.get(("deepspeed", "fp32", None))
-        # Of each moment's codes a quarter less is read, and written.
-        saved = len(ZERO8[algorithm].algorithm.moments) * 0.5
-        sizes = streams | {f"{v.name}_6_bits": streams[v.name] - saved for v in VARIANTS}
+        # Of each moment's codes a quarter or a half less is read, and written.
+        moments = len(ZERO8[algorithm].algorithm.moments)
+        sizes = streams | {
+            f"{v.name}_{bits}_bits": streams[v.name] - moments * 2 * (1 - bits / 8)
+            for v in VARIANTS
+            for bits in (4, 6)
+        }
         for (name, variant, codec), row in kinds.items():
-            suffix = {"log6": "_6_bits"}.get(codec, "") if name in ("zero8", "copy") else "_states"
+            narrow = {"log6": "_6_bits", "linear4": "_4_bits"}
+            suffix = narrow.get(codec, "") if name in ("zero8", "copy") else "_states"
             assert row["ceiling"] == variant + suffix
             ceiling = kinds["copy", row["ceiling"], None]
             assert row["bytes_per_param"] == ceiling["bytes_per_param"] == sizes[row["ceiling"]]

@@ -230,6 +230,18 @@ def test_inspect_counts_what_the_optimizer_has(kind, made, capsys):
     assert wide["exp_avg_sq"]["at_floor"] == pytest.approx(float(floor) / 12000)
 
 
+def test_inspect_of_a_code_without_zero_counts_the_elements_of_blocks_of_zeros(tmp_path, capsys):
+    path = plain_file(tmp_path / "all.pt", "linear4")
+    found = torch.load(path, weights_only=True)
+    scales = found["optimizer"]["state"][0]["exp_avg_sq_scale"]
+    scales[:2, 1] = 0  # the second block of a row, of 300 - 256 elements
+    torch.save(found, path)
+    result = called(capsys, "inspect", path, status=0)
+    (wide,) = (param for param in result["params"] if param["name"] == "wide")
+    assert wide["exp_avg_sq"]["zeros"] == 2 * 44 / 12000
+    assert wide["exp_avg_sq"]["zero_blocks"] == 2 / 80
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_inspect_text_and_picture_have_all_parameters(codec, tmp_path, capsys):
     path = plain_file(tmp_path / "all.pt", codec)

@@ -13,9 +13,10 @@ from zero8.checkpoint.commands.convert import convert
 from zero8.checkpoint.read.safe_load import load
 from zero8.checkpoint.read.torchao import from_torchao
 
-CODECS = {"8bit": "dynamic", "fp8": "fp8"}
+CODECS = {"8bit": "dynamic", "fp8": "fp8", "4bit": "linear4"}
 ROWS_OF_BLOCKS, ROWS_ACROSS_BLOCKS, SMALL = range(3)
-both = pytest.mark.parametrize("name", CODECS)
+every = pytest.mark.parametrize("name", CODECS)
+of_bytes = pytest.mark.parametrize("name", ["8bit", "fp8"])
 
 
 def golden(name):
@@ -31,6 +32,13 @@ def converted(request, tmp_path):
     return CODECS[request.param], state_dict, golden(request.param)
 
 
+def assert_same_entries(which, ours, theirs):
+    """Two codes to a byte in both, but in zero8 those of exp_avg count from 0, entry 7 of 16."""
+    first = 7 if which == "exp_avg" else 0
+    for shift in (0, 4):
+        assert torch.equal((ours >> shift) + first & 15, theirs >> shift & 15)
+
+
 def test_convert_of_torchao_where_blocks_coincide_keeps_codes_and_scales(converted):
     codec, state_dict, theirs = converted
     saved, state = theirs["optimizer"]["state"][ROWS_OF_BLOCKS], state_dict["state"][ROWS_OF_BLOCKS]
@@ -38,7 +46,10 @@ def test_convert_of_torchao_where_blocks_coincide_keeps_codes_and_scales(convert
         codes, scale = saved[which].state["codes"], saved[which].state["scale"]
         if codec == "fp8":  # -0 is 0
             codes = torch.where(codes == 128, 0, codes)
-        assert torch.equal(state[f"{which}_q8"], codes) and codes.any()
+        if codec == "linear4":
+            assert_same_entries(which, state[f"{which}_q4"].flatten(), codes)
+        else:
+            assert torch.equal(state[f"{which}_q8"], codes) and codes.any()
         assert torch.equal(state[f"{which}_scale"].flatten(), scale)
 
 
@@ -54,7 +65,8 @@ def test_convert_of_torchao_loads_and_goes_on(converted):
     codec, state_dict, theirs = converted
     shapes = [moments["exp_avg"].shape for moments in theirs["moments"]]
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    optimizer = Adam8bitBlockwise(params, codec=codec)
+    block_size = 128 if codec == "linear4" else 256
+    optimizer = Adam8bitBlockwise(params, codec=codec, block_size=block_size)
     optimizer.load_state_dict(state_dict)
     (group,) = optimizer.param_groups
     assert (group["betas"], group["weight_decay"]) == ((0.9, 0.99), 0.1)
@@ -77,7 +89,7 @@ def changed(name, **changes):
     return state_dict
 
 
-@both
+@of_bytes
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -95,18 +107,34 @@ def test_import_of_torchao_with_other_codes_or_scales_is_refused(name, changes, 
         from_torchao(changed(name, **changes))
 
 
-def test_import_of_torchao_with_another_map_is_refused():
-    with pytest.raises(ValueError, match="exp_avg_sq: got a map that is not the dynamic one"):
-        from_torchao(changed("8bit", qmap=torch.linspace(0, 1, 256)))
+@pytest.mark.parametrize("bits", [8, 4])
+def test_import_of_torchao_with_another_map_is_refused(bits):
+    with pytest.raises(ValueError, match=f"exp_avg_sq: .*not that of {CODECS[f'{bits}bit']}"):
+        from_torchao(changed(f"{bits}bit", qmap=torch.linspace(0, 1, 2**bits)))
 
 
-@both
-def test_import_of_torchao_of_4_bits_is_refused(name):
+@every
+def test_import_of_torchao_of_another_class_is_refused(name):
     state_dict = golden(name)["optimizer"]
     for moment in ("exp_avg", "exp_avg_sq"):
-        state_dict["state"][ROWS_OF_BLOCKS][moment].name = "torchao.optim.x.OptimState4bit"
-    with pytest.raises(ValueError, match="OptimState4bit.*expected one of.*OptimState8bit"):
+        state_dict["state"][ROWS_OF_BLOCKS][moment].name = "torchao.optim.x.OptimState2bit"
+    with pytest.raises(ValueError, match="OptimState2bit.*expected one of.*OptimState4bit"):
         from_torchao(state_dict)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"codes": torch.ones(2047, dtype=torch.uint8)},
+        {"codes": torch.ones(8, 256, dtype=torch.uint8)},
+        {"_shape": torch.Size([8, 511])},
+        {"_shape": 4096},
+    ],
+    ids=str,
+)
+def test_import_of_torchao_of_4_bits_with_another_shape_is_refused(changes):
+    with pytest.raises(ValueError, match="exp_avg_sq: got .* bytes of codes of shape"):
+        from_torchao(changed("4bit", **changes))
 
 
 def test_import_of_torchao_with_moments_of_two_kinds_is_refused():

@@ -445,8 +445,13 @@ def test_cuda_launch_counts_the_blocks_that_segments_touch():
     assert np.diff(first_blocks).tolist() == touched
     assert launch.num_blocks == sum(touched)
     assert launch.team_threads == 512 and launch.teams == 1
-    assert launch.uses_maps
-    assert not Launch.of(*kernel.packed(segments[:3])).uses_maps
+
+
+@codec_names
+def test_cuda_launch_takes_the_maps_of_codecs_that_have_some(codec):
+    segment = make(codec, places(64)[0], scalars_at(1, ADAMW))
+    launch = Launch.of(*kernel.packed([segment]))
+    assert launch.uses_maps == (codec in ("dynamic", "linear4"))
 
 
 @pytest.mark.parametrize("block_size", [64 << k for k in range(7)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes torchao_8bit.pt and torchao_fp8.pt: checkpoints of its optimizers, and their moments.
+"""Writes torchao_4bit.pt, _8bit.pt and _fp8.pt: checkpoints of its optimizers, and their moments.
 
 Run with torchao 0.18.0 installed: `python tests/golden/write_torchao.py`.  The moments are put into
 states of its own classes and quantized by them; a step would have them compiled.
@@ -8,7 +8,7 @@ states of its own classes and quantized by them; a step would have them compiled
 from pathlib import Path
 
 import torch
-from torchao.optim import AdamW8bit, AdamWFp8
+from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
 SHAPES = {"rows of blocks": (8, 512), "rows across blocks": (32, 136), "small": (7, 9)}
 
@@ -36,5 +36,6 @@ def write(name: str, optimizer_class: type) -> None:
 
 
 if __name__ == "__main__":
+    write("4bit", AdamW4bit)
     write("8bit", AdamW8bit)
     write("fp8", AdamWFp8)

@@ -285,8 +285,8 @@ def test_optimizer_memory_report_counts_the_bytes_of_state(codec):
     optimizer = Adam8bitBlockwise(model.named_parameters(), codec=codec, fp32_params=["1"])
     run(optimizer, list(model), 1)
     report = optimizer.memory_report()
-    per_block = {"dynamic": 2, "log": 3, "log6": 3, "fp8": 2}[codec]
-    bits = 6 if codec == "log6" else 8
+    per_block = {"dynamic": 2, "log": 3, "log6": 3, "fp8": 2, "linear4": 2}[codec]
+    bits = {"log6": 6, "linear4": 4}.get(codec, 8)
     expected = [
         (
             "0",

@@ -44,13 +44,14 @@ def dithers(numel: int) -> dict[str, torch.Tensor | None]:
 def test_codec_names_and_numbers_are_stable():
     """Files carry the numbers."""
     numbers = {name: codec.number for name, codec in CODECS.items()}
-    assert numbers == {"dynamic": 1, "log": 4, "log6": 6, "fp8": 5}
+    assert numbers == {"dynamic": 1, "log": 4, "log6": 6, "fp8": 5, "linear4": 7}
     assert all(codec_numbered(c.number) is codec_named(c.name) is c for c in CODECS.values())
     assert RETIRED.number == 3 and codec_numbered(3) is RETIRED
 
 
 def test_codec_unknown_name_raises():
-    with pytest.raises(ValueError, match="got 'fp4', expected one of .*'dynamic', 'fp8', 'log'"):
+    known = "'dynamic', 'fp8', 'linear4', 'log', 'log6'"
+    with pytest.raises(ValueError, match=f"got 'fp4', expected one of .{known}"):
         codec_named("fp4")
 
 

@@ -11,10 +11,10 @@ from zero8.algorithms.adam import ADAM, AdamScalars
 from zero8.checkpoint.read.statistics import order_of_codes
 from zero8.spec import arithmetic as ieee
 from zero8.spec import dither
-from zero8.spec.codec import CODECS, dequantize, quantize
-from zero8.spec.dynamic import DynamicCode
+from zero8.spec.codec import CODECS, dequantize, has_zero, quantize
 from zero8.spec.fp8 import Fp8Code
 from zero8.spec.grid import BlockGrid
+from zero8.spec.levels import NearestEntry
 from zero8.spec.log import LogCode, SignedLogCode
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -240,7 +240,8 @@ def test_quantize_block_of_zeros_has_scale_zero_and_the_zero_code(code):
     assert not scales[0].any() and (scales[1] > 0).all()
     assert codes[:4].tolist() == [code.zero_code] * 4
     assert codes[5] == code.zero_code
-    assert dequantize(code, codes, scales, blocks_of(4, 2)).tolist()[:6:5] == [0.0, 0.0]
+    zero = 0.0 if has_zero(code) else 3 / 16
+    assert dequantize(code, codes, scales, blocks_of(4, 2)).tolist()[:6:5] == [0.0, zero]
 
 
 @every_code
@@ -252,9 +253,11 @@ def test_quantize_exact_zeros_decode_to_zero_and_second_moments_never_do(code):
     for name, thresholds in dithers(x.numel()).items():
         codes, scales = quantize(code, x, block, num_blocks, thresholds)
         decoded = dequantize(code, codes, scales, block)
-        assert not decoded[x == 0].any(), name
+        assert not has_zero(code) or not decoded[x == 0].any(), name
         assert (codes[x == 0] == code.zero_code).all(), name
-        if not code.signed:
+        if not code.signed and not has_zero(code):
+            assert (decoded[scales[block] != 0] > 0).all(), name
+        elif not code.signed:
             assert (decoded[x > 0] > 0).all(), name
             assert (codes[x > 0] != code.zero_code).all(), name
 
@@ -270,6 +273,7 @@ def test_quantize_error_is_within_the_documented_bound(code):
                 value, each relative to at most |x| + s, so the error is (1/2 cell + 4u)(|x| + s),
                 where a cell is 2^-5, or 2^-4 among wide levels; with 6 bits 2^-3 or 2^-2.
     dynamic     Half of the largest gap, and three roundings relative to s: (gap/2 + 4u) s.
+    linear4     The same, but v below the first level is raised to it: (1/16 + 4u) s.
     log      v  On bit patterns: the position is within 1.5/65536 of a cell, which is less than
                 what thresholds stay clear of its ends, and a level is rounded down to a unit:
                 (1/2 + 1.5/65536) step/parts + 1 to nearest, step/parts + 1 dithered.
@@ -292,9 +296,10 @@ def test_quantize_error_is_within_the_documented_bound(code):
             bound = (cell * scale[:, 1] / 2**code.part_bits + 1)[x > 0]
         else:
             error = (got.double() - x.double()).abs()
-            if isinstance(code, DynamicCode):
-                gap = float(code.levels.double().diff().max())
-                bound = (gap / 2 + 4 * UNIT) * scale.abs()
+            if isinstance(code, NearestEntry):
+                half_gap = float(code.entries.double().diff().max()) / 2
+                most = half_gap if has_zero(code) else float(code.entries[0])
+                bound = (most + 4 * UNIT) * scale.abs()
             elif isinstance(code, Fp8Code):
                 magnitude = x.double().abs()
                 least = (2.0**-10 if code.signed else 2.0**-9) * scale

@@ -93,7 +93,10 @@ REFUSED = {
     "bias_correction": ({"bias_correction": 0}, "bias_correction: got 0, expected true or false"),
     "maximize": ({"maximize": 1}, "maximize: got 1, expected true or false"),
     "block_size": ({"block_size": 255}, "block_size: got 255, expected a power of two"),
-    "codec": ({"codec": "fp4"}, "codec: got 'fp4', expected one of .*'dynamic', 'fp8', 'log'"),
+    "codec": (
+        {"codec": "fp4"},
+        "codec: got 'fp4', expected one of .*'dynamic', 'fp8', 'linear4'",
+    ),
     "min_8bit_size": ({"min_8bit_size": -1}, "min_8bit_size: got -1, expected an integer >= 0"),
     "fp32_params": ({"fp32_params": "*embed*"}, "fp32_params: got .*expected a list"),
     "patterns without names": ({"fp32_params": ["*"]}, "pass model.named_parameters"),

@@ -10,7 +10,7 @@ from moment_samples import MOMENTS, spread_values
 
 from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.read.statistics import order_of_codes
-from zero8.spec.codec import CODECS, dequantize, quantize
+from zero8.spec.codec import CODECS, dequantize, has_zero, quantize
 from zero8.spec.grid import UNITS, BlockGrid
 from zero8.spec.log import LogCode, SignedLogCode
 from zero8.spec.packing import packed, unpacked
@@ -122,9 +122,9 @@ def assert_within_an_encoding(code, before, after, scale):
     * log: half a cell of step/parts patterns; 12/65536 of one, as the smallest element may be so
       far off its code; and 1 as decoding rounds down.  What lies below the first code, 28 octaves
       below the largest element, is raised to it;
-    * dynamic, fp8: half the gap between the two entries around x/scale, the whole one for a second
-      moment next to 0, which may not become 0; times |scale|.  Outside of the map, where -1 is,
-      half the outermost gap.
+    * dynamic, fp8, linear4: half the gap between the two entries around x/scale, the whole one for
+      a second moment next to 0, which may not become 0, or below the first entry; times |scale|.
+      Outside of the map, where -1 is, half the outermost gap.
 
     Of what is not counted in patterns, roundings to float32 add at most 2^-21 of |x| + |scale|: two
     of x/scale, one each of 1 + x/scale, a threshold, and a decoded value, by 2^-24 each.
@@ -157,9 +157,10 @@ def assert_within_an_encoding(code, before, after, scale):
         gap = levels.diff()[above - 1]
         next_to_zero = (above == 1) & (not code.signed)
         bound = torch.where(next_to_zero, gap, gap / 2) * size
-        assert torch.equal(after == 0, before == 0) or code.signed
+        assert torch.equal(after == 0, before == 0) or code.signed or not has_zero(code)
     assert ((y - x).abs() <= bound + 2.0**-21 * (x.abs() + size)).all()
-    assert (after[before == 0] == 0).all()
+    zero = before == 0 if has_zero(code) else scale == 0
+    assert (after[zero] == 0).all()
 
 
 # --- Groups that nobody cuts ----------------------------------------------------------------------

@@ -116,16 +116,15 @@ def check_against_mirror(table, codec, which, writes):
         assert torch.equal(store.read(start, len(values)), mirror.values[start:][: len(values)])
 
 
-@settings(max_examples=60)
 def packed_bytes(piece, bits):
-    """Return the bytes of a piece's codes: of 6 bits, three for every four columns it touches."""
-    if bits == 8:
-        return piece.numel
+    """Return the bytes of a piece's codes, of 6 or 4 bits by the units that it touches."""
+    codes, num_bytes = {8: (1, 1), 6: (4, 3), 4: (2, 1)}[bits]
     length = piece.grid.own_row_length or piece.grid.row_length
     elements = range(piece.first, piece.first + piece.numel)
-    return 3 * len({(element // length, element % length // 4) for element in elements})
+    return num_bytes * len({(element // length, element % length // codes) for element in elements})
 
 
+@settings(max_examples=60)
 @given(tables(), st.sampled_from(sorted(CODECS)), st.sampled_from(("exp_avg", "exp_avg_sq")))
 def test_store_sizes_equal_elements_and_blocks_counted_one_by_one(table, codec, which):
     store = MomentStore.zeros(codec_named(codec), ADAM.moment(which), table)

@@ -44,7 +44,7 @@ class Array {
   T* data_;
 };
 
-void step(const zero8::DynamicMaps& maps, const Shape& shape, const zero8::Isa& isa,
+void step(const zero8::CodecMaps& maps, const Shape& shape, const zero8::Isa& isa,
           zero8::Codec codec, Types types, zero8::Rounding rounding) {
   const int64_t numel = shape.numel, num_blocks = shape.num_blocks;
   Array<float> wide_param(numel, 1.0f), wide_grad(numel, 0.0f);
@@ -93,7 +93,7 @@ void step(const zero8::DynamicMaps& maps, const Shape& shape, const zero8::Isa& 
 }  // namespace
 
 int main() {
-  auto maps = std::make_unique<zero8::DynamicMaps>();
+  auto maps = std::make_unique<zero8::CodecMaps>();
   fill(maps->of_signed, true);
   fill(maps->of_unsigned, false);
   for (int i = 0; i < zero8::kNumIsas; ++i) {

@@ -17,8 +17,8 @@ constexpr Types kTypes[] = {
     {zero8::kBF16, zero8::kBF16},       {zero8::kBF16, zero8::kFP32, true},
     {zero8::kBF16, zero8::kBF16, true},
 };
-constexpr zero8::Codec kCodecs[] = {zero8::kFloat32, zero8::kDynamic, zero8::kLog, zero8::kFp8,
-                                    zero8::kLog6};
+constexpr zero8::Codec kCodecs[] = {zero8::kFloat32, zero8::kDynamic, zero8::kLog,
+                                    zero8::kFp8,     zero8::kLog6,    zero8::kLinear4};
 constexpr zero8::Rounding kRoundings[] = {zero8::kNearest, zero8::kDither, zero8::kHash};
 
 // With L2 and without.
@@ -36,15 +36,17 @@ struct Shape {
 // Whose rows share their blocks.
 constexpr Shape kNarrow = {650, 3, 60, 64, 11, 5};
 
-// Of one moment: floats, a byte for each code, or four codes of 6 bits in three bytes.
+// Of one moment: floats, a byte for each code, four codes of 6 bits in three bytes, or two of 4
+// bits in one.
 inline int64_t moment_bytes(zero8::Codec codec, const Shape& shape) {
   if (codec == zero8::kFloat32) return 4 * shape.numel;
-  if (codec != zero8::kLog6) return shape.numel;
+  if (codec != zero8::kLog6 && codec != zero8::kLinear4) return shape.numel;
+  const int64_t codes = codec == zero8::kLog6 ? 4 : 2, bytes = codec == zero8::kLog6 ? 3 : 1;
   const auto unit_of = [&](int64_t element) {
     const int64_t row = shape.own_row_length;
-    return element / row * ((row + 3) / 4) + element % row / 4;
+    return element / row * ((row + codes - 1) / codes) + element % row / codes;
   };
-  return 3 * (unit_of(shape.first + shape.numel - 1) - unit_of(shape.first) + 1);
+  return bytes * (unit_of(shape.first + shape.numel - 1) - unit_of(shape.first) + 1);
 }
 
 // Powers of two, as patterns of exponents: equal ones in the first half, then ones of `octaves`.

@@ -62,7 +62,7 @@ void compare(const void* large, const void* small, int64_t offset, int64_t size,
 int main() {
   const zero8::StepScalars scalars = {
       {0.9f, 0.999f, 0.1f, 0.0316f, 31.6f, 1e-8f, 10.0f, 1e-3f, 0.99f, 0.0f, 1.0f, 1.1f, 1.0f}};
-  const auto maps = reserve<zero8::DynamicMaps>(1);
+  const auto maps = reserve<zero8::CodecMaps>(1);
   zero8::Segment large = segment(kNumel, 0, kBlocks);
   zero8::Segment small = segment(kRest, kFirst, kBlocks - kFirstBlock);
   for (int i = 0; i < zero8::kNumIsas; ++i) {

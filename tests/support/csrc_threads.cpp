@@ -86,7 +86,7 @@ class List {
     }
   }
 
-  void step(const zero8::DynamicMaps& maps, int num_threads, const zero8::Isa& isa) {
+  void step(const zero8::CodecMaps& maps, int num_threads, const zero8::Isa& isa) {
     for (int k = 0; k < kNumSteps; ++k) {
       if (k == 1) add_infinities();
       for (zero8::Segment& segment : segments_) segment.scalars = k % 2;
@@ -94,7 +94,7 @@ class List {
     }
   }
 
-  void race(const zero8::DynamicMaps& maps, const zero8::Isa& isa) {
+  void race(const zero8::CodecMaps& maps, const zero8::Isa& isa) {
     zero8::Segment twice[] = {segments_[0], segments_[0]};
     zero8::step(twice, 2, kScalars, maps, 2, isa);
   }
@@ -141,7 +141,7 @@ class List {
   zero8::Segment segments_[kNumSegments]{};
 };
 
-void compare(const Kind& kind, const zero8::DynamicMaps& maps, const zero8::Isa& isa) {
+void compare(const Kind& kind, const zero8::CodecMaps& maps, const zero8::Isa& isa) {
   List expected(kind);
   expected.step(maps, 1, isa);
   if (!expected.counts_infinities()) {
@@ -161,7 +161,7 @@ void compare(const Kind& kind, const zero8::DynamicMaps& maps, const zero8::Isa&
 }  // namespace
 
 int main(int argc, char** argv) {
-  auto maps = std::make_unique<zero8::DynamicMaps>();
+  auto maps = std::make_unique<zero8::CodecMaps>();
   fill(maps->of_signed, true);
   fill(maps->of_unsigned, false);
   for (int i = 0; i < zero8::kNumIsas; ++i) {

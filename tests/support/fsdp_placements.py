@@ -57,6 +57,7 @@ BF16 = torch.bfloat16
 CORRECTED = (("weight_correction_bits", 8),)
 DYNAMIC = (("codec", "dynamic"),)
 SIX_BITS = (("codec", "log6"),)
+FOUR_BITS = (("codec", "linear4"),)
 
 # Rows of tensor parallelism; experts and convolutions cut inside of a row and before it; a row of
 # one whole and one short block, each on a rank; float32 moments of a matrix and a vector.
@@ -68,6 +69,8 @@ CASES = {
     "columns corrected": Case((Shard(1),), ((24, 1024),), dtype=BF16, keywords=CORRECTED),
     "rows log6": Case((Shard(0),), ((33, 301), (1, 5001), (1140, 13)), keywords=SIX_BITS),
     "columns log6": Case((Shard(1),), ((24, 1024), (5, 12, 300)), keywords=SIX_BITS),
+    "rows linear4": Case((Shard(0),), ((33, 301), (1, 5001), (1140, 13)), keywords=FOUR_BITS),
+    "columns linear4": Case((Shard(1),), ((24, 1024), (5, 12, 300)), keywords=FOUR_BITS),
     "columns dynamic": Case((Shard(1),), ((24, 1024), (5, 12, 300)), keywords=DYNAMIC),
     "columns small": Case((Shard(1),), ((24, 512), (64, 3, 32)), keywords=SMALL),
     "experts": Case((Shard(2),), ((5, 12, 512), (2, 3, 4, 300))),

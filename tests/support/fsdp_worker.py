@@ -87,6 +87,7 @@ LAYOUTS = {
     "corrected": Layout(torch.bfloat16, keywords=(("weight_correction_bits", 8),)),
     "dynamic": Layout(keywords=(("codec", "dynamic"),)),
     "log6": Layout(keywords=(("codec", "log6"),)),
+    "linear4": Layout(keywords=(("codec", "linear4"),)),
     "lion": Layout(torch.bfloat16, made=Lion8bitBlockwise),
     "ademamix": Layout(
         keywords=(("betas", (0.9, 0.95, 0.99)), ("t_alpha", 6), ("t_beta3", 6)),

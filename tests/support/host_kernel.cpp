@@ -190,7 +190,7 @@ struct Arguments {
   const int64_t* first_blocks;
   int64_t num_segments;
   const zero8::StepScalars* scalars;
-  const zero8::DynamicMaps* maps;
+  const zero8::CodecMaps* maps;
   unsigned long long* nonfinite_blocks;
 } arguments;
 
@@ -216,9 +216,8 @@ void kernel_body() {
 // if they wait for each other in vain.
 extern "C" int zero8_step_launch(const zero8::Segment* segments, const int64_t* first_blocks,
                                  int64_t num_segments, const zero8::StepScalars* scalars,
-                                 const zero8::DynamicMaps* maps,
-                                 unsigned long long* nonfinite_blocks, int team_threads, int teams,
-                                 int grid, void* stream) {
+                                 const zero8::CodecMaps* maps, unsigned long long* nonfinite_blocks,
+                                 int team_threads, int teams, int grid, void* stream) {
   arguments = {segments, first_blocks, num_segments, scalars, maps, nonfinite_blocks};
   kernel = kernels;
   while (num_segments > 0 && kernel->algorithm != segments[0].algorithm) ++kernel;
@@ -288,7 +287,7 @@ extern "C" int cuLaunchKernel(void* function, uint32_t grid, uint32_t grid_y, ui
   return zero8_step_launch(
       segments, reinterpret_cast<int64_t*>(argument(1)), static_cast<int64_t>(argument(2)),
       reinterpret_cast<zero8::StepScalars*>(argument(3)),
-      reinterpret_cast<zero8::DynamicMaps*>(argument(4)),
+      reinterpret_cast<zero8::CodecMaps*>(argument(4)),
       reinterpret_cast<unsigned long long*>(argument(5)), static_cast<int>(team_threads),
       static_cast<int>(teams), static_cast<int>(grid), stream);
 }

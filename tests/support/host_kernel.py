@@ -12,7 +12,7 @@ from places import ROOT, SUPPORT
 from torch.utils import cpp_extension
 
 from zero8.op import kernel
-from zero8.op.dynamic_tables import dynamic_maps
+from zero8.op.codec_maps import codec_maps
 from zero8.op.launch import Launch
 from zero8.spec.segment import Segment
 
@@ -44,7 +44,7 @@ class Host:
         skipped = np.zeros(launch.num_segments, np.uint64)
         if first_blocks is None:
             first_blocks = base + launch.first_blocks_at
-        maps = dynamic_maps().ctypes.data if launch.uses_maps else 0
+        maps = codec_maps().ctypes.data if launch.uses_maps else 0
         arguments = [base, first_blocks, launch.num_segments, base + launch.scalars_at, maps]
         pointers = [ctypes.c_void_p(address) for address in (*arguments, skipped.ctypes.data)]
         pointers[2] = ctypes.c_int64(launch.num_segments)

@@ -29,14 +29,14 @@ class Walk {
 // How many of the floats with patterns begin .. end - 1, and a sign, do not get the code of the
 // nearest entry; for second moments that are not 0, of the nearest one that is not.
 template <bool kSigned>
-int64_t count_wrong(const DynamicMap& map, uint32_t sign, uint32_t begin, uint32_t end) {
+int64_t count_wrong(const CodecMaps& maps, uint32_t sign, uint32_t begin, uint32_t end) {
   using Code = Dynamic<kSigned>;
   typename Code::Range range;
   range.add(Vec::set(1.0f));
   float scale;
-  const typename Code::Encoder encode(range, map, {nullptr, 0, 0, 0, 1.0f}, &scale);
+  const typename Code::Encoder encode(range, maps, {nullptr, 0, 0, 0, 1.0f}, &scale);
   int64_t wrong = scale != 1.0f;
-  Walk walk(map, Code::kZeroCode);
+  Walk walk(Code::map_of(maps), Code::kZeroCode);
   const auto nearest = [&](uint32_t pattern) {
     const uint32_t code = walk.code_of(float_of(pattern | sign));
     return !kSigned && pattern > 0 && code == 0 ? 1 : code;
@@ -55,10 +55,9 @@ int64_t count_wrong(const DynamicMap& map, uint32_t sign, uint32_t begin, uint32
 }  // namespace zero8
 
 // In both maps; `begin` and `end` are multiples of the number of lanes.
-extern "C" int64_t count_wrong(const zero8::DynamicMaps* maps, uint32_t begin, uint32_t end) {
+extern "C" int64_t count_wrong(const zero8::CodecMaps* maps, uint32_t begin, uint32_t end) {
   using namespace zero8::TARGET;
   const zero8::FlushToZero flush;
-  return count_wrong<true>(maps->of_signed, 0, begin, end) +
-         count_wrong<true>(maps->of_signed, kSignBit, begin, end) +
-         count_wrong<false>(maps->of_unsigned, 0, begin, end);
+  return count_wrong<true>(*maps, 0, begin, end) + count_wrong<true>(*maps, kSignBit, begin, end) +
+         count_wrong<false>(*maps, 0, begin, end);
 }

@@ -58,7 +58,7 @@ void step() {
   const auto sizes = read<int64_t>(4);
   auto segments = read<zero8::Segment>(sizes[0]);
   const auto scalars = read<zero8::StepScalars>(sizes[1]);
-  const auto maps = read<zero8::DynamicMaps>(1);
+  const auto maps = read<zero8::CodecMaps>(1);
   auto memory = read<char>(sizes[2]);
   for (zero8::Segment& s : segments) {
     locate(s.param, memory);

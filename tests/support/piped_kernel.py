@@ -10,7 +10,7 @@ from segments import integers, tensors
 from torch import Tensor
 
 from zero8.op import kernel
-from zero8.op.dynamic_tables import dynamic_maps
+from zero8.op.codec_maps import codec_maps
 from zero8.spec.segment import Segment
 
 _ALIGNMENT_BYTES = 64
@@ -56,7 +56,7 @@ class PipedKernel:
                 arrays.append((tensor, begin))
                 part_of_record[field], size = begin, end
         sizes = np.array([len(records), len(scalars), size, num_threads])
-        written = self._run("step", sizes, records, scalars, dynamic_maps(), *parts)
+        written = self._run("step", sizes, records, scalars, codec_maps(), *parts)
         counts = written[: records.nbytes].view(records.dtype)["nonfinite_blocks"].tolist()
         memory = torch.from_numpy(written[records.nbytes :])
         for tensor, begin in arrays:

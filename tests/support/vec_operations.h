@@ -92,6 +92,9 @@ struct Operands {
   }
 };
 
+struct Two {
+  uint8_t bytes[2];
+};
 struct Three {
   uint8_t bytes[3];
 };
@@ -404,6 +407,7 @@ void compare_memory(Test& test) {
   test.lanes("look_up8(uint32_t)",
              [](auto v, auto x) { return v.look_up8(kInts.x, x.integer(0)); });
   test.lanes("look_up8(float)", [](auto v, auto x) { return v.look_up8(kFloats.x, x.integer(0)); });
+  test.lanes("look_up16", [](auto v, auto x) { return v.look_up16(kFloats.x, x.integer(0)); });
   uint8_t bytes[4][256];
   for (int i = 0; i < 256; ++i) {
     for (int k = 0; k < 4; ++k) {
@@ -511,6 +515,9 @@ void compare_chunks_and_tails(Test& test) {
   });
   test.template writes<Three>(
       "store6", 1, [](auto v, auto x, Three* out) { v.store6(out->bytes, x.integer(0)); });
+  test.lanes("load4", [](auto v, auto x) { return v.load4(x.bytes() + 2 * x.i); });
+  test.template writes<Two>("store4", 1,
+                            [](auto v, auto x, Two* out) { v.store4(out->bytes, x.integer(0)); });
   compare_pair<Floats>(test, "load_pair",
                        [](auto v, auto x, auto* pair) { v.load_pair(x.narrow(), pair); });
   compare_pair<Integers>(test, "load8_pair",

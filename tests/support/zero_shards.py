@@ -67,9 +67,8 @@ def num_code_bytes(shape, block_size, first, numel, bits):
     if bits == 8:
         return numel
     grid = BlockGrid.of(shape, block_size)
-    row = grid.code_row_length
-    units = {n // row * math.ceil(row / 4) + n % row // 4 for n in range(first, first + numel)}
-    return 3 * len(units)
+    row, (codes, num_bytes) = grid.code_row_length, {6: (4, 3), 4: (2, 1)}[bits]
+    return num_bytes * len({(n // row, n % row // codes) for n in range(first, first + numel)})
 
 
 def by_element(stored, shape, block_size, first, numel, bits):
@@ -108,7 +107,7 @@ def assert_equals_plain(made, expected, block_size, cut_per_param):
         assert entry["holders"].eq(1).all(), parameter
         assert entry["weights"].dtype == weights.dtype
         assert torch.equal(entry["weights"][whole], weights.flatten()[whole]), parameter
-        bits = next((bits for bits in (8, 6) if f"exp_avg_q{bits}" in state), None)
+        bits = next((bits for bits in (8, 6, 4) if f"exp_avg_q{bits}" in state), None)
         if bits:
             block = block_of_elements(weights.shape, block_size)
             assert block[~whole].unique().numel() <= cut_per_param, parameter

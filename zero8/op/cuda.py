@@ -16,8 +16,8 @@ from torch import Tensor
 
 from zero8.algorithms.table import ALGORITHMS
 from zero8.op import cuda_compile, kernel
+from zero8.op.codec_maps import codec_maps
 from zero8.op.cuda_driver import Driver
-from zero8.op.dynamic_tables import dynamic_maps
 from zero8.op.launch import Launch, kernel_of
 from zero8.spec.segment import Segment
 
@@ -90,7 +90,7 @@ class CudaKernel:
         """Launch on torch's current stream."""
         with torch.cuda.device(self._device):
             if launch.uses_maps and self._maps is None:
-                self._maps = self._pinned(dynamic_maps().view(np.uint8)).to(self._device)
+                self._maps = self._pinned(codec_maps().view(np.uint8)).to(self._device)
             table = self._pinned(launch.table).to(self._device, non_blocking=True)
             return self._launched(launch, table)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.table import ALGORITHMS
 from zero8.op import build
-from zero8.op.dynamic_tables import dynamic_maps
+from zero8.op.codec_maps import codec_maps
 from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, MOST_SCALARS, SEGMENT, scalars_dtype
 from zero8.op.threads import alive, host_share, step_threads
 from zero8.spec.algorithm import Algorithm, Scalars
@@ -176,7 +176,7 @@ def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) ->
     """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive."""
     steps = _steps_of(records)
     compiled = _module_of(build.op()) if steps is None else module_for(isa, steps)
-    compiled.step(records, scalars, dynamic_maps(), alive(num_threads), isas()[isa])
+    compiled.step(records, scalars, codec_maps(), alive(num_threads), isas()[isa])
 
 
 def _steps_of(records: np.ndarray) -> Steps | None:
@@ -226,7 +226,7 @@ class CpuKernel:
         module(steps)  # whose table of instruction sets comes next
         isa = default_isa()
         self._step, self._isa = module_for(isa, steps).step, isas()[isa]
-        self._maps = dynamic_maps()
+        self._maps = codec_maps()
         self._max_threads = host_share()
         self._team = 0, 0, 0  # process, number of threads, and its result from `alive`
 
@@ -285,7 +285,7 @@ def copy(
     Args:
         param: contiguous, any shape.
         grad: contiguous, as many bytes as `param`.
-        states: contiguous, a whole number of bytes for each element of `param`, or 6 bits.
+        states: contiguous, a whole number of bytes for each element of `param`, or 6 or 4 bits.
         num_threads: threads to use; `step_threads()` by default.
 
     Raises:

@@ -12,8 +12,8 @@ import numpy as np
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.table import algorithm_called
 from zero8.op import kernel
+from zero8.op.codec_maps import WITH_MAPS
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.codec import CODECS
 
 # csrc/cuda/team.h
 PER_THREAD = 8
@@ -31,7 +31,7 @@ def kernel_of(algorithm: Algorithm) -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """The arguments of a kernel, without the dynamic maps and the counters.
+    """The arguments of a kernel, without the maps of codecs and the counters.
 
     Attributes:
         kernel: the kernel's name.
@@ -42,7 +42,7 @@ class Launch:
         num_blocks: number of blocks of all segments.
         team_threads: threads that share a block.
         teams: blocks that a thread block works on at once.
-        uses_maps: whether any segment has the codec `dynamic`.
+        uses_maps: whether any segment has a codec with maps.
     """
 
     kernel: str
@@ -82,7 +82,7 @@ class Launch:
             num_blocks=int(first_blocks[-1]),
             team_threads=team_threads,
             teams=max(1, MIN_THREADS // team_threads),
-            uses_maps=bool((records["moments"]["codec"] == CODECS["dynamic"].number).any()),
+            uses_maps=bool(np.isin(records["moments"]["codec"], WITH_MAPS).any()),
         )
 
     def grid(self, resident: int) -> int:

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from zero8.algorithms.table import ALGORITHMS
-from zero8.op import dynamic_tables, structs
+from zero8.op import codec_maps, structs
 from zero8.spec import blocks, dither, grid, log, reference
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import CODECS, MomentCode
 from zero8.spec.dynamic import DynamicCode
 from zero8.spec.fp8 import Fp8Code
+from zero8.spec.linear4 import Linear4Code
 from zero8.spec.log import LogCode, Octaves, SignedLogCode
 from zero8.spec.segment import Rounding
 
@@ -44,6 +45,7 @@ _CODES = {
         "LOWEST_BITS": "kLowestBits",
     },
     DynamicCode: {"bits": "kBits", "zero_code": "kZeroCode", "min_scale": "kMinScale"},
+    Linear4Code: {"bits": "kBits", "zero_code": "kZeroCode", "min_scale": "kMinScale"},
     Fp8Code: {"bits": "kBits", "zero_code": "kZeroCode", "TOP": "kTop", "min_scale": "kMinScale"},
 }
 _WITH_KERNELS = [one for one in ALGORITHMS if one.kernel is one]
@@ -53,7 +55,8 @@ _STRUCTS = {
     "Moment": structs.MOMENT,
     "Segment": structs.SEGMENT,
     "DynamicMap": structs.DYNAMIC_MAP,
-    "DynamicMaps": structs.DYNAMIC_MAPS,
+    "Linear4Map": structs.LINEAR4_MAP,
+    "CodecMaps": structs.CODEC_MAPS,
     "KeptPiece": structs.KEPT_PIECE,
     "Numbers": structs.NUMBERS,
     "TensorRecord": structs.TENSOR,
@@ -101,8 +104,8 @@ def shared_numbers() -> dict[str, float]:
         "kMaxMoments": structs.MAX_MOMENTS,
         "kNumAlgorithms": len(_WITH_KERNELS) + 1,
         "sizeof(StepScalars)": structs.scalars_dtype(ALGORITHMS[0]).itemsize,
-        "kPieceFactor": dynamic_tables.PIECE_FACTOR,
-        "kPieceShift": dynamic_tables.PIECE_SHIFT,
+        "kPieceFactor": codec_maps.PIECE_FACTOR,
+        "kPieceShift": codec_maps.PIECE_SHIFT,
         "kElementStep": dither.ELEMENT_STEP,
         "kInBlockStep": dither.IN_BLOCK_STEP,
         "kGoldenStep": dither.GOLDEN_STEP,
@@ -115,6 +118,10 @@ def shared_numbers() -> dict[str, float]:
             code, name = getattr(one, sign), one.name.capitalize()
             numbers[f"kScalesPerBlock[k{name}].{sign}"] = math.prod(code.scale_shape)
             numbers |= _numbers_of_code(f"In{name}::Code<{kind}>", code)
+            if code.bits < 8:
+                unit = grid.UNITS[code.bits]
+                numbers[f"kUnitCodes<In{name}::Code<{kind}>>"] = unit.numel
+                numbers[f"kUnitBytes<In{name}::Code<{kind}>>"] = unit.num_bytes
     for algorithm in _WITH_KERNELS:
         numbers |= _numbers_of_algorithm(algorithm)
     for name, layout in _STRUCTS.items():

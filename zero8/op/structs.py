@@ -51,7 +51,10 @@ DYNAMIC_MAP = np.dtype(
         ("smallest", "u4"),
     ]
 )
-DYNAMIC_MAPS = np.dtype([("of_signed", DYNAMIC_MAP), ("of_unsigned", DYNAMIC_MAP)])
+LINEAR4_MAP = np.dtype([("levels", "f4", 16), ("thresholds", "f4", (4, 8))])
+CODEC_MAPS = np.dtype(
+    [("of_signed", DYNAMIC_MAP), ("of_unsigned", DYNAMIC_MAP), ("of_linear4", LINEAR4_MAP)]
+)
 KEPT_PIECE = np.dtype(
     [
         ("param_offset", "u8"),

@@ -7,7 +7,8 @@ code.  Two rules hold for every codec:
 * quantize is idempotent: for all codes and scales that quantize can produce,
   `quantize(dequantize(codes, scales))` returns them, scales included;
 * zero means zero: an element decodes to 0 exactly when its float32 value was 0, except that a
-  signed moment may round to 0; an unsigned moment is stored as 0 only if it is 0.
+  signed moment may round to 0; an unsigned moment is stored as 0 only if it is 0.  In `linear4` an
+  unsigned moment has 0 in blocks of zeros alone: `has_zero`.
 
 A codec has a code for moments that can be negative, such as Adam's first one, m, another for those
 of them that live long, such as Lion's, and one for moments that cannot, such as Adam's second one,
@@ -23,6 +24,8 @@ v:
   code.  The scale of m is the block's extreme element with its sign, so that the extreme decodes
   exactly (the signed map ends at -0.993 and +1).
 * `fp8` (`zero8.spec.fp8`): 8-bit floats of 3 bits of mantissa, E4M3, for m and v; nearest code.
+* `linear4` (`zero8.spec.linear4`): 4 bits, as Li et al. (arXiv:2309.01507) have them without their
+  rank-1 scales: a small dynamic tree map for m, equal steps without 0 for v; nearest code.
 """
 
 from collections.abc import Sequence
@@ -34,12 +37,14 @@ from zero8.spec import arithmetic as ieee
 from zero8.spec.algorithm import MomentRule
 from zero8.spec.dynamic import DynamicCode
 from zero8.spec.fp8 import Fp8Code
+from zero8.spec.linear4 import Linear4Code
 from zero8.spec.log import DitheredLogCode, LogCode, SignedLogCode
 from zero8.spec.retired import LogRootCode, SignMagnitudeLogCode
 from zero8.spec.shown import shown
 
 RetiredCode = SignMagnitudeLogCode | LogRootCode
-MomentCode = SignedLogCode | DitheredLogCode | LogCode | DynamicCode | Fp8Code | RetiredCode
+LivingCode = SignedLogCode | DitheredLogCode | LogCode | DynamicCode | Fp8Code | Linear4Code
+MomentCode = LivingCode | RetiredCode
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ CODECS = {
         Codec("dynamic", 1, DynamicCode(True), DynamicCode(True), DynamicCode(False)),
         Codec("log", 4, SignedLogCode(), DitheredLogCode(), LogCode()),
         Codec("log6", 6, SignedLogCode(6), DitheredLogCode(6), LogCode(6)),
+        Codec("linear4", 7, Linear4Code(True), Linear4Code(True), Linear4Code(False)),
         Codec("fp8", 5, Fp8Code(True), Fp8Code(True), Fp8Code(False)),
     )
 }
@@ -104,6 +110,11 @@ def codec_numbered(number: int) -> Codec:
         f"codec number {shown(number)} is unknown to this version of zero8; it reads "
         f"{sorted((c.number, c.name) for c in readable)}"
     )
+
+
+def has_zero(code: MomentCode) -> bool:
+    """Return whether an element can be 0 in a block that is not all zeros."""
+    return code.signed or not isinstance(code, Linear4Code)
 
 
 def quantize(

@@ -8,25 +8,18 @@ import torch
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.blocks import block_absmax
-from zero8.spec.levels import decoded
+from zero8.spec.levels import NearestEntry
 
 
 @dataclass(frozen=True)
-class DynamicCode:
-    """The nearest entry of the paper's dynamic tree map; a tie goes to the larger entry.
+class DynamicCode(NearestEntry):
+    """The nearest entry of the paper's dynamic tree map: (C5) and (C6).
 
-        n = x * (1/scale);  code = number of thresholds <= n                                 (C5)
-        scale = the block's element of largest magnitude, with its sign                      (C6)
-
-    Error: at most half the gap around n, times |scale|; the largest gap is 0.0141 (m) or 0.0070
-    (v).
+    Only 0 has an unsigned moment's code of 0.  Error: at most half the gap around n, times |scale|;
+    the largest gap is 0.0141 (m) or 0.0070 (v).
     """
 
-    signed: bool
-
     bits = 8
-    scale_shape = ()
 
     @property
     def min_scale(self) -> float:
@@ -34,53 +27,30 @@ class DynamicCode:
         return 2.0**-105 if self.signed else 2.0**-104
 
     @cached_property
-    def levels(self) -> Tensor:
+    def entries(self) -> Tensor:
         """(256,) float32, ascending: the map, equal to bitsandbytes' `create_dynamic_map`."""
-        # Seven decades; decade i is divided into 2^i (signed) or 2^(i+1) cells whose midpoints
-        # are the entries.  0 and 1 complete the 256.
-        entries = [torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")]
-        for decade in range(7):
-            edges = _edges(1 << decade + (not self.signed))
-            midpoints = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0)
-            entries += [midpoints, -midpoints] if self.signed else [midpoints]
-        return torch.cat(entries).sort().values
-
-    @cached_property
-    def thresholds(self) -> Tensor:
-        """(255,) float32: the smallest float whose nearest entry is number i + 1."""
-        wide = self.levels.to(torch.float64)
-        middle = (wide[:-1] + wide[1:]) / 2
-        rounded = middle.to(torch.float32)
-        above = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
-        return torch.where(rounded.to(torch.float64) >= middle, rounded, above)
-
-    @property
-    def zero_code(self) -> int:
-        """The code of exact zero: 127 (m) or 0 (v)."""
-        return int((self.levels == 0).int().argmax())
-
-    def scales(self, x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
-        """Return the scale of each block, equation (C6); 0 for a block of zeros."""
-        absmax = block_absmax(x, block, num_blocks)
-        largest = block_absmax(x.clamp(min=0.0), block, num_blocks)
-        sign = torch.where(largest == absmax, 1.0, -1.0)
-        scale = torch.where(absmax < self.min_scale, self.min_scale, sign * absmax)
-        return torch.where(absmax == 0, 0.0, scale)
-
-    def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
-        """Return the decoded values, times `gain`, equation (C1); float32."""
-        return decoded(self.levels, codes, scale, gain)
+        return tree_map(7, 0 if self.signed else 1, signed=self.signed)
 
     def encode(
         self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
     ) -> Tensor:
         """Return the code of each element, equation (C5), uint8; ignores dither and settling."""
-        inverse = torch.where(scale == 0, 0.0, ieee.div(1.0, scale))
-        normalized = ieee.mul(x, inverse)
-        code = torch.searchsorted(self.thresholds.to(x.device), normalized, right=True)
-        if not self.signed:
-            code = torch.where(x > 0, code.clamp(min=1), code)
-        return code.to(torch.uint8)
+        code = super().encode(x, scale, dither, settling)
+        return code if self.signed else torch.where(x > 0, code.clamp(min=1), code)
+
+
+def tree_map(num_decades: int, bits_of_first: int, *, signed: bool) -> Tensor:
+    """Return the entries of a dynamic tree map, ascending, float32.
+
+    Decade i, which ends at 10^(i + 1 - num_decades), is divided into 2^(i + bits_of_first) cells
+    whose midpoints are entries, and so are their negatives if the map is signed, and 0 and 1.
+    """
+    entries = [torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")]
+    for decade in range(num_decades):
+        edges = _edges(1 << decade + bits_of_first)
+        midpoints = 10.0 ** (decade - num_decades + 1) * ((edges[:-1] + edges[1:]) / 2.0)
+        entries += [midpoints, -midpoints] if signed else [midpoints]
+    return torch.cat(entries).sort().values
 
 
 def _edges(num_cells: int) -> Tensor:

@@ -1,19 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codes that are places in a table of levels."""
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
+from zero8.spec.blocks import block_absmax
 
 
 def decoded(levels: Tensor, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
     """Return level(code) * (scale * gain), equation (C1), of each element; float32.
 
     Args:
-        levels: (256,) float32, on any device.
+        levels: (2^bits,) float32, on any device.
         codes: (numel,) uint8.
         scale: (numel,) float32, that of each element's block.
         gain: what the values are multiplied by.
     """
     return ieee.mul(levels.to(codes.device)[codes.to(torch.int64)], ieee.mul(scale, gain))
+
+
+@dataclass(frozen=True)
+class NearestEntry(ABC):
+    """The nearest entry of an ascending map that ends at 1; a tie goes to the larger entry.
+
+        n = x * (1/scale);  code = number of thresholds <= n, less `first`                   (C5)
+        scale = the block's element of largest magnitude, with its sign                      (C6)
+
+    So the block's largest element has the last entry, and decodes exactly: to the same scale again.
+    Codes below 0 count from 2^bits.
+    """
+
+    signed: bool
+
+    bits: ClassVar[int]
+    scale_shape = ()
+
+    @cached_property
+    @abstractmethod
+    def entries(self) -> Tensor:
+        """(2^bits,) float32, ascending, the last one 1; those of signed codes do not reach -1."""
+
+    @property
+    @abstractmethod
+    def min_scale(self) -> float:
+        """Smaller scales are raised to it."""
+
+    @property
+    def first(self) -> int:
+        """The place of the entry that has code 0."""
+        return 0
+
+    @cached_property
+    def levels(self) -> Tensor:
+        """(2^bits,) float32: the entries by code."""
+        return self.entries.roll(-self.first)
+
+    @cached_property
+    def thresholds(self) -> Tensor:
+        """(2^bits - 1,) float32: the smallest float whose nearest entry is number i + 1."""
+        wide = self.entries.to(torch.float64)
+        middle = (wide[:-1] + wide[1:]) / 2
+        rounded = middle.to(torch.float32)
+        above = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
+        return torch.where(rounded.to(torch.float64) >= middle, rounded, above)
+
+    @property
+    def zero_code(self) -> int:
+        """The code of exact zero; 0 without one, as then only blocks of zeros decode to it."""
+        return int((self.levels == 0).int().argmax())
+
+    def scales(self, x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
+        """Return the scale of each block, equation (C6); 0 for a block of zeros."""
+        absmax = block_absmax(x, block, num_blocks)
+        largest = block_absmax(x.clamp(min=0.0), block, num_blocks)
+        sign = torch.where(largest == absmax, 1.0, -1.0)
+        scale = torch.where(absmax < self.min_scale, self.min_scale, sign * absmax)
+        return torch.where(absmax == 0, 0.0, scale)
+
+    def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
+        """Return the decoded values, times `gain`, equation (C1); float32."""
+        return decoded(self.levels, codes, scale, gain)
+
+    def encode(
+        self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
+    ) -> Tensor:
+        """Return the code of each element, equation (C5), uint8; ignores dither and settling."""
+        inverse = torch.where(scale == 0, 0.0, ieee.div(1.0, scale))
+        normalized = ieee.mul(x, inverse)
+        place = torch.searchsorted(self.thresholds.to(x.device), normalized, right=True)
+        return (place - self.first & (1 << self.bits) - 1).to(torch.uint8)

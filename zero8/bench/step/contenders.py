@@ -29,7 +29,7 @@ SLOW_NUMEL = 2**22
 SLOW_EVERY = 5
 
 # Bits per element of arrays of states; what has fewer are scales of blocks.
-WIDTHS = (6, 8, 16, 32)
+WIDTHS = (4, 6, 8, 16, 32)
 
 
 @dataclass(frozen=True)

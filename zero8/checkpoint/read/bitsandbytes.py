@@ -23,7 +23,7 @@ from zero8.checkpoint.read.flat_blocks import (
     coincide,
     dynamic_map,
     imported,
-    is_dynamic_map,
+    is_map_of,
     options_of,
 )
 from zero8.spec.codec import CODECS, quantize
@@ -80,7 +80,7 @@ def _imported(index: int, state: dict) -> dict:
 
 def _checked(state: dict, name: str) -> tuple[Tensor, Tensor]:
     codes, scales, levels = (state[key] for key in _KEYS[name])
-    if not is_dynamic_map(levels.float().cpu(), name):
+    if not is_map_of(dynamic_map(name), levels.float().cpu()):
         raise ValueError(
             f"{_KEYS[name][2]}: not the dynamic map of {name}; zero8 reads states of "
             "bitsandbytes' 8-bit Adam and AdamW only"

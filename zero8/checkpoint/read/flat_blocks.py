@@ -15,6 +15,8 @@ from zero8.spec import dither
 from zero8.spec.codec import CODECS, Codec, dequantize
 from zero8.spec.dynamic import DynamicCode
 from zero8.spec.grid import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, BlockGrid
+from zero8.spec.levels import NearestEntry
+from zero8.spec.packing import packed
 from zero8.state.memory import unknown_memory
 from zero8.state.plain import codes_key, format_entry
 from zero8.state.table import Piece
@@ -34,7 +36,8 @@ def imported(
         step: the number of steps.
         codec: the codec of the codes.
         block_size: elements of a block.
-        moments: by name, codes shaped as the parameter, uint8, and the scales of blocks, float32.
+        moments: by name, codes shaped as the parameter, a uint8 each, and the scales of blocks,
+            float32.
     """
     shape = tuple(moments[ADAM.moment_names[0]][0].shape)
     if not coincide(shape, block_size):
@@ -47,7 +50,9 @@ def imported(
     entries = format_entry(ADAM, codec, piece) | {"step": step, **unknown_memory(ADAM)}
     for name, (codes, scales) in moments.items():
         rule = ADAM.moment(name)
-        entries[codes_key(rule, codec.code_of(rule))] = codes
+        code = codec.code_of(rule)
+        stored = packed(codes.reshape(-1), piece.grid, 0, code.bits)
+        entries[codes_key(rule, code)] = stored.view(piece.grid.code_shape(shape, code.bits))
         entries[f"{name}_scale"] = scales.view(piece.grid.scale_shape(shape))
     return entries
 
@@ -82,8 +87,8 @@ def dynamic_map(name: str) -> DynamicCode:
     return code
 
 
-def is_dynamic_map(levels: Tensor, name: str) -> bool:
-    """Return whether levels are those of the dynamic map of one of Adam's moments."""
-    ours = dynamic_map(name).levels
+def is_map_of(code: NearestEntry, levels: Tensor) -> bool:
+    """Return whether levels are the entries of a code's map, ascending."""
+    ours = code.entries
     # Without AVX2, torch rounds some entries of the libraries' maps differently.
     return levels.shape == ours.shape and torch.allclose(levels, ours, rtol=2.0**-20, atol=0.0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zero8.spec.codec import MomentCode
+from zero8.spec.codec import MomentCode, has_zero
 from zero8.spec.fp8 import Fp8Code
 from zero8.spec.log import SignedLogCode
 from zero8.state.store import MomentStore
@@ -25,7 +25,7 @@ class MomentCounts:
             blocks' largest values).
         zero_blocks, num_blocks: number of blocks whose scale is 0, and of all blocks.
         values: number of elements kept in float32.
-        zeros: number of those that are 0.
+        zeros: number of those that are 0, or that have codes without 0 in blocks of zeros.
     """
 
     codes: Tensor = field(
@@ -48,6 +48,8 @@ class MomentCounts:
             for begin in range(0, piece.numel if piece.is_quantized else 0, _CHUNK_NUMEL):
                 codes = store.codes_of(number, begin, min(begin + _CHUNK_NUMEL, piece.numel))
                 counts.codes += torch.bincount(codes, minlength=NUM_CODES)
+                if not has_zero(store.code):
+                    counts.zeros += _numel_of_zero_blocks(store, number, begin, len(codes))
         if store.scales.numel():
             scales = store.scales.view(len(store.scales), -1)[:, 0].abs()
             used = scales[scales > 0]
@@ -79,7 +81,7 @@ class MomentCounts:
         total = max(1, int(self.codes.sum()))
         used, top, floor = _places(code)
         return {
-            "zeros": int(self.codes[code.zero_code]) / total,
+            "zeros": (int(self.codes[code.zero_code]) if has_zero(code) else self.zeros) / total,
             "codes_used": int((self.codes[used] > 0).sum()),
             "codes": 2**code.bits,
             "at_top": int(self.codes[top].sum()) / total,
@@ -106,10 +108,20 @@ def order_of_codes(code: MomentCode) -> Tensor:
 def _places(code: MomentCode) -> tuple[Tensor, Tensor, Tensor]:
     """Return the valid codes, those of largest, and those of smallest nonzero magnitude."""
     order = order_of_codes(code)
+    if not has_zero(code):
+        return order, order[[-1]], order[[0]]
     zero = int((order == code.zero_code).nonzero())
     if code.signed:
         return order, order[[0, -1]], order[[zero - 1, zero + 1]]
     return order, order[[-1]], order[[zero + 1]]
+
+
+def _numel_of_zero_blocks(store: MomentStore, number: int, begin: int, numel: int) -> int:
+    piece = store.table.pieces[number]
+    first = piece.first + begin
+    block, _ = piece.grid.block_numbers(first, numel)
+    skipped = piece.grid.block_of(first) - piece.grid.block_of(piece.first)
+    return int((store.piece(number).scales[block + skipped] == 0).sum())
 
 
 def counts_of(stores: tuple[MomentStore, ...]) -> dict[str, MomentCounts]:

@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts states of torchao's AdamW8bit and AdamWFp8 to zero8's codecs `dynamic` and `fp8`.
+"""Converts states of torchao's AdamW8bit, AdamWFp8 and AdamW4bit to zero8's codecs.
 
-Both keep moments as tensors of their own classes, which hold codes and one float32 scale per block
+They keep moments as tensors of their own classes, which hold codes and one float32 scale per block
 of the flattened parameter.  The maps of 8 bits are those of `dynamic`, the codes of FP8 those of
-`fp8`.  Where the blocks are zero8's (`zero8.checkpoint.read.flat_blocks`), import keeps codes and
-scales; otherwise moments are decoded to float32, and quantized by the optimizer that loads them.
+`fp8`, the maps of 4 bits those of `linear4`, whose codes count from another entry.  Where the
+blocks are zero8's (`zero8.checkpoint.read.flat_blocks`), import keeps codes and scales; otherwise
+moments are decoded to float32, and quantized by the optimizer that loads them.
 """
 
 import torch
 from torch import Tensor
 
 from zero8.algorithms.adam import ADAM
-from zero8.checkpoint.read.flat_blocks import imported, is_dynamic_map, options_of
+from zero8.checkpoint.read.flat_blocks import imported, is_map_of, options_of
 from zero8.checkpoint.read.safe_pickle import Inert
 from zero8.spec.codec import CODECS
+from zero8.spec.levels import NearestEntry
 from zero8.spec.shown import shown
 
-_CODECS = {"OptimState8bit": CODECS["dynamic"], "OptimStateFp8": CODECS["fp8"]}
+_CODECS = {
+    "OptimState8bit": CODECS["dynamic"],
+    "OptimStateFp8": CODECS["fp8"],
+    "OptimState4bit": CODECS["linear4"],
+}
 _NEGATIVE_ZERO = 128
 
 
@@ -29,7 +35,7 @@ def from_torchao(state_dict: dict) -> dict:
     """Return a state dict for `Adam8bitBlockwise` with the codec of the states.
 
     Args:
-        state_dict: of `torchao.optim.AdamW8bit` or `AdamWFp8`, read by
+        state_dict: of `torchao.optim.AdamW8bit`, `AdamWFp8` or `AdamW4bit`, read by
             `zero8.checkpoint.read.safe_load`.
 
     Raises:
@@ -75,19 +81,30 @@ def _imported(index: int, state: dict) -> dict:
 
 
 def _checked(name: str, kind: str, moment: Inert) -> tuple[Tensor, Tensor]:
-    """Return the codes and the scales of a moment."""
+    """Return the codes of a moment, shaped as the parameter, a byte each, and the scales."""
     if _class_of(moment) != kind:
         raise ValueError(f"{name}: got {shown(_class_of(moment))}, expected {kind} as exp_avg has")
     held = moment.state
     codes, scales = held["codes"], held["scale"]
     if codes.dtype != torch.uint8 or scales.dtype != torch.float32 or scales.ndim != 1:
         raise ValueError(f"{name}: got codes or scales of an unknown type")
+    if kind == "OptimState4bit":
+        codes = _bytes_of(name, codes, held["_shape"])
     if not scales.numel() or codes.numel() % scales.numel():
         raise ValueError(
             f"{name}: got {scales.numel()} scales of {codes.numel()} codes, expected equal blocks"
         )
     if kind == "OptimStateFp8":
         return torch.where(codes == _NEGATIVE_ZERO, 0, codes), scales
-    if not is_dynamic_map(held["qmap"], name):
-        raise ValueError(f"{name}: got a map that is not the dynamic one")
-    return codes, scales
+    code = _CODECS[kind].code_of(ADAM.moment(name))
+    assert isinstance(code, NearestEntry), "other codes have no map"
+    if not is_map_of(code, held["qmap"]):
+        raise ValueError(f"{name}: got a map that is not that of {_CODECS[kind].name}")
+    return codes - code.first & (1 << code.bits) - 1, scales
+
+
+def _bytes_of(name: str, codes: Tensor, shape: object) -> Tensor:
+    """Return a byte for each of the codes of 4 bits, two to a byte, of a parameter of a shape."""
+    if not isinstance(shape, torch.Size) or codes.ndim != 1 or shape.numel() != 2 * codes.numel():
+        raise ValueError(f"{name}: got {codes.numel()} bytes of codes of shape {shown(shape)}")
+    return torch.stack([codes >> 4, codes & 15], 1).view(shape)

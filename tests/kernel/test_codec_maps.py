@@ -10,7 +10,7 @@ from segments import Place, assert_same, copied, make, moment_of, scalars_at
 from test_vec import compiled
 
 from zero8.op import build, kernel
-from zero8.op.dynamic_tables import dynamic_maps
+from zero8.op.codec_maps import codec_maps
 from zero8.spec import reference
 from zero8.spec.codec import CODECS
 
@@ -88,7 +88,7 @@ def count_wrong(tmp_path_factory):
 @pytest.mark.slow
 def test_dynamic_codes_of_all_floats_are_those_of_the_nearest_entries(count_wrong):
     """From 0 to a little above 1, and negative ones: 3 * 2^30 floats."""
-    assert count_wrong(dynamic_maps(), 0, 0x3F800040) == 0
+    assert count_wrong(codec_maps(), 0, 0x3F800040) == 0
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_dynamic_codes_of_all_floats_are_those_of_the_nearest_entries(count_wron
 @pytest.mark.parametrize("which", ["of_signed", "of_unsigned"])
 def test_dynamic_codes_by_wrong_tables_are_found(count_wrong, which, field, error):
     """Guards the test above."""
-    maps = dynamic_maps().copy()
+    maps = codec_maps().copy()
     assert count_wrong(maps, 0x3D000000, 0x3F800040) == 0
     table = maps[which][field]
     table += (np.ceil(table * error)).astype(table.dtype)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables with which the kernels decode the dynamic maps and find the nearest entry.
+"""Tables with which the kernels decode maps of entries and find the nearest entry.
+
+They search the 16 entries of first moments in `linear4` by halves, and compute the place of the
+entry in a map of `dynamic`, as follows.
 
 Away from 0 a map has seven decades of equal cells, an entry in the middle of each.  So the number
 of entries between 0 and x is a linear function of |x| in each decade.  Between a decade's last
@@ -19,9 +22,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from zero8.op.structs import DYNAMIC_MAPS
+from zero8.op.structs import CODEC_MAPS
 from zero8.spec.codec import CODECS
 from zero8.spec.dynamic import DynamicCode
+from zero8.spec.linear4 import Linear4Code
 
 _DECADES = 7
 _FRACTION = 2.0**16
@@ -36,22 +40,35 @@ PIECE_FACTOR, PIECE_SHIFT = 10304, 22
 _FIRST_PIECE = 33
 _SMALLEST = 13433 << 16
 
+WITH_MAPS = [CODECS[name].number for name in ("dynamic", "linear4")]
+"""The numbers of the codecs whose kernels take maps."""
+
 Pattern = TypeVar("Pattern", int, np.ndarray)
 
 
 @lru_cache(maxsize=1)
-def dynamic_maps() -> np.ndarray:
-    """Return the tables of both maps: one record of `DYNAMIC_MAPS`."""
-    maps = np.zeros(1, DYNAMIC_MAPS)
-    for name in maps.dtype.names or ():
-        code = getattr(CODECS["dynamic"], name)
-        record = maps[name]
-        levels = code.levels.numpy()
-        record["levels"] = levels
-        record["thresholds"] = np.append(code.thresholds.numpy(), np.float32(np.inf))
-        record["level_bytes"] = levels.astype("<f4").view(np.uint8).reshape(256, 4).T
-        _fill_pieces(record, code)
+def codec_maps() -> np.ndarray:
+    """Return the tables of all maps: one record of `CODEC_MAPS`."""
+    maps = np.zeros(1, CODEC_MAPS)
+    _fill_dynamic(maps["of_signed"], DynamicCode(True))
+    _fill_dynamic(maps["of_unsigned"], DynamicCode(False))
+    _fill_linear4(maps["of_linear4"], Linear4Code(True))
     return maps
+
+
+def _fill_dynamic(record: np.ndarray, code: DynamicCode) -> None:
+    levels = code.levels.numpy()
+    record["levels"] = levels
+    record["thresholds"] = np.append(code.thresholds.numpy(), np.float32(np.inf))
+    record["level_bytes"] = levels.astype("<f4").view(np.uint8).reshape(256, 4).T
+    _fill_pieces(record, code)
+
+
+def _fill_linear4(record: np.ndarray, code: Linear4Code) -> None:
+    record["levels"] = code.levels.numpy()
+    for row in range(4):
+        part = 16 >> row  # entries, of which the threshold is between the two in the middle
+        record["thresholds"][..., row, : 1 << row] = code.thresholds.numpy()[part // 2 - 1 :: part]
 
 
 def _fill_pieces(record: np.ndarray, code: DynamicCode) -> None:
