@@ -3,7 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -109,6 +111,11 @@ py::buffer_info bytes_of(const py::buffer& array, bool writable) {
   return info;
 }
 
+bool is_of_codes(int64_t bits) {
+  return std::any_of(std::begin(zero8::kCodecSizes), std::end(zero8::kCodecSizes),
+                     [&](const zero8::CodecSize& size) { return size.bits == bits; });
+}
+
 void copy(const py::buffer& param, const py::buffer& grad, const std::vector<py::buffer>& states,
           int64_t numel, int num_threads) {
   const py::buffer_info param_info = bytes_of(param, true), grad_info = bytes_of(grad, false);
@@ -121,7 +128,7 @@ void copy(const py::buffer& param, const py::buffer& grad, const std::vector<py:
     const py::buffer_info& info = state_infos.back();
     const int64_t bits = 8 * info.size / numel;
     items.push_back({static_cast<uint8_t*>(info.ptr), bits});
-    whole = whole && bits * numel == 8 * info.size && (bits % 8 == 0 || bits == 6 || bits == 4);
+    whole = whole && bits * numel == 8 * info.size && (bits % 8 == 0 || is_of_codes(bits));
   }
   if (!whole) throw py::value_error("zero8: got arrays of different numbers of elements");
   const zero8::Streams streams{static_cast<uint8_t*>(param_info.ptr),

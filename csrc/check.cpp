@@ -35,6 +35,16 @@ std::string wrong_size(const Segment& s) {
   return {};
 }
 
+std::string codecs_served() {
+  std::string names;
+  for (int codec = 0; codec < kNumCodecs; ++codec) {
+    if (kCodecSizes[codec].bits == 0) continue;
+    if (!names.empty()) names += ", ";
+    names += std::to_string(codec) + " (" + kCodecSizes[codec].name + ")";
+  }
+  return names;
+}
+
 // What chooses the code that runs, and the scalars that it reads.
 std::string wrong_kind(const Segment& s, int64_t num_scalars) {
   if (s.algorithm < 1 || s.algorithm >= kNumAlgorithms) {
@@ -42,10 +52,8 @@ std::string wrong_kind(const Segment& s, int64_t num_scalars) {
   }
   for (int k = 0; k < kMomentsOf[s.algorithm].count; ++k) {
     const int32_t codec = s.moments[k].codec, first = s.moments[0].codec;
-    if (codec != kFloat32 && codec != kDynamic && codec != kLog && codec != kFp8 &&
-        codec != kLog6 && codec != kLinear4) {
-      return wrong(of_moment(k, "codec"), codec,
-                   "0 (float32), 1 (dynamic), 4 (log), 5 (fp8), 6 (log6) or 7 (linear4)");
+    if (codec < 0 || codec >= kNumCodecs || kCodecSizes[codec].bits == 0) {
+      return wrong(of_moment(k, "codec"), codec, "one of " + codecs_served());
     }
     if (codec != first) {
       return wrong(of_moment(k, "codec"), codec, std::to_string(first) + ", as the first has");
@@ -92,8 +100,9 @@ std::string wrong_address(const std::string& field, const void* p, uint64_t alig
 std::string wrong_moment(const Segment& s, int k, int64_t num_blocks) {
   const Moment& moment = s.moments[k];
   const bool is_signed = kMomentsOf[s.algorithm].is_signed[k];
-  const ScalesPerBlock per_block = kScalesPerBlock[moment.codec];
-  const int64_t expected = num_blocks * (is_signed ? per_block.of_signed : per_block.of_unsigned);
+  const CodecSize size = kCodecSizes[moment.codec];
+  const int64_t expected =
+      num_blocks * (is_signed ? size.scales_of_signed : size.scales_of_unsigned);
   if (moment.num_scales != expected) {
     return wrong(of_moment(k, "scales"), moment.num_scales, std::to_string(expected) + " scales");
   }

@@ -30,12 +30,17 @@ constexpr int kMinBlockSize = 64;
 constexpr int kMaxBlockSize = 4096;
 constexpr int kMaxMoments = 3;  // of any algorithm: algorithms.h
 
-// How many floats each block of a moment stores, by Codec; moments.h compares it with the codes'.
-struct ScalesPerBlock {
-  int of_signed, of_unsigned;
+// How large the moments of a codec are: bits of an element, 0 for a codec that is not served, and
+// floats that each block stores besides.  moments.h compares both with the codes'.
+struct CodecSize {
+  const char* name;
+  int bits;
+  int scales_of_signed, scales_of_unsigned;
 };
-constexpr ScalesPerBlock kScalesPerBlock[] = {{0, 0}, {1, 1}, {0, 0}, {0, 0},
-                                              {1, 2}, {1, 1}, {1, 2}, {1, 1}};
+constexpr CodecSize kCodecSizes[kNumCodecs] = {
+    {"float32", 32, 0, 0}, {"dynamic", 8, 1, 1}, {}, {}, {"log", 8, 1, 2}, {"fp8", 8, 1, 1},
+    {"log6", 6, 1, 2},     {"linear4", 4, 1, 1},
+};
 
 // A float16 in memory, as a type of its own: uint16_t is a bfloat16.
 struct Half {

@@ -40,20 +40,6 @@ struct Fp8 {
       const Vec::F level = Vec::fma_far(distance, Vec::set(kSmallUnit), base);
       return vec.mul(level, kSigned ? Vec::negated(scale, Vec::shl<24>(code)) : scale);
     }
-    // As that of SignedLog.
-    template <bool kPairs, class V = Vec>
-    ZERO8_DEVICE ZERO8_INLINE void two(const uint8_t* codes, typename V::F* x) const {
-      V vec;
-      typename V::I code[2];
-      if constexpr (kPairs) {
-        V::load8_pair(codes, code);
-      } else {
-        code[0] = V::load8(codes);
-        code[1] = V::load8(codes + V::kLanes);
-      }
-      x[0] = (*this)(vec, code[0]);
-      x[1] = (*this)(vec, code[1]);
-    }
     using Chunk = ChunkOf<Decoder>;
     ZERO8_DEVICE Chunk chunk(const uint8_t* codes) const { return {*this, codes}; }
   };

@@ -8,8 +8,10 @@
 #include "algorithms.h"
 #include "params.h"
 // In terms of codes.h:
+#include "dynamic.h"
 #include "fp8.h"
 #include "linear4.h"
+#include "log.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
@@ -130,13 +132,15 @@ constexpr bool kIsQuantized<InFloat32> = false;
 template <class Code>
 constexpr bool kIsValid =
     Code::kScales >= 1 && Code::kScales <= kMaxScales && Code::kZeroCode < 256;
-template <class Code, int kScales>
-constexpr bool kHasScales = kIsValid<Code> && Code::kScales == kScales;
-template <class InCodec, Codec kCodec>
+template <class Code, int kBits, int kScales>
+constexpr bool kHasSize = kIsValid<Code> && Code::kBits == kBits && Code::kScales == kScales;
+template <class InCodec, Codec kCodec, int kBits = kCodecSizes[kCodec].bits,
+          int kOfSigned = kCodecSizes[kCodec].scales_of_signed,
+          int kOfUnsigned = kCodecSizes[kCodec].scales_of_unsigned>
 constexpr bool kIsCodec =
-    kHasScales<typename InCodec::template Code<true, false>, kScalesPerBlock[kCodec].of_signed> &&
-    kHasScales<typename InCodec::template Code<true, true>, kScalesPerBlock[kCodec].of_signed> &&
-    kHasScales<typename InCodec::template Code<false, true>, kScalesPerBlock[kCodec].of_unsigned>;
+    kHasSize<typename InCodec::template Code<true, false>, kBits, kOfSigned> &&
+    kHasSize<typename InCodec::template Code<true, true>, kBits, kOfSigned> &&
+    kHasSize<typename InCodec::template Code<false, true>, kBits, kOfUnsigned>;
 static_assert(kIsCodec<InDynamic, kDynamic>);
 static_assert(kIsCodec<InLog, kLog>);
 static_assert(kIsCodec<InFp8, kFp8>);

@@ -59,7 +59,7 @@ void step(const zero8::CodecMaps& maps, const Shape& shape, const zero8::Isa& is
   const int64_t bytes = moment_bytes(codec, shape);
   Array<uint8_t> m(bytes, 0), v(bytes, 0), correction(numel, 1);
   Array<float> m_scale(num_blocks, 0.0f);
-  Array<float> v_scale(zero8::kScalesPerBlock[codec].of_unsigned * num_blocks, 0.0f);
+  Array<float> v_scale(zero8::kCodecSizes[codec].scales_of_unsigned * num_blocks, 0.0f);
   zero8::Segment segment{};
   const bool is_wide = types.param == zero8::kFP32;
   segment.param = is_wide ? static_cast<void*>(wide_param.get()) : narrow_param.get();

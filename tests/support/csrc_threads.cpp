@@ -43,7 +43,7 @@ class List {
     const int64_t param_size = kind.types.param == zero8::kFP32 ? 4 : 2;
     int64_t num_moment_bytes = 0;
     for (const Shape& shape : kShapes) num_moment_bytes += moment_bytes(kind.codec, shape);
-    const zero8::ScalesPerBlock scales = zero8::kScalesPerBlock[kind.codec];
+    const zero8::CodecSize size = zero8::kCodecSizes[kind.codec];
     grad_size_ = kind.types.grad == zero8::kFP32 ? 4 : 2;
     is_half_ = kind.types.grad == zero8::kFP16;
     param_.resize(kNumel * param_size);
@@ -51,8 +51,8 @@ class List {
     correction_.resize(kNumel);
     exp_avg_.resize(num_moment_bytes);
     exp_avg_sq_.resize(num_moment_bytes);
-    exp_avg_scale_.resize(kNumBlocks * scales.of_signed);
-    exp_avg_sq_scale_.resize(kNumBlocks * scales.of_unsigned);
+    exp_avg_scale_.resize(kNumBlocks * size.scales_of_signed);
+    exp_avg_sq_scale_.resize(kNumBlocks * size.scales_of_unsigned);
     for (int64_t i = 0; i < kNumel; ++i) {
       const uint32_t one = param_size == 4 ? 0x3F800000 : 0x3F80;
       std::memcpy(&param_[i * param_size], &one, param_size);
@@ -68,8 +68,8 @@ class List {
       segment.algorithm = zero8::kAdam;
       segment.moments[0].values = exp_avg_.data() + moment_byte;
       segment.moments[1].values = exp_avg_sq_.data() + moment_byte;
-      segment.moments[0].scales = exp_avg_scale_.data() + block * scales.of_signed;
-      segment.moments[1].scales = exp_avg_sq_scale_.data() + block * scales.of_unsigned;
+      segment.moments[0].scales = exp_avg_scale_.data() + block * size.scales_of_signed;
+      segment.moments[1].scales = exp_avg_sq_scale_.data() + block * size.scales_of_unsigned;
       for (zero8::Moment& moment : segment.moments) moment.codec = kind.codec;
       segment.correction = kind.types.is_corrected ? correction_.data() + element : nullptr;
       segment.numel = shape.numel;

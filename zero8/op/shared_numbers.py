@@ -23,7 +23,7 @@ from zero8.spec.linear4 import Linear4Code
 from zero8.spec.log import LogCode, Octaves, SignedLogCode
 from zero8.spec.segment import Rounding
 
-# The attributes of codes in zero8/spec, by class, and their names in csrc/codes.h.
+# The attributes of codes in zero8/spec, by class, and their names in csrc.
 _CODES = {
     Octaves: {"shift": "kShift", "top": "kTop", "min_scale": "kMinScale"},
     SignedLogCode: {
@@ -116,7 +116,7 @@ def shared_numbers() -> dict[str, float]:
     for one in CODECS.values():
         for sign, kind in (("of_signed", "true, false"), ("of_unsigned", "false, true")):
             code, name = getattr(one, sign), one.name.capitalize()
-            numbers[f"kScalesPerBlock[k{name}].{sign}"] = math.prod(code.scale_shape)
+            numbers[f"kCodecSizes[k{name}].scales_{sign}"] = math.prod(code.scale_shape)
             numbers |= _numbers_of_code(f"In{name}::Code<{kind}>", code)
             if code.bits < 8:
                 unit = grid.UNITS[code.bits]
