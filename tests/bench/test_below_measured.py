@@ -174,4 +174,4 @@ def test_below_measured_writes_a_row_per_code_matrix_and_model(tmp_path, monkeyp
     assert differences == {**expected, **{(model, "fp32"): 0.0 for model in command.KEPT}}
     assert "| 0.95 | m 6 + v 6 bits | 64 | 1.500 | 0.033 |" in text
     assert "| weight | 64 x 128 | 0.50 | 0.25 | 0.12 |" in text
-    assert "| LoRA | v of rank 1, 256 x 256 | 1.250 | 3 | 200 | 2.1450 |" in text
+    assert "| LoRA | v of rank 1, 256 x 256 | 1.250 | 10 | 200 | 2.1800 |" in text
