@@ -14,6 +14,7 @@ Keys of the JSON object:
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.below.bands import Bands
 from benchmarks.below.codes import BITS, TwelveBitCode
 from benchmarks.below.report import markdown
 from benchmarks.below.shared import Coded, Groups, Kept, KeptAdamW, Tiles
@@ -39,11 +40,12 @@ MODELS: dict[str, dict] = {
     "convolutions": {"steps": 200, "task": ImageTask()},
 }
 GROUPS, TILES = ("v of 64 in a row", Groups(64)), ("v of rank 1, 256 x 256", Tiles(256))
+BANDS = ("v of rank 1, 64 x 256 in bytes", Bands())
 CODED = {name: Coded(code) for name, code in CODES.items() if name == "m 6 + v 6 bits"}
 KEPT: dict[str, dict[str, Kept]] = {
-    "GPT": {**CODED, **dict([GROUPS, ("v of rank 1, 64 x 64", Tiles(64)), TILES])},
-    "LoRA": dict([GROUPS, TILES]),
-    "convolutions": dict([GROUPS, TILES]),
+    "GPT": {**CODED, **dict([GROUPS, ("v of rank 1, 64 x 64", Tiles(64)), TILES, BANDS])},
+    "LoRA": dict([GROUPS, TILES, BANDS]),
+    "convolutions": dict([GROUPS, TILES, BANDS]),
 }
 
 

@@ -78,7 +78,8 @@ def _loss_lines(result: dict) -> list[str]:
         "",
         f"Trainings to the end at beta2 {result['losses'][0]['beta2']}; fp32 is torch's AdamW. "
         "Where v is shared, m is float32 and is counted as `log`'s 8-bit code; sharing counts "
-        "float32 means or factors. Bytes are of the matrices that 8-bit states quantize.",
+        "float32 means or factors, `in bytes` a float per row and a code per column of a tile. "
+        "Bytes are of the matrices that 8-bit states quantize.",
         "",
         *table_lines(["model", "states", "bytes/param", *LOSS_HEADERS], cells),
     ]

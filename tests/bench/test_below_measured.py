@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks.below import command
+from benchmarks.below.bands import PER_OCTAVE, Bands, coded, columns_of_a_code
 from benchmarks.below.codes import TwelveBitCode, packed, unpacked
 from benchmarks.below.shared import Coded, Groups, KeptAdamW, Tiles
 from benchmarks.below.spreads import spreads, spreads_of
@@ -85,11 +86,51 @@ def test_tiles_keep_what_is_of_rank_1_and_the_means_of_all_else():
         assert torch.allclose(kept[64:, 128:].mean(dim), v[64:, 128:].mean(dim), rtol=1e-4)
 
 
+def test_bands_keep_what_is_of_rank_1_within_a_level():
+    product = torch.rand(100, 1) @ (0.1 + torch.rand(1, 300))
+    kept = product.clone()
+    Bands().keep(kept, kept, 1)
+    off = (kept / product).log2().abs()
+    assert off[:64].max() <= 1.001 / PER_OCTAVE  # the rows below share codes between columns
+
+
+def test_bands_keep_zeros_of_rows_and_columns_and_leave_narrow_rows():
+    _, v = moments(64, 256)
+    v[3], v[:, 5] = 0, 0
+    kept = v.clone()
+    Bands().keep(kept, kept, 1)
+    assert torch.equal(kept > 0, v > 0)
+    _, narrow = moments(256, 63)
+    kept = narrow.clone()
+    Bands().keep(kept, kept, 1)
+    assert torch.equal(kept, narrow)
+
+
+def test_codes_of_columns_have_the_mean_of_their_factors_over_steps():
+    """The golden ratio's thresholds miss a share by at most about 2 log2(n) / n of n steps."""
+    factors = torch.logspace(-14, 0, 64, base=2)
+    octaves = sum(coded(factors, step).log2() for step in range(1, 1001)) / 1000
+    assert torch.allclose(octaves, factors.log2(), atol=0.02 / PER_OCTAVE)
+    assert torch.equal(
+        coded(torch.tensor([0.0, 2.0**-40, 1.0]), 1), torch.tensor([0.0, 2**-15.875, 1.0])
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "shared"),
+    [(64, 256, 1), (63, 256, 2), (32, 256, 2), (1, 256, 64), (64, 44, 1), (40, 44, 2), (1, 65, 64)],
+)
+def test_columns_of_a_code_are_as_few_as_the_bytes_of_the_rows_allow(rows, columns, shared):
+    assert columns_of_a_code(rows, columns) == shared
+
+
 def test_bytes_of_shared_v_count_means_and_factors():
     shape = torch.Size((1024, 256))
     m = 1 + 4 / 256
     assert Groups(64).bytes_of(shape) == shape.numel() * (m + 4 / 64)
     assert Tiles(64).bytes_of(shape) == shape.numel() * (m + 2 * 4 / 64)
+    assert Bands().bytes_of(shape) == shape.numel() * (m + 4 / 256 + 1 / 64)
+    assert Bands().bytes_of(torch.Size((9, 300))) == 9 * (300 * m + 2 * 4 + 5)
     assert Coded(TwelveBitCode(6)).bytes_of(shape) == shape.numel() * (1.5 + 5 / 64)
 
 
@@ -147,7 +188,7 @@ def made_up(jobs, *, workers, label):
             results[job] = 2.0 + 0.01 * recipe.seed
         else:
             assert job.function is command.kept_loss
-            shift = 0.125 if isinstance(kept[0], Tiles) else 0.25
+            shift = 0.125 if isinstance(kept[0], Tiles | Bands) else 0.25
             results[job] = 2.0 + 0.01 * recipe.seed + shift, 1.25
     return results
 
@@ -167,7 +208,7 @@ def test_below_measured_writes_a_row_per_code_matrix_and_model(tmp_path, monkeyp
         (row["model"], row["scheme"]): round(row["difference_mean"], 9) for row in result["losses"]
     }
     expected = {
-        (model, name): 0.125 if isinstance(kept, Tiles) else 0.25
+        (model, name): 0.125 if isinstance(kept, Tiles | Bands) else 0.25
         for model, kinds in command.KEPT.items()
         for name, kept in kinds.items()
     }
