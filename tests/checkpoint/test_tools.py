@@ -9,7 +9,15 @@ import shutil
 import pytest
 import torch
 from moment_samples import buffers, flipped_in
-from small_checkpoints import KINDS, SHAPES, STEPS, plain_file, trained, zero_folder
+from small_checkpoints import (
+    KINDS,
+    SHAPES,
+    STEPS,
+    dcp_folder_of,
+    plain_file,
+    trained,
+    zero_folder,
+)
 
 from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.read.open import open_checkpoint
@@ -76,6 +84,19 @@ def test_fragments_of_every_kind_decode_to_the_optimizers_moments(kind, codec, t
             torch.testing.assert_close(
                 got, expected, rtol=0, atol=0.12 * float(expected.abs().max())
             )
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_dcp_folder_of_rows_of_several_dimensions_decodes_to_the_optimizers_moments(
+    codec, tmp_path
+):
+    """Codes of less than a byte have fewer dimensions than the parameter, and so than others."""
+    params, optimizer = trained(codec, {"conv": (64, 8, 3, 3)})
+    source = open_checkpoint(dcp_folder_of(params, optimizer, tmp_path / "dcp"))
+    (fragment,) = source.all_fragments()
+    assert fragment.is_quantized and torch.equal(fragment.weights, params["conv"].view(-1))
+    for got, expected in zip(fragment.stores, optimizer.moments(params["conv"]), strict=True):
+        assert torch.equal(got.read(0, 64 * 72), expected.read(0, 64 * 72))
 
 
 @every_kind

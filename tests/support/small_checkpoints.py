@@ -22,8 +22,10 @@ SHAPES = {"wide": (40, 300), "narrow": (600, 16), "bias": (300,)}
 STEPS = 3
 
 
-def trained(codec: str = "log") -> tuple[dict[str, torch.nn.Parameter], Adam8bitBlockwise]:
-    params = {name: param(*shape, seed=n) for n, (name, shape) in enumerate(SHAPES.items())}
+def trained(
+    codec: str = "log", shapes: dict[str, tuple[int, ...]] = SHAPES
+) -> tuple[dict[str, torch.nn.Parameter], Adam8bitBlockwise]:
+    params = {name: param(*shape, seed=n) for n, (name, shape) in enumerate(shapes.items())}
     optimizer = Adam8bitBlockwise(list(params.items()), lr=0.01, codec=codec)
     run(optimizer, list(params.values()), STEPS)
     return params, optimizer
@@ -37,10 +39,15 @@ def plain_file(path: Path, codec: str = "log") -> Path:
 
 
 def dcp_folder(path: Path, codec: str = "log") -> Path:
-    params, optimizer = trained(codec)
+    return dcp_folder_of(*trained(codec), path)
+
+
+def dcp_folder_of(
+    params: dict[str, torch.nn.Parameter], optimizer: Adam8bitBlockwise, path: Path
+) -> Path:
     saved = optimizer.state_dict()
-    states = {name: saved["state"][n] for n, name in enumerate(SHAPES)}
-    groups = [{**saved["param_groups"][0], "params": list(SHAPES)}]
+    states = {name: saved["state"][n] for n, name in enumerate(params)}
+    groups = [{**saved["param_groups"][0], "params": list(params)}]
     whole = {"model": dict(params), "optimizer": {"state": states, "param_groups": groups}}
     dcp.save(whole, checkpoint_id=path, no_dist=True)
     return path

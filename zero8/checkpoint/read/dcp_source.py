@@ -143,13 +143,11 @@ class DcpSource(Source):
         there = [entry for entry in _ENTRIES if prefix + entry in self._entries]
         entries = {e: self._value(prefix + e) for e in there if e in _OF_ALL}
         extent = _extent_of(entries, name, key, self._entries[key].size, chunk)
-        scales_at = _offset_of_scales(entries, name, extent)
         for entry in there:
             if entry not in _OF_ALL:
-                at = scales_at if entry.endswith("_scale") else extent.offset
-                at = chunk.offsets if entry.endswith(CODES_ENDINGS) else at
+                at = _offset_in(entry, entries, name, extent)
                 entries[entry] = self._value(prefix + entry, at)
-        file = self.path / self._place(key, extent.offset).file
+        file = self.path / self._place(key, chunk.offsets).file
         return fragment_of(file, name, entries, extent, self._weights(name, extent))
 
     def _weights(self, name: str, extent: Extent) -> Tensor | None:
@@ -232,12 +230,22 @@ def _extent_of(entries: dict, name: str, key: str, size: tuple[int, ...], chunk:
     )
 
 
-def _offset_of_scales(entries: dict, name: str, extent: Extent) -> tuple[int, ...]:
-    """Return the offset of the scales of a part of a parameter, in their first dimensions."""
+def _offset_in(entry: str, entries: dict, name: str, extent: Extent) -> tuple[int, ...]:
+    """Return where the part of a parameter begins in an entry, in the entry's first dimensions.
+
+    Args:
+        entry: the key, of codes, scales or values.
+        entries: of the state, with its format.
+        name: the parameter's.
+        extent: the part.
+    """
+    bits, is_scale = bits_at(entry), entry.endswith("_scale")
+    if not is_scale and bits in (None, 8):  # shaped as the parameter
+        return extent.offset
     if "format" not in entries:
         return ()
     piece = StateHeader.of(entries, name).piece(name)
     if not piece.is_quantized or is_narrow(extent.shape):
         return extent.offset[:1]
-    _, offset = extent.scale_box(piece)
+    _, offset = extent.scale_box(piece) if bits is None else extent.code_box(piece, bits)
     return offset
