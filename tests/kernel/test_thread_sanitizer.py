@@ -12,13 +12,10 @@ import re
 import processes
 import pytest
 from places import SUPPORT
-from test_csrc import ADAM_ALONE, COMPILER, CSRC, WARNINGS, compile_all, output_of
-
-from zero8.op import build
+from test_csrc import ADAM_ALONE, COMPILER, CSRC, SERVED, WARNINGS, compile_all, output_of
 
 SANITIZER = "-fsanitize=thread"
 FLAGS = ["-O1", "-g1", SANITIZER, *ADAM_ALONE, *WARNINGS, "-fopenmp", "-ffp-contract=off"]
-SERVED = [name for name, needed in build.TARGETS.items() if needed <= build.processor_flags()]
 REPORTED = 66
 """The exit status of a program in which the sanitizer found a race."""
 
