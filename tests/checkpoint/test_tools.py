@@ -9,15 +9,7 @@ import shutil
 import pytest
 import torch
 from moment_samples import buffers, flipped_in
-from small_checkpoints import (
-    KINDS,
-    SHAPES,
-    STEPS,
-    dcp_folder_of,
-    plain_file,
-    trained,
-    zero_folder,
-)
+from small_checkpoints import KINDS, SHAPES, STEPS, dcp_folder, plain_file, trained, zero_folder
 
 from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.read.open import open_checkpoint
@@ -91,9 +83,9 @@ def test_dcp_folder_of_rows_of_several_dimensions_decodes_to_the_optimizers_mome
     codec, tmp_path
 ):
     """Codes of less than a byte have fewer dimensions than the parameter, and so than others."""
-    params, optimizer = trained(codec, {"conv": (64, 8, 3, 3)})
-    source = open_checkpoint(dcp_folder_of(params, optimizer, tmp_path / "dcp"))
-    (fragment,) = source.all_fragments()
+    shapes = {"conv": (64, 8, 3, 3)}
+    params, optimizer = trained(codec, shapes)
+    (fragment,) = open_checkpoint(dcp_folder(tmp_path / "dcp", codec, shapes)).all_fragments()
     assert fragment.is_quantized and torch.equal(fragment.weights, params["conv"].view(-1))
     for got, expected in zip(fragment.stores, optimizer.moments(params["conv"]), strict=True):
         assert torch.equal(got.read(0, 64 * 72), expected.read(0, 64 * 72))

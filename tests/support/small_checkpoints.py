@@ -38,13 +38,8 @@ def plain_file(path: Path, codec: str = "log") -> Path:
     return path
 
 
-def dcp_folder(path: Path, codec: str = "log") -> Path:
-    return dcp_folder_of(*trained(codec), path)
-
-
-def dcp_folder_of(
-    params: dict[str, torch.nn.Parameter], optimizer: Adam8bitBlockwise, path: Path
-) -> Path:
+def dcp_folder(path: Path, codec: str = "log", shapes: dict[str, tuple[int, ...]] = SHAPES) -> Path:
+    params, optimizer = trained(codec, shapes)
     saved = optimizer.state_dict()
     states = {name: saved["state"][n] for n, name in enumerate(params)}
     groups = [{**saved["param_groups"][0], "params": list(params)}]

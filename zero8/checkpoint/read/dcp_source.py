@@ -25,6 +25,7 @@ from zero8.spec.shown import shown
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
 from zero8.state.plain import CODES_ENDINGS, FIRST_ENTRIES, bits_at
+from zero8.state.table import Piece
 
 METADATA = ".metadata"
 _MODEL = "model."
@@ -143,9 +144,10 @@ class DcpSource(Source):
         there = [entry for entry in _ENTRIES if prefix + entry in self._entries]
         entries = {e: self._value(prefix + e) for e in there if e in _OF_ALL}
         extent = _extent_of(entries, name, key, self._entries[key].size, chunk)
+        piece = StateHeader.of(entries, name).piece(name) if "format" in entries else None
         for entry in there:
             if entry not in _OF_ALL:
-                at = _offset_in(entry, entries, name, extent)
+                at = _offset_in(entry, piece, extent)
                 entries[entry] = self._value(prefix + entry, at)
         file = self.path / self._place(key, chunk.offsets).file
         return fragment_of(file, name, entries, extent, self._weights(name, extent))
@@ -230,21 +232,19 @@ def _extent_of(entries: dict, name: str, key: str, size: tuple[int, ...], chunk:
     )
 
 
-def _offset_in(entry: str, entries: dict, name: str, extent: Extent) -> tuple[int, ...]:
+def _offset_in(entry: str, piece: Piece | None, extent: Extent) -> tuple[int, ...]:
     """Return where the part of a parameter begins in an entry, in the entry's first dimensions.
 
     Args:
         entry: the key, of codes, scales or values.
-        entries: of the state, with its format.
-        name: the parameter's.
+        piece: the whole parameter, None if the state has no format.
         extent: the part.
     """
     bits, is_scale = bits_at(entry), entry.endswith("_scale")
     if not is_scale and bits in (None, 8):  # shaped as the parameter
         return extent.offset
-    if "format" not in entries:
+    if piece is None:
         return ()
-    piece = StateHeader.of(entries, name).piece(name)
     if not piece.is_quantized or is_narrow(extent.shape):
         return extent.offset[:1]
     _, offset = extent.scale_box(piece) if bits is None else extent.code_box(piece, bits)
