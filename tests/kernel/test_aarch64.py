@@ -55,7 +55,7 @@ def commands(tmp_path_factory):
     need_aarch64()
     folder = tmp_path_factory.mktemp("aarch64")
     kernels = [p for p in CSRC.glob("*.cpp") if p.stem not in ("binding", "step_baseline")]
-    # Its steps one by one, as the op's: together they take minutes.
+    # The baseline's steps are compiled one by one, as for the op: in one file they take minutes.
     for name, text in build.op().generated:
         if name.startswith("step_baseline"):
             kernels.append(folder / name)

@@ -12,10 +12,13 @@ import re
 import processes
 import pytest
 from places import SUPPORT
-from test_csrc import ADAM_ALONE, COMPILER, CSRC, SERVED, WARNINGS, compile_all, output_of
+from test_csrc import ADAM_ALONE, COMPILER, CSRC, WARNINGS, compile_all, output_of
+
+from zero8.op import build
 
 SANITIZER = "-fsanitize=thread"
 FLAGS = ["-O1", "-g1", SANITIZER, *ADAM_ALONE, *WARNINGS, "-fopenmp", "-ffp-contract=off"]
+SERVED = build.served_targets()
 REPORTED = 66
 """The exit status of a program in which the sanitizer found a race."""
 

@@ -166,9 +166,14 @@ def op_for_steps(algorithm: Algorithm, codec: Codec) -> Extension:
 
 def target_of_steps() -> str:
     """Return ZERO8_ISA of the environment if this processor has it, else the fastest target."""
-    flags, chosen = processor_flags(), os.environ.get("ZERO8_ISA")
-    supported = [target for target, needed in TARGETS.items() if needed <= flags]
-    return chosen if chosen in supported else supported[-1]
+    served, chosen = served_targets(), os.environ.get("ZERO8_ISA")
+    return chosen if chosen in served else served[-1]
+
+
+def served_targets() -> list[str]:
+    """Return the targets whose code this processor can run, slowest first."""
+    flags = processor_flags()
+    return [target for target, needed in TARGETS.items() if needed <= flags]
 
 
 def processor_flags() -> set[str]:
