@@ -49,10 +49,10 @@ ZERO8_INLINE inline void prefetch_chunk(const T* x) {
 // The largest magnitudes, as patterns, of the floats in a chunk.
 inline Vec::I largest_of_chunk(const float* x) {
   const Vec::I ab =
-      Vec::maxu(magnitude_bits(Vec::load(x)), magnitude_bits(Vec::load(x + Vec::kLanes)));
+      Vec::maxu(Vec::magnitude_bits(Vec::load(x)), Vec::magnitude_bits(Vec::load(x + Vec::kLanes)));
   x += 2 * Vec::kLanes;
   const Vec::I cd =
-      Vec::maxu(magnitude_bits(Vec::load(x)), magnitude_bits(Vec::load(x + Vec::kLanes)));
+      Vec::maxu(Vec::magnitude_bits(Vec::load(x)), Vec::magnitude_bits(Vec::load(x + Vec::kLanes)));
   return Vec::maxu(ab, cd);
 }
 // The same of 16-bit numbers, two in each lane; and the larger of these two, in the upper half.

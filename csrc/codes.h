@@ -15,10 +15,10 @@
 //       their bytes, so they are multiplied by 4.
 //   Decoder(const float* stored, float gain, const CodecMaps&)
 //       Of one block, by its kScales floats.  `decode(vec, Vec::I codes)` returns a Vec::F: the
-//       values times `gain`; `vec` is a Vec or, on CUDA, a QuickVec.  On the CPU
+//       values times `gain`; `vec` is a Vec or a QuickVec.  On the CPU
 //       `decode.chunk(const uint8_t*)` returns a Chunk for the next four vectors, whose
-//       two<kPairs>(int k, Vec::F*) gives numbers k and k + 1, k being 0 or 2, in order or as a
-//       pair: see Dither.  The Decoder and the codes must outlive it.
+//       two<kPairs>(vec, int k, Vec::F*) gives numbers k and k + 1, k being 0 or 2, in order or as
+//       a pair: see Dither.  The Decoder and the codes must outlive it.
 //   Range()
 //       What the block's scales depend on: `add(Vec::F)` is called with every value of the block,
 //       in any order, while values are made.  Zeros may be added, as beyond a tail, and on CUDA
@@ -72,10 +72,6 @@ ZERO8_DEVICE inline float float_of(uint32_t bits) {
   float x;
   __builtin_memcpy(&x, &bits, sizeof x);
   return x;
-}
-
-ZERO8_DEVICE inline Vec::I magnitude_bits(Vec::F x) {
-  return Vec::andi(Vec::as_int(x), Vec::seti(~kSignBit));
 }
 
 // (D2) for vector after vector, in the lower halves, which stand under the same upper half.
@@ -135,17 +131,14 @@ struct ChunkOf {
   const Decoder& decode;
   const uint8_t* codes;
 
-  // V is Vec: that of CUDA, which has no such loads, does not get here.
-  template <bool kPairs, class V = Vec>
-  ZERO8_DEVICE ZERO8_INLINE void two(int k, typename V::F* x) const {
-    V vec;
+  template <bool kPairs, class V>
+  ZERO8_DEVICE ZERO8_INLINE void two(V& vec, int k, typename V::F* x) const {
     const uint8_t* from = codes + k * V::kLanes;
     typename V::I code[2];
     if constexpr (kPairs) {
       V::load8_pair(from, code);
     } else {
-      code[0] = V::load8(from);
-      code[1] = V::load8(from + V::kLanes);
+      V::load8_two(from, code);
     }
     x[0] = decode(vec, code[0]);
     x[1] = decode(vec, code[1]);

@@ -103,6 +103,8 @@ const Isa kIsas[] = {
     {"avx2", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, avx2)}, has_avx2},
     {"avx512", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, avx512)}, has_avx512},
     {"avx512vbmi", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, avx512vbmi)}, has_avx512vbmi},
+#elif defined(__aarch64__)
+    {"neon", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, neon)}, [] { return true; }},
 #endif
 };
 const int kNumIsas = sizeof kIsas / sizeof kIsas[0];

@@ -35,17 +35,18 @@ struct Dynamic {
     struct Chunk {
       Vec::F four[4];
 
-      template <bool kPairs>
-      ZERO8_DEVICE ZERO8_INLINE void two(int k, Vec::F* x) const {
+      template <bool kPairs, class V>
+      ZERO8_DEVICE ZERO8_INLINE void two(V&, int k, Vec::F* x) const {
         static_assert(!kPairs);
         x[0] = four[k];
         x[1] = four[k + 1];
       }
     };
+    template <class V = QuickVec>
     ZERO8_DEVICE Chunk chunk(const uint8_t* codes) const {
       Chunk chunk;
-      Vec::look_up_codes(map->levels, map->level_bytes, codes, chunk.four);
-      for (Vec::F& x : chunk.four) x = Vec::mul(x, scale);
+      V::look_up_codes(map->levels, map->level_bytes, codes, chunk.four);
+      for (Vec::F& x : chunk.four) x = V::mul(x, scale);
       return chunk;
     }
   };
@@ -65,8 +66,9 @@ struct Dynamic {
       inverse = *stored == 0.0f ? 0.0f : 1.0f / *stored;
     }
     ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I) const {
-      const Vec::F n = Vec::mul(x, Vec::set(inverse));
-      Vec::I bits = kSigned ? magnitude_bits(n) : Vec::as_int(n);
+      // An n below 2^-126 may be 0 here as well: it has the code of the smallest level in any case.
+      const Vec::F n = Vec::mul_far(x, Vec::set(inverse));
+      Vec::I bits = kSigned ? Vec::magnitude_bits(n) : Vec::as_int(n);
       bits = Vec::maxu(bits, Vec::seti(map->smallest));
       Vec::I piece = Vec::scaled_upper<kPieceFactor, kPieceShift>(bits);
       piece = Vec::incremented(piece, Vec::above(bits, Vec::look_up8(map->joint, piece)));

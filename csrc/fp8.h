@@ -62,7 +62,7 @@ struct Fp8 {
     // The sum with 2^20 octaves is rounded, to even in a tie, at the unit of the octave that n is
     // in: its last bits count these units.  No code can exceed the largest, as for SignedLog.
     ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I) const {
-      const Vec::I bits = magnitude_bits(Vec::mul_far(x, Vec::set(inverse)));
+      const Vec::I bits = Vec::magnitude_bits(Vec::mul_far(x, Vec::set(inverse)));
       const Vec::I octave = Vec::maxu(Vec::andi(bits, Vec::seti(kInfinityBits)),
                                       Vec::seti((kFirstNormal + kBias) << kShift));
       const Vec::I far = Vec::addi(octave, Vec::seti(kShift << 23));

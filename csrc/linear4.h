@@ -31,7 +31,7 @@ struct Linear4 {
     template <class AnyVec>
     ZERO8_DEVICE ZERO8_INLINE Vec::F operator()(AnyVec& vec, Vec::I code) const {
       if constexpr (!kSigned) {
-        return vec.mul(Vec::mul(Vec::to_float(code), Vec::set(0x1p-4f)), scale);
+        return vec.mul(Vec::mul_far(Vec::to_float(code), Vec::set(0x1p-4f)), scale);
       }
       return vec.mul(Vec::look_up16(map->levels, code), scale);
     }
@@ -54,7 +54,8 @@ struct Linear4 {
       inverse = *stored == 0.0f ? 0.0f : 1.0f / *stored;
     }
     ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I) const {
-      const Vec::F n = Vec::mul(x, Vec::set(inverse));
+      // No number as small as 2^-126 is near a threshold.
+      const Vec::F n = Vec::mul_far(x, Vec::set(inverse));
       if constexpr (!kSigned) {
         // 16 n + 1/2 is exact where it decides: its last bit is that of n, or a smaller one.
         const Vec::F sixteenths = Vec::fma_far(n, Vec::set(16.0f), Vec::set(0.5f));

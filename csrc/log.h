@@ -60,18 +60,18 @@ struct SignedLog {
       const uint8_t* codes;
 
       // As that of ChunkOf, of codes in the upper bits where vectors come in pairs.
-      template <bool kPairs, class V = Vec>
-      ZERO8_DEVICE ZERO8_INLINE void two(int k, typename V::F* x) const {
-        V vec;
+      template <bool kPairs, class V>
+      ZERO8_DEVICE ZERO8_INLINE void two(V& vec, int k, typename V::F* x) const {
         const uint8_t* from = codes + k * V::kLanes;
+        typename V::I code[2];
         if constexpr (kPairs) {
-          typename V::I top[2];
-          V::load8_top_pair(from, top);
-          x[0] = decode.from_top(vec, top[0]);
-          x[1] = decode.from_top(vec, top[1]);
+          V::load8_top_pair(from, code);
+          x[0] = decode.from_top(vec, code[0]);
+          x[1] = decode.from_top(vec, code[1]);
         } else {
-          x[0] = decode(vec, V::load8s(from));
-          x[1] = decode(vec, V::load8s(from + V::kLanes));
+          V::load8s_two(from, code);
+          x[0] = decode(vec, code[0]);
+          x[1] = decode(vec, code[1]);
         }
       }
     };
@@ -119,7 +119,7 @@ struct SignedLog {
     // less than kSaturation, so the block's largest element comes within 5 ulps of the largest
     // code, too few to carry.
     ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I) const {
-      const Vec::F magnitude = Vec::as_float(magnitude_bits(x));
+      const Vec::F magnitude = Vec::as_float(Vec::magnitude_bits(x));
       const Vec::I y = Vec::as_int(Vec::fma_far(magnitude, Vec::set(inverse), Vec::set(1.0f)));
       const Vec::I settled =
           Vec::as_int(Vec::fma_far(magnitude, Vec::set(settled_inverse), Vec::set(1.0f)));
@@ -134,7 +134,7 @@ struct SignedLog {
       const int first = block.place % kSampleOf;  // a multiple of what one thread holds
       for (int i = 0; i < block.count && first < kSample; i += kSampleOf) {
         for (int k = i; k < i + kSample && k < block.count; k += Vec::kLanes) {
-          const Vec::I magnitude = magnitude_bits(Vec::load(block.x + k));
+          const Vec::I magnitude = Vec::magnitude_bits(Vec::load(block.x + k));
           count += Vec::count(Vec::above(magnitude, Vec::seti(bits_of(joint) - 1u)));
         }
       }
@@ -166,7 +166,7 @@ struct DitheredLog : SignedLog<kCodeBits> {
     // 2^18 - 8: no code can exceed the largest, as for SignedLog, and the block's largest element
     // has that one.
     ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I threshold) const {
-      const Vec::F magnitude = Vec::as_float(magnitude_bits(x));
+      const Vec::F magnitude = Vec::as_float(Vec::magnitude_bits(x));
       const Vec::I y = Vec::as_int(Vec::fma_far(magnitude, Vec::set(inverse), Vec::set(1.0f)));
       constexpr int kShift = Narrow::kShift;
       const Vec::I distance = Vec::subi(y, Vec::seti(kOneBits));

@@ -26,12 +26,12 @@ ZERO8_DEVICE inline void store16(uint16_t* p, Vec::I x, All) { Vec::store16(p, x
 ZERO8_DEVICE inline void store8(uint8_t* p, Vec::I x, All) { Vec::store8(p, x); }
 
 ZERO8_DEVICE inline Vec::Mask is_nan(Vec::F x) {
-  return Vec::above(magnitude_bits(x), Vec::seti(kInfinityBits));
+  return Vec::above(Vec::magnitude_bits(x), Vec::seti(kInfinityBits));
 }
 
-// Whether any rounding to bfloat16 could overflow, or the value is not finite.
-ZERO8_DEVICE inline bool any_extreme(Vec::I bits) {
-  return Vec::any(Vec::above(Vec::andi(bits, Vec::seti(~kSignBit)), Vec::seti(0x7F7EFFFF)));
+// Whether any rounding to bfloat16 could overflow, or the value of a magnitude is not finite.
+ZERO8_DEVICE inline bool any_extreme(Vec::I magnitude) {
+  return Vec::any(Vec::above(magnitude, Vec::seti(0x7F7EFFFF)));
 }
 
 // Whether the upper 16 bits of a float, here in the lower half, are those of infinity or NaN.
@@ -61,7 +61,7 @@ ZERO8_DEVICE ZERO8_INLINE inline void store_two(uint16_t* p, const typename V::I
 }
 // Whether any_extreme holds for either of two vectors.
 ZERO8_DEVICE inline bool any_extreme_of_two(const Vec::F* x) {
-  return any_extreme(Vec::maxu(magnitude_bits(x[0]), magnitude_bits(x[1])));
+  return any_extreme(Vec::maxu(Vec::magnitude_bits(x[0]), Vec::magnitude_bits(x[1])));
 }
 
 // The patterns of the nearest bfloat16 and float16, to even in a tie; what is beyond the largest
@@ -74,7 +74,7 @@ ZERO8_DEVICE inline Vec::I nearest_bfloat16(Vec::F x) {
 }
 ZERO8_DEVICE inline Vec::I nearest_half(Vec::F x) {
   constexpr uint32_t kLargest = 0x477FE000, kSmallestNormal = 0x38800000;  // 65504 and 2^-14
-  const Vec::I bits = magnitude_bits(x);
+  const Vec::I bits = Vec::magnitude_bits(x);
   const Vec::I odd = Vec::andi(Vec::shr<13>(bits), Vec::seti(1));
   const Vec::I sum = Vec::addi(bits, Vec::addi(odd, Vec::seti(0x0FFF)));
   // Half of the difference between the biases of the exponents: 127 - 15.
@@ -207,7 +207,7 @@ class BFloat16 {
     const Vec::I bits = Vec::as_int(x);
     const Vec::I threshold = threshold_of(bits);
     Vec::I high = Vec::shr<16>(Vec::addi(bits, threshold));
-    if (any_extreme(bits)) high = careful(x, high);
+    if (any_extreme(Vec::magnitude_bits(x))) high = careful(x, high);
     store16(p + i, high, lanes);
   }
   template <bool kPairs, class V = Vec>
@@ -280,7 +280,7 @@ class CorrectedBFloat16 {
   ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes) {
     const Vec::I sum = rounded(x);
     Vec::I high = Vec::shr<16>(sum), low = remainder(sum);
-    if (any_extreme(Vec::as_int(x))) careful(x, high, low);
+    if (any_extreme(Vec::magnitude_bits(x))) careful(x, high, low);
     store16(p + i, high, lanes);
     store8(correction_ + i, low, lanes);
   }
@@ -367,13 +367,14 @@ struct Gradient {
   // Whether gradients are taken as they are in memory.
   ZERO8_DEVICE bool are_as_stored() const { return !has_l2 && !has_factor; }
   // A gradient multiplied by the factor, as if the product had been stored in this type.
-  template <class Product>
-  ZERO8_DEVICE Vec::F scaled(Vec::F g) const {
-    return has_factor ? nearest<Product>(Vec::mul(grad_factor, g)) : g;
+  template <class Product, class AnyVec>
+  ZERO8_DEVICE Vec::F scaled(AnyVec& vec, Vec::F g) const {
+    return has_factor ? nearest<Product>(vec.mul(grad_factor, g)) : g;
   }
   // Without L2 the gradient as it is: the algorithm's factor `with_sign` carries the sign.
-  ZERO8_DEVICE Vec::F gradient(Vec::F p, Vec::F g) const {
-    return has_l2 ? Vec::fma(l2, p, Vec::mul(grad_sign, g)) : g;
+  template <class AnyVec>
+  ZERO8_DEVICE Vec::F gradient(AnyVec& vec, Vec::F p, Vec::F g) const {
+    return has_l2 ? vec.fma(l2, p, vec.mul(grad_sign, g)) : g;
   }
   ZERO8_DEVICE float with_sign(float factor) const { return sign * factor; }
 

@@ -13,6 +13,8 @@
 //
 // Nothing of a block is written before its gradients and new moments are known to be finite.
 //
+// Where a QuickVec is not exact, a loop in which it saw a tiny result is made again with Vec.
+//
 // The caller has set flush to zero.  Included once per target; ZERO8_TARGET names the namespace,
 // and nothing here is a template of the standard library, which the linker would merge across
 // targets.
@@ -26,6 +28,8 @@
 #include "packing.h"
 // In terms of all these:
 #include "arithmetic.h"
+#include "block_walk.h"
+#include "buffer.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
@@ -45,33 +49,6 @@ ZERO8_INLINE inline void encode_chunk(Sink& sink, int i) {
 
 // --- Blocks --------------------------------------------------------------------------------------
 
-// The blocks of a segment in order, from number `local` on: what block_at says, but the divisions
-// are done once.  They would stand in the way of every block's first loads.
-class BlockWalk {
- public:
-  BlockWalk(const Segment& seg, int64_t local)
-      : numel_(seg.numel),
-        row_length_(seg.row_length),
-        block_size_(seg.block_size),
-        block_(block_at(seg, local)) {
-    const int64_t in_row = (seg.first + block_.begin + block_.count) % row_length_;
-    left_of_row_ = in_row == 0 ? 0 : row_length_ - in_row;
-  }
-  const Block& block() const { return block_; }
-  void advance() {
-    const int64_t begin = block_.begin + block_.count;
-    if (left_of_row_ == 0) left_of_row_ = row_length_;
-    int64_t count = left_of_row_ < block_size_ ? left_of_row_ : block_size_;
-    if (count > numel_ - begin) count = numel_ - begin;
-    left_of_row_ -= count;
-    block_ = {begin, block_.local + 1, static_cast<int>(count), 0};
-  }
-
- private:
-  int64_t numel_, row_length_, left_of_row_, block_size_;
-  Block block_;
-};
-
 // The gradients of one block, and its parameters.
 template <class Scalars, class P, class G>
 struct Reader {
@@ -85,23 +62,22 @@ struct Reader {
       : s(scalars), param(seg, b), g(static_cast<const G*>(seg.grad) + b.begin), count(b.count) {}
 
   // (R1)
-  template <bool kPairs, bool kAsStored>
-  ZERO8_INLINE void two_gradients(int i, Vec::F* x) const {
+  template <bool kPairs, bool kAsStored, class AnyVec>
+  ZERO8_INLINE void two_gradients(AnyVec& vec, int i, Vec::F* x) const {
     load_two<kPairs>(g + i, x);
     if constexpr (!kAsStored) {
-      for (int k = 0; k < 2; ++k) x[k] = s.template scaled<Product>(x[k]);
+      for (int k = 0; k < 2; ++k) x[k] = s.template scaled<Product>(vec, x[k]);
       if (s.has_l2) {
         Vec::F p[2];
         param.template read_two<kPairs>(i, p);
-        for (int k = 0; k < 2; ++k) x[k] = s.gradient(p[k], x[k]);
+        for (int k = 0; k < 2; ++k) x[k] = s.gradient(vec, p[k], x[k]);
       }
     }
   }
-  template <class Lanes>
-  ZERO8_INLINE Vec::F gradient(int i, Lanes lanes) const {
-    const Vec::F x = s.template scaled<Product>(Vec::flushed(load(g + i, lanes)));
-    Vec vec;
-    return s.has_l2 ? s.gradient(param.read(vec, i, lanes), x) : x;
+  template <class AnyVec, class Lanes>
+  ZERO8_INLINE Vec::F gradient(AnyVec& vec, int i, Lanes lanes) const {
+    const Vec::F x = s.template scaled<Product>(vec, Vec::flushed(load(g + i, lanes)));
+    return s.has_l2 ? s.gradient(vec, param.read(vec, i, lanes), x) : x;
   }
 
   // Whether every gradient is finite and small enough to be squared.
@@ -113,43 +89,12 @@ struct Reader {
         largest = Vec::maxu(largest, largest_of_chunk(g + i));
     }
     for_vectors(i, count, [&](int k, auto lanes) ZERO8_INLINE {
-      largest = Vec::maxu(largest, magnitude_bits(gradient(k, lanes)));
+      Vec vec;
+      largest = Vec::maxu(largest, Vec::magnitude_bits(gradient(vec, k, lanes)));
     });
     return Vec::reduce_maxu(largest) < kGradientLimitBits;
   }
 };
-
-// What the last loop over a block needs, in a buffer: vectors of the new moments, and of what the
-// algorithm carries from one loop to the other.
-template <class Algorithm>
-struct Buffer {
-  static constexpr int kMoments = kMomentsOf[Algorithm::kNumber].count;
-  static constexpr int kRows = kMoments + Algorithm::kCarried;
-  float* values = nullptr;
-  int stride = 0;
-
-  float* row(int k) const { return values + k * stride; }
-  ZERO8_INLINE void put(int i, const Vec::F* m, const Vec::F* carried) const {
-    for (int k = 0; k < kMoments; ++k) Vec::store(row(k) + i, m[k]);
-    for (int k = 0; k < Algorithm::kCarried; ++k) Vec::store(row(kMoments + k) + i, carried[k]);
-  }
-  // Returns p', not rounded yet.
-  ZERO8_INLINE Vec::F param(const typename Algorithm::Scalars& s, Vec::F p, int i) const {
-    Vec vec;
-    Vec::F m[kMoments], carried[Algorithm::kCarried];
-    for (int k = 0; k < kMoments; ++k) m[k] = Vec::load(row(k) + i);
-    for (int k = 0; k < Algorithm::kCarried; ++k) carried[k] = Vec::load(row(kMoments + k) + i);
-    return s.param(vec, p, m, carried);
-  }
-};
-
-// Updates the parameters of one vector, in memory.
-template <class Algorithm, class P, class Lanes>
-ZERO8_INLINE inline void step_param(const typename Algorithm::Scalars& s,
-                                    const Buffer<Algorithm>& buffer, P& param, int i, Lanes lanes) {
-  Vec vec;
-  param.write(i, buffer.param(s, param.read(vec, i, lanes), i), lanes);
-}
 
 // A block whose moments are updated in a buffer, and nothing of it in memory.
 template <class Algorithm, class Codec, class P, bool kPairs>
@@ -167,9 +112,13 @@ struct Pending {
     for (; i + kChunk <= count; i += kChunk) {
       prefetch_chunk(param.p + i);
       for (int at = i; at < i + kChunk; at += 2 * Vec::kLanes) {
+        QuickVec vec;
         Vec::F p[2];
         param.template read_two<kPairs>(at, p);
-        for (int k = 0; k < 2; ++k) p[k] = buffer.param(s, p[k], at + k * Vec::kLanes);
+        for (int k = 0; k < 2; ++k) {
+          buffer.keep_param(at + k * Vec::kLanes, p[k]);
+          p[k] = buffer.param(vec, s, p[k], at + k * Vec::kLanes);
+        }
         param.template write_two<kPairs>(at, p);
       }
       sinks.visit([&](auto, auto& sink) ZERO8_INLINE { encode_chunk<kPairs>(sink, i); });
@@ -182,6 +131,7 @@ struct Pending {
         sinks.visit([&](auto, auto& sink) ZERO8_INLINE { sink.write(k, lanes); });
       });
     }
+    correct_params(s, buffer, param, count);
     codes.visit([](auto, auto& one) ZERO8_INLINE { one.store_rest(); });
   }
 
@@ -230,23 +180,25 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, int64_t begin, in
     Vec::I patterns[kMoments];
     for (int k = 0; k < kMoments; ++k) {
       values[k] = static_cast<float*>(seg.moments[k].values) + b.begin;
-      patterns[k] = Vec::seti(0);
     }
-    for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
-      Vec vec;
-      if (i % kChunk == 0) {
-        // The processor's own prefetching does for the streams of moments.
-        prefetch_chunk(reader.param.p + i);
-        prefetch_chunk(reader.g + i);
-      }
-      Vec::F m[kMoments], carried[Algorithm::kCarried];
-      for (int k = 0; k < kMoments; ++k) m[k] = vec.mul(load(values[k] + i, lanes), decay[k]);
-      s.advance(vec, reader.gradient(i, lanes), m, carried);
-      buffer.put(i, m, carried);
-      for (int k = 0; k < kMoments; ++k) {
-        const bool is_signed = kMomentsOf[Algorithm::kNumber].is_signed[k];
-        patterns[k] = Vec::maxu(patterns[k], is_signed ? magnitude_bits(m[k]) : Vec::as_int(m[k]));
-      }
+    quickly(buffer, [&](auto& vec) ZERO8_INLINE {
+      for (Vec::I& pattern : patterns) pattern = Vec::seti(0);
+      for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
+        if (i % kChunk == 0) {
+          // The processor's own prefetching does for the streams of moments.
+          prefetch_chunk(reader.param.p + i);
+          prefetch_chunk(reader.g + i);
+        }
+        Vec::F m[kMoments], carried[Algorithm::kCarried];
+        for (int k = 0; k < kMoments; ++k) m[k] = vec.mul(load(values[k] + i, lanes), decay[k]);
+        s.advance(vec, reader.gradient(vec, i, lanes), m, carried);
+        buffer.put(i, m, carried);
+        for (int k = 0; k < kMoments; ++k) {
+          const bool is_signed = kMomentsOf[Algorithm::kNumber].is_signed[k];
+          patterns[k] =
+              Vec::maxu(patterns[k], is_signed ? Vec::magnitude_bits(m[k]) : Vec::as_int(m[k]));
+        }
+      });
     });
     uint32_t largest[kMoments];
     for (int k = 0; k < kMoments; ++k) largest[k] = Vec::reduce_maxu(patterns[k]);
@@ -262,6 +214,7 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, int64_t begin, in
         store(values[k] + i, Vec::load(buffer.row(k) + i), lanes);
       }
     });
+    correct_params(s, buffer, reader.param, b.count);
   }
   return skipped;
 }
@@ -274,8 +227,9 @@ struct Advanced {
   Row<Algorithm, Codec, RangeOf> ranges;
 
   // From the decoded ones of a vector.
-  ZERO8_INLINE void advance(const typename Algorithm::Scalars& s, int i, Vec::F g, Vec::F* m) {
-    Vec vec;
+  template <class AnyVec>
+  ZERO8_INLINE void advance(AnyVec& vec, const typename Algorithm::Scalars& s, int i, Vec::F g,
+                            Vec::F* m) {
     Vec::F carried[Algorithm::kCarried];
     s.advance(vec, g, m, carried);
     buffer.put(i, m, carried);
@@ -297,7 +251,8 @@ struct Chunk {
 // question in the loop.
 template <bool kPairs, bool kAsStored, class Algorithm, class Codec, class AllSources,
           class AnyReader>
-ZERO8_INLINE inline int advance_chunks(const AnyReader& reader, const AllSources& sources,
+ZERO8_INLINE inline int advance_chunks(QuickVec& vec, const AnyReader& reader,
+                                       const AllSources& sources,
                                        Row<Algorithm, Codec, BlockCodes>& codes,
                                        Advanced<Algorithm, Codec>& to) {
   constexpr int kMoments = Buffer<Algorithm>::kMoments;
@@ -309,18 +264,25 @@ ZERO8_INLINE inline int advance_chunks(const AnyReader& reader, const AllSources
     for (int k = 0; k < 4; k += 2) {
       const int at = i + k * Vec::kLanes;
       Vec::F g[2], first[kMoments], second[kMoments];
-      reader.template two_gradients<kPairs, kAsStored>(at, g);
+      reader.template two_gradients<kPairs, kAsStored>(vec, at, g);
       chunks.visit([&](auto moment, const auto& chunk) ZERO8_INLINE {
         Vec::F x[2];
-        chunk.decoded.template two<kPairs>(k, x);
+        chunk.decoded.template two<kPairs>(vec, k, x);
         first[moment.value] = x[0];
         second[moment.value] = x[1];
       });
-      to.advance(reader.s, at, g[0], first);
-      to.advance(reader.s, at + Vec::kLanes, g[1], second);
+      to.advance(vec, reader.s, at, g[0], first);
+      to.advance(vec, reader.s, at + Vec::kLanes, g[1], second);
     }
   }
   return i;
+}
+// Where the QuickVec was not enough, vectors are made one by one.
+template <bool kPairs, bool, class Algorithm, class Codec, class AllSources, class AnyReader>
+int advance_chunks(Vec&, const AnyReader&, const AllSources&, Row<Algorithm, Codec, BlockCodes>&,
+                   Advanced<Algorithm, Codec>&) {
+  static_assert(!kPairs, "vectors are made in order");
+  return 0;
 }
 
 template <class Algorithm, class Codec, class P, class G>
@@ -331,7 +293,8 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const CodecMa
   using AllSinks = Row<Algorithm, Codec, Sinks<Algorithm>::template Sink>;
   constexpr int kMoments = Buffer<Algorithm>::kMoments, kRows = Buffer<Algorithm>::kRows;
   // Values lie in the buffer as they come: the whole chunks perhaps as pairs, the tail in order.
-  constexpr bool kPairs = Codec::kHasPairs && P::kHasPairs && sizeof(G) == sizeof(uint16_t);
+  constexpr bool kPairs =
+      Vec::kHasPairs && Codec::kHasPairs && P::kHasPairs && sizeof(G) == sizeof(uint16_t);
   const Scalars s(raw);
   // Two blocks, one behind the other; the last vector of a block may run over.
   alignas(64) float memory[2 * kRows * (kMaxBlockSize + Vec::kLanes)];
@@ -346,14 +309,17 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const CodecMa
     const Reader<Scalars, P, G> reader(seg, s, b);
     const AllSources sources(seg, raw, maps, b, &codes);
     Advanced<Algorithm, Codec> to{{memory + half * kRows * stride, stride}, {}};
-    const int whole = s.are_as_stored() ? advance_chunks<kPairs, true>(reader, sources, codes, to)
-                                        : advance_chunks<kPairs, false>(reader, sources, codes, to);
-    for_vectors(whole, b.count, [&](int i, auto lanes) ZERO8_INLINE {
-      Vec vec;
-      Vec::F m[kMoments];
-      sources.visit([&](auto k, auto& source)
-                        ZERO8_INLINE { m[k.value] = source.read(vec, i, lanes); });
-      to.advance(s, i, reader.gradient(i, lanes), m);
+    quickly(to.buffer, [&](auto& vec) ZERO8_INLINE {
+      to.ranges = {};
+      const int whole = s.are_as_stored()
+                            ? advance_chunks<kPairs, true>(vec, reader, sources, codes, to)
+                            : advance_chunks<kPairs, false>(vec, reader, sources, codes, to);
+      for_vectors(whole, b.count, [&](int i, auto lanes) ZERO8_INLINE {
+        Vec::F m[kMoments];
+        sources.visit([&](auto k, auto& source)
+                          ZERO8_INLINE { m[k.value] = source.read(vec, i, lanes); });
+        to.advance(vec, s, i, reader.gradient(vec, i, lanes), m);
+      });
     });
     bool has_finite_scales = true;
     uint32_t largest[kMoments];

@@ -11,6 +11,7 @@ namespace ZERO8_TARGET {
 
 struct Vec {
   static constexpr int kLanes = 8;
+  static constexpr bool kHasPairs = true;
   using F = __m256;
   using I = __m256i;
   using Mask = __m256i;  // all bits of a lane, or none
@@ -77,6 +78,14 @@ struct Vec {
     return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
   static I load8s_n(const uint8_t* p, int n) { return sra<24>(shl<24>(load8_n(p, n, 0))); }
+  static void load8_two(const uint8_t* p, I* x) {
+    x[0] = load8(p);
+    x[1] = load8(p + kLanes);
+  }
+  static void load8s_two(const uint8_t* p, I* x) {
+    x[0] = load8s(p);
+    x[1] = load8s(p + kLanes);
+  }
   // Bytes 2k and 2k + 1 of 16; -1 makes a zero.
   static void load8_pair(const uint8_t* p, I* x) {
     const I both = load_twice(p);
@@ -198,6 +207,7 @@ struct Vec {
 
   static I as_int(F x) { return _mm256_castps_si256(x); }
   static F as_float(I bits) { return _mm256_castsi256_ps(bits); }
+  static I magnitude_bits(F x) { return andi(as_int(x), seti(0x7FFFFFFF)); }
   static F to_float(I x) { return _mm256_cvtepi32_ps(x); }
   static I truncate(F x) { return _mm256_cvttps_epi32(x); }
 
@@ -282,3 +292,5 @@ struct Vec {
 
 }  // namespace ZERO8_TARGET
 }  // namespace zero8
+
+#include "exact_vec.h"

@@ -12,6 +12,7 @@ namespace ZERO8_TARGET {
 
 struct Vec {
   static constexpr int kLanes = 16;
+  static constexpr bool kHasPairs = true;
   using F = __m512;
   using I = __m512i;
   using Mask = __mmask16;
@@ -71,6 +72,14 @@ struct Vec {
   }
   static I load8s_n(const uint8_t* p, int n) {
     return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(n), p));
+  }
+  static void load8_two(const uint8_t* p, I* x) {
+    x[0] = load8(p);
+    x[1] = load8(p + kLanes);
+  }
+  static void load8s_two(const uint8_t* p, I* x) {
+    x[0] = load8s(p);
+    x[1] = load8s(p + kLanes);
   }
   static void load8_pair(const uint8_t* p, I* x) {
     const I both = load_bytes_spread(p);
@@ -188,6 +197,7 @@ struct Vec {
 
   static I as_int(F x) { return _mm512_castps_si512(x); }
   static F as_float(I bits) { return _mm512_castsi512_ps(bits); }
+  static I magnitude_bits(F x) { return andi(as_int(x), seti(0x7FFFFFFF)); }
   static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
   static I truncate(F x) { return _mm512_cvttps_epi32(x); }
 
@@ -286,3 +296,5 @@ struct Vec {
 
 }  // namespace ZERO8_TARGET
 }  // namespace zero8
+
+#include "exact_vec.h"

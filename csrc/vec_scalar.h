@@ -14,6 +14,8 @@ namespace ZERO8_TARGET {
 
 struct Vec {
   static constexpr int kLanes = 1;
+  // Whether vectors come as pairs where they can, which see below.
+  static constexpr bool kHasPairs = true;
   using F = float;
   using I = uint32_t;
   using Mask = bool;
@@ -58,6 +60,15 @@ struct Vec {
     return static_cast<uint32_t>(static_cast<int32_t>(static_cast<int8_t>(*p)));
   }
   static I load8s_n(const uint8_t* p, int) { return load8s(p); }
+  // The same of two vectors, in order.
+  static void load8_two(const uint8_t* p, I* x) {
+    x[0] = load8(p);
+    x[1] = load8(p + kLanes);
+  }
+  static void load8s_two(const uint8_t* p, I* x) {
+    x[0] = load8s(p);
+    x[1] = load8s(p + kLanes);
+  }
   // A pair of codes, and one of codes in the top byte, zeros below.
   static void load8_pair(const uint8_t* p, I* x) {
     x[0] = load8(p);
@@ -136,7 +147,8 @@ struct Vec {
   static F fms(F a, F b, F c) { return fma(a, b, -c); }
   static F div(F a, F b) { return a / b; }
   static F sqrt(F a) { return __builtin_sqrtf(a); }
-  // Of numbers that are not subnormal.  A NaN in b comes through, as with MAXPS and MINPS.
+  // Of numbers that are not subnormal, nor both zero.  A NaN in b comes through, as with MAXPS and
+  // MINPS; a is none.
   static F max(F a, F b) { return a > b ? a : b; }
   static F min(F a, F b) { return a < b ? a : b; }
 
@@ -150,9 +162,12 @@ struct Vec {
     __builtin_memcpy(&x, &bits, sizeof x);
     return x;
   }
+  // The pattern without its sign.
+  static I magnitude_bits(F x) { return as_int(x) & 0x7FFFFFFF; }
   // Between signed integers and floats; to_float rounds half to even.
   static F to_float(I x) { return static_cast<float>(static_cast<int32_t>(x)); }
-  // NaN and numbers outside the range give the smallest integer, as the vector instructions do.
+  // NaN and numbers outside the range give the smallest integer, as x86's instructions do; those of
+  // ARM and CUDA give the nearest one, and 0 for NaN.
   static I truncate(F x) {
     const bool fits = x >= -0x1p31f && x < 0x1p31f;
     return fits ? static_cast<uint32_t>(static_cast<int32_t>(x)) : 0x80000000u;
@@ -247,3 +262,5 @@ struct Vec {
 
 }  // namespace ZERO8_TARGET
 }  // namespace zero8
+
+#include "exact_vec.h"

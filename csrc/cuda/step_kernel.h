@@ -152,8 +152,10 @@ __device__ Values scaled(const Gradient& s, const Words& grad) {
   for_vectors_quickly(
       [&](auto& vec, int i) { Vec::store(g.x + i, vec.flushed(Vec::load(narrow + i))); });
   if (s.has_factor) {
-    for_vectors(
-        [&](int i) { Vec::store(g.x + i, s.template scaled<Product>(Vec::load(g.x + i))); });
+    for_vectors([&](int i) {
+      Vec vec;
+      Vec::store(g.x + i, s.template scaled<Product>(vec, Vec::load(g.x + i)));
+    });
   }
   return g;
 }
@@ -356,9 +358,10 @@ __device__ bool step_block(const Segment& seg, const StepScalars& raw, const Cod
   Values g = grad_of(seg, typename Algorithm::Scalars(raw), stored.grad);
   Vec::I largest = Vec::seti(0);
   for_vectors([&](int i) {
+    Vec vec;
     const Vec::F x =
-        typename Algorithm::Scalars(raw).gradient(Vec::load(p.x + i), Vec::load(g.x + i));
-    largest = Vec::maxu(largest, magnitude_bits(x));
+        typename Algorithm::Scalars(raw).gradient(vec, Vec::load(p.x + i), Vec::load(g.x + i));
+    largest = Vec::maxu(largest, Vec::magnitude_bits(x));
     Vec::store(g.x + i, x);
   });
   if (Vec::reduce_maxu(largest) >= kGradientLimitBits) return false;
@@ -370,7 +373,7 @@ __device__ bool step_block(const Segment& seg, const StepScalars& raw, const Cod
       constexpr int k = decltype(number)::value;
       const Vec::F x = Vec::load(moments[k].x + i);
       const bool is_signed = kMomentsOf[Algorithm::kNumber].is_signed[k];
-      largest = Vec::maxu(largest, is_signed ? magnitude_bits(x) : Vec::as_int(x));
+      largest = Vec::maxu(largest, is_signed ? Vec::magnitude_bits(x) : Vec::as_int(x));
     });
   });
   if (Vec::reduce_maxu(largest) >= kInfinityBits) return false;

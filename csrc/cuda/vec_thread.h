@@ -175,6 +175,9 @@ struct Vec {
   __device__ static F as_float(I a) {
     return each<F>([=](int k) { return __uint_as_float(a.x[k]); });
   }
+  __device__ static I magnitude_bits(F a) {
+    return each<I>([=](int k) { return __float_as_uint(a.x[k]) & 0x7FFFFFFFu; });
+  }
   __device__ static F to_float(I a) {
     return each<F>([=](int k) { return __int2float_rn(static_cast<int32_t>(a.x[k])); });
   }

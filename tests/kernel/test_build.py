@@ -7,6 +7,7 @@ the op that the test run has built, or a tiny extension.
 
 import json
 import os
+import platform
 import shutil
 import sys
 from itertools import product
@@ -27,6 +28,7 @@ from zero8.spec.codec import CODECS
 from zero8.zero.op_builder import Zero8AdamBuilder
 
 NO_COMPILER = "no-such-c++"
+X86 = build.TARGETS_OF["x86_64"]
 
 
 # --- The op --------------------------------------------------------------------------------------
@@ -237,9 +239,9 @@ def test_flags_of_the_build_keep_floating_point_exact():
         ("sse2", None, "baseline"),
         ("avx2 fma", None, "baseline"),
         ("avx2 fma f16c avx512f", None, "avx2"),
-        (" ".join(sorted(build.TARGETS["avx512"])), None, "avx512"),
-        (" ".join(sorted(build.TARGETS["avx512vbmi"])), None, "avx512vbmi"),
-        (" ".join(sorted(build.TARGETS["avx512vbmi"])), "avx2", "avx2"),
+        (" ".join(sorted(X86["avx512"])), None, "avx512"),
+        (" ".join(sorted(X86["avx512vbmi"])), None, "avx512vbmi"),
+        (" ".join(sorted(X86["avx512vbmi"])), "avx2", "avx2"),
         # Which a step then refuses.
         ("avx2 fma f16c", "avx512", "avx2"),
         ("avx2 fma f16c", "mmx", "avx2"),
@@ -248,6 +250,7 @@ def test_flags_of_the_build_keep_floating_point_exact():
 def test_target_of_steps_is_what_the_environment_asks_for_or_the_fastest(
     monkeypatch, flags, isa, expected
 ):
+    monkeypatch.setattr(build, "TARGETS", X86)
     monkeypatch.setattr(build, "processor_flags", lambda: set(flags.split()))
     monkeypatch.delenv("ZERO8_ISA", raising=False)
     if isa:
@@ -255,10 +258,32 @@ def test_target_of_steps_is_what_the_environment_asks_for_or_the_fastest(
     assert build.target_of_steps() == expected
 
 
+@pytest.mark.parametrize(("flags", "expected"), [("fp asimd evtstrm", "neon"), ("", "baseline")])
+def test_target_of_steps_on_arm_is_neon_where_the_processor_is_known(monkeypatch, flags, expected):
+    monkeypatch.setattr(build, "TARGETS", build.TARGETS_OF["aarch64"])
+    monkeypatch.setattr(build, "processor_flags", lambda: set(flags.split()))
+    monkeypatch.delenv("ZERO8_ISA", raising=False)
+    assert build.target_of_steps() == expected
+
+
+def test_compiler_of_another_system_than_linux_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(RuntimeError, match="built on Linux alone, this is darwin: it needs OpenMP"):
+        build.check_compiler(tmp_path)
+
+
+def test_op_of_a_machine_has_the_steps_of_its_targets_alone():
+    for machine, targets in build.TARGETS_OF.items():
+        files = [name for name, _ in build.op(machine).generated if name.startswith("step_")]
+        assert {name.split("_")[1] for name in files} == set(targets)
+    assert build.op().generated == build.op(platform.machine()).generated
+
+
 def test_op_for_one_step_compiles_that_step_and_all_that_is_shared():
-    whole, one = build.op(), build.op_for("avx2", MUON, CODECS["fp8"])
+    target = list(build.TARGETS)[-1]
+    whole, one = build.op(), build.op_for(target, MUON, CODECS["fp8"])
     assert one.sources == whole.sources
-    mine = {"step_avx2_sgd_float32.cpp", "step_avx2_sgd_fp8.cpp"}
+    mine = {f"step_{target}_sgd_float32.cpp", f"step_{target}_sgd_fp8.cpp"}
     assert {name for name, _ in one.generated} == mine | {"numbers.cpp"}
     every = product(build.TARGETS, ELEMENTWISE, ("float32", *CODECS))
     steps = {f"step_{target}_{algorithm.name}_{codec}.cpp" for target, algorithm, codec in every}

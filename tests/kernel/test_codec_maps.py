@@ -74,9 +74,8 @@ def test_dynamic_codes_equal_the_exact_nearest_entry(values):
 def count_wrong(tmp_path_factory):
     """How many floats with patterns from a range the fastest encoders give another code."""
     target = list(kernel.isas())[-1]
-    flags = [*build.FLAGS, "-fPIC", "-shared"]
     folder = tmp_path_factory.mktemp("nearest")
-    library = compiled(target, folder, source="nearest_entries.cpp", flags=flags)
+    library = compiled(target, folder, source="nearest_entries.cpp", flags=build.FLAGS)
     library.count_wrong.restype = ctypes.c_int64
 
     def count(maps, begin, end):

@@ -110,6 +110,23 @@ def segment_of(hyper: dict, chance: random.Random) -> Segment:
     return segment
 
 
+def prepare(segment: Segment, hyper: dict, chance: random.Random, step: int) -> None:
+    """Give a segment the gradient and the settings of step number `step`."""
+    grad = gradient(
+        chance.randrange(KINDS),
+        segment.grad.numel(),
+        chance.randrange(2**32),
+        segment.grad.dtype,
+    )
+    for tensor in (grad, segment.param):
+        if tensor.numel() and chance.random() < 0.05:
+            value = chance.choice(SPECIAL)
+            tensor[chance.randrange(tensor.numel())] = value
+    segment.grad.copy_(grad)
+    segment.scalars = scalars_at(step, hyper)
+    set_phases(segment, *(chance.randrange(2**32) for _ in range(2)))
+
+
 def check(number: int) -> None:
     """Take a few steps of one case on every instruction set, and on the reference."""
     chance = random.Random(number)
@@ -117,22 +134,10 @@ def check(number: int) -> None:
     segment = segment_of(hyper, chance)
     followers = {isa: copied(segment) for isa in kernel.isas()}
     for step in range(1, STEPS + 1):
-        grad = gradient(
-            chance.randrange(KINDS),
-            segment.grad.numel(),
-            chance.randrange(2**32),
-            segment.grad.dtype,
-        )
-        for tensor in (grad, segment.param):
-            if tensor.numel() and chance.random() < 0.05:
-                value = chance.choice(SPECIAL)
-                tensor[chance.randrange(tensor.numel())] = value
-        segment.grad.copy_(grad)
-        segment.scalars = scalars_at(step, hyper)
-        set_phases(segment, *(chance.randrange(2**32) for _ in range(2)))
+        prepare(segment, hyper, chance, step)
         for one in followers.values():
             one.param.copy_(segment.param)
-            one.grad.copy_(grad)
+            one.grad.copy_(segment.grad)
             one.scalars = segment.scalars
             set_phases(one, segment.moments[0].phase, segment.param_phase)
         wanted = reference.step(segment)

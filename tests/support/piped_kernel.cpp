@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel as a program, for processors that are emulated: standard input has what it is called
 // with, and standard output what has become of it.  piped_kernel.py is the other end.
+//
+//   piped_kernel step TARGET         a step
+//   piped_kernel operations TARGET   the operations of Vec that round
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -9,12 +12,13 @@
 #include "flush_to_zero.h"
 #include "isa.h"
 
-#define ZERO8_TARGET operations
+#define ZERO8_TARGET scalar
 #include "vec_scalar.h"
+#undef ZERO8_TARGET
+#define ZERO8_TARGET vectors
+#include "vec_neon.h"
 
 namespace {
-
-using Vec = zero8::operations::Vec;
 
 template <class T>
 std::vector<T> read(int64_t count) {
@@ -29,21 +33,31 @@ void write(const std::vector<T>& x) {
 }
 
 // The operations of Vec that round, of all triples.
+template <class Vec>
 void operations() {
   const int64_t count = read<int64_t>(1)[0];
-  const std::vector<float> a = read<float>(count), b = read<float>(count), c = read<float>(count);
-  std::vector<float> product(count), sum(count), difference(count), quotient(count), root(count);
+  const auto a = read<float>(count), b = read<float>(count), c = read<float>(count);
+  const auto each = [&](auto operation) {
+    std::vector<float> results(count);
+    for (int64_t i = 0; i < count; i += Vec::kLanes) {
+      const int64_t left = count - i;
+      const int n = left < Vec::kLanes ? static_cast<int>(left) : Vec::kLanes;
+      const auto load = [&](const std::vector<float>& x) { return Vec::load_n(&x[i], n); };
+      Vec::store_n(&results[i], operation(load(a), load(b), load(c)), n);
+    }
+    return results;
+  };
+  using F = typename Vec::F;
+  std::vector<std::vector<float>> all;
   {
     const zero8::FlushToZero mode;
-    for (int64_t i = 0; i < count; ++i) {
-      product[i] = Vec::mul(a[i], b[i]);
-      sum[i] = Vec::fma(a[i], b[i], c[i]);
-      difference[i] = Vec::fms(a[i], b[i], c[i]);
-      quotient[i] = Vec::div(a[i], b[i]);
-      root[i] = Vec::sqrt(a[i]);
-    }
+    all.push_back(each([](F x, F y, F) { return Vec::mul(x, y); }));
+    all.push_back(each([](F x, F y, F z) { return Vec::fma(x, y, z); }));
+    all.push_back(each([](F x, F y, F z) { return Vec::fms(x, y, z); }));
+    all.push_back(each([](F x, F y, F) { return Vec::div(x, y); }));
+    all.push_back(each([](F x, F, F) { return Vec::sqrt(x); }));
   }
-  for (const auto* results : {&product, &sum, &difference, &quotient, &root}) write(*results);
+  for (const auto& results : all) write(results);
 }
 
 // An address in `memory`, of which the field has the place; 0 is none.
@@ -53,8 +67,16 @@ void locate(T*& field, std::vector<char>& memory) {
   field = place ? reinterpret_cast<T*>(memory.data() + place) : nullptr;
 }
 
-// One step over all segments, in `memory`, on the fastest instruction set.
-void step() {
+const zero8::Isa& isa_named(const char* name) {
+  for (int i = 0; i < zero8::kNumIsas; ++i) {
+    const zero8::Isa& isa = zero8::kIsas[i];
+    if (std::strcmp(isa.name, name) == 0 && isa.is_supported()) return isa;
+  }
+  std::abort();
+}
+
+// One step over all segments, in `memory`.
+void step(const zero8::Isa& isa) {
   const auto sizes = read<int64_t>(4);
   auto segments = read<zero8::Segment>(sizes[0]);
   const auto scalars = read<zero8::StepScalars>(sizes[1]);
@@ -68,14 +90,22 @@ void step() {
       locate(moment.scales, memory);
     }
     locate(s.correction, memory);
+    locate(s.copy, memory);
   }
-  const zero8::Isa* isa = zero8::kIsas + zero8::kNumIsas - 1;
-  while (!isa->is_supported()) --isa;
-  zero8::step(segments.data(), sizes[0], scalars.data(), maps[0], static_cast<int>(sizes[3]), *isa);
+  zero8::step(segments.data(), sizes[0], scalars.data(), maps[0], static_cast<int>(sizes[3]), isa);
   write(segments);
   write(memory);
 }
 
 }  // namespace
 
-int main(int, char** arguments) { std::strcmp(arguments[1], "step") == 0 ? step() : operations(); }
+int main(int, char** arguments) {
+  const char* const target = arguments[2];
+  if (std::strcmp(arguments[1], "step") == 0) {
+    step(isa_named(target));
+  } else if (std::strcmp(target, "neon") == 0) {
+    operations<zero8::vectors::Vec>();
+  } else {
+    operations<zero8::scalar::Vec>();
+  }
+}

@@ -19,14 +19,15 @@ _ALIGNMENT_BYTES = 64
 class PipedKernel:
     """The kernel, called as the one of this processor would be."""
 
-    def __init__(self, command: Sequence[str]):
-        """Take the command that runs the program, without arguments."""
-        self._command = command
+    def __init__(self, command: Sequence[str], target: str):
+        """Take the command that runs the program, without arguments, and a target's name."""
+        self._command, self._target = command, target
 
     def _run(self, task: str, *parts: np.ndarray) -> np.ndarray:
         """Return what the program writes, as bytes."""
         sent = b"".join(part.tobytes() for part in parts)
-        done = subprocess.run([*self._command, task], input=sent, capture_output=True, timeout=300)
+        command = [*self._command, task, self._target]
+        done = subprocess.run(command, input=sent, capture_output=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return np.frombuffer(bytearray(done.stdout), np.uint8)
 

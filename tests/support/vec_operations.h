@@ -112,6 +112,11 @@ inline bool no_subnormals(const Operands<Scalar>& x) {
 }
 // In double, a product is exact, and a sum right to 2^-53.
 inline bool is_far(double x) { return x == 0.0 || !(x > -0x1p-125 && x < 0x1p-125); }
+// Operands of max and min are results, so not subnormal.
+inline bool has_larger(const Operands<Scalar>& x) {
+  const bool both_zero = *x.floats(0) == 0.0f && *x.floats(1) == 0.0f;
+  return no_subnormals(x) && !both_zero && *x.floats(0) == *x.floats(0);
+}
 inline bool has_far_product(const Operands<Scalar>& x) {
   return no_subnormals(x) && is_far(static_cast<double>(*x.floats(0)) * *x.floats(1));
 }
@@ -306,9 +311,8 @@ void compare_arithmetic(Test& test, Condition sums) {
   test.lanes("fms", [](auto v, auto x) { return v.fms(x.read(0), x.read(1), x.read(2)); }, sums);
   test.lanes("div", [](auto v, auto x) { return v.div(x.read(0), x.read(1)); });
   test.lanes("sqrt", [](auto v, auto x) { return v.sqrt(x.read(0)); });
-  // Operands are results, so not subnormal.
-  test.lanes("max", [](auto v, auto x) { return v.max(x.raw(0), x.raw(1)); }, no_subnormals);
-  test.lanes("min", [](auto v, auto x) { return v.min(x.raw(0), x.raw(1)); }, no_subnormals);
+  test.lanes("max", [](auto v, auto x) { return v.max(x.raw(0), x.raw(1)); }, has_larger);
+  test.lanes("min", [](auto v, auto x) { return v.min(x.raw(0), x.raw(1)); }, has_larger);
   test.lanes("not_below", [](auto v, auto x) {
     return v.choose(v.not_below(x.read(0), x.read(1)), v.seti(1), v.seti(0));
   });
@@ -318,6 +322,7 @@ void compare_arithmetic(Test& test, Condition sums) {
 template <class Test>
 void compare_conversions(Test& test, Condition within) {
   test.lanes("as_int", [](auto v, auto x) { return v.as_int(x.raw(0)); });
+  test.lanes("magnitude_bits", [](auto v, auto x) { return v.magnitude_bits(x.raw(0)); });
   test.lanes("as_float", [](auto v, auto x) { return v.as_float(x.integer(0)); });
   test.lanes("to_float", [](auto v, auto x) { return v.to_float(x.integer(0)); });
   test.lanes("truncate", [](auto v, auto x) { return v.truncate(x.read(0)); }, within);
@@ -439,8 +444,8 @@ typename V::I gathered(const Operands<V>& x, int k, int vector, bool pairs) {
   return V::as_int(V::load(lanes));
 }
 
-// Operations that return a pair of vectors, here in memory's order.
-template <class Vector, class Test, class Call>
+// Operations that return two vectors, in order or a pair, here in memory's order.
+template <class Vector, bool kPair = true, class Test, class Call>
 void compare_pair(Test& test, const char* name, Call call) {
   test.template writes<uint32_t>(name, 2, [=](auto v, auto x, uint32_t* out) {
     using V = decltype(v);
@@ -449,7 +454,7 @@ void compare_pair(Test& test, const char* name, Call call) {
     for (int k = 0; k < 2; ++k) {
       uint32_t lanes[V::kLanes];
       put<V>(lanes, pair[k]);
-      for (int lane = 0; lane < V::kLanes; ++lane) out[position<V>(k, lane, true)] = lanes[lane];
+      for (int lane = 0; lane < V::kLanes; ++lane) out[position<V>(k, lane, kPair)] = lanes[lane];
     }
   });
 }
@@ -484,15 +489,15 @@ struct Four {
   }
 };
 
-// Operations that write four vectors of codes, in order and as pairs: store(v,
-// four, pairs, codes).
-template <bool kSigned, class Test, class Store>
+// Operations that write four vectors of codes, in order and, if kPairs, as
+// pairs: store(v, four, pairs, codes).
+template <bool kSigned, bool kPairs, class Test, class Store>
 void compare_four(Test& test, const char* name, Store store, Condition condition = all) {
   const auto both = [=](auto v, auto x, uint16_t* out) {
     constexpr int kCodes = 4 * decltype(v)::kLanes;
-    uint8_t in_order[kCodes], as_pairs[kCodes];
+    uint8_t in_order[kCodes], as_pairs[kCodes] = {};
     store(v, Four<kSigned, decltype(v)>(x, false), false, in_order);
-    store(v, Four<kSigned, decltype(v)>(x, true), true, as_pairs);
+    if (kPairs) store(v, Four<kSigned, decltype(v)>(x, true), true, as_pairs);
     for (int k = 0; k < kCodes; ++k) {
       out[k] = static_cast<uint16_t>(in_order[k] | as_pairs[k] << 8);
     }
@@ -500,24 +505,9 @@ void compare_four(Test& test, const char* name, Store store, Condition condition
   test.template writes<uint16_t>(name, 4, both, condition);
 }
 
-// What CUDA's threads do not have: chunks of four vectors, tails.
+// What some targets do not have: pairs of vectors.
 template <class Test>
-void compare_chunks_and_tails(Test& test) {
-  test.lanes("load_pairs", [](auto v, auto x) { return v.load_pairs(x.patterns(0)); });
-  test.lanes("maxu16", [](auto v, auto x) { return v.maxu16(x.integer(0), x.integer(1)); });
-  test.lanes("prefetch", [](auto v, auto x) {
-    v.prefetch(x.codes());
-    return v.seti(0);
-  });
-  test.lanes("load6", [](auto v, auto x) {
-    const auto lower = v.template load6<false>(x.bytes() + 3 * x.i);
-    return v.xori(lower, v.template load6<true>(x.bytes() + 3 * x.i));
-  });
-  test.template writes<Three>(
-      "store6", 1, [](auto v, auto x, Three* out) { v.store6(out->bytes, x.integer(0)); });
-  test.lanes("load4", [](auto v, auto x) { return v.load4(x.bytes() + 2 * x.i); });
-  test.template writes<Two>("store4", 1,
-                            [](auto v, auto x, Two* out) { v.store4(out->bytes, x.integer(0)); });
+void compare_pairs(Test& test) {
   compare_pair<Floats>(test, "load_pair",
                        [](auto v, auto x, auto* pair) { v.load_pair(x.narrow(), pair); });
   compare_pair<Integers>(test, "load8_pair",
@@ -531,19 +521,44 @@ void compare_chunks_and_tails(Test& test) {
     const auto code = [&](int k) { return v.andi(gathered(x, 0, k, true), v.seti(255)); };
     v.store8_pair(out, code(0), code(1));
   });
-  compare_four<false>(test, "store8x4", [](auto v, auto four, bool pairs, uint8_t* out) {
+}
+
+// What CUDA's threads do not have: chunks of four vectors, tails.
+template <bool kPairs, class Test>
+void compare_chunks_and_tails(Test& test) {
+  test.lanes("load_pairs", [](auto v, auto x) { return v.load_pairs(x.patterns(0)); });
+  test.lanes("maxu16", [](auto v, auto x) { return v.maxu16(x.integer(0), x.integer(1)); });
+  test.lanes("prefetch", [](auto v, auto x) {
+    v.prefetch(x.codes());
+    return v.seti(0);
+  });
+  compare_pair<Integers, false>(test, "load8_two",
+                                [](auto v, auto x, auto* two) { v.load8_two(x.codes(), two); });
+  compare_pair<Integers, false>(test, "load8s_two",
+                                [](auto v, auto x, auto* two) { v.load8s_two(x.codes(), two); });
+  test.lanes("load6", [](auto v, auto x) {
+    const auto lower = v.template load6<false>(x.bytes() + 3 * x.i);
+    return v.xori(lower, v.template load6<true>(x.bytes() + 3 * x.i));
+  });
+  test.template writes<Three>(
+      "store6", 1, [](auto v, auto x, Three* out) { v.store6(out->bytes, x.integer(0)); });
+  test.lanes("load4", [](auto v, auto x) { return v.load4(x.bytes() + 2 * x.i); });
+  test.template writes<Two>("store4", 1,
+                            [](auto v, auto x, Two* out) { v.store4(out->bytes, x.integer(0)); });
+  compare_four<false, kPairs>(test, "store8x4", [](auto v, auto four, bool pairs, uint8_t* out) {
     const auto& codes = four.codes;
     v.store8x4(out, codes[0], codes[1], codes[2], codes[3], pairs);
   });
-  compare_four<true>(test, "store8x4_signed", [](auto v, auto four, bool pairs, uint8_t* out) {
+  const auto with_signs = [](auto v, auto four, bool pairs, uint8_t* out) {
     const auto& codes = four.codes;
     v.store8x4_signed(out, codes[0], codes[1], codes[2], codes[3], four.x, pairs);
-  });
+  };
+  compare_four<true, kPairs>(test, "store8x4_signed", with_signs);
   const auto unless_zero = [](auto v, auto four, bool pairs, uint8_t* out) {
     const auto& codes = four.codes;
     v.store8x4_unless_zero(out, codes[0], codes[1], codes[2], codes[3], four.x, pairs);
   };
-  compare_four<false>(test, "store8x4_unless_zero", unless_zero, is_one_magnitude);
+  compare_four<false, kPairs>(test, "store8x4_unless_zero", unless_zero, is_one_magnitude);
   test.reads_tails("load_n(float)", 0,
                    [](auto v, auto x, int n) { return v.as_int(v.load_n(x.floats(0), n)); });
   test.reads_tails("load_n(uint16_t)", 0,

@@ -11,8 +11,10 @@ import hashlib
 import importlib.util
 import logging
 import os
+import platform
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -40,13 +42,19 @@ LINK_FLAGS = ("-fopenmp",)
 
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-TARGETS = {
-    "baseline": set(),
-    "avx2": _AVX2,
-    "avx512": _AVX512,
-    "avx512vbmi": _AVX512 | {"avx512vbmi"},
+TARGETS_OF = {
+    "x86_64": {
+        "baseline": set(),
+        "avx2": _AVX2,
+        "avx512": _AVX512,
+        "avx512vbmi": _AVX512 | {"avx512vbmi"},
+    },
+    "aarch64": {"baseline": set(), "neon": {"asimd"}},
 }
-"""The instruction sets of csrc/isa.h, slowest first, and the processor flags they need."""
+"""By machine, the instruction sets of csrc/isa.h, slowest first, and the flags they need."""
+
+TARGETS: dict[str, set[str]] = TARGETS_OF.get(platform.machine(), {"baseline": set()})
+"""Those of this machine."""
 
 _COMPLETE = "complete"
 
@@ -127,9 +135,10 @@ class Extension:
         return module
 
 
-def op() -> Extension:
-    """Return the op for all of `TARGETS`, algorithms and codecs."""
-    return _op(NAME, list(product(TARGETS, ALGORITHMS, (None, *CODECS.values()))), seconds=180)
+def op(machine: str = platform.machine()) -> Extension:
+    """Return the op for all targets of a machine, algorithms and codecs."""
+    targets = TARGETS_OF.get(machine, TARGETS)
+    return _op(NAME, list(product(targets, ALGORITHMS, (None, *CODECS.values()))), seconds=180)
 
 
 def op_for(target: str, algorithm: Algorithm, codec: Codec) -> Extension:
@@ -219,7 +228,12 @@ def is_complete(folder: Path) -> bool:
 
 
 def check_compiler(folder: Path) -> None:
-    """Raise RuntimeError, which says what to install, if there is no compiler for this folder."""
+    """Raise RuntimeError, which says what is missing, if this folder cannot be built here."""
+    if sys.platform != "linux":
+        raise RuntimeError(
+            f"the CPU kernel is built on Linux alone, this is {sys.platform}: it needs OpenMP as "
+            "GCC has it, and thread affinity; use Linux, or a Linux container"
+        )
     if compiler() is None:
         raise RuntimeError(
             f"no C++ compiler ({_cxx()!r} is not on PATH), and {folder} is not built "
