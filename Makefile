@@ -37,7 +37,7 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
     echo "zero8: missing on this machine; as root: apt-get install $$missing" >&2; exit 1; }
 
 .PHONY: help setup train bench fidelity maps gpu-check gpu-train test test-slow test-multinode \
-  test-integrations test-full test-sanitizers fuzz fuzz-kernel soak lint docs
+  test-integrations test-full test-sanitizers arm-check fuzz fuzz-kernel soak lint docs
 .NOTPARALLEL:
 
 help:
@@ -59,6 +59,8 @@ help:
 	@echo "                those to run; with GPU_PYTHON=python3 by that Python, which installs nothing"
 	@echo "make gpu-train  train a GPT of 1.2 G parameters there, under ZeRO-2 and under FSDP2, with its"
 	@echo "                optimizer states in host memory, as make train"
+	@echo "make arm-check  on an ARM host: the quick tests, all of the kernel, and times; what it writes"
+	@echo "                into runs/arm is to be sent back: see docs/arm.md"
 	@echo "make test       run the quick tests: minutes"
 	@echo "make test-slow  run the others: trainings, measurements, every mode of ZeRO"
 	@echo "make test-multinode  run those on several hosts, in network namespaces; needs root"
@@ -128,6 +130,18 @@ test-integrations: .venv/.integrations
 	$(PYTEST) tests/integrations -m integrations $(TWO_FILES)
 
 test-full: test test-slow test-multinode test-integrations
+
+# Times first: they are worth having where a test fails, too.
+ARM_OUT = runs/arm
+arm-check: .venv/.dev
+	@test "$$(uname -m)" = aarch64 || \
+	  { echo "zero8: arm-check: got a machine of $$(uname -m), expected aarch64" >&2; exit 1; }
+	mkdir -p $(ARM_OUT)
+	lscpu > $(ARM_OUT)/lscpu.txt
+	$(BUILD) & ours=$$!; $(BUILD_ADAMW) && wait $$ours
+	$(RUN) -m zero8.cli bench step --json $(ARM_OUT)/step.json
+	$(PYTEST) -m "not slow and not multinode and not integrations" $(TWO_FILES)
+	$(PYTEST) tests/kernel/test_vec.py tests/kernel/test_csrc.py -m slow
 
 test-sanitizers: .venv/.test
 	$(PYTEST) tests/kernel/test_sanitized.py tests/kernel/test_csrc.py \

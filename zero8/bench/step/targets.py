@@ -116,7 +116,8 @@ def _checks_by_isa(
 
 
 def _kind(isa: str) -> str:
-    return GPU if isa == "cuda" else AVX512 if isa.startswith("avx512") else AVX2
+    """Return the kind of instruction set that has limits, or the name of one that has none."""
+    return AVX512 if isa.startswith("avx512") else {"cuda": GPU, "avx2": AVX2}.get(isa, isa)
 
 
 def _peer_checks(rows: list[dict], default: str) -> list[dict]:
