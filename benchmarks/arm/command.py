@@ -115,6 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = (AVX2, NEON, *(SCALAR,) * arguments.scalar)
     try:
         check_names("--codec", codecs or ("",), (*CODECS, FLOAT32))
+        if arguments.scalar and FLOAT32 in codecs:
+            raise UsageError(
+                f"--scalar: GCC makes vectors of the scalar loops with {FLOAT32} moments, which "
+                "have no model here; name the others by --codec"
+            )
         machines.check_programs(wanted)
         check_models(wanted)
         if "avx2" not in build.served_targets():

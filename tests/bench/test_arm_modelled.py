@@ -168,3 +168,9 @@ def test_arm_command_names_what_is_valid(tmp_path, capsys, words):
     with pytest.raises(SystemExit):
         command.main(["--json", str(tmp_path / "out.json"), *words])
     assert "--codec: got" in capsys.readouterr().err
+
+
+def test_arm_command_refuses_scalar_code_that_has_no_model(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--json", str(tmp_path / "out.json"), "--scalar"])
+    assert "--scalar: GCC makes vectors of the scalar loops" in capsys.readouterr().err
