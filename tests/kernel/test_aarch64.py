@@ -35,7 +35,7 @@ from test_csrc import COMPILER, CSRC, WARNINGS, compile_all, output_of, python_h
 from test_kernel import BF16, DTYPES, FP32, HYPERS, PLACES, steps
 from test_param_copy import FP16, with_copy
 from test_random_steps import STEPS, hyper_of, prepare, segment_of
-from test_vec import FLAGS, compared, differing, operations, vectors_of
+from test_vec import FLAGS, compared, differing, operations_of, vectors_of
 from torch import Tensor
 
 from zero8.algorithms.adam import ADAM
@@ -131,7 +131,7 @@ def test_aarch64_vec_operations_of_neon_equal_the_definition(tmp_path):
     output_of([*CROSS_COMPILER, *options, *sources, "-o", program])
     results = compared(output_of([AARCH64_EMULATOR, program]))
     assert differing(results) == {}
-    assert set(results) == operations("vec_scalar.h") & operations("vec_neon.h")
+    assert set(results) == operations_of("neon")
 
 
 # --- Operations ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from test_csrc import COMPILER, CSRC, on_x86, output_of
 from zero8.op import build, kernel
 
 # Not optimized as the op is, which would take longer: the instructions are the same.
+PAIRS = {"load_pair", "store_pair", "load8_pair", "load8_top_pair", "store8_pair"}
 X86 = build.TARGETS_OF["x86_64"]
 FLAGS = [*(flag for flag in build.FLAGS if flag != "-O3"), "-O1"]
 
@@ -23,6 +24,11 @@ def operations(header: str) -> set[str]:
     found = re.findall(r"\bstatic \w+ (\w+)\((?:const (\w+)\*)?", public)
     count = Counter(name for name, _ in found)
     return {f"{name}({kind})" if count[name] > 1 else name for name, kind in found}
+
+
+def operations_of(target: str) -> set[str]:
+    """Return the operations that a target of the CPU has."""
+    return operations("vec_scalar.h") - (PAIRS if target == "neon" else set())
 
 
 def header_of(target: str) -> str:
@@ -72,7 +78,7 @@ def test_vec_operations_of_the_cpus_targets_equal_the_definition(tmp_path):
     for target, library in zip(targets, libraries, strict=True):
         results = compare(library)
         assert differing(results) == {}, target
-        assert set(results) == operations("vec_scalar.h") & operations(header_of(target))
+        assert set(results) == operations_of(target)
 
 
 def test_vec_operations_of_cuda_threads_equal_the_definition(host_kernel):
@@ -103,5 +109,4 @@ def test_vec_operations_are_read_off_the_headers():
     not_of_threads = {"store8x4", "load_n(float)", "load8_pair", "prefetch"}
     assert defined - operations("cuda/vec_thread.h") >= not_of_threads
     assert defined <= operations("vec_avx2.h")
-    pairs = {"load_pair", "store_pair", "load8_pair", "load8_top_pair", "store8_pair"}
-    assert defined - operations("vec_neon.h") == pairs
+    assert operations_of("neon") <= operations("vec_neon.h")
