@@ -1,32 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // One step of one target, algorithm and codec as a program, to be emulated: it takes a segment from
 // standard input, as programs.py writes it, and returns how many blocks it left as they were.
-#include <cstdio>
-#include <cstdlib>
-#include <vector>
-
 #include "flush_to_zero.h"
 #include "isa.h"
-
-namespace {
-
-template <class T>
-std::vector<T> read(int64_t count) {
-  std::vector<T> x(count);
-  if (std::fread(x.data(), sizeof(T), count, stdin) != static_cast<size_t>(count)) std::abort();
-  return x;
-}
-
-// An address in `memory`, of which the field has the place; 0 is none.
-template <class T>
-void locate(T*& field, std::vector<char>& memory) {
-  const auto place = reinterpret_cast<uint64_t>(field);
-  field = place ? reinterpret_cast<T*>(memory.data() + place) : nullptr;
-}
-
-}  // namespace
+#include "piped.h"
 
 int main() {
+  using piped::locate, piped::read;
   const auto sizes = read<int64_t>(2);  // blocks, bytes of memory
   auto segment = read<zero8::Segment>(1);
   const auto scalars = read<zero8::StepScalars>(1);

@@ -305,7 +305,7 @@ def cautious(tmp_path_factory):
 
 @pytest.mark.parametrize("hyper", ["adamw", "factor, l2, maximize"])
 def test_aarch64_steps_that_are_always_made_again_equal_x86(cautious, hyper):
-    """What follows a tiny result, for all kinds of parameters: a made-up one is rarely tiny."""
+    """What follows a tiny result, for all kinds of parameters: few tests have such results."""
     settings = HYPERS[hyper]
     segments = [
         make(codec, place, scalars_at(1, settings), *dtypes)

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <vector>
 
+#include "../../benchmarks/arm/piped.h"
 #include "flush_to_zero.h"
 #include "isa.h"
 
@@ -20,12 +21,7 @@
 
 namespace {
 
-template <class T>
-std::vector<T> read(int64_t count) {
-  std::vector<T> x(count);
-  if (std::fread(x.data(), sizeof(T), count, stdin) != static_cast<size_t>(count)) std::abort();
-  return x;
-}
+using piped::locate, piped::read;
 
 template <class T>
 void write(const std::vector<T>& x) {
@@ -58,13 +54,6 @@ void operations() {
     all.push_back(each([](F x, F, F) { return Vec::sqrt(x); }));
   }
   for (const auto& results : all) write(results);
-}
-
-// An address in `memory`, of which the field has the place; 0 is none.
-template <class T>
-void locate(T*& field, std::vector<char>& memory) {
-  const auto place = reinterpret_cast<uint64_t>(field);
-  field = place ? reinterpret_cast<T*>(memory.data() + place) : nullptr;
 }
 
 const zero8::Isa& isa_named(const char* name) {
