@@ -26,6 +26,12 @@ v:
 * `fp8` (`zero8.spec.fp8`): 8-bit floats of 3 bits of mantissa, E4M3, for m and v; nearest code.
 * `linear4` (`zero8.spec.linear4`): 4 bits, as Li et al. (arXiv:2309.01507) have them without their
   rank-1 scales: a small dynamic tree map for m, equal steps without 0 for v; nearest code.
+
+Of an optimizer of its own, `Adam8bitShared`:
+
+* `shared` (`zero8.spec.shared`): m as in `log`.  v is of rank 1 in tiles of up to 64 rows by a
+  block's columns, so an element's v is that of its row and its column: zero means zero for rows and
+  columns alone.
 """
 
 from collections.abc import Sequence
@@ -40,10 +46,13 @@ from zero8.spec.fp8 import Fp8Code
 from zero8.spec.linear4 import Linear4Code
 from zero8.spec.log import DitheredLogCode, LogCode, SignedLogCode
 from zero8.spec.retired import LogRootCode, SignMagnitudeLogCode
+from zero8.spec.shared import SharedCode
 from zero8.spec.shown import shown
+from zero8.spec.tiles import Tiles
 
 RetiredCode = SignMagnitudeLogCode | LogRootCode
-LivingCode = SignedLogCode | DitheredLogCode | LogCode | DynamicCode | Fp8Code | Linear4Code
+ElementCode = SignedLogCode | DitheredLogCode | LogCode | DynamicCode | Fp8Code | Linear4Code
+LivingCode = ElementCode | SharedCode
 MomentCode = LivingCode | RetiredCode
 
 
@@ -87,7 +96,11 @@ CODECS = {
         Codec("fp8", 5, Fp8Code(True), Fp8Code(True), Fp8Code(False)),
     )
 }
+"""The codecs of `codec=...`, by name."""
 DEFAULT_CODEC = "log"
+
+SHARED = Codec("shared", 8, SignedLogCode(), DitheredLogCode(), SharedCode())
+"""The codec of `Adam8bitShared`, which has no other."""
 
 RETIRED = Codec("log of format 1", 3, SignMagnitudeLogCode(), SignMagnitudeLogCode(), LogRootCode())
 """The codec of format 1: its states are read, and encoded again when an optimizer loads them."""
@@ -102,7 +115,7 @@ def codec_named(name: str) -> Codec:
 
 def codec_numbered(number: int) -> Codec:
     """Return the codec with this number in files, possibly `RETIRED`, or raise ValueError."""
-    readable = [*CODECS.values(), RETIRED]
+    readable = [*CODECS.values(), SHARED, RETIRED]
     for codec in readable:
         if type(number) is int and codec.number == number:
             return codec
@@ -124,8 +137,9 @@ def quantize(
     num_blocks: int,
     dither: Tensor | None = None,
     settling: float | None = None,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a moment block by block.
+    """Quantize a moment block by block, or tile by tile.
 
     Args:
         code: the code of this moment, not a retired one.
@@ -135,9 +149,10 @@ def quantize(
         dither: (numel,) int64 of `zero8.spec.dither.in_blocks`, or None to round to nearest.
         settling: the scalar of (C2'), in a step on a signed moment, which must be able to decay
             to 0.
+        tiles: of these elements, for a `SharedCode`.
 
     Returns:
-        codes: (numel,) uint8, each less than 2^code.bits; `zero8.spec.packing` stores them.
+        codes: (numel,) uint8, which `zero8.spec.packing` stores.
         scales: (num_blocks, *code.scale_shape) float32.
 
     Raises:
@@ -146,6 +161,9 @@ def quantize(
     if isinstance(code, RetiredCode):
         raise ValueError(f"code: got {code}, which is only read, expected one of a codec in CODECS")
     x = ieee.flush(x)
+    if isinstance(code, SharedCode):
+        assert tiles is not None, "a SharedCode needs tiles"
+        return code.encoded(x, block, tiles, dither)
     scales = code.scales(x, block, num_blocks)
     return code.encode(x, scales[block], dither, settling), scales
 
