@@ -50,6 +50,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     Attributes:
         algorithm: the algorithm of its steps.
+        codec_name: the codec of a class that has no other.
         settings: the settings of the whole optimizer.
         state_dict_format: see the argument; may be set between two calls of `state_dict`.
         kinds: its kinds of state (`zero8.frameworks.kinds`), with these settings.
@@ -59,6 +60,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     """
 
     algorithm: ClassVar[Algorithm]
+    codec_name: ClassVar[str | None] = None
+    """The codec, if the class has no other."""
 
     def __init__(
         self,
@@ -81,8 +84,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             ValueError: for an unknown key or a bad value, or a parameter that it can never step.
         """
         warn_if_untested("torch")
-        keywords.check_other_keys(self.algorithm, others)
-        self.settings = keywords.checked_settings(self.algorithm, whole)
+        class_name = type(self).__name__
+        keywords.check_other_keys(self.algorithm, class_name, others, self.codec_name)
+        self.settings = keywords.checked_settings(self.algorithm, whole, self.codec_name)
         self.state_dict_format = keywords.check_state_dict_format(whole["state_dict_format"])
         self._begin()
         has_decay = options["weight_decay"] is not None
@@ -150,9 +154,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                     f"got a parameter group with {shown_keys(param_group)}, without 'params'; "
                     'expected {"params": [...]}, and the settings of the group as further entries'
                 )
-            keywords.check_new_group(
-                self.algorithm_of(param_group), {**self.defaults, **param_group}
-            )
+            group = {**self.defaults, **param_group}
+            algorithm = self.algorithm_of(param_group)
+            keywords.check_new_group(algorithm, type(self).__name__, group)
             self._lacks_decay |= "weight_decay" not in param_group
         super().add_param_group(param_group)
         if len(set(map(id, params := self.param_groups[-1]["params"]))) < len(params):
@@ -529,7 +533,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             if "capturable" in group:
                 # Only torch's AdamW needs it, for steps that are captured or compiled.
                 group["capturable"] = False
-            keywords.check_group(self.algorithm_of(group), {**self.defaults, **group})
+            full = {**self.defaults, **group}
+            keywords.check_group(self.algorithm_of(group), type(self).__name__, full)
         infos = self._infos()
         try:
             kept = {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}

@@ -12,7 +12,7 @@ from zero8.spec.blocks import place_in_block
 from zero8.spec.dither import in_blocks
 from zero8.spec.grid import BlockGrid
 from zero8.spec.shared import LIMIT, MAX_ROW, MIN_ROW, SharedCode
-from zero8.spec.tiles import tiles_of
+from zero8.spec.tiles import bytes_of_codes, tiles_of
 
 CODE = SharedCode()
 
@@ -20,8 +20,9 @@ CODE = SharedCode()
 @st.composite
 def shards(draw):
     """A grid, and a shard of it of any place."""
-    shape = draw(st.sampled_from((1, 2, 3, 40, 64, 65, 130))), draw(
-        st.sampled_from((64, 65, 100, 256, 257, 700))
+    shape = (
+        draw(st.sampled_from((1, 2, 3, 40, 64, 65, 130))),
+        draw(st.sampled_from((64, 65, 100, 256, 257, 700))),
     )
     grid = BlockGrid.of(shape, draw(st.sampled_from((64, 128, 256, 4096))))
     first = draw(st.integers(0, math.prod(shape)))
@@ -63,6 +64,16 @@ def test_tiles_of_any_shard_are_those_that_the_definition_describes(shard):
     tiles = tiles_of(grid, first, numel)
     assert tiles.byte.tolist() == plain_tiles(grid, first, numel)
     assert tiles.num_bytes == grid.num_bytes(first, numel, CODE.bits)
+
+
+@given(shards(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_bytes_of_codes_of_some_elements_of_a_shard_are_those_in_its_tiles(shard, data):
+    grid, first, numel = shard
+    begin = data.draw(st.integers(0, numel))
+    end = data.draw(st.integers(begin, numel))
+    found = bytes_of_codes(grid, (first, numel), first + begin, end - begin)
+    assert torch.equal(found, tiles_of(grid, first, numel).byte[begin:end])
 
 
 @given(shards())

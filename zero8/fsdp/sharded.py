@@ -58,6 +58,7 @@ class ShardedTensor(WholeTensor):
         # At the top of the file, it would make `import zero8` a third slower.
         from zero8.fsdp.placed import PlacedExtent
 
+        self.check_codec_is_of_shards()
         extent = PlacedExtent.of(p, parameter.name)
         extent.check_blocks(parameter)
         return extent

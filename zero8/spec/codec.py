@@ -107,9 +107,10 @@ RETIRED = Codec("log of format 1", 3, SignMagnitudeLogCode(), SignMagnitudeLogCo
 
 
 def codec_named(name: str) -> Codec:
-    """Return the codec called `name`, or raise ValueError with the valid names."""
+    """Return the codec that `codec=name` chooses, or raise ValueError with the valid names."""
     if name not in CODECS:
-        raise ValueError(f"codec: got {shown(name)}, expected one of {sorted(CODECS)}")
+        hint = ", which is that of Adam8bitShared" if name == SHARED.name else ""
+        raise ValueError(f"codec: got {shown(name)}{hint}; expected one of {sorted(CODECS)}")
     return CODECS[name]
 
 
@@ -123,6 +124,11 @@ def codec_numbered(number: int) -> Codec:
         f"codec number {shown(number)} is unknown to this version of zero8; it reads "
         f"{sorted((c.number, c.name) for c in readable)}"
     )
+
+
+def num_codes(code: MomentCode) -> int:
+    """Return how many codes there are, valid or not."""
+    return 256 if isinstance(code, SharedCode) else 1 << code.bits
 
 
 def has_zero(code: MomentCode) -> bool:

@@ -51,7 +51,10 @@ def fault(code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: BlockN
             return f"a code of -{least}, expected -{least - 1} to {least - 1}"
     if isinstance(code, Fp8Code):
         return _fault_of_fp8(code, codes, scales)
-    if isinstance(code, SharedCode) and ((scales > MAX_ROW) | (scales > 0) & (scales < MIN_ROW)).any():
+    if (
+        isinstance(code, SharedCode)
+        and ((scales > MAX_ROW) | (scales > 0) & (scales < MIN_ROW)).any()
+    ):
         return f"a scale that is neither 0 nor from {MIN_ROW} to {MAX_ROW}"
     return ""
 

@@ -7,7 +7,8 @@ Of new values v' the rows keep the sums, and the columns their shares:
 
     mean_k  = mean of v' in the columns of code k, over all rows of the tile
     ratio_k = mean_k / (the largest mean of the tile)
-    code_k  = 255 + floor((bits(ratio_k) - bits(1) + t) / 2^19), at least 1; 0 where mean_k is  (C13)
+    code_k  = 255 + floor((bits(ratio_k) - bits(1) + t) / 2^19), at least 1;
+              0 where mean_k is                                                             (C13)
     row_i   = (sum of v' in row i) / (sum of level(code_j) over its columns), to 17 bits,
               2^-110 to 2^111; 0 where the sum is                                           (C14)
 
@@ -27,10 +28,9 @@ u = 2^-24, a mean of such v errs by at most 64 u (63 additions and a division), 
 130 u, which is 130 units of the pattern; t keeps 256 from both ends of a cell.  The sum of a row
 errs by at most (15 + 4 + 15) u, the quotient by 36 u, and half a unit of 17 bits is at least 64 u.
 
-Error: v is the product of its row's and its column's mean over the tile's, if no gradient but the
-last counts; the means of rows are kept to 2^-17, those of columns to half a level (nearest), at most
-1/32, or a level (dithered).  A v' of 0 decodes to 0 only where its row or its column is 0
-throughout.
+Error: in place of v' stands the mean of its row times that of its code's columns over that of the
+tile.  Rows are kept within 2^-17, the means of columns within half a level (nearest, at most 1/32)
+or a level (dithered).  A v' of 0 decodes to 0 only where its row or its column is 0 throughout.
 """
 
 from dataclasses import dataclass

@@ -62,39 +62,108 @@ class Tiles:
 
 def tiles_of(grid: BlockGrid, first: int, numel: int, device: torch.device | str = "cpu") -> Tiles:
     """Return the tiles of a shard: elements `first .. first + numel - 1` of a parameter."""
-    assert not grid.own_row_length, "narrow rows have no tiles"
-    index = torch.arange(first, first + numel, dtype=torch.int64, device=device)
-    block, num_blocks = grid.block_numbers(first, numel, device)
-    number = torch.arange(num_blocks, device=device) + (grid.block_of(first) if numel else 0)
-    row, in_row = number // grid.blocks_per_row, number % grid.blocks_per_row
-    begin = row * grid.row_length + in_row * grid.block_size
-    end = torch.minimum(begin + grid.block_size, (row + 1) * grid.row_length)
-    is_whole = (begin >= first) & (end <= first + numel)
-
-    # Cut blocks, at most the first one and the last one, come behind all bands.
-    band = torch.where(is_whole, row // ROWS_PER_BAND, grid.num_rows + number)
-    _, tile = torch.unique(band * grid.blocks_per_row + in_row, return_inverse=True)
-    num_tiles = int(tile.max()) + 1 if numel else 0
-    top = torch.full((num_tiles,), grid.num_rows, device=device)
-    top = top.scatter_reduce(0, tile, row, "amin")[tile]
-    rows = torch.bincount(tile, minlength=num_tiles)[tile]
-    shared = torch.where(is_whole, _columns_per_code(rows, end - begin), COLUMNS_PER_BYTE)
-
-    column = index - begin[block]
-    code = column // shared[block]
-    bytes_per_row = (-(-(end - begin) // COLUMNS_PER_BYTE))[block]
-    row_of_byte = torch.where(is_whole[block], top[block] + code // bytes_per_row, row[block])
-    unit = torch.where(is_whole[block], code % bytes_per_row, code)
-    unit += in_row[block] * (grid.block_size // COLUMNS_PER_BYTE)
-    first_unit = grid.unit_of(first, BITS) if numel else 0
-    byte = row_of_byte * grid.units_per_row(BITS) + unit - first_unit
+    blocks = _Blocks.of(grid, (first, numel), (first, numel), device)
+    byte, column = blocks.places()
+    # Blocks that are cut, at most the first one and the last one, come behind all others.
+    band = torch.where(blocks.is_whole, blocks.row // ROWS_PER_BAND, grid.num_rows + blocks.row)
+    _, tile = torch.unique(band * grid.blocks_per_row + blocks.in_row, return_inverse=True)
     num_bytes = grid.num_bytes(first, numel, BITS)
-    return Tiles(tile, row - top, byte, column % shared[block], shared, num_bytes)
+    return Tiles(tile, blocks.row - blocks.top, byte, column, blocks.shared, num_bytes)
+
+
+def bytes_of_codes(
+    grid: BlockGrid,
+    shard: tuple[int, int],
+    first: int,
+    numel: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return the byte of each element's code among those of a shard; (numel,) int64.
+
+    Args:
+        grid: the parameter's.
+        shard: its first element in the parameter, and its number of elements.
+        first: the first of these elements in the parameter, one of the shard's.
+        numel: the number of these elements.
+        device: the device of the result.
+    """
+    return _Blocks.of(grid, shard, (first, numel), device).places()[0]
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks of some elements of a shard.
+
+    Attributes:
+        grid: the parameter's.
+        shard: its first element in the parameter, and its number of elements.
+        index: (numel,) int64, the elements in the parameter.
+        block: (numel,) int64, the block of each, from 0.
+        row: (blocks,) int64, the row of each block.
+        in_row: (blocks,) int64, its number in the row.
+        is_whole: (blocks,) bool, whether the shard has all of it.
+        top: (blocks,) int64, the first row of its tile.
+        shared: see `Tiles`.
+    """
+
+    grid: BlockGrid
+    shard: tuple[int, int]
+    index: Tensor
+    block: Tensor
+    row: Tensor
+    in_row: Tensor
+    is_whole: Tensor
+    top: Tensor
+    shared: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        grid: BlockGrid,
+        shard: tuple[int, int],
+        elements: tuple[int, int],
+        device: torch.device | str,
+    ) -> "_Blocks":
+        """Return the blocks of elements, given by the first one and their number."""
+        assert not grid.own_row_length, "narrow rows have no tiles"
+        first, numel = elements
+        block, num_blocks = grid.block_numbers(first, numel, device)
+        number = torch.arange(num_blocks, device=device) + (grid.block_of(first) if numel else 0)
+        row, in_row = number // grid.blocks_per_row, number % grid.blocks_per_row
+        begin = in_row * grid.block_size
+        end = (begin + grid.block_size).clamp(max=grid.row_length)
+        # Rows whose block in these columns the shard has whole.
+        first_row, first_column = divmod(shard[0], grid.row_length)
+        last_row, last_column = divmod(sum(shard) - 1, grid.row_length)
+        lowest = first_row + (begin < first_column).to(torch.int64)
+        highest = last_row - (end - 1 > last_column).to(torch.int64)
+        is_whole = (lowest <= row) & (row <= highest)
+        band = row // ROWS_PER_BAND * ROWS_PER_BAND
+        top = torch.where(is_whole, lowest.maximum(band), row)
+        rows = highest.minimum(band + ROWS_PER_BAND - 1) + 1 - top
+        shared = torch.where(is_whole, _columns_per_code(rows, end - begin), COLUMNS_PER_BYTE)
+        index = torch.arange(first, first + numel, dtype=torch.int64, device=device)
+        return cls(grid, shard, index, block, row, in_row, is_whole, top, shared)
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Return `byte` and `column` of `Tiles`."""
+        grid, at = self.grid, self.block
+        begin = self.in_row * grid.block_size
+        end = (begin + grid.block_size).clamp(max=grid.row_length)
+        column = self.index % grid.row_length - begin[at]
+        shared = self.shared[at]
+        code, bytes_per_row = column // shared, (-(-(end - begin) // COLUMNS_PER_BYTE))[at]
+        # In a block that is cut, code 1 is that of its second byte, whether that is here or not.
+        row = self.top[at] + torch.where(self.is_whole[at], code // bytes_per_row, 0)
+        unit = torch.where(self.is_whole[at], code % bytes_per_row, code)
+        unit += (begin // COLUMNS_PER_BYTE)[at]
+        first_unit = grid.unit_of(self.shard[0], BITS)
+        return row * grid.units_per_row(BITS) + unit - first_unit, column % shared
 
 
 def _columns_per_code(rows: Tensor, columns: Tensor) -> Tensor:
     """Return the fewest columns, a power of 2, that must share a code in tiles of these sizes."""
     num_bytes, shared = rows * -(-columns // COLUMNS_PER_BYTE), torch.ones_like(rows)
-    while (too_few := num_bytes * shared < columns).any():
+    while (too_few := (num_bytes > 0) & (num_bytes * shared < columns)).any():
         shared = torch.where(too_few, 2 * shared, shared)
     return shared

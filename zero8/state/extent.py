@@ -71,7 +71,7 @@ class Extent:
         ]
         return PieceTable(tuple(pieces), self.numel)
 
-    def code_box(self, piece: Piece, bits: int) -> Box:
+    def code_box(self, piece: Piece, bits: float) -> Box:
         """Return the box of a parameter's codes of so many bits, in its `BlockGrid.code_shape`."""
         if bits == 8:
             return self.box

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.codec import DEFAULT_CODEC
+from zero8.spec.codec import DEFAULT_CODEC, SHARED, codec_named
 from zero8.spec.options import check_flag
 from zero8.spec.segment import Rounding
 from zero8.spec.shown import shown
@@ -78,54 +78,75 @@ def split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return whole, {key: value for key, value in settings.items() if key not in OWN_KEYS}
 
 
-def check_other_keys(algorithm: Algorithm, others: Mapping[str, Any]) -> None:
+def check_other_keys(
+    algorithm: Algorithm,
+    class_name: str,
+    others: Mapping[str, Any],
+    codec_name: str | None = None,
+) -> None:
     """Check keywords that are neither the algorithm's nor zero8's own.
+
+    Args:
+        algorithm: the optimizer's.
+        class_name: the optimizer's class, for messages.
+        others: the keywords.
+        codec_name: the codec of an optimizer that has no other.
 
     Raises:
         ValueError: for an unknown key (lists the valid ones), or one for a feature that zero8
             lacks.
     """
-    check_refused_keys(algorithm, others)
+    check_refused_keys(class_name, others)
     no_effect = (*NO_EFFECT_KEYS, *algorithm.no_effect_keys)
     for key, value in others.items():
         if key in REFUSED_KEYS:
             continue
         if key not in no_effect:
-            valid = (*algorithm.keywords, *OWN_KEYS)
+            own = [key for key in OWN_KEYS if key != "codec" or codec_name is None]
+            valid = (*algorithm.keywords, *own)
             texts = (
-                f"unknown parameter {key!r} for {algorithm.class_name}.",
+                f"unknown parameter {key!r} for {class_name}.",
                 hint(key, valid),
                 f"Valid ones are {', '.join(valid)}; accepted without effect: "
                 f"{', '.join(no_effect)}",
             )
             raise ValueError("  ".join(filter(None, texts)))
         if value:
-            logger.warning("%s=%r has no effect on %s", key, value, algorithm.class_name)
+            logger.warning("%s=%r has no effect on %s", key, value, class_name)
 
 
-def check_refused_keys(algorithm: Algorithm, values: Mapping[str, Any]) -> None:
+def check_refused_keys(class_name: str, values: Mapping[str, Any]) -> None:
     """Raise ValueError if settings, such as a loaded group's, ask for a feature that zero8 lacks.
 
-    See `REFUSED_KEYS`.
+    See `REFUSED_KEYS`; `class_name` is the optimizer's.
     """
     for key, (harmless, reason) in REFUSED_KEYS.items():
         value = values.get(key)
         if value is not None and not (isinstance(value, int) and value == harmless):
             raise ValueError(
-                f"{key}: got {shown(value)}, {algorithm.class_name} supports {harmless} only: "
-                f"{reason}"
+                f"{key}: got {shown(value)}, {class_name} supports {harmless} only: {reason}"
             )
 
 
-def checked_settings(algorithm: Algorithm, whole: Mapping[str, Any]) -> Settings:
+def checked_settings(
+    algorithm: Algorithm, whole: Mapping[str, Any], codec_name: str | None = None
+) -> Settings:
     """Return `Settings` from the keywords of the whole optimizer.
+
+    Args:
+        algorithm: the optimizer's.
+        whole: the keywords.
+        codec_name: the codec of an optimizer that has no other; None: the keyword `codec` counts.
 
     Raises:
         ValueError: for a bad value.
     """
+    has_narrow_rows = codec_name != SHARED.name  # in tiles they would have more rows than columns
+    sizes = whole["block_size"], whole["min_8bit_size"]
+    policy = Policy(*sizes, whole["fp32_params"], has_narrow_rows)
     return Settings(
-        Policy(whole["block_size"], whole["min_8bit_size"], whole["fp32_params"]),
-        whole["codec"],
+        policy,
+        codec_name or codec_named(whole["codec"]).name,
         check_rounding(whole["stochastic_rounding"]),
         check_correction_bits(whole["weight_correction_bits"]),
         check_seed(whole["seed"]),
@@ -166,20 +187,20 @@ def check_seed(seed: object) -> int:
     return seed
 
 
-def check_new_group(algorithm: Algorithm, group: dict[str, Any]) -> None:
+def check_new_group(algorithm: Algorithm, class_name: str, group: dict[str, Any]) -> None:
     """Raise ValueError unless the settings of a parameter group that a user adds are valid."""
     for key in WHOLE_OPTIMIZER_KEYS:
         if key in group:
             raise ValueError(
                 f"{key}: got it in a parameter group, but it holds for the whole optimizer; pass "
-                f"it to {algorithm.class_name} itself"
+                f"it to {class_name} itself"
             )
-    check_group(algorithm, group)
+    check_group(algorithm, class_name, group)
 
 
-def check_group(algorithm: Algorithm, group: dict[str, Any]) -> None:
+def check_group(algorithm: Algorithm, class_name: str, group: dict[str, Any]) -> None:
     """Raise ValueError unless the settings of a group, perhaps an fp32 optimizer's, are valid."""
-    check_refused_keys(algorithm, group)
+    check_refused_keys(class_name, group)
     names = group.get("param_names")
     names = [] if names is None else names
     if not isinstance(names, list | tuple) or not all(

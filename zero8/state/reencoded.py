@@ -3,7 +3,7 @@
 
 from collections import Counter
 
-from zero8.spec.codec import RETIRED, Codec
+from zero8.spec.codec import RETIRED, SHARED, Codec
 from zero8.state.tell import tell_once
 
 
@@ -35,9 +35,15 @@ class Reencoded:
         for (saved, kept), count in self._counts.items():
             tell_once(
                 f"zero8: {count} parameter(s) were saved with {saved} and loaded with {kept}, the "
-                "optimizer's settings: each moment is within half a code of the saved one; to keep "
-                "the saved form, make the optimizer with the settings of the checkpoint"
+                f"optimizer's settings: {_error(kept)}; to keep the saved form, make the optimizer "
+                "with the settings of the checkpoint"
             )
+
+
+def _error(kept: str) -> str:
+    if SHARED.name in kept:
+        return "v of each element is now that of its row and column in a tile"
+    return "each moment is within half a code of the saved one"
 
 
 def _form(codec: Codec | None, block_size: int) -> str:

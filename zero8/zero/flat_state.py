@@ -53,6 +53,7 @@ class FlatPartition(StateKind):
             p: the partition.
             numel: its number of elements, if it is swapped out and its tensor is empty.
         """
+        self.check_codec_is_of_shards()
         known = self._params.alive()
 
         def piece(q: Tensor, start: int, numel: int, first: int) -> Piece:

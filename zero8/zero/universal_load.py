@@ -141,7 +141,7 @@ def _check_groups(checkpoint_dir: str, optimizer) -> list[dict]:
     path = Path(checkpoint_dir) / "zero" / "optimizer_state.pt"
     saved = torch.load(path, map_location="cpu", mmap=True, weights_only=False)["param_groups"]
     for options in saved:
-        check_refused_keys(optimizer.algorithm, options)
+        check_refused_keys(type(optimizer).__name__, options)
     groups = optimizer.param_groups
     if len(saved) != len(groups):
         raise ValueError(
