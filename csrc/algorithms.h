@@ -16,7 +16,8 @@ enum Algorithm : int32_t { kAdam = 1, kLion = 2, kSgd = 3, kAdemamix = 4 };
 #define ZERO8_ALGORITHMS(X, target) \
   X(target, Adam) X(target, Lion) X(target, Sgd) X(target, Ademamix)
 
-// Calls the macro X(target, algorithm, codec) for each codec, with the end of its name in format.h.
+// Calls the macro X(target, algorithm, codec) for each codec that all algorithms have, with the end
+// of its name in format.h.  Adam has Shared too.
 #define ZERO8_CODECS(X, target, algorithm) \
   X(target, algorithm, Float32)            \
   X(target, algorithm, Dynamic)            \

@@ -7,18 +7,28 @@
 namespace zero8 {
 namespace ZERO8_TARGET {
 
-// The blocks of a segment in order, from number `local` on: what block_at says, but the divisions
-// are done once.  They would stand in the way of every block's first loads.
+// Blocks `begin` .. `end` - 1 of a segment in order: what block_at says, but the divisions are done
+// once.  They would stand in the way of every block's first loads.
+//
+// A walk has parts, after which what is kept of their blocks is stored: this one has one.
 class BlockWalk {
  public:
-  BlockWalk(const Segment& seg, int64_t local)
-      : numel_(seg.numel),
+  BlockWalk(const Segment& seg, int64_t begin, int64_t end)
+      : end_(end),
+        numel_(seg.numel),
         row_length_(seg.row_length),
         block_size_(seg.block_size),
-        block_(block_at(seg, local)) {
+        block_(block_at(seg, begin)) {
     const int64_t in_row = (seg.first + block_.begin + block_.count) % row_length_;
     left_of_row_ = in_row == 0 ? 0 : row_length_ - in_row;
   }
+  bool next_part() {
+    const bool is_first = is_before_;
+    is_before_ = false;
+    return is_first;
+  }
+  int part() const { return 0; }
+  bool has_block() const { return block_.local < end_; }
   const Block& block() const { return block_; }
   void advance() {
     const int64_t begin = block_.begin + block_.count;
@@ -30,7 +40,8 @@ class BlockWalk {
   }
 
  private:
-  int64_t numel_, row_length_, left_of_row_, block_size_;
+  bool is_before_ = true;
+  int64_t end_, numel_, row_length_, left_of_row_, block_size_;
   Block block_;
 };
 

@@ -15,6 +15,10 @@ struct Block {
   int64_t local;
   int count;
   int offset;  // how many elements of the block lie before them, in other shards
+  // In a walk over tiles alone: which row and which block of its strip this is, and whether an end
+  // of the segment cuts it.
+  int row = 0, column = 0;
+  bool is_cut = false;
 };
 
 ZERO8_DEVICE inline int64_t blocks_per_row(const Segment& seg) {

@@ -23,13 +23,36 @@ struct Place {
   int64_t segment, block;
 };
 
+bool has_tiles(const Segment& seg) { return seg.moments[0].codec == kShared; }
+
+// Number of the segment's first block in the band of rows that holds its block number `local`: a
+// step on tiles takes whole bands.
+int64_t band_begin(const Segment& seg, int64_t local) {
+  const int64_t first = dispatch::block_of(seg, seg.first);
+  const int64_t blocks_per_band = kRowsPerBand * dispatch::blocks_per_row(seg);
+  return std::max<int64_t>((first + local) / blocks_per_band * blocks_per_band - first, 0);
+}
+
+// Past the last block of the part of a segment, up to `stop`, that begins with block `first` and is
+// copied when it has been stepped over.
+int64_t part_end(const Segment& seg, int64_t first, int64_t stop) {
+  int64_t end = first + 16384 / seg.block_size;
+  if (has_tiles(seg)) {
+    // With the rest of the last band.
+    end = band_begin(seg, end - 1 + kRowsPerBand * dispatch::blocks_per_row(seg));
+  }
+  return std::min(end, stop);
+}
+
 // The block of element number `element` of all segments together.
 Place place_of(const Segment* segments, int64_t num_segments, int64_t element) {
   int64_t i = 0;
   while (i < num_segments && element >= segments[i].numel) element -= segments[i++].numel;
   if (i == num_segments) return {i, 0};
   const Segment& seg = segments[i];
-  return {i, dispatch::block_of(seg, seg.first + element) - dispatch::block_of(seg, seg.first)};
+  const int64_t block =
+      dispatch::block_of(seg, seg.first + element) - dispatch::block_of(seg, seg.first);
+  return {i, has_tiles(seg) ? band_begin(seg, block) : block};
 }
 
 // Steps over blocks first .. stop - 1 of a segment, and copies a bfloat16 parameter: a part at a
@@ -37,10 +60,9 @@ Place place_of(const Segment* segments, int64_t num_segments, int64_t element) {
 int64_t step_segment(const Segment& seg, const StepScalars& scalars, const CodecMaps& maps,
                      StepBlocks* step_blocks, int64_t first, int64_t stop) {
   if (!seg.copy || seg.param_dtype == kFP32) return step_blocks(seg, scalars, maps, first, stop);
-  const int64_t blocks_of_part = 16384 / seg.block_size;
   int64_t skipped = 0;
-  for (; first < stop; first += blocks_of_part) {
-    const int64_t end = std::min(first + blocks_of_part, stop);
+  for (int64_t end; first < stop; first = end) {
+    end = part_end(seg, first, stop);
     skipped += step_blocks(seg, scalars, maps, first, end);
     const dispatch::Block last = dispatch::block_at(seg, end - 1);
     const int64_t from = dispatch::block_at(seg, first).begin, to = last.begin + last.count;
@@ -96,7 +118,8 @@ bool has_avx512vbmi() { return __builtin_cpu_supports("avx512vbmi") && has_avx51
    ZERO8_STEP_BLOCKS(target, algorithm, Log),     \
    ZERO8_STEP_BLOCKS(target, algorithm, Fp8),     \
    ZERO8_STEP_BLOCKS(target, algorithm, Log6),    \
-   ZERO8_STEP_BLOCKS(target, algorithm, Linear4)},
+   ZERO8_STEP_BLOCKS(target, algorithm, Linear4), \
+   ZERO8_STEP_BLOCKS(target, algorithm, Shared)},
 const Isa kIsas[] = {
     {"baseline", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, baseline)}, [] { return true; }},
 #if defined(__x86_64__)
@@ -117,8 +140,8 @@ void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
     numel += segments[i].numel;
   }
   if (num_threads > blocks) num_threads = static_cast<int>(blocks);
-  // A static partition into equal parts, but in whole blocks: every block is done by one thread, in
-  // any case alike.
+  // A static partition into equal parts, but in whole blocks, or bands: every one is done by one
+  // thread, in any case alike.
   const auto step_part = [&](int64_t part, int64_t parts) {
     step_range(segments, num_segments, scalars, maps, isa,
                place_of(segments, num_segments, numel * part / parts),

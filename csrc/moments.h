@@ -12,6 +12,7 @@
 #include "fp8.h"
 #include "linear4.h"
 #include "log.h"
+#include "shared.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
@@ -102,6 +103,12 @@ struct InLogOf {
 };
 using InLog = InLogOf<8>;
 using InLog6 = InLogOf<6>;
+template <bool kSigned, bool kDithered>
+struct SharedOf : LogOf<8, kSigned, kDithered> {};
+template <>
+struct SharedOf<false, true> {
+  using Code = Shared;
+};
 // Rounds to nearest, whatever the moment.
 struct InDynamic {
   static constexpr bool kHasPairs = false;
@@ -120,6 +127,18 @@ struct InLinear4 {
   template <bool kSigned, bool>
   using Code = Linear4<kSigned>;
 };
+
+// v is of rank 1 in tiles; in pairs, its levels would have to be too.
+struct InShared {
+  static constexpr bool kHasPairs = false;
+  template <bool kSigned, bool kDithered>
+  using Code = typename SharedOf<kSigned, kDithered>::Code;
+};
+// Whether codes are made of tiles: tile_codes.h.
+template <class Code>
+constexpr bool kIsInTiles = false;
+template <>
+constexpr bool kIsInTiles<Shared> = true;
 
 // Moments that have no code.
 struct InFloat32 {};
@@ -146,6 +165,7 @@ static_assert(kIsCodec<InLog, kLog>);
 static_assert(kIsCodec<InFp8, kFp8>);
 static_assert(kIsCodec<InLog6, kLog6>);
 static_assert(kIsCodec<InLinear4, kLinear4>);
+static_assert(kIsCodec<InShared, kShared>);
 
 // --- Decoding ------------------------------------------------------------------------------------
 
@@ -156,18 +176,28 @@ ZERO8_DEVICE ZERO8_INLINE inline Vec::I load_codes(const uint8_t* codes, Lanes l
   return load8(codes, Code::kZeroCode, lanes);
 }
 
+// What the Decoder takes: bytes of codes, or levels.
+template <class Code>
+struct Stored {
+  using Type = uint8_t;
+};
+template <>
+struct Stored<Shared> {
+  using Type = float;
+};
+
 // A moment of a block as it is stored, times the algorithm's decay.
 template <class Algorithm>
 struct Sources {
   template <class C>
   struct Source {
     using Code = C;
-    const uint8_t* codes;
+    const typename Stored<Code>::Type* codes;
     const float* scales;
     typename Code::Decoder decode;
 
-    // `all_codes` is a Row whose items give the codes of block b, a byte each, and a place for the
-    // new ones.
+    // `all_codes` is a Row whose items give the codes of block b, a byte each, or levels, and a
+    // place for the new ones.
     template <int k, class AllCodes>
     ZERO8_DEVICE Source(Number<k>, const Segment& seg, const StepScalars& s, const CodecMaps& maps,
                         const Block& b, AllCodes* all_codes)
@@ -177,7 +207,11 @@ struct Sources {
 
     template <class AnyVec, class Lanes>
     ZERO8_DEVICE ZERO8_INLINE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
-      return decode(vec, load_codes<Code>(codes + i, lanes));
+      if constexpr (kIsInTiles<Code>) {
+        return decode(vec, load(codes + i, lanes));
+      } else {
+        return decode(vec, load_codes<Code>(codes + i, lanes));
+      }
     }
     // Whether the scales of a signed code are finite.  If so no value is NaN, of which its Range
     // need not tell.
@@ -214,7 +248,7 @@ struct NewValues {
   int count, place, size;
 };
 
-// Encodes a moment of a block, vector by vector.
+// Encodes a moment of a block, vector by vector; in tiles, the block's walk does so later.
 template <class Algorithm>
 struct Sinks {
   template <class C>
@@ -247,7 +281,9 @@ struct Sinks {
     }
     template <class Lanes>
     ZERO8_DEVICE ZERO8_INLINE void write(int i, Lanes lanes) {
-      store8(codes + i, encode_one(encode, values + i, next()), lanes);
+      if constexpr (!kIsInTiles<Code>) {
+        store8(codes + i, encode_one(encode, values + i, next()), lanes);
+      }
     }
 
    private:
@@ -260,13 +296,23 @@ struct Sinks {
 
 // --- Segments ------------------------------------------------------------------------------------
 
+// Moments that cannot be negative have patterns below this.
+template <class Codec>
+constexpr uint32_t kUnsignedLimitBits = kInfinityBits;
+template <>
+constexpr uint32_t kUnsignedLimitBits<InShared> = (127 + 112) << 23;
+static_assert(Shared::kLimit == 0x1p112f, "kUnsignedLimitBits");
+
 // Whether the largest patterns of a block's new moments say that these are numbers, and none that
-// cannot be negative is.  Finite gradients make none that is not so, but states may have come from
-// anywhere.
-template <class Algorithm>
+// cannot be negative is; nor too large for tiles.  Finite gradients make none that is not so, but
+// states may have come from anywhere, and in tiles the limit is lower.
+template <class Algorithm, class Codec>
 ZERO8_DEVICE inline bool are_moments(const uint32_t* largest) {
+  constexpr MomentsOf moments = kMomentsOf[Algorithm::kNumber];
   bool are = true;
-  for (int k = 0; k < kMomentsOf[Algorithm::kNumber].count; ++k) are &= largest[k] < kInfinityBits;
+  for (int k = 0; k < moments.count; ++k) {
+    are &= largest[k] < (moments.is_signed[k] ? kInfinityBits : kUnsignedLimitBits<Codec>);
+  }
   return are;
 }
 

@@ -116,13 +116,17 @@ UnitPlace for_rows(UnitPlace place, int64_t row_length, int count, Body&& body) 
 //   BlockCodes(Number<k>, segment, local)   of moment k, from block number `local` of a segment on
 //   next(block), replaced(block)         of the next block: its codes, and where new ones go
 //   load(i)                              its chunks are read in order, now that from element i on
-//   keep(block)                          the new codes will be that block's
+//   keep(block, values)                  the new codes will be that block's, of these values
 //   store(i), store_rest()               they are made in order, now that chunk, or all others
+//   start(part), finish()                before and after the blocks of a part of a walk
 template <class Code, int kBits>
 class CodesOf;
 template <class Code>
 struct BlockCodes : CodesOf<Code, Code::kBits> {
   using CodesOf<Code, Code::kBits>::CodesOf;
+  template <class Part>
+  void start(const Part&) {}
+  void finish() {}
 };
 
 // Of 8 bits: those in memory.
@@ -138,7 +142,7 @@ class CodesOf<Code, 8> {
   }
   ZERO8_INLINE void load(int i) const { prefetch_chunk(codes_ + i); }
   uint8_t* replaced(const Block& b) const { return values_ + b.begin; }
-  void keep(const Block&) {}
+  void keep(const Block&, const float*) {}
   ZERO8_INLINE void store(int) const {}
   void store_rest() const {}
 
@@ -179,7 +183,7 @@ class CodesOf {
     if (i + kChunk < read_.in_chunks) expand_chunk(i + kChunk);
   }
   uint8_t* replaced(const Block&) { return new_ + kMargin; }
-  void keep(const Block&) { kept_ = read_; }
+  void keep(const Block&, const float*) { kept_ = read_; }
   ZERO8_INLINE void store(int i) const {
     if (0 < i && i < kept_.in_chunks) pack_chunk(i - kChunk);
   }

@@ -26,25 +26,29 @@
 #include "chunks.h"
 // In terms of chunks.h:
 #include "packing.h"
+#include "tiles.h"
 // In terms of all these:
 #include "arithmetic.h"
 #include "block_walk.h"
 #include "buffer.h"
+#include "tile_codes.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
 
 template <bool kPairs, class Sink>
 ZERO8_INLINE inline void encode_chunk(Sink& sink, int i) {
-  Vec::I threshold[4];
-  for (int k = 0; k < 4; ++k) {
-    if constexpr (Sink::Code::kIsDithered) {
-      threshold[k] = sink.dither.next_of_two(k % 2);
-    } else {
-      threshold[k] = Vec::seti(0);
+  if constexpr (!kIsInTiles<typename Sink::Code>) {
+    Vec::I threshold[4];
+    for (int k = 0; k < 4; ++k) {
+      if constexpr (Sink::Code::kIsDithered) {
+        threshold[k] = sink.dither.next_of_two(k % 2);
+      } else {
+        threshold[k] = Vec::seti(0);
+      }
     }
+    encode_four<kPairs>(sink.encode, sink.values + i, threshold, sink.codes + i);
   }
-  encode_four<kPairs>(sink.encode, sink.values + i, threshold, sink.codes + i);
 }
 
 // --- Blocks --------------------------------------------------------------------------------------
@@ -155,10 +159,11 @@ void leave(const P& param, int count) {
 }
 
 // Whether a block with these largest patterns of new moments has finite gradients and moments.
-template <class Algorithm, class P, class G>
+template <class Algorithm, class Codec, class P, class G>
 ZERO8_INLINE inline bool can_step(const Reader<typename Algorithm::Scalars, P, G>& reader,
                                   const uint32_t* largest) {
-  return are_moments<Algorithm>(largest) && (reader.s.proves_finite(largest) || reader.is_finite());
+  return are_moments<Algorithm, Codec>(largest) &&
+         (reader.s.proves_finite(largest) || reader.is_finite());
 }
 
 template <class Algorithm, class P, class G>
@@ -172,8 +177,7 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, int64_t begin, in
   Vec::F decay[kMoments];
   for (int k = 0; k < kMoments; ++k) decay[k] = Vec::set(Algorithm::decay(raw, k));
   int64_t skipped = 0;
-  BlockWalk walk(seg, begin);
-  for (int64_t local = begin; local < end; ++local, walk.advance()) {
+  for (BlockWalk walk(seg, begin, end); walk.has_block(); walk.advance()) {
     const Block b = walk.block();
     Reader<typename Algorithm::Scalars, P, G> reader(seg, s, b);
     float* values[kMoments];
@@ -202,7 +206,7 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, int64_t begin, in
     });
     uint32_t largest[kMoments];
     for (int k = 0; k < kMoments; ++k) largest[k] = Vec::reduce_maxu(patterns[k]);
-    if (!can_step<Algorithm>(reader, largest)) {
+    if (!can_step<Algorithm, InFloat32>(reader, largest)) {
       leave(reader.param, b.count);
       ++skipped;
       continue;
@@ -285,6 +289,16 @@ int advance_chunks(Vec&, const AnyReader&, const AllSources&, Row<Algorithm, Cod
   return 0;
 }
 
+// The order of a codec's blocks.
+template <class Codec>
+struct WalkOf : BlockWalk {
+  using BlockWalk::BlockWalk;
+};
+template <>
+struct WalkOf<InShared> : TileWalk {
+  using TileWalk::TileWalk;
+};
+
 template <class Algorithm, class Codec, class P, class G>
 int64_t step_quantized(const Segment& seg, const StepScalars& raw, const CodecMaps& maps,
                        int64_t begin, int64_t end) {
@@ -303,42 +317,47 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const CodecMa
   Row<Algorithm, Codec, BlockCodes> codes(seg, begin);
   int64_t skipped = 0;
   int half = 0;
-  BlockWalk walk(seg, begin);
-  for (int64_t local = begin; local < end; ++local, walk.advance()) {
-    const Block b = walk.block();
-    const Reader<Scalars, P, G> reader(seg, s, b);
-    const AllSources sources(seg, raw, maps, b, &codes);
-    Advanced<Algorithm, Codec> to{{memory + half * kRows * stride, stride}, {}};
-    quickly(to.buffer, [&](auto& vec) ZERO8_INLINE {
-      to.ranges = {};
-      const int whole = s.are_as_stored()
-                            ? advance_chunks<kPairs, true>(vec, reader, sources, codes, to)
-                            : advance_chunks<kPairs, false>(vec, reader, sources, codes, to);
-      for_vectors(whole, b.count, [&](int i, auto lanes) ZERO8_INLINE {
-        Vec::F m[kMoments];
-        sources.visit([&](auto k, auto& source)
-                          ZERO8_INLINE { m[k.value] = source.read(vec, i, lanes); });
-        to.advance(vec, s, i, reader.gradient(vec, i, lanes), m);
+  for (WalkOf<Codec> walk(seg, begin, end); walk.next_part();) {
+    codes.visit([&](auto, auto& one) ZERO8_INLINE { one.start(walk.part()); });
+    for (; walk.has_block(); walk.advance()) {
+      const Block b = walk.block();
+      const Reader<Scalars, P, G> reader(seg, s, b);
+      const AllSources sources(seg, raw, maps, b, &codes);
+      Advanced<Algorithm, Codec> to{{memory + half * kRows * stride, stride}, {}};
+      quickly(to.buffer, [&](auto& vec) ZERO8_INLINE {
+        to.ranges = {};
+        const int whole = s.are_as_stored()
+                              ? advance_chunks<kPairs, true>(vec, reader, sources, codes, to)
+                              : advance_chunks<kPairs, false>(vec, reader, sources, codes, to);
+        for_vectors(whole, b.count, [&](int i, auto lanes) ZERO8_INLINE {
+          Vec::F m[kMoments];
+          sources.visit([&](auto k, auto& source)
+                            ZERO8_INLINE { m[k.value] = source.read(vec, i, lanes); });
+          to.advance(vec, s, i, reader.gradient(vec, i, lanes), m);
+        });
       });
-    });
-    bool has_finite_scales = true;
-    uint32_t largest[kMoments];
-    sources.visit([&](auto, auto& source)
-                      ZERO8_INLINE { has_finite_scales &= source.has_finite_scales(); });
-    to.ranges.visit([&](auto k, auto& range) ZERO8_INLINE { largest[k.value] = range.largest(); });
-    if (!has_finite_scales || !can_step<Algorithm>(reader, largest)) {
-      leave(reader.param, b.count);
-      ++skipped;
-      continue;
+      bool has_finite_scales = true;
+      uint32_t largest[kMoments];
+      sources.visit([&](auto, auto& source)
+                        ZERO8_INLINE { has_finite_scales &= source.has_finite_scales(); });
+      to.ranges.visit([&](auto k, auto& range)
+                          ZERO8_INLINE { largest[k.value] = range.largest(); });
+      if (!has_finite_scales || !can_step<Algorithm, Codec>(reader, largest)) {
+        leave(reader.param, b.count);
+        ++skipped;
+        continue;
+      }
+      const NewValues made{to.buffer.values, stride, b.count, 0, b.count};
+      const AllSinks sinks(seg, raw, maps, b, made, to.ranges, &codes);
+      pending.finish(s, codes);
+      codes.visit([&](auto k, auto& one) ZERO8_INLINE { one.keep(b, to.buffer.row(k.value)); });
+      pending = {reader.param, sinks, to.buffer, b.count};
+      half = 1 - half;
     }
-    const NewValues made{to.buffer.values, stride, b.count, 0, b.count};
-    const AllSinks sinks(seg, raw, maps, b, made, to.ranges, &codes);
     pending.finish(s, codes);
-    codes.visit([&](auto, auto& one) ZERO8_INLINE { one.keep(b); });
-    pending = {reader.param, sinks, to.buffer, b.count};
-    half = 1 - half;
+    pending.count = 0;
+    codes.visit([](auto, auto& one) ZERO8_INLINE { one.finish(); });
   }
-  pending.finish(s, codes);
   return skipped;
 }
 
@@ -404,5 +423,7 @@ int64_t step_blocks(const Segment& seg, const StepScalars& s, const CodecMaps& m
 #ifdef ZERO8_ALGORITHM
 #define ZERO8_DEFINE_STEPS ZERO8_DEFINE_CODECS(ZERO8_TARGET, ZERO8_ALGORITHM)
 #else
-#define ZERO8_DEFINE_STEPS ZERO8_ALGORITHMS(ZERO8_DEFINE_CODECS, ZERO8_TARGET)
+#define ZERO8_DEFINE_STEPS                            \
+  ZERO8_ALGORITHMS(ZERO8_DEFINE_CODECS, ZERO8_TARGET) \
+  ZERO8_DEFINE_STEP(ZERO8_TARGET, Adam, Shared)
 #endif

@@ -8,6 +8,7 @@ import torch
 
 from zero8.op.cuda import CudaKernel, cuda_kernel
 from zero8.op.kernel import CpuKernel, Steps
+from zero8.spec.codec import SHARED
 
 DEVICES = ("cpu", "cuda")
 
@@ -36,10 +37,17 @@ def kernel_on(device: torch.device, steps: Steps) -> Kernel:
 
     Raises:
         ValueError: if ZERO8_ISA, ZERO8_CUDA_BACKEND or a launcher's variable is invalid, or the GPU
-            is too old.
+            is too old, or has no such steps.
         RuntimeError: if there is no compiler, or it fails.
     """
-    return CpuKernel(steps) if device.type == "cpu" else cuda_kernel(device)
+    if device.type == "cpu":
+        return CpuKernel(steps)
+    if steps[1] == SHARED:
+        raise ValueError(
+            "Adam8bitShared has no CUDA kernel yet; keep its parameters on the CPU: got one on "
+            f"{device}"
+        )
+    return cuda_kernel(device)
 
 
 def is_capturing(device: torch.device) -> bool:
