@@ -53,7 +53,6 @@ class FlatPartition(StateKind):
             p: the partition.
             numel: its number of elements, if it is swapped out and its tensor is empty.
         """
-        self.check_codec_is_of_shards()
         known = self._params.alive()
 
         def piece(q: Tensor, start: int, numel: int, first: int) -> Piece:
@@ -61,6 +60,7 @@ class FlatPartition(StateKind):
 
         table = table_of(p, p.numel() if numel is None else numel, list(known), piece)
         if table is not None and table.pieces:
+            self.check_codec_is_of_shards()
             self._tables[p] = table
         # DeepSpeed's offload_states removes the tensors that `table_of` reads.
         return None if table is None else self._tables.get(p, table)
