@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The blocks of a segment, one after another.
 //
-// Included once per target, after blocks.h, so in the target's namespace.
+// Included once per target, after chunks.h, so in the target's namespace.
 #include <cstdint>
 
 namespace zero8 {
@@ -10,7 +10,7 @@ namespace ZERO8_TARGET {
 // Blocks `begin` .. `end` - 1 of a segment in order: what block_at says, but the divisions are done
 // once.  They would stand in the way of every block's first loads.
 //
-// A walk has parts, after which what is kept of their blocks is stored: this one has one.
+// A walk has parts, after which what is kept of their blocks is stored: this one is a single part.
 class BlockWalk {
  public:
   BlockWalk(const Segment& seg, int64_t begin, int64_t end)
@@ -22,14 +22,15 @@ class BlockWalk {
     const int64_t in_row = (seg.first + block_.begin + block_.count) % row_length_;
     left_of_row_ = in_row == 0 ? 0 : row_length_ - in_row;
   }
-  bool next_part() {
-    const bool is_first = is_before_;
-    is_before_ = false;
-    return is_first;
-  }
-  int part() const { return 0; }
+  static constexpr bool begins_part() { return false; }
+  static int part() { return 0; }
   bool has_block() const { return block_.local < end_; }
   const Block& block() const { return block_; }
+  // How far after element i of the block that one lies which is to be fetched now.
+  struct Ahead {
+    static constexpr int64_t of(int) { return kPrefetchDistance; }
+  };
+  static Ahead ahead() { return {}; }
   void advance() {
     const int64_t begin = block_.begin + block_.count;
     if (left_of_row_ == 0) left_of_row_ = row_length_;
@@ -40,7 +41,6 @@ class BlockWalk {
   }
 
  private:
-  bool is_before_ = true;
   int64_t end_, numel_, row_length_, left_of_row_, block_size_;
   Block block_;
 };

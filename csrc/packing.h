@@ -115,7 +115,8 @@ UnitPlace for_rows(UnitPlace place, int64_t row_length, int count, Body&& body) 
 //
 //   BlockCodes(Number<k>, segment, local)   of moment k, from block number `local` of a segment on
 //   next(block), replaced(block)         of the next block: its codes, and where new ones go
-//   load(i)                              its chunks are read in order, now that from element i on
+//   load(i, ahead)                       its chunks are read in order, now that from element i on;
+//                                        with the walk's Ahead
 //   keep(block, values)                  the new codes will be that block's, of these values
 //   store(i), store_rest()               they are made in order, now that chunk, or all others
 //   start(part), finish()                before and after the blocks of a part of a walk
@@ -140,7 +141,10 @@ class CodesOf<Code, 8> {
     codes_ = values_ + b.begin;
     return codes_;
   }
-  ZERO8_INLINE void load(int i) const { prefetch_chunk(codes_ + i); }
+  template <class Ahead>
+  ZERO8_INLINE void load(int i, const Ahead& ahead) const {
+    prefetch_chunk(codes_ + i, ahead.of(i));
+  }
   uint8_t* replaced(const Block& b) const { return values_ + b.begin; }
   void keep(const Block&, const float*) {}
   ZERO8_INLINE void store(int) const {}
@@ -179,7 +183,8 @@ class CodesOf {
     }
     return old_ + kMargin;
   }
-  ZERO8_INLINE void load(int i) {
+  template <class Ahead>
+  ZERO8_INLINE void load(int i, const Ahead&) {
     if (i + kChunk < read_.in_chunks) expand_chunk(i + kChunk);
   }
   uint8_t* replaced(const Block&) { return new_ + kMargin; }

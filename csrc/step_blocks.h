@@ -36,6 +36,16 @@
 namespace zero8 {
 namespace ZERO8_TARGET {
 
+// The order of a codec's blocks.
+template <class Codec>
+struct WalkOf : BlockWalk {
+  using BlockWalk::BlockWalk;
+};
+template <>
+struct WalkOf<InShared> : TileWalk {
+  using TileWalk::TileWalk;
+};
+
 template <bool kPairs, class Sink>
 ZERO8_INLINE inline void encode_chunk(Sink& sink, int i) {
   if constexpr (!kIsInTiles<typename Sink::Code>) {
@@ -106,6 +116,7 @@ struct Pending {
   P param;
   Row<Algorithm, Codec, Sinks<Algorithm>::template Sink> sinks;
   Buffer<Algorithm> buffer;
+  typename WalkOf<Codec>::Ahead ahead;
   int count = 0;
 
   // `codes` are those of the block's moments.
@@ -114,7 +125,7 @@ struct Pending {
     int i = 0;
     start(i, kPairs);
     for (; i + kChunk <= count; i += kChunk) {
-      prefetch_chunk(param.p + i);
+      prefetch_chunk(param.p + i, ahead.of(i));
       for (int at = i; at < i + kChunk; at += 2 * Vec::kLanes) {
         QuickVec vec;
         Vec::F p[2];
@@ -258,12 +269,13 @@ template <bool kPairs, bool kAsStored, class Algorithm, class Codec, class AllSo
 ZERO8_INLINE inline int advance_chunks(QuickVec& vec, const AnyReader& reader,
                                        const AllSources& sources,
                                        Row<Algorithm, Codec, BlockCodes>& codes,
+                                       const typename WalkOf<Codec>::Ahead& ahead,
                                        Advanced<Algorithm, Codec>& to) {
   constexpr int kMoments = Buffer<Algorithm>::kMoments;
   int i = 0;
   for (; i + kChunk <= reader.count; i += kChunk) {
-    prefetch_chunk(reader.g + i);
-    codes.visit([&](auto, auto& one) ZERO8_INLINE { one.load(i); });
+    prefetch_chunk(reader.g + i, ahead.of(i));
+    codes.visit([&](auto, auto& one) ZERO8_INLINE { one.load(i, ahead); });
     const Row<Algorithm, Codec, Chunk> chunks(sources, i);
     for (int k = 0; k < 4; k += 2) {
       const int at = i + k * Vec::kLanes;
@@ -284,20 +296,20 @@ ZERO8_INLINE inline int advance_chunks(QuickVec& vec, const AnyReader& reader,
 // Where the QuickVec was not enough, vectors are made one by one.
 template <bool kPairs, bool, class Algorithm, class Codec, class AllSources, class AnyReader>
 int advance_chunks(Vec&, const AnyReader&, const AllSources&, Row<Algorithm, Codec, BlockCodes>&,
-                   Advanced<Algorithm, Codec>&) {
+                   const typename WalkOf<Codec>::Ahead&, Advanced<Algorithm, Codec>&) {
   static_assert(!kPairs, "vectors are made in order");
   return 0;
 }
 
-// The order of a codec's blocks.
-template <class Codec>
-struct WalkOf : BlockWalk {
-  using BlockWalk::BlockWalk;
-};
-template <>
-struct WalkOf<InShared> : TileWalk {
-  using TileWalk::TileWalk;
-};
+// All of the last part of a walk is stored.
+template <class Algorithm, class Codec, class P, bool kPairs>
+ZERO8_INLINE inline void finish_part(const typename Algorithm::Scalars& s,
+                                     Pending<Algorithm, Codec, P, kPairs>& pending,
+                                     Row<Algorithm, Codec, BlockCodes>& codes) {
+  pending.finish(s, codes);
+  pending.count = 0;
+  codes.visit([](auto, auto& one) ZERO8_INLINE { one.finish(); });
+}
 
 template <class Algorithm, class Codec, class P, class G>
 int64_t step_quantized(const Segment& seg, const StepScalars& raw, const CodecMaps& maps,
@@ -317,47 +329,46 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const CodecMa
   Row<Algorithm, Codec, BlockCodes> codes(seg, begin);
   int64_t skipped = 0;
   int half = 0;
-  for (WalkOf<Codec> walk(seg, begin, end); walk.next_part();) {
-    codes.visit([&](auto, auto& one) ZERO8_INLINE { one.start(walk.part()); });
-    for (; walk.has_block(); walk.advance()) {
-      const Block b = walk.block();
-      const Reader<Scalars, P, G> reader(seg, s, b);
-      const AllSources sources(seg, raw, maps, b, &codes);
-      Advanced<Algorithm, Codec> to{{memory + half * kRows * stride, stride}, {}};
-      quickly(to.buffer, [&](auto& vec) ZERO8_INLINE {
-        to.ranges = {};
-        const int whole = s.are_as_stored()
-                              ? advance_chunks<kPairs, true>(vec, reader, sources, codes, to)
-                              : advance_chunks<kPairs, false>(vec, reader, sources, codes, to);
-        for_vectors(whole, b.count, [&](int i, auto lanes) ZERO8_INLINE {
-          Vec::F m[kMoments];
-          sources.visit([&](auto k, auto& source)
-                            ZERO8_INLINE { m[k.value] = source.read(vec, i, lanes); });
-          to.advance(vec, s, i, reader.gradient(vec, i, lanes), m);
-        });
-      });
-      bool has_finite_scales = true;
-      uint32_t largest[kMoments];
-      sources.visit([&](auto, auto& source)
-                        ZERO8_INLINE { has_finite_scales &= source.has_finite_scales(); });
-      to.ranges.visit([&](auto k, auto& range)
-                          ZERO8_INLINE { largest[k.value] = range.largest(); });
-      if (!has_finite_scales || !can_step<Algorithm, Codec>(reader, largest)) {
-        leave(reader.param, b.count);
-        ++skipped;
-        continue;
-      }
-      const NewValues made{to.buffer.values, stride, b.count, 0, b.count};
-      const AllSinks sinks(seg, raw, maps, b, made, to.ranges, &codes);
-      pending.finish(s, codes);
-      codes.visit([&](auto k, auto& one) ZERO8_INLINE { one.keep(b, to.buffer.row(k.value)); });
-      pending = {reader.param, sinks, to.buffer, b.count};
-      half = 1 - half;
+  for (WalkOf<Codec> walk(seg, begin, end); walk.has_block(); walk.advance()) {
+    if (walk.begins_part()) {
+      finish_part(s, pending, codes);
+      codes.visit([&](auto, auto& one) ZERO8_INLINE { one.start(walk.part()); });
     }
+    const Block b = walk.block();
+    const auto ahead = walk.ahead();
+    const Reader<Scalars, P, G> reader(seg, s, b);
+    const AllSources sources(seg, raw, maps, b, &codes);
+    Advanced<Algorithm, Codec> to{{memory + half * kRows * stride, stride}, {}};
+    quickly(to.buffer, [&](auto& vec) ZERO8_INLINE {
+      to.ranges = {};
+      const int whole = s.are_as_stored()
+                            ? advance_chunks<kPairs, true>(vec, reader, sources, codes, ahead, to)
+                            : advance_chunks<kPairs, false>(vec, reader, sources, codes, ahead, to);
+      for_vectors(whole, b.count, [&](int i, auto lanes) ZERO8_INLINE {
+        Vec::F m[kMoments];
+        sources.visit([&](auto k, auto& source)
+                          ZERO8_INLINE { m[k.value] = source.read(vec, i, lanes); });
+        to.advance(vec, s, i, reader.gradient(vec, i, lanes), m);
+      });
+    });
+    bool has_finite_scales = true;
+    uint32_t largest[kMoments];
+    sources.visit([&](auto, auto& source)
+                      ZERO8_INLINE { has_finite_scales &= source.has_finite_scales(); });
+    to.ranges.visit([&](auto k, auto& range) ZERO8_INLINE { largest[k.value] = range.largest(); });
+    if (!has_finite_scales || !can_step<Algorithm, Codec>(reader, largest)) {
+      leave(reader.param, b.count);
+      ++skipped;
+      continue;
+    }
+    const NewValues made{to.buffer.values, stride, b.count, 0, b.count};
+    const AllSinks sinks(seg, raw, maps, b, made, to.ranges, &codes);
     pending.finish(s, codes);
-    pending.count = 0;
-    codes.visit([](auto, auto& one) ZERO8_INLINE { one.finish(); });
+    codes.visit([&](auto k, auto& one) ZERO8_INLINE { one.keep(b, to.buffer.row(k.value)); });
+    pending = {reader.param, sinks, to.buffer, ahead, b.count};
+    half = 1 - half;
   }
+  finish_part(s, pending, codes);
   return skipped;
 }
 

@@ -40,34 +40,44 @@ inline float sum_of_levels(const uint8_t* codes, const Shares& shares) {
 
 // --- Sums of new values --------------------------------------------------------------------------
 
-// Adds the values of a row to the sums of their columns, and returns their own sum.  All are 0 or
-// normal, and not negative, so no sum is tiny.  Behind both, up to a whole vector, are zeros.
-inline float add_row(const float* values, int count, float* sums) {
-  constexpr int kVectors = Shared::kSumLanes / Vec::kLanes;
-  const Vec::F one = Vec::set(1.0f);
-  float total = 0.0f;
-  for (int run = 0; run < count; run += Shared::kRun) {
-    const int end = run + Shared::kRun < count ? run + Shared::kRun : count;
-    Vec::F lanes[kVectors];
-    for (Vec::F& some : lanes) some = Vec::set(0.0f);
-    for (int i = run; i < end; i += Shared::kSumLanes) {
-      for (int k = 0; k < kVectors; ++k) {
-        const int at = i + k * Vec::kLanes;
-        if (at >= end) break;
-        const Vec::F x = Vec::load(values + at);
-        Vec::store(sums + at, Vec::fma_far(x, one, Vec::load(sums + at)));
-        lanes[k] = Vec::fma_far(x, one, lanes[k]);
-      }
+// Of the values of a row, chunk after chunk: their own sum, and those of their columns.  All are 0
+// or normal, and not negative, so no sum is tiny.
+class RowSum {
+ public:
+  // Values from element i on, of whole vectors; the next ones follow.
+  template <int kVectors>
+  ZERO8_INLINE void add(int i, const float* values, float* sums) {
+    const Vec::F one = Vec::set(1.0f);
+    if (i > 0 && i % Shared::kRun == 0) end_run();
+    for (int k = 0; k < kVectors * Vec::kLanes; k += Vec::kLanes) {
+      const Vec::F x = Vec::load(values + i + k);
+      float* const lanes = lanes_ + (i + k) % Shared::kSumLanes;
+      Vec::store(sums + i + k, Vec::fma_far(x, one, Vec::load(sums + i + k)));
+      Vec::store(lanes, Vec::fma_far(x, one, Vec::load(lanes)));
     }
-    float parts[Shared::kSumLanes];
-    for (int k = 0; k < kVectors; ++k) Vec::store(parts + k * Vec::kLanes, lanes[k]);
-    for (int half = Shared::kSumLanes / 2; half > 0; half /= 2) {
-      for (int k = 0; k < half; ++k) parts[k] += parts[k + half];
-    }
-    total += parts[0];
   }
-  return total;
-}
+  // Returns the sum, after which that of the next row begins.
+  float end() {
+    end_run();
+    const float total = total_;
+    total_ = 0.0f;
+    return total;
+  }
+
+ private:
+  alignas(64) float lanes_[Shared::kSumLanes] = {};
+  float total_ = 0.0f;
+
+  // Lanes are added in halves.  Loops of constant lengths: they become vectors.
+  void end_run() {
+    static_assert(Shared::kSumLanes == 16);
+    float eight[8], four[4];
+    for (int k = 0; k < 8; ++k) eight[k] = lanes_[k] + lanes_[k + 8];
+    for (int k = 0; k < 4; ++k) four[k] = eight[k] + eight[k + 4];
+    total_ += (four[0] + four[2]) + (four[1] + four[3]);
+    for (float& lane : lanes_) lane = 0.0f;
+  }
+};
 
 // The means of codes, up to a factor, in place of the sums of their columns.
 inline void make_means(const Shares& shares, float* sums) {
@@ -145,19 +155,27 @@ struct BlockCodes<Shared> {
     expand(bytes_of(b), Shares(b), cut_levels_);
     return cut_levels_;
   }
-  void load(int) const {}
+  template <class Ahead>
+  void load(int, const Ahead&) const {}
   uint8_t* replaced(const Block&) const { return nullptr; }
   void keep(const Block& b, const float* values) {
     kept_ = b;
     values_ = values;
+    kept_sums_ = b.is_cut ? cut_sums_ : sums_ + b.column * seg_.block_size;
+    if (b.is_cut) clear(cut_sums_, b.count);
   }
-  void store(int) const {}
+  ZERO8_INLINE void store(int i) { row_sum_.add<4>(i, values_, kept_sums_); }
   ZERO8_INLINE void store_rest() {
+    if (kept_.count == 0) return;
+    // Behind the values, up to a whole vector, are zeros.
+    for (int i = kept_.count / kChunk * kChunk; i < kept_.count; i += Vec::kLanes) {
+      row_sum_.add<1>(i, values_, kept_sums_);
+    }
+    const float total = row_sum_.end();
     if (kept_.is_cut) {
-      store_cut();
-    } else if (kept_.count > 0) {
-      totals_[kept_.row][kept_.column] =
-          add_row(values_, kept_.count, sums_ + kept_.column * seg_.block_size);
+      store_cut(total);
+    } else {
+      totals_[kept_.row][kept_.column] = total;
     }
     kept_ = {};
   }
@@ -195,8 +213,7 @@ struct BlockCodes<Shared> {
     }
     const Shares shares(tile);
     expand(codes, shares, levels_ + column * seg_.block_size);
-    float* sums = sums_ + column * seg_.block_size;
-    for (int i = 0; i < tile.columns; i += Vec::kLanes) Vec::store(sums + i, Vec::set(0.0f));
+    clear(sums_ + column * seg_.block_size, tile.columns);
   }
   void finish_tile(int64_t in_row) {
     const int64_t column = in_row - strip_.first;
@@ -217,10 +234,11 @@ struct BlockCodes<Shared> {
       if (total != kLeft) *scale_at(tile.top + row, in_row) = row_of(total, levels);
     }
   }
+  static void clear(float* sums, int count) {
+    for (int i = 0; i < count; i += Vec::kLanes) Vec::store(sums + i, Vec::set(0.0f));
+  }
   // A tile of its own.
-  void store_cut() {
-    for (int i = 0; i < kept_.count; i += Vec::kLanes) Vec::store(cut_sums_ + i, Vec::set(0.0f));
-    const float total = add_row(values_, kept_.count, cut_sums_);
+  void store_cut(float total) {
     const float levels = encode(kept_, Shares(kept_), cut_sums_, bytes_of(kept_));
     moment_.scales[kept_.local] = row_of(total, levels);
   }
@@ -239,6 +257,8 @@ struct BlockCodes<Shared> {
   Strip strip_;
   Block kept_ = {};
   const float* values_ = nullptr;
+  float* kept_sums_ = nullptr;
+  RowSum row_sum_;
   float totals_[kRowsPerBand][Strip::kMaxBlocks];
   alignas(64) float levels_[kColumns];
   alignas(64) float sums_[kColumns];

@@ -33,24 +33,12 @@ class TileWalk {
         local_0_(block_of(seg, seg.first)),
         begin_(local_0_ + begin),
         end_(local_0_ + end) {
-    strip_.bottom = begin_ / per_row_;
+    strip_.bottom = row_ = begin_ / per_row_;
     bottom_ = begin < end ? (end_ - 1) / per_row_ + 1 : strip_.bottom;
     strip_.end = per_row_;
+    start_strip();
   }
-  // Comes before the blocks of each strip.
-  bool next_part() {
-    if (strip_.end == per_row_) {
-      constexpr int64_t kRows = kRowsPerBand;
-      strip_.top = strip_.bottom;
-      strip_.bottom = smaller((strip_.top / kRows + 1) * kRows, bottom_);
-      strip_.end = 0;
-    }
-    strip_.first = strip_.end;
-    strip_.end = smaller(strip_.first + larger(1, Strip::kColumns / block_size_), per_row_);
-    row_ = strip_.top;
-    start_row();
-    return strip_.top < bottom_;
-  }
+  bool begins_part() const { return begins_strip_; }
   const Strip& part() const { return strip_; }
   bool has_block() const { return row_ < strip_.bottom; }
   Block block() const {
@@ -66,13 +54,44 @@ class TileWalk {
     b.is_cut = count < whole;
     return b;
   }
+  // As that of BlockWalk: behind the end of a strip comes its next row.
+  struct Ahead {
+    int last = 0;
+    int64_t jump = 0;
+
+    int64_t of(int i) const { return kPrefetchDistance + (i < last ? 0 : jump); }
+  };
+  Ahead ahead() const {
+    const int64_t end = smaller(strip_.end * block_size_, row_length_);
+    const int64_t columns = end - strip_.first * block_size_;
+    return {static_cast<int>(end - in_row_ * block_size_ - kPrefetchDistance),
+            row_length_ - columns};
+  }
   void advance() {
+    begins_strip_ = false;
     if (++in_row_ < end_in_row_) return;
     ++row_;
     start_row();
+    if (row_ == strip_.bottom) start_strip();
   }
 
  private:
+  // The next strip that has any block; the last one stays if there is none.
+  void start_strip() {
+    constexpr int64_t kRows = kRowsPerBand;
+    while (row_ == strip_.bottom && !(strip_.end == per_row_ && strip_.bottom == bottom_)) {
+      if (strip_.end == per_row_) {
+        strip_.top = strip_.bottom;
+        strip_.bottom = smaller((strip_.top / kRows + 1) * kRows, bottom_);
+        strip_.end = 0;
+      }
+      strip_.first = strip_.end;
+      strip_.end = smaller(strip_.first + larger(1, Strip::kColumns / block_size_), per_row_);
+      row_ = strip_.top;
+      start_row();
+    }
+    begins_strip_ = true;
+  }
   // The first block of the strip's next row that has any; the first row of all blocks, and the last
   // one, may have none.
   void start_row() {
@@ -87,6 +106,7 @@ class TileWalk {
   int64_t local_0_, begin_, end_;  // numbers of blocks of the parameter
   int64_t bottom_;
   Strip strip_;
+  bool begins_strip_ = true;
   int64_t row_ = 0, in_row_ = 0, end_in_row_ = 0;
 };
 
