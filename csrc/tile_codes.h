@@ -47,14 +47,20 @@ class RowSum {
   // Values from element i on, of whole vectors; the next ones follow.
   template <int kVectors>
   ZERO8_INLINE void add(int i, const float* values, float* sums) {
-    const Vec::F one = Vec::set(1.0f);
+    constexpr int kInLanes = Shared::kSumLanes / Vec::kLanes;
+    constexpr int kOwn = kVectors < kInLanes ? kVectors : kInLanes;
     if (i > 0 && i % Shared::kRun == 0) end_run();
-    for (int k = 0; k < kVectors * Vec::kLanes; k += Vec::kLanes) {
-      const Vec::F x = Vec::load(values + i + k);
-      float* const lanes = lanes_ + (i + k) % Shared::kSumLanes;
-      Vec::store(sums + i + k, Vec::fma_far(x, one, Vec::load(sums + i + k)));
-      Vec::store(lanes, Vec::fma_far(x, one, Vec::load(lanes)));
+    float* const kept = lanes_ + i % Shared::kSumLanes;
+    const Vec::F one = Vec::set(1.0f);
+    Vec::F lanes[kOwn];  // not in memory, where each sum would wait for the last one's store
+    for (int k = 0; k < kOwn; ++k) lanes[k] = Vec::load(kept + k * Vec::kLanes);
+    for (int k = 0; k < kVectors; ++k) {
+      float* const of_columns = sums + i + k * Vec::kLanes;
+      const Vec::F x = Vec::load(values + i + k * Vec::kLanes);
+      Vec::store(of_columns, Vec::fma_far(x, one, Vec::load(of_columns)));
+      lanes[k % kOwn] = Vec::fma_far(x, one, lanes[k % kOwn]);
     }
+    for (int k = 0; k < kOwn; ++k) Vec::store(kept + k * Vec::kLanes, lanes[k]);
   }
   // Returns the sum, after which that of the next row begins.
   float end() {
