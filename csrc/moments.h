@@ -176,11 +176,11 @@ ZERO8_DEVICE ZERO8_INLINE inline Vec::I load_codes(const uint8_t* codes, Lanes l
 
 // What the Decoder takes: bytes of codes, or levels.
 template <class Code>
-struct Stored {
+struct CodesRead {
   using Type = uint8_t;
 };
 template <>
-struct Stored<Shared> {
+struct CodesRead<Shared> {
   using Type = float;
 };
 
@@ -190,7 +190,7 @@ struct Sources {
   template <class C>
   struct Source {
     using Code = C;
-    const typename Stored<Code>::Type* codes;
+    const typename CodesRead<Code>::Type* codes;
     const float* scales;
     typename Code::Decoder decode;
 

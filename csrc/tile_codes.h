@@ -27,13 +27,18 @@ inline void expand(const uint8_t* codes, const Shares& shares, float* levels) {
 
 // The sum of all columns' levels, rounded once: in integers, which these are in units of 2^-20.
 inline float sum_of_levels(const uint8_t* codes, const Shares& shares) {
+  const auto units = [](uint32_t code) ZERO8_INLINE {
+    const uint32_t place = code + 1;  // 16 to an octave
+    return code == 0 ? 0 : (16 + place % 16) << (place / 16);
+  };
+  const int count = shares.count();
   int64_t sum = 0;
-  for (int i = 0, begin = 0; i < shares.count(); ++i) {
-    const int end = shares.begin_of(i + 1);
-    const uint32_t place = codes[i] + 1u;  // 16 to an octave
-    const uint32_t level = codes[i] == 0 ? 0 : (16 + place % 16) << (place / 16);
-    sum += static_cast<int64_t>(level) * (end - begin);
-    begin = end;
+  if (shares.shift == 0) {  // of whole bands: worth a loop that becomes vectors
+    for (int i = 0; i < count; ++i) sum += units(codes[i]);
+  } else {
+    for (int i = 0; i < count; ++i) {
+      sum += static_cast<int64_t>(units(codes[i])) * (shares.begin_of(i + 1) - shares.begin_of(i));
+    }
   }
   return static_cast<float>(sum) * 0x1p-20f;
 }

@@ -10,10 +10,11 @@ namespace ZERO8_TARGET {
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Rows of the grid by blocks of each: a part of a band, whose tiles are complete, so narrow that
-// what is kept of its columns stays in the first-level cache.
+// Rows of the grid by blocks of each: a part of a band, whose tiles are complete.  Narrower ones
+// would keep the sums of their columns in the first-level cache, but memory is read the slower the
+// shorter the runs are: 4096 by 4096 parameters took 10 % longer with a quarter of the columns.
 struct Strip {
-  static constexpr int kColumns = 1024;  // or one block, if that is more
+  static constexpr int kColumns = kMaxBlockSize;
   static constexpr int kMaxBlocks = kColumns / kMinBlockSize;
 
   int64_t top = 0, bottom = 0;  // rows, the last one excluded, as all ends are
@@ -86,7 +87,7 @@ class TileWalk {
         strip_.end = 0;
       }
       strip_.first = strip_.end;
-      strip_.end = smaller(strip_.first + larger(1, Strip::kColumns / block_size_), per_row_);
+      strip_.end = smaller(strip_.first + Strip::kColumns / block_size_, per_row_);
       row_ = strip_.top;
       start_row();
     }

@@ -108,6 +108,7 @@ def test_object_of_a_target_defines_symbols_of_its_own_only(objects, target):
     # Of equal weak symbols the linker keeps one: AVX-512 code for processors without, perhaps.
     codecs = ("float32", *CODECS)
     paths = [objects / f"step_{target}_{a.name}_{c}.o" for a in ELEMENTWISE for c in codecs]
+    paths.append(objects / f"step_{target}_adam_shared.o")
     lines = output_of(["nm", "-AC", "--extern-only", "--defined-only", *paths]).splitlines()
     names = [line.split(maxsplit=2)[2] for line in lines]
     own = (f"zero8::{target}::", f"zero8::step_blocks_{target}_")
