@@ -149,15 +149,17 @@ constexpr bool kIsQuantized<InFloat32> = false;
 
 // Not a function: NVRTC takes those without __device__ for the host's.
 template <class Code>
-constexpr bool kIsValid = Code::kScales >= 1 && Code::kScales <= kMaxScales&& Code::kZeroCode < 256;
+constexpr bool kIsValid =
+    Code::kScales >= 1 && Code::kScales <= kMaxScales && Code::kZeroCode < 256;
 template <class Code, int kBits, int kScales>
-constexpr bool kHasSize = kIsValid<Code>&& Code::kBits == kBits&& Code::kScales == kScales;
+constexpr bool kHasSize = kIsValid<Code> && Code::kBits == kBits && Code::kScales == kScales;
 template <class InCodec, Codec kCodec, int kBits = kCodecSizes[kCodec].bits,
           int kOfSigned = kCodecSizes[kCodec].scales_of_signed,
           int kOfUnsigned = kCodecSizes[kCodec].scales_of_unsigned>
-constexpr bool kIsCodec = kHasSize<typename InCodec::template Code<true, false>, kBits, kOfSigned>&&
-    kHasSize<typename InCodec::template Code<true, true>, kBits, kOfSigned>&&
-        kHasSize<typename InCodec::template Code<false, true>, kBits, kOfUnsigned>;
+constexpr bool kIsCodec =
+    kHasSize<typename InCodec::template Code<true, false>, kBits, kOfSigned> &&
+    kHasSize<typename InCodec::template Code<true, true>, kBits, kOfSigned> &&
+    kHasSize<typename InCodec::template Code<false, true>, kBits, kOfUnsigned>;
 static_assert(kIsCodec<InDynamic, kDynamic>);
 static_assert(kIsCodec<InLog, kLog>);
 static_assert(kIsCodec<InFp8, kFp8>);
