@@ -109,8 +109,8 @@ RETIRED = Codec("log of format 1", 3, SignMagnitudeLogCode(), SignMagnitudeLogCo
 def codec_named(name: str) -> Codec:
     """Return the codec that `codec=name` chooses, or raise ValueError with the valid names."""
     if name not in CODECS:
-        hint = ", which is that of Adam8bitShared" if name == SHARED.name else ""
-        raise ValueError(f"codec: got {shown(name)}{hint}; expected one of {sorted(CODECS)}")
+        hint = " (it is that of Adam8bitShared)" if name == SHARED.name else ""
+        raise ValueError(f"codec: got {shown(name)}{hint}, expected one of {sorted(CODECS)}")
     return CODECS[name]
 
 
