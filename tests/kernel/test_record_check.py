@@ -37,8 +37,8 @@ BAD = {
 }
 # By moment and field; the codec 0 or 1 of one moment alone is none of both.
 BAD_OF_MOMENTS = {
-    (0, "codec"): [*OUTSIDE_INT32, 2, 3, 8],
-    (1, "codec"): [*OUTSIDE_INT32, 0, 1, 2, 3, 5, 6, 7, 8],
+    (0, "codec"): [*OUTSIDE_INT32, 2, 3, 9],
+    (1, "codec"): [*OUTSIDE_INT32, 0, 1, 2, 3, 5, 6, 7, 8, 9],
     (0, "num_scales"): [-1, 0, 2, 4, 2**63 - 1],
     (1, "num_scales"): [-1, 0, 3, 5, 7, 2**63 - 1],
     (0, "values"): [0],
