@@ -235,8 +235,8 @@ struct BlockCodes<Shared> {
     if (!has_new) return;
     uint8_t codes[kMaxBlockSize];
     __builtin_memset(codes, 0, tile.rows * tile.bytes_per_row);
-    const Block first = {tile.top * seg_.row_length + in_row * seg_.block_size - seg_.first, 0,
-                         tile.columns, 0};
+    const int64_t begin = tile.top * seg_.row_length + in_row * seg_.block_size - seg_.first;
+    const Block first = {begin, 0, tile.columns, 0, 0, 0, false};
     const float levels = encode(first, Shares(tile), sums_ + column * seg_.block_size, codes);
     for (int row = 0; row < tile.rows; ++row) {
       __builtin_memcpy(bytes_at(tile.top + row, in_row), codes + row * tile.bytes_per_row,

@@ -48,12 +48,13 @@ class TileWalk {
     const int64_t begin = row_ * row_length_ + column - first_;
     const int64_t offset = begin < 0 ? -begin : 0;
     const int64_t count = smaller(whole, numel_ - begin) - offset;
-    Block b = {begin + offset, row_ * per_row_ + in_row_ - local_0_, static_cast<int>(count),
-               static_cast<int>(offset)};
-    b.row = static_cast<int>(row_ - strip_.top);
-    b.column = static_cast<int>(in_row_ - strip_.first);
-    b.is_cut = count < whole;
-    return b;
+    return {begin + offset,
+            row_ * per_row_ + in_row_ - local_0_,
+            static_cast<int>(count),
+            static_cast<int>(offset),
+            static_cast<int>(row_ - strip_.top),
+            static_cast<int>(in_row_ - strip_.first),
+            count < whole};
   }
   // As that of BlockWalk: behind the end of a strip comes its next row.
   struct Ahead {
