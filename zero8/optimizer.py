@@ -151,7 +151,7 @@ class Adam8bitShared(Adam8bitBlockwise):
             DeepSpeed.
     """
 
-    codec_name = SHARED.name
+    only_codec = SHARED
 
     def __init__(
         self,

@@ -34,8 +34,7 @@ from zero8.spec.codec import SHARED
 from zero8.spec.segment import Rounding, Segment
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-GRADIENTS = {FP32: (FP32, BF16, FP16), BF16: (FP32, BF16)}
+FP32, BF16 = torch.float32, torch.bfloat16
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 every_isa = pytest.mark.parametrize("isa", kernel.isas())
 
@@ -77,10 +76,10 @@ def hyper_of(chance: random.Random) -> dict:
 def segment_of(place: Place, hyper: dict, chance: random.Random) -> Segment:
     """Return a segment of one of all kinds of parameters."""
     dtype, rounding = chance.choice((FP32, FP32, BF16)), chance.choice(list(Rounding))
-    grad_dtype = chance.choice(GRADIENTS[dtype])
+    grad_dtype = chance.choice(kernel.DTYPES[dtype])
     segment = make("shared", place, scalars_at(1, hyper), dtype, grad_dtype, rounding)
     if chance.random() < 0.3:
-        copy_dtype = BF16 if dtype == BF16 else chance.choice((BF16, FP16))
+        copy_dtype = chance.choice(kernel.COPY_DTYPES[dtype])
         segment.copy = torch.full((place.numel,), 3, dtype=copy_dtype)
     if dtype == BF16 and chance.random() < 0.3:
         generator = torch.Generator().manual_seed(place.numel)

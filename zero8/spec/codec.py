@@ -66,6 +66,7 @@ class Codec:
         of_signed: of moments that can be negative.
         of_dithered: of those among them that are dithered; it decodes like `of_signed`.
         of_unsigned: of moments that cannot be negative.
+        has_narrow_rows: whether it has codes of narrow rows (`zero8.spec.grid`).
     """
 
     name: str
@@ -73,6 +74,7 @@ class Codec:
     of_signed: MomentCode
     of_dithered: MomentCode
     of_unsigned: MomentCode
+    has_narrow_rows: bool = True
 
     def bits_of(self, moments: Sequence[MomentRule]) -> float:
         """Return the mean of the bits of moments' codes, an int if it is a whole number."""
@@ -99,10 +101,11 @@ CODECS = {
 """The codecs of `codec=...`, by name."""
 DEFAULT_CODEC = "log"
 
-SHARED = Codec("shared", 8, SignedLogCode(), DitheredLogCode(), SharedCode())
+SHARED = Codec("shared", 8, SignedLogCode(), DitheredLogCode(), SharedCode(), False)
 """The codec of `Adam8bitShared`, which has no other."""
 
-RETIRED = Codec("log of format 1", 3, SignMagnitudeLogCode(), SignMagnitudeLogCode(), LogRootCode())
+_OLD_SIGNED = SignMagnitudeLogCode()
+RETIRED = Codec("log of format 1", 3, _OLD_SIGNED, _OLD_SIGNED, LogRootCode(), False)
 """The codec of format 1: its states are read, and encoded again when an optimizer loads them."""
 
 

@@ -130,8 +130,7 @@ class _Blocks:
         block, num_blocks = grid.block_numbers(first, numel, device)
         number = torch.arange(num_blocks, device=device) + (grid.block_of(first) if numel else 0)
         row, in_row = number // grid.blocks_per_row, number % grid.blocks_per_row
-        begin = in_row * grid.block_size
-        end = (begin + grid.block_size).clamp(max=grid.row_length)
+        begin, end = _columns_of(grid, in_row)
         # Rows whose block in these columns the shard has whole.
         first_row, first_column = divmod(shard[0], grid.row_length)
         last_row, last_column = divmod(sum(shard) - 1, grid.row_length)
@@ -148,8 +147,7 @@ class _Blocks:
     def places(self) -> tuple[Tensor, Tensor]:
         """Return `byte` and `column` of `Tiles`."""
         grid, at = self.grid, self.block
-        begin = self.in_row * grid.block_size
-        end = (begin + grid.block_size).clamp(max=grid.row_length)
+        begin, end = _columns_of(grid, self.in_row)
         column = self.index % grid.row_length - begin[at]
         shared = self.shared[at]
         code, bytes_per_row = column // shared, (-(-(end - begin) // COLUMNS_PER_BYTE))[at]
@@ -159,6 +157,12 @@ class _Blocks:
         unit += (begin // COLUMNS_PER_BYTE)[at]
         first_unit = grid.unit_of(self.shard[0], BITS)
         return row * grid.units_per_row(BITS) + unit - first_unit, column % shared
+
+
+def _columns_of(grid: BlockGrid, in_row: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first column of blocks, by their numbers in the row, and the one behind them."""
+    begin = in_row * grid.block_size
+    return begin, (begin + grid.block_size).clamp(max=grid.row_length)
 
 
 def _columns_per_code(rows: Tensor, columns: Tensor) -> Tensor:

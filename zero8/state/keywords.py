@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.codec import DEFAULT_CODEC, SHARED, codec_named
+from zero8.spec.codec import DEFAULT_CODEC, Codec, codec_named
 from zero8.spec.options import check_flag
 from zero8.spec.segment import Rounding
 from zero8.spec.shown import shown
@@ -82,7 +82,7 @@ def check_other_keys(
     algorithm: Algorithm,
     class_name: str,
     others: Mapping[str, Any],
-    codec_name: str | None = None,
+    only_codec: Codec | None = None,
 ) -> None:
     """Check keywords that are neither the algorithm's nor zero8's own.
 
@@ -90,7 +90,7 @@ def check_other_keys(
         algorithm: the optimizer's.
         class_name: the optimizer's class, for messages.
         others: the keywords.
-        codec_name: the codec of an optimizer that has no other.
+        only_codec: the codec of an optimizer that has no other.
 
     Raises:
         ValueError: for an unknown key (lists the valid ones), or one for a feature that zero8
@@ -102,7 +102,7 @@ def check_other_keys(
         if key in REFUSED_KEYS:
             continue
         if key not in no_effect:
-            own = [key for key in OWN_KEYS if key != "codec" or codec_name is None]
+            own = [key for key in OWN_KEYS if key != "codec" or only_codec is None]
             valid = (*algorithm.keywords, *own)
             texts = (
                 f"unknown parameter {key!r} for {class_name}.",
@@ -129,24 +129,23 @@ def check_refused_keys(class_name: str, values: Mapping[str, Any]) -> None:
 
 
 def checked_settings(
-    algorithm: Algorithm, whole: Mapping[str, Any], codec_name: str | None = None
+    algorithm: Algorithm, whole: Mapping[str, Any], only_codec: Codec | None = None
 ) -> Settings:
     """Return `Settings` from the keywords of the whole optimizer.
 
     Args:
         algorithm: the optimizer's.
         whole: the keywords.
-        codec_name: the codec of an optimizer that has no other; None: the keyword `codec` counts.
+        only_codec: the codec of an optimizer that has no other; None: the keyword `codec` counts.
 
     Raises:
         ValueError: for a bad value.
     """
-    has_narrow_rows = codec_name != SHARED.name  # in tiles they would have more rows than columns
+    codec = only_codec or codec_named(whole["codec"])
     sizes = whole["block_size"], whole["min_8bit_size"]
-    policy = Policy(*sizes, whole["fp32_params"], has_narrow_rows)
     return Settings(
-        policy,
-        codec_name or codec_named(whole["codec"]).name,
+        Policy(*sizes, whole["fp32_params"], codec.has_narrow_rows),
+        codec.name,
         check_rounding(whole["stochastic_rounding"]),
         check_correction_bits(whole["weight_correction_bits"]),
         check_seed(whole["seed"]),

@@ -37,7 +37,7 @@ from zero8.algorithms.table import ALGORITHMS, algorithm_of_fp32
 from zero8.spec import tiles
 from zero8.spec.algorithm import Algorithm, MomentRule
 from zero8.spec.buffers import check_entry
-from zero8.spec.codec import RETIRED, SHARED, Codec, MomentCode
+from zero8.spec.codec import SHARED, Codec, MomentCode
 from zero8.spec.faults import fault_of_values
 from zero8.spec.grid import UNITS, is_narrow
 from zero8.spec.shown import shown, shown_keys
@@ -201,7 +201,7 @@ class PlainState:
             if header.codec is None:
                 entries[rule.name] = _part(saved, rule.name, extent)
                 continue
-            if header.codec in (RETIRED, SHARED) and is_narrow(extent.shape):
+            if not header.codec.has_narrow_rows and is_narrow(extent.shape):
                 raise ValueError(
                     f"state of {name}: got codes of {header.codec.name!r} for rows of "
                     f"{math.prod(extent.shape[1:])} elements, which have none there; the "

@@ -37,9 +37,6 @@ class Settings:
         huge_pages: whether parameters and gradients are moved to huge pages.
         bias_correction: whether to correct the bias of the moments toward 0.
         algorithm_name: the algorithm's name in saved states.
-
-    Raises:
-        ValueError: if there is no such codec.
     """
 
     policy: Policy
@@ -50,10 +47,6 @@ class Settings:
     huge_pages: bool
     bias_correction: bool
     algorithm_name: str = ADAM.name
-
-    def __post_init__(self) -> None:
-        """Check the codec; the other values have been checked."""
-        _ = self.codec
 
     @property
     def algorithm(self) -> Algorithm:

@@ -9,7 +9,7 @@ import torch
 from zero8.checkpoint.files.staging import Staging
 from zero8.checkpoint.read.contents import Contents
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.codec import SHARED, Codec
+from zero8.spec.codec import Codec
 from zero8.spec.dither import identity_of
 from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
@@ -83,7 +83,7 @@ def _zeros(contents: Contents, names: list[str]) -> dict[str, dict]:
         }
     sizes = [piece.block_size for piece in pieces if piece.is_quantized]
     codecs = [p.stores[0].codec for p in contents.parameters.values() if p.piece.is_quantized]
-    narrow_rows = SHARED not in codecs
+    narrow_rows = all(codec.has_narrow_rows for codec in codecs)
     policy = Policy(block_size=sizes[0], narrow_rows=narrow_rows) if sizes else None
     shapes = {name: tuple(contents.model[name].shape) for name in names}
     return {
