@@ -37,7 +37,7 @@ class BlockWalk {
     int64_t count = left_of_row_ < block_size_ ? left_of_row_ : block_size_;
     if (count > numel_ - begin) count = numel_ - begin;
     left_of_row_ -= count;
-    block_ = {begin, block_.local + 1, static_cast<int>(count), 0, 0, 0, false};
+    block_ = {begin, block_.local + 1, static_cast<int>(count), 0};
   }
 
  private:

@@ -15,10 +15,6 @@ struct Block {
   int64_t local;
   int count;
   int offset;  // how many elements of the block lie before them, in other shards
-  // In a walk over tiles alone: which row and which block of its strip this is, and whether an end
-  // of the segment cuts it.
-  int row, column;
-  bool is_cut;
 };
 
 ZERO8_DEVICE inline int64_t blocks_per_row(const Segment& seg) {
@@ -45,8 +41,7 @@ ZERO8_DEVICE inline Block block_at(const Segment& seg, int64_t local) {
   const int64_t begin = whole < seg.first ? seg.first : whole;
   int64_t end = whole + seg.block_size < row_end ? whole + seg.block_size : row_end;
   if (end > seg.first + seg.numel) end = seg.first + seg.numel;
-  const auto offset = static_cast<int>(begin - whole);
-  return {begin - seg.first, local, static_cast<int>(end - begin), offset, 0, 0, false};
+  return {begin - seg.first, local, static_cast<int>(end - begin), static_cast<int>(begin - whole)};
 }
 
 // Number of the unit of codes, each of at most `codes` of one row, that holds element `element` of

@@ -198,9 +198,9 @@ struct Sources {
 
     // `all_codes` is a Row whose items give the codes of block b, a byte each, or levels, and a
     // place for the new ones.
-    template <int k, class AllCodes>
+    template <int k, class AnyBlock, class AllCodes>
     ZERO8_DEVICE Source(Number<k>, const Segment& seg, const StepScalars& s, const CodecMaps& maps,
-                        const Block& b, AllCodes* all_codes)
+                        const AnyBlock& b, AllCodes* all_codes)
         : codes(all_codes->at(Number<k>()).next(b)),
           scales(seg.moments[k].scales + b.local * Code::kScales),
           decode(scales, Algorithm::decay(s, k), maps) {}

@@ -334,7 +334,7 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const CodecMa
       finish_part(s, pending, codes);
       codes.visit([&](auto, auto& one) ZERO8_INLINE { one.start(walk.part()); });
     }
-    const Block b = walk.block();
+    const auto b = walk.block();
     const auto ahead = walk.ahead();
     const Reader<Scalars, P, G> reader(seg, s, b);
     const AllSources sources(seg, raw, maps, b, &codes);

@@ -161,7 +161,7 @@ struct BlockCodes<Shared> {
     strip_ = strip;
     for (int64_t in_row = strip.first; in_row < strip.end; ++in_row) start_tile(in_row);
   }
-  const float* next(const Block& b) {
+  const float* next(const TileBlock& b) {
     if (!b.is_cut) return levels_ + b.column * seg_.block_size;
     expand(bytes_of(b), Shares(b), cut_levels_);
     return cut_levels_;
@@ -169,7 +169,7 @@ struct BlockCodes<Shared> {
   template <class Ahead>
   void load(int, const Ahead&) const {}
   uint8_t* replaced(const Block&) const { return nullptr; }
-  void keep(const Block& b, const float* values) {
+  void keep(const TileBlock& b, const float* values) {
     kept_ = b;
     values_ = values;
     kept_sums_ = b.is_cut ? cut_sums_ : sums_ + b.column * seg_.block_size;
@@ -236,7 +236,7 @@ struct BlockCodes<Shared> {
     uint8_t codes[kMaxBlockSize];
     __builtin_memset(codes, 0, tile.rows * tile.bytes_per_row);
     const int64_t begin = tile.top * seg_.row_length + in_row * seg_.block_size - seg_.first;
-    const Block first = {begin, 0, tile.columns, 0, 0, 0, false};
+    const Block first = {begin, 0, tile.columns, 0};
     const float levels = encode(first, Shares(tile), sums_ + column * seg_.block_size, codes);
     for (int row = 0; row < tile.rows; ++row) {
       __builtin_memcpy(bytes_at(tile.top + row, in_row), codes + row * tile.bytes_per_row,
@@ -266,7 +266,7 @@ struct BlockCodes<Shared> {
   const Tiles tiles_;
   const int64_t per_row_, units_per_row_, first_unit_;
   Strip strip_;
-  Block kept_ = {};
+  TileBlock kept_ = {};
   const float* values_ = nullptr;
   float* kept_sums_ = nullptr;
   RowSum row_sum_;

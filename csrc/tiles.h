@@ -21,6 +21,12 @@ struct Strip {
   int64_t first = 0, end = 0;   // blocks of a row
 };
 
+// A block of a walk over tiles.
+struct TileBlock : Block {
+  int row, column;  // which row of its strip, and which block of the row
+  bool is_cut;      // by an end of the segment
+};
+
 // Blocks `begin` .. `end` - 1 of a segment, which are those of whole bands as far as the segment
 // holds them: strip after strip, and in each row after row.
 class TileWalk {
@@ -42,18 +48,15 @@ class TileWalk {
   bool begins_part() const { return begins_strip_; }
   const Strip& part() const { return strip_; }
   bool has_block() const { return row_ < strip_.bottom; }
-  Block block() const {
+  TileBlock block() const {
     const int64_t column = in_row_ * block_size_;
     const int64_t whole = smaller(block_size_, row_length_ - column);
     const int64_t begin = row_ * row_length_ + column - first_;
     const int64_t offset = begin < 0 ? -begin : 0;
     const int64_t count = smaller(whole, numel_ - begin) - offset;
-    return {begin + offset,
-            row_ * per_row_ + in_row_ - local_0_,
-            static_cast<int>(count),
-            static_cast<int>(offset),
-            static_cast<int>(row_ - strip_.top),
-            static_cast<int>(in_row_ - strip_.first),
+    const Block b = {begin + offset, row_ * per_row_ + in_row_ - local_0_, static_cast<int>(count),
+                     static_cast<int>(offset)};
+    return {b, static_cast<int>(row_ - strip_.top), static_cast<int>(in_row_ - strip_.first),
             count < whole};
   }
   // As that of BlockWalk: behind the end of a strip comes its next row.
