@@ -98,7 +98,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         if not has_decay and self._lacks_decay and engine is None:
             notices.warn_of_missing_decay(options)
         # DeepSpeed makes the optimizer before ZeRO, which must be patched before it starts.
-        frameworks.fit(type(self))
+        frameworks.fit(BlockwiseOptimizer, type(self))
         if any(p.device.type in DEVICES for p in self._all_params()):
             for algorithm in self.algorithms:
                 # Users expect to wait here rather than in the first step.

@@ -154,6 +154,7 @@ def _libaio(report: dict) -> bool:
 
 def _seams(report: dict) -> dict[str, str]:
     """Return the state of each seam: "missing", "present", or "installed" (present and in use)."""
+    from zero8.blockwise import BlockwiseOptimizer
     from zero8.optimizer import Adam8bitBlockwise
 
     changed = [seam for seam in seams.SEAMS if seam.change]
@@ -163,7 +164,7 @@ def _seams(report: dict) -> dict[str, str]:
         report["problems" if seam.essential else "warnings"].append(text)
     if not any(seam.essential for seam in missing):
         try:
-            seams.install(Adam8bitBlockwise)
+            seams.install(BlockwiseOptimizer, Adam8bitBlockwise)
         except RuntimeError as error:
             report["problems"].append(str(error))
     return {seam.name: seam.state for seam in changed}
@@ -171,13 +172,13 @@ def _seams(report: dict) -> dict[str, str]:
 
 def _accelerate(report: dict) -> str | None:
     """Return the state of the guard against Accelerate replacing the optimizer, None without it."""
-    from zero8.optimizer import Adam8bitBlockwise
+    from zero8.blockwise import BlockwiseOptimizer
 
     try:
         accelerator = importlib.import_module("accelerate.accelerator")
     except ImportError:
         return None
-    accelerate.guard(accelerator, Adam8bitBlockwise)
+    accelerate.guard(accelerator, BlockwiseOptimizer)
     state = seams.state_of(getattr(accelerator, accelerate.REPLACES, None))
     if state == "missing":
         report["warnings"].append(accelerate.UNKNOWN)

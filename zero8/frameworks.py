@@ -34,8 +34,13 @@ class Framework:
     kinds: tuple[type[StateKind], ...] = ()
     """The kinds of state of its parameters."""
 
-    def fit(self, optimizer_class: type) -> None:
-        """Make the framework work with the optimizer's class; called for every new optimizer."""
+    def fit(self, base_class: type, optimizer_class: type) -> None:
+        """Make the framework work with the optimizer's class; called for every new optimizer.
+
+        Args:
+            base_class: the base class of all optimizers.
+            optimizer_class: the new one's.
+        """
         return
 
     def constructing_engine(self) -> object | None:
@@ -91,14 +96,14 @@ def kinds() -> tuple[type[StateKind], ...]:
     return (*(kind for framework in _registered for kind in framework.kinds), WholeTensor)
 
 
-def fit(optimizer_class: type) -> None:
-    """Make all frameworks work with the optimizer's class.
+def fit(base_class: type, optimizer_class: type) -> None:
+    """Make all frameworks work with the optimizer's class; see `Framework.fit`.
 
     Raises:
         RuntimeError: if a loaded framework lacks a needed interface.
     """
     for framework in _registered:
-        framework.fit(optimizer_class)
+        framework.fit(base_class, optimizer_class)
 
 
 def constructing_engine() -> tuple[object | None, Mapping[Tensor, str]]:

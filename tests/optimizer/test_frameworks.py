@@ -15,7 +15,8 @@ class Recording(Framework):
     def __init__(self):
         self.asked = []
 
-    def fit(self, optimizer_class):
+    def fit(self, base_class, optimizer_class):
+        assert issubclass(optimizer_class, base_class)
         self.asked.append(optimizer_class.__name__)
 
     def global_shape(self, p):

@@ -347,22 +347,32 @@ def test_install_changes_the_seams_that_the_table_says_it_changes(stand_ins):
     apart = ("ALL_OPS", jit.BUILDS, seams.SUPPORTED)
     table = [seam for seam in seams.SEAMS if seam.name not in apart]
     assert {seam.state for seam in table} == {"present"}
-    seams.install(Ours)
+    seams.install(Ours, Ours)
     for seam in table:
         assert seam.state == ("installed" if seam.change else "present"), seam.name
 
 
 def test_install_twice_equals_once(stand_ins):
     original = seam_objects()
-    seams.install(Ours)
+    seams.install(Ours, Ours)
     once = seam_objects()
-    seams.install(Ours)
+    seams.install(Ours, Ours)
     assert seam_objects() == once != original
     assert utils.ZERO_SUPPORTED_OPTIMIZERS == [torch.optim.Adam, Ours]
 
 
+def test_install_for_classes_of_one_base_patches_once(stand_ins):
+    """A subclass is an instance of both: patched for each, its saves would wait for themselves."""
+    special = type("Special", (Ours,), {})
+    seams.install(Ours, special)
+    once = seam_objects()
+    seams.install(Ours, Ours)
+    assert seam_objects() == once
+    assert utils.ZERO_SUPPORTED_OPTIMIZERS == [torch.optim.Adam, special, Ours]
+
+
 def test_installed_mode_check_refuses_for_ours_only_and_still_asks_deepspeed(stand_ins):
-    seams.install(Ours)
+    seams.install(Ours, Ours)
     refused = stand_ins.engine(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.5})
     with pytest.raises(ValueError, match="ratio"):
         refused._do_optimizer_sanity_check(Ours())
@@ -377,7 +387,7 @@ def test_installed_mode_check_refuses_for_ours_only_and_still_asks_deepspeed(sta
 
 
 def test_installed_refusal_of_objects_under_offload_names_the_setting_for_ours_only(stand_ins):
-    seams.install(Ours)
+    seams.install(Ours, Ours)
     on_cpu = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     with pytest.raises(ValueError, match='"zero_force_ds_cpu_optimizer": false'):
         stand_ins.engine(**on_cpu)._configure_optimizer(Ours(), [])
@@ -391,7 +401,7 @@ def test_installed_refusal_of_objects_under_offload_names_the_setting_for_ours_o
 
 
 def test_installed_offload_states_of_zero3_refuses_ours_what_deepspeed_cannot_move(stand_ins):
-    seams.install(Ours)
+    seams.install(Ours, Ours)
     ours, other = stand_ins.zero3(Ours()), stand_ins.zero3(object())
     for include in (None, [Kind.optim_states], [Kind.lp_params, Kind.hp_params]):
         with pytest.raises(ValueError, match="only FusedAdam's states.*use stage 1 or 2"):
@@ -403,7 +413,7 @@ def test_installed_offload_states_of_zero3_refuses_ours_what_deepspeed_cannot_mo
 
 def test_installed_views_of_other_optimizers_are_left_alone(stand_ins):
     """The stand-in has no groups to look at: touching it would fail."""
-    seams.install(Ours)
+    seams.install(Ours, Ours)
     other = stand_ins.views(object())
     assert other._lazy_init_hp_params_optimizer_state() == "looked at"
     assert other.load_state_dict([]) == "loaded"
@@ -414,7 +424,7 @@ def test_installed_views_of_other_optimizers_are_left_alone(stand_ins):
 
 def test_installed_loads_of_universal_checkpoints_leave_other_optimizers_alone(stand_ins):
     """There is no such checkpoint: looking at it would fail."""
-    seams.install(Ours)
+    seams.install(Ours, Ours)
     flat, zero3 = stand_ins.views(object()), stand_ins.zero3(object())
     assert flat.load_hp_checkpoint_state_from_checkpoint_dir("groups", "none") == ("groups", "none")
     assert zero3.load_hp_checkpoint_state_from_checkpoint_dir_stage3("none") == "none"
@@ -431,7 +441,7 @@ def test_installed_loads_of_universal_checkpoints_leave_other_optimizers_alone(s
 @pytest.mark.parametrize("round_robin", [True, False])
 def test_installed_places_are_looked_for_by_offsets_in_our_round_robin_only(stand_ins, round_robin):
     """DeepSpeed looks at the offsets where there is padding: ours is told that there is some."""
-    seams.install(Ours)
+    seams.install(Ours, Ours)
     for optimizer, seen in ((Ours(), [[1], [1]] if round_robin else [[0], [0]]), (1, [[0], [0]])):
         zero = stand_ins.views(optimizer)
         zero.round_robin_gradients = round_robin
@@ -441,7 +451,7 @@ def test_installed_places_are_looked_for_by_offsets_in_our_round_robin_only(stan
 
 
 def test_installed_master_weights_drop_the_bf16_validator_for_ours_only(stand_ins):
-    seams.install(Ours)
+    seams.install(Ours, Ours)
     options = {"bf16_offload_validator": "b", "fp16_offload_validator": "f"}
     ours, other = stand_ins.zero(Ours()), stand_ins.zero(object())
     assert ours._configure_master_weights(**options) == (False, None, "f")
@@ -449,7 +459,7 @@ def test_installed_master_weights_drop_the_bf16_validator_for_ours_only(stand_in
 
 
 def test_installed_master_weights_refuse_fp16_for_ours_only(stand_ins):
-    seams.install(Ours)
+    seams.install(Ours, Ours)
     fp16 = {"fp16_master_weights_and_gradients": True}
     with pytest.raises(ValueError, match="float16 weights cannot hold its updates"):
         stand_ins.zero(Ours())._configure_master_weights(**fp16)
@@ -460,7 +470,7 @@ def test_installed_master_weights_refuse_fp16_for_ours_only(stand_ins):
 def test_installed_swappers_are_ours_for_ours_only(stand_ins, monkeypatch, name):
     theirs, ours = getattr(stage3, name), type("Ours", (Swapper,), {})
     monkeypatch.setattr(swapper, overrides.SWAPPERS[name], ours)
-    seams.install(Ours)
+    seams.install(Ours, Ours)
     optimizers = Ours(), object()
     made = [getattr(stage3, name)(optimizer=optimizer, timers=1) for optimizer in optimizers]
     assert [type(swapper) for swapper in made] == [ours, theirs]
@@ -468,7 +478,7 @@ def test_installed_swappers_are_ours_for_ours_only(stand_ins, monkeypatch, name)
 
 
 def test_installed_zero_and_load_leave_engines_of_others_as_they_are(stand_ins):
-    seams.install(Ours)
+    seams.install(Ours, Ours)
     engine = stand_ins.engine()
     engine.optimizer = engine._configure_zero_optimizer(optimizer=None)
     loaded = engine._load_checkpoint("folder", "tag", False, load_module_only=True)
@@ -478,7 +488,7 @@ def test_installed_zero_and_load_leave_engines_of_others_as_they_are(stand_ins):
 
 
 def test_installed_engine_refuses_unknown_settings_of_checkpoints_for_ours_only(stand_ins):
-    seams.install(Ours)
+    seams.install(Ours, Ours)
     engine = stand_ins.engine()
     engine._config._param_dict["zero8"] = {"keep": 3}
     with pytest.raises(ValueError, match="unknown key 'keep'; valid are .*keep_checkpoints"):
@@ -532,7 +542,7 @@ def test_install_without_a_seam_is_one_clear_error_and_changes_nothing(
     before, supported = seam_objects(), getattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", ())
     supported_before = list(supported)
     with pytest.raises(RuntimeError) as caught:
-        seams.install(Ours)
+        seams.install(Ours, Ours)
     message = str(caught.value)
     assert message.startswith(f"zero8 does not fit this DeepSpeed ({deepspeed.__version__}): ")
     assert all(tested in message for tested in TESTED["deepspeed"])
@@ -554,9 +564,10 @@ def test_install_into_an_untested_version_warns_once(stand_ins, monkeypatch, ins
     versions.warn_if_untested.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        seams.install(Ours)
-        seams.install(Ours)
-        seams.install(type("Another", (), {}))
+        seams.install(Ours, Ours)
+        seams.install(Ours, Ours)
+        another = type("Another", (), {})
+        seams.install(another, another)
     versions.warn_if_untested.cache_clear()
     assert len(caught) == warned
     for warning in caught:

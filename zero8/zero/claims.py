@@ -32,10 +32,12 @@ class Claim:
 
     Attributes:
         optimizer: a weak reference to it.
+        class_name: the name of its class.
         use: whether anything steps with it.
     """
 
     optimizer: weakref.ref
+    class_name: str
     use: Use
 
 
@@ -44,7 +46,7 @@ _claims = WeakTensorKeyDictionary()
 
 def claim(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], use: Use) -> None:
     """Claim parameters for an optimizer, replacing earlier claims."""
-    made = Claim(weakref.ref(optimizer), use)
+    made = Claim(weakref.ref(optimizer), type(optimizer).__name__, use)
     for p in filter(bears_weak_references, params):  # DeepSpeed's engines take no others
         _claims[p] = made
 
@@ -55,7 +57,7 @@ def check(engine, basic_optimizer: torch.optim.Optimizer, optimizer_class: type)
     Args:
         engine: a DeepSpeed engine under construction.
         basic_optimizer: the optimizer that it will step with.
-        optimizer_class: one of our classes.
+        optimizer_class: the base class of ours.
 
     Raises:
         ValueError: if one of ours was made for them and never stepped, and another one will step.
@@ -71,7 +73,8 @@ def check(engine, basic_optimizer: torch.optim.Optimizer, optimizer_class: type)
             unmet.append((name, made))
     if not unmet:
         return
-    first = f"the {optimizer_class.__name__} that was made for {unmet[0][0]}"
+    ours = unmet[0][1].class_name
+    first = f"the {ours} that was made for {unmet[0][0]}"
     if len(unmet) > 1:
         first += f" and {len(unmet) - 1} other parameter(s)"
     if isinstance(basic_optimizer, optimizer_class):
@@ -87,7 +90,7 @@ def check(engine, basic_optimizer: torch.optim.Optimizer, optimizer_class: type)
     raise ValueError(
         f"DeepSpeed would step with {type(basic_optimizer).__name__}, not with {first}. Trainers "
         "such as Hugging Face's drop the optimizer object that they are given when they make an "
-        f"engine: name it in the DeepSpeed config instead, {in_config(optimizer_class.__name__)}, "
+        f"engine: name it in the DeepSpeed config instead, {in_config(ours)}, "
         f"and make none. To step with {type(basic_optimizer).__name__}, make a new model, and no "
-        f"{optimizer_class.__name__}"
+        f"{ours}"
     )

@@ -16,9 +16,9 @@ class DeepSpeed(Framework):
 
     kinds = (FlatPartition,)
 
-    def fit(self, optimizer_class: type) -> None:
+    def fit(self, base_class: type, optimizer_class: type) -> None:
         """See `Framework`."""
-        seams.fit_in(optimizer_class)
+        seams.fit_in(base_class, optimizer_class)
 
     def constructing_engine(self) -> object | None:
         """See `Framework`."""

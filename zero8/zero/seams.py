@@ -277,47 +277,61 @@ SEAMS = (
 """All of DeepSpeed that zero8 depends on."""
 
 
-def fit_in(optimizer_class: type) -> None:
-    """Patch DeepSpeed and Accelerate for `optimizer_class`, now or when they are imported.
+def fit_in(base_class: type, optimizer_class: type) -> None:
+    """Patch DeepSpeed and Accelerate, now or when they are imported.
+
+    Args:
+        base_class: of the optimizers to patch them for.
+        optimizer_class: the one that DeepSpeed is to take.
 
     Raises:
         RuntimeError: as `install`, if DeepSpeed is loaded.
     """
     if sys.modules.get("deepspeed"):
-        install(optimizer_class)
+        install(base_class, optimizer_class)
     else:  # a script may make its optimizer first
-        when_imported("deepspeed.runtime.engine", _Install(optimizer_class))
-    when_imported("accelerate.accelerator", accelerate.Guard(optimizer_class))
+        when_imported("deepspeed.runtime.engine", _Install(base_class, optimizer_class))
+    when_imported("accelerate.accelerator", accelerate.Guard(base_class))
 
 
 @dataclass(frozen=True)
 class _Install:
     """Calls `install` once DeepSpeed has been imported."""
 
+    base_class: type
     optimizer_class: type
 
     def __call__(self, _: ModuleType) -> None:
         try:
-            install(self.optimizer_class)
+            install(self.base_class, self.optimizer_class)
         except RuntimeError as error:  # `import deepspeed` must not fail
             warnings.warn(str(error), stacklevel=2)
 
 
-def install(optimizer_class: type) -> None:
-    """Patch the loaded DeepSpeed for `optimizer_class`.  Idempotent.
+def install(base_class: type, optimizer_class: type) -> None:
+    """Patch the loaded DeepSpeed once for `base_class`, and have it take `optimizer_class`.
 
     Raises:
         RuntimeError: if this DeepSpeed lacks one of the seams; nothing is patched then.
     """
-    from deepspeed.runtime import base_optimizer, bf16_optimizer, engine
-    from deepspeed.runtime.zero import stage3, stage_1_and_2, utils
+    from deepspeed.runtime.zero import utils
 
-    if optimizer_class in getattr(utils, SUPPORTED, ()):
+    known = getattr(utils, SUPPORTED, ())
+    if optimizer_class in known:
         return
-    warn_if_untested("deepspeed")
-    for seam in SEAMS:
-        if seam.essential:
-            seam.check()
+    if not any(issubclass(one, base_class) for one in known):
+        warn_if_untested("deepspeed")
+        for seam in SEAMS:
+            if seam.essential:
+                seam.check()
+        _patch(base_class)
+    utils.ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
+
+
+def _patch(optimizer_class: type) -> None:
+    from deepspeed.runtime import base_optimizer, bf16_optimizer, engine
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
     from zero8.zero import overrides  # imports DeepSpeed's swappers
 
     engine_class, zero3_class = engine.DeepSpeedEngine, stage3.DeepSpeedZeroOptimizer_Stage3
@@ -346,7 +360,6 @@ def install(optimizer_class: type) -> None:
     overrides.agree_on_swapped(engine_class, zero3_class)
     overrides.finish_steps(engine_class, optimizer_class)
     add_manifests(engine_class, optimizer_class)
-    utils.ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
 
 
 def add_op(all_ops) -> None:
