@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joins the fragments of a parameter into its whole state, in 8 bits.
 
-A block within one fragment keeps its codes and scales.  A block that a shard boundary cuts has
-scales on each side.  If these differ, it is decoded and encoded as one, to nearest, so that each
-moment changes by at most half a code (`zero8.spec.codec`).
+Codes and scales are joined block by block (`zero8.checkpoint.read.joined_blocks`), those of moments
+in tiles band by band (`zero8.checkpoint.read.joined_bands`).
 """
 
 from collections.abc import Callable
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from zero8.checkpoint.files.staging import Staging
 from zero8.checkpoint.read.fragment import Fragment
+from zero8.checkpoint.read.joined_bands import Bands
+from zero8.checkpoint.read.joined_blocks import Blocks
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.codec import RETIRED, dequantize, quantize
-from zero8.spec.packing import packed
 from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
@@ -36,7 +35,8 @@ class Parameter:
         stores: the moments.
         weights: shaped as the parameter, None if unknown.
         correction: int8, shaped as the parameter: the corrections of bfloat16 weights, if any.
-        num_joined: number of blocks re-encoded.
+        blocks_joined: number of blocks re-encoded.
+        bands_joined: number of bands of tiles re-encoded.
     """
 
     piece: Piece
@@ -47,7 +47,8 @@ class Parameter:
     stores: tuple[MomentStore, ...]
     weights: Tensor | None
     correction: Tensor | None
-    num_joined: int
+    blocks_joined: int
+    bands_joined: int
 
     def of(self, algorithm: Algorithm) -> "Parameter":
         """Return the same with moments of another algorithm, which have the same names."""
@@ -82,15 +83,6 @@ class Parameter:
         return (bits + (self.correction.to(torch.int32) << 8)).view(torch.float32)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The elements of a cut block in one fragment, and their scale."""
-
-    begin: int
-    end: int
-    scale: Tensor
-
-
 class Assembly:
     """Joins the fragments of a parameter one by one."""
 
@@ -110,7 +102,9 @@ class Assembly:
         self._weights = self._room_for(first.weights)
         self._correction = self._room_for(first.correction)
         self._memory: dict[str, float] = {}
-        self._cut: dict[int, list[tuple[_Part, ...]]] = {}
+        self._joiners: list[Blocks | Bands] = []
+        if self._piece.is_quantized:
+            self._joiners = [Bands(s) if s.is_in_tiles else Blocks(s) for s in self._stores]
 
     def add(self, fragment: Fragment) -> None:
         """Copy a fragment.
@@ -130,8 +124,12 @@ class Assembly:
                 self._weights[there] = fragment.weights[here]
             if self._correction is not None:
                 self._correction[there] = fragment.correction[here]
-            if piece.numel:
-                self._take_moments(fragment, number)
+            if piece.numel and piece.is_quantized:
+                for joiner, theirs in zip(self._joiners, fragment.stores, strict=True):
+                    joiner.take(theirs, number)
+            elif piece.numel:
+                for ours, theirs in zip(self._stores, fragment.stores, strict=True):
+                    ours.dense[there] = theirs.piece(number).values
 
     def finished(self) -> Parameter:
         """Return the parameter; `Coverage` has checked that each element was added once.
@@ -139,10 +137,9 @@ class Assembly:
         Raises:
             ValueError: if a block would have to be re-encoded by a retired codec.
         """
-        shape, num_joined = self._piece.shape, 0
-        for block, parts in self._cut.items():
-            if self._piece.is_quantized:
-                num_joined += self._join(block, parts)
+        shape, found = self._piece.shape, {Blocks: set[int](), Bands: set[int]()}
+        for joiner in self._joiners:
+            found[type(joiner)] |= joiner.finish()
         return Parameter(
             self._piece,
             self._like.step,
@@ -151,7 +148,8 @@ class Assembly:
             self._like.algorithm,
             self._stores,
             *(None if t is None else t.view(shape) for t in (self._weights, self._correction)),
-            num_joined,
+            len(found[Blocks]),
+            len(found[Bands]),
         )
 
     def _room_for(self, values: Tensor | None) -> Tensor | None:
@@ -182,55 +180,6 @@ class Assembly:
                 f"{correction.numel()} elements of {correction.dtype}, expected {numel} of int8"
             )
 
-    def _take_moments(self, fragment: Fragment, number: int) -> None:
-        piece = fragment.pieces[number]
-        begin, end = piece.first, piece.first + piece.numel
-        moments = [store.piece(number) for store in fragment.stores]
-        if not piece.is_quantized:
-            for store, moment in zip(self._stores, moments, strict=True):
-                store.dense[begin:end] = moment.values
-            return
-        first, last = piece.grid.block_of(begin), piece.grid.block_of(end - 1)
-        for store, moment in zip(self._stores, moments, strict=True):
-            codes = store.codes[store.bytes_of(0, begin, end)]
-            if store.code.bits == 8:
-                codes.copy_(moment.values)
-            else:  # two fragments may each have one half of a byte
-                codes |= moment.values
-            store.scales[first : last + 1] = moment.scales
-        for block in {first, last}:
-            low, high = _elements(self._piece, block)
-            if low < begin or end < high:
-                parts = (
-                    _Part(max(low, begin), min(high, end), moment.scales[block - first].clone())
-                    for moment in moments
-                )
-                self._cut.setdefault(block, []).append(tuple(parts))
-
-    def _join(self, block: int, sides: list[tuple[_Part, ...]]) -> bool:
-        """Re-encode a cut block if its scales differ; return whether they did."""
-        changed = False
-        for store, parts in zip(self._stores, zip(*sides, strict=True), strict=True):
-            parts = sorted(parts, key=lambda part: part.begin)
-            store.scales[block] = parts[0].scale
-            if all(torch.equal(part.scale, parts[0].scale) for part in parts):
-                continue
-            if store.codec == RETIRED:
-                raise ValueError(
-                    f"{self._piece.name}: got a block of {RETIRED.name!r} in two parts, which this "
-                    "version cannot encode; load the checkpoint with the framework that wrote it, "
-                    "save it again, and convert that"
-                )
-            values = [_decoded(store, part) for part in parts]
-            x = torch.cat(values)
-            codes, scales = quantize(store.code, x, torch.zeros(len(x), dtype=torch.int64), 1)
-            begin, end = parts[0].begin, parts[-1].end
-            stored = packed(codes, self._piece.grid, begin, store.code.bits)
-            store.codes[store.bytes_of(0, begin, end)] = stored
-            store.scales[block] = scales[0]
-            changed = True
-        return changed
-
 
 def _facts(fragment: Fragment) -> dict:
     """Return what all fragments of a parameter must share, keyed by a description for messages."""
@@ -254,21 +203,3 @@ def _room(like: MomentStore, table: PieceTable, staging: Staging) -> MomentStore
         codes.zero_()
     scales = staging.empty((table.num_blocks, *like.code.scale_shape), torch.float32)
     return MomentStore(like.codec, like.rule, table, codes, scales, scales.flatten()[:0])
-
-
-def _elements(whole: Piece, block: int) -> tuple[int, int]:
-    """Return the range of a block's elements in the parameter: first, and last + 1."""
-    grid = whole.grid
-
-    def first_of(number: int) -> int:
-        row, in_row = divmod(number, grid.blocks_per_row)
-        return row * grid.row_length + in_row * grid.block_size
-
-    return first_of(block), min(first_of(block + 1), whole.numel)
-
-
-def _decoded(store: MomentStore, part: _Part) -> Tensor:
-    codes = store.codes_of(0, part.begin, part.end)
-    return dequantize(
-        store.code, codes, part.scale[None], torch.zeros_like(codes, dtype=torch.int64)
-    )
