@@ -19,12 +19,12 @@ def install() -> None:
         import torch
 
         from zero8 import known_frameworks, way_back
-        from zero8.optimizer import PUBLIC
+        from zero8.optimizer import OPTIMIZERS
         from zero8.zero.moment_tensor import rebuild_moment
         from zero8.zero.when_imported import when_imported
 
         known_frameworks.register()
-        for optimizer in PUBLIC:
+        for optimizer in OPTIMIZERS:
             setattr(torch.optim, optimizer.__name__, optimizer)
         torch.serialization.add_safe_globals([rebuild_moment])
         way_back.explain_refusals()

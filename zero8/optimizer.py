@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from zero8 import frameworks
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.ademamix import ADEMAMIX
 from zero8.algorithms.lion import LION
@@ -132,8 +131,10 @@ class Adam8bitShared(Adam8bitBlockwise):
     bytes per element instead of 8.
 
     Parameters of narrow rows (`zero8.spec.grid`) keep float32 moments.  State dicts of
-    `Adam8bitBlockwise` and of torch's AdamW load into it, and its own into these.  It steps whole
-    parameters on the CPU; ZeRO, FSDP and GPUs are refused.
+    `Adam8bitBlockwise` and of torch's AdamW load into it, and its own into these.  It steps on the
+    CPU: whole parameters and those of ZeRO; FSDP and GPUs are refused.
+
+    In a DeepSpeed config: `"optimizer": {"type": "Adam8bitShared", "params": {...}}`.
 
     Args:
         params: see `Adam8bitBlockwise`, and there for all other arguments.
@@ -147,8 +148,7 @@ class Adam8bitShared(Adam8bitBlockwise):
         settings: the settings of the whole optimizer.
 
     Raises:
-        ValueError: for an unknown key or a bad value, or a parameter that it can never step; under
-            DeepSpeed.
+        ValueError: for an unknown key or a bad value, or a parameter that it can never step.
     """
 
     only_codec = SHARED
@@ -167,11 +167,6 @@ class Adam8bitShared(Adam8bitBlockwise):
             raise ValueError(
                 f"codec: got {shown(settings['codec'])}, but Adam8bitShared has one codec; leave "
                 "it out, or use Adam8bitBlockwise"
-            )
-        if frameworks.constructing_engine()[0] is not None:
-            raise ValueError(
-                "Adam8bitShared: got DeepSpeed as its framework, which it does not support yet; "
-                "use Adam8bitBlockwise"
             )
         super().__init__(params, lr, betas, eps, weight_decay, **settings)
 
@@ -332,12 +327,10 @@ class AdEMAMix8bitBlockwise(BlockwiseOptimizer):
 
 OPTIMIZERS: tuple[type[BlockwiseOptimizer], ...] = (
     Adam8bitBlockwise,
+    Adam8bitShared,
     Lion8bitBlockwise,
     SGD8bitBlockwise,
     AdEMAMix8bitBlockwise,
     Muon8bitBlockwise,
 )
-"""The optimizers of all frameworks; DeepSpeed's configs have their names."""
-
-PUBLIC = (*OPTIMIZERS, Adam8bitShared)
-"""The public optimizers; `torch.optim` gets their names."""
+"""The public optimizers; `torch.optim` and DeepSpeed's configs get their names."""

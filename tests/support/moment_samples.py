@@ -4,7 +4,7 @@
 import torch
 
 from zero8.algorithms.adam import ADAM
-from zero8.spec.codec import codec_named
+from zero8.spec.codec import ALL_CODECS
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 from zero8.zero.moment_tensor import MomentTensor
@@ -17,6 +17,9 @@ PIECES = (
     Piece(602, 9, 0, (9,), -12, 0, "layers.0.bias"),
     Piece(620, 800, 4000, (80, 64), 2**62, 64, "embed.weight"),
 )
+
+
+CODECS = {codec.name: codec for codec in ALL_CODECS}
 
 
 def values_for(which, seed, numel=NUMEL):
@@ -38,7 +41,7 @@ def spread_values(which, numel, seed):
 def moment(codec="log", which="exp_avg", seed=1, algorithm=ADAM):
     """Return a moment of the whole partition, filled."""
     rule = algorithm.moment(which)
-    store = MomentStore.zeros(codec_named(codec), rule, PieceTable(PIECES, NUMEL))
+    store = MomentStore.zeros(CODECS[codec], rule, PieceTable(PIECES, NUMEL))
     store.write(0, values_for(which, seed))
     return MomentTensor(store)
 

@@ -44,8 +44,8 @@ def kernel_on(device: torch.device, steps: Steps) -> Kernel:
         return CpuKernel(steps)
     if steps[1] == SHARED:
         raise ValueError(
-            "Adam8bitShared has no CUDA kernel yet; keep its parameters on the CPU: got one on "
-            f"{device}"
+            "Adam8bitShared has no CUDA kernel yet; keep its parameters on the CPU (of DeepSpeed's "
+            f"masters: offload_optimizer): got one on {device}"
         )
     return cuda_kernel(device)
 

@@ -16,7 +16,7 @@ from zero8.algorithms.table import ALGORITHMS
 from zero8.op import codec_maps, structs
 from zero8.spec import blocks, dither, grid, log, reference, shared, tiles
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.codec import CODECS, SHARED, MomentCode
+from zero8.spec.codec import ALL_CODECS, MomentCode
 from zero8.spec.dynamic import DynamicCode
 from zero8.spec.fp8 import Fp8Code
 from zero8.spec.linear4 import Linear4Code
@@ -50,7 +50,6 @@ _CODES = {
     Fp8Code: {"bits": "kBits", "zero_code": "kZeroCode", "TOP": "kTop", "min_scale": "kMinScale"},
     SharedCode: {"zero_code": "kZeroCode"},
 }
-_CODECS = [*CODECS.values(), SHARED]
 _WITH_KERNELS = [one for one in ALGORITHMS if one.kernel is one]
 _SCALARS = {f"{one.name.capitalize()}Scalars": structs.scalars_dtype(one) for one in _WITH_KERNELS}
 _STRUCTS = {
@@ -92,7 +91,7 @@ def shared_numbers() -> dict[str, float]:
     """Return Python's numbers, by their names in C++."""
     numbers = {
         "kFloat32": structs.FLOAT32_MOMENTS,
-        **{f"k{one.name.capitalize()}": one.number for one in _CODECS},
+        **{f"k{one.name.capitalize()}": one.number for one in ALL_CODECS},
         **{f"k{one.name.capitalize()}": one.value for one in Rounding},
         "kFP32": structs.DTYPE_NUMBERS[torch.float32],
         "kBF16": structs.DTYPE_NUMBERS[torch.bfloat16],
@@ -126,7 +125,7 @@ def shared_numbers() -> dict[str, float]:
         "Shared::kMinRow": shared.MIN_ROW,
         "Shared::kMaxRow": shared.MAX_ROW,
     }
-    for one in _CODECS:
+    for one in ALL_CODECS:
         for sign, kind in (("of_signed", "true, false"), ("of_unsigned", "false, true")):
             code, name = getattr(one, sign), one.name.capitalize()
             numbers[f"kCodecSizes[k{name}].scales_{sign}"] = math.prod(code.scale_shape)

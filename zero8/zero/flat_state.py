@@ -60,7 +60,6 @@ class FlatPartition(StateKind):
 
         table = table_of(p, p.numel() if numel is None else numel, list(known), piece)
         if table is not None and table.pieces:
-            self.check_codec_is_of_shards()
             self._tables[p] = table
         # DeepSpeed's offload_states removes the tensors that `table_of` reads.
         return None if table is None else self._tables.get(p, table)

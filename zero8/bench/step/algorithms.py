@@ -27,7 +27,8 @@ HYPER: dict[str, dict[str, Any]] = {
 ZERO8 = {
     optimizer.algorithm.name: optimizer
     for optimizer in OPTIMIZERS
-    if not optimizer.algorithm.is_of_matrices  # its step has other costs than memory
+    if optimizer.only_codec is None
+    and not optimizer.algorithm.is_of_matrices  # its step has other costs than memory
 }
 """zero8's optimizers by name of the algorithm."""
 
