@@ -132,7 +132,8 @@ class Adam8bitShared(Adam8bitBlockwise):
 
     Parameters of narrow rows (`zero8.spec.grid`) keep float32 moments.  State dicts of
     `Adam8bitBlockwise` and of torch's AdamW load into it, and its own into these.  It steps on the
-    CPU: whole parameters and those of ZeRO; FSDP and GPUs are refused.
+    CPU: whole parameters, those of ZeRO, and those of FSDP2 whose ranks hold whole bands of 64 rows
+    (`zero8.spec.tiles`); GPUs are refused.
 
     In a DeepSpeed config: `"optimizer": {"type": "Adam8bitShared", "params": {...}}`.
 

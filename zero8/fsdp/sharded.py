@@ -11,6 +11,7 @@ from itertools import chain
 from torch import Tensor
 
 from zero8.ranks.numbers import Group
+from zero8.spec.codec import SHARED
 from zero8.state.extent import Extent, local
 from zero8.state.kind import RecordKey
 from zero8.state.params import ParamInfo
@@ -58,7 +59,8 @@ class ShardedTensor(WholeTensor):
         # At the top of the file, it would make `import zero8` a third slower.
         from zero8.fsdp.placed import PlacedExtent
 
-        self.check_codec_is_of_shards()
         extent = PlacedExtent.of(p, parameter.name)
+        if self.settings.codec == SHARED:
+            extent.check_bands(parameter)
         extent.check_blocks(parameter)
         return extent

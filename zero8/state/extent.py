@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zero8.spec.grid import UNITS, is_narrow
+from zero8.spec.tiles import ROWS_PER_BAND
 from zero8.state.table import Piece, PieceTable
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -89,6 +90,31 @@ class Extent:
             begin = piece.grid.block_of(first) if self.numel else 0
             return (piece.grid.num_blocks_touched(first, self.numel), 1), (begin, 0)
         return self._box_of_rows(piece, piece.block_size)
+
+    def keeps_bands(self, parameter: Piece) -> bool:
+        """Return whether all tiles of the part are tiles of the parameter (`zero8.spec.tiles`).
+
+        A sharded tensor's extent says it of the parts of all ranks, so that they decide alike.
+
+        Args:
+            parameter: the whole parameter as a piece, quantized, without narrow rows.
+        """
+        ranges = enumerate(zip(self.offset, self.local_shape, strict=True))
+        return not self.numel or all(
+            self._is_of_bands(parameter, dim, *held) for dim, held in ranges
+        )
+
+    def _is_of_bands(self, parameter: Piece, dim: int, begin: int, size: int) -> bool:
+        """Return whether a range of a dimension holds whole bands."""
+        if dim:
+            return size in (0, self.shape[dim])
+        step = self._indices_per_band(parameter)
+        return all(at % step == 0 or at == self.shape[0] for at in (begin, begin + size))
+
+    def _indices_per_band(self, parameter: Piece) -> int:
+        """Return the step of the indices of the first dimension at which bands begin."""
+        rows = math.prod(parameter.grid.scale_shape(self.shape)[1:-1])
+        return ROWS_PER_BAND // math.gcd(ROWS_PER_BAND, rows)
 
     def _box_of_rows(self, piece: Piece, size: int) -> Box:
         """Return the box of what each row of a parameter has once for so many elements."""

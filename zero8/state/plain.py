@@ -207,11 +207,12 @@ class PlainState:
                     f"{math.prod(extent.shape[1:])} elements, which have none there; the "
                     "checkpoint is damaged"
                 )
-            if header.codec == SHARED and extent.local_shape != extent.shape:
+            if header.codec == SHARED and not extent.keeps_bands(parameter):
                 raise ValueError(
-                    f"state of {name}: got one of Adam8bitShared for a parameter that is sharded, "
-                    "whose tiles ranks would cut; convert it before: zero8 checkpoint convert IN "
-                    'OUT --to fp32, and load that with state_dict_format="fp32"'
+                    f"state of {name}: got one of Adam8bitShared for parts of shape {extent.shape} "
+                    f"that cut its bands of {tiles.ROWS_PER_BAND} rows; convert it before: zero8 "
+                    "checkpoint convert IN OUT --to fp32, and load that with "
+                    'state_dict_format="fp32"'
                 )
             entries |= _local_codes(saved, rule, header.codec, parameter, extent)
         return cls(entries, extent)
