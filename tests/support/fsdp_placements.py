@@ -124,8 +124,8 @@ REFUSED = {
 }
 
 # Of Adam8bitShared: a cut inside of a band, on all ranks; on three, the last of which holds whole
-# bands, a ragged one or nothing; in rows of several dimensions; on a part of the replicas' mesh;
-# columns, even whole blocks of them, and the rows of all experts, even whole bands.
+# bands, a ragged one or nothing; in rows of several dimensions; columns, even whole blocks of them,
+# and the rows of all experts, even whole bands.
 REFUSED_BANDS = {
     "inside a band": Case((Shard(0),), ((130, 300),), made=Adam8bitShared),
     "last has its own": Case((Shard(0),), ((96, 300),), (3,), made=Adam8bitShared),
