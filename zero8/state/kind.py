@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.codec import SHARED
 from zero8.state.header import Entries
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.reencoded import Reencoded
@@ -51,14 +50,6 @@ class StateKind(ABC):
     def algorithm(self) -> Algorithm:
         """The algorithm of the steps of its parameters."""
         return self.settings.algorithm
-
-    def check_codec_is_of_shards(self) -> None:
-        """Raise ValueError if the optimizer's codec serves whole parameters alone, so far."""
-        if self.settings.codec == SHARED:
-            raise ValueError(
-                "Adam8bitShared: got a parameter that is sharded, expected whole ones: it does not "
-                "support ZeRO and FSDP yet; use Adam8bitBlockwise"
-            )
 
     @abstractmethod
     def serves(self, p: Tensor, state: Entries) -> bool:
