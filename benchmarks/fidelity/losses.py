@@ -30,7 +30,7 @@ def final_loss(recipe: Recipe, scheme: str, on_step: Callable[[], None]) -> floa
 
     Args:
         recipe: the run.
-        scheme: `fp32` (torch's AdamW), one of `ADAM_CODECS`, or `fp32_zero8`, whose difference to
+        scheme: `fp32` (torch's AdamW), one of `ALL_CODECS`, or `fp32_zero8`, whose difference to
             `fp32` is what rounding alone does to the loss of a run.
         on_step: called after every step.
     """

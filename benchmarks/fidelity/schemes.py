@@ -19,8 +19,6 @@ from zero8.spec.codec import CODECS, SHARED
 Named = list[tuple[str, Tensor]]
 
 FP32_CONTROL = "fp32_zero8"
-ADAM_CODECS = (*CODECS, SHARED.name)
-"""The codecs of Adam's states; `shared` is that of `Adam8bitShared`."""
 BF16_NOTE = "parameters, and with them gradients and u, are rounded to bfloat16"
 
 
@@ -109,14 +107,14 @@ def zero8_states(name: str) -> dict[str, Any]:
 
 
 def zero8_adam(states: str) -> Callable[..., Adam8bitBlockwise]:
-    """Return what makes zero8's AdamW on states in one of `ADAM_CODECS`, or on float32 ones."""
+    """Return what makes zero8's AdamW on states in one of `ALL_CODECS`, or on float32 ones."""
     if states == SHARED.name:
         return Adam8bitShared
     return partial(Adam8bitBlockwise, **zero8_states(states))
 
 
 def zero8_scheme(codec: str, block_size: int = 256) -> Scheme:
-    """Return one of `ADAM_CODECS`; blocks of more than 256 run through rows laid end to end."""
+    """Return one of `ALL_CODECS`; blocks of more than 256 run through rows laid end to end."""
 
     def make(named: Named, betas: tuple[float, float]) -> Optimizer:
         return zero8_adam(codec)(named, lr=1.0, betas=betas, block_size=block_size)

@@ -4,6 +4,7 @@
 import json
 import sys
 from dataclasses import replace
+from itertools import product
 from types import ModuleType
 from unittest.mock import Mock
 
@@ -51,7 +52,7 @@ def result(tmp_path_factory):
         samples.host_ns.append(5000)
 
     def check(*_):
-        step_kernel.check_on(CPU.place, kernel.step, ["adam"], ["log"], [step_kernel.CHECK_SHAPE])
+        step_kernel.check_on(CPU.place, kernel.step, [("adam", "log")], [step_kernel.CHECK_SHAPE])
 
     out = tmp_path_factory.mktemp("bench") / "step.json"
     with pytest.MonkeyPatch.context() as patch:
@@ -148,7 +149,7 @@ def test_gpu_check_steps_on_every_algorithm_codec_and_variant():
         seen.append((*kind, one.correction is None))
         kernel.step(segments)
 
-    step_kernel.check_on(CPU.place, record_step, ZERO8, CODECS, [(2, 300)])
+    step_kernel.check_on(CPU.place, record_step, product(ZERO8, CODECS), [(2, 300)])
     wanted = {
         (algorithm, codec, v.dtype, v.grad_dtype, not v.correction_bits)
         for algorithm in ZERO8
@@ -170,7 +171,7 @@ def test_gpu_check_of_other_bits_raises(name):
     with pytest.raises(
         RuntimeError, match="of adam, codec log, .*, on cpu: bits differ from the CPU"
     ):
-        step_kernel.check_on(CPU.place, wrong, ["adam"], ["log"], [(2, 300)])
+        step_kernel.check_on(CPU.place, wrong, [("adam", "log")], [(2, 300)])
 
 
 def test_moved_segment_shares_nothing():

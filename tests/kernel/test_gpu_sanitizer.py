@@ -23,7 +23,8 @@ from zero8.op import cuda
 for block_size in (256, 512, 4096):  # teams of a warp, of two, and of sixteen
     step_kernel.BLOCK_SIZE = block_size
     shapes = [step_kernel.CHECK_SHAPE]
-    step_kernel.check_on(torch.device("cuda"), cuda.step, ["adam"], CODECS, shapes)
+    steps = [("adam", codec) for codec in CODECS]
+    step_kernel.check_on(torch.device("cuda"), cuda.step, steps, shapes)
 """
 ERRORS_FOUND = 97  # the exit status that we ask for
 OPTIONS = {

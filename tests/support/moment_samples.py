@@ -4,7 +4,7 @@
 import torch
 
 from zero8.algorithms.adam import ADAM
-from zero8.spec.codec import ALL_CODECS
+from zero8.spec.codec import ALL_CODECS as CODECS
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 from zero8.zero.moment_tensor import MomentTensor
@@ -18,8 +18,6 @@ PIECES = (
     Piece(620, 800, 4000, (80, 64), 2**62, 64, "embed.weight"),
 )
 
-
-CODECS = {codec.name: codec for codec in ALL_CODECS}
 
 
 def values_for(which, seed, numel=NUMEL):

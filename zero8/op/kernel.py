@@ -187,7 +187,7 @@ def _steps_of(records: np.ndarray) -> Steps | None:
     numbers = set(records["algorithm"].tolist())
     algorithms = [one for one in ALGORITHMS if one is one.kernel and one.number in numbers]
     numbers = set(records["moments"]["codec"][:, 0].tolist())
-    codecs = [one for one in ALL_CODECS if one.number in numbers]
+    codecs = [one for one in ALL_CODECS.values() if one.number in numbers]
     if len(algorithms) > 1 or len(codecs) > 1:
         return None
     algorithm, codec = DEFAULT_STEPS

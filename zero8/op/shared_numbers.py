@@ -91,7 +91,7 @@ def shared_numbers() -> dict[str, float]:
     """Return Python's numbers, by their names in C++."""
     numbers = {
         "kFloat32": structs.FLOAT32_MOMENTS,
-        **{f"k{one.name.capitalize()}": one.number for one in ALL_CODECS},
+        **{f"k{one.name.capitalize()}": one.number for one in ALL_CODECS.values()},
         **{f"k{one.name.capitalize()}": one.value for one in Rounding},
         "kFP32": structs.DTYPE_NUMBERS[torch.float32],
         "kBF16": structs.DTYPE_NUMBERS[torch.bfloat16],
@@ -125,7 +125,7 @@ def shared_numbers() -> dict[str, float]:
         "Shared::kMinRow": shared.MIN_ROW,
         "Shared::kMaxRow": shared.MAX_ROW,
     }
-    for one in ALL_CODECS:
+    for one in ALL_CODECS.values():
         for sign, kind in (("of_signed", "true, false"), ("of_unsigned", "false, true")):
             code, name = getattr(one, sign), one.name.capitalize()
             numbers[f"kCodecSizes[k{name}].scales_{sign}"] = math.prod(code.scale_shape)

@@ -103,8 +103,8 @@ DEFAULT_CODEC = "log"
 
 SHARED = Codec("shared", 8, SignedLogCode(), DitheredLogCode(), SharedCode(), False)
 """The codec of `Adam8bitShared`, which has no other."""
-ALL_CODECS = (*CODECS.values(), SHARED)
-"""The codecs of all optimizers."""
+ALL_CODECS = {**CODECS, SHARED.name: SHARED}
+"""The codecs of all optimizers, by name."""
 
 _OLD_SIGNED = SignMagnitudeLogCode()
 RETIRED = Codec("log of format 1", 3, _OLD_SIGNED, _OLD_SIGNED, LogRootCode(), False)
@@ -121,7 +121,7 @@ def codec_named(name: str) -> Codec:
 
 def codec_numbered(number: int) -> Codec:
     """Return the codec with this number in files, possibly `RETIRED`, or raise ValueError."""
-    readable = [*ALL_CODECS, RETIRED]
+    readable = [*ALL_CODECS.values(), RETIRED]
     for codec in readable:
         if type(number) is int and codec.number == number:
             return codec
