@@ -12,7 +12,15 @@ from zero8.plan.fit import Limits, verdict
 from zero8.plan.model import Model
 from zero8.plan.rates import CORES
 from zero8.plan.report import GIB, summary, text
-from zero8.plan.setup import DEVICES, ENGINES, WEIGHT_BYTES, Setup, with_deepspeed_config
+from zero8.plan.setup import (
+    DEVICES,
+    ENGINES,
+    OPTIMIZERS,
+    WEIGHT_BYTES,
+    Setup,
+    of_optimizer,
+    with_deepspeed_config,
+)
 from zero8.plan.step_time import Hardware
 from zero8.spec.codec import CODECS, DEFAULT_CODEC
 
@@ -25,7 +33,7 @@ HOST = OTHERS[-1]
 GPU_GB_PER_S = 3350.0
 """The memory bandwidth of an H100 SXM, by its data sheet."""
 
-SETTINGS = ("engine", "stage", "offload", "dtype", "codec")
+SETTINGS = ("engine", "stage", "offload", "dtype", "optimizer", "codec")
 """Options that a DeepSpeed config replaces."""
 
 
@@ -55,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "weight_correction_bits 8"
     )
     run.add_argument("--dtype", choices=tuple(WEIGHT_BYTES), help=help_text)
+    optimizers = tuple(OPTIMIZERS)
+    run.add_argument("--optimizer", choices=optimizers, help=f"zero8's, default {optimizers[0]}")
     codecs = tuple(CODECS)
     run.add_argument("--codec", choices=codecs, help=f"of zero8's states, default {DEFAULT_CODEC}")
     fit = parser.add_argument_group("the available memory, to check whether the run fits")
@@ -123,6 +133,8 @@ def _setup(arguments: argparse.Namespace) -> Setup:
     given = {name: value for name, value in given.items() if value is not None}
     sizes = {"world_size": arguments.world_size, "ranks_per_host": arguments.ranks_per_host}
     if arguments.ds_config is None:
+        if "optimizer" in given:
+            given |= of_optimizer(given.pop("optimizer"), given.get("codec"))
         return Setup(**sizes, **given)
     if given:
         raise ValueError(f"--ds-config: got --{next(iter(given))} too, which the config contains")

@@ -4,12 +4,15 @@
 from dataclasses import dataclass, replace
 
 from zero8.algorithms.adam import ADAM
-from zero8.algorithms.table import ALGORITHMS, algorithm_called
+from zero8.algorithms.table import algorithm_called
 from zero8.muon import ADAM_PARAMS
+from zero8.optimizer import PUBLIC
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.codec import DEFAULT_CODEC, codec_named
+from zero8.spec.codec import ADAM_CODECS, DEFAULT_CODEC, Codec, codec_named
 from zero8.state.policy import Policy
 
+OPTIMIZERS = {one.__name__: one for one in PUBLIC}
+"""zero8's optimizers by name."""
 ENGINES = ("deepspeed", "fsdp2")
 DEVICES = ("none", "cpu", "nvme")
 
@@ -44,7 +47,7 @@ class Setup:
         buffer_count: DeepSpeed's, for swapping to NVMe.
         pipelined: whether transfers to and from NVMe overlap with the step.
         policy: which moments zero8 keeps in 8 bits.
-        codec: zero8's.
+        codec: zero8's; `shared` is that of `Adam8bitShared`.
         algorithm_name: of zero8's optimizer and of the fp32 one beside it.
         adam_params: glob patterns of names of matrices that are not Muon's.
 
@@ -85,7 +88,9 @@ class Setup:
         for name in ("world_size", "ranks_per_host", "accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
-        codec_named(self.codec)
+        has_narrow_rows = self.moment_codec.has_narrow_rows
+        policy = replace(self.policy, narrow_rows=has_narrow_rows)
+        object.__setattr__(self, "policy", policy)
         self._check_together()
 
     def _check_together(self) -> None:
@@ -104,6 +109,13 @@ class Setup:
     def algorithm(self) -> Algorithm:
         """The algorithm of both optimizers."""
         return algorithm_called(self.algorithm_name)
+
+    @property
+    def moment_codec(self) -> Codec:
+        """The codec of zero8's moments."""
+        if self.algorithm_name == ADAM.name and self.codec in ADAM_CODECS:
+            return ADAM_CODECS[self.codec]
+        return codec_named(self.codec)
 
     @property
     def optimizers(self) -> tuple[str, str]:
@@ -196,28 +208,32 @@ def _dtype(config: dict) -> str:
         if not bf16.get("bf16_master_weights_and_grads"):
             return "bf16"
         optimizer = config.get("optimizer", {})
-        is_corrected = _algorithm(optimizer) and optimizer.get("params", {}).get(
-            "weight_correction_bits"
-        )
+        bits = optimizer.get("params", {}).get("weight_correction_bits")
+        is_corrected = optimizer.get("type") in OPTIMIZERS and bits
         return "24-bit-masters" if is_corrected else "bf16-masters"
     return "fp16" if config.get("fp16", {}).get("enabled") else "fp32"
 
 
 def _of_optimizer(section: dict) -> dict:
-    algorithm = _algorithm(section)
-    if algorithm is None:
+    if section.get("type") not in OPTIMIZERS:
         return {}
     params = section.get("params", {})
     keys = ("block_size", "min_8bit_size", "fp32_params")
     return {
-        "algorithm_name": algorithm.name,
+        **of_optimizer(section["type"], params.get("codec")),
         "policy": Policy(**{key: params[key] for key in keys if key in params}),
-        "codec": params.get("codec", DEFAULT_CODEC),
         "adam_params": tuple(params.get("adam_params", ADAM_PARAMS)),
     }
 
 
-def _algorithm(section: dict) -> Algorithm | None:
-    """Return the algorithm of an optimizer of zero8, None for another one."""
-    fitting = (one for one in ALGORITHMS if one.class_name == section.get("type"))
-    return next(fitting, None)
+def of_optimizer(name: str, codec: str | None) -> dict:
+    """Return what a setup has of one of `OPTIMIZERS`, with the codec that is asked for.
+
+    Raises:
+        ValueError: if the optimizer does not have this codec.
+    """
+    optimizer = OPTIMIZERS[name]
+    if optimizer.only_codec and codec is not None:
+        raise ValueError(f"codec: got {codec!r}, but {name} has one codec; leave it out")
+    chosen = optimizer.only_codec or codec_named(DEFAULT_CODEC if codec is None else codec)
+    return {"algorithm_name": optimizer.algorithm.name, "codec": chosen.name}
