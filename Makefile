@@ -47,7 +47,7 @@ help:
 	@echo "                with ENGINE=fsdp2 under PyTorch's FSDP2 instead of DeepSpeed; with OPTIMIZER="
 	@echo "                Lion8bitBlockwise, SGD8bitBlockwise or Muon8bitBlockwise with these and their"
 	@echo "                fp32 twins; with CODEC=log6, dynamic, fp8 or linear4 with states in these"
-	@echo "                codes"
+	@echo "                codes, and with CODEC=shared with Adam8bitShared, under either engine"
 	@echo "make bench      time the step against other optimizers; writes OUT (runs/bench_step.json)"
 	@echo "                and a table and a figure beside it"
 	@echo "make fidelity   measure how far every codec is from fp32, in a quarter of an hour; writes OUT"

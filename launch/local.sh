@@ -10,9 +10,10 @@
 # usage: launch/local.sh [--dry-run | --help], with these environment variables (defaults in brackets):
 # Relative paths count from the repository's root.
 #   ENGINE  deepspeed, or fsdp2 for pure PyTorch [deepspeed]
-#   OPTIMIZER  zero8's: Adam8bitBlockwise, SGD8bitBlockwise or, with deepspeed only, Lion8bitBlockwise
-#           or Muon8bitBlockwise [Adam8bitBlockwise]
-#   CODEC   of zero8's states: log, log6, dynamic, fp8 or linear4 [the config's, which is log]
+#   OPTIMIZER  zero8's: Adam8bitBlockwise, Adam8bitShared, SGD8bitBlockwise or, with deepspeed only,
+#           Lion8bitBlockwise or Muon8bitBlockwise [Adam8bitBlockwise]
+#   CODEC   of zero8's states: log, log6, dynamic, fp8 or linear4 [the config's, which is log];
+#           shared for Adam8bitShared in the place of Adam8bitBlockwise
 #   STEPS   optimizer steps of each run [400]
 #   RANKS   processes [2; with CUDA the number of GPUs]
 #   CONFIG  config of the engine; the fp32 run replaces only its optimizer type
@@ -21,7 +22,7 @@
 #   MODEL   its size: demo (1.7 M parameters), 1b or 3b [demo]
 #   DATA    text to train on, a file or folder [the Python standard library's own sources]
 #   OUT     folder for the results [runs/demo; with fsdp2 runs/demo-fsdp2; with another optimizer
-#           the name also ends in -lion, -sgd or -muon, and with CODEC in its name]
+#           the name also ends in -shared, -lion, -sgd or -muon, and with CODEC in its name]
 #   SEED    of initialization and batches [0]
 #   PYTHON  interpreter [.venv/bin/python, else python3]
 #   OMP_NUM_THREADS  threads of each rank [cores / RANKS, at least 1]
@@ -47,33 +48,41 @@ python=${PYTHON:-.venv/bin/python}
 
 engine=${ENGINE:-deepspeed}
 optimizer=${OPTIMIZER:-Adam8bitBlockwise}
+codec=${CODEC:-}
+# States of an optimizer of their own.
+if [[ $optimizer == Adam8bitBlockwise && $codec == shared ]]; then
+  optimizer=Adam8bitShared codec=
+fi
+name= # of the folder, if not the ending of the config
 not_in_fsdp2= # why this one is not
 case $optimizer in
   Adam8bitBlockwise) twin=AdamW ending= ;;
+  Adam8bitShared) twin=AdamW ending= name=shared ;;
   Lion8bitBlockwise) twin=Lion ending=lion not_in_fsdp2="PyTorch has no Lion to compare with" ;;
   SGD8bitBlockwise) twin=SGD ending=sgd ;;
   Muon8bitBlockwise) twin=Muon ending=muon not_in_fsdp2="PyTorch's Muon steps matrices alone" ;;
   *)
-    echo "zero8: got OPTIMIZER=$optimizer, expected Adam8bitBlockwise, Lion8bitBlockwise," \
-      "SGD8bitBlockwise or Muon8bitBlockwise" >&2
+    echo "zero8: got OPTIMIZER=$optimizer, expected Adam8bitBlockwise, Adam8bitShared," \
+      "Lion8bitBlockwise, SGD8bitBlockwise or Muon8bitBlockwise" >&2
     exit 1
     ;;
 esac
+name=${name:-$ending}
 case $engine in
-  deepspeed) config=configs/zero2_offload${ending:+_$ending}.json out=runs/demo${ending:+-$ending} ;;
-  fsdp2) config=configs/fsdp2_offload${ending:+_$ending}.toml out=runs/demo-fsdp2${ending:+-$ending} ;;
+  deepspeed) config=configs/zero2_offload${ending:+_$ending}.json out=runs/demo${name:+-$name} ;;
+  fsdp2) config=configs/fsdp2_offload${ending:+_$ending}.toml out=runs/demo-fsdp2${name:+-$name} ;;
   *)
     echo "zero8: got ENGINE=$engine, expected deepspeed or fsdp2" >&2
     exit 1
     ;;
 esac
 if [[ $engine == fsdp2 && -n $not_in_fsdp2 ]]; then
-  echo "zero8: got OPTIMIZER=$optimizer with ENGINE=fsdp2, expected Adam8bitBlockwise or" \
-    "SGD8bitBlockwise, as $not_in_fsdp2; run it with ENGINE=deepspeed" >&2
+  echo "zero8: got OPTIMIZER=$optimizer with ENGINE=fsdp2, expected Adam8bitBlockwise," \
+    "Adam8bitShared or SGD8bitBlockwise, as $not_in_fsdp2; run it with ENGINE=deepspeed" >&2
   exit 1
 fi
 config=${CONFIG:-$config}
-out=${OUT:-$out${CODEC:+-$CODEC}}
+out=${OUT:-$out${codec:+-$codec}}
 
 # DeepSpeed builds its ops with the ninja of this Python, also when no environment is activated.
 export PATH="$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
@@ -112,11 +121,11 @@ trap stop INT TERM HUP
 # What DeepSpeed needs and was not compiled before is compiled first.
 train() {
   if [[ $engine == deepspeed ]]; then
-    $run "$python" -m examples.gpt.build "$config" "$1" ${CODEC:+--codec "$CODEC"}
+    $run "$python" -m examples.gpt.build "$config" "$1" ${codec:+--codec "$codec"}
   fi
   $run "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m examples.gpt \
     --engine "$engine" --optimizer "$1" --config "$config" --model "$model" --steps "$steps" \
-    --seed "$seed" --out "$out" ${CODEC:+--codec "$CODEC"} \
+    --seed "$seed" --out "$out" ${codec:+--codec "$codec"} \
     ${DATA:+--data "$DATA"} &
   child=$!
   wait "$child"
@@ -128,6 +137,6 @@ train "$twin"
 
 echo "timing steps over 2^25 parameters"
 settings="ENGINE=$engine OPTIMIZER=$optimizer MODEL=$model STEPS=$steps RANKS=$ranks"
-settings="$settings CONFIG=$config${CODEC:+ CODEC=$CODEC}${DATA:+ DATA=$DATA} SEED=$seed"
+settings="$settings CONFIG=$config${codec:+ CODEC=$codec}${DATA:+ DATA=$DATA} SEED=$seed"
 OMP_NUM_THREADS=$cores $run "$python" -m examples.gpt.report "$out" --optimizer "$optimizer" \
   --command "$settings launch/local.sh"

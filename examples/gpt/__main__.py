@@ -19,9 +19,8 @@ def main() -> None:
         prog="python -m torch.distributed.run --standalone -m examples.gpt",
         description=main.__doc__,
     )
-    parser.add_argument(
-        "--optimizer", choices=[*TWINS, *TWINS.values()], default="Adam8bitBlockwise"
-    )
+    optimizers = dict.fromkeys([*TWINS, *TWINS.values()])
+    parser.add_argument("--optimizer", choices=optimizers, default="Adam8bitBlockwise")
     parser.add_argument("--engine", choices=DEFAULTS, default=DEEPSPEED)
     parser.add_argument("--codec", choices=CODECS, help="of zero8's states; default: the config's")
     pairs = [pair for of_engine in DEFAULTS.values() for pair in of_engine.values()]

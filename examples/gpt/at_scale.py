@@ -26,8 +26,10 @@ MATRICES = {"Muon8bitBlockwise": (256, 1024)}
 ROUNDS_OF_MATRICES = 5
 # Of both optimizers of a pair.
 LR = 1e-6
+ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 HYPER = {
-    "Adam8bitBlockwise": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    "Adam8bitBlockwise": ADAM,
+    "Adam8bitShared": ADAM,
     "Lion8bitBlockwise": {"betas": (0.9, 0.99), "weight_decay": 0.01},
     "SGD8bitBlockwise": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     "Muon8bitBlockwise": {"momentum": 0.95, "weight_decay": 0.01},
@@ -59,7 +61,9 @@ def measure(
         param.grad = torch.randn_like(param).mul_(1e-3)
     group = {"params": params} | ({"use_muon": True} if optimizer in MATRICES else {})
     twin = TWINS[optimizer]
-    ours = partial(getattr(zero8, optimizer), codec=codec)
+    ours = getattr(zero8, optimizer)
+    if ours.only_codec is None:
+        ours = partial(ours, codec=codec)
     classes = {twin: engine_class(engine).twins[twin], optimizer: ours}
     optimizers = {
         name: make([{**group}], lr=LR, **HYPER[optimizer]) for name, make in classes.items()

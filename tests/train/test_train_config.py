@@ -7,7 +7,7 @@ from places import ROOT
 
 from examples.gpt import config
 from examples.gpt.config import load_config
-from examples.gpt.engine import DEEPSPEED, TWINS, defaults
+from examples.gpt.engine import DEEPSPEED, TWINS, defaults, type_in_configs
 from zero8.state.keywords import OWN_KEYS
 
 DEFAULT = ROOT / "configs" / "zero2_offload.json"
@@ -68,8 +68,9 @@ def test_load_config_schedule_without_total_steps_stays_without(tmp_path, schedu
 def test_load_config_other_type_raises(tmp_path, content, eight_bit, twin):
     path = tmp_path / "config.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=f"expected '{eight_bit}'"):
-        load_config(path, twin, 1)
+    for optimizer in (eight_bit, twin):
+        with pytest.raises(ValueError, match=f"expected '{type_in_configs(twin)}'"):
+            load_config(path, optimizer, 1)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -144,20 +144,20 @@ def test_local_sh_failing_run_exits_nonzero(tmp_path, start_local):
         ({"ENGINE": "fsdp"}, "got ENGINE=fsdp, expected deepspeed or fsdp2"),
         (
             {"OPTIMIZER": "Lion"},
-            "got OPTIMIZER=Lion, expected Adam8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise "
-            "or Muon8bitBlockwise",
+            "got OPTIMIZER=Lion, expected Adam8bitBlockwise, Adam8bitShared, Lion8bitBlockwise, "
+            "SGD8bitBlockwise or Muon8bitBlockwise",
         ),
         (
             {"ENGINE": "fsdp2", "OPTIMIZER": "Lion8bitBlockwise"},
-            "got OPTIMIZER=Lion8bitBlockwise with ENGINE=fsdp2, expected Adam8bitBlockwise or "
-            "SGD8bitBlockwise, as PyTorch has no Lion to compare with; run it with "
-            "ENGINE=deepspeed",
+            "got OPTIMIZER=Lion8bitBlockwise with ENGINE=fsdp2, expected Adam8bitBlockwise, "
+            "Adam8bitShared or SGD8bitBlockwise, as PyTorch has no Lion to compare with; run it "
+            "with ENGINE=deepspeed",
         ),
         (
             {"ENGINE": "fsdp2", "OPTIMIZER": "Muon8bitBlockwise"},
-            "got OPTIMIZER=Muon8bitBlockwise with ENGINE=fsdp2, expected Adam8bitBlockwise or "
-            "SGD8bitBlockwise, as PyTorch's Muon steps matrices alone; run it with "
-            "ENGINE=deepspeed",
+            "got OPTIMIZER=Muon8bitBlockwise with ENGINE=fsdp2, expected Adam8bitBlockwise, "
+            "Adam8bitShared or SGD8bitBlockwise, as PyTorch's Muon steps matrices alone; run it "
+            "with ENGINE=deepspeed",
         ),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
@@ -193,6 +193,23 @@ def test_local_sh_codec_goes_to_every_command_and_into_the_name_of_the_folder():
     assert sum("-m examples.gpt" in line and "--codec fp8" in line for line in lines) == 4
     assert sum(f"--out {out}-fp8 " in line for line in lines) == 2
     assert f"examples.gpt.report {out}-fp8 " in done.stdout and " CODEC=fp8 " in done.stdout
+
+
+@pytest.mark.parametrize("engine", DEFAULTS)
+def test_local_sh_codec_shared_trains_with_the_optimizer_that_has_it(engine):
+    commands = [
+        run(
+            ["bash", str(ROOT / "launch" / "local.sh"), "--dry-run"],
+            PYTHON=sys.executable,
+            ENGINE=engine,
+            DS_ACCELERATOR="cpu",
+            **choice,
+        )
+        for choice in ({"CODEC": "shared"}, {"OPTIMIZER": "Adam8bitShared"})
+    ]
+    assert commands[0].returncode == 0, commands[0].stderr
+    assert commands[0].stdout == commands[1].stdout
+    assert "--codec" not in commands[0].stdout
 
 
 def processes_of(out):
