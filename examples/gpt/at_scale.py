@@ -51,7 +51,7 @@ def measure(
     Args:
         engine: whose twin is measured.
         optimizer: zero8's.
-        codec: of its states.
+        codec: of its states, if it has a choice.
         numel: float32 parameters, see `shapes`; both optimizers step over the same ones.
         rounds: timed steps of each optimizer, which take turns; by default 30, or 5 of matrices.
     """

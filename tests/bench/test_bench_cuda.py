@@ -105,6 +105,10 @@ def test_gpu_run_tabulates_and_draws_the_gpu_and_leaves_out_the_cpu(result):
         (["--threads", "2"], "--threads: got --device cuda, expected --device cpu"),
         (["--isa", "avx2"], "--isa: got --device cuda, expected --device cpu"),
         (["--against", "deepspeed"], "--against: got 'deepspeed', expected one of ['torch'"),
+        (
+            ["--algorithm", "adam", "--codec", "shared"],
+            f"--codec: got 'shared', expected one of {list(CODECS)}",
+        ),
     ],
 )
 def test_gpu_run_that_is_not_possible_is_a_usage_error(

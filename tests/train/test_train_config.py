@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 from places import ROOT
 
-from examples.gpt import config
+from examples.gpt import build, config
 from examples.gpt.config import load_config
 from examples.gpt.engine import DEEPSPEED, TWINS, defaults, type_in_configs
+from zero8.algorithms.adam import ADAM
+from zero8.spec.codec import CODECS, SHARED
 from zero8.state.keywords import OWN_KEYS
 
 DEFAULT = ROOT / "configs" / "zero2_offload.json"
@@ -43,6 +45,28 @@ def test_load_config_codec_of_the_run_replaces_that_of_the_file(tmp_path):
         ours = load_config(path, EIGHT_BIT, 1, "fp8")
         assert ours["optimizer"]["params"] == {"codec": "fp8"}
         assert load_config(path, BASELINE, 1, "fp8")["optimizer"]["params"] == {}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "codec", "steps"),
+    [
+        (EIGHT_BIT, None, [(ADAM, CODECS["log"])]),
+        (EIGHT_BIT, "log6", [(ADAM, CODECS["log6"])]),
+        ("Adam8bitShared", None, [(ADAM, SHARED)]),
+        (BASELINE, None, []),
+    ],
+)
+def test_build_for_a_run_is_of_the_steps_of_its_optimizer(monkeypatch, optimizer, codec, steps):
+    asked = []
+
+    def op_for_steps(*step):
+        asked.append(step)
+        return SimpleNamespace(load=lambda: None)
+
+    monkeypatch.setattr(build, "op_for_steps", op_for_steps)
+    monkeypatch.setattr(build.ops, "needed", lambda *_: [])
+    build.build_for(DEFAULT, optimizer, codec)
+    assert asked == steps
 
 
 @pytest.mark.parametrize("total", [400, "auto"])
