@@ -10,7 +10,7 @@ from pathlib import Path
 
 from examples.gpt.config import load_config
 from zero8.op.build import op_for_steps
-from zero8.optimizer import PUBLIC
+from zero8.optimizer import OPTIMIZERS
 from zero8.spec.codec import CODECS, DEFAULT_CODEC
 from zero8.zero import ops
 
@@ -39,7 +39,7 @@ def build_for(path: Path, optimizer: str, codec: str | None = None) -> None:
     names = ops.needed(config, ops.accelerator())
     ops.check(names)
     chosen = CODECS[config["optimizer"].get("params", {}).get("codec", DEFAULT_CODEC)]
-    for ours in PUBLIC:
+    for ours in OPTIMIZERS:
         if ours.__name__ == optimizer:
             op_for_steps(ours.algorithm, ours.only_codec or chosen).load()
     for name in names:

@@ -16,7 +16,7 @@ from zero8.plan import measure
 from zero8.plan.matrices import sent_by_zero8
 from zero8.plan.model import Model
 from zero8.plan.rates import Rates
-from zero8.plan.setup import OPTIMIZERS, Setup, with_deepspeed_config
+from zero8.plan.setup import BY_NAME, Setup, with_deepspeed_config
 from zero8.plan.share import share_of
 from zero8.spec.codec import CODECS
 from zero8.state.policy import Policy
@@ -76,7 +76,7 @@ def test_plan_of_a_codec_counts_its_codes_and_scales(capsys, codec):
     assert saved == pytest.approx(expected * 1e9, rel=1e-3)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", BY_NAME)
 def test_plan_of_an_optimizer_is_that_of_a_config_with_its_type(capsys, tmp_path, optimizer):
     config = tmp_path / "ds.json"
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}

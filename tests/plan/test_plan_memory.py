@@ -35,6 +35,8 @@ CASES = {
     "zero3 offload, AdamW": (3, "cpu", {}, "AdamW", 1),
     "zero3": (3, None, {}, "Adam8bitBlockwise", 1),
     "zero3, fp32": (3, None, None, "Adam8bitBlockwise", 1),
+    "zero2 offload, shared": (2, "cpu", {}, "Adam8bitShared", 1),
+    "zero3 offload, shared": (3, "cpu", {}, "Adam8bitShared", 1),
     "zero2 offload, Muon": (2, "cpu", {}, "Muon8bitBlockwise", 1),
     "zero3 offload, Muon": (3, "cpu", {}, "Muon8bitBlockwise", 1),
 }

@@ -19,7 +19,6 @@ PIECES = (
 )
 
 
-
 def values_for(which, seed, numel=NUMEL):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(numel, generator=generator)

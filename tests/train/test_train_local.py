@@ -80,6 +80,7 @@ def start_local(tmp_path):
         ("Adam8bitBlockwise", 8, 2.1, 8, 2.1),
         # DeepSpeed's Lion has a second moment, which it never reads.
         ("Lion8bitBlockwise", 8, 1.05, 8, 1.05),
+        ("Adam8bitShared", 8, 1.1, 8, 1.06),
         ("SGD8bitBlockwise", 4, 1.05, 4, 1.05),
         # Of AdamW's parameters, which are no matrices, there are two moments.
         ("Muon8bitBlockwise", 7_135_232 / 1_678_336, 1.08, 4, 1.05),

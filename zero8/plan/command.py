@@ -13,9 +13,9 @@ from zero8.plan.model import Model
 from zero8.plan.rates import CORES
 from zero8.plan.report import GIB, summary, text
 from zero8.plan.setup import (
+    BY_NAME,
     DEVICES,
     ENGINES,
-    OPTIMIZERS,
     WEIGHT_BYTES,
     Setup,
     of_optimizer,
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "weight_correction_bits 8"
     )
     run.add_argument("--dtype", choices=tuple(WEIGHT_BYTES), help=help_text)
-    optimizers = tuple(OPTIMIZERS)
+    optimizers = tuple(BY_NAME)
     run.add_argument("--optimizer", choices=optimizers, help=f"zero8's, default {optimizers[0]}")
     codecs = tuple(CODECS)
     run.add_argument("--codec", choices=codecs, help=f"of zero8's states, default {DEFAULT_CODEC}")

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.table import algorithm_called
 from zero8.muon import ADAM_PARAMS
-from zero8.optimizer import PUBLIC
+from zero8.optimizer import OPTIMIZERS
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.codec import ADAM_CODECS, DEFAULT_CODEC, Codec, codec_named
+from zero8.spec.codec import ALL_CODECS, DEFAULT_CODEC, Codec, codec_named
 from zero8.state.policy import Policy
 
-OPTIMIZERS = {one.__name__: one for one in PUBLIC}
+BY_NAME = {one.__name__: one for one in OPTIMIZERS}
 """zero8's optimizers by name."""
 ENGINES = ("deepspeed", "fsdp2")
 DEVICES = ("none", "cpu", "nvme")
@@ -113,8 +113,8 @@ class Setup:
     @property
     def moment_codec(self) -> Codec:
         """The codec of zero8's moments."""
-        if self.algorithm_name == ADAM.name and self.codec in ADAM_CODECS:
-            return ADAM_CODECS[self.codec]
+        if self.algorithm_name == ADAM.name and self.codec in ALL_CODECS:
+            return ALL_CODECS[self.codec]
         return codec_named(self.codec)
 
     @property
@@ -209,13 +209,13 @@ def _dtype(config: dict) -> str:
             return "bf16"
         optimizer = config.get("optimizer", {})
         bits = optimizer.get("params", {}).get("weight_correction_bits")
-        is_corrected = optimizer.get("type") in OPTIMIZERS and bits
+        is_corrected = optimizer.get("type") in BY_NAME and bits
         return "24-bit-masters" if is_corrected else "bf16-masters"
     return "fp16" if config.get("fp16", {}).get("enabled") else "fp32"
 
 
 def _of_optimizer(section: dict) -> dict:
-    if section.get("type") not in OPTIMIZERS:
+    if section.get("type") not in BY_NAME:
         return {}
     params = section.get("params", {})
     keys = ("block_size", "min_8bit_size", "fp32_params")
@@ -227,12 +227,12 @@ def _of_optimizer(section: dict) -> dict:
 
 
 def of_optimizer(name: str, codec: str | None) -> dict:
-    """Return what a setup has of one of `OPTIMIZERS`, with the codec that is asked for.
+    """Return what a setup has of one of `BY_NAME`, with the codec that is asked for.
 
     Raises:
         ValueError: if the optimizer does not have this codec.
     """
-    optimizer = OPTIMIZERS[name]
+    optimizer = BY_NAME[name]
     if optimizer.only_codec and codec is not None:
         raise ValueError(f"codec: got {codec!r}, but {name} has one codec; leave it out")
     chosen = optimizer.only_codec or codec_named(DEFAULT_CODEC if codec is None else codec)
