@@ -24,7 +24,8 @@
 #include "moments.h"
 // In terms of moments.h:
 #include "chunks.h"
-// In terms of chunks.h:
+#include "shares.h"
+// In terms of these:
 #include "packing.h"
 #include "tiles.h"
 // In terms of all these:

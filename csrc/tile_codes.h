@@ -106,15 +106,6 @@ inline void make_means(const Shares& shares, float* sums) {
 
 // --- Encoding ------------------------------------------------------------------------------------
 
-// (C13) of q at the first elements of the codes.
-inline Vec::I code_of(Vec::F mean, Vec::F largest, Vec::I q) {
-  const Vec::I ratio = Vec::as_int(Vec::div(mean, largest));
-  const Vec::I threshold = Vec::shl<3>(Vec::ori(Vec::andi(q, Vec::seti(0xFFC0)), Vec::seti(32)));
-  const Vec::I offset = Vec::addi(Vec::subi(ratio, Vec::seti(kOneBits)), threshold);
-  const Vec::I code = Vec::addi(Vec::sra<Shared::kCellBits>(offset), Vec::seti(255));
-  return Vec::unless_zero(Vec::maxs(code, Vec::seti(1)), Vec::as_int(mean));
-}
-
 // q is that of the tile's first element.
 inline void encode_means(const float* means, const Shares& shares, uint32_t q, uint8_t* codes) {
   Vec::I patterns = Vec::seti(0);
@@ -132,14 +123,6 @@ inline void encode_means(const float* means, const Shares& shares, uint32_t q, u
   // The columns before a cut have other segments.
   const First one = {1};
   store8(codes, code_of(load(means, one), largest, Vec::seti(q)), one);
-}
-
-// (C14)
-inline float row_of(float total, float sum_of_levels) {
-  if (total == 0.0f) return 0.0f;
-  constexpr uint32_t kLast = 1u << (24 - Shared::kRowBits);
-  const float row = float_of((bits_of(total / sum_of_levels) + kLast / 2) & ~(kLast - 1));
-  return row < Shared::kMinRow ? Shared::kMinRow : row > Shared::kMaxRow ? Shared::kMaxRow : row;
 }
 
 // --- The codes of a moment ----------------------------------------------------------------------

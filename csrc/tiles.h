@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where tiles lie, zero8/spec/tiles.py, and the blocks of a segment, one tile beside the other.
 //
-// Included once per target, after moments.h, so in the target's namespace.
+// Included once per target, after shares.h, so in the target's namespace.
 #include <cstdint>
 
 namespace zero8 {
@@ -115,14 +115,6 @@ class TileWalk {
   int64_t row_ = 0, in_row_ = 0, end_in_row_ = 0;
 };
 
-// A tile of several rows: whole blocks of a segment, one below the other.
-struct Tile {
-  int64_t top;  // row of the grid
-  int rows;     // 0 if there is none
-  int columns;
-  int bytes_per_row;
-};
-
 // The tiles of a segment's whole blocks.
 class Tiles {
  public:
@@ -159,28 +151,6 @@ class Tiles {
 
   int64_t row_length_, block_size_, per_row_;
   int64_t first_, end_;  // of the whole blocks, by their numbers in the parameter
-};
-
-// How columns share codes: 2^shift of them each, but the first code has `lead` fewer, where a
-// boundary cuts the block, and the last one what is left.
-struct Shares {
-  int columns, shift, lead;
-
-  explicit Shares(const Tile& tile) : columns(tile.columns), shift(0), lead(0) {
-    while (tile.rows * tile.bytes_per_row << shift < columns) ++shift;
-  }
-  // Of a block that is cut.
-  explicit Shares(const Block& b)
-      : columns(b.count), shift(6), lead(b.offset % Shared::kColumnsPerByte) {
-    static_assert(Shared::kColumnsPerByte == 1 << 6);
-  }
-  int code_of(int column) const { return (column + lead) >> shift; }
-  int count() const { return code_of(columns - 1) + 1; }
-  // The columns of a code: from here to where those of the next one begin.
-  int begin_of(int code) const {
-    const int begin = (code << shift) - lead;
-    return begin < 0 ? 0 : begin < columns ? begin : columns;
-  }
 };
 
 }  // namespace ZERO8_TARGET
