@@ -8,7 +8,6 @@ import torch
 
 from zero8.op.cuda import CudaKernel, cuda_kernel
 from zero8.op.kernel import CpuKernel, Steps
-from zero8.spec.codec import SHARED
 
 DEVICES = ("cpu", "cuda")
 
@@ -37,16 +36,11 @@ def kernel_on(device: torch.device, steps: Steps) -> Kernel:
 
     Raises:
         ValueError: if ZERO8_ISA, ZERO8_CUDA_BACKEND or a launcher's variable is invalid, or the GPU
-            is too old, or has no such steps.
+            is too old.
         RuntimeError: if there is no compiler, or it fails.
     """
     if device.type == "cpu":
         return CpuKernel(steps)
-    if steps[1] == SHARED:
-        raise ValueError(
-            "Adam8bitShared has no CUDA kernel yet; keep its parameters on the CPU (of DeepSpeed's "
-            f"masters: offload_optimizer): got one on {device}"
-        )
     return cuda_kernel(device)
 
 
