@@ -147,7 +147,7 @@ def test_run_has_a_row_for_every_step_and_a_copy_of_its_streams(tiny, algorithms
         of_one = [row for row in rows if row["algorithm"] == algorithm]
         kinds = {(row["name"], row["variant"], row["codec"]): row for row in of_one}
         assert len(kinds) == len(of_one)
-        codecs = codecs_of(algorithm, "cpu")
+        codecs = codecs_of(algorithm)
         assert ("shared" in codecs) == (algorithm == "adam")
         ours = {("zero8", v.name, codec) for v in VARIANTS for codec in codecs}
         others = {(*peer, None) for peer in PEER_ROWS[algorithm]}
@@ -187,7 +187,7 @@ def test_run_times_every_instruction_set_in_the_cache(tiny, algorithms):
     assert cases == {
         (one, codec, *case)
         for one in algorithms
-        for codec in codecs_of(one, "cpu")
+        for codec in codecs_of(one)
         for case in product(variants, kernel.isas())
     }
 
@@ -197,9 +197,7 @@ def test_run_says_of_each_step_what_limits_it_elsewhere(tiny, algorithms):
     found = result["on_machines"]
     steps = {(row["algorithm"], row["variant"], row["codec"]) for row in found}
     variants = [v.name for v in VARIANTS]
-    assert steps == {
-        s for one in algorithms for s in product([one], variants, codecs_of(one, "cpu"))
-    }
+    assert steps == {s for one in algorithms for s in product([one], variants, codecs_of(one))}
     copied = max(row["gb_per_s"] for row in result["rows"] if row["name"] == "copy")
     assert f"| this one: 2 cores, {copied:.0f} GB/s |" in tiny.with_suffix(".md").read_text()
 

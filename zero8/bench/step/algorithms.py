@@ -34,10 +34,9 @@ ZERO8 = {
 """zero8's optimizers by name of the algorithm."""
 
 
-def codecs_of(algorithm: str, device: str) -> tuple[str, ...]:
-    """Return the codecs of an algorithm's steps on `cpu` or `cuda`."""
-    # `Adam8bitShared` has no CUDA kernel.
-    return tuple(ALL_CODECS if (algorithm, device) == (ADAM.name, "cpu") else CODECS)
+def codecs_of(algorithm: str) -> tuple[str, ...]:
+    """Return the codecs of an algorithm's steps."""
+    return tuple(ALL_CODECS if algorithm == ADAM.name else CODECS)
 
 
 def scalars_at(algorithm: Algorithm, step: int) -> Scalars:

@@ -58,7 +58,7 @@ class Plan:
         check_names("--codec", self.codecs, ALL_CODECS)
         for algorithm in self.algorithms:
             if not self.codecs_of(algorithm):
-                check_names("--codec", self.codecs, codecs_of(algorithm, self.device.name))
+                check_names("--codec", self.codecs, codecs_of(algorithm))
         check_names("--isa", () if self.isa is None else (self.isa,), kernel.isas())
         check_names("--against", self.against, step_contenders.peers_on(self.device))
 
@@ -81,7 +81,7 @@ class Plan:
 
     def codecs_of(self, algorithm: str) -> list[str]:
         """Return the codecs of an algorithm's steps."""
-        return [c for c in self.codecs if c in codecs_of(algorithm, self.device.name)]
+        return [c for c in self.codecs if c in codecs_of(algorithm)]
 
     @property
     def steps(self) -> list[step_kernel.Step]:
