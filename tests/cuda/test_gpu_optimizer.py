@@ -5,11 +5,15 @@ import copy
 
 import pytest
 import torch
-from test_cuda_optimizer import HYPER, assert_same, made, set_grads, states_of
+from test_cuda_optimizer import (
+    assert_same,
+    every_codec,
+    made,
+    optimizer_of,
+    set_grads,
+    states_of,
+)
 from torch import nn
-
-import zero8
-from zero8.spec.codec import CODECS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +28,7 @@ def on_gpu(dtype=FP32, **settings):
     params, _ = made(dtype)
     params = [nn.Parameter(p.detach().cuda()) for p in params]
     named = [(name, params[place]) for name, place in named]
-    return params, zero8.Adam8bitBlockwise(named, **(HYPER | settings))
+    return params, optimizer_of(named, **settings)
 
 
 def set_gpu_grads(params, number) -> None:
@@ -42,7 +46,7 @@ def assert_same_as_cpu(ours, theirs) -> None:
         assert torch.equal(x.cpu(), y)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@every_codec
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_gpu_optimizer_steps_equal_those_on_the_cpu_and_never_wait(codec, dtype):
     mine, theirs = on_gpu(dtype, codec=codec), made(dtype, codec=codec)
@@ -95,7 +99,7 @@ def test_gpu_optimizer_parameters_on_both_devices_step():
     assert_same_as_cpu(mine, theirs)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@every_codec
 def test_gpu_graph_replays_are_the_steps_that_follow(codec):
     """The whole step in a graph, as torch's notes on CUDA graphs have it: gradients are its own."""
     mine, theirs = (on_gpu(BF16, codec=codec) for _ in range(2))
