@@ -131,9 +131,9 @@ class Adam8bitShared(Adam8bitBlockwise):
     bytes per element instead of 8.
 
     Parameters of narrow rows (`zero8.spec.grid`) keep float32 moments.  State dicts of
-    `Adam8bitBlockwise` and of torch's AdamW load into it, and its own into these.  It steps on the
-    CPU: whole parameters, those of ZeRO, and those of FSDP2 whose ranks hold whole bands of 64 rows
-    (`zero8.spec.tiles`); GPUs are refused.
+    `Adam8bitBlockwise` and of torch's AdamW load into it, and its own into these.  It steps whole
+    parameters, those of ZeRO, and those of FSDP2 whose ranks hold whole bands of 64 rows
+    (`zero8.spec.tiles`), on the CPU or on CUDA GPUs, where it has not run yet.
 
     In a DeepSpeed config: `"optimizer": {"type": "Adam8bitShared", "params": {...}}`.
 
