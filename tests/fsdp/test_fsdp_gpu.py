@@ -6,21 +6,18 @@ import torch
 from fsdp_checkpoints import MODES, resume, save_all
 from fsdp_worker import LAYOUTS, differing, trained, trained_alone
 
-from zero8 import Adam8bitShared
-
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
 ]
 DEVICE = "cuda"
-ON_GPUS = [name for name, layout in LAYOUTS.items() if layout.made is not Adam8bitShared]
 WORLD_SIZES = sorted({1, max(1, torch.cuda.device_count())})
 STEPS, MORE = 3, 4
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["after", "in_backward"])
-@pytest.mark.parametrize("layout", ON_GPUS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_gpu_fsdp2_step_has_the_bits_of_one_process_on_the_cpu(
     layout, in_backward, world_size, standing_ranks
 ):
