@@ -107,8 +107,10 @@ def test_local_sh_four_steps_writes_summary_of_both_runs(
     assert baseline["state_bytes_per_param"] == fp32_bytes
     assert eight_bit["optimizer"] == optimizer
     assert eight_bit["state_bytes_per_param"] < bytes_8bit
-    # Same seed, same batches: the first two steps have learning rate 0.
-    assert baseline["val_loss"] == pytest.approx(eight_bit["val_loss"], rel=1e-3)
+    # Same seed, same batches: the first two steps have learning rate 0.  The updates of another
+    # optimizer differ by up to a fifth, and so does what they take off the loss, a sixth of it.
+    rel = 1 / 30 if optimizer == "Adam8bitShared" else 1e-3
+    assert baseline["val_loss"] == pytest.approx(eight_bit["val_loss"], rel=rel)
     assert (tmp_path / "out" / "loss.png").exists()
     assert cli.main(["checkpoint", "verify", f"{tmp_path}/out/{optimizer}.checkpoint"]) == 0
     fp32, quantized = summary["at_scale"]["rows"]
