@@ -96,10 +96,11 @@ class PlacedExtent(Extent):
 
     def keeps_bands(self, parameter: Piece) -> bool:
         """See `Extent`."""
+        step = self._indices_per_band(parameter)
         for dim, size in enumerate(self.shape):
             cuts, sizes = _cuts(self.placements, self.mesh, dim)
             for at in itertools.product(*map(range, sizes.values())):
-                if not self._is_of_bands(parameter, dim, *_held(size, cuts, at)):
+                if not self._is_of_bands(step, dim, *_held(size, cuts, at)):
                     return False
         return True
 

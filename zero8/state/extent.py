@@ -99,16 +99,14 @@ class Extent:
         Args:
             parameter: the whole parameter as a piece, quantized, without narrow rows.
         """
+        step = self._indices_per_band(parameter)
         ranges = enumerate(zip(self.offset, self.local_shape, strict=True))
-        return not self.numel or all(
-            self._is_of_bands(parameter, dim, *held) for dim, held in ranges
-        )
+        return not self.numel or all(self._is_of_bands(step, dim, *held) for dim, held in ranges)
 
-    def _is_of_bands(self, parameter: Piece, dim: int, begin: int, size: int) -> bool:
-        """Return whether a range of a dimension holds whole bands."""
+    def _is_of_bands(self, step: int, dim: int, begin: int, size: int) -> bool:
+        """Return whether a range of a dimension holds whole bands, which begin at this step."""
         if dim:
             return size in (0, self.shape[dim])
-        step = self._indices_per_band(parameter)
         return all(at % step == 0 or at == self.shape[0] for at in (begin, begin + size))
 
     def _indices_per_band(self, parameter: Piece) -> int:
