@@ -81,7 +81,7 @@ def test_joined_fragments_are_what_their_decoded_values_encode_to(made):
 
 @pytest.mark.parametrize("row", [math.nan, -1.0])
 def test_joined_fragment_with_an_invalid_row_is_refused(row):
-    (one,) = (fragment((130, 100), 64, [(0, 13000)], 1),)
+    one = fragment((130, 100), 64, [(0, 13000)], 1)
     one.stores[1].scales[3] = row
     with pytest.raises(ValueError, match="^f: exp_avg_sq of p: got a"):
         Assembly(one, Staging(Path(tempfile.gettempdir()))).add(one)

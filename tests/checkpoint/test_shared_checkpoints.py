@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of `Adam8bitShared` in the tools: inspected, compared, converted and read back."""
 
-import json
-
 import pytest
 import torch
+from checkpoint_command import called
 from torch import nn
 
 import zero8
-from zero8.cli import main
 
 SHAPES = {
     "bands": (130, 300),
@@ -36,11 +34,6 @@ def saved(tmp_path_factory):
     torch.save({"model": model, "optimizer": optimizer.state_dict()}, path)
     optimizer.state_dict_format = "fp32"
     return path, optimizer.state_dict()
-
-
-def called(capsys, *argv, status=0):
-    assert main(["checkpoint", *map(str, argv), "--json"]) == status
-    return json.loads(capsys.readouterr().out)
 
 
 def test_shared_checkpoint_is_inspected_with_its_codes(saved, capsys):

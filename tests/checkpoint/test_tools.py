@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zero8 checkpoint verify`, `inspect`, `diff`, `seal` and `prune` on checkpoints of every kind."""
 
-import json
 import math
 import re
 import shutil
 
 import pytest
 import torch
+from checkpoint_command import called
 from moment_samples import buffers, flipped_in
 from small_checkpoints import KINDS, SHAPES, STEPS, dcp_folder, plain_file, trained, zero_folder
 
@@ -33,12 +33,6 @@ def copied(made, tmp_path):
         return type(made[kind])(copy_one(made[kind], tmp_path / kind))
 
     return copy
-
-
-def called(capsys, *argv, status):
-    """Run a command with --json; return its JSON object."""
-    assert main(["checkpoint", *map(str, argv), "--json"]) == status
-    return json.loads(capsys.readouterr().out)
 
 
 def state_files(path):

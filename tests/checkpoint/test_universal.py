@@ -13,6 +13,7 @@ from universal_cuts import (
     convert,
     decoded,
     joined,
+    travel,
 )
 from universal_worker import (
     Parts,
@@ -52,28 +53,6 @@ PRECISIONS = {
 TRAINED = [name for name in Parts.SHAPES if name != "frozen"]
 
 
-def travel(ranks_of, world_sizes, chains, folder, grouped=True):
-    """Take chains of configs through world sizes; return by chain what the ranks held at each."""
-    visits = {name: [] for name in chains}
-    for hop, (world_size, steps) in enumerate(zip(world_sizes, STEPS, strict=False)):
-        jobs = [
-            {
-                "ds_config": configs[hop],
-                "source": f"{folder}/{name}/{hop - 1}" if hop else None,
-                "target": f"{folder}/{name}/{hop}",
-                "steps": steps,
-                "grouped": grouped,
-            }
-            for name, configs in chains.items()
-        ]
-        ranks = ranks_of(world_size).run(visit, timeout_s=400, jobs=jobs)
-        for number, name in enumerate(chains):
-            visits[name].append([rank[number] for rank in ranks])
-            if hop + 1 < len(world_sizes):
-                convert(f"{folder}/{name}/{hop}")
-    return visits
-
-
 def check_visits(visits):
     """Check each load against what was saved before it; return where blocks were always whole."""
     whole = {name: torch.ones(1, dtype=torch.bool) for name in TRAINED}
@@ -99,7 +78,7 @@ def check_visits(visits):
 def test_universal_checkpoints_load_in_the_other_stages(standing_ranks, tmp_path):
     """The representative of the others, on two ranks."""
     chains = {"2 to 3": [settings(2), settings(3)], "3 to 2": [settings(3, "cpu"), settings(2)]}
-    visits = travel(standing_ranks, (2, 2), chains, tmp_path)
+    visits = travel(standing_ranks, (2, 2), STEPS, chains, tmp_path)
     check_visits(visits["3 to 2"])
     whole = check_visits(visits["2 to 3"])
     # The two stages cut at different places: some blocks, and not many.
@@ -118,7 +97,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def journeys(standing_ranks, folder):
-    return travel(standing_ranks, WORLD_SIZES, CHAINS, folder)
+    return travel(standing_ranks, WORLD_SIZES, STEPS, CHAINS, folder)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +160,7 @@ def precisions(standing_ranks, tmp_path_factory):
     # In one group, as its padding on a rank that holds nothing else fails DeepSpeed's converter in
     # BF16_Optimizer.
     folder = tmp_path_factory.mktemp("precisions")
-    return travel(standing_ranks, (2, 3), chains, folder, grouped=False)
+    return travel(standing_ranks, (2, 3), STEPS, chains, folder, grouped=False)
 
 
 @pytest.mark.slow

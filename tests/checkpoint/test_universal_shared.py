@@ -5,19 +5,19 @@ What is loaded, or converted, is the encoding of what was saved, decoded: verbat
 and is whole, as encoding is idempotent.
 """
 
-import json
 import math
+from functools import cache
 from itertools import pairwise
 
 import pytest
 import torch
-from universal_cuts import BLOCK_SIZE, convert
-from universal_worker import TallParts, settings, visit
+from checkpoint_command import called
+from universal_cuts import BLOCK_SIZE, travel
+from universal_worker import TallParts, settings
 from zero_shards import code_of, put_together
 from zero_worker import MOMENTS
 
 from zero8.algorithms.adam import ADAM
-from zero8.cli import main
 from zero8.spec.codec import SHARED
 from zero8.state.plain import codes_key
 from zero8.state.store import MomentStore
@@ -50,23 +50,12 @@ def folder(tmp_path_factory):
 def journey(standing_ranks, folder):
     """Return a function: of a chain, what the ranks held at each of its stops."""
 
-    def travel(name):
-        visits = []
-        for hop, (world_size, ds_config) in enumerate(zip(*CHAINS[name], strict=True)):
-            if hop:
-                convert(f"{folder}/{name}/{hop - 1}")
-            job = {
-                "ds_config": ds_config,
-                "source": f"{folder}/{name}/{hop - 1}" if hop else None,
-                "target": f"{folder}/{name}/{hop}",
-                "steps": STEPS[hop],
-            }
-            ranks = standing_ranks(world_size).run(visit, timeout_s=400, jobs=[job])
-            visits.append([rank[0] for rank in ranks])
-        return visits
+    @cache
+    def of(name):
+        world_sizes, configs = CHAINS[name]
+        return travel(standing_ranks, world_sizes, STEPS, {name: configs}, folder)[name]
 
-    made = {}
-    return lambda name: made[name] if name in made else made.setdefault(name, travel(name))
+    return of
 
 
 def dense_of(ranks):
@@ -107,12 +96,6 @@ def test_shared_universal_checkpoint_loads_what_its_values_encode_to(journey, na
                     here = slice(piece.first, piece.first + piece.numel)
                     master = state["master"][piece.start : piece.start + piece.numel]
                     assert torch.equal(master, saved[piece.name][0][here])
-
-
-def called(capsys, *argv):
-    capsys.readouterr()  # what DeepSpeed's converter has printed
-    assert main(["checkpoint", *map(str, argv), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def test_shared_zero_checkpoint_becomes_a_plain_one_that_its_values_encode_to(

@@ -92,11 +92,6 @@ HYPERS = {
 HEAVY_L2 = {**ADAMW, "weight_decay": 2.0**40, "decoupled": False}
 
 
-@pytest.fixture
-def host(host_kernel):
-    return host_kernel
-
-
 def places(block_size: int) -> list[Place]:
     """Segments of whole and of cut blocks, aligned and not, one of them empty."""
     row = 2 * block_size + 44

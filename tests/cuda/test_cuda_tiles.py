@@ -47,11 +47,6 @@ BLOCK_SIZES = [64, 128, 256, 512, 4096]
 CASES, STEPS = 40, 2
 
 
-@pytest.fixture
-def host(host_kernel):
-    return host_kernel
-
-
 def random_segment(chance: random.Random) -> tuple[Segment, dict]:
     hyper = hyper_of(chance)
     segment = segment_of(place_of(chance), hyper, chance)

@@ -5,11 +5,11 @@ The steps and checkpoints are those of tests/fsdp/test_fsdp_step.py and the like
 """
 
 import copy
-import json
 
 import fsdp_placements as ranks
 import pytest
 import torch
+from checkpoint_command import called
 from fsdp_checkpoints import load, save
 from fsdp_placements import CUT_STEPS, REFUSED_BANDS, Case
 from fsdp_worker import BANDS, LAYOUTS, differing, optimizer_of, results, run, sharded, start
@@ -20,7 +20,6 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from zero8 import Adam8bitShared
-from zero8.cli import main
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SHAPES = ((127, 301), (15, 8, 70))
@@ -171,19 +170,10 @@ def saved(standing_ranks, tmp_path_factory):
     return folder, standing_ranks(3).run(save_two, folder=folder)[0]
 
 
-@pytest.fixture
-def called(capsys):
-    def of(*argv, status=0):
-        assert main(["checkpoint", *map(str, argv), "--json"]) == status
-        return json.loads(capsys.readouterr().out)
-
-    return of
-
-
 @pytest.mark.parametrize("mode", ["sharded", "flattened"])
-def test_shared_checkpoint_of_ranks_is_whole_and_inspected_with_its_codes(mode, saved, called):
-    assert called("verify", saved[0] / mode)["whole"]
-    report = called("inspect", saved[0] / mode)
+def test_shared_checkpoint_of_ranks_is_whole_and_inspected_with_its_codes(mode, saved, capsys):
+    assert called(capsys, "verify", saved[0] / mode)["whole"]
+    report = called(capsys, "inspect", saved[0] / mode)
     params = {row["name"]: row for row in report["params"]}
     assert report["codecs"] == ["shared"]
     for name in ("bands", "rows_of_experts", "whole_experts", "one_row"):
@@ -192,11 +182,11 @@ def test_shared_checkpoint_of_ranks_is_whole_and_inspected_with_its_codes(mode, 
         assert params[name]["exp_avg_sq"]["codes"] > 2
 
 
-def test_shared_checkpoint_of_ranks_is_converted_with_every_code(saved, called, tmp_path):
+def test_shared_checkpoint_of_ranks_is_converted_with_every_code(saved, capsys, tmp_path):
     folder, (expected, _) = saved
-    called("convert", folder / "sharded", tmp_path / "plain.pt", "--to", "plain")
+    called(capsys, "convert", folder / "sharded", tmp_path / "plain.pt", "--to", "plain")
     content = torch.load(tmp_path / "plain.pt")
-    assert called("diff", folder / "sharded", tmp_path / "plain.pt")["equal"]
+    assert called(capsys, "diff", folder / "sharded", tmp_path / "plain.pt")["equal"]
     names = content["optimizer"]["param_groups"][0]["param_names"]
     found = {
         name: {"values": content["model"][name], **content["optimizer"]["state"][number]}
@@ -206,10 +196,10 @@ def test_shared_checkpoint_of_ranks_is_converted_with_every_code(saved, called, 
 
 
 def test_shared_checkpoint_of_ranks_becomes_adamws_with_the_decoded_moments(
-    saved, called, tmp_path
+    saved, capsys, tmp_path
 ):
-    called("convert", saved[0] / "sharded", tmp_path / "plain.pt", "--to", "plain")
-    called("convert", saved[0] / "sharded", tmp_path / "fp32.pt", "--to", "fp32")
+    called(capsys, "convert", saved[0] / "sharded", tmp_path / "plain.pt", "--to", "plain")
+    called(capsys, "convert", saved[0] / "sharded", tmp_path / "fp32.pt", "--to", "fp32")
     model = LAYOUTS["shared"].model()
     optimizer = optimizer_of(model, LAYOUTS["shared"], state_dict_format="fp32")
     optimizer.load_state_dict(torch.load(tmp_path / "plain.pt")["optimizer"])
@@ -220,11 +210,11 @@ def test_shared_checkpoint_of_ranks_becomes_adamws_with_the_decoded_moments(
 
 
 def test_shared_checkpoint_of_one_process_is_converted_for_ranks_which_go_on_with_its_bits(
-    saved, called, standing_ranks, tmp_path
+    saved, capsys, standing_ranks, tmp_path
 ):
-    called("convert", saved[0] / "flattened", tmp_path / "plain.pt", "--to", "plain")
-    called("convert", tmp_path / "plain.pt", tmp_path / "sharded", "--to", "dcp")
-    assert called("diff", saved[0] / "sharded", tmp_path / "sharded")["equal"]
+    called(capsys, "convert", saved[0] / "flattened", tmp_path / "plain.pt", "--to", "plain")
+    called(capsys, "convert", tmp_path / "plain.pt", tmp_path / "sharded", "--to", "dcp")
+    assert called(capsys, "diff", saved[0] / "sharded", tmp_path / "sharded")["equal"]
     for got in standing_ranks(2).run(load_sharded, folder=tmp_path):
         for ours, theirs in zip(got, saved[1], strict=True):
             assert differing(ours, theirs, 2, 3) == []
@@ -241,9 +231,9 @@ def save_cut(saved: dict, folder) -> None:
 
 
 def test_shared_checkpoint_whose_chunks_cut_bands_is_reported_as_damaged(
-    called, standing_ranks, tmp_path
+    capsys, standing_ranks, tmp_path
 ):
     case = Case(CUT.placements, CUT.shapes, made=Adam8bitShared)
     standing_ranks(2).run(save_cut, saved=trained(case), folder=tmp_path / "cut")
-    report = called("verify", tmp_path / "cut", status=1)
+    report = called(capsys, "verify", tmp_path / "cut", status=1)
     assert "for parts of shape (96, 300) that cut its bands" in report["problems"][0]

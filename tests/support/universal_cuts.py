@@ -4,6 +4,7 @@
 import argparse
 
 import torch
+from universal_worker import visit
 from zero_shards import put_together
 from zero_worker import MOMENTS
 
@@ -26,6 +27,37 @@ def convert(folder):
     status, result, text = command(folder)
     assert status == 0, text
     return result
+
+
+def travel(ranks_of, world_sizes, all_steps, chains, folder, grouped=True):
+    """Take chains of configs through world sizes; return by chain what the ranks held at each.
+
+    Args:
+        ranks_of: makes the ranks of a world size.
+        world_sizes: one for each hop.
+        all_steps: the numbers of the steps of each hop.
+        chains: configs of each hop, by name.
+        folder: for the checkpoints, as NAME/HOP.
+        grouped: whether the parameters are in groups.
+    """
+    visits = {name: [] for name in chains}
+    for hop, (world_size, steps) in enumerate(zip(world_sizes, all_steps, strict=False)):
+        jobs = [
+            {
+                "ds_config": configs[hop],
+                "source": f"{folder}/{name}/{hop - 1}" if hop else None,
+                "target": f"{folder}/{name}/{hop}",
+                "steps": steps,
+                "grouped": grouped,
+            }
+            for name, configs in chains.items()
+        ]
+        ranks = ranks_of(world_size).run(visit, timeout_s=400, jobs=jobs)
+        for number, name in enumerate(chains):
+            visits[name].append([rank[number] for rank in ranks])
+            if hop + 1 < len(world_sizes):
+                convert(f"{folder}/{name}/{hop}")
+    return visits
 
 
 def joined(ranks):
