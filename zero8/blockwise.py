@@ -29,7 +29,7 @@ from zero8.state.memory_report import MemoryReport
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.store import MomentStore
 from zero8.step.batch import Batch
-from zero8.step.check import check_new
+from zero8.step.check import check_new, check_replaceable
 from zero8.step.clipping import Clipped, factor_of, total_norm
 from zero8.step.in_backward import InBackward, check_model
 from zero8.step.stepper import Stepper
@@ -171,8 +171,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             for p in params:
                 info = infos[p]
                 self.settings.decide(info)
-                if engine is None and p.requires_grad:  # else DeepSpeed replaces it
-                    check_new(info.label, p)
+                if engine is not None:
+                    check_replaceable(info.label, p)
+                elif p.requires_grad:
+                    check_new(info.label, p, algorithm, self.settings)
                     self.kind_of(p, {}).check_new(p, info)
         except ValueError:
             self.param_groups.pop()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zero8.state.extent import local
 from zero8.state.header import Entries
+from zero8.state.weights import values_of
 
 Group = dict[str, Any]
 """A parameter group of an optimizer."""
@@ -23,7 +24,8 @@ class Batch:
     Attributes:
         groups: the optimizer's group of each parameter.
         params: the parameters in these groups.
-        values: the local tensor of each parameter: itself, except for a DTensor.
+        values: the local tensor of each parameter: itself, except for a DTensor and for the classes
+            of `zero8.state.weights`.
         grads: the gradient of each of `values`.
         states: the state of each parameter.
     """
@@ -39,7 +41,7 @@ class Batch:
         cls, group: Group, p: Tensor, grad: Tensor, state: Mapping[Tensor, Entries]
     ) -> "Batch":
         """Return the batch of one parameter, with a gradient that is not its `grad`."""
-        return cls([group], [p], [local(p)], [local_grad(p, grad)], [state[p]])
+        return cls([group], [p], [values_of(p)], [local_grad(p, grad)], [state[p]])
 
     def at(self, places: Sequence[int]) -> "Batch":
         """Return a batch of some of the parameters."""

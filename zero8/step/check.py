@@ -6,9 +6,15 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero8.op import kernel
 from zero8.op.devices import DEVICES
+from zero8.spec.algorithm import Algorithm
+from zero8.spec.int8_rows import SCALE_DTYPES
+from zero8.spec.shown import shown
+from zero8.state.settings import Settings
+from zero8.state.weights import CLASSES, Int8Rows, class_in_torchao, int8_rows, values_of
 
 _REAL_VIEW = (
     "; make the parameter torch.view_as_real(...) of it in float32, and call "
@@ -26,7 +32,7 @@ REMEDIES = {
 }
 
 
-def check_new(label: str, p: Tensor) -> None:
+def check_new(label: str, p: Tensor, algorithm: Algorithm, settings: Settings) -> None:
     """Raise ValueError if a parameter of a new optimizer can never take a step.
 
     A float16 one can under DeepSpeed, which replaces it by a float32 master copy.
@@ -38,8 +44,57 @@ def check_new(label: str, p: Tensor) -> None:
             f"parameter {label}: got one on the meta device; to_empty() and the like replace it, "
             "so make the optimizer after them"
         )
+    _check_class(label, p)
+    if (rows := int8_rows(p)) is not None:
+        _check_int8(label, p, rows, algorithm, settings)
     if p.dtype != torch.float16 or "deepspeed" not in sys.modules:
         _check_dtype(f"parameter {label}: got one", p, kernel.DTYPES)
+
+
+def _check_class(label: str, p: Tensor) -> None:
+    values = values_of(p)
+    if is_traceable_wrapper_subclass(values):
+        raise ValueError(
+            f"parameter {label}: got a tensor of class {shown(type(values).__name__)}, which has "
+            "no storage of its own; expected a plain tensor, a DTensor, or one of torchao's "
+            f"{', '.join(CLASSES)}"
+        )
+
+
+def _check_int8(
+    label: str, p: Tensor, rows: Int8Rows, algorithm: Algorithm, settings: Settings
+) -> None:
+    got = f"parameter {label}: got INT8 weights"
+    if rows.scales.dtype not in SCALE_DTYPES:
+        raise ValueError(
+            f"{got} with scales of dtype {rows.scales.dtype}, expected one of {list(SCALE_DTYPES)}:"
+            " convert the model by model.float() or model.to(torch.bfloat16) before quantize_"
+        )
+    if rows.codes.shape[1] != p.shape[1]:
+        raise ValueError(
+            f"{got} of shape {tuple(p.shape)} of which this rank has {rows.codes.shape[1]} columns;"
+            " expected whole rows, which have one scale each: shard dimension 0"
+        )
+    if algorithm.is_of_matrices:
+        raise ValueError(
+            f"{got}, expected floating-point weights for the matrices of Muon8bitBlockwise: use "
+            "Adam8bitBlockwise, or put them into a group with use_muon=False"
+        )
+    if settings.correction_bits:
+        raise ValueError(
+            f"{got} and weight_correction_bits={settings.correction_bits}, which adds bits to "
+            "bfloat16 weights alone; expected 0"
+        )
+
+
+def check_replaceable(label: str, p: Tensor) -> None:
+    """Raise ValueError if DeepSpeed cannot replace a parameter by parts of flat buffers."""
+    if name := class_in_torchao(p):
+        raise ValueError(
+            f"parameter {label}: got torchao's {name} under DeepSpeed, which makes flat buffers of "
+            "parameters, without classes and rows; expected plain tensors: train it with FSDP2 or "
+            "in plain PyTorch (int8_mixed_precision_training(module_swap=True) keeps plain tensors)"
+        )
 
 
 def check_tensors(label: str, p: Tensor, grad: Tensor) -> None:
@@ -57,15 +112,21 @@ def check_tensors(label: str, p: Tensor, grad: Tensor) -> None:
         raise ValueError(f"{owner}got a gradient of shape {shapes}")
     if grad.is_sparse:
         raise ValueError(f"{owner}got a sparse gradient; set sparse=False on the embedding")
-    _check_dtype(f"{owner}got a parameter", p, kernel.DTYPES)
+    if p.dtype != torch.int8:  # the codes of INT8 weights
+        _check_dtype(f"{owner}got a parameter", p, kernel.DTYPES)
     what = f"{owner}got a gradient of a {p.dtype} parameter"
-    _check_dtype(what, grad, kernel.DTYPES[p.dtype])
+    _check_dtype(what, grad, kernel.DTYPES[_stepped_as(p)])
     for kind, tensor in (("parameter", p), ("gradient", grad)):
         if tensor.numel() and tensor.data_ptr() == 0:
             raise ValueError(
                 f"{owner}got a {kind} of type {type(tensor).__name__} without storage of its own, "
                 "expected a plain tensor or a DTensor"
             )
+
+
+def _stepped_as(p: Tensor) -> torch.dtype:
+    """Return the dtype in which the kernel gets the values of a local parameter."""
+    return torch.float32 if p.dtype == torch.int8 else p.dtype
 
 
 def _check_dtype(what: str, tensor: Tensor, dtypes: Collection[torch.dtype]) -> None:

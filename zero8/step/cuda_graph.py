@@ -76,10 +76,10 @@ class CapturedStep:
         """
         self.batch, self.is_refreshed = batch, False
         self._plan, self._addresses = plan, addresses
-        if any(part.algorithm.is_of_matrices for part in plan.parts):
+        if several := [part.several_calls for part in plan.parts if part.several_calls]:
             raise RuntimeError(
-                "CUDA graph: got a step of Muon8bitBlockwise, which is several kernel calls; "
-                "capture the forward and the backward only, and call step() after a replay"
+                f"CUDA graph: got a step of {several[0]}, which is several kernel calls; capture "
+                "the forward and the backward only, and call step() after a replay"
             )
         if any(part.taken is None for part in plan.parts):
             raise RuntimeError(TOO_EARLY)

@@ -54,6 +54,8 @@ class Exchange(NamedTuple):
 class MatrixPart(Part):
     """The parameters of one device whose algorithm is Muon."""
 
+    several_calls = "Muon8bitBlockwise"
+
     def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> StepInParts:
         """See `Part`; all ranks that share the parameters must call it."""
         self.owners[0].kind.before_exchange()

@@ -5,7 +5,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +61,8 @@ class Part:
     records: np.ndarray
     kept: np.ndarray
     kernel: Kernel
+    several_calls: ClassVar[str] = ""
+    """What makes a step several kernel calls, if anything does."""
     taken: Taken | None = None
     has_copies: bool = False
 
@@ -142,8 +144,7 @@ class Part:
         `copies`, by parameter, are taken out where the step has written them.
         """
         mine = self.of(batch)
-        # Autograd does not see writes by the kernel.
-        torch.autograd.graph.increment_version(mine.values)
+        self.note_writes(mine)
         if self.is_contiguous:
             written = self._set_copies(mine, copies)
             self.taken = self._take(mine, *self.filled(None, addresses, steps, which))
@@ -154,6 +155,10 @@ class Part:
         self.taken = self._take(contiguous, *self.filled(contiguous, addresses, steps, which))
         contiguous.copy_to(mine)
         return self.taken
+
+    def note_writes(self, mine: Batch) -> None:
+        """Tell autograd, which does not see them, of the kernel's writes to these parameters."""
+        torch.autograd.graph.increment_version(mine.values)
 
     def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> Taken:
         """Take the step over these parameters, whose records and scalars are filled."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepares a parameter for its steps: makes or checks its state, and makes its kernel records."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -18,7 +19,9 @@ from zero8.state.kind import StateKind
 from zero8.state.params import ParamInfo
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
+from zero8.state.weights import tensors_of
 from zero8.step.batch import Batch
+from zero8.step.int8_part import buffer_of, in_chunks
 from zero8.step.records import ParamRecords
 
 
@@ -39,13 +42,21 @@ def prepared(kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
         collapse(grad)
     _make_contiguous(state)
     stores = kind.moments(p, state, info)
-    _check(values, stores, state, info)
-    flat = values.contiguous().view(-1), grad.contiguous().view(-1)
+    _check(p, stores, state, info)
+    is_int8 = values.dtype == torch.int8
+    if is_int8:
+        chunks = in_chunks(stores[0].table, values.device)
+        stores = [replace(store, table=chunks) for store in stores]
     pieces = stores[0].table.pieces
-    segments = [_segment(settings, number, stores, state, *flat) for number in range(len(pieces))]
+    flat = buffer_of(pieces, values.device) if is_int8 else values.contiguous().view(-1)
+    params = [flat.narrow(0, 0 if is_int8 else one.start, one.numel) for one in pieces]
+    grads = grad.contiguous().view(-1)
+    segments = [
+        _segment(settings, number, stores, state, one, grads) for number, one in enumerate(params)
+    ]
     keys = [_stream_keys(settings, piece.identity) for piece in pieces]
     snapshot = Snapshot(single.values, single.grads, kind.contents([state]))
-    return ParamRecords.of(kind, snapshot, pieces, flat, segments, keys)
+    return ParamRecords.of(kind, snapshot, pieces, (flat, grads), segments, keys)
 
 
 def _make_contiguous(state: Entries) -> None:
@@ -57,14 +68,15 @@ def _make_contiguous(state: Entries) -> None:
             state[key] = value.contiguous()
 
 
-def _check(values: Tensor, stores: list[MomentStore], state: Entries, info: ParamInfo) -> None:
+def _check(p: Tensor, stores: list[MomentStore], state: Entries, info: ParamInfo) -> None:
     """Raise ValueError unless a state has the parameter's size and its tensors share no memory."""
+    values, *_ = tensors_of(p)
     if stores[0].table.numel != values.numel():
         raise ValueError(
             f"{info.label}: got a parameter of {values.numel()} elements, its state has "
             f"{stores[0].table.numel}; a parameter that changes its size needs a new optimizer"
         )
-    written = {"the parameter": values}
+    written = {f"the parameter{' (scales)' * n}": t for n, t in enumerate(tensors_of(p))}
     for store in stores:
         written |= store.named_buffers
     if (correction := _correction(state)) is not None:
@@ -92,7 +104,7 @@ def _segment(
     if correction is not None:
         correction = correction.view(-1).narrow(0, piece.start, piece.numel)
     return Segment(
-        param=param.narrow(0, piece.start, piece.numel),
+        param=param,
         grad=grad.narrow(0, piece.start, piece.numel),
         algorithm=algorithm,
         moments=[store.piece(number) for store in stores],

@@ -10,12 +10,13 @@ from zero8.op import kernel
 from zero8.op.describe import Snapshot
 from zero8.op.devices import is_capturing, kernel_on
 from zero8.spec.algorithm import Algorithm
-from zero8.state.extent import NEVER_SHARDED, local
+from zero8.state.extent import NEVER_SHARDED
 from zero8.state.header import Entries
 from zero8.state.kind import StateKind
 from zero8.state.memory import counters_of
 from zero8.state.params import KnownParams
 from zero8.state.settings import Settings
+from zero8.state.weights import values_of
 from zero8.step.batch import Batch, Group, local_grad
 from zero8.step.check import check_tensors
 from zero8.step.clipping import Clipped
@@ -276,7 +277,7 @@ def _stepping(groups: Iterable[Group], state: Mapping[Tensor, Entries]) -> Batch
                 batch.groups.append(group)
                 batch.params.append(p)
                 is_plain = type(p) in NEVER_SHARDED  # most are; saves the calls
-                batch.values.append(p if is_plain else local(p))
+                batch.values.append(p if is_plain else values_of(p))
                 batch.grads.append(grad if is_plain else local_grad(p, grad))
                 batch.states.append(state[p])
     return batch

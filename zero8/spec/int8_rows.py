@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""INT8 weights with one scale per row: how a step reads and writes them.
+
+    p      = code * scale                                                                    (W1)
+    scale' = up(max |p'| / 127)        over the row                                          (W2)
+    code'  = floor(p'/scale' + (q + 1/2)/65536)        within -127 .. 127                    (W3)
+
+p' is what the step makes of p, in float32, q a threshold of 0 .. 65535, and up(x) the least number
+of 16 significant bits (8 in bfloat16) that is not below x, where x is the quotient rounded to
+float32; it is at least 2^-126, and 0 of 0.  With such a scale (W1) is exact, so a step that changes
+no weight of a row changes no code: p'/scale' is a whole number then, which (W3) leaves as it is.
+Scales of more bits, from elsewhere, are read as they are.
+
+Over thresholds uniform in 0..65535 the mean of code' is p'/scale' within 2^-17.  They are those of
+`zero8.spec.dither`, the row taken for a block: (D2) where i0 is the index in the parameter of the
+row's first element; or, hashed, lowbias32 of (D1).  To nearest, ties go to the even code.
+
+The format is that of torchao's `Int8QuantizedTrainingLinearWeight`, which rounds with a global
+generator, to scales of 24 bits; in bfloat16 it rounds its scales after it has made the codes.
+"""
+
+import torch
+from torch import Tensor
+
+from zero8.spec import dither
+from zero8.spec.segment import Rounding
+
+LARGEST_CODE = 127
+
+_SIGNIFICANT_BITS = {torch.float32: 16, torch.bfloat16: 8}
+SCALE_DTYPES = tuple(_SIGNIFICANT_BITS)
+_FLOAT32_BITS = 24
+_SMALLEST_NORMAL = 2.0**-126
+
+
+def decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the weights of rows, equation (W1).
+
+    Args:
+        codes: (rows, columns) int8.
+        scales: (rows,) float32 or bfloat16.
+
+    Returns:
+        (rows, columns) float32.
+    """
+    return codes.float().mul_(scales.float().unsqueeze(1))
+
+
+def new_scales(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scales of rows after a step, equation (W2).
+
+    Args:
+        weights: (rows, columns) float32, after the step; with at least one column.
+        dtype: the dtype of the scales, one of `SCALE_DTYPES`.
+    """
+    limit = weights.abs().amax(1)
+    scales = _rounded_up(limit / LARGEST_CODE, _SIGNIFICANT_BITS[dtype])
+    return torch.where(limit > 0, scales.clamp_(min=_SMALLEST_NORMAL), limit).to(dtype)
+
+
+def _rounded_up(x: Tensor, significant_bits: int) -> Tensor:
+    """Return the least numbers of so many bits at or above positive float32 ones."""
+    dropped = (1 << _FLOAT32_BITS - significant_bits) - 1
+    return ((x.view(torch.int32) + dropped) & ~dropped).view(torch.float32)
+
+
+def encoded(weights: Tensor, scales: Tensor, thresholds: Tensor | None) -> Tensor:
+    """Return the codes of rows, equation (W3); the nearest ones without thresholds.
+
+    A weight that is not finite makes the scale of its row not finite, and so the whole row, whose
+    codes then mean nothing.
+
+    Args:
+        weights: (rows, columns) float32.
+        scales: (rows,) float32 or bfloat16, from `new_scales`.
+        thresholds: (rows, columns) int32 in 0..65535, from `thresholds`, or None.
+
+    Returns:
+        (rows, columns) int8.
+    """
+    scales = scales.float().unsqueeze(1)
+    x = weights / torch.where(scales > 0, scales, 1.0)
+    if thresholds is None:
+        x.round_()
+    else:
+        x.add_(thresholds.float().add_(0.5).mul_(2.0**-16)).floor_()
+    return x.nan_to_num_(0.0).clamp_(-LARGEST_CODE, LARGEST_CODE).to(torch.int8)
+
+
+def thresholds(
+    rounding: Rounding, phase: int, first: int, shape: tuple[int, int], device: torch.device
+) -> Tensor | None:
+    """Return the thresholds q of whole rows of a parameter, None to round to nearest.
+
+    Args:
+        rounding: how weights are rounded.
+        phase: the phase of the parameter's dither at this step.
+        first: the index in the parameter of the first row's first element.
+        shape: (rows, columns).
+        device: the device of the result.
+
+    Returns:
+        `shape`, int32 in 0..65535.
+    """
+    rows, columns = shape
+    if rounding == Rounding.NEAREST:
+        return None
+    if rounding == Rounding.HASH:
+        of_all = dither.hashed(phase, first, rows * columns).view(shape)
+        return of_all.to(torch.int32).to(device)
+    starts = torch.arange(first, first + rows * columns, max(columns, 1), dtype=torch.int64)
+    of_rows = ((starts & 0xFFFFFFFF) * dither.ELEMENT_STEP + phase & 0xFFFFFFFF) >> 16
+    in_row = torch.arange(columns, dtype=torch.int64) * dither.IN_BLOCK_STEP & 0xFFFF
+    sums = of_rows.to(device, torch.int32).unsqueeze(1) + in_row.to(device, torch.int32)
+    return sums.bitwise_and_(0xFFFF)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a step over INT8 weights: equations (W1) to (W3) of `zero8.spec.int8_rows`.
+
+The kernel steps float32 copies of some rows at a time, in a buffer that fits the cache; no rank
+ever has float32 copies of a whole large parameter.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero8.op.devices import Taken
+from zero8.op.structs import DTYPE_NUMBERS
+from zero8.spec import int8_rows
+from zero8.spec.grid import is_narrow, rows_per_block
+from zero8.spec.segment import Rounding
+from zero8.spec.tiles import ROWS_PER_BAND
+from zero8.state.table import Piece, PieceTable
+from zero8.state.weights import Int8Rows, rows_of
+from zero8.step.batch import Batch
+from zero8.step.in_parts import StepInParts
+from zero8.step.part import Part
+
+MOST_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""The most elements of rows that are copied together, unless the fewest have more."""
+
+
+class Int8Part(Part):
+    """The INT8 weights of one device and algorithm."""
+
+    several_calls = "INT8 weights"
+
+    def note_writes(self, mine: Batch) -> None:
+        """See `Part`; autograd keeps the parameters themselves for the backward."""
+        torch.autograd.graph.increment_version([*mine.values, *mine.params])
+
+    def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> StepInParts:
+        """See `Part`; a kernel call for each piece, which has whole rows."""
+        taken: list[Taken] = []
+        buffer = buffer_of(self.pieces, self.device)
+        records["param"] = buffer.data_ptr()
+        records["param_dtype"] = DTYPE_NUMBERS[torch.float32]
+        for place, piece in enumerate(self.pieces):
+            owner = self.kept["owner"][place]
+            rows = _rows_of_piece(mine.values[owner], rows_of(mine.params[owner]).scales, piece)
+            weights = buffer[: piece.numel].view(rows.codes.shape)
+            weights.copy_(int8_rows.decoded(*rows))
+            record = records[place : place + 1]
+            taken.append(self.kernel.step(record, scalars))
+            _store(rows, weights, record, piece.first)
+        return StepInParts(taken, [[place] for place in range(len(records))], len(records))
+
+
+def _rows_of_piece(codes: Tensor, scales: Tensor, piece: Piece) -> Int8Rows:
+    """Return views of the codes and scales of a piece."""
+    columns = piece.shape[1]
+    first, count = piece.start // columns, piece.numel // columns
+    return Int8Rows(codes.narrow(0, first, count), scales.narrow(0, first, count))
+
+
+def _store(rows: Int8Rows, weights: Tensor, record: np.ndarray, first: int) -> None:
+    """Round weights to INT8; `first` is the index in the parameter of their first element."""
+    scales = int8_rows.new_scales(weights, rows.scales.dtype)
+    rounding, phase = Rounding(int(record["rounding"][0])), int(record["param_phase"][0])
+    shape = rows.codes.shape
+    thresholds = int8_rows.thresholds(rounding, phase, first, shape, weights.device)
+    rows.codes.copy_(int8_rows.encoded(weights, scales, thresholds))
+    rows.scales.copy_(scales)
+
+
+def buffer_of(pieces: Sequence[Piece], device: torch.device) -> Tensor:
+    """Return a float32 buffer for the weights of any of some pieces."""
+    return torch.empty(max((one.numel for one in pieces), default=0), device=device)
+
+
+def in_chunks(table: PieceTable, device: torch.device) -> PieceTable:
+    """Return the table of a part of an INT8 parameter, cut into pieces that are stepped together.
+
+    They begin at rows that begin blocks and bands, so that moments have the same bytes.
+
+    Args:
+        table: its pieces have whole rows.
+        device: the device of the parameter.
+    """
+    pieces = (chunk for piece in table.pieces for chunk in _chunks(piece, device))
+    return PieceTable(tuple(pieces), table.numel)
+
+
+def _chunks(piece: Piece, device: torch.device) -> Iterator[Piece]:
+    columns = piece.shape[1]
+    together = ROWS_PER_BAND
+    if piece.is_quantized and is_narrow(piece.shape):
+        together = math.lcm(together, rows_per_block(piece.shape, piece.block_size))
+    at_most = MOST_ELEMENTS[device.type] // max(1, together * columns)
+    rows = together * max(1, at_most)
+    row, end = piece.first // max(1, columns), (piece.first + piece.numel) // max(1, columns)
+    while row < end:
+        following = min(end, (row // rows + 1) * rows)
+        first = row * columns
+        start, numel = piece.start + first - piece.first, (following - row) * columns
+        yield replace(piece, start=start, first=first, numel=numel)
+        row = following
