@@ -2,14 +2,17 @@
 """INT8 weights with one scale per row: how a step reads and writes them.
 
     p      = code * scale                                                                    (W1)
-    scale' = up(max |p'| / 127)        over the row                                          (W2)
+    limit  = max |p'|                  over the row
+    scale' = scale                     where 126 scale <= limit <= 127 scale                 (W2)
+             up(limit / 127)           else
     code'  = floor(p'/scale' + (q + 1/2)/65536)        within -127 .. 127                    (W3)
 
 p' is what the step makes of p, in float32, q a threshold of 0 .. 65535, and up(x) the least number
 of 16 significant bits (8 in bfloat16) that is not below x, where x is the quotient rounded to
-float32; it is at least 2^-126, and 0 of 0.  With such a scale (W1) is exact, so a step that changes
-no weight of a row changes no code: p'/scale' is a whole number then, which (W3) leaves as it is.
-Scales of more bits, from elsewhere, are read as they are.
+float32; it is at least 2^-126, and 0 of 0.  With such a scale (W1) is exact, and the largest code
+of a row is 126 or 127.  So a step that changes no weight of a row changes no code and no scale:
+p'/scale' is a whole number then, which (W3) leaves as it is.  Scales of more bits, from elsewhere,
+are read as they are.
 
 Over thresholds uniform in 0..65535 the mean of code' is p'/scale' within 2^-17.  They are those of
 `zero8.spec.dither`, the row taken for a block: (D2) where i0 is the index in the parameter of the
@@ -18,6 +21,8 @@ row's first element; or, hashed, lowbias32 of (D1).  To nearest, ties go to the 
 The format is that of torchao's `Int8QuantizedTrainingLinearWeight`, which rounds with a global
 generator, to scales of 24 bits; in bfloat16 it rounds its scales after it has made the codes.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,16 +51,18 @@ def decoded(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float().mul_(scales.float().unsqueeze(1))
 
 
-def new_scales(weights: Tensor, dtype: torch.dtype) -> Tensor:
+def new_scales(weights: Tensor, scales: Tensor) -> Tensor:
     """Return the scales of rows after a step, equation (W2).
 
     Args:
         weights: (rows, columns) float32, after the step; with at least one column.
-        dtype: the dtype of the scales, one of `SCALE_DTYPES`.
+        scales: (rows,) of one of `SCALE_DTYPES`, before it.
     """
-    limit = weights.abs().amax(1)
-    scales = _rounded_up(limit / LARGEST_CODE, _SIGNIFICANT_BITS[dtype])
-    return torch.where(limit > 0, scales.clamp_(min=_SMALLEST_NORMAL), limit).to(dtype)
+    before, limit = scales.float(), weights.abs().amax(1)
+    suffices = ((LARGEST_CODE - 1) * before <= limit) & (limit <= LARGEST_CODE * before)
+    raised = _rounded_up(limit / LARGEST_CODE, _SIGNIFICANT_BITS[scales.dtype])
+    raised = torch.where(limit > 0, raised.clamp_(min=_SMALLEST_NORMAL), limit)
+    return torch.where(suffices, before, raised).to(scales.dtype)
 
 
 def _rounded_up(x: Tensor, significant_bits: int) -> Tensor:
@@ -88,7 +95,7 @@ def encoded(weights: Tensor, scales: Tensor, thresholds: Tensor | None) -> Tenso
 
 
 def thresholds(
-    rounding: Rounding, phase: int, first: int, shape: tuple[int, int], device: torch.device
+    rounding: Rounding, phase: int, first: int, shape: Sequence[int], device: torch.device
 ) -> Tensor | None:
     """Return the thresholds q of whole rows of a parameter, None to round to nearest.
 
