@@ -14,7 +14,7 @@ from ranks import error_of
 from examples.gpt import run
 from examples.gpt.config_fsdp2 import FSDP2Settings
 from examples.gpt.data import load_text, train_batch
-from examples.gpt.engine import FSDP2, defaults
+from examples.gpt.engine import FLOAT32, FSDP2, defaults
 from examples.gpt.engines import engine_class
 from examples.gpt.model import GPT, GPTConfig
 
@@ -44,17 +44,20 @@ def row(
     config: str | None = None,
     total_steps: int = TOTAL_STEPS,
     model: GPTConfig = SMALL,
+    weights: str = FLOAT32,
+    codec: str | None = None,
 ) -> dict | None:
     """Return the measurements of the first steps of a run, which is saved to a folder."""
     kind = engine_class(engine)
     path = Path(config or ROOT / defaults(engine, optimizer)[0])
-    settings = kind.load_config(path, optimizer, total_steps)
+    settings = kind.load_config(path, optimizer, total_steps, codec)
     with small_job():
         return run.measured(
             kind,
             settings,
             corpus(),
             config=model,
+            weights=weights,
             seed=0,
             steps=steps,
             name=optimizer,
