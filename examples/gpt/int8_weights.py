@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""INT8 weights of the model: torchao's tensors, their limits under FSDP2, and their checkpoints.
+"""INT8 weights: how the model gets them, which ranks can share them, and how they are saved.
 
-torchao's weight is a tensor made of two: rows of int8, and a scale for each row.
+They are torchao's.  Each is a tensor made of two: int8 rows, and a scale for each row.
 """
 
 import torch
@@ -36,12 +36,12 @@ def check_sharding(model: nn.Module, ranks: int) -> None:
 
 
 def separated(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a state dict with each INT8 weight as the two tensors it is made of.
+    """Return a model's state dict with each INT8 weight as the two tensors that it is made of.
 
-    torch.distributed.checkpoint cannot write torchao's class (it asks each tensor whether its
-    memory is pinned, which the class does not answer), and would reshard it as one tensor.  The
-    two are ordinary tensors, sharded by rows like the weight, and share its memory: what is loaded
-    into them is in the weight.
+    torch.distributed.checkpoint cannot save the weight itself: it asks each tensor whether its
+    memory is pinned, and torchao's class does not implement that.  The two tensors are ordinary
+    ones, sharded by rows as the weight is, so any number of ranks that divides the rows loads
+    them.  They share the memory of the weight, so loading into them changes the weight.
     """
     parts: dict[str, Tensor] = {}
     for name, value in state.items():
@@ -66,7 +66,7 @@ def components(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def _sharded_as(weight: Tensor, part: Tensor) -> Tensor:
-    """Return a part as what it is of the weight: a plain tensor, or this rank's rows."""
+    """Return a part of this rank's rows of a weight, sharded over ranks as the weight is."""
     if not isinstance(weight, DTensor):
         return part
     shape = torch.Size((weight.shape[0], *part.shape[1:]))

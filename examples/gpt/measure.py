@@ -87,10 +87,10 @@ def state_report(optimizer: torch.optim.Optimizer, device: torch.device) -> dict
 
 
 def weight_bytes_per_param(optimizer: torch.optim.Optimizer, device: torch.device) -> float | None:
-    """Return the bytes per element of the weights that have a state in memory, over all ranks.
+    """Return the bytes per element of the weights that the optimizer steps, over all ranks.
 
-    They are the ones that the optimizer steps: float32 masters, where 16-bit weights have such.
-    None of NVMe's, which are in memory during a step alone.
+    Where 16-bit weights have float32 masters, these are counted.  The result is None where states
+    are on NVMe, as weights are then in memory during a step alone.
     """
     weights = [local(param) for param, state in optimizer.state.items() if state]
     parts = [
