@@ -134,7 +134,7 @@ stop() {
 }
 trap stop INT TERM HUP
 
-# Trains with the optimizer $1; what follows it are further arguments of the program.
+# Trains with the optimizer $1 and passes the other arguments to the program.
 # What DeepSpeed needs and was not compiled before is compiled first.
 train() {
   if [[ $engine == deepspeed ]]; then

@@ -38,7 +38,7 @@ def main() -> None:
         "--weights",
         choices=WEIGHTS,
         default=FLOAT32,
-        help=f"of the linear layers; default: {FLOAT32}",
+        help=f"the format of the linear layers' weights; default: {FLOAT32}",
     )
     parser.add_argument("--codec", choices=CODECS, help="of zero8's states; default: the config's")
     pairs = [pair for of_engine in DEFAULTS.values() for pair in of_engine.values()]

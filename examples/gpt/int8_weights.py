@@ -55,7 +55,7 @@ def separated(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def is_int8(tensor: Tensor) -> bool:
-    """Return whether a tensor, which is no DTensor, is made of others, as torchao's weights are."""
+    """Return whether a tensor other than a DTensor wraps tensors, as torchao's weights do."""
     return is_traceable_wrapper_subclass(tensor)
 
 

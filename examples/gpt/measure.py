@@ -89,8 +89,8 @@ def state_report(optimizer: torch.optim.Optimizer, device: torch.device) -> dict
 def weight_bytes_per_param(optimizer: torch.optim.Optimizer, device: torch.device) -> float | None:
     """Return the bytes per element of the weights that the optimizer steps, over all ranks.
 
-    Where 16-bit weights have float32 masters, these are counted.  The result is None where states
-    are on NVMe, as weights are then in memory during a step alone.
+    Where 16-bit weights have float32 masters, these are counted.  The result is None where there
+    are no states in memory: before the first step, and on NVMe.
     """
     weights = [local(param) for param, state in optimizer.state.items() if state]
     parts = [

@@ -98,11 +98,12 @@ def text(summary: dict) -> str:
         row | {"state_mib": row["state_bytes"] / 2**20, "host_gib": row["host_bytes"] / 2**30}
         for row in scale["rows"]
     ]
-    # Runs of before there were INT8 weights do not say the bytes of theirs.
-    columns = [c for c in COLUMNS if all(c[1] in run for run in runs)]
+    hidden = {"gpu_peak_gib": not on_gpu}
+    # Results from before INT8 weights lack it.
+    hidden["weight_bytes_per_param"] = any("weight_bytes_per_param" not in run for run in runs)
     return "\n".join(
         [
-            table([c for c in columns if c[1] != "gpu_peak_gib" or on_gpu], runs),
+            table([c for c in COLUMNS if not hidden.get(c[1])], runs),
             f"unigram entropy of the validation text: {summary['unigram_entropy']:.4f} nats/byte",
             f"validation loss of {eight_bit['optimizer']} against {baseline['optimizer']}: "
             f"{100 * gap:+.2f} %",

@@ -212,6 +212,8 @@ def measured(
     if weights == INT8:
         int8_weights.convert(model)
     engine = kind(model, settings, checkpoint if resume else None)
+    if dist.get_rank() == 0 and not resume:  # not before there is an engine to make another
+        shutil.rmtree(checkpoint, ignore_errors=True)
     if dist.get_rank() == 0 and resume:
         where = f"step {engine.steps_done} of {steps}" if engine.steps_done else "the start"
         print(f"{name}: {dist.get_world_size()} rank(s) go on from {where}", flush=True)
@@ -258,8 +260,6 @@ def train(
     if rank == 0:
         print(describe(text))
         print(f"warnings of each rank: {out / optimizer}.rank*.log", flush=True)
-        if not resume:
-            shutil.rmtree(checkpoint, ignore_errors=True)
     arguments = {"engine": engine, "optimizer": optimizer, "weights": weights}
     arguments |= {"steps": steps, "seed": seed}
     measurements = measured(

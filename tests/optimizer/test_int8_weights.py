@@ -248,8 +248,64 @@ def test_muon_refuses_int8_weights_of_its_matrices_alone():
 
 def test_optimizer_of_int8_weights_under_deepspeed_is_refused_when_it_is_made(monkeypatch):
     monkeypatch.setattr(frameworks, "constructing_engine", lambda: (object(), {}))
-    with pytest.raises(ValueError, match="under DeepSpeed, which makes flat buffers"):
+    with pytest.raises(ValueError, match="under DeepSpeed, which copies parameters"):
         make(MAKERS["log"], [int8_param(weights_of((64, 64)))])
+
+
+def unfrozen_in_muon():
+    p = int8_param(weights_of((64, 64))).requires_grad_(False)
+    optimizer = zero8.Muon8bitBlockwise([("layer0.weight", p)], lr=1e-3)
+    return p, optimizer, "matrices of Muon8bitBlockwise"
+
+
+def unfrozen_with_correction():
+    p = int8_param(weights_of((64, 64)), torch.bfloat16).requires_grad_(False)
+    return p, make(MAKERS["log"], [p], weight_correction_bits=8), "weight_correction_bits=8"
+
+
+def made_half_precise():
+    p = int8_param(weights_of((64, 64)))
+    optimizer = trained([p], steps=1)
+    p.scale = p.scale.half()
+    return p, optimizer, "scales of dtype torch.float16"
+
+
+@pytest.mark.parametrize("made", [unfrozen_in_muon, unfrozen_with_correction, made_half_precise])
+def test_step_of_int8_weights_that_cannot_step_any_more_is_refused_before_any_change(made):
+    p, optimizer, message = made()
+    p.requires_grad_(True)
+    p.grad_dtype = None
+    p.grad = torch.ones(p.shape, dtype=p.scale.dtype)
+    before, state = copy_of(p), copy.deepcopy(optimizer.state_dict()["state"])
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert same_bits(p, before)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+
+
+def test_step_of_int8_weights_has_the_same_skipped_blocks_with_any_number_of_pieces(monkeypatch):
+    """Blocks of float32 moments run through the rows of 301 elements."""
+    found = []
+    for most in (1 << 18, 1):
+        monkeypatch.setitem(int8_part.MOST_ELEMENTS, "cpu", most)
+        p = int8_param(weights_of((600, 301)))
+        optimizer = trained([p], steps=1, fp32_params=["*"])
+        set_grads([p], 1)
+        p.grad[64, 0] = p.grad[400, 300] = torch.nan
+        with pytest.raises(FloatingPointError):
+            optimizer.step()
+        found.append((p, [store.dense for store in optimizer.moments(p)]))
+    (p, moments), (other, others) = found
+    assert same_bits(p, other) and all(map(torch.equal, moments, others))
+
+
+def test_step_of_a_plain_int8_parameter_is_refused():
+    p = nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
+    optimizer = make(MAKERS["log"], [p])
+    p.grad_dtype = None
+    p.grad = torch.zeros(64, 64)
+    with pytest.raises(ValueError, match="got a parameter of dtype torch.int8, expected one of"):
+        optimizer.step()
 
 
 def test_step_of_int8_weights_refuses_a_gradient_of_another_dtype():

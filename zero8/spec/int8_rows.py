@@ -8,12 +8,14 @@
     code'  = floor(p'/scale' + t),  t = (q + 1/2) (2^-16 - 2^-32)    within -127 .. 127      (W3)
 
 p' is what the step makes of p, in float32, q a threshold of 0 .. 65535, and up(x) the least number
-of 16 significant bits (8 in bfloat16) that is not below x, where x is the quotient rounded to
-float32; it is at least 2^-126, and 0 of 0.  Products of codes and such scales are exact, and the
-largest code of a row is 126 or 127.  Scales from elsewhere may have all 24 bits.
+of 16 significant bits (8 in bfloat16) that is not below x; it is at least 2^-126, and 0 of 0.
+Quotients, and the sum in (W3), are rounded to float32.  Products of codes and such scales are
+exact, and the largest code of a row is 126 or 127, unless the row is as small as 2^-119.  Scales
+from elsewhere may have all 24 bits.
 
-A step that changes no weight of a row changes no code and no scale, whatever its scale: p'/scale'
-is a whole number then, or one of its neighbours in float32, and t is between 2^-17 and 1 - 2^-16.
+A step that changes no weight of a row whose largest code is 126 or 127 changes no code and no
+scale: p'/scale' is a whole number then, or one of its neighbours in float32, which the sum with t
+does not carry past the next one.
 
 Over thresholds uniform in 0..65535 the mean of code' is p'/scale' within 2^-16.  They are those of
 `zero8.spec.dither`, the row taken for a block: (D2) where i0 is the index in the parameter of the
@@ -40,17 +42,18 @@ _SMALLEST_NORMAL = 2.0**-126
 _THRESHOLD = 2.0**-16 - 2.0**-32
 
 
-def decoded(codes: Tensor, scales: Tensor) -> Tensor:
+def decoded(codes: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the weights of rows, equation (W1).
 
     Args:
         codes: (rows, columns) int8.
         scales: (rows,) float32 or bfloat16.
+        out: the result, if it is to be in this tensor.
 
     Returns:
         (rows, columns) float32.
     """
-    return codes.float().mul_(scales.float().unsqueeze(1))
+    return torch.mul(codes, scales.float().unsqueeze(1), out=out)
 
 
 def new_scales(weights: Tensor, scales: Tensor) -> Tensor:
@@ -62,7 +65,9 @@ def new_scales(weights: Tensor, scales: Tensor) -> Tensor:
     """
     before, limit = scales.float(), weights.abs().amax(1)
     suffices = ((LARGEST_CODE - 1) * before <= limit) & (limit <= LARGEST_CODE * before)
-    raised = _rounded_up(limit / LARGEST_CODE, _SIGNIFICANT_BITS[scales.dtype])
+    # By a tensor: for a number CUDA multiplies by its reciprocal.
+    quotient = limit / torch.full_like(limit, LARGEST_CODE)
+    raised = _rounded_up(quotient, _SIGNIFICANT_BITS[scales.dtype])
     raised = torch.where(limit > 0, raised.clamp_(min=_SMALLEST_NORMAL), limit)
     return torch.where(suffices, before, raised).to(scales.dtype)
 

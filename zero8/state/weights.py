@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of a parameter that a step writes, where its tensor is not made of them.
+"""Finds the tensors that a step writes for a parameter whose class wraps them.
 
 torchao's classes for training in low precision are tensors without memory of their own, around one
 tensor that has the values (INT8 matmuls, BitNet, float8), or around int8 rows and their scales
@@ -70,9 +70,3 @@ def class_in_torchao(p: Tensor) -> str | None:
     cls = type(p)
     is_known = cls.__module__.startswith("torchao.") and cls.__name__ in CLASSES
     return cls.__name__ if is_known else None
-
-
-def tensors_of(p: Tensor) -> list[Tensor]:
-    """Return the tensors on this rank that a parameter consists of, that of `values_of` first."""
-    rows = int8_rows(p)
-    return [values_of(p)] if rows is None else list(rows)

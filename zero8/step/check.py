@@ -44,14 +44,13 @@ def check_new(label: str, p: Tensor, algorithm: Algorithm, settings: Settings) -
             f"parameter {label}: got one on the meta device; to_empty() and the like replace it, "
             "so make the optimizer after them"
         )
-    _check_class(label, p)
-    if (rows := int8_rows(p)) is not None:
-        _check_int8(label, p, rows, algorithm, settings)
+    check_class(label, p, algorithm, settings)
     if p.dtype != torch.float16 or "deepspeed" not in sys.modules:
         _check_dtype(f"parameter {label}: got one", p, kernel.DTYPES)
 
 
-def _check_class(label: str, p: Tensor) -> None:
+def check_class(label: str, p: Tensor, algorithm: Algorithm, settings: Settings) -> None:
+    """Raise ValueError if a parameter is of a class whose values no step can write."""
     values = values_of(p)
     if is_traceable_wrapper_subclass(values):
         raise ValueError(
@@ -59,6 +58,8 @@ def _check_class(label: str, p: Tensor) -> None:
             "no storage of its own; expected a plain tensor, a DTensor, or one of torchao's "
             f"{', '.join(CLASSES)}"
         )
+    if (rows := int8_rows(p)) is not None:
+        _check_int8(label, p, rows, algorithm, settings)
 
 
 def _check_int8(
@@ -91,14 +92,18 @@ def check_replaceable(label: str, p: Tensor) -> None:
     """Raise ValueError if DeepSpeed cannot replace a parameter by parts of flat buffers."""
     if name := class_in_torchao(p):
         raise ValueError(
-            f"parameter {label}: got torchao's {name} under DeepSpeed, which makes flat buffers of "
-            "parameters, without classes and rows; expected plain tensors: train it with FSDP2 or "
-            "in plain PyTorch (int8_mixed_precision_training(module_swap=True) keeps plain tensors)"
+            f"parameter {label}: got torchao's {name} under DeepSpeed, which copies parameters "
+            "into flat buffers and so loses their class and their rows; expected plain tensors: "
+            "train it with FSDP2 or in plain PyTorch "
+            "(int8_mixed_precision_training(module_swap=True) keeps plain tensors)"
         )
 
 
-def check_tensors(label: str, p: Tensor, grad: Tensor) -> None:
-    """Raise ValueError if a local parameter or its local gradient is not supported."""
+def check_tensors(label: str, p: Tensor, grad: Tensor, is_int8: bool) -> None:
+    """Raise ValueError if a local parameter or its local gradient is not supported.
+
+    `is_int8` is for the codes of INT8 weights, which are stepped in float32.
+    """
     owner = f"parameter {label}: "
     if p.device.type not in DEVICES or (p.device.type == "cuda" and torch.version.hip):
         raise ValueError(
@@ -112,21 +117,16 @@ def check_tensors(label: str, p: Tensor, grad: Tensor) -> None:
         raise ValueError(f"{owner}got a gradient of shape {shapes}")
     if grad.is_sparse:
         raise ValueError(f"{owner}got a sparse gradient; set sparse=False on the embedding")
-    if p.dtype != torch.int8:  # the codes of INT8 weights
+    if not is_int8:
         _check_dtype(f"{owner}got a parameter", p, kernel.DTYPES)
     what = f"{owner}got a gradient of a {p.dtype} parameter"
-    _check_dtype(what, grad, kernel.DTYPES[_stepped_as(p)])
+    _check_dtype(what, grad, kernel.DTYPES[torch.float32 if is_int8 else p.dtype])
     for kind, tensor in (("parameter", p), ("gradient", grad)):
         if tensor.numel() and tensor.data_ptr() == 0:
             raise ValueError(
                 f"{owner}got a {kind} of type {type(tensor).__name__} without storage of its own, "
                 "expected a plain tensor or a DTensor"
             )
-
-
-def _stepped_as(p: Tensor) -> torch.dtype:
-    """Return the dtype in which the kernel gets the values of a local parameter."""
-    return torch.float32 if p.dtype == torch.int8 else p.dtype
 
 
 def _check_dtype(what: str, tensor: Tensor, dtypes: Collection[torch.dtype]) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a step over INT8 weights: equations (W1) to (W3) of `zero8.spec.int8_rows`.
 
-The kernel steps float32 copies of some rows at a time, in a buffer that fits the cache; no rank
-ever has float32 copies of a whole large parameter.
+The kernel steps float32 copies of some rows at a time: of `MOST_ELEMENTS` at most, unless 64 rows
+have more.  A block that it leaves unchanged, because of a gradient that is not finite, keeps its
+moments; its weights are rounded to the new scale of their row.
 """
 
 import math
@@ -26,17 +27,13 @@ from zero8.step.in_parts import StepInParts
 from zero8.step.part import Part
 
 MOST_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""The most elements of rows that are copied together, unless the fewest have more."""
+"""The most elements that are copied at once, by type of device."""
 
 
 class Int8Part(Part):
     """The INT8 weights of one device and algorithm."""
 
     several_calls = "INT8 weights"
-
-    def note_writes(self, mine: Batch) -> None:
-        """See `Part`; autograd keeps the parameters themselves for the backward."""
-        torch.autograd.graph.increment_version([*mine.values, *mine.params])
 
     def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> StepInParts:
         """See `Part`; a kernel call for each piece, which has whole rows."""
@@ -48,7 +45,7 @@ class Int8Part(Part):
             owner = self.kept["owner"][place]
             rows = _rows_of_piece(mine.values[owner], rows_of(mine.params[owner]).scales, piece)
             weights = buffer[: piece.numel].view(rows.codes.shape)
-            weights.copy_(int8_rows.decoded(*rows))
+            int8_rows.decoded(*rows, out=weights)
             record = records[place : place + 1]
             taken.append(self.kernel.step(record, scalars))
             _store(rows, weights, record, piece.first)
@@ -79,7 +76,7 @@ def buffer_of(pieces: Sequence[Piece], device: torch.device) -> Tensor:
 def in_chunks(table: PieceTable, device: torch.device) -> PieceTable:
     """Return the table of a part of an INT8 parameter, cut into pieces that are stepped together.
 
-    They begin at rows that begin blocks and bands, so that moments have the same bytes.
+    They begin at rows that begin blocks and bands, as those of the whole do.
 
     Args:
         table: its pieces have whole rows.
@@ -91,9 +88,7 @@ def in_chunks(table: PieceTable, device: torch.device) -> PieceTable:
 
 def _chunks(piece: Piece, device: torch.device) -> Iterator[Piece]:
     columns = piece.shape[1]
-    together = ROWS_PER_BAND
-    if piece.is_quantized and is_narrow(piece.shape):
-        together = math.lcm(together, rows_per_block(piece.shape, piece.block_size))
+    together = math.lcm(ROWS_PER_BAND, _rows_that_begin_a_block(piece))
     at_most = MOST_ELEMENTS[device.type] // max(1, together * columns)
     rows = together * max(1, at_most)
     row, end = piece.first // max(1, columns), (piece.first + piece.numel) // max(1, columns)
@@ -103,3 +98,10 @@ def _chunks(piece: Piece, device: torch.device) -> Iterator[Piece]:
         start, numel = piece.start + first - piece.first, (following - row) * columns
         yield replace(piece, start=start, first=first, numel=numel)
         row = following
+
+
+def _rows_that_begin_a_block(piece: Piece) -> int:
+    """Return a number of rows of which each multiple begins a block."""
+    if not piece.is_quantized:  # one row of the grid
+        return piece.grid.block_size // math.gcd(piece.grid.block_size, piece.shape[1])
+    return rows_per_block(piece.shape, piece.block_size) if is_narrow(piece.shape) else 1

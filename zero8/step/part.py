@@ -16,6 +16,7 @@ from zero8.op.devices import Kernel, Taken, kernel_on
 from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.state.header import Entries
 from zero8.state.table import Piece
+from zero8.state.weights import class_in_torchao
 from zero8.step.batch import Batch
 from zero8.step.copies import set_copies
 from zero8.step.records import ParamRecords
@@ -62,7 +63,7 @@ class Part:
     kept: np.ndarray
     kernel: Kernel
     several_calls: ClassVar[str] = ""
-    """What makes a step several kernel calls, if anything does."""
+    """The reason why a step takes several kernel calls; empty if it takes one."""
     taken: Taken | None = None
     has_copies: bool = False
 
@@ -158,7 +159,9 @@ class Part:
 
     def note_writes(self, mine: Batch) -> None:
         """Tell autograd, which does not see them, of the kernel's writes to these parameters."""
-        torch.autograd.graph.increment_version(mine.values)
+        pairs = zip(mine.params, mine.values, strict=True)
+        wrappers = [p for p, values in pairs if p is not values and class_in_torchao(p)]
+        torch.autograd.graph.increment_version([*mine.values, *wrappers])
 
     def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> Taken:
         """Take the step over these parameters, whose records and scalars are filled."""

@@ -19,7 +19,7 @@ from zero8.state.kind import StateKind
 from zero8.state.params import ParamInfo
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
-from zero8.state.weights import tensors_of
+from zero8.state.weights import int8_rows
 from zero8.step.batch import Batch
 from zero8.step.int8_part import buffer_of, in_chunks
 from zero8.step.records import ParamRecords
@@ -42,8 +42,10 @@ def prepared(kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
         collapse(grad)
     _make_contiguous(state)
     stores = kind.moments(p, state, info)
-    _check(p, stores, state, info)
-    is_int8 = values.dtype == torch.int8
+    tensors = {"the parameter": values}
+    if is_int8 := (rows := int8_rows(p)) is not None:
+        tensors["the scales"] = rows.scales
+    _check(tensors, stores, state, info)
     if is_int8:
         chunks = in_chunks(stores[0].table, values.device)
         stores = [replace(store, table=chunks) for store in stores]
@@ -68,15 +70,24 @@ def _make_contiguous(state: Entries) -> None:
             state[key] = value.contiguous()
 
 
-def _check(p: Tensor, stores: list[MomentStore], state: Entries, info: ParamInfo) -> None:
-    """Raise ValueError unless a state has the parameter's size and its tensors share no memory."""
-    values, *_ = tensors_of(p)
+def _check(
+    tensors: dict[str, Tensor], stores: list[MomentStore], state: Entries, info: ParamInfo
+) -> None:
+    """Raise ValueError unless a state has the parameter's size and no tensors share memory.
+
+    Args:
+        tensors: those of the parameter by name, its values first.
+        stores: its moments.
+        state: its state.
+        info: its description.
+    """
+    values, *_ = tensors.values()
     if stores[0].table.numel != values.numel():
         raise ValueError(
             f"{info.label}: got a parameter of {values.numel()} elements, its state has "
             f"{stores[0].table.numel}; a parameter that changes its size needs a new optimizer"
         )
-    written = {f"the parameter{' (scales)' * n}": t for n, t in enumerate(tensors_of(p))}
+    written = dict(tensors)
     for store in stores:
         written |= store.named_buffers
     if (correction := _correction(state)) is not None:

@@ -16,9 +16,9 @@ from zero8.state.kind import StateKind
 from zero8.state.memory import counters_of
 from zero8.state.params import KnownParams
 from zero8.state.settings import Settings
-from zero8.state.weights import values_of
+from zero8.state.weights import int8_rows, values_of
 from zero8.step.batch import Batch, Group, local_grad
-from zero8.step.check import check_tensors
+from zero8.step.check import check_class, check_tensors
 from zero8.step.clipping import Clipped
 from zero8.step.cuda_graph import TOO_EARLY, CapturedStep
 from zero8.step.interrupts import put_off
@@ -60,6 +60,7 @@ class Stepper:
         self.clipped: Clipped | None = None
         self.copies: dict[Tensor, Tensor] = {}
         self._params, self._kind_of, self._algorithm_of = params, kind_of, algorithm_of
+        self._settings = settings
         self._codec, self._corrects_bias = settings.codec, settings.bias_correction
         self._kept: dict[int, ParamRecords] = {}  # by the parameter's id
         # By the first parameter's id: ZeRO-3 steps one sub-group after the other.
@@ -155,7 +156,7 @@ class Stepper:
         infos = self._params.infos(groups) if unfit else {}
         try:
             for single in unfit:
-                check_tensors(infos[single.params[0]].label, *single.values, *single.grads)
+                self._check(infos[single.params[0]].label, single)
             kernels = {
                 (single.values[0].device, self._algorithm_of(single.groups[0])) for single in unfit
             }
@@ -171,6 +172,13 @@ class Stepper:
             for single in without_state:
                 del state[single.params[0]]
             raise
+
+    def _check(self, label: str, single: Batch) -> None:
+        (p,), (values,), (grad,) = single.params, single.values, single.grads
+        (group,) = single.groups
+        # A parameter that was frozen when the optimizer was made is checked here first.
+        check_class(label, p, self._algorithm_of(group), self._settings)
+        check_tensors(label, values, grad, is_int8=int8_rows(p) is not None)
 
     def _is_kept(self, single: Batch) -> bool:
         """Return whether a parameter has valid records."""
