@@ -100,6 +100,21 @@ def test_int8_step_has_the_same_bits_with_one_thread_and_with_two(
     assert worker.differing(*found) == []
 
 
+@of_each_dtype
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_int8_step_with_an_lr_of_zero_leaves_codes_and_scales(steps_before, dtype, worker):
+    """Those of torchao, and those of a step."""
+    model = worker.new_model("int8", dtype)
+    optimizer = worker.optimizer_of(model)
+    worker.step_with_gradients(model, optimizer, steps_before)
+    before = {name: value.clone() for name, value in worker.tensors(model).items()}
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    worker.step_with_gradients(model, optimizer, 2)
+    assert worker.differing(worker.tensors(model), before) == []
+    assert {int(state["step"]) for state in optimizer.state.values()} == {steps_before + 2}
+
+
 # --- FSDP2 ----------------------------------------------------------------------------------------
 
 
@@ -166,6 +181,11 @@ def test_fsdp2_checkpoint_of_int8_weights_as_they_are_is_an_error_of_torchao(
     ):
         assert kind in ("NotImplementedError", "CheckpointException")
         assert "is_pinned" in message
+
+
+def test_fsdp2_leaves_int8_weights_as_they_are_when_states_are_made(worker, standing_ranks):
+    for before, after in standing_ranks(2).run(worker.made_states, kind="int8"):
+        assert worker.differing(after, before) == []
 
 
 def test_fsdp2_forward_of_float8_weights_is_an_error_of_gloo(worker, standing_ranks):

@@ -8,8 +8,11 @@
 p' is what the step makes of p, in float32, q a threshold of 0 .. 65535, and up(x) the least number
 of 16 significant bits (8 in bfloat16) that is not below x, where x is the quotient rounded to
 float32; it is at least 2^-126, and 0 of 0.  With such a scale (W1) is exact, so a step that changes
-no weight of a row changes no code: p'/scale' is a whole number then, which (W3) leaves as it is.
-Scales of more bits, from elsewhere, are read as they are.
+no weight of a row whose largest code is 127 changes no code: p'/scale' is a whole number then,
+which (W3) leaves as it is.  (W3) may round the largest down to 126; the next scale is smaller then,
+and the row is rounded again.  A step with a learning rate of 0, such as the one by which
+`torch.distributed.checkpoint` makes states, writes neither codes nor scales.  Scales of more bits,
+from elsewhere, are read as they are.
 
 Over thresholds uniform in 0..65535 the mean of code' is p'/scale' within 2^-17.  They are those of
 `zero8.spec.dither`, the row taken for a block: (D2) where i0 is the index in the parameter of the

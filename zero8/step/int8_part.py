@@ -51,7 +51,8 @@ class Int8Part(Part):
             weights.copy_(int8_rows.decoded(*rows))
             record = records[place : place + 1]
             taken.append(self.kernel.step(record, scalars))
-            _store(rows, weights, record, piece.first)
+            if float(mine.groups[owner]["lr"]) != 0:
+                _store(rows, weights, record, piece.first)
         return StepInParts(taken, [[place] for place in range(len(records))], len(records))
 
 
