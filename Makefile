@@ -13,7 +13,7 @@ CXX_FILES := csrc/*.cpp csrc/*.h csrc/cuda/*.cu csrc/cuda/*.h tests/support/*.cp
 # in them.
 IN_test := train bench
 IN_dev := test docs $(IN_test)
-IN_integrations := test $(IN_test)
+IN_integrations := test torchao $(IN_test)
 
 # DeepSpeed builds its ops with the ninja on PATH, and pip puts it into .venv/bin.
 RUN := PATH="$(CURDIR)/.venv/bin:$$PATH" $(VENV_PYTHON)
@@ -47,7 +47,8 @@ help:
 	@echo "                with ENGINE=fsdp2 under PyTorch's FSDP2 instead of DeepSpeed; with OPTIMIZER="
 	@echo "                Lion8bitBlockwise, SGD8bitBlockwise or Muon8bitBlockwise with these and their"
 	@echo "                fp32 twins; with CODEC=log6, dynamic, fp8 or linear4 with states in these"
-	@echo "                codes, and with CODEC=shared with Adam8bitShared, under either engine"
+	@echo "                codes, and with CODEC=shared with Adam8bitShared, under either engine; with"
+	@echo "                WEIGHTS=int8 with torchao's INT8 weights under FSDP2"
 	@echo "make bench      time the step against other optimizers; writes OUT (runs/bench_step.json)"
 	@echo "                and a table and a figure beside it"
 	@echo "make fidelity   measure how far every codec is from fp32, in a quarter of an hour; writes OUT"
@@ -79,7 +80,7 @@ help:
 
 setup: .venv/.dev
 
-train: .venv/.train
+train: .venv/.train $(if $(filter int8,$(WEIGHTS)),.venv/.torchao)
 	PYTHON=$(VENV_PYTHON) launch/local.sh
 
 bench: .venv/.bench

@@ -9,11 +9,13 @@
 #
 # usage: launch/local.sh [--dry-run | --help], with these environment variables (defaults in brackets):
 # Relative paths count from the repository's root.
-#   ENGINE  deepspeed, or fsdp2 for pure PyTorch [deepspeed]
+#   ENGINE  deepspeed, or fsdp2 for pure PyTorch [deepspeed; with WEIGHTS=int8 fsdp2]
 #   OPTIMIZER  zero8's: Adam8bitBlockwise, Adam8bitShared, SGD8bitBlockwise or, with deepspeed only,
 #           Lion8bitBlockwise or Muon8bitBlockwise [Adam8bitBlockwise]
 #   CODEC   of zero8's states: log, log6, dynamic, fp8 or linear4 [the config's, which is log];
 #           shared for Adam8bitShared in the place of Adam8bitBlockwise
+#   WEIGHTS of the linear layers in the run of zero8's optimizer: float32, or int8 for torchao's
+#           INT8 weights, with fsdp2 only; the fp32 run's are always float32 [float32]
 #   STEPS   optimizer steps of each run [400]
 #   RANKS   processes [2; with CUDA the number of GPUs]
 #   CONFIG  config of the engine; the fp32 run replaces only its optimizer type
@@ -22,7 +24,8 @@
 #   MODEL   its size: demo (1.7 M parameters), 1b or 3b [demo]
 #   DATA    text to train on, a file or folder [the Python standard library's own sources]
 #   OUT     folder for the results [runs/demo; with fsdp2 runs/demo-fsdp2; with another optimizer
-#           the name also ends in -shared, -lion, -sgd or -muon, and with CODEC in its name]
+#           the name also ends in -shared, -lion, -sgd or -muon, with CODEC in its name, and with
+#           WEIGHTS=int8 in -int8]
 #   SEED    of initialization and batches [0]
 #   PYTHON  interpreter [.venv/bin/python, else python3]
 #   OMP_NUM_THREADS  threads of each rank [cores / RANKS, at least 1]
@@ -46,7 +49,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-.venv/bin/python}
 [[ -n ${PYTHON:-} || -x $python ]] || python=python3
 
-engine=${ENGINE:-deepspeed}
+case ${WEIGHTS:-float32} in
+  float32) engine=deepspeed int8= ;;
+  int8) engine=fsdp2 int8=int8 ;;
+  *)
+    echo "zero8: got WEIGHTS=$WEIGHTS, expected float32 or int8" >&2
+    exit 1
+    ;;
+esac
+engine=${ENGINE:-$engine}
 optimizer=${OPTIMIZER:-Adam8bitBlockwise}
 codec=${CODEC:-}
 # States of an optimizer of their own.
@@ -76,13 +87,18 @@ case $engine in
     exit 1
     ;;
 esac
+if [[ $engine == deepspeed && -n $int8 ]]; then
+  echo "zero8: got WEIGHTS=int8 with ENGINE=deepspeed, expected float32, as ZeRO flattens weights," \
+    "and INT8 weights have a scale per row; run it with ENGINE=fsdp2" >&2
+  exit 1
+fi
 if [[ $engine == fsdp2 && -n $not_in_fsdp2 ]]; then
   echo "zero8: got OPTIMIZER=$optimizer with ENGINE=fsdp2, expected Adam8bitBlockwise," \
     "Adam8bitShared or SGD8bitBlockwise, as $not_in_fsdp2; run it with ENGINE=deepspeed" >&2
   exit 1
 fi
 config=${CONFIG:-$config}
-out=${OUT:-$out${codec:+-$codec}}
+out=${OUT:-$out${codec:+-$codec}${int8:+-$int8}}
 
 # DeepSpeed builds its ops with the ninja of this Python, also when no environment is activated.
 export PATH="$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
@@ -118,6 +134,7 @@ stop() {
 }
 trap stop INT TERM HUP
 
+# Trains with the optimizer $1; what follows it are further arguments of the program.
 # What DeepSpeed needs and was not compiled before is compiled first.
 train() {
   if [[ $engine == deepspeed ]]; then
@@ -126,17 +143,18 @@ train() {
   $run "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m examples.gpt \
     --engine "$engine" --optimizer "$1" --config "$config" --model "$model" --steps "$steps" \
     --seed "$seed" --out "$out" ${codec:+--codec "$codec"} \
-    ${DATA:+--data "$DATA"} &
+    ${DATA:+--data "$DATA"} "${@:2}" &
   child=$!
   wait "$child"
 }
 
 # In this order, because our op compiles in a fifth of the time of DeepSpeed's.
-train "$optimizer"
+train "$optimizer" ${int8:+--weights "$int8"}
 train "$twin"
 
 echo "timing steps over 2^25 parameters"
 settings="ENGINE=$engine OPTIMIZER=$optimizer MODEL=$model STEPS=$steps RANKS=$ranks"
-settings="$settings CONFIG=$config${codec:+ CODEC=$codec}${DATA:+ DATA=$DATA} SEED=$seed"
+settings="$settings CONFIG=$config${codec:+ CODEC=$codec}${int8:+ WEIGHTS=$int8}"
+settings="$settings${DATA:+ DATA=$DATA} SEED=$seed"
 OMP_NUM_THREADS=$cores $run "$python" -m examples.gpt.report "$out" --optimizer "$optimizer" \
   --command "$settings launch/local.sh"

@@ -12,6 +12,7 @@ EXTRAS = {
     "matplotlib": "bench",
     "psutil": "launch",
     "tomli": "train",
+    "torchao": "torchao",
 }
 """The extra of each package, by the name under which it is imported."""
 

@@ -45,8 +45,8 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
             `zero8.spec.codec`.
         min_8bit_size: parameters with fewer elements keep float32 moments.
         fp32_params: glob patterns of parameter names that keep float32 moments.
-        stochastic_rounding: rounding of bfloat16 parameters: "auto" or "dither" (golden-ratio
-            sequence), "hash" (independent), or False (nearest).
+        stochastic_rounding: rounding of bfloat16 and INT8 parameters: "auto" or "dither"
+            (golden-ratio sequence), "hash" (independent), or False (nearest).
         weight_correction_bits: 0, or 8 to keep 8 more bits of each bfloat16 weight beside the
             states: the 24-bit weights are rounded to nearest, without noise.
         seed: seed of the dither; there is no generator state.

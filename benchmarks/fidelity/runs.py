@@ -40,12 +40,17 @@ def command(package: str, arguments: argparse.Namespace, steps: int) -> str:
     return shlex.join(["python", "-m", package, *flags])
 
 
+def _no_figures(result: dict, out: Path) -> list[Path]:
+    return []
+
+
 def main(
     package: str,
     doc: str | None,
     measure: Callable[[int], dict],
     markdown: Callable[[dict], str],
     argv: Sequence[str] | None,
+    draw: Callable[[dict, Path], list[Path]] = _no_figures,
 ) -> int:
     """Run the command of a measurement whose one option is its file; return the exit status.
 
@@ -55,6 +60,7 @@ def main(
         measure: returns the result, all but the time and the command, by the number of workers.
         markdown: returns the tables of a result.
         argv: the arguments.
+        draw: writes figures of a result beside the file; returns their paths.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {package}",
@@ -66,7 +72,7 @@ def main(
     began = time.perf_counter()
     result = measure(cores())
     result |= spent(began, shlex.join(["python", "-m", package, "--json", str(out)]))
-    print("wrote", *record.write(result, out, markdown))
+    print("wrote", *record.write(result, out, markdown), *draw(result, out))
     return 0
 
 

@@ -6,7 +6,17 @@ import os
 import sys
 from pathlib import Path
 
-from examples.gpt.engine import DEEPSPEED, DEFAULTS, TWINS, defaults
+from examples.gpt.engine import (
+    DEEPSPEED,
+    DEFAULTS,
+    FLOAT32,
+    FSDP2,
+    INT8,
+    TWINS,
+    WEIGHTS,
+    check_weights,
+    defaults,
+)
 from examples.gpt.model import MODELS
 from examples.gpt.run import train
 from zero8 import extras
@@ -21,7 +31,15 @@ def main() -> None:
     )
     optimizers = dict.fromkeys([*TWINS, *TWINS.values()])
     parser.add_argument("--optimizer", choices=optimizers, default="Adam8bitBlockwise")
-    parser.add_argument("--engine", choices=DEFAULTS, default=DEEPSPEED)
+    parser.add_argument(
+        "--engine", choices=DEFAULTS, help=f"default: {DEEPSPEED}, with --weights {INT8} {FSDP2}"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        default=FLOAT32,
+        help=f"of the linear layers; default: {FLOAT32}",
+    )
     parser.add_argument("--codec", choices=CODECS, help="of zero8's states; default: the config's")
     pairs = [pair for of_engine in DEFAULTS.values() for pair in of_engine.values()]
     configs, folders = zip(*pairs, strict=True)
@@ -48,12 +66,15 @@ def main() -> None:
         "it, those of an earlier run of the optimizer there are deleted",
     )
     arguments = parser.parse_args()
+    arguments.engine = arguments.engine or (FSDP2 if arguments.weights == INT8 else DEEPSPEED)
     try:
         config, out = defaults(arguments.engine, arguments.optimizer)
+        check_weights(arguments.weights, arguments.engine, arguments.optimizer)
     except ValueError as error:
         parser.error(str(error))
     arguments.config = arguments.config or Path(config)
-    arguments.out = arguments.out or Path(f"{out}-{arguments.codec}" if arguments.codec else out)
+    endings = [arguments.codec, INT8 if arguments.weights == INT8 else None]
+    arguments.out = arguments.out or Path("-".join(filter(None, [out, *endings])))
     arguments.save_every = arguments.steps if arguments.save_every is None else arguments.save_every
     for name in ("steps", "save_every"):
         if (value := getattr(arguments, name)) < 1:

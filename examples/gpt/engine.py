@@ -21,6 +21,10 @@ TWINS = {
 
 DEEPSPEED = "deepspeed"
 FSDP2 = "fsdp2"
+FLOAT32 = "float32"
+INT8 = "int8"
+# The formats of the weights of the linear layers; all other weights are float32.
+WEIGHTS = (FLOAT32, INT8)
 # Of each engine: a config and a folder for results for each optimizer whose twin it has.
 DEFAULTS = {
     DEEPSPEED: {
@@ -58,6 +62,24 @@ def defaults(engine: str, optimizer: str) -> tuple[str, str]:
             f"has no {TWINS[ours]}; run it with the engine {DEEPSPEED}"
         )
     return DEFAULTS[engine][ours]
+
+
+def check_weights(weights: str, engine: str, optimizer: str) -> None:
+    """Check that an optimizer of an engine steps weights of a format.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    if weights == INT8 and engine == DEEPSPEED:
+        raise ValueError(
+            f"got weights {INT8} for the engine {DEEPSPEED}, expected {FLOAT32}, as ZeRO flattens "
+            f"weights, and INT8 weights have a scale per row; run it with the engine {FSDP2}"
+        )
+    if weights == INT8 and optimizer not in TWINS:
+        raise ValueError(
+            f"got weights {INT8} for the optimizer {optimizer}, expected {FLOAT32}, as it is the "
+            "fp32 run to compare with; run it without --weights"
+        )
 
 
 class Engine(ABC):

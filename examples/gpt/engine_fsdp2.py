@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import zero8
 from examples.gpt.config_fsdp2 import FSDP2Settings, Settings, load_config
 from examples.gpt.engine import Engine
+from examples.gpt.int8_weights import check_sharding, is_int8, separated
 from examples.gpt.model import GPT
 from zero8 import tagged
 
@@ -72,11 +73,11 @@ class FSDP2Engine(Engine):
         """See `Engine`."""
         with tagged.saving(folder, f"{_TAG}{steps}", KEPT) as tag:
             model, optimizer = get_state_dict(self.model, self.optimizer)
-            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tag)
+            dcp.save({"model": separated(model), "optimizer": optimizer}, checkpoint_id=tag)
 
     def _load(self, tag: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=tag)
+        dcp.load({"model": separated(model), "optimizer": optimizer}, checkpoint_id=tag)
         set_state_dict(
             self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
         )
@@ -103,11 +104,40 @@ def join_ranks() -> torch.device:
     return device
 
 
+def whole(model: GPT, device: torch.device, settings: FSDP2Settings) -> GPT:
+    """Return a model with INT8 weights as it is, for one rank that trains without FSDP2.
+
+    FSDP2 on one rank copies the first tensor of a weight alone, and torchao's is made of two.
+
+    Raises:
+        ValueError: if the training needs FSDP2.
+    """
+    if device.type != "cpu" or settings.mixed_precision != "none":
+        raise ValueError(
+            f"got one rank on {device.type} with mixed_precision = {settings.mixed_precision!r} "
+            "for INT8 weights, expected the CPU and 'none', as FSDP2 shards no INT8 weights on one "
+            "rank; start two, or set DS_ACCELERATOR=cpu for launch/local.sh and mixed_precision = "
+            '"none" in the config'
+        )
+    return model
+
+
 def shard(model: GPT, device: torch.device, settings: FSDP2Settings) -> GPT:
-    """Shard a model over all ranks, each block by itself, and return it."""
-    policies = {"mesh": init_device_mesh(device.type, (distributed.get_world_size(),))}
+    """Shard a model over all ranks, each block by itself, and return it.
+
+    Raises:
+        ValueError: for INT8 weights on ranks that cannot have them.
+    """
+    ranks = distributed.get_world_size()
+    has_int8 = any(map(is_int8, model.parameters()))
+    if has_int8 and ranks == 1:
+        return whole(model, device, settings)
+    check_sharding(model, ranks)
+    policies = {"mesh": init_device_mesh(device.type, (ranks,))}
     if settings.offload:
-        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        # torchao's weights cannot be pinned.
+        pin_memory = device.type == "cuda" and not has_int8
+        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
     if settings.mixed_precision == "bf16":
         policies["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:

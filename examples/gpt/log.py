@@ -4,8 +4,8 @@
 import logging
 from pathlib import Path
 
-# Warnings of Python code, torch among it, once they are captured; and DeepSpeed's own messages.
-NAMES = ("py.warnings", "DeepSpeed")
+# Warnings of Python code, torch among it, once they are captured; and messages of packages.
+NAMES = ("py.warnings", "DeepSpeed", "torchao")
 
 
 def log_warnings(path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from examples.gpt.int8_weights import components, is_int8
 from zero8.state.extent import local
 
 # The first steps allocate the states and fill caches.
@@ -83,6 +84,24 @@ def state_report(optimizer: torch.optim.Optimizer, device: torch.device) -> dict
         "state_bytes": int(all_bytes),
         "state_numel": int(all_numel),
     }
+
+
+def weight_bytes_per_param(optimizer: torch.optim.Optimizer, device: torch.device) -> float | None:
+    """Return the bytes per element of the weights that the optimizer steps, over all ranks.
+
+    Where 16-bit weights have float32 masters, these are counted.  The result is None where states
+    are on NVMe, as weights are then in memory during a step alone.
+    """
+    weights = [local(param) for param, state in optimizer.state.items() if state]
+    parts = [
+        part
+        for weight in weights
+        for part in (components(weight).values() if is_int8(weight) else [weight])
+    ]
+    num_bytes, numel = sum_over_ranks(
+        [sum(part.nbytes for part in parts), sum(weight.numel() for weight in weights)], device
+    )
+    return num_bytes / numel if numel else None
 
 
 def _bytes_here(value: object) -> int:

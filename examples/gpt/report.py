@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from examples.gpt import at_scale
-from examples.gpt.engine import TWINS
+from examples.gpt.engine import INT8, TWINS
 from zero8 import extras
 from zero8.bench import record
 
@@ -28,6 +28,7 @@ SHARED = (
 # One row per column of a table: header, key, format.
 COLUMNS = (
     ("optimizer", "optimizer", "{}"),
+    ("weight bytes/param", "weight_bytes_per_param", "{:.3f}"),
     ("state bytes/param", "state_bytes_per_param", "{:.3f}"),
     ("state MiB", "state_mib", "{:.2f}"),
     ("host peak GiB", "host_peak_gib", "{:.2f}"),
@@ -97,9 +98,11 @@ def text(summary: dict) -> str:
         row | {"state_mib": row["state_bytes"] / 2**20, "host_gib": row["host_bytes"] / 2**30}
         for row in scale["rows"]
     ]
+    # Runs of before there were INT8 weights do not say the bytes of theirs.
+    columns = [c for c in COLUMNS if all(c[1] in run for run in runs)]
     return "\n".join(
         [
-            table([c for c in COLUMNS if c[1] != "gpu_peak_gib" or on_gpu], runs),
+            table([c for c in columns if c[1] != "gpu_peak_gib" or on_gpu], runs),
             f"unigram entropy of the validation text: {summary['unigram_entropy']:.4f} nats/byte",
             f"validation loss of {eight_bit['optimizer']} against {baseline['optimizer']}: "
             f"{100 * gap:+.2f} %",
@@ -111,6 +114,13 @@ def text(summary: dict) -> str:
     )
 
 
+def label(run: dict) -> str:
+    """Return the name of a run in the figure: its optimizer, with the codec, and INT8 weights."""
+    weights = "INT8 weights" if run.get("weights") == INT8 else None
+    remarks = ", ".join(filter(None, [run["codec"], weights]))
+    return run["optimizer"] + (f" ({remarks})" if remarks else "")
+
+
 def plot(runs: list[dict], path: Path) -> None:
     """Draw both runs' train and validation losses over the steps."""
     from matplotlib.figure import Figure  # of zero8[train]
@@ -118,7 +128,7 @@ def plot(runs: list[dict], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for run, color, dash in zip(runs, ("tab:blue", "tab:orange"), ("-", "--"), strict=True):
-        name = run["optimizer"] + (f" ({run['codec']})" if run["codec"] else "")
+        name = label(run)
         steps = range(1, len(run["train_curve"]) + 1)
         axes.plot(steps, run["train_curve"], color=color, alpha=0.3, linewidth=1)
         axes.plot(

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from tqdm import trange
 
+from examples.gpt import int8_weights
 from examples.gpt.data import Text, load_text, train_batch, unigram_entropy, validation_windows
-from examples.gpt.engine import Engine
+from examples.gpt.engine import INT8, Engine
 from examples.gpt.engines import engine_class
 from examples.gpt.log import log_warnings
 from examples.gpt.measure import (
@@ -23,8 +24,10 @@ from examples.gpt.measure import (
     state_report,
     steady_median,
     sum_over_ranks,
+    weight_bytes_per_param,
 )
 from examples.gpt.model import GPT, MODELS, GPTConfig
+from zero8 import extras
 
 VALIDATION_EVERY = 50
 VALIDATION_WINDOWS = 256
@@ -154,6 +157,7 @@ def result(engine: Engine, text: Text, curves: Curves) -> dict:
         "codec": codec_of(engine.optimizer),
         "val_loss": curves.validation[-1][1],
         "train_loss": sum(last) / len(last),
+        "weight_bytes_per_param": weight_bytes_per_param(engine.optimizer, engine.device),
         **state_report(engine.optimizer, engine.device),
         "host_peak_gib": host_peak_gib(engine.device),
         "gpu_peak_gib": gpu_peak_gib(engine.device),
@@ -176,6 +180,7 @@ def measured(
     text: Text,
     *,
     config: GPTConfig,
+    weights: str,
     seed: int,
     steps: int,
     name: str,
@@ -190,6 +195,7 @@ def measured(
         settings: what its `load_config` returned.
         text: to train on and to validate with.
         config: sizes of the model.
+        weights: format of the weights of its linear layers.
         seed: of initialization and batches.
         steps: optimizer steps.
         name: what to call the run on the screen.
@@ -203,6 +209,8 @@ def measured(
     torch.manual_seed(seed)
     model = GPT(config)
     parameters = sum(p.numel() for p in model.parameters())  # before ZeRO-3 takes them away
+    if weights == INT8:
+        int8_weights.convert(model)
     engine = kind(model, settings, checkpoint if resume else None)
     if dist.get_rank() == 0 and resume:
         where = f"step {engine.steps_done} of {steps}" if engine.steps_done else "the start"
@@ -229,6 +237,7 @@ def train(
     engine: str,
     optimizer: str,
     codec: str | None,
+    weights: str,
     config: Path,
     model: str,
     data: str | None,
@@ -243,18 +252,22 @@ def train(
     text = load_text(data)
     settings = kind.load_config(config, optimizer, steps, codec)
     log_warnings(out / f"{optimizer}.rank{rank}.log")
+    if weights == INT8:
+        extras.need("torchao")
     checkpoint = out / f"{optimizer}.checkpoint"
     if rank == 0:
         print(describe(text))
         print(f"warnings of each rank: {out / optimizer}.rank*.log", flush=True)
         if not resume:
             shutil.rmtree(checkpoint, ignore_errors=True)
-    arguments = {"engine": engine, "optimizer": optimizer, "steps": steps, "seed": seed}
+    arguments = {"engine": engine, "optimizer": optimizer, "weights": weights}
+    arguments |= {"steps": steps, "seed": seed}
     measurements = measured(
         kind,
         settings,
         text,
         config=MODELS[model],
+        weights=weights,
         seed=seed,
         steps=steps,
         name=optimizer,

@@ -3,7 +3,7 @@
 
 from importlib.util import find_spec
 
-PACKAGES = ("transformers", "accelerate", "peft", "trl", "lightning", "torchtitan")
+PACKAGES = ("transformers", "accelerate", "peft", "trl", "lightning", "torchtitan", "torchao")
 MISSING = [name for name in PACKAGES if find_spec(name) is None]
 
 collect_ignore_glob = ["test_*.py"] if MISSING else []

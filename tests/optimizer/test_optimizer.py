@@ -148,11 +148,13 @@ def with_half_grad(p: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     return p
 
 
-def wrapped() -> nn.Parameter:
-    """A tensor subclass without storage of its own, as FSDP2's parameters are."""
+def with_wrapped_grad() -> nn.Parameter:
+    """A gradient of a tensor subclass without storage of its own."""
     from torch.testing._internal.two_tensor import TwoTensor
 
-    return with_grad(nn.Parameter(TwoTensor(torch.ones(64, 64), torch.ones(64, 64))))
+    p = param(64, 64)
+    p.grad = TwoTensor(torch.ones(64, 64), torch.ones(64, 64))
+    return p
 
 
 BAD = {
@@ -161,7 +163,7 @@ BAD = {
         lambda: with_half_grad(param(64, 64), torch.bfloat16),
         "gradient of a torch.bfloat16 parameter of dtype torch.float16.*keep float32 weights",
     ),
-    "wrapper": (wrapped, "got a parameter of type TwoTensor without storage of its own"),
+    "wrapper": (with_wrapped_grad, "got a gradient of type TwoTensor without storage of its own"),
 }
 
 

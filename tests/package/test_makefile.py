@@ -109,6 +109,13 @@ def test_gpu_check_installs_the_peers_or_with_a_python_that_has_all_nothing(chec
     assert lines == ["python3 -m benchmarks.gpu_check"]
 
 
+def test_train_installs_torchao_for_int8_weights_alone(checkout):
+    assert ".[torchao]" not in make("-n", "train", folder=checkout).stdout
+    printed = make("-n", "train", "WEIGHTS=int8", folder=checkout).stdout
+    places = [printed.index(x) for x in (".[train]", ".[torchao]", "launch/local.sh")]
+    assert places == sorted(places)
+
+
 @pytest.mark.parametrize(
     ("target", "extra", "command"),
     [

@@ -10,12 +10,14 @@ from unittest.mock import patch
 import torch
 from places import ROOT
 from ranks import error_of
+from torch.distributed.tensor import DTensor
 
 from examples.gpt import run
 from examples.gpt.config_fsdp2 import FSDP2Settings
 from examples.gpt.data import load_text, train_batch
-from examples.gpt.engine import FSDP2, defaults
+from examples.gpt.engine import FLOAT32, FSDP2, defaults
 from examples.gpt.engines import engine_class
+from examples.gpt.int8_weights import convert, separated
 from examples.gpt.model import GPT, GPTConfig
 
 # Of the learning rate's schedule, as in the job itself.
@@ -44,17 +46,20 @@ def row(
     config: str | None = None,
     total_steps: int = TOTAL_STEPS,
     model: GPTConfig = SMALL,
+    weights: str = FLOAT32,
+    codec: str | None = None,
 ) -> dict | None:
     """Return the measurements of the first steps of a run, which is saved to a folder."""
     kind = engine_class(engine)
     path = Path(config or ROOT / defaults(engine, optimizer)[0])
-    settings = kind.load_config(path, optimizer, total_steps)
+    settings = kind.load_config(path, optimizer, total_steps, codec)
     with small_job():
         return run.measured(
             kind,
             settings,
             corpus(),
             config=model,
+            weights=weights,
             seed=0,
             steps=steps,
             name=optimizer,
@@ -67,6 +72,19 @@ def row(
 def error_of_row(**arguments) -> tuple[str, str] | None:
     """Return the type and text of what `row` raises on this rank."""
     return error_of(row, **arguments)
+
+
+def loaded_int8_weights(checkpoint: str) -> dict[str, torch.Tensor]:
+    """Return the whole weights that a run goes on with, INT8 ones as their codes and scales."""
+    kind, optimizer = engine_class(FSDP2), "Adam8bitBlockwise"
+    settings = kind.load_config(ROOT / defaults(FSDP2, optimizer)[0], optimizer, TOTAL_STEPS)
+    model = GPT(SMALL)
+    convert(model)
+    parts = separated(kind(model, settings, Path(checkpoint)).model.state_dict())
+    return {
+        name: part.full_tensor() if isinstance(part, DTensor) else part
+        for name, part in parts.items()
+    }
 
 
 def losses_under_fsdp2(

@@ -146,6 +146,12 @@ def test_fsdp2_measurements_have_the_keys_of_deepspeeds(rows, optimizer):
     assert list(rows[FSDP2, optimizer]) == list(rows[DEEPSPEED, optimizer])
 
 
+@pytest.mark.parametrize("optimizer", [BASELINE, EIGHT_BIT])
+@pytest.mark.parametrize("engine", [DEEPSPEED, FSDP2])
+def test_float32_weights_have_four_bytes_per_parameter(rows, engine, optimizer):
+    assert rows[engine, optimizer]["weight_bytes_per_param"] == 4
+
+
 def test_fsdp2_states_are_counted_once_over_all_ranks(rows):
     fp32, quantized = rows[FSDP2, BASELINE], rows[FSDP2, EIGHT_BIT]
     for run in (fp32, quantized):
@@ -191,8 +197,9 @@ out = Path({out!r})
 with small_job():
     for optimizer in ("AdamW", "Adam8bitBlockwise"):
         run.train(
-            engine="fsdp2", optimizer=optimizer, codec="fp8", config=Path({config!r}), model="demo",
-            data={data!r}, seed=0, steps=2, out=out, save_every=2, resume=False,
+            engine="fsdp2", optimizer=optimizer, codec="fp8", weights="float32",
+            config=Path({config!r}), model="demo", data={data!r}, seed=0, steps=2, out=out,
+            save_every=2, resume=False,
         )
 scale = at_scale.measure("fsdp2", "Adam8bitBlockwise", "fp8", numel=2**16, rounds=1)
 report.report(out, "Adam8bitBlockwise", scale, "")

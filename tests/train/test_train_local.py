@@ -145,6 +145,12 @@ def test_local_sh_failing_run_exits_nonzero(tmp_path, start_local):
     ("settings", "message"),
     [
         ({"ENGINE": "fsdp"}, "got ENGINE=fsdp, expected deepspeed or fsdp2"),
+        ({"WEIGHTS": "int4"}, "got WEIGHTS=int4, expected float32 or int8"),
+        (
+            {"ENGINE": "deepspeed", "WEIGHTS": "int8"},
+            "got WEIGHTS=int8 with ENGINE=deepspeed, expected float32, as ZeRO flattens weights, "
+            "and INT8 weights have a scale per row; run it with ENGINE=fsdp2",
+        ),
         (
             {"OPTIMIZER": "Lion"},
             "got OPTIMIZER=Lion, expected Adam8bitBlockwise, Adam8bitShared, Lion8bitBlockwise, "
@@ -196,6 +202,28 @@ def test_local_sh_codec_goes_to_every_command_and_into_the_name_of_the_folder():
     assert sum("-m examples.gpt" in line and "--codec fp8" in line for line in lines) == 4
     assert sum(f"--out {out}-fp8 " in line for line in lines) == 2
     assert f"examples.gpt.report {out}-fp8 " in done.stdout and " CODEC=fp8 " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, ""),
+        ({"ENGINE": "fsdp2"}, ""),
+        ({"CODEC": "fp8"}, "-fp8"),
+        ({"CODEC": "shared"}, "-shared"),
+        ({"OPTIMIZER": "SGD8bitBlockwise"}, "-sgd"),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
+)
+def test_local_sh_int8_weights_are_those_of_zero8s_run_under_fsdp2(settings, name):
+    command = ["bash", str(ROOT / "launch" / "local.sh"), "--dry-run"]
+    done = run(command, PYTHON=sys.executable, WEIGHTS="int8", DS_ACCELERATOR="cpu", **settings)
+    assert done.returncode == 0, done.stderr
+    ours, twin, report = [line for line in done.stdout.splitlines() if "-m examples.gpt" in line]
+    for line in (ours, twin):
+        assert " --engine fsdp2 " in line and f" --out runs/demo-fsdp2{name}-int8" in line
+    assert ours.endswith(" --weights int8") and "--weights" not in twin
+    assert f" runs/demo-fsdp2{name}-int8 " in report and " WEIGHTS=int8 " in report
 
 
 @pytest.mark.parametrize("engine", DEFAULTS)

@@ -5,7 +5,7 @@ import pytest
 from places import ROOT
 
 from examples.gpt.engine import TWINS
-from examples.gpt.report import report
+from examples.gpt.report import label, report
 
 SUMMARY_KEYS = {
     "engine",
@@ -21,6 +21,8 @@ SUMMARY_KEYS = {
 }
 ROW_KEYS = {
     "optimizer",
+    "weights",
+    "weight_bytes_per_param",
     "steps",
     "val_loss",
     "train_loss",
@@ -51,6 +53,8 @@ def write_run(out, optimizer, **changes):
         "engine": "deepspeed",
         "optimizer": optimizer,
         "codec": None if optimizer in TWINS.values() else "log",
+        "weights": "float32",
+        "weight_bytes_per_param": 4.0,
         "steps": 3,
         "seed": 0,
         "config": "configs/zero2_offload.json",
@@ -87,7 +91,7 @@ def test_report_two_runs_writes_summary_and_plot(tmp_path, capsys):
     assert all(run.keys() >= ROW_KEYS for run in summary["runs"])
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "2.030" in printed and "GPU" not in printed
+    assert "4.000  " in printed and "2.030" in printed and "GPU" not in printed
     assert "+2.00 %" in printed
     assert "codec of Adam8bitBlockwise: log\n" in printed
     assert summary["at_scale"] == AT_SCALE
@@ -121,7 +125,40 @@ def test_report_no_8bit_parameter_prints_a_dash(tmp_path, capsys):
     write_run(tmp_path, "Adam8bitBlockwise", state_bytes_per_param=None)
     report(tmp_path, "Adam8bitBlockwise", AT_SCALE, "")
     row = next(x for x in capsys.readouterr().out.splitlines() if "Adam8bitBlockwise  " in x)
-    assert row.split()[1] == "-"
+    assert row.split()[1:3] == ["4.000", "-"]
+
+
+def test_report_of_int8_weights_has_their_bytes_in_the_table(tmp_path, capsys):
+    write_run(tmp_path, "AdamW")
+    write_run(tmp_path, "Adam8bitBlockwise", weights="int8", weight_bytes_per_param=1.1579)
+    report(tmp_path, "Adam8bitBlockwise", AT_SCALE, "")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["AdamW", "4.000"] in [line[:2] for line in lines]
+    assert ["Adam8bitBlockwise", "1.158"] in [line[:2] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("codec", "weights", "expected"),
+    [
+        (None, "float32", "SGD"),
+        ("log", "float32", "SGD (log)"),
+        ("log", "int8", "SGD (log, INT8 weights)"),
+    ],
+)
+def test_label_of_a_run_has_its_codec_and_its_weights_if_they_are_int8(codec, weights, expected):
+    assert label({"optimizer": "SGD", "codec": codec, "weights": weights}) == expected
+
+
+def test_report_of_runs_of_before_int8_weights_has_no_column_of_their_bytes(tmp_path, capsys):
+    for optimizer in ("AdamW", "Adam8bitBlockwise"):
+        write_run(tmp_path, optimizer)
+        path = tmp_path / f"{optimizer}.json"
+        run = json.loads(path.read_text())
+        del run["weights"], run["weight_bytes_per_param"]
+        path.write_text(json.dumps(run))
+    report(tmp_path, "Adam8bitBlockwise", AT_SCALE, "")
+    printed = capsys.readouterr().out
+    assert "weight bytes/param" not in printed and "AdamW              8.000" in printed
 
 
 @pytest.mark.parametrize(("optimizer", "twin"), TWINS.items())

@@ -2,25 +2,28 @@
 """INT8 weights with one scale per row: how a step reads and writes them.
 
     p      = code * scale                                                                    (W1)
-    scale' = up(max |p'| / 127)        over the row                                          (W2)
-    code'  = floor(p'/scale' + (q + 1/2)/65536)        within -127 .. 127                    (W3)
+    limit  = max |p'|                  over the row
+    scale' = scale                     where 126 scale <= limit <= 127 scale                 (W2)
+             up(limit / 127)           else
+    code'  = floor(p'/scale' + t),  t = (q + 1/2) (2^-16 - 2^-32)    within -127 .. 127      (W3)
 
 p' is what the step makes of p, in float32, q a threshold of 0 .. 65535, and up(x) the least number
 of 16 significant bits (8 in bfloat16) that is not below x, where x is the quotient rounded to
-float32; it is at least 2^-126, and 0 of 0.  With such a scale (W1) is exact, so a step that changes
-no weight of a row whose largest code is 127 changes no code: p'/scale' is a whole number then,
-which (W3) leaves as it is.  (W3) may round the largest down to 126; the next scale is smaller then,
-and the row is rounded again.  A step with a learning rate of 0, such as the one by which
-`torch.distributed.checkpoint` makes states, writes neither codes nor scales.  Scales of more bits,
-from elsewhere, are read as they are.
+float32; it is at least 2^-126, and 0 of 0.  Products of codes and such scales are exact, and the
+largest code of a row is 126 or 127.  Scales from elsewhere may have all 24 bits.
 
-Over thresholds uniform in 0..65535 the mean of code' is p'/scale' within 2^-17.  They are those of
+A step that changes no weight of a row changes no code and no scale, whatever its scale: p'/scale'
+is a whole number then, or one of its neighbours in float32, and t is between 2^-17 and 1 - 2^-16.
+
+Over thresholds uniform in 0..65535 the mean of code' is p'/scale' within 2^-16.  They are those of
 `zero8.spec.dither`, the row taken for a block: (D2) where i0 is the index in the parameter of the
 row's first element; or, hashed, lowbias32 of (D1).  To nearest, ties go to the even code.
 
 The format is that of torchao's `Int8QuantizedTrainingLinearWeight`, which rounds with a global
 generator, to scales of 24 bits; in bfloat16 it rounds its scales after it has made the codes.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +37,7 @@ _SIGNIFICANT_BITS = {torch.float32: 16, torch.bfloat16: 8}
 SCALE_DTYPES = tuple(_SIGNIFICANT_BITS)
 _FLOAT32_BITS = 24
 _SMALLEST_NORMAL = 2.0**-126
+_THRESHOLD = 2.0**-16 - 2.0**-32
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:
@@ -49,16 +53,18 @@ def decoded(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float().mul_(scales.float().unsqueeze(1))
 
 
-def new_scales(weights: Tensor, dtype: torch.dtype) -> Tensor:
+def new_scales(weights: Tensor, scales: Tensor) -> Tensor:
     """Return the scales of rows after a step, equation (W2).
 
     Args:
         weights: (rows, columns) float32, after the step; with at least one column.
-        dtype: the dtype of the scales, one of `SCALE_DTYPES`.
+        scales: (rows,) of one of `SCALE_DTYPES`, before it.
     """
-    limit = weights.abs().amax(1)
-    scales = _rounded_up(limit / LARGEST_CODE, _SIGNIFICANT_BITS[dtype])
-    return torch.where(limit > 0, scales.clamp_(min=_SMALLEST_NORMAL), limit).to(dtype)
+    before, limit = scales.float(), weights.abs().amax(1)
+    suffices = ((LARGEST_CODE - 1) * before <= limit) & (limit <= LARGEST_CODE * before)
+    raised = _rounded_up(limit / LARGEST_CODE, _SIGNIFICANT_BITS[scales.dtype])
+    raised = torch.where(limit > 0, raised.clamp_(min=_SMALLEST_NORMAL), limit)
+    return torch.where(suffices, before, raised).to(scales.dtype)
 
 
 def _rounded_up(x: Tensor, significant_bits: int) -> Tensor:
@@ -86,12 +92,12 @@ def encoded(weights: Tensor, scales: Tensor, thresholds: Tensor | None) -> Tenso
     if thresholds is None:
         x.round_()
     else:
-        x.add_(thresholds.float().add_(0.5).mul_(2.0**-16)).floor_()
+        x.add_(thresholds.float().add_(0.5).mul_(_THRESHOLD)).floor_()
     return x.nan_to_num_(0.0).clamp_(-LARGEST_CODE, LARGEST_CODE).to(torch.int8)
 
 
 def thresholds(
-    rounding: Rounding, phase: int, first: int, shape: tuple[int, int], device: torch.device
+    rounding: Rounding, phase: int, first: int, shape: Sequence[int], device: torch.device
 ) -> Tensor | None:
     """Return the thresholds q of whole rows of a parameter, None to round to nearest.
 

@@ -156,7 +156,7 @@ def checked_settings(
 
 
 def check_rounding(value: object) -> Rounding:
-    """Return the rounding of bfloat16 parameters that `stochastic_rounding` names."""
+    """Return the rounding of parameters that `stochastic_rounding` names."""
     for name, rounding in ROUNDINGS.items():
         if type(value) is type(name) and value == name:
             return rounding

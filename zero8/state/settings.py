@@ -31,7 +31,7 @@ class Settings:
     Attributes:
         policy: which parameters get 8-bit moments.
         codec_name: the codec of new states.
-        rounding: the rounding of bfloat16 parameters.
+        rounding: the rounding of bfloat16 and INT8 parameters.
         correction_bits: bits kept beside each bfloat16 weight, 0 or 8.
         seed: the seed of the dither.
         huge_pages: whether parameters and gradients are moved to huge pages.

@@ -6,7 +6,7 @@ tensor that has the values (INT8 matmuls, BitNet, float8), or around int8 rows a
 (`zero8.spec.int8_rows`).  They are known by name, so that nothing imports torchao.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -41,7 +41,7 @@ def int8_rows(p: Tensor) -> Int8Rows | None:
     """Return the tensors of a parameter of INT8 weights, None of others."""
     if type(p) in NEVER_SHARDED:  # most are; saves the calls
         return None
-    here = local(p)
+    here: Any = local(p)
     return Int8Rows(here.int_data, here.scale) if class_in_torchao(here) == _INT8_ROWS else None
 
 
@@ -56,7 +56,7 @@ def values_of(p: Tensor) -> Tensor:
     """Return the tensor with a parameter's values on this rank; of INT8 weights, the codes."""
     if type(p) in NEVER_SHARDED:
         return p
-    here = local(p)
+    here: Any = local(p)
     name = class_in_torchao(here)
     if name == _INT8_ROWS:
         codes: Tensor = here.int_data

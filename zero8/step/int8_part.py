@@ -51,8 +51,7 @@ class Int8Part(Part):
             weights.copy_(int8_rows.decoded(*rows))
             record = records[place : place + 1]
             taken.append(self.kernel.step(record, scalars))
-            if float(mine.groups[owner]["lr"]) != 0:
-                _store(rows, weights, record, piece.first)
+            _store(rows, weights, record, piece.first)
         return StepInParts(taken, [[place] for place in range(len(records))], len(records))
 
 
@@ -65,10 +64,9 @@ def _rows_of_piece(codes: Tensor, scales: Tensor, piece: Piece) -> Int8Rows:
 
 def _store(rows: Int8Rows, weights: Tensor, record: np.ndarray, first: int) -> None:
     """Round weights to INT8; `first` is the index in the parameter of their first element."""
-    scales = int8_rows.new_scales(weights, rows.scales.dtype)
+    scales = int8_rows.new_scales(weights, rows.scales)
     rounding, phase = Rounding(int(record["rounding"][0])), int(record["param_phase"][0])
-    shape = rows.codes.shape
-    thresholds = int8_rows.thresholds(rounding, phase, first, shape, weights.device)
+    thresholds = int8_rows.thresholds(rounding, phase, first, weights.shape, weights.device)
     rows.codes.copy_(int8_rows.encoded(weights, scales, thresholds))
     rows.scales.copy_(scales)
 

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demonstration with torchao's INT8 weights in its linear layers, under FSDP2."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from train_worker import SMALL, loaded_int8_weights, row
+
+from examples.gpt.engine import FLOAT32, FSDP2, INT8
+from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.report import report
+from zero8 import cli
+from zero8.checkpoint.files import tags
+from zero8.checkpoint.files.manifest import MANIFEST
+
+pytestmark = pytest.mark.integrations
+
+RANKS = 2
+# The first two have learning rate 0, so three change the weights.
+STEPS = 5
+TWIN = "AdamW"
+CASES = {
+    "log": {"optimizer": "Adam8bitBlockwise"},
+    "fp8": {"optimizer": "Adam8bitBlockwise", "codec": "fp8"},
+    # Two ranks cut its 128 positions between bands of 64 rows.
+    "shared": {"optimizer": "Adam8bitShared", "model": GPTConfig()},
+    "sgd": {"optimizer": "SGD8bitBlockwise"},
+}
+
+
+def int8_job(case, checkpoint, **changes):
+    return (
+        dict(engine=FSDP2, weights=INT8, steps=STEPS, checkpoint=str(checkpoint), **CASES[case])
+        | changes
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def rows(standing_ranks, checkpoints):
+    """Return rank 0's measurements by case."""
+    run = standing_ranks(RANKS).run
+    return {
+        case: run(row, **int8_job(case, checkpoints / case, save_every=STEPS - 1))[0]
+        for case in CASES
+    }
+
+
+@pytest.fixture(scope="module")
+def twin(standing_ranks, checkpoints):
+    """Return rank 0's measurements of fp32 AdamW with float32 weights."""
+    job = dict(engine=FSDP2, optimizer=TWIN, steps=STEPS, checkpoint=str(checkpoints / TWIN))
+    return standing_ranks(RANKS).run(row, **job)[0]
+
+
+def test_losses_of_int8_weights_are_near_those_of_float32_weights(rows, twin):
+    """Rounding moves a weight by at most half a step, a 254th of the largest of its row."""
+    curve = rows["log"]["train_curve"]
+    assert curve == pytest.approx(twin["train_curve"], rel=0.01)
+    assert curve[0] - curve[-1] > 0.1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_linear_weights_have_a_byte_per_parameter_and_a_scale_per_row(rows, case):
+    model = GPT(CASES[case].get("model", SMALL))
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    numel = sum(param.numel() for param in model.parameters())
+    saved = sum(3 * layer.weight.numel() - 4 * len(layer.weight) for layer in linear)
+    assert rows[case]["weight_bytes_per_param"] == (4 * numel - saved) / numel
+    assert rows[case]["parameters"] == rows[case]["state_numel"] == numel
+
+
+def test_report_of_a_run_has_the_bytes_of_weights_of_both(rows, twin, tmp_path, capsys):
+    for name, weights, run in ((TWIN, FLOAT32, twin), ("Adam8bitBlockwise", INT8, rows["log"])):
+        shared = {"engine": FSDP2, "steps": STEPS, "seed": 0, "config": "fsdp2_offload.toml"}
+        content = {**shared, "optimizer": name, "weights": weights, **run}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    scale = {"numel": 0, "threads": 1, "rounds": 1, "rows": []}
+    summary = report(tmp_path, "Adam8bitBlockwise", scale, "")
+    assert [run["weights"] for run in summary["runs"]] == [FLOAT32, INT8]
+    ours = f"{rows['log']['weight_bytes_per_param']:.3f}"
+    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert [TWIN, "4.000"] in lines and ["Adam8bitBlockwise", ours] in lines
+
+
+@pytest.fixture
+def stopped_before_the_last_step(rows, checkpoints, tmp_path):
+    """Return a function: a copy of a run's checkpoints without the newest, which was cut short."""
+
+    def copied(case):
+        folder = tmp_path / "copy"
+        shutil.copytree(checkpoints / case, folder)
+        newest = folder / f"step{STEPS}"
+        (newest / MANIFEST).unlink()
+        tags.begin(newest, tags.next_sequence(folder))
+        return folder
+
+    return copied
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_run_that_is_resumed_has_the_bits_of_one_that_never_stopped(
+    standing_ranks, rows, stopped_before_the_last_step, case
+):
+    folder = stopped_before_the_last_step(case)
+    resumed = standing_ranks(RANKS).run(row, **int8_job(case, folder, resume=True))[0]
+    assert resumed["first_step"] == STEPS - 1
+    assert resumed["train_curve"] == rows[case]["train_curve"][STEPS - 1 :]
+    assert resumed["val_loss"] == rows[case]["val_loss"]
+    assert cli.main(["checkpoint", "verify", str(folder)]) == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_weights_that_another_number_of_ranks_loads_have_the_saved_bits(
+    standing_ranks, rows, checkpoints, ranks
+):
+    folder = str(checkpoints / "log")
+    saved = standing_ranks(RANKS).run(loaded_int8_weights, checkpoint=folder)[0]
+    loaded = standing_ranks(ranks).run(loaded_int8_weights, checkpoint=folder)[0]
+    assert loaded.keys() == saved.keys()
+    assert saved["blocks.0.qkv.weight.int_data"].dtype == torch.int8
+    assert [name for name, part in saved.items() if not torch.equal(loaded[name], part)] == []
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_run_that_is_resumed_on_another_number_of_ranks_goes_on_and_back(
+    standing_ranks, stopped_before_the_last_step, ranks
+):
+    folder = stopped_before_the_last_step("log")
+    resumed = standing_ranks(ranks).run(row, **int8_job("log", folder, resume=True))[0]
+    assert resumed["first_step"] == STEPS - 1
+    assert (resumed["ranks"], len(resumed["train_curve"])) == (ranks, 1)
+    longer = int8_job("log", folder, resume=True, steps=STEPS + 1)
+    back = standing_ranks(RANKS).run(row, **longer)[0]
+    assert (back["first_step"], back["ranks"]) == (STEPS, RANKS)

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of INT8 weights: those of float32 ones between (W1) and (W3) of zero8.spec.int8_rows."""
+
+import copy
+import io
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from int8_weights import copy_of, int8_param, same_bits
+from small_optimizers import set_grads
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import zero8
+from zero8 import frameworks
+from zero8.spec import dither, int8_rows
+from zero8.spec.segment import Rounding
+from zero8.step import int8_part
+from zero8.step.cuda_graph import CapturedStep
+
+# Ragged columns, narrow rows (5 of which share a block), one block, a long row; one has float32
+# moments, as it is small.
+SHAPES = ((130, 300), (200, 48), (64, 256), (3, 5000), (10, 20))
+CODECS = {"codec": ("log", "dynamic", "linear4", "log6", "fp8")}
+MAKERS = {
+    **{name: (zero8.Adam8bitBlockwise, {"codec": name}) for name in CODECS["codec"]},
+    "shared": (zero8.Adam8bitShared, {}),
+    "SGD": (zero8.SGD8bitBlockwise, {"momentum": 0.9}),
+    "Lion": (zero8.Lion8bitBlockwise, {}),
+}
+ROUNDINGS = {True: Rounding.DITHER, "hash": Rounding.HASH, False: Rounding.NEAREST}
+
+
+def weights_of(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def make(maker, params, **settings):
+    cls, keywords = maker
+    named = [(f"layer{number}", p) for number, p in enumerate(params)]
+    return cls(named, **{"lr": 1e-3, "seed": 5, "weight_decay": 0.1} | keywords | settings)
+
+
+def int8_params(dtype=torch.float32):
+    return [int8_param(weights_of(shape, seed), dtype) for seed, shape in enumerate(SHAPES)]
+
+
+def rounded(weights, before, rounding, name, step):
+    """Return codes and scales of a whole parameter after a step, as the equations say."""
+    phase = dither.phase_of(dither.stream_key(5, dither.identity_of(name), "param"), step)
+    shape = tuple(weights.shape)
+    found = int8_rows.thresholds(rounding, phase, 0, shape, weights.device)
+    scales = int8_rows.new_scales(weights, before)
+    return int8_rows.encoded(weights, scales, found), scales
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_step_of_int8_weights_is_that_of_float32_ones_rounded(maker, rounding, monkeypatch):
+    monkeypatch.setitem(int8_part.MOST_ELEMENTS, "cpu", 40_000)  # several pieces of the largest
+    dtype = torch.bfloat16 if rounding == "hash" else torch.float32
+    params = int8_params(dtype)
+    wide = [nn.Parameter(int8_rows.decoded(p.int_data, p.scale)) for p in params]
+    ours = make(MAKERS[maker], params, stochastic_rounding=rounding)
+    theirs = make(MAKERS[maker], wide, stochastic_rounding=rounding)
+    for step in range(1, 5):
+        set_grads(params, step)
+        for p, w in zip(params, wide, strict=True):
+            w.grad = p.grad.float()
+        before = [p.scale.clone() for p in params]
+        ours.step()
+        theirs.step()
+        for number, (p, w) in enumerate(zip(params, wide, strict=True)):
+            after = w.detach(), before[number]
+            codes, scales = rounded(*after, ROUNDINGS[rounding], f"layer{number}", step)
+            assert torch.equal(p.int_data, codes) and torch.equal(p.scale, scales), (number, step)
+            w.data.copy_(int8_rows.decoded(codes, scales))
+    for p, w in zip(params, wide, strict=True):
+        for mine, other in zip(ours.moments(p), theirs.moments(w), strict=True):
+            assert torch.equal(mine.codes, other.codes) and torch.equal(mine.scales, other.scales)
+            assert torch.equal(mine.dense, other.dense)
+
+
+def trained(params, steps=3, **settings):
+    optimizer = make(MAKERS["log"], params, **settings)
+    for step in range(steps):
+        set_grads(params, step)
+        optimizer.step()
+    return optimizer
+
+
+def test_step_of_int8_weights_has_the_same_bits_with_any_number_of_threads_and_pieces(monkeypatch):
+    one, other = int8_params(), int8_params()
+    trained(one)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    monkeypatch.setitem(int8_part.MOST_ELEMENTS, "cpu", 1)
+    try:
+        trained(other)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(same_bits, one, other))
+
+
+def test_step_of_int8_weights_that_changes_nothing_keeps_every_bit():
+    params = int8_params()
+    trained(params)
+    before = [copy_of(p) for p in params]
+    trained(params, lr=0.0)
+    assert all(map(same_bits, params, before))
+
+
+def test_state_of_int8_weights_resumes_to_the_bit():
+    whole, parts = int8_params(), int8_params()
+    trained(whole, steps=4)
+    first = trained(parts, steps=2)
+    saved = io.BytesIO()
+    torch.save(first.state_dict(), saved)
+    saved.seek(0)
+    resumed = [copy_of(p) for p in parts]
+    optimizer = make(MAKERS["log"], resumed)
+    optimizer.load_state_dict(torch.load(saved, weights_only=True))
+    for step in range(2, 4):
+        set_grads(resumed, step)
+        optimizer.step()
+    assert all(map(same_bits, resumed, whole))
+
+
+def test_state_of_int8_weights_has_the_bytes_of_the_same_float32_weights():
+    params = int8_params()
+    wide = [nn.Parameter(weights_of(shape)) for shape in SHAPES]
+    reports = [trained(those, steps=1).memory_report() for those in (params, wide)]
+    assert reports[0].rows == reports[1].rows
+
+
+def test_step_of_int8_weights_copies_only_some_rows_to_float32(monkeypatch):
+    """4096 rows of 1000: 2^18 elements are 4 bands of 64 rows and a rest."""
+    sizes = []
+
+    def buffer_of(pieces, device):
+        sizes.append(max(piece.numel for piece in pieces))
+        return torch.empty(sizes[-1], device=device)
+
+    monkeypatch.setattr(int8_part, "buffer_of", buffer_of)
+    trained([int8_param(weights_of((4096, 1000)))], steps=1)
+    assert sizes == [4 * 64 * 1000]
+
+
+def test_int8_weights_with_a_gradient_that_is_not_finite_keep_that_blocks_moments():
+    p = int8_param(weights_of((64, 512)))
+    optimizer = trained([p], steps=1)
+    before = [copy.deepcopy(store) for store in optimizer.moments(p)]
+    set_grads([p], 1)
+    p.grad[3, 300] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"layer0 \(1 blocks\)"):
+        optimizer.step()
+    block = 3 * 2 + 1
+    for store, old in zip(optimizer.moments(p), before, strict=True):
+        stays = (store.scales == old.scales).view(64 * 2, -1).all(1)
+        assert stays[block] and not stays[:block].any() and not stays[block + 1 :].any()
+        assert torch.equal(store.codes[block * 256 :][:256], old.codes[block * 256 :][:256])
+    assert p.scale.isfinite().all()
+
+
+def test_step_of_int8_weights_without_rows_does_nothing():
+    p = nn.Parameter(int8_param(weights_of((4, 64))))
+    p.int_data, p.scale = p.int_data[:0], p.scale[:0]
+    empty = nn.Parameter(type(p)(p.int_data, p.scale))
+    other = int8_param(weights_of((64, 64)))
+    before = copy_of(other)
+    trained([empty, other], steps=2)
+    assert empty.int_data.shape == (0, 64) and not same_bits(other, before)
+
+
+def test_step_of_int8_weights_that_are_not_contiguous_has_the_same_bits():
+    p = int8_param(weights_of((100, 300)))
+    other = copy_of(p)
+    other.int_data = other.int_data.t().contiguous().t()
+    trained([p])
+    trained([other])
+    assert same_bits(p, other)
+
+
+def test_step_of_int8_weights_tells_autograd_of_its_writes():
+    p = int8_param(weights_of((64, 64)))
+    before = p._version, p.int_data._version
+    trained([p], steps=1)
+    assert p._version > before[0] and p.int_data._version > before[1]
+
+
+def test_step_takes_scales_that_have_been_replaced():
+    p = int8_param(weights_of((64, 64)))
+    optimizer = trained([p], steps=1)
+    p.scale = p.scale * 4
+    before = int8_rows.decoded(p.int_data, p.scale)
+    set_grads([p], 1)
+    optimizer.step()
+    after = int8_rows.decoded(p.int_data, p.scale)
+    assert (after - before).abs().max() < 0.1 * before.abs().max()
+
+
+# --- Refusals ------------------------------------------------------------------------------------
+
+
+def float16_scales():
+    p = int8_param(weights_of((64, 64)))
+    return nn.Parameter(type(p.detach())(p.int_data, p.scale.half()))
+
+
+def some_columns():
+    p = int8_param(weights_of((64, 64)))
+    p.int_data = p.int_data[:, :32]
+    return p
+
+
+def unknown_class():
+    return nn.Parameter(TwoTensor(torch.ones(64, 64), torch.ones(64, 64)))
+
+
+REFUSED = {
+    "float16": (float16_scales, {}, "scales of dtype torch.float16, expected one of"),
+    "columns": (some_columns, {}, "has 32 columns; expected whole rows"),
+    "correction": (
+        lambda: int8_param(weights_of((64, 64))),
+        {"weight_correction_bits": 8},
+        "INT8 weights and weight_correction_bits=8",
+    ),
+    "class": (unknown_class, {}, "class 'TwoTensor', which has no storage of its own"),
+}
+
+
+@pytest.mark.parametrize(("p", "settings", "message"), REFUSED.values(), ids=REFUSED)
+def test_optimizer_of_int8_weights_that_cannot_step_is_refused_when_it_is_made(
+    p, settings, message
+):
+    with pytest.raises(ValueError, match=f"parameter layer0: got .*{message}"):
+        make(MAKERS["log"], [p()], **settings)
+
+
+def test_muon_refuses_int8_weights_of_its_matrices_alone():
+    p = int8_param(weights_of((64, 64)))
+    with pytest.raises(ValueError, match="expected floating-point weights for the matrices of Muo"):
+        zero8.Muon8bitBlockwise([("layer0.weight", p)], lr=1e-3)
+    zero8.Muon8bitBlockwise([{"params": [("layer0.weight", p)], "use_muon": False}], lr=1e-3)
+
+
+def test_optimizer_of_int8_weights_under_deepspeed_is_refused_when_it_is_made(monkeypatch):
+    monkeypatch.setattr(frameworks, "constructing_engine", lambda: (object(), {}))
+    with pytest.raises(ValueError, match="under DeepSpeed, which makes flat buffers"):
+        make(MAKERS["log"], [int8_param(weights_of((64, 64)))])
+
+
+def test_step_of_int8_weights_refuses_a_gradient_of_another_dtype():
+    p = int8_param(weights_of((64, 64)))
+    optimizer = make(MAKERS["log"], [p])
+    p.grad_dtype = None
+    p.grad = torch.zeros(64, 64, dtype=torch.float64)
+    with pytest.raises(ValueError, match="gradient of a torch.int8 parameter of dtype torch.float"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("several", ["Muon8bitBlockwise", "INT8 weights"])
+def test_cuda_graph_refuses_a_step_of_several_kernel_calls(several):
+    parts = [SimpleNamespace(several_calls=""), SimpleNamespace(several_calls=several)]
+    with pytest.raises(RuntimeError, match=f"got a step of {several}, which is several kernel cal"):
+        CapturedStep(None, SimpleNamespace(parts=parts), np.zeros(0))
