@@ -78,6 +78,31 @@ def test_step_of_wrapped_weights_has_the_bits_of_plain_ones(kind, dtype, worker)
     assert worker.differing(renamed, expected) == []
 
 
+@pytest.mark.parametrize("kind", ["mixed", "bitnet", "float8"])
+def test_step_of_muon_of_wrapped_weights_has_the_bits_of_plain_ones(kind, worker):
+    found = []
+    for one in (kind, None):
+        model = worker.new_model(one)
+        matrices = {"params": [model[0].weight, model[2].weight], "use_muon": True}
+        rest = {"params": [model[2].bias], "use_muon": False}
+        worker.step_with_gradients(model, Muon8bitBlockwise([matrices, rest]), 2)
+        found.append(dict(enumerate(worker.tensors(model).values())))
+    assert worker.differing(*found) == []
+
+
+@of_each_kind
+def test_step_in_the_backward_has_the_bits_of_one_after_it(kind, worker):
+    found = []
+    for in_backward in (False, True):
+        model = worker.new_model(kind)
+        optimizer = worker.optimizer_of(model)
+        if in_backward:
+            optimizer.step_in_backward(model)
+        worker.train(model, optimizer, 2)
+        found.append(worker.bits(model, optimizer))
+    assert worker.differing(*found) == []
+
+
 @pytest.mark.parametrize(
     ("made", "keywords"),
     [(Adam8bitShared, {}), (SGD8bitBlockwise, {"lr": 0.5, "momentum": 0.9})],
@@ -140,8 +165,7 @@ def test_fsdp2_step_of_wrapped_weights_has_the_bits_of_one_process(kind, worker,
     ("kind", "way"),
     [
         *((kind, way) for kind in QUANTIZED for way in ("tensors", "rank")),
-        ("mixed", "classes"),
-        ("bitnet", "classes"),
+        *((kind, "classes") for kind in ("mixed", "bitnet", "float8 layers")),
     ],
 )
 def test_fsdp2_training_lowers_the_loss_and_resumes_with_the_same_bits(

@@ -60,14 +60,20 @@ STEPS, MORE = 4, 3
 
 
 def new_model(kind: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a model of which torchao has converted the linear layers; None leaves them plain."""
+    """Return a model of which torchao has converted the linear layers; None leaves them plain.
+
+    The weights of "swapped" (INT8 matmuls) and "float8 layers" are plain tensors.
+    """
     torch.manual_seed(0)
     layers = nn.Linear(COLUMNS, HIDDEN, bias=False), nn.ReLU(), nn.Linear(HIDDEN, OUTPUTS)
     model = nn.Sequential(*layers).to(dtype)
-    if kind == "float8":
-        config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
+    if kind in ("float8", "float8 layers"):
+        gathers = kind == "float8"
+        config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=gathers)
         return convert_to_float8_training(model, config=config)
-    if kind is not None:
+    if kind == "swapped":
+        quantize_(model, int8_mixed_precision_training(module_swap=True))
+    elif kind is not None:
         quantize_(model, QUANTIZED[kind]())
     return model
 
@@ -335,12 +341,7 @@ def error_of_engine(kind: str) -> tuple[str, str] | None:
 
 def train_in_engine(kind: str) -> list[float]:
     """Train a converted model whose parameters are plain tensors in an engine; return losses."""
-    model = new_model(None)
-    if kind == "swapped":
-        quantize_(model, int8_mixed_precision_training(module_swap=True))
-    else:
-        convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
-    engine = _engine(model)
+    engine = _engine(new_model(kind))
     x, y = (gradient((64, n), 0) for n in (COLUMNS, OUTPUTS))
     losses = []
     for _ in range(STEPS):
