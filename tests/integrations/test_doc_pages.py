@@ -255,3 +255,58 @@ def test_deepspeed_monitor_block_writes_the_health(block, script, tmp_path):
     )
     (path,) = tmp_path.glob("job/*share_8bit*.csv")
     assert len(path.read_text().splitlines()) == 2  # a header, and step 50
+
+
+# --- docs/low-bit-training.md ---------------------------------------------------------------------
+
+LOSSES = """
+losses = []
+for _ in range(5):
+    loss = model(torch.ones(16, 256)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+"""
+
+
+@pytest.fixture
+def torchao():
+    """What needs torchao."""
+    need(None if find_spec("torchao") else "no torchao: make test-integrations installs it")
+
+
+def test_int8_weights_block_prints_what_the_page_shows(blocks, script, torchao):
+    code, shown = blocks
+    assert script(code.text) == shown.text
+
+
+def test_low_bit_blocks_step_and_are_saved_and_loaded(blocks, script, torchao):
+    """The block that loads goes back to where it has saved."""
+    *kinds, load = blocks
+    save, load = load.text.split("\n\n", 2)[1:]
+    imports = "from torchao.prototype import quantized_training"
+    for kind in kinds:
+        begin = (kind.text, "optimizer.zero_grad()", imports, save)
+        steps = (LOSSES, "expected = losses", load, LOSSES, "print(losses == expected)")
+        assert script(*begin, *steps) == "True\n"
+
+
+def test_bitnet_block_trains_on_two_ranks_and_is_saved_and_loaded(
+    blocks, tmp_path, script, torchao
+):
+    """Other weights, before the load, are those of the checkpoint after it."""
+    train, checkpoint = blocks
+    saving, loading = checkpoint.text.rsplit("\n\n", 1)
+    weight = "model[0].weight.detach().to_local()._data"
+    parts = (
+        *(train.text, saving, f"before = {weight}.clone()"),
+        f"{weight}.zero_()",
+        *(loading, f"equal = torch.equal(before, {weight})"),
+        "precompute_bitnet_scale_for_fsdp(model)",
+        "print(equal, (before != 0).any().item())",
+        "torch.distributed.destroy_process_group()",
+    )
+    (tmp_path / "bitnet.py").write_text("\n".join(parts))
+    printed = type_in(tmp_path, "torchrun --standalone --nproc-per-node 2 bitnet.py")
+    assert printed == "True True\n" * 2

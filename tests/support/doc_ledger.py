@@ -78,6 +78,15 @@ RUN = {
             "test_adamw_that_is_given_8_bit_states_raises_what_the_docs_show"
         ),
     },
+    "docs/low-bit-training.md": {
+        "quantize_(model, int8_weight_only": "test_int8_weights_block_prints_what_the_page_shows",
+        "1.015625": "test_int8_weights_block_prints_what_the_page_shows",
+        "quantize_(model, int8_mixed": "test_low_bit_blocks_step_and_are_saved_and_loaded",
+        "Float8LinearConfig(": "test_low_bit_blocks_step_and_are_saved_and_loaded",
+        "add_safe_globals": "test_low_bit_blocks_step_and_are_saved_and_loaded",
+        "quantize_(model, bitnet": "test_bitnet_block_trains_on_two_ranks_and_is_saved_and_loaded",
+        "def tensors(model)": "test_bitnet_block_trains_on_two_ranks_and_is_saved_and_loaded",
+    },
 }
 
 NOT_RUN = {

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that torchao has converted, and what ranks do with them under FSDP2.
+
+Needs torchao.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from fsdp_worker import start
+from ranks import error_of
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torchao.float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
+from torchao.prototype.quantized_training import (
+    BitNetTrainingLinearWeight,
+    Int8MixedPrecisionTrainingConfig,
+    Int8MixedPrecisionTrainingLinearWeight,
+    Int8QuantizedTrainingLinearWeight,
+    bitnet_training,
+    int8_mixed_precision_training,
+    int8_weight_only_quantized_training,
+    precompute_bitnet_scale_for_fsdp,
+)
+from torchao.quantization import quantize_
+from zero_worker import make_engine
+
+from zero8 import Adam8bitBlockwise, assert_active
+from zero8.blockwise import BlockwiseOptimizer
+
+QUANTIZED = {
+    "int8": int8_weight_only_quantized_training,
+    "mixed": int8_mixed_precision_training,
+    "bitnet": bitnet_training,
+}
+CLASSES = [
+    Int8QuantizedTrainingLinearWeight,
+    Int8MixedPrecisionTrainingLinearWeight,
+    Int8MixedPrecisionTrainingConfig,
+    BitNetTrainingLinearWeight,
+]
+"""What torch.load must be told of; torchao itself registers that of float8."""
+
+COLUMNS, HIDDEN, OUTPUTS = 128, 256, 64
+STEPS, MORE = 4, 3
+
+
+def new_model(kind: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a model of which torchao has converted the linear layers; None leaves them plain.
+
+    The weights of "swapped" (INT8 matmuls) and "float8 layers" are plain tensors.
+    """
+    torch.manual_seed(0)
+    layers = nn.Linear(COLUMNS, HIDDEN, bias=False), nn.ReLU(), nn.Linear(HIDDEN, OUTPUTS)
+    model = nn.Sequential(*layers).to(dtype)
+    if kind in ("float8", "float8 layers"):
+        gathers = kind == "float8"
+        config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=gathers)
+        return convert_to_float8_training(model, config=config)
+    if kind == "swapped":
+        quantize_(model, int8_mixed_precision_training(module_swap=True))
+    elif kind is not None:
+        quantize_(model, QUANTIZED[kind]())
+    return model
+
+
+def sharded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a model under FSDP2 on all ranks, layer by layer; `dtype` is that of the matmuls."""
+    start()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
+    for layer in (*(one for one in model if isinstance(one, nn.Linear)), model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def optimizer_of(
+    model: nn.Module, made: type[BlockwiseOptimizer] = Adam8bitBlockwise, **keywords
+) -> BlockwiseOptimizer:
+    return made(model.named_parameters(), **{"lr": 1e-3, "weight_decay": 0.0, **keywords})
+
+
+def note_scales(model: nn.Module) -> None:
+    """Have torchao compute what its classes need before a forward under FSDP2."""
+    precompute_bitnet_scale_for_fsdp(model)
+    precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def train(model: nn.Module, optimizer: BlockwiseOptimizer, steps: int) -> list[float]:
+    """Take steps on one batch, another on each rank; return the losses."""
+    is_sharded = torch.distributed.is_initialized()
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank() if is_sharded else 0)
+    dtype = next(model.parameters()).dtype
+    x, y = (torch.randn(64, n, generator=generator).to(dtype) for n in (COLUMNS, OUTPUTS))
+    losses = []
+    for _ in range(steps):
+        note_scales(model)
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def gradient(shape: tuple[int, ...], step: int) -> Tensor:
+    """Return the gradient of a parameter of a shape at a step."""
+    generator = torch.Generator().manual_seed(1000 * step + sum(shape))
+    return torch.randn(shape, generator=generator)
+
+
+def step_with_gradients(model: nn.Module, optimizer: BlockwiseOptimizer, steps: int) -> None:
+    """Take steps with gradients that depend on nothing but the step and the shapes."""
+    for step in range(steps):
+        for p in model.parameters():
+            grad = gradient(tuple(p.shape), step).to(p.dtype)
+            if isinstance(p, DTensor):
+                grad = distribute_tensor(grad, p.device_mesh, p.placements)
+            p.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that parameters are made of; they share memory with the model.
+
+    As docs/low-bit-training.md has it.
+    """
+    found = {}
+    for name, p in model.named_parameters():
+        local = p.detach().to_local() if isinstance(p, DTensor) else p.detach()
+        parts = local.__tensor_flatten__()[0] if hasattr(local, "__tensor_flatten__") else [""]
+        for part in parts:
+            tensor = getattr(local, part) if part else local
+            if part == "_precomputed_scale":
+                continue
+            if isinstance(p, DTensor):
+                shape = p.shape[: tensor.ndim]
+                stride = torch.empty(shape, device="meta").stride()
+                tensor = DTensor.from_local(
+                    tensor, p.device_mesh, p.placements, shape=shape, stride=stride
+                )
+            found[f"{name}.{part}" if part else name] = tensor
+    return found
+
+
+def whole(value):
+    """Return a copy of all of a tensor."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def bits(model: nn.Module, optimizer: BlockwiseOptimizer) -> dict:
+    """Return the model's tensors and the optimizer's state, whole, by name."""
+    states = optimizer.state_dict()["state"]
+    found = {name: whole(value) for name, value in tensors(model).items()}
+    for number, (name, _) in enumerate(model.named_parameters()):
+        found |= {f"{name} {key}": whole(value) for key, value in states[number].items()}
+    return found
+
+
+def differing(ours: dict, theirs: dict) -> list[str]:
+    """Return the names of the values of `bits` that are not the same bit for bit."""
+    assert ours.keys() == theirs.keys()
+    return [name for name, value in ours.items() if not _same(value, theirs[name])]
+
+
+def _same(ours, theirs) -> bool:
+    if not isinstance(ours, Tensor):
+        return bool(ours == theirs)
+    as_bytes = [one.contiguous().view(-1).view(torch.uint8) for one in (ours, theirs)]
+    return ours.dtype == theirs.dtype and torch.equal(*as_bytes)
+
+
+def _save_by_tensors(model: nn.Module, optimizer: BlockwiseOptimizer, folder: Path) -> None:
+    content = {"model": tensors(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(content, checkpoint_id=folder)
+
+
+def _load_by_tensors(model: nn.Module, optimizer: BlockwiseOptimizer, folder: Path) -> None:
+    content = {"model": tensors(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(content, checkpoint_id=folder)
+    set_optimizer_state_dict(model, optimizer, content["optimizer"])
+
+
+def _save_by_classes(model: nn.Module, optimizer: BlockwiseOptimizer, folder: Path) -> None:
+    content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(content, checkpoint_id=folder)
+
+
+def _load_by_classes(model: nn.Module, optimizer: BlockwiseOptimizer, folder: Path) -> None:
+    content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    with torch.serialization.safe_globals(CLASSES):
+        dcp.load(content, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=content["model"],
+        optim_state_dict=content["optimizer"],
+    )
+
+
+def _rank_file(folder: Path) -> Path:
+    return folder / f"rank{torch.distributed.get_rank()}.pt"
+
+
+def _save_by_rank(model: nn.Module, optimizer: BlockwiseOptimizer, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(content, _rank_file(folder))
+
+
+def _load_by_rank(model: nn.Module, optimizer: BlockwiseOptimizer, folder: Path) -> None:
+    content = torch.load(_rank_file(folder), weights_only=False)
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+
+
+SAVE: dict[str, Callable] = {
+    "tensors": _save_by_tensors,
+    "classes": _save_by_classes,
+    "rank": _save_by_rank,
+}
+LOAD: dict[str, Callable] = {
+    "tensors": _load_by_tensors,
+    "classes": _load_by_classes,
+    "rank": _load_by_rank,
+}
+
+
+def save(
+    kind: str, way: str, folder: Path, dtype: torch.dtype, matmuls: torch.dtype | None = None
+) -> tuple[list[float], dict, dict]:
+    """Train under FSDP2, save, and train on.
+
+    Returns:
+        The losses, and `bits` at the checkpoint and at the end.
+    """
+    model = sharded(new_model(kind, dtype), matmuls)
+    optimizer = optimizer_of(model)
+    losses = train(model, optimizer, STEPS)
+    SAVE[way](model, optimizer, folder)
+    saved = bits(model, optimizer)
+    losses += train(model, optimizer, MORE)
+    return losses, saved, bits(model, optimizer)
+
+
+def resume(
+    kind: str, way: str, folder: Path, dtype: torch.dtype, matmuls: torch.dtype | None = None
+) -> tuple[list[float], dict, dict]:
+    """Load what `save` saved, and train on; return what `save` returns of these steps."""
+    model = sharded(new_model(kind, dtype), matmuls)
+    optimizer = optimizer_of(model)
+    LOAD[way](model, optimizer, folder)
+    loaded = bits(model, optimizer)
+    return train(model, optimizer, MORE), loaded, bits(model, optimizer)
+
+
+def load_alone(kind: str, folder: Path, dtype: torch.dtype) -> dict:
+    """Load what "tensors" saved into one process without FSDP2; return `bits`."""
+    model = new_model(kind, dtype)
+    optimizer = optimizer_of(model)
+    _load_by_tensors(model, optimizer, folder)
+    return bits(model, optimizer)
+
+
+def error_of_saving(kind: str, folder: Path) -> tuple[str, str] | None:
+    """Return the error of DCP that is given torchao's classes."""
+    model = sharded(new_model(kind))
+    return error_of(_save_by_classes, model, optimizer_of(model), folder)
+
+
+def stepped(kind: str, dtype: torch.dtype, **keywords) -> dict:
+    """Return `bits` after steps with known gradients under FSDP2."""
+    model = sharded(new_model(kind, dtype))
+    optimizer = optimizer_of(model, **keywords)
+    step_with_gradients(model, optimizer, STEPS)
+    return bits(model, optimizer)
+
+
+def stepped_alone(kind: str, dtype: torch.dtype, **keywords) -> dict:
+    """Return `bits` after steps with known gradients in plain PyTorch."""
+    model = new_model(kind, dtype)
+    optimizer = optimizer_of(model, **keywords)
+    step_with_gradients(model, optimizer, STEPS)
+    return bits(model, optimizer)
+
+
+def made_states(kind: str) -> tuple[dict, dict]:
+    """Return the tensors of a new model before and after DCP has made the optimizer's states."""
+    model = sharded(new_model(kind))
+    before = {name: whole(value) for name, value in tensors(model).items()}
+    get_optimizer_state_dict(model, optimizer_of(model))
+    return before, {name: whole(value) for name, value in tensors(model).items()}
+
+
+def error_of_forward(kind: str) -> tuple[str, str] | None:
+    """Return the error of a training step under FSDP2."""
+    model = sharded(new_model(kind))
+    return error_of(train, model, optimizer_of(model), 1)
+
+
+def error_of_columns() -> tuple[str, str] | None:
+    """Return the error of an optimizer of INT8 weights that are cut into columns."""
+    start()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    codes, scales = torch.ones(64, 128, dtype=torch.int8), torch.ones(64)
+    local = Int8QuantizedTrainingLinearWeight(codes, scales)
+    p = nn.Parameter(DTensor.from_local(local, mesh, [Shard(1)], run_check=False))
+    return error_of(Adam8bitBlockwise, [("weight", p)])
+
+
+def _engine(model: nn.Module):
+    config = {
+        "train_micro_batch_size_per_gpu": 64,
+        "optimizer": {"type": "Adam8bitBlockwise", "params": {"weight_decay": 0.0}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+    return make_engine(config, model)
+
+
+def error_of_engine(kind: str) -> tuple[str, str] | None:
+    """Return the error of a DeepSpeed engine of a converted model."""
+    return error_of(_engine, new_model(kind))
+
+
+def train_in_engine(kind: str) -> list[float]:
+    """Train a converted model whose parameters are plain tensors in an engine; return losses."""
+    engine = _engine(new_model(kind))
+    x, y = (gradient((64, n), 0) for n in (COLUMNS, OUTPUTS))
+    losses = []
+    for _ in range(STEPS):
+        loss = (engine(x) - y).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert_active(engine)
+    return losses
