@@ -99,8 +99,8 @@ def text(summary: dict) -> str:
         for row in scale["rows"]
     ]
     hidden = {"gpu_peak_gib": not on_gpu}
-    # Results from before INT8 weights lack it.
-    hidden["weight_bytes_per_param"] = any("weight_bytes_per_param" not in run for run in runs)
+    # Shown where the runs differ in it; results from before INT8 weights lack it.
+    hidden["weight_bytes_per_param"] = len({run.get("weight_bytes_per_param") for run in runs}) == 1
     return "\n".join(
         [
             table([c for c in COLUMNS if not hidden.get(c[1])], runs),

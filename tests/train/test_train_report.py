@@ -149,12 +149,16 @@ def test_label_of_a_run_has_its_codec_and_its_weights_if_they_are_int8(codec, we
     assert label({"optimizer": "SGD", "codec": codec, "weights": weights}) == expected
 
 
-def test_report_of_runs_of_before_int8_weights_has_no_column_of_their_bytes(tmp_path, capsys):
+@pytest.mark.parametrize("has_bytes", [True, False], ids=["equal", "of an earlier version"])
+def test_report_of_runs_with_equal_weights_has_no_column_of_their_bytes(
+    tmp_path, capsys, has_bytes
+):
     for optimizer in ("AdamW", "Adam8bitBlockwise"):
         write_run(tmp_path, optimizer)
         path = tmp_path / f"{optimizer}.json"
         run = json.loads(path.read_text())
-        del run["weights"], run["weight_bytes_per_param"]
+        if not has_bytes:
+            del run["weights"], run["weight_bytes_per_param"]
         path.write_text(json.dumps(run))
     report(tmp_path, "Adam8bitBlockwise", AT_SCALE, "")
     printed = capsys.readouterr().out
