@@ -99,7 +99,7 @@ def check_replaceable(label: str, p: Tensor) -> None:
         )
 
 
-def check_tensors(label: str, p: Tensor, grad: Tensor, is_int8: bool) -> None:
+def check_tensors(label: str, p: Tensor, grad: Tensor, is_int8: bool = False) -> None:
     """Raise ValueError if a local parameter or its local gradient is not supported.
 
     `is_int8` is for the codes of INT8 weights, which are stepped in float32.
