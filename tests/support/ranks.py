@@ -325,6 +325,8 @@ def serve() -> None:
         kwargs = torch.load(_job / "kwargs.pt", weights_only=False)
         _save(getattr(importlib.import_module(module), name)(**kwargs), _job)
         gc.collect()  # the engines of this function, which are in cycles
+        # DeepSpeed's ZeRO-3 leaves its own there, in which torchao's weights do not work.
+        torch.nn.functional.linear = torch._C._nn.linear
     # Interpreter shutdown with live gloo threads can hang; the results are on disk.
     sys.stdout.flush()
     os._exit(0)
