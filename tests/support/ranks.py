@@ -316,6 +316,11 @@ def fork_ranks(descriptor: int, imports: str) -> None:
     serve()
 
 
+def restore_linear() -> None:
+    """Take back what DeepSpeed's ZeRO-3 leaves in a process, where torchao's weights do not work."""
+    torch.nn.functional.linear = torch._C._nn.linear
+
+
 def serve() -> None:
     """Be a rank: run the functions that stdin names, a line each."""
     global _job
@@ -325,8 +330,6 @@ def serve() -> None:
         kwargs = torch.load(_job / "kwargs.pt", weights_only=False)
         _save(getattr(importlib.import_module(module), name)(**kwargs), _job)
         gc.collect()  # the engines of this function, which are in cycles
-        # DeepSpeed's ZeRO-3 leaves its own there, in which torchao's weights do not work.
-        torch.nn.functional.linear = torch._C._nn.linear
     # Interpreter shutdown with live gloo threads can hang; the results are on disk.
     sys.stdout.flush()
     os._exit(0)
