@@ -317,7 +317,7 @@ def fork_ranks(descriptor: int, imports: str) -> None:
 
 
 def restore_linear() -> None:
-    """Take back what DeepSpeed's ZeRO-3 leaves in a process, where torchao's weights do not work."""
+    """Put F.linear back, which ZeRO-3 replaces for good by one that torchao's weights fail in."""
     torch.nn.functional.linear = torch._C._nn.linear
 
 
