@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from needs import need
+from ranks import StandingRanks
 from torch import nn
 
 from zero8 import Adam8bitBlockwise, Adam8bitShared, Muon8bitBlockwise, SGD8bitBlockwise
@@ -23,6 +24,21 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 of_each_kind = pytest.mark.parametrize("kind", KINDS)
 of_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+
+
+@pytest.fixture(scope="module")
+def standing_ranks(tmp_path_factory):
+    """Ranks of this file alone: ZeRO-3 replaces F.linear for good, and torchao notes what it is."""
+    ranks = {}
+
+    def of(world_size):
+        if world_size not in ranks:
+            ranks[world_size] = StandingRanks(world_size, tmp_path_factory.mktemp("ranks"), "cpu")
+        return ranks[world_size]
+
+    yield of
+    for one in ranks.values():
+        one.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from ranks import StandingRanks
 from torch import nn
 from train_worker import SMALL, loaded_int8_weights, row
 
@@ -36,6 +37,21 @@ def int8_job(case, checkpoint, **changes):
         dict(engine=FSDP2, weights=INT8, steps=STEPS, checkpoint=str(checkpoint), **CASES[case])
         | changes
     )
+
+
+@pytest.fixture(scope="module")
+def standing_ranks(tmp_path_factory):
+    """Ranks of this file alone: ZeRO-3 replaces F.linear for good, and torchao notes what it is."""
+    ranks = {}
+
+    def of(world_size):
+        if world_size not in ranks:
+            ranks[world_size] = StandingRanks(world_size, tmp_path_factory.mktemp("ranks"), "cpu")
+        return ranks[world_size]
+
+    yield of
+    for one in ranks.values():
+        one.close()
 
 
 @pytest.fixture(scope="module")

@@ -316,11 +316,6 @@ def fork_ranks(descriptor: int, imports: str) -> None:
     serve()
 
 
-def restore_linear() -> None:
-    """Put F.linear back, which ZeRO-3 replaces for good by one that torchao's weights fail in."""
-    torch.nn.functional.linear = torch._C._nn.linear
-
-
 def serve() -> None:
     """Be a rank: run the functions that stdin names, a line each."""
     global _job

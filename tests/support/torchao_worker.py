@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from fsdp_worker import start
-from ranks import error_of, restore_linear
+from ranks import error_of
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -64,7 +64,6 @@ def new_model(kind: str | None, dtype: torch.dtype = torch.float32) -> nn.Module
 
     The weights of "swapped" (INT8 matmuls) and "float8 layers" are plain tensors.
     """
-    restore_linear()
     torch.manual_seed(0)
     layers = nn.Linear(COLUMNS, HIDDEN, bias=False), nn.ReLU(), nn.Linear(HIDDEN, OUTPUTS)
     model = nn.Sequential(*layers).to(dtype)

@@ -9,13 +9,13 @@ from unittest.mock import patch
 
 import torch
 from places import ROOT
-from ranks import error_of, restore_linear
+from ranks import error_of
 from torch.distributed.tensor import DTensor
 
 from examples.gpt import run
 from examples.gpt.config_fsdp2 import FSDP2Settings
 from examples.gpt.data import load_text, train_batch
-from examples.gpt.engine import FLOAT32, FSDP2, INT8, defaults
+from examples.gpt.engine import FLOAT32, FSDP2, defaults
 from examples.gpt.engines import engine_class
 from examples.gpt.int8_weights import convert, separated
 from examples.gpt.model import GPT, GPTConfig
@@ -53,8 +53,6 @@ def row(
     kind = engine_class(engine)
     path = Path(config or ROOT / defaults(engine, optimizer)[0])
     settings = kind.load_config(path, optimizer, total_steps, codec)
-    if weights == INT8:
-        restore_linear()
     with small_job():
         return run.measured(
             kind,
