@@ -12,7 +12,7 @@ from forks import Forks
 from host_kernel import Host
 from hypothesis import settings
 from places import TESTS
-from ranks import StandingRanks
+from ranks import ranks_of_sizes
 
 settings.register_profile("zero8", derandomize=True, database=None, deadline=None)
 settings.load_profile("zero8")
@@ -63,21 +63,9 @@ def one_torch_thread():
 
 @pytest.fixture(scope="session")
 def standing_ranks(tmp_path_factory):
-    """Return a function: of a world size and a device, the ranks that all files share.
-
-    They start when they are first asked for, and again after a failure.
-    """
-    sets = {}
-
-    def of(world_size, device="cpu"):
-        if (world_size, device) not in sets:
-            folder = tmp_path_factory.mktemp("ranks")
-            sets[world_size, device] = StandingRanks(world_size, folder, device)
-        return sets[world_size, device]
-
-    yield of
-    for ranks in sets.values():
-        ranks.close()
+    """The ranks that all files share; see `ranks_of_sizes`."""
+    with ranks_of_sizes(tmp_path_factory.mktemp) as of:
+        yield of
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from needs import need
-from ranks import StandingRanks
+from ranks import ranks_of_sizes
 from torch import nn
 
 from zero8 import Adam8bitBlockwise, Adam8bitShared, Muon8bitBlockwise, SGD8bitBlockwise
@@ -29,16 +29,8 @@ of_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat
 @pytest.fixture(scope="module")
 def standing_ranks(tmp_path_factory):
     """Ranks of this file alone: ZeRO-3 replaces F.linear for good, and torchao notes what it is."""
-    ranks = {}
-
-    def of(world_size):
-        if world_size not in ranks:
-            ranks[world_size] = StandingRanks(world_size, tmp_path_factory.mktemp("ranks"), "cpu")
-        return ranks[world_size]
-
-    yield of
-    for one in ranks.values():
-        one.close()
+    with ranks_of_sizes(tmp_path_factory.mktemp) as of:
+        yield of
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from ranks import StandingRanks
+from ranks import ranks_of_sizes
 from torch import nn
 from train_worker import SMALL, loaded_int8_weights, row
 
@@ -42,16 +42,8 @@ def int8_job(case, checkpoint, **changes):
 @pytest.fixture(scope="module")
 def standing_ranks(tmp_path_factory):
     """Ranks of this file alone: ZeRO-3 replaces F.linear for good, and torchao notes what it is."""
-    ranks = {}
-
-    def of(world_size):
-        if world_size not in ranks:
-            ranks[world_size] = StandingRanks(world_size, tmp_path_factory.mktemp("ranks"), "cpu")
-        return ranks[world_size]
-
-    yield of
-    for one in ranks.values():
-        one.close()
+    with ranks_of_sizes(tmp_path_factory.mktemp) as of:
+        yield of
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,6 +22,26 @@ from places import FOLDERS
 
 FIRST_ENGINE = "deepspeed.runtime.zero.muon.muon_optimizer"
 """A module that imports all that the first engine of a process does, which takes ten seconds."""
+
+
+@contextmanager
+def ranks_of_sizes(
+    make_folder: Callable[[str], Path],
+) -> Iterator[Callable[..., "StandingRanks"]]:
+    """Yield a function: of a world size and a device, the ranks; they are closed at the end.
+
+    They start when they are first asked for, and again after a failure.
+    """
+    sets: dict[tuple[int, str], StandingRanks] = {}
+
+    def of(world_size: int, device: str = "cpu") -> StandingRanks:
+        if (world_size, device) not in sets:
+            sets[world_size, device] = StandingRanks(world_size, make_folder("ranks"), device)
+        return sets[world_size, device]
+
+    yield of
+    for ranks in sets.values():
+        ranks.close()
 
 
 class StandingRanks:
