@@ -4,7 +4,8 @@
 import torch
 from torch import Tensor
 
-from zero8.spec import dither
+from zero8.spec import int8_rows
+from zero8.spec.segment import Rounding
 
 BLOCK_SIZE = 256
 THRESHOLDS = 2**16
@@ -43,9 +44,9 @@ def independent(seed: int, shape: tuple[int, ...]) -> Tensor:
 def golden(phase: int, numel: int) -> Tensor:
     """Return zero8's thresholds of a row in whole blocks: those of `dither.in_blocks`.
 
-    They take a tenth of its operations.  Shape (numel / 256, 256), int64 in 0..65535.
+    Shape (numel / 256, 256), int64 in 0..65535.
     """
-    firsts = torch.arange(0, numel, BLOCK_SIZE)
-    starts = (firsts * dither.ELEMENT_STEP + phase & 0xFFFFFFFF) >> 16
-    in_block = torch.arange(BLOCK_SIZE) * dither.IN_BLOCK_STEP
-    return starts[:, None] + in_block & 0xFFFF
+    shape = numel // BLOCK_SIZE, BLOCK_SIZE
+    found = int8_rows.thresholds(Rounding.DITHER, phase, 0, shape, torch.device("cpu"))
+    assert found is not None, "only rounding to nearest has none"
+    return found.long()
