@@ -55,15 +55,16 @@ class Records {
   }
 };
 
-void check(const zero8::Segment* segments, int64_t num_segments, int64_t num_scalars) {
-  const std::string found = zero8::violation(segments, num_segments, num_scalars);
+void check(const zero8::Segment* segments, int64_t num_segments, int64_t num_scalars,
+           bool takes_int8) {
+  const std::string found = zero8::violation(segments, num_segments, num_scalars, takes_int8);
   if (!found.empty()) throw py::value_error("zero8: " + found);
 }
 
-// What `step` checks, for a kernel that is launched from Python.
+// What `step` checks, for a kernel that is launched from Python, and takes no INT8 weights.
 void check_records(const py::buffer& segments, int64_t num_scalars) {
   const Records<const zero8::Segment> rows(segments, "segment");
-  check(rows.data(), rows.size(), num_scalars);
+  check(rows.data(), rows.size(), num_scalars, false);
 }
 
 void step(const py::buffer& segments, const py::buffer& scalars, const py::buffer& maps,
@@ -75,7 +76,7 @@ void step(const py::buffer& segments, const py::buffer& scalars, const py::buffe
   const Records<const zero8::StepScalars> scalar(scalars, "scalar");
   const Records<const zero8::CodecMaps> map(maps, "map");
   if (map.size() != 1) throw py::value_error("zero8: expected one record of maps");
-  check(segment.data(), segment.size(), scalar.size());
+  check(segment.data(), segment.size(), scalar.size(), true);
   for (int64_t i = 0; i < segment.size(); ++i) {
     if (!zero8::kIsas[isa].step_of(segment.data()[i])) {
       throw py::value_error(

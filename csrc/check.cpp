@@ -9,6 +9,8 @@
 namespace zero8 {
 namespace {
 
+constexpr int64_t kMaxColumns = int64_t{1} << 30;  // of INT8 weights: ints count them
+
 std::string wrong(const std::string& field, int64_t got, const std::string& expected) {
   return field + ": got " + std::to_string(got) + ", expected " + expected;
 }
@@ -46,7 +48,7 @@ std::string codecs_served() {
 }
 
 // What chooses the code that runs, and the scalars that it reads.
-std::string wrong_kind(const Segment& s, int64_t num_scalars) {
+std::string wrong_kind(const Segment& s, int64_t num_scalars, bool takes_int8) {
   if (s.algorithm < 1 || s.algorithm >= kNumAlgorithms) {
     return wrong("algorithm", s.algorithm, "1 to " + std::to_string(kNumAlgorithms - 1));
   }
@@ -66,10 +68,12 @@ std::string wrong_kind(const Segment& s, int64_t num_scalars) {
                    std::to_string(s.row_length) + ", the row_length, with codec 8 (shared)");
     }
   }
-  if (s.param_dtype != kFP32 && s.param_dtype != kBF16) {
-    return wrong("param_dtype", s.param_dtype, "0 (float32) or 1 (bfloat16)");
+  if (s.param_dtype != kFP32 && s.param_dtype != kBF16 && !(takes_int8 && s.param_dtype == kINT8)) {
+    return wrong(
+        "param_dtype", s.param_dtype,
+        takes_int8 ? "0 (float32), 1 (bfloat16) or 3 (int8)" : "0 (float32) or 1 (bfloat16)");
   }
-  const bool takes_half = s.param_dtype == kFP32;
+  const bool takes_half = s.param_dtype != kBF16;
   if (s.grad_dtype != kFP32 && s.grad_dtype != kBF16 && !(takes_half && s.grad_dtype == kFP16)) {
     return wrong("grad_dtype", s.grad_dtype,
                  takes_half ? "0 (float32), 1 (bfloat16) or 2 (float16)"
@@ -87,6 +91,27 @@ std::string wrong_kind(const Segment& s, int64_t num_scalars) {
   }
   if (s.scalars < 0 || s.scalars >= num_scalars) {
     return wrong("scalars", s.scalars, "less than " + std::to_string(num_scalars));
+  }
+  return {};
+}
+
+// Of INT8 weights.
+std::string wrong_rows(const Segment& s) {
+  if (s.copy) return wrong("copy", reinterpret_cast<int64_t>(s.copy), "none of an int8 parameter");
+  if (s.row_scales_dtype != kFP32 && s.row_scales_dtype != kBF16) {
+    return wrong("row_scales_dtype", s.row_scales_dtype, "0 (float32) or 1 (bfloat16)");
+  }
+  if (s.own_row_length > kMaxColumns) {
+    return wrong("own_row_length", s.own_row_length, "at most 2^30 with an int8 parameter");
+  }
+  if (s.numel == 0) return {};  // and so no row that says how long they are
+  const std::string whole_rows = "a multiple of own_row_length with an int8 parameter";
+  if (s.first % s.own_row_length != 0) return wrong("first", s.first, whole_rows);
+  if (s.numel % s.own_row_length != 0) return wrong("numel", s.numel, whole_rows);
+  const bool is_one_row = s.first + s.numel <= s.row_length;
+  if (s.own_row_length != s.row_length && s.row_length > s.block_size && !is_one_row) {
+    return wrong("row_length", s.row_length,
+                 "own_row_length, a block, or all elements with an int8 parameter");
   }
   return {};
 }
@@ -126,11 +151,15 @@ std::string wrong_moment(const Segment& s, int k, int64_t num_blocks) {
 std::string wrong_memory(const Segment& s) {
   std::string found;
   if (s.numel != 0) {
-    const uint64_t param_bytes = s.param_dtype == kFP32 ? 4 : 2;
+    const uint64_t param_bytes = s.param_dtype == kFP32 ? 4 : s.param_dtype == kBF16 ? 2 : 1;
+    const uint64_t scale_bytes = s.row_scales_dtype == kFP32 ? 4 : 2;
     const uint64_t grad_bytes = s.grad_dtype == kFP32 ? 4 : 2;
     if (!is_address(s.param, param_bytes)) return wrong_address("param", s.param, param_bytes);
     if (!is_address(s.grad, grad_bytes)) return wrong_address("grad", s.grad, grad_bytes);
     if (s.copy && !is_address(s.copy, 2)) return wrong_address("copy", s.copy, 2);
+    if (s.param_dtype == kINT8 && !is_address(s.row_scales, scale_bytes)) {
+      return wrong_address("row_scales", s.row_scales, scale_bytes);
+    }
   }
   const int64_t blocks = check::num_blocks(s);
   for (int k = 0; k < kMomentsOf[s.algorithm].count && found.empty(); ++k) {
@@ -141,11 +170,13 @@ std::string wrong_memory(const Segment& s) {
 
 }  // namespace
 
-std::string violation(const Segment* segments, int64_t num_segments, int64_t num_scalars) {
+std::string violation(const Segment* segments, int64_t num_segments, int64_t num_scalars,
+                      bool takes_int8) {
   for (int64_t i = 0; i < num_segments; ++i) {
     // In this order: what comes later computes with what was checked before.
     std::string found = wrong_size(segments[i]);
-    if (found.empty()) found = wrong_kind(segments[i], num_scalars);
+    if (found.empty()) found = wrong_kind(segments[i], num_scalars, takes_int8);
+    if (found.empty() && segments[i].param_dtype == kINT8) found = wrong_rows(segments[i]);
     if (found.empty()) found = wrong_memory(segments[i]);
     if (!found.empty()) return "segment " + std::to_string(i) + ": " + found;
   }

@@ -16,7 +16,9 @@ constexpr int64_t kMaxElements = int64_t{1} << 48;
 // expected a power of two from 64 to 4096", or an empty string.
 //
 // No kernel checks again: block numbers, the sizes of its buffers and the places of its scales
-// follow from these fields.  Addresses are not followed, so the segments may lie on a GPU.
-std::string violation(const Segment* segments, int64_t num_segments, int64_t num_scalars);
+// follow from these fields.  `takes_int8`: whether the kernel steps over INT8 weights.  Addresses
+// are not followed, so the segments may lie on a GPU.
+std::string violation(const Segment* segments, int64_t num_segments, int64_t num_scalars,
+                      bool takes_int8);
 
 }  // namespace zero8

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 
 #define ZERO8_TARGET dispatch
 #include "blocks.h"
@@ -23,26 +24,55 @@ struct Place {
   int64_t segment, block;
 };
 
-bool has_tiles(const Segment& seg) { return seg.moments[0].codec == kShared; }
+// Of a part of a segment that is copied, or made floats, while it is in the cache.
+constexpr int64_t kElementsOfPart = 16384;
 
-// Number of the segment's first block in the band of rows that holds its block number `local`: a
-// step on tiles takes whole bands.
-int64_t band_begin(const Segment& seg, int64_t local) {
-  const int64_t first = dispatch::block_of(seg, seg.first);
-  const int64_t blocks_per_band = kRowsPerBand * dispatch::blocks_per_row(seg);
-  return std::max<int64_t>((first + local) / blocks_per_band * blocks_per_band - first, 0);
+bool is_int8(const Segment& seg) { return seg.param_dtype == kINT8; }
+
+// Number of the segment's block that holds element `element` of the parameter.
+int64_t local_block(const Segment& seg, int64_t element) {
+  return dispatch::block_of(seg, element) - dispatch::block_of(seg, seg.first);
 }
 
-// Past the last block of the part of a segment, up to `stop`, that begins with block `first` and is
-// copied when it has been stepped over.
+// Past the last block of the part of a segment, up to `stop`, that begins with block `first`.
 int64_t part_end(const Segment& seg, int64_t first, int64_t stop) {
-  int64_t end = first + 16384 / seg.block_size;
-  if (has_tiles(seg)) {
-    // With the rest of the last band.
-    end = band_begin(seg, end - 1 + kRowsPerBand * dispatch::blocks_per_row(seg));
-  }
-  return std::min(end, stop);
+  const int64_t end = std::min(first + kElementsOfPart / seg.block_size, stop);
+  const int64_t together = dispatch::elements_together(seg);
+  if (together == 0 || end == stop) return end;
+  // With the rest of the elements that are stepped together.
+  const dispatch::Block last = dispatch::block_at(seg, end - 1);
+  const int64_t past = seg.first + last.begin + last.count;
+  const int64_t next = (past + together - 1) / together * together;
+  return next < seg.first + seg.numel ? std::min(local_block(seg, next), stop) : stop;
 }
+
+// How many floats the largest part of any INT8 weights takes.
+int64_t floats_of_parts(const Segment* segments, int64_t num_segments) {
+  int64_t most = 0;
+  for (int64_t i = 0; i < num_segments; ++i) {
+    if (!is_int8(segments[i])) continue;
+    const int64_t of_part = kElementsOfPart + dispatch::elements_together(segments[i]);
+    most = std::max(most, std::min(of_part, segments[i].numel));
+  }
+  return most;
+}
+
+// Memory for floats of each of the threads, in lines of their own.
+class Floats {
+ public:
+  Floats(int64_t floats, int num_threads)
+      : lines_((floats + kPerLine - 1) / kPerLine),
+        memory_(lines_ ? new Line[lines_ * num_threads] : nullptr) {}
+  float* of_thread(int thread) const { return lines_ ? memory_[lines_ * thread].floats : nullptr; }
+
+ private:
+  static constexpr int64_t kPerLine = 16;
+  struct alignas(64) Line {
+    float floats[kPerLine];
+  };
+  int64_t lines_;  // of one thread
+  std::unique_ptr<Line[]> memory_;
+};
 
 // The block of element number `element` of all segments together.
 Place place_of(const Segment* segments, int64_t num_segments, int64_t element) {
@@ -50,20 +80,25 @@ Place place_of(const Segment* segments, int64_t num_segments, int64_t element) {
   while (i < num_segments && element >= segments[i].numel) element -= segments[i++].numel;
   if (i == num_segments) return {i, 0};
   const Segment& seg = segments[i];
-  const int64_t block =
-      dispatch::block_of(seg, seg.first + element) - dispatch::block_of(seg, seg.first);
-  return {i, has_tiles(seg) ? band_begin(seg, block) : block};
+  element += seg.first;
+  if (const int64_t together = dispatch::elements_together(seg)) {
+    element = std::max(element / together * together, seg.first);
+  }
+  return {i, local_block(seg, element)};
 }
 
-// Steps over blocks first .. stop - 1 of a segment, and copies a bfloat16 parameter: a part at a
-// time, which is in the cache then.  Copies of float parameters are the step's own.
+// Steps over blocks first .. stop - 1 of a segment: over INT8 weights, and bfloat16 ones that are
+// copied, a part at a time, which is in the cache then.  Copies of float parameters are the step's
+// own.  `wide` has the memory that StepBlocks need.
 int64_t step_segment(const Segment& seg, const StepScalars& scalars, const CodecMaps& maps,
-                     StepBlocks* step_blocks, int64_t first, int64_t stop) {
-  if (!seg.copy || seg.param_dtype == kFP32) return step_blocks(seg, scalars, maps, first, stop);
+                     StepBlocks* step_blocks, int64_t first, int64_t stop, float* wide) {
+  const bool is_copied = seg.copy && seg.param_dtype == kBF16;
+  if (!is_copied && !is_int8(seg)) return step_blocks(seg, scalars, maps, first, stop, wide);
   int64_t skipped = 0;
   for (int64_t end; first < stop; first = end) {
     end = part_end(seg, first, stop);
-    skipped += step_blocks(seg, scalars, maps, first, end);
+    skipped += step_blocks(seg, scalars, maps, first, end, wide);
+    if (!is_copied) continue;
     const dispatch::Block last = dispatch::block_at(seg, end - 1);
     const int64_t from = dispatch::block_at(seg, first).begin, to = last.begin + last.count;
     std::memcpy(static_cast<uint16_t*>(seg.copy) + from,
@@ -74,7 +109,7 @@ int64_t step_segment(const Segment& seg, const StepScalars& scalars, const Codec
 
 // Steps over the blocks from `begin` to just before `end`.
 void step_range(Segment* segments, int64_t num_segments, const StepScalars* scalars,
-                const CodecMaps& maps, const Isa& isa, Place begin, Place end) {
+                const CodecMaps& maps, const Isa& isa, Place begin, Place end, float* wide) {
   const FlushToZero mode;
   for (int64_t i = begin.segment; i < num_segments && i <= end.segment; ++i) {
     Segment& seg = segments[i];
@@ -82,7 +117,7 @@ void step_range(Segment* segments, int64_t num_segments, const StepScalars* scal
     const int64_t stop = i == end.segment ? end.block : dispatch::num_blocks(seg);
     if (first >= stop) continue;
     const int64_t skipped =
-        step_segment(seg, scalars[seg.scalars], maps, isa.step_of(seg), first, stop);
+        step_segment(seg, scalars[seg.scalars], maps, isa.step_of(seg), first, stop, wide);
     if (skipped) __atomic_fetch_add(&seg.nonfinite_blocks, skipped, __ATOMIC_RELAXED);
   }
 }
@@ -140,12 +175,15 @@ void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
     numel += segments[i].numel;
   }
   if (num_threads > blocks) num_threads = static_cast<int>(blocks);
-  // A static partition into equal parts, but in whole blocks, or bands: every one is done by one
-  // thread, in any case alike.
+  // Made before there are threads, where running out of memory is an error that can be caught.
+  const Floats wide(floats_of_parts(segments, num_segments), std::max(num_threads, 1));
+  // A static partition into equal parts, but in whole blocks, bands or rows: every one is done by
+  // one thread, in any case alike.
   const auto step_part = [&](int64_t part, int64_t parts) {
     step_range(segments, num_segments, scalars, maps, isa,
                place_of(segments, num_segments, numel * part / parts),
-               place_of(segments, num_segments, numel * (part + 1) / parts));
+               place_of(segments, num_segments, numel * (part + 1) / parts),
+               wide.of_thread(static_cast<int>(part)));
   };
   if (num_threads <= 1) {
     step_part(0, 1);

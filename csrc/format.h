@@ -31,7 +31,7 @@ enum Codec : int32_t {
   kShared = 8
 };
 constexpr int kNumCodecs = 9;  // these two included
-enum DType : int32_t { kFP32 = 0, kBF16 = 1, kFP16 = 2 };
+enum DType : int32_t { kFP32 = 0, kBF16 = 1, kFP16 = 2, kINT8 = 3 };
 enum Rounding : int32_t { kNearest = 0, kDither = 1, kHash = 2 };
 
 constexpr int kMinBlockSize = 64;
@@ -77,15 +77,16 @@ struct Moment {
 // Elements first .. first + numel - 1 of one parameter: zero8/spec/segment.py.
 // No __restrict__ on the pointers: two moments may be views of one buffer.
 struct Segment {
-  void* param;       // float or bfloat16, updated in place
-  const void* grad;  // float, bfloat16, or Half if param is float; any element alignment
+  void* param;       // float, bfloat16, or int8_t of whole rows, updated in place
+  const void* grad;  // float, bfloat16, or Half if param is not bfloat16; any element alignment
   void* correction;  // int8_t, 8 more bits of a bfloat16 parameter; null without
   void* copy;        // of copy_dtype: the nearest to a float, or a bfloat16 as it is; null without
+  void* row_scales;  // of an int8_t parameter, one for each of its own rows; null of others
   Moment moments[kMaxMoments];
   int64_t numel;
   int64_t first;
   int64_t row_length;
-  int64_t own_row_length;    // of the parameter's rows where these are shorter, as they are narrow
+  int64_t own_row_length;    // of the parameter's rows where these are shorter: narrow, or int8_t
   int64_t nonfinite_blocks;  // out: blocks left as they were
   int32_t block_size;
   int32_t algorithm;
@@ -94,7 +95,9 @@ struct Segment {
   int32_t rounding;
   int32_t scalars;  // index into the array of StepScalars
   uint32_t param_phase;
-  int32_t copy_dtype;  // kBF16 or kFP16 with a copy
+  int32_t copy_dtype;        // kBF16 or kFP16 with a copy
+  int32_t row_scales_dtype;  // kFP32 or kBF16 with row_scales
+  int32_t unused;            // 0
 };
 
 constexpr uint32_t kPieceFactor = 10304;

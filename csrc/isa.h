@@ -10,9 +10,10 @@
 namespace zero8 {
 
 // Steps over blocks begin .. end - 1 of one segment and returns how many of them it left as they
-// were because a gradient or a new moment was not finite.
+// were because a gradient or a new moment was not finite.  Of INT8 weights they are whole rows, and
+// `wide` is memory for as many floats; else it may be null.
 using StepBlocks = int64_t(const Segment&, const StepScalars&, const CodecMaps&, int64_t begin,
-                           int64_t end);
+                           int64_t end, float* wide);
 
 // Of each target, algorithm and codec; weak, as an op may be built without some of them.
 #define ZERO8_STEP_BLOCKS(target, algorithm, codec) step_blocks_##target##_##algorithm##_##codec

@@ -110,6 +110,13 @@ struct Thresholds {
   }
 };
 
+// The threshold of hashed rounding: lowbias32 of (D1).
+ZERO8_DEVICE inline Vec::I hashed(Vec::I r) {
+  r = Vec::muli(Vec::xori(r, Vec::shr<16>(r)), Vec::seti(kHashFactor1));
+  r = Vec::muli(Vec::xori(r, Vec::shr<15>(r)), Vec::seti(kHashFactor2));
+  return Vec::shr<16>(Vec::xori(r, Vec::shr<16>(r)));
+}
+
 // The parameters of one block: how they are read as float32, by Vec or, on CUDA, QuickVec, and
 // rounded and written (R7), vector by vector, in order, after `start(i, pairs)` for the first one
 // i. On the CPU two vectors at once can be read and written too, in order, or, if kHasPairs, as a
@@ -236,11 +243,9 @@ class BFloat16 {
     if (rounding_ == kNearest) {
       return Vec::addi(Vec::seti(0x7FFF), Vec::andi(Vec::shr<16>(bits), Vec::seti(1)));
     }
-    Vec::I r = r_;
+    const Vec::I r = r_;
     r_ = Vec::addi(r, Vec::seti(kElementStep * Vec::kLanes));
-    r = Vec::muli(Vec::xori(r, Vec::shr<16>(r)), Vec::seti(kHashFactor1));
-    r = Vec::muli(Vec::xori(r, Vec::shr<15>(r)), Vec::seti(kHashFactor2));
-    return Vec::shr<16>(Vec::xori(r, Vec::shr<16>(r)));
+    return hashed(r);
   }
   // What x is rounded to, which is `high` where all is as usual.  A finite value that would become
   // infinite is truncated, except when rounding to nearest.

@@ -26,6 +26,7 @@
 #include "chunks.h"
 #include "shares.h"
 // In terms of these:
+#include "int8_rows.h"
 #include "packing.h"
 #include "tiles.h"
 // In terms of all these:
@@ -397,9 +398,28 @@ int64_t step_of_float32(const Segment& seg, const StepScalars& s, const CodecMap
   return step_of_param<Algorithm, Codec, P>(seg, s, maps, begin, end);
 }
 
+// Blocks that are whole rows of INT8 weights, which are floats in `wide` meanwhile.
+template <class Algorithm, class Codec>
+int64_t step_of_int8(const Segment& seg, const StepScalars& s, const CodecMaps& maps, int64_t begin,
+                     int64_t end, float* wide) {
+  const Rows rows(seg, begin, end);
+  rows.decode(wide);
+  Segment in_floats = seg;
+  // Where the segment's first element would be: by numbers, as no array begins there.
+  in_floats.param = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(wide) -
+                                            static_cast<uintptr_t>(rows.begin()) * sizeof(float));
+  const int64_t skipped =
+      step_of_float32<Algorithm, Codec, Float32>(in_floats, s, maps, begin, end);
+  rows.encode(wide);
+  return skipped;
+}
+
 template <class Algorithm, class Codec>
 int64_t step_blocks(const Segment& seg, const StepScalars& s, const CodecMaps& maps, int64_t begin,
-                    int64_t end) {
+                    int64_t end, float* wide) {
+  if (seg.param_dtype == kINT8) {
+    return step_of_int8<Algorithm, Codec>(seg, s, maps, begin, end, wide);
+  }
   if (seg.param_dtype == kFP32) {
     if (seg.copy) return step_of_float32<Algorithm, Codec, CopiedFloat32>(seg, s, maps, begin, end);
     return step_of_float32<Algorithm, Codec, Float32>(seg, s, maps, begin, end);
@@ -420,12 +440,12 @@ int64_t step_blocks(const Segment& seg, const StepScalars& s, const CodecMaps& m
 // ZERO8_ALGORITHM and ZERO8_CODEC alone, so that an op can be compiled in parallel, and only what
 // is needed of it.
 #define ZERO8_IN(codec) In##codec
-#define ZERO8_DEFINE_STEP(target, algorithm, codec)                                             \
-  int64_t zero8::ZERO8_STEP_BLOCKS(target, algorithm, codec)(                                   \
-      const Segment& seg, const StepScalars& s, const CodecMaps& maps, int64_t begin,           \
-      int64_t end) {                                                                            \
-    return target::step_blocks<target::algorithm, target::ZERO8_IN(codec)>(seg, s, maps, begin, \
-                                                                           end);                \
+#define ZERO8_DEFINE_STEP(target, algorithm, codec)                                                \
+  int64_t zero8::ZERO8_STEP_BLOCKS(target, algorithm, codec)(                                      \
+      const Segment& seg, const StepScalars& s, const CodecMaps& maps, int64_t begin, int64_t end, \
+      float* wide) {                                                                               \
+    return target::step_blocks<target::algorithm, target::ZERO8_IN(codec)>(seg, s, maps, begin,    \
+                                                                           end, wide);             \
   }
 #ifdef ZERO8_CODEC
 #define ZERO8_DEFINE_CODECS(target, algorithm) ZERO8_DEFINE_STEP(target, algorithm, ZERO8_CODEC)

@@ -30,7 +30,7 @@ from zero8.algorithms.lion import LION
 from zero8.algorithms.sgd import SGD
 from zero8.op import kernel
 from zero8.spec import reference
-from zero8.spec.grid import BlockGrid
+from zero8.spec.grid import MIN_ROW_LENGTH, BlockGrid
 from zero8.spec.segment import Rounding, Segment
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -110,6 +110,28 @@ def segment_of(hyper: dict, chance: random.Random) -> Segment:
     return segment
 
 
+def int8_segment_of(hyper: dict, chance: random.Random) -> Segment:
+    """Return a segment of whole rows of INT8 weights, from anywhere in a parameter."""
+    codec = chance.choice(CODEC_NAMES)
+    block_size = 2 ** chance.choice((6, 6, 7, 8, 8, 9, 12))
+    row = chance.choice((1, 2, 17, 63, 64, 100, 256, 257, 1000, 5000))
+    rows = chance.choice((2, 3, 40, 2**21))
+    count = min(rows, chance.choice((1, 2, max(1, 600 // row), max(1, 40_000 // row))))
+    first = chance.randrange(rows - count + 1)
+    if codec is not None and row < MIN_ROW_LENGTH:  # groups of narrow rows are never cut
+        first -= first % (block_size // row)
+    place = Place((rows, row), block_size, first * row, count * row, offset=chance.randrange(6))
+    return make(
+        codec,
+        place,
+        scalars_at(1, hyper),
+        torch.int8,
+        chance.choice(GRADIENTS[FP32]),
+        chance.choice(list(Rounding)),
+        row_scales_dtype=chance.choice((FP32, BF16)),
+    )
+
+
 def prepare(segment: Segment, hyper: dict, chance: random.Random, step: int) -> None:
     """Give a segment the gradient and the settings of step number `step`."""
     grad = gradient(
@@ -118,7 +140,8 @@ def prepare(segment: Segment, hyper: dict, chance: random.Random, step: int) -> 
         chance.randrange(2**32),
         segment.grad.dtype,
     )
-    for tensor in (grad, segment.param):
+    values = segment.param if segment.row_scales is None else segment.row_scales
+    for tensor in (grad, values):
         if tensor.numel() and chance.random() < 0.05:
             value = chance.choice(SPECIAL)
             tensor[chance.randrange(tensor.numel())] = value
@@ -131,13 +154,16 @@ def check(number: int) -> None:
     """Take a few steps of one case on every instruction set, and on the reference."""
     chance = random.Random(number)
     hyper = hyper_of(number, chance)
-    segment = segment_of(hyper, chance)
+    is_int8 = number % 8 == 5
+    segment = (int8_segment_of if is_int8 else segment_of)(hyper, chance)
     followers = {isa: copied(segment) for isa in kernel.isas()}
     for step in range(1, STEPS + 1):
         prepare(segment, hyper, chance, step)
         for one in followers.values():
             one.param.copy_(segment.param)
             one.grad.copy_(segment.grad)
+            if is_int8:
+                one.row_scales.copy_(segment.row_scales)
             one.scalars = segment.scalars
             set_phases(one, segment.moments[0].phase, segment.param_phase)
         wanted = reference.step(segment)

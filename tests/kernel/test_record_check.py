@@ -18,7 +18,7 @@ NUM_ALGORITHMS = len(ELEMENTWISE)
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 # Two rows of 256 + 44 elements: four blocks, of which the segment touches three.
 PLACE = Place((2, 300), 256, 200, 300)
-FP32, BF16, FP16 = range(3)
+FP32, BF16, FP16, INT8 = range(4)
 
 OUTSIDE_INT32 = [-(2**31), -1, 2**31 - 1]
 BAD = {
@@ -28,7 +28,7 @@ BAD = {
     "numel": [-(2**63), -1, 2**48 + 1, 2**63 - 1],
     "first": [-(2**63), -1, 2**48 - 299, 2**63 - 1],
     "algorithm": [*OUTSIDE_INT32, 0, NUM_ALGORITHMS + 1],
-    "param_dtype": [*OUTSIDE_INT32, FP16, 3],
+    "param_dtype": [*OUTSIDE_INT32, FP16, 4],
     "grad_dtype": [*OUTSIDE_INT32, 3],
     "rounding": [*OUTSIDE_INT32, 3],
     "scalars": [*OUTSIDE_INT32, 1],
@@ -110,6 +110,47 @@ def test_record_of_a_bfloat16_parameter_with_a_float16_gradient_is_refused(run):
     records["grad_dtype"] = FP16
     with pytest.raises(ValueError, match="grad_dtype: got 2"):
         run(records, scalars)
+
+
+def int8_record():
+    """Return the record of whole rows of INT8 weights, and its scalars."""
+    scalars = scalars_at(1, ADAMW)
+    made = make("log", Place((9, 300), 256, 300, 600), scalars, torch.int8)
+    made.grad.fill_(0.5)
+    return made, *kernel.packed([made])
+
+
+def test_record_of_int8_weights_is_refused_by_a_kernel_that_does_not_take_them():
+    _, *packed = int8_record()
+    with pytest.raises(ValueError, match=r"param_dtype: got 3, expected 0 \(float32\) or 1 \(bf"):
+        Launch.of(*packed)
+
+
+BAD_OF_INT8 = {
+    "row_scales_dtype": [*OUTSIDE_INT32, FP16, INT8],
+    "row_scales": [0, 2],
+    "own_row_length": [2**31],
+    "first": [299, 301],
+    "numel": [299, 301],
+    "row_length": [600],
+    "copy": [2],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, vs in BAD_OF_INT8.items() for v in vs])
+def test_record_of_int8_weights_with_a_bad_field_is_refused_by_its_name(field, value):
+    made, records, scalars = int8_record()
+    before = copied(made)
+    if field == "own_row_length":  # which divides the length of rows
+        records["row_length"] = 2**32
+    if field == "copy":
+        records["copy_dtype"] = BF16
+    if field == "row_scales" and value:
+        value += records[field][0]
+    records[field] = value
+    with pytest.raises(ValueError, match=f"^zero8: segment 0: {field}: got"):
+        step_on_the_cpu(records, scalars)
+    assert_same(made, before, "unchanged")
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

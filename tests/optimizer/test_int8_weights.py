@@ -56,10 +56,27 @@ def rounded(weights, before, rounding, name, step):
     return int8_rows.encoded(weights, scales, found), scales
 
 
+@pytest.fixture
+def widened(monkeypatch):
+    """Step INT8 weights as a device does whose kernel does not take them.
+
+    The largest of `SHAPES` has two pieces.
+    """
+    monkeypatch.setattr(int8_part, "is_widened", lambda device: True)
+    monkeypatch.setitem(int8_part.MOST_ELEMENTS, "cpu", 20_000)
+
+
+@pytest.fixture(params=["in the kernel", "widened"])
+def way(request):
+    """Step INT8 weights in both ways."""
+    if request.param == "widened":
+        request.getfixturevalue("widened")
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("maker", MAKERS)
-def test_step_of_int8_weights_is_that_of_float32_ones_rounded(maker, rounding, monkeypatch):
-    monkeypatch.setitem(int8_part.MOST_ELEMENTS, "cpu", 40_000)  # several pieces of the largest
+def test_step_of_int8_weights_is_that_of_float32_ones_rounded(maker, rounding):
     dtype = torch.bfloat16 if rounding == "hash" else torch.float32
     params = int8_params(dtype)
     wide = [nn.Parameter(int8_rows.decoded(p.int_data, p.scale)) for p in params]
@@ -91,19 +108,22 @@ def trained(params, steps=3, **settings):
     return optimizer
 
 
+@pytest.mark.usefixtures("way")
 def test_step_of_int8_weights_has_the_same_bits_with_any_number_of_threads_and_pieces(monkeypatch):
     one, other = int8_params(), int8_params()
-    trained(one)
     threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    monkeypatch.setitem(int8_part.MOST_ELEMENTS, "cpu", 1)
     try:
+        torch.set_num_threads(1)
+        trained(one)
+        torch.set_num_threads(3)
+        monkeypatch.setitem(int8_part.MOST_ELEMENTS, "cpu", 1)
         trained(other)
     finally:
         torch.set_num_threads(threads)
     assert all(map(same_bits, one, other))
 
 
+@pytest.mark.usefixtures("way")
 def test_step_of_int8_weights_that_changes_nothing_keeps_every_bit():
     params = int8_params()
     trained(params)
@@ -135,8 +155,9 @@ def test_state_of_int8_weights_has_the_bytes_of_the_same_float32_weights():
     assert reports[0].rows == reports[1].rows
 
 
-def test_step_of_int8_weights_copies_only_some_rows_to_float32(monkeypatch):
+def test_step_of_widened_int8_weights_copies_only_some_rows_to_float32(monkeypatch):
     """4096 rows of 1000: 2^18 elements are 4 bands of 64 rows and a rest."""
+    monkeypatch.setattr(int8_part, "is_widened", lambda device: True)
     sizes = []
 
     def buffer_of(pieces, device):
@@ -145,9 +166,10 @@ def test_step_of_int8_weights_copies_only_some_rows_to_float32(monkeypatch):
 
     monkeypatch.setattr(int8_part, "buffer_of", buffer_of)
     trained([int8_param(weights_of((4096, 1000)))], steps=1)
-    assert sizes == [4 * 64 * 1000]
+    assert set(sizes) == {4 * 64 * 1000}
 
 
+@pytest.mark.usefixtures("way")
 def test_int8_weights_with_a_gradient_that_is_not_finite_keep_that_blocks_moments():
     p = int8_param(weights_of((64, 512)))
     optimizer = trained([p], steps=1)
@@ -164,6 +186,7 @@ def test_int8_weights_with_a_gradient_that_is_not_finite_keep_that_blocks_moment
     assert p.scale.isfinite().all()
 
 
+@pytest.mark.usefixtures("way")
 def test_step_of_int8_weights_without_rows_does_nothing():
     p = nn.Parameter(int8_param(weights_of((4, 64))))
     p.int_data, p.scale = p.int_data[:0], p.scale[:0]
@@ -174,6 +197,7 @@ def test_step_of_int8_weights_without_rows_does_nothing():
     assert empty.int_data.shape == (0, 64) and not same_bits(other, before)
 
 
+@pytest.mark.usefixtures("way")
 def test_step_of_int8_weights_that_are_not_contiguous_has_the_same_bits():
     p = int8_param(weights_of((100, 300)))
     other = copy_of(p)
@@ -183,6 +207,7 @@ def test_step_of_int8_weights_that_are_not_contiguous_has_the_same_bits():
     assert same_bits(p, other)
 
 
+@pytest.mark.usefixtures("way")
 def test_step_of_int8_weights_tells_autograd_of_its_writes():
     p = int8_param(weights_of((64, 64)))
     before = p._version, p.int_data._version
@@ -190,6 +215,7 @@ def test_step_of_int8_weights_tells_autograd_of_its_writes():
     assert p._version > before[0] and p.int_data._version > before[1]
 
 
+@pytest.mark.usefixtures("way")
 def test_step_takes_scales_that_have_been_replaced():
     p = int8_param(weights_of((64, 64)))
     optimizer = trained([p], steps=1)
@@ -270,7 +296,17 @@ def made_half_precise():
     return p, optimizer, "scales of dtype torch.float16"
 
 
-@pytest.mark.parametrize("made", [unfrozen_in_muon, unfrozen_with_correction, made_half_precise])
+def with_too_few_scales():
+    p = int8_param(weights_of((64, 64)))
+    optimizer = trained([p], steps=1)
+    p.scale = p.scale[:63].clone()
+    return p, optimizer, r"64 rows with scales of shape \(63,\)"
+
+
+UNFIT = (unfrozen_in_muon, unfrozen_with_correction, made_half_precise, with_too_few_scales)
+
+
+@pytest.mark.parametrize("made", UNFIT)
 def test_step_of_int8_weights_that_cannot_step_any_more_is_refused_before_any_change(made):
     p, optimizer, message = made()
     p.requires_grad_(True)
@@ -286,8 +322,10 @@ def test_step_of_int8_weights_that_cannot_step_any_more_is_refused_before_any_ch
 def test_step_of_int8_weights_has_the_same_skipped_blocks_with_any_number_of_pieces(monkeypatch):
     """Blocks of float32 moments run through the rows of 301 elements."""
     found = []
-    for most in (1 << 18, 1):
-        monkeypatch.setitem(int8_part.MOST_ELEMENTS, "cpu", most)
+    for most in (None, 1 << 18, 1):
+        if most is not None:
+            monkeypatch.setattr(int8_part, "is_widened", lambda device: True)
+            monkeypatch.setitem(int8_part.MOST_ELEMENTS, "cpu", most)
         p = int8_param(weights_of((600, 301)))
         optimizer = trained([p], steps=1, fp32_params=["*"])
         set_grads([p], 1)
@@ -295,8 +333,9 @@ def test_step_of_int8_weights_has_the_same_skipped_blocks_with_any_number_of_pie
         with pytest.raises(FloatingPointError):
             optimizer.step()
         found.append((p, [store.dense for store in optimizer.moments(p)]))
-    (p, moments), (other, others) = found
-    assert same_bits(p, other) and all(map(torch.equal, moments, others))
+    (p, moments), *others = found
+    for other, its_moments in others:
+        assert same_bits(p, other) and all(map(torch.equal, moments, its_moments))
 
 
 def test_step_of_a_plain_int8_parameter_is_refused():

@@ -49,6 +49,9 @@ void step(const zero8::CodecMaps& maps, const Shape& shape, const zero8::Isa& is
   const int64_t numel = shape.numel, num_blocks = shape.num_blocks;
   Array<float> wide_param(numel, 1.0f), wide_grad(numel, 0.0f);
   Array<uint16_t> narrow_param(numel, 0x3F80), narrow_grad(numel, 0);
+  Array<uint8_t> int8_param(numel, 100);
+  Array<float> wide_scales(numel / shape.own_row_length, 0.01f);
+  Array<uint16_t> narrow_scales(numel / shape.own_row_length, 0x3C24);
   const bool is_half = types.grad == zero8::kFP16;
   for (int64_t i = 0; i < numel; ++i) {
     const uint32_t bits = exponent_of(i, numel, 127, 40) << 23;
@@ -61,8 +64,14 @@ void step(const zero8::CodecMaps& maps, const Shape& shape, const zero8::Isa& is
   Array<float> m_scale(num_blocks, 0.0f);
   Array<float> v_scale(zero8::kCodecSizes[codec].scales_of_unsigned * num_blocks, 0.0f);
   zero8::Segment segment{};
-  const bool is_wide = types.param == zero8::kFP32;
-  segment.param = is_wide ? static_cast<void*>(wide_param.get()) : narrow_param.get();
+  if (types.param == zero8::kFP32) segment.param = wide_param.get();
+  if (types.param == zero8::kBF16) segment.param = narrow_param.get();
+  if (types.param == zero8::kINT8) {
+    segment.param = int8_param.get();
+    segment.row_scales_dtype = types.row_scales();
+    const bool are_wide = segment.row_scales_dtype == zero8::kFP32;
+    segment.row_scales = are_wide ? static_cast<void*>(wide_scales.get()) : narrow_scales.get();
+  }
   segment.grad =
       types.grad == zero8::kFP32 ? static_cast<void*>(wide_grad.get()) : narrow_grad.get();
   segment.algorithm = zero8::kAdam;
@@ -102,7 +111,9 @@ int main() {
     for (const zero8::Codec codec : kCodecs) {
       for (const Types types : kTypes) {
         for (const zero8::Rounding rounding : kRoundings) {
-          for (const Shape& shape : kShapes) step(*maps, shape, isa, codec, types, rounding);
+          for (const Shape& shape : kShapes) {
+            step(*maps, shape_for(types, shape), isa, codec, types, rounding);
+          }
         }
       }
     }

@@ -10,12 +10,17 @@
 struct Types {
   zero8::DType param, grad;
   bool is_corrected = false;
+
+  int64_t param_bytes() const { return param == zero8::kFP32 ? 4 : param == zero8::kBF16 ? 2 : 1; }
+  // Of INT8 weights.
+  zero8::DType row_scales() const { return grad == zero8::kBF16 ? zero8::kBF16 : zero8::kFP32; }
 };
 constexpr Types kTypes[] = {
     {zero8::kFP32, zero8::kFP32},       {zero8::kFP32, zero8::kBF16},
     {zero8::kFP32, zero8::kFP16},       {zero8::kBF16, zero8::kFP32},
     {zero8::kBF16, zero8::kBF16},       {zero8::kBF16, zero8::kFP32, true},
-    {zero8::kBF16, zero8::kBF16, true},
+    {zero8::kBF16, zero8::kBF16, true}, {zero8::kINT8, zero8::kFP32},
+    {zero8::kINT8, zero8::kBF16},       {zero8::kINT8, zero8::kFP16},
 };
 constexpr zero8::Codec kCodecs[] = {zero8::kFloat32, zero8::kDynamic, zero8::kLog,
                                     zero8::kFp8,     zero8::kLog6,    zero8::kLinear4};
@@ -35,6 +40,19 @@ struct Shape {
 };
 // Whose rows share their blocks.
 constexpr Shape kNarrow = {650, 3, 60, 64, 11, 5};
+
+// A shape as a segment of these types can have it: of INT8 weights whole rows.
+inline Shape shape_for(const Types& types, Shape shape) {
+  if (types.param != zero8::kINT8) return shape;
+  const auto blocks = [&](int64_t elements) {
+    return (elements + shape.block_size - 1) / shape.block_size;
+  };
+  shape.first = 0;
+  shape.numel -= shape.numel % shape.own_row_length;
+  shape.num_blocks = shape.numel / shape.row_length * blocks(shape.row_length) +
+                     blocks(shape.numel % shape.row_length);
+  return shape;
+}
 
 // Of one moment: floats, a byte for each code, four codes of 6 bits in three bytes, or two of 4
 // bits in one.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps over the last blocks of a segment of more than 2^32 elements, and over a segment that holds
-// only these: both must write the same bytes.
+// Steps over the last blocks of a segment of more than 2^32 elements, and over
+// a segment that holds only these: both must write the same bytes.
 #include <sys/mman.h>
 
 #include <cstdio>
@@ -68,8 +68,8 @@ int main() {
   for (int i = 0; i < zero8::kNumIsas; ++i) {
     const zero8::Isa& isa = zero8::kIsas[i];
     if (!isa.is_supported()) continue;
-    isa.step_of(large)(large, scalars, *maps, kFirstBlock, kBlocks);
-    isa.step_of(small)(small, scalars, *maps, 0, kBlocks - kFirstBlock);
+    isa.step_of(large)(large, scalars, *maps, kFirstBlock, kBlocks, nullptr);
+    isa.step_of(small)(small, scalars, *maps, 0, kBlocks - kFirstBlock, nullptr);
     compare<float>(large.param, small.param, kFirst, kRest, "param");
     for (int k = 0; k < 2; ++k) {
       const zero8::Moment &ours = large.moments[k], &theirs = small.moments[k];

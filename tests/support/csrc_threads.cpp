@@ -40,28 +40,37 @@ using Bytes = std::vector<uint8_t>;
 class List {
  public:
   explicit List(const Kind& kind) {
-    const int64_t param_size = kind.types.param == zero8::kFP32 ? 4 : 2;
+    const int64_t param_size = kind.types.param_bytes();
     int64_t num_moment_bytes = 0;
-    for (const Shape& shape : kShapes) num_moment_bytes += moment_bytes(kind.codec, shape);
+    for (int k = 0; k < kNumSegments; ++k) {
+      shapes_[k] = shape_for(kind.types, kShapes[k]);
+      num_moment_bytes += moment_bytes(kind.codec, shapes_[k]);
+    }
     const zero8::CodecSize size = zero8::kCodecSizes[kind.codec];
     grad_size_ = kind.types.grad == zero8::kFP32 ? 4 : 2;
     is_half_ = kind.types.grad == zero8::kFP16;
     param_.resize(kNumel * param_size);
     grad_.resize(kNumel * grad_size_);
     correction_.resize(kNumel);
+    for (int64_t i = 0; i < kNumel; ++i) {
+      const float scale = 0.01f;  // its upper half is a bfloat16
+      const int64_t size = kind.types.row_scales() == zero8::kFP32 ? 4 : 2;
+      row_scales_.resize(row_scales_.size() + size);
+      std::memcpy(&row_scales_[i * size], reinterpret_cast<const char*>(&scale) + 4 - size, size);
+    }
     exp_avg_.resize(num_moment_bytes);
     exp_avg_sq_.resize(num_moment_bytes);
     exp_avg_scale_.resize(kNumBlocks * size.scales_of_signed);
     exp_avg_sq_scale_.resize(kNumBlocks * size.scales_of_unsigned);
     for (int64_t i = 0; i < kNumel; ++i) {
-      const uint32_t one = param_size == 4 ? 0x3F800000 : 0x3F80;
+      const uint32_t one = param_size == 4 ? 0x3F800000 : param_size == 2 ? 0x3F80 : 100;
       std::memcpy(&param_[i * param_size], &one, param_size);
       write_grad(i, is_half_ ? exponent_of(i, kNumel, 15, 14) << 10
                              : exponent_of(i, kNumel, 127, 40) << 23);
     }
-    int64_t element = 0, block = 0, moment_byte = 0;
+    int64_t element = 0, row = 0, block = 0, moment_byte = 0;
     for (int k = 0; k < kNumSegments; ++k) {
-      const Shape& shape = kShapes[k];
+      const Shape& shape = shapes_[k];
       zero8::Segment& segment = segments_[k];
       segment.param = param_.data() + element * param_size;
       segment.grad = grad_.data() + element * grad_size_;
@@ -72,6 +81,12 @@ class List {
       segment.moments[1].scales = exp_avg_sq_scale_.data() + block * size.scales_of_unsigned;
       for (zero8::Moment& moment : segment.moments) moment.codec = kind.codec;
       segment.correction = kind.types.is_corrected ? correction_.data() + element : nullptr;
+      if (kind.types.param == zero8::kINT8) {
+        segment.row_scales_dtype = kind.types.row_scales();
+        const int64_t size = segment.row_scales_dtype == zero8::kFP32 ? 4 : 2;
+        segment.row_scales = row_scales_.data() + row * size;
+        row += shape.numel / shape.own_row_length;
+      }
       segment.numel = shape.numel;
       segment.first = shape.first;
       segment.row_length = shape.row_length;
@@ -109,18 +124,19 @@ class List {
   }
 
   bool operator==(const List& other) const {
-    return param_ == other.param_ && correction_ == other.correction_ &&
-           exp_avg_ == other.exp_avg_ && exp_avg_sq_ == other.exp_avg_sq_ &&
-           exp_avg_scale_ == other.exp_avg_scale_ && exp_avg_sq_scale_ == other.exp_avg_sq_scale_;
+    return param_ == other.param_ && row_scales_ == other.row_scales_ &&
+           correction_ == other.correction_ && exp_avg_ == other.exp_avg_ &&
+           exp_avg_sq_ == other.exp_avg_sq_ && exp_avg_scale_ == other.exp_avg_scale_ &&
+           exp_avg_sq_scale_ == other.exp_avg_sq_scale_;
   }
 
  private:
   static constexpr int kNumSteps = 3, kNumInfinities = 10;
 
   void add_infinities() {
-    const Shape& shape = kShapes[kSegmentWithInfinities];
+    const Shape& shape = shapes_[kSegmentWithInfinities];
     int64_t begin = 0;
-    for (int k = 0; k < kSegmentWithInfinities; ++k) begin += kShapes[k].numel;
+    for (int k = 0; k < kSegmentWithInfinities; ++k) begin += shapes_[k].numel;
     for (int k = 0; k < kNumInfinities; ++k) {
       const int64_t row = 2 * k / 5, block = 2 * k % 5;  // of 5 blocks in a row
       write_grad(begin + row * shape.row_length + block * shape.block_size + 3,
@@ -136,8 +152,9 @@ class List {
 
   int64_t grad_size_;
   bool is_half_;
-  Bytes param_, grad_, correction_, exp_avg_, exp_avg_sq_;
+  Bytes param_, row_scales_, grad_, correction_, exp_avg_, exp_avg_sq_;
   std::vector<float> exp_avg_scale_, exp_avg_sq_scale_;
+  Shape shapes_[kNumSegments];
   zero8::Segment segments_[kNumSegments]{};
 };
 

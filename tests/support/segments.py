@@ -9,6 +9,7 @@ import torch
 
 from zero8.algorithms.adam import AdamScalars, next_history
 from zero8.algorithms.table import ALGORITHMS
+from zero8.spec import int8_rows
 from zero8.spec.algorithm import MomentRule, Scalars
 from zero8.spec.codec import CODECS, SHARED, Codec, quantize
 from zero8.spec.grid import BlockGrid
@@ -74,6 +75,15 @@ def zero_moment(codec: str | None, rule: MomentRule, grid: BlockGrid, place: Pla
     return Moment(shifted(values, place.offset), shifted(scales, place.offset), MOMENT_PHASE)
 
 
+def int8_rows_of(weights: torch.Tensor, columns: int, scales_dtype: torch.dtype):
+    """Return the nearest INT8 codes of whole rows, in one dimension, and their scales."""
+    rows = weights.view(-1, columns)
+    scales = torch.zeros(len(rows), dtype=scales_dtype)
+    if rows.numel():
+        scales = int8_rows.new_scales(rows, scales)
+    return int8_rows.encoded(rows, scales, None).flatten(), scales
+
+
 def make(
     codec,
     place,
@@ -81,15 +91,20 @@ def make(
     param_dtype=torch.float32,
     grad_dtype=torch.float32,
     rounding=Rounding.NEAREST,
+    row_scales_dtype=torch.float32,
 ):
     """Return a segment with random parameters, zero moments and zero gradients.
 
-    The scalars say of which algorithm.
+    The scalars say of which algorithm.  `row_scales_dtype` is for INT8 parameters.
     """
     (algorithm,) = (one for one in ALGORITHMS if one.scalars_type is type(scalars))
     generator = torch.Generator().manual_seed(place.numel)
     grid = place.grid(codec)
-    param = torch.randn(place.numel, generator=generator).to(param_dtype)
+    param, row_scales = torch.randn(place.numel, generator=generator), None
+    if param_dtype == torch.int8:
+        param, row_scales = int8_rows_of(param, math.prod(place.shape[1:]), row_scales_dtype)
+        row_scales = shifted(row_scales, place.offset)
+    param = param.to(param_dtype)
     return Segment(
         param=shifted(param, place.offset),
         grad=shifted(torch.zeros(place.numel, dtype=grad_dtype), place.offset),
@@ -101,13 +116,14 @@ def make(
         scalars=scalars,
         param_phase=0x7F4A7C15,
         rounding=rounding,
+        row_scales=row_scales,
     )
 
 
 def tensors(segment: Segment) -> dict[str, torch.Tensor]:
     """Return everything that a step may change."""
     found = {"param": segment.param}
-    for name in ("correction", "copy"):
+    for name in ("correction", "copy", "row_scales"):
         if getattr(segment, name) is not None:
             found[name] = getattr(segment, name)
     for name in segment.algorithm.moment_names:
@@ -134,7 +150,8 @@ def copied(segment: Segment) -> Segment:
         return None if x is None else shifted(x, x.storage_offset())
 
     moments = [Moment(copy(m.values), copy(m.scales), m.phase) for m in segment.moments]
-    own = {name: copy(getattr(segment, name)) for name in ("param", "grad", "correction", "copy")}
+    names = ("param", "grad", "correction", "copy", "row_scales")
+    own = {name: copy(getattr(segment, name)) for name in names}
     return replace(segment, **own, moments=moments)
 
 
@@ -148,7 +165,7 @@ def framed_copy(segment: Segment) -> tuple[Segment, dict[str, torch.Tensor]]:
         rows = value.numel()
         frames[name] = torch.full((rows + 200,), 77, dtype=value.dtype)
         inner = frames[name][100 : 100 + rows].view(value.shape).copy_(value)
-        if name in ("param", "correction", "copy"):
+        if name in ("param", "correction", "copy", "row_scales"):
             setattr(framed, name, inner)
         elif name.endswith("_scale"):
             moment_of(framed, name.removesuffix("_scale")).scales = inner

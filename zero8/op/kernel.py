@@ -22,6 +22,7 @@ from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.spec.buffers import check_buffer
 from zero8.spec.codec import ALL_CODECS, CODECS, DEFAULT_CODEC, Codec
 from zero8.spec.grid import check_block_size
+from zero8.spec.int8_rows import SCALE_DTYPES
 from zero8.spec.segment import Segment
 
 # Dtypes of parameters, and for each the dtypes of its gradients.
@@ -29,6 +30,8 @@ DTYPES = {
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),
     torch.bfloat16: (torch.float32, torch.bfloat16),
 }
+# Of INT8 weights, on the CPU, which come with scales.
+INT8_DTYPES = {torch.int8: DTYPES[torch.float32]}
 # Of copies that the CPU's step writes, by dtype of the parameter.
 COPY_DTYPES = {
     torch.float32: (torch.bfloat16, torch.float16),
@@ -302,8 +305,9 @@ def _fill(record: np.void, segment: Segment, device: torch.device) -> None:
 
     numel, codec = segment.param.numel(), segment.codec
     check_block_size(segment.grid.block_size)
-    record["param"] = check("param", segment.param, numel, *DTYPES)
-    record["grad"] = check("grad", segment.grad, numel, *DTYPES[segment.param.dtype])
+    dtypes_of_grads = DTYPES if segment.row_scales is None else INT8_DTYPES
+    record["param"] = check("param", segment.param, numel, *dtypes_of_grads)
+    record["grad"] = check("grad", segment.grad, numel, *dtypes_of_grads[segment.param.dtype])
     rules = segment.algorithm.moments
     for place, (rule, moment) in enumerate(zip(rules, segment.moments, strict=True)):
         # A view of one item, through which its fields are set.
@@ -329,9 +333,13 @@ def _fill(record: np.void, segment: Segment, device: torch.device) -> None:
         dtypes = COPY_DTYPES[segment.param.dtype]
         record["copy"] = check("copy", segment.copy, numel, *dtypes)
         record["copy_dtype"] = DTYPE_NUMBERS[segment.copy.dtype]
+    if segment.row_scales is not None:
+        rows = numel // segment.own_row_length
+        record["row_scales"] = check("scales of rows", segment.row_scales, rows, *SCALE_DTYPES)
+        record["row_scales_dtype"] = DTYPE_NUMBERS[segment.row_scales.dtype]
     record["numel"], record["first"] = numel, segment.first
     record["row_length"] = segment.grid.row_length
-    record["own_row_length"] = segment.grid.code_row_length
+    record["own_row_length"] = segment.own_row_length
     record["block_size"] = segment.grid.block_size
     record["algorithm"] = segment.algorithm.kernel.number
     record["param_dtype"] = DTYPE_NUMBERS[segment.param.dtype]

@@ -96,6 +96,7 @@ def shared_numbers() -> dict[str, float]:
         "kFP32": structs.DTYPE_NUMBERS[torch.float32],
         "kBF16": structs.DTYPE_NUMBERS[torch.bfloat16],
         "kFP16": structs.DTYPE_NUMBERS[torch.float16],
+        "kINT8": structs.DTYPE_NUMBERS[torch.int8],
         "kWithoutMemory": structs.WITHOUT_MEMORY,
         "kMinBlockSize": grid.MIN_BLOCK_SIZE,
         "kMaxBlockSize": grid.MAX_BLOCK_SIZE,

@@ -23,6 +23,7 @@ SEGMENT = np.dtype(
         ("grad", "u8"),
         ("correction", "u8"),
         ("copy", "u8"),
+        ("row_scales", "u8"),
         ("moments", MOMENT, MAX_MOMENTS),
         ("numel", "i8"),
         ("first", "i8"),
@@ -37,6 +38,8 @@ SEGMENT = np.dtype(
         ("scalars", "i4"),
         ("param_phase", "u4"),
         ("copy_dtype", "i4"),
+        ("row_scales_dtype", "i4"),
+        ("unused", "i4"),
     ]
 )
 DYNAMIC_MAP = np.dtype(
@@ -71,7 +74,7 @@ TENSOR = np.dtype(
 
 FLOAT32_MOMENTS = 0
 """The codec number of float32 moments in a `SEGMENT`."""
-DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 WITHOUT_MEMORY = -1
 """The kind of a `TENSOR` that has no memory of its own."""
 MAX_HASHED = 128

@@ -11,7 +11,8 @@ p' is what the step makes of p, in float32, q a threshold of 0 .. 65535, and up(
 of 16 significant bits (8 in bfloat16) that is not below x; it is at least 2^-126, and 0 of 0.
 Quotients, and the sum in (W3), are rounded to float32.  Products of codes and such scales are
 exact, and the largest code of a row is 126 or 127, unless the row is as small as 2^-119.  Scales
-from elsewhere may have all 24 bits.
+from elsewhere may have all 24 bits; below 2^-126 they count as 0.  If any p' of a row is not
+finite, neither is its scale, and its codes are 0.
 
 A step that changes no weight of a row whose largest code is 126 or 127 changes no code and no
 scale: p'/scale' is a whole number then, or one of its neighbours in float32, which the sum with t
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from zero8.spec import dither
+from zero8.spec.arithmetic import flush
 from zero8.spec.segment import Rounding
 
 LARGEST_CODE = 127
@@ -53,7 +55,7 @@ def decoded(codes: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
     Returns:
         (rows, columns) float32.
     """
-    return torch.mul(codes, scales.float().unsqueeze(1), out=out)
+    return torch.mul(codes, flush(scales.float()).unsqueeze(1), out=out)
 
 
 def new_scales(weights: Tensor, scales: Tensor) -> Tensor:
@@ -63,13 +65,15 @@ def new_scales(weights: Tensor, scales: Tensor) -> Tensor:
         weights: (rows, columns) float32, after the step; with at least one column.
         scales: (rows,) of one of `SCALE_DTYPES`, before it.
     """
-    before, limit = scales.float(), weights.abs().amax(1)
+    before, limit = flush(scales.float()), weights.abs().amax(1)
     suffices = ((LARGEST_CODE - 1) * before <= limit) & (limit <= LARGEST_CODE * before)
     # By a tensor: for a number CUDA multiplies by its reciprocal.
     quotient = limit / torch.full_like(limit, LARGEST_CODE)
     raised = _rounded_up(quotient, _SIGNIFICANT_BITS[scales.dtype])
     raised = torch.where(limit > 0, raised.clamp_(min=_SMALLEST_NORMAL), limit)
-    return torch.where(suffices, before, raised).to(scales.dtype)
+    after = torch.where(suffices, before, raised).to(scales.dtype)
+    after[limit.isnan()] = torch.nan  # torch's vector code converts it to another pattern
+    return after
 
 
 def _rounded_up(x: Tensor, significant_bits: int) -> Tensor:
@@ -81,9 +85,6 @@ def _rounded_up(x: Tensor, significant_bits: int) -> Tensor:
 def encoded(weights: Tensor, scales: Tensor, thresholds: Tensor | None) -> Tensor:
     """Return the codes of rows, equation (W3); the nearest ones without thresholds.
 
-    A weight that is not finite makes the scale of its row not finite, and so the whole row, whose
-    codes then mean nothing.
-
     Args:
         weights: (rows, columns) float32.
         scales: (rows,) float32 or bfloat16, from `new_scales`.
@@ -93,7 +94,7 @@ def encoded(weights: Tensor, scales: Tensor, thresholds: Tensor | None) -> Tenso
         (rows, columns) int8.
     """
     scales = scales.float().unsqueeze(1)
-    x = weights / torch.where(scales > 0, scales, 1.0)
+    x = weights / torch.where((scales > 0) & scales.isfinite(), scales, torch.inf)
     if thresholds is None:
         x.round_()
     else:

@@ -9,6 +9,7 @@ operation rounded once as `arithmetic.py` says:
     g  = fma(l2, p, g)                                     only where weight decay is L2
     moments', p' = the algorithm's                         (R2)-(R6) of zero8/algorithms/
     p  rounded to bfloat16 where the parameter is          equation (D2) of dither.py           (R7)
+       or to INT8                                          (W1)-(W3) of int8_rows.py
     moments = quantize(moments')                           (C1)-(C14) of the codes              (R8)
 
 A block in which any g (after (R1)) is NaN, infinite, or at least 2^63 in magnitude, so that its
@@ -19,11 +20,13 @@ limit of moments is lower, and such a block keeps its scale, but not the codes t
 others, to which it adds nothing.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec import dither
+from zero8.spec import dither, int8_rows
 from zero8.spec.algorithm import MomentRule
 from zero8.spec.codec import dequantize, quantize
 from zero8.spec.packing import packed, unpacked
@@ -39,6 +42,8 @@ _BF16_INFINITY = 0x7F80
 
 def step(segment: Segment) -> int:
     """Take one step on a segment, in place; return the number of blocks left unchanged."""
+    if segment.row_scales is not None:
+        return _step_int8(segment, segment.row_scales)
     s, algorithm = segment.scalars, segment.algorithm
     moments = list(zip(algorithm.moments, segment.moments, strict=True))
     block, num_blocks = segment.grid.block_numbers(segment.first, segment.param.numel())
@@ -64,6 +69,20 @@ def step(segment: Segment) -> int:
         if segment.param.dtype == torch.float32:  # of NaN torch's vector code makes others
             segment.copy[segment.param.isnan()] = torch.nan
     return int(bad_blocks.sum())
+
+
+def _step_int8(segment: Segment, scales: Tensor) -> int:
+    """Take one step on INT8 weights: equations (W1) to (W3) of int8_rows.py."""
+    codes = segment.param.view(len(scales), segment.own_row_length)
+    weights = int8_rows.decoded(codes, scales)
+    wide = replace(segment, param=weights.view(-1), row_scales=None)
+    skipped = step(wide)
+    place = segment.rounding, segment.param_phase, segment.first
+    if weights.numel():
+        scales.copy_(int8_rows.new_scales(weights, scales))
+        thresholds = int8_rows.thresholds(*place, weights.shape, weights.device)
+        codes.copy_(int8_rows.encoded(weights, scales, thresholds))
+    return skipped
 
 
 def _is_moment(segment: Segment, rule: MomentRule, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from zero8.spec.grid import BlockGrid
 
 
 class Rounding(IntEnum):
-    """How a bfloat16 parameter is rounded after the step; the numbers are the kernels'."""
+    """How a bfloat16 or INT8 parameter is rounded after the step; the numbers are the kernels'."""
 
     NEAREST = 0
     DITHER = 1
@@ -40,8 +40,9 @@ class Segment:
     """Elements `first .. first + numel - 1` of a parameter, with their gradient and moments.
 
     Attributes:
-        param: (numel,) float32 or bfloat16, contiguous, updated in place.
-        grad: (numel,) float32 or bfloat16, or float16 if the parameter is float32, contiguous.
+        param: (numel,) float32, bfloat16, or int8 codes of whole rows, contiguous, updated in
+            place.
+        grad: (numel,) float32 or bfloat16, or float16 unless the parameter is bfloat16, contiguous.
         algorithm: the algorithm of the step.
         moments: the algorithm's moments, in its order.
         codec: the codec of the moments; None for float32 moments.
@@ -50,12 +51,14 @@ class Segment:
         first: index in the parameter of the segment's first element.
         scalars: this step's scalars.
         param_phase: the phase of the dither of the parameter's rounding.
-        rounding: how a bfloat16 parameter is rounded; float32 parameters ignore it.
+        rounding: how a bfloat16 or INT8 parameter is rounded; float32 parameters ignore it.
         correction: (numel,) int8, contiguous, updated in place: the 8 bits below those of a
             bfloat16 parameter, or None.  With it the parameter is rounded to 24 bits, to nearest.
         copy: (numel,) bfloat16 or float16, contiguous: receives the float32 parameter rounded to
             nearest, also where the step leaves it unchanged, or of bfloat16 the bfloat16 parameter
             as it is; None without.  On the CPU.
+        row_scales: (rows,) float32 or bfloat16, contiguous, updated in place: the scales of INT8
+            weights (`zero8.spec.int8_rows`), None of others.  On the CPU.
     """
 
     param: Tensor
@@ -70,3 +73,11 @@ class Segment:
     rounding: Rounding
     correction: Tensor | None = None
     copy: Tensor | None = None
+    row_scales: Tensor | None = None
+
+    @property
+    def own_row_length(self) -> int:
+        """Elements of a row that begins with a unit of codes, and of INT8 weights has a scale."""
+        if self.row_scales is None or not self.row_scales.numel():
+            return self.grid.code_row_length
+        return self.param.numel() // self.row_scales.numel()

@@ -71,6 +71,11 @@ def _check_int8(
             f"{got} with scales of dtype {rows.scales.dtype}, expected one of {list(SCALE_DTYPES)}:"
             " convert the model by model.float() or model.to(torch.bfloat16) before quantize_"
         )
+    if rows.scales.shape != rows.codes.shape[:1]:
+        raise ValueError(
+            f"{got} of {len(rows.codes)} rows with scales of shape {tuple(rows.scales.shape)}, "
+            "expected one scale per row"
+        )
     if rows.codes.shape[1] != p.shape[1]:
         raise ValueError(
             f"{got} of shape {tuple(p.shape)} of which this rank has {rows.codes.shape[1]} columns;"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a step over INT8 weights: equations (W1) to (W3) of `zero8.spec.int8_rows`.
+"""The part of a step over INT8 weights on devices whose kernel does not take them: on CUDA.
 
-The kernel steps float32 copies of some rows at a time: of `MOST_ELEMENTS` at most, unless 64 rows
-have more.  A block that it leaves unchanged, because of a gradient that is not finite, keeps its
-moments; its weights are rounded to the new scale of their row.
+The kernel steps float32 copies of some rows at a time, of `MOST_ELEMENTS` at most, unless 64 rows
+have more; PyTorch decodes and rounds them by equations (W1) to (W3) of `zero8.spec.int8_rows`.  The
+CPU's kernel does the same to the bit.
 """
 
 import math
@@ -43,7 +43,8 @@ class Int8Part(Part):
         records["param_dtype"] = DTYPE_NUMBERS[torch.float32]
         for place, piece in enumerate(self.pieces):
             owner = self.kept["owner"][place]
-            rows = _rows_of_piece(mine.values[owner], rows_of(mine.params[owner]).scales, piece)
+            scales = rows_of(mine.params[owner]).scales
+            rows = rows_of_piece(Int8Rows(mine.values[owner], scales), piece)
             weights = buffer[: piece.numel].view(rows.codes.shape)
             int8_rows.decoded(*rows, out=weights)
             record = records[place : place + 1]
@@ -52,11 +53,16 @@ class Int8Part(Part):
         return StepInParts(taken, [[place] for place in range(len(records))], len(records))
 
 
-def _rows_of_piece(codes: Tensor, scales: Tensor, piece: Piece) -> Int8Rows:
-    """Return views of the codes and scales of a piece."""
+def is_widened(device: torch.device) -> bool:
+    """Return whether INT8 weights on a device are stepped as float32 copies."""
+    return device.type != "cpu"
+
+
+def rows_of_piece(rows: Int8Rows, piece: Piece) -> Int8Rows:
+    """Return views of the codes and scales of a piece of a parameter's rows."""
     columns = piece.shape[1]
     first, count = piece.start // columns, piece.numel // columns
-    return Int8Rows(codes.narrow(0, first, count), scales.narrow(0, first, count))
+    return Int8Rows(rows.codes.narrow(0, first, count), rows.scales.narrow(0, first, count))
 
 
 def _store(rows: Int8Rows, weights: Tensor, record: np.ndarray, first: int) -> None:

@@ -13,8 +13,8 @@ from zero8.op.describe import Snapshot
 from zero8.spec.algorithm import Algorithm
 from zero8.state.header import Entries
 from zero8.state.kind import RecordKey, StateKind
+from zero8.step import int8_part
 from zero8.step.batch import Batch
-from zero8.step.int8_part import Int8Part
 from zero8.step.matrix_part import MatrixPart
 from zero8.step.part import Part
 from zero8.step.records import ParamRecords
@@ -76,7 +76,7 @@ class Plan:
 
     def addresses_of(self, batch: Batch) -> np.ndarray | None:
         """Return the addresses of a batch of the same parameters, None if the plan is stale."""
-        contents = self.kinds.contents(batch.states)
+        contents = batch.contents(self.kinds)
         return self.snapshot.addresses_if_same(batch.values, batch.grads, contents)
 
     @classmethod
@@ -89,7 +89,8 @@ class Plan:
     ) -> "Plan":
         """Return the plan for a batch.
 
-        The contiguous parameters of one device and algorithm form a part, INT8 weights another.
+        The contiguous parameters of one device and algorithm form a part; INT8 weights another,
+        where no kernel takes them.
         Blocks are defined in the logical order of the elements: a parameter in another layout, such
         as channels_last, steps on a copy, in a part of its own.
 
@@ -101,9 +102,13 @@ class Plan:
         """
         in_order, devices = snapshot.contiguous[0], snapshot.devices
         numbers = np.array([one.kind.algorithm.number for one in records])
-        is_int8 = np.array([values.dtype == torch.int8 for values in batch.values])
+        is_widened = np.array(
+            [v.dtype == torch.int8 and int8_part.is_widened(v.device) for v in batch.values]
+        )
         together = [
-            np.flatnonzero(in_order & (devices == device) & (numbers == number) & (is_int8 == one))
+            np.flatnonzero(
+                in_order & (devices == device) & (numbers == number) & (is_widened == one)
+            )
             for device, number, one in product(np.unique(devices), np.unique(numbers), (0, 1))
         ]
         apart = [np.array([place]) for place in np.flatnonzero(~in_order)]
@@ -115,13 +120,13 @@ class Plan:
                 device = batch.values[places[0]].device
                 is_all = len(places) == len(batch.params)
                 algorithm = mine[0].kind.algorithm
-                part = _part_class(algorithm, bool(is_int8[places[0]]))
+                part = _part_class(algorithm, bool(is_widened[places[0]]))
                 parts.append(part.joined(algorithm, places, is_all, is_contiguous, device, mine))
         is_on_gpus = not all(isinstance(part.kernel, kernel.CpuKernel) for part in parts)
         return cls(list(map(id, batch.params)), kinds, snapshot, parts, is_on_gpus)
 
 
-def _part_class(algorithm: Algorithm, is_int8: bool) -> type[Part]:
-    if is_int8:
-        return Int8Part
+def _part_class(algorithm: Algorithm, is_widened: bool) -> type[Part]:
+    if is_widened:
+        return int8_part.Int8Part
     return MatrixPart if algorithm.is_of_matrices else Part

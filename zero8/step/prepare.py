@@ -20,8 +20,8 @@ from zero8.state.params import ParamInfo
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 from zero8.state.weights import int8_rows
+from zero8.step import int8_part
 from zero8.step.batch import Batch
-from zero8.step.int8_part import buffer_of, in_chunks
 from zero8.step.records import ParamRecords
 
 
@@ -43,21 +43,28 @@ def prepared(kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
     _make_contiguous(state)
     stores = kind.moments(p, state, info)
     tensors = {"the parameter": values}
-    if is_int8 := (rows := int8_rows(p)) is not None:
+    if (rows := int8_rows(p)) is not None:
         tensors["the scales"] = rows.scales
     _check(tensors, stores, state, info)
-    if is_int8:
-        chunks = in_chunks(stores[0].table, values.device)
+    if is_widened := rows is not None and int8_part.is_widened(values.device):
+        chunks = int8_part.in_chunks(stores[0].table, values.device)
         stores = [replace(store, table=chunks) for store in stores]
     pieces = stores[0].table.pieces
-    flat = buffer_of(pieces, values.device) if is_int8 else values.contiguous().view(-1)
-    params = [flat.narrow(0, 0 if is_int8 else one.start, one.numel) for one in pieces]
+    if is_widened:
+        flat = int8_part.buffer_of(pieces, values.device)
+        params = [flat.narrow(0, 0, one.numel) for one in pieces]
+    else:
+        flat = values.contiguous().view(-1)
+        params = [flat.narrow(0, one.start, one.numel) for one in pieces]
     grads = grad.contiguous().view(-1)
     segments = [
         _segment(settings, number, stores, state, one, grads) for number, one in enumerate(params)
     ]
+    if rows is not None and not is_widened:
+        for segment, piece in zip(segments, pieces, strict=True):
+            segment.row_scales = int8_part.rows_of_piece(rows, piece).scales
     keys = [_stream_keys(settings, piece.identity) for piece in pieces]
-    snapshot = Snapshot(single.values, single.grads, kind.contents([state]))
+    snapshot = Snapshot(single.values, single.grads, single.contents(kind))
     return ParamRecords.of(kind, snapshot, pieces, (flat, grads), segments, keys)
 
 

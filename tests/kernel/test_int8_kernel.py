@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled step of INT8 weights against `zero8.spec.reference.step`, bit for bit."""
+
+import pytest
+import torch
+from segments import (
+    CODEC_NAMES,
+    KINDS,
+    Place,
+    assert_same,
+    assert_steps_inside,
+    copied,
+    gradient,
+    make,
+    scalars_at,
+    set_phases,
+)
+
+from zero8.op import kernel
+from zero8.spec import int8_rows, reference
+from zero8.spec.codec import SHARED
+from zero8.spec.segment import Rounding, Segment
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+FP32, BF16, FP16, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.int8
+HYPER = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+
+# Whole rows: ragged, narrow, shorter than a vector, of several blocks and longer than a part; from
+# the middle of a parameter, also beyond 2^32 elements.
+PLACES = [
+    Place((7, 300), 256, 300, 5 * 300, offset=3),
+    Place((40, 17), 64, 6 * 17, 20 * 17, offset=1),
+    Place((9, 64), 256, 0, 9 * 64),
+    Place((5, 1), 64, 0, 5),
+    Place((3, 20_001), 4096, 20_001, 2 * 20_001, offset=2),
+    Place((300, 257), 128, 0, 300 * 257),
+    Place((2**21, 4100), 256, 2**20 * 4100, 2 * 4100),
+    Place((3, 300), 256, 300, 0),
+]
+DTYPES = {
+    "fp32 scales from fp32, dither": (FP32, FP32, Rounding.DITHER),
+    "fp32 scales from fp16, nearest": (FP32, FP16, Rounding.NEAREST),
+    "fp32 scales from bf16, hash": (FP32, BF16, Rounding.HASH),
+    "bf16 scales from fp32, nearest": (BF16, FP32, Rounding.NEAREST),
+    "bf16 scales from bf16, dither": (BF16, BF16, Rounding.DITHER),
+    "bf16 scales from bf16, hash": (BF16, BF16, Rounding.HASH),
+}
+
+
+def segment_at(place, codec="log", dtypes=(FP32, FP32, Rounding.DITHER)) -> Segment:
+    scales, *others = dtypes
+    return make(codec, place, scalars_at(1, HYPER), INT8, *others, row_scales_dtype=scales)
+
+
+def set_step(segment: Segment, step: int, kind: int) -> None:
+    segment.grad.copy_(gradient(kind, segment.grad.numel(), 100 * step, segment.grad.dtype))
+    segment.scalars = scalars_at(step, HYPER)
+    set_phases(segment, 0x9E3779B9 * step % 2**32, 0x7F4A7C15 * step % 2**32)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("codec", [*CODEC_NAMES, SHARED.name], ids=lambda name: name or "fp32")
+def test_kernel_step_of_int8_weights_equals_reference(codec, dtypes):
+    # The codec that tiles share takes no narrow rows.
+    places = [one for one in PLACES if codec != SHARED.name or one.shape[1] >= 64]
+    for place in places:
+        segment = segment_at(place, codec, dtypes)
+        followers = {isa: copied(segment) for isa in kernel.isas()}
+        for step in range(1, 4):
+            for one in (segment, *followers.values()):
+                set_step(one, step, (step + place.offset) % KINDS)
+            wanted = reference.step(segment)
+            for isa, one in followers.items():
+                assert kernel.step([one], num_threads=2, isa=isa) == [wanted]
+                assert_same(one, segment, f"{isa}, step {step}, {place}")
+
+
+@pytest.mark.parametrize("codec", [None, "log", SHARED.name], ids=lambda name: name or "fp32")
+def test_kernel_step_of_int8_weights_writes_only_its_own_memory(codec):
+    for place in (PLACES[0], PLACES[2]):
+        segment = segment_at(place, codec)
+        set_step(segment, 1, 0)
+        assert_steps_inside(segment, lambda ones: reference.step(*ones), kernel.step, str(place))
+
+
+@pytest.mark.parametrize(
+    "codec", [None, "log", "log6", SHARED.name], ids=lambda name: name or "fp32"
+)
+def test_kernel_step_of_int8_weights_any_threads_give_the_same_bits(codec):
+    """Among float32 ones, in parts of 2^14 elements; rows of 129 begin with a block every 128."""
+    shapes = (Place((999, 129), 128, 0, 999 * 129), Place((40, 5000), 256, 0, 40 * 5000))
+    segments = [segment_at(place, codec) for place in shapes]
+    segments.insert(1, make(codec, shapes[0], scalars_at(1, HYPER)))
+    for segment in segments:
+        set_step(segment, 1, 0)
+    alone = [copied(segment) for segment in segments]
+    for one in alone:
+        kernel.step([one], num_threads=1)
+    for threads in (2, 3, 7):
+        together = [copied(segment) for segment in segments]
+        kernel.step(together, num_threads=threads)
+        for number, pair in enumerate(zip(together, alone, strict=True)):
+            assert_same(*pair, f"{threads} threads, segment {number}")
+
+
+@pytest.mark.parametrize("rounding", list(Rounding), ids=lambda r: r.name)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_kernel_step_of_int8_weights_any_scales_equal_reference(dtype, rounding):
+    """Scales from elsewhere: 0, subnormal, of 24 bits, huge, not finite; and the code -128."""
+    scales = [0.0, 2.0**-130, 2.0**-126, 1e-30, 0.1, 1 / 3, 1e30, 3.3e38, torch.inf, torch.nan]
+    place = Place((len(scales), 300), 256, 0, 300 * len(scales))
+    segment = segment_at(place, dtypes=(dtype, FP32, rounding))
+    segment.row_scales.copy_(torch.tensor(scales, device="cpu"))
+    segment.param[::7] = -128
+    followers = {isa: copied(segment) for isa in kernel.isas()}
+    for step in range(1, 3):
+        for one in (segment, *followers.values()):
+            set_step(one, step, 0)
+        wanted = reference.step(segment)
+        for isa, one in followers.items():
+            assert kernel.step([one], isa=isa) == [wanted]
+            assert_same(one, segment, f"{isa}, step {step}")
+    assert (segment.row_scales[:8].isfinite()).all() and not segment.row_scales[8:].isfinite().any()
+
+
+@pytest.mark.parametrize("isa", kernel.isas())
+def test_kernel_step_of_int8_weights_that_changes_nothing_keeps_all_codes(isa):
+    """All codes under scales of all kinds of significands; the largest of a row is 126 or 127."""
+    codes = torch.cat([torch.arange(-127, 128), torch.tensor([0], device="cpu")])
+    significands = torch.arange(2**15, 2**16, 97) / 2**15
+    rows = len(significands)
+    place = Place((rows, 256), 256, 0, rows * 256)
+    for rounding in Rounding:
+        for limit in (126, 127):
+            segment = segment_at(place, dtypes=(FP32, FP32, rounding))
+            segment.param.copy_(codes.clamp(-limit, limit).repeat(rows))
+            segment.row_scales.copy_(significands * 2.0**-9)
+            segment.grad.zero_()
+            segment.scalars = scalars_at(1, HYPER | {"weight_decay": 0.0})
+            before = copied(segment)
+            kernel.step([segment], isa=isa)
+            assert torch.equal(segment.param, before.param)
+            assert torch.equal(segment.row_scales, before.row_scales)
+
+
+@pytest.mark.parametrize("isa", kernel.isas())
+def test_kernel_step_of_int8_weights_means_are_those_of_the_equation(isa):
+    """Over 2^12 phases, whose thresholds of an element are 16 apart, the mean is x within 1/4096.
+
+    Codes are floor(x + t), so a mean over 4096 values of t at equal distances errs by at most one
+    of these, plus 2^-16 of the thresholds and 2^-17 of the sum.
+    """
+    place = Place((1, 64), 64, 0, 64)
+    segment = segment_at(place)
+    segment.param.copy_(torch.arange(-32, 32) * 4 - 1)
+    segment.param[0] = 127
+    start = copied(segment)
+    # A step of the sign of the gradient: of a third of a code.
+    segment.grad.fill_(1.0)
+    segment.grad[0] = 0.0
+    step = segment.row_scales.item() / 3
+    total = torch.zeros(64)
+    for number in range(2**12):
+        one = copied(segment)
+        one.scalars = scalars_at(1, {**HYPER, "lr": step, "eps": 0.0, "weight_decay": 0.0})
+        set_phases(one, 0, number << 20)
+        kernel.step([one], isa=isa)
+        assert torch.equal(one.row_scales, start.row_scales)
+        total += one.param
+    moved = total / 2**12 - start.param
+    assert (moved[1:] + 1 / 3).abs().max() <= 2.0**-12 + 2.0**-15 and moved[0] == 0
+
+
+def test_kernel_step_of_int8_weights_refuses_other_scales():
+    segment = segment_at(PLACES[0])
+    for scales, message in (
+        (segment.row_scales.half(), "scales of rows: got dtype torch.float16"),
+        (torch.ones(10)[::2], r"scales of rows: got strides \(2,\)"),
+    ):
+        bad = copied(segment)
+        bad.row_scales = scales
+        with pytest.raises(ValueError, match=message):
+            kernel.step([bad])
+    assert set(int8_rows.SCALE_DTYPES) == {FP32, BF16}
