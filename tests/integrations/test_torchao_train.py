@@ -13,9 +13,10 @@ from train_worker import SMALL, loaded_int8_weights, row
 from examples.gpt.engine import FLOAT32, FSDP2, INT8
 from examples.gpt.model import GPT, GPTConfig
 from examples.gpt.report import report
-from zero8 import cli
+from zero8 import Adam8bitBlockwise, cli
 from zero8.checkpoint.files import tags
 from zero8.checkpoint.files.manifest import MANIFEST
+from zero8.spec import int8_rows
 
 pytestmark = pytest.mark.integrations
 
@@ -135,6 +136,23 @@ def test_weights_that_another_number_of_ranks_loads_have_the_saved_bits(
     assert loaded.keys() == saved.keys()
     assert saved["blocks.0.qkv.weight.int_data"].dtype == torch.int8
     assert [name for name, part in saved.items() if not torch.equal(loaded[name], part)] == []
+
+
+def test_checkpoint_that_is_converted_loads_with_decoded_weights(
+    standing_ranks, rows, checkpoints, tmp_path
+):
+    folder, out = str(checkpoints / "log"), str(tmp_path / "out")
+    saved = standing_ranks(RANKS).run(loaded_int8_weights, checkpoint=folder)[0]
+    assert cli.main(["checkpoint", "convert", folder, out, "--to", "plain"]) == 0
+    content = torch.load(out, weights_only=True)
+    model = GPT(SMALL)
+    model.load_state_dict(content["model"])
+    optimizer = Adam8bitBlockwise(model.named_parameters())
+    optimizer.load_state_dict(content["optimizer"])
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    for name in (f"{layer}.weight" for layer in linear):
+        weights = int8_rows.decoded(saved[f"{name}.int_data"], saved[f"{name}.scale"])
+        assert torch.equal(content["model"][name], weights), name
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
