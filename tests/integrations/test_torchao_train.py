@@ -16,6 +16,9 @@ from examples.gpt.report import report
 from zero8 import Adam8bitBlockwise, cli
 from zero8.checkpoint.files import tags
 from zero8.checkpoint.files.manifest import MANIFEST
+from zero8.plan.memory import rows_of
+from zero8.plan.model import Model
+from zero8.plan.setup import Setup
 from zero8.spec import int8_rows
 
 pytestmark = pytest.mark.integrations
@@ -84,6 +87,14 @@ def test_linear_weights_have_a_byte_per_parameter_and_a_scale_per_row(rows, case
     saved = sum(3 * layer.weight.numel() - 4 * len(layer.weight) for layer in linear)
     assert rows[case]["weight_bytes_per_param"] == (4 * numel - saved) / numel
     assert rows[case]["parameters"] == rows[case]["state_numel"] == numel
+
+
+def test_plan_of_int8_weights_counts_the_bytes_that_a_run_holds(rows):
+    params = [(name, tuple(param.shape)) for name, param in GPT(SMALL).named_parameters()]
+    setup = Setup(engine=FSDP2, dtype="fp32", weights=INT8)
+    planned = {row.what: row.zero8_bytes for row in rows_of(Model("", tuple(params)), setup)}
+    run = rows["log"]
+    assert planned["weights"] == run["weight_bytes_per_param"] * run["parameters"]
 
 
 def test_report_of_a_run_has_the_bytes_of_weights_of_both(rows, twin, tmp_path, capsys):
