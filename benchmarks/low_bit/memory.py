@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of a model of 8B parameters by the kind of its optimizer's states.
 
-The bytes are those of `zero8 plan --parameters 8B --engine fsdp2 --offload none` for one rank.  Two
-kinds are not the plan's, and are computed from its bytes or from the same shapes: states in
-bfloat16 and weights in INT8.
+The bytes are those of `zero8 plan --parameters 8B --engine fsdp2 --offload none` for one rank;
+those of states in bfloat16, which the plan does not know, are computed from them.
 """
 
 from functools import cache
 
 from zero8.plan.memory import rows_of
 from zero8.plan.model import Model
-from zero8.plan.setup import Setup
+from zero8.plan.setup import INT8, PLAIN, Setup
 
 SIZE = "8B"
 CODECS = {"log": "log", "log6": "log6", "linear4": "linear4", "Adam8bitShared": "shared"}
 """The codec of each kind of states that zero8 has."""
 STATES = ("float32", "bfloat16", *CODECS)
 WEIGHTS = ("bfloat16", "INT8")
-INT8_SCALE_BYTES = 2
-"""Bytes of the scale of a row: a bfloat16."""
 
 
 @cache
@@ -26,9 +23,9 @@ def _model() -> Model:
     return Model.of_size(SIZE)
 
 
-def planned(dtype: str, codec: str) -> dict[str, tuple[int, int]]:
+def planned(dtype: str, codec: str, weights: str = PLAIN) -> dict[str, tuple[int, int]]:
     """Return the plan's bytes with float32 states and with a codec, by what they hold."""
-    setup = Setup(engine="fsdp2", offload="none", dtype=dtype, codec=codec)
+    setup = Setup(engine="fsdp2", offload="none", dtype=dtype, weights=weights, codec=codec)
     return {row.what: (row.fp32_bytes, row.zero8_bytes) for row in rows_of(_model(), setup)}
 
 
@@ -40,12 +37,6 @@ def state_bytes(states: str) -> int:
     return float32_bytes if states == "float32" else float32_bytes // 2
 
 
-def int8_weight_bytes() -> int:
-    """Return the bytes of INT8 weights; all parameters of the model are matrices."""
-    shapes = (shape for _, shape in _model().params)
-    return sum(rows * (columns + INT8_SCALE_BYTES) for rows, columns in shapes)
-
-
 def memory() -> dict:
     """Return the model's size, and the bytes of a row per kind of weights and of states."""
     rows = [_row("float32", "float32")]
@@ -55,13 +46,12 @@ def memory() -> dict:
 
 def _row(weights: str, states: str) -> dict:
     dtype = "fp32" if weights == "float32" else "bf16-masters"
-    plan = planned(dtype, "log")
-    computed = {"weights": weights == "INT8", "states": states == "bfloat16"}
+    plan = planned(dtype, "log", INT8 if weights == "INT8" else PLAIN)
     return {
         "weights": weights,
         "states": states,
-        "weight_bytes": int8_weight_bytes() if weights == "INT8" else plan["weights"][0],
+        "weight_bytes": plan["weights"][0],
         "gradient_bytes": plan["gradients"][0],
         "state_bytes": state_bytes(states),
-        "not_from_the_plan": [part for part, is_computed in computed.items() if is_computed],
+        "not_from_the_plan": ["states"] if states == "bfloat16" else [],
     }

@@ -150,6 +150,16 @@ def test_memory_of_a_kind_of_states_is_that_of_zero8_plan(states, options, capsy
     assert not row["not_from_the_plan"]
 
 
+def test_memory_of_int8_weights_is_that_of_zero8_plan(capsys):
+    words = ["--parameters", "8B", "--engine", "fsdp2", "--offload", "none", "--weights", "int8"]
+    assert cli.main(["plan", *words, "--dtype", "bf16-masters", "--json"]) == 0
+    plan = {row["what"]: row for row in json.loads(capsys.readouterr().out)["memory"]}
+    (row,) = (row for row in memory()["rows"] if (row["weights"], row["states"]) == ("INT8", "log"))
+    assert row["weight_bytes"] == plan["weights"]["zero8_bytes"]
+    assert row["gradient_bytes"] == plan["gradients"]["zero8_bytes"]
+    assert not row["not_from_the_plan"]
+
+
 def test_memory_that_the_plan_does_not_know_is_computed_from_the_shapes():
     found = memory()
     numel = found["parameters"]
@@ -158,7 +168,7 @@ def test_memory_that_the_plan_does_not_know_is_computed_from_the_shapes():
     int8, float32 = by_kind["INT8", "bfloat16"], by_kind["float32", "float32"]
     assert int8["weight_bytes"] == numel + 2 * numel // 4096
     assert int8["state_bytes"] == 4 * numel
-    assert int8["not_from_the_plan"] == ["weights", "states"]
+    assert int8["not_from_the_plan"] == ["states"]
     parts = ("weight_bytes", "gradient_bytes", "state_bytes")
     assert [float32[part] / numel for part in parts] == [4, 4, 8]
 

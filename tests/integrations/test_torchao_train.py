@@ -13,9 +13,13 @@ from train_worker import SMALL, loaded_int8_weights, row
 from examples.gpt.engine import FLOAT32, FSDP2, INT8
 from examples.gpt.model import GPT, GPTConfig
 from examples.gpt.report import report
-from zero8 import cli
+from zero8 import Adam8bitBlockwise, cli
 from zero8.checkpoint.files import tags
 from zero8.checkpoint.files.manifest import MANIFEST
+from zero8.plan.memory import rows_of
+from zero8.plan.model import Model
+from zero8.plan.setup import Setup
+from zero8.spec import int8_rows
 
 pytestmark = pytest.mark.integrations
 
@@ -85,6 +89,14 @@ def test_linear_weights_have_a_byte_per_parameter_and_a_scale_per_row(rows, case
     assert rows[case]["parameters"] == rows[case]["state_numel"] == numel
 
 
+def test_plan_of_int8_weights_counts_the_bytes_that_a_run_holds(rows):
+    params = [(name, tuple(param.shape)) for name, param in GPT(SMALL).named_parameters()]
+    setup = Setup(engine=FSDP2, dtype="fp32", weights=INT8)
+    planned = {row.what: row.zero8_bytes for row in rows_of(Model("", tuple(params)), setup)}
+    run = rows["log"]
+    assert planned["weights"] == run["weight_bytes_per_param"] * run["parameters"]
+
+
 def test_report_of_a_run_has_the_bytes_of_weights_of_both(rows, twin, tmp_path, capsys):
     for name, weights, run in ((TWIN, FLOAT32, twin), ("Adam8bitBlockwise", INT8, rows["log"])):
         shared = {"engine": FSDP2, "steps": STEPS, "seed": 0, "config": "fsdp2_offload.toml"}
@@ -135,6 +147,23 @@ def test_weights_that_another_number_of_ranks_loads_have_the_saved_bits(
     assert loaded.keys() == saved.keys()
     assert saved["blocks.0.qkv.weight.int_data"].dtype == torch.int8
     assert [name for name, part in saved.items() if not torch.equal(loaded[name], part)] == []
+
+
+def test_checkpoint_that_is_converted_loads_with_decoded_weights(
+    standing_ranks, rows, checkpoints, tmp_path
+):
+    folder, out = str(checkpoints / "log"), str(tmp_path / "out")
+    saved = standing_ranks(RANKS).run(loaded_int8_weights, checkpoint=folder)[0]
+    assert cli.main(["checkpoint", "convert", folder, out, "--to", "plain"]) == 0
+    content = torch.load(out, weights_only=True)
+    model = GPT(SMALL)
+    model.load_state_dict(content["model"])
+    optimizer = Adam8bitBlockwise(model.named_parameters())
+    optimizer.load_state_dict(content["optimizer"])
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    for name in (f"{layer}.weight" for layer in linear):
+        weights = int8_rows.decoded(saved[f"{name}.int_data"], saved[f"{name}.scale"])
+        assert torch.equal(content["model"][name], weights), name
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

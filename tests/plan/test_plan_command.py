@@ -288,6 +288,18 @@ def test_plan_draws_a_figure(capsys, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_plan_of_int8_weights_says_which_they_are_and_estimates_no_time(capsys, tmp_path):
+    path = tmp_path / "shapes.json"
+    shapes = {"embed.weight": [100, 64], "a.weight": [200, 64], "a.bias": [200], "b": [50, 32, 2]}
+    path.write_text(json.dumps(shapes))
+    words = ["--model", str(path), "--engine", "fsdp2", "--weights", "int8"]
+    status, printed = plan(capsys, *words, "--plot", str(tmp_path / "plan.png"))
+    assert status == 0 and ", bf16, INT8 weights, " in printed
+    assert f"INT8 weights: {100 * 12800 / 22600:.1f} % of the parameters" in printed
+    assert "optimizer step, ms" not in printed and "Step time: not estimated" in printed
+    assert planned(capsys, *words)["zero8"]["step"] is None
+
+
 REFUSED = {
     "stage 0 with offload": (["--stage", "0"], "expected stage 1, 2 or 3"),
     "nvme with stage 2": (["--offload", "nvme"], "only DeepSpeed's stage 3"),
@@ -298,6 +310,19 @@ REFUSED = {
     "no bandwidth": (["--bandwidth", "0"], "gb_per_s: got 0.0, expected more than 0"),
     "no cores": (["--cores", "-1"], "cores: got -1"),
     "no such config": (["--ds-config", "/nowhere.json"], "/nowhere.json"),
+    "INT8 weights with DeepSpeed": (["--weights", "int8"], "as ZeRO flattens weights"),
+    "INT8 weights with a config": (
+        ["--weights", "int8", "--ds-config", str(ROOT / "configs/zero2_offload.json")],
+        "use --engine fsdp2",
+    ),
+    "INT8 weights with Muon": (
+        ["--weights", "int8", "--engine", "fsdp2", "--optimizer", "Muon8bitBlockwise"],
+        "orthogonalized in floating point",
+    ),
+    "INT8 weights with corrections": (
+        ["--weights", "int8", "--engine", "fsdp2", "--dtype", "24-bit-masters"],
+        "use --dtype bf16-masters",
+    ),
     "config and stage": (["--ds-config", "/nowhere.json", "--stage", "3"], "got --stage too"),
 }
 

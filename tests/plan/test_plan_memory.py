@@ -115,6 +115,22 @@ def test_plan_of_fsdp2_is_exactly_what_its_first_rank_holds(standing_ranks):
         assert held[dtype] == {row.what: row.zero8_bytes for row in rows}, dtype
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("dtype", "each"), [("bf16", 4), ("fp32", 4), ("bf16-masters", 2)])
+def test_plan_of_int8_weights_counts_a_byte_and_a_scale_per_row_of_linear_layers(
+    world_size, dtype, each
+):
+    setup = Setup(engine="fsdp2", dtype=dtype, world_size=world_size)
+    plain = {row.what: row for row in rows_of(model_of(Stack()), setup)}
+    int8 = {row.what: row for row in rows_of(model_of(Stack()), replace(setup, weights="int8"))}
+    layers = [part for part in Stack().modules() if isinstance(part, torch.nn.Linear)]
+    saved = sum((each - 1) * layer.weight.numel() - each * len(layer.weight) for layer in layers)
+    weights = int8.pop("weights")
+    assert weights.zero8_bytes == weights.fp32_bytes
+    assert plain.pop("weights").zero8_bytes - weights.zero8_bytes == saved // world_size
+    assert int8 == plain
+
+
 @pytest.mark.parametrize("options", [{}, {"codec": "dynamic", "block_size": 64}])
 def test_plan_of_one_process_is_exactly_what_the_optimizer_holds(options):
     module = Stack()

@@ -2,6 +2,7 @@
 """Traffic and step times, from known hardware; what is measured of a machine."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from places import ROOT
@@ -93,6 +94,27 @@ def test_traffic_of_a_step_without_masters_is_22_bytes_and_10_and_the_scales():
 def test_traffic_around_the_step_is_what_passes_and_their_absence_leave(settings, fp32, zero8):
     each = traffic_of(MODEL, Setup(**settings))
     assert [one.passes_bytes / MODEL.numel for one in each] == [fp32, zero8]
+
+
+# Less than float32 and bfloat16 weights with scales of the same dtype, for each element.
+SAVED = {4: 4 - (1 + 4 / 4096), 2: 2 - (1 + 2 / 4096)}
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize(("dtype", "saved"), [("bf16", SAVED[4]), ("bf16-masters", SAVED[2])])
+def test_traffic_of_int8_weights_is_less_by_what_they_save(offload, dtype, saved):
+    """The step reads and writes them, a pass around it reads them, and the link takes them once.
+
+    For the forward and the backward they are gathered with scales in bfloat16.
+    """
+    setup = Setup(engine="fsdp2", offload=offload, dtype=dtype, world_size=4)
+    numel, on_the_way = MODEL.numel, saved * (offload == "cpu")
+    int8 = replace(setup, weights="int8")
+    for one, less in zip(traffic_of(MODEL, setup), traffic_of(MODEL, int8), strict=True):
+        assert one.step_bytes - less.step_bytes == 2 * saved * numel / 4
+        assert one.passes_bytes - less.passes_bytes == on_the_way * numel / 4
+        assert one.link_bytes - less.link_bytes == on_the_way * numel / 4
+        assert one.network_bytes - less.network_bytes == 2 * SAVED[2] * numel * 3 / 4
 
 
 def test_traffic_over_the_network_is_the_same_for_both_and_none_for_one_rank():

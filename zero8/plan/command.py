@@ -17,6 +17,7 @@ from zero8.plan.setup import (
     DEVICES,
     ENGINES,
     WEIGHT_BYTES,
+    WEIGHTS,
     Setup,
     of_optimizer,
     with_deepspeed_config,
@@ -63,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "weight_correction_bits 8"
     )
     run.add_argument("--dtype", choices=tuple(WEIGHT_BYTES), help=help_text)
+    help_text = (
+        "default plain; int8: torchao's INT8 weights, with a scale per row, under fsdp2; as a plan "
+        "knows no layers, it takes all matrices without `embed` in their names for linear ones"
+    )
+    run.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0], help=help_text)
     optimizers = tuple(BY_NAME)
     run.add_argument("--optimizer", choices=optimizers, help=f"zero8's, default {optimizers[0]}")
     codecs = tuple(CODECS)
@@ -132,6 +138,7 @@ def _setup(arguments: argparse.Namespace) -> Setup:
     given = {name: getattr(arguments, name) for name in SETTINGS}
     given = {name: value for name, value in given.items() if value is not None}
     sizes = {"world_size": arguments.world_size, "ranks_per_host": arguments.ranks_per_host}
+    sizes["weights"] = arguments.weights
     if arguments.ds_config is None:
         if "optimizer" in given:
             given |= of_optimizer(given.pop("optimizer"), given.get("codec"))

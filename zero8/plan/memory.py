@@ -141,7 +141,7 @@ def _buckets(setup: Setup, default_overlap: bool) -> list[Row]:
 
 
 def _fsdp2(setup: Setup, share: Share) -> list[Row]:
-    """Parameters and gradients are shards of one dtype; gathered weights are not counted."""
+    """Gradients are shards of the parameters' dtype; gathered weights are not counted."""
     home = HOME[setup.offload]
-    what = ("weights", "gradients")
-    return [_same(home, name, setup.master_bytes * share.numel) for name in what]
+    gradient_bytes = setup.master_bytes * share.numel
+    return [_same(home, "weights", share.weight_bytes), _same(home, "gradients", gradient_bytes)]

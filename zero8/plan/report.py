@@ -13,6 +13,7 @@ from zero8.plan.matrices import multiplied
 from zero8.plan.memory import GPU, HOST, NVME, Row, rows_of, total
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup, counted
+from zero8.plan.share import is_linear
 from zero8.plan.step_time import Hardware, step_times
 from zero8.plan.traffic import traffic_of
 
@@ -101,6 +102,8 @@ def _traffic_lines(model: Model, setup: Setup) -> list[list[str]]:
 
 def _time_lines(model: Model, setup: Setup, hardware: Hardware) -> list[list[str]]:
     times = step_times(model, setup, hardware)
+    if setup.has_int8_weights:
+        return []
     if times is None:
         flop = (f"{one / 1e12:,.2f}" for one in multiplied(model, setup))
         return [["products of matrices, TFLOP of each rank", *flop]]
@@ -127,6 +130,15 @@ def _remarks(model: Model, setup: Setup, hardware: Hardware) -> list[str]:
             "dimension",
             f"and those called {', '.join(setup.adam_params) or 'nothing'} (adam_params).",
             "Step time: not estimated, as products of matrices take most of it.",
+        ]
+    if setup.has_int8_weights:
+        numel = sum(math.prod(param[1]) for param in model.params if is_linear(param))
+        return [
+            *lines,
+            "Nor are the float32 rows that a step of INT8 weights decodes.",
+            f"INT8 weights: {100 * numel / model.numel:.1f} % of the parameters, the matrices "
+            "without `embed` in their names.",
+            "Step time: not estimated, as the time of decoding and rounding is not known.",
         ]
     if setup.offload == "none":
         gpu = f"{hardware.gpu_gb_per_s:g} GB/s (--gpu-bandwidth)"

@@ -15,6 +15,8 @@ BY_NAME = {one.__name__: one for one in OPTIMIZERS}
 """zero8's optimizers by name."""
 ENGINES = ("deepspeed", "fsdp2")
 DEVICES = ("none", "cpu", "nvme")
+PLAIN, INT8 = "plain", "int8"
+WEIGHTS = (PLAIN, INT8)
 
 WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bf16-masters": 2, "24-bit-masters": 2}
 """Bytes of a weight in the forward pass.
@@ -37,6 +39,7 @@ class Setup:
         offload: the place of optimizer states: `none` (the GPU), `cpu` or `nvme`.
         offload_params: whether 16-bit weights are in host memory, too (stage 3).
         dtype: a key of `WEIGHT_BYTES`.
+        weights: `plain`, or `int8` for torchao's INT8 weights in linear layers.
         world_size: number of ranks, each with a GPU.
         ranks_per_host: ranks that share the memory of a host.
         accumulation_steps: micro-batches per step.
@@ -60,6 +63,7 @@ class Setup:
     offload: str = "cpu"
     offload_params: bool = False
     dtype: str = "bf16"
+    weights: str = PLAIN
     world_size: int = 1
     ranks_per_host: int = 8
     accumulation_steps: int = 1
@@ -81,6 +85,7 @@ class Setup:
             ("stage", (0, 1, 2, 3)),
             ("offload", DEVICES),
             ("dtype", tuple(WEIGHT_BYTES)),
+            ("weights", WEIGHTS),
         ):
             if getattr(self, name) not in valid:
                 got = getattr(self, name)
@@ -104,6 +109,30 @@ class Setup:
             raise ValueError(f"stage: got {self.stage} with offloaded parameters, expected 3")
         if self.engine == "fsdp2" and self.dtype == "fp16":
             raise ValueError("dtype: got 'fp16' with fsdp2, which is not supported; use 'bf16'")
+        if self.has_int8_weights:
+            self._check_int8()
+
+    def _check_int8(self) -> None:
+        if self.engine != "fsdp2":
+            raise ValueError(
+                f"weights: got {INT8!r} with {self.engine}, expected fsdp2, as ZeRO flattens "
+                "weights, and INT8 weights have a scale per row; use --engine fsdp2"
+            )
+        if self.algorithm.is_of_matrices:
+            raise ValueError(
+                f"weights: got {INT8!r} with Muon, expected another optimizer, as Muon's matrices "
+                "are orthogonalized in floating point; leave out --weights"
+            )
+        if self.correction_bytes:
+            raise ValueError(
+                f"weights: got {INT8!r} with dtype {self.dtype!r}, expected another dtype, as the "
+                "corrections add bits to bfloat16 weights; use --dtype bf16-masters"
+            )
+
+    @property
+    def has_int8_weights(self) -> bool:
+        """Whether linear layers have INT8 weights."""
+        return self.weights == INT8
 
     @property
     def algorithm(self) -> Algorithm:
@@ -154,7 +183,8 @@ class Setup:
         how = "FSDP2" if self.engine == "fsdp2" else f"ZeRO stage {self.stage}"
         where = {"none": "no offload", "cpu": "offload to the CPU", "nvme": "offload to NVMe"}
         counts = f"{counted(self.world_size, 'GPU')} on {counted(hosts, 'host')}"
-        return f"{how}, {where[self.offload]}, {self.dtype}, {counts}"
+        kind = ", INT8 weights" if self.has_int8_weights else ""
+        return f"{how}, {where[self.offload]}, {self.dtype}{kind}, {counts}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -27,12 +27,14 @@ class Share:
 
     Attributes:
         numel: elements, padding included.
+        weight_bytes: weights that the optimizer updates.
         touched_numel: elements of all parameters that the rank holds a part of.
         fp32_bytes: moments of the fp32 optimizer.
         zero8_bytes: codes, scales and float32 moments of zero8.
     """
 
     numel: int
+    weight_bytes: int
     touched_numel: int
     fp32_bytes: int
     zero8_bytes: int
@@ -49,23 +51,45 @@ def share_of(model: Model, setup: Setup) -> Share:
 def _of_each_parameter(groups: Sequence[tuple[Algorithm, Sequence[Param]]], setup: Setup) -> Share:
     """Return the share of the first rank, as no rank has more."""
     grid_of = _grids(setup)
-    numel = touched = fp32_bytes = zero8_bytes = 0
+    numel = weights = touched = fp32_bytes = zero8_bytes = 0
     for algorithm, params in groups:
         for (name, shape), count in _counted(params, setup).items():
             here, whole = first_part(shape, setup), math.prod(shape)
             numel += count * here
+            weights += count * weight_bytes((name, shape), here, setup, setup.master_bytes)
             touched += count * whole
             fp32_bytes += count * _fp32_bytes(algorithm, here)
             held = _moment_bytes(setup, algorithm, grid_of(name, shape), 0, min(here, whole))
             zero8_bytes += count * held
-    return Share(numel, touched, fp32_bytes, zero8_bytes)
+    return Share(numel, weights, touched, fp32_bytes, zero8_bytes)
 
 
 def _counted(params: Sequence[Param], setup: Setup) -> Counter[Param]:
     """Return the parameters with their numbers, without names where these do not matter."""
-    if setup.policy.fp32_params:
+    if setup.policy.fp32_params or setup.has_int8_weights:
         return Counter(params)
     return Counter(("", shape) for _, shape in params)
+
+
+def weight_bytes(param: Param, numel: int, setup: Setup, element_bytes: int) -> int:
+    """Return the bytes of elements of a parameter, whole rows if its weights are INT8.
+
+    Args:
+        param: the parameter.
+        numel: number of elements.
+        setup: the run.
+        element_bytes: of a weight that is not INT8, and of a scale.
+    """
+    if not (setup.has_int8_weights and is_linear(param)):
+        return element_bytes * numel
+    _, (_, columns) = param
+    return numel + element_bytes * numel // columns
+
+
+def is_linear(param: Param) -> bool:
+    """Return whether a parameter is taken as the weight of a linear layer."""
+    name, shape = param
+    return len(shape) == 2 and "embed" not in name
 
 
 def first_part(shape: tuple[int, ...], setup: Setup) -> int:
@@ -88,7 +112,7 @@ def _of_flat(groups: Sequence[tuple[Algorithm, Sequence[Param]]], setup: Setup) 
             name, shape = params[place]
             bytes_of[rank] += _moment_bytes(setup, algorithm, grid_of(name, shape), first, held)
             touched_by[rank] += math.prod(shape)
-    return Share(numel, max(touched_by), fp32_bytes, max(bytes_of))
+    return Share(numel, setup.master_bytes * numel, max(touched_by), fp32_bytes, max(bytes_of))
 
 
 def flat_numel(params: Sequence[Param], ranks: int) -> int:

@@ -56,8 +56,8 @@ class StepTime:
 
 
 def step_times(model: Model, setup: Setup, hardware: Hardware) -> tuple[StepTime, StepTime] | None:
-    """Return the times with an fp32 Adam and with zero8; None for products of matrices."""
-    if setup.algorithm.is_of_matrices:
+    """Return the times with an fp32 Adam and with zero8; None if their rates are unknown."""
+    if setup.algorithm.is_of_matrices or setup.has_int8_weights:
         return None
     numel = share_of(model, setup).numel
     rates = hardware.rates.of(setup.master_bytes)

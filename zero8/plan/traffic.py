@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes that each rank moves per step: in memory, over its GPU's link, on NVMe and network."""
 
+import math
 from dataclasses import dataclass
 
 from zero8.plan.matrices import sent_by_deepspeed, sent_by_zero8
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup
-from zero8.plan.share import share_of
+from zero8.plan.share import Share, share_of, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ def traffic_of(model: Model, setup: Setup) -> tuple[Traffic, Traffic]:
     fp32_passes, zero8_passes = _passes_bytes_per_param(setup)
     master, own = setup.master_bytes, setup.zero8_grad_bytes
     return (
-        _with(model, setup, share.numel, share.fp32_bytes, master, fp32_passes, sent[0]),
-        _with(model, setup, share.numel, zero8_bytes, own, zero8_passes, sent[1]),
+        _with(model, setup, share, share.fp32_bytes, master, fp32_passes, sent[0]),
+        _with(model, setup, share, zero8_bytes, own, zero8_passes, sent[1]),
     )
 
 
@@ -74,18 +75,20 @@ def _passes_bytes_per_param(setup: Setup) -> tuple[int, int]:
 def _with(
     model: Model,
     setup: Setup,
-    numel: int,
+    share: Share,
     state_bytes: int,
     grad_bytes_per_param: int,
     passes_bytes_per_param: int,
     exchanged_bytes: int,
 ) -> Traffic:
-    master_bytes = setup.master_bytes * numel
+    numel, master_bytes = share.numel, share.weight_bytes
     swapped = setup.offload == "nvme"
+    # INT8 weights are read by one pass, and cross the link once, where there are passes and a link.
+    saved = 0 if setup.offload == "none" else setup.master_bytes * numel - master_bytes
     return Traffic(
         step_bytes=2 * master_bytes + grad_bytes_per_param * numel + 2 * state_bytes,
-        passes_bytes=passes_bytes_per_param * numel,
-        link_bytes=_link_bytes_per_param(setup, grad_bytes_per_param) * numel,
+        passes_bytes=passes_bytes_per_param * numel - saved,
+        link_bytes=_link_bytes_per_param(setup, grad_bytes_per_param) * numel - saved,
         # Gradients are written in the backward, and read by the step.
         nvme_read_bytes=swapped * (2 * master_bytes + state_bytes),
         nvme_write_bytes=swapped * (2 * master_bytes + state_bytes),
@@ -113,5 +116,9 @@ def _network_bytes(model: Model, setup: Setup) -> int:
     # Sharded weights are gathered for the forward and for the backward of each micro-batch.
     gathers = 2 * micro_batches if sharded_weights else 1
     reductions = micro_batches if setup.stage >= 2 or sharded_weights else 1
-    others = model.numel * (setup.world_size - 1) // setup.world_size
-    return (gathers + reductions) * setup.weight_bytes * others
+    gathered = sum(
+        weight_bytes(param, math.prod(param[1]), setup, setup.weight_bytes)
+        for param in model.params
+    )
+    moved = gathers * gathered + reductions * setup.weight_bytes * model.numel
+    return moved * (setup.world_size - 1) // setup.world_size

@@ -2,7 +2,8 @@
 """Folders of `torch.distributed.checkpoint`: chunks of tensors, and a file of metadata.
 
 Optimizer states are recognized by the keys that torch.distributed.checkpoint.state_dict makes,
-flattened or not: `<prefix>state.<parameter>.<entry>`.
+flattened or not: `<prefix>state.<parameter>.<entry>`.  INT8 weights of parameters with states are
+read as float32 (`zero8.checkpoint.read.dcp_int8`).
 """
 
 import math
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 
 from zero8.algorithms.table import ALGORITHMS
+from zero8.checkpoint.read.dcp_int8 import Int8Keys, int8_keys
 from zero8.checkpoint.read.dcp_metadata import Chunk, Entry, Place, load_metadata
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.safe_load import damage_in, load
 from zero8.checkpoint.read.source import Facts, Source, size_bytes_of_path
 from zero8.checkpoint.read.states import fragment_of
 from zero8.spec.grid import UNITS, is_narrow
+from zero8.spec.int8_rows import decoded
 from zero8.spec.shown import shown
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
@@ -103,11 +106,21 @@ class DcpSource(Source):
 
     def tensors(self) -> dict[str, Callable[[], Tensor]]:
         """See `Source`."""
-        return {
+        int8 = {name: keys for name in self._prefixes if (keys := self._int8_keys(name))}
+        parts = {key for keys in int8.values() for key in keys}
+        found = {
             key.removeprefix(_MODEL): partial(self._tensor, key)
             for key, entry in self._entries.items()
-            if key.startswith(_MODEL) and entry.dtype is not None
+            if key.startswith(_MODEL) and entry.dtype is not None and key not in parts
         }
+        return found | {name: partial(self._decoded, keys) for name, keys in int8.items()}
+
+    def _int8_keys(self, name: str) -> Int8Keys | None:
+        return int8_keys(self._entries, _MODEL + name)
+
+    def _decoded(self, keys: Int8Keys) -> Tensor:
+        """Return an INT8 weight in float32, joined from its chunks."""
+        return decoded(self._tensor(keys.codes), self._tensor(keys.scales))
 
     def _tensor(self, key: str) -> Tensor:
         """Return a tensor, joined from its chunks."""
@@ -154,9 +167,17 @@ class DcpSource(Source):
 
     def _weights(self, name: str, extent: Extent) -> Tensor | None:
         """Return the parameter's elements, None if they are not saved, or in other chunks."""
-        key = _MODEL + name
-        places = self._places.get(key, {})
-        return self._value(key, extent.offset) if extent.offset in places else None
+        if keys := self._int8_keys(name):
+            codes = self._chunk(keys.codes, extent.offset)
+            scales = self._chunk(keys.scales, extent.offset[:1])
+            if codes is None or scales is None or len(codes) != len(scales):
+                return None
+            return decoded(codes, scales)
+        return self._chunk(_MODEL + name, extent.offset)
+
+    def _chunk(self, key: str, offset: tuple[int, ...]) -> Tensor | None:
+        """Return the chunk of a tensor at an offset, None if no chunk begins there."""
+        return self._value(key, offset) if offset in self._places.get(key, {}) else None
 
     def _value(self, key: str, offset: tuple[int, ...] | None = None) -> object:
         """Return the stored value of an entry, or its chunk at an offset."""

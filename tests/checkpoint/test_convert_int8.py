@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversions of folders in which an INT8 weight is two tensors, codes and scales."""
+
+import pytest
+import torch
+from checkpoint_command import called
+from convert_cases import converted, refusal, same
+from int8_folders import CODES, NAME, SCALES, SHAPE, save, save_cut, trained
+
+from zero8.spec import int8_rows
+
+
+def decoded(params):
+    return int8_rows.decoded(params[NAME].int_data, params[NAME].scale)
+
+
+@pytest.mark.parametrize("dtype", int8_rows.SCALE_DTYPES)
+def test_convert_of_int8_weights_to_plain_decodes_them_and_keeps_their_states(dtype, tmp_path):
+    params, content = trained(dtype)
+    result = converted(save(tmp_path / "in", content), tmp_path / "out", "plain")
+    assert result["has_weights"] and result["notes"] == []
+    found = torch.load(tmp_path / "out", weights_only=True)
+    assert found["model"].keys() == params.keys()
+    assert found["model"][NAME].dtype == torch.float32
+    assert torch.equal(found["model"][NAME], decoded(params))
+    state = content["optimizer"]["state"][NAME]
+    assert same(found["optimizer"]["state"][0], state, state)
+
+
+@pytest.mark.parametrize("to", ["dcp", "zero", "fp32"])
+def test_convert_of_int8_weights_to_another_target_has_those_of_the_plain_one(to, tmp_path):
+    _, content = trained()
+    converted(save(tmp_path / "in", content), tmp_path / "plain", "plain")
+    result = converted(tmp_path / "in", tmp_path / "out", to)
+    assert result["has_weights"] and not any("no weights" in note for note in result["notes"])
+    plain = torch.load(tmp_path / "plain", weights_only=True)["model"][NAME]
+    if to == "zero":
+        (path,) = (tmp_path / "out").rglob(f"{NAME}/fp32.pt")
+        assert torch.equal(torch.load(path, weights_only=False)["param"], plain)
+    elif to == "fp32":
+        assert torch.equal(torch.load(tmp_path / "out", weights_only=True)["model"][NAME], plain)
+    else:
+        converted(tmp_path / "out", tmp_path / "back", "plain")
+        assert torch.equal(torch.load(tmp_path / "back", weights_only=True)["model"][NAME], plain)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        (CODES, SCALES, "moments"),
+        (CODES, SCALES),
+        ("moments",),
+        (CODES, "moments"),
+    ],
+    ids=["all", "weights", "moments", "all but scales"],
+)
+def test_convert_of_int8_weights_that_ranks_cut_joins_them(cut, standing_ranks, tmp_path):
+    standing_ranks(2).run(save_cut, folder=tmp_path / "in", cut=list(cut))
+    assert converted(tmp_path / "in", tmp_path / "out", "plain")["notes"] == []
+    params, _ = trained()
+    model = torch.load(tmp_path / "out", weights_only=True)["model"]
+    assert model.keys() == params.keys()
+    assert torch.equal(model[NAME], decoded(params))
+
+
+def test_convert_keeps_tensors_of_these_names_that_are_of_no_parameter_with_states(tmp_path):
+    _, content = trained()
+    others = {"other.int_data": torch.ones(3, 2, dtype=torch.int8), "other.scale": torch.ones(3)}
+    content["model"] |= others | {"norm.scale": torch.ones(5)}
+    converted(save(tmp_path / "in", content), tmp_path / "out", "plain")
+    model = torch.load(tmp_path / "out", weights_only=True)["model"]
+    assert model.keys() == {NAME, "layer.bias", "norm.scale", *others}
+    assert all(torch.equal(model[key], value) for key, value in others.items())
+
+
+def test_diff_of_int8_weights_counts_those_that_differ(tmp_path, capsys):
+    _, content = trained()
+    folders = [save(tmp_path / "one", content)]
+    content["model"][CODES] = content["model"][CODES].clone()
+    content["model"][CODES][7, :3] += 1
+    folders.append(save(tmp_path / "two", content))
+    (difference,) = called(capsys, "diff", *folders, status=1)["different"]
+    assert difference["weights"] == "3 elements differ"
+
+
+def whole(*shape, dtype):
+    return torch.ones(shape, dtype=dtype)
+
+
+REFUSED = {
+    "codes in float32": (CODES, whole(*SHAPE, dtype=torch.float32), "int_data of shape (40, 300)"),
+    "codes of 1 dimension": (CODES, whole(40, dtype=torch.int8), "int_data of shape (40,)"),
+    "too many scales": (SCALES, whole(41, dtype=torch.float32), "scale of shape (41,)"),
+    "scales of 2 dimensions": (SCALES, whole(40, 1, dtype=torch.float32), "shape (40, 1)"),
+    "scales in float16": (SCALES, whole(40, dtype=torch.float16), "(40,), torch.float16"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_convert_of_int8_weights_whose_tensors_do_not_fit_is_refused(case, tmp_path):
+    key, value, got = REFUSED[case]
+    _, content = trained()
+    content["model"][key] = value
+    error = refusal(save(tmp_path / "in", content), tmp_path / "out")
+    assert got in error and "expected int8 of 2 dimensions and one scale per row" in error
+    assert "save both as they are" in error
+
+
+@pytest.mark.parametrize(("missing", "found"), [(CODES, SCALES), (SCALES, CODES)])
+def test_convert_of_int8_weights_with_one_of_the_two_tensors_is_refused(missing, found, tmp_path):
+    _, content = trained()
+    del content["model"][missing]
+    error = refusal(save(tmp_path / "in", content), tmp_path / "out")
+    assert f"got model.{found} without model.{missing}" in error and "save both" in error

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""INT8 weights in folders of torch.distributed.checkpoint: two tensors, codes and scales.
+
+torch.distributed.checkpoint cannot save torchao's class itself, so trainings save the tensors that
+it is made of (`zero8.spec.int8_rows`), as NAME.int_data and NAME.scale.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from zero8.checkpoint.read.dcp_metadata import Entry
+from zero8.spec.int8_rows import SCALE_DTYPES
+
+
+class Int8Keys(NamedTuple):
+    """The keys of the two tensors of an INT8 weight."""
+
+    codes: str
+    scales: str
+
+
+def int8_keys(entries: Mapping[str, Entry], key: str) -> Int8Keys | None:
+    """Return the keys of the tensors of an INT8 weight, None if the weight is saved otherwise.
+
+    Args:
+        entries: those of the folder.
+        key: of the weight of a parameter.
+
+    Raises:
+        ValueError: if one of the two tensors is missing, or they do not fit together.
+    """
+    keys = Int8Keys(f"{key}.int_data", f"{key}.scale")
+    missing = [one for one in keys if one not in entries]
+    if key in entries or len(missing) == len(keys):
+        return None
+    if missing:
+        (found,) = set(keys) - set(missing)
+        raise ValueError(
+            f"{key}: got {found} without {missing[0]}, expected both tensors of an INT8 weight; "
+            "save both"
+        )
+    _check_fit(key, entries[keys.codes], entries[keys.scales])
+    return keys
+
+
+def _check_fit(key: str, codes: Entry, scales: Entry) -> None:
+    are_codes = codes.dtype == torch.int8 and len(codes.size) == 2
+    if are_codes and scales.dtype in SCALE_DTYPES and scales.size == codes.size[:1]:
+        return
+    raise ValueError(
+        f"{key}: got int_data of shape {tuple(codes.size)}, {codes.dtype}, and scale of shape "
+        f"{tuple(scales.size)}, {scales.dtype}, expected int8 of 2 dimensions and one scale per "
+        f"row in one of {list(SCALE_DTYPES)}; save both as they are in torchao's weight"
+    )
