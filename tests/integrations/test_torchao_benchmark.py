@@ -6,8 +6,9 @@ import torch
 
 pytest.importorskip("torchao")
 
+from benchmarks.fidelity.pool import cores
 from benchmarks.fidelity.training import Recipe, TrainingRun
-from benchmarks.int8_weights import command, losses
+from benchmarks.int8_weights import command, losses, steps
 from benchmarks.int8_weights.kinds import FLOAT32, KINDS, Weights, decoded, int8
 from benchmarks.int8_weights.losses import KeptModel
 from benchmarks.int8_weights.replay import distances
@@ -15,8 +16,8 @@ from benchmarks.int8_weights.replay import distances
 pytestmark = pytest.mark.integrations
 
 
-def recipe(steps):
-    return Recipe(steps, losses.BETA2, peak_lr=1e-3)
+def recipe(num_steps):
+    return Recipe(num_steps, losses.BETA2, peak_lr=1e-3)
 
 
 def test_distances_of_every_way_are_those_of_roundings_and_0_of_float32():
@@ -54,3 +55,13 @@ def test_report_of_the_measurement_has_a_row_for_every_way(tmp_path, monkeypatch
     text = (tmp_path / "out.md").read_text()
     for name in KINDS:
         assert text.count(f"| {name} |") == len(command.PEAK_LRS) + 1
+
+
+def test_report_of_steps_has_a_row_for_every_kind_and_number_of_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "SHAPE", (64, 128))
+    monkeypatch.setattr(steps, "ROUNDS", 6)
+    assert steps.main(["--json", str(tmp_path / "out.json")]) == 0
+    text = (tmp_path / "out.md").read_text()
+    counts = len({1, cores()})
+    for name in (*steps.ZERO8, steps.TORCHAO):
+        assert text.count(f"| {name} |") == counts
