@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from int8_weights import int8_param
 from test_cuda_optimizer import (
     assert_same,
     every_codec,
@@ -20,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
 ]
 FP32, BF16 = torch.float32, torch.bfloat16
+INT8_SHAPES = ((130, 300), (200, 48), (3, 5000))
 
 
 def on_gpu(dtype=FP32, **settings):
@@ -61,6 +63,26 @@ def test_gpu_optimizer_steps_equal_those_on_the_cpu_and_never_wait(codec, dtype)
             torch.cuda.set_sync_debug_mode("default")
     assert_same_as_cpu(mine, theirs)
     assert {p.device.type for p in mine[0]} == {"cuda"}
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("rounding", ["dither", "hash", False])
+def test_gpu_optimizer_steps_of_int8_weights_equal_those_on_the_cpu(rounding, dtype):
+    """Where PyTorch decodes and rounds, and not the kernel."""
+    generator = torch.Generator().manual_seed(0)
+    theirs = [int8_param(torch.randn(s, generator=generator), dtype) for s in INT8_SHAPES]
+    mine = [nn.Parameter(type(p.detach())(p.int_data.cuda(), p.scale.cuda())) for p in theirs]
+    both = [optimizer_of(params, stochastic_rounding=rounding) for params in (mine, theirs)]
+    for _ in range(4):
+        for p, q in zip(mine, theirs, strict=True):
+            q.grad = torch.randn(q.shape, generator=generator).to(dtype)
+            p.grad = q.grad.cuda()
+        for optimizer in both:
+            optimizer.step()
+    for p, q in zip(mine, theirs, strict=True):
+        assert torch.equal(p.int_data.cpu(), q.int_data) and torch.equal(p.scale.cpu(), q.scale)
+    for x, y in zip(*map(states_of, both), strict=True):
+        assert torch.equal(x.cpu(), y)
 
 
 def test_gpu_optimizer_host_runs_ahead_of_the_gpu():
