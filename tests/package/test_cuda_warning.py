@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from zero8.op import cpp_extension
+from zero8.op import build, cpp_extension
 
 # A torch with CUDA, as `import torch.utils.cpp_extension` sees it.
 WITH_CUDA = """
@@ -25,9 +25,14 @@ def printed(forks, tmp_path):
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\nexit 1\n")
     nvcc.chmod(0o755)
+    # The folder that the module then names: with the op, which would compile for half a minute.
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "torch_extensions").symlink_to(build.cache_root())
+    folders = {"CUDA_HOME": str(tmp_path), "XDG_CACHE_HOME": str(cache)}
 
     def of(code):
-        done = forks.run(WITH_CUDA + code, CUDA_HOME=str(tmp_path), **ENVIRONMENT)
+        done = forks.run(WITH_CUDA + code, **folders, **ENVIRONMENT)
         assert done.returncode == 0, done.stderr
         return done.stderr
 

@@ -4,6 +4,11 @@
 // Fibers run one at a time and stop where CUDA's threads meet (reductions over a warp, barriers),
 // until all that have to be there are.  Threads that would wait forever on a GPU, or meet at
 // different places, end the launch with an error.
+
+// Some compilers define it by themselves: jumps to other stacks would then be errors.
+#undef _FORTIFY_SOURCE
+
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -67,18 +72,20 @@ struct Meeting {
   uint32_t value = 0;
 };
 
+// Runs a thread of one thread block after another.  `place` is where it goes on; one that has not
+// begun, or has stopped before the end of a thread, begins at `start` with an empty stack.
 struct Fiber {
-  ucontext_t context;
+  jmp_buf place;
   std::unique_ptr<char[]> stack;
   uint3 index;
   Meeting meeting;
-  bool done;
+  bool begun = false, done = true;
 };
 
 constexpr size_t kStackBytes = 128 << 10;
 constexpr int kWarp = 32;
 constexpr int kMaxFibers = 1024;
-ucontext_t scheduler;
+jmp_buf scheduler;
 std::vector<Fiber> fibers;
 int num_fibers, running;
 uint32_t at_barrier[16], in_warp[kMaxFibers / kWarp];  // fibers that wait there
@@ -108,6 +115,12 @@ uint32_t combined(Op op, uint32_t a, uint32_t b) {
   return a + b;
 }
 
+// Goes on at `to`; returns when another jump goes on at `from`.  It leaves the mask of signals as
+// it is: swapcontext calls the operating system for it, which takes longer than all else here.
+void jump(jmp_buf& from, jmp_buf& to) {
+  if (_setjmp(from) == 0) _longjmp(to, 1);
+}
+
 uint32_t meet(Meeting meeting) {
   const int self = running;
   fibers[self].meeting = meeting;
@@ -126,7 +139,7 @@ uint32_t meet(Meeting meeting) {
     }
     for (int i : members) fibers[i].meeting = {Op::kNone, 0, 0, value};
   } else {
-    swapcontext(&fibers[self].context, &scheduler);
+    jump(fibers[self].place, scheduler);
   }
   return fibers[self].meeting.value;
 }
@@ -140,9 +153,25 @@ uint32_t meet_in_warp(Op op, uint32_t mask, uint32_t value) {
 }
 
 void start() {
-  body();
-  fibers[running].done = true;
-  swapcontext(&fibers[running].context, &scheduler);
+  for (;;) {
+    body();
+    fibers[running].done = true;
+    jump(fibers[running].place, scheduler);
+  }
+}
+
+// Runs a fiber until it waits or is done.
+void resume(Fiber& fiber) {
+  if (fiber.begun) return jump(scheduler, fiber.place);
+  fiber.begun = true;
+  if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_link = nullptr;
+  context.uc_stack.ss_sp = fiber.stack.get();
+  context.uc_stack.ss_size = kStackBytes;
+  makecontext(&context, start, 0);
+  if (_setjmp(scheduler) == 0) setcontext(&context);
 }
 
 }  // namespace
@@ -179,7 +208,7 @@ bool run_block(bool backwards) {
       Fiber& fiber = fibers[running];
       if (fiber.done || fiber.meeting.op != Op::kNone) continue;
       threadIdx = fiber.index;
-      swapcontext(&scheduler, &fiber.context);
+      resume(fiber);
       moved = true;
       left -= fiber.done;
     }
@@ -238,15 +267,11 @@ extern "C" int zero8_step_launch(const char* name, const zero8::Segment* segment
     std::fill(std::begin(in_warp), std::end(in_warp), 0);
     for (int i = 0; i < num_fibers; ++i) {
       Fiber& fiber = fibers[i];
-      if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.get();
-      fiber.context.uc_stack.ss_size = kStackBytes;
       fiber.index = {static_cast<uint32_t>(i % team_threads),
                      static_cast<uint32_t>(i / team_threads), 0};
       fiber.meeting = {};
+      fiber.begun &= fiber.done;
       fiber.done = false;
-      makecontext(&fiber.context, start, 0);
     }
     if (!run_block(stream != nullptr)) return 1;
   }

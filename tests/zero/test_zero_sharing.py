@@ -35,7 +35,8 @@ LAYOUTS = {
     "fp32 masters and gradients": (config(3, dtype={}) | CLIP | FP32_GRADS, False, True),
 }
 DEEPSPEEDS = config(3, zero=ON_CPU, optimizer="AdamW")
-STEPS = 6
+STEPS = 3
+"""Before, with and after a NaN; a step takes a micro-batch or, accumulated, two."""
 MOVED = "bf16 masters"
 SAVED = "bf16 masters, weights offloaded"
 
@@ -56,11 +57,11 @@ def is_shared(engine):
 
 def steps(engine, first=0):
     """Train, with a NaN on one rank; return the full gradients of a parameter after each step."""
-    grads = []
-    for step in range(first, first + STEPS):
-        is_poisoned = step == 2 and engine.global_rank == 1
-        take_step(engine, step, *["wide"] * is_poisoned)
-        if (step + 1) % engine.gradient_accumulation_steps() == 0:
+    grads, batches = [], engine.gradient_accumulation_steps()
+    for batch in range(first * batches, (first + STEPS) * batches):
+        is_poisoned = batch == batches and engine.global_rank == 1
+        take_step(engine, batch, *["wide"] * is_poisoned)
+        if (batch + 1) % batches == 0:
             grads.append(safe_get_full_grad(engine.module.conv).clone())
     return grads
 
