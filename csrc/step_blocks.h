@@ -18,7 +18,9 @@
 // The caller has set flush to zero.  Included once per target; ZERO8_TARGET names the namespace,
 // and nothing here is a template of the standard library, which the linker would merge across
 // targets.
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "format.h"
 #include "moments.h"
@@ -404,7 +406,13 @@ int64_t step_of_int8(const Segment& seg, const StepScalars& s, const CodecMaps& 
                      int64_t end, float* wide) {
   const Rows rows(seg, begin, end);
   rows.decode(wide);
-  Segment in_floats = seg;
+  // Without the count, to which other threads may be adding.
+  constexpr size_t kCount = offsetof(Segment, nonfinite_blocks);
+  constexpr size_t kRest = kCount + sizeof seg.nonfinite_blocks;
+  Segment in_floats{};
+  std::memcpy(&in_floats, &seg, kCount);
+  std::memcpy(reinterpret_cast<char*>(&in_floats) + kRest,
+              reinterpret_cast<const char*>(&seg) + kRest, sizeof seg - kRest);
   // Where the segment's first element would be: by numbers, as no array begins there.
   in_floats.param = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(wide) -
                                             static_cast<uintptr_t>(rows.begin()) * sizeof(float));
