@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversions of folders in which an INT8 weight is two tensors, codes and scales."""
+"""Conversions of folders in which weights of torchao are saved as the tensors inside."""
 
 import pytest
 import torch
@@ -60,6 +60,22 @@ def test_convert_of_int8_weights_that_ranks_cut_joins_them(cut, standing_ranks, 
     params, _ = trained()
     model = torch.load(tmp_path / "out", weights_only=True)["model"]
     assert model.keys() == params.keys()
+    assert torch.equal(model[NAME], decoded(params))
+
+
+@pytest.mark.parametrize("part", ["_data", "_tensor"])
+@pytest.mark.parametrize("to", ["plain", "dcp"])
+def test_convert_of_weights_saved_as_the_tensor_inside_gives_them_their_name(part, to, tmp_path):
+    params, content = trained()
+    del content["model"][CODES], content["model"][SCALES]
+    content["model"][f"{NAME}.{part}"] = decoded(params)
+    content["model"][f"frozen.{part}"] = torch.ones(3)  # of no parameter with states
+    result = converted(save(tmp_path / "in", content), tmp_path / "out", to)
+    assert result["has_weights"] and result["notes"] == []
+    if to == "dcp":
+        converted(tmp_path / "out", tmp_path / "plain", "plain")
+    model = torch.load(tmp_path / ("plain" if to == "dcp" else "out"), weights_only=True)["model"]
+    assert model.keys() == {*params, f"frozen.{part}"}
     assert torch.equal(model[NAME], decoded(params))
 
 

@@ -12,16 +12,17 @@ from torch import Tensor
 
 from zero8.state.extent import NEVER_SHARDED, local
 
-_INSIDE = {
+INSIDE = {
     "Int8MixedPrecisionTrainingLinearWeight": "_data",
     "BitNetTrainingLinearWeight": "_data",
     "WeightWithDynamicFloat8CastTensor": "_tensor",
 }
 """The attribute with the values, by class of torchao."""
 
-_INT8_ROWS = "Int8QuantizedTrainingLinearWeight"
+INT8_ROWS = "Int8QuantizedTrainingLinearWeight"
+"""The class of int8 rows, in `int_data`, and their scales, in `scale`."""
 
-CLASSES = (_INT8_ROWS, *_INSIDE)
+CLASSES = (INT8_ROWS, *INSIDE)
 """The names of the classes."""
 
 
@@ -42,7 +43,7 @@ def int8_rows(p: Tensor) -> Int8Rows | None:
     if type(p) in NEVER_SHARDED:  # most are; saves the calls
         return None
     here: Any = local(p)
-    return Int8Rows(here.int_data, here.scale) if class_in_torchao(here) == _INT8_ROWS else None
+    return Int8Rows(here.int_data, here.scale) if class_in_torchao(here) == INT8_ROWS else None
 
 
 def rows_of(p: Tensor) -> Int8Rows:
@@ -58,10 +59,10 @@ def values_of(p: Tensor) -> Tensor:
         return p
     here: Any = local(p)
     name = class_in_torchao(here)
-    if name == _INT8_ROWS:
+    if name == INT8_ROWS:
         codes: Tensor = here.int_data
         return codes
-    values: Tensor = getattr(here, _INSIDE[name]) if name in _INSIDE else here
+    values: Tensor = getattr(here, INSIDE[name]) if name in INSIDE else here
     return values
 
 

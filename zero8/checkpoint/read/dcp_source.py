@@ -2,8 +2,8 @@
 """Folders of `torch.distributed.checkpoint`: chunks of tensors, and a file of metadata.
 
 Optimizer states are recognized by the keys that torch.distributed.checkpoint.state_dict makes,
-flattened or not: `<prefix>state.<parameter>.<entry>`.  INT8 weights of parameters with states are
-read as float32 (`zero8.checkpoint.read.dcp_int8`).
+flattened or not: `<prefix>state.<parameter>.<entry>`.  Weights of parameters with states that are
+saved as the parts of torchao's classes are put together (`zero8.checkpoint.read.dcp_weights`).
 """
 
 import math
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zero8.algorithms.table import ALGORITHMS
-from zero8.checkpoint.read.dcp_int8 import Int8Keys, int8_keys
 from zero8.checkpoint.read.dcp_metadata import Chunk, Entry, Place, load_metadata
+from zero8.checkpoint.read.dcp_weights import Int8Keys, int8_keys, key_of_values
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.safe_load import damage_in, load
 from zero8.checkpoint.read.source import Facts, Source, size_bytes_of_path
@@ -108,8 +108,9 @@ class DcpSource(Source):
         """See `Source`."""
         int8 = {name: keys for name in self._prefixes if (keys := self._int8_keys(name))}
         parts = {key for keys in int8.values() for key in keys}
+        name_of = {self._key_of_values(name): name for name in self._prefixes}
         found = {
-            key.removeprefix(_MODEL): partial(self._tensor, key)
+            name_of.get(key, key.removeprefix(_MODEL)): partial(self._tensor, key)
             for key, entry in self._entries.items()
             if key.startswith(_MODEL) and entry.dtype is not None and key not in parts
         }
@@ -117,6 +118,9 @@ class DcpSource(Source):
 
     def _int8_keys(self, name: str) -> Int8Keys | None:
         return int8_keys(self._entries, _MODEL + name)
+
+    def _key_of_values(self, name: str) -> str:
+        return key_of_values(self._entries, _MODEL + name)
 
     def _decoded(self, keys: Int8Keys) -> Tensor:
         """Return an INT8 weight in float32, joined from its chunks."""
@@ -173,7 +177,7 @@ class DcpSource(Source):
             if codes is None or scales is None or len(codes) != len(scales):
                 return None
             return decoded(codes, scales)
-        return self._chunk(_MODEL + name, extent.offset)
+        return self._chunk(self._key_of_values(name), extent.offset)
 
     def _chunk(self, key: str, offset: tuple[int, ...]) -> Tensor | None:
         """Return the chunk of a tensor at an offset, None if no chunk begins there."""

@@ -6,7 +6,7 @@ bitsandbytes or torchao.
 """
 
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from zero8.checkpoint.read.safe_load import damage_in, load
 from zero8.checkpoint.read.source import Facts, Source
 from zero8.checkpoint.read.states import fragment_of
 from zero8.checkpoint.read.torchao import from_torchao, is_of_torchao
+from zero8.checkpoint.read.torchao_weights import reader_of
 from zero8.spec.shown import shown, shown_keys
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
@@ -62,7 +63,8 @@ class PlainSource(Source):
     def _fragment(self, file: Path, key: object, state: dict) -> Fragment:
         name = self._names.get(key, str(key))
         extent = Extent.whole(_shape_of(state, name, file))
-        return fragment_of(file, name, state, extent, self._weights.get(name))
+        read = self._weights.get(name)
+        return fragment_of(file, name, state, extent, read() if read else None)
 
     def groups(self) -> list[dict]:
         """See `Source`."""
@@ -74,7 +76,7 @@ class PlainSource(Source):
 
     def tensors(self) -> dict[str, Callable[[], Tensor]]:
         """See `Source`."""
-        return {name: partial(_itself, values) for name, values in self._weights.items()}
+        return self._weights
 
     @cached_property
     def _whole(self) -> dict:
@@ -114,15 +116,13 @@ class PlainSource(Source):
         return names
 
     @cached_property
-    def _weights(self) -> dict[str, Tensor]:
-        """The model's parameters, if they are in the file."""
+    def _weights(self) -> dict[str, Callable[[], Tensor]]:
+        """What returns the model's parameters, by name, if they are in the file."""
         model = self._whole.get("model")
         model = model if isinstance(model, dict) else {}
-        return {k: v for k, v in model.items() if isinstance(v, Tensor)}
-
-
-def _itself(values: Tensor) -> Tensor:
-    return values
+        with damage_in(self.path):
+            found = {name: reader_of(name, saved) for name, saved in model.items()}
+        return {name: read for name, read in found.items() if read is not None}
 
 
 def _with_names(state_dict: dict, like: dict) -> dict:

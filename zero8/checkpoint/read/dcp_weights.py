@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""INT8 weights in folders of torch.distributed.checkpoint: two tensors, codes and scales.
+"""Finds weights of torchao's classes in folders of torch.distributed.checkpoint.
 
-torch.distributed.checkpoint cannot save torchao's class itself, so trainings save the tensors that
-it is made of (`zero8.spec.int8_rows`), as NAME.int_data and NAME.scale.
+Trainings save the tensors that these weights are made of (`zero8.state.weights`), as NAME.part:
+codes and scales of INT8 weights, which torch.distributed.checkpoint cannot save otherwise, and the
+values inside the others.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import torch
 
 from zero8.checkpoint.read.dcp_metadata import Entry
 from zero8.spec.int8_rows import SCALE_DTYPES
+from zero8.state.weights import INSIDE
 
 
 class Int8Keys(NamedTuple):
@@ -43,6 +45,17 @@ def int8_keys(entries: Mapping[str, Entry], key: str) -> Int8Keys | None:
         )
     _check_fit(key, entries[keys.codes], entries[keys.scales])
     return keys
+
+
+def key_of_values(entries: Mapping[str, Entry], key: str) -> str:
+    """Return the key of the tensor with a weight's values: `key`, or that of its part.
+
+    Args:
+        entries: those of the folder.
+        key: of the weight of a parameter.
+    """
+    parts = [key, *(f"{key}.{part}" for part in INSIDE.values())]
+    return next((one for one in parts if one in entries), key)
 
 
 def _check_fit(key: str, codes: Entry, scales: Entry) -> None:

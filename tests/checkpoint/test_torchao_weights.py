@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of torchao 0.18 in a file that tests/golden/write_torchao_weights.py made."""
+
+import pytest
+import torch
+from checkpoint_command import called
+from convert_cases import converted, same
+from places import GOLDEN
+
+from zero8.checkpoint.read.safe_load import load
+from zero8.checkpoint.read.safe_pickle import Inert
+from zero8.checkpoint.read.torchao_weights import reader_of
+from zero8.state.weights import INSIDE, INT8_ROWS
+
+PATH = GOLDEN / "torchao_weights.pt"
+DTYPES = {
+    "int8.weight": torch.float32,
+    "int8_bfloat16.weight": torch.float32,  # only the scales are in bfloat16
+    "int8_matmuls.weight": torch.float32,
+    "bitnet.weight": torch.bfloat16,
+    "float8.weight": torch.float32,
+}
+CODES, SCALES = torch.ones(3, 5, dtype=torch.int8), torch.ones(3)
+
+
+def test_convert_of_torchao_weights_has_their_values_and_states(tmp_path):
+    result = converted(PATH, tmp_path / "out", "plain")
+    assert result["has_weights"] and result["notes"] == []
+    theirs, found = load(PATH), torch.load(tmp_path / "out", weights_only=True)
+    assert all(isinstance(saved, Inert) for saved in theirs["model"].values())
+    assert {name: values.dtype for name, values in found["model"].items()} == DTYPES
+    for number, (name, values) in enumerate(found["model"].items()):
+        assert torch.equal(values, theirs["values"][name]) and values.any(), name
+        state = theirs["optimizer"]["state"][number]
+        assert same(found["optimizer"]["state"][number], state, state)
+
+
+def weights_in(path, to, tmp_path):
+    """Return the weights that a conversion to a target has written."""
+    if to == "zero":
+        files = path.rglob("fp32.pt")
+        return {file.parent.name: torch.load(file, weights_only=False)["param"] for file in files}
+    if to == "dcp":
+        converted(path, tmp_path / "plain", "plain")
+        path = tmp_path / "plain"
+    return torch.load(path, weights_only=True)["model"]
+
+
+@pytest.mark.parametrize("to", ["dcp", "zero", "fp32"])
+def test_convert_of_torchao_weights_to_another_target_keeps_their_values(to, tmp_path):
+    assert converted(PATH, tmp_path / "out", to)["has_weights"]
+    found = weights_in(tmp_path / "out", to, tmp_path)
+    theirs = load(PATH)["values"]
+    assert found.keys() == theirs.keys()
+    for name, values in theirs.items():
+        assert torch.equal(found[name].float(), values.float()), name
+
+
+def test_diff_of_torchao_weights_with_what_they_convert_to_finds_nothing(tmp_path, capsys):
+    converted(PATH, tmp_path / "out", "plain")
+    assert called(capsys, "diff", PATH, tmp_path / "out", status=0)["different"] == []
+
+
+def saved_weight(kind: str, parts: object) -> Inert:
+    made = Inert(f"torchao.somewhere.{kind}", ())
+    made.state = parts
+    return made
+
+
+@pytest.mark.parametrize(
+    ("parts", "got"),
+    [
+        ({"int_data": CODES}, "int_data of shape (3, 5), torch.int8 and scale None"),
+        ({"scale": SCALES}, "int_data None"),
+        ({"int_data": CODES.float(), "scale": SCALES}, "(3, 5), torch.float32"),
+        ({"int_data": CODES[0], "scale": SCALES}, "int_data of shape (5,)"),
+        ({"int_data": CODES, "scale": torch.ones(4)}, "scale of shape (4,)"),
+        ({"int_data": CODES, "scale": SCALES.half()}, "(3,), torch.float16"),
+        ({"int_data": CODES, "scale": Inert("torch.Tensor", ())}, "a value of type Inert"),
+    ],
+)
+def test_reader_of_int8_weights_whose_tensors_do_not_fit_raises_value_error(parts, got):
+    with pytest.raises(ValueError, match="'w': got int_data") as caught:
+        reader_of("w", saved_weight(INT8_ROWS, parts))
+    assert got in str(caught.value)
+    assert "expected int8 of 2 dimensions and one scale per row" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", INSIDE)
+@pytest.mark.parametrize("parts", [{}, {"_data": None, "_tensor": None}])
+def test_reader_of_weights_without_the_tensor_inside_raises_value_error(kind, parts):
+    with pytest.raises(ValueError, match=f"'w': got a weight of torchao's {kind} without _"):
+        reader_of("w", saved_weight(kind, parts))
+
+
+@pytest.mark.parametrize("kind", [INT8_ROWS, *INSIDE])
+def test_reader_of_weights_without_a_state_raises_value_error(kind):
+    with pytest.raises(ValueError, match=f"'w': got a weight of torchao's {kind} without its"):
+        reader_of("w", saved_weight(kind, None))
+
+
+def test_reader_of_other_objects_is_none():
+    assert reader_of("w", saved_weight("AffineQuantizedTensor", {})) is None
+    other = Inert(f"other.somewhere.{INT8_ROWS}", ())
+    other.state = {"int_data": CODES, "scale": SCALES}
+    assert reader_of("w", other) is None
+    assert reader_of("w", 3) is None
