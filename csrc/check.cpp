@@ -116,17 +116,22 @@ std::string wrong_rows(const Segment& s) {
   return {};
 }
 
-bool is_address(const void* p, uint64_t alignment_bytes) {
-  const auto address = reinterpret_cast<uint64_t>(p);
+bool is_address(const void* p, int64_t alignment_bytes) {
+  const auto address = reinterpret_cast<int64_t>(p);
   return address != 0 && address % alignment_bytes == 0;
 }
 
 // What is wrong with one that is none.  Names of fields are made only then: with them the check of
 // a small segment would take as long as its step.
-std::string wrong_address(const std::string& field, const void* p, uint64_t alignment_bytes) {
+std::string wrong_address(const std::string& field, const void* p, int64_t alignment_bytes) {
   if (!p) return field + ": got no memory";
   return wrong(field, reinterpret_cast<int64_t>(p),
                "an address that is a multiple of " + std::to_string(alignment_bytes));
+}
+
+std::string wrong_array(const char* field, const void* p, int32_t dtype) {
+  if (is_address(p, size_bytes(dtype))) return {};
+  return wrong_address(field, p, size_bytes(dtype));
 }
 
 std::string wrong_moment(const Segment& s, int k, int64_t num_blocks) {
@@ -140,7 +145,7 @@ std::string wrong_moment(const Segment& s, int k, int64_t num_blocks) {
   }
   if (s.numel == 0) return {};
   const bool is_quantized = moment.codec != kFloat32;
-  const uint64_t alignment_bytes = is_quantized ? 1 : 4;
+  const int64_t alignment_bytes = is_quantized ? 1 : 4;
   if (!is_address(moment.values, alignment_bytes)) {
     return wrong_address(of_moment(k, "values"), moment.values, alignment_bytes);
   }
@@ -151,15 +156,13 @@ std::string wrong_moment(const Segment& s, int k, int64_t num_blocks) {
 std::string wrong_memory(const Segment& s) {
   std::string found;
   if (s.numel != 0) {
-    const uint64_t param_bytes = s.param_dtype == kFP32 ? 4 : s.param_dtype == kBF16 ? 2 : 1;
-    const uint64_t scale_bytes = s.row_scales_dtype == kFP32 ? 4 : 2;
-    const uint64_t grad_bytes = s.grad_dtype == kFP32 ? 4 : 2;
-    if (!is_address(s.param, param_bytes)) return wrong_address("param", s.param, param_bytes);
-    if (!is_address(s.grad, grad_bytes)) return wrong_address("grad", s.grad, grad_bytes);
-    if (s.copy && !is_address(s.copy, 2)) return wrong_address("copy", s.copy, 2);
-    if (s.param_dtype == kINT8 && !is_address(s.row_scales, scale_bytes)) {
-      return wrong_address("row_scales", s.row_scales, scale_bytes);
+    found = wrong_array("param", s.param, s.param_dtype);
+    if (found.empty()) found = wrong_array("grad", s.grad, s.grad_dtype);
+    if (found.empty() && s.copy) found = wrong_array("copy", s.copy, s.copy_dtype);
+    if (found.empty() && s.param_dtype == kINT8) {
+      found = wrong_array("row_scales", s.row_scales, s.row_scales_dtype);
     }
+    if (!found.empty()) return found;
   }
   const int64_t blocks = check::num_blocks(s);
   for (int k = 0; k < kMomentsOf[s.algorithm].count && found.empty(); ++k) {

@@ -13,7 +13,7 @@
 #define ZERO8_TARGET avx2
 #include "vec_avx2.h"
 // In terms of that vocabulary:
-#include "step_blocks.h"
+#include "step_types.h"
 
 ZERO8_DEFINE_STEPS
 #if defined(__clang__)

@@ -18,7 +18,7 @@
 #endif
 #include "vec_avx512.h"
 // In terms of that vocabulary:
-#include "step_blocks.h"
+#include "step_types.h"
 
 ZERO8_DEFINE_STEPS
 #if defined(__clang__)

@@ -5,6 +5,6 @@
 #define ZERO8_TARGET baseline
 #include "vec_scalar.h"
 // In terms of that vocabulary:
-#include "step_blocks.h"
+#include "step_types.h"
 
 ZERO8_DEFINE_STEPS

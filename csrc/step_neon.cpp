@@ -6,7 +6,7 @@
 #define ZERO8_TARGET neon
 #include "vec_neon.h"
 // In terms of that vocabulary:
-#include "step_blocks.h"
+#include "step_types.h"
 
 ZERO8_DEFINE_STEPS
 #endif

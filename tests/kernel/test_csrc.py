@@ -95,9 +95,9 @@ def test_headers_compile_alone_and_twice_where_two_files_include_them(tmp_path):
     source = tmp_path / "twice.cpp"
     source.write_text(
         '#include "format.h"\n#include "format.h"\n'
-        '#define ZERO8_TARGET one\n#include "vec_scalar.h"\n#include "step_blocks.h"\n'
+        '#define ZERO8_TARGET one\n#include "vec_scalar.h"\n#include "step_types.h"\n'
         "#undef ZERO8_TARGET\n"
-        '#define ZERO8_TARGET two\n#include "vec_scalar.h"\n#include "step_blocks.h"\n'
+        '#define ZERO8_TARGET two\n#include "vec_scalar.h"\n#include "step_types.h"\n'
     )
     output_of([*COMPILER, "-fopenmp", "-fsyntax-only", "-Wall", "-Wextra", source])
 

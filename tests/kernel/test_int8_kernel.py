@@ -5,7 +5,6 @@ import pytest
 import torch
 from segments import (
     CODEC_NAMES,
-    KINDS,
     Place,
     assert_same,
     assert_steps_inside,
@@ -15,6 +14,7 @@ from segments import (
     scalars_at,
     set_phases,
 )
+from test_kernel import assert_follows_reference
 
 from zero8.op import kernel
 from zero8.spec import int8_rows, reference
@@ -63,16 +63,8 @@ def set_step(segment: Segment, step: int, kind: int) -> None:
 def test_kernel_step_of_int8_weights_equals_reference(codec, dtypes):
     # The codec that tiles share takes no narrow rows.
     places = [one for one in PLACES if codec != SHARED.name or one.shape[1] >= 64]
-    for place in places:
-        segment = segment_at(place, codec, dtypes)
-        followers = {isa: copied(segment) for isa in kernel.isas()}
-        for step in range(1, 4):
-            for one in (segment, *followers.values()):
-                set_step(one, step, (step + place.offset) % KINDS)
-            wanted = reference.step(segment)
-            for isa, one in followers.items():
-                assert kernel.step([one], num_threads=2, isa=isa) == [wanted]
-                assert_same(one, segment, f"{isa}, step {step}, {place}")
+    segments = [segment_at(place, codec, dtypes) for place in places]
+    assert_follows_reference(segments, HYPER, count=3, num_threads=2)
 
 
 @pytest.mark.parametrize("codec", [None, "log", SHARED.name], ids=lambda name: name or "fp32")
@@ -112,14 +104,7 @@ def test_kernel_step_of_int8_weights_any_scales_equal_reference(dtype, rounding)
     segment = segment_at(place, dtypes=(dtype, FP32, rounding))
     segment.row_scales.copy_(torch.tensor(scales, device="cpu"))
     segment.param[::7] = -128
-    followers = {isa: copied(segment) for isa in kernel.isas()}
-    for step in range(1, 3):
-        for one in (segment, *followers.values()):
-            set_step(one, step, 0)
-        wanted = reference.step(segment)
-        for isa, one in followers.items():
-            assert kernel.step([one], isa=isa) == [wanted]
-            assert_same(one, segment, f"{isa}, step {step}")
+    assert_follows_reference([segment], HYPER, count=2)
     assert (segment.row_scales[:8].isfinite()).all() and not segment.row_scales[8:].isfinite().any()
 
 

@@ -11,7 +11,6 @@ struct Types {
   zero8::DType param, grad;
   bool is_corrected = false;
 
-  int64_t param_bytes() const { return param == zero8::kFP32 ? 4 : param == zero8::kBF16 ? 2 : 1; }
   // Of INT8 weights.
   zero8::DType row_scales() const { return grad == zero8::kBF16 ? zero8::kBF16 : zero8::kFP32; }
 };

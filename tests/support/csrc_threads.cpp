@@ -40,21 +40,21 @@ using Bytes = std::vector<uint8_t>;
 class List {
  public:
   explicit List(const Kind& kind) {
-    const int64_t param_size = kind.types.param_bytes();
+    const int64_t param_size = zero8::size_bytes(kind.types.param);
     int64_t num_moment_bytes = 0;
     for (int k = 0; k < kNumSegments; ++k) {
       shapes_[k] = shape_for(kind.types, kShapes[k]);
       num_moment_bytes += moment_bytes(kind.codec, shapes_[k]);
     }
     const zero8::CodecSize size = zero8::kCodecSizes[kind.codec];
-    grad_size_ = kind.types.grad == zero8::kFP32 ? 4 : 2;
+    grad_size_ = zero8::size_bytes(kind.types.grad);
     is_half_ = kind.types.grad == zero8::kFP16;
     param_.resize(kNumel * param_size);
     grad_.resize(kNumel * grad_size_);
     correction_.resize(kNumel);
     for (int64_t i = 0; i < kNumel; ++i) {
       const float scale = 0.01f;  // its upper half is a bfloat16
-      const int64_t size = kind.types.row_scales() == zero8::kFP32 ? 4 : 2;
+      const int64_t size = zero8::size_bytes(kind.types.row_scales());
       row_scales_.resize(row_scales_.size() + size);
       std::memcpy(&row_scales_[i * size], reinterpret_cast<const char*>(&scale) + 4 - size, size);
     }
@@ -83,7 +83,7 @@ class List {
       segment.correction = kind.types.is_corrected ? correction_.data() + element : nullptr;
       if (kind.types.param == zero8::kINT8) {
         segment.row_scales_dtype = kind.types.row_scales();
-        const int64_t size = segment.row_scales_dtype == zero8::kFP32 ? 4 : 2;
+        const int64_t size = zero8::size_bytes(segment.row_scales_dtype);
         segment.row_scales = row_scales_.data() + row * size;
         row += shape.numel / shape.own_row_length;
       }

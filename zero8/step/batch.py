@@ -3,26 +3,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
 
-from zero8.op.describe import Contents
 from zero8.state.extent import local
 from zero8.state.header import Entries
-from zero8.state.weights import int8_rows, values_of
+from zero8.state.weights import values_of
 
 Group = dict[str, Any]
 """A parameter group of an optimizer."""
 Column = TypeVar("Column")
-
-
-class HasContents(Protocol):
-    """A kind of state, or several of them."""
-
-    def contents(self, states: Sequence[Entries]) -> Contents:
-        """Return the parts of states that records depend on; see `StateKind.contents`."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +65,6 @@ class Batch:
         """Return this batch, with contiguous copies of tensors that are not contiguous."""
         values, grads = ([t.contiguous() for t in ts] for ts in (self.values, self.grads))
         return Batch(self.groups, self.params, values, grads, self.states)
-
-    def contents(self, kinds: HasContents) -> Contents:
-        """Return what records depend on besides parameters and gradients.
-
-        Args:
-            kinds: the kind or kinds of the states.
-
-        Returns:
-            The contents of the states, and the scales of INT8 weights among the entries.
-        """
-        description, entries = kinds.contents(self.states)
-        pairs = zip(self.params, self.values, strict=True)
-        of_int8 = [int8_rows(p) for p, values in pairs if values is not p]  # most are p itself
-        return description, [*entries, *(one.scales for one in of_int8 if one is not None)]
 
     def addresses(self) -> np.ndarray:
         """Return the addresses of parameters and gradients; (2, parameters) uint64."""

@@ -13,6 +13,7 @@ from zero8.op.describe import Snapshot
 from zero8.spec.algorithm import Algorithm
 from zero8.state.header import Entries
 from zero8.state.kind import RecordKey, StateKind
+from zero8.state.weights import int8_rows
 from zero8.step import int8_part
 from zero8.step.batch import Batch
 from zero8.step.matrix_part import MatrixPart
@@ -33,8 +34,18 @@ class Kinds:
         for place, kind in enumerate(kinds):
             self._places.setdefault(kind, []).append(place)
 
-    def contents(self, states: Sequence[Entries]) -> RecordKey:
-        """Return the contents of the states of all kinds; see `StateKind.contents`."""
+    def contents(self, batch: Batch) -> RecordKey:
+        """Return what records depend on besides the values and gradients of a batch.
+
+        Of states of all kinds that is `StateKind.contents`; of INT8 weights it is their scales.
+        """
+        description, entries = self._contents_of(batch.states)
+        pairs = zip(batch.params, batch.values, strict=True)
+        wrapped = [int8_rows(p) for p, values in pairs if values is not p]  # most are p itself
+        scales = [rows.scales for rows in wrapped if rows is not None]
+        return description, [*entries, *scales] if scales else entries
+
+    def _contents_of(self, states: Sequence[Entries]) -> RecordKey:
         if len(self._places) == 1:
             (kind,) = self._places
             return kind.contents(states)
@@ -76,7 +87,7 @@ class Plan:
 
     def addresses_of(self, batch: Batch) -> np.ndarray | None:
         """Return the addresses of a batch of the same parameters, None if the plan is stale."""
-        contents = batch.contents(self.kinds)
+        contents = self.kinds.contents(batch)
         return self.snapshot.addresses_if_same(batch.values, batch.grads, contents)
 
     @classmethod

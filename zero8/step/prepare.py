@@ -22,6 +22,7 @@ from zero8.state.store import MomentStore
 from zero8.state.weights import int8_rows
 from zero8.step import int8_part
 from zero8.step.batch import Batch
+from zero8.step.plan import Kinds
 from zero8.step.records import ParamRecords
 
 
@@ -64,7 +65,7 @@ def prepared(kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
         for segment, piece in zip(segments, pieces, strict=True):
             segment.row_scales = int8_part.rows_of_piece(rows, piece).scales
     keys = [_stream_keys(settings, piece.identity) for piece in pieces]
-    snapshot = Snapshot(single.values, single.grads, single.contents(kind))
+    snapshot = Snapshot(single.values, single.grads, Kinds([kind]).contents(single))
     return ParamRecords.of(kind, snapshot, pieces, (flat, grads), segments, keys)
 
 

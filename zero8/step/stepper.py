@@ -143,7 +143,7 @@ class Stepper:
         self._keep_records(batch, groups, state)
         records = [self._kept[number] for number in ids]
         kinds = Kinds([one.kind for one in records])
-        snapshot = Snapshot(batch.values, batch.grads, batch.contents(kinds))
+        snapshot = Snapshot(batch.values, batch.grads, kinds.contents(batch))
         self._plans[ids[0]] = plan = Plan.of(batch, snapshot, kinds, records)
         return plan, snapshot.addresses
 
@@ -185,7 +185,7 @@ class Stepper:
         kept = self._kept.get(id(single.params[0]))
         if kept is None or not single.states[0]:
             return False
-        contents = single.contents(kept.kind)
+        contents = Kinds([kept.kind]).contents(single)
         return kept.snapshot.addresses_if_same(single.values, single.grads, contents) is not None
 
     def _run(self, batch: Batch, plan: Plan, addresses: np.ndarray) -> None:
