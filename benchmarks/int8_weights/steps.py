@@ -6,7 +6,7 @@ Writes OUT (JSON) and a table (.md) beside it.  Needs torchao: pip install 'zero
 Keys of the JSON object:
     versions, commit, cpu, workers, command, seconds, cpu_seconds: what was run; workers are cores.
     shape, rounds: of the matrix, and how often each step was timed.
-    steps: a row per number of threads and kind of weights, times in ns per parameter.
+    rows: one per number of threads and kind of weights, times in ns per parameter.
 """
 
 import sys
@@ -36,7 +36,7 @@ def measure(workers: int) -> dict:
     """Time all kinds with one thread and with one per core."""
     environment = runs.environment(workers)
     rows = [row for count in sorted({1, workers}) for row in step_rows(count)]
-    return {"shape": SHAPE, "rounds": ROUNDS, "steps": rows, **environment}
+    return {"shape": SHAPE, "rounds": ROUNDS, "rows": rows, **environment}
 
 
 def step_rows(num_threads: int) -> list[dict]:
@@ -93,7 +93,7 @@ def _lines(result: dict) -> list[str]:
             f"{row['ns_per_param']:.2f}",
             f"{row['ns_per_param_p10']:.2f} to {row['ns_per_param_p90']:.2f}",
         ]
-        for row in result["steps"]
+        for row in result["rows"]
     ]
     return [
         f"Steps over a matrix of {rows} by {columns}, {result['rounds']} of each kind in turns "

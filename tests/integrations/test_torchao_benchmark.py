@@ -63,5 +63,6 @@ def test_report_of_steps_has_a_row_for_every_kind_and_number_of_threads(tmp_path
     assert steps.main(["--json", str(tmp_path / "out.json")]) == 0
     text = (tmp_path / "out.md").read_text()
     counts = len({1, cores()})
+    assert text.startswith("# Steps of INT8 weights\n")
     for name in (*steps.ZERO8, steps.TORCHAO):
         assert text.count(f"| {name} |") == counts
