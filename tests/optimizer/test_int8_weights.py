@@ -63,7 +63,7 @@ def widened(monkeypatch):
     The largest of `SHAPES` has two pieces.
     """
     monkeypatch.setattr(int8_part, "is_widened", lambda device: True)
-    monkeypatch.setitem(int8_part.MOST_ELEMENTS, "cpu", 20_000)
+    monkeypatch.setattr(int8_part, "MOST_ELEMENTS", 20_000)
 
 
 @pytest.fixture(params=["in the kernel", "widened"])
@@ -116,7 +116,7 @@ def test_step_of_int8_weights_has_the_same_bits_with_any_number_of_threads_and_p
         torch.set_num_threads(1)
         trained(one)
         torch.set_num_threads(3)
-        monkeypatch.setitem(int8_part.MOST_ELEMENTS, "cpu", 1)
+        monkeypatch.setattr(int8_part, "MOST_ELEMENTS", 1)
         trained(other)
     finally:
         torch.set_num_threads(threads)
@@ -158,6 +158,7 @@ def test_state_of_int8_weights_has_the_bytes_of_the_same_float32_weights():
 def test_step_of_widened_int8_weights_copies_only_some_rows_to_float32(monkeypatch):
     """4096 rows of 1000: 2^18 elements are 4 bands of 64 rows and a rest."""
     monkeypatch.setattr(int8_part, "is_widened", lambda device: True)
+    monkeypatch.setattr(int8_part, "MOST_ELEMENTS", 1 << 18)
     sizes = []
 
     def buffer_of(pieces, device):
@@ -325,7 +326,7 @@ def test_step_of_int8_weights_has_the_same_skipped_blocks_with_any_number_of_pie
     for most in (None, 1 << 18, 1):
         if most is not None:
             monkeypatch.setattr(int8_part, "is_widened", lambda device: True)
-            monkeypatch.setitem(int8_part.MOST_ELEMENTS, "cpu", most)
+            monkeypatch.setattr(int8_part, "MOST_ELEMENTS", most)
         p = int8_param(weights_of((600, 301)))
         optimizer = trained([p], steps=1, fp32_params=["*"])
         set_grads([p], 1)

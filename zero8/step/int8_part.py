@@ -26,8 +26,8 @@ from zero8.step.batch import Batch
 from zero8.step.in_parts import StepInParts
 from zero8.step.part import Part
 
-MOST_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""The most elements that are copied at once, by type of device."""
+MOST_ELEMENTS = 1 << 24
+"""The most elements that are copied at once."""
 
 
 class Int8Part(Part):
@@ -79,23 +79,22 @@ def buffer_of(pieces: Sequence[Piece], device: torch.device) -> Tensor:
     return torch.empty(max((one.numel for one in pieces), default=0), device=device)
 
 
-def in_chunks(table: PieceTable, device: torch.device) -> PieceTable:
+def in_chunks(table: PieceTable) -> PieceTable:
     """Return the table of a part of an INT8 parameter, cut into pieces that are stepped together.
 
     They begin at rows that begin blocks and bands, as those of the whole do.
 
     Args:
         table: its pieces have whole rows.
-        device: the device of the parameter.
     """
-    pieces = (chunk for piece in table.pieces for chunk in _chunks(piece, device))
+    pieces = (chunk for piece in table.pieces for chunk in _chunks(piece))
     return PieceTable(tuple(pieces), table.numel)
 
 
-def _chunks(piece: Piece, device: torch.device) -> Iterator[Piece]:
+def _chunks(piece: Piece) -> Iterator[Piece]:
     columns = piece.shape[1]
     together = math.lcm(ROWS_PER_BAND, _rows_that_begin_a_block(piece))
-    at_most = MOST_ELEMENTS[device.type] // max(1, together * columns)
+    at_most = MOST_ELEMENTS // max(1, together * columns)
     rows = together * max(1, at_most)
     row, end = piece.first // max(1, columns), (piece.first + piece.numel) // max(1, columns)
     while row < end:

@@ -48,7 +48,7 @@ def prepared(kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
         tensors["the scales"] = rows.scales
     _check(tensors, stores, state, info)
     if is_widened := rows is not None and int8_part.is_widened(values.device):
-        chunks = int8_part.in_chunks(stores[0].table, values.device)
+        chunks = int8_part.in_chunks(stores[0].table)
         stores = [replace(store, table=chunks) for store in stores]
     pieces = stores[0].table.pieces
     if is_widened:
