@@ -33,7 +33,9 @@ enum Codec : int32_t {
 constexpr int kNumCodecs = 9;  // these two included
 enum DType : int32_t { kFP32 = 0, kBF16 = 1, kFP16 = 2, kINT8 = 3 };
 // Of one number.
-constexpr int64_t size_bytes(int32_t dtype) { return dtype == kFP32 ? 4 : dtype == kINT8 ? 1 : 2; }
+ZERO8_DEVICE constexpr int64_t size_bytes(int32_t dtype) {
+  return dtype == kFP32 ? 4 : dtype == kINT8 ? 1 : 2;
+}
 enum Rounding : int32_t { kNearest = 0, kDither = 1, kHash = 2 };
 
 constexpr int kMinBlockSize = 64;

@@ -11,6 +11,8 @@ struct Types {
   zero8::DType param, grad;
   bool is_corrected = false;
 
+  // Whether the parameter's rounding is chosen by the segment.
+  bool is_rounded() const { return param != zero8::kFP32 && !is_corrected; }
   // Of INT8 weights.
   zero8::DType row_scales() const { return grad == zero8::kBF16 ? zero8::kBF16 : zero8::kFP32; }
 };
