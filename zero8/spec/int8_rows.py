@@ -43,6 +43,16 @@ _FLOAT32_BITS = 24
 _SMALLEST_NORMAL = 2.0**-126
 _THRESHOLD = 2.0**-16 - 2.0**-32
 
+Kind = tuple[Sequence[int], torch.dtype | None]
+"""The shape and dtype of a tensor, None if it is unknown."""
+
+
+def are_rows(codes: Kind, scales: Kind) -> bool:
+    """Return whether tensors of these shapes and dtypes are the codes and scales of rows."""
+    (shape, dtype), (scales_shape, scales_dtype) = codes, scales
+    are_codes = dtype == torch.int8 and len(shape) == 2
+    return are_codes and scales_dtype in SCALE_DTYPES and tuple(scales_shape) == tuple(shape[:1])
+
 
 def decoded(codes: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the weights of rows, equation (W1).

@@ -9,10 +9,8 @@ values inside the others.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
-
 from zero8.checkpoint.read.dcp_metadata import Entry
-from zero8.spec.int8_rows import SCALE_DTYPES
+from zero8.spec.int8_rows import SCALE_DTYPES, are_rows
 from zero8.state.weights import INSIDE
 
 
@@ -59,8 +57,7 @@ def key_of_values(entries: Mapping[str, Entry], key: str) -> str:
 
 
 def _check_fit(key: str, codes: Entry, scales: Entry) -> None:
-    are_codes = codes.dtype == torch.int8 and len(codes.size) == 2
-    if are_codes and scales.dtype in SCALE_DTYPES and scales.size == codes.size[:1]:
+    if are_rows((codes.size, codes.dtype), (scales.size, scales.dtype)):
         return
     raise ValueError(
         f"{key}: got int_data of shape {tuple(codes.size)}, {codes.dtype}, and scale of shape "

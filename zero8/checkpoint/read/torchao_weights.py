@@ -7,11 +7,10 @@ INT8 weights are decoded to float32; the others hold a tensor with the values.
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from zero8.checkpoint.read.safe_pickle import Inert
-from zero8.spec.int8_rows import SCALE_DTYPES, decoded
+from zero8.spec.int8_rows import SCALE_DTYPES, are_rows, decoded
 from zero8.spec.shown import shown
 from zero8.state.weights import INSIDE, INT8_ROWS
 
@@ -44,9 +43,8 @@ def reader_of(name: object, saved: object) -> Callable[[], Tensor] | None:
 
 
 def _int8_reader(name: object, codes: object, scales: object) -> Callable[[], Tensor]:
-    is_whole = isinstance(codes, Tensor) and isinstance(scales, Tensor)
-    if is_whole and codes.dtype == torch.int8 and codes.ndim == 2:
-        if scales.dtype in SCALE_DTYPES and scales.shape == codes.shape[:1]:
+    if isinstance(codes, Tensor) and isinstance(scales, Tensor):
+        if are_rows((codes.shape, codes.dtype), (scales.shape, scales.dtype)):
             return partial(decoded, codes, scales)
     raise ValueError(
         f"{shown(name)}: got int_data {_described(codes)} and scale {_described(scales)}, expected "
