@@ -145,22 +145,25 @@ bool has_avx512vbmi() { return __builtin_cpu_supports("avx512vbmi") && has_avx51
 }  // namespace
 
 // By number, among which are those of retired codecs.
-#define ZERO8_LIST_STEPS(target, algorithm)       \
-  {ZERO8_STEP_BLOCKS(target, algorithm, Float32), \
-   ZERO8_STEP_BLOCKS(target, algorithm, Dynamic), \
-   nullptr,                                       \
-   nullptr,                                       \
-   ZERO8_STEP_BLOCKS(target, algorithm, Log),     \
-   ZERO8_STEP_BLOCKS(target, algorithm, Fp8),     \
-   ZERO8_STEP_BLOCKS(target, algorithm, Log6),    \
-   ZERO8_STEP_BLOCKS(target, algorithm, Linear4), \
+#define ZERO8_LIST_STEPS(target, algorithm) ZERO8_LIST_STEPS_OF(target, target, algorithm)
+// Of VBMI the codec Dynamic alone has a use: its other steps are those of AVX-512.
+#define ZERO8_LIST_VBMI_STEPS(target, algorithm) ZERO8_LIST_STEPS_OF(avx512, target, algorithm)
+#define ZERO8_LIST_STEPS_OF(target, target_of_dynamic, algorithm) \
+  {ZERO8_STEP_BLOCKS(target, algorithm, Float32),                 \
+   ZERO8_STEP_BLOCKS(target_of_dynamic, algorithm, Dynamic),      \
+   nullptr,                                                       \
+   nullptr,                                                       \
+   ZERO8_STEP_BLOCKS(target, algorithm, Log),                     \
+   ZERO8_STEP_BLOCKS(target, algorithm, Fp8),                     \
+   ZERO8_STEP_BLOCKS(target, algorithm, Log6),                    \
+   ZERO8_STEP_BLOCKS(target, algorithm, Linear4),                 \
    ZERO8_STEP_BLOCKS(target, algorithm, Shared)},
 const Isa kIsas[] = {
     {"baseline", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, baseline)}, [] { return true; }},
 #if defined(__x86_64__)
     {"avx2", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, avx2)}, has_avx2},
     {"avx512", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, avx512)}, has_avx512},
-    {"avx512vbmi", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, avx512vbmi)}, has_avx512vbmi},
+    {"avx512vbmi", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_VBMI_STEPS, avx512vbmi)}, has_avx512vbmi},
 #elif defined(__aarch64__)
     {"neon", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, neon)}, [] { return true; }},
 #endif

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The step for x86-64 processors with AVX-512 VBMI too: permutations of bytes.
+// The step of the codec Dynamic for x86-64 processors with AVX-512 VBMI too: permutations of bytes.
 #include "isa.h"
 
 #if defined(__x86_64__)
@@ -12,6 +12,9 @@
 #endif
 #define ZERO8_TARGET avx512vbmi
 #define ZERO8_VBMI
+#if !defined(ZERO8_CODEC)
+#define ZERO8_CODEC Dynamic
+#endif
 #if !defined(__clang__)
 // GCC warns about the undefined operands of its own intrinsics (its bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"

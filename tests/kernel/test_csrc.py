@@ -5,7 +5,7 @@ import re
 import subprocess
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -13,18 +13,19 @@ import torch
 from places import ROOT, SUPPORT
 from torch.utils import cpp_extension
 
-from zero8.algorithms.table import ELEMENTWISE
+from zero8.algorithms.table import ADAM, ELEMENTWISE
 from zero8.op import build, kernel
-from zero8.spec.codec import CODECS
+from zero8.op.structs import FLOAT32_MOMENTS
+from zero8.spec.codec import CODECS, SHARED
 
 CSRC = ROOT / "csrc"
 # torch 2.8, the oldest that zero8 allows, builds extensions as C++17.
 COMPILER = [*cpp_extension.get_cxx_compiler().split(), "-std=c++17", f"-I{CSRC}"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 # Without optimization compiling takes a fifth of the time, and what is compiled twice as long.
-SANITIZERS = ["-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-# The drivers step Adam's segments: what reads and writes memory is one template for all algorithms.
-ADAM_ALONE = ["-DZERO8_ALGORITHM=Adam"]
+# A null pointer ends the program in any case.
+SANITIZERS = ["-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize=null"]
+SANITIZERS += ["-fno-sanitize-recover=all"]
 
 on_x86 = pytest.mark.xfail(
     platform.machine() != "x86_64", reason="other processors have other targets", run=False
@@ -72,9 +73,16 @@ def objects():
 def test_targets_of_the_build_are_all_that_there_are():
     targets = list(dict.fromkeys(chain(*build.TARGETS_OF.values())))
     assert {f"step_{name}" for name in targets} == {p.stem for p in CSRC.glob("step_*.cpp")}
-    pattern = r'\{"(\w+)", \{\{\}, ZERO8_ALGORITHMS\(ZERO8_LIST_STEPS, (\w+)\)\}, '
+    pattern = r'\{"(\w+)", \{\{\}, ZERO8_ALGORITHMS\(ZERO8_LIST_(?:VBMI_)?STEPS, (\w+)\)\}, '
     rows = re.findall(pattern, (CSRC / "dispatch.cpp").read_text())
     assert rows == [(name, name) for name in targets]
+
+
+def test_op_has_the_steps_of_all_targets_algorithms_and_codecs():
+    codecs = [FLOAT32_MOMENTS, *(codec.number for codec in CODECS.values())]
+    every = {*product(build.TARGETS, (one.number for one in ELEMENTWISE), codecs)}
+    shared = {*product(build.TARGETS, [ADAM.number], [SHARED.number])}
+    assert {*build.op().load().steps()} == every | shared
 
 
 def test_targets_that_the_build_takes_for_served_are_those_that_the_op_serves():
@@ -106,9 +114,13 @@ def test_headers_compile_alone_and_twice_where_two_files_include_them(tmp_path):
 @pytest.mark.parametrize("target", build.TARGETS)
 def test_object_of_a_target_defines_symbols_of_its_own_only(objects, target):
     # Of equal weak symbols the linker keeps one: AVX-512 code for processors without, perhaps.
-    codecs = ("float32", *CODECS)
-    paths = [objects / f"step_{target}_{a.name}_{c}.o" for a in ELEMENTWISE for c in codecs]
-    paths.append(objects / f"step_{target}_adam_shared.o")
+    names = [f"{a.name}_{codec}" for a in ELEMENTWISE for codec in ("float32", *CODECS)]
+    if target == "avx512vbmi":
+        names = [f"{a.name}_dynamic" for a in ELEMENTWISE]
+    else:
+        names.append("adam_shared")
+    paths = [objects / f"step_{target}_{name}.o" for name in names]
+    assert sorted(paths) == sorted(objects.glob(f"step_{target}_*.o"))
     lines = output_of(["nm", "-AC", "--extern-only", "--defined-only", *paths]).splitlines()
     names = [line.split(maxsplit=2)[2] for line in lines]
     own = (f"zero8::{target}::", f"zero8::step_blocks_{target}_")
@@ -159,16 +171,31 @@ def test_object_stays_within_its_instruction_set(objects, names, too_wide):
             assert not any(re.search(too_wide, one) for one in uses), (path.name, mnemonic)
 
 
+def targets_by_code():
+    """Return the targets that this processor serves, together with those whose code they share."""
+    served = build.served_targets()
+    groups = {one: [one] for one in served}
+    for target in served:
+        shared = build.compiled_target(target, CODECS["log"])
+        if shared != target:
+            groups[shared] += groups.pop(target)
+    return list(groups.values())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("target", build.served_targets())
-def test_kernels_under_the_sanitizers_find_nothing(target, tmp_path):
-    sources = [CSRC / "dispatch.cpp", CSRC / f"step_{target}.cpp", SUPPORT / "csrc_driver.cpp"]
-    flags = [*SANITIZERS, *ADAM_ALONE, "-fopenmp", "-ffp-contract=off"]
+@pytest.mark.parametrize("targets", targets_by_code(), ids=" ".join)
+def test_kernels_under_the_sanitizers_find_nothing(targets, tmp_path):
+    # The driver steps over Adam's segments, as what reads and writes memory is one template for all
+    # algorithms, in all codecs but `shared`.
+    names = {f"step_{target}_adam_{codec}" for target in targets for codec in ("float32", *CODECS)}
+    sources = [CSRC / "dispatch.cpp", SUPPORT / "csrc_driver.cpp"]
+    sources += [path for path in build.op().written(tmp_path) if path.stem in names]
+    flags = [*SANITIZERS, "-fopenmp", "-ffp-contract=off"]
     made = compile_all(sources, flags, tmp_path)
     program = tmp_path / "driver"
     output_of([*COMPILER, *flags, *made, "-o", program])
     # Looking for leaks needs ptrace, which containers may forbid.
-    assert output_of([program], ASAN_OPTIONS="detect_leaks=0") == f"{target}\n"
+    assert output_of([program], ASAN_OPTIONS="detect_leaks=0").split() == targets
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ int main() {
   fill(maps->of_unsigned, false);
   for (int i = 0; i < zero8::kNumIsas; ++i) {
     const zero8::Isa& isa = zero8::kIsas[i];
-    if (!isa.step_blocks[zero8::kAdam][zero8::kLog] || !isa.is_supported()) continue;
+    if (!is_compiled(isa) || !isa.is_supported()) continue;
     for (const zero8::Codec codec : kCodecs) {
       for (const Types types : kTypes) {
         for (const zero8::Rounding rounding : kRoundings) {

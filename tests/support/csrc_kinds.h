@@ -6,6 +6,7 @@
 
 #include "algorithms.h"
 #include "format.h"
+#include "isa.h"
 
 struct Types {
   zero8::DType param, grad;
@@ -25,6 +26,14 @@ constexpr Types kTypes[] = {
 };
 constexpr zero8::Codec kCodecs[] = {zero8::kFloat32, zero8::kDynamic, zero8::kLog,
                                     zero8::kFp8,     zero8::kLog6,    zero8::kLinear4};
+// Whether the program has all these steps of Adam.
+inline bool is_compiled(const zero8::Isa& isa) {
+  for (const zero8::Codec codec : kCodecs) {
+    if (!isa.step_blocks[zero8::kAdam][codec]) return false;
+  }
+  return true;
+}
+
 constexpr zero8::Rounding kRoundings[] = {zero8::kNearest, zero8::kDither, zero8::kHash};
 
 // With L2 and without.

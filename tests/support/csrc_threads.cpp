@@ -183,7 +183,7 @@ int main(int argc, char** argv) {
   fill(maps->of_unsigned, false);
   for (int i = 0; i < zero8::kNumIsas; ++i) {
     const zero8::Isa& isa = zero8::kIsas[i];
-    if (!isa.step_blocks[zero8::kAdam][zero8::kLog] || !isa.is_supported()) continue;
+    if (!is_compiled(isa) || !isa.is_supported()) continue;
     if (argc > 1) {
       if (!std::strcmp(argv[1], isa.name)) {
         // Whose accesses to memory are vectors, all of them.

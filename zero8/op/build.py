@@ -57,6 +57,8 @@ TARGETS_OF = {
 TARGETS: dict[str, set[str]] = TARGETS_OF.get(platform.machine(), {"baseline": set()})
 """Those of this machine."""
 
+_VBMI, _WITHOUT_VBMI = "avx512vbmi", "avx512"
+
 _COMPLETE = "complete"
 
 logger = logging.getLogger("zero8")
@@ -152,10 +154,24 @@ def op_for(target: str, algorithm: Algorithm, codec: Codec) -> Extension:
 def _op(name: str, steps: Sequence[tuple[str, Algorithm, Codec | None]], seconds: int) -> Extension:
     # Each file of a target is compiled once per algorithm and codec: in parallel, and only what is
     # needed.
-    generated = dict(_generated(*step) for step in steps)
+    generated = dict(
+        _generated(compiled_target(target, codec), algorithm, codec)
+        for target, algorithm, codec in steps
+    )
     generated["numbers.cpp"] = op_source()
     shared = [path for path in source_folder().glob("*.cpp") if not path.match("step_*")]
     return Extension(name, tuple(sorted(shared)), seconds, tuple(generated.items()))
+
+
+def compiled_target(target: str, codec: Codec | None) -> str:
+    """Return the target whose code a target's steps with a codec are, as in csrc/dispatch.cpp.
+
+    Args:
+        target: one of `TARGETS`.
+        codec: that of the moments, None if they are in float32.
+    """
+    # The maps of `dynamic` are all that permutations of bytes have a use for.
+    return _WITHOUT_VBMI if target == _VBMI and codec is not CODECS["dynamic"] else target
 
 
 def _generated(target: str, algorithm: Algorithm, codec: Codec | None) -> tuple[str, str]:
