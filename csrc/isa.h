@@ -19,7 +19,8 @@ using StepBlocks = int64_t(const Segment&, const StepScalars&, const CodecMaps&,
 #define ZERO8_STEP_BLOCKS(target, algorithm, codec) step_blocks_##target##_##algorithm##_##codec
 #define ZERO8_DECLARE_STEP(target, algorithm, codec) \
   __attribute__((weak)) StepBlocks ZERO8_STEP_BLOCKS(target, algorithm, codec);
-// Steps that are defined nowhere, those of Shared but for Adam's, are null as well.
+// Steps that are defined nowhere are null as well: those of Shared but for Adam's, and those of
+// VBMI but for Dynamic's, which dispatch.cpp replaces by those of AVX-512.
 #define ZERO8_DECLARE_STEPS(target, algorithm)        \
   ZERO8_CODECS(ZERO8_DECLARE_STEP, target, algorithm) \
   ZERO8_DECLARE_STEP(target, algorithm, Shared)

@@ -23,9 +23,7 @@ CSRC = ROOT / "csrc"
 COMPILER = [*cpp_extension.get_cxx_compiler().split(), "-std=c++17", f"-I{CSRC}"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 # Without optimization compiling takes a fifth of the time, and what is compiled twice as long.
-# A null pointer ends the program in any case.
-SANITIZERS = ["-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize=null"]
-SANITIZERS += ["-fno-sanitize-recover=all"]
+SANITIZERS = ["-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 on_x86 = pytest.mark.xfail(
     platform.machine() != "x86_64", reason="other processors have other targets", run=False
@@ -114,13 +112,9 @@ def test_headers_compile_alone_and_twice_where_two_files_include_them(tmp_path):
 @pytest.mark.parametrize("target", build.TARGETS)
 def test_object_of_a_target_defines_symbols_of_its_own_only(objects, target):
     # Of equal weak symbols the linker keeps one: AVX-512 code for processors without, perhaps.
-    names = [f"{a.name}_{codec}" for a in ELEMENTWISE for codec in ("float32", *CODECS)]
-    if target == "avx512vbmi":
-        names = [f"{a.name}_dynamic" for a in ELEMENTWISE]
-    else:
-        names.append("adam_shared")
-    paths = [objects / f"step_{target}_{name}.o" for name in names]
-    assert sorted(paths) == sorted(objects.glob(f"step_{target}_*.o"))
+    stems = [Path(name).stem for name, _ in build.op().generated]
+    paths = [objects / f"{stem}.o" for stem in stems if stem.startswith(f"step_{target}_")]
+    assert paths
     lines = output_of(["nm", "-AC", "--extern-only", "--defined-only", *paths]).splitlines()
     names = [line.split(maxsplit=2)[2] for line in lines]
     own = (f"zero8::{target}::", f"zero8::step_blocks_{target}_")

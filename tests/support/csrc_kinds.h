@@ -26,15 +26,15 @@ constexpr Types kTypes[] = {
 };
 constexpr zero8::Codec kCodecs[] = {zero8::kFloat32, zero8::kDynamic, zero8::kLog,
                                     zero8::kFp8,     zero8::kLog6,    zero8::kLinear4};
-// Whether the program has all these steps of Adam.
+constexpr zero8::Rounding kRoundings[] = {zero8::kNearest, zero8::kDither, zero8::kHash};
+
+// Whether the program has Adam's steps of all these codecs for an instruction set.
 inline bool is_compiled(const zero8::Isa& isa) {
   for (const zero8::Codec codec : kCodecs) {
     if (!isa.step_blocks[zero8::kAdam][codec]) return false;
   }
   return true;
 }
-
-constexpr zero8::Rounding kRoundings[] = {zero8::kNearest, zero8::kDither, zero8::kHash};
 
 // With L2 and without.
 constexpr zero8::StepScalars kScalars[] = {

@@ -57,8 +57,6 @@ TARGETS_OF = {
 TARGETS: dict[str, set[str]] = TARGETS_OF.get(platform.machine(), {"baseline": set()})
 """Those of this machine."""
 
-_VBMI, _WITHOUT_VBMI = "avx512vbmi", "avx512"
-
 _COMPLETE = "complete"
 
 logger = logging.getLogger("zero8")
@@ -170,8 +168,10 @@ def compiled_target(target: str, codec: Codec | None) -> str:
         target: one of `TARGETS`.
         codec: that of the moments, None if they are in float32.
     """
-    # The maps of `dynamic` are all that permutations of bytes have a use for.
-    return _WITHOUT_VBMI if target == _VBMI and codec is not CODECS["dynamic"] else target
+    # Permutations of bytes look up the maps of `dynamic`; no other codec has a use for them.
+    if target == "avx512vbmi" and codec is not CODECS["dynamic"]:
+        return "avx512"
+    return target
 
 
 def _generated(target: str, algorithm: Algorithm, codec: Codec | None) -> tuple[str, str]:
