@@ -236,8 +236,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """Take one optimizer step, as `zero8.spec.reference` and `zero8.algorithms` define it.
 
         Steps and loads of one optimizer in several threads wait for each other.
-        After the first step the host does not wait for a GPU.  A step that is captured in a CUDA
-        graph changes nothing yet; see `before_replay`.
+        After the first step the host does not wait for a GPU.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -412,36 +411,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def _all_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def before_replay(self) -> None:
-        """Make the next replay of the CUDA graph with `step` in it take the next step.
-
-        Counts the step, and updates the graph's lr and other settings of the groups, bias
-        corrections and dither phases.  Call it before every replay, also the first (which would
-        otherwise read freed gradients), on the same stream.  The host waits only for an lr that is
-        on a GPU.
-
-            optimizer.step()  # one ordinary step: makes the states, compiles the kernel
-            with torch.cuda.graph(graph):
-                loss = loss_of(model(inputs))
-                loss.backward()
-                optimizer.step()
-            for batch in batches:
-                inputs.copy_(batch)
-                optimizer.before_replay()
-                graph.replay()
-
-        It supports one graph at a time, with one step in it: a new capture, after a replay or an
-        ordinary step, replaces the previous one.
-
-        Raises:
-            RuntimeError: if no step has been captured, or parameters or states have moved since.
-            FloatingPointError: as `step`, for an earlier replay; the next replay is prepared all
-                the same.
-        """
-        with self._lock:
-            if skipped := self._stepper.before_replay(self.param_groups, self.state):
-                self._report(skipped)
-
     def check_finite(self, process_group: "torch.distributed.ProcessGroup | None" = None) -> None:
         """Raise FloatingPointError on every rank if steps of any rank met a non-finite number.
 
@@ -453,7 +422,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """
         self._wait()
         with self._lock:
-            self._stepper.count_replays()
             self._log(self._stepper.counts.take(wait=True))
         shared = frameworks.process_groups(self._all_params())
         meant = [process_group] if process_group else shared or [None]

@@ -53,8 +53,6 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
         state_dict_format: "8bit" (default), or "fp32" for state dicts like those of torch's AdamW,
             four times as large, through which `torch.distributed.checkpoint` can read a checkpoint
             of AdamW.  Both are exact, and `load_state_dict` takes either.
-        huge_pages: move parameters and gradients to huge pages before their first step (Linux 6.1;
-            states are made there anyway): faster steps if memory bandwidth is the limit.
         **others: keys of DeepSpeed's and torch's Adam that select an implementation have no
             effect; `amsgrad=True` and the like are refused.
 
@@ -88,7 +86,6 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
         stochastic_rounding: bool | str = "auto",
         weight_correction_bits: int = 0,
         seed: int = 0,
-        huge_pages: bool = False,
         state_dict_format: str = "8bit",
         **others: Any,
     ):
@@ -113,7 +110,6 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
             "stochastic_rounding": stochastic_rounding,
             "weight_correction_bits": weight_correction_bits,
             "seed": seed,
-            "huge_pages": huge_pages,
             "state_dict_format": state_dict_format,
         }
         super().__init__(params, options, whole, others)

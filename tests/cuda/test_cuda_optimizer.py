@@ -2,7 +2,6 @@
 """The optimizer over parameters on a GPU, for which the CPU stands in: fake_cuda.py."""
 
 import copy
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,11 +11,9 @@ from small_optimizers import assert_equal
 from torch import nn
 
 import zero8
-from zero8.op import devices
 from zero8.op.describe import Snapshot
 from zero8.ranks import numbers
 from zero8.spec.codec import CODECS, SHARED
-from zero8.step import stepper
 from zero8.step.check import check_tensors
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -182,231 +179,18 @@ def test_cuda_optimizer_check_finite_counts_where_the_ranks_can_reduce(devices, 
     assert numbers.device_of(group) == expected
 
 
-# --- Graphs --------------------------------------------------------------------------------------
-
-
-@every_codec
-def test_cuda_graph_replays_are_the_steps_that_follow(gpu, codec):
-    mine, theirs = (made(BF16, codec=codec) for _ in range(2))
-    for params, optimizer in (mine, theirs):
-        set_grads(params, 0)
-        optimizer.step()
-    with gpu.graph():
-        mine[1].step()
-    assert_same(mine, theirs)
-    for number in range(1, 5):
-        for params, optimizer in (mine, theirs):
-            set_grads(params, number)
-            optimizer.param_groups[0]["lr"] = 1e-2 / number
-            if optimizer is theirs[1]:
-                optimizer.step()
-        mine[1].before_replay()
-        gpu.replay()
-        assert_same(mine, theirs)
-    assert gpu.waits == 0
-    for params, optimizer in (mine, theirs):  # and ordinary ones go on from there
-        set_grads(params, 5)
-        optimizer.step()
-    assert_same(mine, theirs)
-
-
-def test_cuda_graph_capture_asks_no_event(gpu):
-    """That would end it; the counts of the step before have not arrived yet."""
-    params, optimizer = made()
-    set_grads(params, 0)
-    params[0].grad[0, 0] = torch.nan
-    gpu.is_behind = True
-    optimizer.step()
-    with gpu.graph():
-        optimizer.step()
-    gpu.is_behind = False
-    with pytest.raises(FloatingPointError, match=r"a \(1 blocks\)"):
-        optimizer.before_replay()
-
-
-def test_cuda_graph_second_step_before_a_replay_of_the_first_is_refused(gpu):
-    params, optimizer = captured(gpu)
-    with gpu.graph(), pytest.raises(RuntimeError, match="got a second captured step"):
-        optimizer.step()
-    optimizer.step()
-    with gpu.graph():
-        optimizer.step()
-    assert optimizer.state[params[0]]["step"] == 2
-
-
-def test_cuda_graph_of_steps_in_the_backward_is_refused(gpu):
-    """Each parameter would be captured by itself, and replays would refresh the last only."""
-    params, optimizer = made()
-    set_grads(params, 0)
-
-    def step_each():
-        for p in params:
-            optimizer._step_one(p, p.grad)
-
-    step_each()
-    with gpu.graph(), pytest.raises(RuntimeError, match="not step_in_backward"):
-        step_each()
-
-
-def captured(gpu, **settings):
-    params, optimizer = made(**settings)
-    set_grads(params, 0)
-    optimizer.step()
-    with gpu.graph():
-        optimizer.step()
-    return params, optimizer
-
-
-def replay_with_nan(gpu, params, optimizer) -> None:
-    optimizer.before_replay()
-    params[0].grad[0, 0] = torch.nan
-    gpu.replay()
-    params[0].grad.zero_()
-
-
-def test_cuda_graph_nonfinite_gradients_of_a_replay_are_told_before_the_next(gpu):
-    params, optimizer = captured(gpu)
-    replay_with_nan(gpu, params, optimizer)
-    with pytest.raises(FloatingPointError, match=r"a \(1 blocks\)"):
-        optimizer.before_replay()
-    gpu.replay()  # which has been prepared nevertheless
-    replay_with_nan(gpu, params, optimizer)
-    with pytest.raises(FloatingPointError, match="2 blocks met a non-finite gradient"):
-        optimizer.check_finite()
-    assert optimizer.nonfinite_blocks == 2
-    assert optimizer.state[params[0]]["step"] == 4
-
-
-def test_cuda_graph_nonfinite_gradients_of_the_last_replay_are_told_by_ordinary_steps(gpu):
-    params, optimizer = captured(gpu)
-    replay_with_nan(gpu, params, optimizer)
-    with pytest.raises(FloatingPointError, match=r"a \(1 blocks\)"):
-        optimizer.step()
-    optimizer.step()
-
-
-def test_cuda_graph_captured_anew_keeps_the_counts_of_the_one_before(gpu):
-    params, optimizer = captured(gpu)
-    replay_with_nan(gpu, params, optimizer)
-    with gpu.graph():
-        optimizer.step()
-    with pytest.raises(FloatingPointError, match=r"a \(1 blocks\)"):
-        optimizer.before_replay()
-    gpu.replay()
-    optimizer.before_replay()
-    assert optimizer.nonfinite_blocks == 1 and optimizer.state[params[0]]["step"] == 4
-
-
-def test_cuda_graph_capture_asks_thedevice_of_the_parameters(monkeypatch):
-    """The current stream of another GPU may be one that is being captured."""
-    asked = []
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(asked.append(device)))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert devices.is_capturing(torch.device("cuda:1")) and asked == [torch.device("cuda:1")]
-    assert not devices.is_capturing(torch.device("cpu"))
-
-
-def test_cuda_graph_capture_before_any_step_is_refused_and_changes_nothing(gpu):
-    params, optimizer = made()
-    set_grads(params, 0)
-    with gpu.graph(), pytest.raises(RuntimeError, match=r"call step\(\) once before capturing"):
-        optimizer.step()
-    assert not optimizer.state
-    with pytest.raises(RuntimeError, match="got no captured step"):
-        optimizer.before_replay()
-
-
-def test_cuda_graph_capture_of_other_parameters_than_stepped_together_is_refused(gpu):
-    params, optimizer = made()
-    set_grads(params, 0)
-    optimizer.step()
-    params[1].grad = None
-    with gpu.graph(), pytest.raises(RuntimeError, match="call step\\(\\) once before"):
-        optimizer.step()
-
-
-def test_cuda_graph_capture_with_parameters_on_the_cpu_is_refused(gpu, monkeypatch):
-    params, optimizer = made()
-    set_grads(params, 0)
-    monkeypatch.setattr(Snapshot, "devices", property(lambda snapshot: np.arange(len(params)) % 2))
-    optimizer.step()
-    capturing = iter([True, False, True, False])
-    monkeypatch.setattr(stepper, "is_capturing", lambda device: next(capturing))
-    with pytest.raises(RuntimeError, match="got parameters that are not on the GPU"):
-        optimizer.step()
-
-
-def moved_state(params, optimizer):
-    state = optimizer.state[params[0]]
-    state["exp_avg_q8"] = state["exp_avg_q8"].clone()
-
-
-def moved_param(params, optimizer):
-    params[0].data = params[0].data.clone()
-
-
-def loaded(params, optimizer):
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-@pytest.mark.parametrize("change", [moved_state, moved_param, loaded], ids=lambda f: f.__name__)
-def test_cuda_graph_of_memory_that_has_moved_is_refused(gpu, change):
-    params, optimizer = captured(gpu)
-    optimizer.before_replay()
-    change(params, optimizer)
-    with pytest.raises(RuntimeError, match="capture it again"):
-        optimizer.before_replay()
-    assert optimizer.state[params[0]]["step"] == 2
-
-
-def test_cuda_graph_of_parameters_that_come_to_take_the_same_step_goes_on(gpu):
-    """Fewer scalars than were captured: they lie at the front of the table."""
-    mine, theirs = made(), made()
-    for params, optimizer in (mine, theirs):
-        set_grads(params[:1], 0)
-        optimizer.step()
-        set_grads(params, 1)
-        optimizer.step()
-        if optimizer is mine[1]:
-            with gpu.graph():
-                optimizer.step()
-        for key in ("step", "history"):
-            optimizer.state[params[0]][key] = optimizer.state[params[1]][key]
-        set_grads(params, 2)
-    mine[1].before_replay()
-    gpu.replay()
-    theirs[1].step()
-    assert_same(mine, theirs)
-
-
-def test_cuda_graph_of_parameters_that_come_to_take_other_steps_is_refused(gpu):
-    params, optimizer = made()
-    params[2].data = params[2].data.t().contiguous().t()  # in a launch of its own
-    set_grads(params, 0)
-    optimizer.step()
-    with gpu.graph():
-        optimizer.step()
-    optimizer.state[params[0]]["step"] = 7
-    with pytest.raises(RuntimeError, match="more distinct settings than were captured"):
-        optimizer.before_replay()
-    assert optimizer.state[params[1]]["step"] == optimizer.state[params[2]]["step"] == 1
-
-
-def test_cuda_graph_outlives_gradients_that_are_set_to_none(gpu):
-    params, optimizer = captured(gpu)
-    optimizer.zero_grad()
-    optimizer.before_replay()
-    gpu.replay()
-    assert optimizer.state[params[0]]["step"] == 2
-
-
-def test_cuda_graph_is_not_copied_with_the_optimizer(gpu):
-    _, optimizer = captured(gpu)
-    with pytest.raises(RuntimeError, match="got no captured step"):
-        copy.deepcopy(optimizer).before_replay()
-
-
 # --- What is refused -----------------------------------------------------------------------------
+
+
+def test_cuda_step_inside_the_capture_of_a_graph_is_refused_and_changes_nothing(gpu):
+    params, optimizer = made()
+    set_grads(params, 0)
+    optimizer.step()
+    before = [x.clone() for x in (*params, *states_of(optimizer))]
+    gpu.is_capturing = True
+    with pytest.raises(RuntimeError, match="capture the forward and the backward only"):
+        optimizer.step()
+    assert_equal([*params, *states_of(optimizer)], before)
 
 
 def test_cuda_params_on_other_devices_are_refused():

@@ -121,50 +121,6 @@ def test_gpu_optimizer_parameters_on_both_devices_step():
     assert_same_as_cpu(mine, theirs)
 
 
-@every_codec
-def test_gpu_graph_replays_are_the_steps_that_follow(codec):
-    """The whole step in a graph, as torch's notes on CUDA graphs have it: gradients are its own."""
-    mine, theirs = (on_gpu(BF16, codec=codec) for _ in range(2))
-    inputs = [torch.zeros_like(p) for p in mine[0]]
-
-    def backward(params, coefficients):
-        products = [(p * x).sum() for p, x in zip(params, coefficients, strict=True)]
-        torch.stack(products).sum().backward()
-
-    def step(params, optimizer, coefficients):
-        optimizer.zero_grad(set_to_none=True)
-        backward(params, coefficients)
-        optimizer.step()
-
-    def set_inputs(number):
-        like = [nn.Parameter(torch.empty_like(x)) for x in inputs]
-        set_gpu_grads(like, number)
-        for x, q in zip(inputs, like, strict=True):
-            x.copy_(q.grad)
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        set_inputs(0)
-        for params, optimizer in (mine, theirs):
-            step(params, optimizer, inputs)
-        mine[1].zero_grad(set_to_none=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            backward(mine[0], inputs)
-            mine[1].step()
-        assert_same(mine, theirs)
-        for number in range(1, 5):
-            set_inputs(number)
-            for _, optimizer in (mine, theirs):
-                optimizer.param_groups[0]["lr"] = 1e-2 / number
-            mine[1].before_replay()
-            graph.replay()
-            step(*theirs, inputs)
-            torch.cuda.synchronize()
-            assert_same(mine, theirs)
-
-
 def test_gpu_optimizer_checkpoint_resumes_on_the_cpu_and_back():
     mine, theirs = on_gpu(), made()
     for number in range(2):

@@ -3,9 +3,7 @@
 
 import copy
 import io
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from int8_weights import copy_of, int8_param, same_bits
@@ -18,7 +16,6 @@ from zero8 import frameworks
 from zero8.spec import dither, int8_rows
 from zero8.spec.segment import Rounding
 from zero8.step import int8_part
-from zero8.step.cuda_graph import CapturedStep
 
 # Ragged columns, narrow rows (5 of which share a block), one block, a long row; one has float32
 # moments, as it is small.
@@ -355,10 +352,3 @@ def test_step_of_int8_weights_refuses_a_gradient_of_another_dtype():
     p.grad = torch.zeros(64, 64, dtype=torch.float64)
     with pytest.raises(ValueError, match="gradient of a torch.int8 parameter of dtype torch.float"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("several", ["Muon8bitBlockwise", "INT8 weights"])
-def test_cuda_graph_refuses_a_step_of_several_kernel_calls(several):
-    parts = [SimpleNamespace(several_calls=""), SimpleNamespace(several_calls=several)]
-    with pytest.raises(RuntimeError, match=f"got a step of {several}, which is several kernel cal"):
-        CapturedStep(None, SimpleNamespace(parts=parts), np.zeros(0))

@@ -2,7 +2,6 @@
 """A GPU for tests: the CPU in its place, with a driver that runs the kernel on the host."""
 
 import contextlib
-import ctypes
 from types import SimpleNamespace
 
 import torch
@@ -18,10 +17,10 @@ class FakeCuda:
     Attributes:
         is_on: whether parameters on the CPU are on it.
         compiled: (architecture, backend) of every compilation.
-        launches: number of launches, those of replays included.
+        launches: number of launches.
         is_behind: whether the GPU has not come to what it was asked for since this was set: copies
             to the host have been asked for and are not there.
-        is_capturing: whether a CUDA graph is being captured: launches are noted, not run.
+        is_capturing: whether a CUDA graph is being captured.
         waits: how often the host has waited for the GPU.
     """
 
@@ -31,7 +30,6 @@ class FakeCuda:
         self.is_on = True
         self.is_behind = self.is_capturing = False
         self.waits = self.launches = 0
-        self._graph: list[tuple] = []
         processor = SimpleNamespace(name="stand-in", major=9, minor=0, multi_processor_count=3)
         patch = monkeypatch.setattr
         patch(torch.cuda, "get_device_properties", lambda device: processor)
@@ -56,22 +54,6 @@ class FakeCuda:
     def __exit__(self, *_) -> None:
         cuda.cuda_kernel.cache_clear()
 
-    @contextlib.contextmanager
-    def graph(self):
-        """Capture what is launched meanwhile."""
-        self._graph, self.is_capturing = [], True
-        try:
-            yield
-        finally:
-            self.is_capturing = False
-
-    def replay(self) -> None:
-        """Run what has been captured; the counters start from zero, as the graph sets them."""
-        for launch, counts, arguments in self._graph:
-            self.launches += 1
-            counts.zero_()
-            launch(*arguments)
-
     def _kernel_on(self, device: torch.device, steps: Steps) -> devices.Kernel:
         return cuda.cuda_kernel(device) if self.is_on else CpuKernel(steps)
 
@@ -80,13 +62,9 @@ class FakeCuda:
         return b"\x7fELF"
 
     def _launch_of(self, launch):
-        def launched(driver, function, grid, block, arguments, stream):
-            call = (driver, function, grid, block, list(arguments), stream)
-            if not self.is_capturing:
-                self.launches += 1
-                launch(*call)
-                return
-            self._graph.append((launch, memory_at(arguments[-1], 8 * arguments[2]), call))
+        def launched(*call):
+            self.launches += 1
+            launch(*call)
 
         return launched
 
@@ -101,15 +79,8 @@ class Event:
         self._was_behind = self._gpu.is_behind
 
     def query(self) -> bool:
-        if self._gpu.is_capturing:
-            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         return not (self._was_behind and self._gpu.is_behind)
 
     def synchronize(self) -> None:
         self._gpu.waits += self._was_behind and self._gpu.is_behind
         self._was_behind = False
-
-
-def memory_at(address: int, num_bytes: int) -> torch.Tensor:
-    """Return a tensor over memory that somebody else keeps alive."""
-    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the CUDA kernel: directly, or captured in a CUDA graph.
+"""Calls the CUDA kernel.
 
 The host waits for the GPU only when a kernel is loaded.
 """
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -43,25 +42,6 @@ class Counts:
         return self._host.numpy()
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A launch, with its tensors on the GPU.
-
-    Attributes:
-        launch: the launch.
-        table: its table, `Launch.table`, on the GPU.
-        nonfinite_blocks: (num_segments,) int64, the counts of blocks left unchanged.
-    """
-
-    launch: Launch
-    table: Tensor
-    nonfinite_blocks: Tensor
-
-    def counts(self) -> Counts:
-        """Start the copy of the counts, behind the work of torch's current stream."""
-        return Counts(self.nonfinite_blocks)
-
-
 class CudaKernel:
     """The kernel on one GPU."""
 
@@ -77,43 +57,30 @@ class CudaKernel:
             self._functions = _loaded(self._driver, code)
         self._maps: Tensor | None = None
 
-    def step(self, records: np.ndarray, scalars: np.ndarray) -> Launched:
+    def step(self, records: np.ndarray, scalars: np.ndarray) -> Counts:
         """Take a step over `kernel.packed` segments, behind the work of torch's current stream.
+
+        Returns:
+            The blocks left unchanged.
 
         Raises:
             ValueError: if a field of a segment is invalid; the message names it.
         """
-        return self.launch(Launch.of(records, scalars))
+        return Counts(self.launch(Launch.of(records, scalars)))
 
-    def launch(self, launch: Launch) -> Launched:
-        """Launch on torch's current stream."""
+    def launch(self, launch: Launch) -> Tensor:
+        """Launch on torch's current stream.
+
+        Returns:
+            The counts of blocks left unchanged: (num_segments,) int64, on the GPU.
+        """
         with torch.cuda.device(self._device):
             if launch.uses_maps and self._maps is None:
                 self._maps = self._pinned(codec_maps().view(np.uint8)).to(self._device)
             table = self._pinned(launch.table).to(self._device, non_blocking=True)
             return self._launched(launch, table)
 
-    def capture(self, before: Launched) -> Launched:
-        """Launch within the capture of a CUDA graph.
-
-        Replays read the table of an earlier launch.  Only the counts are allocated here, which the
-        graph sets to zero first.
-        """
-        with torch.cuda.device(self._device):
-            return self._launched(before.launch, before.table)
-
-    def refresh(self, launch: Launch, captured: Launched) -> None:
-        """Overwrite the table of a captured launch, on torch's current stream.
-
-        Args:
-            launch: a launch of the same segments, with at most as many scalars.
-            captured: the result of `capture`.
-        """
-        captured.table.record_stream(torch.cuda.current_stream(self._device))
-        begin = captured.table[: launch.table.size]
-        begin.copy_(self._pinned(launch.table), non_blocking=True)
-
-    def _launched(self, launch: Launch, table: Tensor) -> Launched:
+    def _launched(self, launch: Launch, table: Tensor) -> Tensor:
         skipped = torch.zeros(launch.num_segments, dtype=torch.int64, device=self._device)
         base, maps = table.data_ptr(), 0
         if launch.uses_maps:
@@ -132,7 +99,7 @@ class CudaKernel:
         grid = launch.grid(resident * self._processors)
         stream = torch.cuda.current_stream(self._device).cuda_stream
         self._driver.launch(function, grid, block, arguments, stream)
-        return Launched(launch, table, skipped)
+        return skipped
 
     @staticmethod
     def _pinned(array: np.ndarray) -> Tensor:
@@ -202,4 +169,4 @@ def step(segments: Sequence[Segment], backend: str | None = None) -> Tensor:
     """
     device = segments[0].param.device
     packed = kernel.packed(segments, device)
-    return cuda_kernel(device, backend).step(*packed).nonfinite_blocks
+    return cuda_kernel(device, backend).launch(Launch.of(*packed))

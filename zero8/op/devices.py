@@ -24,13 +24,6 @@ class BlockCounts(Protocol):
         """Return them, (segments,) int64; waits for a GPU."""
 
 
-class Taken(Protocol):
-    """A step that a kernel has taken."""
-
-    def counts(self) -> BlockCounts | None:
-        """Return its counts, None if they are known to be 0."""
-
-
 def kernel_on(device: torch.device, steps: Steps) -> Kernel:
     """Return the kernel of steps on a device, one of `DEVICES`; compiles it if needed.
 

@@ -197,16 +197,12 @@ def _steps_of(records: np.ndarray) -> Steps | None:
     return (algorithms or [algorithm])[0], (codecs or [codec])[0]
 
 
-class CpuStep:
-    """A step that the CPU has taken."""
+class HostCounts:
+    """Blocks that a step on the CPU has left unchanged, with the interface of a GPU's counts."""
 
     def __init__(self, nonfinite_blocks: np.ndarray):
-        """Keep the kernel's counts of blocks left unchanged, (segments,)."""
+        """Keep the kernel's counts, (segments,)."""
         self._nonfinite_blocks = nonfinite_blocks
-
-    def counts(self) -> "CpuStep | None":
-        """Return the counts, with the interface of a GPU's; None if all are 0."""
-        return self if self._nonfinite_blocks.any() else None
 
     def have_arrived(self) -> bool:
         """Return True."""
@@ -233,13 +229,18 @@ class CpuKernel:
         self._max_threads = host_share()
         self._team = 0, 0, 0  # process, number of threads, and its result from `alive`
 
-    def step(self, records: np.ndarray, scalars: np.ndarray) -> CpuStep:
-        """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive."""
+    def step(self, records: np.ndarray, scalars: np.ndarray) -> HostCounts | None:
+        """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive.
+
+        Returns:
+            The blocks left unchanged; None if there are none.
+        """
         process, num_threads = os.getpid(), min(torch.get_num_threads(), self._max_threads)
         if self._team[:2] != (process, num_threads):
             self._team = process, num_threads, alive(num_threads)
         self._step(records, scalars, self._maps, self._team[2], self._isa)
-        return CpuStep(records["nonfinite_blocks"].copy())
+        counts = records["nonfinite_blocks"]
+        return HostCounts(counts.copy()) if counts.any() else None
 
 
 def fill(

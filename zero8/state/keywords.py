@@ -25,7 +25,6 @@ OWN_KEYS = (
     "stochastic_rounding",
     "weight_correction_bits",
     "seed",
-    "huge_pages",
     "state_dict_format",
 )
 
@@ -38,7 +37,7 @@ NO_EFFECT_KEYS = ("torch_adam", "set_grad_none", "foreach", "fused", "fp32_optim
 # Keys for features that zero8 lacks: the harmless value, and the reason.
 REFUSED_KEYS = {
     "amsgrad": (False, "the maximum of past second moments would need a third moment"),
-    "capturable": (False, "CUDA graphs can capture any step: leave it out, see before_replay()"),
+    "capturable": (False, "zero8 does not step inside CUDA graphs"),
     "differentiable": (False, "the step is not differentiable"),
 }
 
@@ -61,7 +60,6 @@ DEFAULTS = {
     "stochastic_rounding": "auto",
     "weight_correction_bits": 0,
     "seed": 0,
-    "huge_pages": False,
     "state_dict_format": STATE_DICT_FORMATS[0],
 }
 """Default settings of the whole optimizer."""
@@ -149,7 +147,6 @@ def checked_settings(
         check_rounding(whole["stochastic_rounding"]),
         check_correction_bits(whole["weight_correction_bits"]),
         check_seed(whole["seed"]),
-        check_flag("huge_pages", whole["huge_pages"]),
         check_flag("bias_correction", whole["bias_correction"]),
         algorithm.name,
     )

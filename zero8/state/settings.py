@@ -34,7 +34,6 @@ class Settings:
         rounding: the rounding of bfloat16 and INT8 parameters.
         correction_bits: bits kept beside each bfloat16 weight, 0 or 8.
         seed: the seed of the dither.
-        huge_pages: whether parameters and gradients are moved to huge pages.
         bias_correction: whether to correct the bias of the moments toward 0.
         algorithm_name: the algorithm's name in saved states.
     """
@@ -44,7 +43,6 @@ class Settings:
     rounding: Rounding
     correction_bits: int
     seed: int
-    huge_pages: bool
     bias_correction: bool
     algorithm_name: str = ADAM.name
 

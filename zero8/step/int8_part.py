@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero8.op.devices import Taken
 from zero8.op.structs import DTYPE_NUMBERS
 from zero8.spec import int8_rows
 from zero8.spec.grid import is_narrow, rows_per_block
@@ -23,7 +22,7 @@ from zero8.spec.tiles import ROWS_PER_BAND
 from zero8.state.table import Piece, PieceTable
 from zero8.state.weights import Int8Rows, rows_of
 from zero8.step.batch import Batch
-from zero8.step.in_parts import StepInParts
+from zero8.step.nonfinite import Counts
 from zero8.step.part import Part
 
 MOST_ELEMENTS = 1 << 24
@@ -33,11 +32,9 @@ MOST_ELEMENTS = 1 << 24
 class Int8Part(Part):
     """The INT8 weights of one device and algorithm."""
 
-    several_calls = "INT8 weights"
-
-    def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> StepInParts:
+    def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> list[Counts]:
         """See `Part`; a kernel call for each piece, which has whole rows."""
-        taken: list[Taken] = []
+        known: list[Counts] = []
         buffer = buffer_of(self.pieces, self.device)
         records["param"] = buffer.data_ptr()
         records["param_dtype"] = DTYPE_NUMBERS[torch.float32]
@@ -48,9 +45,10 @@ class Int8Part(Part):
             weights = buffer[: piece.numel].view(rows.codes.shape)
             int8_rows.decoded(*rows, out=weights)
             record = records[place : place + 1]
-            taken.append(self.kernel.step(record, scalars))
+            if (counts := self.kernel.step(record, scalars)) is not None:
+                known.append(((piece.name,), counts))
             _store(rows, weights, record, piece.first)
-        return StepInParts(taken, [[place] for place in range(len(records))], len(records))
+        return known
 
 
 def is_widened(device: torch.device) -> bool:

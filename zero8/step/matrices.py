@@ -10,7 +10,9 @@ from typing import NamedTuple
 from zero8.algorithms.muon import matrices_of, multiplications, ranges_by_matrix
 from zero8.ranks.owners import Held
 from zero8.state.table import Piece
-from zero8.step.in_parts import Places
+
+Places = list[int]
+"""Numbers of records of a part."""
 
 
 class Run(NamedTuple):

@@ -17,15 +17,14 @@ from torch import Tensor
 
 from zero8.algorithms.muon import MUON, MuonScalars, applying, forming, lr_ratio, matrices_of
 from zero8.op import kernel
-from zero8.op.devices import Taken
 from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS
 from zero8.ranks import numbers
 from zero8.ranks.owners import Round, rounds_of
 from zero8.spec.newton_schulz import SKIPPED, orthogonalized
 from zero8.spec.segment import Rounding
 from zero8.step.batch import Batch, Group
-from zero8.step.in_parts import Places, StepInParts
-from zero8.step.matrices import Unit
+from zero8.step.matrices import Places, Unit
+from zero8.step.nonfinite import Counts
 from zero8.step.part import Part
 
 MAX_NUMEL = 1 << 24
@@ -54,9 +53,7 @@ class Exchange(NamedTuple):
 class MatrixPart(Part):
     """The parameters of one device whose algorithm is Muon."""
 
-    several_calls = "Muon8bitBlockwise"
-
-    def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> StepInParts:
+    def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> list[Counts]:
         """See `Part`; all ranks that share the parameters must call it."""
         self.owners[0].kind.before_exchange()
         calls = _Calls(self, mine.groups, records, scalars)
@@ -65,7 +62,7 @@ class MatrixPart(Part):
         cut = {identity: one for identity, one in self._units.items() if one.cut}
         for exchange in self._exchanges(mine, cut):
             calls.step_together(exchange, cut)
-        return StepInParts(calls.taken, calls.places, len(records))
+        return calls.counts
 
     @cached_property
     def _units(self) -> Units:
@@ -156,8 +153,7 @@ class _Calls:
             records: its records, filled for the step.
             scalars: the step's, filled likewise.
         """
-        self.taken: list[Taken] = []
-        self.places: list[Places] = []
+        self.counts: list[Counts] = []
         self._kernel, self._device, self._pieces = part.kernel, part.device, part.pieces
         self._groups, self._records = groups, records
         self._group_of = [groups[owner] for owner in part.kept["owner"]]
@@ -258,8 +254,8 @@ class _Calls:
         # The moment is the gradient itself, which the kernel writes back as it is.
         records["moments"]["values"][:, 0] = records["grad"]
         records["moments"]["codec"][:, 0] = FLOAT32_MOMENTS
-        self.taken.append(self._kernel.step(records, _packed(scalars)))
-        self.places.append(places)
+        if (counts := self._kernel.step(records, _packed(scalars))) is not None:
+            self.counts.append(([self._pieces[place].name for place in places], counts))
 
 
 def _chunks(units: Sequence[Unit], groups: Sequence[Group]) -> Iterator[list[Unit]]:

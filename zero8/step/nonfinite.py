@@ -5,23 +5,22 @@ from collections.abc import Sequence
 
 from zero8.op.devices import BlockCounts
 
+Counts = tuple[Sequence[str], BlockCounts]
+"""Blocks that a kernel call has left unchanged: the label of each piece, and its number."""
+
 
 class Ledger:
     """Counts not yet reported; a GPU's arrive asynchronously.
 
     Attributes:
-        pending: for each kernel call, the labels of its pieces and their counts.
+        pending: those of each kernel call.
         reported: the number of blocks reported so far.
     """
 
     def __init__(self) -> None:
         """Start without counts."""
-        self.pending: list[tuple[Sequence[str], BlockCounts]] = []
+        self.pending: list[Counts] = []
         self.reported = 0
-
-    def add(self, labels: Sequence[str], counts: BlockCounts) -> None:
-        """Note the counts of a kernel call, with the label of each piece."""
-        self.pending.append((labels, counts))
 
     def take(self, *, wait: bool = False) -> dict[str, int]:
         """Return and forget the blocks by label, of the counts that have arrived, or of all.

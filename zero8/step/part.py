@@ -5,20 +5,21 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from zero8.op import kernel
-from zero8.op.devices import Kernel, Taken, kernel_on
+from zero8.op.devices import Kernel, kernel_on
 from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.state.header import Entries
 from zero8.state.table import Piece
 from zero8.state.weights import class_in_torchao
 from zero8.step.batch import Batch
 from zero8.step.copies import set_copies
+from zero8.step.nonfinite import Counts
 from zero8.step.records import ParamRecords
 
 
@@ -50,7 +51,6 @@ class Part:
         records: (pieces,) `SEGMENT`.
         kept: (pieces,) `KEPT_PIECE`.
         kernel: the kernel of the device.
-        taken: the last step, None before the first.
     """
 
     algorithm: Algorithm
@@ -62,9 +62,6 @@ class Part:
     records: np.ndarray
     kept: np.ndarray
     kernel: Kernel
-    several_calls: ClassVar[str] = ""
-    """The reason why a step takes several kernel calls; empty if it takes one."""
-    taken: Taken | None = None
     has_copies: bool = False
 
     @classmethod
@@ -139,8 +136,8 @@ class Part:
         steps: Sequence[NextStep],
         which: Sequence[int],
         copies: MutableMapping[Tensor, Tensor],
-    ) -> Taken:
-        """Take the step of this part of a batch, and return it, also as `taken`.
+    ) -> list[Counts]:
+        """Take the step of this part of a batch; return the counts that may not be 0.
 
         `copies`, by parameter, are taken out where the step has written them.
         """
@@ -148,14 +145,14 @@ class Part:
         self.note_writes(mine)
         if self.is_contiguous:
             written = self._set_copies(mine, copies)
-            self.taken = self._take(mine, *self.filled(None, addresses, steps, which))
+            counts = self._take(mine, *self.filled(None, addresses, steps, which))
             for p in written:
                 del copies[p]
-            return self.taken
+            return counts
         contiguous = mine.contiguous()
-        self.taken = self._take(contiguous, *self.filled(contiguous, addresses, steps, which))
+        counts = self._take(contiguous, *self.filled(contiguous, addresses, steps, which))
         contiguous.copy_to(mine)
-        return self.taken
+        return counts
 
     def note_writes(self, mine: Batch) -> None:
         """Tell autograd, which does not see them, of the kernel's writes to these parameters."""
@@ -163,9 +160,10 @@ class Part:
         wrappers = [p for p, values in pairs if p is not values and class_in_torchao(p)]
         torch.autograd.graph.increment_version([*mine.values, *wrappers])
 
-    def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> Taken:
+    def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> list[Counts]:
         """Take the step over these parameters, whose records and scalars are filled."""
-        return self.kernel.step(records, scalars)
+        counts = self.kernel.step(records, scalars)
+        return [] if counts is None else [(self.labels, counts)]
 
     def _set_copies(self, mine: Batch, copies: Mapping[Tensor, Tensor]) -> list[Tensor]:
         if self.device.type != "cpu" or not (copies or self.has_copies):

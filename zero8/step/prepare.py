@@ -14,7 +14,6 @@ from zero8.spec.buffers import check_apart, check_buffer
 from zero8.spec.segment import Segment
 from zero8.state.extent import local
 from zero8.state.header import Entries
-from zero8.state.huge_pages import collapse
 from zero8.state.kind import StateKind
 from zero8.state.params import ParamInfo
 from zero8.state.settings import Settings
@@ -38,9 +37,6 @@ def prepared(kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
         state |= kind.new(p, info)
     if settings.corrects(p) and "param_correction" not in state:
         state["param_correction"] = torch.zeros_like(p, dtype=torch.int8, requires_grad=False)
-    if settings.huge_pages:
-        collapse(values.data)
-        collapse(grad)
     _make_contiguous(state)
     stores = kind.moments(p, state, info)
     tensors = {"the parameter": values}

@@ -20,7 +20,6 @@ from zero8.state.weights import int8_rows, values_of
 from zero8.step.batch import Batch, Group, local_grad
 from zero8.step.check import check_class, check_tensors
 from zero8.step.clipping import Clipped
-from zero8.step.cuda_graph import TOO_EARLY, CapturedStep
 from zero8.step.interrupts import put_off
 from zero8.step.nonfinite import Ledger
 from zero8.step.part import NextStep
@@ -65,9 +64,6 @@ class Stepper:
         self._kept: dict[int, ParamRecords] = {}  # by the parameter's id
         # By the first parameter's id: ZeRO-3 steps one sub-group after the other.
         self._plans: dict[int, Plan] = {}
-        self._captured: CapturedStep | None = None
-        self._is_just_captured = False  # no replay or ordinary step since the capture
-        self._replaced: list[CapturedStep] = []  # earlier captures with counts to request
 
     def scale_grads(self, factor: float, clipped: Clipped | None = None) -> None:
         """Set the factor of the next step's gradients; `clipped` if it is for these only."""
@@ -91,7 +87,7 @@ class Stepper:
             self.grad_factor = 1.0
 
     def step(self, groups: list[Group], state: MutableMapping[Tensor, Entries]) -> dict[str, int]:
-        """Take a step over the parameters that have gradients, or capture it in a CUDA graph.
+        """Take a step over the parameters that have gradients.
 
         Args:
             groups: the optimizer's groups.
@@ -108,28 +104,24 @@ class Stepper:
         batch = _stepping(groups, state)
         if self.clipped is not None:
             self._check_clipped([p.grad for p in batch.params if p.grad is not None])
-        is_captured = self.step_batch(batch, groups, state)
-        # Querying whether counts have arrived would invalidate the capture of a graph.
-        return self.counts.take() if self.counts.pending and not is_captured else {}
+        self.step_batch(batch, groups, state)
+        return self.counts.take() if self.counts.pending else {}
 
     def step_batch(
         self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
-    ) -> bool:
-        """Take a step over a batch, like `step`; return whether a CUDA graph has captured it."""
+    ) -> None:
+        """Take a step over a batch, like `step`."""
         if not batch.params:
             self.grad_factor = 1.0
-            return False
+            return
         plan, addresses = self._plan_for(batch, groups, state)
-        if plan.is_on_gpus:
-            capturing = [is_capturing(part.device) for part in plan.parts]
-            if any(capturing):
-                self._capture(batch, plan, addresses, all(capturing))
-                return True
-        if self._captured is not None:
-            self.count_replays()
+        if plan.is_on_gpus and any(is_capturing(part.device) for part in plan.parts):
+            raise RuntimeError(
+                "step: got a step inside the capture of a CUDA graph, whose replays would repeat "
+                "this very step, with its bias corrections; capture the forward and the backward "
+                "only, and call step() after a replay"
+            )
         self._run(batch, plan, addresses)
-        self._is_just_captured = False
-        return False
 
     def _plan_for(
         self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
@@ -160,8 +152,6 @@ class Stepper:
             kernels = {
                 (single.values[0].device, self._algorithm_of(single.groups[0])) for single in unfit
             }
-            if any(is_capturing(device) for device, _ in kernels):
-                raise RuntimeError(TOO_EARLY)
             for device, algorithm in kernels:
                 kernel_on(device, (algorithm, self._codec))
             for single in unfit:
@@ -193,9 +183,7 @@ class Stepper:
         steps, which = self._next_steps(batch)
         with put_off():  # Ctrl-C after the kernel would leave a step that states do not count
             for part in plan.parts:
-                counts = part.step(batch, addresses, steps, which, self.copies).counts()
-                if counts is not None:
-                    self.counts.add(part.labels, counts)
+                self.counts.pending += part.step(batch, addresses, steps, which, self.copies)
                 part.note(batch.states, steps, which)
             self.grad_factor = 1.0
 
@@ -220,56 +208,6 @@ class Stepper:
             scalars = scalars._replace(grad_factor=self.grad_factor)
         return NextStep(number, entries, scalars)
 
-    # --- CUDA graphs ----------------------------------------------------------------------------
-
-    def _capture(self, batch: Batch, plan: Plan, addresses: np.ndarray, is_all: bool) -> None:
-        if not is_all:
-            raise RuntimeError(
-                "CUDA graph: got parameters that are not on the GPU in a captured step; put them "
-                "into a separate optimizer"
-            )
-        if self._is_just_captured:
-            raise RuntimeError(
-                "got a second captured step before a replay of the first: before_replay() supports "
-                "one step per graph, and not step_in_backward, which steps each parameter; to "
-                "capture another graph instead, take an ordinary step() first"
-            )
-        captured = CapturedStep(batch, plan, addresses)
-        # The counts of an earlier graph cannot be requested during a capture.
-        if self._captured is not None and self._captured.is_refreshed:
-            self._replaced.append(self._captured)
-        self._captured, self._is_just_captured = captured, True
-
-    def before_replay(
-        self, groups: Iterable[Group], state: MutableMapping[Tensor, Entries]
-    ) -> dict[str, int]:
-        """Make the next replay take the next step; arguments and result are those of `step`.
-
-        Raises:
-            RuntimeError: if no step has been captured, or parameters or states have moved since.
-        """
-        if self._captured is None:
-            raise RuntimeError("before_replay: got no captured step, expected one in a CUDA graph")
-        batch = _as_it_is(self._captured.batch, groups, state)
-        self._captured.check_is_at(batch)
-        steps, which = self._next_steps(batch)
-        launches = self._captured.launches(steps, which)
-        self.count_replays()
-        self._is_just_captured = False
-        with put_off():
-            self._captured.refresh(launches)
-            for one, number in zip(batch.states, which, strict=True):
-                one.update(steps[number].entries)
-            self.grad_factor = 1.0
-        return self.counts.take()
-
-    def count_replays(self) -> None:
-        """Request the counts of replays that have not been requested."""
-        for captured in (*self._replaced, *([self._captured] if self._captured else [])):
-            for labels, counts in captured.take_counts():
-                self.counts.add(labels, counts)
-        self._replaced = []
-
 
 def _stepping(groups: Iterable[Group], state: Mapping[Tensor, Entries]) -> Batch:
     """Return the parameters that have gradients.
@@ -289,13 +227,3 @@ def _stepping(groups: Iterable[Group], state: Mapping[Tensor, Entries]) -> Batch
                 batch.grads.append(grad if is_plain else local_grad(p, grad))
                 batch.states.append(state[p])
     return batch
-
-
-def _as_it_is(
-    batch: Batch, groups: Iterable[Group], state: MutableMapping[Tensor, Entries]
-) -> Batch:
-    """Return a batch of the same parameters, with their present groups and states."""
-    group_of = {p: group for group in groups for p in group["params"]}
-    states = [state[p] for p in batch.params]
-    groups = [group_of[p] for p in batch.params]
-    return Batch(groups, batch.params, batch.values, batch.grads, states)
