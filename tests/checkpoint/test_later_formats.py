@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of a later zero8 are refused by their numbers, and an earlier zero8 can refuse ours."""
+"""States of a later zero8 are refused by their numbers."""
 
 import json
 import struct
@@ -12,9 +12,7 @@ from zero8 import Adam8bitBlockwise
 from zero8.checkpoint.files.hashes import hash_64
 from zero8.zero import swap_file
 from zero8.zero.moment_tensor import moment_description, rebuild_moment
-from zero8.zero.swap_file import BLOCK_BYTES, HEADER_BYTES, Layout
-
-VERSIONS_OF_0_1_0 = {1, 2}
+from zero8.zero.swap_file import BLOCK_BYTES, Layout
 
 
 def made():
@@ -75,7 +73,7 @@ def test_state_of_this_format_is_read(read):
 
 @pytest.mark.parametrize("read", READERS)
 def test_state_of_a_later_format_is_refused_by_its_version(read):
-    with pytest.raises(ValueError, match="got format version 9, this zero8 reads .*1.*3"):
+    with pytest.raises(ValueError, match="got format version 9, this zero8 reads 1"):
         read(version=9)
 
 
@@ -88,15 +86,3 @@ def test_state_of_an_unknown_algorithm_is_refused_by_its_name(read):
 def test_swap_file_of_an_unknown_algorithm_is_not_only_called_damaged():
     with pytest.raises(ValueError, match="the file: .* damaged, or of a later zero8"):
         swap_file_of(algorithm="ours")
-
-
-def test_saved_versions_are_where_0_1_0_looks_and_none_that_it_reads():
-    p, optimizer = made()
-    _, buffer = swap_file_of()
-    versions = {
-        "plain": optimizer.state[p]["format"][0].item(),
-        "moment": moment_description(moment("log", "exp_avg").store)["version"],
-        "swap file": struct.unpack("<I", bytes(buffer[16:20].numpy()))[0],
-    }
-    assert bytes(buffer[:8].numpy()) == b"zero8swp" and len(buffer) >= HEADER_BYTES
-    assert VERSIONS_OF_0_1_0.isdisjoint(versions.values()), versions

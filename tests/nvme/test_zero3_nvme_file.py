@@ -2,7 +2,6 @@
 """The file of a swapped state, and what guards its way to the disk; no ranks, no disk bypass."""
 
 import errno
-import json
 import os
 import resource
 import struct
@@ -10,7 +9,6 @@ import struct
 import numpy as np
 import pytest
 import torch
-import xxhash
 from moment_samples import CODECS, MOMENTS, NUMEL, moment
 from nests import difference
 from zero_worker import plain
@@ -19,7 +17,7 @@ from zero8.algorithms.adam import ADAM
 from zero8.algorithms.table import ALGORITHMS
 from zero8.state.store import MomentStore
 from zero8.zero import swap_file
-from zero8.zero.moment_tensor import MomentTensor, moment_description
+from zero8.zero.moment_tensor import MomentTensor
 from zero8.zero.swap_file import BLOCK_BYTES, HEADER_BYTES, Layout
 from zero8.zero.swap_io import Buffer, BufferPool, CheckedHandle
 
@@ -133,8 +131,7 @@ def compensate(buffer):
 DAMAGES = {
     "magic": (flip(0), "not a file of 8-bit optimizer states"),
     "checksum": (flip(8), "checksum is wrong"),
-    "version": (set_version, "format version 4, this zero8 reads 1 to 3"),
-    "another version": (lambda buffer: set_version(buffer, 1), "cut short"),
+    "version": (set_version, "format version 2, this zero8 reads 1"),
     "words exchanged": (exchange(8), "checksum is wrong"),
     "runs exchanged": (exchange(512), "checksum is wrong"),
     "words that compensate": (compensate, "checksum is wrong"),
@@ -157,36 +154,6 @@ def test_zero3_nvme_file_with_a_wrong_bit_is_an_error_that_names_it(tmp_path, na
     with pytest.raises(ValueError, match=message) as caught:
         swap_file.read_whole(path)
     assert str(caught.value).startswith(path)
-
-
-def packed_as(version, state):
-    """Return the bytes of a file of format 1 or 2: a header and a description for two moments."""
-    layout = Layout.of_state(state)
-    moments = {which: moment_description(state[which].store) for which in MOMENTS}
-    text = json.dumps({**moments, "correction_numel": layout.correction_numel}).encode()
-    layout = Layout.from_description(text, "file")
-    buffer = packed(state)
-    buffer.fill_(0)
-    swap_file.pack(state, layout, buffer)
-    numbers = [len(text), state["step"], state["history"], *layout.num_bytes]
-    buffer[:HEADER_BYTES] = 0
-    header = swap_file.OLD_HEADER.pack(swap_file.MAGIC, 0, version, *numbers)
-    buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    words = int(buffer.view(torch.int64).sum()) % 2**64
-    total = words if version == 1 else xxhash.xxh3_64_intdigest(buffer.numpy())
-    buffer[8:16] = torch.frombuffer(bytearray(struct.pack("<Q", total)), dtype=torch.uint8)
-    return buffer
-
-
-@pytest.mark.parametrize("correction", [False, True])
-@pytest.mark.parametrize("version", [1, 2])
-def test_zero3_nvme_file_of_an_older_format_is_read_by_its_own_checksum(
-    tmp_path, version, correction
-):
-    state = state_of(correction=correction)
-    path = written(tmp_path / "file", packed_as(version, state))
-    found, _ = swap_file.read_whole(path)
-    assert difference(contents(found), contents(state)) == ""
 
 
 def test_zero3_nvme_file_that_is_not_the_last_one_written_is_an_error_with_both_steps(tmp_path):

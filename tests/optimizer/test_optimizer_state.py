@@ -18,13 +18,13 @@ from torch import nn
 
 from zero8 import Adam8bitBlockwise
 from zero8.algorithms.adam import ADAM
-from zero8.spec.codec import CODECS, RETIRED, codec_numbered, dequantize, quantize
+from zero8.spec.codec import CODECS, codec_numbered, dequantize, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.spec.packing import packed, unpacked
 from zero8.state.tell import tell_once
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-SAVED = GOLDEN / "plain_state_v3.pt"
+SAVED = GOLDEN / "plain_state.pt"
 GOLDEN_SHAPES = {"wide": (2, 333), "experts": (2, 2, 100), "vector": (17,)}
 SMALL = {"lr": 0.1, "min_8bit_size": 100}
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -382,10 +382,9 @@ def replace(key: str, change):
 
 
 DAMAGED = {
-    "future version": (set_format(0, 4), "state of wide: got format version 4, .*reads .1, 2, 3."),
+    "future version": (set_format(0, 2), "state of wide: got format version 2, this zero8 reads 1"),
     "unknown algorithm": (set_format(1, 7), "state of wide: got a state of algorithm 7"),
     "unknown codec": (set_format(2, 99 * 0x101), "codec number 99 is unknown"),
-    "codec of format 1 that is gone": (set_format(2, 0x0202), "codec number 2 is unknown"),
     "other shape": (set_format(5, 3), "the parameter has"),
     "transposed": (
         replace("format", lambda f: f[[0, 1, 2, 3, 4, 6, 5]]),
@@ -432,24 +431,6 @@ DAMAGED |= {
     "betas as a string": (set_group("betas", "ab"), "betas: got 'ab'"),
     "infinite weight decay": (set_group("weight_decay", math.inf), "weight_decay: got inf"),
 }
-
-
-def test_load_state_dict_of_narrow_rows_in_codes_that_had_none_raises_and_changes_nothing():
-    """A mutation that was found: scales of rows that differ made the codec of format 1 encode."""
-    weight = torch.nn.Parameter(torch.ones(512, 16))
-    optimizer = Adam8bitBlockwise([("b", weight)])
-    weight.grad = torch.arange(8192.0).view(512, 16)
-    optimizer.step()
-    before = copy.deepcopy(optimizer.state_dict())
-    state_dict = copy.deepcopy(before)
-    entries = state_dict["state"][0]
-    assert entries["exp_avg_scale"].shape[0] == 512
-    entries["exp_avg_scale"][1] *= 2
-    entries["format"][2] = RETIRED.number * 0x0101
-    with pytest.raises(ValueError, match="of b: got codes of 'log of format 1' for rows of 16"):
-        optimizer.load_state_dict(state_dict)
-    after = optimizer.state_dict()["state"][0]
-    assert all(torch.equal(after[key], before["state"][0][key]) for key in ("exp_avg_q8", "format"))
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGED.values(), ids=DAMAGED)
@@ -522,58 +503,20 @@ def write_golden() -> None:
     torch.save(golden, SAVED)
 
 
-# --- All formats ---------------------------------------------------------------------------------
-
-
-def golden(version: int, codec: str, dtype: torch.dtype) -> dict:
-    """Return a state dict of a format, and the moments that its states decode to."""
-    path = GOLDEN / f"plain_state_v{version}.pt"
-    return torch.load(path, weights_only=True)[f"{codec} {dtype}"]
-
-
-FORMATS = [*((3, codec) for codec in CODECS), (2, "dynamic"), (2, "log"), (1, "dynamic")]
-
-
 @dtypes
-@pytest.mark.parametrize(("version", "codec"), FORMATS)
-def test_golden_state_loads_verbatim_and_decodes_to_the_moments_beside_it(version, codec, dtype):
-    saved, params = golden(version, codec, dtype), make_params(dtype)
+@codecs
+def test_golden_state_loads_verbatim_and_decodes_to_the_moments_beside_it(codec, dtype):
+    saved = torch.load(SAVED, weights_only=True)[f"{codec} {dtype}"]
+    params = make_params(dtype)
     optimizer = Adam8bitBlockwise(params, codec=codec, min_8bit_size=100)
     optimizer.load_state_dict(copy.deepcopy(saved["state_dict"]))
     for number, (name, p) in enumerate(params):
-        state, older = optimizer.state[p], saved["state_dict"]["state"][number]
-        assert (state["format"][0], older["format"][0]) == (3, version)
-        if version > 1:  # format 3 numbers the codes of each moment
-            same = slice(0 if version == 3 else 3, None)
-            assert torch.equal(state["format"][same], older["format"][same])
-        assert_same({**state, "format": 0}, {**older, "format": 0})
+        state = optimizer.state[p]
+        assert_same(state, saved["state_dict"]["state"][number])
         for which, value in moments(state).items():
             assert torch.equal(value, saved["moments"][number][which]), f"{name} {which}"
             assert value.any()
     run(optimizer, params, 1, start=5)
-
-
-@dtypes
-def test_state_of_format_1_with_log_codes_is_encoded_again_and_logged_once(dtype, caplog):
-    """To half a code: of m the coarser levels are 2^-4 (|x| + scale) apart, scale being at most
-    1/14.75 of the block's largest; of v half a code is 14/254 at most.
-    """
-    tell_once.cache_clear()
-    saved = golden(1, "log", dtype)
-    for _ in range(2):
-        params = make_params(dtype)
-        optimizer = Adam8bitBlockwise(params, codec="log", min_8bit_size=100)
-        optimizer.load_state_dict(copy.deepcopy(saved["state_dict"]))
-    for number, (name, p) in enumerate(params):
-        got = moments(optimizer.state[p])
-        m, v = (saved["moments"][number][which] for which in ("exp_avg", "exp_avg_sq"))
-        slack = 2.0**-5 * (m.abs() + m.abs().max() / 14.75)
-        assert ((got["exp_avg"] - m).abs() <= slack).all(), name
-        assert ((got["exp_avg_sq"] - v).abs() <= (14 / 254 + 2.0**-18) * v).all(), name
-    run(optimizer, params, 1, start=5)
-    said = [r.getMessage() for r in caplog.records if "format 1" in r.getMessage()]
-    assert len(said) == 1 and "encoded again" in said[0]
-    assert "were saved with" not in caplog.text  # the line above is all that there is to say
 
 
 def test_load_state_dict_of_an_adamw_that_was_captured_goes_on_without_that():

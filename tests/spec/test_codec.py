@@ -12,7 +12,7 @@ from processes import run
 from zero8.algorithms.adam import ADAM, AdamScalars
 from zero8.spec import arithmetic as ieee
 from zero8.spec import dither
-from zero8.spec.codec import CODECS, RETIRED, codec_named, codec_numbered, quantize
+from zero8.spec.codec import CODECS, codec_named, codec_numbered
 from zero8.spec.grid import BlockGrid
 from zero8.spec.log import LogCode
 
@@ -46,7 +46,6 @@ def test_codec_names_and_numbers_are_stable():
     numbers = {name: codec.number for name, codec in CODECS.items()}
     assert numbers == {"dynamic": 1, "log": 4, "log6": 6, "fp8": 5, "linear4": 7}
     assert all(codec_numbered(c.number) is codec_named(c.name) is c for c in CODECS.values())
-    assert RETIRED.number == 3 and codec_numbered(3) is RETIRED
 
 
 def test_codec_unknown_name_raises():
@@ -55,9 +54,8 @@ def test_codec_unknown_name_raises():
         codec_named("fp4")
 
 
-@pytest.mark.parametrize("number", [0, 2, 9])
+@pytest.mark.parametrize("number", [0, 2, 3, 9])
 def test_codec_unknown_number_raises(number):
-    """2 was that of a codec that is no longer read."""
     with pytest.raises(ValueError, match=rf"codec number {number} is unknown .*dynamic.*log"):
         codec_numbered(number)
 
@@ -514,9 +512,3 @@ def test_encode_log_dithered_mean_is_the_exact_position(fraction):
     exact = float(position(pattern, scale))
     assert abs(exact - 100 - fraction) < 1e-4
     assert abs(total / 1e6 - exact) <= 4 / (2 * 1000) + (16 + 1.5) / 65536
-
-
-@pytest.mark.parametrize("code", [RETIRED.of_signed, RETIRED.of_unsigned])
-def test_quantize_with_a_retired_code_is_refused(code):
-    with pytest.raises(ValueError, match="which is only read, expected one of a codec in CODECS"):
-        quantize(code, torch.ones(8), torch.zeros(8, dtype=torch.int64), 1)

@@ -8,7 +8,7 @@ import torch
 from moment_samples import MOMENTS, spread_values
 
 from zero8.algorithms.adam import ADAM
-from zero8.spec.codec import CODECS, RETIRED, codec_named, dequantize, quantize
+from zero8.spec.codec import CODECS, codec_named, dequantize, quantize
 from zero8.spec.faults import fault, fault_of_values
 
 FLT_MAX = torch.finfo(torch.float32).max
@@ -116,7 +116,7 @@ def test_fault_of_random_bytes_is_found_or_they_decode_to_finite_numbers(which):
     passed = 0
     for seed in range(400):
         generator = torch.Generator().manual_seed(seed)
-        for codec in [*CODECS.values(), RETIRED]:
+        for codec in CODECS.values():
             code = codec.code_of(ADAM.moment(which))
             codes = torch.randint(
                 0, 1 << code.bits, (1024,), generator=generator, dtype=torch.uint8

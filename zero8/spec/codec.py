@@ -45,15 +45,12 @@ from zero8.spec.dynamic import DynamicCode
 from zero8.spec.fp8 import Fp8Code
 from zero8.spec.linear4 import Linear4Code
 from zero8.spec.log import DitheredLogCode, LogCode, SignedLogCode
-from zero8.spec.retired import LogRootCode, SignMagnitudeLogCode
 from zero8.spec.shared import SharedCode
 from zero8.spec.shown import shown
 from zero8.spec.tiles import Tiles
 
-RetiredCode = SignMagnitudeLogCode | LogRootCode
 ElementCode = SignedLogCode | DitheredLogCode | LogCode | DynamicCode | Fp8Code | Linear4Code
-LivingCode = ElementCode | SharedCode
-MomentCode = LivingCode | RetiredCode
+MomentCode = ElementCode | SharedCode
 
 
 @dataclass(frozen=True)
@@ -106,10 +103,6 @@ SHARED = Codec("shared", 8, SignedLogCode(), DitheredLogCode(), SharedCode(), Fa
 ALL_CODECS = {**CODECS, SHARED.name: SHARED}
 """The codecs of all optimizers, by name."""
 
-_OLD_SIGNED = SignMagnitudeLogCode()
-RETIRED = Codec("log of format 1", 3, _OLD_SIGNED, _OLD_SIGNED, LogRootCode(), False)
-"""The codec of format 1: its states are read, and encoded again when an optimizer loads them."""
-
 
 def codec_named(name: str) -> Codec:
     """Return the codec that `codec=name` chooses, or raise ValueError with the valid names."""
@@ -120,14 +113,13 @@ def codec_named(name: str) -> Codec:
 
 
 def codec_numbered(number: int) -> Codec:
-    """Return the codec with this number in files, possibly `RETIRED`, or raise ValueError."""
-    readable = [*ALL_CODECS.values(), RETIRED]
-    for codec in readable:
+    """Return the codec with this number in files, or raise ValueError."""
+    for codec in ALL_CODECS.values():
         if type(number) is int and codec.number == number:
             return codec
     raise ValueError(
         f"codec number {shown(number)} is unknown to this version of zero8; it reads "
-        f"{sorted((c.number, c.name) for c in readable)}"
+        f"{sorted((c.number, c.name) for c in ALL_CODECS.values())}"
     )
 
 
@@ -153,7 +145,7 @@ def quantize(
     """Quantize a moment block by block, or tile by tile.
 
     Args:
-        code: the code of this moment, not a retired one.
+        code: the code of this moment.
         x: (numel,) float32, finite.
         block: (numel,) int64, the block of each element, ascending from 0.
         num_blocks: number of blocks.
@@ -165,12 +157,7 @@ def quantize(
     Returns:
         codes: (numel,) uint8, which `zero8.spec.packing` stores.
         scales: (num_blocks, *code.scale_shape) float32.
-
-    Raises:
-        ValueError: for a retired code.
     """
-    if isinstance(code, RetiredCode):
-        raise ValueError(f"code: got {code}, which is only read, expected one of a codec in CODECS")
     x = ieee.flush(x)
     if isinstance(code, SharedCode):
         assert tiles is not None, "a SharedCode needs tiles"

@@ -11,10 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zero8.spec.codec import MomentCode, dequantize
+from zero8.spec.codec import MomentCode
 from zero8.spec.fp8 import Fp8Code
 from zero8.spec.log import LogCode, SignedLogCode
-from zero8.spec.retired import LogRootCode, SignMagnitudeLogCode
 from zero8.spec.shared import MAX_ROW, MIN_ROW, SharedCode
 
 _CHUNK_NUMEL = 1 << 22
@@ -39,9 +38,6 @@ def fault(code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: BlockN
         return "a negative scale"
     if isinstance(code, LogCode):
         return _fault_of_log(code, codes, scales, block_numbers)
-    if isinstance(code, SignMagnitudeLogCode | LogRootCode):  # read once, then encoded again
-        every = block_numbers(0, codes.numel())
-        return fault_of_values(dequantize(code, codes, scales, every), is_signed=code.signed)
     if isinstance(code, SignedLogCode):
         largest = torch.where(scales < 0, code.wide.top, code.narrow.top) * scales
         if not largest.isfinite().all():

@@ -6,8 +6,7 @@ The entry `format` of a whole parameter's state is an int64 tensor:
     format version, algorithm, codes, block size, identity, global shape
 
 The algorithm names the moments.  `codes` has a byte for each of them, the first one in the lowest:
-the number of its codec, 0 for float32.  The older formats are read: format 2 had one codec number
-for all moments there, and format 1 also had no algorithm.
+the number of its codec, 0 for float32.
 """
 
 import math
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero8.algorithms.adam import ADAM
 from zero8.algorithms.table import ALGORITHMS, algorithm_called
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.buffers import check_entry
@@ -29,8 +27,7 @@ from zero8.state.table import Piece
 Entries = dict[str, Any]
 """The state of one parameter, live or as loaded."""
 
-FORMAT_VERSION = 3
-READABLE_VERSIONS = (1, 2, 3)
+FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -78,16 +75,11 @@ class StateHeader:
             )
         if packed.numel() > 5 + MAX_DIMS:
             raise ValueError(f"state entry format of {name}: got {packed.numel()} numbers")
-        check_entry(f"state entry format of {name}", packed, max(packed.numel(), 4), [torch.int64])
-        version, *numbers = packed.tolist()
+        check_entry(f"state entry format of {name}", packed, max(packed.numel(), 5), [torch.int64])
+        version, algorithm_number, codes, block_size, identity, *shape = packed.tolist()
         check_version(f"state of {name}", version)
-        if version == 1:
-            numbers.insert(0, ADAM.number)
-        if len(numbers) < 4:
-            raise ValueError(f"state entry format of {name}: got {packed.numel()} numbers")
-        algorithm = algorithm_of(f"state of {name}", numbers[0])
-        codes, block_size, identity, *shape = numbers[1:]
-        codec = _codec_of(f"state of {name}", version, algorithm, codes) if block_size else None
+        algorithm = algorithm_of(f"state of {name}", algorithm_number)
+        codec = _codec_of(f"state of {name}", algorithm, codes) if block_size else None
         return cls(algorithm, codec, block_size, identity, tuple(shape))
 
     def piece(self, name: str) -> Piece:
@@ -96,10 +88,8 @@ class StateHeader:
         return Piece(0, numel, 0, self.shape, self.identity, self.block_size, name)
 
 
-def _codec_of(what: str, version: int, algorithm: Algorithm, codes: int) -> Codec:
+def _codec_of(what: str, algorithm: Algorithm, codes: int) -> Codec:
     """Return the codec of all moments from the number `codes` of a header."""
-    if version < 3:
-        return codec_numbered(codes)
     numbers = {codes >> 8 * place & 0xFF for place in range(len(algorithm.moments))}
     if len(numbers) > 1 or codes >> 8 * len(algorithm.moments):
         raise ValueError(
@@ -110,11 +100,10 @@ def _codec_of(what: str, version: int, algorithm: Algorithm, codes: int) -> Code
 
 
 def check_version(what: str, version: object) -> None:
-    """Raise ValueError unless this zero8 reads this version of the format."""
-    if type(version) is not int or version not in READABLE_VERSIONS:
+    """Raise ValueError unless this is the version of the format that this zero8 reads."""
+    if type(version) is not int or version != FORMAT_VERSION:
         raise ValueError(
-            f"{what}: got format version {shown(version)}, this zero8 reads "
-            f"{list(READABLE_VERSIONS)}"
+            f"{what}: got format version {shown(version)}, this zero8 reads {FORMAT_VERSION}"
         )
 
 

@@ -266,7 +266,6 @@ class PlainState:
         if (theirs, stores[0].codec) == (wanted, codec if wanted.block_size else None):
             kept = [store.to(device, copy=True) for store in stores]
             return cls.of(algorithm, kept, wanted, extent, numbers)
-        stores[0].tell_if_retired()
         reencoded.note((stores[0].codec, theirs.block_size), (codec, wanted.block_size))
         new = cls.zeros(algorithm, codec, wanted, extent, device)
         new._write([store.read(0, store.table.numel) for store in stores])

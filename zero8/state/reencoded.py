@@ -3,7 +3,7 @@
 
 from collections import Counter
 
-from zero8.spec.codec import RETIRED, SHARED, Codec
+from zero8.spec.codec import SHARED, Codec
 from zero8.state.tell import tell_once
 
 
@@ -22,8 +22,7 @@ class Reencoded:
             kept: codec and block size of the optimizer.
         """
         forms = _form(*saved), _form(*kept)
-        # `MomentStore.tell_if_retired` logs retired codecs.
-        if forms[0] != forms[1] and saved[0] != RETIRED:
+        if forms[0] != forms[1]:
             self._counts[(*forms, _error(*kept))] += 1
 
     def forget(self) -> None:

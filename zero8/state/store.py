@@ -12,14 +12,13 @@ from torch import Tensor
 from zero8.spec import tiles
 from zero8.spec.algorithm import MomentRule
 from zero8.spec.buffers import check_buffer
-from zero8.spec.codec import DEFAULT_CODEC, RETIRED, Codec, MomentCode, dequantize, quantize
+from zero8.spec.codec import Codec, MomentCode, dequantize, quantize
 from zero8.spec.faults import fault, fault_of_values
 from zero8.spec.grid import UNITS
 from zero8.spec.packing import packed, unpacked
 from zero8.spec.segment import Moment
 from zero8.state.huge_pages import advise_huge
 from zero8.state.table import Piece, PieceTable
-from zero8.state.tell import tell_once
 
 CHUNK_NUMEL = 1 << 22
 """About how many elements are encoded or decoded at once, with temporaries of 110 bytes each."""
@@ -158,14 +157,6 @@ class MomentStore:
     def _with(self, change: Callable[[Tensor], Tensor]) -> "MomentStore":
         codes, scales, dense = map(change, self.buffers)
         return replace(self, codes=codes, scales=scales, dense=dense)
-
-    def tell_if_retired(self) -> None:
-        """Warn, once per process, that states of a retired codec are encoded again."""
-        if self.codec == RETIRED:
-            tell_once(
-                f"zero8: loaded states are of {RETIRED.name!r}; they are encoded again, each "
-                f"moment within half a code of `{DEFAULT_CODEC}`"
-            )
 
     @property
     def num_code_bytes(self) -> int:

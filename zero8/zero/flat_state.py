@@ -137,7 +137,6 @@ class FlatPartition(StateKind):
         same_blocks = all(ours.block_size == theirs.block_size for ours, theirs in pairs)
         if same_blocks and saved.codec == codec:
             return replace(saved.clone(), table=wanted)
-        saved.tell_if_retired()
         if rule == self.settings.algorithm.moments[0]:
             self.note_forms(saved, table)
         store = MomentStore.zeros(codec, rule, wanted)

@@ -12,9 +12,6 @@
 All numbers are little-endian.  Description bytes 0 mean "no state yet".  The checksum is the 64-bit
 XXH3 of the whole file, with 0 in the checksum's place.  It detects writes that never happened
 (DeepSpeed's aio does not report failed transfers) and misplaced ones.
-
-Formats 1 and 2 can be read.  Their header is Adam's (OLD_HEADER) and their description names its
-two moments; format 1's checksum is the sum, modulo 2^64, of the file as 64-bit words.
 """
 
 import errno
@@ -30,7 +27,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero8.algorithms.adam import ADAM
 from zero8.algorithms.table import algorithm_called
 from zero8.checkpoint.files.hashes import hash_64
 from zero8.checkpoint.files.mapped_file import mapped
@@ -43,9 +39,8 @@ from zero8.state.table import PieceTable
 from zero8.zero.moment_tensor import MomentTensor, moment_description, moments_in, store_like
 
 MAGIC = b"zero8swp"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 1
 BEGIN = struct.Struct("<8sQIIqII")
-OLD_HEADER = struct.Struct("<8sQIIqd7Q")
 HEADER_BYTES = 512
 _CHECKSUM = slice(8, 16)
 TENSOR_ALIGNMENT_BYTES = 64
@@ -74,14 +69,10 @@ class SwapHeader(NamedTuple):
             raise ValueError(f"{path}: not a file of 8-bit optimizer states, or damaged")
         numbers = BEGIN.unpack_from(data)
         _, checksum, version, description_bytes, step, num_memory, num_tensors = numbers
-        if not 1 <= version <= FORMAT_VERSION:
+        if version != FORMAT_VERSION:
             raise ValueError(
-                f"{path}: got format version {version}, this zero8 reads 1 to {FORMAT_VERSION}"
+                f"{path}: got format version {version}, this zero8 reads {FORMAT_VERSION}"
             )
-        if version < 3:
-            *_, step, history = OLD_HEADER.unpack_from(data)[:6]
-            num_bytes = OLD_HEADER.unpack_from(data)[6:]
-            return cls(checksum, version, description_bytes, step, (history,), num_bytes)
         if 8 * (num_memory + num_tensors) > HEADER_BYTES - BEGIN.size:
             raise ValueError(
                 f"{path}: got a header with {num_memory} and {num_tensors} numbers, expected at "
@@ -133,7 +124,7 @@ class Layout:
         try:
             found = json.loads(text)
             correction_numel = found.pop("correction_numel")
-            moments = found["moments"] if "moments" in found else _moments_of_format_2(found)
+            moments = found["moments"]
             like = tuple(map(store_like, moments))
             rules = [store.rule for store in like]
             if rules != list(algorithm_called(rules[0].algorithm).moments):
@@ -278,7 +269,7 @@ def unpack(
             f"{path}: got {buffer.numel()} bytes with tensors of {header.num_bytes}, expected "
             f"{layout.offsets[-1]} with {layout.num_bytes}; the file is damaged or cut short"
         )
-    if checksum(buffer, header.version) != header.checksum:
+    if checksum(buffer) != header.checksum:
         raise ValueError(
             f"{path}: its checksum is wrong: a write or a read of it failed, or it was changed"
         )
@@ -346,11 +337,6 @@ def reserve(path: str, num_bytes: int) -> None:
         os.close(descriptor)
 
 
-def _moments_of_format_2(found: dict) -> list:
-    """Return the descriptions of the moments in a description of format 1 or 2."""
-    return [found[name] for name in ADAM.moment_names]
-
-
 def _stores(state: dict) -> list[MomentStore]:
     """Return the moments of a state in the algorithm's order."""
     found = {name: moment.store for name, moment in moments_in(state).items()}
@@ -367,12 +353,8 @@ def _put(buffer: Tensor, offset: int, data: bytes) -> None:
     buffer.numpy()[offset : offset + len(data)] = memoryview(data)
 
 
-def checksum(buffer: Tensor, version: int = FORMAT_VERSION) -> int:
+def checksum(buffer: Tensor) -> int:
     """Return the checksum for the bytes of a file, shape (file bytes,) uint8."""
     begin = bytearray(buffer[:HEADER_BYTES].numpy())
     begin[_CHECKSUM] = bytes(8)
-    rest = buffer[HEADER_BYTES:]
-    if version == 1:
-        words = torch.frombuffer(begin, dtype=torch.int64).sum() + rest.view(torch.int64).sum()
-        return int(words) % 2**64
-    return hash_64((begin, rest.numpy()))
+    return hash_64((begin, buffer[HEADER_BYTES:].numpy()))

@@ -132,11 +132,7 @@ class Assembly:
                     ours.dense[there] = theirs.piece(number).values
 
     def finished(self) -> Parameter:
-        """Return the parameter; `Coverage` has checked that each element was added once.
-
-        Raises:
-            ValueError: if a block would have to be re-encoded by a retired codec.
-        """
+        """Return the parameter; `Coverage` has checked that each element was added once."""
         shape, found = self._piece.shape, {Blocks: set[int](), Bands: set[int]()}
         for joiner in self._joiners:
             found[type(joiner)] |= joiner.finish()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero8.spec.codec import RETIRED, dequantize, quantize
+from zero8.spec.codec import dequantize, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.spec.packing import packed
 from zero8.state.store import MomentStore
@@ -56,11 +56,7 @@ class Blocks:
                 self._cut[block].append(_Part(max(low, begin), min(high, end), scale))
 
     def finish(self) -> set[int]:
-        """Encode cut blocks whose scales differ, of which all parts must be there; return them.
-
-        Raises:
-            ValueError: if one would have to be encoded by a retired codec.
-        """
+        """Encode cut blocks whose scales differ, of which all parts must be there; return them."""
         return {block for block, parts in self._cut.items() if self._join(block, parts)}
 
     def _join(self, block: int, parts: list[_Part]) -> bool:
@@ -69,12 +65,6 @@ class Blocks:
         store.scales[block] = parts[0].scale
         if all(torch.equal(part.scale, parts[0].scale) for part in parts):
             return False
-        if store.codec == RETIRED:
-            raise ValueError(
-                f"{self._piece.name}: got a block of {RETIRED.name!r} in two parts, which this "
-                "version cannot encode; load the checkpoint with the framework that wrote it, "
-                "save it again, and convert that"
-            )
         x = torch.cat([_decoded(store, part) for part in parts])
         codes, scales = quantize(store.code, x, torch.zeros(len(x), dtype=torch.int64), 1)
         begin, end = parts[0].begin, parts[-1].end
