@@ -271,16 +271,6 @@ def test_plan_measures_the_machine_where_it_is_asked_to(capsys, monkeypatch):
     assert hardware["rates"]["zero8"] == 2.0
 
 
-def test_plan_knows_a_core_of_grace_by_a_model(capsys):
-    words = ("--parameters", "1B", "--core", "grace", "--cores", "72", "--bandwidth", "480")
-    rates, (_, printed) = planned(capsys, *words)["hardware"]["rates"], plan(capsys, *words)
-    assert "a model, in the cache" in printed
-    assert rates["zero8"] > planned(capsys, "--parameters", "1B")["hardware"]["rates"]["zero8"]
-    for refused in ("--core", "vax"), ("--core", "grace", "--measure"):
-        with pytest.raises(SystemExit, match="2"):
-            plan(capsys, "--parameters", "1B", *refused)
-
-
 def test_plan_draws_a_figure(capsys, tmp_path):
     path = tmp_path / "plan.png"
     _, printed = plan(capsys, "--parameters", "1B", "--plot", str(path))

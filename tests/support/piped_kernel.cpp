@@ -9,7 +9,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../../benchmarks/arm/piped.h"
+#include "piped.h"
 #include "flush_to_zero.h"
 #include "isa.h"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from zero8.bench.step.machines import OTHERS
 from zero8.plan.fit import Limits, verdict
 from zero8.plan.model import Model
-from zero8.plan.rates import CORES
+from zero8.plan.rates import RECORDED
 from zero8.plan.report import GIB, summary, text
 from zero8.plan.setup import (
     BY_NAME,
@@ -80,12 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_hardware(group) -> None:
-    speed = group.add_mutually_exclusive_group()
-    speed.add_argument(
+    group.add_argument(
         "--measure", action="store_true", help="measure this machine, in about 10 s when idle"
     )
-    help_text = "kind of a host's cores, for their speed; default xeon; grace is a model"
-    speed.add_argument("--core", choices=tuple(CORES), default="xeon", help=help_text)
     for option, what, default in (
         ("--cores", "cores of a host", f"default {HOST.cores}"),
         ("--bandwidth", "GB/s of a host's memory", f"default {HOST.gb_per_s:g}"),
@@ -154,7 +151,7 @@ def _setup(arguments: argparse.Namespace) -> Setup:
 def _hardware(arguments: argparse.Namespace, setup: Setup) -> Hardware:
     if setup.offload == "nvme" and arguments.nvme_bandwidth is None:
         raise ValueError("--nvme-bandwidth: expected GB/s of a host's drives, for offload to nvme")
-    machine, rates = HOST, CORES[arguments.core]
+    machine, rates = HOST, RECORDED
     if arguments.measure:
         from zero8.plan.measure import measure  # needs PyTorch
 

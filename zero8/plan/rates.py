@@ -30,17 +30,3 @@ class Rates:
 
 RECORDED = Rates(1.635, 1.092, 1.239, "benchmarks/records/plan_cpu_202611.md")
 """One core of the Xeon with AVX-512 in that record."""
-
-GRACE_GHZ = 3.1
-"""The clock of a Grace core, in cycles per ns.
-
-With it 144 cores of 4 units for two fused float64 operations have 7.1 TFLOPS, NVIDIA's number.
-"""
-GRACE = Rates(0.926, 1.619, 1.789, "a model, in the cache: benchmarks/records/arm_model_202611.md")
-"""One core of NVIDIA's Grace, a Neoverse V2 with NEON: modelled cycles over GRACE_GHZ.
-
-The model's data are in the cache.  Its fp32 Adam is zero8's step with moments in float32.
-"""
-
-CORES = {"xeon": RECORDED, "grace": GRACE}
-"""The cores that can be planned for, the default first."""
