@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # type checkers, editors and the API reference cannot follow 
     from zero8.way_back import export as export
     from zero8.zero.active import assert_active as assert_active
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.1.0.dev0"
 # The modules of the public names; each is imported when its name is first used.
 _MODULES = {
     "Adam8bitBlockwise": "zero8.optimizer",
