@@ -26,12 +26,6 @@ v:
 * `fp8` (`zero8.spec.fp8`): 8-bit floats of 3 bits of mantissa, E4M3, for m and v; nearest code.
 * `linear4` (`zero8.spec.linear4`): 4 bits, as Li et al. (arXiv:2309.01507) have them without their
   rank-1 scales: a small dynamic tree map for m, equal steps without 0 for v; nearest code.
-
-Of an optimizer of its own, `Adam8bitShared`:
-
-* `shared` (`zero8.spec.shared`): m as in `log`.  v is of rank 1 in tiles of up to 64 rows by a
-  block's columns, so an element's v is that of its row and its column: zero means zero for rows and
-  columns alone.
 """
 
 from collections.abc import Sequence
@@ -46,13 +40,10 @@ from zero8.spec.fp8 import Fp8Code
 from zero8.spec.linear4 import Linear4Code
 from zero8.spec.log import DitheredLogCode, LogCode, SignedLogCode
 from zero8.spec.retired import LogRootCode, SignMagnitudeLogCode
-from zero8.spec.shared import SharedCode
 from zero8.spec.shown import shown
-from zero8.spec.tiles import Tiles
 
 RetiredCode = SignMagnitudeLogCode | LogRootCode
-ElementCode = SignedLogCode | DitheredLogCode | LogCode | DynamicCode | Fp8Code | Linear4Code
-LivingCode = ElementCode | SharedCode
+LivingCode = SignedLogCode | DitheredLogCode | LogCode | DynamicCode | Fp8Code | Linear4Code
 MomentCode = LivingCode | RetiredCode
 
 
@@ -66,7 +57,6 @@ class Codec:
         of_signed: of moments that can be negative.
         of_dithered: of those among them that are dithered; it decodes like `of_signed`.
         of_unsigned: of moments that cannot be negative.
-        has_narrow_rows: whether it has codes of narrow rows (`zero8.spec.grid`).
     """
 
     name: str
@@ -74,7 +64,6 @@ class Codec:
     of_signed: MomentCode
     of_dithered: MomentCode
     of_unsigned: MomentCode
-    has_narrow_rows: bool = True
 
     def bits_of(self, moments: Sequence[MomentRule]) -> float:
         """Return the mean of the bits of moments' codes, an int if it is a whole number."""
@@ -98,30 +87,22 @@ CODECS = {
         Codec("fp8", 5, Fp8Code(True), Fp8Code(True), Fp8Code(False)),
     )
 }
-"""The codecs of `codec=...`, by name."""
 DEFAULT_CODEC = "log"
 
-SHARED = Codec("shared", 8, SignedLogCode(), DitheredLogCode(), SharedCode(), False)
-"""The codec of `Adam8bitShared`, which has no other."""
-ALL_CODECS = {**CODECS, SHARED.name: SHARED}
-"""The codecs of all optimizers, by name."""
-
-_OLD_SIGNED = SignMagnitudeLogCode()
-RETIRED = Codec("log of format 1", 3, _OLD_SIGNED, _OLD_SIGNED, LogRootCode(), False)
+RETIRED = Codec("log of format 1", 3, SignMagnitudeLogCode(), SignMagnitudeLogCode(), LogRootCode())
 """The codec of format 1: its states are read, and encoded again when an optimizer loads them."""
 
 
 def codec_named(name: str) -> Codec:
-    """Return the codec that `codec=name` chooses, or raise ValueError with the valid names."""
+    """Return the codec called `name`, or raise ValueError with the valid names."""
     if name not in CODECS:
-        hint = " (it is that of Adam8bitShared)" if name == SHARED.name else ""
-        raise ValueError(f"codec: got {shown(name)}{hint}, expected one of {sorted(CODECS)}")
+        raise ValueError(f"codec: got {shown(name)}, expected one of {sorted(CODECS)}")
     return CODECS[name]
 
 
 def codec_numbered(number: int) -> Codec:
     """Return the codec with this number in files, possibly `RETIRED`, or raise ValueError."""
-    readable = [*ALL_CODECS.values(), RETIRED]
+    readable = [*CODECS.values(), RETIRED]
     for codec in readable:
         if type(number) is int and codec.number == number:
             return codec
@@ -129,11 +110,6 @@ def codec_numbered(number: int) -> Codec:
         f"codec number {shown(number)} is unknown to this version of zero8; it reads "
         f"{sorted((c.number, c.name) for c in readable)}"
     )
-
-
-def num_codes(code: MomentCode) -> int:
-    """Return how many codes there are, valid or not."""
-    return 256 if isinstance(code, SharedCode) else 1 << code.bits
 
 
 def has_zero(code: MomentCode) -> bool:
@@ -148,9 +124,8 @@ def quantize(
     num_blocks: int,
     dither: Tensor | None = None,
     settling: float | None = None,
-    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a moment block by block, or tile by tile.
+    """Quantize a moment block by block.
 
     Args:
         code: the code of this moment, not a retired one.
@@ -160,10 +135,9 @@ def quantize(
         dither: (numel,) int64 of `zero8.spec.dither.in_blocks`, or None to round to nearest.
         settling: the scalar of (C2'), in a step on a signed moment, which must be able to decay
             to 0.
-        tiles: of these elements, for a `SharedCode`.
 
     Returns:
-        codes: (numel,) uint8, which `zero8.spec.packing` stores.
+        codes: (numel,) uint8, each less than 2^code.bits; `zero8.spec.packing` stores them.
         scales: (num_blocks, *code.scale_shape) float32.
 
     Raises:
@@ -172,9 +146,6 @@ def quantize(
     if isinstance(code, RetiredCode):
         raise ValueError(f"code: got {code}, which is only read, expected one of a codec in CODECS")
     x = ieee.flush(x)
-    if isinstance(code, SharedCode):
-        assert tiles is not None, "a SharedCode needs tiles"
-        return code.encoded(x, block, tiles, dither)
     scales = code.scales(x, block, num_blocks)
     return code.encode(x, scales[block], dither, settling), scales
 
