@@ -65,7 +65,7 @@ def measured(
     clocks = []
     for codec in ROUNDS * tuple(codecs):
         clocks.append(cycles_per_ns())
-        for row in time_in_cache([(algorithm, codec)], ["avx2"]):
+        for row in time_in_cache([algorithm], [codec], ["avx2"]):
             case = codec, row["variant"]
             if case not in fastest or row["ns_per_param"] < fastest[case]["ns_per_param"]:
                 fastest[case] = row
