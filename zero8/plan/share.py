@@ -152,8 +152,8 @@ def _moment_bytes(
 ) -> int:
     if grid is None:
         return _fp32_bytes(algorithm, numel)
-    codec, moments = codec_named(setup.codec), algorithm.moments
-    codes = [codec.code_of(rule) for rule in moments]
+    codec = codec_named(setup.codec)
+    codes = [codec.code_of(rule) for rule in algorithm.moments]
     scales = sum(math.prod(code.scale_shape) for code in codes)
     code_bytes = sum(grid.num_bytes(first, numel, code.bits) for code in codes)
     return code_bytes + 4 * scales * grid.num_blocks_touched(first, numel)
