@@ -44,10 +44,9 @@ ZERO8_DEVICE inline Block block_at(const Segment& seg, int64_t local) {
   return {begin - seg.first, local, static_cast<int>(end - begin), static_cast<int>(begin - whole)};
 }
 
-// How many elements of the parameter a step takes together, from each multiple of them on: bands of
-// rows of tiles, and rows of INT8 weights, as many as begin with a block; 0 if it takes any blocks.
+// How many elements of the parameter a step takes together, from each multiple of them on: rows of
+// INT8 weights, as many as begin with a block; 0 if it takes any blocks.
 ZERO8_DEVICE inline int64_t elements_together(const Segment& seg) {
-  if (seg.moments[0].codec == kShared) return kRowsPerBand * seg.row_length;
   if (seg.param_dtype != kINT8) return 0;
   const int64_t columns = seg.own_row_length;
   if (columns == seg.row_length || seg.row_length <= seg.block_size) return seg.row_length;

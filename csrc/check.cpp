@@ -60,13 +60,6 @@ std::string wrong_kind(const Segment& s, int64_t num_scalars, bool takes_int8) {
     if (codec != first) {
       return wrong(of_moment(k, "codec"), codec, std::to_string(first) + ", as the first has");
     }
-    if (codec == kShared && s.algorithm != kAdam) {
-      return wrong("algorithm", s.algorithm, "1 (Adam) with codec 8 (shared)");
-    }
-    if (codec == kShared && s.own_row_length != s.row_length) {
-      return wrong("own_row_length", s.own_row_length,
-                   std::to_string(s.row_length) + ", the row_length, with codec 8 (shared)");
-    }
   }
   if (s.param_dtype != kFP32 && s.param_dtype != kBF16 && !(takes_int8 && s.param_dtype == kINT8)) {
     return wrong(

@@ -41,9 +41,9 @@ inline void store8(uint8_t* p, Vec::I x, First tail) { Vec::store8_n(p, x, tail.
 
 // The lines of one chunk that will be needed a little later.
 template <class T>
-ZERO8_INLINE inline void prefetch_chunk(const T* x, int64_t distance = kPrefetchDistance) {
+ZERO8_INLINE inline void prefetch_chunk(const T* x) {
   constexpr int kLine = 64 / sizeof(T);
-  for (int i = 0; i < kChunk; i += kLine) Vec::prefetch(x + distance + i);
+  for (int i = 0; i < kChunk; i += kLine) Vec::prefetch(x + kPrefetchDistance + i);
 }
 
 // The largest magnitudes, as patterns, of the floats in a chunk.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a code of moments is in terms of Vec, and what several codes have in common.  log.h,
-// dynamic.h, fp8.h, linear4.h and shared.h have the codes.
+// dynamic.h, fp8.h and linear4.h have the codes.
 //
 // A code is a struct with four parts, so that the step can arrange them as it likes:
 //

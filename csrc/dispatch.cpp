@@ -156,8 +156,7 @@ bool has_avx512vbmi() { return __builtin_cpu_supports("avx512vbmi") && has_avx51
    ZERO8_STEP_BLOCKS(target, algorithm, Log),                     \
    ZERO8_STEP_BLOCKS(target, algorithm, Fp8),                     \
    ZERO8_STEP_BLOCKS(target, algorithm, Log6),                    \
-   ZERO8_STEP_BLOCKS(target, algorithm, Linear4),                 \
-   ZERO8_STEP_BLOCKS(target, algorithm, Shared)},
+   ZERO8_STEP_BLOCKS(target, algorithm, Linear4)},
 const Isa kIsas[] = {
     {"baseline", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, baseline)}, [] { return true; }},
 #if defined(__x86_64__)
@@ -180,8 +179,8 @@ void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
   if (num_threads > blocks) num_threads = static_cast<int>(blocks);
   // Made before there are threads, where running out of memory is an error that can be caught.
   const Floats wide(floats_of_parts(segments, num_segments), std::max(num_threads, 1));
-  // A static partition into equal parts, but in whole blocks, bands or rows: every one is done by
-  // one thread, in any case alike.
+  // A static partition into equal parts, but in whole blocks or rows: every one is done by one
+  // thread, in any case alike.
   const auto step_part = [&](int64_t part, int64_t parts) {
     step_range(segments, num_segments, scalars, maps, isa,
                place_of(segments, num_segments, numel * part / parts),

@@ -21,16 +21,8 @@
 namespace zero8 {
 
 // 2 and 3 were codecs of format 1.
-enum Codec : int32_t {
-  kFloat32 = 0,
-  kDynamic = 1,
-  kLog = 4,
-  kFp8 = 5,
-  kLog6 = 6,
-  kLinear4 = 7,
-  kShared = 8
-};
-constexpr int kNumCodecs = 9;  // these two included
+enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kLog = 4, kFp8 = 5, kLog6 = 6, kLinear4 = 7 };
+constexpr int kNumCodecs = 8;  // these two included
 enum DType : int32_t { kFP32 = 0, kBF16 = 1, kFP16 = 2, kINT8 = 3 };
 // Of one number.
 ZERO8_DEVICE constexpr int64_t size_bytes(int32_t dtype) {
@@ -40,27 +32,18 @@ enum Rounding : int32_t { kNearest = 0, kDither = 1, kHash = 2 };
 
 constexpr int kMinBlockSize = 64;
 constexpr int kMaxBlockSize = 4096;
-constexpr int kRowsPerBand = 64;  // of tiles
-constexpr int kMaxMoments = 3;    // of any algorithm: algorithms.h
+constexpr int kMaxMoments = 3;  // of any algorithm: algorithms.h
 
-// How large the moments of a codec are: bits of a code, 0 for a codec that is not served, and
-// floats that each block stores besides.  moments.h compares both with the codes'.  A code is that
-// of one element, but for v in kShared: zero8/spec/tiles.py.
+// How large the moments of a codec are: bits of an element, 0 for a codec that is not served, and
+// floats that each block stores besides.  moments.h compares both with the codes'.
 struct CodecSize {
   const char* name;
   int bits;
   int scales_of_signed, scales_of_unsigned;
 };
 constexpr CodecSize kCodecSizes[kNumCodecs] = {
-    {"float32", 32, 0, 0},
-    {"dynamic", 8, 1, 1},
-    {},
-    {},
-    {"log", 8, 1, 2},
-    {"fp8", 8, 1, 1},
-    {"log6", 6, 1, 2},
-    {"linear4", 4, 1, 1},
-    {"shared", 8, 1, 1},
+    {"float32", 32, 0, 0}, {"dynamic", 8, 1, 1}, {}, {}, {"log", 8, 1, 2}, {"fp8", 8, 1, 1},
+    {"log6", 6, 1, 2},     {"linear4", 4, 1, 1},
 };
 
 // A float16 in memory, as a type of its own: uint16_t is a bfloat16.

@@ -19,11 +19,9 @@ using StepBlocks = int64_t(const Segment&, const StepScalars&, const CodecMaps&,
 #define ZERO8_STEP_BLOCKS(target, algorithm, codec) step_blocks_##target##_##algorithm##_##codec
 #define ZERO8_DECLARE_STEP(target, algorithm, codec) \
   __attribute__((weak)) StepBlocks ZERO8_STEP_BLOCKS(target, algorithm, codec);
-// Steps that are defined nowhere are null as well: those of Shared but for Adam's, and those of
-// VBMI but for Dynamic's, which dispatch.cpp replaces by those of AVX-512.
-#define ZERO8_DECLARE_STEPS(target, algorithm)        \
-  ZERO8_CODECS(ZERO8_DECLARE_STEP, target, algorithm) \
-  ZERO8_DECLARE_STEP(target, algorithm, Shared)
+// Steps that are defined nowhere are null as well: those of VBMI but for Dynamic's, which
+// dispatch.cpp replaces by those of AVX-512.
+#define ZERO8_DECLARE_STEPS(target, algorithm) ZERO8_CODECS(ZERO8_DECLARE_STEP, target, algorithm)
 ZERO8_ALGORITHMS(ZERO8_DECLARE_STEPS, baseline)
 ZERO8_ALGORITHMS(ZERO8_DECLARE_STEPS, avx2)
 ZERO8_ALGORITHMS(ZERO8_DECLARE_STEPS, avx512)

@@ -12,7 +12,6 @@
 #include "fp8.h"
 #include "linear4.h"
 #include "log.h"
-#include "shared.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
@@ -103,12 +102,6 @@ struct InLogOf {
 };
 using InLog = InLogOf<8>;
 using InLog6 = InLogOf<6>;
-template <bool kSigned, bool kDithered>
-struct SharedOf : LogOf<8, kSigned, kDithered> {};
-template <>
-struct SharedOf<false, true> {
-  using Code = Shared;
-};
 // Rounds to nearest, whatever the moment.
 struct InDynamic {
   static constexpr bool kHasPairs = false;
@@ -127,18 +120,6 @@ struct InLinear4 {
   template <bool kSigned, bool>
   using Code = Linear4<kSigned>;
 };
-
-// v is of rank 1 in tiles; in pairs, its levels would have to be too.
-struct InShared {
-  static constexpr bool kHasPairs = false;
-  template <bool kSigned, bool kDithered>
-  using Code = typename SharedOf<kSigned, kDithered>::Code;
-};
-// Whether codes are made of tiles: tile_codes.h.
-template <class Code>
-constexpr bool kIsInTiles = false;
-template <>
-constexpr bool kIsInTiles<Shared> = true;
 
 // Moments that have no code.
 struct InFloat32 {};
@@ -165,7 +146,6 @@ static_assert(kIsCodec<InLog, kLog>);
 static_assert(kIsCodec<InFp8, kFp8>);
 static_assert(kIsCodec<InLog6, kLog6>);
 static_assert(kIsCodec<InLinear4, kLinear4>);
-static_assert(kIsCodec<InShared, kShared>);
 
 // --- Decoding ------------------------------------------------------------------------------------
 
@@ -176,42 +156,28 @@ ZERO8_DEVICE ZERO8_INLINE inline Vec::I load_codes(const uint8_t* codes, Lanes l
   return load8(codes, Code::kZeroCode, lanes);
 }
 
-// What the Decoder takes: bytes of codes, or levels.
-template <class Code>
-struct CodesRead {
-  using Type = uint8_t;
-};
-template <>
-struct CodesRead<Shared> {
-  using Type = float;
-};
-
 // A moment of a block as it is stored, times the algorithm's decay.
 template <class Algorithm>
 struct Sources {
   template <class C>
   struct Source {
     using Code = C;
-    const typename CodesRead<Code>::Type* codes;
+    const uint8_t* codes;
     const float* scales;
     typename Code::Decoder decode;
 
-    // `all_codes` is a Row whose items give the codes of block b, a byte each, or levels, and a
-    // place for the new ones.
-    template <int k, class AnyBlock, class AllCodes>
+    // `all_codes` is a Row whose items give the codes of block b, a byte each, and a place for the
+    // new ones.
+    template <int k, class AllCodes>
     ZERO8_DEVICE Source(Number<k>, const Segment& seg, const StepScalars& s, const CodecMaps& maps,
-                        const AnyBlock& b, AllCodes* all_codes)
+                        const Block& b, AllCodes* all_codes)
         : codes(all_codes->at(Number<k>()).next(b)),
           scales(seg.moments[k].scales + b.local * Code::kScales),
           decode(scales, Algorithm::decay(s, k), maps) {}
 
     template <class AnyVec, class Lanes>
     ZERO8_DEVICE ZERO8_INLINE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
-      if constexpr (kIsInTiles<Code>) {
-        return decode(vec, load(codes + i, lanes));
-      } else {
-        return decode(vec, load_codes<Code>(codes + i, lanes));
-      }
+      return decode(vec, load_codes<Code>(codes + i, lanes));
     }
     // Whether the scales of a signed code are finite.  If so no value is NaN, of which its Range
     // need not tell.
@@ -248,7 +214,7 @@ struct NewValues {
   int count, place, size;
 };
 
-// Encodes a moment of a block, vector by vector; in tiles, the block's walk does so later.
+// Encodes a moment of a block, vector by vector.
 template <class Algorithm>
 struct Sinks {
   template <class C>
@@ -281,9 +247,7 @@ struct Sinks {
     }
     template <class Lanes>
     ZERO8_DEVICE ZERO8_INLINE void write(int i, Lanes lanes) {
-      if constexpr (!kIsInTiles<Code>) {
-        store8(codes + i, encode_one(encode, values + i, next()), lanes);
-      }
+      store8(codes + i, encode_one(encode, values + i, next()), lanes);
     }
 
    private:
@@ -296,23 +260,13 @@ struct Sinks {
 
 // --- Segments ------------------------------------------------------------------------------------
 
-// Moments that cannot be negative have patterns below this.
-template <class Codec>
-constexpr uint32_t kUnsignedLimitBits = kInfinityBits;
-template <>
-constexpr uint32_t kUnsignedLimitBits<InShared> = (127 + 112) << 23;
-static_assert(Shared::kLimit == 0x1p112f, "kUnsignedLimitBits");
-
 // Whether the largest patterns of a block's new moments say that these are numbers, and none that
-// cannot be negative is; nor too large for tiles.  Finite gradients make none that is not so, but
-// states may have come from anywhere, and in tiles the limit is lower.
-template <class Algorithm, class Codec>
+// cannot be negative is.  Finite gradients make none that is not so, but states may have come from
+// anywhere.
+template <class Algorithm>
 ZERO8_DEVICE inline bool are_moments(const uint32_t* largest) {
-  constexpr MomentsOf moments = kMomentsOf[Algorithm::kNumber];
   bool are = true;
-  for (int k = 0; k < moments.count; ++k) {
-    are &= largest[k] < (moments.is_signed[k] ? kInfinityBits : kUnsignedLimitBits<Codec>);
-  }
+  for (int k = 0; k < kMomentsOf[Algorithm::kNumber].count; ++k) are &= largest[k] < kInfinityBits;
   return are;
 }
 

@@ -115,19 +115,14 @@ UnitPlace for_rows(UnitPlace place, int64_t row_length, int count, Body&& body) 
 //
 //   BlockCodes(Number<k>, segment, local)   of moment k, from block number `local` of a segment on
 //   next(block), replaced(block)         of the next block: its codes, and where new ones go
-//   load(i, ahead)                       its chunks are read in order, now that from element i on;
-//                                        with the walk's Ahead
-//   keep(block, values)                  the new codes will be that block's, of these values
+//   load(i)                              its chunks are read in order, now that from element i on
+//   keep(block)                          the new codes will be that block's
 //   store(i), store_rest()               they are made in order, now that chunk, or all others
-//   start(part), finish()                before and after the blocks of a part of a walk
 template <class Code, int kBits>
 class CodesOf;
 template <class Code>
 struct BlockCodes : CodesOf<Code, Code::kBits> {
   using CodesOf<Code, Code::kBits>::CodesOf;
-  template <class Part>
-  void start(const Part&) {}
-  void finish() {}
 };
 
 // Of 8 bits: those in memory.
@@ -141,12 +136,9 @@ class CodesOf<Code, 8> {
     codes_ = values_ + b.begin;
     return codes_;
   }
-  template <class Ahead>
-  ZERO8_INLINE void load(int i, const Ahead& ahead) const {
-    prefetch_chunk(codes_ + i, ahead.of(i));
-  }
+  ZERO8_INLINE void load(int i) const { prefetch_chunk(codes_ + i); }
   uint8_t* replaced(const Block& b) const { return values_ + b.begin; }
-  void keep(const Block&, const float*) {}
+  void keep(const Block&) {}
   ZERO8_INLINE void store(int) const {}
   void store_rest() const {}
 
@@ -183,12 +175,11 @@ class CodesOf {
     }
     return old_ + kMargin;
   }
-  template <class Ahead>
-  ZERO8_INLINE void load(int i, const Ahead&) {
+  ZERO8_INLINE void load(int i) {
     if (i + kChunk < read_.in_chunks) expand_chunk(i + kChunk);
   }
   uint8_t* replaced(const Block&) { return new_ + kMargin; }
-  void keep(const Block&, const float*) { kept_ = read_; }
+  void keep(const Block&) { kept_ = read_; }
   ZERO8_INLINE void store(int i) const {
     if (0 < i && i < kept_.in_chunks) pack_chunk(i - kChunk);
   }

@@ -24,42 +24,27 @@
 #include "moments.h"
 // In terms of moments.h:
 #include "chunks.h"
-#include "shares.h"
-// In terms of these:
+// In terms of chunks.h:
 #include "packing.h"
-#include "tiles.h"
 // In terms of all these:
 #include "arithmetic.h"
 #include "block_walk.h"
 #include "buffer.h"
-#include "tile_codes.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
 
-// The order of a codec's blocks.
-template <class Codec>
-struct WalkOf : BlockWalk {
-  using BlockWalk::BlockWalk;
-};
-template <>
-struct WalkOf<InShared> : TileWalk {
-  using TileWalk::TileWalk;
-};
-
 template <bool kPairs, class Sink>
 ZERO8_INLINE inline void encode_chunk(Sink& sink, int i) {
-  if constexpr (!kIsInTiles<typename Sink::Code>) {
-    Vec::I threshold[4];
-    for (int k = 0; k < 4; ++k) {
-      if constexpr (Sink::Code::kIsDithered) {
-        threshold[k] = sink.dither.next_of_two(k % 2);
-      } else {
-        threshold[k] = Vec::seti(0);
-      }
+  Vec::I threshold[4];
+  for (int k = 0; k < 4; ++k) {
+    if constexpr (Sink::Code::kIsDithered) {
+      threshold[k] = sink.dither.next_of_two(k % 2);
+    } else {
+      threshold[k] = Vec::seti(0);
     }
-    encode_four<kPairs>(sink.encode, sink.values + i, threshold, sink.codes + i);
   }
+  encode_four<kPairs>(sink.encode, sink.values + i, threshold, sink.codes + i);
 }
 
 // --- Blocks --------------------------------------------------------------------------------------
@@ -117,7 +102,6 @@ struct Pending {
   P param;
   Row<Algorithm, Codec, Sinks<Algorithm>::template Sink> sinks;
   Buffer<Algorithm> buffer;
-  typename WalkOf<Codec>::Ahead ahead;
   int count = 0;
 
   // `codes` are those of the block's moments.
@@ -126,7 +110,7 @@ struct Pending {
     int i = 0;
     start(i, kPairs);
     for (; i + kChunk <= count; i += kChunk) {
-      prefetch_chunk(param.p + i, ahead.of(i));
+      prefetch_chunk(param.p + i);
       for (int at = i; at < i + kChunk; at += 2 * Vec::kLanes) {
         QuickVec vec;
         Vec::F p[2];
@@ -171,11 +155,10 @@ void leave(const P& param, int count) {
 }
 
 // Whether a block with these largest patterns of new moments has finite gradients and moments.
-template <class Algorithm, class Codec, class P, class G>
+template <class Algorithm, class P, class G>
 ZERO8_INLINE inline bool can_step(const Reader<typename Algorithm::Scalars, P, G>& reader,
                                   const uint32_t* largest) {
-  return are_moments<Algorithm, Codec>(largest) &&
-         (reader.s.proves_finite(largest) || reader.is_finite());
+  return are_moments<Algorithm>(largest) && (reader.s.proves_finite(largest) || reader.is_finite());
 }
 
 template <class Algorithm, class P, class G>
@@ -189,7 +172,8 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, int64_t begin, in
   Vec::F decay[kMoments];
   for (int k = 0; k < kMoments; ++k) decay[k] = Vec::set(Algorithm::decay(raw, k));
   int64_t skipped = 0;
-  for (BlockWalk walk(seg, begin, end); walk.has_block(); walk.advance()) {
+  BlockWalk walk(seg, begin);
+  for (int64_t local = begin; local < end; ++local, walk.advance()) {
     const Block b = walk.block();
     Reader<typename Algorithm::Scalars, P, G> reader(seg, s, b);
     float* values[kMoments];
@@ -218,7 +202,7 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, int64_t begin, in
     });
     uint32_t largest[kMoments];
     for (int k = 0; k < kMoments; ++k) largest[k] = Vec::reduce_maxu(patterns[k]);
-    if (!can_step<Algorithm, InFloat32>(reader, largest)) {
+    if (!can_step<Algorithm>(reader, largest)) {
       leave(reader.param, b.count);
       ++skipped;
       continue;
@@ -270,13 +254,12 @@ template <bool kPairs, bool kAsStored, class Algorithm, class Codec, class AllSo
 ZERO8_INLINE inline int advance_chunks(QuickVec& vec, const AnyReader& reader,
                                        const AllSources& sources,
                                        Row<Algorithm, Codec, BlockCodes>& codes,
-                                       const typename WalkOf<Codec>::Ahead& ahead,
                                        Advanced<Algorithm, Codec>& to) {
   constexpr int kMoments = Buffer<Algorithm>::kMoments;
   int i = 0;
   for (; i + kChunk <= reader.count; i += kChunk) {
-    prefetch_chunk(reader.g + i, ahead.of(i));
-    codes.visit([&](auto, auto& one) ZERO8_INLINE { one.load(i, ahead); });
+    prefetch_chunk(reader.g + i);
+    codes.visit([&](auto, auto& one) ZERO8_INLINE { one.load(i); });
     const Row<Algorithm, Codec, Chunk> chunks(sources, i);
     for (int k = 0; k < 4; k += 2) {
       const int at = i + k * Vec::kLanes;
@@ -297,19 +280,9 @@ ZERO8_INLINE inline int advance_chunks(QuickVec& vec, const AnyReader& reader,
 // Where the QuickVec was not enough, vectors are made one by one.
 template <bool kPairs, bool, class Algorithm, class Codec, class AllSources, class AnyReader>
 int advance_chunks(Vec&, const AnyReader&, const AllSources&, Row<Algorithm, Codec, BlockCodes>&,
-                   const typename WalkOf<Codec>::Ahead&, Advanced<Algorithm, Codec>&) {
+                   Advanced<Algorithm, Codec>&) {
   static_assert(!kPairs, "vectors are made in order");
   return 0;
-}
-
-// All of the last part of a walk is stored.
-template <class Algorithm, class Codec, class P, bool kPairs>
-ZERO8_INLINE inline void finish_part(const typename Algorithm::Scalars& s,
-                                     Pending<Algorithm, Codec, P, kPairs>& pending,
-                                     Row<Algorithm, Codec, BlockCodes>& codes) {
-  pending.finish(s, codes);
-  pending.count = 0;
-  codes.visit([](auto, auto& one) ZERO8_INLINE { one.finish(); });
 }
 
 template <class Algorithm, class Codec, class P, class G>
@@ -330,21 +303,17 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const CodecMa
   Row<Algorithm, Codec, BlockCodes> codes(seg, begin);
   int64_t skipped = 0;
   int half = 0;
-  for (WalkOf<Codec> walk(seg, begin, end); walk.has_block(); walk.advance()) {
-    if (walk.begins_part()) {
-      finish_part(s, pending, codes);
-      codes.visit([&](auto, auto& one) ZERO8_INLINE { one.start(walk.part()); });
-    }
-    const auto b = walk.block();
-    const auto ahead = walk.ahead();
+  BlockWalk walk(seg, begin);
+  for (int64_t local = begin; local < end; ++local, walk.advance()) {
+    const Block b = walk.block();
     const Reader<Scalars, P, G> reader(seg, s, b);
     const AllSources sources(seg, raw, maps, b, &codes);
     Advanced<Algorithm, Codec> to{{memory + half * kRows * stride, stride}, {}};
     quickly(to.buffer, [&](auto& vec) ZERO8_INLINE {
       to.ranges = {};
       const int whole = s.are_as_stored()
-                            ? advance_chunks<kPairs, true>(vec, reader, sources, codes, ahead, to)
-                            : advance_chunks<kPairs, false>(vec, reader, sources, codes, ahead, to);
+                            ? advance_chunks<kPairs, true>(vec, reader, sources, codes, to)
+                            : advance_chunks<kPairs, false>(vec, reader, sources, codes, to);
       for_vectors(whole, b.count, [&](int i, auto lanes) ZERO8_INLINE {
         Vec::F m[kMoments];
         sources.visit([&](auto k, auto& source)
@@ -357,7 +326,7 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const CodecMa
     sources.visit([&](auto, auto& source)
                       ZERO8_INLINE { has_finite_scales &= source.has_finite_scales(); });
     to.ranges.visit([&](auto k, auto& range) ZERO8_INLINE { largest[k.value] = range.largest(); });
-    if (!has_finite_scales || !can_step<Algorithm, Codec>(reader, largest)) {
+    if (!has_finite_scales || !can_step<Algorithm>(reader, largest)) {
       leave(reader.param, b.count);
       ++skipped;
       continue;
@@ -365,11 +334,11 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const CodecMa
     const NewValues made{to.buffer.values, stride, b.count, 0, b.count};
     const AllSinks sinks(seg, raw, maps, b, made, to.ranges, &codes);
     pending.finish(s, codes);
-    codes.visit([&](auto k, auto& one) ZERO8_INLINE { one.keep(b, to.buffer.row(k.value)); });
-    pending = {reader.param, sinks, to.buffer, ahead, b.count};
+    codes.visit([&](auto, auto& one) ZERO8_INLINE { one.keep(b); });
+    pending = {reader.param, sinks, to.buffer, b.count};
     half = 1 - half;
   }
-  finish_part(s, pending, codes);
+  pending.finish(s, codes);
   return skipped;
 }
 

@@ -26,7 +26,6 @@ OTHERS = (
     "benchmarks/records/demo_log6_cpu_202611.png",
     "benchmarks/records/demo_lion_cpu_202611.png",
     "benchmarks/records/demo_sgd_cpu_202611.png",
-    "benchmarks/records/demo_shared_cpu_202611.png",
     "benchmarks/records/demo_muon_cpu_202611.png",
     "benchmarks/records/low_bit_202611_gradients.png",
     "benchmarks/records/low_bit_202611_memory.png",

@@ -10,10 +10,9 @@
 # usage: launch/local.sh [--dry-run | --help], with these environment variables (defaults in brackets):
 # Relative paths count from the repository's root.
 #   ENGINE  deepspeed, or fsdp2 for pure PyTorch [deepspeed; with WEIGHTS=int8 fsdp2]
-#   OPTIMIZER  zero8's: Adam8bitBlockwise, Adam8bitShared, SGD8bitBlockwise or, with deepspeed only,
-#           Lion8bitBlockwise or Muon8bitBlockwise [Adam8bitBlockwise]
-#   CODEC   of zero8's states: log, log6, dynamic, fp8 or linear4 [the config's, which is log];
-#           shared for Adam8bitShared in the place of Adam8bitBlockwise
+#   OPTIMIZER  zero8's: Adam8bitBlockwise, SGD8bitBlockwise or, with deepspeed only, Lion8bitBlockwise
+#           or Muon8bitBlockwise [Adam8bitBlockwise]
+#   CODEC   of zero8's states: log, log6, dynamic, fp8 or linear4 [the config's, which is log]
 #   WEIGHTS of the linear layers in the run of zero8's optimizer: float32, or int8 for torchao's
 #           INT8 weights, with fsdp2 only; the fp32 run's are always float32 [float32]
 #   STEPS   optimizer steps of each run [400]
@@ -24,7 +23,7 @@
 #   MODEL   its size: demo (1.7 M parameters), 1b or 3b [demo]
 #   DATA    text to train on, a file or folder [the Python standard library's own sources]
 #   OUT     folder for the results [runs/demo; with fsdp2 runs/demo-fsdp2; with another optimizer
-#           the name also ends in -shared, -lion, -sgd or -muon, with CODEC in its name, and with
+#           the name also ends in -lion, -sgd or -muon, with CODEC in its name, and with
 #           WEIGHTS=int8 in -int8]
 #   SEED    of initialization and batches [0]
 #   PYTHON  interpreter [.venv/bin/python, else python3]
@@ -59,29 +58,21 @@ case ${WEIGHTS:-float32} in
 esac
 engine=${ENGINE:-$engine}
 optimizer=${OPTIMIZER:-Adam8bitBlockwise}
-codec=${CODEC:-}
-# States of an optimizer of their own.
-if [[ $optimizer == Adam8bitBlockwise && $codec == shared ]]; then
-  optimizer=Adam8bitShared codec=
-fi
-name= # of the folder, if not the ending of the config
 not_in_fsdp2= # why this one is not
 case $optimizer in
   Adam8bitBlockwise) twin=AdamW ending= ;;
-  Adam8bitShared) twin=AdamW ending= name=shared ;;
   Lion8bitBlockwise) twin=Lion ending=lion not_in_fsdp2="PyTorch has no Lion to compare with" ;;
   SGD8bitBlockwise) twin=SGD ending=sgd ;;
   Muon8bitBlockwise) twin=Muon ending=muon not_in_fsdp2="PyTorch's Muon steps matrices alone" ;;
   *)
-    echo "zero8: got OPTIMIZER=$optimizer, expected Adam8bitBlockwise, Adam8bitShared," \
-      "Lion8bitBlockwise, SGD8bitBlockwise or Muon8bitBlockwise" >&2
+    echo "zero8: got OPTIMIZER=$optimizer, expected Adam8bitBlockwise, Lion8bitBlockwise," \
+      "SGD8bitBlockwise or Muon8bitBlockwise" >&2
     exit 1
     ;;
 esac
-name=${name:-$ending}
 case $engine in
-  deepspeed) config=configs/zero2_offload${ending:+_$ending}.json out=runs/demo${name:+-$name} ;;
-  fsdp2) config=configs/fsdp2_offload${ending:+_$ending}.toml out=runs/demo-fsdp2${name:+-$name} ;;
+  deepspeed) config=configs/zero2_offload${ending:+_$ending}.json out=runs/demo${ending:+-$ending} ;;
+  fsdp2) config=configs/fsdp2_offload${ending:+_$ending}.toml out=runs/demo-fsdp2${ending:+-$ending} ;;
   *)
     echo "zero8: got ENGINE=$engine, expected deepspeed or fsdp2" >&2
     exit 1
@@ -93,12 +84,12 @@ if [[ $engine == deepspeed && -n $int8 ]]; then
   exit 1
 fi
 if [[ $engine == fsdp2 && -n $not_in_fsdp2 ]]; then
-  echo "zero8: got OPTIMIZER=$optimizer with ENGINE=fsdp2, expected Adam8bitBlockwise," \
-    "Adam8bitShared or SGD8bitBlockwise, as $not_in_fsdp2; run it with ENGINE=deepspeed" >&2
+  echo "zero8: got OPTIMIZER=$optimizer with ENGINE=fsdp2, expected Adam8bitBlockwise or" \
+    "SGD8bitBlockwise, as $not_in_fsdp2; run it with ENGINE=deepspeed" >&2
   exit 1
 fi
 config=${CONFIG:-$config}
-out=${OUT:-$out${codec:+-$codec}${int8:+-$int8}}
+out=${OUT:-$out${CODEC:+-$CODEC}${int8:+-$int8}}
 
 # DeepSpeed builds its ops with the ninja of this Python, also when no environment is activated.
 export PATH="$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
@@ -138,11 +129,11 @@ trap stop INT TERM HUP
 # What DeepSpeed needs and was not compiled before is compiled first.
 train() {
   if [[ $engine == deepspeed ]]; then
-    $run "$python" -m examples.gpt.build "$config" "$1" ${codec:+--codec "$codec"}
+    $run "$python" -m examples.gpt.build "$config" "$1" ${CODEC:+--codec "$CODEC"}
   fi
   $run "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m examples.gpt \
     --engine "$engine" --optimizer "$1" --config "$config" --model "$model" --steps "$steps" \
-    --seed "$seed" --out "$out" ${codec:+--codec "$codec"} \
+    --seed "$seed" --out "$out" ${CODEC:+--codec "$CODEC"} \
     ${DATA:+--data "$DATA"} "${@:2}" &
   child=$!
   wait "$child"
@@ -154,7 +145,7 @@ train "$twin"
 
 echo "timing steps over 2^25 parameters"
 settings="ENGINE=$engine OPTIMIZER=$optimizer MODEL=$model STEPS=$steps RANKS=$ranks"
-settings="$settings CONFIG=$config${codec:+ CODEC=$codec}${int8:+ WEIGHTS=$int8}"
+settings="$settings CONFIG=$config${CODEC:+ CODEC=$CODEC}${int8:+ WEIGHTS=$int8}"
 settings="$settings${DATA:+ DATA=$DATA} SEED=$seed"
 OMP_NUM_THREADS=$cores $run "$python" -m examples.gpt.report "$out" --optimizer "$optimizer" \
   --command "$settings launch/local.sh"

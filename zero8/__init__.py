@@ -12,7 +12,6 @@ from zero8 import autoload
 if TYPE_CHECKING:  # type checkers, editors and the API reference cannot follow `__getattr__`
     from zero8.muon import Muon8bitBlockwise as Muon8bitBlockwise
     from zero8.optimizer import Adam8bitBlockwise as Adam8bitBlockwise
-    from zero8.optimizer import Adam8bitShared as Adam8bitShared
     from zero8.optimizer import AdEMAMix8bitBlockwise as AdEMAMix8bitBlockwise
     from zero8.optimizer import Lion8bitBlockwise as Lion8bitBlockwise
     from zero8.optimizer import SGD8bitBlockwise as SGD8bitBlockwise
@@ -24,7 +23,6 @@ __version__ = "0.1.0.dev0"
 # The modules of the public names; each is imported when its name is first used.
 _MODULES = {
     "Adam8bitBlockwise": "zero8.optimizer",
-    "Adam8bitShared": "zero8.optimizer",
     "AdEMAMix8bitBlockwise": "zero8.optimizer",
     "Lion8bitBlockwise": "zero8.optimizer",
     "Muon8bitBlockwise": "zero8.muon",

@@ -50,7 +50,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     Attributes:
         algorithm: the algorithm of its steps.
-        only_codec: the codec of a class that has no other.
         settings: the settings of the whole optimizer.
         state_dict_format: see the argument; may be set between two calls of `state_dict`.
         kinds: its kinds of state (`zero8.frameworks.kinds`), with these settings.
@@ -60,8 +59,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     """
 
     algorithm: ClassVar[Algorithm]
-    only_codec: ClassVar[Codec | None] = None
-    """The codec, if the class has no other."""
 
     def __init__(
         self,
@@ -85,8 +82,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """
         warn_if_untested("torch")
         class_name = type(self).__name__
-        keywords.check_other_keys(self.algorithm, class_name, others, self.only_codec)
-        self.settings = keywords.checked_settings(self.algorithm, whole, self.only_codec)
+        keywords.check_other_keys(self.algorithm, class_name, others)
+        self.settings = keywords.checked_settings(self.algorithm, whole)
         self.state_dict_format = keywords.check_state_dict_format(whole["state_dict_format"])
         self._begin()
         has_decay = options["weight_decay"] is not None

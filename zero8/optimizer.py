@@ -13,9 +13,8 @@ from zero8.algorithms.lion import LION
 from zero8.algorithms.sgd import SGD
 from zero8.blockwise import BlockwiseOptimizer
 from zero8.muon import Muon8bitBlockwise
-from zero8.spec.codec import DEFAULT_CODEC, SHARED
+from zero8.spec.codec import DEFAULT_CODEC
 from zero8.spec.options import check_flag
-from zero8.spec.shown import shown
 from zero8.state import keywords
 
 
@@ -113,59 +112,6 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
             "state_dict_format": state_dict_format,
         }
         super().__init__(params, options, whole, others)
-
-
-class Adam8bitShared(Adam8bitBlockwise):
-    r"""AdamW with about one byte of moments per element: the second moment is shared.
-
-    The first moment is that of `Adam8bitBlockwise`.  The second one is of rank 1 in tiles of up to
-    64 rows and `block_size` columns: a float32 for each row of a tile and an 8-bit code for each
-    column, whose product is the v of all that they meet in (`zero8.spec.shared`).  A step computes
-    each element's own v' for its update, and keeps the means of rows and columns: kin to Adafactor
-    (Shazeer and Stern, arXiv:1804.04235) and Adam-mini (Zhang et al., arXiv:2406.16793).  So this
-    is another optimizer than AdamW, at the same hyperparameters.  State: 1 + 1/64 + 8/block_size
-    bytes per element instead of 8.
-
-    Parameters of narrow rows (`zero8.spec.grid`) keep float32 moments.  State dicts of
-    `Adam8bitBlockwise` and of torch's AdamW load into it, and its own into these.  It steps whole
-    parameters, those of ZeRO, and those of FSDP2 whose ranks hold whole bands of 64 rows
-    (`zero8.spec.tiles`), on the CPU or on CUDA GPUs, where it has not run yet.
-
-    In a DeepSpeed config: `"optimizer": {"type": "Adam8bitShared", "params": {...}}`.
-
-    Args:
-        params: see `Adam8bitBlockwise`, and there for all other arguments.
-        lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled or added to the gradient; None means 0.
-        **settings: those of `Adam8bitBlockwise`, but `codec`.
-
-    Attributes:
-        settings: the settings of the whole optimizer.
-
-    Raises:
-        ValueError: for an unknown key or a bad value, or a parameter that it can never step.
-    """
-
-    only_codec = SHARED
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float | None = None,
-        **settings: Any,
-    ):
-        """Check the arguments and set up the groups; moments are made by the first step."""
-        if "codec" in settings:
-            raise ValueError(
-                f"codec: got {shown(settings['codec'])}, but Adam8bitShared has one codec; leave "
-                "it out, or use Adam8bitBlockwise"
-            )
-        super().__init__(params, lr, betas, eps, weight_decay, **settings)
 
 
 class Lion8bitBlockwise(BlockwiseOptimizer):
@@ -324,7 +270,6 @@ class AdEMAMix8bitBlockwise(BlockwiseOptimizer):
 
 OPTIMIZERS: tuple[type[BlockwiseOptimizer], ...] = (
     Adam8bitBlockwise,
-    Adam8bitShared,
     Lion8bitBlockwise,
     SGD8bitBlockwise,
     AdEMAMix8bitBlockwise,

@@ -22,7 +22,7 @@ from benchmarks.fidelity.robustness import SETTINGS, replay_codecs
 from benchmarks.fidelity.silence import Silence
 from benchmarks.fidelity.states import BETA2S
 from benchmarks.fidelity.training import Recipe
-from zero8.spec.codec import ALL_CODECS
+from zero8.spec.codec import CODECS
 
 REPLAYED_STEPS = 600
 REPLAYED: dict[str, dict] = {
@@ -46,7 +46,7 @@ def _trainings(scheme: str) -> list[Job]:
 def jobs() -> list[Job]:
     """Return everything that is to be run."""
     replays = [_replay(setting, beta2) for setting in REPLAYED for beta2 in BETA2S]
-    trainings = [job for scheme in (FP32, *ALL_CODECS) for job in _trainings(scheme)]
+    trainings = [job for scheme in (FP32, *CODECS) for job in _trainings(scheme)]
     return [*replays, *SILENT.jobs(), *trainings]
 
 
@@ -67,7 +67,7 @@ def rows_of(results: dict[Job, Any]) -> dict:
             "seeds": list(SEEDS),
             **loss_statistics([results[job] for job in _trainings(scheme)], fp32),
         }
-        for scheme in (FP32, *ALL_CODECS)
+        for scheme in (FP32, *CODECS)
     ]
     return {"updates": updates, **SILENT.result(results), "losses": losses, "skipped": skipped}
 

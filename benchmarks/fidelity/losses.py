@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.fidelity.pool import Job
-from benchmarks.fidelity.schemes import zero8_adam
+from benchmarks.fidelity.schemes import zero8_states
 from benchmarks.fidelity.training import Recipe, TrainingRun, adamw
+from zero8.optimizer import Adam8bitBlockwise
 
 FP32 = "fp32"
 
@@ -30,15 +31,18 @@ def final_loss(recipe: Recipe, scheme: str, on_step: Callable[[], None]) -> floa
 
     Args:
         recipe: the run.
-        scheme: `fp32` (torch's AdamW), one of `ALL_CODECS`, or `fp32_zero8`, whose difference to
+        scheme: `fp32` (torch's AdamW), a codec of zero8, or `fp32_zero8`, whose difference to
             `fp32` is what rounding alone does to the loss of a run.
         on_step: called after every step.
     """
     run = TrainingRun(recipe)
     if scheme == FP32:
         return train(run, adamw(run.model, recipe), on_step)
-    optimizer = zero8_adam(scheme)(
-        run.model.named_parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay
+    optimizer = Adam8bitBlockwise(
+        run.model.named_parameters(),
+        betas=recipe.betas,
+        weight_decay=recipe.weight_decay,
+        **zero8_states(scheme),
     )
     return train(run, optimizer, on_step)
 

@@ -13,7 +13,7 @@ from benchmarks.fidelity.schemes import deepspeed_bf16, zero8_scheme
 from benchmarks.fidelity.states import BETA2S
 from benchmarks.fidelity.training import Recipe
 from benchmarks.fidelity.zipf import ZipfTask
-from zero8.spec.codec import ALL_CODECS
+from zero8.spec.codec import CODECS
 
 # What differs from the main measurement.
 SETTINGS = {
@@ -31,7 +31,7 @@ SETTINGS = {
 
 def replay_codecs(recipe: Recipe, on_step: Callable[[], None]) -> tuple[list[dict], list[dict]]:
     """Run the replay with all codecs and with DeepSpeed's bfloat16 states."""
-    schemes = [*(zero8_scheme(codec) for codec in ALL_CODECS), deepspeed_bf16()]
+    schemes = [*(zero8_scheme(codec) for codec in CODECS), deepspeed_bf16()]
     return replay(recipe, schemes, on_step)
 
 

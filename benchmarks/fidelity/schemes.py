@@ -3,7 +3,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch.optim import Optimizer
 from benchmarks.fidelity.codes import CodedAdam, FlashCode, FourBitCode, RatioCode
 from benchmarks.fidelity.training import Layout
 from zero8.bench.states import state_bytes
-from zero8.optimizer import Adam8bitBlockwise, Adam8bitShared
-from zero8.spec.codec import CODECS, SHARED
+from zero8.optimizer import Adam8bitBlockwise
+from zero8.spec.codec import CODECS
 
 Named = list[tuple[str, Tensor]]
 
@@ -106,21 +105,14 @@ def zero8_states(name: str) -> dict[str, Any]:
     return {"fp32_params": ["*"]} if name == FP32_CONTROL else {"codec": name}
 
 
-def zero8_adam(states: str) -> Callable[..., Adam8bitBlockwise]:
-    """Return what makes zero8's AdamW on states in one of `ALL_CODECS`, or on float32 ones."""
-    if states == SHARED.name:
-        return Adam8bitShared
-    return partial(Adam8bitBlockwise, **zero8_states(states))
-
-
 def zero8_scheme(codec: str, block_size: int = 256) -> Scheme:
-    """Return one of `ALL_CODECS`; blocks of more than 256 run through rows laid end to end."""
+    """Return one of zero8's codecs; blocks of more than 256 run through rows laid end to end."""
 
     def make(named: Named, betas: tuple[float, float]) -> Optimizer:
-        return zero8_adam(codec)(named, lr=1.0, betas=betas, block_size=block_size)
+        return Adam8bitBlockwise(named, lr=1.0, betas=betas, codec=codec, block_size=block_size)
 
     flat = block_size > 256
-    note = "Adam8bitShared; " * (codec == SHARED.name) + "|u| is clipped at its bound"
+    note = "|u| is clipped at its bound"
     note += "; rows are laid end to end, so that a block spans several" * flat
     return Scheme(codec, make, _zero8_v, block_size, "zero8", note, flat=flat)
 
@@ -129,7 +121,7 @@ def zero8_fp32() -> Scheme:
     """Return zero8's own float32 moments: what differs from torch is rounding."""
 
     def make(named: Named, betas: tuple[float, float]) -> Optimizer:
-        return zero8_adam(FP32_CONTROL)(named, lr=1.0, betas=betas)
+        return Adam8bitBlockwise(named, lr=1.0, betas=betas, **zero8_states(FP32_CONTROL))
 
     note = "control: float32 moments of zero8 against those of torch"
     return Scheme(FP32_CONTROL, make, _zero8_v, None, "zero8", note)
@@ -226,7 +218,7 @@ def reimplemented(name: str, code, note: str) -> Scheme:
 
 def quick_schemes() -> list[Scheme]:
     """Return what the quick run compares."""
-    codecs = [zero8_scheme(codec) for codec in ("log", "dynamic", SHARED.name)]
+    codecs = [zero8_scheme(codec) for codec in ("log", "dynamic")]
     return [zero8_fp32(), *codecs, deepspeed_bf16(), torchao()]
 
 

@@ -16,7 +16,7 @@ from benchmarks.fidelity.pool import Job
 from benchmarks.fidelity.schemes import Shadow, deepspeed_bf16, torch_adamw, zero8_scheme
 from benchmarks.fidelity.states import BETA2S
 from benchmarks.fidelity.training import BETA1, Layout
-from zero8.spec.codec import ALL_CODECS
+from zero8.spec.codec import CODECS
 
 LAYOUT = Layout(("weight",), ((64, 256),))
 # Every other column falls silent after so many steps.
@@ -33,7 +33,7 @@ def gradients(step: int) -> Tensor:
 
 def silence(beta2: float, steps: int, on_step: Callable[[], None]) -> list[dict]:
     """Return, per scheme, how far the silent weights go in so many silent steps, at lr 1."""
-    schemes = [torch_adamw(torch.float32), *map(zero8_scheme, ALL_CODECS), deepspeed_bf16()]
+    schemes = [torch_adamw(torch.float32), *map(zero8_scheme, CODECS), deepspeed_bf16()]
     shadows = {scheme.name: Shadow(scheme, LAYOUT, (BETA1, beta2)) for scheme in schemes}
     way, last = ({name: torch.zeros(LAYOUT.numel // 2) for name in shadows} for _ in "12")
     for step in range(LOUD_STEPS + steps):

@@ -10,7 +10,7 @@ from benchmarks.fidelity.pool import Job
 from benchmarks.fidelity.replay import replay
 from benchmarks.fidelity.schemes import full_schemes, quick_schemes
 from benchmarks.fidelity.training import Recipe
-from zero8.spec.codec import DEFAULT_CODEC, SHARED
+from zero8.spec.codec import DEFAULT_CODEC
 
 BETA2S = (0.999, 0.95)
 
@@ -53,7 +53,7 @@ class ClosedLoop:
     seeds: tuple[int, ...]
 
     def _cases(self) -> list[tuple[str, float]]:
-        schemes = (FP32, DEFAULT_CODEC, "dynamic", SHARED.name)
+        schemes = (FP32, DEFAULT_CODEC, "dynamic")
         beta2s = BETA2S[:1] if self.quick else BETA2S
         return [(scheme, beta2) for beta2 in beta2s for scheme in schemes]
 

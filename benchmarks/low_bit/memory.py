@@ -12,8 +12,8 @@ from zero8.plan.model import Model
 from zero8.plan.setup import INT8, PLAIN, Setup
 
 SIZE = "8B"
-CODECS = {"log": "log", "log6": "log6", "linear4": "linear4", "Adam8bitShared": "shared"}
-"""The codec of each kind of states that zero8 has."""
+CODECS = ("log", "log6", "linear4")
+"""The codecs of zero8's states."""
 STATES = ("float32", "bfloat16", *CODECS)
 WEIGHTS = ("bfloat16", "INT8")
 
@@ -32,7 +32,7 @@ def planned(dtype: str, codec: str, weights: str = PLAIN) -> dict[str, tuple[int
 def state_bytes(states: str) -> int:
     """Return the bytes of both moments."""
     if states in CODECS:
-        return planned("bf16-masters", CODECS[states])["moments"][1]
+        return planned("bf16-masters", states)["moments"][1]
     float32_bytes = planned("bf16-masters", "log")["moments"][0]
     return float32_bytes if states == "float32" else float32_bytes // 2
 

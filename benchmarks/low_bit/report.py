@@ -60,9 +60,9 @@ def _memory_lines(result: dict) -> list[str]:
         f"{memory['model']}, on one rank without offload: weights, gradients and the optimizer's "
         "states, without activations. Gradients have the dtype of the weights, and bfloat16 with "
         "INT8 weights. Bytes are those of `zero8 plan --parameters 8B --engine fsdp2 --offload "
-        "none`, with `--dtype fp32` or `bf16-masters`, `--weights int8`, and `--codec` or "
-        "`--optimizer Adam8bitShared`. The last column names what the plan does not know: bfloat16 "
-        "states, computed as half of the plan's float32 states.",
+        "none`, with `--dtype fp32` or `bf16-masters`, `--weights int8`, and `--codec`. The "
+        "last column names what the plan does not know: bfloat16 states, computed as half of the "
+        "plan's float32 states.",
         "",
         *table_lines([*headers, "bytes of states/param", "not from the plan"], cells),
     ]

@@ -3,4 +3,3 @@
 // launch. There is no launcher in C++: it would need CUDA's headers and runtime library, while the
 // driver's own call serves code of both compilers.
 #include "cuda/step_kernel.h"
-#include "cuda/tile_kernel.h"

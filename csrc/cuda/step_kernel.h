@@ -26,27 +26,24 @@ namespace ZERO8_TARGET {
 
 // --- Codecs and moments --------------------------------------------------------------------------
 
-// The codecs of a kernel's segments.  Each such struct has visit(seg, body), which calls
-// body(codec), an object of the type that says how the segment's moments are coded.
-struct OfElements {
-  template <class Body>
-  __device__ static void visit(const Segment& seg, Body body) {
-    const int32_t codec = seg.moments[0].codec;
-    if (codec == kLog) {
-      body(InLog());
-    } else if (codec == kDynamic) {
-      body(InDynamic());
-    } else if (codec == kFp8) {
-      body(InFp8());
-    } else if (codec == kLog6) {
-      body(InLog6());
-    } else if (codec == kLinear4) {
-      body(InLinear4());
-    } else {
-      body(InFloat32());
-    }
+// Calls body(codec), an object of the type that says how the segment's moments are coded.
+template <class Body>
+__device__ void for_codec(const Segment& seg, Body body) {
+  const int32_t codec = seg.moments[0].codec;
+  if (codec == kLog) {
+    body(InLog());
+  } else if (codec == kDynamic) {
+    body(InDynamic());
+  } else if (codec == kFp8) {
+    body(InFp8());
+  } else if (codec == kLog6) {
+    body(InLog6());
+  } else if (codec == kLinear4) {
+    body(InLinear4());
+  } else {
+    body(InFloat32());
   }
-};
+}
 // Calls body(Number<k>) for each moment of an algorithm.
 template <class Algorithm, int k = 0, class Body>
 __device__ void for_moments(Body body) {
@@ -75,27 +72,26 @@ __device__ void copy(float* to, const float* from) {
 }
 
 // What a step reads: all of it is asked for before any of it is used.
-template <class Algorithm, class Codecs>
+template <class Algorithm>
 struct Stored {
-  Words param, correction, grad;
-  Words moments[kMaxMoments];  // without codes in tiles, which are not those of a block
+  Words param, correction, grad, moments[kMaxMoments];
   float scales[kMaxMoments][kMaxScales];
 
   __device__ Stored(const Segment& seg, const Place& place) {
     grad = floats(seg.grad, seg.grad_dtype, place);
     param = floats(seg.param, seg.param_dtype, place);
     if (seg.correction) correction = bytes(seg.correction, 0, place);
-    Codecs::visit(seg, [&](auto codec) {
+    for_codec(seg, [&](auto codec) {
       using Codec = decltype(codec);
       for_moments<Algorithm>([&](auto number) {
         constexpr int k = decltype(number)::value;
         const Moment& moment = seg.moments[k];
         if constexpr (kIsQuantized<Codec>) {
           using Code = CodeOf<Algorithm, Codec, k>;
-          if constexpr (Code::kBits != 8) {
-            moments[k] = read_units<Code>(seg, place, moment);
-          } else if constexpr (!kIsInTiles<Code>) {
+          if constexpr (Code::kBits == 8) {
             moments[k] = bytes(moment.values, Code::kZeroCode, place);
+          } else {
+            moments[k] = read_units<Code>(seg, place, moment);
           }
           copy<Code::kScales>(scales[k], moment.scales + place.block.local * Code::kScales);
         } else {
@@ -241,8 +237,8 @@ struct OwnMoments {
   }
 };
 
-template <class Algorithm, class Codec, class Codecs>
-__device__ OwnMoments<uint8_t> unpacked(const Stored<Algorithm, Codecs>& stored) {
+template <class Algorithm, class Codec>
+__device__ OwnMoments<uint8_t> unpacked(const Stored<Algorithm>& stored) {
   OwnMoments<uint8_t> own;
   for_moments<Algorithm>([&](auto number) {
     constexpr int k = decltype(number)::value;
@@ -254,8 +250,8 @@ __device__ OwnMoments<uint8_t> unpacked(const Stored<Algorithm, Codecs>& stored)
 
 // Calls body(read), where read(vec, i, Vec::F* m) decodes the moments of a vector, times the
 // algorithm's decays.
-template <class Algorithm, class Codecs, class Codec, class Body>
-__device__ void with_decoded(Codec, const Segment& seg, const Stored<Algorithm, Codecs>& stored,
+template <class Algorithm, class Codec, class Body>
+__device__ void with_decoded(const Segment& seg, const Stored<Algorithm>& stored,
                              const Place& place, const StepScalars& raw, const CodecMaps& maps,
                              Body body) {
   if constexpr (kIsQuantized<Codec>) {
@@ -282,12 +278,12 @@ __device__ void with_decoded(Codec, const Segment& seg, const Stored<Algorithm, 
 
 // Turns parameters and gradients into updated ones, and the moments into what will be encoded.  The
 // update itself stands here once, and not for each codec: copies of it would need more registers.
-template <class Algorithm, class Codecs>
-__device__ void update(const Segment& seg, const Stored<Algorithm, Codecs>& stored,
-                       const Place& place, const StepScalars& raw, const CodecMaps& maps,
-                       const Values& g, Values& p, Values* moments) {
-  Codecs::visit(seg, [&](auto codec) {
-    with_decoded(codec, seg, stored, place, raw, maps, [&](auto read) {
+template <class Algorithm>
+__device__ void update(const Segment& seg, const Stored<Algorithm>& stored, const Place& place,
+                       const StepScalars& raw, const CodecMaps& maps, const Values& g, Values& p,
+                       Values* moments) {
+  for_codec(seg, [&](auto codec) {
+    with_decoded<Algorithm, decltype(codec)>(seg, stored, place, raw, maps, [&](auto read) {
       for_vectors([&](int i) {
         Vec vec;
         Vec::F m[kMaxMoments];
@@ -310,26 +306,10 @@ __device__ void update(const Segment& seg, const Stored<Algorithm, Codecs>& stor
   });
 }
 
-// The thread's codes of a moment, and the scales of the block.
-template <class Code>
-__device__ void write_codes(const Segment& seg, const Place& place, const Moment& moment,
-                            const uint8_t (&codes)[kPerThread], const float* scales) {
-  // All threads have read the old scales: reductions that made the new ones waited for them.
-  if (threadIdx.x == 0) {
-    copy<Code::kScales>(moment.scales + place.block.local * Code::kScales, scales);
-  }
-  if constexpr (Code::kBits == 8) {
-    write(static_cast<uint8_t*>(moment.values) + place.at, codes, place.n);
-  } else {
-    write_units<Code>(seg, place, moment, codes);
-  }
-}
-
-// Of moments in tiles, only those of other moments: their codes are made of whole tiles.
-template <class Algorithm, class Codecs>
+template <class Algorithm>
 __device__ void encode(const Segment& seg, const Place& place, const StepScalars& raw,
                        const CodecMaps& maps, Values* moments) {
-  Codecs::visit(seg, [&](auto codec) {
+  for_codec(seg, [&](auto codec) {
     using Codec = decltype(codec);
     if constexpr (kIsQuantized<Codec>) {
       OwnMoments<uint8_t> own;
@@ -345,10 +325,16 @@ __device__ void encode(const Segment& seg, const Place& place, const StepScalars
       sinks.visit([&](auto, auto& sink) { sink.start(0, false); });
       for_vectors([&](int i) { sinks.visit([&](auto, auto& sink) { sink.write(i, All()); }); });
       for_moments<Algorithm>([&](auto number) {
-        constexpr int k = decltype(number)::value;
-        using Code = CodeOf<Algorithm, Codec, k>;
-        if constexpr (!kIsInTiles<Code>) {
-          write_codes<Code>(seg, place, seg.moments[k], own.values[k], own.scales[k]);
+        constexpr int k = decltype(number)::value, kScales = CodeOf<Algorithm, Codec, k>::kScales;
+        const Moment& moment = seg.moments[k];
+        // All threads have read the old scales: reductions that made the new ones waited for them.
+        if (threadIdx.x == 0) {
+          copy<kScales>(moment.scales + place.block.local * kScales, own.scales[k]);
+        }
+        if constexpr (CodeOf<Algorithm, Codec, k>::kBits == 8) {
+          write(static_cast<uint8_t*>(moment.values) + place.at, own.values[k], place.n);
+        } else {
+          write_units<CodeOf<Algorithm, Codec, k>>(seg, place, moment, own.values[k]);
         }
       });
     } else {
@@ -362,13 +348,12 @@ __device__ void encode(const Segment& seg, const Place& place, const StepScalars
 
 // --- The step ------------------------------------------------------------------------------------
 
-// Takes the step of a block whose gradients and new moments are finite: makes new parameters and
-// moments, and returns what write(p, moments) does.  Another block is left as it is, and the
-// function returns false.
-template <class Algorithm, class Codecs, class Write>
-__device__ bool step_block(const Segment& seg, const Stored<Algorithm, Codecs>& stored,
-                           const Place& place, const StepScalars& raw, const CodecMaps& maps,
-                           Write write) {
+// Returns whether the block's gradients and new moments are finite; if not, it is as it was.
+template <class Algorithm>
+__device__ bool step_block(const Segment& seg, const StepScalars& raw, const CodecMaps& maps,
+                           const Block& block) {
+  const Place place(block);
+  const Stored<Algorithm> stored(seg, place);
   Values p = param_of(seg, stored.param, stored.correction, place);
   Values g = grad_of(seg, typename Algorithm::Scalars(raw), stored.grad);
   Vec::I largest = Vec::seti(0);
@@ -392,54 +377,61 @@ __device__ bool step_block(const Segment& seg, const Stored<Algorithm, Codecs>& 
     });
   });
   if (Vec::reduce_maxu(largest) >= kInfinityBits) return false;
-  return write(p, moments);
+  write_param(seg, place, p);
+  encode<Algorithm>(seg, place, raw, maps, moments);
+  return true;
 }
 
 // --- The list ------------------------------------------------------------------------------------
 
-// A list of tasks, one for each block or tile of the segments.  A Work says what a task is:
-//
-//   Task
-//       A struct with the number of its segment, for shared memory.
-//   task_at(seg, segment, number)
-//       Task number `number` of a segment, whose own number is `segment`.
-//   step(seg, raw, maps, task)
-//       Takes the step; returns how many blocks are left as they were.
-
+struct Task {
+  int64_t segment;
+  Block block;
+};
 // That a thread block looks up at once; more would leave others too little shared memory.
 constexpr int kMaxTasks = 128;
 
-// Task number `number` of the list.  Finding it takes a search and divisions, so each thread finds
+// Block number `number` of the list.  Finding it takes a search and divisions, so each thread finds
 // another one for the whole thread block.
-template <class Work>
-__device__ typename Work::Task task_at(const Segment* segments, const int64_t* first_tasks,
-                                       int64_t num_segments, int64_t number) {
-  int64_t low = 0, high = num_segments;  // first_tasks[low] <= number < first_tasks[high]
+__device__ inline Task task_at(const Segment* segments, const int64_t* first_blocks,
+                               int64_t num_segments, int64_t number) {
+  int64_t low = 0, high = num_segments;  // first_blocks[low] <= number < first_blocks[high]
   while (high - low > 1) {
     const int64_t middle = low + (high - low) / 2;
-    if (first_tasks[middle] <= number) {
+    if (first_blocks[middle] <= number) {
       low = middle;
     } else {
       high = middle;
     }
   }
-  return Work::task_at(segments[low], low, number - first_tasks[low]);
+  return {low, block_at(segments[low], number - first_blocks[low])};
 }
 
-// A thread block's share of a list, whose segments are of one algorithm.
-template <class Work>
-__device__ __forceinline__ void do_share(const Segment* segments, const int64_t* first_tasks,
-                                         int64_t num_segments, const StepScalars* scalars,
-                                         const CodecMaps& maps,
-                                         unsigned long long* nonfinite_blocks) {
-  __shared__ typename Work::Task tasks[kMaxTasks];
+// Four bytes of any type.
+struct alignas(4) AnyWord {
+  unsigned char bytes[4];
+};
+
+// A thread block's share of the blocks of all segments, which are of one algorithm.
+template <class Algorithm>
+__device__ void step_share(const Segment* segments, const int64_t* first_blocks,
+                           int64_t num_segments, const StepScalars* scalars, const CodecMaps* maps,
+                           unsigned long long* nonfinite_blocks) {
+  __shared__ CodecMaps shared_maps;
+  __shared__ Task tasks[kMaxTasks];
   const int threads = static_cast<int>(blockDim.x * blockDim.y);
   const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
-  // A thread block takes neighbouring tasks, which lie together in memory.  In shared memory what
+  if (maps) {
+    constexpr int kWords = sizeof shared_maps / sizeof(AnyWord);
+    for (int i = thread; i < kWords; i += threads) {
+      reinterpret_cast<AnyWord*>(&shared_maps)[i] = reinterpret_cast<const AnyWord*>(maps)[i];
+    }
+  }
+  // A thread block takes neighbouring blocks, which lie together in memory.  In shared memory what
   // is left of them takes no registers of the loop.
   __shared__ int64_t next, end;
   if (thread == 0) {
-    const int64_t total = first_tasks[num_segments];
+    const int64_t total = first_blocks[num_segments];
     next = total * blockIdx.x / gridDim.x;
     end = total * (blockIdx.x + 1) / gridDim.x;
   }
@@ -449,62 +441,17 @@ __device__ __forceinline__ void do_share(const Segment* segments, const int64_t*
     const int count = end - next < most ? static_cast<int>(end - next) : most;
     if (count == 0) break;
     if (thread < count) {
-      tasks[thread] = task_at<Work>(segments, first_tasks, num_segments, next + thread);
+      tasks[thread] = task_at(segments, first_blocks, num_segments, next + thread);
     }
     __syncthreads();
     if (thread == 0) next += count;
     for (int i = static_cast<int>(threadIdx.y); i < count; i += static_cast<int>(blockDim.y)) {
-      const typename Work::Task& task = tasks[i];
+      const Task& task = tasks[i];
       const Segment& seg = segments[task.segment];
-      const int left = Work::step(seg, scalars[seg.scalars], maps, task);
-      if (left > 0 && threadIdx.x == 0) {
-        atomicAdd(&nonfinite_blocks[task.segment], static_cast<unsigned long long>(left));
-      }
+      const bool finite = step_block<Algorithm>(seg, scalars[seg.scalars], shared_maps, task.block);
+      if (!finite && threadIdx.x == 0) atomicAdd(&nonfinite_blocks[task.segment], 1ull);
     }
   }
-}
-
-// --- Blocks --------------------------------------------------------------------------------------
-
-template <class Algorithm, class Codecs>
-struct BlockWork {
-  struct Task {
-    int64_t segment;
-    Block block;
-  };
-  __device__ static Task task_at(const Segment& seg, int64_t segment, int64_t number) {
-    return {segment, block_at(seg, number)};
-  }
-  __device__ __forceinline__ static int step(const Segment& seg, const StepScalars& raw,
-                                             const CodecMaps& maps, const Task& task) {
-    const Place place(task.block);
-    const Stored<Algorithm, Codecs> stored(seg, place);
-    const auto write = [&](const Values& p, Values* moments) {
-      write_param(seg, place, p);
-      encode<Algorithm, Codecs>(seg, place, raw, maps, moments);
-      return true;
-    };
-    return step_block(seg, stored, place, raw, maps, write) ? 0 : 1;
-  }
-};
-
-// Four bytes of any type.
-struct alignas(4) AnyWord {
-  unsigned char bytes[4];
-};
-
-// Returns the maps in shared memory, with anything in it if there are none.
-__device__ inline const CodecMaps& maps_at_hand(const CodecMaps* maps) {
-  __shared__ CodecMaps at_hand;
-  const int threads = static_cast<int>(blockDim.x * blockDim.y);
-  const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
-  if (maps) {
-    constexpr int kWords = sizeof at_hand / sizeof(AnyWord);
-    for (int i = thread; i < kWords; i += threads) {
-      reinterpret_cast<AnyWord*>(&at_hand)[i] = reinterpret_cast<const AnyWord*>(maps)[i];
-    }
-  }
-  return at_hand;  // all of it after the first __syncthreads()
 }
 
 }  // namespace ZERO8_TARGET
@@ -515,18 +462,17 @@ __device__ inline const CodecMaps& maps_at_hand(const CodecMaps* maps) {
 // threads, and any grid; block sizes are powers of two from 64 to 4096.  `registers` are those that
 // a thread needs without spilling; 128 fit 512 threads on an SM.
 //
-// first_tasks: num_segments + 1 running sums of the segments' numbers of blocks.
+// first_blocks: num_segments + 1 running sums of the segments' numbers of blocks.
 // scalars: without subnormal numbers.
 // maps: null if no segment has a codec with maps.
 // nonfinite_blocks: of each segment, counted up by the blocks left as they were.
-#define ZERO8_KERNEL(name, Algorithm, registers)                                             \
-  extern "C" __global__ void __maxnreg__(registers)                                          \
-      name(const zero8::Segment* segments, const int64_t* first_tasks, int64_t num_segments, \
-           const zero8::StepScalars* scalars, const zero8::CodecMaps* maps,                  \
-           unsigned long long* nonfinite_blocks) {                                           \
-    using namespace zero8::cuda;                                                             \
-    do_share<BlockWork<zero8::cuda::Algorithm, OfElements>>(                                 \
-        segments, first_tasks, num_segments, scalars, maps_at_hand(maps), nonfinite_blocks); \
+#define ZERO8_KERNEL(name, Algorithm, registers)                                                   \
+  extern "C" __global__ void __maxnreg__(registers)                                                \
+      name(const zero8::Segment* segments, const int64_t* first_blocks, int64_t num_segments,      \
+           const zero8::StepScalars* scalars, const zero8::CodecMaps* maps,                        \
+           unsigned long long* nonfinite_blocks) {                                                 \
+    zero8::cuda::step_share<zero8::cuda::Algorithm>(segments, first_blocks, num_segments, scalars, \
+                                                    maps, nonfinite_blocks);                       \
   }
 ZERO8_KERNEL(zero8_step_adam, Adam, 96)
 ZERO8_KERNEL(zero8_step_lion, Lion, 96)

@@ -29,8 +29,9 @@ def main() -> None:
         prog="python -m torch.distributed.run --standalone -m examples.gpt",
         description=main.__doc__,
     )
-    optimizers = dict.fromkeys([*TWINS, *TWINS.values()])
-    parser.add_argument("--optimizer", choices=optimizers, default="Adam8bitBlockwise")
+    parser.add_argument(
+        "--optimizer", choices=[*TWINS, *TWINS.values()], default="Adam8bitBlockwise"
+    )
     parser.add_argument(
         "--engine", choices=DEFAULTS, help=f"default: {DEEPSPEED}, with --weights {INT8} {FSDP2}"
     )

@@ -26,10 +26,8 @@ MATRICES = {"Muon8bitBlockwise": (256, 1024)}
 ROUNDS_OF_MATRICES = 5
 # Of both optimizers of a pair.
 LR = 1e-6
-ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 HYPER = {
-    "Adam8bitBlockwise": ADAM,
-    "Adam8bitShared": ADAM,
+    "Adam8bitBlockwise": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
     "Lion8bitBlockwise": {"betas": (0.9, 0.99), "weight_decay": 0.01},
     "SGD8bitBlockwise": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     "Muon8bitBlockwise": {"momentum": 0.95, "weight_decay": 0.01},
@@ -51,7 +49,7 @@ def measure(
     Args:
         engine: whose twin is measured.
         optimizer: zero8's.
-        codec: of its states, if it has a choice.
+        codec: of its states.
         numel: float32 parameters, see `shapes`; both optimizers step over the same ones.
         rounds: timed steps of each optimizer, which take turns; by default 30, or 5 of matrices.
     """
@@ -61,9 +59,7 @@ def measure(
         param.grad = torch.randn_like(param).mul_(1e-3)
     group = {"params": params} | ({"use_muon": True} if optimizer in MATRICES else {})
     twin = TWINS[optimizer]
-    ours = getattr(zero8, optimizer)
-    if ours.only_codec is None:
-        ours = partial(ours, codec=codec)
+    ours = partial(getattr(zero8, optimizer), codec=codec)
     classes = {twin: engine_class(engine).twins[twin], optimizer: ours}
     optimizers = {
         name: make([{**group}], lr=LR, **HYPER[optimizer]) for name, make in classes.items()

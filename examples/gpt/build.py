@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from examples.gpt.config import load_config
+from zero8.algorithms.table import ALGORITHMS
 from zero8.op.build import op_for_steps
-from zero8.optimizer import OPTIMIZERS
 from zero8.spec.codec import CODECS, DEFAULT_CODEC
 from zero8.zero import ops
 
@@ -39,9 +39,9 @@ def build_for(path: Path, optimizer: str, codec: str | None = None) -> None:
     names = ops.needed(config, ops.accelerator())
     ops.check(names)
     chosen = CODECS[config["optimizer"].get("params", {}).get("codec", DEFAULT_CODEC)]
-    for ours in OPTIMIZERS:
-        if ours.__name__ == optimizer:
-            op_for_steps(ours.algorithm, ours.only_codec or chosen).load()
+    for algorithm in ALGORITHMS:
+        if algorithm.class_name == optimizer:
+            op_for_steps(algorithm, chosen).load()
     for name in names:
         if name != ops.SHARED_MEMORY:  # which DeepSpeedEngine leaves out
             print("op {op}: {path} ({seconds:.1f} s)".format(**ops.build(name)), flush=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 
-from examples.gpt.engine import TWINS, type_in_configs
+from examples.gpt.engine import eight_bit_of
 from zero8.state.keywords import OWN_KEYS
 
 
@@ -30,16 +30,16 @@ def load_config(path: Path, optimizer: str, steps: int, codec: str | None = None
     `total_num_steps` is that of a run, whatever the file says, and so is the codec, if given.
     """
     config = json.loads(path.read_text())
-    section, eight_bit = config.get("optimizer", {}), type_in_configs(optimizer)
+    section, eight_bit = config.get("optimizer", {}), eight_bit_of(optimizer)
     if section.get("type") != eight_bit:
         raise ValueError(
             f"got optimizer type {section.get('type')!r} in {str(path)!r}, expected "
             f'{eight_bit!r}; write "optimizer": {{"type": "{eight_bit}", "params": ...}}'
         )
     section["type"] = optimizer
-    if optimizer in TWINS and codec is not None:
+    if optimizer == eight_bit and codec is not None:
         section.setdefault("params", {})["codec"] = codec
-    if optimizer not in TWINS:
+    if optimizer != eight_bit:
         # DeepSpeed hands every key of "params" to the optimizer, and the twin does not know these.
         for key in OWN_KEYS:
             section.get("params", {}).pop(key, None)

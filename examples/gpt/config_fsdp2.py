@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from examples.gpt.engine import TWINS, type_in_configs
+from examples.gpt.engine import TWINS, eight_bit_of
 from examples.gpt.schedule import Schedule
 from zero8.state.keywords import OWN_KEYS
 
@@ -95,16 +95,16 @@ def load_config(path: Path, optimizer: str, steps: int, codec: str | None = None
 
 
 def _optimizer(section: dict, name: str, codec: str | None) -> OptimizerSettings:
-    eight_bit = type_in_configs(name)
+    eight_bit = eight_bit_of(name)
     _check_keys(section, "[optimizer]", {"type", *SHARED_KEYS[eight_bit]}, OWN_KEYS)
     if section["type"] != eight_bit:
         raise ValueError(
             f"got optimizer type {section['type']!r}, expected {eight_bit!r}; the run with "
             f"{TWINS[eight_bit]} takes the same file"
         )
-    dropped = {"type"} if name in TWINS else {"type", *OWN_KEYS}
+    dropped = {"type"} if name == eight_bit else {"type", *OWN_KEYS}
     keywords = {key: value for key, value in section.items() if key not in dropped}
-    if name in TWINS and codec is not None:
+    if name == eight_bit and codec is not None:
         keywords["codec"] = codec
     return OptimizerSettings(name, keywords)
 

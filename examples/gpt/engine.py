@@ -13,7 +13,6 @@ from examples.gpt.model import GPT
 # zero8's optimizers, each with its fp32 twin, which it is compared with.
 TWINS = {
     "Adam8bitBlockwise": "AdamW",
-    "Adam8bitShared": "AdamW",
     "Lion8bitBlockwise": "Lion",
     "SGD8bitBlockwise": "SGD",
     "Muon8bitBlockwise": "Muon",
@@ -29,23 +28,20 @@ WEIGHTS = (FLOAT32, INT8)
 DEFAULTS = {
     DEEPSPEED: {
         "Adam8bitBlockwise": ("configs/zero2_offload.json", "runs/demo"),
-        "Adam8bitShared": ("configs/zero2_offload.json", "runs/demo-shared"),
         "Lion8bitBlockwise": ("configs/zero2_offload_lion.json", "runs/demo-lion"),
         "SGD8bitBlockwise": ("configs/zero2_offload_sgd.json", "runs/demo-sgd"),
         "Muon8bitBlockwise": ("configs/zero2_offload_muon.json", "runs/demo-muon"),
     },
     FSDP2: {
         "Adam8bitBlockwise": ("configs/fsdp2_offload.toml", "runs/demo-fsdp2"),
-        "Adam8bitShared": ("configs/fsdp2_offload.toml", "runs/demo-fsdp2-shared"),
         "SGD8bitBlockwise": ("configs/fsdp2_offload_sgd.toml", "runs/demo-fsdp2-sgd"),
     },
 }
 
 
-def type_in_configs(optimizer: str) -> str:
-    """Return the type in the configs of a run with one optimizer: zero8's first with its twin."""
-    twin = TWINS.get(optimizer, optimizer)
-    return next(ours for ours, theirs in TWINS.items() if theirs == twin)
+def eight_bit_of(optimizer: str) -> str:
+    """Return zero8's optimizer of a pair that has an optimizer of this name."""
+    return next(ours for ours, twin in TWINS.items() if optimizer in (ours, twin))
 
 
 def defaults(engine: str, optimizer: str) -> tuple[str, str]:
@@ -54,11 +50,10 @@ def defaults(engine: str, optimizer: str) -> tuple[str, str]:
     Raises:
         ValueError: if the engine has no twin of zero8's optimizer.
     """
-    ours = optimizer if optimizer in TWINS else type_in_configs(optimizer)
-    if ours not in DEFAULTS[engine]:
-        pairs = dict.fromkeys(name for ours in DEFAULTS[engine] for name in (TWINS[ours], ours))
+    if (ours := eight_bit_of(optimizer)) not in DEFAULTS[engine]:
+        pairs = [name for ours in DEFAULTS[engine] for name in (TWINS[ours], ours)]
         raise ValueError(
-            f"got optimizer {optimizer} for the engine {engine}, expected one of {[*pairs]}, as it "
+            f"got optimizer {optimizer} for the engine {engine}, expected one of {pairs}, as it "
             f"has no {TWINS[ours]}; run it with the engine {DEEPSPEED}"
         )
     return DEFAULTS[engine][ours]

@@ -23,7 +23,7 @@ from zero8.bench.step import contenders as step_contenders
 from zero8.bench.step import kernel as step_kernel
 from zero8.bench.step import machines
 from zero8.bench.step import targets as step_targets
-from zero8.bench.step.algorithms import HYPER, ZERO8, codecs_of, scalars_at
+from zero8.bench.step.algorithms import HYPER, ZERO8, scalars_at
 from zero8.bench.step.contenders import flat_params, peer_contenders, zero8_contenders
 from zero8.bench.step.devices import CPU, GPU
 from zero8.bench.step.report import busy_lines
@@ -32,7 +32,7 @@ from zero8.bench.step.timing import Timed, interleaved, peak_extra_bytes, spread
 from zero8.bench.step.variants import BF16, BF16_CORRECTED, FP32, VARIANTS
 from zero8.op import kernel
 from zero8.spec import reference
-from zero8.spec.codec import DEFAULT_CODEC
+from zero8.spec.codec import CODECS, DEFAULT_CODEC
 
 NUMEL = 2**16
 ROW_KEYS = {
@@ -148,30 +148,23 @@ def test_run_has_a_row_for_every_step_and_a_copy_of_its_streams(tiny, algorithms
         of_one = [row for row in rows if row["algorithm"] == algorithm]
         kinds = {(row["name"], row["variant"], row["codec"]): row for row in of_one}
         assert len(kinds) == len(of_one)
-        codecs = codecs_of(algorithm)
-        assert ("shared" in codecs) == (algorithm == "adam")
-        ours = {("zero8", v.name, codec) for v in VARIANTS for codec in codecs}
+        ours = {("zero8", v.name, codec) for v in VARIANTS for codec in CODECS}
         others = {(*peer, None) for peer in PEER_ROWS[algorithm]}
         copies = {("copy", variant, None) for variant in streams}
         copies |= {("copy", f"{v.name}_{bits}_bits", None) for v in VARIANTS for bits in (4, 6)}
-        if algorithm == "adam":
-            copies |= {("copy", f"{variant}_shared", None) for variant in ("fp32", "bf16")}
         assert kinds.keys() == ours | others | copies
         deepspeed = kinds.get(("deepspeed", "fp32", None))
-        # Of each moment's codes a quarter or a half less is read, and written; in `shared` no v.
+        # Of each moment's codes a quarter or a half less is read, and written.
         moments = len(ZERO8[algorithm].algorithm.moments)
         sizes = streams | {
             f"{v.name}_{bits}_bits": streams[v.name] - moments * 2 * (1 - bits / 8)
             for v in VARIANTS
             for bits in (4, 6)
         }
-        sizes |= {f"{variant}_shared": streams[variant] - 2 for variant in ("fp32", "bf16")}
         for (name, variant, codec), row in kinds.items():
-            narrow = {"log6": "_6_bits", "linear4": "_4_bits", "shared": "_shared"}
+            narrow = {"log6": "_6_bits", "linear4": "_4_bits"}
             suffix = narrow.get(codec, "") if name in ("zero8", "copy") else "_states"
-            # With 8 more bits of each weight, `shared` moves what `log` does without them.
-            is_as_log = (codec, variant) == ("shared", "bf16_corrected")
-            assert row["ceiling"] == ("bf16" if is_as_log else variant + suffix)
+            assert row["ceiling"] == variant + suffix
             ceiling = kinds["copy", row["ceiling"], None]
             assert row["bytes_per_param"] == ceiling["bytes_per_param"] == sizes[row["ceiling"]]
             ratio = ceiling["ns_per_param"] / row["ns_per_param"]
@@ -185,20 +178,14 @@ def test_run_times_every_instruction_set_in_the_cache(tiny, algorithms):
     rows = json.loads(tiny.read_text())["in_cache"]
     cases = {(row["algorithm"], row["codec"], row["variant"], row["isa"]) for row in rows}
     variants = [v.name for v in VARIANTS]
-    assert cases == {
-        (one, codec, *case)
-        for one in algorithms
-        for codec in codecs_of(one)
-        for case in product(variants, kernel.isas())
-    }
+    assert cases == set(product(algorithms, CODECS, variants, kernel.isas()))
 
 
 def test_run_says_of_each_step_what_limits_it_elsewhere(tiny, algorithms):
     result = json.loads(tiny.read_text())
     found = result["on_machines"]
     steps = {(row["algorithm"], row["variant"], row["codec"]) for row in found}
-    variants = [v.name for v in VARIANTS]
-    assert steps == {s for one in algorithms for s in product([one], variants, codecs_of(one))}
+    assert steps == set(product(algorithms, (v.name for v in VARIANTS), CODECS))
     copied = max(row["gb_per_s"] for row in result["rows"] if row["name"] == "copy")
     assert f"| this one: 2 cores, {copied:.0f} GB/s |" in tiny.with_suffix(".md").read_text()
 
@@ -230,11 +217,6 @@ def test_run_draws_and_tabulates_every_row(tiny, algorithms):
     assert tiny.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     table = tiny.with_suffix(".md").read_text()
     assert f"| zero8 adam fp32 `{DEFAULT_CODEC}` |" in table
-    for variant in VARIANTS:
-        of_shared = [
-            x for x in table.splitlines() if f" adam {variant.name} `Adam8bitShared` |" in x
-        ]
-        assert len(of_shared) == 3  # the step, in the cache, on other machines
     assert "| copy sgd fp32_states |" in table
     for algorithm in {"adam", "lion"} & set(algorithms):
         assert f"| deepspeed {algorithm} bf16 |" in table
@@ -286,7 +268,6 @@ def test_run_isa_is_that_of_every_step_and_restored(tmp_path, monkeypatch, few_r
         (["--threads", "0"], "--threads: got 0, expected at least 1"),
         (["--algorithm", "adam,lamb"], r"--algorithm: got 'lamb', expected one of \['adam'"),
         (["--codec", "gzip"], r"--codec: got 'gzip', expected one of \['dynamic', 'log', "),
-        (["--codec", "shared"], r"--codec: got 'shared', expected one of .*'fp8'\]"),
         (["--isa", "mmx"], r"--isa: got 'mmx', expected one of \['baseline'"),
         (["--against", "torch,lion"], r"--against: got 'lion', expected one of \['deepspeed'"),
     ],

@@ -7,10 +7,10 @@ from benchmarks.codecs import command
 from benchmarks.fidelity.losses import final_loss
 from benchmarks.fidelity.robustness import replay_codecs
 from benchmarks.fidelity.silence import silence
-from zero8.spec.codec import ALL_CODECS
+from zero8.spec.codec import CODECS
 
-ERRORS = {name: 0.011 * (1 + number) for number, name in enumerate(ALL_CODECS)}
-LOSSES = {"fp32": 0.0, **{name: 0.125 * (1 + number) for number, name in enumerate(ALL_CODECS)}}
+ERRORS = {name: 0.011 * (1 + number) for number, name in enumerate(CODECS)}
+LOSSES = {"fp32": 0.0, **{name: 0.125 * (1 + number) for number, name in enumerate(CODECS)}}
 METRICS = ("p999_update_error", "drift", "sqrt_v_bias", "max_u_over_bound", "v_zero_share")
 
 
@@ -35,7 +35,7 @@ def made_up(jobs, *, workers, label):
             results[job] = [
                 {"scheme": name, "beta2": beta2, "silent_steps": steps, "way": 1.0,
                  "way_over_fp32": 3.25, "last_abs_u": 0.0}
-                for name in ALL_CODECS
+                for name in CODECS
             ]  # fmt: skip
         else:
             assert job.function is final_loss
@@ -64,7 +64,7 @@ def test_codecs_measured_writes_a_row_per_setting_beta2_and_codec(tmp_path, monk
     }
     differences = {row["scheme"]: round(row["difference_mean"], 9) for row in result["losses"]}
     assert differences == LOSSES
-    for name in ALL_CODECS:
+    for name in CODECS:
         assert f"| lr x 10 | 0.95 | {name} | 2.000 | {2 * ERRORS[name]:.3g} |" in text
         assert f"| {name} | 0.95 | 1 | 3.25 | 0 |" in text
         assert f"| {name} | 0.999 | 5 | 400 | {2.03 + LOSSES[name]:.4f} |" in text

@@ -22,7 +22,5 @@ def test_silence_in_fp32_ends_after_the_sum_of_the_decaying_updates():
     assert len(ticks) == LOUD_STEPS + 60
     assert rows["torch_fp32"]["last_abs_u"] < 0.01
     assert rows["torch_fp32"]["way_over_fp32"] == 1.0
-    # Silent columns have codes of v of their own.
-    assert rows["shared"]["way_over_fp32"] == pytest.approx(1.0, abs=0.02)
     # bfloat16 moments have an exponent of their own each: they decay as float32 ones do.
     assert rows["deepspeed_bf16"]["way_over_fp32"] == pytest.approx(1.0, abs=0.02)

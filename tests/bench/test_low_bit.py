@@ -128,21 +128,13 @@ def test_paths_with_dither_end_beside_the_right_one_and_to_nearest_never_begin()
 # --- Memory --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("states", "options"),
-    [
-        ("log", ["--codec", "log"]),
-        ("log6", ["--codec", "log6"]),
-        ("linear4", ["--codec", "linear4"]),
-        ("Adam8bitShared", ["--optimizer", "Adam8bitShared"]),
-    ],
-)
-def test_memory_of_a_kind_of_states_is_that_of_zero8_plan(states, options, capsys):
+@pytest.mark.parametrize("codec", ["log", "log6", "linear4"])
+def test_memory_of_a_codec_is_that_of_zero8_plan(codec, capsys):
     words = ["--parameters", "8B", "--engine", "fsdp2", "--offload", "none"]
-    assert cli.main(["plan", *words, "--dtype", "bf16-masters", *options, "--json"]) == 0
+    assert cli.main(["plan", *words, "--dtype", "bf16-masters", "--codec", codec, "--json"]) == 0
     plan = {row["what"]: row for row in json.loads(capsys.readouterr().out)["memory"]}
     by_kind = {(row["weights"], row["states"]): row for row in memory()["rows"]}
-    row = by_kind["bfloat16", states]
+    row = by_kind["bfloat16", codec]
     assert row["weight_bytes"] == plan["weights"]["zero8_bytes"]
     assert row["gradient_bytes"] == plan["gradients"]["zero8_bytes"]
     assert row["state_bytes"] == plan["moments"]["zero8_bytes"]

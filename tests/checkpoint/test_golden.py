@@ -6,9 +6,6 @@ together with a new format version, under new names: these files stand for the c
 users have.
 """
 
-import json
-
-import golden_shared
 import pytest
 import torch
 from places import GOLDEN
@@ -75,29 +72,7 @@ def test_golden_checkpoint_has_the_settings_and_weights_of_its_run(name):
     assert all(one.weights.isfinite().all() for one in fragments)
 
 
-def test_golden_shared_state_decodes_to_the_moments_of_its_run():
-    source = open_checkpoint(GOLDEN / golden_shared.STATE)
-    found = {}
-    for file in source.files():
-        for (name, _, numel), moments in runs_of(source.fragments(file)).items():
-            assert numel == moments[0].numel() and name not in found
-            found[name] = [golden_shared.digest(moment) for moment in moments]
-    expected = json.loads((GOLDEN / golden_shared.EXPECTED).read_text())
-    assert found == expected["moments"]
-    assert source.facts().kind == "plain"
-
-
-def test_golden_shared_state_goes_on_with_the_bits_of_its_run():
-    state_dict = torch.load(GOLDEN / golden_shared.STATE, weights_only=True)
-    codes = [state.get("exp_avg_sq_q8_tiles") for state in state_dict["state"].values()]
-    assert [c is not None for c in codes] == [True, True, False, False]
-    assert codes[0].unique().numel() > 4
-    expected = json.loads((GOLDEN / golden_shared.EXPECTED).read_text())
-    assert golden_shared.gone_on(state_dict) == expected["after a step"]
-
-
 if __name__ == "__main__":
     from golden_checkpoints import write_all
 
     write_all(GOLDEN)
-    golden_shared.write(GOLDEN)

@@ -13,19 +13,14 @@ import pytest
 from needs import need_nvcc, need_nvrtc
 from places import ROOT
 
-from zero8.algorithms.ademamix import ADEMAMIX
+from zero8.algorithms.table import ALGORITHMS
 from zero8.op import cuda_compile
-from zero8.op.launch import KERNEL_OF_TILES, KERNELS, kernel_of
+from zero8.op.launch import kernel_of
 
 # Each takes a minute to compile for.
 ARCHITECTURES = [pytest.param(number, marks=pytest.mark.slow) for number in (90, 80, 100)]
 # Three thread blocks of 256 threads, or five of 128, have place on a multiprocessor.
 MOST_REGISTERS = 96
-# Of kernels that keep more: a third moment, or what the rows of a tile share.
-LARGE = (kernel_of(ADEMAMIX), KERNEL_OF_TILES)
-MOST_OF_LARGE = 128
-# Four thread blocks of 128 threads have place in the 100 KiB of a GeForce's multiprocessor.
-MOST_SHARED_BYTES = 24 << 10
 
 # All that floats may go through: one rounding each, to nearest, or none.
 ROUNDING = {"fma.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32", "rcp.rn.f32"}
@@ -55,21 +50,20 @@ def compiled(tmp_path_factory):
     return compile_for
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: one.name)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_cuda_kernel_needs_registers_only(compiled, architecture, name):
+def test_cuda_kernel_needs_registers_only(compiled, architecture, algorithm):
     """Neither spills nor arrays that went to memory; few enough registers for 20 warps, or 16."""
     _, report = compiled(architecture)
     (entry,) = re.findall(
-        rf"Compiling entry function '{name}' for 'sm_{architecture}'\n.*\n"
+        rf"Compiling entry function '{kernel_of(algorithm)}' for 'sm_{architecture}'\n.*\n"
         r"\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
-        r"ptxas info\s*: Used (\d+) registers, used (\d+) barriers, (\d+) bytes smem",
+        r"ptxas info\s*: Used (\d+) registers, used (\d+) barriers",
         report,
     )
-    stack, stores, loads, registers, barriers, shared_bytes = map(int, entry)
+    stack, stores, loads, registers, barriers = map(int, entry)
     assert (stack, stores, loads) == (0, 0, 0)
-    assert registers <= (MOST_OF_LARGE if name in LARGE else MOST_REGISTERS)
-    assert shared_bytes <= MOST_SHARED_BYTES
+    assert registers <= (MOST_REGISTERS if len(algorithm.moments) < 3 else 128)
     assert barriers == 3  # of __syncthreads and of two teams; all 16 if one were not constant
 
 
@@ -155,7 +149,7 @@ def test_cuda_both_backends_compile_the_same_source_for_the_device(cache, backen
     need()
     code = cuda_compile.machine_code(90, backend)
     assert code.startswith(b"\x7fELF")
-    assert names_in(code) == {name.encode() for name in KERNELS}
+    assert names_in(code) == {kernel_of(one).encode() for one in ALGORITHMS}
     (path,) = cache.glob(f"zero8_cuda/step_sm_90_*_{backend}_*.cubin")
     assert path.read_bytes() == code
     assert path.stat().st_mode & 0o777 == 0o644  # another user's processes load it

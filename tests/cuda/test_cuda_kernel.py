@@ -362,10 +362,10 @@ def test_cuda_step_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_oth
         ],
     )
     launch = Launch.of(*kernel.packed([far]))
-    assert launch.num_tasks == rows
+    assert launch.num_blocks == rows
     # As if the list began so far before its first block that two are left.
-    first_tasks = np.array([2 - rows, 2], np.int64)
-    host.launch(replace(launch, num_tasks=2), first_tasks=first_tasks.ctypes.data)
+    first_blocks = np.array([2 - rows, 2], np.int64)
+    host.launch(replace(launch, num_blocks=2), first_blocks=first_blocks.ctypes.data)
     kernel.step([near])
     for name, value in tensors(near).items():
         assert torch.equal(tensors(far)[name][-len(value) :], value), name
@@ -436,9 +436,9 @@ def test_cuda_launch_counts_the_blocks_that_segments_touch():
     ]
     launch = Launch.of(*kernel.packed(segments))
     touched = [one.grid.num_blocks_touched(one.first, one.param.numel()) for one in segments]
-    first_tasks = launch.table[launch.first_tasks_at : launch.scalars_at].view(np.int64)
-    assert np.diff(first_tasks).tolist() == touched
-    assert launch.num_tasks == sum(touched)
+    first_blocks = launch.table[launch.first_blocks_at : launch.scalars_at].view(np.int64)
+    assert np.diff(first_blocks).tolist() == touched
+    assert launch.num_blocks == sum(touched)
     assert launch.team_threads == 512 and launch.teams == 1
 
 

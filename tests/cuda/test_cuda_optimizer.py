@@ -13,13 +13,12 @@ from torch import nn
 import zero8
 from zero8.op.describe import Snapshot
 from zero8.ranks import numbers
-from zero8.spec.codec import CODECS, SHARED
+from zero8.spec.codec import CODECS
 from zero8.step.check import check_tensors
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
-every_codec = pytest.mark.parametrize("codec", [*CODECS, SHARED.name])
 
 
 def made(dtype=FP32, **settings) -> tuple[list[nn.Parameter], zero8.Adam8bitBlockwise]:
@@ -30,16 +29,8 @@ def made(dtype=FP32, **settings) -> tuple[list[nn.Parameter], zero8.Adam8bitBloc
         (name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
         for name, shape in shapes.items()
     ]
-    return [p for _, p in named], optimizer_of(named, **settings)
-
-
-def optimizer_of(named, **settings) -> zero8.Adam8bitBlockwise:
-    """Return Adam with a codec, or the optimizer that has codec `shared`."""
-    settings = HYPER | settings
-    if settings.get("codec") != SHARED.name:
-        return zero8.Adam8bitBlockwise(named, **settings)
-    del settings["codec"]
-    return zero8.Adam8bitShared(named, **settings)
+    params = [p for _, p in named]
+    return params, zero8.Adam8bitBlockwise(named, **(HYPER | settings))
 
 
 def set_grads(params: list[nn.Parameter], number: int) -> None:
@@ -60,7 +51,7 @@ def assert_same(ours, theirs) -> None:
     assert_equal(states_of(ours[1]), states_of(theirs[1]))
 
 
-@every_codec
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
     ("dtype", "settings"),
     [(FP32, {}), (BF16, {}), (BF16, {"weight_correction_bits": 8}), (FP32, {"block_size": 64})],

@@ -6,15 +6,11 @@ import copy
 import pytest
 import torch
 from int8_weights import int8_param
-from test_cuda_optimizer import (
-    assert_same,
-    every_codec,
-    made,
-    optimizer_of,
-    set_grads,
-    states_of,
-)
+from test_cuda_optimizer import HYPER, assert_same, made, set_grads, states_of
 from torch import nn
+
+import zero8
+from zero8.spec.codec import CODECS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +26,7 @@ def on_gpu(dtype=FP32, **settings):
     params, _ = made(dtype)
     params = [nn.Parameter(p.detach().cuda()) for p in params]
     named = [(name, params[place]) for name, place in named]
-    return params, optimizer_of(named, **settings)
+    return params, zero8.Adam8bitBlockwise(named, **(HYPER | settings))
 
 
 def set_gpu_grads(params, number) -> None:
@@ -48,7 +44,7 @@ def assert_same_as_cpu(ours, theirs) -> None:
         assert torch.equal(x.cpu(), y)
 
 
-@every_codec
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_gpu_optimizer_steps_equal_those_on_the_cpu_and_never_wait(codec, dtype):
     mine, theirs = on_gpu(dtype, codec=codec), made(dtype, codec=codec)
@@ -72,7 +68,8 @@ def test_gpu_optimizer_steps_of_int8_weights_equal_those_on_the_cpu(rounding, dt
     generator = torch.Generator().manual_seed(0)
     theirs = [int8_param(torch.randn(s, generator=generator), dtype) for s in INT8_SHAPES]
     mine = [nn.Parameter(type(p.detach())(p.int_data.cuda(), p.scale.cuda())) for p in theirs]
-    both = [optimizer_of(params, stochastic_rounding=rounding) for params in (mine, theirs)]
+    settings = HYPER | {"stochastic_rounding": rounding}
+    both = [zero8.Adam8bitBlockwise(params, **settings) for params in (mine, theirs)]
     for _ in range(4):
         for p, q in zip(mine, theirs, strict=True):
             q.grad = torch.randn(q.shape, generator=generator).to(dtype)

@@ -17,7 +17,6 @@ from segments import (
     scalars_at,
 )
 from test_cuda_kernel import BLOCK_SIZES, DTYPES, HYPERS, advance, places
-from test_cuda_tiles import places as places_of_tiles
 
 from zero8.op import cuda, cuda_compile, kernel
 from zero8.spec.segment import Segment
@@ -93,18 +92,6 @@ def test_gpu_step_any_dtype_and_place_equals_the_cpu(codec, block_size, backend)
     assert_follows_cpu(segments, ADAMW, backend=backend)
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("backend", found_backends())
-def test_gpu_step_on_tiles_equals_the_cpu(block_size, backend):
-    segments = [
-        make(codec, place, scalars_at(1, ADAMW), *dtypes)
-        for codec in ("shared", None)
-        for place in places_of_tiles(block_size)
-        for dtypes in DTYPES.values()
-    ]
-    assert_follows_cpu(segments, ADAMW, backend=backend)
-
-
 @pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS)
 def test_gpu_step_any_hyperparameters_equal_the_cpu(hyper):
     segments = [
@@ -137,7 +124,7 @@ def test_gpu_step_large_segments_equal_the_cpu_and_repeat():
             assert_same(*pair, f"segment {number}")
 
 
-@pytest.mark.parametrize("codec", [*CODEC_NAMES, "shared"], ids=lambda name: name or "fp32")
+@pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")
 def test_gpu_step_nonfinite_gradient_leaves_its_block_as_it_was(codec):
     segments = [make(codec, place, scalars_at(1, ADAMW)) for place in places(256)]
     for number, segment in enumerate(segments):

@@ -51,16 +51,6 @@ def saved(standing_ranks, tmp_path_factory):
             (False, "ademamix", 2, 1, "sharded"),
             (False, "ademamix", 2, 3, "broadcast"),
         )
-    ]
-    + [
-        slow_unless(pair == (2, 4) and mode in ("sharded", "broadcast"), "shared", *pair, mode)
-        for pair in ((2, 1), (1, 2), (2, 4), (3, 2))
-        for mode in MODES
-    ]
-    + [
-        slow_unless(False, "shared_offload", *pair, mode)
-        for pair in ((2, 1), (2, 3))
-        for mode in MODES
     ],
 )
 def test_fsdp2_checkpoint_loads_and_goes_on_with_the_same_bits(

@@ -16,7 +16,6 @@ def slow_unless(mode: str, *values):
     return pytest.param(mode, *values, marks=marks)
 
 
-both_layouts = pytest.mark.parametrize("layout", ["float32", "shared"])
 NESTED = [slow_unless(mode) for mode in MODES if mode != "flattened"]
 
 
@@ -24,9 +23,8 @@ NESTED = [slow_unless(mode) for mode in MODES if mode != "flattened"]
 def carried(standing_ranks, tmp_path):
     """Return `carry` on two ranks."""
 
-    def on_ranks(mode, first, second, layout="float32"):
-        arguments = {"mode": mode, "first": first, "second": second, "layout": layout}
-        return standing_ranks(2).run(carry, folder=tmp_path, **arguments)
+    def on_ranks(mode, first, second):
+        return standing_ranks(2).run(carry, mode=mode, first=first, second=second, folder=tmp_path)
 
     return on_ranks
 
@@ -46,17 +44,15 @@ def test_fsdp2_checkpoint_of_adamw_loads_within_half_a_code(mode, carried):
                 )
 
 
-@both_layouts
 @pytest.mark.parametrize("mode", [*NESTED, slow_unless("flattened")])
-def test_fsdp2_checkpoint_in_fp32_loads_into_adamw_exactly(mode, layout, carried):
-    for given, _, taken, error in carried(mode, "fp32", "AdamW", layout):
+def test_fsdp2_checkpoint_in_fp32_loads_into_adamw_exactly(mode, carried):
+    for given, _, taken, error in carried(mode, "fp32", "AdamW"):
         assert error is None and same(taken, given)
 
 
-@both_layouts
 @pytest.mark.parametrize("mode", NESTED)
-def test_fsdp2_checkpoint_in_fp32_keeps_every_code(mode, layout, carried):
-    for given, _, taken, error in carried(mode, "fp32", "fp32", layout):
+def test_fsdp2_checkpoint_in_fp32_keeps_every_code(mode, carried):
+    for given, _, taken, error in carried(mode, "fp32", "fp32"):
         assert error is None and same(taken, given)
 
 
@@ -93,10 +89,8 @@ def test_fsdp2_full_checkpoint_of_adamw_loads_into_8_bit_states(carried):
             )
 
 
-@pytest.mark.parametrize("layout", ["offload", "shared_offload"])
-def test_fsdp2_async_save_has_the_states_of_its_start(layout, standing_ranks, tmp_path):
-    arguments = {"folder": tmp_path, "layout": layout}
-    for expected, later, loaded in standing_ranks(2).run(save_in_training, **arguments):
+def test_fsdp2_async_save_has_the_states_of_its_start(standing_ranks, tmp_path):
+    for expected, later, loaded in standing_ranks(2).run(save_in_training, folder=tmp_path):
         assert differing(loaded, expected) == []
         assert differing(later, expected) != []
 
@@ -109,13 +103,12 @@ def test_fsdp2_checkpoint_is_less_than_a_third_of_adamws_and_takes_no_copy(
         assert taken == 0
 
 
-@both_layouts
-def test_fsdp2_checkpoint_loads_into_one_process_and_back(layout, standing_ranks, tmp_path):
+def test_fsdp2_checkpoint_loads_into_one_process_and_back(standing_ranks, tmp_path):
     """Without torch.distributed, by the same calls of DCP; `dcp_to_torch_save` as well."""
-    (expected, _) = standing_ranks(2).run(save_sharded, folder=tmp_path, layout=layout)
-    assert differing(load_plain(tmp_path / "sharded", layout), expected, 2) == []
+    (expected, _) = standing_ranks(2).run(save_sharded, folder=tmp_path)
+    assert differing(load_plain(tmp_path / "sharded"), expected, 2) == []
     dcp_to_torch_save(tmp_path / "sharded", tmp_path / "whole.pt")
-    assert differing(load_plain(tmp_path / "whole.pt", layout), expected, 2) == []
+    assert differing(load_plain(tmp_path / "whole.pt"), expected, 2) == []
 
 
 def same(got: dict, expected: dict) -> bool:

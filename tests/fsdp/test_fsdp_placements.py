@@ -135,7 +135,7 @@ def test_load_of_steps_that_differ_between_ranks_raises_on_all_and_changes_nothi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ranks.WAYS)
-@pytest.mark.parametrize("name", ["rows", "columns", "columns corrected", "rows shared"])
+@pytest.mark.parametrize("name", ["rows", "columns", "columns corrected"])
 def test_copy_of_an_optimizer_of_distributed_states_steps_as_the_first(name, way, standing_ranks):
     expected = ranks.stepped_alone(name)
     for both in standing_ranks(2).run(ranks.stepped_as_a_copy, name=name, way=way):
@@ -148,9 +148,7 @@ both_forms = pytest.mark.parametrize("form", ["8bit", "fp32"])
 
 @pytest.mark.slow
 @both_forms
-@pytest.mark.parametrize(
-    "name", ["rows", "columns", "replicated", "columns corrected", "rows shared"]
-)
+@pytest.mark.parametrize("name", ["rows", "columns", "replicated", "columns corrected"])
 def test_whole_states_load_into_distributed_parameters_as_into_plain_ones(
     name, form, standing_ranks
 ):
@@ -162,9 +160,7 @@ def test_whole_states_load_into_distributed_parameters_as_into_plain_ones(
 
 @pytest.mark.slow
 @both_forms
-@pytest.mark.parametrize(
-    "name", ["rows", "columns", "columns corrected", "columns dynamic", "rows shared"]
-)
+@pytest.mark.parametrize("name", ["rows", "columns", "columns corrected", "columns dynamic"])
 def test_distributed_states_are_saved_as_those_of_one_process(name, form, standing_ranks):
     expected = ranks.saved_alone(name, form)
     for got in standing_ranks(2).run(ranks.saved_whole, name=name, form=form):
@@ -172,7 +168,7 @@ def test_distributed_states_are_saved_as_those_of_one_process(name, form, standi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rows", "columns", "columns corrected", "rows shared"])
+@pytest.mark.parametrize("name", ["rows", "columns", "columns corrected"])
 def test_distributed_states_load_into_plain_parameters_with_the_same_bits(name, standing_ranks):
     expected = ranks.stepped_alone(name)
     for got in standing_ranks(2).run(ranks.resumed_from_ranks, name=name):
@@ -180,7 +176,7 @@ def test_distributed_states_load_into_plain_parameters_with_the_same_bits(name, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["columns", "rows", "columns corrected", "rows shared"])
+@pytest.mark.parametrize("name", ["columns", "rows", "columns corrected"])
 def test_memory_report_has_one_row_for_each_distributed_parameter(name, standing_ranks):
     """Columns are many runs of elements, so many pieces of one parameter."""
     shapes = CASES[name].shapes

@@ -76,7 +76,6 @@ KINDS = {
     "sgd": {"kind": "sgd", "momentum": 0.9, "nesterov": True},
     "ademamix": {"kind": "ademamix", "t_beta3": 6},
     "muon": {"kind": "muon", "ns_dtype": "float32"},
-    "shared": {"kind": "shared"},
 }
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from train_worker import SMALL, loaded_int8_weights, row
 
 from examples.gpt.engine import FLOAT32, FSDP2, INT8
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.model import GPT
 from examples.gpt.report import report
 from zero8 import Adam8bitBlockwise, cli
 from zero8.checkpoint.files import tags
@@ -30,8 +30,6 @@ TWIN = "AdamW"
 CASES = {
     "log": {"optimizer": "Adam8bitBlockwise"},
     "fp8": {"optimizer": "Adam8bitBlockwise", "codec": "fp8"},
-    # Two ranks cut its 128 positions between bands of 64 rows.
-    "shared": {"optimizer": "Adam8bitShared", "model": GPTConfig()},
     "sgd": {"optimizer": "SGD8bitBlockwise"},
 }
 

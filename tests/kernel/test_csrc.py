@@ -13,10 +13,10 @@ import torch
 from places import ROOT, SUPPORT
 from torch.utils import cpp_extension
 
-from zero8.algorithms.table import ADAM, ELEMENTWISE
+from zero8.algorithms.table import ELEMENTWISE
 from zero8.op import build, kernel
 from zero8.op.structs import FLOAT32_MOMENTS
-from zero8.spec.codec import CODECS, SHARED
+from zero8.spec.codec import CODECS
 
 CSRC = ROOT / "csrc"
 # torch 2.8, the oldest that zero8 allows, builds extensions as C++17.
@@ -79,8 +79,7 @@ def test_targets_of_the_build_are_all_that_there_are():
 def test_op_has_the_steps_of_all_targets_algorithms_and_codecs():
     codecs = [FLOAT32_MOMENTS, *(codec.number for codec in CODECS.values())]
     every = {*product(build.TARGETS, (one.number for one in ELEMENTWISE), codecs)}
-    shared = {*product(build.TARGETS, [ADAM.number], [SHARED.number])}
-    assert {*build.op().load().steps()} == every | shared
+    assert {*build.op().load().steps()} == every
 
 
 def test_targets_that_the_build_takes_for_served_are_those_that_the_op_serves():
@@ -180,7 +179,7 @@ def targets_by_code():
 @pytest.mark.parametrize("targets", targets_by_code(), ids=" ".join)
 def test_kernels_under_the_sanitizers_find_nothing(targets, tmp_path):
     # The driver steps over Adam's segments, as what reads and writes memory is one template for all
-    # algorithms, in all codecs but `shared`.
+    # algorithms, in all codecs.
     names = {f"step_{target}_adam_{codec}" for target in targets for codec in ("float32", *CODECS)}
     sources = [CSRC / "dispatch.cpp", SUPPORT / "csrc_driver.cpp"]
     sources += [path for path in build.op().written(tmp_path) if path.stem in names]

@@ -12,19 +12,18 @@ from processes import run
 from zero8.bench.step import kernel as step_kernel
 from zero8.bench.step.variants import VARIANTS
 from zero8.op import cuda, kernel
-from zero8.spec.codec import ALL_CODECS
+from zero8.spec.codec import CODECS
 
 # Runs in a process of its own, in memory of which each tensor has an allocation to itself.
 SMALL_CASE = """\
 import torch
 from zero8.bench.step import kernel as step_kernel
-from zero8.spec.codec import ALL_CODECS
+from zero8.spec.codec import CODECS
 from zero8.op import cuda
 for block_size in (256, 512, 4096):  # teams of a warp, of two, and of sixteen
     step_kernel.BLOCK_SIZE = block_size
     shapes = [step_kernel.CHECK_SHAPE]
-    steps = [("adam", codec) for codec in ALL_CODECS]
-    step_kernel.check_on(torch.device("cuda"), cuda.step, steps, shapes)
+    step_kernel.check_on(torch.device("cuda"), cuda.step, ["adam"], CODECS, shapes)
 """
 ERRORS_FOUND = 97  # the exit status that we ask for
 OPTIONS = {
@@ -73,5 +72,5 @@ def test_small_case_of_the_sanitizer_is_a_program(monkeypatch):
 
     monkeypatch.setattr(cuda, "step", step)
     exec(SMALL_CASE.replace('"cuda"', '"cpu"'), {})
-    each = len(ALL_CODECS) * len(VARIANTS) * step_kernel.CHECK_STEPS
+    each = len(CODECS) * len(VARIANTS) * step_kernel.CHECK_STEPS
     assert stepped == each * [256] + each * [512] + each * [4096]

@@ -18,7 +18,6 @@ from test_kernel import assert_follows_reference
 
 from zero8.op import kernel
 from zero8.spec import int8_rows, reference
-from zero8.spec.codec import SHARED
 from zero8.spec.segment import Rounding, Segment
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -59,15 +58,13 @@ def set_step(segment: Segment, step: int, kind: int) -> None:
 
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("codec", [*CODEC_NAMES, SHARED.name], ids=lambda name: name or "fp32")
+@pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")
 def test_kernel_step_of_int8_weights_equals_reference(codec, dtypes):
-    # The codec that tiles share takes no narrow rows.
-    places = [one for one in PLACES if codec != SHARED.name or one.shape[1] >= 64]
-    segments = [segment_at(place, codec, dtypes) for place in places]
+    segments = [segment_at(place, codec, dtypes) for place in PLACES]
     assert_follows_reference(segments, HYPER, count=3, num_threads=2)
 
 
-@pytest.mark.parametrize("codec", [None, "log", SHARED.name], ids=lambda name: name or "fp32")
+@pytest.mark.parametrize("codec", [None, "log"], ids=lambda name: name or "fp32")
 def test_kernel_step_of_int8_weights_writes_only_its_own_memory(codec):
     for place in (PLACES[0], PLACES[2]):
         segment = segment_at(place, codec)
@@ -75,9 +72,7 @@ def test_kernel_step_of_int8_weights_writes_only_its_own_memory(codec):
         assert_steps_inside(segment, lambda ones: reference.step(*ones), kernel.step, str(place))
 
 
-@pytest.mark.parametrize(
-    "codec", [None, "log", "log6", SHARED.name], ids=lambda name: name or "fp32"
-)
+@pytest.mark.parametrize("codec", [None, "log", "log6"], ids=lambda name: name or "fp32")
 def test_kernel_step_of_int8_weights_any_threads_give_the_same_bits(codec):
     """Among float32 ones, in parts of 2^14 elements; rows of 129 begin with a block every 128."""
     shapes = (Place((999, 129), 128, 0, 999 * 129), Place((40, 5000), 256, 0, 40 * 5000))

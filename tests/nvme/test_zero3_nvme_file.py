@@ -9,12 +9,13 @@ import struct
 import numpy as np
 import pytest
 import torch
-from moment_samples import CODECS, MOMENTS, NUMEL, moment
+from moment_samples import MOMENTS, NUMEL, moment
 from nests import difference
 from zero_worker import plain
 
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.table import ALGORITHMS
+from zero8.spec.codec import CODECS
 from zero8.state.store import MomentStore
 from zero8.zero import swap_file
 from zero8.zero.moment_tensor import MomentTensor

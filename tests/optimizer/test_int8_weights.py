@@ -23,7 +23,6 @@ SHAPES = ((130, 300), (200, 48), (64, 256), (3, 5000), (10, 20))
 CODECS = {"codec": ("log", "dynamic", "linear4", "log6", "fp8")}
 MAKERS = {
     **{name: (zero8.Adam8bitBlockwise, {"codec": name}) for name in CODECS["codec"]},
-    "shared": (zero8.Adam8bitShared, {}),
     "SGD": (zero8.SGD8bitBlockwise, {"momentum": 0.9}),
     "Lion": (zero8.Lion8bitBlockwise, {}),
 }
@@ -153,7 +152,7 @@ def test_state_of_int8_weights_has_the_bytes_of_the_same_float32_weights():
 
 
 def test_step_of_widened_int8_weights_copies_only_some_rows_to_float32(monkeypatch):
-    """4096 rows of 1000: 2^18 elements are 4 bands of 64 rows and a rest."""
+    """4096 rows of 1000: 2^18 elements are 262 rows and a rest."""
     monkeypatch.setattr(int8_part, "is_widened", lambda device: True)
     monkeypatch.setattr(int8_part, "MOST_ELEMENTS", 1 << 18)
     sizes = []
@@ -164,7 +163,7 @@ def test_step_of_widened_int8_weights_copies_only_some_rows_to_float32(monkeypat
 
     monkeypatch.setattr(int8_part, "buffer_of", buffer_of)
     trained([int8_param(weights_of((4096, 1000)))], steps=1)
-    assert set(sizes) == {4 * 64 * 1000}
+    assert set(sizes) == {262 * 1000}
 
 
 @pytest.mark.usefixtures("way")

@@ -9,7 +9,6 @@ import zero8
 def test_public_names_are_in_dir_and_can_be_imported():
     assert set(zero8.__all__) == {
         "Adam8bitBlockwise",
-        "Adam8bitShared",
         "AdEMAMix8bitBlockwise",
         "Lion8bitBlockwise",
         "Muon8bitBlockwise",

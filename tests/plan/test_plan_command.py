@@ -86,30 +86,6 @@ def test_plan_of_an_optimizer_is_that_of_a_config_with_its_type(capsys, tmp_path
     assert by_name == planned(capsys, "--parameters", "1B", "--ds-config", str(config))
 
 
-@pytest.mark.parametrize("words", [[], ["--engine", "fsdp2"], ["--stage", "3"]])
-def test_plan_of_shared_counts_a_byte_of_m_and_rows_and_columns_of_v(capsys, words):
-    """Per element a byte of m, a bit of v for 8, and two floats for a block of 256."""
-    result = planned(capsys, "--parameters", "1B", "--optimizer", "Adam8bitShared", *words)
-    assert result["setup"]["codec"] == "shared"
-    (moments,) = [row for row in result["memory"] if row["what"] == "moments"]
-    # Whole matrices of 4096 x 4096, or parts of about as many elements.
-    assert moments["zero8_bytes"] == pytest.approx((1 + 1 / 64 + 8 / 256) * 1e9, rel=0.02)
-    assert moments["fp32_bytes"] == pytest.approx(8e9, rel=0.02)
-
-
-def test_plan_of_shared_in_another_codec_is_refused(capsys, tmp_path):
-    words = ("--parameters", "1B", "--optimizer", "Adam8bitShared", "--codec", "log")
-    status, printed = plan(capsys, *words)
-    assert status == 2
-    assert "codec: got 'log', but Adam8bitShared has one codec; leave it out" in printed
-    for section in (
-        {"type": "Adam8bitBlockwise", "params": {"codec": "shared"}},
-        {"type": "Lion8bitBlockwise", "params": {"codec": "shared"}},
-    ):
-        with pytest.raises(ValueError, match=r"codec: got 'shared' \(it is that of Adam8bitShared"):
-            with_deepspeed_config(Setup(), {"optimizer": section})
-
-
 def test_plan_of_ranks_of_one_host_counts_them_all(capsys):
     one, eight = (
         planned(capsys, "--parameters", "1B", "--world-size", "8", "--ranks-per-host", n)

@@ -35,8 +35,6 @@ CASES = {
     "zero3 offload, AdamW": (3, "cpu", {}, "AdamW", 1),
     "zero3": (3, None, {}, "Adam8bitBlockwise", 1),
     "zero3, fp32": (3, None, None, "Adam8bitBlockwise", 1),
-    "zero2 offload, shared": (2, "cpu", {}, "Adam8bitShared", 1),
-    "zero3 offload, shared": (3, "cpu", {}, "Adam8bitShared", 1),
     "zero2 offload, Muon": (2, "cpu", {}, "Muon8bitBlockwise", 1),
     "zero3 offload, Muon": (3, "cpu", {}, "Muon8bitBlockwise", 1),
 }
@@ -141,34 +139,6 @@ def test_plan_of_one_process_is_exactly_what_the_optimizer_holds(options):
     policy = Policy(block_size=options.get("block_size", 256))
     setup = Setup(stage=0, offload="none", policy=policy, codec=options.get("codec", "log"))
     assert share_of(model_of(module), setup).zero8_bytes == held
-
-
-# Two bands of 64 rows, blocks that end with the row, dimensions that are one row, narrow rows, and
-# what is too small.
-SHAPES = {
-    "bands": (130, 300),
-    "experts": (5, 70, 80),
-    "lora": (2000, 8),
-    "bias": (100,),
-    "row": (70,),
-}
-
-
-@pytest.mark.parametrize("options", [{}, {"block_size": 64, "min_8bit_size": 100}])
-def test_plan_of_shared_in_one_process_is_exactly_what_the_optimizer_holds(options):
-    params = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
-    optimizer = zero8.Adam8bitShared(list(params.items()), **options)
-    for p in params.values():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    held = {row.name: row.state_bytes for row in optimizer.memory_report().rows}
-    section = {"type": "Adam8bitShared", "params": options}
-    setup = with_deepspeed_config(Setup(), {"optimizer": section})
-    model = Model("", tuple(SHAPES.items()))
-    assert share_of(model, setup).zero8_bytes == sum(held.values())
-    for name, shape in SHAPES.items():
-        assert share_of(Model("", ((name, shape),)), setup).zero8_bytes == held[name], name
-    assert held["lora"] == 8 * 2000 * 8  # of narrow rows: float32
 
 
 def test_plan_of_fp32_adam_in_one_process_is_what_adamw_holds():

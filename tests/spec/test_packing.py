@@ -12,7 +12,7 @@ from zero8.spec.packing import packed, unpacked
 # Rows of an even and of an odd length, of several blocks, narrow ones in groups, and short groups.
 SHAPES = [(3, 64), (5, 65), (2, 333), (2, 2, 71), (70, 4), (70, 3), (9, 1), (7, 21, 3)]
 every_shape = pytest.mark.parametrize("shape", SHAPES)
-every_width = pytest.mark.parametrize("bits", [8, 6, 4])
+every_width = pytest.mark.parametrize("bits", UNITS)
 
 
 def shards(numel):

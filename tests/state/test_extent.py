@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from zero8.spec.grid import BlockGrid
-from zero8.spec.tiles import BITS, tiles_of
 from zero8.state.extent import Extent, local
 from zero8.state.table import Piece
 
@@ -154,48 +153,6 @@ def test_scale_box_of_a_whole_parameter_is_all_scales(shape, block_size, steps):
     parameter = whole_piece(shape, block_size)
     scale_shape = parameter.grid.scale_shape(shape)
     assert Extent.whole(shape).scale_box(parameter) == (scale_shape, (0,) * len(scale_shape))
-
-
-# --- The bands ------------------------------------------------------------------------------------
-
-# Shape, and the step between the edges in the first dimension: rows, experts of half a band, of
-# rows that have a common divisor with a band, and of whole bands.
-BANDED = [((200, 70), 8), ((5, 32, 64), 1), ((9, 24, 70), 1), ((3, 64, 65), 1), ((1, 300), 1)]
-
-
-def indices_of(extent):
-    """Return the first index in the first dimension, and the one behind the last."""
-    return extent.offset[0], extent.offset[0] + extent.local_shape[0]
-
-
-@pytest.mark.parametrize(("shape", "step"), BANDED)
-def test_box_of_rows_keeps_bands_exactly_where_its_tiles_are_the_parameters(shape, step):
-    parameter, total = whole_piece(shape, 64), math.prod(shape)
-    grid, of_all = parameter.grid, tiles_of(parameter.grid, 0, total)
-    tile = of_all.tile[grid.block_numbers(0, total)[0]]
-    inner = [[(0, size)] for size in shape[1:]]
-    kept = 0
-    for extent in extents_of(shape, [ranges_of(shape[0], step), *inner]):
-        first, end = (at * math.prod(shape[1:]) for at in indices_of(extent))
-        touched = torch.isin(tile, tile[first:end].unique())
-        is_of_tiles = int(touched.sum()) == end - first
-        assert extent.keeps_bands(parameter) == is_of_tiles, extent
-        if is_of_tiles and end > first:
-            part, begin = tiles_of(grid, first, end - first), grid.unit_of(first, BITS)
-            assert torch.equal(part.byte + begin, of_all.byte[first:end]), extent
-            kept += 1
-    assert kept
-
-
-@pytest.mark.parametrize("shape", [(128, 128), (2, 64, 128)], ids=str)
-def test_box_of_another_dimension_keeps_no_bands_unless_it_is_empty(shape):
-    parameter = whole_piece(shape, 64)
-    for dim in range(1, len(shape)):
-        for begin, size in ranges_of(shape[dim], 64):
-            sizes, offset = list(shape), [0] * len(shape)
-            sizes[dim], offset[dim] = size, begin
-            expected = size in (0, shape[dim])
-            assert Extent(shape, tuple(sizes), tuple(offset)).keeps_bands(parameter) == expected
 
 
 # --- The entries ----------------------------------------------------------------------------------

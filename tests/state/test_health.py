@@ -105,25 +105,13 @@ def test_health_clipped_updates_are_those_that_the_next_step_clips():
     assert health(optimizer)["zero8/clipped"] == pytest.approx(expected, abs=2 / p.numel())
 
 
-def test_health_of_tiles_counts_each_code_that_elements_share_once():
-    p = param(64, 256)
-    optimizer = zero8.Adam8bitShared([("p", p)])
-    run(optimizer, [p], 1)
-    codes = optimizer.state[p]["exp_avg_sq_q8_tiles"]
-    assert codes.numel() == 256  # one for each column
-    values = health(optimizer)
-    assert values["zero8/exp_avg_sq_at_top"] == (codes == 255).sum() / 256 > 0
-
-
 def test_health_samples_runs_at_equal_distances_through_all_tensors(monkeypatch):
     monkeypatch.setattr(module, "RUN_NUMEL", 4)
     # 3 + 1 + 6 runs, and one that is not quantized
     pieces = [SimpleNamespace(numel=numel, is_quantized=numel != 5) for numel in (10, 5, 3, 21)]
     codes = [torch.arange(10), None, torch.arange(10, 13), torch.arange(13, 34)]
     store = SimpleNamespace(
-        table=SimpleNamespace(pieces=pieces),
-        is_in_tiles=False,
-        codes_of=lambda n, begin, end: codes[n][begin:end],
+        table=SimpleNamespace(pieces=pieces), codes_of=lambda n, begin, end: codes[n][begin:end]
     )
     for sample, expected in (
         (8, [[0, 1, 2, 3], [17, 18, 19, 20]]),  # runs 0 and 5

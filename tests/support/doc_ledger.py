@@ -27,7 +27,6 @@ RUN = {
         "SGD8bitBlockwise": "test_optimizer_section_of_the_docs_makes_that_optimizer",
         '"type": "Muon8bitBlockwise"': "test_optimizer_section_of_the_docs_makes_that_optimizer",
         "zero8.Muon8bitBlockwise": "test_python_block_of_the_docs_runs",
-        "zero8.Adam8bitShared": "test_python_block_of_the_docs_runs",
     },
     "docs/architecture.md": {
         "spec <-": "test_layers_line_of_the_architecture_is_in_the_order_of_the_table",

@@ -78,5 +78,5 @@ def resume(use_orig_params: bool, api: str, first=Adam8bitBlockwise, second=Adam
     resumed.load_state_dict(torch.load(weights, weights_only=False))
     other = second(resumed.parameters(), lr=0.5)
     load_by(api, resumed, other, saved)
-    report = str(other.memory_report()) if issubclass(second, Adam8bitBlockwise) else ""
+    report = str(other.memory_report()) if second is Adam8bitBlockwise else ""
     return expected, run(resumed, other, 3, 6), report

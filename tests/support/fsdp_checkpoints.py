@@ -89,11 +89,11 @@ def resume(layout: str, folder: Path, mode: str, steps: int, more: int) -> tuple
     return loaded, results(model, optimizer)
 
 
-def adam_of(kind: str, model: nn.Module, layout: str = "float32") -> torch.optim.Optimizer:
+def adam_of(kind: str, model: nn.Module, **keywords) -> torch.optim.Optimizer:
     """Return torch's AdamW, or ours with a format of state dicts."""
     if kind == "AdamW":
-        return torch.optim.AdamW(model.named_parameters(), **OPTIONS)
-    return optimizer_of(model, LAYOUTS[layout], state_dict_format=kind)
+        return torch.optim.AdamW(model.named_parameters(), **OPTIONS, **keywords)
+    return optimizer_of(model, LAYOUTS["float32"], state_dict_format=kind, **keywords)
 
 
 def moments(model: nn.Module, optimizer) -> dict[str, dict]:
@@ -108,34 +108,34 @@ def moments(model: nn.Module, optimizer) -> dict[str, dict]:
     return {name: {k: whole(states[n][k]) for k in keys} for n, name in enumerate(names)}
 
 
-def carry(mode: str, first: str, second: str, layout: str, folder: Path) -> tuple:
+def carry(mode: str, first: str, second: str, folder: Path) -> tuple:
     """Train one optimizer, and load its checkpoint into another.
 
     Returns:
         The `moments` of the first, of the second before and after, and what the load raised.
     """
     start()
-    model = sharded(LAYOUTS[layout])
-    optimizer = adam_of(first, model, layout)
+    model = sharded(LAYOUTS["float32"])
+    optimizer = adam_of(first, model)
     run(model, optimizer, 0, 3)
     save(model, optimizer, mode, folder)
-    other_model = sharded(LAYOUTS[layout])
-    other = adam_of(second, other_model, layout)
+    other_model = sharded(LAYOUTS["float32"])
+    other = adam_of(second, other_model)
     run(other_model, other, 7, 8)
     before = moments(other_model, other)
     error = error_of(load, other_model, other, mode, folder)
     return moments(model, optimizer), before, moments(other_model, other), error
 
 
-def save_in_training(folder: Path, layout: str) -> tuple[dict, dict, dict]:
+def save_in_training(folder: Path) -> tuple[dict, dict, dict]:
     """Start an asynchronous checkpoint, train on while it is written, and load it elsewhere.
 
     Returns:
         `results` when it was started, after the steps that followed, and as loaded.
     """
     start()
-    model = sharded(LAYOUTS[layout])
-    optimizer = optimizer_of(model, LAYOUTS[layout])
+    model = sharded(LAYOUTS["offload"])
+    optimizer = optimizer_of(model, LAYOUTS["offload"])
     run(model, optimizer, 0, 3)
     expected = results(model, optimizer)
     content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
@@ -144,8 +144,8 @@ def save_in_training(folder: Path, layout: str) -> tuple[dict, dict, dict]:
     run(model, optimizer, 3, 6)
     writing.result()
     torch.distributed.barrier()
-    other = sharded(LAYOUTS[layout])
-    resumed = optimizer_of(other, LAYOUTS[layout])
+    other = sharded(LAYOUTS["offload"])
+    resumed = optimizer_of(other, LAYOUTS["offload"])
     load(other, resumed, "sharded", folder)
     return expected, results(model, optimizer), results(other, resumed)
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from zero8 import Adam8bitBlockwise, Adam8bitShared
+from zero8 import Adam8bitBlockwise
 from zero8.fsdp.placed import PlacedExtent
 from zero8.state.table import Piece
 
@@ -42,7 +42,6 @@ class Case:
         dtype: of the parameters.
         grads: placements of the gradients; None for those of the parameters.
         keywords: of the optimizer.
-        made: the optimizer's class.
     """
 
     placements: Placements
@@ -51,7 +50,6 @@ class Case:
     dtype: torch.dtype = torch.float32
     grads: Placements | None = None
     keywords: tuple = ()
-    made: type = Adam8bitBlockwise
 
 
 SMALL = (("block_size", 64),)
@@ -80,16 +78,6 @@ CASES = {
     "replicated gradients": Case((Shard(0),), ((33, 512), (301,)), grads=(Replicate(),)),
     "partial gradients": Case((Shard(1),), ((24, 1024), (10, 30)), grads=(Partial(),)),
     "gradients of columns": Case((Shard(0),), ((33, 512), (1024, 16)), grads=(Shard(1),)),
-    # Bands with a ragged tail, in rows of several dimensions, on one rank alone; float32 moments.
-    "rows shared": Case(
-        (Shard(0),),
-        ((127, 301), (31, 4, 75), (3, 64, 80), (1, 5001), (4097,), (1024, 16)),
-        made=Adam8bitShared,
-    ),
-    "replicated shared": Case((Replicate(),), ((33, 512), (301,)), made=Adam8bitShared),
-    "columns float32 shared": Case(
-        (Shard(1),), ((33, 512),), keywords=(("fp32_params", ("w0",)),), made=Adam8bitShared
-    ),
 }
 ON_FOUR = {
     "replicas": Case((Replicate(), Shard(0)), ((33, 512), (301,), (1024, 16)), (2, 2)),
@@ -97,12 +85,6 @@ ON_FOUR = {
         (Shard(0), Shard(1)), ((33, 512), (5, 12, 300), (8, 64, 4, 4)), (2, 2)
     ),
     "rows twice": Case((Shard(0), Shard(0)), ((33, 512), (6, 3, 300), (3, 2000)), (2, 2)),
-    "replicas shared": Case(
-        (Replicate(), Shard(0)), ((127, 512), (15, 8, 70)), (2, 2), made=Adam8bitShared
-    ),
-    "rows twice shared": Case(
-        (Shard(0), Shard(0)), ((255, 301), (5, 64, 80)), (2, 2), made=Adam8bitShared
-    ),
     "empty columns": Case((Shard(1),), ((64, 6, 32), (64, 3, 300)), (4,), keywords=SMALL),
     "partial replicas": Case(
         (Replicate(), Shard(0)), ((33, 512),), (2, 2), grads=(Partial(), Shard(1))
@@ -111,8 +93,7 @@ ON_FOUR = {
 EVERY = {**CASES, **ON_FOUR}
 
 # A cut inside of a block, on both ranks or on the second alone; narrow rows, whose blocks are of
-# several; a dimension behind the one in which blocks follow each other, also where all elements are
-# on one rank.
+# several; a dimension behind the one in which blocks follow each other.
 REFUSED = {
     "columns": Case((Shard(1),), ((24, 1000),)),
     "second rank": Case((Shard(1),), ((64, 65),)),
@@ -120,23 +101,7 @@ REFUSED = {
     "narrow rows": Case((Shard(1),), ((1024, 16),)),
     "convolution": Case((Shard(1),), ((40, 16, 3, 3),)),
     "kernel of it": Case((Shard(2),), ((64, 16, 16),), keywords=SMALL),
-    "behind bands": Case((Shard(2),), ((64, 100, 1),), made=Adam8bitShared),
 }
-
-# Of Adam8bitShared: a cut inside of a band, on all ranks; on three, the last of which holds whole
-# bands, a ragged one or nothing; in rows of several dimensions; columns, even whole blocks of them,
-# and the rows of all experts, even whole bands.
-REFUSED_BANDS = {
-    "inside a band": Case((Shard(0),), ((130, 300),), made=Adam8bitShared),
-    "last has its own": Case((Shard(0),), ((96, 300),), (3,), made=Adam8bitShared),
-    "last is ragged": Case((Shard(0),), ((95, 300),), (3,), made=Adam8bitShared),
-    "last is empty": Case((Shard(0),), ((2, 12, 300),), (3,), made=Adam8bitShared),
-    "experts": Case((Shard(0),), ((9, 12, 300),), made=Adam8bitShared),
-    "columns of blocks": Case((Shard(1),), ((128, 1024),), made=Adam8bitShared),
-    "rows of experts": Case((Shard(1),), ((3, 128, 300),), made=Adam8bitShared),
-}
-CUT_STEPS = {"last is empty": 16, "experts": 16, "rows of experts": 1}
-"""The step between cuts of the first dimension that the message names, where it is not 64."""
 
 
 def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -171,7 +136,7 @@ def make(case: Case, values: list[Tensor], **keywords) -> tuple[list[nn.Paramete
     params = [nn.Parameter(value) for value in values]
     named = [(f"w{number}", p) for number, p in enumerate(params)]
     keywords = {**OPTIONS, **dict(case.keywords), **keywords}
-    return params, case.made(named, **keywords)
+    return params, Adam8bitBlockwise(named, **keywords)
 
 
 def make_distributed(case: Case, **keywords) -> tuple[DeviceMesh, list[nn.Parameter], object]:
@@ -379,14 +344,14 @@ def refused(name: str) -> dict:
         under Accelerate.  same: whether this rank holds what it held then.  states: how many there
         are.  then: `results` of the steps of an optimizer that keeps float32 moments of it.
     """
-    case = (REFUSED | REFUSED_BANDS)[name]
+    case = REFUSED[name]
     mesh, (bad,), _ = make_distributed(case, fp32_params=["w0"])
-    good = nn.Parameter(distribute_tensor(numbers((384, 300), 50), mesh, [Shard(0)]))
+    good = nn.Parameter(distribute_tensor(numbers((64, 300), 50), mesh, [Shard(0)]))
     options = {**OPTIONS, **dict(case.keywords)}
-    error = error_of(case.made, [("good", good), ("bad", bad)], **options)
-    optimizer = case.made([("good", good), ("bad", torch.zeros(bad.shape))], **options)
+    error = error_of(Adam8bitBlockwise, [("good", good), ("bad", bad)], **options)
+    optimizer = Adam8bitBlockwise([("good", good), ("bad", torch.zeros(bad.shape))], **options)
     optimizer.param_groups[0]["params"][1] = bad
-    good.grad = distribute_tensor(numbers((384, 300), 51), mesh, [Shard(0)])
+    good.grad = distribute_tensor(numbers((64, 300), 51), mesh, [Shard(0)])
     set_distributed(case, mesh, [bad], 0)
     before = held([good, bad], optimizer)[0]
     later = error_of(optimizer.step)
@@ -401,7 +366,7 @@ def refused(name: str) -> dict:
 
 def refused_alone(name: str) -> list[dict]:
     """Return `then` of `refused`, of one process on plain tensors."""
-    case = (REFUSED | REFUSED_BANDS)[name]
+    case = REFUSED[name]
     params, optimizer = make(case, values_of(case), fp32_params=["w0"])
     run(case, None, params, optimizer, 0, STEPS)
     return results(params, optimizer)

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from examples.gpt.engine_fsdp2 import join_ranks
 from zero8 import (
     Adam8bitBlockwise,
-    Adam8bitShared,
     AdEMAMix8bitBlockwise,
     Lion8bitBlockwise,
     SGD8bitBlockwise,
@@ -34,24 +33,15 @@ SHAPES = {
     "even_groups": (1024, 16),
     "cut_groups": (1000, 12),
 }
-# What one to four ranks cut between bands of 64 rows, if at all: with ragged tails, of whole
-# experts that leave a rank empty, in one row; and float32 moments of narrow rows and a vector.
-BANDS = {
-    "bands": (767, 301),
-    "rows_of_experts": (95, 8, 75),
-    "whole_experts": (5, 64, 70),
-    **{name: SHAPES[name] for name in ("one_row", "vector", "even_groups", "cut_groups")},
-}
-ALL_SHAPES = {**SHAPES, **BANDS}
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 class Weights(nn.Module):
     """Parameters whose gradients are known: those of the sum of their products with them."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, shapes: dict | None = None):
+    def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__()
-        for number, (name, shape) in enumerate((shapes or SHAPES).items()):
+        for number, (name, shape) in enumerate(SHAPES.items()):
             values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
             self.register_parameter(name, nn.Parameter(values.to(dtype)))
 
@@ -64,8 +54,8 @@ class Weights(nn.Module):
 
 def gradient(name: str, step: int) -> Tensor:
     """Return a gradient of 4 bits: 3 times it is a bfloat16, so that the mean of ranks is exact."""
-    generator = torch.Generator().manual_seed(1000 * step + list(ALL_SHAPES).index(name))
-    return torch.randn(ALL_SHAPES[name], generator=generator).to(torch.float8_e4m3fn).float()
+    generator = torch.Generator().manual_seed(1000 * step + list(SHAPES).index(name))
+    return torch.randn(SHAPES[name], generator=generator).to(torch.float8_e4m3fn).float()
 
 
 @dataclass(frozen=True)
@@ -79,7 +69,6 @@ class Layout:
         replicas: how many groups of ranks hold the same.
         keywords: of the optimizer, beside `OPTIONS`.
         made: the optimizer's class.
-        shapes: of the parameters, by name; None for `SHAPES`.
     """
 
     dtype: torch.dtype = torch.float32
@@ -88,20 +77,14 @@ class Layout:
     replicas: int = 1
     keywords: tuple = ()
     made: type = Adam8bitBlockwise
-    shapes: dict | None = None
-
-    def model(self) -> nn.Module:
-        """Return a new model."""
-        return Weights(self.dtype, self.shapes)
 
 
-CORRECTED = (("weight_correction_bits", 8),)
 LAYOUTS = {
     "float32": Layout(),
     "offload": Layout(offload=True),
     "mixed": Layout(mixed=True, offload=True),
     "bfloat16": Layout(torch.bfloat16),
-    "corrected": Layout(torch.bfloat16, keywords=CORRECTED),
+    "corrected": Layout(torch.bfloat16, keywords=(("weight_correction_bits", 8),)),
     "dynamic": Layout(keywords=(("codec", "dynamic"),)),
     "log6": Layout(keywords=(("codec", "log6"),)),
     "linear4": Layout(keywords=(("codec", "linear4"),)),
@@ -113,27 +96,22 @@ LAYOUTS = {
     "sgd": Layout(
         offload=True, keywords=(("momentum", 0.9), ("nesterov", True)), made=SGD8bitBlockwise
     ),
-    "shared": Layout(made=Adam8bitShared, shapes=BANDS),
-    "shared_offload": Layout(
-        torch.bfloat16, offload=True, keywords=CORRECTED, made=Adam8bitShared, shapes=BANDS
-    ),
 }
 
 
 def sharded(layout: Layout, model: nn.Module | None = None) -> nn.Module:
     """Return the model, a new one unless given, under FSDP2."""
-    model, device = model or layout.model(), join_ranks().type
+    model, device = model or Weights(layout.dtype), join_ranks().type
     world = torch.distributed.get_world_size()
     shape, names = (world,), ("shard",)
     if layout.replicas > 1:
         shape, names = (layout.replicas, world // layout.replicas), ("replicate", "shard")
-    cut = getattr(model, "cut_experts", None)
     mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if layout.mixed else None
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if layout.offload else None
     return fully_shard(
         model,
         mesh=init_device_mesh(device, shape, mesh_dim_names=names),
-        shard_placement_fn=lambda p: Shard(1) if p is cut else None,
+        shard_placement_fn=lambda p: Shard(1) if p is model.cut_experts else None,
         **({"mp_policy": mixed} if mixed else {}),
         **({"offload_policy": offload} if offload else {}),
     )
@@ -236,7 +214,7 @@ def trained_by_accelerate(layout: str, steps: int) -> dict[str, dict]:
     and carries the states, of which there are none, to the device and back.
     """
     start()
-    model = LAYOUTS[layout].model()
+    model = Weights(LAYOUTS[layout].dtype)
     optimizer = optimizer_of(model, LAYOUTS[layout])
     (group,) = optimizer.param_groups
     group["params"] = [torch.empty(1) for _ in group["params"]]
@@ -262,7 +240,7 @@ def trained_by_mover(layout: str, steps: int) -> dict[str, dict]:
 def trained_in_ddp(layout: str, steps: int) -> dict[str, dict]:
     """Return `results` after some steps under DistributedDataParallel."""
     start()
-    model = LAYOUTS[layout].model()
+    model = Weights(LAYOUTS[layout].dtype)
     optimizer = optimizer_of(model, LAYOUTS[layout])
     run(DistributedDataParallel(model), optimizer, 0, steps)
     return results(model, optimizer)
@@ -270,7 +248,7 @@ def trained_in_ddp(layout: str, steps: int) -> dict[str, dict]:
 
 def trained_alone(layout: str, steps: int) -> dict[str, dict]:
     """Return `results` after some steps of one process on plain tensors."""
-    model = LAYOUTS[layout].model()
+    model = Weights(LAYOUTS[layout].dtype)
     optimizer = optimizer_of(model, LAYOUTS[layout])
     run(model, optimizer, 0, steps)
     return results(model, optimizer)
@@ -278,7 +256,7 @@ def trained_alone(layout: str, steps: int) -> dict[str, dict]:
 
 def rows_of_cut_groups(name: str, *world_sizes: int, block_size: int = 256) -> list[int]:
     """Return the rows of a parameter that share a block with rows of another rank."""
-    shape = ALL_SHAPES[name]
+    shape = SHAPES[name]
     if not is_narrow(shape):
         return []
     per_group = rows_per_block(shape, block_size)

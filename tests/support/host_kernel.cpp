@@ -23,7 +23,6 @@
 #define __global__
 #define __shared__ static
 #define __maxnreg__(count)
-#define __forceinline__ inline
 
 // By these CUDA moves bytes of any type.
 struct __attribute__((may_alias)) uint2 {
@@ -55,7 +54,6 @@ inline float __fsqrt_rn(float a) { return __builtin_sqrtf(a); }
 inline float __int2float_rn(int32_t x) { return static_cast<float>(x); }
 inline int32_t __float2int_rn(float x) { return static_cast<int32_t>(__builtin_rintf(x)); }
 inline int32_t __float2int_rz(float x) { return x < 0x1p31f ? static_cast<int32_t>(x) : INT32_MAX; }
-inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long x) {
   return (*p += x) - x;
 }
@@ -191,7 +189,6 @@ inline void __syncwarp(uint32_t mask) { meet_in_warp(Op::kWarpBarrier, mask, 0);
 inline void __syncthreads() { meet({Op::kAllThreads, 0, static_cast<uint32_t>(num_fibers), 0}); }
 
 #include "cuda/step_kernel.h"
-#include "cuda/tile_kernel.h"
 
 void zero8::cuda::named_barrier(uint32_t number, uint32_t num_threads) {
   meet({Op::kNamedBarrier, number, num_threads, 0});
@@ -219,7 +216,7 @@ bool run_block(bool backwards) {
 
 struct Arguments {
   const zero8::Segment* segments;
-  const int64_t* first_tasks;
+  const int64_t* first_blocks;
   int64_t num_segments;
   const zero8::StepScalars* scalars;
   const zero8::CodecMaps* maps;
@@ -234,28 +231,25 @@ struct Kernel {
 const Kernel kernels[] = {{zero8::kAdam, "zero8_step_adam", zero8_step_adam},
                           {zero8::kLion, "zero8_step_lion", zero8_step_lion},
                           {zero8::kSgd, "zero8_step_sgd", zero8_step_sgd},
-                          {zero8::kAdemamix, "zero8_step_ademamix", zero8_step_ademamix},
-                          {zero8::kAdam, "zero8_step_adam_shared", zero8_step_adam_shared}};
+                          {zero8::kAdemamix, "zero8_step_ademamix", zero8_step_ademamix}};
 const Kernel* kernel;
 
 void kernel_body() {
   const Arguments& a = arguments;
-  kernel->run(a.segments, a.first_tasks, a.num_segments, a.scalars, a.maps, a.nonfinite_blocks);
+  kernel->run(a.segments, a.first_blocks, a.num_segments, a.scalars, a.maps, a.nonfinite_blocks);
 }
 
 }  // namespace
 
-// Runs a kernel; the stream stands for the order in which threads run.  Returns 1 if they wait for
-// each other in vain, 2 if there is no such kernel.
-extern "C" int zero8_step_launch(const char* name, const zero8::Segment* segments,
-                                 const int64_t* first_tasks, int64_t num_segments,
-                                 const zero8::StepScalars* scalars, const zero8::CodecMaps* maps,
-                                 unsigned long long* nonfinite_blocks, int team_threads, int teams,
-                                 int grid, void* stream) {
-  arguments = {segments, first_tasks, num_segments, scalars, maps, nonfinite_blocks};
-  kernel = std::find_if(std::begin(kernels), std::end(kernels),
-                        [=](const Kernel& one) { return __builtin_strcmp(name, one.name) == 0; });
-  if (kernel == std::end(kernels)) return 2;
+// Runs the kernel of the segments; the stream stands for the order in which threads run.  Returns 1
+// if they wait for each other in vain.
+extern "C" int zero8_step_launch(const zero8::Segment* segments, const int64_t* first_blocks,
+                                 int64_t num_segments, const zero8::StepScalars* scalars,
+                                 const zero8::CodecMaps* maps, unsigned long long* nonfinite_blocks,
+                                 int team_threads, int teams, int grid, void* stream) {
+  arguments = {segments, first_blocks, num_segments, scalars, maps, nonfinite_blocks};
+  kernel = kernels;
+  while (num_segments > 0 && kernel->algorithm != segments[0].algorithm) ++kernel;
   body = kernel_body;
   num_fibers = team_threads * teams;
   blockDim = {static_cast<uint32_t>(team_threads), static_cast<uint32_t>(teams), 1};
@@ -313,11 +307,11 @@ extern "C" int cuLaunchKernel(void* function, uint32_t grid, uint32_t grid_y, ui
   if (grid == 0 || team_threads * teams > 512) return 1;
   const auto argument = [=](int i) { return *static_cast<uint64_t*>(values[i]); };
   const auto* segments = reinterpret_cast<zero8::Segment*>(argument(0));
-  const auto& called = *static_cast<const Kernel*>(function);
-  if (argument(2) > 0 && segments[0].algorithm != called.algorithm) return 1;
+  const auto algorithm = static_cast<const Kernel*>(function)->algorithm;
+  if (argument(2) > 0 && segments[0].algorithm != algorithm) return 1;
   return zero8_step_launch(
-      called.name, segments, reinterpret_cast<int64_t*>(argument(1)),
-      static_cast<int64_t>(argument(2)), reinterpret_cast<zero8::StepScalars*>(argument(3)),
+      segments, reinterpret_cast<int64_t*>(argument(1)), static_cast<int64_t>(argument(2)),
+      reinterpret_cast<zero8::StepScalars*>(argument(3)),
       reinterpret_cast<zero8::CodecMaps*>(argument(4)),
       reinterpret_cast<unsigned long long*>(argument(5)), static_cast<int>(team_threads),
       static_cast<int>(teams), static_cast<int>(grid), stream);

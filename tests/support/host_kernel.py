@@ -38,19 +38,18 @@ class Host:
         done = subprocess.run(command, capture_output=True, text=True, timeout=150)
         assert done.returncode == 0, done.stderr
 
-    def launch(self, launch: Launch, first_tasks=None, grid=3, backwards=False) -> list[int]:
+    def launch(self, launch: Launch, first_blocks=None, grid=3, backwards=False) -> list[int]:
         """Run a launch; return for each segment the blocks that were left as they were."""
         base = launch.table.ctypes.data
         skipped = np.zeros(launch.num_segments, np.uint64)
-        if first_tasks is None:
-            first_tasks = base + launch.first_tasks_at
+        if first_blocks is None:
+            first_blocks = base + launch.first_blocks_at
         maps = codec_maps().ctypes.data if launch.uses_maps else 0
-        arguments = [base, first_tasks, launch.num_segments, base + launch.scalars_at, maps]
+        arguments = [base, first_blocks, launch.num_segments, base + launch.scalars_at, maps]
         pointers = [ctypes.c_void_p(address) for address in (*arguments, skipped.ctypes.data)]
         pointers[2] = ctypes.c_int64(launch.num_segments)
         shape = launch.team_threads, launch.teams, launch.grid(grid)
-        name = ctypes.c_char_p(launch.kernel.encode())
-        error = self.library.zero8_step_launch(name, *pointers, *shape, ctypes.c_void_p(backwards))
+        error = self.library.zero8_step_launch(*pointers, *shape, ctypes.c_void_p(backwards))
         assert error == 0, "threads wait for each other in vain"
         return skipped.tolist()
 

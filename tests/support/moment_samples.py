@@ -4,7 +4,7 @@
 import torch
 
 from zero8.algorithms.adam import ADAM
-from zero8.spec.codec import ALL_CODECS as CODECS
+from zero8.spec.codec import CODECS
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 from zero8.zero.moment_tensor import MomentTensor

@@ -15,9 +15,10 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from device_worker import assert_same, outcome
 from fake_gpu_tensors import DEVICE
-from moment_samples import CODECS, MOMENTS, NUMEL, moment
+from moment_samples import MOMENTS, NUMEL, moment
 
 import zero8
+from zero8.spec.codec import CODECS
 from zero8.zero import seams
 from zero8.zero.moment_tensor import MomentTensor
 

@@ -11,18 +11,13 @@ from zero8.algorithms.adam import AdamScalars, next_history
 from zero8.algorithms.table import ALGORITHMS
 from zero8.spec import int8_rows
 from zero8.spec.algorithm import MomentRule, Scalars
-from zero8.spec.codec import CODECS, SHARED, Codec, quantize
+from zero8.spec.codec import CODECS, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.spec.packing import packed, unpacked
 from zero8.spec.segment import Moment, Rounding, Segment
 
 CODEC_NAMES = [None, *CODECS]
 MOMENT_PHASE = 0x9E3779B9
-
-
-def codec_called(name: str) -> Codec:
-    """Return a codec of `CODECS`, or `SHARED`, which only Adam has."""
-    return SHARED if name == SHARED.name else CODECS[name]
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ def set_phases(segment: Segment, moment_phase: int, param_phase: int) -> None:
 def zero_moment(codec: str | None, rule: MomentRule, grid: BlockGrid, place: Place) -> Moment:
     if codec is None:
         return Moment(shifted(torch.zeros(place.numel), place.offset), phase=MOMENT_PHASE)
-    code = codec_called(codec).code_of(rule)
+    code = CODECS[codec].code_of(rule)
     codes = torch.full((place.numel,), code.zero_code, dtype=torch.uint8)
     values = packed(codes, grid, place.first, code.bits)
     scales = torch.zeros(grid.num_blocks_touched(place.first, place.numel), *code.scale_shape)
@@ -110,7 +105,7 @@ def make(
         grad=shifted(torch.zeros(place.numel, dtype=grad_dtype), place.offset),
         algorithm=algorithm,
         moments=[zero_moment(codec, rule, grid, place) for rule in algorithm.moments],
-        codec=None if codec is None else codec_called(codec),
+        codec=None if codec is None else CODECS[codec],
         grid=grid,
         first=place.first,
         scalars=scalars,

@@ -24,12 +24,6 @@ class Parts(Bag):
     }
 
 
-class TallParts(Parts):
-    """The same with rows for several bands of tiles."""
-
-    SHAPES = Parts.SHAPES | {"embed": (300, 96), "wide": (200, 300), "conv": (6, 50, 9, 13)}
-
-
 GROUPS = (
     {"names": ("embed", "lora_b", "small"), "lr": 2e-2, "weight_decay": 0.0, "betas": [0.8, 0.99]},
     {"names": ("wide", "conv", "bias", "unused", "frozen"), "weight_decay": 0.25},
@@ -82,8 +76,8 @@ def visit_one(
 
 
 def engine_of(ds_config: dict, grouped: bool = True):
-    """Return a new engine over `Parts`, or `TallParts`, in GROUPS or all in one group."""
-    bag = TallParts() if ds_config["optimizer"]["type"] == "Adam8bitShared" else Parts()
+    """Return a new engine over `Parts`, in GROUPS or all in one group."""
+    bag = Parts()
     groups = [
         {
             **{key: value for key, value in group.items() if key != "names"},

@@ -86,17 +86,6 @@ class Bag(torch.nn.Module):
         return total
 
 
-class Tall(Bag):
-    """A bag whose parameters have rows for several bands of tiles."""
-
-    SHAPES = Bag.SHAPES | {
-        "embed": (300, 96),
-        "wide": (200, 300),
-        "conv": (6, 50, 9, 13),
-        "unused": (140, 70),
-    }
-
-
 def pattern(name, shape):
     """Return bfloat16 numbers in float32, of sizes that differ by row, some of them zero."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

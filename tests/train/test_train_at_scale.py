@@ -19,7 +19,6 @@ def ops():
 MOMENTS_OF_TWIN = {"AdamW": 2, "Lion": 2, "SGD": 1, "Muon": 1}
 MOMENTS = {
     "Adam8bitBlockwise": 2,
-    "Adam8bitShared": 1,  # and a bit for 8 elements, and a float for each row of a block, of v
     "Lion8bitBlockwise": 1,
     "SGD8bitBlockwise": 1,
     "Muon8bitBlockwise": 1,

@@ -55,13 +55,6 @@ def test_load_config_codec_of_the_run_replaces_that_of_the_file():
     assert "codec" not in twin.optimizer.keywords
 
 
-def test_load_config_of_shared_is_that_of_adamw_with_the_8bit_only_keys(changed):
-    path = changed("lr = 2e-3", "lr = 2e-3\nblock_size = 64")
-    shared, twin = (load_config(path, name, 1).optimizer for name in ("Adam8bitShared", BASELINE))
-    assert shared.name == "Adam8bitShared"
-    assert shared.keywords == {**twin.keywords, "block_size": 64}
-
-
 def test_load_config_8bit_only_keys_are_dropped_for_adamw(changed):
     path = changed("lr = 2e-3", "\n".join(["lr = 2e-3", *(f"{key} = 1" for key in OWN_KEYS)]))
     assert set(load_config(path, EIGHT_BIT, 1).optimizer.keywords) >= set(OWN_KEYS)

@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 from moment_samples import (
-    CODECS,
     MOMENTS,
     NUMEL,
     PIECES,
@@ -19,7 +18,7 @@ from moment_samples import (
     values_for,
 )
 
-from zero8.spec.codec import SHARED, has_zero
+from zero8.spec.codec import CODECS, has_zero
 from zero8.state.store import MomentStore
 from zero8.zero.moment_tensor import MomentTensor
 
@@ -176,7 +175,7 @@ def assert_within_half_a_code(x, piece_number, written, got):
         assert (decoded - value).abs() <= distances.min() + slack, element
 
 
-@pytest.mark.parametrize("codec", [name for name in CODECS if name != SHARED.name])
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("which", MOMENTS)
 def test_copy_into_whole_is_within_half_a_code_and_exact_where_float32(codec, which):
     x, values = moment(codec, which), values_for(which, 5)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other optimizers than Adam8bitBlockwise under ZeRO: saved, loaded in new engines, resumed."""
-
-import re
+"""Other algorithms than Adam under ZeRO: saved, loaded in fresh engines, gone on with."""
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ CLIPPED = {"gradient_clipping": 1.0}
 LION = {"optimizer": "Lion8bitBlockwise"}
 SGD = {"optimizer": "SGD8bitBlockwise", "momentum": 0.9, "nesterov": True, "lr": 0.1}
 MIX = {"optimizer": "AdEMAMix8bitBlockwise", "t_alpha": 4, "t_beta3": 4}
-SHARED = {"optimizer": "Adam8bitShared"}
 LAYOUTS = {
     "no zero": config(stage=0, offload=None, **LION),
     "zero1": config(stage=1, offload=None, **LION),
@@ -27,10 +24,6 @@ LAYOUTS = {
     "SGD, zero3 offload": config(stage=3, **SGD),
     "AdEMAMix, zero2 offload, bf16": config(dtype={}, **MIX),
     "AdEMAMix, zero3 offload": config(stage=3, **MIX),
-    "shared, no zero": config(stage=0, offload=None, **SHARED),
-    "shared, zero1": config(stage=1, offload=None, **SHARED),
-    "shared, zero2 offload, bf16": config(dtype={}, **SHARED),
-    "shared, zero3 offload": config(stage=3, **SHARED),
 }
 BEFORE, AFTER = 3, 3
 
@@ -85,19 +78,12 @@ def test_zero_algorithm_state_has_its_moments(ranks, name):
     for rank in ranks:
         assert rank[name][2]
         for entries in rank[name][2]:
-            found = {re.sub("(_scale|_q8|_q8_tiles)$", "", entry) for entry in entries}
+            found = {entry.removesuffix("_q8").removesuffix("_scale") for entry in entries}
             assert found - {"step", "format"} - memory_of(name) == expected
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "zero2 offload, bf16",
-        "SGD, zero3 offload",
-        "AdEMAMix, zero3 offload",
-        "shared, zero2 offload, bf16",
-        "shared, zero3 offload",
-    ],
+    "name", ["zero2 offload, bf16", "SGD, zero3 offload", "AdEMAMix, zero3 offload"]
 )
 def test_zero_algorithm_checkpoint_converts_to_fp32_with_all_parameters(
     ranks, folder, name, tmp_path

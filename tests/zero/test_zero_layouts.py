@@ -13,11 +13,10 @@ from nests import difference
 from params import layouts_to_run
 from zero_experts import EXPERT_LAYOUTS, expert_reference, step_experts
 from zero_shards import assert_equals_plain, put_together
-from zero_worker import MOMENTS, Bag, Tall, base_optimizer, config, held, make_engine, take_step
+from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
 
 import zero8
-from zero8.algorithms.adam import ADAM
-from zero8.spec.codec import DEFAULT_CODEC, SHARED, codec_named
+from zero8.spec.codec import CODECS, DEFAULT_CODEC
 
 STEPS = 4
 TRAINED = tuple(name for name in Bag.SHAPES if name != "frozen")
@@ -37,8 +36,6 @@ LAYOUTS = {
     "zero2 offload, dynamic": config(stage=2, codec="dynamic", block_size=128),
     "zero2 offload, log6": config(stage=2, codec="log6"),
     "zero2 offload, linear4": config(stage=2, codec="linear4"),
-    "zero1 bf16, shared": config(stage=1, offload=None, dtype={}, optimizer="Adam8bitShared"),
-    "zero2 offload, shared": config(stage=2, optimizer="Adam8bitShared", block_size=64),
     "zero2 offload, groups": config(stage=2),
     "zero2 offload, fp32 embedding": config(stage=2, fp32_params=["*embed*"]),
     "zero2 offload, bf16 masters": config(stage=2, dtype={"bf16_master_weights_and_grads": True}),
@@ -46,10 +43,6 @@ LAYOUTS = {
     "zero3 offload, groups": config(stage=3),
     "zero3 offload, log6": config(stage=3, codec="log6"),
     "zero3 offload, linear4": config(stage=3, codec="linear4"),
-    "zero3 offload, shared": config(stage=3, dtype={}, optimizer="Adam8bitShared"),
-    "zero3 offload, bf16 masters, shared": config(
-        stage=3, dtype={"bf16_master_weights_and_grads": True}, optimizer="Adam8bitShared"
-    ),
     "zero3 offload, small sub-groups": config(stage=3, zero={"sub_group_size": 5000}),
     "zero3, under zero.Init": config(stage=3, offload=None),
     "zero3 offload, bf16 masters": config(stage=3, dtype={"bf16_master_weights_and_grads": True}),
@@ -80,7 +73,6 @@ WITHOUT_ZERO = {
     "zero0": config(stage=0, offload=None),
     "zero0 bf16": config(stage=0, offload=None, dtype={}),
     "zero0 fp16": config(stage=0, offload=None) | FP16,
-    "zero0, shared": config(stage=0, offload=None, optimizer="Adam8bitShared"),
 }
 ON_FOUR_RANKS = {
     "zero1": LAYOUTS["zero1"],
@@ -89,8 +81,6 @@ ON_FOUR_RANKS = {
     "zero2 offload, round robin": LAYOUTS["zero2 offload, round robin"],
     "zero3 offload, groups": LAYOUTS["zero3 offload, groups"],
     "zero3 offload, bf16 masters": LAYOUTS["zero3 offload, bf16 masters"],
-    "zero2 offload, shared": LAYOUTS["zero2 offload, shared"],
-    "zero3 offload, shared": LAYOUTS["zero3 offload, shared"],
     "zero3 hpz": config(stage=3, offload=None, dtype={}, zero={"zero_hpz_partition_size": 2}),
 }
 GROUPS = (
@@ -122,9 +112,9 @@ def step_layouts(layouts):
     for name, ds_config in layouts.items():
         if "zero.Init" in name:
             with deepspeed.zero.Init(config_dict_or_path=ds_config):
-                bag = bag_for(ds_config)
+                bag = Bag()
         else:
-            bag = bag_for(ds_config)
+            bag = Bag()
         groups = groups_of(bag, named=False) if "groups" in name else None
         engine = make_engine(ds_config, bag, groups)
         for step in range(STEPS):
@@ -194,14 +184,13 @@ def four_ranks(standing_ranks):
 def reference(name, ds_config):
     """Return {parameter: (weights, its state)} of the plain optimizer."""
     # Gradients are computed in the model's precision and stepped in the masters'.
-    low, bag = bag_for(ds_config), bag_for(ds_config)
+    low, bag = Bag(), Bag()
     if "fp16" in ds_config:
         low, bag = low.half(), bag.half().float()
     if ds_config.get("bf16", {}).get("bf16_master_weights_and_grads"):
         low, bag = low.bfloat16(), bag.bfloat16()
     params = groups_of(bag, named=True) if "groups" in name else list(bag.named_parameters())
-    section = ds_config["optimizer"]
-    optimizer = getattr(zero8, section["type"])(params, **section["params"])
+    optimizer = zero8.Adam8bitBlockwise(params, **ds_config["optimizer"]["params"])
     if name in ("zero0 bf16", "zero0 fp16"):
         # DeepSpeed's wrapper takes a step with zero gradients when it is made.
         for n in TRAINED:
@@ -222,36 +211,25 @@ def reference(name, ds_config):
     return {n: (getattr(bag, n).detach(), optimizer.state[getattr(bag, n)]) for n in TRAINED}
 
 
-def codec_of(ds_config):
-    section = ds_config["optimizer"]
-    of_class = getattr(zero8, section["type"]).only_codec
-    return of_class or codec_named(section["params"].get("codec", DEFAULT_CODEC))
-
-
-def bag_for(ds_config):
-    return Tall() if codec_of(ds_config) == SHARED else Bag()
-
-
-def assembled(ranks, ds_config):
-    """Return, by parameter, what the ranks hold."""
-    block_size = ds_config["optimizer"]["params"].get("block_size", 256)
-    return put_together(ranks, block_size, codec_of(ds_config))
+def bits_of(ds_config):
+    """Return the bits of a code."""
+    return CODECS[ds_config["optimizer"]["params"].get("codec", DEFAULT_CODEC)].of_signed.bits
 
 
 def assert_equals_reference(ranks, name, ds_config, cut_per_param):
-    """Compare what the ranks hold with the plain optimizer, where blocks, or bands, are whole."""
+    """Compare what the ranks hold with the plain optimizer, where blocks are whole."""
     block_size = ds_config["optimizer"]["params"].get("block_size", 256)
-    made, expected = assembled(ranks, ds_config), reference(name, ds_config)
-    assert_equals_plain(made, expected, block_size, cut_per_param, codec_of(ds_config))
+    made = put_together(ranks, block_size, bits_of(ds_config))
+    assert_equals_plain(made, reference(name, ds_config), block_size, cut_per_param)
     return made
 
 
 @each(LAYOUTS)
 def test_layout_on_two_ranks_equals_plain_optimizer_in_uncut_blocks(two_ranks, name):
-    """Two ranks make one boundary in a flat group or a parameter, which cuts one unit at most."""
+    """Two ranks make one boundary within a flat group or a parameter: one cut block at most."""
     ranks = [layouts[name] for layouts, *_ in two_ranks]
     made = assert_equals_reference(ranks, name, LAYOUTS[name], cut_per_param=1)
-    expected = [*FLOAT32, *["embed"] * ("fp32 embedding" in name), *["thin"] * ("shared" in name)]
+    expected = [*FLOAT32, "embed"] if "fp32 embedding" in name else FLOAT32
     assert sorted(p for p in made if "exp_avg_scale" not in made[p]) == sorted(expected)
 
 
@@ -307,7 +285,11 @@ def test_layout_on_one_rank_equals_plain_optimizer_in_all_blocks(standing_ranks)
 
 @each(LAYOUTS)
 def test_parameter_without_gradient_keeps_zero_moments(two_ranks, name):
-    made = assembled([layouts[name] for layouts, *_ in two_ranks], LAYOUTS[name])
+    made = put_together(
+        [layouts[name] for layouts, *_ in two_ranks],
+        LAYOUTS[name]["optimizer"]["params"].get("block_size", 256),
+        bits_of(LAYOUTS[name]),
+    )
     for which in MOMENTS:
         assert made["unused"][f"{which}_scale"].eq(0).all()
         assert made["unused"][which].unique().numel() == 1  # the code of zero
@@ -319,8 +301,7 @@ def test_memory_report_lists_what_the_rank_holds(two_ranks, name):
         states, rows = layouts[name]["states"], layouts[name]["report"]
         pieces = [piece for state in states for piece in state["pieces"]]
         got = [(row["name"], row["numel"], row["bits"]) for row in rows]
-        codec = codec_of(LAYOUTS[name])
-        bits = sum(codec.code_of(rule).bits for rule in ADAM.moments) / len(ADAM.moments)
+        bits = bits_of(LAYOUTS[name])
         assert got == [(p.name, p.numel, bits if p.block_size else 32) for p in pieces], rank
         held_bytes = sum(t.nbytes for s in states for which in MOMENTS for t in s[which])
         assert sum(row["state_bytes"] for row in rows) == held_bytes

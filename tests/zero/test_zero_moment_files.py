@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies and files of 8-bit moments.
 
-`python tests/zero/test_zero_moment_files.py` makes those of its files in tests/golden that are not
-there; a file that is out in the world must stay readable.
+`python tests/zero/test_zero_moment_files.py` makes its file in tests/golden again; a file that is
+out in the world must stay readable, so that is for a new format version only.
 """
 
 import copy
@@ -13,29 +13,18 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 import xxhash
-from moment_samples import (
-    CODECS,
-    MOMENTS,
-    NUMEL,
-    PIECES,
-    buffers,
-    flipped_in,
-    is_plain,
-    moment,
-    same,
-)
+from moment_samples import MOMENTS, NUMEL, PIECES, buffers, flipped_in, is_plain, moment, same
 from places import GOLDEN
 
 import zero8  # noqa: F401  allows the pickles
 from zero8.algorithms.adam import ADAM
-from zero8.spec.codec import RETIRED, SHARED, codec_named
+from zero8.spec.codec import CODECS, RETIRED, codec_named
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 from zero8.zero import moment_tensor, swap_file
 from zero8.zero.moment_tensor import MomentTensor, moment_description, rebuild_moment
 
 SAVED = GOLDEN / "zero_moment_v3.pt"
-SAVED_SHARED = GOLDEN / "zero_moment_v3_shared.pt"
 FORMAT_2 = GOLDEN / "zero_moment_v2.pt"
 FORMAT_1 = GOLDEN / "zero_moment_v1.pt"
 
@@ -280,12 +269,8 @@ def test_description_in_a_swap_file_is_without_a_hash():
 
 @pytest.mark.parametrize(
     ("path", "codecs"),
-    [
-        (FORMAT_2, ["dynamic", "log"]),
-        (SAVED, sorted(CODECS.keys() - {SHARED.name})),
-        (SAVED_SHARED, [SHARED.name]),
-    ],
-    ids=["format 2", "format 3", "format 3, shared"],
+    [(FORMAT_2, ["dynamic", "log"]), (SAVED, sorted(CODECS))],
+    ids=["format 2", "format 3"],
 )
 def test_golden_file_reads_as_the_stored_values(path, codecs):
     content = torch.load(path, weights_only=True)
@@ -312,19 +297,15 @@ def test_golden_file_of_format_1_reads_as_the_stored_values_and_copies_by_value(
             assert same(buffers(target), buffers(expected))
 
 
-def write_golden(path, codecs):
-    content = {codec: {} for codec in codecs}
-    for codec in codecs:
+def write_golden():
+    content = {codec: {} for codec in CODECS}
+    for codec in CODECS:
         for which in MOMENTS:
             x = moment(codec, which)
             content[codec][which] = (x, x.dense())
-    torch.save(content, path)
+    SAVED.parent.mkdir(exist_ok=True)
+    torch.save(content, SAVED)
 
 
 if __name__ == "__main__":
-    for path, codecs in (
-        (SAVED, CODECS.keys() - {SHARED.name}),
-        (SAVED_SHARED, [SHARED.name]),
-    ):
-        if not path.exists():
-            write_golden(path, codecs)
+    write_golden()

@@ -37,7 +37,6 @@ SLOW = {
     "zero2, without clipping": (config(2, dtype={}), BF16),
     "zero2, accumulated": (config(2, dtype={}) | CLIP | GAS, BF16),
     "zero2, Lion": (config(2, dtype={}, optimizer="Lion8bitBlockwise") | CLIP, BF16),
-    "zero2, shared": (config(2, dtype={}, optimizer="Adam8bitShared") | CLIP, BF16),
     "zero2, fp16": (config(2) | CLIP | HALF, FP16),
     "zero2, fp32": (config(2) | CLIP, FP32),
     "zero3, fp16": (config(3) | CLIP | HALF, FP16),

@@ -2,8 +2,9 @@
 """`offload_states` of ZeRO 1 and 2: 8-bit moments stay 8-bit, and leave the GPU for good."""
 
 import pytest
-from moment_samples import CODECS
 from processes import outcomes_of
+
+from zero8.spec.codec import CODECS
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ LAYOUTS = {
     "zero2": config(stage=2, dtype={}) | {"gradient_clipping": 0.5},
     "zero2, fp16": config(stage=2) | FP16,
     "zero2, dynamic, Lion": config(2, dtype={}, optimizer="Lion8bitBlockwise", codec="dynamic"),
-    "zero2, shared": config(2, dtype={}, optimizer="Adam8bitShared"),
     "zero2, bf16 masters": config(2, **BF16) | {"gradient_clipping": 0.5},
     "zero2, 24-bit masters": config(2, **BF16, weight_correction_bits=8),
     "zero2, NaN": config(stage=2, dtype=UNCHECKED),

@@ -3,8 +3,7 @@
 
 The entries have the mesh and the placements of the parameter, so that
 `torch.distributed.checkpoint` saves and reshards them like parameters.  For scales this requires
-that no boundary between ranks falls inside a block: `check_blocks`; for codes in tiles, that none
-falls inside a band: `check_bands`.
+that no boundary between ranks falls inside a block: `check_blocks`.
 """
 
 import itertools
@@ -82,27 +81,6 @@ class PlacedExtent(Extent):
                 "are multiples of it; set a smaller block_size, or keep float32 moments of "
                 f"this parameter: fp32_params=[{parameter.name!r}]"
             )
-
-    def check_bands(self, parameter: Piece) -> None:
-        """Raise ValueError unless the tiles of every rank are tiles of the whole parameter."""
-        if parameter.is_quantized and not self.keeps_bands(parameter):
-            raise ValueError(
-                f"{parameter.name}: got shape {self.shape} sharded as {self.placements}, which "
-                "cuts bands of rows that share codes in Adam8bitShared; expected cuts of the first "
-                f"dimension alone, at multiples of {self._indices_per_band(parameter)}; keep "
-                f"float32 moments of this parameter: fp32_params=[{parameter.name!r}], or use "
-                "Adam8bitBlockwise"
-            )
-
-    def keeps_bands(self, parameter: Piece) -> bool:
-        """See `Extent`."""
-        step = self._indices_per_band(parameter)
-        for dim, size in enumerate(self.shape):
-            cuts, sizes = _cuts(self.placements, self.mesh, dim)
-            for at in itertools.product(*map(range, sizes.values())):
-                if not self._is_of_bands(step, dim, *_held(size, cuts, at)):
-                    return False
-        return True
 
     def _keeps_blocks(self, parameter: Piece, scale_shape: tuple[int, ...], dim: int) -> bool:
         """Return whether the cuts through a dimension of rows fall between blocks."""

@@ -11,7 +11,6 @@ from itertools import chain
 from torch import Tensor
 
 from zero8.ranks.numbers import Group
-from zero8.spec.codec import SHARED
 from zero8.state.extent import Extent, local
 from zero8.state.kind import RecordKey
 from zero8.state.params import ParamInfo
@@ -60,7 +59,5 @@ class ShardedTensor(WholeTensor):
         from zero8.fsdp.placed import PlacedExtent
 
         extent = PlacedExtent.of(p, parameter.name)
-        if self.settings.codec == SHARED:
-            extent.check_bands(parameter)
         extent.check_blocks(parameter)
         return extent

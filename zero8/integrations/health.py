@@ -94,7 +94,7 @@ def _clipped(
 
 
 def _runs(stores: Sequence[MomentStore]) -> Iterator[Tensor]:
-    """Yield the codes to count, a byte each; codes that elements share, once."""
+    """Yield the codes to count, a byte each."""
     pieces = [
         (store, number, piece.numel)
         for store in stores
@@ -103,10 +103,7 @@ def _runs(stores: Sequence[MomentStore]) -> Iterator[Tensor]:
     ]
     for place, begin, end in _sampled([numel for *_, numel in pieces], SAMPLE_NUMEL):
         store, number, _ = pieces[place]
-        if store.is_in_tiles:
-            yield store.piece(number).values[store.bytes_of(number, begin, end)]
-        else:
-            yield store.codes_of(number, begin, end)
+        yield store.codes_of(number, begin, end)
 
 
 def _sampled(lengths: Sequence[int], sample_numel: int) -> Iterator[tuple[int, int, int]]:

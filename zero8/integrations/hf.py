@@ -16,7 +16,7 @@ from zero8.integrations.health import Reports
 from zero8.optimizer import OPTIMIZERS
 from zero8.spec.shown import shown
 
-_KINDS = {(one.only_codec or one.algorithm).name: one for one in OPTIMIZERS}
+_KINDS = {one.algorithm.name: one for one in OPTIMIZERS}
 
 
 def optimizer(
@@ -33,8 +33,7 @@ def optimizer(
         args: the Trainer's; supplies learning rate, betas, epsilon and weight decay, as far as the
             optimizer takes them.  As in Trainer's own Lion, `adam_beta1` and `adam_beta2` are
             Lion's betas, too.
-        kind: "adam" for `Adam8bitBlockwise`, "shared" for `Adam8bitShared`, "lion", "sgd",
-            "ademamix" or "muon".
+        kind: "adam" for `Adam8bitBlockwise`, "lion", "sgd", "ademamix" or "muon".
         **settings: keywords of the optimizer; they override `args`.
 
     Raises:

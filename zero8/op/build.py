@@ -26,14 +26,13 @@ from types import ModuleType
 
 import torch
 
-from zero8.algorithms.adam import ADAM
 from zero8.algorithms.table import ALGORITHMS
 from zero8.op import cpp_extension
 from zero8.op.locks import ANOTHER_PLACE, locked
 from zero8.op.shared_numbers import op_source
 from zero8.op.sources import source_folder
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.codec import CODECS, SHARED, Codec
+from zero8.spec.codec import CODECS, Codec
 
 NAME = "zero8_adam"
 
@@ -139,8 +138,7 @@ class Extension:
 def op(machine: str = platform.machine()) -> Extension:
     """Return the op for all targets of a machine, algorithms and codecs."""
     targets = TARGETS_OF.get(machine, TARGETS)
-    steps = [*product(ALGORITHMS, (None, *CODECS.values())), (ADAM, SHARED)]
-    return _op(NAME, [(target, *step) for target in targets for step in steps], seconds=180)
+    return _op(NAME, list(product(targets, ALGORITHMS, (None, *CODECS.values()))), seconds=180)
 
 
 def op_for(target: str, algorithm: Algorithm, codec: Codec) -> Extension:

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero8.algorithms.table import ALGORITHMS
 from zero8.op import cuda_compile, kernel
 from zero8.op.codec_maps import codec_maps
 from zero8.op.cuda_driver import Driver
-from zero8.op.launch import KERNELS, Launch
+from zero8.op.launch import Launch, kernel_of
 from zero8.spec.segment import Segment
 
 
@@ -88,7 +89,7 @@ class CudaKernel:
             maps = self._maps.data_ptr()
         arguments = [
             base,
-            base + launch.first_tasks_at,
+            base + launch.first_blocks_at,
             launch.num_segments,
             base + launch.scalars_at,
             maps,
@@ -109,7 +110,7 @@ class CudaKernel:
 
 def _loaded(driver: Driver, code: bytes) -> dict[str, ctypes.c_void_p]:
     try:
-        return driver.functions(code, set(KERNELS))
+        return driver.functions(code, {kernel_of(one) for one in ALGORITHMS})
     except RuntimeError as error:
         raise RuntimeError(
             f"{error}; is the driver older than the kernel's compiler (zero8 doctor names the "

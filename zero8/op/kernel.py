@@ -20,7 +20,7 @@ from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, MOST_SCALARS, SEGME
 from zero8.op.threads import alive, host_share, step_threads
 from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.spec.buffers import check_buffer
-from zero8.spec.codec import ALL_CODECS, CODECS, DEFAULT_CODEC, Codec
+from zero8.spec.codec import CODECS, DEFAULT_CODEC, Codec
 from zero8.spec.grid import check_block_size
 from zero8.spec.int8_rows import SCALE_DTYPES
 from zero8.spec.segment import Segment
@@ -190,7 +190,7 @@ def _steps_of(records: np.ndarray) -> Steps | None:
     numbers = set(records["algorithm"].tolist())
     algorithms = [one for one in ALGORITHMS if one is one.kernel and one.number in numbers]
     numbers = set(records["moments"]["codec"][:, 0].tolist())
-    codecs = [one for one in ALL_CODECS.values() if one.number in numbers]
+    codecs = [one for one in CODECS.values() if one.number in numbers]
     if len(algorithms) > 1 or len(codecs) > 1:
         return None
     algorithm, codec = DEFAULT_STEPS

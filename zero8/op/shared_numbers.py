@@ -14,15 +14,14 @@ import torch
 
 from zero8.algorithms.table import ALGORITHMS
 from zero8.op import codec_maps, structs
-from zero8.spec import blocks, dither, grid, log, reference, shared, tiles
+from zero8.spec import blocks, dither, grid, log, reference
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.codec import ALL_CODECS, MomentCode
+from zero8.spec.codec import CODECS, MomentCode
 from zero8.spec.dynamic import DynamicCode
 from zero8.spec.fp8 import Fp8Code
 from zero8.spec.linear4 import Linear4Code
 from zero8.spec.log import LogCode, Octaves, SignedLogCode
 from zero8.spec.segment import Rounding
-from zero8.spec.shared import SharedCode
 
 # The attributes of codes in zero8/spec, by class, and their names in csrc.
 _CODES = {
@@ -48,7 +47,6 @@ _CODES = {
     DynamicCode: {"bits": "kBits", "zero_code": "kZeroCode", "min_scale": "kMinScale"},
     Linear4Code: {"bits": "kBits", "zero_code": "kZeroCode", "min_scale": "kMinScale"},
     Fp8Code: {"bits": "kBits", "zero_code": "kZeroCode", "TOP": "kTop", "min_scale": "kMinScale"},
-    SharedCode: {"zero_code": "kZeroCode"},
 }
 _WITH_KERNELS = [one for one in ALGORITHMS if one.kernel is one]
 _SCALARS = {f"{one.name.capitalize()}Scalars": structs.scalars_dtype(one) for one in _WITH_KERNELS}
@@ -91,7 +89,7 @@ def shared_numbers() -> dict[str, float]:
     """Return Python's numbers, by their names in C++."""
     numbers = {
         "kFloat32": structs.FLOAT32_MOMENTS,
-        **{f"k{one.name.capitalize()}": one.number for one in ALL_CODECS.values()},
+        **{f"k{one.name.capitalize()}": one.number for one in CODECS.values()},
         **{f"k{one.name.capitalize()}": one.value for one in Rounding},
         "kFP32": structs.DTYPE_NUMBERS[torch.float32],
         "kBF16": structs.DTYPE_NUMBERS[torch.bfloat16],
@@ -115,18 +113,8 @@ def shared_numbers() -> dict[str, float]:
         "kRunSteps": dither.RUN_STEPS,
         "kHashFactor1": dither.HASH_FACTORS[0],
         "kHashFactor2": dither.HASH_FACTORS[1],
-        "kRowsPerBand": tiles.ROWS_PER_BAND,
-        "Shared::kColumnsPerByte": tiles.COLUMNS_PER_BYTE,
-        "Shared::kCellBits": shared.CELL_BITS,
-        "Shared::kRowBits": shared.ROW_BITS,
-        "Shared::kRun": shared.RUN,
-        "Shared::kSumLanes": shared.LANES,
-        "Shared::kLimit": shared.LIMIT,
-        "kUnsignedLimitBits<InShared>": int(np.float32(shared.LIMIT).view(np.uint32)),
-        "Shared::kMinRow": shared.MIN_ROW,
-        "Shared::kMaxRow": shared.MAX_ROW,
     }
-    for one in ALL_CODECS.values():
+    for one in CODECS.values():
         for sign, kind in (("of_signed", "true, false"), ("of_unsigned", "false, true")):
             code, name = getattr(one, sign), one.name.capitalize()
             numbers[f"kCodecSizes[k{name}].scales_{sign}"] = math.prod(code.scale_shape)

@@ -19,7 +19,6 @@ from zero8.plan.setup import (
     WEIGHT_BYTES,
     WEIGHTS,
     Setup,
-    of_optimizer,
     with_deepspeed_config,
 )
 from zero8.plan.step_time import Hardware
@@ -138,7 +137,7 @@ def _setup(arguments: argparse.Namespace) -> Setup:
     sizes["weights"] = arguments.weights
     if arguments.ds_config is None:
         if "optimizer" in given:
-            given |= of_optimizer(given.pop("optimizer"), given.get("codec"))
+            given["algorithm_name"] = BY_NAME[given.pop("optimizer")].algorithm.name
         return Setup(**sizes, **given)
     if given:
         raise ValueError(f"--ds-config: got --{next(iter(given))} too, which the config contains")

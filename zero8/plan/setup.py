@@ -8,7 +8,7 @@ from zero8.algorithms.table import algorithm_called
 from zero8.muon import ADAM_PARAMS
 from zero8.optimizer import OPTIMIZERS
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.codec import ALL_CODECS, DEFAULT_CODEC, Codec, codec_named
+from zero8.spec.codec import DEFAULT_CODEC, codec_named
 from zero8.state.policy import Policy
 
 BY_NAME = {one.__name__: one for one in OPTIMIZERS}
@@ -50,7 +50,7 @@ class Setup:
         buffer_count: DeepSpeed's, for swapping to NVMe.
         pipelined: whether transfers to and from NVMe overlap with the step.
         policy: which moments zero8 keeps in 8 bits.
-        codec: zero8's; `shared` is that of `Adam8bitShared`.
+        codec: zero8's.
         algorithm_name: of zero8's optimizer and of the fp32 one beside it.
         adam_params: glob patterns of names of matrices that are not Muon's.
 
@@ -93,9 +93,7 @@ class Setup:
         for name in ("world_size", "ranks_per_host", "accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
-        has_narrow_rows = self.moment_codec.has_narrow_rows
-        policy = replace(self.policy, narrow_rows=has_narrow_rows)
-        object.__setattr__(self, "policy", policy)
+        codec_named(self.codec)
         self._check_together()
 
     def _check_together(self) -> None:
@@ -138,13 +136,6 @@ class Setup:
     def algorithm(self) -> Algorithm:
         """The algorithm of both optimizers."""
         return algorithm_called(self.algorithm_name)
-
-    @property
-    def moment_codec(self) -> Codec:
-        """The codec of zero8's moments."""
-        if self.algorithm_name == ADAM.name and self.codec in ALL_CODECS:
-            return ALL_CODECS[self.codec]
-        return codec_named(self.codec)
 
     @property
     def optimizers(self) -> tuple[str, str]:
@@ -250,20 +241,8 @@ def _of_optimizer(section: dict) -> dict:
     params = section.get("params", {})
     keys = ("block_size", "min_8bit_size", "fp32_params")
     return {
-        **of_optimizer(section["type"], params.get("codec")),
+        "algorithm_name": BY_NAME[section["type"]].algorithm.name,
+        "codec": params.get("codec", DEFAULT_CODEC),
         "policy": Policy(**{key: params[key] for key in keys if key in params}),
         "adam_params": tuple(params.get("adam_params", ADAM_PARAMS)),
     }
-
-
-def of_optimizer(name: str, codec: str | None) -> dict:
-    """Return what a setup has of one of `BY_NAME`, with the codec that is asked for.
-
-    Raises:
-        ValueError: if the optimizer does not have this codec.
-    """
-    optimizer = BY_NAME[name]
-    if optimizer.only_codec and codec is not None:
-        raise ValueError(f"codec: got {codec!r}, but {name} has one codec; leave it out")
-    chosen = optimizer.only_codec or codec_named(DEFAULT_CODEC if codec is None else codec)
-    return {"algorithm_name": optimizer.algorithm.name, "codec": chosen.name}

@@ -15,6 +15,7 @@ from zero8.plan.groups import groups_of
 from zero8.plan.model import Model, Param
 from zero8.plan.setup import Setup
 from zero8.spec.algorithm import Algorithm
+from zero8.spec.codec import codec_named
 from zero8.spec.grid import BlockGrid
 
 FLAT_ALIGNMENT = 2
@@ -151,7 +152,8 @@ def _moment_bytes(
 ) -> int:
     if grid is None:
         return _fp32_bytes(algorithm, numel)
-    codes = [setup.moment_codec.code_of(rule) for rule in algorithm.moments]
+    codec = codec_named(setup.codec)
+    codes = [codec.code_of(rule) for rule in algorithm.moments]
     scales = sum(math.prod(code.scale_shape) for code in codes)
     code_bytes = sum(grid.num_bytes(first, numel, code.bits) for code in codes)
     return code_bytes + 4 * scales * grid.num_blocks_touched(first, numel)

@@ -26,12 +26,6 @@ v:
 * `fp8` (`zero8.spec.fp8`): 8-bit floats of 3 bits of mantissa, E4M3, for m and v; nearest code.
 * `linear4` (`zero8.spec.linear4`): 4 bits, as Li et al. (arXiv:2309.01507) have them without their
   rank-1 scales: a small dynamic tree map for m, equal steps without 0 for v; nearest code.
-
-Of an optimizer of its own, `Adam8bitShared`:
-
-* `shared` (`zero8.spec.shared`): m as in `log`.  v is of rank 1 in tiles of up to 64 rows by a
-  block's columns, so an element's v is that of its row and its column: zero means zero for rows and
-  columns alone.
 """
 
 from collections.abc import Sequence
@@ -45,12 +39,9 @@ from zero8.spec.dynamic import DynamicCode
 from zero8.spec.fp8 import Fp8Code
 from zero8.spec.linear4 import Linear4Code
 from zero8.spec.log import DitheredLogCode, LogCode, SignedLogCode
-from zero8.spec.shared import SharedCode
 from zero8.spec.shown import shown
-from zero8.spec.tiles import Tiles
 
-ElementCode = SignedLogCode | DitheredLogCode | LogCode | DynamicCode | Fp8Code | Linear4Code
-MomentCode = ElementCode | SharedCode
+MomentCode = SignedLogCode | DitheredLogCode | LogCode | DynamicCode | Fp8Code | Linear4Code
 
 
 @dataclass(frozen=True)
@@ -63,7 +54,6 @@ class Codec:
         of_signed: of moments that can be negative.
         of_dithered: of those among them that are dithered; it decodes like `of_signed`.
         of_unsigned: of moments that cannot be negative.
-        has_narrow_rows: whether it has codes of narrow rows (`zero8.spec.grid`).
     """
 
     name: str
@@ -71,7 +61,6 @@ class Codec:
     of_signed: MomentCode
     of_dithered: MomentCode
     of_unsigned: MomentCode
-    has_narrow_rows: bool = True
 
     def bits_of(self, moments: Sequence[MomentRule]) -> float:
         """Return the mean of the bits of moments' codes, an int if it is a whole number."""
@@ -98,34 +87,23 @@ CODECS = {
 """The codecs of `codec=...`, by name."""
 DEFAULT_CODEC = "log"
 
-SHARED = Codec("shared", 8, SignedLogCode(), DitheredLogCode(), SharedCode(), False)
-"""The codec of `Adam8bitShared`, which has no other."""
-ALL_CODECS = {**CODECS, SHARED.name: SHARED}
-"""The codecs of all optimizers, by name."""
-
 
 def codec_named(name: str) -> Codec:
-    """Return the codec that `codec=name` chooses, or raise ValueError with the valid names."""
+    """Return the codec called `name`, or raise ValueError with the valid names."""
     if name not in CODECS:
-        hint = " (it is that of Adam8bitShared)" if name == SHARED.name else ""
-        raise ValueError(f"codec: got {shown(name)}{hint}, expected one of {sorted(CODECS)}")
+        raise ValueError(f"codec: got {shown(name)}, expected one of {sorted(CODECS)}")
     return CODECS[name]
 
 
 def codec_numbered(number: int) -> Codec:
     """Return the codec with this number in files, or raise ValueError."""
-    for codec in ALL_CODECS.values():
+    for codec in CODECS.values():
         if type(number) is int and codec.number == number:
             return codec
     raise ValueError(
         f"codec number {shown(number)} is unknown to this version of zero8; it reads "
-        f"{sorted((c.number, c.name) for c in ALL_CODECS.values())}"
+        f"{sorted((c.number, c.name) for c in CODECS.values())}"
     )
-
-
-def num_codes(code: MomentCode) -> int:
-    """Return how many codes there are, valid or not."""
-    return 256 if isinstance(code, SharedCode) else 1 << code.bits
 
 
 def has_zero(code: MomentCode) -> bool:
@@ -140,9 +118,8 @@ def quantize(
     num_blocks: int,
     dither: Tensor | None = None,
     settling: float | None = None,
-    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a moment block by block, or tile by tile.
+    """Quantize a moment block by block.
 
     Args:
         code: the code of this moment.
@@ -152,16 +129,12 @@ def quantize(
         dither: (numel,) int64 of `zero8.spec.dither.in_blocks`, or None to round to nearest.
         settling: the scalar of (C2'), in a step on a signed moment, which must be able to decay
             to 0.
-        tiles: of these elements, for a `SharedCode`.
 
     Returns:
-        codes: (numel,) uint8, which `zero8.spec.packing` stores.
+        codes: (numel,) uint8, each less than 2^code.bits; `zero8.spec.packing` stores them.
         scales: (num_blocks, *code.scale_shape) float32.
     """
     x = ieee.flush(x)
-    if isinstance(code, SharedCode):
-        assert tiles is not None, "a SharedCode needs tiles"
-        return code.encoded(x, block, tiles, dither)
     scales = code.scales(x, block, num_blocks)
     return code.encode(x, scales[block], dither, settling), scales
 

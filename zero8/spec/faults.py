@@ -14,7 +14,6 @@ from torch import Tensor
 from zero8.spec.codec import MomentCode
 from zero8.spec.fp8 import Fp8Code
 from zero8.spec.log import LogCode, SignedLogCode
-from zero8.spec.shared import MAX_ROW, MIN_ROW, SharedCode
 
 _CHUNK_NUMEL = 1 << 22
 
@@ -47,11 +46,6 @@ def fault(code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: BlockN
             return f"a code of -{least}, expected -{least - 1} to {least - 1}"
     if isinstance(code, Fp8Code):
         return _fault_of_fp8(code, codes, scales)
-    if (
-        isinstance(code, SharedCode)
-        and ((scales > MAX_ROW) | (scales > 0) & (scales < MIN_ROW)).any()
-    ):
-        return f"a scale that is neither 0 nor from {MIN_ROW} to {MAX_ROW}"
     return ""
 
 

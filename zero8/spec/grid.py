@@ -48,8 +48,8 @@ class Unit(NamedTuple):
     num_bytes: int
 
 
-UNITS = {8: Unit(1, 1), 6: Unit(4, 3), 4: Unit(2, 1), 1 / 8: Unit(64, 1)}
-"""By the bits of a code for each element."""
+UNITS = {8: Unit(1, 1), 6: Unit(4, 3), 4: Unit(2, 1)}
+"""By the bits of a code."""
 
 
 def check_block_size(block_size: int) -> int:
@@ -140,7 +140,7 @@ class BlockGrid:
         """Elements of a row that begins with a unit of codes: the parameter's own where narrow."""
         return self.own_row_length or self.row_length
 
-    def unit_of(self, element: int, bits: float) -> int:
+    def unit_of(self, element: int, bits: int) -> int:
         """Return the number of the unit that holds the code of `element`, of so many bits.
 
         Codes lie in units of whole bytes: `UNITS`.  Each row begins with a unit, also the
@@ -151,18 +151,18 @@ class BlockGrid:
         row, column = divmod(element, self.code_row_length)
         return row * self.units_per_row(bits) + column // UNITS[bits].numel
 
-    def units_per_row(self, bits: float) -> int:
+    def units_per_row(self, bits: int) -> int:
         """Return how many units the codes of a row take, of the parameter's own if it is narrow."""
         return -(-self.code_row_length // UNITS[bits].numel)
 
-    def num_bytes(self, first: int, numel: int, bits: float) -> int:
+    def num_bytes(self, first: int, numel: int, bits: int) -> int:
         """Return how many bytes hold the codes of elements `first .. first + numel - 1`."""
         if numel == 0:
             return 0
         units = self.unit_of(first + numel - 1, bits) - self.unit_of(first, bits) + 1
         return units * UNITS[bits].num_bytes
 
-    def code_shape(self, shape: tuple[int, ...], bits: float) -> tuple[int, ...]:
+    def code_shape(self, shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
         """Return the shape of the codes of a whole parameter of this `shape`.
 
         That of the parameter for codes of 8 bits; else `shape[:k] + (units per row, bytes of a

@@ -5,22 +5,19 @@ The first code has the highest bits of the first byte, as in base64 and in torch
 
 4 bits:  byte 0             = 2^4 c0 + c1
 6 bits:  bytes 0, 1 and 2   = 2^18 c0 + 2^12 c1 + 2^6 c2 + c3, of which byte 0 has the highest bits
-
-Codes of 1/8 bit, a byte for many elements each, lie as `zero8.spec.tiles` says.
 """
 
 import torch
 from torch import Tensor
 
-from zero8.spec import tiles
 from zero8.spec.grid import UNITS, BlockGrid
 
 
-def packed(codes: Tensor, grid: BlockGrid, first: int, bits: float) -> Tensor:
+def packed(codes: Tensor, grid: BlockGrid, first: int, bits: int) -> Tensor:
     """Return the bytes that hold codes.
 
     Args:
-        codes: (numel,) uint8, each less than 2^bits, or equal wherever elements share one.
+        codes: (numel,) uint8, each less than 2^bits.
         grid: the parameter's.
         first: the index in the parameter of the first element.
         bits: of a code, one of `UNITS`.
@@ -30,11 +27,6 @@ def packed(codes: Tensor, grid: BlockGrid, first: int, bits: float) -> Tensor:
     """
     if bits == 8:
         return codes
-    if bits == tiles.BITS:
-        of_elements = tiles.tiles_of(grid, first, codes.numel(), codes.device)
-        stored = codes.new_zeros(of_elements.num_bytes)
-        stored[of_elements.byte] = codes
-        return stored
     unit = UNITS[bits]
     num_units = grid.num_bytes(first, codes.numel(), bits) // unit.num_bytes
     places = codes.new_zeros(num_units * unit.numel)
@@ -46,12 +38,10 @@ def packed(codes: Tensor, grid: BlockGrid, first: int, bits: float) -> Tensor:
     return torch.stack([a << 2 | b >> 4, b << 4 | c >> 2, c << 6 | d], 1).view(-1)
 
 
-def unpacked(stored: Tensor, grid: BlockGrid, first: int, numel: int, bits: float) -> Tensor:
+def unpacked(stored: Tensor, grid: BlockGrid, first: int, numel: int, bits: int) -> Tensor:
     """Return the codes that bytes hold, (numel,) uint8; the inverse of `packed`."""
     if bits == 8:
         return stored
-    if bits == tiles.BITS:
-        return stored[tiles.tiles_of(grid, first, numel, stored.device).byte]
     if bits == 4:
         of_unit = torch.stack([stored >> 4, stored & 15], 1)
     else:
@@ -61,7 +51,7 @@ def unpacked(stored: Tensor, grid: BlockGrid, first: int, numel: int, bits: floa
 
 
 def _places(
-    grid: BlockGrid, first: int, numel: int, bits: float, device: torch.device
+    grid: BlockGrid, first: int, numel: int, bits: int, device: torch.device
 ) -> slice | Tensor:
     """Return the places of elements' codes among those of their units."""
     length, of_unit = grid.code_row_length, UNITS[bits].numel

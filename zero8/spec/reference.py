@@ -10,14 +10,12 @@ operation rounded once as `arithmetic.py` says:
     moments', p' = the algorithm's                         (R2)-(R6) of zero8/algorithms/
     p  rounded to bfloat16 where the parameter is          equation (D2) of dither.py           (R7)
        or to INT8                                          (W1)-(W3) of int8_rows.py
-    moments = quantize(moments')                           (C1)-(C14) of the codes              (R8)
+    moments = quantize(moments')                           (C1)-(C11) of the codes              (R8)
 
 A block in which any g (after (R1)) is NaN, infinite, or at least 2^63 in magnitude, so that its
 square could overflow, is left exactly as it was, parameter and moments, and counted.  So is a block
 in which any new moment is not finite, or any unsigned one has its sign bit set: steps on finite
-gradients make no such moments, but a loaded state may hold them.  In tiles (`zero8.spec.tiles`) the
-limit of moments is lower, and such a block keeps its scale, but not the codes that it shares with
-others, to which it adds nothing.
+gradients make no such moments, but a loaded state may hold them.
 """
 
 from dataclasses import replace
@@ -31,8 +29,6 @@ from zero8.spec.algorithm import MomentRule
 from zero8.spec.codec import dequantize, quantize
 from zero8.spec.packing import packed, unpacked
 from zero8.spec.segment import Moment, Rounding, Segment
-from zero8.spec.shared import LIMIT, SharedCode
-from zero8.spec.tiles import tiles_of
 
 GRADIENT_LIMIT = 2.0**63
 """Gradients of at least this magnitude count as not finite."""
@@ -56,7 +52,7 @@ def step(segment: Segment) -> int:
 
     valid = g.abs() < GRADIENT_LIMIT
     for (rule, _), x in zip(moments, new, strict=True):
-        valid &= _is_moment(segment, rule, x)
+        valid &= x.isfinite() if rule.is_signed else x.isfinite() & ~x.signbit()
     bad_blocks = torch.zeros(num_blocks, dtype=torch.bool)
     bad_blocks[block[~valid]] = True
     good = ~bad_blocks[block]
@@ -83,14 +79,6 @@ def _step_int8(segment: Segment, scales: Tensor) -> int:
         thresholds = int8_rows.thresholds(*place, weights.shape, weights.device)
         codes.copy_(int8_rows.encoded(weights, scales, thresholds))
     return skipped
-
-
-def _is_moment(segment: Segment, rule: MomentRule, x: Tensor) -> Tensor:
-    if rule.is_signed:
-        return x.isfinite()
-    code = None if segment.codec is None else segment.codec.code_of(rule)
-    below = x < LIMIT if isinstance(code, SharedCode) else x.isfinite()
-    return below & ~x.signbit()
 
 
 def _scaled_grad(segment: Segment) -> Tensor:
@@ -135,12 +123,9 @@ def _store(
     code = segment.codec.code_of(rule)
     thresholds = _in_blocks(segment, moment.phase)
     settling = None if rule.settling is None else getattr(segment.scalars, rule.settling)
-    place = segment.grid, segment.first
-    tiles = tiles_of(*place, x.numel()) if isinstance(code, SharedCode) else None
     kept = torch.where(good, x, 0.0)
-    codes, scales = quantize(code, kept, block, bad_blocks.numel(), thresholds, settling, tiles)
-    if tiles is not None:
-        good = tiles.any_of_tile(~bad_blocks)[block]
+    codes, scales = quantize(code, kept, block, bad_blocks.numel(), thresholds, settling)
+    place = segment.grid, segment.first
     before = unpacked(moment.values, *place, block.numel(), code.bits)
     moment.values[:] = packed(torch.where(good, codes, before), *place, code.bits)
     _scales(moment)[~bad_blocks] = scales[~bad_blocks]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from zero8.spec.grid import UNITS, is_narrow
-from zero8.spec.tiles import ROWS_PER_BAND
 from zero8.state.table import Piece, PieceTable
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -72,7 +71,7 @@ class Extent:
         ]
         return PieceTable(tuple(pieces), self.numel)
 
-    def code_box(self, piece: Piece, bits: float) -> Box:
+    def code_box(self, piece: Piece, bits: int) -> Box:
         """Return the box of a parameter's codes of so many bits, in its `BlockGrid.code_shape`."""
         if bits == 8:
             return self.box
@@ -90,29 +89,6 @@ class Extent:
             begin = piece.grid.block_of(first) if self.numel else 0
             return (piece.grid.num_blocks_touched(first, self.numel), 1), (begin, 0)
         return self._box_of_rows(piece, piece.block_size)
-
-    def keeps_bands(self, parameter: Piece) -> bool:
-        """Return whether all tiles of the part are tiles of the parameter (`zero8.spec.tiles`).
-
-        A sharded tensor's extent says it of the parts of all ranks, so that they decide alike.
-
-        Args:
-            parameter: the whole parameter as a piece, quantized, without narrow rows.
-        """
-        step = self._indices_per_band(parameter)
-        ranges = enumerate(zip(self.offset, self.local_shape, strict=True))
-        return not self.numel or all(self._is_of_bands(step, dim, *held) for dim, held in ranges)
-
-    def _is_of_bands(self, step: int, dim: int, begin: int, size: int) -> bool:
-        """Return whether a range of a dimension holds whole bands, which begin at this step."""
-        if dim:
-            return size in (0, self.shape[dim])
-        return all(at % step == 0 or at == self.shape[0] for at in (begin, begin + size))
-
-    def _indices_per_band(self, parameter: Piece) -> int:
-        """Return the step of the indices of the first dimension at which bands begin."""
-        rows = math.prod(parameter.grid.scale_shape(self.shape)[1:-1])
-        return ROWS_PER_BAND // math.gcd(ROWS_PER_BAND, rows)
 
     def _box_of_rows(self, piece: Piece, size: int) -> Box:
         """Return the box of what each row of a parameter has once for so many elements."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.codec import DEFAULT_CODEC, Codec, codec_named
+from zero8.spec.codec import DEFAULT_CODEC, codec_named
 from zero8.spec.options import check_flag
 from zero8.spec.segment import Rounding
 from zero8.spec.shown import shown
@@ -76,19 +76,13 @@ def split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return whole, {key: value for key, value in settings.items() if key not in OWN_KEYS}
 
 
-def check_other_keys(
-    algorithm: Algorithm,
-    class_name: str,
-    others: Mapping[str, Any],
-    only_codec: Codec | None = None,
-) -> None:
+def check_other_keys(algorithm: Algorithm, class_name: str, others: Mapping[str, Any]) -> None:
     """Check keywords that are neither the algorithm's nor zero8's own.
 
     Args:
         algorithm: the optimizer's.
         class_name: the optimizer's class, for messages.
         others: the keywords.
-        only_codec: the codec of an optimizer that has no other.
 
     Raises:
         ValueError: for an unknown key (lists the valid ones), or one for a feature that zero8
@@ -100,8 +94,7 @@ def check_other_keys(
         if key in REFUSED_KEYS:
             continue
         if key not in no_effect:
-            own = [key for key in OWN_KEYS if key != "codec" or only_codec is None]
-            valid = (*algorithm.keywords, *own)
+            valid = (*algorithm.keywords, *OWN_KEYS)
             texts = (
                 f"unknown parameter {key!r} for {class_name}.",
                 hint(key, valid),
@@ -126,24 +119,15 @@ def check_refused_keys(class_name: str, values: Mapping[str, Any]) -> None:
             )
 
 
-def checked_settings(
-    algorithm: Algorithm, whole: Mapping[str, Any], only_codec: Codec | None = None
-) -> Settings:
+def checked_settings(algorithm: Algorithm, whole: Mapping[str, Any]) -> Settings:
     """Return `Settings` from the keywords of the whole optimizer.
-
-    Args:
-        algorithm: the optimizer's.
-        whole: the keywords.
-        only_codec: the codec of an optimizer that has no other; None: the keyword `codec` counts.
 
     Raises:
         ValueError: for a bad value.
     """
-    codec = only_codec or codec_named(whole["codec"])
-    sizes = whole["block_size"], whole["min_8bit_size"]
     return Settings(
-        Policy(*sizes, whole["fp32_params"], codec.has_narrow_rows),
-        codec.name,
+        Policy(whole["block_size"], whole["min_8bit_size"], whole["fp32_params"]),
+        codec_named(whole["codec"]).name,
         check_rounding(whole["stochastic_rounding"]),
         check_correction_bits(whole["weight_correction_bits"]),
         check_seed(whole["seed"]),

@@ -10,7 +10,6 @@ Entries (tensors and numbers, so that every checkpoint writer can carry them):
     MOMENT_q8         uint8 codes, shaped as the parameter, for each MOMENT of the algorithm:
                       exp_avg and exp_avg_sq of Adam
     MOMENT_q4, _q6    in place of these, codes of 4 or 6 bits in units: BlockGrid.code_shape
-    MOMENT_q8_tiles   in place of these, codes that many elements share: zero8.spec.tiles
     MOMENT_scale      float32, shape[:k] + (blocks per row,) + scale_shape, which is the code's;
                       for narrow rows, groups of which make a block (see zero8.spec.grid),
                       (groups, 1) + scale_shape
@@ -34,10 +33,9 @@ import torch
 from torch import Tensor
 
 from zero8.algorithms.table import ALGORITHMS, algorithm_of_fp32
-from zero8.spec import tiles
 from zero8.spec.algorithm import Algorithm, MomentRule
 from zero8.spec.buffers import check_entry
-from zero8.spec.codec import SHARED, Codec, MomentCode
+from zero8.spec.codec import Codec, MomentCode
 from zero8.spec.faults import fault_of_values
 from zero8.spec.grid import UNITS, is_narrow
 from zero8.spec.shown import shown, shown_keys
@@ -50,8 +48,7 @@ from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 
 _FIRST_MOMENTS = list(dict.fromkeys(one.moment_names[0] for one in ALGORITHMS))
-_ENDINGS = {bits: "_q8_tiles" if bits == tiles.BITS else f"_q{bits}" for bits in UNITS}
-CODES_ENDINGS = tuple(_ENDINGS.values())
+CODES_ENDINGS = tuple(f"_q{bits}" for bits in UNITS)
 """Ends of the keys of codes."""
 FIRST_ENTRIES = tuple(f"{name}{end}" for end in (*CODES_ENDINGS, "") for name in _FIRST_MOMENTS)
 """Keys of the codes or the values of first moments, codes first: each state has one of them."""
@@ -201,19 +198,6 @@ class PlainState:
             if header.codec is None:
                 entries[rule.name] = _part(saved, rule.name, extent)
                 continue
-            if not header.codec.has_narrow_rows and is_narrow(extent.shape):
-                raise ValueError(
-                    f"state of {name}: got codes of {header.codec.name!r} for rows of "
-                    f"{math.prod(extent.shape[1:])} elements, which have none there; the "
-                    "checkpoint is damaged"
-                )
-            if header.codec == SHARED and not extent.keeps_bands(parameter):
-                raise ValueError(
-                    f"state of {name}: got one of Adam8bitShared for parts of shape {extent.shape} "
-                    f"that cut its bands of {tiles.ROWS_PER_BAND} rows; convert it before: zero8 "
-                    "checkpoint convert IN OUT --to fp32, and load that with "
-                    'state_dict_format="fp32"'
-                )
             entries |= _local_codes(saved, rule, header.codec, parameter, extent)
         return cls(entries, extent)
 
@@ -313,12 +297,12 @@ class PlainState:
 
 def codes_key(rule: MomentRule, code: MomentCode) -> str:
     """Return the key of the codes of a moment in the entries of a state."""
-    return rule.name + _ENDINGS[code.bits]
+    return f"{rule.name}_q{code.bits}"
 
 
-def bits_at(key: str) -> float | None:
+def bits_at(key: str) -> int | None:
     """Return the bits of the codes at a key of a state's entries, None for other entries."""
-    return next((bits for bits, ending in _ENDINGS.items() if key.endswith(ending)), None)
+    return next((bits for bits in UNITS if key.endswith(f"_q{bits}")), None)
 
 
 def is_of_fp32(saved: Entries) -> bool:

@@ -12,13 +12,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from zero8.spec.grid import (
-    MIN_ROW_LENGTH,
-    BlockGrid,
-    check_block_size,
-    is_narrow,
-    rows_per_block,
-)
+from zero8.spec.grid import BlockGrid, check_block_size, is_narrow, rows_per_block
 
 WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 """Parts of parameter names that FSDP1, activation checkpointing and torch.compile insert."""
@@ -46,7 +40,6 @@ class Policy:
         block_size: elements per block, a power of two in 64..4096.
         min_8bit_size: parameters with fewer elements stay float32.
         fp32_params: glob patterns of names that stay float32.
-        narrow_rows: whether parameters of narrow rows (`zero8.spec.grid`) get 8-bit moments.
 
     Raises:
         ValueError: on construction, if a value is out of range.
@@ -55,7 +48,6 @@ class Policy:
     block_size: int = 256
     min_8bit_size: int = 4096
     fp32_params: tuple[str, ...] = ()
-    narrow_rows: bool = True
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -106,9 +98,6 @@ class Policy:
         grid = BlockGrid.of(shape, self.block_size)
         if grid is None:
             return Decision(None, "rows without elements", "empty")
-        if is_narrow(shape) and not self.narrow_rows:
-            reason = f"rows of {math.prod(shape[1:])} elements, fewer than {MIN_ROW_LENGTH}"
-            return Decision(None, reason, "of narrow rows")
         if is_narrow(shape):
             rows = rows_per_block(shape, self.block_size)
             return Decision(grid, f"{grid.num_blocks} blocks of {rows} rows")

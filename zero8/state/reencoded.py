@@ -3,7 +3,7 @@
 
 from collections import Counter
 
-from zero8.spec.codec import SHARED, Codec
+from zero8.spec.codec import Codec
 from zero8.state.tell import tell_once
 
 
@@ -12,7 +12,7 @@ class Reencoded:
 
     def __init__(self) -> None:
         """Start without counts."""
-        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._counts: Counter[tuple[str, str]] = Counter()
 
     def note(self, saved: tuple[Codec | None, int], kept: tuple[Codec | None, int]) -> None:
         """Count a parameter if its moments are kept in another form than the saved one.
@@ -23,7 +23,7 @@ class Reencoded:
         """
         forms = _form(*saved), _form(*kept)
         if forms[0] != forms[1]:
-            self._counts[(*forms, _error(*kept))] += 1
+            self._counts[forms] += 1
 
     def forget(self) -> None:
         """Reset the counts."""
@@ -31,18 +31,12 @@ class Reencoded:
 
     def log(self) -> None:
         """Log the counts, each message once per process."""
-        for (saved, kept, error), count in self._counts.items():
+        for (saved, kept), count in self._counts.items():
             tell_once(
                 f"zero8: {count} parameter(s) were saved with {saved} and loaded with {kept}, the "
-                f"optimizer's settings: {error}; to keep the saved form, make the optimizer "
-                "with the settings of the checkpoint"
+                "optimizer's settings: each moment is within half a code of the saved one; to keep "
+                "the saved form, make the optimizer with the settings of the checkpoint"
             )
-
-
-def _error(codec: Codec | None, block_size: int) -> str:
-    if codec == SHARED and block_size:
-        return "v of each element is now that of its row and column in a tile"
-    return "each moment is within half a code of the saved one"
 
 
 def _form(codec: Codec | None, block_size: int) -> str:

@@ -12,7 +12,7 @@ from zero8.algorithms.adam import ADAM
 from zero8.algorithms.table import algorithm_called
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.buffers import check_entry
-from zero8.spec.codec import SHARED, Codec, codec_named
+from zero8.spec.codec import Codec, codec_named
 from zero8.spec.segment import Rounding
 from zero8.state.header import Entries
 from zero8.state.memory_report import MemoryRow
@@ -54,7 +54,7 @@ class Settings:
     @property
     def codec(self) -> Codec:
         """The codec of new states."""
-        return SHARED if self.codec_name == SHARED.name else codec_named(self.codec_name)
+        return codec_named(self.codec_name)
 
     def decide(self, info: ParamInfo) -> Decision:
         """Return whether a parameter gets 8-bit moments; see `Policy.decide`."""

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zero8.spec import tiles
 from zero8.spec.algorithm import MomentRule
 from zero8.spec.buffers import check_buffer
 from zero8.spec.codec import Codec, MomentCode, dequantize, quantize
@@ -118,11 +117,6 @@ class MomentStore:
         return self.codec.code_of(self.rule)
 
     @property
-    def is_in_tiles(self) -> bool:
-        """Whether codes are those of tiles (`zero8.spec.tiles`)."""
-        return self.code.bits == tiles.BITS
-
-    @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and float32 values."""
         return sum(t.nbytes for t in self.buffers)
@@ -175,13 +169,9 @@ class MomentStore:
 
     def codes_of(self, number: int, begin: int, end: int) -> Tensor:
         """Return the codes of elements begin to end - 1 of a piece, a byte each; a view or not."""
-        piece, stored = self.table.pieces[number], self.piece(number).values
-        first, numel = piece.first + begin, end - begin
-        if self.is_in_tiles:
-            shard = piece.first, piece.numel
-            return stored[tiles.bytes_of_codes(piece.grid, shard, first, numel, stored.device)]
-        stored = stored[self.bytes_of(number, begin, end)]
-        return unpacked(stored, piece.grid, first, numel, self.code.bits)
+        piece = self.table.pieces[number]
+        stored = self.piece(number).values[self.bytes_of(number, begin, end)]
+        return unpacked(stored, piece.grid, piece.first + begin, end - begin, self.code.bits)
 
     def bytes_of(self, number: int, begin: int, end: int) -> slice:
         """Return which bytes of a piece hold the codes of its elements begin to end - 1."""
@@ -203,8 +193,7 @@ class MomentStore:
         """Write float32 values over elements of the shard; values over padding are ignored.
 
         A block that is written in part is decoded, changed and encoded again as a whole: its other
-        elements move by at most half a code, and not at all if its scale is unchanged.  So is a
-        band of tiles, whose elements are not independent of each other.
+        elements move by at most half a code, and not at all if its scale is unchanged.
         """
         self.written = True
         for number, begin, end in self._chunks(start, values.numel()):
@@ -215,26 +204,15 @@ class MomentStore:
     def _chunks(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
         """Yield (piece number, begin, end) in the piece for the parts of a range of the shard.
 
-        A part ends where a block (or a band) does, so that each is encoded once, or where the range
-        does.
+        A part ends where a block does, so that each block is encoded once, or where the range does.
         """
         for number, *place in self.table.overlapping(start, numel):
             begin, last = (at - self.table.pieces[number].start for at in place)
             while begin < last:
-                _, end_of_whole = self._wide(number, begin, min(begin + CHUNK_NUMEL, last))
-                end = min(end_of_whole, last)
+                _, block_end, _, _ = self._blocks(number, begin, min(begin + CHUNK_NUMEL, last))
+                end = min(block_end, last)
                 yield number, begin, end
                 begin = end
-
-    def _wide(self, number: int, begin: int, end: int) -> tuple[int, int]:
-        """Return (begin, end) widened to what is encoded together: whole blocks, or bands."""
-        piece = self.table.pieces[number]
-        if not piece.is_quantized or not self.is_in_tiles:
-            return self._blocks(number, begin, end)[:2]
-        band = tiles.ROWS_PER_BAND * piece.grid.row_length
-        low = (piece.first + begin) // band * band - piece.first
-        high = -(-(piece.first + end) // band) * band - piece.first
-        return max(low, 0), min(high, piece.numel)
 
     def _blocks(self, number: int, begin: int, end: int) -> tuple[int, int, int, int]:
         """Return (begin, end) widened to whole blocks, and those blocks' (first, count)."""
@@ -272,15 +250,12 @@ class MomentStore:
             moment.values[begin:end] = new
             return
         piece = self.table.pieces[number]
-        wide_begin, wide_end = self._wide(number, begin, end)
-        _, _, first_block, count = self._blocks(number, wide_begin, wide_end)
+        wide_begin, wide_end, first_block, count = self._blocks(number, begin, end)
         x = self._decoded(number, wide_begin, wide_end)
         x[begin - wide_begin : end - wide_begin] = new
-        place = piece.grid, piece.first + wide_begin
-        block, _ = piece.grid.block_numbers(place[1], x.numel(), x.device)
-        of_these = tiles.tiles_of(*place, x.numel(), x.device) if self.is_in_tiles else None
-        codes, scales = quantize(self.code, x, block, count, tiles=of_these)
-        stored = packed(codes, *place, self.code.bits)
+        block, _ = piece.grid.block_numbers(piece.first + wide_begin, x.numel(), x.device)
+        codes, scales = quantize(self.code, x, block, count)
+        stored = packed(codes, piece.grid, piece.first + wide_begin, self.code.bits)
         moment.values[self.bytes_of(number, wide_begin, wide_end)] = stored
         moment.scales.narrow(0, first_block, count).copy_(scales)
 

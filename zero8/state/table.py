@@ -85,7 +85,7 @@ class Piece:
         """Number of blocks that the piece touches."""
         return self.grid.num_blocks_touched(self.first, self.numel)
 
-    def num_bytes(self, bits: float) -> int:
+    def num_bytes(self, bits: int) -> int:
         """Return how many bytes its codes of so many bits take, 0 for float32 moments."""
         return self.grid.num_bytes(self.first, self.numel, bits) if self.is_quantized else 0
 
@@ -119,7 +119,7 @@ class PieceTable:
         """The start of each piece in the float32 buffer, whose last one is its size."""
         return _sums(0 if piece.is_quantized else piece.numel for piece in self.pieces)
 
-    def code_offsets(self, bits: float) -> tuple[int, ...]:
+    def code_offsets(self, bits: int) -> tuple[int, ...]:
         """Return the start of each piece in a buffer of codes, whose last one is its size.
 
         Args:
@@ -130,7 +130,7 @@ class PieceTable:
         return self._code_offsets[bits]
 
     @cached_property
-    def _code_offsets(self) -> dict[float, tuple[int, ...]]:
+    def _code_offsets(self) -> dict[int, tuple[int, ...]]:
         return {}
 
     @cached_property

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a step over INT8 weights on devices whose kernel does not take them: on CUDA.
 
-The kernel steps float32 copies of some rows at a time, of `MOST_ELEMENTS` at most, unless 64 rows
-have more; PyTorch decodes and rounds them by equations (W1) to (W3) of `zero8.spec.int8_rows`.  The
-CPU's kernel does the same to the bit.
+The kernel steps float32 copies of some rows at a time, of `MOST_ELEMENTS` at most, unless the rows
+of a block have more; PyTorch decodes and rounds them by equations (W1) to (W3) of
+`zero8.spec.int8_rows`.  The CPU's kernel does the same to the bit.
 """
 
 import math
@@ -18,7 +18,6 @@ from zero8.op.structs import DTYPE_NUMBERS
 from zero8.spec import int8_rows
 from zero8.spec.grid import is_narrow, rows_per_block
 from zero8.spec.segment import Rounding
-from zero8.spec.tiles import ROWS_PER_BAND
 from zero8.state.table import Piece, PieceTable
 from zero8.state.weights import Int8Rows, rows_of
 from zero8.step.batch import Batch
@@ -80,7 +79,7 @@ def buffer_of(pieces: Sequence[Piece], device: torch.device) -> Tensor:
 def in_chunks(table: PieceTable) -> PieceTable:
     """Return the table of a part of an INT8 parameter, cut into pieces that are stepped together.
 
-    They begin at rows that begin blocks and bands, as those of the whole do.
+    They begin at rows that begin blocks, as those of the whole do.
 
     Args:
         table: its pieces have whole rows.
@@ -91,7 +90,7 @@ def in_chunks(table: PieceTable) -> PieceTable:
 
 def _chunks(piece: Piece) -> Iterator[Piece]:
     columns = piece.shape[1]
-    together = math.lcm(ROWS_PER_BAND, _rows_that_begin_a_block(piece))
+    together = _rows_that_begin_a_block(piece)
     at_most = MOST_ELEMENTS // max(1, together * columns)
     rows = together * max(1, at_most)
     row, end = piece.first // max(1, columns), (piece.first + piece.numel) // max(1, columns)

@@ -9,7 +9,6 @@ from zero8.algorithms.lion import LION
 from zero8.algorithms.sgd import SGD
 from zero8.optimizer import OPTIMIZERS
 from zero8.spec.algorithm import Algorithm, Scalars
-from zero8.spec.codec import ALL_CODECS, CODECS
 
 HYPER: dict[str, dict[str, Any]] = {
     ADAM.name: {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
@@ -28,15 +27,9 @@ HYPER: dict[str, dict[str, Any]] = {
 ZERO8 = {
     optimizer.algorithm.name: optimizer
     for optimizer in OPTIMIZERS
-    if optimizer.only_codec is None
-    and not optimizer.algorithm.is_of_matrices  # its step has other costs than memory
+    if not optimizer.algorithm.is_of_matrices  # its step has other costs than memory
 }
 """zero8's optimizers by name of the algorithm."""
-
-
-def codecs_of(algorithm: str) -> tuple[str, ...]:
-    """Return the codecs of an algorithm's steps."""
-    return tuple(ALL_CODECS if algorithm == ADAM.name else CODECS)
 
 
 def scalars_at(algorithm: Algorithm, step: int) -> Scalars:

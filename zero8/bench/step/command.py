@@ -23,7 +23,7 @@ from zero8.bench import gpu, record
 from zero8.bench.step import contenders as step_contenders
 from zero8.bench.step import kernel as step_kernel
 from zero8.bench.step import machines
-from zero8.bench.step.algorithms import ZERO8, codecs_of
+from zero8.bench.step.algorithms import ZERO8
 from zero8.bench.step.contenders import Contender, Params
 from zero8.bench.step.devices import CPU, DEVICES, GPU, Device
 from zero8.bench.step.report import busy_lines, markdown
@@ -33,7 +33,7 @@ from zero8.bench.step.timing import Samples, interleaved, spread, threads
 from zero8.bench.step.variants import FP32
 from zero8.bench.usage import UsageError, check_least, check_multiple, check_names, chosen
 from zero8.op import kernel
-from zero8.spec.codec import ALL_CODECS, DEFAULT_CODEC
+from zero8.spec.codec import CODECS, DEFAULT_CODEC
 
 ROUNDS = 30
 
@@ -55,10 +55,7 @@ class Plan:
         check_multiple("--numel", self.numel, ROW, LEAST_NUMEL)
         check_least("--threads", self.threads, 1)
         check_names("--algorithm", self.algorithms, ZERO8)
-        check_names("--codec", self.codecs, ALL_CODECS)
-        for algorithm in self.algorithms:
-            if not self.codecs_of(algorithm):
-                check_names("--codec", self.codecs, codecs_of(algorithm))
+        check_names("--codec", self.codecs, CODECS)
         check_names("--isa", () if self.isa is None else (self.isa,), kernel.isas())
         check_names("--against", self.against, step_contenders.peers_on(self.device))
 
@@ -74,19 +71,10 @@ class Plan:
             numel=device.numel if arguments.numel is None else arguments.numel,
             threads=torch.get_num_threads() if arguments.threads is None else arguments.threads,
             algorithms=chosen(arguments.algorithm, ZERO8),
-            codecs=tuple(ALL_CODECS) if arguments.codec is None else (arguments.codec,),
+            codecs=tuple(CODECS) if arguments.codec is None else (arguments.codec,),
             isa=arguments.isa,
             against=chosen(arguments.against, step_contenders.peers_on(device)),
         )
-
-    def codecs_of(self, algorithm: str) -> list[str]:
-        """Return the codecs of an algorithm's steps."""
-        return [c for c in self.codecs if c in codecs_of(algorithm)]
-
-    @property
-    def steps(self) -> list[step_kernel.Step]:
-        """All steps of zero8."""
-        return [(a, codec) for a in self.algorithms for codec in self.codecs_of(a)]
 
     @property
     def list_codec(self) -> str:
@@ -102,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--numel", type=int, help=f"parameters, {sizes}")
     parser.add_argument("--threads", type=int, help="threads on the CPU, default all")
     parser.add_argument("--algorithm", metavar="NAME,...", help=f"default {','.join(ZERO8)}")
-    parser.add_argument("--codec", help=f"one of {', '.join(ALL_CODECS)}; default all")
+    parser.add_argument("--codec", help="one of zero8's codecs, default all")
     parser.add_argument("--isa", help="zero8's instruction set on the CPU, default the fastest")
     names, on_gpu = (",".join(step_contenders.peers_on(device)) for device in (CPU, GPU))
     parser.add_argument("--against", metavar="NAME,...", help=f"default {names}; {on_gpu} on a GPU")
@@ -150,12 +138,12 @@ def measure(plan: Plan) -> dict:
     """
     with threads(plan.threads), _isa(plan.isa):
         isas = [plan.isa] if plan.isa else list(kernel.isas())
-        plan.device.check(plan.steps, isas, plan.threads)
+        plan.device.check(plan.algorithms, plan.codecs, isas, plan.threads)
         machine = _machine()  # before the measurement loads it
         if plan.device.name == "cuda":
             machine |= {"gpu": gpu.machine()}
             isas = []
-        in_cache = step_kernel.time_in_cache(plan.steps, isas)
+        in_cache = step_kernel.time_in_cache(plan.algorithms, plan.codecs, isas)
         timed, huge_bytes = _time_out_of_cache(plan)
         result = {
             "default": DEFAULT_CODEC,
@@ -207,7 +195,7 @@ def _time_out_of_cache(plan: Plan) -> tuple[dict, int | None]:
 
 
 def _time_algorithm(algorithm: str, plan: Plan, params: Params) -> Timings:
-    ours = step_contenders.zero8_contenders(plan.codecs_of(algorithm), params, algorithm)
+    ours = step_contenders.zero8_contenders(plan.codecs, params, algorithm)
     peers, skipped = step_contenders.peer_contenders(plan.against, params, algorithm)
     ceilings = step_contenders.copies([*ours, *peers], plan.device)
     contenders = [*ours, *peers, *ceilings.values()]

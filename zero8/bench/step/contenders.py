@@ -22,8 +22,7 @@ from zero8.bench.step.devices import CPU, Device
 from zero8.bench.step.tensors import flat_shape, model_shapes
 from zero8.bench.step.timing import Timed
 from zero8.bench.step.variants import BF16, BF16_CORRECTED, FP32, Variant
-from zero8.optimizer import Adam8bitShared
-from zero8.spec.codec import CODECS, SHARED
+from zero8.spec.codec import CODECS
 
 # Peers that are tens of times slower get fewer parameters, and are timed in one round of 5.
 SLOW_NUMEL = 2**22
@@ -65,7 +64,7 @@ class Contender:
     def bytes_per_param(self) -> float:
         """Bytes that a step must move: it reads the gradient, and reads and writes all others.
 
-        Without scales of blocks, and without the few codes of v in `shared`: 0.05 to 0.3 bytes.
+        Without scales of blocks: 0.05 to 0.3 bytes.
         """
         grad, *others = self.streams
         return grad + 2 * sum(others)
@@ -144,7 +143,7 @@ def contender(
 def zero8_contenders(
     codecs: Sequence[str], params: Params, algorithm: str = ADAM.name
 ) -> list[Contender]:
-    """Return zero8 with these codecs on every kind of parameter; `shared` is Adam's alone."""
+    """Return zero8 with these codecs on every kind of parameter."""
     return [
         contender("zero8", v.name, p, _zero8(algorithm, [p], codec, v), codec=codec)
         for v in params.device.variants
@@ -165,10 +164,8 @@ def list_step(codec: str, numel: int, device: Device = CPU, algorithm: str = ADA
 
 
 def _zero8(algorithm: str, params: list[nn.Parameter], codec: str, variant: Variant) -> Optimizer:
-    kept = {"weight_correction_bits": variant.correction_bits, **HYPER[algorithm]}
-    if codec == SHARED.name:
-        return Adam8bitShared(params, **kept)
-    return ZERO8[algorithm](params, codec=codec, **kept)
+    kept = {"codec": codec, "weight_correction_bits": variant.correction_bits}
+    return ZERO8[algorithm](params, **kept, **HYPER[algorithm])
 
 
 def copies(
@@ -178,18 +175,12 @@ def copies(
     found: dict[tuple[float, ...], Contender] = {}
     for ours in contenders:
         if ours.streams not in found and ours.every == 1:
-            variant = ours.variant + _kind_of_states(ours.codec)
+            bits = CODECS[ours.codec].of_signed.bits if ours.codec else 0
+            suffix = {0: "_states", 8: ""}.get(bits, f"_{bits}_bits")
+            variant = ours.variant + suffix
             move = device.copier(ours.param, ours.param.grad, ours.states)
             found[ours.streams] = Contender("copy", variant, ours.param, ours.states, move)
     return found
-
-
-def _kind_of_states(codec: str | None) -> str:
-    """Return the ending of the name of a copy of parameters with states in a codec, or in fp32."""
-    if codec is None or codec == SHARED.name:
-        return f"_{codec or 'states'}"
-    bits = CODECS[codec].of_signed.bits
-    return "" if bits == 8 else f"_{bits}_bits"
 
 
 # --- Others --------------------------------------------------------------------------------------

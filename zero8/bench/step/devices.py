@@ -30,8 +30,8 @@ class Device:
         place: where the tensors are.
         numel: default number of parameters; no cache holds them.
         variants: kinds of parameters that zero8 is timed on.
-        check: raises RuntimeError if the bits of these steps are wrong with these instruction sets
-            and number of threads.
+        check: raises RuntimeError if the step's bits are wrong with these algorithms, codecs,
+            instruction sets and number of threads.
         time_call: adds the time of a call to samples.
         extra_bytes: returns the peak of additional memory during a call, None if unknown.
         copier: returns a call that moves as many bytes as a step over a parameter, its gradient
@@ -43,7 +43,7 @@ class Device:
     place: torch.device
     numel: int
     variants: tuple[Variant, ...]
-    check: Callable[[Sequence[step_kernel.Step], Sequence[str], int], None]
+    check: Callable[[Sequence[str], Sequence[str], Sequence[str], int], None]
     time_call: Callable[[Callable[[], object], Samples], None]
     extra_bytes: Callable[[Callable[[], object]], int | None]
     copier: Copier
@@ -56,8 +56,10 @@ def gpu_variants() -> tuple[Variant, ...]:
     return CUDA_VARIANTS if hasattr(Tensor, "grad_dtype") else VARIANTS
 
 
-def _check_gpu(steps: Sequence[step_kernel.Step], isas: Sequence[str], num_threads: int) -> None:
-    step_kernel.check_on(torch.device("cuda"), cuda.step, steps)
+def _check_gpu(
+    algorithms: Sequence[str], codecs: Sequence[str], isas: Sequence[str], num_threads: int
+) -> None:
+    step_kernel.check_on(torch.device("cuda"), cuda.step, algorithms, codecs)
 
 
 def half_copier(param: Tensor, grad: Tensor, states: Sequence[Tensor]) -> Callable[[], object]:

@@ -16,13 +16,10 @@ from zero8.bench.step.timing import spread
 from zero8.bench.step.variants import CUDA_VARIANTS, VARIANTS, Variant
 from zero8.op import kernel
 from zero8.spec import dither, reference
-from zero8.spec.codec import ALL_CODECS
+from zero8.spec.codec import CODECS
 from zero8.spec.segment import Moment, Rounding, Segment
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
-
-Step = tuple[str, str]
-"""The names of an algorithm and of a codec."""
 
 BLOCK_SIZE = 256
 
@@ -42,10 +39,9 @@ CACHED_SECONDS = 2e-3  # of one repeat: much longer than the clock's resolution 
 def sample(algorithm: str, codec: str, variant: Variant, shape: tuple[int, int]) -> Segment:
     """Return a segment before its first step, with values that depend on the arguments only."""
     numel, rules = shape[0] * shape[1], algorithm_called(algorithm)
-    coded = ALL_CODECS[codec]
     piece = Piece(0, numel, 0, shape, dither.identity_of("bench"), BLOCK_SIZE, "bench")
     table = PieceTable((piece,), numel)
-    moments = [MomentStore.zeros(coded, rule, table).piece(0) for rule in rules.moments]
+    moments = [MomentStore.zeros(CODECS[codec], rule, table).piece(0) for rule in rules.moments]
     param = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(variant.dtype)
     correction = torch.zeros(numel, dtype=torch.int8) if variant.correction_bits else None
     segment = Segment(
@@ -53,7 +49,7 @@ def sample(algorithm: str, codec: str, variant: Variant, shape: tuple[int, int])
         grad=torch.empty_like(param, dtype=variant.grad_dtype),
         algorithm=rules,
         moments=moments,
-        codec=coded,
+        codec=CODECS[codec],
         grid=piece.grid,
         first=0,
         scalars=None,
@@ -77,9 +73,11 @@ def prepared(segment: Segment, step: int) -> Segment:
     return segment
 
 
-def check(steps: Iterable[Step], isas: Iterable[str], num_threads: int) -> None:
+def check(
+    algorithms: Iterable[str], codecs: Iterable[str], isas: Iterable[str], num_threads: int
+) -> None:
     """Raise RuntimeError unless the kernel's bits are those of `zero8.spec.reference`."""
-    for (algorithm, codec), variant, isa in product(steps, VARIANTS, isas):
+    for algorithm, codec, variant, isa in product(algorithms, codecs, VARIANTS, isas):
         ours, wanted = (sample(algorithm, codec, variant, CHECK_SHAPE) for _ in range(2))
         step = partial(_step_on_cpu, num_threads=num_threads, isa=isa)
         case = f"{algorithm}, codec {codec}, {variant.name}, on {isa}"
@@ -89,11 +87,12 @@ def check(steps: Iterable[Step], isas: Iterable[str], num_threads: int) -> None:
 def check_on(
     device: torch.device,
     step: Callable[[list[Segment]], object],
-    steps: Iterable[Step],
+    algorithms: Iterable[str],
+    codecs: Iterable[str],
     shapes: Iterable[tuple[int, int]] = (CHECK_SHAPE, CUDA_CHECK_SHAPE),
 ) -> None:
     """Raise RuntimeError unless a step on a device gives the same bits as on the CPU."""
-    for kind, variant, shape in product(steps, CUDA_VARIANTS, shapes):
+    for *kind, variant, shape in product(algorithms, codecs, CUDA_VARIANTS, shapes):
         wanted = sample(*kind, variant, shape)
         ours = moved(wanted, device)
         case = f"{kind[0]}, codec {kind[1]}, {variant.name}, on {device}"
@@ -144,9 +143,11 @@ def _results(segment: Segment) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu().view(-1).view(torch.uint8) for name, tensor in found.items()}
 
 
-def time_in_cache(steps: Iterable[Step], isas: Iterable[str]) -> list[dict]:
-    """Return a row per step, variant and instruction set: one thread's CPU time."""
-    return [_cached_row(*step, *case) for step, *case in product(steps, VARIANTS, isas)]
+def time_in_cache(
+    algorithms: Iterable[str], codecs: Iterable[str], isas: Iterable[str]
+) -> list[dict]:
+    """Return a row per algorithm, codec, variant and instruction set: one thread's CPU time."""
+    return [_cached_row(*case) for case in product(algorithms, codecs, VARIANTS, isas)]
 
 
 def _cached_row(algorithm: str, codec: str, variant: Variant, isa: str) -> dict:

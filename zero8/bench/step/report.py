@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from zero8.bench.record import check_lines, skipped_lines, table_lines
 from zero8.bench.step import machines
-from zero8.optimizer import Adam8bitShared
-from zero8.spec.codec import SHARED
 
 # Share of the threads' time; above it, waiting for other processes distorts the measurement.
 MOST_WAITED = 0.02
@@ -27,14 +25,9 @@ def time_columns(ns: str, rate: str) -> tuple[Column, ...]:
     )
 
 
-def codec_label(codec: str) -> str:
-    """Return what a reader calls a codec."""
-    return Adam8bitShared.__name__ if codec == SHARED.name else codec
-
-
 def label(row: dict) -> str:
     """Return the name of a step's row."""
-    codec = f"`{codec_label(row['codec'])}`" if row["codec"] else None
+    codec = f"`{row['codec']}`" if row["codec"] else None
     return " ".join(filter(None, (row["name"], row["algorithm"], row["variant"], codec)))
 
 
@@ -186,7 +179,7 @@ def _cached_lines(rows: list[dict]) -> list[str]:
     isas = list(dict.fromkeys(row["isa"] for row in rows))
     times: dict[str, dict[str, float]] = {}
     for row in rows:
-        step = f"{row['algorithm']} {row['variant']} `{codec_label(row['codec'])}`"
+        step = f"{row['algorithm']} {row['variant']} `{row['codec']}`"
         times.setdefault(step, {})[row["isa"]] = row["ns_per_param"]
     cells = [[step, *(f"{ns[isa]:.3f}" for isa in isas)] for step, ns in times.items()]
     return table_lines(["step", *isas], cells)
@@ -213,9 +206,8 @@ def _machine_lines(result: dict) -> list[str]:
 
 
 def _list_line(listed: dict) -> str:
-    step = f"{listed['algorithm']} fp32 `{codec_label(listed['codec'])}`"
     return (
-        f"{listed['tensors']} tensors, {listed['numel']:,} elements together, {step}: "
-        f"{listed['ns_per_param']:.3f} ns/param, "
+        f"{listed['tensors']} tensors, {listed['numel']:,} elements together, "
+        f"{listed['algorithm']} fp32 `{listed['codec']}`: {listed['ns_per_param']:.3f} ns/param, "
         f"{listed['ratio']:.2f} times the time of one tensor of as many elements."
     )

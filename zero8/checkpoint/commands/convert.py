@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zero8 checkpoint convert`: converts a checkpoint of one framework for another.
 
-If the target is 8-bit, moments keep their codes and scales; only blocks, or bands of tiles, that a
-shard boundary cuts are re-encoded (`zero8.checkpoint.read.joined`).  Everything is read and checked
-before the output is written, and the output appears only when it is complete.
+If the target is 8-bit, moments keep their codes and scales; only blocks that a shard boundary
+cuts are re-encoded (`zero8.checkpoint.read.joined`).  Everything is read and checked before the
+output is written, and the output appears only when it is complete.
 
 Memory: joined tensors are in mapped temporary files beside the output, which the system writes out
 if memory is short.  Besides, it needs one chunk of a folder of torch.distributed.checkpoint, and,
@@ -47,14 +47,6 @@ TARGETS: dict[str, tuple[Write, str]] = {
 }
 """By name: the function that writes it, and how to load it."""
 
-JOINED = {
-    "blocks_joined": "blocks that a shard boundary cut were encoded as one, each moment within "
-    "half a code",
-    "bands_joined": "bands of tiles that a shard boundary cut were encoded as one, so that their v "
-    "is of rank 1 over both sides",
-}
-"""By key of the result: what has happened to so many of them."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -81,11 +73,12 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
         result = convert(arguments.source, arguments.target, arguments.to)
     except (OSError, RuntimeError, ValueError) as error:
         return 1, {"error": str(error)}, f"zero8 checkpoint convert: {error}"
+    joined = f"{result['blocks_joined']} blocks that a shard boundary cut were encoded as one, each"
     key = '["optimizer"]' if result["has_weights"] else ""
     how = TARGETS[arguments.to][1].format(out=str(arguments.target), key=key)
     lines = [
         "{target}: {parameters} parameters with moments, {bytes} bytes".format(**result),
-        *(f"{result[key]} {what}" for key, what in JOINED.items() if result[key]),
+        *([f"{joined} moment within half a code"] if result["blocks_joined"] else []),
         *result["notes"],
         f"To load it: {how}",
     ]
@@ -124,7 +117,6 @@ def convert(source: Path, target: Path, to: str) -> dict:
         "parameters": len(found.parameters),
         "steps": max(parameter.step for parameter in found.parameters.values()),
         "blocks_joined": sum(p.blocks_joined for p in found.parameters.values()),
-        "bands_joined": sum(p.bands_joined for p in found.parameters.values()),
         "bytes": _bytes(target),
         "has_weights": bool(found.model),
         "notes": found.notes,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joins the fragments of a parameter into its whole state, in 8 bits.
 
-Codes and scales are joined block by block (`zero8.checkpoint.read.joined_blocks`), those of moments
-in tiles band by band (`zero8.checkpoint.read.joined_bands`).
+Codes and scales are joined block by block: `zero8.checkpoint.read.joined_blocks`.
 """
 
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from zero8.checkpoint.files.staging import Staging
 from zero8.checkpoint.read.fragment import Fragment
-from zero8.checkpoint.read.joined_bands import Bands
 from zero8.checkpoint.read.joined_blocks import Blocks
 from zero8.spec.algorithm import Algorithm
 from zero8.state.extent import Extent
@@ -36,7 +34,6 @@ class Parameter:
         weights: shaped as the parameter, None if unknown.
         correction: int8, shaped as the parameter: the corrections of bfloat16 weights, if any.
         blocks_joined: number of blocks re-encoded.
-        bands_joined: number of bands of tiles re-encoded.
     """
 
     piece: Piece
@@ -48,7 +45,6 @@ class Parameter:
     weights: Tensor | None
     correction: Tensor | None
     blocks_joined: int
-    bands_joined: int
 
     def of(self, algorithm: Algorithm) -> "Parameter":
         """Return the same with moments of another algorithm, which have the same names."""
@@ -102,9 +98,7 @@ class Assembly:
         self._weights = self._room_for(first.weights)
         self._correction = self._room_for(first.correction)
         self._memory: dict[str, float] = {}
-        self._joiners: list[Blocks | Bands] = []
-        if self._piece.is_quantized:
-            self._joiners = [Bands(s) if s.is_in_tiles else Blocks(s) for s in self._stores]
+        self._joiners = [Blocks(s) for s in self._stores] if self._piece.is_quantized else []
 
     def add(self, fragment: Fragment) -> None:
         """Copy a fragment.
@@ -133,9 +127,9 @@ class Assembly:
 
     def finished(self) -> Parameter:
         """Return the parameter; `Coverage` has checked that each element was added once."""
-        shape, found = self._piece.shape, {Blocks: set[int](), Bands: set[int]()}
+        shape, joined = self._piece.shape, set[int]()
         for joiner in self._joiners:
-            found[type(joiner)] |= joiner.finish()
+            joined |= joiner.finish()
         return Parameter(
             self._piece,
             self._like.step,
@@ -144,8 +138,7 @@ class Assembly:
             self._like.algorithm,
             self._stores,
             *(None if t is None else t.view(shape) for t in (self._weights, self._correction)),
-            len(found[Blocks]),
-            len(found[Bands]),
+            len(joined),
         )
 
     def _room_for(self, values: Tensor | None) -> Tensor | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zero8.spec.codec import MomentCode, has_zero, num_codes
+from zero8.spec.codec import MomentCode, has_zero
 from zero8.spec.fp8 import Fp8Code
 from zero8.spec.log import SignedLogCode
 from zero8.state.store import MomentStore
@@ -83,7 +83,7 @@ class MomentCounts:
         return {
             "zeros": (int(self.codes[code.zero_code]) if has_zero(code) else self.zeros) / total,
             "codes_used": int((self.codes[used] > 0).sum()),
-            "codes": num_codes(code),
+            "codes": 1 << code.bits,
             "at_top": int(self.codes[top].sum()) / total,
             "at_floor": int(self.codes[floor].sum()) / total,
             "zero_blocks": self.zero_blocks / max(1, self.num_blocks),
@@ -94,7 +94,7 @@ class MomentCounts:
 
 def order_of_codes(code: MomentCode) -> Tensor:
     """Return the valid codes, in ascending order of their values; int64."""
-    codes = torch.arange(num_codes(code), dtype=torch.uint8, device="cpu")
+    codes = torch.arange(1 << code.bits, dtype=torch.uint8, device="cpu")
     if isinstance(code, SignedLogCode):  # -128, or -32 of 6 bits, is invalid
         codes = codes[codes != 1 << code.bits - 1]
     if isinstance(code, Fp8Code):  # 127 is NaN, 128 is -0

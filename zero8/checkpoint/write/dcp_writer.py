@@ -83,8 +83,7 @@ def _zeros(contents: Contents, names: list[str]) -> dict[str, dict]:
         }
     sizes = [piece.block_size for piece in pieces if piece.is_quantized]
     codecs = [p.stores[0].codec for p in contents.parameters.values() if p.piece.is_quantized]
-    narrow_rows = all(codec.has_narrow_rows for codec in codecs)
-    policy = Policy(block_size=sizes[0], narrow_rows=narrow_rows) if sizes else None
+    policy = Policy(block_size=sizes[0]) if sizes else None
     shapes = {name: tuple(contents.model[name].shape) for name in names}
     return {
         name: _zero(contents.algorithm_of(name), name, shape, policy, *codecs[:1])
