@@ -19,7 +19,7 @@ from zero_worker import MOMENTS
 
 from zero8.algorithms.adam import ADAM
 from zero8.spec.codec import SHARED
-from zero8.state.plain import codes_key
+from zero8.state.entries import codes_key
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 

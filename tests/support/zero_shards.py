@@ -11,7 +11,7 @@ from zero8.spec.codec import DEFAULT_CODEC, SHARED, codec_named
 from zero8.spec.grid import BlockGrid
 from zero8.spec.packing import unpacked
 from zero8.spec.tiles import bytes_of_codes
-from zero8.state.plain import codes_key
+from zero8.state.entries import codes_key
 
 LOG = codec_named(DEFAULT_CODEC)
 

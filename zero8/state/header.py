@@ -80,6 +80,11 @@ class StateHeader:
             raise ValueError(f"state entry format of {name}: got {packed.numel()} numbers")
         check_entry(f"state entry format of {name}", packed, max(packed.numel(), 4), [torch.int64])
         version, *numbers = packed.tolist()
+        if not any((version, *numbers)):
+            raise ValueError(
+                f"state of {name}: got a format of zeros, as in a state whose tensors were all set "
+                "to 0; to begin anew, use optimizer.state.clear() instead"
+            )
         check_version(f"state of {name}", version)
         if version == 1:
             numbers.insert(0, ADAM.number)
