@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
 from zero8 import frameworks, notices
-from zero8.loading import load
+from zero8.loading import as_torch_casts, load
 from zero8.op import kernel
 from zero8.op.devices import DEVICES
 from zero8.ranks import numbers
@@ -23,6 +23,7 @@ from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import Codec
 from zero8.spec.shown import shown_keys
 from zero8.state import keywords
+from zero8.state.entries import first_entries, is_new, others_in, param_states
 from zero8.state.grads import deep_copied, grad_bytes_by_dtype, has_other_dtype
 from zero8.state.kind import StateKind, kind_of
 from zero8.state.memory_report import MemoryReport
@@ -137,9 +138,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def _algorithm_in(self, state: Mapping[str, Any]) -> Algorithm | None:
         """Return the algorithm whose moments are in a state, None if it has none."""
-        names = tuple(map(str, state))
         for one in self.algorithms:
-            if any(name.startswith(one.moment_names[0]) for name in names):
+            if not first_entries(one).isdisjoint(state):
                 return one
         return None
 
@@ -191,7 +191,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockwiseOptimizer":
         """Return a deep copy, with parameters of its own unless they are in `memo`."""
         new = memo[id(self)] = type(self).__new__(type(self))
-        for p in (*self._all_params(), *self.state):  # ZeRO-3 lends the groups its partitions
+        for p in (*self._all_params(), *self.states):  # ZeRO-3 lends the groups its partitions
             if has_other_dtype(p) and id(p) not in memo:
                 memo[id(p)] = deep_copied(p, memo)
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -205,6 +205,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         stable = self.__dict__.pop("in_stable_embeddings", ())
         if self.settings != settings:  # torch also calls this on a live object, while loading
             self._begin()
+        self._stepper.forget_records()
         self._params.keep_in_float32(stable)
         if counted is not None:
             self.nonfinite_blocks = counted
@@ -443,8 +444,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         )
 
     def _raises_alone(self) -> bool:
-        states = [(p, state) for p, state in self.state.items() if state]
-        if not all(self.kind_of(*pair).raises_alone for pair in states):
+        if not all(self.kind_of(*pair).raises_alone for pair in self.states.items()):
             return False
         # Ranks with equal gradients raise at the same step, unless the counts of a GPU arrive late.
         return numbers.num_ranks() == 1 or not self._has_params_on_gpus()
@@ -461,6 +461,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     # --- States ---------------------------------------------------------------------------------
 
+    @property
+    def states(self) -> dict[Tensor, dict[str, Any]]:
+        """The states of parameters that have moments; other code may keep more in `state`."""
+        return param_states(self.state)
+
     @_disable_dynamo
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -471,12 +476,12 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._wait()
         in_fp32 = keywords.check_state_dict_format(self.state_dict_format) == "fp32"
         packed = super().state_dict()
-        params = self._all_params()
-        for number, state in packed["state"].items():
-            if state and isinstance(number, int):
-                p = params[number]
+        infos = self._infos()
+        for number, p in enumerate(self._all_params()):
+            state = packed["state"].get(number)
+            if isinstance(state, dict) and not is_new(state):
                 kind = self.kind_of(p, state)
-                packed["state"][number] = kind.saved(p, state, in_fp32)
+                packed["state"][number] = kind.saved(p, state, infos[p], in_fp32)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -504,13 +509,21 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             keywords.check_group(self.algorithm_of(group), type(self).__name__, full)
         infos = self._infos()
         try:
-            kept = {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}
+            kept = {p: self._adopted_with_others(p, s, infos.get(p)) for p, s in states.items()}
             for kind in self.kinds if numbers.rank() == 0 else ():
                 kind.reencoded.log()
         finally:
             for kind in self.kinds:
                 kind.reencoded.forget()
         return kept
+
+    def _adopted_with_others(
+        self, p: Tensor, saved: dict[str, Any], info: ParamInfo | None
+    ) -> dict[str, Any]:
+        """Return a loaded state as this optimizer keeps it, and other code's as torch casts it."""
+        others = others_in(saved, self.kind_of(p, {}).algorithm)
+        kept = {key: as_torch_casts(p, key, value) for key, value in others.items()}
+        return kept if is_new(saved) else kept | self.adopted(p, saved, info)
 
     def adopted(self, p: Tensor, saved: dict[str, Any], info: ParamInfo | None) -> dict[str, Any]:
         """Return a loaded state of a parameter as this optimizer keeps it, in new tensors.
@@ -537,8 +550,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         infos = self._infos()
         return {
             p: self.kind_of(p, state).moments(p, state, infos.get(p))
-            for p, state in self.state.items()
-            if state
+            for p, state in self.states.items()
         }
 
     def memory_report(self) -> MemoryReport:
@@ -554,7 +566,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             rows += self.settings.memory_rows(stores, "param_correction" in state, stable, remark)
         for layout in self.on_disk.values():
             rows += self.settings.memory_rows(layout.like, layout.correction_numel > 0, stable)
-        return MemoryReport(tuple(rows), grad_bytes_by_dtype(self.state))
+        return MemoryReport(tuple(rows), grad_bytes_by_dtype(self.states))
 
     def _infos(self) -> dict[Tensor, ParamInfo]:
         return self._params.infos(self.param_groups)

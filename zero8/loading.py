@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero8.ranks import numbers
 from zero8.spec.shown import shown_keys
-from zero8.state.plain import is_of_fp32
+from zero8.state.entries import FIRST_ENTRIES, is_of_fp32, param_states
 
 States = dict[Tensor, dict[str, Any]]
 
@@ -43,14 +43,16 @@ def load(
         ValueError: if a state does not fit its parameter, on this or on another rank; nothing has
             been changed then.
     """
+    of_fp32, step = False, 0
 
     def adopt_states(_: torch.optim.Optimizer) -> None:
-        if unknown := [key for key in optimizer.state if not isinstance(key, Tensor)]:
-            raise ValueError(
-                f"load_state_dict: got states of {shown_keys(unknown)}, which are not parameters "
-                "of its groups"
-            )
-        optimizer.state.update(adopt({p: saved.state for p, saved in optimizer.state.items()}))
+        nonlocal of_fp32, step
+        wrapped = [(p, s) for p, s in optimizer.state.items() if isinstance(s, _Wrapped)]
+        states = {p: saved.state for p, saved in wrapped}
+        adopted = adopt(states)
+        optimizer.state.update(adopted)
+        of_fp32 = any(map(is_of_fp32, states.values()))
+        step = max((state["step"] for state in param_states(adopted).values()), default=0)
 
     # torch casts every tensor to the parameter's dtype, which would destroy codes and scales.  It
     # leaves objects that are neither tensors nor containers unchanged, so states are wrapped.
@@ -70,9 +72,8 @@ def load(
     finally:
         for hook in hooks:
             hook.remove()
-    steps = [state.get("step", 0) for state in optimizer.state.values()] if error is None else []
     try:
-        error = _error_of_ranks(error, state_dict, max(steps, default=0), groups)
+        error = _error_of_ranks(error, of_fp32, step, groups)
     except Exception as raised:  # from a collective, for example because other ranks have died
         error = raised
     if error is not None:
@@ -82,10 +83,23 @@ def load(
 
 def _wrap_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     states = state_dict["state"]
-    if not isinstance(states, dict) or not all(isinstance(s, dict) for s in states.values()):
+    params = {key for group in state_dict["param_groups"] for key in group["params"]}
+    is_dict = isinstance(states, dict)
+    if not is_dict or not all(isinstance(s, dict) for key, s in states.items() if key in params):
         raise ValueError("load_state_dict: got states that are not dicts, expected a dict of dicts")
-    wrapped = {key: _Wrapped(_detached(state)) for key, state in states.items()}
-    return {**state_dict, "state": wrapped}
+    # Other code may keep anything there under other keys, but not what looks like lost moments.
+    rest = {key: value for key, value in states.items() if key not in params}
+    if unknown := [key for key, value in rest.items() if _has_moments(value)]:
+        raise ValueError(
+            f"load_state_dict: got states of {shown_keys(unknown)}, which are not parameters "
+            "of its groups"
+        )
+    wrapped = {key: _Wrapped(_detached(states[key])) for key in states if key in params}
+    return {**state_dict, "state": rest | wrapped}
+
+
+def _has_moments(value: Any) -> bool:
+    return isinstance(value, dict) and not set(FIRST_ENTRIES).isdisjoint(value)
 
 
 def _detached(state: dict[str, Any]) -> dict[str, Any]:
@@ -96,21 +110,32 @@ def _detached(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def as_torch_casts(p: Tensor, key: Any, value: Any) -> Any:
+    """Return an entry of other code as torch's `load_state_dict` casts those of a parameter."""
+    if isinstance(value, Tensor):
+        cast = torch.optim.Optimizer._process_value_according_to_param_policy
+        return cast(p, value, 0, [], key)
+    if isinstance(value, dict):
+        return {inner: as_torch_casts(p, inner, one) for inner, one in value.items()}
+    if type(value) in (list, tuple, set):  # torch's own loses strings, and named tuples
+        return type(value)(as_torch_casts(p, None, one) for one in value)
+    return value
+
+
 def _error_of_ranks(
-    error: Exception | None, state_dict: dict[str, Any], step: int, groups: list[Any]
+    error: Exception | None, of_fp32: bool, step: int, groups: list[Any]
 ) -> Exception | None:
     """Return the error that this rank must raise, its own or one because of others, or None.
 
     Args:
         error: the error of the load on this rank.
-        state_dict: the state dict that was loaded.
+        of_fp32: whether a loaded state is that of an fp32 optimizer.
         step: the largest step in the loaded states.
         groups: the process groups of the ranks.
     """
     if not groups:
         return error
     # A rank that raised alone would leave the others in the collectives of the next step.
-    of_fp32 = error is None and any(map(is_of_fp32, state_dict["state"].values()))
     failed, some, none, last, first = numbers.largest(
         [error is not None, of_fp32, not of_fp32, step, -step], groups
     )

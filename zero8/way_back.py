@@ -37,7 +37,7 @@ def export(optimizer: torch.optim.Optimizer) -> dict:
             f"export: got a {type(ours).__name__}, expected an optimizer of zero8, such as "
             "Adam8bitBlockwise"
         )
-    if any(moments_in(state) for state in ours.state.values()) or ours.on_disk:
+    if any(moments_in(state) for state in ours.states.values()) or ours.on_disk:
         raise ValueError(
             "export: got an optimizer that steps partitions of ZeRO; save a checkpoint instead, "
             "and convert it: zero8 checkpoint universal DIR for DeepSpeed's Adams, "

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from fsdp_checkpoints import MODES, carry, save_in_training, sizes
+from fsdp_checkpoints import MODES, assigned, carry, save_in_training, sizes
 from fsdp_plain import load_plain, save_sharded
 from fsdp_worker import SHAPES, differing
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -87,6 +87,12 @@ def test_fsdp2_full_checkpoint_of_adamw_loads_into_8_bit_states(carried):
             assert torch.norm(taken[name]["exp_avg"] - entries["exp_avg"]) <= 0.032 * torch.norm(
                 entries["exp_avg"]
             )
+
+
+def test_fsdp2_moments_assigned_count_and_entries_of_other_code_survive(standing_ranks, tmp_path):
+    for (got, expected), (slow, wanted) in standing_ranks(2).run(assigned, folder=tmp_path):
+        assert differing(got, expected, 2) == []
+        assert all(torch.equal(slow[name], wanted[name]) for name in wanted)
 
 
 def test_fsdp2_async_save_has_the_states_of_its_start(standing_ranks, tmp_path):

@@ -11,7 +11,7 @@ from conformance_worker import BEHAVIOURS, run_cases
 pytestmark = pytest.mark.timeout(1800)
 
 CASES = [(layout, name) for name, behaviour in BEHAVIOURS.items() for layout in behaviour.layouts]
-QUICK_NAMES = ("full_state_set", "groups_state_get", "loaded_state_get", "to_fp32")
+QUICK_NAMES = ("full_state_set", "groups_state_get", "loaded_state_get", "other_entries", "to_fp32")
 QUICK = [
     case
     for case in CASES

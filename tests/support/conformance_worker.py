@@ -296,6 +296,26 @@ def reloaded_state_set(lab):
     assert sum((m == -0.3).sum().item() for m in snapshot(engine).moments) > 1000
 
 
+@behaviour("entries and keys of other code are saved and loaded, and reports omit them", *ALL)
+def other_entries(lab):
+    engine, loaded = lab.engine(steps=1), lab.engine()
+    base, other = base_optimizer(engine), base_optimizer(loaded)
+    for flat, state in base.state.items():
+        state |= {"slow": flat.detach() + 1, "every": 5}
+    base.state["round"] = {"of": 3}
+    engine.save_checkpoint(lab.path("other"))
+    loaded.load_checkpoint(lab.path("other"))
+    assert other.state.pop("round") == base.state.pop("round") == {"of": 3}
+    for ours, theirs in zip(base.state.values(), other.state.values(), strict=True):
+        assert torch.equal(ours["slow"], theirs["slow"]) and theirs["every"] == 5
+    for one, its in ((base, engine), (other, loaded)):
+        one.state["round"] = True
+        take_step(its, 1)
+        assert one.memory_report().rows
+        del one.state["round"]
+    assert_same(snapshot(engine), snapshot(loaded))
+
+
 @behaviour(
     "zero_to_fp32 gives the masters of all groups, without DeepSpeed",
     "zero1",

@@ -127,6 +127,45 @@ def carry(mode: str, first: str, second: str, folder: Path) -> tuple:
     return moments(model, optimizer), before, moments(other_model, other), error
 
 
+def assigned(folder: Path) -> tuple[list[dict], tuple[dict, dict]]:
+    """Assign moments, as DTensors and as local tensors, and keep entries of other code.
+
+    Returns:
+        `results` a step later, and those where the same moments have been loaded; and the other
+        code's tensors, as loaded from a full state dict, and as they are to be.
+    """
+    start()
+    pairs = []
+    for _ in range(3):
+        model = sharded(LAYOUTS["float32"])
+        pairs.append((model, optimizer_of(model, LAYOUTS["float32"])))
+        run(*pairs[-1], 0, 2)
+    (model, optimizer), (_, twin), (other_model, other) = pairs
+    twin.state_dict_format = "fp32"
+    saved = twin.state_dict()
+    for number, p in enumerate(model.parameters()):
+        values = torch.full_like(p.detach(), 0.5)
+        saved["state"][number] |= {"exp_avg": values, "exp_avg_sq": values}
+        given = values.to_local() if number % 2 else values
+        optimizer.state[p].update(exp_avg=given.clone(), exp_avg_sq=given.clone())
+    twin.load_state_dict(saved)
+    twin.state_dict_format = "8bit"
+    for pair in pairs[:2]:
+        run(*pair, 2, 3)
+    for one, its in (pairs[0], pairs[2]):
+        for p in one.parameters():
+            its.state[p] |= {"slow": p.detach().clone() + (its is optimizer), "every": 5}
+    save(model, optimizer, "full", folder)
+    load(other_model, other, "full", folder)
+    slow = {name: whole(other.state[p]["slow"]) for name, p in other_model.named_parameters()}
+    wanted = {name: whole(p.detach()) + 1 for name, p in model.named_parameters()}
+    assert all(other.state[p]["every"] == 5 for p in other_model.parameters())
+    for its in (optimizer, other):
+        for state in its.state.values():
+            del state["slow"], state["every"]
+    return [results(*pair) for pair in pairs[:2]], (slow, wanted)
+
+
 def save_in_training(folder: Path) -> tuple[dict, dict, dict]:
     """Start an asynchronous checkpoint, train on while it is written, and load it elsewhere.
 

@@ -34,6 +34,6 @@ class FlattenedTensor(WholeTensor):
             "FSDP2 (torch.distributed.fsdp.fully_shard) allows 8-bit moments, 2.05 bytes"
         )
 
-    def saved(self, p: Tensor, state: dict, in_fp32: bool) -> dict:
+    def saved(self, p: Tensor, state: dict, info: ParamInfo | None, in_fp32: bool) -> dict:
         """See `StateKind`."""
-        return super().saved(p, state, in_fp32=True)
+        return super().saved(p, state, info, in_fp32=True)

@@ -107,6 +107,11 @@ class PlacedExtent(Extent):
         # from_local would move offloaded tensors from the CPU to the mesh's device.
         return DTensor(local, DTensorSpec(self.mesh, self.placements, meta), requires_grad=False)
 
+    def has_form(self, value: Tensor) -> bool:
+        """See `Extent`."""
+        place = getattr(value, "device_mesh", None), getattr(value, "placements", None)
+        return tuple(value.shape) == self.shape and place == (self.mesh, self.placements)
+
     def part_of(self, name: str, saved: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
         """See `Extent`."""
         if tuple(saved.shape) != shape:

@@ -163,7 +163,7 @@ class Reports:
         if step % self._every:
             return {}
         values = health(self._optimizer)
-        stepped = (*self._optimizer.state, *self._optimizer.on_disk)
+        stepped = (*self._optimizer.states, *self._optimizer.on_disk)
         if not any(p.is_cuda for p in stepped):
             prefix = next(iter(values)).rpartition("/")[0]
             # ZeRO calls `optimizer.step` for each of its groups or sub-groups.

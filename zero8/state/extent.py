@@ -110,6 +110,10 @@ class Extent:
         """
         return local.view((*box[0], *shape[len(box[0]) :]))
 
+    def has_form(self, value: Tensor) -> bool:
+        """Return whether a tensor of this rank's elements has the form that it has in the state."""
+        return tuple(value.shape) == self.local_shape and not hasattr(value, "device_mesh")
+
     def part_of(self, name: str, saved: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
         """Return this rank's elements of a loaded tensor.
 

@@ -25,6 +25,7 @@ class StateKind(ABC):
     parameter is its dictionary in `optimizer.state`; every kind keeps `step`, an int, and the
     algorithm's remembered numbers (`zero8.state.memory`) in it.  A kind chooses the other entries,
     which checkpoints must be able to carry and in which `moments` must find the `MomentStore`s.
+    Other code may keep entries of its own beside them (`zero8.state.entries`).
 
     `info` describes the parameter.  It is None for a tensor by which a framework has replaced
     parameters, and which it removes from the groups between steps.
@@ -57,7 +58,7 @@ class StateKind(ABC):
 
         Args:
             p: the parameter in the optimizer's groups.
-            state: its state; empty before its first step and during loading.
+            state: its state; without entries of ours before its first step and during loading.
         """
 
     def process_group(self, p: Tensor) -> Any:
@@ -100,12 +101,13 @@ class StateKind(ABC):
         """
         return self.settings.correction_from(p, saved)
 
-    def saved(self, p: Tensor, state: Entries, in_fp32: bool) -> Entries:
-        """Return the entries that checkpoints carry for a state.
+    def saved(self, p: Tensor, state: Entries, info: ParamInfo | None, in_fp32: bool) -> Entries:
+        """Return the entries that checkpoints carry for a state, those of other code among them.
 
         Args:
             p: the parameter.
-            state: its state; neither it nor its tensors may be changed.
+            state: its state, which is changed only as by `moments`.
+            info: describes the parameter.
             in_fp32: whether the user asks for the entries of the fp32 optimizer.
         """
         return state

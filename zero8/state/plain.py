@@ -16,8 +16,8 @@ Entries (tensors and numbers, so that every checkpoint writer can carry them):
     MOMENT            float32 moments, in place of the two above
 
 The names differ from those of fp32 optimizers where the contents do, so that a reader of float32
-moments finds none instead of misreading codes.  For a box (`zero8.state.extent`) the tensors are
-those of the whole parameter, sharded as its framework does.
+moments finds none instead of misreading codes.  Other code may keep further entries.  For a box
+(`zero8.state.extent`) the tensors are those of the whole parameter, sharded as its framework does.
 
 Checkpoints (`saved`) carry the same entries, except that narrow rows have one scale each
 (`zero8.state.narrow`), (rows, 1) + scale_shape: a shard boundary may cut a group, whose parts then
@@ -32,26 +32,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero8.algorithms.table import ALGORITHMS, algorithm_of_fp32
+from zero8.algorithms.table import algorithm_of_fp32
 from zero8.spec.algorithm import Algorithm, MomentRule
 from zero8.spec.buffers import check_entry
-from zero8.spec.codec import Codec, MomentCode
+from zero8.spec.codec import Codec
 from zero8.spec.faults import fault_of_values
-from zero8.spec.grid import UNITS, is_narrow
+from zero8.spec.grid import is_narrow
 from zero8.spec.shown import shown, shown_keys
 from zero8.state import narrow
+from zero8.state.entries import codes_key, is_of_fp32
 from zero8.state.extent import Box, Extent, local
 from zero8.state.header import Entries, StateHeader
 from zero8.state.memory import checked_memory, new_memory, unknown_memory
 from zero8.state.reencoded import Reencoded
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
-
-_FIRST_MOMENTS = list(dict.fromkeys(one.moment_names[0] for one in ALGORITHMS))
-CODES_ENDINGS = tuple(f"_q{bits}" for bits in UNITS)
-"""Ends of the keys of codes."""
-FIRST_ENTRIES = tuple(f"{name}{end}" for end in (*CODES_ENDINGS, "") for name in _FIRST_MOMENTS)
-"""Keys of the codes or the values of first moments, codes first: each state has one of them."""
 
 _LOADABLE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Dtypes of other optimizers' moments."""
@@ -281,34 +276,12 @@ class PlainState:
                 f"{algorithm.fp32_name} or of {algorithm.class_name}"
             )
         new = cls.zeros(algorithm, codec, parameter, extent, device)
-        moments = []
-        for rule in algorithm.moments:
-            values = _part(saved, rule.name, extent)
-            check_dense(rule, name, values)
-            _check_shape(name, tuple(values.shape), extent.local_shape)
-            moments.append(values.reshape(-1))
-        new._write(moments)
+        new._write([dense_part(saved, rule, extent, name) for rule in algorithm.moments])
         return cls({**new.entries, "step": step, **unknown_memory(algorithm)}, extent)
 
     def _write(self, moments: list[Tensor]) -> None:
         for store, values in zip(self.stores(""), moments, strict=True):
             store.write(0, values)
-
-
-def codes_key(rule: MomentRule, code: MomentCode) -> str:
-    """Return the key of the codes of a moment in the entries of a state."""
-    return f"{rule.name}_q{code.bits}"
-
-
-def bits_at(key: str) -> int | None:
-    """Return the bits of the codes at a key of a state's entries, None for other entries."""
-    return next((bits for bits in UNITS if key.endswith(f"_q{bits}")), None)
-
-
-def is_of_fp32(saved: Entries) -> bool:
-    """Return whether a loaded state is that of an fp32 optimizer."""
-    # Loaders that merge it into a live state of ours leave our `format` beside its entries.
-    return bool(saved) and ("format" not in saved or isinstance(saved.get("step"), Tensor))
 
 
 def format_entry(algorithm: Algorithm, codec: Codec | None, piece: Piece) -> Entries:
@@ -322,8 +295,9 @@ def checked_step(saved: Entries) -> int:
     """Return the number of steps that a saved state has taken.
 
     Raises:
-        ValueError: if it is not a whole number.
+        ValueError: if it is missing, or not a whole number.
     """
+    _check_is_there(saved, "step")
     step = saved["step"]
     try:
         number = int(step)
@@ -350,6 +324,19 @@ def check_dense(rule: MomentRule, owner: str, values: object) -> None:
     checked = check_entry(name, values, numel, _LOADABLE_DTYPES)
     if found := fault_of_values(checked, is_signed=rule.is_signed):
         raise ValueError(f"{name}: got {found}; was the checkpoint saved by a run that diverged?")
+
+
+def dense_part(saved: Entries, rule: MomentRule, extent: Extent, name: str) -> Tensor:
+    """Return this rank's elements of an fp32 optimizer's moment, in one dimension.
+
+    Raises:
+        ValueError: if it does not fit the part, or has values that moments cannot have.
+    """
+    values = _part(saved, rule.name, extent)
+    check_dense(rule, name, values)
+    _check_shape(name, tuple(values.shape), extent.local_shape)
+    flat: Tensor = values.detach().reshape(-1)
+    return flat
 
 
 def _entry(entries: Entries, key: str, dtype: torch.dtype, numel: int) -> Tensor:

@@ -7,6 +7,8 @@ from itertools import chain
 
 from torch import Tensor
 
+from zero8.state.assigned import take_assigned
+from zero8.state.entries import others_in
 from zero8.state.extent import Extent, local
 from zero8.state.header import Entries, StateHeader
 from zero8.state.kind import RecordKey, StateKind
@@ -38,10 +40,9 @@ class WholeTensor(StateKind):
 
     def moments(self, p: Tensor, state: Entries, info: ParamInfo | None) -> list[MomentStore]:
         """See `StateKind`."""
+        plain, parameter = self._plain(p, state, info)
+        stores = plain.stores(parameter.name)
         assert info is not None, _KNOWN
-        _bring_format_to_host(state)
-        parameter = StateHeader.of(state, info.label).piece(info.label)
-        stores = PlainState(state, self._extent(p, parameter)).stores(info.label)
         if parameter.numel == p.numel() and parameter.shape != info.shape:
             raise ValueError(
                 f"state of {info.label}: got moments of shape {parameter.shape}, the parameter has "
@@ -74,14 +75,14 @@ class WholeTensor(StateKind):
         kept = self.settings.correction_from(local(p), {key: part})
         return {key: extent.entry(kept[key], extent.shape, extent.box)} if kept else {}
 
-    def saved(self, p: Tensor, state: Entries, in_fp32: bool) -> Entries:
+    def saved(self, p: Tensor, state: Entries, info: ParamInfo | None, in_fp32: bool) -> Entries:
         """See `StateKind`."""
-        if "format" not in state:
-            return state
-        plain = PlainState(state, self._extent(p, StateHeader.of(state, "").piece("")))
-        if in_fp32 and "param_correction" in state:
+        plain, _ = self._plain(p, state, info)
+        if not in_fp32:
+            return plain.saved()
+        if "param_correction" in state:
             tell_once("zero8: state dicts in fp32 have no corrections of bfloat16 weights")
-        return plain.in_float32() if in_fp32 else plain.saved()
+        return {**others_in(state, self.algorithm), **plain.in_float32()}
 
     def contents(self, states: Sequence[Entries]) -> RecordKey:
         """See `StateKind`."""
@@ -90,6 +91,21 @@ class WholeTensor(StateKind):
 
     def note_writes(self, states: Sequence[Entries]) -> None:
         """Do nothing: steps notice replaced tensors, and only they write into the existing ones."""
+
+    def _plain(self, p: Tensor, state: Entries, info: ParamInfo | None) -> tuple[PlainState, Piece]:
+        """Return a state, and its whole parameter as a piece; takes what other code has assigned.
+
+        Raises:
+            ValueError: if the state does not fit the parameter; it is unchanged then.
+        """
+        assert info is not None, _KNOWN
+        if self.algorithm.moments[0].name in state and "format" not in state:
+            state |= self.adopted(p, state, info)  # all of an fp32 optimizer's
+        _bring_format_to_host(state)
+        parameter = StateHeader.of(state, info.label).piece(info.label)
+        plain = PlainState(state, self._extent(p, parameter))
+        take_assigned(plain, info.label)
+        return plain, parameter
 
     def _extent(self, p: Tensor, parameter: Piece) -> Extent:
         """Return this rank's part of a parameter; `parameter` is the whole one as a piece."""

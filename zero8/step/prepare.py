@@ -12,6 +12,7 @@ from zero8.spec import dither
 from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.spec.buffers import check_apart, check_buffer
 from zero8.spec.segment import Segment
+from zero8.state.entries import is_new, others_in
 from zero8.state.extent import local
 from zero8.state.header import Entries
 from zero8.state.kind import StateKind
@@ -33,11 +34,11 @@ def prepared(kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
     """
     (p,), (values,), (grad,), (state,) = single.params, single.values, single.grads, single.states
     settings = kind.settings
-    if not state:
+    if is_new(state):
         state |= kind.new(p, info)
     if settings.corrects(p) and "param_correction" not in state:
         state["param_correction"] = torch.zeros_like(p, dtype=torch.int8, requires_grad=False)
-    _make_contiguous(state)
+    _make_contiguous(state, others_in(state, settings.algorithm))
     stores = kind.moments(p, state, info)
     tensors = {"the parameter": values}
     if (rows := int8_rows(p)) is not None:
@@ -65,10 +66,10 @@ def prepared(kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
     return ParamRecords.of(kind, snapshot, pieces, (flat, grads), segments, keys)
 
 
-def _make_contiguous(state: Entries) -> None:
+def _make_contiguous(state: Entries, others: Entries) -> None:
     # The kernel works on the state in place, and needs it contiguous.
     for key, value in state.items():
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
+        if key in others or not isinstance(value, Tensor) or value.layout != torch.strided:
             continue
         if not value.is_contiguous():
             state[key] = value.contiguous()

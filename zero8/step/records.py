@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero8.op import kernel
 from zero8.op.describe import Snapshot
-from zero8.op.structs import KEPT_PIECE
+from zero8.op.structs import FLOAT32_MOMENTS, KEPT_PIECE
 from zero8.spec.segment import Segment
 from zero8.state.kind import StateKind
 from zero8.state.table import Piece
@@ -65,3 +65,11 @@ class ParamRecords:
             one["moment_keys"][: len(moment_keys)] = moment_keys
             one["param_key"] = param_key
         return cls(kind, snapshot, records, kept, pieces)
+
+    def has_floats_of(self, before: "ParamRecords") -> bool:
+        """Return whether the float32 moments are the tensors that they were before."""
+        addresses = [
+            one.records["moments"]["values"][one.records["moments"]["codec"] == FLOAT32_MOMENTS]
+            for one in (self, before)
+        ]
+        return np.array_equal(*addresses)

@@ -10,13 +10,15 @@ from zero8.op import kernel
 from zero8.op.describe import Snapshot
 from zero8.op.devices import is_capturing, kernel_on
 from zero8.spec.algorithm import Algorithm
+from zero8.state.entries import is_new, others_in
 from zero8.state.extent import NEVER_SHARDED
 from zero8.state.header import Entries
 from zero8.state.kind import StateKind
-from zero8.state.memory import counters_of
+from zero8.state.memory import counters_of, unknown_memory
 from zero8.state.params import KnownParams
 from zero8.state.settings import Settings
 from zero8.state.weights import int8_rows, values_of
+from zero8.state.whole import WholeTensor
 from zero8.step.batch import Batch, Group, local_grad
 from zero8.step.check import check_class, check_tensors
 from zero8.step.clipping import Clipped
@@ -68,6 +70,11 @@ class Stepper:
     def scale_grads(self, factor: float, clipped: Clipped | None = None) -> None:
         """Set the factor of the next step's gradients; `clipped` if it is for these only."""
         self.grad_factor, self.clipped = factor, clipped
+
+    def forget_records(self) -> None:
+        """Take the states as new ones: they have been replaced as a whole."""
+        self._kept.clear()
+        self._plans.clear()
 
     def forget_factor(self) -> None:
         """Take the next step's gradients as they are."""
@@ -144,7 +151,7 @@ class Stepper:
     ) -> None:
         """Make the records of the parameters that have no valid ones."""
         unfit = [single for single in batch.singles() if not self._is_kept(single)]
-        without_state = [single for single in unfit if not single.states[0]]
+        new = [single for single in unfit if is_new(single.states[0])]
         infos = self._params.infos(groups) if unfit else {}
         try:
             for single in unfit:
@@ -157,10 +164,20 @@ class Stepper:
             for single in unfit:
                 (p,), (its_state,) = single.params, single.states
                 kind = self._kind_of(p, its_state)
-                self._kept[id(p)] = prepared(kind, single, infos[p])
+                before, was_new = self._kept.get(id(p)), is_new(its_state)
+                self._kept[id(p)] = records = prepared(kind, single, infos[p])
+                # Partitions, whose moments move, note what is written into them.
+                if isinstance(kind, WholeTensor) and before is not None and not was_new:
+                    if not records.has_floats_of(before):
+                        its_state |= unknown_memory(kind.algorithm)
         except Exception:  # a failed step must not leave new states behind
-            for single in without_state:
-                del state[single.params[0]]
+            for single in new:
+                (p,), (its_state,) = single.params, single.states
+                others = others_in(its_state, self._algorithm_of(single.groups[0]))
+                its_state.clear()
+                its_state.update(others)
+                if not others:
+                    del state[p]
             raise
 
     def _check(self, label: str, single: Batch) -> None:
@@ -173,7 +190,7 @@ class Stepper:
     def _is_kept(self, single: Batch) -> bool:
         """Return whether a parameter has valid records."""
         kept = self._kept.get(id(single.params[0]))
-        if kept is None or not single.states[0]:
+        if kept is None or is_new(single.states[0]):
             return False
         contents = Kinds([kept.kind]).contents(single)
         return kept.snapshot.addresses_if_same(single.values, single.grads, contents) is not None

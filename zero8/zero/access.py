@@ -99,7 +99,7 @@ def offload_codes(module: ModuleType, optimizer_class: type) -> None:
     @functools.wraps(original)
     def offload(optimizer, device, pin_memory=False, non_blocking=False):
         if pin_memory and isinstance(optimizer, optimizer_class):
-            for state in optimizer.state.values():
+            for state in optimizer.states.values():
                 for name, moment in moments_in(state).items():
                     state[name] = _page_locked(moment, non_blocking)
         # It leaves states that are on the host already.

@@ -5,7 +5,7 @@ DeepSpeed's own assume that every state tensor has the master weights' dtype and
 cannot carry codes.  These leave master weights and gradients to DeepSpeed and keep the whole state
 of a sub-group in one file (`zero8.zero.swap_file`).  They use DeepSpeed's aio handles, and swap one
 sub-group at a time or in a pipeline, as DeepSpeed does.  Between a swap-out and the next swap-in
-`optimizer.state` has no entry: another sub-group may use the page-locked buffer.
+`optimizer.state` has only entries of other code: another sub-group may use the page-locked buffer.
 
 DeepSpeed reads gradients directly into the partition; they are split at sector boundaries here.
 `zero8.zero.swap_io` has the transfers.
@@ -20,6 +20,7 @@ from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedO
 from torch import Tensor
 
 from zero8.ranks.agree import raise_together_quickly
+from zero8.state.entries import is_new, others_in
 from zero8.state.store import MomentStore
 from zero8.zero import swap_file, swap_lock
 from zero8.zero.flat_state import FlatPartition
@@ -153,7 +154,7 @@ class SwapsStates(OptimizerSwapper):
     def _begin_read(self, handle, parameter: Tensor) -> int:
         """Begin to read a state, and return the number of transfers begun."""
         path = self.state_path(parameter)
-        if self.optimizer.state.get(parameter):
+        if not is_new(self.optimizer.state.get(parameter, {})):
             return 0  # load_state_dict has set it; it is newer than the file
         size = os.stat(path).st_size
         if not size or size % self._alignment_bytes:
@@ -195,7 +196,7 @@ class SwapsStates(OptimizerSwapper):
         self._pool.give_back(buffer)
 
     def _hand_over(self, parameter: Tensor, state: dict) -> None:
-        self.optimizer.state[parameter] = state
+        self.optimizer.state[parameter].update(state)
         self.optimizer.on_disk.pop(parameter, None)
 
     # --- Out -------------------------------------------------------------------------------------
@@ -203,8 +204,8 @@ class SwapsStates(OptimizerSwapper):
     def _begin_write(self, handle, parameter: Tensor) -> int:
         """Begin to write a state from its buffer, and return the number of transfers begun."""
         key, path = parameter.ds_id, self.state_path(parameter)
-        state = self.optimizer.state.get(parameter)
-        if not state:
+        state = self.optimizer.state.get(parameter, {})
+        if is_new(state):
             self._write_empty(parameter)
             self.optimizer.on_disk.pop(parameter, None)
             return 0
@@ -229,8 +230,12 @@ class SwapsStates(OptimizerSwapper):
 
     def _forget(self, parameter: Tensor) -> Buffer | None:
         """Drop a state from memory; return its buffer, which a write may still be using."""
-        if self.optimizer.state.pop(parameter, None):
-            self.optimizer.on_disk[parameter] = self._layouts[parameter.ds_id]
+        state = self.optimizer.state.pop(parameter, {})
+        if not is_new(state):
+            self.optimizer.on_disk[parameter] = layout = self._layouts[parameter.ds_id]
+            state = others_in(state, layout.algorithm)
+        if state:
+            self.optimizer.state[parameter] = state
         return self._resident.pop(parameter.ds_id, None)
 
     def release_swap_buffers(self, parameter):

@@ -20,6 +20,7 @@ from zero8.checkpoint.files import tags
 from zero8.checkpoint.files.manifest import Damage, Manifest
 from zero8.checkpoint.files.seal import lines
 from zero8.ranks.agree import from_rank_0, gathered, raise_together
+from zero8.state.entries import param_states
 from zero8.state.tell import logger, tell_once
 
 
@@ -222,7 +223,8 @@ def _check_steps(engine, what: str) -> None:
 
     Without a manifest only this detects a file of another tag.
     """
-    own = [int(state["step"]) for state in engine.basic_optimizer.state.values() if "step" in state]
+    states = param_states(engine.basic_optimizer.state).values()
+    own = [int(state["step"]) for state in states if "step" in state]
     steps = gathered(max(own, default=None))  # None on a rank that holds only padding
     if len(set(steps) - {None}) > 1:
         raise ValueError(

@@ -25,9 +25,9 @@ from zero8.checkpoint.read.states import fragment_of
 from zero8.spec.grid import UNITS, is_narrow
 from zero8.spec.int8_rows import decoded
 from zero8.spec.shown import shown
+from zero8.state.entries import CODES_ENDINGS, FIRST_ENTRIES, bits_at
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
-from zero8.state.plain import CODES_ENDINGS, FIRST_ENTRIES, bits_at
 from zero8.state.table import Piece
 
 METADATA = ".metadata"

@@ -17,8 +17,9 @@ from zero8.spec.dynamic import DynamicCode
 from zero8.spec.grid import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, BlockGrid
 from zero8.spec.levels import NearestEntry
 from zero8.spec.packing import packed
+from zero8.state.entries import codes_key
 from zero8.state.memory import unknown_memory
-from zero8.state.plain import codes_key, format_entry
+from zero8.state.plain import format_entry
 from zero8.state.table import Piece
 
 

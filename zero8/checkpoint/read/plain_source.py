@@ -20,9 +20,9 @@ from zero8.checkpoint.read.states import fragment_of
 from zero8.checkpoint.read.torchao import from_torchao, is_of_torchao
 from zero8.checkpoint.read.torchao_weights import reader_of
 from zero8.spec.shown import shown, shown_keys
+from zero8.state.entries import FIRST_ENTRIES, bits_at
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
-from zero8.state.plain import FIRST_ENTRIES, bits_at
 
 LIBRARIES: dict[str, tuple[Callable[[object], bool], Callable[[dict], dict]]] = {
     "bitsandbytes": (is_of_bitsandbytes, from_bitsandbytes),

@@ -13,10 +13,11 @@ from zero8.spec import dither
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.buffers import check_entry
 from zero8.spec.shown import shown_keys
+from zero8.state.entries import is_of_fp32
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
 from zero8.state.memory import checked_memory, unknown_memory
-from zero8.state.plain import PlainState, check_dense, checked_step, is_of_fp32
+from zero8.state.plain import PlainState, check_dense, checked_step
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
 
