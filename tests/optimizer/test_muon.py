@@ -295,6 +295,20 @@ def test_muon_clipping_rounds_to_the_wider_type_of_weight_and_gradient(dtypes, n
     assert_same(codes_of(clipping, ours), codes_of(plain, theirs))
 
 
+@pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
+def test_muon_steps_inside_autocast_are_those_outside(ns_dtype):
+    inside, outside = ([param(16, 256), param(4, 8, 256)] for _ in range(2))
+    autocast, plain = muon(*inside, ns_dtype=ns_dtype), muon(*outside, ns_dtype=ns_dtype)
+    for step in range(2):
+        set_grads(inside, step), set_grads(outside, step)
+        with torch.autocast("cpu", torch.bfloat16):
+            autocast.clip_grad_norm_(0.3)
+            autocast.step()
+        plain.clip_grad_norm_(0.3)
+        plain.step()
+    assert_equal(inside, outside)
+
+
 # --- Numbers that are not finite -----------------------------------------------------------------
 
 
