@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from zero8 import frameworks, notices
@@ -21,6 +22,7 @@ from zero8.op.devices import DEVICES
 from zero8.ranks import numbers
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import Codec
+from zero8.spec.options import plain
 from zero8.spec.shown import shown_keys
 from zero8.state import keywords
 from zero8.state.grads import deep_copied, grad_bytes_by_dtype, has_other_dtype
@@ -28,12 +30,11 @@ from zero8.state.kind import StateKind, kind_of
 from zero8.state.memory_report import MemoryReport
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.store import MomentStore
-from zero8.step.batch import Batch
+from zero8.step.batch import Batch, Group
 from zero8.step.check import check_new, check_replaceable
 from zero8.step.clipping import Clipped, factor_of, total_norm
 from zero8.step.in_backward import InBackward, check_model
-from zero8.step.plain_torch import plain_torch
-from zero8.step.stepper import Stepper
+from zero8.step.stepper import Stepper, plain_torch
 from zero8.versions import warn_if_untested
 
 logger = logging.getLogger("zero8")
@@ -86,6 +87,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """
         warn_if_untested("torch")
         class_name = type(self).__name__
+        options, whole = plain(dict(options)), plain(dict(whole))
         keywords.check_other_keys(self.algorithm, class_name, others, self.only_codec)
         self.settings = keywords.checked_settings(self.algorithm, whole, self.only_codec)
         self.state_dict_format = keywords.check_state_dict_format(whole["state_dict_format"])
@@ -98,6 +100,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         engine, _ = frameworks.constructing_engine()
         if not has_decay and self._lacks_decay and engine is None:
             notices.warn_of_missing_decay(options)
+        is_l2 = "adam_w_mode" in self.algorithm.keywords and not options["decoupled_weight_decay"]
+        if engine is not None and is_l2:
+            notices.tell_of_l2(class_name)
         # DeepSpeed makes the optimizer before ZeRO, which must be patched before it starts.
         frameworks.fit(BlockwiseOptimizer, type(self))
         if any(p.device.type in DEVICES for p in self._all_params()):
@@ -120,7 +125,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._use = frameworks.Use()
         self._in_backward: InBackward | None = None
         self._lacks_decay = False  # whether a group was added without a weight_decay
-        self._groups_seen: tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]] = ([], {})
+        self._groups_seen: tuple[list[Group], dict[Tensor, tuple[Group, int]]] = ([], {})
         self.on_disk: dict[Tensor, SwappedState] = {}
 
     @property
@@ -147,6 +152,22 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 return one
         return None
 
+    def _check_algorithms(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Raise ValueError if a state is not one of the algorithm of its parameter's group."""
+        if len(self.algorithms) == 1:
+            return
+        for group in self.param_groups:
+            algorithm = self.algorithm_of(group)
+            for p in group["params"]:
+                theirs = self._algorithm_in(states.get(p, {}))
+                if theirs not in (None, algorithm):
+                    raise ValueError(
+                        f"parameter {self._infos()[p].label}: got a state of "
+                        f"{theirs.class_name} in a group that {algorithm.class_name} steps "
+                        "(use_muon was switched, or the parameter was moved); to go on so, drop "
+                        "its state, and it starts anew: del optimizer.state[p]"
+                    )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with its own lr, betas, eps and weight_decay if given."""
         if isinstance(param_group, dict):
@@ -155,23 +176,23 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                     f"got a parameter group with {shown_keys(param_group)}, without 'params'; "
                     'expected {"params": [...]}, and the settings of the group as further entries'
                 )
+            param_group.update(plain(param_group))
             group = {**self.defaults, **param_group}
             algorithm = self.algorithm_of(param_group)
             keywords.check_new_group(algorithm, type(self).__name__, group)
             self._lacks_decay |= "weight_decay" not in param_group
         super().add_param_group(param_group)
-        if len(set(map(id, params := self.param_groups[-1]["params"]))) < len(params):
-            self.param_groups.pop()
-            raise ValueError("got a parameter twice in one group, expected each parameter once")
         # DeepSpeed will replace the parameters by flat partitions or float32 copies.
         engine, names = frameworks.constructing_engine()
         self._params.remember(self.param_groups, names, frameworks.global_shape)
         infos = self._infos()
         try:
             # A parameter that can never step must fail here, not at the first step.
-            for p in params:
+            for p in self.param_groups[-1]["params"]:
                 info = infos[p]
                 self.settings.decide(info)
+                if is_lazy(p):
+                    continue  # a step checks it, which its module has materialized by then
                 if engine is not None:
                     check_replaceable(info.label, p)
                 elif p.requires_grad:
@@ -262,6 +283,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             self._in_backward.finish()
             self._in_backward.watch(self._all_params())
         self._use.is_met = True
+        self._check_algorithms(self.state)
         # Python runs other threads while the kernel works.
         with self._lock, plain_torch():
             if skipped := self._stepper.step(self.param_groups, self.state):
@@ -399,11 +421,19 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             self._stepper.step_batch(batch, self.param_groups, self.state)
 
     def _group_of(self, p: Tensor) -> dict[str, Any]:
-        groups, group_of = self._groups_seen
-        if groups is not self.param_groups or p not in group_of:
-            group_of = {one: group for group in self.param_groups for one in group["params"]}
-            self._groups_seen = self.param_groups, group_of
-        return group_of[p]
+        groups, seen = self._groups_seen
+        group, place = seen.get(p, ({"params": []}, 0))
+        # A script may move parameters from group to group.
+        if groups is not self.param_groups or not any(
+            one is p for one in group["params"][place : place + 1]
+        ):
+            seen = {
+                one: (group, place)
+                for group in self.param_groups
+                for place, one in enumerate(group["params"])
+            }
+            self._groups_seen = self.param_groups, seen
+        return seen[p][0]
 
     def _wait(self) -> None:
         """Wait for pending steps of the backward."""
@@ -411,7 +441,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             self._in_backward.wait()
 
     def _all_params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        """Return the parameters of all groups, each once."""
+        return list(dict.fromkeys(p for group in self.param_groups for p in group["params"]))
 
     def before_replay(self) -> None:
         """Make the next replay of the CUDA graph with `step` in it take the next step.
@@ -505,9 +536,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         The tensors are the live ones, as with torch's optimizers, except for decoded moments.
         """
         self._wait()
+        self._check_algorithms(self.state)
         in_fp32 = keywords.check_state_dict_format(self.state_dict_format) == "fp32"
         packed = super().state_dict()
-        params = self._all_params()
+        packed["param_groups"] = list(map(plain, packed["param_groups"]))
+        params = [p for group in self.param_groups for p in group["params"]]
         for number, state in packed["state"].items():
             if state and isinstance(number, int):
                 p = params[number]
@@ -536,8 +569,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             if "capturable" in group:
                 # Only torch's AdamW needs it, for steps that are captured or compiled.
                 group["capturable"] = False
+            group.update(plain(group))
             full = {**self.defaults, **group}
             keywords.check_group(self.algorithm_of(group), type(self).__name__, full)
+        self._check_algorithms(states)
         infos = self._infos()
         try:
             kept = {p: self.adopted(p, s, infos.get(p)) if s else s for p, s in states.items()}
@@ -554,6 +589,16 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: if it does not fit the parameter.
         """
+        if info is not None and is_lazy(p):
+            raise ValueError(
+                f"state of {info.label}: got one of a parameter whose lazy module has seen no "
+                "input yet; call the model on a batch before load_state_dict"
+            )
+        if "state1" in saved:
+            raise ValueError(
+                f"state of {p if info is None else info.label}: got one of bitsandbytes; convert "
+                "the file first: zero8 checkpoint convert IN OUT --to plain"
+            )
         kind = self.kind_of(p, {})
         return kind.adopted(p, saved, info) | kind.correction(p, saved, info)
 

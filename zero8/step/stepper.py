@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes the steps of an optimizer, and caches plans and records between them."""
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from zero8.op import kernel
@@ -27,6 +29,17 @@ from zero8.step.part import NextStep
 from zero8.step.plan import Kinds, Plan
 from zero8.step.prepare import prepared
 from zero8.step.records import ParamRecords
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Compute in the dtypes of the tensors and without gradients.
+
+    `torch.autocast` would multiply float32 matrices in 16 bits.
+    """
+    # Of all devices: matrices in host memory are orthogonalized on a GPU.
+    with torch.no_grad(), torch._C._DisableAutocast():
+        yield
 
 
 class Stepper:
@@ -107,7 +120,8 @@ class Stepper:
             kernel.module((self._algorithm_of(group), self._codec))
         batch = _stepping(groups, state)
         if self.clipped is not None:
-            self._check_clipped([p.grad for p in batch.params if p.grad is not None])
+            params = dict.fromkeys(batch.params)  # a parameter may be in a group twice
+            self._check_clipped([p.grad for p in params if p.grad is not None])
         is_captured = self.step_batch(batch, groups, state)
         # Querying whether counts have arrived would invalidate the capture of a graph.
         return self.counts.take() if self.counts.pending and not is_captured else {}
@@ -170,7 +184,7 @@ class Stepper:
                 self._kept[id(p)] = prepared(kind, single, infos[p])
         except Exception:  # a failed step must not leave new states behind
             for single in without_state:
-                del state[single.params[0]]
+                state.pop(single.params[0], None)  # one that is in a group twice is here twice
             raise
 
     def _check(self, label: str, single: Batch) -> None:
