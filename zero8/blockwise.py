@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from zero8 import frameworks, notices
@@ -21,6 +22,7 @@ from zero8.op.devices import DEVICES
 from zero8.ranks import numbers
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import Codec
+from zero8.spec.options import plain
 from zero8.spec.shown import shown_keys
 from zero8.state import keywords
 from zero8.state.entries import first_entries, is_new, others_in, param_states
@@ -29,11 +31,11 @@ from zero8.state.kind import StateKind, kind_of
 from zero8.state.memory_report import MemoryReport
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.store import MomentStore
-from zero8.step.batch import Batch
+from zero8.step.batch import Batch, Group
 from zero8.step.check import check_new, check_replaceable
 from zero8.step.clipping import Clipped, factor_of, total_norm
 from zero8.step.in_backward import InBackward, check_model
-from zero8.step.stepper import Stepper
+from zero8.step.stepper import Stepper, plain_torch
 from zero8.versions import warn_if_untested
 
 logger = logging.getLogger("zero8")
@@ -83,6 +85,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """
         warn_if_untested("torch")
         class_name = type(self).__name__
+        options, whole = plain(dict(options)), plain(dict(whole))
         keywords.check_other_keys(self.algorithm, class_name, others)
         self.settings = keywords.checked_settings(self.algorithm, whole)
         self.state_dict_format = keywords.check_state_dict_format(whole["state_dict_format"])
@@ -95,6 +98,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         engine, _ = frameworks.constructing_engine()
         if not has_decay and self._lacks_decay and engine is None:
             notices.warn_of_missing_decay(options)
+        is_l2 = "adam_w_mode" in self.algorithm.keywords and not options["decoupled_weight_decay"]
+        if engine is not None and is_l2:
+            notices.tell_of_l2(class_name)
         # DeepSpeed makes the optimizer before ZeRO, which must be patched before it starts.
         frameworks.fit(BlockwiseOptimizer, type(self))
         if any(p.device.type in DEVICES for p in self._all_params()):
@@ -117,7 +123,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._use = frameworks.Use()
         self._in_backward: InBackward | None = None
         self._lacks_decay = False  # whether a group was added without a weight_decay
-        self._groups_seen: tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]] = ([], {})
+        self._groups_seen: tuple[list[Group], dict[Tensor, tuple[Group, int]]] = ([], {})
         self.on_disk: dict[Tensor, SwappedState] = {}
 
     @property
@@ -143,6 +149,22 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 return one
         return None
 
+    def _check_algorithms(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Raise ValueError if a state is not one of the algorithm of its parameter's group."""
+        if len(self.algorithms) == 1:
+            return
+        for group in self.param_groups:
+            algorithm = self.algorithm_of(group)
+            for p in group["params"]:
+                theirs = self._algorithm_in(states.get(p, {}))
+                if theirs not in (None, algorithm):
+                    raise ValueError(
+                        f"parameter {self._infos()[p].label}: got a state of "
+                        f"{theirs.class_name} in a group that {algorithm.class_name} steps "
+                        "(use_muon was switched, or the parameter was moved); to go on so, drop "
+                        "its state, and it starts anew: del optimizer.state[p]"
+                    )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with its own lr, betas, eps and weight_decay if given."""
         if isinstance(param_group, dict):
@@ -151,23 +173,23 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                     f"got a parameter group with {shown_keys(param_group)}, without 'params'; "
                     'expected {"params": [...]}, and the settings of the group as further entries'
                 )
+            param_group.update(plain(param_group))
             group = {**self.defaults, **param_group}
             algorithm = self.algorithm_of(param_group)
             keywords.check_new_group(algorithm, type(self).__name__, group)
             self._lacks_decay |= "weight_decay" not in param_group
         super().add_param_group(param_group)
-        if len(set(map(id, params := self.param_groups[-1]["params"]))) < len(params):
-            self.param_groups.pop()
-            raise ValueError("got a parameter twice in one group, expected each parameter once")
         # DeepSpeed will replace the parameters by flat partitions or float32 copies.
         engine, names = frameworks.constructing_engine()
         self._params.remember(self.param_groups, names, frameworks.global_shape)
         infos = self._infos()
         try:
             # A parameter that can never step must fail here, not at the first step.
-            for p in params:
+            for p in self.param_groups[-1]["params"]:
                 info = infos[p]
                 self.settings.decide(info)
+                if is_lazy(p):
+                    continue  # a step checks it, which its module has materialized by then
                 if engine is not None:
                     check_replaceable(info.label, p)
                 elif p.requires_grad:
@@ -258,8 +280,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             self._in_backward.finish()
             self._in_backward.watch(self._all_params())
         self._use.is_met = True
+        self._check_algorithms(self.state)
         # Python runs other threads while the kernel works.
-        with self._lock, torch.no_grad():  # as a decorator it takes 5 us longer
+        with self._lock, plain_torch():
             if skipped := self._stepper.step(self.param_groups, self.state):
                 self._report(skipped)
         return loss
@@ -283,7 +306,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             self._stepper.scale_grads(float(np.float32(float(factor))))
 
     @_disable_dynamo
-    @torch.no_grad()
+    @plain_torch()
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -388,18 +411,26 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         return self._in_backward
 
     @_disable_dynamo
-    @torch.no_grad()
+    @plain_torch()
     def _step_one(self, p: Tensor, grad: Tensor) -> None:
         with self._lock:
             batch = Batch.single(self._group_of(p), p, grad, self.state)
             self._stepper.step_batch(batch, self.param_groups, self.state)
 
     def _group_of(self, p: Tensor) -> dict[str, Any]:
-        groups, group_of = self._groups_seen
-        if groups is not self.param_groups or p not in group_of:
-            group_of = {one: group for group in self.param_groups for one in group["params"]}
-            self._groups_seen = self.param_groups, group_of
-        return group_of[p]
+        groups, seen = self._groups_seen
+        group, place = seen.get(p, ({"params": []}, 0))
+        # A script may move parameters from group to group.
+        if groups is not self.param_groups or not any(
+            one is p for one in group["params"][place : place + 1]
+        ):
+            seen = {
+                one: (group, place)
+                for group in self.param_groups
+                for place, one in enumerate(group["params"])
+            }
+            self._groups_seen = self.param_groups, seen
+        return seen[p][0]
 
     def _wait(self) -> None:
         """Wait for pending steps of the backward."""
@@ -407,7 +438,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             self._in_backward.wait()
 
     def _all_params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        """Return the parameters of all groups, each once."""
+        return list(dict.fromkeys(p for group in self.param_groups for p in group["params"]))
 
     def check_finite(self, process_group: "torch.distributed.ProcessGroup | None" = None) -> None:
         """Raise FloatingPointError on every rank if steps of any rank met a non-finite number.
@@ -467,17 +499,20 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         return param_states(self.state)
 
     @_disable_dynamo
-    @torch.no_grad()
+    @plain_torch()
     def state_dict(self) -> dict[str, Any]:
         """Return the states, in the format `state_dict_format`, and the groups.
 
         The tensors are the live ones, as with torch's optimizers, except for decoded moments.
         """
         self._wait()
+        self._check_algorithms(self.state)
         in_fp32 = keywords.check_state_dict_format(self.state_dict_format) == "fp32"
         packed = super().state_dict()
+        packed["param_groups"] = list(map(plain, packed["param_groups"]))
         infos = self._infos()
-        for number, p in enumerate(self._all_params()):
+        params = [p for group in self.param_groups for p in group["params"]]
+        for number, p in enumerate(params):  # torch numbers one that is in a group twice by its first
             state = packed["state"].get(number)
             if isinstance(state, dict) and not is_new(state):
                 kind = self.kind_of(p, state)
@@ -505,8 +540,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             if "capturable" in group:
                 # Only torch's AdamW needs it, for steps that are captured or compiled.
                 group["capturable"] = False
+            group.update(plain(group))
             full = {**self.defaults, **group}
             keywords.check_group(self.algorithm_of(group), type(self).__name__, full)
+        self._check_algorithms(states)
         infos = self._infos()
         try:
             kept = {p: self._adopted_with_others(p, s, infos.get(p)) for p, s in states.items()}
@@ -531,6 +568,16 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: if it does not fit the parameter.
         """
+        if info is not None and is_lazy(p):
+            raise ValueError(
+                f"state of {info.label}: got one of a parameter whose lazy module has seen no "
+                "input yet; call the model on a batch before load_state_dict"
+            )
+        if "state1" in saved:
+            raise ValueError(
+                f"state of {p if info is None else info.label}: got one of bitsandbytes; convert "
+                "the file first: zero8 checkpoint convert IN OUT --to plain"
+            )
         kind = self.kind_of(p, {})
         return kind.adopted(p, saved, info) | kind.correction(p, saved, info)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zero8.ranks.numbers import Group
 from zero8.state.kind import StateKind
+from zero8.state.params import shape_here
 from zero8.state.whole import WholeTensor
 from zero8.step.batch import local_grad
 
@@ -116,9 +117,9 @@ def constructing_engine() -> tuple[object | None, Mapping[Tensor, str]]:
 
 
 def global_shape(p: Tensor) -> tuple[int, ...]:
-    """Return the global shape of a parameter."""
+    """Return the global shape of a parameter; see `shape_here` for those of lazy modules."""
     shapes = (framework.global_shape(p) for framework in _registered)
-    return next((shape for shape in shapes if shape is not None), tuple(p.shape))
+    return next((shape for shape in shapes if shape is not None), shape_here(p))
 
 
 def claim(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], use: Use) -> None:

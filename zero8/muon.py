@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from zero8 import frameworks
@@ -15,7 +16,7 @@ from zero8.algorithms.muon import MUON
 from zero8.blockwise import BlockwiseOptimizer
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.newton_schulz import COEFFICIENTS
-from zero8.spec.options import check_lr
+from zero8.spec.options import check_lr, plain
 from zero8.spec.shown import shown
 from zero8.state import float32_modules, keywords
 from zero8.step.in_backward import InBackward
@@ -105,7 +106,7 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
                 f"{list(ADAM_PARAMS)}"
             )
         self.adam_params = tuple(adam_params)
-        given = {"muon_lr": muon_lr, "adam_lr": adam_lr}
+        given = plain({"muon_lr": muon_lr, "adam_lr": adam_lr})
         self.own_lrs = {name: value for name, value in given.items() if value is not None}
         for name, value in self.own_lrs.items():
             check_lr(name, value)
@@ -218,6 +219,12 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
             )
         if (flag := getattr(p, "use_muon", None)) is not None:
             return bool(flag)
+        if is_lazy(p):
+            raise ValueError(
+                f"Muon8bitBlockwise: got parameter {name} of a lazy module, whose shape does not "
+                "say yet whether it is a matrix; call the model on a batch first, or pass groups "
+                "with use_muon"
+            )
         if len(frameworks.global_shape(p)) < 2 or p in float32_modules.params():
             return False
         if name is None and self.adam_params:
@@ -276,7 +283,7 @@ def _names_of(group: Mapping[str, Any], members: Sequence[Any]) -> list[str | No
 
 def _check_matrix(p: Tensor) -> None:
     shape = frameworks.global_shape(p)
-    if len(shape) < 2:
+    if len(shape) < 2 and not is_lazy(p):  # the first step checks those
         raise ValueError(
             f"use_muon: got a parameter of shape {shape}, expected 2 dimensions or more; put it "
             "into a group with use_muon false, whose parameters AdamW steps"

@@ -68,3 +68,12 @@ def warn_of_missing_decay(options: Mapping[str, Any]) -> None:
             "zero8: weight_decay is not given and is 0, where torch's AdamW has 0.01: pass "
             "weight_decay=0.01 to decay as it does, or weight_decay=0"
         )
+
+
+def tell_of_l2(class_name: str) -> None:
+    """Say that a DeepSpeed config asks for Adam instead of AdamW."""
+    if numbers.rank() == 0:
+        tell_once(
+            f"zero8: adam_w_mode is false, so {class_name} adds the weight decay to the gradient; "
+            "DeepSpeed's AdamW ignores the key.  To go on as it does, leave adam_w_mode out"
+        )

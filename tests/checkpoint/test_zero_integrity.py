@@ -21,6 +21,7 @@ from nvme_worker import held_everywhere, make_tower, nvme_config
 from ranks import error_of, run_ranks
 from zero_worker import base_optimizer, config, held, make_engine, train
 
+from zero8.checkpoint.engine import load as checkpoint_load
 from zero8.checkpoint.engine import save as checkpoint_save
 from zero8.checkpoint.files import tags
 from zero8.checkpoint.files.folder_lock import locked
@@ -456,6 +457,16 @@ def test_load_of_a_tag_without_a_manifest_works_and_says_once_that_it_is_not_ver
     (line,) = [line for line in otherwise[0][0]["old log"] if "not verified" in line]
     assert "checkpoints/one" in line
     assert otherwise[0][1]["old log"] == []
+
+
+def test_load_of_a_universal_folder_says_that_such_folders_have_no_manifest(tmp_path, caplog):
+    folder = tmp_path / "global_step1_universal"
+    (folder / "zero").mkdir(parents=True)
+    (folder / "mp_rank_00_model_states.pt").touch()
+    assert checkpoint_load._choice_of(tmp_path, folder.name).tag == folder.name
+    assert (
+        "as universal checkpoints have none" in caplog.text and "without zero8" not in caplog.text
+    )
 
 
 def test_load_of_a_tag_without_a_manifest_that_one_rank_cannot_read_is_an_error_on_both(otherwise):

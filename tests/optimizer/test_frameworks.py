@@ -7,6 +7,7 @@ import torch
 import zero8
 from zero8 import frameworks, known_frameworks
 from zero8.frameworks import Framework
+from zero8.state.tell import tell_once
 
 
 class Recording(Framework):
@@ -52,6 +53,17 @@ def test_use_after_a_step_is_met_and_outlives_the_optimizer(monkeypatch):
     optimizer.step()
     del optimizer
     assert recording.asked[1].is_met
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_engine_that_asks_for_l2_is_told_once_that_it_gets_it(monkeypatch, caplog, adam_w_mode):
+    monkeypatch.setattr(frameworks, "constructing_engine", lambda: (object(), {}))
+    tell_once.cache_clear()
+    for _ in range(2):
+        zero8.Adam8bitBlockwise([torch.nn.Parameter(torch.zeros(4))], adam_w_mode=adam_w_mode)
+        zero8.SGD8bitBlockwise([torch.nn.Parameter(torch.zeros(4))], momentum=0.9)
+    told = [line for line in caplog.messages if "adam_w_mode is false" in line]
+    assert len(told) == (not adam_w_mode)
 
 
 def test_known_frameworks_registered_twice_are_registered_once():

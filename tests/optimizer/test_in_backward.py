@@ -276,6 +276,23 @@ def test_in_backward_of_another_model_is_refused():
         Adam8bitBlockwise(nn.Linear(64, 64).parameters()).step_in_backward(nn.Linear(64, 64))
 
 
+def test_in_backward_of_parameters_that_share_memory_is_refused():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ValueError, match="share memory"):
+        Adam8bitBlockwise(model.parameters()).step_in_backward(model)
+
+
+def test_in_backward_of_a_lazy_module_steps_after_its_first_backward():
+    model = nn.LazyLinear(64)
+    optimizer = Adam8bitBlockwise(model.parameters())
+    optimizer.step_in_backward(model)
+    for _ in range(2):
+        model(torch.ones(2, 128)).sum().backward()
+        optimizer.step()
+    assert optimizer.state[model.weight]["step"] == 2
+
+
 def test_in_backward_gradients_set_by_hand_are_stepped_by_step():
     """As torch.distributed.checkpoint does to make states."""
     runs = in_backward()[:2], after_backward()

@@ -52,6 +52,7 @@ REFUSED = {
     "a state of a number": (state(0, 1.5), "states that are not dicts"),
     "a state of nobody": (state(99, {"exp_avg_q8": 0}), r"states of \[99\]"),
     "a state of a name": (state("x", {"exp_avg": 1}), r"states of \['x'\]"),
+    "one of bitsandbytes": (state(0, {"step": 3, "state1": 1}), "zero8 checkpoint convert IN OUT"),
     "moments of float8": (of_adam(torch.ones(1).to(FLOAT8)), "got dtype torch.float8_e4m3fn"),
     "moments of 1e300": (of_adam(torch.tensor([1e300]).double()), "float32 does not hold"),
     "names of numbers": (setting("param_names", [1, 2, 3]), "param_names: got a value"),

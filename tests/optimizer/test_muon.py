@@ -2,6 +2,7 @@
 """Muon on plain tensors: its steps, which parameters it takes, its states, and what it refuses."""
 
 import copy
+import io
 import math
 import pickle
 
@@ -295,6 +296,20 @@ def test_muon_clipping_rounds_to_the_wider_type_of_weight_and_gradient(dtypes, n
     assert_same(codes_of(clipping, ours), codes_of(plain, theirs))
 
 
+@pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
+def test_muon_steps_inside_autocast_are_those_outside(ns_dtype):
+    inside, outside = ([param(16, 256), param(4, 8, 256)] for _ in range(2))
+    autocast, plain = muon(*inside, ns_dtype=ns_dtype), muon(*outside, ns_dtype=ns_dtype)
+    for step in range(2):
+        set_grads(inside, step), set_grads(outside, step)
+        with torch.autocast("cpu", torch.bfloat16):
+            autocast.clip_grad_norm_(0.3)
+            autocast.step()
+        plain.clip_grad_norm_(0.3)
+        plain.step()
+    assert_equal(inside, outside)
+
+
 # --- Numbers that are not finite -----------------------------------------------------------------
 
 
@@ -429,6 +444,78 @@ def test_muon_newton_schulz_method_of_deepspeed_has_no_effect_and_is_logged(capl
     assert "ns_method='gram' has no effect on Muon8bitBlockwise" in caplog.messages
     with pytest.raises(ValueError, match="unknown parameter 'ns_method' for Adam8bitBlockwise"):
         Adam8bitBlockwise([param(64, 64)], ns_method="gram")
+
+
+def switched(optimizer):
+    optimizer.param_groups[0]["use_muon"] = False
+
+
+def moved(optimizer):
+    old, new = optimizer.param_groups
+    new["params"].append(old["params"].pop(0))
+    new["param_names"].append(old["param_names"].pop(0))
+
+
+@pytest.mark.parametrize("change", [switched, moved])
+def test_muon_parameter_that_changes_sides_raises_until_its_state_is_dropped(change):
+    p, q = param(8, 64), param(8, 64)
+    optimizer = Muon8bitBlockwise([("p", p), ("inner", param(8, 64)), ("embed", q)])
+    params = [p, q]
+    run(optimizer, params, 1)
+    before = copy.deepcopy(params)
+    change(optimizer)
+    for use in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(ValueError, match=r"parameter p: .*del optimizer\.state\[p\]"):
+            use()
+    assert_equal(params, before)
+    del optimizer.state[p]
+    run(optimizer, params, 1, start=1)
+    assert optimizer.state[p]["step"] == 1 and "exp_avg" in str(list(optimizer.state[p]))
+    assert optimizer.state[q]["step"] == 2
+    optimizer.state_dict()
+
+
+def test_muon_state_dict_whose_use_muon_was_switched_raises_and_changes_nothing():
+    params, optimizer = made()
+    run(optimizer, params.values(), 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(before)
+    saved["param_groups"][0]["use_muon"] = False
+    with pytest.raises(ValueError, match=r"del optimizer\.state\[p\]"):
+        optimizer.load_state_dict(saved)
+    assert_same(optimizer.state_dict(), before)
+
+
+def test_muon_of_a_lazy_module_takes_groups_that_say_who_takes_them():
+    with pytest.raises(ValueError, match="weight of a lazy module.*groups with use_muon"):
+        Muon8bitBlockwise(nn.LazyLinear(8).named_parameters())
+    for groups in ({True: ["weight"], False: ["bias"]}, {True: ["weight", "bias"]}):
+        model = nn.LazyLinear(8)
+        optimizer = Muon8bitBlockwise(
+            [
+                {"params": [(name, getattr(model, name)) for name in names], "use_muon": use_muon}
+                for use_muon, names in groups.items()
+            ]
+        )
+        model(torch.ones(2, 64)).sum().backward()
+        if len(groups) == 2:
+            optimizer.step()
+            continue
+        with pytest.raises(ValueError, match=r"parameter bias of shape \(8,\), expected 2"):
+            optimizer.step()
+        assert not optimizer.state
+
+
+def test_muon_settings_of_numpy_are_saved_as_plain_numbers():
+    numbers = {"muon_lr": np.float32(0.5), "momentum": np.float64(0.75), "ns_steps": np.int64(3)}
+    coefficients = np.array([3.0, -4.0, 2.0])
+    optimizer = Muon8bitBlockwise([("w", param(8, 64))], ns_coefficients=coefficients, **numbers)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    (group,) = torch.load(file, weights_only=True)["param_groups"]
+    assert group["ns_coefficients"] == (3.0, -4.0, 2.0) and group["lr"] == 0.5
+    assert type(group["ns_steps"]) is int and type(group["momentum"]) is float
 
 
 def test_muon_added_group_is_split():

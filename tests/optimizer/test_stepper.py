@@ -218,6 +218,62 @@ def test_parts_of_the_parameters_that_step_in_turns_keep_their_plans(monkeypatch
         assert torch.equal(p, whole[name]), name
 
 
+SHARED = {
+    "whole": lambda x: (x, x),
+    "rows in part": lambda x: (x[:200], x[100:]),
+    "transposed": lambda x: (x, x.t()),
+    "float32 moments": lambda x: (x.view(-1), x[0]),
+}
+MAKERS = {
+    "Adam": zero8.Adam8bitBlockwise,
+    "Adam bf16": zero8.Adam8bitBlockwise,
+    "SGD": lambda groups: zero8.SGD8bitBlockwise(groups, momentum=0.9),
+    "Muon": lambda groups: zero8.Muon8bitBlockwise(groups, ns_dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("views", SHARED.values(), ids=SHARED)
+def test_parameters_that_share_memory_step_one_after_the_other(views, maker):
+    """In the order of the groups, on any number of threads."""
+    torch.set_num_threads(2)  # one_torch_thread restores it
+    dtype = torch.bfloat16 if "bf16" in maker else torch.float32
+
+    def trained(are_together):
+        generator = torch.Generator().manual_seed(0)
+        buffer = torch.randn(256, 256, generator=generator).to(dtype)
+        params = dict(zip("ab", map(torch.nn.Parameter, views(buffer)), strict=True))
+        groups = [{"params": [pair], "lr": 0.01} for pair in params.items()]
+        of = MAKERS[maker]
+        optimizers = [of(groups)] if are_together else [of([group]) for group in groups]
+        for step in range(3):
+            for number, p in enumerate(params.values()):
+                g = torch.randn(p.shape, generator=generator.manual_seed(10 * step + number))
+                p.grad = g.to(dtype)
+            for optimizer in optimizers:
+                optimizer.step()
+        return buffer
+
+    assert torch.equal(trained(True), trained(False))
+
+
+def test_views_of_one_buffer_step_in_one_call_until_they_overlap():
+    """As flattened models have them; a script may tie weights at any time."""
+    parts = torch.randn(3, 64, 100).unbind()
+    params = dict(zip("abc", map(torch.nn.Parameter, parts), strict=True))
+    optimizer = zero8.Adam8bitBlockwise(params.items())
+    step(params, optimizer, 0)
+    (plan,) = optimizer._stepper._plans.values()
+    assert [part.places for part in plan.parts] == [[0, 1, 2]]
+    params["c"].data = params["a"].data
+    step(params, optimizer, 1)
+    (tied,) = optimizer._stepper._plans.values()
+    assert [part.places for part in tied.parts] == [[0, 1], [2]]
+    params["b"].data = params["b"].data.clone()
+    step(params, optimizer, 2)
+    assert list(optimizer._stepper._plans.values()) == [tied]
+
+
 class OfMatrices(WholeTensor):
     """A kind of state for matrices only, which says when it is asked."""
 

@@ -7,8 +7,10 @@ Where the answer is a matter of torch's interface, torch.optim.AdamW beside it g
 import copy
 import io
 import pickle
+from collections.abc import Sequence
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 import torch
 from nests import assert_same
@@ -276,11 +278,131 @@ def test_scalar_parameter_follows_adamw_and_is_saved_and_loaded():
     assert torch.equal(resumed, ours) and resumed.shape == ()
 
 
-def test_parameter_twice_in_a_group_raises():
-    p = nn.Parameter(torch.ones(64, 128))
+@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
+def test_parameter_twice_in_a_group_warns_as_torch_does_and_steps_once(named):
+    def made(cls, *params):
+        members = [(str(n), p) for n, p in enumerate(params)] if named else params
+        return cls(members, lr=0.1, weight_decay=0.0)
+
+    (twice, bias), once = (param(64, 128), param(64)), (param(64, 128), param(64))
     with pytest.warns(UserWarning, match="duplicate parameters"):
-        with pytest.raises(ValueError, match="a parameter twice in one group"):
-            Adam8bitBlockwise([p, p])
+        optimizer, theirs = made(Adam8bitBlockwise, twice, twice, bias), made(AdamW, twice, twice)
+    plain = made(Adam8bitBlockwise, *once)
+    for step in range(2):
+        set_grads([twice, bias], step), set_grads(once, step)
+        assert torch.equal(optimizer.clip_grad_norm_(0.3), plain.clip_grad_norm_(0.3))
+        optimizer.step(), plain.step()
+        assert_equal([twice, bias], once)
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    assert optimizer.state[twice]["step"] == 2
+    assert (
+        saved["param_groups"][0]["params"][:2] == theirs.state_dict()["param_groups"][0]["params"]
+    )
+    assert list(saved["state"]) == [1, 2] and len(optimizer.memory_report().rows) == 2
+
+
+class FromConfig(Sequence):
+    """A list of a config library, which no file of weights alone may carry."""
+
+    def __init__(self, *items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+OF_CONFIGS = {
+    "lr": np.float64(0.5),
+    "betas": FromConfig(0.75, np.float32(0.5)),
+    "eps": np.array(0.25),
+    "weight_decay": np.int64(0),
+    "maximize": np.bool_(True),
+    "its own": FromConfig("text", np.float64(1.0)),
+}
+PLAIN = {
+    "lr": 0.5,
+    "betas": (0.75, 0.5),
+    "eps": 0.25,
+    "weight_decay": 0,
+    "maximize": True,
+    "its own": ("text", 1.0),
+}
+WAYS = {
+    "constructor": lambda p: Adam8bitBlockwise([{"params": [p], **OF_CONFIGS}]),
+    "load": lambda p: Adam8bitBlockwise([p]),
+    "assignment": lambda p: Adam8bitBlockwise([p]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_settings_of_numpy_and_config_libraries_are_saved_as_plain_numbers(way):
+    optimizer = WAYS[way](param(64, 128))
+    if way == "load":
+        saved = optimizer.state_dict()
+        saved["param_groups"][0] |= OF_CONFIGS
+        optimizer.load_state_dict(saved)
+    if way == "assignment":
+        optimizer.param_groups[0] |= OF_CONFIGS
+    run(optimizer, optimizer.param_groups[0]["params"], 1)
+    kept = through_file(optimizer.state_dict())["param_groups"][0]
+    live = kept if way == "assignment" else optimizer.param_groups[0]
+    for group in (kept, live):
+        for key, value in PLAIN.items():
+            assert group[key] == value and type(group[key]) is type(value), key
+            assert list(map(type, group["betas"])) == [float, float]
+
+
+def test_settings_of_numpy_and_config_libraries_are_those_of_the_whole_optimizer():
+    whole = {"block_size": np.int64(64), "seed": np.int64(1), "fp32_params": FromConfig("a*")}
+    keywords = {key: value for key, value in OF_CONFIGS.items() if key != "its own"}
+    optimizer = Adam8bitBlockwise([("a", param(64, 128))], **keywords, **whole)
+    assert optimizer.settings.policy.fp32_params == ("a*",)
+    assert type(optimizer.settings.policy.block_size) is type(optimizer.settings.seed) is int
+    through_file(optimizer.state_dict())
+
+
+LAZY = {
+    "linear": (lambda: nn.LazyLinear(64), (2, 128)),
+    "conv": (lambda: nn.LazyConv2d(64, 3), (2, 16, 4, 4)),
+}
+
+
+@pytest.mark.parametrize(("make", "shape"), LAZY.values(), ids=LAZY)
+def test_optimizer_of_a_lazy_module_steps_as_one_made_after_its_first_input(make, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+    def trained(is_late: bool):
+        torch.manual_seed(0)
+        model = make()
+        if is_late:
+            model(x)
+        names = [("lazy." + name, p) for name, p in model.named_parameters()]
+        optimizer = Adam8bitBlockwise(names[:1], lr=0.1, fp32_params=["*bias"])
+        optimizer.add_param_group({"params": names[1:]})
+        optimizer.step()  # without gradients
+        assert optimizer.memory_report().rows == () and optimizer.state_dict()["state"] == {}
+        for _ in range(2):
+            model(x).square().sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    (ours, optimizer), (theirs, expected) = trained(False), trained(True)
+    assert_equal(ours.parameters(), theirs.parameters())
+    assert optimizer.memory_report().rows == expected.memory_report().rows
+    assert_same(optimizer.state_dict(), expected.state_dict())
+
+
+def test_load_state_dict_before_the_first_input_of_a_lazy_module_raises():
+    model = nn.LazyLinear(64)
+    adamw, optimizer = AdamW([param(64, 128)]), Adam8bitBlockwise([model.weight])
+    run(adamw, adamw.param_groups[0]["params"], 1)
+    with pytest.raises(ValueError, match="call the model on a batch before load_state_dict"):
+        optimizer.load_state_dict(adamw.state_dict())
+    assert not optimizer.state
 
 
 def test_load_state_dict_of_amsgrad_raises_and_changes_nothing():

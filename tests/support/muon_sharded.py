@@ -33,7 +33,8 @@ def sharded(offload: bool = False, replicas: int = 1, placement_of=None) -> nn.M
 def run(model, optimizer, begin: int, end: int, late: str = "") -> None:
     for step in range(begin, end):
         model(step, late if step == 0 else "").backward()
-        optimizer.step()
+        with torch.autocast("cpu", torch.bfloat16):  # which must not change what it computes
+            optimizer.step()
         optimizer.zero_grad()
 
 

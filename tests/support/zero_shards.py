@@ -8,7 +8,6 @@ from zero_worker import MOMENTS
 
 from zero8.spec.grid import BlockGrid
 from zero8.spec.packing import unpacked
-from zero8.state.entries import codes_key
 
 
 def block_of_elements(shape, block_size):

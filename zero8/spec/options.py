@@ -2,9 +2,10 @@
 """Checks of the settings of a parameter group; every error says what was got and expected."""
 
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from zero8.spec.shown import shown
@@ -13,6 +14,35 @@ SMALLEST_EPS = 2.0**-126
 """The smallest normal float: kernels flush smaller ones to 0, and 0/0 without a gradient is NaN."""
 
 _MAX_NUMBER = torch.finfo(torch.float32).max
+
+
+def plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group without the classes of NumPy and of config libraries.
+
+    `torch.load(weights_only=True)` refuses these, and OmegaConf's lists carry their whole config.
+    Numbers become int, float or bool, and sequences tuples; lists and tensors stay what they are.
+    """
+    return {key: _plain(one) if key != "params" else one for key, one in settings.items()}
+
+
+def _plain(setting: object) -> object:
+    if isinstance(setting, np.ndarray):
+        setting = tuple(setting.tolist()) if setting.ndim else setting.item()
+    if not isinstance(setting, Sequence) or isinstance(setting, str | bytes):
+        return _plain_number(setting)
+    # Only their own items: a file's nested lists may have more than memory holds.
+    items = map(_plain_number, setting)
+    return list(items) if type(setting) is list else tuple(items)
+
+
+def _plain_number(one: object) -> object:
+    if type(one) in (bool, int, float):
+        return one
+    if isinstance(one, np.generic):
+        return one.item()
+    if isinstance(one, Integral):
+        return int(one)
+    return float(one) if isinstance(one, Real) else one
 
 
 def check_flag(name: str, value: object) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero8.spec import dither
@@ -59,7 +60,8 @@ class KnownParams:
     ) -> None:
         """Note the parameters in groups that are not known yet.
 
-        Those that `bears_weak_references` excludes are skipped: no framework replaces them.
+        Those that `bears_weak_references` excludes are skipped: no framework replaces them.  So are
+        those of lazy modules, whose shape is not known yet.
 
         Args:
             groups: the optimizer's parameter groups.
@@ -67,7 +69,7 @@ class KnownParams:
             shape_of: returns the global shape of a parameter.
         """
         for p, info in self._infos_of(groups).items():
-            if id(p) not in self._originals and bears_weak_references(p):
+            if id(p) not in self._originals and bears_weak_references(p) and not is_lazy(p):
                 info = replace(info, name=info.name or names.get(p), shape=shape_of(p))
                 self._originals[id(p)] = (weakref.ref(p), info)
 
@@ -92,7 +94,7 @@ class KnownParams:
         # Without ZeRO, DeepSpeed steps float32 copies of the trained parameters, in their order.
         replaced = [(p, info) for p, info in known.items() if p not in infos]
         trained = [info for p, info in replaced if p.requires_grad and p.numel()]
-        if [tuple(p.shape) for p in copies] == [info.shape for info in trained]:
+        if [infos[p].shape for p in copies] == [info.shape for info in trained]:
             known |= dict(zip(copies, trained, strict=True))
         return {p: known.get(p, info) for p, info in infos.items()}
 
@@ -105,7 +107,7 @@ class KnownParams:
     def _infos_of(self, groups: Iterable[dict[str, Any]]) -> dict[Tensor, ParamInfo]:
         """Return what is known without names of a framework, and local shapes."""
         infos: dict[Tensor, ParamInfo] = {}
-        in_modules = float32_modules.params()
+        in_modules, index = float32_modules.params(), -1
         for group in groups:
             names = group.get("param_names") or []
             # A framework may have replaced the named parameters by flat or fewer tensors.
@@ -118,8 +120,15 @@ class KnownParams:
                     # FSDP2 takes it out of its module between forward and backward.
                     self._in_stable_embeddings.add(p)
                 is_stable = p in in_modules or p in self._in_stable_embeddings
-                infos[p] = ParamInfo(name, len(infos), tuple(p.shape), is_stable)
+                index += 1
+                if p not in infos:  # a group may have it twice
+                    infos[p] = ParamInfo(name, index, shape_here(p), is_stable)
         return infos
+
+
+def shape_here(p: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter, (0,) until its lazy module has seen an input."""
+    return (0,) if is_lazy(p) else tuple(p.shape)
 
 
 def bears_weak_references(p: Tensor) -> bool:

@@ -34,6 +34,11 @@ class WholeTensor(StateKind):
     def new(self, p: Tensor, info: ParamInfo | None) -> Entries:
         """See `StateKind`."""
         parameter = self._parameter(info)
+        if self.algorithm.is_of_matrices and len(parameter.shape) < 2:
+            raise ValueError(
+                f"use_muon: got parameter {parameter.name} of shape {parameter.shape}, expected 2 "
+                "dimensions or more; put it into a group with use_muon false"
+            )
         extent, settings = self._extent(p, parameter), self.settings
         zeros = PlainState.zeros(settings.algorithm, settings.codec, parameter, extent, p.device)
         return zeros.entries

@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from zero8.state.extent import local
+from zero8.state.weights import values_of
+from zero8.step.turns import extents_of, turns_of
 
 USED = (
     "step_in_backward has stepped with this gradient and freed it.  It rules out whatever needs "
@@ -74,7 +78,7 @@ class InBackward:
         if self._worker is None:
             return
         for p in params:
-            if p not in self._hooks and p.requires_grad:
+            if p not in self._hooks and p.requires_grad and not is_lazy(p):
                 self._hooks[p] = p.register_post_accumulate_grad_hook(self._step)
 
     def remove(self) -> None:
@@ -172,6 +176,14 @@ def check_model(model: nn.Module, params: Sequence[Tensor]) -> None:
         raise ValueError(
             "step_in_backward: got parameters of FSDP1, whose gradients are sharded after they "
             "have arrived; expected FSDP2 (fully_shard) or one process"
+        )
+    values = [values_of(p) for p in params if not is_lazy(p)]
+    addresses = np.array([one.data_ptr() for one in values], np.uint64)
+    if turns_of(addresses, extents_of(values)).any():
+        raise ValueError(
+            "step_in_backward: got parameters that share memory, so one would be stepped while the "
+            "backward still reads the other; expected one Parameter in both places, as tied "
+            "weights are"
         )
     theirs = {id(p) for p in model.parameters()}
     if others := [p for p in params if id(p) not in theirs]:

@@ -3,7 +3,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from zero8.step.batch import Batch
 from zero8.step.matrix_part import MatrixPart
 from zero8.step.part import Part
 from zero8.step.records import ParamRecords
+from zero8.step.turns import extents_of, turns_of
 
 
 class Kinds:
@@ -75,6 +75,8 @@ class Plan:
         ids: the `id` of each parameter.
         kinds: the kinds of their states.
         snapshot: the tensors that the plan was made for; it is valid while they match.
+        extents: the bytes that each parameter spans.
+        turns: the turn of each (`zero8.step.turns`).
         parts: the kernel calls, in order.
         is_on_gpus: whether any part is on a GPU.
     """
@@ -82,13 +84,20 @@ class Plan:
     ids: list[int]
     kinds: Kinds
     snapshot: Snapshot
+    extents: np.ndarray
+    turns: np.ndarray
     parts: list[Part]
     is_on_gpus: bool
 
     def addresses_of(self, batch: Batch) -> np.ndarray | None:
         """Return the addresses of a batch of the same parameters, None if the plan is stale."""
         contents = self.kinds.contents(batch)
-        return self.snapshot.addresses_if_same(batch.values, batch.grads, contents)
+        addresses = self.snapshot.addresses_if_same(batch.values, batch.grads, contents)
+        if addresses is not None and (addresses[0] != self.snapshot.addresses[0]).any():
+            if (turns_of(addresses[0], self.extents) != self.turns).any():
+                return None
+            self.snapshot.addresses[0] = addresses[0]
+        return addresses
 
     @classmethod
     def of(
@@ -101,7 +110,8 @@ class Plan:
         """Return the plan for a batch.
 
         The contiguous parameters of one device and algorithm form a part; INT8 weights another,
-        where no kernel takes them.
+        where no kernel takes them; those that share memory with earlier ones further parts.
+        A parameter that is in the batch twice, as tied weights may be, is in one part, once.
         Blocks are defined in the logical order of the elements: a parameter in another layout, such
         as channels_last, steps on a copy, in a part of its own.
 
@@ -116,25 +126,28 @@ class Plan:
         is_widened = np.array(
             [v.dtype == torch.int8 and int8_part.is_widened(v.device) for v in batch.values]
         )
+        ids, extents = list(map(id, batch.params)), extents_of(batch.values)
+        turns = turns_of(snapshot.addresses[0], extents)
+        is_first = np.zeros(len(ids), bool)
+        is_first[np.unique(ids, return_index=True)[1]] = True
+        keys = np.stack([turns, devices.astype(np.int64), numbers, is_widened])
         together = [
-            np.flatnonzero(
-                in_order & (devices == device) & (numbers == number) & (is_widened == one)
-            )
-            for device, number, one in product(np.unique(devices), np.unique(numbers), (0, 1))
+            np.flatnonzero(is_first & in_order & (keys == key).all(0))
+            for key in np.unique(keys, axis=1).T[:, :, None]
         ]
-        apart = [np.array([place]) for place in np.flatnonzero(~in_order)]
+        apart = [np.array([place]) for place in np.flatnonzero(is_first & ~in_order)]
+        some = [places.tolist() for places in (*together, *apart) if len(places)]
         parts = []
-        for places in (list(map(int, places)) for places in (*together, *apart)):
-            if places:
-                is_contiguous = bool(snapshot.contiguous[:, places].all())
-                mine = [records[place] for place in places]
-                device = batch.values[places[0]].device
-                is_all = len(places) == len(batch.params)
-                algorithm = mine[0].kind.algorithm
-                part = _part_class(algorithm, bool(is_widened[places[0]]))
-                parts.append(part.joined(algorithm, places, is_all, is_contiguous, device, mine))
+        for places in sorted(some, key=lambda places: turns[places[0]]):
+            is_contiguous = bool(snapshot.contiguous[:, places].all())
+            mine = [records[place] for place in places]
+            device = batch.values[places[0]].device
+            is_all = len(places) == len(batch.params)
+            algorithm = mine[0].kind.algorithm
+            part = _part_class(algorithm, bool(is_widened[places[0]]))
+            parts.append(part.joined(algorithm, places, is_all, is_contiguous, device, mine))
         is_on_gpus = not all(isinstance(part.kernel, kernel.CpuKernel) for part in parts)
-        return cls(list(map(id, batch.params)), kinds, snapshot, parts, is_on_gpus)
+        return cls(ids, kinds, snapshot, extents, turns, parts, is_on_gpus)
 
 
 def _part_class(algorithm: Algorithm, is_widened: bool) -> type[Part]:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes the steps of an optimizer, and caches plans and records between them."""
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from zero8.op import kernel
@@ -28,6 +30,17 @@ from zero8.step.part import NextStep
 from zero8.step.plan import Kinds, Plan
 from zero8.step.prepare import prepared
 from zero8.step.records import ParamRecords
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Compute in the dtypes of the tensors and without gradients.
+
+    `torch.autocast` would multiply float32 matrices in 16 bits.
+    """
+    # Of all devices: matrices in host memory are orthogonalized on a GPU.
+    with torch.no_grad(), torch._C._DisableAutocast():
+        yield
 
 
 class Stepper:
@@ -110,7 +123,8 @@ class Stepper:
             kernel.module((self._algorithm_of(group), self._codec))
         batch = _stepping(groups, state)
         if self.clipped is not None:
-            self._check_clipped([p.grad for p in batch.params if p.grad is not None])
+            params = dict.fromkeys(batch.params)  # a parameter may be in a group twice
+            self._check_clipped([p.grad for p in params if p.grad is not None])
         self.step_batch(batch, groups, state)
         return self.counts.take() if self.counts.pending else {}
 
@@ -177,7 +191,7 @@ class Stepper:
                 its_state.clear()
                 its_state.update(others)
                 if not others:
-                    del state[p]
+                    state.pop(p, None)  # one that is in a group twice is here twice
             raise
 
     def _check(self, label: str, single: Batch) -> None:

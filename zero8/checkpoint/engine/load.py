@@ -125,7 +125,9 @@ def _choice_of(load_dir: Path, name: str) -> _Choice:
     if tag.state == tags.DAMAGED:
         return _Choice(name, problem=f"{tag.problem} (written by rank 0)")
     if tag.state == tags.UNVERIFIED:
-        tell_once(f"{folder} is not verified: it has no manifest, as it was saved without zero8")
+        is_universal = (folder / "zero").is_dir()
+        why = "universal checkpoints have none" if is_universal else "it was saved without zero8"
+        tell_once(f"{folder} is not verified: it has no manifest, as {why}")
         return _Choice(name)
     return _Choice(name, Manifest.read(folder))
 
