@@ -40,6 +40,7 @@ def _note_engines(engine) -> None:
         from zero8.zero import constructing
 
         constructing.note_engines(engine)
+        constructing.note_tied_weights(engine.PipelineModule)
     except Exception as error:
         warnings.warn(f"zero8 cannot follow DeepSpeed's engines: {error!r}", stacklevel=2)
 

@@ -201,13 +201,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the members that pickle and deepcopy keep."""
-        stable = [p for p, info in self._infos().items() if info.in_stable_embedding]
+        kept = {p: why for p, info in self._infos().items() if (why := info.why_float32)}
         return {
             **super().__getstate__(),
             "settings": self.settings,
             "state_dict_format": self.state_dict_format,
             "nonfinite_blocks": self.nonfinite_blocks,
-            "in_stable_embeddings": stable,
+            "why_float32": kept,
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockwiseOptimizer":
@@ -224,11 +224,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         settings = self.__dict__.get("settings")
         super().__setstate__(state)
         counted = self.__dict__.pop("nonfinite_blocks", None)
-        stable = self.__dict__.pop("in_stable_embeddings", ())
+        kept = self.__dict__.pop("why_float32", {})
         if self.settings != settings:  # torch also calls this on a live object, while loading
             self._begin()
         self._stepper.forget_records()
-        self._params.keep_in_float32(stable)
+        self._params.keep_in_float32(kept)
         if counted is not None:
             self.nonfinite_blocks = counted
         for group in self.param_groups:
@@ -512,7 +512,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         packed["param_groups"] = list(map(plain, packed["param_groups"]))
         infos = self._infos()
         params = [p for group in self.param_groups for p in group["params"]]
-        for number, p in enumerate(params):  # torch numbers one that is in a group twice by its first
+        for number, p in enumerate(
+            params
+        ):  # torch numbers one that is in a group twice by its first
             state = packed["state"].get(number)
             if isinstance(state, dict) and not is_new(state):
                 kind = self.kind_of(p, state)
@@ -606,13 +608,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         Also the bytes of these parameters' gradients, of those that there are now.
         """
         rows = []
-        stable = self._params.in_stable_embeddings(self.param_groups)
+        why = self._params.why_float32(self.param_groups)
         for p, stores in self.all_moments().items():
             state = self.state[p]
             remark = self.kind_of(p, state).remark
-            rows += self.settings.memory_rows(stores, "param_correction" in state, stable, remark)
+            rows += self.settings.memory_rows(stores, "param_correction" in state, why, remark)
         for layout in self.on_disk.values():
-            rows += self.settings.memory_rows(layout.like, layout.correction_numel > 0, stable)
+            rows += self.settings.memory_rows(layout.like, layout.correction_numel > 0, why)
         return MemoryReport(tuple(rows), grad_bytes_by_dtype(self.states))
 
     def _infos(self) -> dict[Tensor, ParamInfo]:

@@ -28,7 +28,7 @@ def log_float32_shares(settings: Settings, infos: Collection[ParamInfo]) -> None
             f"; names like it: {', '.join(near)}" if near else "",
         )
     shares = settings.policy.float32_shares(
-        (info.name, info.shape, info.in_stable_embedding) for info in infos
+        (info.name, info.shape, info.why_float32) for info in infos
     )
     if not shares or numbers.rank() > 0:
         return
@@ -48,7 +48,7 @@ def warn_of_copied_embeddings(settings: Settings, infos: Collection[ParamInfo]) 
 
     Some programs give the optimizer float32 copies, which are in no module.
     """
-    if numbers.rank() > 0 or any(info.in_stable_embedding for info in infos):
+    if numbers.rank() > 0 or any(info.why_float32 == float32_modules.REASON for info in infos):
         return
     shapes = {tuple(p.shape) for p in float32_modules.params() if p.requires_grad}
     for info in infos:

@@ -123,7 +123,8 @@ def test_policy_float32_shares_are_of_all_elements_by_cause():
         "empty": (0, 64),
     }
     assert sum(rows * (columns or [1])[0] for rows, *columns in shapes.values()) == 20_000
-    params = [(name, shape, name == "lora_B") for name, shape in shapes.items()]
+    reasons = {"lora_B": "in a StableEmbedding"}
+    params = [(name, shape, reasons.get(name, "")) for name, shape in shapes.items()]
     shares = Policy(min_8bit_size=1000, fp32_params=["*embed*"]).float32_shares(params)
     assert list(shares) == [
         "in a StableEmbedding",
@@ -132,5 +133,5 @@ def test_policy_float32_shares_are_of_all_elements_by_cause():
         "of fewer than 2 dimensions",
     ]
     assert list(shares.values()) == [0.17, 0.16, 472 / 20_000, 128 / 20_000]
-    assert Policy().float32_shares([(None, (64, 64), False), (None, (4096, 8), False)]) == {}
+    assert Policy().float32_shares([(None, (64, 64), ""), (None, (4096, 8), "")]) == {}
     assert Policy().float32_shares([]) == {}

@@ -9,6 +9,8 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
+REASON = "in a StableEmbedding"
+
 _modules: WeakSet[nn.Module] = WeakSet()
 
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero8.spec import dither
-from zero8.state import float32_modules
+from zero8.state import float32_modules, tied
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class ParamInfo:
         name: its name, None if it has none.
         index: its index in constructor order.
         shape: its global shape.
-        in_stable_embedding: whether it is of a `zero8.StableEmbedding`.
+        why_float32: why its moments stay float32 whatever the policy is; empty if it decides.
     """
 
     name: str | None
     index: int
     shape: tuple[int, ...]
-    in_stable_embedding: bool = False
+    why_float32: str = ""
 
     @property
     def label(self) -> str:
@@ -50,7 +50,7 @@ class KnownParams:
     def __init__(self) -> None:
         """Start without parameters."""
         self._originals: dict[int, tuple[weakref.ref[Tensor], ParamInfo]] = {}
-        self._in_stable_embeddings: set[Tensor] = set()  # those that `_originals` cannot have
+        self._why_float32: dict[Tensor, str] = {}  # of those that `_originals` cannot have
 
     def remember(
         self,
@@ -78,9 +78,9 @@ class KnownParams:
         ref, _ = self._originals.get(id(p), (None, None))
         return ref is not None and ref() is p
 
-    def keep_in_float32(self, params: Iterable[Tensor]) -> None:
-        """Take parameters for those of a `zero8.StableEmbedding`: copies have no such module."""
-        self._in_stable_embeddings |= set(params)
+    def keep_in_float32(self, reasons: Mapping[Tensor, str]) -> None:
+        """Keep the moments of parameters in float32: copies are in no module that says so."""
+        self._why_float32 |= reasons
 
     def alive(self) -> dict[Tensor, ParamInfo]:
         """Return the parameters that still exist, in constructor order."""
@@ -98,11 +98,11 @@ class KnownParams:
             known |= dict(zip(copies, trained, strict=True))
         return {p: known.get(p, info) for p, info in infos.items()}
 
-    def in_stable_embeddings(self, groups: Iterable[dict[str, Any]]) -> set[str]:
-        """Return the labels of the parameters of every `zero8.StableEmbedding`."""
+    def why_float32(self, groups: Iterable[dict[str, Any]]) -> dict[str, str]:
+        """Return `ParamInfo.why_float32` by label."""
         # Under ZeRO the groups have flat partitions instead.
         infos = (*self.alive().values(), *self.infos(groups).values())
-        return {info.label for info in infos if info.in_stable_embedding}
+        return {info.label: info.why_float32 for info in infos}
 
     def _infos_of(self, groups: Iterable[dict[str, Any]]) -> dict[Tensor, ParamInfo]:
         """Return what is known without names of a framework, and local shapes."""
@@ -118,11 +118,13 @@ class KnownParams:
                 name = name.replace("_orig_mod.", "") if name else None
                 if p in in_modules and not bears_weak_references(p):
                     # FSDP2 takes it out of its module between forward and backward.
-                    self._in_stable_embeddings.add(p)
-                is_stable = p in in_modules or p in self._in_stable_embeddings
+                    self._why_float32[p] = float32_modules.REASON
+                why = float32_modules.REASON if p in in_modules else self._why_float32.get(p, "")
+                if p in tied.names:
+                    name, why = name or tied.names[p], why or tied.REASON
                 index += 1
                 if p not in infos:  # a group may have it twice
-                    infos[p] = ParamInfo(name, index, shape_here(p), is_stable)
+                    infos[p] = ParamInfo(name, index, shape_here(p), why)
         return infos
 
 

@@ -65,15 +65,13 @@ class Policy:
             raise ValueError(f"fp32_params: got {bad[0]!r} in the list, expected strings")
         object.__setattr__(self, "fp32_params", tuple(patterns))
 
-    def decide(
-        self, name: str | None, shape: tuple[int, ...], in_stable_embedding: bool = False
-    ) -> Decision:
+    def decide(self, name: str | None, shape: tuple[int, ...], why_float32: str = "") -> Decision:
         """Return the decision for a parameter.
 
         Args:
             name: its name, if it has one.
             shape: its global shape.
-            in_stable_embedding: whether it is of a `zero8.StableEmbedding`.
+            why_float32: see `zero8.state.params.ParamInfo`.
 
         Raises:
             ValueError: if there are patterns but the parameter has no name.
@@ -90,8 +88,8 @@ class Policy:
         numel = math.prod(shape)
         if len(shape) < 2:
             return Decision(None, f"{len(shape)}-dimensional", "of fewer than 2 dimensions")
-        if in_stable_embedding:
-            return Decision(None, "in a StableEmbedding", "in a StableEmbedding")
+        if why_float32:
+            return Decision(None, why_float32, why_float32)
         if numel < self.min_8bit_size:
             reason = f"{numel} elements, fewer than min_8bit_size"
             return Decision(None, reason, "small")
@@ -118,7 +116,7 @@ class Policy:
         return list(dict.fromkeys(meant[text] for text in texts))
 
     def float32_shares(
-        self, params: Iterable[tuple[str | None, tuple[int, ...], bool]]
+        self, params: Iterable[tuple[str | None, tuple[int, ...], str]]
     ) -> dict[str, float]:
         """Return the shares of all elements that keep float32 moments, by `Decision.cause`.
 
@@ -129,8 +127,8 @@ class Policy:
             The causes that occur, largest share first.
         """
         numel_of: Counter[str] = Counter()
-        for name, shape, in_stable_embedding in params:
-            decision = self.decide(name, shape, in_stable_embedding)
+        for name, shape, why_float32 in params:
+            decision = self.decide(name, shape, why_float32)
             numel_of[decision.cause] += math.prod(shape)
         kept = [(cause, numel) for cause, numel in numel_of.most_common() if cause and numel]
         return {cause: numel / numel_of.total() for cause, numel in kept}

@@ -2,7 +2,7 @@
 """The settings of a whole optimizer, and their effect on the state of each parameter."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +58,7 @@ class Settings:
 
     def decide(self, info: ParamInfo) -> Decision:
         """Return whether a parameter gets 8-bit moments; see `Policy.decide`."""
-        return self.policy.decide(info.name, info.shape, info.in_stable_embedding)
+        return self.policy.decide(info.name, info.shape, info.why_float32)
 
     def piece(self, info: ParamInfo, start: int, numel: int, first: int) -> Piece:
         """Return a piece of a parameter, 8-bit or float32 as the policy decides; see `Piece`."""
@@ -93,7 +93,7 @@ class Settings:
         self,
         stores: Sequence[MomentStore],
         corrected: bool,
-        in_stable_embeddings: Collection[str],
+        why_float32: Mapping[str, str],
         remark: str = "",
     ) -> list[MemoryRow]:
         """Return the memory of moments, a row per parameter of their segment table.
@@ -101,7 +101,7 @@ class Settings:
         Args:
             stores: the moments.
             corrected: whether there are corrections of bfloat16 weights.
-            in_stable_embeddings: labels of parameters of a `zero8.StableEmbedding`.
+            why_float32: `ParamInfo.why_float32` by label.
             remark: the addition of a kind of state to the reason.
         """
         rows: dict[str, MemoryRow] = {}
@@ -109,8 +109,8 @@ class Settings:
             moments = [store.piece(number) for store in stores]
             tensors = [t for m in moments for t in (m.values, m.scales)]
             state_bytes = sum(t.nbytes for t in tensors if t is not None)
-            is_stable = piece.name in in_stable_embeddings
-            reason = self.policy.decide(piece.name, piece.shape, is_stable).reason + remark
+            why = why_float32.get(piece.name, "")
+            reason = self.policy.decide(piece.name, piece.shape, why).reason + remark
             bits = self.codec.bits_of(self.algorithm.moments) if piece.is_quantized else 32
             sizes = (piece.numel, bits, reason, state_bytes, piece.numel * corrected)
             row = MemoryRow(piece.name, piece.shape, *sizes)

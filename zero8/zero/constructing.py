@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records which DeepSpeed engine is constructing its optimizer.
+"""Records which DeepSpeed engine is constructing its optimizer, and the weights that pipelines tie.
 
 An engine does so in `_configure_optimizer`, from the config's type or from the callable given to
 `deepspeed.initialize`.  An optimizer object given to `deepspeed.initialize` exists before it.
@@ -8,6 +8,8 @@ An engine does so in `_configure_optimizer`, from the config's type or from the 
 import functools
 from contextvars import ContextVar
 from types import ModuleType
+
+from zero8.state import tied
 
 _engine: ContextVar[object | None] = ContextVar("engine", default=None)
 
@@ -33,6 +35,26 @@ def note_engines(module: ModuleType) -> None:
             _engine.reset(token)
 
     engine_class._configure_optimizer = configured
+
+
+def note_tied_weights(pipeline_class: type) -> None:
+    """Record the weights that each new `deepspeed.pipe.PipelineModule` ties across its stages.
+
+    Args:
+        pipeline_class: that class.
+
+    Raises:
+        AttributeError: if this DeepSpeed lacks its method; `seams.install` then reports it.
+    """
+    original, _ = pipeline_class.__init__, pipeline_class.get_tied_weights_and_groups
+
+    @functools.wraps(original)
+    def made(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        across = {p for p, group in self.get_tied_weights_and_groups() if group.size() > 1}
+        tied.names.update((p, name) for name, p in self.named_parameters() if p in across)
+
+    pipeline_class.__init__ = made
 
 
 def constructing_engine() -> object | None:

@@ -88,6 +88,7 @@ _BF16 = "deepspeed.runtime.bf16_optimizer"
 _SWAP = "deepspeed.runtime.swap_tensor"
 _PARTITIONED = f"{_SWAP}.partitioned_optimizer_swapper"
 _PIPELINED = f"{_SWAP}.pipelined_optimizer_swapper"
+_PIPE = "deepspeed.runtime.pipe"
 _CHECKPOINT = "deepspeed.runtime.checkpoint_engine"
 _PADDING = "loads universal checkpoints on ranks that hold only padding, too"
 _VIEWS = "refreshes views of states that have changed"
@@ -115,6 +116,12 @@ SEAMS = (
         ("client_optimizer",),
         "records the engine, and names the setting that allows our optimizer as an object",
     ),
+    Seam(
+        f"{_PIPE}.module",
+        "PipelineModule.__init__",
+        change="records the weights that are tied across stages",
+    ),
+    Seam(f"{_PIPE}.module", "PipelineModule.get_tied_weights_and_groups"),
     Seam(
         "deepspeed.runtime.base_optimizer",
         "ZeROOptimizer._configure_master_weights",
