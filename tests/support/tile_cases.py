@@ -5,7 +5,7 @@ import math
 import random
 
 import torch
-from segments import KINDS, Place, gradient, make, scalars_at
+from segments import KINDS, Place, correct, gradient, make, scalars_at
 
 from zero8.op import kernel
 from zero8.spec.segment import Rounding, Segment
@@ -57,7 +57,7 @@ def segment_of(place: Place, hyper: dict, chance: random.Random) -> Segment:
     if dtype == BF16 and chance.random() < 0.3:
         generator = torch.Generator().manual_seed(place.numel)
         correction = torch.randint(-128, 128, (place.numel,), generator=generator)
-        segment.correction = correction.to(torch.int8)
+        correct(segment, correction)
     return segment
 
 
