@@ -155,6 +155,9 @@ std::string wrong_memory(const Segment& s) {
     if (found.empty() && s.param_dtype == kINT8) {
       found = wrong_array("row_scales", s.row_scales, s.row_scales_dtype);
     }
+    if (found.empty() && s.weight_sums && !is_address(s.weight_sums, alignof(WeightSums))) {
+      found = wrong_address("weight_sums", s.weight_sums, alignof(WeightSums));
+    }
     if (!found.empty()) return found;
   }
   const int64_t blocks = check::num_blocks(s);

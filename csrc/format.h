@@ -61,12 +61,20 @@ struct Moment {
   uint32_t phase;      // of the dither
 };
 
+// Sums (K1) of the bfloat16 weights of a block as the last step left them: of all, and of those
+// that were not 0 before it.  0 if no step has.
+struct WeightSums {
+  uint32_t all;
+  uint32_t without_zeros;
+};
+
 // Elements first .. first + numel - 1 of one parameter: zero8/spec/segment.py.
 // No __restrict__ on the pointers: two moments may be views of one buffer.
 struct Segment {
   void* param;       // float, bfloat16, or int8_t of whole rows, updated in place
   const void* grad;  // float, bfloat16, or Half if param is not bfloat16; any element alignment
   void* correction;  // int8_t, 8 more bits of a bfloat16 parameter; null without
+  WeightSums* weight_sums;  // with a correction, per block touched; null without
   void* copy;        // of copy_dtype: the nearest to a float, or a bfloat16 as it is; null without
   void* row_scales;  // of an int8_t parameter, one for each of its own rows; null of others
   Moment moments[kMaxMoments];

@@ -30,6 +30,7 @@
 #include "arithmetic.h"
 #include "block_walk.h"
 #include "buffer.h"
+#include "corrections.h"
 
 namespace zero8 {
 namespace ZERO8_TARGET {
@@ -100,6 +101,7 @@ struct Reader {
 template <class Algorithm, class Codec, class P, bool kPairs>
 struct Pending {
   P param;
+  Corrections<P> corrections;
   Row<Algorithm, Codec, Sinks<Algorithm>::template Sink> sinks;
   Buffer<Algorithm> buffer;
   int count = 0;
@@ -107,6 +109,12 @@ struct Pending {
   // `codes` are those of the block's moments.
   ZERO8_INLINE void finish(const typename Algorithm::Scalars& s,
                            Row<Algorithm, Codec, BlockCodes>& codes) {
+    corrections.around([&]() ZERO8_INLINE { write(s, codes); });
+  }
+
+ private:
+  ZERO8_INLINE void write(const typename Algorithm::Scalars& s,
+                          Row<Algorithm, Codec, BlockCodes>& codes) {
     int i = 0;
     start(i, kPairs);
     for (; i + kChunk <= count; i += kChunk) {
@@ -134,8 +142,6 @@ struct Pending {
     correct_params(s, buffer, param, count);
     codes.visit([](auto, auto& one) ZERO8_INLINE { one.store_rest(); });
   }
-
- private:
   ZERO8_INLINE void start(int i, bool pairs) {
     param.start(i, pairs);
     sinks.visit([&](auto, auto& sink) ZERO8_INLINE { sink.start(i, pairs); });
@@ -175,6 +181,7 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, int64_t begin, in
   BlockWalk walk(seg, begin);
   for (int64_t local = begin; local < end; ++local, walk.advance()) {
     const Block b = walk.block();
+    const Corrections<P> corrections(seg, b);
     Reader<typename Algorithm::Scalars, P, G> reader(seg, s, b);
     float* values[kMoments];
     Vec::I patterns[kMoments];
@@ -207,14 +214,16 @@ int64_t step_plain(const Segment& seg, const StepScalars& raw, int64_t begin, in
       ++skipped;
       continue;
     }
-    reader.param.start(0, false);
-    for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
-      step_param(s, buffer, reader.param, i, lanes);
-      for (int k = 0; k < kMoments; ++k) {
-        store(values[k] + i, Vec::load(buffer.row(k) + i), lanes);
-      }
+    corrections.around([&]() ZERO8_INLINE {
+      reader.param.start(0, false);
+      for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
+        step_param(s, buffer, reader.param, i, lanes);
+        for (int k = 0; k < kMoments; ++k) {
+          store(values[k] + i, Vec::load(buffer.row(k) + i), lanes);
+        }
+      });
+      correct_params(s, buffer, reader.param, b.count);
     });
-    correct_params(s, buffer, reader.param, b.count);
   }
   return skipped;
 }
@@ -306,6 +315,7 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const CodecMa
   BlockWalk walk(seg, begin);
   for (int64_t local = begin; local < end; ++local, walk.advance()) {
     const Block b = walk.block();
+    const Corrections<P> corrections(seg, b);
     const Reader<Scalars, P, G> reader(seg, s, b);
     const AllSources sources(seg, raw, maps, b, &codes);
     Advanced<Algorithm, Codec> to{{memory + half * kRows * stride, stride}, {}};
@@ -335,7 +345,7 @@ int64_t step_quantized(const Segment& seg, const StepScalars& raw, const CodecMa
     const AllSinks sinks(seg, raw, maps, b, made, to.ranges, &codes);
     pending.finish(s, codes);
     codes.visit([&](auto, auto& one) ZERO8_INLINE { one.keep(b); });
-    pending = {reader.param, sinks, to.buffer, b.count};
+    pending = {reader.param, corrections, sinks, to.buffer, b.count};
     half = 1 - half;
   }
   pending.finish(s, codes);

@@ -36,6 +36,7 @@ from zero8.step.check import check_new, check_replaceable
 from zero8.step.clipping import Clipped, factor_of, total_norm
 from zero8.step.in_backward import InBackward, check_model
 from zero8.step.stepper import Stepper, plain_torch
+from zero8.step.weight_sums import WeightSums
 from zero8.versions import warn_if_untested
 
 logger = logging.getLogger("zero8")
@@ -380,6 +381,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """
         return self._stepper.copies
 
+    @property
+    def weight_sums(self) -> WeightSums:
+        """By what steps find corrections of bfloat16 weights that belong to other weights."""
+        return self._stepper.weight_sums
+
     def step_in_backward(self, model: torch.nn.Module) -> InBackward:
         """Step each parameter in the backward, as soon as its gradient arrives, and free that.
 
@@ -535,6 +541,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         with self._lock:
             groups = frameworks.process_groups(self._all_params())
             load(self, state_dict, super().load_state_dict, self._adopt_loaded, groups)
+            self.weight_sums.forget()
 
     def _adopt_loaded(self, states: dict[Tensor, dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
         """Return the states of a state dict as kept; check its groups, which are loaded already."""

@@ -47,7 +47,9 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
         stochastic_rounding: rounding of bfloat16 and INT8 parameters: "auto" or "dither"
             (golden-ratio sequence), "hash" (independent), or False (nearest).
         weight_correction_bits: 0, or 8 to keep 8 more bits of each bfloat16 weight beside the
-            states: the 24-bit weights are rounded to nearest, without noise.
+            states: the 24-bit weights are rounded to nearest, without noise.  Weights that other
+            code writes count as they are: the next step drops the 8 bits of all weights of their
+            block; a mask that zeroes the same weights after every step costs others theirs once.
         seed: seed of the dither; there is no generator state.
         state_dict_format: "8bit" (default), or "fp32" for state dicts like those of torch's AdamW,
             four times as large, through which `torch.distributed.checkpoint` can read a checkpoint

@@ -19,6 +19,7 @@
 #include "moments.h"
 // In terms of these:
 #include "arithmetic.h"
+#include "cuda/corrections.h"
 #include "cuda/units.h"
 
 namespace zero8 {
@@ -211,6 +212,9 @@ __device__ inline void write_param(const Segment& seg, const Place& place, const
     auto param = own.param(seg, place);
     param.start(0, false);
     for_vectors([&](int i) { param.write(i, Vec::load(p.x + i), All()); });
+    if constexpr (P::kCorrected) {
+      if (seg.weight_sums) sum_up(seg, place, own.p);
+    }
     write(static_cast<typename P::Stored*>(seg.param) + place.at, own.p, place.n);
     if constexpr (P::kCorrected) {
       write(static_cast<uint8_t*>(seg.correction) + place.at, own.correction, place.n);
@@ -354,7 +358,9 @@ __device__ bool step_block(const Segment& seg, const StepScalars& raw, const Cod
                            const Block& block) {
   const Place place(block);
   const Stored<Algorithm> stored(seg, place);
-  Values p = param_of(seg, stored.param, stored.correction, place);
+  Words correction = stored.correction;
+  if (seg.correction) drop_stale(seg, place, stored.param, correction);
+  Values p = param_of(seg, stored.param, correction, place);
   Values g = grad_of(seg, typename Algorithm::Scalars(raw), stored.grad);
   Vec::I largest = Vec::seti(0);
   for_vectors([&](int i) {

@@ -25,6 +25,7 @@ from segments import (
     assert_same,
     assert_steps_inside,
     copied,
+    correct,
     factors,
     gradient,
     make,
@@ -205,9 +206,14 @@ def test_cuda_step_with_a_correction_equals_the_cpu(host, codec, grad_dtype, hyp
     segments = [make(codec, place, scalars_at(1, ADAMW), BF16, grad_dtype) for place in places(256)]
     for segment in segments:
         numel = segment.param.numel()
-        segment.correction = torch.arange(numel, dtype=torch.int8)
-        segment.param[::5] = 0.0  # then the correction is a subnormal number of its own
+        correct(segment, torch.arange(numel))
+        segment.param[::5] = 0.0  # which have no correction
     assert_follows_cpu(host, segments, hyper)
+    for value in (0.0, 0.0, 1.5):  # the second time, blocks keep the corrections of other weights
+        for segment in segments:
+            segment.param[::5] = 0.0
+            segment.param[300:700:3] = value
+        assert_follows_cpu(host, segments, hyper, count=1)
 
 
 @codec_names

@@ -58,6 +58,7 @@ def moved(segment: Segment, device: str) -> Segment:
         param=move(segment.param),
         grad=move(segment.grad),
         correction=move(segment.correction),
+        weight_sums=move(segment.weight_sums),
         moments=moments,
     )
 

@@ -18,6 +18,7 @@ from segments import (
     Place,
     assert_same,
     copied,
+    correct,
     gradient,
     make,
     scalars_at,
@@ -106,7 +107,7 @@ def segment_of(hyper: dict, chance: random.Random) -> Segment:
     if dtype == BF16 and chance.random() < 0.3:
         generator = torch.Generator().manual_seed(chance.randrange(2**32))
         correction = torch.randint(-128, 128, (place.numel,), generator=generator)
-        segment.correction = correction.to(torch.int8)
+        correct(segment, correction)
     return segment
 
 
@@ -146,6 +147,10 @@ def prepare(segment: Segment, hyper: dict, chance: random.Random, step: int) -> 
             value = chance.choice(SPECIAL)
             tensor[chance.randrange(tensor.numel())] = value
     segment.grad.copy_(grad)
+    if segment.weight_sums is not None and chance.random() < 0.5:  # so some corrections are stale
+        begin = chance.randrange(segment.param.numel())
+        written = segment.param[begin : begin + chance.choice((1, 2, 100, 1000))]
+        chance.choice((written.zero_, written.neg_, written[::2].zero_))()
     segment.scalars = scalars_at(step, hyper)
     set_phases(segment, *(chance.randrange(2**32) for _ in range(2)))
 

@@ -8,13 +8,45 @@ import pytest
 import torch
 from torch import nn
 
-from zero8 import Adam8bitBlockwise
+from zero8 import (
+    Adam8bitBlockwise,
+    AdEMAMix8bitBlockwise,
+    Lion8bitBlockwise,
+    Muon8bitBlockwise,
+    SGD8bitBlockwise,
+)
 from zero8.op import kernel
 from zero8.spec.codec import CODECS
 from zero8.spec.reference import corrected_bfloat16
 from zero8.spec.segment import Rounding
 
 SHAPE = (24, 300)
+MADE = {
+    "adam": (Adam8bitBlockwise, {"lr": 1e-3}),
+    "adam, float32 moments": (Adam8bitBlockwise, {"lr": 1e-3, "min_8bit_size": 10**6}),
+    "lion": (Lion8bitBlockwise, {"lr": 1e-3}),
+    "sgd": (SGD8bitBlockwise, {"lr": 1e-3, "momentum": 0.9}),
+    "ademamix": (AdEMAMix8bitBlockwise, {"lr": 1e-3}),
+    "muon": (Muon8bitBlockwise, {"lr": 1e-3}),
+}
+MASK = (torch.arange(24 * 300).view(SHAPE) % 3 > 0).bfloat16()
+
+
+def replace_data(p):
+    p.data = p.data * 2
+
+
+WRITES = {
+    "mul_ by a mask": lambda p: p.mul_(MASK),
+    "mul_ by a mask through data": lambda p: p.data.mul_(MASK),
+    "zero_": lambda p: p.zero_(),
+    "data = x": replace_data,
+    "copy_": lambda p: p.copy_(torch.linspace(-1, 1, p.numel()).view(SHAPE)),
+    "fill_ with a tiny value": lambda p: p.fill_(1e-38),
+    "fill_ with infinity": lambda p: p.fill_(float("inf")),
+    "neg_": lambda p: p.neg_(),
+    "one element": lambda p: p.view(-1)[::44].add_(1),  # or a few of each block: short ones have 44
+}
 
 
 def every_bfloat16():
@@ -34,6 +66,27 @@ def train(optimizer, p, steps, first=0):
     for step in range(first, first + steps):
         p.grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(step)).to(p.dtype)
         optimizer.step()
+
+
+def optimizer_made(name):
+    made, settings = MADE[name]
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(SHAPE).bfloat16())
+    return made([p], seed=3, weight_correction_bits=8, **settings), p
+
+
+def bits_of(optimizer, p):
+    return torch.cat([p.detach().view(torch.int16), optimizer.state[p]["param_correction"]])
+
+
+def stepped_without_corrections(optimizer, p, step):
+    """Return the bits after a step that reads the weights in memory, all corrections being 0."""
+    other = copy.deepcopy(optimizer)
+    (q,) = other.param_groups[0]["params"]
+    other.state[q]["param_correction"].zero_()
+    assert torch.equal(q, p)
+    train(other, q, 1, first=step)
+    return bits_of(other, q)
 
 
 def test_corrected_bfloat16_of_every_bfloat16_is_itself_with_correction_0():
@@ -125,6 +178,97 @@ def test_correction_is_saved_loaded_and_counted():
     ours, theirs = (o.state[q]["param_correction"] for o, q in ((optimizer, p), (resumed, other)))
     assert torch.equal(ours, theirs)
     assert ours.data_ptr() != theirs.data_ptr()
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("name", MADE)
+def test_weights_that_a_script_writes_count_as_they_are(name, write):
+    optimizer, p = optimizer_made(name)
+    train(optimizer, p, 3)
+    with torch.no_grad():
+        write(p)
+    expected = stepped_without_corrections(optimizer, p, 3)
+    train(optimizer, p, 1, first=3)
+    assert torch.equal(bits_of(optimizer, p), expected)
+    assert not p.isnan().any()
+
+
+def test_weights_that_a_script_writes_leave_the_corrections_of_other_blocks():
+    """Rows have a block of 256 elements and one of 44."""
+    optimizer, p = optimizer_made("adam")
+    train(optimizer, p, 3)
+    before = optimizer.state[p]["param_correction"].clone()
+    with torch.no_grad():
+        p[4:6] = 0
+        p[9, 256] = 5
+    before[4:6], before[9, 256:] = 0, 0
+    other = copy.deepcopy(optimizer)
+    (q,) = other.param_groups[0]["params"]
+    other.state[q]["param_correction"].copy_(before)
+    for one, weights in ((optimizer, p), (other, q)):
+        train(one, weights, 1, first=3)
+    assert torch.equal(bits_of(optimizer, p), bits_of(other, q))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_mask_after_every_step_leaves_the_corrections_of_other_weights(name):
+    """Without decay, the other weights are those of a training in which nothing is masked."""
+    runs = []
+    for is_masked in (True, False):
+        optimizer, p = optimizer_made(name)
+        with torch.no_grad():
+            p.mul_(MASK)
+        for step in range(5):
+            train(optimizer, p, 1, first=step)
+            if is_masked:
+                with torch.no_grad():
+                    p.mul_(MASK)
+        runs.append(joined(p.detach(), optimizer.state[p]["param_correction"]))
+    assert torch.equal(*(run[MASK > 0] for run in runs))
+    assert not torch.equal(*runs)
+
+
+def test_weights_that_are_swapped_out_and_back_keep_their_corrections():
+    runs = []
+    for is_swapped in (True, False):
+        optimizer, p = optimizer_made("adam")
+        train(optimizer, p, 3)
+        if is_swapped:
+            kept, p.data = p.data, torch.zeros(SHAPE).bfloat16()
+            p.data = kept.clone()
+        train(optimizer, p, 3, first=3)
+        runs.append(bits_of(optimizer, p))
+    assert torch.equal(*runs)
+
+
+def test_corrections_of_weights_and_states_that_are_loaded_again_count():
+    """In the optimizer that has trained on, whose sums are of its last weights."""
+    optimizer, p = optimizer_made("adam")
+    train(optimizer, p, 3)
+    weights, saved = p.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    runs = []
+    for _ in range(3):
+        train(optimizer, p, 3, first=3)
+        runs.append(bits_of(optimizer, p))
+        optimizer.load_state_dict(saved)
+        with torch.no_grad():
+            p.copy_(weights)
+    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, float("inf"), float("-inf")])
+def test_loaded_corrections_of_weights_that_have_none_do_not_count(value):
+    """A checkpoint may have been saved between a script's write and the next step."""
+    optimizer, p = optimizer_made("adam")
+    train(optimizer, p, 3)
+    saved = optimizer.state_dict()
+    saved["state"][0]["param_correction"].fill_(-100)
+    with torch.no_grad():
+        p.fill_(value)
+    optimizer.load_state_dict(saved)
+    expected = stepped_without_corrections(optimizer, p, 3)
+    train(optimizer, p, 1, first=3)
+    assert torch.equal(bits_of(optimizer, p), expected)
 
 
 def test_correction_of_a_checkpoint_is_dropped_with_a_warning_where_none_is_kept(caplog):

@@ -79,6 +79,7 @@ void step(const zero8::Isa& isa) {
       locate(moment.scales, memory);
     }
     locate(s.correction, memory);
+    locate(s.weight_sums, memory);
     locate(s.copy, memory);
   }
   zero8::step(segments.data(), sizes[0], scalars.data(), maps[0], static_cast<int>(sizes[3]), isa);

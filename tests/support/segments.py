@@ -115,10 +115,18 @@ def make(
     )
 
 
+def correct(segment: Segment, correction: torch.Tensor) -> None:
+    """Give a segment corrections, int8, and sums of weights that no step has left."""
+    offset, numel = segment.param.storage_offset(), segment.param.numel()
+    blocks = segment.grid.num_blocks_touched(segment.first, numel)
+    segment.correction = shifted(correction.to(torch.int8), offset)
+    segment.weight_sums = shifted(torch.zeros(blocks, 2, dtype=torch.int32), offset)
+
+
 def tensors(segment: Segment) -> dict[str, torch.Tensor]:
     """Return everything that a step may change."""
     found = {"param": segment.param}
-    for name in ("correction", "copy", "row_scales"):
+    for name in ("correction", "weight_sums", "copy", "row_scales"):
         if getattr(segment, name) is not None:
             found[name] = getattr(segment, name)
     for name in segment.algorithm.moment_names:
@@ -145,7 +153,7 @@ def copied(segment: Segment) -> Segment:
         return None if x is None else shifted(x, x.storage_offset())
 
     moments = [Moment(copy(m.values), copy(m.scales), m.phase) for m in segment.moments]
-    names = ("param", "grad", "correction", "copy", "row_scales")
+    names = ("param", "grad", "correction", "weight_sums", "copy", "row_scales")
     own = {name: copy(getattr(segment, name)) for name in names}
     return replace(segment, **own, moments=moments)
 
@@ -160,7 +168,7 @@ def framed_copy(segment: Segment) -> tuple[Segment, dict[str, torch.Tensor]]:
         rows = value.numel()
         frames[name] = torch.full((rows + 200,), 77, dtype=value.dtype)
         inner = frames[name][100 : 100 + rows].view(value.shape).copy_(value)
-        if name in ("param", "correction", "copy", "row_scales"):
+        if name in ("param", "correction", "weight_sums", "copy", "row_scales"):
             setattr(framed, name, inner)
         elif name.endswith("_scale"):
             moment_of(framed, name.removesuffix("_scale")).scales = inner

@@ -59,8 +59,13 @@ def is_rounded(master, weight):
     return torch.equal(expected.nan_to_num(), weight.detach().nan_to_num())
 
 
-def run(engine, name):
+def run(engine, name, drops):
     """Train, and write to the masters between two steps.
+
+    Args:
+        engine: the engine.
+        name: the name of its layout.
+        drops: whether to set the corrections of these masters to 0, as a step does by itself.
 
     Returns:
         For each step, whether the weights are the rounded masters afterwards.
@@ -73,6 +78,8 @@ def run(engine, name):
         if step == 3:
             for p in masters:
                 p.detach().mul_(1.25)  # also the padding
+                if drops and "24-bit" in name:
+                    optimizer.state[p]["param_correction"].zero_()
         poison = ["wide"] if "NaN" in name and step in (0, 4) and engine.global_rank == 1 else []
         before = len(optimizer.copies)
         hook = optimizer.register_step_pre_hook(
@@ -94,7 +101,8 @@ def run_pairs(layouts):
     for name, ds_config in layouts.items():
         engines = make_engine(ds_config, Bag()), unfused(make_engine(ds_config, Bag()))
         result[name] = [
-            (*run(engine, name), held(engine), has_buffers(engine)) for engine in engines
+            (*run(engine, name, drops), held(engine), has_buffers(engine))
+            for drops, engine in enumerate(engines)
         ]
     return result
 

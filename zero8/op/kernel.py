@@ -330,6 +330,10 @@ def _fill(record: np.void, segment: Segment, device: torch.device) -> None:
     if segment.correction is not None:
         check("param with a correction", segment.param, numel, torch.bfloat16)
         record["correction"] = check("correction", segment.correction, numel, torch.int8)
+    if segment.weight_sums is not None:
+        num_sums = 2 * segment.grid.num_blocks_touched(segment.first, numel)
+        sums = check("weight_sums", segment.weight_sums, num_sums, torch.int32)
+        record["weight_sums"] = sums
     if segment.copy is not None:
         dtypes = COPY_DTYPES[segment.param.dtype]
         record["copy"] = check("copy", segment.copy, numel, *dtypes)

@@ -53,6 +53,7 @@ _SCALARS = {f"{one.name.capitalize()}Scalars": structs.scalars_dtype(one) for on
 _STRUCTS = {
     **_SCALARS,
     "Moment": structs.MOMENT,
+    "WeightSums": structs.WEIGHT_SUMS,
     "Segment": structs.SEGMENT,
     "DynamicMap": structs.DYNAMIC_MAP,
     "Linear4Map": structs.LINEAR4_MAP,

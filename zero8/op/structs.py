@@ -17,11 +17,13 @@ MAX_MOMENTS = 3
 MOMENT = np.dtype(
     [("values", "u8"), ("scales", "u8"), ("num_scales", "i8"), ("codec", "i4"), ("phase", "u4")]
 )
+WEIGHT_SUMS = np.dtype([("all", "u4"), ("without_zeros", "u4")])
 SEGMENT = np.dtype(
     [
         ("param", "u8"),
         ("grad", "u8"),
         ("correction", "u8"),
+        ("weight_sums", "u8"),
         ("copy", "u8"),
         ("row_scales", "u8"),
         ("moments", MOMENT, MAX_MOMENTS),

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec import dither, int8_rows
+from zero8.spec import corrections, dither, int8_rows
 from zero8.spec.algorithm import MomentRule
 from zero8.spec.codec import dequantize, quantize
 from zero8.spec.packing import packed, unpacked
@@ -43,6 +43,10 @@ def step(segment: Segment) -> int:
     s, algorithm = segment.scalars, segment.algorithm
     moments = list(zip(algorithm.moments, segment.moments, strict=True))
     block, num_blocks = segment.grid.block_numbers(segment.first, segment.param.numel())
+    if segment.correction is not None:
+        own = segment.param, segment.correction, segment.weight_sums
+        corrections.drop_stale(*own, block, num_blocks)
+    before = segment.param.clone()
     p = ieee.flush(_wide_param(segment))
     g = ieee.mul(s.grad_sign, _scaled_grad(segment))
     if s.l2 != 0.0:
@@ -58,6 +62,9 @@ def step(segment: Segment) -> int:
     good = ~bad_blocks[block]
 
     _store_param(segment, algorithm.param(s, p, new, carried), good)
+    if segment.weight_sums is not None:
+        sums = corrections.new_sums(segment.param, before, block, num_blocks)
+        segment.weight_sums[~bad_blocks] = sums[~bad_blocks]
     for (rule, moment), x in zip(moments, new, strict=True):
         _store(segment, rule, moment, x, good, block, bad_blocks)
     if segment.copy is not None:
@@ -134,8 +141,7 @@ def _store(
 def _wide_param(segment: Segment) -> Tensor:
     if segment.correction is None:
         return segment.param.float()
-    bits = segment.param.view(torch.int16).to(torch.int32) << 16
-    return (bits + (segment.correction.to(torch.int32) << 8)).view(torch.float32)
+    return corrections.wide_weights(segment.param, segment.correction)
 
 
 def _store_param(segment: Segment, p: Tensor, good: Tensor) -> None:

@@ -54,6 +54,9 @@ class Segment:
         rounding: how a bfloat16 or INT8 parameter is rounded; float32 parameters ignore it.
         correction: (numel,) int8, contiguous, updated in place: the 8 bits below those of a
             bfloat16 parameter, or None.  With it the parameter is rounded to 24 bits, to nearest.
+        weight_sums: (blocks touched, 2) int32, contiguous, updated in place: the sums of the
+            weights by which a step finds corrections that belong to others
+            (`zero8.spec.corrections`), 0 before the first step.  None without: then all belong.
         copy: (numel,) bfloat16 or float16, contiguous: receives the float32 parameter rounded to
             nearest, also where the step leaves it unchanged, or of bfloat16 the bfloat16 parameter
             as it is; None without.  On the CPU.
@@ -72,6 +75,7 @@ class Segment:
     param_phase: int
     rounding: Rounding
     correction: Tensor | None = None
+    weight_sums: Tensor | None = None
     copy: Tensor | None = None
     row_scales: Tensor | None = None
 

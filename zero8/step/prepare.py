@@ -24,9 +24,12 @@ from zero8.step import int8_part
 from zero8.step.batch import Batch
 from zero8.step.plan import Kinds
 from zero8.step.records import ParamRecords
+from zero8.step.weight_sums import WeightSums
 
 
-def prepared(kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
+def prepared(
+    kind: StateKind, single: Batch, info: ParamInfo, weight_sums: WeightSums
+) -> ParamRecords:
     """Return the records of one parameter; makes its state if it has none.
 
     Raises:
@@ -61,9 +64,15 @@ def prepared(kind: StateKind, single: Batch, info: ParamInfo) -> ParamRecords:
     if rows is not None and not is_widened:
         for segment, piece in zip(segments, pieces, strict=True):
             segment.row_scales = int8_part.rows_of_piece(rows, piece).scales
+    sums = None
+    if (correction := state.get("param_correction")) is not None:
+        num_blocks = [one.grid.num_blocks_touched(one.first, one.numel) for one in pieces]
+        sums = weight_sums.of(p, correction, sum(num_blocks), values.device)
+        for segment, own in zip(segments, sums.split(num_blocks), strict=True):
+            segment.weight_sums = own
     keys = [_stream_keys(settings, piece.identity) for piece in pieces]
     snapshot = Snapshot(single.values, single.grads, Kinds([kind]).contents(single))
-    return ParamRecords.of(kind, snapshot, pieces, (flat, grads), segments, keys)
+    return ParamRecords.of(kind, snapshot, pieces, (flat, grads), segments, keys, sums)
 
 
 def _make_contiguous(state: Entries, others: Entries) -> None:

@@ -2,7 +2,7 @@
 """The kernel records of a parameter, kept between steps.
 
 Making them takes about 100 microseconds per parameter, long compared with the step of a small
-tensor.  They hold addresses, not tensors, so they keep nothing alive.
+tensor.  They hold addresses, not tensors, so they keep nothing alive but sums of their own.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,7 @@ class ParamRecords:
         records: (pieces,) `SEGMENT`; `zero8.op.kernel.fill` sets the fields that steps change.
         kept: (pieces,) `KEPT_PIECE`, the constants that `fill` needs.
         pieces: the pieces.
+        weight_sums: the sums to which the records refer, None without a correction.
     """
 
     kind: StateKind
@@ -36,6 +37,7 @@ class ParamRecords:
     records: np.ndarray
     kept: np.ndarray
     pieces: tuple[Piece, ...]
+    weight_sums: Tensor | None
 
     @classmethod
     def of(
@@ -46,6 +48,7 @@ class ParamRecords:
         flat: tuple[Tensor, Tensor],
         segments: Sequence[Segment],
         keys: Sequence[tuple[list[int], int]],
+        weight_sums: Tensor | None,
     ) -> "ParamRecords":
         """Return the records of one parameter.
 
@@ -56,6 +59,7 @@ class ParamRecords:
             flat: the parameter and its gradient, or contiguous copies, in one dimension.
             segments: its pieces, views of `flat` and of the live state.
             keys: for each segment, the dither keys of its moments and that of the parameter.
+            weight_sums: see the attribute.
         """
         records = kernel.records_of(segments, flat[0].device, {})
         kept = np.zeros(len(records), KEPT_PIECE)
@@ -64,7 +68,7 @@ class ParamRecords:
         for one, (moment_keys, param_key) in zip(kept, keys, strict=True):
             one["moment_keys"][: len(moment_keys)] = moment_keys
             one["param_key"] = param_key
-        return cls(kind, snapshot, records, kept, pieces)
+        return cls(kind, snapshot, records, kept, pieces, weight_sums)
 
     def has_floats_of(self, before: "ParamRecords") -> bool:
         """Return whether the float32 moments are the tensors that they were before."""

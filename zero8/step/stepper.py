@@ -30,6 +30,7 @@ from zero8.step.part import NextStep
 from zero8.step.plan import Kinds, Plan
 from zero8.step.prepare import prepared
 from zero8.step.records import ParamRecords
+from zero8.step.weight_sums import WeightSums
 
 
 @contextmanager
@@ -52,6 +53,7 @@ class Stepper:
         clipped: the gradients that the factor is for, None if for whichever come.
         copies: by parameter on the CPU, the 16-bit tensor to which the next step also writes it,
             rounded to nearest; the step takes out those that it has written.
+        weight_sums: the sums of weights with corrections that steps have left.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Stepper:
         self.grad_factor = 1.0
         self.clipped: Clipped | None = None
         self.copies: dict[Tensor, Tensor] = {}
+        self.weight_sums = WeightSums()
         self._params, self._kind_of, self._algorithm_of = params, kind_of, algorithm_of
         self._settings = settings
         self._codec, self._corrects_bias = settings.codec, settings.bias_correction
@@ -179,7 +182,7 @@ class Stepper:
                 (p,), (its_state,) = single.params, single.states
                 kind = self._kind_of(p, its_state)
                 before, was_new = self._kept.get(id(p)), is_new(its_state)
-                self._kept[id(p)] = records = prepared(kind, single, infos[p])
+                self._kept[id(p)] = records = prepared(kind, single, infos[p], self.weight_sums)
                 # Partitions, whose moments move, note what is written into them.
                 if isinstance(kind, WholeTensor) and before is not None and not was_new:
                     if not records.has_floats_of(before):

@@ -122,6 +122,7 @@ class SwapsStates(OptimizerSwapper):
     def expect_other_files(self) -> None:
         """Accept files that this run did not write, such as a checkpoint's."""
         self._written.clear()
+        self.optimizer.weight_sums.forget()
 
     def _get_state_tensors(self, parameter):
         return []  # DeepSpeed shall write no files for states
@@ -186,6 +187,8 @@ class SwapsStates(OptimizerSwapper):
         buffer.lend([state[like.name].store for like in layout.like])
         if layout is known:
             self._resident[key] = buffer
+            if layout.correction_numel:
+                self.optimizer.weight_sums.moved(parameter, state["param_correction"])
             self._hand_over(parameter, state)
             return
         # A checkpoint's file: codec, block size or policy may differ from ours.

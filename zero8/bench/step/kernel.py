@@ -43,7 +43,10 @@ def sample(algorithm: str, codec: str, variant: Variant, shape: tuple[int, int])
     table = PieceTable((piece,), numel)
     moments = [MomentStore.zeros(CODECS[codec], rule, table).piece(0) for rule in rules.moments]
     param = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(variant.dtype)
-    correction = torch.zeros(numel, dtype=torch.int8) if variant.correction_bits else None
+    correction = weight_sums = None
+    if variant.correction_bits:
+        correction = torch.zeros(numel, dtype=torch.int8)
+        weight_sums = torch.zeros(piece.grid.num_blocks, 2, dtype=torch.int32)
     segment = Segment(
         param=param,
         grad=torch.empty_like(param, dtype=variant.grad_dtype),
@@ -56,6 +59,7 @@ def sample(algorithm: str, codec: str, variant: Variant, shape: tuple[int, int])
         param_phase=0,
         rounding=Rounding.DITHER,
         correction=correction,
+        weight_sums=weight_sums,
     )
     return prepared(segment, 1)
 
@@ -110,6 +114,7 @@ def moved(segment: Segment, device: torch.device) -> Segment:
         param=copied(segment.param),
         grad=copied(segment.grad),
         correction=copied(segment.correction),
+        weight_sums=copied(segment.weight_sums),
         moments=[Moment(copied(m.values), copied(m.scales), m.phase) for m in segment.moments],
     )
 

@@ -14,6 +14,7 @@ from zero8.checkpoint.files.staging import Staging
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.joined_blocks import Blocks
 from zero8.spec.algorithm import Algorithm
+from zero8.spec.corrections import wide_weights
 from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
@@ -75,8 +76,7 @@ class Parameter:
         """Return the weights; with corrections, as float32 of 24 significant bits."""
         if self.weights is None or self.correction is None:
             return self.weights
-        bits = self.weights.view(torch.int16).to(torch.int32) << 16
-        return (bits + (self.correction.to(torch.int32) << 8)).view(torch.float32)
+        return wide_weights(self.weights, self.correction)
 
 
 class Assembly:
