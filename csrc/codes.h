@@ -116,6 +116,11 @@ class Dither {
   }
 };
 
+// Whether thresholds are used where the settling of a step says so, and only there: of an encoder
+// that then `is_dithered`, and has an encoder `dithered()`.
+template <class Code>
+constexpr bool kMayDither = false;
+
 // What the codes of a block depend on besides their range.
 struct BlockValues {
   float* x;        // up to a whole number of vectors, zeros at the end

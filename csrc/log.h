@@ -18,6 +18,8 @@ struct Octaves {
       static_cast<float>(1 << kOctaves) -
       static_cast<float>(1 << (kOctaves - 1)) / static_cast<float>(1 << kMantissaBits) - 1.0f;
   static constexpr float kMinScale = 0x1p-126f * static_cast<float>(1 << kMantissaBits);
+  static constexpr float kLeastSettling =
+      static_cast<float>(1.0 + 2.0 / 3.0 / static_cast<double>(1 << kMantissaBits));
 
   // (C4) of a block that is not all zeros.
   ZERO8_DEVICE static float scale(float absmax) {
@@ -98,10 +100,12 @@ struct SignedLog {
     static constexpr Left kLeft = Left::kSign;
     float inverse = 0.0f, settled_inverse = 0.0f;
     uint32_t shift = 0, half = 0;
+    bool is_dithered = false;
 
     ZERO8_DEVICE Encoder() {}
     ZERO8_DEVICE Encoder(const Range& range, const CodecMaps&, const BlockValues& block,
-                         float* stored) {
+                         float* stored)
+        : is_dithered(block.settling < Narrow::kLeastSettling) {
       const float absmax = range.value();
       const float narrow = Narrow::scale(absmax), wide = Wide::scale(absmax);
       const int samples = block.size / kSampleOf * kSample +
@@ -126,6 +130,21 @@ struct SignedLog {
       const Vec::I rounded = Vec::minu(Vec::addi(y, Vec::seti(half)), settled);
       return Vec::shrv(Vec::subi(rounded, Vec::seti(kOneBits)), Vec::seti(shift));
     }
+    // (C2"), which as little exceeds the largest code: a cell has 2^shift units of the pattern, of
+    // which the threshold takes all but 2^-15 at most.
+    struct Dithered {
+      static constexpr Left kLeft = Left::kSign;
+      float inverse;
+      uint32_t shift;
+
+      ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I threshold) const {
+        const Vec::F magnitude = Vec::as_float(Vec::magnitude_bits(x));
+        const Vec::I y = Vec::as_int(Vec::fma_far(magnitude, Vec::set(inverse), Vec::set(1.0f)));
+        const Vec::I raised = Vec::addi(y, Vec::shlv(threshold, Vec::seti(shift - 16)));
+        return Vec::shrv(Vec::subi(raised, Vec::seti(kOneBits)), Vec::seti(shift));
+      }
+    };
+    ZERO8_DEVICE Dithered dithered() const { return {inverse, shift}; }
 
    private:
     // How many sampled |x| of the block are at least `joint`, which is positive.
@@ -141,7 +160,12 @@ struct SignedLog {
       return Vec::reduce_sum(count);
     }
   };
+
+  // The threshold is q, with the last two bits replaced by 2.
+  ZERO8_DEVICE static Dither dither(uint32_t q) { return Dither((q & ~3u) | 2u); }
 };
+template <int kCodeBits>
+constexpr bool kMayDither<SignedLog<kCodeBits>> = true;
 
 // Signed values in `log` and `log6` that live long: (C2")
 template <int kCodeBits>
@@ -173,9 +197,6 @@ struct DitheredLog : SignedLog<kCodeBits> {
       return Vec::shr<kShift>(Vec::addi(Vec::shl<kShift - 16>(threshold), distance));
     }
   };
-
-  // The threshold is q, with the last two bits replaced by 2.
-  ZERO8_DEVICE static Dither dither(uint32_t q) { return Dither((q & ~3u) | 2u); }
 };
 
 // Values that are never negative in `log` and `log6`: (C7), (C8)

@@ -200,7 +200,7 @@ struct RangeOf : Code::Range {
 // --- Encoding ------------------------------------------------------------------------------------
 
 template <class Encoder>
-ZERO8_DEVICE ZERO8_INLINE inline Vec::I encode_one(Encoder& encode, const float* values,
+ZERO8_DEVICE ZERO8_INLINE inline Vec::I encode_one(const Encoder& encode, const float* values,
                                                    Vec::I threshold) {
   const Vec::F x = Vec::load(values);
   return completed<Encoder::kLeft>(encode(x, threshold), x);
@@ -237,16 +237,34 @@ struct Sinks {
                  {made.values + k * made.stride, made.count, made.place, made.size,
                   Algorithm::settling(s, k)},
                  seg.moments[k].scales + b.local * Code::kScales) {
-      if constexpr (Code::kIsDithered) {
-        dither = Code::dither(Thresholds(seg, b, seg.moments[k].phase).q);
+      if constexpr (Code::kIsDithered || kMayDither<Code>) {
+        if (is_dithered()) dither = Code::dither(Thresholds(seg, b, seg.moments[k].phase).q);
       }
     }
 
+    ZERO8_DEVICE ZERO8_INLINE bool is_dithered() const {
+      if constexpr (kMayDither<Code>) return encode.is_dithered;
+      return Code::kIsDithered;
+    }
     ZERO8_DEVICE ZERO8_INLINE void start(int i, bool pairs) {
       if constexpr (Code::kIsDithered) dither.start(i, pairs);
     }
+    // The thresholds from element i on, where the code may dither: of each chunk by themselves, so
+    // that a step without them keeps none in registers.
+    ZERO8_DEVICE ZERO8_INLINE Dither started(int i, bool pairs) const {
+      Dither from = dither;
+      from.start(i, pairs);
+      return from;
+    }
     template <class Lanes>
     ZERO8_DEVICE ZERO8_INLINE void write(int i, Lanes lanes) {
+      if constexpr (kMayDither<Code>) {
+        if (encode.is_dithered) {
+          const Vec::I threshold = started(i, false).next();
+          store8(codes + i, encode_one(encode.dithered(), values + i, threshold), lanes);
+          return;
+        }
+      }
       store8(codes + i, encode_one(encode, values + i, next()), lanes);
     }
 

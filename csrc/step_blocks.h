@@ -37,14 +37,20 @@ namespace ZERO8_TARGET {
 
 template <bool kPairs, class Sink>
 ZERO8_INLINE inline void encode_chunk(Sink& sink, int i) {
-  Vec::I threshold[4];
-  for (int k = 0; k < 4; ++k) {
-    if constexpr (Sink::Code::kIsDithered) {
-      threshold[k] = sink.dither.next_of_two(k % 2);
-    } else {
-      threshold[k] = Vec::seti(0);
+  using Code = typename Sink::Code;
+  Vec::I threshold[4] = {Vec::seti(0), Vec::seti(0), Vec::seti(0), Vec::seti(0)};
+  const auto take = [&](Dither& dither) ZERO8_INLINE {
+    for (int k = 0; k < 4; ++k) threshold[k] = dither.next_of_two(k % 2);
+  };
+  if constexpr (kMayDither<Code>) {
+    if (sink.encode.is_dithered) {
+      Dither dither = sink.started(i, kPairs);
+      take(dither);
+      encode_four<kPairs>(sink.encode.dithered(), sink.values + i, threshold, sink.codes + i);
+      return;
     }
   }
+  if constexpr (Code::kIsDithered) take(sink.dither);
   encode_four<kPairs>(sink.encode, sink.values + i, threshold, sink.codes + i);
 }
 

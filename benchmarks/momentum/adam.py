@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam with a short and with a long first moment, which is rounded to nearest in both cases."""
+"""Adam with a short and with a long first moment, which `log` rounds by (C2') and by (C2")."""
 
 from collections.abc import Callable
 

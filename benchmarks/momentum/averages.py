@@ -14,7 +14,7 @@ from benchmarks.momentum.recorded import replay, sgd
 
 BETAS = (0.9, 0.99, 0.999)
 STATES = ("log", "dynamic")
-SETTLING = "log, to nearest (C2')"
+SETTLING = "log, Adam's first moment"
 
 # Panter and Dite, "Quantization distortion in pulse-count modulation with nonuniform spacing of
 # levels" (1951): the least RMS error of 256 levels for a Gaussian, over its standard deviation.

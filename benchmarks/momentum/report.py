@@ -38,11 +38,12 @@ def _average_lines(result: dict) -> list[str]:
         "## A moving average",
         "",
         "The update of `SGD8bitBlockwise` without dampening, against float32 states: RMS(u_q - u) "
-        "over RMS(u), and the same of the sums of updates (drift). `(C2')` is the code of Adam's "
-        "first moment. Bound: Panter and Dite's for the best 256 levels of a Gaussian, "
-        "sqrt(pi sqrt(3)/2)/256 of the standard deviation per rounding, added up over the memory "
-        "of the average as if the errors of all steps were independent, in this run and in one "
-        "without end. The errors of the dither are not: they cancel in part over steps.",
+        "over RMS(u), and the same of the sums of updates (drift). Adam's first moment is rounded "
+        "by (C2') with a beta of 0.9, by (C2\") with the others. Bound: Panter and Dite's for the "
+        "best 256 levels of a Gaussian, sqrt(pi sqrt(3)/2)/256 of the standard deviation per "
+        "rounding, added up over the memory of the average as if the errors of all steps were "
+        "independent, in this run and in one without end. The errors of the dither are not: they "
+        "cancel in part over steps.",
         "",
         *table_lines([*headers, "bound, this run", "bound, no end"], cells),
     ]
@@ -81,7 +82,7 @@ def _adam_lines(result: dict) -> list[str]:
         "## Adam",
         "",
         "The update against that of fp32 Adam, on the gradients of a run with the same betas. The "
-        "first moment is rounded to nearest, in `log` by (C2').",
+        "first moment is rounded to nearest, in `log` by (C2') or, with a beta1 of 0.99, (C2\").",
         "",
         *table_lines(["betas", "states", "RMS error", "drift"], cells),
     ]

@@ -77,6 +77,7 @@ HYPERS = {
     "no memory": {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.1},
     "subnormal scalars": {"lr": 1e-40, "betas": (1e-30, 0.9), "eps": 1e-40, "weight_decay": 0.1},
     "large rate": {"lr": 2.0**119, "betas": (0.9, 0.999), "eps": 1.0, "weight_decay": 0.0},
+    "long beta1": {"lr": 1e-3, "betas": (0.99, 0.999), "eps": 1e-8, "weight_decay": 0.1},
     "lion": {"algorithm": LION, "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
     "lion, subnormal scalars": {"algorithm": LION, "lr": 1e-40, "betas": (1e-30, 0.9)},
     "ademamix": {

@@ -65,6 +65,13 @@ HYPERS = {
     },
     "no memory": {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.1},
     "large eps": {"lr": 1.0, "betas": (0.95, 0.9), "eps": 1.0, "weight_decay": 0.5},
+    # On both sides of `least_settling` of `log`, and moments on levels and halfway between them.
+    "beta1 just nearest": {"lr": 1e-3, "betas": (0.9789, 0.999), "eps": 1e-8, "weight_decay": 0.1},
+    "beta1 just dithered": {"lr": 1e-3, "betas": (0.979, 0.999), "eps": 1e-8, "weight_decay": 0.1},
+    "long beta1": {
+        "lr": 1e-3, "betas": (0.99, 0.999), "eps": 1e-8, "weight_decay": 0.1, "grad_factor": 0.5
+    },
+    "exact long beta1": {"lr": 0.25, "betas": (127 / 128, 0.25), "eps": 0.0, "weight_decay": 0.0},
     "lion": {"algorithm": LION, "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
     "lion, exact betas, maximize": {
         "algorithm": LION, "lr": 0.25, "betas": (0.5, 0.25), "maximize": True
@@ -92,6 +99,9 @@ HYPERS = {
     "ademamix, maximize, factor": {
         "algorithm": ADEMAMIX, "lr": 1e-2, "betas": (0.5, 0.75, 0.875), "alpha": 2.0,
         "maximize": True, "grad_factor": 21 / 128,
+    },
+    "ademamix, long beta1": {
+        "algorithm": ADEMAMIX, "lr": 1e-3, "betas": (0.99, 0.999, 0.9999), "weight_decay": 0.1
     },
     "sgd, dampening": {"algorithm": SGD, "lr": 0.25, "momentum": 0.5, "dampening": 0.25},
 }  # fmt: skip
@@ -146,10 +156,13 @@ DTYPES = {
 }
 
 
-@codec_names
+@pytest.mark.parametrize(
+    ("codec", "name"),
+    [*((codec, "adamw") for codec in CODEC_NAMES), ("log", "long beta1"), ("log6", "long beta1")],
+)
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
-def test_kernel_step_any_dtype_place_and_gradient_equals_reference(codec, dtypes):
-    hyper = HYPERS["adamw"]
+def test_kernel_step_any_dtype_place_and_gradient_equals_reference(codec, name, dtypes):
+    hyper = HYPERS[name]
     segments = [make(codec, place, scalars_at(1, hyper), *dtypes) for place in PLACES]
     assert_follows_reference(segments, hyper, count=3, num_threads=2)
 

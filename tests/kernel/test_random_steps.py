@@ -72,7 +72,7 @@ def hyper_of(number: int, chance: random.Random) -> dict:
             "maximize": chance.random() < 0.2,
         }
     if number % 6 == 2:
-        betas = (0.0, 0.5, 0.9), (0.25, 0.95, 0.999, 0.9999), (0.5, 0.9, 0.9999)
+        betas = (0.0, 0.5, 0.9, 0.99), (0.25, 0.95, 0.999, 0.9999), (0.5, 0.9, 0.9999)
         return {
             "algorithm": ADEMAMIX,
             "lr": 10 ** chance.uniform(-6, 0),

@@ -31,7 +31,12 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
 LR, BETAS, DECAY = 1e-2, (0.9, 0.99), 0.1
 codecs = pytest.mark.parametrize("codec", CODECS)
-LION, SGD, MIX = Lion8bitBlockwise, SGD8bitBlockwise, AdEMAMix8bitBlockwise
+ADAM, LION, SGD, MIX = (
+    Adam8bitBlockwise,
+    Lion8bitBlockwise,
+    SGD8bitBlockwise,
+    AdEMAMix8bitBlockwise,
+)
 OPTIONS = {
     LION: {"lr": LR, "betas": BETAS, "weight_decay": DECAY},
     SGD: {"lr": LR, "momentum": 0.9, "weight_decay": DECAY, "nesterov": True},
@@ -256,22 +261,31 @@ def test_algorithm_zero_gradients_never_move_parameters(made, codec):
             assert made is not LION or ((p - before).abs()[~idle] - 0.1).abs().max() < 1e-6
 
 
-def averaging(beta: float, start: torch.Tensor):
-    """Return an SGD whose moment is a moving average of gradients from `start` on, and its p."""
+def averaging(made, beta: float, start: torch.Tensor):
+    """Return an optimizer whose first moment averages gradients from `start` on, and its p."""
     p = nn.Parameter(torch.zeros_like(start))
-    optimizer = SGD8bitBlockwise([p], lr=0.0, momentum=beta, dampening=beta)
-    p.grad = start.clone()
-    optimizer.step()  # the first one has no dampening
+    if made is SGD:
+        optimizer = made([p], lr=0.0, momentum=beta, dampening=beta)
+        p.grad = start.clone()  # the first step has no dampening
+    else:
+        optimizer = made([p], lr=0.0, betas=(beta, 0.999, 0.999)[: 2 + (made is MIX)])
+        p.grad = start / (1 - beta)
+    optimizer.step()
     return optimizer, p
 
 
 def moment_of(optimizer, p) -> torch.Tensor:
-    (store,) = optimizer.moments(p)
-    return store.read(0, p.numel()).view(p.shape)
+    return optimizer.moments(p)[0].read(0, p.numel()).view(p.shape)
 
 
-@pytest.mark.parametrize("beta", [0.9, 0.99, 0.999])
-def test_long_lived_moment_of_a_constant_gradient_comes_up_to_it(beta):
+long_lived = pytest.mark.parametrize(
+    ("made", "beta"),
+    [(SGD, 0.9), (SGD, 0.99), (SGD, 0.999), (ADAM, 0.98), (ADAM, 0.99), (MIX, 0.99)],
+)
+
+
+@long_lived
+def test_long_lived_moment_of_a_constant_gradient_comes_up_to_it(made, beta):
     """Nearest codes would stop where a step moves the average by less than half a code.
 
     Rounding is unbiased, so the mean error of N elements of one expectation is a martingale, to
@@ -279,7 +293,7 @@ def test_long_lived_moment_of_a_constant_gradient_comes_up_to_it(beta):
     Azuma's inequality it exceeds c sqrt(2 ln(2/P) / (N (1 - beta^2))) with probability P, here
     10^-9.  Cells at 0.1 of the largest element, y = 2.475, have 2/32 of the scale.
     """
-    optimizer, p = averaging(beta, torch.zeros(64, 256))
+    optimizer, p = averaging(made, beta, torch.zeros(64, 256))
     p.grad = torch.full((64, 256), 0.1)
     p.grad[:, 0] = 1.0
     steps, numel = round(3 / (1 - beta)), 64 * 255
@@ -291,19 +305,53 @@ def test_long_lived_moment_of_a_constant_gradient_comes_up_to_it(beta):
     assert abs(mean - 0.1 * (1 - beta**steps)) < bound
 
 
-@pytest.mark.parametrize("beta", [0.9, 0.99, 0.999])
-def test_long_lived_moment_whose_gradient_has_ended_reaches_zero(beta):
-    """The mean of an element after T steps is beta^T of its value; what is not 0 is 1/32 s at
-    least.  So of 4,080 elements of up to 14.75 s one is left with probability 4,080 * 472 * e^-35.
+@long_lived
+def test_long_lived_moment_whose_gradient_has_ended_reaches_zero(made, beta):
+    """The mean of an element after T steps is beta^T of its value; what is not 0 is 1/16 s at
+    least, with s of the wide levels, or 1/32 of the narrow ones'.  So of 4,080 elements of up to
+    247 s one is left with probability 4,080 * 3,952 * e^-35.
     """
     start = torch.rand(16, 256, generator=torch.Generator().manual_seed(2)) - 0.5
-    optimizer, p = averaging(beta, start)
+    optimizer, p = averaging(made, beta, start)
     p.grad = torch.zeros(16, 256)
     p.grad[:, 0] = 1.0  # the largest of each block lives on, and the scale with it
     for _ in range(round(35 / (1 - beta))):
         optimizer.step()
     m = moment_of(optimizer, p)
     assert (m[:, 1:] == 0).all() and (m[:, 0] > 0.9).all()
+
+
+@pytest.mark.parametrize(("codec", "levels"), [("log", 32), ("log6", 8)])
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+@pytest.mark.parametrize("made", [ADAM, MIX], ids=lambda one: one.algorithm.name)
+def test_update_of_a_first_moment_with_beta_0_99_errs_by_its_roundings_only(
+    made, codec, levels, spread
+):
+    """A rounding by the dither is unbiased, and errs by half a cell at most (RMS).
+
+    A cell has 1/levels of |m| + s, with the wide levels' s twice that.  An average is rounded after
+    it is used, so its error is beta/(1 - beta^2)^1/2 of one rounding's.  A large eps makes the
+    update u = m/eps, within 1/eps.  Nearest levels held m back by 1.4 to 4 times this bound.
+    """
+    beta, eps = 0.99, 1e4
+    size = torch.exp(spread * torch.randn(16, 256, generator=torch.Generator().manual_seed(1)))
+    p = nn.Parameter(torch.zeros(16, 256))
+    betas = (beta, 0.999, 0.999)[: 2 + (made is MIX)]
+    zero_alpha = {"alpha": 0.0} if made is MIX else {}
+    optimizer = made([p], lr=1.0, betas=betas, eps=eps, codec=codec, **zero_alpha)
+    m, error, bound = (torch.zeros(16, 256, dtype=torch.float64) for _ in range(3))
+    for step in range(1, 301):
+        p.grad = size * torch.randn(16, 256, generator=torch.Generator().manual_seed(step))
+        with torch.no_grad():
+            p.zero_()
+        optimizer.step()
+        m = beta * m + (1 - beta) * p.grad.double()
+        if step > 100:
+            error += (-p.detach().double() * eps * (1 - beta**step) - m) ** 2
+            scale = optimizer.state[p][f"{optimizer.algorithm.moment_names[0]}_scale"].double()
+            cell = (m.abs() + scale.abs()) / torch.where(scale < 0, levels / 2, levels)
+            bound += (cell / 2 * beta) ** 2 / (1 - beta**2)
+    assert ((error / size**2).mean() / (bound / size**2).mean()).sqrt() < 1
 
 
 @every

@@ -211,11 +211,29 @@ def test_quantize_signed_log_blocks_choose_the_same_levels_again(numel, beta1):
     )
     largest = torch.exp2(torch.rand(blocks, generator=torch.Generator().manual_seed(4)))
     x, block = near_joint(largest, numel, seed=numel), blocks_of(numel, blocks)
+    thresholds = thresholds_for(0x2468ACE0, x.numel())
     for settling in (None, scalars.settling):
-        codes, scales = quantize(code, x, block, blocks, None, settling)
+        codes, scales = quantize(code, x, block, blocks, thresholds, settling)
         assert 0.2 < (scales < 0).float().mean() < 0.8
         codes2, scales2 = quantize(code, dequantize(code, codes, scales, block), block, blocks)
         assert torch.equal(scales2, scales) and torch.equal(codes2, codes)
+
+
+@pytest.mark.parametrize("numel", [5, 64, 255])
+@pytest.mark.parametrize("code", [SIGNED, CODECS["log6"].of_signed], ids=["log", "log6"])
+def test_quantize_signed_log_blocks_of_dithered_steps_are_written_as_they_are(code, numel):
+    """Though the dither has moved values over the joint, so that (C9) would choose other levels."""
+    blocks, settling = 500, 1.01
+    largest = torch.exp2(torch.rand(blocks, generator=torch.Generator().manual_seed(4)))
+    x, block = near_joint(largest, numel, seed=numel), blocks_of(numel, blocks)
+    crossed = 0
+    for name, thresholds in dithers(x.numel()).items():
+        codes, scales = quantize(code, x, block, blocks, thresholds, settling)
+        decoded = dequantize(code, codes, scales, block)
+        codes2, scales2 = quantize(code, decoded, block, blocks)
+        assert torch.equal(codes2, codes) and torch.equal(scales2, scales), name
+        crossed += int((code.scales(decoded, block, blocks) != scales).sum())
+    assert crossed > 0
 
 
 def test_quantize_signed_log_blocks_at_the_smallest_wide_scale_are_idempotent():

@@ -64,7 +64,7 @@ def quantize_and_dequantize(codec):
         code, x = CODECS[codec].code_of(ADAM.moment(which)), values_for(which, 2, 1000)
         block, thresholds = torch.arange(1000) // 100, dither.hashed(5, 0, 1000)
         on_gpu = [t.to(DEVICE) for t in (x, block, thresholds)]
-        for is_dithered, settling in ((False, None), (True, None), (False, 1.1)):
+        for is_dithered, settling in ((False, None), (True, None), (False, 1.1), (True, 1.01)):
             expected = quantize(code, x, block, 10, thresholds if is_dithered else None, settling)
             with staying():
                 x_, block_, thresholds_ = on_gpu

@@ -25,7 +25,12 @@ from zero8.spec.segment import Rounding
 
 # The attributes of codes in zero8/spec, by class, and their names in csrc.
 _CODES = {
-    Octaves: {"shift": "kShift", "top": "kTop", "min_scale": "kMinScale"},
+    Octaves: {
+        "shift": "kShift",
+        "top": "kTop",
+        "min_scale": "kMinScale",
+        "least_settling": "kLeastSettling",
+    },
     SignedLogCode: {
         "bits": "kBits",
         "zero_code": "kZeroCode",

@@ -53,9 +53,8 @@ class MomentRule:
         name: its entry in states, such as `exp_avg`; also the stream of its dither.
         is_signed: whether it can be negative.
         decay: the name of the scalar that multiplies the moment when it is decoded, or None.
-        settling: the name of the scalar that settles its codes, which are the nearest
-            (`zero8.spec.log`); None if the dither rounds them, as it must where a step moves the
-            moment by less than half a code.
+        settling: the name of the scalar that settles its codes, which are the nearest, or says
+            that the dither rounds them (`zero8.spec.log`); None if it always does.
     """
 
     algorithm: str

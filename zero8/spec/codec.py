@@ -15,10 +15,12 @@ of them that live long, such as Lion's, and one for moments that cannot, such as
 v:
 
 * `log` (`zero8.spec.log`): m is a sign and 4 octaves of 32 levels, in blocks with many small
-  elements 8 octaves of 16, nearest.  A long-lived m is always on the 4 octaves, and rounded by the
-  dither of `zero8.spec.dither`.  v is on a logarithmic scale between the block's largest and
-  smallest non-zero element, rounded by the dither, with a code of its own for 0.
-* `log6`: the same with 6 bits: octaves of 8 levels or 4, and 63 codes of v.
+  elements 8 octaves of 16, nearest, or with a beta1 of 0.979 or more rounded by the dither of
+  `zero8.spec.dither`.  An m that always lives long is dithered, and on the 4 octaves.  v is on a
+  logarithmic scale between the block's largest and smallest non-zero element, rounded by the
+  dither, with a code of its own for 0.
+* `log6`: the same with 6 bits: octaves of 8 levels or 4, the dither from a beta1 of 0.921, and 63
+  codes of v.
 * `dynamic` (`zero8.spec.dynamic`): the dynamic tree maps of Dettmers et al., "8-bit Optimizers via
   Block-wise Quantization" (arXiv:2110.02861, section 2.1), signed for m, unsigned for v; nearest
   code.  The scale of m is the block's extreme element with its sign, so that the extreme decodes
@@ -128,7 +130,7 @@ def quantize(
         num_blocks: number of blocks.
         dither: (numel,) int64 of `zero8.spec.dither.in_blocks`, or None to round to nearest.
         settling: the scalar of (C2'), in a step on a signed moment, which must be able to decay
-            to 0.
+            to 0; a small one chooses (C2").
 
     Returns:
         codes: (numel,) uint8, each less than 2^code.bits; `zero8.spec.packing` stores them.
@@ -136,6 +138,8 @@ def quantize(
     """
     x = ieee.flush(x)
     scales = code.scales(x, block, num_blocks)
+    if settling is None and type(code) is SignedLogCode:
+        scales = code.kept(x, scales, block)
     return code.encode(x, scales[block], dither, settling), scales
 
 

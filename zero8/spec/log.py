@@ -46,8 +46,9 @@ class Octaves:
     decays, and its updates would grow up to their bound.  Decayed from a code's level l * scale, y'
     is 1 + l (0.97 + 0.03 beta) < 1 + l, so every code decays.
 
-    That costs up to a cell at every step, which a moment of long memory adds up.  Such moments are
-    rounded by the dither, unbiased, and decay as they should:
+    That costs up to a cell at every step, which a moment of long memory adds up.  Such moments, and
+    all whose settling is below `least_settling`, are rounded by the dither, unbiased, and decay as
+    they should:
 
         k = (bits(y) + (q << (7 - mantissa_bits)) - bits(1)) >> (23 - mantissa_bits)        (C2")
 
@@ -73,6 +74,25 @@ class Octaves:
     def top(self) -> float:
         """The largest level, such as 247 for 8 octaves of 16."""
         return float(self.levels[self.largest])
+
+    @property
+    def least_settling(self) -> float:
+        """The settling, a float32 value, below which (C2") errs less than (C2').
+
+        (C2') rounds x up only to levels within (settling - 1) |x| of it: to nearest as long as that
+        is half a cell.  With this settling it is so from 0.75 s on, all but 1 to 1.5 s, which are
+        11/16 of a narrow block by (C9).  A larger beta holds down these, too.
+
+        Where (C2') errs by -b cells in the mean, an average with beta has b beta/(1 - beta) of
+        them, as all steps err alike, beside the beta/(12 (1 - beta^2))^1/2 of rounding to nearest.
+        The dither has 2^1/2 of the latter, or less, as its errors cancel in part.  So it wins where
+
+            b > ((1 - beta)/(12 (1 + beta)))^1/2
+
+        which is 0.03 cells of 8 bits, 0.06 of 6: nearly everywhere where values are held down.  The
+        limits are betas of 0.9790 and 0.9209.
+        """
+        return float(torch.tensor(1 + 2 / 3 / 2**self.mantissa_bits, dtype=torch.float32))
 
     @property
     def min_scale(self) -> float:
@@ -125,11 +145,14 @@ class SignedLogCode:
     below 32 modulo 128.  t is 1/20 of the block's largest |x|, with 6 bits 1/19: where many are
     smaller, fine steps near 0 count for more than those near the top.
 
+    Steps round by (C2') or, with a settling below `least_settling` of the narrow levels, by (C2").
+
     Quantized values choose the same levels again, whichever elements are sampled.  t is a narrow
     level, so values of at least t round to it or above, and decode to t or more, with the same s;
     steps settle down (C2') to levels only, and no decay rate lets settling - 1 be lost in rounding.
     Among the wide levels t is 12.56, or 0.12 cells above 12.5: values below t round to that level
-    or lower.  With 6 bits t is 11.95, or 0.47 cells above 11.
+    or lower.  With 6 bits t is 11.95, or 0.47 cells above 11.  The dither may round them up to t,
+    so values that one set alone holds exactly keep that one (`kept`).
 
     Error: that of the chosen levels.
 
@@ -172,6 +195,24 @@ class SignedLogCode:
         is_wide = (16 * large < 11 * samples) & (narrow >= self.MIN_SCALE)
         return torch.where(is_wide, -self.wide.scales(absmax), narrow)
 
+    def kept(self, x: Tensor, scales: Tensor, block: Tensor) -> Tensor:
+        """Return scales of values that no step made: of the levels that alone hold a block exactly.
+
+        Args:
+            x: float32, already flushed.
+            scales: those of (C9).
+            block: as for `scales`.
+        """
+        absmax = block_absmax(x, block, len(scales))
+        narrow, wide = self.narrow.scales(absmax), self.wide.scales(absmax)
+        others = torch.where((scales < 0) | (narrow < self.MIN_SCALE), narrow, -wide)
+
+        def are_exact(scales: Tensor) -> Tensor:
+            found = self.decode(self.encode(x, scales[block], None), scales[block], 1.0)
+            return torch.bincount(block[found != x], minlength=len(scales)) == 0
+
+        return torch.where(are_exact(scales) | ~are_exact(others), scales, others)
+
     def decode(self, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
         """Return the decoded values, times `gain`, equation (C1); float32."""
         sign = 1 << self.bits - 1
@@ -185,18 +226,17 @@ class SignedLogCode:
     def encode(
         self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
     ) -> Tensor:
-        """Return the code of each element, equation (C2); uint8.
-
-        First moments are not dithered, and the choice of the levels relies on that.
+        """Return the code of each element, equation (C2), in steps (C2') or (C2"); uint8.
 
         Args:
             x: float32, already flushed.
             scale: float32, the scale of each element's block.
-            dither: not used.
+            dither: as for `DitheredLogCode`, for (C2").
             settling: the scalar of (C2') in a step, else None.
         """
-        narrow = self.narrow.magnitudes(x, scale.abs(), settling)
-        wide = self.wide.magnitudes(x, scale.abs(), settling)
+        is_dithered = settling is not None and settling < self.narrow.least_settling
+        how = (None, dither) if is_dithered else (settling, None)
+        narrow, wide = (q.magnitudes(x, scale.abs(), *how) for q in (self.narrow, self.wide))
         return self._signed(torch.where(scale < 0, wide, narrow), x)
 
     def _signed(self, magnitude: Tensor, x: Tensor) -> Tensor:
@@ -208,8 +248,7 @@ class SignedLogCode:
 class DitheredLogCode(SignedLogCode):
     """A sign and a magnitude among 4 octaves of 32 levels (of 8), rounded by the dither in steps.
 
-    It decodes like `SignedLogCode`, and never chooses the wide levels: the choice between both sets
-    relies on rounding to nearest.
+    It decodes like `SignedLogCode`, and never chooses the wide levels.
 
     Error: one cell (dithered) or half a cell (nearest); a cell is at most 1/32 of |x| + scale, with
     6 bits 1/8.
