@@ -9,9 +9,9 @@
 #include <cstring>
 #include <vector>
 
-#include "piped.h"
 #include "flush_to_zero.h"
 #include "isa.h"
+#include "piped.h"
 
 #define ZERO8_TARGET scalar
 #include "vec_scalar.h"
