@@ -67,12 +67,32 @@ class MomentTensor(torch.Tensor):
             cls, (numel,), dtype=dtype, device=store.codes.device
         )
         self.store, self.start = store, start
+        # Code that is given this without torch's dispatcher would read and write address 0.
+        torch._C._set_throw_on_mutable_data_ptr(self)
         return self
 
     @property
     def is_whole(self) -> bool:
         """Whether this is the moment of the whole shard."""
         return self.start == 0 and self.numel() == self.store.table.numel
+
+    @property
+    def data(self) -> Tensor:
+        """The moment itself, as any live view; values assigned to that of a shard are encoded."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if not self.is_whole:
+            raise NotImplementedError(
+                "got data for a part of an 8-bit moment; use moment.copy_(values) to write it"
+            )
+        if (values.shape, values.device) != (self.shape, self.device):
+            raise ValueError(
+                f"got data of shape {tuple(values.shape)} on {values.device} for an 8-bit moment, "
+                f"expected {tuple(self.shape)} on {self.device}"
+            )
+        self.copy_(values)
 
     def compare_hash(self) -> None:
         """Raise ValueError if this was unpickled with other bytes than were pickled."""
@@ -158,9 +178,13 @@ def moments_in(state: Mapping[str, Any]) -> dict[str, MomentTensor]:
 def _written(func, args: tuple, kwargs: dict) -> list:
     """Return the arguments that `func` writes to, with lists flattened."""
     arguments = {argument.name: argument.alias_info for argument in func._schema.arguments}
+    names = {name for name, alias in arguments.items() if alias and alias.is_write}
+    if not names and func._schema.name.endswith("_"):
+        # Collectives mark no outputs, and may write them after they return.
+        names = {name for name in arguments if not name.startswith("input")}
+    names |= {name for name in arguments if name.startswith("running_")}  # batch norms mark none
     given = dict(zip(arguments, args, strict=False)) | kwargs
-    written = [x for name, x in given.items() if arguments[name] and arguments[name].is_write]
-    return torch.utils._pytree.tree_leaves(written)
+    return torch.utils._pytree.tree_leaves([given[name] for name in names & given.keys()])
 
 
 def moment_description(store: MomentStore) -> dict:
@@ -370,15 +394,6 @@ def _to_copy(x: MomentTensor, *, dtype=None, device=None, non_blocking=False, **
     return MomentTensor(x.store.to(device, non_blocking, copy=True), dtype=dtype)
 
 
-def _like(x: MomentTensor, *, dtype=None, device=None, pin_memory=None, **_) -> Tensor:
-    dtype = x.dtype if dtype is None else dtype
-    device = x.device if device is None else device
-    if not x.is_whole:
-        return torch.zeros(x.shape, dtype=dtype, device=device, pin_memory=bool(pin_memory))
-    store = MomentStore.zeros(x.store.codec, x.store.rule, x.store.table, device)
-    return MomentTensor(store.pinned() if pin_memory else store, dtype=dtype)
-
-
 def _record_stream(x: MomentTensor, stream) -> None:
     for buffer in x.store.buffers:
         buffer.record_stream(stream)
@@ -404,8 +419,6 @@ _SERVED = {
     aten.fill_.Tensor: _fill,
     aten.zero_.default: _zero,
     aten._to_copy.default: _to_copy,
-    aten.empty_like.default: _like,
-    aten.zeros_like.default: _like,
     aten.record_stream.default: _record_stream,
     aten.is_pinned.default: _is_pinned,
     aten._pin_memory.default: _pin,
