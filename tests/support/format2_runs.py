@@ -12,12 +12,11 @@ import hashlib
 import itertools
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from fsdp_worker import start
-from nvme_worker import BF16_MASTERS, swapped_in
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -41,12 +40,6 @@ OTHER_LR = 7.0
 SHAPES = {"wide.weight": (3, 300), "wide.bias": (33,), "narrow.weight": (24, 12)}
 LATE = {**SHAPES, "late.weight": (2, 70)}
 """The last one has no gradient, and so no state, before the checkpoint."""
-
-HUGE = {**SHAPES, "huge.weight": (1100, 512)}
-"""With parts of more than a MiB on two ranks: DeepSpeed keeps smaller ones off a disk."""
-
-END_NUMEL = 1500
-"""Between as many elements at both ends all are zero: checkpoints are small when compressed."""
 
 GOLDEN_SHAPES = {"wide.weight": (5, 300), "wide.bias": (5,), "narrow.weight": (24, 30)}
 """Those of the checkpoints that test_golden.py decodes."""
@@ -87,7 +80,6 @@ def numbers(name: str, shape: tuple[int, ...]) -> Tensor:
         row = mixed.view(shape[0], -1)[:, 0]
         values *= torch.exp2(-((row >> 9) % 10).float()).view(-1, *[1] * (len(shape) - 1))
         values[shape[0] // 2] = 0.0
-        values.view(-1)[END_NUMEL:-END_NUMEL] = 0.0
     return values
 
 
@@ -278,56 +270,16 @@ def go_on_dcp(run: Run, path: Path) -> dict:
 # --- DeepSpeed -----------------------------------------------------------------------------------
 
 
-def engine_of(run: Run, **more):
+def go_on_universal(run: Run, path: Path) -> dict:
     options = {"min_8bit_size": 100, **run.options}
-    return make_engine(config(**options) | more, Model(run.shapes))
-
-
-def save_zero(run: Run, folder: Path) -> None:
-    engine = engine_of(run)
-    for step in range(SAVED_AFTER):
-        take_step(engine, step)
-    engine.save_checkpoint(str(folder), tag="step3")
-    engine.destroy()
-
-
-def go_on_zero(run: Run, path: Path, universal: bool = False) -> dict:
-    engine = engine_of(run, **({"checkpoint": {"load_universal": True}} if universal else {}))
+    made = config(**options) | {"checkpoint": {"load_universal": True}}
+    engine = make_engine(made, Model(run.shapes))
     loaded, _ = engine.load_checkpoint(str(path))
     assert loaded is not None
     for step in range(SAVED_AFTER, STEPS):
         take_step(engine, step)
     found = digest(base_optimizer(engine))
     engine.destroy()
-    return found
-
-
-def go_on_universal(run: Run, path: Path) -> dict:
-    return go_on_zero(run, path, universal=True)
-
-
-def swapping(run: Run, folder: Path) -> Run:
-    """Return the run with a folder to swap to; engines of other runs leave files there."""
-    offload = {"device": "nvme", "nvme_path": str(folder), "pin_memory": False, "buffer_count": 12}
-    zero = {**STAGE3, "offload_optimizer": offload}
-    options = {**run.options, "stage": 3, "offload": None, "zero": zero}
-    return replace(run, options=options)
-
-
-def save_nvme(run: Run, folder: Path) -> None:
-    save_zero(swapping(run, folder.with_name("swap")), folder)
-
-
-def go_on_nvme(run: Run, path: Path) -> dict:
-    engine = engine_of(swapping(run, path.with_name("swap")))
-    loaded, _ = engine.load_checkpoint(str(path))
-    assert loaded is not None
-    for step in range(SAVED_AFTER, STEPS):
-        take_step(engine, step)
-    found = {}
-    for number in range(len(engine.optimizer.fp16_groups)):
-        with swapped_in(engine.optimizer, number):
-            found |= digest(base_optimizer(engine))
     return found
 
 
@@ -340,10 +292,6 @@ STAGE3 = {"sub_group_size": 500, "stage3_param_persistence_threshold": 0}
 
 def _plain(saved: str, **options) -> Run:
     return Run(go_on_plain, saved, options=options, shapes=LATE, save=save_plain)
-
-
-def _zero(saved: str, world_size: int, **options) -> Run:
-    return Run(go_on_zero, saved, world_size, options, save=save_zero)
 
 
 RUNS = {
@@ -367,23 +315,6 @@ RANKS_RUNS = {
     ),
     "FSDP2, of test_golden.py": Run(go_on_dcp, "dcp_checkpoint", 2, shapes=GOLDEN_SHAPES),
     "FSDP2, to 1 rank": Run(go_on_dcp, "dcp_checkpoint", 1, shapes=GOLDEN_SHAPES),
-    "ZeRO-1, dynamic, 1 rank": _zero("zero1_dynamic", 1, stage=1, codec="dynamic"),
-    "ZeRO-1, bf16": _zero("zero1_bf16", 2, stage=1, dtype={}),
-    "ZeRO-2, of test_golden.py": Run(
-        go_on_zero, "zero2_checkpoint", 2, options={"stage": 2}, shapes=GOLDEN_SHAPES
-    ),
-    "ZeRO-2, corrected": _zero("zero2_corrected", 2, stage=2, dtype=BF16_MASTERS, **CORRECTED),
-    "ZeRO-3, of test_golden.py": Run(
-        go_on_zero,
-        "zero3_checkpoint",
-        2,
-        options={"stage": 3, "zero": {**STAGE3, "sub_group_size": 1200}},
-        shapes=GOLDEN_SHAPES,
-    ),
-    "ZeRO-3, corrected": _zero(
-        "zero3_corrected", 2, stage=3, zero=STAGE3, dtype=BF16_MASTERS, **CORRECTED
-    ),
-    "ZeRO-3, 1 rank": _zero("zero3_1rank", 1, stage=3, zero=STAGE3),
     "universal, to ZeRO-2": Run(
         go_on_universal, "universal", 2, options={"stage": 2}, shapes=GOLDEN_SHAPES
     ),
@@ -391,18 +322,7 @@ RANKS_RUNS = {
         go_on_universal, "universal", 1, {"stage": 3, "zero": STAGE3}, GOLDEN_SHAPES
     ),
 }
-NVME_RUNS = {
-    "NVMe": Run(go_on_nvme, "nvme", 2, shapes=HUGE, save=save_nvme),
-    "NVMe, corrected, 1 rank": Run(
-        go_on_nvme,
-        "nvme_corrected",
-        1,
-        options={"dtype": BF16_MASTERS, **CORRECTED},
-        shapes=HUGE,
-        save=save_nvme,
-    ),
-}
-ALL = RUNS | RANKS_RUNS | NVME_RUNS
+ALL = RUNS | RANKS_RUNS
 
 
 def save(name: str, path: Path) -> None:
