@@ -11,7 +11,7 @@ import warnings
 
 
 def install() -> None:
-    """Add our optimizers to `torch.optim`, our pickles to torch's safe ones, our op to DeepSpeed's.
+    """Add our optimizers to `torch.optim`, our op to DeepSpeed's.
 
     Other optimizers only gain a clear error when given our states.
     """
@@ -20,13 +20,11 @@ def install() -> None:
 
         from zero8 import known_frameworks, way_back
         from zero8.optimizer import OPTIMIZERS
-        from zero8.zero.moment_tensor import rebuild_moment
         from zero8.zero.when_imported import when_imported
 
         known_frameworks.register()
         for optimizer in OPTIMIZERS:
             setattr(torch.optim, optimizer.__name__, optimizer)
-        torch.serialization.add_safe_globals([rebuild_moment])
         way_back.explain_refusals()
         when_imported("deepspeed.runtime.engine", _note_engines)
         when_imported("deepspeed.ops.op_builder.builder", _build_ops_once)

@@ -9,7 +9,7 @@ from zero8.algorithms.table import algorithm_called
 from zero8.blockwise import BlockwiseOptimizer
 from zero8.state.header import StateHeader
 from zero8.zero.active import innermost
-from zero8.zero.moment_tensor import moments_in
+from zero8.zero.moment_tensor import HEADER, MomentTensor, is_pickled_moment, moments_in
 
 REMEDY = (
     "or make float32 states first: zero8 checkpoint convert IN OUT --to fp32 for a file or a "
@@ -79,8 +79,11 @@ def _owner_of(state_dict: dict) -> str | None:
     for state in states.values() if isinstance(states, dict) else ():
         if isinstance(state, dict) and _is_plain(state):
             return StateHeader.of(state, "it").algorithm.class_name
-        if isinstance(state, dict) and (moments := moments_in(state)):
-            return algorithm_called(next(iter(moments.values())).store.rule.algorithm).class_name
+        for value in state.values() if isinstance(state, dict) else ():
+            if is_pickled_moment(value):
+                return algorithm_called(value[HEADER]["algorithm"]).class_name
+            if isinstance(value, MomentTensor):
+                return algorithm_called(value.store.rule.algorithm).class_name
     return None
 
 

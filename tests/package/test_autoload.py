@@ -5,10 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from places import GOLDEN
 from processes import python
-
-SAVED = GOLDEN / "zero_moment_v2.pt"
 
 
 def slow(*values):
@@ -25,18 +22,15 @@ def run_python(code, run=python, **env):
 
 
 def test_import_torch_alone_registers_and_imports_no_deepspeed():
-    """The names appear, an 8-bit moment loads with weights_only, and deepspeed stays out."""
-    lines, errors = run_python(f"""
+    lines, errors = run_python("""
 import sys, torch
 print(torch.optim.Adam8bitBlockwise.__module__)
 print("deepspeed" in sys.modules, any(name.startswith("deepspeed.") for name in sys.modules))
-moment, values = torch.load({str(SAVED)!r}, weights_only=True)["log"]["exp_avg"]
-print(type(moment).__name__, torch.equal(moment.dense(), values))
 import zero8
 print(zero8.Adam8bitBlockwise is torch.optim.Adam8bitBlockwise)
 print(sum(type(finder).__module__ == "zero8.zero.when_imported" for finder in sys.meta_path))
 """)
-    assert lines == ["zero8.optimizer", "False False", "MomentTensor True", "True", "3"]
+    assert lines == ["zero8.optimizer", "False False", "True", "3"]
     assert "zero8" not in errors
 
 

@@ -20,8 +20,8 @@ from zero8.zero.swap_file import Layout
 
 STEPS = 3
 SETTINGS = {"lr": 1e-2, "min_8bit_size": 100}
-SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-"""What DeepSpeed puts beside checkpoints."""
+BESIDE = ("zero_to_fp32.py", "zero_to_torch.py", ".zero8_lock", "step3/zero8_manifest.json")
+"""What engines put beside the states."""
 
 
 class Model(nn.Module):
@@ -116,6 +116,6 @@ def write_all(folder: Path) -> None:
             shutil.rmtree(folder / name, ignore_errors=True)
             place = {"folder": str(folder / name)}
             moments[name] = run_ranks(function, 2, Path(work, name), **arguments, **place)
-            for script in SCRIPTS:
-                (folder / name / script).unlink(missing_ok=True)
+            for other in BESIDE:
+                (folder / name / other).unlink(missing_ok=True)
     torch.save(moments, folder / "checkpoint_moments.pt")

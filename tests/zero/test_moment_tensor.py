@@ -3,9 +3,11 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from moment_samples import (
     MOMENTS,
     NUMEL,
@@ -20,7 +22,7 @@ from moment_samples import (
 
 from zero8.spec.codec import CODECS, has_zero
 from zero8.state.store import MomentStore
-from zero8.zero.moment_tensor import MomentTensor
+from zero8.zero.moment_tensor import MomentTensor, moment_of
 
 # --- Looking and reading -------------------------------------------------------------------------
 
@@ -37,7 +39,8 @@ def test_moment_looks_like_the_float32_partition_and_holds_bytes():
     # Blocks: 256 of the first row's rest, its 44, 256 + 44, and 150 - 150 = 0 of the third; rows
     # of 64 from 4000 = 62.5 rows to 4800 = 75 rows.
     assert (codes.dtype, len(codes), len(scales), len(dense)) == (torch.uint8, 1400, 5 + 13, 9)
-    assert x.data_ptr() == 0  # no float32 memory behind it
+    with pytest.raises(RuntimeError, match="data pointer"):
+        x.data_ptr()  # no float32 memory behind it
 
 
 READS = {
@@ -271,6 +274,10 @@ WRITES_REFUSED = {
     "foreach mul": lambda x: torch._foreach_mul_([x], 0.5),
     "foreach zero": lambda x: torch._foreach_zero_([torch.ones(3), x]),
     "foreach copy": lambda x: torch._foreach_copy_([x], [torch.ones(NUMEL)]),
+    "data of a view": lambda x: setattr(x.narrow(0, 3, 9), "data", torch.ones(9)),
+    "batch_norm": lambda x: torch.nn.functional.batch_norm(
+        torch.ones(2, NUMEL), x, x.clone(), training=True
+    ),
 }
 
 
@@ -282,6 +289,110 @@ def test_write_other_than_copy_is_refused_and_changes_nothing(name):
     with pytest.raises(NotImplementedError, match=r"moment\.copy_\(values\)"):
         WRITES_REFUSED[name](x)
     assert same(buffers(x), before)
+
+
+DATA = {
+    "data": lambda x, values: setattr(x, "data", values),
+    "data of bfloat16": lambda x, values: setattr(x, "data", values.bfloat16()),
+    "data of a moment": lambda x, values: setattr(x, "data", moment().copy_(values)),
+    "data of data": lambda x, values: x.data.data.copy_(values),
+    "range of data": lambda x, values: x.data.__setitem__(slice(None), values),
+    "real": lambda x, values: setattr(x, "real", values),
+}
+
+
+@pytest.mark.parametrize("assign", DATA.values(), ids=DATA)
+def test_data_assigned_to_a_moment_is_encoded(assign):
+    x, expected = moment(seed=2), moment(seed=3)
+    values = torch.arange(NUMEL) % 7 - 3.0  # exact in bfloat16
+    view = x[100:900]
+    assign(x, values)
+    expected.copy_(values)
+    assert same(buffers(x), buffers(expected)) and x.store.written
+    assert torch.equal(view.clone(), expected.dense()[100:900])
+
+
+def test_data_of_another_shape_or_device_is_refused_and_changes_nothing():
+    x = moment()
+    before = copies(x)
+    for values in (torch.ones(5), torch.ones(1), torch.ones(NUMEL, device="meta")):
+        with pytest.raises(ValueError, match=r"expected \(1424,\) on cpu"):
+            x.data = values
+    assert same(buffers(x), before)
+
+
+# --- Collectives ---------------------------------------------------------------------------------
+
+SENT = {
+    "all_gather": lambda x, y: dist.all_gather([y], x),
+    "all_gather_into_tensor": lambda x, y: dist.all_gather_into_tensor(y, x),
+    "gather": lambda x, y: dist.gather(x, [y]),
+    "reduce_scatter": lambda x, y: dist.reduce_scatter(y, [x]),
+    "reduce_scatter_tensor": lambda x, y: dist.reduce_scatter_tensor(y, x),
+    "all_to_all_single": lambda x, y: dist.all_to_all_single(y, x),
+}
+"""Collectives of one rank that send x and write y."""
+LISTS = ("all_gather", "gather")
+"""Those whose lists of outputs torch fills by `copy_`."""
+REFUSED = {
+    **{name: partial(send, torch.ones(NUMEL)) for name, send in SENT.items() if name not in LISTS},
+    **{f"{name} of a moment": partial(send, moment(seed=2)) for name, send in SENT.items()},
+    "scatter": lambda x: dist.scatter(x, [torch.ones(NUMEL)]),
+    "broadcast": lambda x: dist.broadcast(x, 0),
+    "all_reduce": dist.all_reduce,
+    "all_reduce without waiting": lambda x: dist.all_reduce(x, async_op=True),
+    "all_reduce_coalesced": lambda x: dist.all_reduce_coalesced([x]),
+    "reduce": lambda x: dist.reduce(x, 0),
+    "recv": lambda x: dist.irecv(x, 0),
+    "functional, in place": lambda x: torch.ops._c10d_functional.all_reduce_(x, "sum", "0"),
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("collective", SENT.values(), ids=SENT)
+def test_collective_of_a_moment_sends_its_values(one_rank, collective):
+    x, y = moment(), torch.zeros(NUMEL)
+    collective(x, y)
+    assert torch.equal(y, x.dense())
+
+
+@pytest.mark.parametrize("collective", REFUSED.values(), ids=REFUSED)
+def test_collective_into_a_moment_is_refused_and_changes_nothing(one_rank, collective):
+    x = moment()
+    before = copies(x)
+    with pytest.raises(NotImplementedError, match=r"moment\.copy_\(values\)"):
+        collective(x)
+    assert same(buffers(x), before)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_collective_into_a_list_of_moments_is_encoded(one_rank, name):
+    x, expected, values = moment(), moment(), values_for("exp_avg", 8)
+    SENT[name](values, x)
+    expected.copy_(values)
+    assert same(buffers(x), buffers(expected))
+
+
+def test_code_outside_the_dispatcher_is_refused_the_memory_of_a_moment(one_rank):
+    for use in (lambda x: dist.scatter(torch.zeros(NUMEL), [x]), torch.utils.dlpack.to_dlpack):
+        with pytest.raises(RuntimeError, match="data pointer"):
+            use(moment())
+
+
+def test_operation_of_collectives_without_marks_is_known_by_its_name():
+    unmarked = {
+        schema.name
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("c10d::") and not schema.is_mutable
+    }
+    reads = {"c10d::send", "c10d::barrier", "c10d::check_for_nan"}
+    assert len(unmarked) > 10 and all(name.endswith("_") for name in unmarked - reads)
 
 
 # --- Moving and making alike ---------------------------------------------------------------------
@@ -315,17 +426,11 @@ def test_to_copy_makes_another_moment_with_buffers_of_its_own():
 
 
 @pytest.mark.parametrize("like", [torch.empty_like, torch.zeros_like])
-def test_like_of_whole_is_an_8bit_moment_of_zeros(like):
-    x = moment("log", "exp_avg_sq")
-    y = like(x)
-    assert isinstance(y, MomentTensor) and y.store is not x.store
-    assert y.store.table == x.store.table and y.store.codes.dtype == torch.uint8
-    assert y.dense().eq(0).all()
-    y.copy_(x)
-    assert same(buffers(y), buffers(x))
-    assert like(x, dtype=torch.bfloat16).dtype == torch.bfloat16
-    view = like(x[5:9])
-    assert is_plain(view) and view.shape == (4,)
+def test_like_of_a_moment_is_a_plain_tensor_that_collectives_can_fill(like):
+    for x in (moment("log", "exp_avg_sq"), moment()[5:9]):
+        y = like(x)
+        assert is_plain(y) and (y.shape, y.dtype) == (x.shape, torch.float32)
+    assert like(moment(), dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_is_pinned_of_ordinary_memory_is_false():
@@ -336,7 +441,7 @@ def test_is_pinned_of_ordinary_memory_is_false():
 COPIES = {
     "deepcopy": copy.deepcopy,
     "to": lambda x: x.to(torch.bfloat16),
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "pickle": lambda x: moment_of(pickle.loads(pickle.dumps(x))),
     "copy_": lambda x: moment(seed=5).copy_(x),
 }
 
@@ -349,24 +454,3 @@ def test_copy_of_a_written_moment_counts_as_written(copied):
     assert not copied(x).store.written or copied is COPIES["copy_"]
     x.fill_(2.0)
     assert copied(x).store.written
-
-
-# --- Other processes -----------------------------------------------------------------------------
-
-
-def write_elsewhere(x):
-    x[100:900].fill_(0.0)
-
-
-def test_share_memory_lets_another_process_write_the_codes():
-    x = moment()
-    before = copies(x)
-    assert not x.is_shared()
-    assert x.share_memory_() is x and x.is_shared()
-    assert same(buffers(x), before)
-    child = torch.multiprocessing.get_context("spawn").Process(target=write_elsewhere, args=(x,))
-    child.start()
-    child.join(120)
-    assert child.exitcode == 0
-    assert x.dense()[100:900].abs().max() == 0
-    assert x.dense()[2:100].abs().max() > 0

@@ -1,32 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies and files of 8-bit moments.
-
-`python tests/zero/test_zero_moment_files.py` makes its file in tests/golden again; a file that is
-out in the world must stay readable, so that is for a new format version only.
-"""
+"""Copies and files of 8-bit moments."""
 
 import copy
 import io
 import pickle
-from multiprocessing.reduction import ForkingPickler
+import pickletools
+import sys
 
 import pytest
 import torch
 import xxhash
-from moment_samples import MOMENTS, NUMEL, PIECES, buffers, flipped_in, is_plain, moment, same
-from places import GOLDEN
+from deepspeed.utils import safe_get_full_fp32_param
+from moment_samples import MOMENTS, buffers, flipped_in, is_plain, moment, same
+from mutations import take_steps, zero_optimizer
+from processes import run
+from zero_worker import config, make_engine, train
 
-import zero8  # noqa: F401  allows the pickles
 from zero8.algorithms.adam import ADAM
-from zero8.spec.codec import CODECS, RETIRED, codec_named
+from zero8.spec.codec import CODECS, codec_named
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 from zero8.zero import moment_tensor, swap_file
-from zero8.zero.moment_tensor import MomentTensor, moment_description, rebuild_moment
-
-SAVED = GOLDEN / "zero_moment_v3.pt"
-FORMAT_2 = GOLDEN / "zero_moment_v2.pt"
-FORMAT_1 = GOLDEN / "zero_moment_v1.pt"
+from zero8.zero.moment_tensor import BUFFERS, HEADER, MomentTensor, moment_of, with_moments
 
 
 def test_deepcopy_of_a_state_keeps_moments_8bit_and_apart_from_the_original():
@@ -49,19 +44,40 @@ def saved(thing, **options):
     return file
 
 
+def pickled(x):
+    return pickle.loads(pickle.dumps(x))
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("which", MOMENTS)
 def test_save_and_load_with_weights_only_restores_every_byte(codec, which):
     x = moment(codec, which).to(torch.bfloat16)
-    y = torch.load(saved({"exp_avg": x}), weights_only=True)["exp_avg"]
+    y = with_moments(torch.load(saved({"exp_avg": x, "step": 3}), weights_only=True))["exp_avg"]
     assert isinstance(y, MomentTensor) and same(buffers(y), buffers(x))
     assert y.store.table == x.store.table
     assert (y.store.codec, y.store.name) == (x.store.codec, which)
 
 
-def test_pickle_round_trip_restores_every_byte():
-    x = moment()
-    assert same(buffers(pickle.loads(pickle.dumps(x))), buffers(x))
+def test_pickle_names_no_class_of_ours():
+    data = pickle.dumps({"exp_avg": moment()})
+    named = {arg for _, arg, _ in pickletools.genops(data) if isinstance(arg, str)}
+    assert "OrderedDict" in named and not any(name.startswith("zero8.") for name in named)
+    found = pickle.loads(data)["exp_avg"]
+    assert list(found) == ["zero8_moment", "codes", "scales", "float32"]
+    assert all(is_plain(value) for value in list(found.values())[1:])
+
+
+def test_optimizer_that_is_pickled_as_a_whole_goes_on_with_the_same_bits():
+    params, optimizer = zero_optimizer()
+    take_steps(params, optimizer, 2)
+    again = pickled(optimizer)
+    copies = again.param_groups[0]["params"]
+    for one in ((params, optimizer), (copies, again)):
+        take_steps(*one, 1)
+    assert torch.equal(params[0], copies[0])
+    states = optimizer.state[params[0]], again.state[copies[0]]
+    for which in MOMENTS:
+        assert same(*(buffers(state[which]) for state in states))
 
 
 def test_save_of_a_view_writes_its_elements_only():
@@ -107,79 +123,51 @@ DAMAGES = {
 @pytest.mark.parametrize("name", DAMAGES)
 def test_load_with_damaged_description_is_refused(name):
     damage, message = DAMAGES[name]
-    x = moment()
-    description = copy.deepcopy(moment_description(x.store))
-    damage(description)
+    found = pickled(moment())
+    damage(found[HEADER])
     with pytest.raises(ValueError, match=message):
-        rebuild_moment(description, *buffers(x))
+        moment_of(found)
 
 
 BUFFER_DAMAGES = {
-    "codes short": lambda codes, scales, dense: (codes[:-1], scales, dense),
-    "scales short": lambda codes, scales, dense: (codes, scales[:-1], dense),
-    "values short": lambda codes, scales, dense: (codes, scales, dense[:-1]),
-    "codes as float": lambda codes, scales, dense: (codes.float(), scales, dense),
-    "scales as half": lambda codes, scales, dense: (codes, scales.half(), dense),
+    "codes short": ("codes", lambda t: t[:-1]),
+    "scales short": ("scales", lambda t: t[:-1]),
+    "values short": ("float32", lambda t: t[:-1]),
+    "codes as float": ("codes", torch.Tensor.float),
+    "scales as half": ("scales", torch.Tensor.half),
+    "no codes": ("codes", lambda t: None),
+    "sparse codes": ("codes", torch.Tensor.to_sparse),
+    "one code for all": ("codes", lambda t: t[:1].clone().expand(len(t))),
+    "scales on meta": ("scales", lambda t: t.to("meta")),
 }
 
 
 @pytest.mark.parametrize("name", BUFFER_DAMAGES)
 def test_load_with_damaged_buffers_is_refused(name):
-    x = moment()
-    with pytest.raises(ValueError, match="damaged"):
-        rebuild_moment(moment_description(x.store), *BUFFER_DAMAGES[name](*buffers(x)))
+    found = pickled(moment())
+    key, damage = BUFFER_DAMAGES[name]
+    found[key] = damage(found[key])
+    with pytest.raises(ValueError, match="damaged|expected"):
+        moment_of(found)
 
 
 # --- The hash of the bytes -----------------------------------------------------------------------
 
-BUFFERS = ("codes", "scales", "float32 values")
-
-
-def pickled_description(x):
-    return x.__reduce_ex__(pickle.DEFAULT_PROTOCOL)[1][0]
-
-
-USES = {
-    "read": MomentTensor.dense,
-    "narrow": lambda x: x.narrow(0, 3, 5),
-    "detach": torch.Tensor.detach,
-    "copy_": lambda x: torch.empty(NUMEL).copy_(x),
-    "write": lambda x: x[:1].fill_(0.0),
-    "to": lambda x: x.to("cpu", copy=True),
-    "deepcopy": copy.deepcopy,
-    "pickle": pickle.dumps,
-    "send": ForkingPickler.dumps,
-    "share": MomentTensor.share_memory_,
-}
-
 
 @pytest.mark.parametrize("is_legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize("which", MOMENTS)
-@pytest.mark.parametrize("name", BUFFERS)
-def test_first_use_of_a_moment_with_a_flipped_bit_is_refused_by_its_name(name, which, is_legacy):
-    """In torch's legacy format the bytes come after all objects."""
+@pytest.mark.parametrize("number", [0, 1, 2], ids=BUFFERS)
+def test_load_of_a_moment_with_a_flipped_bit_is_refused_by_its_name(number, which, is_legacy):
+    """torch compares no CRCs."""
     x = moment(which=which)
     data = saved({which: x}, _use_new_zipfile_serialization=not is_legacy).getvalue()
-    whole = torch.load(io.BytesIO(data), weights_only=not is_legacy)[which]
-    assert same(buffers(whole), buffers(x)) and torch.equal(whole.clone(), x.clone())
-    data = flipped_in(data, buffers(x)[BUFFERS.index(name)])
+    whole = with_moments(torch.load(io.BytesIO(data), weights_only=not is_legacy))[which]
+    assert same(buffers(whole), buffers(x))
+    data = flipped_in(data, buffers(x)[number])
+    damaged = torch.load(io.BytesIO(data), weights_only=not is_legacy)
     message = f"moment {which} of 'layers.0.weight' and 2 more: its bytes .*; the file is damaged"
-    damaged = torch.load(io.BytesIO(data), weights_only=not is_legacy)[which]
-    for _ in range(2):
-        with pytest.raises(ValueError, match=message):
-            damaged.dense()
-
-
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_any_first_use_compares_the_hash_and_none_after_it(use, monkeypatch):
-    calls, hash_of = [], moment_tensor._hash_of
-    monkeypatch.setattr(moment_tensor, "_hash_of", lambda x: calls.append(1) or hash_of(x))
-    x = pickle.loads(pickle.dumps(moment()))
-    assert len(calls) == 1  # of what was pickled
-    use(x)
-    seen = len(calls)
-    x.dense()
-    assert 2 <= seen == len(calls)
+    with pytest.raises(ValueError, match=message):
+        with_moments(damaged)
 
 
 def test_hash_is_the_xxh3_of_codes_scales_and_values_in_this_order(monkeypatch):
@@ -187,75 +175,15 @@ def test_hash_is_the_xxh3_of_codes_scales_and_values_in_this_order(monkeypatch):
     whole = b"".join(tensor.numpy().tobytes() for tensor in buffers(x))
     for chunk_numel in (1 << 22, 100, 7):
         monkeypatch.setattr(moment_tensor, "CHUNK_NUMEL", chunk_numel)
-        assert pickled_description(x)["hash"] == xxhash.xxh3_64_intdigest(whole)
-
-
-def test_moments_that_were_saved_without_a_hash_are_not_compared():
-    x = moment()
-    description, tensors = moment_description(x.store), [tensor.clone() for tensor in buffers(x)]
-    assert "hash" not in description
-    tensors[0][700] ^= 1
-    assert same(buffers(rebuild_moment(description, *tensors)), tensors)
+        assert pickled(x)[HEADER]["hash"] == xxhash.xxh3_64_intdigest(whole)
 
 
 @pytest.mark.parametrize("value", [None, True, 1.0, "1", -1, 2**64, [1]])
 def test_load_with_a_hash_that_is_none_is_refused(value):
-    x = moment()
-    with pytest.raises(ValueError, match=r"8-bit moment: got a hash of .*; the file is damaged"):
-        rebuild_moment({**moment_description(x.store), "hash": value}, *buffers(x))
-
-
-UNLIKELY = {
-    "sparse": lambda codes: codes.to_sparse(),
-    "one element for all": lambda codes: codes[:1].clone().expand(len(codes)),
-}
-
-
-@pytest.mark.parametrize("name", UNLIKELY)
-def test_load_with_a_hash_of_what_is_no_plain_memory_is_refused(name):
-    x = moment()
-    codes, scales, dense = buffers(x)
-    y = rebuild_moment(pickled_description(x), UNLIKELY[name](codes), scales, dense)
-    with pytest.raises(ValueError, match="the file is damaged"):
-        y.compare_hash()
-
-
-def test_hash_of_strided_codes_is_that_of_contiguous_ones():
-    x = moment()
-    codes, scales, dense = buffers(x)
-    strided = torch.empty(2 * len(codes), dtype=torch.uint8)[::2].copy_(codes)
-    y = rebuild_moment(pickled_description(x), strided, scales, dense)
-    assert pickled_description(y) == pickled_description(x)
-
-
-def test_load_onto_the_meta_device_compares_nothing_and_saves_no_hash():
-    x = moment()
-    y = torch.load(saved(x), map_location="meta", weights_only=True)
-    assert (y.device.type, y.store.table) == ("meta", x.store.table)
-    assert pickled_description(y) == moment_description(x.store)
-
-
-def test_load_of_fake_tensors_compares_nothing():
-    file = saved(moment())
-    with torch._subclasses.FakeTensorMode():
-        assert torch.load(file, weights_only=True).shape == (NUMEL,)
-
-
-def test_shared_moment_is_saved_without_a_hash():
-    x = moment().share_memory_()
-    assert pickled_description(x) == moment_description(x.store)
-    y = torch.load(saved(x), weights_only=True)
-    assert same(buffers(y), buffers(x))
-
-
-def test_moment_that_changes_on_its_way_to_another_process_arrives():
-    """torch sends its memory, which is made shared memory then, and not the bytes it had."""
-    x = moment()
-    data = ForkingPickler.dumps({"whole": x, "part": x[100:200]})
-    x.zero_()
-    y = pickle.loads(data)
-    assert same(buffers(y["whole"]), buffers(x))
-    assert y["part"].abs().max() > 0
+    found = pickled(moment())
+    found[HEADER]["hash"] = value
+    with pytest.raises(ValueError, match=r"its bytes have the hash .*; the file is damaged"):
+        moment_of(found)
 
 
 def test_description_in_a_swap_file_is_without_a_hash():
@@ -264,48 +192,51 @@ def test_description_in_a_swap_file_is_without_a_hash():
     assert b"hash" not in layout.description
 
 
-# --- Files that are out in the world -------------------------------------------------------------
+# --- Without zero8 -------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "two": config(stage=2),
+    "three": config(stage=3),
+    "lion": config(stage=2, optimizer="Lion8bitBlockwise", dtype={}),
+}
+WITHOUT = """
+import runpy, sys
+
+class Missing:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "zero8":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import torch
+_, folder, *tags = sys.argv
+weights_of = runpy.run_path(f"{folder}/zero_to_fp32.py")["get_fp32_state_dict_from_zero_checkpoint"]
+for tag in tags:
+    torch.save(weights_of(folder, tag), f"{folder}/{tag}.weights")
+assert "zero8" not in sys.modules
+"""
 
 
-@pytest.mark.parametrize(
-    ("path", "codecs"),
-    [(FORMAT_2, ["dynamic", "log"]), (SAVED, sorted(CODECS))],
-    ids=["format 2", "format 3"],
-)
-def test_golden_file_reads_as_the_stored_values(path, codecs):
-    content = torch.load(path, weights_only=True)
-    assert sorted(content) == codecs
-    for name, moments in content.items():
-        assert sorted(moments) == sorted(MOMENTS)
-        for which, (x, values) in moments.items():
-            assert (x.store.codec.name, x.store.name) == (name, which)
-            assert x.store.table == PieceTable(PIECES, NUMEL)
-            assert torch.equal(x.dense(), values)
+def save_all(folder):
+    """Save a checkpoint of each layout; return their master weights."""
+    masters = {}
+    for tag, ds_config in LAYOUTS.items():
+        engine = make_engine(ds_config)
+        train(engine, 2)
+        engine.save_checkpoint(folder, tag=tag)
+        named = engine.module.named_parameters()
+        masters[tag] = {name: safe_get_full_fp32_param(p).clone() for name, p in named}
+    return masters
 
 
-def test_golden_file_of_format_1_reads_as_the_stored_values_and_copies_by_value():
-    content = torch.load(FORMAT_1, weights_only=True)
-    assert sorted(content) == ["dynamic", "log"]
-    for name, moments in content.items():
-        for which, (x, values) in moments.items():
-            assert x.store.codec in (CODECS["dynamic"], RETIRED)
-            assert x.store.table == PieceTable(PIECES, NUMEL)
-            assert torch.equal(x.dense(), values)
-            target, expected = moment(name, which, seed=2), moment(name, which, seed=2)
-            target.copy_(x)
-            expected.copy_(values)
-            assert same(buffers(target), buffers(expected))
-
-
-def write_golden():
-    content = {codec: {} for codec in CODECS}
-    for codec in CODECS:
-        for which in MOMENTS:
-            x = moment(codec, which)
-            content[codec][which] = (x, x.dense())
-    SAVED.parent.mkdir(exist_ok=True)
-    torch.save(content, SAVED)
-
-
-if __name__ == "__main__":
-    write_golden()
+def test_files_of_zero_give_their_weights_where_zero8_is_missing(standing_ranks, tmp_path):
+    masters = standing_ranks(2).run(save_all, folder=str(tmp_path))[0]
+    command = [sys.executable, "-c", WITHOUT, str(tmp_path), *LAYOUTS]
+    done = run(command, 120, TORCH_DEVICE_BACKEND_AUTOLOAD="0", DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr
+    for tag, expected in masters.items():
+        found = torch.load(tmp_path / f"{tag}.weights", weights_only=True)
+        assert all(torch.equal(found[name], values) for name, values in expected.items())
+        for path in (tmp_path / tag).glob("*.pt"):
+            needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            assert all(name.startswith("deepspeed.") for name in needed), needed

@@ -9,19 +9,23 @@ storage: a live view of a `MomentStore`, whose 8-bit codes the optimizer updates
 Reading decodes.  Writing encodes, to within half a code.  Other in-place operations, and views
 other than contiguous ranges, raise: their writes would change a decoded copy and be lost.
 
-A pickled moment carries the hash of its bytes, because `torch.load` does not check the CRCs that
-`torch.save` writes.  The hash is compared at the moment's first use, not on unpickling: in torch's
-legacy format, which DeepSpeed can write, the bytes follow all objects.
+A moment is pickled as a dict of plain values and tensors, so that reading a file of ZeRO needs no
+code of ours.  A loaded state has that dict in the moment's place:
+
+    HEADER      dict: format version, algorithm, codec, segment table (`moment_description`), and
+                the 64-bit XXH3 of the bytes below, as `torch.load` compares no CRCs
+    codes       uint8; `scales` and `float32`, float32: the buffers of `MomentStore`
+
+`with_moments` makes moments of them again.
 """
 
-import pickle
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from multiprocessing.reduction import ForkingPickler
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.files.hashes import hash_64
@@ -34,8 +38,10 @@ from zero8.state.table import Piece, PieceTable
 
 aten = torch.ops.aten
 
-HASH = "hash"
-"""The key of the hash of a moment's bytes in its pickled description."""
+HEADER = "zero8_moment"
+"""The key of the header in a pickled moment, which marks it as one."""
+BUFFERS = ("codes", "scales", "float32")
+"""The keys of the buffers in a pickled moment, in the order of `MomentStore.buffers`."""
 
 
 class MomentTensor(torch.Tensor):
@@ -44,12 +50,10 @@ class MomentTensor(torch.Tensor):
     Attributes:
         store: the moment of the whole shard; views share it.
         start: index in the shard of the first element.
-        saved_hash: the hash of the pickled bytes, until it has been compared.
     """
 
     store: MomentStore
     start: int
-    saved_hash: int | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -67,6 +71,8 @@ class MomentTensor(torch.Tensor):
             cls, (numel,), dtype=dtype, device=store.codes.device
         )
         self.store, self.start = store, start
+        # Code that is given this without torch's dispatcher would read and write address 0.
+        torch._C._set_throw_on_mutable_data_ptr(self)
         return self
 
     @property
@@ -74,35 +80,27 @@ class MomentTensor(torch.Tensor):
         """Whether this is the moment of the whole shard."""
         return self.start == 0 and self.numel() == self.store.table.numel
 
-    def compare_hash(self) -> None:
-        """Raise ValueError if this was unpickled with other bytes than were pickled."""
-        if self.saved_hash is None or not _have_bytes(self.store.buffers):
-            return
-        if problem := _difference(self.saved_hash, self.store.buffers):
-            pieces, names = self.store.table.pieces, "no parameter"
-            if pieces:
-                rest = f" and {len(pieces) - 1} more" if len(pieces) > 1 else ""
-                names = shown(pieces[0].name) + rest
-            raise ValueError(
-                f"8-bit moment {self.store.name} of {names}: {problem}; the file is damaged"
+    @property
+    def data(self) -> Tensor:
+        """The moment itself, as any live view; values assigned to that of a shard are encoded."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if not self.is_whole:
+            raise NotImplementedError(
+                "got data for a part of an 8-bit moment; use moment.copy_(values) to write it"
             )
-        self.saved_hash = None
+        if (values.shape, values.device) != (self.shape, self.device):
+            raise ValueError(
+                f"got data of shape {tuple(values.shape)} on {values.device} for an 8-bit moment, "
+                f"expected {tuple(self.shape)} on {self.device}"
+            )
+        self.copy_(values)
 
     def dense(self) -> Tensor:
         """Return the decoded elements as a plain tensor."""
-        self.compare_hash()
         return self.store.read(self.start, self.numel()).to(self.dtype)
-
-    def share_memory_(self) -> "MomentTensor":
-        """Move the moment of the whole shard to memory that other processes can map."""
-        self.compare_hash()
-        for tensor in self.store.buffers:
-            tensor.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Return whether other processes can map it."""
-        return self.store.codes.is_shared()
 
     def __repr__(self) -> str:
         """Describe it, without decoding it."""
@@ -113,27 +111,23 @@ class MomentTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         """Copy the codes; of a view, the decoded elements."""
-        self.compare_hash()
         copy = MomentTensor(self.store.clone(), dtype=self.dtype) if self.is_whole else self.dense()
         return memo.setdefault(id(self), copy)
 
     def __reduce_ex__(self, protocol):
-        """Pickle codes, scales and a plain description; of a view, the decoded elements."""
+        """Pickle a dict of plain values and tensors; of a view, the decoded elements."""
         if not self.is_whole:
             return self.dense().__reduce_ex__(protocol)
-        self.compare_hash()
-        description = moment_description(self.store)
-        if _has_stable_bytes(self.store):
-            description[HASH] = _hash_of(self.store.buffers)
-        return rebuild_moment, (description, *self.store.buffers)
+        buffers = self.store.buffers
+        header = {**moment_description(self.store), "hash": _hash_of(buffers)}
+        content = {HEADER: header, **dict(zip(BUFFERS, buffers, strict=True))}
+        # torch.load with weights_only knows no other dict by name.
+        return OrderedDict, (), None, None, iter(content.items())
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         """Run the operations of `_SERVED` on the codes; decode for others that only read."""
         kwargs = kwargs or {}
-        for x in args:
-            if isinstance(x, MomentTensor):
-                x.compare_hash()
         if func in _SERVED:
             return _SERVED[func](*args, **kwargs)
         if any(isinstance(x, MomentTensor) for x in _written(func, args, kwargs)):
@@ -158,9 +152,13 @@ def moments_in(state: Mapping[str, Any]) -> dict[str, MomentTensor]:
 def _written(func, args: tuple, kwargs: dict) -> list:
     """Return the arguments that `func` writes to, with lists flattened."""
     arguments = {argument.name: argument.alias_info for argument in func._schema.arguments}
+    names = {name for name, alias in arguments.items() if alias and alias.is_write}
+    if not names and func._schema.name.endswith("_"):
+        # Collectives mark no outputs, and may write them after they return.
+        names = {name for name in arguments if not name.startswith("input")}
+    names |= {name for name in arguments if name.startswith("running_")}  # batch norms mark none
     given = dict(zip(arguments, args, strict=False)) | kwargs
-    written = [x for name, x in given.items() if arguments[name] and arguments[name].is_write]
-    return torch.utils._pytree.tree_leaves(written)
+    return torch.utils._pytree.tree_leaves([given[name] for name in names & given.keys()])
 
 
 def moment_description(store: MomentStore) -> dict:
@@ -187,88 +185,54 @@ def moment_description(store: MomentStore) -> dict:
     }
 
 
-def _has_stable_bytes(store: MomentStore) -> bool:
-    """Return whether the reader of a pickle will see the present bytes.
-
-    Other processes may write shared memory meanwhile.  For torch, mapped files and all GPU memory
-    are shared, too.
-    """
-    is_shared = any(t.device.type == "cpu" and t.is_shared() for t in store.buffers)
-    return not is_shared and _have_bytes(store.buffers)
-
-
-def _have_bytes(tensors: Iterable[Tensor]) -> bool:
-    return not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
-
-
 def _hash_of(buffers: Iterable[Tensor]) -> int:
     """Return the 64-bit XXH3 of the bytes of tensors, in order; GPU tensors are read in chunks."""
     flat = (tensor.detach().resolve_neg().contiguous().view(-1) for tensor in buffers)
     return hash_64(chunk.cpu().numpy() for one in flat for chunk in one.split(CHUNK_NUMEL))
 
 
-def _reduced_live(x: MomentTensor) -> tuple:
-    """Reduce a moment for another process, which shares its memory; without a hash."""
-    if not x.is_whole:
-        return x.dense().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-    x.compare_hash()
-    return rebuild_moment, (moment_description(x.store), *x.store.buffers)
+def is_pickled_moment(value: object) -> bool:
+    """Return whether a value of a loaded state is what a moment is pickled as."""
+    return isinstance(value, dict) and HEADER in value
 
 
-ForkingPickler.register(MomentTensor, _reduced_live)
-
-
-def rebuild_moment(
-    description: dict, codes: Tensor, scales: Tensor, dense: Tensor
-) -> "MomentTensor":
-    """Return the moment that `MomentTensor` pickled.
-
-    Checkpoints refer to this function by its name.
+def with_moments(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a loaded state with the moments that have been pickled.
 
     Raises:
-        ValueError: if the format version is unknown, or the description is damaged or contradicts
-            the tensors.
+        ValueError: if the format version of one is unknown, or it is damaged.
     """
-    like, tensors = store_like(description), (codes, scales, dense)
+    return {k: moment_of(v) if is_pickled_moment(v) else v for k, v in state.items()}
+
+
+def moment_of(saved: Mapping[str, Any]) -> MomentTensor:
+    """Return the moment that was pickled as this dict; raises as `with_moments`."""
+    like = store_like(saved[HEADER])
+    buffers = [saved.get(key) for key in BUFFERS]
     got, expected = (
-        [(getattr(t, "dtype", None), tuple(getattr(t, "shape", ()))) for t in buffers]
-        for buffers in (tensors, like.buffers)
+        [(getattr(t, "dtype", None), tuple(getattr(t, "shape", ()))) for t in of]
+        for of in (buffers, like.buffers)
     )
     if got != expected:
         raise ValueError(
-            f"8-bit moment: got codes, scales and float32 values of {got}, its segment table "
-            f"describes {expected}; the file is damaged"
+            f"8-bit moment: got {', '.join(BUFFERS)} of {got}, its segment table describes "
+            f"{expected}; the file is damaged"
         )
-    written = description.get("written", False) is True  # older files lack it
-    moment = MomentTensor(MomentStore(like.codec, like.rule, like.table, *tensors, written))
-    moment.saved_hash = _hash_in(description)
-    return moment
-
-
-def _hash_in(description: dict) -> int | None:
-    """Return the pickled hash; None in older files and for shared memory."""
-    if HASH not in description:
-        return None
-    found = description[HASH]
-    if type(found) is not int or not 0 <= found < 2**64:
+    codes, scales, dense = buffers
+    written = saved[HEADER].get("written") is True
+    store = replace(like, codes=codes, scales=scales, dense=dense, written=written)
+    store.check()
+    hashes = _hash_of(store.buffers), saved[HEADER].get("hash")
+    if hashes[0] != hashes[1]:
+        pieces, names = store.table.pieces, "no parameter"
+        if pieces:
+            rest = f" and {len(pieces) - 1} more" if len(pieces) > 1 else ""
+            names = shown(pieces[0].name) + rest
         raise ValueError(
-            f"8-bit moment: got a hash of {shown(found)}, expected an integer of 64 bits; the file "
-            "is damaged"
+            f"8-bit moment {store.name} of {names}: its bytes have the hash {hashes[0]}, those "
+            f"that were saved {shown(hashes[1])}; the file is damaged"
         )
-    return found
-
-
-def _difference(expected: int, tensors: tuple[Tensor, ...]) -> str:
-    """Return what is wrong with tensors whose bytes should have this hash, "" if nothing is."""
-    try:
-        if any(t.nbytes > t.untyped_storage().nbytes() for t in tensors):
-            return "got tensors of more elements than are in the file"
-        found = _hash_of(tensors)
-    except (RuntimeError, TypeError) as error:  # sparse ones
-        return f"got tensors whose bytes cannot be read: {str(error)[:100]}"
-    if found != expected:
-        return f"its bytes have the hash {found:016x}, those that were saved {expected:016x}"
-    return ""
+    return MomentTensor(store)
 
 
 def store_like(description: dict) -> MomentStore:
@@ -370,15 +334,6 @@ def _to_copy(x: MomentTensor, *, dtype=None, device=None, non_blocking=False, **
     return MomentTensor(x.store.to(device, non_blocking, copy=True), dtype=dtype)
 
 
-def _like(x: MomentTensor, *, dtype=None, device=None, pin_memory=None, **_) -> Tensor:
-    dtype = x.dtype if dtype is None else dtype
-    device = x.device if device is None else device
-    if not x.is_whole:
-        return torch.zeros(x.shape, dtype=dtype, device=device, pin_memory=bool(pin_memory))
-    store = MomentStore.zeros(x.store.codec, x.store.rule, x.store.table, device)
-    return MomentTensor(store.pinned() if pin_memory else store, dtype=dtype)
-
-
 def _record_stream(x: MomentTensor, stream) -> None:
     for buffer in x.store.buffers:
         buffer.record_stream(stream)
@@ -404,8 +359,6 @@ _SERVED = {
     aten.fill_.Tensor: _fill,
     aten.zero_.default: _zero,
     aten._to_copy.default: _to_copy,
-    aten.empty_like.default: _like,
-    aten.zeros_like.default: _like,
     aten.record_stream.default: _record_stream,
     aten.is_pinned.default: _is_pinned,
     aten._pin_memory.default: _pin,

@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         type=Path,
         help="the folder to make (default: DIR/TAG_universal); latest_universal beside it will "
-        "name it.  It takes 12 bytes per parameter, and temporarily 12 more and the size of the "
-        "checkpoint once more",
+        "name it.  It takes 12 bytes per parameter, and temporarily 24 more and the size of the "
+        "model's states once more",
     )
     parser.add_argument(
         "--trust",

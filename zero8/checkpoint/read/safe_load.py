@@ -24,7 +24,6 @@ from torch import Tensor
 from zero8.checkpoint.files.mapped_file import mapped
 from zero8.checkpoint.read.safe_pickle import Inert, SafePickle
 from zero8.spec.grid import MAX_DIMS, MAX_NUMEL
-from zero8.zero.moment_tensor import rebuild_moment
 
 MAX_PICKLE_BYTES = 1 << 30
 """The longest pickle that is read into memory; sparse files can have any size."""
@@ -262,5 +261,4 @@ _MAKERS = {
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch.Size": _size,
     "collections.OrderedDict": _ordered_dict,
-    "zero8.zero.moment_tensor.rebuild_moment": rebuild_moment,
 }

@@ -33,8 +33,10 @@ from zero8 import flock
 from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.files.inside import is_folder, leads_out
 from zero8.checkpoint.files.tags import LATEST_UNIVERSAL, write_latest
+from zero8.checkpoint.read.safe_load import damage_in
 from zero8.spec.shown import shown, shown_keys
 from zero8.state.memory import new_memory
+from zero8.zero.moment_tensor import moments_in, with_moments
 
 LEADS_CONVERTER = "universal_checkpoint_info", "ds_autoep_layers", "autoep_layers"
 """Entries of model states that control DeepSpeed's converter."""
@@ -57,7 +59,7 @@ def convert(
         target: the folder to make; `latest_universal` beside it will name it.
         workers: number of processes; each holds one rank's states.
         copy: makes safe copies of a tag's files in an empty folder, for the converter; None to
-            trust the files of the tag.
+            trust the files of the tag, of which only those with 8-bit moments are copied.
 
     Raises:
         FileExistsError: if the target exists.
@@ -75,12 +77,12 @@ def convert(
         raise FileExistsError(f"{target} exists; remove it or name another folder by --out")
     _check_names(source)
     with _beside(target) as made:
-        trusted = source
-        if copy is not None:
-            trusted = made.parent / "checked"
-            trusted.mkdir()
-            copy(source, trusted)
+        trusted = made.parent / "checked"
+        trusted.mkdir()
+        (copy or _link)(source, trusted)
         try:
+            for path in trusted.glob(OPTIMIZER_FILES):
+                _decode(path)
             found = check(source, trusted)
         except (AttributeError, LookupError, TypeError) as error:
             raise ValueError(
@@ -109,6 +111,33 @@ def convert(
         "parameters": len(list((target / "zero").glob("**/exp_avg.pt"))),
         "bytes": sum(path.stat().st_size for path in target.rglob("*") if path.is_file()),
     }
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give the files of a folder the same names in another."""
+    for path in source.glob("*.pt"):
+        (target / path.name).symlink_to(path.absolute())
+
+
+def _decode(path: Path) -> None:
+    """Replace 8-bit moments in a file of states by float32 ones, which DeepSpeed's converter reads.
+
+    Raises:
+        ValueError: naming the file, if a moment is damaged.
+    """
+    content = _load(path)
+    zero, is_ours = content.get("optimizer_state_dict") or {}, False
+    for key in ("base_optimizer_state", "optimizer_state_dict"):
+        base = zero.get(key)
+        states = base.get("state") if isinstance(base, dict) else None
+        for number, state in (states or {}).items():
+            with damage_in(path):
+                decoded = with_moments(state)
+            dense = {name: moment.dense() for name, moment in moments_in(decoded).items()}
+            states[number] = decoded | dense
+            is_ours |= bool(dense)
+    if is_ours:
+        _save(content, path)
 
 
 def check_content(content: object) -> None:
