@@ -7,15 +7,30 @@ which torch requires, names no holder, and would use any file that has the lock'
 
 import errno
 import fcntl
+import logging
 import os
 import socket
 import stat
 import time
 from contextlib import suppress
+from functools import cache
 from io import FileIO
 from pathlib import Path
 
 LONGEST_NAME_BYTES = 200
+
+_ENOTSUPP = 524  # of the kernel, which some network file systems return to programs
+_WITHOUT_LOCKS = (
+    errno.ENOLCK,
+    errno.ENOTSUP,
+    errno.ENOSYS,
+    errno.EBADF,
+    errno.EINVAL,
+    _ENOTSUPP,
+)
+"""The errors of file systems without locks; others, such as EIO, are failures of the disk."""
+
+logger = logging.getLogger("zero8")
 
 
 def opened(path: Path) -> FileIO:
@@ -26,7 +41,7 @@ def opened(path: Path) -> FileIO:
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        file = FileIO(os.open(path, flags, 0o666), "r+")
+        file = FileIO(str(path), "r+", opener=lambda name, _: os.open(name, flags, 0o666))
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
@@ -44,26 +59,42 @@ def take(file: FileIO) -> bool:
     """Take the lock of a file, if it is free, until the file is closed; return whether it was free.
 
     Raises:
-        OSError: if the file system has no locks.
+        OSError: naming the file, if it cannot be locked.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     _write_holder(file)
     return True
 
 
+def take_where_possible(file: FileIO) -> bool:
+    """Do the same as `take`, but on a file system without locks return True, and log it once."""
+    try:
+        return take(file)
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        _tell_of_no_locks(Path(file.name).parent, str(error))
+    return True
+
+
+@cache
+def _tell_of_no_locks(folder: Path, problem: str) -> None:
+    logger.warning("%s: two jobs that write there at once are not noticed: %s", folder, problem)
+
+
 def wait_for(file: FileIO) -> None:
-    """Wait for the lock of a file, and take it until the file is closed."""
-    fcntl.flock(file, fcntl.LOCK_EX)
+    """Wait for the lock of a file, and take it until the file is closed; raises as `take` does."""
+    _flock(file, fcntl.LOCK_EX)
     _write_holder(file)
 
 
 def is_held(file: FileIO) -> bool:
     """Return whether another process holds the lock of a file, which need only be readable."""
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     return False
@@ -76,6 +107,13 @@ def holder(file: FileIO) -> str:
     """
     name = os.pread(file.fileno(), LONGEST_NAME_BYTES, 0).decode(errors="replace").strip()
     return name or "an unknown process"
+
+
+def _flock(file: FileIO, operation: int) -> None:
+    try:
+        fcntl.flock(file, operation)
+    except OSError as error:  # of the same class, as the number decides it
+        raise OSError(error.errno, f"cannot be locked: {error.strerror}", file.name) from error
 
 
 def _write_holder(file: FileIO) -> None:

@@ -2,8 +2,10 @@
 """`zero8 checkpoint universal`: what it makes and refuses, and that nothing half-made stays."""
 
 import argparse
+import errno
 import fcntl
 import json
+import os
 import shutil
 import sys
 from collections import OrderedDict
@@ -288,6 +290,15 @@ def test_universal_command_is_refused_while_another_makes_the_same(tmp_path):
         status, result, _ = command(tmp_path)
     assert (status, "another process is making" in result["error"]) == (1, True)
     assert work.exists()
+
+
+def test_universal_command_on_a_file_system_without_locks_runs(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    write(tmp_path)
+    monkeypatch.setattr("fcntl.flock", fail)
+    assert command(tmp_path)[0] == 0
 
 
 def test_universal_command_without_deepspeed_says_what_to_install(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from deepspeed.checkpoint.constants import CHECKPOINT_PARALLEL_DIMS
+from deepspeed.utils import groups
 from moment_samples import buffers, flipped_in
 from needs import need_nvme
 from nests import difference
@@ -414,6 +415,18 @@ def save_and_load_otherwise(folder):
     with patch.object(checkpoint_save, "VISIBLE_WITHIN_S", 0.1), unseen, logged() as lines:
         engine.save_checkpoint(folder, tag="unseen")
     found["unseen"] = lines, error_of(engine.load_checkpoint, folder)
+    meshed = make_engine(config(stage=3), mesh_param=(1, 2))
+    groups.mesh_device = None  # DeepSpeed does not forget it
+    train(meshed, 1)
+    foreseen = patch.object(checkpoint_save, "_main_files", return_value=[])
+    for name, what in {"same files": nullcontext(), "same files, unforeseen": foreseen}.items():
+        with what:
+            found[name] = error_of(meshed.save_checkpoint, f"{folder}/meshed", tag="one")
+        torch.distributed.barrier()
+        found[f"{name}, left"] = sorted(
+            path.name for path in Path(folder, "meshed").glob("**/*") if "zero8" in path.name
+        )
+        torch.distributed.barrier()
     local = make_engine(config() | {"checkpoint": {"use_node_local_storage": True}})
     train(local, 1)
     local.save_checkpoint(f"{folder}/local", tag="one")
@@ -513,6 +526,18 @@ def test_save_of_other_tags_on_other_ranks_is_as_deepspeeds(otherwise):
         assert any("without a manifest: ranks save different tags" in line for line in lines)
     folder = otherwise[1]
     assert not (folder / "own0" / MANIFEST).exists() and not (folder / "own0" / MARKER).exists()
+
+
+def test_save_of_the_same_file_by_two_ranks_is_an_error_on_both(otherwise):
+    for name in ("same files", "same files, unforeseen"):
+        (kind, text), again = of_both(otherwise, name)
+        assert (kind, text) == again and kind == "ValueError"
+        assert "ranks 0 and 1 would both write " in text
+        assert "zero_pp_rank_0_mp_rank_00_model_states.pt" in text and "parallel_state_sp" in text
+    assert of_both(otherwise, "same files, left") == [[], []]
+    # Without a manifest, with a marker: incomplete.
+    assert of_both(otherwise, "same files, unforeseen, left") == [[".zero8_lock", MARKER]] * 2
+    assert not (otherwise[1] / "meshed" / "latest").exists()
 
 
 def test_save_into_a_folder_that_is_not_shared_is_as_deepspeeds(otherwise):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locks of builds: whom they are waited for, and which are found."""
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -60,6 +61,20 @@ def test_lock_that_is_released_in_time_is_taken_without_a_word(held, caplog):
     with locks.locked(Path(held.name)):
         pass
     assert caplog.messages == []
+
+
+def test_lock_that_the_file_system_refuses_is_an_error_that_names_it_and_the_way_out(
+    tmp_path, monkeypatch
+):
+    """Two builds at once would destroy each other's files."""
+
+    def fail(*_):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    refused = f"TORCH_EXTENSIONS_DIR .*cannot be locked.*{tmp_path}/op.flock"
+    with pytest.raises(RuntimeError, match=refused), locks.locked(tmp_path / "op.flock"):
+        pass
 
 
 def test_find_lists_what_is_held_with_its_holder_and_nothing_else(held, tmp_path):

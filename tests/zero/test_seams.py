@@ -41,6 +41,14 @@ REFUSED = {
         config(stage=2, zero={"zenflow": {"topk_ratio": 0.1}}),
         ["zenflow", "process of its own", "remove"],
     ),
+    "elastic_checkpoint": (
+        config(stage=1, zero={"elastic_checkpoint": True}),
+        ["elastic_checkpoint", "remove it", "zero8 checkpoint universal"],
+    ),
+    "elastic_checkpoint, stage 3": (
+        config(stage=3, zero={"elastic_checkpoint": True}),
+        ["elastic_checkpoint", "remove it", "zero8 checkpoint universal"],
+    ),
     "super_offload": (
         config(stage=3, offload=None, zero=offload(super_offload=True)),
         ["offload_optimizer.super_offload", "DeepSpeedCPUAdam", "set it to false"],

@@ -187,11 +187,20 @@ def check_places(saved: PieceTable, table: PieceTable) -> None:
     """Raise ValueError unless a saved segment table has the same ranges of parameters."""
     places = [[(q.start, q.numel, q.first, q.shape) for q in t.pieces] for t in (saved, table)]
     if places[0] != places[1] or saved.numel != table.numel:
+        equal = [got == expected for got, expected in zip(*places, strict=False)]
+        first = [*equal, False].index(False)
         raise ValueError(
             "the checkpoint's partition holds other ranges of parameters than this one: got "
-            f"{places[0][:3]}..., expected {places[1][:3]}...; was it saved by another model, "
-            "world size or ZeRO stage? Convert it to a universal checkpoint first"
+            f"{_shown_from(first, saved)}, expected {_shown_from(first, table)}; was it saved by "
+            "another model, or of other trained parameters? For another world size or ZeRO stage, "
+            "convert it to a universal checkpoint first"
         )
+
+
+def _shown_from(number: int, table: PieceTable) -> str:
+    """Return a description of the pieces of a table from this one on."""
+    shown = [f"{q.numel} of {q.name} of {q.shape} at {q.start}" for q in table.pieces[number:][:3]]
+    return f"{', '.join(shown) or 'nothing more'} in {table.numel} elements"
 
 
 def _moments_of(stores: Sequence[MomentStore]) -> dict:

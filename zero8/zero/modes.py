@@ -8,6 +8,11 @@ def unsupported_mode(zero_config) -> str | None:
     offload = zero_config.offload_optimizer
     if getattr(zero_config, "zenflow", None) is not None:
         reason = 'zenflow: it steps with an optimizer process of its own; remove "zenflow"'
+    elif zero_config.elastic_checkpoint and zero_config.stage > 0:
+        reason = (
+            "elastic_checkpoint: DeepSpeed could not load what it saves; remove it. For another "
+            "number of ranks, convert a checkpoint: zero8 checkpoint universal"
+        )
     elif offload is not None and offload.super_offload:
         reason = (
             "offload_optimizer.super_offload: it steps with DeepSpeedCPUAdam in a process of its "

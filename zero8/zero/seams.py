@@ -20,7 +20,6 @@ from zero8.zero import (
     access,
     jit,
     narrow_grads,
-    saved_order,
     sharing,
     universal_load,
     unscaling,
@@ -92,7 +91,6 @@ _PIPE = "deepspeed.runtime.pipe"
 _CHECKPOINT = "deepspeed.runtime.checkpoint_engine"
 _PADDING = "loads universal checkpoints on ranks that hold only padding, too"
 _VIEWS = "refreshes views of states that have changed"
-_ORDER = "refuses checkpoints whose parameters are in another order"
 
 _BUILDS = Seam(
     "deepspeed.ops.op_builder.builder",
@@ -152,7 +150,7 @@ SEAMS = (
         _ENGINE,
         "DeepSpeedEngine.load_checkpoint",
         ("load_dir", "tag", "load_optimizer_states", "load_module_only"),
-        "verifies the files first, on all ranks or on none",
+        "verifies the files and compares the parameters first, on all ranks or on none",
     ),
     Seam(
         _ENGINE,
@@ -160,13 +158,18 @@ SEAMS = (
         change="defers signal handlers until the step is done and counted",
     ),
     Seam(_ENGINE, "DeepSpeedEngine._optimizer_has_ckpt_event_epilogue"),
+    Seam(_ENGINE, "DeepSpeedEngine._get_zero_param_shapes"),
+    Seam(_ENGINE, "DeepSpeedEngine._get_ckpt_name", ("checkpoints_path", "tag")),
+    Seam(_ENGINE, "DeepSpeedEngine._get_zero_ckpt_name", ("checkpoints_path", "tag")),
+    Seam(_ENGINE, "get_fp32_state_dict_from_zero_checkpoint", ("tag",)),
     Seam(f"{_CHECKPOINT}.torch_checkpoint_engine", "TorchCheckpointEngine.save", ("path",)),
+    Seam(f"{_CHECKPOINT}.torch_checkpoint_engine", "TorchCheckpointEngine.load", ("path",)),
     *(
         Seam(module, f"{name}.{method}", parameters, change)
         for module, name in ((_STAGE12, "DeepSpeedZeroOptimizer"), (_BF16, "BF16_Optimizer"))
         for method, parameters, change in (
             ("_lazy_init_hp_params_optimizer_state", (), _VIEWS),
-            ("load_state_dict", ("state_dict_list",), f"{_VIEWS}; {_ORDER}"),
+            ("load_state_dict", ("state_dict_list",), _VIEWS),
         )
     ),
     Seam(_STAGE12, "DeepSpeedZeroOptimizer.offload_states", change=_VIEWS),
@@ -349,8 +352,6 @@ def _patch(optimizer_class: type) -> None:
     access.keep_views_fresh(stage_1_and_2.DeepSpeedZeroOptimizer, *zero12, optimizer_class)
     bf16 = ("bf16_groups", "fp32_groups_flat_partition")
     access.keep_views_fresh(bf16_optimizer.BF16_Optimizer, *bf16, optimizer_class)
-    saved_order.refuse_other_order(stage_1_and_2.DeepSpeedZeroOptimizer, optimizer_class)
-    saved_order.refuse_other_order(bf16_optimizer.BF16_Optimizer, optimizer_class)
     universal_load.load_into_padding(
         stage_1_and_2.DeepSpeedZeroOptimizer, zero12[1], optimizer_class
     )

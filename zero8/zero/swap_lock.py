@@ -20,13 +20,13 @@ def take(folder: str) -> None:
     """Lock a folder for this process.
 
     Raises:
-        OSError: naming the process that holds it; if the lock cannot be opened.
+        OSError: naming the process that holds it; if the lock cannot be opened or locked.
     """
     path = Path(f"{Path(folder).resolve()}.flock")
     if path in _ours:
         return
     file = flock.opened(path)
-    if not flock.take(file):
+    if not flock.take_where_possible(file):
         with file:
             raise OSError(
                 errno.EBUSY,

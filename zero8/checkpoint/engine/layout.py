@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's file names in the folder of a tag."""
+"""DeepSpeed's file names in the folder of a tag, and which of them it reads."""
 
 from pathlib import Path
 
@@ -17,3 +17,17 @@ def swap_folder(engine, load_dir: str, tag: str) -> str:
 
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
     return str(Path(load_dir, tag, _HOLDS_LOCAL_FILES, "rank" + dp_index_to_str(rank)))
+
+
+def loads_states(engine, options: dict) -> bool:
+    """Return whether a load with these arguments of `load_checkpoint` loads optimizer states."""
+    if engine.load_universal_checkpoint() or engine.zero_nvme_offload_optimizer():
+        return True  # whatever the arguments
+    return options.get("load_optimizer_states", True) and not options.get("load_module_only")
+
+
+def reads(engine, options: dict, path: str) -> bool:
+    """Return whether a load reads a file of the tag: ZeRO-3 has its weights beside the states."""
+    if not path.endswith("optim_states.pt") or loads_states(engine, options):
+        return True
+    return engine.zero_optimization_partition_weights()

@@ -5,14 +5,16 @@ Before anything in the engine changes, the ranks agree on a tag, and each verifi
 files.  That is one read of the checkpoint, which then is in the page cache.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from torch import distributed
 
-from zero8.checkpoint.engine.layout import is_part
+from zero8.checkpoint.engine.layout import is_part, loads_states, reads
+from zero8.checkpoint.engine.parameters import compared
 from zero8.checkpoint.engine.replaced import replaced
 from zero8.checkpoint.engine.save import reason_not_covered, tell_not_covered
 from zero8.checkpoint.engine.settings import SECTION, CheckpointSettings
@@ -50,9 +52,10 @@ def load(engine, original: Callable, options: dict) -> tuple:
         options: the arguments of `load_checkpoint` by their names.
 
     Raises:
-        ValueError: on all ranks, if files are damaged or missing, or the tag is incomplete or of
-            another world size; it names each file and the rank that wrote it, and nothing is
-            changed.  Also if ranks loaded different steps, from a tag without a manifest.
+        ValueError: on all ranks, if files that are needed are damaged or missing, or the tag is
+            incomplete or of another world size; it names each file and the rank that wrote it, and
+            nothing is changed.  Also if the tag has states of other parameters than the engine
+            trains; or if ranks loaded different steps, from a tag without a manifest.
         FileNotFoundError: on all ranks, if there is no such tag.
     """
     reason = reason_not_covered(engine)
@@ -60,9 +63,31 @@ def load(engine, original: Callable, options: dict) -> tuple:
         reason = f"ranks load different tags, {options.get('tag')!r} among them"
     if reason:
         tell_not_covered(reason)
-        return original(engine, **options)
-    tag = _agreed_tag(engine, options)
-    return _load_together(engine, original, options | {"tag": tag})
+        with compared(engine, options):
+            return original(engine, **options)
+    options = options | {"tag": _agreed_tag(engine, options)}
+    with _weights_of_zero3(engine, options):
+        return _load_together(engine, original, options)
+
+
+@contextmanager
+def _weights_of_zero3(engine, options: dict) -> Iterator[None]:
+    """Have DeepSpeed load weights without states under ZeRO-3.
+
+    It loads none with `load_module_only` alone, and without optimizer states it loads those of the
+    tag that `latest` names.
+    """
+    from deepspeed.runtime import engine as engines
+
+    read = engines.get_fp32_state_dict_from_zero_checkpoint
+    is_zero3 = engine.zero_optimization_partition_weights() and not engine.has_moe_layers
+    if is_zero3 and not loads_states(engine, options):
+        options["load_optimizer_states"] = False
+        engines.get_fp32_state_dict_from_zero_checkpoint = partial(read, tag=options["tag"])
+    try:
+        yield
+    finally:
+        engines.get_fp32_state_dict_from_zero_checkpoint = read
 
 
 def _agreed_tag(engine, options: dict) -> str | None:
@@ -76,7 +101,7 @@ def _agreed_tag(engine, options: dict) -> str | None:
     refused: list[_Choice] = []
     while True:
         _check_world_size(engine, load_dir, choice, options)
-        problem = choice.problem or _damages(load_dir, choice)
+        problem = choice.problem or _damages(engine, load_dir, choice, options)
         if not problem:
             break
         refused.append(_Choice(choice.tag, choice.manifest, problem, choice.missing))
@@ -156,8 +181,8 @@ def _check_world_size(engine, load_dir: Path, choice: _Choice, options: dict) ->
     """Raise ValueError if optimizer states would be loaded that another world size saved."""
     if choice.manifest is None or not choice.manifest.world_size:
         return
-    loads_parts = options.get("load_optimizer_states", True) and not options.get("load_module_only")
-    if engine.load_universal_checkpoint() or not engine.zero_optimization():
+    loads_parts = loads_states(engine, options) and engine.zero_optimization()
+    if engine.load_universal_checkpoint():
         loads_parts = False
     saved_by, ranks = choice.manifest.world_size, distributed.get_world_size()
     if loads_parts and saved_by != ranks:
@@ -167,14 +192,15 @@ def _check_world_size(engine, load_dir: Path, choice: _Choice, options: dict) ->
         )
 
 
-def _damages(load_dir: Path, choice: _Choice) -> str:
+def _damages(engine, load_dir: Path, choice: _Choice, options: dict) -> str:
     """Return the damages of a tag that all ranks together find, "" if there are none."""
     if choice.manifest is None:
         return ""
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     folder, manifest = load_dir / choice.tag, choice.manifest
     try:
-        found = manifest.check(folder, (rank, ranks), is_part=is_part)
+        is_read = partial(reads, engine, options)
+        found = manifest.check(folder, (rank, ranks), is_part=is_part, is_read=is_read)
     except Exception as error:  # raising it on this rank alone would hang the others
         found = [Damage(".", rank, f"{type(error).__name__}: {error}")]
     damages = [damage for of_rank in gathered(found) for damage in of_rank]
@@ -209,7 +235,10 @@ def _load_together(engine, original: Callable, options: dict) -> tuple:
         agree(None)
         return before()
 
-    with replaced(engine, "_optimizer_has_ckpt_event_epilogue", asked):
+    with (
+        replaced(engine, "_optimizer_has_ckpt_event_epilogue", asked),
+        compared(engine, options),
+    ):
         try:
             result = original(engine, **options)
         except Exception as error:

@@ -58,12 +58,16 @@ def save(engine, original: Callable, options: dict) -> bool:
     Raises:
         OSError: on all ranks, if one of them could not write; it names the file and the rank.
             Also if another process saves into the same folder.
+        ValueError: on all ranks, if two of them would write the same file.
     """
     tag = options.get("tag")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     reason = reason_not_covered(engine)
-    if not reason and len(set(gathered(tag))) > 1:
-        reason = f"ranks save different tags, '{tag}' among them"
+    if not reason:
+        answers = gathered((tag, _main_files(engine, tag)))
+        _check_unshared([paths for _, paths in answers])
+        if len({tag for tag, _ in answers}) > 1:
+            reason = f"ranks save different tags, '{tag}' among them"
     if reason:
         tell_not_covered(reason)
         return original(engine, **options)
@@ -82,6 +86,29 @@ def save(engine, original: Callable, options: dict) -> bool:
             from_rank_0(partial(tags.write_latest, save_dir, tag))
         from_rank_0(partial(_prune, engine, save_dir))
     return True
+
+
+def _main_files(engine, tag: str) -> list[str]:
+    """Return the files of weights and of ZeRO's states that this rank will write."""
+    paths = [engine._get_ckpt_name("", tag)] if engine.save_non_zero_checkpoint else []
+    if engine.save_zero_checkpoint:
+        paths.append(engine._get_zero_ckpt_name("", tag))
+    return paths
+
+
+def _check_unshared(paths_of_ranks: list[list[str]]) -> None:
+    """Raise ValueError, equal on all ranks, if two ranks have the same file."""
+    writers: dict[str, int] = {}
+    for rank, paths in enumerate(paths_of_ranks):
+        for path in paths:
+            if (first := writers.setdefault(path, rank)) != rank:
+                raise ValueError(
+                    f"save_checkpoint: ranks {first} and {rank} would both write {path}, and the "
+                    "states of one would be lost; 'latest' is unchanged. DeepSpeed numbers files "
+                    "by data-parallel rank: for sequence parallelism give `initialize` no "
+                    "mesh_param and no sequence_parallel_size, but an mpu, as "
+                    "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+                )
 
 
 class _Record:
@@ -198,9 +225,11 @@ def _write_manifest(folder: Path, sequence: int, record: _Record) -> None:
         message = f"save_checkpoint: {folder} is incomplete: " + "; ".join(failed)
         raise OSError(f"{message}; 'latest' is unchanged") from record.error
 
+    _check_unshared([[file.path for file in of_rank] for of_rank, _ in answers])
+
     def complete() -> None:
-        files = {file.path: file for of_rank, _ in answers for file in of_rank}
-        tags.end(folder, Manifest.of(sequence, len(answers), files.values()))
+        files = [file for of_rank, _ in answers for file in of_rank]
+        tags.end(folder, Manifest.of(sequence, len(answers), files))
 
     from_rank_0(complete)
 

@@ -17,17 +17,11 @@ def locked(folder: Path, name: str = ".zero8_lock") -> Iterator[None]:
 
     Raises:
         BlockingIOError: if another process holds it; the message says which.
-        OSError: if the lock cannot be created, or is not a regular file.
+        OSError: naming the lock, if it cannot be created or locked, or is not a regular file.
     """
     path = folder / name
     with flock.opened(path) as file:
-        try:
-            is_ours = flock.take(file)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise
-            is_ours = True
-        if not is_ours:
+        if not flock.take_where_possible(file):
             raise BlockingIOError(
                 errno.EWOULDBLOCK,
                 f"another job saves into this folder, or prunes it: {flock.holder(file)} holds "

@@ -172,6 +172,7 @@ class Manifest:
         share: tuple[int, int] = (0, 1),
         progress: Progress | None = None,
         is_part: Callable[[str], bool] = lambda path: True,
+        is_read: Callable[[str], bool] = lambda path: True,
     ) -> list[Damage]:
         """Return the damages of the folder; costs one read of the share's files.
 
@@ -180,12 +181,13 @@ class Manifest:
             share: (i, n): check only share i of n shares of the files.
             progress: called with the numbers of bytes read.
             is_part: whether an unlisted file is a damage, by its path.
+            is_read: whether a listed file is needed, by its path; others may be missing.
         """
         index, count = share
         found = [
             Damage(file.path, file.rank, reason)
             for file in self.shares(count)[index]
-            if (reason := self.damage_of(folder, file, progress))
+            if is_read(file.path) and (reason := self.damage_of(folder, file, progress))
         ]
         return found + (self.unlisted(folder, is_part) if index == 0 else [])
 

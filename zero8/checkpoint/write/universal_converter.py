@@ -294,7 +294,7 @@ def _beside(target: Path) -> Iterator[Path]:
     if not is_folder(folder):
         raise ValueError(f"{folder}: got a symbolic link, expected a folder; remove it")
     with flock.opened(folder / "lock") as lock:
-        if not (flock.take(lock) and _is_at(folder / "lock", lock)):
+        if not (flock.take_where_possible(lock) and _is_at(folder / "lock", lock)):
             raise RuntimeError(f"another process is making {target}")
         try:
             for left in set(folder.iterdir()) - {folder / "lock"}:  # of a killed process

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of ZeRO for other parameters than they have states of, and without their states."""
+
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from nests import difference
+from ranks import error_of
+from universal_cuts import convert
+from zero_worker import Bag, base_optimizer, config, held, make_engine, take_step
+
+RANK = int(os.environ.get("RANK", 0))
+LAYOUTS = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero1 bf16": {"stage": 1, "dtype": {}},
+    "zero2 bf16": {"stage": 2, "dtype": {}},
+    "zero3 bf16": {"stage": 3, "dtype": {}},
+}
+QUICK = ("zero2", "zero3")
+NAMES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name) for name in LAYOUTS
+]
+WEIGHTS = {"module": {"load_module_only": True}, "no states": {"load_optimizer_states": False}}
+TRAINED = {"same": {}, "thawed": {"frozen": True}, "frozen": {"bias": False}}
+"""Whether parameters are trained when a checkpoint is loaded, where that differs from its run."""
+
+
+def make(layout, trained=None, order=1, **more):
+    """Return an engine over a bag of which other parameters are trained."""
+    model = Bag()
+    for name, is_trained in (trained or {}).items():
+        getattr(model, name).requires_grad_(is_trained)
+    ds_config = config(offload=None, **LAYOUTS[layout]) | more
+    return make_engine(ds_config, model, list(model.parameters())[::order])
+
+
+def together(function, *args):
+    """Call a function on rank 0 while the other waits."""
+    if RANK == 0:
+        function(*args)
+    torch.distributed.barrier()
+
+
+def strip(folder):
+    """Remove the states of the tag "first", and shorten the weights of "second"."""
+    for path in Path(folder, "first").glob("*optim_states.pt"):
+        path.unlink()
+    path = min(Path(folder, "second").glob("*model_states.pt"))
+    os.truncate(path, path.stat().st_size - 7)
+
+
+def save_and_load(folder: str, layout: str) -> dict:
+    """Return what comes of loads of the tag "first", after which "second" was saved."""
+    engine, found = make(layout), {}
+    take_step(engine, 0)
+    saved = held(engine)["parameters"]
+    engine.save_checkpoint(folder, tag="first")
+    take_step(engine, 1)
+    engine.save_checkpoint(folder, tag="second")
+
+    def load(name, engine, tag="first", **options):
+        # DeepSpeed's weights of ZeRO-3 lack the second name of what is tied within a module.
+        options["load_module_strict"] = "zero3" not in layout
+        found[name] = error_of(engine.load_checkpoint, folder, tag=tag, **options)
+        found[f"{name}, weights"] = difference(saved, held(engine)["parameters"])
+
+    for name, trained in TRAINED.items():
+        engine = make(layout, trained)
+        load(name, engine)
+        for option, options in WEIGHTS.items():
+            load(f"{name}, {option}", engine if name != "same" else make(layout), **options)
+    engine = make(layout, order=-1)
+    load("reversed", engine)
+    found["reversed, steps"] = {int(s["step"]) for s in base_optimizer(engine).state.values()}
+    together(convert, folder)
+    for name in ("thawed", "frozen"):
+        engine = make(layout, TRAINED[name], checkpoint={"load_universal": True})
+        load(f"{name}, universal", engine, "second_universal")
+    together(strip, folder)
+    engine = make(layout)
+    load("without states", engine)
+    for option, options in WEIGHTS.items():
+        load(f"without states, {option}", engine, **options)
+        load(f"cut, {option}", engine, "second", **options)
+    return found
+
+
+@pytest.fixture(scope="module")
+def loaded(standing_ranks, tmp_path_factory):
+    """Return a function: of a layout, what each rank met."""
+
+    @cache
+    def of(layout):
+        folder = tmp_path_factory.mktemp("parameters") / "checkpoints"
+        arguments = {"folder": str(folder), "layout": layout}
+        return standing_ranks(2).run(save_and_load, timeout_s=240, **arguments)
+
+    return of
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_zero_checkpoint_of_another_order_is_refused_on_all_ranks(layout, loaded):
+    for found in loaded(layout):
+        assert found["same"] is None and found["same, weights"] == ""
+        kind, text = found["reversed"]
+        assert kind == "ValueError"
+        assert "the checkpoint's parameters are in another order" in text
+        assert 1 not in found["reversed, steps"] and found["reversed, weights"] != ""
+
+
+@pytest.mark.parametrize("way", ["", ", universal"])
+@pytest.mark.parametrize("layout", NAMES)
+def test_zero_checkpoint_of_other_trained_parameters_is_refused_by_name(layout, way, loaded):
+    for found in loaded(layout):
+        for name, got in {
+            "thawed": "without states of frozen. ",
+            "frozen": "with states of what is not trained here: bias. ",
+        }.items():
+            kind, text = found[name + way]
+            assert kind == "ValueError"
+            assert f"load_checkpoint: got a checkpoint {got}" in text
+            assert "load_checkpoint(..., load_optimizer_states=False)" in text
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_zero_checkpoint_of_other_trained_parameters_gives_its_weights_alone(layout, loaded):
+    """The tag asked for, also under ZeRO-3, where DeepSpeed takes `latest`, or no weights."""
+    for found in loaded(layout):
+        for name in TRAINED:
+            for option in WEIGHTS:
+                assert found[f"{name}, {option}"] is None
+                assert found[f"{name}, {option}, weights"] == ""
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_zero_checkpoint_without_files_of_states_gives_its_weights_if_they_are_elsewhere(
+    layout, loaded
+):
+    has_weights = "zero3" not in layout
+    for found in loaded(layout):
+        kind, text = found["without states"]
+        assert kind == "ValueError" and "optim_states.pt (written by rank 1): missing" in text
+        for option in WEIGHTS:
+            error = found[f"without states, {option}"]
+            assert error is None if has_weights else error == (kind, text)
+            assert (found[f"without states, {option}, weights"] == "") == has_weights
+            kind_of_cut, cut = found[f"cut, {option}"]
+            assert kind_of_cut == "ValueError" and "model_states.pt (written by rank 0)" in cut
