@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.files.hashes import hash_64
 from zero8.spec.codec import codec_numbered
 from zero8.spec.grid import MAX_DIMS
@@ -244,8 +243,7 @@ def store_like(description: dict) -> MomentStore:
     if not isinstance(description, dict):
         raise ValueError(f"8-bit moment: got {shown(description)}, expected its description")
     check_version("8-bit moment", description.get("version"))
-    # Format 1 names no algorithm: its moments are Adam's.
-    algorithm = algorithm_of("8-bit moment", description.get("algorithm", ADAM.name))
+    algorithm = algorithm_of("8-bit moment", description.get("algorithm"))
     try:
         codec, rule = codec_numbered(description["codec"]), algorithm.moment(description["which"])
         table = PieceTable(tuple(_pieces(description["pieces"])), description["numel"])
