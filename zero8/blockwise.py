@@ -179,6 +179,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             algorithm = self.algorithm_of(param_group)
             keywords.check_new_group(algorithm, type(self).__name__, group)
             self._lacks_decay |= "weight_decay" not in param_group
+        present = set(self._all_params())
+        frameworks.check_replaced([p for p in self._params.alive() if p not in present])
         super().add_param_group(param_group)
         # DeepSpeed will replace the parameters by flat partitions or float32 copies.
         engine, names = frameworks.constructing_engine()

@@ -56,6 +56,10 @@ class Framework:
         """Return the global shape of a parameter that the framework shards, else None."""
         return None
 
+    def check_replaced(self, params: Sequence[Tensor]) -> None:
+        """Raise ValueError if it has replaced these in an optimizer, which then takes no group."""
+        return
+
     def claim(self, optimizer: torch.optim.Optimizer, params: Iterable[Tensor], use: Use) -> None:
         """Note that an optimizer was made for parameters without an engine."""
         return
@@ -120,6 +124,12 @@ def global_shape(p: Tensor) -> tuple[int, ...]:
     """Return the global shape of a parameter; see `shape_here` for those of lazy modules."""
     shapes = (framework.global_shape(p) for framework in _registered)
     return next((shape for shape in shapes if shape is not None), shape_here(p))
+
+
+def check_replaced(params: Sequence[Tensor]) -> None:
+    """Raise ValueError if a framework has replaced parameters, and would not step a new group."""
+    for framework in _registered:
+        framework.check_replaced(params)
 
 
 def claim(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], use: Use) -> None:

@@ -103,6 +103,12 @@ def try_everything(refused):
     for _ in range(2):
         engine = make_engine(config(**ALL_KEYS), Bag())
         take_step(engine, 0)
+    for stage in (2, 3):
+        optimizer = base_optimizer(make_engine(config(stage=stage), Bag()))
+        new = {"params": [torch.nn.Parameter(torch.ones(64, 64))]}
+        groups = len(optimizer.param_groups)
+        result[f"joins stage {stage}"] = error_of(optimizer.add_param_group, new)
+        assert len(optimizer.param_groups) == groups
     group = base_optimizer(engine).param_groups[0]
     result["group"] = {key: value for key, value in group.items() if key != "params"}
     result["fitted"] = utils.ZERO_SUPPORTED_OPTIMIZERS.count(zero8.Adam8bitBlockwise)
@@ -126,6 +132,12 @@ def test_initialize_with_what_cannot_work_is_refused_with_reason_and_remedy(run,
     assert kind == "ValueError"
     for part in REFUSED[name][1]:
         assert part in message
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_group_that_joins_under_zero_is_refused_with_the_way_to_add_it(run, stage):
+    kind, message = run[f"joins stage {stage}"]
+    assert kind == "ValueError" and "pass all groups there" in message
 
 
 def test_initialize_fits_zero8_in_once_and_not_before_it_is_needed(run):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's ZeRO, as the optimizer sees it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +36,15 @@ class DeepSpeed(Framework):
         """Return the full shape of a parameter that ZeRO-3 has partitioned, else None."""
         shape = getattr(p, "ds_shape", None)
         return None if shape is None else tuple(shape)
+
+    def check_replaced(self, params: Sequence[Tensor]) -> None:
+        """See `Framework`; these are the attributes by which ZeRO 3, and 1 and 2, know theirs."""
+        if any(hasattr(p, "_z3_optimizer") or hasattr(p, "_hp_mapping") for p in params):
+            raise ValueError(
+                "add_param_group: got a group for an optimizer of ZeRO, which steps only what it "
+                "partitioned in deepspeed.initialize; pass all groups there, those that train "
+                "later with an lr of 0, or save a checkpoint and make a new engine"
+            )
 
     def claim(self, optimizer: torch.optim.Optimizer, params: Iterable[Tensor], use: Use) -> None:
         """See `Framework`."""
