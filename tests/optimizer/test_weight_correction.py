@@ -72,7 +72,7 @@ def optimizer_made(name):
     made, settings = MADE[name]
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(SHAPE).bfloat16())
-    return made([p], seed=3, weight_correction_bits=8, **settings), p
+    return made([("weight", p)], seed=3, weight_correction_bits=8, **settings), p
 
 
 def bits_of(optimizer, p):
