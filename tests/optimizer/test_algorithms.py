@@ -331,7 +331,7 @@ def test_update_of_a_first_moment_with_beta_0_99_errs_by_its_roundings_only(
 
     A cell has 1/levels of |m| + s, with the wide levels' s twice that.  An average is rounded after
     it is used, so its error is beta/(1 - beta^2)^1/2 of one rounding's.  A large eps makes the
-    update u = m/eps, within 1/eps.  Nearest levels held m back by 1.4 to 4 times this bound.
+    update u = m/eps, within 1/eps.  (C2') held m back by more than this bound.
     """
     beta, eps = 0.99, 1e4
     size = torch.exp(spread * torch.randn(16, 256, generator=torch.Generator().manual_seed(1)))
