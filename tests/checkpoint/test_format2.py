@@ -9,8 +9,6 @@ from format2_files import EXPECTED, differences, unpacked
 from format2_runs import ALL, RANKS_RUNS, RUNS, go_on
 from places import GOLDEN
 
-import zero8  # noqa: F401  allows the pickles
-
 ARCHIVES = sorted((GOLDEN / "format2").glob("*.tar.xz"))
 
 
