@@ -15,7 +15,7 @@ import pytest
 import torch
 from deepspeed.checkpoint.constants import CHECKPOINT_PARALLEL_DIMS
 from deepspeed.utils import groups
-from moment_samples import buffers, flipped_in
+from moment_samples import flipped_in
 from needs import need_nvme
 from nests import difference
 from nvme_worker import held_everywhere, make_tower, nvme_config
@@ -43,7 +43,7 @@ def flip_a_code(path):
     """Flip a bit of a code of v in a file of ZeRO-2's states."""
     zero = torch.load(path, weights_only=False)["optimizer_state_dict"]
     (state,) = zero["base_optimizer_state"]["state"].values()
-    path.write_bytes(flipped_in(path.read_bytes(), buffers(state["exp_avg_sq"])[0]))
+    path.write_bytes(flipped_in(path.read_bytes(), state["exp_avg_sq"]["codes"]))
 
 
 def cut(path):

@@ -109,20 +109,6 @@ def absorb_damaged():
     return {"message": message, "same": same}
 
 
-def share():
-    """Step two engines, the moments of one in shared memory."""
-    engines = [make_engine(config(), Bag()) for _ in range(2)]
-    for engine in engines:
-        take_step(engine, 0)
-    (state,) = base_optimizer(engines[0]).state.values()
-    for which in MOMENTS:
-        state[which].share_memory_()
-    for engine in engines:
-        take_step(engine, 1)
-    shared = all(state[which].is_shared() for which in MOMENTS)
-    return {"shared": shared, "one": held(engines[0]), "other": held(engines[1])}
-
-
 def set_first_piece(store, **change):
     first, *others = store.table.pieces
     store.table = PieceTable((replace(first, **change), *others), store.table.numel)
@@ -241,7 +227,6 @@ def access_all(folder):
         "offload": move_away_and_back(),
         "load while offloaded": load_while_moved(folder),
         "damaged": absorb_damaged(),
-        "share": share(),
     }
 
 
@@ -457,9 +442,3 @@ def test_dense_moments_of_another_size_are_refused_and_kept_as_they_were(ranks):
         message = rank["damaged"]["message"]
         assert f"of {numel} elements: got exp_avg_sq of {numel - 1}" in message
         assert rank["damaged"]["same"]
-
-
-def test_moments_in_shared_memory_step_the_same_and_stay_there(ranks):
-    for rank in ranks:
-        assert rank["share"]["shared"]
-        assert difference(rank["share"]["one"], rank["share"]["other"]) == ""
