@@ -210,6 +210,15 @@ class Engine:
     def step(self, lr_kwargs=None):
         return "stepped by DeepSpeed"
 
+    def _get_zero_param_shapes(self):
+        return []
+
+    def _get_ckpt_name(self, checkpoints_path, tag):
+        return checkpoints_path, tag
+
+    def _get_zero_ckpt_name(self, checkpoints_path, tag):
+        return checkpoints_path, tag
+
     def _optimizer_has_ckpt_event_epilogue(self):
         return False
 
