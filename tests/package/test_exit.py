@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that ends right after the ranks have agreed ends with status 0."""
 
+import threading
+import time
+from pathlib import Path
+
 import pytest
 from processes import python
 from ranks import free_port
+
+from zero8.ranks import at_exit
 
 # Ranks by forks.  The threads of gloo, which drop a collective's tensors last, share a core with
 # their rank and get none of it before the rank waits for something.
@@ -54,15 +60,14 @@ assert not registered, "a process without a process group"
 torch.distributed.init_process_group("gloo")
 for _ in range(2):
     eval(sys.argv[1])
-((sleep, seconds),) = registered
-assert seconds >= 0.05
-sleep(seconds)
+((wait,),) = registered
+wait()
 """
 
 
 @pytest.mark.slow
 def test_process_that_ends_after_an_agreement_is_not_aborted():
-    """Without `leave_time_for_gloo` torch aborts a quarter of the ranks."""
+    """Without `wait_for_gloo_at_exit` torch aborts a quarter of the ranks."""
     ports = " ".join(str(free_port()) for _ in range(3))
     done = python(RUN, PORTS=ports, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
     assert "found a thread" in done.stdout
@@ -72,7 +77,28 @@ def test_process_that_ends_after_an_agreement_is_not_aborted():
 @pytest.mark.parametrize(
     "agreement", ("agree.gathered(1)", "agree.from_rank_0(int)", "numbers.total(1, [None])")
 )
-def test_agreement_between_ranks_registers_one_pause_at_the_end(forks, agreement):
+def test_agreement_between_ranks_registers_one_wait_at_the_end(forks, agreement):
     world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     done = forks.run(REGISTERED, agreement, MASTER_PORT=str(free_port()), **world)
     assert done.returncode == 0, done.stderr
+
+
+def test_end_of_a_process_waits_for_a_gloo_thread_until_it_is_idle():
+    named, ended, done = threading.Event(), threading.Lock(), []
+
+    def run():
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
+        named.set()
+        threading.Event().wait(0.2)  # with a time limit, as one that waits for Python's lock
+        done.append(True)
+        ended.acquire()  # waits without a time limit, as an idle thread of gloo does
+
+    ended.acquire()
+    thread = threading.Thread(target=run)
+    thread.start()
+    named.wait()
+    started = time.monotonic()
+    at_exit._wait()
+    assert done and time.monotonic() - started < at_exit._LIMIT_S
+    ended.release()
+    thread.join()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import distributed
 
 from zero8.ranks import numbers
-from zero8.ranks.at_exit import leave_time_for_gloo
+from zero8.ranks.at_exit import wait_for_gloo_at_exit
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ def gathered(value: T) -> list[T]:
     """Return the (small, picklable) values of all ranks, in the order of the ranks."""
     values: list[Any] = [value] * numbers.num_ranks()
     if not numbers.is_alone():
-        leave_time_for_gloo()
+        wait_for_gloo_at_exit()
         distributed.all_gather_object(values, value)
     return values
 
@@ -43,7 +43,7 @@ def from_rank_0(function: Callable[[], T]) -> T:
             answer[1] = ValueError(str(error))
         except Exception as error:  # of any class, as the other ranks wait
             answer[1] = RuntimeError(f"{type(error).__name__}: {error}")
-    leave_time_for_gloo()
+    wait_for_gloo_at_exit()
     distributed.broadcast_object_list(answer)
     if answer[1] is not None:
         raise answer[1]

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zero8.ranks.at_exit import leave_time_for_gloo
+from zero8.ranks.at_exit import wait_for_gloo_at_exit
 
 Number = TypeVar("Number", int, float)
 Group = Any
@@ -45,7 +45,7 @@ def largest(numbers: Sequence[int], process_groups: Sequence[Group]) -> list[int
 def _reduced(numbers: Sequence[Number], process_groups: Sequence[Group], op: str) -> list[Number]:
     if is_alone():
         return list(numbers)
-    leave_time_for_gloo()
+    wait_for_gloo_at_exit()
     dtype = torch.int64 if isinstance(numbers[0], int) else torch.float64
     for group in process_groups:
         reduced = torch.tensor(numbers, dtype=dtype, device=device_of(group))

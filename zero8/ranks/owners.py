@@ -12,7 +12,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, distributed
 
-from zero8.ranks.at_exit import leave_time_for_gloo
+from zero8.ranks.at_exit import wait_for_gloo_at_exit
 from zero8.ranks.numbers import Group, device_of
 
 Key = tuple[int, int]
@@ -107,7 +107,7 @@ class Round:
     def _exchanged(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         item_bytes, x = x.element_size(), x.to(device_of(self.group))
         out = torch.empty(sum(received) * item_bytes, dtype=torch.uint8, device=x.device)
-        leave_time_for_gloo()
+        wait_for_gloo_at_exit()
         distributed.all_to_all_single(
             out,
             x.contiguous().view(torch.uint8),  # gloo exchanges bytes, and not every dtype
@@ -132,7 +132,7 @@ def rounds_of(held: Mapping[Key, Held], group: Group, max_numel: int) -> list[Ro
         ValueError: on all ranks, if the ranks do not hold every element of a matrix once.
     """
     of_ranks: list[dict[Key, Held]] = [{} for _ in range(distributed.get_world_size(group))]
-    leave_time_for_gloo()
+    wait_for_gloo_at_exit()
     distributed.all_gather_object(of_ranks, dict(held), group=group)
     everywhere = {key: one for of_rank in of_ranks for key, one in of_rank.items()}
     holders = {key: [r for r, of in enumerate(of_ranks) if key in of] for key in everywhere}
