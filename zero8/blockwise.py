@@ -569,6 +569,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self, p: Tensor, saved: dict[str, Any], info: ParamInfo | None
     ) -> dict[str, Any]:
         """Return a loaded state as this optimizer keeps it, and other code's as torch casts it."""
+        if info is not None and is_lazy(p):
+            raise ValueError(
+                f"state of {info.label}: got one of a parameter whose lazy module has seen no "
+                "input yet; call the model on a batch before load_state_dict"
+            )
         others = others_in(saved, self.kind_of(p, {}).algorithm)
         kept = {key: as_torch_casts(p, key, value) for key, value in others.items()}
         return kept if is_new(saved) else kept | self.adopted(p, saved, info)
@@ -579,11 +584,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: if it does not fit the parameter.
         """
-        if info is not None and is_lazy(p):
-            raise ValueError(
-                f"state of {info.label}: got one of a parameter whose lazy module has seen no "
-                "input yet; call the model on a batch before load_state_dict"
-            )
         if "state1" in saved:
             raise ValueError(
                 f"state of {p if info is None else info.label}: got one of bitsandbytes; convert "

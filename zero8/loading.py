@@ -81,8 +81,10 @@ def load(
         raise error
 
 
-def _wrap_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _wrap_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     states = state_dict["state"]
+    if len(state_dict["param_groups"]) != len(optimizer.param_groups):
+        return state_dict  # torch says so
     params = {key for group in state_dict["param_groups"] for key in group["params"]}
     is_dict = isinstance(states, dict)
     if not is_dict or not all(isinstance(s, dict) for key, s in states.items() if key in params):

@@ -58,7 +58,17 @@ NAMES = (
         for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     ),
     PrivateName("torch", "cuda._sleep", "keeps a GPU busy in measurements"),
-    PrivateName("torch._subclasses", "FakeTensor", "recognizes moments that are traced"),
+    PrivateName(
+        "torch",
+        "_C._set_throw_on_mutable_data_ptr",
+        "refuses code that would take a moment's address",
+    ),
+    PrivateName("torch", "_C._DisableAutocast", "keeps the arithmetic of steps out of autocast"),
+    PrivateName(
+        "torch.optim",
+        "Optimizer._process_value_according_to_param_policy",
+        "casts entries of other code as torch's load_state_dict does",
+    ),
     PrivateName("torch.utils", "_pytree.tree_map_only", "finds moments among arguments"),
     PrivateName("torch.utils", "_pytree.tree_leaves", "finds tensors among results"),
     PrivateName(

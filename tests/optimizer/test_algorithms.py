@@ -384,7 +384,7 @@ def test_algorithm_state_has_its_bytes(made):
     moments = [f"{name}{kind}" for name in algorithm.moment_names for kind in ("_q8", "_scale")]
     memory = [one.name for one in algorithm.memory]
     assert sorted(state) == sorted(["format", "step", *memory, *moments])
-    assert state["format"].tolist()[:2] == [3, algorithm.number]
+    assert state["format"].tolist()[:2] == [1, algorithm.number]
     (row,) = optimizer.memory_report().rows
     scales = 4 if made is MIX else 1  # v has two
     assert row.state_bytes == len(algorithm.moments) * 64 * 512 + 4 * scales * 64 * 2

@@ -120,7 +120,7 @@ def test_state_entries_have_the_documented_types_and_shapes():
     params, optimizer = trained(BF16, codec="log")
     state = optimizer.state[params[1][1]]
     assert (state["step"], type(state["history"])) == (3, float)
-    assert state["format"].tolist()[:4] == [3, 1, 0x0404, 256]
+    assert state["format"].tolist()[:4] == [1, 1, 0x0404, 256]
     assert state["format"].tolist()[5:] == [2, 2, 100]
     found = {k: (v.dtype, tuple(v.shape)) for k, v in state.items() if k.startswith("exp")}
     assert found == {

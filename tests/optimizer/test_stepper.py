@@ -184,9 +184,9 @@ def test_only_parameters_whose_tensors_have_changed_are_prepared_again(monkeypat
     prepared = []
     prepare = stepper.prepared
 
-    def counted(kind, single, info):
+    def counted(kind, single, info, weight_sums):
         prepared.append(info.name)
-        return prepare(kind, single, info)
+        return prepare(kind, single, info, weight_sums)
 
     monkeypatch.setattr(stepper, "prepared", counted)
     step(params, optimizer, 0)

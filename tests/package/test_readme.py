@@ -70,7 +70,7 @@ def test_readme_json_example_steps_in_an_engine(block, standing_ranks):
 def test_readme_table_of_settings_names_the_defaults():
     rows = re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", README, re.MULTILINE)
     parameters = inspect.signature(Adam8bitBlockwise.__init__).parameters
-    assert len(rows) == 9
+    assert len(rows) == 8
     for name, default in rows:
         expected = parameters[name].default
         assert json.loads(default) == (list(expected) if expected == () else expected), name

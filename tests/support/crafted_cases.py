@@ -68,7 +68,7 @@ def with_entry(key: str, content: bytes) -> bytes:
 def with_codes(key: str, content: bytes) -> bytes:
     """Return a file with a state of ours, but for one entry."""
     longs = storage("LongStorage", "1", 7)
-    header = struct.pack("<7q", 2, 1, 4, 256, 1, 4, 256)
+    header = struct.pack("<7q", 1, 1, 0x0404, 256, 1, 4, 256)
     codes = tensor(storage("ByteStorage", "0", 1024), [4, 256], [256, 1])
     scales = tensor(storage("FloatStorage", "2", 4), [4, 1], [1, 1])
     ranges = tensor(storage("FloatStorage", "4", 8), [4, 1, 2], [2, 2, 1])
@@ -117,7 +117,7 @@ def made_moment(scales=(0,), **changes) -> bytes:
         "block_size": 0,
     }
     pieces = changes.pop("pieces", None)
-    described = {"version": 2, "algorithm": "adam", "codec": 4, "which": "exp_avg", "numel": 1024}
+    described = {"version": 1, "algorithm": "adam", "codec": 4, "which": "exp_avg", "numel": 1024}
     for key in piece:
         if key in changes:
             piece[key] = changes.pop(key)
@@ -542,14 +542,15 @@ def swap(description: bytes, **header):
 
     def make(path: Path) -> None:
         numbers = {"step": 1, "history": 1.0, "count": len(description)} | header
+        num_bytes = header.get("num_bytes", [0] * 7)
         data = bytearray(4096 * (1 + (512 + len(description)) // 4096))
         packed = struct.pack(
-            "<8sqIIqd7Q", b"zero8swp", 0, 1, numbers["count"], numbers["step"],
-            numbers["history"], *header.get("num_bytes", [0] * 7),
+            f"<8sQIIqIId{len(num_bytes)}Q", b"zero8swp", 0, 1, numbers["count"], numbers["step"],
+            1, len(num_bytes), numbers["history"], *num_bytes,
         )  # fmt: skip
         data[: len(packed)] = packed
         data[512 : 512 + len(description)] = description
-        data[8:16] = (sum(memoryview(bytes(data)).cast("Q")) % 2**64).to_bytes(8, "little")
+        data[8:16] = xxhash.xxh3_64_intdigest(bytes(data)).to_bytes(8, "little")
         folder = path / "offloaded_tensors" / "rank0"
         folder.mkdir(parents=True)
         (folder / "zero8-1.tensor.swp").write_bytes(data)
@@ -560,32 +561,26 @@ def swap(description: bytes, **header):
     return make
 
 
-def swap_of_format_3(memory: int, tensors: int):
+def swap_that_claims(memory: int, tensors: int):
     """Return what makes a folder with a swap file that claims so many numbers in its header."""
 
     def make(path: Path) -> None:
         swap(described())(path)
         (file,) = path.rglob("*.swp")
         data = bytearray(file.read_bytes())
-        struct.pack_into("<I", data, 16, 3)
         struct.pack_into("<II", data, 32, memory, tensors)
         file.write_bytes(data)
 
     return make
 
 
-EMPTY_MOMENT = {"version": 2, "algorithm": "adam", "codec": 4, "numel": 0, "pieces": []}
+EMPTY_MOMENT = {"version": 1, "algorithm": "adam", "codec": 4, "numel": 0, "pieces": []}
 
 
-def described(**changes) -> bytes:
-    moments = {
-        which: {**EMPTY_MOMENT, "which": which, **changes} for which in ("exp_avg", "exp_avg_sq")
-    }
-    return json.dumps({**moments, "correction_numel": 0}).encode()
-
-
-def described_in_format_3(*moments: str) -> bytes:
-    listed = [{**EMPTY_MOMENT, "which": which} for which in moments]
+def described(*moments: str, **changes) -> bytes:
+    """Return a description of these moments, of both by default."""
+    names = moments or ("exp_avg", "exp_avg_sq")
+    listed = [{**EMPTY_MOMENT, "which": which, **changes} for which in names]
     return json.dumps({"moments": listed, "correction_numel": 0}).encode()
 
 
@@ -609,17 +604,15 @@ FOLDERS_OF_ZERO = {
     "swap: a step of -1": swap(described(), step=-1),
     "swap: a history of NaN": swap(described(), history=float("nan")),
     "swap: a description beyond": swap(described(), count=2**32 - 1),
-    "swap: 2^32 numbers": swap_of_format_3(2**32 - 1, 2**32 - 1),
-    "swap: more numbers than the header holds": swap_of_format_3(1, 60),
-    "swap: no numbers": swap_of_format_3(0, 0),
+    "swap: 2^32 numbers": swap_that_claims(2**32 - 1, 2**32 - 1),
+    "swap: more numbers than the header holds": swap_that_claims(1, 60),
+    "swap: no numbers": swap_that_claims(0, 0),
     "swap: nested lists": swap(b"[" * 100_000),
     "swap: a list": swap(b"[]"),
-    "swap: lists of moments": swap(
-        b'{"exp_avg": [], "exp_avg_sq": [], "correction_numel": 0}'
-    ),
-    "swap: one moment alone": swap(described_in_format_3("exp_avg")),
-    "swap: moments exchanged": swap(described_in_format_3("exp_avg_sq", "exp_avg")),
-    "swap: an empty list of moments": swap(described_in_format_3()),
+    "swap: lists of moments": swap(b'{"moments": [[], []], "correction_numel": 0}'),
+    "swap: one moment alone": swap(described("exp_avg")),
+    "swap: moments exchanged": swap(described("exp_avg_sq", "exp_avg")),
+    "swap: an empty list of moments": swap(b'{"moments": [], "correction_numel": 0}'),
     "swap: 2^48 elements": swap(described(numel=2**48, pieces=[
         {"name": "p", "identity": 1, "shape": [2**24, 2**24], "first": 0, "start": 0,
          "numel": 2**48, "block_size": 256}])),

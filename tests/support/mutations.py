@@ -257,7 +257,7 @@ def damaged_swap(data: bytes, chance: random.Random) -> bytes:
     else:
         data[end:] = damaged(bytes(data[end:]), chance)
     data += bytes(-len(data) % 8)
-    total = swap_file.checksum(torch.frombuffer(data, dtype=torch.uint8), header.version)
+    total = swap_file.checksum(torch.frombuffer(data, dtype=torch.uint8))
     data[8:16] = total.to_bytes(8, "little")
     return bytes(data)
 

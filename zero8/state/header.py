@@ -76,7 +76,7 @@ class StateHeader:
         if packed.numel() > 5 + MAX_DIMS:
             raise ValueError(f"state entry format of {name}: got {packed.numel()} numbers")
         check_entry(f"state entry format of {name}", packed, max(packed.numel(), 5), [torch.int64])
-        if not packed.any():
+        if not any(packed.tolist()):
             raise ValueError(
                 f"state of {name}: got a format of zeros, as in a state whose tensors were all set "
                 "to 0; to begin anew, use optimizer.state.clear() instead"
