@@ -102,7 +102,7 @@ FITTING = {"shape": [4, 64], "numel": 256}
 def moment(**changes) -> bytes:
     """Return a file of a ZeRO rank, in whose description something is something else."""
     made = made_moment(**changes)
-    return zero_file(dict_of({"exp_avg": made, "exp_avg_sq": made, "step": value(1)}))
+    return zero_file(dict_of({"exp_avg": made, "exp_avg_sq": made_moment(), "step": value(1)}))
 
 
 def made_moment(scales=(0,), **changes) -> bytes:

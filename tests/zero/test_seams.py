@@ -372,8 +372,8 @@ def seam_objects():
 
 
 def test_install_changes_the_seams_that_the_table_says_it_changes(stand_ins):
-    # The import of DeepSpeed changes two, the third gets our class.
-    apart = ("ALL_OPS", jit.BUILDS, seams.SUPPORTED)
+    # The import of DeepSpeed changes all of these but the last, which gets our class.
+    apart = ("ALL_OPS", jit.BUILDS, "PipelineModule.__init__", seams.SUPPORTED)
     table = [seam for seam in seams.SEAMS if seam.name not in apart]
     assert {seam.state for seam in table} == {"present"}
     seams.install(Ours, Ours)

@@ -25,7 +25,7 @@ from zero8.state.plain import check_dense, checked_step
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
-from zero8.zero.moment_tensor import MomentTensor, moments_in, with_moments
+from zero8.zero.moment_tensor import MomentTensor, has_moments, with_moments
 from zero8.zero.partition import group_number_of, group_of, table_of
 
 
@@ -44,7 +44,7 @@ class FlatPartition(StateKind):
         if p in self._params:
             return False
         # A copied optimizer does not know its partitions; its states identify them.
-        return bool(moments_in(state)) or self.table(p) is not None
+        return has_moments(state) or self.table(p) is not None
 
     def table(self, p: Tensor, numel: int | None = None) -> PieceTable | None:
         """Return the segment table of a partition, None if ZeRO does not know it as one.

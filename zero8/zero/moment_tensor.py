@@ -190,6 +190,11 @@ def _hash_of(buffers: Iterable[Tensor]) -> int:
     return hash_64(chunk.cpu().numpy() for one in flat for chunk in one.split(CHUNK_NUMEL))
 
 
+def has_moments(state: Mapping[str, Any]) -> bool:
+    """Return whether a state is that of a partition: whether it has moments, pickled or not."""
+    return any(isinstance(x, MomentTensor) or is_pickled_moment(x) for x in state.values())
+
+
 def is_pickled_moment(value: object) -> bool:
     """Return whether a value of a loaded state is what a moment is pickled as."""
     return isinstance(value, dict) and HEADER in value

@@ -48,7 +48,9 @@ def _check(engine, content: dict) -> None:
     is_universal = engine.load_universal_checkpoint()
     sizes = content["mp_world_size"], content["dp_world_size"]
     if sizes[0] != engine.mp_world_size or is_universal and engine.mp_world_size > 1:
-        return  # a file has the parameters of its own stage, or parts of them
+        return  # a file has parts of the parameters
+    if engine.pipeline_parallelism:
+        return  # all stages read the file of one
     if is_universal and (engine.has_moe_layers or content.get("universal_checkpoint_info")):
         return  # DeepSpeed cuts and pads them to other shapes
     if not is_universal and sizes[1] != engine.seq_dp_world_size:
