@@ -36,7 +36,8 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
   test -z "$$missing" || { \
     echo "zero8: missing on this machine; as root: apt-get install $$missing" >&2; exit 1; }
 
-.PHONY: help setup train bench fidelity maps gpu-check gpu-train test test-slow test-multinode \
+.PHONY: help setup train bench fidelity maps gpu-check gpu-train test test-slow test-nightly \
+  test-multinode \
   test-integrations test-full test-sanitizers arm-check fuzz fuzz-kernel soak lint docs
 .NOTPARALLEL:
 
@@ -63,10 +64,12 @@ help:
 	@echo "make arm-check  on an ARM host: the quick tests, all of the kernel, and times; what it writes"
 	@echo "                into runs/arm is to be sent back: see docs/arm.md"
 	@echo "make test       run the quick tests: minutes"
-	@echo "make test-slow  run the others: trainings, measurements, every mode of ZeRO"
+	@echo "make test-slow  run more: every mode of ZeRO, FSDP2 and NVMe, all conversions"
+	@echo "make test-nightly  run what compiles or trains for minutes: sanitizers, emulated ARM,"
+	@echo "                trainings, every recipe, thousands of damaged files"
 	@echo "make test-multinode  run those on several hosts, in network namespaces; needs root"
 	@echo "make test-integrations  run those with Hugging Face's packages, Lightning, torchtitan"
-	@echo "make test-full  run all four"
+	@echo "make test-full  run all five"
 	@echo "make test-sanitizers  of the slow ones those with the compiler's sanitizers"
 	@echo "make fuzz       damage checkpoints in CASES (3000) ways, from the one with number FIRST (0)"
 	@echo "                on, and load them; prints what went wrong, and how to see it again"
@@ -118,7 +121,11 @@ test: .venv/.test
 
 test-slow: .venv/.test
 	$(BUILD)
-	$(PYTEST) -m slow $(TWO_FILES)
+	$(PYTEST) -m "slow and not nightly" $(TWO_FILES)
+
+test-nightly: .venv/.test
+	$(BUILD)
+	$(PYTEST) -m nightly $(TWO_FILES)
 
 # Two tests at a time, each on two hosts of its own; they wait more than they compute.
 test-multinode: .venv/.test
@@ -130,7 +137,7 @@ test-integrations: .venv/.integrations
 	$(BUILD)
 	$(PYTEST) tests/integrations -m integrations $(TWO_FILES)
 
-test-full: test test-slow test-multinode test-integrations
+test-full: test test-slow test-nightly test-multinode test-integrations
 
 # Times first: they are worth having where a test fails, too.
 ARM_OUT = runs/arm

@@ -24,9 +24,31 @@ COMPILING = ("bench/test_bench_step.py", "nvme/test_zero3_nvme.py")
 NEEDING_NONE = ("cuda", "kernel", "spec", "state")
 NEEDING_AIO = ("nvme", "checkpoint/test_zero_integrity.py", "checkpoint/test_zero_switch.py")
 
+# Of these, `make test-nightly` runs the slow tests: they compile or train for minutes, and what they
+# guard changes seldom.
+NIGHTLY = (
+    "bench",
+    "train",
+    "checkpoint/test_mutations.py",
+    "cuda/test_cuda_compile.py",
+    "kernel/test_aarch64.py",
+    "kernel/test_csrc.py",
+    "kernel/test_sanitized.py",
+    "kernel/test_thread_sanitizer.py",
+    "kernel/test_vec.py",
+    "optimizer/test_recipes.py",
+    "package/test_examples.py",
+    "package/test_readme.py",
+    "package/test_wheel.py",
+)
+
 
 def pytest_collection_modifyitems(items):
-    """Put the tests into an order in which two files at a time seldom wait for each other."""
+    """Mark the nightly tests, and sort so that two files at a time seldom wait for each other."""
+    for item in items:
+        path = item.path.relative_to(TESTS)
+        if item.get_closest_marker("slow") and any(map(path.is_relative_to, NIGHTLY)):
+            item.add_marker("nightly")
 
     def turn(item):
         path = item.path.relative_to(TESTS)

@@ -73,7 +73,7 @@ def machine(tmp_path):
         ("maps", "-m benchmarks.maps --quick --json runs/maps_quick.json"),
         ("gpu-check", "-m benchmarks.gpu_check"),
         ("test", '-m pytest -m "not slow and not multinode and not integrations"'),
-        ("test-full", "-m pytest -m slow"),
+        ("test-full", '-m pytest -m "slow and not nightly"'),
         ("test-full", "-m pytest tests/multinode -m multinode"),
         ("test-full", "-m pytest tests/integrations -m integrations"),
         ("lint", "ruff check"),
