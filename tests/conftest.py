@@ -24,7 +24,7 @@ COMPILING = ("bench/test_bench_step.py", "nvme/test_zero3_nvme.py")
 NEEDING_NONE = ("cuda", "kernel", "spec", "state")
 NEEDING_AIO = ("nvme", "checkpoint/test_zero_integrity.py", "checkpoint/test_zero_switch.py")
 
-# Of these, `make test-nightly` runs the slow tests: they compile or train for minutes, and what they
+# `make test-nightly` runs the slow tests of these: they compile or train for minutes, and what they
 # guard changes seldom.
 NIGHTLY = (
     "bench",

@@ -5,6 +5,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.utils import groups
 from muon_in_zero import MUON
 from nests import difference
 from torch.nn import Linear
@@ -88,10 +89,14 @@ def within_one_stage():
 
 
 def outcomes(names, folder):
-    found = {
-        name: trained_and_resumed(name, f"{folder}/{number}") for number, name in enumerate(names)
-    }
-    return found, within_one_stage()
+    try:
+        found = {
+            name: trained_and_resumed(name, f"{folder}/{number}")
+            for number, name in enumerate(names)
+        }
+        return found, within_one_stage()
+    finally:
+        groups.mpu = None  # DeepSpeed does not forget it
 
 
 @pytest.mark.parametrize(
