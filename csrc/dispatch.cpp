@@ -144,7 +144,7 @@ bool has_avx512vbmi() { return __builtin_cpu_supports("avx512vbmi") && has_avx51
 
 }  // namespace
 
-// By number, among which are those of retired codecs.
+// By number, of which some are not used.
 #define ZERO8_LIST_STEPS(target, algorithm) ZERO8_LIST_STEPS_OF(target, target, algorithm)
 // Of VBMI the codec Dynamic alone has a use: its other steps are those of AVX-512.
 #define ZERO8_LIST_VBMI_STEPS(target, algorithm) ZERO8_LIST_STEPS_OF(avx512, target, algorithm)

@@ -20,7 +20,7 @@
 
 namespace zero8 {
 
-// 2 and 3 were codecs of format 1.
+// 2 and 3 are not used.
 enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kLog = 4, kFp8 = 5, kLog6 = 6, kLinear4 = 7 };
 constexpr int kNumCodecs = 8;  // these two included
 enum DType : int32_t { kFP32 = 0, kBF16 = 1, kFP16 = 2, kINT8 = 3 };

@@ -520,9 +520,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         packed["param_groups"] = list(map(plain, packed["param_groups"]))
         infos = self._infos()
         params = [p for group in self.param_groups for p in group["params"]]
-        for number, p in enumerate(
-            params
-        ):  # torch numbers one that is in a group twice by its first
+        for number, p in enumerate(params):  # torch saves one that is there twice by its first
             state = packed["state"].get(number)
             if isinstance(state, dict) and not is_new(state):
                 kind = self.kind_of(p, state)
