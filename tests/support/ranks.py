@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs functions on several ranks, each a process, with a time limit for all of them."""
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -22,6 +23,9 @@ from places import FOLDERS
 
 FIRST_ENGINE = "deepspeed.runtime.zero.muon.muon_optimizer"
 """A module that imports all that the first engine of a process does, which takes ten seconds."""
+
+STACKS = signal.SIGUSR2
+"""The signal at which a rank prints the stacks of its threads."""
 
 
 @contextmanager
@@ -221,10 +225,19 @@ def _wait(processes: list, logs: Path, timeout_s: float, results: list[Path]) ->
             return
         time.sleep(0.05)
     # A rank that died takes the others along: blame the first that ended by itself.
-    for rank, process in sorted(enumerate(processes), key=lambda pair: pair[1].poll() is None):
-        reason = "time limit" if process.poll() is None else f"exit status {process.poll()}"
-        log = (logs / f"rank{rank}.log").read_text()[-6000:]
-        raise AssertionError(f"rank {rank}: {reason}\n{log}")
+    for rank, process in enumerate(processes):
+        if process.poll() is not None:
+            raise AssertionError(f"rank {rank}: exit status {process.poll()}\n{_log(logs, rank)}")
+    for process in processes:
+        os.kill(process.pid, STACKS)
+    time.sleep(1)
+    texts = [f"rank {rank}: time limit\n{_log(logs, rank)}" for rank in range(len(processes))]
+    raise AssertionError("\n".join(texts))
+
+
+def _log(logs: Path, rank: int) -> str:
+    """Return the end of what a rank has printed."""
+    return (logs / f"rank{rank}.log").read_text()[-6000:]
 
 
 def _kill(process) -> None:
@@ -339,6 +352,7 @@ def fork_ranks(descriptor: int, imports: str) -> None:
 def serve() -> None:
     """Be a rank: run the functions that stdin names, a line each."""
     global _job
+    faulthandler.register(STACKS)
     for line in sys.stdin:
         module, name, folder = line.rstrip("\n").split(" ", 2)
         _job = Path(folder)
