@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# What the launchers over ssh share; sourced by them.  Reads HOSTFILE, and sets `hosts` and `slots` (arrays
-# of the same length) and `ranks` (of all hosts).
+# What the launchers over ssh share; sourced by them.  Reads HOSTFILE, and sets `hosts` and `slots`,
+# arrays of the same length, and `ranks`, the number of all.
 
 die() {
   echo "zero8: $*" >&2
@@ -39,7 +39,7 @@ threads=$(($(env -u OMP_NUM_THREADS nproc) / slots[0]))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 # The variables that every rank gets.  Slurm and MPICH pass on all; ssh none.
-carried='PATH|LD_LIBRARY_PATH|(PYTHON|OMP|GLOO|NCCL|TORCH|CUDA|HF|DS|DEEPSPEED|ZERO8)_?.*'
+carried='PATH|LD_LIBRARY_PATH|(PYTHON|OMP_|GLOO_|NCCL_|TORCH_|CUDA_|HF_|DS_|DEEPSPEED_|ZERO8_).*'
 mapfile -t variables < <(compgen -e | grep -xE "$carried${EXPORT:+|$EXPORT}")
 
 # ssh asks for no password, and notices within 15 s that a host is gone.

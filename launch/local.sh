@@ -9,7 +9,7 @@
 # usage: launch/local.sh [--dry-run | --help], with these environment variables [and defaults]:
 #   ENGINE     deepspeed, or fsdp2 for pure PyTorch [deepspeed; with WEIGHTS=int8 fsdp2]
 #   OPTIMIZER  Adam8bitBlockwise, SGD8bitBlockwise or, with deepspeed only, Lion8bitBlockwise or
-#              Muon8bitBlockwise: PyTorch has no Lion, and its Muon takes matrices alone [Adam8bitBlockwise]
+#              Muon8bitBlockwise: PyTorch has no Lion, and its Muon takes only matrices [the first]
 #   CODEC      of zero8's states: log, log6, dynamic, fp8 or linear4 [the config's, which is log]
 #   WEIGHTS    of the linear layers in zero8's run: float32, or int8 for torchao's, with fsdp2 only, as
 #              ZeRO flattens weights, and these have a scale per row [float32]
@@ -19,7 +19,7 @@
 #              another optimizer that file whose name also ends in _lion, _sgd or _muon]
 #   MODEL      its size: demo (1.7 M parameters), 1b or 3b [demo]
 #   DATA       text to train on, a file or folder [the Python standard library's own sources]
-#   OUT        folder for the results [runs/demo; then -fsdp2, -lion, -sgd, -muon, -CODEC and -int8]
+#   OUT        folder for the results [runs/demo, and behind it -fsdp2, -lion and so on, as set]
 #   SEED       of initialization and batches [0]
 #   PYTHON     interpreter [.venv/bin/python, else python3]
 #   OMP_NUM_THREADS  threads of each rank [cores / RANKS, at least 1]

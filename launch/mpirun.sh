@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Start a rank per slot of every host of a hostfile by mpirun, of Open MPI, MPICH or Intel MPI.  The ranks
+# Start a rank per slot of every host of a hostfile by mpirun, of Open MPI, MPICH or Intel MPI.  Ranks
 # talk by gloo or NCCL; MPI only starts them.  Before that, mpi4py compares the versions of all ranks.
 #
 # usage: launch/mpirun.sh [-m] SCRIPT [ARGUMENT ...], with these environment variables [defaults]:
@@ -23,9 +23,9 @@ command -v "$MPIRUN" >/dev/null || die "no $MPIRUN (pip install zero8[mpi], or y
 places=$(paste -sd, <(paste -d: <(printf '%s\n' "${hosts[@]}") <(printf '%s\n' "${slots[@]}")))
 read -ra more <<<"${LAUNCHER_ARGS:---bind-to none}"
 start=("$MPIRUN" --host "$places" -np "$ranks" "${more[@]}")
-# A host that is gone is noticed within 15 s: by Open MPI, and by the ssh of the others.
+# Open MPI notices within 15 s that a host is gone; by default it takes 8 minutes.
 export OMPI_MCA_oob_tcp_keepalive_time=5 OMPI_MCA_oob_tcp_keepalive_intvl=5
-export OMPI_MCA_oob_tcp_keepalive_probes=2 HYDRA_LAUNCHER_EXTRA_ARGS="${ssh_options[*]}"
+export OMPI_MCA_oob_tcp_keepalive_probes=2
 if [[ $("$MPIRUN" --version) == *Open* ]]; then
   for name in "${variables[@]}"; do
     start+=(-x "$name")

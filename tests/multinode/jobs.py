@@ -55,7 +55,7 @@ class Job:
         """Return what was printed so far."""
         return "".join(log.read_text(errors="replace") for log in self._logs if log.exists())
 
-    def wait_for(self, condition, timeout_s: float = 300) -> None:
+    def wait_for(self, condition, timeout_s: float = 400) -> None:
         """Wait until a function returns something true, while the job runs."""
         deadline = time.monotonic() + timeout_s
         while not condition():

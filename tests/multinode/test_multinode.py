@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each launcher on two hosts: trainings that resume on one, killed ranks, and lost hosts."""
 
+import time
 from contextlib import suppress
 
 import psutil
@@ -10,16 +11,19 @@ from jobs import LAUNCHERS
 from zero8.checkpoint.files.tags import complete_tags
 from zero8.op import build
 
-pytestmark = pytest.mark.multinode
+pytestmark = [pytest.mark.multinode, pytest.mark.timeout(1200)]
 
 OPTIMIZER = "Adam8bitBlockwise"
 EVERY = 2  # steps, a checkpoint
 ENGINES = {"deepspeed": "deepspeed", "openmpi": "deepspeed"}  # of the others FSDP2
-START_S = 300  # a training starts, and ends, on a busy machine
+START_S = 400  # a training starts, and ends, on a busy machine
 KILLED_S = 60  # from a rank's end to the job's
+# What launchers make of a rank that SIGKILL ended.
+KILLED = {"torchrun": 1, "deepspeed": 256 - 9, "openmpi": 128 + 9, "mpich": 9, "slurm": 128 + 9}
 # From the loss of a host to the job's end: ssh and Open MPI notice after 15 s, Slurm after the
 # SlurmdTimeout of slurm.py and its next ping, DeepSpeed's ranks after the limit of loop.py.
-LOST_S = {"torchrun": 60, "deepspeed": 60, "openmpi": 60, "mpich": 60, "slurm": 180}
+# MPICH's mpirun does not end at all.
+LOST_S = {"torchrun": 60, "deepspeed": 60, "openmpi": 60, "slurm": 180}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,9 +32,9 @@ def built():
 
 
 @pytest.fixture
-def out(lab, request):
+def out(lab):
     """A folder that all hosts see, and that goes with them."""
-    return lab.folder / f"out-{request.node.name}"
+    return lab.folder / f"out-{time.monotonic_ns()}"
 
 
 def training(launcher, out, steps):
@@ -60,7 +64,7 @@ def test_training_that_lost_a_rank_ends_and_resumes_on_one_host(lab, job, out, l
     killed = job(launcher, 2, *training(launcher, out, 10_000))
     killed.wait_for(lambda: saved_step(out) >= EVERY)
     kill_rank(lab, "node1")
-    assert killed.status(KILLED_S) != 0, killed.output()
+    assert killed.status(KILLED_S) == KILLED[launcher], killed.output()
     assert f"{OPTIMIZER}: 2 rank(s) go on from the start" in killed.output()
     step = saved_step(out)
     resumed = job(launcher, 1, *training(launcher, out, step + EVERY))
@@ -69,7 +73,7 @@ def test_training_that_lost_a_rank_ends_and_resumes_on_one_host(lab, job, out, l
     assert saved_step(out) == step + EVERY
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", LOST_S)
 def test_job_that_lost_a_host_ends(lab, job, launcher):
     lost = job(launcher, 2, "tests/multinode/loop.py", SBATCH_NO_REQUEUE="1")
     lost.wait_for(lambda: "step 3\n" in lost.output().replace("\r", ""))
