@@ -28,6 +28,7 @@ printf -v folder '%q' "$PWD"
 
 # With a terminal (-tt), the end of an ssh hangs up on its torchrun, which then ends its ranks.
 trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
+trap 'exit 130' INT TERM HUP
 for host in "${hosts[@]}"; do
   ssh -tt "${ssh_options[@]}" "$host" "cd $folder && exec $remote" </dev/null &
 done
