@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers over MPI what every rank has, prints a table, and fails on every rank if they differ.
+"""Gathers the versions of every rank over MPI, prints them, and fails if they differ.
 
 usage: mpirun ... python launch/mpi_world.py RANKS
 """
@@ -14,40 +14,25 @@ from importlib import metadata
 from mpi4py import MPI
 from tabulate import tabulate
 
-from zero8.op.build import target_of_steps
-
 PACKAGES = ("torch", "zero8", "deepspeed")
 
 
-def main() -> int:
-    """Print the world from rank 0 and return 0 if it is as it should be."""
-    expected = int(sys.argv[1])
+def main() -> str | None:
+    """Print the world from rank 0, and return what is wrong with it."""
     world = MPI.COMM_WORLD
-    ranks = world.allgather({"rank": world.Get_rank(), **about()})
-    problems = different(ranks)
-    if len(ranks) != expected:
-        library = MPI.Get_library_version().partition("\n")[0]
-        problems.insert(
-            0,
-            f"got a world of {len(ranks)} rank(s), expected {expected}: mpi4py has loaded "
-            f"{library!r}; is MPIRUN of another MPI?",
-        )
+    versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+    host = {"host": socket.gethostname(), "cores": len(os.sched_getaffinity(0))}
+    ranks = world.allgather({"rank": world.Get_rank(), **host, **versions})
     if world.Get_rank() == 0:
         print(tabulate(ranks, headers="keys"), flush=True)
-        for problem in problems:
-            print(f"zero8: {problem}", file=sys.stderr, flush=True)
-    return 1 if problems else 0
-
-
-def about() -> dict[str, str | int]:
-    """Return what this rank has."""
-    return {
-        "host": socket.gethostname(),
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel for": target_of_steps(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in PACKAGES},
-    }
+    if len(ranks) != int(sys.argv[1]):
+        library = MPI.Get_library_version().partition("\n")[0]
+        return (
+            f"zero8: got a world of {len(ranks)} rank(s), expected {sys.argv[1]}: mpi4py has "
+            f"loaded {library!r}; is MPIRUN of another MPI?"
+        )
+    differing = [name for name in versions if len({rank[name] for rank in ranks}) > 1]
+    return f"zero8: hosts differ in {', '.join(differing)}: see the table" if differing else None
 
 
 def version(package: str) -> str:
@@ -56,19 +41,6 @@ def version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "none"
-
-
-def different(ranks: list[dict]) -> list[str]:
-    """Return what must be equal on all ranks and is not; processors may differ."""
-    problems = []
-    for name in ("python", *PACKAGES):
-        found = {}
-        for rank in ranks:
-            found.setdefault(rank[name], []).append(rank["host"])
-        if len(found) > 1:
-            where = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in found.items())
-            problems.append(f"{name} differs: {where}; install the same on all hosts")
-    return problems
 
 
 if __name__ == "__main__":

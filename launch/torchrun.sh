@@ -1,52 +1,37 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
+#
+# Start torchrun on every host of a hostfile, over ssh.  When one fails, or its host is lost, all end.
+#
+# usage: launch/torchrun.sh [-m] SCRIPT [ARGUMENT ...], with these environment variables [defaults]:
+#   HOSTFILE       lines "HOST slots=RANKS", the same number of ranks in all [launch/hostfile]
+#   PYTHON         interpreter, at the same path on every host [.venv/bin/python, else python3]
+#   LAUNCHER_ARGS  more options of torchrun, split at spaces: "--max-restarts 4" []
+#   EXPORT         more variables that ranks get, a pattern: "WANDB_.*|MY_KEY" []
+#   MASTER_ADDR, MASTER_PORT  where hosts meet [the first host, 29500]
+#   OMP_NUM_THREADS  threads of each rank [cores of this host / ranks of the first]
 set -euo pipefail
-
-usage='usage: launch/torchrun.sh [--dry-run] [--help] SCRIPT [ARGUMENT ...]
-
-Start torchrun on every host of HOSTFILE, over pdsh and ssh; or, with RENDEZVOUS set, on this host
-only, as a cluster manager that starts one command per host wants it.  Ranks are started again
-RESTARTS times when one has failed; scripts must then go on from a checkpoint (examples.gpt --resume).
-
-  RENDEZVOUS  HOST:PORT where the hosts meet; the others must be given the same []
-  RUN_ID      any name, the same on all hosts [the name of RUN_DIR]
-  HOSTS       with RENDEZVOUS: how many hosts [1]
-  RANKS       with RENDEZVOUS: ranks of this host [1]
-  RESTARTS    how often ranks are started again; give 2 per failure that is expected [0]
-  MIN_HOSTS   go on with as few hosts as this, and take hosts in that come back [all hosts]
-  JOIN_S      how long hosts wait for each other [60; 600 without MIN_HOSTS]
-'
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-RESTARTS=${RESTARTS:-0}
-JOIN_S=${JOIN_S:-$([[ ${MIN_HOSTS:-} ]] && echo 60 || echo 600)}
-# Ranks that are started again have to wait for the other hosts first.
-restarts=() grace_s=$GRACE_S
-((RESTARTS == 0)) || restarts=(--restarts) grace_s=$((GRACE_S + JOIN_S))
 
-if [[ -z ${RENDEZVOUS:-} ]]; then
-  read_hosts
-  check_hosts
-  each=$(equal_slots)
-  settings=(RENDEZVOUS="$MASTER_ADDR:$MASTER_PORT" RUN_ID="${RUN_DIR##*/}" HOSTS="${#hosts[@]}"
-    RANKS="$each" NAMES="$names" RESTARTS="$RESTARTS" MIN_HOSTS="${MIN_HOSTS:-${#hosts[@]}}"
-    JOIN_S="$JOIN_S" PYTHON="$PYTHON" RUN_DIR="$RUN_DIR" TIMEOUT_S="$TIMEOUT_S" GRACE_S="$GRACE_S")
-  for name in $(exported); do
-    settings+=("$name=${!name}")
-  done
-  printf -v remote '%q ' env "${settings[@]}" "$here/torchrun.sh" "${command[@]}"
-  ! [[ ${MIN_HOSTS:-} ]] || ranks=0 # any number may be left
-  run "${job[@]}" --grace-s "$grace_s" --ranks "$ranks" --hosts "$names" "${restarts[@]}" \
-    pdsh -S -f 128 -w "$names" "cd $(printf %q "$PWD") && exec $remote"
-  exit
-fi
+for count in "${slots[@]}"; do
+  ((count == slots[0])) || die "$HOSTFILE: torchrun needs the same slots on every host"
+done
+read -ra more <<<"${LAUNCHER_ARGS:-}"
+command=(env)
+for name in "${variables[@]}"; do
+  command+=("$name=${!name}")
+done
+command+=("$PYTHON" -m torch.distributed.run --nnodes "${#hosts[@]}" --nproc-per-node "${slots[0]}"
+  --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "zero8-$$" "${more[@]}" "$@")
+printf -v remote '%q ' "${command[@]}"
+printf -v folder '%q' "$PWD"
 
-# With torch 2.13 a host that comes back ends the job, unless each world has a store of its own.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-hosts=${HOSTS:-1} names=${NAMES:-}
-[[ ${MIN_HOSTS:-$hosts} == "$hosts" ]] || hosts=$MIN_HOSTS:$hosts
-rank_command
-# This host's torchrun is a job of its own: one that waits for hosts that are gone must end, too.
-run "${job[@]}" --grace-s "$grace_s" "${restarts[@]}" \
-  "$PYTHON" -m torch.distributed.run --nnodes "$hosts" --nproc-per-node "${RANKS:-1}" \
-  --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${RUN_ID:-${RUN_DIR##*/}}" \
-  --rdzv-conf "join_timeout=$JOIN_S,last_call_timeout=3" --max-restarts "$RESTARTS" "${rank[@]}"
+# With a terminal (-tt), the end of an ssh hangs up on its torchrun, which then ends its ranks.
+trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
+trap 'exit 130' INT TERM HUP
+for host in "${hosts[@]}"; do
+  ssh -tt "${ssh_options[@]}" "$host" "cd $folder && exec $remote" </dev/null &
+done
+for host in "${hosts[@]}"; do
+  wait -n # the first error is the script's
+done

@@ -10,7 +10,6 @@ EXTRAS = {
     "cpuinfo": "bench",
     "deepspeed": "deepspeed",
     "matplotlib": "bench",
-    "psutil": "launch",
     "tomli": "train",
     "torchao": "torchao",
 }

@@ -19,33 +19,10 @@ def shared_lab():
 
 @pytest.fixture
 def lab(shared_lab):
-    """The two hosts, both up and connected before and after."""
+    """The two hosts, both up before and after."""
     yield shared_lab
     for host in shared_lab.hosts:
         shared_lab.restore(host)
-
-
-@pytest.fixture
-def four_hosts():
-    """Four hosts of one test."""
-    need(missing())
-    lab = Lab(4)
-    yield lab
-    lab.close()
-
-
-@pytest.fixture
-def four_host_job(four_hosts):
-    """Return a function that starts ranks on the four hosts by launch/deepspeed.sh."""
-    jobs = []
-
-    def start(*arguments: object, **env: str) -> Job:
-        jobs.append(Job(four_hosts, "deepspeed.sh", list(map(str, arguments)), env))
-        return jobs[-1]
-
-    yield start
-    for one in jobs:
-        one.close()
 
 
 @pytest.fixture
@@ -59,12 +36,12 @@ def cluster(lab):
 
 @pytest.fixture
 def job(lab, request):
-    """Return a function that starts a launcher of launch/ on a host."""
+    """Return a function that starts a job: a launcher, number of hosts, words and environment."""
     jobs = []
 
-    def start(script: str, *arguments: object, host: str = "node0", **env: str) -> Job:
-        cluster = request.getfixturevalue("cluster") if script == "slurm.sbatch" else None
-        jobs.append(Job(lab, script, list(map(str, arguments)), env, host, cluster))
+    def start(launcher: str, hosts: int, *words: object, **env: str) -> Job:
+        cluster = request.getfixturevalue("cluster") if launcher == "slurm" else None
+        jobs.append(Job(lab, cluster, launcher, hosts, *words, **env))
         return jobs[-1]
 
     yield start

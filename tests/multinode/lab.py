@@ -16,8 +16,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,10 +25,7 @@ from zero8.op import build
 
 REPOSITORY = Path(__file__).parents[2]
 TOOLS = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh"}
-PACKAGES = ("openssh-server", "openssh-client", "pdsh", "iproute2", "procps")
 _NETWORK = "10.77.0"
-# What the second interface of a host has, which leads to no other host.
-_OTHER_NETWORK = "10.78.0"
 
 SSH_CONFIG = """
 Host *
@@ -51,7 +47,7 @@ UseDNS no
 BOOT = """
 set -e
 hostname {name}
-mount --bind {folder}/{name}.hosts /etc/hosts
+mount --bind {folder}/hosts /etc/hosts
 mount --bind {folder}/ssh_config /etc/ssh/ssh_config
 for keep in {kept}; do
   mkdir -p {folder}/{name}.tmp/"${{keep#/tmp/}}"
@@ -101,7 +97,6 @@ class Lab:
         self.folder = Path(tempfile.mkdtemp(prefix="zero8-lab-", dir="/var/tmp"))
         self._prefix = f"z8x{self.folder.name[-8:]}"
         self._processes: dict[str, subprocess.Popen] = {}
-        self._is_changed: set[str] = set()  # hosts that must be booted to be as they were
         try:
             self._write_files()
             self._switch = f"{self._prefix}sw"
@@ -128,54 +123,16 @@ class Lab:
 
     # --- What can be done to a host ---------------------------------------------------------------
 
-    def boot(self, host: str) -> None:
-        """Start a host that is off, and wait for its sshd."""
-        self._boot(host)
-        self._wait_for_sshd(host)
-
     def power_off(self, host: str) -> None:
         """Take a host's power away: its processes end, and no packet says so."""
-        self._link(host, "down")
+        self._on_switch("link", "set", self._port(host), "down")
         self._end(host)
 
-    def unplug(self, host: str) -> None:
-        """Pull a host's network cable."""
-        self._link(host, "down")
-
     def restore(self, host: str) -> None:
-        """Make a host as it was at first: on, connected, with one interface."""
-        if host in self._is_changed:
-            self._end(host)
-            self._is_changed.remove(host)
+        """Start a host that is off, and wait for its sshd."""
         if host not in self._processes:
-            self.boot(host)
-        self._link(host, "up")
-        self.remove_interface(host)
-        self.write_hosts(host)
-
-    def write_hosts(self, host: str, own: str | None = None) -> None:
-        """Write a host's /etc/hosts; `own` is the address for its own name, if another."""
-        lines = ["127.0.0.1 localhost"]
-        for i, name in enumerate(self.hosts):
-            address = f"{_NETWORK}.{i + 1}"
-            lines.append(f"{own if own and name == host else address} {name}")
-        # In place: the file is mounted.
-        (self.folder / f"{host}.hosts").write_text("\n".join(lines) + "\n")
-
-    def add_interface(self, host: str) -> str:
-        """Give a host a second interface, which leads nowhere; return its address."""
-        address = f"{_OTHER_NETWORK}.{self.hosts.index(host) + 1}"
-        space = f"{self._prefix}{host}"
-        _run("ip", "-n", space, "link", "add", "a0", "type", "veth", "peer", "name", "a1")
-        _run("ip", "-n", space, "address", "add", f"{address}/24", "dev", "a0")
-        _run("ip", "-n", space, "link", "set", "a0", "up")
-        _run("ip", "-n", space, "link", "set", "a1", "up")
-        return address
-
-    def remove_interface(self, host: str) -> None:
-        """Take the second interface away, if there is one."""
-        with suppress(subprocess.CalledProcessError):
-            _run("ip", "-n", f"{self._prefix}{host}", "link", "del", "a0")
+            self._boot(host)
+            self._wait_for_sshd(host)
 
     def start(self, host: str, command: list[str], log: Path, **env: str) -> subprocess.Popen:
         """Start a command on a host, in the checkout's folder, with its output in a file."""
@@ -202,28 +159,6 @@ class Lab:
                     found.append(process)
         return found
 
-    def sshd(self, host: str) -> list[psutil.Process]:
-        """Return the process of a host that listens for ssh."""
-        return [psutil.Process(self._first_process(host))]
-
-    def hide(self, host: str, path: str) -> None:
-        """Put an empty folder over one of the checkout, on this host, until it is booted again."""
-        (self.folder / "empty").mkdir(exist_ok=True)
-        hide = ["mount", "--bind", str(self.folder / "empty"), str(REPOSITORY / path)]
-        subprocess.run(self._enter(host, hide), check=True, timeout=20)
-        self._is_changed.add(host)
-
-    @contextmanager
-    def another_key(self) -> Iterator[None]:
-        """Have all hosts accept another key than the one that they use, during the block."""
-        accepted = self.folder / "key.pub"
-        ours = accepted.read_bytes()
-        accepted.write_bytes((self.folder / "host_key.pub").read_bytes())
-        try:
-            yield
-        finally:
-            accepted.write_bytes(ours)
-
     # --- Parts ------------------------------------------------------------------------------------
 
     def _write_files(self) -> None:
@@ -233,26 +168,28 @@ class Lab:
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
         (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
         (folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=folder))
+        numbered = enumerate(self.hosts, start=1)
+        names = ["127.0.0.1 localhost", *(f"{_NETWORK}.{i} {host}" for i, host in numbered)]
+        (folder / "hosts").write_text("\n".join(names) + "\n")
         for host in self.hosts:
             (folder / f"{host}.tmp").mkdir(mode=0o1777)
-            self.write_hosts(host)
 
     def _plug_in(self, host: str) -> None:
-        space, number = f"{self._prefix}{host}", self.hosts.index(host)
+        space, port = f"{self._prefix}{host}", self._port(host)
+        address = f"{_NETWORK}.{self.hosts.index(host) + 1}/24"
         _run("ip", "netns", "add", space)
-        self._on_switch(
-            "link", "add", f"p{number}", "type", "veth", "peer", "name", "eth0", "netns", space
-        )
-        self._on_switch("link", "set", f"p{number}", "master", "sw", "up")
-        _run("ip", "-n", space, "address", "add", f"{_NETWORK}.{number + 1}/24", "dev", "eth0")
+        self._on_switch("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+        self._on_switch("link", "set", port, "master", "sw", "up")
+        _run("ip", "-n", space, "address", "add", address, "dev", "eth0")
         _run("ip", "-n", space, "link", "set", "eth0", "up")
         _run("ip", "-n", space, "link", "set", "lo", "up")
 
     def _on_switch(self, *arguments: str) -> None:
         _run("ip", "-n", self._switch, *arguments)
 
-    def _link(self, host: str, state: str) -> None:
-        self._on_switch("link", "set", f"p{self.hosts.index(host)}", state)
+    def _port(self, host: str) -> str:
+        """Return the name of the switch's end of a host's cable."""
+        return f"p{self.hosts.index(host)}"
 
     def _end(self, host: str) -> None:
         process = self._processes.pop(host, None)
@@ -276,7 +213,7 @@ class Lab:
         needed = [path for path in (REPOSITORY, build.cache_root()) if path.exists()]
         kept = shlex.join(str(path) for path in needed if path.is_relative_to("/tmp"))
         boot = BOOT.format(name=host, folder=self.folder, kept=kept, sshd=_which("sshd"))
-        self._link(host, "up")
+        self._on_switch("link", "set", self._port(host), "up")
         with open(self.folder / f"{host}.sshd.log", "wb") as log:
             self._processes[host] = subprocess.Popen(
                 # With this process go the hosts, however it ends.

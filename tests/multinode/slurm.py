@@ -11,12 +11,13 @@ from lab import Lab
 
 TOOLS = {"slurmctld": "slurm-wlm", "munged": "munge"}
 
+# A job that is submitted again waits until the credential of the first has expired.
 # task/none and linuxproc need no control groups; munge's socket is on the disk that hosts share.
 SLURM_CONF = """
 ClusterName=lab
 SlurmctldHost={first}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
 SlurmUser=root
 SlurmdUser=root
 ProctrackType=proctrack/linuxproc
@@ -25,6 +26,7 @@ JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 ReturnToService=2
 KillWait=5
+SlurmdTimeout=15
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid

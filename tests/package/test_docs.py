@@ -42,4 +42,4 @@ def test_docs_name_tests_that_exist(doc):
 def test_docs_name_tests_at_all():
     """Guards the test above."""
     named = NAMED_TEST.findall((ROOT / "docs" / "reliability.md").read_text())
-    assert len(named) > 15 and "test_multinode_faults.py" in named
+    assert len(named) > 15 and "test_multinode.py" in named

@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 from forks import Forks
-from places import ROOT
 
 import zero8
 from zero8 import cli, extras
@@ -82,23 +81,6 @@ def test_help_of_every_command_works_without_extras(base_only):
 def test_module_help_works_without_extras(base_only, module):
     done = base_only(f"import runpy; runpy.run_module({module!r}, run_name='__main__')", "--help")
     assert (done.returncode, "usage:" in done.stdout) == (0, True), done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "expected"),
-    [
-        (["--help"], 0, "usage: job.py"),
-        (["true"], 2, "launch/job.py: needs psutil: pip install 'zero8[launch]'\n"),
-    ],
-)
-def test_launch_job_without_psutil_helps_and_says_what_to_install(
-    base_only, words, status, expected
-):
-    folder = str(ROOT / "launch")
-    code = f"import runpy, sys; sys.argv[0] = 'job.py'; sys.path.insert(0, {folder!r})"
-    done = base_only(f"{code}; runpy.run_module('job', run_name='__main__')", *words)
-    assert done.returncode == status, done.stderr
-    assert (done.stdout if status == 0 else done.stderr).startswith(expected)
 
 
 @pytest.fixture(scope="module")

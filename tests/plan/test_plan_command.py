@@ -6,7 +6,7 @@ import shlex
 from dataclasses import replace
 
 import pytest
-from doc_blocks import blocks_of, is_shown
+from doc_blocks import is_shown
 from model_configs import LLAMA_8B
 from places import ROOT
 
@@ -360,19 +360,6 @@ def test_plan_in_a_page_is_what_the_command_prints(block, capsys, tmp_path, monk
     status, printed = plan(capsys, *shlex.split(command)[2:])
     assert status == 0
     assert is_shown(shown, printed), printed
-
-
-SHOWN = [shown for block in blocks_of("launch/README.md") for shown in block.session]
-
-
-@pytest.mark.parametrize(("command", "shown"), [s for s in SHOWN if s[0].startswith("zero8 plan")])
-def test_plan_in_the_readme_of_launch_is_what_the_command_prints(capsys, command, shown):
-    assert plan(capsys, *shlex.split(command)[2:]) == (0, shown)
-
-
-def test_plan_is_in_the_readme_of_launch():
-    """Guards the test above."""
-    assert len([command for command, _ in SHOWN if command.startswith("zero8 plan")]) == 3
 
 
 def test_plan_of_each_size_that_the_docs_name_prints_a_plan(block, capsys):

@@ -92,7 +92,7 @@ NOT_RUN = {
     "README.md": {
         "make train     #": "takes hours; tests/package/test_doc_blocks.py has make show it",
         "pip install .": "downloads packages; tests/package/test_wheel.py installs what is built",
-        "HOSTFILE=hosts": "needs several hosts, as tests/multinode/test_multinode_training.py has",
+        "HOSTFILE=hosts": "needs several hosts, as tests/multinode/test_multinode.py has",
     },
     "docs/from-adamw-to-8-bit.md": {"pip install": "downloads packages"},
     "docs/releasing.md": {
