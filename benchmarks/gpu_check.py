@@ -80,8 +80,6 @@ def check(chosen: Sequence[Part], base: Path, gpu: str) -> int:
         result = {"status": status, **common, "parts": rows}
         base.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     print(f"gpu-check on {gpu}: {status}")
-    for row in rows:
-        print(f"  {row['status']:8} {row['name']}, {row['seconds']:.0f} s  {row['reason']}")
     print("wrote", base.with_suffix(".json"))
     return EXIT_STATUS[status]
 

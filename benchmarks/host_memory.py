@@ -89,7 +89,7 @@ def markdown(result: dict) -> list[str]:
     losses = ", ".join(f"{loss:.4f}" for loss in result["losses"])
     times = ", ".join(f"{ms:,.0f}" for ms in result["step_ms"])
     return [
-        f"{result['numel']:,} parameters; {result['memory_bytes'] / GIB:.1f} GiB of memory.",
+        f"{result['numel']:,} parameters.",
         "",
         *record.table_lines(["", "GiB"], ([w, f"{n / GIB:.2f}"] for w, n in sizes.items())),
         "",
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--numel", type=float, required=True, help="parameters")
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
-    result = record.environment(MODULE) | {"memory_bytes": psutil.virtual_memory().total}
+    result = record.environment(MODULE)
     config = json.loads(arguments.config.read_text())
     result |= measure(config, int(arguments.numel), arguments.steps)
     record.write(result, arguments.json, markdown, "Memory of one process")

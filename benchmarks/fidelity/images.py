@@ -13,7 +13,6 @@ CLASSES, CHANNELS, SIZE = 10, 3, 16
 # So many labels are drawn at random, which keeps gradients alive once the classes are learnt.
 MISLABELLED = 0.1
 PRUNED_EVERY = 16
-# The examples of validation are drawn with a seed that no training has.
 VALIDATION_SEED, VALIDATION_EXAMPLES = 1_000_000, 2048
 
 

@@ -12,6 +12,7 @@ from benchmarks.fidelity.training import Setting
 from zero8.spec.codec import CODECS
 
 CODED = (*CODECS, "deepspeed, bf16")
+ALL = (CONTROL, *CODECS, *PEERS)
 TRAINED = (FP32, "log", "dynamic")
 FAST, SLOW = {"betas": (0.9, 0.95)}, {"betas": (0.9, 0.999)}
 LION = {"betas": (0.9, 0.99)}
@@ -36,14 +37,8 @@ def _of(task: str, algorithm: str, steps: int, peak_lr: float, decay: float, opt
 
 
 MAIN = (
-    replace(GPT, replayed=(CONTROL, *CODECS, *PEERS), trained=(FP32, *CODECS)),
-    replace(
-        GPT,
-        name="GPT, beta2 0.95",
-        options=FAST,
-        replayed=(CONTROL, *CODECS, *PEERS),
-        trained=TRAINED,
-    ),
+    replace(GPT, replayed=ALL, trained=(FP32, *CODECS)),
+    replace(GPT, name="GPT, beta2 0.95", options=FAST, replayed=ALL, trained=TRAINED),
 )
 SETTINGS = (
     *MAIN,

@@ -14,8 +14,7 @@ from benchmarks.fidelity.training import Gradients, Setting
 from benchmarks.maps.codes import GRAINS, NAMES, LogCode, MapCode, code_of
 
 NUM_CODES = 256
-LARGE = 0.1
-"""Relative errors above this are counted as large."""
+LARGE = 0.1  # of relative errors
 SAMPLES = 25
 EPS = 1e-8
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text as bytes: which files, the train/validation split, batches, and the unigram entropy."""
+"""Text as bytes: which files, the train/validation split, and batches."""
 
 import random
 import sysconfig
@@ -81,16 +81,6 @@ def read_bytes(paths: list[Path]) -> torch.Tensor:
     """Return the files' bytes, joined, as a 1-D uint8 tensor."""
     joined = b"".join(path.read_bytes() for path in paths)
     return torch.frombuffer(bytearray(joined), dtype=torch.uint8)
-
-
-def unigram_entropy(text: torch.Tensor) -> float:
-    """Return the entropy of the byte frequencies of a 1-D uint8 tensor, in nats per byte.
-
-    It is the lowest loss that a model which ignores context can reach on this text.
-    """
-    counts = torch.bincount(text, minlength=256).double()
-    frequency = counts[counts > 0] / text.numel()
-    return -(frequency * frequency.log()).sum().item()
 
 
 def windows(text: torch.Tensor, starts: list[int], context: int) -> torch.Tensor:

@@ -79,9 +79,8 @@ def engine_class(name: str) -> type:
 
     An engine is made of a model, of what its `load_config` returned, and, to go on from there, of
     the folder of `save`.  It has these attributes: `model`; `module`, which is called in its place;
-    `optimizer`, the one that steps; whether that is all of the step, `has_whole_step`; `device`;
-    `micro_batch_size`, windows of one rank at a time; `accumulation_steps`; and `steps_done`, those
-    of the checkpoint it goes on from.
+    `optimizer`, the one that steps; `device`; `micro_batch_size`, windows of one rank at a time;
+    `accumulation_steps`; and `steps_done`, those of the checkpoint it goes on from.
     `step(batches)` takes a step and returns the losses of this rank.
     """
     if name == DEEPSPEED:

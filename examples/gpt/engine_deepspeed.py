@@ -46,7 +46,6 @@ class DeepSpeedEngine:
             model=model, model_parameters=model.parameters(), config=settings
         )
         self.optimizer = self.module.basic_optimizer
-        self.has_whole_step = type(self.optimizer).__name__ != "MuonWithAuxAdam"
         self.device = self.module.device
         self.micro_batch_size = self.module.train_micro_batch_size_per_gpu()
         self.accumulation_steps = self.module.gradient_accumulation_steps()

@@ -68,7 +68,6 @@ class FSDP2Engine:
     """See `examples.gpt.engine.engine_class`."""
 
     load_config = staticmethod(load_config)
-    has_whole_step = True
 
     def __init__(self, model: GPT, config: dict, checkpoint: Path | None = None):
         """Join the other ranks, shard the model, and load the newest complete tag, if asked to.

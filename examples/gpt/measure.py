@@ -1,40 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run costs: optimizer step time, bytes of states and weights, memory of host and GPU."""
+"""What a run costs: bytes of states and weights, memory of host and GPU."""
 
 import resource
-import time
 
 import torch
 
 from examples.gpt.int8_weights import components, is_int8
 from zero8.state.extent import local
-
-
-class StepTimer:
-    """Wall time spent in an optimizer's own `step()`, in ms, through PyTorch's step hooks.
-
-    ZeRO calls `step()` once per parameter group, so the time adds up until `take_ms`.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        """Hook into the optimizer that steps."""
-        self._elapsed_ms = 0.0
-        optimizer.register_step_pre_hook(lambda *_: self._add(-self._now_ms()))
-        optimizer.register_step_post_hook(lambda *_: self._add(self._now_ms()))
-
-    def _add(self, ms: float) -> None:
-        self._elapsed_ms += ms
-
-    @staticmethod
-    def _now_ms() -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return 1e3 * time.perf_counter()
-
-    def take_ms(self) -> float:
-        """Return the ms since the last call and start again from zero."""
-        elapsed_ms, self._elapsed_ms = self._elapsed_ms, 0.0
-        return elapsed_ms
 
 
 def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:

@@ -12,7 +12,7 @@ from examples.gpt.engine import INT8, TWINS
 from zero8 import extras
 
 # True of both runs, or they are not comparable.
-SHARED = ("engine", "steps", "seed", "ranks", "config", "data", "unigram_entropy")
+SHARED = ("engine", "steps", "seed", "ranks", "config", "data")
 SHARED += ("parameters", "device")
 # One row per column of a table: header, key, format.
 COLUMNS = (
@@ -24,7 +24,6 @@ COLUMNS = (
     ("GPU peak GiB", "gpu_peak_gib", "{:.2f}"),
     ("train loss", "train_loss", "{:.4f}"),
     ("val loss", "val_loss", "{:.4f}"),
-    ("optimizer step ms", "step_ms", "{:.2f}"),
     ("iteration ms", "iteration_ms", "{:.1f}"),
 )
 
@@ -85,7 +84,6 @@ def text(summary: dict) -> str:
     return "\n".join(
         [
             table([c for c in COLUMNS if c[1] not in hidden], runs),
-            f"unigram entropy of the validation text: {summary['unigram_entropy']:.4f} nats/byte",
             f"validation loss of {eight_bit['optimizer']} against {baseline['optimizer']}: "
             f"{100 * gap:+.2f} %",
         ]
@@ -111,8 +109,7 @@ def plot(runs: list[dict], path: Path) -> None:
         style = {"color": color, "linestyle": dash, "marker": "o", "markersize": 4}
         name += f", validation ({run['val_loss']:.4f} at the end)"
         axes.plot(*zip(*run["val_curve"], strict=True), label=name, **style)
-    entropy, millions = runs[0]["unigram_entropy"], runs[0]["parameters"] / 1e6
-    axes.axhline(entropy, color="gray", linestyle=":", label=f"unigram entropy ({entropy:.3f})")
+    millions = runs[0]["parameters"] / 1e6
     axes.set(xlabel="optimizer step", ylabel="loss (nats per byte)")
     axes.set(title=f"Byte-level GPT, {millions:.2f} M parameters, {Path(runs[0]['config']).name}")
     axes.grid(alpha=0.25)

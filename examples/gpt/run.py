@@ -14,9 +14,9 @@ import torch.distributed as dist
 from tqdm import trange
 
 from examples.gpt import int8_weights
-from examples.gpt.data import Text, load_text, train_batch, unigram_entropy, validation_windows
+from examples.gpt.data import Text, load_text, train_batch, validation_windows
 from examples.gpt.engine import FLOAT32, INT8, engine_class
-from examples.gpt.measure import StepTimer, memory, sum_over_ranks
+from examples.gpt.measure import memory, sum_over_ranks
 from examples.gpt.model import GPT, MODELS
 from zero8 import extras
 
@@ -79,42 +79,38 @@ def fit(engine, text: Text, *, seed: int, steps: int, name: str, checkpoint: Pat
 
     Returns:
         The losses by step, and at the steps with a validation, in nats per byte, averaged over
-        ranks; and the ms of each optimizer step and of each iteration.
+        ranks; and the ms of each iteration.
     """
     windows = validation_windows(text.validation, VALIDATION_WINDOWS, engine.model.config.context)
-    timer, train, validation, step_ms, iteration_ms = StepTimer(engine.optimizer), [], [], [], []
+    train, validation, iteration_ms = [], [], []
     settings = {"desc": name, "initial": engine.steps_done, "total": steps, "unit": "step"}
     progress = trange(engine.steps_done, steps, **settings, disable=dist.get_rank() != 0)
     for step in progress:
         started = time.perf_counter()
         train.append(train_step(engine, text.train, seed=seed, step=step))
         iteration_ms.append(1e3 * (time.perf_counter() - started))
-        step_ms.append(timer.take_ms())
         progress.set_postfix_str(f"loss {train[-1]:.3f} nats/byte", refresh=False)
         if (step + 1) % VALIDATION_EVERY == 0 or step + 1 == steps:
             validation.append((step + 1, validate(engine, windows)))
         if (step + 1) % save_every == 0 or step + 1 == steps:
             engine.save(checkpoint, step + 1)
-    return train, validation, step_ms, iteration_ms
+    return train, validation, iteration_ms
 
 
-def result(engine, text: Text, curves: tuple[list, list, list, list]) -> dict:
+def result(engine, text: Text, curves: tuple[list, list, list]) -> dict:
     """Return what was measured in a run; every rank must call it."""
-    train, validation, step_ms, iteration_ms = curves
+    train, validation, iteration_ms = curves
     codec = getattr(engine.optimizer, "codec", None)
-    steady = [statistics.median(x[WARM_UP_STEPS:] or x) for x in (step_ms, iteration_ms)]
     return {
         "first_step": engine.steps_done,
         "codec": codec and codec.name,
         "val_loss": validation[-1][1],
         "train_loss": statistics.mean(train[-TRAIN_LOSS_STEPS:]),
         **memory(engine.optimizer, engine.device),
-        # Rank 0's; the ranks hold equal shares and wait for one another.
-        "step_ms": steady[0] if engine.has_whole_step else None,
-        "iteration_ms": steady[1],
+        # Rank 0's; the ranks wait for one another.
+        "iteration_ms": statistics.median(iteration_ms[WARM_UP_STEPS:] or iteration_ms),
         "device": engine.device.type,
         "ranks": dist.get_world_size(),
-        "unigram_entropy": unigram_entropy(text.validation),
         "data": text.describe(),
         "train_curve": train,
         "val_curve": validation,

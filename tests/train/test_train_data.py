@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import math
 from pathlib import Path
 
 import pytest
@@ -58,12 +57,6 @@ def test_stdlib_files_leave_out_installed_packages_and_tests():
     folders = {part for path in files for part in path.relative_to(root).parts[:-1]}
     assert root / "argparse.py" in files
     assert not folders & data.STDLIB_EXCLUDED
-
-
-def test_unigram_entropy_known_frequencies_matches_hand_computation():
-    # Frequencies 1/2, 1/4, 1/4: 1/2 ln 2 + 2 * 1/4 ln 4 = 3/2 ln 2.
-    text = torch.tensor(list(b"aabcaabc"), dtype=torch.uint8)
-    assert data.unigram_entropy(text) == pytest.approx(1.5 * math.log(2), abs=1e-12)
 
 
 def batch(text, *, seed=0, step=0, rank=0):

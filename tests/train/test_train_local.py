@@ -105,7 +105,7 @@ def test_local_sh_four_steps_writes_summary_of_both_runs(
     assert (tmp_path / "out" / "loss.png").exists()
     assert cli.main(["checkpoint", "verify", f"{tmp_path}/out/{optimizer}.checkpoint"]) == 0
     # The screen has progress and results; warnings are where it says.
-    assert f"{optimizer}: 100%" in output and "optimizer step ms" in output
+    assert f"{optimizer}: 100%" in output and "iteration ms" in output
     assert "WARNING" not in output and "Warning" not in output
     assert f"{tmp_path}/out/{twin}.rank*.log" in output
     for name in (twin, optimizer):
