@@ -95,7 +95,7 @@ def draw_pairs(tallies: dict[tuple[str, str], PairTally], grain: str, path: Path
         for axes, name in zip(grid[number], NAMES, strict=True):
             values = tallies[name, grain].by_pair()[number].numpy().T  # columns are codes of m
             shown = np.ma.masked_invalid(values)
-            image = axes.imshow(shown, norm, origin="lower", interpolation="nearest")
+            image = axes.imshow(shown, norm=norm, origin="lower", interpolation="nearest")
             axes.set(xticks=range(0, NUM_CODES + 1, 64), yticks=range(0, NUM_CODES + 1, 64))
         figure.colorbar(image, ax=grid[number], label=label, ticks=edges[::2], format="{x:.0e}")
         grid[number][0].set_ylabel("code of v, by value")
