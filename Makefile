@@ -51,12 +51,11 @@ help:
 	@echo "                under FSDP2"
 	@echo "make bench      time the step against other optimizers; writes OUT (runs/bench_step.json)"
 	@echo "                and a table and a figure beside it"
-	@echo "make fidelity   measure how far every codec is from fp32, in a quarter of an hour; writes OUT"
-	@echo "                (runs/fidelity_quick.json) and a table and a figure beside it; with FULL=1"
-	@echo "                five seeds, every peer and other settings, in an hour"
+	@echo "make fidelity   measure how far Adam's codecs are from fp32, in a quarter of an hour; writes OUT"
+	@echo "                (runs/fidelity_quick.json) and a table beside it; with FULL=1 every algorithm,"
+	@echo "                codec and task, in an hour"
 	@echo "make maps       compare the maps of the 8-bit optimizers paper with log, in some minutes; writes"
-	@echo "                OUT (runs/maps_quick.json), tables and figures beside it; with FULL=1 more"
-	@echo "                values of hyperparameters, in a quarter of an hour"
+	@echo "                OUT (runs/maps.json), tables and figures beside it"
 	@echo "make gpu-check  on a machine with a GPU: tests, training, times, compute-sanitizer; PARTS are"
 	@echo "                those to run; with GPU_PYTHON=python3 by that Python, which installs nothing"
 	@echo "make gpu-train  train a GPT of 1.2 G parameters there, under ZeRO-2 and under FSDP2, with its"
@@ -92,9 +91,8 @@ FIDELITY_OUT = $(or $(OUT),runs/fidelity_$(if $(FULL),full,quick).json)
 fidelity: .venv/.bench
 	$(RUN) -m benchmarks.fidelity $(if $(FULL),,--quick )--json $(FIDELITY_OUT)
 
-MAPS_OUT = $(or $(OUT),runs/maps_$(if $(FULL),full,quick).json)
 maps: .venv/.bench
-	$(RUN) -m benchmarks.maps $(if $(FULL),,--quick )--json $(MAPS_OUT)
+	$(RUN) -m benchmarks.maps --json $(or $(OUT),runs/maps.json)
 
 # On a machine without a network: with a Python that has torch with CUDA, and all else, already.
 gpu-check: $(if $(GPU_PYTHON),,.venv/.dev .venv/.peers)

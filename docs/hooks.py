@@ -28,7 +28,6 @@ OTHERS = (
     "benchmarks/records/demo_sgd_cpu_202611.png",
     "benchmarks/records/demo_muon_cpu_202611.png",
     "benchmarks/records/low_bit_202611_gradients.png",
-    "benchmarks/records/low_bit_202611_memory.png",
     "benchmarks/records/low_bit_202611_updates.png",
     *(
         f"benchmarks/records/maps_202611_{name}.png"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the 8-bit states are from float32: `make fidelity`."""
+"""How far states and weights of few bits are from fp32: updates and final losses."""

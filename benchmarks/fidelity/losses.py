@@ -1,55 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closed loops: training runs of several seeds to the end, compared by their final losses."""
+"""Trainings to the end, of several seeds, and what they are compared by: their final losses."""
 
+import math
 import statistics
-from collections.abc import Callable
 
 import torch
 
-from benchmarks.fidelity.pool import Job
-from benchmarks.fidelity.schemes import zero8_states
-from benchmarks.fidelity.training import Recipe, TrainingRun, adamw
-from zero8.optimizer import Adam8bitBlockwise
-
-FP32 = "fp32"
+from benchmarks.fidelity.schemes import SCHEMES, Rival, values
+from benchmarks.fidelity.training import MAX_NORM, Setting
 
 
-def train(run: TrainingRun, optimizer, on_step: Callable[[], None]) -> float:
-    """Train to the end with an optimizer of the run's model; return the validation loss."""
-    recipe = run.recipe
-    for step in range(recipe.steps):
-        run.model.zero_grad()
-        run.backward(step)
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), recipe.max_norm)
-        run.update(optimizer, step)
-        on_step()
-    return recipe.task.validation_loss(run.model)
+def final_loss(setting: Setting, scheme: str, seed: int) -> float:
+    """Train with one scheme and return the validation loss.
 
-
-def final_loss(recipe: Recipe, scheme: str, on_step: Callable[[], None]) -> float:
-    """Train with one optimizer and return the validation loss.
-
-    Args:
-        recipe: the run.
-        scheme: `fp32` (torch's AdamW), a codec of zero8, or `fp32_zero8`, whose difference to
-            `fp32` is what rounding alone does to the loss of a run.
-        on_step: called after every step.
+    The model computes in float32 from exactly the values of the weights that the scheme keeps.
     """
-    run = TrainingRun(recipe)
-    if scheme == FP32:
-        return train(run, adamw(run.model, recipe), on_step)
-    optimizer = Adam8bitBlockwise(
-        run.model.named_parameters(),
-        betas=recipe.betas,
-        weight_decay=recipe.weight_decay,
-        **zero8_states(scheme),
-    )
-    return train(run, optimizer, on_step)
+    model = setting.make_model(seed)
+    params = dict(model.named_parameters())
+    rival = Rival(SCHEMES[scheme], setting, params)
+    _hand_over(rival, params.values())
+    for step in range(setting.steps):
+        model.zero_grad()
+        model(*setting.task.batch(seed, step)).backward()
+        torch.nn.utils.clip_grad_norm_(params.values(), MAX_NORM)
+        rival.set_gradients([p.grad for p in params.values()])
+        setting.step(rival.optimizer, step)
+        _hand_over(rival, params.values())
+    return setting.task.validation_loss(model)
 
 
-def loss_job(recipe: Recipe, scheme: str) -> Job:
-    """Return the job of a run with one optimizer."""
-    return Job(final_loss, (recipe, scheme), recipe.steps)
+@torch.no_grad()
+def _hand_over(rival: Rival, params) -> None:
+    for p, kept in zip(params, rival.params, strict=True):
+        p.copy_(values(kept))
 
 
 def loss_statistics(losses: list[float], fp32_losses: list[float]) -> dict:
@@ -60,5 +43,5 @@ def loss_statistics(losses: list[float], fp32_losses: list[float]) -> dict:
         "val_loss_mean": statistics.mean(losses),
         "val_loss_std": statistics.stdev(losses),
         "difference_mean": statistics.mean(differences),
-        "difference_std": statistics.stdev(differences),
+        "difference_standard_error": statistics.stdev(differences) / math.sqrt(len(differences)),
     }

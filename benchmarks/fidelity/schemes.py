@@ -1,235 +1,184 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers whose states are compared, zero8's codecs and others', behind one interface."""
+"""What is compared, by name: zero8's codecs, other packages' states, and kept weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.fidelity.codes import CodedAdam, FlashCode, FourBitCode, RatioCode
-from benchmarks.fidelity.training import Layout
-from zero8.bench.states import state_bytes
-from zero8.optimizer import Adam8bitBlockwise
+import zero8
+from benchmarks.fidelity.training import Setting
 from zero8.spec.codec import CODECS
 
-Named = list[tuple[str, Tensor]]
+Named = list[tuple[str, nn.Parameter]]
+Make = Callable[..., Optimizer]
 
-FP32_CONTROL = "fp32_zero8"
-BF16_NOTE = "parameters, and with them gradients and u, are rounded to bfloat16"
+CLASSES: dict[str, Make] = {
+    "Adam": zero8.Adam8bitBlockwise,
+    "Lion": zero8.Lion8bitBlockwise,
+    "SGD": zero8.SGD8bitBlockwise,
+    "AdEMAMix": zero8.AdEMAMix8bitBlockwise,
+    "Muon": zero8.Muon8bitBlockwise,
+}
+"""zero8's optimizers by algorithm."""
+FP32 = "fp32"
+FP32_WEIGHTS = "float32 weights"
+CONTROL = "fp32 of zero8"
+FP32_STATES = {"fp32_params": ["*"]}
+
+
+def as_float32(name: str, weight: Tensor) -> nn.Parameter:
+    """Return a float32 parameter with the values of a weight."""
+    return nn.Parameter(weight.detach().clone())
+
+
+def as_bfloat16(name: str, weight: Tensor) -> nn.Parameter:
+    """Return the nearest bfloat16 parameter."""
+    return nn.Parameter(weight.detach().bfloat16())
+
+
+def as_int8(name: str, weight: Tensor) -> nn.Parameter:
+    """Return torchao's INT8 weights of a linear layer, other weights in float32."""
+    from torchao.prototype.quantized_training import Int8QuantizedTrainingLinearWeight
+
+    if weight.dim() == 1 or "embedding" in name:
+        return as_float32(name, weight)
+    return nn.Parameter(Int8QuantizedTrainingLinearWeight.from_float(weight.detach()))
+
+
+def values(p: nn.Parameter) -> Tensor:
+    """Return the values of a parameter, float32."""
+    is_int8 = hasattr(p, "__tensor_flatten__")
+    return p.detach().dequantize() if is_int8 else p.detach().float()
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """An optimizer that is measured.
+    """States, or weights and states, that are measured.
 
     Attributes:
-        name: what rows call it; zero8's codecs have their own names.
-        make: returns the optimizer for named parameters and betas, with lr 1 and no weight decay.
-        second_moment: returns the stored v of a parameter, any shape; None where there is no v.
-        block_size: elements per scale, None where there are no blocks.
-        implementation: "zero8", "package" (the published one) or "reimplemented".
-        note: what a reader of the row must know.
-        dtype: of the parameters.
-        flat: whether every matrix is handed over as a single row.
+        make: returns the optimizer of named parameters for an algorithm and its keywords.
+        stored: returns the parameter that keeps a named weight.
     """
 
-    name: str
-    make: Callable[[Named, tuple[float, float]], Optimizer]
-    second_moment: Callable[[Optimizer, Tensor], Tensor] | None
-    block_size: int | None
-    implementation: str
-    note: str = ""
-    dtype: torch.dtype = torch.float32
-    flat: bool = False
+    make: Callable[[str, Named, dict[str, Any]], Optimizer]
+    stored: Callable[[str, Tensor], nn.Parameter] = as_float32
 
 
-class Shadow:
-    """Parameters that are zero before every step, so that a step leaves -u in them.
+def _zero8(algorithm: str, named: Named, keywords: dict, **settings: Any) -> Optimizer:
+    return CLASSES[algorithm](named, **keywords, **settings)
 
-        p' = (1 - lr*weight_decay) p - lr * mhat/(sqrt(vhat) + eps) = -u
-                                                      for p = 0, lr = 1, weight_decay = 0
 
-    No optimizer needs to be looked into for this.
-    """
+def _fp32(algorithm: str, named: Named, keywords: dict) -> Optimizer:
+    """Return torch's AdamW, and for other algorithms zero8's with float32 states."""
+    if algorithm == "Adam":
+        return _torch(algorithm, named, keywords)
+    return _zero8(algorithm, named, keywords, **FP32_STATES)
 
-    def __init__(self, scheme: Scheme, layout: Layout, betas: tuple[float, float]):
-        """Make the parameters and their optimizer."""
-        self._scheme = scheme
-        self._layout = layout.as_rows() if scheme.flat else layout
-        self._values = torch.zeros(layout.numel, dtype=scheme.dtype)
-        self._params = self._layout.views(self._values)
-        self.optimizer = scheme.make(list(zip(layout.names, self._params, strict=True)), betas)
 
-    def update(self, grad: Tensor) -> Tensor:
-        """Take a step on a flat gradient and return u, flat float32."""
-        self._values.zero_()
-        grads = self._layout.views(grad.to(self._scheme.dtype))
-        for p, g in zip(self._params, grads, strict=True):
-            p.grad = g
-        self.optimizer.step()
-        return -self._values.float()
+def _torch(algorithm: str, named: Named, keywords: dict) -> Optimizer:
+    return torch.optim.AdamW([p for _, p in named], fused=True, **keywords)
 
-    def second_moments(self) -> Tensor:
-        """Return the stored v of all parameters, flat float32."""
-        read = self._scheme.second_moment
-        return torch.cat([read(self.optimizer, p).reshape(-1).float() for p in self._params])
+
+def _deepspeed(algorithm: str, named: Named, keywords: dict) -> Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam([p for _, p in named], fp32_optimizer_states=False, **keywords)
+
+
+def _torchao(algorithm: str, named: Named, keywords: dict) -> Optimizer:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit([p for _, p in named], block_size=256, **keywords)
+
+
+def _bitsandbytes(algorithm: str, named: Named, keywords: dict) -> Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit([p for _, p in named], **keywords)
+
+
+PEERS = {
+    "torch, bf16": Scheme(_torch, as_bfloat16),
+    "deepspeed, bf16": Scheme(_deepspeed, as_bfloat16),
+    "torchao": Scheme(_torchao),
+    "bitsandbytes": Scheme(_bitsandbytes),
+}
+"""Adam's states elsewhere; with bfloat16 states parameters and updates are bfloat16, too."""
+ROUNDINGS = {
+    "nearest": {"stochastic_rounding": False},
+    "hash": {"stochastic_rounding": "hash"},
+    "dither": {"stochastic_rounding": "dither"},
+}
+WEIGHTS = {
+    FP32_WEIGHTS: Scheme(_zero8),
+    **{
+        f"{name} weights, {rounding}": Scheme(partial(_zero8, **keywords), stored)
+        for name, stored in (("bf16", as_bfloat16), ("INT8", as_int8))
+        for rounding, keywords in ROUNDINGS.items()
+    },
+    "bf16 weights, corrected": Scheme(partial(_zero8, weight_correction_bits=8), as_bfloat16),
+}
+"""Ways to keep weights, all with states in the default codec."""
+SCHEMES: dict[str, Scheme] = {
+    FP32: Scheme(_fp32),
+    CONTROL: Scheme(partial(_zero8, **FP32_STATES)),
+    **{codec: Scheme(partial(_zero8, codec=codec)) for codec in CODECS},
+    **PEERS,
+    **WEIGHTS,
+}
+
+
+class Rival:
+    """Copies of a model's weights, kept by a scheme and stepped on gradients from elsewhere."""
+
+    def __init__(self, scheme: Scheme, setting: Setting, weights: dict[str, Tensor]):
+        """Copy weights, by name, and make their optimizer."""
+        named = [(name, scheme.stored(name, weight)) for name, weight in weights.items()]
+        self.params = [p for _, p in named]
+        keywords = {"weight_decay": setting.weight_decay, "lr": setting.peak_lr, **setting.options}
+        self.optimizer = scheme.make(setting.algorithm, named, keywords)
+
+    def set_gradients(self, grads: list[Tensor]) -> None:
+        """Give the copies their gradients, float32."""
+        for p, grad in zip(self.params, grads, strict=True):
+            p.grad = grad.to(p.dtype, copy=True)
 
     def bytes_per_param(self) -> float:
-        """Return the bytes of all live state tensors, over the number of parameters."""
-        return state_bytes(self.optimizer) / self._values.numel()
+        """Return the bytes of all tensors of the states, over the number of parameters."""
+        storages = (t.untyped_storage() for t in _plain(list(self.optimizer.state.values())))
+        sizes = {s.data_ptr(): s.nbytes() for s in storages}
+        return sum(sizes.values()) / sum(p.numel() for p in self.params)
 
 
-def usable(schemes: list[Scheme], betas: tuple[float, float]) -> tuple[list[Scheme], list[dict]]:
-    """Split schemes into those that can take a step here and the reasons why others cannot."""
-    kept, skipped = [], []
-    layout = Layout(("probe",), ((256, 256),))
-    for scheme in schemes:
+def usable(setting: Setting) -> tuple[Setting, list[dict]]:
+    """Return a setting without the schemes that cannot take a step here, and why they cannot."""
+    probe, skipped = torch.ones(256, 256), {}
+    for name in dict.fromkeys((*setting.replayed, *setting.trained)):
         try:
-            Shadow(scheme, layout, betas).update(torch.ones(layout.numel))
+            rival = Rival(SCHEMES[name], setting, {"probe": probe})
+            rival.set_gradients([probe])
+            rival.optimizer.step()
         except Exception as error:  # a package may be missing, or lack an op or a compiler
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            skipped.append({"scheme": scheme.name, "reason": reason})
-        else:
-            kept.append(scheme)
-    return kept, skipped
+            skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    kept = {
+        field: tuple(name for name in getattr(setting, field) if name not in skipped)
+        for field in ("replayed", "trained")
+    }
+    reasons = [{"setting": setting.name, "scheme": n, "reason": r} for n, r in skipped.items()]
+    return replace(setting, **kept), reasons
 
 
-# --- zero8 ---------------------------------------------------------------------------------------
-
-
-def zero8_states(name: str) -> dict[str, Any]:
-    """Return the keywords for states in a codec, or for zero8's own float32 ones."""
-    return {"fp32_params": ["*"]} if name == FP32_CONTROL else {"codec": name}
-
-
-def zero8_scheme(codec: str, block_size: int = 256) -> Scheme:
-    """Return one of zero8's codecs; blocks of more than 256 run through rows laid end to end."""
-
-    def make(named: Named, betas: tuple[float, float]) -> Optimizer:
-        return Adam8bitBlockwise(named, lr=1.0, betas=betas, codec=codec, block_size=block_size)
-
-    flat = block_size > 256
-    note = "|u| is clipped at its bound"
-    note += "; rows are laid end to end, so that a block spans several" * flat
-    return Scheme(codec, make, _zero8_v, block_size, "zero8", note, flat=flat)
-
-
-def zero8_fp32() -> Scheme:
-    """Return zero8's own float32 moments: what differs from torch is rounding."""
-
-    def make(named: Named, betas: tuple[float, float]) -> Optimizer:
-        return Adam8bitBlockwise(named, lr=1.0, betas=betas, **zero8_states(FP32_CONTROL))
-
-    note = "control: float32 moments of zero8 against those of torch"
-    return Scheme(FP32_CONTROL, make, _zero8_v, None, "zero8", note)
-
-
-def _zero8_v(optimizer: Optimizer, p: Tensor) -> Tensor:
-    _, store = optimizer.moments(p)
-    return store.read(0, p.numel())
-
-
-# --- Packages ------------------------------------------------------------------------------------
-
-
-def _exp_avg_sq(optimizer: Optimizer, p: Tensor) -> Tensor:
-    return optimizer.state[p]["exp_avg_sq"]
-
-
-def torch_adamw(dtype: torch.dtype) -> Scheme:
-    """Return torch's AdamW, whose moments have the parameters' dtype."""
-
-    def make(named: Named, betas: tuple[float, float]) -> Optimizer:
-        params = [p for _, p in named]
-        return torch.optim.AdamW(params, lr=1.0, betas=betas, weight_decay=0.0, fused=True)
-
-    scheme = Scheme("torch_fp32", make, _exp_avg_sq, None, "package", "fused")
-    if dtype == torch.bfloat16:
-        return replace(scheme, name="torch_bf16", dtype=dtype, note=f"fused; {BF16_NOTE}")
-    return scheme
-
-
-def deepspeed_bf16() -> Scheme:
-    """Return DeepSpeedCPUAdam with bfloat16 moments, which it offers for bfloat16 parameters."""
-
-    def make(named: Named, betas: tuple[float, float]) -> Optimizer:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        params = [p for _, p in named]
-        return DeepSpeedCPUAdam(params, lr=1.0, betas=betas, fp32_optimizer_states=False)
-
-    note = f"DeepSpeedCPUAdam, fp32_optimizer_states=False; {BF16_NOTE}"
-    return Scheme("deepspeed_bf16", make, _exp_avg_sq, None, "package", note, torch.bfloat16)
-
-
-def torchao() -> Scheme:
-    """Return torchao's AdamW8bit, compiled as the package does it."""
-
-    def make(named: Named, betas: tuple[float, float]) -> Optimizer:
-        from torchao.optim import AdamW8bit
-
-        params = [p for _, p in named]
-        return AdamW8bit(params, lr=1.0, betas=betas, weight_decay=0.0, block_size=256)
-
-    def second_moment(optimizer: Optimizer, p: Tensor) -> Tensor:
-        return optimizer.state[p]["exp_avg_sq"].dequantize()
-
-    note = "AdamW8bit; flat blocks, which are zero8's where rows are multiples of 256"
-    return Scheme("torchao", make, second_moment, 256, "package", note)
-
-
-def bitsandbytes() -> Scheme:
-    """Return bitsandbytes' AdamW8bit with its CPU kernels."""
-
-    def make(named: Named, betas: tuple[float, float]) -> Optimizer:
-        from bitsandbytes.optim import AdamW8bit
-
-        return AdamW8bit([p for _, p in named], lr=1.0, betas=betas, weight_decay=0.0)
-
-    def second_moment(optimizer: Optimizer, p: Tensor) -> Tensor:
-        from bitsandbytes.functional import dequantize_blockwise
-
-        state = optimizer.state[p]
-        return dequantize_blockwise(
-            state["state2"], absmax=state["absmax2"], code=state["qmap2"], blocksize=256
-        )
-
-    note = "AdamW8bit, the package's CPU kernels; its CUDA kernels round otherwise"
-    return Scheme("bitsandbytes", make, second_moment, 256, "package", note)
-
-
-# --- Re-implementations --------------------------------------------------------------------------
-
-
-def reimplemented(name: str, code, note: str) -> Scheme:
-    """Return Adam in plain PyTorch on one of the codes of `benchmarks.fidelity.codes`."""
-
-    def make(named: Named, betas: tuple[float, float]) -> Optimizer:
-        return CodedAdam([p for _, p in named], code, lr=1.0, betas=betas)
-
-    def second_moment(optimizer: CodedAdam, p: Tensor) -> Tensor:
-        return optimizer.moments(p)[1]
-
-    return Scheme(name, make, second_moment, code.block_size, "reimplemented", note)
-
-
-def quick_schemes() -> list[Scheme]:
-    """Return what the quick run compares."""
-    codecs = [zero8_scheme(codec) for codec in ("log", "dynamic")]
-    return [zero8_fp32(), *codecs, deepspeed_bf16(), torchao()]
-
-
-def full_schemes() -> list[Scheme]:
-    """Return everything that there is."""
-    return [
-        *quick_schemes(),
-        *(zero8_scheme(codec, 2048) for codec in CODECS),
-        torch_adamw(torch.bfloat16),
-        bitsandbytes(),
-        reimplemented("flashoptim", FlashCode(), "from arXiv:2602.23349"),
-        reimplemented("ratio", RatioCode(), "v as in `log`, m as linear 8-bit m/sqrt(v)"),
-        reimplemented("4bit", FourBitCode(), "from arXiv:2309.01507, without its rank-1 scales"),
-    ]
+def _plain(value: object) -> Iterator[Tensor]:
+    """Yield the plain tensors inside containers and wrapper subclasses."""
+    if hasattr(value, "__tensor_flatten__"):
+        yield from _plain([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+    elif isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _plain(item)

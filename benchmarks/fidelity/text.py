@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ class TextTask:
     gradient; every 16th column of one matrix is treated as pruned.
     """
 
+    compared: ClassVar[slice] = slice(None)
     config: GPTConfig = GPTConfig(context=64, width=256, layers=2, heads=4)
     window: int = 48
     batch_size: int = 6

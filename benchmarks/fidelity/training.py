@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run of a small model, a step at a time: the source of gradients and of losses."""
+"""What is trained and how: a setting, its model, and the gradients of its matrices."""
 
 import math
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.fidelity.text import TextTask
-
-BETA1 = 0.9
+LEAST_NUMEL = 4096
+"""Elements of the smallest matrix that every scheme keeps in few bits."""
+MAX_NORM = 1.0
 
 
 class Task(Protocol):
-    """A model and its data."""
+    """A model and its data.
+
+    Attributes:
+        compared: the elements of all matrices, laid end to end, whose updates are compared.
+    """
+
+    compared: slice
 
     def make_model(self) -> nn.Module:
         """Return a new model, initialised by torch's generator; its forward returns the loss."""
@@ -25,120 +32,89 @@ class Task(Protocol):
     def mark_untrained(self, marks: dict[str, Tensor]) -> None:
         """Set True, in masks like the matrices, what shall never have a gradient."""
 
+    def validation_loss(self, model: nn.Module) -> float:
+        """Return the loss of a trained model."""
+
 
 @dataclass(frozen=True)
-class Recipe:
-    """A training run: AdamW, linear warm-up, cosine to 10 %, gradients clipped to a norm of 1."""
+class Setting:
+    """An algorithm on a task, and the schemes that are compared in it.
 
+    The learning rate warms up linearly, then falls by a cosine to 10 %; gradients are clipped.
+
+    Attributes:
+        name: what rows call it.
+        task: the model and its data.
+        steps: of the replay, and of each training.
+        algorithm: a key of `benchmarks.fidelity.schemes.CLASSES`.
+        options: keywords of its optimizers.
+        peak_lr: the learning rate after the warm-up.
+        weight_decay: decoupled.
+        keeps_weights: whether schemes differ in how weights are kept, rather than in their states.
+        replayed: names of schemes that get the gradients of one fp32 run.
+        trained: names of schemes that are trained to the end, for a final loss.
+        seeds: of these trainings.
+    """
+
+    name: str
+    task: Task
     steps: int
-    beta2: float
-    beta1: float = BETA1
-    seed: int = 0
-    task: Task = TextTask()
+    algorithm: str = "Adam"
+    options: dict[str, Any] = field(default_factory=lambda: {"betas": (0.9, 0.999)})
     peak_lr: float = 1e-3
     weight_decay: float = 0.01
-    max_norm: float = 1.0
-
-    @property
-    def betas(self) -> tuple[float, float]:
-        """Both betas."""
-        return self.beta1, self.beta2
-
-    @property
-    def warm_up(self) -> int:
-        """Number of warm-up steps."""
-        return max(1, min(100, self.steps // 10))
+    keeps_weights: bool = False
+    replayed: tuple[str, ...] = ()
+    trained: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
-        if step < self.warm_up:
-            return self.peak_lr * (step + 1) / self.warm_up
-        progress = (step - self.warm_up) / max(1, self.steps - self.warm_up)
+        warm_up = max(1, min(100, self.steps // 10))
+        if step < warm_up:
+            return self.peak_lr * (step + 1) / warm_up
+        progress = (step - warm_up) / max(1, self.steps - warm_up)
         return self.peak_lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
-
-class TrainingRun:
-    """The model and its data; whoever drives it provides the optimizer."""
-
-    def __init__(self, recipe: Recipe):
-        """Initialise the model from the recipe's seed."""
-        self.recipe = recipe
-        torch.manual_seed(recipe.seed)
-        self.model = recipe.task.make_model()
-
-    def backward(self, step: int) -> None:
-        """Add the gradients of one batch to the parameters' `grad`."""
-        self.model(*self.recipe.task.batch(self.recipe.seed, step)).backward()
-
-    def update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Step an optimizer of the model at the learning rate of this step."""
+    def step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Step an optimizer at the learning rate of this step."""
         for group in optimizer.param_groups:
-            group["lr"] = self.recipe.lr(step)
+            group["lr"] = self.lr(step)
         optimizer.step()
 
-
-def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """Return the fp32 AdamW that a run is trained with."""
-    return torch.optim.AdamW(
-        model.parameters(),
-        betas=recipe.betas,
-        weight_decay=recipe.weight_decay,
-        fused=True,
-    )
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Names and shapes of matrices that lie one after the other in a flat tensor."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of all matrices."""
-        return sum(math.prod(shape) for shape in self.shapes)
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Return the matrices as views of a flat tensor."""
-        parts = flat.split([math.prod(shape) for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
-
-    def as_rows(self) -> "Layout":
-        """Return the layout in which every matrix is a single row."""
-        return Layout(self.names, tuple((1, math.prod(shape)) for shape in self.shapes))
+    def make_model(self, seed: int) -> nn.Module:
+        """Return the model as it is before the first step."""
+        torch.manual_seed(seed)
+        return self.task.make_model()
 
 
 class Gradients:
-    """The gradients of a model's large matrices, in one flat buffer that backward adds into.
+    """The gradients of a model's large matrices.
 
     Attributes:
-        layout: the trained matrices that every 8-bit scheme quantizes: at least 4096 elements.
-        flat: (layout.numel,) float32, the gradients.
-        untrained: indices into `flat` of the elements whose gradient is always zero.
+        matrices: the trained matrices of at least `LEAST_NUMEL` elements, by name.
+        untrained: int64 indices, in all of them laid end to end, of what never has a gradient.
     """
 
-    def __init__(self, run: TrainingRun):
-        """Make the buffer and let the model's parameters use it as their `grad`."""
-        trained = [(n, p) for n, p in run.model.named_parameters() if p.requires_grad]
-        matrices = [(n, p) for n, p in trained if p.dim() > 1 and p.numel() >= 4096]
-        self.layout = Layout(
-            tuple(name for name, _ in matrices), tuple(tuple(p.shape) for _, p in matrices)
-        )
-        self.flat = torch.zeros(self.layout.numel)
-        for (_, p), view in zip(matrices, self.layout.views(self.flat), strict=True):
-            p.grad = view
-        untrained = torch.zeros(self.layout.numel, dtype=torch.bool)
-        marks = dict(zip(self.layout.names, self.layout.views(untrained), strict=True))
-        run.recipe.task.mark_untrained(marks)
-        self.untrained = untrained.nonzero().flatten()
-        self._run = run
+    def __init__(self, setting: Setting, model: nn.Module, seed: int = 0):
+        """Look for the matrices of a model."""
+        self._setting, self._model, self._seed = setting, model, seed
+        named = model.named_parameters()
+        self.matrices = {n: p for n, p in named if p.dim() > 1 and p.numel() >= LEAST_NUMEL}
+        self._marks = {n: torch.zeros_like(p, dtype=torch.bool) for n, p in self.matrices.items()}
+        setting.task.mark_untrained(self._marks)
+        self.untrained = flat(self._marks.values()).nonzero().flatten()
 
-    def next(self, step: int) -> Tensor:
-        """Replace the gradients by those of this step's batch, clipped; return `flat`."""
-        model = self._run.model
-        model.zero_grad(set_to_none=False)
-        self._run.backward(step)
-        self.flat[self.untrained] = 0.0
-        nn.utils.clip_grad_norm_(model.parameters(), self._run.recipe.max_norm)
-        return self.flat
+    def next(self, step: int) -> list[Tensor]:
+        """Replace the model's gradients by those of this step's batch, clipped; return them."""
+        self._model.zero_grad()
+        self._model(*self._setting.task.batch(self._seed, step)).backward()
+        for name, p in self.matrices.items():
+            p.grad[self._marks[name]] = 0.0
+        nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
+        return [p.grad for p in self.matrices.values()]
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the elements of all tensors, laid end to end."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])

@@ -5,22 +5,81 @@ Nothing of an error is carried to the next step: this is the error of the codes 
 paper's figures 4 and 5 show.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import math
 
+import torch
 from torch import Tensor
 
-from benchmarks.fidelity.pool import Job
-from benchmarks.fidelity.training import Gradients, Recipe, TrainingRun, adamw
-from benchmarks.maps.codes import GRAINS, NAMES, PairCode, code_of, positions
-from benchmarks.maps.pairs import PairTally
-from benchmarks.maps.shown import shown_maps
+from benchmarks.fidelity.training import Gradients, Setting
+from benchmarks.maps.codes import GRAINS, NAMES, LogCode, MapCode, code_of
 
+NUM_CODES = 256
+LARGE = 0.1  # of relative errors
 SAMPLES = 25
 EPS = 1e-8
-SHOWN_MATRIX = "blocks.0.mlp.0.weight"
-"""Its moments at the end of the run make the maps that depend on data."""
+
+
+class PairTally:
+    """Sums over elements, by the codes of their moments: [code of m, code of v], float64.
+
+    Errors are |u_q - u|; relative ones, over |u|, are of elements with u != 0.
+    """
+
+    def __init__(self):
+        """Start empty."""
+        self.count, self._moving, self._absolute, self._relative = (
+            torch.zeros(NUM_CODES, NUM_CODES, dtype=torch.float64) for _ in range(4)
+        )
+        self._squares = self._reference_squares = self._large = 0.0
+
+    def add(self, m_codes: Tensor, v_codes: Tensor, update: Tensor, reference: Tensor) -> None:
+        """Add elements: places of their codes, int64, and updates, float32, all of one shape."""
+        pair = (m_codes * NUM_CODES + v_codes).flatten()
+        error = (update.double() - reference.double()).abs().flatten()
+        moving = reference.flatten() != 0
+        relative = error[moving] / reference.flatten()[moving].abs()
+        self.count += _sums(pair)
+        self._moving += _sums(pair[moving])
+        self._absolute += _sums(pair, error)
+        self._relative += _sums(pair[moving], relative)
+        self._squares += error.square().sum().item()
+        self._reference_squares += reference.double().square().sum().item()
+        self._large += (relative > LARGE).sum().item()
+
+    def by_pair(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return share, mean error and mean relative error of pairs, NaN where none has it."""
+        share = torch.where(self.count > 0, self.count / self.count.sum(), torch.nan)
+        return share, self._absolute / self.count, self._relative / self._moving
+
+    def by_first_moment(self) -> list[list[float | None]]:
+        """Return the same for each code of m, None where the code is not used."""
+        count, moving = self.count.sum(1), self._moving.sum(1)
+        absolute, relative = self._absolute.sum(1) / count, self._relative.sum(1) / moving
+        return [
+            [None if math.isnan(x) else x for x in row.tolist()]
+            for row in (count / count.sum(), absolute, relative)
+        ]
+
+    def row(self) -> dict:
+        """Return the means over all elements."""
+        numel, moving = self.count.sum().item(), self._moving.sum().item()
+        return {
+            "pairs_used": int((self.count > 0).sum()),
+            "mean_absolute_error": self._absolute.sum().item() / numel,
+            "mean_relative_error": self._relative.sum().item() / moving,
+            "rms_update_error": math.sqrt(self._squares / self._reference_squares),
+            "large_relative_share": self._large / moving,
+        }
+
+
+def _sums(pair: Tensor, weights: Tensor | None = None) -> Tensor:
+    sums = torch.bincount(pair, weights, minlength=NUM_CODES**2)
+    return sums.view(NUM_CODES, NUM_CODES)
+
+
+def positions(codes: Tensor) -> Tensor:
+    """Return the places of codes among 256 in the order of their values, int64."""
+    return codes.long() + 128 * (codes.dtype == torch.int8)
 
 
 def adam_update(m: Tensor, v: Tensor, step: int, betas: tuple[float, float]) -> Tensor:
@@ -29,66 +88,30 @@ def adam_update(m: Tensor, v: Tensor, step: int, betas: tuple[float, float]) -> 
     return m / (1 - betas[0] ** step) / denominator
 
 
-def add_moments(
-    tally: PairTally, code: PairCode, m: Tensor, v: Tensor, step: int, betas: tuple[float, float]
-) -> None:
-    """Encode and decode the moments of one matrix, and add its elements to a tally."""
-    size = code.block_size or m.numel()
-    m, v = m.reshape(-1, size), v.reshape(-1, size)
+def add_moments(tally: PairTally, code: MapCode | LogCode, moments, step: int, betas) -> None:
+    """Encode and decode both moments of one matrix, and add its elements to a tally."""
+    m, v = (x.reshape(-1, code.block_size or x.numel()) for x in moments)
     state = code.encode(m, v, step)
     update = adam_update(*code.decode(state), step, betas)
     codes = positions(state["m"]), positions(state["v"])
     tally.add(*codes, update, adam_update(m, v, step, betas))
 
 
-def once(recipe: Recipe, on_step: Callable[[], None]) -> tuple[dict, dict]:
-    """Train in fp32, and quantize the moments of all matrices at SAMPLES steps.
-
-    Returns:
-        The tally of each (name, grain), and the maps that `shown_maps` makes.
-    """
+def once(setting: Setting) -> dict[tuple[str, str], PairTally]:
+    """Train in fp32, quantize all moments at SAMPLES steps; return a tally per name and grain."""
     tallies = {(name, grain): PairTally() for grain in GRAINS for name in NAMES}
-    run = TrainingRun(recipe)
-    trainer, gradients = adamw(run.model, recipe), Gradients(run)
-    parameters = dict(run.model.named_parameters())
-    every = max(1, recipe.steps // SAMPLES)
-    for step in range(1, recipe.steps + 1):
+    model, betas = setting.make_model(seed=0), setting.options["betas"]
+    trainer = torch.optim.AdamW(
+        model.parameters(), betas=betas, weight_decay=setting.weight_decay, fused=True
+    )
+    gradients = Gradients(setting, model)
+    every = max(1, setting.steps // SAMPLES)
+    for step in range(1, setting.steps + 1):
         gradients.next(step - 1)
-        run.update(trainer, step - 1)
-        if (recipe.steps - step) % every == 0:
-            for state in (trainer.state[parameters[name]] for name in gradients.layout.names):
+        setting.step(trainer, step - 1)
+        if (setting.steps - step) % every == 0:
+            for state in (trainer.state[p] for p in gradients.matrices.values()):
                 moments = state["exp_avg"], state["exp_avg_sq"]
                 for (name, grain), tally in tallies.items():
-                    add_moments(tally, code_of(name, grain), *moments, step, recipe.betas)
-        on_step()
-    state = trainer.state[parameters[SHOWN_MATRIX]]
-    return tallies, shown_maps(state["exp_avg"], state["exp_avg_sq"])
-
-
-@dataclass(frozen=True)
-class Once:
-    """The measurement: one run."""
-
-    recipe: Recipe
-
-    def job(self) -> Job:
-        """Return the run."""
-        return Job(once, (self.recipe,), self.recipe.steps)
-
-    def jobs(self) -> list[Job]:
-        """Return what is to be run."""
-        return [self.job()]
-
-    def tallies(self, results: dict[Job, Any]) -> dict[tuple[str, str], PairTally]:
-        """Return the tally of each (name, grain)."""
-        return results[self.job()][0]
-
-    def result(self, results: dict[Job, Any]) -> dict:
-        """Return the maps, and rows per map and grain: all elements, and by the code of m."""
-        tallies, maps = results[self.job()]
-        keys = [({"map": name, "grain": grain}, t) for (name, grain), t in tallies.items()]
-        return {
-            "maps": maps,
-            "once": [{**key, **tally.result()} for key, tally in keys],
-            "first_moment": [{**key, **tally.by_first_moment()} for key, tally in keys],
-        }
+                    add_moments(tally, code_of(name, grain), moments, step, betas)
+    return tallies

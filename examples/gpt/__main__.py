@@ -6,17 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from examples.gpt.engine import (
-    DEEPSPEED,
-    DEFAULTS,
-    FLOAT32,
-    FSDP2,
-    INT8,
-    TWINS,
-    WEIGHTS,
-    check_weights,
-    defaults,
-)
+from examples.gpt.engine import DEEPSPEED, DEFAULTS, FLOAT32, FSDP2, INT8, TWINS, defaults
 from examples.gpt.model import MODELS
 from examples.gpt.run import train
 from zero8 import extras
@@ -29,38 +19,24 @@ def main() -> None:
         prog="python -m torch.distributed.run --standalone -m examples.gpt",
         description=main.__doc__,
     )
-    parser.add_argument(
-        "--optimizer", choices=[*TWINS, *TWINS.values()], default="Adam8bitBlockwise"
-    )
-    parser.add_argument(
-        "--engine", choices=DEFAULTS, help=f"default: {DEEPSPEED}, with --weights {INT8} {FSDP2}"
-    )
-    parser.add_argument(
-        "--weights",
-        choices=WEIGHTS,
-        default=FLOAT32,
-        help=f"the format of the linear layers' weights; default: {FLOAT32}",
-    )
-    parser.add_argument("--codec", choices=CODECS, help="of zero8's states; default: the config's")
-    pairs = [pair for of_engine in DEFAULTS.values() for pair in of_engine.values()]
-    configs, folders = zip(*pairs, strict=True)
-    parser.add_argument("--config", type=Path, help=f"default: {' or '.join(configs)}")
-    parser.add_argument("--model", choices=MODELS, default="demo", help="its size")
-    parser.add_argument("--data", help="file or folder; default: Python's standard library")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help=f"folder for the result; default: {' or '.join(folders)}",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--optimizer", choices=[*TWINS, *TWINS.values()], default="Adam8bitBlockwise")
+    add("--engine", choices=DEFAULTS, help=f"default: {DEEPSPEED}, with INT8 weights {FSDP2}")
+    add("--weights", choices=(FLOAT32, INT8), default=FLOAT32, help="of the linear layers")
+    add("--codec", choices=CODECS, help="of zero8's states; default: the config's")
+    add("--config", type=Path, help="default: that of launch/local.sh")
+    add("--model", choices=MODELS, default="demo", help="its size")
+    add("--data", help="file or folder; default: Python's standard library")
+    add("--steps", type=int, default=400, help="optimizer steps")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="folder for the result; default: that of launch/local.sh")
+    add(
         "--save-every",
         type=int,
         metavar="STEPS",
-        help="from checkpoint to checkpoint; default: there is one, of the end",
+        help="between checkpoints; default: one at the end",
     )
-    parser.add_argument(
+    add(
         "--resume",
         action="store_true",
         help="go on from the newest complete checkpoint in OUT, of any number of ranks; without "
@@ -69,22 +45,17 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.engine = arguments.engine or (FSDP2 if arguments.weights == INT8 else DEEPSPEED)
     try:
-        config, out = defaults(arguments.engine, arguments.optimizer)
-        check_weights(arguments.weights, arguments.engine, arguments.optimizer)
+        config, out = defaults(arguments.engine, arguments.optimizer, arguments.weights)
     except ValueError as error:
         parser.error(str(error))
     arguments.config = arguments.config or Path(config)
     endings = [arguments.codec, INT8 if arguments.weights == INT8 else None]
     arguments.out = arguments.out or Path("-".join(filter(None, [out, *endings])))
     arguments.save_every = arguments.steps if arguments.save_every is None else arguments.save_every
-    for name in ("steps", "save_every"):
-        if (value := getattr(arguments, name)) < 1:
-            parser.error(f"got --{name.replace('_', '-')} {value}, expected at least 1")
+    if min(arguments.steps, arguments.save_every) < 1:
+        parser.error("got --steps or --save-every below 1, expected at least 1")
     if arguments.data and arguments.out.resolve().is_relative_to(Path(arguments.data).resolve()):
-        parser.error(
-            f"got --out {arguments.out} inside --data {arguments.data}, expected it elsewhere: the "
-            "second run would train on the first one's result"
-        )
+        parser.error(f"got --out {arguments.out} inside --data, which would train on results")
     if "LOCAL_RANK" not in os.environ:
         parser.error("no LOCAL_RANK in the environment: start it with torchrun (see the usage)")
     with extras.explained("python -m examples.gpt"):

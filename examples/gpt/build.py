@@ -38,7 +38,7 @@ def build_for(path: Path, optimizer: str, codec: str | None = None) -> None:
     config = load_config(path, optimizer, steps=0, codec=codec)
     names = ops.needed(config, ops.accelerator())
     ops.check(names)
-    chosen = CODECS[config["optimizer"].get("params", {}).get("codec", DEFAULT_CODEC)]
+    chosen = CODECS[config["optimizer"]["params"].get("codec", DEFAULT_CODEC)]
     for algorithm in ALGORITHMS:
         if algorithm.class_name == optimizer:
             op_for_steps(algorithm, chosen).load()

@@ -3,19 +3,15 @@
 
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.lion import DeepSpeedCPULion
 from torch import distributed
 
 import zero8  # noqa: F401 - registers the types of zero8's optimizers
 from examples.gpt.config import load_config
-from examples.gpt.engine import Engine
 from examples.gpt.model import GPT
 from zero8.checkpoint.files.manifest import Manifest
 from zero8.checkpoint.files.tags import complete_tags
@@ -26,23 +22,9 @@ from zero8.zero.ops import leave_out_shared_memory
 UNIVERSAL = "_universal"
 
 
-def muon(groups: list[dict], **keywords) -> torch.optim.Optimizer:
-    """Return DeepSpeed's Muon of groups of parameters that have `use_muon`."""
-    # Here, because the import takes seconds, as its functions are torch.compile's.
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+class DeepSpeedEngine:
+    """See `examples.gpt.engine.engine_class`."""
 
-    return MuonWithAuxAdam([{**keywords, **group} for group in groups])
-
-
-class DeepSpeedEngine(Engine):
-    """See `Engine`."""
-
-    twins = {
-        "AdamW": DeepSpeedCPUAdam,
-        "Lion": DeepSpeedCPULion,
-        "SGD": partial(torch.optim.SGD, fused=True),
-        "Muon": muon,
-    }
     load_config = staticmethod(load_config)
 
     def __init__(self, model: GPT, settings: dict, checkpoint: Path | None = None):
@@ -64,7 +46,6 @@ class DeepSpeedEngine(Engine):
             model=model, model_parameters=model.parameters(), config=settings
         )
         self.optimizer = self.module.basic_optimizer
-        self.has_whole_step = type(self.optimizer).__name__ != "MuonWithAuxAdam"
         self.device = self.module.device
         self.micro_batch_size = self.module.train_micro_batch_size_per_gpu()
         self.accumulation_steps = self.module.gradient_accumulation_steps()
@@ -73,7 +54,7 @@ class DeepSpeedEngine(Engine):
         self.steps_done = self.module.global_steps
 
     def step(self, batches: list[torch.Tensor]) -> list[float]:
-        """See `Engine`."""
+        """Run one optimizer step on this rank's micro batches and return their losses."""
         losses = []
         for batch in batches:
             loss = self.module(batch)
@@ -83,12 +64,8 @@ class DeepSpeedEngine(Engine):
         return losses
 
     def save(self, folder: Path, steps: int) -> None:
-        """See `Engine`."""
+        """Save a checkpoint of so many steps, of zero8's with a manifest; on every rank."""
         self.module.save_checkpoint(str(folder), tag=f"global_step{steps}")
-
-    def synchronize(self) -> None:
-        """See `Engine`."""
-        get_accelerator().synchronize()
 
 
 def loadable_tag(folder: Path, world_size: int) -> str | None:

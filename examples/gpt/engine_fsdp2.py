@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training under PyTorch's FSDP2, with nothing of DeepSpeed: a TOML config says how."""
 
+import math
 import os
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,48 +17,79 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 import zero8
-from examples.gpt.config_fsdp2 import FSDP2Settings, Settings, load_config
-from examples.gpt.engine import Engine
-from examples.gpt.int8_weights import check_sharding, is_int8, separated
+from examples.gpt.engine import keywords_of
+from examples.gpt.int8_weights import is_int8, separated
 from examples.gpt.model import GPT
 from zero8 import tagged
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 # Tags that are kept: the one that is saved next may be cut short.
 KEPT = 2
 _TAG = "step"
+# The fastest of torch's: AdamW in one kernel a step, as ours. Its fused SGD knows no DTensors.
+FP32 = {
+    "AdamW": partial(torch.optim.AdamW, fused=True),
+    "SGD": partial(torch.optim.SGD, foreach=True),
+}
 
 
-class FSDP2Engine(Engine):
-    """See `Engine`."""
+def load_config(path: Path, optimizer: str, steps: int, codec: str | None = None) -> dict:
+    """Return the config at `path` for a run with one of the optimizers, `steps` steps long.
 
-    # The fastest of torch's: AdamW in one kernel a step, as ours. Its fused SGD knows no DTensors.
-    twins = {
-        "AdamW": partial(torch.optim.AdamW, fused=True),
-        "SGD": partial(torch.optim.SGD, foreach=True),
-    }
+    Raises:
+        ValueError: if the config is of another optimizer.
+    """
+    config = tomllib.loads(path.read_text())
+    section = config["optimizer"]
+    params = {key: value for key, value in section.items() if key != "type"}
+    keywords = keywords_of(params, section.get("type"), optimizer, codec, path)
+    schedule = partial(lr_ratio, **config["scheduler"], total_steps=steps)
+    return {**config, "optimizer": (optimizer, keywords), "scheduler": schedule}
+
+
+def lr_ratio(step: int, warmup_steps: int, min_ratio: float, total_steps: int) -> float:
+    """Return the learning rate of a step, counted from 0, as a part of the full one.
+
+    That of DeepSpeed's WarmupCosineLR with linear warm-up, which starts at 0 and counts from there
+    after the first step: two steps have 0.
+    """
+    done = max(0, step - 1)
+    if done < warmup_steps:
+        return done / warmup_steps
+    progress = min(1.0, (done - warmup_steps + 1) / max(1, total_steps - warmup_steps))
+    return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+
+class FSDP2Engine:
+    """See `examples.gpt.engine.engine_class`."""
+
     load_config = staticmethod(load_config)
 
-    def __init__(self, model: GPT, settings: Settings, checkpoint: Path | None = None):
+    def __init__(self, model: GPT, config: dict, checkpoint: Path | None = None):
         """Join the other ranks, shard the model, and load the newest complete tag, if asked to.
 
         Raises:
             ValueError: on all ranks, if that tag is damaged.
         """
         self.device = join_ranks()
-        self.model = self.module = shard(model, self.device, settings.fsdp2)
-        name = settings.optimizer.name
-        make = self.twins[name] if name in self.twins else getattr(zero8, name)
-        self.optimizer = make(model.named_parameters(), **settings.optimizer.keywords)
-        self.micro_batch_size = settings.micro_batch_size
-        self.accumulation_steps = settings.accumulation_steps
-        self._schedule = LambdaLR(self.optimizer, settings.scheduler.ratio)
-        self._gradient_clipping = settings.gradient_clipping
+        self.model = self.module = shard(model, self.device, **config["fsdp2"])
+        name, keywords = config["optimizer"]
+        make = FP32.get(name) or getattr(zero8, name)
+        self.optimizer = make(model.named_parameters(), **keywords)
+        self.micro_batch_size = config["micro_batch_size"]
+        self.accumulation_steps = config["accumulation_steps"]
+        self._schedule = LambdaLR(self.optimizer, config["scheduler"])
+        self._gradient_clipping = config["gradient_clipping"]
         self.steps_done = 0
         if checkpoint and (tag := tagged.newest(checkpoint)):
             self._load(tag)
 
     def step(self, batches: list[torch.Tensor]) -> list[float]:
-        """See `Engine`."""
+        """Run one optimizer step on this rank's micro batches and return their losses."""
         losses = []
         for batch in batches:
             loss = self.module(batch)
@@ -70,7 +103,7 @@ class FSDP2Engine(Engine):
         return losses
 
     def save(self, folder: Path, steps: int) -> None:
-        """See `Engine`."""
+        """Save a checkpoint of so many steps, with a manifest; every rank must call it."""
         with tagged.saving(folder, f"{_TAG}{steps}", KEPT) as tag:
             model, optimizer = get_state_dict(self.model, self.optimizer)
             dcp.save({"model": separated(model), "optimizer": optimizer}, checkpoint_id=tag)
@@ -84,11 +117,6 @@ class FSDP2Engine(Engine):
         self.steps_done = int(tag.name.removeprefix(_TAG))
         counts = {"last_epoch": self.steps_done, "_step_count": self.steps_done + 1}
         self._schedule.load_state_dict({**self._schedule.state_dict(), **counts})
-
-    def synchronize(self) -> None:
-        """See `Engine`."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def join_ranks() -> torch.device:
@@ -104,41 +132,29 @@ def join_ranks() -> torch.device:
     return device
 
 
-def whole(model: GPT, device: torch.device, settings: FSDP2Settings) -> GPT:
-    """Return a model with INT8 weights as it is, for one rank that trains without FSDP2.
-
-    FSDP2 on one rank copies the first tensor of a weight alone, and torchao's is made of two.
-
-    Raises:
-        ValueError: if the training needs FSDP2.
-    """
-    if device.type != "cpu" or settings.mixed_precision != "none":
-        raise ValueError(
-            f"got one rank on {device.type} with mixed_precision = {settings.mixed_precision!r} "
-            "for INT8 weights, expected the CPU and 'none', as FSDP2 shards no INT8 weights on one "
-            "rank; start two, or set DS_ACCELERATOR=cpu for launch/local.sh and mixed_precision = "
-            '"none" in the config'
-        )
-    return model
-
-
-def shard(model: GPT, device: torch.device, settings: FSDP2Settings) -> GPT:
+def shard(model: GPT, device: torch.device, offload: bool, mixed_precision: str) -> GPT:
     """Shard a model over all ranks, each block by itself, and return it.
 
     Raises:
         ValueError: for INT8 weights on ranks that cannot have them.
     """
     ranks = distributed.get_world_size()
-    has_int8 = any(map(is_int8, model.parameters()))
-    if has_int8 and ranks == 1:
-        return whole(model, device, settings)
-    check_sharding(model, ranks)
+    int8_rows = [len(p) for p in model.parameters() if is_int8(p)]
+    # FSDP2 on one rank copies the first tensor of a weight alone, and torchao's is made of two.
+    if int8_rows and ranks == 1 and device.type == "cpu" and mixed_precision == "none":
+        return model
+    if int8_rows and (ranks == 1 or any(rows % ranks for rows in int8_rows)):
+        raise ValueError(
+            f"got {ranks} rank(s) for INT8 weights of {sorted(set(int8_rows))} rows, expected a "
+            "number above 1 that divides them (RANKS of launch/local.sh), or 1 on the CPU with "
+            'mixed_precision = "none"'
+        )
     policies = {"mesh": init_device_mesh(device.type, (ranks,))}
-    if settings.offload:
+    if offload:
         # torchao's weights cannot be pinned.
-        pin_memory = device.type == "cuda" and not has_int8
+        pin_memory = device.type == "cuda" and not int8_rows
         policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
-    if settings.mixed_precision == "bf16":
+    if mixed_precision == "bf16":
         policies["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, **policies)

@@ -2,10 +2,11 @@
 """One training run: what does not depend on the engine."""
 
 import json
+import logging
 import os
 import shutil
+import statistics
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,36 +14,30 @@ import torch.distributed as dist
 from tqdm import trange
 
 from examples.gpt import int8_weights
-from examples.gpt.data import Text, load_text, train_batch, unigram_entropy, validation_windows
-from examples.gpt.engine import INT8, Engine
-from examples.gpt.engines import engine_class
-from examples.gpt.log import log_warnings
-from examples.gpt.measure import (
-    StepTimer,
-    gpu_peak_gib,
-    host_peak_gib,
-    state_report,
-    steady_median,
-    sum_over_ranks,
-    weight_bytes_per_param,
-)
-from examples.gpt.model import GPT, MODELS, GPTConfig
+from examples.gpt.data import Text, load_text, train_batch, validation_windows
+from examples.gpt.engine import FLOAT32, INT8, engine_class
+from examples.gpt.measure import memory, sum_over_ranks
+from examples.gpt.model import GPT, MODELS
 from zero8 import extras
 
 VALIDATION_EVERY = 50
 VALIDATION_WINDOWS = 256
 # The reported train loss is the mean of this many last steps: one batch's loss is noisy.
 TRAIN_LOSS_STEPS = 20
+# The first steps allocate the states and fill caches.
+WARM_UP_STEPS = 5
 
 
-@dataclass
-class Curves:
-    """What is recorded while training; losses in nats per byte, averaged over ranks."""
-
-    train: list[float] = field(default_factory=list)
-    validation: list[tuple[int, float]] = field(default_factory=list)
-    step_ms: list[float] = field(default_factory=list)
-    iteration_ms: list[float] = field(default_factory=list)
+def log_warnings(path: Path) -> None:
+    """Send warnings of this process to a new file; errors still show on the screen, too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file, screen = logging.FileHandler(path, mode="w"), logging.StreamHandler()
+    screen.setLevel(logging.ERROR)
+    for name in ("py.warnings", "DeepSpeed", "torchao"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [file, screen]
+        logger.propagate = False
+    logging.captureWarnings(True)
 
 
 def mean_over_ranks(total: float, count: int, device: torch.device) -> float:
@@ -51,31 +46,18 @@ def mean_over_ranks(total: float, count: int, device: torch.device) -> float:
     return total / count
 
 
-def tokens_per_step(engine: Engine) -> int:
-    """Return the bytes that all ranks together train on in one optimizer step."""
-    windows = engine.micro_batch_size * engine.accumulation_steps * dist.get_world_size()
-    return windows * engine.model.config.context
-
-
-def train_step(engine: Engine, text: torch.Tensor, *, seed: int, step: int) -> float:
+def train_step(engine, text: torch.Tensor, *, seed: int, step: int) -> float:
     """Run one optimizer step and return its loss (nats per byte) averaged over ranks."""
-    batches = [
-        train_batch(
-            text,
-            engine.micro_batch_size,
-            engine.model.config.context,
-            seed=seed,
-            step=step * engine.accumulation_steps + micro_batch,
-            rank=dist.get_rank(),
-        ).to(engine.device)
-        for micro_batch in range(engine.accumulation_steps)
-    ]
-    losses = engine.step(batches)
+    size, context, parts = engine.micro_batch_size, engine.model.config.context, []
+    for part in range(engine.accumulation_steps):
+        place = {"step": step * engine.accumulation_steps + part, "rank": dist.get_rank()}
+        parts.append(train_batch(text, size, context, seed=seed, **place).to(engine.device))
+    losses = engine.step(parts)
     return mean_over_ranks(sum(losses), len(losses), engine.device)
 
 
 @torch.no_grad()
-def validate(engine: Engine, windows: torch.Tensor) -> float:
+def validate(engine, windows: torch.Tensor) -> float:
     """Return the mean loss over all windows, nats per byte; each rank takes its share of them.
 
     All ranks call the module equally often, as each call may gather parameters.
@@ -92,126 +74,87 @@ def validate(engine: Engine, windows: torch.Tensor) -> float:
     return mean_over_ranks(total, len(mine), engine.device)
 
 
-def fit(
-    engine: Engine,
-    text: Text,
-    windows: torch.Tensor,
-    *,
-    seed: int,
-    steps: int,
-    name: str,
-    checkpoint: Path,
-    save_every: int,
-) -> Curves:
-    """Train up to step `steps`, with validation and checkpoints on the way and at the end."""
-    timer = StepTimer(engine.optimizer, engine.synchronize)
-    curves = Curves()
-    tokens = tokens_per_step(engine)
-    progress = trange(
-        engine.steps_done,
-        steps,
-        initial=engine.steps_done,
-        total=steps,
-        desc=name,
-        unit="step",
-        mininterval=1,
-        disable=dist.get_rank() != 0,
-    )
+def fit(engine, text: Text, *, seed: int, steps: int, name: str, checkpoint: Path, save_every: int):
+    """Train up to step `steps`, with validation and checkpoints on the way and at the end.
+
+    Returns:
+        The losses by step, and at the steps with a validation, in nats per byte, averaged over
+        ranks; and the ms of each iteration.
+    """
+    windows = validation_windows(text.validation, VALIDATION_WINDOWS, engine.model.config.context)
+    train, validation, iteration_ms = [], [], []
+    settings = {"desc": name, "initial": engine.steps_done, "total": steps, "unit": "step"}
+    progress = trange(engine.steps_done, steps, **settings, disable=dist.get_rank() != 0)
     for step in progress:
         started = time.perf_counter()
-        curves.train.append(train_step(engine, text.train, seed=seed, step=step))
-        curves.iteration_ms.append(1e3 * (time.perf_counter() - started))
-        curves.step_ms.append(timer.take_ms())
-        speed = f"{1e3 * tokens / curves.iteration_ms[-1]:.0f} tokens/s"
-        if engine.has_whole_step:
-            speed += f", optimizer step {curves.step_ms[-1]:.1f} ms"
-        progress.set_postfix_str(f"loss {curves.train[-1]:.3f} nats/byte, {speed}", refresh=False)
+        train.append(train_step(engine, text.train, seed=seed, step=step))
+        iteration_ms.append(1e3 * (time.perf_counter() - started))
+        progress.set_postfix_str(f"loss {train[-1]:.3f} nats/byte", refresh=False)
         if (step + 1) % VALIDATION_EVERY == 0 or step + 1 == steps:
-            curves.validation.append((step + 1, validate(engine, windows)))
+            validation.append((step + 1, validate(engine, windows)))
         if (step + 1) % save_every == 0 or step + 1 == steps:
             engine.save(checkpoint, step + 1)
-    return curves
+    return train, validation, iteration_ms
 
 
-def describe(text: Text) -> str:
-    """Return one line on the corpus and its split, for people."""
-    d = text.describe()
-    return (
-        f"data: {d['path']}, {d['files']} files, {d['bytes']:,} bytes, split {d['split']}: "
-        f"train {d['train_files']} files, {d['train_bytes']:,} bytes; validation "
-        f"{d['validation_files']} files, {d['validation_bytes']:,} bytes, unigram entropy "
-        f"{unigram_entropy(text.validation):.4f} nats/byte"
-    )
-
-
-def codec_of(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name of the codec of zero8's states, None of an fp32 optimizer."""
-    codec = getattr(optimizer, "codec", None)
-    return None if codec is None else codec.name
-
-
-def result(engine: Engine, text: Text, curves: Curves) -> dict:
-    """Return the measured part of a run's result; every rank must call it."""
-    last = curves.train[-TRAIN_LOSS_STEPS:]
+def result(engine, text: Text, curves: tuple[list, list, list]) -> dict:
+    """Return what was measured in a run; every rank must call it."""
+    train, validation, iteration_ms = curves
+    codec = getattr(engine.optimizer, "codec", None)
     return {
-        "codec": codec_of(engine.optimizer),
-        "val_loss": curves.validation[-1][1],
-        "train_loss": sum(last) / len(last),
-        "weight_bytes_per_param": weight_bytes_per_param(engine.optimizer, engine.device),
-        **state_report(engine.optimizer, engine.device),
-        "host_peak_gib": host_peak_gib(engine.device),
-        "gpu_peak_gib": gpu_peak_gib(engine.device),
-        # Rank 0's; the ranks hold equal shares and wait for one another.
-        "step_ms": steady_median(curves.step_ms) if engine.has_whole_step else None,
-        "iteration_ms": steady_median(curves.iteration_ms),
-        "tokens_per_step": tokens_per_step(engine),
+        "first_step": engine.steps_done,
+        "codec": codec and codec.name,
+        "val_loss": validation[-1][1],
+        "train_loss": statistics.mean(train[-TRAIN_LOSS_STEPS:]),
+        **memory(engine.optimizer, engine.device),
+        # Rank 0's; the ranks wait for one another.
+        "iteration_ms": statistics.median(iteration_ms[WARM_UP_STEPS:] or iteration_ms),
         "device": engine.device.type,
         "ranks": dist.get_world_size(),
-        "unigram_entropy": unigram_entropy(text.validation),
         "data": text.describe(),
-        "train_curve": curves.train,
-        "val_curve": curves.validation,
+        "train_curve": train,
+        "val_curve": validation,
     }
 
 
 def measured(
-    kind: type[Engine],
-    settings: object,
+    kind: type,
+    config: object,
     text: Text,
     *,
-    config: GPTConfig,
-    weights: str,
+    model: str,
     seed: int,
     steps: int,
     name: str,
     checkpoint: Path,
     save_every: int,
-    resume: bool,
+    resume: bool = False,
+    weights: str = FLOAT32,
 ) -> dict | None:
-    """Train a new model from `seed`, save it; return `result`.  Every rank must call it.
+    """Train a model from `seed`, save it; return `result`.  Every rank must call it.
 
     Args:
         kind: of engine.
-        settings: what its `load_config` returned.
+        config: what its `load_config` returned.
         text: to train on and to validate with.
-        config: sizes of the model.
-        weights: format of the weights of its linear layers.
+        model: a key of `MODELS`.
         seed: of initialization and batches.
         steps: optimizer steps.
-        name: what to call the run on the screen.
-        checkpoint: folder to save to, when training is over and on the way.
-        save_every: steps from one checkpoint to the next.
+        name: of the run on the screen.
+        checkpoint: folder to save to.
+        save_every: steps from one checkpoint to the next; the end has one, too.
         resume: go on from the newest complete checkpoint there, if there is one.
+        weights: format of the weights of the linear layers.
 
     Returns:
         None if the checkpoint is of the last step already.
     """
     torch.manual_seed(seed)
-    model = GPT(config)
-    parameters = sum(p.numel() for p in model.parameters())  # before ZeRO-3 takes them away
+    gpt = GPT(MODELS[model])
+    parameters = sum(p.numel() for p in gpt.parameters())  # before ZeRO-3 takes them away
     if weights == INT8:
-        int8_weights.convert(model)
-    engine = kind(model, settings, checkpoint if resume else None)
+        int8_weights.convert(gpt)
+    engine = kind(gpt, config, checkpoint if resume else None)
     if dist.get_rank() == 0 and not resume:  # not before there is an engine to make another
         shutil.rmtree(checkpoint, ignore_errors=True)
     if dist.get_rank() == 0 and resume:
@@ -219,19 +162,9 @@ def measured(
         print(f"{name}: {dist.get_world_size()} rank(s) go on from {where}", flush=True)
     if engine.steps_done >= steps:
         return None
-    windows = validation_windows(text.validation, VALIDATION_WINDOWS, engine.model.config.context)
-    curves = fit(
-        engine,
-        text,
-        windows,
-        seed=seed,
-        steps=steps,
-        name=name,
-        checkpoint=checkpoint,
-        save_every=save_every,
-    )
-    counts = {"first_step": engine.steps_done, "parameters": parameters}
-    return {**counts, **result(engine, text, curves)}
+    run = {"seed": seed, "steps": steps, "name": name}
+    curves = fit(engine, text, **run, checkpoint=checkpoint, save_every=save_every)
+    return {"parameters": parameters, **result(engine, text, curves)}
 
 
 def train(
@@ -239,44 +172,28 @@ def train(
     engine: str,
     optimizer: str,
     codec: str | None,
-    weights: str,
     config: Path,
-    model: str,
     data: str | None,
-    seed: int,
-    steps: int,
     out: Path,
-    save_every: int,
-    resume: bool,
+    **run,
 ) -> None:
-    """Train once from `seed`; write OUT/<optimizer>.checkpoint and, from rank 0, the .json."""
+    """Train once; write OUT/<optimizer>.checkpoint and, from rank 0, the .json.
+
+    `run` has the other arguments of `measured`.
+    """
     kind, rank = engine_class(engine), int(os.environ["RANK"])
     text = load_text(data)
-    settings = kind.load_config(config, optimizer, steps, codec)
+    settings = kind.load_config(config, optimizer, run["steps"], codec)
     log_warnings(out / f"{optimizer}.rank{rank}.log")
-    if weights == INT8:
+    if run["weights"] == INT8:
         extras.need("torchao")
-    checkpoint = out / f"{optimizer}.checkpoint"
     if rank == 0:
-        print(describe(text))
+        print("data:", ", ".join(f"{key} {value}" for key, value in text.describe().items()))
         print(f"warnings of each rank: {out / optimizer}.rank*.log", flush=True)
-    arguments = {"engine": engine, "optimizer": optimizer, "weights": weights}
-    arguments |= {"steps": steps, "seed": seed}
-    measurements = measured(
-        kind,
-        settings,
-        text,
-        config=MODELS[model],
-        weights=weights,
-        seed=seed,
-        steps=steps,
-        name=optimizer,
-        checkpoint=checkpoint,
-        save_every=save_every,
-        resume=resume,
-    )
-    if rank == 0 and measurements is not None:
-        row = {**arguments, "config": str(config), **measurements}
-        out.mkdir(parents=True, exist_ok=True)
+    files = {"name": optimizer, "checkpoint": out / f"{optimizer}.checkpoint"}
+    found = measured(kind, settings, text, **files, **run)
+    if rank == 0 and found is not None:
+        asked = {key: run[key] for key in ("weights", "steps", "seed")}
+        row = {"engine": engine, "optimizer": optimizer, **asked, "config": str(config), **found}
         (out / f"{optimizer}.json").write_text(json.dumps(row, indent=1) + "\n")
     dist.destroy_process_group()

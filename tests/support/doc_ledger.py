@@ -8,7 +8,6 @@ what the page promises.
 
 RUN = {
     "README.md": {
-        "parameters, gradients and states GiB": "test_readme_tables_of_the_demo_are_its_records",
         "host peak GiB": "test_readme_tables_of_the_demo_are_its_records",
         '"zero_optimization": {"stage": 2': "test_readme_json_example_steps_in_an_engine",
         "torch.nn.Linear(256, 256))\noptimizer": (

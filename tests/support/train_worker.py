@@ -3,7 +3,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,10 +12,8 @@ from ranks import error_of
 from torch.distributed.tensor import DTensor
 
 from examples.gpt import run
-from examples.gpt.config_fsdp2 import FSDP2Settings
 from examples.gpt.data import load_text, train_batch
-from examples.gpt.engine import FLOAT32, FSDP2, defaults
-from examples.gpt.engines import engine_class
+from examples.gpt.engine import FLOAT32, FSDP2, defaults, engine_class
 from examples.gpt.int8_weights import convert, separated
 from examples.gpt.model import GPT, GPTConfig
 
@@ -45,7 +42,6 @@ def row(
     resume: bool = False,
     config: str | None = None,
     total_steps: int = TOTAL_STEPS,
-    model: GPTConfig = SMALL,
     weights: str = FLOAT32,
     codec: str | None = None,
 ) -> dict | None:
@@ -58,7 +54,7 @@ def row(
             kind,
             settings,
             corpus(),
-            config=model,
+            model="demo",
             weights=weights,
             seed=0,
             steps=steps,
@@ -97,7 +93,7 @@ def losses_under_fsdp2(
     """Return this rank's losses at the steps of `row`, on the same windows."""
     kind = engine_class(FSDP2)
     settings = kind.load_config(ROOT / defaults(FSDP2, optimizer)[0], optimizer, TOTAL_STEPS)
-    settings = replace(settings, fsdp2=FSDP2Settings(offload, mixed_precision))
+    settings["fsdp2"] = {"offload": offload, "mixed_precision": mixed_precision}
     torch.manual_seed(0)
     engine = kind(GPT(SMALL), settings)
     text, rank, losses = corpus().train, torch.distributed.get_rank(), []

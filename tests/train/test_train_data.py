@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,23 +13,9 @@ def write_files(folder, count):
     return folder
 
 
-def test_split_files_same_list_is_deterministic_disjoint_and_5_percent():
-    files = [f"{i}.py" for i in range(100)]
-    train, validation = data.split_files(files)
-    assert (train, validation) == data.split_files(list(files))
-    assert len(validation) == 5
-    assert sorted(train + validation) == sorted(files)
-
-
-def test_split_files_two_files_gives_one_each():
-    train, validation = data.split_files(["a", "b"])
-    assert len(train) == len(validation) == 1
-
-
 def test_load_text_folder_splits_whole_files(tmp_path):
     text = data.load_text(str(write_files(tmp_path, 20)))
     assert text.split == "by file"
-    assert (text.train_files, text.validation_files) == (19, 1)
     assert text.train.numel() == 19 * 200
     held_out = bytes(text.validation.tolist())
     assert held_out in {path.read_bytes() for path in tmp_path.iterdir()}
@@ -42,7 +28,10 @@ def test_load_text_folder_skips_binary_empty_and_hidden_files(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "HEAD").write_text("ref: refs/heads/main")
-    assert data.load_text(str(tmp_path)).describe()["files"] == 3
+    text = data.load_text(str(tmp_path))
+    assert text.describe()["files"] == 3 and text.validation.numel() == 200
+    again = data.load_text(str(tmp_path))
+    assert torch.equal(again.validation, text.validation)
 
 
 def test_load_text_single_file_splits_by_position(tmp_path):
@@ -54,32 +43,20 @@ def test_load_text_single_file_splits_by_position(tmp_path):
     assert text.validation.tolist() == list(range(190, 200))
 
 
-def test_load_text_empty_folder_raises(tmp_path):
-    with pytest.raises(ValueError, match="found no text files"):
-        data.load_text(str(tmp_path))
+@pytest.mark.parametrize(("files", "folder"), [(0, "."), (1, "."), (0, "missing")])
+def test_load_text_of_too_few_files_raises(tmp_path, files, folder):
+    write_files(tmp_path, files)
+    with pytest.raises(ValueError, match=f"found {files} text files"):
+        data.load_text(str(tmp_path / folder))
 
 
-def test_load_text_missing_path_raises(tmp_path):
-    with pytest.raises(ValueError, match="expected an existing file or folder"):
-        data.load_text(str(tmp_path / "missing"))
-
-
-def test_load_text_folder_with_one_file_raises(tmp_path):
-    with pytest.raises(ValueError, match="expected at least 2"):
-        data.load_text(str(write_files(tmp_path, 1)))
-
-
-def test_stdlib_files_default_leaves_out_installed_packages_and_tests():
-    root, files = data.stdlib_files()
+def test_stdlib_files_leave_out_installed_packages_and_tests():
+    text = data.load_text(None)
+    root = Path(text.path)
+    files = list(data.stdlib_files(root))
     folders = {part for path in files for part in path.relative_to(root).parts[:-1]}
     assert root / "argparse.py" in files
     assert not folders & data.STDLIB_EXCLUDED
-
-
-def test_unigram_entropy_known_frequencies_matches_hand_computation():
-    # Frequencies 1/2, 1/4, 1/4: 1/2 ln 2 + 2 * 1/4 ln 4 = 3/2 ln 2.
-    text = torch.tensor(list(b"aabcaabc"), dtype=torch.uint8)
-    assert data.unigram_entropy(text) == pytest.approx(1.5 * math.log(2), abs=1e-12)
 
 
 def batch(text, *, seed=0, step=0, rank=0):
@@ -106,7 +83,7 @@ def test_train_batch_shortest_text_returns_its_only_window():
 
 
 def test_train_batch_text_below_one_window_raises():
-    with pytest.raises(ValueError, match="got 16 bytes of train text, expected at least 17"):
+    with pytest.raises(ValueError, match="got 16 bytes of text, expected at least 17"):
         batch(torch.zeros(16, dtype=torch.uint8))
 
 

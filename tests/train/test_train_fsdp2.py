@@ -160,7 +160,6 @@ def test_fsdp2_states_are_counted_once_over_all_ranks(rows):
     # torch counts the steps of every parameter in a float32.
     assert fp32["state_bytes_per_param"] == pytest.approx(8, rel=1e-4)
     assert quantized["state_bytes_per_param"] <= 2.08
-    assert quantized["state_bytes_per_param_all"] <= 2.08
 
 
 @pytest.mark.slow
@@ -192,7 +191,7 @@ class Absent:
             raise ModuleNotFoundError("No module named 'deepspeed'", name=name)
 sys.meta_path.insert(0, Absent)
 from train_worker import small_job
-from examples.gpt import at_scale, report, run
+from examples.gpt import report, run
 out = Path({out!r})
 with small_job():
     for optimizer in ("AdamW", "Adam8bitBlockwise"):
@@ -201,8 +200,7 @@ with small_job():
             config=Path({config!r}), model="demo", data={data!r}, seed=0, steps=2, out=out,
             save_every=2, resume=False,
         )
-scale = at_scale.measure("fsdp2", "Adam8bitBlockwise", "fp8", numel=2**16, rounds=1)
-report.report(out, "Adam8bitBlockwise", scale, "")
+report.report(out, "Adam8bitBlockwise", "")
 assert not [name for name in sys.modules if name.split(".")[0] == "deepspeed"]
 """
 

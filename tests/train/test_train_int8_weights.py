@@ -6,10 +6,9 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from examples.gpt.config_fsdp2 import FSDP2Settings
-from examples.gpt.engine_fsdp2 import whole
-from examples.gpt.int8_weights import check_sharding, separated
-from examples.gpt.measure import weight_bytes_per_param
+from examples.gpt.engine_fsdp2 import shard
+from examples.gpt.int8_weights import separated
+from examples.gpt.measure import memory
 
 
 @pytest.fixture
@@ -20,30 +19,25 @@ def model():
     return layer
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-def test_ranks_that_divide_the_rows_are_accepted(model, ranks):
-    check_sharding(model, ranks)
+@pytest.fixture
+def ranks(monkeypatch):
+    """Return a function that makes this process one of so many."""
+    return lambda number: monkeypatch.setattr(torch.distributed, "get_world_size", lambda: number)
 
 
-def test_ranks_that_do_not_divide_the_rows_are_refused_with_the_weight(model):
-    message = "got 4 ranks for the 6 rows of the INT8 weight weight, expected a number that divides"
+def test_one_rank_on_the_cpu_has_the_whole_model(model, ranks):
+    ranks(1)
+    assert shard(model, torch.device("cpu"), True, "none") is model
+
+
+@pytest.mark.parametrize(
+    ("number", "device", "precision"), [(4, "cpu", "none"), (1, "cuda", "none"), (1, "cpu", "bf16")]
+)
+def test_ranks_that_cannot_share_the_rows_are_refused(model, ranks, number, device, precision):
+    ranks(number)
+    message = f"got {number} rank.s. for INT8 weights of .6. rows, expected a number above 1"
     with pytest.raises(ValueError, match=message):
-        check_sharding(model, 4)
-
-
-def test_float32_weights_are_accepted_on_any_number_of_ranks():
-    check_sharding(nn.Linear(4, 6), 4)
-
-
-def test_one_rank_on_the_cpu_has_the_whole_model(model):
-    assert whole(model, torch.device("cpu"), FSDP2Settings(True, "none")) is model
-
-
-@pytest.mark.parametrize(("device", "precision"), [("cuda", "none"), ("cpu", "bf16")])
-def test_one_rank_that_needs_fsdp2_is_refused(model, device, precision):
-    message = f"got one rank on {device} with mixed_precision = '{precision}' for INT8 weights"
-    with pytest.raises(ValueError, match=message):
-        whole(model, torch.device(device), FSDP2Settings(True, precision))
+        shard(model, torch.device(device), True, precision)
 
 
 def test_separated_weight_is_two_tensors_that_share_its_memory(model):
@@ -56,7 +50,9 @@ def test_separated_weight_is_two_tensors_that_share_its_memory(model):
 def test_bytes_of_a_weight_are_those_of_all_it_is_made_of(model, monkeypatch):
     monkeypatch.setattr("examples.gpt.measure.sum_over_ranks", lambda values, _: values)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    assert weight_bytes_per_param(optimizer, torch.device("cpu")) is None
+    assert memory(optimizer, torch.device("cpu"))["weight_bytes_per_param"] is None
     for param in model.parameters():
         optimizer.state[param]["momentum_buffer"] = torch.zeros(1)
-    assert weight_bytes_per_param(optimizer, torch.device("cpu")) == (2 * 24 + 6) * 4 / 30
+    found = memory(optimizer, torch.device("cpu"))
+    assert found["weight_bytes_per_param"] == (2 * 24 + 6) * 4 / 30
+    assert found["state_bytes"] == 8

@@ -75,24 +75,18 @@ def start_local(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(TIME_LIMIT + 2 * STOP_LIMIT)
 @pytest.mark.parametrize(
-    ("optimizer", "fp32_bytes", "bytes_8bit", "fp32_bytes_at_scale", "bytes_8bit_at_scale"),
+    ("optimizer", "fp32_bytes", "bytes_8bit"),
     [
-        ("Adam8bitBlockwise", 8, 2.1, 8, 2.1),
+        ("Adam8bitBlockwise", 8, 2.1),
         # DeepSpeed's Lion has a second moment, which it never reads.
-        ("Lion8bitBlockwise", 8, 1.05, 8, 1.05),
-        ("SGD8bitBlockwise", 4, 1.05, 4, 1.05),
+        ("Lion8bitBlockwise", 8, 1.05),
+        ("SGD8bitBlockwise", 4, 1.05),
         # Of AdamW's parameters, which are no matrices, there are two moments.
-        ("Muon8bitBlockwise", 7_135_232 / 1_678_336, 1.08, 4, 1.05),
+        ("Muon8bitBlockwise", 7_135_232 / 1_678_336, 1.08),
     ],
 )
 def test_local_sh_four_steps_writes_summary_of_both_runs(
-    tmp_path,
-    start_local,
-    optimizer,
-    fp32_bytes,
-    bytes_8bit,
-    fp32_bytes_at_scale,
-    bytes_8bit_at_scale,
+    tmp_path, start_local, optimizer, fp32_bytes, bytes_8bit
 ):
     twin = TWINS[optimizer]
     process = start_local(OPTIMIZER=optimizer)
@@ -110,12 +104,8 @@ def test_local_sh_four_steps_writes_summary_of_both_runs(
     assert baseline["val_loss"] == pytest.approx(eight_bit["val_loss"], rel=1e-3)
     assert (tmp_path / "out" / "loss.png").exists()
     assert cli.main(["checkpoint", "verify", f"{tmp_path}/out/{optimizer}.checkpoint"]) == 0
-    fp32, quantized = summary["at_scale"]["rows"]
-    numel = summary["at_scale"]["numel"]
-    assert fp32["state_bytes"] == fp32_bytes_at_scale * numel
-    assert quantized["state_bytes"] < bytes_8bit_at_scale * numel
     # The screen has progress and results; warnings are where it says.
-    assert f"{optimizer}: 100%" in output and "optimizer step ms" in output
+    assert f"{optimizer}: 100%" in output and "iteration ms" in output
     assert "WARNING" not in output and "Warning" not in output
     assert f"{tmp_path}/out/{twin}.rank*.log" in output
     for name in (twin, optimizer):

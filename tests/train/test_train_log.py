@@ -7,14 +7,13 @@ SPEAK = """
 import logging, sys, warnings
 from pathlib import Path
 from deepspeed.utils import logger
-from examples.gpt.log import log_warnings
+from examples.gpt.run import log_warnings
 log_warnings(Path(sys.argv[1]))
 warnings.warn("a captured warning", FutureWarning)
 logger.warning("a warning of DeepSpeed")
 logger.error("an error of DeepSpeed")
 {action}
 """
-SAID = ["a captured warning", "a warning of DeepSpeed"]
 SAID = ["a captured warning", "a warning of DeepSpeed"]
 ERROR = "an error of DeepSpeed"
 

@@ -44,24 +44,13 @@ def refused(monkeypatch, capsys):
 
 def test_optimizer_without_a_twin_is_refused_with_those_that_have_one(refused):
     said = refused("--engine", "fsdp2", "--optimizer", "Lion8bitBlockwise")
-    assert "got optimizer Lion8bitBlockwise for the engine fsdp2" in said
+    assert "got Lion8bitBlockwise for the engine fsdp2" in said
     assert "expected one of ['AdamW', 'Adam8bitBlockwise', 'SGD', 'SGD8bitBlockwise']" in said
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (
-            ["--engine", "deepspeed"],
-            "got weights int8 for the engine deepspeed, expected float32, as ZeRO flattens weights",
-        ),
-        (["--optimizer", "AdamW"], "got weights int8 for the optimizer AdamW, expected float32"),
-    ],
-)
-def test_int8_weights_with_what_does_not_step_them_are_refused_with_the_reason(
-    refused, words, expected
-):
-    assert expected in refused("--weights", "int8", *words)
+@pytest.mark.parametrize("words", [["--engine", "deepspeed"], ["--optimizer", "AdamW"]])
+def test_int8_weights_with_what_does_not_step_them_are_refused(refused, words):
+    assert "expected float32" in refused("--weights", "int8", *words)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ period to period, and always the same way.  Two remedies:
   thresholds.
 - Runs alternate in direction.  A threshold that rises a little from period to period correlates
   with the state, which it has raised or not, and biases v: without alternation sqrt(v) is 1.7 % too
-  large at beta2 0.99 and period 5, 0.7 % too small at period 3 (benchmarks/fidelity/resonance.py).
+  large at beta2 0.99 and period 5, 0.7 % too small at period 3, as once measured.
   In the other direction the bias has the other sign.
 
 Kernels use thresholds of 16 bits, computed by 16-bit additions, which are cheaper than 32-bit ones.
