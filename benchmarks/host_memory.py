@@ -16,13 +16,14 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from zero8.bench import record
-from zero8.bench.engine.engines import join_ranks
-from zero8.bench.step.timing import peak_extra_bytes
+from benchmarks import record
+from benchmarks.engine.engines import join_ranks
+from benchmarks.step.timing import peak_extra_bytes
+from zero8.plan.deepspeed_config import with_deepspeed_config
 from zero8.plan.memory import rows_of
 from zero8.plan.model import Model
 from zero8.plan.report import GIB
-from zero8.plan.setup import Setup, with_deepspeed_config
+from zero8.plan.setup import Setup
 
 WIDTH = 4096
 LR = 1e-6

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import record
 from benchmarks.fidelity.text import TextTask
 from benchmarks.fidelity.training import Recipe, TrainingRun
 from examples.gpt.model import VOCABULARY
 from zero8 import Adam8bitBlockwise, StableEmbedding
-from zero8.bench import record
 
 LR = 2e-3
 """The learning rate of `make train`, whose betas and weight decay are used, too."""

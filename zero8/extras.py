@@ -13,6 +13,7 @@ EXTRAS = {
     "psutil": "launch",
     "tomli": "train",
     "torchao": "torchao",
+    "transformers": "plan",
 }
 """The extra of each package, by the name under which it is imported."""
 

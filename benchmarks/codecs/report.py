@@ -4,7 +4,7 @@
 from benchmarks.fidelity.report import skipped_label
 from benchmarks.fidelity.runs import section_lines
 from benchmarks.fidelity.tables import LOSS_HEADERS, loss_cells, number
-from zero8.bench.record import table_lines
+from benchmarks.record import table_lines
 
 _UPDATE_HEADERS = [
     *("setting", "beta2", "codec", "bytes/param", "RMS error", "99.9 % error", "drift"),

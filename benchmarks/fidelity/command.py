@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from benchmarks import record
 from benchmarks.fidelity import runs
 from benchmarks.fidelity.bf16 import Bf16Weights
 from benchmarks.fidelity.figure import plot
@@ -36,8 +37,7 @@ from benchmarks.fidelity.robustness import Robustness
 from benchmarks.fidelity.silence import Silence
 from benchmarks.fidelity.states import ClosedLoop, Updates
 from benchmarks.fidelity.targets import checks
-from zero8.bench import record
-from zero8.bench.usage import UsageError
+from benchmarks.usage import UsageError
 from zero8.spec.codec import DEFAULT_CODEC
 
 STEPS = 1200

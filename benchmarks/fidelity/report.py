@@ -9,7 +9,7 @@ from benchmarks.fidelity.sections import (
     silence_lines,
 )
 from benchmarks.fidelity.tables import LOSS_HEADERS, loss_cells, number
-from zero8.bench.record import check_lines, table_lines
+from benchmarks.record import check_lines, table_lines
 
 COLUMNS = (
     ("scheme", lambda row: f"{row['scheme']} ({row['implementation']})"),

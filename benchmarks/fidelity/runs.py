@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks import record
 from benchmarks.fidelity.pool import cores, cpu_seconds
-from zero8.bench import record
-from zero8.bench.usage import check_least
+from benchmarks.usage import check_least
 from zero8.op import kernel
 
 

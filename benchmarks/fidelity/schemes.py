@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from benchmarks.fidelity.codes import CodedAdam, FlashCode, FourBitCode, RatioCode
 from benchmarks.fidelity.training import Layout
-from zero8.bench.states import state_bytes
+from benchmarks.states import state_bytes
 from zero8.optimizer import Adam8bitBlockwise
 from zero8.spec.codec import CODECS
 

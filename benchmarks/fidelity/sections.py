@@ -2,7 +2,7 @@
 """The sections of the report that only the full measurement has."""
 
 from benchmarks.fidelity.tables import LOSS_HEADERS, loss_cells, number
-from zero8.bench.record import table_lines
+from benchmarks.record import table_lines
 
 
 def bf16_lines(result: dict) -> list[str]:

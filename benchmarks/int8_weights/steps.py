@@ -19,8 +19,9 @@ from torchao.optim import AdamW8bit
 
 from benchmarks.fidelity import runs
 from benchmarks.int8_weights.kinds import KINDS, int8
-from zero8.bench.record import table_lines
-from zero8.bench.step.timing import Timed, interleaved, spread, threads
+from benchmarks.record import table_lines
+from benchmarks.step.timing import Timed, interleaved, spread
+from zero8.bench import threads
 from zero8.optimizer import Adam8bitBlockwise
 
 SHAPE = (4096, 8192)

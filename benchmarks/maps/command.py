@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from benchmarks import record
 from benchmarks.fidelity import runs
 from benchmarks.fidelity.pool import run_jobs
 from benchmarks.fidelity.training import Recipe
@@ -29,8 +30,7 @@ from benchmarks.maps.once import Once
 from benchmarks.maps.pairs import PairTally
 from benchmarks.maps.report import markdown
 from benchmarks.maps.sensitivity import Sensitivity
-from zero8.bench import record
-from zero8.bench.usage import UsageError
+from benchmarks.usage import UsageError
 
 STEPS = 200
 BETA2 = 0.999

@@ -3,7 +3,7 @@
 
 from benchmarks.fidelity.runs import title_lines
 from benchmarks.fidelity.tables import number
-from zero8.bench.record import table_lines
+from benchmarks.record import table_lines
 
 
 def markdown(result: dict) -> str:

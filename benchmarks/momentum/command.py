@@ -18,6 +18,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from benchmarks import record
 from benchmarks.fidelity import runs
 from benchmarks.fidelity.pool import Job, cores, run_jobs
 from benchmarks.fidelity.training import Recipe
@@ -26,8 +27,7 @@ from benchmarks.momentum.averages import averages
 from benchmarks.momentum.losses import SETTINGS, loss_jobs, loss_rows
 from benchmarks.momentum.report import markdown
 from benchmarks.momentum.signs import signs
-from zero8.bench import record
-from zero8.bench.usage import UsageError, check_least
+from benchmarks.usage import UsageError, check_least
 
 STEPS = 200
 BETA2 = 0.999

@@ -4,7 +4,7 @@
 from benchmarks.fidelity.runs import title_lines
 from benchmarks.fidelity.schemes import FP32_CONTROL
 from benchmarks.fidelity.tables import number
-from zero8.bench.record import table_lines
+from benchmarks.record import table_lines
 
 
 def markdown(result: dict) -> str:

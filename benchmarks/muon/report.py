@@ -7,7 +7,7 @@ from benchmarks.fidelity.tables import number
 from benchmarks.momentum.report import loss_table, loss_words, setting_words
 from benchmarks.muon.errors import COMPARED_EVERY
 from benchmarks.muon.orthogonal import COEFFICIENTS, ITERATIONS
-from zero8.bench.record import table_lines
+from benchmarks.record import table_lines
 
 
 def markdown(result: dict) -> str:

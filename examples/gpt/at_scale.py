@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 import zero8
+from benchmarks.states import state_bytes
+from benchmarks.step.timing import Timed, interleaved
 from examples.gpt.engine import TWINS
 from examples.gpt.engines import engine_class
-from zero8.bench.states import state_bytes
-from zero8.bench.step.tensors import flat_shape
-from zero8.bench.step.timing import Timed, interleaved
 
 NUMEL = 2**25
 ROUNDS = 30
@@ -38,7 +37,7 @@ def shapes(optimizer: str, numel: int) -> list[tuple[int, int]]:
     """Return the shapes of the tensors of `numel` parameters, a multiple of 2^18, for a pair."""
     if shape := MATRICES.get(optimizer):
         return [shape] * (numel // math.prod(shape))
-    return [flat_shape(numel)]
+    return [(numel // 4096, 4096)]
 
 
 def measure(

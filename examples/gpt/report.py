@@ -7,10 +7,10 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import record
 from examples.gpt import at_scale
 from examples.gpt.engine import INT8, TWINS
 from zero8 import extras
-from zero8.bench import record
 
 CURVES = ("train_curve", "val_curve")
 # True of both runs, or they are not comparable.

@@ -13,7 +13,6 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from needs import need_nvcc, need_nvrtc
 
 from zero8 import cli, doctor
-from zero8.bench.step import command as step
 from zero8.op import build, cuda_compile, locks
 from zero8.zero import seams
 
@@ -293,29 +292,3 @@ def test_command_unknown_exits_2(capsys):
         cli.main(["nonsense"])
     assert caught.value.code == 2
     assert "usage: zero8" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("measurement", "option"),
-    [
-        ("step", "--against NAME,..."),
-        ("backward", "--layers N"),
-        ("plan", "--rounds ROUNDS"),
-    ],
-)
-def test_bench_help_names_the_options_of_a_measurement(capsys, measurement, option):
-    with pytest.raises(SystemExit) as end:
-        cli.main(["bench", measurement, "--help"])
-    assert end.value.code == 0
-    printed = capsys.readouterr().out
-    assert option in printed
-    assert "--json OUT" in printed
-
-
-def test_bench_error_of_the_measurement_is_not_called_a_usage_error(monkeypatch):
-    def fail(arguments):
-        raise ValueError("shapes do not match")
-
-    monkeypatch.setattr(step, "run", fail)
-    with pytest.raises(ValueError, match="shapes do not match"):
-        cli.main(["bench", "step", "--json", "unused.json"])
