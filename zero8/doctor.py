@@ -8,11 +8,11 @@ import platform
 import re
 import time
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
+import zero8
 from zero8 import torch_names
 from zero8.blockwise import BlockwiseOptimizer
 from zero8.op import build, cuda, cuda_compile, kernel, locks
@@ -21,8 +21,7 @@ from zero8.optimizer import Adam8bitBlockwise
 from zero8.versions import TESTED
 from zero8.zero import accelerate, seams
 
-FITTING = "fits"
-"""The name of lines that only verbose reports show."""
+FITTING = "fits"  # names lines that only verbose reports show
 
 
 def examine() -> dict:
@@ -30,16 +29,16 @@ def examine() -> dict:
 
     "problems" keep zero8 from working, "warnings" do not; it is "usable" without problems.
     """
-    package = ("package", str(Path(__file__).parent))
-    report: dict = {"lines": [package], "problems": [], "warnings": []}
+    report: dict = {"lines": [("package", str(Path(__file__).parent))]}
+    report |= {"problems": [], "warnings": []}
     for name, part in (
+        ("deepspeed", _deepspeed),  # whose absence the next one knows
         ("versions", _versions),
         ("torch_names", _torch_names),
         ("build_tools", _build_tools),
         ("op", _op),
         ("locks", _locks),
         ("cuda_kernel", _cuda_kernel),
-        ("deepspeed", _deepspeed),
         ("accelerate", _accelerate),
         ("autoload", _autoload),
     ):
@@ -63,21 +62,18 @@ def as_text(report: dict, verbose: bool = False) -> str:
 
 def _versions(report: dict) -> dict:
     """Return each version and whether it is in the tested range."""
-    versions: dict = {"python": {"installed": platform.python_version()}}
-    for name in ("zero8", *TESTED):
-        try:
-            versions[name] = {"installed": metadata.version(name)}
-        except metadata.PackageNotFoundError:  # DeepSpeed's absence is no trouble
-            if name == "zero8":
-                report["warnings"].append("zero8 is importable but not installed: `pip install` it")
-    for name, version in versions.items():
-        text = installed = version["installed"]
-        if name in TESTED:
-            tested = ">={},<{}".format(*TESTED[name])
-            fits = SpecifierSet(tested).contains(installed, prereleases=True)
-            version |= {"tested": tested, "fits": fits}
-            text += f" ({'tested' if fits else 'UNTESTED, tested are'} {tested})"
-            report["warnings"] += [f"{name} {installed} is untested: {tested}"] * (not fits)
+    tested = {k: v for k, v in TESTED.items() if k != "deepspeed" or report["deepspeed"]}
+    found = {"python": platform.python_version(), "zero8": zero8.__version__}
+    found |= {name: metadata.version(name) for name in tested}
+    versions: dict = {}
+    for name, installed in found.items():
+        versions[name], text = {"installed": installed}, installed
+        if name in tested:
+            expected = ">={},<{}".format(*tested[name])
+            fits = SpecifierSet(expected).contains(installed, prereleases=True)
+            versions[name] |= {"tested": expected, "fits": fits}
+            text += f" ({'tested' if fits else 'UNTESTED, tested are'} {expected})"
+            report["warnings"] += [f"{name} {installed} is untested: {expected}"] * (not fits)
         report["lines"].append((name, text))
     return versions
 
@@ -143,7 +139,11 @@ def _cuda_kernel(report: dict) -> dict:
 def _deepspeed(report: dict) -> dict | None:
     """Return what zero8 needs of DeepSpeed, None where it is not installed."""
     lines = report["lines"]
-    if find_spec("deepspeed") is None:
+    try:
+        importlib.import_module("deepspeed")
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise
         adds = "adds ZeRO, with states in CPU memory or on NVMe"
         lines.append(("deepspeed", f"not installed; pip install 'zero8[deepspeed]' {adds}"))
         return None
