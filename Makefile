@@ -50,7 +50,7 @@ help:
 	@echo "                codes, under either engine; with WEIGHTS=int8 with torchao's INT8 weights"
 	@echo "                under FSDP2"
 	@echo "make bench      time the step against other optimizers; writes OUT (runs/bench_step.json)"
-	@echo "                and a table and a figure beside it"
+	@echo "                and a table beside it"
 	@echo "make fidelity   measure how far Adam's codecs are from fp32, in a quarter of an hour; writes OUT"
 	@echo "                (runs/fidelity_quick.json) and a table beside it; with FULL=1 every algorithm,"
 	@echo "                codec and task, in an hour"
@@ -85,7 +85,7 @@ train: .venv/.train $(if $(filter int8,$(WEIGHTS)),.venv/.torchao)
 	PYTHON=$(VENV_PYTHON) launch/local.sh
 
 bench: .venv/.bench
-	$(RUN) -m zero8.cli bench step --json $(or $(OUT),runs/bench_step.json)
+	$(RUN) -m benchmarks.step --json $(or $(OUT),runs/bench_step.json)
 
 FIDELITY_OUT = $(or $(OUT),runs/fidelity_$(if $(FULL),full,quick).json)
 fidelity: .venv/.bench
@@ -145,7 +145,7 @@ arm-check: .venv/.dev
 	mkdir -p $(ARM_OUT)
 	lscpu > $(ARM_OUT)/lscpu.txt
 	$(BUILD) & ours=$$!; $(BUILD_ADAMW) && wait $$ours
-	$(RUN) -m zero8.cli bench step --json $(ARM_OUT)/step.json
+	$(RUN) -m benchmarks.step --json $(ARM_OUT)/step.json
 	$(PYTEST) -m "not slow and not multinode and not integrations" $(TWO_FILES)
 	$(PYTEST) tests/kernel/test_vec.py tests/kernel/test_csrc.py -m slow
 

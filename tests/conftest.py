@@ -20,7 +20,7 @@ settings.load_profile("zero8")
 
 # Compiling DeepSpeed's ops takes minutes, in which others wait for them: what compiles them comes
 # first, then what needs none of them, and last what needs the one that takes longest, aio.
-COMPILING = ("bench/test_bench_step.py", "nvme/test_zero3_nvme.py")
+COMPILING = ("bench/test_bench.py", "nvme/test_zero3_nvme.py")
 NEEDING_NONE = ("cuda", "kernel", "spec", "state")
 NEEDING_AIO = ("nvme", "checkpoint/test_zero_integrity.py", "checkpoint/test_zero_switch.py")
 

@@ -109,60 +109,23 @@ def make_parser() -> argparse.ArgumentParser:
                 help="build in this folder; TORCH_EXTENSIONS_DIR=FOLDER uses it, or a copy of it",
             )
     for name, add, help_text in (
-        ("plan", _plan, "estimate memory, traffic and step time of a run"),
+        ("plan", partial(_add_command, "zero8.plan.command"), "estimate memory and time of a run"),
         ("checkpoint", _checkpoint, "verify, inspect, compare, convert and delete checkpoints"),
         (
             "bench",
-            _bench,
-            "measure the step, whole engines, steps in the backward, and the plan's estimates",
+            partial(_add_command, "zero8.bench"),
+            "time a step here, beside DeepSpeed's, torch's",
         ),
     ):
         commands.add_parser(name, help=help_text).add_arguments = add
     return parser
 
 
-def _bench(parser: argparse.ArgumentParser) -> None:
-    measurements = parser.add_subparsers(required=True, metavar="MEASUREMENT")
-    for name, module, help_text in (
-        (
-            "step",
-            "zero8.bench.step.command",
-            "time and memory of a step, of every codec, of peers, and of a bare copy",
-        ),
-        (
-            "backward",
-            "zero8.bench.backward.command",
-            "gradients alive and times of steps in the backward, and of steps after it",
-        ),
-        (
-            "engine",
-            "zero8.bench.engine.command",
-            "time of `engine.step()` of whole DeepSpeed engines, its AdamW's beside zero8's",
-        ),
-        (
-            "plan",
-            "zero8.plan.check",
-            "step times that `zero8 plan` estimates, beside measured ones",
-        ),
-    ):
-        command = measurements.add_parser(name, help=help_text, description=help_text)
-        command.add_arguments = partial(_measurement, module)
-
-
-def _measurement(module: str, parser: argparse.ArgumentParser) -> None:
-    measurement = import_module(module)
-    measurement.add_arguments(parser)
-    parser.set_defaults(run=partial(_measure, measurement.run, parser))
-
-
-def _measure(run: Callable, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from zero8.bench.usage import UsageError
-
-    extras.need("cpuinfo", "matplotlib")  # fail now, not after the measurements
-    try:
-        return run(arguments)
-    except UsageError as error:
-        parser.error(str(error))
+def _add_command(module: str, parser: argparse.ArgumentParser) -> None:
+    command = import_module(module)
+    parser.description = command.__doc__
+    command.add_arguments(parser)
+    parser.set_defaults(run=partial(_with_result, command.run))
 
 
 def _checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -170,14 +133,6 @@ def _checkpoint(parser: argparse.ArgumentParser) -> None:
 
     parser.description = "Tools for checkpoints; none needs a GPU or a model."
     command.add_commands(parser)
-    parser.set_defaults(run=partial(_with_result, command.run))
-
-
-def _plan(parser: argparse.ArgumentParser) -> None:
-    from zero8.plan import command
-
-    parser.description = command.__doc__
-    command.add_arguments(parser)
     parser.set_defaults(run=partial(_with_result, command.run))
 
 

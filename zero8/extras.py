@@ -12,6 +12,7 @@ EXTRAS = {
     "matplotlib": "bench",
     "tomli": "train",
     "torchao": "torchao",
+    "transformers": "plan",
 }
 """The extra of each package, by the name under which it is imported."""
 

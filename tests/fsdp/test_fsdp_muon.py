@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from benchmarks.engine.sent import sent_by
 from examples.gpt.engine_fsdp2 import join_ranks
-from zero8.bench.engine.sent import sent_by
 from zero8.muon import Muon8bitBlockwise
 from zero8.step import matrix_part
 

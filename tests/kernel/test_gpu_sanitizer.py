@@ -4,26 +4,31 @@
 import os
 import shutil
 import sys
+from itertools import product
 
 import pytest
 import torch
 from processes import run
 
-from zero8.bench.step import kernel as step_kernel
-from zero8.bench.step.variants import VARIANTS
-from zero8.op import cuda, kernel
+from zero8 import Adam8bitBlockwise
 from zero8.spec.codec import CODECS
 
 # Runs in a process of its own, in memory of which each tensor has an allocation to itself.
 SMALL_CASE = """\
+from itertools import product
 import torch
-from zero8.bench.step import kernel as step_kernel
+from zero8 import Adam8bitBlockwise
 from zero8.spec.codec import CODECS
-from zero8.op import cuda
-for block_size in (256, 512, 4096):  # teams of a warp, of two, and of sixteen
-    step_kernel.BLOCK_SIZE = block_size
-    shapes = [step_kernel.CHECK_SHAPE]
-    step_kernel.check_on(torch.device("cuda"), cuda.step, ["adam"], CODECS, shapes)
+KINDS = (torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 8)
+# Teams of a warp, of two, and of sixteen; a row ends in a short block.
+for block_size, codec, (dtype, bits) in product((256, 512, 4096), CODECS, KINDS):
+    p = torch.nn.Parameter(torch.ones(5, 4500, dtype=dtype, device="cuda"))
+    more = {"block_size": block_size, "codec": codec, "weight_correction_bits": bits}
+    optimizer = Adam8bitBlockwise([p], lr=1e-3, **more)
+    for _ in range(3):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+    optimizer.check_finite()
 """
 ERRORS_FOUND = 97  # the exit status that we ask for
 OPTIONS = {
@@ -62,15 +67,13 @@ def test_gpu_step_under_compute_sanitizer_has_no_errors(tool):
 
 def test_small_case_of_the_sanitizer_is_a_program(monkeypatch):
     """Everything but the device, for which the CPU stands."""
-    stepped = []
-    monkeypatch.setattr(step_kernel, "CUDA_VARIANTS", VARIANTS)
-    monkeypatch.setattr(step_kernel, "BLOCK_SIZE", step_kernel.BLOCK_SIZE)
+    made, real = [], Adam8bitBlockwise.__init__
 
-    def step(segments):
-        kernel.step(segments)
-        stepped.extend(segment.grid.block_size for segment in segments)
+    def init(self, *args, **settings):
+        made.append((settings["block_size"], settings["codec"]))
+        real(self, *args, **settings)
 
-    monkeypatch.setattr(cuda, "step", step)
+    monkeypatch.setattr(Adam8bitBlockwise, "__init__", init)
     exec(SMALL_CASE.replace('"cuda"', '"cpu"'), {})
-    each = len(CODECS) * len(VARIANTS) * step_kernel.CHECK_STEPS
-    assert stepped == each * [256] + each * [512] + each * [4096]
+    cases = product((256, 512, 4096), CODECS, range(3))
+    assert made == [(size, codec) for size, codec, _ in cases]

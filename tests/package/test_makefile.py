@@ -68,7 +68,7 @@ def machine(tmp_path):
     ("target", "expected"),
     [
         ("train", "launch/local.sh"),
-        ("bench", "bench step --json runs/bench_step.json"),
+        ("bench", "-m benchmarks.step --json runs/bench_step.json"),
         ("fidelity", "-m benchmarks.fidelity --quick --json runs/fidelity_quick.json"),
         ("maps", "-m benchmarks.maps --json runs/maps.json"),
         ("gpu-check", "-m benchmarks.gpu_check"),
@@ -120,7 +120,7 @@ def test_train_installs_torchao_for_int8_weights_alone(checkout):
     [
         ("train", "train", "launch/local.sh"),
         ("test", "test", "-m pytest"),
-        ("bench", "bench", "bench step"),
+        ("bench", "bench", "-m benchmarks.step"),
         ("fidelity", "bench", "-m benchmarks.fidelity"),
         ("maps", "bench", "-m benchmarks.maps"),
         ("lint", "dev", "ruff check"),

@@ -8,10 +8,11 @@ import torch
 from plan_worker import BUCKET, SUB_GROUP, Stack, config_of, held_by_engines, held_by_fsdp2
 
 import zero8
-from zero8.bench.states import state_bytes
-from zero8.plan.memory import GPU, HOST, NVME, rows_of, total
+from benchmarks.states import state_bytes
+from zero8.plan.deepspeed_config import with_deepspeed_config
+from zero8.plan.memory import rows_of, total
 from zero8.plan.model import Model
-from zero8.plan.setup import Setup, with_deepspeed_config
+from zero8.plan.setup import GPU, HOST, NVME, Setup
 from zero8.plan.share import share_of
 from zero8.state.policy import Policy
 

@@ -39,7 +39,7 @@ RUN = {
         "zero8.export": "test_python_block_of_the_docs_runs",
     },
     "docs/from-adamw-to-8-bit.md": {
-        "$ zero8 plan": "test_plan_in_a_page_is_what_the_command_prints",
+        "$ zero8 plan": "test_plan_of_a_config_in_a_page_is_what_the_command_prints",
         '+    "type"': "test_word_to_change_is_the_only_difference_from_a_config_of_adamw",
         "class Check": "test_page_on_adamw_is_what_happens",
         "RuntimeError": "test_page_on_adamw_is_what_happens",

@@ -8,8 +8,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from zero_worker import base_optimizer, config, make_engine, take_step
 
 import zero8
+from benchmarks.states import state_bytes
 from examples.gpt.engine_fsdp2 import join_ranks
-from zero8.bench.states import state_bytes
 
 BUCKET = 50_000
 SUB_GROUP = 200_000

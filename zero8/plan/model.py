@@ -1,43 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes of a model's parameters."""
+"""The names and shapes of a model's parameters."""
 
 import json
 import math
 import re
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from zero8.plan.architectures import shapes_of
-
 SIDE = 4096
 """Rows and columns of the matrices that a model of unknown shapes is assumed to have."""
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 Param = tuple[str, tuple[int, ...]]
 """A parameter's name and shape."""
 
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-
 
 @dataclass(frozen=True)
 class Model:
-    """A model's parameters.
-
-    Attributes:
-        title: its name in reports.
-        params: name and shape of every parameter, in the engine's order.
-    """
+    """A model's parameters, in the engine's order, under a title for reports."""
 
     title: str
     params: tuple[Param, ...]
 
     @classmethod
     def of_size(cls, text: str) -> "Model":
-        """Return a model with a number of parameters such as "8B", and unknown shapes.
-
-        It is assumed to be matrices of 4096 x 4096, the last one shorter: all moments are 8-bit, in
-        whole blocks, and no parameter is large.
+        """Return a model of a size such as "8B": matrices of 4096 x 4096, the last one shorter.
 
         Raises:
             ValueError: if the text is not a size of at least one row.
@@ -56,11 +45,12 @@ class Model:
 
     @classmethod
     def of_file(cls, path: Path) -> "Model":
-        """Return the model of a `config.json`, or of a JSON object of names and shapes.
+        """Return the model of a JSON object of names and shapes, or of a `config.json`.
 
         Raises:
             ValueError: if the file is neither.
             OSError: if it cannot be read.
+            ModuleNotFoundError: for a `config.json` without transformers.
         """
         try:
             content = json.loads(path.read_text())
@@ -71,9 +61,9 @@ class Model:
         if all(_is_shape(value) for value in content.values()):
             params = tuple((name, tuple(shape)) for name, shape in content.items())
         else:
-            params = tuple(shapes_of(content))
-        model = cls("", params)
-        return cls(f"{path}, {model.numel / 1e9:.4g}B parameters", params)
+            params = _params_of_config(path, content)
+        numel = sum(math.prod(shape) for _, shape in params)
+        return cls(f"{path}, {numel / 1e9:.4g}B parameters", params)
 
     @cached_property
     def numel(self) -> int:
@@ -83,13 +73,22 @@ class Model:
     @cached_property
     def largest_numel(self) -> int:
         """Number of elements of the largest parameter."""
-        return max(math.prod(shape) for shape in self.shapes)
-
-    @cached_property
-    def shapes(self) -> Counter[tuple[int, ...]]:
-        """The number of parameters of each shape."""
-        return Counter(shape for _, shape in self.params)
+        return max(math.prod(shape) for _, shape in self.params)
 
 
 def _is_shape(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and size > 0 for size in value)
+
+
+def _params_of_config(path: Path, config: dict) -> tuple[Param, ...]:
+    if "model_type" not in config:
+        raise ValueError(f"{path}: expected names and shapes, or a config.json with a model_type")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):  # without memory
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    except Exception as error:  # what transformers raises depends on the model
+        raise ValueError(f"{path}: transformers makes no language model of it: {error}") from error
+    return tuple((name, tuple(param.shape)) for name, param in model.named_parameters())

@@ -1,90 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of the step and of the passes around it; the cores that saturate the memory.
+"""The bytes that the optimizer's step moves, and its time.
 
-A step over data in memory takes, by equation (B1) of `zero8.bench.step.machines`,
+A step over data in memory takes
 
     ns/param = max(ns of one core / cores, bytes per parameter / bandwidth)
-
-with ns of one core measured on a single thread over data in memory.  The passes that engines make
-around it are limited by the memory.  With states on NVMe the time
-of transfers is added or, if transfers and steps overlap, is a lower bound.
 """
 
 from dataclasses import dataclass
 
-from zero8.bench.step.machines import Machine
 from zero8.plan.model import Model
-from zero8.plan.rates import Rates
 from zero8.plan.setup import Setup
-from zero8.plan.share import share_of
-from zero8.plan.traffic import Traffic, traffic_of
+from zero8.plan.share import Share, share_of
+
+RECORD = "benchmarks/records/plan_cpu_202611.md"
+RECORDED_CORE_NS = {4: (1.635, 1.092), 2: (1.635, 1.239)}
+"""ns/param of one core of the Xeon with AVX-512 in `RECORD`, by bytes of a master weight."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware of a run.
+    """The hardware of a run; the default is an assumed host.
 
     Attributes:
-        host: cores and memory bandwidth of a host.
-        rates: the speed of one core.
-        nvme_gb_per_s: of all drives of a host together, for reading and for writing; None if
-            nothing is offloaded there.
-        gpu_gb_per_s: memory bandwidth of a GPU.
+        cores: of a host.
+        gb_per_s: memory bandwidth of a host, reads and writes together.
+        core_ns: ns/param of one core for an fp32 Adam and for zero8, over data in memory; None for
+            `RECORDED_CORE_NS`.
+        nvme_gb_per_s: of all drives of a host together; None if nothing is offloaded there.
     """
 
-    host: Machine
-    rates: Rates
-    nvme_gb_per_s: float | None
-    gpu_gb_per_s: float
+    cores: int = 64
+    gb_per_s: float = 200.0
+    core_ns: tuple[float, float] | None = None
+    nvme_gb_per_s: float | None = None
+
+    def core_ns_of(self, setup: Setup) -> tuple[float, float]:
+        """Return ns/param of one core for an fp32 Adam and for zero8."""
+        return self.core_ns or RECORDED_CORE_NS[setup.master_bytes]
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """The time of an optimizer's step.
+class Step:
+    """What a rank moves in a step, and the step's time.
 
     Attributes:
-        seconds: estimated.
-        phase_seconds: with the passes around it; the same on a GPU, where these are not counted.
-        limit: the bottleneck: `cores`, `memory`, `NVMe` or `GPU memory`.
-        saturating_cores: the number of cores that saturate a host's memory; None on a GPU.
+        memory_bytes: read and written by the optimizer: it reads gradients, and reads and writes
+            weights and moments.
+        link_bytes: between GPU and host: gradients down, weights up.
+        nvme_bytes: read from NVMe, and as many written.
+        seconds: of all ranks of a host; None on a GPU, for Muon, whose products of matrices take
+            most of it, and for INT8 weights, whose rounding has not been measured.
+        limit: the bottleneck: `cores`, `memory` or `NVMe`; None without a time.
     """
 
-    seconds: float
-    phase_seconds: float
-    limit: str
-    saturating_cores: float | None
+    memory_bytes: int
+    link_bytes: int
+    nvme_bytes: int
+    seconds: float | None = None
+    limit: str | None = None
 
 
-def step_times(model: Model, setup: Setup, hardware: Hardware) -> tuple[StepTime, StepTime] | None:
-    """Return the times with an fp32 Adam and with zero8; None if their rates are unknown."""
-    if setup.algorithm.is_of_matrices or setup.has_int8_weights:
-        return None
-    numel = share_of(model, setup).numel
-    rates = hardware.rates.of(setup.master_bytes)
-    fp32, zero8 = (
-        _step_time(setup, hardware, numel, traffic, rate)
-        for traffic, rate in zip(traffic_of(model, setup), rates, strict=True)
+def steps_of(model: Model, setup: Setup, hardware: Hardware) -> tuple[Step, Step]:
+    """Return the step of an fp32 Adam and that of zero8."""
+    share, core_ns = share_of(model, setup), hardware.core_ns_of(setup)
+    grads = setup.master_bytes, setup.zero8_grad_bytes
+    zero8_bytes = share.zero8_bytes + setup.correction_bytes * share.numel
+    return (
+        _step(setup, hardware, share, share.fp32_bytes, grads[0] * share.numel, core_ns[0]),
+        _step(setup, hardware, share, zero8_bytes, grads[1] * share.numel, core_ns[1]),
     )
-    return fp32, zero8
 
 
-def _step_time(
-    setup: Setup, hardware: Hardware, numel: int, traffic: Traffic, rate: float
-) -> StepTime:
+def _step(
+    setup: Setup, on: Hardware, share: Share, state_bytes: int, grad_bytes: int, core_ns: float
+) -> Step:
+    memory_bytes = 2 * share.weight_bytes + grad_bytes + 2 * state_bytes
+    # Gradients are written in the backward, and read by the step.
+    nvme_bytes = 2 * share.weight_bytes + state_bytes if setup.offload == "nvme" else 0
+    moved = memory_bytes, _link_bytes(setup, share, grad_bytes), nvme_bytes
+    if setup.offload == "none" or setup.algorithm.is_of_matrices or setup.has_int8_weights:
+        return Step(*moved)
+    ranks = setup.ranks_here
+    limits = {
+        "cores": ranks * share.numel * core_ns / on.cores / 1e9,
+        "memory": ranks * memory_bytes / on.gb_per_s / 1e9,
+    }
+    limit, seconds = max(limits.items(), key=lambda item: item[1])
+    if setup.offload == "nvme":
+        nvme_seconds = 2 * ranks * nvme_bytes / on.nvme_gb_per_s / 1e9
+        limit = "NVMe" if nvme_seconds > seconds else limit
+        seconds = max(seconds, nvme_seconds) if setup.pipelined else seconds + nvme_seconds
+    return Step(*moved, seconds, limit)
+
+
+def _link_bytes(setup: Setup, share: Share, grad_bytes: int) -> int:
     if setup.offload == "none":
-        # A lower bound: the kernels' share of the bandwidth has not been measured.
-        seconds = traffic.step_bytes / hardware.gpu_gb_per_s / 1e9
-        return StepTime(seconds, seconds, "GPU memory", None)
-    bytes_per_param = traffic.step_bytes / numel
-    cores = hardware.host.saturating_cores(rate, bytes_per_param)
-    seconds = setup.ranks_here * numel * hardware.host.ns_per_param(rate, bytes_per_param) / 1e9
-    passes_seconds = setup.ranks_here * traffic.passes_bytes / hardware.host.gb_per_s / 1e9
-    limit = "cores" if cores > hardware.host.cores else "memory"
-    if setup.offload != "nvme":
-        return StepTime(seconds, seconds + passes_seconds, limit, cores)
-    nvme_bytes = setup.ranks_here * (traffic.nvme_read_bytes + traffic.nvme_write_bytes)
-    nvme_seconds = nvme_bytes / hardware.nvme_gb_per_s / 1e9
-    limit = "NVMe" if nvme_seconds > seconds else limit
-    joined = max if setup.pipelined else lambda a, b: a + b
-    seconds = joined(seconds, nvme_seconds)
-    return StepTime(seconds, seconds + passes_seconds, limit, cores)
+        return 0
+    if setup.engine == "fsdp2":  # it casts weights on the GPU, after they have crossed the link
+        return grad_bytes + share.weight_bytes
+    micro_batches = setup.accumulation_steps
+    # Stage 3 sends a gradient to its partition in each micro-batch, and fetches it for the step or
+    # the next sum; stage 2 does so with sums only.
+    crossings = {1: 0, 2: 2 * micro_batches - 1 if micro_batches > 1 else 0, 3: 2 * micro_batches}
+    return grad_bytes + (crossings[setup.stage] + 1) * setup.weight_bytes * share.numel

@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,25 +41,6 @@ class Case(NamedTuple):
     algorithm: str = ADAM.name
 
 
-class Engine(Protocol):
-    """An engine around a model.
-
-    Attributes:
-        base_optimizer: the optimizer whose step is a part of the engine's.
-    """
-
-    base_optimizer: Optimizer
-
-    def backward(self) -> None:
-        """Run a forward and a backward."""
-
-    def step(self) -> None:
-        """Clip, step, and get ready for the next forward."""
-
-    def close(self) -> None:
-        """Free the memory."""
-
-
 class Matrices(nn.Module):
     """Square matrices whose gradients are large enough for clipping; the forward is short."""
 
@@ -78,7 +59,7 @@ class Matrices(nn.Module):
 
 
 class DeepSpeedEngine:
-    """DeepSpeed's engine with its optimizer in host memory."""
+    """DeepSpeed's engine with its optimizer, `base_optimizer`, in host memory."""
 
     def __init__(self, optimizer: str, params: dict, bf16: dict, case: Case):
         """Make it.
@@ -111,15 +92,15 @@ class DeepSpeedEngine:
         self.base_optimizer = self._engine.optimizer.optimizer
 
     def backward(self) -> None:
-        """See `Engine`."""
+        """Run a forward and a backward."""
         self._engine.backward(self._engine())
 
     def step(self) -> None:
-        """See `Engine`."""
+        """Clip, step, and get ready for the next forward."""
         self._engine.step()
 
     def close(self) -> None:
-        """See `Engine`."""
+        """Free the memory."""
         self._engine.destroy()
         del self._engine, self.base_optimizer
 
@@ -145,19 +126,22 @@ class Fsdp2Engine:
         self._clip = getattr(self.base_optimizer, "clip_grad_norm_", by_torch)
 
     def backward(self) -> None:
-        """See `Engine`."""
+        """Run a forward and a backward."""
         self._model().backward()
 
     def step(self) -> None:
-        """See `Engine`."""
+        """Clip, step, and get ready for the next forward."""
         if self._clipping:
             self._clip(self._clipping)
         self.base_optimizer.step()
         self.base_optimizer.zero_grad()
 
     def close(self) -> None:
-        """See `Engine`."""
+        """Free the memory."""
         del self._model, self.base_optimizer, self._clip
+
+
+Engine = DeepSpeedEngine | Fsdp2Engine
 
 
 def join_ranks() -> None:

@@ -7,8 +7,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,17 +40,6 @@ class Samples:
     times: list[float] = field(default_factory=list)
     waited_ns: int = 0
     host_ns: list[int] = field(default_factory=list)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Give torch this many threads during the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def time_by_the_wall(call: Callable[[], object], samples: Samples) -> None:

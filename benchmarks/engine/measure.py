@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from zero8.bench.engine.contenders import CONTENDERS, Contender
-from zero8.bench.engine.engines import Case
-from zero8.bench.engine.sent import sent_by
-from zero8.bench.engine.traffic import traffic
-from zero8.bench.step.timing import WARM_UP_ROUNDS
+from benchmarks.engine.contenders import CONTENDERS, Contender
+from benchmarks.engine.engines import Case
+from benchmarks.engine.sent import sent_by
+from benchmarks.step.timing import WARM_UP_ROUNDS
 
 
 class Clocked:
@@ -100,8 +99,6 @@ def _row(case: Case, clock: Clocked, phases: dict[str, list[float]]) -> dict:
     tenths = statistics.quantiles(mine, n=10, method="inclusive")
     # Of the same rounds, as the speed of memory drifts.
     ratio = statistics.median(b / m for b, m in zip(phases[contender.over], mine, strict=True))
-    # With a GPU other passes take place, on it and over its link.
-    is_counted = contender.entry is not None and not torch.cuda.is_available()
     return {
         "engine": case.engine,
         "clipping": case.clipping,
@@ -110,7 +107,6 @@ def _row(case: Case, clock: Clocked, phases: dict[str, list[float]]) -> dict:
         "phase_ms_p10": tenths[0],
         "phase_ms_p90": tenths[-1],
         "inner_ms": inner_ms,
-        **(traffic(case, contender.entry)._asdict() if is_counted else {}),
         "sent_bytes": clock.sent_bytes / case.numel,
         "over": contender.over,
         "ratio": ratio,

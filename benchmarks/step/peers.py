@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers of other packages that are timed."""
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from benchmarks.step.variants import BF16, BF16_CORRECTED, FP32, Variant
+from zero8.algorithms.adam import ADAM
+from zero8.algorithms.ademamix import ADEMAMIX
+from zero8.algorithms.lion import LION
+from zero8.algorithms.sgd import SGD
+
+
+class Peer(NamedTuple):
+    """Optimizers of another package.
+
+    Attributes:
+        classes: the optimizers by name of the algorithm, as `module:class`.
+        cpu: their variants on a CPU; () if they do not support CPUs.
+        cuda: their variants on a GPU; () if they do not support GPUs.
+        keywords: returns the keywords for a variant besides the settings that all packages get.
+        prepare: is called with a new optimizer.
+        is_slow_on_cpu: whether they are tens of times slower on a CPU.
+        unread: by name of the algorithm, entries of states that steps never read.
+    """
+
+    classes: Mapping[str, str]
+    cpu: tuple[Variant, ...] = ()
+    cuda: tuple[Variant, ...] = ()
+    keywords: Callable[[Variant], dict[str, Any]] = lambda variant: {}
+    prepare: Callable[[Optimizer], object] = lambda optimizer: None
+    is_slow_on_cpu: bool = False
+    unread: Mapping[str, Sequence[str]] = MappingProxyType({})
+
+
+def _set_threads(optimizer: Optimizer) -> None:
+    """Give an optimizer of DeepSpeed as many threads as torch, in the OpenMP it is linked to."""
+    (op,) = (value for name, value in vars(optimizer).items() if name.startswith("ds_opt_"))
+    ctypes.CDLL(op.__file__).omp_set_num_threads(torch.get_num_threads())
+
+
+PEERS = {
+    "deepspeed": Peer(
+        {
+            ADAM.name: "deepspeed.ops.adam:DeepSpeedCPUAdam",
+            LION.name: "deepspeed.ops.lion:DeepSpeedCPULion",
+        },
+        cpu=(FP32, BF16),
+        keywords=lambda variant: {"fp32_optimizer_states": False},  # but the parameters' dtype
+        prepare=_set_threads,
+        unread={LION.name: ["exp_avg_sq"]},
+    ),
+    "torch": Peer(
+        {ADAM.name: "torch.optim:AdamW", SGD.name: "torch.optim:SGD"},
+        cpu=(FP32,),
+        cuda=(FP32, BF16),
+        keywords=lambda variant: {"fused": True},
+    ),
+    "bitsandbytes": Peer(
+        {
+            ADAM.name: "bitsandbytes.optim:AdamW8bit",
+            LION.name: "bitsandbytes.optim:Lion8bit",
+            SGD.name: "bitsandbytes.optim:SGD8bit",
+            ADEMAMIX.name: "bitsandbytes.optim:AdEMAMix8bit",
+        },
+        cpu=(FP32,),
+        cuda=(FP32, BF16),
+        is_slow_on_cpu=True,
+    ),
+    "torchao": Peer(
+        {ADAM.name: "torchao.optim:AdamW8bit"},
+        cpu=(FP32,),
+        cuda=(FP32,),
+        keywords=lambda variant: {"block_size": 256},
+        is_slow_on_cpu=True,
+    ),
+    "flashoptim": Peer(
+        {
+            ADAM.name: "flashoptim:FlashAdamW",
+            LION.name: "flashoptim:FlashLion",
+            SGD.name: "flashoptim:FlashSGD",
+        },
+        cuda=(FP32, BF16_CORRECTED),
+        keywords=lambda variant: {"master_weight_bits": 24 if variant.correction_bits else None},
+    ),
+}
+
+
+def peers_on(device: str) -> tuple[str, ...]:
+    """Return the names of the packages whose optimizers step on a device."""
+    return tuple(name for name, peer in PEERS.items() if getattr(peer, device))

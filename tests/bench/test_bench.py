@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zero8 bench` times every step that it names, in turns."""
+
+import json
+import sys
+
+import pytest
+
+from zero8 import bench, cli
+
+NUMEL = 2**16
+BYTES = {  # per parameter
+    ("zero8", "fp32"): 16,
+    ("copy of zero8's bytes", "fp32"): 16,
+    ("DeepSpeedCPUAdam", "fp32"): 28,
+    ("torch AdamW, fused", "fp32"): 28,
+    ("torch AdamW, foreach", "fp32"): 28,
+    ("zero8", "bf16"): 10,
+    ("copy of zero8's bytes", "bf16"): 10,
+    ("DeepSpeedCPUAdam", "bf16"): 14,
+    ("torch AdamW, fused", "bf16"): 14,
+    ("torch AdamW, foreach", "bf16"): 14,
+}
+
+
+@pytest.fixture
+def two_rounds(monkeypatch):
+    monkeypatch.setattr(bench, "ROUNDS", 2)
+
+
+def test_bench_has_a_row_for_every_step_with_its_bytes(two_rounds, capsys):
+    words = ["bench", "--numel", str(NUMEL), "--threads", "1"]
+    assert cli.main([*words, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["numel"], result["threads"], result["missing"]) == (NUMEL, 1, {})
+    found = {(r["name"], r["dtype"]): r["gb_per_s"] * r["ns_per_param"] for r in result["rows"]}
+    assert found == pytest.approx(BYTES)
+
+
+def test_bench_without_deepspeed_says_so_and_times_the_others(two_rounds, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", None)
+    assert cli.main(["bench", "--numel", str(NUMEL)]) == 0
+    printed = capsys.readouterr().out
+    assert "without DeepSpeedCPUAdam: ModuleNotFoundError" in printed
+    assert "torch AdamW, fused, fp32" in printed
+
+
+@pytest.mark.parametrize("words", [["--numel", "70000"], ["--numel", "0"], ["--threads", "0"]])
+def test_bench_of_wrong_usage_exits_2(words):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", *words])
+
+
+def test_bench_steps_take_turns():
+    calls = []
+    contenders = [bench.Contender(name, "fp32", lambda n=name: calls.append(n), 8) for name in "ab"]
+    rows = bench.measure(contenders, numel=1, rounds=5)
+    assert [row.name for row in rows] == ["a", "b"]
+    pairs = zip(calls[::2], calls[1::2], strict=True)
+    assert all(sorted(pair) == ["a", "b"] for pair in pairs) and len(calls) == 2 * (3 + 5)
+    assert all(row.ns_per_param_p10 <= row.ns_per_param <= row.ns_per_param_p90 for row in rows)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zero8 plan --model` of a config.json, whose shapes are those of transformers' model."""
+
+import json
+import shlex
+
+import pytest
+from doc_blocks import is_shown
+from model_configs import LLAMA_8B
+from places import ROOT
+
+from zero8 import cli
+from zero8.plan.model import Model
+
+pytestmark = pytest.mark.integrations
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+}
+
+
+@pytest.fixture
+def model_of(tmp_path, monkeypatch):
+    """Return a function: the model of the config.json in the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def model_of(config):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config))
+        return Model.of_file(path)
+
+    return model_of
+
+
+# The totals are those of the published weights.
+@pytest.mark.parametrize(
+    ("config", "numel"),
+    [
+        (LLAMA_8B, 8_030_261_248),
+        (LLAMA_8B | {"tie_word_embeddings": True}, 8_030_261_248 - 128256 * 4096),
+        (QWEN3_8B, 8_190_735_360),
+    ],
+    ids=["Llama-3.1-8B", "tied", "Qwen3-8B"],
+)
+def test_plan_of_a_published_model_has_its_number_of_parameters(model_of, config, numel):
+    assert model_of(config).numel == numel
+
+
+@pytest.mark.parametrize("changes", [{"model_type": "nonsense"}, {"vocab_size": "many"}])
+def test_plan_of_a_config_that_transformers_refuses_is_refused(model_of, changes):
+    with pytest.raises(ValueError, match="transformers makes no language model of it"):
+        model_of(LLAMA_8B | changes)
+
+
+def test_plan_of_a_config_in_a_page_is_what_the_command_prints(model_of, block, capsys):
+    model_of(LLAMA_8B)  # which the page describes
+    ((command, shown),) = block.session
+    assert cli.main(shlex.split(command)[1:]) == 0
+    assert is_shown(shown, printed := capsys.readouterr().out), printed
+
+
+def test_plan_without_fp32_masters_takes_what_the_docs_say(model_of, capsys):
+    model_of(LLAMA_8B)
+    text = (ROOT / "docs" / "from-adamw-to-8-bit.md").read_text()
+    for dtype in ("bf16", "bf16-masters", "24-bit-masters"):
+        words = ["plan", "--json", "--model", "config.json", "--stage", "2", "--dtype", dtype]
+        assert cli.main(words) == 0
+        need = json.loads(capsys.readouterr().out)["zero8"]["need"]
+        assert f"{need['host_bytes'] / 2**30:.2f}" in text, dtype

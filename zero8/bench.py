@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time a step of this machine: zero8's, DeepSpeed's CPUAdam, torch's AdamW, and a copy.
+
+The steps take turns in one process.  A copy reads and writes what the step before it in the table
+does, without computing: no step over the same data is faster.
+"""
+
+import argparse
+import ctypes
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from tabulate import tabulate
+from torch.optim import Optimizer
+
+from zero8.op import kernel
+from zero8.optimizer import Adam8bitBlockwise
+
+HYPER = {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+COLUMNS = 4096
+NUMEL = 2**25
+ROUNDS = 20
+WARM_UP_ROUNDS = 3
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A step to time over one parameter.
+
+    Attributes:
+        name: what steps.
+        dtype: of the weights, a key of `DTYPES`.
+        step: takes a step.
+        moved_bytes: that a step reads and writes, without scales of blocks: the gradient once, the
+            weights and moments twice.
+    """
+
+    name: str
+    dtype: str
+    step: Callable[[], object]
+    moved_bytes: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """The time of a step: median, and 10th and 90th percentile, in ns per parameter."""
+
+    name: str
+    dtype: str
+    ns_per_param: float
+    ns_per_param_p10: float
+    ns_per_param_p90: float
+    gb_per_s: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    help_text = f"parameters, a multiple of {COLUMNS}; default {NUMEL}"
+    numel = partial(_multiple, COLUMNS)
+    parser.add_argument("--numel", type=numel, default=NUMEL, metavar="N", help=help_text)
+    parser.add_argument("--threads", type=partial(_multiple, 1), metavar="N", help="default all")
+
+
+def _multiple(unit: int, word: str) -> int:
+    if (value := int(word)) < 1 or value % unit:
+        raise argparse.ArgumentTypeError(f"got {word}, expected a positive multiple of {unit}")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
+    """Return exit status, JSON object and text."""
+    result = {"numel": arguments.numel, "load_average": os.getloadavg()[0]}
+    with threads(arguments.threads or torch.get_num_threads()):
+        contenders, missing = _contenders(arguments.numel)
+        rows = measure(contenders, arguments.numel, ROUNDS)
+        result |= {"threads": torch.get_num_threads(), "isa": kernel.default_isa()}
+    result |= {"rows": [asdict(row) for row in rows], "missing": missing}
+    return 0, result, _text(result)
+
+
+def measure(contenders: list[Contender], numel: int, rounds: int) -> list[Row]:
+    """Return a row per contender; each round runs all of them in a new order.
+
+    The speed of a shared machine's memory drifts; calls of the same round meet the same conditions.
+    """
+    times_ns: list[list[int]] = [[] for _ in contenders]
+    order, shuffle = list(range(len(contenders))), random.Random(0).shuffle
+    for number in range(WARM_UP_ROUNDS + rounds):
+        shuffle(order)
+        for place in order:
+            began = time.perf_counter_ns()
+            contenders[place].step()
+            if number >= WARM_UP_ROUNDS:
+                times_ns[place].append(time.perf_counter_ns() - began)
+    return [_row(*pair, numel) for pair in zip(contenders, times_ns, strict=True)]
+
+
+def _row(contender: Contender, times_ns: list[int], numel: int) -> Row:
+    median, tenths = statistics.median(times_ns), statistics.quantiles(times_ns, n=10)
+    each = (value / numel for value in (median, tenths[0], tenths[-1]))
+    return Row(contender.name, contender.dtype, *each, contender.moved_bytes / median)
+
+
+def _contenders(numel: int) -> tuple[list[Contender], dict[str, str]]:
+    """Return the contenders, and why others are missing."""
+    found, missing = [], {}
+    for dtype in DTYPES:
+        param = torch.nn.Parameter(_random(numel, dtype, 1.0))
+        param.grad = _random(numel, dtype, 1e-3)
+        ours = _contender("zero8", dtype, param, 2, partial(Adam8bitBlockwise, **HYPER))
+        states = [torch.zeros(numel, dtype=torch.uint8) for _ in range(2)]
+        copy = partial(kernel.copy, param, param.grad, states)
+        found += [ours, Contender("copy of zero8's bytes", dtype, copy, ours.moved_bytes)]
+        for name, make in _PEERS.items():
+            try:
+                moments_bytes = 2 * param.element_size()
+                found.append(_contender(name, dtype, param, moments_bytes, partial(make, **HYPER)))
+            except (ImportError, RuntimeError, OSError) as error:  # not installed, or not compiled
+                missing[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return found, missing
+
+
+def _random(numel: int, dtype: str, scale: float) -> torch.Tensor:
+    return torch.randn(numel // COLUMNS, COLUMNS).mul_(scale).to(DTYPES[dtype])
+
+
+def _contender(
+    name: str,
+    dtype: str,
+    param: torch.nn.Parameter,
+    moments_bytes: int,
+    make: Callable[..., Optimizer],
+) -> Contender:
+    """Return the contender of an optimizer whose moments take these bytes per parameter."""
+    optimizer = make([param])
+    optimizer.step()  # makes the moments
+    moved_bytes = (3 * param.element_size() + 2 * moments_bytes) * param.numel()
+    return Contender(name, dtype, optimizer.step, moved_bytes)
+
+
+def _deepspeed(params: list[torch.nn.Parameter], **hyper: object) -> Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    optimizer = DeepSpeedCPUAdam(params, fp32_optimizer_states=False, **hyper)
+    # Its op has an OpenMP of its own.
+    ctypes.CDLL(optimizer.ds_opt_adam.__file__).omp_set_num_threads(torch.get_num_threads())
+    return optimizer
+
+
+_PEERS: dict[str, Callable[..., Optimizer]] = {
+    "DeepSpeedCPUAdam": _deepspeed,
+    "torch AdamW, fused": partial(torch.optim.AdamW, fused=True),
+    "torch AdamW, foreach": partial(torch.optim.AdamW, foreach=True),
+}
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Give torch this many threads during the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _text(result: dict) -> str:
+    ours = {row["dtype"]: row["ns_per_param"] for row in result["rows"] if row["name"] == "zero8"}
+    cells = [
+        [
+            f"{row['name']}, {row['dtype']}",
+            f"{row['ns_per_param'] * result['numel'] / 1e6:.1f}",
+            f"{row['ns_per_param']:.3f}",
+            f"{row['ns_per_param_p10']:.3f} to {row['ns_per_param_p90']:.3f}",
+            f"{row['gb_per_s']:.1f}",
+            f"{row['ns_per_param'] / ours[row['dtype']]:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    headers = ["step", "ms", "ns/param", "10 to 90 %", "GB/s", "over zero8's time"]
+    align = ["left", *["right"] * (len(headers) - 1)]
+    lines = [
+        f"{result['numel']:,} parameters, {result['threads']} thread(s), {result['isa']}, load "
+        f"average before {result['load_average']:.2f}",
+        "",
+        tabulate(cells, headers, disable_numparse=True, colalign=align),
+        *(f"without {name}: {reason}" for name, reason in result["missing"].items()),
+    ]
+    return "\n".join(lines)
