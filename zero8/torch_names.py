@@ -57,7 +57,6 @@ NAMES = (
         PrivateName("torch.optim.optimizer", name, "notices hooks of all steps")
         for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     ),
-    PrivateName("torch", "cuda._sleep", "keeps a GPU busy in measurements"),
     PrivateName(
         "torch",
         "_C._set_throw_on_mutable_data_ptr",
@@ -75,11 +74,6 @@ NAMES = (
         "torch.utils._python_dispatch",
         "is_traceable_wrapper_subclass",
         "recognizes tensors that must not have weak references",
-    ),
-    PrivateName(
-        "torch.utils._python_dispatch",
-        "TorchDispatchMode",
-        "counts the bytes that ranks send in measurements",
     ),
     PrivateName(
         "torch.distributed.tensor._dtensor_spec", "DTensorSpec", "makes the DTensors of states"
