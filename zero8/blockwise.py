@@ -428,11 +428,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def _group_of(self, p: Tensor) -> dict[str, Any]:
         groups, seen = self._groups_seen
         group, place = seen.get(p, ({"params": []}, 0))
-        # A script may move parameters from group to group.
+        # A script may move parameters from group to group.  ZeRO-3 takes all but one partition out
+        # of their group for a step, and they belong there still.
         if groups is not self.param_groups or not any(
             one is p for one in group["params"][place : place + 1]
         ):
-            seen = {
+            kept = seen if groups is self.param_groups else {}
+            seen = kept | {
                 one: (group, place)
                 for group in self.param_groups
                 for place, one in enumerate(group["params"])

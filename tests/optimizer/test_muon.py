@@ -15,6 +15,7 @@ from small_optimizers import assert_equal, gamma, param, set_grads
 from torch import nn
 
 from zero8 import Adam8bitBlockwise, SGD8bitBlockwise, StableEmbedding
+from zero8.algorithms.adam import ADAM
 from zero8.algorithms.muon import MUON
 from zero8.muon import Muon8bitBlockwise
 from zero8.spec import dither, reference
@@ -668,3 +669,14 @@ def test_muon_bad_values_raise(name, value):
 def test_muon_unknown_keywords_raise():
     with pytest.raises(ValueError, match="ns_step"):
         Muon8bitBlockwise([("inner", param(8, 64))], ns_step=5)
+
+
+def test_muon_knows_the_algorithm_of_a_parameter_that_zero3_takes_out_of_its_group():
+    """During a step DeepSpeed leaves one partition in a group, and may load another's state."""
+    params = [nn.Parameter(torch.ones(64, 64)) for _ in range(3)]
+    groups = [{"params": params[:2]}, {"params": params[2:], "use_muon": False}]
+    optimizer = Muon8bitBlockwise(groups, lr=1e-3)
+    expected = [optimizer.kind_of(p, {}).algorithm for p in params]
+    optimizer.param_groups[0]["params"] = params[:1]
+    optimizer.param_groups[1]["params"] = []
+    assert [optimizer.kind_of(p, {}).algorithm for p in params] == expected == [MUON, MUON, ADAM]
