@@ -674,7 +674,7 @@ def test_muon_unknown_keywords_raise():
 def test_muon_knows_the_algorithm_of_a_parameter_that_zero3_takes_out_of_its_group():
     """During a step DeepSpeed leaves one partition in a group, and may load another's state."""
     params = [nn.Parameter(torch.ones(64, 64)) for _ in range(3)]
-    groups = [{"params": params[:2]}, {"params": params[2:], "use_muon": False}]
+    groups = [{"params": params[2 * one :][:2], "use_muon": not one} for one in range(2)]
     optimizer = Muon8bitBlockwise(groups, lr=1e-3)
     expected = [optimizer.kind_of(p, {}).algorithm for p in params]
     optimizer.param_groups[0]["params"] = params[:1]
