@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is compared, by name: zero8's codecs, other packages' states, and kept weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import zero8
 from benchmarks.fidelity.training import Setting
+from benchmarks.states import state_bytes
 from zero8.spec.codec import CODECS
 
 Named = list[tuple[str, nn.Parameter]]
@@ -150,9 +151,7 @@ class Rival:
 
     def bytes_per_param(self) -> float:
         """Return the bytes of all tensors of the states, over the number of parameters."""
-        storages = (t.untyped_storage() for t in _plain(list(self.optimizer.state.values())))
-        sizes = {s.data_ptr(): s.nbytes() for s in storages}
-        return sum(sizes.values()) / sum(p.numel() for p in self.params)
+        return state_bytes(self.optimizer) / sum(p.numel() for p in self.params)
 
 
 def usable(setting: Setting) -> tuple[Setting, list[dict]]:
@@ -171,14 +170,3 @@ def usable(setting: Setting) -> tuple[Setting, list[dict]]:
     }
     reasons = [{"setting": setting.name, "scheme": n, "reason": r} for n, r in skipped.items()]
     return replace(setting, **kept), reasons
-
-
-def _plain(value: object) -> Iterator[Tensor]:
-    """Yield the plain tensors inside containers and wrapper subclasses."""
-    if hasattr(value, "__tensor_flatten__"):
-        yield from _plain([getattr(value, name) for name in value.__tensor_flatten__()[0]])
-    elif isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _plain(item)
