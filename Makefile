@@ -125,7 +125,7 @@ test-nightly: .venv/.test
 	$(BUILD)
 	$(PYTEST) -m nightly $(TWO_FILES)
 
-# Two tests at a time, each on two hosts of its own; they wait more than they compute.
+# Three tests at a time, each on two hosts of its own; they wait more than they compute.
 test-multinode: .venv/.test
 	$(BUILD)
 	$(PYTEST) tests/multinode -m multinode -n 3 --dist worksteal

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Train the same small GPT twice from the same seed on this machine: with one of zero8's optimizers, and
-# with its fp32 twin, the AdamW, Lion, SGD or Muon of DeepSpeed or PyTorch. Then time steps of both over
-# 2^25 parameters, with all cores, write OUT/summary.json and OUT/loss.png and print tables. Warnings of
-# each rank are in OUT/*.log.
+# with its fp32 twin, the AdamW, Lion, SGD or Muon of DeepSpeed or PyTorch. Then write OUT/summary.json
+# and OUT/loss.png and print a table. Warnings of each rank are in OUT/*.log.
 #
 # usage: launch/local.sh [--dry-run | --help], with these environment variables [and defaults]:
 #   ENGINE     deepspeed, or fsdp2 for pure PyTorch [deepspeed; with WEIGHTS=int8 fsdp2]
@@ -73,8 +72,7 @@ fi
 ((gpus > 0)) || export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} CUDA_VISIBLE_DEVICES=
 ranks=${RANKS:-$((gpus > 0 ? gpus : 2))} # NCCL takes one per GPU
 # Ranks share the cores.  nproc would take OMP_NUM_THREADS for their number.
-cores=$(env -u OMP_NUM_THREADS nproc)
-threads=$((cores / ranks))
+threads=$(($(env -u OMP_NUM_THREADS nproc) / ranks))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 # A signal must reach torchrun, which then ends its ranks: they are in sessions of their own.
@@ -97,9 +95,8 @@ train() {
 train "$optimizer" ${int8:+--weights "$int8"}
 train "$twin"
 
-echo "timing steps over 2^25 parameters"
 settings="ENGINE=$engine OPTIMIZER=$optimizer MODEL=${MODEL:-demo} STEPS=${STEPS:-400} RANKS=$ranks"
 settings="$settings CONFIG=$config${CODEC:+ CODEC=$CODEC}${int8:+ WEIGHTS=$int8}"
 settings="$settings${DATA:+ DATA=$DATA} SEED=${SEED:-0}"
-OMP_NUM_THREADS=$cores $run "$python" -m examples.gpt.report "$out" --optimizer "$optimizer" \
+$run "$python" -m examples.gpt.report "$out" --optimizer "$optimizer" \
   --command "$settings launch/local.sh"
