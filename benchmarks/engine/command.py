@@ -63,9 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [row for case in cases for row in measure(case, arguments.rounds)]
     if numbers.rank() != 0:
         return 0
+    ranks = numbers.num_ranks()
+    if ranks > 1:
+        start = f"torchrun --nproc-per-node {ranks}"
+        environment["command"] = environment["command"].replace("python", start, 1)
     result = environment | {
         **{name: getattr(arguments, name) for name in ("algorithm", "numel", "rounds", "threads")},
-        "world_size": numbers.num_ranks(),
+        "world_size": ranks,
         "isa": kernel.default_isa(),
         "rows": rows,
     }
