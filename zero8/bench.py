@@ -125,7 +125,7 @@ def _contenders(numel: int) -> tuple[list[Contender], dict[str, str]]:
                 moments_bytes = 2 * param.element_size()
                 found.append(_contender(name, dtype, param, moments_bytes, partial(make, **HYPER)))
             except (ImportError, RuntimeError, OSError) as error:  # not installed, or not compiled
-                missing[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+                missing[name] = reason_of(error)
     return found, missing
 
 
@@ -151,8 +151,7 @@ def _deepspeed(params: list[torch.nn.Parameter], **hyper: object) -> Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     optimizer = DeepSpeedCPUAdam(params, fp32_optimizer_states=False, **hyper)
-    # Its op has an OpenMP of its own.
-    ctypes.CDLL(optimizer.ds_opt_adam.__file__).omp_set_num_threads(torch.get_num_threads())
+    set_threads(optimizer)
     return optimizer
 
 
@@ -172,6 +171,17 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def set_threads(optimizer: Optimizer) -> None:
+    """Give an optimizer of DeepSpeed as many threads as torch, in the OpenMP it is linked to."""
+    (op,) = (value for name, value in vars(optimizer).items() if name.startswith("ds_opt_"))
+    ctypes.CDLL(op.__file__).omp_set_num_threads(torch.get_num_threads())
+
+
+def reason_of(error: Exception) -> str:
+    """Return in one line why an optimizer cannot step here."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _text(result: dict) -> str:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 import zero8
 from benchmarks.fidelity.training import Setting
 from benchmarks.states import state_bytes
+from zero8.bench import reason_of
 from zero8.spec.codec import CODECS
 
 Named = list[tuple[str, nn.Parameter]]
@@ -163,7 +164,7 @@ def usable(setting: Setting) -> tuple[Setting, list[dict]]:
             rival.set_gradients([probe])
             rival.optimizer.step()
         except Exception as error:  # a package may be missing, or lack an op or a compiler
-            skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            skipped[name] = reason_of(error)
     kept = {
         field: tuple(name for name in getattr(setting, field) if name not in skipped)
         for field in ("replayed", "trained")

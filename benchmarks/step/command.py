@@ -14,7 +14,6 @@ import torch
 from benchmarks import gpu, record
 from benchmarks.step import timing
 from benchmarks.step.contenders import (
-    COLUMNS,
     ZERO8,
     Contender,
     Params,
@@ -25,7 +24,7 @@ from benchmarks.step.contenders import (
 from benchmarks.step.peers import PEERS, peers_on
 from benchmarks.step.report import markdown, title
 from benchmarks.usage import UsageError, check_least, check_multiple, check_names, chosen
-from zero8.bench import threads
+from zero8.bench import COLUMNS, threads
 from zero8.op import kernel
 from zero8.spec.codec import CODECS
 

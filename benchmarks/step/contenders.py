@@ -14,17 +14,17 @@ from torch.optim import Optimizer
 from benchmarks.states import plain_tensors
 from benchmarks.step.peers import PEERS
 from benchmarks.step.variants import CUDA_VARIANTS, VARIANTS, Variant
+from zero8 import bench
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.ademamix import ADEMAMIX
 from zero8.algorithms.lion import LION
 from zero8.algorithms.sgd import SGD
+from zero8.bench import COLUMNS
 from zero8.op import kernel
 from zero8.optimizer import OPTIMIZERS
 
-COLUMNS = 4096
-
 HYPER: dict[str, dict[str, Any]] = {
-    ADAM.name: {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    ADAM.name: bench.HYPER,
     LION.name: {"lr": 1e-6, "betas": (0.9, 0.99), "weight_decay": 0.01},
     SGD.name: {"lr": 1e-6, "momentum": 0.9, "weight_decay": 0.01},
     ADEMAMIX.name: {
@@ -132,7 +132,7 @@ def peer_contenders(
         try:
             found += _of_peer(algorithm, name, params)
         except Exception as error:  # a package may be missing, or lack an op or a compiler
-            skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            skipped[name] = bench.reason_of(error)
     return found, skipped
 
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers of other packages that are timed."""
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch.optim import Optimizer
 
 from benchmarks.step.variants import BF16, BF16_CORRECTED, FP32, Variant
@@ -14,6 +12,7 @@ from zero8.algorithms.adam import ADAM
 from zero8.algorithms.ademamix import ADEMAMIX
 from zero8.algorithms.lion import LION
 from zero8.algorithms.sgd import SGD
+from zero8.bench import set_threads
 
 
 class Peer(NamedTuple):
@@ -38,12 +37,6 @@ class Peer(NamedTuple):
     unread: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
-def _set_threads(optimizer: Optimizer) -> None:
-    """Give an optimizer of DeepSpeed as many threads as torch, in the OpenMP it is linked to."""
-    (op,) = (value for name, value in vars(optimizer).items() if name.startswith("ds_opt_"))
-    ctypes.CDLL(op.__file__).omp_set_num_threads(torch.get_num_threads())
-
-
 PEERS = {
     "deepspeed": Peer(
         {
@@ -52,7 +45,7 @@ PEERS = {
         },
         cpu=(FP32, BF16),
         keywords=lambda variant: {"fp32_optimizer_states": False},  # but the parameters' dtype
-        prepare=_set_threads,
+        prepare=set_threads,
         unread={LION.name: ["exp_avg_sq"]},
     ),
     "torch": Peer(
