@@ -5,7 +5,6 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,22 +20,7 @@ FIRST = "Begin with zero8 doctor, and zero8 plan --parameters 8B."
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return the exit status."""
-    if argv is not None or sys.argv[1:2] != ["checkpoint"]:
-        return _main(sys.argv[1:] if argv is None else list(argv))
-    argv = sys.argv[1:]
-    # Fork before importing modules that start threads.
-    from zero8.checkpoint.commands.guard import FileCutError, in_child
-
-    try:
-        return in_child(lambda: _main(argv))
-    except (FileCutError, OSError) as error:
-        text = f"zero8 {shlex.join(argv)}: {error}"
-        _print(json.dumps({"error": text}, indent=2) if "--json" in argv else text)
-        return 2
-
-
-def _main(argv: list[str]) -> int:
-    arguments = make_parser().parse_args(argv)
+    arguments = make_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     with extras.explained(arguments.program):
         return arguments.run(arguments)
 

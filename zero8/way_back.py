@@ -12,9 +12,8 @@ from zero8.zero.active import innermost
 from zero8.zero.moment_tensor import HEADER, MomentTensor, is_pickled_moment, moments_in
 
 REMEDY = (
-    "or make float32 states first: zero8 checkpoint convert IN OUT --to fp32 for a file or a "
-    "folder of FSDP2, zero8 checkpoint universal DIR for a checkpoint of DeepSpeed, "
-    "zero8.export(optimizer) in Python"
+    "or make float32 states first: zero8 checkpoint convert IN OUT --to fp32, --to zero for "
+    "DeepSpeed's engines, or zero8.export(optimizer) in Python"
 )
 
 
@@ -40,8 +39,8 @@ def export(optimizer: torch.optim.Optimizer) -> dict:
     if any(moments_in(state) for state in ours.states.values()) or ours.on_disk:
         raise ValueError(
             "export: got an optimizer that steps partitions of ZeRO; save a checkpoint instead, "
-            "and convert it: zero8 checkpoint universal DIR for DeepSpeed's Adams, "
-            "zero8 checkpoint convert DIR OUT --to fp32 for torch's AdamW"
+            "and convert it: zero8 checkpoint convert DIR OUT --to zero for DeepSpeed's Adams, "
+            "--to fp32 for torch's AdamW"
         )
     kept = ours.state_dict_format
     ours.state_dict_format = "fp32"

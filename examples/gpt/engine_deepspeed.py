@@ -13,9 +13,9 @@ from torch import distributed
 import zero8  # noqa: F401 - registers the types of zero8's optimizers
 from examples.gpt.config import load_config
 from examples.gpt.model import GPT
+from zero8.checkpoint.commands.convert import convert
 from zero8.checkpoint.files.manifest import Manifest
 from zero8.checkpoint.files.tags import complete_tags
-from zero8.checkpoint.write import universal_converter
 from zero8.ranks.agree import from_rank_0
 from zero8.zero.ops import leave_out_shared_memory
 
@@ -83,5 +83,5 @@ def loadable_tag(folder: Path, world_size: int) -> str | None:
         return newest.name
     target = newest.with_name(newest.name + UNIVERSAL)
     shutil.rmtree(target, ignore_errors=True)  # of an earlier resume, perhaps not whole
-    universal_converter.convert(newest, target.absolute(), 1)
+    convert(newest, target, "zero")
     return target.name

@@ -23,8 +23,6 @@ from zero8.checkpoint.commands import command  # noqa: F401, for the children
 
 ADDRESS_SPACE_BYTES = 4 << 30
 """The address space that a command may add, so that it does not take the machine's memory."""
-AS_A_PROGRAM = [sys.executable, "-m", "zero8.cli"]
-"""The beginning of a command that zero8 runs in a child, as it does when a shell starts it."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +121,6 @@ def _run(line: Sequence[str]) -> int | None:
     """Run a command and return its status."""
     if line[0] == "zero8":
         return cli.main(line[1:])
-    if line[:3] == AS_A_PROGRAM:
-        sys.argv = ["zero8", *line[3:]]
-        return cli.main()
     exec(line[2], {"__name__": "__main__"})
     return None
 

@@ -23,10 +23,8 @@ CASES = [
 ]
 # They take seconds; each has a quick one of the same script beside it.
 SLOW = {
-    ("cut_short", "inspect"),
     ("deep_folders", "1,500 folders on the disk, verify"),
     ("many_files", "files with other contents"),
-    ("small_files_large_work", "300 steps in one place"),
 }
 
 

@@ -69,7 +69,7 @@ def test_convert_keeps_corrections_of_bfloat16_weights(source, corrected_sources
 def test_convert_to_zero_has_corrections_in_float32_master_weights(corrected_sources, folder):
     converted(folder / "bf16_dcp", folder / "bf16_dcp-zero", "zero")
     expected = torch.load(folder / "bf16_dcp-fp32", weights_only=True)["model"]
-    tag = (folder / "bf16_dcp-zero" / "latest_universal").read_text()
+    assert (folder / "latest_universal").read_text() == "bf16_dcp-zero"
     for name in ("wide", "bias"):
-        path = folder / "bf16_dcp-zero" / tag / "zero" / name / "fp32.pt"
+        path = folder / "bf16_dcp-zero" / "zero" / name / "fp32.pt"
         assert torch.equal(torch.load(path)["param"], expected[name])

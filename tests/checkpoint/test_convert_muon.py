@@ -122,7 +122,7 @@ def test_convert_of_muon_to_dcp_goes_on_under_fsdp2(source, source_at, tmp_path,
 def test_convert_of_muon_to_zero_goes_on(source, layout, source_at, tmp_path, standing_ranks):
     """The bound of m^2/v of AdamW's parameters is in no universal checkpoint."""
     converted(source_at(source), tmp_path / "made", "zero")
-    arguments = {"layout": layout, "folder": str(tmp_path / "made")}
+    arguments = {"layout": layout, "folder": str(tmp_path)}
     for loaded, stepped in standing_ranks(3).run(load_zero, **arguments):
         assert wrong(loaded, alone(SAVED_AFTER)) == []
         expected = alone(STEPS)

@@ -7,8 +7,8 @@ from checkpoint_command import called
 from convert_cases import converted, same
 from places import GOLDEN
 
+from zero8.checkpoint.read.inert import Inert
 from zero8.checkpoint.read.safe_load import load
-from zero8.checkpoint.read.safe_pickle import Inert
 from zero8.checkpoint.read.torchao_weights import reader_of
 from zero8.state.weights import INSIDE, INT8_ROWS
 

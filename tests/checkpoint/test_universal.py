@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeRO checkpoints at other world sizes and stages, by DeepSpeed's universal checkpoints."""
 
+import shutil
+from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from places import GOLDEN
 from universal_cuts import (
     check_same_but_cut_blocks,
     check_within_half_a_code,
-    command,
     convert,
     decoded,
     joined,
@@ -27,6 +30,8 @@ from zero_shards import assert_equals_plain
 from zero_worker import MOMENTS
 
 import zero8
+from zero8.checkpoint.commands import convert as command
+from zero8.checkpoint.write.universal_writer import MODEL_FILES
 
 WORLD_SIZES = (1, 2, 4, 3, 1)
 STEPS = ((0, 1), (2,), (3,), (4,), (5,))
@@ -243,16 +248,6 @@ def test_universal_checkpoint_of_other_groups_is_refused(standing_ranks, tmp_pat
 
 
 @pytest.mark.slow
-def test_universal_command_refuses_fp32_adams_under_round_robin_gradients(standing_ranks, tmp_path):
-    """DeepSpeed's converter would write elements of one parameter into another's file."""
-    config = settings(2, zero={"round_robin_gradients": True}, optimizer="AdamW", torch_adam=True)
-    job = {"ds_config": config, "steps": (0,), "target": str(tmp_path)}
-    standing_ranks(2).run(visit, jobs=[job])
-    status, result, _ = command(tmp_path)
-    assert (status, "would mix up parameters" in result["error"]) == (1, True)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_universal_checkpoints_do_not_restore_frozen_parameters(standing_ranks, tmp_path, stage):
     """Of no optimizer: under load_universal DeepSpeed reads what the optimizer steps over only."""
@@ -262,3 +257,41 @@ def test_universal_checkpoints_do_not_restore_frozen_parameters(standing_ranks, 
     convert(folder)
     ((result,),) = ranks.run(visit, jobs=[{"ds_config": settings(stage), "source": folder}])
     assert torch.equal(result["loaded"]["parameters"]["frozen"], Parts().frozen)
+
+
+# --- What is kept beside states and weights ------------------------------------------------------
+
+
+def edited(path, edit):
+    held = torch.load(path, weights_only=False)
+    edit(held)
+    torch.save(held, path)
+
+
+def test_convert_to_zero_keeps_what_a_resume_reads(tmp_path):
+    """The client state, the scheduler and the loss scale; what is of unknown classes is named."""
+    shutil.copytree(GOLDEN / "zero2_checkpoint", tmp_path / "in")
+    tag = tmp_path / "in" / "step3"
+    scaler = DynamicLossScaler(2**16, 500, 1.0, 2, False, dtype=torch.half)
+    scaler.update_scale(False)
+    kept = {
+        "lr_scheduler": {"last_batch_iteration": 3},
+        "global_samples": 24,
+        "sampler": {"order": torch.arange(5), "seen": {1, 2}, "names": [("a", None)]},
+    }
+    lost = {"args": {"nested": [Namespace(lr=0.1)]}}
+    edited(tag / "mp_rank_00_model_states.pt", lambda held: held.update(kept | lost))
+    for path in tag.glob("*_optim_states.pt"):
+        edited(path, lambda held: held["optimizer_state_dict"].update(loss_scaler=scaler))
+    result = command.convert(tmp_path / "in", tmp_path / "out", "zero")
+    assert [note for note in result["notes"] if "'args'" in note and "argparse.Namespace" in note]
+    for name in MODEL_FILES:
+        found = torch.load(tmp_path / "out" / name, weights_only=False)
+        assert torch.equal(found["sampler"].pop("order"), torch.arange(5))
+        assert found["sampler"] == {"seen": {1, 2}, "names": [("a", None)]}
+        assert (found["lr_scheduler"], found["global_samples"]) == (kept["lr_scheduler"], 24)
+        assert "args" not in found
+    held = torch.load(tmp_path / "out" / "zero" / "optimizer_state.pt", weights_only=False)
+    assert type(held["loss_scaler"]) is DynamicLossScaler
+    assert vars(held["loss_scaler"]) == vars(scaler)
+    assert {"clip_grad", "overflow", "dynamic_loss_scale"} <= held.keys()

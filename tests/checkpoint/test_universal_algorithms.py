@@ -55,7 +55,7 @@ def test_universal_checkpoint_of_an_algorithm_has_its_moments(
     arguments = {"stage": stage, "algorithm": algorithm}
     saved, _ = ranks.run(save, folder=str(tmp_path / "saved"), **arguments)
     converted(tmp_path / "saved", tmp_path / "universal", "zero")
-    for loaded in ranks.run(load, folder=str(tmp_path / "universal"), **arguments):
+    for loaded in ranks.run(load, folder=str(tmp_path), **arguments):
         for name, moments in saved.items():
             for got, expected in zip(loaded[name], moments, strict=True):
                 assert (got - expected).norm() <= 0.02 * expected.norm(), name

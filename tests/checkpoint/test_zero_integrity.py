@@ -575,7 +575,7 @@ def test_load_by_another_number_of_ranks_says_what_to_do(otherwise, standing_ran
     ((error, of_module),) = standing_ranks(1).run(resume_alone, folder=str(otherwise[1]))
     assert (error[0], of_module) == ("ValueError", None)
     assert "was saved by 2 rank(s), this run has 1" in error[1]
-    assert "zero8 checkpoint universal" in error[1]
+    assert "--to zero" in error[1]
 
 
 # --- States on a disk ----------------------------------------------------------------------------

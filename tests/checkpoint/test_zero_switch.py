@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from universal_cuts import check_within_half_a_code, convert, decoded, joined
+from universal_cuts import check_within_half_a_code, convert, convert_fp32, decoded, joined
 from universal_worker import error_of_step, settings, steps_to_tensors, visit
 from zero_worker import MOMENTS
 
@@ -54,7 +54,7 @@ def switched(standing_ranks, tmp_path_factory):
         },
     )
     for stage, adam in saved:
-        convert(f"{folder}/{stage} {adam}")
+        (convert if adam == "ours" else convert_fp32)(f"{folder}/{stage} {adam}")
     jobs = {}
     for stage, adam in CASES:
         ways = {

@@ -100,7 +100,6 @@ def checkpoint(tmp_path_factory):
     [
         ("plan --model CONFIG", "transformers", "plan"),
         ("checkpoint inspect CHECKPOINT --plot OUT", "matplotlib", "bench"),
-        ("checkpoint universal CHECKPOINT", "deepspeed", "deepspeed"),
         ("build CONFIG", "deepspeed", "deepspeed"),
     ],
 )

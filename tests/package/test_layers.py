@@ -38,8 +38,7 @@ LAYERS = [
 DEEPSPEED_ONLY_IN = (
     "zero/",
     "checkpoint/engine/",
-    "checkpoint/write/pickled_objects.py",
-    "checkpoint/write/universal_converter.py",
+    "checkpoint/write/universal_writer.py",
     "bench.py",
     "doctor.py",
 )

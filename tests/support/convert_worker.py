@@ -56,7 +56,8 @@ def load_zero(jobs: list[dict]) -> list[dict]:
     for job in jobs:
         source = job.pop("source")
         engine = engine_of(**job, universal=True)
-        path, _ = engine.load_checkpoint(str(source))
+        source = Path(source)
+        path, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
         assert path is not None
         base = base_optimizer(engine)
         for p in base.state:

@@ -4,7 +4,6 @@
 import io
 import json
 import os
-import resource
 import struct
 import sys
 import tempfile
@@ -126,7 +125,7 @@ def made_moment(scales=(0,), **changes) -> bytes:
     items = {key: x if isinstance(x, bytes) else value(x) for key, x in piece.items()}
     content["pieces"] = list_of(dict_of(items)) if pieces is None else pieces
     codes = tensor(storage("ByteStorage", "1", 0), [0], [1])
-    scales = tensor(storage("FloatStorage", "1", 0), list(scales), [1] * len(scales))
+    scales = tensor(storage("FloatStorage", "2", 0), list(scales), [1] * len(scales))
     return pickled(dict_of(content), codes, scales, tensor(floats(), [256], [1]))
 
 
@@ -148,15 +147,8 @@ def zero_file(state: bytes) -> bytes:
     states = dict_of({"state": dict_of({0: state}), "param_groups": value([{}])})
     weights = list_of(tensor(floats(), [256], [1]))
     inner = {"base_optimizer_state": states, "single_partition_of_fp32_groups": weights}
-    records = {"0": bytes(1024), "1": b""}
+    records = {"0": bytes(1024), "1": b"", "2": b""}
     return saved(dict_of({"optimizer_state_dict": dict_of(inner)}), records)
-
-
-def pieces_again(count: int) -> bytes:
-    """Return a list with one piece a million times."""
-    described = {"name": "p", "identity": 1, "shape": [4], "first": 0, "start": 0, "block_size": 0}
-    first = value({**described, "numel": 0}) + b"q\xfe"
-    return EMPTY_LIST + MARK + first + b"h\xfe" * count + b"e"
 
 
 def compressed() -> bytes:
@@ -222,8 +214,6 @@ PLAIN = {
         + BUILD
     ),
     "what is no function": lambda: saved(value(1) + EMPTY_TUPLE + REDUCE),
-    "bytearray": lambda: saved(call("builtins", "bytearray", value(2**31))),
-    "torch.Tensor": lambda: saved(call("torch", "Tensor", value(2**30))),
     "copies of a dict": lambda: saved(call("collections", "OrderedDict", value([(1, 2)]))),
     "set_ by BUILD": lambda: saved(
         tensor(floats(), [4], [1])
@@ -241,13 +231,7 @@ PLAIN = {
     "sizes that are one number": lambda: with_moments(
         call("torch._utils", "_rebuild_tensor_v2", floats(), *map(value, (0, 4, 1, False)), ORDERED)
     ),
-    "a storage beyond": lambda: with_moments(tensor(floats(257), [4], [1])),
-    "a storage of 2^60": lambda: with_moments(tensor(floats(2**60), [4], [1])),
-    "a storage of -1": lambda: with_moments(tensor(floats(-1), [0], [1])),
     "a storage that is not there": lambda: with_moments(tensor(floats(4, "9"), [4], [1])),
-    "expanded": lambda: with_moments(tensor(floats(), [HUGE], [0])),
-    "expanded, in rows": lambda: with_moments(tensor(floats(), [2**20, 256], [0, 1])),
-    "empty, of huge sizes": lambda: with_moments(tensor(floats(), [0, HUGE, HUGE], [1, 1, 1])),
     "2000 dimensions": lambda: with_moments(tensor(floats(), [1] * 2000, [1] * 2000)),
     "meta": lambda: with_moments(call("torch._utils", "_rebuild_meta_tensor_no_storage", *META)),
     "quantized": lambda: with_moments(
@@ -265,7 +249,6 @@ PLAIN = {
             EMPTY_DICT,
         )
     ),
-    "nested tuples as a key": lambda: saved(EMPTY_DICT + value(1) + b"\x85" * 200_000 + b"Ns"),
     "a list as a key": lambda: saved(EMPTY_DICT + EMPTY_LIST + b"Ns"),
     "nested lists": lambda: saved(state_dict(dict_of({"step": b"]" * 200_000 + b"a" * 199_999}))),
     "a list in itself": lambda: with_entry("step", b"]q\0h\0a"),
@@ -341,7 +324,6 @@ ZERO = {
     "a shape of laughs": lambda: moment(shape=laughs()),
     "a shape of 10^5 sizes": lambda: moment(shape=[2**48] * 10**5),
     "2^48 elements": lambda: moment(shape=[2**24, 2**24], **{"numel": 2**48}),
-    "an empty piece 10^6 times": lambda: moment(pieces=pieces_again(10**6)),
     "pieces of text": lambda: moment(pieces=value("x" * 1000)),
     "pieces that are numbers": lambda: moment(pieces=value([1, 2])),
     "a hash of -1": lambda: moment(**FITTING, hash=value(-1)),
@@ -397,7 +379,10 @@ def metadata(
     size=(4, 64), chunks=None, places=None, key="state.p.exp_avg", dtype="float32"
 ) -> bytes:
     properties = named(f"{DCP}.metadata", "TensorProperties") + EMPTY_TUPLE + NEWOBJ
-    properties += tuple_of(named("torch", dtype), value(None)) + BUILD
+    layout = call("torch.serialization", "_get_layout", value("torch.strided"))
+    memory = call(f"{DCP}.metadata", "_MEM_FORMAT_ENCODING", value(0))
+    no = value(False)
+    properties += tuple_of(named("torch", dtype), layout, no, memory, no) + BUILD
     chunks = list_of(chunk((0, 0), (4, 64))) if chunks is None else chunks
     entry = {"properties": properties, "size": value(tuple(size)), "chunks": chunks}
     whole = {"properties": properties, "size": value((4, 64))}
@@ -420,10 +405,6 @@ def metadata(
 STEP = saved(value(7))
 
 
-def chunk_twice():
-    return list_of(chunk((0, 0), (4, 64)), chunk((0, 0), (4, 64)))
-
-
 CHUNK = saved(tensor(floats(), [4, 64], [64, 1]), RECORD)
 LENGTH = len(CHUNK)
 DCP_FOLDERS = {
@@ -438,7 +419,6 @@ DCP_FOLDERS = {
     ),
     "a memo of 2^31": lambda: b"\x80\x04N" + b"r" + struct.pack("<I", 2**31) + STOP,
     "bytes of 2^40": lambda: b"\x80\x04\x8e" + struct.pack("<Q", HUGE) + STOP,
-    "nested tuples as a key": lambda: b"\x80\x04}N" + b"\x85" * 200_000 + b"Ns.",
     "a file above": lambda: metadata(places=[place("state.p.exp_avg", file="../x.distcp")]),
     "an absolute file": lambda: metadata(places=[place("state.p.exp_avg", file="/etc/passwd")]),
     "the folder above": lambda: metadata(places=[place("state.p.exp_avg", file="..")]),
@@ -458,10 +438,8 @@ DCP_FOLDERS = {
         places=[place("state.p.exp_avg", transform_descriptors=["zstd"])]
     ),
     "no place": lambda: metadata(places=[]),
-    "two places": lambda: metadata(places=[place("state.p.exp_avg"), place("state.p.exp_avg")]),
     "another dtype": lambda: metadata(dtype="float64"),
     "another shape": lambda: metadata(size=(64, 4), chunks=list_of(chunk((0, 0), (64, 4)))),
-    "a chunk twice": lambda: metadata(chunks=chunk_twice()),
     "chunks that overlap": lambda: metadata(
         size=(6, 64), chunks=list_of(chunk((0, 0), (4, 64)), chunk((3, 0), (2, 64)))
     ),
@@ -655,7 +633,7 @@ def read(path: Path) -> None:
 
 
 def result_of(path: Path) -> dict:
-    before, begin = _peak_mib(), time.process_time()
+    begin = time.process_time()
     try:
         read(path)
         error = "nothing"
@@ -664,11 +642,7 @@ def result_of(path: Path) -> dict:
         error = "ok" if isinstance(caught, ValueError | OSError) else type(caught).__name__
         message = str(caught)
     seconds = time.process_time() - begin
-    return {"error": error, "message": message[:2000], "s": seconds, "mib": _peak_mib() - before}
-
-
-def _peak_mib() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    return {"error": error, "message": message[:2000], "s": seconds}
 
 
 def work() -> None:

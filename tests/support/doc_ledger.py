@@ -45,8 +45,8 @@ RUN = {
         "RuntimeError": "test_page_on_adamw_is_what_happens",
         "1,441,792": "test_page_on_adamw_is_what_happens",
         "resume_from_checkpoint": "test_page_on_adamw_is_what_happens",
-        "$ zero8 checkpoint universal": "test_page_on_adamw_is_what_happens",
-        "$ zero8 checkpoint convert": "test_page_on_adamw_is_what_happens",
+        "--to zero": "test_page_on_adamw_is_what_happens",
+        "--to fp32": "test_page_on_adamw_is_what_happens",
     },
     "docs/from-bitsandbytes.md": {
         "fp32_params": "test_python_block_of_the_docs_runs",

@@ -1,32 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts checkpoints, and compares what ranks held before with what others hold afterwards."""
 
-import argparse
+from argparse import Namespace
+from pathlib import Path
 
 import torch
+from deepspeed.checkpoint import ds_to_universal
 from universal_worker import visit
 from zero_shards import put_together
 from zero_worker import MOMENTS
 
 from zero8.algorithms.adam import ADAM
-from zero8.checkpoint.commands import universal
+from zero8.checkpoint.commands import convert as command
 from zero8.spec.codec import DEFAULT_CODEC, codec_named
 
 BLOCK_SIZE = 256
 
 
-def command(*arguments):
-    """Run `zero8 checkpoint universal` in this process; return status, result and text."""
-    parser = argparse.ArgumentParser()
-    universal.add_arguments(parser)
-    return universal.run(parser.parse_args([*map(str, arguments), "--workers", "1"]))
-
-
 def convert(folder):
-    """Convert the latest checkpoint of a folder, and load it when nothing else is said."""
-    status, result, text = command(folder)
-    assert status == 0, text
-    return result
+    """Convert the latest checkpoint of a folder into TAG_universal beside it; return the result."""
+    folder = Path(folder)
+    tag = f"{(folder / 'latest').read_text()}_universal"
+    return command.convert(folder, folder / tag, "zero")
+
+
+def convert_fp32(folder):
+    """Convert the latest checkpoint of an fp32 Adam by DeepSpeed's own converter."""
+    tag = (Path(folder) / "latest").read_text()
+    options = Namespace(
+        input_folder=f"{folder}/{tag}",
+        output_folder=f"{folder}/{tag}_universal",
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=False,
+    )
+    ds_to_universal.main(options)
 
 
 def travel(ranks_of, world_sizes, all_steps, chains, folder, grouped=True):

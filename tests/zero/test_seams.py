@@ -43,11 +43,11 @@ REFUSED = {
     ),
     "elastic_checkpoint": (
         config(stage=1, zero={"elastic_checkpoint": True}),
-        ["elastic_checkpoint", "remove it", "zero8 checkpoint universal"],
+        ["elastic_checkpoint", "remove it", "--to zero"],
     ),
     "elastic_checkpoint, stage 3": (
         config(stage=3, zero={"elastic_checkpoint": True}),
-        ["elastic_checkpoint", "remove it", "zero8 checkpoint universal"],
+        ["elastic_checkpoint", "remove it", "--to zero"],
     ),
     "super_offload": (
         config(stage=3, offload=None, zero=offload(super_offload=True)),

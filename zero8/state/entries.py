@@ -35,12 +35,13 @@ def _entries_of(algorithm: Algorithm) -> frozenset[str]:
     return frozenset({"step", "format", "param_correction"} | memory | moments)
 
 
-_ENTRIES = frozenset[str]().union(*map(_entries_of, ALGORITHMS))
+ENTRIES = frozenset[str]().union(*map(_entries_of, ALGORITHMS))
+"""The keys of all entries that states of our optimizers, or of fp32 ones, have in any form."""
 
 
 def is_new(state: Entries) -> bool:
     """Return whether a parameter has no state: whether all entries, if any, are other code's."""
-    return _ENTRIES.isdisjoint(state)
+    return ENTRIES.isdisjoint(state)
 
 
 def others_in(state: Entries, algorithm: Algorithm) -> Entries:

@@ -193,7 +193,7 @@ def check_places(saved: PieceTable, table: PieceTable) -> None:
             "the checkpoint's partition holds other ranges of parameters than this one: got "
             f"{_shown_from(first, saved)}, expected {_shown_from(first, table)}; was it saved by "
             "another model, or of other trained parameters? For another world size or ZeRO stage, "
-            "convert it to a universal checkpoint first"
+            "convert it first: zero8 checkpoint convert DIR OUT --to zero"
         )
 
 

@@ -11,7 +11,7 @@ def unsupported_mode(zero_config) -> str | None:
     elif zero_config.elastic_checkpoint and zero_config.stage > 0:
         reason = (
             "elastic_checkpoint: DeepSpeed could not load what it saves; remove it. For another "
-            "number of ranks, convert a checkpoint: zero8 checkpoint universal"
+            "number of ranks: zero8 checkpoint convert DIR OUT --to zero"
         )
     elif offload is not None and offload.super_offload:
         reason = (

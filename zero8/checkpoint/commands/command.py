@@ -3,7 +3,7 @@
 
 import argparse
 
-from zero8.checkpoint.commands import convert, diff, inspect, prune, seal, universal, verify
+from zero8.checkpoint.commands import convert, diff, inspect, prune, seal, verify
 
 COMMANDS = (
     ("verify", verify, "check that a checkpoint is whole: exit status 0, or 1 if it is damaged"),
@@ -14,7 +14,6 @@ COMMANDS = (
         "list parameters that differ in two checkpoints: exit status 0 for none, else 1",
     ),
     ("convert", convert, "convert a checkpoint of one framework for another, keeping 8-bit codes"),
-    ("universal", universal, "convert a ZeRO checkpoint for another world size, stage or Adam"),
     ("seal", seal, "write a manifest for a folder, for verify to compare it with"),
     ("prune", prune, "delete the oldest tags of a folder, never the last complete one"),
 )

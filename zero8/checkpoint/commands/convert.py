@@ -21,7 +21,7 @@ from zero8.checkpoint.read.contents import Contents
 from zero8.checkpoint.read.open import open_checkpoint
 from zero8.checkpoint.write.dcp_writer import write_dcp
 from zero8.checkpoint.write.plain_writer import write_bitsandbytes, write_fp32, write_plain
-from zero8.checkpoint.write.universal_writer import write_universal
+from zero8.checkpoint.write.universal_writer import name_latest, write_universal
 
 Write = Callable[[Contents, Path, Staging], None]
 
@@ -31,7 +31,7 @@ TARGETS: dict[str, tuple[Write, str]] = {
     "zero": (
         write_universal,
         'in the config of DeepSpeed: "checkpoint": {{"load_universal": true}}; then\n'
-        "engine.load_checkpoint({out!r})",
+        "engine.load_checkpoint({folder!r})",
     ),
     "dcp": (
         write_dcp,
@@ -61,8 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         required=True,
         choices=list(TARGETS),
-        help="zero: a folder that DeepSpeed's engines load as universal checkpoint; dcp: a folder "
-        "of torch.distributed.checkpoint, for FSDP2; plain: a file of torch.save; fp32: a file "
+        help="zero: a folder that DeepSpeed's engines load as universal checkpoint, at any stage "
+        "and number of ranks; latest_universal beside it names it; dcp: a folder of "
+        "torch.distributed.checkpoint, for FSDP2; plain: a file of torch.save; fp32: a file "
         "with float32 moments for torch's AdamW; bitsandbytes: a file for its AdamW8bit",
     )
 
@@ -75,7 +76,9 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
         return 1, {"error": str(error)}, f"zero8 checkpoint convert: {error}"
     joined = f"{result['blocks_joined']} blocks that a shard boundary cut were encoded as one, each"
     key = '["optimizer"]' if result["has_weights"] else ""
-    how = TARGETS[arguments.to][1].format(out=str(arguments.target), key=key)
+    how = TARGETS[arguments.to][1].format(
+        out=str(arguments.target), folder=str(arguments.target.parent), key=key
+    )
     lines = [
         "{target}: {parameters} parameters with moments, {bytes} bytes".format(**result),
         *([f"{joined} moment within half a code"] if result["blocks_joined"] else []),
@@ -105,6 +108,8 @@ def convert(source: Path, target: Path, to: str) -> dict:
         opened = open_checkpoint(source)
         found = contents_of.read(opened, staging)
         write(found, made, staging)
+    if write is write_universal:
+        name_latest(target.absolute())
     if missing := [name for name in found.parameters if name not in found.model]:
         found.notes.append(f"got no weights of {len(missing)} parameters, such as {missing[0]}")
     facts = opened.facts()

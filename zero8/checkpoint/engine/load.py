@@ -188,7 +188,8 @@ def _check_world_size(engine, load_dir: Path, choice: _Choice, options: dict) ->
     if loads_parts and saved_by != ranks:
         raise ValueError(
             f"load_checkpoint: {load_dir / choice.tag} was saved by {saved_by} rank(s), this run "
-            f"has {ranks}; for another number of ranks convert it: zero8 checkpoint universal"
+            f"has {ranks}; for another number of ranks: "
+            "zero8 checkpoint convert DIR OUT --to zero"
         )
 
 

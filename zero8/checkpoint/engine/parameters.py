@@ -106,7 +106,7 @@ def _difference(got: Shapes, expected: Shapes) -> str:
         "the checkpoint's parameters are in another order, or in other groups (in ZeRO-3 also by "
         "sub_group_size), and ZeRO would read those of others. Give the optimizer its parameters "
         "as the run did that saved it, or make a universal checkpoint of it, which is read by "
-        "name: zero8 checkpoint universal"
+        "name: zero8 checkpoint convert DIR OUT --to zero"
     )
 
 

@@ -43,6 +43,19 @@ def opened(folder: Path, path: str) -> FileIO:
     return file
 
 
+def opened_at(path: Path, folder: Path | None) -> FileIO:
+    """Open a regular file as `opened` does; without a folder, its path may have links.
+
+    Args:
+        path: the file.
+        folder: a parent of it, below which links are not followed.
+    """
+    if folder is None:
+        place = path.resolve()
+        return opened(place.parent, place.name)
+    return opened(folder, path.relative_to(folder).as_posix())
+
+
 def size_bytes_of(folder: Path, path: str) -> int:
     """Return the size of a regular file.
 

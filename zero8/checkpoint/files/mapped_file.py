@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero8.checkpoint.files.inside import opened
+from zero8.checkpoint.files.inside import opened_at
 
 
 def mapped(path: Path, folder: Path | None = None) -> Tensor:
     """Map a file into memory, so that only the bytes used are read.
 
-    If another process truncates the file meanwhile, access to the missing bytes raises SIGBUS; see
-    `zero8.checkpoint.commands.guard`.
+    If another process truncates the file meanwhile, access to the missing bytes raises SIGBUS.
 
     Args:
         path: of a file that is not empty.
@@ -28,12 +27,7 @@ def mapped(path: Path, folder: Path | None = None) -> Tensor:
         OSError: if it cannot be opened.
         ValueError: if it is empty, not a regular file, or reached through a link below the folder.
     """
-    if folder is None:
-        place = path.resolve()
-        file = opened(place.parent, place.name)
-    else:
-        file = opened(folder, path.relative_to(folder).as_posix())
-    with file:
+    with opened_at(path, folder) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         if not size_bytes:
             raise ValueError(f"{path}: got an empty file; was it cut short?")

@@ -28,7 +28,8 @@ class Contents:
         is_named: whether these are names, not numbers in constructor order.
         model: the model's tensors by name; master weights if there are any.
         tied: further names of shared parameters, with their first names.
-        counters: a run's progress, under DeepSpeed's names.
+        run: the progress of the run and what its script saved, under DeepSpeed's names.
+        scaling: the state of loss scaling and clipping, under DeepSpeed's names.
         notes: messages on contents that a conversion drops.
     """
 
@@ -37,7 +38,8 @@ class Contents:
     is_named: bool
     model: dict[str, Tensor]
     tied: dict[str, str]
-    counters: dict
+    run: dict
+    scaling: dict
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -132,7 +134,8 @@ def read(source: Source, staging: Staging) -> Contents:
         kind != "plain" or _are_named(groups),
         _model(source, parameters, staging),
         source.tied(),
-        source.counters(),
+        source.run(),
+        source.scaling(),
     )
 
 

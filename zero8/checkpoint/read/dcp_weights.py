@@ -9,7 +9,8 @@ values inside the others.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from zero8.checkpoint.read.dcp_metadata import Entry
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
 from zero8.spec.int8_rows import SCALE_DTYPES, are_rows
 from zero8.state.weights import INSIDE
 
@@ -21,7 +22,7 @@ class Int8Keys(NamedTuple):
     scales: str
 
 
-def int8_keys(entries: Mapping[str, Entry], key: str) -> Int8Keys | None:
+def int8_keys(entries: Mapping[str, object], key: str) -> Int8Keys | None:
     """Return the keys of the tensors of an INT8 weight, None if the weight is saved otherwise.
 
     Args:
@@ -45,7 +46,7 @@ def int8_keys(entries: Mapping[str, Entry], key: str) -> Int8Keys | None:
     return keys
 
 
-def key_of_values(entries: Mapping[str, Entry], key: str) -> str:
+def key_of_values(entries: Mapping[str, object], key: str) -> str:
     """Return the key of the tensor with a weight's values: `key`, or that of its part.
 
     Args:
@@ -56,11 +57,12 @@ def key_of_values(entries: Mapping[str, Entry], key: str) -> str:
     return next((one for one in parts if one in entries), key)
 
 
-def _check_fit(key: str, codes: Entry, scales: Entry) -> None:
-    if are_rows((codes.size, codes.dtype), (scales.size, scales.dtype)):
+def _check_fit(key: str, *parts: TensorStorageMetadata) -> None:
+    codes, scales = ((tuple(part.size), part.properties.dtype) for part in parts)
+    if are_rows(codes, scales):
         return
     raise ValueError(
-        f"{key}: got int_data of shape {tuple(codes.size)}, {codes.dtype}, and scale of shape "
-        f"{tuple(scales.size)}, {scales.dtype}, expected int8 of 2 dimensions and one scale per "
-        f"row in one of {list(SCALE_DTYPES)}; save both as they are in torchao's weight"
+        f"{key}: got int_data of shape {codes[0]}, {codes[1]}, and scale of shape {scales[0]}, "
+        f"{scales[1]}, expected int8 of 2 dimensions and one scale per row in one of "
+        f"{list(SCALE_DTYPES)}; save both as they are in torchao's weight"
     )

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from zero8.algorithms.table import ALGORITHMS
 from zero8.checkpoint.read.bitsandbytes import from_bitsandbytes, is_of_bitsandbytes
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.safe_load import damage_in, load
@@ -19,10 +18,7 @@ from zero8.checkpoint.read.source import Facts, Source
 from zero8.checkpoint.read.states import fragment_of
 from zero8.checkpoint.read.torchao import from_torchao, is_of_torchao
 from zero8.checkpoint.read.torchao_weights import reader_of
-from zero8.spec.shown import shown, shown_keys
-from zero8.state.entries import FIRST_ENTRIES, bits_at
-from zero8.state.extent import Extent
-from zero8.state.header import StateHeader
+from zero8.spec.shown import shown
 
 LIBRARIES: dict[str, tuple[Callable[[object], bool], Callable[[dict], dict]]] = {
     "bitsandbytes": (is_of_bitsandbytes, from_bitsandbytes),
@@ -50,7 +46,7 @@ class PlainSource(Source):
         """See `Source`; the path may be a link, as the caller gives it."""
         return {self.path: self.path.stat().st_size}
 
-    def _fragments(self, file: Path) -> Iterator[Fragment]:
+    def fragments(self, file: Path) -> Iterator[Fragment]:
         """See `Source`."""
         for key, state in self._state_dict["state"].items():
             if not isinstance(state, dict):
@@ -62,9 +58,8 @@ class PlainSource(Source):
 
     def _fragment(self, file: Path, key: object, state: dict) -> Fragment:
         name = self._names.get(key, str(key))
-        extent = Extent.whole(_shape_of(state, name, file))
         read = self._weights.get(name)
-        return fragment_of(file, name, state, extent, read() if read else None)
+        return fragment_of(file, name, state, read() if read else None)
 
     def groups(self) -> list[dict]:
         """See `Source`."""
@@ -141,16 +136,4 @@ def _is_of_optimizer(found: object) -> bool:
         isinstance(found, dict)
         and isinstance(found.get("state"), dict)
         and isinstance(found.get("param_groups"), list)
-    )
-
-
-def _shape_of(state: dict, name: str, file: Path) -> tuple[int, ...]:
-    for key in FIRST_ENTRIES:
-        if isinstance(state.get(key), Tensor):
-            has_shape = bits_at(key) in (None, 8)
-            return tuple(state[key].shape) if has_shape else StateHeader.of(state, name).shape
-    fp32 = ", ".join(one.fp32_name for one in ALGORITHMS)
-    raise ValueError(
-        f"{file}: state of {name}: got entries {shown_keys(state)}, expected those of an "
-        f"optimizer of zero8, or of {fp32}"
     )

@@ -5,7 +5,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from torch import Tensor
@@ -28,11 +27,6 @@ class Facts:
     stage: int | None = None
 
 
-MOST_BYTES_PER_BYTE = 8
-"""The limit on the bytes of moments per byte of the files; in valid files it is at most 2, for
-bfloat16 moments that are read as float32."""
-
-
 class Source(ABC):
     """A checkpoint that can be read file by file, without a model, an engine or a GPU."""
 
@@ -51,29 +45,14 @@ class Source(ABC):
         """Return the sizes of `files`, 0 for files that cannot be read."""
         return {file: size_bytes_of_path(file) for file in self.files()}
 
+    @abstractmethod
     def fragments(self, file: Path) -> Iterator[Fragment]:
-        """Yield the fragments of a file; tensors are mapped, or of one chunk.
+        """Yield the fragments of a file; tensors are mapped, or of one parameter.
 
         Raises:
-            ValueError: naming the file, if it is damaged, or its moments share bytes, so that a
-                small file would take long to read; values are not checked.
+            ValueError: naming the file, if it is damaged; values are not checked.
             OSError: if it cannot be read.
         """
-        left_bytes = MOST_BYTES_PER_BYTE * self._num_bytes
-        for fragment in self._fragments(file):
-            buffers = (buffer for store in fragment.stores for buffer in store.buffers)
-            left_bytes -= sum(buffer.numel() * buffer.element_size() for buffer in buffers)
-            if left_bytes < 0:
-                raise ValueError(f"{file}: damaged: got moments that share the bytes of the file")
-            yield fragment
-
-    @cached_property
-    def _num_bytes(self) -> int:
-        return sum(self.sizes_bytes().values())
-
-    @abstractmethod
-    def _fragments(self, file: Path) -> Iterator[Fragment]:
-        """Yield the fragments of a file, without the check of `fragments`."""
 
     @abstractmethod
     def groups(self) -> list[dict]:
@@ -90,8 +69,12 @@ class Source(ABC):
         """Return the further names of shared parameters, with their first names, if saved."""
         return {}
 
-    def counters(self) -> dict:
-        """Return the saved progress of the run, under DeepSpeed's names."""
+    def run(self) -> dict:
+        """Return the progress of the run and what its script saved, under DeepSpeed's names."""
+        return {}
+
+    def scaling(self) -> dict:
+        """Return the state of loss scaling and clipping, under DeepSpeed's names."""
         return {}
 
     def all_fragments(self) -> Iterator[Fragment]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes fragments from states of our optimizers and of fp32 ones."""
+"""Makes fragments from whole states of our optimizers and of fp32 ones."""
 
 import math
 from pathlib import Path
@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero8.algorithms.table import algorithm_of_fp32
+from zero8.algorithms.table import ALGORITHMS, algorithm_of_fp32
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.spec import dither
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.buffers import check_entry
 from zero8.spec.shown import shown_keys
-from zero8.state.entries import is_of_fp32
+from zero8.state.entries import FIRST_ENTRIES, bits_at, is_of_fp32
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
 from zero8.state.memory import checked_memory, unknown_memory
@@ -22,22 +22,20 @@ from zero8.state.store import MomentStore
 from zero8.state.table import Piece
 
 
-def fragment_of(
-    file: Path, name: str, entries: dict, extent: Extent, weights: Tensor | None
-) -> Fragment:
-    """Return the fragment of a state, or of a part of one.
+def fragment_of(file: Path, name: str, entries: dict, weights: Tensor | None) -> Fragment:
+    """Return the fragment of a whole state.
 
     Args:
         file: its file.
         name: the parameter's name.
         entries: the state, of `zero8.state.plain` or of an fp32 optimizer.
-        extent: the part of the parameter.
-        weights: the weights of that part, if known.
+        weights: the weights, if known.
 
     Raises:
         ValueError: naming the file, if the entries are inconsistent.
     """
     try:
+        extent = Extent.whole(_shape_of(entries, name))
         if is_of_fp32(entries):
             algorithm = algorithm_of_fp32(entries)
             memory, stores = unknown_memory(algorithm), _of_fp32(algorithm, name, entries, extent)
@@ -63,6 +61,18 @@ def fragment_of(
         weights.reshape(-1) if weights is not None and weights.numel() == extent.numel else None,
         None if correction is None else correction.reshape(-1),
         is_of_fp32(entries),
+    )
+
+
+def _shape_of(state: dict, name: str) -> tuple[int, ...]:
+    for key in FIRST_ENTRIES:
+        if isinstance(state.get(key), Tensor):
+            has_shape = bits_at(key) in (None, 8)
+            return tuple(state[key].shape) if has_shape else StateHeader.of(state, name).shape
+    fp32 = ", ".join(one.fp32_name for one in ALGORITHMS)
+    raise ValueError(
+        f"state of {name}: got entries {shown_keys(state)}, expected those of an optimizer of "
+        f"zero8, or of {fp32}"
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.read.flat_blocks import imported, is_map_of, options_of
-from zero8.checkpoint.read.safe_pickle import Inert
+from zero8.checkpoint.read.inert import Inert
 from zero8.spec.codec import CODECS
 from zero8.spec.levels import NearestEntry
 from zero8.spec.shown import shown
@@ -86,6 +86,8 @@ def _checked(name: str, kind: str, moment: Inert) -> tuple[Tensor, Tensor]:
         raise ValueError(f"{name}: got {shown(_class_of(moment))}, expected {kind} as exp_avg has")
     held = moment.state
     codes, scales = held["codes"], held["scale"]
+    if codes.dtype == torch.float8_e4m3fn:
+        codes = codes.view(torch.uint8)
     if codes.dtype != torch.uint8 or scales.dtype != torch.float32 or scales.ndim != 1:
         raise ValueError(f"{name}: got codes or scales of an unknown type")
     if kind == "OptimState4bit":

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from zero8.checkpoint.read.safe_pickle import Inert
+from zero8.checkpoint.read.inert import Inert
 from zero8.spec.int8_rows import SCALE_DTYPES, are_rows, decoded
 from zero8.spec.shown import shown
 from zero8.state.weights import INSIDE, INT8_ROWS

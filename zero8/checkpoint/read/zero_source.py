@@ -12,8 +12,8 @@ from torch import Tensor
 from zero8.algorithms.table import algorithm_called
 from zero8.checkpoint.files.inside import paths_of
 from zero8.checkpoint.read.fragment import Fragment, of_piece
+from zero8.checkpoint.read.inert import Inert
 from zero8.checkpoint.read.safe_load import damage_in, load
-from zero8.checkpoint.read.safe_pickle import Inert
 from zero8.checkpoint.read.source import Facts, Source
 from zero8.spec.buffers import check_entry
 from zero8.spec.shown import shown_keys
@@ -31,7 +31,13 @@ _WEIGHTS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 # Names of our state dict within ZeRO's.
 _STATES = ("base_optimizer_state", "optimizer_state_dict")
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
+# What an engine saves of the model and its layout; all else is of the run, or of the script.
+_LAYOUT = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "shared_params"),
+    *("frozen_param_shapes", "frozen_param_fragments", "ds_config", "ds_version"),
+    *("dp_world_size", "mp_world_size"),
+}
+_SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
 class ZeroSource(Source):
@@ -63,7 +69,7 @@ class ZeroSource(Source):
         swapped = [path for path in paths_of(self.path) if _SWAPPED.fullmatch(path)]
         return self._files + [self.path / path for path in sorted(swapped)]
 
-    def _fragments(self, file: Path) -> Iterator[Fragment]:
+    def fragments(self, file: Path) -> Iterator[Fragment]:
         """See `Source`."""
         if not STATES.fullmatch(file.name):
             yield from self._swapped(file)
@@ -116,9 +122,14 @@ class ZeroSource(Source):
         """See `Source`."""
         return self._model.get("shared_params") or {}
 
-    def counters(self) -> dict:
+    def run(self) -> dict:
         """See `Source`."""
-        return {key: self._model[key] for key in _COUNTERS if key in self._model}
+        return {key: value for key, value in self._model.items() if key not in _LAYOUT}
+
+    def scaling(self) -> dict:
+        """See `Source`."""
+        zero = self._zero(self._files[0])
+        return {key: zero[key] for key in _SCALING if key in zero}
 
     def _frozen(self, name: str) -> Tensor:
         """Return a frozen parameter, of which each rank has saved a part, or the whole."""

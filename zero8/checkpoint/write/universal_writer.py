@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a universal checkpoint of DeepSpeed, which engines of ZeRO 1, 2 and 3 load.
 
-    OUT/latest_universal                    the name of the folder beside it
-    OUT/global_step<n>_universal/
+    latest_universal                        beside it: its name (`name_latest`)
+    OUT/
         zero/<name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": float32 as the parameter}; the
                                             moments are those of the algorithm
         zero/<name>/step.pt                 a number
-        zero/optimizer_state.pt             the parameter groups, at each stage's place
+        zero/optimizer_state.pt             the parameter groups, at each stage's place, and the
+                                            state of loss scaling
         mp_rank_00_model_states.pt, zero_pp_rank_0_mp_rank_00_model_states.pt
-                                            counters of the run; tensors of the model without
-                                            moments (engines do not read frozen parameters and
-                                            buffers from here)
+                                            progress and client state of the run; tensors of the
+                                            model without moments (engines do not read frozen
+                                            parameters and buffers from here)
 
 It is in float32 and loads with the same codes and scales: quantize(dequantize(q)) is q.
 """
@@ -22,16 +23,24 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from zero8 import extras
 from zero8.checkpoint.files.inside import leads_out
 from zero8.checkpoint.files.staging import Staging, save
 from zero8.checkpoint.files.tags import LATEST_UNIVERSAL, write_latest
 from zero8.checkpoint.read.contents import Contents, weights_of
+from zero8.checkpoint.read.inert import Inert, names_in
 from zero8.spec.shown import shown
 
 MODEL_FILES = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
 """The names for stages 1 and 2, and for stage 3."""
 DEEPSPEED_VERSION = "0.19.8"
 """The version of DeepSpeed whose layout this is."""
+_DYNAMIC_SCALER = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
+_SCALER_OPTIONS = (
+    *("scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis"),
+    *("raise_error_at_min_scale", "dtype"),
+)
+_SCALER_PROGRESS = "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 
 def write_universal(contents: Contents, path: Path, staging: Staging) -> None:
@@ -49,15 +58,18 @@ def write_universal(contents: Contents, path: Path, staging: Staging) -> None:
         "included in the float32 master weights; a run with bfloat16 master weights loses them"
     )
     step = contents.step()
-    folder = path / f"global_step{step}_universal"
     trained = [
         name for name in contents.names if name in contents.model or name in contents.parameters
     ]
     for name in tqdm(trained, desc="write", unit="parameter", disable=None):
-        _write_parameter(contents, name, step, folder / "zero" / name)
-    _write_groups(contents, step, folder / "zero" / "optimizer_state.pt")
-    _write_counters(contents, step, folder)
-    write_latest(path, folder.name, LATEST_UNIVERSAL)
+        _write_parameter(contents, name, step, path / "zero" / name)
+    _write_groups(contents, step, path / "zero" / "optimizer_state.pt")
+    _write_run(contents, step, path)
+
+
+def name_latest(path: Path) -> None:
+    """Have engines load this folder where they are given the one that it is in."""
+    write_latest(path.parent, path.name, LATEST_UNIVERSAL)
 
 
 def _write_parameter(contents: Contents, name: str, step: int, folder: Path) -> None:
@@ -83,6 +95,7 @@ def _write_groups(contents: Contents, step: int, path: Path) -> None:
     for_stage3 = {"state": {0: {"step": step}}, "param_groups": groups}
     save(
         {
+            **_scaling(contents.scaling),
             "param_groups": groups,
             "optimizer_state_dict": for_stage3,
             "ds_version": DEEPSPEED_VERSION,
@@ -91,7 +104,33 @@ def _write_groups(contents: Contents, step: int, path: Path) -> None:
     )
 
 
-def _write_counters(contents: Contents, step: int, folder: Path) -> None:
+def _scaling(found: dict) -> dict:
+    """Return the state of loss scaling with DeepSpeed's object; a fixed scale is the config's."""
+    scaler = found.get("loss_scaler")
+    rest = {key: value for key, value in found.items() if not names_in(value)}
+    is_dynamic = isinstance(scaler, Inert) and scaler.name == _DYNAMIC_SCALER
+    if not is_dynamic or not isinstance(scaler.state, dict) or names_in(scaler.state):
+        return rest
+    extras.need("deepspeed")
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    state = scaler.state
+    made = DynamicLossScaler(init_scale=state["cur_scale"], **_only(state, _SCALER_OPTIONS))
+    vars(made).update(_only(state, _SCALER_PROGRESS))
+    return rest | {"loss_scaler": made}
+
+
+def _shapes(contents: Contents, names: list[str]) -> dict[str, torch.Size]:
+    """Return the shapes of trained parameters, which zero8 compares with an engine's."""
+    weights = {name: contents.model[name] for name in names if name in contents.model}
+    return {name: values.shape for name, values in weights.items()}
+
+
+def _only(found: dict, keys: tuple[str, ...]) -> dict:
+    return {key: found[key] for key in keys if key in found}
+
+
+def _write_run(contents: Contents, step: int, folder: Path) -> None:
     rest = {
         name: values
         for name, values in contents.model.items()
@@ -102,12 +141,16 @@ def _write_counters(contents: Contents, step: int, folder: Path) -> None:
             "engines do not read frozen parameters and buffers from universal checkpoints: tensors "
             f'without moments are under "module" in the model-state files: {list(rest)}'
         )
+    others = {key: names for key, value in contents.run.items() if (names := names_in(value))}
+    for key, names in others.items():
+        contents.notes.append(f"{key!r} was left out: it holds objects of {sorted(names)}")
     states = {
         "module": rest,
+        "param_shapes": [_shapes(contents, group["params"]) for group in contents.groups],
         "global_steps": step,
         "skipped_steps": 0,
         "lr_scheduler": None,
-        **contents.counters,
+        **{key: value for key, value in contents.run.items() if key not in others},
         "dp_world_size": 1,
         "mp_world_size": 1,
         "ds_version": DEEPSPEED_VERSION,
