@@ -3,9 +3,12 @@
 
 import argparse
 import math
+import re
+from pathlib import Path
 
 import torch
 from convert_model import SHAPES
+from torch.distributed.checkpoint import FileSystemReader
 
 from zero8.checkpoint.commands import convert
 from zero8.checkpoint.read.open import open_checkpoint
@@ -47,6 +50,16 @@ def same(a, b, keys):
 
 
 def pieces_of(source):
+    """Return (name, first element, elements) of what ranks have saved."""
+    if (Path(source) / ".metadata").exists():  # whose parameters are read as wholes
+        entries = FileSystemReader(source).read_metadata().state_dict_metadata
+        states = ((re.search(r"state\.(.+)\.exp_avg(_q8)?$", key), entries[key]) for key in entries)
+        return [
+            (found[1], chunk.offsets[0] * math.prod(entry.size[1:]), math.prod(chunk.sizes))
+            for found, entry in states
+            if found
+            for chunk in entry.chunks
+        ]
     return [
         (fragment.name, piece.first, piece.numel)
         for fragment in open_checkpoint(source).all_fragments()

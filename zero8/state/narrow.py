@@ -36,6 +36,23 @@ def scales_of_rows(store: MomentStore, extent: Extent) -> Tensor:
     return store.scales[_group_of_row(extent, piece.block_size)].unsqueeze(1)
 
 
+def cut_groups(scales: Tensor, extent: Extent, block_size: int) -> Tensor:
+    """Return the groups of a part whose rows have different scales, as a boundary has cut them.
+
+    Args:
+        scales: (rows, 1, *code.scale_shape) float32.
+        extent: the part.
+        block_size: the parameter's.
+    """
+    group = _group_of_row(extent, block_size).to(scales.device)
+    differs = (scales != scales[_first_rows(group)][group]).flatten(1).any(1)
+    return group[differs].unique()
+
+
+def _first_rows(group: Tensor) -> Tensor:
+    return torch.nonzero(torch.diff(group, prepend=group[:1] - 1)).flatten()
+
+
 def grouped(
     code: MomentCode, codes: Tensor, scales: Tensor, extent: Extent, parameter: Piece
 ) -> tuple[Tensor, Tensor]:
@@ -56,12 +73,11 @@ def grouped(
         scales: (groups touched, 1, *code.scale_shape) float32.
     """
     group = _group_of_row(extent, parameter.block_size).to(scales.device)
-    first = torch.nonzero(torch.diff(group, prepend=group[:1] - 1)).flatten()
-    of_group = scales[first].clone()
-    differs = (scales != of_group[group]).flatten(1).any(1)
-    if not differs.any():
+    of_group = scales[_first_rows(group)].clone()
+    joined = cut_groups(scales, extent, parameter.block_size)
+    if not len(joined):
         return codes, of_group
-    joined, number = group[differs].unique(), torch.arange(len(group), device=group.device)
+    number = torch.arange(len(group), device=group.device)
     place = torch.isin(group, joined)
     # Rows begin with a unit: those that are taken out lie as the first ones of a parameter do.
     where, row_length = (parameter.grid, 0), parameter.grid.own_row_length

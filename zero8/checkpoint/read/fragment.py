@@ -27,6 +27,7 @@ class Fragment:
         weights: (table.numel,) master weights, None if they are stored elsewhere.
         correction: (table.numel,) int8, the corrections of bfloat16 weights, if any.
         is_of_fp32: whether it is of an fp32 optimizer, without blocks and codes.
+        blocks_joined: number of blocks that its reader has encoded anew, as ranks had cut them.
     """
 
     part: str
@@ -38,6 +39,7 @@ class Fragment:
     weights: Tensor | None = None
     correction: Tensor | None = None
     is_of_fp32: bool = False
+    blocks_joined: int = 0
 
     @property
     def key(self) -> tuple[str, str]:

@@ -63,7 +63,7 @@ def allowed(names: Iterable[str]) -> AbstractContextManager:
 
 
 def settled(found: object) -> object:
-    """Return what torch's reader has read, with `Inert` for subclasses of Tensor.
+    """Return what torch's reader has read, with `Inert` for subclasses of Tensor but Parameter.
 
     Dicts and lists are changed in place.
 
@@ -78,6 +78,8 @@ def _settled(found: object, done: dict[int, tuple[object, object]]) -> object:
         return done[id(found)][1]
     if isinstance(found, _Named):
         made: object = Inert(type(found).name, (), found.held)
+    elif isinstance(found, torch.nn.Parameter):
+        made = found.data
     elif isinstance(found, tuple) and not isinstance(found, torch.Size):
         made = tuple(_settled(value, done) for value in found)
     else:

@@ -138,7 +138,7 @@ class Assembly:
             self._like.algorithm,
             self._stores,
             *(None if t is None else t.view(shape) for t in (self._weights, self._correction)),
-            len(joined),
+            len(joined) + self._like.blocks_joined,
         )
 
     def _room_for(self, values: Tensor | None) -> Tensor | None:

@@ -13,6 +13,7 @@ from zero8.spec import dither
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.buffers import check_entry
 from zero8.spec.shown import shown_keys
+from zero8.state import narrow
 from zero8.state.entries import FIRST_ENTRIES, bits_at, is_of_fp32
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
@@ -61,7 +62,19 @@ def fragment_of(file: Path, name: str, entries: dict, weights: Tensor | None) ->
         weights.reshape(-1) if weights is not None and weights.numel() == extent.numel else None,
         None if correction is None else correction.reshape(-1),
         is_of_fp32(entries),
+        _blocks_joined(entries, extent, stores),
     )
+
+
+def _blocks_joined(entries: dict, extent: Extent, stores: list[MomentStore]) -> int:
+    """Return how many blocks of narrow rows were cut, and encoded anew by `PlainState.local`."""
+    (piece,) = stores[0].table.pieces
+    joined = set[int]()
+    for store in stores:
+        scales = entries.get(f"{store.name}_scale")
+        if narrow.has_scales_of_rows(piece, extent, scales):
+            joined.update(narrow.cut_groups(scales, extent, piece.block_size).tolist())
+    return len(joined)
 
 
 def _shape_of(state: dict, name: str) -> tuple[int, ...]:

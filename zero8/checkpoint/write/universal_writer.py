@@ -120,10 +120,17 @@ def _scaling(found: dict) -> dict:
     return rest | {"loss_scaler": made}
 
 
-def _shapes(contents: Contents, names: list[str]) -> dict[str, torch.Size]:
-    """Return the shapes of trained parameters, which zero8 compares with an engine's."""
-    weights = {name: contents.model[name] for name in names if name in contents.model}
-    return {name: values.shape for name, values in weights.items()}
+def _shapes(contents: Contents) -> list[dict[str, torch.Size]] | None:
+    """Return the shapes of trained parameters by group, for comparison with an engine's.
+
+    None if some have no moments: they may be frozen, or never have got a gradient.
+    """
+    if not contents.parameters.keys() >= set(contents.names):
+        return None
+    return [
+        {name: torch.Size(contents.parameters[name].piece.shape) for name in group["params"]}
+        for group in contents.groups
+    ]
 
 
 def _only(found: dict, keys: tuple[str, ...]) -> dict:
@@ -146,7 +153,7 @@ def _write_run(contents: Contents, step: int, folder: Path) -> None:
         contents.notes.append(f"{key!r} was left out: it holds objects of {sorted(names)}")
     states = {
         "module": rest,
-        "param_shapes": [_shapes(contents, group["params"]) for group in contents.groups],
+        "param_shapes": _shapes(contents),
         "global_steps": step,
         "skipped_steps": 0,
         "lr_scheduler": None,
