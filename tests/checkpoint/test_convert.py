@@ -100,6 +100,19 @@ def test_convert_to_plain_keeps_codes_and_scales_of_all_blocks_that_are_whole(
 WITH_CUTS = [s for s in SOURCES if s[-1] in "23"]
 
 
+def decoded_in(path):
+    """Return by parameter both moments as each rank's codes and scales stand for them."""
+    found = {}
+    for fragment in open_checkpoint(path).all_fragments():
+        numel = math.prod(SHAPES[fragment.name])
+        moments = found.setdefault(fragment.name, [torch.zeros(numel) for _ in MOMENTS])
+        for piece in fragment.pieces:
+            there = slice(piece.first, piece.first + piece.numel)
+            for values, store in zip(moments, fragment.stores, strict=True):
+                values[there] = store.read(piece.start, piece.numel)
+    return found
+
+
 def _first_of_blocks(piece, scales):
     """Yield an element of each block that a piece touches, and the block's scale there."""
     block, _ = piece.grid.block_numbers(piece.first, piece.numel)
@@ -121,13 +134,7 @@ def test_convert_blocks_that_were_cut_are_within_half_a_code(source, made, sourc
     path, _ = made(source, "plain")
     wholes = {f.name: f for f in open_checkpoint(path).all_fragments()}
     pieces, moved = pieces_of(source_at(source)), 0
-    sides = {name: [torch.zeros(math.prod(SHAPES[name])) for _ in MOMENTS] for name in QUANTIZED}
-    for fragment in open_checkpoint(source_at(source)).all_fragments():
-        for piece in fragment.pieces:
-            for which, store in enumerate(fragment.stores):
-                if piece.is_quantized:
-                    values = store.read(piece.start, piece.numel)
-                    sides[fragment.name][which][piece.first : piece.first + piece.numel] = values
+    sides = decoded_in(source_at(source))
     for name in QUANTIZED:
         cut = ~uncut(name, pieces).flatten()
         if not cut.any() or name not in wholes:
@@ -155,11 +162,11 @@ def test_convert_blocks_that_were_cut_are_within_half_a_code(source, made, sourc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
-def test_convert_to_fp32_loads_into_adamw_with_the_decoded_moments(source, made):
+def test_convert_to_fp32_loads_into_adamw_with_the_decoded_moments(source, made, source_at):
     path, _ = made(source, "fp32")
     content = torch.load(path, weights_only=True)
     expected = torch.load(made(source, "plain")[0], weights_only=True)
-    wholes = {f.name: f for f in open_checkpoint(made(source, "plain")[0]).all_fragments()}
+    decoded = decoded_in(source_at(source))
     model = Mixed()
     model.load_state_dict(content["model"])
     adamw = torch.optim.AdamW(named_groups(model, trained_names(source)))
@@ -167,11 +174,11 @@ def test_convert_to_fp32_loads_into_adamw_with_the_decoded_moments(source, made)
     assert adamw.param_groups[0]["lr"] == 2e-2 and adamw.param_groups[1]["weight_decay"] == 0.25
     for name, p in model.named_parameters():
         assert torch.equal(p, expected["model"][name])
-        assert (name in wholes) == (p in adamw.state)
-        if name in wholes:
+        assert (name in decoded) == (p in adamw.state)
+        if name in decoded:
             assert adamw.state[p]["step"].item() == SAVED_AFTER
-            for which, store in zip(MOMENTS, wholes[name].stores, strict=True):
-                assert torch.equal(adamw.state[p][which].flatten(), store.read(0, p.numel()))
+            for which, values in zip(MOMENTS, decoded[name], strict=True):
+                assert torch.equal(adamw.state[p][which].flatten(), values)
     run(model, adamw, range(1))
     # And back: quantize(dequantize(q)) is q.
     optimizer = Adam8bitBlockwise(named_groups(Mixed(), trained_names(source)))

@@ -96,7 +96,7 @@ def test_diff_of_int8_weights_counts_those_that_differ(tmp_path, capsys):
     content["model"][CODES][7, :3] += 1
     folders.append(save(tmp_path / "two", content))
     (difference,) = called(capsys, "diff", *folders, status=1)["different"]
-    assert difference["weights"] == "3 elements differ"
+    assert difference["weights"].startswith("3 of 12000 elements by up to ")
 
 
 def whole(*shape, dtype):
@@ -122,9 +122,9 @@ def test_convert_of_int8_weights_whose_tensors_do_not_fit_is_refused(case, tmp_p
     assert "save both as they are" in error
 
 
-@pytest.mark.parametrize(("missing", "found"), [(CODES, SCALES), (SCALES, CODES)])
-def test_convert_of_int8_weights_with_one_of_the_two_tensors_is_refused(missing, found, tmp_path):
+@pytest.mark.parametrize("missing", [CODES, SCALES])
+def test_convert_of_int8_weights_with_one_of_the_two_tensors_is_refused(missing, tmp_path):
     _, content = trained()
     del content["model"][missing]
     error = refusal(save(tmp_path / "in", content), tmp_path / "out")
-    assert f"got model.{found} without model.{missing}" in error and "save both" in error
+    assert f"{missing.rpartition('.')[2]} None" in error and "save both" in error

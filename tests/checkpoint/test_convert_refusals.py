@@ -93,7 +93,7 @@ def test_convert_into_a_folder_that_is_not_there_makes_it_and_prints_the_path_as
 def test_convert_that_fails_while_writing_leaves_nothing(tmp_path, monkeypatch):
     saved_plain(tmp_path / "in")
 
-    def fail(contents, path, staging):
+    def fail(contents, path):
         path.write_text("half")
         raise OSError("no space left")
 

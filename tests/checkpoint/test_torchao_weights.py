@@ -9,7 +9,7 @@ from places import GOLDEN
 
 from zero8.checkpoint.read.inert import Inert
 from zero8.checkpoint.read.safe_load import load
-from zero8.checkpoint.read.torchao_weights import reader_of
+from zero8.checkpoint.read.torchao_weights import is_weight, values_of
 from zero8.state.weights import INSIDE, INT8_ROWS
 
 PATH = GOLDEN / "torchao_weights.pt"
@@ -81,27 +81,20 @@ def saved_weight(kind: str, parts: object) -> Inert:
 )
 def test_reader_of_int8_weights_whose_tensors_do_not_fit_raises_value_error(parts, got):
     with pytest.raises(ValueError, match="'w': got int_data") as caught:
-        reader_of("w", saved_weight(INT8_ROWS, parts))
+        values_of("w", saved_weight(INT8_ROWS, parts))
     assert got in str(caught.value)
     assert "expected int8 of 2 dimensions and one scale per row" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", INSIDE)
-@pytest.mark.parametrize("parts", [{}, {"_data": None, "_tensor": None}])
-def test_reader_of_weights_without_the_tensor_inside_raises_value_error(kind, parts):
-    with pytest.raises(ValueError, match=f"'w': got a weight of torchao's {kind} without _"):
-        reader_of("w", saved_weight(kind, parts))
-
-
 @pytest.mark.parametrize("kind", [INT8_ROWS, *INSIDE])
-def test_reader_of_weights_without_a_state_raises_value_error(kind):
-    with pytest.raises(ValueError, match=f"'w': got a weight of torchao's {kind} without its"):
-        reader_of("w", saved_weight(kind, None))
+@pytest.mark.parametrize("parts", [None, {}, {"_data": None, "_tensor": None}])
+def test_reader_of_weights_without_their_tensors_raises_value_error(kind, parts):
+    with pytest.raises(ValueError, match="'w': got a weight of torchao's without its tensors"):
+        values_of("w", saved_weight(kind, parts))
 
 
-def test_reader_of_other_objects_is_none():
-    assert reader_of("w", saved_weight("AffineQuantizedTensor", {})) is None
-    other = Inert(f"other.somewhere.{INT8_ROWS}", ())
-    other.state = {"int_data": CODES, "scale": SCALES}
-    assert reader_of("w", other) is None
-    assert reader_of("w", 3) is None
+def test_reader_of_other_objects_finds_no_weight():
+    assert is_weight(saved_weight(INT8_ROWS, {}))
+    assert not is_weight(saved_weight("AffineQuantizedTensor", {}))
+    assert not is_weight(Inert(f"other.somewhere.{INT8_ROWS}", ()))
+    assert not is_weight(3)

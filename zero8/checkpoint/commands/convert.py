@@ -2,7 +2,8 @@
 """`zero8 checkpoint convert`: converts a checkpoint of one framework for another.
 
 If the target is 8-bit, moments keep their codes and scales; only blocks that a shard boundary
-cuts are re-encoded (`zero8.checkpoint.read.joined`).  Everything is read and checked before the
+cuts are re-encoded (`zero8.checkpoint.read.joined`).  If it is float32, moments are those that the
+codes stand for.  Everything is read and checked before the
 output is written, and the output appears only when it is complete.
 
 Memory: joined tensors are in mapped temporary files beside the output, which the system writes out
@@ -23,7 +24,7 @@ from zero8.checkpoint.write.dcp_writer import write_dcp
 from zero8.checkpoint.write.plain_writer import write_bitsandbytes, write_fp32, write_plain
 from zero8.checkpoint.write.universal_writer import name_latest, write_universal
 
-Write = Callable[[Contents, Path, Staging], None]
+Write = Callable[[Contents, Path], None]
 
 _LOADED = "torch.load({out!r}){key}"
 
@@ -46,6 +47,8 @@ TARGETS: dict[str, tuple[Write, str]] = {
     ),
 }
 """By name: the function that writes it, and how to load it."""
+DECODED = {"zero", "fp32"}
+"""Targets whose moments are float32."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,10 +107,9 @@ def convert(source: Path, target: Path, to: str) -> dict:
     """
     write, _ = TARGETS[to]
     with made_beside(target.absolute()) as made:
-        staging = Staging(made.parent)
         opened = open_checkpoint(source)
-        found = contents_of.read(opened, staging)
-        write(found, made, staging)
+        found = contents_of.read(opened, Staging(made.parent), to in DECODED)
+        write(found, made)
     if write is write_universal:
         name_latest(target.absolute())
     if missing := [name for name in found.parameters if name not in found.model]:

@@ -93,8 +93,8 @@ class Contents:
             self.notes.append(f"corrections of bfloat16 weights: {where}")
 
 
-def read(source: Source, staging: Staging) -> Contents:
-    """Return the contents of a checkpoint, in tensors of `staging`.
+def read(source: Source, staging: Staging, decoded: bool) -> Contents:
+    """Return the contents of a checkpoint, in tensors of `staging`; moments in 8 bits or decoded.
 
     Needs memory for one mapped file of states, or one chunk of `torch.distributed.checkpoint`.
 
@@ -113,7 +113,7 @@ def read(source: Source, staging: Staging) -> Contents:
                 )
             coverage.add(fragment)
             if fragment.name not in assemblies:
-                assemblies[fragment.name] = Assembly(fragment, staging)
+                assemblies[fragment.name] = Assembly(fragment, staging, decoded)
             assemblies[fragment.name].add(fragment)
     if not assemblies:
         raise ValueError(f"{source.path}: got no states; was it saved before the first step?")

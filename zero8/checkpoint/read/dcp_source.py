@@ -3,7 +3,7 @@
 
 Optimizer states are recognized by the keys that torch.distributed.checkpoint.state_dict makes,
 flattened or not: `<prefix>state.<parameter>.<entry>`.  Weights of parameters with states that are
-saved as the parts of torchao's classes are put together (`zero8.checkpoint.read.dcp_weights`).
+saved as the parts of torchao's classes are put together (`zero8.checkpoint.read.torchao_weights`).
 """
 
 import math
@@ -24,12 +24,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from zero8.checkpoint.files.inside import opened
 from zero8.checkpoint.read.dcp_metadata import load_metadata
-from zero8.checkpoint.read.dcp_weights import Int8Keys, int8_keys, key_of_values
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.safe_load import damage_in, load_bytes
 from zero8.checkpoint.read.source import Facts, Source
 from zero8.checkpoint.read.states import fragment_of
-from zero8.spec.int8_rows import decoded
+from zero8.checkpoint.read.torchao_weights import PARTS, joined
 from zero8.spec.shown import shown
 from zero8.state.entries import ENTRIES, FIRST_ENTRIES
 
@@ -71,7 +70,8 @@ class DcpSource(Source):
                 prefix = f"{self._prefixes[name]}{name}."
                 there = [entry for entry in sorted(ENTRIES) if prefix + entry in self._entries]
                 state = {entry: self._value(prefix + entry) for entry in there}
-                fragment = fragment_of(file, name, state, self._weights(name))
+                weights = self._weights(name) if self._has_weights(name) else None
+                fragment = fragment_of(file, name, state, weights)
             yield fragment
 
     def groups(self) -> list[dict]:
@@ -97,30 +97,31 @@ class DcpSource(Source):
 
     def tensors(self) -> dict[str, Callable[[], Tensor]]:
         """See `Source`."""
-        int8 = {name: keys for name in self._prefixes if (keys := self._int8_keys(name))}
-        parts = {key for keys in int8.values() for key in keys}
-        name_of = {key_of_values(self._entries, _MODEL + name): name for name in self._prefixes}
-        found = {
-            name_of.get(key, key.removeprefix(_MODEL)): partial(self._value, key)
+        parts = {key for name in self._prefixes for key in self._parts_of(name).values()}
+        known = {name for name in self._prefixes if self._has_weights(name)}
+        others = [
+            key.removeprefix(_MODEL)
             for key, entry in self._entries.items()
-            if key.startswith(_MODEL)
-            and isinstance(entry, TensorStorageMetadata)
-            and key not in parts
-        }
-        return found | {name: partial(self._decoded, keys) for name, keys in int8.items()}
+            if key.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
+            if key not in parts
+        ]
+        return {name: partial(self._weights, name) for name in dict.fromkeys([*others, *known])}
 
-    def _weights(self, name: str) -> Tensor | None:
-        """Return the weights of a parameter, None if they are not saved."""
-        if keys := self._int8_keys(name):
-            return self._decoded(keys)
-        key = key_of_values(self._entries, _MODEL + name)
-        return self._value(key) if key in self._entries else None
+    def _has_weights(self, name: str) -> bool:
+        return _MODEL + name in self._entries or bool(self._parts_of(name))
 
-    def _int8_keys(self, name: str) -> Int8Keys | None:
-        return int8_keys(self._entries, _MODEL + name)
+    def _weights(self, name: str) -> Tensor:
+        """Return the saved values of a parameter, or another tensor of the model."""
+        parts = self._parts_of(name)
+        if not parts:
+            return self._value(_MODEL + name)
+        return joined(name, {part: self._value(key) for part, key in parts.items()})
 
-    def _decoded(self, keys: Int8Keys) -> Tensor:
-        return decoded(self._value(keys.codes), self._value(keys.scales))
+    def _parts_of(self, name: str) -> dict[str, str]:
+        """Return the keys of the tensors that a weight of torchao's is saved as, if it is one."""
+        keys = {part: f"{_MODEL}{name}.{part}" for part in PARTS}
+        is_one = name in self._prefixes and _MODEL + name not in self._entries
+        return {part: key for part, key in keys.items() if is_one and key in self._entries}
 
     def _value(self, key: str):
         """Return the value of an entry; tensors are joined from their chunks."""

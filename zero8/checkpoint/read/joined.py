@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins the fragments of a parameter into its whole state, in 8 bits.
+"""Joins the fragments of a parameter into its whole state, in 8 bits or decoded.
 
 Codes and scales are joined block by block: `zero8.checkpoint.read.joined_blocks`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,21 +55,17 @@ class Parameter:
     def entries(self) -> dict:
         """Return the state's entries in a state dict of our optimizer, or of the fp32 one."""
         if self.is_of_fp32:
-            return self.in_float32(lambda values: values)
+            return self.in_float32()
         extent = Extent.whole(self.piece.shape)
         numbers = {"step": self.step, **self.memory}
         plain = PlainState.of(self.algorithm, list(self.stores), self.piece, extent, numbers)
         correction = {} if self.correction is None else {"param_correction": self.correction}
         return plain.saved() | correction
 
-    def in_float32(self, keep: Callable[[Tensor], Tensor]) -> dict:
-        """Return the state's entries for the fp32 optimizer; `keep` maps decoded moments."""
-        entries = {"step": torch.tensor(float(self.step))}
-        for store in self.stores:
-            is_decoded = self.piece.is_quantized
-            values = keep(store.read(0, self.piece.numel)) if is_decoded else store.dense
-            entries[store.name] = values.view(self.piece.shape)
-        return entries
+    def in_float32(self) -> dict:
+        """Return the state's entries for the fp32 optimizer, of moments that are decoded."""
+        moments = {store.name: store.dense.view(self.piece.shape) for store in self.stores}
+        return {"step": torch.tensor(float(self.step)), **moments}
 
     def corrected_weights(self) -> Tensor | None:
         """Return the weights; with corrections, as float32 of 24 significant bits."""
@@ -82,16 +77,18 @@ class Parameter:
 class Assembly:
     """Joins the fragments of a parameter one by one."""
 
-    def __init__(self, first: Fragment, staging: Staging):
+    def __init__(self, first: Fragment, staging: Staging, decoded: bool):
         """Allocate the parameter's tensors.
 
         Args:
             first: one of its fragments; it is not added.
             staging: allocates the tensors.
+            decoded: whether the moments are to be float32, each as its fragment decodes it.
         """
         of_all = first.pieces[0]
         whole = Extent.whole(of_all.shape)
-        self._piece = replace(of_all, start=0, first=0, numel=whole.numel)
+        block_size = 0 if decoded else of_all.block_size
+        self._piece = replace(of_all, start=0, first=0, numel=whole.numel, block_size=block_size)
         self._like, self._staging = first, staging
         self._table = whole.table(self._piece)
         self._stores = tuple(_room(store, self._table, staging) for store in first.stores)
@@ -118,12 +115,12 @@ class Assembly:
                 self._weights[there] = fragment.weights[here]
             if self._correction is not None:
                 self._correction[there] = fragment.correction[here]
-            if piece.numel and piece.is_quantized:
+            if piece.numel and self._piece.is_quantized:
                 for joiner, theirs in zip(self._joiners, fragment.stores, strict=True):
                     joiner.take(theirs, number)
             elif piece.numel:
                 for ours, theirs in zip(self._stores, fragment.stores, strict=True):
-                    ours.dense[there] = theirs.piece(number).values
+                    ours.dense[there] = theirs.read(piece.start, piece.numel)
 
     def finished(self) -> Parameter:
         """Return the parameter; `Coverage` has checked that each element was added once."""

@@ -6,7 +6,7 @@ bitsandbytes or torchao.
 """
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from zero8.checkpoint.read.safe_load import damage_in, load
 from zero8.checkpoint.read.source import Facts, Source
 from zero8.checkpoint.read.states import fragment_of
 from zero8.checkpoint.read.torchao import from_torchao, is_of_torchao
-from zero8.checkpoint.read.torchao_weights import reader_of
+from zero8.checkpoint.read.torchao_weights import is_weight, values_of
 from zero8.spec.shown import shown
 
 LIBRARIES: dict[str, tuple[Callable[[object], bool], Callable[[dict], dict]]] = {
@@ -115,9 +115,8 @@ class PlainSource(Source):
         """What returns the model's parameters, by name, if they are in the file."""
         model = self._whole.get("model")
         model = model if isinstance(model, dict) else {}
-        with damage_in(self.path):
-            found = {name: reader_of(name, saved) for name, saved in model.items()}
-        return {name: read for name, read in found.items() if read is not None}
+        weights = {name: saved for name, saved in model.items() if is_weight(saved)}
+        return {name: partial(values_of, name, saved) for name, saved in weights.items()}
 
 
 def _with_names(state_dict: dict, like: dict) -> dict:

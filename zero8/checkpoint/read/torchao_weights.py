@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads weights of torchao's classes (`zero8.state.weights`) from files of `torch.save`.
+"""Reads weights of torchao's classes (`zero8.state.weights`) by the tensors that they are made of.
 
-INT8 weights are decoded to float32; the others hold a tensor with the values.
+A file of `torch.save` has them in an object of the class.  torch.distributed.checkpoint cannot save
+that, so trainings save them there as NAME.part.  INT8 weights are decoded; the others hold
+a tensor with the values.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -14,9 +15,20 @@ from zero8.spec.int8_rows import SCALE_DTYPES, are_rows, decoded
 from zero8.spec.shown import shown
 from zero8.state.weights import INSIDE, INT8_ROWS
 
+CODES, SCALES = "int_data", "scale"
+PARTS = (CODES, SCALES, *dict.fromkeys(INSIDE.values()))
+"""The names of the tensors."""
 
-def reader_of(name: object, saved: object) -> Callable[[], Tensor] | None:
-    """Return what returns a weight, None if it is of another class.
+
+def is_weight(saved: object) -> bool:
+    """Return whether a value in a file of `torch.save` is a weight that `values_of` reads."""
+    if not isinstance(saved, Inert) or not saved.name.startswith("torchao."):
+        return isinstance(saved, Tensor)
+    return saved.name.rpartition(".")[2] in (INT8_ROWS, *INSIDE)
+
+
+def values_of(name: object, saved: Tensor | Inert) -> Tensor:
+    """Return the values of a weight in a file of `torch.save`.
 
     Args:
         name: of the parameter.
@@ -26,36 +38,32 @@ def reader_of(name: object, saved: object) -> Callable[[], Tensor] | None:
         ValueError: if a weight of torchao lacks its tensors, or they do not fit together.
     """
     if isinstance(saved, Tensor):
-        return partial(_itself, saved)
-    if not isinstance(saved, Inert) or not saved.name.startswith("torchao."):
-        return None
-    kind, parts = saved.name.rpartition(".")[2], saved.state
-    if kind not in (INT8_ROWS, *INSIDE):
-        return None
-    if not isinstance(parts, dict):
-        raise ValueError(f"{shown(name)}: got a weight of torchao's {kind} without its tensors")
-    if kind == INT8_ROWS:
-        return _int8_reader(name, parts.get("int_data"), parts.get("scale"))
-    values = parts.get(INSIDE[kind])
-    if not isinstance(values, Tensor):
-        raise ValueError(f"{shown(name)}: got a weight of torchao's {kind} without {INSIDE[kind]}")
-    return partial(_itself, values)
+        return saved
+    return joined(name, saved.state if isinstance(saved.state, dict) else {})
 
 
-def _int8_reader(name: object, codes: object, scales: object) -> Callable[[], Tensor]:
+def joined(name: object, parts: Mapping[str, object]) -> Tensor:
+    """Return the values of a weight from its tensors, by their names in `PARTS`.
+
+    Raises:
+        ValueError: if some are missing, or they do not fit together.
+    """
+    if CODES not in parts and SCALES not in parts:
+        values = next((parts[part] for part in PARTS if part in parts), None)
+        if not isinstance(values, Tensor):
+            raise ValueError(f"{shown(name)}: got a weight of torchao's without its tensors")
+        return values
+    codes, scales = parts.get(CODES), parts.get(SCALES)
     if isinstance(codes, Tensor) and isinstance(scales, Tensor):
         if are_rows((codes.shape, codes.dtype), (scales.shape, scales.dtype)):
-            return partial(decoded, codes, scales)
+            return decoded(codes, scales)
     raise ValueError(
         f"{shown(name)}: got int_data {_described(codes)} and scale {_described(scales)}, expected "
-        f"int8 of 2 dimensions and one scale per row in one of {list(SCALE_DTYPES)}"
+        f"int8 of 2 dimensions and one scale per row in one of {list(SCALE_DTYPES)}; save both as "
+        "they are in torchao's weight"
     )
 
 
 def _described(part: object) -> str:
     is_tensor = isinstance(part, Tensor)
     return f"of shape {tuple(part.shape)}, {part.dtype}" if is_tensor else f"{shown(part)}"
-
-
-def _itself(values: Tensor) -> Tensor:
-    return values

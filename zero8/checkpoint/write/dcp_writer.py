@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from zero8.checkpoint.files.staging import Staging
 from zero8.checkpoint.read.contents import Contents
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import Codec
@@ -17,7 +16,7 @@ from zero8.state.policy import Policy
 from zero8.state.table import Piece
 
 
-def write_dcp(contents: Contents, path: Path, staging: Staging) -> None:
+def write_dcp(contents: Contents, path: Path) -> None:
     """Write the state dicts of `get_state_dict` under the keys "model" and "optimizer".
 
     `get_state_dict` expects states of all parameters, so parameters that never got a gradient get

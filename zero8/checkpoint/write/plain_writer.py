@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero8.checkpoint.files.staging import Staging, save
+from zero8.checkpoint.files.staging import save
 from zero8.checkpoint.read.bitsandbytes import to_bitsandbytes
 from zero8.checkpoint.read.contents import Contents
 from zero8.spec.algorithm import Algorithm
 
 
-def write_plain(contents: Contents, path: Path, staging: Staging) -> None:
+def write_plain(contents: Contents, path: Path) -> None:
     """Write the state dict of our optimizer, with the same codes."""
     state = {name: parameter.entries() for name, parameter in contents.parameters.items()}
     _save(contents.model, _packed(contents, state), path)
 
 
-def write_fp32(contents: Contents, path: Path, staging: Staging) -> None:
+def write_fp32(contents: Contents, path: Path) -> None:
     """Write a state dict of the fp32 optimizer, torch's AdamW for Adam's states."""
     contents.note_corrections("included in the weights, which are float32 of 24 bits")
-    state = {name: p.in_float32(staging.copy) for name, p in contents.parameters.items()}
+    state = {name: p.in_float32() for name, p in contents.parameters.items()}
     packed = _packed(contents, state)
     packed["param_groups"] = [
         _fp32_group(contents.algorithm, group) for group in packed["param_groups"]
@@ -35,7 +35,7 @@ def write_fp32(contents: Contents, path: Path, staging: Staging) -> None:
     _save(_corrected(contents), packed, path)
 
 
-def write_bitsandbytes(contents: Contents, path: Path, staging: Staging) -> None:
+def write_bitsandbytes(contents: Contents, path: Path) -> None:
     """Write a state dict of bitsandbytes' AdamW8bit; needs memory for all codes.
 
     Raises:

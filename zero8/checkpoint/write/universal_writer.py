@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from zero8 import extras
 from zero8.checkpoint.files.inside import leads_out
-from zero8.checkpoint.files.staging import Staging, save
+from zero8.checkpoint.files.staging import save
 from zero8.checkpoint.files.tags import LATEST_UNIVERSAL, write_latest
 from zero8.checkpoint.read.contents import Contents, weights_of
 from zero8.checkpoint.read.inert import Inert, names_in
@@ -43,7 +43,7 @@ _SCALER_OPTIONS = (
 _SCALER_PROGRESS = "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 
-def write_universal(contents: Contents, path: Path, staging: Staging) -> None:
+def write_universal(contents: Contents, path: Path) -> None:
     """Write the folder.
 
     Raises:
@@ -81,7 +81,7 @@ def _write_parameter(contents: Contents, name: str, step: int, folder: Path) -> 
         if parameter is None:
             values = torch.zeros_like(weights)
         else:
-            values = parameter.stores[number].read(0, parameter.piece.numel).view(weights.shape)
+            values = parameter.stores[number].dense.view(weights.shape)
         _save_values(values, folder / f"{moment}.pt")
     save(step, folder / "step.pt")
 
