@@ -57,6 +57,7 @@ def train(arguments: argparse.Namespace, config: dict) -> dict | None:
         shutil.rmtree(checkpoint, ignore_errors=True)
     if is_first:
         print("data:", ", ".join(f"{key} {value}" for key, value in text.about.items()))
+        print(f"warnings of each rank: {arguments.out / name}.rank*.log")
         where = f"step {engine.steps_done} of {steps}" if engine.steps_done else "the start"
         print(f"{name}: {dist.get_world_size()} rank(s) go on from {where}", flush=True)
     if engine.steps_done >= steps:
