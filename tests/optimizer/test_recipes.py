@@ -16,6 +16,7 @@ from train_worker import row as measured_row
 
 from examples.gpt.config import TWINS, load_config
 from examples.gpt.engine_deepspeed import build
+from examples.gpt.model import GPTConfig
 
 # A first run also builds DeepSpeed's ops.
 pytestmark = pytest.mark.timeout(1800)
@@ -105,6 +106,7 @@ def test_recipe_trains_both_optimizers_with_the_state_bytes_of_its_row(
             engine=row["engine"] or "deepspeed",
             optimizer=optimizer,
             steps=STEPS,
+            model=GPTConfig(),
             config=str(path),
             out=str(tmp_path / optimizer),
         )

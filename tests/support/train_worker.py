@@ -27,8 +27,8 @@ DATA = str(ROOT / "zero8")
 
 
 @contextmanager
-def small_job() -> Iterator[None]:
-    with patch.object(run, "VALIDATION_WINDOWS", 16), patch.dict(run.MODELS, demo=SMALL):
+def small_job(model: GPTConfig) -> Iterator[None]:
+    with patch.object(run, "VALIDATION_WINDOWS", 16), patch.dict(run.MODELS, demo=model):
         yield
 
 
@@ -48,13 +48,14 @@ def row(
     config: str | None = None,
     weights: str = FLOAT32,
     codec: str | None = None,
+    model: GPTConfig = SMALL,
 ) -> dict | None:
     """Return the measurements of a run, which is saved to a folder."""
     path = Path(config or config_of(engine, optimizer))
     arguments = dict(model="demo", weights=weights, seed=0, steps=steps, optimizer=optimizer)
     arguments |= dict(config=path, data=DATA, out=Path(out), save_every=save_every, resume=resume)
     Path(out).mkdir(parents=True, exist_ok=True)
-    with small_job():
+    with small_job(model):
         return run.train(Namespace(**arguments), load_config(path, optimizer, codec))
 
 
