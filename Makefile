@@ -111,7 +111,7 @@ TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 # For all instruction sets: a test that steps first would compile the fastest alone, and others all.
 BUILD := $(RUN) -m zero8.cli build
 # And DeepSpeed's AdamW beside it, which compiles for a minute on one core.
-BUILD_ADAMW := $(RUN) -m examples.gpt.build configs/zero2_offload.json AdamW
+BUILD_ADAMW := $(RUN) -m examples.gpt --build --optimizer AdamW
 
 test: .venv/.test
 	$(BUILD) & ours=$$!; $(BUILD_ADAMW) && wait $$ours

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
 RUNS = ROOT / "runs" / "gpu_check"
 
+MODULE = "benchmarks.gpu_check"
 LINES_SHOWN = 40
 OUT_OF_TIME = 124
 """The exit status of timeout(1)."""
@@ -44,10 +45,11 @@ def parts(base: Path) -> list[Part]:
     """Return all parts; the files of the measurement go beside a record without suffix, `base`."""
     tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q"]
     sanitizer = [*tests, "tests/kernel/test_gpu_sanitizer.py", "-k"]
-    build = [sys.executable, "-m", "examples.gpt.build", "configs/zero2_offload.json"]
+    build = [sys.executable, "-m", "examples.gpt", "--build", "--optimizer"]
     bench = [sys.executable, "-m", "benchmarks.step", "--device", "cuda"]
     return [
-        Part("build", build, 240),
+        Part("build", [*build, "Adam8bitBlockwise"], 240),
+        Part("build_adamw", [*build, "AdamW"], 240),
         Part("tests", [*tests, "tests/cuda", "tests/optimizer"], 180),
         Part("fsdp", [*tests, "tests/fsdp/test_fsdp_gpu.py"], 180),
         Part("zero", [*tests, "tests/zero/test_zero_gpu.py"], 300),
@@ -71,8 +73,7 @@ def check(chosen: Sequence[Part], base: Path, gpu: str) -> int:
     """Run parts in order, write their record after each; return the exit status."""
     RUNS.mkdir(parents=True, exist_ok=True)
     rows = []
-    common = {"gpu": gpu, "cuda": torch.version.cuda, "cpu": record.cpu()}
-    common |= {"commit": record.commit(), "versions": record.versions()}
+    common = {"gpu": gpu, "cuda": torch.version.cuda, **record.environment(MODULE)}
     for part in chosen:
         rows.append(row_of(part))
         statuses = [row["status"] for row in rows] + [NOT_RUN] * (len(chosen) - len(rows))
@@ -115,7 +116,7 @@ def verdict(exit_status: int, output: list[str]) -> tuple[str, str]:
 
 def main() -> int:
     """Run the parts that are asked for and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("--parts", nargs="+", metavar="PART", help="run these only; default: all")
     wanted = parser.parse_args().parts
     if not torch.cuda.is_available():

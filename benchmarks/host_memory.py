@@ -87,12 +87,13 @@ def markdown(result: dict) -> list[str]:
         "**planned**": sum(planned.values()),
         "**peak of the process, without what it held before**": result["peak_bytes"],
     }
+    rows = [{"what": what, "gib": size / GIB} for what, size in sizes.items()]
     losses = ", ".join(f"{loss:.4f}" for loss in result["losses"])
     times = ", ".join(f"{ms:,.0f}" for ms in result["step_ms"])
     return [
         f"{result['numel']:,} parameters.",
         "",
-        *record.table_lines(["", "GiB"], ([w, f"{n / GIB:.2f}"] for w, n in sizes.items())),
+        *record.table_of(rows, {"": ("what", record.TEXT), "GiB": ("gib", "{:.2f}")}),
         "",
         f"Losses of the steps: {losses}; `engine.step()` took {times} ms.",
     ]

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib import metadata
 from io import BytesIO
 from pathlib import Path
@@ -22,6 +22,8 @@ import zero8
 
 PACKAGES = ("torch", "deepspeed", "torchao", "bitsandbytes", "flashoptim")
 NUM_COLORS = 64
+TEXT, NUMBER = "{}", "{:.4g}"
+"""Formats of columns of a table."""
 
 
 def versions() -> dict[str, str]:
@@ -64,6 +66,19 @@ def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def names_of(valid: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """Return the type of an option whose value is comma-separated names."""
+
+    def names(words: str) -> tuple[str, ...]:
+        found = tuple(words.split(","))
+        if unknown := [name for name in found if name not in valid]:
+            message = f"got {unknown[0]!r}, expected one of {list(valid)}"
+            raise argparse.ArgumentTypeError(message)
+        return found
+
+    return names
+
+
 def environment(module: str) -> dict:
     """Return what was run where; to be called before the run, as a checkout may move on."""
     return {
@@ -88,7 +103,8 @@ def write(result: dict, out: Path, markdown: Callable[[dict], list[str]], title:
         f"# {title}",
         "",
         f"`{result['command']}`, {result['seconds']} s, commit {result['commit'] or 'unknown'}, "
-        f"on {result['cores']} cores of {result['cpu']}; {packages}.",
+        f"on {result['cores']} cores of {result['cpu']}, load average before "
+        f"{result['load_average']:.2f}; {packages}.",
         "",
     ]
     table = out.with_suffix(".md")
@@ -98,15 +114,15 @@ def write(result: dict, out: Path, markdown: Callable[[dict], list[str]], title:
     print("wrote", out, table)
 
 
-def table_lines(headers: list[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    """Return the lines of a markdown table: names to the left, numbers to the right."""
-    rule = ["---"] + ["---:"] * (len(headers) - 1)
-    return ["| " + " | ".join(cells) + " |" for cells in (headers, rule, *rows)]
+def table_of(rows: Iterable[dict], columns: dict[str, tuple[str, str]]) -> list[str]:
+    """Return the lines of a markdown table; a column has a key of the rows and a format."""
+    rule = ["---" if form == TEXT else "---:" for _, form in columns.values()]
+    cells = [[_cell(row.get(key), form) for key, form in columns.values()] for row in rows]
+    return ["| " + " | ".join(line) + " |" for line in (columns, rule, *cells)]
 
 
-def number(value: float | None) -> str:
-    """Return a number of any size in four significant digits, `-` for None."""
-    return "-" if value is None else f"{value:.4g}"
+def _cell(value: object, form: str) -> str:
+    return "-" if value is None else form.format(value)
 
 
 def write_png(figure: Figure, path: Path) -> None:

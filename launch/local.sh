@@ -82,10 +82,11 @@ trap 'exit 130' INT TERM HUP
 # Trains with the optimizer $1 and passes the other arguments to the program.
 train() {
   if [[ $engine == deepspeed ]]; then # compiles what ranks would wait for
-    $run "$python" -m examples.gpt.build "$config" "$1" ${CODEC:+--codec "$CODEC"}
+    $run "$python" -m examples.gpt --build --optimizer "$1" --config "$config" \
+      ${CODEC:+--codec "$CODEC"}
   fi
   $run "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m examples.gpt \
-    --engine "$engine" --optimizer "$1" --config "$config" --model "${MODEL:-demo}" \
+    --optimizer "$1" --config "$config" --model "${MODEL:-demo}" \
     --steps "${STEPS:-400}" --seed "${SEED:-0}" --out "$out" ${CODEC:+--codec "$CODEC"} \
     ${DATA:+--data "$DATA"} "${@:2}" &
   wait $!

@@ -61,7 +61,7 @@ class Training:
 
     def _engine(self) -> list:
         if self.mode == "fsdp2":
-            return ["--engine", "fsdp2"]
+            return ["--config", ROOT / "configs" / "fsdp2_offload.toml"]
         config = json.loads((ROOT / "configs" / f"{self.mode}.json").read_text())
         offload = config["zero_optimization"]["offload_optimizer"]
         if "nvme_path" in offload:

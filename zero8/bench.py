@@ -11,10 +11,11 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from tabulate import tabulate
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from zero8.op import kernel
 from zero8.optimizer import Adam8bitBlockwise
 
+T = TypeVar("T")
 HYPER = {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 COLUMNS = 4096
 NUMEL = 2**25
@@ -65,12 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     help_text = f"parameters, a multiple of {COLUMNS}; default {NUMEL}"
-    numel = partial(_multiple, COLUMNS)
+    numel = partial(multiple, COLUMNS)
     parser.add_argument("--numel", type=numel, default=NUMEL, metavar="N", help=help_text)
-    parser.add_argument("--threads", type=partial(_multiple, 1), metavar="N", help="default all")
+    parser.add_argument("--threads", type=partial(multiple, 1), metavar="N", help="default all")
 
 
-def _multiple(unit: int, word: str) -> int:
+def multiple(unit: int, word: str) -> int:
+    """Return the value of an option that is a positive multiple of a unit."""
     if (value := int(word)) < 1 or value % unit:
         raise argparse.ArgumentTypeError(f"got {word}, expected a positive multiple of {unit}")
     return value
@@ -88,25 +91,44 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
 
 def measure(contenders: list[Contender], numel: int, rounds: int) -> list[Row]:
-    """Return a row per contender; each round runs all of them in a new order.
-
-    The speed of a shared machine's memory drifts; calls of the same round meet the same conditions.
-    """
-    times_ns: list[list[int]] = [[] for _ in contenders]
-    order, shuffle = list(range(len(contenders))), random.Random(0).shuffle
-    for number in range(WARM_UP_ROUNDS + rounds):
-        shuffle(order)
-        for place in order:
-            began = time.perf_counter_ns()
-            contenders[place].step()
-            if number >= WARM_UP_ROUNDS:
-                times_ns[place].append(time.perf_counter_ns() - began)
+    """Return a row per contender."""
+    times_ns = in_turns([partial(wall_ns, one.step) for one in contenders], rounds)
     return [_row(*pair, numel) for pair in zip(contenders, times_ns, strict=True)]
 
 
+def in_turns(calls: Sequence[Callable[[], T]], rounds: int) -> list[list[T]]:
+    """Return what each call returned in each round, after some rounds that do not count.
+
+    The speed of a shared machine's memory drifts: calls of the same round meet the same conditions.
+    Their order is new in each, so that no call always finds the cache as the same other left it.
+    """
+    found: list[list[T]] = [[] for _ in calls]
+    order, shuffle = list(range(len(calls))), random.Random(0).shuffle
+    for number in range(-WARM_UP_ROUNDS, rounds):
+        shuffle(order)
+        for place in order:
+            value = calls[place]()
+            if number >= 0:
+                found[place].append(value)
+    return found
+
+
+def wall_ns(call: Callable[[], object]) -> int:
+    """Return the wall time of a call."""
+    began = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - began
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return median, and 10th and 90th percentile."""
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return statistics.median(values), tenths[0], tenths[-1]
+
+
 def _row(contender: Contender, times_ns: list[int], numel: int) -> Row:
-    median, tenths = statistics.median(times_ns), statistics.quantiles(times_ns, n=10)
-    each = (value / numel for value in (median, tenths[0], tenths[-1]))
+    median, *tenths = spread(times_ns)
+    each = (value / numel for value in (median, *tenths))
     return Row(contender.name, contender.dtype, *each, contender.moved_bytes / median)
 
 

@@ -3,11 +3,6 @@
 
 Writes OUT (JSON) and a table (.md) beside it.  A setting is an algorithm on a task.  In each, the
 gradients of one fp32 run go to all schemes, and some schemes are trained to the end.
-
-Keys of the JSON object:
-    command, commit, cpu, cores, load_average, versions, seconds: what was run where.
-    rows: a row per setting and scheme: errors of the update, and final losses.
-    skipped: what could not run, and why.
 """
 
 import sys
@@ -66,12 +61,10 @@ def measure(settings: Sequence[Setting]) -> dict:
 
 def markdown(result: dict) -> list[str]:
     """Return the lines of the table of a result."""
-    cells = [
-        [row["setting"], row["scheme"], *(record.number(row.get(k)) for k in COLUMNS.values())]
-        for row in result["rows"]
-    ]
+    names = {name: (name, record.TEXT) for name in ("setting", "scheme")}
+    numbers = {header: (key, record.NUMBER) for header, key in COLUMNS.items()}
     skipped = [f"- skipped {e['setting']}, {e['scheme']}: {e['reason']}" for e in result["skipped"]]
-    rows = record.table_lines(["setting", "scheme", *COLUMNS], cells)
+    rows = record.table_of(result["rows"], names | numbers)
     return [WORDS, "", *rows, *([""] if skipped else []), *skipped]
 
 

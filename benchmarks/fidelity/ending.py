@@ -11,6 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from benchmarks.fidelity.training import Task
+
 SHAPE = (64, 256)
 
 
@@ -28,8 +30,8 @@ class Linear(nn.Module):
 
 
 @dataclass(frozen=True)
-class EndingTask:
-    """Normal gradients, of which every other column ends; see `benchmarks.fidelity.training.Task`.
+class EndingTask(Task):
+    """Normal gradients, of which every other column ends.
 
     Attributes:
         compared: the columns that end.
@@ -49,6 +51,3 @@ class EndingTask:
         if step >= self.last:
             grad[:, ::2] = 0.0
         return (grad,)
-
-    def mark_untrained(self, marks: dict[str, Tensor]) -> None:
-        """Mark nothing."""

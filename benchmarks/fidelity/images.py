@@ -2,12 +2,13 @@
 """A task with convolutions: classes of smooth random images, shifted, noisy and mislabelled."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from benchmarks.fidelity.training import Task
 
 CLASSES, CHANNELS, SIZE = 10, 3, 16
 # So many labels are drawn at random, which keeps gradients alive once the classes are learnt.
@@ -46,10 +47,9 @@ def labelled(seed: int, step: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class ImageTask:
-    """Tell the classes apart; see `benchmarks.fidelity.training.Task`."""
+class ImageTask(Task):
+    """Tell the classes apart."""
 
-    compared: ClassVar[slice] = slice(None)
     batch_size: int = 32
 
     def make_model(self) -> nn.Module:

@@ -41,7 +41,6 @@ def loss_statistics(losses: list[float], fp32_losses: list[float]) -> dict:
     return {
         "val_losses": losses,
         "val_loss_mean": statistics.mean(losses),
-        "val_loss_std": statistics.stdev(losses),
         "difference_mean": statistics.mean(differences),
         "difference_standard_error": statistics.stdev(differences) / math.sqrt(len(differences)),
     }

@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 import zero8
 from benchmarks.fidelity.training import Setting
 from benchmarks.states import state_bytes
+from benchmarks.step import peers
+from zero8.algorithms.adam import ADAM
 from zero8.bench import reason_of
 from zero8.spec.codec import CODECS
 
@@ -78,37 +81,22 @@ def _zero8(algorithm: str, named: Named, keywords: dict, **settings: Any) -> Opt
 def _fp32(algorithm: str, named: Named, keywords: dict) -> Optimizer:
     """Return torch's AdamW, and for other algorithms zero8's with float32 states."""
     if algorithm == "Adam":
-        return _torch(algorithm, named, keywords)
+        return _peer("torch", algorithm, named, keywords)
     return _zero8(algorithm, named, keywords, **FP32_STATES)
 
 
-def _torch(algorithm: str, named: Named, keywords: dict) -> Optimizer:
-    return torch.optim.AdamW([p for _, p in named], fused=True, **keywords)
-
-
-def _deepspeed(algorithm: str, named: Named, keywords: dict) -> Optimizer:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return DeepSpeedCPUAdam([p for _, p in named], fp32_optimizer_states=False, **keywords)
-
-
-def _torchao(algorithm: str, named: Named, keywords: dict) -> Optimizer:
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit([p for _, p in named], block_size=256, **keywords)
-
-
-def _bitsandbytes(algorithm: str, named: Named, keywords: dict) -> Optimizer:
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit([p for _, p in named], **keywords)
+def _peer(package: str, algorithm: str, named: Named, keywords: dict) -> Optimizer:
+    """Return the AdamW of another package, as `benchmarks.step` times it."""
+    peer = peers.PEERS[package]
+    make = resolve_name(peer.classes[ADAM.name])
+    return make([p for _, p in named], **peer.keywords(peers.FP32), **keywords)
 
 
 PEERS = {
-    "torch, bf16": Scheme(_torch, as_bfloat16),
-    "deepspeed, bf16": Scheme(_deepspeed, as_bfloat16),
-    "torchao": Scheme(_torchao),
-    "bitsandbytes": Scheme(_bitsandbytes),
+    "torch, bf16": Scheme(partial(_peer, "torch"), as_bfloat16),
+    "deepspeed, bf16": Scheme(partial(_peer, "deepspeed"), as_bfloat16),
+    "torchao": Scheme(partial(_peer, "torchao")),
+    "bitsandbytes": Scheme(partial(_peer, "bitsandbytes")),
 }
 """Adam's states elsewhere; with bfloat16 states parameters and updates are bfloat16, too."""
 ROUNDINGS = {

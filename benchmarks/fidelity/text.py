@@ -3,11 +3,11 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.fidelity.training import Task
 from examples.gpt.data import Text, load_text, train_batch, validation_windows
 from examples.gpt.model import GPT, GPTConfig
 
@@ -22,14 +22,13 @@ def _corpus() -> Text:
 
 
 @dataclass(frozen=True)
-class TextTask:
-    """Predict the next byte; see `benchmarks.fidelity.training.Task`.
+class TextTask(Task):
+    """Predict the next byte.
 
     The windows are shorter than the model's context, so that the last position rows never get a
     gradient; every 16th column of one matrix is treated as pruned.
     """
 
-    compared: ClassVar[slice] = slice(None)
     config: GPTConfig = GPTConfig(context=64, width=256, layers=2, heads=4)
     window: int = 48
     batch_size: int = 6

@@ -4,7 +4,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,26 +14,29 @@ LEAST_NUMEL = 4096
 MAX_NORM = 1.0
 
 
-class Task(Protocol):
-    """A model and its data.
+class Task:
+    """A model and its data; `validation_loss` is only of those that are trained to the end.
 
     Attributes:
         compared: the elements of all matrices, laid end to end, whose updates are compared.
     """
 
-    compared: slice
+    compared: ClassVar[slice] = slice(None)
 
     def make_model(self) -> nn.Module:
         """Return a new model, initialised by torch's generator; its forward returns the loss."""
+        raise NotImplementedError
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
         """Return the model's inputs at a step."""
+        raise NotImplementedError
 
     def mark_untrained(self, marks: dict[str, Tensor]) -> None:
         """Set True, in masks like the matrices, what shall never have a gradient."""
 
     def validation_loss(self, model: nn.Module) -> float:
         """Return the loss of a trained model."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,8 @@
 
 Writes OUT (JSON), tables beside it (.md) and figures (OUT's name with _maps, _pairs, ...; .png).
 
-Keys of the JSON object:
-    command, commit, cpu, cores, load_average, versions, seconds: what was run where.
-    once: errors of the update when exact moments are quantized once, a row per map and grain.
-    carried: errors with states kept in 8 bits for the whole run, a row per map and grain.
+A row per map and grain has errors of the update: in `once` when exact moments are quantized once,
+in `carried` with states kept in 8 bits for the whole run.
 """
 
 import sys
@@ -17,7 +15,7 @@ from benchmarks.fidelity.replay import replay
 from benchmarks.fidelity.schemes import SCHEMES, Scheme
 from benchmarks.fidelity.text import TextTask
 from benchmarks.fidelity.training import Setting
-from benchmarks.maps.coded import coded
+from benchmarks.maps.coded import CodedAdam
 from benchmarks.maps.codes import GRAINS, LOG, NAMES, code_of
 from benchmarks.maps.figures import draw
 from benchmarks.maps.once import PairTally, once
@@ -25,7 +23,7 @@ from benchmarks.pool import run_all
 
 MODULE = "benchmarks.maps"
 CARRIED = {
-    (name, grain): Scheme(partial(coded, code_of(name, grain)))
+    (name, grain): Scheme(partial(CodedAdam, code_of(name, grain)))
     for grain in GRAINS
     for name in NAMES
 } | {(LOG, "block"): SCHEMES[LOG], ("dynamic of zero8", "block"): SCHEMES["dynamic"]}
@@ -51,23 +49,16 @@ def markdown(result: dict) -> list[str]:
     """Return the lines of the tables of a result."""
     errors = ("mean_absolute_error", "mean_relative_error", "rms_update_error")
     kept = ("bytes_per_param", "rms_update_error", "drift", "largest_update", "sqrt_v_bias")
-    once = ["## One quantization", "", "Exact moments of an fp32 run, encoded and decoded.", ""]
+    once = ["", "## One quantization", "", "Exact moments of an fp32 run, encoded and decoded.", ""]
+    once += _table(result["once"], (*errors, "large_relative_share", "pairs_used"))
     carried = ["", "## States kept in 8 bits", "", "Errors of the second half of the run.", ""]
-    return [
-        *(
-            WORDS,
-            "",
-            *once,
-            *_table(result["once"], (*errors, "large_relative_share", "pairs_used")),
-        ),
-        *(*carried, *_table(result["carried"], kept)),
-    ]
+    return [WORDS, *once, *carried, *_table(result["carried"], kept)]
 
 
 def _table(rows: list[dict], keys: tuple[str, ...]) -> list[str]:
-    headers = ["map", "scale per", *(key.replace("_", " ") for key in keys)]
-    cells = [[r["map"], r["grain"], *(record.number(r[key]) for key in keys)] for r in rows]
-    return record.table_lines(headers, cells)
+    names = {"map": ("map", record.TEXT), "scale per": ("grain", record.TEXT)}
+    numbers = {key.replace("_", " "): (key, record.NUMBER) for key in keys}
+    return record.table_of(rows, names | numbers)
 
 
 def main() -> None:

@@ -5,10 +5,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from benchmarks.fidelity.schemes import Named
 from benchmarks.maps.codes import LogCode, MapCode
+
+EPS = 1e-8
+
+
+def adam_update(m: Tensor, v: Tensor, step: int, betas: tuple[float, float]) -> Tensor:
+    """Return u = mhat / (sqrt(vhat) + eps) at a step, counted from 1."""
+    denominator = (v / (1 - betas[1] ** step)).sqrt() + EPS
+    return m / (1 - betas[0] ** step) / denominator
 
 
 class CodedAdam(torch.optim.Optimizer):
@@ -18,11 +25,12 @@ class CodedAdam(torch.optim.Optimizer):
     parameter is one block.
     """
 
-    def __init__(self, params, code, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
-        """Keep the code; states are made by the first step."""
+    def __init__(
+        self, code: MapCode | LogCode, algorithm: str, named: Named, keywords: dict[str, Any]
+    ):
+        """Keep the code; what follows is what `benchmarks.fidelity.schemes.Scheme` gives."""
         self._code = code
-        decay = {"weight_decay": weight_decay}
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, **decay})
+        super().__init__([p for _, p in named], keywords)
 
     def moments(self, p: Tensor) -> tuple[Tensor, Tensor]:
         """Return the stored m and v of a parameter, [blocks, block_size]."""
@@ -42,15 +50,6 @@ class CodedAdam(torch.optim.Optimizer):
                 step = self.state[p].get("step", 0) + 1
                 m.lerp_(grad, 1 - beta1)
                 v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-                denominator = (v / (1 - beta2**step)).sqrt() + group["eps"]
-                update = m / (1 - beta1**step) / denominator
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(group["lr"] * update.view_as(p))
+                p.sub_(group["lr"] * adam_update(m, v, step, group["betas"]).view_as(p))
                 self.state[p] = {"step": step, "codes": self._code.encode(m, v, step)}
-
-
-def coded(
-    code: MapCode | LogCode, algorithm: str, named: Named, keywords: dict[str, Any]
-) -> Optimizer:
-    """Return what `benchmarks.fidelity.schemes.Scheme` makes: Adam with one of the codes."""
-    return CodedAdam([p for _, p in named], code, **keywords)

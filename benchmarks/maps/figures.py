@@ -51,14 +51,14 @@ def draw_first_moment(tallies: dict[tuple[str, str], PairTally], path: Path) -> 
     for name in NAMES:
         rows = tallies[name, "block"].by_first_moment()
         for axes, row in zip(panels, rows, strict=True):
-            values = [np.nan if value is None else value for value in row]
-            axes.plot(values, color=COLORS[name], label=name, linewidth=1)
+            axes.plot(row.numpy(), color=COLORS[name], label=name, linewidth=1)
     for axes, label in zip(panels, QUANTITIES, strict=True):
         axes.set(yscale="log", ylabel=label)
+        axes.grid(alpha=0.3)
     panels[-1].set_xlabel("code of m, by value: 127 or 128 is 0")
     panels[0].legend(ncols=4)
     figure.suptitle("Error of the update by the code of m, one scale per block")
-    _write(figure, path)
+    write_png(figure, path)
 
 
 def draw_update_error(result: dict, path: Path) -> None:
@@ -68,8 +68,9 @@ def draw_update_error(result: dict, path: Path) -> None:
     for axes, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         _draw_grains(axes, result[key])
         axes.set_title(title)
+        axes.grid(alpha=0.3)
     axes.legend(title="one scale per")
-    _write(figure, path)
+    write_png(figure, path)
 
 
 def _draw_grains(axes: Axes, rows: list[dict]) -> None:
@@ -105,10 +106,4 @@ def draw_pairs(tallies: dict[tuple[str, str], PairTally], grain: str, path: Path
     figure.suptitle(
         f"Pairs of codes after one quantization, one scale per {grain}; white: not used"
     )
-    write_png(figure, path)
-
-
-def _write(figure: Figure, path: Path) -> None:
-    for axes in figure.axes:
-        axes.grid(alpha=0.3)
     write_png(figure, path)

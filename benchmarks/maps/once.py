@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.fidelity.training import Gradients, Setting
+from benchmarks.maps.coded import adam_update
 from benchmarks.maps.codes import GRAINS, NAMES, LogCode, MapCode, code_of
 
 NUM_CODES = 256
 LARGE = 0.1  # of relative errors
 SAMPLES = 25
-EPS = 1e-8
 
 
 class PairTally:
@@ -51,14 +51,14 @@ class PairTally:
         share = torch.where(self.count > 0, self.count / self.count.sum(), torch.nan)
         return share, self._absolute / self.count, self._relative / self._moving
 
-    def by_first_moment(self) -> list[list[float | None]]:
-        """Return the same for each code of m, None where the code is not used."""
+    def by_first_moment(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same for each code of m."""
         count, moving = self.count.sum(1), self._moving.sum(1)
-        absolute, relative = self._absolute.sum(1) / count, self._relative.sum(1) / moving
-        return [
-            [None if math.isnan(x) else x for x in row.tolist()]
-            for row in (count / count.sum(), absolute, relative)
-        ]
+        return (
+            count / count.sum(),
+            self._absolute.sum(1) / count,
+            self._relative.sum(1) / moving,
+        )
 
     def row(self) -> dict:
         """Return the means over all elements."""
@@ -80,12 +80,6 @@ def _sums(pair: Tensor, weights: Tensor | None = None) -> Tensor:
 def positions(codes: Tensor) -> Tensor:
     """Return the places of codes among 256 in the order of their values, int64."""
     return codes.long() + 128 * (codes.dtype == torch.int8)
-
-
-def adam_update(m: Tensor, v: Tensor, step: int, betas: tuple[float, float]) -> Tensor:
-    """Return u = mhat / (sqrt(vhat) + eps) at a step, counted from 1."""
-    denominator = (v / (1 - betas[1] ** step)).sqrt() + EPS
-    return m / (1 - betas[0] ** step) / denominator
 
 
 def add_moments(tally: PairTally, code: MapCode | LogCode, moments, step: int, betas) -> None:

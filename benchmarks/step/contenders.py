@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.states import plain_tensors
-from benchmarks.step.peers import PEERS
-from benchmarks.step.variants import CUDA_VARIANTS, VARIANTS, Variant
+from benchmarks.step.peers import CUDA_VARIANTS, PEERS, VARIANTS, Variant
 from zero8 import bench
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.ademamix import ADEMAMIX
@@ -40,9 +39,8 @@ HYPER: dict[str, dict[str, Any]] = {
 ZERO8 = {one.algorithm.name: one for one in OPTIMIZERS if one.algorithm.name in HYPER}
 """zero8's optimizers by name of the algorithm."""
 
-# Peers that are tens of times slower get fewer parameters, and are timed in one round of 5.
-SLOW_NUMEL = 2**22
-SLOW_EVERY = 5
+# Of peers that are tens of times slower.
+SLOW_NUMEL = 2**20
 
 # Bits per element of arrays of states; what has fewer are scales of blocks.
 WIDTHS = (4, 6, 8, 16, 32)
@@ -59,7 +57,6 @@ class Contender:
         states: the arrays of its state that have `WIDTHS` for each element.
         step: takes a step.
         codec: of zero8's states.
-        every: it is timed in every `every`-th round.
     """
 
     name: str
@@ -68,7 +65,6 @@ class Contender:
     states: list[Tensor]
     step: Callable[[], object]
     codec: str | None = None
-    every: int = 1
 
     @property
     def bytes_per_param(self) -> float:
@@ -137,18 +133,18 @@ def peer_contenders(
 
 
 def _of_peer(algorithm: str, name: str, params: Params) -> list[Contender]:
-    peer, every = PEERS[name], 1
+    peer = PEERS[name]
     if algorithm not in peer.classes:
         return []
     if peer.is_slow_on_cpu and params.device == "cpu":
-        params, every = Params(min(SLOW_NUMEL, params.numel), params.device), SLOW_EVERY
+        params = Params(min(SLOW_NUMEL, params.numel), params.device)
     make, found = resolve_name(peer.classes[algorithm]), []
     for variant in getattr(peer, params.device):
         p = params.parameter(variant)
         optimizer = make([p], **peer.keywords(variant), **HYPER[algorithm])
         peer.prepare(optimizer)
         unread = peer.unread.get(algorithm, ())
-        found.append(_contender(name, variant, p, optimizer, unread, every=every))
+        found.append(_contender(name, variant, p, optimizer, unread))
     return found
 
 
@@ -158,7 +154,7 @@ def _contender(
     p: nn.Parameter,
     optimizer: Optimizer,
     unread: Sequence[str] = (),
-    **others: Any,
+    codec: str | None = None,
 ) -> Contender:
     """Return an optimizer of one parameter as a contender, after a first step.
 
@@ -169,15 +165,16 @@ def _contender(
     # bitsandbytes stacks two moments of AdEMAMix in one tensor.
     parts = [part for t in plain_tensors(read) for part in t.view(-1).split(p.numel())]
     states = [part for part in parts if 8 * part.nbytes in (bits * p.numel() for bits in WIDTHS)]
-    return Contender(name, variant.name, p, states, optimizer.step, **others)
+    return Contender(name, variant.name, p, states, optimizer.step, codec)
 
 
 def copies(contenders: Sequence[Contender], device: str) -> list[Contender]:
-    """Return a copy of the bytes of each contender that is not slow, without equal ones."""
+    """Return a copy of the bytes of each contender over all parameters, without equal ones."""
     found: dict[tuple[str, float], Contender] = {}
+    numel = max(one.param.numel() for one in contenders)
     for one in contenders:
         key = one.variant, one.bytes_per_param
-        if key not in found and one.every == 1:
+        if key not in found and one.param.numel() == numel:
             move = _cpu_copy(one) if device == "cpu" else _gpu_copy(one)
             found[key] = Contender("copy", one.variant, one.param, one.states, move)
     return list(found.values())

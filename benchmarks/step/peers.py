@@ -1,18 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers of other packages that are timed."""
+"""Optimizers of other packages that are timed, and the kinds of parameters that they step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch.optim import Optimizer
 
-from benchmarks.step.variants import BF16, BF16_CORRECTED, FP32, Variant
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.ademamix import ADEMAMIX
 from zero8.algorithms.lion import LION
 from zero8.algorithms.sgd import SGD
 from zero8.bench import set_threads
+
+
+class Variant(NamedTuple):
+    """Dtypes of parameters and gradients, and the number of further bits kept per weight."""
+
+    name: str
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    correction_bits: int = 0
+
+
+FP32 = Variant("fp32", torch.float32, torch.float32)
+BF16 = Variant("bf16", torch.bfloat16, torch.bfloat16)
+BF16_CORRECTED = Variant("bf16_corrected", torch.bfloat16, torch.bfloat16, 8)
+VARIANTS = (FP32, BF16, BF16_CORRECTED)
+# On a GPU, autocast and ZeRO also make gradients with fewer bits than the weights.
+CUDA_VARIANTS = (
+    *VARIANTS,
+    Variant("fp32_bf16_grad", torch.float32, torch.bfloat16),
+    Variant("fp32_fp16_grad", torch.float32, torch.float16),
+)
 
 
 class Peer(NamedTuple):
@@ -82,8 +103,3 @@ PEERS = {
         keywords=lambda variant: {"master_weight_bits": 24 if variant.correction_bits else None},
     ),
 }
-
-
-def peers_on(device: str) -> tuple[str, ...]:
-    """Return the names of the packages whose optimizers step on a device."""
-    return tuple(name for name, peer in PEERS.items() if getattr(peer, device))

@@ -1,37 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DeepSpeed JSON config of a run: one file for both optimizers, one word apart."""
+"""What a file in configs/ says of a run: JSON is DeepSpeed's, TOML is of `FSDP2Engine`."""
 
 import json
+import sys
 from pathlib import Path
 
-from deepspeed.accelerator import get_accelerator
+from zero8.state.keywords import OWN_KEYS
 
-from examples.gpt.engine import keywords_of
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# zero8's optimizers, each with its fp32 twin, which it is compared with.
+TWINS = {
+    "Adam8bitBlockwise": "AdamW",
+    "Lion8bitBlockwise": "Lion",
+    "SGD8bitBlockwise": "SGD",
+    "Muon8bitBlockwise": "Muon",
+}
+# The formats of the weights of the linear layers; all other weights are float32.
+FLOAT32, INT8 = "float32", "int8"
 
 
-def load_config(path: Path, optimizer: str, steps: int, codec: str | None = None) -> dict:
-    """Return the config at `path` with this optimizer, and the schedule of so many steps.
+def is_of_fsdp2(path: Path) -> bool:
+    """Return whether a config is of FSDP2, not of DeepSpeed."""
+    return path.suffix == ".toml"
 
-    `total_num_steps` is that of a run, whatever the file says, and so is the codec, if given.
 
-    Raises:
-        ValueError: if the config is of another optimizer.
-    """
-    config = json.loads(path.read_text())
+def load_config(path: Path, optimizer: str, codec: str | None = None) -> dict:
+    """Return the config at `path`, in the words of DeepSpeed's, with its optimizer or the twin."""
+    text = path.read_text()
+    config = tomllib.loads(text) if is_of_fsdp2(path) else json.loads(text)
     section = config.get("optimizer", {})
-    params = keywords_of(section.get("params", {}), section.get("type"), optimizer, codec, path)
-    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
-    is_on_gpu = (
-        offload.get("device", "none") == "none" and get_accelerator().device_name() == "cuda"
-    )
-    if optimizer == "AdamW" and is_on_gpu:
-        # DeepSpeed's FusedAdam would need the CUDA toolkit that torch was built with.
-        params = {**params, "torch_adam": True}
-    if optimizer == "SGD":  # torch's, which DeepSpeed has not tested under ZeRO
-        params = {**params, "fused": True}
-        config["zero_allow_untested_optimizer"] = True
-    config["optimizer"] = {"type": optimizer, "params": params}
-    schedule = config.get("scheduler", {}).get("params", {})
-    if "total_num_steps" in schedule:
-        schedule["total_num_steps"] = steps
-    return config
+    given = section.pop("type", None)
+    params = section if is_of_fsdp2(path) else section.get("params", {})
+    ours = next(ours for ours, twin in TWINS.items() if optimizer in (ours, twin))
+    if given != ours:
+        raise ValueError(f"got optimizer type {given!r} in {str(path)!r}, expected {ours!r}")
+    if optimizer != ours:
+        params = {key: value for key, value in params.items() if key not in OWN_KEYS}
+    elif codec is not None:
+        params = {**params, "codec": codec}
+    return {**config, "optimizer": {"type": optimizer, "params": params}}

@@ -3,9 +3,9 @@
 
 import random
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,60 +21,48 @@ STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test
 }
 
 
-@dataclass(frozen=True)
-class Text:
-    """A corpus: `train` and `validation` are 1-D uint8 tensors, one element per byte."""
+class Text(NamedTuple):
+    """A corpus, 1-D uint8 tensors with an element per byte, and what a record says of it."""
 
-    path: str
-    split: str
-    files: int
     train: torch.Tensor
     validation: torch.Tensor
-
-    def describe(self) -> dict:
-        """Return path, split rule, number of files and bytes of each side, ready for JSON."""
-        sizes = {"train_bytes": len(self.train), "validation_bytes": len(self.validation)}
-        return {"path": self.path, "split": self.split, "files": self.files, **sizes}
+    about: dict
 
 
 def load_text(data: str | None) -> Text:
-    """Read a corpus: a folder or file, or (None) the standard library's own sources.
-
-    The first 95 % of one file are for training; of a folder's files 95 %, which are the same ones
-    for the same files.
-
-    Raises:
-        ValueError: if there are too few files.
-    """
+    """Read a corpus, a folder or file, by default the standard library's sources, and split it."""
     root = Path(sysconfig.get_path("stdlib") if data is None else data)
+    files = [root] if root.is_file() else text_files(root, is_stdlib=data is None)
     if root.is_file():
-        content = read_bytes([root])
+        content = read_bytes(files)
         cut = round((1 - VALIDATION_SHARE) * content.numel())
-        return Text(str(root), "by position (one file)", 1, content[:cut], content[cut:])
-    files = sorted(text_files(root) if data else stdlib_files(root))
-    if len(files) < 2:
+        train, validation = content[:cut], content[cut:]
+    elif len(files) < 2:
         raise ValueError(
             f"found {len(files)} text files in {str(root)!r}, expected at least 2, to split them "
             "into train and validation; pass --data a folder with more, or one file"
         )
-    count = max(1, round(VALIDATION_SHARE * len(files)))
-    chosen = set(random.Random(SPLIT_SEED).sample(range(len(files)), count))
-    sides = [[p for i, p in enumerate(files) if (i in chosen) == held] for held in (False, True)]
-    return Text(str(root), "by file", len(files), *map(read_bytes, sides))
+    else:
+        count = max(1, round(VALIDATION_SHARE * len(files)))
+        held = set(random.Random(SPLIT_SEED).sample(files, count))
+        train = read_bytes([path for path in files if path not in held])
+        validation = read_bytes([path for path in files if path in held])
+    sizes = {"train_bytes": len(train), "validation_bytes": len(validation)}
+    return Text(train, validation, {"path": str(root), "files": len(files), **sizes})
 
 
-def stdlib_files(root: Path) -> Iterator[Path]:
-    """Yield the sources (*.py) of a standard library."""
-    return (p for p in root.rglob("*.py") if not STDLIB_EXCLUDED & set(p.relative_to(root).parts))
+def text_files(root: Path, is_stdlib: bool) -> list[Path]:
+    """Return all files in a folder, without hidden ones, or the sources of a standard library."""
+    pattern, left_out = ("**/*.py", STDLIB_EXCLUDED) if is_stdlib else ("**/*", set())
+    found = map(Path, glob(pattern, root_dir=root, recursive=True))
+    files = [root / path for path in found if not left_out & set(path.parts)]
+    return sorted(path for path in files if path.is_file() and (is_stdlib or is_text(path)))
 
 
-def text_files(root: Path) -> Iterator[Path]:
-    """Yield the non-empty files under `root` without a NUL byte that are not hidden."""
-    for path in root.rglob("*"):
-        is_hidden = any(part[0] == "." for part in path.relative_to(root).parts)
-        if path.is_file() and not is_hidden and (content := path.read_bytes()):
-            if b"\0" not in content:
-                yield path
+def is_text(path: Path) -> bool:
+    """Return whether a file is neither empty nor binary."""
+    content = path.read_bytes()
+    return len(content) > 0 and b"\0" not in content
 
 
 def read_bytes(paths: list[Path]) -> torch.Tensor:
@@ -91,25 +79,16 @@ def windows(text: torch.Tensor, starts: list[int], context: int) -> torch.Tensor
 def train_batch(
     text: torch.Tensor, size: int, context: int, *, seed: int, step: int, rank: int
 ) -> torch.Tensor:
-    """Return random windows, int64 [size, context + 1], fixed by (seed, step, rank).
-
-    Raises:
-        ValueError: if the text is shorter than one window.
-    """
+    """Return random windows, int64 [size, context + 1], fixed by (seed, step, rank)."""
     if text.numel() < context + 1:
-        raise ValueError(
-            f"got {text.numel()} bytes of text, expected at least {context + 1} (one window)"
-        )
+        raise ValueError(f"got {text.numel()} bytes of text, expected at least {context + 1}")
     generator = np.random.default_rng((seed, step, rank))
     starts = generator.integers(0, text.numel() - context, size=size)
     return windows(text, starts.tolist(), context)
 
 
 def validation_windows(text: torch.Tensor, count: int, context: int) -> torch.Tensor:
-    """Return evenly spaced windows, int64 [number, context + 1]; no seed enters.
-
-    There are `count` of them, but no more than lie side by side in the text, and at least one.
-    """
+    """Return `count` evenly spaced windows, or as many as lie side by side, but at least one."""
     count = max(1, min(count, text.numel() // (context + 1)))
     starts = torch.linspace(0, text.numel() - context - 1, count, dtype=torch.float64)
     return windows(text, starts.long().tolist(), context)

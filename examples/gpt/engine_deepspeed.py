@@ -11,28 +11,25 @@ from deepspeed.accelerator import get_accelerator
 from torch import distributed
 
 import zero8  # noqa: F401 - registers the types of zero8's optimizers
-from examples.gpt.config import load_config
 from examples.gpt.model import GPT
+from zero8.algorithms.table import ALGORITHMS
 from zero8.checkpoint.commands.convert import convert
 from zero8.checkpoint.files.manifest import Manifest
 from zero8.checkpoint.files.tags import complete_tags
+from zero8.op.build import op_for_steps
 from zero8.ranks.agree import from_rank_0
-from zero8.zero.ops import leave_out_shared_memory
+from zero8.spec.codec import CODECS, DEFAULT_CODEC
+from zero8.zero import ops
 
 UNIVERSAL = "_universal"
 
 
 class DeepSpeedEngine:
-    """See `examples.gpt.engine.engine_class`."""
+    """See `examples.gpt.run.engine_class`."""
 
-    load_config = staticmethod(load_config)
-
-    def __init__(self, model: GPT, settings: dict, checkpoint: Path | None = None):
-        """Start DeepSpeed, and load the newest complete tag, if asked to.
-
-        One of another number of ranks becomes a universal checkpoint first.
-        """
-        leave_out_shared_memory()
+    def __init__(self, model: GPT, config: dict, steps: int, checkpoint: Path | None = None):
+        """Start DeepSpeed, and load the newest complete tag, if asked to."""
+        ops.leave_out_shared_memory()
         self.model = model
         tag = None
         if checkpoint:
@@ -41,23 +38,23 @@ class DeepSpeedEngine:
             deepspeed.init_distributed()
             tag = from_rank_0(lambda: loadable_tag(checkpoint, distributed.get_world_size()))
             if tag and tag.endswith(UNIVERSAL):
-                settings = {**settings, "checkpoint": {"load_universal": True}}
+                config = {**config, "checkpoint": {"load_universal": True}}
         self.module, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=settings
+            model=model, model_parameters=model.parameters(), config=completed(config, steps)
         )
         self.optimizer = self.module.basic_optimizer
         self.device = self.module.device
         self.micro_batch_size = self.module.train_micro_batch_size_per_gpu()
-        self.accumulation_steps = self.module.gradient_accumulation_steps()
+        self.batch_size = self.micro_batch_size * self.module.gradient_accumulation_steps()
         if tag:
             self.module.load_checkpoint(str(checkpoint), tag=tag)
         self.steps_done = self.module.global_steps
 
-    def step(self, batches: list[torch.Tensor]) -> list[float]:
-        """Run one optimizer step on this rank's micro batches and return their losses."""
+    def step(self, batch: torch.Tensor) -> list[float]:
+        """Run one optimizer step on this rank's windows; return the losses of micro batches."""
         losses = []
-        for batch in batches:
-            loss = self.module(batch)
+        for part in batch.split(self.micro_batch_size):
+            loss = self.module(part)
             self.module.backward(loss)
             self.module.step()
             losses.append(loss.item())
@@ -68,20 +65,53 @@ class DeepSpeedEngine:
         self.module.save_checkpoint(str(folder), tag=f"global_step{steps}")
 
 
-def loadable_tag(folder: Path, world_size: int) -> str | None:
-    """Return the newest tag of a folder as so many ranks can load it, None if it has none.
+def completed(config: dict, steps: int) -> dict:
+    """Return a config with the schedule of so many steps, and what DeepSpeed wants for a twin."""
+    params, others = dict(config["optimizer"]["params"]), {}
+    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
+    is_offloaded = offload.get("device", "none") != "none"
+    match config["optimizer"]["type"]:
+        case "AdamW" if not is_offloaded and get_accelerator().device_name() == "cuda":
+            # DeepSpeed's FusedAdam would need the CUDA toolkit that torch was built with.
+            params["torch_adam"] = True
+        case "SGD":  # torch's, which DeepSpeed has not tested under ZeRO
+            params["fused"] = others["zero_allow_untested_optimizer"] = True
+    scheduler = config.get("scheduler", {})
+    if "total_num_steps" in (schedule := scheduler.get("params", {})):
+        others["scheduler"] = {**scheduler, "params": {**schedule, "total_num_steps": steps}}
+    return {**config, **others, "optimizer": {**config["optimizer"], "params": params}}
 
-    Tags of fp32 optimizers have no manifest: for them it is the one that `latest` names.
-    """
+
+def build(config: dict) -> None:
+    """Build the ops of a run before its ranks do, and print where they are."""
+    optimizer = completed(config, 0)["optimizer"]
+    names = ops.needed({**config, "optimizer": optimizer}, ops.accelerator())
+    ops.check(names)
+    codec = CODECS[optimizer["params"].get("codec", DEFAULT_CODEC)]
+    for algorithm in ALGORITHMS:
+        if algorithm.class_name == optimizer["type"]:
+            op_for_steps(algorithm, codec).load()
+    for name in names:
+        if name != ops.SHARED_MEMORY:  # which DeepSpeedEngine leaves out
+            print("op {op}: {path} ({seconds:.1f} s)".format(**ops.build(name)), flush=True)
+
+
+def loadable_tag(folder: Path, world_size: int) -> str | None:
+    """Return the newest tag of a folder as so many ranks can load it, None if it has none."""
     complete = complete_tags(folder) if folder.is_dir() else []
     complete = [tag.name for tag in complete if not tag.name.endswith(UNIVERSAL)]
-    if not complete:
+    if not complete:  # those of fp32 optimizers have no manifest
         latest = folder / "latest"
         return latest.read_text().strip() if latest.is_file() else None
     newest = folder / complete[-1]
     if Manifest.read(newest).world_size == world_size:
         return newest.name
-    target = newest.with_name(newest.name + UNIVERSAL)
+    return loadable(newest).name
+
+
+def loadable(tag: Path) -> Path:
+    """Return a copy of a tag that any number of ranks can load."""
+    target = tag.with_name(tag.name + UNIVERSAL)
     shutil.rmtree(target, ignore_errors=True)  # of an earlier resume, perhaps not whole
-    convert(newest, target, "zero")
-    return target.name
+    convert(tag, target, "zero")
+    return target

@@ -3,29 +3,24 @@
 
 import math
 import os
-import sys
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_int8
 
 import zero8
-from examples.gpt.engine import keywords_of
-from examples.gpt.int8_weights import is_int8, separated
 from examples.gpt.model import GPT
 from zero8 import tagged
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from zero8.state.extent import local
 
 # Tags that are kept: the one that is saved next may be cut short.
 KEPT = 2
@@ -37,27 +32,9 @@ FP32 = {
 }
 
 
-def load_config(path: Path, optimizer: str, steps: int, codec: str | None = None) -> dict:
-    """Return the config at `path` for a run with one of the optimizers, `steps` steps long.
-
-    Raises:
-        ValueError: if the config is of another optimizer.
-    """
-    config = tomllib.loads(path.read_text())
-    section = config["optimizer"]
-    params = {key: value for key, value in section.items() if key != "type"}
-    keywords = keywords_of(params, section.get("type"), optimizer, codec, path)
-    schedule = partial(lr_ratio, **config["scheduler"], total_steps=steps)
-    return {**config, "optimizer": (optimizer, keywords), "scheduler": schedule}
-
-
 def lr_ratio(step: int, warmup_steps: int, min_ratio: float, total_steps: int) -> float:
-    """Return the learning rate of a step, counted from 0, as a part of the full one.
-
-    That of DeepSpeed's WarmupCosineLR with linear warm-up, which starts at 0 and counts from there
-    after the first step: two steps have 0.
-    """
-    done = max(0, step - 1)
+    """Return the part of the learning rate that DeepSpeed's WarmupCosineLR has at a step."""
+    done = max(0, step - 1)  # two steps have 0
     if done < warmup_steps:
         return done / warmup_steps
     progress = min(1.0, (done - warmup_steps + 1) / max(1, total_steps - warmup_steps))
@@ -65,36 +42,30 @@ def lr_ratio(step: int, warmup_steps: int, min_ratio: float, total_steps: int) -
 
 
 class FSDP2Engine:
-    """See `examples.gpt.engine.engine_class`."""
+    """See `examples.gpt.run.engine_class`."""
 
-    load_config = staticmethod(load_config)
-
-    def __init__(self, model: GPT, config: dict, checkpoint: Path | None = None):
-        """Join the other ranks, shard the model, and load the newest complete tag, if asked to.
-
-        Raises:
-            ValueError: on all ranks, if that tag is damaged.
-        """
+    def __init__(self, model: GPT, config: dict, steps: int, checkpoint: Path | None = None):
+        """Join the other ranks, shard the model, and load the newest complete tag, if asked to."""
         self.device = join_ranks()
         self.model = self.module = shard(model, self.device, **config["fsdp2"])
-        name, keywords = config["optimizer"]
-        make = FP32.get(name) or getattr(zero8, name)
-        self.optimizer = make(model.named_parameters(), **keywords)
+        make = FP32.get(config["optimizer"]["type"]) or getattr(zero8, config["optimizer"]["type"])
+        self.optimizer = make(model.named_parameters(), **config["optimizer"]["params"])
         self.micro_batch_size = config["micro_batch_size"]
-        self.accumulation_steps = config["accumulation_steps"]
-        self._schedule = LambdaLR(self.optimizer, config["scheduler"])
+        self.batch_size = self.micro_batch_size * config["accumulation_steps"]
+        ratio = partial(lr_ratio, **config["scheduler"], total_steps=steps)
+        self._schedule = LambdaLR(self.optimizer, ratio)
         self._gradient_clipping = config["gradient_clipping"]
         self.steps_done = 0
         if checkpoint and (tag := tagged.newest(checkpoint)):
             self._load(tag)
 
-    def step(self, batches: list[torch.Tensor]) -> list[float]:
-        """Run one optimizer step on this rank's micro batches and return their losses."""
+    def step(self, batch: Tensor) -> list[float]:
+        """Run one optimizer step on this rank's windows; return the losses of micro batches."""
         losses = []
-        for batch in batches:
-            loss = self.module(batch)
+        for part in batch.split(self.micro_batch_size):
+            loss = self.module(part)
             # Each backward adds its mean over the ranks to the shards of the gradients.
-            (loss / len(batches)).backward()
+            (loss * len(part) / len(batch)).backward()
             losses.append(loss.item())
         clip_grad_norm_(self.model.parameters(), self._gradient_clipping)
         self.optimizer.step()
@@ -133,11 +104,7 @@ def join_ranks() -> torch.device:
 
 
 def shard(model: GPT, device: torch.device, offload: bool, mixed_precision: str) -> GPT:
-    """Shard a model over all ranks, each block by itself, and return it.
-
-    Raises:
-        ValueError: for INT8 weights on ranks that cannot have them.
-    """
+    """Shard a model over all ranks, each block by itself, and return it."""
     ranks = distributed.get_world_size()
     int8_rows = [len(p) for p in model.parameters() if is_int8(p)]
     # FSDP2 on one rank copies the first tensor of a weight alone, and torchao's is made of two.
@@ -159,3 +126,35 @@ def shard(model: GPT, device: torch.device, offload: bool, mixed_precision: str)
     for block in model.blocks:
         fully_shard(block, **policies)
     return fully_shard(model, **policies)
+
+
+def make_int8(model: nn.Module) -> None:
+    """Make the weights of all linear layers torchao's INT8; others stay as they are."""
+    from torchao import quantize_
+    from torchao.prototype.quantized_training import int8_weight_only_quantized_training
+
+    quantize_(model, int8_weight_only_quantized_training())
+
+
+def components(tensor: Tensor) -> dict[str, Tensor]:
+    """Return by name the tensors that an INT8 weight is made of: rows, and a scale for each."""
+    names, _ = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}
+
+
+def separated(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict with each INT8 weight as its two tensors, which share its memory."""
+    # torch.distributed.checkpoint asks each tensor whether its memory is pinned, and torchao's
+    # class does not implement that.
+    parts: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if not is_int8(here := local(value)):
+            parts[name] = value
+            continue
+        for part, tensor in components(here).items():
+            if isinstance(value, DTensor):
+                shape = torch.Size((value.shape[0], *tensor.shape[1:]))
+                layout = {"shape": shape, "stride": tensor.stride()}
+                tensor = DTensor.from_local(tensor, value.device_mesh, value.placements, **layout)
+            parts[f"{name}.{part}"] = tensor
+    return parts

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training run: what does not depend on the engine."""
 
+import argparse
 import json
-import logging
-import os
+import resource
 import shutil
 import statistics
 import time
@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from tqdm import trange
 
-from examples.gpt import int8_weights
-from examples.gpt.data import Text, load_text, train_batch, validation_windows
-from examples.gpt.engine import FLOAT32, INT8, engine_class
-from examples.gpt.measure import memory, sum_over_ranks
+from benchmarks.states import plain_tensors, state_bytes
+from examples.gpt.config import INT8, is_of_fsdp2
+from examples.gpt.data import load_text, train_batch, validation_windows
 from examples.gpt.model import GPT, MODELS
-from zero8 import extras
+from zero8.state.extent import local
 
 VALIDATION_EVERY = 50
 VALIDATION_WINDOWS = 256
@@ -28,78 +27,70 @@ TRAIN_LOSS_STEPS = 20
 WARM_UP_STEPS = 5
 
 
-def log_warnings(path: Path) -> None:
-    """Send warnings of this process to a new file; errors still show on the screen, too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file, screen = logging.FileHandler(path, mode="w"), logging.StreamHandler()
-    screen.setLevel(logging.ERROR)
-    for name in ("py.warnings", "DeepSpeed", "torchao"):
-        logger = logging.getLogger(name)
-        logger.handlers[:] = [file, screen]
-        logger.propagate = False
-    logging.captureWarnings(True)
+def engine_class(config: Path) -> type:
+    """Return the class of the engine of a config; here alone is its framework imported."""
+    if is_of_fsdp2(config):
+        from examples.gpt.engine_fsdp2 import FSDP2Engine
+
+        return FSDP2Engine
+    from examples.gpt.engine_deepspeed import DeepSpeedEngine
+
+    return DeepSpeedEngine
 
 
-def mean_over_ranks(total: float, count: int, device: torch.device) -> float:
-    """Return the mean of values of which each rank holds a sum and a count."""
-    total, count = sum_over_ranks([total, count], device)
-    return total / count
+def train(arguments: argparse.Namespace, config: dict) -> dict | None:
+    """Train on every rank, unless that was done, and write what was measured."""
+    name, steps = arguments.optimizer, arguments.steps
+    text = load_text(arguments.data)
+    torch.manual_seed(arguments.seed)
+    gpt = GPT(MODELS[arguments.model])
+    parameters = sum(p.numel() for p in gpt.parameters())  # before ZeRO-3 takes them away
+    if arguments.weights == INT8:
+        from examples.gpt.engine_fsdp2 import make_int8
+
+        make_int8(gpt)
+    checkpoint = arguments.out / f"{name}.checkpoint"
+    kind = engine_class(arguments.config)
+    engine = kind(gpt, config, steps, checkpoint if arguments.resume else None)
+    is_first = dist.get_rank() == 0
+    if is_first and not arguments.resume:  # not before there is an engine to make another
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    if is_first:
+        print("data:", ", ".join(f"{key} {value}" for key, value in text.about.items()))
+        print(f"warnings of each rank: {arguments.out / name}.rank*.log")
+        where = f"step {engine.steps_done} of {steps}" if engine.steps_done else "the start"
+        print(f"{name}: {dist.get_world_size()} rank(s) go on from {where}", flush=True)
+    if engine.steps_done >= steps:
+        return None
+    asked = {key: getattr(arguments, key) for key in ("optimizer", "weights", "steps", "seed")}
+    row = {**asked, "config": str(arguments.config), "parameters": parameters}
+    row |= {"data": text.about, **fit(engine, text, arguments, checkpoint)}
+    if is_first:
+        (arguments.out / f"{name}.json").write_text(json.dumps(row, indent=1) + "\n")
+    return row
 
 
-def train_step(engine, text: torch.Tensor, *, seed: int, step: int) -> float:
-    """Run one optimizer step and return its loss (nats per byte) averaged over ranks."""
-    size, context, parts = engine.micro_batch_size, engine.model.config.context, []
-    for part in range(engine.accumulation_steps):
-        place = {"step": step * engine.accumulation_steps + part, "rank": dist.get_rank()}
-        parts.append(train_batch(text, size, context, seed=seed, **place).to(engine.device))
-    losses = engine.step(parts)
-    return mean_over_ranks(sum(losses), len(losses), engine.device)
-
-
-@torch.no_grad()
-def validate(engine, windows: torch.Tensor) -> float:
-    """Return the mean loss over all windows, nats per byte; each rank takes its share of them.
-
-    All ranks call the module equally often, as each call may gather parameters.
-    """
-    engine.module.eval()
-    mine = windows[dist.get_rank() :: dist.get_world_size()]
-    largest_share = -(-len(windows) // dist.get_world_size())
-    total = 0.0
-    for begin in range(0, largest_share, engine.micro_batch_size):
-        batch = mine[begin : begin + engine.micro_batch_size]
-        shown = batch if len(batch) else windows[:1]
-        total += engine.module(shown.to(engine.device)).item() * len(batch)
-    engine.module.train()
-    return mean_over_ranks(total, len(mine), engine.device)
-
-
-def fit(engine, text: Text, *, seed: int, steps: int, name: str, checkpoint: Path, save_every: int):
-    """Train up to step `steps`, with validation and checkpoints on the way and at the end.
-
-    Returns:
-        The losses by step, and at the steps with a validation, in nats per byte, averaged over
-        ranks; and the ms of each iteration.
-    """
-    windows = validation_windows(text.validation, VALIDATION_WINDOWS, engine.model.config.context)
+def fit(engine, text, arguments: argparse.Namespace, checkpoint: Path) -> dict:
+    """Train, with validation and checkpoints on the way and at the end; return measurements."""
+    context = engine.model.config.context
+    windows = validation_windows(text.validation, VALIDATION_WINDOWS, context)
+    steps, save_every = arguments.steps, arguments.save_every or arguments.steps
     train, validation, iteration_ms = [], [], []
-    settings = {"desc": name, "initial": engine.steps_done, "total": steps, "unit": "step"}
-    progress = trange(engine.steps_done, steps, **settings, disable=dist.get_rank() != 0)
+    settings = {"desc": arguments.optimizer, "initial": engine.steps_done, "total": steps}
+    settings |= {"unit": "step", "disable": dist.get_rank() != 0}
+    progress = trange(engine.steps_done, steps, **settings)
     for step in progress:
         started = time.perf_counter()
-        train.append(train_step(engine, text.train, seed=seed, step=step))
+        place = {"seed": arguments.seed, "step": step, "rank": dist.get_rank()}
+        batch = train_batch(text.train, engine.batch_size, context, **place)
+        losses = engine.step(batch.to(engine.device))
+        train.append(mean_over_ranks(sum(losses), len(losses), engine.device))
         iteration_ms.append(1e3 * (time.perf_counter() - started))
         progress.set_postfix_str(f"loss {train[-1]:.3f} nats/byte", refresh=False)
         if (step + 1) % VALIDATION_EVERY == 0 or step + 1 == steps:
             validation.append((step + 1, validate(engine, windows)))
         if (step + 1) % save_every == 0 or step + 1 == steps:
             engine.save(checkpoint, step + 1)
-    return train, validation, iteration_ms
-
-
-def result(engine, text: Text, curves: tuple[list, list, list]) -> dict:
-    """Return what was measured in a run; every rank must call it."""
-    train, validation, iteration_ms = curves
     codec = getattr(engine.optimizer, "codec", None)
     return {
         "first_step": engine.steps_done,
@@ -111,89 +102,55 @@ def result(engine, text: Text, curves: tuple[list, list, list]) -> dict:
         "iteration_ms": statistics.median(iteration_ms[WARM_UP_STEPS:] or iteration_ms),
         "device": engine.device.type,
         "ranks": dist.get_world_size(),
-        "data": text.describe(),
         "train_curve": train,
         "val_curve": validation,
     }
 
 
-def measured(
-    kind: type,
-    config: object,
-    text: Text,
-    *,
-    model: str,
-    seed: int,
-    steps: int,
-    name: str,
-    checkpoint: Path,
-    save_every: int,
-    resume: bool = False,
-    weights: str = FLOAT32,
-) -> dict | None:
-    """Train a model from `seed`, save it; return `result`.  Every rank must call it.
-
-    Args:
-        kind: of engine.
-        config: what its `load_config` returned.
-        text: to train on and to validate with.
-        model: a key of `MODELS`.
-        seed: of initialization and batches.
-        steps: optimizer steps.
-        name: of the run on the screen.
-        checkpoint: folder to save to.
-        save_every: steps from one checkpoint to the next; the end has one, too.
-        resume: go on from the newest complete checkpoint there, if there is one.
-        weights: format of the weights of the linear layers.
-
-    Returns:
-        None if the checkpoint is of the last step already.
-    """
-    torch.manual_seed(seed)
-    gpt = GPT(MODELS[model])
-    parameters = sum(p.numel() for p in gpt.parameters())  # before ZeRO-3 takes them away
-    if weights == INT8:
-        int8_weights.convert(gpt)
-    engine = kind(gpt, config, checkpoint if resume else None)
-    if dist.get_rank() == 0 and not resume:  # not before there is an engine to make another
-        shutil.rmtree(checkpoint, ignore_errors=True)
-    if dist.get_rank() == 0 and resume:
-        where = f"step {engine.steps_done} of {steps}" if engine.steps_done else "the start"
-        print(f"{name}: {dist.get_world_size()} rank(s) go on from {where}", flush=True)
-    if engine.steps_done >= steps:
-        return None
-    run = {"seed": seed, "steps": steps, "name": name}
-    curves = fit(engine, text, **run, checkpoint=checkpoint, save_every=save_every)
-    return {"parameters": parameters, **result(engine, text, curves)}
+@torch.no_grad()
+def validate(engine, windows: torch.Tensor) -> float:
+    """Return the mean loss over the windows, nats per byte; each rank takes an equal share."""
+    share = max(1, len(windows) // dist.get_world_size())
+    mine = windows.roll(-share * dist.get_rank(), 0)[:share]
+    engine.module.eval()
+    batches = mine.split(engine.micro_batch_size)
+    total = sum(engine.module(one.to(engine.device)).item() * len(one) for one in batches)
+    engine.module.train()
+    return mean_over_ranks(total, share, engine.device)
 
 
-def train(
-    *,
-    engine: str,
-    optimizer: str,
-    codec: str | None,
-    config: Path,
-    data: str | None,
-    out: Path,
-    **run,
-) -> None:
-    """Train once; write OUT/<optimizer>.checkpoint and, from rank 0, the .json.
+def memory(optimizer: torch.optim.Optimizer, device: torch.device) -> dict:
+    """Return the bytes of states and of stepped weights over all ranks, and the peaks of memory."""
+    stepped = [p for p, state in optimizer.state.items() if state]
+    stepped_numel = sum(local(p).numel() for p in stepped)
+    if hasattr(optimizer, "memory_report"):
+        rows = [(r.state_bytes, r.numel, r.bits < 32) for r in optimizer.memory_report().rows]
+    else:
+        rows = [(state_bytes(optimizer), stepped_numel, True)]
+    in_few_bits = [row for row in rows if row[2]]
+    sums = [sum(row[column] for row in some) for some in (in_few_bits, rows) for column in (0, 1)]
+    sums += [sum(t.nbytes for t in plain_tensors(stepped)), stepped_numel]
+    sums += [1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]
+    own, own_numel, size, numel, weight, weight_numel, peak = sum_over_ranks(sums, device)
+    on_gpu = device.type == "cuda"
+    return {
+        "weight_bytes_per_param": weight / weight_numel if weight_numel else None,
+        "state_bytes_per_param": own / own_numel if own_numel else None,
+        "state_bytes": int(size),
+        "state_numel": int(numel),
+        "host_peak_gib": peak / 2**30,
+        "gpu_peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else None,
+    }
 
-    `run` has the other arguments of `measured`.
-    """
-    kind, rank = engine_class(engine), int(os.environ["RANK"])
-    text = load_text(data)
-    settings = kind.load_config(config, optimizer, run["steps"], codec)
-    log_warnings(out / f"{optimizer}.rank{rank}.log")
-    if run["weights"] == INT8:
-        extras.need("torchao")
-    if rank == 0:
-        print("data:", ", ".join(f"{key} {value}" for key, value in text.describe().items()))
-        print(f"warnings of each rank: {out / optimizer}.rank*.log", flush=True)
-    files = {"name": optimizer, "checkpoint": out / f"{optimizer}.checkpoint"}
-    found = measured(kind, settings, text, **files, **run)
-    if rank == 0 and found is not None:
-        asked = {key: run[key] for key in ("weights", "steps", "seed")}
-        row = {"engine": engine, "optimizer": optimizer, **asked, "config": str(config), **found}
-        (out / f"{optimizer}.json").write_text(json.dumps(row, indent=1) + "\n")
-    dist.destroy_process_group()
+
+def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """Return the element-wise sum over all ranks, by way of tensors on `device`."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def mean_over_ranks(total: float, count: int, device: torch.device) -> float:
+    """Return the mean of values of which each rank holds a sum and a count."""
+    total, count = sum_over_ranks([total, count], device)
+    return total / count

@@ -8,9 +8,9 @@ import pytest
 import torch
 from ranks import ranks_of_sizes
 from torch import nn
-from train_worker import SMALL, loaded_int8_weights, row
+from train_worker import FSDP2, SMALL, loaded_int8_weights, row
 
-from examples.gpt.engine import FLOAT32, FSDP2, INT8
+from examples.gpt.config import FLOAT32, INT8
 from examples.gpt.model import GPT
 from examples.gpt.report import report
 from zero8 import Adam8bitBlockwise, cli
@@ -34,11 +34,12 @@ CASES = {
 }
 
 
-def int8_job(case, checkpoint, **changes):
-    return (
-        dict(engine=FSDP2, weights=INT8, steps=STEPS, checkpoint=str(checkpoint), **CASES[case])
-        | changes
-    )
+def int8_job(case, out, **changes):
+    return dict(engine=FSDP2, weights=INT8, steps=STEPS, out=str(out), **CASES[case]) | changes
+
+
+def checkpoint_of(case, out):
+    return out / f"{CASES[case]['optimizer']}.checkpoint"
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def rows(standing_ranks, checkpoints):
 @pytest.fixture(scope="module")
 def twin(standing_ranks, checkpoints):
     """Return rank 0's measurements of fp32 AdamW with float32 weights."""
-    job = dict(engine=FSDP2, optimizer=TWIN, steps=STEPS, checkpoint=str(checkpoints / TWIN))
+    job = dict(engine=FSDP2, optimizer=TWIN, steps=STEPS, out=str(checkpoints / TWIN))
     return standing_ranks(RANKS).run(row, **job)[0]
 
 
@@ -97,9 +98,8 @@ def test_plan_of_int8_weights_counts_the_bytes_that_a_run_holds(rows):
 
 def test_report_of_a_run_has_the_bytes_of_weights_of_both(rows, twin, tmp_path, capsys):
     for name, weights, run in ((TWIN, FLOAT32, twin), ("Adam8bitBlockwise", INT8, rows["log"])):
-        shared = {"engine": FSDP2, "steps": STEPS, "seed": 0, "config": "fsdp2_offload.toml"}
-        content = {**shared, "optimizer": name, "weights": weights, **run}
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        assert (run["optimizer"], run["weights"]) == (name, weights)
+        (tmp_path / f"{name}.json").write_text(json.dumps({**run, "config": str(run["config"])}))
     summary = report(tmp_path, "Adam8bitBlockwise", "")
     assert [run["weights"] for run in summary["runs"]] == [FLOAT32, INT8]
     ours = f"{rows['log']['weight_bytes_per_param']:.3f}"
@@ -114,9 +114,9 @@ def stopped_before_the_last_step(rows, checkpoints, tmp_path):
     def copied(case):
         folder = tmp_path / "copy"
         shutil.copytree(checkpoints / case, folder)
-        newest = folder / f"step{STEPS}"
+        newest = checkpoint_of(case, folder) / f"step{STEPS}"
         (newest / MANIFEST).unlink()
-        tags.begin(newest, tags.next_sequence(folder))
+        tags.begin(newest, tags.next_sequence(newest.parent))
         return folder
 
     return copied
@@ -131,14 +131,14 @@ def test_run_that_is_resumed_has_the_bits_of_one_that_never_stopped(
     assert resumed["first_step"] == STEPS - 1
     assert resumed["train_curve"] == rows[case]["train_curve"][STEPS - 1 :]
     assert resumed["val_loss"] == rows[case]["val_loss"]
-    assert cli.main(["checkpoint", "verify", str(folder)]) == 0
+    assert cli.main(["checkpoint", "verify", str(checkpoint_of(case, folder))]) == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_weights_that_another_number_of_ranks_loads_have_the_saved_bits(
     standing_ranks, rows, checkpoints, ranks
 ):
-    folder = str(checkpoints / "log")
+    folder = str(checkpoint_of("log", checkpoints / "log"))
     saved = standing_ranks(RANKS).run(loaded_int8_weights, checkpoint=folder)[0]
     loaded = standing_ranks(ranks).run(loaded_int8_weights, checkpoint=folder)[0]
     assert loaded.keys() == saved.keys()
@@ -149,7 +149,7 @@ def test_weights_that_another_number_of_ranks_loads_have_the_saved_bits(
 def test_checkpoint_that_is_converted_loads_with_decoded_weights(
     standing_ranks, rows, checkpoints, tmp_path
 ):
-    folder, out = str(checkpoints / "log"), str(tmp_path / "out")
+    folder, out = str(checkpoint_of("log", checkpoints / "log")), str(tmp_path / "out")
     saved = standing_ranks(RANKS).run(loaded_int8_weights, checkpoint=folder)[0]
     assert cli.main(["checkpoint", "convert", folder, out, "--to", "plain"]) == 0
     content = torch.load(out, weights_only=True)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.multinode, pytest.mark.timeout(1200)]
 
 OPTIMIZER = "Adam8bitBlockwise"
 EVERY = 2  # steps, a checkpoint
-ENGINES = {"deepspeed": "deepspeed", "openmpi": "deepspeed"}  # of the others FSDP2
+OF_DEEPSPEED = ("deepspeed", "openmpi")  # of the others FSDP2
 START_S = 400  # a training starts, and ends, on a busy machine
 KILLED_S = 60  # from a rank's end to the job's
 # From the loss of a host to the job's end: ssh and Open MPI notice after 15 s, Slurm after the
@@ -36,7 +36,8 @@ def out(lab):
 
 
 def training(launcher, out, steps):
-    settings = ["--engine", ENGINES.get(launcher, "fsdp2"), "--data", "zero8/spec"]
+    config = "zero2_offload.json" if launcher in OF_DEEPSPEED else "fsdp2_offload.toml"
+    settings = ["--config", f"configs/{config}", "--data", "zero8/spec"]
     ends = ["--steps", steps, "--save-every", EVERY, "--out", out, "--resume"]
     return ["-m", "examples.gpt", *settings, *ends]
 

@@ -8,7 +8,7 @@ import pytest
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from places import ROOT
 
-from examples.gpt import build
+from examples.gpt import __main__ as command
 from zero8.op import cuda_compile
 
 NEEDS = {
@@ -63,6 +63,7 @@ def test_ci_runs_the_tests_as_ci():
 
 
 def test_nvme_without_libaio_ends_with_the_package_before_anything_is_built(bare, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["build", str(ROOT / "configs" / "zero3_nvme.json")])
-    with pytest.raises(SystemExit, match="apt-get install libaio-dev"):
-        build.main()
+    config = str(ROOT / "configs" / "zero3_nvme.json")
+    monkeypatch.setattr(sys, "argv", ["examples.gpt", "--build", "--config", config])
+    with pytest.raises(RuntimeError, match="apt-get install libaio-dev"):
+        command.main()

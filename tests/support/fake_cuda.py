@@ -34,8 +34,6 @@ class FakeCuda:
         patch = monkeypatch.setattr
         patch(torch.cuda, "get_device_properties", lambda device: processor)
         patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
-        patch(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        patch(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
         patch(torch.cuda, "Event", lambda: Event(self))
         patch(torch.cuda, "synchronize", lambda: None)

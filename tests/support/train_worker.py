@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Short runs of the demonstration job, on ranks that may have run something else before."""
 
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,57 +13,50 @@ from ranks import error_of
 from torch.distributed.tensor import DTensor
 
 from examples.gpt import run
+from examples.gpt.config import FLOAT32, load_config
 from examples.gpt.data import load_text, train_batch
-from examples.gpt.engine import FLOAT32, FSDP2, defaults, engine_class
-from examples.gpt.int8_weights import convert, separated
 from examples.gpt.model import GPT, GPTConfig
 
-# Of the learning rate's schedule, as in the job itself.
+# The job's configs, by engine and optimizer.
+DEEPSPEED, FSDP2 = "deepspeed", "fsdp2"
+CONFIGS = {DEEPSPEED: "zero2_offload{}.json", FSDP2: "fsdp2_offload{}.toml"}
 TOTAL_STEPS = 400
 # A quarter of the job's.
 SMALL = GPTConfig(context=32)
+DATA = str(ROOT / "zero8")
 
 
 @contextmanager
-def small_job() -> Iterator[None]:
-    with patch.object(run, "VALIDATION_WINDOWS", 16), patch.dict(run.MODELS, demo=SMALL):
+def small_job(model: GPTConfig) -> Iterator[None]:
+    with patch.object(run, "VALIDATION_WINDOWS", 16), patch.dict(run.MODELS, demo=model):
         yield
 
 
-def corpus():
-    return load_text(str(ROOT / "zero8"))
+def config_of(engine: str, optimizer: str) -> Path:
+    """Return the config that launch/local.sh takes for an optimizer of a pair."""
+    name = optimizer.removesuffix("8bitBlockwise").lower()
+    return ROOT / "configs" / CONFIGS[engine].format("" if name.startswith("adam") else f"_{name}")
 
 
 def row(
     engine: str,
     optimizer: str,
     steps: int,
-    checkpoint: str,
+    out: str,
     save_every: int | None = None,
     resume: bool = False,
     config: str | None = None,
-    total_steps: int = TOTAL_STEPS,
     weights: str = FLOAT32,
     codec: str | None = None,
+    model: GPTConfig = SMALL,
 ) -> dict | None:
-    """Return the measurements of the first steps of a run, which is saved to a folder."""
-    kind = engine_class(engine)
-    path = Path(config or ROOT / defaults(engine, optimizer)[0])
-    settings = kind.load_config(path, optimizer, total_steps, codec)
-    with small_job():
-        return run.measured(
-            kind,
-            settings,
-            corpus(),
-            model="demo",
-            weights=weights,
-            seed=0,
-            steps=steps,
-            name=optimizer,
-            checkpoint=Path(checkpoint),
-            save_every=save_every or steps,
-            resume=resume,
-        )
+    """Return the measurements of a run, which is saved to a folder."""
+    path = Path(config or config_of(engine, optimizer))
+    arguments = dict(model="demo", weights=weights, seed=0, steps=steps, optimizer=optimizer)
+    arguments |= dict(config=path, data=DATA, out=Path(out), save_every=save_every, resume=resume)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    with small_job(model):
+        return run.train(Namespace(**arguments), load_config(path, optimizer, codec))
 
 
 def error_of_row(**arguments) -> tuple[str, str] | None:
@@ -70,13 +64,22 @@ def error_of_row(**arguments) -> tuple[str, str] | None:
     return error_of(row, **arguments)
 
 
+def fsdp2_engine(model: GPT, optimizer: str, checkpoint: Path | None = None, **changes):
+    """Return an engine of the job under FSDP2; `changes` are of its section "fsdp2"."""
+    path = config_of(FSDP2, optimizer)
+    config = load_config(path, optimizer)
+    config["fsdp2"] |= changes
+    return run.engine_class(path)(model, config, TOTAL_STEPS, checkpoint)
+
+
 def loaded_int8_weights(checkpoint: str) -> dict[str, torch.Tensor]:
     """Return the whole weights that a run goes on with, INT8 ones as their codes and scales."""
-    kind, optimizer = engine_class(FSDP2), "Adam8bitBlockwise"
-    settings = kind.load_config(ROOT / defaults(FSDP2, optimizer)[0], optimizer, TOTAL_STEPS)
+    from examples.gpt.engine_fsdp2 import make_int8, separated
+
     model = GPT(SMALL)
-    convert(model)
-    parts = separated(kind(model, settings, Path(checkpoint)).model.state_dict())
+    make_int8(model)
+    engine = fsdp2_engine(model, "Adam8bitBlockwise", Path(checkpoint))
+    parts = separated(engine.model.state_dict())
     return {
         name: part.full_tensor() if isinstance(part, DTensor) else part
         for name, part in parts.items()
@@ -84,21 +87,16 @@ def loaded_int8_weights(checkpoint: str) -> dict[str, torch.Tensor]:
 
 
 def losses_under_fsdp2(
-    optimizer: str,
-    steps: int,
-    micro_batches: int = 1,
-    offload: bool = True,
-    mixed_precision: str = "none",
+    optimizer: str, steps: int, micro_batches: int = 1, **changes
 ) -> list[float]:
     """Return this rank's losses at the steps of `row`, on the same windows."""
-    kind = engine_class(FSDP2)
-    settings = kind.load_config(ROOT / defaults(FSDP2, optimizer)[0], optimizer, TOTAL_STEPS)
-    settings["fsdp2"] = {"offload": offload, "mixed_precision": mixed_precision}
     torch.manual_seed(0)
-    engine = kind(GPT(SMALL), settings)
-    text, rank, losses = corpus().train, torch.distributed.get_rank(), []
+    engine = fsdp2_engine(GPT(SMALL), optimizer, **changes)
+    engine.micro_batch_size //= micro_batches
+    text, rank, losses = load_text(DATA).train, torch.distributed.get_rank(), []
     for step in range(steps):
         windows = train_batch(text, 8, SMALL.context, seed=0, step=step, rank=rank)
-        of_parts = engine.step(list(windows.chunk(micro_batches)))
+        of_parts = engine.step(windows)
+        assert len(of_parts) == micro_batches
         losses.append(sum(of_parts) / len(of_parts))
     return losses

@@ -15,7 +15,6 @@ def write_files(folder, count):
 
 def test_load_text_folder_splits_whole_files(tmp_path):
     text = data.load_text(str(write_files(tmp_path, 20)))
-    assert text.split == "by file"
     assert text.train.numel() == 19 * 200
     held_out = bytes(text.validation.tolist())
     assert held_out in {path.read_bytes() for path in tmp_path.iterdir()}
@@ -29,7 +28,7 @@ def test_load_text_folder_skips_binary_empty_and_hidden_files(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "HEAD").write_text("ref: refs/heads/main")
     text = data.load_text(str(tmp_path))
-    assert text.describe()["files"] == 3 and text.validation.numel() == 200
+    assert text.about["files"] == 3 and text.validation.numel() == 200
     again = data.load_text(str(tmp_path))
     assert torch.equal(again.validation, text.validation)
 
@@ -38,7 +37,6 @@ def test_load_text_single_file_splits_by_position(tmp_path):
     path = tmp_path / "one.txt"
     path.write_bytes(bytes(range(200)))
     text = data.load_text(str(path))
-    assert text.split == "by position (one file)"
     assert text.train.tolist() == list(range(190))
     assert text.validation.tolist() == list(range(190, 200))
 
@@ -52,8 +50,8 @@ def test_load_text_of_too_few_files_raises(tmp_path, files, folder):
 
 def test_stdlib_files_leave_out_installed_packages_and_tests():
     text = data.load_text(None)
-    root = Path(text.path)
-    files = list(data.stdlib_files(root))
+    root = Path(text.about["path"])
+    files = data.text_files(root, is_stdlib=True)
     folders = {part for path in files for part in path.relative_to(root).parts[:-1]}
     assert root / "argparse.py" in files
     assert not folders & data.STDLIB_EXCLUDED

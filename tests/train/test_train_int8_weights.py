@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from examples.gpt.engine_fsdp2 import shard
-from examples.gpt.int8_weights import separated
-from examples.gpt.measure import memory
+from examples.gpt.engine_fsdp2 import separated, shard
+from examples.gpt.run import memory
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def test_separated_weight_is_two_tensors_that_share_its_memory(model):
 
 
 def test_bytes_of_a_weight_are_those_of_all_it_is_made_of(model, monkeypatch):
-    monkeypatch.setattr("examples.gpt.measure.sum_over_ranks", lambda values, _: values)
+    monkeypatch.setattr("examples.gpt.run.sum_over_ranks", lambda values, _: values)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     assert memory(optimizer, torch.device("cpu"))["weight_bytes_per_param"] is None
     for param in model.parameters():

@@ -11,7 +11,7 @@ from places import ROOT
 from processes import run
 from ranks import build_ops
 
-from examples.gpt.engine import DEEPSPEED, DEFAULTS, TWINS, defaults
+from examples.gpt.config import TWINS
 from zero8 import cli
 
 # Seconds.
@@ -150,25 +150,35 @@ def test_local_sh_invalid_settings_exit_with_where_the_valid_ones_are(start_loca
 
 
 @pytest.mark.parametrize(
-    ("engine", "optimizer"), [(engine, name) for engine in DEFAULTS for name in DEFAULTS[engine]]
+    ("engine", "optimizer", "config", "out"),
+    [
+        ("deepspeed", "Adam8bitBlockwise", "zero2_offload.json", "demo"),
+        ("deepspeed", "Lion8bitBlockwise", "zero2_offload_lion.json", "demo-lion"),
+        ("deepspeed", "SGD8bitBlockwise", "zero2_offload_sgd.json", "demo-sgd"),
+        ("deepspeed", "Muon8bitBlockwise", "zero2_offload_muon.json", "demo-muon"),
+        ("fsdp2", "Adam8bitBlockwise", "fsdp2_offload.toml", "demo-fsdp2"),
+        ("fsdp2", "SGD8bitBlockwise", "fsdp2_offload_sgd.toml", "demo-fsdp2-sgd"),
+    ],
 )
-def test_local_sh_dry_run_has_the_defaults_of_the_program(engine, optimizer):
+def test_local_sh_dry_run_has_a_config_and_a_folder_for_each_pair(engine, optimizer, config, out):
     command = ["bash", str(ROOT / "launch" / "local.sh"), "--dry-run"]
     settings = {"ENGINE": engine, "OPTIMIZER": optimizer, "DS_ACCELERATOR": "cpu"}
     done = run(command, PYTHON=sys.executable, **settings)
     assert done.returncode == 0, done.stderr
-    config, out = defaults(engine, optimizer)
+    assert (ROOT / "configs" / config).is_file()
     for name in (optimizer, TWINS[optimizer]):
-        (line,) = [x for x in done.stdout.splitlines() if f"--optimizer {name} --config" in x]
-        assert f"--config {config} " in line and line.endswith(f" --out {out}")
-    assert f"examples.gpt.report {out} --optimizer {optimizer} " in done.stdout
+        lines = [x for x in done.stdout.splitlines() if f"--optimizer {name} --config" in x]
+        assert f"--config configs/{config} " in lines[-1]
+        assert lines[-1].endswith(f" --out runs/{out}")
+        assert any("--build" in line for line in lines) == (engine == "deepspeed")
+    assert f"examples.gpt.report runs/{out} --optimizer {optimizer} " in done.stdout
 
 
 def test_local_sh_codec_goes_to_every_command_and_into_the_name_of_the_folder():
     command = ["bash", str(ROOT / "launch" / "local.sh"), "--dry-run"]
     done = run(command, PYTHON=sys.executable, CODEC="fp8", DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr
-    _, out = defaults(DEEPSPEED, "Adam8bitBlockwise")
+    out = "runs/demo"
     lines = done.stdout.splitlines()
     assert sum("-m examples.gpt" in line and "--codec fp8" in line for line in lines) == 4
     assert sum(f"--out {out}-fp8 " in line for line in lines) == 2
@@ -191,7 +201,8 @@ def test_local_sh_int8_weights_are_those_of_zero8s_run_under_fsdp2(settings, nam
     assert done.returncode == 0, done.stderr
     ours, twin, report = [line for line in done.stdout.splitlines() if "-m examples.gpt" in line]
     for line in (ours, twin):
-        assert " --engine fsdp2 " in line and f" --out runs/demo-fsdp2{name}-int8" in line
+        assert " --config configs/fsdp2_offload" in line
+        assert f" --out runs/demo-fsdp2{name}-int8" in line
     assert ours.endswith(" --weights int8") and "--weights" not in twin
     assert f" runs/demo-fsdp2{name}-int8 " in report and " WEIGHTS=int8 " in report
 

@@ -7,7 +7,7 @@ SPEAK = """
 import logging, sys, warnings
 from pathlib import Path
 from deepspeed.utils import logger
-from examples.gpt.run import log_warnings
+from examples.gpt.__main__ import log_warnings
 log_warnings(Path(sys.argv[1]))
 warnings.warn("a captured warning", FutureWarning)
 logger.warning("a warning of DeepSpeed")

@@ -11,19 +11,21 @@ from examples.gpt import __main__
 RANK = """
 import atexit, sys
 import examples.gpt.__main__ as command
-def train(**arguments):
+def train(arguments, config):
     # As what a thread of gloo still holds when the interpreter shuts down.
     atexit.register(print, "shutdown")
     print("trained", end="")
     {action}
-command.train = train
-sys.argv = ["examples.gpt", "--steps", "1"]
+command.train, command.log_warnings = train, lambda path: None
+sys.argv = ["examples.gpt", "--config", {config!r}]
 command.main()
 """
+CONFIG = str(ROOT / "configs" / "zero2_offload.json")
+AS_RANK = {"RANK": "0", "LOCAL_RANK": "0"}
 
 
 def test_rank_that_has_trained_ends_with_its_output_and_without_shutdown(forks):
-    done = forks.run(RANK.format(action="pass"), LOCAL_RANK="0")
+    done = forks.run(RANK.format(action="pass", config=CONFIG), **AS_RANK)
     assert done.returncode == 0, done.stderr
     # DeepSpeed may have said something before.
     assert done.stdout.endswith("trained") and "shutdown" not in done.stdout
@@ -42,34 +44,9 @@ def refused(monkeypatch, capsys):
     return said
 
 
-def test_optimizer_without_a_twin_is_refused_with_those_that_have_one(refused):
-    said = refused("--engine", "fsdp2", "--optimizer", "Lion8bitBlockwise")
-    assert "got Lion8bitBlockwise for the engine fsdp2" in said
-    assert "expected one of ['AdamW', 'Adam8bitBlockwise', 'SGD', 'SGD8bitBlockwise']" in said
-
-
-@pytest.mark.parametrize("words", [["--engine", "deepspeed"], ["--optimizer", "AdamW"]])
+@pytest.mark.parametrize("words", [[], ["--config", "a.toml", "--optimizer", "AdamW"]])
 def test_int8_weights_with_what_does_not_step_them_are_refused(refused, words):
     assert "expected float32" in refused("--weights", "int8", *words)
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([], "deepspeed configs/zero2_offload.json runs/demo"),
-        (["--weights", "int8"], "fsdp2 configs/fsdp2_offload.toml runs/demo-fsdp2-int8"),
-        (
-            ["--weights", "int8", "--codec", "fp8", "--optimizer", "SGD8bitBlockwise"],
-            "fsdp2 configs/fsdp2_offload_sgd.toml runs/demo-fsdp2-sgd-fp8-int8",
-        ),
-    ],
-)
-def test_engine_config_and_folder_by_default_are_those_of_the_weights(forks, words, expected):
-    code = RANK.replace('"1"]', f'"1", *{words!r}]')
-    action = 'print("", arguments["engine"], arguments["config"], arguments["out"], end="")'
-    done = forks.run(code.format(action=action), LOCAL_RANK="0")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith(f"trained {expected}")
 
 
 WITHOUT_TORCHAO = """
@@ -87,7 +64,7 @@ def test_int8_weights_without_torchao_name_its_extra_and_delete_no_checkpoint(fo
     config = ROOT / "configs" / "fsdp2_offload.toml"
     words = ["--config", str(config), "--data", str(ROOT / "zero8")]
     words += ["--out", str(checkpoint.parent)]
-    done = forks.run(WITHOUT_TORCHAO.format(words=words), RANK="0", LOCAL_RANK="0")
+    done = forks.run(WITHOUT_TORCHAO.format(words=words), **AS_RANK)
     assert done.returncode == 2, done.stderr
     expected = "python -m examples.gpt: needs torchao: pip install 'zero8[torchao]'\n"
     assert done.stderr.endswith(expected) and "Traceback" not in done.stderr
@@ -95,6 +72,6 @@ def test_int8_weights_without_torchao_name_its_extra_and_delete_no_checkpoint(fo
 
 
 def test_rank_that_fails_ends_with_the_error(forks):
-    done = forks.run(RANK.format(action="raise OSError('disk full')"), LOCAL_RANK="0")
+    done = forks.run(RANK.format(action="raise OSError('disk full')", config=CONFIG), **AS_RANK)
     assert done.returncode == 1
     assert "OSError: disk full" in done.stderr

@@ -4,11 +4,10 @@ import json
 import pytest
 from places import ROOT
 
-from examples.gpt.engine import TWINS
-from examples.gpt.report import label, report, text
+from examples.gpt.config import TWINS
+from examples.gpt.report import report, text
 
 RUN = {
-    "engine": "deepspeed",
     "codec": "log",
     "weights": "float32",
     "weight_bytes_per_param": 4.0,
@@ -71,25 +70,6 @@ def test_report_has_a_column_where_there_is_something_to_say(reported, changes, 
     assert column not in plain[0] and column in lines[0]
     for line, cell in zip(lines[1:3], cells, strict=True):
         assert cell in line
-
-
-@pytest.mark.parametrize(
-    ("codec", "weights", "expected"),
-    [
-        (None, "float32", "SGD"),
-        ("log", "float32", "SGD (log)"),
-        ("log", "int8", "SGD (log, INT8 weights)"),
-    ],
-)
-def test_label_of_a_run_has_its_codec_and_its_weights_if_they_are_int8(codec, weights, expected):
-    assert label({"optimizer": "SGD", "codec": codec, "weights": weights}) == expected
-
-
-def test_report_without_a_run_or_of_unlike_runs_raises(reported, tmp_path):
-    with pytest.raises(ValueError, match=r"found no .*AdamW\.json"):
-        report(tmp_path, "Adam8bitBlockwise", "")
-    with pytest.raises(ValueError, match="different seed: 1 and 0"):
-        reported(AdamW={"seed": 1})
 
 
 @pytest.mark.parametrize(

@@ -21,5 +21,5 @@ def test_resume_has_a_gpu_to_each_rank_before_the_first_collective(monkeypatch, 
     monkeypatch.setattr(deepspeed, "init_distributed", lambda: calls.append("init"))
     monkeypatch.setattr(engine_deepspeed, "from_rank_0", collective)
     with pytest.raises(KeyboardInterrupt):
-        engine_deepspeed.DeepSpeedEngine(None, {}, tmp_path)
+        engine_deepspeed.DeepSpeedEngine(None, {}, 1, tmp_path)
     assert calls == [3, "init", "collective"]

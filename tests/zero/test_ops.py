@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 from places import ROOT
 
-from examples.gpt.engine import TWINS
+from examples.gpt.config import TWINS
 from zero8 import cli
 from zero8.zero import ops
 

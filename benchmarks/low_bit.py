@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small updates of weights of 8 or 16 bits: which roundings lose them.
+"""Show what rounding does to small updates of weights of few bits.
+
+Writes OUT (JSON), a table (.md) and a figure (.png) beside it.
 
 All weights start at 1 and get the same update in every step.  Both codes have 1 exactly:
 
@@ -12,13 +14,28 @@ Updates are powers of 2, so that float32 weights are exact sums.  The numbers of
 below 2 and below the largest code.
 """
 
+import sys
+from itertools import product
+from pathlib import Path
+
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from benchmarks import record
 from zero8.spec import dither
 from zero8.spec.grid import BlockGrid
 from zero8.spec.reference import stochastic_bfloat16
 
+MODULE = "benchmarks.low_bit"
+SHARES, STEPS = (1 / 2, 1 / 8, 1 / 64), 120
+DRAWN_UPDATE, DRAWN_STEPS = 2**-10, 400
+COLORS = {"nearest": "tab:red", "independent": "tab:orange", "dither": "tab:blue"}
+WORDS = (
+    f"4096 weights start at 1 and get the same update in each of {STEPS} steps; bfloat16, or INT8 "
+    "with a scale per row of 1/32. Updates and distances are in codes. Distances are from the "
+    "right path: of all weights after the last step, and the largest of any weight after any step."
+)
 NUMEL = 4096
 GRID = BlockGrid(num_rows=16, row_length=256, block_size=256)
 THRESHOLDS = 2**16
@@ -81,9 +98,49 @@ def distance(number_format: str, share: float, rounding: str, steps: int) -> dic
     errors = (walk(number_format, rounding, share * code, steps) - right).double() / code
     return {
         "weights": number_format,
-        "update": share,
         "rounding": rounding,
+        "update": share,
         "RMS distance": errors[-1].square().mean().sqrt().item(),
         "mean distance": errors[-1].mean().item(),
         "largest distance": errors.abs().max().item(),
     }
+
+
+def markdown(result: dict) -> list[str]:
+    """Return the lines of the table of a result."""
+    rows = result["distances"]
+    forms = [record.TEXT] * 2 + [record.NUMBER] * 4
+    columns = {key: (key, form) for key, form in zip(rows[0], forms, strict=True)}
+    return [WORDS, "", *record.table_of(rows, columns)]
+
+
+def draw(path: Path) -> None:
+    """Draw the path of a weight by rounding, for both formats."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, name in zip(panels, CODES, strict=True):
+        right = right_path(DRAWN_UPDATE, DRAWN_STEPS)
+        axes.plot(right, color="black", linestyle="--", label="float32")
+        for rounding, color in COLORS.items():
+            weights = walk(name, rounding, DRAWN_UPDATE, DRAWN_STEPS)[:, 0]
+            style = {"color": color, "linewidth": 1, "drawstyle": "steps-post"}
+            axes.plot(weights, label=rounding, **style)
+        axes.set(title=f"weight in {name}", xlabel="step")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("weight")
+    panels[0].legend(loc="upper left")
+    figure.suptitle(f"A weight of 1 that gets an update of {DRAWN_UPDATE:.3f} in every step")
+    record.write_png(figure, path)
+
+
+def main() -> None:
+    """Measure and write all files."""
+    out = record.parser(MODULE, __doc__).parse_args().json
+    kinds = product(CODES, SHARES, ROUNDINGS)
+    result = {**record.environment(MODULE), "distances": [distance(*k, STEPS) for k in kinds]}
+    record.write(result, out, markdown, "Small updates of weights of few bits")
+    draw(out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
