@@ -46,7 +46,8 @@ def cut_groups(scales: Tensor, extent: Extent, block_size: int) -> Tensor:
     """
     group = _group_of_row(extent, block_size).to(scales.device)
     differs = (scales != scales[_first_rows(group)][group]).flatten(1).any(1)
-    return group[differs].unique()
+    cut: Tensor = group[differs].unique()
+    return cut
 
 
 def _first_rows(group: Tensor) -> Tensor:
