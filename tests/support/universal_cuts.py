@@ -34,7 +34,7 @@ def convert_fp32(folder):
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
-        inject_missing_state=False,
+        inject_missing_state=True,
     )
     ds_to_universal.main(options)
 

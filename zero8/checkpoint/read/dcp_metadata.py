@@ -5,10 +5,10 @@ torch unpickles it freely.  Here nothing but the classes of such files is made.
 """
 
 import pickle
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from zero8.checkpoint.files.inside import opened_at
 from zero8.checkpoint.read.safe_load import damage_in
@@ -32,10 +32,8 @@ _CLASSES = {
         )
     ),
     f"{_DCP}.filesystem._StorageInfo",
-    f"{_DCP}.filesystem.StorageMeta",
     "torch.Size",
     "torch.serialization._get_layout",
-    "pathlib.PosixPath",
     "collections.OrderedDict",
 }
 
@@ -44,7 +42,9 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> object:
         full = f"{module}.{name}"
         if full == "builtins.getattr":  # by which Python 3.11.0 to 3.11.3 pickle members of enums
-            return lambda _, member: _MEM_FORMAT_ENCODING[member]
+            return lambda owner, member: owner.__members__[member]
+        if (module.partition(".")[0], name) == ("pathlib", "PosixPath"):
+            return PurePosixPath
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if full not in _CLASSES and not is_dtype:
             raise pickle.UnpicklingError(f"got {shown(full)}, which such files do not hold")

@@ -98,12 +98,13 @@ class DcpSource(Source):
     def tensors(self) -> dict[str, Callable[[], Tensor]]:
         """See `Source`."""
         parts = {key for name in self._prefixes for key in self._parts_of(name).values()}
-        known = {name for name in self._prefixes if self._has_weights(name)}
+        known = [name for name in self._prefixes if self._has_weights(name)]
         others = [
             key.removeprefix(_MODEL)
             for key, entry in self._entries.items()
-            if key.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
-            if key not in parts
+            if isinstance(entry, TensorStorageMetadata)
+            and key.startswith(_MODEL)
+            and key not in parts
         ]
         return {name: partial(self._weights, name) for name in dict.fromkeys([*others, *known])}
 

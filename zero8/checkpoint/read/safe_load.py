@@ -9,6 +9,7 @@ DeepSpeed's and torch's own loads of the same file would.
 import io
 import os
 import pickle
+import threading
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ import torch
 
 from zero8.checkpoint.files.inside import opened_at
 from zero8.checkpoint.read.inert import allowed, settled
+
+_TABLE = threading.Lock()
+"""torch's table of names that may be called is the process's, and commands read in threads."""
 
 
 def load(path: Path, folder: Path | None = None) -> object:
@@ -50,7 +54,7 @@ def _loaded(file: str | io.BytesIO, mmap: bool) -> object:
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     if isinstance(file, io.BytesIO):
         file.seek(0)
-    with allowed(names):
+    with _TABLE, allowed(names):
         try:
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:
