@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of torchao 0.18, made by tests/golden/write_torchao.py, with what they decode to."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from places import GOLDEN
@@ -152,3 +154,18 @@ def test_convert_of_torchao_with_a_code_that_is_nan_is_refused(tmp_path):
     (tmp_path / "in.pt").write_bytes(content.replace(whole, b"\x7f" + whole[1:]))
     with pytest.raises(ValueError, match="a code that is NaN"):
         convert(tmp_path / "in.pt", tmp_path / "out.pt", "plain")
+
+
+def test_files_that_name_classes_are_read_in_threads_as_alone():
+    """torch's table of what a file may name is one for all threads."""
+    paths = [GOLDEN / f"torchao_{name}.pt" for name in CODECS] * 40
+    with ThreadPoolExecutor(4) as pool:
+        moments = [
+            found["optimizer"]["state"][ROWS_OF_BLOCKS]["exp_avg"]
+            for found in pool.map(load, paths)
+        ]
+    assert {moment.name.rpartition(".")[2] for moment in moments} == {
+        "OptimState8bit",
+        "OptimStateFp8",
+        "OptimState4bit",
+    }
