@@ -105,6 +105,26 @@ def test_nan_on_one_rank_raises_on_all_ranks_when_asked_and_on_none_before(stand
         assert_same(got["results"], expected)
 
 
+@pytest.mark.parametrize("is_whole_state", [False, True], ids=["moments", "state"])
+@pytest.mark.parametrize("name", ranks.FAULTS)
+def test_fault_assigned_on_one_rank_is_stepped_over_and_raises_on_all_when_asked(
+    name, is_whole_state, standing_ranks
+):
+    """A rank that raised alone would leave the others waiting in their next collective."""
+    arguments = {"name": name, "is_whole_state": is_whole_state}
+    every = standing_ranks(2).run(ranks.assigned_a_fault, **arguments)
+    assert [got["here"] for got in every] == [0, 1]
+    for got in every:
+        assert got["stepped"] is None
+        kind, message = got["checked"]
+        assert kind == "FloatingPointError" and message.startswith("1 blocks met a non-finite")
+        before, after = got["blocks"]
+        assert torch.equal(before, after)
+        sound, faulty = (values.clone() for values in got["weights"])
+        sound[ranks.BAD_BLOCK] = faulty[ranks.BAD_BLOCK] = 0
+        assert torch.equal(faulty, sound)
+
+
 @pytest.mark.parametrize("breakage", ranks.BREAKAGES)
 def test_load_of_a_state_that_is_broken_on_one_rank_raises_on_all(breakage, standing_ranks):
     params, optimizer = ranks.make(ranks.NONFINITE, ranks.values_of(ranks.NONFINITE))

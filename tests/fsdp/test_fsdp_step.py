@@ -4,6 +4,7 @@
 import pytest
 from fsdp_worker import (
     LAYOUTS,
+    WRITES,
     accumulated,
     clipped,
     differing,
@@ -12,6 +13,7 @@ from fsdp_worker import (
     trained_by_accelerate,
     trained_by_mover,
     trained_in_ddp,
+    written,
 )
 
 
@@ -71,6 +73,13 @@ def test_fsdp2_step_of_an_optimizer_made_before_sharding_has_the_bits_of_one_pro
 def test_fsdp2_step_of_a_model_that_was_moved_has_the_bits_of_one_process(standing_ranks):
     for got in standing_ranks(2).run(trained_by_mover, layout="bfloat16", steps=3):
         assert differing(got, trained_alone("bfloat16", 3), 2) == []
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_fsdp2_weights_that_a_script_writes_count_as_they_are(write, standing_ranks):
+    for got, expected in standing_ranks(2).run(written, write=write):
+        assert differing(got, expected) == []
+        assert not any(entries["values"].isnan().any() for entries in got.values())
 
 
 def test_ddp_step_has_the_bits_of_one_process(standing_ranks):

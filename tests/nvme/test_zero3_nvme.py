@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 from needs import need_nvme
 from nests import difference
 from nvme_worker import (
@@ -22,6 +23,7 @@ from nvme_worker import (
     make_tower,
     nvme_config,
     swapped_elements,
+    swapped_in,
     swapper_of,
 )
 from ranks import report, run_ranks
@@ -97,6 +99,37 @@ def load_and_train(folder, pipelined, options):
     return result | {"losses": losses, **held_everywhere(engine)}
 
 
+def train_and_write(folder):
+    """Train 24-bit weights, zero a third of them from outside, and take a step.
+
+    Returns:
+        What is held then, and where the corrections have been set to 0, too.
+    """
+    held = []
+    for drops in (False, True):
+        engine = make_tower(nvme_config(f"{folder}/{drops}", **PRECISIONS["bf16 masters"]))
+        train(engine, BEFORE)
+        for p in engine.module.parameters():
+            weights = safe_get_local_fp32_param(p).clone()
+            weights[::3] = 0
+            safe_set_local_fp32_param(p, weights)
+        if drops:
+            drop_corrections(engine)
+        train(engine, 1, first=BEFORE)
+        held.append(held_everywhere(engine))
+    return held
+
+
+def drop_corrections(engine):
+    """Set all corrections to 0, on the disk and in memory."""
+    zero = engine.optimizer
+    for number in range(SUB_GROUPS):
+        with swapped_in(zero, number) as p:
+            base_optimizer(engine).state[p]["param_correction"].zero_()
+            if number < SWAPPED:
+                zero._optimizer_states_and_gradient_swap_out(number)
+
+
 def moments_in(state):
     """Return what is held of each 8-bit moment: codes, scales and float32 values."""
     values = [value for key, value in state.items() if key != "pieces"]
@@ -135,6 +168,13 @@ def cell(request, tmp_path_factory):
 def test_zero3_nvme_training_equals_cpu_offload_bit_for_bit(cell):
     for through, _ in cell.ranks:
         assert difference(through["nvme"], through["cpu"]) == ""
+
+
+def test_zero3_nvme_weights_that_a_script_writes_count_as_they_are(tmp_path):
+    need_nvme()
+    for got, expected in run_ranks(train_and_write, 2, tmp_path, timeout_s=600, folder=tmp_path):
+        assert difference(got, expected) == ""
+        assert not any(p.isnan().any() for p in got["parameters"].values())
 
 
 def test_zero3_nvme_memory_report_has_the_states_on_the_disk(cell):

@@ -218,6 +218,18 @@ def test_write_that_keeps_the_scale_keeps_the_rest_of_the_block(codec, which):
     assert torch.equal(store.scales, before[1])
 
 
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf, -1.0])
+@pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
+def test_write_of_a_value_that_a_moment_cannot_have_makes_its_block_nan(codec, which, fault):
+    store = mixed_store(codec, which)
+    expected = store.read(0, 605)
+    if which == "exp_avg_sq" or not math.isfinite(fault):
+        expected[475:539] = math.nan  # the second of the whole piece's rows of 64
+        store.write(500, torch.tensor([fault]))
+    torch.testing.assert_close(store.read(0, 605), expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_write_to_padding_is_ignored_and_padding_reads_zero():
     store = mixed_store()
     before = [tensor.clone() for tensor in buffers(store)]

@@ -24,6 +24,7 @@ from torch.distributed.tensor import (
 
 from zero8 import Adam8bitBlockwise
 from zero8.fsdp.placed import PlacedExtent
+from zero8.spec.codec import CODECS
 from zero8.state.table import Piece
 
 Placements = tuple[Placement, ...]
@@ -420,6 +421,54 @@ def stepped_over_a_nan_alone() -> list[dict]:
     assert error_of(optimizer.step)[0] == "FloatingPointError"
     run(case, None, params, optimizer, 2, 3)
     return results(params, optimizer)
+
+
+FAULTS = {
+    **{codec: ({"codec": codec}, "exp_avg_sq", math.nan) for codec in CODECS},
+    "first moment": ({}, "exp_avg", math.nan),
+    "infinite": ({}, "exp_avg_sq", math.inf),
+    "below 0": ({}, "exp_avg_sq", -1.0),
+    "float32": ({"fp32_params": ["w0"]}, "exp_avg", math.nan),
+}
+"""The optimizer's keywords, and a moment and its value in the bad block."""
+
+
+def assigned_a_fault(name: str, is_whole_state: bool) -> dict:
+    """Return what happens where a moment that is assigned has a fault on one rank.
+
+    Args:
+        name: a key of `FAULTS`.
+        is_whole_state: whether the state is assigned as a whole, as one of AdamW.
+
+    Returns:
+        As `stepped_over_a_nan`, but weights: after the step, and with 0.5 in place of the fault.
+    """
+    keywords, key, fault = FAULTS[name]
+    case, weights = NONFINITE, []
+    for value in (0.5, fault):
+        mesh, params, optimizer = make_distributed(case, **keywords)
+        run(case, mesh, params, optimizer, 0, 1)
+        before = whole(params[0].detach())
+        moment = torch.full(case.shapes[0], 0.5, dtype=torch.float64)
+        assigned = {which: moment.clone() for which in ("exp_avg", "exp_avg_sq")}
+        assigned[key][40, 300] = value
+        for which, values in assigned.items():
+            assigned[which] = distribute_tensor(values, mesh, case.placements)
+        if is_whole_state:
+            optimizer.state[params[0]] = {"step": 1, **assigned}
+        else:
+            optimizer.state[params[0]] |= assigned
+        set_distributed(case, mesh, params, 1)
+        stepped = error_of(optimizer.step)
+        weights.append(whole(params[0].detach()))
+    here = optimizer.nonfinite_blocks
+    return {
+        "stepped": stepped,
+        "checked": error_of(optimizer.check_finite),
+        "here": here,
+        "blocks": (before[BAD_BLOCK], weights[1][BAD_BLOCK]),
+        "weights": weights,
+    }
 
 
 def _without_scales(state: dict) -> None:

@@ -246,6 +246,39 @@ def trained_in_ddp(layout: str, steps: int) -> dict[str, dict]:
     return results(model, optimizer)
 
 
+WRITES = {
+    "zero_": lambda p: p.zero_(),
+    "neg_": lambda p: p.neg_(),
+    "some of each block": lambda p: p.to_local().view(-1)[::8].add_(1),
+}
+"""Writes to a parameter that change weights of each of its blocks."""
+
+
+def written(write: str) -> list[dict[str, dict]]:
+    """Return `results` of a step on 24-bit weights of which a script has written the bfloat16.
+
+    Args:
+        write: a key of `WRITES`.
+
+    Returns:
+        The results, and those where the corrections have been set to 0, too.
+    """
+    start()
+    layout, found = LAYOUTS["corrected"], []
+    for drops in (False, True):
+        model = sharded(layout)
+        optimizer = optimizer_of(model, layout)
+        run(model, optimizer, 0, 3)
+        with torch.no_grad():
+            for p in model.parameters():
+                WRITES[write](p)
+                if drops:
+                    optimizer.state[p]["param_correction"].zero_()
+        run(model, optimizer, 3, 4)
+        found.append(results(model, optimizer))
+    return found
+
+
 def trained_alone(layout: str, steps: int) -> dict[str, dict]:
     """Return `results` after some steps of one process on plain tensors."""
     model = Weights(LAYOUTS[layout].dtype)

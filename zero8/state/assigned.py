@@ -12,7 +12,7 @@ from zero8.state.memory import unknown_memory
 from zero8.state.plain import PlainState, checked_step, dense_part
 
 
-def take_assigned(state: PlainState, name: str) -> None:
+def take_assigned(state: PlainState, name: str, *, check_values: bool) -> None:
     """Encode the moments that other code has assigned beside codes, and make its step an int.
 
     Moments that are kept in float32 are brought into the form of entries, if they have another.
@@ -20,6 +20,7 @@ def take_assigned(state: PlainState, name: str) -> None:
     Args:
         state: the state.
         name: the parameter's name.
+        check_values: see `checked_dense`.
 
     Raises:
         ValueError: if a moment or the step does not fit; nothing has changed then.
@@ -28,11 +29,11 @@ def take_assigned(state: PlainState, name: str) -> None:
     header = StateHeader.of(entries, name)
     step = checked_step(entries)
     is_encoded = header.codec is not None
-    moments = {
-        rule.name: dense_part({rule.name: _in_form(entries[rule.name], extent)}, rule, extent, name)
-        for rule in header.algorithm.moments
-        if rule.name in entries and (is_encoded or not _is_kept(entries[rule.name], extent))
-    }
+    moments = {}
+    for rule in header.algorithm.moments:
+        if rule.name in entries and (is_encoded or not _is_kept(entries[rule.name], extent)):
+            given = {rule.name: _in_form(entries[rule.name], extent)}
+            moments[rule.name] = dense_part(given, rule, extent, name, check_values=check_values)
     stores = state.stores(name) if is_encoded and moments else []
     entries["step"] = step
     for store in stores:

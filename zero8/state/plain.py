@@ -225,7 +225,7 @@ class PlainState:
             ValueError: if they do not fit.
         """
         if is_of_fp32(saved):
-            return cls._from_fp32(saved, algorithm, codec, parameter, extent, device)
+            return cls.from_fp32(saved, algorithm, codec, parameter, extent, device)
         name = parameter.name
         header = StateHeader.of(saved, name)
         if header.algorithm is not algorithm:
@@ -251,7 +251,7 @@ class PlainState:
         return cls(new.entries | numbers, extent)
 
     @classmethod
-    def _from_fp32(
+    def from_fp32(
         cls,
         saved: Entries,
         algorithm: Algorithm,
@@ -259,7 +259,10 @@ class PlainState:
         parameter: Piece,
         extent: Extent,
         device: torch.device,
+        *,
+        check_values: bool = True,
     ) -> "PlainState":
+        """Return an fp32 optimizer's state in new tensors; see `adopted` and `checked_dense`."""
         name = parameter.name
         step = checked_step(saved) if "step" in saved else algorithm.step_if_unknown
         needed = (*("step",) * (step is None), *algorithm.moment_names)
@@ -276,7 +279,11 @@ class PlainState:
                 f"{algorithm.fp32_name} or of {algorithm.class_name}"
             )
         new = cls.zeros(algorithm, codec, parameter, extent, device)
-        new._write([dense_part(saved, rule, extent, name) for rule in algorithm.moments])
+        moments = [
+            dense_part(saved, rule, extent, name, check_values=check_values)
+            for rule in algorithm.moments
+        ]
+        new._write(moments)
         return cls({**new.entries, "step": step, **unknown_memory(algorithm)}, extent)
 
     def _write(self, moments: list[Tensor]) -> None:
@@ -309,31 +316,41 @@ def checked_step(saved: Entries) -> int:
     return number
 
 
-def check_dense(rule: MomentRule, owner: str, values: object) -> None:
-    """Raise ValueError unless an fp32 optimizer's moment is a tensor of valid numbers.
+def checked_dense(
+    rule: MomentRule, owner: str, values: object, *, check_values: bool = True
+) -> Tensor:
+    """Return an fp32 optimizer's moment.
 
     Args:
         rule: which moment.
         owner: the parameter's name, for messages.
         values: the loaded value.
+        check_values: whether numbers that moments cannot have raise.  Where a rank must not raise
+            alone, `MomentStore.write` marks their blocks.
+
+    Raises:
+        ValueError: if it is no tensor of numbers.
     """
     name = f"{rule.name} of {owner}"
     if isinstance(values, Tensor) and not values.is_floating_point():
         raise ValueError(f"{name}: got dtype {values.dtype}, expected float32 values")
     numel = values.numel() if isinstance(values, Tensor) else 0
     checked = check_entry(name, values, numel, _LOADABLE_DTYPES)
-    if found := fault_of_values(checked, is_signed=rule.is_signed):
+    if check_values and (found := fault_of_values(checked, is_signed=rule.is_signed)):
         raise ValueError(f"{name}: got {found}; was the checkpoint saved by a run that diverged?")
+    return checked
 
 
-def dense_part(saved: Entries, rule: MomentRule, extent: Extent, name: str) -> Tensor:
+def dense_part(
+    saved: Entries, rule: MomentRule, extent: Extent, name: str, *, check_values: bool
+) -> Tensor:
     """Return this rank's elements of an fp32 optimizer's moment, in one dimension.
 
     Raises:
-        ValueError: if it does not fit the part, or has values that moments cannot have.
+        ValueError: if it does not fit the part, and as `checked_dense`.
     """
-    values = _part(saved, rule.name, extent)
-    check_dense(rule, name, values)
+    part = _part(saved, rule.name, extent)
+    values = checked_dense(rule, name, part, check_values=check_values)
     _check_shape(name, tuple(values.shape), extent.local_shape)
     flat: Tensor = values.detach().reshape(-1)
     return flat

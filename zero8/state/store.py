@@ -194,6 +194,9 @@ class MomentStore:
 
         A block that is written in part is decoded, changed and encoded again as a whole: its other
         elements move by at most half a code, and not at all if its scale is unchanged.
+
+        A block with a value that its moment cannot have is NaN afterwards: steps leave it as it is,
+        and count it.
         """
         self.written = True
         for number, begin, end in self._chunks(start, values.numel()):
@@ -254,7 +257,12 @@ class MomentStore:
         x = self._decoded(number, wide_begin, wide_end)
         x[begin - wide_begin : end - wide_begin] = new
         block, _ = piece.grid.block_numbers(piece.first + wide_begin, x.numel(), x.device)
+        is_fault = ~x.isfinite() if self.rule.is_signed else ~(x.isfinite() & (x >= 0))
+        faulty = torch.zeros(count, dtype=torch.bool, device=x.device)
+        faulty[block[is_fault]] = True
+        x[faulty[block]] = 1.0  # anything but 0, of which codes have no scale
         codes, scales = quantize(self.code, x, block, count)
+        scales[faulty] = torch.nan
         stored = packed(codes, piece.grid, piece.first + wide_begin, self.code.bits)
         moment.values[self.bytes_of(number, wide_begin, wide_end)] = stored
         moment.scales.narrow(0, first_block, count).copy_(scales)

@@ -105,12 +105,18 @@ class WholeTensor(StateKind):
         """
         assert info is not None, _KNOWN
         if self.algorithm.moments[0].name in state and "format" not in state:
-            state |= self.adopted(p, state, info)  # all of an fp32 optimizer's
+            state |= self._assigned_whole(p, state, info)
         _bring_format_to_host(state)
         parameter = StateHeader.of(state, info.label).piece(info.label)
         plain = PlainState(state, self._extent(p, parameter))
-        take_assigned(plain, info.label)
+        take_assigned(plain, info.label, check_values=self.raises_alone)
         return plain, parameter
+
+    def _assigned_whole(self, p: Tensor, state: Entries, info: ParamInfo) -> Entries:
+        """Return the entries for an fp32 optimizer's, which other code has assigned as a whole."""
+        parameter, settings = self._parameter(info), self.settings
+        own = settings.algorithm, settings.codec, parameter, self._extent(p, parameter), p.device
+        return PlainState.from_fp32(state, *own, check_values=self.raises_alone).entries
 
     def _extent(self, p: Tensor, parameter: Piece) -> Extent:
         """Return this rank's part of a parameter; `parameter` is the whole one as a piece."""

@@ -21,7 +21,7 @@ from zero8.spec.shown import shown_keys
 from zero8.state.kind import RecordKey, StateKind
 from zero8.state.memory import checked_memory, new_memory, unknown_memory
 from zero8.state.params import KnownParams, ParamInfo
-from zero8.state.plain import check_dense, checked_step
+from zero8.state.plain import checked_dense, checked_step
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
@@ -95,7 +95,7 @@ class FlatPartition(StateKind):
             _check_fits(p, rule, store.table, table)
             found[rule.name], like = store, (store.codec, store.table)
         arrived = [
-            _encoded(algorithm, p, rule, state[rule.name], like)
+            _encoded(algorithm, p, rule, state[rule.name], like, check_values=self.raises_alone)
             for rule in algorithm.moments
             if rule.name not in found
         ]
@@ -219,9 +219,11 @@ def _encoded(
     rule: MomentRule,
     values: Tensor,
     like: tuple[Codec, PieceTable] | None,
+    *,
+    check_values: bool = True,
 ) -> MomentStore:
     """Return a dense moment encoded as `like`: by this codec, over this segment table."""
-    check_dense(rule, "a ZeRO partition", values)
+    values = checked_dense(rule, "a ZeRO partition", values, check_values=check_values)
     if like is None:
         raise ValueError(
             f"state of a parameter of {p.numel()} elements: got {rule.name} without format, "

@@ -18,7 +18,7 @@ from zero8.state.entries import FIRST_ENTRIES, bits_at, is_of_fp32
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
 from zero8.state.memory import checked_memory, unknown_memory
-from zero8.state.plain import PlainState, check_dense, checked_step
+from zero8.state.plain import PlainState, checked_dense, checked_step
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
 
@@ -96,8 +96,7 @@ def _of_fp32(algorithm: Algorithm, name: str, entries: dict, extent: Extent) -> 
     table, stores = extent.table(whole), []
     none = torch.empty(0)
     for rule in algorithm.moments:
-        values = entries.get(rule.name)
-        check_dense(rule, name, values)
+        values = checked_dense(rule, name, entries.get(rule.name))
         if values.numel() != extent.numel:
             raise ValueError(
                 f"{rule.name} of {name}: got {values.numel()} elements, expected {extent.numel}"
