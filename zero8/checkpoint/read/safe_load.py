@@ -51,15 +51,16 @@ def load_bytes(data: bytes) -> object:
 
 
 def _loaded(file: str | io.BytesIO, mmap: bool) -> object:
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    if isinstance(file, io.BytesIO):
-        file.seek(0)
-    with _TABLE, allowed(names):
-        try:
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-        except pickle.UnpicklingError as error:
-            # torch adds the advice to run the code in the file; the reason is in its context.
-            raise error.__context__ or error from None
+    with _TABLE:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        if isinstance(file, io.BytesIO):
+            file.seek(0)
+        with allowed(names):
+            try:
+                found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+            except pickle.UnpicklingError as error:
+                # torch adds the advice to run the code in the file; the reason is in its context.
+                raise error.__context__ or error from None
     return settled(found)
 
 
