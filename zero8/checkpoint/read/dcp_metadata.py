@@ -4,6 +4,7 @@
 torch unpickles it freely.  Here nothing but the classes of such files is made.
 """
 
+import io
 import pickle
 from pathlib import Path, PurePosixPath
 
@@ -65,7 +66,7 @@ def load_metadata(path: Path) -> Metadata:
         ValueError: naming the file, if it is damaged, or not such a file.
         OSError: if it cannot be opened.
     """
-    with opened_at(path, path.parent) as file, damage_in(path):
+    with io.BufferedReader(opened_at(path, path.parent)) as file, damage_in(path):
         found = _Unpickler(file).load()
         if not isinstance(found, Metadata):
             raise ValueError(f"not metadata of {_DCP}: got {shown(found)}")

@@ -6,6 +6,7 @@ flattened or not: `<prefix>state.<parameter>.<entry>`.  Weights of parameters wi
 saved as the parts of torchao's classes are put together (`zero8.checkpoint.read.torchao_weights`).
 """
 
+import io
 import math
 import os
 import re
@@ -157,13 +158,13 @@ class DcpSource(Source):
             raise ValueError(f"{shown(index.fqn)}: got a chunk without a place in a file")
         info = self._places[index]
         begin, end = info.offset, info.offset + info.length
-        with opened(self.path, info.relative_path) as file:
+        # Without a buffer, Linux reads 2 GiB at most.
+        with io.BufferedReader(opened(self.path, info.relative_path)) as file:
             held = os.fstat(file.fileno()).st_size
             if not 0 <= begin <= end <= held:
                 raise ValueError(f"got {held} bytes, expected some from {begin} to {end}")
             file.seek(begin)
-            data = file.read(info.length)
-        return load_bytes(data)
+            return load_bytes(file.read(info.length))
 
     def _file_of(self, key: str) -> Path:
         """Return the file of an entry's first chunk."""
