@@ -24,9 +24,9 @@ from convert_cases import (
     uncut,
 )
 from convert_model import SAVED_AFTER, SHAPES, STEPS, Mixed, named_groups, results, run
+from fragments import fragments_in
 
 from zero8 import Adam8bitBlockwise
-from zero8.checkpoint.read.open import open_checkpoint
 from zero8.spec.grid import BlockGrid
 
 
@@ -68,9 +68,9 @@ def test_convert_to_plain_keeps_codes_and_scales_of_all_blocks_that_are_whole(
     source, made, source_at
 ):
     path, result = made(source, "plain")
-    fragments = list(open_checkpoint(source_at(source)).all_fragments())
+    fragments = fragments_in(source_at(source))
     pieces, blocks_cut = pieces_of(source_at(source)), set()
-    wholes = {f.name: f for f in open_checkpoint(path).all_fragments()}
+    wholes = {f.name: f for f in fragments_in(path)}
     for fragment in fragments:
         whole = wholes[fragment.name]
         assert (fragment.step, whole.step) == (SAVED_AFTER, SAVED_AFTER)
@@ -78,7 +78,7 @@ def test_convert_to_plain_keeps_codes_and_scales_of_all_blocks_that_are_whole(
         assert whole.memory == {"history": max(of_it)}
         kept = uncut(fragment.name, pieces).flatten()
         for mine, theirs in zip(whole.stores, fragment.stores, strict=True):
-            assert mine.codec == theirs.codec or not whole.is_quantized
+            assert mine.codec == theirs.codec or not whole.pieces[0].is_quantized
             for number, piece in enumerate(fragment.pieces):
                 if not piece.is_quantized or not piece.numel:
                     continue
@@ -103,7 +103,7 @@ WITH_CUTS = [s for s in SOURCES if s[-1] in "23"]
 def decoded_in(path):
     """Return by parameter both moments as each rank's codes and scales stand for them."""
     found = {}
-    for fragment in open_checkpoint(path).all_fragments():
+    for fragment in fragments_in(path):
         numel = math.prod(SHAPES[fragment.name])
         moments = found.setdefault(fragment.name, [torch.zeros(numel) for _ in MOMENTS])
         for piece in fragment.pieces:
@@ -132,7 +132,7 @@ def test_convert_blocks_that_were_cut_are_within_half_a_code(source, made, sourc
     so half a code is octaves/508 of v, as the patterns are linear within an octave.
     """
     path, _ = made(source, "plain")
-    wholes = {f.name: f for f in open_checkpoint(path).all_fragments()}
+    wholes = {f.name: f for f in fragments_in(path)}
     pieces, moved = pieces_of(source_at(source)), 0
     sides = decoded_in(source_at(source))
     for name in QUANTIZED:

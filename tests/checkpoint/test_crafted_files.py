@@ -20,11 +20,11 @@ from crafted_cases import (
     with_moments,
 )
 from crafted_files import tensor, value
+from fragments import fragments_in
 from places import FOLDERS
 from processes import started
 
 from zero8.algorithms.adam import UNKNOWN_HISTORY
-from zero8.checkpoint.read.open import open_checkpoint
 
 MAX_SECONDS = 2.0
 
@@ -56,16 +56,16 @@ def test_crafted_file_gets_an_error_with_its_name_at_once(results, case):
 def test_good_files_of_the_same_make_are_read(tmp_path):
     """Otherwise they would be refused for what is not meant."""
     (tmp_path / "adam.pt").write_bytes(with_moments(tensor(floats(), [256], [1])))
-    (fragment,) = open_checkpoint(tmp_path / "adam.pt").all_fragments()
+    (fragment,) = fragments_in(tmp_path / "adam.pt")
     assert (fragment.step, fragment.memory) == (1, {"history": UNKNOWN_HISTORY})
     (tmp_path / "rank").mkdir()
     path = tmp_path / "rank" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     path.write_bytes(with_first_moment(history=value(1.0), exp_avg_sq=second_moment()))
-    (fragment,) = open_checkpoint(tmp_path / "rank").all_fragments()
+    (fragment,) = fragments_in(tmp_path / "rank")
     assert (fragment.step, fragment.memory) == (1, {"history": 1.0})
     (tmp_path / "ours.pt").write_bytes(with_codes("step", value(7)))
-    (fragment,) = open_checkpoint(tmp_path / "ours.pt").all_fragments()
-    assert (fragment.step, fragment.is_quantized) == (7, True)
+    (fragment,) = fragments_in(tmp_path / "ours.pt")
+    assert (fragment.step, fragment.pieces[0].is_quantized) == (7, True)
     dcp_folder(tmp_path / "dcp", metadata())
-    (fragment,) = open_checkpoint(tmp_path / "dcp").all_fragments()
+    (fragment,) = fragments_in(tmp_path / "dcp")
     assert fragment.stores[0].table.numel == 256

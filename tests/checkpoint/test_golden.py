@@ -8,10 +8,10 @@ users have.
 
 import pytest
 import torch
+from fragments import fragments_in
 from places import GOLDEN
 
 from zero8.checkpoint.read.open import open_checkpoint
-from zero8.checkpoint.read.zero_source import STATES
 
 KINDS = {
     "plain_checkpoint.pt": "plain",
@@ -42,8 +42,7 @@ def runs_of(fragments):
 def test_golden_checkpoint_decodes_to_the_moments_of_its_run(name):
     source = open_checkpoint(GOLDEN / name)
     assert source.facts().kind == KINDS[name]
-    in_memory = [file for file in source.files() if file.suffix != ".swp"]
-    fragments = [one for file in in_memory for one in source.fragments(file)]
+    fragments = [one for one in fragments_in(source) if one.file.suffix != ".swp"]
     assert {one.name for one in fragments} == NAMES
     assert {one.step for one in fragments} == {3}
     found, expected = runs_of(fragments), expected_of(name)
@@ -64,8 +63,8 @@ def test_golden_checkpoint_decodes_to_the_moments_of_its_run(name):
 
 def test_golden_swap_file_decodes_to_the_moments_of_its_run():
     source = open_checkpoint(GOLDEN / "zero3_checkpoint")
-    (file,) = [file for file in source.files() if not STATES.fullmatch(file.name)]
-    found, expected = runs_of(source.fragments(file)), expected_of("zero3_checkpoint")
+    swapped = [one for one in fragments_in(source) if one.file.suffix == ".swp"]
+    found, expected = runs_of(swapped), expected_of("zero3_checkpoint")
     assert found
     for key, moments in found.items():
         assert all(torch.equal(*pair) for pair in zip(expected[key], moments, strict=True))
@@ -77,8 +76,7 @@ def test_golden_checkpoint_has_the_settings_and_weights_of_its_run(name):
     groups = source.groups()
     assert {group["lr"] for group in groups} == {1e-2}
     assert {label for group in groups for label in group["params"]} == NAMES
-    in_memory = [file for file in source.files() if file.suffix != ".swp"]
-    fragments = [one for file in in_memory for one in source.fragments(file)]
+    fragments = [one for one in fragments_in(source) if one.file.suffix != ".swp"]
     assert all(one.weights.isfinite().all() for one in fragments)
 
 

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from checkpoint_command import called
+from fragments import fragments_in
 from moment_samples import flipped_in
 from small_checkpoints import KINDS, SHAPES, STEPS, dcp_folder, plain_file, trained, zero_folder
 
@@ -53,7 +54,7 @@ def test_fragments_of_every_kind_decode_to_the_optimizers_moments(kind, codec, t
         name: [torch.full((p.numel(),), math.nan) for _ in ADAM.moment_names]
         for name, p in params.items()
     }
-    for fragment in open_checkpoint(KINDS[kind](tmp_path / kind, codec=codec)).all_fragments():
+    for fragment in fragments_in(KINDS[kind](tmp_path / kind, codec=codec)):
         assert fragment.step == STEPS and fragment.weights is not None
         for piece in fragment.pieces:
             here = slice(piece.first, piece.first + piece.numel)
@@ -80,8 +81,10 @@ def test_dcp_folder_of_rows_of_several_dimensions_decodes_to_the_optimizers_mome
     """Codes of less than a byte have fewer dimensions than the parameter, and so than others."""
     shapes = {"conv": (64, 8, 3, 3)}
     params, optimizer = trained(codec, shapes)
-    (fragment,) = open_checkpoint(dcp_folder(tmp_path / "dcp", codec, shapes)).all_fragments()
-    assert fragment.is_quantized and torch.equal(fragment.weights, params["conv"].view(-1))
+    (fragment,) = fragments_in(dcp_folder(tmp_path / "dcp", codec, shapes))
+    assert fragment.pieces[0].is_quantized and torch.equal(
+        fragment.weights, params["conv"].view(-1)
+    )
     for got, expected in zip(fragment.stores, optimizer.moments(params["conv"]), strict=True):
         assert torch.equal(got.read(0, 64 * 72), expected.read(0, 64 * 72))
 
@@ -184,7 +187,7 @@ def test_settings_are_read_without_reading_the_moments(copied):
     assert source.facts().stage == 2
     assert [group["params"] for group in source.groups()] == [list(SHAPES)]
     with pytest.raises(ValueError, match="its bytes have the hash"):
-        next(source.all_fragments())
+        fragments_in(source)
 
 
 def test_verify_without_a_ranks_file_says_which_elements_are_missing(copied, capsys):

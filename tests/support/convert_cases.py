@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 from convert_model import SHAPES
+from fragments import fragments_in
 from torch.distributed.checkpoint import FileSystemReader
 
 from zero8.checkpoint.commands import convert
-from zero8.checkpoint.read.open import open_checkpoint
 from zero8.spec.grid import BlockGrid
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -62,7 +62,7 @@ def pieces_of(source):
         ]
     return [
         (fragment.name, piece.first, piece.numel)
-        for fragment in open_checkpoint(source).all_fragments()
+        for fragment in fragments_in(source)
         for piece in fragment.pieces
     ]
 

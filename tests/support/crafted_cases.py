@@ -34,6 +34,7 @@ from crafted_files import (
     tuple_of,
     value,
 )
+from fragments import fragments_in
 from places import GOLDEN
 
 from zero8.checkpoint.read.open import open_checkpoint
@@ -626,7 +627,7 @@ def make(case: str, path: Path) -> None:
 def read(path: Path) -> None:
     source = open_checkpoint(path)
     source.facts()
-    for fragment in source.all_fragments():
+    for fragment in fragments_in(source):
         for store in fragment.stores:
             store.check_values()
     source.groups()

@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from fragments import fragments_in
 from moment_samples import MOMENTS, NUMEL, PIECES, buffers, moment
 from places import GOLDEN
 
@@ -442,7 +443,7 @@ def decoded(path: Path) -> str:
     try:
         source = open_checkpoint(path)
         source.facts()
-        for fragment in source.all_fragments():
+        for fragment in fragments_in(source):
             for store in fragment.stores:
                 store.check_values()
                 values = store.read(0, store.table.numel)

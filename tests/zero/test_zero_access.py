@@ -417,7 +417,7 @@ def test_state_dict_of_another_partition_is_refused_and_changes_nothing(ranks):
         errors = rank["load"]["errors"]
         for name in ("another range", "another parameter"):
             assert "holds other ranges of parameters" in errors[name]
-            assert "universal checkpoint" in errors[name]
+            assert "--to zero" in errors[name]
         assert "without ['exp_avg']" in errors["no moments"]
         assert "got a scale that is not finite" in errors["a scale of NaN"]
         assert difference(rank["load"]["after errors"], rank["load"]["back"]) == ""

@@ -3,7 +3,6 @@
 
 import argparse
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +11,13 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
-from zero8.checkpoint.read.fragment import Fragment
+from zero8.checkpoint.read.joined import Parameter
 from zero8.checkpoint.read.open import open_checkpoint
+from zero8.checkpoint.read.source import Source
 
 CHUNK_NUMEL = 1 << 22
-Fragments = dict[tuple[str, str], list[Fragment]]
-Read = Callable[[Fragment, int, int], Tensor | None]
-"""Returns elements of a fragment, given as begin and length in its tensors."""
+Read = Callable[[int, int], Tensor]
+"""Returns elements of a parameter in float32, given the first and their number."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,23 +28,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     """Return exit status (0 equal, 1 different), JSON object and text."""
-    first, second = (_by_param(path) for path in (arguments.first, arguments.second))
+    first, second = map(open_checkpoint, (arguments.first, arguments.second))
     result = compare(first, second)
     result = {"first": str(arguments.first), "second": str(arguments.second), **result}
     return int(not result["equal"]), result, text(result)
 
 
-def compare(first: Fragments, second: Fragments) -> dict:
-    """Return the JSON object without the paths: parameters of one side only, and differences."""
-    common = [key for key in first if key in second]
+def compare(first: Source, second: Source) -> dict:
+    """Return the JSON object without the paths: parameters of one side only, and differences.
+
+    Raises:
+        ValueError: if a file or a parameter is damaged.
+    """
+    if damages := first.damages() + second.damages():
+        raise ValueError("; ".join(damages))
+    ours, theirs = first.keys(), second.keys()
+    common = [key for key in ours if key in set(theirs)]
     params = []
     for key in tqdm(common, desc="diff", unit="param", disable=None):
-        entry = _entry(first[key], second[key])
-        if entry:
+        if entry := _entry(first.parameter(key), second.parameter(key)):
             params.append({"name": "/".join(filter(None, key)), **entry})
     only = [
-        sorted("/".join(filter(None, k)) for k in a if k not in b)
-        for a, b in ((first, second), (second, first))
+        sorted("/".join(filter(None, key)) for key in set(a) - set(b))
+        for a, b in ((ours, theirs), (theirs, ours))
     ]
     return {
         "equal": not params and not any(only),
@@ -75,60 +80,42 @@ def text(result: dict) -> str:
     return "\n".join(lines)
 
 
-def _by_param(path: Path) -> Fragments:
-    """Return the fragments of a checkpoint by parameter; files stay mapped, not read."""
-    found: Fragments = defaultdict(list)
-    for fragment in open_checkpoint(path).all_fragments():
-        found[fragment.key].append(fragment)
-    return dict(found)
-
-
-def _entry(first: list[Fragment], second: list[Fragment]) -> dict:
+def _entry(first: Parameter, second: Parameter) -> dict:
     """Return the differences of a parameter: a sentence for each entry that differs."""
     entry = {}
     for what, a, b in (
-        ("shape", first[0].pieces[0].shape, second[0].pieces[0].shape),
-        ("step", sorted({f.step for f in first}), sorted({f.step for f in second})),
-        ("moments", *([store.name for store in f[0].stores] for f in (first, second))),
+        ("shape", first.piece.shape, second.piece.shape),
+        ("step", first.step, second.step),
+        ("moments", *([store.name for store in side.stores] for side in (first, second))),
     ):
         if a != b:
             entry[what] = f"{a} and {b}"
     if "shape" in entry or "moments" in entry:
         return entry
-    reads: dict[str, Read] = {
-        store.name: lambda fragment, begin, numel, at=at: fragment.stores[at].read(begin, numel)
-        for at, store in enumerate(first[0].stores)
+    reads: dict[str, tuple[Read, Read]] = {
+        a.name: (a.read, b.read) for a, b in zip(first.stores, second.stores, strict=True)
     }
-    if all(fragment.weights is not None for fragment in first + second):
-        reads["weights"] = lambda fragment, begin, n: fragment.weights[begin : begin + n].float()
-    for what, read in reads.items():
-        if difference := _difference(first, second, read):
+    if first.weights is not None and second.weights is not None:
+        reads["weights"] = _reader(first.weights), _reader(second.weights)
+    for what, (a, b) in reads.items():
+        if difference := _difference(first.piece.numel, a, b):
             entry[what] = difference
     return entry
 
 
-def _difference(first: list[Fragment], second: list[Fragment], read: Read) -> str:
+def _reader(values: Tensor) -> Read:
+    return lambda begin, numel: values.flatten()[begin : begin + numel].float()
+
+
+def _difference(numel: int, first: Read, second: Read) -> str:
     """Return how many elements differ, and by how much; "" if none does."""
-    numel = math.prod(first[0].pieces[0].shape)
     differing, largest = 0, 0.0
     for begin in range(0, numel, CHUNK_NUMEL):
-        end = min(begin + CHUNK_NUMEL, numel)
-        a, b = (_values(side, read, begin, end) for side in (first, second))
+        length = min(CHUNK_NUMEL, numel - begin)
+        a, b = first(begin, length), second(begin, length)
         differing += int(((a != b) & ~(a.isnan() & b.isnan())).sum())
         larger = torch.maximum(a.abs(), b.abs())
         relative = torch.where(larger > 0, (a - b).abs() / larger, 0.0)
         largest = max(largest, float(relative.nan_to_num(math.inf).max()))
     share = f"{differing} of {numel} elements by up to {100 * largest:.2g} % of the value"
     return share if differing else ""
-
-
-def _values(fragments: list[Fragment], read: Read, begin: int, end: int) -> Tensor:
-    """Return elements of a parameter, NaN for those that no fragment has."""
-    values = torch.full((end - begin,), math.nan, device="cpu")
-    for fragment in fragments:
-        for piece in fragment.pieces:
-            low, high = max(begin, piece.first), min(end, piece.first + piece.numel)
-            if low < high:
-                found = read(fragment, piece.start + low - piece.first, high - low)
-                values[low - begin : high - begin] = found
-    return values

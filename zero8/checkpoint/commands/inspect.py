@@ -8,12 +8,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from zero8.checkpoint.commands.each_file import each_file
 from zero8.checkpoint.commands.param_counts import Found, ParamCounts
-from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.open import open_checkpoint
-from zero8.checkpoint.read.source import Source
-from zero8.checkpoint.read.statistics import MomentCounts, counts_of
+from zero8.checkpoint.read.source import Key, Source, in_threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,28 +36,18 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
 
 def count(source: Source) -> Found:
-    """Return the counts of each parameter, by part of the model and name."""
+    """Return the counts of each parameter, by part of the model and name.
 
-    def counted(file: Path) -> list[tuple[Fragment, dict[str, MomentCounts]]]:
-        return [(_description(f), counts_of(f.stores)) for f in source.fragments(file)]
+    Raises:
+        ValueError: if a file or a parameter is damaged.
+    """
+    if damages := source.damages():
+        raise ValueError("; ".join(damages))
 
-    found: Found = {}
-    for fragments in each_file("inspect", source.sizes_bytes(), counted):
-        for (key, piece, codec, algorithm, step, numel), counts in fragments:
-            empty = ParamCounts(piece.shape, piece.block_size, codec, algorithm)
-            param = found.setdefault(key, empty)
-            param.steps.add(step)
-            param.numel += numel
-            for name, moment in counts.items():
-                param.moments[name].add(moment)
-    return dict(sorted(found.items()))
+    def counted(key: Key) -> ParamCounts:
+        return ParamCounts.of(source.parameter(key))
 
-
-def _description(fragment: Fragment) -> tuple:
-    """Return a description of a fragment without its tensors, whose memory can then be freed."""
-    store, piece = fragment.stores[0], fragment.pieces[0]
-    numel = store.table.numel
-    return fragment.key, piece, store.codec, fragment.algorithm, fragment.step, numel
+    return dict(sorted(in_threads("inspect", source.keys(), counted)))
 
 
 def summary(source: Source, found: Found) -> dict:
@@ -75,7 +62,7 @@ def summary(source: Source, found: Found) -> dict:
         "bytes": sum(sizes_bytes.values()),
         "codecs": sorted(codecs),
         "block_sizes": sorted(sizes),
-        "steps": sorted({step for p in found.values() for step in p.steps}),
+        "steps": sorted({p.step for p in found.values()}),
         "numel": sum(p.numel for p in found.values()),
         "numel_8bit": sum(p.numel for p in found.values() if p.block_size),
         "params": [

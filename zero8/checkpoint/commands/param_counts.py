@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The counts of `zero8 checkpoint inspect` for each parameter."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 
+from zero8.checkpoint.read.joined import Parameter
+from zero8.checkpoint.read.source import Key
 from zero8.checkpoint.read.statistics import MomentCounts
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import Codec, MomentCode
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParamCounts:
     """The counts of one parameter.
 
@@ -16,9 +19,8 @@ class ParamCounts:
         shape: its global shape.
         block_size: elements per block, 0 for float32 moments.
         codec: None for float32 moments.
-        steps: the steps taken; several numbers if its parts disagree.
-        numel: elements found.
         algorithm: the algorithm of the moments.
+        step: the steps taken.
         moments: the counts of each moment, by name.
     """
 
@@ -26,33 +28,39 @@ class ParamCounts:
     block_size: int
     codec: Codec | None
     algorithm: Algorithm
-    steps: set[int] = field(default_factory=set)
-    numel: int = 0
-    moments: dict[str, MomentCounts] = field(default_factory=dict)
+    step: int
+    moments: dict[str, MomentCounts]
 
-    def __post_init__(self) -> None:
-        """Start with empty counts."""
-        self.moments = {name: MomentCounts() for name in self.algorithm.moment_names}
+    @classmethod
+    def of(cls, parameter: Parameter) -> "ParamCounts":
+        """Count the moments of a parameter."""
+        piece, stores = parameter.piece, parameter.stores
+        codec = stores[0].codec if piece.is_quantized else None
+        moments = {store.name: MomentCounts.of(store) for store in stores}
+        return cls(
+            piece.shape, piece.block_size, codec, parameter.algorithm, parameter.step, moments
+        )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
     def code_of(self, name: str) -> MomentCode | None:
         """Return the code of a moment, None if it is in float32."""
-        if self.codec is None or not self.block_size:
-            return None
-        return self.codec.code_of(self.algorithm.moment(name))
+        return self.codec.code_of(self.algorithm.moment(name)) if self.codec else None
 
     def entry(self) -> dict:
         """Return a JSON object."""
-        quantized = self.codec if self.block_size else None
-        bits = quantized.bits_of(self.algorithm.moments) if quantized else 32
         return {
             "shape": list(self.shape),
             "numel": self.numel,
-            "bits": bits,
+            "bits": self.codec.bits_of(self.algorithm.moments) if self.codec else 32,
             "block_size": self.block_size,
-            "codec": quantized.name if quantized else None,
-            "steps": sorted(self.steps),
+            "codec": self.codec.name if self.codec else None,
+            "step": self.step,
             **{name: counts.summary(self.code_of(name)) for name, counts in self.moments.items()},
         }
 
 
-Found = dict[tuple[str, str], ParamCounts]
+Found = dict[Key, ParamCounts]

@@ -10,13 +10,10 @@ import os
 import time
 from pathlib import Path
 
-from zero8.checkpoint.commands.each_file import each_file
 from zero8.checkpoint.files.manifest import Damage, Manifest
 from zero8.checkpoint.files.tags import INCOMPLETE, tag_at
-from zero8.checkpoint.read.coverage import Coverage
-from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.open import open_checkpoint
-from zero8.checkpoint.read.source import Source
+from zero8.checkpoint.read.source import Key, Source, in_threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +71,8 @@ def _against_manifest(folder: Path) -> tuple[dict[Path, int] | None, list[str]]:
         reason = manifest.damage_of(folder, files[path])
         return Damage(files[path].path, files[path].rank, reason) if reason else None
 
-    found = [str(damage) for damage in each_file("hashes", sizes_bytes, check) if damage]
+    checked = in_threads("hashes", list(files), check)
+    found = [str(damage) for _, damage in checked if damage]
     try:
         found += map(str, manifest.unlisted(folder))
     except (ValueError, OSError) as error:
@@ -84,27 +82,21 @@ def _against_manifest(folder: Path) -> tuple[dict[Path, int] | None, list[str]]:
 
 def _contents(source: Source) -> list[str]:
     """Return the damages of the states."""
-    coverage, problems = Coverage(), []
 
-    def read(file: Path) -> tuple[list[Fragment], list[str]]:
-        fragments, wrong = [], []
+    def check(key: Key) -> str:
         try:
-            for fragment in source.fragments(file):
-                for store in fragment.stores:
-                    store.check_values()
-                fragments.append(fragment)
+            source.parameter(key)
         except (ValueError, OSError) as error:
-            wrong.append(str(error) if str(file) in str(error) else f"{file}: {error}")
-        return fragments, wrong
+            return str(error)
+        return ""
 
-    for fragments, wrong in each_file("contents", source.sizes_bytes(), read):
-        problems += wrong
-        for fragment in fragments:
-            try:
-                coverage.add(fragment)
-            except ValueError as error:
-                problems.append(str(error))
-    return problems + coverage.problems()
+    try:
+        keys = source.keys()
+    except (ValueError, OSError) as error:
+        return [str(error)]
+    return source.damages() + [
+        problem for _, problem in in_threads("contents", keys, check) if problem
+    ]
 
 
 def _text(result: dict) -> str:

@@ -12,8 +12,7 @@ from tqdm import tqdm
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.muon import MUON
 from zero8.checkpoint.files.staging import Staging
-from zero8.checkpoint.read.coverage import Coverage
-from zero8.checkpoint.read.joined import Assembly, Parameter
+from zero8.checkpoint.read.joined import Parameter
 from zero8.checkpoint.read.source import Source
 from zero8.spec.algorithm import Algorithm
 
@@ -96,30 +95,23 @@ class Contents:
 def read(source: Source, staging: Staging, decoded: bool) -> Contents:
     """Return the contents of a checkpoint, in tensors of `staging`; moments in 8 bits or decoded.
 
-    Needs memory for one mapped file of states, or one chunk of `torch.distributed.checkpoint`.
-
     Raises:
         ValueError: naming parameter and file, if an element of a parameter is missing or appears
             twice, its parts are of different steps, or a file is damaged.
         OSError: if a file cannot be read.
     """
-    assemblies, coverage = dict[str, Assembly](), Coverage()
-    for file in tqdm(source.files(), desc="read", unit="file", disable=None):
-        for fragment in source.fragments(file):
-            if fragment.part:
-                raise ValueError(
-                    f"{file}: got a part of a model-parallel model ({fragment.part}), expected a "
-                    "checkpoint without model parallelism"
-                )
-            coverage.add(fragment)
-            if fragment.name not in assemblies:
-                assemblies[fragment.name] = Assembly(fragment, staging, decoded)
-            assemblies[fragment.name].add(fragment)
-    if not assemblies:
+    if problems := source.damages():
+        raise ValueError(_first_of(problems))
+    parameters = {}
+    for part, name in tqdm(source.keys(), desc="read", unit="parameter", disable=None):
+        if part:
+            raise ValueError(
+                f"{source.path}: got a part of a model-parallel model ({part}), expected a "
+                "checkpoint without model parallelism"
+            )
+        parameters[name] = source.parameter((part, name), staging.empty, decoded)
+    if not parameters:
         raise ValueError(f"{source.path}: got no states; was it saved before the first step?")
-    if problems := coverage.problems():
-        raise ValueError(f"{source.path}: {_first_of(problems)}")
-    parameters = {name: assembly.finished() for name, assembly in assemblies.items()}
     groups = source.groups()
     _tell_muons(parameters, groups)
     found = {p.algorithm: name for name, p in parameters.items()}

@@ -10,7 +10,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from zero8.checkpoint.files.inside import opened
 from zero8.checkpoint.read.dcp_metadata import load_metadata
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.safe_load import damage_in, load_bytes
-from zero8.checkpoint.read.source import Facts, Source
+from zero8.checkpoint.read.source import Facts, Key, Source
 from zero8.checkpoint.read.states import fragment_of
 from zero8.checkpoint.read.torchao_weights import PARTS, joined
 from zero8.spec.shown import shown
@@ -50,9 +50,7 @@ class DcpSource(Source):
             self._entries, self._places = metadata.state_dict_metadata, metadata.storage_data
             found = [match for key in self._entries if (match := _MOMENT.fullmatch(key))]
             self._prefixes = {match["name"]: f"{match['prefix']}state." for match in found}
-            self._files: dict[Path, list[str]] = {}
-            for match in found:
-                self._files.setdefault(self._file_of(match[0]), []).append(match["name"])
+            self._files = {match["name"]: self._file_of(match[0]) for match in found}
 
     def facts(self) -> Facts:
         """See `Source`."""
@@ -61,19 +59,22 @@ class DcpSource(Source):
         return Facts("dcp", max(ranks) + 1 if ranks else None)
 
     def files(self) -> list[Path]:
-        """See `Source`: the files with codes, or float32 moments; a parameter is in its first."""
-        return sorted(self._files)
+        """See `Source`: the first of each parameter's files."""
+        return sorted(set(self._files.values()))
 
-    def fragments(self, file: Path) -> Iterator[Fragment]:
+    def keys(self) -> list[Key]:
         """See `Source`."""
-        for name in dict.fromkeys(self._files[file]):
-            with damage_in(file):
-                prefix = f"{self._prefixes[name]}{name}."
-                there = [entry for entry in sorted(ENTRIES) if prefix + entry in self._entries]
-                state = {entry: self._value(prefix + entry) for entry in there}
-                weights = self._weights(name) if self._has_weights(name) else None
-                fragment = fragment_of(file, name, state, weights)
-            yield fragment
+        return [("", name) for name in self._files]
+
+    def fragments(self, key: Key) -> list[Fragment]:
+        """See `Source`."""
+        _, name = key
+        prefix = f"{self._prefixes[name]}{name}."
+        with damage_in(self._files[name]):
+            there = [entry for entry in sorted(ENTRIES) if prefix + entry in self._entries]
+            state = {entry: self._value(prefix + entry) for entry in there}
+            weights = self._weights(name) if self._has_weights(name) else None
+            return [fragment_of(self._files[name], name, state, weights)]
 
     def groups(self) -> list[dict]:
         """See `Source`."""

@@ -56,13 +56,6 @@ class Fragment:
         """The algorithm of the moments."""
         return algorithm_called(self.stores[0].rule.algorithm)
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether the moments are 8-bit."""
-        return self.stores[0].table.size(quantized=True) > 0 or any(
-            piece.is_quantized for piece in self.pieces
-        )
-
 
 def of_piece(store: MomentStore, number: int) -> MomentStore:
     """Return the part of a store that belongs to one piece, as views."""

@@ -4,20 +4,30 @@
 Codes and scales are joined block by block: `zero8.checkpoint.read.joined_blocks`.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from zero8.checkpoint.files.staging import Staging
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.joined_blocks import Blocks
 from zero8.spec.algorithm import Algorithm
+from zero8.spec.buffers import check_entry
 from zero8.spec.corrections import wide_weights
 from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
+
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Returns an uninitialized tensor of a shape."""
+
+
+def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialized tensor."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -74,104 +84,89 @@ class Parameter:
         return wide_weights(self.weights, self.correction)
 
 
-class Assembly:
-    """Joins the fragments of a parameter one by one."""
+def joined(fragments: list[Fragment], empty: Empty = in_memory, decoded: bool = False) -> Parameter:
+    """Return a parameter, copied from all of its fragments.
 
-    def __init__(self, first: Fragment, staging: Staging, decoded: bool):
-        """Allocate the parameter's tensors.
+    Args:
+        fragments: at least one.
+        empty: allocates its tensors.
+        decoded: whether the moments are to be float32, each as its fragment decodes it.
 
-        Args:
-            first: one of its fragments; it is not added.
-            staging: allocates the tensors.
-            decoded: whether the moments are to be float32, each as its fragment decodes it.
-        """
-        of_all = first.pieces[0]
-        whole = Extent.whole(of_all.shape)
-        block_size = 0 if decoded else of_all.block_size
-        self._piece = replace(of_all, start=0, first=0, numel=whole.numel, block_size=block_size)
-        self._like, self._staging = first, staging
-        self._table = whole.table(self._piece)
-        self._stores = tuple(_room(store, self._table, staging) for store in first.stores)
-        self._weights = self._room_for(first.weights)
-        self._correction = self._room_for(first.correction)
-        self._memory: dict[str, float] = {}
-        self._joiners = [Blocks(s) for s in self._stores] if self._piece.is_quantized else []
+    Raises:
+        ValueError: naming file and parameter, if an element is missing or there twice, fragments
+            are of different steps or do not match, or their values are damaged.
+    """
+    first = fragments[0]
+    for fragment in fragments:
+        _check_is_alike(fragment, first)
+    _check_cover(fragments)
+    of_all = first.pieces[0]
+    whole = Extent.whole(of_all.shape)
+    block_size = 0 if decoded else of_all.block_size
+    piece = replace(of_all, start=0, first=0, numel=whole.numel, block_size=block_size)
+    table = whole.table(piece)
+    stores = tuple(_room(store, table, empty) for store in first.stores)
+    blocks = [Blocks(store) for store in stores] if piece.is_quantized else []
+    for fragment in fragments:
+        for number, part in enumerate(fragment.pieces):
+            there = slice(part.first, part.first + part.numel)
+            for at, store in enumerate(fragment.stores if part.numel else ()):
+                if blocks:
+                    blocks[at].take(store, number)
+                else:
+                    stores[at].dense[there] = store.read(part.start, part.numel)
+    cut = set[int]().union(*(one.finish() for one in blocks))
+    return Parameter(
+        piece,
+        first.step,
+        {name: max(fragment.memory[name] for fragment in fragments) for name in first.memory},
+        first.is_of_fp32,
+        first.algorithm,
+        stores,
+        _values(fragments, [fragment.weights for fragment in fragments], empty),
+        _values(fragments, [fragment.correction for fragment in fragments], empty),
+        len(cut) + first.blocks_joined,
+    )
 
-    def add(self, fragment: Fragment) -> None:
-        """Copy a fragment.
 
-        Raises:
-            ValueError: if it is damaged, or does not match the first.
-        """
-        self._check_is_alike(fragment)
-        for name, value in fragment.memory.items():
-            self._memory[name] = max(value, self._memory.get(name, 0.0))
-        if fragment.weights is None:
-            self._weights = None
-        for number, piece in enumerate(fragment.pieces):
-            there = slice(piece.first, piece.first + piece.numel)
-            here = slice(piece.start, piece.start + piece.numel)
-            if self._weights is not None:
-                self._weights[there] = fragment.weights[here]
-            if self._correction is not None:
-                self._correction[there] = fragment.correction[here]
-            if piece.numel and self._piece.is_quantized:
-                for joiner, theirs in zip(self._joiners, fragment.stores, strict=True):
-                    joiner.take(theirs, number)
-            elif piece.numel:
-                for ours, theirs in zip(self._stores, fragment.stores, strict=True):
-                    ours.dense[there] = theirs.read(piece.start, piece.numel)
+def _values(fragments: list[Fragment], parts: list[Tensor | None], empty: Empty) -> Tensor | None:
+    """Return values that fragments have one of per element, None if one of them has none."""
+    there = [part for part in parts if part is not None]
+    if len(there) < len(parts):
+        return None
+    shape = fragments[0].pieces[0].shape
+    whole = empty((math.prod(shape),), there[0].dtype)
+    for fragment, part in zip(fragments, there, strict=True):
+        for piece in fragment.pieces:
+            here = part[piece.start : piece.start + piece.numel]
+            whole[piece.first : piece.first + piece.numel] = here
+    return whole.view(shape)
 
-    def finished(self) -> Parameter:
-        """Return the parameter; `Coverage` has checked that each element was added once."""
-        shape, joined = self._piece.shape, set[int]()
-        for joiner in self._joiners:
-            joined |= joiner.finish()
-        return Parameter(
-            self._piece,
-            self._like.step,
-            self._memory,
-            self._like.is_of_fp32,
-            self._like.algorithm,
-            self._stores,
-            *(None if t is None else t.view(shape) for t in (self._weights, self._correction)),
-            len(joined) + self._like.blocks_joined,
-        )
 
-    def _room_for(self, values: Tensor | None) -> Tensor | None:
-        if values is None:
-            return None
-        return self._staging.empty((self._piece.numel,), values.dtype)
-
-    def _check_is_alike(self, fragment: Fragment) -> None:
-        ours, theirs = _facts(self._like), _facts(fragment)
-        for what, expected in ours.items():
-            if theirs[what] != expected:
-                raise ValueError(
-                    f"{fragment.name}: got {what} {theirs[what]} in {fragment.file}, expected "
-                    f"{expected}, as in {self._like.file}; are the files of one checkpoint?"
-                )
-        for store in fragment.stores:
-            try:
-                store.check_values()
-            except ValueError as error:
-                raise ValueError(f"{fragment.file}: {error}") from error
-        correction = fragment.correction
-        numel = fragment.stores[0].table.numel
-        if correction is not None and (
-            correction.dtype != torch.int8 or correction.numel() != numel
-        ):
+def _check_is_alike(fragment: Fragment, first: Fragment) -> None:
+    ours, theirs = _facts(first), _facts(fragment)
+    for what, expected in ours.items():
+        if theirs[what] != expected:
             raise ValueError(
-                f"{fragment.file}: param_correction of {fragment.name}: got "
-                f"{correction.numel()} elements of {correction.dtype}, expected {numel} of int8"
+                f"{fragment.file}: {fragment.name}: got {what} {theirs[what]}, {first.file.name} "
+                f"has {expected}; are the files of one checkpoint?"
             )
+    try:
+        for store in fragment.stores:
+            store.check_values()
+        if fragment.correction is not None:
+            numel = fragment.stores[0].table.numel
+            check_entry("param_correction", fragment.correction, numel, [torch.int8])
+    except ValueError as error:
+        raise ValueError(f"{fragment.file}: {fragment.name}: {error}") from error
 
 
 def _facts(fragment: Fragment) -> dict:
     """Return what all fragments of a parameter must share, keyed by a description for messages."""
     piece, store = fragment.pieces[0], fragment.stores[0]
     return {
-        "codec": store.codec.name if piece.is_quantized else None,
+        "shape and block size": (piece.shape, piece.block_size),
+        "codec": store.codec.name if piece.is_quantized and store.codec else None,
         "identity": piece.identity,
         "algorithm": fragment.algorithm.name,
         "moments of an fp32 optimizer": fragment.is_of_fp32,
@@ -179,13 +174,32 @@ def _facts(fragment: Fragment) -> dict:
     }
 
 
-def _room(like: MomentStore, table: PieceTable, staging: Staging) -> MomentStore:
+def _check_cover(fragments: list[Fragment]) -> None:
+    """Raise ValueError unless fragments have every element of a parameter once, at one step."""
+    name, problems = "/".join(filter(None, fragments[0].key)), []
+    steps = {fragment.step: fragment.file for fragment in fragments}
+    if len(steps) > 1:
+        places = ", ".join(f"{step} in {file.name}" for step, file in sorted(steps.items()))
+        problems.append(f"its parts have taken different numbers of steps: {places}")
+    runs = [(piece.first, piece.numel, f.file) for f in fragments for piece in f.pieces]
+    numel, end = math.prod(fragments[0].pieces[0].shape), 0
+    for first, length, file in [*sorted(runs), (numel, 1, None)]:
+        if length and first != end:
+            what = "are in no file" if first > end else f"are in {file.name} again"
+            begin, stop = sorted((first, end))
+            problems.append(f"elements {begin} to {stop - 1} {what}")
+        end = max(end, first + length)
+    if problems:
+        raise ValueError(f"{fragments[0].file.parent}: {name}: {'; '.join(problems)}")
+
+
+def _room(like: MomentStore, table: PieceTable, empty: Empty) -> MomentStore:
     (piece,) = table.pieces
     if not piece.is_quantized:
-        dense = staging.empty((piece.numel,), torch.float32)
-        return MomentStore(like.codec, like.rule, table, dense[:0].byte(), dense[:0], dense)
-    codes = staging.empty((piece.num_bytes(like.code.bits),), torch.uint8)
+        dense = empty((piece.numel,), torch.float32)
+        return MomentStore(None, like.rule, table, dense[:0].byte(), dense[:0], dense)
+    codes = empty((piece.num_bytes(like.code.bits),), torch.uint8)
     if like.code.bits < 8:
         codes.zero_()
-    scales = staging.empty((table.num_blocks, *like.code.scale_shape), torch.float32)
+    scales = empty((table.num_blocks, *like.code.scale_shape), torch.float32)
     return MomentStore(like.codec, like.rule, table, codes, scales, scales.flatten()[:0])

@@ -5,7 +5,7 @@ The optimizer is one of zero8, an fp32 one of the same algorithm, or an 8-bit Ad
 bitsandbytes or torchao.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from zero8.checkpoint.read.bitsandbytes import from_bitsandbytes, is_of_bitsandbytes
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.safe_load import damage_in, load
-from zero8.checkpoint.read.source import Facts, Source
+from zero8.checkpoint.read.source import Facts, Key, Source
 from zero8.checkpoint.read.states import fragment_of
 from zero8.checkpoint.read.torchao import from_torchao, is_of_torchao
 from zero8.checkpoint.read.torchao_weights import is_weight, values_of
@@ -46,20 +46,27 @@ class PlainSource(Source):
         """See `Source`; the path may be a link, as the caller gives it."""
         return {self.path: self.path.stat().st_size}
 
-    def fragments(self, file: Path) -> Iterator[Fragment]:
+    def keys(self) -> list[Key]:
         """See `Source`."""
+        return [("", name) for name in self._states]
+
+    def fragments(self, key: Key) -> list[Fragment]:
+        """See `Source`."""
+        _, name = key
+        read = self._weights.get(name)
+        with damage_in(self.path):
+            return [fragment_of(self.path, name, self._states[name], read() if read else None)]
+
+    @cached_property
+    def _states(self) -> dict[str, dict]:
+        """The states by parameter."""
+        found = {}
         for key, state in self._state_dict["state"].items():
             if not isinstance(state, dict):
-                raise ValueError(f"{file}: got a state of {shown(key)} that is not a dict")
+                raise ValueError(f"{self.path}: got a state of {shown(key)} that is not a dict")
             if state:
-                with damage_in(file):
-                    fragment = self._fragment(file, key, state)
-                yield fragment
-
-    def _fragment(self, file: Path, key: object, state: dict) -> Fragment:
-        name = self._names.get(key, str(key))
-        read = self._weights.get(name)
-        return fragment_of(file, name, state, read() if read else None)
+                found[self._names.get(key, str(key))] = state
+        return found
 
     def groups(self) -> list[dict]:
         """See `Source`."""

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of the readers of checkpoints: files of fragments."""
+"""The interface of the readers of checkpoints: a stream of whole parameters with their states."""
 
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
+from tqdm import tqdm
 
 from zero8.checkpoint.read.fragment import Fragment
+from zero8.checkpoint.read.joined import Empty, Parameter, in_memory, joined
+
+Key = tuple[str, str]
+"""The model-parallel part of a parameter, "" without model parallelism, and its name."""
+Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class Facts:
 
 
 class Source(ABC):
-    """A checkpoint that can be read file by file, without a model, an engine or a GPU."""
+    """A checkpoint that is read parameter by parameter, without a model, an engine or a GPU."""
 
     path: Path
     """Its folder, or its only file."""
@@ -45,14 +53,26 @@ class Source(ABC):
         """Return the sizes of `files`, 0 for files that cannot be read."""
         return {file: size_bytes_of_path(file) for file in self.files()}
 
+    def damages(self) -> list[str]:
+        """Return an error for each file that cannot be read; its fragments are left out."""
+        return []
+
     @abstractmethod
-    def fragments(self, file: Path) -> Iterator[Fragment]:
-        """Yield the fragments of a file; tensors are mapped, or of one parameter.
+    def keys(self) -> list[Key]:
+        """Return the parameters that have states."""
+
+    @abstractmethod
+    def fragments(self, key: Key) -> list[Fragment]:
+        """Return the fragments of a parameter; tensors are mapped, or of this parameter.
 
         Raises:
             ValueError: naming the file, if it is damaged; values are not checked.
             OSError: if it cannot be read.
         """
+
+    def parameter(self, key: Key, empty: Empty = in_memory, decoded: bool = False) -> Parameter:
+        """Return a whole parameter, as `joined` does, which says what it raises."""
+        return joined(self.fragments(key), empty, decoded)
 
     @abstractmethod
     def groups(self) -> list[dict]:
@@ -77,11 +97,6 @@ class Source(ABC):
         """Return the state of loss scaling and clipping, under DeepSpeed's names."""
         return {}
 
-    def all_fragments(self) -> Iterator[Fragment]:
-        """Yield the fragments of all files."""
-        for file in self.files():
-            yield from self.fragments(file)
-
 
 def size_bytes_of_path(path: Path) -> int:
     """Return the size of a file, 0 if it cannot be read; its reader raises then."""
@@ -89,3 +104,15 @@ def size_bytes_of_path(path: Path) -> int:
         return os.lstat(path).st_size
     except OSError:
         return 0
+
+
+def in_threads(
+    label: str, items: list[Item], work: Callable[[Item], Result]
+) -> Iterator[tuple[Item, Result]]:
+    """Yield each item with the result of `work`, in order, with a progress bar on a terminal.
+
+    torch and the hash release Python's lock, so threads run in parallel.
+    """
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        results = pool.map(work, items)
+        yield from zip(items, tqdm(results, label, len(items), disable=None), strict=True)

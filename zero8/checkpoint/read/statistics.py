@@ -122,8 +122,3 @@ def _numel_of_zero_blocks(store: MomentStore, number: int, begin: int, numel: in
     block, _ = piece.grid.block_numbers(first, numel)
     skipped = piece.grid.block_of(first) - piece.grid.block_of(piece.first)
     return int((store.piece(number).scales[block + skipped] == 0).sum())
-
-
-def counts_of(stores: tuple[MomentStore, ...]) -> dict[str, MomentCounts]:
-    """Count the moments of a fragment, by name."""
-    return {store.name: MomentCounts.of(store) for store in stores}

@@ -14,7 +14,7 @@ from zero8.checkpoint.files.inside import paths_of
 from zero8.checkpoint.read.fragment import Fragment, of_piece
 from zero8.checkpoint.read.inert import Inert
 from zero8.checkpoint.read.safe_load import damage_in, load
-from zero8.checkpoint.read.source import Facts, Source
+from zero8.checkpoint.read.source import Facts, Key, Source, in_threads
 from zero8.spec.buffers import check_entry
 from zero8.spec.shown import shown_keys
 from zero8.state.memory import checked_memory
@@ -69,8 +69,40 @@ class ZeroSource(Source):
         swapped = [path for path in paths_of(self.path) if _SWAPPED.fullmatch(path)]
         return self._files + [self.path / path for path in sorted(swapped)]
 
-    def fragments(self, file: Path) -> Iterator[Fragment]:
+    def damages(self) -> list[str]:
         """See `Source`."""
+        return self._read[1]
+
+    def keys(self) -> list[Key]:
+        """See `Source`."""
+        return list(self._read[0])
+
+    def fragments(self, key: Key) -> list[Fragment]:
+        """See `Source`."""
+        return self._read[0][key]
+
+    @cached_property
+    def _read(self) -> tuple[dict[Key, list[Fragment]], list[str]]:
+        """The fragments of all files, by parameter, and the errors of those that are damaged."""
+
+        def fragments_of(file: Path) -> tuple[list[Fragment], list[str]]:
+            found, wrong = [], []
+            try:
+                found += self._fragments_in(file)
+            except (ValueError, OSError) as error:
+                wrong.append(str(error) if str(file) in str(error) else f"{file}: {error}")
+            return found, wrong
+
+        fragments: dict[Key, list[Fragment]] = {}
+        damages = []
+        for _, (found, wrong) in in_threads("read", self.files(), fragments_of):
+            damages += wrong
+            for fragment in found:
+                fragments.setdefault(fragment.key, []).append(fragment)
+        return fragments, damages
+
+    def _fragments_in(self, file: Path) -> Iterator[Fragment]:
+        """Yield the fragments of a file."""
         if not STATES.fullmatch(file.name):
             yield from self._swapped(file)
             return
