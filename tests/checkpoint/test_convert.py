@@ -76,23 +76,22 @@ def test_convert_to_plain_keeps_codes_and_scales_of_all_blocks_that_are_whole(
         assert (fragment.step, whole.step) == (SAVED_AFTER, SAVED_AFTER)
         of_it = [f.memory["history"] for f in fragments if f.name == fragment.name]
         assert whole.memory == {"history": max(of_it)}
-        kept = uncut(fragment.name, pieces).flatten()
+        kept, piece = uncut(fragment.name, pieces).flatten(), fragment.piece
+        if not piece.is_quantized or not piece.numel:
+            continue
+        assert piece.identity == whole.piece.identity
+        here = slice(piece.first, piece.first + piece.numel)
+        block, _ = piece.grid.block_numbers(0, piece.grid.num_rows * piece.grid.row_length)
         for mine, theirs in zip(whole.stores, fragment.stores, strict=True):
-            assert mine.codec == theirs.codec or not whole.pieces[0].is_quantized
-            for number, piece in enumerate(fragment.pieces):
-                if not piece.is_quantized or not piece.numel:
-                    continue
-                assert piece.identity == whole.pieces[0].identity
-                here = slice(piece.first, piece.first + piece.numel)
-                codes, got = theirs.piece(number).values, mine.codes[here]
-                assert torch.equal(got[kept[here]], codes[kept[here]])
-                block, _ = piece.grid.block_numbers(0, piece.grid.num_rows * piece.grid.row_length)
-                for element, scale in _first_of_blocks(piece, theirs.piece(number).scales):
-                    number_of_block = int(block[element])
-                    if kept[element]:
-                        assert torch.equal(mine.scales[number_of_block], scale)
-                    else:
-                        blocks_cut.add((fragment.name, number_of_block))
+            assert mine.codec == theirs.codec
+            codes, got = theirs.piece(0).values, mine.codes[here]
+            assert torch.equal(got[kept[here]], codes[kept[here]])
+            for element, scale in _first_of_blocks(piece, theirs.piece(0).scales):
+                number_of_block = int(block[element])
+                if kept[element]:
+                    assert torch.equal(mine.scales[number_of_block], scale)
+                else:
+                    blocks_cut.add((fragment.name, number_of_block))
     assert result["blocks_joined"] <= len(blocks_cut)
     assert (result["blocks_joined"] > 0) == (source in WITH_CUTS), blocks_cut
 
@@ -106,10 +105,9 @@ def decoded_in(path):
     for fragment in fragments_in(path):
         numel = math.prod(SHAPES[fragment.name])
         moments = found.setdefault(fragment.name, [torch.zeros(numel) for _ in MOMENTS])
-        for piece in fragment.pieces:
-            there = slice(piece.first, piece.first + piece.numel)
-            for values, store in zip(moments, fragment.stores, strict=True):
-                values[there] = store.read(piece.start, piece.numel)
+        there = slice(fragment.piece.first, fragment.piece.first + fragment.piece.numel)
+        for values, store in zip(moments, fragment.stores, strict=True):
+            values[there] = store.read(0, fragment.piece.numel)
     return found
 
 

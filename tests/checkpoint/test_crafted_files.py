@@ -65,7 +65,7 @@ def test_good_files_of_the_same_make_are_read(tmp_path):
     assert (fragment.step, fragment.memory) == (1, {"history": 1.0})
     (tmp_path / "ours.pt").write_bytes(with_codes("step", value(7)))
     (fragment,) = fragments_in(tmp_path / "ours.pt")
-    assert (fragment.step, fragment.pieces[0].is_quantized) == (7, True)
+    assert (fragment.step, fragment.piece.is_quantized) == (7, True)
     dcp_folder(tmp_path / "dcp", metadata())
     (fragment,) = fragments_in(tmp_path / "dcp")
     assert fragment.stores[0].table.numel == 256

@@ -32,9 +32,9 @@ def expected_of(name):
 def runs_of(fragments):
     found = {}
     for fragment in fragments:
-        for piece in fragment.pieces:
-            moments = tuple(store.read(piece.start, piece.numel) for store in fragment.stores)
-            found[fragment.name, piece.first, piece.numel] = moments
+        piece = fragment.piece
+        moments = tuple(store.read(0, piece.numel) for store in fragment.stores)
+        found[fragment.name, piece.first, piece.numel] = moments
     return found
 
 

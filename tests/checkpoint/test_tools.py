@@ -56,12 +56,11 @@ def test_fragments_of_every_kind_decode_to_the_optimizers_moments(kind, codec, t
     }
     for fragment in fragments_in(KINDS[kind](tmp_path / kind, codec=codec)):
         assert fragment.step == STEPS and fragment.weights is not None
-        for piece in fragment.pieces:
-            here = slice(piece.first, piece.first + piece.numel)
-            for target, store in zip(found[fragment.name], fragment.stores, strict=True):
-                target[here] = store.read(piece.start, piece.numel)
-            weights = fragment.weights[piece.start : piece.start + piece.numel]
-            assert torch.equal(weights.float(), params[fragment.name].detach().view(-1)[here])
+        here = slice(fragment.piece.first, fragment.piece.first + fragment.piece.numel)
+        for target, store in zip(found[fragment.name], fragment.stores, strict=True):
+            target[here] = store.read(0, fragment.piece.numel)
+        weights = params[fragment.name].detach().view(-1)[here]
+        assert torch.equal(fragment.weights.float(), weights)
     optimizer.state_dict_format = "fp32"
     for number, state in optimizer.state_dict()["state"].items():
         for which, got in zip(ADAM.moment_names, found[list(SHAPES)[number]], strict=True):
@@ -82,9 +81,7 @@ def test_dcp_folder_of_rows_of_several_dimensions_decodes_to_the_optimizers_mome
     shapes = {"conv": (64, 8, 3, 3)}
     params, optimizer = trained(codec, shapes)
     (fragment,) = fragments_in(dcp_folder(tmp_path / "dcp", codec, shapes))
-    assert fragment.pieces[0].is_quantized and torch.equal(
-        fragment.weights, params["conv"].view(-1)
-    )
+    assert fragment.piece.is_quantized and torch.equal(fragment.weights, params["conv"].view(-1))
     for got, expected in zip(fragment.stores, optimizer.moments(params["conv"]), strict=True):
         assert torch.equal(got.read(0, 64 * 72), expected.read(0, 64 * 72))
 

@@ -61,9 +61,8 @@ def pieces_of(source):
             for chunk in entry.chunks
         ]
     return [
-        (fragment.name, piece.first, piece.numel)
+        (fragment.name, fragment.piece.first, fragment.piece.numel)
         for fragment in fragments_in(source)
-        for piece in fragment.pieces
     ]
 
 

@@ -14,7 +14,7 @@ from zero8.state.table import Piece, PieceTable
 
 @dataclass(frozen=True)
 class Fragment:
-    """Some elements of a parameter with their moments.
+    """A run of elements of a parameter with their moments.
 
     Attributes:
         part: the model-parallel part, whose parameters share their names with other parts'; ""
@@ -23,9 +23,9 @@ class Fragment:
         file: its file.
         step: steps taken.
         memory: the algorithm's memory (`zero8.state.memory`), by name.
-        stores: the moments, over a segment table of this parameter alone.
-        weights: (table.numel,) master weights, None if they are stored elsewhere.
-        correction: (table.numel,) int8, the corrections of bfloat16 weights, if any.
+        stores: the moments, over a segment table of this run alone.
+        weights: (numel,) master weights, None if they are stored elsewhere.
+        correction: (numel,) int8, the corrections of bfloat16 weights, if any.
         is_of_fp32: whether it is of an fp32 optimizer, without blocks and codes.
         blocks_joined: number of blocks that its reader has encoded anew, as ranks had cut them.
     """
@@ -47,9 +47,10 @@ class Fragment:
         return self.part, self.name
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The runs of elements."""
-        return self.stores[0].table.pieces
+    def piece(self) -> Piece:
+        """The run of elements."""
+        (piece,) = self.stores[0].table.pieces
+        return piece
 
     @property
     def algorithm(self) -> Algorithm:

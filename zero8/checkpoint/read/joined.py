@@ -100,21 +100,18 @@ def joined(fragments: list[Fragment], empty: Empty = in_memory, decoded: bool = 
     for fragment in fragments:
         _check_is_alike(fragment, first)
     _check_cover(fragments)
-    of_all = first.pieces[0]
-    whole = Extent.whole(of_all.shape)
-    block_size = 0 if decoded else of_all.block_size
-    piece = replace(of_all, start=0, first=0, numel=whole.numel, block_size=block_size)
+    whole = Extent.whole(first.piece.shape)
+    block_size = 0 if decoded else first.piece.block_size
+    piece = replace(first.piece, first=0, numel=whole.numel, block_size=block_size)
     table = whole.table(piece)
     stores = tuple(_room(store, table, empty) for store in first.stores)
     blocks = [Blocks(store) for store in stores] if piece.is_quantized else []
     for fragment in fragments:
-        for number, part in enumerate(fragment.pieces):
-            there = slice(part.first, part.first + part.numel)
-            for at, store in enumerate(fragment.stores if part.numel else ()):
-                if blocks:
-                    blocks[at].take(store, number)
-                else:
-                    stores[at].dense[there] = store.read(part.start, part.numel)
+        for at, store in enumerate(fragment.stores if fragment.piece.numel else ()):
+            if blocks:
+                blocks[at].take(store)
+            else:
+                stores[at].dense[_place(fragment)] = store.read(0, fragment.piece.numel)
     cut = set[int]().union(*(one.finish() for one in blocks))
     return Parameter(
         piece,
@@ -129,17 +126,19 @@ def joined(fragments: list[Fragment], empty: Empty = in_memory, decoded: bool = 
     )
 
 
+def _place(fragment: Fragment) -> slice:
+    return slice(fragment.piece.first, fragment.piece.first + fragment.piece.numel)
+
+
 def _values(fragments: list[Fragment], parts: list[Tensor | None], empty: Empty) -> Tensor | None:
     """Return values that fragments have one of per element, None if one of them has none."""
     there = [part for part in parts if part is not None]
     if len(there) < len(parts):
         return None
-    shape = fragments[0].pieces[0].shape
+    shape = fragments[0].piece.shape
     whole = empty((math.prod(shape),), there[0].dtype)
     for fragment, part in zip(fragments, there, strict=True):
-        for piece in fragment.pieces:
-            here = part[piece.start : piece.start + piece.numel]
-            whole[piece.first : piece.first + piece.numel] = here
+        whole[_place(fragment)] = part
     return whole.view(shape)
 
 
@@ -163,7 +162,7 @@ def _check_is_alike(fragment: Fragment, first: Fragment) -> None:
 
 def _facts(fragment: Fragment) -> dict:
     """Return what all fragments of a parameter must share, keyed by a description for messages."""
-    piece, store = fragment.pieces[0], fragment.stores[0]
+    piece, store = fragment.piece, fragment.stores[0]
     return {
         "shape and block size": (piece.shape, piece.block_size),
         "codec": store.codec.name if piece.is_quantized and store.codec else None,
@@ -181,8 +180,8 @@ def _check_cover(fragments: list[Fragment]) -> None:
     if len(steps) > 1:
         places = ", ".join(f"{step} in {file.name}" for step, file in sorted(steps.items()))
         problems.append(f"its parts have taken different numbers of steps: {places}")
-    runs = [(piece.first, piece.numel, f.file) for f in fragments for piece in f.pieces]
-    numel, end = math.prod(fragments[0].pieces[0].shape), 0
+    runs = [(one.piece.first, one.piece.numel, one.file) for one in fragments]
+    numel, end = math.prod(fragments[0].piece.shape), 0
     for first, length, file in [*sorted(runs), (numel, 1, None)]:
         if length and first != end:
             what = "are in no file" if first > end else f"are in {file.name} again"

@@ -36,9 +36,9 @@ class Blocks:
         self._store = store
         self._cut: dict[int, list[_Part]] = defaultdict(list)
 
-    def take(self, fragment: MomentStore, number: int) -> None:
-        """Copy a fragment's piece, and keep the scales of the blocks that are cut."""
-        piece, moment = fragment.table.pieces[number], fragment.piece(number)
+    def take(self, fragment: MomentStore) -> None:
+        """Copy a fragment, and keep the scales of the blocks that are cut."""
+        (piece,), moment = fragment.table.pieces, fragment.piece(0)
         assert moment.scales is not None, "a moment in blocks has scales"
         begin, end = piece.first, piece.first + piece.numel
         codes = self._store.codes[self._store.bytes_of(0, begin, end)]
