@@ -15,6 +15,8 @@ from tqdm import tqdm
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.joined import Empty, Parameter, in_memory, joined
 
+MOST_THREADS = 8
+"""Each may hold a whole parameter in memory."""
 Key = tuple[str, str]
 """The model-parallel part of a parameter, "" without model parallelism, and its name."""
 Item, Result = TypeVar("Item"), TypeVar("Result")
@@ -113,6 +115,6 @@ def in_threads(
 
     torch and the hash release Python's lock, so threads run in parallel.
     """
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
         results = pool.map(work, items)
         yield from zip(items, tqdm(results, label, len(items), disable=None), strict=True)
