@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from checkpoint_command import called
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from fragments import fragments_in
 from moment_samples import flipped_in
 from small_checkpoints import KINDS, SHAPES, STEPS, dcp_folder, plain_file, trained, zero_folder
@@ -172,6 +173,22 @@ def test_verify_of_a_flipped_bit_of_a_moment_names_file_and_moment(copied, capsy
     (problem, *_) = called(capsys, "verify", path, status=1)["problems"]
     assert str(file) in problem and f"8-bit moment {which} of 'wide' and 2 more" in problem
     assert str(file) in called(capsys, "inspect", path, status=2)["error"]
+
+
+class StageByName:
+    """Is pickled as Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+
+    def __reduce__(self):
+        return getattr, (ZeroStageEnum, "gradients")
+
+
+def test_stage_of_zero_that_is_pickled_by_name_is_read(copied):
+    path = copied("zero")
+    for file in state_files(path):
+        found = torch.load(file, weights_only=False)
+        found["optimizer_state_dict"]["zero_stage"] = StageByName()
+        torch.save(found, file)
+    assert open_checkpoint(path).facts().stage == 2
 
 
 def test_settings_are_read_without_reading_the_moments(copied):

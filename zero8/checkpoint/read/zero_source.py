@@ -31,6 +31,7 @@ _WEIGHTS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 # Names of our state dict within ZeRO's.
 _STATES = ("base_optimizer_state", "optimizer_state_dict")
 
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 # What an engine saves of the model and its layout; all else is of the run, or of the script.
 _LAYOUT = {
     *("module", "buffer_names", "optimizer", "param_shapes", "shared_params"),
@@ -58,11 +59,10 @@ class ZeroSource(Source):
     def facts(self) -> Facts:
         """See `Source`."""
         zero = self._zero(self._files[0])
-        stage, count = zero.get("zero_stage"), zero.get("partition_count")
-        stage = stage.args[0] if isinstance(stage, Inert) and stage.args else stage
+        count = zero.get("partition_count")
         counts = count if isinstance(count, list) else [count]
         count = max((one for one in counts if isinstance(one, int)), default=None)
-        return Facts("zero", count, stage if isinstance(stage, int) else None)
+        return Facts("zero", count, _stage(zero.get("zero_stage")))
 
     def files(self) -> list[Path]:
         """See `Source`; with states on NVMe also their swap files."""
@@ -276,6 +276,15 @@ def _moments(file: Path, state: dict) -> list[MomentTensor]:
     if not alike or [one.rule for one in stores] != list(algorithm.moments):
         raise ValueError(f"{file}: its moments are of different elements")
     return moments
+
+
+def _stage(found: object) -> int | None:
+    """Return ZeRO's stage, an enum that is pickled by number, by Python 3.11.0 to 3 by name."""
+    if isinstance(found, Inert) and found.args:
+        found = found.args[-1]
+    if found in _STAGES:
+        return _STAGES.index(found)
+    return found if isinstance(found, int) else None
 
 
 def _ranks(path: Path) -> tuple[int, int]:
