@@ -70,6 +70,11 @@ def test_golden_swap_file_decodes_to_the_moments_of_its_run():
         assert all(torch.equal(*pair) for pair in zip(expected[key], moments, strict=True))
 
 
+def test_golden_folder_of_dcp_has_states_in_the_files_of_both_ranks():
+    files = open_checkpoint(GOLDEN / "dcp_checkpoint").files()
+    assert [file.name for file in files] == ["__0_0.distcp", "__1_0.distcp"]
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_golden_checkpoint_has_the_settings_and_weights_of_its_run(name):
     source = open_checkpoint(GOLDEN / name)

@@ -50,7 +50,8 @@ class DcpSource(Source):
             self._entries, self._places = metadata.state_dict_metadata, metadata.storage_data
             found = [match for key in self._entries if (match := _MOMENT.fullmatch(key))]
             self._prefixes = {match["name"]: f"{match['prefix']}state." for match in found}
-            self._files = {match["name"]: self._file_of(match[0]) for match in found}
+            self._moments = {match["name"]: match[0] for match in found}
+            self._files = {name: self._file_of(key) for name, key in self._moments.items()}
 
     def facts(self) -> Facts:
         """See `Source`."""
@@ -59,12 +60,13 @@ class DcpSource(Source):
         return Facts("dcp", max(ranks) + 1 if ranks else None)
 
     def files(self) -> list[Path]:
-        """See `Source`: the first of each parameter's files."""
-        return sorted(set(self._files.values()))
+        """See `Source`: the files with codes, or float32 moments."""
+        keys, places = set(self._moments.values()), self._places.items()
+        return sorted({self.path / info.relative_path for at, info in places if at.fqn in keys})
 
     def keys(self) -> list[Key]:
         """See `Source`."""
-        return [("", name) for name in self._files]
+        return [("", name) for name in self._moments]
 
     def fragments(self, key: Key) -> list[Fragment]:
         """See `Source`."""
