@@ -92,9 +92,7 @@ def test_cut_inside_of_a_block_is_refused_on_all_ranks_and_changes_nothing(name,
 # --- Trouble on one rank --------------------------------------------------------------------------
 
 
-def test_nan_on_one_rank_raises_on_all_ranks_when_asked_and_on_none_before(standing_ranks):
-    expected = ranks.stepped_over_a_nan_alone()
-    every = standing_ranks(2).run(ranks.stepped_over_a_nan)
+def assert_one_rank_met_a_fault_and_all_raise_when_asked(every):
     assert [got["here"] for got in every] == [0, 1]
     for got in every:
         assert got["stepped"] is None
@@ -102,6 +100,13 @@ def test_nan_on_one_rank_raises_on_all_ranks_when_asked_and_on_none_before(stand
         assert kind == "FloatingPointError" and message.startswith("1 blocks met a non-finite")
         before, after = got["blocks"]
         assert torch.equal(before, after)
+
+
+def test_nan_on_one_rank_raises_on_all_ranks_when_asked_and_on_none_before(standing_ranks):
+    expected = ranks.stepped_over_a_nan_alone()
+    every = standing_ranks(2).run(ranks.stepped_over_a_nan)
+    assert_one_rank_met_a_fault_and_all_raise_when_asked(every)
+    for got in every:
         assert_same(got["results"], expected)
 
 
@@ -113,13 +118,8 @@ def test_fault_assigned_on_one_rank_is_stepped_over_and_raises_on_all_when_asked
     """A rank that raised alone would leave the others waiting in their next collective."""
     arguments = {"name": name, "is_whole_state": is_whole_state}
     every = standing_ranks(2).run(ranks.assigned_a_fault, **arguments)
-    assert [got["here"] for got in every] == [0, 1]
+    assert_one_rank_met_a_fault_and_all_raise_when_asked(every)
     for got in every:
-        assert got["stepped"] is None
-        kind, message = got["checked"]
-        assert kind == "FloatingPointError" and message.startswith("1 blocks met a non-finite")
-        before, after = got["blocks"]
-        assert torch.equal(before, after)
         sound, faulty = (values.clone() for values in got["weights"])
         sound[ranks.BAD_BLOCK] = faulty[ranks.BAD_BLOCK] = 0
         assert torch.equal(faulty, sound)

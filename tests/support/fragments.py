@@ -11,6 +11,5 @@ from zero8.checkpoint.read.source import Source
 def fragments_in(checkpoint: Path | Source) -> list[Fragment]:
     """Return the fragments of all parameters; raises ValueError for files that are damaged."""
     source = checkpoint if isinstance(checkpoint, Source) else open_checkpoint(Path(checkpoint))
-    if damages := source.damages():
-        raise ValueError("; ".join(damages))
+    source.check()
     return [fragment for key in source.keys() for fragment in source.fragments(key)]

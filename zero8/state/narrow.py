@@ -45,13 +45,19 @@ def cut_groups(scales: Tensor, extent: Extent, block_size: int) -> Tensor:
         block_size: the parameter's.
     """
     group = _group_of_row(extent, block_size).to(scales.device)
-    differs = (scales != scales[_first_rows(group)][group]).flatten(1).any(1)
+    return _cut(scales, _scales_of_groups(scales, group), group)
+
+
+def _scales_of_groups(scales: Tensor, group: Tensor) -> Tensor:
+    """Return the scale of each group's first row."""
+    first = torch.nonzero(torch.diff(group, prepend=group[:1] - 1)).flatten()
+    return scales[first]
+
+
+def _cut(scales: Tensor, of_group: Tensor, group: Tensor) -> Tensor:
+    differs = (scales != of_group[group]).flatten(1).any(1)
     cut: Tensor = group[differs].unique()
     return cut
-
-
-def _first_rows(group: Tensor) -> Tensor:
-    return torch.nonzero(torch.diff(group, prepend=group[:1] - 1)).flatten()
 
 
 def grouped(
@@ -74,8 +80,8 @@ def grouped(
         scales: (groups touched, 1, *code.scale_shape) float32.
     """
     group = _group_of_row(extent, parameter.block_size).to(scales.device)
-    of_group = scales[_first_rows(group)].clone()
-    joined = cut_groups(scales, extent, parameter.block_size)
+    of_group = _scales_of_groups(scales, group)
+    joined = _cut(scales, of_group, group)
     if not len(joined):
         return codes, of_group
     number = torch.arange(len(group), device=group.device)

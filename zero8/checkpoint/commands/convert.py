@@ -3,13 +3,14 @@
 
 If the target is 8-bit, moments keep their codes and scales; only blocks that a shard boundary
 cuts are re-encoded (`zero8.checkpoint.read.joined`).  If it is float32, moments are those that the
-codes stand for.  Everything is read and checked before the
-output is written, and the output appears only when it is complete.
+codes stand for.  Everything is read and checked before the output is written, and the output
+appears only when it is complete.
 
 Memory: joined tensors are in mapped temporary files beside the output, which the system writes out
-if memory is short.  Besides, it needs one chunk of a folder of torch.distributed.checkpoint, and,
-for decoding, up to 110 bytes for each of 4 million elements and 4 for each of one parameter.
-`bitsandbytes` needs all codes.  Disk: temporarily the size of the source once more.
+if memory is short.  Besides, it needs one parameter of a folder of torch.distributed.checkpoint,
+and, for decoding, up to 110 bytes for each of 4 million elements and 4 for each of one parameter.
+`bitsandbytes` needs all codes.  Disk: temporarily what the joined tensors take, for `zero` and
+`fp32` with moments of 4 bytes.
 """
 
 import argparse

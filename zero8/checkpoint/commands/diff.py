@@ -40,8 +40,8 @@ def compare(first: Source, second: Source) -> dict:
     Raises:
         ValueError: if a file or a parameter is damaged.
     """
-    if damages := first.damages() + second.damages():
-        raise ValueError("; ".join(damages))
+    first.check()
+    second.check()
     ours, theirs = first.keys(), second.keys()
     common = [key for key in ours if key in set(theirs)]
     params = []

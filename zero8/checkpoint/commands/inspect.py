@@ -41,8 +41,7 @@ def count(source: Source) -> Found:
     Raises:
         ValueError: if a file or a parameter is damaged.
     """
-    if damages := source.damages():
-        raise ValueError("; ".join(damages))
+    source.check()
 
     def counted(key: Key) -> ParamCounts:
         return ParamCounts.of(source.parameter(key))

@@ -100,8 +100,7 @@ def read(source: Source, staging: Staging, decoded: bool) -> Contents:
             twice, its parts are of different steps, or a file is damaged.
         OSError: if a file cannot be read.
     """
-    if problems := source.damages():
-        raise ValueError(_first_of(problems))
+    source.check()
     parameters = {}
     for part, name in tqdm(source.keys(), desc="read", unit="parameter", disable=None):
         if part:
@@ -138,11 +137,6 @@ def _tell_muons(parameters: dict[str, Parameter], groups: list[dict]) -> None:
             for name in parameters.keys() & set(group["params"]):
                 if parameters[name].is_of_fp32:
                     parameters[name] = parameters[name].of(MUON)
-
-
-def _first_of(problems: list[str], most: int = 5) -> str:
-    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-    return "; ".join(problems[:most] + more)
 
 
 def _check_groups(source: Source, parameters: dict[str, Parameter], groups: list[dict]) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.joined_blocks import Blocks
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.buffers import check_entry
 from zero8.spec.corrections import wide_weights
 from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
@@ -153,9 +152,6 @@ def _check_is_alike(fragment: Fragment, first: Fragment) -> None:
     try:
         for store in fragment.stores:
             store.check_values()
-        if fragment.correction is not None:
-            numel = fragment.stores[0].table.numel
-            check_entry("param_correction", fragment.correction, numel, [torch.int8])
     except ValueError as error:
         raise ValueError(f"{fragment.file}: {fragment.name}: {error}") from error
 

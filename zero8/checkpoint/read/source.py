@@ -59,6 +59,12 @@ class Source(ABC):
         """Return an error for each file that cannot be read; its fragments are left out."""
         return []
 
+    def check(self, most: int = 5) -> None:
+        """Raise ValueError if there are `damages`."""
+        if damages := self.damages():
+            more = [f"and {len(damages) - most} more"] if len(damages) > most else []
+            raise ValueError("; ".join(damages[:most] + more))
+
     @abstractmethod
     def keys(self) -> list[Key]:
         """Return the parameters that have states."""

@@ -58,7 +58,7 @@ class ZeroSource(Source):
 
     def facts(self) -> Facts:
         """See `Source`."""
-        zero = self._zero(self._files[0])
+        zero = self._settings
         count = zero.get("partition_count")
         counts = count if isinstance(count, list) else [count]
         count = max((one for one in counts if isinstance(one, int)), default=None)
@@ -123,7 +123,7 @@ class ZeroSource(Source):
         """See `Source`; names are in the order of the model."""
         file = self._files[0]
         with damage_in(file):
-            groups = _first(self._zero(file), _STATES, file)["param_groups"]
+            groups = _first(self._settings, _STATES, file)["param_groups"]
             # A list of names per partition: of a group, or, in stage 3, of a sub-group.
             names = [list(of_partition) for of_partition in self._model.get("param_shapes") or []]
             if sorted(n for group in groups for n in group["params"]) != list(range(len(names))):
@@ -160,7 +160,7 @@ class ZeroSource(Source):
 
     def scaling(self) -> dict:
         """See `Source`."""
-        zero = self._zero(self._files[0])
+        zero = self._settings
         return {key: zero[key] for key in _SCALING if key in zero}
 
     def _frozen(self, name: str) -> Tensor:
@@ -196,6 +196,11 @@ class ZeroSource(Source):
         """The files of model states: one per rank in stage 3, else one."""
         files = (path for path in self.path.iterdir() if _MODEL_STATES.fullmatch(path.name))
         return sorted(files, key=_number)
+
+    @cached_property
+    def _settings(self) -> dict:
+        """ZeRO's own state dict of the first rank, for what is the same on all."""
+        return self._zero(self._files[0])
 
     def _zero(self, file: Path) -> dict:
         """Return ZeRO's own state dict in a file."""
