@@ -44,7 +44,7 @@ def count(source: Source) -> Found:
     source.check()
 
     def counted(key: Key) -> ParamCounts:
-        return ParamCounts.of(source.parameter(key))
+        return ParamCounts.of(source.parameter(key, with_weights=False))
 
     return dict(sorted(in_threads("inspect", source.keys(), counted)))
 

@@ -85,7 +85,7 @@ def _contents(source: Source) -> list[str]:
 
     def check(key: Key) -> str:
         try:
-            source.parameter(key)
+            source.parameter(key, with_weights=False)
         except (ValueError, OSError) as error:
             return str(error)
         return ""

@@ -108,7 +108,7 @@ def read(source: Source, staging: Staging, decoded: bool) -> Contents:
                 f"{source.path}: got a part of a model-parallel model ({part}), expected a "
                 "checkpoint without model parallelism"
             )
-        parameters[name] = source.parameter((part, name), staging.empty, decoded)
+        parameters[name] = source.parameter((part, name), staging.empty, decoded=decoded)
     if not parameters:
         raise ValueError(f"{source.path}: got no states; was it saved before the first step?")
     groups = source.groups()

@@ -83,13 +83,20 @@ class Parameter:
         return wide_weights(self.weights, self.correction)
 
 
-def joined(fragments: list[Fragment], empty: Empty = in_memory, decoded: bool = False) -> Parameter:
+def joined(
+    fragments: list[Fragment],
+    empty: Empty = in_memory,
+    *,
+    decoded: bool = False,
+    with_weights: bool = True,
+) -> Parameter:
     """Return a parameter, copied from all of its fragments.
 
     Args:
         fragments: at least one.
         empty: allocates its tensors.
         decoded: whether the moments are to be float32, each as its fragment decodes it.
+        with_weights: whether to read the weights, which may be twice as large as the states.
 
     Raises:
         ValueError: naming file and parameter, if an element is missing or there twice, fragments
@@ -119,7 +126,7 @@ def joined(fragments: list[Fragment], empty: Empty = in_memory, decoded: bool = 
         first.is_of_fp32,
         first.algorithm,
         stores,
-        _values(fragments, [fragment.weights for fragment in fragments], empty),
+        _values(fragments, [one.weights if with_weights else None for one in fragments], empty),
         _values(fragments, [fragment.correction for fragment in fragments], empty),
         len(cut) + first.blocks_joined,
     )

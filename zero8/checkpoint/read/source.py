@@ -78,9 +78,9 @@ class Source(ABC):
             OSError: if it cannot be read.
         """
 
-    def parameter(self, key: Key, empty: Empty = in_memory, decoded: bool = False) -> Parameter:
-        """Return a whole parameter, as `joined` does, which says what it raises."""
-        return joined(self.fragments(key), empty, decoded)
+    def parameter(self, key: Key, empty: Empty = in_memory, **options: bool) -> Parameter:
+        """Return a whole parameter; see `joined` for the options and what is raised."""
+        return joined(self.fragments(key), empty, **options)
 
     @abstractmethod
     def groups(self) -> list[dict]:
