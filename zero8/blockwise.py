@@ -31,7 +31,7 @@ from zero8.state.kind import StateKind, kind_of
 from zero8.state.memory_report import MemoryReport
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.store import MomentStore
-from zero8.step.batch import Batch, Group
+from zero8.step.batch import Group
 from zero8.step.check import check_new, check_replaceable
 from zero8.step.clipping import Clipped, factor_of, total_norm
 from zero8.step.in_backward import InBackward, check_model
@@ -54,6 +54,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     Attributes:
         algorithm: the algorithm of its steps.
+        algorithms: the algorithms of its groups; several if they have different ones.
         settings: the settings of the whole optimizer.
         state_dict_format: see the argument; may be set between two calls of `state_dict`.
         kinds: its kinds of state (`zero8.frameworks.kinds`), with these settings.
@@ -63,6 +64,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     """
 
     algorithm: ClassVar[Algorithm]
+    algorithms: ClassVar[tuple[Algorithm, ...]]
+
+    def __init_subclass__(cls) -> None:
+        """Take the algorithm for that of all groups unless the class says otherwise."""
+        super().__init_subclass__()
+        if "algorithm" in vars(cls) and "algorithms" not in vars(cls):
+            cls.algorithms = (cls.algorithm,)
 
     def __init__(
         self,
@@ -126,11 +134,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._lacks_decay = False  # whether a group was added without a weight_decay
         self._groups_seen: tuple[list[Group], dict[Tensor, tuple[Group, int]]] = ([], {})
         self.on_disk: dict[Tensor, SwappedState] = {}
-
-    @property
-    def algorithms(self) -> tuple[Algorithm, ...]:
-        """The algorithms of its groups."""
-        return (self.algorithm,)
 
     def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
         """Return the algorithm of a parameter group."""
@@ -283,7 +286,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             self._in_backward.finish()
             self._in_backward.watch(self._all_params())
         self._use.is_met = True
-        self._check_algorithms(self.state)
+        if len(self.algorithms) > 1:
+            self._check_algorithms(self.state)
         # Python runs other threads while the kernel works.
         with self._lock, plain_torch():
             if skipped := self._stepper.step(self.param_groups, self.state):
@@ -422,8 +426,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     @plain_torch()
     def _step_one(self, p: Tensor, grad: Tensor) -> None:
         with self._lock:
-            batch = Batch.single(self._group_of(p), p, grad, self.state)
-            self._stepper.step_batch(batch, self.param_groups, self.state)
+            self._stepper.step_one(self._group_of(p), p, grad, self.param_groups, self.state)
 
     def _group_of(self, p: Tensor) -> dict[str, Any]:
         groups, seen = self._groups_seen

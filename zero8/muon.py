@@ -77,6 +77,7 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
     """
 
     algorithm = MUON
+    algorithms = (MUON, ADAM)
 
     def __init__(
         self,
@@ -126,11 +127,6 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
             "maximize": maximize,
         }
         super().__init__(params, options, *keywords.split(settings))
-
-    @property
-    def algorithms(self) -> tuple[Algorithm, ...]:
-        """See `BlockwiseOptimizer`."""
-        return MUON, ADAM
 
     def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
         """See `BlockwiseOptimizer`."""

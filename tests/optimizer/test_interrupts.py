@@ -10,8 +10,8 @@ import torch
 from small_optimizers import assert_equal, run, set_grads, small_model
 
 from zero8 import Adam8bitBlockwise
+from zero8.step.call import Call
 from zero8.step.interrupts import put_off
-from zero8.step.plan import Part
 
 SIGINT, SIGTERM, SIGUSR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
@@ -48,7 +48,7 @@ def test_interrupt_as_the_kernel_returns_leaves_a_step_that_is_done_and_noted(pa
     for one in params:
         set_grads(one, 1)
     optimizers[1].step()
-    taken = Part.step
+    taken = Call.take
 
     def interrupted(self, *args):
         result = taken(self, *args)
@@ -56,7 +56,7 @@ def test_interrupt_as_the_kernel_returns_leaves_a_step_that_is_done_and_noted(pa
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(Part, "step", interrupted)
+        patch.setattr(Call, "take", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizers[0].step()
     assert_alike(params, optimizers)

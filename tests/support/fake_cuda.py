@@ -8,7 +8,7 @@ import torch
 
 from zero8.op import cuda, cuda_compile, cuda_driver, devices
 from zero8.op.kernel import CpuKernel, Steps
-from zero8.step import part, stepper
+from zero8.step import plan, stepper
 
 
 class FakeCuda:
@@ -41,7 +41,7 @@ class FakeCuda:
         patch(cuda_driver, "LIBRARY", str(library))
         patch(cuda_compile, "machine_code", self._machine_code)
         patch(cuda_driver.Driver, "launch", self._launch_of(cuda_driver.Driver.launch))
-        for module in (part, stepper):
+        for module in (plan, stepper):
             patch(module, "kernel_on", self._kernel_on)
         patch(stepper, "is_capturing", lambda device: self.is_capturing)
 

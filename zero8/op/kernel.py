@@ -14,9 +14,16 @@ from torch import Tensor
 
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.table import ALGORITHMS
-from zero8.op import build
+from zero8.op import build, describe
 from zero8.op.codec_maps import codec_maps
-from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, MOST_SCALARS, SEGMENT, scalars_dtype
+from zero8.op.structs import (
+    DTYPE_NUMBERS,
+    FLOAT32_MOMENTS,
+    MOST_SCALARS,
+    SEGMENT,
+    TENSOR,
+    scalars_dtype,
+)
 from zero8.op.threads import alive, host_share, step_threads
 from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.spec.buffers import check_buffer
@@ -39,6 +46,8 @@ COPY_DTYPES = {
 }
 CPU = torch.device("cpu")
 
+_EXCHANGE_API = "__dlpack_c_exchange_api__"
+"""The attribute of torch's class of tensors by which the op looks at many of them, from 2.10 on."""
 
 Steps = tuple[Algorithm, Codec]
 """An algorithm's steps on moments in a codec, and in float32."""
@@ -265,6 +274,50 @@ def fill(
         ValueError: if an index is out of range.
     """
     module().fill(records, kept, addresses.reshape(-1), which, steps)
+
+
+def described(objects: list[Tensor | float]) -> np.ndarray:
+    """Return address, size, kind and contiguity of tensors, and a hash of small ones' contents.
+
+    Numbers may be among them, as they are in states: separating them would take longer.
+
+    Returns:
+        (len(objects),) `TENSOR`.  `kind` is equal for equal dtype and device, its upper 32 bits for
+        equal device; it is `WITHOUT_MEMORY` for tensors without memory of their own, such as sparse
+        ones.  `contents` is equal for equal contents of int64 tensors in host memory of at most
+        `MAX_HASHED` elements, such as a state's `format`; it is 0 for others.  The record of a
+        number is contiguous, and otherwise 0.
+    """
+    records, api = np.empty(len(objects), TENSOR), getattr(Tensor, _EXCHANGE_API, None)
+    if api is None or not module().describe(api, Tensor, objects, records):
+        for number, one in enumerate(objects):
+            records[number] = describe.described(one)
+    return records
+
+
+def addresses_if_same(
+    objects: list[Tensor | float], before: np.ndarray, num_addresses: int
+) -> np.ndarray | None:
+    """Return the addresses of the first objects, None if anything else has changed.
+
+    One by one, this takes longer than the step of a small parameter: the previous step has evicted
+    the objects from the caches.
+
+    Args:
+        objects: tensors and numbers.
+        before: the earlier result of `described` for them.
+        num_addresses: the number of objects, from the first on, whose addresses may have changed.
+
+    Returns:
+        (num_addresses,) uint64.  None also if one of these has elements and no memory.
+    """
+    addresses, api = np.empty(num_addresses, np.uint64), getattr(Tensor, _EXCHANGE_API, None)
+    is_same = None
+    if api is not None:
+        is_same = module().describe_again(api, Tensor, objects, before, addresses)
+    if is_same is None:
+        is_same = describe.is_same(described(objects), before, addresses)
+    return addresses if is_same else None
 
 
 def check(records: np.ndarray, num_scalars: int) -> None:

@@ -14,8 +14,8 @@ from zero8.state.reencoded import Reencoded
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 
-RecordKey = tuple[object, list[Tensor | float]]
-"""A description of how to read some states, equal for equal readings, and all their entries."""
+Contents = tuple[object, list[Tensor | float]]
+"""A description of how to read a state, equal for equal readings, and its tensors and numbers."""
 
 
 class StateKind(ABC):
@@ -77,7 +77,8 @@ class StateKind(ABC):
     def moments(self, p: Tensor, state: Entries, info: ParamInfo | None) -> list[MomentStore]:
         """Return the live moments of a parameter that has state; steps change them in place.
 
-        Float32 moments that other code has put into the state are encoded and replaced in it.
+        Float32 moments that other code has put into the state are encoded and replaced in it, and
+        the remembered numbers are reset if something other than a step has changed moments.
 
         Raises:
             ValueError: if the state is not one of this parameter; it is unchanged then.
@@ -112,18 +113,17 @@ class StateKind(ABC):
         """
         return state
 
-    @abstractmethod
-    def contents(self, states: Sequence[Entries]) -> RecordKey:
-        """Return the parts of states of this kind that a step's records depend on.
+    wraps_tensors = False
+    """Whether every step must ask `contents`, as entries wrap the tensors that it writes."""
 
-        Must be fast: every step calls it.  The description may omit what the caller sees in tensors
-        among the entries: their addresses, dtypes, sizes and layouts, and the values of int64
-        tensors of at most `zero8.op.structs.MAX_HASHED` elements.
+    def contents(self, state: Entries) -> Contents:
+        """Return what a step's records depend on in a state.
+
+        The description may omit what the caller sees in the tensors: their addresses, dtypes, sizes
+        and layouts, and the values of int64 tensors of at most `zero8.op.structs.MAX_HASHED`
+        elements.
         """
-
-    @abstractmethod
-    def note_writes(self, states: Sequence[Entries]) -> None:
-        """Reset the remembered numbers where something other than a step has changed moments."""
+        return tuple(state), list(state.values())
 
 
 def kind_of(kinds: Sequence[StateKind], p: Tensor, state: Entries) -> StateKind:

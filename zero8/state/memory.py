@@ -21,12 +21,10 @@ def new_memory(algorithm: Algorithm) -> Entries:
 
 
 @cache
-def counters_of(algorithm: Algorithm) -> Callable[[Entries], tuple[float, ...]]:
-    """Return a fast reader of the step and the remembered numbers of a state, for every step."""
-    names = [one.name for one in algorithm.memory]
-    if not names:
-        return lambda state: (state["step"],)
-    return itemgetter("step", *names)
+def counters(algorithm: Algorithm) -> dict[str, Callable[[Entries], float]]:
+    """Return fast readers of the step and the remembered numbers of a state, by their names."""
+    names = ("step", *(one.name for one in algorithm.memory))
+    return {name: itemgetter(name) for name in names}
 
 
 def checked_memory(algorithm: Algorithm, saved: Entries) -> Entries:

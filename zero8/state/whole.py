@@ -2,8 +2,6 @@
 """The kind of state of a whole parameter: entries that `zero8.state.plain` defines."""
 
 import math
-from collections.abc import Sequence
-from itertools import chain
 
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from zero8.state.assigned import take_assigned
 from zero8.state.entries import others_in
 from zero8.state.extent import Extent, local
 from zero8.state.header import Entries, StateHeader
-from zero8.state.kind import RecordKey, StateKind
+from zero8.state.kind import StateKind
 from zero8.state.params import ParamInfo
 from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
@@ -88,14 +86,6 @@ class WholeTensor(StateKind):
         if "param_correction" in state:
             tell_once("zero8: state dicts in fp32 have no corrections of bfloat16 weights")
         return {**others_in(state, self.algorithm), **plain.in_float32()}
-
-    def contents(self, states: Sequence[Entries]) -> RecordKey:
-        """See `StateKind`."""
-        # The keys assign the entries to states; the caller sees the values of `format`.
-        return list(map(tuple, states)), list(chain.from_iterable(map(dict.values, states)))
-
-    def note_writes(self, states: Sequence[Entries]) -> None:
-        """Do nothing: steps notice replaced tensors, and only they write into the existing ones."""
 
     def _plain(self, p: Tensor, state: Entries, info: ParamInfo | None) -> tuple[PlainState, Piece]:
         """Return a state, and its whole parameter as a piece; takes what other code has assigned.

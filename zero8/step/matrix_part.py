@@ -8,7 +8,6 @@ shape together; the others are gathered on one rank each (`zero8.ranks.owners`).
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -23,9 +22,9 @@ from zero8.ranks.owners import Round, rounds_of
 from zero8.spec.newton_schulz import SKIPPED, orthogonalized
 from zero8.spec.segment import Rounding
 from zero8.step.batch import Batch, Group
+from zero8.step.call import Call
 from zero8.step.matrices import Places, Unit
 from zero8.step.nonfinite import Counts
-from zero8.step.part import Part
 
 MAX_NUMEL = 1 << 24
 """The most elements that are orthogonalized together, unless one matrix has more."""
@@ -50,70 +49,71 @@ class Exchange(NamedTuple):
     ended: Collection[int]
 
 
-class MatrixPart(Part):
-    """The parameters of one device whose algorithm is Muon."""
+def of_matrices(call: Call, batch: Batch, scalars: np.ndarray) -> list[Counts]:
+    """Take a step of Muon; all ranks that share the parameters must call it.  See `How`."""
+    call.entries[0].kind.before_exchange()
+    groups, units = batch.group_of_each, _units(call)
+    calls = _Calls(call, groups, call.records, scalars)
+    for chunk in _chunks([one for one in units.values() if not one.cut], groups):
+        calls.step(chunk)
+    cut = {identity: one for identity, one in units.items() if one.cut}
+    for exchange in _exchanges(call, batch.params, groups, cut):
+        calls.step_together(exchange, cut)
+    return calls.counts
 
-    def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> list[Counts]:
-        """See `Part`; all ranks that share the parameters must call it."""
-        self.owners[0].kind.before_exchange()
-        calls = _Calls(self, mine.groups, records, scalars)
-        for chunk in _chunks([one for one in self._units.values() if not one.cut], mine.groups):
-            calls.step(chunk)
-        cut = {identity: one for identity, one in self._units.items() if one.cut}
-        for exchange in self._exchanges(mine, cut):
-            calls.step_together(exchange, cut)
-        return calls.counts
 
-    @cached_property
-    def _units(self) -> Units:
-        units: dict[int, Unit] = {}
-        place = 0
-        for owner, one in enumerate(self.owners):
-            for piece in one.pieces:
-                if piece.numel:
-                    unit = units.setdefault(piece.identity, Unit([], [], owner))
-                    unit.pieces.append(piece)
-                    unit.places.append(place)
-                place += 1
-        return units
+def _units(call: Call) -> Units:
+    units: dict[int, Unit] = {}
+    place = 0
+    for owner, one in enumerate(call.entries):
+        for piece in one.pieces:
+            if piece.numel:
+                unit = units.setdefault(piece.identity, Unit([], [], owner))
+                unit.pieces.append(piece)
+                unit.places.append(place)
+            place += 1
+    return units
 
-    def _exchanges(self, mine: Batch, cut: Units) -> list[Exchange]:
-        """Return the exchanges of the matrices that are cut between ranks.
 
-        The kind keeps them: a plan can be made anew on some ranks only, which must not wait for the
-        others then.
-        """
-        agreed = self.owners[0].kind.agreed
-        key = tuple(map(id, mine.params))
-        if key not in agreed:
-            agreed[key] = self._agreed(mine, cut)
-        exchanges: list[Exchange] = agreed[key]
-        return exchanges
+def _exchanges(
+    call: Call, params: Sequence[Tensor], groups: Sequence[Group], cut: Units
+) -> list[Exchange]:
+    """Return the exchanges of the matrices that are cut between ranks.
 
-    def _agreed(self, mine: Batch, cut: Units) -> list[Exchange]:
-        """Agree with the other ranks on the exchanges, process group by process group."""
-        groups = [
-            one.kind.process_group(p) for one, p in zip(self.owners, mine.params, strict=True)
-        ]
-        settings = [group["ns_dtype"] for group in mine.groups]
-        keys = list(zip(groups, settings, strict=True))
-        first_in: dict[int, int] = {}
-        for owner, group in enumerate(mine.groups):
-            first_in.setdefault(id(group), owner)
-        exchanges: list[Exchange] = []
-        for group, setting in dict.fromkeys(key for key in keys if key[0] is not None):
-            held = {
-                (identity, number): unit.held(number, first_in[id(mine.groups[unit.owner])])
-                for identity, unit in cut.items()
-                for number in unit.cut
-                if keys[unit.owner] == (group, setting)
-            }
-            here = _dtype({"ns_dtype": setting}, self.device)
-            # Processors may differ, but all ranks have to send the same dtype.
-            (is_float32,) = numbers.largest([int(here is torch.float32)], [group])
-            dtype = torch.float32 if is_float32 else torch.bfloat16
-            exchanges += _exchanges_of(rounds_of(held, group, MAX_NUMEL), dtype)
-        return exchanges
+    The kind keeps them: a plan can be made anew on some ranks only, which must not wait for the
+    others then.
+    """
+    agreed = call.entries[0].kind.agreed
+    key = tuple(map(id, params))
+    if key not in agreed:
+        agreed[key] = _agreed(call, params, groups, cut)
+    exchanges: list[Exchange] = agreed[key]
+    return exchanges
+
+
+def _agreed(
+    call: Call, params: Sequence[Tensor], groups: Sequence[Group], cut: Units
+) -> list[Exchange]:
+    """Agree with the other ranks on the exchanges, process group by process group."""
+    ranks = [one.kind.process_group(p) for one, p in zip(call.entries, params, strict=True)]
+    keys = list(zip(ranks, (group["ns_dtype"] for group in groups), strict=True))
+    first_in: dict[int, int] = {}
+    for owner, group in enumerate(groups):
+        first_in.setdefault(id(group), owner)
+    exchanges: list[Exchange] = []
+    for those, setting in dict.fromkeys(key for key in keys if key[0] is not None):
+        held = {
+            (identity, number): unit.held(number, first_in[id(groups[unit.owner])])
+            for identity, unit in cut.items()
+            for number in unit.cut
+            if keys[unit.owner] == (those, setting)
+        }
+        here = _dtype({"ns_dtype": setting}, call.device)
+        # Processors may differ, but all ranks have to send the same dtype.
+        (is_float32,) = numbers.largest([int(here is torch.float32)], [those])
+        dtype = torch.float32 if is_float32 else torch.bfloat16
+        exchanges += _exchanges_of(rounds_of(held, those, MAX_NUMEL), dtype)
+    return exchanges
 
 
 def _exchanges_of(rounds: Sequence[Round], dtype: torch.dtype) -> Iterator[Exchange]:
@@ -140,7 +140,7 @@ class _Calls:
 
     def __init__(
         self,
-        part: Part,
+        part: Call,
         groups: Sequence[Group],
         records: np.ndarray,
         scalars: np.ndarray,

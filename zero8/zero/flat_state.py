@@ -18,7 +18,7 @@ from zero8.ranks.numbers import Group
 from zero8.spec.algorithm import Algorithm, MomentRule
 from zero8.spec.codec import Codec
 from zero8.spec.shown import shown_keys
-from zero8.state.kind import RecordKey, StateKind
+from zero8.state.kind import Contents, StateKind
 from zero8.state.memory import checked_memory, new_memory, unknown_memory
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.plain import checked_dense, checked_step
@@ -33,6 +33,7 @@ class FlatPartition(StateKind):
     """The state of a rank's partition of a flat buffer, which ZeRO steps instead of parameters."""
 
     raises_alone = False  # gradients differ between ranks, which wait for each other in collectives
+    wraps_tensors = True
 
     def __init__(self, settings: Settings, params: KnownParams):
         """See `StateKind`."""
@@ -105,7 +106,11 @@ class FlatPartition(StateKind):
         if "step" in state:
             state["step"] = checked_step(state)
         if arrived:
-            state |= {**unknown_memory(algorithm), **state, **_moments_of(arrived)}
+            state |= _moments_of(arrived)
+        if any(store.written for store in stores):
+            state |= unknown_memory(algorithm)
+            for store in stores:
+                store.written = False
         return stores
 
     def adopted(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
@@ -158,29 +163,18 @@ class FlatPartition(StateKind):
             kept = self.settings.codec, ours.block_size
             self.reencoded.note((saved.codec, theirs.block_size), kept)
 
-    def contents(self, states: Sequence[dict]) -> RecordKey:
+    def contents(self, state: dict) -> Contents:
         """See `StateKind`."""
-        descriptions, entries = [], []
-        for state in states:
-            described: list[object] = list(state)
-            for value in state.values():
-                if isinstance(value, MomentTensor):
-                    store = value.store
-                    described.append((store.table, store.codec.number))
-                    entries += store.buffers
-                elif isinstance(value, Tensor):
-                    entries.append(value)
-            descriptions.append(described)
-        return descriptions, entries
-
-    def note_writes(self, states: Sequence[dict]) -> None:
-        """See `StateKind`."""
-        algorithm = self.settings.algorithm
-        for state in states:
-            for name in algorithm.moment_names:
-                if state[name].store.written:
-                    state |= unknown_memory(algorithm)
-                    state[name].store.written = False
+        described: list[object] = list(state)
+        entries = []
+        for value in state.values():
+            if isinstance(value, MomentTensor):
+                store = value.store
+                described.append((store.table, store.codec.number, store.written))
+                entries += store.buffers
+            elif isinstance(value, Tensor):
+                entries.append(value)
+        return described, entries
 
 
 def check_places(saved: PieceTable, table: PieceTable) -> None:

@@ -32,7 +32,7 @@ from zero8.checkpoint.files.hashes import hash_64
 from zero8.checkpoint.files.mapped_file import mapped
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.shown import shown
-from zero8.state.memory import checked_memory, counters_of
+from zero8.state.memory import checked_memory, counters
 from zero8.state.plain import checked_step
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
@@ -221,7 +221,7 @@ def pack(state: dict, layout: Layout, buffer: Tensor) -> SwapHeader:
 
     Tensors that are already views of the buffer, as from `unpack`, are not copied.
     """
-    step, *memory = counters_of(layout.algorithm)(state)
+    step, *memory = (state[name] for name in counters(layout.algorithm))
     numbers = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
     for target, source in zip(
         _tensors(layout.state_in(buffer, numbers)), _tensors(state), strict=True

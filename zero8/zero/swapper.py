@@ -213,8 +213,8 @@ class SwapsStates(OptimizerSwapper):
             self.optimizer.on_disk.pop(parameter, None)
             return 0
         kind = self.optimizer.kind_of(parameter, state)
-        kind.moments(parameter, state, None)  # encodes moments that were loaded in float32
-        kind.note_writes([state])
+        # Encodes moments that were loaded in float32, and resets the memory of written ones.
+        kind.moments(parameter, state, None)
         layout, left = self._layouts.get(key), None
         if layout is None or not layout.fits(state):
             layout = self._layouts[key] = Layout.of_state(state)
