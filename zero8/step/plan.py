@@ -10,7 +10,7 @@ import torch
 from zero8.op.devices import kernel_on
 from zero8.op.kernel import CpuKernel
 from zero8.spec.algorithm import Algorithm
-from zero8.step import matrix_part, widened
+from zero8.step import muon, widened
 from zero8.step.batch import Batch
 from zero8.step.call import Call, How, in_float32, in_one
 from zero8.step.entry import Entry
@@ -22,8 +22,6 @@ class Plan:
     """What is kept of a step over certain parameters.
 
     Attributes:
-        ids: the `id` of each parameter.
-        entries: of the parameters.
         keys: of all of their states, as the stepper reads them.
         seen: their values, gradients and contents, like `Entry.seen`.
         is_plain: whether all entries are.
@@ -31,7 +29,6 @@ class Plan:
         addresses: (parameters,) uint64, of the parameters when `turns` were found.
         turns: the turn of each (`zero8.step.turns`).
         calls: the calls, in order.
-        is_on_gpus: whether a call is on a GPU.
     """
 
     ids: list[int]
@@ -98,7 +95,7 @@ def calls_of(batch: Batch, entries: Sequence[Entry], turns: np.ndarray) -> list[
 def _how(algorithm: Algorithm, is_widened: bool) -> How:
     if is_widened:
         return in_float32
-    return matrix_part.of_matrices if algorithm.is_of_matrices else in_one
+    return muon.of_matrices if algorithm.is_of_matrices else in_one
 
 
 def _call(batch: Batch, entries: list[Entry], places: list[int], how: How) -> Call:
