@@ -15,10 +15,9 @@ from zero8.algorithms.adam import ADAM
 from zero8.algorithms.muon import MUON
 from zero8.blockwise import BlockwiseOptimizer
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.newton_schulz import COEFFICIENTS
 from zero8.spec.options import check_lr, plain
 from zero8.spec.shown import shown
-from zero8.state import float32_modules, keywords
+from zero8.state import float32_modules
 from zero8.step.in_backward import InBackward
 
 Matrix = TypeVar("Matrix")
@@ -77,24 +76,23 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
     """
 
     algorithm = MUON
-    algorithms = (MUON, ADAM)
 
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: Sequence[float] = COEFFICIENTS,
-        ns_steps: int = 5,
+        lr: float | Tensor = MUON.options["lr"],
+        weight_decay: float = MUON.options["weight_decay"],
+        momentum: float = MUON.options["momentum"],
+        nesterov: bool = MUON.options["nesterov"],
+        ns_coefficients: Sequence[float] = MUON.options["ns_coefficients"],
+        ns_steps: int = MUON.options["ns_steps"],
         *,
-        ns_eps: float = 1e-7,
-        ns_dtype: str = "auto",
-        adjust_lr_fn: str | None = "match_rms_adamw",
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        maximize: bool = False,
+        ns_eps: float = MUON.options["ns_eps"],
+        ns_dtype: str = MUON.options["ns_dtype"],
+        adjust_lr_fn: str | None = MUON.options["adjust_lr_fn"],
+        betas: tuple[float, float] = ADAM.options["betas"],
+        eps: float = ADAM.options["eps"],
+        maximize: bool = MUON.options["maximize"],
         adam_params: Iterable[str] = ADAM_PARAMS,
         muon_lr: float | Tensor | None = None,
         adam_lr: float | Tensor | None = None,
@@ -126,7 +124,12 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
             "eps": eps,
             "maximize": maximize,
         }
-        super().__init__(params, options, *keywords.split(settings))
+        super().__init__(params, settings, **options)
+
+    @property
+    def algorithms(self) -> tuple[Algorithm, ...]:
+        """See `BlockwiseOptimizer`."""
+        return MUON, ADAM
 
     def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
         """See `BlockwiseOptimizer`."""
@@ -235,10 +238,7 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
 def is_for_muon(name: str, shape: Sequence[int], adam_params: Iterable[str]) -> bool:
     """Return whether Muon steps a parameter, unless a `use_muon` says it.
 
-    Args:
-        name: its name.
-        shape: its whole shape.
-        adam_params: glob patterns of names of matrices that AdamW steps.
+    `shape` is the whole one; `adam_params` are glob patterns of names of matrices that AdamW steps.
     """
     return len(shape) >= 2 and not any(fnmatchcase(name.lower(), one) for one in adam_params)
 

@@ -40,7 +40,7 @@ def test_optimizer_asks_a_framework_that_was_registered(monkeypatch):
     optimizer = zero8.Adam8bitBlockwise([p])
     name, use = recording.asked
     assert name == "Adam8bitBlockwise" and not use.is_met
-    assert [info.shape for info in optimizer._infos().values()] == [(77, 4, 1024)]
+    assert [info.shape for info in optimizer._states.infos().values()] == [(77, 4, 1024)]
 
 
 def test_use_after_a_step_is_met_and_outlives_the_optimizer(monkeypatch):

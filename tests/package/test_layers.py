@@ -18,10 +18,11 @@ PACKAGE = ROOT / "zero8"
 # places, so has its `__init__`, which runs before any of them; the folder as a whole has none.
 LAYERS = [
     {"spec", "versions", "extras", "torch_names", "flock", "checkpoint/__init__"},
-    {"algorithms"},
-    {"state", "op", "checkpoint/files", "ranks"},
+    {"algorithms", "ranks"},
+    {"state", "op", "checkpoint/files"},
     {"step", "tagged", "checkpoint/engine", "notices"},
     {"frameworks", "loading", "stable_embedding"},
+    {"states"},
     {"blockwise"},
     {"muon"},
     {"optimizer"},

@@ -16,21 +16,6 @@ from zero8.state.settings import Settings
 
 logger = logging.getLogger("zero8")
 
-# Keys that no other optimizer has.
-OWN_KEYS = (
-    "block_size",
-    "codec",
-    "min_8bit_size",
-    "fp32_params",
-    "stochastic_rounding",
-    "weight_correction_bits",
-    "seed",
-    "state_dict_format",
-)
-
-# Keys that hold for the whole optimizer and have no meaning in one parameter group.
-WHOLE_OPTIMIZER_KEYS = ("adam_w_mode", "adamw_mode", "bias_correction", *OWN_KEYS)
-
 # Keys of DeepSpeed's and torch's Adam that select an implementation; zero8 has only one.
 NO_EFFECT_KEYS = ("torch_adam", "set_grad_none", "foreach", "fused", "fp32_optimizer_states")
 
@@ -51,7 +36,7 @@ ROUNDINGS = {
 
 STATE_DICT_FORMATS = ("8bit", "fp32")
 
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "bias_correction": True,
     "block_size": 256,
     "codec": DEFAULT_CODEC,
@@ -62,32 +47,24 @@ DEFAULTS = {
     "seed": 0,
     "state_dict_format": STATE_DICT_FORMATS[0],
 }
-"""Default settings of the whole optimizer."""
+"""The settings of a whole optimizer, with their defaults."""
+
+OWN_KEYS = tuple(key for key in DEFAULTS if key != "bias_correction")
+"""Keys that no other optimizer has."""
+
+WHOLE_OPTIMIZER_KEYS = ("adam_w_mode", "adamw_mode", *DEFAULTS)
+"""Keys that have no meaning in one parameter group."""
 
 
-def split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of the whole optimizer, defaults included, and the other keywords.
-
-    Args:
-        settings: the keywords of an algorithm without `bias_correction`.
-    """
-    whole = {key: settings.get(key, default) for key, default in DEFAULTS.items()}
-    whole["bias_correction"] = DEFAULTS["bias_correction"]
-    return whole, {key: value for key, value in settings.items() if key not in OWN_KEYS}
+def split(algorithm: Algorithm, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of the whole optimizer, defaults included, and the other keywords."""
+    ours = {*OWN_KEYS, *algorithm.keywords} & DEFAULTS.keys()
+    whole = {key: given[key] if key in ours & given.keys() else DEFAULTS[key] for key in DEFAULTS}
+    return whole, {key: value for key, value in given.items() if key not in ours}
 
 
 def check_other_keys(algorithm: Algorithm, class_name: str, others: Mapping[str, Any]) -> None:
-    """Check keywords that are neither the algorithm's nor zero8's own.
-
-    Args:
-        algorithm: the optimizer's.
-        class_name: the optimizer's class, for messages.
-        others: the keywords.
-
-    Raises:
-        ValueError: for an unknown key (lists the valid ones), or one for a feature that zero8
-            lacks.
-    """
+    """Raise ValueError for an unknown keyword, or one for a feature that zero8 lacks."""
     check_refused_keys(class_name, others)
     no_effect = (*NO_EFFECT_KEYS, *algorithm.no_effect_keys)
     for key, value in others.items():
@@ -120,11 +97,7 @@ def check_refused_keys(class_name: str, values: Mapping[str, Any]) -> None:
 
 
 def checked_settings(algorithm: Algorithm, whole: Mapping[str, Any]) -> Settings:
-    """Return `Settings` from the keywords of the whole optimizer.
-
-    Raises:
-        ValueError: for a bad value.
-    """
+    """Return `Settings` from keywords as `split` returns them; raise ValueError for a bad value."""
     return Settings(
         Policy(whole["block_size"], whole["min_8bit_size"], whole["fp32_params"]),
         codec_named(whole["codec"]).name,

@@ -10,7 +10,6 @@ from torch import Tensor
 from zero8.spec.algorithm import Algorithm
 from zero8.state.header import Entries
 from zero8.state.params import KnownParams, ParamInfo
-from zero8.state.reencoded import Reencoded
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 
@@ -43,7 +42,6 @@ class StateKind(ABC):
         self.settings, self._params = settings, params
         # What ranks have agreed on, by a key that changes on all of them in the same step.
         self.agreed: dict[Hashable, Any] = {}
-        self.reencoded = Reencoded()
         # Called before ranks wait for each other in a step, to raise on all if one cannot go on.
         self.before_exchange: Callable[[], None] = lambda: None
 
@@ -56,9 +54,7 @@ class StateKind(ABC):
     def serves(self, p: Tensor, state: Entries) -> bool:
         """Return whether the state of a parameter is of this kind.
 
-        Args:
-            p: the parameter in the optimizer's groups.
-            state: its state; without entries of ours before its first step and during loading.
+        `state` has no entries of ours before its first step and during loading.
         """
 
     def process_group(self, p: Tensor) -> Any:
@@ -88,28 +84,18 @@ class StateKind(ABC):
     def adopted(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """Return a loaded state in new tensors, in the form that the optimizer keeps.
 
-        Codes are kept verbatim if codec, block size and policy match the saved ones.
-
-        Raises:
-            ValueError: if it does not fit the parameter.
+        Codes are kept verbatim if codec, block size and policy match the saved ones.  Raises
+        ValueError if it does not fit the parameter.
         """
 
     def correction(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
-        """Return the entry with a parameter's corrections from a loaded state, {} for none.
-
-        Raises:
-            ValueError: if it does not fit the parameter.
-        """
+        """Return the entry with a parameter's corrections from a loaded state, {} for none."""
         return self.settings.correction_from(p, saved)
 
     def saved(self, p: Tensor, state: Entries, info: ParamInfo | None, in_fp32: bool) -> Entries:
         """Return the entries that checkpoints carry for a state, those of other code among them.
 
-        Args:
-            p: the parameter.
-            state: its state, which is changed only as by `moments`.
-            info: describes the parameter.
-            in_fp32: whether the user asks for the entries of the fp32 optimizer.
+        `in_fp32` says whether the user asks for the entries of the fp32 optimizer.
         """
         return state
 

@@ -28,11 +28,7 @@ def counters(algorithm: Algorithm) -> dict[str, Callable[[Entries], float]]:
 
 
 def checked_memory(algorithm: Algorithm, saved: Entries) -> Entries:
-    """Return the entries of a saved state, which must have them.
-
-    Raises:
-        ValueError: if one is not a float in its range.
-    """
+    """Return the entries of a saved state; raise ValueError if one is not a float in its range."""
     for one in algorithm.memory:
         value = saved[one.name]
         if type(value) is not float or not 0.0 <= value <= one.unknown:

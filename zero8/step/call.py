@@ -29,10 +29,8 @@ from zero8.step.nonfinite import Counts
 class NextStep(NamedTuple):
     """The step that parameters with equal settings and counters take.
 
-    Attributes:
-        number: from 1.
-        entries: the entries of states after it: the step and the remembered numbers.
-        scalars: its scalars.
+    Its `entries` are those of their states after it: its number, from 1, and the remembered
+    numbers.
     """
 
     number: int
@@ -123,9 +121,6 @@ class Call:
             steps: the distinct steps of its parameters.
             which: (parameters,) int64, the index of the step of each.
             copies: see `Stepper.copies`.
-
-        Returns:
-            The counts of skipped blocks that may not be 0.
         """
         if not self.is_all:
             batch, addresses = batch.at(self.places), addresses[:, self.places]
@@ -155,11 +150,7 @@ class Call:
         return counts
 
     def _set_copies(self, params: list[Tensor], copies: Mapping[Tensor, Tensor]) -> list[Tensor]:
-        """Set the copies that the step writes; return the parameters that have some.
-
-        Raises:
-            ValueError: if a copy has another size, dtype, layout or device.
-        """
+        """Set the copies that the step writes, and return the parameters that have some."""
         if self.device.type != "cpu" or not (copies or self.has_copies):
             return []
         addresses, dtypes = np.zeros(len(params), np.uint64), np.zeros(len(params), np.int32)

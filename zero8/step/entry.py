@@ -84,8 +84,7 @@ def contents_of(kind: StateKind, p: Tensor, state: Entries) -> Contents:
 def prepared(kind: StateKind, row: Row, info: ParamInfo, weight_sums: WeightSums) -> Entry:
     """Return the entry of one parameter; makes its state if it has none.
 
-    Raises:
-        ValueError: if its state does not fit it.
+    Raises ValueError if its state does not fit it.
     """
     p, values, state = row.param, row.value, row.state
     settings, rows = kind.settings, int8_rows(p)

@@ -64,14 +64,7 @@ class Stepper:
         kind_of: Callable[[Tensor, Entries], StateKind],
         algorithm_of: Callable[[Group], Algorithm],
     ):
-        """Start without plans; compiles nothing yet.
-
-        Args:
-            settings: the settings of the optimizer.
-            params: its parameters.
-            kind_of: returns the kind of a parameter's state.
-            algorithm_of: returns the algorithm of a group.
-        """
+        """Start without plans; compiles nothing yet."""
         self.counts = Ledger()
         self.grad_factor = 1.0
         self.clipped: Clipped | None = None
@@ -113,15 +106,9 @@ class Stepper:
     def step(self, groups: list[Group], state: MutableMapping[Tensor, Entries]) -> dict[str, int]:
         """Take a step over the parameters that have gradients.
 
-        Args:
-            groups: the optimizer's groups.
-            state: the optimizer's state.
-
-        Returns:
-            By label, the blocks that steps have left unchanged, of the counts that have arrived.
-
-        Raises:
-            ValueError: if a parameter, gradient or state is not supported; nothing has changed.
+        Returns the blocks that steps have left unchanged, by label, of the counts that have
+        arrived. Raises ValueError if a parameter, gradient or state is not supported; nothing has
+        changed then.
         """
         batch = _stepping(groups, state)
         if self.clipped is not None:

@@ -25,6 +25,7 @@ from zero8.state.plain import checked_dense, checked_step
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
+from zero8.state.tell import tell_of_reencoding
 from zero8.zero.moment_tensor import MomentTensor, has_moments, with_moments
 from zero8.zero.partition import group_number_of, group_of, table_of
 
@@ -153,7 +154,7 @@ class FlatPartition(StateKind):
         return store
 
     def note_forms(self, saved: MomentStore, table: PieceTable) -> None:
-        """Count the parameters whose moments are re-encoded on loading.
+        """Tell of moments that are re-encoded on loading.
 
         Args:
             saved: the partition's first moment in the checkpoint.
@@ -161,7 +162,7 @@ class FlatPartition(StateKind):
         """
         for ours, theirs in zip(table.pieces, saved.table.pieces, strict=True):
             kept = self.settings.codec, ours.block_size
-            self.reencoded.note((saved.codec, theirs.block_size), kept)
+            tell_of_reencoding((saved.codec, theirs.block_size), kept)
 
     def contents(self, state: dict) -> Contents:
         """See `StateKind`."""

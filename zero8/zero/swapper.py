@@ -193,7 +193,6 @@ class SwapsStates(OptimizerSwapper):
             return
         # A checkpoint's file: codec, block size or policy may differ from ours.
         state = self.optimizer.adopted(parameter, state, None)
-        self.optimizer.kind_of(parameter, state).reencoded.forget()  # logged by the load
         self._layouts[key] = Layout.of_state(state)
         self._hand_over(parameter, state)
         self._pool.give_back(buffer)
