@@ -131,12 +131,6 @@ class Lion8bitBlockwise(BlockwiseOptimizer):
         weight_decay: decoupled weight decay; the paper advises 3 to 10 times AdamW's.
         maximize: ascend instead of descend.
         **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
-
-    Attributes:
-        settings: the settings of the whole optimizer.
-
-    Raises:
-        ValueError: for an unknown key or a bad value, or a parameter that it can never step.
     """
 
     algorithm = LION
@@ -175,12 +169,6 @@ class SGD8bitBlockwise(BlockwiseOptimizer):
         maximize: ascend instead of descend.
         decoupled_weight_decay: AdamW's decay instead of torch's, which is L2 regularization.
         **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
-
-    Attributes:
-        settings: the settings of the whole optimizer.
-
-    Raises:
-        ValueError: for an unknown key or a bad value, or a parameter that it can never step.
     """
 
     algorithm = SGD
@@ -233,12 +221,6 @@ class AdEMAMix8bitBlockwise(BlockwiseOptimizer):
         weight_decay: decoupled weight decay.
         maximize: ascend instead of descend.
         **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
-
-    Attributes:
-        settings: the settings of the whole optimizer.
-
-    Raises:
-        ValueError: for an unknown key or a bad value, or a parameter that it can never step.
     """
 
     algorithm = ADEMAMIX

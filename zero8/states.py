@@ -88,8 +88,13 @@ class States:
             return
         for group in self._optimizer.param_groups:
             algorithm = self._algorithm_of(group)
+            others = (first_entries(one) for one in self._algorithms if one is not algorithm)
+            foreign = frozenset[str]().union(*others)
             for p in group["params"]:
-                theirs = self._algorithm_in(states.get(p, {}))
+                state = states.get(p)
+                if not state or foreign.isdisjoint(state):  # every step asks this of each
+                    continue
+                theirs = self._algorithm_in(state)
                 if theirs not in (None, algorithm):
                     raise ValueError(
                         f"parameter {self.infos()[p].label}: got a state of "
@@ -120,9 +125,11 @@ class States:
         if not all(self.kind_of(*pair).raises_alone for pair in self.all().items()):
             return False
         # Ranks with equal gradients raise at the same step, unless the counts of a GPU arrive late.
+        return numbers.num_ranks() == 1 or not self._are_on_gpus()
+
+    def _are_on_gpus(self) -> bool:
         groups = self._optimizer.param_groups
-        is_on_gpu = any(p.is_cuda for group in groups for p in group["params"])
-        return numbers.num_ranks() == 1 or not is_on_gpu
+        return any(p.is_cuda for group in groups for p in group["params"])
 
     def moments(self, p: Tensor, infos: Mapping[Tensor, ParamInfo]) -> list[MomentStore]:
         """Return the live moments of a parameter that has state, in the algorithm's order."""
@@ -187,5 +194,4 @@ class States:
                 f"state of {p if info is None else info.label}: got one of bitsandbytes; convert "
                 "the file first: zero8 checkpoint convert IN OUT --to plain"
             )
-        kind = self.kind_of(p, {})
-        return kind.adopted(p, saved, info) | kind.correction(p, saved, info)
+        return self.kind_of(p, {}).adopted(p, saved, info)

@@ -13,6 +13,7 @@ from torch import nn
 import zero8
 from zero8.ranks import numbers
 from zero8.spec.codec import CODECS
+from zero8.states import States
 from zero8.step import stepper
 from zero8.step.check import check_tensors
 
@@ -159,11 +160,11 @@ def test_cuda_optimizer_of_several_ranks_logs_instead_of_raising(gpu, monkeypatc
     """GPUs of ranks are not equally far: one would raise, the others wait in a collective."""
     params, optimizer = made()
     monkeypatch.setattr(numbers, "num_ranks", lambda: 2)
-    monkeypatch.setattr(optimizer, "_has_params_on_gpus", lambda: True)
+    monkeypatch.setattr(States, "_are_on_gpus", lambda self: True)
     step_with_nan(params, optimizer)
     assert optimizer.nonfinite_blocks == 2
     assert "non-finite gradient or moment: c: 2 blocks" in caplog.text
-    monkeypatch.setattr(optimizer, "_has_params_on_gpus", lambda: False)
+    monkeypatch.setattr(States, "_are_on_gpus", lambda self: False)
     with pytest.raises(FloatingPointError):
         step_with_nan(params, optimizer)
 

@@ -177,11 +177,9 @@ def packed_scalars(algorithm: Algorithm, scalars: Iterable[Scalars]) -> np.ndarr
 
     Among the scalars may be those of other algorithms, which its segments do not refer to.
     """
-    of_all = [tuple(one) for one in scalars]
-    structs = np.zeros((len(of_all), MOST_SCALARS), np.float32)
-    for struct, one in zip(structs, of_all, strict=True):
-        struct[: len(one)] = one
-    return structs.reshape(-1).view(scalars_dtype(algorithm))
+    zeros = (0.0,) * MOST_SCALARS
+    structs = [(*one, *zeros[len(tuple(one)) :]) for one in scalars]
+    return np.array(structs, np.float32).reshape(-1).view(scalars_dtype(algorithm))
 
 
 def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) -> None:
@@ -298,18 +296,11 @@ def described(objects: list[Tensor | float]) -> np.ndarray:
 def addresses_if_same(
     objects: list[Tensor | float], before: np.ndarray, num_addresses: int
 ) -> np.ndarray | None:
-    """Return the addresses of the first objects, None if anything else has changed.
+    """Return the addresses of the first objects, as uint64; None if anything else has changed.
 
-    One by one, this takes longer than the step of a small parameter: the previous step has evicted
-    the objects from the caches.
-
-    Args:
-        objects: tensors and numbers.
-        before: the earlier result of `described` for them.
-        num_addresses: the number of objects, from the first on, whose addresses may have changed.
-
-    Returns:
-        (num_addresses,) uint64.  None also if one of these has elements and no memory.
+    `before` is the earlier result of `described` for these tensors and numbers.  None also if one
+    of the first has elements and no memory.  One by one, this would take longer than the step of a
+    small parameter: the previous step has evicted the objects from the caches.
     """
     addresses, api = np.empty(num_addresses, np.uint64), getattr(Tensor, _EXCHANGE_API, None)
     is_same = None

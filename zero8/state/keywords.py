@@ -2,8 +2,8 @@
 """Checks the keywords of the optimizer; every error says what to do instead."""
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import DEFAULT_CODEC, codec_named
@@ -15,6 +15,8 @@ from zero8.state.policy import Policy
 from zero8.state.settings import Settings
 
 logger = logging.getLogger("zero8")
+
+Value = TypeVar("Value")
 
 # Keys of DeepSpeed's and torch's Adam that select an implementation; zero8 has only one.
 NO_EFFECT_KEYS = ("torch_adam", "set_grad_none", "foreach", "fused", "fp32_optimizer_states")
@@ -101,36 +103,24 @@ def checked_settings(algorithm: Algorithm, whole: Mapping[str, Any]) -> Settings
     return Settings(
         Policy(whole["block_size"], whole["min_8bit_size"], whole["fp32_params"]),
         codec_named(whole["codec"]).name,
-        check_rounding(whole["stochastic_rounding"]),
-        check_correction_bits(whole["weight_correction_bits"]),
+        ROUNDINGS[_one_of("stochastic_rounding", whole["stochastic_rounding"], ROUNDINGS)],
+        _one_of("weight_correction_bits", whole["weight_correction_bits"], (0, 8)),
         check_seed(whole["seed"]),
         check_flag("bias_correction", whole["bias_correction"]),
         algorithm.name,
     )
 
 
-def check_rounding(value: object) -> Rounding:
-    """Return the rounding of parameters that `stochastic_rounding` names."""
-    for name, rounding in ROUNDINGS.items():
-        if type(value) is type(name) and value == name:
-            return rounding
-    raise ValueError(f"stochastic_rounding: got {value!r}, expected one of {list(ROUNDINGS)}")
-
-
-def check_correction_bits(bits: object) -> int:
-    """Return 0 or 8, the bits kept beside each bfloat16 weight, or raise ValueError."""
-    if isinstance(bits, bool) or bits not in (0, 8):
-        raise ValueError(f"weight_correction_bits: got {bits!r}, expected 0 or 8")
-    return bits
-
-
-def check_state_dict_format(name: object) -> str:
+def check_state_dict_format(name: str) -> str:
     """Return the format of state dicts, or raise ValueError."""
-    if name not in STATE_DICT_FORMATS:
-        raise ValueError(
-            f"state_dict_format: got {name!r}, expected one of {list(STATE_DICT_FORMATS)}"
-        )
-    return name
+    return _one_of("state_dict_format", name, STATE_DICT_FORMATS)
+
+
+def _one_of(name: str, value: Value, valid: Iterable[object]) -> Value:
+    """Return a value; raise ValueError unless it is one of the valid ones, and of their types."""
+    if not any(type(value) is type(one) and value == one for one in valid):
+        raise ValueError(f"{name}: got {value!r}, expected one of {list(valid)}")
+    return value
 
 
 def check_seed(seed: object) -> int:

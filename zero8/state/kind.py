@@ -74,23 +74,18 @@ class StateKind(ABC):
         """Return the live moments of a parameter that has state; steps change them in place.
 
         Float32 moments that other code has put into the state are encoded and replaced in it, and
-        the remembered numbers are reset if something other than a step has changed moments.
-
-        Raises:
-            ValueError: if the state is not one of this parameter; it is unchanged then.
+        the remembered numbers are reset if something other than a step has changed moments.  Raises
+        ValueError if the state is not one of this parameter; it is unchanged then.
         """
 
     @abstractmethod
     def adopted(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """Return a loaded state in new tensors, in the form that the optimizer keeps.
 
-        Codes are kept verbatim if codec, block size and policy match the saved ones.  Raises
-        ValueError if it does not fit the parameter.
+        Codes are kept verbatim if codec, block size and policy match the saved ones.  The
+        correction of the parameter is among the entries if it needs one.  Raises ValueError if it
+        does not fit the parameter.
         """
-
-    def correction(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
-        """Return the entry with a parameter's corrections from a loaded state, {} for none."""
-        return self.settings.correction_from(p, saved)
 
     def saved(self, p: Tensor, state: Entries, info: ParamInfo | None, in_fp32: bool) -> Entries:
         """Return the entries that checkpoints carry for a state, those of other code among them.

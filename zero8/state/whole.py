@@ -54,17 +54,16 @@ class WholeTensor(StateKind):
 
     def adopted(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """See `StateKind`; moments of an fp32 optimizer are encoded."""
-        return self._target(p, self._parameter(info)).adopted(saved)
-
-    def correction(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
-        """See `StateKind`."""
-        key = "param_correction"
-        if not isinstance(saved.get(key), Tensor):
-            return super().correction(p, saved, info)
-        extent = self._extent(p, self._parameter(info))
-        part = extent.part_of(key, saved[key], extent.shape, extent.box)
-        kept = self.settings.correction_from(local(p), {key: part})
-        return {key: extent.entry(kept[key], extent.shape, extent.box)} if kept else {}
+        target, key = self._target(p, self._parameter(info)), "param_correction"
+        adopted, extent = target.adopted(saved), target.extent
+        if isinstance(saved.get(key), Tensor):
+            part = extent.part_of(key, saved[key], extent.shape, extent.box)
+            saved = {key: part}
+        kept = self.settings.correction_from(local(p), saved)
+        return adopted | {
+            key: extent.entry(correction, extent.shape, extent.box)
+            for key, correction in kept.items()
+        }
 
     def saved(self, p: Tensor, state: Entries, info: ParamInfo | None, in_fp32: bool) -> Entries:
         """See `StateKind`."""

@@ -59,9 +59,15 @@ class Batch(NamedTuple):
 
     def at(self, places: Sequence[int]) -> "Batch":
         """Return the batch of some of the parameters."""
-        groups = self.group_of_each
-        columns: Any = ([column[place] for place in places] for column in self[1:])
-        return Batch([(groups[place], 1) for place in places], *columns)
+        groups, params = self.group_of_each, [self.params[place] for place in places]
+        is_plain = self.values is self.params
+        return Batch(
+            [(groups[place], 1) for place in places],
+            params,
+            params if is_plain else [self.values[place] for place in places],
+            [self.grads[place] for place in places],
+            [self.states[place] for place in places],
+        )
 
     def in_order(self) -> "Batch":
         """Return this batch, with contiguous copies of tensors that are not contiguous."""

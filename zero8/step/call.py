@@ -142,8 +142,9 @@ class Call:
         for p in written:
             del copies[p]
         if len(steps) == 1:  # as most often
-            for state in batch.states:
-                state.update(steps[0].entries)
+            for key, value in steps[0].entries.items():  # half the time of `update`
+                for state in batch.states:
+                    state[key] = value
         else:
             for state, step in zip(batch.states, which.tolist(), strict=True):
                 state.update(steps[step].entries)

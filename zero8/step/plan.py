@@ -26,18 +26,17 @@ class Plan:
         seen: their values, gradients and contents, like `Entry.seen`.
         is_plain: whether all entries are.
         extents: the bytes that each parameter spans.
-        addresses: (parameters,) uint64, of the parameters when `turns` were found.
+        addresses: of the parameters when `turns` were found, as bytes.
         turns: the turn of each (`zero8.step.turns`).
         calls: the calls, in order.
     """
 
-    ids: list[int]
     entries: list[Entry]
     keys: object
     seen: np.ndarray
     is_plain: bool
     extents: np.ndarray
-    addresses: np.ndarray
+    addresses: bytes
     turns: np.ndarray
     calls: list[Call]
     is_on_gpus: bool
@@ -51,13 +50,12 @@ def planned(batch: Batch, entries: list[Entry], keys: object) -> Plan:
     turns = turns_of(addresses, extents)
     calls = calls_of(batch, entries, turns)
     return Plan(
-        ids=list(map(id, batch.params)),
         entries=entries,
         keys=keys,
         seen=np.concatenate(together),
         is_plain=all(one.is_plain for one in entries),
         extents=extents,
-        addresses=addresses,
+        addresses=addresses.tobytes(),
         turns=turns,
         calls=calls,
         is_on_gpus=any(not isinstance(call.kernel, CpuKernel) for call in calls),

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
-from operator import itemgetter
+from operator import is_, itemgetter
 
 import numpy as np
 import torch
@@ -41,8 +41,13 @@ def plain_torch() -> Iterator[None]:
     `torch.autocast` would multiply float32 matrices in 16 bits.
     """
     # Of all devices: matrices in host memory are orthogonalized on a GPU.
-    with torch.no_grad(), torch._C._DisableAutocast():
-        yield
+    with torch._C._DisableAutocast():
+        was_enabled = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)  # a third of the time of `no_grad`, at every step
+        try:
+            yield
+        finally:
+            torch.set_grad_enabled(was_enabled)
 
 
 class Stepper:
@@ -229,7 +234,7 @@ class Stepper:
                 which.append(np.array([place[counts] for counts in zip(*columns, strict=True)]))
                 distinct = list(place)
             steps += [self._next_step(group, algorithm, *counts) for counts in distinct]
-        return steps, np.concatenate(which)
+        return steps, which[0] if len(which) == 1 else np.concatenate(which)
 
     def _next_step(
         self, group: Group, algorithm: Algorithm, step: float, *memory: float
@@ -257,7 +262,10 @@ def _stepping(groups: Iterable[Group], state: Mapping[Tensor, Entries]) -> Batch
                 batch.grads.append(grad)
         if count := len(batch.params) - before:
             batch.groups.append((group, count))
-    batch.states.extend(map(state.__getitem__, batch.params))
+    # The keys of most are the parameters, in order: a tensor's hash is a function in Python.
+    are_theirs = len(state) == len(batch.params) and all(map(is_, state, batch.params))
+    states = state.values() if are_theirs else map(state.__getitem__, batch.params)
+    batch.states.extend(states)
     if NEVER_SHARDED.issuperset(map(type, batch.params)):  # most are; saves the calls
         return batch._replace(values=batch.params)
     values, grads = map(values_of, batch.params), map(local_grad, batch.params, batch.grads)
@@ -266,8 +274,6 @@ def _stepping(groups: Iterable[Group], state: Mapping[Tensor, Entries]) -> Batch
 
 def _addresses_if_valid(plan: Plan, batch: Batch) -> np.ndarray | None:
     """Return the addresses of a batch, (2, parameters) uint64, None if the plan is not for it."""
-    if plan.ids != list(map(id, batch.params)):
-        return None
     keys, contents = _contents(batch, plan.entries, plan.is_plain)
     if keys != plan.keys:
         return None
@@ -276,10 +282,10 @@ def _addresses_if_valid(plan: Plan, batch: Batch) -> np.ndarray | None:
     if addresses is None:
         return None
     addresses = addresses.reshape(2, -1)
-    if (addresses[0] != plan.addresses).any():
+    if (moved := addresses[0].tobytes()) != plan.addresses:
         if (turns_of(addresses[0], plan.extents) != plan.turns).any():
             return None
-        plan.addresses = addresses[0]
+        plan.addresses = moved
     return addresses
 
 

@@ -133,7 +133,8 @@ class FlatPartition(StateKind):
             else _encoded(algorithm, p, rule, saved[rule.name], like)
             for rule in algorithm.moments
         ]
-        return {**numbers, **_moments_of(stores)}
+        correction = self.settings.correction_from(p, saved)
+        return {**numbers, **_moments_of(stores), **correction}
 
     def _fitted(self, rule: MomentRule, moment: MomentTensor, table: PieceTable) -> MomentStore:
         """Return a saved moment over this partition's table, verbatim if codec and blocks agree."""
