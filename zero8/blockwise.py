@@ -226,7 +226,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """
         self._check_not_in_backward("scale_grads")
         with self._lock:
-            self._stepper.scale_grads(float(np.float32(float(factor))))
+            self._stepper.factor.set(float(np.float32(float(factor))))
 
     @_disable_dynamo
     @plain_torch()
@@ -261,7 +261,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         if factor is not None:
             with self._lock:
                 clipped = Clipped([p.grad for p in params if p.grad is not None])
-                self._stepper.scale_grads(factor, clipped)
+                self._stepper.factor.set(factor, clipped)
         return total
 
     def _check_not_in_backward(self, what: str) -> None:
@@ -271,7 +271,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch's, and what `clip_grad_norm_` has left for the step."""
         super().zero_grad(set_to_none)
-        self._stepper.forget_factor()
+        self._stepper.factor.forget()
 
     @property
     def copies(self) -> dict[Tensor, Tensor]:

@@ -324,3 +324,4 @@ def test_steady_step_passes_few_files_and_calls():
         sys.setprofile(None)
     assert len({call.partition(":")[0] for call in calls}) <= 6, "\n".join(calls)
     assert 10 < len(calls) <= 36, "\n".join(calls)
+    assert sum(call.endswith(": addresses_if_same") for call in calls) == 1  # of all tensors

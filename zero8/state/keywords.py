@@ -40,10 +40,10 @@ STATE_DICT_FORMATS = ("8bit", "fp32")
 
 DEFAULTS: dict[str, Any] = {
     "bias_correction": True,
-    "block_size": 256,
+    "block_size": Policy.block_size,
     "codec": DEFAULT_CODEC,
-    "min_8bit_size": 4096,
-    "fp32_params": (),
+    "min_8bit_size": Policy.min_8bit_size,
+    "fp32_params": Policy.fp32_params,
     "stochastic_rounding": "auto",
     "weight_correction_bits": 0,
     "seed": 0,

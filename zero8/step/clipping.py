@@ -42,6 +42,35 @@ class Clipped:
         return True
 
 
+class GradFactor:
+    """The factor of the gradients of the next step.
+
+    Attributes:
+        value: the factor, 1 for gradients as they are.
+        meant: the gradients that it is for, None if for whichever come.
+    """
+
+    def __init__(self) -> None:
+        """Take gradients as they are."""
+        self.value = 1.0
+        self.meant: Clipped | None = None
+
+    def set(self, value: float, meant: Clipped | None = None) -> None:
+        """Set the factor, for certain gradients only or for whichever come."""
+        self.value, self.meant = value, meant
+
+    def forget(self) -> None:
+        """Take the next step's gradients as they are."""
+        self.set(1.0)
+
+    def check(self, grads: Sequence[Tensor]) -> None:
+        """Forget a factor that was for gradients which are gone; raises as `Clipped`."""
+        meant, value = self.meant, self.value
+        self.forget()
+        if meant is None or meant.are_there(grads):
+            self.value = value
+
+
 def total_norm(parts: Mapping[tuple[numbers.Group, ...], Sequence[Tensor]]) -> Tensor:
     """Return the 2-norm of all gradients, each read once; 0-d float32 on the CPU.
 

@@ -25,7 +25,7 @@ from zero8.state.whole import WholeTensor
 from zero8.step.batch import Batch, Group, Row, local_grad
 from zero8.step.call import NextStep
 from zero8.step.check import check_class, check_tensors
-from zero8.step.clipping import Clipped
+from zero8.step.clipping import GradFactor
 from zero8.step.entry import Entry, contents_of, prepared
 from zero8.step.interrupts import put_off
 from zero8.step.nonfinite import Ledger
@@ -55,8 +55,7 @@ class Stepper:
 
     Attributes:
         counts: blocks that steps have left unchanged, not yet reported.
-        grad_factor: the factor of the gradients of the next step, which sets it to 1.
-        clipped: the gradients that the factor is for, None if for whichever come.
+        factor: that of the gradients of the next step, which forgets it.
         copies: by parameter on the CPU, the 16-bit tensor to which the next step also writes it,
             rounded to nearest; the step takes out those that it has written.
         weight_sums: the sums of weights with corrections that steps have left.
@@ -71,8 +70,7 @@ class Stepper:
     ):
         """Start without plans; compiles nothing yet."""
         self.counts = Ledger()
-        self.grad_factor = 1.0
-        self.clipped: Clipped | None = None
+        self.factor = GradFactor()
         self.copies: dict[Tensor, Tensor] = {}
         self.weight_sums = WeightSums()
         self._params, self._kind_of, self._algorithm_of = params, kind_of, algorithm_of
@@ -82,43 +80,22 @@ class Stepper:
         # By the first parameter's id: ZeRO-3 steps one sub-group after the other.
         self._plans: dict[int, Plan] = {}
 
-    def scale_grads(self, factor: float, clipped: Clipped | None = None) -> None:
-        """Set the factor of the next step's gradients; `clipped` if it is for these only."""
-        self.grad_factor, self.clipped = factor, clipped
-
     def forget_records(self) -> None:
         """Take the states as new ones: they have been replaced as a whole."""
         self._entries.clear()
         self._plans.clear()
 
-    def forget_factor(self) -> None:
-        """Take the next step's gradients as they are."""
-        self.grad_factor, self.clipped = 1.0, None
-
-    def _check_clipped(self, grads: Sequence[Tensor]) -> None:
-        """Forget a factor that was for gradients which are gone; raises as `Clipped`."""
-        clipped, self.clipped = self.clipped, None
-        if clipped is None:
-            return
-        try:
-            is_meant = clipped.are_there(grads)
-        except RuntimeError:
-            self.grad_factor = 1.0
-            raise
-        if not is_meant:
-            self.grad_factor = 1.0
-
     def step(self, groups: list[Group], state: MutableMapping[Tensor, Entries]) -> dict[str, int]:
         """Take a step over the parameters that have gradients.
 
         Returns the blocks that steps have left unchanged, by label, of the counts that have
-        arrived. Raises ValueError if a parameter, gradient or state is not supported; nothing has
+        arrived.  Raises ValueError if a parameter, gradient or state is not supported; nothing has
         changed then.
         """
         batch = _stepping(groups, state)
-        if self.clipped is not None:
+        if self.factor.meant is not None:
             params = dict.fromkeys(batch.params)  # a parameter may be in a group twice
-            self._check_clipped([p.grad for p in params if p.grad is not None])
+            self.factor.check([p.grad for p in params if p.grad is not None])
         self.step_batch(batch, groups, state)
         return self.counts.take() if self.counts.pending else {}
 
@@ -138,14 +115,14 @@ class Stepper:
     ) -> None:
         """Take a step over a batch, like `step`."""
         if not batch.params:
-            self.grad_factor = 1.0
+            self.factor.value = 1.0
             return
         plan, addresses = self._plan_for(batch, groups, state)
         steps, which = self._next_steps(batch)
         with put_off():  # Ctrl-C after the kernel would leave a step that states do not count
             for call in plan.calls:
                 self.counts.pending += call.take(batch, addresses, steps, which, self.copies)
-            self.grad_factor = 1.0
+            self.factor.value = 1.0
 
     def _plan_for(
         self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
@@ -243,8 +220,8 @@ class Stepper:
         after = algorithm.next_memory(number, tuple(map(float, memory)), group)
         entries = dict(zip(counters(algorithm), (number, *after), strict=True))
         scalars = algorithm.scalars(number, after, group, self._corrects_bias)
-        if self.grad_factor != 1.0:
-            scalars = scalars._replace(grad_factor=self.grad_factor)
+        if self.factor.value != 1.0:
+            scalars = scalars._replace(grad_factor=self.factor.value)
         return NextStep(number, entries, scalars)
 
 
