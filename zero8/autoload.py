@@ -27,7 +27,6 @@ def install() -> None:
             setattr(torch.optim, optimizer.__name__, optimizer)
         way_back.explain_refusals()
         when_imported("deepspeed.runtime.engine", _note_engines)
-        when_imported("deepspeed.ops.op_builder.builder", _build_ops_once)
         when_imported("deepspeed.ops.op_builder.all_ops", _add_op)
     except Exception as error:
         warnings.warn(f"zero8 could not register itself: {error!r}", stacklevel=2)
@@ -41,15 +40,6 @@ def _note_engines(engine) -> None:
         constructing.note_tied_weights(engine.PipelineModule)
     except Exception as error:
         warnings.warn(f"zero8 cannot follow DeepSpeed's engines: {error!r}", stacklevel=2)
-
-
-def _build_ops_once(builder) -> None:
-    try:
-        from zero8.zero import seams
-
-        seams.build_ops_once(builder)
-    except Exception as error:
-        warnings.warn(f"zero8 leaves it to DeepSpeed to build its ops: {error!r}", stacklevel=2)
 
 
 def _add_op(all_ops) -> None:

@@ -19,7 +19,7 @@ from zero8.op import build, cuda, cuda_compile, kernel, locks
 from zero8.op.threads import step_threads
 from zero8.optimizer import Adam8bitBlockwise
 from zero8.versions import TESTED
-from zero8.zero import accelerate, seams
+from zero8.zero import seams
 
 FITTING = "fits"  # names lines that only verbose reports show
 
@@ -39,7 +39,6 @@ def examine() -> dict:
         ("op", _op),
         ("locks", _locks),
         ("cuda_kernel", _cuda_kernel),
-        ("accelerate", _accelerate),
         ("autoload", _autoload),
     ):
         try:
@@ -168,25 +167,10 @@ def _installed_seams(report: dict) -> dict[str, str]:
     changed = [seam for seam in seams.SEAMS if seam.change]
     missing = [seam for seam in changed if seam.state == "missing"]
     for seam in missing:
-        text = f"this DeepSpeed lacks {seam.module}.{seam.name}"
-        report["problems" if seam.essential else "warnings"].append(text)
-    if not any(seam.essential for seam in missing):
+        report["problems"].append(f"this DeepSpeed lacks {seam.module}.{seam.name}")
+    if not missing:
         seams.install(BlockwiseOptimizer, Adam8bitBlockwise)
     return {seam.name: seam.state for seam in changed}
-
-
-def _accelerate(report: dict) -> str | None:
-    """Return the state of the guard against Accelerate replacing the optimizer, None without it."""
-    try:
-        accelerator = importlib.import_module("accelerate.accelerator")
-    except ImportError:
-        return None
-    accelerate.guard(accelerator, BlockwiseOptimizer)
-    state = seams.state_of(getattr(accelerator, accelerate.REPLACES, None))
-    if state == "missing":
-        report["warnings"].append(accelerate.UNKNOWN)
-    report["lines"].append(("accelerate", f"{accelerate.REPLACES}: {state}"))
-    return state
 
 
 def _autoload(report: dict) -> dict:

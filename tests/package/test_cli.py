@@ -118,36 +118,6 @@ def test_doctor_counts_seams_and_lists_all_of_them_with_verbose(capsys):
     assert [text.split(":")[0] for text in listed] == list(report["deepspeed"]["seams"])
 
 
-def put_in_accelerates_place(monkeypatch, **attributes):
-    accelerator = types.ModuleType("accelerate.accelerator")
-    vars(accelerator).update(attributes)
-    monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
-    monkeypatch.setitem(sys.modules, "accelerate.accelerator", accelerator)
-
-
-def test_doctor_guard_of_accelerate_has_a_row(monkeypatch):
-    put_in_accelerates_place(monkeypatch, map_pytorch_optim_to_deepspeed=lambda optimizer: None)
-    report = doctor.examine()
-    assert report["accelerate"] == "installed"
-    assert "map_pytorch_optim_to_deepspeed: installed" in doctor.as_text(report)
-    assert len(seam_lines(doctor.as_text(report))) == 1  # apart from those of DeepSpeed
-
-
-def test_doctor_accelerate_that_cannot_be_guarded_is_a_warning(monkeypatch):
-    put_in_accelerates_place(monkeypatch)
-    report = doctor.examine()
-    assert (report["usable"], report["accelerate"]) == (True, "missing")
-    assert any("zero8.assert_active" in warning for warning in report["warnings"])
-
-
-def test_doctor_without_accelerate_has_no_row(monkeypatch):
-    for name in ("accelerate", "accelerate.accelerator"):
-        monkeypatch.setitem(sys.modules, name, None)
-    report = doctor.examine()
-    assert (report["usable"], report["accelerate"]) == (True, None)
-    assert "map_pytorch" not in doctor.as_text(report)
-
-
 def test_doctor_broken_deepspeed_is_a_problem_and_not_called_absent(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # the import names deepspeed: absent
     assert doctor.examine()["problems"] == []
@@ -182,14 +152,6 @@ def test_doctor_lists_locks_of_builds_and_warns_of_those_left_behind(monkeypatch
     lines = [line.split(maxsplit=1) for line in doctor.as_text(report).splitlines()]
     assert ["lock", str(held)] in lines
     assert ["warning", str(left)] in lines
-
-
-def test_doctor_without_the_seam_of_builds_works_and_warns(monkeypatch):
-    monkeypatch.delattr("deepspeed.ops.op_builder.builder.OpBuilder.jit_load")
-    report = doctor.examine()
-    assert report["usable"] is True
-    assert report["deepspeed"]["seams"]["OpBuilder.jit_load"] == "missing"
-    assert any("lacks deepspeed.ops.op_builder.builder" in text for text in report["warnings"])
 
 
 def test_doctor_untested_version_is_a_warning(monkeypatch):

@@ -13,10 +13,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from shared_memory import leave_out_shared_memory
 
 import zero8  # noqa: F401  registers the optimizer type
 from zero8.zero.narrow_grads import STATES
-from zero8.zero.ops import leave_out_shared_memory
 from zero8.zero.sharing import CREATES, SETS_UP
 
 leave_out_shared_memory()  # without LOCAL_SIZE it would not be called

@@ -5,8 +5,7 @@ from typing import Any
 
 from zero8.blockwise import BlockwiseOptimizer
 from zero8.ranks.agree import gathered
-from zero8.zero.accelerate import SETTING
-from zero8.zero.claims import in_config
+from zero8.zero.claims import SETTING, in_config
 from zero8.zero.modes import unsupported_mode
 
 

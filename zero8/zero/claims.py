@@ -2,8 +2,9 @@
 """Detects that an engine would step parameters with another optimizer than was made for them.
 
 Hugging Face's Trainer drops the optimizer object that it was given when it makes a DeepSpeed
-engine, and the engine then steps with AdamW or DeepSpeedCPUAdam.  So each of our optimizers claims
-its parameters when it is constructed, and claims outlive it.
+engine, and the engine then steps with AdamW or DeepSpeedCPUAdam.  Accelerate replaces every object
+by DeepSpeedCPUAdam under offload.  So each of our optimizers claims its parameters when it is
+constructed, and claims outlive it.
 """
 
 import logging
@@ -19,6 +20,9 @@ from zero8.frameworks import Use
 from zero8.state.params import bears_weak_references
 
 logger = logging.getLogger("zero8")
+
+SETTING = '"zero_force_ds_cpu_optimizer": false'
+"""What has DeepSpeed, and Accelerate, take an optimizer object under offload."""
 
 
 def in_config(name: str = "Adam8bitBlockwise") -> str:
@@ -87,10 +91,12 @@ def check(engine, basic_optimizer: torch.optim.Optimizer, optimizer_class: type)
         for _, made in unmet:
             made.use.is_met = True
         return
+    is_forced = engine.zero_use_cpu_optimizer() and engine.zero_force_ds_cpu_optimizer()
+    way_to_keep = f"; for Accelerate to keep the object, set {SETTING} there" if is_forced else ""
     raise ValueError(
         f"DeepSpeed would step with {type(basic_optimizer).__name__}, not with {first}. Trainers "
-        "such as Hugging Face's drop the optimizer object that they are given when they make an "
-        f"engine: name it in the DeepSpeed config instead, {in_config(ours)}, "
-        f"and make none. To step with {type(basic_optimizer).__name__}, make a new model, and no "
-        f"{ours}"
+        "such as Hugging Face's drop or replace the optimizer object that they are given when they "
+        f"make an engine: name it in the DeepSpeed config instead, {in_config(ours)}, and make "
+        f"none{way_to_keep}. To step with {type(basic_optimizer).__name__}, make a new model, and "
+        f"no {ours}"
     )

@@ -7,7 +7,6 @@ from types import ModuleType
 
 from zero8.step.interrupts import put_off
 from zero8.zero import claims, swap_checkpoint, swapper
-from zero8.zero.accelerate import remedy
 from zero8.zero.modes import unsupported_mode
 
 SWAPPERS = {
@@ -41,9 +40,11 @@ def explain_refusal(engine_class: type, optimizer_class: type) -> None:
     def configured(self, client_optimizer, *args, **kwargs):
         refused = self.zero_use_cpu_optimizer() and self.zero_force_ds_cpu_optimizer()
         if refused and isinstance(client_optimizer, optimizer_class):
+            name = claims.in_config(type(client_optimizer).__name__)
             raise ValueError(
                 "under offload DeepSpeed by default takes no optimizer object other than its own; "
-                f"{remedy(client_optimizer)}"
+                f"set {claims.SETTING} at the top level of the DeepSpeed config, or name the "
+                f"optimizer there: {name} (and give Accelerate a DummyOptim)"
             )
         return original(self, client_optimizer, *args, **kwargs)
 

@@ -11,14 +11,11 @@ import warnings
 from dataclasses import dataclass
 from importlib.metadata import version
 from operator import attrgetter
-from types import ModuleType
 
 from zero8.checkpoint.engine.install import add_manifests
 from zero8.versions import TESTED, warn_if_untested
 from zero8.zero import (
-    accelerate,
     access,
-    jit,
     narrow_grads,
     sharing,
     universal_load,
@@ -37,14 +34,12 @@ class Seam:
         name: its name there, such as `Class.method`.
         parameters: the parameters that zero8 relies on.
         change: the effect of zero8's patch; empty if zero8 only calls or overrides the member.
-        essential: whether the optimizer cannot work without it.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...] = ()
     change: str = ""
-    essential: bool = True
 
     def found(self) -> object | None:
         """Return the member, None if it is missing."""
@@ -91,14 +86,6 @@ _PIPE = "deepspeed.runtime.pipe"
 _CHECKPOINT = "deepspeed.runtime.checkpoint_engine"
 _PADDING = "loads universal checkpoints on ranks that hold only padding, too"
 _VIEWS = "refreshes views of states that have changed"
-
-_BUILDS = Seam(
-    "deepspeed.ops.op_builder.builder",
-    jit.BUILDS,
-    ("verbose",),
-    "builds an op once, in a folder per version, under a lock that is freed when its process ends",
-    essential=False,
-)
 
 SEAMS = (
     Seam(f"{_ZERO}.utils", SUPPORTED, change="lists the classes of our optimizers"),
@@ -240,7 +227,6 @@ SEAMS = (
     Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", change="raises on all ranks or on none"),
     Seam(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._post_step", change="has the ranks agree first"),
     Seam("deepspeed.ops.op_builder.all_ops", "ALL_OPS", change="lists our op, for ds_report"),
-    _BUILDS,
     *(
         Seam(module, f"{name}.{method}", parameters)
         for module, name, methods in (
@@ -288,10 +274,10 @@ SEAMS = (
 
 
 def fit_in(base_class: type, optimizer_class: type) -> None:
-    """Patch DeepSpeed and Accelerate, now or when they are imported.
+    """Patch DeepSpeed, now or when it is imported.
 
     Args:
-        base_class: of the optimizers to patch them for.
+        base_class: of the optimizers to patch it for.
         optimizer_class: the one that DeepSpeed is to take.
 
     Raises:
@@ -301,7 +287,6 @@ def fit_in(base_class: type, optimizer_class: type) -> None:
         install(base_class, optimizer_class)
     else:  # a script may make its optimizer first
         when_imported("deepspeed.runtime.engine", _Install(base_class, optimizer_class))
-    when_imported("accelerate.accelerator", accelerate.Guard(base_class))
 
 
 @dataclass(frozen=True)
@@ -311,7 +296,7 @@ class _Install:
     base_class: type
     optimizer_class: type
 
-    def __call__(self, _: ModuleType) -> None:
+    def __call__(self, _) -> None:
         try:
             install(self.base_class, self.optimizer_class)
         except RuntimeError as error:  # `import deepspeed` must not fail
@@ -332,8 +317,7 @@ def install(base_class: type, optimizer_class: type) -> None:
     if not any(issubclass(one, base_class) for one in known):
         warn_if_untested("deepspeed")
         for seam in SEAMS:
-            if seam.essential:
-                seam.check()
+            seam.check()
         _patch(base_class)
     utils.ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
 
@@ -378,19 +362,6 @@ def add_op(all_ops) -> None:
 
     all_ops.ALL_OPS[Zero8AdamBuilder.NAME] = Zero8AdamBuilder()
     op_builder.Zero8AdamBuilder = Zero8AdamBuilder
-
-
-def build_ops_once(builder: ModuleType) -> None:
-    """Have the builders of `deepspeed.ops.op_builder.builder` build through `jit`.
-
-    To be called when that module is imported: `init_distributed` builds an op before any engine
-    exists.
-
-    Raises:
-        RuntimeError: if this DeepSpeed lacks the seam; its own builds are then unchanged.
-    """
-    _BUILDS.check()
-    jit.build_once(builder.OpBuilder)
 
 
 def state_of(found: object | None) -> str:
