@@ -15,7 +15,10 @@ from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
-from zero8 import frameworks, notices
+from zero8 import notices
+from zero8.fsdp.flattened import FlattenedTensor
+from zero8.fsdp.meshes import parts_of_grads, process_groups
+from zero8.fsdp.sharded import ShardedTensor
 from zero8.loading import as_torch_casts, load
 from zero8.op import kernel
 from zero8.op.devices import DEVICES
@@ -31,6 +34,7 @@ from zero8.state.kind import StateKind, kind_of
 from zero8.state.memory_report import MemoryReport
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.store import MomentStore
+from zero8.state.whole import WholeTensor
 from zero8.step.batch import Batch, Group
 from zero8.step.check import check_new, check_replaceable
 from zero8.step.clipping import Clipped, factor_of, total_norm
@@ -38,8 +42,14 @@ from zero8.step.in_backward import InBackward, check_model
 from zero8.step.stepper import Stepper, plain_torch
 from zero8.step.weight_sums import WeightSums
 from zero8.versions import warn_if_untested
+from zero8.zero import claims, seams
+from zero8.zero.constructing import check_replaced, constructing_engine, global_shape
+from zero8.zero.flat_state import FlatPartition
 
 logger = logging.getLogger("zero8")
+
+KINDS: tuple[type[StateKind], ...] = (ShardedTensor, FlattenedTensor, FlatPartition, WholeTensor)
+"""The kinds of state: the first that serves a parameter keeps its state."""
 
 
 class SwappedState(Protocol):
@@ -56,7 +66,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         algorithm: the algorithm of its steps.
         settings: the settings of the whole optimizer.
         state_dict_format: see the argument; may be set between two calls of `state_dict`.
-        kinds: its kinds of state (`zero8.frameworks.kinds`), with these settings.
+        kinds: its kinds of state (`KINDS`), with these settings.
         nonfinite_blocks: how many blocks steps have left unchanged because of a gradient that was
             not finite, as far as reported yet.
         on_disk: the parameters whose states are swapped out, with descriptions of these.
@@ -96,20 +106,20 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**options, **decay, **self.algorithm.fp32_options})
         notices.log_float32_shares(self.settings, self._infos().values())
         notices.warn_of_copied_embeddings(self.settings, self._infos().values())
-        engine, _ = frameworks.constructing_engine()
+        engine, _ = constructing_engine()
         if not has_decay and self._lacks_decay and engine is None:
             notices.warn_of_missing_decay(options)
         is_l2 = "adam_w_mode" in self.algorithm.keywords and not options["decoupled_weight_decay"]
         if engine is not None and is_l2:
             notices.tell_of_l2(class_name)
         # DeepSpeed makes the optimizer before ZeRO, which must be patched before it starts.
-        frameworks.fit(BlockwiseOptimizer, type(self))
+        seams.fit(type(self))
         if any(p.device.type in DEVICES for p in self._all_params()):
             for algorithm in self.algorithms:
                 # Users expect to wait here rather than in the first step.
                 kernel.prepare((algorithm, self.codec))
         if engine is None:  # last, so that a failed constructor claims nothing
-            frameworks.claim(self, self._all_params(), self._use)
+            claims.claim(self, self._all_params(), self._use)
 
     def _begin(self) -> None:
         """Create run-time members, which pickling omits."""
@@ -118,10 +128,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self.kinds = [
             kind(replace(self.settings, algorithm_name=algorithm.name), self._params)
             for algorithm in self.algorithms
-            for kind in frameworks.kinds()
+            for kind in KINDS
         ]
         self._stepper = Stepper(self.settings, self._params, self.kind_of, self.algorithm_of)
-        self._use = frameworks.Use()
+        self._use = claims.Use()
         self._in_backward: InBackward | None = None
         self._lacks_decay = False  # whether a group was added without a weight_decay
         self._groups_seen: tuple[list[Group], dict[Tensor, tuple[Group, int]]] = ([], {})
@@ -180,11 +190,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             keywords.check_new_group(algorithm, type(self).__name__, group)
             self._lacks_decay |= "weight_decay" not in param_group
         present = set(self._all_params())
-        frameworks.check_replaced([p for p in self._params.alive() if p not in present])
+        check_replaced([p for p in self._params.alive() if p not in present])
         super().add_param_group(param_group)
         # DeepSpeed will replace the parameters by flat partitions or float32 copies.
-        engine, names = frameworks.constructing_engine()
-        self._params.remember(self.param_groups, names, frameworks.global_shape)
+        engine, names = constructing_engine()
+        self._params.remember(self.param_groups, names, global_shape)
         infos = self._infos()
         try:
             # A parameter that can never step must fail here, not at the first step.
@@ -349,7 +359,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         if is_on_gpu or float(norm_type) != 2.0:
             total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
         else:
-            total = total_norm(frameworks.parts_of_grads(params))
+            total = total_norm(parts_of_grads(params))
             if error_if_nonfinite and not total.isfinite():
                 raise RuntimeError(
                     "clip_grad_norm_: the norm of the gradients is not finite; with "
@@ -463,7 +473,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._wait()
         with self._lock:
             self._log(self._stepper.counts.take(wait=True))
-        shared = frameworks.process_groups(self._all_params())
+        shared = process_groups(self._all_params())
         meant = [process_group] if process_group else shared or [None]
         if count := numbers.total(self.nonfinite_blocks, meant):
             raise FloatingPointError(
@@ -541,7 +551,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """
         self._wait()
         with self._lock:
-            groups = frameworks.process_groups(self._all_params())
+            groups = process_groups(self._all_params())
             load(self, state_dict, super().load_state_dict, self._adopt_loaded, groups)
             self.weight_sums.forget()
 

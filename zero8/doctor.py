@@ -14,7 +14,6 @@ from packaging.specifiers import SpecifierSet
 
 import zero8
 from zero8 import torch_names
-from zero8.blockwise import BlockwiseOptimizer
 from zero8.op import build, cuda, cuda_compile, kernel, locks
 from zero8.op.threads import step_threads
 from zero8.optimizer import Adam8bitBlockwise
@@ -164,13 +163,13 @@ def _deepspeed(report: dict) -> dict | None:
 
 def _installed_seams(report: dict) -> dict[str, str]:
     """Return the states: "missing", "present", or "installed", of all if none is missing."""
-    changed = [seam for seam in seams.SEAMS if seam.change]
+    changed = [seam for seam in seams.SEAMS if seam.loss]
     missing = [seam for seam in changed if seam.state == "missing"]
     for seam in missing:
-        report["problems"].append(f"this DeepSpeed lacks {seam.module}.{seam.name}")
+        report["problems"].append(f"this DeepSpeed lacks {seam}")
     if not missing:
-        seams.install(BlockwiseOptimizer, Adam8bitBlockwise)
-    return {seam.name: seam.state for seam in changed}
+        seams.fit(Adam8bitBlockwise)
+    return {seam.label: seam.state for seam in changed}
 
 
 def _autoload(report: dict) -> dict:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
-from zero8 import frameworks
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.muon import MUON
 from zero8.blockwise import BlockwiseOptimizer
@@ -20,6 +19,7 @@ from zero8.spec.options import check_lr, plain
 from zero8.spec.shown import shown
 from zero8.state import float32_modules, keywords
 from zero8.step.in_backward import InBackward
+from zero8.zero.constructing import constructing_engine, global_shape
 
 Matrix = TypeVar("Matrix")
 
@@ -194,7 +194,7 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
                 parts[self._is_for_muon(_param(member), name)].append(member)
         for member in parts.get(True, []):
             _check_matrix(_param(member))
-        if True in parts and frameworks.constructing_engine()[0] is not None:
+        if True in parts and constructing_engine()[0] is not None:
             parts[True] = largest_first(parts[True], lambda one: _param(one).shape)
         rest = {key: value for key, value in group.items() if key != "param_names"}
         split = []
@@ -225,7 +225,7 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
                 "say yet whether it is a matrix; call the model on a batch first, or pass groups "
                 "with use_muon"
             )
-        if len(frameworks.global_shape(p)) < 2 or p in float32_modules.params():
+        if len(global_shape(p)) < 2 or p in float32_modules.params():
             return False
         if name is None and self.adam_params:
             raise ValueError(
@@ -233,7 +233,7 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
                 "matrices; pass model.named_parameters() instead of model.parameters(), or groups "
                 "with use_muon"
             )
-        return is_for_muon(str(name), frameworks.global_shape(p), self.adam_params)
+        return is_for_muon(str(name), global_shape(p), self.adam_params)
 
 
 def is_for_muon(name: str, shape: Sequence[int], adam_params: Iterable[str]) -> bool:
@@ -273,7 +273,7 @@ def _as_ours(group: dict[str, Any], use_muon: bool) -> dict[str, Any]:
 
 def _names_of(group: Mapping[str, Any], members: Sequence[Any]) -> list[str | None]:
     """Return the names of a group's members, None for those without."""
-    _, of_engine = frameworks.constructing_engine()
+    _, of_engine = constructing_engine()
     names = group.get("param_names") or [None] * len(members)
     return [
         member[0] if isinstance(member, tuple) else name or of_engine.get(member)
@@ -282,7 +282,7 @@ def _names_of(group: Mapping[str, Any], members: Sequence[Any]) -> list[str | No
 
 
 def _check_matrix(p: Tensor) -> None:
-    shape = frameworks.global_shape(p)
+    shape = global_shape(p)
     if len(shape) < 2 and not is_lazy(p):  # the first step checks those
         raise ValueError(
             f"use_muon: got a parameter of shape {shape}, expected 2 dimensions or more; put it "

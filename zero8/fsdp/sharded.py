@@ -10,6 +10,7 @@ from itertools import chain
 
 from torch import Tensor
 
+from zero8.fsdp.meshes import shard_groups
 from zero8.ranks.numbers import Group
 from zero8.state.extent import Extent, local
 from zero8.state.kind import RecordKey
@@ -39,8 +40,6 @@ class ShardedTensor(WholeTensor):
         Raises:
             ValueError: if several dimensions of the mesh cut it.
         """
-        from zero8.fsdp.meshes import shard_groups
-
         groups = shard_groups(p)
         if len(groups) > 1:
             raise ValueError(

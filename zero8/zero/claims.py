@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero8.frameworks import Use
 from zero8.state.params import bears_weak_references
+from zero8.zero.seam import is_ours
 
 logger = logging.getLogger("zero8")
 
@@ -28,6 +28,17 @@ SETTING = '"zero_force_ds_cpu_optimizer": false'
 def in_config(name: str = "Adam8bitBlockwise") -> str:
     """Return the part of a DeepSpeed config that names an optimizer."""
     return f'"optimizer": {{"type": "{name}", "params": {{...}}}}'
+
+
+@dataclass
+class Use:
+    """Whether an optimizer is in use; kept longer than the optimizer.
+
+    Attributes:
+        is_met: whether it has stepped, or an engine steps with it.
+    """
+
+    is_met: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,13 +66,12 @@ def claim(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], use: Use) 
         _claims[p] = made
 
 
-def check(engine, basic_optimizer: torch.optim.Optimizer, optimizer_class: type) -> None:
+def check(engine, basic_optimizer: torch.optim.Optimizer) -> None:
     """Check the claims on an engine's parameters; no collective, as ranks have the same claims.
 
     Args:
         engine: a DeepSpeed engine under construction.
         basic_optimizer: the optimizer that it will step with.
-        optimizer_class: the base class of ours.
 
     Raises:
         ValueError: if one of ours was made for them and never stepped, and another one will step.
@@ -81,7 +91,7 @@ def check(engine, basic_optimizer: torch.optim.Optimizer, optimizer_class: type)
     first = f"the {ours} that was made for {unmet[0][0]}"
     if len(unmet) > 1:
         first += f" and {len(unmet) - 1} other parameter(s)"
-    if isinstance(basic_optimizer, optimizer_class):
+    if is_ours(basic_optimizer):
         logger.warning(
             "zero8: DeepSpeed steps with an %s that it made from its config; %s and its settings "
             "are not used",
