@@ -32,24 +32,14 @@ def in_config(name: str = "Adam8bitBlockwise") -> str:
 
 @dataclass
 class Use:
-    """Whether an optimizer is in use; kept longer than the optimizer.
-
-    Attributes:
-        is_met: whether it has stepped, or an engine steps with it.
-    """
+    """Whether an optimizer is in use: whether it has stepped, or an engine steps with it."""
 
     is_met: bool = False
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A record that an optimizer was made for a parameter.
-
-    Attributes:
-        optimizer: a weak reference to it.
-        class_name: the name of its class.
-        use: whether anything steps with it.
-    """
+    """A record that an optimizer was made for a parameter."""
 
     optimizer: weakref.ref
     class_name: str
@@ -67,14 +57,9 @@ def claim(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], use: Use) 
 
 
 def check(engine, basic_optimizer: torch.optim.Optimizer) -> None:
-    """Check the claims on an engine's parameters; no collective, as ranks have the same claims.
+    """Raise ValueError if one of ours was made for an engine's parameters, and another will step.
 
-    Args:
-        engine: a DeepSpeed engine under construction.
-        basic_optimizer: the optimizer that it will step with.
-
-    Raises:
-        ValueError: if one of ours was made for them and never stepped, and another one will step.
+    Not if ours has stepped.  No collective, as ranks have the same claims.
     """
     unmet = []
     for name, p in engine.module.named_parameters():

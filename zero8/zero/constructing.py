@@ -35,13 +35,11 @@ def noted(engine: Any) -> Iterator[None]:
 def constructing_engine() -> tuple[Any, Mapping[Tensor, str]]:
     """Return the engine that is making its optimizer in this thread, and its names of parameters.
 
-    Not DeepSpeed's debug map, which is global: the collection of an older engine empties it,
-    possibly on this rank alone.
-
-    Returns:
-        (None, {}) if none is.
+    (None, {}) if none is.
     """
     engine = _engine.get()
+    # Not DeepSpeed's debug map, which is global: the collection of an older engine empties it,
+    # possibly on this rank alone.
     return engine, {} if engine is None else engine.param_names
 
 

@@ -49,9 +49,7 @@ class FlatPartition(StateKind):
     def table(self, p: Tensor, numel: int | None = None) -> PieceTable | None:
         """Return the segment table of a partition, None if ZeRO does not know it as one.
 
-        Args:
-            p: the partition.
-            numel: its number of elements, if it is swapped out and its tensor is empty.
+        `numel` is its number of elements, if it is swapped out and its tensor is empty.
         """
         known = self._params.alive()
 
@@ -148,12 +146,7 @@ class FlatPartition(StateKind):
         return store
 
     def note_forms(self, saved: MomentStore, table: PieceTable) -> None:
-        """Count the parameters whose moments are re-encoded on loading.
-
-        Args:
-            saved: the partition's first moment in the checkpoint.
-            table: the partition's segment table now, with the same ranges.
-        """
+        """Count the parameters that a load re-encodes, by a partition's first moment there."""
         for ours, theirs in zip(table.pieces, saved.table.pieces, strict=True):
             kept = self.settings.codec, ours.block_size
             self.reencoded.note((saved.codec, theirs.block_size), kept)

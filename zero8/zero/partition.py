@@ -24,13 +24,9 @@ MakePiece = Callable[[Tensor, int, int, int], Piece]
 def table_of(
     flat: Tensor, numel: int, params: Sequence[Tensor], make: MakePiece
 ) -> PieceTable | None:
-    """Return the segment table of a flat partition, or None if `flat` is not one of ZeRO's.
+    """Return the segment table of a flat partition of these parameters, None if it is not ZeRO's.
 
-    Args:
-        flat: a tensor in the optimizer's groups.
-        numel: its number of elements; the tensor itself is empty while swapped out.
-        params: the parameters that the optimizer was constructed with.
-        make: makes a piece of one of them.
+    The tensor itself is empty while it is swapped out.
     """
     if any(hasattr(p, "_z3_optimizer") for p in params):
         pieces = _stage3_pieces(flat, params, make)
@@ -42,12 +38,7 @@ def table_of(
 
 
 def group_of(flat: Tensor, params: Sequence[Tensor]) -> Group:
-    """Return the ranks that hold the other parts of what a flat partition was cut from.
-
-    Args:
-        flat: the partition.
-        params: the parameters that the optimizer was constructed with.
-    """
+    """Return the ranks that hold the other parts of what a flat partition was cut from."""
     stage3 = [p.ds_process_group for p in params if hasattr(p, "_z3_optimizer")]
     if stage3:
         return _if_shared(stage3[0])
@@ -57,12 +48,7 @@ def group_of(flat: Tensor, params: Sequence[Tensor]) -> Group:
 
 
 def group_number_of(flat: Tensor, params: Sequence[Tensor]) -> int:
-    """Return the number of the optimizer's group that a sub-group of ZeRO 3 belongs to.
-
-    Args:
-        flat: the sub-group's partition.
-        params: the parameters that the optimizer was constructed with.
-    """
+    """Return the number of the optimizer's group that a sub-group of ZeRO 3 belongs to."""
     zero = next(p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer"))
     partitions = zero.fp32_partitioned_groups_flat
     (sub_group,) = (number for number, one in enumerate(partitions) if one is flat)

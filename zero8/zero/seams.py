@@ -19,11 +19,7 @@ SEAMS += [
 
 
 def fit(optimizer_class: type) -> None:
-    """Have DeepSpeed take a class of ours: now, or when it makes its next engine.
-
-    Raises:
-        RuntimeError: as `install`, if DeepSpeed is loaded.
-    """
+    """Have DeepSpeed take a class of ours: now, or when it makes its next engine."""
     if optimizer_class not in classes:
         classes.append(optimizer_class)
     if sys.modules.get("deepspeed"):
@@ -33,8 +29,7 @@ def fit(optimizer_class: type) -> None:
 def install() -> None:
     """Patch the loaded DeepSpeed, once, and have it take the classes of ours that it does not yet.
 
-    Raises:
-        RuntimeError: if this DeepSpeed lacks one of the seams; nothing is patched then.
+    Raises RuntimeError if this DeepSpeed lacks one of the seams; nothing is patched then.
     """
     from deepspeed.runtime.zero import utils
 
@@ -54,10 +49,8 @@ def install() -> None:
 def install_early(_: Any) -> None:
     """Patch what the first engine calls before it makes its optimizer, which is before `install`.
 
-    To be called when `deepspeed.runtime.engine` is imported.
-
-    Raises:
-        RuntimeError: if this DeepSpeed lacks one of these seams; `install` then says so again.
+    To be called when `deepspeed.runtime.engine` is imported.  Raises as `install`, which says it
+    again.
     """
     early = [one for one in SEAMS if one.is_early]
     for one in early:

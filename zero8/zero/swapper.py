@@ -39,19 +39,12 @@ class SwapsStates(OptimizerSwapper):
 
     A state is in its file; or being read into a buffer (`_arriving`); or in `optimizer.state`, in a
     buffer (`_resident`) or, before its first swap-out, in memory of its own.
-
-    Attributes:
-        has_agreed: whether the other ranks know already why a step raises.
     """
 
-    has_agreed = False
+    has_agreed = False  # whether the other ranks know already why a step raises
 
     def _begin(self) -> None:
-        """Finish the constructor.
-
-        Raises:
-            OSError: on all ranks, if another process swaps to the folder of one.
-        """
+        """Finish the constructor; raise OSError on all ranks if another process has a folder."""
         swap_lock.take_on_all(self.swap_folder)
         for kind in self.kinds:
             kind.before_exchange = self.agree
