@@ -5,10 +5,15 @@ import sys
 from typing import Any
 
 from zero8.versions import warn_if_untested
-from zero8.zero import checkpoints, constructing, gradients, states, step, swapping
+from zero8.zero import (  # noqa: F401 - each declares its seams
+    checkpoints,
+    constructing,
+    gradients,
+    states,
+    step,
+    swapping,
+)
 from zero8.zero.seam import ENGINE, SEAMS, Seam, classes, seam
-
-__all__ = ["SEAMS", "checkpoints", "constructing", "gradients", "states", "step", "swapping"]
 
 _SUPPORTED = "ZERO_SUPPORTED_OPTIMIZERS"
 
@@ -67,13 +72,15 @@ def install_early(_: Any) -> None:
     optimizer=None,
     is_early=True,
 )
-def configure_optimizer(original: Any, engine: Any, client_optimizer: Any, *args: Any) -> Any:
+def configure_optimizer(
+    original: Any, engine: Any, client_optimizer: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Make an engine's optimizer, which may be the first of the process."""
     if classes:
         install()
     constructing.check_object(engine, client_optimizer)
     with constructing.noted(engine):
-        return original(engine, client_optimizer, *args)
+        return original(engine, client_optimizer, *args, **kwargs)
 
 
 def add_op(all_ops: Any) -> None:

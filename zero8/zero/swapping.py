@@ -8,7 +8,6 @@ rank raises on all, before anything is changed.
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,17 +115,8 @@ def post_step(original: Callable, zero: Any, *args: Any, **kwargs: Any) -> Any:
 # --- Checkpoints ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SavedMoment:
-    """The first moment of a swapped sub-group in a checkpoint.
-
-    Attributes:
-        store: as it was saved, on the meta device.
-        table: the sub-group's segment table in this run.
-    """
-
-    store: MomentStore
-    table: PieceTable
+SavedMoment = tuple[MomentStore, PieceTable]
+"""A sub-group's first moment in a checkpoint, on the meta device, and its segment table here."""
 
 
 @seam(
@@ -185,10 +175,10 @@ def _restore(engine: Any, load_dir: str, tag: str, moments: list[SavedMoment]) -
     zero.overflow = saved["overflow"]
     zero._set_fp32_optimizer_param_groups()
     # `load_state_dict` logs the re-encoded states; swapped ones are re-encoded at their swap-in.
-    for moment in moments:
+    for store, table in moments:
         for kind in zero.optimizer_swapper.kinds:
-            if moment.store.rule in kind.algorithm.moments:
-                kind.note_forms(moment.store, moment.table)
+            if store.rule in kind.algorithm.moments:
+                kind.note_forms(store, table)
     zero.optimizer.load_state_dict(saved["optimizer_state_dict"])
     zero._clear_fp32_optimizer_param_groups()
     for number, weights in enumerate(zero.fp32_partitioned_groups_flat):
@@ -242,4 +232,4 @@ def _check_files(swapper: "SwapsStates", parameter: Tensor, folder: str) -> Iter
             check_places(layout.table, planned.table)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-        yield SavedMoment(layout.like[0], planned.table)
+        yield layout.like[0], planned.table
