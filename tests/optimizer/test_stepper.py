@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import zero8
-from zero8 import frameworks
 from zero8.state.params import KnownParams
 from zero8.state.whole import WholeTensor
 from zero8.step import stepper
@@ -292,7 +291,7 @@ class OfMatrices(WholeTensor):
 
 def test_parameters_of_two_kinds_of_state_step_together_each_asked_through_its_own(monkeypatch):
     params, optimizer = made()
-    monkeypatch.setattr(frameworks, "kinds", lambda: (OfMatrices, WholeTensor))
+    monkeypatch.setattr("zero8.blockwise.KINDS", (OfMatrices, WholeTensor))
     mixed, other = made()
     for number in range(3):
         step(params, optimizer, number)

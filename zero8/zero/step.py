@@ -48,54 +48,22 @@ _UNSCALES = "unscale_and_clip_grads"
 _FACTOR = "a pass over the gradients would multiply them"
 
 
-class _Owed:
-    """The factors that gradients in buffers have not been multiplied by.
+_owed: "WeakKeyDictionary[Any, dict[int, float | Tensor]]" = WeakKeyDictionary()
+"""The factors that gradients in buffers have not been multiplied by, by the optimizer of ZeRO.
 
-    By number of the parameter, for all that have ever got a gradient; 1 if nothing is owed.
-    """
-
-    def __init__(self) -> None:
-        self._factors: WeakKeyDictionary[Any, dict[int, float | Tensor]] = WeakKeyDictionary()
-
-    def pay_unused(self, zero: Any, params: list) -> None:
-        """Multiply the gradients of parameters that have got none since the step before."""
-        for param in params:
-            if zero.get_param_id(param) not in zero.norm_for_param_grads:
-                self.pay(zero, param)
-
-    def pay(self, zero: Any, param: Any) -> None:
-        """Multiply the gradient of a parameter, before it is used again or another is added."""
-        number = zero.get_param_id(param)
-        factor = self._of(zero).get(number, 1.0)
-        if factor != 1.0 and number in zero.grad_position:
-            widen(zero, "DeepSpeed uses the last gradient of a parameter that got none")
-            _gradient(zero, number).mul_(factor)
-            self._of(zero)[number] = 1.0
-
-    def note(self, zero: Any, params: list, factor: "float | Tensor") -> None:
-        """Note the factor of a step."""
-        for param in params:
-            number = zero.get_param_id(param)
-            if number in zero.norm_for_param_grads or number in self._of(zero):
-                self._of(zero)[number] = factor
-
-    def forget_arrived(self, zero: Any) -> None:
-        """Owe nothing to gradients that have arrived for a step that is skipped."""
-        self._of(zero).update(dict.fromkeys(zero.norm_for_param_grads, 1.0))
-
-    def _of(self, zero: Any) -> "dict[int, float | Tensor]":
-        return self._factors.setdefault(zero, {})
+By number of the parameter, for all that have ever got a gradient; 1 if nothing is owed.
+"""
 
 
-_owed = _Owed()
-
-
-def _gradient(zero: Any, number: int) -> Tensor:
-    """Return the gradient of the parameter with a number, in the buffer of this rank."""
-    group, *_, offset, numel = map(int, zero.grad_position[number])
-    grad = masters_of(zero)[group].grad
-    assert grad is not None, "the buffers of gradients stay"
-    return grad.view(-1).narrow(0, offset, numel)
+def _pay(zero: Any, param: Any) -> None:
+    """Multiply the gradient of a parameter, before it is used again or another is added."""
+    owed, number = _owed.setdefault(zero, {}), zero.get_param_id(param)
+    factor = owed.get(number, 1.0)
+    if factor != 1.0 and number in zero.grad_position:
+        widen(zero, "DeepSpeed uses the last gradient of a parameter that got none")
+        group, *_, offset, numel = map(int, zero.grad_position[number])
+        masters_of(zero)[group].grad.view(-1).narrow(0, offset, numel).mul_(factor)
+        owed[number] = 1.0
 
 
 @seam(STAGE12, _UNSCALES, _FACTOR, "grad_groups_flat", "total_norm", exactly=True)
@@ -137,11 +105,16 @@ def _can_scale(zero: Any, grads: list[Tensor | None]) -> bool:
 
 def _scale_in_step(zero: Any, params: list, total_norm: Any, has_factor: bool) -> None:
     """Give the step its factor; `params` are those whose gradients lie in a buffer."""
-    _owed.pay_unused(zero, params)
     factor = _factor(zero, total_norm) if has_factor else 1.0
+    for param in params:
+        number, arrived = zero.get_param_id(param), zero.norm_for_param_grads
+        if number not in arrived:
+            _pay(zero, param)
+        owed = _owed.setdefault(zero, {})
+        if number in arrived or number in owed:
+            owed[number] = factor
     if has_factor:
         zero.optimizer.scale_grads(factor)
-    _owed.note(zero, params, factor)
 
 
 def _factor(zero: Any, total_norm: Any) -> "float | Tensor":
@@ -162,7 +135,7 @@ def _factor(zero: Any, total_norm: Any) -> "float | Tensor":
 def reset_buffers(original: Callable, zero: Any) -> None:
     """Owe gradients nothing that have arrived for a step that overflows."""
     if zero.overflow:
-        _owed.forget_arrived(zero)
+        _owed.setdefault(zero, {}).update(dict.fromkeys(zero.norm_for_param_grads, 1.0))
     original(zero)
 
 
@@ -170,7 +143,7 @@ def reset_buffers(original: Callable, zero: Any) -> None:
 def accumulate(original: Callable, zero: Any, param: Any) -> None:
     """Pay what a gradient is owed before another is added."""
     if zero.low_precision_master_weights_and_grads:  # in the buffer itself
-        _owed.pay(zero, param)
+        _pay(zero, param)
     original(zero, param)
 
 
