@@ -163,7 +163,7 @@ def _deepspeed(report: dict) -> dict | None:
 
 def _installed_seams(report: dict) -> dict[str, str]:
     """Return the states: "missing", "present", or "installed", of all if none is missing."""
-    changed = [seam for seam in seams.SEAMS if seam.loss]
+    changed = [seam for seam in seams.SEAMS if seam.without]
     missing = [seam for seam in changed if seam.state == "missing"]
     for seam in missing:
         report["problems"].append(f"this DeepSpeed lacks {seam}")

@@ -183,6 +183,7 @@ def test_import_zero8_in_a_fresh_process_loads_neither_deepspeed_nor_cuda():
         "assert not torch.cuda.is_initialized(), 'cuda'; "
         "assert 'deepspeed' not in sys.modules, 'deepspeed'; "
         "assert 'torch.utils.cpp_extension' not in sys.modules, 'slow'; "
+        "assert 'torch.distributed.tensor' not in sys.modules, 'slow'; "
         "assert torch.optim.Adam8bitBlockwise is zero8.Adam8bitBlockwise"
     )
     subprocess.run(

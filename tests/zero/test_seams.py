@@ -242,7 +242,7 @@ def engine_of(stand_ins, force=True, **zero_options):
 
 def seam_objects():
     """Return what is where zero8 patches DeepSpeed, but for the row that imports put in."""
-    return [seam.found() for seam in seams.SEAMS if seam.loss and seam.name != "ALL_OPS"]
+    return [seam.found() for seam in seams.SEAMS if seam.without and seam.name != "ALL_OPS"]
 
 
 def test_install_patches_what_is_declared_and_nothing_else(stand_ins):
@@ -250,7 +250,7 @@ def test_install_patches_what_is_declared_and_nothing_else(stand_ins):
     assert {seam.state for seam in table} == {"present"}
     seams.fit(Ours)
     for seam in table:
-        is_expected = seam.loss and not seam.is_early and seam.patch
+        is_expected = seam.without and not seam.is_early and seam.patch
         assert seam.state == ("installed" if is_expected else "present"), seam
     seams.install_early(None)
     for seam in table:
@@ -258,7 +258,7 @@ def test_install_patches_what_is_declared_and_nothing_else(stand_ins):
 
 
 def test_seams_are_declared_once_each():
-    labels = [seam.label for seam in seams.SEAMS if seam.loss]
+    labels = [seam.label for seam in seams.SEAMS if seam.without]
     assert len(labels) == len(set(labels))
 
 

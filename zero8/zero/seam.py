@@ -14,7 +14,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from operator import attrgetter
 from typing import Any
 
 from zero8.versions import TESTED
@@ -51,7 +50,7 @@ class Seam:
         owner: its module, or module:class.
         name: its name there.
         parameters: the parameters that zero8 relies on.
-        loss: what would be lost without the patch; empty if zero8 only calls or overrides it.
+        without: what would happen without the patch; empty if zero8 only calls or overrides it.
         patch: what takes its place; None for lists and tables, and without a patch.
         optimizer: gets the arguments of a call, and returns the optimizer that must be ours; None:
             the patch decides.
@@ -63,7 +62,7 @@ class Seam:
     owner: str
     name: str
     parameters: tuple[str, ...] = ()
-    loss: str = ""
+    without: str = ""
     patch: Callable | None = None
     optimizer: Callable[..., object] | None = None
     exactly: bool = False
@@ -83,7 +82,7 @@ class Seam:
     def found(self) -> object | None:
         """Return the member, None if it is missing."""
         try:
-            return attrgetter(self.label)(self._module())
+            return getattr(self._owner(), self.name)
         except (ImportError, AttributeError):
             return None
 
@@ -103,8 +102,7 @@ class Seam:
         """Put the patch in its place."""
         if self.patch is None:
             return
-        class_name = self.owner.partition(":")[2]
-        owner = getattr(self._module(), class_name) if class_name else self._module()
+        owner = self._owner()
         original, patch = getattr(owner, self.name), self.patch
 
         @functools.wraps(original, updated=())
@@ -128,8 +126,10 @@ class Seam:
             is_patched = getattr(found, "__globals__", {}).get("__name__") == __name__
         return "installed" if is_patched else "present"
 
-    def _module(self) -> Any:
-        return importlib.import_module(self.owner.partition(":")[0])
+    def _owner(self) -> Any:
+        module, _, class_name = self.owner.partition(":")
+        found = importlib.import_module(module)
+        return getattr(found, class_name) if class_name else found
 
 
 SEAMS: list[Seam] = []
@@ -139,7 +139,7 @@ SEAMS: list[Seam] = []
 def seam(
     owner: str,
     name: str,
-    loss: str,
+    without: str,
     *parameters: str,
     optimizer: Callable[..., object] | None = of_zero,
     exactly: bool = False,
@@ -148,7 +148,7 @@ def seam(
     """Declare the decorated function as a patch; the arguments are those of `Seam`."""
 
     def declare(patch: Callable) -> Callable:
-        SEAMS.append(Seam(owner, name, parameters, loss, patch, optimizer, exactly, is_early))
+        SEAMS.append(Seam(owner, name, parameters, without, patch, optimizer, exactly, is_early))
         return patch
 
     return declare
