@@ -106,11 +106,11 @@ def _can_scale(zero: Any, grads: list[Tensor | None]) -> bool:
 def _scale_in_step(zero: Any, params: list, total_norm: Any, has_factor: bool) -> None:
     """Give the step its factor; `params` are those whose gradients lie in a buffer."""
     factor = _factor(zero, total_norm) if has_factor else 1.0
+    arrived, owed = (zero.norm_for_param_grads, _owed.setdefault(zero, {})) if params else ({}, {})
     for param in params:
-        number, arrived = zero.get_param_id(param), zero.norm_for_param_grads
+        number = zero.get_param_id(param)
         if number not in arrived:
             _pay(zero, param)
-        owed = _owed.setdefault(zero, {})
         if number in arrived or number in owed:
             owed[number] = factor
     if has_factor:
