@@ -119,7 +119,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 # Users expect to wait here rather than in the first step.
                 kernel.prepare((algorithm, self.codec))
         if engine is None:  # last, so that a failed constructor claims nothing
-            claims.claim(self, self._all_params(), self._use)
+            claims.claim(self._all_params(), self._claim)
 
     def _begin(self) -> None:
         """Create run-time members, which pickling omits."""
@@ -131,7 +131,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             for kind in KINDS
         ]
         self._stepper = Stepper(self.settings, self._params, self.kind_of, self.algorithm_of)
-        self._use = claims.Use()
+        self._claim = claims.Claim(self)
         self._in_backward: InBackward | None = None
         self._lacks_decay = False  # whether a group was added without a weight_decay
         self._groups_seen: tuple[list[Group], dict[Tensor, tuple[Group, int]]] = ([], {})
@@ -292,7 +292,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.finish()
             self._in_backward.watch(self._all_params())
-        self._use.is_met = True
+        self._claim.is_met = True
         self._check_algorithms(self.state)
         # Python runs other threads while the kernel works.
         with self._lock, plain_torch():

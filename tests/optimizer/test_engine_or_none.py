@@ -18,7 +18,7 @@ def test_parameter_that_zero3_has_partitioned_counts_with_its_full_shape():
 
 def test_use_after_a_step_is_met_and_outlives_the_optimizer(monkeypatch):
     uses = []
-    monkeypatch.setattr(claims, "claim", lambda optimizer, params, use: uses.append(use))
+    monkeypatch.setattr(claims, "claim", lambda params, made: uses.append(made))
     p = torch.nn.Parameter(torch.zeros(4, 1024))
     optimizer = zero8.Adam8bitBlockwise([p])
     p.grad = torch.ones_like(p)

@@ -10,7 +10,6 @@ constructed, and claims outlive it.
 import logging
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,28 +29,20 @@ def in_config(name: str = "Adam8bitBlockwise") -> str:
     return f'"optimizer": {{"type": "{name}", "params": {{...}}}}'
 
 
-@dataclass
-class Use:
-    """Whether an optimizer is in use: whether it has stepped, or an engine steps with it."""
-
-    is_met: bool = False
-
-
-@dataclass(frozen=True)
 class Claim:
-    """A record that an optimizer was made for a parameter."""
+    """An optimizer's claim on its parameters, which outlives it."""
 
-    optimizer: weakref.ref
-    class_name: str
-    use: Use
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        """Keep a weak reference to it."""
+        self.optimizer, self.class_name = weakref.ref(optimizer), type(optimizer).__name__
+        self.is_met = False  # whether it has stepped, or an engine steps with it
 
 
 _claims = WeakTensorKeyDictionary()
 
 
-def claim(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], use: Use) -> None:
-    """Claim parameters for an optimizer, replacing earlier claims."""
-    made = Claim(weakref.ref(optimizer), type(optimizer).__name__, use)
+def claim(params: Iterable[Tensor], made: Claim) -> None:
+    """Claim parameters, replacing earlier claims."""
     for p in filter(bears_weak_references, params):  # DeepSpeed's engines take no others
         _claims[p] = made
 
@@ -64,10 +55,10 @@ def check(engine, basic_optimizer: torch.optim.Optimizer) -> None:
     unmet = []
     for name, p in engine.module.named_parameters():
         made = _claims.get(p)
-        if made is None or made.use.is_met:
+        if made is None or made.is_met:
             continue
         if made.optimizer() is basic_optimizer:
-            made.use.is_met = True
+            made.is_met = True
         else:
             unmet.append((name, made))
     if not unmet:
@@ -84,7 +75,7 @@ def check(engine, basic_optimizer: torch.optim.Optimizer) -> None:
             first,
         )
         for _, made in unmet:
-            made.use.is_met = True
+            made.is_met = True
         return
     is_forced = engine.zero_use_cpu_optimizer() and engine.zero_force_ds_cpu_optimizer()
     way_to_keep = f"; for Accelerate to keep the object, set {SETTING} there" if is_forced else ""
