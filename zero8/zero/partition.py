@@ -7,15 +7,12 @@ per sub-group (stage 3), and describes it in attributes of the parameters: `_hp_
 so the first step makes the table.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
+from torch import Tensor, distributed
 
 from zero8.ranks.numbers import Group
 from zero8.state.table import Piece, PieceTable
-
-logger = logging.getLogger("zero8")
 
 MakePiece = Callable[[Tensor, int, int, int], Piece]
 """(parameter, start in the shard, numel, first element in the parameter) -> Piece."""
@@ -65,7 +62,7 @@ def _stage12_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> 
     if not touching:
         return []  # this rank's partition is all padding
     group_storage = touching[0].untyped_storage().data_ptr()
-    partition_start = _rank_in(touching[0]._dp_group) * flat.numel()
+    partition_start = distributed.get_rank(touching[0]._dp_group) * flat.numel()
     pieces = []
     for p in params:
         if p.numel() == 0 or p.untyped_storage().data_ptr() != group_storage:
@@ -87,7 +84,7 @@ def _stage3_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> l
         sub_group, start, _ = zero.grad_position[zero.get_param_id(p)]
         if zero.fp32_partitioned_groups_flat[sub_group] is not flat:
             continue
-        first = _rank_in(p.ds_process_group) * p.partition_numel()
+        first = distributed.get_rank(p.ds_process_group) * p.partition_numel()
         numel = min(p.partition_numel(), p.ds_numel - first)
         if numel > 0:
             pieces.append(make(p, start, numel, first))
@@ -107,14 +104,6 @@ def _touching(params: Sequence[Tensor], storage: int) -> list[Tensor]:
 
 def _if_shared(process_group: Group) -> Group:
     """Return a process group, None if it has one rank only."""
-    from deepspeed import comm
-
-    if process_group is None or comm.get_world_size(group=process_group) == 1:
+    if process_group is None or distributed.get_world_size(process_group) == 1:
         return None
     return process_group
-
-
-def _rank_in(process_group) -> int:
-    from deepspeed import comm
-
-    return comm.get_rank(group=process_group)
