@@ -164,7 +164,7 @@ fuzz-kernel: .venv/.test
 	  --first $(or $(FIRST),0)
 
 soak: .venv/.test
-	$(BUILD) configs/zero3_nvme.json
+	$(BUILD)
 	OMP_NUM_THREADS=1 $(RUN) tests/soak.py --kills $(or $(KILLS),100) --seed $(or $(SEED),0)
 
 # omp.h is the compiler's, after clang's own headers of instructions.

@@ -27,7 +27,8 @@ namespace ZERO8_TARGET {
 //   advance(vec, Vec::F g, Vec::F* m, Vec::F* carried)
 //       Turns the decoded moments into the new ones.  `vec` is a Vec or, on CUDA, a QuickVec.
 //   param(vec, Vec::F p, const Vec::F* m, const Vec::F* carried)
-//       Returns p', not rounded yet.
+//       Returns p', not rounded yet.  Moments that cannot be negative are not used: their values
+//       may have been raised for their codes.
 //   proves_finite(const uint32_t* largest)
 //       Whether the largest patterns of a block's new moments prove that its gradients are finite
 //       and below the limit; if not, they are looked at.

@@ -16,13 +16,6 @@ enum Algorithm : int32_t { kAdam = 1, kLion = 2, kSgd = 3, kAdemamix = 4 };
 #define ZERO8_ALGORITHMS(X, target) \
   X(target, Adam) X(target, Lion) X(target, Sgd) X(target, Ademamix)
 
-// Calls the macro X(target, algorithm, codec) for each codec, with the end of its name in format.h.
-#define ZERO8_CODECS(X, target, algorithm) \
-  X(target, algorithm, Float32)            \
-  X(target, algorithm, Dynamic)            \
-  X(target, algorithm, Log)                \
-  X(target, algorithm, Fp8) X(target, algorithm, Log6) X(target, algorithm, Linear4)
-
 // The moments of an algorithm, in order: whether each one can be negative, and whether the dither
 // rounds its codes.
 struct MomentsOf {

@@ -49,13 +49,14 @@ ZERO8_INLINE inline void step_param(const typename Algorithm::Scalars& s,
   param.write(i, buffer.param(vec, s, p, i), lanes);
 }
 
-// Calls body(vec) with a QuickVec, and if that has seen tiny results, again with a Vec.
-template <class Algorithm, class Body>
-ZERO8_INLINE inline void quickly(const Buffer<Algorithm>& buffer, Body&& body) {
+// Calls body(vec), which makes numbers at `made`, with a QuickVec, and if that has seen tiny
+// results, again with a Vec.
+template <class Body>
+ZERO8_INLINE inline void quickly(const float* made, Body&& body) {
   QuickVec quick;
   body(quick);
   if constexpr (!QuickVec::kIsExact) {
-    if (QuickVec::saw_tiny(buffer.values)) {
+    if (QuickVec::saw_tiny(made)) {
       Vec exact;
       body(exact);
       QuickVec::forget_tiny();

@@ -39,10 +39,9 @@ std::string wrong_size(const Segment& s) {
 
 std::string codecs_served() {
   std::string names;
-  for (int codec = 0; codec < kNumCodecs; ++codec) {
-    if (kCodecSizes[codec].bits == 0) continue;
+  for (const CodecSize& size : kCodecSizes) {
     if (!names.empty()) names += ", ";
-    names += std::to_string(codec) + " (" + kCodecSizes[codec].name + ")";
+    names += std::to_string(size.codec) + " (" + size.name + ")";
   }
   return names;
 }
@@ -54,7 +53,7 @@ std::string wrong_kind(const Segment& s, int64_t num_scalars, bool takes_int8) {
   }
   for (int k = 0; k < kMomentsOf[s.algorithm].count; ++k) {
     const int32_t codec = s.moments[k].codec, first = s.moments[0].codec;
-    if (codec < 0 || codec >= kNumCodecs || kCodecSizes[codec].bits == 0) {
+    if (!size_of_codec(codec).name) {
       return wrong(of_moment(k, "codec"), codec, "one of " + codecs_served());
     }
     if (codec != first) {
@@ -130,7 +129,7 @@ std::string wrong_array(const char* field, const void* p, int32_t dtype) {
 std::string wrong_moment(const Segment& s, int k, int64_t num_blocks) {
   const Moment& moment = s.moments[k];
   const bool is_signed = kMomentsOf[s.algorithm].is_signed[k];
-  const CodecSize size = kCodecSizes[moment.codec];
+  const CodecSize size = size_of_codec(moment.codec);
   const int64_t expected =
       num_blocks * (is_signed ? size.scales_of_signed : size.scales_of_unsigned);
   if (moment.num_scales != expected) {

@@ -8,6 +8,7 @@ namespace zero8 {
 namespace ZERO8_TARGET {
 
 constexpr int64_t kPrefetchDistance = 512;  // elements
+constexpr int kLineBytes = 64;
 constexpr int kChunk = 4 * Vec::kLanes;
 
 // --- Whole vectors and tails -------------------------------------------------------------------
@@ -42,7 +43,7 @@ inline void store8(uint8_t* p, Vec::I x, First tail) { Vec::store8_n(p, x, tail.
 // The lines of one chunk that will be needed a little later.
 template <class T>
 ZERO8_INLINE inline void prefetch_chunk(const T* x) {
-  constexpr int kLine = 64 / sizeof(T);
+  constexpr int kLine = kLineBytes / sizeof(T);
   for (int i = 0; i < kChunk; i += kLine) Vec::prefetch(x + kPrefetchDistance + i);
 }
 

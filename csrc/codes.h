@@ -2,36 +2,30 @@
 // What a code of moments is in terms of Vec, and what several codes have in common.  log.h,
 // dynamic.h, fp8.h and linear4.h have the codes.
 //
-// A code is a struct with four parts, so that the step can arrange them as it likes:
+// A code is a struct with four parts, so that a step can arrange them as it likes:
 //
-//   kBits, kSigned, kScales, kZeroCode, kTwosComplement, kHasPairs, kIsDithered
+//   kBits, kSigned, kScales, kZeroCode, kTwosComplement, kIsDithered
 //       The bits of a code in memory, 8, 6 or 4; whether it has codes of negative values; how many
 //       floats each block stores, 1 to kMaxScales; the code of exact 0; whether codes are in two's
-//       complement, and so to be loaded by Vec::load8s instead of Vec::load8; whether pairs of
-//       vectors are served; whether thresholds are used, and so is dither().
+//       complement, and so to be loaded by Vec::load8s instead of Vec::load8; whether thresholds
+//       are used, and so is dither().
 //   kRaised, kLowered
-//       With fewer than 8 bits packing.h makes bytes of codes, and codes of what the Encoder gives:
+//       With fewer than 8 bits units.h makes bytes of codes, and codes of what the Encoder gives:
 //       it adds the one and subtracts the other.  Codes in two's complement get the upper bits of
 //       their bytes, so they are multiplied by 4.
 //   Decoder(const float* stored, float gain, const CodecMaps&)
 //       Of one block, by its kScales floats.  `decode(vec, Vec::I codes)` returns a Vec::F: the
-//       values times `gain`; `vec` is a Vec or a QuickVec.  On the CPU
-//       `decode.chunk(const uint8_t*)` returns a Chunk for the next four vectors, whose
-//       two<kPairs>(vec, int k, Vec::F*) gives numbers k and k + 1, k being 0 or 2, in order or as
-//       a pair: see Dither.  The Decoder and the codes must outlive it.
-//   Range()
-//       What the block's scales depend on: `add(Vec::F)` is called with every value of the block,
-//       in any order, while values are made.  Zeros may be added, as beyond a tail, and on CUDA
-//       each thread adds its own values: the Encoder reduces over the block.  It tells the
-//       `largest()` pattern, which without kSigned is that of NaN if there is one.
+//       values times `gain`; `vec` is a Vec or a QuickVec.
 //   Encoder(const Range&, const CodecMaps&, const BlockValues&, float* stored)
 //       Makes the scales and writes kScales floats; it may change the values.  `encode(Vec::F,
 //       Vec::I threshold)` returns a Vec::I of codes, to which `completed<kLeft>` is still to be
-//       applied: on packed bytes that is cheaper.  Encoder() encodes nothing.  Its members are
-//       scalars, as it is copied and kept from block to block: vectors made the step 6 % slower.
+//       applied: on packed bytes that is cheaper.  Its members are scalars: vectors that are kept
+//       from block to block made the step 6 % slower.
 //   dither(uint32_t q)
 //       The Dither of the thresholds, which starts with q(i, t) = q; not needed without
 //       kIsDithered.
+//
+// log.h has more of each, for the step that has its codes among its own arithmetic.
 //
 // Values are finite, 0 or normal numbers, below 2^126 in magnitude as limits on gradients see to
 // it, and never negative without kSigned.
@@ -116,10 +110,34 @@ class Dither {
   }
 };
 
+// For codes without thresholds.
+struct NoDither {
+  ZERO8_DEVICE void start(int, bool) {}
+  ZERO8_DEVICE Vec::I next() { return Vec::seti(0); }
+  ZERO8_DEVICE Vec::I next_of_two(int) { return Vec::seti(0); }
+};
+
 // Whether thresholds are used where the settling of a step says so, and only there: of an encoder
 // that then `is_dithered`, and has an encoder `dithered()`.
 template <class Code>
 constexpr bool kMayDither = false;
+
+// Calls body(encode, dither) with what encodes a block whose thresholds start with q(i, t) = q.
+template <class Code, class Body>
+ZERO8_DEVICE ZERO8_INLINE inline void with_dither(const typename Code::Encoder& encode, uint32_t q,
+                                                  Body&& body) {
+  if constexpr (kMayDither<Code>) {
+    if (encode.is_dithered) {
+      body(encode.dithered(), Code::dither(q));
+    } else {
+      body(encode, NoDither());
+    }
+  } else if constexpr (Code::kIsDithered) {
+    body(encode, Code::dither(q));
+  } else {
+    body(encode, NoDither());
+  }
+}
 
 // What the codes of a block depend on besides their range.
 struct BlockValues {
@@ -128,26 +146,6 @@ struct BlockValues {
   int place;       // how many others lie before them
   int size;        // of all together: more than `count` where others hold the rest
   float settling;  // of (C2')
-};
-
-// Four vectors of codes, of which the Decoder takes two at a time as they are loaded.
-template <class Decoder>
-struct ChunkOf {
-  const Decoder& decode;
-  const uint8_t* codes;
-
-  template <bool kPairs, class V>
-  ZERO8_DEVICE ZERO8_INLINE void two(V& vec, int k, typename V::F* x) const {
-    const uint8_t* from = codes + k * V::kLanes;
-    typename V::I code[2];
-    if constexpr (kPairs) {
-      V::load8_pair(from, code);
-    } else {
-      V::load8_two(from, code);
-    }
-    x[0] = decode(vec, code[0]);
-    x[1] = decode(vec, code[1]);
-  }
 };
 
 // What is left to do to a code: negate it where x is negative; make it 0 where it is negative; make
@@ -161,44 +159,60 @@ ZERO8_DEVICE inline Vec::I completed(Vec::I code, Vec::F x) {
   return Vec::unless_zero(code, Vec::as_int(x));
 }
 
-// Largest |x|, of values that are never negative if not kSigned.  Over bit patterns, so that
-// neither order nor vector width matters.  Where a signed value is NaN it means nothing.
-template <bool kSigned>
-struct Absmax {
-  Vec::I patterns;
+// What the scales of a block depend on: its values may be added in any order, and zeros too, as
+// they are beyond a tail.  Over bit patterns, so that neither order nor vector width matters; where
+// a signed value is NaN it means nothing.  On CUDA each thread adds its own.
+struct Range {
+  Vec::I high;   // the largest magnitude
+  Vec::I other;  // if signed the largest value, else the smallest but 0, minus 1, as 0 is ~0 then
 
-  ZERO8_DEVICE Absmax() : patterns(Vec::seti(0)) {}
+  ZERO8_DEVICE explicit Range(bool is_signed = true)
+      : high(Vec::seti(0)), other(Vec::seti(is_signed ? 0 : ~0u)) {}
 
-  ZERO8_DEVICE ZERO8_INLINE void add(Vec::F x) {
-    patterns = kSigned ? Vec::max_magnitude(patterns, x) : Vec::maxu(patterns, Vec::as_int(x));
+  // `is_signed` is known to the compiler.  Of signed values NaN counts only with kSeesNan.
+  template <bool kSeesNan = false>
+  ZERO8_DEVICE ZERO8_INLINE void add(bool is_signed, Vec::F x) {
+    if (is_signed) {
+      high = kSeesNan ? Vec::maxu(high, Vec::magnitude_bits(x)) : Vec::max_magnitude(high, x);
+      other = Vec::maxs(other, Vec::as_int(x));
+    } else {
+      high = Vec::maxu(high, Vec::as_int(x));
+      other = Vec::minu(other, Vec::addi(Vec::as_int(x), Vec::seti(~0u)));
+    }
   }
-  ZERO8_DEVICE uint32_t largest() const { return Vec::reduce_maxu(patterns); }
-  ZERO8_DEVICE float value() const {
+  ZERO8_DEVICE uint32_t largest() const { return Vec::reduce_maxu(high); }
+  ZERO8_DEVICE uint32_t smallest() const { return Vec::reduce_minu(other) + 1u; }
+  ZERO8_DEVICE float absmax() const {
     const float x = float_of(largest());
     return x < kSaturation ? x : kSaturation;
   }
-};
-
-// The element of largest magnitude, with its sign: (C6).
-template <bool kSigned>
-struct Extremes {
-  Absmax<kSigned> absmax;
-  Vec::I positive;  // the largest of the elements that are not negative
-
-  ZERO8_DEVICE Extremes() : positive(Vec::seti(0)) {}
-
-  ZERO8_DEVICE ZERO8_INLINE void add(Vec::F x) {
-    absmax.add(x);
-    if constexpr (kSigned) positive = Vec::maxs(positive, Vec::as_int(x));
-  }
-  ZERO8_DEVICE uint32_t largest() const { return absmax.largest(); }
-  // The scale, or `min_scale` if that is more; 0 for a block of zeros.
-  ZERO8_DEVICE float scale(float min_scale) const {
-    const float magnitude = absmax.value();
-    const bool is_positive = !kSigned || float_of(Vec::reduce_maxu(positive)) >= magnitude;
+  // The element of largest magnitude, with its sign, or `min_scale` if that is more; 0 for a block
+  // of zeros: (C6).
+  ZERO8_DEVICE float extreme(bool is_signed, float min_scale) const {
+    const float magnitude = absmax();
+    const bool is_positive = !is_signed || float_of(Vec::reduce_maxu(other)) >= magnitude;
     if (magnitude == 0.0f) return 0.0f;
     return magnitude < min_scale ? min_scale : is_positive ? magnitude : -magnitude;
   }
+};
+
+template <bool kCondition, class Yes, class No>
+struct Choice {
+  using Type = Yes;
+};
+template <class Yes, class No>
+struct Choice<false, Yes, No> {
+  using Type = No;
+};
+template <bool kCondition, class Yes, class No>
+using IfElse = typename Choice<kCondition, Yes, No>::Type;
+
+// A codec: the codes of moments that can be negative, of those of them that the dither rounds, and
+// of moments that cannot be negative.
+template <class OfSigned, class OfDithered, class OfUnsigned>
+struct CodecOf {
+  template <bool kSigned, bool kDithered>
+  using Code = IfElse<kSigned, IfElse<kDithered, OfDithered, OfSigned>, OfUnsigned>;
 };
 
 }  // namespace ZERO8_TARGET

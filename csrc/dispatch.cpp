@@ -87,37 +87,33 @@ Place place_of(const Segment* segments, int64_t num_segments, int64_t element) {
   return {i, local_block(seg, element)};
 }
 
-// Steps over blocks first .. stop - 1 of a segment: over INT8 weights, and bfloat16 ones that are
-// copied, a part at a time, which is in the cache then.  Copies of float parameters are the step's
-// own.  `wide` has the memory that StepBlocks need.
+// Steps over blocks first .. stop - 1 of a segment: a part at a time where the weights are INT8, or
+// are copied, which are in the cache then.  `wide` has the memory that StepBlocks need.
 int64_t step_segment(const Segment& seg, const StepScalars& scalars, const CodecMaps& maps,
-                     StepBlocks* step_blocks, int64_t first, int64_t stop, float* wide) {
-  const bool is_copied = seg.copy && seg.param_dtype == kBF16;
-  if (!is_copied && !is_int8(seg)) return step_blocks(seg, scalars, maps, first, stop, wide);
+                     const Steps& steps, int64_t first, int64_t stop, float* wide) {
+  StepBlocks* const step_blocks = steps.step_blocks[seg.algorithm];
+  if (!seg.copy && !is_int8(seg)) return step_blocks(seg, scalars, maps, first, stop, wide);
   int64_t skipped = 0;
   for (int64_t end; first < stop; first = end) {
     end = part_end(seg, first, stop);
     skipped += step_blocks(seg, scalars, maps, first, end, wide);
-    if (!is_copied) continue;
+    if (!seg.copy) continue;
     const dispatch::Block last = dispatch::block_at(seg, end - 1);
-    const int64_t from = dispatch::block_at(seg, first).begin, to = last.begin + last.count;
-    std::memcpy(static_cast<uint16_t*>(seg.copy) + from,
-                static_cast<const uint16_t*>(seg.param) + from, (to - from) * sizeof(uint16_t));
+    steps.copy_params(seg, dispatch::block_at(seg, first).begin, last.begin + last.count);
   }
   return skipped;
 }
 
 // Steps over the blocks from `begin` to just before `end`.
 void step_range(Segment* segments, int64_t num_segments, const StepScalars* scalars,
-                const CodecMaps& maps, const Isa& isa, Place begin, Place end, float* wide) {
+                const CodecMaps& maps, const Steps& steps, Place begin, Place end, float* wide) {
   const FlushToZero mode;
   for (int64_t i = begin.segment; i < num_segments && i <= end.segment; ++i) {
     Segment& seg = segments[i];
     const int64_t first = i == begin.segment ? begin.block : 0;
     const int64_t stop = i == end.segment ? end.block : dispatch::num_blocks(seg);
     if (first >= stop) continue;
-    const int64_t skipped =
-        step_segment(seg, scalars[seg.scalars], maps, isa.step_of(seg), first, stop, wide);
+    const int64_t skipped = step_segment(seg, scalars[seg.scalars], maps, steps, first, stop, wide);
     if (skipped) __atomic_fetch_add(&seg.nonfinite_blocks, skipped, __ATOMIC_RELAXED);
   }
 }
@@ -139,32 +135,17 @@ bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && has_avx2();
 }
-bool has_avx512vbmi() { return __builtin_cpu_supports("avx512vbmi") && has_avx512(); }
 #endif
 
 }  // namespace
 
-// By number, of which some are not used.
-#define ZERO8_LIST_STEPS(target, algorithm) ZERO8_LIST_STEPS_OF(target, target, algorithm)
-// Of VBMI the codec Dynamic alone has a use: its other steps are those of AVX-512.
-#define ZERO8_LIST_VBMI_STEPS(target, algorithm) ZERO8_LIST_STEPS_OF(avx512, target, algorithm)
-#define ZERO8_LIST_STEPS_OF(target, target_of_dynamic, algorithm) \
-  {ZERO8_STEP_BLOCKS(target, algorithm, Float32),                 \
-   ZERO8_STEP_BLOCKS(target_of_dynamic, algorithm, Dynamic),      \
-   nullptr,                                                       \
-   nullptr,                                                       \
-   ZERO8_STEP_BLOCKS(target, algorithm, Log),                     \
-   ZERO8_STEP_BLOCKS(target, algorithm, Fp8),                     \
-   ZERO8_STEP_BLOCKS(target, algorithm, Log6),                    \
-   ZERO8_STEP_BLOCKS(target, algorithm, Linear4)},
 const Isa kIsas[] = {
-    {"baseline", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, baseline)}, [] { return true; }},
+    {"baseline", &ZERO8_STEPS(baseline), [] { return true; }},
 #if defined(__x86_64__)
-    {"avx2", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, avx2)}, has_avx2},
-    {"avx512", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, avx512)}, has_avx512},
-    {"avx512vbmi", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_VBMI_STEPS, avx512vbmi)}, has_avx512vbmi},
+    {"avx2", &ZERO8_STEPS(avx2), has_avx2},
+    {"avx512", &ZERO8_STEPS(avx512), has_avx512},
 #elif defined(__aarch64__)
-    {"neon", {{}, ZERO8_ALGORITHMS(ZERO8_LIST_STEPS, neon)}, [] { return true; }},
+    {"neon", &ZERO8_STEPS(neon), [] { return true; }},
 #endif
 };
 const int kNumIsas = sizeof kIsas / sizeof kIsas[0];
@@ -182,7 +163,7 @@ void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
   // A static partition into equal parts, but in whole blocks or rows: every one is done by one
   // thread, in any case alike.
   const auto step_part = [&](int64_t part, int64_t parts) {
-    step_range(segments, num_segments, scalars, maps, isa,
+    step_range(segments, num_segments, scalars, maps, *isa.steps,
                place_of(segments, num_segments, numel * part / parts),
                place_of(segments, num_segments, numel * (part + 1) / parts),
                wide.of_thread(static_cast<int>(part)));

@@ -15,7 +15,7 @@ struct Dynamic {
   static constexpr bool kSigned = kIsSigned, kIsDithered = false;
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = kSigned ? 127 : 0;
-  static constexpr bool kTwosComplement = false, kHasPairs = false;
+  static constexpr bool kTwosComplement = false;
   static constexpr float kMinScale = kSigned ? 0x1p-105f : 0x1p-104f;
 
   ZERO8_DEVICE static const DynamicMap& map_of(const CodecMaps& maps) {
@@ -32,37 +32,17 @@ struct Dynamic {
     ZERO8_DEVICE ZERO8_INLINE Vec::F operator()(AnyVec& vec, Vec::I code) const {
       return vec.mul(Vec::look_up(map->levels, code), scale);
     }
-    struct Chunk {
-      Vec::F four[4];
-
-      template <bool kPairs, class V>
-      ZERO8_DEVICE ZERO8_INLINE void two(V&, int k, Vec::F* x) const {
-        static_assert(!kPairs);
-        x[0] = four[k];
-        x[1] = four[k + 1];
-      }
-    };
-    template <class V = QuickVec>
-    ZERO8_DEVICE Chunk chunk(const uint8_t* codes) const {
-      Chunk chunk;
-      V::look_up_codes(map->levels, map->level_bytes, codes, chunk.four);
-      for (Vec::F& x : chunk.four) x = V::mul(x, scale);
-      return chunk;
-    }
   };
-
-  using Range = Extremes<kSigned>;
 
   struct Encoder {
     static constexpr Left kLeft = kSigned ? Left::kClamp : Left::kUnlessZero;
-    const DynamicMap* map = nullptr;
-    float inverse = 0.0f;
+    const DynamicMap* map;
+    float inverse;
 
-    ZERO8_DEVICE Encoder() {}
     ZERO8_DEVICE Encoder(const Range& range, const CodecMaps& maps, const BlockValues&,
                          float* stored)
         : map(&map_of(maps)) {
-      *stored = range.scale(kMinScale);
+      *stored = range.extreme(kSigned, kMinScale);
       inverse = *stored == 0.0f ? 0.0f : 1.0f / *stored;
     }
     ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I) const {
@@ -110,6 +90,8 @@ struct Dynamic {
     }
   };
 };
+
+using InDynamic = CodecOf<Dynamic<true>, Dynamic<true>, Dynamic<false>>;
 
 }  // namespace ZERO8_TARGET
 }  // namespace zero8

@@ -20,9 +20,22 @@
 
 namespace zero8 {
 
-// 2 and 3 are not used.
-enum Codec : int32_t { kFloat32 = 0, kDynamic = 1, kLog = 4, kFp8 = 5, kLog6 = 6, kLinear4 = 7 };
-constexpr int kNumCodecs = 8;  // these two included
+// Calls the macro X(name, number, name in settings, bits of a code, floats that each block stores
+// besides: of moments that can be negative, of others) for each codec.  In##name of codes.h and its
+// neighbours has the codes.
+#define ZERO8_CODECS(X)             \
+  X(Dynamic, 1, "dynamic", 8, 1, 1) \
+  X(Log, 4, "log", 8, 1, 2)         \
+  X(Fp8, 5, "fp8", 8, 1, 1)         \
+  X(Log6, 6, "log6", 6, 1, 2)       \
+  X(Linear4, 7, "linear4", 4, 1, 1)
+
+enum Codec : int32_t {
+  kFloat32 = 0,
+#define ZERO8_NUMBER(name, number, ...) k##name = number,
+  ZERO8_CODECS(ZERO8_NUMBER)
+#undef ZERO8_NUMBER
+};
 enum DType : int32_t { kFP32 = 0, kBF16 = 1, kFP16 = 2, kINT8 = 3 };
 // Of one number.
 ZERO8_DEVICE constexpr int64_t size_bytes(int32_t dtype) {
@@ -34,18 +47,25 @@ constexpr int kMinBlockSize = 64;
 constexpr int kMaxBlockSize = 4096;
 constexpr int kMaxMoments = 3;  // of any algorithm: algorithms.h
 
-// How large the moments of a codec are: bits of an element, 0 for a codec that is not served, and
-// floats that each block stores besides.  moments.h compares both with the codes'.
+// How large the moments of a codec are.  codes.h has the same of the codes, and both are compared.
 struct CodecSize {
+  int32_t codec;
   const char* name;
   int bits;
   int scales_of_signed, scales_of_unsigned;
 };
-constexpr CodecSize kCodecSizes[kNumCodecs] = {
-    {"float32", 32, 0, 0}, {"dynamic", 8, 1, 1}, {}, {}, {"log", 8, 1, 2}, {"fp8", 8, 1, 1},
-    {"log6", 6, 1, 2},     {"linear4", 4, 1, 1},
+constexpr CodecSize kCodecSizes[] = {{kFloat32, "float32", 32, 0, 0},
+#define ZERO8_SIZE(name, number, ...) {number, __VA_ARGS__},
+                                     ZERO8_CODECS(ZERO8_SIZE)
+#undef ZERO8_SIZE
 };
-
+// Without a name if the codec is unknown.
+ZERO8_DEVICE constexpr CodecSize size_of_codec(int32_t codec) {
+  for (const CodecSize& size : kCodecSizes) {
+    if (size.codec == codec) return size;
+  }
+  return {};
+}
 // A float16 in memory, as a type of its own: uint16_t is a bfloat16.
 struct Half {
   uint16_t bits;
@@ -101,8 +121,7 @@ constexpr int kPieceShift = 22;
 // A dynamic map, ascending, and what finds the nearest entry: zero8/op/codec_maps.py.
 struct DynamicMap {
   float levels[256];
-  float thresholds[256];        // smallest value whose nearest entry is i + 1; the last is +inf
-  uint8_t level_bytes[4][256];  // byte 0 .. 3 of every level
+  float thresholds[256];  // smallest value whose nearest entry is i + 1; the last is +inf
   // The entry's distance from 0, counted in entries, is piecewise linear in |x|.  The piece of x,
   // by its pattern, is number (pattern >> 16) * kPieceFactor >> kPieceShift, modulo 8, or the next
   // one above that one's joint.

@@ -15,7 +15,7 @@ struct Fp8 {
   static constexpr bool kSigned = kIsSigned, kIsDithered = false;
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = 0;
-  static constexpr bool kTwosComplement = false, kHasPairs = true;
+  static constexpr bool kTwosComplement = false;
   static constexpr float kTop = 448.0f;
   static constexpr float kMinScale = 0x1p-117f;
   // The place of a code in the pattern of a float, whose exponent has another bias.
@@ -40,20 +40,15 @@ struct Fp8 {
       const Vec::F level = Vec::fma_far(distance, Vec::set(kSmallUnit), base);
       return vec.mul(level, kSigned ? Vec::negated(scale, Vec::shl<24>(code)) : scale);
     }
-    using Chunk = ChunkOf<Decoder>;
-    ZERO8_DEVICE Chunk chunk(const uint8_t* codes) const { return {*this, codes}; }
   };
-
-  using Range = Absmax<kSigned>;
 
   struct Encoder {
     // A code with its sign is complete, and not negative.
     static constexpr Left kLeft = kSigned ? Left::kClamp : Left::kUnlessZero;
-    float inverse = 0.0f;
+    float inverse;
 
-    ZERO8_DEVICE Encoder() {}
     ZERO8_DEVICE Encoder(const Range& range, const CodecMaps&, const BlockValues&, float* stored) {
-      const float absmax = range.value();
+      const float absmax = range.absmax();
       const float rounded = float_of((bits_of(absmax / kTop) + 8u) & ~15u);
       const float scale = rounded < kMinScale ? kMinScale : rounded;
       *stored = absmax == 0.0f ? 0.0f : scale;
@@ -77,6 +72,8 @@ struct Fp8 {
     }
   };
 };
+
+using InFp8 = CodecOf<Fp8<true>, Fp8<true>, Fp8<false>>;
 
 }  // namespace ZERO8_TARGET
 }  // namespace zero8

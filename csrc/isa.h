@@ -15,28 +15,24 @@ namespace zero8 {
 using StepBlocks = int64_t(const Segment&, const StepScalars&, const CodecMaps&, int64_t begin,
                            int64_t end, float* wide);
 
-// Of each target, algorithm and codec; weak, as an op may be built without some of them.
-#define ZERO8_STEP_BLOCKS(target, algorithm, codec) step_blocks_##target##_##algorithm##_##codec
-#define ZERO8_DECLARE_STEP(target, algorithm, codec) \
-  __attribute__((weak)) StepBlocks ZERO8_STEP_BLOCKS(target, algorithm, codec);
-// Steps that are defined nowhere are null as well: those of VBMI but for Dynamic's, which
-// dispatch.cpp replaces by those of AVX-512.
-#define ZERO8_DECLARE_STEPS(target, algorithm) ZERO8_CODECS(ZERO8_DECLARE_STEP, target, algorithm)
-ZERO8_ALGORITHMS(ZERO8_DECLARE_STEPS, baseline)
-ZERO8_ALGORITHMS(ZERO8_DECLARE_STEPS, avx2)
-ZERO8_ALGORITHMS(ZERO8_DECLARE_STEPS, avx512)
-ZERO8_ALGORITHMS(ZERO8_DECLARE_STEPS, avx512vbmi)
-ZERO8_ALGORITHMS(ZERO8_DECLARE_STEPS, neon)
+// The steps of an instruction set.
+struct Steps {
+  StepBlocks* step_blocks[kNumAlgorithms];  // by number; that of 0 is null
+  // Writes the copies of elements begin .. end - 1 of a segment's parameter.
+  void (*copy_params)(const Segment&, int64_t begin, int64_t end);
+};
+
+// Each is in the file of its name; those of another processor are nowhere.
+#define ZERO8_STEPS(target) steps_of_##target
+extern const Steps ZERO8_STEPS(baseline);
+extern const Steps ZERO8_STEPS(avx2);
+extern const Steps ZERO8_STEPS(avx512);
+extern const Steps ZERO8_STEPS(neon);
 
 struct Isa {
   const char* name;  // a key of TARGETS in zero8/op/build.py, in this order
-  // By the numbers of algorithm and codec; null in an op that was built without it.
-  StepBlocks* step_blocks[kNumAlgorithms][kNumCodecs];
+  const Steps* steps;
   bool (*is_supported)();  // by this processor
-
-  StepBlocks* step_of(const Segment& seg) const {
-    return step_blocks[seg.algorithm][seg.moments[0].codec];
-  }
 };
 
 // Slowest first.  The table is in dispatch.cpp.

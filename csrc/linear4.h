@@ -19,7 +19,7 @@ struct Linear4 {
   static constexpr uint32_t kZeroCode = 0, kRaised = kSigned ? 0 : 1;
   // The encoder gives places in the map, of which that of 0 has code 0, or bytes.
   static constexpr uint32_t kLowered = kSigned ? 7 : 1;
-  static constexpr bool kTwosComplement = false, kHasPairs = true;
+  static constexpr bool kTwosComplement = false;
   static constexpr float kMinScale = kSigned ? 0x1p-118f : 0x1p-122f;
 
   struct Decoder {
@@ -35,22 +35,17 @@ struct Linear4 {
       }
       return vec.mul(Vec::look_up16(map->levels, code), scale);
     }
-    using Chunk = ChunkOf<Decoder>;
-    ZERO8_DEVICE Chunk chunk(const uint8_t* codes) const { return {*this, codes}; }
   };
-
-  using Range = Extremes<kSigned>;
 
   struct Encoder {
     static constexpr Left kLeft = Left::kClamp;
-    const Linear4Map* map = nullptr;
-    float inverse = 0.0f;
+    const Linear4Map* map;
+    float inverse;
 
-    ZERO8_DEVICE Encoder() {}
     ZERO8_DEVICE Encoder(const Range& range, const CodecMaps& maps, const BlockValues&,
                          float* stored)
         : map(&maps.of_linear4) {
-      *stored = range.scale(kMinScale);
+      *stored = range.extreme(kSigned, kMinScale);
       inverse = *stored == 0.0f ? 0.0f : 1.0f / *stored;
     }
     ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I) const {
@@ -70,6 +65,8 @@ struct Linear4 {
     }
   };
 };
+
+using InLinear4 = CodecOf<Linear4<true>, Linear4<true>, Linear4<false>>;
 
 }  // namespace ZERO8_TARGET
 }  // namespace zero8

@@ -36,7 +36,7 @@ struct SignedLog {
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = 0;
   static constexpr uint32_t kRaised = 0, kLowered = 0;
-  static constexpr bool kTwosComplement = true, kHasPairs = true;
+  static constexpr bool kTwosComplement = true;
   using Narrow = Octaves<4, kBits - 3>;
   using Wide = Octaves<8, kBits - 4>;
   static constexpr float kJoint = 0.75f;  // (C3) of `joint`
@@ -57,11 +57,13 @@ struct SignedLog {
     ZERO8_DEVICE ZERO8_INLINE Vec::F operator()(AnyVec& vec, Vec::I code) const {
       return value(vec, Vec::shlv(Vec::absi(code), shift), code);
     }
+    // Four vectors of codes, of which two at a time are decoded: numbers k and k + 1, k being 0 or
+    // 2, in order or as a pair (see Dither).  The Decoder and the codes must outlive it.
     struct Chunk {
       const Decoder& decode;
       const uint8_t* codes;
 
-      // As that of ChunkOf, of codes in the upper bits where vectors come in pairs.
+      // Codes of pairs come in the upper bits.
       template <bool kPairs, class V>
       ZERO8_DEVICE ZERO8_INLINE void two(V& vec, int k, typename V::F* x) const {
         const uint8_t* from = codes + k * V::kLanes;
@@ -94,8 +96,6 @@ struct SignedLog {
     }
   };
 
-  using Range = Absmax<true>;
-
   struct Encoder {
     static constexpr Left kLeft = Left::kSign;
     float inverse = 0.0f, settled_inverse = 0.0f;
@@ -106,7 +106,7 @@ struct SignedLog {
     ZERO8_DEVICE Encoder(const Range& range, const CodecMaps&, const BlockValues& block,
                          float* stored)
         : is_dithered(block.settling < Narrow::kLeastSettling) {
-      const float absmax = range.value();
+      const float absmax = range.absmax();
       const float narrow = Narrow::scale(absmax), wide = Wide::scale(absmax);
       const int samples = block.size / kSampleOf * kSample +
                           (block.size % kSampleOf < kSample ? block.size % kSampleOf : kSample);
@@ -172,7 +172,6 @@ template <int kCodeBits>
 struct DitheredLog : SignedLog<kCodeBits> {
   static constexpr bool kIsDithered = true;
   using Narrow = typename SignedLog<kCodeBits>::Narrow;
-  using Range = typename SignedLog<kCodeBits>::Range;
 
   struct Encoder {
     static constexpr Left kLeft = Left::kSign;
@@ -180,7 +179,7 @@ struct DitheredLog : SignedLog<kCodeBits> {
 
     ZERO8_DEVICE Encoder() {}
     ZERO8_DEVICE Encoder(const Range& range, const CodecMaps&, const BlockValues&, float* stored) {
-      const float absmax = range.value();
+      const float absmax = range.absmax();
       const bool is_zero = absmax == 0.0f;
       const float scale = is_zero ? 0.0f : Narrow::scale(absmax);
       *stored = scale;
@@ -206,7 +205,7 @@ struct Log {
   static constexpr bool kSigned = false, kIsDithered = true;
   static constexpr int kScales = 2;
   static constexpr uint32_t kZeroCode = 0, kRaised = 0, kLowered = 0;
-  static constexpr bool kTwosComplement = false, kHasPairs = true;
+  static constexpr bool kTwosComplement = false;
   static constexpr int32_t kMinSpan = 2 << 23, kMaxSpan = 28 << 23;
   static constexpr uint32_t kNormalBits = 0x00800000, kLowestBits = kNormalBits + 16;
   static constexpr uint32_t kTop = (1u << kBits) - 1;
@@ -231,21 +230,25 @@ struct Log {
       const Vec::I bits = Vec::addi(Vec::shr<kPartBits>(Vec::muli(code, step)), base);
       return vec.mul(Vec::as_float(Vec::unless_zero(bits, code)), gain);
     }
-    using Chunk = ChunkOf<Decoder>;
+    struct Chunk {
+      const Decoder& decode;
+      const uint8_t* codes;
+
+      // As that of SignedLog.
+      template <bool kPairs, class V>
+      ZERO8_DEVICE ZERO8_INLINE void two(V& vec, int k, typename V::F* x) const {
+        const uint8_t* from = codes + k * V::kLanes;
+        typename V::I code[2];
+        if constexpr (kPairs) {
+          V::load8_pair(from, code);
+        } else {
+          V::load8_two(from, code);
+        }
+        x[0] = decode(vec, code[0]);
+        x[1] = decode(vec, code[1]);
+      }
+    };
     ZERO8_DEVICE Chunk chunk(const uint8_t* codes) const { return {*this, codes}; }
-  };
-
-  // Values are not negative, so their patterns order like them; minus 1, zero is the largest.
-  struct Range {
-    Vec::I high, below_low;
-
-    ZERO8_DEVICE Range() : high(Vec::seti(0)), below_low(Vec::seti(~0u)) {}
-
-    ZERO8_DEVICE ZERO8_INLINE void add(Vec::F x) {
-      high = Vec::maxu(high, Vec::as_int(x));
-      below_low = Vec::minu(below_low, Vec::addi(Vec::as_int(x), Vec::seti(~0u)));
-    }
-    ZERO8_DEVICE uint32_t largest() const { return Vec::reduce_maxu(high); }
   };
 
   struct Encoder {
@@ -257,7 +260,7 @@ struct Log {
     ZERO8_DEVICE Encoder(const Range& range, const CodecMaps&, const BlockValues& block,
                          float* stored) {
       const uint32_t high = range.largest();
-      const uint32_t low = Vec::reduce_minu(range.below_low) + 1u;
+      const uint32_t low = range.smallest();
       int32_t span = static_cast<int32_t>(high - (low < kLowestBits ? kLowestBits : low));
       span = span < kMinSpan ? kMinSpan : span > kMaxSpan ? kMaxSpan : span;
       const uint32_t step = ((static_cast<uint32_t>(span) << kPartBits) + kTop / 2) / (kTop - 1);
@@ -304,6 +307,9 @@ struct Log {
   // replaced by 16.
   ZERO8_DEVICE static Dither dither(uint32_t q) { return Dither((q & ~31u) | 16u, 0x4300); }
 };
+
+using InLog = CodecOf<SignedLog<8>, DitheredLog<8>, Log<8>>;
+using InLog6 = CodecOf<SignedLog<6>, DitheredLog<6>, Log<6>>;
 
 }  // namespace ZERO8_TARGET
 }  // namespace zero8

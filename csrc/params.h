@@ -127,7 +127,7 @@ class Float32 {
   using Stored = float;
   template <class G>
   using Product = float;
-  static constexpr bool kCorrected = false, kHasPairs = false, kIsCopied = false;
+  static constexpr bool kCorrected = false, kHasPairs = false;
   float* p;
 
   ZERO8_DEVICE Float32() : p(nullptr) {}
@@ -152,36 +152,6 @@ class Float32 {
   }
 };
 
-// A float whose nearest bfloat16 or float16 is written too, for an engine that feeds its 16-bit
-// weights from there.
-class CopiedFloat32 : public Float32 {
- public:
-  static constexpr bool kIsCopied = true;
-
-  ZERO8_DEVICE CopiedFloat32() : copy_(nullptr), is_half_(false) {}
-  ZERO8_DEVICE CopiedFloat32(const Segment& seg, const Block& b)
-      : Float32(seg, b),
-        copy_(static_cast<uint16_t*>(seg.copy) + b.begin),
-        is_half_(seg.copy_dtype == kFP16) {}
-  template <class Lanes>
-  ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes) {
-    Float32::write(i, x, lanes);
-    copy(i, x, lanes);
-  }
-  template <bool, class V = Vec>
-  ZERO8_DEVICE ZERO8_INLINE void write_two(int i, const typename V::F* x) {
-    for (int k = 0; k < 2; ++k) write(i + k * V::kLanes, x[k], All());
-  }
-  template <class Lanes>
-  ZERO8_DEVICE void copy(int i, Vec::F x, Lanes lanes) const {
-    store16(copy_ + i, is_half_ ? nearest_half(x) : nearest_bfloat16(x), lanes);
-  }
-
- private:
-  uint16_t* copy_;
-  bool is_half_;
-};
-
 // kOnlyDithered: `rounding` is known to be that.
 template <bool kOnlyDithered>
 class BFloat16 {
@@ -189,7 +159,7 @@ class BFloat16 {
   using Stored = uint16_t;
   template <class G>
   using Product = G;
-  static constexpr bool kCorrected = false, kHasPairs = kOnlyDithered, kIsCopied = false;
+  static constexpr bool kCorrected = false, kHasPairs = kOnlyDithered;
   uint16_t* p;
 
   ZERO8_DEVICE BFloat16() : p(nullptr), rounding_(kNearest) {}
@@ -268,7 +238,7 @@ class CorrectedBFloat16 {
   using Stored = uint16_t;
   template <class G>
   using Product = G;
-  static constexpr bool kCorrected = true, kHasPairs = true, kIsCopied = false;
+  static constexpr bool kCorrected = true, kHasPairs = true;
   uint16_t* p;
 
   ZERO8_DEVICE CorrectedBFloat16() : p(nullptr), correction_(nullptr) {}

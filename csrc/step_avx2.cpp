@@ -15,7 +15,7 @@
 // In terms of that vocabulary:
 #include "step_types.h"
 
-ZERO8_DEFINE_STEPS
+ZERO8_DEFINE_STEPS(avx2)
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

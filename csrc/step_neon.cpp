@@ -8,5 +8,5 @@
 // In terms of that vocabulary:
 #include "step_types.h"
 
-ZERO8_DEFINE_STEPS
+ZERO8_DEFINE_STEPS(neon)
 #endif

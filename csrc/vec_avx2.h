@@ -269,16 +269,6 @@ struct Vec {
     const F is_high = as_float(_mm256_slli_epi32(index, 28));  // by the sign
     return _mm256_blendv_ps(look_up8(table, index), look_up8(table + 8, index), is_high);
   }
-  // Loads one by one take little more than half of the time of a gathering one.
-  static void look_up_codes(const float* levels, const uint8_t (*)[256], const uint8_t* p, F* x) {
-    for (int k = 0; k < 4; ++k, p += kLanes) {
-      uint64_t c;
-      __builtin_memcpy(&c, p, sizeof c);
-      const auto level = [=](int i) ZERO8_INLINE { return levels[c >> 8 * i & 255]; };
-      x[k] = _mm256_setr_ps(level(0), level(1), level(2), level(3), level(4), level(5), level(6),
-                            level(7));
-    }
-  }
 
   static uint32_t reduce_maxu(I a) {
     __m128i x = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vector vocabulary of vec_scalar.h in 16 lanes of AVX-512 (F, BW, VL, DQ), and VBMI if
-// ZERO8_VBMI is defined.
+// The vector vocabulary of vec_scalar.h in 16 lanes of AVX-512 (F, BW, VL, DQ).
 #include <immintrin.h>
 
 #include <cstdint>
@@ -262,32 +261,6 @@ struct Vec {
   static F look_up16(const float* table, I index) {
     return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
   }
-#if defined(ZERO8_VBMI)
-  static I look_up_bytes(const uint8_t* table, I index) {
-    const I low =
-        _mm512_permutex2var_epi8(_mm512_loadu_si512(table), index, _mm512_loadu_si512(table + 64));
-    const I high = _mm512_permutex2var_epi8(_mm512_loadu_si512(table + 128), index,
-                                            _mm512_loadu_si512(table + 192));
-    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), low, high);
-  }
-  static void look_up_codes(const float*, const uint8_t (*bytes)[256], const uint8_t* p, F* x) {
-    // Unpacking works on each quarter by itself, hence the transposition.
-    const I codes = transpose(_mm512_loadu_si512(p));
-    const I byte0 = look_up_bytes(bytes[0], codes), byte1 = look_up_bytes(bytes[1], codes);
-    const I byte2 = look_up_bytes(bytes[2], codes), byte3 = look_up_bytes(bytes[3], codes);
-    const I low01 = _mm512_unpacklo_epi8(byte0, byte1), low23 = _mm512_unpacklo_epi8(byte2, byte3);
-    const I high01 = _mm512_unpackhi_epi8(byte0, byte1),
-            high23 = _mm512_unpackhi_epi8(byte2, byte3);
-    x[0] = as_float(_mm512_unpacklo_epi16(low01, low23));
-    x[1] = as_float(_mm512_unpackhi_epi16(low01, low23));
-    x[2] = as_float(_mm512_unpacklo_epi16(high01, high23));
-    x[3] = as_float(_mm512_unpackhi_epi16(high01, high23));
-  }
-#else
-  static void look_up_codes(const float* levels, const uint8_t (*)[256], const uint8_t* p, F* x) {
-    for (int k = 0; k < 4; ++k) x[k] = look_up(levels, load8(p + k * kLanes));
-  }
-#endif
 
   static uint32_t reduce_maxu(I a) { return _mm512_reduce_max_epu32(a); }
   static uint32_t reduce_minu(I a) { return _mm512_reduce_min_epu32(a); }

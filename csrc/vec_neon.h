@@ -255,12 +255,6 @@ struct Vec {
     for (int k = 0; k < 4; ++k) entries.val[k] = vreinterpretq_u8_f32(load(table + k * kLanes));
     return as_float(vreinterpretq_u32_u8(vqtbl4q_u8(entries, bytes_of(andi(index, seti(15))))));
   }
-  static void look_up_codes(const float* levels, const uint8_t (*)[256], const uint8_t* p, F* x) {
-    for (int k = 0; k < 4; ++k, p += kLanes) {
-      const float found[kLanes] = {levels[p[0]], levels[p[1]], levels[p[2]], levels[p[3]]};
-      x[k] = load(found);
-    }
-  }
 
   static uint32_t reduce_maxu(I a) { return vmaxvq_u32(a); }
   static uint32_t reduce_minu(I a) { return vminvq_u32(a); }

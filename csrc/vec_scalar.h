@@ -233,10 +233,6 @@ struct Vec {
   static F look_up8(const float* table, I index) { return table[index & 7]; }
   // Of 16 numbers; only the low 4 bits count.
   static F look_up16(const float* table, I index) { return table[index & 15]; }
-  // The levels of four vectors of codes; bytes[k] holds byte k of every level.
-  static void look_up_codes(const float* levels, const uint8_t (*)[256], const uint8_t* p, F* x) {
-    for (int k = 0; k < 4; ++k) x[k] = levels[p[k]];
-  }
 
   static uint32_t reduce_maxu(I a) { return a; }
   static uint32_t reduce_minu(I a) { return a; }

@@ -8,8 +8,12 @@ imports torch.
 """
 
 import warnings
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
 
 
+@cache
 def install() -> None:
     """Add our optimizers to `torch.optim`, our op to DeepSpeed's.
 
@@ -18,44 +22,30 @@ def install() -> None:
     try:
         import torch
 
-        from zero8 import known_frameworks, way_back
+        from zero8 import way_back
         from zero8.optimizer import OPTIMIZERS
+        from zero8.zero import seams
         from zero8.zero.when_imported import when_imported
 
-        known_frameworks.register()
         for optimizer in OPTIMIZERS:
             setattr(torch.optim, optimizer.__name__, optimizer)
         way_back.explain_refusals()
-        when_imported("deepspeed.runtime.engine", _note_engines)
-        when_imported("deepspeed.ops.op_builder.builder", _build_ops_once)
-        when_imported("deepspeed.ops.op_builder.all_ops", _add_op)
+        for module, act, failure in (
+            ("runtime.engine", seams.install_early, "cannot follow DeepSpeed's engines"),
+            ("ops.op_builder.all_ops", seams.add_op, "could not add its op to ds_report"),
+        ):
+            when_imported(f"deepspeed.{module}", _warned(act, failure))
     except Exception as error:
         warnings.warn(f"zero8 could not register itself: {error!r}", stacklevel=2)
 
 
-def _note_engines(engine) -> None:
-    try:
-        from zero8.zero import constructing
+def _warned(act: Callable[[ModuleType], None], failure: str) -> Callable[[ModuleType], None]:
+    """Return a function that warns where `act` raises: `import deepspeed` must not fail."""
 
-        constructing.note_engines(engine)
-        constructing.note_tied_weights(engine.PipelineModule)
-    except Exception as error:
-        warnings.warn(f"zero8 cannot follow DeepSpeed's engines: {error!r}", stacklevel=2)
+    def call(module: ModuleType) -> None:
+        try:
+            act(module)
+        except Exception as error:
+            warnings.warn(f"zero8 {failure}: {error!r}", stacklevel=2)
 
-
-def _build_ops_once(builder) -> None:
-    try:
-        from zero8.zero import seams
-
-        seams.build_ops_once(builder)
-    except Exception as error:
-        warnings.warn(f"zero8 leaves it to DeepSpeed to build its ops: {error!r}", stacklevel=2)
-
-
-def _add_op(all_ops) -> None:
-    try:
-        from zero8.zero import seams
-
-        seams.add_op(all_ops)
-    except Exception as error:
-        warnings.warn(f"zero8 could not add its op to ds_report: {error!r}", stacklevel=2)
+    return call

@@ -82,12 +82,6 @@ def make_parser() -> argparse.ArgumentParser:
             command.add_argument("--verbose", action="store_true", help=help_text)
         if run is _build:
             command.add_argument(
-                "config",
-                nargs="?",
-                metavar="CONFIG",
-                help="a DeepSpeed config: also build the ops of DeepSpeed that it needs",
-            )
-            command.add_argument(
                 "--into",
                 metavar="FOLDER",
                 help="build in this folder; TORCH_EXTENSIONS_DIR=FOLDER uses it, or a copy of it",
@@ -125,53 +119,19 @@ def _build(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
     if arguments.into is not None:
         os.environ["TORCH_EXTENSIONS_DIR"] = arguments.into
-    if arguments.config:
-        extras.need("deepspeed")
     try:
-        names = _ops_of_deepspeed(arguments.config) if arguments.config else []
         began = time.perf_counter()
-        path = build.op().load().__file__
+        path = build.load().__file__
         kernels = _cuda_kernels()
         seconds = time.perf_counter() - began
-        others = [_build_for_deepspeed(name) for name in names]
     except (RuntimeError, ImportError, ValueError) as error:
         raise SystemExit(f"zero8 build: {error}") from error
     lines = [
         f"{path} ({seconds:.1f} s)",
         *(f"CUDA kernel, {k}: {v}" for k, v in kernels.items()),
-        *(f"{other['path']} ({other['seconds']:.1f} s)" for other in others),
     ]
     result = {"path": path, "cuda_kernels": kernels, "seconds": round(seconds, 3)}
-    if arguments.config:
-        result["deepspeed"] = others
     return 0, result, "\n".join(lines)
-
-
-def _ops_of_deepspeed(path: str) -> list[str]:
-    """Return DeepSpeed's builders of the ops that a config needs; raises if one cannot build."""
-    config = _read_config(path)
-    from zero8.zero import ops
-
-    names = ops.needed(config, ops.accelerator())
-    ops.check(names)
-    return names
-
-
-def _build_for_deepspeed(name: str) -> dict:
-    from zero8.zero import ops
-
-    return ops.build(name)
-
-
-def _read_config(path: str) -> dict:
-    try:
-        with open(path) as file:
-            config = json.load(file)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"got {path}, expected DeepSpeed's JSON config: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"got {path}, expected DeepSpeed's JSON config: it is not an object")
-    return config
 
 
 def _cuda_kernels() -> dict[str, str]:

@@ -7,19 +7,17 @@ import os
 import platform
 import re
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
 import zero8
 from zero8 import torch_names
-from zero8.blockwise import BlockwiseOptimizer
-from zero8.op import build, cuda, cuda_compile, kernel, locks
+from zero8.op import build, cuda, cuda_compile, kernel
 from zero8.op.threads import step_threads
 from zero8.optimizer import Adam8bitBlockwise
 from zero8.versions import TESTED
-from zero8.zero import accelerate, seams
+from zero8.zero import seams
 
 FITTING = "fits"  # names lines that only verbose reports show
 
@@ -37,9 +35,7 @@ def examine() -> dict:
         ("torch_names", _torch_names),
         ("build_tools", _build_tools),
         ("op", _op),
-        ("locks", _locks),
         ("cuda_kernel", _cuda_kernel),
-        ("accelerate", _accelerate),
         ("autoload", _autoload),
     ):
         try:
@@ -86,7 +82,7 @@ def _torch_names(report: dict) -> dict:
 
 
 def _build_tools(report: dict) -> dict:
-    tools = {"compiler": build.compiler(), "ninja": build.ninja()}
+    tools = {"compiler": build.compiler()}
     report["lines"] += [(name, path or "not found") for name, path in tools.items()]
     return tools
 
@@ -103,14 +99,6 @@ def _op(report: dict) -> dict:
         ("used", f"{op['used']}, threads: {op['threads']}"),
     ]
     return op
-
-
-def _locks(report: dict) -> list[dict]:
-    """Return the locks of builds that are held, or that a killed build has left behind."""
-    found = locks.find(build.cache_root())
-    report["warnings"] += [str(lock) for lock in found if lock.removable]
-    report["lines"] += [("lock", str(lock)) for lock in found if not lock.removable]
-    return [asdict(lock) | {"text": str(lock)} for lock in found]
 
 
 def _cuda_kernel(report: dict) -> dict:
@@ -165,28 +153,13 @@ def _deepspeed(report: dict) -> dict | None:
 
 def _installed_seams(report: dict) -> dict[str, str]:
     """Return the states: "missing", "present", or "installed", of all if none is missing."""
-    changed = [seam for seam in seams.SEAMS if seam.change]
+    changed = [seam for seam in seams.SEAMS if seam.without]
     missing = [seam for seam in changed if seam.state == "missing"]
     for seam in missing:
-        text = f"this DeepSpeed lacks {seam.module}.{seam.name}"
-        report["problems" if seam.essential else "warnings"].append(text)
-    if not any(seam.essential for seam in missing):
-        seams.install(BlockwiseOptimizer, Adam8bitBlockwise)
-    return {seam.name: seam.state for seam in changed}
-
-
-def _accelerate(report: dict) -> str | None:
-    """Return the state of the guard against Accelerate replacing the optimizer, None without it."""
-    try:
-        accelerator = importlib.import_module("accelerate.accelerator")
-    except ImportError:
-        return None
-    accelerate.guard(accelerator, BlockwiseOptimizer)
-    state = seams.state_of(getattr(accelerator, accelerate.REPLACES, None))
-    if state == "missing":
-        report["warnings"].append(accelerate.UNKNOWN)
-    report["lines"].append(("accelerate", f"{accelerate.REPLACES}: {state}"))
-    return state
+        report["problems"].append(f"this DeepSpeed lacks {seam}")
+    if not missing:
+        seams.fit(Adam8bitBlockwise)
+    return {seam.label: seam.state for seam in changed}
 
 
 def _autoload(report: dict) -> dict:

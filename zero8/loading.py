@@ -29,19 +29,13 @@ def load(
     adopt: Callable[[States], States],
     groups: list[Any],
 ) -> None:
-    """Load a state dict.
+    """Load a state dict, of the optimizer or of the fp32 one, on all ranks of `groups` or on none.
 
-    Args:
-        optimizer: the optimizer to load into.
-        state_dict: a state dict of it, or of the fp32 optimizer.
-        by_torch: the optimizer's `load_state_dict` of torch.
-        adopt: returns the loaded states in the form that the optimizer keeps; called after the
-            groups have been loaded.
-        groups: the process groups of ranks that share its parameters.
+    `by_torch` is the optimizer's `load_state_dict` of torch; `adopt` returns the loaded states in
+    the form that the optimizer keeps, after the groups have been loaded.
 
-    Raises:
-        ValueError: if a state does not fit its parameter, on this or on another rank; nothing has
-            been changed then.
+    Raises ValueError if a state does not fit its parameter, on this or on another rank; nothing has
+    been changed then.
     """
     of_fp32, step = False, 0
 
@@ -129,11 +123,7 @@ def _error_of_ranks(
 ) -> Exception | None:
     """Return the error that this rank must raise, its own or one because of others, or None.
 
-    Args:
-        error: the error of the load on this rank.
-        of_fp32: whether a loaded state is that of an fp32 optimizer.
-        step: the largest step in the loaded states.
-        groups: the process groups of the ranks.
+    `of_fp32` says whether a loaded state is that of an fp32 optimizer; `step` is the largest.
     """
     if not groups:
         return error

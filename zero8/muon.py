@@ -10,16 +10,15 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
-from zero8 import frameworks
 from zero8.algorithms.adam import ADAM
 from zero8.algorithms.muon import MUON
 from zero8.blockwise import BlockwiseOptimizer
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.newton_schulz import COEFFICIENTS
 from zero8.spec.options import check_lr, plain
 from zero8.spec.shown import shown
-from zero8.state import float32_modules, keywords
+from zero8.state import float32_modules
 from zero8.step.in_backward import InBackward
+from zero8.zero.constructing import constructing_engine, global_shape
 
 Matrix = TypeVar("Matrix")
 
@@ -81,19 +80,19 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: Sequence[float] = COEFFICIENTS,
-        ns_steps: int = 5,
+        lr: float | Tensor = MUON.options["lr"],
+        weight_decay: float = MUON.options["weight_decay"],
+        momentum: float = MUON.options["momentum"],
+        nesterov: bool = MUON.options["nesterov"],
+        ns_coefficients: Sequence[float] = MUON.options["ns_coefficients"],
+        ns_steps: int = MUON.options["ns_steps"],
         *,
-        ns_eps: float = 1e-7,
-        ns_dtype: str = "auto",
-        adjust_lr_fn: str | None = "match_rms_adamw",
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        maximize: bool = False,
+        ns_eps: float = MUON.options["ns_eps"],
+        ns_dtype: str = MUON.options["ns_dtype"],
+        adjust_lr_fn: str | None = MUON.options["adjust_lr_fn"],
+        betas: tuple[float, float] = ADAM.options["betas"],
+        eps: float = ADAM.options["eps"],
+        maximize: bool = MUON.options["maximize"],
         adam_params: Iterable[str] = ADAM_PARAMS,
         muon_lr: float | Tensor | None = None,
         adam_lr: float | Tensor | None = None,
@@ -125,7 +124,7 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
             "eps": eps,
             "maximize": maximize,
         }
-        super().__init__(params, options, *keywords.split(settings))
+        super().__init__(params, settings, **options)
 
     @property
     def algorithms(self) -> tuple[Algorithm, ...]:
@@ -194,7 +193,7 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
                 parts[self._is_for_muon(_param(member), name)].append(member)
         for member in parts.get(True, []):
             _check_matrix(_param(member))
-        if True in parts and frameworks.constructing_engine()[0] is not None:
+        if True in parts and constructing_engine()[0] is not None:
             parts[True] = largest_first(parts[True], lambda one: _param(one).shape)
         rest = {key: value for key, value in group.items() if key != "param_names"}
         split = []
@@ -225,7 +224,7 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
                 "say yet whether it is a matrix; call the model on a batch first, or pass groups "
                 "with use_muon"
             )
-        if len(frameworks.global_shape(p)) < 2 or p in float32_modules.params():
+        if len(global_shape(p)) < 2 or p in float32_modules.params():
             return False
         if name is None and self.adam_params:
             raise ValueError(
@@ -233,16 +232,13 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
                 "matrices; pass model.named_parameters() instead of model.parameters(), or groups "
                 "with use_muon"
             )
-        return is_for_muon(str(name), frameworks.global_shape(p), self.adam_params)
+        return is_for_muon(str(name), global_shape(p), self.adam_params)
 
 
 def is_for_muon(name: str, shape: Sequence[int], adam_params: Iterable[str]) -> bool:
     """Return whether Muon steps a parameter, unless a `use_muon` says it.
 
-    Args:
-        name: its name.
-        shape: its whole shape.
-        adam_params: glob patterns of names of matrices that AdamW steps.
+    `shape` is the whole one; `adam_params` are glob patterns of names of matrices that AdamW steps.
     """
     return len(shape) >= 2 and not any(fnmatchcase(name.lower(), one) for one in adam_params)
 
@@ -273,7 +269,7 @@ def _as_ours(group: dict[str, Any], use_muon: bool) -> dict[str, Any]:
 
 def _names_of(group: Mapping[str, Any], members: Sequence[Any]) -> list[str | None]:
     """Return the names of a group's members, None for those without."""
-    _, of_engine = frameworks.constructing_engine()
+    _, of_engine = constructing_engine()
     names = group.get("param_names") or [None] * len(members)
     return [
         member[0] if isinstance(member, tuple) else name or of_engine.get(member)
@@ -282,7 +278,7 @@ def _names_of(group: Mapping[str, Any], members: Sequence[Any]) -> list[str | No
 
 
 def _check_matrix(p: Tensor) -> None:
-    shape = frameworks.global_shape(p)
+    shape = global_shape(p)
     if len(shape) < 2 and not is_lazy(p):  # the first step checks those
         raise ValueError(
             f"use_muon: got a parameter of shape {shape}, expected 2 dimensions or more; put it "

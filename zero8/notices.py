@@ -70,9 +70,9 @@ def warn_of_missing_decay(options: Mapping[str, Any]) -> None:
         )
 
 
-def tell_of_l2(class_name: str) -> None:
-    """Say that a DeepSpeed config asks for Adam instead of AdamW."""
-    if numbers.rank() == 0:
+def tell_of_l2(class_name: str, options: Mapping[str, Any]) -> None:
+    """Say if a DeepSpeed config asks for Adam instead of AdamW."""
+    if numbers.rank() == 0 and not options["decoupled_weight_decay"]:
         tell_once(
             f"zero8: adam_w_mode is false, so {class_name} adds the weight decay to the gradient; "
             "DeepSpeed's AdamW ignores the key.  To go on as it does, leave adam_w_mode out"

@@ -13,9 +13,8 @@ from zero8.algorithms.lion import LION
 from zero8.algorithms.sgd import SGD
 from zero8.blockwise import BlockwiseOptimizer
 from zero8.muon import Muon8bitBlockwise
-from zero8.spec.codec import DEFAULT_CODEC
 from zero8.spec.options import check_flag
-from zero8.state import keywords
+from zero8.state.keywords import DEFAULTS
 
 
 class Adam8bitBlockwise(BlockwiseOptimizer):
@@ -72,37 +71,29 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        lr: float | Tensor = ADAM.options["lr"],
+        betas: tuple[float, float] = ADAM.options["betas"],
+        eps: float = ADAM.options["eps"],
         weight_decay: float | None = None,
         *,
-        adam_w_mode: bool = True,
-        bias_correction: bool = True,
-        maximize: bool = False,
-        block_size: int = 256,
-        codec: str = DEFAULT_CODEC,
-        min_8bit_size: int = 4096,
-        fp32_params: Iterable[str] = (),
-        stochastic_rounding: bool | str = "auto",
-        weight_correction_bits: int = 0,
-        seed: int = 0,
-        state_dict_format: str = "8bit",
+        adam_w_mode: bool = ADAM.options["decoupled_weight_decay"],
+        bias_correction: bool = DEFAULTS["bias_correction"],
+        maximize: bool = ADAM.options["maximize"],
+        block_size: int = DEFAULTS["block_size"],
+        codec: str = DEFAULTS["codec"],
+        min_8bit_size: int = DEFAULTS["min_8bit_size"],
+        fp32_params: Iterable[str] = DEFAULTS["fp32_params"],
+        stochastic_rounding: bool | str = DEFAULTS["stochastic_rounding"],
+        weight_correction_bits: int = DEFAULTS["weight_correction_bits"],
+        seed: int = DEFAULTS["seed"],
+        state_dict_format: str = DEFAULTS["state_dict_format"],
         **others: Any,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
         is_decoupled = check_flag("adam_w_mode", adam_w_mode)
         if (adamw_mode := others.pop("adamw_mode", None)) is not None:
             is_decoupled = check_flag("adamw_mode", adamw_mode)
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "decoupled_weight_decay": is_decoupled,
-        }
-        whole = {
+        settings = {
             "bias_correction": bias_correction,
             "block_size": block_size,
             "codec": codec,
@@ -113,7 +104,16 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
             "seed": seed,
             "state_dict_format": state_dict_format,
         }
-        super().__init__(params, options, whole, others)
+        super().__init__(
+            params,
+            others | settings,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            decoupled_weight_decay=is_decoupled,
+        )
 
 
 class Lion8bitBlockwise(BlockwiseOptimizer):
@@ -131,12 +131,6 @@ class Lion8bitBlockwise(BlockwiseOptimizer):
         weight_decay: decoupled weight decay; the paper advises 3 to 10 times AdamW's.
         maximize: ascend instead of descend.
         **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
-
-    Attributes:
-        settings: the settings of the whole optimizer.
-
-    Raises:
-        ValueError: for an unknown key or a bad value, or a parameter that it can never step.
     """
 
     algorithm = LION
@@ -144,16 +138,16 @@ class Lion8bitBlockwise(BlockwiseOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        lr: float | Tensor = LION.options["lr"],
+        betas: tuple[float, float] = LION.options["betas"],
+        weight_decay: float = LION.options["weight_decay"],
         *,
-        maximize: bool = False,
+        maximize: bool = LION.options["maximize"],
         **settings: Any,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, options, *keywords.split(settings))
+        super().__init__(params, settings, **options)
 
 
 class SGD8bitBlockwise(BlockwiseOptimizer):
@@ -175,12 +169,6 @@ class SGD8bitBlockwise(BlockwiseOptimizer):
         maximize: ascend instead of descend.
         decoupled_weight_decay: AdamW's decay instead of torch's, which is L2 regularization.
         **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
-
-    Attributes:
-        settings: the settings of the whole optimizer.
-
-    Raises:
-        ValueError: for an unknown key or a bad value, or a parameter that it can never step.
     """
 
     algorithm = SGD
@@ -188,27 +176,28 @@ class SGD8bitBlockwise(BlockwiseOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
+        lr: float | Tensor = SGD.options["lr"],
+        momentum: float = 0.0,  # as torch's; without it SGD has no states, and this raises
+        dampening: float = SGD.options["dampening"],
+        weight_decay: float = SGD.options["weight_decay"],
+        nesterov: bool = SGD.options["nesterov"],
         *,
-        maximize: bool = False,
-        decoupled_weight_decay: bool = False,
+        maximize: bool = SGD.options["maximize"],
+        decoupled_weight_decay: bool = SGD.options["decoupled_weight_decay"],
         **settings: Any,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
-        options = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(params, options, *keywords.split(settings))
+        super().__init__(
+            params,
+            settings,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
 
 
 class AdEMAMix8bitBlockwise(BlockwiseOptimizer):
@@ -232,12 +221,6 @@ class AdEMAMix8bitBlockwise(BlockwiseOptimizer):
         weight_decay: decoupled weight decay.
         maximize: ascend instead of descend.
         **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
-
-    Attributes:
-        settings: the settings of the whole optimizer.
-
-    Raises:
-        ValueError: for an unknown key or a bad value, or a parameter that it can never step.
     """
 
     algorithm = ADEMAMIX
@@ -245,29 +228,30 @@ class AdEMAMix8bitBlockwise(BlockwiseOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
-        alpha: float = 5.0,
-        t_alpha: float | None = None,
-        t_beta3: float | None = None,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        lr: float | Tensor = ADEMAMIX.options["lr"],
+        betas: tuple[float, float, float] = ADEMAMIX.options["betas"],
+        alpha: float = ADEMAMIX.options["alpha"],
+        t_alpha: float | None = ADEMAMIX.options["t_alpha"],
+        t_beta3: float | None = ADEMAMIX.options["t_beta3"],
+        eps: float = ADEMAMIX.options["eps"],
+        weight_decay: float = ADEMAMIX.options["weight_decay"],
         *,
-        maximize: bool = False,
+        maximize: bool = ADEMAMIX.options["maximize"],
         **settings: Any,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "alpha": alpha,
-            "t_alpha": t_alpha,
-            "t_beta3": t_beta3,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
-        super().__init__(params, options, *keywords.split(settings))
+        super().__init__(
+            params,
+            settings,
+            lr=lr,
+            betas=betas,
+            alpha=alpha,
+            t_alpha=t_alpha,
+            t_beta3=t_beta3,
+            eps=eps,
+            weight_decay=weight_decay,
+            maximize=maximize,
+        )
 
 
 OPTIMIZERS: tuple[type[BlockwiseOptimizer], ...] = (

@@ -13,19 +13,12 @@ from operator import attrgetter
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A private name of torch.
-
-    Attributes:
-        module: the module that has it.
-        name: its name in the module, with dots if it is in a class or a submodule.
-        use: what zero8 does with it, as a verb phrase.
-        parameters: the parameters that zero8 passes by name.
-    """
+    """A private name of torch."""
 
     module: str
-    name: str
-    use: str
-    parameters: tuple[str, ...] = ()
+    name: str  # in the module, with dots if it is in a class or a submodule
+    use: str  # what zero8 does with it, as a verb phrase
+    parameters: tuple[str, ...] = ()  # those that zero8 passes by name
 
     def is_there(self) -> bool:
         """Return whether the installed torch has the name, with these parameters."""
@@ -42,27 +35,19 @@ class PrivateName:
         return f"{self.module}.{self.name}"
 
 
+_OPTIMIZER, _PLACEMENTS = "torch.optim.optimizer", "torch.distributed.tensor.placement_types"
+_SPEC = "torch.distributed.tensor._dtensor_spec"
+_SPLIT = ("with_padding", "contiguous")
+
 NAMES = (
-    PrivateName(
-        "torch._compile", "_disable_dynamo", "keeps steps and state dicts out of compiled graphs"
-    ),
-    PrivateName(
-        "torch", "_C._disabled_torch_function_impl", "keeps operations on moments from wrapping"
-    ),
-    PrivateName(
-        "torch", "_C.DisableTorchFunctionSubclass", "lets buffers of weights act as plain tensors"
-    ),
-    PrivateName("torch", "Tensor._make_wrapper_subclass", "makes the tensors of moments"),
-    *(
-        PrivateName("torch.optim.optimizer", name, "notices hooks of all steps")
-        for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-    ),
-    PrivateName(
-        "torch",
-        "_C._set_throw_on_mutable_data_ptr",
-        "refuses code that would take a moment's address",
-    ),
+    PrivateName("torch._compile", "_disable_dynamo", "keeps steps out of compiled graphs"),
+    PrivateName("torch", "_C._disabled_torch_function_impl", "keeps moments from being wrapped"),
+    PrivateName("torch", "_C.DisableTorchFunctionSubclass", "has buffers act as plain tensors"),
+    PrivateName("torch", "_C._set_throw_on_mutable_data_ptr", "keeps moments' addresses secret"),
     PrivateName("torch", "_C._DisableAutocast", "keeps the arithmetic of steps out of autocast"),
+    PrivateName("torch", "Tensor._make_wrapper_subclass", "makes the tensors of moments"),
+    PrivateName(_OPTIMIZER, "_global_optimizer_pre_hooks", "notices hooks of all steps"),
+    PrivateName(_OPTIMIZER, "_global_optimizer_post_hooks", "notices hooks of all steps"),
     PrivateName(
         "torch.optim",
         "Optimizer._process_value_according_to_param_policy",
@@ -75,26 +60,11 @@ NAMES = (
         "is_traceable_wrapper_subclass",
         "recognizes tensors that must not have weak references",
     ),
-    PrivateName(
-        "torch.distributed.tensor._dtensor_spec", "DTensorSpec", "makes the DTensors of states"
-    ),
-    PrivateName(
-        "torch.distributed.tensor._dtensor_spec", "TensorMeta", "makes the DTensors of states"
-    ),
-    PrivateName(
-        "torch.distributed.tensor.placement_types",
-        "_StridedShard",
-        "recognizes shards whose rows are not consecutive",
-    ),
-    PrivateName(
-        "torch.distributed.tensor.placement_types",
-        "Shard._split_tensor",
-        "computes which rows a rank holds",
-        ("with_padding", "contiguous"),
-    ),
-    PrivateName(
-        "torch.distributed", "ProcessGroup._device_types", "chooses the device of a reduction"
-    ),
+    PrivateName(_SPEC, "DTensorSpec", "makes the DTensors of states"),
+    PrivateName(_SPEC, "TensorMeta", "makes the DTensors of states"),
+    PrivateName(_PLACEMENTS, "_StridedShard", "recognizes shards of rows that are not consecutive"),
+    PrivateName(_PLACEMENTS, "Shard._split_tensor", "computes which rows a rank holds", _SPLIT),
+    PrivateName("torch.distributed", "ProcessGroup._device_types", "chooses a reduction's device"),
 )
 
 

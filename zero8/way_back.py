@@ -51,13 +51,11 @@ def export(optimizer: torch.optim.Optimizer) -> dict:
 
 
 def explain_refusals() -> None:
-    """Make other optimizers refuse to load our states; idempotent.
+    """Make other optimizers refuse to load our states.
 
     Otherwise they would load them, and fail at the first step because `exp_avg` is missing.
     """
     original = torch.optim.Optimizer.load_state_dict
-    if hasattr(original, "of_zero8"):
-        return
 
     @functools.wraps(original)
     def load_state_dict(self, state_dict):
@@ -68,7 +66,6 @@ def explain_refusals() -> None:
             )
         return original(self, state_dict)
 
-    load_state_dict.of_zero8 = True
     torch.optim.Optimizer.load_state_dict = load_state_dict
 
 

@@ -27,24 +27,6 @@ namespace ZERO8_TARGET {
 
 // --- Codecs and moments --------------------------------------------------------------------------
 
-// Calls body(codec), an object of the type that says how the segment's moments are coded.
-template <class Body>
-__device__ void for_codec(const Segment& seg, Body body) {
-  const int32_t codec = seg.moments[0].codec;
-  if (codec == kLog) {
-    body(InLog());
-  } else if (codec == kDynamic) {
-    body(InDynamic());
-  } else if (codec == kFp8) {
-    body(InFp8());
-  } else if (codec == kLog6) {
-    body(InLog6());
-  } else if (codec == kLinear4) {
-    body(InLinear4());
-  } else {
-    body(InFloat32());
-  }
-}
 // Calls body(Number<k>) for each moment of an algorithm.
 template <class Algorithm, int k = 0, class Body>
 __device__ void for_moments(Body body) {
@@ -53,18 +35,6 @@ __device__ void for_moments(Body body) {
     for_moments<Algorithm, k + 1>(body);
   }
 }
-
-// A thread's own codes, a byte each.
-template <class Code>
-struct OwnCodes {
-  uint8_t* codes;
-
-  template <int k>
-  __device__ OwnCodes(Number<k>, const Segment& seg)
-      : codes(static_cast<uint8_t*>(seg.moments[k].values)) {}
-  __device__ const uint8_t* next(const Block& b) const { return codes + b.begin; }
-  __device__ uint8_t* replaced(const Block& b) const { return codes + b.begin; }
-};
 
 template <int kCount>
 __device__ void copy(float* to, const float* from) {
@@ -82,22 +52,21 @@ struct Stored {
     grad = floats(seg.grad, seg.grad_dtype, place);
     param = floats(seg.param, seg.param_dtype, place);
     if (seg.correction) correction = bytes(seg.correction, 0, place);
-    for_codec(seg, [&](auto codec) {
-      using Codec = decltype(codec);
+    if (seg.moments[0].codec == kFloat32) {
+      for_moments<Algorithm>(
+          [&](auto k) { moments[k.value] = floats(seg.moments[k.value].values, kFP32, place); });
+    }
+    for_codec(seg.moments[0].codec, [&](auto codec) {
       for_moments<Algorithm>([&](auto number) {
         constexpr int k = decltype(number)::value;
+        using Code = CodeOf<Algorithm, decltype(codec), k>;
         const Moment& moment = seg.moments[k];
-        if constexpr (kIsQuantized<Codec>) {
-          using Code = CodeOf<Algorithm, Codec, k>;
-          if constexpr (Code::kBits == 8) {
-            moments[k] = bytes(moment.values, Code::kZeroCode, place);
-          } else {
-            moments[k] = read_units<Code>(seg, place, moment);
-          }
-          copy<Code::kScales>(scales[k], moment.scales + place.block.local * Code::kScales);
+        if constexpr (Code::kBits == 8) {
+          moments[k] = bytes(moment.values, Code::kZeroCode, place);
         } else {
-          moments[k] = floats(moment.values, kFP32, place);
+          moments[k] = read_units<Code>(seg, place, moment);
         }
+        copy<Code::kScales>(scales[k], moment.scales + place.block.local * Code::kScales);
       });
     });
   }
@@ -224,78 +193,44 @@ __device__ inline void write_param(const Segment& seg, const Place& place, const
 
 // --- Moments -------------------------------------------------------------------------------------
 
-// The thread's moments, of type T in memory, as a segment of their own.
-template <class T>
-struct OwnMoments {
-  T values[kMaxMoments][kPerThread];
-  float scales[kMaxMoments][kMaxScales];
-
-  __device__ Segment segment(const Segment& seg, const Place& place) {
-    Segment own = place.own(seg);
-#pragma unroll
-    for (int k = 0; k < kMaxMoments; ++k) {
-      own.moments[k].values = values[k];
-      own.moments[k].scales = scales[k];
-    }
-    return own;
-  }
-};
-
-template <class Algorithm, class Codec>
-__device__ OwnMoments<uint8_t> unpacked(const Stored<Algorithm>& stored) {
-  OwnMoments<uint8_t> own;
-  for_moments<Algorithm>([&](auto number) {
-    constexpr int k = decltype(number)::value;
-    unpack(stored.moments[k], own.values[k]);
-    copy<CodeOf<Algorithm, Codec, k>::kScales>(own.scales[k], stored.scales[k]);
-  });
-  return own;
-}
-
-// Calls body(read), where read(vec, i, Vec::F* m) decodes the moments of a vector, times the
-// algorithm's decays.
-template <class Algorithm, class Codec, class Body>
-__device__ void with_decoded(const Segment& seg, const Stored<Algorithm>& stored,
-                             const Place& place, const StepScalars& raw, const CodecMaps& maps,
-                             Body body) {
-  if constexpr (kIsQuantized<Codec>) {
-    // Two variables: an array that its own struct points to would not stay in registers.
-    OwnMoments<uint8_t> own = unpacked<Algorithm, Codec>(stored);
-    Row<Algorithm, Codec, OwnCodes> codes(own.segment(seg, place));
-    const Row<Algorithm, Codec, Sources<Algorithm>::template Source> sources(
-        own.segment(seg, place), raw, maps, place.own_block(), &codes);
-    body([&](auto& vec, int i, Vec::F* m) {
-      sources.visit([&](auto k, const auto& source) { m[k.value] = source.read(vec, i, All()); });
-    });
-  } else {
-    float values[kMaxMoments][kPerThread];
-    for_moments<Algorithm>([&](auto k) { unpack(stored.moments[k.value], values[k.value]); });
-    // The product flushes what is subnormal in memory, as no decay is above 1.
-    body([&](auto& vec, int i, Vec::F* m) {
-      for_moments<Algorithm>([&](auto k) {
-        const Vec::F decay = Vec::set(Algorithm::decay(raw, k.value));
-        m[k.value] = vec.mul(Vec::load(values[k.value] + i), decay);
+// The moments times the algorithm's decays.
+template <class Algorithm>
+__device__ void decode(const Segment& seg, const Stored<Algorithm>& stored, const StepScalars& raw,
+                       const CodecMaps& maps, Values* moments) {
+  if (seg.moments[0].codec == kFloat32) {
+    for_moments<Algorithm>([&](auto number) {
+      constexpr int k = decltype(number)::value;
+      float values[kPerThread];
+      unpack(stored.moments[k], values);
+      const Vec::F decay = Vec::set(Algorithm::decay(raw, k));
+      // The product flushes what is subnormal in memory, as no decay is above 1.
+      for_vectors([&](int i) {
+        Vec vec;
+        Vec::store(moments[k].x + i, vec.mul(Vec::load(values + i), decay));
       });
     });
   }
+  for_codec(seg.moments[0].codec, [&](auto codec) {
+    for_moments<Algorithm>([&](auto number) {
+      constexpr int k = decltype(number)::value;
+      using Code = CodeOf<Algorithm, decltype(codec), k>;
+      uint8_t codes[kPerThread];
+      unpack(stored.moments[k], codes);
+      const typename Code::Decoder of_block(stored.scales[k], Algorithm::decay(raw, k), maps);
+      for_vectors([&](int i) {
+        Vec vec;
+        Vec::store(moments[k].x + i, of_block(vec, load_codes<Code>(codes + i, All())));
+      });
+    });
+  });
 }
 
 // Turns parameters and gradients into updated ones, and the moments into what will be encoded.  The
 // update itself stands here once, and not for each codec: copies of it would need more registers.
 template <class Algorithm>
-__device__ void update(const Segment& seg, const Stored<Algorithm>& stored, const Place& place,
-                       const StepScalars& raw, const CodecMaps& maps, const Values& g, Values& p,
-                       Values* moments) {
-  for_codec(seg, [&](auto codec) {
-    with_decoded<Algorithm, decltype(codec)>(seg, stored, place, raw, maps, [&](auto read) {
-      for_vectors([&](int i) {
-        Vec vec;
-        Vec::F m[kMaxMoments];
-        read(vec, i, m);
-        for_moments<Algorithm>([&](auto k) { Vec::store(moments[k.value].x + i, m[k.value]); });
-      });
-    });
-  });
+__device__ void update(const Segment& seg, const Stored<Algorithm>& stored, const StepScalars& raw,
+                       const CodecMaps& maps, const Values& g, Values& p, Values* moments) {
+  decode(seg, stored, raw, maps, moments);
   const typename Algorithm::Scalars s(raw);
   for_vectors([&](int i) {
     Vec::F x, m[kMaxMoments];
@@ -310,43 +245,47 @@ __device__ void update(const Segment& seg, const Stored<Algorithm>& stored, cons
   });
 }
 
+// Encodes a thread's part of a moment of the block, and writes codes and scales.
+template <class Code>
+__device__ void encode_moment(const Segment& seg, const Place& place, const Moment& moment,
+                              float settling, const CodecMaps& maps, float* x) {
+  Range range(Code::kSigned);
+  for_vectors([&](int i) { range.add(Code::kSigned, Vec::load(x + i)); });
+  uint8_t codes[kPerThread];
+  float scales[kMaxScales];
+  const typename Code::Encoder of_block(
+      range, maps, {x, kPerThread, Place::before(), place.block.count, settling}, scales);
+  const uint32_t q = Thresholds(place.own(seg), place.own_block(), moment.phase).q;
+  with_dither<Code>(of_block, q, [&](const auto& one, auto dither) {
+    dither.start(0, false);
+    for_vectors([&](int i) { store8(codes + i, encode_one(one, x + i, dither.next()), All()); });
+  });
+  // All threads have read the old scales: reductions that made the new ones waited for them.
+  if (threadIdx.x == 0) {
+    copy<Code::kScales>(moment.scales + place.block.local * Code::kScales, scales);
+  }
+  if constexpr (Code::kBits == 8) {
+    write(static_cast<uint8_t*>(moment.values) + place.at, codes, place.n);
+  } else {
+    write_units<Code>(seg, place, moment, codes);
+  }
+}
+
 template <class Algorithm>
 __device__ void encode(const Segment& seg, const Place& place, const StepScalars& raw,
                        const CodecMaps& maps, Values* moments) {
-  for_codec(seg, [&](auto codec) {
-    using Codec = decltype(codec);
-    if constexpr (kIsQuantized<Codec>) {
-      OwnMoments<uint8_t> own;
-      Row<Algorithm, Codec, RangeOf> ranges;
-      for_vectors([&](int i) {
-        ranges.visit([&](auto k, auto& range) { range.add(Vec::load(moments[k.value].x + i)); });
-      });
-      constexpr int kStride = sizeof(Values) / sizeof(float);
-      const NewValues made{moments->x, kStride, kPerThread, Place::before(), place.block.count};
-      Row<Algorithm, Codec, OwnCodes> codes(own.segment(seg, place));
-      Row<Algorithm, Codec, Sinks<Algorithm>::template Sink> sinks(
-          own.segment(seg, place), raw, maps, place.own_block(), made, ranges, &codes);
-      sinks.visit([&](auto, auto& sink) { sink.start(0, false); });
-      for_vectors([&](int i) { sinks.visit([&](auto, auto& sink) { sink.write(i, All()); }); });
-      for_moments<Algorithm>([&](auto number) {
-        constexpr int k = decltype(number)::value, kScales = CodeOf<Algorithm, Codec, k>::kScales;
-        const Moment& moment = seg.moments[k];
-        // All threads have read the old scales: reductions that made the new ones waited for them.
-        if (threadIdx.x == 0) {
-          copy<kScales>(moment.scales + place.block.local * kScales, own.scales[k]);
-        }
-        if constexpr (CodeOf<Algorithm, Codec, k>::kBits == 8) {
-          write(static_cast<uint8_t*>(moment.values) + place.at, own.values[k], place.n);
-        } else {
-          write_units<CodeOf<Algorithm, Codec, k>>(seg, place, moment, own.values[k]);
-        }
-      });
-    } else {
-      for_moments<Algorithm>([&](auto k) {
-        write(static_cast<float*>(seg.moments[k.value].values) + place.at, moments[k.value].x,
-              place.n);
-      });
-    }
+  if (seg.moments[0].codec == kFloat32) {
+    for_moments<Algorithm>([&](auto k) {
+      write(static_cast<float*>(seg.moments[k.value].values) + place.at, moments[k.value].x,
+            place.n);
+    });
+  }
+  for_codec(seg.moments[0].codec, [&](auto codec) {
+    for_moments<Algorithm>([&](auto number) {
+      constexpr int k = decltype(number)::value;
+      encode_moment<CodeOf<Algorithm, decltype(codec), k>>(
+          seg, place, seg.moments[k], Algorithm::settling(raw, k), maps, moments[k].x);
+    });
   });
 }
 
@@ -372,7 +311,7 @@ __device__ bool step_block(const Segment& seg, const StepScalars& raw, const Cod
   });
   if (Vec::reduce_maxu(largest) >= kGradientLimitBits) return false;
   Values moments[kMaxMoments];
-  update(seg, stored, place, raw, maps, g, p, moments);
+  update(seg, stored, raw, maps, g, p, moments);
   largest = Vec::seti(0);
   for_vectors([&](int i) {
     for_moments<Algorithm>([&](auto number) {

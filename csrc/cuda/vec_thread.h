@@ -280,10 +280,6 @@ struct Vec {
   __device__ static F look_up(const float* table, I index) {
     return each<F>([=](int k) { return table[index.x[k]]; });
   }
-  __device__ static void look_up_codes(const float* levels, const uint8_t (*)[256],
-                                       const uint8_t* p, F* x) {
-    for (int k = 0; k < 4; ++k) x[k] = look_up(levels, load8(p + k * kLanes));
-  }
   __device__ static I look_up8(const uint32_t* table, I index) {
     return each<I>([=](int k) { return table[index.x[k] & 7u]; });
   }

@@ -8,6 +8,7 @@ from pathlib import Path
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from torch import distributed
 
 import zero8  # noqa: F401 - registers the types of zero8's optimizers
@@ -16,12 +17,12 @@ from zero8.algorithms.table import ALGORITHMS
 from zero8.checkpoint.commands.convert import convert
 from zero8.checkpoint.files.manifest import Manifest
 from zero8.checkpoint.files.tags import complete_tags
-from zero8.op.build import op_for_steps
+from zero8.op import kernel
 from zero8.ranks.agree import from_rank_0
-from zero8.spec.codec import CODECS, DEFAULT_CODEC
-from zero8.zero import ops
 
 UNIVERSAL = "_universal"
+# By the types of DeepSpeed's optimizers that compile on the first start under offload.
+BUILDERS = {"AdamW": "CPUAdamBuilder", "Lion": "CPULionBuilder", "Muon": "CPUAdamBuilder"}
 
 
 class DeepSpeedEngine:
@@ -29,7 +30,8 @@ class DeepSpeedEngine:
 
     def __init__(self, model: GPT, config: dict, steps: int, checkpoint: Path | None = None):
         """Start DeepSpeed, and load the newest complete tag, if asked to."""
-        ops.leave_out_shared_memory()
+        # An all_reduce of DeepSpeed's, which only its own launcher has it call.
+        deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
         self.model = model
         tag = None
         if checkpoint:
@@ -85,15 +87,15 @@ def completed(config: dict, steps: int) -> dict:
 def build(config: dict) -> None:
     """Build the ops of a run before its ranks do, and print where they are."""
     optimizer = completed(config, 0)["optimizer"]
-    names = ops.needed({**config, "optimizer": optimizer}, ops.accelerator())
-    ops.check(names)
-    codec = CODECS[optimizer["params"].get("codec", DEFAULT_CODEC)]
-    for algorithm in ALGORITHMS:
-        if algorithm.class_name == optimizer["type"]:
-            op_for_steps(algorithm, codec).load()
-    for name in names:
-        if name != ops.SHARED_MEMORY:  # which DeepSpeedEngine leaves out
-            print("op {op}: {path} ({seconds:.1f} s)".format(**ops.build(name)), flush=True)
+    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
+    device = offload.get("device", "none")
+    if optimizer["type"] in {algorithm.class_name for algorithm in ALGORITHMS}:
+        kernel.module()
+    names = [BUILDERS[optimizer["type"]]] if optimizer["type"] in BUILDERS else []
+    names = names if device != "none" else []
+    for name in names + ["AsyncIOBuilder"] * (device == "nvme"):
+        builder = get_accelerator().create_op_builder(name)
+        print(f"op {builder.name}: {builder.load(verbose=False).__file__}", flush=True)
 
 
 def loadable_tag(folder: Path, world_size: int) -> str | None:

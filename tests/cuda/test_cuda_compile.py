@@ -207,7 +207,7 @@ def test_cuda_code_of_the_cache_is_used_until_sources_change(cache, monkeypatch,
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
     (tmp_path / "codes.h").write_text("// another one\n")
-    monkeypatch.setattr(cuda_compile, "source_folder", lambda: tmp_path)
+    monkeypatch.setattr(cuda_compile.build, "source_folder", lambda: tmp_path)
     cuda_compile.machine_code.cache_clear()
     with pytest.raises(RuntimeError, match="NVRTC failed:(.|\n)*not compiled again"):
         cuda_compile.machine_code(90, "nvrtc")

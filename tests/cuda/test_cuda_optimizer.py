@@ -2,18 +2,19 @@
 """The optimizer over parameters on a GPU, for which the CPU stands in: fake_cuda.py."""
 
 import copy
+import itertools
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from small_optimizers import assert_equal
 from torch import nn
 
 import zero8
-from zero8.op.describe import Snapshot
 from zero8.ranks import numbers
 from zero8.spec.codec import CODECS
+from zero8.states import States
+from zero8.step import stepper
 from zero8.step.check import check_tensors
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -86,7 +87,14 @@ def test_cuda_optimizer_parameters_of_two_devices_step_in_a_launch_each(gpu, mon
     set_grads(mine[0], 0)
     set_grads(theirs[0], 0)
     theirs[1].step()
-    monkeypatch.setattr(Snapshot, "devices", property(lambda snapshot: np.arange(len(mine[0])) % 2))
+    prepared, devices = stepper.prepared, itertools.cycle([0, 1])
+
+    def on_two_devices(*args):
+        entry = prepared(*args)
+        entry.seen["kind"][0] += next(devices) << 32
+        return entry
+
+    monkeypatch.setattr(stepper, "prepared", on_two_devices)
     gpu.launches = 0
     mine[1].step()
     assert gpu.launches == 2
@@ -152,11 +160,11 @@ def test_cuda_optimizer_of_several_ranks_logs_instead_of_raising(gpu, monkeypatc
     """GPUs of ranks are not equally far: one would raise, the others wait in a collective."""
     params, optimizer = made()
     monkeypatch.setattr(numbers, "num_ranks", lambda: 2)
-    monkeypatch.setattr(optimizer, "_has_params_on_gpus", lambda: True)
+    monkeypatch.setattr(States, "_are_on_gpus", lambda self: True)
     step_with_nan(params, optimizer)
     assert optimizer.nonfinite_blocks == 2
     assert "non-finite gradient or moment: c: 2 blocks" in caplog.text
-    monkeypatch.setattr(optimizer, "_has_params_on_gpus", lambda: False)
+    monkeypatch.setattr(States, "_are_on_gpus", lambda self: False)
     with pytest.raises(FloatingPointError):
         step_with_nan(params, optimizer)
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from benchmarks.engine.sent import sent_by
 from examples.gpt.engine_fsdp2 import join_ranks
 from zero8.muon import Muon8bitBlockwise
-from zero8.step import matrix_part
+from zero8.step import muon
 
 sizes = pytest.mark.parametrize(
     "world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)], ids=str
@@ -33,14 +33,14 @@ def trained(late: str = "", offload: bool = False, replicas: int = 1) -> dict[st
 
 def trained_by_rows() -> dict[str, dict]:
     """Return `results` where ranks have rows of all experts, two of which are gathered at once."""
-    before, matrix_part.MAX_NUMEL = matrix_part.MAX_NUMEL, 2 * math.prod(SHAPES["experts"][1:])
+    before, muon.MAX_NUMEL = muon.MAX_NUMEL, 2 * math.prod(SHAPES["experts"][1:])
     try:
         model = sharded(placement_of=by_rows)
         optimizer = optimizer_of(model)
         run(model, optimizer, 0, STEPS)
         return results(model, optimizer)
     finally:
-        matrix_part.MAX_NUMEL = before
+        muon.MAX_NUMEL = before
 
 
 def sent_of_experts() -> dict[str, int]:

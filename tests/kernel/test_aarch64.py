@@ -16,6 +16,7 @@ from pathlib import Path
 
 import halves
 import pytest
+import shared_numbers
 import torch
 from needs import AARCH64_COMPILER, AARCH64_EMULATOR, need_aarch64
 from piped_kernel import PipedKernel
@@ -31,7 +32,7 @@ from segments import (
     scalars_at,
     tensors,
 )
-from test_csrc import COMPILER, CSRC, WARNINGS, compile_all, output_of, python_headers
+from test_csrc import COMPILER, CSRC, TARGETS, WARNINGS, compile_all, output_of, python_headers
 from test_kernel import BF16, DTYPES, FP32, HYPERS, PLACES, steps
 from test_param_copy import FP16, with_copy
 from test_random_steps import STEPS, hyper_of, prepare, segment_of
@@ -43,7 +44,6 @@ from zero8.algorithms.ademamix import ADEMAMIX
 from zero8.algorithms.lion import LION
 from zero8.algorithms.sgd import SGD
 from zero8.op import build, kernel
-from zero8.op.shared_numbers import op_source
 from zero8.spec import arithmetic as ieee
 from zero8.spec.codec import CODECS, MomentCode
 from zero8.spec.dynamic import DynamicCode
@@ -56,7 +56,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 CROSS_COMPILER = [AARCH64_COMPILER, *COMPILER[-2:]]
 RANDOM_CASES = 400
 PROGRAMS = ["piped_kernel", "csrc_driver"]
-TARGETS = list(build.TARGETS_OF["aarch64"])
+REST = ["check", "dispatch", "fill", "norm", "stream"]
+"""The kernel but for its steps and its binding."""
 TINY = 2.0**-126
 
 
@@ -64,28 +65,24 @@ TINY = 2.0**-126
 def commands(tmp_path_factory):
     """The command of each program, which has the kernel in it, compiled as the op is.
 
-    To save minutes, only Adam's steps with NEON are optimized as much, and other algorithms than
-    Adam have no baseline: it is the same source as on x86.
+    To save minutes, only the steps with NEON are optimized as much.
     """
     need_aarch64()
     folder = tmp_path_factory.mktemp("aarch64")
-    optimized = [p for p in CSRC.glob("*.cpp") if p.stem != "binding" and "step_" not in p.stem]
-    others = []
-    for name, text in build.op("aarch64").generated:
-        if name.startswith(("step_neon_", "step_baseline_adam_")):
-            (folder / name).write_text(text)
-            (optimized if "_neon_adam_" in name else others).append(folder / name)
+    optimized = [CSRC / f"{name}.cpp" for name in (*REST, "step_neon")]
     made = compile_all(optimized, [*build.FLAGS, *WARNINGS], folder, CROSS_COMPILER)
     programs = [SUPPORT / f"{name}.cpp" for name in PROGRAMS]
-    quick = compile_all([*programs, *others], [*FLAGS, *WARNINGS], folder, CROSS_COMPILER)
+    quick = compile_all(
+        [*programs, CSRC / "step_baseline.cpp"], [*FLAGS, *WARNINGS], folder, CROSS_COMPILER
+    )
     for number, name in enumerate(PROGRAMS):
         objects = [quick[number], *made, *quick[len(PROGRAMS) :]]
-        link = [*build.LINK_FLAGS, "-static", *objects, "-o", folder / name]
+        link = ["-fopenmp", "-static", *objects, "-o", folder / name]
         output_of([*CROSS_COMPILER, *link])
     return {name: [AARCH64_EMULATOR, str(folder / name)] for name in PROGRAMS}
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=TARGETS["aarch64"])
 def arm(commands, request):
     return PipedKernel(commands["piped_kernel"], request.param)
 
@@ -111,15 +108,15 @@ def settings_of_python(folder):
 def test_aarch64_binding_and_shared_numbers_compile_without_warnings(tmp_path):
     need_aarch64()
     numbers = tmp_path / "numbers.cpp"
-    numbers.write_text(op_source())
-    flags = [*WARNINGS, "-fsyntax-only", "-DTORCH_EXTENSION_NAME=zero8_adam"]
+    numbers.write_text(shared_numbers.op_source())
+    flags = [*WARNINGS, "-fsyntax-only"]
     flags += [settings_of_python(tmp_path), *python_headers()]
     output_of([*CROSS_COMPILER, *flags, CSRC / "binding.cpp", numbers])
 
 
 def test_aarch64_serves_its_targets_and_any_number_of_threads(commands):
     """The arrays of this driver end where memory that cannot be accessed begins."""
-    assert output_of(commands["csrc_driver"]).split() == TARGETS
+    assert output_of(commands["csrc_driver"]).split() == TARGETS["aarch64"]
 
 
 def test_aarch64_vec_operations_of_neon_equal_the_definition(tmp_path):
@@ -291,15 +288,11 @@ def cautious(tmp_path_factory):
     text, asked = (csrc / "vec_neon.h").read_text(), "return status & kUnderflow;"
     assert text.count(asked) == 1
     (csrc / "vec_neon.h").write_text(text.replace(asked, "return true;"))
-    steps = [f"step_neon_adam_{name}.cpp" for name in ("float32", "log", "log6")]
-    texts = dict(build.op("aarch64").generated)
-    for name in steps:
-        (csrc / name).write_text(texts[name])
-    names = ["check", "dispatch", "fill", "norm", "stream", *(name[:-4] for name in steps)]
-    sources = [SUPPORT / "piped_kernel.cpp", *(csrc / f"{name}.cpp" for name in names)]
+    sources = [csrc / f"{name}.cpp" for name in (*REST, "step_neon", "step_baseline")]
+    sources.append(SUPPORT / "piped_kernel.cpp")
     compiler = [AARCH64_COMPILER, "-std=c++17", f"-I{csrc}"]
     objects = compile_all(sources, [*FLAGS, *WARNINGS], folder, compiler)
-    output_of([*compiler, *build.LINK_FLAGS, "-static", *objects, "-o", folder / "piped_kernel"])
+    output_of([*compiler, "-fopenmp", "-static", *objects, "-o", folder / "piped_kernel"])
     return PipedKernel([AARCH64_EMULATOR, str(folder / "piped_kernel")], "neon")
 
 

@@ -27,14 +27,15 @@ def op(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("sanitized")
     watched = [*SANITIZERS, "-fsanitize=float-cast-overflow", "-fopenmp", "-ffp-contract=off"]
-    whole = build.op()
-    kernels = [path for path in whole.sources if path.stem != "binding"]
-    # A file for each algorithm, as the builder has them: all in one take minutes.
-    kernels += [path for path in whole.written(folder) if path.match("step_baseline_*")]
-    flags = ["-O0", "-DTORCH_EXTENSION_NAME=zero8_sanitized", *python_headers()]
-    made = compile_all(kernels, [*watched, "-fPIC"], folder)
-    made += compile_all([CSRC / "binding.cpp"], [*flags, "-fPIC"], folder)
-    path = folder / "zero8_sanitized.so"
+    names = [path.stem for path in build.sources()]
+    kernels = [name for name in names if name != "binding" and not name.startswith("step_")]
+    others = [name for name in names if name.startswith("step_") and name != "step_baseline"]
+    made = compile_all(
+        [CSRC / f"{name}.cpp" for name in (*kernels, "step_baseline")], [*watched, "-fPIC"], folder
+    )
+    others = [CSRC / f"{name}.cpp" for name in ("binding", *others)]
+    made += compile_all(others, ["-O0", "-fPIC", "-fopenmp", *python_headers()], folder)
+    path = folder / f"{build.NAME}.so"
     output_of([*COMPILER, *watched, "-shared", *made, "-o", path])
     return path
 

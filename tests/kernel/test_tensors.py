@@ -10,7 +10,7 @@ from torch import Tensor
 
 import zero8
 from zero8.op import kernel
-from zero8.op.describe import addresses_if_same, described
+from zero8.op.kernel import addresses_if_same, described
 from zero8.op.structs import MAX_HASHED, TENSOR, WITHOUT_MEMORY
 
 API = "__dlpack_c_exchange_api__"

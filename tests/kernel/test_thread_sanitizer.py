@@ -12,15 +12,13 @@ import re
 import processes
 import pytest
 from places import SUPPORT
-from test_csrc import COMPILER, CSRC, WARNINGS, compile_all, output_of
+from test_csrc import COMPILER, CSRC, OURS, WARNINGS, compile_all, output_of
 
-from zero8.op import build
+from zero8.op import kernel
 
 SANITIZER = "-fsanitize=thread"
-# The driver steps Adam's segments: what reads and writes memory is one template for all algorithms.
-ADAM_ALONE = ["-DZERO8_ALGORITHM=Adam"]
-FLAGS = ["-O1", "-g1", SANITIZER, *ADAM_ALONE, *WARNINGS, "-fopenmp", "-ffp-contract=off"]
-SERVED = build.served_targets()
+FLAGS = ["-O1", "-g1", SANITIZER, *WARNINGS, "-fopenmp", "-ffp-contract=off"]
+SERVED = list(kernel.isas())
 REPORTED = 66
 """The exit status of a program in which the sanitizer found a race."""
 
@@ -29,8 +27,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
-    """The driver, its OpenMP, and the kernels that this processor can run."""
-    sources = [CSRC / f"{name}.cpp" for name in ("dispatch", *(f"step_{t}" for t in SERVED))]
+    """The driver, its OpenMP, and the kernels."""
+    sources = [CSRC / f"{name}.cpp" for name in ("dispatch", *(f"step_{t}" for t in OURS))]
     sources += [SUPPORT / f"{name}.cpp" for name in ("csrc_threads", "gomp_of_threads")]
     return compile_all(sources, FLAGS, tmp_path_factory.mktemp("objects"))
 
@@ -71,7 +69,7 @@ def test_thread_sanitizer_reports_two_threads_in_one_segment(program, isa):
     done = run(program, isa)
     assert done.returncode == REPORTED, done.stdout + done.stderr
     assert "ThreadSanitizer: data race" in done.stderr
-    assert f"zero8::step_blocks_{build.compiled_target(isa, None)}_" in done.stderr
+    assert f"zero8::{isa}::" in done.stderr
 
 
 def test_thread_sanitizer_reports_a_counter_that_is_not_atomic(objects, tmp_path):

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from places import SUPPORT
-from test_csrc import COMPILER, CSRC, on_x86, output_of
+from test_csrc import COMPILER, CSRC, TARGETS, on_x86, output_of
 
 from zero8.op import build, kernel
 
 # Not optimized as the op is, which would take longer: the instructions are the same.
 PAIRS = {"load_pair", "store_pair", "load8_pair", "load8_top_pair", "store8_pair"}
-X86 = build.TARGETS_OF["x86_64"]
+X86 = TARGETS["x86_64"]
 FLAGS = [*(flag for flag in build.FLAGS if flag != "-O3"), "-O1"]
 
 

@@ -26,7 +26,7 @@ LOST_S = {"torchrun": 60, "deepspeed": 60, "openmpi": 60, "slurm": 180}
 
 @pytest.fixture(scope="module", autouse=True)
 def built():
-    build.op().load()
+    build.load()
 
 
 @pytest.fixture

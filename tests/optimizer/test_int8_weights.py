@@ -12,10 +12,9 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zero8
-from zero8 import frameworks
 from zero8.spec import dither, int8_rows
 from zero8.spec.segment import Rounding
-from zero8.step import int8_part
+from zero8.step import widened as in_chunks
 
 # Ragged columns, narrow rows (5 of which share a block), one block, a long row; one has float32
 # moments, as it is small.
@@ -58,8 +57,8 @@ def widened(monkeypatch):
 
     The largest of `SHAPES` has two pieces.
     """
-    monkeypatch.setattr(int8_part, "is_widened", lambda device: True)
-    monkeypatch.setattr(int8_part, "MOST_ELEMENTS", 20_000)
+    monkeypatch.setattr(in_chunks, "is_widened", lambda device: True)
+    monkeypatch.setattr(in_chunks, "MOST_ELEMENTS", 20_000)
 
 
 @pytest.fixture(params=["in the kernel", "widened"])
@@ -112,7 +111,7 @@ def test_step_of_int8_weights_has_the_same_bits_with_any_number_of_threads_and_p
         torch.set_num_threads(1)
         trained(one)
         torch.set_num_threads(3)
-        monkeypatch.setattr(int8_part, "MOST_ELEMENTS", 1)
+        monkeypatch.setattr(in_chunks, "MOST_ELEMENTS", 1)
         trained(other)
     finally:
         torch.set_num_threads(threads)
@@ -153,15 +152,15 @@ def test_state_of_int8_weights_has_the_bytes_of_the_same_float32_weights():
 
 def test_step_of_widened_int8_weights_copies_only_some_rows_to_float32(monkeypatch):
     """4096 rows of 1000: 2^18 elements are 262 rows and a rest."""
-    monkeypatch.setattr(int8_part, "is_widened", lambda device: True)
-    monkeypatch.setattr(int8_part, "MOST_ELEMENTS", 1 << 18)
+    monkeypatch.setattr(in_chunks, "is_widened", lambda device: True)
+    monkeypatch.setattr(in_chunks, "MOST_ELEMENTS", 1 << 18)
     sizes = []
 
     def buffer_of(pieces, device):
         sizes.append(max(piece.numel for piece in pieces))
         return torch.empty(sizes[-1], device=device)
 
-    monkeypatch.setattr(int8_part, "buffer_of", buffer_of)
+    monkeypatch.setattr(in_chunks, "buffer_of", buffer_of)
     trained([int8_param(weights_of((4096, 1000)))], steps=1)
     assert set(sizes) == {262 * 1000}
 
@@ -270,7 +269,7 @@ def test_muon_refuses_int8_weights_of_its_matrices_alone():
 
 
 def test_optimizer_of_int8_weights_under_deepspeed_is_refused_when_it_is_made(monkeypatch):
-    monkeypatch.setattr(frameworks, "constructing_engine", lambda: (object(), {}))
+    monkeypatch.setattr("zero8.blockwise.constructing_engine", lambda: (object(), {}))
     with pytest.raises(ValueError, match="under DeepSpeed, which copies parameters"):
         make(MAKERS["log"], [int8_param(weights_of((64, 64)))])
 
@@ -321,8 +320,8 @@ def test_step_of_int8_weights_has_the_same_skipped_blocks_with_any_number_of_pie
     found = []
     for most in (None, 1 << 18, 1):
         if most is not None:
-            monkeypatch.setattr(int8_part, "is_widened", lambda device: True)
-            monkeypatch.setattr(int8_part, "MOST_ELEMENTS", most)
+            monkeypatch.setattr(in_chunks, "is_widened", lambda device: True)
+            monkeypatch.setattr(in_chunks, "MOST_ELEMENTS", most)
         p = int8_param(weights_of((600, 301)))
         optimizer = trained([p], steps=1, fp32_params=["*"])
         set_grads([p], 1)

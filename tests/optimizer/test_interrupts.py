@@ -10,8 +10,9 @@ import torch
 from small_optimizers import assert_equal, run, set_grads, small_model
 
 from zero8 import Adam8bitBlockwise
+from zero8.states import States
+from zero8.step.call import Call
 from zero8.step.interrupts import put_off
-from zero8.step.plan import Part
 
 SIGINT, SIGTERM, SIGUSR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
@@ -48,7 +49,7 @@ def test_interrupt_as_the_kernel_returns_leaves_a_step_that_is_done_and_noted(pa
     for one in params:
         set_grads(one, 1)
     optimizers[1].step()
-    taken = Part.step
+    taken = Call.take
 
     def interrupted(self, *args):
         result = taken(self, *args)
@@ -56,7 +57,7 @@ def test_interrupt_as_the_kernel_returns_leaves_a_step_that_is_done_and_noted(pa
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(Part, "step", interrupted)
+        patch.setattr(Call, "take", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizers[0].step()
     assert_alike(params, optimizers)
@@ -74,7 +75,7 @@ def test_interrupt_of_a_load_changes_nothing(pair, monkeypatch):
     saved["param_groups"][0]["lr"] = 7.0
     run(optimizers[0], params[0], 1, start=1)
     run(optimizers[1], params[1], 1, start=1)
-    adopted, calls = Adam8bitBlockwise.adopted, []
+    adopted, calls = States.adopted, []
 
     def interrupted(self, *args):
         calls.append(args)
@@ -82,7 +83,7 @@ def test_interrupt_of_a_load_changes_nothing(pair, monkeypatch):
             raise KeyboardInterrupt
         return adopted(self, *args)
 
-    monkeypatch.setattr(Adam8bitBlockwise, "adopted", interrupted)
+    monkeypatch.setattr(States, "adopted", interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizers[0].load_state_dict(saved)
     assert optimizers[0].param_groups[0]["lr"] == 0.1

@@ -275,38 +275,25 @@ def test_load_state_dict_into_another_form_equals_quantizing_the_moments(keyword
 
 SAVED_FORM = "codec='log', block_size=256"
 OTHER_FORMS = {
-    "block size": (SAVED_FORM, "codec='log', block_size=64", 1),
-    "codec": (SAVED_FORM, "codec='dynamic', block_size=256", 1),
-    "to float32": (SAVED_FORM, "float32 moments", 1),
-    "to 8-bit": ("float32 moments", SAVED_FORM, 1),
+    "block size": (SAVED_FORM, "codec='log', block_size=64"),
+    "codec": (SAVED_FORM, "codec='dynamic', block_size=256"),
+    "to float32": (SAVED_FORM, "float32 moments"),
+    "to 8-bit": ("float32 moments", SAVED_FORM),
 }
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_load_state_dict_into_another_form_logs_it_once(name, caplog):
     tell_once.cache_clear()
-    saved, kept, count = OTHER_FORMS[name]
+    saved, kept = OTHER_FORMS[name]
     _, optimizer = trained(codec="log", min_8bit_size=500)
     other = Adam8bitBlockwise(make_params(), **{**SMALL, "min_8bit_size": 500, **OTHER[name]})
     for _ in range(2):
         other.load_state_dict(optimizer.state_dict())
     (line,) = [r.getMessage() for r in caplog.records if "were saved with" in r.getMessage()]
     assert line.startswith(
-        f"zero8: {count} parameter(s) were saved with {saved} and loaded with {kept}, the optimizer"
+        f"zero8: moments were saved with {saved} and loaded with {kept}, the optimizer"
     )
-
-
-def test_load_state_dict_after_one_that_failed_counts_its_own_parameters_only(caplog):
-    tell_once.cache_clear()
-    _, optimizer = trained(codec="dynamic")
-    _, other = trained()
-    damaged = copy.deepcopy(optimizer.state_dict())
-    damaged["state"][2]["step"] = -1
-    with pytest.raises(ValueError, match="step: got -1"):
-        other.load_state_dict(damaged)
-    other.load_state_dict(optimizer.state_dict())
-    (line,) = [line for line in caplog.messages if "were saved with" in line]
-    assert line.startswith("zero8: 2 parameter(s)")
 
 
 def test_load_state_dict_into_the_same_form_logs_nothing(caplog):

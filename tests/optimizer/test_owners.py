@@ -64,15 +64,17 @@ def there_and_back(kind: str, dtype: torch.dtype) -> dict:
             for key in here
             for first, numel in held[key].ranges
         ]
-        parts = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
-        whole = one.gathered(parts)
-        if one.own is None:
-            assert whole.numel() == 0
-        else:
-            matrices = whole.clone().view(-1, *one.own.shape)
-            wholes |= dict(zip(one.owned[one.rank], matrices, strict=True))
-        back = one.returned(-whole)
-        came_back.append(back.dtype == dtype and torch.equal(back, -parts))
+        views = [torch.empty(0, dtype=dtype), *(part.clone() for part in parts)]
+
+        def negative(whole, own, keys=one.owned[one.rank]):
+            matrices = whole.clone().view(-1, *own.shape)
+            wholes.update(zip(keys, matrices, strict=True))
+            return -whole
+
+        one.replace(views, negative)
+        assert (one.own is None) == (not one.owned[one.rank])
+        pairs = zip(views[1:], parts, strict=True)
+        came_back.append(all(torch.equal(view, -part) for view, part in pairs))
     return {"owned": owned, "wholes": wholes, "came_back": came_back, "held": set(held)}
 
 

@@ -11,11 +11,9 @@ import pytest
 import torch
 
 import zero8
-from zero8 import frameworks
 from zero8.state.params import KnownParams
 from zero8.state.whole import WholeTensor
 from zero8.step import stepper
-from zero8.step.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SHAPES = {"a": (64, 100), "b": (33,), "c": (70, 300)}
@@ -184,9 +182,9 @@ def test_only_parameters_whose_tensors_have_changed_are_prepared_again(monkeypat
     prepared = []
     prepare = stepper.prepared
 
-    def counted(kind, single, info, weight_sums):
+    def counted(kind, row, info, weight_sums):
         prepared.append(info.name)
-        return prepare(kind, single, info, weight_sums)
+        return prepare(kind, row, info, weight_sums)
 
     monkeypatch.setattr(stepper, "prepared", counted)
     step(params, optimizer, 0)
@@ -204,8 +202,8 @@ def test_parts_of_the_parameters_that_step_in_turns_keep_their_plans(monkeypatch
     """As the sub-groups of ZeRO-3, which the optimizer meets one by one."""
     params, optimizer = made()
     whole, other = made()
-    plans, of = [], Plan.of
-    monkeypatch.setattr(Plan, "of", lambda *args: plans.append(1) or of(*args))
+    plans, planned = [], stepper.planned
+    monkeypatch.setattr(stepper, "planned", lambda *args: plans.append(1) or planned(*args))
     for number in range(3):
         step(whole, other, number)
     assert len(plans) == 1
@@ -264,11 +262,11 @@ def test_views_of_one_buffer_step_in_one_call_until_they_overlap():
     optimizer = zero8.Adam8bitBlockwise(params.items())
     step(params, optimizer, 0)
     (plan,) = optimizer._stepper._plans.values()
-    assert [part.places for part in plan.parts] == [[0, 1, 2]]
+    assert [call.places for call in plan.calls] == [[0, 1, 2]]
     params["c"].data = params["a"].data
     step(params, optimizer, 1)
     (tied,) = optimizer._stepper._plans.values()
-    assert [part.places for part in tied.parts] == [[0, 1], [2]]
+    assert [call.places for call in tied.calls] == [[0, 1], [2]]
     params["b"].data = params["b"].data.clone()
     step(params, optimizer, 2)
     assert list(optimizer._stepper._plans.values()) == [tied]
@@ -277,28 +275,26 @@ def test_views_of_one_buffer_step_in_one_call_until_they_overlap():
 class OfMatrices(WholeTensor):
     """A kind of state for matrices only, which says when it is asked."""
 
-    asked: ClassVar[list[str]] = []
+    asked: ClassVar[list[int]] = []
+    wraps_tensors = True
 
     def serves(self, p, state):
         return p.ndim == 2
 
-    def contents(self, states):
-        self.asked.append("contents")
-        return super().contents(states)
-
-    def note_writes(self, states):
-        self.asked.append(f"note_writes of {len(states)}")
+    def contents(self, state):
+        self.asked.append(state["step"])
+        return super().contents(state)
 
 
 def test_parameters_of_two_kinds_of_state_step_together_each_asked_through_its_own(monkeypatch):
     params, optimizer = made()
-    monkeypatch.setattr(frameworks, "kinds", lambda: (OfMatrices, WholeTensor))
+    monkeypatch.setattr("zero8.blockwise.KINDS", (OfMatrices, WholeTensor))
     mixed, other = made()
     for number in range(3):
         step(params, optimizer, number)
         del OfMatrices.asked[:]
         step(mixed, other, number)
-    assert OfMatrices.asked == ["contents", "note_writes of 2"]  # of a and c, where nothing moved
+    assert OfMatrices.asked == [2, 2]  # of a and c, where nothing moved
     for name, p in params.items():
         assert torch.equal(p, mixed[name]), name
     state = other.state[mixed["c"]]
@@ -307,21 +303,24 @@ def test_parameters_of_two_kinds_of_state_step_together_each_asked_through_its_o
         step(mixed, other, 3)
 
 
-def test_steady_step_passes_few_files():
+def test_steady_step_passes_few_files_and_calls():
     """As docs/architecture.md says: who reads how a step works has these to read."""
     params, optimizer = made()
     for number in range(2):
         step(params, optimizer, number)
-    files = set()
+    calls = []
 
     def note(frame, event, argument):
         path = frame.f_code.co_filename  # of what dataclasses write it is none
-        if frame.f_globals.get("__name__", "").startswith("zero8.") and path.endswith(".py"):
-            files.add(path)
+        is_ours = frame.f_globals.get("__name__", "").startswith("zero8.")
+        if event == "call" and is_ours and path.endswith(".py"):
+            calls.append(f"{path}: {frame.f_code.co_name}")
 
     sys.setprofile(note)
     try:
         optimizer.step()
     finally:
         sys.setprofile(None)
-    assert 5 < len(files) <= 9, "\n".join(sorted(files))
+    assert len({call.partition(":")[0] for call in calls}) <= 6, "\n".join(calls)
+    assert 10 < len(calls) <= 36, "\n".join(calls)
+    assert sum(call.endswith(": addresses_if_same") for call in calls) == 1  # of all tensors

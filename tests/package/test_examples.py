@@ -16,8 +16,8 @@ SCRIPTS = ("deepspeed_zero2_offload", "fsdp2_offload")
 RUN = """
 import runpy, sys
 if "deepspeed" in sys.argv[1]:
-    from zero8.zero.ops import leave_out_shared_memory
-    leave_out_shared_memory()
+    import deepspeed
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

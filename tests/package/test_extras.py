@@ -100,7 +100,6 @@ def checkpoint(tmp_path_factory):
     [
         ("plan --model CONFIG", "transformers", "plan"),
         ("checkpoint inspect CHECKPOINT --plot OUT", "matplotlib", "bench"),
-        ("build CONFIG", "deepspeed", "deepspeed"),
     ],
 )
 def test_command_without_its_extra_names_it_in_one_line(

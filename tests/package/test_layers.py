@@ -18,15 +18,14 @@ PACKAGE = ROOT / "zero8"
 # places, so has its `__init__`, which runs before any of them; the folder as a whole has none.
 LAYERS = [
     {"spec", "versions", "extras", "torch_names", "flock", "checkpoint/__init__"},
-    {"algorithms"},
-    {"state", "op", "checkpoint/files", "ranks"},
+    {"algorithms", "ranks"},
+    {"state", "op", "checkpoint/files"},
     {"step", "tagged", "checkpoint/engine", "notices"},
-    {"frameworks", "loading", "stable_embedding"},
+    {"zero", "fsdp", "loading", "stable_embedding"},
+    {"states"},
     {"blockwise"},
     {"muon"},
-    {"optimizer"},
-    {"zero", "fsdp"},
-    {"known_frameworks", "way_back"},
+    {"optimizer", "way_back"},
     {"autoload", "checkpoint/read"},
     {"checkpoint/write"},
     {"checkpoint/commands"},
@@ -185,6 +184,7 @@ def test_import_zero8_in_a_fresh_process_loads_neither_deepspeed_nor_cuda():
         "assert not torch.cuda.is_initialized(), 'cuda'; "
         "assert 'deepspeed' not in sys.modules, 'deepspeed'; "
         "assert 'torch.utils.cpp_extension' not in sys.modules, 'slow'; "
+        "assert 'torch.distributed.tensor' not in sys.modules, 'slow'; "
         "assert torch.optim.Adam8bitBlockwise is zero8.Adam8bitBlockwise"
     )
     subprocess.run(

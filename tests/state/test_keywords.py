@@ -168,7 +168,7 @@ def test_settings_bad_value_in_a_group_raises(key):
     ],
 )
 def test_settings_stochastic_rounding_values_are_known(value, rounding):
-    assert keywords.check_rounding(value) == rounding
+    assert make(stochastic_rounding=value).settings.rounding == rounding
 
 
 def test_settings_defaults_are_those_of_adam_in_deepspeed():

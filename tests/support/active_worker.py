@@ -27,7 +27,7 @@ def try_everything(base):
         warnings.simplefilter("error", RuntimeWarning)
         import deepspeed
 
-    from zero8.zero.ops import leave_out_shared_memory
+    from shared_memory import leave_out_shared_memory
 
     leave_out_shared_memory()
 
@@ -71,6 +71,7 @@ def try_everything(base):
     kept = new_optimizer()
     result["dropped"] = error_of(engine_of, adamw, new_optimizer()[0])
     result["kept"] = error_of(engine_of, adamw, kept[0])
+    result["replaced"] = error_of(engine_of, {}, *replaced_as_by_accelerate(*new_optimizer()))
     result["refused"] = error_of(engine_of, adamw, model_that_was_refused())
     result["not made"] = error_of(engine_of, {"zero_optimization": {"stage": 0}}, kept[0])
     result["stepped"] = error_of(engine_of, adamw, stepped_alone(*new_optimizer()))
@@ -104,6 +105,13 @@ def model_that_was_refused():
     groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": -1.0}]
     assert error_of(zero8.Adam8bitBlockwise, groups)[0] == "ValueError"
     return model
+
+
+def replaced_as_by_accelerate(model, optimizer):
+    """Return what Accelerate's `prepare` gives DeepSpeed under offload."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return model, DeepSpeedCPUAdam(optimizer.param_groups)
 
 
 def stepped_alone(model, optimizer):

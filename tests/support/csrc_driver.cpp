@@ -62,7 +62,7 @@ void step(const zero8::CodecMaps& maps, const Shape& shape, const zero8::Isa& is
   const int64_t bytes = moment_bytes(codec, shape);
   Array<uint8_t> m(bytes, 0), v(bytes, 0), correction(numel, 1);
   Array<float> m_scale(num_blocks, 0.0f);
-  Array<float> v_scale(zero8::kCodecSizes[codec].scales_of_unsigned * num_blocks, 0.0f);
+  Array<float> v_scale(zero8::size_of_codec(codec).scales_of_unsigned * num_blocks, 0.0f);
   zero8::Segment segment{};
   if (types.param == zero8::kFP32) segment.param = wide_param.get();
   if (types.param == zero8::kBF16) segment.param = narrow_param.get();
@@ -107,7 +107,7 @@ int main() {
   fill(maps->of_unsigned, false);
   for (int i = 0; i < zero8::kNumIsas; ++i) {
     const zero8::Isa& isa = zero8::kIsas[i];
-    if (!is_compiled(isa) || !isa.is_supported()) continue;
+    if (!isa.is_supported()) continue;
     for (const zero8::Codec codec : kCodecs) {
       for (const Types types : kTypes) {
         for (const zero8::Rounding rounding : kRoundings) {

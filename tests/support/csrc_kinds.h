@@ -28,14 +28,6 @@ constexpr zero8::Codec kCodecs[] = {zero8::kFloat32, zero8::kDynamic, zero8::kLo
                                     zero8::kFp8,     zero8::kLog6,    zero8::kLinear4};
 constexpr zero8::Rounding kRoundings[] = {zero8::kNearest, zero8::kDither, zero8::kHash};
 
-// Whether the program has Adam's steps of all these codecs for an instruction set.
-inline bool is_compiled(const zero8::Isa& isa) {
-  for (const zero8::Codec codec : kCodecs) {
-    if (!isa.step_blocks[zero8::kAdam][codec]) return false;
-  }
-  return true;
-}
-
 // With L2 and a short first moment, without it and with a long one.
 constexpr zero8::StepScalars kScalars[] = {
     {{0.9f, 0.999f, 0.1f, 0.0316f, 1.0f, 1e-8f, 10.0f, 1e-3f, 0.99f, 0.01f, 1.0f, 1.1f, 1.0f}},
@@ -89,9 +81,6 @@ inline void fill(zero8::DynamicMap& map, bool is_signed) {
   for (int i = 0; i < 256; ++i) {
     map.levels[i] = level(static_cast<float>(i));
     map.thresholds[i] = i < 255 ? level(static_cast<float>(i) + 0.5f) : INFINITY;
-    for (int k = 0; k < 4; ++k) {
-      map.level_bytes[k][i] = reinterpret_cast<const uint8_t*>(&map.levels[i])[k];
-    }
   }
   for (int i = 0; i < 8; ++i) {
     map.joint[i] = 0x7F800000;

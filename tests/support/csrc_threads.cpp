@@ -46,7 +46,7 @@ class List {
       shapes_[k] = shape_for(kind.types, kShapes[k]);
       num_moment_bytes += moment_bytes(kind.codec, shapes_[k]);
     }
-    const zero8::CodecSize size = zero8::kCodecSizes[kind.codec];
+    const zero8::CodecSize size = zero8::size_of_codec(kind.codec);
     grad_size_ = zero8::size_bytes(kind.types.grad);
     is_half_ = kind.types.grad == zero8::kFP16;
     param_.resize(kNumel * param_size);
@@ -183,7 +183,7 @@ int main(int argc, char** argv) {
   fill(maps->of_unsigned, false);
   for (int i = 0; i < zero8::kNumIsas; ++i) {
     const zero8::Isa& isa = zero8::kIsas[i];
-    if (!is_compiled(isa) || !isa.is_supported()) continue;
+    if (!isa.is_supported()) continue;
     if (argc > 1) {
       if (!std::strcmp(argv[1], isa.name)) {
         // Whose accesses to memory are vectors, all of them.

@@ -16,9 +16,9 @@ from zero8.spec import dither
 from zero8.spec.codec import CODECS, dequantize, quantize
 from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
-from zero8.state.reencoded import Reencoded
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
+from zero8.state.target import Target
 from zero8.zero.moment_tensor import MomentTensor
 
 CHECKS = {}
@@ -176,8 +176,7 @@ PIECE = Piece(0, 3 * 300, 0, (3, 300), 17, 256, "w")
 def adopt(entries, codec, device):
     """Return loaded entries in the form that an optimizer with this codec keeps on a device."""
     extent = Extent.whole(PIECE.shape)
-    adopted = PlainState.adopted(entries, ADAM, CODECS[codec], PIECE, extent, device, Reencoded())
-    return adopted.entries
+    return Target(ADAM, CODECS[codec], PIECE, extent, device).adopted(entries)
 
 
 def on(device, entries):
@@ -237,16 +236,8 @@ def bitsandbytes_and_back(codec):
     for number, shape in enumerate(((24, 512), (50, 300))):
         piece = Piece(0, shape[0] * shape[1], 0, shape, number, 256, str(number))
         dense = {w: values_for(w, 7, piece.numel).view(shape) for w in MOMENTS}
-        adopted = PlainState.adopted(
-            {"step": 3, **dense},
-            ADAM,
-            CODECS[codec],
-            piece,
-            Extent.whole(shape),
-            torch.device("cpu"),
-            Reencoded(),
-        )
-        states[number] = adopted.entries
+        target = Target(ADAM, CODECS[codec], piece, Extent.whole(shape))
+        states[number] = target.adopted({"step": 3, **dense})
     there = {number: on(DEVICE, entries) for number, entries in states.items()}
     expected = to_bitsandbytes({"state": states, "param_groups": []})
     with staying():

@@ -9,9 +9,8 @@ from functools import partial
 
 import torch
 import transformers
+from shared_memory import leave_out_shared_memory
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
-
-from zero8.zero.ops import leave_out_shared_memory
 
 __all__ = [
     "LlamaForCausalLM",

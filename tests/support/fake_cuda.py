@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 
 from zero8.op import cuda, cuda_compile, cuda_driver, devices
-from zero8.op.kernel import CpuKernel, Steps
-from zero8.step import part, stepper
+from zero8.op.kernel import CpuKernel
+from zero8.step import plan, stepper
 
 
 class FakeCuda:
@@ -41,7 +41,7 @@ class FakeCuda:
         patch(cuda_driver, "LIBRARY", str(library))
         patch(cuda_compile, "machine_code", self._machine_code)
         patch(cuda_driver.Driver, "launch", self._launch_of(cuda_driver.Driver.launch))
-        for module in (part, stepper):
+        for module in (plan, stepper):
             patch(module, "kernel_on", self._kernel_on)
         patch(stepper, "is_capturing", lambda device: self.is_capturing)
 
@@ -52,8 +52,8 @@ class FakeCuda:
     def __exit__(self, *_) -> None:
         cuda.cuda_kernel.cache_clear()
 
-    def _kernel_on(self, device: torch.device, steps: Steps) -> devices.Kernel:
-        return cuda.cuda_kernel(device) if self.is_on else CpuKernel(steps)
+    def _kernel_on(self, device: torch.device) -> devices.Kernel:
+        return cuda.cuda_kernel(device) if self.is_on else CpuKernel()
 
     def _machine_code(self, architecture: int, backend: str) -> bytes:
         self.compiled.append((architecture, backend))

@@ -2,10 +2,10 @@
 """What test_hf_recipes.py runs on its ranks: transformers' Trainer with a recipe of configs/hf."""
 
 import torch
+from shared_memory import leave_out_shared_memory
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import zero8
-from zero8.zero.ops import leave_out_shared_memory
 
 leave_out_shared_memory()  # without LOCAL_SIZE it would not be called
 

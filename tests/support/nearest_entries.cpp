@@ -31,8 +31,8 @@ class Walk {
 template <bool kSigned>
 int64_t count_wrong(const CodecMaps& maps, uint32_t sign, uint32_t begin, uint32_t end) {
   using Code = Dynamic<kSigned>;
-  typename Code::Range range;
-  range.add(Vec::set(1.0f));
+  Range range(kSigned);
+  range.add(kSigned, Vec::set(1.0f));
   float scale;
   const typename Code::Encoder encode(range, maps, {nullptr, 0, 0, 0, 1.0f}, &scale);
   int64_t wrong = scale != 1.0f;

@@ -30,7 +30,7 @@ class Zero(SimpleNamespace):
     """A ZeRO-2 optimizer after a step, with one parameter whose part is in a flat partition."""
 
     def __init__(self, codec):
-        seams.install(zero8.Adam8bitBlockwise, zero8.Adam8bitBlockwise)
+        seams.fit(zero8.Adam8bitBlockwise)
         flat = torch.nn.Parameter(torch.zeros(NUMEL))
         param = torch.nn.Parameter(torch.zeros(700))
         address = fragment_address(700, 100)

@@ -11,6 +11,7 @@ import torch
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from shared_memory import leave_out_shared_memory
 from transformers import (
     BitsAndBytesConfig,
     LlamaConfig,
@@ -27,7 +28,6 @@ from transformers.integrations.deepspeed import (
 
 import zero8
 from zero8.integrations import hf
-from zero8.zero.ops import leave_out_shared_memory
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 warnings.simplefilter("ignore", FutureWarning)

@@ -84,7 +84,7 @@ def compiler_in(folder: Path, options: str = "") -> dict[str, str | None]:
     script = folder / "c++"
     script.write_text(
         f'#!/bin/sh\necho "$@" >> {folder}/log\n'
-        f'[ -n "$STALL" ] && [ "$1" = -MMD ] && until [ -e "$STALL" ]; do sleep 0.1; done\n'
+        'case "$STALL,$*" in ,*) ;; *" -c "*) until [ -e "$STALL" ]; do sleep 0.1; done;; esac\n'
         f'exec {shutil.which("c++")} "$@" {options}\n'
     )
     script.chmod(0o755)

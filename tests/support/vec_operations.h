@@ -413,17 +413,6 @@ void compare_memory(Test& test) {
              [](auto v, auto x) { return v.look_up8(kInts.x, x.integer(0)); });
   test.lanes("look_up8(float)", [](auto v, auto x) { return v.look_up8(kFloats.x, x.integer(0)); });
   test.lanes("look_up16", [](auto v, auto x) { return v.look_up16(kFloats.x, x.integer(0)); });
-  uint8_t bytes[4][256];
-  for (int i = 0; i < 256; ++i) {
-    for (int k = 0; k < 4; ++k) {
-      bytes[k][i] = static_cast<uint8_t>(Scalar::as_int(kFloats.x[i]) >> 8 * k);
-    }
-  }
-  test.template writes<float>("look_up_codes", 4, [&](auto v, auto x, float* out) {
-    typename decltype(v)::F four[4];
-    v.look_up_codes(kFloats.x, bytes, x.codes(), four);
-    for (int k = 0; k < 4; ++k) v.store(out + k * v.kLanes, four[k]);
-  });
 }
 
 // Where lane `lane` of vector number `vector` lies in memory; `pairs` says how

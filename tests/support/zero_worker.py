@@ -13,11 +13,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from shared_memory import leave_out_shared_memory
 
 import zero8  # noqa: F401  registers the optimizer type
-from zero8.zero.narrow_grads import STATES
-from zero8.zero.ops import leave_out_shared_memory
-from zero8.zero.sharing import CREATES, SETS_UP
 
 leave_out_shared_memory()  # without LOCAL_SIZE it would not be called
 
@@ -137,7 +135,11 @@ def make_engine(ds_config, model=None, groups=None, **options):
 def copying():
     """Have engines that are made meanwhile keep two of each, as DeepSpeed does."""
     stage12, stage3 = DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
-    places = (stage12, STATES), (stage3, CREATES), (stage3, SETS_UP)
+    places = (
+        (stage12, "initialize_optimizer_states"),
+        (stage3, "_create_fp32_partitions"),
+        (stage3, "_setup_for_real_optimizer"),
+    )
     ours = [(*place, getattr(*place)) for place in places]
     for zero_class, name, patched in ours:
         setattr(zero_class, name, inspect.unwrap(patched))

@@ -11,8 +11,6 @@ from train_worker import DEEPSPEED, FSDP2, config_of
 from examples.gpt import engine_deepspeed
 from examples.gpt.config import TWINS, load_config
 from examples.gpt.engine_deepspeed import completed
-from zero8.algorithms.adam import ADAM
-from zero8.spec.codec import CODECS
 from zero8.state.keywords import OWN_KEYS
 
 BASELINE, EIGHT_BIT = "AdamW", "Adam8bitBlockwise"
@@ -109,22 +107,10 @@ def test_adamw_on_a_gpu_without_offload_is_torchs(monkeypatch, tmp_path, device)
     assert "torch_adam" not in params(config_of(DEEPSPEED, BASELINE), BASELINE)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "codec", "steps"),
-    [
-        (EIGHT_BIT, None, [(ADAM, CODECS["log"])]),
-        (EIGHT_BIT, "log6", [(ADAM, CODECS["log6"])]),
-        (BASELINE, None, []),
-    ],
-)
-def test_build_for_a_run_is_of_the_steps_of_its_optimizer(monkeypatch, optimizer, codec, steps):
-    asked = []
-
-    def op_for_steps(*step):
-        asked.append(step)
-        return SimpleNamespace(load=lambda: None)
-
-    monkeypatch.setattr(engine_deepspeed, "op_for_steps", op_for_steps)
-    monkeypatch.setattr(engine_deepspeed.ops, "needed", lambda *_: [])
-    engine_deepspeed.build(load_config(config_of(DEEPSPEED, optimizer), optimizer, codec))
-    assert asked == steps
+@pytest.mark.parametrize(("optimizer", "asked"), [(EIGHT_BIT, 1), (BASELINE, 0)])
+def test_build_for_a_run_is_of_the_op_that_its_optimizer_steps_with(monkeypatch, optimizer, asked):
+    calls = []
+    monkeypatch.setattr(engine_deepspeed.kernel, "module", lambda: calls.append(1))
+    monkeypatch.setattr(engine_deepspeed, "BUILDERS", {})
+    engine_deepspeed.build(load_config(config_of(DEEPSPEED, optimizer), optimizer, None))
+    assert len(calls) == asked

@@ -8,7 +8,7 @@ from deepspeed.utils.debug import debug_clear_module_and_param_names
 from zero_worker import Bag, base_optimizer, config, make_engine, take_step
 
 import zero8
-from zero8.zero.constructing import constructing_engine, note_engines
+from zero8.zero.constructing import constructing_engine, noted
 
 FLOAT32 = ["embed", "conv"]
 EXPECTED_BITS = {name: 32 for name in Bag.SHAPES if name != "frozen"}
@@ -62,25 +62,12 @@ def test_names_are_known_without_zero_where_float32_copies_are_stepped(reports, 
     assert bits(reports[name]) == EXPECTED_BITS
 
 
-class Engine:
-    """Stands for DeepSpeed's: makes other engines, and its optimizer, by what it is given."""
-
-    def _configure_optimizer(self, make):
-        return make()
-
-
 def test_constructing_engine_is_the_innermost_and_none_after_an_error():
-    note_engines(SimpleNamespace(DeepSpeedEngine=Engine))
-    outer, inner = Engine(), Engine()
-
-    def fail():
-        raise ValueError
-
-    def make():
-        with pytest.raises(ValueError):
-            inner._configure_optimizer(fail)
-        return inner._configure_optimizer(constructing_engine), constructing_engine()
-
-    assert constructing_engine() is None
-    assert outer._configure_optimizer(make) == (inner, outer)
-    assert constructing_engine() is None
+    outer, inner = SimpleNamespace(param_names={}), SimpleNamespace(param_names={1: "one"})
+    assert constructing_engine() == (None, {})
+    with noted(outer):
+        with pytest.raises(ValueError), noted(inner):
+            assert constructing_engine() == (inner, {1: "one"})
+            raise ValueError
+        assert constructing_engine() == (outer, {})
+    assert constructing_engine() == (None, {})

@@ -16,7 +16,7 @@ from deepspeed.utils import (
 from nests import difference
 from zero_worker import Bag, base_optimizer, config, held, make_engine, pair, take_step
 
-from zero8.zero import narrow_grads
+from zero8.zero import gradients
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CLIP = {"gradient_clipping": 0.5}
@@ -51,7 +51,7 @@ STEPS = 4
 
 def grads_of(engine):
     """Return the gradients of the master weights."""
-    return [p.grad for p in narrow_grads.masters_of(engine.optimizer)]
+    return [p.grad for p in gradients.masters_of(engine.optimizer)]
 
 
 def dtype_of(engine):
@@ -189,10 +189,10 @@ def run_saved(ds_config):
     saved = copy.deepcopy(engine.optimizer.state_dict())["fp32_flat_groups"]
     (alive, *_), (p, *_) = (
         engine.optimizer.state_dict()["fp32_flat_groups"],
-        narrow_grads.masters_of(engine.optimizer),
+        gradients.masters_of(engine.optimizer),
     )
     is_same = alive.data_ptr() == p.data_ptr() and alive.requires_grad == p.requires_grad
-    return saved, narrow_grads.masters_of(engine.optimizer), is_same and vars(alive) == vars(p)
+    return saved, gradients.masters_of(engine.optimizer), is_same and vars(alive) == vars(p)
 
 
 def run_everything(layouts):
@@ -283,32 +283,32 @@ class Zero:
 def test_narrow_memory_that_deepspeed_frees_itself_stays():
     (p,) = Zero(torch.zeros(3)).single_partition_of_fp32_groups
     p.grad.ds_pin_base = p.grad
-    narrow_grads.narrow(p, BF16)
+    gradients._narrow(p, BF16)
     assert p.grad.dtype == FP32
 
 
 def test_narrow_without_grad_dtype_in_torch_leaves_float32(monkeypatch):
     (p,) = Zero(torch.zeros(3)).single_partition_of_fp32_groups
-    monkeypatch.setattr(narrow_grads, "Tensor", object)
-    narrow_grads.narrow(p, BF16)
+    monkeypatch.setattr(gradients, "Tensor", object)
+    gradients._narrow(p, BF16)
     assert p.grad.dtype == FP32
-    assert narrow_grads.can_hold(p, FP32)
+    assert gradients._can_hold(p, FP32)
 
 
 def test_narrow_of_the_dtype_that_is_there_keeps_the_memory():
     (p,) = Zero(torch.zeros(3)).single_partition_of_fp32_groups
     before = p.grad
-    narrow_grads.narrow(p, FP32)
+    gradients._narrow(p, FP32)
     assert p.grad is before
 
 
 def test_widen_keeps_values_that_arrive_tells_why_once_and_refreshes_views(caplog):
     zero = Zero(torch.zeros(3))
     (p,) = zero.single_partition_of_fp32_groups
-    narrow_grads.narrow(p, BF16)
+    gradients._narrow(p, BF16)
     with caplog.at_level(logging.WARNING, "zero8"):
         for _ in range(2):
-            narrow_grads.widen(zero, "of a test")
+            gradients.widen(zero, "of a test")
     assert p.grad.tolist() == [1.5] * 3 and p.grad.dtype == FP32
     assert zero.refreshed == 1
     assert caplog.messages == [

@@ -9,8 +9,9 @@ import torch
 from nests import difference
 from zero_worker import Bag, base_optimizer, config, held, pair, pattern, take_step
 
-from zero8.zero.unscaling import UNSCALES, leave_to_step
+from zero8.zero import step as steps
 
+UNSCALES = "unscale_and_clip_grads"
 STEPS = 3
 CLIP = {"gradient_clipping": 0.5}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
@@ -169,69 +170,22 @@ def test_step_without_clipping_or_loss_scale_has_no_factor(pairs, name):
         assert factors == [[], []]
 
 
-class Optimizer:
-    """Stands for ours, and notes factors."""
-
-    def __init__(self):
-        self.factors = []
-
-    def scale_grads(self, factor):
-        self.factors.append(factor)
-
-
-def zero_classes():
-    """Return classes that multiply as DeepSpeed's do, changed by the seam."""
-
-    class Stage12:
-        torch_autocast_gradscaler = None
-        cpu_offload = offload_optimizer = swap_optimizer = False
-
-        def __init__(self, optimizer, grad):
-            self.optimizer, self.grad = optimizer, grad
-
-        def unscale_and_clip_grads(self, grad_groups_flat, total_norm):
-            for grad in grad_groups_flat:
-                grad.data.mul_(1.0 / total_norm)
-
-        def reset_cpu_buffers(self):
-            pass
-
-        def async_accumulate_grad_in_cpu_via_gpu(self, param):
-            pass
-
-    class Stage3(Stage12):
-        @property
-        def fp32_partitioned_groups_flat(self):
-            return [SimpleNamespace(grad=self.grad)]
-
-        def unscale_and_clip_grads(self, sub_group_id, total_norm):
-            self.fp32_partitioned_groups_flat[sub_group_id].grad.mul_(1.0 / total_norm)
-
-    leave_to_step(Stage12, Stage3, Optimizer)
-    return Stage12, Stage3
-
-
-def unscale(zero, grad):
-    first = 0 if hasattr(zero, "fp32_partitioned_groups_flat") else [grad]
-    zero.unscale_and_clip_grads(first, 4.0)
-
-
-@pytest.mark.parametrize("place", [0, 1], ids=["stages 1 and 2", "stage 3"])
-@pytest.mark.parametrize(
-    "case", ["ours", "GPU", "other optimizer", "variant", "autocast scaler", "NVMe"]
-)
-def test_unscaling_is_left_to_our_step_on_the_cpu_only(place, case):
-    zero_class = zero_classes()[place]
+@pytest.mark.parametrize("patch", [steps.unscale12, steps.unscale3])
+@pytest.mark.parametrize("case", ["ours", "GPU", "autocast scaler", "NVMe"])
+def test_unscaling_is_left_to_our_step_on_the_cpu_only(patch, case):
     grad = torch.ones(3, device="meta" if case == "GPU" else "cpu")
-    optimizer = Optimizer()
-    zero = zero_class(optimizer if case != "other optimizer" else object(), grad)
-    if case == "variant":
-        zero.__class__ = type("Variant", (zero_class,), {})
-    if case == "NVMe":
-        zero.swap_optimizer = True
-    if case == "autocast scaler":
-        zero.torch_autocast_gradscaler = object()
-    unscale(zero, grad)
-    assert optimizer.factors == ([0.25] if case == "ours" else [])
-    if grad.device.type == "cpu":
-        assert grad.tolist() == [1.0 if case == "ours" else 0.25] * 3
+    factors, left = [], []
+    zero = SimpleNamespace(
+        optimizer=SimpleNamespace(scale_grads=factors.append),
+        fp32_partitioned_groups_flat=[SimpleNamespace(grad=grad)],
+        torch_autocast_gradscaler=object() if case == "autocast scaler" else None,
+        swap_optimizer=case == "NVMe",
+        cpu_offload=False,
+        offload_optimizer=False,
+        clip_grad=0.0,
+        loss_scale=4.0,
+    )
+    patch(lambda *args: left.append(args), zero, [grad] if patch is steps.unscale12 else 0, 1.0)
+    is_left = case != "ours" and (case, patch) != ("NVMe", steps.unscale12)
+    assert (factors, len(left)) == (([], 1) if is_left else ([0.25], 0))
+    assert is_left or grad.tolist() == [1.0] * 3

@@ -12,7 +12,10 @@ from plan_worker import not_within
 from zero_worker import Bag, base_optimizer, config, held, make_engine, take_step
 
 import zero8
-from zero8.zero.weight_copies import BUFFERS, REASSIGNS, STEPS, CopyTarget, _buffer
+from zero8.zero.step import CopyTarget, _buffer
+
+BUFFERS = "param_buffer_of_bit16_for_cpu_offload_groups"
+STEPS, REASSIGNS = "_optimizer_step", "_reassign_or_swap_out_partitioned_parameters"
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 UNCHECKED = {"check_grad_overflow": False}

@@ -273,8 +273,7 @@ def file_with(data, text, change):
         memory[offset : offset + len(raw)] = raw
         offset += swap_file.aligned(len(raw), swap_file.TENSOR_ALIGNMENT_BYTES)
     header = SwapHeader.parsed(bytes(data[:HEADER_BYTES].numpy()), "file")
-    num_bytes = (*(buffer.nbytes for buffer in buffers), 0)
-    header = header._replace(checksum=0, description_bytes=len(text), num_bytes=num_bytes)
+    header = header._replace(checksum=0, description_bytes=len(text), end=offset)
     swap_file._put(memory, 0, header.packed())
     swap_file._put(memory, HEADER_BYTES, text)
     swap_file._put(memory, 0, header._replace(checksum=swap_file.checksum(memory)).packed())

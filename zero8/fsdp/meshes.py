@@ -4,13 +4,13 @@
 from collections.abc import Iterable
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from zero8.fsdp.flattened import is_flattened
+from zero8.ranks.numbers import Group
+from zero8.step.batch import local_grad
 
 
-def process_groups(params: Iterable[Tensor]) -> list:
+def process_groups(params: Iterable[Tensor]) -> list[Group]:
     """Return groups; all_reduces over them in turn reach all ranks that share parameters.
 
     With several meshes, they are the groups of the first mesh that includes the ranks of all
@@ -26,7 +26,23 @@ def process_groups(params: Iterable[Tensor]) -> list:
     return [None] if meshes else []
 
 
-def shard_groups(p: Tensor) -> tuple:
+def parts_of_grads(params: Iterable[Tensor]) -> dict[tuple[Group, ...], list[Tensor]]:
+    """Return this rank's parts of gradients, by the groups over whose ranks they are sharded.
+
+    A rank without gradients has the same groups, as sums over them are collectives.
+
+    Raises:
+        ValueError: as `shard_groups`.
+    """
+    parts: dict[tuple[Group, ...], list[Tensor]] = {}
+    for p in params:
+        grads = parts.setdefault(shard_groups(p), [])
+        if p.grad is not None:
+            grads.append(local_grad(p, p.grad))
+    return parts
+
+
+def shard_groups(p: Tensor) -> tuple[Group, ...]:
     """Return the groups over whose ranks a parameter is sharded.
 
     Raises:
@@ -37,8 +53,12 @@ def shard_groups(p: Tensor) -> tuple:
             "got a parameter that FSDP1 has flattened, whose norm only the model knows; call its "
             "clip_grad_norm_(max_norm) instead of the optimizer's"
         )
-    if not isinstance(p, DTensor):
+    if not hasattr(p, "device_mesh"):
         return ()
+    # At the top of the file, it would make `import zero8` slower.
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     return tuple(
         p.device_mesh.get_group(dim)
         for dim, placement in enumerate(p.placements)

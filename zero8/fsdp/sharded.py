@@ -5,14 +5,12 @@ The entries are a whole parameter's (`zero8.state.plain`), as DTensors with the 
 placements; scales of narrow rows are plain tensors of this rank's groups.
 """
 
-from collections.abc import Sequence
-from itertools import chain
-
 from torch import Tensor
 
+from zero8.fsdp.meshes import shard_groups
 from zero8.ranks.numbers import Group
 from zero8.state.extent import Extent, local
-from zero8.state.kind import RecordKey
+from zero8.state.kind import Contents
 from zero8.state.params import ParamInfo
 from zero8.state.table import Piece
 from zero8.state.whole import WholeTensor
@@ -22,6 +20,7 @@ class ShardedTensor(WholeTensor):
     """The state of a DTensor; unless a boundary cuts a block, bits do not depend on world size."""
 
     raises_alone = False  # gradients differ between ranks, which wait for each other in collectives
+    wraps_tensors = True
 
     def serves(self, p: Tensor, state: dict) -> bool:
         """See `StateKind`."""
@@ -39,8 +38,6 @@ class ShardedTensor(WholeTensor):
         Raises:
             ValueError: if several dimensions of the mesh cut it.
         """
-        from zero8.fsdp.meshes import shard_groups
-
         groups = shard_groups(p)
         if len(groups) > 1:
             raise ValueError(
@@ -49,10 +46,9 @@ class ShardedTensor(WholeTensor):
             )
         return groups[0] if groups else None
 
-    def contents(self, states: Sequence[dict]) -> RecordKey:
+    def contents(self, state: dict) -> Contents:
         """See `StateKind`."""
-        entries = chain.from_iterable(map(dict.values, states))
-        return list(map(tuple, states)), list(map(local, entries))
+        return tuple(state), list(map(local, state.values()))
 
     def _extent(self, p: Tensor, parameter: Piece) -> Extent:
         # At the top of the file, it would make `import zero8` a third slower.

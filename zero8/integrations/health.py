@@ -62,7 +62,7 @@ def health(optimizer: BlockwiseOptimizer) -> dict[str, float]:
     }
     for of_one in zip(*stores, strict=True):
         if sample := list(_runs(of_one)):
-            code = optimizer.codec.code_of(of_one[0].rule)
+            code = optimizer.settings.codec.code_of(of_one[0].rule)
             codes = torch.cat([run.cpu() for run in sample])
             counts = MomentCounts(torch.bincount(codes, minlength=NUM_CODES))
             summary = counts.summary(code)

@@ -57,10 +57,8 @@ def codec_maps() -> np.ndarray:
 
 
 def _fill_dynamic(record: np.ndarray, code: DynamicCode) -> None:
-    levels = code.levels.numpy()
-    record["levels"] = levels
+    record["levels"] = code.levels.numpy()
     record["thresholds"] = np.append(code.thresholds.numpy(), np.float32(np.inf))
-    record["level_bytes"] = levels.astype("<f4").view(np.uint8).reshape(256, 4).T
     _fill_pieces(record, code)
 
 

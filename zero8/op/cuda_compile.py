@@ -16,9 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from zero8.op import build, launch, shared_numbers
-from zero8.op.locks import locked
-from zero8.op.sources import source_folder
+from zero8.op import build
 
 BACKENDS = ("auto", "nvcc", "nvrtc")
 LOWEST_ARCHITECTURE = 80
@@ -105,7 +103,7 @@ def machine_code(architecture: int, backend: str) -> bytes:
         raise
     path = folder / f"{name}_{chosen.name}_{_digest_of(chosen)}.cubin"
     if not path.is_file():
-        with locked(folder.with_suffix(".flock")):
+        with build.locked(folder.with_suffix(".flock")):
             if not path.is_file():
                 folder.mkdir(exist_ok=True)
                 _write(path, _compiled(chosen, architecture, backend))
@@ -137,18 +135,12 @@ def _write(path: Path, code: bytes) -> None:
 
 def program() -> Path:
     """Return the path of the CUDA source."""
-    return source_folder() / "cuda" / "step.cu"
-
-
-def assertions() -> str:
-    """Return the C++ that is compiled after it: assertions that its numbers are Python's."""
-    launches = {"kPerThread": launch.PER_THREAD, "kWarp": launch.WARP}
-    return shared_numbers.assertions("cuda", shared_numbers.shared_numbers() | launches)
+    return build.source_folder() / "cuda" / "step.cu"
 
 
 def include_folders() -> list[Path]:
     """Return the folders of the kernel's headers."""
-    return [source_folder()]
+    return [build.source_folder()]
 
 
 def nvcc_command(path: str, architectures: list[int]) -> list[str]:
@@ -162,7 +154,7 @@ def _nvcc(path: str) -> CudaCompiler:
     def compile(architecture: int) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
             source, result = Path(folder) / "step.cu", Path(folder) / "step.cubin"
-            source.write_text(program().read_text() + assertions())
+            source.write_text(program().read_text())
             files = ["-cubin", str(source), "-o", str(result)]
             command = [*nvcc_command(path, [architecture]), *files]
             done = subprocess.run(command, capture_output=True, text=True)
@@ -191,10 +183,10 @@ def _nvrtc() -> CudaCompiler:
         ) from error
 
     def compile(architecture: int) -> bytes:
-        folders = [*include_folders(), source_folder() / "cuda" / "nvrtc"]
+        folders = [*include_folders(), build.source_folder() / "cuda" / "nvrtc"]
         options = [*FLAGS, *_OWN_FLAGS["nvrtc"], f"-arch=sm_{architecture}"]
         options += [f"-I{folder}" for folder in folders]
-        source = program().read_text() + assertions()
+        source = program().read_text()
         compiled = nvrtc.createProgram(source, program().name, (), ())
         try:
             nvrtc.compileProgram(compiled, options)
@@ -209,8 +201,8 @@ def _nvrtc() -> CudaCompiler:
 
 
 def _digest_of_sources() -> str:
-    digest = hashlib.sha256(f"{FLAGS} {assertions()}".encode())
-    folder = source_folder()
+    digest = hashlib.sha256(f"{FLAGS}".encode())
+    folder = build.source_folder()
     for path in sorted([*folder.glob("*.h"), *folder.glob("cuda/**/*")]):
         if path.is_file():
             digest.update(path.read_bytes())

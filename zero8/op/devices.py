@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from zero8.op.cuda import CudaKernel, cuda_kernel
-from zero8.op.kernel import CpuKernel, Steps
+from zero8.op.kernel import CpuKernel
 
 DEVICES = ("cpu", "cuda")
 
@@ -24,8 +24,8 @@ class BlockCounts(Protocol):
         """Return them, (segments,) int64; waits for a GPU."""
 
 
-def kernel_on(device: torch.device, steps: Steps) -> Kernel:
-    """Return the kernel of steps on a device, one of `DEVICES`; compiles it if needed.
+def kernel_on(device: torch.device) -> Kernel:
+    """Return the kernel of a device, one of `DEVICES`; compiles it if needed.
 
     Raises:
         ValueError: if ZERO8_ISA, ZERO8_CUDA_BACKEND or a launcher's variable is invalid, or the GPU
@@ -33,7 +33,7 @@ def kernel_on(device: torch.device, steps: Steps) -> Kernel:
         RuntimeError: if there is no compiler, or it fails.
     """
     if device.type == "cpu":
-        return CpuKernel(steps)
+        return CpuKernel()
     return cuda_kernel(device)
 
 

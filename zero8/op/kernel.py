@@ -13,14 +13,19 @@ import torch
 from torch import Tensor
 
 from zero8.algorithms.adam import ADAM
-from zero8.algorithms.table import ALGORITHMS
-from zero8.op import build
+from zero8.op import build, describe
 from zero8.op.codec_maps import codec_maps
-from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, MOST_SCALARS, SEGMENT, scalars_dtype
+from zero8.op.structs import (
+    DTYPE_NUMBERS,
+    FLOAT32_MOMENTS,
+    MOST_SCALARS,
+    SEGMENT,
+    TENSOR,
+    scalars_dtype,
+)
 from zero8.op.threads import alive, host_share, step_threads
 from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.spec.buffers import check_buffer
-from zero8.spec.codec import CODECS, DEFAULT_CODEC, Codec
 from zero8.spec.grid import check_block_size
 from zero8.spec.int8_rows import SCALE_DTYPES
 from zero8.spec.segment import Segment
@@ -39,48 +44,20 @@ COPY_DTYPES = {
 }
 CPU = torch.device("cpu")
 
-
-Steps = tuple[Algorithm, Codec]
-"""An algorithm's steps on moments in a codec, and in float32."""
-
-DEFAULT_STEPS = ADAM, CODECS[DEFAULT_CODEC]
-
-_loaded: dict[Steps, ModuleType] = {}  # what `module` returns
+_EXCHANGE_API = "__dlpack_c_exchange_api__"
+"""The attribute of torch's class of tensors by which the op looks at many of them, from 2.10 on."""
 
 
-def module(steps: Steps | None = None) -> ModuleType:
-    """Return a compiled module, built on first use, possibly for these steps on this processor.
-
-    Args:
-        steps: which it must have; None if only functions that all modules have are used.
-    """
-    if steps is None:
-        if _loaded:
-            return next(iter(_loaded.values()))  # hashes no steps: each step comes here
-        steps = DEFAULT_STEPS
-    if steps not in _loaded:
-        _loaded[steps] = _module_of(build.op_for_steps(*steps))
-    return _loaded[steps]
+@lru_cache(maxsize=1)
+def module() -> ModuleType:
+    """Return the compiled module, built on first use."""
+    return build.load()
 
 
-@lru_cache
-def _module_of(extension: build.Extension) -> ModuleType:
-    return extension.load()
-
-
-@lru_cache
-def module_for(isa: str, steps: Steps) -> ModuleType:
-    """Return a compiled module with these steps on an instruction set."""
-    found, (algorithm, codec) = module(steps), steps
-    if (isa, algorithm.kernel.number, codec.number) in found.steps():
-        return found
-    return _module_of(build.op())
-
-
-def prepare(steps: Steps) -> None:
+def prepare() -> None:
     """Build the op now instead of in the first step; ignores errors, which that step raises."""
     with contextlib.suppress(Exception):
-        CpuKernel(steps)
+        CpuKernel()
 
 
 @lru_cache(maxsize=1)  # called at every step
@@ -168,33 +145,14 @@ def packed_scalars(algorithm: Algorithm, scalars: Iterable[Scalars]) -> np.ndarr
 
     Among the scalars may be those of other algorithms, which its segments do not refer to.
     """
-    of_all = [tuple(one) for one in scalars]
-    structs = np.zeros((len(of_all), MOST_SCALARS), np.float32)
-    for struct, one in zip(structs, of_all, strict=True):
-        struct[: len(one)] = one
-    return structs.reshape(-1).view(scalars_dtype(algorithm))
+    zeros = (0.0,) * MOST_SCALARS
+    structs = [(*one, *zeros[len(tuple(one)) :]) for one in scalars]
+    return np.array(structs, np.float32).reshape(-1).view(scalars_dtype(algorithm))
 
 
 def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) -> None:
     """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive."""
-    steps = _steps_of(records)
-    compiled = _module_of(build.op()) if steps is None else module_for(isa, steps)
-    compiled.step(records, scalars, codec_maps(), alive(num_threads), isas()[isa])
-
-
-def _steps_of(records: np.ndarray) -> Steps | None:
-    """Return the steps that all of the records need, None if there are several.
-
-    For records that are invalid they are any: every module refuses them.
-    """
-    numbers = set(records["algorithm"].tolist())
-    algorithms = [one for one in ALGORITHMS if one is one.kernel and one.number in numbers]
-    numbers = set(records["moments"]["codec"][:, 0].tolist())
-    codecs = [one for one in CODECS.values() if one.number in numbers]
-    if len(algorithms) > 1 or len(codecs) > 1:
-        return None
-    algorithm, codec = DEFAULT_STEPS
-    return (algorithms or [algorithm])[0], (codecs or [codec])[0]
+    module().step(records, scalars, codec_maps(), alive(num_threads), isas()[isa])
 
 
 class HostCounts:
@@ -216,15 +174,13 @@ class HostCounts:
 class CpuKernel:
     """The kernel of steps on the CPU; its `default_isa` and `host_share` are those of now."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self) -> None:
         """Build the op if needed.
 
         Raises:
             ValueError: if this processor lacks ZERO8_ISA, or a launcher's variable is not a number.
         """
-        module(steps)  # whose table of instruction sets comes next
-        isa = default_isa()
-        self._step, self._isa = module_for(isa, steps).step, isas()[isa]
+        self._step, self._isa = module().step, isas()[default_isa()]
         self._maps = codec_maps()
         self._max_threads = host_share()
         self._team = 0, 0, 0  # process, number of threads, and its result from `alive`
@@ -265,6 +221,43 @@ def fill(
         ValueError: if an index is out of range.
     """
     module().fill(records, kept, addresses.reshape(-1), which, steps)
+
+
+def described(objects: list[Tensor | float]) -> np.ndarray:
+    """Return address, size, kind and contiguity of tensors, and a hash of small ones' contents.
+
+    Numbers may be among them, as they are in states: separating them would take longer.
+
+    Returns:
+        (len(objects),) `TENSOR`.  `kind` is equal for equal dtype and device, its upper 32 bits for
+        equal device; it is `WITHOUT_MEMORY` for tensors without memory of their own, such as sparse
+        ones.  `contents` is equal for equal contents of int64 tensors in host memory of at most
+        `MAX_HASHED` elements, such as a state's `format`; it is 0 for others.  The record of a
+        number is contiguous, and otherwise 0.
+    """
+    records, api = np.empty(len(objects), TENSOR), getattr(Tensor, _EXCHANGE_API, None)
+    if api is None or not module().describe(api, Tensor, objects, records):
+        for number, one in enumerate(objects):
+            records[number] = describe.described(one)
+    return records
+
+
+def addresses_if_same(
+    objects: list[Tensor | float], before: np.ndarray, num_addresses: int
+) -> np.ndarray | None:
+    """Return the addresses of the first objects, as uint64; None if anything else has changed.
+
+    `before` is the earlier result of `described` for these tensors and numbers.  None also if one
+    of the first has elements and no memory.  One by one, this would take longer than the step of a
+    small parameter: the previous step has evicted the objects from the caches.
+    """
+    addresses, api = np.empty(num_addresses, np.uint64), getattr(Tensor, _EXCHANGE_API, None)
+    is_same = None
+    if api is not None:
+        is_same = module().describe_again(api, Tensor, objects, before, addresses)
+    if is_same is None:
+        is_same = describe.is_same(described(objects), before, addresses)
+    return addresses if is_same else None
 
 
 def check(records: np.ndarray, num_scalars: int) -> None:

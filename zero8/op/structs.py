@@ -48,7 +48,6 @@ DYNAMIC_MAP = np.dtype(
     [
         ("levels", "f4", 256),
         ("thresholds", "f4", 256),
-        ("level_bytes", "u1", (4, 256)),
         ("joint", "u4", 8),
         ("slope", "f4", 8),
         ("offset", "f4", 8),

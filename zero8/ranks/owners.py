@@ -5,7 +5,7 @@ In each round a rank owns one matrix, or several equal ones that are small.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -57,52 +57,31 @@ class Round:
     held: Sequence[Mapping[Key, Held]]
     own: Held | None
 
-    def gathered(self, parts: Tensor) -> Tensor:
-        """Return this rank's own matrices, (elements,), one after the other.
+    def replace(self, views: Sequence[Tensor], f: Callable[[Tensor, Held], Tensor]) -> None:
+        """Replace the elements of matrices by those of a function of whole matrices.
 
-        Args:
-            parts: (elements,), this rank's ranges of all matrices, in the order of `owned`.
+        All ranks of the group must call it.  `views` are this rank's ranges of the matrices, in the
+        order of `owned`, all of one dtype; at least one tensor, which may be empty.  `f` gets this
+        rank's own matrices, (elements,) one after the other, and `own`.
         """
-        arrived = self._exchanged(parts, self._sent(), self._received())
-        whole = arrived.new_empty(len(self._mine) * self._numel)
-        start = 0
-        for first, numel in self._ranges_of_own():
-            whole[first : first + numel] = arrived[start : start + numel]
-            start += numel
-        return whole
-
-    def returned(self, whole: Tensor) -> Tensor:
-        """Return this rank's ranges of all matrices, like the `parts` of `gathered`.
-
-        Args:
-            whole: (elements,), this rank's own matrices.
-        """
-        pieces = [whole[first : first + numel] for first, numel in self._ranges_of_own()]
-        leaving = torch.cat(pieces) if pieces else whole.new_empty(0)
-        return self._exchanged(leaving, self._received(), self._sent())
-
-    @property
-    def _mine(self) -> tuple[Key, ...]:
-        return self.owned[self.rank]
-
-    @property
-    def _numel(self) -> int:
-        return math.prod(self.own.shape) if self.own else 0
-
-    def _ranges_of_own(self) -> Iterator[Range]:
-        """Yield what each rank holds of this rank's own matrices, as ranges of all of these."""
-        for held in self.held:
-            for place, key in enumerate(self._mine):
-                for first, numel in _ranges(held, key):
-                    yield place * self._numel + first, numel
-
-    def _sent(self) -> list[int]:
-        """Return how many elements this rank holds of each owner's matrices."""
-        return [_numel_of(self.held[self.rank], keys) for keys in self.owned]
-
-    def _received(self) -> list[int]:
-        """Return how many elements each rank holds of this rank's own matrices."""
-        return [_numel_of(held, self._mine) for held in self.held]
+        mine = self.owned[self.rank]
+        sent = [_numel_of(self.held[self.rank], keys) for keys in self.owned]
+        received = [_numel_of(held, mine) for held in self.held]
+        back = arrived = self._exchanged(torch.cat(list(views)), sent, received)
+        if self.own is not None:
+            size = math.prod(self.own.shape)
+            # What each rank holds of this rank's own matrices, as ranges of all of these.
+            ranges = [
+                (place * size + first, numel)
+                for held in self.held
+                for place, key in enumerate(mine)
+                for first, numel in _ranges(held, key)
+            ]
+            whole = arrived.new_empty(len(mine) * size)
+            fill([whole[first : first + numel] for first, numel in ranges], arrived)
+            whole = f(whole, self.own)
+            back = torch.cat([whole[first : first + numel] for first, numel in ranges])
+        fill(views, self._exchanged(back, received, sent))
 
     def _exchanged(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         item_bytes, x = x.element_size(), x.to(device_of(self.group))
@@ -118,18 +97,19 @@ class Round:
         return out.view(x.dtype)
 
 
+def fill(views: Sequence[Tensor], x: Tensor) -> None:
+    """Copy elements that lie one after the other to some views."""
+    for view, part in zip(views, x.split([view.numel() for view in views]), strict=True):
+        view.copy_(part)
+
+
 def rounds_of(held: Mapping[Key, Held], group: Group, max_numel: int) -> list[Round]:
-    """Return the rounds in which matrices are gathered.
+    """Return the rounds in which matrices are gathered; `owned_by` says who owns which.
 
-    `owned_by` says who owns which.  All ranks of the group must call it.
+    All ranks of the group must call it.  A rank gathers at most `max_numel` elements in a round,
+    unless one matrix has more.
 
-    Args:
-        held: what this rank holds.
-        group: the ranks that share the matrices.
-        max_numel: the most elements that a rank gathers in a round, unless one matrix has more.
-
-    Raises:
-        ValueError: on all ranks, if the ranks do not hold every element of a matrix once.
+    Raises ValueError on all ranks if they do not hold every element of a matrix once.
     """
     of_ranks: list[dict[Key, Held]] = [{} for _ in range(distributed.get_world_size(group))]
     wait_for_gloo_at_exit()
@@ -152,14 +132,9 @@ def rounds_of(held: Mapping[Key, Held], group: Group, max_numel: int) -> list[Ro
 def owned_by(
     costs: Mapping[Key, float], holders: Mapping[Key, Collection[int]], size: int
 ) -> list[list[Key]]:
-    """Return each rank's own matrices.
+    """Return each rank's own matrices, from the cost of each and the ranks that hold a part of it.
 
     The most costly are given away first, each to the one of its holders with the least cost so far.
-
-    Args:
-        costs: of each matrix.
-        holders: the ranks that hold a part of it.
-        size: the number of ranks.
     """
     queues: list[list[Key]] = [[] for _ in range(size)]
     totals = [0.0] * size

@@ -99,7 +99,7 @@ class Algorithm(ABC):
         fp32_options: further settings in groups of fp32 optimizers, so that these can load our
             state dicts.
         scalars_type: the NamedTuple of a step's scalars, with the fields of csrc/algorithms.h.
-        is_of_matrices: whether an update depends on the whole matrix (`zero8.step.matrix_part`).
+        is_of_matrices: whether an update depends on the whole matrix (`zero8.step.muon`).
     """
 
     name: str

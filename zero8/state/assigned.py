@@ -16,14 +16,7 @@ def take_assigned(state: PlainState, name: str, *, check_values: bool) -> None:
     """Encode the moments that other code has assigned beside codes, and make its step an int.
 
     Moments that are kept in float32 are brought into the form of entries, if they have another.
-
-    Args:
-        state: the state.
-        name: the parameter's name.
-        check_values: see `checked_dense`.
-
-    Raises:
-        ValueError: if a moment or the step does not fit; nothing has changed then.
+    Raises ValueError if a moment or the step does not fit; nothing has changed then.
     """
     entries, extent = state.entries, state.extent
     header = StateHeader.of(entries, name)

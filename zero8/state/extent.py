@@ -60,11 +60,7 @@ class Extent:
         return self
 
     def table(self, parameter: Piece) -> PieceTable:
-        """Return the segment table of the box, one piece for each run of elements.
-
-        Args:
-            parameter: the whole parameter as a piece.
-        """
+        """Return the segment table of the box of a whole parameter, one piece for each run."""
         pieces = [
             replace(parameter, start=start, numel=numel, first=first)
             for start, numel, first in self._runs()
@@ -103,10 +99,7 @@ class Extent:
     def entry(self, local: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
         """Return a local tensor in the form that it has in the state.
 
-        Args:
-            local: the elements that this rank holds.
-            shape: the global shape; its dimensions beyond those of the box are not sharded.
-            box: the box of the elements.
+        `shape` is the global one; its dimensions beyond those of the box are not sharded.
         """
         return local.view((*box[0], *shape[len(box[0]) :]))
 
@@ -115,16 +108,9 @@ class Extent:
         return tuple(value.shape) == self.local_shape and not hasattr(value, "device_mesh")
 
     def part_of(self, name: str, saved: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
-        """Return this rank's elements of a loaded tensor.
+        """Return this rank's elements of a loaded tensor, called `name`, whole or sharded.
 
-        Args:
-            name: its name in messages.
-            saved: the tensor, whole or sharded.
-            shape: as in `entry`.
-            box: as in `entry`.
-
-        Raises:
-            ValueError: if it is unclear which they are.
+        `shape` and `box` are as in `entry`.  Raises ValueError if it is unclear which they are.
         """
         return saved.full_tensor() if hasattr(saved, "full_tensor") else saved
 

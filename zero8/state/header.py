@@ -57,11 +57,7 @@ class StateHeader:
 
     @classmethod
     def of(cls, entries: Entries, name: str) -> "StateHeader":
-        """Return the header of the state of the parameter called `name`.
-
-        Raises:
-            ValueError: if it is missing, or this version does not read it.
-        """
+        """Return the header of a parameter's state; raise ValueError if it has no valid one."""
         if "format" not in entries:
             raise ValueError(
                 f"state of {name}: got entries {shown_keys(entries)}, without format; expected a "

@@ -2,8 +2,8 @@
 """Checks the keywords of the optimizer; every error says what to do instead."""
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import DEFAULT_CODEC, codec_named
@@ -16,20 +16,7 @@ from zero8.state.settings import Settings
 
 logger = logging.getLogger("zero8")
 
-# Keys that no other optimizer has.
-OWN_KEYS = (
-    "block_size",
-    "codec",
-    "min_8bit_size",
-    "fp32_params",
-    "stochastic_rounding",
-    "weight_correction_bits",
-    "seed",
-    "state_dict_format",
-)
-
-# Keys that hold for the whole optimizer and have no meaning in one parameter group.
-WHOLE_OPTIMIZER_KEYS = ("adam_w_mode", "adamw_mode", "bias_correction", *OWN_KEYS)
+Value = TypeVar("Value")
 
 # Keys of DeepSpeed's and torch's Adam that select an implementation; zero8 has only one.
 NO_EFFECT_KEYS = ("torch_adam", "set_grad_none", "foreach", "fused", "fp32_optimizer_states")
@@ -51,43 +38,35 @@ ROUNDINGS = {
 
 STATE_DICT_FORMATS = ("8bit", "fp32")
 
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "bias_correction": True,
-    "block_size": 256,
+    "block_size": Policy.block_size,
     "codec": DEFAULT_CODEC,
-    "min_8bit_size": 4096,
-    "fp32_params": (),
+    "min_8bit_size": Policy.min_8bit_size,
+    "fp32_params": Policy.fp32_params,
     "stochastic_rounding": "auto",
     "weight_correction_bits": 0,
     "seed": 0,
     "state_dict_format": STATE_DICT_FORMATS[0],
 }
-"""Default settings of the whole optimizer."""
+"""The settings of a whole optimizer, with their defaults."""
+
+OWN_KEYS = tuple(key for key in DEFAULTS if key != "bias_correction")
+"""Keys that no other optimizer has."""
+
+WHOLE_OPTIMIZER_KEYS = ("adam_w_mode", "adamw_mode", *DEFAULTS)
+"""Keys that have no meaning in one parameter group."""
 
 
-def split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of the whole optimizer, defaults included, and the other keywords.
-
-    Args:
-        settings: the keywords of an algorithm without `bias_correction`.
-    """
-    whole = {key: settings.get(key, default) for key, default in DEFAULTS.items()}
-    whole["bias_correction"] = DEFAULTS["bias_correction"]
-    return whole, {key: value for key, value in settings.items() if key not in OWN_KEYS}
+def split(algorithm: Algorithm, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of the whole optimizer, defaults included, and the other keywords."""
+    ours = {*OWN_KEYS, *algorithm.keywords} & DEFAULTS.keys()
+    whole = {key: given[key] if key in ours & given.keys() else DEFAULTS[key] for key in DEFAULTS}
+    return whole, {key: value for key, value in given.items() if key not in ours}
 
 
 def check_other_keys(algorithm: Algorithm, class_name: str, others: Mapping[str, Any]) -> None:
-    """Check keywords that are neither the algorithm's nor zero8's own.
-
-    Args:
-        algorithm: the optimizer's.
-        class_name: the optimizer's class, for messages.
-        others: the keywords.
-
-    Raises:
-        ValueError: for an unknown key (lists the valid ones), or one for a feature that zero8
-            lacks.
-    """
+    """Raise ValueError for an unknown keyword, or one for a feature that zero8 lacks."""
     check_refused_keys(class_name, others)
     no_effect = (*NO_EFFECT_KEYS, *algorithm.no_effect_keys)
     for key, value in others.items():
@@ -120,44 +99,28 @@ def check_refused_keys(class_name: str, values: Mapping[str, Any]) -> None:
 
 
 def checked_settings(algorithm: Algorithm, whole: Mapping[str, Any]) -> Settings:
-    """Return `Settings` from the keywords of the whole optimizer.
-
-    Raises:
-        ValueError: for a bad value.
-    """
+    """Return `Settings` from keywords as `split` returns them; raise ValueError for a bad value."""
     return Settings(
         Policy(whole["block_size"], whole["min_8bit_size"], whole["fp32_params"]),
         codec_named(whole["codec"]).name,
-        check_rounding(whole["stochastic_rounding"]),
-        check_correction_bits(whole["weight_correction_bits"]),
+        ROUNDINGS[_one_of("stochastic_rounding", whole["stochastic_rounding"], ROUNDINGS)],
+        _one_of("weight_correction_bits", whole["weight_correction_bits"], (0, 8)),
         check_seed(whole["seed"]),
         check_flag("bias_correction", whole["bias_correction"]),
         algorithm.name,
     )
 
 
-def check_rounding(value: object) -> Rounding:
-    """Return the rounding of parameters that `stochastic_rounding` names."""
-    for name, rounding in ROUNDINGS.items():
-        if type(value) is type(name) and value == name:
-            return rounding
-    raise ValueError(f"stochastic_rounding: got {value!r}, expected one of {list(ROUNDINGS)}")
-
-
-def check_correction_bits(bits: object) -> int:
-    """Return 0 or 8, the bits kept beside each bfloat16 weight, or raise ValueError."""
-    if isinstance(bits, bool) or bits not in (0, 8):
-        raise ValueError(f"weight_correction_bits: got {bits!r}, expected 0 or 8")
-    return bits
-
-
-def check_state_dict_format(name: object) -> str:
+def check_state_dict_format(name: str) -> str:
     """Return the format of state dicts, or raise ValueError."""
-    if name not in STATE_DICT_FORMATS:
-        raise ValueError(
-            f"state_dict_format: got {name!r}, expected one of {list(STATE_DICT_FORMATS)}"
-        )
-    return name
+    return _one_of("state_dict_format", name, STATE_DICT_FORMATS)
+
+
+def _one_of(name: str, value: Value, valid: Iterable[object]) -> Value:
+    """Return a value; raise ValueError unless it is one of the valid ones, and of their types."""
+    if not any(type(value) is type(one) and value == one for one in valid):
+        raise ValueError(f"{name}: got {value!r}, expected one of {list(valid)}")
+    return value
 
 
 def check_seed(seed: object) -> int:

@@ -10,12 +10,11 @@ from torch import Tensor
 from zero8.spec.algorithm import Algorithm
 from zero8.state.header import Entries
 from zero8.state.params import KnownParams, ParamInfo
-from zero8.state.reencoded import Reencoded
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 
-RecordKey = tuple[object, list[Tensor | float]]
-"""A description of how to read some states, equal for equal readings, and all their entries."""
+Contents = tuple[object, list[Tensor | float]]
+"""A description of how to read a state, equal for equal readings, and its tensors and numbers."""
 
 
 class StateKind(ABC):
@@ -43,7 +42,6 @@ class StateKind(ABC):
         self.settings, self._params = settings, params
         # What ranks have agreed on, by a key that changes on all of them in the same step.
         self.agreed: dict[Hashable, Any] = {}
-        self.reencoded = Reencoded()
         # Called before ranks wait for each other in a step, to raise on all if one cannot go on.
         self.before_exchange: Callable[[], None] = lambda: None
 
@@ -56,9 +54,7 @@ class StateKind(ABC):
     def serves(self, p: Tensor, state: Entries) -> bool:
         """Return whether the state of a parameter is of this kind.
 
-        Args:
-            p: the parameter in the optimizer's groups.
-            state: its state; without entries of ours before its first step and during loading.
+        `state` has no entries of ours before its first step and during loading.
         """
 
     def process_group(self, p: Tensor) -> Any:
@@ -77,53 +73,38 @@ class StateKind(ABC):
     def moments(self, p: Tensor, state: Entries, info: ParamInfo | None) -> list[MomentStore]:
         """Return the live moments of a parameter that has state; steps change them in place.
 
-        Float32 moments that other code has put into the state are encoded and replaced in it.
-
-        Raises:
-            ValueError: if the state is not one of this parameter; it is unchanged then.
+        Float32 moments that other code has put into the state are encoded and replaced in it, and
+        the remembered numbers are reset if something other than a step has changed moments.  Raises
+        ValueError if the state is not one of this parameter; it is unchanged then.
         """
 
     @abstractmethod
     def adopted(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """Return a loaded state in new tensors, in the form that the optimizer keeps.
 
-        Codes are kept verbatim if codec, block size and policy match the saved ones.
-
-        Raises:
-            ValueError: if it does not fit the parameter.
+        Codes are kept verbatim if codec, block size and policy match the saved ones.  The
+        correction of the parameter is among the entries if it needs one.  Raises ValueError if it
+        does not fit the parameter.
         """
-
-    def correction(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
-        """Return the entry with a parameter's corrections from a loaded state, {} for none.
-
-        Raises:
-            ValueError: if it does not fit the parameter.
-        """
-        return self.settings.correction_from(p, saved)
 
     def saved(self, p: Tensor, state: Entries, info: ParamInfo | None, in_fp32: bool) -> Entries:
         """Return the entries that checkpoints carry for a state, those of other code among them.
 
-        Args:
-            p: the parameter.
-            state: its state, which is changed only as by `moments`.
-            info: describes the parameter.
-            in_fp32: whether the user asks for the entries of the fp32 optimizer.
+        `in_fp32` says whether the user asks for the entries of the fp32 optimizer.
         """
         return state
 
-    @abstractmethod
-    def contents(self, states: Sequence[Entries]) -> RecordKey:
-        """Return the parts of states of this kind that a step's records depend on.
+    wraps_tensors = False
+    """Whether every step must ask `contents`, as entries wrap the tensors that it writes."""
 
-        Must be fast: every step calls it.  The description may omit what the caller sees in tensors
-        among the entries: their addresses, dtypes, sizes and layouts, and the values of int64
-        tensors of at most `zero8.op.structs.MAX_HASHED` elements.
+    def contents(self, state: Entries) -> Contents:
+        """Return what a step's records depend on in a state.
+
+        The description may omit what the caller sees in the tensors: their addresses, dtypes, sizes
+        and layouts, and the values of int64 tensors of at most `zero8.op.structs.MAX_HASHED`
+        elements.
         """
-
-    @abstractmethod
-    def note_writes(self, states: Sequence[Entries]) -> None:
-        """Reset the remembered numbers where something other than a step has changed moments."""
+        return tuple(state), list(state.values())
 
 
 def kind_of(kinds: Sequence[StateKind], p: Tensor, state: Entries) -> StateKind:

@@ -21,20 +21,14 @@ def new_memory(algorithm: Algorithm) -> Entries:
 
 
 @cache
-def counters_of(algorithm: Algorithm) -> Callable[[Entries], tuple[float, ...]]:
-    """Return a fast reader of the step and the remembered numbers of a state, for every step."""
-    names = [one.name for one in algorithm.memory]
-    if not names:
-        return lambda state: (state["step"],)
-    return itemgetter("step", *names)
+def counters(algorithm: Algorithm) -> dict[str, Callable[[Entries], float]]:
+    """Return fast readers of the step and the remembered numbers of a state, by their names."""
+    names = ("step", *(one.name for one in algorithm.memory))
+    return {name: itemgetter(name) for name in names}
 
 
 def checked_memory(algorithm: Algorithm, saved: Entries) -> Entries:
-    """Return the entries of a saved state, which must have them.
-
-    Raises:
-        ValueError: if one is not a float in its range.
-    """
+    """Return the entries of a saved state; raise ValueError if one is not a float in its range."""
     for one in algorithm.memory:
         value = saved[one.name]
         if type(value) is not float or not 0.0 <= value <= one.unknown:

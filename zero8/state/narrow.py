@@ -39,10 +39,7 @@ def scales_of_rows(store: MomentStore, extent: Extent) -> Tensor:
 def cut_groups(scales: Tensor, extent: Extent, block_size: int) -> Tensor:
     """Return the groups of a part whose rows have different scales, as a boundary has cut them.
 
-    Args:
-        scales: (rows, 1, *code.scale_shape) float32.
-        extent: the part.
-        block_size: the parameter's.
+    `scales` are (rows, 1, *code.scale_shape) float32.
     """
     group = _group_of_row(extent, block_size).to(scales.device)
     return _cut(scales, _scales_of_groups(scales, group), group)

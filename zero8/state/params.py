@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zero8.spec import dither
 from zero8.state import float32_modules, tied
 
+Group = dict[str, Any]
+"""A parameter group of an optimizer."""
+
 
 @dataclass(frozen=True)
 class ParamInfo:
@@ -51,6 +54,7 @@ class KnownParams:
         """Start without parameters."""
         self._originals: dict[int, tuple[weakref.ref[Tensor], ParamInfo]] = {}
         self._why_float32: dict[Tensor, str] = {}  # of those that `_originals` cannot have
+        self._places: tuple[list[Group], dict[Tensor, tuple[Group, int]]] = ([], {})
 
     def remember(
         self,
@@ -61,12 +65,8 @@ class KnownParams:
         """Note the parameters in groups that are not known yet.
 
         Those that `bears_weak_references` excludes are skipped: no framework replaces them.  So are
-        those of lazy modules, whose shape is not known yet.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            names: a framework's names for parameters that come without one.
-            shape_of: returns the global shape of a parameter.
+        those of lazy modules, whose shape is not known yet.  `names` are a framework's, for
+        parameters that come without one; `shape_of` returns the global shape of a parameter.
         """
         for p, info in self._infos_of(groups).items():
             if id(p) not in self._originals and bears_weak_references(p) and not is_lazy(p):
@@ -97,6 +97,22 @@ class KnownParams:
         if [infos[p].shape for p in copies] == [info.shape for info in trained]:
             known |= dict(zip(copies, trained, strict=True))
         return {p: known.get(p, info) for p, info in infos.items()}
+
+    def group_of(self, p: Tensor, groups: list[Group]) -> Group:
+        """Return the group of a parameter.
+
+        A script may move parameters from group to group.  ZeRO-3 takes all but one partition out
+        of their group for a step, and they belong there still.
+        """
+        known, places = self._places
+        group, place = places.get(p, ({"params": []}, 0))
+        is_known = known is groups
+        if not is_known or not any(one is p for one in group["params"][place : place + 1]):
+            places = (places if is_known else {}) | {
+                one: (group, place) for group in groups for place, one in enumerate(group["params"])
+            }
+            self._places = groups, places
+        return places[p][0]
 
     def why_float32(self, groups: Iterable[dict[str, Any]]) -> dict[str, str]:
         """Return `ParamInfo.why_float32` by label."""

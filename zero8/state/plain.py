@@ -26,13 +26,12 @@ step, a float32 tensor, and the moments.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero8.algorithms.table import algorithm_of_fp32
 from zero8.spec.algorithm import Algorithm, MomentRule
 from zero8.spec.buffers import check_entry
 from zero8.spec.codec import Codec
@@ -40,11 +39,9 @@ from zero8.spec.faults import fault_of_values
 from zero8.spec.grid import is_narrow
 from zero8.spec.shown import shown, shown_keys
 from zero8.state import narrow
-from zero8.state.entries import codes_key, is_of_fp32
+from zero8.state.entries import codes_key
 from zero8.state.extent import Box, Extent, local
 from zero8.state.header import Entries, StateHeader
-from zero8.state.memory import checked_memory, new_memory, unknown_memory
-from zero8.state.reencoded import Reencoded
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 
@@ -54,80 +51,13 @@ _LOADABLE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @dataclass
 class PlainState:
-    """The entries of the state of one parameter, or of this rank's part of it.
-
-    Attributes:
-        entries: see above.
-        extent: the part.
-    """
+    """The entries of the state of one parameter, or of this rank's part of it (`extent`)."""
 
     entries: Entries
     extent: Extent
 
-    @classmethod
-    def zeros(
-        cls,
-        algorithm: Algorithm,
-        codec: Codec,
-        parameter: Piece,
-        extent: Extent,
-        device: torch.device | str,
-    ) -> "PlainState":
-        """Return the state of a parameter that has taken no step.
-
-        Args:
-            algorithm: the optimizer's.
-            codec: the optimizer's.
-            parameter: the whole parameter as a piece.
-            extent: this rank's part.
-            device: the device of the part.
-        """
-        table = extent.table(parameter)
-        stores = [MomentStore.zeros(codec, rule, table, device) for rule in algorithm.moments]
-        return cls.of(algorithm, stores, parameter, extent, {"step": 0, **new_memory(algorithm)})
-
-    @classmethod
-    def of(
-        cls,
-        algorithm: Algorithm,
-        stores: list[MomentStore],
-        parameter: Piece,
-        extent: Extent,
-        numbers: Entries,
-    ) -> "PlainState":
-        """Return the state whose moments are the (live) buffers of stores.
-
-        Args:
-            algorithm: the algorithm of the moments.
-            stores: in the algorithm's order.
-            parameter: the whole parameter as a piece.
-            extent: this rank's part.
-            numbers: step and the algorithm's remembered numbers.
-        """
-        entries = numbers | format_entry(algorithm, stores[0].codec, parameter)
-        for store in stores:
-            if not parameter.is_quantized:
-                entries[store.name] = extent.entry(store.dense, extent.shape, extent.box)
-                continue
-            bits, grid = store.code.bits, parameter.grid
-            box = extent.code_box(parameter, bits)
-            codes = extent.entry(store.codes, grid.code_shape(extent.shape, bits), box)
-            entries[codes_key(store.rule, store.code)] = codes
-            scales, per_block = store.scales, store.code.scale_shape
-            if is_narrow(extent.shape):  # groups are not sharded as rows are
-                entries[f"{store.name}_scale"] = scales.view(-1, 1, *per_block)
-                continue
-            shape = (*grid.scale_shape(extent.shape), *per_block)
-            box = extent.scale_box(parameter)
-            entries[f"{store.name}_scale"] = extent.entry(scales, shape, box)
-        return cls(entries, extent)
-
     def stores(self, name: str) -> list[MomentStore]:
-        """Return the live moments, over a segment table whose pieces are called `name`.
-
-        Raises:
-            ValueError: if the entries do not describe a state that this version reads.
-        """
+        """Return the live moments, over a segment table whose pieces are called `name`."""
         header = StateHeader.of(self.entries, name)
         _check_shape(name, header.shape, self.extent.shape)
         table = self.extent.table(header.piece(name))
@@ -144,8 +74,6 @@ class PlainState:
         codes = _entry(self.entries, codes_key(rule, code), torch.uint8, num_bytes)
         scales = _entry(self.entries, f"{name}_scale", torch.float32, num_scales)
         return MomentStore(codec, rule, table, codes, scales.view(-1, *per_block), scales[:0])
-
-    # --- Checkpoints ----------------------------------------------------------------------------
 
     def saved(self) -> Entries:
         """Return the entries as checkpoints carry them."""
@@ -178,13 +106,8 @@ class PlainState:
     def local(cls, saved: Entries, extent: Extent, name: str) -> "PlainState":
         """Return the live form of a checkpoint's entries; it may share their tensors.
 
-        Args:
-            saved: the entries as loaded: of this part, or of the whole parameter.
-            extent: this rank's part.
-            name: the parameter's name.
-
-        Raises:
-            ValueError: if they do not fit.
+        The entries are those of this part, or of the whole parameter.  Raises ValueError if they do
+        not fit.
         """
         header = StateHeader.of(saved, name)
         _check_shape(name, header.shape, extent.shape)
@@ -196,100 +119,6 @@ class PlainState:
             entries |= _local_codes(saved, rule, header.codec, parameter, extent)
         return cls(entries, extent)
 
-    @classmethod
-    def adopted(
-        cls,
-        saved: Entries,
-        algorithm: Algorithm,
-        codec: Codec,
-        parameter: Piece,
-        extent: Extent,
-        device: torch.device,
-        reencoded: Reencoded,
-    ) -> "PlainState":
-        """Return a loaded state in new tensors, in the form that the optimizer keeps.
-
-        Codes are kept verbatim if codec, block size and policy match the saved ones, otherwise they
-        are requantized; float32 moments of another optimizer are quantized.
-
-        Args:
-            saved: the entries as loaded.
-            algorithm: the optimizer's algorithm.
-            codec: the optimizer's codec.
-            parameter: the whole parameter as a piece, under the optimizer's policy.
-            extent: this rank's part.
-            device: the device of the part.
-            reencoded: notes the parameter if its codes are requantized.
-
-        Raises:
-            ValueError: if they do not fit.
-        """
-        if is_of_fp32(saved):
-            return cls.from_fp32(saved, algorithm, codec, parameter, extent, device)
-        name = parameter.name
-        header = StateHeader.of(saved, name)
-        if header.algorithm is not algorithm:
-            raise ValueError(
-                f"state of {name}: got one of {header.algorithm.class_name}, expected one of "
-                f"{algorithm.class_name}"
-            )
-        expected = ["step", *new_memory(algorithm)]
-        if missing := [key for key in expected if key not in saved]:
-            raise ValueError(f"state of {name}: got entries {shown_keys(saved)}, without {missing}")
-        numbers = {"step": checked_step(saved), **checked_memory(algorithm, saved)}
-        stores = cls.local(saved, extent, name).stores(name)
-        for store in stores:
-            store.check_values()
-        theirs = header.piece(name)
-        wanted = replace(parameter, identity=theirs.identity)
-        if (theirs, stores[0].codec) == (wanted, codec if wanted.block_size else None):
-            kept = [store.to(device, copy=True) for store in stores]
-            return cls.of(algorithm, kept, wanted, extent, numbers)
-        reencoded.note((stores[0].codec, theirs.block_size), (codec, wanted.block_size))
-        new = cls.zeros(algorithm, codec, wanted, extent, device)
-        new._write([store.read(0, store.table.numel) for store in stores])
-        return cls(new.entries | numbers, extent)
-
-    @classmethod
-    def from_fp32(
-        cls,
-        saved: Entries,
-        algorithm: Algorithm,
-        codec: Codec,
-        parameter: Piece,
-        extent: Extent,
-        device: torch.device,
-        *,
-        check_values: bool = True,
-    ) -> "PlainState":
-        """Return an fp32 optimizer's state in new tensors; see `adopted` and `checked_dense`."""
-        name = parameter.name
-        step = checked_step(saved) if "step" in saved else algorithm.step_if_unknown
-        needed = (*("step",) * (step is None), *algorithm.moment_names)
-        if missing := [key for key in needed if key not in saved]:
-            raise ValueError(
-                f"state of {name}: got entries {shown_keys(saved)}, without {missing}; expected "
-                f"a state of {algorithm.class_name} or of {algorithm.fp32_name}, which "
-                'torch.distributed.checkpoint reads through state_dict_format="fp32", not flattened'
-            )
-        # SGD and Muon have the same.
-        if (theirs := algorithm_of_fp32(saved)).moment_names != algorithm.moment_names:
-            raise ValueError(
-                f"state of {name}: got one of {theirs.fp32_name}, expected one of "
-                f"{algorithm.fp32_name} or of {algorithm.class_name}"
-            )
-        new = cls.zeros(algorithm, codec, parameter, extent, device)
-        moments = [
-            dense_part(saved, rule, extent, name, check_values=check_values)
-            for rule in algorithm.moments
-        ]
-        new._write(moments)
-        return cls({**new.entries, "step": step, **unknown_memory(algorithm)}, extent)
-
-    def _write(self, moments: list[Tensor]) -> None:
-        for store, values in zip(self.stores(""), moments, strict=True):
-            store.write(0, values)
-
 
 def format_entry(algorithm: Algorithm, codec: Codec | None, piece: Piece) -> Entries:
     """Return the entry `format` of a state, by its key."""
@@ -299,11 +128,7 @@ def format_entry(algorithm: Algorithm, codec: Codec | None, piece: Piece) -> Ent
 
 
 def checked_step(saved: Entries) -> int:
-    """Return the number of steps that a saved state has taken.
-
-    Raises:
-        ValueError: if it is missing, or not a whole number.
-    """
+    """Return how many steps a saved state has taken; raise ValueError if it does not say it."""
     _check_is_there(saved, "step")
     step = saved["step"]
     try:
@@ -319,17 +144,10 @@ def checked_step(saved: Entries) -> int:
 def checked_dense(
     rule: MomentRule, owner: str, values: object, *, check_values: bool = True
 ) -> Tensor:
-    """Return an fp32 optimizer's moment.
+    """Return an fp32 optimizer's moment; raise ValueError if it is no tensor of numbers.
 
-    Args:
-        rule: which moment.
-        owner: the parameter's name, for messages.
-        values: the loaded value.
-        check_values: whether numbers that moments cannot have raise.  Where a rank must not raise
-            alone, `MomentStore.write` marks their blocks.
-
-    Raises:
-        ValueError: if it is no tensor of numbers.
+    Numbers that moments cannot have raise with `check_values`.  Where a rank must not raise alone,
+    `MomentStore.write` marks their blocks.
     """
     name = f"{rule.name} of {owner}"
     if isinstance(values, Tensor) and not values.is_floating_point():
@@ -344,11 +162,7 @@ def checked_dense(
 def dense_part(
     saved: Entries, rule: MomentRule, extent: Extent, name: str, *, check_values: bool
 ) -> Tensor:
-    """Return this rank's elements of an fp32 optimizer's moment, in one dimension.
-
-    Raises:
-        ValueError: if it does not fit the part, and as `checked_dense`.
-    """
+    """Return this rank's elements of an fp32 optimizer's moment, in one dimension."""
     part = _part(saved, rule.name, extent)
     values = checked_dense(rule, name, part, check_values=check_values)
     _check_shape(name, tuple(values.shape), extent.local_shape)

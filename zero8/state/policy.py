@@ -66,15 +66,9 @@ class Policy:
         object.__setattr__(self, "fp32_params", tuple(patterns))
 
     def decide(self, name: str | None, shape: tuple[int, ...], why_float32: str = "") -> Decision:
-        """Return the decision for a parameter.
+        """Return the decision for a parameter; see `ParamInfo`.
 
-        Args:
-            name: its name, if it has one.
-            shape: its global shape.
-            why_float32: see `zero8.state.params.ParamInfo`.
-
-        Raises:
-            ValueError: if there are patterns but the parameter has no name.
+        Raises ValueError if there are patterns but the parameter has no name.
         """
         for pattern in self.fp32_params:
             if name is None:
@@ -118,13 +112,9 @@ class Policy:
     def float32_shares(
         self, params: Iterable[tuple[str | None, tuple[int, ...], str]]
     ) -> dict[str, float]:
-        """Return the shares of all elements that keep float32 moments, by `Decision.cause`.
+        """Return the shares of all elements that keep float32 moments, the largest first.
 
-        Args:
-            params: the arguments of `decide` for each parameter.
-
-        Returns:
-            The causes that occur, largest share first.
+        By `Decision.cause`; `params` are the arguments of `decide` for each parameter.
         """
         numel_of: Counter[str] = Counter()
         for name, shape, why_float32 in params:

@@ -71,11 +71,7 @@ class Settings:
         return self.correction_bits == 8 and p.dtype == torch.bfloat16
 
     def correction_from(self, p: Tensor, saved: Entries) -> Entries:
-        """Return the correction entry of a loaded state, {} if it has or needs none.
-
-        Raises:
-            ValueError: if it does not fit the parameter.
-        """
+        """Return the correction entry of a loaded state, {} if it has or needs none."""
         correction = saved.get("param_correction")
         if correction is None:
             return {}
@@ -98,11 +94,8 @@ class Settings:
     ) -> list[MemoryRow]:
         """Return the memory of moments, a row per parameter of their segment table.
 
-        Args:
-            stores: the moments.
-            corrected: whether there are corrections of bfloat16 weights.
-            why_float32: `ParamInfo.why_float32` by label.
-            remark: the addition of a kind of state to the reason.
+        `corrected` says whether there are corrections of bfloat16 weights, `why_float32` is
+        `ParamInfo.why_float32` by label, and `remark` a kind's addition to the reason.
         """
         rows: dict[str, MemoryRow] = {}
         for number, piece in enumerate(stores[0].table.pieces):

@@ -120,11 +120,7 @@ class PieceTable:
         return _sums(0 if piece.is_quantized else piece.numel for piece in self.pieces)
 
     def code_offsets(self, bits: int) -> tuple[int, ...]:
-        """Return the start of each piece in a buffer of codes, whose last one is its size.
-
-        Args:
-            bits: of a code.
-        """
+        """Return the start of each piece in a buffer of codes, whose last one is its size."""
         if bits not in self._code_offsets:
             self._code_offsets[bits] = _sums(piece.num_bytes(bits) for piece in self.pieces)
         return self._code_offsets[bits]

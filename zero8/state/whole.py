@@ -2,8 +2,6 @@
 """The kind of state of a whole parameter: entries that `zero8.state.plain` defines."""
 
 import math
-from collections.abc import Sequence
-from itertools import chain
 
 from torch import Tensor
 
@@ -11,11 +9,12 @@ from zero8.state.assigned import take_assigned
 from zero8.state.entries import others_in
 from zero8.state.extent import Extent, local
 from zero8.state.header import Entries, StateHeader
-from zero8.state.kind import RecordKey, StateKind
+from zero8.state.kind import StateKind
 from zero8.state.params import ParamInfo
 from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
+from zero8.state.target import Target
 from zero8.state.tell import tell_once
 
 _KNOWN = "only flat partitions, which another kind serves, have no ParamInfo"
@@ -39,9 +38,7 @@ class WholeTensor(StateKind):
                 f"use_muon: got parameter {parameter.name} of shape {parameter.shape}, expected 2 "
                 "dimensions or more; put it into a group with use_muon false"
             )
-        extent, settings = self._extent(p, parameter), self.settings
-        zeros = PlainState.zeros(settings.algorithm, settings.codec, parameter, extent, p.device)
-        return zeros.entries
+        return self._target(p, parameter).new()
 
     def moments(self, p: Tensor, state: Entries, info: ParamInfo | None) -> list[MomentStore]:
         """See `StateKind`."""
@@ -57,28 +54,16 @@ class WholeTensor(StateKind):
 
     def adopted(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """See `StateKind`; moments of an fp32 optimizer are encoded."""
-        parameter = self._parameter(info)
-        extent, settings = self._extent(p, parameter), self.settings
-        adopted = PlainState.adopted(
-            saved,
-            settings.algorithm,
-            settings.codec,
-            parameter,
-            extent,
-            p.device,
-            self.reencoded,
-        )
-        return adopted.entries
-
-    def correction(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
-        """See `StateKind`."""
-        key = "param_correction"
-        if not isinstance(saved.get(key), Tensor):
-            return super().correction(p, saved, info)
-        extent = self._extent(p, self._parameter(info))
-        part = extent.part_of(key, saved[key], extent.shape, extent.box)
-        kept = self.settings.correction_from(local(p), {key: part})
-        return {key: extent.entry(kept[key], extent.shape, extent.box)} if kept else {}
+        target, key = self._target(p, self._parameter(info)), "param_correction"
+        adopted, extent = target.adopted(saved), target.extent
+        if isinstance(saved.get(key), Tensor):
+            part = extent.part_of(key, saved[key], extent.shape, extent.box)
+            saved = {key: part}
+        kept = self.settings.correction_from(local(p), saved)
+        return adopted | {
+            key: extent.entry(correction, extent.shape, extent.box)
+            for key, correction in kept.items()
+        }
 
     def saved(self, p: Tensor, state: Entries, info: ParamInfo | None, in_fp32: bool) -> Entries:
         """See `StateKind`."""
@@ -89,34 +74,21 @@ class WholeTensor(StateKind):
             tell_once("zero8: state dicts in fp32 have no corrections of bfloat16 weights")
         return {**others_in(state, self.algorithm), **plain.in_float32()}
 
-    def contents(self, states: Sequence[Entries]) -> RecordKey:
-        """See `StateKind`."""
-        # The keys assign the entries to states; the caller sees the values of `format`.
-        return list(map(tuple, states)), list(chain.from_iterable(map(dict.values, states)))
-
-    def note_writes(self, states: Sequence[Entries]) -> None:
-        """Do nothing: steps notice replaced tensors, and only they write into the existing ones."""
-
     def _plain(self, p: Tensor, state: Entries, info: ParamInfo | None) -> tuple[PlainState, Piece]:
-        """Return a state, and its whole parameter as a piece; takes what other code has assigned.
-
-        Raises:
-            ValueError: if the state does not fit the parameter; it is unchanged then.
-        """
+        """Return a state, and its whole parameter as a piece; takes what is assigned."""
         assert info is not None, _KNOWN
         if self.algorithm.moments[0].name in state and "format" not in state:
-            state |= self._assigned_whole(p, state, info)
+            target = self._target(p, self._parameter(info))
+            state |= target.from_fp32(state, check_values=self.raises_alone)
         _bring_format_to_host(state)
         parameter = StateHeader.of(state, info.label).piece(info.label)
         plain = PlainState(state, self._extent(p, parameter))
         take_assigned(plain, info.label, check_values=self.raises_alone)
         return plain, parameter
 
-    def _assigned_whole(self, p: Tensor, state: Entries, info: ParamInfo) -> Entries:
-        """Return the entries for an fp32 optimizer's, which other code has assigned as a whole."""
-        parameter, settings = self._parameter(info), self.settings
-        own = settings.algorithm, settings.codec, parameter, self._extent(p, parameter), p.device
-        return PlainState.from_fp32(state, *own, check_values=self.raises_alone).entries
+    def _target(self, p: Tensor, parameter: Piece) -> Target:
+        algorithm, codec = self.settings.algorithm, self.settings.codec
+        return Target(algorithm, codec, parameter, self._extent(p, parameter), p.device)
 
     def _extent(self, p: Tensor, parameter: Piece) -> Extent:
         """Return this rank's part of a parameter; `parameter` is the whole one as a piece."""

@@ -161,12 +161,7 @@ def arrival_of_gradient(p: Tensor) -> torch.cuda.Event | None:
 
 
 def check_model(model: nn.Module, params: Sequence[Tensor]) -> None:
-    """Raise ValueError unless gradients are final when they arrive in the backward.
-
-    Args:
-        model: the model.
-        params: the optimizer's parameters.
-    """
+    """Raise ValueError unless gradients of these parameters are final when they arrive."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "step_in_backward: got a model in DistributedDataParallel, which sums gradients over "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a step: how its parameters are divided among kernel calls; kept between steps."""
+"""The plan of a step: how its parameters are divided among calls; kept between steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,150 +7,108 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from zero8.op import kernel
-from zero8.op.describe import Snapshot
+from zero8.op.devices import kernel_on
+from zero8.op.kernel import CpuKernel
 from zero8.spec.algorithm import Algorithm
-from zero8.state.header import Entries
-from zero8.state.kind import RecordKey, StateKind
-from zero8.state.weights import int8_rows
-from zero8.step import int8_part
+from zero8.step import muon, widened
 from zero8.step.batch import Batch
-from zero8.step.matrix_part import MatrixPart
-from zero8.step.part import Part
-from zero8.step.records import ParamRecords
+from zero8.step.call import Call, How, in_float32, in_one
+from zero8.step.entry import Entry
 from zero8.step.turns import extents_of, turns_of
 
 
-class Kinds:
-    """The kinds of state of the parameters of a batch."""
-
-    def __init__(self, kinds: Sequence[StateKind]):
-        """Group the parameters by kind.
-
-        Args:
-            kinds: one per parameter.
-        """
-        self._places: dict[StateKind, list[int]] = {}
-        for place, kind in enumerate(kinds):
-            self._places.setdefault(kind, []).append(place)
-
-    def contents(self, batch: Batch) -> RecordKey:
-        """Return what records depend on besides the values and gradients of a batch.
-
-        Of states of all kinds that is `StateKind.contents`; of INT8 weights it is their scales.
-        """
-        description, entries = self._contents_of(batch.states)
-        pairs = zip(batch.params, batch.values, strict=True)
-        wrapped = [int8_rows(p) for p, values in pairs if values is not p]  # most are p itself
-        scales = [rows.scales for rows in wrapped if rows is not None]
-        return description, [*entries, *scales] if scales else entries
-
-    def _contents_of(self, states: Sequence[Entries]) -> RecordKey:
-        if len(self._places) == 1:
-            (kind,) = self._places
-            return kind.contents(states)
-        parts = [kind.contents(mine) for kind, mine in self._shares(states)]
-        descriptions = [description for description, _ in parts]
-        entries = [entry for _, entries in parts for entry in entries]
-        return descriptions, entries
-
-    def note_writes(self, states: Sequence[Entries]) -> None:
-        """See `StateKind`."""
-        if len(self._places) == 1:
-            (kind,) = self._places
-            kind.note_writes(states)
-            return
-        for kind, mine in self._shares(states):
-            kind.note_writes(mine)
-
-    def _shares(self, states: Sequence[Entries]) -> list[tuple[StateKind, list[Entries]]]:
-        return [(kind, [states[at] for at in places]) for kind, places in self._places.items()]
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Plan:
-    """The parts of a step over certain parameters.
+    """What is kept of a step over certain parameters.
 
     Attributes:
-        ids: the `id` of each parameter.
-        kinds: the kinds of their states.
-        snapshot: the tensors that the plan was made for; it is valid while they match.
+        keys: of all of their states, as the stepper reads them.
+        seen: their values, gradients and contents, like `Entry.seen`.
+        is_plain: whether all entries are.
         extents: the bytes that each parameter spans.
+        addresses: of the parameters when `turns` were found, as bytes.
         turns: the turn of each (`zero8.step.turns`).
-        parts: the kernel calls, in order.
-        is_on_gpus: whether any part is on a GPU.
+        calls: the calls, in order.
     """
 
-    ids: list[int]
-    kinds: Kinds
-    snapshot: Snapshot
+    entries: list[Entry]
+    keys: object
+    seen: np.ndarray
+    is_plain: bool
     extents: np.ndarray
+    addresses: bytes
     turns: np.ndarray
-    parts: list[Part]
+    calls: list[Call]
     is_on_gpus: bool
 
-    def addresses_of(self, batch: Batch) -> np.ndarray | None:
-        """Return the addresses of a batch of the same parameters, None if the plan is stale."""
-        contents = self.kinds.contents(batch)
-        addresses = self.snapshot.addresses_if_same(batch.values, batch.grads, contents)
-        if addresses is not None and (addresses[0] != self.snapshot.addresses[0]).any():
-            if (turns_of(addresses[0], self.extents) != self.turns).any():
-                return None
-            self.snapshot.addresses[0] = addresses[0]
-        return addresses
 
-    @classmethod
-    def of(
-        cls,
-        batch: Batch,
-        snapshot: Snapshot,
-        kinds: Kinds,
-        records: Sequence[ParamRecords],
-    ) -> "Plan":
-        """Return the plan for a batch.
+def planned(batch: Batch, entries: list[Entry], keys: object) -> Plan:
+    """Return the plan for a batch; see `calls_of`."""
+    seen = [one.seen for one in entries]
+    together = [rows[at] for at in (slice(0, 1), slice(1, 2), slice(2, None)) for rows in seen]
+    addresses, extents = batch.addresses()[0], extents_of(batch.values)
+    turns = turns_of(addresses, extents)
+    calls = calls_of(batch, entries, turns)
+    return Plan(
+        entries=entries,
+        keys=keys,
+        seen=np.concatenate(together),
+        is_plain=all(one.is_plain for one in entries),
+        extents=extents,
+        addresses=addresses.tobytes(),
+        turns=turns,
+        calls=calls,
+        is_on_gpus=any(not isinstance(call.kernel, CpuKernel) for call in calls),
+    )
 
-        The contiguous parameters of one device and algorithm form a part; INT8 weights another,
-        where no kernel takes them; those that share memory with earlier ones further parts.
-        A parameter that is in the batch twice, as tied weights may be, is in one part, once.
-        Blocks are defined in the logical order of the elements: a parameter in another layout, such
-        as channels_last, steps on a copy, in a part of its own.
 
-        Args:
-            batch: the parameters.
-            snapshot: their tensors.
-            kinds: the kinds of their states.
-            records: their records.
-        """
-        in_order, devices = snapshot.contiguous[0], snapshot.devices
-        numbers = np.array([one.kind.algorithm.number for one in records])
-        is_widened = np.array(
-            [v.dtype == torch.int8 and int8_part.is_widened(v.device) for v in batch.values]
+def calls_of(batch: Batch, entries: Sequence[Entry], turns: np.ndarray) -> list[Call]:
+    """Return the calls of a step.
+
+    The contiguous parameters of one device and algorithm step together; INT8 weights apart where no
+    kernel takes them; those that share memory with earlier ones in further turns.  A parameter that
+    is in the batch twice, as tied weights may be, steps once.  Blocks are defined in the logical
+    order of the elements: a parameter in another layout, such as channels_last, steps on a copy, by
+    itself.
+    """
+    together: dict[tuple[int, int, Algorithm, bool, int], list[int]] = {}
+    known: set[Entry] = set()
+    for place, (value, entry) in enumerate(zip(batch.values, entries, strict=True)):
+        if entry in known:
+            continue
+        known.add(entry)
+        is_widened = value.dtype == torch.int8 and widened.is_widened(value.device)
+        itself = -1 if entry.seen["contiguous"][0] else place
+        device = int(entry.seen["kind"][0]) >> 32
+        key = int(turns[place]), device, entry.algorithm, is_widened, itself
+        together.setdefault(key, []).append(place)
+    return [
+        _call(batch, [entries[place] for place in places], places, _how(algorithm, is_widened))
+        for (_, _, algorithm, is_widened, _), places in sorted(
+            together.items(), key=lambda item: item[0][0]
         )
-        ids, extents = list(map(id, batch.params)), extents_of(batch.values)
-        turns = turns_of(snapshot.addresses[0], extents)
-        is_first = np.zeros(len(ids), bool)
-        is_first[np.unique(ids, return_index=True)[1]] = True
-        keys = np.stack([turns, devices.astype(np.int64), numbers, is_widened])
-        together = [
-            np.flatnonzero(is_first & in_order & (keys == key).all(0))
-            for key in np.unique(keys, axis=1).T[:, :, None]
-        ]
-        apart = [np.array([place]) for place in np.flatnonzero(is_first & ~in_order)]
-        some = [places.tolist() for places in (*together, *apart) if len(places)]
-        parts = []
-        for places in sorted(some, key=lambda places: turns[places[0]]):
-            is_contiguous = bool(snapshot.contiguous[:, places].all())
-            mine = [records[place] for place in places]
-            device = batch.values[places[0]].device
-            is_all = len(places) == len(batch.params)
-            algorithm = mine[0].kind.algorithm
-            part = _part_class(algorithm, bool(is_widened[places[0]]))
-            parts.append(part.joined(algorithm, places, is_all, is_contiguous, device, mine))
-        is_on_gpus = not all(isinstance(part.kernel, kernel.CpuKernel) for part in parts)
-        return cls(ids, kinds, snapshot, extents, turns, parts, is_on_gpus)
+    ]
 
 
-def _part_class(algorithm: Algorithm, is_widened: bool) -> type[Part]:
+def _how(algorithm: Algorithm, is_widened: bool) -> How:
     if is_widened:
-        return int8_part.Int8Part
-    return MatrixPart if algorithm.is_of_matrices else Part
+        return in_float32
+    return muon.of_matrices if algorithm.is_of_matrices else in_one
+
+
+def _call(batch: Batch, entries: list[Entry], places: list[int], how: How) -> Call:
+    kept = np.concatenate([one.kept for one in entries])
+    kept["owner"] = np.repeat(np.arange(len(entries)), [len(one.records) for one in entries])
+    algorithm, device = entries[0].algorithm, batch.values[places[0]].device
+    return Call(
+        algorithm=algorithm,
+        entries=entries,
+        places=places,
+        is_all=len(places) == len(batch.params),
+        is_in_order=all(one.seen["contiguous"][:2].all() for one in entries),
+        device=device,
+        kernel=kernel_on(device),
+        how=how,
+        records=np.concatenate([one.records for one in entries]),
+        kept=kept,
+    )

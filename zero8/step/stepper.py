@@ -3,33 +3,34 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
+from operator import is_, itemgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from zero8.op import kernel
-from zero8.op.describe import Snapshot
 from zero8.op.devices import is_capturing, kernel_on
 from zero8.spec.algorithm import Algorithm
 from zero8.state.entries import is_new, others_in
 from zero8.state.extent import NEVER_SHARDED
 from zero8.state.header import Entries
-from zero8.state.kind import StateKind
-from zero8.state.memory import counters_of, unknown_memory
-from zero8.state.params import KnownParams
+from zero8.state.kind import Contents, StateKind
+from zero8.state.memory import counters, unknown_memory
+from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.settings import Settings
 from zero8.state.weights import int8_rows, values_of
 from zero8.state.whole import WholeTensor
-from zero8.step.batch import Batch, Group, local_grad
+from zero8.step.batch import Batch, Group, Row, local_grad
+from zero8.step.call import NextStep
 from zero8.step.check import check_class, check_tensors
-from zero8.step.clipping import Clipped
+from zero8.step.clipping import GradFactor
+from zero8.step.entry import Entry, contents_of, prepared
 from zero8.step.interrupts import put_off
 from zero8.step.nonfinite import Ledger
-from zero8.step.part import NextStep
-from zero8.step.plan import Kinds, Plan
-from zero8.step.prepare import prepared
-from zero8.step.records import ParamRecords
+from zero8.step.plan import Plan, planned
+from zero8.step.turns import turns_of
 from zero8.step.weight_sums import WeightSums
 
 
@@ -40,8 +41,13 @@ def plain_torch() -> Iterator[None]:
     `torch.autocast` would multiply float32 matrices in 16 bits.
     """
     # Of all devices: matrices in host memory are orthogonalized on a GPU.
-    with torch.no_grad(), torch._C._DisableAutocast():
-        yield
+    with torch._C._DisableAutocast():
+        was_enabled = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)  # a third of the time of `no_grad`, at every step
+        try:
+            yield
+        finally:
+            torch.set_grad_enabled(was_enabled)
 
 
 class Stepper:
@@ -49,8 +55,7 @@ class Stepper:
 
     Attributes:
         counts: blocks that steps have left unchanged, not yet reported.
-        grad_factor: the factor of the gradients of the next step, which sets it to 1.
-        clipped: the gradients that the factor is for, None if for whichever come.
+        factor: that of the gradients of the next step, which forgets it.
         copies: by parameter on the CPU, the 16-bit tensor to which the next step also writes it,
             rounded to nearest; the step takes out those that it has written.
         weight_sums: the sums of weights with corrections that steps have left.
@@ -63,201 +68,209 @@ class Stepper:
         kind_of: Callable[[Tensor, Entries], StateKind],
         algorithm_of: Callable[[Group], Algorithm],
     ):
-        """Start without plans; compiles nothing yet.
-
-        Args:
-            settings: the settings of the optimizer.
-            params: its parameters.
-            kind_of: returns the kind of a parameter's state.
-            algorithm_of: returns the algorithm of a group.
-        """
+        """Start without plans; compiles nothing yet."""
         self.counts = Ledger()
-        self.grad_factor = 1.0
-        self.clipped: Clipped | None = None
+        self.factor = GradFactor()
         self.copies: dict[Tensor, Tensor] = {}
         self.weight_sums = WeightSums()
         self._params, self._kind_of, self._algorithm_of = params, kind_of, algorithm_of
         self._settings = settings
         self._codec, self._corrects_bias = settings.codec, settings.bias_correction
-        self._kept: dict[int, ParamRecords] = {}  # by the parameter's id
+        self._entries: dict[int, Entry] = {}  # by the parameter's id
         # By the first parameter's id: ZeRO-3 steps one sub-group after the other.
         self._plans: dict[int, Plan] = {}
 
-    def scale_grads(self, factor: float, clipped: Clipped | None = None) -> None:
-        """Set the factor of the next step's gradients; `clipped` if it is for these only."""
-        self.grad_factor, self.clipped = factor, clipped
-
     def forget_records(self) -> None:
         """Take the states as new ones: they have been replaced as a whole."""
-        self._kept.clear()
+        self._entries.clear()
         self._plans.clear()
-
-    def forget_factor(self) -> None:
-        """Take the next step's gradients as they are."""
-        self.grad_factor, self.clipped = 1.0, None
-
-    def _check_clipped(self, grads: Sequence[Tensor]) -> None:
-        """Forget a factor that was for gradients which are gone; raises as `Clipped`."""
-        clipped, self.clipped = self.clipped, None
-        if clipped is None:
-            return
-        try:
-            is_meant = clipped.are_there(grads)
-        except RuntimeError:
-            self.grad_factor = 1.0
-            raise
-        if not is_meant:
-            self.grad_factor = 1.0
 
     def step(self, groups: list[Group], state: MutableMapping[Tensor, Entries]) -> dict[str, int]:
         """Take a step over the parameters that have gradients.
 
-        Args:
-            groups: the optimizer's groups.
-            state: the optimizer's state.
-
-        Returns:
-            By label, the blocks that steps have left unchanged, of the counts that have arrived.
-
-        Raises:
-            ValueError: if a parameter, gradient or state is not supported; nothing has changed.
+        Returns the blocks that steps have left unchanged, by label, of the counts that have
+        arrived.  Raises ValueError if a parameter, gradient or state is not supported; nothing has
+        changed then.
         """
-        for group in groups:  # a failure to compile must come before anything has been changed
-            kernel.module((self._algorithm_of(group), self._codec))
         batch = _stepping(groups, state)
-        if self.clipped is not None:
+        if self.factor.meant is not None:
             params = dict.fromkeys(batch.params)  # a parameter may be in a group twice
-            self._check_clipped([p.grad for p in params if p.grad is not None])
+            self.factor.check([p.grad for p in params if p.grad is not None])
         self.step_batch(batch, groups, state)
         return self.counts.take() if self.counts.pending else {}
+
+    def step_one(
+        self,
+        group: Group,
+        p: Tensor,
+        grad: Tensor,
+        groups: list[Group],
+        state: MutableMapping[Tensor, Entries],
+    ) -> None:
+        """Take the step of one parameter of a group with a gradient that it may no longer have."""
+        self.step_batch(Batch.one(group, p, grad, state[p]), groups, state)
 
     def step_batch(
         self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
     ) -> None:
         """Take a step over a batch, like `step`."""
         if not batch.params:
-            self.grad_factor = 1.0
+            self.factor.value = 1.0
             return
         plan, addresses = self._plan_for(batch, groups, state)
-        if plan.is_on_gpus and any(is_capturing(part.device) for part in plan.parts):
-            raise RuntimeError(
-                "step: got a step inside the capture of a CUDA graph, whose replays would repeat "
-                "this very step, with its bias corrections; capture the forward and the backward "
-                "only, and call step() after a replay"
-            )
-        self._run(batch, plan, addresses)
+        steps, which = self._next_steps(batch)
+        with put_off():  # Ctrl-C after the kernel would leave a step that states do not count
+            for call in plan.calls:
+                self.counts.pending += call.take(batch, addresses, steps, which, self.copies)
+            self.factor.value = 1.0
 
     def _plan_for(
         self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
     ) -> tuple[Plan, np.ndarray]:
         """Return an earlier step's plan if still valid, else a new one; and the addresses."""
-        ids = list(map(id, batch.params))
-        plan = self._plans.get(ids[0])
-        if plan is not None and plan.ids == ids:
-            if (addresses := plan.addresses_of(batch)) is not None:
-                return plan, addresses
-        self._keep_records(batch, groups, state)
-        records = [self._kept[number] for number in ids]
-        kinds = Kinds([one.kind for one in records])
-        snapshot = Snapshot(batch.values, batch.grads, kinds.contents(batch))
-        self._plans[ids[0]] = plan = Plan.of(batch, snapshot, kinds, records)
-        return plan, snapshot.addresses
+        first = id(batch.params[0])
+        plan = self._plans.get(first)
+        if plan is None or (addresses := _addresses_if_valid(plan, batch)) is None:
+            entries = self._entries_of(batch, groups, state)
+            keys, _ = _contents(batch, entries, all(one.is_plain for one in entries))
+            self._plans[first] = plan = planned(batch, entries, keys)
+            addresses = batch.addresses()
+        if plan.is_on_gpus and any(is_capturing(call.device) for call in plan.calls):
+            raise RuntimeError(
+                "step: got a step inside the capture of a CUDA graph, whose replays would repeat "
+                "this very step, with its bias corrections; capture the forward and the backward "
+                "only, and call step() after a replay"
+            )
+        return plan, addresses
 
-    def _keep_records(
+    def _entries_of(
         self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
+    ) -> list[Entry]:
+        """Return the entries of a batch; makes those of the parameters that have no valid ones."""
+        rows = {id(row.param): row for row in batch.rows()}
+        known = self._entries
+        unfit = [row for at, row in rows.items() if at not in known or not known[at].is_valid(row)]
+        if unfit:
+            self._prepare(unfit, self._params.infos(groups), state)
+        return [known[id(p)] for p in batch.params]
+
+    def _prepare(
+        self,
+        rows: Sequence[Row],
+        infos: Mapping[Tensor, ParamInfo],
+        state: MutableMapping[Tensor, Entries],
     ) -> None:
-        """Make the records of the parameters that have no valid ones."""
-        unfit = [single for single in batch.singles() if not self._is_kept(single)]
-        new = [single for single in unfit if is_new(single.states[0])]
-        infos = self._params.infos(groups) if unfit else {}
+        """Make the entries of some parameters, and the states of those that have none."""
+        new = [row for row in rows if is_new(row.state)]
         try:
-            for single in unfit:
-                self._check(infos[single.params[0]].label, single)
-            kernels = {
-                (single.values[0].device, self._algorithm_of(single.groups[0])) for single in unfit
-            }
-            for device, algorithm in kernels:
-                kernel_on(device, (algorithm, self._codec))
-            for single in unfit:
-                (p,), (its_state,) = single.params, single.states
-                kind = self._kind_of(p, its_state)
-                before, was_new = self._kept.get(id(p)), is_new(its_state)
-                self._kept[id(p)] = records = prepared(kind, single, infos[p], self.weight_sums)
+            for row in rows:
+                self._check(infos[row.param].label, row)
+            # A failure to compile must come before anything has been changed.
+            for device in {row.value.device for row in rows}:
+                kernel_on(device)
+            for row in rows:
+                p, was_new = row.param, is_new(row.state)
+                kind, before = self._kind_of(p, row.state), self._entries.get(id(p))
+                entry = prepared(kind, row, infos[p], self.weight_sums)
+                self._entries[id(p)] = entry
                 # Partitions, whose moments move, note what is written into them.
                 if isinstance(kind, WholeTensor) and before is not None and not was_new:
-                    if not records.has_floats_of(before):
-                        its_state |= unknown_memory(kind.algorithm)
+                    if not entry.has_floats_of(before):
+                        row.state.update(unknown_memory(kind.algorithm))
         except Exception:  # a failed step must not leave new states behind
-            for single in new:
-                (p,), (its_state,) = single.params, single.states
-                others = others_in(its_state, self._algorithm_of(single.groups[0]))
-                its_state.clear()
-                its_state.update(others)
+            for row in new:
+                others = others_in(row.state, self._algorithm_of(row.group))
+                row.state.clear()
+                row.state.update(others)
                 if not others:
-                    state.pop(p, None)  # one that is in a group twice is here twice
+                    state.pop(row.param, None)
             raise
 
-    def _check(self, label: str, single: Batch) -> None:
-        (p,), (values,), (grad,) = single.params, single.values, single.grads
-        (group,) = single.groups
+    def _check(self, label: str, row: Row) -> None:
         # A parameter that was frozen when the optimizer was made is checked here first.
-        check_class(label, p, self._algorithm_of(group), self._settings)
-        check_tensors(label, values, grad, is_int8=int8_rows(p) is not None)
+        check_class(label, row.param, self._algorithm_of(row.group), self._settings)
+        is_int8 = int8_rows(row.param) is not None
+        check_tensors(label, row.value, row.grad, is_int8=is_int8)
 
-    def _is_kept(self, single: Batch) -> bool:
-        """Return whether a parameter has valid records."""
-        kept = self._kept.get(id(single.params[0]))
-        if kept is None or is_new(single.states[0]):
-            return False
-        contents = Kinds([kept.kind]).contents(single)
-        return kept.snapshot.addresses_if_same(single.values, single.grads, contents) is not None
-
-    def _run(self, batch: Batch, plan: Plan, addresses: np.ndarray) -> None:
-        plan.kinds.note_writes(batch.states)
-        steps, which = self._next_steps(batch)
-        with put_off():  # Ctrl-C after the kernel would leave a step that states do not count
-            for part in plan.parts:
-                self.counts.pending += part.step(batch, addresses, steps, which, self.copies)
-                part.note(batch.states, steps, which)
-            self.grad_factor = 1.0
-
-    def _next_steps(self, batch: Batch) -> tuple[list[NextStep], list[int]]:
+    def _next_steps(self, batch: Batch) -> tuple[list[NextStep], np.ndarray]:
         """Return the distinct next steps, and for each parameter the index of its own."""
-        number: dict[tuple[int, tuple[float, ...]], int] = {}
-        groups = {id(group): group for group in batch.groups}
-        counters = {key: counters_of(self._algorithm_of(group)) for key, group in groups.items()}
-        which = [
-            number.setdefault((id(group), counters[id(group)](state)), len(number))
-            for group, state in zip(batch.groups, batch.states, strict=True)
-        ]
-        return [self._next_step(groups[at], *counts) for at, counts in number], which
+        steps: list[NextStep] = []
+        which: list[np.ndarray] = []
+        states = iter(batch.states)
+        for group, count in batch.groups:
+            algorithm, mine = self._algorithm_of(group), list(islice(states, count))
+            columns = [list(map(read, mine)) for read in counters(algorithm).values()]
+            first = tuple(map(itemgetter(0), columns))
+            if set(map(list.count, columns, first)) == {count}:  # as most often
+                which.append(np.full(count, len(steps)))
+                distinct = [first]
+            else:
+                place: dict[tuple[float, ...], int] = {}
+                for counts in zip(*columns, strict=True):
+                    place.setdefault(counts, len(steps) + len(place))
+                which.append(np.array([place[counts] for counts in zip(*columns, strict=True)]))
+                distinct = list(place)
+            steps += [self._next_step(group, algorithm, *counts) for counts in distinct]
+        return steps, which[0] if len(which) == 1 else np.concatenate(which)
 
-    def _next_step(self, group: Group, step: float, *memory: float) -> NextStep:
-        number, algorithm = int(step) + 1, self._algorithm_of(group)
+    def _next_step(
+        self, group: Group, algorithm: Algorithm, step: float, *memory: float
+    ) -> NextStep:
+        number = int(step) + 1
         after = algorithm.next_memory(number, tuple(map(float, memory)), group)
-        names = (one.name for one in algorithm.memory)
-        entries = {"step": number, **dict(zip(names, after, strict=True))}
+        entries = dict(zip(counters(algorithm), (number, *after), strict=True))
         scalars = algorithm.scalars(number, after, group, self._corrects_bias)
-        if self.grad_factor != 1.0:
-            scalars = scalars._replace(grad_factor=self.grad_factor)
+        if self.factor.value != 1.0:
+            scalars = scalars._replace(grad_factor=self.factor.value)
         return NextStep(number, entries, scalars)
 
 
 def _stepping(groups: Iterable[Group], state: Mapping[Tensor, Entries]) -> Batch:
     """Return the parameters that have gradients.
 
-    Args:
-        groups: the optimizer's groups.
-        state: the optimizer's state, a defaultdict that adds empty states.
+    `state` is a defaultdict, which adds empty states.
     """
     batch = Batch([], [], [], [], [])
     for group in groups:
+        before = len(batch.params)
         for p in group["params"]:
             if (grad := p.grad) is not None:
-                batch.groups.append(group)
                 batch.params.append(p)
-                is_plain = type(p) in NEVER_SHARDED  # most are; saves the calls
-                batch.values.append(p if is_plain else values_of(p))
-                batch.grads.append(grad if is_plain else local_grad(p, grad))
-                batch.states.append(state[p])
-    return batch
+                batch.grads.append(grad)
+        if count := len(batch.params) - before:
+            batch.groups.append((group, count))
+    # The keys of most are the parameters, in order: a tensor's hash is a function in Python.
+    are_theirs = len(state) == len(batch.params) and all(map(is_, state, batch.params))
+    states = state.values() if are_theirs else map(state.__getitem__, batch.params)
+    batch.states.extend(states)
+    if NEVER_SHARDED.issuperset(map(type, batch.params)):  # most are; saves the calls
+        return batch._replace(values=batch.params)
+    values, grads = map(values_of, batch.params), map(local_grad, batch.params, batch.grads)
+    return batch._replace(values=list(values), grads=list(grads))
+
+
+def _addresses_if_valid(plan: Plan, batch: Batch) -> np.ndarray | None:
+    """Return the addresses of a batch, (2, parameters) uint64, None if the plan is not for it."""
+    keys, contents = _contents(batch, plan.entries, plan.is_plain)
+    if keys != plan.keys:
+        return None
+    objects, num_addresses = [*batch.values, *batch.grads, *contents], 2 * len(batch.params)
+    addresses = kernel.addresses_if_same(objects, plan.seen, num_addresses)
+    if addresses is None:
+        return None
+    addresses = addresses.reshape(2, -1)
+    if (moved := addresses[0].tobytes()) != plan.addresses:
+        if (turns_of(addresses[0], plan.extents) != plan.turns).any():
+            return None
+        plan.addresses = moved
+    return addresses
+
+
+def _contents(batch: Batch, entries: Sequence[Entry], is_plain: bool) -> Contents:
+    """Return what the entries of a batch depend on besides values and gradients."""
+    states = batch.states
+    if is_plain:
+        return list(map(len, states)), list(chain.from_iterable(map(dict.values, states)))
+    kinds = (one.kind for one in entries)
+    found = list(map(contents_of, kinds, batch.params, states))
+    return [keys for keys, _ in found], [one for _, contents in found for one in contents]

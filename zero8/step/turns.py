@@ -16,14 +16,9 @@ def extents_of(tensors: Sequence[Tensor]) -> np.ndarray:
 
 
 def turns_of(addresses: np.ndarray, extents: np.ndarray) -> np.ndarray:
-    """Return the turn of each tensor, one after those of all earlier ones that overlap it.
+    """Return the turn of each tensor, from 0: one after those of all earlier ones that overlap it.
 
-    Args:
-        addresses: (tensors,) uint64; those of different devices differ.
-        extents: (tensors,) uint64, see `extents_of`.
-
-    Returns:
-        (tensors,) int64, from 0.
+    Addresses and extents (`extents_of`) are (tensors,) uint64; the turns are (tensors,) int64.
     """
     turns = np.zeros(len(addresses), np.int64)
     begins = np.where(extents > 0, addresses, np.uint64(0))

@@ -26,16 +26,9 @@ class WeightSums:
         self._of: dict[int, _Sums] = {}  # by the parameter's id
 
     def of(self, p: Tensor, correction: Tensor, num_blocks: int, device: torch.device) -> Tensor:
-        """Return the sums that a parameter's last step has left, 0 if it had another correction.
+        """Return the sums that a parameter's last step has left, (num_blocks, 2) int32.
 
-        Args:
-            p: the parameter.
-            correction: the entry of its state.
-            num_blocks: the number of its blocks.
-            device: the device of its values.
-
-        Returns:
-            (num_blocks, 2) int32, into which steps write.
+        They are 0 if it had another correction.
         """
         known = self._of.get(id(p))
         if (

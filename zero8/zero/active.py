@@ -3,11 +3,10 @@
 
 from typing import Any
 
-from zero8.blockwise import BlockwiseOptimizer
 from zero8.ranks.agree import gathered
-from zero8.zero.accelerate import SETTING
-from zero8.zero.claims import in_config
-from zero8.zero.modes import unsupported_mode
+from zero8.zero.claims import SETTING, in_config
+from zero8.zero.constructing import unsupported_mode
+from zero8.zero.seam import is_ours
 
 
 def assert_active(engine: Any) -> None:
@@ -34,7 +33,7 @@ def _problem(engine) -> str | None:
     if not hasattr(engine, "client_optimizer"):
         return f"assert_active: got a {type(engine).__name__}, expected a DeepSpeed engine"
     optimizer = innermost(engine.optimizer)
-    if isinstance(optimizer, BlockwiseOptimizer):
+    if is_ours(optimizer):
         reason = unsupported_mode(engine._config.zero_config)
         return reason and f"{type(optimizer).__name__} does not work with this engine: {reason}"
     name, config_type = type(optimizer).__name__, engine._config.optimizer_name

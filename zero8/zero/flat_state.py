@@ -18,13 +18,14 @@ from zero8.ranks.numbers import Group
 from zero8.spec.algorithm import Algorithm, MomentRule
 from zero8.spec.codec import Codec
 from zero8.spec.shown import shown_keys
-from zero8.state.kind import RecordKey, StateKind
+from zero8.state.kind import Contents, StateKind
 from zero8.state.memory import checked_memory, new_memory, unknown_memory
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.plain import checked_dense, checked_step
 from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
+from zero8.state.tell import tell_of_reencoding
 from zero8.zero.moment_tensor import MomentTensor, has_moments, with_moments
 from zero8.zero.partition import group_number_of, group_of, table_of
 
@@ -33,6 +34,7 @@ class FlatPartition(StateKind):
     """The state of a rank's partition of a flat buffer, which ZeRO steps instead of parameters."""
 
     raises_alone = False  # gradients differ between ranks, which wait for each other in collectives
+    wraps_tensors = True
 
     def __init__(self, settings: Settings, params: KnownParams):
         """See `StateKind`."""
@@ -49,9 +51,7 @@ class FlatPartition(StateKind):
     def table(self, p: Tensor, numel: int | None = None) -> PieceTable | None:
         """Return the segment table of a partition, None if ZeRO does not know it as one.
 
-        Args:
-            p: the partition.
-            numel: its number of elements, if it is swapped out and its tensor is empty.
+        `numel` is its number of elements, if it is swapped out and its tensor is empty.
         """
         known = self._params.alive()
 
@@ -105,7 +105,11 @@ class FlatPartition(StateKind):
         if "step" in state:
             state["step"] = checked_step(state)
         if arrived:
-            state |= {**unknown_memory(algorithm), **state, **_moments_of(arrived)}
+            state |= _moments_of(arrived)
+        if any(store.written for store in stores):
+            state |= unknown_memory(algorithm)
+            for store in stores:
+                store.written = False
         return stores
 
     def adopted(self, p: Tensor, saved: dict, info: ParamInfo | None) -> dict:
@@ -127,7 +131,8 @@ class FlatPartition(StateKind):
             else _encoded(algorithm, p, rule, saved[rule.name], like)
             for rule in algorithm.moments
         ]
-        return {**numbers, **_moments_of(stores)}
+        correction = self.settings.correction_from(p, saved)
+        return {**numbers, **_moments_of(stores), **correction}
 
     def _fitted(self, rule: MomentRule, moment: MomentTensor, table: PieceTable) -> MomentStore:
         """Return a saved moment over this partition's table, verbatim if codec and blocks agree."""
@@ -148,39 +153,23 @@ class FlatPartition(StateKind):
         return store
 
     def note_forms(self, saved: MomentStore, table: PieceTable) -> None:
-        """Count the parameters whose moments are re-encoded on loading.
-
-        Args:
-            saved: the partition's first moment in the checkpoint.
-            table: the partition's segment table now, with the same ranges.
-        """
+        """Tell of moments that are re-encoded on loading, by a partition's first moment there."""
         for ours, theirs in zip(table.pieces, saved.table.pieces, strict=True):
             kept = self.settings.codec, ours.block_size
-            self.reencoded.note((saved.codec, theirs.block_size), kept)
+            tell_of_reencoding((saved.codec, theirs.block_size), kept)
 
-    def contents(self, states: Sequence[dict]) -> RecordKey:
+    def contents(self, state: dict) -> Contents:
         """See `StateKind`."""
-        descriptions, entries = [], []
-        for state in states:
-            described: list[object] = list(state)
-            for value in state.values():
-                if isinstance(value, MomentTensor):
-                    store = value.store
-                    described.append((store.table, store.codec.number))
-                    entries += store.buffers
-                elif isinstance(value, Tensor):
-                    entries.append(value)
-            descriptions.append(described)
-        return descriptions, entries
-
-    def note_writes(self, states: Sequence[dict]) -> None:
-        """See `StateKind`."""
-        algorithm = self.settings.algorithm
-        for state in states:
-            for name in algorithm.moment_names:
-                if state[name].store.written:
-                    state |= unknown_memory(algorithm)
-                    state[name].store.written = False
+        described: list[object] = list(state)
+        entries = []
+        for value in state.values():
+            if isinstance(value, MomentTensor):
+                store = value.store
+                described.append((store.table, store.codec.number, store.written))
+                entries += store.buffers
+            elif isinstance(value, Tensor):
+                entries.append(value)
+        return described, entries
 
 
 def check_places(saved: PieceTable, table: PieceTable) -> None:

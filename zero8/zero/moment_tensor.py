@@ -201,16 +201,12 @@ def is_pickled_moment(value: object) -> bool:
 
 
 def with_moments(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a loaded state with the moments that have been pickled.
-
-    Raises:
-        ValueError: if the format version of one is unknown, or it is damaged.
-    """
+    """Return a loaded state with the moments that have been pickled; raise as `moment_of`."""
     return {k: moment_of(v) if is_pickled_moment(v) else v for k, v in state.items()}
 
 
 def moment_of(saved: Mapping[str, Any]) -> MomentTensor:
-    """Return the moment that was pickled as this dict; raises as `with_moments`."""
+    """Return the moment pickled as this dict; raise ValueError if it is damaged or unknown."""
     like = store_like(saved[HEADER])
     buffers = [saved.get(key) for key in BUFFERS]
     got, expected = (
@@ -240,11 +236,7 @@ def moment_of(saved: Mapping[str, Any]) -> MomentTensor:
 
 
 def store_like(description: dict) -> MomentStore:
-    """Return a moment on the meta device from a `moment_description`.
-
-    Raises:
-        ValueError: if the format version is unknown, or the description is damaged.
-    """
+    """Return a moment on the meta device from a `moment_description`; raise as `moment_of`."""
     if not isinstance(description, dict):
         raise ValueError(f"8-bit moment: got {shown(description)}, expected its description")
     check_version("8-bit moment", description.get("version"))

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A DeepSpeed op builder for our op, which gives it a row in ds_report."""
 
-from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+from deepspeed.ops.op_builder.builder import OpBuilder
 
 from zero8.op import build, kernel
-from zero8.op.sources import source_folder
 
 
-class Zero8AdamBuilder(CUDAOpBuilder):
+class Zero8AdamBuilder(OpBuilder):
     """The `zero8_adam` row of ds_report: the fused 8-bit step.
 
     `zero8.op.build` builds and loads the op, as without DeepSpeed.  DS_BUILD_* do not apply: they
@@ -17,21 +16,12 @@ class Zero8AdamBuilder(CUDAOpBuilder):
     offload needs no nvcc.
     """
 
-    NAME = build.NAME
+    NAME = "zero8_adam"
     BUILD_VAR = "DS_BUILD_ZERO8_ADAM"
 
     def __init__(self):
         """Register under `NAME`."""
         super().__init__(name=self.NAME)
-
-    @property
-    def build_for_cpu(self) -> bool:
-        """Whether the extension has no CUDA code: always."""
-        return True
-
-    @build_for_cpu.setter
-    def build_for_cpu(self, _: bool) -> None:
-        """Ignore DeepSpeed, which sets it if there is no GPU."""
 
     def absolute_name(self) -> str:
         """Return the name of a prebuilt module, which does not exist."""
@@ -39,31 +29,19 @@ class Zero8AdamBuilder(CUDAOpBuilder):
 
     def sources(self) -> list[str]:
         """Return the absolute paths of the C++ sources."""
-        return [str(path) for path in build.op().sources]
-
-    def include_paths(self) -> list[str]:
-        """Return the absolute path of the headers' folder."""
-        return [str(source_folder())]
-
-    def cxx_args(self) -> list[str]:
-        """Return the compiler's flags."""
-        return list(build.FLAGS)
-
-    def extra_ldflags(self) -> list[str]:
-        """Return the linker's flags."""
-        return list(build.LINK_FLAGS)
+        return [str(path) for path in build.sources()]
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Return whether the op is built or can be; if not, `error_log` says what to install."""
         try:
-            build.op_for_steps(*kernel.DEFAULT_STEPS).check_loadable()
+            build.check_loadable()
         except RuntimeError as error:
             self.error_log = str(error)
             if verbose:
                 self.warning(self.error_log)
             return False
-        return super().is_compatible(verbose)
+        return True
 
     def load(self, verbose: bool = False):
-        """Return the op's module, built on first use; raises as `zero8.op.build.Extension.load`."""
+        """Return the op's module, built on first use; raises as `zero8.op.build.load`."""
         return kernel.module()

@@ -7,15 +7,12 @@ per sub-group (stage 3), and describes it in attributes of the parameters: `_hp_
 so the first step makes the table.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
+from torch import Tensor, distributed
 
 from zero8.ranks.numbers import Group
 from zero8.state.table import Piece, PieceTable
-
-logger = logging.getLogger("zero8")
 
 MakePiece = Callable[[Tensor, int, int, int], Piece]
 """(parameter, start in the shard, numel, first element in the parameter) -> Piece."""
@@ -24,13 +21,9 @@ MakePiece = Callable[[Tensor, int, int, int], Piece]
 def table_of(
     flat: Tensor, numel: int, params: Sequence[Tensor], make: MakePiece
 ) -> PieceTable | None:
-    """Return the segment table of a flat partition, or None if `flat` is not one of ZeRO's.
+    """Return the segment table of a flat partition of these parameters, None if it is not ZeRO's.
 
-    Args:
-        flat: a tensor in the optimizer's groups.
-        numel: its number of elements; the tensor itself is empty while swapped out.
-        params: the parameters that the optimizer was constructed with.
-        make: makes a piece of one of them.
+    The tensor itself is empty while it is swapped out.
     """
     if any(hasattr(p, "_z3_optimizer") for p in params):
         pieces = _stage3_pieces(flat, params, make)
@@ -42,12 +35,7 @@ def table_of(
 
 
 def group_of(flat: Tensor, params: Sequence[Tensor]) -> Group:
-    """Return the ranks that hold the other parts of what a flat partition was cut from.
-
-    Args:
-        flat: the partition.
-        params: the parameters that the optimizer was constructed with.
-    """
+    """Return the ranks that hold the other parts of what a flat partition was cut from."""
     stage3 = [p.ds_process_group for p in params if hasattr(p, "_z3_optimizer")]
     if stage3:
         return _if_shared(stage3[0])
@@ -57,12 +45,7 @@ def group_of(flat: Tensor, params: Sequence[Tensor]) -> Group:
 
 
 def group_number_of(flat: Tensor, params: Sequence[Tensor]) -> int:
-    """Return the number of the optimizer's group that a sub-group of ZeRO 3 belongs to.
-
-    Args:
-        flat: the sub-group's partition.
-        params: the parameters that the optimizer was constructed with.
-    """
+    """Return the number of the optimizer's group that a sub-group of ZeRO 3 belongs to."""
     zero = next(p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer"))
     partitions = zero.fp32_partitioned_groups_flat
     (sub_group,) = (number for number, one in enumerate(partitions) if one is flat)
@@ -79,7 +62,7 @@ def _stage12_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> 
     if not touching:
         return []  # this rank's partition is all padding
     group_storage = touching[0].untyped_storage().data_ptr()
-    partition_start = _rank_in(touching[0]._dp_group) * flat.numel()
+    partition_start = distributed.get_rank(touching[0]._dp_group) * flat.numel()
     pieces = []
     for p in params:
         if p.numel() == 0 or p.untyped_storage().data_ptr() != group_storage:
@@ -101,7 +84,7 @@ def _stage3_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> l
         sub_group, start, _ = zero.grad_position[zero.get_param_id(p)]
         if zero.fp32_partitioned_groups_flat[sub_group] is not flat:
             continue
-        first = _rank_in(p.ds_process_group) * p.partition_numel()
+        first = distributed.get_rank(p.ds_process_group) * p.partition_numel()
         numel = min(p.partition_numel(), p.ds_numel - first)
         if numel > 0:
             pieces.append(make(p, start, numel, first))
@@ -121,14 +104,6 @@ def _touching(params: Sequence[Tensor], storage: int) -> list[Tensor]:
 
 def _if_shared(process_group: Group) -> Group:
     """Return a process group, None if it has one rank only."""
-    from deepspeed import comm
-
-    if process_group is None or comm.get_world_size(group=process_group) == 1:
+    if process_group is None or distributed.get_world_size(process_group) == 1:
         return None
     return process_group
-
-
-def _rank_in(process_group) -> int:
-    from deepspeed import comm
-
-    return comm.get_rank(group=process_group)

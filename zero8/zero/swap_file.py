@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file that holds the optimizer state of one ZeRO-3 sub-group on a local disk.
 
-    header         BEGIN (magic, checksum, format version, description bytes, step, counts), then
-                   the algorithm's memory (`zero8.state.memory`), a float64 each, then the number of
-                   bytes of each tensor, a uint64 each
+    header         magic, checksum, format version, bytes of the description, step, the end of the
+                   last tensor, the algorithm's memory (`zero8.state.memory`); HEADER_BYTES
     description    JSON: the moments, as in a saved `MomentTensor`, and the number of corrections;
                    at offset HEADER_BYTES
     tensors        codes, scales and float32 values of each moment, corrections of bfloat16 weights;
@@ -32,7 +31,7 @@ from zero8.checkpoint.files.hashes import hash_64
 from zero8.checkpoint.files.mapped_file import mapped
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.shown import shown
-from zero8.state.memory import checked_memory, counters_of
+from zero8.state.memory import checked_memory, counters
 from zero8.state.plain import checked_step
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
@@ -40,7 +39,7 @@ from zero8.zero.moment_tensor import MomentTensor, moment_description, moments_i
 
 MAGIC = b"zero8swp"
 FORMAT_VERSION = 1
-BEGIN = struct.Struct("<8sQIIqII")
+HEADER = struct.Struct("<8sQIIqQ4d")
 HEADER_BYTES = 512
 _CHECKSUM = slice(8, 16)
 TENSOR_ALIGNMENT_BYTES = 64
@@ -49,60 +48,40 @@ BLOCK_BYTES = 4096
 
 
 class SwapHeader(NamedTuple):
-    """The header of a file."""
+    """The header of a file, without the magic."""
 
     checksum: int
     version: int
     description_bytes: int
     step: int
+    end: int
     memory: tuple[float, ...]
-    num_bytes: tuple[int, ...]
 
     @classmethod
     def parsed(cls, data: bytes, path: str) -> "SwapHeader":
-        """Return the header in the first bytes of a file.
-
-        Raises:
-            ValueError: if there is none, or its format version is unknown.
-        """
+        """Return the header in the first bytes of a file; raise ValueError if there is none."""
         if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
             raise ValueError(f"{path}: not a file of 8-bit optimizer states, or damaged")
-        numbers = BEGIN.unpack_from(data)
-        _, checksum, version, description_bytes, step, num_memory, num_tensors = numbers
+        _, checksum, version, *numbers = HEADER.unpack_from(data)
         if version != FORMAT_VERSION:
             raise ValueError(
                 f"{path}: got format version {version}, this zero8 reads {FORMAT_VERSION}"
             )
-        if 8 * (num_memory + num_tensors) > HEADER_BYTES - BEGIN.size:
-            raise ValueError(
-                f"{path}: got a header with {num_memory} and {num_tensors} numbers, expected at "
-                f"most {(HEADER_BYTES - BEGIN.size) // 8}; the header is damaged"
-            )
-        rest = struct.unpack_from(f"<{num_memory}d{num_tensors}Q", data, BEGIN.size)
-        memory, num_bytes = rest[:num_memory], rest[num_memory:]
-        return cls(checksum, version, description_bytes, step, memory, num_bytes)
+        return cls(checksum, version, *numbers[:3], tuple(numbers[3:]))
 
     def packed(self) -> bytes:
-        """Return the bytes of a header of this format, padded to HEADER_BYTES."""
-        counts = len(self.memory), len(self.num_bytes)
-        begin = BEGIN.pack(MAGIC, *self[:4], *counts)
-        rest = struct.pack(f"<{counts[0]}d{counts[1]}Q", *self.memory, *self.num_bytes)
-        return (begin + rest).ljust(HEADER_BYTES, b"\0")
+        """Return the bytes of the header."""
+        memory = self.memory + (0.0,) * (4 - len(self.memory))
+        return HEADER.pack(MAGIC, *self[:5], *memory).ljust(HEADER_BYTES, b"\0")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The contents of a state's file, and their offsets.
+    """The contents of a state's file, and their offsets."""
 
-    Attributes:
-        like: the moments, on the meta device.
-        correction_numel: number of weight corrections, one byte each.
-        text: the description as read from a file; empty for a file to be written.
-    """
-
-    like: tuple[MomentStore, ...]
-    correction_numel: int
-    text: bytes = b""
+    like: tuple[MomentStore, ...]  # the moments, on the meta device
+    correction_numel: int  # of bfloat16 weights, one byte each
+    text: bytes = b""  # the description as read from a file
 
     @classmethod
     def of_state(cls, state: dict) -> "Layout":
@@ -116,11 +95,7 @@ class Layout:
 
     @classmethod
     def from_description(cls, text: bytes, path: str) -> "Layout":
-        """Return the layout that a file's description describes.
-
-        Raises:
-            ValueError: if the description is damaged.
-        """
+        """Return the layout that a description describes; raise ValueError if it is damaged."""
         try:
             found = json.loads(text)
             correction_numel = found.pop("correction_numel")
@@ -188,12 +163,7 @@ class Layout:
         return aligned(self.offsets[-1], alignment_bytes)
 
     def state_in(self, buffer: Tensor, numbers: dict) -> dict:
-        """Return the state whose tensors are views of a file's bytes.
-
-        Args:
-            buffer: (bytes,) uint8.
-            numbers: the state's other entries.
-        """
+        """Return the state with these numbers, whose tensors are views of a file's bytes."""
         views = [
             buffer[offset : offset + count]
             for offset, count in zip(self.offsets, self.num_bytes, strict=False)
@@ -221,7 +191,7 @@ def pack(state: dict, layout: Layout, buffer: Tensor) -> SwapHeader:
 
     Tensors that are already views of the buffer, as from `unpack`, are not copied.
     """
-    step, *memory = counters_of(layout.algorithm)(state)
+    step, *memory = (state[name] for name in counters(layout.algorithm))
     numbers = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
     for target, source in zip(
         _tensors(layout.state_in(buffer, numbers)), _tensors(state), strict=True
@@ -233,8 +203,8 @@ def pack(state: dict, layout: Layout, buffer: Tensor) -> SwapHeader:
         version=FORMAT_VERSION,
         description_bytes=len(layout.description),
         step=int(step),
+        end=layout.offsets[-1],
         memory=tuple(map(float, memory)),
-        num_bytes=layout.num_bytes,
     )
     _put(buffer, 0, header.packed())
     _put(buffer, HEADER_BYTES, layout.description)
@@ -248,14 +218,8 @@ def unpack(
 ) -> tuple[dict, Layout] | None:
     """Return a file's state, as views of its bytes, and its layout; None for "no state yet".
 
-    Args:
-        buffer: (file bytes,) uint8.
-        path: the file's name, for messages.
-        known: the likely layout, which saves parsing it.
-        expected: the header written last, if known; its checksum makes it unique.
-
-    Raises:
-        ValueError: if the bytes are damaged, or not those written last.
+    `known` is the likely layout, which saves parsing it; `expected` is the header written last.
+    Raises ValueError if the bytes are damaged, or not those written last.
     """
     header = SwapHeader.parsed(bytes(buffer[:HEADER_BYTES].numpy()), path)
     if not header.description_bytes:
@@ -264,10 +228,10 @@ def unpack(
     text = bytes(buffer[HEADER_BYTES : HEADER_BYTES + header.description_bytes].numpy())
     fits = known is not None and text == known.description
     layout = known if fits else Layout.from_description(text, path)
-    if header.num_bytes != layout.num_bytes or layout.offsets[-1] > buffer.numel():
+    if not header.end == layout.offsets[-1] <= buffer.numel():
         raise ValueError(
-            f"{path}: got {buffer.numel()} bytes with tensors of {header.num_bytes}, expected "
-            f"{layout.offsets[-1]} with {layout.num_bytes}; the file is damaged or cut short"
+            f"{path}: got {buffer.numel()} bytes with tensors up to {header.end}, expected "
+            f"{layout.offsets[-1]}; the file is damaged or cut short"
         )
     if checksum(buffer) != header.checksum:
         raise ValueError(
@@ -276,7 +240,7 @@ def unpack(
     _check_last(header, expected, path)
     try:
         names = [one.name for one in layout.algorithm.memory]
-        saved = dict(zip(names, header.memory, strict=True))
+        saved = dict(zip(names, header.memory, strict=False))
         numbers = {"step": checked_step({"step": header.step})}
         numbers |= checked_memory(layout.algorithm, saved)
     except ValueError as error:
@@ -285,7 +249,7 @@ def unpack(
 
 
 def _check_last(header: SwapHeader, expected: SwapHeader | None, path: str) -> None:
-    if expected is not None and header != expected:
+    if expected is not None and header[:5] != expected[:5]:
         raise ValueError(
             f"{path}: it is whole, but of step {header.step} and not what this run wrote last, at "
             f"step {expected.step}: a write failed, or another program writes there"
@@ -293,16 +257,7 @@ def _check_last(header: SwapHeader, expected: SwapHeader | None, path: str) -> N
 
 
 def read_whole(path: str, folder: Path | None = None) -> tuple[dict, Layout] | None:
-    """Map a file into memory and return the result of `unpack`.
-
-    Args:
-        path: of the file.
-        folder: a parent of it; links below it are not followed.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is damaged.
-    """
+    """Map a file into memory and return the result of `unpack`; follow no links below `folder`."""
     data = mapped(Path(path), folder)
     if len(data) < HEADER_BYTES or len(data) % 8:
         raise ValueError(f"{path}: got {len(data)} bytes; the file is damaged or cut short")
@@ -311,7 +266,7 @@ def read_whole(path: str, folder: Path | None = None) -> tuple[dict, Layout] | N
 
 def write_empty(path: str, num_bytes: int) -> SwapHeader:
     """Write a file of this size that means "no state yet", over any old one; return its header."""
-    header = SwapHeader(0, FORMAT_VERSION, 0, 0, (), ())
+    header = SwapHeader(0, FORMAT_VERSION, 0, 0, 0, ())
     Path(path).write_bytes(header.packed().ljust(num_bytes, b"\0"))
     return header
 
@@ -319,8 +274,7 @@ def write_empty(path: str, num_bytes: int) -> SwapHeader:
 def reserve(path: str, num_bytes: int) -> None:
     """Allocate disk blocks for a file, so that writing this many bytes cannot find the disk full.
 
-    Raises:
-        OSError: naming the file, if there is no room.
+    Raises OSError if there is no room; it names the file.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:

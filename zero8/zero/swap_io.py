@@ -34,43 +34,37 @@ class CheckedHandle:
 
     def async_pread(self, buffer: Tensor, path: str, offset: int) -> int:
         """Begin to read; raise OSError or ValueError if the file is missing or too short."""
-        try:
-            size = os.stat(path).st_size
-            if size < offset + buffer.nbytes:
-                raise ValueError(
-                    f"{path}: got {size} bytes, expected {offset + buffer.nbytes}; it was cut short"
-                )
-            return self._start(self._handle.async_pread, buffer, path, offset)
-        except (OSError, ValueError):
-            self._drain()
-            raise
+        return self._begin(self._handle.async_pread, _check_size, buffer, path, offset)
 
     def async_pwrite(self, buffer: Tensor, path: str, offset: int) -> int:
         """Begin to write; raise OSError if the disk is full."""
-        try:
-            swap_file.reserve(path, offset + buffer.nbytes)
-            return self._start(self._handle.async_pwrite, buffer, path, offset)
-        except (OSError, ValueError):
-            self._drain()
-            raise
+        return self._begin(self._handle.async_pwrite, swap_file.reserve, buffer, path, offset)
 
     def wait(self) -> int:
         """Wait for all transfers begun, and return their number."""
         self._pending = 0
         return self._handle.wait()
 
-    def _start(self, begin, buffer: Tensor, path: str, offset: int) -> int:
-        if buffer.data_ptr() % SECTOR_BYTES:
-            raise ValueError(f"{path}: got a buffer at {buffer.data_ptr():#x}, misaligned")
-        if begin(buffer, path, offset):
-            raise OSError(errno.EIO, "DeepSpeed's aio refused the transfer", path)
+    def _begin(self, begin, check, buffer: Tensor, path: str, offset: int) -> int:
+        try:
+            check(path, offset + buffer.nbytes)
+            if buffer.data_ptr() % SECTOR_BYTES:
+                raise ValueError(f"{path}: got a buffer at {buffer.data_ptr():#x}, misaligned")
+            if begin(buffer, path, offset):
+                raise OSError(errno.EIO, "DeepSpeed's aio refused the transfer", path)
+        except (OSError, ValueError):
+            # The process crashes if a handle is destroyed with transfers under way.
+            if self._pending:
+                self.wait()
+            raise
         self._pending += 1
         return 0
 
-    def _drain(self) -> None:
-        # The process crashes if a handle is destroyed with transfers under way.
-        if self._pending:
-            self.wait()
+
+def _check_size(path: str, end: int) -> None:
+    size = os.stat(path).st_size
+    if size < end:
+        raise ValueError(f"{path}: got {size} bytes, expected {end}; it was cut short")
 
 
 @dataclass(eq=False)

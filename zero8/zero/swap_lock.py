@@ -17,11 +17,7 @@ _ours: dict[Path, FileIO] = {}
 
 
 def take(folder: str) -> None:
-    """Lock a folder for this process.
-
-    Raises:
-        OSError: naming the process that holds it; if the lock cannot be opened or locked.
-    """
+    """Lock a folder for this process; raise OSError, with its holder, if another has the lock."""
     path = Path(f"{Path(folder).resolve()}.flock")
     if path in _ours:
         return
@@ -38,11 +34,7 @@ def take(folder: str) -> None:
 
 
 def take_on_all(folder: str) -> None:
-    """Lock the folder of each rank.  All ranks must call it.
-
-    Raises:
-        OSError: on all ranks, if one cannot lock its folder; it says which and why.
-    """
+    """Lock the folder of each rank; raise OSError on all ranks if one cannot."""
     error = None
     try:
         take(folder)

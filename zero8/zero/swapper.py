@@ -24,10 +24,14 @@ from zero8.state.entries import is_new, others_in
 from zero8.state.store import MomentStore
 from zero8.zero import swap_file, swap_lock
 from zero8.zero.flat_state import FlatPartition
+from zero8.zero.seam import overrides
 from zero8.zero.swap_file import BLOCK_BYTES, Layout, SwapHeader
 from zero8.zero.swap_io import Buffer, BufferPool, CheckedHandle
 
-STEP = "swap its optimizer states during a step"
+_SWAP = "deepspeed.runtime.swap_tensor"
+SWAPPER = f"{_SWAP}.optimizer_utils:OptimizerSwapper"
+PARTITIONED = f"{_SWAP}.partitioned_optimizer_swapper:PartitionedOptimizerSwapper"
+PIPELINED = f"{_SWAP}.pipelined_optimizer_swapper:PipelinedOptimizerSwapper"
 
 
 class SwapsStates(OptimizerSwapper):
@@ -35,19 +39,12 @@ class SwapsStates(OptimizerSwapper):
 
     A state is in its file; or being read into a buffer (`_arriving`); or in `optimizer.state`, in a
     buffer (`_resident`) or, before its first swap-out, in memory of its own.
-
-    Attributes:
-        has_agreed: whether the other ranks know already why a step raises.
     """
 
-    has_agreed = False
+    has_agreed = False  # whether the other ranks know already why a step raises
 
     def _begin(self) -> None:
-        """Finish the constructor.
-
-        Raises:
-            OSError: on all ranks, if another process swaps to the folder of one.
-        """
+        """Finish the constructor; raise OSError on all ranks if another process has a folder."""
         swap_lock.take_on_all(self.swap_folder)
         for kind in self.kinds:
             kind.before_exchange = self.agree
@@ -99,11 +96,15 @@ class SwapsStates(OptimizerSwapper):
         """Raise OSError on all ranks if one of them could not swap.
 
         Ranks call it before they wait for each other in a step; one that could not swap meets
-        them in `swap_checkpoint.step_together`.
+        them in `swapping.step`.
         """
-        self.has_agreed = True
-        raise_together_quickly(None, STEP)
+        self.raise_on_all(None)
         self.has_agreed = False
+
+    def raise_on_all(self, error: Exception | None) -> None:
+        """Raise on all ranks if one could not swap, its `error` on this one."""
+        self.has_agreed = True
+        raise_together_quickly(error, "swap its optimizer states during a step")
 
     def reserve(self, parameter: Tensor) -> None:
         """Reserve the disk space for a sub-group's state, and size the buffers for it."""
@@ -111,6 +112,7 @@ class SwapsStates(OptimizerSwapper):
         swap_file.reserve(self.state_path(parameter), num_bytes)
         self._pool.size_bytes = max(self._pool.size_bytes, num_bytes)
 
+    @overrides(SWAPPER)
     def _create_param_swap_info(self, parameter, numel):
         self._write_empty(parameter)  # over a file of an earlier run
         return super()._create_param_swap_info(parameter, numel)
@@ -124,9 +126,11 @@ class SwapsStates(OptimizerSwapper):
         self._written.clear()
         self.optimizer.weight_sums.forget()
 
+    @overrides(SWAPPER)
     def _get_state_tensors(self, parameter):
         return []  # DeepSpeed shall write no files for states
 
+    @overrides(SWAPPER)
     def _adjust_for_misaligned_lengths(self, tensors, offsets):
         # DeepSpeed cuts off a partial sector at the end, but not at the beginning.
         parts: list[tuple[Tensor, int]] = []
@@ -193,7 +197,6 @@ class SwapsStates(OptimizerSwapper):
             return
         # A checkpoint's file: codec, block size or policy may differ from ours.
         state = self.optimizer.adopted(parameter, state, None)
-        self.optimizer.kind_of(parameter, state).reencoded.forget()  # logged by the load
         self._layouts[key] = Layout.of_state(state)
         self._hand_over(parameter, state)
         self._pool.give_back(buffer)
@@ -213,8 +216,8 @@ class SwapsStates(OptimizerSwapper):
             self.optimizer.on_disk.pop(parameter, None)
             return 0
         kind = self.optimizer.kind_of(parameter, state)
-        kind.moments(parameter, state, None)  # encodes moments that were loaded in float32
-        kind.note_writes([state])
+        # Encodes moments that were loaded in float32, and resets the memory of written ones.
+        kind.moments(parameter, state, None)
         layout, left = self._layouts.get(key), None
         if layout is None or not layout.fits(state):
             layout = self._layouts[key] = Layout.of_state(state)
@@ -241,6 +244,8 @@ class SwapsStates(OptimizerSwapper):
             self.optimizer.state[parameter] = state
         return self._resident.pop(parameter.ds_id, None)
 
+    @overrides(PARTITIONED)
+    @overrides(PIPELINED)
     def release_swap_buffers(self, parameter):
         """Release a sub-group's memory; changes since the last swap-out are lost."""
         super().release_swap_buffers(parameter)
@@ -263,17 +268,20 @@ class PartitionedSwapper(SwapsStates, PartitionedOptimizerSwapper):
         self.gradient_swapper.aio_handle = self.aio_handle
         self._begin()
 
+    @overrides(PARTITIONED)
     def swap_in_optimizer_state(self, parameter, async_parameter=None):
         """Read weights, gradients and state of a sub-group."""
         if self._is_swapped(parameter):
             self._set_dtype(parameter)
         super().swap_in_optimizer_state(parameter, async_parameter)
 
+    @overrides(PARTITIONED)
     def _swap_in_parameter(self, aio_handle, parameter, dest_buffers):
         self._begin_read(aio_handle, parameter)
         super()._swap_in_parameter(aio_handle, parameter, dest_buffers)  # waits for both
         self._install(parameter)
 
+    @overrides(PARTITIONED)
     def _swap_out_optimizer_state(self, swap_info):
         super()._swap_out_optimizer_state(swap_info)
         if self._begin_write(self.aio_handle, swap_info.tensors[0].compute_tensor):
@@ -292,6 +300,7 @@ class PipelinedSwapper(SwapsStates, PipelinedOptimizerSwapper):
         self._in_step = False
         self._begin()
 
+    @overrides(PIPELINED)
     def swap_in_optimizer_state(self, parameter, async_parameter):
         """Read a sub-group's weights, gradients and state, and begin to read another's."""
         super().swap_in_optimizer_state(parameter, async_parameter)
@@ -299,16 +308,19 @@ class PipelinedSwapper(SwapsStates, PipelinedOptimizerSwapper):
             self._install(parameter)
         self._in_step = async_parameter is not None
 
+    @overrides(PIPELINED)
     def swap_out_optimizer_state(self, parameter, async_swap):
         """Write a sub-group's weights and state; within a step, asynchronously."""
         # Outside of a step nothing would wait for the write before the file is read.
         super().swap_out_optimizer_state(parameter, async_swap and self._in_step)
 
+    @overrides(PIPELINED)
     def writeback_optimizer_state_and_gradients(self, parameter, write_opt_state, write_gradients):
         """Write the state or gradients, and release a sub-group's memory."""
         super().writeback_optimizer_state_and_gradients(parameter, write_opt_state, write_gradients)
         self._release(parameter)
 
+    @overrides(PIPELINED)
     def _swap_in_optimizer_state(self, aio_handle, parameter):
         if not self._is_swapped(parameter):
             return None
@@ -318,6 +330,7 @@ class PipelinedSwapper(SwapsStates, PipelinedOptimizerSwapper):
         op.num_ops += count
         return op
 
+    @overrides(PIPELINED)
     def _swap_out_optimizer_state(self, aio_handle, parameter, swap_in_op):
         op = super()._swap_out_optimizer_state(aio_handle, parameter, swap_in_op)
         op.num_ops += self._begin_write(aio_handle, parameter)
@@ -325,6 +338,7 @@ class PipelinedSwapper(SwapsStates, PipelinedOptimizerSwapper):
         op.param_info.release_memory()
         return op
 
+    @overrides(PIPELINED)
     def _complete_swap_out(self, swap_out_type):
         buffer = self.swap_ops[swap_out_type].state_buffer
         super()._complete_swap_out(swap_out_type)

@@ -10,11 +10,11 @@ from types import ModuleType
 def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
     """Call `call(module)` now if the module is loaded, or else when it is imported.
 
-    Idempotent per `call`.  The import raises the exceptions of `call`.
+    The import raises the exceptions of `call`.
     """
     if name in sys.modules:
         call(sys.modules[name])
-    elif not any(isinstance(f, _Finder) and f.waits_for(name, call) for f in sys.meta_path):
+    else:
         sys.meta_path.insert(0, _Finder(name, call))
 
 
@@ -23,10 +23,6 @@ class _Finder:
 
     def __init__(self, name: str, call: Callable[[ModuleType], None]):
         self.name, self.call = name, call
-
-    def waits_for(self, name: str, call: Callable[[ModuleType], None]) -> bool:
-        """Return whether it has these arguments."""
-        return (self.name, self.call) == (name, call)
 
     def find_spec(self, name, path=None, target=None):
         """Implement the protocol of `sys.meta_path`."""

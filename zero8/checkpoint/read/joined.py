@@ -19,6 +19,7 @@ from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
+from zero8.state.target import Target
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Returns an uninitialized tensor of a shape."""
@@ -67,7 +68,8 @@ class Parameter:
             return self.in_float32()
         extent = Extent.whole(self.piece.shape)
         numbers = {"step": self.step, **self.memory}
-        plain = PlainState.of(self.algorithm, list(self.stores), self.piece, extent, numbers)
+        target = Target(self.algorithm, self.stores[0].codec, self.piece, extent)
+        plain = PlainState(target.entries_of(self.stores, numbers), extent)
         correction = {} if self.correction is None else {"param_correction": self.correction}
         return plain.saved() | correction
 

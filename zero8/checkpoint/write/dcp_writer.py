@@ -14,6 +14,7 @@ from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
 from zero8.state.policy import Policy
 from zero8.state.table import Piece
+from zero8.state.target import Target
 
 
 def write_dcp(contents: Contents, path: Path) -> None:
@@ -100,4 +101,5 @@ def _zero(
     grid = policy.decide(name, shape).grid if policy else None
     numel = torch.Size(shape).numel()
     piece = Piece(0, numel, 0, shape, identity_of(name), grid.block_size if grid else 0, name)
-    return PlainState.zeros(algorithm, codec, piece, Extent.whole(shape), "cpu").saved()
+    extent = Extent.whole(shape)
+    return PlainState(Target(algorithm, codec, piece, extent).new(), extent).saved()

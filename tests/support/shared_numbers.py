@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers that are defined both in Python and in C++, compared when C++ is compiled.
-
-Each becomes a static_assert, in the op and in the CUDA kernel.  If the two sides differ, the build
-fails with an error that names the number.
-"""
+"""The numbers that are defined both in Python and in C++: a static_assert for each."""
 
 import math
 from collections.abc import Mapping
@@ -123,7 +119,7 @@ def shared_numbers() -> dict[str, float]:
     for one in CODECS.values():
         for sign, kind in (("of_signed", "true, false"), ("of_unsigned", "false, true")):
             code, name = getattr(one, sign), one.name.capitalize()
-            numbers[f"kCodecSizes[k{name}].scales_{sign}"] = math.prod(code.scale_shape)
+            numbers[f"size_of_codec(k{name}).scales_{sign}"] = math.prod(code.scale_shape)
             numbers |= _numbers_of_code(f"In{name}::Code<{kind}>", code)
             if code.bits in (6, 4):
                 unit = grid.UNITS[code.bits]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a step over INT8 weights on devices whose kernel does not take them: on CUDA.
+"""Steps INT8 weights on devices whose kernel does not take them: on CUDA.
 
 The kernel steps float32 copies of some rows at a time, of `MOST_ELEMENTS` at most, unless the rows
 of a block have more; PyTorch decodes and rounds them by equations (W1) to (W3) of
@@ -14,40 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero8.op.structs import DTYPE_NUMBERS
 from zero8.spec import int8_rows
 from zero8.spec.grid import is_narrow, rows_per_block
 from zero8.spec.segment import Rounding
 from zero8.state.table import Piece, PieceTable
-from zero8.state.weights import Int8Rows, rows_of
-from zero8.step.batch import Batch
-from zero8.step.nonfinite import Counts
-from zero8.step.part import Part
+from zero8.state.weights import Int8Rows
 
 MOST_ELEMENTS = 1 << 24
 """The most elements that are copied at once."""
-
-
-class Int8Part(Part):
-    """The INT8 weights of one device and algorithm."""
-
-    def _take(self, mine: Batch, records: np.ndarray, scalars: np.ndarray) -> list[Counts]:
-        """See `Part`; a kernel call for each piece, which has whole rows."""
-        known: list[Counts] = []
-        buffer = buffer_of(self.pieces, self.device)
-        records["param"] = buffer.data_ptr()
-        records["param_dtype"] = DTYPE_NUMBERS[torch.float32]
-        for place, piece in enumerate(self.pieces):
-            owner = self.kept["owner"][place]
-            scales = rows_of(mine.params[owner]).scales
-            rows = rows_of_piece(Int8Rows(mine.values[owner], scales), piece)
-            weights = buffer[: piece.numel].view(rows.codes.shape)
-            int8_rows.decoded(*rows, out=weights)
-            record = records[place : place + 1]
-            if (counts := self.kernel.step(record, scalars)) is not None:
-                known.append(((piece.name,), counts))
-            _store(rows, weights, record, piece.first)
-        return known
 
 
 def is_widened(device: torch.device) -> bool:
@@ -62,10 +36,10 @@ def rows_of_piece(rows: Int8Rows, piece: Piece) -> Int8Rows:
     return Int8Rows(rows.codes.narrow(0, first, count), rows.scales.narrow(0, first, count))
 
 
-def _store(rows: Int8Rows, weights: Tensor, record: np.ndarray, first: int) -> None:
+def store(rows: Int8Rows, weights: Tensor, record: np.void, first: int) -> None:
     """Round weights to INT8; `first` is the index in the parameter of their first element."""
     scales = int8_rows.new_scales(weights, rows.scales)
-    rounding, phase = Rounding(int(record["rounding"][0])), int(record["param_phase"][0])
+    rounding, phase = Rounding(int(record["rounding"])), int(record["param_phase"])
     thresholds = int8_rows.thresholds(rounding, phase, first, weights.shape, weights.device)
     rows.codes.copy_(int8_rows.encoded(weights, scales, thresholds))
     rows.scales.copy_(scales)
@@ -77,12 +51,9 @@ def buffer_of(pieces: Sequence[Piece], device: torch.device) -> Tensor:
 
 
 def in_chunks(table: PieceTable) -> PieceTable:
-    """Return the table of a part of an INT8 parameter, cut into pieces that are stepped together.
+    """Return a table of pieces of whole rows, cut into pieces that are stepped together.
 
     They begin at rows that begin blocks, as those of the whole do.
-
-    Args:
-        table: its pieces have whole rows.
     """
     pieces = (chunk for piece in table.pieces for chunk in _chunks(piece))
     return PieceTable(tuple(pieces), table.numel)

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CPU's step asks of a codec: two functions, which make a block of codes floats and floats
+// codes.  They are compiled once per code, whatever the algorithm and the dtypes of a step.
+//
+// Included once per target, so in the target's namespace.
+#include <cstdint>
+
+namespace zero8 {
+namespace ZERO8_TARGET {
+
+// Makes floats of moment k of a block, times `gain`, with zeros up to a whole vector.  Returns
+// whether its scales are finite: see has_finite_scales.
+template <class Code>
+bool decode_block(const Segment& seg, int k, const Block& b, float gain, const CodecMaps& maps,
+                  float* x) {
+  const Moment& moment = seg.moments[k];
+  const float* const scales = moment.scales + b.local * Code::kScales;
+  const uint8_t* codes = static_cast<const uint8_t*>(moment.values) + b.begin;
+  alignas(64) uint8_t bytes[kUnitMargin + kMaxBlockSize + kUnitMargin];
+  if constexpr (Code::kBits == 8) {
+    for (int i = 0; i < b.count; i += kLineBytes) Vec::prefetch(codes + i + kPrefetchDistance);
+  } else {
+    Units<Code>::expand_block(seg, b, moment.values, bytes + kUnitMargin);
+    codes = bytes + kUnitMargin;
+  }
+  const typename Code::Decoder decode(scales, gain, maps);
+  quickly(x, [&](auto& vec) ZERO8_INLINE {
+    for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
+      Vec::store(x + i, decode(vec, load_codes<Code>(codes + i, lanes)));
+    });
+  });
+  return has_finite_scales<Code>(scales);
+}
+
+// Writes codes and scales of a moment's new values, which have zeros up to a whole vector, and may
+// be changed.  `range` is theirs, `settling` that of (C2').
+template <class Code>
+void encode_block(const Segment& seg, int k, const Block& b, float settling, const CodecMaps& maps,
+                  const Range& range, float* x) {
+  const Moment& moment = seg.moments[k];
+  const typename Code::Encoder of_block(range, maps, {x, b.count, 0, b.count, settling},
+                                        moment.scales + b.local * Code::kScales);
+  uint8_t* codes = static_cast<uint8_t*>(moment.values) + b.begin;
+  alignas(64) uint8_t bytes[kMaxBlockSize + kUnitMargin];
+  if constexpr (Code::kBits != 8) codes = bytes;
+  const uint32_t q = Thresholds(seg, b, moment.phase).q;
+  with_dither<Code>(of_block, q, [&](const auto& encode, auto dither) ZERO8_INLINE {
+    dither.start(0, false);
+    int i = 0;
+    for (; i + kChunk <= b.count; i += kChunk) {
+      Vec::I threshold[4];
+      for (int n = 0; n < 4; ++n) threshold[n] = dither.next_of_two(n % 2);
+      encode_four<false>(encode, x + i, threshold, codes + i);
+    }
+    for_vectors(i, b.count, [&](int n, auto lanes) ZERO8_INLINE {
+      store8(codes + n, encode_one(encode, x + n, dither.next()), lanes);
+    });
+  });
+  if constexpr (Code::kBits != 8) Units<Code>::pack_block(seg, b, codes, moment.values);
+}
+
+// The functions of one code.
+struct BlockCode {
+  bool (*decode)(const Segment&, int k, const Block&, float gain, const CodecMaps&, float* x);
+  void (*encode)(const Segment&, int k, const Block&, float settling, const CodecMaps&,
+                 const Range&, float* x);
+};
+template <class Code>
+constexpr BlockCode kBlockCode = {decode_block<Code>, encode_block<Code>};
+
+// That of moment k of an algorithm in a codec other than kFloat32.
+template <class Algorithm>
+BlockCode block_code(int32_t codec, int k) {
+  BlockCode found{};
+  for_codec(codec, [&](auto in) {
+    using In = decltype(in);
+    found = !is_signed<Algorithm>(k)    ? kBlockCode<typename In::template Code<false, true>>
+            : is_dithered<Algorithm>(k) ? kBlockCode<typename In::template Code<true, true>>
+                                        : kBlockCode<typename In::template Code<true, false>>;
+  });
+  return found;
+}
+
+}  // namespace ZERO8_TARGET
+}  // namespace zero8

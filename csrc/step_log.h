@@ -1,0 +1,332 @@
+// SPDX-License-Identifier: Apache-2.0
+// The step on the CPU over moments in `log`: decode, update (arithmetic.h), encode, in one pass
+// over memory.
+//
+//     block b:    decode the moments -> the new ones, and what the parameter needs, to a buffer
+//     block b:    scales of the moments
+//     block b-1:  the new parameter, stored; encode the moments from the other buffer, store codes
+//
+// For Adam the first loop has the square root and the last one the division, so that neither waits
+// for the divider alone; the scales are a chain of dependent operations, which the last loop over
+// the block before hides.  The buffers of two blocks (24 bytes per element of a block) stay in the
+// first-level cache.  Memory sees, per fp32 parameter, 16 bytes: p, g and two codes read, p and two
+// codes written.
+//
+// Included once per target, after step_blocks.h, so in the target's namespace.
+#include <cstdint>
+
+namespace zero8 {
+namespace ZERO8_TARGET {
+
+// --- Rows: one item per moment -------------------------------------------------------------------
+
+// Part<Code> for each moment of an algorithm: types differ where codes do.
+template <class Algorithm, template <class Code> class Part, int k = 0,
+          bool kIsEnd = k == kMomentsOf[Algorithm::kNumber].count>
+struct Row {
+  Part<CodeOf<Algorithm, InLog, k>> item;
+  Row<Algorithm, Part, k + 1> rest;
+
+  Row() {}
+  // Each from (Number<k>, arguments), in order.
+  template <class... Arguments>
+  ZERO8_INLINE explicit Row(const Arguments&... arguments)
+      : item(Number<k>(), arguments...), rest(arguments...) {}
+
+  // Calls body(Number<k>, item) for each.
+  template <class Body>
+  ZERO8_INLINE void visit(Body&& body) {
+    body(Number<k>(), item);
+    rest.visit(body);
+  }
+  template <class Body>
+  ZERO8_INLINE void visit(Body&& body) const {
+    body(Number<k>(), item);
+    rest.visit(body);
+  }
+  template <int kOther>
+  const auto& at(Number<kOther>) const {
+    if constexpr (kOther == k) {
+      return item;
+    } else {
+      return rest.at(Number<kOther>());
+    }
+  }
+};
+template <class Algorithm, template <class Code> class Part, int k>
+struct Row<Algorithm, Part, k, true> {
+  template <class... Arguments>
+  explicit Row(const Arguments&...) {}
+  template <class Body>
+  void visit(Body&&) const {}
+};
+
+// --- Decoding ------------------------------------------------------------------------------------
+
+// A moment of a block as it is stored, times the algorithm's decay.
+template <class Algorithm>
+struct Sources {
+  template <class C>
+  struct Source {
+    using Code = C;
+    const uint8_t* codes;
+    const float* scales;
+    typename Code::Decoder decode;
+
+    template <int k>
+    Source(Number<k>, const Segment& seg, const StepScalars& s, const CodecMaps& maps,
+           const Block& b)
+        : codes(static_cast<const uint8_t*>(seg.moments[k].values) + b.begin),
+          scales(seg.moments[k].scales + b.local * Code::kScales),
+          decode(scales, Algorithm::decay(s, k), maps) {}
+
+    template <class AnyVec, class Lanes>
+    ZERO8_INLINE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
+      return decode(vec, load_codes<Code>(codes + i, lanes));
+    }
+    ZERO8_INLINE bool has_finite_scales() const {
+      return zero8::ZERO8_TARGET::has_finite_scales<Code>(scales);
+    }
+  };
+};
+
+// Four vectors of a moment, of which two at a time are decoded.
+template <class Code>
+struct Chunk {
+  typename Code::Decoder::Chunk decoded;
+
+  template <int k, class AllSources>
+  ZERO8_INLINE Chunk(Number<k>, const AllSources& sources, int i)
+      : decoded(sources.at(Number<k>()).decode.chunk(sources.at(Number<k>()).codes + i)) {}
+};
+
+// What the scales of a moment's block depend on.
+template <class Code>
+struct RangeOf : Range {
+  RangeOf() : Range(Code::kSigned) {}
+  ZERO8_INLINE void add(Vec::F x) { Range::add(Code::kSigned, x); }
+};
+
+// --- Encoding ------------------------------------------------------------------------------------
+
+// Encodes a moment of a block, vector by vector.
+template <class Algorithm>
+struct Sinks {
+  template <class C>
+  struct Sink {
+    using Code = C;
+    uint8_t* codes;
+    const float* values;
+    typename Code::Encoder encode;
+    Dither dither;
+
+    Sink() : codes(nullptr), values(nullptr) {}
+    // `ranges` is a Row of RangeOf.
+    template <int k, class Ranges>
+    Sink(Number<k>, const Segment& seg, const StepScalars& s, const CodecMaps& maps, const Block& b,
+         const Buffer<Algorithm>& made, const Ranges& ranges)
+        : codes(static_cast<uint8_t*>(seg.moments[k].values) + b.begin),
+          values(made.row(k)),
+          encode(ranges.at(Number<k>()), maps,
+                 {made.row(k), b.count, 0, b.count, Algorithm::settling(s, k)},
+                 seg.moments[k].scales + b.local * Code::kScales),
+          dither(Code::dither(Thresholds(seg, b, seg.moments[k].phase).q)) {}
+
+    ZERO8_INLINE void start(int i, bool pairs) {
+      if constexpr (Code::kIsDithered) dither.start(i, pairs);
+    }
+    template <bool kPairs>
+    ZERO8_INLINE void write_chunk(int i) {
+      Vec::I threshold[4] = {Vec::seti(0), Vec::seti(0), Vec::seti(0), Vec::seti(0)};
+      const auto take = [&](Dither& from) ZERO8_INLINE {
+        for (int k = 0; k < 4; ++k) threshold[k] = from.next_of_two(k % 2);
+      };
+      if constexpr (kMayDither<Code>) {
+        if (encode.is_dithered) {
+          Dither from = started(i, kPairs);
+          take(from);
+          encode_four<kPairs>(encode.dithered(), values + i, threshold, codes + i);
+          return;
+        }
+      }
+      if constexpr (Code::kIsDithered) take(dither);
+      encode_four<kPairs>(encode, values + i, threshold, codes + i);
+    }
+    template <class Lanes>
+    ZERO8_INLINE void write(int i, Lanes lanes) {
+      if constexpr (kMayDither<Code>) {
+        if (encode.is_dithered) {
+          const Vec::I threshold = started(i, false).next();
+          store8(codes + i, encode_one(encode.dithered(), values + i, threshold), lanes);
+          return;
+        }
+      }
+      Vec::I threshold = Vec::seti(0);
+      if constexpr (Code::kIsDithered) threshold = dither.next();
+      store8(codes + i, encode_one(encode, values + i, threshold), lanes);
+    }
+
+   private:
+    // The thresholds from element i on, where the code may dither: of each chunk by themselves, so
+    // that a step without them keeps none in registers.
+    ZERO8_INLINE Dither started(int i, bool pairs) const {
+      Dither from = dither;
+      from.start(i, pairs);
+      return from;
+    }
+  };
+};
+
+// --- Blocks --------------------------------------------------------------------------------------
+
+// A block whose moments are updated in a buffer, and nothing of it in memory.
+template <class Algorithm, class P, bool kPairs>
+struct Pending {
+  P param;
+  Corrections<P> corrections;
+  Row<Algorithm, Sinks<Algorithm>::template Sink> sinks;
+  Buffer<Algorithm> buffer;
+  int count = 0;
+
+  ZERO8_INLINE void finish(const typename Algorithm::Scalars& s) {
+    corrections.around([&]() ZERO8_INLINE { write(s); });
+  }
+
+ private:
+  ZERO8_INLINE void write(const typename Algorithm::Scalars& s) {
+    int i = 0;
+    start(i, kPairs);
+    for (; i + kChunk <= count; i += kChunk) {
+      prefetch_chunk(param.p + i);
+      for (int at = i; at < i + kChunk; at += 2 * Vec::kLanes) {
+        QuickVec vec;
+        Vec::F p[2];
+        param.template read_two<kPairs>(at, p);
+        for (int k = 0; k < 2; ++k) {
+          buffer.keep_param(at + k * Vec::kLanes, p[k]);
+          p[k] = buffer.param(vec, s, p[k], at + k * Vec::kLanes);
+        }
+        param.template write_two<kPairs>(at, p);
+      }
+      sinks.visit([&](auto, auto& sink) ZERO8_INLINE { sink.template write_chunk<kPairs>(i); });
+    }
+    if (i < count) {
+      start(i, false);
+      for_vectors(i, count, [&](int k, auto lanes) ZERO8_INLINE {
+        step_param(s, buffer, param, k, lanes);
+        sinks.visit([&](auto, auto& sink) ZERO8_INLINE { sink.write(k, lanes); });
+      });
+    }
+    correct_params(s, buffer, param, count);
+  }
+  ZERO8_INLINE void start(int i, bool pairs) {
+    param.start(i, pairs);
+    sinks.visit([&](auto, auto& sink) ZERO8_INLINE { sink.start(i, pairs); });
+  }
+};
+
+// The new moments of one block, in a buffer, and what their scales depend on.
+template <class Algorithm>
+struct Advanced {
+  static constexpr int kMoments = Buffer<Algorithm>::kMoments;
+  Buffer<Algorithm> buffer;
+  Row<Algorithm, RangeOf> ranges;
+
+  // From the decoded ones of a vector.
+  template <class AnyVec>
+  ZERO8_INLINE void advance(AnyVec& vec, const typename Algorithm::Scalars& s, int i, Vec::F g,
+                            Vec::F* m) {
+    Vec::F carried[Algorithm::kCarried];
+    s.advance(vec, g, m, carried);
+    buffer.put(i, m, carried);
+    ranges.visit([&](auto k, auto& range) ZERO8_INLINE { range.add(m[k.value]); });
+  }
+};
+
+// The whole chunks of a block; returns where they end.  kAsStored: gradients are; instead of a
+// question in the loop.
+template <bool kPairs, bool kAsStored, class Algorithm, class AllSources, class AnyReader>
+ZERO8_INLINE inline int advance_chunks(QuickVec& vec, const AnyReader& reader,
+                                       const AllSources& sources, Advanced<Algorithm>& to) {
+  constexpr int kMoments = Buffer<Algorithm>::kMoments;
+  int i = 0;
+  for (; i + kChunk <= reader.count; i += kChunk) {
+    prefetch_chunk(reader.g + i);
+    sources.visit([&](auto, const auto& one) ZERO8_INLINE { prefetch_chunk(one.codes + i); });
+    const Row<Algorithm, Chunk> chunks(sources, i);
+    for (int k = 0; k < 4; k += 2) {
+      const int at = i + k * Vec::kLanes;
+      Vec::F g[2], first[kMoments], second[kMoments];
+      reader.template two_gradients<kPairs, kAsStored>(vec, at, g);
+      chunks.visit([&](auto moment, const auto& chunk) ZERO8_INLINE {
+        Vec::F x[2];
+        chunk.decoded.template two<kPairs>(vec, k, x);
+        first[moment.value] = x[0];
+        second[moment.value] = x[1];
+      });
+      to.advance(vec, reader.s, at, g[0], first);
+      to.advance(vec, reader.s, at + Vec::kLanes, g[1], second);
+    }
+  }
+  return i;
+}
+// Where the QuickVec was not enough, vectors are made one by one.
+template <bool kPairs, bool, class Algorithm, class AllSources, class AnyReader>
+int advance_chunks(Vec&, const AnyReader&, const AllSources&, Advanced<Algorithm>&) {
+  static_assert(!kPairs, "vectors are made in order");
+  return 0;
+}
+
+template <class Algorithm, class P, class G>
+int64_t step_log(const Segment& seg, const StepScalars& raw, const CodecMaps& maps, int64_t begin,
+                 int64_t end) {
+  using Scalars = typename Algorithm::Scalars;
+  using AllSources = Row<Algorithm, Sources<Algorithm>::template Source>;
+  using AllSinks = Row<Algorithm, Sinks<Algorithm>::template Sink>;
+  constexpr int kMoments = Buffer<Algorithm>::kMoments, kRows = Buffer<Algorithm>::kRows;
+  // Values lie in the buffer as they come: the whole chunks perhaps as pairs, the tail in order.
+  constexpr bool kPairs = Vec::kHasPairs && P::kHasPairs && sizeof(G) == sizeof(uint16_t);
+  const Scalars s(raw);
+  // Two blocks, one behind the other; the last vector of a block may run over.
+  alignas(64) float memory[2 * kRows * (kMaxBlockSize + Vec::kLanes)];
+  const int stride = seg.block_size + Vec::kLanes;
+  Pending<Algorithm, P, kPairs> pending;
+  int64_t skipped = 0;
+  int half = 0;
+  BlockWalk walk(seg, begin);
+  for (int64_t local = begin; local < end; ++local, walk.advance()) {
+    const Block b = walk.block();
+    const Corrections<P> corrections(seg, b);
+    const Reader<Scalars, P, G> reader(seg, s, b);
+    const AllSources sources(seg, raw, maps, b);
+    Advanced<Algorithm> to{{memory + half * kRows * stride, stride}, {}};
+    quickly(to.buffer.values, [&](auto& vec) ZERO8_INLINE {
+      to.ranges = {};
+      const int whole = s.are_as_stored() ? advance_chunks<kPairs, true>(vec, reader, sources, to)
+                                          : advance_chunks<kPairs, false>(vec, reader, sources, to);
+      for_vectors(whole, b.count, [&](int i, auto lanes) ZERO8_INLINE {
+        Vec::F m[kMoments];
+        sources.visit([&](auto k, auto& source)
+                          ZERO8_INLINE { m[k.value] = source.read(vec, i, lanes); });
+        to.advance(vec, s, i, reader.gradient(vec, i, lanes), m);
+      });
+    });
+    bool can = true;
+    uint32_t largest[kMoments];
+    sources.visit([&](auto, auto& source) ZERO8_INLINE { can &= source.has_finite_scales(); });
+    to.ranges.visit([&](auto k, auto& range) ZERO8_INLINE { largest[k.value] = range.largest(); });
+    if (!can || !can_step<Algorithm>(reader, largest)) {
+      ++skipped;
+      continue;
+    }
+    const AllSinks sinks(seg, raw, maps, b, to.buffer, to.ranges);
+    pending.finish(s);
+    pending = {reader.param, corrections, sinks, to.buffer, b.count};
+    half = 1 - half;
+  }
+  pending.finish(s);
+  return skipped;
+}
+
+}  // namespace ZERO8_TARGET
+}  // namespace zero8
