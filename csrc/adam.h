@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arithmetic of AdamW in terms of Vec, for the CPU and for CUDA: zero8/algorithms/adam.py,
+// The arithmetic of AdamW in terms of Vec, for the CPU and for CUDA: zero8/spec/adam.py,
 // equation by equation.
 //
 // Use Vec::mul_far and Vec::fma_far only where the result is known to be 0 or at least 2^-126: they

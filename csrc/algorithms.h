@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The algorithms: what kernels know of each before they step.  The arithmetic is in adam.h and its
-// neighbours, zero8/algorithms/ has the same in Python.
+// neighbours, zero8/spec/ has the same in Python.
 #pragma once
 
 #include <cstdint>

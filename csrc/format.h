@@ -143,7 +143,7 @@ struct CodecMaps {
   Linear4Map of_linear4;
 };
 
-// What a Segment depends on that stays from step to step: zero8/step/records.py.
+// What a Segment depends on that stays from step to step: zero8/optimizer/records.py.
 struct KeptPiece {
   uint64_t param_offset;              // in bytes from the address of the parameter
   uint64_t grad_offset;               // in bytes from the address of its gradient

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arithmetic of Lion in terms of Vec: zero8/algorithms/lion.py, equation by equation.  adam.h
+// The arithmetic of Lion in terms of Vec: zero8/spec/lion.py, equation by equation.  adam.h
 // has the contract of an algorithm, and says what bit equality rests on.
 //
 // Included once per target, after params.h, so in the target's namespace.

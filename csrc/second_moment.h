@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The average of squared gradients and the denominator made of it, which Adam and AdEMAMix share:
-// (R3), (R4) of zero8/algorithms/adam.py.
+// (R3), (R4) of zero8/spec/adam.py.
 //
 // Included once per target, after params.h, so in the target's namespace.
 #include <cstdint>

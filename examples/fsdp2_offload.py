@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import zero8
-from zero8 import tagged
+from zero8.files import tagged
 
 
 def main() -> None:

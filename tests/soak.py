@@ -25,8 +25,8 @@ from pathlib import Path
 
 import psutil
 
-from zero8.checkpoint.files.seal import verify
-from zero8.checkpoint.files.tags import complete_tags
+from zero8.files.seal import verify
+from zero8.files.tags import complete_tags
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIMIZER = "Adam8bitBlockwise"

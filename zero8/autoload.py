@@ -22,10 +22,10 @@ def install() -> None:
     try:
         import torch
 
-        from zero8 import way_back
-        from zero8.optimizer import OPTIMIZERS
-        from zero8.zero import seams
-        from zero8.zero.when_imported import when_imported
+        from zero8.deepspeed import seams
+        from zero8.deepspeed.when_imported import when_imported
+        from zero8.optimizer import way_back
+        from zero8.optimizer.elementwise import OPTIMIZERS
 
         for optimizer in OPTIMIZERS:
             setattr(torch.optim, optimizer.__name__, optimizer)

@@ -22,7 +22,7 @@ from tabulate import tabulate
 from torch.optim import Optimizer
 
 from zero8.op import kernel
-from zero8.optimizer import Adam8bitBlockwise
+from zero8.optimizer.elementwise import Adam8bitBlockwise
 
 T = TypeVar("T")
 HYPER = {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}

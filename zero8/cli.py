@@ -12,7 +12,7 @@ from functools import partial
 from importlib import import_module
 
 import zero8
-from zero8 import extras
+from zero8.environment import extras
 
 ABOUT = "Tools for optimizers with 8-bit states."
 FIRST = "Begin with zero8 doctor, and zero8 plan --parameters 8B."

@@ -12,12 +12,12 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 import zero8
-from zero8 import torch_names
+from zero8.deepspeed import seams
+from zero8.environment import torch_names
+from zero8.environment.versions import TESTED
 from zero8.op import build, cuda, cuda_compile, kernel
 from zero8.op.threads import step_threads
-from zero8.optimizer import Adam8bitBlockwise
-from zero8.versions import TESTED
-from zero8.zero import seams
+from zero8.optimizer.elementwise import Adam8bitBlockwise
 
 FITTING = "fits"  # names lines that only verbose reports show
 

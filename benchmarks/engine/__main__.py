@@ -23,11 +23,11 @@ from benchmarks import record
 from benchmarks.engine.clocked import Clocked
 from benchmarks.engine.contenders import CONTENDERS
 from benchmarks.engine.engines import ENGINES, SIDES, Case, join_ranks
-from zero8.algorithms.adam import ADAM
-from zero8.algorithms.muon import MUON
 from zero8.bench import in_turns, multiple, spread, threads
+from zero8.environment import numbers
 from zero8.op import kernel
-from zero8.ranks import numbers
+from zero8.spec.adam import ADAM
+from zero8.spec.muon import MUON
 
 MODULE = "benchmarks.engine"
 CLIPPING = ("1.0", "0.0")

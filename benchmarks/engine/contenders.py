@@ -19,8 +19,8 @@ from benchmarks.engine.engines import (
     Engine,
     Fsdp2Engine,
 )
-from zero8.algorithms.adam import ADAM
-from zero8.algorithms.muon import MUON
+from zero8.spec.adam import ADAM
+from zero8.spec.muon import MUON
 
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 OURS = zero8.Adam8bitBlockwise.__name__

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero8.algorithms.adam import ADAM
-from zero8.algorithms.muon import MUON
+from zero8.spec.adam import ADAM
+from zero8.spec.muon import MUON
 
 # By algorithm.  Muon multiplies the matrices: its step takes as many times longer as they are wide.
 SIDES = {ADAM.name: 2048, MUON.name: 512}

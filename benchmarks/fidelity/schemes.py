@@ -15,8 +15,8 @@ import zero8
 from benchmarks.fidelity.training import Setting
 from benchmarks.states import state_bytes
 from benchmarks.step import peers
-from zero8.algorithms.adam import ADAM
 from zero8.bench import reason_of
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
 
 Named = list[tuple[str, nn.Parameter]]

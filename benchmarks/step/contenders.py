@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from benchmarks.states import plain_tensors
 from benchmarks.step.peers import CUDA_VARIANTS, PEERS, VARIANTS, Variant
 from zero8 import bench
-from zero8.algorithms.adam import ADAM
-from zero8.algorithms.ademamix import ADEMAMIX
-from zero8.algorithms.lion import LION
-from zero8.algorithms.sgd import SGD
 from zero8.bench import COLUMNS
 from zero8.op import kernel
-from zero8.optimizer import OPTIMIZERS
+from zero8.optimizer.elementwise import OPTIMIZERS
+from zero8.spec.adam import ADAM
+from zero8.spec.ademamix import ADEMAMIX
+from zero8.spec.lion import LION
+from zero8.spec.sgd import SGD
 
 HYPER: dict[str, dict[str, Any]] = {
     ADAM.name: bench.HYPER,

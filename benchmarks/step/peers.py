@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from zero8.algorithms.adam import ADAM
-from zero8.algorithms.ademamix import ADEMAMIX
-from zero8.algorithms.lion import LION
-from zero8.algorithms.sgd import SGD
 from zero8.bench import set_threads
+from zero8.spec.adam import ADAM
+from zero8.spec.ademamix import ADEMAMIX
+from zero8.spec.lion import LION
+from zero8.spec.sgd import SGD
 
 
 class Variant(NamedTuple):

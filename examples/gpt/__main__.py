@@ -10,7 +10,7 @@ from pathlib import Path
 from examples.gpt.config import FLOAT32, INT8, TWINS, is_of_fsdp2, load_config
 from examples.gpt.model import MODELS
 from examples.gpt.run import engine_class, train
-from zero8 import extras
+from zero8.environment import extras
 from zero8.spec.codec import CODECS
 
 

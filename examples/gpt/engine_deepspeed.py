@@ -13,12 +13,12 @@ from torch import distributed
 
 import zero8  # noqa: F401 - registers the types of zero8's optimizers
 from examples.gpt.model import GPT
-from zero8.algorithms.table import ALGORITHMS
 from zero8.checkpoint.commands.convert import convert
-from zero8.checkpoint.files.manifest import Manifest
-from zero8.checkpoint.files.tags import complete_tags
+from zero8.environment.agree import from_rank_0
+from zero8.files.manifest import Manifest
+from zero8.files.tags import complete_tags
 from zero8.op import kernel
-from zero8.ranks.agree import from_rank_0
+from zero8.spec.algorithms import ALGORITHMS
 
 UNIVERSAL = "_universal"
 # By the types of DeepSpeed's optimizers that compile on the first start under offload.

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_int
 
 import zero8
 from examples.gpt.model import GPT
-from zero8 import tagged
+from zero8.files import tagged
 from zero8.state.extent import local
 
 # Tags that are kept: the one that is saved next may be cut short.

@@ -9,7 +9,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from examples.gpt.config import TWINS
-from zero8 import extras
+from zero8.environment import extras
 
 # The same of both runs.
 SHARED = ("steps", "seed", "ranks", "config", "data", "parameters", "device")

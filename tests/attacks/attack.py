@@ -18,7 +18,7 @@ import torch
 from child_process import Answer, answer_of
 from crafted_cases import CHUNK, STEP, metadata
 
-from zero8.checkpoint.files.seal import seal
+from zero8.files.seal import seal
 
 MAX_SECONDS, MAX_MIB = 10.0, 500
 OUTSIDE = "outside"
@@ -71,9 +71,9 @@ def python(code: str, **values: object) -> list[str]:
 
 
 def saving(folder: Path, tag: str, keep: int = 0) -> list[str]:
-    """Return the command line that saves a tag by `zero8.tagged.saving`."""
+    """Return the command line that saves a tag by `zero8.files.tagged.saving`."""
     code = """
-from zero8 import tagged
+from zero8.files import tagged
 with tagged.saving({folder!r}, {tag!r}, keep={keep}) as tag:
     print({block!r}, flush=True)
     (tag / "states").write_bytes(b"new")

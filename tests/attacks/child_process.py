@@ -18,8 +18,9 @@ from pathlib import Path
 
 from forks import status_of
 
-from zero8 import cli, tagged  # noqa: F401, for the children
+from zero8 import cli
 from zero8.checkpoint.commands import command  # noqa: F401, for the children
+from zero8.files import tagged  # noqa: F401
 
 ADDRESS_SPACE_BYTES = 4 << 30
 """The address space that a command may add, so that it does not take the machine's memory."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from attack import IN_BLOCK, Attack, checkpoint, made, main, saving, sealed
 from child_process import Answer, answer_of
 
-from zero8.checkpoint.files.manifest import MANIFEST, MARKER, File, Manifest
+from zero8.files.manifest import MANIFEST, MARKER, File, Manifest
 
 PATHS, PATH_DEPTH = 400, 2000
 DISK_DEPTHS = (1500, 3000)

@@ -11,8 +11,8 @@ from pathlib import Path
 from attack import IN_BLOCK, Attack, checkpoint, made, main, saving, sealed, whole
 from child_process import Answer
 
-from zero8.checkpoint.files.manifest import MANIFEST, MARKER, Manifest
-from zero8.checkpoint.files.seal import verify
+from zero8.files.manifest import MANIFEST, MARKER, Manifest
+from zero8.files.seal import verify
 
 LAST = 2**63 - 1
 

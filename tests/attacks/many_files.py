@@ -10,7 +10,7 @@ from pathlib import Path
 import xxhash
 from attack import Attack, checkpoint, main, sealed
 
-from zero8.checkpoint.files.manifest import MANIFEST, File, Manifest
+from zero8.files.manifest import MANIFEST, File, Manifest
 
 COUNT = 20_000
 

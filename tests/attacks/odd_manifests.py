@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attack import Attack, checkpoint, main, outside, sealed, whole
 
-from zero8.checkpoint.files.manifest import MANIFEST, File, Manifest
+from zero8.files.manifest import MANIFEST, File, Manifest
 
 LONG = "x" * 300
 

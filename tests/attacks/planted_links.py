@@ -11,8 +11,8 @@ from pathlib import Path
 from attack import Attack, checkpoint, main, outside, python, saving, sealed, whole
 from child_process import Answer
 
-from zero8.checkpoint.files.atomic import TEMPORARY
-from zero8.checkpoint.files.manifest import MANIFEST, MARKER
+from zero8.files.atomic import TEMPORARY
+from zero8.files.manifest import MANIFEST, MARKER
 
 LOCK = ".zero8_lock"
 
@@ -58,7 +58,7 @@ def lock(tags: Path) -> list[str]:
     """The lock by itself, as DeepSpeed's engine takes it when it saves."""
     code = """
 from pathlib import Path
-from zero8.checkpoint.files.folder_lock import locked
+from zero8.files.folder_lock import locked
 with locked(Path({tags!r})):
     pass
 """

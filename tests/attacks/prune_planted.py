@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attack import Attack, checkpoint, made, main, sealed
 
-from zero8.checkpoint.files.manifest import Manifest
+from zero8.files.manifest import Manifest
 
 KEPT = ("tags/t1",)
 BOTH = ("tags/t1", "tags/t2")

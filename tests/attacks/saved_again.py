@@ -12,7 +12,7 @@ import xxhash
 from attack import IN_BLOCK, OUTSIDE, Attack, main, outside, saving, sealed, whole
 from child_process import Answer
 
-from zero8.checkpoint.files.manifest import File, Manifest
+from zero8.files.manifest import File, Manifest
 
 
 def listed_behind_link(folder: Path) -> list[str]:

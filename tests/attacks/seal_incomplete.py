@@ -10,7 +10,7 @@ from pathlib import Path
 from attack import Attack, checkpoint, main, whole
 from child_process import Answer
 
-from zero8.checkpoint.files.manifest import MANIFEST, MARKER
+from zero8.files.manifest import MANIFEST, MARKER
 
 
 def interrupted(*options: str):

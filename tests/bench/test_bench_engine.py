@@ -11,8 +11,8 @@ from benchmarks.engine import __main__ as command
 from benchmarks.engine import contenders, engines
 from benchmarks.engine.sent import sent_by
 from examples.gpt.engine_fsdp2 import join_ranks
-from zero8.algorithms.adam import ADAM
-from zero8.algorithms.muon import MUON
+from zero8.spec.adam import ADAM
+from zero8.spec.muon import MUON
 
 ENGINES = ("ZeRO-2", "ZeRO-3", "FSDP2")
 CONTENDERS = contenders.CONTENDERS[ADAM.name]

@@ -13,7 +13,7 @@ from benchmarks.step import __main__ as command
 from benchmarks.step import contenders, timing
 from benchmarks.step.contenders import HYPER, ZERO8, Params, peer_contenders, zero8_contenders
 from benchmarks.step.peers import CUDA_VARIANTS, VARIANTS
-from zero8.algorithms.table import ELEMENTWISE
+from zero8.spec.algorithms import ELEMENTWISE
 
 NUMEL = 2**16
 # Bytes that a step of each algorithm moves per parameter.

@@ -8,7 +8,7 @@ import torch
 from convert_cases import STAGES, converted
 from convert_model import SAVED_AFTER, STEPS, results, run, train
 
-from zero8.algorithms.adam import UNKNOWN_HISTORY
+from zero8.spec.adam import UNKNOWN_HISTORY
 
 
 @pytest.fixture(scope="session")

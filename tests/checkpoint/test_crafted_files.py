@@ -24,7 +24,7 @@ from fragments import fragments_in
 from places import FOLDERS
 from processes import started
 
-from zero8.algorithms.adam import UNKNOWN_HISTORY
+from zero8.spec.adam import UNKNOWN_HISTORY
 
 MAX_SECONDS = 2.0
 

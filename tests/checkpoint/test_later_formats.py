@@ -10,10 +10,10 @@ import torch
 from moment_samples import MOMENTS, moment
 
 from zero8 import Adam8bitBlockwise
-from zero8.checkpoint.files.hashes import hash_64
-from zero8.zero import swap_file
-from zero8.zero.moment_tensor import HEADER, moment_of
-from zero8.zero.swap_file import BLOCK_BYTES, Layout
+from zero8.deepspeed import swap_file
+from zero8.deepspeed.moment_tensor import HEADER, moment_of
+from zero8.deepspeed.swap_file import BLOCK_BYTES, Layout
+from zero8.files.hashes import hash_64
 
 
 def made():

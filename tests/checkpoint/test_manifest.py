@@ -16,10 +16,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero8 import flock
-from zero8.checkpoint.files import atomic, folder_lock, hashes
-from zero8.checkpoint.files.manifest import MANIFEST, MARKER, Damage, File, Manifest, paths_in
-from zero8.checkpoint.files.seal import seal, verify
+from zero8.environment import flock
+from zero8.files import atomic, folder_lock, hashes
+from zero8.files.manifest import MANIFEST, MARKER, Damage, File, Manifest, paths_in
+from zero8.files.seal import seal, verify
 
 CONTENTS = {"model.pt": b"m" * 1000, "deep/er/rank0.pt": b"0" * 77, "deep/er/rank1.pt": b"1" * 77}
 
@@ -170,7 +170,7 @@ def test_check_of_a_file_that_cannot_be_read_says_so(folder, monkeypatch):
     def fail(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("zero8.checkpoint.files.manifest.hash_of", fail)
+    monkeypatch.setattr("zero8.files.manifest.hash_of", fail)
     assert set(reasons(folder).values()) == {"cannot be read: Input/output error"}
 
 
@@ -271,7 +271,7 @@ def test_manifest_of_a_newer_format_says_so():
 
 
 def test_manifest_beyond_the_limit_is_not_read_in_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero8.checkpoint.files.manifest.LIMIT_BYTES", 1000)
+    monkeypatch.setattr("zero8.files.manifest.LIMIT_BYTES", 1000)
     (tmp_path / MANIFEST).write_bytes(b" " * 2000)
     with pytest.raises(ValueError, match="more than 1000 bytes"):
         Manifest.read(tmp_path)

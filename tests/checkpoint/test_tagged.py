@@ -4,8 +4,7 @@
 import pytest
 from tagged_worker import save, save_and_find
 
-from zero8 import tagged
-from zero8.checkpoint.files import seal, tags
+from zero8.files import seal, tagged, tags
 
 
 def test_saving_makes_a_tag_that_verifies_and_that_latest_names(tmp_path):

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from zero8.checkpoint.files import atomic, tags
-from zero8.checkpoint.files.manifest import MANIFEST, MARKER, Manifest
-from zero8.checkpoint.files.seal import file_entry, verify
-from zero8.checkpoint.files.tags import COMPLETE, DAMAGED, INCOMPLETE, UNVERIFIED
+from zero8.files import atomic, tags
+from zero8.files.manifest import MANIFEST, MARKER, Manifest
+from zero8.files.seal import file_entry, verify
+from zero8.files.tags import COMPLETE, DAMAGED, INCOMPLETE, UNVERIFIED
 
 
 def begin(folder, tag):

@@ -13,11 +13,11 @@ from fragments import fragments_in
 from moment_samples import flipped_in
 from small_checkpoints import KINDS, SHAPES, STEPS, dcp_folder, plain_file, trained, zero_folder
 
-from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.read.open import open_checkpoint
 from zero8.cli import main
+from zero8.deepspeed.moment_tensor import moment_of
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
-from zero8.zero.moment_tensor import moment_of
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

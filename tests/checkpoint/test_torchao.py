@@ -8,10 +8,10 @@ import torch
 from places import GOLDEN
 
 from zero8 import Adam8bitBlockwise
-from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.commands.convert import convert
 from zero8.checkpoint.read.safe_load import load
 from zero8.checkpoint.read.torchao import from_torchao
+from zero8.spec.adam import ADAM
 
 CODECS = {"8bit": "dynamic", "fp8": "fp8", "4bit": "linear4"}
 ROWS_OF_BLOCKS, ROWS_ACROSS_BLOCKS, SMALL = range(3)

@@ -7,7 +7,7 @@ from convert_cases import converted
 from deepspeed.utils import safe_get_full_optimizer_state
 from zero_worker import Bag, config, make_engine, take_step
 
-from zero8.algorithms.table import ELEMENTWISE, algorithm_called
+from zero8.spec.algorithms import ELEMENTWISE, algorithm_called
 
 RANKS = 2
 

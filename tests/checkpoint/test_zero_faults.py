@@ -14,8 +14,8 @@ from nests import difference
 from ranks import error_of
 from zero_worker import config, held, make_engine, train
 
-from zero8.checkpoint.files import atomic, folder_lock, tags
-from zero8.checkpoint.files.seal import verify
+from zero8.files import atomic, folder_lock, tags
+from zero8.files.seal import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

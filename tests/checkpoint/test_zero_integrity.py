@@ -22,12 +22,12 @@ from nvme_worker import held_everywhere, make_tower, nvme_config
 from ranks import error_of, run_ranks
 from zero_worker import base_optimizer, config, held, make_engine, train
 
-from zero8.checkpoint.engine import load as checkpoint_load
-from zero8.checkpoint.engine import save as checkpoint_save
-from zero8.checkpoint.files import tags
-from zero8.checkpoint.files.folder_lock import locked
-from zero8.checkpoint.files.manifest import MANIFEST, MARKER
-from zero8.checkpoint.files.seal import seal, verify
+from zero8.deepspeed import load as checkpoint_load
+from zero8.deepspeed import save as checkpoint_save
+from zero8.files import tags
+from zero8.files.folder_lock import locked
+from zero8.files.manifest import MANIFEST, MARKER
+from zero8.files.seal import seal, verify
 
 RANK = int(os.environ.get("RANK", 0))
 

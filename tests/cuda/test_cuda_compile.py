@@ -13,9 +13,9 @@ import pytest
 from needs import need_nvcc, need_nvrtc
 from places import ROOT
 
-from zero8.algorithms.table import ALGORITHMS
 from zero8.op import cuda_compile
 from zero8.op.launch import kernel_of
+from zero8.spec.algorithms import ALGORITHMS
 
 # Each takes a minute to compile for.
 ARCHITECTURES = [pytest.param(number, marks=pytest.mark.slow) for number in (90, 80, 100)]

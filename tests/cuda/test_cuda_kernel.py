@@ -36,16 +36,16 @@ from segments import (
     tensors,
 )
 
-from zero8.algorithms.adam import ADAM
-from zero8.algorithms.ademamix import ADEMAMIX
-from zero8.algorithms.lion import LION
-from zero8.algorithms.sgd import SGD
 from zero8.op import kernel
 from zero8.op.launch import Launch
 from zero8.op.structs import scalars_dtype
 from zero8.spec import arithmetic as ieee
+from zero8.spec.adam import ADAM
+from zero8.spec.ademamix import ADEMAMIX
 from zero8.spec.codec import CODECS
+from zero8.spec.lion import LION
 from zero8.spec.segment import Moment, Rounding, Segment
+from zero8.spec.sgd import SGD
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

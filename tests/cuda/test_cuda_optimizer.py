@@ -11,11 +11,11 @@ from small_optimizers import assert_equal
 from torch import nn
 
 import zero8
-from zero8.ranks import numbers
+from zero8.environment import numbers
+from zero8.optimizer import stepper
+from zero8.optimizer.check import check_tensors
+from zero8.optimizer.states import States
 from zero8.spec.codec import CODECS
-from zero8.states import States
-from zero8.step import stepper
-from zero8.step.check import check_tensors
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.engine.sent import sent_by
 from examples.gpt.engine_fsdp2 import join_ranks
-from zero8.muon import Muon8bitBlockwise
-from zero8.step import muon
+from zero8.optimizer import muon_step as muon
+from zero8.optimizer.muon import Muon8bitBlockwise
 
 sizes = pytest.mark.parametrize(
     "world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)], ids=str

@@ -9,7 +9,7 @@ import torch
 from needs import need
 from nests import difference
 
-from zero8.checkpoint.files import seal
+from zero8.files import seal
 
 pytestmark = pytest.mark.integrations
 

@@ -14,7 +14,7 @@ from ranks import ranks_of_sizes
 from torch import nn
 
 from zero8 import Adam8bitBlockwise, Muon8bitBlockwise, SGD8bitBlockwise
-from zero8.step.check import check_replaceable
+from zero8.optimizer.check import check_replaceable
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
 

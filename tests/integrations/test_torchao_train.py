@@ -14,8 +14,8 @@ from examples.gpt.config import FLOAT32, INT8
 from examples.gpt.model import GPT
 from examples.gpt.report import report
 from zero8 import Adam8bitBlockwise, cli
-from zero8.checkpoint.files import tags
-from zero8.checkpoint.files.manifest import MANIFEST
+from zero8.files import tags
+from zero8.files.manifest import MANIFEST
 from zero8.plan.memory import rows_of
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup

@@ -39,17 +39,17 @@ from test_random_steps import STEPS, hyper_of, prepare, segment_of
 from test_vec import FLAGS, compared, differing, operations_of, vectors_of
 from torch import Tensor
 
-from zero8.algorithms.adam import ADAM
-from zero8.algorithms.ademamix import ADEMAMIX
-from zero8.algorithms.lion import LION
-from zero8.algorithms.sgd import SGD
 from zero8.op import build, kernel
 from zero8.spec import arithmetic as ieee
+from zero8.spec.adam import ADAM
+from zero8.spec.ademamix import ADEMAMIX
 from zero8.spec.codec import CODECS, MomentCode
 from zero8.spec.dynamic import DynamicCode
+from zero8.spec.lion import LION
 from zero8.spec.log import LogCode, SignedLogCode
 from zero8.spec.packing import packed
 from zero8.spec.segment import Segment
+from zero8.spec.sgd import SGD
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 

@@ -19,8 +19,8 @@ from tiny_op import SOURCE
 
 import zero8
 from zero8 import cli
+from zero8.deepspeed.op_builder import Zero8AdamBuilder
 from zero8.op import build, kernel
-from zero8.zero.op_builder import Zero8AdamBuilder
 
 NO_COMPILER = "no-such-c++"
 HOST = os.uname().nodename

@@ -21,9 +21,9 @@ from segments import (
 )
 from test_kernel import assert_follows_reference, follow, steps
 
-from zero8.algorithms.adam import ADAM
 from zero8.op import kernel
 from zero8.spec import reference
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, dequantize, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.spec.segment import Rounding

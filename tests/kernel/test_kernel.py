@@ -19,12 +19,12 @@ from segments import (
     set_phases,
 )
 
-from zero8.algorithms.ademamix import ADEMAMIX
-from zero8.algorithms.lion import LION
-from zero8.algorithms.sgd import SGD
 from zero8.op import kernel
 from zero8.spec import reference
+from zero8.spec.ademamix import ADEMAMIX
+from zero8.spec.lion import LION
 from zero8.spec.segment import Rounding, Segment
+from zero8.spec.sgd import SGD
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

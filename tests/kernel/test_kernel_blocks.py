@@ -27,9 +27,9 @@ from segments import (
     with_moments,
 )
 
-from zero8.algorithms.adam import ADAM, UNKNOWN_HISTORY, AdamScalars, next_history
 from zero8.op import kernel
 from zero8.spec import reference
+from zero8.spec.adam import ADAM, UNKNOWN_HISTORY, AdamScalars, next_history
 from zero8.spec.codec import CODECS, quantize
 from zero8.spec.packing import packed
 from zero8.spec.segment import Moment, Segment

@@ -26,13 +26,13 @@ from segments import (
 )
 from tqdm import trange
 
-from zero8.algorithms.ademamix import ADEMAMIX
-from zero8.algorithms.lion import LION
-from zero8.algorithms.sgd import SGD
 from zero8.op import kernel
 from zero8.spec import reference
+from zero8.spec.ademamix import ADEMAMIX
 from zero8.spec.grid import MIN_ROW_LENGTH, BlockGrid
+from zero8.spec.lion import LION
 from zero8.spec.segment import Rounding, Segment
+from zero8.spec.sgd import SGD
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 GRADIENTS = {FP32: (FP32, BF16, FP16), BF16: (FP32, BF16)}

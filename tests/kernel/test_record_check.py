@@ -8,9 +8,9 @@ import pytest
 import torch
 from segments import Place, assert_same, copied, make, moment_of, scalars_at
 
-from zero8.algorithms.table import ELEMENTWISE
 from zero8.op import kernel
 from zero8.op.launch import Launch
+from zero8.spec.algorithms import ELEMENTWISE
 from zero8.spec.codec import CODECS
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

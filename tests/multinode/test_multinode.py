@@ -8,7 +8,7 @@ import psutil
 import pytest
 from jobs import LAUNCHERS
 
-from zero8.checkpoint.files.tags import complete_tags
+from zero8.files.tags import complete_tags
 from zero8.op import build
 
 pytestmark = [pytest.mark.multinode, pytest.mark.timeout(1200)]

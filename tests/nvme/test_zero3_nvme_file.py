@@ -13,14 +13,14 @@ from moment_samples import MOMENTS, NUMEL, moment
 from nests import difference
 from zero_worker import plain
 
-from zero8.algorithms.adam import ADAM
-from zero8.algorithms.table import ALGORITHMS
+from zero8.deepspeed import swap_file
+from zero8.deepspeed.moment_tensor import MomentTensor
+from zero8.deepspeed.swap_file import BLOCK_BYTES, HEADER_BYTES, Layout
+from zero8.deepspeed.swap_io import Buffer, BufferPool, CheckedHandle
+from zero8.spec.adam import ADAM
+from zero8.spec.algorithms import ALGORITHMS
 from zero8.spec.codec import CODECS
 from zero8.state.store import MomentStore
-from zero8.zero import swap_file
-from zero8.zero.moment_tensor import MomentTensor
-from zero8.zero.swap_file import BLOCK_BYTES, HEADER_BYTES, Layout
-from zero8.zero.swap_io import Buffer, BufferPool, CheckedHandle
 
 
 def state_of(codec="log", correction=False, algorithm=ADAM):

@@ -3,7 +3,7 @@
 
 import torch
 
-from zero8.zero.swapper import SwapsStates
+from zero8.deepspeed.swapper import SwapsStates
 
 ALIGNMENT = 128  # elements
 

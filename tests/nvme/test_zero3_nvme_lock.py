@@ -9,9 +9,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from zero8.zero import swap_lock
+from zero8.deepspeed import swap_lock
 
-TAKE = "import sys; from zero8.zero import swap_lock; swap_lock.take(sys.argv[1])"
+TAKE = "import sys; from zero8.deepspeed import swap_lock; swap_lock.take(sys.argv[1])"
 TAKE_AND_WAIT = f"{TAKE}; print('taken', flush=True); sys.stdin.read()"
 
 

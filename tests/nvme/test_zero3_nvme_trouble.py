@@ -38,8 +38,8 @@ from nvme_worker import (
 from ranks import error_of, run_ranks
 from zero_worker import MOMENTS, base_optimizer, train
 
-from zero8.algorithms.adam import ADAM
-from zero8.checkpoint.files.manifest import MANIFEST
+from zero8.files.manifest import MANIFEST
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import codec_named
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
@@ -158,7 +158,7 @@ def use(engine):
 
 def second_job(nvme_path):
     """Return what another process is told that wants to swap to this rank's folder."""
-    program = "import sys; from zero8.zero import swap_lock; swap_lock.take(sys.argv[1])"
+    program = "import sys; from zero8.deepspeed import swap_lock; swap_lock.take(sys.argv[1])"
     (folder,) = Path(nvme_path).glob("**/optimizer/rank0")
     command = [sys.executable, "-c", program, str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120).stderr

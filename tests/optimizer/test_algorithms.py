@@ -11,16 +11,11 @@ from small_optimizers import assert_equal, gamma, param, run, set_grads
 from torch import nn
 
 import zero8
-from zero8 import (
-    Adam8bitBlockwise,
-    AdEMAMix8bitBlockwise,
-    Lion8bitBlockwise,
-    SGD8bitBlockwise,
-)
-from zero8.algorithms.ademamix import beta3_at
-from zero8.algorithms.table import ALGORITHMS
-from zero8.optimizer import OPTIMIZERS
+from zero8 import Adam8bitBlockwise, AdEMAMix8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
+from zero8.optimizer.elementwise import OPTIMIZERS
 from zero8.spec import dither, reference
+from zero8.spec.ademamix import beta3_at
+from zero8.spec.algorithms import ALGORITHMS
 from zero8.spec.codec import CODECS
 from zero8.spec.grid import BlockGrid
 from zero8.spec.packing import packed

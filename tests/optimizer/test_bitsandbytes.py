@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from zero8 import Adam8bitBlockwise
-from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.read.bitsandbytes import BLOCK_SIZE, from_bitsandbytes, to_bitsandbytes
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
 
 DYNAMIC = CODECS["dynamic"]

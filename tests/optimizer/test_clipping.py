@@ -10,7 +10,7 @@ from nests import assert_same
 from small_optimizers import required_by, set_grads, small_model
 
 from zero8 import Adam8bitBlockwise
-from zero8.optimizer import OPTIMIZERS
+from zero8.optimizer.elementwise import OPTIMIZERS
 
 SHAPES = {"wide": (64, 96), "narrow": (300, 7), "conv": (8, 16, 3, 3), "bias": (96,)}
 

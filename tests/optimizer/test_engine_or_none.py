@@ -5,15 +5,15 @@ import pytest
 import torch
 
 import zero8
+from zero8.deepspeed import claims
 from zero8.state.tell import tell_once
-from zero8.zero import claims
 
 
 def test_parameter_that_zero3_has_partitioned_counts_with_its_full_shape():
     p = torch.nn.Parameter(torch.zeros(0))
     p.ds_shape = torch.Size((4, 1024))
     optimizer = zero8.Adam8bitBlockwise([p])
-    assert [info.shape for info in optimizer._infos().values()] == [(4, 1024)]
+    assert [info.shape for info in optimizer._states.infos().values()] == [(4, 1024)]
 
 
 def test_use_after_a_step_is_met_and_outlives_the_optimizer(monkeypatch):
@@ -30,7 +30,7 @@ def test_use_after_a_step_is_met_and_outlives_the_optimizer(monkeypatch):
 
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_engine_that_asks_for_l2_is_told_once_that_it_gets_it(monkeypatch, caplog, adam_w_mode):
-    monkeypatch.setattr("zero8.blockwise.constructing_engine", lambda: (object(), {}))
+    monkeypatch.setattr("zero8.optimizer.blockwise.constructing_engine", lambda: (object(), {}))
     tell_once.cache_clear()
     for _ in range(2):
         zero8.Adam8bitBlockwise([torch.nn.Parameter(torch.zeros(4))], adam_w_mode=adam_w_mode)

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from zero8 import Adam8bitBlockwise
-from zero8.step import in_backward as in_backward_module
-from zero8.step import stepper
+from zero8.optimizer import in_backward as in_backward_module
+from zero8.optimizer import stepper
 
 KEYWORDS = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
 

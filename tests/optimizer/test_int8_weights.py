@@ -12,9 +12,9 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zero8
+from zero8.optimizer import widened as in_chunks
 from zero8.spec import dither, int8_rows
 from zero8.spec.segment import Rounding
-from zero8.step import widened as in_chunks
 
 # Ragged columns, narrow rows (5 of which share a block), one block, a long row; one has float32
 # moments, as it is small.
@@ -269,7 +269,7 @@ def test_muon_refuses_int8_weights_of_its_matrices_alone():
 
 
 def test_optimizer_of_int8_weights_under_deepspeed_is_refused_when_it_is_made(monkeypatch):
-    monkeypatch.setattr("zero8.blockwise.constructing_engine", lambda: (object(), {}))
+    monkeypatch.setattr("zero8.optimizer.blockwise.constructing_engine", lambda: (object(), {}))
     with pytest.raises(ValueError, match="under DeepSpeed, which copies parameters"):
         make(MAKERS["log"], [int8_param(weights_of((64, 64)))])
 

@@ -10,9 +10,9 @@ import torch
 from small_optimizers import assert_equal, run, set_grads, small_model
 
 from zero8 import Adam8bitBlockwise
-from zero8.states import States
-from zero8.step.call import Call
-from zero8.step.interrupts import put_off
+from zero8.environment.interrupts import put_off
+from zero8.optimizer.call import Call
+from zero8.optimizer.states import States
 
 SIGINT, SIGTERM, SIGUSR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 

@@ -15,15 +15,15 @@ from small_optimizers import assert_equal, gamma, param, set_grads
 from torch import nn
 
 from zero8 import Adam8bitBlockwise, SGD8bitBlockwise, StableEmbedding
-from zero8.algorithms.adam import ADAM
-from zero8.algorithms.muon import MUON
-from zero8.muon import Muon8bitBlockwise
+from zero8.optimizer.clipping import factor_of
+from zero8.optimizer.muon import Muon8bitBlockwise
 from zero8.spec import dither, reference
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
 from zero8.spec.grid import BlockGrid
+from zero8.spec.muon import MUON
 from zero8.spec.packing import packed
 from zero8.spec.segment import Moment, Rounding, Segment
-from zero8.step.clipping import factor_of
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -9,9 +9,9 @@ from small_optimizers import assert_equal, param, run, set_grads, small_model
 from torch import nn
 
 from zero8 import Adam8bitBlockwise
-from zero8.ranks import numbers
+from zero8.environment import numbers
+from zero8.optimizer import check
 from zero8.spec.codec import CODECS
-from zero8.step import check
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -7,9 +7,9 @@ from small_optimizers import assert_equal, gamma, param, required_by, run, set_g
 from torch import nn
 
 from zero8 import Adam8bitBlockwise
-from zero8.algorithms.adam import ADAM, AdamScalars, next_history
-from zero8.optimizer import OPTIMIZERS
+from zero8.optimizer.elementwise import OPTIMIZERS
 from zero8.spec import dither, reference
+from zero8.spec.adam import ADAM, AdamScalars, next_history
 from zero8.spec.codec import CODECS
 from zero8.spec.grid import BlockGrid
 from zero8.spec.packing import packed, unpacked

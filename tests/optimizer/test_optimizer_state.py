@@ -17,7 +17,7 @@ from places import GOLDEN
 from torch import nn
 
 from zero8 import Adam8bitBlockwise
-from zero8.algorithms.adam import ADAM
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, codec_numbered, dequantize, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.spec.packing import packed, unpacked

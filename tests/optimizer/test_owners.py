@@ -9,7 +9,7 @@ import torch
 from ranks import error_of
 
 from examples.gpt.engine_fsdp2 import join_ranks
-from zero8.ranks.owners import Held, Key, rounds_of
+from zero8.optimizer.owners import Held, Key, rounds_of
 
 SHAPES = {(11, 0): (6, 10), (12, 0): (4, 25), (13, 0): (7, 15), (14, 0): (2, 6), (15, 0): (9, 12)}
 EXPERTS = {(16, number): (4, 6) for number in range(7)}

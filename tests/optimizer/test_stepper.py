@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import zero8
+from zero8.optimizer import stepper
 from zero8.state.params import KnownParams
 from zero8.state.whole import WholeTensor
-from zero8.step import stepper
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SHAPES = {"a": (64, 100), "b": (33,), "c": (70, 300)}
@@ -288,7 +288,7 @@ class OfMatrices(WholeTensor):
 
 def test_parameters_of_two_kinds_of_state_step_together_each_asked_through_its_own(monkeypatch):
     params, optimizer = made()
-    monkeypatch.setattr("zero8.blockwise.KINDS", (OfMatrices, WholeTensor))
+    monkeypatch.setattr("zero8.optimizer.states.KINDS", (OfMatrices, WholeTensor))
     mixed, other = made()
     for number in range(3):
         step(params, optimizer, number)

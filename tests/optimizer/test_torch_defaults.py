@@ -10,13 +10,13 @@ from moment_samples import MOMENTS, buffers, moment, same, values_for
 from nests import assert_same
 
 from zero8 import Adam8bitBlockwise
-from zero8.algorithms.adam import ADAM
+from zero8.deepspeed.swap_io import BufferPool
+from zero8.deepspeed.swapper import SwapsStates
 from zero8.integrations.health import health
 from zero8.spec import arithmetic as ieee
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
 from zero8.state.store import MomentStore
-from zero8.zero.swap_io import BufferPool
-from zero8.zero.swapper import SwapsStates
 
 SHAPES = {"weight": (64, 256), "bias": (300,), "half": (40, 128)}
 

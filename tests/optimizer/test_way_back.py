@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import zero8
-from zero8.states import States
-from zero8.zero.moment_tensor import MomentTensor
+from zero8.deepspeed.moment_tensor import MomentTensor
+from zero8.optimizer.states import States
 
 
 def trained(optimizer_class=zero8.Adam8bitBlockwise, **settings):

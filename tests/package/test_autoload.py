@@ -28,9 +28,9 @@ print(torch.optim.Adam8bitBlockwise.__module__)
 print("deepspeed" in sys.modules, any(name.startswith("deepspeed.") for name in sys.modules))
 import zero8
 print(zero8.Adam8bitBlockwise is torch.optim.Adam8bitBlockwise)
-print(sum(type(finder).__module__ == "zero8.zero.when_imported" for finder in sys.meta_path))
+print(sum(type(finder).__module__ == "zero8.deepspeed.when_imported" for finder in sys.meta_path))
 """)
-    assert lines == ["zero8.optimizer", "False False", "True", "2"]
+    assert lines == ["zero8.optimizer.elementwise", "False False", "True", "2"]
     assert "zero8" not in errors
 
 
@@ -47,7 +47,9 @@ print(hasattr(torch.optim, "Adam8bitBlockwise"), "deepspeed" in sys.modules)
     assert lines == ["False False", "True False"]
 
 
-@pytest.mark.parametrize("module", ["zero8.optimizer", *slow("zero8.zero.moment_tensor", "numpy")])
+@pytest.mark.parametrize(
+    "module", ["zero8.optimizer.elementwise", *slow("zero8.deepspeed.moment_tensor", "numpy")]
+)
 def test_broken_installation_warns_and_import_torch_succeeds(module):
     """None in sys.modules makes an import fail, here before torch is imported."""
     lines, errors = run_python(f"""
@@ -66,11 +68,11 @@ def test_ops_table_that_does_not_fit_warns_and_import_deepspeed_succeeds(forks):
     lines, errors = run_python(
         """
 import sys
-sys.modules["zero8.zero.op_builder"] = None
+sys.modules["zero8.deepspeed.op_builder"] = None
 import torch, deepspeed
 from deepspeed.ops.op_builder import all_ops
 print("zero8_adam" in all_ops.ALL_OPS, "cpu_adam" in all_ops.ALL_OPS)
-print(any(type(finder).__module__ == "zero8.zero.when_imported" for finder in sys.meta_path))
+print(any(type(finder).__module__ == "zero8.deepspeed.when_imported" for finder in sys.meta_path))
 """,
         forks.run,
     )
@@ -83,7 +85,7 @@ def test_engine_that_does_not_fit_warns_and_import_deepspeed_succeeds(forks):
     lines, errors = run_python(
         """
 import torch
-from zero8.zero.seam import ENGINE, SEAMS, Seam
+from zero8.deepspeed.seam import ENGINE, SEAMS, Seam
 SEAMS.append(Seam(ENGINE, "gone", is_early=True))
 import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine

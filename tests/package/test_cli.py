@@ -13,8 +13,8 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from needs import need_nvcc, need_nvrtc
 
 from zero8 import cli, doctor
+from zero8.deepspeed import seams
 from zero8.op import cuda_compile
-from zero8.zero import seams
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import pytest
 from processes import python
 from ranks import free_port
 
-from zero8.ranks import at_exit
+from zero8.environment import at_exit
 
 # Ranks by forks.  The threads of gloo, which drop a collective's tensors last, share a core with
 # their rank and get none of it before the rank waits for something.
 RUN = """
 import os, sys
 import torch.distributed
-from zero8.ranks import agree, numbers
+from zero8.environment import agree, numbers
 
 AGREEMENTS = (
     lambda: agree.gathered(1),
@@ -51,7 +51,7 @@ for agreement, port in zip(AGREEMENTS, os.environ["PORTS"].split(), strict=True)
 REGISTERED = """
 import atexit, sys
 import torch.distributed
-from zero8.ranks import agree, numbers
+from zero8.environment import agree, numbers
 
 registered = []
 atexit.register = lambda *call: registered.append(call)

@@ -10,7 +10,8 @@ import torch
 from forks import Forks
 
 import zero8
-from zero8 import cli, extras
+from zero8 import cli
+from zero8.environment import extras
 
 # No package of an extra can be imported in this process and its forks.
 BASE_ONLY = """

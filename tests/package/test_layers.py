@@ -13,34 +13,20 @@ from places import ROOT
 
 PACKAGE = ROOT / "zero8"
 
-# A part imports from itself and from parts in the lines above its own, not from its neighbours.  A
-# new module or folder of zero8 has to be given its place here.  Where a folder's own folders have
-# places, so has its `__init__`, which runs before any of them; the folder as a whole has none.
+# A room imports from itself and from rooms in the lines above its own, not from its neighbours.  A
+# new module or folder of zero8 has to be given its place here.
 LAYERS = [
-    {"spec", "versions", "extras", "torch_names", "flock", "checkpoint/__init__"},
-    {"algorithms", "ranks"},
-    {"state", "op", "checkpoint/files"},
-    {"step", "tagged", "checkpoint/engine", "notices"},
-    {"zero", "fsdp", "loading", "stable_embedding"},
-    {"states"},
-    {"blockwise"},
-    {"muon"},
-    {"optimizer", "way_back"},
-    {"autoload", "checkpoint/read"},
-    {"checkpoint/write"},
-    {"checkpoint/commands"},
+    {"environment", "spec"},
+    {"files", "state", "op"},
+    {"deepspeed", "fsdp"},
+    {"optimizer"},
+    {"checkpoint", "autoload"},
     {"__init__"},
-    {"bench", "doctor", "integrations", "plan"},
+    {"integrations", "bench", "doctor", "plan"},
     {"cli"},
     {"__main__"},
 ]
-DEEPSPEED_ONLY_IN = (
-    "zero/",
-    "checkpoint/engine/",
-    "checkpoint/write/universal_writer.py",
-    "bench.py",
-    "doctor.py",
-)
+DEEPSPEED_ONLY_IN = ("deepspeed/", "checkpoint/write/universal_writer.py", "bench.py", "doctor.py")
 SOURCES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
@@ -95,16 +81,15 @@ def test_layers_imports_point_to_lower_layers():
     ] == []
 
 
-def test_layers_imports_of_rooms_of_one_folder_are_told_apart():
+def test_layers_imports_that_point_up_are_found():
     """Guards the test above."""
-    assert points_up("checkpoint/files/tags.py", "zero8.checkpoint.read.open.open_checkpoint")
-    assert points_up("checkpoint/__init__.py", "zero8.checkpoint.files.tags")
-    assert points_up("zero/seams.py", "zero8.checkpoint.write")
-    assert not points_up("checkpoint/read/open.py", "zero8.checkpoint.files.tags.LATEST")
-    assert not points_up("checkpoint/files/tags.py", "zero8.checkpoint.files.inside")
-    assert points_up("zero/seams.py", "zero8.assert_active")
+    assert points_up("files/tags.py", "zero8.checkpoint.read.open.open_checkpoint")
+    assert points_up("deepspeed/seams.py", "zero8.checkpoint.write")
+    assert points_up("deepspeed/seams.py", "zero8.assert_active")
+    assert not points_up("checkpoint/read/open.py", "zero8.files.tags.LATEST")
+    assert not points_up("files/tags.py", "zero8.files.inside")
     with pytest.raises(AssertionError, match="expected one place in LAYERS"):
-        part_of("checkpoint/new/file.py")
+        part_of("new/file.py")
 
 
 def test_layers_line_of_the_architecture_is_in_the_order_of_the_table(block):
@@ -163,7 +148,7 @@ def test_layers_deepspeed_is_imported_in_its_places_only():
 def test_layers_scan_finds_the_imports_it_should():
     """Guards the two tests above: deepspeed is found where it is known to be."""
     found = {name for name, path in SOURCES.items() if imports_deepspeed(path)}
-    assert {"zero/op_builder.py", "zero/seams.py"} <= found
+    assert {"deepspeed/op_builder.py", "deepspeed/seams.py"} <= found
     assert "zero8.spec.reference" not in imported(SOURCES["spec/codec.py"])
     assert "zero8.spec.arithmetic" in imported(SOURCES["spec/codec.py"])
 

@@ -12,8 +12,8 @@ from places import ROOT
 from ranks import build_ops
 
 from examples.gpt import report
-from zero8.checkpoint.files import tags
-from zero8.optimizer import Adam8bitBlockwise
+from zero8.files import tags
+from zero8.optimizer.elementwise import Adam8bitBlockwise
 
 README = (ROOT / "README.md").read_text()
 

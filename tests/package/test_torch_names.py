@@ -7,8 +7,9 @@ from importlib.metadata import version
 import pytest
 from places import ROOT
 
-from zero8 import doctor, torch_names
-from zero8.torch_names import NAMES, PrivateName
+from zero8 import doctor
+from zero8.environment import torch_names
+from zero8.environment.torch_names import NAMES, PrivateName
 
 SOURCES = sorted((ROOT / "zero8").rglob("*.py"))
 OF_OBJECTS = {"_device_types", "_split_tensor"}

@@ -107,4 +107,4 @@ def test_wheel_in_an_empty_environment_builds_the_op_and_steps(venv, tmp_path):
 def test_wheel_in_an_empty_environment_registers_on_import_torch(venv):
     code = "import torch; print(torch.optim.Adam8bitBlockwise.__module__)"
     printed = check([venv / "bin" / "python", "-I", "-c", code], TORCH_DEVICE_BACKEND_AUTOLOAD=None)
-    assert printed.strip() == "zero8.optimizer"
+    assert printed.strip() == "zero8.optimizer.elementwise"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from processes import run
 
-from zero8.algorithms.adam import ADAM, AdamScalars
 from zero8.spec import arithmetic as ieee
 from zero8.spec import dither
+from zero8.spec.adam import ADAM, AdamScalars
 from zero8.spec.codec import CODECS, codec_named, codec_numbered
 from zero8.spec.grid import BlockGrid
 from zero8.spec.log import LogCode

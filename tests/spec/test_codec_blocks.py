@@ -7,10 +7,10 @@ from adaptive_samples import near_joint
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zero8.algorithms.adam import ADAM, AdamScalars
 from zero8.checkpoint.read.statistics import order_of_codes
 from zero8.spec import arithmetic as ieee
 from zero8.spec import dither
+from zero8.spec.adam import ADAM, AdamScalars
 from zero8.spec.codec import CODECS, dequantize, has_zero, quantize
 from zero8.spec.fp8 import Fp8Code
 from zero8.spec.grid import BlockGrid

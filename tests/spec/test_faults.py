@@ -7,7 +7,7 @@ import pytest
 import torch
 from moment_samples import MOMENTS, spread_values
 
-from zero8.algorithms.adam import ADAM
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, codec_named, dequantize, quantize
 from zero8.spec.faults import fault, fault_of_values
 

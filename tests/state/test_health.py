@@ -10,12 +10,12 @@ import torch
 from small_optimizers import param, run, small_model
 
 import zero8
-from zero8.algorithms.adam import ADAM, AdamScalars
 from zero8.checkpoint.read.statistics import MomentCounts
+from zero8.deepspeed.swap_file import Layout
 from zero8.integrations import health as module
 from zero8.integrations.health import Reports, health
+from zero8.spec.adam import ADAM, AdamScalars
 from zero8.spec.codec import CODECS
-from zero8.zero.swap_file import Layout
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 every_codec = pytest.mark.parametrize("codec", CODECS)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zero8 import Adam8bitBlockwise
-from zero8.algorithms.adam import ADAM
+from zero8.spec.adam import ADAM
 from zero8.spec.segment import Rounding
 from zero8.state import keywords
 from zero8.state.tell import tell_once

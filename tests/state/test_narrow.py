@@ -8,8 +8,8 @@ import pytest
 import torch
 from moment_samples import MOMENTS, spread_values
 
-from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.read.statistics import order_of_codes
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, dequantize, has_zero, quantize
 from zero8.spec.grid import UNITS, BlockGrid
 from zero8.spec.log import LogCode, SignedLogCode

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from live_bytes import LiveBytes
 from moment_samples import spread_values
 
-from zero8.algorithms.adam import ADAM
 from zero8.spec import faults
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, codec_named, dequantize, quantize
 from zero8.state import store
 from zero8.state.store import MomentStore

@@ -38,7 +38,7 @@ from fragments import fragments_in
 from places import GOLDEN
 
 from zero8.checkpoint.read.open import open_checkpoint
-from zero8.zero.moment_tensor import BUFFERS, HEADER
+from zero8.deepspeed.moment_tensor import BUFFERS, HEADER
 
 DCP = "torch.distributed.checkpoint"
 RECORD = {"0": bytes(1024)}

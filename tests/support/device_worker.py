@@ -10,16 +10,16 @@ import torch
 from fake_gpu_tensors import DEVICE, Gpu, crossings, streams
 from moment_samples import MOMENTS, NUMEL, PIECES, moment, values_for
 
-from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.read.bitsandbytes import from_bitsandbytes, to_bitsandbytes
+from zero8.deepspeed.moment_tensor import MomentTensor
 from zero8.spec import dither
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, dequantize, quantize
 from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 from zero8.state.target import Target
-from zero8.zero.moment_tensor import MomentTensor
 
 CHECKS = {}
 TABLE_NUMEL = 256

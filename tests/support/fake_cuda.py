@@ -8,7 +8,7 @@ import torch
 
 from zero8.op import cuda, cuda_compile, cuda_driver, devices
 from zero8.op.kernel import CpuKernel
-from zero8.step import plan, stepper
+from zero8.optimizer import plan, stepper
 
 
 class FakeCuda:

@@ -11,13 +11,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.gpt.engine_fsdp2 import join_ranks
-from zero8 import (
-    Adam8bitBlockwise,
-    AdEMAMix8bitBlockwise,
-    Lion8bitBlockwise,
-    SGD8bitBlockwise,
-)
-from zero8.blockwise import BlockwiseOptimizer
+from zero8 import Adam8bitBlockwise, AdEMAMix8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
+from zero8.optimizer.blockwise import BlockwiseOptimizer
 from zero8.spec.grid import is_narrow, rows_per_block
 
 # Ragged rows, rows of no whole number of blocks, an empty shard on all ranks but one, experts cut

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from zero_worker import base_optimizer, config, make_engine
 
 from zero8 import Adam8bitBlockwise
-from zero8.zero import swap_file
-from zero8.zero.swap_file import Layout
+from zero8.deepspeed import swap_file
+from zero8.deepspeed.swap_file import Layout
 
 STEPS = 3
 SETTINGS = {"lr": 1e-2, "min_8bit_size": 100}

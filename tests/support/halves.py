@@ -7,7 +7,7 @@ import torch
 from segments import Place, copied, make, scalars_at, zero_moment
 from torch import Tensor
 
-from zero8.algorithms.adam import ADAM
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
 from zero8.spec.grid import BlockGrid
 from zero8.spec.segment import Segment

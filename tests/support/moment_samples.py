@@ -3,11 +3,11 @@
 
 import torch
 
-from zero8.algorithms.adam import ADAM
+from zero8.deepspeed.moment_tensor import MomentTensor
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
-from zero8.zero.moment_tensor import MomentTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NUMEL = 1424

@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor, nn
 
-from zero8.muon import Muon8bitBlockwise
+from zero8.optimizer.muon import Muon8bitBlockwise
 
 # Six ranks' partitions of Muon's parameters, of AdamW's, and of each alone have whole blocks of
 # 256.  Rows of FSDP2 are ragged, and one rank of three has none of "pair".  In ZeRO-3 two ranks and

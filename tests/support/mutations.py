@@ -29,10 +29,10 @@ from places import GOLDEN
 
 import zero8
 from zero8.checkpoint.read.open import open_checkpoint
+from zero8.deepspeed import moment_tensor, swap_file
+from zero8.deepspeed.flat_state import FlatPartition
+from zero8.deepspeed.moment_tensor import BUFFERS, HEADER, MomentTensor
 from zero8.state.table import PieceTable
-from zero8.zero import moment_tensor, swap_file
-from zero8.zero.flat_state import FlatPartition
-from zero8.zero.moment_tensor import BUFFERS, HEADER, MomentTensor
 
 SHAPES = {"wide": (3, 300), "narrow": (20, 30), "bias": (9,)}
 PACKAGE = Path(zero8.__file__).parent

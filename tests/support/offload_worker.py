@@ -18,9 +18,9 @@ from fake_gpu_tensors import DEVICE
 from moment_samples import MOMENTS, NUMEL, moment
 
 import zero8
+from zero8.deepspeed import seams
+from zero8.deepspeed.moment_tensor import MomentTensor
 from zero8.spec.codec import CODECS
-from zero8.zero import seams
-from zero8.zero.moment_tensor import MomentTensor
 
 CPU = torch.device("cpu")
 STATES = [OffloadStateTypeEnum.optim_states]

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import torch
 
-from zero8.algorithms.adam import AdamScalars, next_history
-from zero8.algorithms.table import ALGORITHMS
 from zero8.spec import int8_rows
+from zero8.spec.adam import AdamScalars, next_history
 from zero8.spec.algorithm import MomentRule, Scalars
+from zero8.spec.algorithms import ALGORITHMS
 from zero8.spec.codec import CODECS, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.spec.packing import packed, unpacked

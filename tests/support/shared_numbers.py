@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from zero8.algorithms.table import ALGORITHMS
 from zero8.op import codec_maps, structs
 from zero8.spec import blocks, dither, grid, log, reference
 from zero8.spec.algorithm import Algorithm
+from zero8.spec.algorithms import ALGORITHMS
 from zero8.spec.codec import CODECS, MomentCode
 from zero8.spec.dynamic import DynamicCode
 from zero8.spec.fp8 import Fp8Code

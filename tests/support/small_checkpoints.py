@@ -9,13 +9,13 @@ import torch.distributed.checkpoint as dcp
 from small_optimizers import param, run
 
 from zero8 import Adam8bitBlockwise
-from zero8.algorithms.adam import ADAM
+from zero8.deepspeed.moment_tensor import MomentTensor
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import codec_named
 from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
-from zero8.zero.moment_tensor import MomentTensor
 
 # Rows of a ragged length, narrow rows in groups, float32 moments.
 SHAPES = {"wide": (40, 300), "narrow": (600, 16), "bias": (300,)}

@@ -8,7 +8,7 @@ from fsdp_worker import start
 from ranks import error_of
 from torch import distributed
 
-from zero8 import tagged
+from zero8.files import tagged
 
 
 def save(folder, name, failing=(), keep=0) -> Path:

@@ -40,7 +40,7 @@ from torchao.quantization import quantize_
 from zero_worker import make_engine
 
 from zero8 import Adam8bitBlockwise, assert_active
-from zero8.blockwise import BlockwiseOptimizer
+from zero8.optimizer.blockwise import BlockwiseOptimizer
 
 QUANTIZED = {
     "int8": int8_weight_only_quantized_training,

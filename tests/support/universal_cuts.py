@@ -10,8 +10,8 @@ from universal_worker import visit
 from zero_shards import put_together
 from zero_worker import MOMENTS
 
-from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.commands import convert as command
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import DEFAULT_CODEC, codec_named
 
 BLOCK_SIZE = 256

@@ -5,7 +5,7 @@ import torch
 from ranks import error_of
 from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
 
-from zero8.algorithms.adam import UNKNOWN_HISTORY
+from zero8.spec.adam import UNKNOWN_HISTORY
 
 
 class Parts(Bag):

@@ -11,8 +11,8 @@ from ranks import free_port
 from train_worker import DEEPSPEED, FSDP2, error_of_row, losses_under_fsdp2, row
 
 from zero8 import cli
-from zero8.checkpoint.files import tags
-from zero8.checkpoint.files.manifest import MANIFEST
+from zero8.files import tags
+from zero8.files.manifest import MANIFEST
 
 RANKS = 2
 BASELINE, EIGHT_BIT = "AdamW", "Adam8bitBlockwise"

@@ -8,7 +8,7 @@ import pytest
 from active_worker import try_everything
 from ranks import run_ranks
 
-from zero8.zero.when_imported import when_imported
+from zero8.deepspeed.when_imported import when_imported
 
 SETTING = '"zero_force_ds_cpu_optimizer": false'
 BASE = {
@@ -115,7 +115,7 @@ def test_when_imported_calls_once_after_the_module_has_run(module_file):
     assert seen == []
     module = importlib.import_module(module_file)
     assert module.__loader__ is module.__spec__.loader
-    assert type(module.__loader__).__module__ != "zero8.zero.when_imported"
+    assert type(module.__loader__).__module__ != "zero8.deepspeed.when_imported"
     importlib.reload(module)  # by a loader that others may share: not ours to change
     assert (seen, len(sys.meta_path)) == ([3], finders)
     when_imported(module_file, look)

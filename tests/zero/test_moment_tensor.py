@@ -20,9 +20,9 @@ from moment_samples import (
     values_for,
 )
 
+from zero8.deepspeed.moment_tensor import MomentTensor, moment_of
 from zero8.spec.codec import CODECS, has_zero
 from zero8.state.store import MomentStore
-from zero8.zero.moment_tensor import MomentTensor, moment_of
 
 # --- Looking and reading -------------------------------------------------------------------------
 

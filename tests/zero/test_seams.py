@@ -22,13 +22,13 @@ from ranks import error_of, run_ranks
 from zero_worker import Bag, base_optimizer, config, held, make_engine, take_step
 
 import zero8
-from zero8 import versions
-from zero8.algorithms.adam import ADAM
+from zero8.deepspeed import constructing, gradients, seams, swapper
+from zero8.deepspeed import seam as seam_module
+from zero8.deepspeed.seam import of_engine, of_zero
+from zero8.environment import versions
+from zero8.environment.versions import TESTED
+from zero8.spec.adam import ADAM
 from zero8.state.keywords import OWN_KEYS
-from zero8.versions import TESTED
-from zero8.zero import constructing, gradients, seams, swapper
-from zero8.zero import seam as seam_module
-from zero8.zero.seam import of_engine, of_zero
 
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 

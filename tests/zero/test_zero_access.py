@@ -23,7 +23,7 @@ from zero_worker import (
     take_step,
 )
 
-from zero8.algorithms.adam import ADAM
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import DEFAULT_CODEC, codec_named
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable

@@ -16,12 +16,12 @@ from mutations import take_steps, zero_optimizer
 from processes import run
 from zero_worker import config, make_engine, train
 
-from zero8.algorithms.adam import ADAM
+from zero8.deepspeed import moment_tensor, swap_file
+from zero8.deepspeed.moment_tensor import BUFFERS, HEADER, MomentTensor, moment_of, with_moments
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, codec_named
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
-from zero8.zero import moment_tensor, swap_file
-from zero8.zero.moment_tensor import BUFFERS, HEADER, MomentTensor, moment_of, with_moments
 
 
 def test_deepcopy_of_a_state_keeps_moments_8bit_and_apart_from_the_original():

@@ -8,7 +8,7 @@ from deepspeed.utils.debug import debug_clear_module_and_param_names
 from zero_worker import Bag, base_optimizer, config, make_engine, take_step
 
 import zero8
-from zero8.zero.constructing import constructing_engine, noted
+from zero8.deepspeed.constructing import constructing_engine, noted
 
 FLOAT32 = ["embed", "conv"]
 EXPECTED_BITS = {name: 32 for name in Bag.SHAPES if name != "frozen"}

@@ -16,7 +16,7 @@ from deepspeed.utils import (
 from nests import difference
 from zero_worker import Bag, base_optimizer, config, held, make_engine, pair, take_step
 
-from zero8.zero import gradients
+from zero8.deepspeed import gradients
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CLIP = {"gradient_clipping": 0.5}

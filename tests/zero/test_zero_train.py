@@ -9,7 +9,7 @@ from nests import difference
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_worker import MOMENTS, base_optimizer, config, held, make_engine, train
 
-from zero8.algorithms.adam import ADAM
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import DEFAULT_CODEC, codec_named
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable

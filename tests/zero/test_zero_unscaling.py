@@ -9,7 +9,7 @@ import torch
 from nests import difference
 from zero_worker import Bag, base_optimizer, config, held, pair, pattern, take_step
 
-from zero8.zero import step as steps
+from zero8.deepspeed import step as steps
 
 UNSCALES = "unscale_and_clip_grads"
 STEPS = 3

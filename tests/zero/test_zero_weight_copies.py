@@ -12,7 +12,7 @@ from plan_worker import not_within
 from zero_worker import Bag, base_optimizer, config, held, make_engine, take_step
 
 import zero8
-from zero8.zero.step import CopyTarget, _buffer
+from zero8.deepspeed.step import CopyTarget, _buffer
 
 BUFFERS = "param_buffer_of_bit16_for_cpu_offload_groups"
 STEPS, REASSIGNS = "_optimizer_step", "_reassign_or_swap_out_partitioned_parameters"

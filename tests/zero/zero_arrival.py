@@ -16,13 +16,13 @@ from nests import difference
 from nvme_worker import make_tower, nvme_config, swapped_in, swapper_of
 from zero_worker import Bag, base_optimizer, config, make_engine, plain, take_step
 
-from zero8.algorithms.adam import ADAM
+from zero8.deepspeed import swap_file
+from zero8.deepspeed.moment_tensor import HEADER, MomentTensor, moment_of
+from zero8.deepspeed.swap_file import HEADER_BYTES, SwapHeader
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
-from zero8.zero import swap_file
-from zero8.zero.moment_tensor import HEADER, MomentTensor, moment_of
-from zero8.zero.swap_file import HEADER_BYTES, SwapHeader
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from zero8.environment.numbers import Group
 from zero8.fsdp.flattened import is_flattened
-from zero8.ranks.numbers import Group
-from zero8.step.batch import local_grad
+from zero8.state.extent import local_grad
 
 
 def process_groups(params: Iterable[Tensor]) -> list[Group]:

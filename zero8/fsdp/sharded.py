@@ -7,8 +7,8 @@ placements; scales of narrow rows are plain tensors of this rank's groups.
 
 from torch import Tensor
 
+from zero8.environment.numbers import Group
 from zero8.fsdp.meshes import shard_groups
-from zero8.ranks.numbers import Group
 from zero8.state.extent import Extent, local
 from zero8.state.kind import Contents
 from zero8.state.params import ParamInfo

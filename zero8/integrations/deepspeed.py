@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For DeepSpeed's monitor; everything that needs no call by the user is in `zero8.zero`."""
+"""For DeepSpeed's monitor; everything that needs no call by the user is in `zero8.deepspeed`."""
 
 import functools
 from typing import Any

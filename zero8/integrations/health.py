@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zero8.algorithms.adam import ADAM
-from zero8.blockwise import BlockwiseOptimizer
 from zero8.checkpoint.read.statistics import NUM_CODES, MomentCounts
-from zero8.ranks import numbers
+from zero8.deepspeed.active import innermost
+from zero8.environment import numbers
+from zero8.optimizer.blockwise import BlockwiseOptimizer
+from zero8.spec.adam import ADAM
 from zero8.state.extent import local
 from zero8.state.store import MomentStore
-from zero8.zero.active import innermost
 
 SAMPLE_NUMEL = 1 << 18
 """The most codes of each moment that are counted."""

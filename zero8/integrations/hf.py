@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from zero8.blockwise import BlockwiseOptimizer
 from zero8.integrations.health import Reports
-from zero8.optimizer import OPTIMIZERS
+from zero8.optimizer.blockwise import BlockwiseOptimizer
+from zero8.optimizer.elementwise import OPTIMIZERS
 from zero8.spec.shown import shown
 
 _KINDS = {one.algorithm.name: one for one in OPTIMIZERS}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.utils import init_optim_state
 
-from zero8.optimizer import OPTIMIZERS
+from zero8.optimizer.elementwise import OPTIMIZERS
 
 
 class Adam8bitContainer(OptimizersContainer):

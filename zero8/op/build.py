@@ -26,7 +26,7 @@ from types import ModuleType
 
 import torch
 
-from zero8 import flock
+from zero8.environment import flock
 
 NAME = "zero8_kernel"
 

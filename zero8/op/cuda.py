@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero8.algorithms.table import ALGORITHMS
 from zero8.op import cuda_compile, kernel
 from zero8.op.codec_maps import codec_maps
 from zero8.op.cuda_driver import Driver
 from zero8.op.launch import Launch, kernel_of
+from zero8.spec.algorithms import ALGORITHMS
 from zero8.spec.segment import Segment
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero8.algorithms.adam import ADAM
 from zero8.op import build, describe
 from zero8.op.codec_maps import codec_maps
 from zero8.op.structs import (
@@ -24,6 +23,7 @@ from zero8.op.structs import (
     scalars_dtype,
 )
 from zero8.op.threads import alive, host_share, step_threads
+from zero8.spec.adam import ADAM
 from zero8.spec.algorithm import Algorithm, Scalars
 from zero8.spec.buffers import check_buffer
 from zero8.spec.grid import check_block_size

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zero8.algorithms.adam import ADAM
-from zero8.algorithms.table import algorithm_called
 from zero8.op import kernel
 from zero8.op.codec_maps import WITH_MAPS
+from zero8.spec.adam import ADAM
 from zero8.spec.algorithm import Algorithm
+from zero8.spec.algorithms import algorithm_called
 
 # csrc/cuda/team.h
 PER_THREAD = 8

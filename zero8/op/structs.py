@@ -9,8 +9,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from zero8.algorithms.table import ALGORITHMS
 from zero8.spec.algorithm import Algorithm
+from zero8.spec.algorithms import ALGORITHMS
 
 MAX_MOMENTS = 3
 """The most moments that an algorithm has; records have a place for each."""

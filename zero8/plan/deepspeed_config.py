@@ -3,7 +3,7 @@
 
 from dataclasses import replace
 
-from zero8.muon import ADAM_PARAMS
+from zero8.optimizer.muon import ADAM_PARAMS
 from zero8.plan.setup import BY_NAME, Setup
 from zero8.spec.codec import DEFAULT_CODEC
 from zero8.state.policy import Policy

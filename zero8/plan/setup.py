@@ -4,11 +4,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zero8.algorithms.adam import ADAM
-from zero8.algorithms.table import algorithm_called
-from zero8.muon import ADAM_PARAMS
-from zero8.optimizer import OPTIMIZERS
+from zero8.optimizer.elementwise import OPTIMIZERS
+from zero8.optimizer.muon import ADAM_PARAMS
+from zero8.spec.adam import ADAM
 from zero8.spec.algorithm import Algorithm
+from zero8.spec.algorithms import algorithm_called
 from zero8.spec.codec import DEFAULT_CODEC
 from zero8.state.policy import Policy
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from zero8.algorithms.adam import ADAM
-from zero8.algorithms.muon import MUON
-from zero8.muon import is_for_muon, largest_first
+from zero8.optimizer.muon import is_for_muon, largest_first
 from zero8.plan.model import Model, Param
 from zero8.plan.setup import Setup
+from zero8.spec.adam import ADAM
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.codec import codec_named
+from zero8.spec.muon import MUON
 
 FLAT_ALIGNMENT = 2
 """ZeRO 1 and 2 pad each rank's part to a multiple of this many elements."""
@@ -53,7 +53,7 @@ def share_of(model: Model, setup: Setup) -> Share:
 
 
 def _by_algorithm(model: Model, setup: Setup) -> ByAlgorithm:
-    """Return the parameters of each algorithm, as `zero8.muon` splits them."""
+    """Return the parameters of each algorithm, as `zero8.optimizer.muon` splits them."""
     if not setup.algorithm.is_of_matrices:
         return {setup.algorithm: model.params}
     split: dict[Algorithm, list[Param]] = {MUON: [], ADAM: []}

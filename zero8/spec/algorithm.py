@@ -83,7 +83,7 @@ class Remembered:
 
 
 class Algorithm(ABC):
-    """An algorithm; `zero8.algorithms.table` lists them.
+    """An algorithm; `zero8.spec.algorithms` lists them.
 
     Attributes:
         name: its name in saved states.
@@ -99,7 +99,7 @@ class Algorithm(ABC):
         fp32_options: further settings in groups of fp32 optimizers, so that these can load our
             state dicts.
         scalars_type: the NamedTuple of a step's scalars, with the fields of csrc/algorithms.h.
-        is_of_matrices: whether an update depends on the whole matrix (`zero8.step.muon`).
+        is_of_matrices: whether an update depends on the whole matrix (`zero8.optimizer.muon_step`).
     """
 
     name: str

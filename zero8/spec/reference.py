@@ -7,7 +7,7 @@ operation rounded once as `arithmetic.py` says:
     g  = factor * g, rounded to the wider dtype of g and p only where the factor is not 1    (R1)
     g  = sign * g                                          maximize
     g  = fma(l2, p, g)                                     only where weight decay is L2
-    moments', p' = the algorithm's                         (R2)-(R6) of zero8/algorithms/
+    moments', p' = the algorithm's                         (R2)-(R6) of zero8/spec/
     p  rounded to bfloat16 where the parameter is          equation (D2) of dither.py           (R7)
        or to INT8                                          (W1)-(W3) of int8_rows.py
     moments = quantize(moments')                           (C1)-(C11) of the codes              (R8)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zero8.algorithms.table import ALGORITHMS
 from zero8.spec.algorithm import Algorithm, MomentRule
+from zero8.spec.algorithms import ALGORITHMS
 from zero8.spec.codec import MomentCode
 from zero8.spec.grid import UNITS
 from zero8.state.header import Entries

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -136,3 +136,15 @@ def local(value: Value) -> Value:
     with torch.no_grad():  # autograd must not record it
         here: Value = value.to_local()
     return here
+
+
+def local_grad(p: Tensor, grad: Tensor) -> Tensor:
+    """Return the local tensor of a gradient, redistributed to its parameter's placements."""
+    if not hasattr(p, "placements") or not hasattr(grad, "placements"):
+        return grad
+    ours: Any = p  # a DTensor, as its gradient
+    theirs: Any = grad
+    if theirs.placements != ours.placements:
+        # A collective: with tensor parallelism, all ranks get here.
+        grad = theirs.redistribute(ours.device_mesh, ours.placements)
+    return local(grad)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero8.algorithms.table import ALGORITHMS, algorithm_called
 from zero8.spec.algorithm import Algorithm
+from zero8.spec.algorithms import ALGORITHMS, algorithm_called
 from zero8.spec.buffers import check_entry
 from zero8.spec.codec import Codec, codec_numbered
 from zero8.spec.grid import MAX_DIMS

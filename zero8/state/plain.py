@@ -6,7 +6,7 @@ Entries (tensors and numbers, so that every checkpoint writer can carry them):
     step              int, steps taken
     format            int64 tensor, `zero8.state.header`
     MEMORY            floats that the algorithm remembers: Adam's `history` (equation (S1) of
-                      zero8.algorithms.adam)
+                      zero8.spec.adam)
     MOMENT_q8         uint8 codes, shaped as the parameter, for each MOMENT of the algorithm:
                       exp_avg and exp_avg_sq of Adam
     MOMENT_q4, _q6    in place of these, codes of 4 or 6 bits in units: BlockGrid.code_shape

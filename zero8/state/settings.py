@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero8.algorithms.adam import ADAM
-from zero8.algorithms.table import algorithm_called
+from zero8.spec.adam import ADAM
 from zero8.spec.algorithm import Algorithm
+from zero8.spec.algorithms import algorithm_called
 from zero8.spec.buffers import check_entry
 from zero8.spec.codec import Codec, codec_named
 from zero8.spec.segment import Rounding

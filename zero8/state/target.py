@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from zero8.algorithms.table import algorithm_of_fp32
 from zero8.spec.algorithm import Algorithm
+from zero8.spec.algorithms import algorithm_of_fp32
 from zero8.spec.codec import Codec
 from zero8.spec.grid import is_narrow
 from zero8.spec.shown import shown_keys

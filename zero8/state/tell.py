@@ -4,7 +4,7 @@
 import logging
 from functools import cache
 
-from zero8.ranks import numbers
+from zero8.environment import numbers
 from zero8.spec.codec import Codec
 
 logger = logging.getLogger("zero8")

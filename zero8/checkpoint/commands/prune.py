@@ -4,8 +4,8 @@
 import argparse
 from pathlib import Path
 
-from zero8.checkpoint.files import tags
-from zero8.checkpoint.files.folder_lock import locked
+from zero8.files import tags
+from zero8.files.folder_lock import locked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

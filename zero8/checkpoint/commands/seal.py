@@ -4,7 +4,7 @@
 import argparse
 from pathlib import Path
 
-from zero8.checkpoint.files import seal
+from zero8.files import seal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,10 +10,10 @@ import os
 import time
 from pathlib import Path
 
-from zero8.checkpoint.files.manifest import Damage, Manifest
-from zero8.checkpoint.files.tags import INCOMPLETE, tag_at
 from zero8.checkpoint.read.open import open_checkpoint
 from zero8.checkpoint.read.source import Key, Source, in_threads
+from zero8.files.manifest import Damage, Manifest
+from zero8.files.tags import INCOMPLETE, tag_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

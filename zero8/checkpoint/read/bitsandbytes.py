@@ -17,7 +17,6 @@ and quantized by the optimizer that loads them.
 import torch
 from torch import Tensor
 
-from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.read.flat_blocks import (
     block_numbers,
     coincide,
@@ -26,6 +25,7 @@ from zero8.checkpoint.read.flat_blocks import (
     is_map_of,
     options_of,
 )
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, quantize
 from zero8.spec.dynamic import DynamicCode
 from zero8.state.extent import Extent

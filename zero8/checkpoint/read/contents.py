@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from zero8.algorithms.adam import ADAM
-from zero8.algorithms.muon import MUON
-from zero8.checkpoint.files.staging import Staging
 from zero8.checkpoint.read.joined import Parameter
 from zero8.checkpoint.read.source import Source
+from zero8.files.staging import Staging
+from zero8.spec.adam import ADAM
 from zero8.spec.algorithm import Algorithm
+from zero8.spec.muon import MUON
 
 
 @dataclass(frozen=True)

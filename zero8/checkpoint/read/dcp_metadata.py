@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from zero8.checkpoint.files.inside import opened_at
 from zero8.checkpoint.read.safe_load import damage_in
+from zero8.files.inside import opened_at
 from zero8.spec.shown import shown
 
 MAX_KEY_CHARACTERS = 4096

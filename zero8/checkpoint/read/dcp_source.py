@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zero8.checkpoint.files.inside import opened
 from zero8.checkpoint.read.dcp_metadata import load_metadata
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.safe_load import damage_in, load_bytes
 from zero8.checkpoint.read.source import Facts, Key, Source
 from zero8.checkpoint.read.states import fragment_of
 from zero8.checkpoint.read.torchao_weights import PARTS, joined
+from zero8.files.inside import opened
 from zero8.spec.shown import shown
 from zero8.state.entries import ENTRIES, FIRST_ENTRIES
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zero8.algorithms.adam import ADAM
 from zero8.spec import dither
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, Codec, dequantize
 from zero8.spec.dynamic import DynamicCode
 from zero8.spec.grid import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, BlockGrid

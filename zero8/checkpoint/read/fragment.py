@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from zero8.algorithms.table import algorithm_called
 from zero8.spec.algorithm import Algorithm
+from zero8.spec.algorithms import algorithm_called
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 

@@ -4,11 +4,11 @@
 import os
 from pathlib import Path
 
-from zero8.checkpoint.files.tags import LATEST, folder_of, read_latest
 from zero8.checkpoint.read.dcp_source import METADATA, DcpSource
 from zero8.checkpoint.read.plain_source import PlainSource
 from zero8.checkpoint.read.source import Source
 from zero8.checkpoint.read.zero_source import ZeroSource
+from zero8.files.tags import LATEST, folder_of, read_latest
 from zero8.spec.shown import shown
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from zero8.checkpoint.files.inside import opened_at
 from zero8.checkpoint.read.inert import allowed, settled
+from zero8.files.inside import opened_at
 
 _TABLE = threading.Lock()
 """torch's table of names that may be called is the process's, and commands read in threads."""

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero8.algorithms.table import ALGORITHMS, algorithm_of_fp32
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.spec import dither
 from zero8.spec.algorithm import Algorithm
+from zero8.spec.algorithms import ALGORITHMS, algorithm_of_fp32
 from zero8.spec.buffers import check_entry
 from zero8.spec.shown import shown_keys
 from zero8.state import narrow

@@ -11,9 +11,9 @@ moments are decoded to float32, and quantized by the optimizer that loads them.
 import torch
 from torch import Tensor
 
-from zero8.algorithms.adam import ADAM
 from zero8.checkpoint.read.flat_blocks import imported, is_map_of, options_of
 from zero8.checkpoint.read.inert import Inert
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
 from zero8.spec.levels import NearestEntry
 from zero8.spec.shown import shown

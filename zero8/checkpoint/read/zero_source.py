@@ -9,19 +9,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero8.algorithms.table import algorithm_called
-from zero8.checkpoint.files.inside import paths_of
 from zero8.checkpoint.read.fragment import Fragment, of_piece
 from zero8.checkpoint.read.inert import Inert
 from zero8.checkpoint.read.safe_load import damage_in, load
 from zero8.checkpoint.read.source import Facts, Key, Source, in_threads
+from zero8.deepspeed import swap_file
+from zero8.deepspeed.moment_tensor import MomentTensor, moments_in, with_moments
+from zero8.files.inside import paths_of
+from zero8.spec.algorithms import algorithm_called
 from zero8.spec.buffers import check_entry
 from zero8.spec.shown import shown_keys
 from zero8.state.memory import checked_memory
 from zero8.state.plain import checked_step
 from zero8.state.table import PieceTable
-from zero8.zero import swap_file
-from zero8.zero.moment_tensor import MomentTensor, moments_in, with_moments
 
 STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero8.checkpoint.files.staging import save
 from zero8.checkpoint.read.bitsandbytes import to_bitsandbytes
 from zero8.checkpoint.read.contents import Contents
+from zero8.files.staging import save
 from zero8.spec.algorithm import Algorithm
 
 

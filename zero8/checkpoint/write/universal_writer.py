@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from zero8 import extras
-from zero8.checkpoint.files.inside import leads_out
-from zero8.checkpoint.files.staging import save
-from zero8.checkpoint.files.tags import LATEST_UNIVERSAL, write_latest
 from zero8.checkpoint.read.contents import Contents, weights_of
 from zero8.checkpoint.read.inert import Inert, names_in
+from zero8.environment import extras
+from zero8.files.inside import leads_out
+from zero8.files.staging import save
+from zero8.files.tags import LATEST_UNIVERSAL, write_latest
 from zero8.spec.shown import shown
 
 MODEL_FILES = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"

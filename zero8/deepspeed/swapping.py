@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What DeepSpeed lacks for swapped states: our swappers, reserved disk space, a complete resume.
+
+DeepSpeed saves the swap files with a checkpoint and copies them back, unchecked.  It does not
+restore learning rate, loss scale and the sub-groups too small to be swapped.  Here a failure of one
+rank raises on all, before anything is changed.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zero8.deepspeed import swap_file
+from zero8.deepspeed.flat_state import check_places
+from zero8.deepspeed.layout import swap_folder
+from zero8.deepspeed.seam import ENGINE, STAGE3, of_engine, seam
+from zero8.environment.agree import raise_together_quickly
+from zero8.state.store import MomentStore
+from zero8.state.table import PieceTable
+
+if TYPE_CHECKING:
+    from zero8.deepspeed.swapper import SwapsStates
+
+
+def is_swapping(zero: Any) -> bool:
+    """Return whether a ZeRO optimizer keeps 8-bit states on a disk."""
+    from zero8.deepspeed.swapper import SwapsStates  # imports DeepSpeed's
+
+    return isinstance(getattr(zero, "optimizer_swapper", None), SwapsStates)
+
+
+# --- Swappers ------------------------------------------------------------------------------------
+
+_CODES = "8-bit states could not be swapped"
+
+
+def _of_arguments(*_: Any, **kwargs: Any) -> object:
+    return kwargs.get("optimizer")
+
+
+@seam(STAGE3.partition(":")[0], "PartitionedOptimizerSwapper", _CODES, optimizer=_of_arguments)
+def partitioned(original: type, *args: Any, **kwargs: Any) -> Any:
+    """Make our swapper of one sub-group at a time."""
+    from zero8.deepspeed import swapper
+
+    return swapper.PartitionedSwapper(*args, **kwargs)
+
+
+@seam(STAGE3.partition(":")[0], "PipelinedOptimizerSwapper", _CODES, optimizer=_of_arguments)
+def pipelined(original: type, *args: Any, **kwargs: Any) -> Any:
+    """Make our swapper that reads and writes during steps."""
+    from zero8.deepspeed import swapper
+
+    return swapper.PipelinedSwapper(*args, **kwargs)
+
+
+@seam(
+    ENGINE,
+    "_configure_zero_optimizer",
+    "a full disk would end a training in the middle",
+    "optimizer",
+    optimizer=lambda _, optimizer: optimizer,
+)
+def configure_zero(original: Callable, engine: Any, optimizer: Any) -> Any:
+    """Reserve the disk space for all states, so that a full disk raises before the first step.
+
+    Raises OSError on all ranks, if one has no room; it names the file.
+    """
+    zero, error = original(engine, optimizer), None
+    if is_swapping(zero):
+        try:
+            for parameter in _swapped(zero):
+                zero.optimizer_swapper.reserve(parameter)
+        except OSError as caught:
+            error = caught
+        raise_together_quickly(error, "take the disk space for its optimizer states")
+    return zero
+
+
+# --- Steps ---------------------------------------------------------------------------------------
+
+_HANGS = "a swap error of one rank would leave the others waiting"
+
+
+@seam(STAGE3, "step", _HANGS)
+def step(original: Callable, zero: Any, *args: Any, **kwargs: Any) -> Any:
+    """Raise a swap error of one rank on all.
+
+    The ranks agree before they exchange matrices (`SwapsStates.agree`), and after their sub-groups
+    have stepped, before `_post_step`'s collectives.
+    """
+    if not is_swapping(zero):
+        return original(zero, *args, **kwargs)
+    zero.optimizer_swapper.has_agreed = False
+    try:
+        return original(zero, *args, **kwargs)
+    except (OSError, ValueError) as error:
+        if not zero.optimizer_swapper.has_agreed:
+            zero.optimizer_swapper.raise_on_all(error)
+        raise
+
+
+@seam(STAGE3, "_post_step", _HANGS)
+def post_step(original: Callable, zero: Any, *args: Any, **kwargs: Any) -> Any:
+    """Have the ranks agree first."""
+    if is_swapping(zero):
+        zero.optimizer_swapper.raise_on_all(None)
+    return original(zero, *args, **kwargs)
+
+
+# --- Checkpoints ---------------------------------------------------------------------------------
+
+
+SavedMoment = tuple[MomentStore, PieceTable]
+"""A sub-group's first moment in a checkpoint, on the meta device, and its segment table here."""
+
+
+@seam(
+    ENGINE,
+    "_load_checkpoint",
+    "damaged swap files would be loaded, and a part of the state never",
+    "load_dir",
+    "tag",
+    "load_optimizer_states",
+    "load_module_only",
+    optimizer=of_engine,
+)
+def load(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check swap files before they are loaded, and load what is not in them, too."""
+    if not is_swapping(engine.optimizer):
+        return original(engine, *args, **kwargs)
+    options = inspect.signature(original).bind(engine, *args, **kwargs).arguments
+    moments = _check(engine, options["load_dir"], options["tag"], options)
+    engine.optimizer.optimizer_swapper.expect_other_files()
+    result = original(engine, *args, **kwargs)
+    _restore(engine, options["load_dir"], options["tag"], moments)
+    return result
+
+
+def _check(engine: Any, load_dir: str, tag: str, options: dict) -> list[SavedMoment]:
+    """Check every file that this rank will load; return the first moment in each swap file.
+
+    Raises OSError on all ranks, if one misses a file; ValueError on all, if a file of one is
+    damaged, or of another model or world size, or if a part of the checkpoint is asked for.
+    """
+    if options.get("load_module_only") or not options.get("load_optimizer_states", True):
+        raise ValueError(
+            "load_checkpoint: got load_module_only=True or load_optimizer_states=False; DeepSpeed "
+            "can only load all of a checkpoint with states on NVMe; load all, or save the weights "
+            "separately with save_16bit_model"
+        )
+    error, found = None, []
+    try:
+        _zero_file(engine, load_dir, tag)
+        folder = swap_folder(engine, load_dir, tag)
+        for parameter in _swapped(engine.optimizer):
+            found += _check_files(engine.optimizer.optimizer_swapper, parameter, folder)
+    except (OSError, ValueError) as caught:
+        error = caught
+    raise_together_quickly(error, f"load the checkpoint {Path(load_dir, tag)}")
+    return found
+
+
+def _restore(engine: Any, load_dir: str, tag: str, moments: list[SavedMoment]) -> None:
+    """Load everything that is not in swap files, which DeepSpeed reads at the next step."""
+    zero = engine.optimizer
+    path = str(_zero_file(engine, load_dir, tag))
+    saved = engine.checkpoint_engine.load(path, map_location="cpu")["optimizer_state_dict"]
+    zero.loss_scaler = saved["loss_scaler"]
+    zero.dynamic_loss_scale = saved["dynamic_loss_scale"]
+    zero.overflow = saved["overflow"]
+    zero._set_fp32_optimizer_param_groups()
+    # `load_state_dict` logs the re-encoded states; swapped ones are re-encoded at their swap-in.
+    for store, table in moments:
+        for kind in zero.optimizer_swapper.kinds:
+            if store.rule in kind.algorithm.moments:
+                kind.note_forms(store, table)
+    zero.optimizer.load_state_dict(saved["optimizer_state_dict"])
+    zero._clear_fp32_optimizer_param_groups()
+    for number, weights in enumerate(zero.fp32_partitioned_groups_flat):
+        if not zero._swappable_optimizer_subgroup(number):
+            weights.data.copy_(saved["fp32_flat_groups"][number].data)
+
+
+def _swapped(zero: Any) -> Iterator[Tensor]:
+    for number, parameter in enumerate(zero.fp32_partitioned_groups_flat):
+        if zero._swappable_optimizer_subgroup(number):
+            yield parameter
+
+
+def _zero_file(engine: Any, load_dir: str, tag: str) -> Path:
+    """Return ZeRO's checkpoint file of this rank, from a run with or without bfloat16."""
+    rank = torch.distributed.get_rank(engine.optimizer.dp_process_group)
+    paths = [
+        Path(engine._get_rank_zero_ckpt_name(load_dir, tag, engine.checkpoint_mp_rank, rank, bf16))
+        for bf16 in (engine.bfloat16_enabled(), not engine.bfloat16_enabled())
+    ]
+    found = [path for path in paths if path.exists()]
+    if not found:
+        raise FileNotFoundError(
+            f"{paths[0]}: not found; was the checkpoint saved by as many ranks, with ZeRO?"
+        )
+    return found[0]
+
+
+def _check_files(swapper: "SwapsStates", parameter: Tensor, folder: str) -> Iterator[SavedMoment]:
+    """Check a sub-group's files, and yield its first moment if there is a state."""
+    weights, expected = swapper.weights_path(parameter, folder), swapper.weights_bytes(parameter)
+    path = swapper.state_path(parameter, folder)
+    for needed in (weights, path):
+        if not Path(needed).exists():
+            raise FileNotFoundError(
+                f"{needed}: not found; a checkpoint of 8-bit states on NVMe needs the same model, "
+                "world size and sub_group_size, and a process that made no engine before"
+            )
+    if Path(weights).stat().st_size != expected:
+        raise ValueError(
+            f"{weights}: got {Path(weights).stat().st_size} bytes of master weights, expected "
+            f"{expected}; was it cut short, or saved by another model, world size or precision?"
+        )
+    found = swap_file.read_whole(path)
+    if found is not None:
+        state, layout = found
+        try:
+            for like in layout.like:
+                state[like.name].store.check_values()
+            planned = swapper.planned_layout(parameter)
+            check_places(layout.table, planned.table)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        yield layout.like[0], planned.table

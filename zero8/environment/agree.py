@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agreement between ranks: an error of one is raised on all.  Every rank must call these.
+
+Without a process group, the process is the only rank.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import distributed
+
+from zero8.environment import numbers
+from zero8.environment.at_exit import wait_for_gloo_at_exit
+
+T = TypeVar("T")
+
+
+def gathered(value: T) -> list[T]:
+    """Return the (small, picklable) values of all ranks, in the order of the ranks."""
+    values: list[Any] = [value] * numbers.num_ranks()
+    if not numbers.is_alone():
+        wait_for_gloo_at_exit()
+        distributed.all_gather_object(values, value)
+    return values
+
+
+def from_rank_0(function: Callable[[], T]) -> T:
+    """Call a function on rank 0 only, and return its result on all ranks.
+
+    Raises:
+        OSError, ValueError, RuntimeError: on all ranks, the error of rank 0's call; RuntimeError
+            for any other class.  Without a process group, the error itself.
+    """
+    if numbers.is_alone():
+        return function()
+    answer: list[Any] = [None, None]
+    if numbers.rank() == 0:
+        try:
+            answer[0] = function()
+        except OSError as error:
+            answer[1] = OSError(str(error))
+        except ValueError as error:
+            answer[1] = ValueError(str(error))
+        except Exception as error:  # of any class, as the other ranks wait
+            answer[1] = RuntimeError(f"{type(error).__name__}: {error}")
+    wait_for_gloo_at_exit()
+    distributed.broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise answer[1]
+    result: T = answer[0]
+    return result
+
+
+def raise_together(error: Exception | None, what: str) -> None:
+    """Raise on all ranks if one of them has an error.
+
+    Args:
+        error: this rank's error, which it raises.  Ranks without one raise ValueError or OSError
+            with the first failed rank's message.
+        what: the action, for the message.
+    """
+    kind = ValueError if isinstance(error, ValueError) else OSError
+    texts = gathered(None if error is None else (kind, f"{type(error).__name__}: {error}"))
+    if error is not None:
+        raise error
+    failed = [(rank, *text) for rank, text in enumerate(texts) if text is not None]
+    if failed:
+        rank, kind, text = failed[0]
+        raise kind(f"{what}: {len(failed)} rank(s) failed, rank {rank}: {text}")
+
+
+def raise_together_quickly(error: Exception | None, what: str) -> None:
+    """Do the same as `raise_together` by one all_reduce of 8 bytes, cheap enough for every step.
+
+    Ranks without an error raise OSError, without the others' messages.
+    """
+    count = numbers.total(int(error is not None), [None])
+    if error is not None:
+        raise error
+    if count:
+        raise OSError(f"{count} other rank(s) could not {what}; see their messages")

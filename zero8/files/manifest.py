@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest of a folder: size, hash and writer of every file; it is written last.
+
+    {"format": 1, "sequence": 7, "world_size": 2,
+     "files": [{"path": "a/b.pt", "size_bytes": 5, "hash": "32 hexadecimal digits", "rank": 1}],
+     "hash": "hash of all the text before"}
+
+A folder with a manifest is complete.  Manifests are untrusted: they may be damaged or crafted.  No
+file outside the folder is read, and no link in it is followed.
+"""
+
+import heapq
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+import xxhash
+
+from zero8.files.atomic import TEMPORARY, write_atomically
+from zero8.files.hashes import Progress, hash_of
+from zero8.files.inside import MAX_DEPTH, leads_out, opened, paths_of, read_at_most, size_bytes_of
+
+MANIFEST = "zero8_manifest.json"
+MARKER = "zero8_incomplete"
+"""A file that marks an unfinished save or deletion; see `zero8.files.tags`."""
+
+FORMAT_VERSION = 1
+LIMIT_BYTES = 64 << 20
+LARGEST_SEQUENCE = 2**53
+"""The largest valid sequence number."""
+_HASH = re.compile(r"[0-9a-f]{32}")
+_LARGEST = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a folder.
+
+    Attributes:
+        path: relative to the folder, with slashes.
+        size_bytes: its size.
+        hash: as `zero8.files.hashes.hash_of` returns it.
+        rank: which rank wrote it.
+    """
+
+    path: str
+    size_bytes: int
+    hash: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a file.
+
+    Attributes:
+        path: relative to the folder.
+        rank: which rank wrote it; None if unknown.
+        reason: the damage.
+    """
+
+    path: str
+    rank: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        """Return a line for people."""
+        writer = "" if self.rank is None else f" (written by rank {self.rank})"
+        return f"{self.path}{writer}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of a complete folder.
+
+    Attributes:
+        sequence: larger than that of every tag saved before into the same parent folder.
+        world_size: number of ranks that wrote it; 0 if unknown, and all files are of rank 0 then.
+        files: in the order of their paths.
+    """
+
+    sequence: int
+    world_size: int
+    files: tuple[File, ...]
+
+    @classmethod
+    def of(cls, sequence: int, world_size: int, files: Iterable[File]) -> "Manifest":
+        """Return the manifest of these files.
+
+        Raises:
+            ValueError: if they are invalid, for example if two have the same path.
+        """
+        manifest = cls(sequence, world_size, tuple(sorted(files, key=lambda file: file.path)))
+        return cls.parsed(manifest.text().encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Return the manifest of a folder.
+
+        Raises:
+            FileNotFoundError: if there is none, so that the folder is not complete.
+            ValueError: if it is damaged, of a newer format, or cannot be read.
+        """
+        path = Path(folder, MANIFEST)
+        try:
+            return cls.parsed(read_at_most(folder, MANIFEST, LIMIT_BYTES))
+        except FileNotFoundError:
+            raise
+        except (ValueError, OSError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ValueError(reason if str(path) in reason else f"{path}: {reason}") from error
+
+    @classmethod
+    def parsed(cls, data: bytes) -> "Manifest":
+        """Return the manifest in these bytes; raises ValueError if they are damaged."""
+        try:
+            found = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"damaged, not JSON: {error}") from error
+        version = found.get("format") if isinstance(found, dict) else None
+        if type(version) is int and version > FORMAT_VERSION:
+            raise ValueError(
+                f"got format {version}, this zero8 reads {FORMAT_VERSION}; use a newer zero8"
+            )
+        names = ["format", "sequence", "world_size", "files", "hash"]
+        if not isinstance(found, dict) or list(found) != names or version != FORMAT_VERSION:
+            raise ValueError(f"damaged, expected a format, 1, and the entries {names[1:]}")
+        files = found["files"]
+        if not isinstance(files, list):
+            raise ValueError("damaged, expected a list of files")
+        manifest = cls(
+            _integer("sequence", found["sequence"], 1, LARGEST_SEQUENCE),
+            _integer("world_size", found["world_size"], 0),
+            tuple(_file(entry) for entry in files),
+        )
+        if manifest.text().encode() != data:  # compares the hash, the order and all spaces
+            raise ValueError("damaged, its text does not match its hash")
+        if len({file.path for file in manifest.files}) < len(manifest.files):
+            raise ValueError("damaged, names a file twice")
+        ranks = manifest.world_size or 1
+        if any(file.rank >= ranks for file in manifest.files):
+            raise ValueError(f"damaged, only {ranks} rank(s) can have written files")
+        return manifest
+
+    def text(self) -> str:
+        """Return the JSON text."""
+        files = ",\n".join(f"  {json.dumps(vars(file))}" for file in self.files)
+        before = (
+            f'{{\n "format": {FORMAT_VERSION},\n "sequence": {self.sequence},\n'
+            f' "world_size": {self.world_size},\n "files": [\n{files}\n ],\n'
+        )
+        return f'{before} "hash": "{xxhash.xxh3_128_hexdigest(before.encode())}"\n}}\n'
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest, which makes the folder complete: all files must be synced before."""
+        write_atomically(Path(folder, MANIFEST), self.text().encode())
+
+    def check(
+        self,
+        folder: Path,
+        share: tuple[int, int] = (0, 1),
+        progress: Progress | None = None,
+        is_part: Callable[[str], bool] = lambda path: True,
+        is_read: Callable[[str], bool] = lambda path: True,
+    ) -> list[Damage]:
+        """Return the damages of the folder; costs one read of the share's files.
+
+        Args:
+            folder: the manifest's folder.
+            share: (i, n): check only share i of n shares of the files.
+            progress: called with the numbers of bytes read.
+            is_part: whether an unlisted file is a damage, by its path.
+            is_read: whether a listed file is needed, by its path; others may be missing.
+        """
+        index, count = share
+        found = [
+            Damage(file.path, file.rank, reason)
+            for file in self.shares(count)[index]
+            if is_read(file.path) and (reason := self.damage_of(folder, file, progress))
+        ]
+        return found + (self.unlisted(folder, is_part) if index == 0 else [])
+
+    def unlisted(
+        self, folder: Path, is_part: Callable[[str], bool] = lambda path: True
+    ) -> list[Damage]:
+        """Return the files in the folder that the manifest does not list, if `is_part`."""
+        known = {file.path for file in self.files}
+        return [
+            Damage(path, None, "not in the manifest")
+            for path in paths_in(folder)
+            if path not in known and is_part(path)
+        ]
+
+    def damage_of(self, folder: Path, file: File, progress: Progress | None = None) -> str:
+        """Return the damage of a file of the folder, "" if there is none."""
+        try:
+            with opened(folder, file.path) as contents:
+                if reason := _wrong_size(os.fstat(contents.fileno()).st_size, file):
+                    return reason
+                digits = hash_of(contents, progress)
+        except (OSError, ValueError) as error:
+            return _unreadable(error)
+        if digits == file.hash:
+            return ""
+        other = self._by_hash.get(digits)
+        whose = f": they are those of {other.path} of rank {other.rank}" if other else ""
+        return f"contents differ{whose}"
+
+    def is_there(self, folder: Path) -> bool:
+        """Return whether there are files and all have their sizes; does not read them."""
+        try:
+            sizes_bytes = [size_bytes_of(folder, file.path) for file in self.files]
+        except (OSError, ValueError):
+            return False
+        return bool(sizes_bytes) and sizes_bytes == [file.size_bytes for file in self.files]
+
+    @cached_property
+    def _by_hash(self) -> dict[str, File]:
+        return {file.hash: file for file in reversed(self.files)}
+
+    def shares(self, count: int) -> list[list[File]]:
+        """Return the files in `count` shares of about equal bytes.
+
+        If `count` is the world size that wrote them, each share has the files of its rank, which
+        that rank reads next.
+        """
+        shares: list[list[File]] = [[] for _ in range(count)]
+        if count == self.world_size:
+            for file in self.files:
+                shares[file.rank].append(file)
+            return shares
+        lightest = [(0, index) for index in range(count)]
+        for file in sorted(self.files, key=lambda file: (-file.size_bytes, file.path)):
+            num_bytes, index = lightest[0]
+            shares[index].append(file)
+            heapq.heapreplace(lightest, (num_bytes + file.size_bytes, index))
+        return shares
+
+
+def paths_in(folder: Path) -> Iterator[str]:
+    """Yield the paths of all files in a folder, relative and with slashes, except our own.
+
+    Links, pipes and devices are included, so that opening them raises with their names.
+    """
+    for path in paths_of(folder):
+        name = path.rpartition("/")[2]
+        # NFS keeps a deleted file that is still open under a name with .nfs.
+        is_temporary = name.endswith(TEMPORARY) or name.startswith(".nfs")
+        if path not in (MANIFEST, MARKER) and not is_temporary:
+            yield path
+
+
+def _wrong_size(got: int, file: File) -> str:
+    if got == file.size_bytes:
+        return ""
+    kind = "truncated" if got < file.size_bytes else "too long"
+    return f"{kind}: got {got} bytes, expected {file.size_bytes}"
+
+
+def _unreadable(error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "missing"
+    return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+
+
+def _file(entry: object) -> File:
+    if not isinstance(entry, dict) or list(entry) != ["path", "size_bytes", "hash", "rank"]:
+        raise ValueError(f"damaged, got {str(entry)[:80]} as a file")
+    digits = entry["hash"]
+    if not isinstance(digits, str) or not _HASH.fullmatch(digits):
+        raise ValueError(f"damaged, got hash {str(digits)[:80]!r}")
+    size_bytes = _integer("size_bytes", entry["size_bytes"], 0)
+    return File(_inside(entry["path"]), size_bytes, digits, _integer("rank", entry["rank"], 0))
+
+
+def _inside(path: object) -> str:
+    """Return a path that does not lead out of its folder."""
+    if not isinstance(path, str) or not 0 < len(path) <= 4096 or not path.isprintable():
+        raise ValueError(f"damaged, got path {str(path)[:80]!r}")
+    is_path = not leads_out(path) and PurePosixPath(path).as_posix() == path
+    if not is_path or path.count("/") > MAX_DEPTH or path in (MANIFEST, MARKER):
+        raise ValueError(f"got path {path[:80]!r}, expected one inside the folder")
+    return path
+
+
+def _integer(name: str, value: object, smallest: int, largest: int = _LARGEST) -> int:
+    if type(value) is not int or not smallest <= value <= largest:
+        raise ValueError(
+            f"damaged, got {name} {str(value)[:80]}, expected one from {smallest} to {largest}"
+        )
+    return value

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tags of a folder of checkpoints: which of them are complete, which is the newest.
+
+A tag is a folder, and not a link to one.  It is complete if it has a manifest, with or without a
+marker.  With a marker alone, a save or a deletion was interrupted.  With neither, it was saved
+without zero8, and its state is unknown.  Steps, in order:
+
+    save      write marker, remove old manifest, write files, write manifest, remove marker
+    delete    write marker, remove manifest, remove files, remove marker
+
+Tags are ordered by their sequence numbers, not by clocks.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from zero8.files.atomic import sync_folder, write_atomically
+from zero8.files.inside import is_folder, leads_out, read_at_most, remove
+from zero8.files.manifest import LARGEST_SEQUENCE, MANIFEST, MARKER, Manifest, paths_in
+
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+"""Files beside tags that name the tag to load, and the universal checkpoint to load."""
+LIMIT_BYTES = 4096
+
+COMPLETE, INCOMPLETE, UNVERIFIED, DAMAGED = "complete", "incomplete", "unverified", "damaged"
+
+
+@dataclass(frozen=True)
+class Tag:
+    """A tag, without its files.
+
+    Attributes:
+        name: of the folder.
+        state: COMPLETE; INCOMPLETE: saving or deleting it was interrupted; UNVERIFIED: saved
+            without zero8; DAMAGED: its manifest cannot be read.
+        sequence: its sequence number; 0 if unknown.
+        problem: if DAMAGED, the error of reading the manifest.
+    """
+
+    name: str
+    state: str
+    sequence: int
+    problem: str = ""
+
+
+def tag_at(folder: Path) -> Tag:
+    """Return the tag at an existing folder."""
+    folder = Path(folder)
+    try:
+        return Tag(folder.name, COMPLETE, Manifest.read(folder).sequence)
+    except FileNotFoundError:
+        if not os.path.lexists(folder / MARKER):
+            return Tag(folder.name, UNVERIFIED, 0)
+    except (OSError, ValueError) as error:
+        return Tag(folder.name, DAMAGED, 0, str(error))
+    sequence = _marker(folder).get("sequence")
+    if not (type(sequence) is int and 0 <= sequence <= LARGEST_SEQUENCE):
+        sequence = 0  # it only orders tags
+    return Tag(folder.name, INCOMPLETE, sequence)
+
+
+def tags_in(folder: Path) -> list[Tag]:
+    """Return the tags of a folder, sorted by sequence number."""
+    found = [tag_at(path) for path in Path(folder).iterdir() if is_folder(path)]
+    return sorted(found, key=lambda tag: (tag.sequence, tag.name))
+
+
+def complete_tags(folder: Path) -> list[Tag]:
+    """Return the complete tags of a folder, the newest last."""
+    return [tag for tag in tags_in(folder) if tag.state == COMPLETE]
+
+
+def whole_tags(folder: Path) -> list[Tag]:
+    """Return the complete tags whose files are all there with their sizes, the newest last."""
+    return [tag for tag in tags_in(folder) if _is_whole(folder, tag)]
+
+
+def next_sequence(folder: Path) -> int:
+    """Return the sequence number for the next tag of a folder.
+
+    Raises:
+        ValueError: if a tag has the largest one.
+    """
+    tags = tags_in(folder)
+    if tags and tags[-1].sequence == LARGEST_SEQUENCE:
+        raise ValueError(
+            f"{Path(folder, tags[-1].name)}: got sequence {LARGEST_SEQUENCE}, the largest; delete "
+            "this tag, or save into another folder"
+        )
+    return 1 + (tags[-1].sequence if tags else 0)
+
+
+def begin(
+    folder: Path, sequence: int, note: str = "", is_part: Callable[[str], bool] = lambda path: True
+) -> None:
+    """Mark a new or existing tag incomplete, and delete the files of its earlier save, if any.
+
+    Files of a tag that was saved without zero8 stay.
+
+    Args:
+        folder: of the tag; its parent must exist.
+        sequence: from `next_sequence`.
+        note: kept in the marker.
+        is_part: whether an unlisted file belongs to an earlier save, by its path.
+
+    Raises:
+        ValueError: if the tag is a symbolic link, or has one in place of a part, through which the
+            save would write; nothing is changed then.
+    """
+    if folder.is_symlink():
+        raise ValueError(
+            f"{folder}: got a symbolic link, expected a folder for the tag; remove it, or name "
+            "another tag"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    sync_folder(folder.parent)
+    present, earlier = list(paths_in(folder)), []
+    if tag_at(folder).state != UNVERIFIED:
+        earlier = [path for path in present if is_part(path)]
+    with suppress(FileNotFoundError, ValueError):
+        earlier += [file.path for file in Manifest.read(folder).files]
+    # A link may be in the place of a part, or of a folder of parts.
+    parts = [path for path in present if is_part(path) or is_part(f"{path}/")]
+    _check_no_links(folder, [*parts, *earlier])
+    _make_incomplete(folder, sequence, note)
+    for path in earlier:
+        remove(folder, path)
+    for parent, _, _ in os.walk(folder, topdown=False):  # DeepSpeed requires some not to exist
+        with suppress(OSError):  # not empty
+            os.rmdir(parent)
+
+
+def abandon(folder: Path) -> None:
+    """Remove the marker of a tag that will get no manifest, which makes it unverified."""
+    (folder / MARKER).unlink(missing_ok=True)
+
+
+def note_of(folder: Path) -> str | None:
+    """Return the note in the marker of a tag, None without a marker."""
+    return _marker(folder).get("note")
+
+
+def end(folder: Path, manifest: Manifest) -> None:
+    """Make a tag complete; all of its files must be on the disk."""
+    manifest.write(folder)
+    with suppress(OSError):  # a marker beside a manifest is ignored
+        (folder / MARKER).unlink()
+
+
+def read_latest(folder: Path, name: str = LATEST) -> str | None:
+    """Return the tag that a folder's `latest` names, None without such a file.
+
+    Raises:
+        ValueError: if its content is not a tag's name.
+    """
+    path = Path(folder, name)
+    try:
+        text = read_at_most(folder, name, LIMIT_BYTES).decode().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: damaged, expected the name of a tag: {error}") from error
+    if leads_out(text) or not text.isprintable():
+        raise ValueError(f"{path}: damaged, got {text[:80]!r}, expected the name of a tag")
+    return PurePosixPath(text).as_posix()  # strips "./" and a trailing slash
+
+
+def folder_of(folder: Path, tag: str) -> Path | None:
+    """Return the folder of a tag, None if it does not exist or is reached through a link."""
+    if leads_out(tag):
+        return None
+    path = Path(folder)
+    for part in PurePosixPath(tag).parts:
+        path /= part
+        if not is_folder(path):
+            return None
+    return path
+
+
+def write_latest(folder: Path, tag: str, name: str = LATEST) -> None:
+    """Have a folder's `latest` name a tag."""
+    write_atomically(Path(folder, name), tag.encode())
+
+
+def prune(folder: Path, keep: int) -> list[str]:
+    """Delete the oldest complete tags, and incomplete ones older than the newest complete tag.
+
+    Never deletes the tag that `latest` names, tags saved without zero8, tags whose manifest is
+    damaged, tags with missing files or files of another size, and links.  Contents of files are not
+    verified.
+
+    Args:
+        folder: of the tags; the caller holds its lock.
+        keep: number of complete tags to keep, at least 1.
+
+    Returns:
+        The names of the deleted tags.
+
+    Raises:
+        ValueError: if `keep` is less than 1, or `latest` is damaged.
+        OSError: if something cannot be deleted.
+    """
+    if keep < 1:
+        raise ValueError(f"keep: got {keep}, expected 1 or more")
+    latest = read_latest(folder)
+    found = tags_in(folder)
+    complete = [tag for tag in found if _is_whole(folder, tag)]
+    if not complete:
+        return []
+    newest = complete[-1].sequence
+    torn = [tag for tag in found if tag.state == INCOMPLETE and tag.sequence < newest]
+    kept = PurePosixPath(latest or "").parts[:1]  # `latest` can name a folder in a folder
+    doomed = [tag for tag in torn + complete[:-keep] if tag.name not in kept]
+    for tag in doomed:
+        _delete(Path(folder, tag.name), tag.sequence)
+    return [tag.name for tag in doomed]
+
+
+def _is_whole(folder: Path, tag: Tag) -> bool:
+    path = Path(folder, tag.name)
+    return tag.state == COMPLETE and Manifest.read(path).is_there(path)
+
+
+def _check_no_links(folder: Path, paths: list[str]) -> None:
+    """Raise ValueError if one of these paths is a symbolic link, or leads through one."""
+    folders = {str(up) for path in paths for up in PurePosixPath(path).parents}
+    for path in sorted(folders.union(paths) - {"."}):
+        if os.path.islink(folder / path):
+            raise ValueError(
+                f"{folder / path}: got a symbolic link in the folder of a tag that is to be saved, "
+                "expected none; remove it"
+            )
+
+
+def _make_incomplete(folder: Path, sequence: int, note: str) -> None:
+    write_atomically(folder / MARKER, json.dumps({"sequence": sequence, "note": note}).encode())
+    (folder / MANIFEST).unlink(missing_ok=True)
+    sync_folder(folder)
+
+
+def _delete(folder: Path, sequence: int) -> None:
+    for _ in paths_in(folder):  # raises before anything is deleted, if folders are too deep
+        pass
+    _make_incomplete(folder, sequence, "is being deleted")
+    for path in folder.iterdir():
+        if path.name != MARKER:
+            if is_folder(path):
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    (folder / MARKER).unlink()
+    folder.rmdir()
+
+
+def _marker(folder: Path) -> dict[str, Any]:
+    """Return the content of a tag's marker, {} if it cannot be read."""
+    try:
+        found = json.loads(read_at_most(Path(folder), MARKER, LIMIT_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

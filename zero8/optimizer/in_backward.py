@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps in the backward: each parameter steps as soon as its gradient arrives and frees it.
+
+On the CPU a separate thread steps while the backward goes on; on a GPU the step joins the stream
+of the gradient.  A forked process lacks that thread, and its backward waits for each step.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from zero8.optimizer.turns import extents_of, turns_of
+from zero8.state.extent import local
+from zero8.state.weights import values_of
+
+USED = (
+    "step_in_backward has stepped with this gradient and freed it.  It rules out whatever needs "
+    "gradients after the backward or across backwards: clipping by the norm of all gradients, "
+    "GradScaler, gradient accumulation (except FSDP2's set_requires_gradient_sync).  Call remove() "
+    "on the object that step_in_backward returned to get gradients again"
+)
+
+MOST_WAITING_BYTES = 1 << 30
+"""The backward blocks while queued gradients exceed this many bytes."""
+
+TakeStep = Callable[[Tensor, Tensor], None]
+"""Takes the step of a parameter, from the parameter and its gradient."""
+
+
+class UsedGradient(Tensor):
+    """Replaces a gradient that has been used: every operation on it raises RuntimeError.
+
+    With None instead, gradient clipping would silently do nothing.
+    """
+
+    @staticmethod
+    def __new__(cls, grad: Tensor) -> "UsedGradient":
+        """Return the replacement of a gradient."""
+        return Tensor._make_wrapper_subclass(cls, grad.shape, dtype=grad.dtype, device=grad.device)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has a keyword
+        """Return a constant; torch's would read values."""
+        return "UsedGradient()"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares its C function's signature
+        cls, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> NoReturn:
+        """Raise RuntimeError."""
+        raise RuntimeError(USED)
+
+
+class InBackward:
+    """The hooks of an optimizer whose parameters step in the backward, and their pending steps."""
+
+    def __init__(self, take_step: TakeStep):
+        """Start without parameters."""
+        self._take_step = take_step
+        self._hooks: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
+        self._pending: list[Future[None]] = []
+        self._used: list[Tensor] = []
+        self._waiting_bytes, self._room = 0, threading.Condition()
+        self._process = os.getpid()  # the worker is its thread; forks lack it
+        self._worker: ThreadPoolExecutor | None = ThreadPoolExecutor(
+            1, "zero8-step", torch.set_num_threads, (torch.get_num_threads(),)
+        )
+
+    def watch(self, params: Iterable[Tensor]) -> None:
+        """Step also these parameters from the next backward on."""
+        if self._worker is None:
+            return
+        for p in params:
+            if p not in self._hooks and p.requires_grad and not is_lazy(p):
+                self._hooks[p] = p.register_post_accumulate_grad_hook(self._step)
+
+    def remove(self) -> None:
+        """Finish pending steps, and remove the hooks."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        self.finish()
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+
+    def wait(self) -> None:
+        """Wait for pending steps; raise the first exception that one has raised."""
+        pending, self._pending = self._pending, []
+        if os.getpid() != self._process and not all(one.done() for one in pending):
+            raise RuntimeError(
+                "this process was forked while its parent took steps in the backward, which are "
+                "missing here; fork after optimizer.step()"
+            )
+        for error in [one.exception() for one in pending]:
+            if error is not None:
+                raise error
+
+    def finish(self) -> None:
+        """Wait for pending steps, and clear used gradients for the next backward."""
+        used, self._used = self._used, []
+        for p in used:
+            p.grad = None
+        self.wait()
+
+    def _step(self, p: Tensor) -> None:
+        if (grad := p.grad) is None:
+            return
+        p.grad = UsedGradient(grad)
+        self._used.append(p)
+        if p.device.type != "cpu" or os.getpid() != self._process:
+            self._take_step(p, grad)
+            if (mine := local(grad)).is_cuda:
+                # Its stream may be another one, which reuses its memory as soon as it is freed.
+                mine.record_stream(torch.cuda.current_stream(mine.device))
+            return
+        assert self._worker is not None, "the hooks are removed before it ends"
+        num_bytes, arrival = local(grad).nbytes, arrival_of_gradient(p)
+        with self._room:
+            self._room.wait_for(lambda: self._has_room_for(num_bytes))
+            self._waiting_bytes += num_bytes
+        self._pending.append(self._worker.submit(self._step_waiting, p, grad, num_bytes, arrival))
+
+    def _has_room_for(self, num_bytes: int) -> bool:
+        return not self._waiting_bytes or self._waiting_bytes + num_bytes <= MOST_WAITING_BYTES
+
+    def _step_waiting(
+        self, p: Tensor, grad: Tensor, num_bytes: int, arrival: torch.cuda.Event | None
+    ) -> None:
+        try:
+            if arrival is not None:
+                # On its GPU: otherwise this thread would create a context on the first one.
+                with torch.cuda.device(arrival.device):
+                    arrival.synchronize()
+            self._take_step(p, grad)
+        finally:
+            with self._room:
+                self._waiting_bytes -= num_bytes
+                self._room.notify()
+
+
+def arrival_of_gradient(p: Tensor) -> torch.cuda.Event | None:
+    """Return the event after which the gradient of a parameter on the CPU can be read, or None.
+
+    With CPUOffloadPolicy, FSDP2 copies gradients from the GPU to page-locked memory, and before
+    PyTorch 2.13 it calls hooks while the copy is pending on their current stream.
+    """
+    mesh = getattr(p, "device_mesh", None)
+    if mesh is None or mesh.device_type != "cuda":
+        return None
+    event = torch.cuda.Event(blocking=True)  # the worker sleeps
+    event.record()
+    return event
+
+
+def check_model(model: nn.Module, params: Sequence[Tensor]) -> None:
+    """Raise ValueError unless gradients of these parameters are final when they arrive."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "step_in_backward: got a model in DistributedDataParallel, which sums gradients over "
+            "ranks in buckets after they have arrived; expected FSDP2 (fully_shard) or one process"
+        )
+    if any(getattr(p, "_fsdp_flattened", False) for p in params):
+        raise ValueError(
+            "step_in_backward: got parameters of FSDP1, whose gradients are sharded after they "
+            "have arrived; expected FSDP2 (fully_shard) or one process"
+        )
+    values = [values_of(p) for p in params if not is_lazy(p)]
+    addresses = np.array([one.data_ptr() for one in values], np.uint64)
+    if turns_of(addresses, extents_of(values)).any():
+        raise ValueError(
+            "step_in_backward: got parameters that share memory, so one would be stepped while the "
+            "backward still reads the other; expected one Parameter in both places, as tied "
+            "weights are"
+        )
+    theirs = {id(p) for p in model.parameters()}
+    if others := [p for p in params if id(p) not in theirs]:
+        raise ValueError(
+            f"step_in_backward: got {len(others)} parameters that are not the model's, the first "
+            f"of shape {tuple(others[0].shape)}; expected an optimizer of the model as it is "
+            "trained: make it after fully_shard, and not for DeepSpeed, which steps flat buffers"
+        )

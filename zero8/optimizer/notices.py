@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs properties of a new optimizer that users might not expect."""
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from zero8.environment import numbers
+from zero8.state import float32_modules
+from zero8.state.params import ParamInfo
+from zero8.state.settings import Settings
+from zero8.state.tell import tell_once
+
+FLOAT32_SHARE_TO_WARN = 0.01
+"""The share of elements with float32 moments above which they are logged as a warning."""
+
+logger = logging.getLogger("zero8")
+
+
+def log_float32_shares(settings: Settings, infos: Collection[ParamInfo]) -> None:
+    """Log the share of elements that keep float32 moments, and patterns that match no name."""
+    names = [info.name or "" for info in infos]
+    for pattern in settings.policy.patterns_without(names):
+        near = settings.policy.nearest(pattern, names)
+        logger.warning(
+            "zero8: fp32_params: no parameter has a name that matches %r%s",
+            pattern,
+            f"; names like it: {', '.join(near)}" if near else "",
+        )
+    shares = settings.policy.float32_shares(
+        (info.name, info.shape, info.why_float32) for info in infos
+    )
+    if not shares or numbers.rank() > 0:
+        return
+    whole = sum(shares.values())
+    causes = ", ".join(f"{cause}: {share:.1%}" for cause, share in shares.items())
+    # Norms and biases alone, which every model has, need no warning.
+    logger.log(
+        logging.WARNING if whole > FLOAT32_SHARE_TO_WARN else logging.INFO,
+        "zero8: %.1f %% of the elements keep float32 moments (%s): memory_report() lists them",
+        100 * whole,
+        causes,
+    )
+
+
+def warn_of_copied_embeddings(settings: Settings, infos: Collection[ParamInfo]) -> None:
+    """Warn of a parameter that may be a copy of the weight of a `zero8.StableEmbedding`.
+
+    Some programs give the optimizer float32 copies, which are in no module.
+    """
+    if numbers.rank() > 0 or any(info.why_float32 == float32_modules.REASON for info in infos):
+        return
+    shapes = {tuple(p.shape) for p in float32_modules.params() if p.requires_grad}
+    for info in infos:
+        if info.shape in shapes and settings.decide(info).grid is not None:
+            logger.warning(
+                "zero8: parameter %s has the shape of the weight of a StableEmbedding, but is "
+                "another tensor, and gets 8-bit moments; if it is a copy of that weight, name it "
+                "in fp32_params",
+                info.label,
+            )
+
+
+def warn_of_missing_decay(options: Mapping[str, Any]) -> None:
+    """Warn that weight_decay is 0 by default, whereas torch's AdamW decays."""
+    if numbers.rank() == 0 and options.get("decoupled_weight_decay"):
+        tell_once(
+            "zero8: weight_decay is not given and is 0, where torch's AdamW has 0.01: pass "
+            "weight_decay=0.01 to decay as it does, or weight_decay=0"
+        )
+
+
+def tell_of_l2(class_name: str, options: Mapping[str, Any]) -> None:
+    """Say if a DeepSpeed config asks for Adam instead of AdamW."""
+    if numbers.rank() == 0 and not options["decoupled_weight_decay"]:
+        tell_once(
+            f"zero8: adam_w_mode is false, so {class_name} adds the weight decay to the gradient; "
+            "DeepSpeed's AdamW ignores the key.  To go on as it does, leave adam_w_mode out"
+        )

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a step: how its parameters are divided among calls; kept between steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from zero8.op.devices import kernel_on
+from zero8.op.kernel import CpuKernel
+from zero8.optimizer import muon_step as muon
+from zero8.optimizer import widened
+from zero8.optimizer.batch import Batch
+from zero8.optimizer.call import Call, How, in_float32, in_one
+from zero8.optimizer.entry import Entry
+from zero8.optimizer.turns import extents_of, turns_of
+from zero8.spec.algorithm import Algorithm
+
+
+@dataclass(eq=False)
+class Plan:
+    """What is kept of a step over certain parameters.
+
+    Attributes:
+        keys: of all of their states, as the stepper reads them.
+        seen: their values, gradients and contents, like `Entry.seen`.
+        is_plain: whether all entries are.
+        extents: the bytes that each parameter spans.
+        addresses: of the parameters when `turns` were found, as bytes.
+        turns: the turn of each (`zero8.optimizer.turns`).
+        calls: the calls, in order.
+    """
+
+    entries: list[Entry]
+    keys: object
+    seen: np.ndarray
+    is_plain: bool
+    extents: np.ndarray
+    addresses: bytes
+    turns: np.ndarray
+    calls: list[Call]
+    is_on_gpus: bool
+
+
+def planned(batch: Batch, entries: list[Entry], keys: object) -> Plan:
+    """Return the plan for a batch; see `calls_of`."""
+    seen = [one.seen for one in entries]
+    together = [rows[at] for at in (slice(0, 1), slice(1, 2), slice(2, None)) for rows in seen]
+    addresses, extents = batch.addresses()[0], extents_of(batch.values)
+    turns = turns_of(addresses, extents)
+    calls = calls_of(batch, entries, turns)
+    return Plan(
+        entries=entries,
+        keys=keys,
+        seen=np.concatenate(together),
+        is_plain=all(one.is_plain for one in entries),
+        extents=extents,
+        addresses=addresses.tobytes(),
+        turns=turns,
+        calls=calls,
+        is_on_gpus=any(not isinstance(call.kernel, CpuKernel) for call in calls),
+    )
+
+
+def calls_of(batch: Batch, entries: Sequence[Entry], turns: np.ndarray) -> list[Call]:
+    """Return the calls of a step.
+
+    The contiguous parameters of one device and algorithm step together; INT8 weights apart where no
+    kernel takes them; those that share memory with earlier ones in further turns.  A parameter that
+    is in the batch twice, as tied weights may be, steps once.  Blocks are defined in the logical
+    order of the elements: a parameter in another layout, such as channels_last, steps on a copy, by
+    itself.
+    """
+    together: dict[tuple[int, int, Algorithm, bool, int], list[int]] = {}
+    known: set[Entry] = set()
+    for place, (value, entry) in enumerate(zip(batch.values, entries, strict=True)):
+        if entry in known:
+            continue
+        known.add(entry)
+        is_widened = value.dtype == torch.int8 and widened.is_widened(value.device)
+        itself = -1 if entry.seen["contiguous"][0] else place
+        device = int(entry.seen["kind"][0]) >> 32
+        key = int(turns[place]), device, entry.algorithm, is_widened, itself
+        together.setdefault(key, []).append(place)
+    return [
+        _call(batch, [entries[place] for place in places], places, _how(algorithm, is_widened))
+        for (_, _, algorithm, is_widened, _), places in sorted(
+            together.items(), key=lambda item: item[0][0]
+        )
+    ]
+
+
+def _how(algorithm: Algorithm, is_widened: bool) -> How:
+    if is_widened:
+        return in_float32
+    return muon.of_matrices if algorithm.is_of_matrices else in_one
+
+
+def _call(batch: Batch, entries: list[Entry], places: list[int], how: How) -> Call:
+    kept = np.concatenate([one.kept for one in entries])
+    kept["owner"] = np.repeat(np.arange(len(entries)), [len(one.records) for one in entries])
+    algorithm, device = entries[0].algorithm, batch.values[places[0]].device
+    return Call(
+        algorithm=algorithm,
+        entries=entries,
+        places=places,
+        is_all=len(places) == len(batch.params),
+        is_in_order=all(one.seen["contiguous"][:2].all() for one in entries),
+        device=device,
+        kernel=kernel_on(device),
+        how=how,
+        records=np.concatenate([one.records for one in entries]),
+        kept=kept,
+    )
