@@ -160,7 +160,7 @@ struct Numbers {
   int32_t unused;  // 0
 };
 
-// What a step asks of a tensor: zero8/op/describe.py.
+// What a step asks of a tensor: described in zero8/op/kernel.py.
 struct TensorRecord {
   uint64_t data;
   int64_t numel;

@@ -15,7 +15,6 @@ from benchmarks.states import plain_tensors
 from benchmarks.step.peers import CUDA_VARIANTS, PEERS, VARIANTS, Variant
 from zero8 import bench
 from zero8.bench import COLUMNS
-from zero8.op import kernel
 from zero8.optimizer.elementwise import OPTIMIZERS
 from zero8.spec.adam import ADAM
 from zero8.spec.ademamix import ADEMAMIX
@@ -181,7 +180,7 @@ def copies(contenders: Sequence[Contender], device: str) -> list[Contender]:
 
 
 def _cpu_copy(one: Contender) -> Callable[[], object]:
-    return partial(kernel.copy, one.param, one.param.grad, one.states)
+    return partial(bench.copy, one.param, one.param.grad, one.states)
 
 
 def _gpu_copy(one: Contender) -> Callable[[], object]:

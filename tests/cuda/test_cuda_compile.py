@@ -14,7 +14,7 @@ from needs import need_nvcc, need_nvrtc
 from places import ROOT
 
 from zero8.op import cuda_compile
-from zero8.op.launch import kernel_of
+from zero8.op.cuda import kernel_of
 from zero8.spec.algorithms import ALGORITHMS
 
 # Each takes a minute to compile for.
@@ -39,9 +39,9 @@ def compiled(tmp_path_factory):
     def compile_for(architecture):
         folder = tmp_path_factory.mktemp("nvcc")
         need_nvcc()
-        command = cuda_compile.nvcc_command(cuda_compile.nvcc(), [architecture])
-        command += ["-Werror", "all-warnings", "-Xptxas=-v", "--keep", f"--keep-dir={folder}"]
-        command += ["-c", cuda_compile.program(), "-o", folder / "step.o"]
+        options = ["-Werror", "all-warnings", "-Xptxas=-v", "--keep", f"--keep-dir={folder}"]
+        options += ["-c", "-o", str(folder / "step.o")]
+        command = cuda_compile.nvcc_command(cuda_compile.nvcc(), architecture, *options)
         done = subprocess.run(command, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr
         (ptx,) = folder.glob("*.ptx")
@@ -219,7 +219,7 @@ def test_cuda_nvrtc_ptx_has_ieee_arithmetic_only():
     need_nvrtc()
     from cupy.cuda import nvrtc
 
-    folders = [*cuda_compile.include_folders(), ROOT / "csrc" / "cuda" / "nvrtc"]
+    folders = [ROOT / "csrc", ROOT / "csrc" / "cuda" / "nvrtc"]
     program = nvrtc.createProgram(cuda_compile.program().read_text(), "step.cu", (), ())
     options = [*cuda_compile.FLAGS, "-arch=compute_90", *(f"-I{folder}" for folder in folders)]
     nvrtc.compileProgram(program, options)

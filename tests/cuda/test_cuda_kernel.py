@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import halves
+import kernel_steps
 import numpy as np
 import pytest
 import torch
@@ -35,10 +36,9 @@ from segments import (
     set_phases,
     tensors,
 )
+from shared_numbers import scalars_dtype
 
-from zero8.op import kernel
-from zero8.op.launch import Launch
-from zero8.op.structs import scalars_dtype
+from zero8.op.cuda import Launch
 from zero8.spec import arithmetic as ieee
 from zero8.spec.adam import ADAM
 from zero8.spec.ademamix import ADEMAMIX
@@ -124,7 +124,7 @@ def advance(segments: list[Segment], mine: list[Segment], hyper: dict, count: in
 def assert_follows_cpu(host: Host, segments: list[Segment], hyper: dict, count=3, **options):
     mine = [copied(segment) for segment in segments]
     for step in advance(segments, mine, hyper, count):
-        wanted = kernel.step(segments)
+        wanted = kernel_steps.step(segments)
         got = host.step(mine, backwards=step % 2 == 0, **options)
         for number, pair in enumerate(zip(mine, segments, strict=True)):
             assert_same(*pair, f"step {step}, segment {number}")
@@ -176,7 +176,7 @@ def test_cuda_step_segments_keep_their_own_scalars(host):
     for number, segment in enumerate(segments):
         segment.grad.copy_(gradient(number % 2, segment.grad.numel(), number) + 1 / 64)
     mine = [copied(segment) for segment in segments]
-    assert kernel.step(segments) == host.step(mine)
+    assert kernel_steps.step(segments) == host.step(mine)
     for number, pair in enumerate(zip(mine, segments, strict=True)):
         assert_same(*pair, f"segment {number}")
 
@@ -194,7 +194,7 @@ def test_cuda_step_log_blocks_between_narrow_and_wide_equal_the_cpu(host, block_
     largest = torch.exp2(torch.linspace(0.0, 1.0, 40))
     segment.grad.copy_(near_joint(largest, block_size, seed=2).flatten())
     mine = copied(segment)
-    kernel.step([segment])
+    kernel_steps.step([segment])
     host.step([mine])
     assert_same(mine, segment, f"blocks of {block_size}")
     assert 0.2 < (moment_of(segment, "exp_avg").scales < 0).float().mean() < 0.8
@@ -237,7 +237,7 @@ def test_cuda_step_moment_that_is_no_number_leaves_its_block_as_it_was(host, cod
     for poison in (math.nan, math.inf, -1.0):
         segment = make(codec, Place((6, 300), 256, 0, 1800), scalars_at(1, ADAMW))
         segment.grad.copy_(gradient(0, 1800, seed=1))
-        kernel.step([segment])
+        kernel_steps.step([segment])
         poison_moment(segment, which, poison)
         assert_follows_cpu(host, [segment], ADAMW)
 
@@ -258,7 +258,7 @@ def test_cuda_step_nonfinite_gradient_leaves_its_block_as_it_was(host, codec, po
             for one in pair:
                 one.grad[number :: 3 * block_size + 1] = poison
         before = copied(segments[0])
-        wanted = kernel.step(segments)
+        wanted = kernel_steps.step(segments)
         assert host.step(mine) == wanted
         assert wanted[0] > 1
         assert (segments[0].param == before.param).any()
@@ -273,7 +273,7 @@ def test_cuda_step_every_half_steps_as_the_same_number_in_float32_on_the_cpu(hos
     beyond = halves.among_finite(halves.BEYOND, row_length).flatten()
     for grad, nonfinite in ((halves.FINITE, 0), (beyond, 2 * 2048)):
         half, wide = halves.segments_of(None, grad, row_length, ADAMW)
-        assert host.step([half]) == kernel.step([wide]) == [nonfinite]
+        assert host.step([half]) == kernel_steps.step([wide]) == [nonfinite]
         assert_same(half, wide, f"rows of {row_length}")
 
 
@@ -285,7 +285,7 @@ def test_cuda_step_writes_nothing_beside_its_segment(host, codec, dtype):
         place = Place((3, 300), 256, 296, numel)
         segment = make(codec, place, scalars_at(1, ADAMW), dtype)
         segment.grad.copy_(gradient(0, numel, seed=numel))
-        assert_steps_inside(segment, kernel.step, host.step, f"{numel} elements")
+        assert_steps_inside(segment, kernel_steps.step, host.step, f"{numel} elements")
 
 
 def at_the_end(x: torch.Tensor) -> torch.Tensor:
@@ -319,7 +319,7 @@ def step_at_the_end_of_memory(folder: str) -> None:
                 ]
                 ends = {name: at_the_end(getattr(segment, name)) for name in ("param", "grad")}
                 mine = replace(segment, **ends, moments=moments)
-                kernel.step([segment])
+                kernel_steps.step([segment])
                 host.step([mine])
                 assert_same(mine, segment, f"{codec}, {dtypes}, {numel} elements")
     print("stepped")
@@ -368,12 +368,12 @@ def test_cuda_step_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_oth
             for moment in near.moments
         ],
     )
-    launch = Launch.of(*kernel.packed([far]))
+    launch = Launch.of(*kernel_steps.packed([far]))
     assert launch.num_blocks == rows
     # As if the list began so far before its first block that two are left.
     first_blocks = np.array([2 - rows, 2], np.int64)
     host.launch(replace(launch, num_blocks=2), first_blocks=first_blocks.ctypes.data)
-    kernel.step([near])
+    kernel_steps.step([near])
     for name, value in tensors(near).items():
         assert torch.equal(tensors(far)[name][-len(value) :], value), name
     assert not tensors(far)["exp_avg"][:1000].any()
@@ -426,7 +426,8 @@ def assert_edge(got: torch.Tensor, wanted: torch.Tensor) -> None:
 def test_cuda_launch_flushes_scalars():
     """The kernel takes them as they are."""
     segment = make("log", places(256)[0], scalars_at(1, HYPERS["subnormal scalars"]))
-    records, scalars = kernel.packed([segment])
+    records, scalars = kernel_steps.packed([segment])
+    scalars = scalars.view(scalars_dtype(ADAM))
     scalars["step_size"] = 1e-40
     launch = Launch.of(records, scalars)
     got = launch.table[launch.scalars_at :].view(scalars_dtype(ADAM))
@@ -441,7 +442,7 @@ def test_cuda_launch_counts_the_blocks_that_segments_touch():
         for block_size in BLOCK_SIZES
         for place in places(block_size)
     ]
-    launch = Launch.of(*kernel.packed(segments))
+    launch = Launch.of(*kernel_steps.packed(segments))
     touched = [one.grid.num_blocks_touched(one.first, one.param.numel()) for one in segments]
     first_blocks = launch.table[launch.first_blocks_at : launch.scalars_at].view(np.int64)
     assert np.diff(first_blocks).tolist() == touched
@@ -452,7 +453,7 @@ def test_cuda_launch_counts_the_blocks_that_segments_touch():
 @codec_names
 def test_cuda_launch_takes_the_maps_of_codecs_that_have_some(codec):
     segment = make(codec, places(64)[0], scalars_at(1, ADAMW))
-    launch = Launch.of(*kernel.packed([segment]))
+    launch = Launch.of(*kernel_steps.packed([segment]))
     assert launch.uses_maps == (codec in ("dynamic", "linear4"))
 
 
@@ -460,7 +461,7 @@ def test_cuda_launch_takes_the_maps_of_codecs_that_have_some(codec):
 def test_cuda_launch_has_barriers_for_its_teams_and_threads_for_their_registers(block_size):
     """csrc/cuda/team.h has two barriers, for teams of several warps."""
     segment = make("log", places(block_size)[0], scalars_at(1, ADAMW))
-    launch = Launch.of(*kernel.packed([segment]))
+    launch = Launch.of(*kernel_steps.packed([segment]))
     assert launch.team_threads == max(32, block_size // 8)
     assert launch.team_threads == 32 or launch.teams <= 2
     assert 128 <= launch.team_threads * launch.teams <= 512

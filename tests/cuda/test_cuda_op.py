@@ -3,11 +3,13 @@
 
 from dataclasses import replace
 
+import kernel_steps
+import numpy as np
 import pytest
 import torch
 from segments import CODEC_NAMES, Place, assert_same, copied, gradient, make, scalars_at
 
-from zero8.op import cuda, cuda_compile, kernel
+from zero8.op import cuda, cuda_compile
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -29,9 +31,9 @@ def segments_of(block_size: int) -> list:
 def test_cuda_op_step_equals_the_cpu(gpu, block_size):
     segments = segments_of(block_size)
     mine = [copied(segment) for segment in segments]
-    wanted = kernel.step(segments)
-    counts = cuda.step(mine, backend="nvrtc")
-    assert counts.dtype == torch.int64 and counts.tolist() == wanted and sum(wanted) == 2
+    wanted = kernel_steps.step(segments)
+    counts = kernel_steps.step_on_gpu(mine, backend="nvrtc").read()
+    assert counts.dtype == np.int64 and counts.tolist() == wanted and sum(wanted) == 2
     for number, pair in enumerate(zip(mine, segments, strict=True)):
         assert_same(*pair, f"segment {number}")
     assert gpu.compiled == [(90, "nvrtc")]
@@ -40,13 +42,13 @@ def test_cuda_op_step_equals_the_cpu(gpu, block_size):
 def test_cuda_op_is_compiled_and_loaded_once_for_a_device(gpu):
     segments = segments_of(256)
     for _ in range(3):
-        cuda.step(segments)
+        kernel_steps.step_on_gpu(segments)
     assert gpu.compiled == [(90, "auto")]
 
 
 def test_cuda_op_backend_of_the_environment_is_the_default(gpu, monkeypatch):
     monkeypatch.setenv("ZERO8_CUDA_BACKEND", "nvrtc")
-    cuda.step(segments_of(256))
+    kernel_steps.step_on_gpu(segments_of(256))
     assert gpu.compiled == [(90, "nvrtc")]
 
 
@@ -55,17 +57,17 @@ def test_cuda_op_tensor_on_another_device_raises_before_any_change(gpu):
     before = [copied(segment) for segment in segments]
     elsewhere = replace(segments[1], grad=segments[1].grad.to("meta"))
     with pytest.raises(ValueError, match="grad: got a tensor on meta, expected one on cpu"):
-        cuda.step([segments[0], elsewhere])
+        kernel_steps.step_on_gpu([segments[0], elsewhere])
     assert_same(segments[0], before[0], "unchanged")
 
 
 def test_cuda_op_error_of_the_driver_is_raised_with_its_text(gpu, monkeypatch):
     monkeypatch.setattr(cuda_compile, "machine_code", lambda architecture, backend: b"text")
     with pytest.raises(RuntimeError, match="cuModuleLoadData failed: no machine code"):
-        cuda.step(segments_of(256))
+        kernel_steps.step_on_gpu(segments_of(256))
 
 
 def test_cuda_op_on_the_cpu_is_refused():
     cuda.cuda_kernel.cache_clear()
     with pytest.raises((ValueError, AssertionError, RuntimeError), match=r"(?i)cuda|nvidia"):
-        cuda.step(segments_of(256))
+        kernel_steps.step_on_gpu(segments_of(256))

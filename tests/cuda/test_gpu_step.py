@@ -4,6 +4,7 @@
 import contextlib
 from dataclasses import replace
 
+import kernel_steps
 import pytest
 import torch
 from segments import (
@@ -18,7 +19,7 @@ from segments import (
 )
 from test_cuda_kernel import BLOCK_SIZES, DTYPES, HYPERS, advance, places
 
-from zero8.op import cuda, cuda_compile, kernel
+from zero8.op import cuda_compile
 from zero8.spec.segment import Segment
 
 pytestmark = [
@@ -74,11 +75,11 @@ def assert_same_numbers(got: Segment, wanted: Segment, label: str) -> None:
 def assert_follows_cpu(segments: list[Segment], hyper: dict, count=3, backend="auto") -> None:
     mine = [moved(segment, "cuda") for segment in segments]
     for step in advance(segments, mine, hyper, count):
-        wanted = kernel.step(segments)
-        counts = cuda.step(mine, backend)
+        wanted = kernel_steps.step(segments)
+        counts = kernel_steps.step_on_gpu(mine, backend)
         for number, (ours, theirs) in enumerate(zip(mine, segments, strict=True)):
             assert_same_numbers(ours, theirs, f"step {step}, segment {number}")
-        assert counts.tolist() == wanted
+        assert counts.read().tolist() == wanted
 
 
 @pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")
@@ -118,7 +119,7 @@ def test_gpu_step_large_segments_equal_the_cpu_and_repeat():
     results = []
     for _ in range(10):
         again = [moved(segment, "cuda") for segment in start]
-        cuda.step(again)
+        kernel_steps.step_on_gpu(again)
         results.append([moved(segment, "cpu") for segment in again])
     for result in results[1:]:
         for number, pair in enumerate(zip(result, results[0], strict=True)):
@@ -133,8 +134,8 @@ def test_gpu_step_nonfinite_gradient_leaves_its_block_as_it_was(codec):
         segment.grad[number :: 3 * 256 + 1] = torch.nan
     before = copied(segments[0])
     mine = [moved(segment, "cuda") for segment in segments]
-    wanted = kernel.step(segments)
-    assert cuda.step(mine).tolist() == wanted and wanted[0] > 1
+    wanted = kernel_steps.step(segments)
+    assert kernel_steps.step_on_gpu(mine).read().tolist() == wanted and wanted[0] > 1
     assert (segments[0].param == before.param).any()
     for number, (ours, theirs) in enumerate(zip(mine, segments, strict=True)):
         assert_same(moved(ours, "cpu"), theirs, f"segment {number}")
@@ -146,13 +147,13 @@ def test_gpu_step_runs_on_the_current_stream():
     mine = moved(segment, "cuda")
     grad = gradient(0, 2**21, seed=1)
     segment.grad.copy_(grad)
-    kernel.step([segment])
-    cuda.step([moved(segment, "cuda")])  # compiled and loaded
+    kernel_steps.step([segment])
+    kernel_steps.step_on_gpu([moved(segment, "cuda")])  # compiled and loaded
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(100_000_000)
         mine.grad.copy_(grad.pin_memory(), non_blocking=True)
-        cuda.step([mine])
+        kernel_steps.step_on_gpu([mine])
     stream.synchronize()
     assert_same(moved(mine, "cpu"), segment, "after the stream's work")
 
@@ -165,8 +166,8 @@ def test_gpu_step_results_around_the_smallest_normal_number_equal_the_cpu():
     target = 1 - 2.0**-22 + factors(place.numel, 0, 1, seed=1).abs().double() * 2.0**-23
     segment.param.copy_((target * 2.0**-126 / scalars.decay).float())
     mine = moved(segment, "cuda")
-    kernel.step([segment])
-    cuda.step([mine])
+    kernel_steps.step([segment])
+    kernel_steps.step_on_gpu([mine])
     assert (segment.param == 2.0**-126).sum() > 100 and (segment.param == 0).sum() > 100
     assert_same(moved(mine, "cpu"), segment, "smallest numbers")
 
@@ -175,5 +176,5 @@ def test_gpu_step_of_memory_on_the_cpu_is_refused():
     segment = make("log", places(256)[0], scalars_at(1, ADAMW))
     mine = moved(segment, "cuda")
     with pytest.raises(ValueError, match="grad: got a tensor on cpu, expected one on cuda:0"):
-        cuda.step([replace(mine, grad=segment.grad)])
+        kernel_steps.step_on_gpu([replace(mine, grad=segment.grad)])
     assert_same(moved(mine, "cpu"), segment, "unchanged")

@@ -3,6 +3,7 @@
 
 import ctypes
 
+import kernel_steps
 import numpy as np
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_dynamic_codes_equal_the_exact_nearest_entry(values):
     assert moment_of(wanted, "exp_avg").scales.unique().tolist() == [1.0]
     for isa in kernel.isas():
         segment = copied(start)
-        kernel.step([segment], isa=isa)
+        kernel_steps.step([segment], isa=isa)
         assert_same(segment, wanted, isa)
 
 
@@ -120,7 +121,7 @@ def test_dynamic_codes_decode_to_their_levels():
         moment.scales.fill_(1.0)
     for isa in kernel.isas():
         after = copied(segment)
-        kernel.step([after], isa=isa)
+        kernel_steps.step([after], isa=isa)
         assert torch.equal(
             moment_of(after, "exp_avg").values, moment_of(segment, "exp_avg").values
         ), isa

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gradient factor in a step has the bits of gradients that were multiplied before it."""
 
+import kernel_steps
 import pytest
 import torch
 from segments import CODEC_NAMES, Place, assert_same, copied, gradient, make, scalars_at
@@ -41,8 +42,8 @@ def assert_steps_alike(one, other, factor):
     multiply(other, factor)
     for isa in kernel.isas():
         mine, theirs = copied(one), copied(other)
-        counts = kernel.step([mine], isa=isa)
-        assert counts == kernel.step([theirs], isa=isa)
+        counts = kernel_steps.step([mine], isa=isa)
+        assert counts == kernel_steps.step([theirs], isa=isa)
         theirs.grad = mine.grad
         assert_same(mine, theirs, f"{isa}, factor {factor}")
 
@@ -98,7 +99,7 @@ def test_kernel_grad_factor_product_that_overflows_leaves_the_block(isa):
     one.grad.fill_(1.0)
     one.grad[300] = 2.0**30  # finite, and its product is beyond the limit of 2^63
     before = copied(one)
-    assert kernel.step([one], isa=isa) == [1]
+    assert kernel_steps.step([one], isa=isa) == [1]
     block = one.grid.block_numbers(one.first, one.param.numel())[0]
     kept = block == block[300]
     assert torch.equal(one.param[kept], before.param[kept])

@@ -4,6 +4,7 @@
 import math
 from functools import partial
 
+import kernel_steps
 import pytest
 import torch
 from moment_samples import MOMENTS, spread_values
@@ -64,7 +65,7 @@ def test_cuda_step_over_groups_of_rows_equals_the_cpu(host_kernel, codec):
     for step in steps(segments, ADAMW, 3):
         for ours, theirs in zip(mine, segments, strict=True):
             follow(ours, theirs)
-        assert host_kernel.step(mine) == kernel.step(segments)
+        assert host_kernel.step(mine) == kernel_steps.step(segments)
         for number, pair in enumerate(zip(mine, segments, strict=True)):
             assert_same(*pair, f"step {step}, segment {number}")
 
@@ -75,7 +76,7 @@ def test_kernel_step_over_a_short_group_writes_nothing_beside_its_segment(codec)
     for isa in kernel.isas():
         segment = make(codec, place, scalars_at(1, ADAMW))
         segment.grad.copy_(gradient(0, place.numel, seed=1))
-        step = partial(kernel.step, isa=isa)
+        step = partial(kernel_steps.step, isa=isa)
         assert_steps_inside(segment, step, step, isa)
 
 
@@ -87,7 +88,7 @@ def test_kernel_step_nonfinite_gradient_stops_its_group_of_rows_only(codec, elem
     segment.grad.fill_(1.0)
     segment.grad[element] = math.nan
     following, before = copied(segment), segment.param.clone()
-    assert kernel.step([segment]) == [1] and reference.step(following) == 1
+    assert kernel_steps.step([segment]) == [1] and reference.step(following) == 1
     assert_same(segment, following, "reference")
     same = (segment.param == before).nonzero().flatten().tolist()
     group = element // 256
@@ -107,7 +108,7 @@ CUTS = {
     "one element": ([700, 701], {2}),
 }
 STEPPERS = {
-    "kernel": kernel.step,
+    "kernel": kernel_steps.step,
     "reference": lambda segments: [reference.step(segment) for segment in segments],
 }
 both_steppers = pytest.mark.parametrize("stepper", STEPPERS.values(), ids=STEPPERS)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled step of INT8 weights against `zero8.spec.reference.step`, bit for bit."""
 
+import kernel_steps
 import pytest
 import torch
 from segments import (
@@ -69,7 +70,9 @@ def test_kernel_step_of_int8_weights_writes_only_its_own_memory(codec):
     for place in (PLACES[0], PLACES[2]):
         segment = segment_at(place, codec)
         set_step(segment, 1, 0)
-        assert_steps_inside(segment, lambda ones: reference.step(*ones), kernel.step, str(place))
+        assert_steps_inside(
+            segment, lambda ones: reference.step(*ones), kernel_steps.step, str(place)
+        )
 
 
 @pytest.mark.parametrize("codec", [None, "log", "log6"], ids=lambda name: name or "fp32")
@@ -82,10 +85,10 @@ def test_kernel_step_of_int8_weights_any_threads_give_the_same_bits(codec):
         set_step(segment, 1, 0)
     alone = [copied(segment) for segment in segments]
     for one in alone:
-        kernel.step([one], num_threads=1)
+        kernel_steps.step([one], num_threads=1)
     for threads in (2, 3, 7):
         together = [copied(segment) for segment in segments]
-        kernel.step(together, num_threads=threads)
+        kernel_steps.step(together, num_threads=threads)
         for number, pair in enumerate(zip(together, alone, strict=True)):
             assert_same(*pair, f"{threads} threads, segment {number}")
 
@@ -118,7 +121,7 @@ def test_kernel_step_of_int8_weights_that_changes_nothing_keeps_all_codes(isa):
             segment.grad.zero_()
             segment.scalars = scalars_at(1, HYPER | {"weight_decay": 0.0})
             before = copied(segment)
-            kernel.step([segment], isa=isa)
+            kernel_steps.step([segment], isa=isa)
             assert torch.equal(segment.param, before.param)
             assert torch.equal(segment.row_scales, before.row_scales)
 
@@ -144,7 +147,7 @@ def test_kernel_step_of_int8_weights_means_are_those_of_the_equation(isa):
         one = copied(segment)
         one.scalars = scalars_at(1, {**HYPER, "lr": step, "eps": 0.0, "weight_decay": 0.0})
         set_phases(one, 0, number << 20)
-        kernel.step([one], isa=isa)
+        kernel_steps.step([one], isa=isa)
         assert torch.equal(one.row_scales, start.row_scales)
         total += one.param
     moved = total / 2**12 - start.param
@@ -154,11 +157,11 @@ def test_kernel_step_of_int8_weights_means_are_those_of_the_equation(isa):
 def test_kernel_step_of_int8_weights_refuses_other_scales():
     segment = segment_at(PLACES[0])
     for scales, message in (
-        (segment.row_scales.half(), "scales of rows: got dtype torch.float16"),
-        (torch.ones(10)[::2], r"scales of rows: got strides \(2,\)"),
+        (segment.row_scales.half(), "row_scales: got dtype torch.float16"),
+        (torch.ones(10)[::2], r"row_scales: got strides \(2,\)"),
     ):
         bad = copied(segment)
         bad.row_scales = scales
         with pytest.raises(ValueError, match=message):
-            kernel.step([bad])
+            kernel_steps.step([bad])
     assert set(int8_rows.SCALE_DTYPES) == {FP32, BF16}

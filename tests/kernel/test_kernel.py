@@ -3,6 +3,7 @@
 
 import math
 
+import kernel_steps
 import pytest
 import torch
 from adaptive_samples import near_joint
@@ -137,7 +138,7 @@ def assert_follows_reference(segments: list[Segment], hyper: dict, count: int, *
         for isa, follower in followers.items():
             for mine, theirs in zip(follower, segments, strict=True):
                 follow(mine, theirs)
-            counts = kernel.step(follower, isa=isa, **options)
+            counts = kernel_steps.step(follower, isa=isa, **options)
             for number, (mine, theirs) in enumerate(zip(follower, segments, strict=True)):
                 assert_same(mine, theirs, f"{isa}, step {step}, segment {number}")
             assert counts == wanted
@@ -179,7 +180,7 @@ def test_kernel_step_log_blocks_between_narrow_and_wide_equal_reference():
     reference.step(segment)
     assert 0.2 < (moment_of(segment, "exp_avg").scales < 0).float().mean() < 0.8
     for isa, follower in followers.items():
-        kernel.step([follower], isa=isa)
+        kernel_steps.step([follower], isa=isa)
         assert_same(follower, segment, isa)
 
 
@@ -206,11 +207,11 @@ def test_kernel_step_many_segments_any_threads_give_the_same_bits():
     for step in steps(segments, hyper, KINDS):
         for mine, theirs in zip(alone, segments, strict=True):
             follow(mine, theirs)
-            kernel.step([mine], num_threads=1)
+            kernel_steps.step([mine], num_threads=1)
         for threads, follower in together.items():
             for mine, theirs in zip(follower, segments, strict=True):
                 follow(mine, theirs)
-            kernel.step(follower, num_threads=threads)
+            kernel_steps.step(follower, num_threads=threads)
             for number, pair in enumerate(zip(follower, alone, strict=True)):
                 assert_same(*pair, f"{threads} threads, step {step}, segment {number}")
 
@@ -224,7 +225,7 @@ def test_kernel_step_segments_with_different_scalars_equal_reference():
     mine = [copied(segment) for segment in segments]
     for segment in segments:
         reference.step(segment)
-    kernel.step(mine)
+    kernel_steps.step(mine)
     for number, pair in enumerate(zip(mine, segments, strict=True)):
         assert_same(*pair, f"segment {number}")
 
@@ -232,8 +233,8 @@ def test_kernel_step_segments_with_different_scalars_equal_reference():
 @pytest.mark.parametrize("num_threads", [1, 5])
 def test_kernel_step_nothing_to_do_does_nothing(num_threads):
     empty = make("log", PLACES[9], scalars_at(1, HYPERS["adamw"]))
-    assert kernel.step([], num_threads) == []
-    assert kernel.step([empty], num_threads) == [0]
+    assert kernel_steps.step([], num_threads) == []
+    assert kernel_steps.step([empty], num_threads) == [0]
 
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
@@ -257,12 +258,12 @@ def test_kernel_step_stochastic_rounding_never_makes_infinity(rounding):
     segment.grad.copy_(-segment.param.sign())
     mine, before = copied(segment), segment.param.clone()
     reference.step(segment)
-    kernel.step([mine])
+    kernel_steps.step([mine])
     assert_same(mine, segment, rounding.name)
     assert torch.equal(mine.param, before)
     # To nearest it is infinite: the update is what it should be.
     mine.rounding = Rounding.NEAREST
-    kernel.step([mine])
+    kernel_steps.step([mine])
     assert mine.param.isinf().all()
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """float16 gradients of float32 parameters: every one of them, on every instruction set."""
 
+import kernel_steps
 import pytest
 import torch
 from halves import BEYOND, FINITE, HYPERS, ROW_LENGTHS, among_finite, segments_of
@@ -25,7 +26,7 @@ def test_kernel_step_every_finite_half_steps_as_the_same_number_in_float32(
     for isa in kernel.isas():
         half, wide = segments_of(codec, FINITE, row_length, hyper)
         before = half.param.clone()
-        assert kernel.step([half, wide], isa=isa) == [0, 0]
+        assert kernel_steps.step([half, wide], isa=isa) == [0, 0]
         assert_same(half, wide, isa)
         assert (half.param != before).all()
 
@@ -36,7 +37,7 @@ def test_kernel_step_without_memory_every_finite_half_becomes_the_first_moment(r
     hyper = {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.0}
     for isa in kernel.isas():
         half, _ = segments_of(None, FINITE, row_length, hyper)
-        kernel.step([half], isa=isa)
+        kernel_steps.step([half], isa=isa)
         assert torch.equal(moment_of(half, "exp_avg").values, FINITE.float()), isa
 
 
@@ -52,7 +53,7 @@ def test_kernel_step_every_infinite_or_nan_half_leaves_its_block_as_it_was(
     for isa in kernel.isas():
         half, wide = segments_of(codec, grad.flatten(), row_length, hyper)
         before = copied(half)
-        assert kernel.step([half, wide], isa=isa) == [2 * 2048, 2 * 2048]
+        assert kernel_steps.step([half, wide], isa=isa) == [2 * 2048, 2 * 2048]
         assert_same(half, wide, isa)
         for name, value in tensors(half).items():
             rows, rows_before = (x.view(len(left), -1) for x in (value, tensors(before)[name]))

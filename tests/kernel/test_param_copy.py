@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The 16-bit copy of a parameter that the step writes is torch's copy_ of the parameter."""
 
+import kernel_steps
 import numpy as np
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_kernel_copy_of_any_place_equals_reference_and_stays_inside(codec, dtype
         reference.step(wanted)
         assert torch.equal(wanted.copy, wanted.param.to(dtype))
         for isa, (mine, frames) in followers.items():
-            kernel.step([mine], isa=isa, num_threads=3)
+            kernel_steps.step([mine], isa=isa, num_threads=3)
             assert_same(mine, wanted, isa)
             for frame in frames.values():
                 assert (frame[:100] == 77).all() and (frame[-100:] == 77).all()
@@ -81,7 +82,7 @@ def test_kernel_copy_of_every_kind_of_float_equals_torch(dtype):
     wanted = param.to(dtype)
     for isa in kernel.isas():
         mine = copied(segment)
-        kernel.step([mine], isa=isa)
+        kernel_steps.step([mine], isa=isa)
         finite = ~param.isnan()
         assert torch.equal(mine.copy.view(torch.int16)[finite], wanted.view(torch.int16)[finite])
         assert mine.copy[~finite].isnan().all()
@@ -95,8 +96,8 @@ def test_kernel_copy_of_a_corrected_parameter_is_its_upper_16_bits():
         for isa in kernel.isas():
             mine, plain = copied(segment), copied(segment)
             plain.copy = None
-            kernel.step([mine], isa=isa)
-            kernel.step([plain], isa=isa)
+            kernel_steps.step([mine], isa=isa)
+            kernel_steps.step([plain], isa=isa)
             assert torch.equal(mine.copy, plain.param) and torch.equal(mine.param, plain.param)
 
 
@@ -114,7 +115,7 @@ def test_kernel_copy_of_a_block_that_is_left_unchanged_is_made(codec, param_dtyp
         segment.grad.fill_(torch.nan)
         for isa in kernel.isas():
             mine = copied(segment)
-            kernel.step([mine], isa=isa)
+            kernel_steps.step([mine], isa=isa)
             assert torch.equal(mine.param, segment.param)
             assert torch.equal(mine.copy, segment.param.to(dtype)), isa
 
@@ -130,7 +131,7 @@ def test_kernel_copy_of_a_block_that_is_left_unchanged_is_made(codec, param_dtyp
 )
 def test_record_with_a_copy_that_kernels_cannot_write_is_refused(field, value, message):
     segment = with_copy(make("log", PLACES[4], scalars_at(1, ADAM)), FP16)
-    records, scalars = kernel.packed([segment])
+    records, scalars = kernel_steps.packed([segment])
     kernel.check(records, len(scalars))
     records[field] = np.array(value)
     with pytest.raises(ValueError, match=message):

@@ -10,6 +10,7 @@ import math
 import random
 import time
 
+import kernel_steps
 import pytest
 import torch
 from segments import (
@@ -174,7 +175,7 @@ def check(number: int) -> None:
         wanted = reference.step(segment)
         for isa, one in followers.items():
             label = f"case {number}, {isa}, step {step}"
-            assert kernel.step([one], isa=isa, num_threads=1) == [wanted], label
+            assert kernel_steps.step([one], isa=isa, num_threads=1) == [wanted], label
             assert_same(one, segment, label)
 
 

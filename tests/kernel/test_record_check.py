@@ -3,13 +3,14 @@
 
 import re
 
+import kernel_steps
 import numpy as np
 import pytest
 import torch
 from segments import Place, assert_same, copied, make, moment_of, scalars_at
 
 from zero8.op import kernel
-from zero8.op.launch import Launch
+from zero8.op.cuda import Launch
 from zero8.spec.algorithms import ELEMENTWISE
 from zero8.spec.codec import CODECS
 
@@ -55,7 +56,7 @@ def segment(codec="log", dtype=torch.float32):
 
 
 def step_on_the_cpu(records, scalars):
-    kernel.run(records, scalars, 1, kernel.default_isa())
+    kernel_steps.run(records, scalars, 1, kernel.default_isa())
 
 
 RUNS = {"cpu": step_on_the_cpu, "cuda": Launch.of}
@@ -66,7 +67,7 @@ RUNS = {"cpu": step_on_the_cpu, "cuda": Launch.of}
 def test_record_with_a_bad_field_is_refused_by_its_name_and_changes_nothing(run, field, value):
     good, bad = segment(), segment()
     before = [copied(one) for one in (good, bad)]
-    records, scalars = kernel.packed([good, bad])
+    records, scalars = kernel_steps.packed([good, bad])
     if field in ("param", "grad") and value:
         value += records[field][1]  # an address that is no multiple of the element's size
     records[field][1] = value
@@ -83,7 +84,7 @@ def test_record_with_a_bad_field_is_refused_by_its_name_and_changes_nothing(run,
 def test_record_with_a_bad_field_of_a_moment_is_refused_by_its_name(run, place, field, value):
     good, bad = segment(), segment()
     before = [copied(one) for one in (good, bad)]
-    records, scalars = kernel.packed([good, bad])
+    records, scalars = kernel_steps.packed([good, bad])
     if field == "scales" and value:
         value += records["moments"][field][1, place]
     records["moments"][field][1, place] = value
@@ -96,7 +97,7 @@ def test_record_with_a_bad_field_of_a_moment_is_refused_by_its_name(run, place, 
 
 
 def test_record_of_a_codec_that_is_not_served_is_refused_with_those_that_are():
-    records, scalars = kernel.packed([segment()])
+    records, scalars = kernel_steps.packed([segment()])
     records["moments"]["codec"] = 2
     names = {0: "float32", **{codec.number: codec.name for codec in CODECS.values()}}
     served = ", ".join(f"{number} ({name})" for number, name in sorted(names.items()))
@@ -106,7 +107,7 @@ def test_record_of_a_codec_that_is_not_served_is_refused_with_those_that_are():
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_record_of_a_bfloat16_parameter_with_a_float16_gradient_is_refused(run):
-    records, scalars = kernel.packed([segment(dtype=torch.bfloat16)])
+    records, scalars = kernel_steps.packed([segment(dtype=torch.bfloat16)])
     records["grad_dtype"] = FP16
     with pytest.raises(ValueError, match="grad_dtype: got 2"):
         run(records, scalars)
@@ -117,7 +118,7 @@ def int8_record():
     scalars = scalars_at(1, ADAMW)
     made = make("log", Place((9, 300), 256, 300, 600), scalars, torch.int8)
     made.grad.fill_(0.5)
-    return made, *kernel.packed([made])
+    return made, *kernel_steps.packed([made])
 
 
 def test_record_of_int8_weights_is_refused_by_a_kernel_that_does_not_take_them():
@@ -155,7 +156,7 @@ def test_record_of_int8_weights_with_a_bad_field_is_refused_by_its_name(field, v
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_record_of_a_float32_parameter_with_a_correction_is_refused(run):
-    records, scalars = kernel.packed([segment()])
+    records, scalars = kernel_steps.packed([segment()])
     records["correction"] = records["moments"]["values"][:, 0]
     with pytest.raises(ValueError, match="param_dtype: got 0, expected 1"):
         run(records, scalars)
@@ -165,7 +166,7 @@ def test_record_of_a_float32_parameter_with_a_correction_is_refused(run):
 @pytest.mark.parametrize("codec", [None, *CODECS])
 def test_record_of_an_empty_segment_needs_no_memory(run, codec):
     made = make(codec, Place((2, 300), 256, 50, 0), scalars_at(1, ADAMW))
-    records, scalars = kernel.packed([made])
+    records, scalars = kernel_steps.packed([made])
     records["param"] = records["grad"] = 0
     records["moments"]["values"] = records["moments"]["scales"] = 0
     run(records, scalars)
@@ -173,7 +174,7 @@ def test_record_of_an_empty_segment_needs_no_memory(run, codec):
 
 @pytest.mark.parametrize("name", ["segments", "scalars"])
 def test_records_that_do_not_lie_in_a_row_are_refused(name):
-    records, scalars = kernel.packed([segment(), segment()])
+    records, scalars = kernel_steps.packed([segment(), segment()])
     given = {"segments": records, "scalars": np.concatenate([scalars, scalars])}
     given[name] = np.repeat(given[name], 2)[::2]
     with pytest.raises(ValueError, match="records"):
@@ -185,7 +186,7 @@ def test_segment_with_a_grid_that_no_kernel_serves_is_refused(block_size):
     made = segment()
     made.grid = type(made.grid)(made.grid.num_rows, made.grid.row_length, block_size)
     with pytest.raises(ValueError, match=f"block_size: got {block_size}"):
-        kernel.step([made])
+        kernel_steps.step([made])
 
 
 @pytest.mark.parametrize("name", ["param", "grad", "exp_avg", "exp_avg_scale"])
@@ -202,4 +203,4 @@ def test_segment_with_less_memory_than_elements_is_refused(name):
     tensor.untyped_storage().resize_(3)
     assert tensor.numel() == numel
     with pytest.raises(ValueError, match=f"^{name}: got a storage of 3 bytes, expected at least"):
-        kernel.step([made])
+        kernel_steps.step([made])

@@ -88,13 +88,13 @@ def test_sanitizer_stops_a_step_over_memory_that_is_not_its_own(op, tmp_path):
         "import sanitized_op\n"
         "sanitized_op.pytest_configure(None)\n"
         "from segments import Place, make, scalars_at\n"
-        "from zero8.op import kernel\n"
+        "import kernel_steps\n"
         "hyper = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)\n"
         "made = make('log', Place((4, 1000), 256, 0, 4000), scalars_at(1, hyper))\n"
-        "records, scalars = kernel.packed([made])\n"
+        "records, scalars = kernel_steps.packed([made])\n"
         "codes = torch.zeros(100, dtype=torch.uint8)\n"
         "records['moments']['values'][0, 0] = codes.data_ptr()\n"
-        "kernel.run(records, scalars, 1, 'baseline')\n"
+        "kernel_steps.run(records, scalars, 1, 'baseline')\n"
         "print('survived')\n"
     )
     done = run(op, program)

@@ -9,7 +9,7 @@ import shared_numbers
 from needs import need_nvrtc
 from test_csrc import COMPILER, CSRC
 
-from zero8.op import cuda_compile, launch
+from zero8.op import cuda, cuda_compile
 
 
 def test_shared_numbers_of_the_op_are_those_of_python(tmp_path):
@@ -37,7 +37,7 @@ def program(tmp_path, monkeypatch):
 def test_shared_numbers_of_the_cuda_kernel_are_those_of_python(program):
     need_nvrtc()
     numbers = shared_numbers.shared_numbers()
-    numbers |= {"kPerThread": launch.PER_THREAD, "kWarp": launch.WARP}
+    numbers |= {"kPerThread": cuda.PER_THREAD, "kWarp": cuda.WARP}
     program(cuda_compile.program().read_text() + shared_numbers.assertions("cuda", numbers))
     assert cuda_compile.machine_code(90, "nvrtc")
 

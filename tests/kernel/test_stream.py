@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from zero8.op import kernel
+from zero8 import bench
 
 KINDS = {
     "fp32": (torch.float32, (torch.uint8, torch.uint8)),
@@ -34,13 +34,14 @@ def arrays(dtypes, numel):
 def test_copy_odd_sizes_and_threads_changes_no_byte(dtype, states, numel, threads):
     framed, (param, grad, *moments) = arrays((dtype, dtype, *states), numel)
     before = [x.clone() for x in framed]
-    kernel.copy(param, grad, moments, threads)
+    bench.copy(param, grad, moments, threads)
     assert all(map(torch.equal, framed, before))
 
 
 PROTECTED = """
 import ctypes, json, mmap, os
 import torch
+from zero8 import bench
 from zero8.op import kernel
 
 PAGES = 8
@@ -51,7 +52,7 @@ def copy(protected, page):
     tensors = [torch.frombuffer(m, dtype=torch.uint8) for m in maps]
     address = tensors[protected].data_ptr() + page * mmap.PAGESIZE
     assert mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ) == 0
-    kernel.copy(tensors[0], tensors[1], tensors[2:], 2)
+    bench.copy(tensors[0], tensors[1], tensors[2:], 2)
     os._exit(0)
 
 kernel.module()
@@ -90,9 +91,9 @@ def test_copy_writes_every_array_but_the_gradient(forks):
 )
 def test_copy_different_sizes_raise(grad, state, message):
     with pytest.raises(ValueError, match=message):
-        kernel.copy(torch.zeros(8), grad, [state])
+        bench.copy(torch.zeros(8), grad, [state])
 
 
 def test_copy_of_nothing_raises():
     with pytest.raises(ValueError, match="no elements"):
-        kernel.copy(torch.zeros(0), torch.zeros(0), [])
+        bench.copy(torch.zeros(0), torch.zeros(0), [])

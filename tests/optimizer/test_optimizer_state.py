@@ -163,8 +163,6 @@ def test_loaded_state_of_tensors_in_a_graph_is_not_part_of_the_graph(theirs):
     run(copy.deepcopy(optimizer), params, 1)
 
 
-# zero8 takes torch from 2.8 on, which has no such gradients; CI has one that does.
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 def test_deepcopy_with_a_gradient_of_another_dtype_goes_on_with_the_same_bits():
     """torch's deepcopy of such a parameter fails."""
     p = torch.nn.Parameter(torch.linspace(-1, 1, 4096).view(64, 64))

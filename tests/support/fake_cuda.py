@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from zero8.op import cuda, cuda_compile, cuda_driver, devices
+from zero8.op import cuda, cuda_compile, devices
 from zero8.op.kernel import CpuKernel
 from zero8.optimizer import plan, stepper
 
@@ -38,9 +38,9 @@ class FakeCuda:
         patch(torch.cuda, "Event", lambda: Event(self))
         patch(torch.cuda, "synchronize", lambda: None)
         patch(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
-        patch(cuda_driver, "LIBRARY", str(library))
+        patch(cuda, "LIBRARY", str(library))
         patch(cuda_compile, "machine_code", self._machine_code)
-        patch(cuda_driver.Driver, "launch", self._launch_of(cuda_driver.Driver.launch))
+        patch(cuda.Driver, "launch", self._launch_of(cuda.Driver.launch))
         for module in (plan, stepper):
             patch(module, "kernel_on", self._kernel_on)
         patch(stepper, "is_capturing", lambda device: self.is_capturing)

@@ -6,14 +6,14 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import kernel_steps
 import numpy as np
 import torch
 from places import ROOT, SUPPORT
 from torch.utils import cpp_extension
 
-from zero8.op import kernel
 from zero8.op.codec_maps import codec_maps
-from zero8.op.launch import Launch
+from zero8.op.cuda import Launch
 from zero8.spec.segment import Segment
 
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared"]
@@ -55,7 +55,7 @@ class Host:
 
     def step(self, segments: Sequence[Segment], **options) -> list[int]:
         """Take one step on every segment, in one launch."""
-        return self.launch(Launch.of(*kernel.packed(segments)), **options)
+        return self.launch(Launch.of(*kernel_steps.packed(segments)), **options)
 
     def operations(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> list[torch.Tensor]:
         """Return a * b, a / b, a * b + c, and a, as the kernel makes them."""

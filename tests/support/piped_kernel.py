@@ -4,12 +4,12 @@
 import subprocess
 from collections.abc import Sequence
 
+import kernel_steps
 import numpy as np
 import torch
 from segments import integers, tensors
 from torch import Tensor
 
-from zero8.op import kernel
 from zero8.op.codec_maps import codec_maps
 from zero8.spec.segment import Segment
 
@@ -41,7 +41,7 @@ class PipedKernel:
 
     def step(self, segments: Sequence[Segment], num_threads: int = 2) -> list[int]:
         """Take one step on every segment, in place; return the blocks left as they were."""
-        records, scalars = kernel.packed(segments)
+        records, scalars = kernel_steps.packed(segments)
         parts, size = [np.zeros(_ALIGNMENT_BYTES, np.uint8)], _ALIGNMENT_BYTES
         arrays = []
         for record, segment in zip(records, segments, strict=True):

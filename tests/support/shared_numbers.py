@@ -49,12 +49,27 @@ _CODES = {
     Linear4Code: {"bits": "kBits", "zero_code": "kZeroCode", "min_scale": "kMinScale"},
     Fp8Code: {"bits": "kBits", "zero_code": "kZeroCode", "TOP": "kTop", "min_scale": "kMinScale"},
 }
+
+
+def scalars_dtype(algorithm: Algorithm) -> np.dtype:
+    """Return the struct of an algorithm's scalars, padded to the longest of all algorithms."""
+    names = algorithm.scalars_type._fields
+    return np.dtype(
+        {
+            "names": list(names),
+            "formats": ["f4"] * len(names),
+            "offsets": [4 * place for place in range(len(names))],
+            "itemsize": structs.SCALARS.itemsize,
+        }
+    )
+
+
 _WITH_KERNELS = [one for one in ALGORITHMS if one.kernel is one]
-_SCALARS = {f"{one.name.capitalize()}Scalars": structs.scalars_dtype(one) for one in _WITH_KERNELS}
+_SCALARS = {f"{one.name.capitalize()}Scalars": scalars_dtype(one) for one in _WITH_KERNELS}
 _STRUCTS = {
     **_SCALARS,
     "Moment": structs.MOMENT,
-    "WeightSums": structs.WEIGHT_SUMS,
+    "WeightSums": np.dtype([("all", "u4"), ("without_zeros", "u4")]),
     "Segment": structs.SEGMENT,
     "DynamicMap": structs.DYNAMIC_MAP,
     "Linear4Map": structs.LINEAR4_MAP,
@@ -106,7 +121,7 @@ def shared_numbers() -> dict[str, float]:
         "kMaxHashed": structs.MAX_HASHED,
         "kMaxMoments": structs.MAX_MOMENTS,
         "kNumAlgorithms": len(_WITH_KERNELS) + 1,
-        "sizeof(StepScalars)": structs.scalars_dtype(ALGORITHMS[0]).itemsize,
+        "sizeof(StepScalars)": structs.SCALARS.itemsize,
         "kPieceFactor": codec_maps.PIECE_FACTOR,
         "kPieceShift": codec_maps.PIECE_SHIFT,
         "kElementStep": dither.ELEMENT_STEP,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's ZeRO: registration, the state of a flat partition, its segment table."""
+"""DeepSpeed: states of flat partitions, and every place where zero8 patches it."""

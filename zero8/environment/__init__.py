@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives of zero8: agreement between ranks, and numbers reduced over them."""
+"""What is around a process: other ranks, locks, interrupts, the packages that are installed."""

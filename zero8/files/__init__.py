@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of checkpoints: manifests, tags, atomic writes, safe access."""
+"""The files of checkpoints: manifests, tags, atomic writes, safe access."""

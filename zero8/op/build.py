@@ -62,15 +62,6 @@ def sources() -> list[Path]:
     return sorted(source_folder().glob("*.cpp"))
 
 
-def include_folders() -> list[Path]:
-    """Return the folders of headers: our own, Python's, and torch's with pybind11."""
-    return [
-        source_folder(),
-        Path(sysconfig.get_path("include")),
-        Path(torch.__file__).parent / "include",
-    ]
-
-
 def cache_root() -> Path:
     """Return the folder of all builds: TORCH_EXTENSIONS_DIR of the environment, else torch's."""
     if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
@@ -88,11 +79,6 @@ def library() -> Path:
         content = path.read_bytes()
         digest.update(f"\n{path.name} {len(content)}\n".encode() + content)
     return cache_root() / f"{NAME}_{digest.hexdigest()[:16]}" / f"{NAME}.so"
-
-
-def is_built() -> bool:
-    """Return whether `load` has nothing to compile."""
-    return library().is_file()
 
 
 def load() -> ModuleType:
@@ -180,33 +166,38 @@ def _build(path: Path) -> None:
         shutil.rmtree(remains, ignore_errors=True)
     making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        compile_into(making)
+        _compile_into(making)
         making.chmod(0o755)
         making.rename(folder)
     finally:
         shutil.rmtree(making, ignore_errors=True)
 
 
-def compile_into(folder: Path) -> None:
+def _compile_into(folder: Path) -> None:
     """Compile the sources, several at a time, and link the library; raises RuntimeError."""
-    include = [f"-I{path}" for path in include_folders()]
+    # Headers are our own, Python's, and torch's with pybind11.
+    of_torch = Path(torch.__file__).parent / "include"
+    include = [f"-I{path}" for path in (source_folder(), sysconfig.get_path("include"), of_torch)]
 
     def compiled(source: Path) -> str:
         made = str(folder / f"{source.stem}.o")
-        _run([*FLAGS, *include, "-c", str(source), "-o", made])
+        command = [*_cxx(), *FLAGS, *include, "-c", str(source), "-o", made]
+        output_of(command, _ANOTHER_PLACE)
         return made
 
     # The steps take longest.
     longest_first = sorted(sources(), key=lambda path: not path.stem.startswith("step_"))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         objects = list(pool.map(compiled, longest_first))
-    _run([*objects, *LINK_FLAGS, "-o", str(folder / f"{NAME}.so")])
+    output_of([*_cxx(), *objects, *LINK_FLAGS, "-o", str(folder / f"{NAME}.so")], _ANOTHER_PLACE)
 
 
-def _run(arguments: list[str]) -> None:
-    done = subprocess.run([*_cxx(), *arguments], capture_output=True, text=True)
+def output_of(command: list[str], advice: str) -> str:
+    """Return what a compiler prints; raise RuntimeError with the advice if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(_cxx())} failed ({_ANOTHER_PLACE}):\n{done.stderr}")
+        raise RuntimeError(f"{command[0]} failed ({advice}):\n{done.stderr or done.stdout}")
+    return done.stdout
 
 
 def _imported(path: Path) -> ModuleType:

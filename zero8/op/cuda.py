@@ -1,46 +1,149 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the CUDA kernel.
+"""Calls the CUDA kernel, through the CUDA driver, which every machine with a GPU has.
 
-The host waits for the GPU only when a kernel is loaded.
+All that a launch reads is one table in memory.  The host waits for the GPU only when a kernel is
+loaded.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from zero8.op import cuda_compile, kernel
-from zero8.op.codec_maps import codec_maps
-from zero8.op.cuda_driver import Driver
-from zero8.op.launch import Launch, kernel_of
-from zero8.spec.algorithms import ALGORITHMS
-from zero8.spec.segment import Segment
+from zero8.op.codec_maps import WITH_MAPS, codec_maps
+from zero8.op.kernel import BlockCounts
+from zero8.spec.adam import ADAM
+from zero8.spec.algorithm import Algorithm
+from zero8.spec.algorithms import ALGORITHMS, algorithm_called
+
+LIBRARY = "libcuda.so.1"
+
+# csrc/cuda/team.h
+PER_THREAD = 8
+WARP = 32
+# Smaller thread blocks fit a multiprocessor's registers better; only large blocks need more.
+MIN_THREADS = 128
+
+_SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
-class Counts:
-    """Numbers written by a GPU, copied asynchronously to the host."""
+class Driver:
+    """The calls of the CUDA driver that a launch needs; torch has made the context."""
 
-    def __init__(self, counts: Tensor):
-        """Start the copy, behind the work of torch's current stream."""
-        with torch.cuda.device(counts.device):
-            self._host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu").pin_memory()
-            self._host.copy_(counts, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+    def __init__(self) -> None:
+        """Load the driver's library; raises OSError if it is missing."""
+        self._library = ctypes.CDLL(LIBRARY)
 
-    def have_arrived(self) -> bool:
-        """Return whether `read` would return at once."""
-        arrived: bool = self._copied.query()
-        return arrived
+    def functions(self, code: bytes, names: Iterable[str]) -> dict[str, ctypes.c_void_p]:
+        """Load machine code into the current context, permanently; return its kernels by name."""
+        module, found = ctypes.c_void_p(), {}
+        self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(code))
+        for name in names:
+            found[name] = ctypes.c_void_p()
+            self._call("cuModuleGetFunction", ctypes.byref(found[name]), module, name.encode())
+        return found
 
-    def read(self) -> np.ndarray:
-        """Wait for the numbers and return them."""
-        self._copied.synchronize()
-        return self._host.numpy()
+    def resident_blocks(self, function: ctypes.c_void_p, threads: int) -> int:
+        """Return how many thread blocks of a kernel a multiprocessor runs at a time."""
+        count = ctypes.c_int()
+        name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        self._call(name, ctypes.byref(count), function, threads, ctypes.c_size_t(0))
+        return count.value
+
+    def launch(
+        self,
+        function: ctypes.c_void_p,
+        grid: int,
+        block: tuple[int, int],
+        arguments: Sequence[int],
+        stream: int,
+    ) -> None:
+        """Launch a kernel whose arguments are 64-bit numbers and addresses."""
+        values = [ctypes.c_uint64(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        shape = (grid, 1, 1, *block, 1)
+        self._call("cuLaunchKernel", function, *shape, 0, ctypes.c_void_p(stream), pointers, None)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status != 0:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(status, ctypes.byref(text))
+            raise RuntimeError(f"{name} failed: {(text.value or b'unknown error').decode()}")
+
+
+def kernel_of(algorithm: Algorithm) -> str:
+    """Return the name of the kernel of an algorithm."""
+    return f"zero8_step_{algorithm.kernel.name}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The arguments of a kernel, without the maps of codecs and the counters."""
+
+    kernel: str  # its name
+    table: np.ndarray  # (bytes,) uint8: records, running sums of numbers of blocks, scalars
+    first_blocks_at: int  # byte offset in the table
+    scalars_at: int
+    num_segments: int
+    num_blocks: int  # of all segments
+    team_threads: int  # threads that share a block
+    teams: int  # blocks that a thread block works on at once
+    uses_maps: bool  # whether any segment has a codec with maps
+
+    @classmethod
+    def of(cls, records: np.ndarray, scalars: np.ndarray) -> "Launch":
+        """Return the launch for records of one algorithm; raises ValueError if one is invalid."""
+        kernel.check(records, len(scalars))
+        assert not records["copy"].any(), "only the CPU's kernel writes copies"
+        numbers = np.unique(records["algorithm"]).tolist() or [ADAM.number]
+        (algorithm,) = map(algorithm_called, numbers)
+        first_blocks = np.zeros(len(records) + 1, np.int64)
+        np.cumsum(_num_blocks(records), out=first_blocks[1:])
+        parts = [part.view(np.uint8) for part in (records, first_blocks, _flushed(scalars))]
+        # Items are multiples of 8 bytes, so everything is aligned.
+        assert all(part.nbytes % 8 == 0 for part in parts[:2])
+        block_size = int(records["block_size"].max(initial=PER_THREAD * WARP))
+        team_threads = block_size // PER_THREAD
+        return cls(
+            kernel=kernel_of(algorithm),
+            table=np.concatenate(parts),
+            first_blocks_at=parts[0].nbytes,
+            scalars_at=parts[0].nbytes + parts[1].nbytes,
+            num_segments=len(records),
+            num_blocks=int(first_blocks[-1]),
+            team_threads=team_threads,
+            teams=max(1, MIN_THREADS // team_threads),
+            uses_maps=bool(np.isin(records["moments"]["codec"], WITH_MAPS).any()),
+        )
+
+    def grid(self, resident: int) -> int:
+        """Return how many thread blocks to launch where `resident` of them run at a time."""
+        return max(1, min(resident, -(-self.num_blocks // self.teams)))
+
+
+def _num_blocks(records: np.ndarray) -> np.ndarray:
+    """Return the number of blocks that each segment touches, as `BlockGrid.num_blocks_touched`."""
+    row, size = records["row_length"], records["block_size"]
+    last = records["first"] + np.maximum(records["numel"], 1) - 1
+
+    def block_of(element: np.ndarray) -> np.ndarray:
+        block: np.ndarray = element // row * -(-row // size) + element % row // size
+        return block
+
+    return np.where(records["numel"] == 0, 0, block_of(last) - block_of(records["first"]) + 1)
+
+
+def _flushed(scalars: np.ndarray) -> np.ndarray:
+    """Return scalars with subnormal numbers replaced by zeros, as CPU kernels read them."""
+    numbers = scalars.view(np.float32)
+    tiny = np.abs(numbers) < _SMALLEST_NORMAL
+    return np.where(tiny, np.copysign(np.float32(0), numbers), numbers)
 
 
 class CudaKernel:
@@ -55,68 +158,46 @@ class CudaKernel:
         with torch.cuda.device(device):
             # The driver needs a context in this thread, which a call of the runtime makes.
             torch.cuda.synchronize()
-            self._functions = _loaded(self._driver, code)
-        self._maps: Tensor | None = None
+            try:
+                self._functions = self._driver.functions(code, set(map(kernel_of, ALGORITHMS)))
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{error}; is the driver older than the kernel's compiler (zero8 doctor names "
+                    "the compiler, nvidia-smi the CUDA version of the driver)?  For CUDA 12: pip "
+                    "install 'zero8[cuda12]' and set ZERO8_CUDA_BACKEND=nvrtc"
+                ) from error
+            self._maps = torch.from_numpy(codec_maps().view(np.uint8)).to(device)
 
-    def step(self, records: np.ndarray, scalars: np.ndarray) -> Counts:
-        """Take a step over `kernel.packed` segments, behind the work of torch's current stream.
-
-        Returns:
-            The blocks left unchanged.
-
-        Raises:
-            ValueError: if a field of a segment is invalid; the message names it.
-        """
-        return Counts(self.launch(Launch.of(records, scalars)))
-
-    def launch(self, launch: Launch) -> Tensor:
-        """Launch on torch's current stream.
+    def step(self, records: np.ndarray, scalars: np.ndarray) -> BlockCounts:
+        """Take one optimizer step on records, behind the work of torch's current stream.
 
         Returns:
-            The counts of blocks left unchanged: (num_segments,) int64, on the GPU.
+            The blocks left unchanged, once they have arrived.
         """
-        with torch.cuda.device(self._device):
-            if launch.uses_maps and self._maps is None:
-                self._maps = self._pinned(codec_maps().view(np.uint8)).to(self._device)
-            table = self._pinned(launch.table).to(self._device, non_blocking=True)
-            return self._launched(launch, table)
-
-    def _launched(self, launch: Launch, table: Tensor) -> Tensor:
-        skipped = torch.zeros(launch.num_segments, dtype=torch.int64, device=self._device)
-        base, maps = table.data_ptr(), 0
-        if launch.uses_maps:
-            assert self._maps is not None, "the first launch that uses maps makes them"
-            maps = self._maps.data_ptr()
-        arguments = [
-            base,
-            base + launch.first_blocks_at,
-            launch.num_segments,
-            base + launch.scalars_at,
-            maps,
-            skipped.data_ptr(),
-        ]
+        launch = Launch.of(records, scalars)
         block, function = (launch.team_threads, launch.teams), self._functions[launch.kernel]
-        resident = self._driver.resident_blocks(function, block[0] * block[1])
-        grid = launch.grid(resident * self._processors)
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._driver.launch(function, grid, block, arguments, stream)
-        return skipped
-
-    @staticmethod
-    def _pinned(array: np.ndarray) -> Tensor:
-        # Copies from pinned memory are asynchronous; torch keeps it until the copy is done.
-        return torch.from_numpy(array).pin_memory()
-
-
-def _loaded(driver: Driver, code: bytes) -> dict[str, ctypes.c_void_p]:
-    try:
-        return driver.functions(code, {kernel_of(one) for one in ALGORITHMS})
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{error}; is the driver older than the kernel's compiler (zero8 doctor names the "
-            "compiler, nvidia-smi the CUDA version of the driver)?  For CUDA 12: pip install "
-            "'zero8[cuda12]' and set ZERO8_CUDA_BACKEND=nvrtc"
-        ) from error
+        with torch.cuda.device(self._device):
+            # Copies from and to pinned memory are asynchronous; torch keeps it until they are done.
+            pinned = torch.from_numpy(launch.table).pin_memory()
+            table = pinned.to(self._device, non_blocking=True)
+            counts = torch.zeros(launch.num_segments, dtype=torch.int64, device=self._device)
+            arguments = [
+                table.data_ptr(),
+                table.data_ptr() + launch.first_blocks_at,
+                launch.num_segments,
+                table.data_ptr() + launch.scalars_at,
+                self._maps.data_ptr() if launch.uses_maps else 0,
+                counts.data_ptr(),
+            ]
+            resident = self._driver.resident_blocks(function, block[0] * block[1])
+            grid = launch.grid(resident * self._processors)
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            self._driver.launch(function, grid, block, arguments, stream)
+            on_host = torch.empty_like(counts, device="cpu").pin_memory()
+            on_host.copy_(counts, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        return BlockCounts(on_host.numpy(), copied)
 
 
 class Gpu(NamedTuple):
@@ -142,32 +223,5 @@ def gpus() -> list[Gpu]:
 
 @lru_cache(maxsize=64)
 def cuda_kernel(device: torch.device, backend: str | None = None) -> CudaKernel:
-    """Return the kernel on a GPU, compiled and loaded on first use.
-
-    Args:
-        device: the GPU, with its index.
-        backend: one of `cuda_compile.BACKENDS`; `cuda_compile.default_backend()` if None.
-    """
+    """Return the kernel on a GPU, which has an index, compiled and loaded on first use."""
     return CudaKernel(device, backend or cuda_compile.default_backend())
-
-
-def step(segments: Sequence[Segment], backend: str | None = None) -> Tensor:
-    """Take one optimizer step on every segment, in place, in one launch on the current stream.
-
-    The host does not wait for the GPU.
-
-    Args:
-        segments: pieces of parameters, all on one GPU; at least one.  See `zero8.spec.segment`.
-        backend: how the kernel is compiled on first use; see `cuda_kernel`.
-
-    Returns:
-        For each segment the number of blocks left unchanged because a gradient was not finite;
-        (num_segments,) int64, on the GPU.
-
-    Raises:
-        ValueError: if a tensor has the wrong dtype, device, layout or size, or the GPU is too old.
-        RuntimeError: if the kernel cannot be compiled, loaded or launched.
-    """
-    device = segments[0].param.device
-    packed = kernel.packed(segments, device)
-    return cuda_kernel(device, backend).launch(Launch.of(*packed))

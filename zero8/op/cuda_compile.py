@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the CUDA kernel: with nvcc, or with NVRTC through CuPy if there is no nvcc.
 
-Both make machine code for one architecture, which is cached beside the compiled ops.
+Both make machine code for one architecture, which is cached beside the op of the CPU.
 """
 
 import hashlib
 import os
+import re
 import shutil
-import subprocess
 import sysconfig
 import tempfile
 import warnings
@@ -27,22 +27,22 @@ USUAL_FOLDER = "/usr/local/cuda/bin"
 
 # IEEE arithmetic, operation by operation.
 FLAGS = ["-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
-# Options of each compiler; without its option, NVRTC before 13.5 compiles lambdas for the host.
-_OWN_FLAGS = {"nvcc": ["-O3"], "nvrtc": ["-default-device"]}
+_NVCC_FLAGS = [*FLAGS, "-O3"]
+# Without the last one, NVRTC before 13.5 compiles lambdas for the host.
+_NVRTC_FLAGS = [*FLAGS, "-default-device"]
 
 
 class CudaCompiler(NamedTuple):
-    """A way to compile the kernel.
+    """A way to compile the kernel, for a compute capability, such as 90, to machine code."""
 
-    Attributes:
-        name: "nvcc" or "nvrtc".
-        version: its version, which is a part of cached files' names.
-        compile: maps a compute capability, such as 90, to machine code.
-    """
-
-    name: str
+    name: str  # "nvcc" or "nvrtc"
     version: str
     compile: Callable[[int], bytes]
+
+
+def program() -> Path:
+    """Return the path of the CUDA source."""
+    return build.source_folder() / "cuda" / "step.cu"
 
 
 def nvcc() -> str | None:
@@ -60,7 +60,7 @@ def default_backend() -> str:
     return os.environ.get("ZERO8_CUDA_BACKEND") or "auto"
 
 
-def compiler(backend: str = "auto") -> CudaCompiler:
+def compiler(backend: str) -> CudaCompiler:
     """Return the compiler of a backend; "auto" is nvcc if there is one, else NVRTC.
 
     Raises:
@@ -93,7 +93,7 @@ def machine_code(architecture: int, backend: str) -> bytes:
             f"{LOWEST_ARCHITECTURE / 10}"
         )
     folder = build.cache_root() / "zero8_cuda"
-    name = f"step_sm_{architecture}_{_digest_of_sources()}"
+    name = f"step_sm_{architecture}_{_digest()}"
     try:
         chosen = compiler(backend)
     except RuntimeError:
@@ -101,12 +101,17 @@ def machine_code(architecture: int, backend: str) -> bytes:
         if path := next(iter(sorted(made)), None):
             return path.read_bytes()
         raise
-    path = folder / f"{name}_{chosen.name}_{_digest_of(chosen)}.cubin"
+    version = re.sub(r"\W+", "-", chosen.version)
+    path = folder / f"{name}_{chosen.name}_{version}.cubin"
     if not path.is_file():
         with build.locked(folder.with_suffix(".flock")):
             if not path.is_file():
                 folder.mkdir(exist_ok=True)
-                _write(path, _compiled(chosen, architecture, backend))
+                code = _compiled(chosen, architecture, backend)
+                with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+                    file.write(code)
+                os.chmod(file.name, 0o644)  # for all users
+                os.replace(file.name, path)
     return path.read_bytes()
 
 
@@ -125,50 +130,25 @@ def _compiled(chosen: CudaCompiler, architecture: int, backend: str) -> bytes:
         return code
 
 
-def _write(path: Path, code: bytes) -> None:
-    """Write a file of the cache atomically, readable by all users."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(code)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
-
-
-def program() -> Path:
-    """Return the path of the CUDA source."""
-    return build.source_folder() / "cuda" / "step.cu"
-
-
-def include_folders() -> list[Path]:
-    """Return the folders of the kernel's headers."""
-    return [build.source_folder()]
-
-
-def nvcc_command(path: str, architectures: list[int]) -> list[str]:
-    """Return the beginning of a command line that compiles for some architectures."""
-    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
-    include = [f"-I{folder}" for folder in include_folders()]
-    return [path, *FLAGS, *_OWN_FLAGS["nvcc"], *include, *targets]
+def nvcc_command(path: str, architecture: int, *options: str) -> list[str]:
+    """Return the command line that compiles the kernel for an architecture."""
+    target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+    folder = f"-I{build.source_folder()}"
+    return [path, *_NVCC_FLAGS, folder, target, *options, str(program())]
 
 
 def _nvcc(path: str) -> CudaCompiler:
+    advice = "ZERO8_CUDA_BACKEND=nvrtc uses CuPy's NVRTC instead"
+
     def compile(architecture: int) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
-            source, result = Path(folder) / "step.cu", Path(folder) / "step.cubin"
-            source.write_text(program().read_text())
-            files = ["-cubin", str(source), "-o", str(result)]
-            command = [*nvcc_command(path, [architecture]), *files]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode != 0:
-                raise RuntimeError(
-                    f"{path} failed; ZERO8_CUDA_BACKEND=nvrtc uses CuPy's NVRTC instead:\n"
-                    f"{done.stderr or done.stdout}"
-                )
+            result = Path(folder) / "step.cubin"
+            command = nvcc_command(path, architecture, "-cubin", "-o", str(result))
+            build.output_of(command, advice)
             return result.read_bytes()
 
-    version = subprocess.run([path, "--version"], capture_output=True, text=True)
-    if version.returncode != 0:
-        raise RuntimeError(f"{path} --version failed: {version.stderr or version.stdout}")
-    return CudaCompiler("nvcc", version.stdout.strip().splitlines()[-1], compile)
+    version = build.output_of([path, "--version"], advice)
+    return CudaCompiler("nvcc", version.strip().splitlines()[-1], compile)
 
 
 def _nvrtc() -> CudaCompiler:
@@ -183,11 +163,9 @@ def _nvrtc() -> CudaCompiler:
         ) from error
 
     def compile(architecture: int) -> bytes:
-        folders = [*include_folders(), build.source_folder() / "cuda" / "nvrtc"]
-        options = [*FLAGS, *_OWN_FLAGS["nvrtc"], f"-arch=sm_{architecture}"]
-        options += [f"-I{folder}" for folder in folders]
-        source = program().read_text()
-        compiled = nvrtc.createProgram(source, program().name, (), ())
+        folders = [build.source_folder(), build.source_folder() / "cuda" / "nvrtc"]
+        options = [*_NVRTC_FLAGS, f"-arch=sm_{architecture}", *(f"-I{one}" for one in folders)]
+        compiled = nvrtc.createProgram(program().read_text(), program().name, (), ())
         try:
             nvrtc.compileProgram(compiled, options)
             code: bytes = nvrtc.getCUBIN(compiled)
@@ -200,15 +178,11 @@ def _nvrtc() -> CudaCompiler:
     return CudaCompiler("nvrtc", version, compile)
 
 
-def _digest_of_sources() -> str:
-    digest = hashlib.sha256(f"{FLAGS}".encode())
+def _digest() -> str:
+    """Return a digest of all that machine code depends on but architecture and compiler."""
+    digest = hashlib.sha256(f"{_NVCC_FLAGS} {_NVRTC_FLAGS}".encode())
     folder = build.source_folder()
     for path in sorted([*folder.glob("*.h"), *folder.glob("cuda/**/*")]):
         if path.is_file():
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _digest_of(chosen: CudaCompiler) -> str:
-    parts = f"{chosen.version} {_OWN_FLAGS[chosen.name]}"
-    return hashlib.sha256(parts.encode()).hexdigest()[:8]

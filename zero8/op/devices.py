@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of each device."""
 
-from typing import Protocol
-
-import numpy as np
 import torch
 
 from zero8.op.cuda import CudaKernel, cuda_kernel
@@ -14,16 +11,6 @@ DEVICES = ("cpu", "cuda")
 Kernel = CpuKernel | CudaKernel
 
 
-class BlockCounts(Protocol):
-    """Counts of blocks that a step has left unchanged, a number for each segment."""
-
-    def have_arrived(self) -> bool:
-        """Return whether they can be read without waiting."""
-
-    def read(self) -> np.ndarray:
-        """Return them, (segments,) int64; waits for a GPU."""
-
-
 def kernel_on(device: torch.device) -> Kernel:
     """Return the kernel of a device, one of `DEVICES`; compiles it if needed.
 
@@ -32,9 +19,7 @@ def kernel_on(device: torch.device) -> Kernel:
             is too old.
         RuntimeError: if there is no compiler, or it fails.
     """
-    if device.type == "cpu":
-        return CpuKernel()
-    return cuda_kernel(device)
+    return CpuKernel() if device.type == "cpu" else cuda_kernel(device)
 
 
 def is_capturing(device: torch.device) -> bool:

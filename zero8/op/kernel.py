@@ -4,7 +4,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
 
@@ -12,19 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero8.op import build, describe
+from zero8.environment.versions import TESTED
+from zero8.op import build
 from zero8.op.codec_maps import codec_maps
-from zero8.op.structs import (
-    DTYPE_NUMBERS,
-    FLOAT32_MOMENTS,
-    MOST_SCALARS,
-    SEGMENT,
-    TENSOR,
-    scalars_dtype,
-)
-from zero8.op.threads import alive, host_share, step_threads
-from zero8.spec.adam import ADAM
-from zero8.spec.algorithm import Algorithm, Scalars
+from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, MOST_SCALARS, SCALARS, SEGMENT, TENSOR
+from zero8.op.threads import alive, host_share
+from zero8.spec.algorithm import Scalars
 from zero8.spec.buffers import check_buffer
 from zero8.spec.grid import check_block_size
 from zero8.spec.int8_rows import SCALE_DTYPES
@@ -42,10 +35,9 @@ COPY_DTYPES = {
     torch.float32: (torch.bfloat16, torch.float16),
     torch.bfloat16: (torch.bfloat16,),
 }
-CPU = torch.device("cpu")
 
 _EXCHANGE_API = "__dlpack_c_exchange_api__"
-"""The attribute of torch's class of tensors by which the op looks at many of them, from 2.10 on."""
+"""The attribute of torch's class of tensors by which the op looks at many of them."""
 
 
 @lru_cache(maxsize=1)
@@ -79,96 +71,96 @@ def default_isa() -> str:
     return chosen or supported[-1]
 
 
-def step(
-    segments: Sequence[Segment], num_threads: int | None = None, isa: str | None = None
-) -> list[int]:
-    """Take one optimizer step on every segment, in place, in one parallel region.
-
-    Args:
-        segments: pieces of parameters; see `zero8.spec.segment`.
-        num_threads: threads to use; `step_threads()` by default.  The result does not depend on it.
-        isa: instruction set, one of `isas()`; `default_isa()` by default.
-
-    Returns:
-        For each segment the number of blocks left unchanged because a gradient was not finite.
-
-    Raises:
-        ValueError: if a tensor has the wrong dtype, device, layout or size, or if the processor
-            lacks the instruction set.
-    """
-    isa = default_isa() if isa is None else isa
-    if isa not in isas():
-        raise ValueError(f"isa: got {isa!r}, this processor has {list(isas())}")
-    records, scalars = packed(segments)
-    run(records, scalars, step_threads() if num_threads is None else num_threads, isa)
-    counts: list[int] = records["nonfinite_blocks"].tolist()
-    return counts
-
-
-def packed(
-    segments: Sequence[Segment], device: torch.device = CPU
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the kernel's structs for segments on a device, and for the scalars they refer to.
-
-    Args:
-        segments: segments of one algorithm.
-        device: the device that their tensors must be on.
-    """
-    distinct = dict.fromkeys(segment.scalars for segment in segments)
-    scalars = {key: number for number, key in enumerate(distinct)}
-    algorithm = segments[0].algorithm if segments else ADAM
-    return records_of(segments, device, scalars), packed_scalars(algorithm, scalars)
-
-
-def records_of(
-    segments: Sequence[Segment], device: torch.device, scalars: Mapping[Scalars, int]
-) -> np.ndarray:
-    """Return the kernel's structs for segments on a device.
+def records_of(segments: Sequence[Segment], device: torch.device) -> np.ndarray:
+    """Return the kernel's structs for segments, without scalars, phases and copies.
 
     Args:
         segments: the segments to describe.
         device: the device that their tensors must be on.
-        scalars: the index of each segment's scalars; segments with other scalars get 0.
+
+    Returns:
+        (len(segments),) `SEGMENT`.
 
     Raises:
         ValueError: if a tensor has the wrong dtype, device, layout or size.
     """
     records = np.zeros(len(segments), SEGMENT)
     for record, segment in zip(records, segments, strict=True):
-        _fill(record, segment, device)
-        record["scalars"] = scalars.get(segment.scalars, 0)
+        check_block_size(segment.grid.block_size)
+        grad_dtypes = DTYPES if segment.row_scales is None else INT8_DTYPES
+        param_dtypes = grad_dtypes if segment.correction is None else (torch.bfloat16,)
+        numel = segment.param.numel()
+        num_blocks = segment.grid.num_blocks_touched(segment.first, numel)
+        num_rows = numel // segment.own_row_length
+        buffers = {
+            "param": (segment.param, numel, param_dtypes),
+            "grad": (segment.grad, numel, grad_dtypes.get(segment.param.dtype, ())),
+            "correction": (segment.correction, numel, (torch.int8,)),
+            "weight_sums": (segment.weight_sums, 2 * num_blocks, (torch.int32,)),
+            "row_scales": (segment.row_scales, num_rows, SCALE_DTYPES),
+        }
+        for name, (tensor, expected, dtypes) in buffers.items():
+            if tensor is not None:
+                record[name] = check_buffer(name, tensor, expected, dtypes, device).data_ptr()
+        _fill_moments(record["moments"], segment, device)
+        record["numel"], record["first"] = numel, segment.first
+        record["row_length"] = segment.grid.row_length
+        record["own_row_length"] = segment.own_row_length
+        record["block_size"] = segment.grid.block_size
+        record["algorithm"] = segment.algorithm.kernel.number
+        record["param_dtype"] = DTYPE_NUMBERS[segment.param.dtype]
+        record["grad_dtype"] = DTYPE_NUMBERS[segment.grad.dtype]
+        record["rounding"] = segment.rounding
+        if segment.row_scales is not None:
+            record["row_scales_dtype"] = DTYPE_NUMBERS[segment.row_scales.dtype]
     return records
 
 
-def packed_scalars(algorithm: Algorithm, scalars: Iterable[Scalars]) -> np.ndarray:
-    """Return the kernel's structs for an algorithm's scalars, in order.
+def _fill_moments(records: np.ndarray, segment: Segment, device: torch.device) -> None:
+    numel, codec = segment.param.numel(), segment.codec
+    rules = segment.algorithm.moments
+    for record, rule, moment in zip(records[: len(rules)], rules, segment.moments, strict=True):
+        if codec is None:
+            values = check_buffer(rule.name, moment.values, numel, [torch.float32], device)
+            record["values"], record["codec"] = values.data_ptr(), FLOAT32_MOMENTS
+            continue
+        code = codec.code_of(rule)
+        num_bytes = segment.grid.num_bytes(segment.first, numel, code.bits)
+        num_scales = segment.grid.num_blocks_touched(segment.first, numel)
+        num_scales *= math.prod(code.scale_shape)
+        name = f"{rule.name}_scale"
+        values = check_buffer(rule.name, moment.values, num_bytes, [torch.uint8], device)
+        scales = check_buffer(name, moment.scales, num_scales, [torch.float32], device)
+        record["values"], record["scales"] = values.data_ptr(), scales.data_ptr()
+        record["num_scales"], record["codec"] = num_scales, codec.number
+
+
+def packed_scalars(scalars: Sequence[Scalars]) -> np.ndarray:
+    """Return the kernel's structs for an algorithm's scalars, in order: (scalars,) `SCALARS`.
 
     Among the scalars may be those of other algorithms, which its segments do not refer to.
     """
     zeros = (0.0,) * MOST_SCALARS
-    structs = [(*one, *zeros[len(tuple(one)) :]) for one in scalars]
-    return np.array(structs, np.float32).reshape(-1).view(scalars_dtype(algorithm))
+    numbers = [(*one, *zeros[len(tuple(one)) :]) for one in scalars]
+    return np.array(numbers, np.float32).reshape(-1).view(SCALARS)
 
 
-def run(records: np.ndarray, scalars: np.ndarray, num_threads: int, isa: str) -> None:
-    """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive."""
-    module().step(records, scalars, codec_maps(), alive(num_threads), isas()[isa])
+class BlockCounts:
+    """Numbers of blocks that a step has left unchanged, one for each segment."""
 
-
-class HostCounts:
-    """Blocks that a step on the CPU has left unchanged, with the interface of a GPU's counts."""
-
-    def __init__(self, nonfinite_blocks: np.ndarray):
-        """Keep the kernel's counts, (segments,)."""
-        self._nonfinite_blocks = nonfinite_blocks
+    def __init__(self, counts: np.ndarray, copied: torch.cuda.Event | None = None):
+        """Keep the kernel's counts, of a GPU with the event after which they are on the host."""
+        self._counts, self._copied = counts, copied
 
     def have_arrived(self) -> bool:
-        """Return True."""
-        return True
+        """Return whether `read` would return at once."""
+        return self._copied is None or bool(self._copied.query())
 
     def read(self) -> np.ndarray:
-        """Return the counts."""
-        return self._nonfinite_blocks
+        """Return them, (segments,) int64; waits for a GPU."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._counts
 
 
 class CpuKernel:
@@ -183,20 +175,20 @@ class CpuKernel:
         self._step, self._isa = module().step, isas()[default_isa()]
         self._maps = codec_maps()
         self._max_threads = host_share()
-        self._team = 0, 0, 0  # process, number of threads, and its result from `alive`
+        self._team, self._threads = (0, 0), 0  # process and number of threads, those alive
 
-    def step(self, records: np.ndarray, scalars: np.ndarray) -> HostCounts | None:
-        """Take one optimizer step on `packed` segments, whose tensors the caller keeps alive.
+    def step(self, records: np.ndarray, scalars: np.ndarray) -> BlockCounts | None:
+        """Take one optimizer step on records, whose tensors the caller keeps alive.
 
         Returns:
             The blocks left unchanged; None if there are none.
         """
-        process, num_threads = os.getpid(), min(torch.get_num_threads(), self._max_threads)
-        if self._team[:2] != (process, num_threads):
-            self._team = process, num_threads, alive(num_threads)
-        self._step(records, scalars, self._maps, self._team[2], self._isa)
+        team = os.getpid(), min(torch.get_num_threads(), self._max_threads)
+        if self._team != team:
+            self._team, self._threads = team, alive(team[1])
+        self._step(records, scalars, self._maps, self._threads, self._isa)
         counts = records["nonfinite_blocks"]
-        return HostCounts(counts.copy()) if counts.any() else None
+        return BlockCounts(counts.copy()) if counts.any() else None
 
 
 def fill(
@@ -234,11 +226,18 @@ def described(objects: list[Tensor | float]) -> np.ndarray:
         ones.  `contents` is equal for equal contents of int64 tensors in host memory of at most
         `MAX_HASHED` elements, such as a state's `format`; it is 0 for others.  The record of a
         number is contiguous, and otherwise 0.
+
+    Raises:
+        RuntimeError: if this torch has another interface to its tensors.
     """
     records, api = np.empty(len(objects), TENSOR), getattr(Tensor, _EXCHANGE_API, None)
     if api is None or not module().describe(api, Tensor, objects, records):
-        for number, one in enumerate(objects):
-            records[number] = describe.described(one)
+        lowest, beyond = TESTED["torch"]
+        raise RuntimeError(
+            f"got torch {torch.__version__}, whose DLPack interface ({_EXCHANGE_API}) zero8 does "
+            f"not know, expected one from {lowest} to below {beyond}: "
+            f"pip install 'torch>={lowest},<{beyond}'"
+        )
     return records
 
 
@@ -251,95 +250,14 @@ def addresses_if_same(
     of the first has elements and no memory.  One by one, this would take longer than the step of a
     small parameter: the previous step has evicted the objects from the caches.
     """
-    addresses, api = np.empty(num_addresses, np.uint64), getattr(Tensor, _EXCHANGE_API, None)
-    is_same = None
-    if api is not None:
-        is_same = module().describe_again(api, Tensor, objects, before, addresses)
-    if is_same is None:
-        is_same = describe.is_same(described(objects), before, addresses)
+    addresses, api = np.empty(num_addresses, np.uint64), getattr(Tensor, _EXCHANGE_API)
+    is_same = module().describe_again(api, Tensor, objects, before, addresses)
     return addresses if is_same else None
 
 
 def check(records: np.ndarray, num_scalars: int) -> None:
-    """Raise ValueError, which names the field, if packed segments are invalid.
+    """Raise ValueError, which names the field, unless a kernel can rely on records, as it does.
 
-    `run` calls it itself; call it before launching a kernel in another way.
-
-    Args:
-        records: (segments,) `SEGMENT`.
-        num_scalars: the number of scalars that the segments can refer to.
+    The step on the CPU calls it itself.
     """
     module().check(records, num_scalars)
-
-
-def copy(
-    param: Tensor, grad: Tensor, states: Sequence[Tensor], num_threads: int | None = None
-) -> None:
-    """Make the memory accesses of a step without its arithmetic: a lower bound for its time.
-
-    Reads the gradient, reads and writes back the parameter and the states, all unchanged.
-
-    Args:
-        param: contiguous, any shape.
-        grad: contiguous, as many bytes as `param`.
-        states: contiguous, a whole number of bytes for each element of `param`, or 6 or 4 bits.
-        num_threads: threads to use; `step_threads()` by default.
-
-    Raises:
-        ValueError: if the numbers of elements differ.
-    """
-    arrays = [t.detach().view(-1).view(torch.uint8).numpy() for t in (param, grad, *states)]
-    threads = step_threads() if num_threads is None else num_threads
-    module().copy(arrays[0], arrays[1], arrays[2:], param.numel(), alive(threads))
-
-
-def _fill(record: np.void, segment: Segment, device: torch.device) -> None:
-    def check(name: str, tensor: Tensor | None, numel: int, *dtypes: torch.dtype) -> int:
-        return check_buffer(name, tensor, numel, dtypes, device).data_ptr()
-
-    numel, codec = segment.param.numel(), segment.codec
-    check_block_size(segment.grid.block_size)
-    dtypes_of_grads = DTYPES if segment.row_scales is None else INT8_DTYPES
-    record["param"] = check("param", segment.param, numel, *dtypes_of_grads)
-    record["grad"] = check("grad", segment.grad, numel, *dtypes_of_grads[segment.param.dtype])
-    rules = segment.algorithm.moments
-    for place, (rule, moment) in enumerate(zip(rules, segment.moments, strict=True)):
-        # A view of one item, through which its fields are set.
-        of_moment = record["moments"][place : place + 1]
-        if codec is None:
-            of_moment["values"] = check(rule.name, moment.values, numel, torch.float32)
-        else:
-            bits = codec.code_of(rule).bits
-            num_bytes = segment.grid.num_bytes(segment.first, numel, bits)
-            of_moment["values"] = check(rule.name, moment.values, num_bytes, torch.uint8)
-        of_moment["codec"] = FLOAT32_MOMENTS if codec is None else codec.number
-        of_moment["phase"] = moment.phase
-        if codec is not None:
-            num_scales = segment.grid.num_blocks_touched(segment.first, numel)
-            num_scales *= math.prod(codec.code_of(rule).scale_shape)
-            name = f"{rule.name}_scale"
-            of_moment["scales"] = check(name, moment.scales, num_scales, torch.float32)
-            of_moment["num_scales"] = num_scales
-    if segment.correction is not None:
-        check("param with a correction", segment.param, numel, torch.bfloat16)
-        record["correction"] = check("correction", segment.correction, numel, torch.int8)
-    if segment.weight_sums is not None:
-        num_sums = 2 * segment.grid.num_blocks_touched(segment.first, numel)
-        sums = check("weight_sums", segment.weight_sums, num_sums, torch.int32)
-        record["weight_sums"] = sums
-    if segment.copy is not None:
-        dtypes = COPY_DTYPES[segment.param.dtype]
-        record["copy"] = check("copy", segment.copy, numel, *dtypes)
-        record["copy_dtype"] = DTYPE_NUMBERS[segment.copy.dtype]
-    if segment.row_scales is not None:
-        rows = numel // segment.own_row_length
-        record["row_scales"] = check("scales of rows", segment.row_scales, rows, *SCALE_DTYPES)
-        record["row_scales_dtype"] = DTYPE_NUMBERS[segment.row_scales.dtype]
-    record["numel"], record["first"] = numel, segment.first
-    record["row_length"] = segment.grid.row_length
-    record["own_row_length"] = segment.own_row_length
-    record["block_size"] = segment.grid.block_size
-    record["algorithm"] = segment.algorithm.kernel.number
-    record["param_dtype"] = DTYPE_NUMBERS[segment.param.dtype]
-    record["grad_dtype"] = DTYPE_NUMBERS[segment.grad.dtype]
-    record["rounding"], record["param_phase"] = segment.rounding, segment.param_phase

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero8.op.kernel import module
 from zero8.op.structs import DTYPE_NUMBERS, NUMBERS
-from zero8.op.threads import alive, step_threads
+from zero8.op.threads import alive
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -33,18 +33,14 @@ def sum_of_squares(grads: Sequence[Tensor], num_threads: int | None = None) -> f
     records["data"] = [grad.data_ptr() for grad in served]
     records["numel"] = [grad.numel() for grad in served]
     records["dtype"] = [DTYPE_NUMBERS[grad.dtype] for grad in served]
-    threads = step_threads() if num_threads is None else num_threads
-    total: float = module().sum_of_squares(records, alive(threads))
+    total: float = module().sum_of_squares(records, alive(num_threads))
     return total + math.fsum(float(grad.double().square().sum()) for grad in others)
 
 
 def _is_served(grad: Tensor) -> bool:
-    """Return whether the kernel can read a gradient."""
-    return (
-        grad.layout == torch.strided
-        and grad.dtype in DTYPES
-        and (grad.is_contiguous() or _is_dense(grad))
-    )
+    if grad.layout != torch.strided or grad.dtype not in DTYPES:
+        return False
+    return grad.is_contiguous() or _is_dense(grad)
 
 
 def _is_dense(t: Tensor) -> bool:

@@ -11,8 +11,8 @@ NO_LIMIT = 1 << 30
 
 logger = logging.getLogger("zero8")
 
-# Whether a kernel has run with several threads: in this process, in an ancestor before a fork.
-_has_threads = _had_threads = False
+_process: int | None = None
+"""The process whose kernels have run with several threads: this one, or one that it forked from."""
 
 
 def step_threads() -> int:
@@ -40,20 +40,19 @@ def host_share() -> int:
     return max(1, processors // max(1, _ranks_of_this_host()))
 
 
-def alive(num_threads: int) -> int:
-    """Return how many of these threads a kernel can use now: all, or 1 after a fork.
+def alive(num_threads: int | None = None) -> int:
+    """Return how many of these threads, or of `step_threads`, work now: all, or 1 after a fork.
 
     OpenMP keeps the threads of one kernel for the next.  They do not survive a fork, and a kernel
     in the child would wait for them forever.  The bits of a step do not depend on the number.
     """
-    global _has_threads
-    if num_threads == 1:
-        return 1
-    if _had_threads:
+    global _process
+    number = step_threads() if num_threads is None else num_threads
+    if number > 1 and _process not in (None, os.getpid()):
         _warn(os.getpid())
         return 1
-    _has_threads = True
-    return num_threads
+    _process = os.getpid() if number > 1 else _process
+    return number
 
 
 @cache
@@ -63,15 +62,6 @@ def _warn(process: int) -> None:
         "start training processes with the method 'spawn' to use more",
         process,
     )
-
-
-def _after_fork() -> None:
-    global _had_threads
-    _had_threads = _had_threads or _has_threads
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _ranks_of_this_host() -> int:

@@ -134,7 +134,7 @@ class Call:
             addresses = mine.addresses()
         numbers, scalars = np.array([one.number for one in steps]), [one.scalars for one in steps]
         kernel.fill(self.records, self.kept, addresses, which, numbers)
-        counts = self.how(self, mine, kernel.packed_scalars(self.algorithm, scalars))
+        counts = self.how(self, mine, kernel.packed_scalars(scalars))
         if mine is not batch:
             for values, ours in zip(batch.values, mine.values, strict=True):
                 if values is not ours:

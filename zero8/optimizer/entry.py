@@ -118,7 +118,7 @@ def prepared(kind: StateKind, row: Row, info: ParamInfo, weight_sums: WeightSums
         sums = weight_sums.of(p, correction, sum(num_blocks), values.device)
         for segment, own in zip(segments, sums.split(num_blocks), strict=True):
             segment.weight_sums = own
-    records = kernel.records_of(segments, flat.device, {})
+    records = kernel.records_of(segments, flat.device)
     kept = np.zeros(len(records), KEPT_PIECE)
     for name, tensor in (("param", flat), ("grad", grads)):
         kept[f"{name}_offset"] = records[name] - np.uint64(tensor.data_ptr())

@@ -24,7 +24,6 @@ from zero8.optimizer.call import Call
 from zero8.optimizer.nonfinite import Counts
 from zero8.optimizer.owners import Held, Round, fill, rounds_of
 from zero8.spec.muon import (
-    MUON,
     MuonScalars,
     applying,
     forming,
@@ -136,7 +135,8 @@ class _Step:
     def __init__(self, call: Call, batch: Batch, scalars: np.ndarray):
         self.groups, self.counts = batch.group_of_each, list[Counts]()
         self._call, self._params, self._device = call, batch.params, call.device
-        self._scalars = [MuonScalars(*row.tolist()) for row in scalars]
+        count = len(MuonScalars._fields)
+        self._scalars = [MuonScalars(*row[:count].tolist()) for row in scalars["numbers"]]
 
     def take_whole(self, units: Sequence[Unit]) -> None:
         """Step parameters of one shape and group, of which no matrix is cut."""
@@ -243,7 +243,7 @@ class _Step:
         records["param_dtype"] = [DTYPE_NUMBERS[update.dtype] for update in updates]
         records["correction"], records["copy"] = 0, 0
         records["rounding"] = Rounding.NEAREST
-        self._call.kernel.step(records, _packed(map(forming, self._scalars)))
+        self._call.kernel.step(records, kernel.packed_scalars(list(map(forming, self._scalars))))
         nothing = torch.empty(0, dtype=dtype, device=self._device)
         return torch.cat([nothing, *(update.to(dtype) for update in updates)])
 
@@ -266,7 +266,7 @@ class _Step:
         # The moment is the gradient itself, which the kernel writes back as it is.
         records["moments"]["values"][:, 0] = records["grad"]
         records["moments"]["codec"][:, 0] = FLOAT32_MOMENTS
-        if (counts := self._call.kernel.step(records, _packed(scalars))) is not None:
+        if (counts := self._call.kernel.step(records, kernel.packed_scalars(scalars))) is not None:
             self.counts.append(([piece.name for piece in pieces], counts))
 
 
@@ -296,7 +296,3 @@ def _dtype(setting: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16
     fast = torch.cpu.get_capabilities()
     return torch.bfloat16 if fast.get("avx512_bf16") or fast.get("amx_bf16") else torch.float32
-
-
-def _packed(scalars: Iterable[MuonScalars]) -> np.ndarray:
-    return kernel.packed_scalars(MUON, scalars)

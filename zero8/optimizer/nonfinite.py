@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from zero8.environment import numbers
-from zero8.op.devices import BlockCounts
+from zero8.op.kernel import BlockCounts
 
 logger = logging.getLogger("zero8")
 
