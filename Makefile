@@ -171,7 +171,7 @@ soak: .venv/.test
 TIDY := .venv/bin/clang-tidy --quiet
 PRINT_TIDY_FLAGS := from importlib.util import find_spec; from sysconfig import get_path; \
   (torch,) = find_spec("torch").submodule_search_locations; \
-  print("-std=c++17 -DTORCH_EXTENSION_NAME=zero8_adam", \
+  print("-std=c++17", \
     "-isystem", get_path("include"), "-isystem", f"{torch}/include")
 
 lint: .venv/.dev

@@ -24,7 +24,11 @@ ZERO8_DEVICE inline void for_codec(int32_t codec, Body&& body) {
 #define ZERO8_CASE(name, ...) \
   case k##name:               \
     return body(In##name());
-  switch (codec) { ZERO8_CODECS(ZERO8_CASE) }
+  switch (codec) {
+    ZERO8_CODECS(ZERO8_CASE)
+    default:
+      return;
+  }
 #undef ZERO8_CASE
 }
 
