@@ -112,17 +112,19 @@ TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 BUILD := $(RUN) -m zero8.cli build
 # And DeepSpeed's AdamW beside it, which compiles for a minute on one core.
 BUILD_ADAMW := $(RUN) -m examples.gpt --build --optimizer AdamW
+# And for a disk its aio too: within tests, ranks would wait for both.
+BUILD_AIO := $(BUILD_ADAMW) --config configs/zero3_nvme.json
 
 test: .venv/.test
 	$(BUILD) & ours=$$!; $(BUILD_ADAMW) && wait $$ours
 	$(PYTEST) -m "not slow and not multinode and not integrations" $(TWO_FILES)
 
 test-slow: .venv/.test
-	$(BUILD)
+	$(BUILD) && $(BUILD_AIO)
 	$(PYTEST) -m "slow and not nightly" $(TWO_FILES)
 
 test-nightly: .venv/.test
-	$(BUILD)
+	$(BUILD) && $(BUILD_AIO)
 	$(PYTEST) -m nightly $(TWO_FILES)
 
 # Three tests at a time, each on two hosts of its own; they wait more than they compute.
@@ -164,7 +166,7 @@ fuzz-kernel: .venv/.test
 	  --first $(or $(FIRST),0)
 
 soak: .venv/.test
-	$(BUILD)
+	$(BUILD) && $(BUILD_AIO)
 	OMP_NUM_THREADS=1 $(RUN) tests/soak.py --kills $(or $(KILLS),100) --seed $(or $(SEED),0)
 
 # omp.h is the compiler's, after clang's own headers of instructions.

@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from places import SUPPORT
-from test_csrc import COMPILER, CSRC, TARGETS, on_x86, output_of
+from test_csrc import COMPILER, CSRC, on_x86, output_of
 
 from zero8.op import build, kernel
 
 # Not optimized as the op is, which would take longer: the instructions are the same.
 PAIRS = {"load_pair", "store_pair", "load8_pair", "load8_top_pair", "store8_pair"}
-X86 = TARGETS["x86_64"]
 FLAGS = [*(flag for flag in build.FLAGS if flag != "-O3"), "-O1"]
 
 
@@ -46,7 +45,9 @@ def vectors_of(target: str) -> list[str]:
 
 def compiled(target: str, folder, include=CSRC, source="vec_operations.cpp", flags=FLAGS):
     """Return a library of the vectors of a target, whose header `include` has."""
-    command = [*COMPILER[:-1], *flags, *(f"-m{flag}" for flag in sorted(X86.get(target, ())))]
+    chosen = re.search(r'GCC target\("([^"]*)"\)', (CSRC / f"step_{target}.cpp").read_text())
+    names = chosen[1].split(",") if chosen else []
+    command = [*COMPILER[:-1], *flags, *(f"-m{name}" for name in names)]
     command += [f"-I{include}", f"-I{CSRC}", *vectors_of(target), "-fPIC", "-shared"]
     path = folder / f"{target}.so"
     output_of([*command, SUPPORT / source, "-o", path])
