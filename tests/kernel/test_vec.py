@@ -48,7 +48,8 @@ def compiled(target: str, folder, include=CSRC, source="vec_operations.cpp", fla
     chosen = re.search(r'GCC target\("([^"]*)"\)', (CSRC / f"step_{target}.cpp").read_text())
     names = chosen[1].split(",") if chosen else []
     command = [*COMPILER[:-1], *flags, *(f"-m{name}" for name in names)]
-    command += [f"-I{include}", f"-I{CSRC}", *vectors_of(target), "-fPIC", "-shared"]
+    command += [f"-I{include}", f"-I{CSRC}", *vectors_of(target)]
+    command += ["-fPIC", "-shared", "-fvisibility=default"]
     path = folder / f"{target}.so"
     output_of([*command, SUPPORT / source, "-o", path])
     return ctypes.CDLL(str(path))
