@@ -87,7 +87,7 @@ def test_settings_of_the_whole_optimizer_are_taken_by_the_factory_and_refused_in
     worker, tmp_path
 ):
     job = worker.job(tmp_path, "float32", alone=True, codec="dynamic")
-    assert [optimizer.codec.name for optimizer in job.optimizers] == ["dynamic"]
+    assert [optimizer.settings.codec.name for optimizer in job.optimizers] == ["dynamic"]
     config = worker.config()
     config.param_groups[0].optimizer_kwargs["codec"] = "dynamic"
     with pytest.raises(ValueError, match="codec: got it in a parameter group"):
