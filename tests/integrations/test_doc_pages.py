@@ -227,10 +227,11 @@ def test_torchtitan_block_builds_an_optimizer_that_steps(block, script):
         "model(torch.ones(8, 256)).square().mean().backward()",
         "optimizers.step()",
         "(optimizer,) = optimizers",
-        "print(type(optimizer).__name__, optimizer.settings.codec.name, optimizer.param_groups[0]['betas'])",
+        "print(type(optimizer).__name__, optimizer.settings.codec.name)",
+        "print(optimizer.param_groups[0]['betas'])",
         "print(optimizer.memory_report())",
     )
-    assert printed.startswith("Adam8bitBlockwise dynamic (0.9, 0.95)\n")
+    assert printed.startswith("Adam8bitBlockwise dynamic\n(0.9, 0.95)\n")
     assert "8-bit: 131,072 elements" in printed
 
 
