@@ -57,29 +57,18 @@ struct SignedLog {
     ZERO8_DEVICE ZERO8_INLINE Vec::F operator()(AnyVec& vec, Vec::I code) const {
       return value(vec, Vec::shlv(Vec::absi(code), shift), code);
     }
-    // Four vectors of codes, of which two at a time are decoded: numbers k and k + 1, k being 0 or
-    // 2, in order or as a pair (see Dither).  The Decoder and the codes must outlive it.
-    struct Chunk {
-      const Decoder& decode;
-      const uint8_t* codes;
-
-      // Codes of pairs come in the upper bits.
-      template <bool kPairs, class V>
-      ZERO8_DEVICE ZERO8_INLINE void two(V& vec, int k, typename V::F* x) const {
-        const uint8_t* from = codes + k * V::kLanes;
-        typename V::I code[2];
-        if constexpr (kPairs) {
-          V::load8_top_pair(from, code);
-          x[0] = decode.from_top(vec, code[0]);
-          x[1] = decode.from_top(vec, code[1]);
-        } else {
-          V::load8s_two(from, code);
-          x[0] = decode(vec, code[0]);
-          x[1] = decode(vec, code[1]);
-        }
+    // Two vectors, in order or as a pair (see Dither), whose codes come in the upper bits.
+    template <bool kPairs, class V>
+    ZERO8_DEVICE ZERO8_INLINE void two(V& vec, const uint8_t* codes, typename V::F* x) const {
+      typename V::I code[2];
+      if constexpr (kPairs) {
+        V::load8_top_pair(codes, code);
+        for (int k = 0; k < 2; ++k) x[k] = from_top(vec, code[k]);
+      } else {
+        V::load8s_two(codes, code);
+        for (int k = 0; k < 2; ++k) x[k] = (*this)(vec, code[k]);
       }
-    };
-    ZERO8_DEVICE Chunk chunk(const uint8_t* codes) const { return {*this, codes}; }
+    }
 
    private:
     template <class AnyVec>
@@ -230,25 +219,17 @@ struct Log {
       const Vec::I bits = Vec::addi(Vec::shr<kPartBits>(Vec::muli(code, step)), base);
       return vec.mul(Vec::as_float(Vec::unless_zero(bits, code)), gain);
     }
-    struct Chunk {
-      const Decoder& decode;
-      const uint8_t* codes;
-
-      // As that of SignedLog.
-      template <bool kPairs, class V>
-      ZERO8_DEVICE ZERO8_INLINE void two(V& vec, int k, typename V::F* x) const {
-        const uint8_t* from = codes + k * V::kLanes;
-        typename V::I code[2];
-        if constexpr (kPairs) {
-          V::load8_pair(from, code);
-        } else {
-          V::load8_two(from, code);
-        }
-        x[0] = decode(vec, code[0]);
-        x[1] = decode(vec, code[1]);
+    // As SignedLog's.
+    template <bool kPairs, class V>
+    ZERO8_DEVICE ZERO8_INLINE void two(V& vec, const uint8_t* codes, typename V::F* x) const {
+      typename V::I code[2];
+      if constexpr (kPairs) {
+        V::load8_pair(codes, code);
+      } else {
+        V::load8_two(codes, code);
       }
-    };
-    ZERO8_DEVICE Chunk chunk(const uint8_t* codes) const { return {*this, codes}; }
+      for (int k = 0; k < 2; ++k) x[k] = (*this)(vec, code[k]);
+    }
   };
 
   struct Encoder {

@@ -90,16 +90,6 @@ struct Sources {
   };
 };
 
-// Four vectors of a moment, of which two at a time are decoded.
-template <class Code>
-struct Chunk {
-  typename Code::Decoder::Chunk decoded;
-
-  template <int k, class AllSources>
-  ZERO8_INLINE Chunk(Number<k>, const AllSources& sources, int i)
-      : decoded(sources.at(Number<k>()).decode.chunk(sources.at(Number<k>()).codes + i)) {}
-};
-
 // What the scales of a moment's block depend on.
 template <class Code>
 struct RangeOf : Range {
@@ -253,14 +243,12 @@ ZERO8_INLINE inline int advance_chunks(QuickVec& vec, const AnyReader& reader,
   for (; i + kChunk <= reader.count; i += kChunk) {
     prefetch_chunk(reader.g + i);
     sources.visit([&](auto, const auto& one) ZERO8_INLINE { prefetch_chunk(one.codes + i); });
-    const Row<Algorithm, Chunk> chunks(sources, i);
-    for (int k = 0; k < 4; k += 2) {
-      const int at = i + k * Vec::kLanes;
+    for (int at = i; at < i + kChunk; at += 2 * Vec::kLanes) {
       Vec::F g[2], first[kMoments], second[kMoments];
       reader.template two_gradients<kPairs, kAsStored>(vec, at, g);
-      chunks.visit([&](auto moment, const auto& chunk) ZERO8_INLINE {
+      sources.visit([&](auto moment, const auto& source) ZERO8_INLINE {
         Vec::F x[2];
-        chunk.decoded.template two<kPairs>(vec, k, x);
+        source.decode.template two<kPairs>(vec, source.codes + at, x);
         first[moment.value] = x[0];
         second[moment.value] = x[1];
       });

@@ -19,10 +19,7 @@ namespace ZERO8_TARGET {
 template <class Algorithm, class P, class G>
 int64_t step_of(const Segment& seg, const StepScalars& s, const CodecMaps& maps, int64_t begin,
                 int64_t end) {
-  // Without vectors nothing is gained by having decoding and encoding among the other arithmetic.
-  if constexpr (Vec::kLanes > 1) {
-    if (seg.moments[0].codec == kLog) return step_log<Algorithm, P, G>(seg, s, maps, begin, end);
-  }
+  if (seg.moments[0].codec == kLog) return step_log<Algorithm, P, G>(seg, s, maps, begin, end);
   return step_floats<Algorithm, P, G>(seg, s, maps, begin, end);
 }
 

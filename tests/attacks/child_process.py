@@ -20,7 +20,7 @@ from forks import status_of
 
 from zero8 import cli
 from zero8.checkpoint.commands import command  # noqa: F401, for the children
-from zero8.files import tagged  # noqa: F401
+from zero8.files import tagged  # noqa: F401, for the children
 
 ADDRESS_SPACE_BYTES = 4 << 30
 """The address space that a command may add, so that it does not take the machine's memory."""

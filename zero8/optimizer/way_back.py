@@ -67,6 +67,7 @@ def explain_refusals() -> None:
             )
         original(self, state_dict)
 
+    # For optimizers of every class, which no subclass of ours could reach.
     torch.optim.Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
