@@ -38,7 +38,7 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
 
 .PHONY: help setup train bench fidelity maps gpu-check gpu-train test test-slow test-nightly \
   test-multinode \
-  test-integrations test-full test-sanitizers arm-check fuzz fuzz-kernel soak lint docs
+  test-integrations test-full test-sanitizers arm-check fuzz fuzz-kernel soak lint docs wheel
 .NOTPARALLEL:
 
 help:
@@ -77,6 +77,7 @@ help:
 	@echo "make soak       kill trainings KILLS (100) times, and compare them with undisturbed ones"
 	@echo "make lint       check style and types, without changing anything"
 	@echo "make docs       make runs/site/index.html of the documentation, with an API reference"
+	@echo "make wheel      make dist/: the wheels of x86-64 and aarch64, and the source distribution"
 	@echo "make setup      only install what CI needs"
 
 setup: .venv/.dev
@@ -108,8 +109,8 @@ gpu-train: $(if $(GPU_PYTHON),,.venv/.train)
 # and stand last in the alphabet.  Threads that wait leave their core to the other file.
 PYTEST := OMP_WAIT_POLICY=passive $(RUN) -m pytest
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
-# For all instruction sets: a test that steps first would compile the fastest alone, and others all.
-BUILD := $(RUN) -m zero8.cli build
+# Within tests, which have time limits, ranks would wait for it.
+BUILD := $(RUN) -c 'from zero8.op import build; build.load()'
 # And DeepSpeed's AdamW beside it, which compiles for a minute on one core.
 BUILD_ADAMW := $(RUN) -m examples.gpt --build --optimizer AdamW
 # And for a disk its aio too: within tests, ranks would wait for both.
@@ -169,25 +170,33 @@ soak: .venv/.test
 	$(BUILD) && $(BUILD_AIO)
 	OMP_NUM_THREADS=1 $(RUN) tests/soak.py --kills $(or $(KILLS),100) --seed $(or $(SEED),0)
 
-# omp.h is the compiler's, after clang's own headers of instructions.
 TIDY := .venv/bin/clang-tidy --quiet
-PRINT_TIDY_FLAGS := from importlib.util import find_spec; from sysconfig import get_path; \
-  (torch,) = find_spec("torch").submodule_search_locations; \
-  print("-std=c++17", \
-    "-isystem", get_path("include"), "-isystem", f"{torch}/include")
+PRINT_INCLUDE := import sysconfig; print(sysconfig.get_path("include"))
 
 lint: .venv/.dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	.venv/bin/clang-format --style=file:csrc/.clang-format --dry-run --Werror $(CXX_FILES)
-	$(TIDY) csrc/*.cpp -- $$($(VENV_PYTHON) -c '$(PRINT_TIDY_FLAGS)') \
-	  -idirafter $$($${CXX:-c++} -print-file-name=include)
+	$(TIDY) csrc/*.cpp -- -std=c++17 -isystem $$($(VENV_PYTHON) -c '$(PRINT_INCLUDE)')
 
 # Reads the sources and imports none; a broken link or a docstring that does not fit its signature
 # is an error.
 docs: .venv/.docs
 	$(RUN) -m mkdocs build --strict
+
+# The binary of aarch64 is Debian's cross compiler's, g++-aarch64-linux-gnu.  auditwheel names the
+# oldest glibc that a wheel runs with.
+BUILD_WHEEL := $(RUN) -m build --outdir build/wheels
+AARCH64 := CXX=aarch64-linux-gnu-g++ _PYTHON_HOST_PLATFORM=linux-aarch64 \
+  CMAKE_ARGS="-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64"
+wheel: .venv/.wheel
+	rm -rf build/wheels dist
+	$(BUILD_WHEEL) --sdist
+	$(BUILD_WHEEL) --wheel
+	$(AARCH64) $(BUILD_WHEEL) --wheel
+	$(RUN) -m auditwheel repair --wheel-dir dist build/wheels/*.whl
+	mv build/wheels/*.tar.gz dist
 
 # Where it is set, every process would compile torch and DeepSpeed to bytecode anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -206,8 +215,8 @@ PIP_INSTALL := $(VENV_PYTHON) -m pip install --no-compile -c constraints.txt
 
 .venv/.made:
 	@$(INSTALL_MISSING)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	  echo "zero8: expected Python 3.10 or newer, got $$($(PYTHON) --version);" \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "zero8: expected Python 3.11 or newer, got $$($(PYTHON) --version);" \
 	    "set one: make PYTHON=python3.11" >&2; exit 1; }
 	@case "$(CURDIR)" in *" "*) echo "zero8: got a path with a space, '$(CURDIR)': torch cannot" \
 	  "link extensions there; move the checkout" >&2; exit 1;; esac

@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // The Python binding: unpacks numpy buffers.  The only file that knows Python.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+//
+// In CPython's limited API, so that one binary serves every Python from 3.11 on, the first whose
+// limited API has buffers.
+#define PY_SSIZE_T_CLEAN
+#ifndef Py_LIMITED_API  // CMake defines it too
+#define Py_LIMITED_API 0x030B0000
+#endif
+#include <Python.h>
 
-#include <algorithm>
 #include <cstring>
-#include <iterator>
+#include <exception>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
-#include <vector>
 
 #include "check.h"
 #include "dlpack.h"
@@ -16,28 +21,37 @@
 #include "format.h"
 #include "isa.h"
 #include "norm.h"
-#include "stream.h"
-
-namespace py = pybind11;
+#include "parallel.h"
 
 namespace {
 
+// A Python exception has been set.
+struct Raised : std::exception {};
+
+[[noreturn]] void fail(const std::string& message) {
+  throw std::invalid_argument("zero8: " + message);
+}
+
+int integer(PyObject* number) {
+  const long value = PyLong_AsLong(number);
+  if (value == -1 && PyErr_Occurred()) throw Raised();
+  return static_cast<int>(value);
+}
+
 // The records of a one-dimensional numpy array whose items have the size of T; the array stays
 // where it is for as long.
-//
-// py::buffer_info would ask for their format, a text that numpy makes anew each time: 1 us.
 template <class T>
 class Records {
  public:
-  Records(const py::buffer& array, const char* name) {
+  Records(PyObject* array, const char* name) {
+    // Without PyBUF_FORMAT, a text that numpy makes anew each time: 1 us.
     constexpr int kFlags = PyBUF_STRIDES | (std::is_const_v<T> ? 0 : PyBUF_WRITABLE);
-    if (PyObject_GetBuffer(array.ptr(), &view_, kFlags) != 0) throw py::error_already_set();
+    if (PyObject_GetBuffer(array, &view_, kFlags) != 0) throw Raised();
     if (is_row()) return;
     const std::string found = std::to_string(view_.itemsize);
     PyBuffer_Release(&view_);
-    throw py::value_error(std::string("zero8: ") + name + " records of " + found +
-                          " bytes, the kernel expects a row of " + std::to_string(sizeof(T)) +
-                          "; rebuild the op with `zero8 build`");
+    fail(std::string(name) + " records of " + found + " bytes, the kernel expects a row of " +
+         std::to_string(sizeof(T)) + "; reinstall zero8");
   }
   ~Records() { PyBuffer_Release(&view_); }
   Records(const Records&) = delete;
@@ -50,96 +64,83 @@ class Records {
   Py_buffer view_;
 
   bool is_row() const {
-    return view_.ndim == 1 && view_.itemsize == static_cast<py::ssize_t>(sizeof(T)) &&
+    return view_.ndim == 1 && view_.itemsize == static_cast<Py_ssize_t>(sizeof(T)) &&
            (view_.shape[0] <= 1 || view_.strides[0] == view_.itemsize);
   }
+};
+
+// While it lives, other threads run Python.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
 };
 
 void check(const zero8::Segment* segments, int64_t num_segments, int64_t num_scalars,
            bool takes_int8) {
   const std::string found = zero8::violation(segments, num_segments, num_scalars, takes_int8);
-  if (!found.empty()) throw py::value_error("zero8: " + found);
+  if (!found.empty()) fail(found);
+}
+
+PyObject* none() {
+  Py_INCREF(Py_None);
+  return Py_None;
 }
 
 // What `step` checks, for a kernel that is launched from Python, and takes no INT8 weights.
-void check_records(const py::buffer& segments, int64_t num_scalars) {
-  const Records<const zero8::Segment> rows(segments, "segment");
-  check(rows.data(), rows.size(), num_scalars, false);
+PyObject* check_records(PyObject* const* args) {
+  const Records<const zero8::Segment> rows(args[0], "segment");
+  check(rows.data(), rows.size(), integer(args[1]), false);
+  return none();
 }
 
-void step(const py::buffer& segments, const py::buffer& scalars, const py::buffer& maps,
-          int num_threads, int isa) {
+PyObject* step(PyObject* const* args) {
+  const Records<zero8::Segment> segment(args[0], "segment");
+  const Records<const zero8::StepScalars> scalar(args[1], "scalar");
+  const Records<const zero8::CodecMaps> map(args[2], "map");
+  const int num_threads = integer(args[3]), isa = integer(args[4]);
   if (isa < 0 || isa >= zero8::kNumIsas || !zero8::kIsas[isa].is_supported()) {
-    throw py::value_error("zero8: this processor does not have the instruction set asked for");
+    fail("this processor does not have the instruction set asked for");
   }
-  const Records<zero8::Segment> segment(segments, "segment");
-  const Records<const zero8::StepScalars> scalar(scalars, "scalar");
-  const Records<const zero8::CodecMaps> map(maps, "map");
-  if (map.size() != 1) throw py::value_error("zero8: expected one record of maps");
+  if (map.size() != 1) fail("expected one record of maps");
   check(segment.data(), segment.size(), scalar.size(), true);
-  const py::gil_scoped_release release;
-  zero8::step(segment.data(), segment.size(), scalar.data(), *map.data(), num_threads,
-              zero8::kIsas[isa]);
+  {
+    const WithoutGil others;
+    zero8::step(segment.data(), segment.size(), scalar.data(), *map.data(), num_threads,
+                zero8::kIsas[isa]);
+  }
+  return none();
 }
 
-void fill(const py::buffer& segments, const py::buffer& pieces, const py::buffer& addresses,
-          const py::buffer& which, const py::buffer& steps) {
-  const Records<zero8::Segment> segment(segments, "segment");
-  const Records<const zero8::KeptPiece> piece(pieces, "piece");
-  const Records<const uint64_t> address(addresses, "address");
-  const Records<const int64_t> index(which, "index"), step(steps, "step");
+PyObject* fill(PyObject* const* args) {
+  const Records<zero8::Segment> segment(args[0], "segment");
+  const Records<const zero8::KeptPiece> piece(args[1], "piece");
+  const Records<const uint64_t> address(args[2], "address");
+  const Records<const int64_t> index(args[3], "index"), step(args[4], "step");
   const zero8::StepsOfParams of{address.data(), address.data() + index.size(),
                                 index.data(),   index.size(),
                                 step.data(),    step.size()};
   if (segment.size() != piece.size() || address.size() != 2 * index.size() ||
       !zero8::fill(segment.data(), piece.data(), segment.size(), of)) {
-    throw py::value_error("zero8: got records of other parameters than step");
+    fail("got records of other parameters than step");
   }
+  return none();
 }
 
-// The bytes of a contiguous numpy array of uint8.
-py::buffer_info bytes_of(const py::buffer& array, bool writable) {
-  py::buffer_info info = array.request(writable);
-  if (info.ndim != 1 || info.itemsize != 1 || info.strides[0] != 1) {
-    throw py::value_error("zero8: got an array that is not one of contiguous bytes");
+PyObject* sum_of_squares(PyObject* const* args) {
+  const Records<const zero8::Numbers> numbers(args[0], "gradient");
+  const int num_threads = integer(args[1]);
+  double sum;
+  {
+    const WithoutGil others;
+    sum = zero8::sum_of_squares(numbers.data(), numbers.size(), num_threads);
   }
-  return info;
-}
-
-bool is_of_codes(int64_t bits) {
-  return std::any_of(std::begin(zero8::kCodecSizes), std::end(zero8::kCodecSizes),
-                     [&](const zero8::CodecSize& size) { return size.bits == bits; });
-}
-
-void copy(const py::buffer& param, const py::buffer& grad, const std::vector<py::buffer>& states,
-          int64_t numel, int num_threads) {
-  const py::buffer_info param_info = bytes_of(param, true), grad_info = bytes_of(grad, false);
-  if (numel < 1) throw py::value_error("zero8: got no elements to copy");
-  bool whole = param_info.size % numel == 0 && grad_info.size == param_info.size;
-  std::vector<py::buffer_info> state_infos;  // holds the buffers
-  std::vector<zero8::State> items;
-  for (const py::buffer& state : states) {
-    state_infos.push_back(bytes_of(state, true));
-    const py::buffer_info& info = state_infos.back();
-    const int64_t bits = 8 * info.size / numel;
-    items.push_back({static_cast<uint8_t*>(info.ptr), bits});
-    whole = whole && bits * numel == 8 * info.size && (bits % 8 == 0 || is_of_codes(bits));
-  }
-  if (!whole) throw py::value_error("zero8: got arrays of different numbers of elements");
-  const zero8::Streams streams{static_cast<uint8_t*>(param_info.ptr),
-                               static_cast<const uint8_t*>(grad_info.ptr),
-                               param_info.size / numel,
-                               items.data(),
-                               static_cast<int64_t>(items.size()),
-                               numel};
-  const py::gil_scoped_release release;
-  zero8::copy(streams, num_threads);
-}
-
-double sum_of_squares(const py::buffer& gradients, int num_threads) {
-  const Records<const zero8::Numbers> numbers(gradients, "gradient");
-  const py::gil_scoped_release release;
-  return zero8::sum_of_squares(numbers.data(), numbers.size(), num_threads);
+  return PyFloat_FromDouble(sum);
 }
 
 // FNV-1a over whole numbers, of what is small enough to be a description; 0 for other tensors.
@@ -171,15 +172,17 @@ zero8::TensorRecord described(const zero8::dlpack::ExchangeApi& api, PyObject* t
           device << 32 | dtype, zero8::dlpack::is_contiguous(t), contents_of(t)};
 }
 
-// Describes objects one after the other.  Those of other types than `tensor_type` are numbers that
-// lie between a state's tensors.
+// Describes the objects of a list.  Those of other types than `tensor_type` are numbers that lie
+// between a state's tensors.
 class Describer {
  public:
-  Describer(const py::capsule& exchange_api, const py::type& tensor_type)
+  Describer(PyObject* exchange_api, PyObject* tensor_type, PyObject* objects)
       : api_(static_cast<const zero8::dlpack::ExchangeApi*>(
-            PyCapsule_GetPointer(exchange_api.ptr(), zero8::dlpack::kCapsuleName))),
-        tensor_type_(reinterpret_cast<PyTypeObject*>(tensor_type.ptr())) {
-    if (api_ == nullptr) throw py::error_already_set();
+            PyCapsule_GetPointer(exchange_api, zero8::dlpack::kCapsuleName))),
+        tensor_type_(reinterpret_cast<PyTypeObject*>(tensor_type)),
+        objects_(objects),
+        size_(PyList_Size(objects)) {
+    if (api_ == nullptr || size_ < 0) throw Raised();
   }
 
   // Whether torch's interface is one that this knows; if not, nothing else may be called.
@@ -187,73 +190,120 @@ class Describer {
     return api_->major_version == zero8::dlpack::kMajorVersion && api_->from_py_object;
   }
 
-  zero8::TensorRecord operator()(const py::handle& object) const {
-    if (!PyObject_TypeCheck(object.ptr(), tensor_type_)) return {0, 0, 0, 1, 0};
-    return described(*api_, object.ptr());
+  int64_t size() const { return size_; }
+
+  zero8::TensorRecord operator()(int64_t i) const {
+    PyObject* const object = PyList_GetItem(objects_, i);
+    if (object == nullptr) throw Raised();
+    if (!PyObject_TypeCheck(object, tensor_type_)) return {0, 0, 0, 1, 0};
+    return described(*api_, object);
   }
 
  private:
   const zero8::dlpack::ExchangeApi* api_;
   PyTypeObject* tensor_type_;
+  PyObject* objects_;
+  int64_t size_;
 };
 
-// Returns false, and has written nothing, where torch's interface is unknown.
-bool describe(const py::capsule& exchange_api, const py::type& tensor_type, const py::list& objects,
-              const py::buffer& out) {
-  const Describer describer(exchange_api, tensor_type);
-  if (!describer.is_known()) return false;
-  const Records<zero8::TensorRecord> records(out, "tensor");
-  if (records.size() != static_cast<py::ssize_t>(objects.size())) {
-    throw py::value_error("zero8: got another number of records than of objects");
+// Returns False, and has written nothing, where torch's interface is unknown.
+PyObject* describe(PyObject* const* args) {
+  const Describer describer(args[0], args[1], args[2]);
+  const Records<zero8::TensorRecord> records(args[3], "tensor");
+  if (!describer.is_known()) return PyBool_FromLong(0);
+  if (records.size() != describer.size()) fail("got another number of records than of objects");
+  for (int64_t i = 0; i < records.size(); ++i) records.data()[i] = describer(i);
+  return PyBool_FromLong(1);
+}
+
+bool describe_again(const Describer& now, const Records<const zero8::TensorRecord>& before,
+                    const Records<uint64_t>& addresses) {
+  if (!now.is_known() || before.size() != now.size()) return false;
+  if (addresses.size() > before.size()) fail("got more addresses than objects");
+  for (int64_t i = 0; i < before.size(); ++i) {
+    zero8::TensorRecord record = now(i);
+    if (i < addresses.size()) {
+      if (record.data == 0 && record.numel > 0) return false;  // it has lost its memory
+      addresses.data()[i] = record.data;
+      record.data = before.data()[i].data;
+    }
+    if (std::memcmp(before.data() + i, &record, sizeof record) != 0) return false;
   }
-  zero8::TensorRecord* record = records.data();
-  for (const py::handle& object : objects) *record++ = describer(object);
   return true;
 }
 
 // Writes the addresses of the first objects down and returns whether all else is as it was
-// recorded; None where torch's interface is unknown.
-py::object describe_again(const py::capsule& exchange_api, const py::type& tensor_type,
-                          const py::list& objects, const py::buffer& before,
-                          const py::buffer& addresses) {
-  const Describer describer(exchange_api, tensor_type);
-  if (!describer.is_known()) return py::none();
-  const Records<const zero8::TensorRecord> records(before, "tensor");
-  const Records<uint64_t> to(addresses, "address");
-  if (to.size() > records.size()) throw py::value_error("zero8: got more addresses than objects");
-  if (records.size() != static_cast<py::ssize_t>(objects.size())) return py::bool_(false);
-  const zero8::TensorRecord* record = records.data();
-  uint64_t* address = to.data();
-  uint64_t* const end = address + to.size();
-  for (const py::handle& object : objects) {
-    zero8::TensorRecord now = describer(object);
-    if (address != end) {
-      if (now.data == 0 && now.numel > 0) return py::bool_(false);  // it has lost its memory
-      *address++ = now.data;
-      now.data = record->data;
-    }
-    if (std::memcmp(record++, &now, sizeof now) != 0) return py::bool_(false);
-  }
-  return py::bool_(true);
+// recorded.
+PyObject* describe_again(PyObject* const* args) {
+  const Describer now(args[0], args[1], args[2]);
+  const Records<const zero8::TensorRecord> before(args[3], "tensor");
+  const Records<uint64_t> addresses(args[4], "address");
+  return PyBool_FromLong(describe_again(now, before, addresses));
 }
 
-py::dict isas() {
-  py::dict supported;
-  for (int isa = 0; isa < zero8::kNumIsas; ++isa) {
-    if (zero8::kIsas[isa].is_supported()) supported[zero8::kIsas[isa].name] = isa;
+PyObject* isas(PyObject* const*) {
+  PyObject* const found = PyDict_New();
+  for (int isa = 0; found && isa < zero8::kNumIsas; ++isa) {
+    PyObject* const number = PyLong_FromLong(zero8::kIsas[isa].is_supported() ? isa : -1);
+    if (number) PyDict_SetItemString(found, zero8::kIsas[isa].name, number);
+    Py_XDECREF(number);
   }
-  return supported;
+  return found;
 }
+
+PyObject* has_threads(PyObject* const*) { return PyBool_FromLong(zero8::has_threads()); }
+
+using Function = PyObject*(PyObject* const*);
+
+// What Python calls: a function that takes so many arguments, and may throw.
+template <Function* kFunction, Py_ssize_t kNumArgs>
+PyObject* called(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
+  try {
+    if (num_args != kNumArgs) fail("got another number of arguments");
+    return kFunction(args);
+  } catch (const Raised&) {
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+template <Function* kFunction, Py_ssize_t kNumArgs>
+PyMethodDef method(const char* name, const char* doc) {
+  PyObject* (*const function)(PyObject*, PyObject* const*, Py_ssize_t) =
+      &called<kFunction, kNumArgs>;
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), METH_FASTCALL,
+          doc};
+}
+
+PyMethodDef methods[] = {
+    method<step, 5>("step", "Take one optimizer step on every segment, in place."),
+    method<check_records, 2>("check", "Raise ValueError if kernels cannot rely on a segment."),
+    method<fill, 5>("fill", "Fill into kept records what changes from step to step: fill.h."),
+    method<sum_of_squares, 2>("sum_of_squares", "Read gradients once, for their norm: norm.h."),
+    method<describe, 4>("describe", "Write down where tensors are, and of what kind."),
+    method<describe_again, 5>("describe_again", "Compare tensors with what was written down."),
+    method<isas, 0>("isas", "Return name -> number, slowest first; -1 if the processor lacks it."),
+    method<has_threads, 0>("has_threads", "Return whether an OpenMP runtime is loaded."),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    "zero8_kernel",
+    "The step on the CPU.",
+    0,
+    methods,
+    nullptr,
+    nullptr,
+    nullptr,
+    nullptr,
+};
 
 }  // namespace
 
-PYBIND11_MODULE(zero8_kernel, module) {
-  module.def("step", &step, "Take one optimizer step on every segment, in place.");
-  module.def("check", &check_records, "Raise ValueError if a segment is not what kernels rely on.");
-  module.def("fill", &fill, "Fill into kept records what changes from step to step: fill.h.");
-  module.def("copy", &copy, "Move the memory of a step, and change nothing: stream.h.");
-  module.def("sum_of_squares", &sum_of_squares, "Read gradients once, for their norm: norm.h.");
-  module.def("describe", &describe, "Write down where tensors are, and of what kind.");
-  module.def("describe_again", &describe_again, "Compare tensors with what was written down.");
-  module.def("isas", &isas, "Instruction sets this processor has, slowest first: name -> number.");
-}
+PyMODINIT_FUNC PyInit_zero8_kernel() { return PyModuleDef_Init(&definition); }

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chooses the instruction set at run time and shares the blocks out among threads.
-#include <omp.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -14,6 +13,7 @@
 #include "flush_to_zero.h"
 #include "format.h"
 #include "isa.h"
+#include "parallel.h"
 
 namespace zero8 {
 
@@ -162,19 +162,11 @@ void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
   const Floats wide(floats_of_parts(segments, num_segments), std::max(num_threads, 1));
   // A static partition into equal parts, but in whole blocks or rows: every one is done by one
   // thread, in any case alike.
-  const auto step_part = [&](int64_t part, int64_t parts) {
+  parallel(num_threads, [&](int part, int parts) {
     step_range(segments, num_segments, scalars, maps, *isa.steps,
                place_of(segments, num_segments, numel * part / parts),
-               place_of(segments, num_segments, numel * (part + 1) / parts),
-               wide.of_thread(static_cast<int>(part)));
-  };
-  if (num_threads <= 1) {
-    step_part(0, 1);
-    return;
-  }
-#pragma omp parallel num_threads(num_threads)
-  // The runtime may grant fewer threads than asked for.
-  step_part(omp_get_thread_num(), omp_get_num_threads());
+               place_of(segments, num_segments, numel * (part + 1) / parts), wide.of_thread(part));
+  });
 }
 
 }  // namespace zero8

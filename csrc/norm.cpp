@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "clones.h"
+#include "parallel.h"
 
 namespace zero8 {
 namespace {
@@ -71,8 +72,10 @@ double sum_of_squares(const Numbers* gradients, int64_t num_gradients, int num_t
   const std::vector<Numbers> chunks = chunks_of(gradients, num_gradients);
   const int64_t num_chunks = static_cast<int64_t>(chunks.size());
   std::vector<double> sums(chunks.size());
-#pragma omp parallel for num_threads(num_threads) schedule(static)
-  for (int64_t k = 0; k < num_chunks; ++k) sums[k] = sum_of(chunks[k]);
+  parallel(num_threads, [&](int64_t thread, int64_t threads) {
+    const int64_t end = num_chunks * (thread + 1) / threads;
+    for (int64_t k = num_chunks * thread / threads; k < end; ++k) sums[k] = sum_of(chunks[k]);
+  });
   double total = 0.0;
   for (const double sum : sums) total += sum;
   return total;

@@ -198,14 +198,14 @@ def disturbed_once(training: Training, chance: random.Random) -> str | None:
 
 def killed_build(folder: Path, chance: random.Random) -> None:
     """Kill a build of the op at some time; others share its folder."""
-    command = [sys.executable, "-m", "zero8.cli", "build"]
-    job = _build(command, folder)
+    job = _build(folder)
     time.sleep(chance.uniform(0, LATEST_BUILD_S))
     end(job)
 
 
-def _build(command: list[str], folder: Path) -> subprocess.Popen:
+def _build(folder: Path) -> subprocess.Popen:
     env = {**dict(psutil.Process().environ()), "TORCH_EXTENSIONS_DIR": str(folder)}
+    command = [sys.executable, "-c", "from zero8.op import build; build.load()"]
     return subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, start_new_session=True
     )
@@ -259,7 +259,7 @@ def soak(kills: int, chance: random.Random, folder: Path, modes: list[str]) -> i
     for _ in range(builds):
         killed_build(folder / "ops", chance)
         ways["build"] += 1
-    if builds and _build([sys.executable, "-m", "zero8.cli", "build"], folder / "ops").wait(600):
+    if builds and _build(folder / "ops").wait(600):
         wrong += 1
         print("build: fails after others were killed")
     for name, count in sorted(ways.items()):

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `zero8 build`, `doctor`, `plan`, `checkpoint` and `bench`."""
+"""The command line: `zero8 doctor`, `plan`, `checkpoint` and `bench`."""
 
 import argparse
 import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -70,22 +69,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Command(prog="zero8", description=ABOUT, epilog=FIRST)
     parser.add_argument("--version", action="version", version=f"zero8 {zero8.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, run, help_text in (
-        ("doctor", _doctor, "say whether everything works here, and if not, why"),
-        ("build", _build, "compile the kernels ahead; the first step does it otherwise"),
-    ):
-        command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument("--json", action="store_true", help="print one JSON object")
-        command.set_defaults(run=partial(_with_result, run))
-        if run is _doctor:
-            help_text = "list every seam, the places where zero8 changes DeepSpeed"
-            command.add_argument("--verbose", action="store_true", help=help_text)
-        if run is _build:
-            command.add_argument(
-                "--into",
-                metavar="FOLDER",
-                help="build in this folder; TORCH_EXTENSIONS_DIR=FOLDER uses it, or a copy of it",
-            )
+    help_text = "say whether everything works here, and if not, why"
+    command = commands.add_parser("doctor", help=help_text, description=help_text)
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    help_text = "list every seam, the places where zero8 changes DeepSpeed"
+    command.add_argument("--verbose", action="store_true", help=help_text)
+    command.set_defaults(run=partial(_with_result, _doctor))
     for name, add, help_text in (
         ("plan", partial(_add_command, "zero8.plan.command"), "estimate memory and time of a run"),
         ("checkpoint", _checkpoint, "verify, inspect, compare, convert and delete checkpoints"),
@@ -112,40 +101,6 @@ def _checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.description = "Tools for checkpoints; none needs a GPU or a model."
     command.add_commands(parser)
     parser.set_defaults(run=partial(_with_result, command.run))
-
-
-def _build(arguments: argparse.Namespace) -> tuple[int, dict, str]:
-    from zero8.op import build
-
-    if arguments.into is not None:
-        os.environ["TORCH_EXTENSIONS_DIR"] = arguments.into
-    try:
-        began = time.perf_counter()
-        path = build.load().__file__
-        kernels = _cuda_kernels()
-        seconds = time.perf_counter() - began
-    except (RuntimeError, ImportError, ValueError) as error:
-        raise SystemExit(f"zero8 build: {error}") from error
-    lines = [
-        f"{path} ({seconds:.1f} s)",
-        *(f"CUDA kernel, {k}: {v}" for k, v in kernels.items()),
-    ]
-    result = {"path": path, "cuda_kernels": kernels, "seconds": round(seconds, 3)}
-    return 0, result, "\n".join(lines)
-
-
-def _cuda_kernels() -> dict[str, str]:
-    """Compile the CUDA kernel for this machine's GPUs; return the outcome by architecture."""
-    from zero8.op import cuda, cuda_compile
-
-    made = {}
-    for architecture in sorted({gpu.architecture for gpu in cuda.gpus() if gpu.is_served}):
-        try:
-            code = cuda_compile.machine_code(architecture, cuda_compile.default_backend())
-            made[f"sm_{architecture}"] = f"{len(code)} bytes"
-        except (RuntimeError, ValueError) as error:  # offloading works without it
-            made[f"sm_{architecture}"] = f"not compiled: {error}"
-    return made
 
 
 def _doctor(arguments: argparse.Namespace) -> tuple[int, dict, str]:

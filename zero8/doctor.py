@@ -82,8 +82,12 @@ def _torch_names(report: dict) -> dict:
 
 
 def _build_tools(report: dict) -> dict:
+    is_needed = build.library() != build.INSTALLED
     tools = {"compiler": build.compiler()}
-    report["lines"] += [(name, path or "not found") for name, path in tools.items()]
+    report["lines"] += [
+        (name, path or "not found" + (", and none is needed" if not is_needed else ""))
+        for name, path in tools.items()
+    ]
     return tools
 
 
@@ -91,11 +95,15 @@ def _op(report: dict) -> dict:
     began = time.perf_counter()
     op = {"path": kernel.module().__file__}
     op["load_seconds"] = round(time.perf_counter() - began, 3)
+    op["installed"] = op["path"] == str(build.INSTALLED)
+    op["compiled_for"] = list(kernel.module().isas())
     op |= {"instruction_sets": list(kernel.isas()), "used": kernel.default_isa()}
-    op["threads"] = step_threads()
+    op["threads"] = step_threads() if kernel.module().has_threads() else 1
+    origin = "of the wheel" if op["installed"] else "compiled here"
     report["lines"] += [
-        ("op", f"{op['path']} (loaded in {op['load_seconds']:.1f} s)"),
-        ("instruction sets", ", ".join(op["instruction_sets"])),
+        ("op", f"{op['path']} ({origin}, loaded in {op['load_seconds']:.1f} s)"),
+        ("compiled for", ", ".join([platform.machine(), *op["compiled_for"]])),
+        ("this processor", ", ".join(op["instruction_sets"])),
         ("used", f"{op['used']}, threads: {op['threads']}"),
     ]
     return op

@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -174,17 +173,6 @@ def copies(contenders: Sequence[Contender], device: str) -> list[Contender]:
     for one in contenders:
         key = one.variant, one.bytes_per_param
         if key not in found and one.param.numel() == numel:
-            move = _cpu_copy(one) if device == "cpu" else _gpu_copy(one)
+            move = bench.copy(int(one.bytes_per_param * numel), device)
             found[key] = Contender("copy", one.variant, one.param, one.states, move)
     return list(found.values())
-
-
-def _cpu_copy(one: Contender) -> Callable[[], object]:
-    return partial(bench.copy, one.param, one.param.grad, one.states)
-
-
-def _gpu_copy(one: Contender) -> Callable[[], object]:
-    """Return a copy that reads half of the bytes of a step, and writes the other half."""
-    half = int(one.bytes_per_param * one.param.numel()) // 2
-    source, target = torch.empty(2, half, dtype=torch.uint8, device=one.param.device).random_()
-    return partial(target.copy_, source)

@@ -2,15 +2,10 @@
 """What a file in configs/ says of a run: JSON is DeepSpeed's, TOML is of `FSDP2Engine`."""
 
 import json
-import sys
+import tomllib
 from pathlib import Path
 
 from zero8.state.keywords import OWN_KEYS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # zero8's optimizers, each with its fp32 twin, which it is compared with.
 TWINS = {

@@ -76,7 +76,7 @@ def count_wrong(tmp_path_factory):
     """How many floats with patterns from a range the fastest encoders give another code."""
     target = list(kernel.isas())[-1]
     folder = tmp_path_factory.mktemp("nearest")
-    library = compiled(target, folder, source="nearest_entries.cpp", flags=build.FLAGS)
+    library = compiled(target, folder, source="nearest_entries.cpp", flags=build.flags())
     library.count_wrong.restype = ctypes.c_int64
 
     def count(maps, begin, end):

@@ -26,7 +26,7 @@ def op(tmp_path_factory):
     The sanitizers' libraries come with the process.
     """
     folder = tmp_path_factory.mktemp("sanitized")
-    watched = [*SANITIZERS, "-fsanitize=float-cast-overflow", "-fopenmp", "-ffp-contract=off"]
+    watched = [*SANITIZERS, "-fsanitize=float-cast-overflow", "-ffp-contract=off"]
     names = [path.stem for path in build.sources()]
     kernels = [name for name in names if name != "binding" and not name.startswith("step_")]
     others = [name for name in names if name.startswith("step_") and name != "step_baseline"]
@@ -34,7 +34,7 @@ def op(tmp_path_factory):
         [CSRC / f"{name}.cpp" for name in (*kernels, "step_baseline")], [*watched, "-fPIC"], folder
     )
     others = [CSRC / f"{name}.cpp" for name in ("binding", *others)]
-    made += compile_all(others, ["-O0", "-fPIC", "-fopenmp", *python_headers()], folder)
+    made += compile_all(others, ["-O0", "-fPIC", *python_headers()], folder)
     path = folder / f"{build.NAME}.so"
     output_of([*COMPILER, *watched, "-shared", *made, "-o", path])
     return path

@@ -17,7 +17,7 @@ from test_csrc import COMPILER, CSRC, OURS, WARNINGS, compile_all, output_of
 from zero8.op import kernel
 
 SANITIZER = "-fsanitize=thread"
-FLAGS = ["-O1", "-g1", SANITIZER, *WARNINGS, "-fopenmp", "-ffp-contract=off"]
+FLAGS = ["-O1", "-g1", SANITIZER, *WARNINGS, "-ffp-contract=off"]
 SERVED = list(kernel.isas())
 REPORTED = 66
 """The exit status of a program in which the sanitizer found a race."""
@@ -34,7 +34,7 @@ def objects(tmp_path_factory):
 
 
 def link(objects, folder):
-    """Link without -fopenmp, that is without libgomp; return the program."""
+    """Link without libgomp; return the program."""
     program = folder / "csrc_threads"
     output_of([*COMPILER, SANITIZER, "-pthread", *objects, "-o", program])
     return program

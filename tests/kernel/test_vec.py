@@ -14,7 +14,7 @@ from zero8.op import build, kernel
 
 # Not optimized as the op is, which would take longer: the instructions are the same.
 PAIRS = {"load_pair", "store_pair", "load8_pair", "load8_top_pair", "store8_pair"}
-FLAGS = [*(flag for flag in build.FLAGS if flag != "-O3"), "-O1"]
+FLAGS = [*(flag for flag in build.flags() if flag != "-O3"), "-O1"]
 
 
 def operations(header: str) -> set[str]:

@@ -25,12 +25,6 @@ def zero8(forks):
     return functools.partial(forks.run, code, seconds=280)
 
 
-def test_build_json_prints_one_object_with_the_path(zero8):
-    done = zero8("build", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["path"].endswith(".so")
-
-
 def test_command_whose_reader_stops_says_nothing_of_it():
     reader, writer = os.pipe()
     os.close(reader)
@@ -38,20 +32,6 @@ def test_command_whose_reader_stops_says_nothing_of_it():
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_build_prints_path_and_seconds(zero8):
-    done = zero8("build")
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
-    assert re.search(r"/zero8_kernel\.so \(", line)
-
-
-def test_build_without_compiler_exits_1_and_says_what_to_install(zero8, tmp_path):
-    done = zero8("build", PATH=str(tmp_path), CXX=None, TORCH_EXTENSIONS_DIR=str(tmp_path))
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert "apt-get install g++" in done.stderr.splitlines()[-1]
 
 
 def test_doctor_json_on_a_good_machine_prints_one_object_and_exits_0(zero8):
@@ -198,21 +178,6 @@ def test_doctor_lists_gpus_and_warns_where_they_cannot_step(monkeypatch, two_gpu
     report = doctor.examine()
     assert report["usable"] is True
     assert any("parameters on a GPU cannot step" in text for text in report["warnings"])
-
-
-def test_build_compiles_the_cuda_kernel_for_the_gpus_that_are_there(
-    monkeypatch, two_gpus, capsys, tmp_path
-):
-    monkeypatch.setattr(cuda_compile, "machine_code", lambda architecture, backend: b"\x7fELF")
-    assert cli.main(["build", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["cuda_kernels"] == {"sm_90": "4 bytes"}
-
-    def fail(architecture, backend):
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(cuda_compile, "machine_code", fail)
-    assert cli.main(["build"]) == 0  # offloading does not need it
-    assert "CUDA kernel, sm_90: not compiled: no compiler" in capsys.readouterr().out
 
 
 def test_doctor_part_that_fails_leaves_the_others(monkeypatch):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source of an op that compiles in a second; the header number.h has its number."""
+"""The source of an op that compiles in seconds; the header number.h has its number."""
 
 SOURCE = """
 #include <Python.h>

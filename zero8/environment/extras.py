@@ -10,7 +10,6 @@ EXTRAS = {
     "cpuinfo": "bench",
     "deepspeed": "deepspeed",
     "matplotlib": "bench",
-    "tomli": "train",
     "torchao": "torchao",
     "transformers": "plan",
 }

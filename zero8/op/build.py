@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the CPU kernel once, and loads it.
+"""Loads the CPU kernel: the binary of a wheel, or else one that is compiled here once.
 
-A build has a folder of its own in the cache, whose name holds a digest of all that it depends on
-except the compiler.  The folder appears when the build is complete and never changes afterwards, so
-loading it needs neither compiler nor lock: the cache may be read-only, shared between machines, or
-copied into an image.
+A checkout has no binary, and ZERO8_BUILD=1 asks for a build where there is one.  A build has a
+folder of its own in the cache, whose name holds a digest of all that it depends on except the
+compiler.  The folder appears when the build is complete and never changes afterwards.  So loading
+needs neither compiler nor lock: the cache may be read-only, shared between machines, or copied into
+an image.  And a process that is killed while it compiles leaves no lock for which others would wait
+forever, as builds by torch.utils.cpp_extension do.
 """
 
+import ctypes
 import hashlib
 import importlib.util
 import logging
 import os
+import re
 import shlex
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import time
@@ -24,24 +27,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
 from zero8.environment import flock
 
 NAME = "zero8_kernel"
-
-# None of them lets the compiler change a floating-point result.
-FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-)
-LINK_FLAGS = ("-shared", "-fopenmp")
 
 PATIENCE_S = 10.0
 """Seconds that a process waits for another one's build before it logs whose it is."""
 _POLL_S = 0.1
 _ANOTHER_PLACE = "TORCH_EXTENSIONS_DIR chooses another place"
 _PACKAGE = Path(__file__).resolve().parents[1]
+
+INSTALLED = Path(__file__).with_name(f"{NAME}.abi3.so")
+"""The binary of a wheel."""
 
 logger = logging.getLogger("zero8")
 
@@ -62,6 +59,11 @@ def sources() -> list[Path]:
     return sorted(source_folder().glob("*.cpp"))
 
 
+def flags() -> list[str]:
+    """Return the compiler's options, none of which lets it change a floating-point result."""
+    return (source_folder() / "flags.txt").read_text().split()
+
+
 def cache_root() -> Path:
     """Return the folder of all builds: TORCH_EXTENSIONS_DIR of the environment, else torch's."""
     if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
@@ -71,54 +73,46 @@ def cache_root() -> Path:
 
 
 def library() -> Path:
-    """Return the path of a build of exactly these sources, which may not exist."""
+    """Return the path of the wheel's binary, else of a build of these sources, made or not yet."""
+    if INSTALLED.is_file() and os.environ.get("ZERO8_BUILD", "0") == "0":
+        return INSTALLED
     # The suffix names the Python and the kind of processor.
-    parts = [sysconfig.get_config_var("EXT_SUFFIX"), *FLAGS, *LINK_FLAGS]
-    digest = hashlib.sha256(" ".join(parts).encode())
-    for path in sorted([*sources(), *source_folder().glob("*.h")]):
+    digest = hashlib.sha256(sysconfig.get_config_var("EXT_SUFFIX").encode())
+    for path in [source_folder() / "flags.txt", *sources(), *sorted(source_folder().glob("*.h"))]:
         content = path.read_bytes()
         digest.update(f"\n{path.name} {len(content)}\n".encode() + content)
     return cache_root() / f"{NAME}_{digest.hexdigest()[:16]}" / f"{NAME}.so"
 
 
 def load() -> ModuleType:
-    """Return the module; compiles it unless it is built.
+    """Return the module; compiles it unless it is there.
 
     Of processes that start together, one compiles.
 
     Raises:
         RuntimeError: if there is no compiler, it fails, or the cache cannot be written to.
-        ImportError: if a build cannot be loaded on this machine.
+        ImportError: if the binary cannot be loaded on this machine.
     """
     path = library()
     if not path.is_file():
-        check_loadable()
+        if compiler() is None:
+            raise RuntimeError(
+                f"no C++ compiler ({_cxx()[0]!r} is not on PATH), and {path} is not built: install "
+                "a wheel of zero8, or a compiler (Debian and Ubuntu: apt-get install g++), or set "
+                "CXX"
+            )
         with locked(cache_root() / f"{NAME}.flock"):
             if not path.is_file():
-                _build(path)
-    return _imported(path)
-
-
-def check_loadable() -> None:
-    """Raise RuntimeError, which says what to install, if the op is not built and cannot be."""
-    path = library()
-    if path.is_file():
-        return
-    if sys.platform != "linux":
-        raise RuntimeError(
-            f"the CPU kernel is built on Linux alone, this is {sys.platform}: it needs OpenMP as "
-            "GCC has it, and thread affinity; use Linux, or a Linux container"
-        )
-    if compiler() is None:
-        raise RuntimeError(
-            f"no C++ compiler ({_cxx()[0]!r} is not on PATH), and {path} is not built "
-            "(TORCH_EXTENSIONS_DIR chooses the place): install a compiler (Debian and Ubuntu: "
-            "apt-get install g++), set CXX, or copy a folder that `zero8 build --into` has made"
-        )
+                _build(path.parent)
+    try:
+        return _imported(path)
+    except ImportError as error:
+        again = "reinstall zero8" if path == INSTALLED else f"remove {path.parent} to build again"
+        raise ImportError(f"{error}; {again}") from error
 
 
 def compiler() -> str | None:
-    """Return the path of the C++ compiler that builds the op, None if there is none."""
+    """Return the path of the C++ compiler that would build the op, None if there is none."""
     return shutil.which(_cxx()[0])
 
 
@@ -157,11 +151,10 @@ def locked(path: Path) -> Iterator[None]:
         raise RuntimeError(f"{path.parent} ({_ANOTHER_PLACE}): {error}") from error
 
 
-def _build(path: Path) -> None:
+def _build(folder: Path) -> None:
     """Compile into another folder, which gets its name when it is complete."""
     # A warning, because Python shows lower levels only after logging has been set up.
-    logger.warning("zero8: compiling its CPU kernel once, a minute; `zero8 build` does it ahead")
-    folder = path.parent
+    logger.warning("zero8: compiling its CPU kernel once, a minute; wheels have it compiled")
     for remains in folder.parent.glob(f"{folder.name}*"):  # of builds that were killed
         shutil.rmtree(remains, ignore_errors=True)
     making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
@@ -175,21 +168,18 @@ def _build(path: Path) -> None:
 
 def _compile_into(folder: Path) -> None:
     """Compile the sources, several at a time, and link the library; raises RuntimeError."""
-    # Headers are our own, Python's, and torch's with pybind11.
-    of_torch = Path(torch.__file__).parent / "include"
-    include = [f"-I{path}" for path in (source_folder(), sysconfig.get_path("include"), of_torch)]
+    include = [f"-I{path}" for path in (source_folder(), sysconfig.get_path("include"))]
 
     def compiled(source: Path) -> str:
         made = str(folder / f"{source.stem}.o")
-        command = [*_cxx(), *FLAGS, *include, "-c", str(source), "-o", made]
-        output_of(command, _ANOTHER_PLACE)
+        output_of([*_cxx(), *flags(), *include, "-c", str(source), "-o", made], _ANOTHER_PLACE)
         return made
 
     # The steps take longest.
     longest_first = sorted(sources(), key=lambda path: not path.stem.startswith("step_"))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         objects = list(pool.map(compiled, longest_first))
-    output_of([*_cxx(), *objects, *LINK_FLAGS, "-o", str(folder / f"{NAME}.so")], _ANOTHER_PLACE)
+    output_of([*_cxx(), "-shared", *objects, "-o", str(folder / f"{NAME}.so")], _ANOTHER_PLACE)
 
 
 def output_of(command: list[str], advice: str) -> str:
@@ -200,12 +190,22 @@ def output_of(command: list[str], advice: str) -> str:
     return done.stdout
 
 
+def _share_openmp() -> None:
+    """Let the kernel find the OpenMP runtime that torch has loaded.
+
+    torch's packages for ARM load it for themselves alone.
+    """
+    with open("/proc/self/maps") as maps:
+        paths = {line[line.index("/") :].rstrip("\n") for line in maps if "/" in line}
+    found = [path for path in paths if re.match(r"lib(gomp|omp|iomp5)\b", Path(path).name)]
+    for path in sorted(found, key=lambda path: "torch" not in path)[:1]:
+        ctypes.CDLL(path, mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD)
+
+
 def _imported(path: Path) -> ModuleType:
-    try:
-        spec = importlib.util.spec_from_file_location(NAME, path)
-        assert spec is not None and spec.loader is not None, f"{path} is no extension module"
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except ImportError as error:
-        raise ImportError(f"{error}; remove {path.parent} to have it built again") from error
+    _share_openmp()
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    assert spec is not None and spec.loader is not None, f"{path} is no extension module"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module

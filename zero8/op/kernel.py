@@ -2,6 +2,7 @@
 """Calls the compiled step on a list of segments."""
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -36,14 +37,22 @@ COPY_DTYPES = {
     torch.bfloat16: (torch.bfloat16,),
 }
 
+logger = logging.getLogger("zero8")
+
 _EXCHANGE_API = "__dlpack_c_exchange_api__"
 """The attribute of torch's class of tensors by which the op looks at many of them."""
 
 
 @lru_cache(maxsize=1)
 def module() -> ModuleType:
-    """Return the compiled module, built on first use."""
-    return build.load()
+    """Return the compiled module, built on first use where none is installed."""
+    found = build.load()
+    if not found.has_threads():
+        logger.warning(
+            "zero8: steps run in one thread, as torch has loaded no OpenMP runtime that has "
+            "GOMP_parallel; packages of torch for Linux from PyPI and conda-forge do"
+        )
+    return found
 
 
 def prepare() -> None:
@@ -55,8 +64,7 @@ def prepare() -> None:
 @lru_cache(maxsize=1)  # called at every step
 def isas() -> dict[str, int]:
     """Return the instruction sets that this processor can run: name -> number, slowest first."""
-    found: dict[str, int] = module().isas()
-    return found
+    return {name: number for name, number in module().isas().items() if number >= 0}
 
 
 def default_isa() -> str:
