@@ -256,12 +256,15 @@ PyObject* has_threads(PyObject* const*) { return PyBool_FromLong(zero8::has_thre
 using Function = PyObject*(PyObject* const*);
 
 // What Python calls: a function that takes so many arguments, and may throw.
-template <Function* kFunction, Py_ssize_t kNumArgs>
-PyObject* called(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
+template <Function* kFunction, int kNumArgs>
+PyObject* called(PyObject*, PyObject* tuple) {
   try {
-    if (num_args != kNumArgs) fail("got another number of arguments");
+    if (PyTuple_Size(tuple) != kNumArgs) fail("got another number of arguments");
+    PyObject* args[kNumArgs + 1];
+    for (int i = 0; i < kNumArgs; ++i) args[i] = PyTuple_GetItem(tuple, i);
     return kFunction(args);
   } catch (const Raised&) {
+    return nullptr;
   } catch (const std::invalid_argument& error) {
     PyErr_SetString(PyExc_ValueError, error.what());
   } catch (const std::bad_alloc&) {
@@ -272,12 +275,9 @@ PyObject* called(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   return nullptr;
 }
 
-template <Function* kFunction, Py_ssize_t kNumArgs>
-PyMethodDef method(const char* name, const char* doc) {
-  PyObject* (*const function)(PyObject*, PyObject* const*, Py_ssize_t) =
-      &called<kFunction, kNumArgs>;
-  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), METH_FASTCALL,
-          doc};
+template <Function* kFunction, int kNumArgs>
+PyMethodDef method(const char* name, const char* doc) noexcept {
+  return {name, &called<kFunction, kNumArgs>, METH_VARARGS, doc};
 }
 
 PyMethodDef methods[] = {
