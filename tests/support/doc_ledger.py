@@ -71,6 +71,17 @@ RUN = {
         "Adam8bitContainer.Config": "test_torchtitan_block_builds_an_optimizer_that_steps",
         "learning_rate: 2e-5": "test_yaml_names_a_deepspeed_config_that_is_there",
         "finetuning_type": "test_yaml_names_a_deepspeed_config_that_is_there",
+        "BasePlugin": "test_recipe_of_a_program_makes_our_optimizer_with_its_settings_and_groups",
+        "OptimizerPlugin": (
+            "test_recipe_of_a_program_makes_our_optimizer_with_its_settings_and_groups"
+        ),
+        "optimizers_map": (
+            "test_recipe_of_a_program_makes_our_optimizer_with_its_settings_and_groups"
+        ),
+        "main_ppo": "test_recipe_of_a_program_makes_our_optimizer_with_its_settings_and_groups",
+        "HybridDeviceOptimizer": (
+            "test_recipe_of_a_program_makes_our_optimizer_with_its_settings_and_groups"
+        ),
         "monitor(engine": "test_deepspeed_monitor_block_writes_the_health",
         "ValueError: load_state_dict": (
             "test_adamw_that_is_given_8_bit_states_raises_what_the_docs_show"
