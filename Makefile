@@ -206,7 +206,8 @@ PIP_INSTALL := $(VENV_PYTHON) -m pip install --no-compile -c constraints.txt
 
 .venv/.integrations: pyproject.toml constraints.txt | .venv/.made
 	$(PIP_INSTALL) -e '.[integrations]'
-	$(PIP_INSTALL) --no-deps torchtitan==0.3.0
+	$(PIP_INSTALL) --no-deps torchtitan==0.3.0 axolotl==0.19.0 llamafactory==0.9.5 \
+	  ms-swift==4.6.0 verl==0.9.1
 	@touch $@ $(IN_integrations:%=.venv/.%)
 
 .venv/.%: pyproject.toml constraints.txt | .venv/.made
