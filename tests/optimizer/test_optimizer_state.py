@@ -395,7 +395,7 @@ DAMAGED = {
     ),
     "a code that there is not": (
         replace("exp_avg_q8", lambda c: c.clone().fill_(128)),
-        "exp_avg of wide: got a code of -128",
+        "exp_avg of wide: got a code that is NaN or unused: 128",
     ),
     "history of NaN": (replace("history", lambda h: math.nan), "history: got nan"),
     "one parameter less": (lambda d: d["param_groups"][0]["params"].pop(), "size|length|parameter"),

@@ -13,22 +13,14 @@ With g the gradient, and every operation rounded once as `zero8.spec.arithmetic`
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered
+from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered, Scalars, rounded
 from zero8.spec.log import settling
-from zero8.spec.options import (
-    SMALLEST_EPS,
-    check_decay_rates,
-    check_eps,
-    check_flag,
-    check_lr,
-    check_not_negative,
-)
+from zero8.spec.options import SMALLEST_EPS
 
 UNKNOWN_HISTORY = 3.4e38
 """Bound on m^2/v for moments of unknown origin."""
@@ -67,16 +59,8 @@ class AdamScalars(NamedTuple):
     ) -> "AdamScalars":
         """Return the scalars of step number `step` (the first is 1).
 
-        Args:
-            step: the number of steps in the moments, this one included.
-            history: bound on m^2/v after this step, from `next_history`.
-            lr: learning rate.
-            betas: decay rates of the two moments.
-            eps: added to the root of the corrected second moment; 0 stands for `SMALLEST_EPS`.
-            weight_decay: per unit of lr where `decoupled`, else added to the gradient.
-            decoupled: AdamW (True) or Adam with L2 regularization (False).
-            bias_correction: divide the moments by 1 - beta^step.
-            maximize: ascend instead of descend.
+        `history` bounds m^2/v after this step (`next_history`); an `eps` of 0 stands for
+        `SMALLEST_EPS`; `weight_decay` is added to the gradient unless it is `decoupled`.
         """
         beta1, beta2 = betas
         correction1 = 1 - beta1**step if bias_correction else 1.0
@@ -99,7 +83,7 @@ class AdamScalars(NamedTuple):
             grad_sign=-1.0 if maximize else 1.0,
             settling=settling(beta1),
         )
-        return cls(*np.array(exact, np.float32).tolist())
+        return rounded(exact)
 
 
 class Adam(Algorithm):
@@ -122,15 +106,7 @@ class Adam(Algorithm):
         "maximize": False,
         "decoupled_weight_decay": True,
     }
-    keywords = (
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "adam_w_mode",
-        "bias_correction",
-        "maximize",
-    )
+    keywords = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "bias_correction", "maximize")
     fp32_options = {
         "amsgrad": False,
         "foreach": None,
@@ -139,15 +115,6 @@ class Adam(Algorithm):
         "fused": None,
     }
     scalars_type = AdamScalars
-
-    def check(self, group: Group) -> None:
-        """See `Algorithm`."""
-        check_lr("lr", group["lr"])
-        check_decay_rates("betas", group["betas"], example=(0.9, 0.999))
-        check_eps("eps", group["eps"])
-        check_not_negative("weight_decay", group["weight_decay"])
-        check_flag("maximize", group["maximize"])
-        check_flag("decoupled_weight_decay", group["decoupled_weight_decay"])
 
     def next_memory(self, step: int, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
         """See `Algorithm`."""
@@ -186,23 +153,7 @@ class Adam(Algorithm):
         return ieee.fma(-s.step_size, ratio, ieee.mul(s.decay, p))
 
 
-class SecondMomentScalars(Protocol):
-    """The scalars of equations (R3) and (R4), of Adam's or of another algorithm's."""
-
-    @property
-    def sqrt_one_minus_beta2(self) -> float:
-        """The root of the share of a squared gradient in v."""
-
-    @property
-    def inverse_sqrt_correction2(self) -> float:
-        """The correction of the root of v."""
-
-    @property
-    def eps(self) -> float:
-        """What is added to the corrected root."""
-
-
-def second_moment(s: SecondMomentScalars, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def second_moment(s: Scalars, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the new second moment and the denominator, equations (R3) and (R4)."""
     h = ieee.mul(s.sqrt_one_minus_beta2, g)
     new = ieee.fma(h, h, v)

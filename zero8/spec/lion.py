@@ -13,12 +13,10 @@ sign(c) is 2^126 * c clipped to +-1: 0 where c is 0, and +-1 elsewhere, as c is 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.algorithm import Algorithm, Group, MomentRule
-from zero8.spec.options import check_decay_rates, check_flag, check_lr, check_not_negative
+from zero8.spec.algorithm import Algorithm, Group, MomentRule, rounded
 
 
 class LionScalars(NamedTuple):
@@ -44,20 +42,9 @@ class Lion(Algorithm):
     fp32_name = "an fp32 Lion"
     moments = (MomentRule("lion", "exp_avg", is_signed=True),)
     options = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
-    keywords = ("lr", "betas", "weight_decay", "maximize")
+    keywords = tuple(options)
     step_if_unknown = 0
     scalars_type = LionScalars
-
-    def check(self, group: Group) -> None:
-        """See `Algorithm`."""
-        check_lr("lr", group["lr"])
-        check_decay_rates("betas", group["betas"], example=(0.9, 0.99))
-        check_not_negative("weight_decay", group["weight_decay"])
-        check_flag("maximize", group["maximize"])
-
-    def next_memory(self, step: int, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
-        """See `Algorithm`; Lion remembers no numbers."""
-        return memory
 
     def scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
@@ -74,7 +61,7 @@ class Lion(Algorithm):
             l2=0.0,
             grad_sign=-1.0 if group["maximize"] else 1.0,
         )
-        return LionScalars(*np.array(exact, np.float32).tolist())
+        return rounded(exact)
 
     def advance(
         self, s: LionScalars, g: Tensor, moments: Sequence[Tensor]
