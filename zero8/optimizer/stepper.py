@@ -13,22 +13,21 @@ from torch import Tensor
 from zero8.environment.interrupts import put_off
 from zero8.op import kernel
 from zero8.op.devices import is_capturing, kernel_on
-from zero8.optimizer.batch import Batch, Group, Row
+from zero8.optimizer.batch import Batch, Group, Row, turns_of
 from zero8.optimizer.call import NextStep
 from zero8.optimizer.check import check_class, check_tensors
 from zero8.optimizer.clipping import GradFactor
-from zero8.optimizer.entry import Entry, contents_of, prepared
+from zero8.optimizer.entry import Entry, WeightSums, contents_of, prepared
 from zero8.optimizer.nonfinite import Ledger
 from zero8.optimizer.plan import Plan, planned
-from zero8.optimizer.turns import turns_of
-from zero8.optimizer.weight_sums import WeightSums
+from zero8.optimizer.states import States
 from zero8.spec.algorithm import Algorithm
 from zero8.state.entries import is_new, others_in
 from zero8.state.extent import NEVER_SHARDED, local_grad
 from zero8.state.header import Entries
-from zero8.state.kind import Contents, StateKind
+from zero8.state.kind import Contents
 from zero8.state.memory import counters, unknown_memory
-from zero8.state.params import KnownParams, ParamInfo
+from zero8.state.params import ParamInfo
 from zero8.state.settings import Settings
 from zero8.state.weights import int8_rows, values_of
 from zero8.state.whole import WholeTensor
@@ -64,8 +63,7 @@ class Stepper:
     def __init__(
         self,
         settings: Settings,
-        params: KnownParams,
-        kind_of: Callable[[Tensor, Entries], StateKind],
+        states: States,
         algorithm_of: Callable[[Group], Algorithm],
     ):
         """Start without plans; compiles nothing yet."""
@@ -73,8 +71,7 @@ class Stepper:
         self.factor = GradFactor()
         self.copies: dict[Tensor, Tensor] = {}
         self.weight_sums = WeightSums()
-        self._params, self._kind_of, self._algorithm_of = params, kind_of, algorithm_of
-        self._settings = settings
+        self._settings, self._states, self._algorithm_of = settings, states, algorithm_of
         self._codec, self._corrects_bias = settings.codec, settings.bias_correction
         self._entries: dict[int, Entry] = {}  # by the parameter's id
         # By the first parameter's id: ZeRO-3 steps one sub-group after the other.
@@ -151,7 +148,7 @@ class Stepper:
         known = self._entries
         unfit = [row for at, row in rows.items() if at not in known or not known[at].is_valid(row)]
         if unfit:
-            self._prepare(unfit, self._params.infos(groups), state)
+            self._prepare(unfit, self._states.params.infos(groups), state)
         return [known[id(p)] for p in batch.params]
 
     def _prepare(
@@ -170,7 +167,7 @@ class Stepper:
                 kernel_on(device)
             for row in rows:
                 p, was_new = row.param, is_new(row.state)
-                kind, before = self._kind_of(p, row.state), self._entries.get(id(p))
+                kind, before = self._states.kind_of(p, row.state), self._entries.get(id(p))
                 entry = prepared(kind, row, infos[p], self.weight_sums)
                 self._entries[id(p)] = entry
                 # Partitions, whose moments move, note what is written into them.

@@ -15,10 +15,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered, Scalars, rounded
+from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered, Scalars
 from zero8.spec.log import settling
 from zero8.spec.options import SMALLEST_EPS
 
@@ -83,7 +84,7 @@ class AdamScalars(NamedTuple):
             grad_sign=-1.0 if maximize else 1.0,
             settling=settling(beta1),
         )
-        return rounded(exact)
+        return cls(*np.array(exact, np.float32).tolist())
 
 
 class Adam(Algorithm):

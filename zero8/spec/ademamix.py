@@ -24,11 +24,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
 from zero8.spec.adam import UNKNOWN_HISTORY, next_history, second_moment
-from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered, rounded
+from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered
 from zero8.spec.log import settling
 from zero8.spec.options import SMALLEST_EPS
 from zero8.spec.shown import shown
@@ -128,7 +129,7 @@ class Ademamix(Algorithm):
             grad_sign=-1.0 if group["maximize"] else 1.0,
             settling=settling(beta1),
         )
-        return rounded(exact)
+        return AdemamixScalars(*np.array(exact, np.float32).tolist())
 
     def advance(
         self, s: AdemamixScalars, g: Tensor, moments: Sequence[Tensor]

@@ -5,9 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
-import numpy as np
 from torch import Tensor
 
 from zero8.spec.options import check_option
@@ -24,13 +23,6 @@ hyperparameters only through them, so every kernel and the reference agree bit f
 algorithms have `l2`, which is 0 where decay is decoupled; `grad_sign`, -1 to ascend; and
 `grad_factor`, by which gradients are multiplied before anything else.
 """
-
-Row = TypeVar("Row", bound=tuple[float, ...])
-
-
-def rounded(exact: Row) -> Row:
-    """Return scalars rounded to float32."""
-    return type(exact)(*np.array(exact, np.float32).tolist())
 
 
 @dataclass(frozen=True)

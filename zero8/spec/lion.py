@@ -13,10 +13,11 @@ sign(c) is 2^126 * c clipped to +-1: 0 where c is 0, and +-1 elsewhere, as c is 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.algorithm import Algorithm, Group, MomentRule, rounded
+from zero8.spec.algorithm import Algorithm, Group, MomentRule
 
 
 class LionScalars(NamedTuple):
@@ -61,7 +62,7 @@ class Lion(Algorithm):
             l2=0.0,
             grad_sign=-1.0 if group["maximize"] else 1.0,
         )
-        return rounded(exact)
+        return LionScalars(*np.array(exact, np.float32).tolist())
 
     def advance(
         self, s: LionScalars, g: Tensor, moments: Sequence[Tensor]

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from zero8.spec.algorithm import Algorithm, Group, MomentRule, rounded
+from zero8.spec.algorithm import Algorithm, Group, MomentRule
 from zero8.spec.newton_schulz import COEFFICIENTS
 from zero8.spec.sgd import SGD, Sgd, SgdScalars
 from zero8.spec.shown import shown
@@ -122,7 +122,7 @@ class Muon(Sgd):
             l2=0.0,
             grad_sign=-1.0 if group["maximize"] else 1.0,
         )
-        return rounded(exact)
+        return MuonScalars(*np.array(exact, np.float32).tolist())
 
 
 def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:

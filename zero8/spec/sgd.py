@@ -15,10 +15,11 @@ The first step has no dampening, as in torch: m' = g.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.algorithm import Algorithm, Group, MomentRule, rounded
+from zero8.spec.algorithm import Algorithm, Group, MomentRule
 from zero8.spec.shown import shown
 
 
@@ -90,7 +91,7 @@ class Sgd(Algorithm):
             l2=0.0 if is_decoupled else decay,
             grad_sign=-1.0 if group["maximize"] else 1.0,
         )
-        return rounded(exact)
+        return SgdScalars(*np.array(exact, np.float32).tolist())
 
     def advance(
         self, s: SgdScalars, g: Tensor, moments: Sequence[Tensor]
