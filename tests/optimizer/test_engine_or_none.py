@@ -9,13 +9,6 @@ from zero8.deepspeed import claims
 from zero8.state.tell import tell_once
 
 
-def test_parameter_that_zero3_has_partitioned_counts_with_its_full_shape():
-    p = torch.nn.Parameter(torch.zeros(0))
-    p.ds_shape = torch.Size((4, 1024))
-    optimizer = zero8.Adam8bitBlockwise([p])
-    assert [info.shape for info in optimizer._states.infos().values()] == [(4, 1024)]
-
-
 def test_use_after_a_step_is_met_and_outlives_the_optimizer(monkeypatch):
     uses = []
     monkeypatch.setattr(claims, "claim", lambda params, made: uses.append(made))

@@ -143,28 +143,6 @@ def test_state_of_int8_weights_resumes_to_the_bit():
     assert all(map(same_bits, resumed, whole))
 
 
-def test_state_of_int8_weights_has_the_bytes_of_the_same_float32_weights():
-    params = int8_params()
-    wide = [nn.Parameter(weights_of(shape)) for shape in SHAPES]
-    reports = [trained(those, steps=1).memory_report() for those in (params, wide)]
-    assert reports[0].rows == reports[1].rows
-
-
-def test_step_of_widened_int8_weights_copies_only_some_rows_to_float32(monkeypatch):
-    """4096 rows of 1000: 2^18 elements are 262 rows and a rest."""
-    monkeypatch.setattr(in_chunks, "is_widened", lambda device: True)
-    monkeypatch.setattr(in_chunks, "MOST_ELEMENTS", 1 << 18)
-    sizes = []
-
-    def buffer_of(pieces, device):
-        sizes.append(max(piece.numel for piece in pieces))
-        return torch.empty(sizes[-1], device=device)
-
-    monkeypatch.setattr(in_chunks, "buffer_of", buffer_of)
-    trained([int8_param(weights_of((4096, 1000)))], steps=1)
-    assert set(sizes) == {262 * 1000}
-
-
 @pytest.mark.usefixtures("way")
 def test_int8_weights_with_a_gradient_that_is_not_finite_keep_that_blocks_moments():
     p = int8_param(weights_of((64, 512)))
@@ -332,21 +310,3 @@ def test_step_of_int8_weights_has_the_same_skipped_blocks_with_any_number_of_pie
     (p, moments), *others = found
     for other, its_moments in others:
         assert same_bits(p, other) and all(map(torch.equal, moments, its_moments))
-
-
-def test_step_of_a_plain_int8_parameter_is_refused():
-    p = nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
-    optimizer = make(MAKERS["log"], [p])
-    p.grad_dtype = None
-    p.grad = torch.zeros(64, 64)
-    with pytest.raises(ValueError, match="got a parameter of dtype torch.int8, expected one of"):
-        optimizer.step()
-
-
-def test_step_of_int8_weights_refuses_a_gradient_of_another_dtype():
-    p = int8_param(weights_of((64, 64)))
-    optimizer = make(MAKERS["log"], [p])
-    p.grad_dtype = None
-    p.grad = torch.zeros(64, 64, dtype=torch.float64)
-    with pytest.raises(ValueError, match="gradient of a torch.int8 parameter of dtype torch.float"):
-        optimizer.step()

@@ -124,15 +124,6 @@ def test_put_off_calls_all_handlers_after_the_block_and_puts_them_back(called):
     assert [signal.getsignal(n) for n in signal.valid_signals()] == before
 
 
-def test_put_off_lets_the_error_of_its_block_through(called):
-    with pytest.raises(KeyError), put_off():
-        signal.raise_signal(SIGUSR1)
-        raise KeyError
-    assert called == [SIGUSR1]
-    signal.raise_signal(SIGUSR1)
-    assert called == [SIGUSR1, SIGUSR1]
-
-
 def test_put_off_in_another_thread_leaves_handlers_to_the_main_one(called):
     before = signal.getsignal(SIGINT)
     seen = []

@@ -48,15 +48,6 @@ def test_optimizer_any_strides_give_the_bits_of_contiguous(layout, gradient_too,
     assert strided.stride() == layout(plain.detach()).stride()
 
 
-def test_optimizer_contiguous_parameter_takes_a_strided_gradient():
-    plain, other = param(64, 100), param(64, 100)
-    set_grads([plain], 0)
-    other.grad = plain.grad.t().contiguous().t()
-    for p in (plain, other):
-        Adam8bitBlockwise([p]).step()
-    assert_equal([plain], [other])
-
-
 def test_optimizer_state_appears_with_the_first_gradient():
     used, unused = param(64, 100), param(64, 100)
     optimizer = Adam8bitBlockwise([used, unused], weight_decay=0.1)
@@ -92,14 +83,6 @@ def test_optimizer_named_parameters_dither_by_name_and_not_by_order():
         run(Adam8bitBlockwise(names or model.parameters(), lr=0.1), list(model.parameters()), 3)
     assert_equal(models[0].parameters(), models[1].parameters())
     # Indices are other identities.
-    assert not torch.equal(models[0][0].weight, models[2][0].weight)
-
-
-def test_optimizer_seed_changes_the_dither():
-    models = [small_model(BF16) for _ in range(3)]
-    for model, seed in zip(models, (0, 0, 1), strict=True):
-        run(Adam8bitBlockwise(model.parameters(), lr=0.1, seed=seed), list(model.parameters()), 3)
-    assert_equal(models[0].parameters(), models[1].parameters())
     assert not torch.equal(models[0][0].weight, models[2][0].weight)
 
 

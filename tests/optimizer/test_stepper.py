@@ -12,7 +12,6 @@ import torch
 
 import zero8
 from zero8.optimizer import stepper
-from zero8.state.params import KnownParams
 from zero8.state.whole import WholeTensor
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -88,17 +87,6 @@ def test_steps_with_gradients_of_changing_parameters_and_dtypes_equal_fresh_opti
             assert torch.equal(p, fresh[name]), (number, name)
 
 
-def test_parameter_that_becomes_bfloat16_is_stepped_as_such():
-    params, optimizer = made()
-    step(params, optimizer, 0)
-    params["c"].data = params["c"].data.bfloat16()
-    before = params["c"].detach().clone()
-    step(params, optimizer, 1)
-    assert params["c"].dtype == torch.bfloat16
-    change = (params["c"].float() - before.float()).abs()
-    assert 0 < change.max() < 0.05
-
-
 def test_states_that_are_dropped_are_freed_although_steps_have_seen_them():
     params, optimizer = made()
     step(params, optimizer, 0)
@@ -165,16 +153,6 @@ def test_parameter_that_changes_its_size_raises(rows):
     params["a"].data = torch.zeros(rows, 100)
     with pytest.raises(ValueError, match=f"a: got a parameter of {100 * rows} elements, its state"):
         step(params, optimizer, 1)
-
-
-def test_first_step_asks_for_the_names_of_all_parameters_once(monkeypatch):
-    params, optimizer = made()
-    calls = []
-    infos = KnownParams.infos
-    monkeypatch.setattr(KnownParams, "infos", lambda *args: calls.append(1) or infos(*args))
-    step(params, optimizer, 0)
-    step(params, optimizer, 1)
-    assert len(calls) == 1
 
 
 def test_only_parameters_whose_tensors_have_changed_are_prepared_again(monkeypatch):

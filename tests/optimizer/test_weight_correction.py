@@ -89,15 +89,6 @@ def stepped_without_corrections(optimizer, p, step):
     return bits_of(other, q)
 
 
-def test_corrected_bfloat16_of_every_bfloat16_is_itself_with_correction_0():
-    x = every_bfloat16()
-    numbers = ~x.isnan()
-    p, correction = corrected_bfloat16(x.float())
-    assert torch.equal(p[numbers].view(torch.int16), x[numbers].view(torch.int16))
-    assert bool((correction == 0).all())
-    assert bool(p[~numbers].isnan().all())
-
-
 def test_corrected_bfloat16_is_the_nearest_24_bits_and_the_nearest_bfloat16():
     """24 bits of which 16 are mantissa: half a unit is 2^-16 of the power of two, so 2^-16 of x.
 
@@ -279,29 +270,6 @@ def test_correction_of_a_checkpoint_is_dropped_with_a_warning_where_none_is_kept
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert "weight_correction_bits" in caplog.text
     assert "param_correction" not in next(iter(other.state.values()))
-
-
-def test_correction_of_another_shape_is_refused():
-    p = nn.Parameter(torch.randn(SHAPE).bfloat16())
-    optimizer = optimizer_of(p, weight_correction_bits=8)
-    train(optimizer, p, 1)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0]["param_correction"] = torch.zeros(7, dtype=torch.int8)
-    with pytest.raises(ValueError, match="param_correction"):
-        optimizer.load_state_dict(saved)
-
-
-@pytest.mark.parametrize("bits", [4, -8, True, "8", 8.5])
-def test_correction_bits_other_than_0_and_8_are_refused(bits):
-    with pytest.raises(ValueError, match="weight_correction_bits"):
-        optimizer_of(nn.Parameter(torch.zeros(SHAPE)), weight_correction_bits=bits)
-
-
-def test_float32_weights_have_no_correction():
-    p = nn.Parameter(torch.randn(SHAPE))
-    optimizer = optimizer_of(p, weight_correction_bits=8)
-    train(optimizer, p, 1)
-    assert "param_correction" not in optimizer.state[p]
 
 
 @pytest.mark.parametrize("rounding", [Rounding.DITHER, Rounding.HASH, Rounding.NEAREST])
