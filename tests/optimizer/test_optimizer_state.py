@@ -17,9 +17,9 @@ from torch import nn
 
 from zero8 import Adam8bitBlockwise
 from zero8.spec.adam import ADAM
-from zero8.spec.codec import CODECS, codec_numbered, dequantize, quantize
+from zero8.spec.codec import CODECS, codec_numbered, dequantize
 from zero8.spec.grid import BlockGrid
-from zero8.spec.packing import packed, unpacked
+from zero8.spec.packing import unpacked
 from zero8.state.tell import tell_once
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -295,28 +295,6 @@ def test_load_state_dict_into_another_form_logs_it_once(name, caplog):
         assert line.startswith(start.format(*forms))
     else:
         assert said == []
-
-
-@codecs
-def test_load_state_dict_of_float32_moments_of_narrow_rows_quantizes_them(codec):
-    """Checkpoints from before their rows were put together into blocks."""
-    shape = (900, 5)  # 17 groups of 51 rows and one of 33
-    older, p = (nn.Parameter(torch.zeros(shape)) for _ in range(2))
-    saved = Adam8bitBlockwise([("lora_B", older)], lr=0.1, codec=codec, fp32_params=["lora_B"])
-    run(saved, [("lora_B", older)], 3)
-    optimizer = Adam8bitBlockwise([("lora_B", p)], lr=0.1, codec=codec)
-    optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
-    state, before = optimizer.state[p], saved.state[older]
-    assert before["format"].tolist()[2:4] == [0, 0] and state["format"][3] == 256
-    assert (state["step"], state["history"]) == (3, before["history"])
-    block = torch.arange(4500) // 255
-    for which in ("exp_avg", "exp_avg_sq"):
-        code = CODECS[codec].code_of(ADAM.moment(which))
-        codes, scales = quantize(code, before[which].flatten(), block, 18)
-        expected = packed(codes, BlockGrid.of(shape, 256), 0, code.bits)
-        assert torch.equal(state[f"{which}_q{code.bits}"].flatten(), expected)
-        assert torch.equal(state[f"{which}_scale"], scales.view(18, 1, *code.scale_shape))
-    run(optimizer, [("lora_B", p)], 1, start=3)
 
 
 def test_load_state_dict_of_another_models_adamw_raises():

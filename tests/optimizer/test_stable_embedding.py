@@ -116,19 +116,6 @@ def test_stable_embedding_from_pretrained_keeps_the_weight():
     assert StableEmbedding.from_pretrained(weight, freeze=False).weight.requires_grad
 
 
-def test_stable_embedding_on_the_meta_device_is_made_as_torchs():
-    model = model_of(device="meta", padding_idx=0)
-    assert model[0].norm.weight.is_meta
-    model.to_empty(device="cpu")
-    torch.manual_seed(1)
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    torch.manual_seed(1)
-    assert torch.equal(model[0].weight, StableEmbedding(ROWS, DIM, padding_idx=0).weight)
-    assert torch.equal(model[0].norm.weight, torch.ones(DIM))
-
-
 def test_stable_embedding_loads_the_weight_of_torchs_if_not_strict():
     layer, plain = StableEmbedding(ROWS, DIM), nn.Embedding(ROWS, DIM)
     with pytest.raises(RuntimeError, match='Missing key.*"norm.weight", "norm.bias"'):

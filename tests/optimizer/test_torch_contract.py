@@ -181,29 +181,6 @@ def test_step_without_any_gradient_changes_nothing(steps, weight_decay):
     assert_same(everything(model, optimizer), before)
 
 
-KINDS = {
-    "plain": {},
-    "maximize": {"maximize": True},
-    "L2": {"weight_decay": 0.5, "adam_w_mode": False},
-}
-
-
-@layouts
-@pytest.mark.parametrize("keywords", KINDS.values(), ids=KINDS)
-def test_step_of_any_kind_leaves_gradients_as_they_were(layout, keywords):
-    params = [param(64, 128), param(64, 128, dtype=BF16), param(50)]
-    optimizer = Adam8bitBlockwise(params, **keywords)
-    set_grads(params, 0)
-    grads = [layout(p.grad) for p in params]
-    before = [grad.clone() for grad in grads]
-    for p, grad in zip(params, grads, strict=True):
-        p.grad = grad
-    for _ in range(2):
-        optimizer.step()
-    assert all(p.grad is grad for p, grad in zip(params, grads, strict=True))
-    assert_equal(grads, before)
-
-
 def test_scalar_parameter_follows_adamw_and_is_saved_and_loaded():
     """CLIP's logit_scale is one."""
     ours, theirs = (nn.Parameter(torch.tensor(2.0)) for _ in range(2))
@@ -298,15 +275,6 @@ def test_settings_of_numpy_and_config_libraries_are_saved_as_plain_numbers(way):
             assert list(map(type, group["betas"])) == [float, float]
 
 
-def test_settings_of_numpy_and_config_libraries_are_those_of_the_whole_optimizer():
-    whole = {"block_size": np.int64(64), "seed": np.int64(1), "fp32_params": FromConfig("a*")}
-    keywords = {key: value for key, value in OF_CONFIGS.items() if key != "its own"}
-    optimizer = Adam8bitBlockwise([("a", param(64, 128))], **keywords, **whole)
-    assert optimizer.settings.policy.fp32_params == ("a*",)
-    assert type(optimizer.settings.policy.block_size) is type(optimizer.settings.seed) is int
-    through_file(optimizer.state_dict())
-
-
 LAZY = {
     "linear": (lambda: nn.LazyLinear(64), (2, 128)),
     "conv": (lambda: nn.LazyConv2d(64, 3), (2, 16, 4, 4)),
@@ -364,25 +332,6 @@ def test_step_between_forward_and_backward_is_noticed_by_autograd():
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_layer_frozen_for_some_steps_goes_on_where_it_was():
-    """As if each layer had an optimizer of its own, and one of them sat these steps out."""
-    model, other = small_model(), small_model()
-    joint = Adam8bitBlockwise(model.named_parameters(), lr=0.01)
-    pairs = list(other.named_parameters())
-    first, second = (Adam8bitBlockwise(two, lr=0.01) for two in (pairs[:2], pairs[2:]))
-    for step in range(6):
-        frozen = step in (2, 3)
-        model[0].requires_grad_(not frozen)
-        joint.zero_grad()
-        other.zero_grad()
-        loss_of(model, step).backward()
-        loss_of(other, step).backward()
-        for optimizer in (joint, second) if frozen else (joint, first, second):
-            optimizer.step()
-        assert_equal(model.parameters(), other.parameters())
-    assert [joint.state[layer.weight]["step"] for layer in model] == [4, 6]
 
 
 def test_parameter_frozen_with_its_gradient_left_is_stepped_as_by_adamw():
@@ -512,17 +461,6 @@ def test_state_dict_with_or_without_names_loads_into_either_and_goes_on(saved_na
     names = [one.param_groups[0].get("param_names") for one in (resumed, adamw)]
     assert names[0] == names[1]
     assert_go_on_alike(model, optimizer, other, resumed)
-
-
-@pytest.mark.parametrize("change", [list.clear, lambda groups: groups.append(groups[0])])
-def test_load_state_dict_of_another_number_of_groups_raises_and_changes_nothing(change):
-    model, optimizer = trained()
-    before = everything(model, optimizer)
-    saved = copy.deepcopy(optimizer.state_dict())
-    change(saved["param_groups"])
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict(saved)
-    assert_same(everything(model, optimizer), before)
 
 
 @pytest.mark.parametrize("kind", [int, float, torch.tensor, lambda step: torch.tensor([step])])

@@ -94,13 +94,8 @@ class States:
             return
         for group in self._optimizer.param_groups:
             algorithm = self._algorithm_of(group)
-            others = (first_entries(one) for one in self._algorithms if one is not algorithm)
-            foreign = frozenset[str]().union(*others)
             for p in group["params"]:
-                state = states.get(p)
-                if not state or foreign.isdisjoint(state):  # every step asks this of each
-                    continue
-                theirs = self._algorithm_in(state)
+                theirs = self._algorithm_in(states.get(p, {}))
                 if theirs not in (None, algorithm):
                     raise ValueError(
                         f"parameter {self.infos()[p].label}: got a state of "
@@ -131,11 +126,9 @@ class States:
         if not all(self.kind_of(*pair).raises_alone for pair in self.all().items()):
             return False
         # Ranks with equal gradients raise at the same step, unless the counts of a GPU arrive late.
-        return numbers.num_ranks() == 1 or not self._are_on_gpus()
-
-    def _are_on_gpus(self) -> bool:
         groups = self._optimizer.param_groups
-        return any(p.is_cuda for group in groups for p in group["params"])
+        are_on_gpus = any(p.is_cuda for group in groups for p in group["params"])
+        return numbers.num_ranks() == 1 or not are_on_gpus
 
     def moments(self, p: Tensor, infos: Mapping[Tensor, ParamInfo]) -> list[MomentStore]:
         """Return the live moments of a parameter that has state, in the algorithm's order."""
