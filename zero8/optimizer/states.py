@@ -126,9 +126,11 @@ class States:
         if not all(self.kind_of(*pair).raises_alone for pair in self.all().items()):
             return False
         # Ranks with equal gradients raise at the same step, unless the counts of a GPU arrive late.
+        return numbers.num_ranks() == 1 or not self._are_on_gpus()
+
+    def _are_on_gpus(self) -> bool:
         groups = self._optimizer.param_groups
-        are_on_gpus = any(p.is_cuda for group in groups for p in group["params"])
-        return numbers.num_ranks() == 1 or not are_on_gpus
+        return any(p.is_cuda for group in groups for p in group["params"])
 
     def moments(self, p: Tensor, infos: Mapping[Tensor, ParamInfo]) -> list[MomentStore]:
         """Return the live moments of a parameter that has state, in the algorithm's order."""
