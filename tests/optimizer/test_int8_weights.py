@@ -2,12 +2,11 @@
 """Steps of INT8 weights: those of float32 ones between (W1) and (W3) of zero8.spec.int8_rows."""
 
 import copy
-import io
 
 import pytest
 import torch
 from int8_weights import copy_of, int8_param, same_bits
-from small_optimizers import set_grads
+from small_optimizers import set_grads, through_file
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -131,12 +130,9 @@ def test_state_of_int8_weights_resumes_to_the_bit():
     whole, parts = int8_params(), int8_params()
     trained(whole, steps=4)
     first = trained(parts, steps=2)
-    saved = io.BytesIO()
-    torch.save(first.state_dict(), saved)
-    saved.seek(0)
     resumed = [copy_of(p) for p in parts]
     optimizer = make(MAKERS["log"], resumed)
-    optimizer.load_state_dict(torch.load(saved, weights_only=True))
+    optimizer.load_state_dict(through_file(first.state_dict()))
     for step in range(2, 4):
         set_grads(resumed, step)
         optimizer.step()

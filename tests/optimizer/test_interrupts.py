@@ -6,7 +6,7 @@ import signal
 import threading
 
 import pytest
-import torch
+from nests import assert_same
 from small_optimizers import assert_equal, run, set_grads, small_model
 
 from zero8 import Adam8bitBlockwise
@@ -38,10 +38,7 @@ def pair():
 
 def assert_alike(params, optimizers):
     assert_equal(*params)
-    ours, theirs = (optimizer.state_dict()["state"] for optimizer in optimizers)
-    for number, entries in theirs.items():
-        for key, value in entries.items():
-            assert torch.equal(torch.as_tensor(ours[number][key]), torch.as_tensor(value)), key
+    assert_same(*(optimizer.state_dict()["state"] for optimizer in optimizers))
 
 
 def test_interrupt_as_the_kernel_returns_leaves_a_step_that_is_done_and_noted(pair, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from nests import assert_same
 from reference_twin import NAME, SEED, SHAPE, ReferenceTwin
-from small_optimizers import assert_equal, gamma, param, set_grads
+from small_optimizers import assert_equal, gamma, param, set_grads, through_file
 from torch import nn
 
 from zero8 import Adam8bitBlockwise, StableEmbedding
@@ -290,31 +290,33 @@ def model() -> nn.Module:
     return made
 
 
-def marked(made: nn.Module) -> nn.Module:
-    """Have the attribute `use_muon` decide."""
+def marked() -> nn.Module:
+    """Return a model of which the attribute `use_muon` decides."""
+    made = model()
     for name, p in made.named_parameters():
         p.use_muon = name == "lm_head.weight"
     return made
 
 
 TAKEN = {
-    "names": (model(), {}, {"inner.weight", "conv.weight"}),
+    "names": (model, {}, {"inner.weight", "conv.weight"}),
     "patterns": (
-        model(),
+        model,
         {"adam_params": ["inner*", "co*"]},
         {"embed_tokens.weight", "lm_head.weight"},
     ),
     "no patterns": (
-        model(),
+        model,
         {"adam_params": []},
         {"inner.weight", "lm_head.weight", "embed_tokens.weight", "conv.weight"},
     ),
-    "attributes": (marked(model()), {}, {"lm_head.weight"}),
+    "attributes": (marked, {}, {"lm_head.weight"}),
 }
 
 
-@pytest.mark.parametrize(("made", "keywords", "expected"), TAKEN.values(), ids=TAKEN)
-def test_muon_takes_matrices_by_name_pattern_and_attribute(made, keywords, expected):
+@pytest.mark.parametrize(("make", "keywords", "expected"), TAKEN.values(), ids=TAKEN)
+def test_muon_takes_matrices_by_name_pattern_and_attribute(make, keywords, expected):
+    made = make()
     groups = groups_of(Muon8bitBlockwise(made.named_parameters(), **keywords))
     assert set(groups[True]) == expected
     assert set(groups[False]) == {name for name, _ in made.named_parameters()} - expected
@@ -327,7 +329,7 @@ def with_attribute(name: str, value: bool) -> list[nn.Parameter]:
 
 
 REFUSED = {
-    "without names": (model().parameters(), r"pass model\.named_parameters\(\)"),
+    "without names": ([param(64, 64)], r"pass model\.named_parameters\(\)"),
     "flattened": (with_attribute("_fsdp_flattened", True), "FSDP1 has flattened"),
     "vectors": ([{"params": [param(64)], "use_muon": True}], "use_muon: .*expected 2 dimensions"),
     "a vector": (with_attribute("use_muon", True), "use_muon: .*expected 2 dimensions"),
@@ -480,15 +482,14 @@ def made(dtype=FP32, **keywords):
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_muon_state_dict_resumes_with_the_same_bits(dtype, tmp_path):
+def test_muon_state_dict_resumes_with_the_same_bits(dtype):
     params, optimizer = made(dtype)
     run(optimizer, params.values(), 2)
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
     others, resumed = made(dtype, lr=7.0)
     with torch.no_grad():
         for p, q in zip(others.values(), params.values(), strict=True):
             p.copy_(q)
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    resumed.load_state_dict(through_file(optimizer.state_dict()))
     for p, q in zip(others.values(), params.values(), strict=True):
         assert_same(resumed.state[p], optimizer.state[q])
     run(optimizer, params.values(), 2, start=2)

@@ -7,12 +7,12 @@ Do that only together with a new format version: the files stand for checkpoints
 
 import copy
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
 from nests import assert_same
 from places import GOLDEN
+from small_optimizers import through_file
 from torch import nn
 
 from zero8 import Adam8bitBlockwise
@@ -77,23 +77,18 @@ def assert_equal(params, others) -> None:
         assert torch.equal(p, q), name
 
 
-def through_file(state_dict: dict, tmp_path: Path) -> dict:
-    torch.save(state_dict, tmp_path / "state.pt")
-    return torch.load(tmp_path / "state.pt", weights_only=True)
-
-
 # --- Round trips ---------------------------------------------------------------------------------
 
 
 @codecs
 @dtypes
 @pytest.mark.parametrize("rounding", ["dither", "hash", False], ids=str)
-def test_state_dict_through_a_file_continues_with_the_same_bits(codec, dtype, rounding, tmp_path):
+def test_state_dict_through_a_file_continues_with_the_same_bits(codec, dtype, rounding):
     keywords = {"codec": codec, "stochastic_rounding": rounding}
     params, optimizer = trained(dtype, **keywords)
     resumed = [(name, nn.Parameter(p.detach().clone())) for name, p in params]
     other = Adam8bitBlockwise(resumed, **SMALL, **keywords)
-    other.load_state_dict(through_file(optimizer.state_dict(), tmp_path))
+    other.load_state_dict(through_file(optimizer.state_dict()))
     for (_, p), (_, q) in zip(params, resumed, strict=True):
         assert_same(optimizer.state[p], other.state[q])
     run(optimizer, params, 3, start=3)

@@ -5,13 +5,12 @@ Where torch.optim.AdamW takes it too, the same assertions run over both.
 """
 
 import copy
-import io
 import pickle
 
 import pytest
 import torch
 from nests import assert_same
-from small_optimizers import param, required_by, run, set_grads
+from small_optimizers import param, required_by, run, set_grads, through_file
 
 import zero8
 from zero8 import Adam8bitBlockwise
@@ -208,11 +207,8 @@ def test_entries_of_other_code_are_saved_and_load_as_torch_casts_them(
     keywords = {"state_dict_format": state_format} if made is Adam8bitBlockwise else {}
     p, optimizer = stepped(made, shape, dtype, **keywords)
     optimizer.state[p].update(entries_for(p))
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
     q, other = stepped(made, shape, dtype, **keywords)
-    other.load_state_dict(torch.load(file, weights_only=True))
+    other.load_state_dict(through_file(optimizer.state_dict()))
     expected = entries_for(p)
     expected |= {key: expected[key].to(dtype) for key in ("counts", "last")}
     expected["nested"]["z"][0] = expected["nested"]["z"][0].to(dtype)

@@ -5,7 +5,6 @@ Where the answer is a matter of torch's interface, torch.optim.AdamW beside it g
 """
 
 import copy
-import io
 import pickle
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from nests import assert_same
-from small_optimizers import assert_equal, param, run, set_grads, small_model
+from small_optimizers import assert_equal, param, run, set_grads, small_model, through_file
 from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoints
 from torch.optim import AdamW, lr_scheduler, swa_utils
@@ -48,13 +47,6 @@ def model_like(model):
 
 def loss_of(model, step: int):
     return model(torch.randn(4, 300, generator=torch.Generator().manual_seed(step))).square().mean()
-
-
-def through_file(contents):
-    file = io.BytesIO()
-    torch.save(contents, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def everything(model, optimizer):

@@ -11,8 +11,8 @@ from processes import run
 
 from zero8.spec import arithmetic as ieee
 from zero8.spec import dither
-from zero8.spec.adam import ADAM, AdamScalars
-from zero8.spec.codec import CODECS, codec_named, codec_numbered
+from zero8.spec.adam import ADAM
+from zero8.spec.codec import CODECS, codec_named, codec_numbered, quantize
 from zero8.spec.grid import BlockGrid
 from zero8.spec.log import LogCode, SignedLogCode
 
@@ -66,7 +66,7 @@ CODES = {
         for name, code in LOGS.items()
     },
     **{
-        name: (code, signed(code.largest, code.bits), [1.0, 3.7e-20, 0.1, 5.5e15])
+        name: (code, signed(code.largest, code.bits), torch.arange(1, 2, 2.0**-8).tolist())
         for name, code in LONG_LIVED.items()
     },
 }
@@ -304,7 +304,7 @@ def test_encode_decaying_first_moment_reaches_zero(name, beta1):
     mantissa[0] = 1.0
     scale = SIGNS[name] * mantissa.repeat_interleave(254)
     codes = codes.repeat(64)
-    scalars = AdamScalars.at(1, 1.0, lr=1.0, betas=(beta1, 0.9), eps=1e-8, weight_decay=0.0)
+    scalars = ADAM.scalars(1, (1.0,), {**ADAM.options, "betas": (beta1, 0.9)}, True)
     decayed = SIGNED.decode(codes, scale, beta1)
     before, after = (
         as_integers(c) for c in (codes, SIGNED.encode(decayed, scale, None, scalars.settling))
@@ -366,6 +366,44 @@ def test_signed_log_joint_among_the_wide_levels_is_in_the_lower_half_of_a_cell()
     rounded = SIGNED.decode(SIGNED.encode(joint, -scale, None), -scale, 1.0)
     assert (rounded < joint).all()
     assert torch.equal(rounded, ieee.mul(12.5, scale))
+
+
+# --- The code of long-lived moments, (C2") -------------------------------------------------------
+
+DITHERED = CODECS["log"].of_dithered
+
+
+@pytest.mark.parametrize("level", [0, 1, 31, 32, 77, 126])
+@pytest.mark.parametrize("fraction", [0.0, 2.0**-14, 0.25, 0.6180339, 0.999])
+def test_encode_dithered_log_mean_over_all_thresholds_is_the_exact_position(level, fraction):
+    """Of 65,536 thresholds, `fraction` go up, but for the two units that q leaves out at each end,
+    its steps of four units, and half a unit of the last place of y, which is 1/8 of a unit of q.
+    """
+    low, high = DITHERED.narrow.levels[level : level + 2].tolist()
+    x = torch.tensor(low + fraction * (high - low)).expand(65536).contiguous()
+    each = torch.ones(65536), torch.arange(65536)
+    up = DITHERED.encode(x, *each).int() - level
+    assert up.min() >= 0 and up.max() <= 1
+    assert abs(int(up.sum()) - 65536 * fraction) <= 4.125
+    down = (
+        DITHERED.encode(-x, torch.ones(65536), torch.arange(65536)).view(torch.int8).int() + level
+    )
+    assert torch.equal(down, -up)
+
+
+@pytest.mark.parametrize("q", [0, 0xFFFF])
+def test_quantize_dithered_log_any_threshold_keeps_the_extreme_and_the_narrow_levels(q):
+    """Of all-small blocks too, for which the settling code takes the wide levels."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64 * 256, generator=generator) ** 5
+    block = torch.arange(64).repeat_interleave(256)
+    codes, scales = quantize(DITHERED, x, block, 64, torch.full_like(block, q))
+    wide = SIGNED.scales(x, block, 64) < 0
+    assert wide.any() and (scales > 0).all()
+    top = x.view(64, 256).abs().argmax(1)
+    assert (codes.view(64, 256).view(torch.int8).gather(1, top[:, None]).abs() == 127).all()
+    again = quantize(DITHERED, DITHERED.decode(codes, scales[block], 1.0), block, 64)
+    assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
 
 
 # --- The logarithmic code ------------------------------------------------------------------------

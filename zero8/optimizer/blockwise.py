@@ -85,7 +85,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._lock = threading.RLock()
         self._states = States(self, self.settings, self.algorithms, self.algorithm_of)
         self._params = self._states.params
-        self._stepper = Stepper(self.settings, self._states, self.algorithm_of)
+        self._stepper = Stepper(self._states)
         self._claim = claims.Claim(self)
         self._in_backward: InBackward | None = None
         self._lacks_decay = False  # whether a group was added without a weight_decay
@@ -208,7 +208,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             self._states.check_algorithms(self.state)
         # Python runs other threads while the kernel works.
         with self._lock, plain_torch():
-            if skipped := self._stepper.step(self.param_groups, self.state):
+            if skipped := self._stepper.step():
                 # Alone, a rank must not raise while the others wait in a collective: it only logs.
                 counts = self._stepper.counts
                 (counts.raise_for if self._states.raise_alone() else counts.log)(skipped)
@@ -319,8 +319,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     @plain_torch()
     def _step_one(self, p: Tensor, grad: Tensor) -> None:
         with self._lock:
-            group = self._params.group_of(p, self.param_groups)
-            self._stepper.step_one(group, p, grad, self.param_groups, self.state)
+            self._stepper.step_one(p, grad)
 
     def _wait(self) -> None:
         """Wait for pending steps of the backward."""

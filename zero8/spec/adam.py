@@ -44,48 +44,6 @@ class AdamScalars(NamedTuple):
     settling: float
     grad_factor: float = 1.0
 
-    @classmethod
-    def at(
-        cls,
-        step: int,
-        history: float,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        decoupled: bool = True,
-        bias_correction: bool = True,
-        maximize: bool = False,
-    ) -> "AdamScalars":
-        """Return the scalars of step number `step` (the first is 1).
-
-        `history` bounds m^2/v after this step (`next_history`); an `eps` of 0 stands for
-        `SMALLEST_EPS`; `weight_decay` is added to the gradient unless it is `decoupled`.
-        """
-        beta1, beta2 = betas
-        correction1 = 1 - beta1**step if bias_correction else 1.0
-        correction2 = 1 - beta2**step if bias_correction else 1.0
-        # max_ratio bounds |m| / (sqrt(v)/sqrt(correction2) + eps) for exact moments, so clipping
-        # there only removes rounding errors.  Three roundings to float32 follow, 2^-24 each: of
-        # max_ratio, of step_size and of their product.  2^-22 less keeps |u| under its bound.
-        below = 1 - 2.0**-22
-        exact = cls(
-            beta1=beta1,
-            beta2=beta2,
-            one_minus_beta1=1 - beta1,
-            sqrt_one_minus_beta2=math.sqrt(1 - beta2),
-            inverse_sqrt_correction2=1 / math.sqrt(correction2),
-            eps=max(eps, SMALLEST_EPS),
-            max_ratio=math.sqrt(history * correction2) * below,
-            step_size=lr / correction1,
-            decay=1 - lr * weight_decay if decoupled else 1.0,
-            l2=0.0 if decoupled else weight_decay,
-            grad_sign=-1.0 if maximize else 1.0,
-            settling=settling(beta1),
-        )
-        return cls(*np.array(exact, np.float32).tolist())
-
 
 class Adam(Algorithm):
     """AdamW, or Adam with L2 regularization."""
@@ -125,18 +83,30 @@ class Adam(Algorithm):
     def scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
     ) -> AdamScalars:
-        """See `Algorithm`."""
-        return AdamScalars.at(
-            step,
-            memory[0],
-            lr=float(group["lr"]),
-            betas=(float(group["betas"][0]), float(group["betas"][1])),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=group["decoupled_weight_decay"],
-            bias_correction=bias_correction,
-            maximize=group["maximize"],
+        """See `Algorithm`; an `eps` of 0 stands for `SMALLEST_EPS`."""
+        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        decay, is_decoupled = group["weight_decay"], group["decoupled_weight_decay"]
+        correction1 = 1 - beta1**step if bias_correction else 1.0
+        correction2 = 1 - beta2**step if bias_correction else 1.0
+        # max_ratio bounds |m| / (sqrt(v)/sqrt(correction2) + eps) for exact moments, so clipping
+        # there only removes rounding errors.  Three roundings to float32 follow, 2^-24 each: of
+        # max_ratio, of step_size and of their product.  2^-22 less keeps |u| under its bound.
+        below = 1 - 2.0**-22
+        exact = AdamScalars(
+            beta1=beta1,
+            beta2=beta2,
+            one_minus_beta1=1 - beta1,
+            sqrt_one_minus_beta2=math.sqrt(1 - beta2),
+            inverse_sqrt_correction2=1 / math.sqrt(correction2),
+            eps=max(group["eps"], SMALLEST_EPS),
+            max_ratio=math.sqrt(memory[0] * correction2) * below,
+            step_size=lr / correction1,
+            decay=1 - lr * decay if is_decoupled else 1.0,
+            l2=0.0 if is_decoupled else decay,
+            grad_sign=-1.0 if group["maximize"] else 1.0,
+            settling=settling(beta1),
         )
+        return AdamScalars(*np.array(exact, np.float32).tolist())
 
     def advance(
         self, s: AdamScalars, g: Tensor, moments: Sequence[Tensor]
